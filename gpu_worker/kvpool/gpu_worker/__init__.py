@@ -1,0 +1,1 @@
+"""What a GPU worker process runs. Not built yet."""

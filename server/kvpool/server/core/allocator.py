@@ -1,0 +1,176 @@
+"""All pools and sessions of a server.
+
+1. A pool's name stands for one configuration as long as the server lives.
+2. A session id names one session for ever; one whose lease ran out is told apart from one that never was.
+3. Time, ids and random bytes come in as arguments.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Final
+
+from kvpool.server.core import apply
+from kvpool.server.core.config import PoolConfig
+from kvpool.server.core.errors import AbortedError, InvalidArgumentError, NotFoundError, WrongStateError
+from kvpool.server.core.pool import Pool
+from kvpool.server.core.session import Session
+from kvpool.server.core.step import Step, StepResult
+from kvpool.server.core.types import PoolName, SessionId, WriterId
+
+DEFAULT_LEASE_SECONDS: Final = 10.0
+MIN_LEASE_SECONDS: Final = 1.0
+MAX_LEASE_SECONDS: Final = 3600.0
+REMEMBERED_EXPIRIES: Final = 4096
+
+
+class Allocator:
+    """Pools by name and sessions by id."""
+
+    def __init__(self) -> None:
+        self._pools: dict[PoolName, Pool] = {}
+        self._sessions: dict[SessionId, tuple[Pool, Session]] = {}
+        self._expired: OrderedDict[SessionId, None] = OrderedDict()
+        self._last_writer = 0
+
+    def __repr__(self) -> str:
+        return f"<Allocator: {len(self._pools)} pools, {len(self._sessions)} sessions>"
+
+    def create_pool(self, config: PoolConfig, none_hash: bytes) -> tuple[Pool, bool]:
+        """Makes a pool, or finds the one that was declared alike. O(num_blocks).
+
+        Args:
+            config: The pool.
+            none_hash: Random bytes, for a pool that leaves its none_hash open.
+
+        Returns:
+            The pool, and whether it is new.
+
+        Raises:
+            InvalidArgumentError: The configuration is out of range.
+            WrongStateError: The name is taken by a pool that differs; names the field.
+        """
+        config.check()
+        pool = self._pools.get(config.name)
+        if pool is None:
+            if not config.hash_scheme.none_hash:
+                config = replace(config, hash_scheme=replace(config.hash_scheme, none_hash=none_hash))
+            pool = self._pools[config.name] = Pool(config)
+            return pool, True
+        difference = pool.config.difference(config)
+        if difference:
+            raise WrongStateError(
+                "POOL_DIFFERS",
+                f"config.{difference}: pool {config.name!r} is there already and differs in this field",
+                field=f"config.{difference}",
+            )
+        return pool, False
+
+    def pool(self, name: str) -> Pool:
+        """Finds a pool.
+
+        Raises:
+            NotFoundError: There is none of this name.
+        """
+        pool = self._pools.get(PoolName(name))
+        if pool is None:
+            raise NotFoundError("POOL_NOT_FOUND", f"pool_name: no pool {name!r}", field="pool_name")
+        return pool
+
+    def open_session(
+        self, pool_name: str, client_name: str, lease_seconds: float, *, session_id: SessionId, now_seconds: float
+    ) -> tuple[Pool, Session]:
+        """Attaches a scheduler process to a pool.
+
+        Raises:
+            InvalidArgumentError: The lease or the client's name is out of range.
+            NotFoundError: There is no such pool.
+        """
+        lease_seconds = lease_seconds or DEFAULT_LEASE_SECONDS
+        if not MIN_LEASE_SECONDS <= lease_seconds <= MAX_LEASE_SECONDS:
+            raise InvalidArgumentError(
+                "lease_seconds", f"{lease_seconds} is not in [{MIN_LEASE_SECONDS:g}, {MAX_LEASE_SECONDS:g}]"
+            )
+        if len(client_name.encode()) > 256:  # noqa: PLR2004 - the proto states it
+            raise InvalidArgumentError("client_name", "longer than 256 bytes")
+        pool = self.pool(pool_name)
+        self._last_writer += 1
+        session = Session(session_id, WriterId(self._last_writer), client_name, lease_seconds, now_seconds)
+        self._sessions[session_id] = (pool, session)
+        return pool, session
+
+    def session(self, session_id: str, now_seconds: float) -> tuple[Pool, Session]:
+        """Finds a session, which is heard of by that.
+
+        Raises:
+            NotFoundError: There never was one of this id, or it was closed.
+            AbortedError: Its lease ran out.
+        """
+        found = self._sessions.get(SessionId(session_id))
+        if found is None:
+            if session_id in self._expired:
+                raise AbortedError(
+                    "LEASE_EXPIRED", "session_id: the session's lease ran out and its blocks were freed",
+                    field="session_id",
+                )
+            raise NotFoundError("SESSION_NOT_FOUND", "session_id: no such session", field="session_id")
+        if found[1].expires_seconds <= now_seconds:
+            self._expire(SessionId(session_id))
+            return self.session(session_id, now_seconds)
+        found[1].heard_seconds = now_seconds
+        return found
+
+    def apply(self, pool: Pool, session: Session, step: Step, source: object = None) -> StepResult:
+        """Applies a step of a session that `session` found; see `apply_step`."""
+        return apply.apply_step(pool, session, step, source)
+
+    def mark_executed(self, pool: Pool, session: Session, executed_sequence: int) -> None:
+        """Lets others hit what the session filled up to a change that it says was executed.
+
+        Raises:
+            InvalidArgumentError: It was not sent yet.
+        """
+        session.check_executed(executed_sequence, session.sequence)
+        apply.mark_executed(pool, session, executed_sequence)
+
+    def close_session(self, session_id: str, now_seconds: float) -> tuple[Pool, int]:
+        """Frees a session's requests and forgets it.
+
+        Returns:
+            Its pool, and how many requests were freed.
+
+        Raises:
+            NotFoundError: There is no such session.
+            AbortedError: Its lease ran out.
+        """
+        pool, session = self.session(session_id, now_seconds)
+        del self._sessions[session.session_id]
+        return pool, apply.end_session(pool, session)
+
+    def expire(self, now_seconds: float) -> list[tuple[Pool, Session, int]]:
+        """Ends the sessions whose lease has run out.
+
+        Returns:
+            For each its pool, itself, and how many requests were freed.
+        """
+        due = [sid for sid, (_, session) in self._sessions.items() if session.expires_seconds <= now_seconds]
+        return [self._expire(session_id) for session_id in due]
+
+    def next_expiry_seconds(self) -> float:
+        """When the next lease runs out, as things stand; infinity if none does."""
+        return min((session.expires_seconds for _, session in self._sessions.values()), default=float("inf"))
+
+    def pools(self) -> Iterator[Pool]:
+        """All pools, in the order they were made."""
+        return iter(self._pools.values())
+
+    def sessions_of(self, pool: Pool) -> list[Session]:
+        """The open sessions of a pool, in the order they were opened."""
+        return [session for owner, session in self._sessions.values() if owner is pool]
+
+    def _expire(self, session_id: SessionId) -> tuple[Pool, Session, int]:
+        pool, session = self._sessions.pop(session_id)
+        self._expired[session_id] = None
+        if len(self._expired) > REMEMBERED_EXPIRIES:
+            self._expired.popitem(last=False)
+        return pool, session, apply.end_session(pool, session)

@@ -1,0 +1,202 @@
+"""Applies a checked step, operation by operation, and writes down what became of each.
+
+1. After the first operation that finds too few blocks, nothing takes blocks any more in this step: as in a scheduler's
+   loop that stops there to preempt.
+2. What a request grew by, and what it threw away, is taken note of whatever became of the operation itself.
+"""
+
+from collections.abc import Sequence
+
+from kvpool.server.core.check import CheckedOperation, StepChecker
+from kvpool.server.core.pool import ComputedBlocks, Pool
+from kvpool.server.core.session import Session
+from kvpool.server.core.step import Operation, Outcome, Step, StepResult
+from kvpool.server.core.types import BlockId
+from kvpool.server.core.types import Sequence as SequenceNumber
+
+
+def apply_step(pool: Pool, session: Session, step: Step, source: object = None) -> StepResult:
+    """Checks and applies a session's step, or gives the answer again that it got before.
+
+    Args:
+        pool: The session's pool.
+        session: The session.
+        step: The step.
+        source: What to compare with when the same sequence number comes again; None for the step itself.
+
+    Raises:
+        InvalidArgumentError: A field is malformed or out of range; nothing was changed.
+        NotFoundError: A request is unknown; nothing was changed.
+        WrongStateError: The step is out of sequence, or a request is not in the state for it; nothing was changed.
+    """
+    source = step if source is None else source
+    before = session.answered(step.sequence, source)
+    if before is not None:
+        return before
+    checked = StepChecker(pool, session, step).check()
+    mark_executed(pool, session, step.executed_sequence)
+    result = _Application(pool, session, step).run(checked)
+    session.remember(source, result)
+    return result
+
+
+def mark_executed(pool: Pool, session: Session, executed_sequence: int) -> None:
+    """Lets others hit what the session filled with its changes up to `executed_sequence`, which the caller checked."""
+    if executed_sequence > session.executed_sequence:
+        session.executed_sequence = SequenceNumber(executed_sequence)
+        pool.blocks.prefix_map.publish(session.writer, session.executed_sequence)
+
+
+def end_session(pool: Pool, session: Session) -> int:
+    """Frees all that a session holds, the oldest request first, and withdraws what it never said to be executed.
+
+    Returns:
+        How many requests were freed.
+    """
+    pool.end_writer(session.writer)
+    requests = list(session.requests.values())
+    for request in requests:
+        pool.free(request)
+        session.forget(request)
+    return len(requests)
+
+
+class _Application:
+    """One step being applied; its result column by column."""
+
+    def __init__(self, pool: Pool, session: Session, step: Step) -> None:
+        self._pool = pool
+        self._session = session
+        self._sequence = SequenceNumber(step.sequence)
+        self._budget_tokens = step.admission_budget_tokens or pool.config.max_model_len * (len(step.operations) + 1)
+        self._out_of_blocks = False
+        count, groups = len(step.operations), len(pool.config.groups)
+        self._groups = groups
+        self._outcomes = [0] * count
+        self._num_hit_tokens = [0] * count
+        self._num_new_tokens = [0] * count
+        self._num_prefix_blocks = [0] * (count * groups)
+        self._num_new_blocks = [0] * (count * groups)
+        self._block_ids: list[BlockId] = []
+
+    def run(self, checked: list[CheckedOperation]) -> StepResult:
+        for i, row in enumerate(checked):
+            if row.operation is Operation.ALLOCATE:
+                self._grow(row)
+                self._allocate(i, row)
+            else:
+                self._other(i, row)
+        result = StepResult(self._sequence, self._pool.blocks.num_free_blocks, block_ids=list(self._block_ids))
+        for name in ("outcomes", "num_hit_tokens", "num_new_tokens", "num_prefix_blocks", "num_new_blocks"):
+            column: list[int] = getattr(self, f"_{name}")
+            if any(column):
+                setattr(result, name, column)
+        return result
+
+    def _other(self, i: int, row: CheckedOperation) -> None:
+        pool, operation = self._pool, row.operation
+        if operation is Operation.EVICT:
+            pool.blocks.evict(row.block_ids or ())
+            return
+        if operation is Operation.RESET:
+            self._outcomes[i] = Outcome.OK if pool.reset_prefix_cache() else Outcome.IN_USE
+            return
+        request = row.request
+        if request is None:
+            raise AssertionError(operation)
+        if operation is Operation.ADD:
+            self._session.add(request)
+        self._grow(row)
+        if operation is Operation.LOOK_UP:
+            self._put_hit(i, pool.look_up(request))
+        elif operation is Operation.PEEK:
+            self._put_hit(i, pool.peek(request))
+        elif operation is Operation.ADMIT:
+            self._admit(i, row)
+        elif operation is Operation.CACHE:
+            computed = min(row.num_new_tokens, request.num_computed_tokens)
+            if pool.config.enable_caching:
+                pool.cache(request, computed, sequence=self._sequence)
+        elif operation is Operation.PREEMPT:
+            pool.preempt(request)
+        elif operation is Operation.FREE:
+            pool.free(request)
+            self._session.forget(request)
+        elif operation is Operation.COMMON_PREFIX:
+            running = (other for other in self._session.requests.values() if other.holds_blocks)
+            counts = pool.num_common_prefix_blocks(request, running)
+            self._num_prefix_blocks[i * self._groups : (i + 1) * self._groups] = counts
+
+    @staticmethod
+    def _grow(row: CheckedOperation) -> None:
+        request = row.request
+        if request is None:
+            return
+        request.num_tokens += row.num_appended_tokens
+        request.num_computed_tokens -= row.num_rejected_tokens
+        if row.hashes:
+            request.hashes += row.hashes
+        if row.token_ids:
+            request.token_ids += row.token_ids
+
+    def _allocate(self, i: int, row: CheckedOperation) -> None:
+        pool, request, promised = self._pool, row.request, row.promised
+        if request is None:
+            raise AssertionError(row.operation)
+        if self._out_of_blocks:
+            self._outcomes[i] = Outcome.SKIPPED
+            return
+        if promised and not pool.still_holds(request, promised):
+            self._outcomes[i] = Outcome.HIT_CHANGED
+            self._put_hit(i, pool.peek(request))
+            return
+        new = pool.allocate(
+            request,
+            row.num_new_tokens,
+            row.num_lookahead_tokens,
+            promised,
+            delay_cache_blocks=row.delay_cache_blocks,
+            sequence=self._sequence,
+        )
+        if new is None:
+            self._refuse(i)
+        else:
+            self._put_new(i, new)
+
+    def _admit(self, i: int, row: CheckedOperation) -> None:
+        if row.request is None:
+            raise AssertionError(row.operation)
+        if self._out_of_blocks or not self._budget_tokens:
+            self._outcomes[i] = Outcome.SKIPPED
+            return
+        admission = self._pool.admit(
+            row.request,
+            min(row.num_new_tokens or self._budget_tokens, self._budget_tokens),
+            row.num_lookahead_tokens,
+            delay_cache_blocks=row.delay_cache_blocks,
+            sequence=self._sequence,
+        )
+        if admission is None:
+            self._refuse(i)
+            return
+        self._budget_tokens -= admission.num_new_tokens
+        self._num_new_tokens[i] = admission.num_new_tokens
+        self._put_hit(i, admission.computed)
+        self._put_new(i, admission.new_blocks)
+
+    def _refuse(self, i: int) -> None:
+        self._outcomes[i] = Outcome.NO_BLOCKS
+        self._out_of_blocks = True
+
+    def _put_hit(self, i: int, computed: ComputedBlocks) -> None:
+        self._num_hit_tokens[i] = computed.num_tokens
+        self._put(self._num_prefix_blocks, i, computed.block_ids)
+
+    def _put_new(self, i: int, new: tuple[list[BlockId], ...]) -> None:
+        self._put(self._num_new_blocks, i, new)
+
+    def _put(self, column: list[int], i: int, blocks: Sequence[Sequence[BlockId]]) -> None:
+        for j, block_ids in enumerate(blocks):
+            if block_ids:
+                column[i * self._groups + j] = len(block_ids)
+                self._block_ids.extend(block_ids)

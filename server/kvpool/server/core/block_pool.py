@@ -1,0 +1,143 @@
+"""The blocks of a pool: which are free, who counts on which, and what each holds.
+
+1. free + held = num_blocks - 1; the null block is neither.
+2. ref_cnt of a block is the number of block tables that it stands in; it is free exactly when that is 0.
+3. A free block keeps its hash, and so can be hit, until it is taken for something else.
+"""
+
+from collections.abc import Iterable, Sequence
+
+from kvpool.server.core import types
+from kvpool.server.core.config import PoolConfig, ReuseOrder
+from kvpool.server.core.events import AllBlocksCleared, BlockEvent, BlockRemoved
+from kvpool.server.core.free_list import FreeList
+from kvpool.server.core.prefix_map import PrefixMap
+from kvpool.server.core.types import BlockHash, BlockId, GroupId, WriterId
+
+
+class BlockPool:
+    """Columns over all blocks, and what is done with them.
+
+    Attributes:
+        num_evicted: Cached blocks that were given up to make room, since the start.
+        free_list: The free blocks. Read it; change it through this class.
+        prefix_map: The cached blocks. Read it; change it through this class.
+    """
+
+    __slots__ = (
+        "_events",
+        "_events_enabled",
+        "_ref_cnt",
+        "_uncached_first",
+        "free_list",
+        "num_evicted",
+        "prefix_map",
+    )
+
+    def __init__(self, config: PoolConfig) -> None:
+        self.free_list = FreeList(config.num_blocks)
+        self.prefix_map = PrefixMap(config.num_blocks, len(config.groups))
+        self.num_evicted = 0
+        self._ref_cnt = [0] * config.num_blocks
+        self._uncached_first = config.reuse_order is ReuseOrder.UNCACHED_FIRST
+        self._events_enabled = config.makes_events
+        self._events: list[BlockEvent] = []
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks, the null block included."""
+        return len(self._ref_cnt)
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Blocks that can be taken, cached ones included."""
+        return len(self.free_list)
+
+    @property
+    def usage(self) -> float:
+        """Fraction of the blocks, the null block apart, that block tables hold."""
+        return 1.0 - len(self.free_list) / (len(self._ref_cnt) - 1)
+
+    def ref_cnt(self, block_id: BlockId) -> int:
+        """Number of block tables that the block stands in."""
+        return self._ref_cnt[block_id]
+
+    def num_free_among(self, block_ids: Iterable[BlockId]) -> int:
+        """How many of these blocks are free: touching them takes as many from the free list."""
+        ref_cnt = self._ref_cnt
+        return [ref_cnt[block_id] for block_id in block_ids].count(0)
+
+    def take(self, count: int) -> list[BlockId]:
+        """Takes the next `count` free blocks, evicting what they held. The caller has checked that they are there."""
+        taken = self.free_list.take(count)
+        ref_cnt, hash_of = self._ref_cnt, self.prefix_map.hash_of
+        for block_id in taken:
+            ref_cnt[block_id] = 1
+            if hash_of(block_id) is not None:
+                self._drop_hash(block_id)
+                self.num_evicted += 1
+        return taken
+
+    def touch(self, block_ids: Iterable[BlockId]) -> None:
+        """Counts one more table for each block, free ones leaving the free list."""
+        ref_cnt = self._ref_cnt
+        for block_id in block_ids:
+            if not ref_cnt[block_id]:
+                self.free_list.remove(block_id)
+            ref_cnt[block_id] += 1
+
+    def release(self, block_ids: Iterable[BlockId]) -> None:
+        """Counts one table less for each block. Those that no table counts on become free, in this order."""
+        ref_cnt = self._ref_cnt
+        freed = []
+        for block_id in block_ids:
+            count = ref_cnt[block_id] = ref_cnt[block_id] - 1
+            if not count:
+                freed.append(block_id)
+        if self._uncached_first:
+            hash_of = self.prefix_map.hash_of
+            cached = [block_id for block_id in freed if hash_of(block_id) is not None]
+            if len(cached) < len(freed):
+                self.free_list.prepend([block_id for block_id in freed if hash_of(block_id) is None])
+            freed = cached
+        self.free_list.append(freed)
+
+    def cache(
+        self,
+        group_id: GroupId,
+        block_ids: Sequence[BlockId],
+        hashes: Sequence[BlockHash],
+        writer: WriterId,
+        sequence: types.Sequence,
+    ) -> None:
+        """Gives held blocks without a hash their hashes."""
+        self.prefix_map.insert(group_id, block_ids, hashes, writer, sequence)
+
+    def evict(self, block_ids: Iterable[BlockId]) -> None:
+        """Takes the hashes of these blocks away, of those that have one."""
+        for block_id in block_ids:
+            self._drop_hash(block_id)
+
+    def reset(self) -> bool:
+        """Takes all hashes away if no table holds a block; returns whether it did. O(num_blocks)."""
+        if self.num_free_blocks != self.num_blocks - 1:
+            return False
+        self.prefix_map.clear()
+        self.record(AllBlocksCleared())
+        return True
+
+    def record(self, event: BlockEvent) -> None:
+        """Keeps an event for `take_events`, if the pool makes events."""
+        if self._events_enabled:
+            self._events.append(event)
+
+    def take_events(self) -> list[BlockEvent]:
+        """Returns the events since the last call, in order."""
+        events, self._events = self._events, []
+        return events
+
+    def _drop_hash(self, block_id: BlockId) -> None:
+        group_id = self.prefix_map.group_of(block_id)
+        block_hash = self.prefix_map.remove(block_id)
+        if block_hash is not None and self._events_enabled:
+            self._events.append(BlockRemoved(block_hash, group_id))

@@ -1,0 +1,299 @@
+"""Checks a step whole, before anything is changed, and resolves what it names.
+
+1. Nothing here changes a pool, a session or a request that they know.
+2. What passes can be applied: `apply` meets no error.
+3. In one step a request grows and allocates at most once, so that everything can be checked beforehand.
+"""
+
+from dataclasses import dataclass
+from itertools import repeat
+from typing import Final
+
+from kvpool.server.core.errors import InvalidArgumentError, NotFoundError, WrongStateError, check_range
+from kvpool.server.core.pool import ComputedBlocks, Pool
+from kvpool.server.core.request import Request
+from kvpool.server.core.session import Session
+from kvpool.server.core.step import MAX_OPERATIONS, Operation, Step
+from kvpool.server.core.types import MAX_TOKENS, BlockHash, BlockId, RequestId, RequestNumber
+
+MAX_REQUEST_NUMBER: Final = 2**31 - 1
+_WITHOUT_REQUEST: Final = frozenset((Operation.EVICT, Operation.RESET))
+_ALLOCATING: Final = frozenset((Operation.ADMIT, Operation.ALLOCATE))
+_OPERATIONS: Final = {int(operation): operation for operation in Operation}
+_COLUMNS: Final = (
+    "request_numbers",
+    "num_appended_tokens",
+    "num_new_tokens",
+    "num_rejected_tokens",
+    "num_lookahead_tokens",
+    "delay_cache_blocks",
+)
+
+
+@dataclass(slots=True)
+class CheckedOperation:
+    """One operation, ready to be applied.
+
+    Attributes:
+        operation: What to do.
+        request: The request, if the operation has one; for ADD not yet in its session.
+        num_appended_tokens: Tokens that it grows by first.
+        hashes: Hashes that it gains with them.
+        token_ids: The tokens, if the pool makes events.
+        num_new_tokens: See `Step`.
+        num_rejected_tokens: See `Step`.
+        num_lookahead_tokens: See `Step`.
+        delay_cache_blocks: See `Step`.
+        promised: ALLOCATE: the hit that its look-up promised.
+        block_ids: EVICT: the blocks.
+    """
+
+    operation: Operation
+    request: Request | None
+    num_appended_tokens: int = 0
+    hashes: list[BlockHash] | None = None
+    token_ids: list[int] | None = None
+    num_new_tokens: int = 0
+    num_rejected_tokens: int = 0
+    num_lookahead_tokens: int = 0
+    delay_cache_blocks: bool = False
+    promised: ComputedBlocks | None = None
+    block_ids: list[BlockId] | None = None
+
+
+@dataclass(slots=True)
+class _Seen:
+    """What earlier operations of the step do to a request: its size, whether it will hold blocks, and be there."""
+
+    request: Request
+    num_tokens: int
+    num_computed_tokens: int
+    holds_blocks: bool
+    allocated: bool = False
+    gone: bool = False
+
+
+class StepChecker:
+    """Checks one step against its session and pool."""
+
+    def __init__(self, pool: Pool, session: Session, step: Step) -> None:
+        self._pool = pool
+        self._session = session
+        self._step = step
+        self._seen: dict[int, _Seen] = {}
+        self._ids: dict[RequestId, bool] = {}
+        self._hash_at = 0
+        self._token_at = 0
+        self._id_at = 0
+        self._block_at = 0
+
+    def check(self) -> list[CheckedOperation]:
+        """Checks the step.
+
+        Returns:
+            Its operations, in order.
+
+        Raises:
+            InvalidArgumentError: A field is malformed or out of range.
+            NotFoundError: A request is unknown.
+            WrongStateError: A request holds blocks where it must not, or the other way round.
+        """
+        step = self._step
+        count = len(step.operations)
+        check_range("operations", count, 0, MAX_OPERATIONS)
+        for column in _COLUMNS:
+            if len(getattr(step, column)) not in (0, count):
+                raise InvalidArgumentError(
+                    column, f"{len(getattr(step, column))} entries for {count} operations; needs 0 or {count}"
+                )
+        wanted = count * len(self._pool.config.groups)
+        if len(step.num_block_ids) not in (0, wanted):
+            raise InvalidArgumentError("num_block_ids", f"{len(step.num_block_ids)} entries; needs 0 or {wanted}")
+        self._session.check_executed(step.executed_sequence, self._session.sequence)
+        check_range("admission_budget_tokens", step.admission_budget_tokens, 0, MAX_TOKENS)
+
+        zeros = repeat(0, count)
+        rows = zip(
+            step.operations,
+            step.request_numbers or zeros,
+            step.num_appended_tokens or zeros,
+            step.num_new_tokens or zeros,
+            step.num_rejected_tokens or zeros,
+            step.num_lookahead_tokens or zeros,
+            step.delay_cache_blocks or repeat(False, count),
+            strict=True,
+        )
+        checked = [self._check_row(i, *row) for i, row in enumerate(rows)]
+        self._check_all_used()
+        return checked
+
+    def _check_row(  # noqa: PLR0913 - one parameter a column
+        self, i: int, code: int, number: int, appended: int, new: int, rejected: int, lookahead: int, delay: bool
+    ) -> CheckedOperation:
+        operation = _OPERATIONS.get(code)
+        if operation is None:
+            raise InvalidArgumentError(f"operations[{i}]", f"{code} is no operation")
+        block_ids = self._take_block_ids(i, operation) if self._step.num_block_ids else ()
+        if operation in _WITHOUT_REQUEST:
+            if number or appended or rejected:
+                raise InvalidArgumentError(f"request_numbers[{i}]", f"{operation.name} names no request")
+            return CheckedOperation(operation, None, block_ids=list(block_ids[0]) if block_ids else [])
+
+        seen = self._add(i, number) if operation is Operation.ADD else self._resolve(i, number)
+        row = CheckedOperation(operation, seen.request)
+        if appended:
+            self._check_growth(i, row, seen, appended)
+        if rejected:
+            check_range(f"num_rejected_tokens[{i}]", rejected, 0, seen.num_computed_tokens)
+            seen.num_computed_tokens -= rejected
+            row.num_rejected_tokens = rejected
+        if operation in _ALLOCATING:
+            check_range(f"num_new_tokens[{i}]", new, int(operation is Operation.ALLOCATE), self._max_tokens)
+            check_range(f"num_lookahead_tokens[{i}]", lookahead, 0, self._max_tokens)
+            row.num_new_tokens, row.num_lookahead_tokens, row.delay_cache_blocks = new, lookahead, delay
+            self._check_allocation(i, row, seen, block_ids)
+        elif operation is Operation.CACHE:
+            check_range(f"num_new_tokens[{i}]", new, 0, seen.num_computed_tokens)
+            row.num_new_tokens = new
+        elif operation in (Operation.LOOK_UP, Operation.PEEK) and seen.holds_blocks:
+            raise WrongStateError(
+                "REQUEST_HOLDS_BLOCKS", f"request_numbers[{i}]: request {number} holds blocks already",
+                field=f"request_numbers[{i}]",
+            )
+        elif operation in (Operation.FREE, Operation.PREEMPT):
+            seen.holds_blocks = False
+            seen.num_computed_tokens = 0
+            seen.gone = operation is Operation.FREE
+            if seen.gone:
+                self._ids[seen.request.request_id] = False
+        return row
+
+    @property
+    def _max_tokens(self) -> int:
+        return self._pool.config.max_model_len
+
+    def _add(self, i: int, number: int) -> _Seen:
+        check_range(f"request_numbers[{i}]", number, 1, MAX_REQUEST_NUMBER)
+        earlier = self._seen.get(number)
+        if not earlier.gone if earlier else RequestNumber(number) in self._session.by_number:
+            raise InvalidArgumentError(f"request_numbers[{i}]", f"{number} is in use", reason="REQUEST_NUMBER_IN_USE")
+        at, step = self._id_at, self._step
+        if at >= len(step.request_ids):
+            raise InvalidArgumentError("request_ids", f"{len(step.request_ids)} ids, the operations need more")
+        request_id = RequestId(step.request_ids[at])
+        check_range(f"request_ids[{at}]", len(request_id.encode()), 1, 256)
+        if self._ids.get(request_id, request_id in self._session.requests):
+            raise InvalidArgumentError(f"request_ids[{at}]", f"{request_id!r} is in use", reason="REQUEST_ID_IN_USE")
+        lora_name = None
+        if step.lora_names:
+            if at >= len(step.lora_names):
+                raise InvalidArgumentError("lora_names", "needs 0 entries or one for each added request")
+            lora_name = step.lora_names[at] or None
+            check_range(f"lora_names[{at}]", len((lora_name or "").encode()), 0, 256)
+        self._id_at += 1
+        self._ids[request_id] = True
+        request = Request(
+            request_id, RequestNumber(number), self._session.writer, self._pool.new_tables(), lora_name=lora_name
+        )
+        seen = self._seen[number] = _Seen(request, 0, 0, holds_blocks=False)
+        return seen
+
+    def _resolve(self, i: int, number: int) -> _Seen:
+        seen = self._seen.get(number)
+        if seen is None:
+            request = self._session.by_number.get(RequestNumber(number))
+            if request is not None:
+                seen = _Seen(request, request.num_tokens, request.num_computed_tokens, request.holds_blocks)
+                self._seen[number] = seen
+        if seen is None or seen.gone:
+            raise NotFoundError(
+                "REQUEST_NOT_FOUND", f"request_numbers[{i}]: the session has no request {number}",
+                field=f"request_numbers[{i}]",
+            )
+        return seen
+
+    def _check_growth(self, i: int, row: CheckedOperation, seen: _Seen, appended: int) -> None:
+        config, step = self._pool.config, self._step
+        if seen.num_tokens != seen.request.num_tokens:
+            raise InvalidArgumentError(f"num_appended_tokens[{i}]", "the request grew already in this step")
+        before = seen.num_tokens
+        check_range(f"num_appended_tokens[{i}]", appended, 0, self._max_tokens - before)
+        seen.num_tokens = before + appended
+        row.num_appended_tokens = appended
+        if config.enable_caching:
+            size_bytes = config.hash_scheme.hash_size_bytes
+            count = seen.num_tokens // config.hash_block_size - before // config.hash_block_size
+            if count:
+                end = self._hash_at + count * size_bytes
+                if end > len(step.block_hashes):
+                    raise InvalidArgumentError(
+                        "block_hashes", f"{len(step.block_hashes)} bytes; the operations need more, {size_bytes} a hash"
+                    )
+                joined, at = step.block_hashes, self._hash_at
+                row.hashes = [BlockHash(joined[j : j + size_bytes]) for j in range(at, end, size_bytes)]
+                self._hash_at = end
+        if config.makes_events:
+            end = self._token_at + appended
+            if end > len(step.token_ids):
+                raise InvalidArgumentError("token_ids", f"{len(step.token_ids)} ids; the appended tokens are more")
+            row.token_ids = step.token_ids[self._token_at : end]
+            self._token_at = end
+
+    def _check_allocation(
+        self, i: int, row: CheckedOperation, seen: _Seen, promised: tuple[list[BlockId], ...] | tuple[()]
+    ) -> None:
+        admit = row.operation is Operation.ADMIT
+        if seen.allocated:
+            raise InvalidArgumentError(f"request_numbers[{i}]", "the request allocated already in this step")
+        if seen.holds_blocks and (admit or any(promised)):
+            raise WrongStateError(
+                "REQUEST_HOLDS_BLOCKS",
+                f"request_numbers[{i}]: request {seen.request.number} holds blocks already; it takes no hit",
+                field=f"request_numbers[{i}]",
+            )
+        if admit:
+            check_range(f"num_appended_tokens[{i}]", seen.num_tokens, 1, self._max_tokens)
+            seen.num_computed_tokens = seen.num_tokens  # at most; apply holds a later CACHE to what it got
+        else:
+            hit_tokens = 0
+            if any(promised):
+                hit_tokens = self._pool.hit_length(promised)
+                check_range(f"num_block_ids[{i}]", hit_tokens, 0, seen.num_tokens - 1)
+                row.promised = ComputedBlocks(promised, hit_tokens)
+            left = self._max_tokens - seen.num_computed_tokens - hit_tokens
+            check_range(f"num_new_tokens[{i}]", row.num_new_tokens, 1, left)
+            seen.num_computed_tokens += hit_tokens + row.num_new_tokens
+        seen.allocated = seen.holds_blocks = True
+
+    def _take_block_ids(self, i: int, operation: Operation) -> tuple[list[BlockId], ...]:
+        step, groups = self._step, len(self._pool.config.groups)
+        counts = step.num_block_ids[i * groups : (i + 1) * groups]
+        if not any(counts):
+            return ()
+        if operation not in (Operation.ALLOCATE, Operation.EVICT):
+            raise InvalidArgumentError(f"num_block_ids[{i * groups}]", f"{operation.name} takes no blocks")
+        taken = []
+        for j, count in enumerate(counts):
+            end = self._block_at + count
+            if count < 0 or end > len(step.block_ids):
+                raise InvalidArgumentError(
+                    f"num_block_ids[{i * groups + j}]", f"{count} ids, block_ids holds {len(step.block_ids)}"
+                )
+            for at in range(self._block_at, end):
+                check_range(f"block_ids[{at}]", step.block_ids[at], 1, self._pool.blocks.num_blocks - 1)
+            taken.append([BlockId(block_id) for block_id in step.block_ids[self._block_at : end]])
+            self._block_at = end
+        return tuple(taken)
+
+    def _check_all_used(self) -> None:
+        step = self._step
+        for name, used, given in (
+            ("block_hashes", self._hash_at, len(step.block_hashes)),
+            ("token_ids", self._token_at, len(step.token_ids)),
+            ("request_ids", self._id_at, len(step.request_ids)),
+            ("lora_names", self._id_at if step.lora_names else 0, len(step.lora_names)),
+            ("block_ids", self._block_at, len(step.block_ids)),
+        ):
+            if used != given:
+                unit = "bytes" if name == "block_hashes" else "entries"
+                raise InvalidArgumentError(name, f"{given} {unit} given, the operations take {used}")

@@ -1,0 +1,207 @@
+"""What decides a pool's answers: specs, groups, hash scheme. Frozen values that check their own numbers."""
+
+import re
+from dataclasses import dataclass, field, fields
+from enum import Enum
+from typing import Final
+
+from kvpool.server.core.errors import InvalidArgumentError, check_range
+from kvpool.server.core.types import MAX_BLOCKS, MAX_TOKENS, PoolName
+
+_NAME: Final = re.compile(r"[A-Za-z0-9._/-]{1,128}")
+_HASH_SIZES_BYTES: Final = {"sha256_cbor": 32, "xxhash_cbor": 16}
+
+
+class ReuseOrder(Enum):
+    """In which order freed blocks are used again."""
+
+    UNCACHED_FIRST = "uncached_first"
+    """Of the blocks freed together, those without a hash go to the head of the free list, the others to the tail.
+
+    With caching off all go to the head. As vLLM 0.32.
+    """
+
+    LRU = "lru"
+    """All go to the tail, in the order they are freed. As vLLM 0.14.1."""
+
+
+class KeyForm(Enum):
+    """How a block's extra keys enter its hash."""
+
+    TAGGED = "tagged"
+    PLAIN = "plain"
+
+
+@dataclass(frozen=True, slots=True)
+class FullAttentionSpec:
+    """Every token attends to all before it.
+
+    Attributes:
+        block_size: Tokens a block holds on one rank.
+        num_kv_heads: Key and value heads on one rank; 0 if not declared.
+        head_size: Elements of a head; 0 if not declared.
+        dtype: Element type as torch spells it; empty if not declared.
+    """
+
+    block_size: int
+    num_kv_heads: int = 0
+    head_size: int = 0
+    dtype: str = ""
+
+    def check(self, where: str) -> None:
+        """Raises InvalidArgumentError if a number is out of range; `where` is the spec's path on the wire."""
+        check_range(f"{where}.block_size", self.block_size, 1, 65_536)
+        check_range(f"{where}.num_kv_heads", self.num_kv_heads, 0, 65_536)
+        check_range(f"{where}.head_size", self.head_size, 0, 65_536)
+        _check_text(f"{where}.dtype", self.dtype, 0, 32)
+
+
+@dataclass(frozen=True, slots=True)
+class MLAAttentionSpec:
+    """Multi-head latent attention: one latent vector a token. Its blocks are managed as those of full attention.
+
+    Attributes:
+        block_size: Tokens a block holds on one rank.
+        head_size: Elements of the latent vector; 0 if not declared.
+        dtype: Element type as torch spells it; empty if not declared.
+    """
+
+    block_size: int
+    head_size: int = 0
+    dtype: str = ""
+
+    def check(self, where: str) -> None:
+        """Raises InvalidArgumentError if a number is out of range; `where` is the spec's path on the wire."""
+        check_range(f"{where}.block_size", self.block_size, 1, 65_536)
+        check_range(f"{where}.head_size", self.head_size, 0, 65_536)
+        _check_text(f"{where}.dtype", self.dtype, 0, 32)
+
+
+KVCacheSpec = FullAttentionSpec | MLAAttentionSpec
+
+
+@dataclass(frozen=True, slots=True)
+class KVCacheGroup:
+    """Layers that share a block table."""
+
+    spec: KVCacheSpec
+    layer_names: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class HashScheme:
+    """How the sessions of a pool hash their blocks.
+
+    Attributes:
+        algorithm: Name of the algorithm.
+        size_bytes: Length of a hash; 0 stands for the algorithm's own.
+        none_hash: Parent of a first block; empty until the pool draws one.
+        key_form: How extra keys enter the hash.
+    """
+
+    algorithm: str = "sha256_cbor"
+    size_bytes: int = 0
+    none_hash: bytes = field(default=b"", repr=False)
+    key_form: KeyForm = KeyForm.TAGGED
+
+    def check(self) -> None:
+        """Raises InvalidArgumentError if a number is out of range."""
+        _check_text("config.hash_scheme.algorithm", self.algorithm, 1, 64)
+        check_range("config.hash_scheme.size_bytes", self.hash_size_bytes, 8, 64)
+        check_range("config.hash_scheme.none_hash", len(self.none_hash), 0, 64)
+        known = _HASH_SIZES_BYTES.get(self.algorithm, self.hash_size_bytes)
+        if known != self.hash_size_bytes:
+            raise InvalidArgumentError("config.hash_scheme.size_bytes", f"{self.algorithm} gives {known} bytes")
+
+    @property
+    def hash_size_bytes(self) -> int:
+        """Length of a hash in bytes."""
+        return self.size_bytes or _HASH_SIZES_BYTES.get(self.algorithm, 32)
+
+
+@dataclass(frozen=True, slots=True)
+class PoolConfig:
+    """Everything that decides what a pool answers.
+
+    Attributes:
+        name: The pool's name.
+        num_blocks: Blocks, the null block included.
+        max_model_len: Most tokens a request may have.
+        groups: The layers, by group.
+        reuse_order: The order in which freed blocks are used again.
+        enable_caching: Whether full blocks can be found again by hash.
+        use_eagle: Whether the last block of a hit is computed again, for EAGLE's drafts.
+        dcp_world_size: Ranks over which decode context parallelism spreads a request's tokens.
+        enable_events: Whether block events are made.
+        hash_scheme: How blocks are hashed.
+    """
+
+    name: PoolName
+    num_blocks: int
+    max_model_len: int
+    groups: tuple[KVCacheGroup, ...]
+    reuse_order: ReuseOrder = ReuseOrder.UNCACHED_FIRST
+    enable_caching: bool = True
+    use_eagle: bool = False
+    dcp_world_size: int = 1
+    enable_events: bool = False
+    hash_scheme: HashScheme = HashScheme()
+
+    def check(self) -> None:
+        """Checks every number.
+
+        Raises:
+            InvalidArgumentError: One is out of range; names the field.
+        """
+        if not _NAME.fullmatch(self.name):
+            raise InvalidArgumentError("config.name", "needs 1 to 128 letters, digits, '.', '_', '-' or '/'")
+        check_range("config.num_blocks", self.num_blocks, 2, MAX_BLOCKS)
+        check_range("config.max_model_len", self.max_model_len, 1, MAX_TOKENS)
+        check_range("config.dcp_world_size", self.dcp_world_size, 1, 1024)
+        self.hash_scheme.check()
+        if len(self.groups) != 1:
+            raise InvalidArgumentError(
+                "config.groups", f"{len(self.groups)} groups given, exactly 1 is served", reason="UNSUPPORTED"
+            )
+        names: set[str] = set()
+        for i, group in enumerate(self.groups):
+            group.spec.check(f"config.groups[{i}].spec")
+            for j, name in enumerate(group.layer_names):
+                _check_text(f"config.groups[{i}].layer_names[{j}]", name, 1, 256)
+                if name in names:
+                    raise InvalidArgumentError(f"config.groups[{i}].layer_names[{j}]", f"{name!r} stands twice")
+                names.add(name)
+
+    @property
+    def hash_block_size(self) -> int:
+        """Tokens that one block hash covers."""
+        return self.groups[0].spec.block_size * self.dcp_world_size
+
+    @property
+    def makes_events(self) -> bool:
+        """Whether block events are made: without caching there is nothing to tell."""
+        return self.enable_events and self.enable_caching
+
+    def difference(self, other: "PoolConfig") -> str:
+        """Names the first field in which a second declaration of this pool differs; empty if none does.
+
+        A second declaration that leaves none_hash open agrees with any.
+        """
+        for entry in fields(self):
+            mine, theirs = getattr(self, entry.name), getattr(other, entry.name)
+            if isinstance(mine, HashScheme):
+                for part in fields(mine):
+                    left, right = getattr(mine, part.name), getattr(theirs, part.name)
+                    if part.name == "size_bytes":
+                        left, right = mine.hash_size_bytes, theirs.hash_size_bytes
+                    if left != right and not (part.name == "none_hash" and not right):
+                        return f"hash_scheme.{part.name}"
+            elif mine != theirs:
+                return entry.name
+        return ""
+
+
+def _check_text(where: str, text: str, low: int, high: int) -> None:
+    size_bytes = len(text.encode("utf-8", "surrogatepass"))
+    if not low <= size_bytes <= high:
+        raise InvalidArgumentError(where, f"{size_bytes} bytes long, not in [{low}, {high}]")

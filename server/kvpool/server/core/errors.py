@@ -1,0 +1,59 @@
+"""What the core refuses with. Each error carries a hint for a transport, and the core knows of none.
+
+Rule 1: an error is raised before anything was changed.
+Rule 2: the message is written for the caller and holds nothing of another session.
+"""
+
+
+class KvpoolError(Exception):
+    """Base of everything that the core raises on purpose.
+
+    Attributes:
+        reason: An UPPER_SNAKE_CASE constant that programs may match on.
+        field: The input at fault, as it is named on the wire; empty if none is.
+        retry_seconds: When to try again; None if trying again is of no use.
+    """
+
+    def __init__(self, reason: str, message: str, *, field: str = "", retry_seconds: float | None = None) -> None:
+        super().__init__(message)
+        self.reason = reason
+        self.field = field
+        self.retry_seconds = retry_seconds
+
+
+class InvalidArgumentError(KvpoolError):
+    """Malformed, out of range, or over a limit: the caller must fix `field`."""
+
+    def __init__(self, field: str, message: str, *, reason: str = "INVALID_VALUE") -> None:
+        super().__init__(reason, f"{field}: {message}", field=field)
+
+
+class NotFoundError(KvpoolError):
+    """An unknown pool, session or request: the caller must open it."""
+
+
+class WrongStateError(KvpoolError):
+    """Understood, but not in the state things are in: the caller waits, or fixes what `reason` tells."""
+
+
+class AbortedError(KvpoolError):
+    """The lease ran out or the epoch passed: the caller opens a new session and computes again."""
+
+
+class UnavailableError(KvpoolError):
+    """Draining: the caller tries again after `retry_seconds`."""
+
+
+class IntegrityError(AssertionError):
+    """The books do not balance: a bug in this package. Raised by checks that only tests and idle servers run."""
+
+
+def check_range(field: str, value: int, low: int, high: int) -> int:
+    """Returns `value` if it is in [low, high].
+
+    Raises:
+        InvalidArgumentError: It is not.
+    """
+    if not low <= value <= high:
+        raise InvalidArgumentError(field, f"{value} is not in [{low}, {high}]")
+    return value

@@ -1,0 +1,42 @@
+"""What changes in the prefix cache, as values. Field by field what vLLM publishes; hashes are whole here."""
+
+from dataclasses import dataclass
+
+from kvpool.server.core.types import BlockHash, GroupId
+
+
+@dataclass(frozen=True, slots=True)
+class BlockStored:
+    """A run of consecutive full blocks of one request was cached.
+
+    Attributes:
+        block_hashes: Their hashes.
+        parent_block_hash: Hash of the block before the first; None if there is none.
+        token_ids: Their tokens, block_size for each.
+        block_size: Tokens a block covers, over all ranks of context parallelism.
+        lora_name: LoRA of the request; None if there is none.
+        group_id: Group of the blocks.
+    """
+
+    block_hashes: tuple[BlockHash, ...]
+    parent_block_hash: BlockHash | None
+    token_ids: tuple[int, ...]
+    block_size: int
+    lora_name: str | None
+    group_id: GroupId
+
+
+@dataclass(frozen=True, slots=True)
+class BlockRemoved:
+    """A cached block was given up. Another copy with the same hash may remain."""
+
+    block_hash: BlockHash
+    group_id: GroupId
+
+
+@dataclass(frozen=True, slots=True)
+class AllBlocksCleared:
+    """The prefix cache was reset."""
+
+
+BlockEvent = BlockStored | BlockRemoved | AllBlocksCleared

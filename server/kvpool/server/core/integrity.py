@@ -1,0 +1,70 @@
+"""Checks that a pool's books balance: every counter against what it counts, every link from both ends."""
+
+from collections import Counter
+from collections.abc import Iterable
+
+from kvpool.server.core.errors import IntegrityError
+from kvpool.server.core.pool import Pool
+from kvpool.server.core.session import Session
+from kvpool.server.core.types import NULL_BLOCK, BlockId, GroupId, WriterId
+
+
+def check_integrity(pool: Pool, sessions: Iterable[Session]) -> None:
+    """Checks a pool and all its sessions. O(num_blocks + blocks in tables); for tests and idle servers.
+
+    Raises:
+        IntegrityError: Something does not balance; says what.
+    """
+    sessions = list(sessions)
+    requests = [request for session in sessions for request in session.requests.values()]
+    owners = Counter(b for request in requests for table in request.tables for b in table.block_ids)
+    _check_free_list(pool, owners)
+    _check_prefix_map(pool, {session.writer for session in sessions})
+    for session in sessions:
+        _require(
+            list(session.requests.values()) == list(session.by_number.values()), "requests by id and by number differ"
+        )
+    for request in requests:
+        config = pool.config
+        wanted = request.num_tokens // config.hash_block_size if config.enable_caching else 0
+        _require(len(request.hashes) == wanted, f"{request.request_id}: {len(request.hashes)} hashes, not {wanted}")
+        for table in request.tables:
+            _require(len(set(table.block_ids)) == len(table.block_ids), f"{request.request_id}: a block stands twice")
+            _require(NULL_BLOCK not in table.block_ids, f"{request.request_id}: holds the null block")
+            _require(table.num_cached <= len(table.block_ids), f"{request.request_id}: more cached than held")
+
+
+def _check_free_list(pool: Pool, owners: Counter[BlockId]) -> None:
+    blocks = pool.blocks
+    free = list(blocks.free_list)
+    _require(len(free) == len(set(free)) == blocks.num_free_blocks, "the free list's length is wrong")
+    _require(NULL_BLOCK not in free, "the null block is free")
+    _require(
+        len(free) + len(owners) + 1 == blocks.num_blocks,
+        f"{len(free)} free + {len(owners)} used + 1 null != {blocks.num_blocks}",
+    )
+    for block_id in map(BlockId, range(blocks.num_blocks)):
+        count = blocks.ref_cnt(block_id)
+        _require(count == owners[block_id], f"block {block_id}: ref_cnt {count}, in {owners[block_id]} tables")
+    _require(not set(free) & set(owners), "a block is both free and used")
+
+
+def _check_prefix_map(pool: Pool, writers: set[WriterId]) -> None:
+    prefix_map = pool.blocks.prefix_map
+    hashed = [b for b in map(BlockId, range(pool.blocks.num_blocks)) if prefix_map.hash_of(b) is not None]
+    mapped = list(prefix_map.entries())
+    _require(len(hashed) == len(mapped) == len(prefix_map), "hashed, mapped and counted blocks differ")
+    for group_id, block_hash, block_id in mapped:
+        back: tuple[GroupId, object] = (prefix_map.group_of(block_id), prefix_map.hash_of(block_id))
+        _require(back == (group_id, block_hash), f"block {block_id} does not point back to its hash")
+    pending = prefix_map.pending()
+    _require(pending.keys() <= set(hashed), "a block without a hash is pending")
+    _require(
+        sorted(pending) == sorted(b for w in writers for b in prefix_map.unpublished_by(w)),
+        "pending blocks and what open sessions have not published differ",
+    )
+
+
+def _require(holds: bool, message: str) -> None:  # noqa: FBT001 - a condition
+    if not holds:
+        raise IntegrityError(message)

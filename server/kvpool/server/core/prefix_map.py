@@ -1,0 +1,157 @@
+"""Which block holds the contents with a given hash, and who may read it.
+
+1. A block has a hash exactly when the map of its group leads from that hash to it. Several blocks may carry one hash;
+   the one cached first is found first.
+2. A block is cached when its slots are allocated, a moment before the GPU fills it. Until its writer has said that the
+   filling change was executed, the block is pending: its writer finds it (its own steps run in order), nobody else.
+3. A block that loses its hash is pending no more; what takes its place starts anew.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from kvpool.server.core import types
+from kvpool.server.core.types import BlockHash, BlockId, GroupId, WriterId
+
+
+class PrefixMap:
+    """Maps (group, hash) to blocks, with the block's hash, group and writer in columns by block id."""
+
+    __slots__ = ("_by_hash", "_group_of", "_hash_of", "_num_cached", "_pending", "_unpublished", "_writer_of")
+
+    def __init__(self, num_blocks: int, num_groups: int) -> None:
+        # A dict of ids (in order, as a set) where several blocks carry one hash.
+        self._by_hash: list[dict[BlockHash, BlockId | dict[BlockId, None]]] = [{} for _ in range(num_groups)]
+        self._hash_of: list[BlockHash | None] = [None] * num_blocks
+        self._group_of = bytearray(num_blocks)
+        self._writer_of: list[WriterId] = [WriterId(0)] * num_blocks
+        self._pending: dict[BlockId, types.Sequence] = {}
+        self._unpublished: dict[WriterId, dict[types.Sequence, set[BlockId]]] = {}
+        self._num_cached = 0
+
+    def __len__(self) -> int:
+        """Blocks that have a hash."""
+        return self._num_cached
+
+    def hash_of(self, block_id: BlockId) -> BlockHash | None:
+        """The block's hash, if it has one."""
+        return self._hash_of[block_id]
+
+    def group_of(self, block_id: BlockId) -> GroupId:
+        """Group under which a block that has a hash is cached."""
+        return GroupId(self._group_of[block_id])
+
+    def pending(self) -> dict[BlockId, types.Sequence]:
+        """The blocks that only their writer finds, and the change that fills each. Not to be changed."""
+        return self._pending
+
+    def is_visible(self, block_id: BlockId, reader: WriterId) -> bool:
+        """Whether `reader` may use the contents of a block that has a hash."""
+        return block_id not in self._pending or self._writer_of[block_id] == reader
+
+    def find(self, group_id: GroupId, hashes: Iterable[BlockHash], reader: WriterId) -> list[BlockId]:
+        """Finds the blocks of the longest prefix of `hashes` that is cached and visible to `reader`. O(hit)."""
+        get = self._by_hash[group_id].get
+        found: list[BlockId] = []
+        entries: list[BlockId | dict[BlockId, None]] = []
+        for block_hash in hashes:
+            entry = get(block_hash)
+            if entry is None:
+                break
+            entries.append(entry)
+            found.append(next(iter(entry)) if isinstance(entry, dict) else entry)
+        if not self._pending or self._pending.keys().isdisjoint(found):
+            return found
+        for i, entry in enumerate(entries):
+            copies = entry if isinstance(entry, dict) else (entry,)
+            visible = next((block_id for block_id in copies if self.is_visible(block_id, reader)), None)
+            if visible is None:
+                return found[:i]
+            found[i] = visible
+        return found
+
+    def entries(self) -> Iterator[tuple[GroupId, BlockHash, BlockId]]:
+        """All that the maps lead to. O(cached blocks)."""
+        for group_id, by_hash in enumerate(self._by_hash):
+            for block_hash, entry in by_hash.items():
+                for block_id in entry if isinstance(entry, dict) else (entry,):
+                    yield GroupId(group_id), block_hash, block_id
+
+    def num_written_by(self, block_ids: Iterable[BlockId], writer: WriterId) -> int:
+        """How many of these blocks, which have hashes, `writer` filled."""
+        writer_of = self._writer_of
+        return [writer_of[block_id] for block_id in block_ids].count(writer)
+
+    def insert(
+        self,
+        group_id: GroupId,
+        block_ids: Sequence[BlockId],
+        hashes: Sequence[BlockHash],
+        writer: WriterId,
+        sequence: types.Sequence,
+    ) -> None:
+        """Gives each block, which has no hash, its hash. `writer` fills them with its change `sequence`."""
+        by_hash, hash_of, writer_of = self._by_hash[group_id], self._hash_of, self._writer_of
+        for block_id, block_hash in zip(block_ids, hashes, strict=True):
+            entry = by_hash.setdefault(block_hash, block_id)
+            if entry is not block_id:
+                if isinstance(entry, dict):
+                    entry[block_id] = None
+                else:
+                    by_hash[block_hash] = {entry: None, block_id: None}
+            hash_of[block_id] = block_hash
+            writer_of[block_id] = writer
+            self._group_of[block_id] = group_id
+        self._num_cached += len(block_ids)
+        self._pending.update(dict.fromkeys(block_ids, sequence))
+        self._unpublished.setdefault(writer, {}).setdefault(sequence, set()).update(block_ids)
+
+    def remove(self, block_id: BlockId) -> BlockHash | None:
+        """Takes the block's hash away and returns it; None if it had none."""
+        block_hash = self._hash_of[block_id]
+        if block_hash is None:
+            return None
+        by_hash = self._by_hash[self._group_of[block_id]]
+        entry = by_hash[block_hash]
+        if isinstance(entry, dict) and len(entry) > 1:
+            del entry[block_id]
+        else:
+            del by_hash[block_hash]
+        self._hash_of[block_id] = None
+        self._num_cached -= 1
+        sequence = self._pending.pop(block_id, None)
+        if sequence is not None:
+            self._forget_unpublished(block_id, sequence)
+        return block_hash
+
+    def publish(self, writer: WriterId, executed: types.Sequence) -> None:
+        """Makes visible to all what `writer` filled with its changes up to `executed`."""
+        by_sequence = self._unpublished.get(writer)
+        if not by_sequence:
+            return
+        for sequence in [sequence for sequence in by_sequence if sequence <= executed]:
+            for block_id in by_sequence.pop(sequence):
+                del self._pending[block_id]
+        if not by_sequence:
+            del self._unpublished[writer]
+
+    def unpublished_by(self, writer: WriterId) -> list[BlockId]:
+        """The blocks that only `writer` finds, in the order they were cached."""
+        return [b for blocks in self._unpublished.get(writer, {}).values() for b in sorted(blocks)]
+
+    def clear(self) -> None:
+        """Takes every block's hash away. O(num_blocks)."""
+        for by_hash in self._by_hash:
+            by_hash.clear()
+        self._hash_of = [None] * len(self._hash_of)
+        self._pending.clear()
+        self._unpublished.clear()
+        self._num_cached = 0
+
+    def _forget_unpublished(self, block_id: BlockId, sequence: types.Sequence) -> None:
+        writer = self._writer_of[block_id]
+        by_sequence = self._unpublished[writer]
+        by_sequence[sequence].discard(block_id)
+        if not by_sequence[sequence]:
+            del by_sequence[sequence]
+            if not by_sequence:
+                del self._unpublished[writer]

@@ -1,0 +1,104 @@
+"""A step, all that a scheduling round asks, and its result: packed columns, field by field as on the wire.
+
+A column is empty, which means zero for every operation, or has one entry an operation ("an operation and group":
+operation by operation, in each the groups in order). A queue has entries only for the operations that need some.
+"""
+
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Final
+
+MAX_OPERATIONS: Final = 65_536
+
+
+class Operation(IntEnum):
+    """What is asked for one request; numbers as on the wire."""
+
+    ADD = 1
+    LOOK_UP = 2
+    ADMIT = 3
+    ALLOCATE = 4
+    CACHE = 5
+    FREE = 6
+    PREEMPT = 7
+    EVICT = 8
+    RESET = 9
+    COMMON_PREFIX = 10
+    APPEND = 11
+    PEEK = 12
+
+
+class Outcome(IntEnum):
+    """How an operation ended; numbers as on the wire."""
+
+    OK = 0
+    NO_BLOCKS = 1
+    SKIPPED = 2
+    HIT_CHANGED = 3
+    IN_USE = 4
+
+
+@dataclass(slots=True)
+class Step:
+    """Operations of one session, applied in order and as a whole.
+
+    Attributes:
+        sequence: One more than the session's last change.
+        executed_sequence: Newest change whose execution has finished; 0 for no news.
+        admission_budget_tokens: Tokens that all admissions together may make room for; 0 for no limit.
+        operations: The operations, values of `Operation`.
+        request_numbers: Column: the request.
+        num_appended_tokens: Column: tokens the request has grown by.
+        num_new_tokens: Column: ALLOCATE: tokens to make room for; ADMIT: the most, 0 for all; CACHE: up to where.
+        num_rejected_tokens: Column: tokens given room earlier whose contents were thrown away.
+        num_lookahead_tokens: Column: tokens beyond the new ones to keep room for.
+        delay_cache_blocks: Column: leave full blocks uncached until CACHE.
+        num_block_ids: Column, an operation and group: how many of block_ids are its.
+        block_ids: Queue: promised blocks (ALLOCATE), blocks to evict (EVICT).
+        block_hashes: Queue: hashes of the blocks that the appended tokens filled, joined.
+        token_ids: Queue: the appended tokens, if the pool makes events.
+        request_ids: Queue: ids of the added requests.
+        lora_names: Queue: their LoRA names; or empty.
+    """
+
+    sequence: int
+    executed_sequence: int = 0
+    admission_budget_tokens: int = 0
+    operations: list[int] = field(default_factory=list)
+    request_numbers: list[int] = field(default_factory=list)
+    num_appended_tokens: list[int] = field(default_factory=list)
+    num_new_tokens: list[int] = field(default_factory=list)
+    num_rejected_tokens: list[int] = field(default_factory=list)
+    num_lookahead_tokens: list[int] = field(default_factory=list)
+    delay_cache_blocks: list[bool] = field(default_factory=list)
+    num_block_ids: list[int] = field(default_factory=list)
+    block_ids: list[int] = field(default_factory=list)
+    block_hashes: bytes = b""
+    token_ids: list[int] = field(default_factory=list)
+    request_ids: list[str] = field(default_factory=list)
+    lora_names: list[str] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class StepResult:
+    """What became of a step.
+
+    Attributes:
+        sequence: The step's.
+        free_blocks: Blocks that can be given now.
+        outcomes: Column: how each operation ended, values of `Outcome`.
+        num_hit_tokens: Column: tokens found (LOOK_UP, ADMIT, changed hit).
+        num_new_tokens: Column: tokens that an admission made room for beyond the hit.
+        num_prefix_blocks: Column, an operation and group: blocks of the hit; COMMON_PREFIX: the count alone.
+        num_new_blocks: Column, an operation and group: newly allocated blocks.
+        block_ids: Queue: for each operation the hit's blocks group by group, then the new blocks group by group.
+    """
+
+    sequence: int
+    free_blocks: int = 0
+    outcomes: list[int] = field(default_factory=list)
+    num_hit_tokens: list[int] = field(default_factory=list)
+    num_new_tokens: list[int] = field(default_factory=list)
+    num_prefix_blocks: list[int] = field(default_factory=list)
+    num_new_blocks: list[int] = field(default_factory=list)
+    block_ids: list[int] = field(default_factory=list)

@@ -1,0 +1,33 @@
+"""The kinds of integer, string and bytes that name things, kept apart by type."""
+
+from typing import Final, NewType
+
+BlockId = NewType("BlockId", int)
+"""Index of a block in its pool, [0, num_blocks)."""
+
+BlockHash = NewType("BlockHash", bytes)
+"""What a full block's contents are found by. Covers the block's tokens, all before them, and the extra keys."""
+
+GroupId = NewType("GroupId", int)
+"""Index of a KV cache group in its pool."""
+
+PoolName = NewType("PoolName", str)
+SessionId = NewType("SessionId", str)
+
+WriterId = NewType("WriterId", int)
+"""A session's number in its pool, never used again: says who filled a block."""
+
+RequestId = NewType("RequestId", str)
+"""A request's name, unique in its session."""
+
+RequestNumber = NewType("RequestNumber", int)
+"""A request's number in the columns of a step, unique in its session."""
+
+Sequence = NewType("Sequence", int)
+"""Number of a session's change, from 1, without gaps."""
+
+NULL_BLOCK: Final = BlockId(0)
+"""Stands in a block table where no block is needed. Never free, never given."""
+
+MAX_BLOCKS: Final = 2**31 - 1
+MAX_TOKENS: Final = 2**31 - 1

@@ -1,0 +1,28 @@
+"""Where the golden files are, and which of them are asked for."""
+
+from pathlib import Path
+
+import pytest
+
+from conformance.golden import Schedule, read_schedules
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "schedule" not in metafunc.fixturenames:
+        return
+    schedules = read_schedules(golden_dir(metafunc.config))
+    metafunc.parametrize("schedule", [pytest.param(s, id=s.name, marks=marks(s)) for s in schedules])
+
+
+def marks(schedule: Schedule) -> list[pytest.MarkDecorator]:
+    reason = schedule.unsupported
+    return [pytest.mark.xfail(reason=f"{schedule.name}: {reason}", strict=True, run=False)] if reason else []
+
+
+def golden_dir(config: pytest.Config) -> Path:
+    return Path(config.getoption("golden_dir"))
+
+
+@pytest.fixture
+def golden_folder(pytestconfig: pytest.Config) -> Path:
+    return golden_dir(pytestconfig)

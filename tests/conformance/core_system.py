@@ -1,0 +1,143 @@
+"""The core, called directly."""
+
+from collections.abc import Sequence
+
+from conformance.golden import Line, Stats
+from kvpool.client.hashing import BlockHasher, ExtraKeys
+from kvpool.server.core.config import PoolConfig
+from kvpool.server.core.events import AllBlocksCleared, BlockEvent, BlockRemoved, BlockStored
+from kvpool.server.core.integrity import check_integrity
+from kvpool.server.core.pool import ComputedBlocks, Pool
+from kvpool.server.core.request import Request
+from kvpool.server.core.session import Session
+from kvpool.server.core.types import BlockHash, BlockId, RequestId, RequestNumber, SessionId, WriterId
+from kvpool.server.core.types import Sequence as SequenceNumber
+
+
+def hash_to_int(block_hash: BlockHash) -> int:
+    return int.from_bytes(block_hash[-8:], "big")
+
+
+def event_to_line(event: BlockEvent) -> Line:
+    """Writes an event as the golden files do."""
+    match event:
+        case BlockStored():
+            parent = event.parent_block_hash
+            return {
+                "type": "BlockStored",
+                "block_hashes": [hash_to_int(h) for h in event.block_hashes],
+                "parent_block_hash": None if parent is None else hash_to_int(parent),
+                "token_ids": list(event.token_ids),
+                "block_size": event.block_size,
+                "lora_name": event.lora_name,
+                "medium": "GPU",
+                "group_idx": event.group_id,
+            }
+        case BlockRemoved():
+            return {
+                "type": "BlockRemoved",
+                "block_hashes": [hash_to_int(event.block_hash)],
+                "medium": "GPU",
+                "group_idx": event.group_id,
+            }
+        case AllBlocksCleared():
+            return {"type": "AllBlocksCleared"}
+
+
+class CoreSystem:
+    """One pool and one session's requests."""
+
+    def __init__(self, config: PoolConfig) -> None:
+        self.pool = Pool(config)
+        self._hasher = BlockHasher(config.hash_scheme, config.hash_block_size)
+        self._session = Session(SessionId("s"), WriterId(1), "", 10.0, 0.0)
+        self._tokens: dict[str, tuple[list[int], ExtraKeys]] = {}
+        self._computed: dict[str, ComputedBlocks] = {}
+
+    def _get(self, request_id: str) -> Request:
+        return self._session.requests[RequestId(request_id)]
+
+    def request(self, request_id: str, token_ids: list[int], keys: ExtraKeys) -> Sequence[BlockHash]:
+        number = RequestNumber(len(self._tokens) + 1)
+        self._tokens[request_id] = ([], keys)
+        request = Request(RequestId(request_id), number, self._session.writer, self.pool.new_tables())
+        request.lora_name = keys.lora_name
+        self._session.add(request)
+        return self.append(request_id, token_ids)
+
+    def append(self, request_id: str, token_ids: list[int]) -> Sequence[BlockHash]:
+        request = self._get(request_id)
+        tokens, keys = self._tokens[request_id]
+        tokens += token_ids
+        before = len(request.hashes)
+        request.num_tokens += len(token_ids)
+        request.token_ids += token_ids
+        if self.pool.config.enable_caching:
+            self._hasher.extend(request.hashes, tokens, keys)
+        return request.hashes[before:]
+
+    def get_computed_blocks(self, request_id: str, *, counted: bool) -> tuple[list[list[int]], int]:
+        look_up = self.pool.look_up if counted else self.pool.peek
+        computed = self._computed[request_id] = look_up(self._get(request_id))
+        return [list(blocks) for blocks in computed.block_ids], computed.num_tokens
+
+    def allocate_slots(self, line: Line) -> list[list[int]] | None:
+        request = self._get(line["request_id"])
+        request.num_computed_tokens = line["num_computed_tokens"]
+        computed = self._computed.pop(request.request_id, None) if line["with_computed_blocks"] else None
+        new = self.pool.allocate(
+            request,
+            line["num_new_tokens"],
+            line["num_lookahead_tokens"],
+            computed,
+            delay_cache_blocks=line["delay_cache_blocks"],
+            sequence=SequenceNumber(1),
+        )
+        return None if new is None else [list(blocks) for blocks in new]
+
+    def table(self, request_id: str) -> list[list[int]]:
+        return [list(table.block_ids) for table in self._get(request_id).tables]
+
+    def cache_blocks(self, request_id: str, num_computed_tokens: int) -> None:
+        self.pool.cache(self._get(request_id), num_computed_tokens, sequence=SequenceNumber(1))
+
+    def free(self, request_id: str) -> None:
+        request = self._get(request_id)
+        self.pool.free(request)
+        self._session.forget(request)
+
+    def preempt(self, request_id: str) -> None:
+        self.pool.preempt(self._get(request_id))
+
+    def common_prefix_blocks(self, request_id: str) -> list[int]:
+        running = [request for request in self._session.requests.values() if request.holds_blocks]
+        return list(self.pool.num_common_prefix_blocks(self._get(request_id), running))
+
+    def evict(self, block_ids: list[int]) -> None:
+        self.pool.blocks.evict(map(BlockId, block_ids))
+
+    def reset(self) -> bool:
+        return self.pool.reset_prefix_cache()
+
+    def stats(self) -> Stats:
+        s = self.pool.stats
+        return Stats(
+            s.requests,
+            s.queries_tokens,
+            s.hits_tokens,
+            s.preempted_requests,
+            s.preempted_queries_tokens,
+            s.preempted_hits_tokens,
+            s.resets,
+        )
+
+    def free_blocks(self) -> int:
+        check_integrity(self.pool, [self._session])
+        return self.pool.blocks.num_free_blocks
+
+    def usage(self) -> float:
+        return self.pool.blocks.usage
+
+    def events(self, count: int) -> list[Line]:
+        del count
+        return [event_to_line(event) for event in self.pool.blocks.take_events()]
