@@ -1,0 +1,78 @@
+"""What a scheduler imports: sessions, requests, block hashes.
+
+`connect` for synchronous schedulers, `kvpool.client.aio.connect` for asyncio. The same API drives a server over gRPC
+and, with the address "embedded:", the core in the caller's own process.
+"""
+
+from kvpool.client._version import __version__
+from kvpool.client.connection import Client, connect
+from kvpool.client.errors import (
+    AbortedError,
+    DeadlineError,
+    ExhaustedError,
+    InvalidArgumentError,
+    KvpoolError,
+    NotFoundError,
+    ServerError,
+    UnavailableError,
+    WrongStateError,
+)
+from kvpool.client.hashing import BlockHasher, ExtraKeys, MultiModalItem, register_hash
+from kvpool.client.request import Request
+from kvpool.client.results import Admission, Allocation, Answer, HitChanged
+from kvpool.client.session import Session
+from kvpool.client.steps import StepBuilder
+from kvpool.client.transport import EventBatch
+from kvpool.server.core.allocator import PoolInfo
+from kvpool.server.core.config import (
+    FullAttentionSpec,
+    HashScheme,
+    KeyForm,
+    KVCacheGroup,
+    MLAAttentionSpec,
+    PoolConfig,
+    ReuseOrder,
+)
+from kvpool.server.core.events import AllBlocksCleared, BlockRemoved, BlockStored
+from kvpool.server.core.pool import ComputedBlocks
+from kvpool.server.core.step import Outcome
+
+__all__ = [
+    "AbortedError",
+    "Admission",
+    "AllBlocksCleared",
+    "Allocation",
+    "Answer",
+    "BlockHasher",
+    "BlockRemoved",
+    "BlockStored",
+    "Client",
+    "ComputedBlocks",
+    "DeadlineError",
+    "EventBatch",
+    "ExhaustedError",
+    "ExtraKeys",
+    "FullAttentionSpec",
+    "HashScheme",
+    "HitChanged",
+    "InvalidArgumentError",
+    "KVCacheGroup",
+    "KeyForm",
+    "KvpoolError",
+    "MLAAttentionSpec",
+    "MultiModalItem",
+    "NotFoundError",
+    "Outcome",
+    "PoolConfig",
+    "PoolInfo",
+    "Request",
+    "ReuseOrder",
+    "ServerError",
+    "Session",
+    "StepBuilder",
+    "UnavailableError",
+    "WrongStateError",
+    "__version__",
+    "connect",
+    "register_hash",
+]

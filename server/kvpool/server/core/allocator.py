@@ -7,7 +7,7 @@
 
 from collections import OrderedDict
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Final
 
 from kvpool.server.core import apply
@@ -15,6 +15,7 @@ from kvpool.server.core.config import PoolConfig
 from kvpool.server.core.errors import AbortedError, InvalidArgumentError, NotFoundError, WrongStateError
 from kvpool.server.core.pool import Pool
 from kvpool.server.core.session import Session
+from kvpool.server.core.statistics import PrefixCacheStats
 from kvpool.server.core.step import Step, StepResult
 from kvpool.server.core.types import PoolName, SessionId, WriterId
 
@@ -22,6 +23,39 @@ DEFAULT_LEASE_SECONDS: Final = 10.0
 MIN_LEASE_SECONDS: Final = 1.0
 MAX_LEASE_SECONDS: Final = 3600.0
 REMEMBERED_EXPIRIES: Final = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class PoolInfo:
+    """A pool as it is at one moment.
+
+    Attributes:
+        config: What it was declared with.
+        epoch: Goes up whenever the contents of blocks can no longer be trusted.
+        free_blocks: Blocks that can be given, cached ones included.
+        cached_blocks: Blocks whose contents can be found by hash.
+        usage: Fraction of the blocks, the null block apart, that requests hold.
+        prefix_cache: Counters of look-ups.
+        recent_hit_rate: Hit rate over the last 1,000 look-ups.
+        evicted_blocks: Cached blocks given up to make room.
+        preemptions: Times that a request's blocks were taken back.
+        sessions: Open sessions.
+        requests: Requests of all sessions.
+        event_sequence: Number of the newest batch of events; 0 if there was none.
+    """
+
+    config: PoolConfig
+    epoch: int
+    free_blocks: int
+    cached_blocks: int
+    usage: float
+    prefix_cache: PrefixCacheStats
+    recent_hit_rate: float
+    evicted_blocks: int
+    preemptions: int
+    sessions: int
+    requests: int
+    event_sequence: int = 0
 
 
 class Allocator:
@@ -61,7 +95,7 @@ class Allocator:
         if difference:
             raise WrongStateError(
                 "POOL_DIFFERS",
-                f"config.{difference}: pool {config.name!r} is there already and differs in this field",
+                f"pool {config.name!r} is there already and differs in this field",
                 field=f"config.{difference}",
             )
         return pool, False
@@ -74,7 +108,7 @@ class Allocator:
         """
         pool = self._pools.get(PoolName(name))
         if pool is None:
-            raise NotFoundError("POOL_NOT_FOUND", f"pool_name: no pool {name!r}", field="pool_name")
+            raise NotFoundError("POOL_NOT_FOUND", f"no pool {name!r}", field="pool_name")
         return pool
 
     def open_session(
@@ -110,10 +144,10 @@ class Allocator:
         if found is None:
             if session_id in self._expired:
                 raise AbortedError(
-                    "LEASE_EXPIRED", "session_id: the session's lease ran out and its blocks were freed",
+                    "LEASE_EXPIRED", "the session's lease ran out and its blocks were freed",
                     field="session_id",
                 )
-            raise NotFoundError("SESSION_NOT_FOUND", "session_id: no such session", field="session_id")
+            raise NotFoundError("SESSION_NOT_FOUND", "no such session", field="session_id")
         if found[1].expires_seconds <= now_seconds:
             self._expire(SessionId(session_id))
             return self.session(session_id, now_seconds)
@@ -167,6 +201,24 @@ class Allocator:
     def sessions_of(self, pool: Pool) -> list[Session]:
         """The open sessions of a pool, in the order they were opened."""
         return [session for owner, session in self._sessions.values() if owner is pool]
+
+    def describe(self, pool: Pool, event_sequence: int = 0) -> PoolInfo:
+        """Tells what a pool is like now. O(sessions)."""
+        sessions = self.sessions_of(pool)
+        return PoolInfo(
+            config=pool.config,
+            epoch=pool.epoch,
+            free_blocks=pool.blocks.num_free_blocks,
+            cached_blocks=len(pool.blocks.prefix_map),
+            usage=pool.blocks.usage,
+            prefix_cache=replace(pool.stats),
+            recent_hit_rate=pool.recent_hit_rate.rate,
+            evicted_blocks=pool.blocks.num_evicted,
+            preemptions=pool.num_preemptions,
+            sessions=len(sessions),
+            requests=sum(len(session.requests) for session in sessions),
+            event_sequence=event_sequence,
+        )
 
     def _expire(self, session_id: SessionId) -> tuple[Pool, Session, int]:
         pool, session = self._sessions.pop(session_id)

@@ -6,7 +6,6 @@
 """
 
 from dataclasses import dataclass
-from itertools import repeat
 from typing import Final
 
 from kvpool.server.core.errors import InvalidArgumentError, NotFoundError, WrongStateError, check_range
@@ -112,7 +111,7 @@ class StepChecker:
         self._session.check_executed(step.executed_sequence, self._session.sequence)
         check_range("admission_budget_tokens", step.admission_budget_tokens, 0, MAX_TOKENS)
 
-        zeros = repeat(0, count)
+        zeros = [0] * count
         rows = zip(
             step.operations,
             step.request_numbers or zeros,
@@ -120,7 +119,7 @@ class StepChecker:
             step.num_new_tokens or zeros,
             step.num_rejected_tokens or zeros,
             step.num_lookahead_tokens or zeros,
-            step.delay_cache_blocks or repeat(False, count),
+            step.delay_cache_blocks or [False] * count,
             strict=True,
         )
         checked = [self._check_row(i, *row) for i, row in enumerate(rows)]
@@ -157,7 +156,7 @@ class StepChecker:
             row.num_new_tokens = new
         elif operation in (Operation.LOOK_UP, Operation.PEEK) and seen.holds_blocks:
             raise WrongStateError(
-                "REQUEST_HOLDS_BLOCKS", f"request_numbers[{i}]: request {number} holds blocks already",
+                "REQUEST_HOLDS_BLOCKS", f"request {number} holds blocks already",
                 field=f"request_numbers[{i}]",
             )
         elif operation in (Operation.FREE, Operation.PREEMPT):
@@ -173,7 +172,8 @@ class StepChecker:
         return self._pool.config.max_model_len
 
     def _add(self, i: int, number: int) -> _Seen:
-        check_range(f"request_numbers[{i}]", number, 1, MAX_REQUEST_NUMBER)
+        if number >= 0:  # negative: chosen by the server, for a request that steps cannot name
+            check_range(f"request_numbers[{i}]", number, 1, MAX_REQUEST_NUMBER)
         earlier = self._seen.get(number)
         if not earlier.gone if earlier else RequestNumber(number) in self._session.by_number:
             raise InvalidArgumentError(f"request_numbers[{i}]", f"{number} is in use", reason="REQUEST_NUMBER_IN_USE")
@@ -207,7 +207,7 @@ class StepChecker:
                 self._seen[number] = seen
         if seen is None or seen.gone:
             raise NotFoundError(
-                "REQUEST_NOT_FOUND", f"request_numbers[{i}]: the session has no request {number}",
+                "REQUEST_NOT_FOUND", f"the session has no request {number}",
                 field=f"request_numbers[{i}]",
             )
         return seen
@@ -248,7 +248,7 @@ class StepChecker:
         if seen.holds_blocks and (admit or any(promised)):
             raise WrongStateError(
                 "REQUEST_HOLDS_BLOCKS",
-                f"request_numbers[{i}]: request {seen.request.number} holds blocks already; it takes no hit",
+                f"request {seen.request.number} holds blocks already; it takes no hit",
                 field=f"request_numbers[{i}]",
             )
         if admit:

@@ -9,23 +9,31 @@ class KvpoolError(Exception):
     """Base of everything that the core raises on purpose.
 
     Attributes:
+        message: What is wrong, without the field's name.
         reason: An UPPER_SNAKE_CASE constant that programs may match on.
         field: The input at fault, as it is named on the wire; empty if none is.
         retry_seconds: When to try again; None if trying again is of no use.
     """
 
     def __init__(self, reason: str, message: str, *, field: str = "", retry_seconds: float | None = None) -> None:
-        super().__init__(message)
+        super().__init__(f"{field}: {message}" if field else message)
+        self.message = message
         self.reason = reason
         self.field = field
         self.retry_seconds = retry_seconds
+
+
+    def rename_field(self, field: str) -> None:
+        """Names the field as the caller knows it."""
+        self.field = field
+        self.args = (f"{field}: {self.message}" if field else self.message,)
 
 
 class InvalidArgumentError(KvpoolError):
     """Malformed, out of range, or over a limit: the caller must fix `field`."""
 
     def __init__(self, field: str, message: str, *, reason: str = "INVALID_VALUE") -> None:
-        super().__init__(reason, f"{field}: {message}", field=field)
+        super().__init__(reason, message, field=field)
 
 
 class NotFoundError(KvpoolError):
@@ -42,6 +50,10 @@ class AbortedError(KvpoolError):
 
 class UnavailableError(KvpoolError):
     """Draining: the caller tries again after `retry_seconds`."""
+
+
+class ExhaustedError(KvpoolError):
+    """Over a limit that protects others, such as a message's size: the caller sends less."""
 
 
 class IntegrityError(AssertionError):

@@ -130,7 +130,7 @@ class Pool:
             for manager, promised in zip(self._managers, computed.block_ids, strict=True)
         )
 
-    def hit_length(self, block_ids: Sequence[Sequence[BlockId]]) -> int:
+    def hit_length(self, block_ids: Sequence[Sequence[int]]) -> int:
         """Tokens that a hit of these blocks covers."""
         return len(block_ids[0]) * self._managers[0].block_size
 

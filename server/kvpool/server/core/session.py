@@ -70,12 +70,12 @@ class Session:
             raise InvalidArgumentError("sequence", "missing; numbers start at 1")
         if sequence > expected:
             raise WrongStateError(
-                "SEQUENCE_GAP", f"sequence: {sequence} skips changes, {expected} is next", field="sequence"
+                "SEQUENCE_GAP", f"{sequence} skips changes, {expected} is next", field="sequence"
             )
         remembered = self._results.get(sequence)
         if remembered is None:
             raise WrongStateError(
-                "SEQUENCE_FORGOTTEN", f"sequence: the result of {sequence} is forgotten, {expected} is next",
+                "SEQUENCE_FORGOTTEN", f"the result of {sequence} is forgotten, {expected} is next",
                 field="sequence",
             )
         if remembered[0] != source:
@@ -97,6 +97,15 @@ class Session:
         """
         if not 0 <= executed_sequence <= last:
             raise InvalidArgumentError("executed_sequence", f"{executed_sequence} is not in [0, {last}]")
+
+    def number_of(self, request_id: RequestId) -> RequestNumber | None:
+        """The number of a request, if the session has it."""
+        request = self.requests.get(request_id)
+        return request.number if request else None
+
+    def free_number(self) -> RequestNumber:
+        """A number that no client can choose, for a request that was given none."""
+        return RequestNumber(min((0, *self.by_number)) - 1)
 
     def add(self, request: Request) -> None:
         """Takes a request in, whose id and number are new."""

@@ -1,0 +1,78 @@
+"""Where a client begins."""
+
+from collections.abc import Iterator
+from types import TracebackType
+from typing import Final, Self
+
+from kvpool.client.session import Session
+from kvpool.client.transport import EmbeddedTransport, EventBatch, Transport
+from kvpool.client.wire import DEFAULT_DEADLINE_SECONDS
+from kvpool.server.config import check_address
+from kvpool.server.core.allocator import PoolInfo
+from kvpool.server.core.config import PoolConfig
+
+EMBEDDED: Final = "embedded:"
+
+
+def connect(address: str, *, deadline_seconds: float = DEFAULT_DEADLINE_SECONDS) -> "Client":
+    """Connects to a service.
+
+    Args:
+        address: `host:port`, `unix:/path`, or `embedded:` for the core in this process.
+        deadline_seconds: How long each call may take, retries included.
+
+    Raises:
+        ValueError: The address is of none of these forms. That nobody answers is found out by the first call.
+    """
+    if address == EMBEDDED:
+        return Client(EmbeddedTransport())
+    check_address(address)
+    from kvpool.client.grpc_transport import GrpcTransport  # noqa: PLC0415 - the embedded core needs no grpc
+
+    return Client(GrpcTransport(address, deadline_seconds))
+
+
+class Client:
+    """A connection to a service."""
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def create_pool(self, config: PoolConfig) -> PoolInfo:
+        """Declares a pool, for an engine that holds the tensors itself; or finds the one that was declared alike."""
+        return self._transport.create_pool(config)
+
+    def get_pool(self, name: str) -> PoolInfo:
+        """Tells what a pool is like now."""
+        return self._transport.get_pool(name)
+
+    def open_session(self, pool: str, *, client_name: str = "", lease_seconds: float = 0.0) -> Session:
+        """Attaches this scheduler to a pool.
+
+        Args:
+            pool: The pool's name.
+            client_name: Tells people which scheduler this is.
+            lease_seconds: How long the session outlives its last sign of life; 0 for the server's default, 10.
+        """
+        return Session(self._transport, self._transport.open_session(pool, client_name, lease_seconds))
+
+    def watch(self, pool: str, *, from_sequence: int = 0) -> Iterator[EventBatch]:
+        """Yields a pool's block events, batch by batch, waiting for more (embedded: until there are no more).
+
+        Args:
+            pool: The pool's name.
+            from_sequence: First batch wanted; 0 for the next one to come.
+        """
+        return self._transport.watch(pool, from_sequence)
+
+    def close(self) -> None:
+        """Ends the connection. Sessions that are still open live on for their lease."""
+        self._transport.close()

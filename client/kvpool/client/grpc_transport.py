@@ -1,0 +1,166 @@
+"""The service over a synchronous gRPC channel."""
+
+import contextlib
+import queue
+import threading
+import time
+from collections.abc import Iterator
+
+import grpc
+
+from kvpool.client import wire
+from kvpool.client.errors import DeadlineError, KvpoolError, from_rpc_error
+from kvpool.client.transport import EventBatch, OpenedSession
+from kvpool.server.core.allocator import PoolInfo
+from kvpool.server.core.config import PoolConfig
+from kvpool.server.core.step import Step, StepResult
+from kvpool.server.rpc import convert
+from kvpool.v1 import allocator_pb2, allocator_pb2_grpc, event_pb2, event_pb2_grpc, step_pb2
+
+
+class GrpcTransport:
+    """The service at an address. Threads may share it; each session belongs to one thread at a time."""
+
+    def __init__(self, address: str, deadline_seconds: float) -> None:
+        self._deadline_seconds = deadline_seconds
+        self._channel = grpc.insecure_channel(address, options=wire.CHANNEL_OPTIONS)
+        self._stub = allocator_pb2_grpc.AllocatorServiceStub(self._channel)
+        self._events = event_pb2_grpc.EventServiceStub(self._channel)
+        self._streams: dict[str, _StepStream] = {}
+
+    def create_pool(self, config: PoolConfig) -> PoolInfo:
+        """See `Transport`."""
+        with _converted():
+            return wire.read_pool(
+                self._stub.CreatePool(wire.create_pool_request(config), timeout=self._deadline_seconds)
+            )
+
+    def get_pool(self, name: str) -> PoolInfo:
+        """See `Transport`."""
+        with _converted():
+            request = allocator_pb2.GetPoolRequest(pool_name=name)
+            return wire.read_pool(self._stub.GetPool(request, timeout=self._deadline_seconds))
+
+    def open_session(self, pool: str, client_name: str, lease_seconds: float) -> OpenedSession:
+        """See `Transport`. From here on a thread keeps the session alive."""
+        with _converted():
+            request = wire.open_session_request(pool, client_name, lease_seconds)
+            opened = wire.read_session(self._stub.OpenSession(request, timeout=self._deadline_seconds))
+        self._streams[opened.session_id] = _StepStream(self._stub, opened, self._deadline_seconds)
+        return opened
+
+    def apply(self, session_id: str, step: Step) -> StepResult:
+        """See `Transport`."""
+        return convert.result_from_proto(self._streams[session_id].exchange(convert.step_to_proto(step, session_id)))
+
+    def mark_executed(self, session_id: str, executed_sequence: int) -> None:
+        """See `Transport`."""
+        with _converted():
+            request = allocator_pb2.MarkExecutedRequest(session_id=session_id, executed_sequence=executed_sequence)
+            self._stub.MarkExecuted(request, timeout=self._deadline_seconds)
+
+    def close_session(self, session_id: str) -> int:
+        """See `Transport`."""
+        self._streams.pop(session_id).close()
+        with _converted():
+            request = allocator_pb2.CloseSessionRequest(session_id=session_id)
+            return self._stub.CloseSession(request, timeout=self._deadline_seconds).num_freed_requests
+
+    def watch(self, pool: str, from_sequence: int) -> Iterator[EventBatch]:
+        """See `Transport`. The watch stands when this returns."""
+        call = self._events.Watch(event_pb2.WatchRequest(pool_name=pool, from_sequence=from_sequence))
+        with _converted():
+            next(call)
+        return _batches(call)
+
+    def close(self) -> None:
+        """See `Transport`."""
+        for stream in self._streams.values():
+            stream.close()
+        self._streams.clear()
+        self._channel.close()
+
+
+class _StepStream:
+    """One session's stream of steps, reopened when it breaks, and the thread that keeps the session alive."""
+
+    def __init__(
+        self, stub: allocator_pb2_grpc.AllocatorServiceStub, opened: OpenedSession, deadline_seconds: float
+    ) -> None:
+        self._stub = stub
+        self._session_id = opened.session_id
+        self._deadline_seconds = deadline_seconds
+        self._outgoing: queue.SimpleQueue[step_pb2.Step | None] = queue.SimpleQueue()
+        self._call: grpc.CallIterator[step_pb2.StepResult] | None = None
+        self._due_seconds = float("inf")
+        self._closed = threading.Event()
+        self._period_seconds = min(opened.lease_seconds / 3, deadline_seconds / 4)
+        threading.Thread(target=self._keep_alive, name="kvpool-keepalive", daemon=True).start()
+
+    def exchange(self, message: step_pb2.Step) -> step_pb2.StepResult:
+        """Sends a step and waits for its result, over as many streams as that takes within the deadline."""
+        self._due_seconds = time.monotonic() + self._deadline_seconds
+        try:
+            for pause_seconds in wire.REOPEN_PAUSES_SECONDS:
+                if self._closed.wait(pause_seconds) if pause_seconds else False:
+                    break
+                try:
+                    return self._exchange_once(message)
+                except grpc.RpcError as error:
+                    self._end_call()
+                    if time.monotonic() >= self._due_seconds:
+                        break
+                    if error.code() is not grpc.StatusCode.UNAVAILABLE:  # type: ignore[attr-defined]
+                        raise from_rpc_error(error) from None
+                    last = error
+            else:
+                raise from_rpc_error(last)
+            raise DeadlineError("DEADLINE", f"no answer to step {message.sequence} in {self._deadline_seconds} s")
+        finally:
+            self._due_seconds = float("inf")
+
+    def close(self) -> None:
+        """Ends the stream and the thread."""
+        self._closed.set()
+        self._end_call()
+
+    def _exchange_once(self, message: step_pb2.Step) -> step_pb2.StepResult:
+        if self._call is None:
+            self._outgoing = queue.SimpleQueue()
+            self._call = self._stub.Schedule(iter(self._outgoing.get, None))
+        self._outgoing.put(message)
+        return next(self._call)
+
+    def _end_call(self) -> None:
+        call, self._call = self._call, None
+        if call is not None:
+            self._outgoing.put(None)
+            call.cancel()
+
+    def _keep_alive(self) -> None:
+        request = allocator_pb2.KeepAliveRequest(session_id=self._session_id)
+        while not self._closed.wait(self._period_seconds):
+            call = self._call
+            if call is not None and time.monotonic() >= self._due_seconds:
+                call.cancel()  # exchange() waits in it: this is what gives a step on a stream its deadline
+                continue
+            with contextlib.suppress(grpc.RpcError, ValueError):  # the next step will tell; ValueError: channel closed
+                self._stub.KeepAlive(request, timeout=self._period_seconds)
+
+
+def _batches(call: "grpc.CallIterator[event_pb2.WatchResponse]") -> Iterator[EventBatch]:
+    try:
+        with _converted():
+            for response in call:
+                yield wire.read_batch(response)
+    finally:
+        call.cancel()
+
+
+@contextlib.contextmanager
+def _converted() -> Iterator[None]:
+    try:
+        yield
+    except grpc.RpcError as error:
+        converted: KvpoolError = from_rpc_error(error)
+        raise converted from None

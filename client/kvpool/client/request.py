@@ -1,0 +1,76 @@
+"""A request as its scheduler knows it: tokens, hashes, and its own copy of the block tables."""
+
+from collections.abc import Sequence
+
+from kvpool.client.hashing import NO_EXTRA_KEYS, BlockHasher, ExtraKeys
+from kvpool.server.core.types import BlockHash, RequestId, RequestNumber
+
+
+class Request:
+    """A request of a session; make it with `Session.request`.
+
+    Attributes:
+        request_id: Its id, unique in the session.
+        number: Its number in steps, chosen by the session.
+        token_ids: Prompt and output. Read it; grow it with `append`.
+        hashes: One for each full block of the tokens, if the pool caches. Computed as tokens arrive.
+        block_ids: Its blocks, group by group, in the order of the tokens. Kept up to date by the session.
+        num_computed_tokens: Tokens that have room, hits included; the next allocation starts there.
+        extra_keys: What besides the tokens decides its contents.
+    """
+
+    __slots__ = (
+        "_hasher",
+        "block_ids",
+        "declared",
+        "extra_keys",
+        "hashes",
+        "num_computed_tokens",
+        "num_sent_hashes",
+        "num_sent_tokens",
+        "number",
+        "request_id",
+        "token_ids",
+    )
+
+    def __init__(  # noqa: PLR0913 - only sessions call it
+        self,
+        request_id: str,
+        number: int,
+        token_ids: Sequence[int],
+        *,
+        num_groups: int,
+        hasher: BlockHasher | None,
+        extra_keys: ExtraKeys = NO_EXTRA_KEYS,
+    ) -> None:
+        self.request_id = RequestId(request_id)
+        self.number = RequestNumber(number)
+        self.token_ids = list(token_ids)
+        self.extra_keys = extra_keys
+        self.hashes: list[BlockHash] = []
+        self.block_ids: list[list[int]] = [[] for _ in range(num_groups)]
+        self.num_computed_tokens = 0
+        self.declared = False
+        self.num_sent_tokens = 0
+        self.num_sent_hashes = 0
+        self._hasher = hasher
+        self.append(())
+
+    def __repr__(self) -> str:
+        return f"<Request {self.request_id!r}: {self.num_tokens} tokens, {self.num_computed_tokens} computed>"
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens known, prompt and output."""
+        return len(self.token_ids)
+
+    def append(self, token_ids: Sequence[int]) -> None:
+        """Adds generated tokens, and hashes the blocks that they fill. The server learns of them with the next call."""
+        self.token_ids += token_ids
+        if self._hasher:
+            self._hasher.extend(self.hashes, self.token_ids, self.extra_keys)
+
+    def forget_blocks(self) -> None:
+        """Empties the block tables, when they were freed."""
+        self.block_ids = [[] for _ in self.block_ids]
+        self.num_computed_tokens = 0

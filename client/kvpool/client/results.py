@@ -1,0 +1,71 @@
+"""What a session's calls answer."""
+
+from dataclasses import dataclass, field
+
+from kvpool.server.core.pool import ComputedBlocks
+from kvpool.server.core.step import Outcome
+
+
+@dataclass(slots=True)
+class Answer:
+    """What became of one operation of a step. Filled when the step has been answered.
+
+    Attributes:
+        outcome: How it ended; None until the step has been answered.
+        num_hit_tokens: Tokens found in the cache.
+        num_new_tokens: Admissions: tokens beyond the hit that have room now.
+        hit_blocks: The hit's blocks, group by group.
+        new_blocks: Newly allocated blocks, group by group.
+        num_common_blocks: Common prefix: its blocks, group by group.
+    """
+
+    outcome: Outcome | None = None
+    num_hit_tokens: int = 0
+    num_new_tokens: int = 0
+    hit_blocks: list[list[int]] = field(default_factory=list)
+    new_blocks: list[list[int]] = field(default_factory=list)
+    num_common_blocks: list[int] = field(default_factory=list)
+
+    @property
+    def ok(self) -> bool:
+        """Whether the operation did as asked."""
+        return self.outcome is Outcome.OK
+
+
+@dataclass(frozen=True, slots=True)
+class Allocation:
+    """Room that was made.
+
+    Attributes:
+        new_blocks: The newly allocated blocks, group by group; may be empty where the last block had room.
+    """
+
+    new_blocks: list[list[int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """A request that was looked up and allocated at once.
+
+    Attributes:
+        num_hit_tokens: Tokens found in the cache.
+        num_new_tokens: Tokens beyond these that have room now.
+        hit_blocks: The hit's blocks, group by group.
+        new_blocks: The newly allocated blocks, group by group.
+    """
+
+    num_hit_tokens: int
+    num_new_tokens: int
+    hit_blocks: list[list[int]]
+    new_blocks: list[list[int]]
+
+
+@dataclass(frozen=True, slots=True)
+class HitChanged:
+    """What a look-up had promised was evicted before it was allocated. Nothing was allocated.
+
+    Attributes:
+        computed: What is cached now; allocate again with it.
+    """
+
+    computed: ComputedBlocks

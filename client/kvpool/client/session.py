@@ -1,0 +1,218 @@
+"""A scheduler's session, synchronous."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Self
+
+from kvpool.client import steps
+from kvpool.client.hashing import NO_EXTRA_KEYS, BlockHasher, ExtraKeys
+from kvpool.client.request import Request
+from kvpool.client.results import Admission, Allocation, HitChanged
+from kvpool.client.steps import StepBook, StepBuilder
+from kvpool.client.transport import OpenedSession, Transport
+from kvpool.server.core.allocator import PoolInfo
+from kvpool.server.core.config import PoolConfig
+from kvpool.server.core.pool import ComputedBlocks
+from kvpool.server.core.step import Step
+
+
+class SessionBase:
+    """What sync and asyncio sessions share: requests and step numbers, no I/O.
+
+    Attributes:
+        config: The pool's configuration.
+        epoch: The pool's epoch when the session was opened.
+        session_id: The session's secret name.
+        lease_seconds: How long it outlives its last sign of life.
+    """
+
+    def __init__(self, opened: OpenedSession) -> None:
+        self.config: PoolConfig = opened.config
+        self.epoch = opened.epoch
+        self.session_id = opened.session_id
+        self.lease_seconds = opened.lease_seconds
+        self._hasher = (
+            BlockHasher(opened.config.hash_scheme, opened.config.hash_block_size)
+            if opened.config.enable_caching
+            else None
+        )
+        self._book = StepBook(len(opened.config.groups), sends_tokens=opened.config.makes_events)
+        self._last_number = 0
+
+    def request(
+        self, request_id: str, token_ids: Sequence[int], *, extra_keys: ExtraKeys = NO_EXTRA_KEYS
+    ) -> Request:
+        """Makes a request and hashes its blocks here. The server learns of it with the first call that names it.
+
+        Args:
+            request_id: Its id, unique in the session.
+            token_ids: The prompt.
+            extra_keys: Its LoRA, cache salt and multimodal items.
+        """
+        self._last_number += 1
+        return Request(
+            request_id,
+            self._last_number,
+            token_ids,
+            num_groups=len(self.config.groups),
+            hasher=self._hasher,
+            extra_keys=extra_keys,
+        )
+
+    @property
+    def sequence(self) -> int:
+        """Number of the last step that was answered."""
+        return self._book.sequence
+
+
+class Session(SessionBase):
+    """A scheduler's session. Belongs to one thread at a time; every call has a deadline and raises `KvpoolError`."""
+
+    def __init__(self, transport: Transport, opened: OpenedSession) -> None:
+        super().__init__(opened)
+        self._transport = transport
+        self._closed = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def get_computed_blocks(self, request: Request, *, counted: bool = True) -> ComputedBlocks:
+        """Looks up the longest cached prefix of a request that holds no blocks; its last token is never hit.
+
+        The blocks are not held: `allocate_slots` may find some of them gone.
+        """
+        return self._call(steps.call_get_computed_blocks(request, counted=counted))
+
+    def admit(self, request: Request, max_new_tokens: int = 0, *, num_lookahead_tokens: int = 0) -> Admission | None:
+        """Looks up and allocates at once, for a request that holds no blocks.
+
+        Args:
+            request: The request.
+            max_new_tokens: Most tokens to make room for beyond the hit; 0 for all that are left.
+            num_lookahead_tokens: Tokens beyond these to keep room for.
+
+        Returns:
+            What it got; None if there are not enough blocks.
+        """
+        return self._call(steps.call_admit(request, max_new_tokens, num_lookahead_tokens))
+
+    def allocate_slots(  # noqa: PLR0913 - the reference's own parameters
+        self,
+        request: Request,
+        num_new_tokens: int,
+        *,
+        computed: ComputedBlocks | None = None,
+        num_computed_tokens: int | None = None,
+        num_lookahead_tokens: int = 0,
+        delay_cache_blocks: bool = False,
+    ) -> Allocation | HitChanged | None:
+        """Makes room for more tokens of a request, and caches the blocks that become full.
+
+        Args:
+            request: The request.
+            num_new_tokens: Tokens to make room for, beyond the computed ones and the hit.
+            computed: What `get_computed_blocks` promised, for a request that holds no blocks.
+            num_computed_tokens: Computed tokens, if fewer than have room (drafts were rejected).
+            num_lookahead_tokens: Tokens beyond the new ones to keep room for (drafts).
+            delay_cache_blocks: Leave full blocks uncached until `cache_blocks`.
+
+        Returns:
+            The new blocks; None if there are not enough (preempt and try again); `HitChanged` if some of what was
+            promised has been evicted meanwhile (allocate again with what it holds). In the last two cases nothing
+            was allocated.
+        """
+        return self._call(
+            steps.call_allocate_slots(
+                request,
+                num_new_tokens,
+                computed,
+                num_computed_tokens,
+                num_lookahead_tokens,
+                delay_cache_blocks=delay_cache_blocks,
+            )
+        )
+
+    def cache_blocks(self, request: Request, num_computed_tokens: int) -> None:
+        """Caches the full blocks among the first `num_computed_tokens` tokens (after delay_cache_blocks)."""
+        self._call(steps.call_simply(lambda step: step.cache_blocks(request, num_computed_tokens)))
+
+    def free(self, request: Request) -> None:
+        """Frees the request's blocks, the last first, and forgets it."""
+        self._call(steps.call_simply(lambda step: step.free(request)))
+
+    def preempt(self, request: Request) -> None:
+        """Frees the request's blocks; it keeps its tokens and will be admitted again."""
+        self._call(steps.call_simply(lambda step: step.preempt(request)))
+
+    def evict_blocks(self, block_ids: Sequence[int]) -> None:
+        """Drops the hashes of blocks."""
+        self._call(steps.call_simply(lambda step: step.evict_blocks(block_ids)))
+
+    def reset_prefix_cache(self) -> bool:
+        """Drops all hashes; False if a request of any session holds a block, and nothing was dropped."""
+        return self._call(steps.call_simply(lambda step: step.reset_prefix_cache())).ok
+
+    def get_common_prefix_blocks(self, request: Request) -> list[int]:
+        """Counts the leading blocks, group by group, that all requests of this session that hold blocks share."""
+        return self._call(steps.call_simply(lambda step: step.get_common_prefix_blocks(request))).num_common_blocks
+
+    @contextmanager
+    def step(self, *, admission_budget_tokens: int = 0, executed_sequence: int = 0) -> Iterator[StepBuilder]:
+        """Collects operations and sends them as one message when the block ends; then their answers are filled.
+
+        Args:
+            admission_budget_tokens: Tokens that all admissions together may make room for; 0 for no limit.
+            executed_sequence: Newest step whose execution has finished: see `mark_executed`.
+        """
+        builder = StepBuilder(admission_budget_tokens)
+        builder.executed_sequence = executed_sequence
+        yield builder
+        self._send(builder)
+
+    def settle(self) -> None:
+        """Sends a step again that had no answer in time, and fills its answers."""
+        step = self._book.unanswered()
+        if step is not None:
+            self._exchange(step)
+
+    def mark_executed(self, sequence: int | None = None) -> None:
+        """Says that all steps up to `sequence` (None: the last) have run on the GPU.
+
+        Until then the blocks that they filled are hit by this session's requests only. The number can also ride on
+        the next step, without a message of its own: see `step`.
+        """
+        self._transport.mark_executed(self.session_id, self.sequence if sequence is None else sequence)
+
+    def pool(self) -> PoolInfo:
+        """Tells what the pool is like now."""
+        return self._transport.get_pool(self.config.name)
+
+    def close(self) -> None:
+        """Frees what the session still holds and forgets it."""
+        if not self._closed:
+            self._closed = True
+            self._transport.close_session(self.session_id)
+
+    def _call(self, call: steps.Call[steps.ResultT]) -> steps.ResultT:
+        builder, read = call
+        self._send(builder)
+        return read()
+
+    def _send(self, builder: StepBuilder) -> None:
+        if not builder.rows and not builder.executed_sequence:
+            return
+        self._exchange(self._book.build(builder))
+
+    def _exchange(self, step: Step) -> None:
+        try:
+            result = self._transport.apply(self.session_id, step)
+        except steps.REFUSALS:
+            self._book.refuse()
+            raise
+        self._book.finish(result)

@@ -1,0 +1,1 @@
+"""The service: `core` decides, `rpc` speaks, `obs` shows."""

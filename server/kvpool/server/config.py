@@ -1,0 +1,47 @@
+"""What a server is started with. Parsed once at the entry point, then passed on."""
+
+from dataclasses import dataclass
+from typing import Final
+
+DEFAULT_ADDRESS: Final = "127.0.0.1:50051"
+MIB: Final = 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class ServerConfig:
+    """A server's settings.
+
+    Attributes:
+        addresses: Where to listen: `host:port` (port 0 for a free one) or `unix:/path`.
+        max_message_bytes: Largest message that is taken or sent.
+        grace_seconds: How long a stopping server waits for calls in flight.
+        dead_peer_seconds: How long a peer may be silent on the network before its stream counts as broken.
+    """
+
+    addresses: tuple[str, ...] = (DEFAULT_ADDRESS,)
+    max_message_bytes: int = 16 * MIB
+    grace_seconds: float = 10.0
+    dead_peer_seconds: float = 10.0
+
+    def __post_init__(self) -> None:
+        if not self.addresses:
+            raise ValueError("listen: at least one address is needed")
+        for address in self.addresses:
+            check_address(address)
+        if not 64 * 1024 <= self.max_message_bytes <= 1024 * MIB:
+            raise ValueError(f"max_message_bytes: {self.max_message_bytes} is not in [65536, {1024 * MIB}]")
+        if not 0 <= self.grace_seconds <= 3600:  # noqa: PLR2004 - the message states it
+            raise ValueError(f"grace_seconds: {self.grace_seconds} is not in [0, 3600]")
+        if not 1 <= self.dead_peer_seconds <= 3600:  # noqa: PLR2004 - the message states it
+            raise ValueError(f"dead_peer_seconds: {self.dead_peer_seconds} is not in [1, 3600]")
+
+
+def check_address(address: str) -> None:
+    """Raises ValueError unless `address` is `host:port` or `unix:/path`."""
+    if address.startswith("unix:"):
+        if not address.removeprefix("unix:").startswith("/"):
+            raise ValueError(f"address {address!r}: a unix socket needs an absolute path, unix:/path")
+        return
+    host, colon, port = address.rpartition(":")
+    if not colon or not host or not port.isdigit() or int(port) > 65535:  # noqa: PLR2004 - the largest port
+        raise ValueError(f"address {address!r}: needs host:port or unix:/path")

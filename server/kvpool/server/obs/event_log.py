@@ -1,0 +1,74 @@
+"""The newest block events of a pool, numbered, for any number of watchers at their own pace.
+
+1. Batches are numbered from 1 without gaps; one batch holds the events of one change.
+2. The newest batches are kept. A watcher reads from the log itself, so a slow one costs nothing; if what it wants next
+   is no longer kept, it is told.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Sequence
+from typing import Final
+
+from kvpool.server.core.errors import InvalidArgumentError, WrongStateError
+from kvpool.server.core.events import BlockEvent
+
+KEPT_BATCHES: Final = 10_000
+
+
+class EventLog:
+    """The events of one pool. Belongs to one event loop."""
+
+    def __init__(self, kept_batches: int = KEPT_BATCHES) -> None:
+        self._batches: deque[Sequence[BlockEvent]] = deque(maxlen=kept_batches)
+        self._last = 0
+        self._news = asyncio.Event()
+
+    @property
+    def last_sequence(self) -> int:
+        """Number of the newest batch; 0 if there was none."""
+        return self._last
+
+    def append(self, events: Sequence[BlockEvent]) -> None:
+        """Adds the events of one change, if there are any, and wakes the watchers."""
+        if not events:
+            return
+        self._batches.append(events)
+        self._last += 1
+        self._news.set()
+        self._news = asyncio.Event()
+
+    def check_start(self, sequence: int) -> None:
+        """Checks that a watch can start with batch `sequence`.
+
+        Raises:
+            InvalidArgumentError: It is further ahead than the next batch.
+            WrongStateError: It is no longer kept.
+        """
+        if sequence > self._last + 1:
+            raise InvalidArgumentError("from_sequence", f"{sequence} does not exist yet, {self._last + 1} is next")
+        if sequence <= self._last - len(self._batches):
+            raise WrongStateError(
+                "EVENTS_NOT_KEPT",
+                f"batch {sequence} is no longer kept, {self._last - len(self._batches) + 1} is the oldest",
+                field="from_sequence",
+            )
+
+    async def get(self, sequence: int) -> Sequence[BlockEvent]:
+        """Waits for batch `sequence` and returns it.
+
+        Raises:
+            WrongStateError: It is no longer kept.
+        """
+        while sequence > self._last:
+            await self._news.wait()
+        return self.kept(sequence)
+
+    def kept(self, sequence: int) -> Sequence[BlockEvent]:
+        """Returns batch `sequence`, which exists.
+
+        Raises:
+            WrongStateError: It is no longer kept.
+        """
+        self.check_start(sequence)
+        return self._batches[sequence - self._last - 1]

@@ -1,0 +1,168 @@
+"""AllocatorService: see proto/kvpool/v1/allocator.proto for what each call promises."""
+
+import contextlib
+import secrets
+
+import grpc
+
+from kvpool.server.core.errors import InvalidArgumentError, KvpoolError
+from kvpool.server.core.pool import Pool
+from kvpool.server.core.step import Operation, Outcome, Step
+from kvpool.server.core.types import SessionId
+from kvpool.server.rpc import convert, unary
+from kvpool.server.rpc.errors import abort, abort_internal, guarded
+from kvpool.server.rpc.hub import Hub, Stream
+from kvpool.v1 import allocator_pb2, allocator_pb2_grpc, pool_pb2, step_pb2
+
+_StepContext = grpc.aio.ServicerContext[step_pb2.Step, step_pb2.StepResult]
+
+
+class AllocatorService(allocator_pb2_grpc.AllocatorServiceServicer):
+    """The service, over a hub."""
+
+    def __init__(self, hub: Hub) -> None:
+        self._hub = hub
+        self._allocator = hub.allocator
+
+    @guarded
+    def CreatePool(self, request: allocator_pb2.CreatePoolRequest) -> allocator_pb2.CreatePoolResponse:  # noqa: N802
+        self._hub.refuse_while_draining()
+        pool, created = self._hub.create_pool(convert.config_from_proto(request.config))
+        return allocator_pb2.CreatePoolResponse(pool=self._info(pool), created=created)
+
+    @guarded
+    def GetPool(self, request: allocator_pb2.GetPoolRequest) -> allocator_pb2.GetPoolResponse:  # noqa: N802
+        return allocator_pb2.GetPoolResponse(pool=self._info(self._allocator.pool(request.pool_name)))
+
+    @guarded
+    def OpenSession(self, request: allocator_pb2.OpenSessionRequest) -> allocator_pb2.OpenSessionResponse:  # noqa: N802
+        self._hub.refuse_while_draining()
+        pool, session = self._allocator.open_session(
+            request.pool_name,
+            request.client_name,
+            request.lease_seconds,
+            session_id=SessionId(secrets.token_urlsafe(24)),
+            now_seconds=self._hub.now_seconds(),
+        )
+        return allocator_pb2.OpenSessionResponse(
+            session=allocator_pb2.Session(
+                session_id=session.session_id,
+                pool_name=pool.config.name,
+                lease_seconds=session.lease_seconds,
+                epoch=pool.epoch,
+            ),
+            config=convert.config_to_proto(pool.config, with_none_hash=True),
+        )
+
+    @guarded
+    def KeepAlive(self, request: allocator_pb2.KeepAliveRequest) -> allocator_pb2.KeepAliveResponse:  # noqa: N802
+        _, session = self._allocator.session(request.session_id, self._hub.now_seconds())
+        return allocator_pb2.KeepAliveResponse(lease_seconds=session.lease_seconds)
+
+    @guarded
+    def CloseSession(self, request: allocator_pb2.CloseSessionRequest) -> allocator_pb2.CloseSessionResponse:  # noqa: N802
+        pool, count = self._allocator.close_session(request.session_id, self._hub.now_seconds())
+        self._hub.publish(pool)
+        self._hub.end_session_stream(SessionId(request.session_id))
+        return allocator_pb2.CloseSessionResponse(num_freed_requests=count)
+
+    @guarded
+    def GetComputedBlocks(  # noqa: N802
+        self, request: allocator_pb2.GetComputedBlocksRequest
+    ) -> allocator_pb2.GetComputedBlocksResponse:
+        operation = Operation.PEEK if request.uncounted else Operation.LOOK_UP
+        answer = self._run(
+            request, lambda _, session: unary.step_for(session, request, request.request, operation, may_declare=True)
+        )
+        return allocator_pb2.GetComputedBlocksResponse(computed=_computed(answer))
+
+    @guarded
+    def AllocateSlots(self, request: allocator_pb2.AllocateSlotsRequest) -> allocator_pb2.AllocateSlotsResponse:  # noqa: N802
+        answer = self._run(request, lambda pool, session: unary.allocation(pool, session, request))
+        return allocator_pb2.AllocateSlotsResponse(
+            outcome=int(answer.outcome),  # type: ignore[arg-type]
+            new_blocks=unary.groups(answer.new_blocks),
+            computed=_computed(answer) if answer.outcome is Outcome.HIT_CHANGED else None,
+        )
+
+    @guarded
+    def CacheBlocks(self, request: allocator_pb2.CacheBlocksRequest) -> allocator_pb2.CacheBlocksResponse:  # noqa: N802
+        self._run(request, lambda _, session: unary.caching(session, request))
+        return allocator_pb2.CacheBlocksResponse()
+
+    @guarded
+    def Free(self, request: allocator_pb2.FreeRequest) -> allocator_pb2.FreeResponse:  # noqa: N802
+        operation = Operation.PREEMPT if request.preempted else Operation.FREE
+        self._run(request, lambda _, session: unary.step_for(session, request, request.request, operation))
+        return allocator_pb2.FreeResponse()
+
+    @guarded
+    def EvictBlocks(self, request: allocator_pb2.EvictBlocksRequest) -> allocator_pb2.EvictBlocksResponse:  # noqa: N802
+        self._run(request, lambda pool, _: unary.eviction(request, len(pool.config.groups)))
+        return allocator_pb2.EvictBlocksResponse()
+
+    @guarded
+    def ResetPrefixCache(  # noqa: N802
+        self, request: allocator_pb2.ResetPrefixCacheRequest
+    ) -> allocator_pb2.ResetPrefixCacheResponse:
+        answer = self._run(request, lambda *_: Step(request.sequence, operations=[Operation.RESET]))
+        return allocator_pb2.ResetPrefixCacheResponse(reset=answer.outcome is Outcome.OK)
+
+    @guarded
+    def GetCommonPrefixBlocks(  # noqa: N802
+        self, request: allocator_pb2.GetCommonPrefixBlocksRequest
+    ) -> allocator_pb2.GetCommonPrefixBlocksResponse:
+        answer = self._run(
+            request,
+            lambda _, session: unary.step_for(session, request, request.request, Operation.COMMON_PREFIX),
+        )
+        return allocator_pb2.GetCommonPrefixBlocksResponse(num_blocks=answer.counts)
+
+    @guarded
+    def MarkExecuted(self, request: allocator_pb2.MarkExecutedRequest) -> allocator_pb2.MarkExecutedResponse:  # noqa: N802
+        pool, session = self._allocator.session(request.session_id, self._hub.now_seconds())
+        self._allocator.mark_executed(pool, session, request.executed_sequence)
+        return allocator_pb2.MarkExecutedResponse()
+
+    async def Schedule(self, _: object, context: _StepContext) -> None:  # type: ignore[override]  # noqa: N802
+        try:
+            with self._hub.streaming() as stream:
+                await self._serve_steps(stream, context)
+        except KvpoolError as error:
+            await abort(context, error)
+        except Exception:  # noqa: BLE001 - the boundary: a bug must end this call alone, and is logged
+            await abort_internal(context, "Schedule")
+
+    async def _serve_steps(self, stream: Stream, context: _StepContext) -> None:
+        with contextlib.ExitStack() as stack:
+            session_id = ""
+            while True:
+                with stream.wait():
+                    message = await context.read()
+                if not isinstance(message, step_pb2.Step):  # EOF: the client is done sending
+                    return
+                if not session_id:
+                    session_id = message.session_id
+                    _, session = self._allocator.session(session_id, self._hub.now_seconds())
+                    stack.enter_context(self._hub.attached(session, stream))
+                elif message.session_id not in ("", session_id):
+                    raise InvalidArgumentError("session_id", "differs from the stream's first step")
+                await context.write(self._apply(session_id, message))
+
+    def _apply(self, session_id: str, message: step_pb2.Step) -> step_pb2.StepResult:
+        pool, session = self._allocator.session(session_id, self._hub.now_seconds())
+        result = self._allocator.apply(pool, session, convert.step_from_proto(message))
+        self._hub.publish(pool)
+        return convert.result_to_proto(result)
+
+    def _run(self, message: unary.Change, build: unary.Build) -> unary.Answer:
+        pool, answer = unary.run(self._allocator, self._hub.now_seconds(), message, build)
+        self._hub.publish(pool)
+        return answer
+
+    def _info(self, pool: Pool) -> pool_pb2.PoolInfo:
+        return convert.info_to_proto(self._allocator.describe(pool, self._hub.event_log(pool).last_sequence))
+
+
+def _computed(answer: unary.Answer) -> allocator_pb2.ComputedBlocks:
+    return allocator_pb2.ComputedBlocks(groups=unary.groups(answer.hit_blocks), num_tokens=answer.num_hit_tokens)

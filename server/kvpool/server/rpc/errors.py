@@ -1,0 +1,102 @@
+"""The one table from the core's errors to status codes, and how an error is sent."""
+
+import functools
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Final, NoReturn, TypeVar
+
+import grpc
+from google.protobuf import any_pb2, duration_pb2
+from google.rpc import error_details_pb2, status_pb2
+from grpc_status import rpc_status
+
+from kvpool.server.core.errors import (
+    AbortedError,
+    ExhaustedError,
+    InvalidArgumentError,
+    KvpoolError,
+    NotFoundError,
+    UnavailableError,
+    WrongStateError,
+)
+
+DOMAIN: Final = "kvpool"
+
+CODES: Final[dict[type[KvpoolError], grpc.StatusCode]] = {
+    InvalidArgumentError: grpc.StatusCode.INVALID_ARGUMENT,
+    NotFoundError: grpc.StatusCode.NOT_FOUND,
+    WrongStateError: grpc.StatusCode.FAILED_PRECONDITION,
+    AbortedError: grpc.StatusCode.ABORTED,
+    UnavailableError: grpc.StatusCode.UNAVAILABLE,
+    ExhaustedError: grpc.StatusCode.RESOURCE_EXHAUSTED,
+}
+
+_log = logging.getLogger("kvpool.server")
+
+_ServicerT = TypeVar("_ServicerT")
+_RequestT = TypeVar("_RequestT")
+_ResponseT = TypeVar("_ResponseT")
+_Context = grpc.aio.ServicerContext[_RequestT, _ResponseT]
+_Method = Callable[[_ServicerT, _RequestT, _Context[_RequestT, _ResponseT]], Awaitable[_ResponseT]]
+
+
+def to_status(error: KvpoolError) -> status_pb2.Status:
+    """Writes an error as google.rpc.Status: ErrorInfo always; BadRequest and RetryInfo where they say something."""
+    details: list[object] = [
+        error_details_pb2.ErrorInfo(
+            reason=error.reason, domain=DOMAIN, metadata={"field": error.field} if error.field else {}
+        )
+    ]
+    if isinstance(error, InvalidArgumentError):
+        violation = error_details_pb2.BadRequest.FieldViolation(field=error.field, description=error.message)
+        details.append(error_details_pb2.BadRequest(field_violations=[violation]))
+    if error.retry_seconds is not None:
+        delay = duration_pb2.Duration()
+        delay.FromNanoseconds(int(error.retry_seconds * 1e9))
+        details.append(error_details_pb2.RetryInfo(retry_delay=delay))
+    status = status_pb2.Status(code=CODES[type(error)].value[0], message=str(error))
+    for detail in details:
+        packed = any_pb2.Any()
+        packed.Pack(detail)  # type: ignore[arg-type]
+        status.details.append(packed)
+    return status
+
+
+async def abort(context: _Context[_RequestT, _ResponseT], error: KvpoolError) -> NoReturn:
+    """Ends a call with an error of the core's."""
+    status = rpc_status.to_status(to_status(error))
+    await context.abort(status.code, status.details, status.trailing_metadata)
+    raise AssertionError("abort returned")
+
+
+async def abort_internal(context: _Context[_RequestT, _ResponseT], method: str) -> NoReturn:
+    """Ends a call that met a bug of ours: logs the exception being handled, and tells the caller nothing of it."""
+    _log.exception("bug in %s", method)
+    info = error_details_pb2.ErrorInfo(reason="INTERNAL", domain=DOMAIN)
+    status = status_pb2.Status(code=grpc.StatusCode.INTERNAL.value[0], message="internal error; see the server's log")
+    packed = any_pb2.Any()
+    packed.Pack(info)
+    status.details.append(packed)
+    encoded = rpc_status.to_status(status)
+    await context.abort(encoded.code, encoded.details, encoded.trailing_metadata)
+    raise AssertionError("abort returned")
+
+
+def guarded(method: Callable[[_ServicerT, _RequestT], _ResponseT]) -> _Method[_ServicerT, _RequestT, _ResponseT]:
+    """Makes an RPC of a plain method: request in, response out, errors sent as the table says.
+
+    The method has no `await`, so nothing stands between its check and its change.
+    """
+
+    @functools.wraps(method)
+    async def call(
+        self: _ServicerT, request: _RequestT, context: _Context[_RequestT, _ResponseT]
+    ) -> _ResponseT:
+        try:
+            return method(self, request)
+        except KvpoolError as error:
+            await abort(context, error)
+        except Exception:  # noqa: BLE001 - the boundary: a bug must end this call alone, and is logged
+            await abort_internal(context, method.__name__)
+
+    return call

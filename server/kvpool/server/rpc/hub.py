@@ -1,0 +1,150 @@
+"""What the services of one server share: the core, the clock, the event logs, and who is streaming."""
+
+import asyncio
+import contextlib
+import logging
+import secrets
+import time
+from collections.abc import Iterator
+from typing import Final
+
+from kvpool.server.core.allocator import Allocator
+from kvpool.server.core.config import PoolConfig
+from kvpool.server.core.errors import AbortedError, KvpoolError, UnavailableError
+from kvpool.server.core.pool import Pool
+from kvpool.server.core.session import Session
+from kvpool.server.core.types import PoolName, SessionId
+from kvpool.server.obs.event_log import EventLog
+
+DRAIN_RETRY_SECONDS: Final = 1.0
+_EXPIRY_PERIOD_SECONDS: Final = 0.5
+
+_log = logging.getLogger("kvpool.server")
+
+
+class Stream:
+    """A long-lived call that can be told to end while it waits for its next message."""
+
+    def __init__(self, task: "asyncio.Task[object]") -> None:
+        self._task = task
+        self.waiting = False
+        self.ended_by: KvpoolError | None = None
+
+    def end(self, error: KvpoolError) -> None:
+        """Makes the call end with `error`: now if it waits, else when it has answered what it is at."""
+        self.ended_by = self.ended_by or error
+        if self.waiting:
+            self._task.cancel()
+
+    @contextlib.contextmanager
+    def wait(self) -> Iterator[None]:
+        """Marks the wait for the next message; raises what the call was ended by, before or meanwhile."""
+        if self.ended_by:
+            raise self.ended_by
+        self.waiting = True
+        try:
+            yield
+        except asyncio.CancelledError:
+            if self.ended_by:
+                raise self.ended_by from None
+            raise
+        finally:
+            self.waiting = False
+
+
+class Hub:
+    """State of one server. Only its event loop touches it, and no method awaits between a check and a change."""
+
+    def __init__(self) -> None:
+        self.allocator = Allocator()
+        self._logs: dict[PoolName, EventLog] = {}
+        self._streams: set[Stream] = set()
+        self._by_session: dict[SessionId, Stream] = {}
+        self._draining = False
+
+    def now_seconds(self) -> float:
+        """The server's monotonic clock."""
+        return time.monotonic()
+
+    def create_pool(self, config: PoolConfig) -> tuple[Pool, bool]:
+        """See `Allocator.create_pool`."""
+        none_hash = secrets.token_bytes(min(config.hash_scheme.hash_size_bytes, 64))
+        pool, created = self.allocator.create_pool(config, none_hash)
+        if created:
+            self._logs[pool.config.name] = EventLog()
+            _log.info("pool created: %s", pool)
+        return pool, created
+
+    def event_log(self, pool: Pool) -> EventLog:
+        """The pool's events."""
+        return self._logs[pool.config.name]
+
+    def publish(self, pool: Pool) -> None:
+        """Logs the events of the change just made."""
+        self._logs[pool.config.name].append(pool.blocks.take_events())
+
+    def refuse_while_draining(self) -> None:
+        """Raises UnavailableError if the server is stopping."""
+        if self._draining:
+            raise _draining_error()
+
+    @contextlib.contextmanager
+    def streaming(self) -> Iterator[Stream]:
+        """Registers the current task's call, so that draining ends it."""
+        self.refuse_while_draining()
+        task = asyncio.current_task()
+        if task is None:
+            raise RuntimeError("outside a task")
+        stream = Stream(task)
+        self._streams.add(stream)
+        try:
+            yield stream
+        finally:
+            self._streams.discard(stream)
+
+    @contextlib.contextmanager
+    def attached(self, session: Session, stream: Stream) -> Iterator[None]:
+        """Makes a stream the one that keeps a session alive; an older one is ended."""
+        older = self._by_session.get(session.session_id)
+        if older:
+            older.end(AbortedError("STREAM_SUPERSEDED", "another stream of this session took over"))
+        self._by_session[session.session_id] = stream
+        session.open_streams += 1
+        try:
+            yield
+        finally:
+            session.open_streams -= 1
+            session.heard_seconds = self.now_seconds()
+            if self._by_session.get(session.session_id) is stream:
+                del self._by_session[session.session_id]
+
+    def end_session_stream(self, session_id: SessionId) -> None:
+        """Ends the stream of a session that was closed."""
+        stream = self._by_session.get(session_id)
+        if stream:
+            stream.end(AbortedError("SESSION_CLOSED", "the session was closed"))
+
+    async def expire_leases(self) -> None:
+        """Ends sessions as their leases run out, for ever."""
+        while True:
+            left = self.allocator.next_expiry_seconds() - self.now_seconds()
+            await asyncio.sleep(min(max(left, 0.001), _EXPIRY_PERIOD_SECONDS))
+            for pool, session, count in self.allocator.expire(self.now_seconds()):
+                self.publish(pool)
+                _log.warning(
+                    "lease expired: session %d (%s) of pool %s, %d requests freed",
+                    session.writer,
+                    session.client_name,
+                    pool.config.name,
+                    count,
+                )
+
+    def drain(self) -> None:
+        """Refuses new work from now on, and ends open streams once they have answered what they are at."""
+        self._draining = True
+        for stream in tuple(self._streams):
+            stream.end(_draining_error())
+
+
+def _draining_error() -> UnavailableError:
+    return UnavailableError("DRAINING", "the server is stopping", retry_seconds=DRAIN_RETRY_SECONDS)

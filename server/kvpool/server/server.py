@@ -1,0 +1,127 @@
+"""A server: starts the services on their addresses, stops them gracefully."""
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from kvpool.server.config import ServerConfig
+from kvpool.server.rpc.allocator_service import AllocatorService
+from kvpool.server.rpc.event_service import EventService
+from kvpool.server.rpc.hub import Hub
+from kvpool.v1 import allocator_pb2, allocator_pb2_grpc, event_pb2, event_pb2_grpc
+
+_SERVICES = tuple(
+    descriptor.services_by_name[name].full_name
+    for descriptor, name in (
+        (allocator_pb2.DESCRIPTOR, "AllocatorService"),
+        (event_pb2.DESCRIPTOR, "EventService"),
+    )
+)
+
+_log = logging.getLogger("kvpool.server")
+
+
+class Server:
+    """A kvpool server in the current event loop."""
+
+    def __init__(self, config: ServerConfig) -> None:
+        self._config = config
+        self.hub = Hub()
+        self._health = health.aio.HealthServicer()
+        self._server = grpc.aio.server(options=_channel_options(config))
+        self._expiry: asyncio.Task[None] | None = None
+        allocator_pb2_grpc.add_AllocatorServiceServicer_to_server(AllocatorService(self.hub), self._server)
+        event_pb2_grpc.add_EventServiceServicer_to_server(EventService(self.hub), self._server)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        names = (*_SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME)
+        reflection.enable_server_reflection(names, self._server)
+
+    async def start(self) -> list[str]:
+        """Starts serving.
+
+        Returns:
+            The addresses it listens on, port 0 replaced by the port that was free.
+
+        Raises:
+            OSError: An address cannot be had.
+        """
+        addresses = [self._bind(address) for address in self._config.addresses]
+        await self._server.start()
+        for name in ("", *_SERVICES):
+            await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
+        self._expiry = asyncio.create_task(self.hub.expire_leases())
+        _log.info("listening on %s", ", ".join(addresses))
+        return addresses
+
+    async def stop(self) -> None:
+        """Stops accepting, lets calls in flight finish within the grace time, ends open streams."""
+        await self._health.enter_graceful_shutdown()
+        self.hub.drain()
+        await self._server.stop(self._config.grace_seconds)
+        if self._expiry:
+            self._expiry.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._expiry
+        _log.info("stopped")
+
+    def _bind(self, address: str) -> str:
+        if address.startswith("unix:"):
+            _refuse_live_socket(Path(address.removeprefix("unix:")))
+        try:
+            port = self._server.add_insecure_port(address)
+        except RuntimeError as error:
+            raise OSError(f"cannot listen on {address}") from error
+        return address if address.startswith("unix:") else f"{address.rpartition(':')[0]}:{port}"
+
+
+async def serve(config: ServerConfig, ready: Callable[[list[str]], Awaitable[None] | None] | None = None) -> None:
+    """Serves until SIGTERM or SIGINT, then stops gracefully.
+
+    Args:
+        config: The settings.
+        ready: Called with the addresses once the server listens.
+    """
+    loop = asyncio.get_running_loop()
+    stopping = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stopping.set)
+    server = Server(config)
+    addresses = await server.start()
+    if ready:
+        waiting = ready(addresses)
+        if waiting is not None:
+            await waiting
+    await stopping.wait()
+    _log.info("stopping")
+    await server.stop()
+
+
+def _channel_options(config: ServerConfig) -> list[tuple[str, int]]:
+    keepalive_ms = int(config.dead_peer_seconds * 1000 / 2)
+    return [
+        ("grpc.max_receive_message_length", config.max_message_bytes),
+        ("grpc.max_send_message_length", config.max_message_bytes),
+        ("grpc.so_reuseport", 0),  # a second server on the address is refused, rather than sharing it at random
+        ("grpc.keepalive_time_ms", keepalive_ms),
+        ("grpc.keepalive_timeout_ms", keepalive_ms),
+        ("grpc.http2.min_ping_interval_without_data_ms", 1000),
+        ("grpc.keepalive_permit_without_calls", 1),
+    ]
+
+
+def _refuse_live_socket(path: Path) -> None:
+    # grpc replaces a socket file without asking, also one that another server is listening on.
+    if not path.is_socket():
+        return
+    with socket.socket(socket.AF_UNIX) as probe, contextlib.suppress(ConnectionRefusedError, FileNotFoundError):
+        probe.settimeout(1.0)
+        probe.connect(str(path))
+        raise OSError(f"another server listens on unix:{path}")
