@@ -53,11 +53,11 @@ class Schedule:
             next(file)
             yield from map(json.loads, file)
 
-    def pool_config(self) -> PoolConfig:
+    def pool_config(self, prefix: str = "golden") -> PoolConfig:
         config = self.config
         tagged = "0.14.1" not in config["recorded_from"]
         return PoolConfig(
-            name=PoolName(self.name),
+            name=PoolName(f"{prefix}/{self.name}"),
             num_blocks=config["num_blocks"],
             max_model_len=config["max_model_len"],
             groups=tuple(KVCacheGroup(spec(group["spec"]), tuple(group["layer_names"])) for group in config["groups"]),
@@ -167,7 +167,7 @@ class Driver:
                 events = [{k: v for k, v in event.items() if k != "group_idx"} for event in events]
             assert events == line["events"], f"{where}: {events}, not {line['events']}"
 
-    def _answer(self, line: Line) -> Line:  # noqa: PLR0911 - one return an op
+    def _answer(self, line: Line) -> Line:  # noqa: C901, PLR0911 - one branch an op
         system, op, request_id = self._system, line["op"], line.get("request_id", "")
         if op == "request":
             return {"block_hashes": [h.hex() for h in system.request(request_id, line["token_ids"], extra_keys(line))]}
@@ -188,7 +188,7 @@ class Driver:
         if op == "cache_blocks":
             system.cache_blocks(request_id, line["num_computed_tokens"])
         elif op == "evict_blocks":
-            # The reference takes a set; ours evicts in the order given. Handing over the set's order makes events equal.
+            # The reference takes a set; ours evicts in the order given, and so gets the set's.
             system.evict(list(set(line["block_ids"])))
         elif op == "free" and line["preempted"]:
             system.preempt(request_id)

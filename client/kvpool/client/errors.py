@@ -1,9 +1,10 @@
 """What a session's calls raise: the core's own errors, wherever the core runs, and what only a network can do."""
 
-from typing import Final
+from collections.abc import Sequence
+from typing import Final, cast
 
 import grpc
-from google.protobuf import message
+from google.protobuf import any_pb2, message
 from google.rpc import error_details_pb2, status_pb2
 
 from kvpool.server.core.errors import (
@@ -69,11 +70,13 @@ def from_rpc_error(error: grpc.RpcError) -> KvpoolError:
     return _ERRORS.get(code, ServerError)(reason, text, field=field, retry_seconds=retry_seconds)
 
 
-def _details(error: grpc.RpcError) -> "list[message.Message]":
-    for key, value in error.trailing_metadata() or ():
+def _details(error: grpc.RpcError) -> Sequence[any_pb2.Any]:
+    encoded = b""
+    for entry in error.trailing_metadata() or ():
+        key, value = cast("tuple[str, bytes]", entry)
         if key == _DETAILS_KEY:
-            try:
-                return list(status_pb2.Status.FromString(value).details)
-            except message.DecodeError:
-                return []
-    return []
+            encoded = value
+    try:
+        return tuple(status_pb2.Status.FromString(encoded).details)
+    except message.DecodeError:
+        return ()

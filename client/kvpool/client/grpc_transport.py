@@ -5,6 +5,7 @@ import queue
 import threading
 import time
 from collections.abc import Iterator
+from typing import Protocol, TypeVar
 
 import grpc
 
@@ -16,6 +17,18 @@ from kvpool.server.core.config import PoolConfig
 from kvpool.server.core.step import Step, StepResult
 from kvpool.server.rpc import convert
 from kvpool.v1 import allocator_pb2, allocator_pb2_grpc, event_pb2, event_pb2_grpc, step_pb2
+
+_T_co = TypeVar("_T_co", covariant=True)
+
+
+class _Call(Protocol[_T_co]):
+    """A stream of responses that can be cancelled."""
+
+    def __iter__(self) -> Iterator[_T_co]: ...
+
+    def __next__(self) -> _T_co: ...
+
+    def cancel(self) -> object: ...
 
 
 class GrpcTransport:
@@ -91,7 +104,7 @@ class _StepStream:
         self._session_id = opened.session_id
         self._deadline_seconds = deadline_seconds
         self._outgoing: queue.SimpleQueue[step_pb2.Step | None] = queue.SimpleQueue()
-        self._call: grpc.CallIterator[step_pb2.StepResult] | None = None
+        self._call: _Call[step_pb2.StepResult] | None = None
         self._due_seconds = float("inf")
         self._closed = threading.Event()
         self._period_seconds = min(opened.lease_seconds / 3, deadline_seconds / 4)
@@ -110,7 +123,7 @@ class _StepStream:
                     self._end_call()
                     if time.monotonic() >= self._due_seconds:
                         break
-                    if error.code() is not grpc.StatusCode.UNAVAILABLE:  # type: ignore[attr-defined]
+                    if error.code() is not grpc.StatusCode.UNAVAILABLE:
                         raise from_rpc_error(error) from None
                     last = error
             else:
@@ -148,7 +161,7 @@ class _StepStream:
                 self._stub.KeepAlive(request, timeout=self._period_seconds)
 
 
-def _batches(call: "grpc.CallIterator[event_pb2.WatchResponse]") -> Iterator[EventBatch]:
+def _batches(call: _Call[event_pb2.WatchResponse]) -> Iterator[EventBatch]:
     try:
         with _converted():
             for response in call:

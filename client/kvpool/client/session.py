@@ -12,7 +12,6 @@ from kvpool.client.results import Admission, Allocation, HitChanged
 from kvpool.client.steps import StepBook, StepBuilder
 from kvpool.client.transport import OpenedSession, Transport
 from kvpool.server.core.allocator import PoolInfo
-from kvpool.server.core.config import PoolConfig
 from kvpool.server.core.pool import ComputedBlocks
 from kvpool.server.core.step import Step
 
@@ -28,7 +27,7 @@ class SessionBase:
     """
 
     def __init__(self, opened: OpenedSession) -> None:
-        self.config: PoolConfig = opened.config
+        self.config = opened.config
         self.epoch = opened.epoch
         self.session_id = opened.session_id
         self.lease_seconds = opened.lease_seconds
@@ -40,9 +39,7 @@ class SessionBase:
         self._book = StepBook(len(opened.config.groups), sends_tokens=opened.config.makes_events)
         self._last_number = 0
 
-    def request(
-        self, request_id: str, token_ids: Sequence[int], *, extra_keys: ExtraKeys = NO_EXTRA_KEYS
-    ) -> Request:
+    def request(self, request_id: str, token_ids: Sequence[int], *, extra_keys: ExtraKeys = NO_EXTRA_KEYS) -> Request:
         """Makes a request and hashes its blocks here. The server learns of it with the first call that names it.
 
         Args:

@@ -263,8 +263,8 @@ class StepBook:
             hit = row.computed.block_ids if row.computed else hit
             request.num_computed_tokens += row.num_new_tokens + (row.computed.num_tokens if row.computed else 0)
         for table, hit_ids, new_ids in zip(request.block_ids, hit, answer.new_blocks, strict=True):
-            table += hit_ids
-            table += new_ids
+            table.extend(hit_ids)
+            table.extend(new_ids)
 
 
 Call = tuple[StepBuilder, Callable[[], ResultT]]
@@ -282,10 +282,13 @@ def call_admit(request: Request, max_new_tokens: int, num_lookahead_tokens: int)
     """See `StepBuilder.admit`."""
     builder = StepBuilder()
     answer = builder.admit(request, max_new_tokens, num_lookahead_tokens=num_lookahead_tokens)
-    return builder, lambda: (
-        Admission(answer.num_hit_tokens, answer.num_new_tokens, answer.hit_blocks, answer.new_blocks)
-        if answer.ok
-        else None
+    return (
+        builder,
+        lambda: (
+            Admission(answer.num_hit_tokens, answer.num_new_tokens, answer.hit_blocks, answer.new_blocks)
+            if answer.ok
+            else None
+        ),
     )
 
 

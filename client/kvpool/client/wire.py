@@ -15,7 +15,7 @@ REOPEN_PAUSES_SECONDS: Final = (0.0, 0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2)
 _RETRIES: Final = """{"methodConfig": [{"name": [{"service": "kvpool.v1.AllocatorService"}], "retryPolicy": {
   "maxAttempts": 5, "initialBackoff": "0.05s", "maxBackoff": "1s", "backoffMultiplier": 2,
   "retryableStatusCodes": ["UNAVAILABLE"]}}]}"""
-"""Unary calls are sent again when the server cannot be reached: each change carries its number, so none counts twice."""
+"""Unary calls are sent again when the server cannot be reached; numbered as they are, no change counts twice."""
 
 CHANNEL_OPTIONS: Final[list[tuple[str, int | str]]] = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),

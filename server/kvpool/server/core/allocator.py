@@ -144,7 +144,8 @@ class Allocator:
         if found is None:
             if session_id in self._expired:
                 raise AbortedError(
-                    "LEASE_EXPIRED", "the session's lease ran out and its blocks were freed",
+                    "LEASE_EXPIRED",
+                    "the session's lease ran out and its blocks were freed",
                     field="session_id",
                 )
             raise NotFoundError("SESSION_NOT_FOUND", "no such session", field="session_id")

@@ -5,10 +5,12 @@
 2. What a request grew by, and what it threw away, is taken note of whatever became of the operation itself.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Final
 
 from kvpool.server.core.check import CheckedOperation, StepChecker
 from kvpool.server.core.pool import ComputedBlocks, Pool
+from kvpool.server.core.request import Request
 from kvpool.server.core.session import Session
 from kvpool.server.core.step import Operation, Outcome, Step, StepResult
 from kvpool.server.core.types import BlockId
@@ -81,11 +83,13 @@ class _Application:
 
     def run(self, checked: list[CheckedOperation]) -> StepResult:
         for i, row in enumerate(checked):
-            if row.operation is Operation.ALLOCATE:
-                self._grow(row)
-                self._allocate(i, row)
+            if row.request is None:
+                self._on_pool(i, row)
             else:
-                self._other(i, row)
+                self._grow(row, row.request)
+                handler = _HANDLERS.get(row.operation)
+                if handler:
+                    handler(self, i, row, row.request)
         result = StepResult(self._sequence, self._pool.blocks.num_free_blocks, block_ids=list(self._block_ids))
         for name in ("outcomes", "num_hit_tokens", "num_new_tokens", "num_prefix_blocks", "num_new_blocks"):
             column: list[int] = getattr(self, f"_{name}")
@@ -93,45 +97,40 @@ class _Application:
                 setattr(result, name, column)
         return result
 
-    def _other(self, i: int, row: CheckedOperation) -> None:
-        pool, operation = self._pool, row.operation
-        if operation is Operation.EVICT:
-            pool.blocks.evict(row.block_ids or ())
-            return
-        if operation is Operation.RESET:
-            self._outcomes[i] = Outcome.OK if pool.reset_prefix_cache() else Outcome.IN_USE
-            return
-        request = row.request
-        if request is None:
-            raise AssertionError(operation)
-        if operation is Operation.ADD:
-            self._session.add(request)
-        self._grow(row)
-        if operation is Operation.LOOK_UP:
-            self._put_hit(i, pool.look_up(request))
-        elif operation is Operation.PEEK:
-            self._put_hit(i, pool.peek(request))
-        elif operation is Operation.ADMIT:
-            self._admit(i, row)
-        elif operation is Operation.CACHE:
-            computed = min(row.num_new_tokens, request.num_computed_tokens)
-            if pool.config.enable_caching:
-                pool.cache(request, computed, sequence=self._sequence)
-        elif operation is Operation.PREEMPT:
-            pool.preempt(request)
-        elif operation is Operation.FREE:
-            pool.free(request)
-            self._session.forget(request)
-        elif operation is Operation.COMMON_PREFIX:
-            running = (other for other in self._session.requests.values() if other.holds_blocks)
-            counts = pool.num_common_prefix_blocks(request, running)
-            self._num_prefix_blocks[i * self._groups : (i + 1) * self._groups] = counts
+    def _on_pool(self, i: int, row: CheckedOperation) -> None:
+        if row.operation is Operation.EVICT:
+            self._pool.blocks.evict(row.block_ids or ())
+        else:
+            self._outcomes[i] = Outcome.OK if self._pool.reset_prefix_cache() else Outcome.IN_USE
+
+    def add(self, _i: int, _row: CheckedOperation, request: Request) -> None:
+        self._session.add(request)
+
+    def look_up(self, i: int, _row: CheckedOperation, request: Request) -> None:
+        self._put_hit(i, self._pool.look_up(request))
+
+    def peek(self, i: int, _row: CheckedOperation, request: Request) -> None:
+        self._put_hit(i, self._pool.peek(request))
+
+    def cache(self, _i: int, row: CheckedOperation, request: Request) -> None:
+        if self._pool.config.enable_caching:
+            num_tokens = min(row.num_new_tokens, request.num_computed_tokens)
+            self._pool.cache(request, num_tokens, sequence=self._sequence)
+
+    def preempt(self, _i: int, _row: CheckedOperation, request: Request) -> None:
+        self._pool.preempt(request)
+
+    def free(self, _i: int, _row: CheckedOperation, request: Request) -> None:
+        self._pool.free(request)
+        self._session.forget(request)
+
+    def common_prefix(self, i: int, _row: CheckedOperation, request: Request) -> None:
+        running = (other for other in self._session.requests.values() if other.holds_blocks)
+        counts = self._pool.num_common_prefix_blocks(request, running)
+        self._num_prefix_blocks[i * self._groups : (i + 1) * self._groups] = counts
 
     @staticmethod
-    def _grow(row: CheckedOperation) -> None:
-        request = row.request
-        if request is None:
-            return
+    def _grow(row: CheckedOperation, request: Request) -> None:
         request.num_tokens += row.num_appended_tokens
         request.num_computed_tokens -= row.num_rejected_tokens
         if row.hashes:
@@ -139,10 +138,8 @@ class _Application:
         if row.token_ids:
             request.token_ids += row.token_ids
 
-    def _allocate(self, i: int, row: CheckedOperation) -> None:
-        pool, request, promised = self._pool, row.request, row.promised
-        if request is None:
-            raise AssertionError(row.operation)
+    def allocate(self, i: int, row: CheckedOperation, request: Request) -> None:
+        pool, promised = self._pool, row.promised
         if self._out_of_blocks:
             self._outcomes[i] = Outcome.SKIPPED
             return
@@ -163,14 +160,12 @@ class _Application:
         else:
             self._put_new(i, new)
 
-    def _admit(self, i: int, row: CheckedOperation) -> None:
-        if row.request is None:
-            raise AssertionError(row.operation)
+    def admit(self, i: int, row: CheckedOperation, request: Request) -> None:
         if self._out_of_blocks or not self._budget_tokens:
             self._outcomes[i] = Outcome.SKIPPED
             return
         admission = self._pool.admit(
-            row.request,
+            request,
             min(row.num_new_tokens or self._budget_tokens, self._budget_tokens),
             row.num_lookahead_tokens,
             delay_cache_blocks=row.delay_cache_blocks,
@@ -200,3 +195,16 @@ class _Application:
             if block_ids:
                 column[i * self._groups + j] = len(block_ids)
                 self._block_ids.extend(block_ids)
+
+
+_HANDLERS: Final[dict[Operation, Callable[[_Application, int, CheckedOperation, Request], None]]] = {
+    Operation.ADD: _Application.add,
+    Operation.LOOK_UP: _Application.look_up,
+    Operation.PEEK: _Application.peek,
+    Operation.ADMIT: _Application.admit,
+    Operation.ALLOCATE: _Application.allocate,
+    Operation.CACHE: _Application.cache,
+    Operation.FREE: _Application.free,
+    Operation.PREEMPT: _Application.preempt,
+    Operation.COMMON_PREFIX: _Application.common_prefix,
+}

@@ -18,6 +18,8 @@ from kvpool.server.core.types import MAX_TOKENS, BlockHash, BlockId, RequestId, 
 MAX_REQUEST_NUMBER: Final = 2**31 - 1
 _WITHOUT_REQUEST: Final = frozenset((Operation.EVICT, Operation.RESET))
 _ALLOCATING: Final = frozenset((Operation.ADMIT, Operation.ALLOCATE))
+_LOOKING_UP: Final = frozenset((Operation.LOOK_UP, Operation.PEEK))
+_FREEING: Final = frozenset((Operation.FREE, Operation.PREEMPT))
 _OPERATIONS: Final = {int(operation): operation for operation in Operation}
 _COLUMNS: Final = (
     "request_numbers",
@@ -126,8 +128,16 @@ class StepChecker:
         self._check_all_used()
         return checked
 
-    def _check_row(  # noqa: PLR0913 - one parameter a column
-        self, i: int, code: int, number: int, appended: int, new: int, rejected: int, lookahead: int, delay: bool
+    def _check_row(  # noqa: PLR0913, PLR0917 - one parameter a column
+        self,
+        i: int,
+        code: int,
+        number: int,
+        appended: int,
+        new: int,
+        rejected: int,
+        lookahead: int,
+        delay: bool,  # noqa: FBT001 - a column
     ) -> CheckedOperation:
         operation = _OPERATIONS.get(code)
         if operation is None:
@@ -151,21 +161,22 @@ class StepChecker:
             check_range(f"num_lookahead_tokens[{i}]", lookahead, 0, self._max_tokens)
             row.num_new_tokens, row.num_lookahead_tokens, row.delay_cache_blocks = new, lookahead, delay
             self._check_allocation(i, row, seen, block_ids)
-        elif operation is Operation.CACHE:
-            check_range(f"num_new_tokens[{i}]", new, 0, seen.num_computed_tokens)
-            row.num_new_tokens = new
-        elif operation in (Operation.LOOK_UP, Operation.PEEK) and seen.holds_blocks:
-            raise WrongStateError(
-                "REQUEST_HOLDS_BLOCKS", f"request {number} holds blocks already",
-                field=f"request_numbers[{i}]",
-            )
-        elif operation in (Operation.FREE, Operation.PREEMPT):
+        else:
+            self._check_other(i, row, seen, new)
+        return row
+
+    def _check_other(self, i: int, row: CheckedOperation, seen: _Seen, new: int) -> None:
+        operation = row.operation
+        if operation is Operation.CACHE:
+            row.num_new_tokens = check_range(f"num_new_tokens[{i}]", new, 0, seen.num_computed_tokens)
+        elif operation in _LOOKING_UP and seen.holds_blocks:
+            raise _holds_blocks(i, seen.request)
+        elif operation in _FREEING:
             seen.holds_blocks = False
             seen.num_computed_tokens = 0
             seen.gone = operation is Operation.FREE
             if seen.gone:
                 self._ids[seen.request.request_id] = False
-        return row
 
     @property
     def _max_tokens(self) -> int:
@@ -207,7 +218,8 @@ class StepChecker:
                 self._seen[number] = seen
         if seen is None or seen.gone:
             raise NotFoundError(
-                "REQUEST_NOT_FOUND", f"the session has no request {number}",
+                "REQUEST_NOT_FOUND",
+                f"the session has no request {number}",
                 field=f"request_numbers[{i}]",
             )
         return seen
@@ -246,11 +258,7 @@ class StepChecker:
         if seen.allocated:
             raise InvalidArgumentError(f"request_numbers[{i}]", "the request allocated already in this step")
         if seen.holds_blocks and (admit or any(promised)):
-            raise WrongStateError(
-                "REQUEST_HOLDS_BLOCKS",
-                f"request {seen.request.number} holds blocks already; it takes no hit",
-                field=f"request_numbers[{i}]",
-            )
+            raise _holds_blocks(i, seen.request)
         if admit:
             check_range(f"num_appended_tokens[{i}]", seen.num_tokens, 1, self._max_tokens)
             seen.num_computed_tokens = seen.num_tokens  # at most; apply holds a later CACHE to what it got
@@ -297,3 +305,11 @@ class StepChecker:
             if used != given:
                 unit = "bytes" if name == "block_hashes" else "entries"
                 raise InvalidArgumentError(name, f"{given} {unit} given, the operations take {used}")
+
+
+def _holds_blocks(i: int, request: Request) -> WrongStateError:
+    return WrongStateError(
+        "REQUEST_HOLDS_BLOCKS",
+        f"request {request.request_id!r} holds blocks already; it takes no hit",
+        field=f"request_numbers[{i}]",
+    )

@@ -22,7 +22,6 @@ class KvpoolError(Exception):
         self.field = field
         self.retry_seconds = retry_seconds
 
-
     def rename_field(self, field: str) -> None:
         """Names the field as the caller knows it."""
         self.field = field

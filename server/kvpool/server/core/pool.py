@@ -134,7 +134,7 @@ class Pool:
         """Tokens that a hit of these blocks covers."""
         return len(block_ids[0]) * self._managers[0].block_size
 
-    def allocate(
+    def allocate(  # noqa: PLR0913 - the reference's own parameters
         self,
         request: Request,
         num_new_tokens: int,

@@ -69,13 +69,12 @@ class Session:
         if sequence < 1:
             raise InvalidArgumentError("sequence", "missing; numbers start at 1")
         if sequence > expected:
-            raise WrongStateError(
-                "SEQUENCE_GAP", f"{sequence} skips changes, {expected} is next", field="sequence"
-            )
+            raise WrongStateError("SEQUENCE_GAP", f"{sequence} skips changes, {expected} is next", field="sequence")
         remembered = self._results.get(sequence)
         if remembered is None:
             raise WrongStateError(
-                "SEQUENCE_FORGOTTEN", f"the result of {sequence} is forgotten, {expected} is next",
+                "SEQUENCE_FORGOTTEN",
+                f"the result of {sequence} is forgotten, {expected} is next",
                 field="sequence",
             )
         if remembered[0] != source:

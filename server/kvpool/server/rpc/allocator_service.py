@@ -25,17 +25,17 @@ class AllocatorService(allocator_pb2_grpc.AllocatorServiceServicer):
         self._allocator = hub.allocator
 
     @guarded
-    def CreatePool(self, request: allocator_pb2.CreatePoolRequest) -> allocator_pb2.CreatePoolResponse:  # noqa: N802
+    def CreatePool(self, request: allocator_pb2.CreatePoolRequest) -> allocator_pb2.CreatePoolResponse:
         self._hub.refuse_while_draining()
         pool, created = self._hub.create_pool(convert.config_from_proto(request.config))
         return allocator_pb2.CreatePoolResponse(pool=self._info(pool), created=created)
 
     @guarded
-    def GetPool(self, request: allocator_pb2.GetPoolRequest) -> allocator_pb2.GetPoolResponse:  # noqa: N802
+    def GetPool(self, request: allocator_pb2.GetPoolRequest) -> allocator_pb2.GetPoolResponse:
         return allocator_pb2.GetPoolResponse(pool=self._info(self._allocator.pool(request.pool_name)))
 
     @guarded
-    def OpenSession(self, request: allocator_pb2.OpenSessionRequest) -> allocator_pb2.OpenSessionResponse:  # noqa: N802
+    def OpenSession(self, request: allocator_pb2.OpenSessionRequest) -> allocator_pb2.OpenSessionResponse:
         self._hub.refuse_while_draining()
         pool, session = self._allocator.open_session(
             request.pool_name,
@@ -55,19 +55,19 @@ class AllocatorService(allocator_pb2_grpc.AllocatorServiceServicer):
         )
 
     @guarded
-    def KeepAlive(self, request: allocator_pb2.KeepAliveRequest) -> allocator_pb2.KeepAliveResponse:  # noqa: N802
+    def KeepAlive(self, request: allocator_pb2.KeepAliveRequest) -> allocator_pb2.KeepAliveResponse:
         _, session = self._allocator.session(request.session_id, self._hub.now_seconds())
         return allocator_pb2.KeepAliveResponse(lease_seconds=session.lease_seconds)
 
     @guarded
-    def CloseSession(self, request: allocator_pb2.CloseSessionRequest) -> allocator_pb2.CloseSessionResponse:  # noqa: N802
+    def CloseSession(self, request: allocator_pb2.CloseSessionRequest) -> allocator_pb2.CloseSessionResponse:
         pool, count = self._allocator.close_session(request.session_id, self._hub.now_seconds())
         self._hub.publish(pool)
         self._hub.end_session_stream(SessionId(request.session_id))
         return allocator_pb2.CloseSessionResponse(num_freed_requests=count)
 
     @guarded
-    def GetComputedBlocks(  # noqa: N802
+    def GetComputedBlocks(
         self, request: allocator_pb2.GetComputedBlocksRequest
     ) -> allocator_pb2.GetComputedBlocksResponse:
         operation = Operation.PEEK if request.uncounted else Operation.LOOK_UP
@@ -77,7 +77,7 @@ class AllocatorService(allocator_pb2_grpc.AllocatorServiceServicer):
         return allocator_pb2.GetComputedBlocksResponse(computed=_computed(answer))
 
     @guarded
-    def AllocateSlots(self, request: allocator_pb2.AllocateSlotsRequest) -> allocator_pb2.AllocateSlotsResponse:  # noqa: N802
+    def AllocateSlots(self, request: allocator_pb2.AllocateSlotsRequest) -> allocator_pb2.AllocateSlotsResponse:
         answer = self._run(request, lambda pool, session: unary.allocation(pool, session, request))
         return allocator_pb2.AllocateSlotsResponse(
             outcome=int(answer.outcome),  # type: ignore[arg-type]
@@ -86,30 +86,30 @@ class AllocatorService(allocator_pb2_grpc.AllocatorServiceServicer):
         )
 
     @guarded
-    def CacheBlocks(self, request: allocator_pb2.CacheBlocksRequest) -> allocator_pb2.CacheBlocksResponse:  # noqa: N802
+    def CacheBlocks(self, request: allocator_pb2.CacheBlocksRequest) -> allocator_pb2.CacheBlocksResponse:
         self._run(request, lambda _, session: unary.caching(session, request))
         return allocator_pb2.CacheBlocksResponse()
 
     @guarded
-    def Free(self, request: allocator_pb2.FreeRequest) -> allocator_pb2.FreeResponse:  # noqa: N802
+    def Free(self, request: allocator_pb2.FreeRequest) -> allocator_pb2.FreeResponse:
         operation = Operation.PREEMPT if request.preempted else Operation.FREE
         self._run(request, lambda _, session: unary.step_for(session, request, request.request, operation))
         return allocator_pb2.FreeResponse()
 
     @guarded
-    def EvictBlocks(self, request: allocator_pb2.EvictBlocksRequest) -> allocator_pb2.EvictBlocksResponse:  # noqa: N802
+    def EvictBlocks(self, request: allocator_pb2.EvictBlocksRequest) -> allocator_pb2.EvictBlocksResponse:
         self._run(request, lambda pool, _: unary.eviction(request, len(pool.config.groups)))
         return allocator_pb2.EvictBlocksResponse()
 
     @guarded
-    def ResetPrefixCache(  # noqa: N802
+    def ResetPrefixCache(
         self, request: allocator_pb2.ResetPrefixCacheRequest
     ) -> allocator_pb2.ResetPrefixCacheResponse:
         answer = self._run(request, lambda *_: Step(request.sequence, operations=[Operation.RESET]))
         return allocator_pb2.ResetPrefixCacheResponse(reset=answer.outcome is Outcome.OK)
 
     @guarded
-    def GetCommonPrefixBlocks(  # noqa: N802
+    def GetCommonPrefixBlocks(
         self, request: allocator_pb2.GetCommonPrefixBlocksRequest
     ) -> allocator_pb2.GetCommonPrefixBlocksResponse:
         answer = self._run(
@@ -119,12 +119,12 @@ class AllocatorService(allocator_pb2_grpc.AllocatorServiceServicer):
         return allocator_pb2.GetCommonPrefixBlocksResponse(num_blocks=answer.counts)
 
     @guarded
-    def MarkExecuted(self, request: allocator_pb2.MarkExecutedRequest) -> allocator_pb2.MarkExecutedResponse:  # noqa: N802
+    def MarkExecuted(self, request: allocator_pb2.MarkExecutedRequest) -> allocator_pb2.MarkExecutedResponse:
         pool, session = self._allocator.session(request.session_id, self._hub.now_seconds())
         self._allocator.mark_executed(pool, session, request.executed_sequence)
         return allocator_pb2.MarkExecutedResponse()
 
-    async def Schedule(self, _: object, context: _StepContext) -> None:  # type: ignore[override]  # noqa: N802
+    async def Schedule(self, _: object, context: _StepContext) -> None:  # type: ignore[override]
         try:
             with self._hub.streaming() as stream:
                 await self._serve_steps(stream, context)

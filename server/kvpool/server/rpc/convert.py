@@ -92,9 +92,7 @@ def config_to_proto(config: PoolConfig, *, with_none_hash: bool) -> pool_pb2.Poo
             algorithm=scheme.algorithm,
             size_bytes=scheme.hash_size_bytes,
             none_hash=scheme.none_hash if with_none_hash else b"",
-            key_form=(
-                pool_pb2.KEY_FORM_TAGGED if scheme.key_form is KeyForm.TAGGED else pool_pb2.KEY_FORM_PLAIN
-            ),
+            key_form=(pool_pb2.KEY_FORM_TAGGED if scheme.key_form is KeyForm.TAGGED else pool_pb2.KEY_FORM_PLAIN),
         ),
     )
 

@@ -89,9 +89,7 @@ def guarded(method: Callable[[_ServicerT, _RequestT], _ResponseT]) -> _Method[_S
     """
 
     @functools.wraps(method)
-    async def call(
-        self: _ServicerT, request: _RequestT, context: _Context[_RequestT, _ResponseT]
-    ) -> _ResponseT:
+    async def call(self: _ServicerT, request: _RequestT, context: _Context[_RequestT, _ResponseT]) -> _ResponseT:
         try:
             return method(self, request)
         except KvpoolError as error:

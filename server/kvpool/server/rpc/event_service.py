@@ -17,7 +17,7 @@ class EventService(event_pb2_grpc.EventServiceServicer):
     def __init__(self, hub: Hub) -> None:
         self._hub = hub
 
-    async def Watch(self, request: event_pb2.WatchRequest, context: _WatchContext) -> None:  # type: ignore[override]  # noqa: N802
+    async def Watch(self, request: event_pb2.WatchRequest, context: _WatchContext) -> None:  # type: ignore[override]
         try:
             with self._hub.streaming() as stream:
                 await self._send_batches(request, stream, context)

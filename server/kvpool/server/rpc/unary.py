@@ -10,7 +10,7 @@ from kvpool.server.core.errors import InvalidArgumentError, KvpoolError, NotFoun
 from kvpool.server.core.pool import Pool
 from kvpool.server.core.session import Session
 from kvpool.server.core.step import Operation, Outcome, Step, StepResult
-from kvpool.server.core.types import RequestId
+from kvpool.server.core.types import RequestId, RequestNumber
 from kvpool.v1 import allocator_pb2
 
 _INDEX: Final = re.compile(r"\[\d+\]$")
@@ -54,9 +54,7 @@ class Answer:
     new_blocks: list[list[int]]
 
 
-def run(
-    allocator: Allocator, now_seconds: float, message: Change, build: Build
-) -> tuple[Pool, Answer]:
+def run(allocator: Allocator, now_seconds: float, message: Change, build: Build) -> tuple[Pool, Answer]:
     """Runs a unary change: once, however often it is sent.
 
     Args:
@@ -111,9 +109,9 @@ def step_for(
         raise NotFoundError(
             "REQUEST_NOT_FOUND", f"the session has no request {update.request_id!r}", field="request.request_id"
         )
-    number = update.request_number or session.free_number()
+    chosen = RequestNumber(update.request_number) or session.free_number()
     step.operations = [Operation.ADD, operation]
-    step.request_numbers = [number, number]
+    step.request_numbers = [chosen, chosen]
     step.num_appended_tokens = [update.num_appended_tokens, 0]
     step.request_ids = [update.request_id]
     step.lora_names = [update.lora_name]
@@ -138,7 +136,9 @@ def allocation(pool: Pool, session: Session, message: allocator_pb2.AllocateSlot
         raise InvalidArgumentError("computed.groups", f"{len(promised)} groups, the pool has {num_groups}")
     hit_tokens = pool.hit_length(promised) if promised else 0
     if message.computed.num_tokens != hit_tokens:
-        raise InvalidArgumentError("computed.num_tokens", f"{message.computed.num_tokens}, the blocks hold {hit_tokens}")
+        raise InvalidArgumentError(
+            "computed.num_tokens", f"{message.computed.num_tokens}, the blocks hold {hit_tokens}"
+        )
     if any(promised):
         step.num_block_ids = [0] * (len(step.operations) - 1) * len(promised) + [len(ids) for ids in promised]
         step.block_ids = [block_id for ids in promised for block_id in ids]

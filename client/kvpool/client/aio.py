@@ -1,0 +1,285 @@
+"""The same for asyncio: `async with aio.connect(address) as client`, `await session.admit(request)`."""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from types import TracebackType
+from typing import Self
+
+import grpc
+
+from kvpool.client import steps, wire
+from kvpool.client.errors import DeadlineError, from_rpc_error
+from kvpool.client.request import Request
+from kvpool.client.results import Admission, Allocation, HitChanged
+from kvpool.client.session import SessionBase
+from kvpool.client.steps import StepBuilder
+from kvpool.client.transport import EventBatch, OpenedSession
+from kvpool.server.config import check_address
+from kvpool.server.core.allocator import PoolInfo
+from kvpool.server.core.config import PoolConfig
+from kvpool.server.core.pool import ComputedBlocks
+from kvpool.server.core.step import Step, StepResult
+from kvpool.server.rpc import convert
+from kvpool.v1 import allocator_pb2, allocator_pb2_grpc, event_pb2, event_pb2_grpc, step_pb2
+
+
+def connect(address: str, *, deadline_seconds: float = wire.DEFAULT_DEADLINE_SECONDS) -> "AsyncClient":
+    """Connects to a service; call it inside a running event loop.
+
+    Args:
+        address: `host:port` or `unix:/path`.
+        deadline_seconds: How long each call may take, retries included.
+
+    Raises:
+        ValueError: The address is of neither form.
+    """
+    check_address(address)
+    return AsyncClient(address, deadline_seconds)
+
+
+class AsyncClient:
+    """A connection to a service, for one event loop. See `kvpool.client.Client`."""
+
+    def __init__(self, address: str, deadline_seconds: float) -> None:
+        self._deadline_seconds = deadline_seconds
+        self._channel = grpc.aio.insecure_channel(address, options=wire.CHANNEL_OPTIONS)
+        self._stub: allocator_pb2_grpc.AllocatorServiceAsyncStub = allocator_pb2_grpc.AllocatorServiceStub(
+            self._channel
+        )
+        self._events: event_pb2_grpc.EventServiceAsyncStub = event_pb2_grpc.EventServiceStub(self._channel)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def create_pool(self, config: PoolConfig) -> PoolInfo:
+        """See `Client.create_pool`."""
+        async with _converted():
+            request = wire.create_pool_request(config)
+            return wire.read_pool(await self._stub.CreatePool(request, timeout=self._deadline_seconds))
+
+    async def get_pool(self, name: str) -> PoolInfo:
+        """See `Client.get_pool`."""
+        async with _converted():
+            request = allocator_pb2.GetPoolRequest(pool_name=name)
+            return wire.read_pool(await self._stub.GetPool(request, timeout=self._deadline_seconds))
+
+    async def open_session(self, pool: str, *, client_name: str = "", lease_seconds: float = 0.0) -> "AsyncSession":
+        """See `Client.open_session`."""
+        async with _converted():
+            request = wire.open_session_request(pool, client_name, lease_seconds)
+            opened = wire.read_session(await self._stub.OpenSession(request, timeout=self._deadline_seconds))
+        return AsyncSession(self._stub, opened, self._deadline_seconds)
+
+    async def watch(self, pool: str, *, from_sequence: int = 0) -> AsyncIterator[EventBatch]:
+        """Yields a pool's block events, batch by batch, waiting for more. See `Client.watch`."""
+        call = self._events.Watch(event_pb2.WatchRequest(pool_name=pool, from_sequence=from_sequence))
+        try:
+            async with _converted():
+                await call.read()  # where the watch stands
+                while isinstance(response := await call.read(), event_pb2.WatchResponse):
+                    yield wire.read_batch(response)
+        finally:
+            call.cancel()
+
+    async def close(self) -> None:
+        """Ends the connection. Sessions that are still open live on for their lease."""
+        await self._channel.close()
+
+
+class AsyncSession(SessionBase):
+    """A scheduler's session for asyncio: one call at a time. What each method means: see `kvpool.client.Session`."""
+
+    def __init__(
+        self,
+        stub: "allocator_pb2_grpc.AllocatorServiceAsyncStub",
+        opened: OpenedSession,
+        deadline_seconds: float,
+    ) -> None:
+        super().__init__(opened)
+        self._stub = stub
+        self._deadline_seconds = deadline_seconds
+        self._stream: grpc.aio.StreamStreamCall[step_pb2.Step, step_pb2.StepResult] | None = None
+        self._closed = False
+        self._keepalive = asyncio.create_task(self._keep_alive())
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def get_computed_blocks(self, request: Request, *, counted: bool = True) -> ComputedBlocks:
+        """See `Session.get_computed_blocks`."""
+        return await self._call(steps.call_get_computed_blocks(request, counted=counted))
+
+    async def admit(
+        self, request: Request, max_new_tokens: int = 0, *, num_lookahead_tokens: int = 0
+    ) -> Admission | None:
+        """See `Session.admit`."""
+        return await self._call(steps.call_admit(request, max_new_tokens, num_lookahead_tokens))
+
+    async def allocate_slots(  # noqa: PLR0913 - the reference's own parameters
+        self,
+        request: Request,
+        num_new_tokens: int,
+        *,
+        computed: ComputedBlocks | None = None,
+        num_computed_tokens: int | None = None,
+        num_lookahead_tokens: int = 0,
+        delay_cache_blocks: bool = False,
+    ) -> Allocation | HitChanged | None:
+        """See `Session.allocate_slots`."""
+        return await self._call(
+            steps.call_allocate_slots(
+                request,
+                num_new_tokens,
+                computed,
+                num_computed_tokens,
+                num_lookahead_tokens,
+                delay_cache_blocks=delay_cache_blocks,
+            )
+        )
+
+    async def cache_blocks(self, request: Request, num_computed_tokens: int) -> None:
+        """See `Session.cache_blocks`."""
+        await self._call(steps.call_simply(lambda step: step.cache_blocks(request, num_computed_tokens)))
+
+    async def free(self, request: Request) -> None:
+        """See `Session.free`."""
+        await self._call(steps.call_simply(lambda step: step.free(request)))
+
+    async def preempt(self, request: Request) -> None:
+        """See `Session.preempt`."""
+        await self._call(steps.call_simply(lambda step: step.preempt(request)))
+
+    async def evict_blocks(self, block_ids: Sequence[int]) -> None:
+        """See `Session.evict_blocks`."""
+        await self._call(steps.call_simply(lambda step: step.evict_blocks(block_ids)))
+
+    async def reset_prefix_cache(self) -> bool:
+        """See `Session.reset_prefix_cache`."""
+        return (await self._call(steps.call_simply(lambda step: step.reset_prefix_cache()))).ok
+
+    async def get_common_prefix_blocks(self, request: Request) -> list[int]:
+        """See `Session.get_common_prefix_blocks`."""
+        call = steps.call_simply(lambda step: step.get_common_prefix_blocks(request))
+        return (await self._call(call)).num_common_blocks
+
+    @asynccontextmanager
+    async def step(self, *, admission_budget_tokens: int = 0, executed_sequence: int = 0) -> AsyncIterator[StepBuilder]:
+        """See `Session.step`."""
+        builder = StepBuilder(admission_budget_tokens)
+        builder.executed_sequence = executed_sequence
+        yield builder
+        await self._send(builder)
+
+    async def settle(self) -> None:
+        """See `Session.settle`."""
+        step = self._book.unanswered()
+        if step is not None:
+            await self._exchange(step)
+
+    async def mark_executed(self, sequence: int | None = None) -> None:
+        """See `Session.mark_executed`."""
+        async with _converted():
+            executed = self.sequence if sequence is None else sequence
+            request = allocator_pb2.MarkExecutedRequest(session_id=self.session_id, executed_sequence=executed)
+            await self._stub.MarkExecuted(request, timeout=self._deadline_seconds)
+
+    async def pool(self) -> PoolInfo:
+        """See `Session.pool`."""
+        async with _converted():
+            request = allocator_pb2.GetPoolRequest(pool_name=self.config.name)
+            return wire.read_pool(await self._stub.GetPool(request, timeout=self._deadline_seconds))
+
+    async def close(self) -> None:
+        """Frees what the session still holds and forgets it."""
+        if self._closed:
+            return
+        self._closed = True
+        self._keepalive.cancel()
+        self._end_stream()
+        async with _converted():
+            request = allocator_pb2.CloseSessionRequest(session_id=self.session_id)
+            await self._stub.CloseSession(request, timeout=self._deadline_seconds)
+
+    async def _call(self, call: steps.Call[steps.ResultT]) -> steps.ResultT:
+        builder, read = call
+        await self._send(builder)
+        return read()
+
+    async def _send(self, builder: StepBuilder) -> None:
+        if builder.rows or builder.executed_sequence:
+            await self._exchange(self._book.build(builder))
+
+    async def _exchange(self, step: Step) -> None:
+        try:
+            async with asyncio.timeout(self._deadline_seconds):
+                result = await self._exchange_until_answered(convert.step_to_proto(step, self.session_id))
+        except TimeoutError:
+            self._end_stream()
+            message = f"no answer to step {step.sequence} in {self._deadline_seconds} s"
+            raise DeadlineError("DEADLINE", message) from None
+        except asyncio.CancelledError:
+            self._end_stream()  # its answer would be taken for the next step's
+            raise
+        except steps.REFUSALS:
+            self._book.refuse()
+            raise
+        self._book.finish(result)
+
+    async def _exchange_until_answered(self, message: step_pb2.Step) -> StepResult:
+        pauses = iter(wire.REOPEN_PAUSES_SECONDS[1:])
+        while True:
+            try:
+                return await self._exchange_once(message)
+            except grpc.RpcError as error:
+                self._end_stream()
+                pause_seconds = next(pauses, None)
+                if error.code() is not grpc.StatusCode.UNAVAILABLE or pause_seconds is None:
+                    raise from_rpc_error(error) from None
+            await asyncio.sleep(pause_seconds)
+
+    async def _exchange_once(self, message: step_pb2.Step) -> StepResult:
+        if self._stream is None:
+            self._stream = self._stub.Schedule()
+        with contextlib.suppress(asyncio.InvalidStateError):  # the stream has ended: read() says how
+            await self._stream.write(message)
+        answer = await self._stream.read()
+        if not isinstance(answer, step_pb2.StepResult):
+            raise grpc.aio.AioRpcError(
+                grpc.StatusCode.UNAVAILABLE, grpc.aio.Metadata(), grpc.aio.Metadata(), "the stream was closed"
+            )
+        return convert.result_from_proto(answer)
+
+    def _end_stream(self) -> None:
+        stream, self._stream = self._stream, None
+        if stream is not None:
+            stream.cancel()
+
+    async def _keep_alive(self) -> None:
+        period_seconds = self.lease_seconds / 3
+        request = allocator_pb2.KeepAliveRequest(session_id=self.session_id)
+        while True:
+            started_seconds = time.monotonic()
+            with contextlib.suppress(grpc.RpcError):  # the next step will tell
+                await self._stub.KeepAlive(request, timeout=period_seconds)
+            await asyncio.sleep(max(0.0, period_seconds - (time.monotonic() - started_seconds)))
+
+
+@asynccontextmanager
+async def _converted() -> AsyncIterator[None]:
+    try:
+        yield
+    except grpc.RpcError as error:
+        raise from_rpc_error(error) from None

@@ -1,0 +1,312 @@
+"""The service as its clients see it: through the client's sessions, and through the unary calls."""
+
+import asyncio
+import inspect
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from typing import Any
+
+import grpc
+
+from conformance.core_system import event_to_line
+from conformance.golden import Line, Stats
+from kvpool.client import (
+    BlockHasher,
+    Client,
+    ComputedBlocks,
+    EventBatch,
+    ExtraKeys,
+    HitChanged,
+    PoolConfig,
+    PoolInfo,
+    Request,
+    Session,
+    aio,
+    wire,
+)
+from kvpool.server.core.types import BlockHash
+from kvpool.v1 import allocator_pb2, allocator_pb2_grpc, event_pb2, event_pb2_grpc, step_pb2
+
+
+class WatchedSystem(ABC):
+    """What is told of a pool as a whole is read with GetPool and Watch; one GetPool a line of a schedule."""
+
+    def __init__(self) -> None:
+        self._info: PoolInfo | None = None
+        self._batches: Iterator[EventBatch] = iter(())
+        self._seen_batches = 0
+        self._requests: dict[str, Request] = {}
+
+    @abstractmethod
+    def info(self) -> PoolInfo: ...
+
+    @abstractmethod
+    def watch(self, from_sequence: int) -> Iterator[EventBatch]: ...
+
+    def append(self, request_id: str, token_ids: list[int]) -> Sequence[BlockHash]:
+        request = self._requests[request_id]
+        before = len(request.hashes)
+        request.append(token_ids)
+        return request.hashes[before:]
+
+    def stats(self) -> Stats:
+        s = self.info().prefix_cache
+        normal = (s.requests, s.queries_tokens, s.hits_tokens)
+        return Stats(*normal, s.preempted_requests, s.preempted_queries_tokens, s.preempted_hits_tokens, s.resets)
+
+    def free_blocks(self) -> int:
+        self._info = self.info()
+        return self._info.free_blocks
+
+    def usage(self) -> float:
+        assert self._info is not None
+        return self._info.usage
+
+    def events(self, count: int) -> list[Line]:
+        """The batches up to the pool's newest: its number says how far to read, so that none is left unread."""
+        del count
+        assert self._info is not None
+        lines = []
+        while self._seen_batches < self._info.event_sequence:
+            batch = next(self._batches, None)
+            if batch is None:  # not begun yet, or embedded, where a watch ends when there is no more
+                self._batches = self.watch(self._seen_batches + 1)
+                continue
+            self._seen_batches += 1
+            assert batch.sequence == self._seen_batches
+            lines += [event_to_line(event) for event in batch.events]
+        return lines
+
+
+class ClientSystem(WatchedSystem):
+    """A session of the client's, over whatever the client is connected to."""
+
+    def __init__(self, client: Client, config: PoolConfig) -> None:
+        super().__init__()
+        self._client = client
+        self._name = config.name
+        client.create_pool(config)
+        self._computed: dict[str, ComputedBlocks] = {}
+        self._session: Session = client.open_session(config.name)
+
+    def info(self) -> PoolInfo:
+        return self._client.get_pool(self._name)
+
+    def watch(self, from_sequence: int) -> Iterator[EventBatch]:
+        return self._client.watch(self._name, from_sequence=from_sequence)
+
+    def request(self, request_id: str, token_ids: list[int], keys: ExtraKeys) -> Sequence[BlockHash]:
+        request = self._requests[request_id] = self._session.request(request_id, token_ids, extra_keys=keys)
+        return request.hashes
+
+    def get_computed_blocks(self, request_id: str, *, counted: bool) -> tuple[list[list[int]], int]:
+        computed = self._session.get_computed_blocks(self._requests[request_id], counted=counted)
+        self._computed[request_id] = computed
+        return [list(blocks) for blocks in computed.block_ids], computed.num_tokens
+
+    def allocate_slots(self, line: Line) -> list[list[int]] | None:
+        request_id = line["request_id"]
+        answer = self._session.allocate_slots(
+            self._requests[request_id],
+            line["num_new_tokens"],
+            computed=self._computed.pop(request_id, None) if line["with_computed_blocks"] else None,
+            num_computed_tokens=line["num_computed_tokens"],
+            num_lookahead_tokens=line["num_lookahead_tokens"],
+            delay_cache_blocks=line["delay_cache_blocks"],
+        )
+        assert not isinstance(answer, HitChanged)
+        return None if answer is None else answer.new_blocks
+
+    def table(self, request_id: str) -> list[list[int]]:
+        return self._requests[request_id].block_ids
+
+    def cache_blocks(self, request_id: str, num_computed_tokens: int) -> None:
+        self._session.cache_blocks(self._requests[request_id], num_computed_tokens)
+
+    def free(self, request_id: str) -> None:
+        self._session.free(self._requests.pop(request_id))
+
+    def preempt(self, request_id: str) -> None:
+        self._session.preempt(self._requests[request_id])
+
+    def common_prefix_blocks(self, request_id: str) -> list[int]:
+        return self._session.get_common_prefix_blocks(self._requests[request_id])
+
+    def evict(self, block_ids: list[int]) -> None:
+        self._session.evict_blocks(block_ids)
+
+    def reset(self) -> bool:
+        return self._session.reset_prefix_cache()
+
+    def close(self) -> None:
+        close = getattr(self._batches, "close", None)
+        if close:
+            close()
+        self._session.close()
+
+
+class UnarySystem(WatchedSystem):
+    """The unary calls, as a client in another language makes them. Changes are sent twice: one counts."""
+
+    def __init__(self, channel: grpc.Channel, config: PoolConfig) -> None:
+        super().__init__()
+        self._stub = allocator_pb2_grpc.AllocatorServiceStub(channel)
+        self._event_stub = event_pb2_grpc.EventServiceStub(channel)
+        self._config = config
+        self._hasher = BlockHasher(config.hash_scheme, config.hash_block_size) if config.enable_caching else None
+        self._computed: dict[str, allocator_pb2.ComputedBlocks] = {}
+        self._sequence = 0
+        self._stub.CreatePool(wire.create_pool_request(config))
+        opened = self._stub.OpenSession(wire.open_session_request(config.name, "", 0.0))
+        self._session_id = opened.session.session_id
+
+    def info(self) -> PoolInfo:
+        return wire.read_pool(self._stub.GetPool(allocator_pb2.GetPoolRequest(pool_name=self._config.name)))
+
+    def watch(self, from_sequence: int) -> Iterator[EventBatch]:
+        request = event_pb2.WatchRequest(pool_name=self._config.name, from_sequence=from_sequence)
+        call = self._event_stub.Watch(request)
+        assert next(call).sequence == from_sequence - 1
+        return map(wire.read_batch, call)
+
+    def _send_twice(self, method: Callable[[Any], Any], kind: Callable[..., Any], **fields: Any) -> Any:
+        self._sequence += 1
+        message = kind(session_id=self._session_id, sequence=self._sequence, **fields)
+        answer = method(message)
+        assert method(message) == answer
+        return answer
+
+    def _update(self, request_id: str) -> allocator_pb2.RequestUpdate:
+        request = self._requests[request_id]
+        update = allocator_pb2.RequestUpdate(
+            request_id=request_id,
+            num_appended_tokens=request.num_tokens - request.num_sent_tokens,
+            block_hashes=b"".join(request.hashes[request.num_sent_hashes :]),
+            token_ids=request.token_ids[request.num_sent_tokens :] if self._config.makes_events else [],
+            lora_name=request.extra_keys.lora_name or "",
+        )
+        request.num_sent_tokens, request.num_sent_hashes = request.num_tokens, len(request.hashes)
+        return update
+
+    def request(self, request_id: str, token_ids: list[int], keys: ExtraKeys) -> Sequence[BlockHash]:
+        request = Request(request_id, 0, token_ids, num_groups=1, hasher=self._hasher, extra_keys=keys)
+        self._requests[request_id] = request
+        return request.hashes
+
+    def get_computed_blocks(self, request_id: str, *, counted: bool) -> tuple[list[list[int]], int]:
+        computed = self._send_twice(
+            self._stub.GetComputedBlocks,
+            allocator_pb2.GetComputedBlocksRequest,
+            request=self._update(request_id),
+            uncounted=not counted,
+        ).computed
+        self._computed[request_id] = computed
+        return [list(group.block_ids) for group in computed.groups], computed.num_tokens
+
+    def allocate_slots(self, line: Line) -> list[list[int]] | None:
+        request = self._requests[line["request_id"]]
+        computed = self._computed.pop(line["request_id"], None) if line["with_computed_blocks"] else None
+        answer = self._send_twice(
+            self._stub.AllocateSlots,
+            allocator_pb2.AllocateSlotsRequest,
+            request=self._update(line["request_id"]),
+            num_new_tokens=line["num_new_tokens"],
+            computed=computed,
+            num_rejected_tokens=request.num_computed_tokens - line["num_computed_tokens"],
+            num_lookahead_tokens=line["num_lookahead_tokens"],
+            delay_cache_blocks=line["delay_cache_blocks"],
+        )
+        request.num_computed_tokens = line["num_computed_tokens"]
+        if answer.outcome == step_pb2.OUTCOME_NO_BLOCKS:
+            return None
+        assert answer.outcome == step_pb2.OUTCOME_UNSPECIFIED
+        request.num_computed_tokens += line["num_new_computed_tokens"] + line["num_new_tokens"]
+        hit = [list(group.block_ids) for group in computed.groups] if computed else [[]]
+        new = [list(group.block_ids) for group in answer.new_blocks]
+        for table, hit_ids, new_ids in zip(request.block_ids, hit, new, strict=True):
+            table.extend(hit_ids + new_ids)
+        return new
+
+    def table(self, request_id: str) -> list[list[int]]:
+        return self._requests[request_id].block_ids
+
+    def cache_blocks(self, request_id: str, num_computed_tokens: int) -> None:
+        self._send_twice(
+            self._stub.CacheBlocks,
+            allocator_pb2.CacheBlocksRequest,
+            request=self._update(request_id),
+            num_computed_tokens=num_computed_tokens,
+        )
+
+    def free(self, request_id: str) -> None:
+        self._send_twice(self._stub.Free, allocator_pb2.FreeRequest, request=self._update(request_id))
+        del self._requests[request_id]
+
+    def preempt(self, request_id: str) -> None:
+        update = self._update(request_id)
+        self._send_twice(self._stub.Free, allocator_pb2.FreeRequest, request=update, preempted=True)
+        self._requests[request_id].forget_blocks()
+
+    def common_prefix_blocks(self, request_id: str) -> list[int]:
+        answer = self._send_twice(
+            self._stub.GetCommonPrefixBlocks,
+            allocator_pb2.GetCommonPrefixBlocksRequest,
+            request=self._update(request_id),
+        )
+        return list(answer.num_blocks)
+
+    def evict(self, block_ids: list[int]) -> None:
+        self._send_twice(self._stub.EvictBlocks, allocator_pb2.EvictBlocksRequest, block_ids=block_ids)
+
+    def reset(self) -> bool:
+        answer = self._send_twice(self._stub.ResetPrefixCache, allocator_pb2.ResetPrefixCacheRequest)
+        return bool(answer.reset)
+
+
+class BlockingAio:
+    """An asyncio client whose methods are called from outside its loop; stands in for `Client` and `Session`."""
+
+    def __init__(self, target: Any, loop: asyncio.AbstractEventLoop) -> None:
+        self._target = target
+        self._loop = loop
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self._target, name)
+        return self._blocking(method) if inspect.ismethod(method) else method
+
+    def _blocking(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            answer = method(*args, **kwargs)
+            if inspect.isasyncgen(answer):
+                return self._iterate(answer)
+            if inspect.iscoroutine(answer):
+                answer = self._wait(answer)
+            return BlockingAio(answer, self._loop) if isinstance(answer, aio.AsyncSession) else answer
+
+        return call
+
+    def _iterate(self, batches: Any) -> Iterator[Any]:
+        try:
+            while True:
+                yield self._wait(anext(batches))
+        finally:
+            self._wait(batches.aclose())
+
+    def _wait(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(60)
+
+
+class LoopThread:
+    """An event loop in a thread."""
+
+    def __enter__(self) -> asyncio.AbstractEventLoop:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever)
+        self._thread.start()
+        return self._loop
+
+    def __exit__(self, *_: object) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()

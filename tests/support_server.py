@@ -1,0 +1,66 @@
+"""Real servers for tests, each in a process of its own, on a unix socket."""
+
+import contextlib
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from kvpool.client import FullAttentionSpec, KVCacheGroup, PoolConfig
+from kvpool.server.core.types import PoolName
+
+_PROGRAM = """
+import asyncio, json, sys
+from kvpool.server.config import ServerConfig
+from kvpool.server.server import serve
+settings = json.loads(sys.argv[1])
+settings["addresses"] = tuple(settings["addresses"])
+asyncio.run(serve(ServerConfig(**settings), lambda addresses: print(json.dumps(addresses), flush=True)))
+"""
+
+
+class ServerProcess:
+    """A server in its own process.
+
+    Attributes:
+        addresses: Where it listens.
+        process: The process.
+    """
+
+    def __init__(self, *addresses: str, **settings: object) -> None:
+        argument = json.dumps({"addresses": addresses, **settings})
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", _PROGRAM, argument], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        assert self.process.stdout
+        line = self.process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"the server did not start: {self.process.communicate()[1]}")
+        self.addresses: list[str] = json.loads(line)
+
+    def stop(self) -> tuple[int, str]:
+        """Sends SIGTERM; returns the exit status and what it wrote to stderr."""
+        self.process.terminate()
+        _, errors = self.process.communicate(timeout=30)
+        return self.process.returncode, errors
+
+
+@contextlib.contextmanager
+def running_server(**settings: object) -> Iterator[str]:
+    """Runs a server on a unix socket; yields its address; fails if it logged a bug or did not stop cleanly."""
+    with TemporaryDirectory() as folder:
+        server = ServerProcess(f"unix:{Path(folder) / 's'}", **settings)
+        try:
+            yield server.addresses[0]
+        finally:
+            status, errors = server.stop()
+        assert status == 0, errors
+        assert "Traceback" not in errors, errors
+
+
+def pool_config(name: str = "m", num_blocks: int = 100, **options: object) -> PoolConfig:
+    """A small pool of full attention, 4 tokens a block."""
+    groups = (KVCacheGroup(FullAttentionSpec(4), ("layer.0",)),)
+    return PoolConfig(PoolName(name), num_blocks, 1024, groups, **options)  # type: ignore[arg-type]
