@@ -10,7 +10,7 @@ from typing import Protocol, TypeVar
 import grpc
 
 from kvpool.client import wire
-from kvpool.client.errors import DeadlineError, KvpoolError, from_rpc_error
+from kvpool.client.errors import DeadlineError, KvpoolError, UnavailableError, from_rpc_error
 from kvpool.client.transport import EventBatch, OpenedSession
 from kvpool.server.core.allocator import PoolInfo
 from kvpool.server.core.config import PoolConfig
@@ -113,24 +113,24 @@ class _StepStream:
     def exchange(self, message: step_pb2.Step) -> step_pb2.StepResult:
         """Sends a step and waits for its result, over as many streams as that takes within the deadline."""
         self._due_seconds = time.monotonic() + self._deadline_seconds
+        failure: KvpoolError | None = None
         try:
             for pause_seconds in wire.REOPEN_PAUSES_SECONDS:
-                if self._closed.wait(pause_seconds) if pause_seconds else False:
-                    break
+                self._closed.wait(min(pause_seconds, max(0.0, self._due_seconds - time.monotonic())))
                 try:
                     return self._exchange_once(message)
                 except grpc.RpcError as error:
                     self._end_call()
                     if time.monotonic() >= self._due_seconds:
                         break
-                    if error.code() is not grpc.StatusCode.UNAVAILABLE:
-                        raise from_rpc_error(error) from None
-                    last = error
-            else:
-                raise from_rpc_error(last)
-            raise DeadlineError("DEADLINE", f"no answer to step {message.sequence} in {self._deadline_seconds} s")
+                    failure = from_rpc_error(error)
+                    if not isinstance(failure, UnavailableError):
+                        break
         finally:
             self._due_seconds = float("inf")
+        raise failure or DeadlineError(
+            "DEADLINE", f"no answer to step {message.sequence} in {self._deadline_seconds} s"
+        )
 
     def close(self) -> None:
         """Ends the stream and the thread."""

@@ -1,0 +1,523 @@
+"""One server, real sockets: errors over the wire, leases, streams, two sessions on one pool, stopping."""
+
+import re
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from google.rpc import error_details_pb2, status_pb2
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from kvpool.client import (
+    AbortedError,
+    Client,
+    ExhaustedError,
+    ExtraKeys,
+    HitChanged,
+    InvalidArgumentError,
+    KvpoolError,
+    NotFoundError,
+    UnavailableError,
+    WrongStateError,
+    aio,
+    connect,
+)
+from kvpool.client.errors import from_rpc_error
+from kvpool.v1 import allocator_pb2, allocator_pb2_grpc, event_pb2, event_pb2_grpc, pool_pb2, step_pb2
+from support_server import ServerProcess, pool_config, running_server
+
+PROMPT = list(range(41))  # ten full blocks and one token
+
+
+@pytest.fixture(scope="module")
+def address() -> Iterator[str]:
+    with running_server(max_message_bytes=128 * 1024) as address:
+        yield address
+
+
+@pytest.fixture
+def client(address: str) -> Iterator[Client]:
+    with connect(address, deadline_seconds=10.0) as client:
+        yield client
+
+
+@pytest.fixture
+def pool(client: Client, request: pytest.FixtureRequest) -> str:
+    name = re.sub(r"\W+", "-", request.node.name)
+    client.create_pool(pool_config(name))
+    return str(name)
+
+
+@pytest.fixture
+def stub(address: str) -> Iterator[allocator_pb2_grpc.AllocatorServiceStub]:
+    with grpc.insecure_channel(address) as channel:
+        yield allocator_pb2_grpc.AllocatorServiceStub(channel)
+
+
+def wire_config(**fields: Any) -> pool_pb2.PoolConfig:
+    group = pool_pb2.KvCacheGroup(full_attention=pool_pb2.FullAttentionSpec(block_size=4))
+    defaults: dict[str, Any] = {
+        "name": "bad",
+        "num_blocks": 10,
+        "max_model_len": 100,
+        "reuse_order": pool_pb2.REUSE_ORDER_LRU,
+        "groups": [group],
+    }
+    return pool_pb2.PoolConfig(**{**defaults, **fields})
+
+
+BAD_POOLS = {
+    "zero blocks": ("config.num_blocks", {"num_blocks": 0}),
+    "only the null block": ("config.num_blocks", {"num_blocks": 1}),
+    "2^31 blocks": ("config.num_blocks", {"num_blocks": 2**31}),
+    "no length": ("config.max_model_len", {"max_model_len": 0}),
+    "no name": ("config.name", {"name": ""}),
+    "odd name": ("config.name", {"name": "a b"}),
+    "no groups": ("config.groups", {"groups": []}),
+    "no spec": ("config.groups[0].spec", {"groups": [pool_pb2.KvCacheGroup()]}),
+    "no block size": (
+        "config.groups[0].spec.block_size",
+        {"groups": [pool_pb2.KvCacheGroup(full_attention=pool_pb2.FullAttentionSpec())]},
+    ),
+    "no order": ("config.reuse_order", {"reuse_order": pool_pb2.REUSE_ORDER_UNSPECIFIED}),
+    "odd order": ("config.reuse_order", {"reuse_order": 99}),
+    "odd hash size": ("config.hash_scheme.size_bytes", {"hash_scheme": pool_pb2.HashScheme(size_bytes=3)}),
+}
+
+
+@pytest.mark.parametrize("case", BAD_POOLS)
+def test_bad_pools_are_refused_and_not_made(case: str, stub: allocator_pb2_grpc.AllocatorServiceStub) -> None:
+    field, change = BAD_POOLS[case]
+    with pytest.raises(grpc.RpcError) as caught:
+        stub.CreatePool(allocator_pb2.CreatePoolRequest(config=wire_config(**change)))
+    error = from_rpc_error(caught.value)
+    assert isinstance(error, InvalidArgumentError)
+    assert error.field == field
+    with pytest.raises(grpc.RpcError) as caught:
+        stub.GetPool(allocator_pb2.GetPoolRequest(pool_name="bad"))
+    assert caught.value.code() is grpc.StatusCode.NOT_FOUND  # type: ignore[attr-defined]
+
+
+def test_errors_carry_status_details(stub: allocator_pb2_grpc.AllocatorServiceStub) -> None:
+    with pytest.raises(grpc.RpcError) as caught:
+        stub.CreatePool(allocator_pb2.CreatePoolRequest(config=wire_config(num_blocks=0)))
+    metadata = dict(caught.value.trailing_metadata())  # type: ignore[attr-defined]
+    status = status_pb2.Status.FromString(metadata["grpc-status-details-bin"])
+    info, bad = error_details_pb2.ErrorInfo(), error_details_pb2.BadRequest()
+    assert status.details[0].Unpack(info)
+    assert status.details[1].Unpack(bad)
+    assert (info.reason, info.domain, info.metadata["field"]) == ("INVALID_VALUE", "kvpool", "config.num_blocks")
+    assert bad.field_violations[0].field == "config.num_blocks"
+
+
+def test_a_pool_declared_again_is_found_if_alike_and_refused_if_not(client: Client) -> None:
+    first = client.create_pool(pool_config("again"))
+    assert client.create_pool(pool_config("again")).config == first.config
+    with pytest.raises(WrongStateError, match="num_blocks") as caught:
+        client.create_pool(pool_config("again", 101))
+    assert caught.value.reason == "POOL_DIFFERS"
+
+
+def test_none_hash_is_told_to_sessions_only(client: Client, pool: str) -> None:
+    assert client.get_pool(pool).config.hash_scheme.none_hash == b""
+    with client.open_session(pool) as one, client.open_session(pool) as other:
+        assert len(one.config.hash_scheme.none_hash) == 32
+        assert one.config == other.config
+
+
+def test_unknown_pool_session_and_request(client: Client, stub: allocator_pb2_grpc.AllocatorServiceStub) -> None:
+    with pytest.raises(NotFoundError, match="nowhere"):
+        client.open_session("nowhere")
+    calls = (
+        lambda: stub.KeepAlive(allocator_pb2.KeepAliveRequest(session_id="x")),
+        lambda: stub.CloseSession(allocator_pb2.CloseSessionRequest(session_id="x")),
+        lambda: stub.Free(allocator_pb2.FreeRequest(session_id="x", sequence=1)),
+        lambda: next(stub.Schedule(iter([step_pb2.Step(session_id="x", sequence=1)]))),
+    )
+    for call in calls:
+        with pytest.raises(grpc.RpcError) as caught:
+            call()
+        assert from_rpc_error(caught.value).reason == "SESSION_NOT_FOUND"
+
+
+@pytest.fixture
+def session_id(stub: allocator_pb2_grpc.AllocatorServiceStub, pool: str) -> str:
+    session = stub.OpenSession(allocator_pb2.OpenSessionRequest(pool_name=pool)).session
+    return session.session_id
+
+
+def update(**fields: Any) -> allocator_pb2.RequestUpdate:
+    return allocator_pb2.RequestUpdate(**{"request_id": "r", **fields})
+
+
+BAD_CALLS: dict[str, tuple[str, str, str, dict[str, Any]]] = {
+    "hash of a wrong length": (
+        "GetComputedBlocks",
+        "InvalidArgumentError",
+        "request.block_hashes",
+        {"request": update(num_appended_tokens=4, block_hashes=b"short")},
+    ),
+    "too many hashes": (
+        "GetComputedBlocks",
+        "InvalidArgumentError",
+        "request.block_hashes",
+        {"request": update(num_appended_tokens=4, block_hashes=b"h" * 64)},
+    ),
+    "huge request": (
+        "GetComputedBlocks",
+        "InvalidArgumentError",
+        "request.num_appended_tokens",
+        {"request": update(num_appended_tokens=2**32 - 1)},
+    ),
+    "no request id": (
+        "GetComputedBlocks",
+        "InvalidArgumentError",
+        "request.request_id",
+        {"request": update(request_id="")},
+    ),
+    "long request id": (
+        "GetComputedBlocks",
+        "InvalidArgumentError",
+        "request.request_id",
+        {"request": update(request_id="r" * 257)},
+    ),
+    "nothing to allocate": (
+        "AllocateSlots",
+        "InvalidArgumentError",
+        "num_new_tokens",
+        {"request": update(), "num_new_tokens": 0},
+    ),
+    "huge allocation": (
+        "AllocateSlots",
+        "InvalidArgumentError",
+        "num_new_tokens",
+        {"request": update(), "num_new_tokens": 2**32 - 1},
+    ),
+    "huge look-ahead": (
+        "AllocateSlots",
+        "InvalidArgumentError",
+        "num_lookahead_tokens",
+        {"request": update(), "num_new_tokens": 1, "num_lookahead_tokens": 2**31},
+    ),
+    "more rejected than computed": (
+        "AllocateSlots",
+        "InvalidArgumentError",
+        "num_rejected_tokens",
+        {"request": update(), "num_new_tokens": 1, "num_rejected_tokens": 1},
+    ),
+    "a promise that no look-up made": (
+        "AllocateSlots",
+        "InvalidArgumentError",
+        "computed.num_tokens",
+        {
+            "request": update(num_appended_tokens=3),
+            "num_new_tokens": 1,
+            "computed": allocator_pb2.ComputedBlocks(num_tokens=4, groups=[allocator_pb2.GroupBlocks()]),
+        },
+    ),
+    "a promised block that does not exist": (
+        "AllocateSlots",
+        "InvalidArgumentError",
+        "computed",
+        {
+            "request": update(num_appended_tokens=5, block_hashes=b"h" * 32),
+            "num_new_tokens": 1,
+            "computed": allocator_pb2.ComputedBlocks(num_tokens=4, groups=[allocator_pb2.GroupBlocks(block_ids=[100])]),
+        },
+    ),
+    "free of an unknown request": ("Free", "NotFoundError", "request.request_id", {"request": update()}),
+    "cache of an unknown request": ("CacheBlocks", "NotFoundError", "request.request_id", {"request": update()}),
+    "eviction of the null block": ("EvictBlocks", "InvalidArgumentError", "block_ids", {"block_ids": [0]}),
+    "eviction beyond the pool": ("EvictBlocks", "InvalidArgumentError", "block_ids", {"block_ids": [2**31]}),
+    "a gap in the sequence": ("ResetPrefixCache", "WrongStateError", "sequence", {"sequence": 3}),
+    "no sequence": ("ResetPrefixCache", "InvalidArgumentError", "sequence", {"sequence": 0}),
+    "execution of what was not sent": (
+        "MarkExecuted",
+        "InvalidArgumentError",
+        "executed_sequence",
+        {"executed_sequence": 1},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD_CALLS)
+def test_a_refused_call_names_the_field_and_changes_nothing(
+    case: str, session_id: str, pool: str, client: Client, stub: allocator_pb2_grpc.AllocatorServiceStub
+) -> None:
+    method, kind, field, fields = BAD_CALLS[case]
+    before = client.get_pool(pool)
+    request_type = getattr(allocator_pb2, f"{method}Request")
+    numbered = {} if method == "MarkExecuted" else {"sequence": 1}
+    with pytest.raises(grpc.RpcError) as caught:
+        getattr(stub, method)(request_type(**{"session_id": session_id, **numbered, **fields}))
+    error = from_rpc_error(caught.value)
+    assert (type(error).__name__, error.field) == (kind, field)
+    assert client.get_pool(pool) == before
+    good = allocator_pb2.AllocateSlotsRequest(
+        session_id=session_id, sequence=1, request=update(num_appended_tokens=3), num_new_tokens=3
+    )
+    assert list(stub.AllocateSlots(good).new_blocks[0].block_ids) == [1]
+
+
+def test_a_request_id_is_declared_once(client: Client, pool: str) -> None:
+    with client.open_session(pool) as session:
+        session.get_computed_blocks(session.request("r", PROMPT))
+        before = client.get_pool(pool)
+        with pytest.raises(InvalidArgumentError, match="in use"):
+            session.get_computed_blocks(session.request("r", PROMPT))
+        assert client.get_pool(pool) == before
+        assert session.admit(session.request("other", PROMPT)) is not None
+
+
+def test_a_message_over_the_limit_is_refused_and_the_session_goes_on(client: Client, pool: str) -> None:
+    with client.open_session(pool) as session:
+        with pytest.raises(ExhaustedError):
+            session.evict_blocks([1] * 200_000)
+        assert session.admit(session.request("r", PROMPT)) is not None
+
+
+def test_garbage_on_the_socket_does_no_harm(address: str, client: Client, pool: str) -> None:
+    import socket  # noqa: PLC0415
+
+    with socket.socket(socket.AF_UNIX) as raw:
+        raw.connect(address.removeprefix("unix:"))
+        raw.sendall(b"\x00\xff not http/2 \r\n\r\n" * 100)
+    with grpc.insecure_channel(address) as channel:
+        call = channel.unary_unary("/kvpool.v1.AllocatorService/GetPool")
+        with pytest.raises(grpc.RpcError):
+            call(b"\xff\xff\xff\xff")
+    assert client.get_pool(pool).free_blocks == 99
+
+
+def test_a_hit_that_was_evicted_is_answered_as_changed(client: Client, pool: str) -> None:
+    with client.open_session(pool) as one, client.open_session(pool) as other:
+        first = one.request("a", PROMPT)
+        one.admit(first)
+        one.mark_executed()
+        one.free(first)
+        late = other.request("b", PROMPT)
+        hit = other.get_computed_blocks(late)
+        assert hit.num_tokens == 40
+        one.evict_blocks([hit.block_ids[0][3]])
+        before = client.get_pool(pool)
+        answer = other.allocate_slots(late, 1, computed=hit)
+        assert isinstance(answer, HitChanged)
+        assert answer.computed.num_tokens == 12
+        assert client.get_pool(pool) == before
+        assert late.block_ids == [[]]
+        again = other.allocate_slots(late, 41 - 12, computed=answer.computed)
+        assert again is not None
+        assert late.num_computed_tokens == 41
+
+
+def test_a_block_is_hidden_from_others_until_its_step_has_run(client: Client, pool: str) -> None:
+    with client.open_session(pool) as one, client.open_session(pool) as other:
+        one.admit(one.request("a", PROMPT))
+        assert one.get_computed_blocks(one.request("own", PROMPT)).num_tokens == 40
+        assert other.get_computed_blocks(other.request("b", PROMPT)).num_tokens == 0
+        one.mark_executed()
+        assert other.get_computed_blocks(other.request("c", PROMPT)).num_tokens == 40
+
+
+def test_news_of_execution_ride_on_the_next_step(client: Client, pool: str) -> None:
+    with client.open_session(pool) as one, client.open_session(pool) as other:
+        one.admit(one.request("a", PROMPT))
+        with one.step(executed_sequence=one.sequence):
+            pass
+        assert other.get_computed_blocks(other.request("b", PROMPT)).num_tokens == 40
+
+
+def test_sessions_share_only_what_they_salt_alike(client: Client, pool: str) -> None:
+    with client.open_session(pool) as one, client.open_session(pool) as other:
+        one.admit(one.request("a", PROMPT, extra_keys=ExtraKeys(cache_salt="x")))
+        one.mark_executed()
+        for salt, hit in (("y", 0), (None, 0), ("x", 40)):
+            request = other.request(f"b{salt}", PROMPT, extra_keys=ExtraKeys(cache_salt=salt))
+            assert other.get_computed_blocks(request).num_tokens == hit
+
+
+def test_nobody_reaches_anothers_requests(client: Client, pool: str) -> None:
+    with client.open_session(pool) as one, client.open_session(pool) as other:
+        mine = one.request("a", PROMPT)
+        one.admit(mine)
+        theirs = other.request("a", PROMPT)  # the same id and number, in another session
+        other.admit(theirs)
+        other.free(theirs)
+        assert client.get_pool(pool).free_blocks == 99 - 11
+        one.free(mine)
+        assert client.get_pool(pool).free_blocks == 99
+
+
+def wait_for_free_blocks(client: Client, pool: str, count: int, seconds: float = 10.0) -> None:
+    end = time.monotonic() + seconds
+    while client.get_pool(pool).free_blocks != count:
+        assert time.monotonic() < end, client.get_pool(pool)
+        time.sleep(0.02)
+
+
+def test_a_silent_session_ends_with_its_lease(
+    client: Client, pool: str, stub: allocator_pb2_grpc.AllocatorServiceStub
+) -> None:
+    opened = stub.OpenSession(allocator_pb2.OpenSessionRequest(pool_name=pool, lease_seconds=1.0))
+    session_id = opened.session.session_id
+    stub.AllocateSlots(
+        allocator_pb2.AllocateSlotsRequest(
+            session_id=session_id, sequence=1, request=update(num_appended_tokens=3), num_new_tokens=3
+        )
+    )
+    assert client.get_pool(pool).free_blocks == 98
+    wait_for_free_blocks(client, pool, 99)
+    with pytest.raises(grpc.RpcError) as caught:
+        stub.KeepAlive(allocator_pb2.KeepAliveRequest(session_id=session_id))
+    error = from_rpc_error(caught.value)
+    assert isinstance(error, AbortedError)
+    assert error.reason == "LEASE_EXPIRED"
+
+
+def test_a_session_lives_by_its_stream_or_by_keep_alive(client: Client, pool: str) -> None:
+    """Three leases pass without a step: the client's own keep-alive is what keeps it."""
+    with client.open_session(pool, lease_seconds=1.0) as session:
+        request = session.request("r", PROMPT)
+        session.admit(request)
+        end = time.monotonic() + 3.0
+        while time.monotonic() < end:
+            assert client.get_pool(pool).sessions == 1
+            time.sleep(0.1)
+        request.append([1])
+        assert session.allocate_slots(request, 1) is not None
+
+
+def test_an_open_stream_alone_keeps_a_session(
+    client: Client, pool: str, stub: allocator_pb2_grpc.AllocatorServiceStub
+) -> None:
+    import queue  # noqa: PLC0415
+
+    opened = stub.OpenSession(allocator_pb2.OpenSessionRequest(pool_name=pool, lease_seconds=1.0))
+    outgoing: queue.SimpleQueue[step_pb2.Step | None] = queue.SimpleQueue()
+    call = stub.Schedule(iter(outgoing.get, None))
+    outgoing.put(step_pb2.Step(session_id=opened.session.session_id, sequence=1))
+    assert next(call).sequence == 1
+    end = time.monotonic() + 2.5
+    while time.monotonic() < end:
+        assert client.get_pool(pool).sessions == 1
+        time.sleep(0.1)
+    outgoing.put(None)
+    end = time.monotonic() + 10
+    while client.get_pool(pool).sessions:
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def test_a_new_stream_takes_over_and_the_same_number_gets_the_same_answer(
+    client: Client, pool: str, session_id: str, stub: allocator_pb2_grpc.AllocatorServiceStub
+) -> None:
+    import queue  # noqa: PLC0415
+
+    step = step_pb2.Step(
+        session_id=session_id, sequence=1, operations=[1, 3], request_numbers=[1, 1],
+        num_appended_tokens=[3, 0], request_ids=["r"],
+    )  # fmt: skip
+    outgoing: queue.SimpleQueue[step_pb2.Step | None] = queue.SimpleQueue()
+    older = stub.Schedule(iter(outgoing.get, None))
+    outgoing.put(step)
+    first = next(older)
+    newer = stub.Schedule(iter([step]))
+    assert next(newer) == first
+    with pytest.raises(grpc.RpcError) as caught:
+        next(older)
+    outgoing.put(None)
+    assert from_rpc_error(caught.value).reason == "STREAM_SUPERSEDED"
+    assert client.get_pool(pool).free_blocks == 98
+
+
+def test_a_number_used_again_for_something_else_is_refused(client: Client, pool: str) -> None:
+    with client.open_session(pool) as session:
+        session.get_computed_blocks(session.request("r", PROMPT))
+        session._book.sequence = 0
+        before = client.get_pool(pool)
+        with pytest.raises(InvalidArgumentError, match="something else"):
+            session.get_computed_blocks(session.request("s", PROMPT))
+        assert client.get_pool(pool) == before
+
+
+def test_closing_a_session_frees_its_requests(client: Client, pool: str) -> None:
+    session = client.open_session(pool)
+    session.admit(session.request("a", PROMPT))
+    session.close()
+    assert client.get_pool(pool).free_blocks == 99
+
+
+async def test_asyncio_sessions_run_side_by_side(address: str, pool: str) -> None:
+    async with aio.connect(address) as client:
+        async with await client.open_session(pool) as one, await client.open_session(pool) as other:
+            request = one.request("a", PROMPT)
+            assert await one.admit(request) is not None
+            await one.mark_executed()
+            async with other.step(admission_budget_tokens=100) as step:
+                answers = [step.admit(other.request(f"b{i}", PROMPT)) for i in range(3)]
+            assert [answer.num_hit_tokens for answer in answers] == [40, 40, 40]
+            with pytest.raises(NotFoundError):
+                await other.cache_blocks(other.request("z", PROMPT), 4)
+        assert (await client.get_pool(pool)).free_blocks == 99
+
+
+def test_events_replay_and_refusals(client: Client, address: str) -> None:
+    client.create_pool(pool_config("events", enable_events=True))
+    client.create_pool(pool_config("no-events"))
+    with client.open_session("events") as session:
+        session.admit(session.request("a", PROMPT))
+        batch = next(client.watch("events", from_sequence=1))
+        assert batch.sequence == 1
+        assert len(batch.events[0].block_hashes) == 10  # type: ignore[union-attr]
+    for pool, sequence, kind in (
+        ("events", 9, InvalidArgumentError),
+        ("no-events", 0, WrongStateError),
+        ("nowhere", 0, NotFoundError),
+    ):
+        with pytest.raises(kind):
+            client.watch(pool, from_sequence=sequence)
+    with grpc.insecure_channel(address) as channel:
+        request = event_pb2.WatchRequest(pool_name="events")
+        call = event_pb2_grpc.EventServiceStub(channel).Watch(request)
+        # Where the watch stands: closing the session withdrew what it had never said to be executed.
+        assert next(call).sequence == 2
+        call.cancel()
+
+
+def test_health_and_reflection(address: str) -> None:
+    with grpc.insecure_channel(address) as channel:
+        health = health_pb2_grpc.HealthStub(channel)
+        for service in ("", "kvpool.v1.AllocatorService", "kvpool.v1.EventService"):
+            status = health.Check(health_pb2.HealthCheckRequest(service=service)).status
+            assert status == health_pb2.HealthCheckResponse.SERVING
+        stub = reflection_pb2_grpc.ServerReflectionStub(channel)
+        request = reflection_pb2.ServerReflectionRequest(list_services="")
+        answer = next(stub.ServerReflectionInfo(iter([request])))
+        names = {service.name for service in answer.list_services_response.service}
+        assert {"kvpool.v1.AllocatorService", "kvpool.v1.EventService", "grpc.health.v1.Health"} <= names
+
+
+def test_sigterm_ends_open_streams_with_a_retry_time_and_exits_0(tmp_path: Path) -> None:
+    server = ServerProcess(f"unix:{tmp_path / 's'}", "127.0.0.1:0")
+    with connect(server.addresses[1], deadline_seconds=5.0) as client:
+        client.create_pool(pool_config())
+        session = client.open_session("m")
+        assert session.admit(session.request("r", PROMPT)) is not None
+        status, errors = server.stop()
+        assert status == 0, errors
+        with pytest.raises(UnavailableError):
+            session.admit(session.request("s", PROMPT))
+
+
+def test_a_second_server_on_a_live_socket_is_refused(address: str) -> None:
+    with pytest.raises(RuntimeError, match="another server listens"):
+        ServerProcess(address)
+
+
+def test_every_error_the_client_raises_is_a_kvpool_error(tmp_path: Path) -> None:
+    with connect(f"unix:{tmp_path / 'nobody'}", deadline_seconds=1.0) as client, pytest.raises(KvpoolError):
+        client.get_pool("m")
