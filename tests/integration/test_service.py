@@ -1,16 +1,19 @@
 """One server, real sockets: errors over the wire, leases, streams, two sessions on one pool, stopping."""
 
+import queue
 import re
+import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
-from google.rpc import error_details_pb2, status_pb2
+from google.rpc import error_details_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from grpc_status import rpc_status
 
 from kvpool.client import (
     AbortedError,
@@ -99,14 +102,14 @@ def test_bad_pools_are_refused_and_not_made(case: str, stub: allocator_pb2_grpc.
     assert error.field == field
     with pytest.raises(grpc.RpcError) as caught:
         stub.GetPool(allocator_pb2.GetPoolRequest(pool_name="bad"))
-    assert caught.value.code() is grpc.StatusCode.NOT_FOUND  # type: ignore[attr-defined]
+    assert caught.value.code() is grpc.StatusCode.NOT_FOUND
 
 
 def test_errors_carry_status_details(stub: allocator_pb2_grpc.AllocatorServiceStub) -> None:
     with pytest.raises(grpc.RpcError) as caught:
         stub.CreatePool(allocator_pb2.CreatePoolRequest(config=wire_config(num_blocks=0)))
-    metadata = dict(caught.value.trailing_metadata())  # type: ignore[attr-defined]
-    status = status_pb2.Status.FromString(metadata["grpc-status-details-bin"])
+    status = rpc_status.from_call(caught.value)
+    assert status is not None
     info, bad = error_details_pb2.ErrorInfo(), error_details_pb2.BadRequest()
     assert status.details[0].Unpack(info)
     assert status.details[1].Unpack(bad)
@@ -132,7 +135,7 @@ def test_none_hash_is_told_to_sessions_only(client: Client, pool: str) -> None:
 def test_unknown_pool_session_and_request(client: Client, stub: allocator_pb2_grpc.AllocatorServiceStub) -> None:
     with pytest.raises(NotFoundError, match="nowhere"):
         client.open_session("nowhere")
-    calls = (
+    calls: tuple[Callable[[], object], ...] = (
         lambda: stub.KeepAlive(allocator_pb2.KeepAliveRequest(session_id="x")),
         lambda: stub.CloseSession(allocator_pb2.CloseSessionRequest(session_id="x")),
         lambda: stub.Free(allocator_pb2.FreeRequest(session_id="x", sequence=1)),
@@ -281,8 +284,6 @@ def test_a_message_over_the_limit_is_refused_and_the_session_goes_on(client: Cli
 
 
 def test_garbage_on_the_socket_does_no_harm(address: str, client: Client, pool: str) -> None:
-    import socket  # noqa: PLC0415
-
     with socket.socket(socket.AF_UNIX) as raw:
         raw.connect(address.removeprefix("unix:"))
         raw.sendall(b"\x00\xff not http/2 \r\n\r\n" * 100)
@@ -394,8 +395,6 @@ def test_a_session_lives_by_its_stream_or_by_keep_alive(client: Client, pool: st
 def test_an_open_stream_alone_keeps_a_session(
     client: Client, pool: str, stub: allocator_pb2_grpc.AllocatorServiceStub
 ) -> None:
-    import queue  # noqa: PLC0415
-
     opened = stub.OpenSession(allocator_pb2.OpenSessionRequest(pool_name=pool, lease_seconds=1.0))
     outgoing: queue.SimpleQueue[step_pb2.Step | None] = queue.SimpleQueue()
     call = stub.Schedule(iter(outgoing.get, None))
@@ -415,12 +414,14 @@ def test_an_open_stream_alone_keeps_a_session(
 def test_a_new_stream_takes_over_and_the_same_number_gets_the_same_answer(
     client: Client, pool: str, session_id: str, stub: allocator_pb2_grpc.AllocatorServiceStub
 ) -> None:
-    import queue  # noqa: PLC0415
-
     step = step_pb2.Step(
-        session_id=session_id, sequence=1, operations=[1, 3], request_numbers=[1, 1],
-        num_appended_tokens=[3, 0], request_ids=["r"],
-    )  # fmt: skip
+        session_id=session_id,
+        sequence=1,
+        operations=[step_pb2.OPERATION_ADD, step_pb2.OPERATION_ADMIT],
+        request_numbers=[1, 1],
+        num_appended_tokens=[3, 0],
+        request_ids=["r"],
+    )
     outgoing: queue.SimpleQueue[step_pb2.Step | None] = queue.SimpleQueue()
     older = stub.Schedule(iter(outgoing.get, None))
     outgoing.put(step)
