@@ -73,7 +73,7 @@ def wire_config(**fields: Any) -> pool_pb2.PoolConfig:
     return pool_pb2.PoolConfig(**{**defaults, **fields})
 
 
-BAD_POOLS = {
+BAD_POOLS: dict[str, tuple[str, dict[str, Any]]] = {
     "zero blocks": ("config.num_blocks", {"num_blocks": 0}),
     "only the null block": ("config.num_blocks", {"num_blocks": 1}),
     "2^31 blocks": ("config.num_blocks", {"num_blocks": 2**31}),
@@ -139,11 +139,11 @@ def test_unknown_pool_session_and_request(client: Client, stub: allocator_pb2_gr
         lambda: stub.KeepAlive(allocator_pb2.KeepAliveRequest(session_id="x")),
         lambda: stub.CloseSession(allocator_pb2.CloseSessionRequest(session_id="x")),
         lambda: stub.Free(allocator_pb2.FreeRequest(session_id="x", sequence=1)),
-        lambda: next(stub.Schedule(iter([step_pb2.Step(session_id="x", sequence=1)]))),
+        lambda: list(stub.Schedule(iter([step_pb2.Step(session_id="x", sequence=1)]))),
     )
-    for call in calls:
+    for unknown in calls:
         with pytest.raises(grpc.RpcError) as caught:
-            call()
+            unknown()
         assert from_rpc_error(caught.value).reason == "SESSION_NOT_FOUND"
 
 

@@ -13,6 +13,7 @@ class Answer:
     Attributes:
         outcome: How it ended; None until the step has been answered.
         num_hit_tokens: Tokens found in the cache.
+        num_shared_hit_tokens: Of these, tokens of blocks that another session filled.
         num_new_tokens: Admissions: tokens beyond the hit that have room now.
         hit_blocks: The hit's blocks, group by group.
         new_blocks: Newly allocated blocks, group by group.
@@ -21,6 +22,7 @@ class Answer:
 
     outcome: Outcome | None = None
     num_hit_tokens: int = 0
+    num_shared_hit_tokens: int = 0
     num_new_tokens: int = 0
     hit_blocks: list[list[int]] = field(default_factory=list)
     new_blocks: list[list[int]] = field(default_factory=list)

@@ -233,6 +233,7 @@ class StepBook:
         answer, request, groups = row.answer, row.request, self._num_groups
         answer.outcome = Outcome(result.outcomes[i]) if result.outcomes else Outcome.OK
         answer.num_hit_tokens = result.num_hit_tokens[i] if result.num_hit_tokens else 0
+        answer.num_shared_hit_tokens = result.num_shared_hit_tokens[i] if result.num_shared_hit_tokens else 0
         answer.num_new_tokens = result.num_new_tokens[i] if result.num_new_tokens else 0
         hits = result.num_prefix_blocks[i * groups : (i + 1) * groups]
         if row.operation is Operation.COMMON_PREFIX:

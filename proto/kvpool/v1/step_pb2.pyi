@@ -258,6 +258,7 @@ class StepResult(_message.Message):
     NUM_PREFIX_BLOCKS_FIELD_NUMBER: _builtins.int
     NUM_NEW_BLOCKS_FIELD_NUMBER: _builtins.int
     BLOCK_IDS_FIELD_NUMBER: _builtins.int
+    NUM_SHARED_HIT_TOKENS_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
     """The step's sequence number."""
     free_blocks: _builtins.int
@@ -288,6 +289,10 @@ class StepResult(_message.Message):
     def block_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Queue: for each operation and group the blocks of the hit, then for each group the new blocks."""
 
+    @_builtins.property
+    def num_shared_hit_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Column: of num_hit_tokens, those of blocks that another session filled."""
+
     def __init__(
         self,
         *,
@@ -299,10 +304,11 @@ class StepResult(_message.Message):
         num_prefix_blocks: _abc.Iterable[_builtins.int] | None = ...,
         num_new_blocks: _abc.Iterable[_builtins.int] | None = ...,
         block_ids: _abc.Iterable[_builtins.int] | None = ...,
+        num_shared_hit_tokens: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_ids", b"block_ids", "free_blocks", b"free_blocks", "num_hit_tokens", b"num_hit_tokens", "num_new_blocks", b"num_new_blocks", "num_new_tokens", b"num_new_tokens", "num_prefix_blocks", b"num_prefix_blocks", "outcomes", b"outcomes", "sequence", b"sequence"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_ids", b"block_ids", "free_blocks", b"free_blocks", "num_hit_tokens", b"num_hit_tokens", "num_new_blocks", b"num_new_blocks", "num_new_tokens", b"num_new_tokens", "num_prefix_blocks", b"num_prefix_blocks", "num_shared_hit_tokens", b"num_shared_hit_tokens", "outcomes", b"outcomes", "sequence", b"sequence"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

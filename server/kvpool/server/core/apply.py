@@ -63,6 +63,16 @@ def end_session(pool: Pool, session: Session) -> int:
     return len(requests)
 
 
+_COLUMNS: Final = (
+    "outcomes",
+    "num_hit_tokens",
+    "num_shared_hit_tokens",
+    "num_new_tokens",
+    "num_prefix_blocks",
+    "num_new_blocks",
+)
+
+
 class _Application:
     """One step being applied; its result column by column."""
 
@@ -76,6 +86,7 @@ class _Application:
         self._groups = groups
         self._outcomes = [0] * count
         self._num_hit_tokens = [0] * count
+        self._num_shared_hit_tokens = [0] * count
         self._num_new_tokens = [0] * count
         self._num_prefix_blocks = [0] * (count * groups)
         self._num_new_blocks = [0] * (count * groups)
@@ -91,7 +102,7 @@ class _Application:
                 if handler:
                     handler(self, i, row, row.request)
         result = StepResult(self._sequence, self._pool.blocks.num_free_blocks, block_ids=list(self._block_ids))
-        for name in ("outcomes", "num_hit_tokens", "num_new_tokens", "num_prefix_blocks", "num_new_blocks"):
+        for name in _COLUMNS:
             column: list[int] = getattr(self, f"_{name}")
             if any(column):
                 setattr(result, name, column)
@@ -185,6 +196,7 @@ class _Application:
 
     def _put_hit(self, i: int, computed: ComputedBlocks) -> None:
         self._num_hit_tokens[i] = computed.num_tokens
+        self._num_shared_hit_tokens[i] = computed.num_shared_tokens
         self._put(self._num_prefix_blocks, i, computed.block_ids)
 
     def _put_new(self, i: int, new: tuple[list[BlockId], ...]) -> None:

@@ -25,10 +25,12 @@ class ComputedBlocks:
     Attributes:
         block_ids: Its blocks, group by group. Not held: they may be evicted until they are allocated.
         num_tokens: Its length.
+        num_shared_tokens: Of these, tokens of blocks that another session filled.
     """
 
     block_ids: tuple[Sequence[BlockId], ...]
     num_tokens: int
+    num_shared_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +85,8 @@ class Pool:
         if not self.config.enable_caching:
             return ComputedBlocks(((),), 0)
         found = manager.find_longest_hit(request.hashes, request.num_tokens - 1, request.writer)
-        return ComputedBlocks((found,), len(found) * manager.block_size)
+        foreign = len(found) - self.blocks.prefix_map.num_written_by(found, request.writer)
+        return ComputedBlocks((found,), len(found) * manager.block_size, foreign * manager.block_size)
 
     def look_up(self, request: Request) -> ComputedBlocks:
         """Finds the longest cached prefix of a request that holds no blocks, and counts the look-up."""
@@ -217,7 +220,7 @@ class Pool:
     def _count(self, request: Request, computed: ComputedBlocks) -> None:
         if not self.config.enable_caching:
             return
-        stats, hit = self.stats, computed.block_ids[0]
+        stats = self.stats
         if request.num_preemptions:
             stats.preempted_requests += 1
             stats.preempted_queries_tokens += request.num_tokens
@@ -227,6 +230,4 @@ class Pool:
             stats.queries_tokens += request.num_tokens
             stats.hits_tokens += computed.num_tokens
             self.recent_hit_rate.observe(request.num_tokens, computed.num_tokens)
-        if hit:
-            foreign = len(hit) - self.blocks.prefix_map.num_written_by(hit, request.writer)
-            stats.shared_hits_tokens += foreign * (computed.num_tokens // len(hit))
+        stats.shared_hits_tokens += computed.num_shared_tokens

@@ -88,6 +88,7 @@ class StepResult:
         free_blocks: Blocks that can be given now.
         outcomes: Column: how each operation ended, values of `Outcome`.
         num_hit_tokens: Column: tokens found (LOOK_UP, ADMIT, changed hit).
+        num_shared_hit_tokens: Column: of num_hit_tokens, those of blocks that another session filled.
         num_new_tokens: Column: tokens that an admission made room for beyond the hit.
         num_prefix_blocks: Column, an operation and group: blocks of the hit; COMMON_PREFIX: the count alone.
         num_new_blocks: Column, an operation and group: newly allocated blocks.
@@ -98,6 +99,7 @@ class StepResult:
     free_blocks: int = 0
     outcomes: list[int] = field(default_factory=list)
     num_hit_tokens: list[int] = field(default_factory=list)
+    num_shared_hit_tokens: list[int] = field(default_factory=list)
     num_new_tokens: list[int] = field(default_factory=list)
     num_prefix_blocks: list[int] = field(default_factory=list)
     num_new_blocks: list[int] = field(default_factory=list)

@@ -200,6 +200,7 @@ def result_to_proto(result: StepResult) -> step_pb2.StepResult:
         free_blocks=result.free_blocks,
         outcomes=result.outcomes,  # type: ignore[arg-type]
         num_hit_tokens=result.num_hit_tokens,
+        num_shared_hit_tokens=result.num_shared_hit_tokens,
         num_new_tokens=result.num_new_tokens,
         num_prefix_blocks=result.num_prefix_blocks,
         num_new_blocks=result.num_new_blocks,
@@ -214,6 +215,7 @@ def result_from_proto(message: step_pb2.StepResult) -> StepResult:
         free_blocks=message.free_blocks,
         outcomes=list(message.outcomes),
         num_hit_tokens=list(message.num_hit_tokens),
+        num_shared_hit_tokens=list(message.num_shared_hit_tokens),
         num_new_tokens=list(message.num_new_tokens),
         num_prefix_blocks=list(message.num_prefix_blocks),
         num_new_blocks=list(message.num_new_blocks),

@@ -1,0 +1,82 @@
+"""Progress bars and tables."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from rich.console import Console as RichConsole
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+from kvpool.replay.play import Console
+from kvpool.replay.result import Counts, Result
+
+
+@contextmanager
+def progress(title: str, total: int) -> Iterator[Console]:
+    """Shows a bar on stderr, if that is a terminal; complaints go to stderr in any case."""
+    screen = RichConsole(stderr=True)
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=screen, disable=not screen.is_terminal) as bar:
+        task = bar.add_task(title, total=total)
+
+        def complain(sentence: str) -> None:
+            bar.console.print(f"kvpool: {sentence}", markup=False, highlight=False, soft_wrap=True)
+
+        yield Console(lambda count: bar.advance(task, count), complain)
+
+
+def result_table(result: Result) -> None:
+    """Prints what a replay counted."""
+    counts = result.counts
+    rows = [
+        ("requests", f"{counts.requests:,}"),
+        ("prompt tokens", f"{counts.input_tokens:,}"),
+        ("hit tokens", f"{counts.hit_tokens:,}"),
+        ("hit rate", f"{result.hit_rate:.2%}"),
+        ("evictions", f"{result.evicted_blocks:,} blocks"),
+    ]
+    if counts.output_tokens:
+        rows += [
+            ("generated tokens", f"{counts.output_tokens:,}"),
+            ("preemptions", f"{counts.preemptions:,}"),
+            ("reused from other sessions", f"{counts.shared_hit_tokens:,} tokens"),
+        ]
+    if counts.rejected_requests:
+        rows.append(("requests that do not fit the pool", f"{counts.rejected_requests:,}"))
+    rows += [("steps a second", f"{counts.steps / result.seconds:,.0f}"), ("seconds", f"{result.seconds:.1f}")]
+    _print_table("replay", rows)
+
+
+def demo_table(result: Result) -> None:
+    """Prints what the demo counted."""
+    counts, second = result.counts, result.by_session[1] or Counts()
+    share = second.shared_hit_tokens / second.input_tokens if second.input_tokens else 0.0
+    _print_table(
+        "two schedulers, one pool",
+        [
+            ("requests", f"{counts.requests:,}"),
+            ("hit rate", f"{result.hit_rate:.1%} of {counts.input_tokens:,} prompt tokens"),
+            ("evictions", f"{result.evicted_blocks:,} blocks"),
+            ("preemptions", f"{counts.preemptions:,}"),
+            ("steps a second", f"{counts.steps / result.seconds:,.0f}"),
+            (
+                "second scheduler's reuse of the first's blocks",
+                f"{second.shared_hit_tokens:,} tokens ({share:.1%} of its prompts)",
+            ),
+        ],
+    )
+
+
+def _print_table(title: str, rows: list[tuple[str, str]]) -> None:
+    table = Table(title=title, show_header=False)
+    table.add_column()
+    table.add_column(justify="right")
+    for row in rows:
+        table.add_row(*row)
+    RichConsole().print(table)

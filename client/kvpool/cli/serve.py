@@ -1,0 +1,75 @@
+"""`kvpool serve`."""
+
+import asyncio
+import logging
+from pathlib import Path
+
+import click
+
+from kvpool.cli.settings import load_config
+from kvpool.server import server
+from kvpool.server.config import DEFAULT_ADDRESS, MIB, ServerConfig
+
+
+@click.command()
+@click.option(
+    "--config",
+    type=click.Path(path_type=Path),
+    is_eager=True,
+    expose_value=False,
+    callback=load_config,
+    help="TOML file; its keys are the other options, with underscores.",
+)
+@click.option(
+    "--listen",
+    "listen",
+    multiple=True,
+    default=(DEFAULT_ADDRESS,),
+    show_default=True,
+    metavar="ADDRESS",
+    help="host:port (port 0: a free one) or unix:/path; may be given several times.",
+)
+@click.option(
+    "--max-message-bytes", type=int, default=16 * MIB, show_default=True, help="Largest message taken or sent."
+)
+@click.option(
+    "--grace-seconds",
+    type=float,
+    default=10.0,
+    show_default=True,
+    help="How long a stopping server waits for calls in flight.",
+)
+@click.option(
+    "--dead-peer-seconds",
+    type=float,
+    default=10.0,
+    show_default=True,
+    help="How long a peer may be silent on the network before its stream counts as broken.",
+)
+@click.option(
+    "--log-level",
+    type=click.Choice(["debug", "info", "warning", "error"]),
+    default="info",
+    show_default=True,
+    help="Least severe messages to log.",
+)
+def serve(
+    listen: tuple[str, ...], max_message_bytes: int, grace_seconds: float, dead_peer_seconds: float, log_level: str
+) -> None:
+    """Serve pools until SIGTERM.
+
+    Every option can also be set in the environment, as KVPOOL_SERVE_LISTEN and so on, or in the file.
+    """
+    logging.basicConfig(level=log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    try:
+        config = ServerConfig(listen, max_message_bytes, grace_seconds, dead_peer_seconds)
+    except ValueError as error:
+        raise click.UsageError(str(error)) from error
+    try:
+        asyncio.run(server.serve(config, _say_ready))
+    except OSError as error:
+        raise click.ClickException(str(error)) from error
+
+
+def _say_ready(addresses: list[str]) -> None:
+    click.echo(f"kvpool: listening on {', '.join(addresses)}", err=True)

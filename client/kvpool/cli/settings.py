@@ -1,0 +1,53 @@
+"""Settings from a TOML file and the environment, checked against a command's own options.
+
+Flags come before the environment, that before the file, that before the defaults.
+"""
+
+import difflib
+import os
+import tomllib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import click
+
+
+def load_config(ctx: click.Context, _: click.Parameter, path: Path | None) -> Path | None:
+    """Callback of an eager `--config` option: takes the file's values as the command's defaults.
+
+    Raises:
+        click.UsageError: The file cannot be read, or holds a key that is no option; likewise the environment.
+    """
+    known = {param.name: param for param in ctx.command.params if param.name and param.name not in ("config", "help")}
+    prefix = f"{ctx.auto_envvar_prefix}_"
+    _refuse_unknown(
+        ((name, name.removeprefix(prefix).lower()) for name in os.environ if name.startswith(prefix)),
+        [*known, "config"],
+        "environment",
+    )
+    if path is None:
+        return None
+    try:
+        values: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise click.UsageError(f"{path}: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise click.UsageError(f"{path}: not TOML: {error}") from error
+    _refuse_unknown(((key, key) for key in values), known, str(path))
+    for key, value in values.items():
+        if isinstance(value, list) and not known[key].multiple:
+            raise click.UsageError(f"{path}: {key}: takes one value, not a list")
+        if known[key].multiple and isinstance(value, str):
+            values[key] = [value]
+    ctx.default_map = {**(ctx.default_map or {}), **values}
+    return path
+
+
+def _refuse_unknown(keys: Iterable[tuple[str, str]], known: Iterable[str], where: str) -> None:
+    known = sorted(known)
+    for written, key in keys:
+        if key not in known:
+            close = difflib.get_close_matches(key, known, n=1)
+            hint = f"did you mean {close[0]}?" if close else f"known: {', '.join(known)}"
+            raise click.UsageError(f"{where}: unknown key {written}; {hint}")

@@ -1,0 +1,102 @@
+"""A replay from beginning to end: the pool, the schedulers, the result."""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvpool.client import Client, FullAttentionSpec, KVCacheGroup, PoolConfig, ReuseOrder, connect
+from kvpool.replay.processes import SchedulerOptions, own_server, play_concurrently
+from kvpool.replay.result import Counts, Result
+from kvpool.replay.serial import play_serially
+from kvpool.replay.trace import TraceRequest
+from kvpool.replay.workload import TraceShare, Workload
+from kvpool.server.core.types import PoolName
+
+
+@dataclass(frozen=True, slots=True)
+class PoolOptions:
+    """The pool to play on.
+
+    Attributes:
+        name: Its name.
+        num_blocks: Blocks, the null block included.
+        block_size: Tokens a block.
+        max_model_len: Most tokens of a request.
+        reuse_order: The order in which freed blocks are used again.
+    """
+
+    name: str
+    num_blocks: int
+    block_size: int
+    max_model_len: int
+    reuse_order: ReuseOrder
+
+    def config(self) -> PoolConfig:
+        """The pool's configuration."""
+        group = KVCacheGroup(FullAttentionSpec(self.block_size), ("replay",))
+        return PoolConfig(PoolName(self.name), self.num_blocks, self.max_model_len, (group,), self.reuse_order)
+
+
+@dataclass(frozen=True, slots=True)
+class Console:
+    """Whom to tell how it goes.
+
+    Attributes:
+        advance: Called with how many more requests are done with.
+        complain: Called with a sentence about what went wrong on the way.
+        started: Called with the ids of the scheduler processes.
+    """
+
+    advance: Callable[[int], object]
+    complain: Callable[[str], object]
+    started: Callable[[list[int]], object] = lambda _: None
+
+
+@contextmanager
+def service(address: str | None) -> Iterator[str]:
+    """Yields the address of a service: the one given, or of a server of our own while it is needed."""
+    if address is not None:
+        yield address
+        return
+    with own_server() as own:
+        yield own
+
+
+def replay_serially(
+    address: str, pool: PoolOptions, trace: list[TraceRequest], lease_seconds: float, console: Console
+) -> Result:
+    """Plays a trace's prompts one after the other on one session."""
+    with connect(address) as client:
+        before = client.create_pool(pool.config()).evicted_blocks
+        start = time.perf_counter()
+        with client.open_session(pool.name, client_name="kvpool-replay", lease_seconds=lease_seconds) as session:
+            counts = play_serially(session, trace, lambda: console.advance(1))
+        return _result(client, pool, [counts], before, start)
+
+
+def replay_shares(
+    address: str, pool: PoolOptions, shares: list[Workload], options: SchedulerOptions, console: Console
+) -> Result:
+    """Plays shares concurrently, each in a scheduler process of its own."""
+    with connect(address) as client:
+        before = client.create_pool(pool.config()).evicted_blocks
+        start = time.perf_counter()
+        by_session = play_concurrently(shares, options, console.advance, console.complain, console.started)
+        return _result(client, pool, by_session, before, start)
+
+
+def trace_shares(path: Path, limit: int | None, sessions: int) -> list[Workload]:
+    """Deals a trace out to schedulers, one request to each in turn."""
+    return [TraceShare(path, limit, index, sessions) for index in range(sessions)]
+
+
+def _result(
+    client: Client, pool: PoolOptions, by_session: list[Counts | None], evicted_before: int, start: float
+) -> Result:
+    total = Counts()
+    for counts in by_session:
+        total.add(counts or Counts())
+    evicted = client.get_pool(pool.name).evicted_blocks - evicted_before
+    return Result(total, by_session, evicted, time.perf_counter() - start)

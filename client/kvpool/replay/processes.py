@@ -1,0 +1,211 @@
+"""Real processes: a server of one's own, and schedulers that share a pool.
+
+1. Every child ends with its parent, however that ends: each watches its end of a pipe.
+2. A child that dies is told apart from one that finished, and the others go on.
+"""
+
+import asyncio
+import contextlib
+import logging
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Final, TypeAlias, cast
+
+from kvpool.client import KvpoolError, connect
+from kvpool.replay.result import Counts
+from kvpool.replay.scheduler import Scheduler
+from kvpool.replay.workload import Workload
+from kvpool.server.config import ServerConfig
+from kvpool.server.server import serve
+
+_Pipe: TypeAlias = "Connection[Any, Any]"
+
+_CONTEXT: Final = multiprocessing.get_context("spawn")
+_STOP_SECONDS: Final = 15.0
+_REPORT_EVERY: Final = 16
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerOptions:
+    """How a scheduler process plays its share.
+
+    Attributes:
+        address: The service.
+        pool: Name of the pool, which is there.
+        lease_seconds: Lease of its session; 0 for the server's default.
+        max_num_seqs: Most requests running at once.
+        max_num_batched_tokens: Most tokens given room in a round.
+    """
+
+    address: str
+    pool: str
+    lease_seconds: float
+    max_num_seqs: int
+    max_num_batched_tokens: int
+
+
+class ChildError(RuntimeError):
+    """A child process could not do its work; says why."""
+
+
+@contextlib.contextmanager
+def own_server() -> Iterator[str]:
+    """Runs a server in a process of its own on a unix socket; yields its address.
+
+    Raises:
+        ChildError: It did not start.
+    """
+    with TemporaryDirectory(prefix="kvpool-") as folder:
+        address = f"unix:{Path(folder) / 'socket'}"
+        here, there = _CONTEXT.Pipe()
+        child = _CONTEXT.Process(target=_serve, args=(address, there), name="kvpool-server", daemon=True)
+        child.start()
+        there.close()
+        try:
+            _await_ready(here)
+            yield address
+        finally:
+            child.terminate()
+            child.join(_STOP_SECONDS)
+            if child.is_alive():
+                child.kill()
+                child.join()
+            here.close()
+
+
+def play_concurrently(
+    shares: list[Workload],
+    options: SchedulerOptions,
+    advance: Callable[[int], object],
+    complain: Callable[[str], object],
+    started: Callable[[list[int]], object] = lambda _: None,
+) -> list[Counts | None]:
+    """Plays each share in a scheduler process of its own, all on one pool.
+
+    Args:
+        shares: What each plays.
+        options: How.
+        advance: Called with how many more requests are done with.
+        complain: Called with a sentence about each scheduler that died.
+        started: Called with the processes' ids.
+
+    Returns:
+        Each scheduler's counts; None for one that died.
+    """
+    children = []
+    for index, share in enumerate(shares):
+        here, there = _CONTEXT.Pipe()
+        name = f"kvpool-scheduler-{index}"
+        child = _CONTEXT.Process(target=_schedule, args=(share, options, name, there), name=name, daemon=True)
+        child.start()
+        there.close()
+        children.append((child, here))
+    started([child.pid or 0 for child, _ in children])
+    counts: list[Counts | None] = [None] * len(shares)
+    open_pipes = {here: index for index, (_, here) in enumerate(children)}
+    try:
+        while open_pipes:
+            for ready in wait(list(open_pipes)):
+                pipe = cast("_Pipe", ready)
+                index = open_pipes[pipe]
+                try:
+                    message = pipe.recv()
+                except EOFError:
+                    del open_pipes[pipe]
+                    child = children[index][0]
+                    child.join(_STOP_SECONDS)
+                    if counts[index] is None:
+                        complain(f"scheduler {index} ended with {_ending(child.exitcode)}")
+                    continue
+                if isinstance(message, Counts):
+                    counts[index] = message
+                elif isinstance(message, str):
+                    complain(f"scheduler {index}: {message}")
+                else:
+                    advance(message)
+    finally:
+        for child, here in children:
+            here.close()
+            child.terminate()
+            child.join(_STOP_SECONDS)
+    return counts
+
+
+def _ending(code: int | None) -> str:
+    if code is not None and code < 0:
+        return f"signal {signal.Signals(-code).name}"
+    return f"exit code {code}"
+
+
+def _await_ready(pipe: _Pipe) -> None:
+    try:
+        answer = pipe.recv()
+    except EOFError:
+        raise ChildError("the server process ended before it listened") from None
+    if answer is not None:
+        raise ChildError(f"the server could not start: {answer}")
+
+
+def _end_with_parent(pipe: _Pipe) -> None:
+    def watch() -> None:
+        with contextlib.suppress(EOFError, OSError):
+            pipe.recv()  # the parent sends nothing: this returns when it is gone
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def _serve(address: str, pipe: _Pipe) -> None:
+    logging.basicConfig(level=logging.ERROR)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+
+    def ready(_: list[str]) -> None:
+        asyncio.get_running_loop().remove_signal_handler(signal.SIGINT)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        pipe.send(None)
+        _end_with_parent(pipe)
+
+    try:
+        asyncio.run(serve(ServerConfig(addresses=(address,), grace_seconds=1.0), ready))
+    except OSError as error:
+        pipe.send(str(error))
+
+
+def _schedule(share: Workload, options: SchedulerOptions, name: str, pipe: _Pipe) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    _end_with_parent(pipe)
+    done = 0
+
+    def advance() -> None:
+        nonlocal done
+        done += 1
+        if done == _REPORT_EVERY:
+            pipe.send(done)
+            done = 0
+
+    try:
+        with (
+            connect(options.address) as client,
+            client.open_session(options.pool, client_name=name, lease_seconds=options.lease_seconds) as session,
+        ):
+            scheduler = Scheduler(
+                session,
+                share,
+                max_num_seqs=options.max_num_seqs,
+                max_num_batched_tokens=options.max_num_batched_tokens,
+                advance=advance,
+            )
+            counts = scheduler.run()
+        pipe.send(done)
+        pipe.send(counts)
+    except KvpoolError as error:
+        pipe.send(f"{error.reason}: {error}")
+        raise SystemExit(1) from None

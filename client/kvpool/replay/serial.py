@@ -1,0 +1,36 @@
+"""Plays a trace request by request: look up, allocate the whole prompt, cache, free."""
+
+from collections.abc import Callable, Iterable
+
+from kvpool.client import Outcome, Session
+from kvpool.replay.result import Counts
+from kvpool.replay.trace import TraceRequest
+
+
+def play_serially(session: Session, trace: Iterable[TraceRequest], advance: Callable[[], object]) -> Counts:
+    """Plays prompts one after the other, each as one step; outputs are not counted.
+
+    Args:
+        session: The session to play on.
+        trace: The requests.
+        advance: Called after each.
+
+    Returns:
+        What was counted.
+    """
+    counts = Counts()
+    for number, entry in enumerate(trace):
+        request = session.request(f"r{number}", entry.token_ids())
+        with session.step(executed_sequence=session.sequence) as step:
+            admitted = step.admit(request)
+            step.free(request)
+        counts.steps += 1
+        counts.input_tokens += entry.input_length
+        if admitted.outcome is Outcome.OK:
+            counts.requests += 1
+            counts.hit_tokens += admitted.num_hit_tokens
+            counts.shared_hit_tokens += admitted.num_shared_hit_tokens
+        else:
+            counts.rejected_requests += 1
+        advance()
+    return counts
