@@ -1,0 +1,95 @@
+"""Drives the core without a wire: one pool, sessions on it, and a snapshot of all that can be seen."""
+
+import hashlib
+from typing import Any
+
+from kvpool.server.core.allocator import Allocator
+from kvpool.server.core.apply import apply_step
+from kvpool.server.core.config import FullAttentionSpec, KVCacheGroup, PoolConfig
+from kvpool.server.core.pool import Pool
+from kvpool.server.core.session import Session
+from kvpool.server.core.step import Operation, Step, StepResult
+from kvpool.server.core.types import BlockId, PoolName, SessionId
+
+BLOCK_SIZE = 4
+
+
+def config(num_blocks: int = 20, block_size: int = BLOCK_SIZE, **options: Any) -> PoolConfig:
+    """A small pool of full attention."""
+    group = KVCacheGroup(FullAttentionSpec(block_size), ("layer.0",))
+    return PoolConfig(PoolName("m"), num_blocks, 256, (group,), **options)
+
+
+def block_hashes(content: str, count: int) -> bytes:
+    """Hashes of the first `count` blocks of a request whose tokens are named by `content`, joined.
+
+    Contents that start with the same letters share the hashes of as many blocks.
+    """
+    return b"".join(hashlib.sha256(content[: i + 1].ljust(i + 1, "-").encode()).digest() for i in range(count))
+
+
+class World:
+    """One pool and its sessions."""
+
+    def __init__(self, num_blocks: int = 20, **options: Any) -> None:
+        self.allocator = Allocator()
+        self.pool: Pool = self.allocator.create_pool(config(num_blocks, **options), b"n" * 32)[0]
+        self.now_seconds = 0.0
+        self._opened = 0
+
+    def open(self, lease_seconds: float = 10.0) -> Session:
+        self._opened += 1
+        return self.allocator.open_session(
+            "m", "", lease_seconds, session_id=SessionId(f"s{self._opened}"), now_seconds=self.now_seconds
+        )[1]
+
+    def apply(self, session: Session, step: Step) -> StepResult:
+        return apply_step(self.pool, session, step)
+
+    def run(self, session: Session, *operations: Operation, executed: int = 0, **columns: Any) -> StepResult:
+        """Applies a step with the next number."""
+        step = Step(
+            session.sequence + 1, executed_sequence=executed, operations=[int(op) for op in operations], **columns
+        )
+        return self.apply(session, step)
+
+    def admit(self, session: Session, number: int, content: str, num_tokens: int, executed: int = 0) -> StepResult:
+        """Declares and admits a request whose blocks hold `content`."""
+        return self.run(
+            session,
+            Operation.ADD,
+            Operation.ADMIT,
+            executed=executed,
+            request_numbers=[number, number],
+            num_appended_tokens=[num_tokens, 0],
+            block_hashes=block_hashes(content, num_tokens // BLOCK_SIZE) if self.pool.config.enable_caching else b"",
+            request_ids=[f"r{number}"],
+        )
+
+    def free(self, session: Session, number: int) -> StepResult:
+        return self.run(session, Operation.FREE, request_numbers=[number])
+
+    def sessions(self) -> list[Session]:
+        return self.allocator.sessions_of(self.pool)
+
+    def snapshot(self) -> object:
+        return snapshot(self.pool, self.sessions())
+
+
+def snapshot(pool: Pool, sessions: list[Session]) -> object:
+    """All that can be seen of a pool and its sessions, to be compared."""
+    blocks = pool.blocks
+    ids = [BlockId(i) for i in range(blocks.num_blocks)]
+    return (
+        list(blocks.free_list),
+        [blocks.ref_cnt(b) for b in ids],
+        [blocks.prefix_map.hash_of(b) for b in ids],
+        dict(blocks.prefix_map.pending()),
+        repr(pool.stats),
+        pool.recent_hit_rate.rate,
+        (blocks.num_evicted, pool.num_preemptions),
+        [
+            (s.session_id, s.sequence, s.executed_sequence, [repr(request) for request in s.requests.values()])
+            for s in sessions
+        ],
+    )

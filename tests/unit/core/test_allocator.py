@@ -1,0 +1,79 @@
+"""Leases, in time that is told."""
+
+import pytest
+
+from kvpool.server.core.config import ReuseOrder
+from kvpool.server.core.errors import AbortedError, IntegrityError, NotFoundError
+from kvpool.server.core.events import BlockRemoved, BlockStored
+from kvpool.server.core.integrity import check_integrity
+from kvpool.server.core.step import Operation
+from kvpool.server.core.types import BlockId
+from support_core import World, block_hashes
+
+
+def test_a_lease_is_renewed_by_being_heard_of() -> None:
+    world = World()
+    session = world.open(lease_seconds=5.0)
+    for now_seconds in (4.0, 8.0, 12.9):
+        assert world.allocator.session(session.session_id, now_seconds)[1] is session
+    assert world.allocator.next_expiry_seconds() == 17.9
+    assert world.allocator.expire(17.8) == []
+    assert [expired for _, expired, _ in world.allocator.expire(17.9)] == [session]
+
+
+def test_an_expired_session_is_told_apart_from_one_that_never_was() -> None:
+    world = World()
+    session = world.open()
+    with pytest.raises(AbortedError) as caught:
+        world.allocator.session(session.session_id, 10.0)
+    assert caught.value.reason == "LEASE_EXPIRED"
+    with pytest.raises(NotFoundError):
+        world.allocator.session("never", 10.0)
+    assert world.sessions() == []
+
+
+def test_an_open_stream_keeps_a_session() -> None:
+    world = World()
+    session = world.open()
+    session.open_streams = 1
+    assert world.allocator.expire(1e9) == []
+    assert world.allocator.next_expiry_seconds() == float("inf")
+
+
+def test_requests_of_an_expired_session_are_freed_the_oldest_first_and_each_from_its_tail() -> None:
+    world = World(num_blocks=8, enable_caching=False, reuse_order=ReuseOrder.LRU)
+    session = world.open()
+    world.admit(session, 1, "", 9)
+    world.admit(session, 2, "", 5)
+    assert [count for _, _, count in world.allocator.expire(10.0)] == [2]
+    assert list(world.pool.blocks.free_list) == [6, 7, 3, 2, 1, 5, 4]
+    check_integrity(world.pool, world.sessions())
+
+
+def test_events_tell_what_was_stored_and_withdrawn() -> None:
+    world = World(enable_events=True)
+    session = world.open()
+    step_tokens = list(range(8))
+    world.run(
+        session, Operation.ADD, Operation.ADMIT, request_numbers=[1, 1], num_appended_tokens=[8, 0],
+        block_hashes=block_hashes("ab", 2), token_ids=step_tokens, request_ids=["r"], lora_names=["l"],
+    )  # fmt: skip
+    (stored,) = world.pool.blocks.take_events()
+    assert isinstance(stored, BlockStored)
+    assert (stored.token_ids, stored.lora_name, len(stored.block_hashes)) == (tuple(step_tokens), "l", 2)
+    world.allocator.expire(10.0)
+    assert [type(event) for event in world.pool.blocks.take_events()] == [BlockRemoved, BlockRemoved]
+
+
+def test_books_that_do_not_balance_are_found() -> None:
+    world = World()
+    session = world.open()
+    world.admit(session, 1, "abc", 13)
+    check_integrity(world.pool, world.sessions())
+    world.pool.blocks.touch([BlockId(1)])
+    with pytest.raises(IntegrityError, match="block 1: ref_cnt 2, in 1 tables"):
+        check_integrity(world.pool, world.sessions())
+    world.pool.blocks.release([BlockId(1)])
+    world.pool.blocks.take(1)
+    with pytest.raises(IntegrityError, match="free"):
+        check_integrity(world.pool, world.sessions())

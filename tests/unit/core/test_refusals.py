@@ -1,0 +1,233 @@
+"""Bad steps are refused by name, change nothing, and do not count."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from kvpool.server.core.errors import InvalidArgumentError, KvpoolError, NotFoundError, WrongStateError
+from kvpool.server.core.integrity import check_integrity
+from kvpool.server.core.session import REMEMBERED_RESULTS, Session
+from kvpool.server.core.step import MAX_OPERATIONS, Operation, Step
+from support_core import World, block_hashes
+
+ADD, LOOK_UP, ADMIT, ALLOCATE = Operation.ADD, Operation.LOOK_UP, Operation.ADMIT, Operation.ALLOCATE
+CACHE, FREE, EVICT, RESET = Operation.CACHE, Operation.FREE, Operation.EVICT, Operation.RESET
+HUGE = 2**40
+
+# Request 1 holds the blocks of 13 tokens. Each case: the error, the field, the operations, the columns.
+BAD_STEPS: dict[str, tuple[type[KvpoolError], str, list[int], dict[str, Any]]] = {
+    "unknown request": (NotFoundError, "request_numbers[0]", [ALLOCATE], {"request_numbers": [9]}),
+    "freed twice": (NotFoundError, "request_numbers[1]", [FREE, FREE], {"request_numbers": [1, 1]}),
+    "number used twice": (
+        InvalidArgumentError, "request_numbers[0]", [ADD], {"request_numbers": [1], "request_ids": ["x"]},
+    ),
+    "id used twice": (
+        InvalidArgumentError, "request_ids[0]", [ADD], {"request_numbers": [2], "request_ids": ["r1"]},
+    ),
+    "id used twice in one step": (
+        InvalidArgumentError, "request_ids[1]", [ADD, ADD], {"request_numbers": [2, 3], "request_ids": ["x", "x"]},
+    ),
+    "no number": (InvalidArgumentError, "request_numbers[0]", [ADD], {"request_ids": ["x"]}),
+    "huge number": (
+        InvalidArgumentError, "request_numbers[0]", [ADD], {"request_numbers": [2**31], "request_ids": ["x"]},
+    ),
+    "no id": (InvalidArgumentError, "request_ids", [ADD], {"request_numbers": [2]}),
+    "empty id": (InvalidArgumentError, "request_ids[0]", [ADD], {"request_numbers": [2], "request_ids": [""]}),
+    "too few LoRA names": (
+        InvalidArgumentError, "lora_names", [ADD, ADD],
+        {"request_numbers": [2, 3], "request_ids": ["x", "y"], "lora_names": ["l"]},
+    ),
+    "negative growth": (
+        InvalidArgumentError, "num_appended_tokens[0]", [ALLOCATE],
+        {"request_numbers": [1], "num_new_tokens": [1], "num_appended_tokens": [-1]},
+    ),
+    "huge growth": (
+        InvalidArgumentError, "num_appended_tokens[0]", [ALLOCATE],
+        {"request_numbers": [1], "num_new_tokens": [1], "num_appended_tokens": [HUGE]},
+    ),
+    "growth twice": (
+        InvalidArgumentError, "num_appended_tokens[1]", [ALLOCATE, Operation.APPEND],
+        {"request_numbers": [1, 1], "num_new_tokens": [1, 0], "num_appended_tokens": [1, 1]},
+    ),
+    "nothing to allocate": (InvalidArgumentError, "num_new_tokens[0]", [ALLOCATE], {"request_numbers": [1]}),
+    "negative allocation": (
+        InvalidArgumentError, "num_new_tokens[0]", [ALLOCATE], {"request_numbers": [1], "num_new_tokens": [-1]},
+    ),
+    "huge allocation": (
+        InvalidArgumentError, "num_new_tokens[0]", [ALLOCATE], {"request_numbers": [1], "num_new_tokens": [HUGE]},
+    ),
+    "allocation past the longest request": (
+        InvalidArgumentError, "num_new_tokens[0]", [ALLOCATE], {"request_numbers": [1], "num_new_tokens": [256]},
+    ),
+    "huge look-ahead": (
+        InvalidArgumentError, "num_lookahead_tokens[0]", [ALLOCATE],
+        {"request_numbers": [1], "num_new_tokens": [1], "num_lookahead_tokens": [HUGE]},
+    ),
+    "more rejected than computed": (
+        InvalidArgumentError, "num_rejected_tokens[0]", [ALLOCATE],
+        {"request_numbers": [1], "num_new_tokens": [1], "num_rejected_tokens": [14]},
+    ),
+    "allocated twice": (
+        InvalidArgumentError, "request_numbers[1]", [ALLOCATE, ALLOCATE],
+        {"request_numbers": [1, 1], "num_new_tokens": [1, 1]},
+    ),
+    "look-up of a running request": (WrongStateError, "request_numbers[0]", [LOOK_UP], {"request_numbers": [1]}),
+    "admission of a running request": (WrongStateError, "request_numbers[0]", [ADMIT], {"request_numbers": [1]}),
+    "hit for a running request": (
+        WrongStateError, "request_numbers[0]", [ALLOCATE],
+        {"request_numbers": [1], "num_new_tokens": [1], "num_block_ids": [1], "block_ids": [1]},
+    ),
+    "admission of nothing": (
+        InvalidArgumentError, "num_appended_tokens[1]", [ADD, ADMIT],
+        {"request_numbers": [2, 2], "request_ids": ["x"]},
+    ),
+    "cached past what is computed": (
+        InvalidArgumentError, "num_new_tokens[0]", [CACHE], {"request_numbers": [1], "num_new_tokens": [14]},
+    ),
+    "hash too short": (
+        InvalidArgumentError, "block_hashes", [ALLOCATE],
+        {"request_numbers": [1], "num_new_tokens": [3], "num_appended_tokens": [3], "block_hashes": b"h" * 31},
+    ),
+    "hash missing": (
+        InvalidArgumentError, "block_hashes", [ALLOCATE],
+        {"request_numbers": [1], "num_new_tokens": [3], "num_appended_tokens": [3]},
+    ),
+    "hash too many": (
+        InvalidArgumentError, "block_hashes", [ALLOCATE],
+        {"request_numbers": [1], "num_new_tokens": [3], "num_appended_tokens": [3], "block_hashes": b"h" * 64},
+    ),
+    "tokens to a pool without events": (
+        InvalidArgumentError, "token_ids", [ALLOCATE],
+        {"request_numbers": [1], "num_new_tokens": [1], "num_appended_tokens": [1], "token_ids": [5]},
+    ),
+    "promised block of no pool": (
+        InvalidArgumentError, "block_ids[0]", [ADD, ALLOCATE],
+        {
+            "request_numbers": [2, 2], "request_ids": ["x"], "num_appended_tokens": [5, 0],
+            "block_hashes": block_hashes("a", 1), "num_new_tokens": [0, 1], "num_block_ids": [0, 1],
+            "block_ids": [20],
+        },
+    ),
+    "promise of the whole request": (
+        InvalidArgumentError, "num_block_ids[1]", [ADD, ALLOCATE],
+        {
+            "request_numbers": [2, 2], "request_ids": ["x"], "num_appended_tokens": [4, 0],
+            "block_hashes": block_hashes("a", 1), "num_new_tokens": [0, 1], "num_block_ids": [0, 1],
+            "block_ids": [1],
+        },
+    ),
+    "eviction of the null block": (
+        InvalidArgumentError, "block_ids[0]", [EVICT], {"num_block_ids": [1], "block_ids": [0]},
+    ),
+    "fewer ids than counted": (
+        InvalidArgumentError, "num_block_ids[0]", [EVICT], {"num_block_ids": [2], "block_ids": [1]},
+    ),
+    "negative count of ids": (
+        InvalidArgumentError, "num_block_ids[0]", [EVICT], {"num_block_ids": [-1], "block_ids": [1]},
+    ),
+    "more ids than counted": (
+        InvalidArgumentError, "block_ids", [EVICT], {"num_block_ids": [1], "block_ids": [1, 2]},
+    ),
+    "ids for what takes none": (
+        InvalidArgumentError, "num_block_ids[0]", [FREE],
+        {"request_numbers": [1], "num_block_ids": [1], "block_ids": [1]},
+    ),
+    "request of a reset": (InvalidArgumentError, "request_numbers[0]", [RESET], {"request_numbers": [1]}),
+    "no operation": (InvalidArgumentError, "operations[0]", [0], {}),
+    "unknown operation": (InvalidArgumentError, "operations[0]", [99], {}),
+    "too many operations": (InvalidArgumentError, "operations", [RESET] * (MAX_OPERATIONS + 1), {}),
+    "column too short": (
+        InvalidArgumentError, "num_new_tokens", [ALLOCATE, RESET],
+        {"request_numbers": [1, 0], "num_new_tokens": [1]},
+    ),
+    "column of ids too short": (InvalidArgumentError, "num_block_ids", [EVICT, EVICT], {"num_block_ids": [0]}),
+    "negative budget": (InvalidArgumentError, "admission_budget_tokens", [], {"admission_budget_tokens": -1}),
+    "execution of what was not sent": (InvalidArgumentError, "executed_sequence", [], {"executed_sequence": 2}),
+    "bad after good": (
+        NotFoundError, "request_numbers[2]", [ALLOCATE, FREE, FREE],
+        {"request_numbers": [1, 1, 9], "num_new_tokens": [1, 0, 0]},
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture
+def world() -> World:
+    return World()
+
+
+@pytest.fixture
+def session(world: World) -> Session:
+    session = world.open()
+    world.admit(session, 1, "abc", 13)
+    return session
+
+
+@pytest.mark.parametrize("case", BAD_STEPS)
+def test_a_bad_step_is_refused_whole(case: str, world: World, session: Session) -> None:
+    kind, field, operations, columns = BAD_STEPS[case]
+    before = world.snapshot()
+    with pytest.raises(KvpoolError) as caught:
+        world.apply(session, Step(2, operations=operations, **columns))
+    assert (type(caught.value), caught.value.field) == (kind, field)
+    assert world.snapshot() == before
+    check_integrity(world.pool, world.sessions())
+    good = world.run(session, ALLOCATE, request_numbers=[1], num_new_tokens=[4])
+    assert good.block_ids == [5]
+
+
+@pytest.mark.parametrize(
+    ("sequence", "kind", "reason"),
+    [
+        (0, InvalidArgumentError, "INVALID_VALUE"),
+        (REMEMBERED_RESULTS + 4, WrongStateError, "SEQUENCE_GAP"),
+        (2, WrongStateError, "SEQUENCE_FORGOTTEN"),
+        (REMEMBERED_RESULTS + 1, InvalidArgumentError, "SEQUENCE_REUSED"),
+    ],
+)
+def test_a_step_out_of_sequence_is_refused(
+    sequence: int, kind: type[KvpoolError], reason: str, world: World, session: Session
+) -> None:
+    for _ in range(REMEMBERED_RESULTS + 1):
+        world.run(session, ALLOCATE, request_numbers=[1], num_new_tokens=[1])
+    before = world.snapshot()
+    with pytest.raises(kind) as caught:
+        world.apply(session, Step(sequence, operations=[RESET]))
+    assert caught.value.reason == reason
+    assert world.snapshot() == before
+
+
+def test_the_same_step_again_gets_the_same_answer_and_changes_nothing(world: World, session: Session) -> None:
+    step = Step(2, operations=[ALLOCATE], request_numbers=[1], num_new_tokens=[5])
+    first = world.apply(session, step)
+    before = world.snapshot()
+    assert world.apply(session, step) is first
+    assert world.snapshot() == before
+
+
+def test_requests_are_their_sessions_own(world: World, session: Session) -> None:
+    other = world.open()
+    before = world.snapshot()
+    for operation in (FREE, Operation.PREEMPT, ALLOCATE, Operation.COMMON_PREFIX):
+        with pytest.raises(NotFoundError):
+            world.run(other, operation, request_numbers=[1], num_new_tokens=[1])
+    assert world.snapshot() == before
+    assert session.requests
+
+
+def test_unknown_pools_sessions_and_bad_leases_change_nothing(world: World) -> None:
+    calls: list[tuple[Callable[[], object], str]] = [
+        (lambda: world.allocator.pool("x"), "pool_name"),
+        (lambda: world.allocator.session("x", 0.0), "session_id"),
+        (lambda: world.allocator.close_session("x", 0.0), "session_id"),
+        (lambda: world.open(lease_seconds=0.5), "lease_seconds"),
+        (lambda: world.open(lease_seconds=3601), "lease_seconds"),
+        (lambda: world.open(lease_seconds=float("nan")), "lease_seconds"),
+        (lambda: world.open(lease_seconds=-1), "lease_seconds"),
+    ]
+    before = world.snapshot()
+    for call, field in calls:
+        with pytest.raises(KvpoolError) as caught:
+            call()
+        assert caught.value.field == field
+    assert world.snapshot() == before

@@ -1,0 +1,61 @@
+"""The hit rate forgets what is old; admissions and preempted look-ups are counted as documented."""
+
+from kvpool.server.core.statistics import RECENT_REQUESTS, RecentHitRate
+from kvpool.server.core.step import Operation, Outcome
+from support_core import World, block_hashes
+
+
+def test_the_rate_covers_the_last_thousand_look_ups() -> None:
+    recent = RecentHitRate()
+    assert recent.rate == 0.0
+    for _ in range(RECENT_REQUESTS):
+        recent.observe(10, 0)
+    for _ in range(RECENT_REQUESTS // 2):
+        recent.observe(10, 10)
+    assert recent.rate == 0.5
+    for _ in range(RECENT_REQUESTS // 2):
+        recent.observe(10, 10)
+    assert recent.rate == 1.0
+    recent.reset()
+    assert recent.rate == 0.0
+
+
+def test_preempted_requests_are_counted_apart() -> None:
+    world = World()
+    session = world.open()
+    world.admit(session, 1, "abc", 13)
+    world.run(session, Operation.PREEMPT, request_numbers=[1])
+    world.run(session, Operation.ADMIT, request_numbers=[1])
+    stats = world.pool.stats
+    assert (stats.requests, stats.queries_tokens, stats.hits_tokens) == (1, 13, 0)
+    assert (stats.preempted_requests, stats.preempted_queries_tokens, stats.preempted_hits_tokens) == (1, 13, 12)
+    assert world.pool.recent_hit_rate.rate == 0.0
+
+
+def test_an_admission_counts_once_it_succeeds() -> None:
+    world = World(num_blocks=4)
+    session = world.open()
+    world.admit(session, 1, "abc", 9)
+    assert world.admit(session, 2, "xyz", 9).outcomes[1] == Outcome.NO_BLOCKS
+    assert world.pool.stats.requests == 1
+
+
+def test_a_peek_is_not_counted() -> None:
+    world = World()
+    session = world.open()
+    result = world.run(
+        session, Operation.ADD, Operation.PEEK, request_numbers=[1, 1], num_appended_tokens=[4, 0],
+        block_hashes=block_hashes("a", 1), request_ids=["r"],
+    )  # fmt: skip
+    assert result.outcomes == []
+    assert world.pool.stats.requests == 0
+
+
+def test_hits_of_anothers_blocks_are_told_apart() -> None:
+    world = World()
+    one, other = world.open(), world.open()
+    world.admit(one, 1, "abc", 13)
+    world.run(one, executed=1)
+    assert world.admit(one, 2, "abc", 13).num_shared_hit_tokens == []
+    assert world.admit(other, 1, "abc", 13).num_shared_hit_tokens == [0, 12]
+    assert world.pool.stats.shared_hits_tokens == 12
