@@ -219,6 +219,7 @@ class AsyncSession(SessionBase):
         return read()
 
     async def _send(self, builder: StepBuilder) -> None:
+        self._book.check_settled()
         if builder.rows or builder.executed_sequence:
             await self._exchange(self._book.build(builder))
 

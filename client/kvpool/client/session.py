@@ -202,6 +202,7 @@ class Session(SessionBase):
         return read()
 
     def _send(self, builder: StepBuilder) -> None:
+        self._book.check_settled()
         if not builder.rows and not builder.executed_sequence:
             return
         self._exchange(self._book.build(builder))

@@ -161,8 +161,7 @@ class StepBook:
         Raises:
             WrongStateError: A step before it is unanswered.
         """
-        if self._unanswered:
-            raise WrongStateError("UNSETTLED", "the step before has no answer yet: settle it, or close the session")
+        self.check_settled()
         step = Step(
             self.sequence + 1,
             executed_sequence=builder.executed_sequence,
@@ -190,6 +189,11 @@ class StepBook:
         step.block_hashes = b"".join(hashes)
         self._unanswered = (step, builder)
         return step
+
+    def check_settled(self) -> None:
+        """Raises WrongStateError if a step was sent that has no answer yet: what requests are is not known."""
+        if self._unanswered:
+            raise WrongStateError("UNSETTLED", "the step before has no answer yet: settle it, or close the session")
 
     def unanswered(self) -> Step | None:
         """The step that was sent and has no answer."""

@@ -12,9 +12,7 @@ def test_after_the_first_refusal_nothing_more_takes_blocks_but_frees_go_on() -> 
     session = world.open()
     for number, content in ((1, "abc"), (2, "def")):
         world.admit(session, number, content, 11)
-    result = world.run(
-        session, ALLOCATE, ALLOCATE, Operation.FREE, request_numbers=[1, 2, 1], num_new_tokens=[4, 1, 0]
-    )
+    result = world.run(session, ALLOCATE, ALLOCATE, Operation.FREE, request_numbers=[1, 2, 1], num_new_tokens=[4, 1, 0])
     assert result.outcomes == [Outcome.NO_BLOCKS, Outcome.SKIPPED, Outcome.OK]
     assert result.free_blocks == 3
 
@@ -181,3 +179,19 @@ def test_execution_news_do_not_publish_what_took_an_evicted_blocks_place() -> No
     world.admit(one, 2, "b", 4)  # block 1 again, change 4
     world.run(one, executed=3)
     assert world.admit(other, 1, "b", 5).num_hit_tokens == []
+
+
+def test_a_promised_block_filled_anew_by_another_is_its_writers_until_executed() -> None:
+    world = World(num_blocks=3)
+    one, other = world.open(), world.open()
+    world.admit(one, 1, "a", 4)  # block 1
+    world.run(one, executed=1)
+    world.run(
+        other, ADD, LOOK_UP, request_numbers=[1, 1], num_appended_tokens=[5, 0],
+        block_hashes=block_hashes("a", 1), request_ids=["x"],
+    )  # fmt: skip
+    world.run(one, Operation.EVICT, num_block_ids=[1], block_ids=[1])
+    world.free(one, 1)
+    world.admit(one, 2, "a", 4)  # block 1 again, with the same contents, not computed yet
+    changed = world.run(other, ALLOCATE, request_numbers=[1], num_new_tokens=[1], num_block_ids=[1], block_ids=[1])
+    assert (changed.outcomes, changed.block_ids) == ([Outcome.HIT_CHANGED], [])

@@ -1,0 +1,243 @@
+"""The command as a person runs it: real processes, real sockets, real signals."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvpool.client import connect
+from kvpool.replay.play import Console, PoolOptions, replay_shares, trace_shares
+from kvpool.replay.processes import SchedulerOptions
+from kvpool.server.core.config import ReuseOrder
+from support_server import running_server
+
+KVPOOL = [str(Path(sys.executable).parent / "kvpool")]
+TRACES = Path(os.environ.get("KVPOOL_TRACES", Path(__file__).parents[3] / "shared" / "traces"))
+
+
+def run(*arguments: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*KVPOOL, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+        env={**os.environ, **(env or {})},
+    )
+
+
+def last_json(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
+    assert done.returncode == 0, done.stderr
+    answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return answer
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    """Forty requests over four prefixes, of two to five blocks of 512 tokens."""
+    path = tmp_path / "trace.jsonl"
+    lines = []
+    for i in range(40):
+        hash_ids = [i % 4, *(1000 + (i % 8) * 10 + j for j in range(i % 4)), 5000 + i]
+        length = 512 * (len(hash_ids) - 1) + 100 + i
+        lines.append({"timestamp": i, "input_length": length, "output_length": 20, "hash_ids": hash_ids})
+    path.write_text("\n".join(map(json.dumps, lines)))
+    return path
+
+
+def expected_hit_tokens(trace: Path) -> int:
+    """With blocks of 512 tokens and room for all: the longest prefix of full blocks seen before."""
+    seen: set[tuple[int, ...]] = set()
+    hits = 0
+    for entry in map(json.loads, trace.read_text().splitlines()):
+        full = entry["hash_ids"][: entry["input_length"] // 512]
+        prefixes = [tuple(full[: i + 1]) for i in range(len(full))]
+        hits += 512 * sum(prefix in seen for prefix in prefixes)
+        seen.update(prefixes)
+    return hits
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    process = subprocess.Popen(
+        [*KVPOOL, "serve", "--listen", f"unix:{tmp_path / 's'}", "--listen", "127.0.0.1:0"],
+        stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    yield process, wait_until_listening(process)
+    process.kill()
+    process.communicate()
+
+
+def wait_until_listening(process: subprocess.Popen[str]) -> str:
+    assert process.stderr
+    for line in process.stderr:
+        if line.startswith("kvpool: listening on "):
+            return line.removeprefix("kvpool: listening on ").strip()
+    raise AssertionError("it never listened")
+
+
+def test_serve_listens_on_all_addresses_and_stops_on_sigterm(server: tuple[subprocess.Popen[str], str]) -> None:
+    process, addresses = server
+    for address in addresses.split(", "):
+        with connect(address) as client, pytest.raises(Exception, match="no pool"):
+            client.get_pool("x")
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=20) == 0
+
+
+def test_serve_takes_flags_before_environment_before_file(tmp_path: Path) -> None:
+    config = tmp_path / "kvpool.toml"
+    config.write_text(f'listen = ["unix:{tmp_path}/file"]\nmax_message_bytes = 1\ngrace_seconds = 0.5\n')
+    refused = run("serve", "--config", str(config))
+    assert (refused.returncode, "max_message_bytes: 1 is not in" in refused.stderr) == (2, True)
+    environment = {"KVPOOL_SERVE_MAX_MESSAGE_BYTES": "2"}
+    refused = run("serve", "--config", str(config), env=environment)
+    assert (refused.returncode, "max_message_bytes: 2 is not in" in refused.stderr) == (2, True)
+    process = subprocess.Popen(
+        [*KVPOOL, "serve", "--config", str(config), "--max-message-bytes", "70000"],
+        stderr=subprocess.PIPE, text=True, env={**os.environ, **environment},
+    )  # fmt: skip
+    try:
+        assert wait_until_listening(process) == f"unix:{tmp_path}/file"
+    finally:
+        process.terminate()
+        process.communicate(timeout=20)
+    assert process.returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "file", "environment", "message"),
+    [
+        ((), "lissen = []", {}, "unknown key lissen; did you mean listen?"),
+        ((), "", {"KVPOOL_SERVE_LISSEN": "x"}, "unknown key KVPOOL_SERVE_LISSEN; did you mean listen?"),
+        ((), "[table]\nx = 1", {}, "unknown key table"),
+        ((), "not toml", {}, "not TOML"),
+        ((), "grace_seconds = [1]", {}, "takes one value"),
+        (("--listen", "nowhere"), "", {}, "needs host:port or unix:/path"),
+        (("--grace-seconds", "-1"), "", {}, "grace_seconds: -1.0 is not in"),
+    ],
+)
+def test_serve_refuses_bad_settings_in_a_line(
+    arguments: tuple[str, ...], file: str, environment: dict[str, str], message: str, tmp_path: Path
+) -> None:
+    config = tmp_path / "kvpool.toml"
+    config.write_text(file)
+    done = run("serve", "--config", str(config), *arguments, env=environment)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_serve_says_when_an_address_is_taken(server: tuple[subprocess.Popen[str], str]) -> None:
+    for address in server[1].split(", "):
+        done = run("serve", "--listen", address)
+        assert done.returncode == 1
+        assert "Traceback" not in done.stderr
+        assert address in done.stderr
+
+
+def test_replay_finds_what_a_plain_count_finds(trace: Path) -> None:
+    arguments = ("replay", str(trace), "--num-blocks", "1000", "--block-size", "512", "--json")
+    result = last_json(run(*arguments))
+    assert (result["requests"], result["evicted_blocks"]) == (40, 0)
+    assert result["hit_tokens"] == expected_hit_tokens(trace) > 0
+    assert result["hit_rate"] == result["hit_tokens"] / result["input_tokens"]
+
+
+def test_replay_against_a_running_server_with_schedulers(
+    trace: Path, server: tuple[subprocess.Popen[str], str]
+) -> None:
+    address = server[1].split(", ")[1]
+    arguments = ("replay", str(trace), "--num-blocks", "60", "--block-size", "128", "--address", address, "--json")
+    result = last_json(run(*arguments, "--sessions", "2"))
+    assert (result["requests"], result["output_tokens"], result["sessions"]) == (40, 800, 2)
+    with connect(address) as client:
+        assert client.get_pool("replay").free_blocks == 59
+    table = run(*arguments[:-1])
+    assert "hit rate" in table.stdout
+    differing = run("replay", str(trace), "--num-blocks", "61", "--block-size", "128", "--address", address)
+    assert (differing.returncode, "POOL_DIFFERS" in differing.stderr) == (1, True)
+
+
+def test_a_bad_trace_plays_nothing(trace: Path, server: tuple[subprocess.Popen[str], str]) -> None:
+    trace.write_text(trace.read_text().replace('"input_length": 1651', '"input_length": "x"', 1) + "\n{")
+    address = server[1].split(", ")[0]
+    done = run("replay", str(trace), "--num-blocks", "60", "--block-size", "512", "--address", address)
+    assert done.returncode == 2
+    assert " line " in done.stderr
+    assert "Traceback" not in done.stderr
+    with connect(address) as client, pytest.raises(Exception, match="no pool"):
+        client.get_pool("replay")
+
+
+def test_nobody_at_the_address_is_said_in_a_line(trace: Path, tmp_path: Path) -> None:
+    done = run(
+        "replay", str(trace), "--num-blocks", "60", "--block-size", "512", "--address", f"unix:{tmp_path}/nobody"
+    )
+    assert (done.returncode, "UNAVAILABLE" in done.stderr, "Traceback" in done.stderr) == (1, True, False)
+
+
+def test_a_scheduler_killed_in_mid_replay_is_freed_after_its_lease_and_the_other_goes_on(tmp_path: Path) -> None:
+    path = tmp_path / "long.jsonl"
+    entry = {"timestamp": 0, "input_length": 1000, "output_length": 400, "hash_ids": [1, 2]}
+    path.write_text("\n".join(json.dumps({**entry, "hash_ids": [i, 9000 + i]}) for i in range(400)))
+    pool = PoolOptions("replay", 700, 16, 2000, ReuseOrder.UNCACHED_FIRST)
+    killed: list[int] = []
+    complaints: list[str] = []
+    with running_server() as address, connect(address) as client:
+
+        def kill_the_first(pids: list[int]) -> None:
+            end = time.monotonic() + 60
+            while client.get_pool("replay").sessions < 2 or client.get_pool("replay").usage < 0.5:
+                assert time.monotonic() < end
+                time.sleep(0.01)
+            os.kill(pids[0], signal.SIGKILL)
+            killed.append(pids[0])
+
+        options = SchedulerOptions(address, "replay", 1.0, 256, 8192)
+        console = Console(lambda _: None, complaints.append, kill_the_first)
+        result = replay_shares(address, pool, trace_shares(path, None, 2), options, console)
+        assert killed
+        assert complaints == ["scheduler 0 ended with signal SIGKILL"]
+        assert result.failed_sessions == 1
+        survivor = result.by_session[1]
+        assert survivor is not None
+        assert (survivor.requests, survivor.output_tokens) == (200, 200 * 400)
+        end = time.monotonic() + 10
+        while client.get_pool("replay").sessions:
+            assert time.monotonic() < end
+            time.sleep(0.02)
+        assert client.get_pool("replay").free_blocks == 699
+
+
+def test_demo_shows_its_table() -> None:
+    done = run("demo")
+    assert done.returncode == 0, done.stderr
+    for row in ("requests", "hit rate", "evictions", "preemptions", "steps a second", "second scheduler's reuse"):
+        assert row in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("name", "num_blocks", "hit_rate", "hit_tokens"),
+    [
+        ("conversation", 250_000, 0.3734, 54_063_104),
+        ("conversation", 5860, 0.1386, 20_067_328),
+        ("synthetic", 250_000, 0.6504, 39_802_880),
+        ("synthetic", 5860, 0.3148, 19_262_464),
+    ],
+)
+def test_real_traces_give_the_references_hit_rates(
+    name: str, num_blocks: int, hit_rate: float, hit_tokens: int
+) -> None:
+    path = TRACES / f"mooncake_{name}.jsonl.gz"
+    if not path.exists():
+        pytest.skip(f"no trace at {path}; KVPOOL_TRACES names another folder")
+    result = last_json(run("replay", str(path), "--num-blocks", str(num_blocks), "--block-size", "512", "--json"))
+    assert (round(result["hit_rate"], 4), result["hit_tokens"]) == (hit_rate, hit_tokens)

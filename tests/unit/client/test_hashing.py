@@ -1,0 +1,84 @@
+"""Hashes are the same in every process that agrees on the scheme, and differ where contents do."""
+
+import hashlib
+
+import pytest
+
+from kvpool.client import BlockHasher, ExtraKeys, HashScheme, KeyForm, MultiModalItem, register_hash
+from kvpool.server.core.types import BlockHash
+
+TOKENS = list(range(20))
+
+
+def hashes(
+    keys: ExtraKeys | None = None, form: KeyForm = KeyForm.TAGGED, pieces: tuple[int, ...] = (20,)
+) -> list[BlockHash]:
+    hasher = BlockHasher(HashScheme(none_hash=b"n" * 32, key_form=form), 4)
+    found: list[BlockHash] = []
+    for end in pieces:
+        hasher.extend(found, TOKENS[:end], keys or ExtraKeys())
+    return found
+
+
+def test_one_hash_for_each_full_block() -> None:
+    assert [len(h) for h in hashes(pieces=(19,))] == [32] * 4
+
+
+def test_a_hash_covers_all_tokens_before_it() -> None:
+    hasher = BlockHasher(HashScheme(none_hash=b"n" * 32), 4)
+    other: list[BlockHash] = []
+    hasher.extend(other, [99, *TOKENS[1:]])
+    assert not set(other) & set(hashes())
+
+
+@pytest.mark.parametrize("form", KeyForm)
+def test_salt_lora_and_images_set_requests_apart(form: KeyForm) -> None:
+    image = MultiModalItem("img", 5, 3)
+    kinds = [
+        ExtraKeys(),
+        ExtraKeys(cache_salt="s"),
+        ExtraKeys(cache_salt="t"),
+        ExtraKeys(lora_name="l"),
+        ExtraKeys(mm_items=[image]),
+    ]
+    last = [hashes(keys, form)[-1] for keys in kinds]
+    assert len(set(last)) == len(kinds)
+    assert hashes(kinds[4], form)[0] == hashes(form=form)[0], "the image begins in the second block"
+
+
+def test_a_salt_that_spells_a_loras_name_stays_a_salt_where_keys_are_tagged() -> None:
+    salted, adapted = ExtraKeys(cache_salt="x"), ExtraKeys(lora_name="x")
+    assert hashes(salted)[0] != hashes(adapted)[0]
+    assert hashes(salted, KeyForm.PLAIN)[0] == hashes(adapted, KeyForm.PLAIN)[0]
+
+
+def test_tagged_keys_hold_where_an_image_lies() -> None:
+    one, other = (ExtraKeys(mm_items=[MultiModalItem("img", offset, 2)]) for offset in (4, 5))
+    assert hashes(one)[1] != hashes(other)[1]
+    assert hashes(one, KeyForm.PLAIN)[1] == hashes(other, KeyForm.PLAIN)[1]
+
+
+def test_tagged_hashes_do_not_depend_on_how_tokens_arrived() -> None:
+    keys = ExtraKeys(mm_items=[MultiModalItem("a", 3, 5), MultiModalItem("b", 9, 3)], cache_salt="s")
+    assert hashes(keys, pieces=(5, 6, 12, 13, 20)) == hashes(keys)
+
+
+def test_plain_keys_count_an_item_that_ends_where_hashing_resumes() -> None:
+    """Rule 3: the way of the reference, which plain keys follow."""
+    keys = ExtraKeys(mm_items=[MultiModalItem("a", 5, 3)])
+    assert hashes(keys, KeyForm.PLAIN, (8, 12))[2] != hashes(keys, KeyForm.PLAIN)[2]
+
+
+def test_algorithms_of_ones_own() -> None:
+    def shortened(data: bytes) -> bytes:
+        return hashlib.sha256(data).digest()[:8]
+
+    register_hash("test-short", shortened)
+    register_hash("test-short", shortened)
+    found: list[BlockHash] = []
+    BlockHasher(HashScheme("test-short", 8, b"n"), 4).extend(found, TOKENS)
+    assert [len(h) for h in found] == [8] * 5
+    with pytest.raises(ValueError, match="registered already"):
+        register_hash("test-short", lambda data: data)
+    with pytest.raises(ValueError, match="unknown"):
+        BlockHasher(HashScheme("nobody's"), 4)

@@ -1,0 +1,120 @@
+"""A session's own books: nothing counts as sent until it was answered."""
+
+import pytest
+
+from kvpool.client import (
+    AbortedError,
+    DeadlineError,
+    NotFoundError,
+    Outcome,
+    PoolInfo,
+    Session,
+    WrongStateError,
+    connect,
+)
+from kvpool.client.transport import EmbeddedTransport
+from kvpool.server.core.step import Step, StepResult
+from support_server import pool_config
+
+PROMPT = list(range(13))
+
+
+class LossyTransport(EmbeddedTransport):
+    """Loses the answer to the next step, if told to: the step is applied all the same."""
+
+    lose = False
+
+    def apply(self, session_id: str, step: Step) -> StepResult:
+        result = super().apply(session_id, step)
+        if self.lose:
+            self.lose = False
+            raise DeadlineError("DEADLINE", "lost")
+        return result
+
+
+@pytest.fixture
+def transport() -> LossyTransport:
+    transport = LossyTransport()
+    transport.create_pool(pool_config())
+    return transport
+
+
+@pytest.fixture
+def session(transport: LossyTransport) -> Session:
+    return Session(transport, transport.open_session("m", "", 0.0))
+
+
+def info(transport: LossyTransport) -> PoolInfo:
+    return transport.get_pool("m")
+
+
+def test_a_lost_answer_is_settled_without_doing_it_twice(transport: LossyTransport, session: Session) -> None:
+    request = session.request("r", PROMPT)
+    transport.lose = True
+    with pytest.raises(DeadlineError), session.step() as step:
+        answer = step.admit(request)
+    assert (answer.outcome, request.block_ids) == (None, [[]])
+    with pytest.raises(WrongStateError, match="settle"):
+        session.free(request)
+    session.settle()
+    assert (answer.outcome, request.block_ids) == (Outcome.OK, [[1, 2, 3, 4]])
+    assert info(transport).free_blocks == 95
+    session.free(request)
+    assert info(transport).free_blocks == 99
+
+
+def test_a_refused_step_leaves_the_sessions_view_as_it_was(transport: LossyTransport, session: Session) -> None:
+    request = session.request("r", PROMPT)
+    before = info(transport)
+    with pytest.raises(NotFoundError), session.step() as step:
+        step.admit(request)
+        step.free(request)
+        step.preempt(request)
+    assert (session.sequence, request.declared, info(transport)) == (0, False, before)
+    assert session.admit(request) is not None
+
+
+def test_what_raises_inside_a_step_is_not_sent(transport: LossyTransport, session: Session) -> None:
+    with pytest.raises(ZeroDivisionError), session.step() as step:
+        step.admit(session.request("r", PROMPT))
+        raise ZeroDivisionError
+    assert (session.sequence, info(transport).requests) == (0, 0)
+
+
+def test_an_empty_step_is_not_sent(session: Session) -> None:
+    with session.step():
+        pass
+    assert session.sequence == 0
+
+
+def test_a_request_the_service_never_heard_of_cannot_be_named(session: Session) -> None:
+    request = session.request("r", PROMPT)
+    session.free(request)  # nothing to free: nothing to say
+    for call in (lambda: session.preempt(request), lambda: session.cache_blocks(request, 4)):
+        with pytest.raises(NotFoundError):
+            call()
+
+
+def test_a_request_keeps_its_own_copy_of_the_table(session: Session) -> None:
+    request = session.request("r", PROMPT)
+    session.admit(request, 5)
+    assert (request.block_ids, request.num_computed_tokens) == ([[1, 2]], 5)
+    session.allocate_slots(request, 8)
+    assert (request.block_ids, request.num_computed_tokens) == ([[1, 2, 3, 4]], 13)
+    session.allocate_slots(request, 4, num_computed_tokens=11)
+    assert (request.block_ids, request.num_computed_tokens) == ([[1, 2, 3, 4]], 15)
+    session.preempt(request)
+    assert (request.block_ids, request.num_computed_tokens) == ([[]], 0)
+
+
+def test_a_closed_session_is_gone(session: Session) -> None:
+    session.close()
+    session.close()
+    with pytest.raises((NotFoundError, AbortedError)):
+        session.admit(session.request("r", PROMPT))
+
+
+@pytest.mark.parametrize("address", ["", "host", "host:port", "host:99999", "unix:relative", ":1"])
+def test_addresses_are_checked(address: str) -> None:
+    with pytest.raises(ValueError, match="address"):
+        connect(address)

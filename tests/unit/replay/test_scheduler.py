@@ -1,0 +1,68 @@
+"""The scheduler plays everything to its end, whatever the pool's size, and leaves nothing behind."""
+
+import pytest
+
+from kvpool.client import Client, FullAttentionSpec, KVCacheGroup, PoolConfig, connect
+from kvpool.replay.scheduler import Scheduler
+from kvpool.replay.workload import ChatShare, Work
+from kvpool.server.core.types import PoolName
+
+
+class Fixed:
+    """Requests that are all there from the start."""
+
+    def __init__(self, *works: Work) -> None:
+        self._works = works
+
+    def start(self) -> list[Work]:
+        return list(self._works)
+
+    def follow_up(self, done: Work, output: list[int]) -> Work | None:
+        assert len(output) == done.output_length
+        return None
+
+
+def make_pool(client: Client, num_blocks: int) -> None:
+    group = KVCacheGroup(FullAttentionSpec(4), ("layer.0",))
+    client.create_pool(PoolConfig(PoolName("p"), num_blocks, 4096, (group,)))
+
+
+@pytest.mark.parametrize(("num_blocks", "preempts"), [(1000, False), (20, True)])
+def test_plays_all_with_and_without_preemption(num_blocks: int, preempts: bool) -> None:  # noqa: FBT001
+    works = [Work(f"r{i}", [i] * 20, 30) for i in range(6)]
+    with connect("embedded:") as client:
+        make_pool(client, num_blocks)
+        with client.open_session("p") as session:
+            counts = Scheduler(session, Fixed(*works), max_num_batched_tokens=16).run()
+        info = client.get_pool("p")
+    assert (counts.requests, counts.output_tokens, counts.input_tokens) == (6, 180, 120)
+    assert (counts.preemptions > 0) is preempts
+    assert info.preemptions == counts.preemptions
+    assert (info.free_blocks, info.requests) == (num_blocks - 1, 0)
+
+
+def test_rejects_what_can_never_fit() -> None:
+    with connect("embedded:") as client:
+        make_pool(client, 10)
+        with client.open_session("p") as session:
+            works = (Work("huge", [1] * 33, 4), Work("small", [1] * 32, 4))
+            counts = Scheduler(session, Fixed(*works)).run()
+    assert (counts.rejected_requests, counts.requests) == (1, 1)
+
+
+def test_requests_without_output_are_prefilled_only() -> None:
+    with connect("embedded:") as client:
+        make_pool(client, 100)
+        with client.open_session("p") as session:
+            counts = Scheduler(session, Fixed(Work("r", [1] * 40, 0)), max_num_batched_tokens=7).run()
+    assert (counts.requests, counts.output_tokens, counts.steps) == (1, 0, 7)  # six rounds of prefill, one to free
+
+
+def test_later_turns_hit_the_turns_before() -> None:
+    with connect("embedded:") as client:
+        make_pool(client, 5000)
+        with client.open_session("p") as session:
+            counts = Scheduler(session, ChatShare(1, 0, 3, 4)).run()
+    assert counts.requests == 12
+    assert counts.hit_tokens > counts.input_tokens / 2
+    assert counts.shared_hit_tokens == 0

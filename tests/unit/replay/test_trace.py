@@ -1,0 +1,87 @@
+"""A trace is read whole or refused, naming the line."""
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvpool.replay.trace import TraceError, TraceRequest, read_trace
+
+
+def line(**fields: Any) -> str:
+    return json.dumps({"timestamp": 0, "input_length": 600, "output_length": 5, "hash_ids": [1, 2], **fields})
+
+
+def without(name: str) -> str:
+    entry = json.loads(line())
+    del entry[name]
+    return json.dumps(entry)
+
+
+BAD_LINES = {
+    "not JSON": "{",
+    "empty": "",
+    "an array": "[]",
+    "no timestamp": without("timestamp"),
+    "no input_length": without("input_length"),
+    "no output_length": without("output_length"),
+    "no hash_ids": without("hash_ids"),
+    "input_length of text": line(input_length="600"),
+    "input_length of truth": line(input_length=True),
+    "input_length of nothing": line(input_length=0, hash_ids=[]),
+    "output_length below nothing": line(output_length=-1),
+    "output_length beyond all bounds": line(output_length=2**31),
+    "hash_ids of text": line(hash_ids=["1", "2"]),
+    "hash_ids too few": line(hash_ids=[1]),
+    "hash_ids too many": line(hash_ids=[1, 2, 3]),
+    "hash_ids below zero": line(hash_ids=[1, -2]),
+}
+
+
+@pytest.mark.parametrize("case", BAD_LINES)
+def test_names_the_line_that_is_bad(case: str, tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_text("\n".join([line(), line(), BAD_LINES[case], line()]) + "\n")
+    with pytest.raises(TraceError, match="line 3: ") as caught:
+        read_trace(path)
+    if " " in case and case.split()[0] in json.loads(line()):
+        assert case.split()[0] in str(caught.value)
+
+
+def test_names_the_line_where_a_compressed_file_ends_early(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl.gz"
+    whole = gzip.compress("\n".join(line(hash_ids=[i, 2**31 - i]) for i in range(2000)).encode())
+    path.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(TraceError, match=r"line \d+: truncated") as caught:
+        read_trace(path)
+    assert int(str(caught.value).split(" line ")[1].split(":")[0]) > 1
+    path.write_bytes(b"not gzip")
+    with pytest.raises(TraceError, match="line 1: truncated or damaged"):
+        read_trace(path)
+
+
+def test_an_empty_or_missing_file_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    with pytest.raises(TraceError, match="No such file"):
+        read_trace(path)
+    path.write_text("")
+    with pytest.raises(TraceError, match="line 1: no requests"):
+        read_trace(path)
+    path.write_bytes(b"\xff\xfe")
+    with pytest.raises(TraceError, match="not UTF-8"):
+        read_trace(path)
+
+
+def test_reads_plain_and_compressed_alike_and_stops_at_the_limit(tmp_path: Path) -> None:
+    text = "\n".join([line(), line(hash_ids=[1, 3])])
+    plain, packed = tmp_path / "t.jsonl", tmp_path / "t.jsonl.gz"
+    plain.write_text(text)
+    packed.write_bytes(gzip.compress(text.encode()))
+    assert read_trace(plain) == read_trace(packed) == [TraceRequest(600, 5, (1, 2)), TraceRequest(600, 5, (1, 3))]
+    assert len(read_trace(plain, limit=1)) == 1
+
+
+def test_tokens_repeat_their_blocks_id() -> None:
+    assert TraceRequest(600, 5, (7, 9)).token_ids() == [7] * 512 + [9] * 88
