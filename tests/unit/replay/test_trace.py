@@ -46,8 +46,8 @@ def test_names_the_line_that_is_bad(case: str, tmp_path: Path) -> None:
     path.write_text("\n".join([line(), line(), BAD_LINES[case], line()]) + "\n")
     with pytest.raises(TraceError, match="line 3: ") as caught:
         read_trace(path)
-    if " " in case and case.split()[0] in json.loads(line()):
-        assert case.split()[0] in str(caught.value)
+    if " " in case and case.split(maxsplit=1)[0] in json.loads(line()):
+        assert case.split(maxsplit=1)[0] in str(caught.value)
 
 
 def test_names_the_line_where_a_compressed_file_ends_early(tmp_path: Path) -> None:
