@@ -288,7 +288,7 @@ def test_garbage_on_the_socket_does_no_harm(address: str, client: Client, pool: 
         raw.connect(address.removeprefix("unix:"))
         raw.sendall(b"\x00\xff not http/2 \r\n\r\n" * 100)
     with grpc.insecure_channel(address) as channel:
-        call: Callable[[bytes], object] = channel.unary_unary("/kvpool.v1.AllocatorService/GetPool")
+        call: grpc.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary("/kvpool.v1.AllocatorService/GetPool")
         with pytest.raises(grpc.RpcError):
             call(b"\xff\xff\xff\xff")
     assert client.get_pool(pool).free_blocks == 99
