@@ -20,6 +20,7 @@ from kvpool.server.core.errors import KvpoolError
 from kvpool.server.core.integrity import check_integrity
 from kvpool.server.core.session import Session
 from kvpool.server.core.step import Operation, Outcome, Step, StepResult
+from kvpool.server.core.types import BlockId
 from support_core import BLOCK_SIZE, World
 
 MAX_TOKENS = 40
@@ -124,22 +125,37 @@ class CoreMachine(RuleBasedStateMachine):
 
     @rule(data=st.data(), length=st.integers(1, MAX_TOKENS), seed=st.integers(0, 2), budget=st.integers(0, 12))
     def admit_new(self, data: st.DataObject, length: int, seed: int, budget: int) -> None:
-        scheduler = self.pick(data)
-        scheduler.added += 1
         tokens = [seed] * min(length, 8) + [seed * data.draw(st.integers(0, 1))] * (length - min(length, 8))
+        self.admit_new_tokens(self.pick(data), tokens, budget)
+
+    def admit_new_tokens(self, scheduler: Scheduler, tokens: list[int], budget: int) -> None:
+        request, result = self.add(scheduler, tokens, Operation.ADMIT, budget)
+        self.read_admission(scheduler, request, result, 1)
+
+    @rule(data=st.data(), length=st.integers(5, MAX_TOKENS), seed=st.integers(0, 2))
+    def look_up_new(self, data: st.DataObject, length: int, seed: int) -> None:
+        scheduler = self.pick(data)
+        request, result = self.add(scheduler, [seed] * length, Operation.LOOK_UP, 0)
+        self.check_hit(scheduler, request, result.block_ids, sum(result.num_hit_tokens))
+        request.promise = result.block_ids
+
+    def add(
+        self, scheduler: Scheduler, tokens: list[int], operation: Operation, budget: int
+    ) -> tuple[Model, StepResult]:
+        scheduler.added += 1
         request = Model(scheduler.added, tokens)
-        hashes = [hash_of(request.prefix(i)) for i in range(length // BLOCK_SIZE)] if self.caching else []
+        hashes = [hash_of(request.prefix(i)) for i in range(len(tokens) // BLOCK_SIZE)] if self.caching else []
         scheduler.requests[request.number] = request
         result = self.step(
             scheduler,
-            [Operation.ADD, Operation.ADMIT],
+            [Operation.ADD, operation],
             request_numbers=[request.number] * 2,
-            num_appended_tokens=[length, 0],
+            num_appended_tokens=[len(tokens), 0],
             num_new_tokens=[0, budget],
             block_hashes=b"".join(hashes),
             request_ids=[f"r{request.number}"],
         )
-        self.read_admission(scheduler, request, result, 1)
+        return request, result
 
     @precondition(lambda self: any(s.requests for s in self.schedulers))
     @rule(data=st.data())
@@ -175,17 +191,32 @@ class CoreMachine(RuleBasedStateMachine):
         self.check_hit(scheduler, request, result.block_ids, sum(result.num_hit_tokens))
         request.promise = result.block_ids
 
-    @precondition(lambda self: any(r.promise for s in self.schedulers for r in s.requests.values()))
+    def promised(self) -> list[tuple[Scheduler, Model]]:
+        return [(s, r) for s in self.schedulers for r in s.requests.values() if r.promise]
+
+    @precondition(lambda self: self.promised())
+    @rule(data=st.data(), fill=st.booleans())
+    def take_what_was_promised(self, data: st.DataObject, fill: bool) -> None:  # noqa: FBT001
+        """Somebody else has a promised block evicted, and perhaps filled with other contents."""
+        _, request = data.draw(st.sampled_from(self.promised()))
+        block_id = data.draw(st.sampled_from(request.promise or []))
+        self.step(self.pick(data), [Operation.EVICT], num_block_ids=[1], block_ids=[block_id])
+        if fill:
+            self.admit_new_tokens(self.pick(data), [3] * MAX_TOKENS, data.draw(st.integers(1, MAX_TOKENS)))
+
+    @precondition(lambda self: self.promised())
     @rule(data=st.data(), new=st.integers(1, 6))
     def allocate_what_was_promised(self, data: st.DataObject, new: int) -> None:
-        candidates = [(s, r) for s in self.schedulers for r in s.requests.values() if r.promise]
-        scheduler, request = data.draw(st.sampled_from(candidates))
+        scheduler, request = data.draw(st.sampled_from(self.promised()))
         promise = request.promise or []
+        hash_now = self.world.pool.blocks.prefix_map.hash_of
+        kept = all(hash_now(BlockId(b)) == hash_of(request.prefix(i)) for i, b in enumerate(promise))
         result = self.step(
             scheduler, [Operation.ALLOCATE], request_numbers=[request.number], num_new_tokens=[new],
             num_block_ids=[len(promise)], block_ids=promise,
         )  # fmt: skip
         if not result.outcomes:
+            assert kept, "a promised block was used that lost its hash"
             self.check_hit(scheduler, request, promise, len(promise) * BLOCK_SIZE)
             self.take(scheduler, request, promise, result.block_ids, len(promise) * BLOCK_SIZE + new)
         elif result.outcomes == [Outcome.HIT_CHANGED]:
@@ -363,7 +394,7 @@ class CoreMachine(RuleBasedStateMachine):
 
 
 CoreMachine.TestCase.settings = settings(
-    max_examples=120,
+    max_examples=200,
     stateful_step_count=50,
     derandomize=True,
     deadline=None,
