@@ -146,9 +146,10 @@ class CoreMachine(RuleBasedStateMachine):
         request, result = self.add(scheduler, [seed] * length, Operation.LOOK_UP, 0)
         self.check_hit(scheduler, request, result.block_ids, sum(result.num_hit_tokens))
         request.promise = result.block_ids
-        if request.promise and data.draw(st.booleans()):
+        meddle, allocate = data.draw(st.tuples(st.booleans(), st.booleans()))
+        if request.promise and meddle:
             self.take_what_was_promised(data, fill=data.draw(st.booleans()))
-        if self.promised() and data.draw(st.booleans()):
+        if self.promised() and allocate:
             self.allocate_what_was_promised(data, 1)
 
     def add(
