@@ -2,7 +2,10 @@
 
 import queue
 import re
+import signal
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -522,3 +525,34 @@ def test_a_second_server_on_a_live_socket_is_refused(address: str) -> None:
 def test_every_error_the_client_raises_is_a_kvpool_error(tmp_path: Path) -> None:
     with connect(f"unix:{tmp_path / 'nobody'}", deadline_seconds=1.0) as client, pytest.raises(KvpoolError):
         client.get_pool("m")
+
+
+STOPPED_SCHEDULER = """
+import signal, sys
+from kvpool.client import connect
+client = connect(sys.argv[1])
+session = client.open_session("m", lease_seconds=1.0)
+session.admit(session.request("r", range(20)))
+print("holds blocks", flush=True)
+signal.pause()
+"""
+
+
+@pytest.mark.parametrize("kind", ["unix", "tcp"])
+def test_a_stopped_process_does_not_hold_its_blocks_by_an_open_stream(kind: str, tmp_path: Path) -> None:
+    """Its connections stay open, but nobody answers on them."""
+    server = ServerProcess(f"unix:{tmp_path / 's'}" if kind == "unix" else "127.0.0.1:0", dead_peer_seconds=2.0)
+    with connect(server.addresses[0]) as client:
+        client.create_pool(pool_config())
+        command = [sys.executable, "-c", STOPPED_SCHEDULER, server.addresses[0]]
+        scheduler = subprocess.Popen(command, stdout=subprocess.PIPE)
+        try:
+            assert scheduler.stdout
+            assert scheduler.stdout.readline() == b"holds blocks\n"
+            assert client.get_pool("m").free_blocks == 94
+            scheduler.send_signal(signal.SIGSTOP)
+            wait_for_free_blocks(client, "m", 99)
+        finally:
+            scheduler.kill()
+            scheduler.communicate()
+    assert server.stop()[0] == 0

@@ -112,7 +112,7 @@ def _channel_options(config: ServerConfig) -> list[tuple[str, int]]:
         ("grpc.so_reuseport", 0),  # a second server on the address is refused, rather than sharing it at random
         ("grpc.keepalive_time_ms", keepalive_ms),
         ("grpc.keepalive_timeout_ms", keepalive_ms),
-        ("grpc.http2.min_ping_interval_without_data_ms", 1000),
+        ("grpc.http2.ping_timeout_ms", keepalive_ms),  # what an unanswered ping waits for; a minute if unset
         ("grpc.keepalive_permit_without_calls", 1),
     ]
 
