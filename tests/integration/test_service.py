@@ -80,6 +80,7 @@ BAD_POOLS: dict[str, tuple[str, dict[str, Any]]] = {
     "zero blocks": ("config.num_blocks", {"num_blocks": 0}),
     "only the null block": ("config.num_blocks", {"num_blocks": 1}),
     "2^31 blocks": ("config.num_blocks", {"num_blocks": 2**31}),
+    "more blocks than the server gives": ("config.num_blocks", {"num_blocks": 2**31 - 1}),
     "no length": ("config.max_model_len", {"max_model_len": 0}),
     "no name": ("config.name", {"name": ""}),
     "odd name": ("config.name", {"name": "a b"}),

@@ -3,12 +3,13 @@
 import asyncio
 import logging
 from pathlib import Path
+from typing import Any
 
 import click
 
 from kvpool.cli.settings import load_config
 from kvpool.server import server
-from kvpool.server.config import DEFAULT_ADDRESS, MIB, ServerConfig
+from kvpool.server.config import DEFAULT_ADDRESS, DEFAULT_MAX_POOL_BLOCKS, MIB, ServerConfig
 
 
 @click.command()
@@ -33,6 +34,13 @@ from kvpool.server.config import DEFAULT_ADDRESS, MIB, ServerConfig
     "--max-message-bytes", type=int, default=16 * MIB, show_default=True, help="Largest message taken or sent."
 )
 @click.option(
+    "--max-pool-blocks",
+    type=int,
+    default=DEFAULT_MAX_POOL_BLOCKS,
+    show_default=True,
+    help="Most blocks of one pool; each takes about 65 bytes of memory.",
+)
+@click.option(
     "--grace-seconds",
     type=float,
     default=10.0,
@@ -53,16 +61,14 @@ from kvpool.server.config import DEFAULT_ADDRESS, MIB, ServerConfig
     show_default=True,
     help="Least severe messages to log.",
 )
-def serve(
-    listen: tuple[str, ...], max_message_bytes: int, grace_seconds: float, dead_peer_seconds: float, log_level: str
-) -> None:
+def serve(log_level: str, **settings: Any) -> None:  # noqa: ANN401 - named and checked by ServerConfig
     """Serve pools until SIGTERM.
 
     Every option can also be set in the environment, as KVPOOL_SERVE_LISTEN and so on, or in the file.
     """
     logging.basicConfig(level=log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:
-        config = ServerConfig(listen, max_message_bytes, grace_seconds, dead_peer_seconds)
+        config = ServerConfig(addresses=settings.pop("listen"), **settings)
     except ValueError as error:
         raise click.UsageError(str(error)) from error
     try:

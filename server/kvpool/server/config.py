@@ -3,7 +3,10 @@
 from dataclasses import dataclass
 from typing import Final
 
+from kvpool.server.core.types import MAX_BLOCKS
+
 DEFAULT_ADDRESS: Final = "127.0.0.1:50051"
+DEFAULT_MAX_POOL_BLOCKS: Final = 2**24
 MIB: Final = 1024 * 1024
 
 
@@ -14,12 +17,14 @@ class ServerConfig:
     Attributes:
         addresses: Where to listen: `host:port` (port 0 for a free one) or `unix:/path`.
         max_message_bytes: Largest message that is taken or sent.
+        max_pool_blocks: Most blocks of one pool; each takes about 65 bytes of the server's memory.
         grace_seconds: How long a stopping server waits for calls in flight.
         dead_peer_seconds: How long a peer may be silent on the network before its stream counts as broken.
     """
 
     addresses: tuple[str, ...] = (DEFAULT_ADDRESS,)
     max_message_bytes: int = 16 * MIB
+    max_pool_blocks: int = DEFAULT_MAX_POOL_BLOCKS
     grace_seconds: float = 10.0
     dead_peer_seconds: float = 10.0
 
@@ -30,6 +35,8 @@ class ServerConfig:
             check_address(address)
         if not 64 * 1024 <= self.max_message_bytes <= 1024 * MIB:
             raise ValueError(f"max_message_bytes: {self.max_message_bytes} is not in [65536, {1024 * MIB}]")
+        if not 2 <= self.max_pool_blocks <= MAX_BLOCKS:  # noqa: PLR2004 - the message states it
+            raise ValueError(f"max_pool_blocks: {self.max_pool_blocks} is not in [2, {MAX_BLOCKS}]")
         if not 0 <= self.grace_seconds <= 3600:  # noqa: PLR2004 - the message states it
             raise ValueError(f"grace_seconds: {self.grace_seconds} is not in [0, 3600]")
         if not 1 <= self.dead_peer_seconds <= 3600:  # noqa: PLR2004 - the message states it

@@ -34,7 +34,7 @@ class Server:
 
     def __init__(self, config: ServerConfig) -> None:
         self._config = config
-        self.hub = Hub()
+        self.hub = Hub(config.max_pool_blocks)
         self._health = health.aio.HealthServicer()
         self._server = grpc.aio.server(options=_channel_options(config))
         self._expiry: asyncio.Task[None] | None = None

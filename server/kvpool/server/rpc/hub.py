@@ -10,7 +10,7 @@ from typing import Final
 
 from kvpool.server.core.allocator import Allocator
 from kvpool.server.core.config import PoolConfig
-from kvpool.server.core.errors import AbortedError, KvpoolError, UnavailableError
+from kvpool.server.core.errors import AbortedError, KvpoolError, UnavailableError, check_range
 from kvpool.server.core.pool import Pool
 from kvpool.server.core.session import Session
 from kvpool.server.core.types import PoolName, SessionId
@@ -55,8 +55,9 @@ class Stream:
 class Hub:
     """State of one server. Only its event loop touches it, and no method awaits between a check and a change."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_pool_blocks: int) -> None:
         self.allocator = Allocator()
+        self._max_pool_blocks = max_pool_blocks
         self._logs: dict[PoolName, EventLog] = {}
         self._streams: set[Stream] = set()
         self._by_session: dict[SessionId, Stream] = {}
@@ -67,7 +68,8 @@ class Hub:
         return time.monotonic()
 
     def create_pool(self, config: PoolConfig) -> tuple[Pool, bool]:
-        """See `Allocator.create_pool`."""
+        """See `Allocator.create_pool`; refuses what would take more memory than the server was given for a pool."""
+        check_range("config.num_blocks", config.num_blocks, 0, self._max_pool_blocks)
         none_hash = secrets.token_bytes(min(config.hash_scheme.hash_size_bytes, 64))
         pool, created = self.allocator.create_pool(config, none_hash)
         if created:
