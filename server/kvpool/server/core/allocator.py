@@ -125,7 +125,7 @@ class Allocator:
             raise InvalidArgumentError(
                 "lease_seconds", f"{lease_seconds} is not in [{MIN_LEASE_SECONDS:g}, {MAX_LEASE_SECONDS:g}]"
             )
-        if len(client_name.encode()) > 256:  # noqa: PLR2004 - the proto states it
+        if len(client_name.encode("utf-8", "surrogatepass")) > 256:  # noqa: PLR2004 - the proto states it
             raise InvalidArgumentError("client_name", "longer than 256 bytes")
         pool = self.pool(pool_name)
         self._last_writer += 1
@@ -143,15 +143,10 @@ class Allocator:
         found = self._sessions.get(SessionId(session_id))
         if found is None:
             if session_id in self._expired:
-                raise AbortedError(
-                    "LEASE_EXPIRED",
-                    "the session's lease ran out and its blocks were freed",
-                    field="session_id",
-                )
+                raise _expired_error()
             raise NotFoundError("SESSION_NOT_FOUND", "no such session", field="session_id")
-        if found[1].expires_seconds <= now_seconds:
-            self._expire(SessionId(session_id))
-            return self.session(session_id, now_seconds)
+        if found[1].expires_seconds <= now_seconds:  # `expire` will free its blocks, and tell
+            raise _expired_error()
         found[1].heard_seconds = now_seconds
         return found
 
@@ -227,3 +222,7 @@ class Allocator:
         if len(self._expired) > REMEMBERED_EXPIRIES:
             self._expired.popitem(last=False)
         return pool, session, apply.end_session(pool, session)
+
+
+def _expired_error() -> AbortedError:
+    return AbortedError("LEASE_EXPIRED", "the session's lease ran out; its blocks are free again", field="session_id")

@@ -153,6 +153,10 @@ class StepChecker:
         if appended:
             self._check_growth(i, row, seen, appended)
         if rejected:
+            if seen.allocated:
+                raise InvalidArgumentError(
+                    f"num_rejected_tokens[{i}]", "the request allocated in this step, which has not run yet"
+                )
             check_range(f"num_rejected_tokens[{i}]", rejected, 0, seen.num_computed_tokens)
             seen.num_computed_tokens -= rejected
             row.num_rejected_tokens = rejected
@@ -192,7 +196,7 @@ class StepChecker:
         if at >= len(step.request_ids):
             raise InvalidArgumentError("request_ids", f"{len(step.request_ids)} ids, the operations need more")
         request_id = RequestId(step.request_ids[at])
-        check_range(f"request_ids[{at}]", len(request_id.encode()), 1, 256)
+        check_range(f"request_ids[{at}]", len(request_id.encode("utf-8", "surrogatepass")), 1, 256)
         if self._ids.get(request_id, request_id in self._session.requests):
             raise InvalidArgumentError(f"request_ids[{at}]", f"{request_id!r} is in use", reason="REQUEST_ID_IN_USE")
         lora_name = None
@@ -200,7 +204,7 @@ class StepChecker:
             if at >= len(step.lora_names):
                 raise InvalidArgumentError("lora_names", "needs 0 entries or one for each added request")
             lora_name = step.lora_names[at] or None
-            check_range(f"lora_names[{at}]", len((lora_name or "").encode()), 0, 256)
+            check_range(f"lora_names[{at}]", len((lora_name or "").encode("utf-8", "surrogatepass")), 0, 256)
         self._id_at += 1
         self._ids[request_id] = True
         request = Request(

@@ -37,7 +37,7 @@ class FullAttentionManager:
     def still_holds(self, promised: Sequence[BlockId], hashes: Sequence[BlockHash], reader: WriterId) -> bool:
         """Whether every promised block still has the hash it was promised for, visible to `reader`."""
         prefix_map = self._pool.prefix_map
-        return all(
+        return len(promised) <= len(hashes) and all(
             prefix_map.hash_of(block_id) == block_hash
             and prefix_map.group_of(block_id) == self.group_id
             and prefix_map.is_visible(block_id, reader)

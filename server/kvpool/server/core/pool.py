@@ -84,7 +84,7 @@ class Pool:
         manager = self._managers[0]
         if not self.config.enable_caching:
             return ComputedBlocks(((),), 0)
-        found = manager.find_longest_hit(request.hashes, request.num_tokens - 1, request.writer)
+        found = manager.find_longest_hit(request.hashes, max(request.num_tokens - 1, 0), request.writer)
         foreign = len(found) - self.blocks.prefix_map.num_written_by(found, request.writer)
         return ComputedBlocks((found,), len(found) * manager.block_size, foreign * manager.block_size)
 
@@ -192,10 +192,11 @@ class Pool:
         request.num_computed_tokens = 0
 
     def preempt(self, request: Request) -> None:
-        """Frees the request's blocks, and counts that they were taken back."""
+        """Frees the request's blocks, and counts that they were taken back, if it held any."""
+        if request.holds_blocks:
+            request.num_preemptions += 1
+            self.num_preemptions += 1
         self.free(request)
-        request.num_preemptions += 1
-        self.num_preemptions += 1
 
     def reset_prefix_cache(self) -> bool:
         """Forgets all hashes if no request holds a block; returns whether it did."""

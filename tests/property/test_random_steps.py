@@ -1,0 +1,451 @@
+"""Steps of random operations, several sessions at once, as schedulers that keep their own books would send them.
+
+Each scheduler here believes only what results tell it. After every step its block tables must be the pool's, and every
+block it was given as a hit must hold the very tokens that it asked for, filled by itself or published.
+"""
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
+from itertools import count
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from kvpool.server.core.config import ReuseOrder
+from kvpool.server.core.errors import AbortedError, KvpoolError
+from kvpool.server.core.integrity import check_integrity
+from kvpool.server.core.session import Session
+from kvpool.server.core.step import Operation, Outcome, Step, StepResult
+from kvpool.server.core.types import BlockId, RequestNumber
+from support_core import World
+
+WITHOUT_REQUEST = (Operation.EVICT, Operation.RESET)
+GROWING = (Operation.ADD, Operation.APPEND, Operation.ALLOCATE)
+BEFORE_BLOCKS = (Operation.LOOK_UP, Operation.PEEK, Operation.ADMIT)
+OFTEN = [Operation.ADMIT, Operation.ADMIT, Operation.LOOK_UP, Operation.ALLOCATE, Operation.FREE]
+POSSIBLE = {
+    Operation.ADMIT: (Outcome.OK, Outcome.NO_BLOCKS, Outcome.SKIPPED),  # skipped: the budget was used up
+    Operation.ALLOCATE: (Outcome.OK, Outcome.NO_BLOCKS, Outcome.HIT_CHANGED),
+}
+LEASE_SECONDS = 10.0
+
+
+@dataclass(frozen=True)
+class Row:
+    """One operation, its request yet to be chosen.
+
+    A tame one is bent to what the request can be asked for; a wild one is sent as it is.
+    """
+
+    operation: Operation
+    pick: int
+    length: int
+    bits: int
+    new: int
+    extra: tuple[int, int, bool]
+    ids: tuple[int, ...]
+    wild: bool
+
+    @property
+    def tokens(self) -> list[int]:
+        """Few different ones, so that prefixes meet."""
+        return [self.bits >> (i // 4) & 1 for i in range(self.length)]
+
+
+@dataclass(frozen=True)
+class Round:
+    """What one scheduler asks in one step."""
+
+    which: int
+    rows: list[Row]
+    not_executed: int
+    budget: int
+
+
+@dataclass
+class Known:
+    """A request as its scheduler knows it."""
+
+    tokens: list[int] = field(default_factory=list)
+    blocks: list[int] = field(default_factory=list)
+    num_hit: int = 0
+    computed: int = 0
+    promise: list[int] = field(default_factory=list)
+
+
+@dataclass
+class Filled:
+    """What a block's slots were last given to hold, by whom and when."""
+
+    content: tuple[int, ...]
+    writer: int
+    sequence: int
+
+
+@dataclass
+class Scheduler:
+    """A session, its requests by number, and the steps it sent."""
+
+    session: Session
+    requests: dict[int, Known] = field(default_factory=dict)
+    sent: list[tuple[Step, StepResult]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a step asked with one operation, and what became of it."""
+
+    operation: Operation
+    number: int
+    num_appended: int
+    num_rejected: int
+    promised: list[int]
+    outcome: Outcome
+    num_prefix: int
+    num_hit_tokens: int
+    num_new_tokens: int
+    hit: list[int]
+    new: list[int]
+
+
+def answers(step: Step, result: StepResult) -> Iterator[Answer]:
+    """Takes a result's columns and queue apart. Uses the queues up."""
+    zeros = [0] * len(step.operations)
+    named, given = iter(step.block_ids), iter(result.block_ids)
+    for i, code in enumerate(step.operations):
+        operation, num_prefix = Operation(code), (result.num_prefix_blocks or zeros)[i]
+        num_new = result.num_new_tokens or zeros if operation is Operation.ADMIT else step.num_new_tokens
+        yield Answer(
+            operation,
+            step.request_numbers[i],
+            step.num_appended_tokens[i],
+            step.num_rejected_tokens[i],
+            take(named, step.num_block_ids[i]),
+            Outcome((result.outcomes or zeros)[i]),
+            num_prefix,
+            (result.num_hit_tokens or zeros)[i],
+            num_new[i],
+            take(given, 0 if operation is Operation.COMMON_PREFIX else num_prefix),
+            take(given, (result.num_new_blocks or zeros)[i]),
+        )
+    assert next(given, None) is None
+
+
+def take(ids: Iterator[int], num: int) -> list[int]:
+    return [next(ids) for _ in range(num)]
+
+
+def num_common(tables: Sequence[list[int]]) -> int:
+    """Leading blocks that all tables have in common."""
+    return next(
+        (i for i, column in enumerate(zip(*tables, strict=False)) if len(set(column)) > 1), min(map(len, tables))
+    )
+
+
+rows = st.builds(
+    Row,
+    operation=st.sampled_from([*Operation, *OFTEN * 3]),
+    pick=st.integers(0, 3),
+    length=st.sampled_from([9, 8, 13, 5, 4, 2, 1, 0]),
+    bits=st.sampled_from([0, 0, 0, 1, 2]),
+    new=st.sampled_from([0, 0, 0, 1, 2, 7]),
+    extra=st.sampled_from([(0, 0, False)] * 4 + [(2, 0, False), (0, 3, False), (0, 0, True), (1, 2, True)]),
+    ids=st.sampled_from([(1,), (2,), (1, 2), (3, 1), (5,), (7, 8, 9), (0,)]),
+    wild=st.sampled_from([False] * 15 + [True]),
+)
+
+rounds = st.builds(
+    Round,
+    which=st.integers(0, 2),
+    rows=st.lists(rows, min_size=1, max_size=5),
+    not_executed=st.sampled_from([0, 0, 1, 3]),
+    budget=st.sampled_from([0, 0, 0, 3, 9]),
+)
+
+
+def tamed(operation: Operation, number: int, known: Known, step: Step) -> Operation:
+    """An operation that the request can be asked for, given what the step asked of it before."""
+    earlier = [Operation(op) for op, n in zip(step.operations, step.request_numbers, strict=True) if n == number]
+    may_hold = known.blocks or not POSSIBLE.keys().isdisjoint(earlier)
+    if operation in POSSIBLE and not POSSIBLE.keys().isdisjoint(earlier):
+        return Operation.COMMON_PREFIX
+    if operation in BEFORE_BLOCKS and may_hold:
+        return Operation.ALLOCATE if operation is Operation.ADMIT else Operation.COMMON_PREFIX
+    if operation is Operation.ADMIT and (known.promise or not known.tokens):
+        return Operation.ALLOCATE if known.promise else Operation.APPEND
+    if operation is Operation.CACHE and Operation.PREEMPT in earlier:
+        return Operation.COMMON_PREFIX
+    return operation
+
+
+# Ways to spoil a step so that it must be refused.
+SPOILS: list[Callable[[Step], Step]] = [
+    lambda step: replace(step, block_hashes=step.block_hashes + b"x"),
+    lambda step: replace(step, block_ids=[*step.block_ids, 1]),
+    lambda step: replace(step, request_ids=[*step.request_ids, "unused"]),
+    lambda step: replace(step, token_ids=[1]),
+    lambda step: replace(step, executed_sequence=step.sequence),
+    lambda step: replace(step, executed_sequence=-1),
+    lambda step: replace(step, sequence=step.sequence + 1),
+    lambda step: replace(step, sequence=0),
+    lambda step: replace(step, operations=[*step.operations, 0]),
+    lambda step: replace(step, operations=[*step.operations[:-1], 99]),
+    lambda step: replace(step, request_numbers=[*step.request_numbers, 1]),
+    lambda step: replace(step, num_new_tokens=[-1] * (len(step.operations) + 1)),
+    lambda step: replace(step, request_numbers=[77] * len(step.operations), operations=[Operation.FREE] * 9),
+    lambda step: replace(step, num_appended_tokens=[2**40] * len(step.operations)),
+]
+
+
+class RandomSteps(RuleBasedStateMachine):
+    """Schedulers of one pool, on a clock that is told."""
+
+    @initialize(
+        num_blocks=st.sampled_from([16, 12, 9, 7, 5, 3, 2]),
+        block_size=st.integers(2, 4),
+        order=st.sampled_from(ReuseOrder),
+        caching=st.sampled_from([True] * 7 + [False]),
+        eagle=st.sampled_from([False, False, True]),
+    )
+    def start(self, *, num_blocks: int, block_size: int, order: ReuseOrder, caching: bool, eagle: bool) -> None:
+        self.world = World(
+            num_blocks, block_size=block_size, reuse_order=order, enable_caching=caching, use_eagle=eagle
+        )
+        self.size = block_size
+        self.schedulers: list[Scheduler] = []
+        self.filled: dict[int, Filled] = {}
+        self.executed: dict[int, int] = {}
+        self.numbers = count(1)
+        self.open_session()
+
+    @precondition(lambda self: len(self.schedulers) < 3)
+    @rule()
+    def open_session(self) -> None:
+        self.schedulers.append(Scheduler(self.world.open(LEASE_SECONDS)))
+
+    @precondition(lambda self: self.schedulers)
+    @rule(asked=st.lists(rounds, min_size=1, max_size=6))
+    def send(self, asked: list[Round]) -> None:
+        for sent in asked:
+            scheduler = self.hear_of(sent.which)
+            step, requests = self.build(scheduler, sent)
+            before = self.world.snapshot()
+            try:
+                result = self.world.apply(scheduler.session, step)
+            except KvpoolError:
+                assert self.world.snapshot() == before
+                continue
+            self.read(scheduler, step, result, requests)
+            scheduler.sent.append((step, result))
+            self.books_balance()
+
+    @precondition(lambda self: self.schedulers)
+    @rule(asked=rounds, spoil=st.sampled_from(SPOILS))
+    def send_spoilt(self, asked: Round, spoil: Callable[[Step], Step]) -> None:
+        scheduler = self.hear_of(asked.which)
+        step = spoil(self.build(scheduler, asked)[0])
+        before = self.world.snapshot()
+        with pytest.raises(KvpoolError):
+            self.world.apply(scheduler.session, step)
+        assert self.world.snapshot() == before
+
+    @precondition(lambda self: any(s.sent for s in self.schedulers))
+    @rule(which=st.integers(0, 2), back=st.integers(1, 16))
+    def send_again(self, which: int, back: int) -> None:
+        """Rule 2 of session: the same number again gets the same answer again, and changes nothing."""
+        senders = [s for s in self.schedulers if s.sent]
+        scheduler = senders[which % len(senders)]
+        step, result = scheduler.sent[-min(back, len(scheduler.sent))]
+        before = self.world.snapshot()
+        assert self.world.apply(scheduler.session, deepcopy(step)) == result
+        assert self.world.snapshot() == before
+
+    @precondition(lambda self: len(self.schedulers) > 1)
+    @rule(which=st.integers(0, 2))
+    def close(self, which: int) -> None:
+        scheduler = self.hear_of(which)
+        _, count = self.world.allocator.close_session(scheduler.session.session_id, self.world.now_seconds)
+        assert count == len(scheduler.requests)
+        self.schedulers.remove(scheduler)
+
+    @rule(seconds=st.sampled_from([1.0, 2.0, 6.0]))
+    def wait(self, seconds: float) -> None:
+        self.world.now_seconds += seconds
+        ended = [session for _, session, _ in self.world.allocator.expire(self.world.now_seconds)]
+        due = self.world.now_seconds - LEASE_SECONDS
+        assert ended == [s.session for s in self.schedulers if s.session.heard_seconds <= due]
+        for session in ended:
+            with pytest.raises(AbortedError):
+                self.world.allocator.session(session.session_id, self.world.now_seconds)
+        self.schedulers = [s for s in self.schedulers if s.session not in ended]
+
+    @invariant()
+    def books_balance(self) -> None:
+        if not hasattr(self, "world"):
+            return
+        check_integrity(self.world.pool, [s.session for s in self.schedulers])
+        holders: dict[BlockId, tuple[int, Known]] = {}
+        for scheduler in self.schedulers:
+            assert len(scheduler.session.requests) == len(scheduler.requests)
+            for number, known in scheduler.requests.items():
+                request = scheduler.session.by_number[RequestNumber(number)]
+                table = request.tables[0].block_ids
+                assert (table, request.num_computed_tokens) == (known.blocks, known.computed)
+                assert 0 <= known.computed <= len(table) * self.size
+                for i, block_id in enumerate(table):
+                    index, other = holders.setdefault(block_id, (i, known))
+                    assert index == i, "shared at different places"
+                    assert known is other or self.content(known, i) == self.content(other, i), "shared, but different"
+
+    def hear_of(self, which: int) -> Scheduler:
+        scheduler = self.schedulers[which % len(self.schedulers)]
+        found = self.world.allocator.session(scheduler.session.session_id, self.world.now_seconds)
+        assert found == (self.world.pool, scheduler.session)
+        return scheduler
+
+    def content(self, known: Known, block: int) -> tuple[int, ...]:
+        return tuple(known.tokens[: (block + 1) * self.size])
+
+    def build(self, scheduler: Scheduler, asked: Round) -> tuple[Step, dict[int, Known]]:
+        """Writes a step that names requests which are there; returns them with the tokens that they will have."""
+        step = Step(scheduler.session.sequence + 1, admission_budget_tokens=asked.budget)
+        step.executed_sequence = max(scheduler.session.sequence - asked.not_executed, 0)
+        requests = deepcopy(scheduler.requests)
+        gone: set[int] = set()
+        for row in asked.rows:
+            there = sorted(requests.keys() - gone)
+            if row.operation in WITHOUT_REQUEST:
+                self.put(step, row, row.operation, 0, Known())
+            elif row.operation is Operation.ADD or not there:
+                number = next(self.numbers)
+                step.request_ids.append(f"r{number}")
+                self.put(step, row, Operation.ADD, number, requests.setdefault(number, Known()))
+            else:
+                number = there[row.pick % len(there)]
+                operation = row.operation if row.wild else tamed(row.operation, number, requests[number], step)
+                gone |= {number} if operation is Operation.FREE else set()
+                self.put(step, row, operation, number, requests[number])
+        return step, requests
+
+    def put(self, step: Step, row: Row, operation: Operation, number: int, known: Known) -> None:
+        tame, before = not row.wild, len(known.tokens)
+        named_before = number in step.request_numbers
+        grows = operation in GROWING and not (tame and named_before)
+        step.block_hashes += self.grow(known, row.tokens if grows else [])
+        rejected, lookahead, delay = row.extra
+        if tame:
+            rejected = 0 if named_before else min(rejected, max(known.computed - before, 0))
+        ids: list[int] = []
+        if operation is Operation.EVICT or (row.wild and operation is Operation.ALLOCATE):
+            ids = [1 + block_id % (self.world.pool.blocks.num_blocks - 1) for block_id in row.ids]
+        elif operation is Operation.ALLOCATE and not known.blocks:
+            ids = known.promise
+        new = row.new
+        if tame and operation is Operation.CACHE:
+            new = min(new, known.computed - rejected)
+        elif tame and operation is Operation.ALLOCATE:
+            new = max(new, 1)
+        step.operations.append(operation)
+        step.request_numbers.append(number)
+        step.num_appended_tokens.append(len(known.tokens) - before)
+        step.num_new_tokens.append(new)
+        step.num_rejected_tokens.append(rejected if number else 0)
+        step.num_lookahead_tokens.append(lookahead)
+        step.delay_cache_blocks.append(delay)
+        step.num_block_ids.append(len(ids))
+        step.block_ids += ids
+
+    def grow(self, known: Known, tokens: Sequence[int]) -> bytes:
+        before = len(known.tokens) // self.size
+        known.tokens += tokens
+        blocks = range(before, len(known.tokens) // self.size) if self.world.pool.config.enable_caching else ()
+        return b"".join(hashlib.sha256(repr(self.content(known, block)).encode()).digest() for block in blocks)
+
+    def read(self, scheduler: Scheduler, step: Step, result: StepResult, requests: dict[int, Known]) -> None:
+        """Reads a result as a scheduler does, operation by operation, with what it knew before."""
+        writer = scheduler.session.writer
+        self.executed[writer] = max(self.executed.get(writer, 0), step.executed_sequence)
+        length = {number: len(known.tokens) for number, known in scheduler.requests.items()}
+        scheduler.requests = requests
+        out_of_blocks = False
+        for answer in answers(step, result):
+            if answer.operation is Operation.RESET:
+                assert answer.outcome == (Outcome.IN_USE if self.held() else Outcome.OK)
+            if not answer.number:
+                continue
+            known = requests[answer.number]
+            length[answer.number] = length.get(answer.number, 0) + answer.num_appended
+            known.computed -= answer.num_rejected
+            self.check_hit(scheduler, known, answer.hit)
+            assert answer.num_hit_tokens == len(answer.hit) * self.size
+            if answer.operation in POSSIBLE:
+                possible = (Outcome.SKIPPED,) if out_of_blocks else POSSIBLE[answer.operation]
+                assert answer.outcome in possible
+                out_of_blocks = out_of_blocks or answer.outcome is Outcome.NO_BLOCKS
+            self.follow(scheduler, known, answer, step.sequence)
+            self.fill(known, length[answer.number], writer, step.sequence)
+        assert not step.admission_budget_tokens or sum(result.num_new_tokens) <= step.admission_budget_tokens
+        assert result.free_blocks == self.world.pool.blocks.num_blocks - 1 - len(self.held())
+
+    def follow(self, scheduler: Scheduler, known: Known, answer: Answer, sequence: int) -> None:
+        """Does to a request what the pool says it did."""
+        match answer.operation, answer.outcome:
+            case Operation.FREE, _:
+                del scheduler.requests[answer.number]
+            case Operation.PREEMPT, _:
+                known.blocks, known.num_hit, known.computed, known.promise = [], 0, 0, []
+            case Operation.COMMON_PREFIX, _:
+                tables = [other.blocks for other in scheduler.requests.values() if other.blocks]
+                assert answer.num_prefix == num_common([known.blocks, *tables])
+            case (Operation.LOOK_UP | Operation.PEEK, _) | (_, Outcome.HIT_CHANGED):
+                assert answer.hit != answer.promised or not answer.hit
+                known.promise = answer.hit
+            case Operation.ADMIT | Operation.ALLOCATE, Outcome.OK:
+                self.check_hit(scheduler, known, answer.promised)
+                adopted = answer.promised + answer.hit
+                known.blocks += adopted + answer.new
+                known.num_hit += len(adopted)
+                known.computed += len(adopted) * self.size + answer.num_new_tokens
+                known.promise = []
+                for block_id in answer.new:
+                    self.filled[block_id] = Filled((), scheduler.session.writer, sequence)
+
+    def held(self) -> set[int]:
+        return {block_id for s in self.schedulers for known in s.requests.values() for block_id in known.blocks}
+
+    def fill(self, known: Known, length: int, writer: int, sequence: int) -> None:
+        """The blocks that a request did not hit hold its tokens once they are full."""
+        for i in range(known.num_hit, min(known.computed, length) // self.size):
+            filled = self.filled[known.blocks[i]]
+            if filled.content != self.content(known, i):
+                self.filled[known.blocks[i]] = Filled(self.content(known, i), writer, sequence)
+
+    def check_hit(self, scheduler: Scheduler, known: Known, hit: Sequence[int]) -> None:
+        assert len(hit) * self.size < max(len(known.tokens), 1), "a hit of the last token"
+        writer = scheduler.session.writer
+        for i, block_id in enumerate(hit):
+            filled = self.filled[block_id]
+            assert filled.content == self.content(known, i), "a hit of other contents"
+            assert filled.writer == writer or filled.sequence <= self.executed.get(filled.writer, 0), "not computed yet"
+
+    def teardown(self) -> None:
+        """When all sessions have ended every block is free."""
+        if hasattr(self, "world"):
+            self.world.allocator.expire(self.world.now_seconds + LEASE_SECONDS)
+            check_integrity(self.world.pool, [])
+            assert self.world.pool.blocks.usage == 0.0
+
+
+RandomSteps.TestCase.settings = settings(
+    report_multiple_bugs=False,
+    max_examples=300,
+    stateful_step_count=30,
+    derandomize=True,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+TestRandomSteps = RandomSteps.TestCase

@@ -1,0 +1,35 @@
+"""Errors carry what a transport needs, and nothing else."""
+
+import pytest
+
+from kvpool.server.core import errors
+from kvpool.server.core.errors import InvalidArgumentError, KvpoolError, WrongStateError, check_range
+
+
+def test_an_error_names_its_field_before_its_message() -> None:
+    error = InvalidArgumentError("sequence", "missing")
+    assert (str(error), error.message, error.field, error.reason) == (
+        "sequence: missing", "missing", "sequence", "INVALID_VALUE",
+    )  # fmt: skip
+    assert str(WrongStateError("DRAINING", "not now")) == "not now"
+
+
+def test_a_field_can_be_named_as_the_caller_knows_it() -> None:
+    error = InvalidArgumentError("request_ids[0]", "too long")
+    error.rename_field("request.request_id")
+    assert (str(error), error.field) == ("request.request_id: too long", "request.request_id")
+
+
+@pytest.mark.parametrize("value", [0, 3])
+def test_ranges_include_both_ends(value: int) -> None:
+    assert check_range("f", value, 0, 3) == value
+
+
+@pytest.mark.parametrize("value", [-1, 4])
+def test_what_is_out_of_range_is_refused(value: int) -> None:
+    with pytest.raises(InvalidArgumentError, match=rf"f: {value} is not in \[0, 3\]"):
+        check_range("f", value, 0, 3)
+
+
+def test_a_bug_of_ours_is_no_refusal() -> None:
+    assert not issubclass(errors.IntegrityError, KvpoolError)

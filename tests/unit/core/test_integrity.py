@@ -1,0 +1,68 @@
+"""Cooked books are found, each for what is wrong with them."""
+
+from collections.abc import Callable
+
+import pytest
+
+from kvpool.server.core.errors import IntegrityError
+from kvpool.server.core.integrity import check_integrity
+from kvpool.server.core.pool import Pool
+from kvpool.server.core.session import Session
+from kvpool.server.core.types import NULL_BLOCK, BlockHash, BlockId, GroupId, RequestNumber, Sequence, WriterId
+from support_core import World
+
+Cook = Callable[[Pool, Session], object]
+
+
+@pytest.fixture
+def world() -> World:
+    """Request 1 holds blocks 1 to 4, of which three are cached."""
+    world = World(num_blocks=9)
+    world.admit(world.open(), 1, "abc", 13)
+    return world
+
+
+def cook_hash_of_nobody(pool: Pool, _: Session) -> None:
+    pool.blocks.cache(GroupId(0), [BlockId(4)], [BlockHash(b"h")], WriterId(99), Sequence(1))
+
+
+def cook_computed_without_room(pool: Pool, session: Session) -> None:
+    del pool
+    session.by_number[RequestNumber(1)].num_computed_tokens = 17
+
+
+def cook_null_block_in_a_table(_: Pool, session: Session) -> None:
+    session.by_number[RequestNumber(1)].tables[0].block_ids[0] = NULL_BLOCK
+
+
+def cook_more_cached_than_held(_: Pool, session: Session) -> None:
+    session.by_number[RequestNumber(1)].tables[0].num_cached = 5
+
+
+COOKED: dict[str, tuple[Cook, str]] = {
+    "held by no table": (lambda pool, _: pool.blocks.touch([BlockId(7)]), "free"),
+    "counted twice": (lambda pool, _: pool.blocks.touch([BlockId(1)]), "block 1: ref_cnt 2, in 1 tables"),
+    "leaked": (lambda pool, _: pool.blocks.take(1), "free"),
+    "freed under a table": (lambda pool, _: pool.blocks.release([BlockId(4)]), "free"),
+    "free though held": (lambda pool, _: pool.blocks.free_list.append([BlockId(2)]), "free"),
+    "cached by nobody": (cook_hash_of_nobody, "pending"),
+    "computed without room": (cook_computed_without_room, "computed what has no room"),
+    "null block in a table": (cook_null_block_in_a_table, "block 0: ref_cnt 0, in 1 tables"),
+    "more cached than held": (cook_more_cached_than_held, "more cached than held"),
+    "hash missing": (lambda _, session: session.by_number[RequestNumber(1)].hashes.pop(), "2 hashes, not 3"),
+    "number missing": (lambda _, session: session.by_number.clear(), "by id and by number"),
+}
+
+
+@pytest.mark.parametrize("case", COOKED)
+def test_cooked_books_are_found(case: str, world: World) -> None:
+    cook, message = COOKED[case]
+    check_integrity(world.pool, world.sessions())
+    cook(world.pool, world.sessions()[0])
+    with pytest.raises(IntegrityError, match=message):
+        check_integrity(world.pool, world.sessions())
+
+
+def test_a_session_left_out_is_missed(world: World) -> None:
+    with pytest.raises(IntegrityError):
+        check_integrity(world.pool, [])

@@ -1,0 +1,154 @@
+"""Rules 1 and 2 of allocator: what is found, what differs, what is over."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from kvpool.server.core.allocator import DEFAULT_LEASE_SECONDS, REMEMBERED_EXPIRIES, Allocator
+from kvpool.server.core.config import HashScheme
+from kvpool.server.core.errors import AbortedError, InvalidArgumentError, NotFoundError, WrongStateError
+from kvpool.server.core.integrity import check_integrity
+from kvpool.server.core.types import PoolName, SessionId
+from support_core import World, config
+
+DRAWN = b"n" * 32
+
+
+def test_a_pool_that_leaves_its_none_hash_open_gets_the_drawn_one() -> None:
+    pool, is_new = Allocator().create_pool(config(), DRAWN)
+    assert (is_new, pool.config.hash_scheme.none_hash) == (True, DRAWN)
+
+
+def test_a_pool_may_choose_its_none_hash() -> None:
+    declared = replace(config(), hash_scheme=HashScheme(none_hash=b"mine"))
+    assert Allocator().create_pool(declared, DRAWN)[0].config.hash_scheme.none_hash == b"mine"
+
+
+def test_declaring_a_pool_again_finds_it_whatever_is_drawn() -> None:
+    allocator = Allocator()
+    pool, _ = allocator.create_pool(config(), DRAWN)
+    assert allocator.create_pool(config(), b"m" * 32) == (pool, False)
+    assert allocator.pool("m") is pool
+    assert list(allocator.pools()) == [pool]
+
+
+def test_a_pool_that_differs_is_refused_by_field() -> None:
+    allocator = Allocator()
+    pool, _ = allocator.create_pool(config(), DRAWN)
+    with pytest.raises(WrongStateError) as caught:
+        allocator.create_pool(config(use_eagle=True), DRAWN)
+    assert (caught.value.reason, caught.value.field) == ("POOL_DIFFERS", "config.use_eagle")
+    assert not pool.config.use_eagle
+
+
+def test_a_malformed_pool_leaves_its_name_free() -> None:
+    allocator = Allocator()
+    with pytest.raises(InvalidArgumentError):
+        allocator.create_pool(config(num_blocks=1), DRAWN)
+    assert list(allocator.pools()) == []
+    assert allocator.create_pool(config(), DRAWN)[1]
+
+
+def test_no_lease_asked_for_is_the_default() -> None:
+    assert World().open(lease_seconds=0.0).lease_seconds == DEFAULT_LEASE_SECONDS
+
+
+@pytest.mark.parametrize(
+    ("call", "field"),
+    [
+        (lambda a: a.open_session("m", "ü" * 129, 10.0, session_id=SessionId("s"), now_seconds=0.0), "client_name"),
+        (lambda a: a.open_session("x", "", 10.0, session_id=SessionId("s"), now_seconds=0.0), "pool_name"),
+    ],
+)
+def test_a_session_that_cannot_be_opened_is_not_there(call: Callable[[Allocator], object], field: str) -> None:
+    world = World()
+    with pytest.raises((InvalidArgumentError, NotFoundError)) as caught:
+        call(world.allocator)
+    assert caught.value.field == field
+    assert world.sessions() == []
+
+
+def test_a_closed_session_never_was() -> None:
+    world = World()
+    session = world.open()
+    world.admit(session, 1, "abc", 13)
+    world.admit(session, 2, "xyz", 13)
+    assert world.allocator.close_session(session.session_id, 0.0) == (world.pool, 2)
+    assert world.pool.blocks.usage == 0.0
+    for call in (world.allocator.session, world.allocator.close_session):
+        with pytest.raises(NotFoundError):
+            call(session.session_id, 0.0)
+
+
+def test_closing_after_the_lease_is_told_that_it_ran_out() -> None:
+    world = World()
+    session = world.open()
+    world.admit(session, 1, "abc", 13)
+    with pytest.raises(AbortedError) as caught:
+        world.allocator.close_session(session.session_id, 10.0)
+    assert (caught.value.reason, caught.value.field) == ("LEASE_EXPIRED", "session_id")
+    assert [count for _, _, count in world.allocator.expire(10.0)] == [1]
+    assert world.pool.blocks.usage == 0.0
+    check_integrity(world.pool, [])
+
+
+def test_a_lease_starts_when_the_stream_was_last_heard_of() -> None:
+    world = World()
+    session = world.open(lease_seconds=5.0)
+    session.open_streams = 2
+    world.allocator.session(session.session_id, 100.0)
+    session.open_streams = 0
+    assert world.allocator.next_expiry_seconds() == 105.0
+
+
+def test_only_sessions_that_are_due_expire_and_the_others_keep_their_blocks() -> None:
+    world = World()
+    due, other = world.open(lease_seconds=5.0), world.open(lease_seconds=6.0)
+    for session in (due, other):
+        world.admit(session, 1, "abc", 13)
+    assert world.allocator.expire(5.0) == [(world.pool, due, 1)]
+    assert world.sessions() == [other]
+    assert world.pool.blocks.num_free_blocks == 15
+    check_integrity(world.pool, [other])
+
+
+def test_expiries_are_remembered_for_so_many_sessions() -> None:
+    world = World()
+    sessions = [world.open() for _ in range(REMEMBERED_EXPIRIES + 1)]
+    world.allocator.expire(10.0)
+    with pytest.raises(NotFoundError):
+        world.allocator.session(sessions[0].session_id, 10.0)
+    with pytest.raises(AbortedError):
+        world.allocator.session(sessions[1].session_id, 10.0)
+
+
+def test_sessions_belong_to_one_pool() -> None:
+    world = World()
+    elsewhere, _ = world.allocator.create_pool(replace(config(), name=PoolName("other")), DRAWN)
+    session = world.open()
+    world.admit(session, 1, "abc", 13)
+    assert world.sessions() == [session]
+    assert world.allocator.sessions_of(elsewhere) == []
+    assert elsewhere.blocks.usage == 0.0
+
+
+def test_a_description_counts_what_is_there() -> None:
+    world = World(num_blocks=5)
+    one, other = world.open(), world.open()
+    world.admit(one, 1, "abc", 13)
+    world.free(one, 1)
+    world.admit(one, 2, "xy", 9)
+    world.admit(other, 1, "w", 2)
+    info = world.allocator.describe(world.pool, event_sequence=3)
+    assert (info.free_blocks, info.usage, info.cached_blocks, info.evicted_blocks) == (0, 1.0, 2, 3)
+    assert (info.sessions, info.requests, info.prefix_cache.requests) == (2, 2, 3)
+    assert (info.epoch, info.event_sequence, info.config) == (1, 3, world.pool.config)
+
+
+def test_a_description_stays_as_it_was() -> None:
+    world = World()
+    session = world.open()
+    info = world.allocator.describe(world.pool)
+    world.admit(session, 1, "abc", 13)
+    assert info.prefix_cache.requests == 0

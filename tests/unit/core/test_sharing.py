@@ -1,0 +1,201 @@
+"""What sharing adds, rule by rule of the design, where two sessions meet on one pool."""
+
+import hashlib
+
+import pytest
+
+from kvpool.server.core.integrity import check_integrity
+from kvpool.server.core.session import Session
+from kvpool.server.core.step import Operation, Outcome, StepResult
+from kvpool.server.core.types import BlockId
+from support_core import World, block_hashes
+
+ADD, LOOK_UP, ADMIT, ALLOCATE = Operation.ADD, Operation.LOOK_UP, Operation.ADMIT, Operation.ALLOCATE
+
+
+@pytest.fixture
+def world() -> World:
+    return World()
+
+
+@pytest.fixture
+def one(world: World) -> Session:
+    return world.open()
+
+
+@pytest.fixture
+def other(world: World) -> Session:
+    return world.open()
+
+
+def look_up(world: World, session: Session, number: int, content: str) -> StepResult:
+    """Declares a request that ends a token after its content, and looks it up."""
+    return world.run(
+        session, ADD, LOOK_UP, request_numbers=[number] * 2, num_appended_tokens=[4 * len(content) + 1, 0],
+        block_hashes=block_hashes(content, len(content)), request_ids=[f"r{number}"],
+    )  # fmt: skip
+
+
+def allocate(world: World, session: Session, number: int, promised: list[int], executed: int = 0) -> StepResult:
+    return world.run(
+        session, ALLOCATE, executed=executed, request_numbers=[number], num_new_tokens=[1],
+        num_block_ids=[len(promised)], block_ids=promised,
+    )  # fmt: skip
+
+
+def salted(salt: str, content: str) -> bytes:
+    return b"".join(hashlib.sha256(f"{salt}|{content[: i + 1]}".encode()).digest() for i in range(len(content)))
+
+
+# Rule 1: look it up, then lose it.
+
+
+def test_a_promise_that_still_holds_is_kept(world: World, one: Session, other: Session) -> None:
+    world.admit(one, 1, "abc", 13)
+    world.run(one, Operation.FREE, executed=1, request_numbers=[1])
+    promised = look_up(world, other, 1, "abc").block_ids
+    result = allocate(world, other, 1, promised)
+    assert (promised, result.outcomes, result.num_new_blocks) == ([1, 2, 3], [], [1])
+    assert [world.pool.blocks.ref_cnt(BlockId(b)) for b in promised] == [1, 1, 1]
+
+
+def test_a_promise_that_was_evicted_whole_is_answered_with_no_hit(world: World, one: Session, other: Session) -> None:
+    world.admit(one, 1, "abc", 13)
+    world.run(one, executed=1)
+    promised = look_up(world, other, 1, "abc").block_ids
+    world.run(one, Operation.EVICT, num_block_ids=[3], block_ids=promised)
+    free = list(world.pool.blocks.free_list)
+    result = allocate(world, other, 1, promised)
+    assert (result.outcomes, result.num_hit_tokens, result.block_ids) == ([Outcome.HIT_CHANGED], [], [])
+    assert list(world.pool.blocks.free_list) == free
+    assert allocate(world, other, 1, []).outcomes == []
+
+
+def test_blocks_that_were_never_promised_are_not_given(world: World, one: Session, other: Session) -> None:
+    world.admit(one, 1, "xyz", 13)
+    world.run(one, executed=1)
+    look_up(world, other, 1, "abc")
+    for promised in ([1], [2, 1, 3], [4], [9]):
+        assert allocate(world, other, 1, promised).outcomes == [Outcome.HIT_CHANGED]
+    assert [world.pool.blocks.ref_cnt(BlockId(b)) for b in (1, 2, 3, 4, 9)] == [1, 1, 1, 1, 0]
+
+
+def test_a_pending_block_of_another_session_cannot_be_named_into_a_hit(
+    world: World, one: Session, other: Session
+) -> None:
+    world.admit(one, 1, "abc", 13)
+    look_up(world, other, 1, "abc")
+    assert allocate(world, other, 1, [1, 2, 3]).outcomes == [Outcome.HIT_CHANGED]
+    world.run(one, executed=1)
+    assert allocate(world, other, 1, [1, 2, 3]).outcomes == []
+
+
+def test_a_changed_hit_stops_nobody_behind_it(world: World, one: Session, other: Session) -> None:
+    world.admit(one, 1, "abc", 13)
+    look_up(world, other, 1, "abc")
+    result = world.run(
+        other, ALLOCATE, ADD, ADMIT, request_numbers=[1, 2, 2], num_appended_tokens=[0, 3, 0],
+        num_new_tokens=[1, 0, 0], num_block_ids=[1, 0, 0], block_ids=[1], request_ids=["r2"],
+    )  # fmt: skip
+    assert (result.outcomes, result.num_new_blocks) == ([Outcome.HIT_CHANGED, 0, 0], [0, 0, 1])
+
+
+def test_looking_up_and_allocating_in_one_admission_needs_no_promise(world: World, one: Session) -> None:
+    world.admit(one, 1, "abc", 13)
+    look_up(world, one, 2, "abc")
+    world.run(one, Operation.EVICT, num_block_ids=[1], block_ids=[3])
+    result = world.run(one, ADMIT, request_numbers=[2])
+    assert (result.outcomes, result.num_hit_tokens) == ([], [8])
+
+
+# Rule 2: cached, but not computed.
+
+
+def test_a_block_filled_by_two_steps_waits_for_the_second(world: World, one: Session, other: Session) -> None:
+    world.admit(one, 1, "", 3)
+    world.run(
+        one,
+        ALLOCATE,
+        request_numbers=[1],
+        num_appended_tokens=[1],
+        num_new_tokens=[1],
+        block_hashes=block_hashes("a", 1),
+    )
+    world.run(one, executed=1)
+    assert look_up(world, other, 1, "a").num_hit_tokens == []
+    world.run(one, executed=2)
+    assert look_up(world, other, 2, "a").num_hit_tokens == [0, 4]
+
+
+def test_a_freed_block_is_still_its_writers_alone(world: World, one: Session, other: Session) -> None:
+    world.admit(one, 1, "abc", 13)
+    world.free(one, 1)
+    assert look_up(world, other, 1, "abc").num_hit_tokens == []
+    assert look_up(world, one, 2, "abc").num_hit_tokens == [0, 12]
+
+
+def test_another_session_may_take_a_pending_block_for_something_else(
+    world: World, one: Session, other: Session
+) -> None:
+    world.admit(one, 1, "a", 4)
+    world.run(one, Operation.FREE, request_numbers=[1])
+    world.run(other, ADD, ADMIT, request_numbers=[1, 1], num_appended_tokens=[76, 0],
+              block_hashes=block_hashes("x" * 19, 19), request_ids=["r1"])  # all blocks there are  # fmt: skip
+    world.run(one, executed=2)
+    assert world.pool.blocks.prefix_map.unpublished_by(other.writer) != []
+    assert look_up(world, one, 2, "xx").num_hit_tokens == []
+    assert look_up(world, one, 3, "a").num_hit_tokens == []
+    check_integrity(world.pool, world.sessions())
+
+
+def test_a_pending_block_may_be_evicted_by_anyone(world: World, one: Session, other: Session) -> None:
+    world.admit(one, 1, "abc", 13)
+    world.run(other, Operation.EVICT, num_block_ids=[1], block_ids=[2])
+    world.run(one, executed=1)
+    assert look_up(world, other, 1, "abc").num_hit_tokens == [0, 4]
+    check_integrity(world.pool, world.sessions())
+
+
+def test_a_session_that_dies_leaves_what_it_published(world: World, one: Session, other: Session) -> None:
+    world.admit(one, 1, "abc", 13)
+    world.admit(one, 2, "abcxy", 21, executed=1)
+    world.allocator.expire(10.0)
+    third = world.open()
+    assert other not in world.sessions()
+    assert look_up(world, third, 1, "abcxy").num_hit_tokens == [0, 12]
+    check_integrity(world.pool, world.sessions())
+
+
+def test_what_a_dead_session_shared_stays_with_those_who_hold_it(world: World, one: Session, other: Session) -> None:
+    world.admit(one, 1, "abc", 13)
+    world.run(one, executed=1)
+    world.admit(other, 1, "abc", 13)
+    world.allocator.close_session(one.session_id, 0.0)
+    assert [world.pool.blocks.ref_cnt(BlockId(b)) for b in (1, 2, 3, 4, 5)] == [1, 1, 1, 0, 1]
+    check_integrity(world.pool, world.sessions())
+
+
+# Rule 4: salted apart.
+
+
+def test_sessions_share_only_what_they_salt_alike(world: World, one: Session, other: Session) -> None:
+    def admit(session: Session, number: int, salt: str) -> list[int]:
+        return world.run(
+            session, ADD, ADMIT, request_numbers=[number] * 2, num_appended_tokens=[13, 0],
+            block_hashes=salted(salt, "abc"), request_ids=[f"r{number}"],
+        ).num_hit_tokens  # fmt: skip
+
+    admit(one, 1, "tenant 1")
+    world.run(one, executed=1)
+    assert admit(other, 1, "tenant 2") == []
+    assert admit(other, 2, "tenant 1") == [0, 12]
+
+
+# Rule 5: turns.
+
+
+def test_a_refusal_to_one_session_holds_nobody_else_up(one: Session, world: World) -> None:
+    other = world.open()
+    assert world.admit(one, 1, "a" * 20, 80).outcomes == [0, Outcome.NO_BLOCKS]
+    assert world.admit(other, 1, "abc", 13).outcomes == []
+    assert not one.requests[next(iter(one.requests))].holds_blocks
