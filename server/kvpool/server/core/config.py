@@ -1,14 +1,24 @@
-"""What decides a pool's answers: specs, groups, hash scheme. Frozen values that check their own numbers."""
+"""What decides a pool's answers: groups, order of reuse, hash scheme. Frozen values that check their own numbers."""
 
+import math
 import re
 from dataclasses import dataclass, field, fields
 from enum import Enum
 from typing import Final
 
 from kvpool.server.core.errors import InvalidArgumentError, check_range
-from kvpool.server.core.types import MAX_BLOCKS, MAX_TOKENS, PoolName
+from kvpool.server.core.specs import (
+    CrossAttentionSpec,
+    EncoderOnlyAttentionSpec,
+    KVCacheSpec,
+    allocation_spec,
+    block_span_tokens,
+    num_sink_tokens,
+)
+from kvpool.server.core.types import MAX_BLOCKS, MAX_TOKENS, GroupId, PoolName
 
 _NAME: Final = re.compile(r"[A-Za-z0-9._/-]{1,128}")
+MAX_GROUPS: Final = 256
 _HASH_SIZES_BYTES: Final = {"sha256_cbor": 32, "xxhash_cbor": 16}
 
 
@@ -30,54 +40,6 @@ class KeyForm(Enum):
 
     TAGGED = "tagged"
     PLAIN = "plain"
-
-
-@dataclass(frozen=True, slots=True)
-class FullAttentionSpec:
-    """Every token attends to all before it.
-
-    Attributes:
-        block_size: Tokens a block holds on one rank.
-        num_kv_heads: Key and value heads on one rank; 0 if not declared.
-        head_size: Elements of a head; 0 if not declared.
-        dtype: Element type as torch spells it; empty if not declared.
-    """
-
-    block_size: int
-    num_kv_heads: int = 0
-    head_size: int = 0
-    dtype: str = ""
-
-    def check(self, where: str) -> None:
-        """Raises InvalidArgumentError if a number is out of range; `where` is the spec's path on the wire."""
-        check_range(f"{where}.block_size", self.block_size, 1, 65_536)
-        check_range(f"{where}.num_kv_heads", self.num_kv_heads, 0, 65_536)
-        check_range(f"{where}.head_size", self.head_size, 0, 65_536)
-        _check_text(f"{where}.dtype", self.dtype, 0, 32)
-
-
-@dataclass(frozen=True, slots=True)
-class MLAAttentionSpec:
-    """Multi-head latent attention: one latent vector a token. Its blocks are managed as those of full attention.
-
-    Attributes:
-        block_size: Tokens a block holds on one rank.
-        head_size: Elements of the latent vector; 0 if not declared.
-        dtype: Element type as torch spells it; empty if not declared.
-    """
-
-    block_size: int
-    head_size: int = 0
-    dtype: str = ""
-
-    def check(self, where: str) -> None:
-        """Raises InvalidArgumentError if a number is out of range; `where` is the spec's path on the wire."""
-        check_range(f"{where}.block_size", self.block_size, 1, 65_536)
-        check_range(f"{where}.head_size", self.head_size, 0, 65_536)
-        _check_text(f"{where}.dtype", self.dtype, 0, 32)
-
-
-KVCacheSpec = FullAttentionSpec | MLAAttentionSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,23 +121,59 @@ class PoolConfig:
         check_range("config.max_model_len", self.max_model_len, 1, MAX_TOKENS)
         check_range("config.dcp_world_size", self.dcp_world_size, 1, 1024)
         self.hash_scheme.check()
-        if len(self.groups) != 1:
-            raise InvalidArgumentError(
-                "config.groups", f"{len(self.groups)} groups given, exactly 1 is served", reason="UNSUPPORTED"
-            )
+        self._check_groups()
+
+    def _check_groups(self) -> None:
+        check_range("config.groups", len(self.groups), 1, MAX_GROUPS)
         names: set[str] = set()
         for i, group in enumerate(self.groups):
-            group.spec.check(f"config.groups[{i}].spec")
             for j, name in enumerate(group.layer_names):
                 _check_text(f"config.groups[{i}].layer_names[{j}]", name, 1, 256)
                 if name in names:
                     raise InvalidArgumentError(f"config.groups[{i}].layer_names[{j}]", f"{name!r} stands twice")
                 names.add(name)
+            spec = allocation_spec(group.spec)
+            if isinstance(spec, EncoderOnlyAttentionSpec):
+                raise InvalidArgumentError(f"config.groups[{i}].spec", "encoder-only layers keep nothing: no group")
+            if isinstance(spec, CrossAttentionSpec) and self.enable_caching:
+                raise InvalidArgumentError(
+                    "config.disable_caching",
+                    f"must be set: group {i} is cross attention, and hashes do not cover what the encoder was given",
+                )
+            if num_sink_tokens(spec) % self.span_tokens(GroupId(i)):
+                raise InvalidArgumentError(
+                    f"config.groups[{i}].spec.sink_len", "no multiple of block_size x dcp_world_size"
+                )
+        sinks = sum(self.num_sink_blocks)
+        if sinks > self.num_blocks - 2:
+            raise InvalidArgumentError("config.num_blocks", f"{self.num_blocks} leaves none beside {sinks} sink blocks")
+        if self.enable_caching and self.hit_alignment > MAX_TOKENS:
+            raise InvalidArgumentError(
+                "config.groups",
+                f"block sizes have no common multiple in [1, {MAX_TOKENS}]: no prefix could be found in all groups",
+            )
+
+    def span_tokens(self, group_id: GroupId) -> int:
+        """Tokens of a request that a block of the group covers, over all ranks."""
+        return block_span_tokens(self.groups[group_id].spec, self.dcp_world_size)
+
+    @property
+    def num_sink_blocks(self) -> tuple[int, ...]:
+        """Blocks set aside for sinks, group by group."""
+        return tuple(
+            num_sink_tokens(allocation_spec(group.spec)) // self.span_tokens(GroupId(i))
+            for i, group in enumerate(self.groups)
+        )
 
     @property
     def hash_block_size(self) -> int:
-        """Tokens that one block hash covers."""
-        return self.groups[0].spec.block_size * self.dcp_world_size
+        """Tokens that one block hash covers. A block that covers more is found by its hashes, joined."""
+        return math.gcd(*(self.span_tokens(GroupId(i)) for i in range(len(self.groups))))
+
+    @property
+    def hit_alignment(self) -> int:
+        """Every hit is a multiple of so many tokens: whole blocks in every group."""
+        return math.lcm(*(self.span_tokens(GroupId(i)) for i in range(len(self.groups))))
 
     @property
     def makes_events(self) -> bool:

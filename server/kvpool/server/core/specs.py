@@ -1,0 +1,508 @@
+"""What a layer keeps for its tokens: one frozen value a kind of attention.
+
+1. A spec checks its own numbers when it is made; the error's field is the attribute.
+2. `num_skipped_tokens` is all that allocation has to know of a kind: the tokens that no later token looks back at. The
+   rest (look-up, freeing behind a window, caching) follows from it; see `group_manager` and `prefix_search`.
+3. A page is one layer's bytes of one block. Sizes of 0 stand for "not declared": such a spec can be allocated, not
+   planned, and its page_size_bytes is 0.
+4. All sizes are of one rank: heads are the rank's own, block_size the tokens (under context parallelism, the rank's
+   share of them) that a block holds.
+
+Sources: the kinds and their memory are those of vLLM's kv_cache_interface.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import ClassVar, Final, Self
+
+from kvpool.server.core.errors import InvalidArgumentError, check_range
+from kvpool.server.core.types import MAX_TOKENS
+
+DTYPE_SIZES_BYTES: Final = {
+    "float64": 8,
+    "int64": 8,
+    "float32": 4,
+    "int32": 4,
+    "float16": 2,
+    "bfloat16": 2,
+    "float8_e4m3fn": 1,
+    "float8_e4m3fnuz": 1,
+    "float8_e5m2": 1,
+    "float8_e5m2fnuz": 1,
+    "int8": 1,
+    "uint8": 1,
+}
+"""Size of one element, by the name that torch gives its type."""
+
+FP8_DS_MLA: Final = "fp8_ds_mla"
+_FP8_DS_MLA_TOKEN_BYTES: Final = 656
+"""512 fp8 values, 4 float32 scales, 64 bfloat16 values of the rotary part (FlashMLA's layout for DeepSeek V3.2)."""
+
+MAX_BLOCK_SIZE_TOKENS: Final = 2**20
+MAX_DIMENSION: Final = 2**24
+MAX_PAGE_BYTES: Final = 2**48
+
+
+@dataclass(frozen=True, slots=True)
+class RequestLimits:
+    """What bounds one request, and so the memory it may take.
+
+    Attributes:
+        max_model_len: Most tokens a request may have.
+        max_num_batched_tokens: Most tokens one step computes, over all requests.
+        max_num_encoder_input_tokens: Most tokens an encoder puts out for one request.
+        context_parallel_size: Ranks over which a request's tokens are spread (decode times prefill).
+    """
+
+    max_model_len: int
+    max_num_batched_tokens: int = 2048
+    max_num_encoder_input_tokens: int = 1500
+    context_parallel_size: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("max_model_len", "max_num_batched_tokens"):
+            check_range(name, getattr(self, name), 1, MAX_TOKENS)
+        check_range("max_num_encoder_input_tokens", self.max_num_encoder_input_tokens, 0, MAX_TOKENS)
+        check_range("context_parallel_size", self.context_parallel_size, 1, 65_536)
+
+
+@dataclass(frozen=True, slots=True)
+class KVCacheSpec:
+    """What all kinds have in common.
+
+    Attributes:
+        block_size: Tokens a block holds on one rank, [1, 2^20].
+    """
+
+    block_size: int
+
+    is_sharded: ClassVar[bool] = True
+    """Whether context parallelism spreads the tokens, so that a block of `n` ranks covers n * block_size."""
+    has_token_slots: ClassVar[bool] = True
+    """Whether each token has its own slot. What a draft model writes into the last one depends on the next token."""
+
+    def __post_init__(self) -> None:
+        check_range("block_size", self.block_size, 1, MAX_BLOCK_SIZE_TOKENS)
+
+    @property
+    def page_size_bytes(self) -> int:
+        """Bytes of one layer's share of a block; 0 if sizes are not declared."""
+        raise NotImplementedError
+
+    @property
+    def content_size_bytes(self) -> int:
+        """Bytes of a page that are used, its padding apart."""
+        return self.page_size_bytes
+
+    def num_skipped_tokens(self, num_computed_tokens: int) -> int:
+        """How many of the first tokens are looked at by none but themselves from `num_computed_tokens` on.
+
+        Never falls as `num_computed_tokens` rises.
+        """
+        del num_computed_tokens
+        return 0
+
+    def max_blocks(self, limits: RequestLimits) -> int:
+        """Most blocks that one request takes at a time."""
+        span = self.block_size * (limits.context_parallel_size if self.is_sharded else 1)
+        return -(-limits.max_model_len // span)
+
+    def max_memory_bytes(self, limits: RequestLimits) -> int:
+        """Most bytes that one request takes at a time in one layer."""
+        return self.max_blocks(limits) * self.page_size_bytes
+
+    def with_page_size(self, page_size_bytes: int) -> Self:
+        """Makes the spec whose page is this large: by more tokens a block as far as that goes, by padding beyond.
+
+        Args:
+            page_size_bytes: At least as large as the page is.
+        """
+        raise NotImplementedError
+
+    def merged_with(self, others: Sequence["KVCacheSpec"]) -> "KVCacheSpec | None":
+        """Makes the one spec under which this layer and the others can share a group; None if there is none."""
+        return self if all(other == self for other in others) else None
+
+    def allocates_like(self, other: "KVCacheSpec") -> bool:
+        """Whether blocks are given and freed at the same tokens, so that one block table serves both."""
+        return type(self) is type(other) and self.block_size == other.block_size
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionSpec(KVCacheSpec):
+    """Keys and values of every token, (2, block_size, num_kv_heads, head_size) or as the backend lays them out.
+
+    Attributes:
+        num_kv_heads: Key and value heads on one rank; 0 if not declared.
+        head_size: Elements of a head's key; 0 if not declared.
+        dtype: Element type as torch spells it; empty if not declared.
+        head_size_v: Elements of a head's value; 0 for head_size.
+        page_size_padded: Bytes to which the page is padded; 0 for none.
+    """
+
+    num_kv_heads: int = 0
+    head_size: int = 0
+    dtype: str = ""
+    head_size_v: int = 0
+    page_size_padded: int = 0
+
+    def __post_init__(self) -> None:
+        KVCacheSpec.__post_init__(self)
+        for name in ("num_kv_heads", "head_size", "head_size_v"):
+            check_range(name, getattr(self, name), 0, MAX_DIMENSION)
+        if self.dtype:
+            dtype_size_bytes("dtype", self.dtype)
+        if self.page_size_padded:
+            check_range("page_size_padded", self.page_size_padded, self.content_size_bytes, MAX_PAGE_BYTES)
+
+    @property
+    def content_size_bytes(self) -> int:
+        """Bytes of the keys and values of block_size tokens."""
+        return self.block_size * self.token_size_bytes
+
+    @property
+    def token_size_bytes(self) -> int:
+        """Bytes of one token's key and value."""
+        elements = self.num_kv_heads * (self.head_size + (self.head_size_v or self.head_size))
+        return elements * DTYPE_SIZES_BYTES.get(self.dtype, 0)
+
+    @property
+    def page_size_bytes(self) -> int:
+        """See `KVCacheSpec`."""
+        return self.page_size_padded or self.content_size_bytes
+
+    def with_page_size(self, page_size_bytes: int) -> Self:
+        """See `KVCacheSpec`."""
+        larger = replace(self, block_size=self.block_size * (page_size_bytes // self.page_size_bytes))
+        if larger.page_size_bytes == page_size_bytes:
+            return larger
+        return replace(larger, page_size_padded=page_size_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class FullAttentionSpec(AttentionSpec):
+    """Every token attends to all before it.
+
+    Attributes:
+        sliding_window: Window in tokens that the layers have, though all tokens are kept (hybrid management is off).
+        attention_chunk_size: Likewise, the chunk in tokens.
+    """
+
+    sliding_window: int = 0
+    attention_chunk_size: int = 0
+
+    def __post_init__(self) -> None:
+        AttentionSpec.__post_init__(self)
+        check_range("sliding_window", self.sliding_window, 0, MAX_TOKENS)
+        check_range("attention_chunk_size", self.attention_chunk_size, 0, MAX_TOKENS)
+        if self.sliding_window and self.attention_chunk_size:
+            raise InvalidArgumentError("attention_chunk_size", "a layer has a sliding window or a chunk, not both")
+
+    def merged_with(self, others: Sequence[KVCacheSpec]) -> KVCacheSpec | None:
+        """Merges specs that differ in whether they remember a window; they must not remember two."""
+        windows, chunks = {self.sliding_window}, {self.attention_chunk_size}
+        bare = replace(self, sliding_window=0, attention_chunk_size=0)
+        for other in others:
+            if not isinstance(other, FullAttentionSpec):
+                return None
+            if replace(other, sliding_window=0, attention_chunk_size=0) != bare:
+                return None
+            windows.add(other.sliding_window)
+            chunks.add(other.attention_chunk_size)
+        if len((windows | chunks) - {0}) > 1 or (max(windows) and max(chunks)):
+            return None
+        return replace(bare, sliding_window=max(windows), attention_chunk_size=max(chunks))
+
+    def allocates_like(self, other: KVCacheSpec) -> bool:
+        """All kinds of full attention do, sinks apart."""
+        return (
+            isinstance(other, FullAttentionSpec)
+            and self.block_size == other.block_size
+            and num_sink_tokens(self) == num_sink_tokens(other)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class MLAAttentionSpec(FullAttentionSpec):
+    """Multi-head latent attention: one latent vector a token, (block_size, head_size), in place of keys and values.
+
+    Attributes:
+        cache_dtype_str: "fp8_ds_mla" for the layout of 656 bytes a token; else empty.
+    """
+
+    num_kv_heads: int = 1
+    cache_dtype_str: str = ""
+
+    def __post_init__(self) -> None:
+        FullAttentionSpec.__post_init__(self)
+        if self.cache_dtype_str not in ("", FP8_DS_MLA):
+            raise InvalidArgumentError("cache_dtype_str", f"{self.cache_dtype_str!r} is not known; known: {FP8_DS_MLA!r}")
+
+    @property
+    def token_size_bytes(self) -> int:
+        """Bytes of one token's latent vector."""
+        if self.cache_dtype_str == FP8_DS_MLA:
+            return _FP8_DS_MLA_TOKEN_BYTES
+        return self.num_kv_heads * self.head_size * DTYPE_SIZES_BYTES.get(self.dtype, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class SinkFullAttentionSpec(FullAttentionSpec):
+    """Full attention, and attention sinks that all requests share.
+
+    Attributes:
+        sink_len: Sink tokens; whole blocks of the pool are set aside for them.
+    """
+
+    sink_len: int = 0
+
+    def __post_init__(self) -> None:
+        FullAttentionSpec.__post_init__(self)
+        check_range("sink_len", self.sink_len, 1, MAX_TOKENS)
+        if self.sink_len % self.block_size:
+            raise InvalidArgumentError("sink_len", f"{self.sink_len} is no multiple of block_size {self.block_size}")
+
+
+@dataclass(frozen=True, slots=True)
+class SlidingWindowSpec(AttentionSpec):
+    """Every token attends to itself and the sliding_window - 1 tokens before it.
+
+    Attributes:
+        sliding_window: Tokens, at least 1.
+    """
+
+    sliding_window: int = 0
+
+    def __post_init__(self) -> None:
+        AttentionSpec.__post_init__(self)
+        check_range("sliding_window", self.sliding_window, 1, MAX_TOKENS)
+
+    def num_skipped_tokens(self, num_computed_tokens: int) -> int:
+        """The next token, at num_computed_tokens, sees sliding_window - 1 before itself."""
+        return max(num_computed_tokens - self.sliding_window + 1, 0)
+
+    def max_blocks(self, limits: RequestLimits) -> int:
+        """The window and what one step computes; one more, as a window need not begin with a block."""
+        span = self.block_size * limits.context_parallel_size
+        tokens = min(self.sliding_window - 1 + limits.max_num_batched_tokens, limits.max_model_len)
+        return -(-tokens // span) + 1
+
+    def allocates_like(self, other: KVCacheSpec) -> bool:
+        """Windows of one size do."""
+        return (
+            isinstance(other, SlidingWindowSpec)
+            and (self.block_size, self.sliding_window) == (other.block_size, other.sliding_window)
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkedLocalAttentionSpec(AttentionSpec):
+    """Every token attends to those before it in its own chunk: [n * size, (n + 1) * size).
+
+    Attributes:
+        attention_chunk_size: Tokens, at least 1.
+    """
+
+    attention_chunk_size: int = 0
+
+    def __post_init__(self) -> None:
+        AttentionSpec.__post_init__(self)
+        check_range("attention_chunk_size", self.attention_chunk_size, 1, MAX_TOKENS)
+
+    def num_skipped_tokens(self, num_computed_tokens: int) -> int:
+        """All chunks before that of the next token."""
+        return num_computed_tokens // self.attention_chunk_size * self.attention_chunk_size
+
+    def max_blocks(self, limits: RequestLimits) -> int:
+        """A chunk and what one step computes."""
+        span = self.block_size * limits.context_parallel_size
+        tokens = min(self.attention_chunk_size + limits.max_num_batched_tokens, limits.max_model_len)
+        return -(-tokens // span)
+
+    def allocates_like(self, other: KVCacheSpec) -> bool:
+        """Chunks of one size do."""
+        return (
+            isinstance(other, ChunkedLocalAttentionSpec)
+            and (self.block_size, self.attention_chunk_size) == (other.block_size, other.attention_chunk_size)
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class MambaSpec(KVCacheSpec):
+    """A state that every token renews: a block holds it as it is after the block's last token computed so far.
+
+    Attributes:
+        shapes: Shape of each part of the state (convolution, recurrence) on one rank; empty if not declared.
+        dtypes: Element type of each part.
+        page_size_padded: Bytes to which the page is padded; 0 for none.
+        mamba_type: Which kernel ("mamba1", "mamba2", "gdn_attention", ...); for the worker, allocation ignores it.
+        num_speculative_blocks: Blocks kept beyond the last token, for the states after each draft.
+    """
+
+    shapes: tuple[tuple[int, ...], ...] = ()
+    dtypes: tuple[str, ...] = ()
+    page_size_padded: int = 0
+    mamba_type: str = "mamba2"
+    num_speculative_blocks: int = 0
+
+    is_sharded: ClassVar[bool] = False
+    has_token_slots: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        KVCacheSpec.__post_init__(self)
+        if len(self.shapes) != len(self.dtypes):
+            raise InvalidArgumentError("dtypes", f"{len(self.dtypes)} types for {len(self.shapes)} shapes")
+        for i, (shape, dtype) in enumerate(zip(self.shapes, self.dtypes, strict=True)):
+            for j, size in enumerate(shape):
+                check_range(f"shapes[{i}][{j}]", size, 1, MAX_DIMENSION)
+            dtype_size_bytes(f"dtypes[{i}]", dtype)
+        if self.page_size_padded:
+            check_range("page_size_padded", self.page_size_padded, self.content_size_bytes, MAX_PAGE_BYTES)
+        check_range("num_speculative_blocks", self.num_speculative_blocks, 0, 1024)
+        if len(self.mamba_type) > 64:  # noqa: PLR2004 - the proto states it
+            raise InvalidArgumentError("mamba_type", "longer than 64 characters")
+
+    @property
+    def content_size_bytes(self) -> int:
+        """Bytes of all parts of the state."""
+        parts = zip(self.shapes, self.dtypes, strict=True)
+        return sum(math.prod(shape) * DTYPE_SIZES_BYTES[dtype] for shape, dtype in parts)
+
+    @property
+    def page_size_bytes(self) -> int:
+        """See `KVCacheSpec`."""
+        return self.page_size_padded or self.content_size_bytes
+
+    def num_skipped_tokens(self, num_computed_tokens: int) -> int:
+        """Only the state after the last computed token is read again."""
+        return max(num_computed_tokens - 1, 0)
+
+    def max_blocks(self, limits: RequestLimits) -> int:
+        """A state a block, and the speculative ones."""
+        return -(-limits.max_model_len // self.block_size) + self.num_speculative_blocks
+
+    def with_page_size(self, page_size_bytes: int) -> Self:
+        """A state does not grow with the block: only padding helps."""
+        return replace(self, page_size_padded=page_size_bytes)
+
+    def allocates_like(self, other: KVCacheSpec) -> bool:
+        """States with equally many speculative blocks do."""
+        return (
+            isinstance(other, MambaSpec)
+            and (self.block_size, self.num_speculative_blocks) == (other.block_size, other.num_speculative_blocks)
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class CrossAttentionSpec(AttentionSpec):
+    """Decoder layers that attend to what the encoder put out: keys and values of encoder tokens, written once."""
+
+    is_sharded: ClassVar[bool] = False
+
+    def max_blocks(self, limits: RequestLimits) -> int:
+        """Those of the encoder's tokens."""
+        return -(-limits.max_num_encoder_input_tokens // self.block_size)
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderOnlyAttentionSpec(AttentionSpec):
+    """Encoder layers: they see all tokens at once and keep nothing."""
+
+    def max_blocks(self, limits: RequestLimits) -> int:
+        """None: nothing is kept."""
+        del limits
+        return 0
+
+
+@dataclass(frozen=True, slots=True)
+class UniformTypeKVCacheSpecs(KVCacheSpec):
+    """Layers of one kind, with one block table, whose pages differ in size (hidden sizes differ).
+
+    Attributes:
+        layers: Spec of each layer, by name; at least one.
+    """
+
+    layers: tuple[tuple[str, KVCacheSpec], ...] = ()
+
+    def __post_init__(self) -> None:
+        KVCacheSpec.__post_init__(self)
+        if not self.layers:
+            raise InvalidArgumentError("layers", "names no layer")
+        names: set[str] = set()
+        for i, (name, spec) in enumerate(self.layers):
+            if name in names:
+                raise InvalidArgumentError(f"layers[{i}]", f"{name!r} stands twice")
+            names.add(name)
+            if spec.block_size != self.block_size:
+                raise InvalidArgumentError(f"layers[{i}].block_size", f"{spec.block_size} differs from the group's")
+            if isinstance(spec, UniformTypeKVCacheSpecs) or not self.first.allocates_like(spec):
+                raise InvalidArgumentError(f"layers[{i}]", f"{name!r} cannot share a block table with the first layer")
+
+    @property
+    def first(self) -> KVCacheSpec:
+        """Spec of one layer: all allocate alike."""
+        return self.layers[0][1]
+
+    @property
+    def page_size_bytes(self) -> int:
+        """Bytes of all layers' share of a block."""
+        return sum(spec.page_size_bytes for _, spec in self.layers)
+
+    @property
+    def content_size_bytes(self) -> int:
+        """Bytes of these pages that are used."""
+        return sum(spec.content_size_bytes for _, spec in self.layers)
+
+    def max_blocks(self, limits: RequestLimits) -> int:
+        """See `KVCacheSpec`."""
+        return self.first.max_blocks(limits)
+
+
+SPEC_KINDS: Final[dict[str, type[KVCacheSpec]]] = {
+    kind.__name__: kind
+    for kind in (
+        FullAttentionSpec,
+        MLAAttentionSpec,
+        SinkFullAttentionSpec,
+        SlidingWindowSpec,
+        ChunkedLocalAttentionSpec,
+        MambaSpec,
+        CrossAttentionSpec,
+        EncoderOnlyAttentionSpec,
+    )
+}
+"""The kinds that a layer can be of, by name."""
+
+
+def dtype_size_bytes(field: str, dtype: str) -> int:
+    """Size of one element of a type.
+
+    Raises:
+        InvalidArgumentError: The type is unknown; names `field` and the known ones.
+    """
+    if dtype not in DTYPE_SIZES_BYTES:
+        raise InvalidArgumentError(field, f"{dtype!r} is not known; known: {', '.join(DTYPE_SIZES_BYTES)}")
+    return DTYPE_SIZES_BYTES[dtype]
+
+
+def block_span_tokens(spec: KVCacheSpec, context_parallel_size: int) -> int:
+    """Tokens of a request that one block covers over all ranks of context parallelism."""
+    return spec.block_size * (context_parallel_size if allocation_spec(spec).is_sharded else 1)
+
+
+def allocation_spec(spec: KVCacheSpec) -> KVCacheSpec:
+    """The spec that says how a group's blocks are given: its own, or that of one of its layers."""
+    return spec.first if isinstance(spec, UniformTypeKVCacheSpecs) else spec
+
+
+def num_sink_tokens(spec: KVCacheSpec) -> int:
+    """Sink tokens of a spec; 0 for all kinds but one."""
+    return spec.sink_len if isinstance(spec, SinkFullAttentionSpec) else 0
+
+
+def differing_field(left: KVCacheSpec, right: KVCacheSpec) -> str:
+    """Names the first field in which two specs differ ("type" if their kind does); empty if none does."""
+    if type(left) is not type(right):
+        return "type"
+    return next((f.name for f in fields(left) if getattr(left, f.name) != getattr(right, f.name)), "")
