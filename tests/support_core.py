@@ -5,9 +5,10 @@ from typing import Any
 
 from kvpool.server.core.allocator import Allocator
 from kvpool.server.core.apply import apply_step
-from kvpool.server.core.config import FullAttentionSpec, KVCacheGroup, PoolConfig
+from kvpool.server.core.config import KVCacheGroup, PoolConfig
 from kvpool.server.core.pool import Pool
 from kvpool.server.core.session import Session
+from kvpool.server.core.specs import FullAttentionSpec
 from kvpool.server.core.step import Operation, Step, StepResult
 from kvpool.server.core.types import BlockId, PoolName, SessionId
 

@@ -11,12 +11,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "schedule" not in metafunc.fixturenames:
         return
     schedules = read_schedules(golden_dir(metafunc.config))
-    metafunc.parametrize("schedule", [pytest.param(s, id=s.name, marks=marks(s)) for s in schedules])
-
-
-def marks(schedule: Schedule) -> list[pytest.MarkDecorator]:
-    reason = schedule.unsupported
-    return [pytest.mark.xfail(reason=f"{schedule.name}: {reason}", strict=True, run=False)] if reason else []
+    metafunc.parametrize("schedule", [pytest.param(s, id=s.name) for s in schedules])
 
 
 def golden_dir(config: pytest.Config) -> Path:

@@ -90,6 +90,7 @@ class CoreSystem:
             line["num_new_tokens"],
             line["num_lookahead_tokens"],
             computed,
+            num_encoder_tokens=line["num_encoder_tokens"],
             delay_cache_blocks=line["delay_cache_blocks"],
             sequence=SequenceNumber(1),
         )

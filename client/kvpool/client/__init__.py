@@ -24,17 +24,20 @@ from kvpool.client.session import Session
 from kvpool.client.steps import StepBuilder
 from kvpool.client.transport import EventBatch
 from kvpool.server.core.allocator import PoolInfo
-from kvpool.server.core.config import (
-    FullAttentionSpec,
-    HashScheme,
-    KeyForm,
-    KVCacheGroup,
-    MLAAttentionSpec,
-    PoolConfig,
-    ReuseOrder,
-)
+from kvpool.server.core.config import HashScheme, KeyForm, KVCacheGroup, PoolConfig, ReuseOrder
 from kvpool.server.core.events import AllBlocksCleared, BlockRemoved, BlockStored
 from kvpool.server.core.pool import ComputedBlocks
+from kvpool.server.core.specs import (
+    ChunkedLocalAttentionSpec,
+    CrossAttentionSpec,
+    FullAttentionSpec,
+    KVCacheSpec,
+    MambaSpec,
+    MLAAttentionSpec,
+    SinkFullAttentionSpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+)
 from kvpool.server.core.step import Outcome
 
 __all__ = [
@@ -46,8 +49,10 @@ __all__ = [
     "BlockHasher",
     "BlockRemoved",
     "BlockStored",
+    "ChunkedLocalAttentionSpec",
     "Client",
     "ComputedBlocks",
+    "CrossAttentionSpec",
     "DeadlineError",
     "EventBatch",
     "ExhaustedError",
@@ -57,9 +62,11 @@ __all__ = [
     "HitChanged",
     "InvalidArgumentError",
     "KVCacheGroup",
+    "KVCacheSpec",
     "KeyForm",
     "KvpoolError",
     "MLAAttentionSpec",
+    "MambaSpec",
     "MultiModalItem",
     "NotFoundError",
     "Outcome",
@@ -69,8 +76,11 @@ __all__ = [
     "ReuseOrder",
     "ServerError",
     "Session",
+    "SinkFullAttentionSpec",
+    "SlidingWindowSpec",
     "StepBuilder",
     "UnavailableError",
+    "UniformTypeKVCacheSpecs",
     "WrongStateError",
     "__version__",
     "connect",

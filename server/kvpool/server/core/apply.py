@@ -163,6 +163,7 @@ class _Application:
             row.num_new_tokens,
             row.num_lookahead_tokens,
             promised,
+            num_encoder_tokens=row.num_encoder_tokens,
             delay_cache_blocks=row.delay_cache_blocks,
             sequence=self._sequence,
         )
@@ -179,6 +180,7 @@ class _Application:
             request,
             min(row.num_new_tokens or self._budget_tokens, self._budget_tokens),
             row.num_lookahead_tokens,
+            num_encoder_tokens=row.num_encoder_tokens,
             delay_cache_blocks=row.delay_cache_blocks,
             sequence=self._sequence,
         )

@@ -27,6 +27,7 @@ _COLUMNS: Final = (
     "num_new_tokens",
     "num_rejected_tokens",
     "num_lookahead_tokens",
+    "num_encoder_tokens",
     "delay_cache_blocks",
 )
 
@@ -44,6 +45,7 @@ class CheckedOperation:
         num_new_tokens: See `Step`.
         num_rejected_tokens: See `Step`.
         num_lookahead_tokens: See `Step`.
+        num_encoder_tokens: See `Step`.
         delay_cache_blocks: See `Step`.
         promised: ALLOCATE: the hit that its look-up promised.
         block_ids: EVICT: the blocks.
@@ -57,6 +59,7 @@ class CheckedOperation:
     num_new_tokens: int = 0
     num_rejected_tokens: int = 0
     num_lookahead_tokens: int = 0
+    num_encoder_tokens: int = 0
     delay_cache_blocks: bool = False
     promised: ComputedBlocks | None = None
     block_ids: list[BlockId] | None = None
@@ -121,6 +124,7 @@ class StepChecker:
             step.num_new_tokens or zeros,
             step.num_rejected_tokens or zeros,
             step.num_lookahead_tokens or zeros,
+            step.num_encoder_tokens or zeros,
             step.delay_cache_blocks or [False] * count,
             strict=True,
         )
@@ -137,6 +141,7 @@ class StepChecker:
         new: int,
         rejected: int,
         lookahead: int,
+        encoder: int,
         delay: bool,  # noqa: FBT001 - a column
     ) -> CheckedOperation:
         operation = _OPERATIONS.get(code)
@@ -159,11 +164,17 @@ class StepChecker:
                 )
             check_range(f"num_rejected_tokens[{i}]", rejected, 0, seen.num_computed_tokens)
             seen.num_computed_tokens -= rejected
+            if not self._pool.can_reject(seen.request, seen.num_computed_tokens):
+                raise InvalidArgumentError(
+                    f"num_rejected_tokens[{i}]", f"{rejected} reach back behind a window whose blocks are freed"
+                )
             row.num_rejected_tokens = rejected
         if operation in _ALLOCATING:
             check_range(f"num_new_tokens[{i}]", new, int(operation is Operation.ALLOCATE), self._max_tokens)
             check_range(f"num_lookahead_tokens[{i}]", lookahead, 0, self._max_tokens)
+            check_range(f"num_encoder_tokens[{i}]", encoder, 0, MAX_TOKENS)
             row.num_new_tokens, row.num_lookahead_tokens, row.delay_cache_blocks = new, lookahead, delay
+            row.num_encoder_tokens = encoder
             self._check_allocation(i, row, seen, block_ids)
         else:
             self._check_other(i, row, seen, new)
@@ -269,7 +280,8 @@ class StepChecker:
         else:
             hit_tokens = 0
             if any(promised):
-                hit_tokens = self._pool.hit_length(promised)
+                groups = len(promised)
+                hit_tokens = self._pool.check_promise(lambda j: f"num_block_ids[{i * groups + j}]", promised)
                 check_range(f"num_block_ids[{i}]", hit_tokens, 0, seen.num_tokens - 1)
                 row.promised = ComputedBlocks(promised, hit_tokens)
             left = self._max_tokens - seen.num_computed_tokens - hit_tokens
@@ -292,7 +304,8 @@ class StepChecker:
                     f"num_block_ids[{i * groups + j}]", f"{count} ids, block_ids holds {len(step.block_ids)}"
                 )
             for at in range(self._block_at, end):
-                check_range(f"block_ids[{at}]", step.block_ids[at], 1, self._pool.blocks.num_blocks - 1)
+                lowest = 0 if operation is Operation.ALLOCATE else 1
+                check_range(f"block_ids[{at}]", step.block_ids[at], lowest, self._pool.blocks.num_blocks - 1)
             taken.append([BlockId(block_id) for block_id in step.block_ids[self._block_at : end]])
             self._block_at = end
         return tuple(taken)

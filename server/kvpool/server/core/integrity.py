@@ -5,7 +5,9 @@ from collections.abc import Iterable
 
 from kvpool.server.core.errors import IntegrityError
 from kvpool.server.core.pool import Pool
+from kvpool.server.core.request import Request
 from kvpool.server.core.session import Session
+from kvpool.server.core.specs import CrossAttentionSpec, allocation_spec
 from kvpool.server.core.types import NULL_BLOCK, BlockId, GroupId, WriterId
 
 
@@ -17,7 +19,10 @@ def check_integrity(pool: Pool, sessions: Iterable[Session]) -> None:
     """
     sessions = list(sessions)
     requests = [request for session in sessions for request in session.requests.values()]
-    owners = Counter(b for request in requests for table in request.tables for b in table.block_ids)
+    owners = Counter(
+        b for request in requests for table in request.tables for b in table.block_ids[table.num_skipped :]
+    )
+    owners.update(pool.sink_blocks)
     _check_free_list(pool, owners)
     _check_prefix_map(pool, {session.writer for session in sessions})
     for session in sessions:
@@ -28,11 +33,18 @@ def check_integrity(pool: Pool, sessions: Iterable[Session]) -> None:
         config = pool.config
         wanted = request.num_tokens // config.hash_block_size if config.enable_caching else 0
         _require(len(request.hashes) == wanted, f"{request.request_id}: {len(request.hashes)} hashes, not {wanted}")
-        for table in request.tables:
-            room = len(table.block_ids) * config.hash_block_size
-            _require(0 <= request.num_computed_tokens <= room, f"{request.request_id}: computed what has no room")
-            _require(NULL_BLOCK not in table.block_ids, f"{request.request_id}: holds the null block")
-            _require(table.num_cached <= len(table.block_ids), f"{request.request_id}: more cached than held")
+        for group_id in range(len(request.tables)):
+            _check_table(f"{request.request_id}, group {group_id}", request, pool, GroupId(group_id))
+
+
+def _check_table(where: str, request: Request, pool: Pool, group_id: GroupId) -> None:
+    table = request.tables[group_id]
+    if not isinstance(allocation_spec(pool.config.groups[group_id].spec), CrossAttentionSpec):
+        room = len(table.block_ids) * pool.config.span_tokens(group_id)
+        _require(0 <= request.num_computed_tokens <= room, f"{where}: computed what has no room")
+    _require(not any(table.block_ids[: table.num_skipped]), f"{where}: holds what it skipped")
+    _require(all(table.block_ids[table.num_skipped :]), f"{where}: null within the blocks")
+    _require(table.num_cached <= len(table.block_ids), f"{where}: more cached than held")
 
 
 def _check_free_list(pool: Pool, owners: Counter[BlockId]) -> None:

@@ -1,21 +1,24 @@
 """A pool: what vLLM's KV cache manager answers, block id for block id, for the requests of any number of sessions.
 
-1. Every method is all or nothing; too few free blocks is an answer (None), not an error.
+1. Every method is all or nothing; too few free blocks is an answer (None), not an error. Only blocks that nothing
+   looks at any more, behind a window, are freed even then.
 2. A request's blocks are changed only through its session; the blocks themselves may be shared, read only.
 3. What a request holds never loses its contents: only free blocks are taken.
 4. A hit never covers a request's last token, whose logits are to be computed.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from kvpool.server.core import types
 from kvpool.server.core.block_pool import BlockPool
 from kvpool.server.core.config import PoolConfig
-from kvpool.server.core.full_attention import FullAttentionManager
+from kvpool.server.core.errors import InvalidArgumentError
+from kvpool.server.core.group_manager import GroupManager
+from kvpool.server.core.prefix_search import PrefixSearch
 from kvpool.server.core.request import BlockTable, Request
 from kvpool.server.core.statistics import PrefixCacheStats, RecentHitRate
-from kvpool.server.core.types import BlockId, GroupId, WriterId
+from kvpool.server.core.types import NULL_BLOCK, BlockId, GroupId, WriterId
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,9 +26,10 @@ class ComputedBlocks:
     """A prefix found in the cache.
 
     Attributes:
-        block_ids: Its blocks, group by group. Not held: they may be evicted until they are allocated.
+        block_ids: Its blocks, group by group; null where none is needed. Not held: they may be evicted until they are
+            allocated.
         num_tokens: Its length.
-        num_shared_tokens: Of these, tokens of blocks that another session filled.
+        num_shared_tokens: Of these, tokens of blocks that another session filled, in the group that has most of them.
     """
 
     block_ids: tuple[Sequence[BlockId], ...]
@@ -68,12 +72,18 @@ class Pool:
         self.stats = PrefixCacheStats()
         self.recent_hit_rate = RecentHitRate()
         self.num_preemptions = 0
-        self._managers = [FullAttentionManager(config, GroupId(i), self.blocks) for i in range(len(config.groups))]
+        self._managers = [GroupManager(config, GroupId(i), self.blocks) for i in range(len(config.groups))]
+        self._search = PrefixSearch(self._managers, self.blocks.prefix_map, config.hit_alignment)
 
     def __repr__(self) -> str:
         used = self.blocks.num_blocks - 1 - self.blocks.num_free_blocks
         cached = len(self.blocks.prefix_map)
         return f"<Pool {self.config.name!r}: {self.blocks.num_blocks} blocks, {used} used, {cached} cached>"
+
+    @property
+    def sink_blocks(self) -> tuple[BlockId, ...]:
+        """Blocks set aside for sinks, group by group."""
+        return tuple(block_id for manager in self._managers for block_id in manager.sink_blocks)
 
     def new_tables(self) -> tuple[BlockTable, ...]:
         """Makes the empty tables of a request."""
@@ -81,12 +91,15 @@ class Pool:
 
     def peek(self, request: Request) -> ComputedBlocks:
         """Finds the longest cached prefix of a request that holds no blocks; not counted."""
-        manager = self._managers[0]
         if not self.config.enable_caching:
-            return ComputedBlocks(((),), 0)
-        found = manager.find_longest_hit(request.hashes, max(request.num_tokens - 1, 0), request.writer)
-        foreign = len(found) - self.blocks.prefix_map.num_written_by(found, request.writer)
-        return ComputedBlocks((found,), len(found) * manager.block_size, foreign * manager.block_size)
+            return ComputedBlocks(((),) * len(self._managers), 0)
+        length, found = self._search.find(request, max(request.num_tokens - 1, 0))
+        shared = max(self._num_shared_tokens(m, found[m.group_id], request.writer) for m in self._managers)
+        return ComputedBlocks(tuple(found), length, shared)
+
+    def _num_shared_tokens(self, manager: GroupManager, found: Sequence[BlockId], reader: WriterId) -> int:
+        held = [block_id for block_id in found if block_id != NULL_BLOCK]
+        return (len(held) - self.blocks.prefix_map.num_written_by(held, reader)) * manager.span_tokens
 
     def look_up(self, request: Request) -> ComputedBlocks:
         """Finds the longest cached prefix of a request that holds no blocks, and counts the look-up."""
@@ -100,6 +113,7 @@ class Pool:
         max_new_tokens: int,
         num_lookahead_tokens: int = 0,
         *,
+        num_encoder_tokens: int = 0,
         delay_cache_blocks: bool = False,
         sequence: types.Sequence,
     ) -> Admission | None:
@@ -118,6 +132,7 @@ class Pool:
             num_new_tokens,
             num_lookahead_tokens,
             computed,
+            num_encoder_tokens=num_encoder_tokens,
             delay_cache_blocks=delay_cache_blocks,
             sequence=sequence,
         )
@@ -129,13 +144,44 @@ class Pool:
     def still_holds(self, request: Request, computed: ComputedBlocks) -> bool:
         """Whether what a look-up promised the request is still all there."""
         return all(
-            manager.still_holds(promised, request.hashes, request.writer)
+            manager.still_holds(promised, request)
             for manager, promised in zip(self._managers, computed.block_ids, strict=True)
         )
 
-    def hit_length(self, block_ids: Sequence[Sequence[int]]) -> int:
-        """Tokens that a hit of these blocks covers."""
-        return len(block_ids[0]) * self._managers[0].block_size
+    def check_promise(self, where: Callable[[int], str], block_ids: Sequence[Sequence[BlockId]]) -> int:
+        """Checks that blocks are of the form of a hit: equally long in all groups, null where none is needed.
+
+        Args:
+            where: Names the input of a group, for the error.
+            block_ids: The blocks, group by group.
+
+        Returns:
+            Tokens that the hit covers.
+
+        Raises:
+            InvalidArgumentError: They are not.
+        """
+        length = len(block_ids[0]) * self._managers[0].span_tokens
+        for manager, promised in zip(self._managers, block_ids, strict=True):
+            i = manager.group_id
+            if len(promised) * manager.span_tokens != length:
+                raise InvalidArgumentError(
+                    where(i),
+                    f"{len(promised)} blocks of {manager.span_tokens} tokens, group 0 covers {length} tokens",
+                )
+            nulls = manager.num_skipped_blocks(length)
+            if any(promised[:nulls]) or not all(promised[nulls:]):
+                raise InvalidArgumentError(
+                    where(i), f"a hit of {length} tokens has {nulls} null blocks in this group, all of them first"
+                )
+        return length
+
+    def can_reject(self, request: Request, num_computed_tokens: int) -> bool:
+        """Whether all blocks that are looked at after so many tokens are still held, behind no window."""
+        return all(
+            table.num_skipped <= manager.num_skipped_blocks(num_computed_tokens)
+            for manager, table in zip(self._managers, request.tables, strict=True)
+        )
 
     def allocate(  # noqa: PLR0913 - the reference's own parameters
         self,
@@ -144,6 +190,7 @@ class Pool:
         num_lookahead_tokens: int = 0,
         computed: ComputedBlocks | None = None,
         *,
+        num_encoder_tokens: int = 0,
         delay_cache_blocks: bool = False,
         sequence: types.Sequence,
     ) -> tuple[list[BlockId], ...] | None:
@@ -154,17 +201,21 @@ class Pool:
             num_new_tokens: Tokens to make room for, at least 1.
             num_lookahead_tokens: Tokens beyond these to keep room for; never past max_model_len.
             computed: A hit that is still all there, for a request that holds no blocks.
+            num_encoder_tokens: Tokens that the encoder puts out, in the call that makes room for them.
             delay_cache_blocks: Leaves full blocks uncached until `cache`.
             sequence: The session's change, whose execution fills the slots.
 
         Returns:
-            The new blocks, group by group; None if there are too few free blocks, and nothing was changed.
+            The new blocks, group by group; None if there are too few free blocks: then nothing was changed, but that
+            blocks which nothing looks at any more were freed.
         """
         hit = computed.block_ids if computed else ((),) * len(self._managers)
         num_computed = request.num_computed_tokens + (computed.num_tokens if computed else 0)
         num_slots = min(num_computed + num_new_tokens + num_lookahead_tokens, self.config.max_model_len)
+        for manager, table in zip(self._managers, request.tables, strict=True):
+            manager.skip(table, num_computed)
         needed = sum(
-            manager.num_blocks_to_allocate(table, num_slots, blocks)
+            manager.num_blocks_to_allocate(table, num_slots, blocks, num_encoder_tokens)
             for manager, table, blocks in zip(self._managers, request.tables, hit, strict=True)
         )
         if needed > self.blocks.num_free_blocks:
@@ -173,7 +224,8 @@ class Pool:
             for manager, table, blocks in zip(self._managers, request.tables, hit, strict=True):
                 manager.adopt(table, blocks)
         new = tuple(
-            manager.allocate(table, num_slots) for manager, table in zip(self._managers, request.tables, strict=True)
+            manager.allocate(table, num_slots, num_encoder_tokens)
+            for manager, table in zip(self._managers, request.tables, strict=True)
         )
         request.num_computed_tokens = num_computed + num_new_tokens
         if self.config.enable_caching and not delay_cache_blocks:
@@ -207,7 +259,12 @@ class Pool:
         return True
 
     def num_common_prefix_blocks(self, request: Request, running: Iterable[Request]) -> tuple[int, ...]:
-        """Leading blocks, group by group, that the request has in common with all `running` requests."""
+        """Leading blocks, group by group, that the request has in common with all `running` requests.
+
+        Without caching nothing is shared, and 0 is told even of a request that runs alone.
+        """
+        if not self.config.enable_caching:
+            return (0,) * len(self._managers)
         others = [other for other in running if other is not request]
         return tuple(
             manager.num_common_prefix_blocks(table, (other.tables[manager.group_id] for other in others))

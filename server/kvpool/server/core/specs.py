@@ -237,7 +237,9 @@ class MLAAttentionSpec(FullAttentionSpec):
     def __post_init__(self) -> None:
         FullAttentionSpec.__post_init__(self)
         if self.cache_dtype_str not in ("", FP8_DS_MLA):
-            raise InvalidArgumentError("cache_dtype_str", f"{self.cache_dtype_str!r} is not known; known: {FP8_DS_MLA!r}")
+            raise InvalidArgumentError(
+                "cache_dtype_str", f"{self.cache_dtype_str!r} is not known; known: {FP8_DS_MLA!r}"
+            )
 
     @property
     def token_size_bytes(self) -> int:

@@ -52,6 +52,7 @@ class Step:
         num_new_tokens: Column: ALLOCATE: tokens to make room for; ADMIT: the most, 0 for all; CACHE: up to where.
         num_rejected_tokens: Column: tokens given room earlier whose contents were thrown away.
         num_lookahead_tokens: Column: tokens beyond the new ones to keep room for.
+        num_encoder_tokens: Column: tokens that the request's encoder puts out; needs room in groups of cross attention.
         delay_cache_blocks: Column: leave full blocks uncached until CACHE.
         num_block_ids: Column, an operation and group: how many of block_ids are its.
         block_ids: Queue: promised blocks (ALLOCATE), blocks to evict (EVICT).
@@ -70,6 +71,7 @@ class Step:
     num_new_tokens: list[int] = field(default_factory=list)
     num_rejected_tokens: list[int] = field(default_factory=list)
     num_lookahead_tokens: list[int] = field(default_factory=list)
+    num_encoder_tokens: list[int] = field(default_factory=list)
     delay_cache_blocks: list[bool] = field(default_factory=list)
     num_block_ids: list[int] = field(default_factory=list)
     block_ids: list[int] = field(default_factory=list)

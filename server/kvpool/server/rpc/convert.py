@@ -5,16 +5,15 @@ from typing import Final, assert_never
 
 from kvpool.server.core.allocator import PoolInfo
 from kvpool.server.core.config import (
-    FullAttentionSpec,
     HashScheme,
     KeyForm,
     KVCacheGroup,
-    MLAAttentionSpec,
     PoolConfig,
     ReuseOrder,
 )
 from kvpool.server.core.errors import InvalidArgumentError
 from kvpool.server.core.events import AllBlocksCleared, BlockEvent, BlockRemoved, BlockStored
+from kvpool.server.core.specs import FullAttentionSpec, MLAAttentionSpec
 from kvpool.server.core.statistics import PrefixCacheStats
 from kvpool.server.core.step import Step, StepResult
 from kvpool.server.core.types import BlockHash, GroupId, PoolName

@@ -1,0 +1,161 @@
+"""The manager of one group: gives, caches and frees the blocks of layers that share a block table.
+
+1. Block i of a table holds tokens [i * span, (i + 1) * span), or stands null: no token that is still to come looks at
+   it. Nulls only lead: a table is `num_skipped` nulls, then blocks.
+2. How many lead when n tokens are computed is the spec's to say (`num_skipped_tokens`), rounded down to whole blocks.
+   It decides what a hit needs as well as what is freed behind a window, so a hit's nulls are those of its table.
+3. A table is freed from its last block to its first, so that what a prefix is reached through is evicted last.
+4. A group whose blocks cover several hash blocks finds a block by their hashes, joined.
+"""
+
+from collections.abc import Iterable, Sequence
+
+from kvpool.server.core import types
+from kvpool.server.core.block_pool import BlockPool
+from kvpool.server.core.config import PoolConfig
+from kvpool.server.core.events import BlockStored
+from kvpool.server.core.request import BlockTable, Request
+from kvpool.server.core.specs import CrossAttentionSpec, FullAttentionSpec, MambaSpec, allocation_spec
+from kvpool.server.core.types import NULL_BLOCK, BlockHash, BlockId, GroupId
+
+
+class GroupManager:
+    """Allocates, caches and frees the blocks of one group.
+
+    Attributes:
+        group_id: The group.
+        spec: How its blocks are given.
+        span_tokens: Tokens that a block covers, over all ranks of context parallelism.
+        num_eagle_blocks: Blocks beyond a hit that must be cached too, to be computed again: what EAGLE's draft wrote
+            into the last slot of a block depends on the token after it. Only kinds with a slot a token have any.
+        sink_blocks: Blocks set aside for sinks, held from the start to the end.
+    """
+
+    def __init__(self, config: PoolConfig, group_id: GroupId, block_pool: BlockPool) -> None:
+        self.group_id = group_id
+        self.spec = allocation_spec(config.groups[group_id].spec)
+        self.span_tokens = config.span_tokens(group_id)
+        self.num_eagle_blocks = int(config.use_eagle and self.spec.has_token_slots)
+        self.sink_blocks = block_pool.take(config.num_sink_blocks[group_id])
+        self._hashes_per_block = self.span_tokens // config.hash_block_size
+        self._num_extra_blocks = self.spec.num_speculative_blocks if isinstance(self.spec, MambaSpec) else 0
+        self._has_windows = not isinstance(self.spec, FullAttentionSpec | CrossAttentionSpec)
+        self._pool = block_pool
+        self._makes_events = config.makes_events
+
+    @property
+    def keeps_all(self) -> bool:
+        """Whether no block is ever skipped: what serves a prefix serves every shorter one."""
+        return not self._has_windows
+
+    def num_skipped_blocks(self, num_computed_tokens: int) -> int:
+        """Leading blocks that nothing looks at once `num_computed_tokens` tokens are computed."""
+        return self.spec.num_skipped_tokens(num_computed_tokens) // self.span_tokens
+
+    def hashes(self, request: Request) -> Sequence[BlockHash]:
+        """The request's hashes, one for each of this group's full blocks. O(new hashes)."""
+        per_block = self._hashes_per_block
+        if per_block == 1:
+            return request.hashes
+        joined = request.joined_hashes.setdefault(per_block, [])
+        hashes = request.hashes
+        for end in range((len(joined) + 1) * per_block, len(hashes) + 1, per_block):
+            joined.append(BlockHash(b"".join(hashes[end - per_block : end])))
+        return joined
+
+    def still_holds(self, promised: Sequence[BlockId], request: Request) -> bool:
+        """Whether every promised block still has the hash it was promised for, visible to the request's session."""
+        prefix_map, hashes = self._pool.prefix_map, self.hashes(request)
+        return len(promised) <= len(hashes) and all(
+            block_id == NULL_BLOCK
+            or (
+                prefix_map.hash_of(block_id) == block_hash
+                and prefix_map.group_of(block_id) == self.group_id
+                and prefix_map.is_visible(block_id, request.writer)
+            )
+            for block_id, block_hash in zip(promised, hashes, strict=False)
+        )
+
+    def num_blocks_to_allocate(
+        self, table: BlockTable, num_tokens: int, computed: Sequence[BlockId], num_encoder_tokens: int
+    ) -> int:
+        """Free blocks that it takes to give room for `num_tokens` tokens to the table, with the hit `computed`."""
+        missing = self._num_required(num_tokens, num_encoder_tokens) - len(table.block_ids) - len(computed)
+        return max(missing, 0) + self._pool.num_free_among(filter(None, computed))
+
+    def adopt(self, table: BlockTable, computed: Sequence[BlockId]) -> None:
+        """Puts a hit's blocks into an empty table."""
+        table.block_ids.extend(computed)
+        table.num_cached = len(computed)
+        table.num_skipped = computed.count(NULL_BLOCK)
+        self._pool.touch(computed[table.num_skipped :])
+
+    def allocate(self, table: BlockTable, num_tokens: int, num_encoder_tokens: int) -> list[BlockId]:
+        """Gives the table room for `num_tokens` tokens; returns the new blocks. The caller has checked for room."""
+        missing = self._num_required(num_tokens, num_encoder_tokens) - len(table.block_ids)
+        if missing <= 0:
+            return []
+        new = self._pool.take(missing)
+        table.block_ids.extend(new)
+        return new
+
+    def skip(self, table: BlockTable, num_computed_tokens: int) -> None:
+        """Frees the blocks that nothing looks at any more, the last first; null stands in their place."""
+        if not self._has_windows:
+            return
+        start, end = table.num_skipped, min(self.num_skipped_blocks(num_computed_tokens), len(table.block_ids))
+        if start < end:
+            skipped = table.block_ids[start:end]
+            table.block_ids[start:end] = [NULL_BLOCK] * len(skipped)
+            table.num_skipped = end
+            self._pool.release(reversed(skipped))
+
+    def cache(self, request: Request, num_tokens: int, sequence: types.Sequence) -> None:
+        """Caches the full blocks among the first `num_tokens` tokens, which the change `sequence` fills."""
+        table = request.tables[self.group_id]
+        end = num_tokens // self.span_tokens
+        if table.num_cached >= end:
+            return
+        start = max(table.num_cached, table.num_skipped)
+        table.num_cached = end
+        if start >= end:
+            return
+        all_hashes = self.hashes(request)
+        hashes = all_hashes[start:end]
+        self._pool.cache(self.group_id, table.block_ids[start:end], hashes, request.writer, sequence)
+        if self._makes_events:
+            self._pool.record(
+                BlockStored(
+                    block_hashes=tuple(hashes),
+                    parent_block_hash=all_hashes[start - 1] if start else None,
+                    token_ids=tuple(request.token_ids[start * self.span_tokens : end * self.span_tokens]),
+                    block_size=self.span_tokens,
+                    lora_name=request.lora_name,
+                    group_id=self.group_id,
+                )
+            )
+
+    def free(self, table: BlockTable) -> None:
+        """Empties the table."""
+        self._pool.release(reversed(table.block_ids[table.num_skipped :]))
+        table.clear()
+
+    def num_common_prefix_blocks(self, table: BlockTable, others: Iterable[BlockTable]) -> int:
+        """Leading blocks that the table has in common with all others; 0 for kinds that skip or hold no tokens.
+
+        O(others x blocks in common).
+        """
+        if not isinstance(self.spec, FullAttentionSpec):
+            return 0
+        common = table.block_ids
+        for other in others:
+            if not common:
+                break
+            differing = (i for i, pair in enumerate(zip(common, other.block_ids, strict=False)) if pair[0] != pair[1])
+            common = common[: next(differing, min(len(common), len(other.block_ids)))]
+        return len(common)
+
+    def _num_required(self, num_tokens: int, num_encoder_tokens: int) -> int:
+        if isinstance(self.spec, CrossAttentionSpec):
+            num_tokens = num_encoder_tokens
+        return -(-num_tokens // self.span_tokens) + self._num_extra_blocks
