@@ -25,7 +25,7 @@ from kvpool.client import (
     aio,
     wire,
 )
-from kvpool.server.core.types import BlockHash
+from kvpool.server.core.types import NULL_BLOCK, BlockHash, GroupId
 from kvpool.v1 import allocator_pb2, allocator_pb2_grpc, event_pb2, event_pb2_grpc, step_pb2
 
 
@@ -113,6 +113,7 @@ class ClientSystem(WatchedSystem):
             computed=self._computed.pop(request_id, None) if line["with_computed_blocks"] else None,
             num_computed_tokens=line["num_computed_tokens"],
             num_lookahead_tokens=line["num_lookahead_tokens"],
+            num_encoder_tokens=line["num_encoder_tokens"],
             delay_cache_blocks=line["delay_cache_blocks"],
         )
         assert not isinstance(answer, HitChanged)
@@ -190,7 +191,8 @@ class UnarySystem(WatchedSystem):
         return update
 
     def request(self, request_id: str, token_ids: list[int], keys: ExtraKeys) -> Sequence[BlockHash]:
-        request = Request(request_id, 0, token_ids, num_groups=1, hasher=self._hasher, extra_keys=keys)
+        groups = len(self._config.groups)
+        request = Request(request_id, 0, token_ids, num_groups=groups, hasher=self._hasher, extra_keys=keys)
         self._requests[request_id] = request
         return request.hashes
 
@@ -215,14 +217,19 @@ class UnarySystem(WatchedSystem):
             computed=computed,
             num_rejected_tokens=request.num_computed_tokens - line["num_computed_tokens"],
             num_lookahead_tokens=line["num_lookahead_tokens"],
+            num_encoder_tokens=line["num_encoder_tokens"],
             delay_cache_blocks=line["delay_cache_blocks"],
         )
         request.num_computed_tokens = line["num_computed_tokens"]
+        for i, group in enumerate(self._config.groups):  # as the proto says of OPERATION_ALLOCATE
+            skipped = group.spec.num_skipped_tokens(request.num_computed_tokens) // self._config.span_tokens(GroupId(i))
+            table = request.block_ids[i]
+            table[:skipped] = [NULL_BLOCK] * len(table[:skipped])
         if answer.outcome == step_pb2.OUTCOME_NO_BLOCKS:
             return None
         assert answer.outcome == step_pb2.OUTCOME_UNSPECIFIED
         request.num_computed_tokens += line["num_new_computed_tokens"] + line["num_new_tokens"]
-        hit = [list(group.block_ids) for group in computed.groups] if computed else [[]]
+        hit = [list(group.block_ids) for group in computed.groups] if computed else [[] for _ in request.block_ids]
         new = [list(group.block_ids) for group in answer.new_blocks]
         for table, hit_ids, new_ids in zip(request.block_ids, hit, new, strict=True):
             table.extend(hit_ids + new_ids)

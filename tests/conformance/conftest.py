@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from conformance.golden import Schedule, read_schedules
+from conformance.golden import read_schedules
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

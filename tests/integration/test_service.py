@@ -33,7 +33,7 @@ from kvpool.client import (
     connect,
 )
 from kvpool.client.errors import from_rpc_error
-from kvpool.v1 import allocator_pb2, allocator_pb2_grpc, event_pb2, event_pb2_grpc, pool_pb2, step_pb2
+from kvpool.v1 import allocator_pb2, allocator_pb2_grpc, event_pb2, event_pb2_grpc, pool_pb2, spec_pb2, step_pb2
 from support_server import ServerProcess, pool_config, running_server
 
 PROMPT = list(range(41))  # ten full blocks and one token
@@ -64,8 +64,13 @@ def stub(address: str) -> Iterator[allocator_pb2_grpc.AllocatorServiceStub]:
         yield allocator_pb2_grpc.AllocatorServiceStub(channel)
 
 
+def full_attention(**fields: Any) -> pool_pb2.KvCacheGroup:
+    spec = spec_pb2.FullAttentionSpec(attention=spec_pb2.AttentionSpec(**fields))
+    return pool_pb2.KvCacheGroup(spec=spec_pb2.KvCacheSpec(full_attention=spec))
+
+
 def wire_config(**fields: Any) -> pool_pb2.PoolConfig:
-    group = pool_pb2.KvCacheGroup(full_attention=pool_pb2.FullAttentionSpec(block_size=4))
+    group = full_attention(block_size=4)
     defaults: dict[str, Any] = {
         "name": "bad",
         "num_blocks": 10,
@@ -87,8 +92,8 @@ BAD_POOLS: dict[str, tuple[str, dict[str, Any]]] = {
     "no groups": ("config.groups", {"groups": []}),
     "no spec": ("config.groups[0].spec", {"groups": [pool_pb2.KvCacheGroup()]}),
     "no block size": (
-        "config.groups[0].spec.block_size",
-        {"groups": [pool_pb2.KvCacheGroup(full_attention=pool_pb2.FullAttentionSpec())]},
+        "config.groups[0].spec.full_attention.block_size",
+        {"groups": [full_attention()]},
     ),
     "no order": ("config.reuse_order", {"reuse_order": pool_pb2.REUSE_ORDER_UNSPECIFIED}),
     "odd order": ("config.reuse_order", {"reuse_order": 99}),

@@ -123,10 +123,15 @@ class AsyncSession(SessionBase):
         return await self._call(steps.call_get_computed_blocks(request, counted=counted))
 
     async def admit(
-        self, request: Request, max_new_tokens: int = 0, *, num_lookahead_tokens: int = 0
+        self,
+        request: Request,
+        max_new_tokens: int = 0,
+        *,
+        num_lookahead_tokens: int = 0,
+        num_encoder_tokens: int = 0,
     ) -> Admission | None:
         """See `Session.admit`."""
-        return await self._call(steps.call_admit(request, max_new_tokens, num_lookahead_tokens))
+        return await self._call(steps.call_admit(request, max_new_tokens, num_lookahead_tokens, num_encoder_tokens))
 
     async def allocate_slots(  # noqa: PLR0913 - the reference's own parameters
         self,
@@ -136,6 +141,7 @@ class AsyncSession(SessionBase):
         computed: ComputedBlocks | None = None,
         num_computed_tokens: int | None = None,
         num_lookahead_tokens: int = 0,
+        num_encoder_tokens: int = 0,
         delay_cache_blocks: bool = False,
     ) -> Allocation | HitChanged | None:
         """See `Session.allocate_slots`."""
@@ -146,6 +152,7 @@ class AsyncSession(SessionBase):
                 computed,
                 num_computed_tokens,
                 num_lookahead_tokens,
+                num_encoder_tokens=num_encoder_tokens,
                 delay_cache_blocks=delay_cache_blocks,
             )
         )

@@ -36,7 +36,7 @@ class SessionBase:
             if opened.config.enable_caching
             else None
         )
-        self._book = StepBook(len(opened.config.groups), sends_tokens=opened.config.makes_events)
+        self._book = StepBook(opened.config)
         self._last_number = 0
 
     def request(self, request_id: str, token_ids: Sequence[int], *, extra_keys: ExtraKeys = NO_EXTRA_KEYS) -> Request:
@@ -86,18 +86,26 @@ class Session(SessionBase):
         """
         return self._call(steps.call_get_computed_blocks(request, counted=counted))
 
-    def admit(self, request: Request, max_new_tokens: int = 0, *, num_lookahead_tokens: int = 0) -> Admission | None:
+    def admit(
+        self,
+        request: Request,
+        max_new_tokens: int = 0,
+        *,
+        num_lookahead_tokens: int = 0,
+        num_encoder_tokens: int = 0,
+    ) -> Admission | None:
         """Looks up and allocates at once, for a request that holds no blocks.
 
         Args:
             request: The request.
             max_new_tokens: Most tokens to make room for beyond the hit; 0 for all that are left.
             num_lookahead_tokens: Tokens beyond these to keep room for.
+            num_encoder_tokens: Tokens that the encoder puts out, for models with cross attention.
 
         Returns:
             What it got; None if there are not enough blocks.
         """
-        return self._call(steps.call_admit(request, max_new_tokens, num_lookahead_tokens))
+        return self._call(steps.call_admit(request, max_new_tokens, num_lookahead_tokens, num_encoder_tokens))
 
     def allocate_slots(  # noqa: PLR0913 - the reference's own parameters
         self,
@@ -107,6 +115,7 @@ class Session(SessionBase):
         computed: ComputedBlocks | None = None,
         num_computed_tokens: int | None = None,
         num_lookahead_tokens: int = 0,
+        num_encoder_tokens: int = 0,
         delay_cache_blocks: bool = False,
     ) -> Allocation | HitChanged | None:
         """Makes room for more tokens of a request, and caches the blocks that become full.
@@ -117,6 +126,8 @@ class Session(SessionBase):
             computed: What `get_computed_blocks` promised, for a request that holds no blocks.
             num_computed_tokens: Computed tokens, if fewer than have room (drafts were rejected).
             num_lookahead_tokens: Tokens beyond the new ones to keep room for (drafts).
+            num_encoder_tokens: Tokens that the encoder puts out, for models with cross attention; in the request's
+                first call only.
             delay_cache_blocks: Leave full blocks uncached until `cache_blocks`.
 
         Returns:
@@ -131,6 +142,7 @@ class Session(SessionBase):
                 computed,
                 num_computed_tokens,
                 num_lookahead_tokens,
+                num_encoder_tokens=num_encoder_tokens,
                 delay_cache_blocks=delay_cache_blocks,
             )
         )

@@ -12,10 +12,12 @@ from typing import Final, TypeVar
 
 from kvpool.client.request import Request
 from kvpool.client.results import Admission, Allocation, Answer, HitChanged
+from kvpool.server.core.config import PoolConfig
 from kvpool.server.core.errors import ExhaustedError, InvalidArgumentError, NotFoundError, WrongStateError
 from kvpool.server.core.pool import ComputedBlocks
+from kvpool.server.core.specs import allocation_spec
 from kvpool.server.core.step import Operation, Outcome, Step, StepResult
-from kvpool.server.core.types import BlockId
+from kvpool.server.core.types import NULL_BLOCK, BlockId, GroupId
 
 REFUSALS: Final = (InvalidArgumentError, NotFoundError, WrongStateError, ExhaustedError)
 """Errors after which a step is known to have changed nothing."""
@@ -33,6 +35,7 @@ class _Row:
     num_new_tokens: int = 0
     num_rejected_tokens: int = 0
     num_lookahead_tokens: int = 0
+    num_encoder_tokens: int = 0
     delay_cache_blocks: bool = False
     computed: ComputedBlocks | None = None
     block_ids: Sequence[int] = ()
@@ -61,6 +64,7 @@ class StepBuilder:
         max_new_tokens: int = 0,
         *,
         num_lookahead_tokens: int = 0,
+        num_encoder_tokens: int = 0,
         delay_cache_blocks: bool = False,
     ) -> Answer:
         """Looks up, then makes room for as many of the tokens left as the budgets allow, atomically.
@@ -69,6 +73,7 @@ class StepBuilder:
             request: A request that holds no blocks.
             max_new_tokens: Most tokens to make room for, beyond the hit; 0 for all that are left.
             num_lookahead_tokens: Tokens beyond these to keep room for.
+            num_encoder_tokens: Tokens that the encoder puts out, for models with cross attention.
             delay_cache_blocks: Leave full blocks uncached until `cache_blocks`.
         """
         return self._add(
@@ -76,6 +81,7 @@ class StepBuilder:
             request,
             num_new_tokens=max_new_tokens,
             num_lookahead_tokens=num_lookahead_tokens,
+            num_encoder_tokens=num_encoder_tokens,
             delay_cache_blocks=delay_cache_blocks,
         )
 
@@ -87,6 +93,7 @@ class StepBuilder:
         computed: ComputedBlocks | None = None,
         num_computed_tokens: int | None = None,
         num_lookahead_tokens: int = 0,
+        num_encoder_tokens: int = 0,
         delay_cache_blocks: bool = False,
     ) -> Answer:
         """Makes room for more tokens of a request, and caches the blocks that become full.
@@ -97,6 +104,8 @@ class StepBuilder:
             computed: What a look-up promised, for a request that holds no blocks.
             num_computed_tokens: Computed tokens, if fewer than have room (drafts were rejected).
             num_lookahead_tokens: Tokens beyond the new ones to keep room for (drafts).
+            num_encoder_tokens: Tokens that the encoder puts out, for models with cross attention; in the request's
+                first call only.
             delay_cache_blocks: Leave full blocks uncached until `cache_blocks`.
         """
         rejected = 0 if num_computed_tokens is None else request.num_computed_tokens - num_computed_tokens
@@ -106,6 +115,7 @@ class StepBuilder:
             num_new_tokens=num_new_tokens,
             num_rejected_tokens=rejected,
             num_lookahead_tokens=num_lookahead_tokens,
+            num_encoder_tokens=num_encoder_tokens,
             delay_cache_blocks=delay_cache_blocks,
             computed=computed,
         )
@@ -149,9 +159,13 @@ class StepBuilder:
 class StepBook:
     """A session's numbers: builds its steps, reads their results."""
 
-    def __init__(self, num_groups: int, *, sends_tokens: bool) -> None:
-        self._num_groups = num_groups
-        self._sends_tokens = sends_tokens
+    def __init__(self, config: PoolConfig) -> None:
+        self._num_groups = len(config.groups)
+        self._sends_tokens = config.makes_events
+        specs = [allocation_spec(group.spec) for group in config.groups]
+        self._windowed = [
+            (i, spec, config.span_tokens(GroupId(i))) for i, spec in enumerate(specs) if not spec.keeps_all
+        ]
         self._unanswered: tuple[Step, StepBuilder] | None = None
         self.sequence = 0
 
@@ -223,6 +237,7 @@ class StepBook:
         step.num_new_tokens.append(row.num_new_tokens)
         step.num_rejected_tokens.append(row.num_rejected_tokens)
         step.num_lookahead_tokens.append(row.num_lookahead_tokens)
+        step.num_encoder_tokens.append(row.num_encoder_tokens)
         step.delay_cache_blocks.append(row.delay_cache_blocks)
         promised: Sequence[Sequence[int]] = row.computed.block_ids if row.computed else (row.block_ids,)
         if step.num_block_ids or any(promised):
@@ -253,10 +268,21 @@ class StepBook:
         request.num_sent_tokens = 0 if gone else request.num_tokens
         request.num_sent_hashes = 0 if gone else len(request.hashes)
         request.num_computed_tokens -= row.num_rejected_tokens
+        if row.operation is Operation.ALLOCATE and answer.outcome in (Outcome.OK, Outcome.NO_BLOCKS):
+            self._skip_blocks(request)
         if row.operation in (Operation.FREE, Operation.PREEMPT):
             request.forget_blocks()
         elif row.operation in (Operation.ADMIT, Operation.ALLOCATE) and answer.ok:
             self._take_room(row, request)
+
+    def _skip_blocks(self, request: Request) -> None:
+        """Does in the session's copy what the server did: blocks that nothing looks at any more stand null."""
+        for group_id, spec, span_tokens in self._windowed:
+            table = request.block_ids[group_id]
+            i = min(spec.num_skipped_tokens(request.num_computed_tokens) // span_tokens, len(table)) - 1
+            while i >= 0 and table[i] != NULL_BLOCK:
+                table[i] = NULL_BLOCK
+                i -= 1
 
     @staticmethod
     def _take_room(row: _Row, request: Request) -> None:
@@ -283,10 +309,14 @@ def call_get_computed_blocks(request: Request, *, counted: bool) -> Call[Compute
     return builder, lambda: _computed(answer)
 
 
-def call_admit(request: Request, max_new_tokens: int, num_lookahead_tokens: int) -> Call[Admission | None]:
+def call_admit(
+    request: Request, max_new_tokens: int, num_lookahead_tokens: int, num_encoder_tokens: int
+) -> Call[Admission | None]:
     """See `StepBuilder.admit`."""
     builder = StepBuilder()
-    answer = builder.admit(request, max_new_tokens, num_lookahead_tokens=num_lookahead_tokens)
+    answer = builder.admit(
+        request, max_new_tokens, num_lookahead_tokens=num_lookahead_tokens, num_encoder_tokens=num_encoder_tokens
+    )
     return (
         builder,
         lambda: (
@@ -304,6 +334,7 @@ def call_allocate_slots(  # noqa: PLR0913 - the reference's own parameters
     num_computed_tokens: int | None,
     num_lookahead_tokens: int,
     *,
+    num_encoder_tokens: int,
     delay_cache_blocks: bool,
 ) -> Call[Allocation | HitChanged | None]:
     """See `StepBuilder.allocate_slots`."""
@@ -314,6 +345,7 @@ def call_allocate_slots(  # noqa: PLR0913 - the reference's own parameters
         computed=computed,
         num_computed_tokens=num_computed_tokens,
         num_lookahead_tokens=num_lookahead_tokens,
+        num_encoder_tokens=num_encoder_tokens,
         delay_cache_blocks=delay_cache_blocks,
     )
 

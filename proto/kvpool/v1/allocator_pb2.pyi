@@ -470,6 +470,7 @@ class AllocateSlotsRequest(_message.Message):
     NUM_REJECTED_TOKENS_FIELD_NUMBER: _builtins.int
     NUM_LOOKAHEAD_TOKENS_FIELD_NUMBER: _builtins.int
     DELAY_CACHE_BLOCKS_FIELD_NUMBER: _builtins.int
+    NUM_ENCODER_TOKENS_FIELD_NUMBER: _builtins.int
     session_id: _builtins.str
     """The session."""
     sequence: _builtins.int
@@ -482,6 +483,8 @@ class AllocateSlotsRequest(_message.Message):
     """Tokens beyond the new ones to keep room for, at most max_model_len."""
     delay_cache_blocks: _builtins.bool
     """Leave the new full blocks uncached until CacheBlocks."""
+    num_encoder_tokens: _builtins.int
+    """Tokens that the request's encoder puts out, in the call that is to make room for them; 0 in later ones."""
     @_builtins.property
     def request(self) -> Global___RequestUpdate:
         """The request; declared by this call if it is new."""
@@ -501,10 +504,11 @@ class AllocateSlotsRequest(_message.Message):
         num_rejected_tokens: _builtins.int = ...,
         num_lookahead_tokens: _builtins.int = ...,
         delay_cache_blocks: _builtins.bool = ...,
+        num_encoder_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["computed", b"computed", "request", b"request"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["computed", b"computed", "delay_cache_blocks", b"delay_cache_blocks", "num_lookahead_tokens", b"num_lookahead_tokens", "num_new_tokens", b"num_new_tokens", "num_rejected_tokens", b"num_rejected_tokens", "request", b"request", "sequence", b"sequence", "session_id", b"session_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["computed", b"computed", "delay_cache_blocks", b"delay_cache_blocks", "num_encoder_tokens", b"num_encoder_tokens", "num_lookahead_tokens", b"num_lookahead_tokens", "num_new_tokens", b"num_new_tokens", "num_rejected_tokens", b"num_rejected_tokens", "request", b"request", "sequence", b"sequence", "session_id", b"session_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

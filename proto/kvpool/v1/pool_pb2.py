@@ -22,31 +22,28 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from kvpool.v1 import spec_pb2 as kvpool_dot_v1_dot_spec__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14kvpool/v1/pool.proto\x12\tkvpool.v1\"l\n\nHashScheme\x12\x11\n\talgorithm\x18\x01 \x01(\t\x12\x12\n\nsize_bytes\x18\x02 \x01(\r\x12\x11\n\tnone_hash\x18\x03 \x01(\x0c\x12$\n\x08key_form\x18\x04 \x01(\x0e\x32\x12.kvpool.v1.KeyForm\"_\n\x11\x46ullAttentionSpec\x12\x12\n\nblock_size\x18\x01 \x01(\r\x12\x14\n\x0cnum_kv_heads\x18\x02 \x01(\r\x12\x11\n\thead_size\x18\x03 \x01(\r\x12\r\n\x05\x64type\x18\x04 \x01(\t\"H\n\x10MlaAttentionSpec\x12\x12\n\nblock_size\x18\x01 \x01(\r\x12\x11\n\thead_size\x18\x02 \x01(\r\x12\r\n\x05\x64type\x18\x03 \x01(\t\"\x99\x01\n\x0cKvCacheGroup\x12\x13\n\x0blayer_names\x18\x01 \x03(\t\x12\x36\n\x0e\x66ull_attention\x18\x02 \x01(\x0b\x32\x1c.kvpool.v1.FullAttentionSpecH\x00\x12\x34\n\rmla_attention\x18\x03 \x01(\x0b\x32\x1b.kvpool.v1.MlaAttentionSpecH\x00\x42\x06\n\x04spec\"\xa1\x02\n\nPoolConfig\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x12\n\nnum_blocks\x18\x02 \x01(\r\x12\x15\n\rmax_model_len\x18\x03 \x01(\r\x12\'\n\x06groups\x18\x04 \x03(\x0b\x32\x17.kvpool.v1.KvCacheGroup\x12*\n\x0breuse_order\x18\x05 \x01(\x0e\x32\x15.kvpool.v1.ReuseOrder\x12\x17\n\x0f\x64isable_caching\x18\x06 \x01(\x08\x12\x11\n\tuse_eagle\x18\x07 \x01(\x08\x12\x16\n\x0e\x64\x63p_world_size\x18\x08 \x01(\r\x12\x15\n\renable_events\x18\t \x01(\x08\x12*\n\x0bhash_scheme\x18\n \x01(\x0b\x32\x15.kvpool.v1.HashScheme\"\xdd\x01\n\x13PrefixCacheCounters\x12\x10\n\x08requests\x18\x01 \x01(\x04\x12\x16\n\x0equeries_tokens\x18\x02 \x01(\x04\x12\x13\n\x0bhits_tokens\x18\x03 \x01(\x04\x12\x1a\n\x12preempted_requests\x18\x04 \x01(\x04\x12 \n\x18preempted_queries_tokens\x18\x05 \x01(\x04\x12\x1d\n\x15preempted_hits_tokens\x18\x06 \x01(\x04\x12\x0e\n\x06resets\x18\x07 \x01(\x04\x12\x1a\n\x12shared_hits_tokens\x18\x08 \x01(\x04\"\xb3\x02\n\x08PoolInfo\x12%\n\x06\x63onfig\x18\x01 \x01(\x0b\x32\x15.kvpool.v1.PoolConfig\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x13\n\x0b\x66ree_blocks\x18\x03 \x01(\r\x12\x15\n\rcached_blocks\x18\x04 \x01(\r\x12\r\n\x05usage\x18\x05 \x01(\x01\x12\x34\n\x0cprefix_cache\x18\x06 \x01(\x0b\x32\x1e.kvpool.v1.PrefixCacheCounters\x12\x17\n\x0frecent_hit_rate\x18\x07 \x01(\x01\x12\x16\n\x0e\x65victed_blocks\x18\x08 \x01(\x04\x12\x13\n\x0bpreemptions\x18\t \x01(\x04\x12\x10\n\x08sessions\x18\n \x01(\r\x12\x10\n\x08requests\x18\x0b \x01(\r\x12\x16\n\x0e\x65vent_sequence\x18\x0c \x01(\x04*^\n\nReuseOrder\x12\x1b\n\x17REUSE_ORDER_UNSPECIFIED\x10\x00\x12\x1e\n\x1aREUSE_ORDER_UNCACHED_FIRST\x10\x01\x12\x13\n\x0fREUSE_ORDER_LRU\x10\x02*L\n\x07KeyForm\x12\x18\n\x14KEY_FORM_UNSPECIFIED\x10\x00\x12\x13\n\x0fKEY_FORM_TAGGED\x10\x01\x12\x12\n\x0eKEY_FORM_PLAIN\x10\x02\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14kvpool/v1/pool.proto\x12\tkvpool.v1\x1a\x14kvpool/v1/spec.proto\"l\n\nHashScheme\x12\x11\n\talgorithm\x18\x01 \x01(\t\x12\x12\n\nsize_bytes\x18\x02 \x01(\r\x12\x11\n\tnone_hash\x18\x03 \x01(\x0c\x12$\n\x08key_form\x18\x04 \x01(\x0e\x32\x12.kvpool.v1.KeyForm\"I\n\x0cKvCacheGroup\x12\x13\n\x0blayer_names\x18\x01 \x03(\t\x12$\n\x04spec\x18\x02 \x01(\x0b\x32\x16.kvpool.v1.KvCacheSpec\"\xa1\x02\n\nPoolConfig\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x12\n\nnum_blocks\x18\x02 \x01(\r\x12\x15\n\rmax_model_len\x18\x03 \x01(\r\x12\'\n\x06groups\x18\x04 \x03(\x0b\x32\x17.kvpool.v1.KvCacheGroup\x12*\n\x0breuse_order\x18\x05 \x01(\x0e\x32\x15.kvpool.v1.ReuseOrder\x12\x17\n\x0f\x64isable_caching\x18\x06 \x01(\x08\x12\x11\n\tuse_eagle\x18\x07 \x01(\x08\x12\x16\n\x0e\x64\x63p_world_size\x18\x08 \x01(\r\x12\x15\n\renable_events\x18\t \x01(\x08\x12*\n\x0bhash_scheme\x18\n \x01(\x0b\x32\x15.kvpool.v1.HashScheme\"\xdd\x01\n\x13PrefixCacheCounters\x12\x10\n\x08requests\x18\x01 \x01(\x04\x12\x16\n\x0equeries_tokens\x18\x02 \x01(\x04\x12\x13\n\x0bhits_tokens\x18\x03 \x01(\x04\x12\x1a\n\x12preempted_requests\x18\x04 \x01(\x04\x12 \n\x18preempted_queries_tokens\x18\x05 \x01(\x04\x12\x1d\n\x15preempted_hits_tokens\x18\x06 \x01(\x04\x12\x0e\n\x06resets\x18\x07 \x01(\x04\x12\x1a\n\x12shared_hits_tokens\x18\x08 \x01(\x04\"\xc8\x02\n\x08PoolInfo\x12%\n\x06\x63onfig\x18\x01 \x01(\x0b\x32\x15.kvpool.v1.PoolConfig\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x13\n\x0b\x66ree_blocks\x18\x03 \x01(\r\x12\x15\n\rcached_blocks\x18\x04 \x01(\r\x12\r\n\x05usage\x18\x05 \x01(\x01\x12\x34\n\x0cprefix_cache\x18\x06 \x01(\x0b\x32\x1e.kvpool.v1.PrefixCacheCounters\x12\x17\n\x0frecent_hit_rate\x18\x07 \x01(\x01\x12\x16\n\x0e\x65victed_blocks\x18\x08 \x01(\x04\x12\x13\n\x0bpreemptions\x18\t \x01(\x04\x12\x10\n\x08sessions\x18\n \x01(\r\x12\x10\n\x08requests\x18\x0b \x01(\r\x12\x16\n\x0e\x65vent_sequence\x18\x0c \x01(\x04\x12\x13\n\x0bsink_blocks\x18\r \x01(\r*^\n\nReuseOrder\x12\x1b\n\x17REUSE_ORDER_UNSPECIFIED\x10\x00\x12\x1e\n\x1aREUSE_ORDER_UNCACHED_FIRST\x10\x01\x12\x13\n\x0fREUSE_ORDER_LRU\x10\x02*L\n\x07KeyForm\x12\x18\n\x14KEY_FORM_UNSPECIFIED\x10\x00\x12\x13\n\x0fKEY_FORM_TAGGED\x10\x01\x12\x12\n\x0eKEY_FORM_PLAIN\x10\x02\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kvpool.v1.pool_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_REUSEORDER']._serialized_start=1298
-  _globals['_REUSEORDER']._serialized_end=1392
-  _globals['_KEYFORM']._serialized_start=1394
-  _globals['_KEYFORM']._serialized_end=1470
-  _globals['_HASHSCHEME']._serialized_start=35
-  _globals['_HASHSCHEME']._serialized_end=143
-  _globals['_FULLATTENTIONSPEC']._serialized_start=145
-  _globals['_FULLATTENTIONSPEC']._serialized_end=240
-  _globals['_MLAATTENTIONSPEC']._serialized_start=242
-  _globals['_MLAATTENTIONSPEC']._serialized_end=314
-  _globals['_KVCACHEGROUP']._serialized_start=317
-  _globals['_KVCACHEGROUP']._serialized_end=470
-  _globals['_POOLCONFIG']._serialized_start=473
-  _globals['_POOLCONFIG']._serialized_end=762
-  _globals['_PREFIXCACHECOUNTERS']._serialized_start=765
-  _globals['_PREFIXCACHECOUNTERS']._serialized_end=986
-  _globals['_POOLINFO']._serialized_start=989
-  _globals['_POOLINFO']._serialized_end=1296
+  _globals['_REUSEORDER']._serialized_start=1089
+  _globals['_REUSEORDER']._serialized_end=1183
+  _globals['_KEYFORM']._serialized_start=1185
+  _globals['_KEYFORM']._serialized_end=1261
+  _globals['_HASHSCHEME']._serialized_start=57
+  _globals['_HASHSCHEME']._serialized_end=165
+  _globals['_KVCACHEGROUP']._serialized_start=167
+  _globals['_KVCACHEGROUP']._serialized_end=240
+  _globals['_POOLCONFIG']._serialized_start=243
+  _globals['_POOLCONFIG']._serialized_end=532
+  _globals['_PREFIXCACHECOUNTERS']._serialized_start=535
+  _globals['_PREFIXCACHECOUNTERS']._serialized_end=756
+  _globals['_POOLINFO']._serialized_start=759
+  _globals['_POOLINFO']._serialized_end=1087
 # @@protoc_insertion_point(module_scope)

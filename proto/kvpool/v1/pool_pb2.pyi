@@ -8,6 +8,7 @@ from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from kvpool.v1 import spec_pb2 as _spec_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -109,104 +110,32 @@ class HashScheme(_message.Message):
 Global___HashScheme: _TypeAlias = HashScheme  # noqa: Y015
 
 @_typing.final
-class FullAttentionSpec(_message.Message):
-    """Full attention: every token attends to all before it."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    BLOCK_SIZE_FIELD_NUMBER: _builtins.int
-    NUM_KV_HEADS_FIELD_NUMBER: _builtins.int
-    HEAD_SIZE_FIELD_NUMBER: _builtins.int
-    DTYPE_FIELD_NUMBER: _builtins.int
-    block_size: _builtins.int
-    """Tokens a block holds on one rank, [1, 65536]."""
-    num_kv_heads: _builtins.int
-    """Key and value heads on one rank. 0: not declared."""
-    head_size: _builtins.int
-    """Elements of a head. 0: not declared."""
-    dtype: _builtins.str
-    """Element type, as torch spells it ("bfloat16"). Empty: not declared."""
-    def __init__(
-        self,
-        *,
-        block_size: _builtins.int = ...,
-        num_kv_heads: _builtins.int = ...,
-        head_size: _builtins.int = ...,
-        dtype: _builtins.str = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "dtype", b"dtype", "head_size", b"head_size", "num_kv_heads", b"num_kv_heads"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___FullAttentionSpec: _TypeAlias = FullAttentionSpec  # noqa: Y015
-
-@_typing.final
-class MlaAttentionSpec(_message.Message):
-    """Multi-head latent attention (DeepSeek): one latent vector a token in place of keys and values."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    BLOCK_SIZE_FIELD_NUMBER: _builtins.int
-    HEAD_SIZE_FIELD_NUMBER: _builtins.int
-    DTYPE_FIELD_NUMBER: _builtins.int
-    block_size: _builtins.int
-    """Tokens a block holds on one rank, [1, 65536]."""
-    head_size: _builtins.int
-    """Elements of the latent vector. 0: not declared."""
-    dtype: _builtins.str
-    """Element type, as torch spells it ("bfloat16"). Empty: not declared."""
-    def __init__(
-        self,
-        *,
-        block_size: _builtins.int = ...,
-        head_size: _builtins.int = ...,
-        dtype: _builtins.str = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "dtype", b"dtype", "head_size", b"head_size"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___MlaAttentionSpec: _TypeAlias = MlaAttentionSpec  # noqa: Y015
-
-@_typing.final
 class KvCacheGroup(_message.Message):
     """Layers that share a block table."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     LAYER_NAMES_FIELD_NUMBER: _builtins.int
-    FULL_ATTENTION_FIELD_NUMBER: _builtins.int
-    MLA_ATTENTION_FIELD_NUMBER: _builtins.int
+    SPEC_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def layer_names(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Names of the layers, as the engine names them. They must differ."""
 
     @_builtins.property
-    def full_attention(self) -> Global___FullAttentionSpec:
-        """Full attention."""
-
-    @_builtins.property
-    def mla_attention(self) -> Global___MlaAttentionSpec:
-        """Multi-head latent attention."""
+    def spec(self) -> _spec_pb2.KvCacheSpec:
+        """What the layers keep for each token."""
 
     def __init__(
         self,
         *,
         layer_names: _abc.Iterable[_builtins.str] | None = ...,
-        full_attention: Global___FullAttentionSpec | None = ...,
-        mla_attention: Global___MlaAttentionSpec | None = ...,
+        spec: _spec_pb2.KvCacheSpec | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["full_attention", b"full_attention", "mla_attention", b"mla_attention", "spec", b"spec"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["spec", b"spec"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["full_attention", b"full_attention", "layer_names", b"layer_names", "mla_attention", b"mla_attention", "spec", b"spec"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["layer_names", b"layer_names", "spec", b"spec"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_spec: _TypeAlias = _typing.Literal["full_attention", "mla_attention"]  # noqa: Y015
-    _WhichOneofArgType_spec: _TypeAlias = _typing.Literal["spec", b"spec"]  # noqa: Y015
-    def WhichOneof(self, oneof_group: _WhichOneofArgType_spec) -> _WhichOneofReturnType_spec | None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___KvCacheGroup: _TypeAlias = KvCacheGroup  # noqa: Y015
 
@@ -240,13 +169,13 @@ class PoolConfig(_message.Message):
     """EAGLE drafts from the last hidden states, so the last block of a hit is computed again."""
     dcp_world_size: _builtins.int
     """Ranks of decode context parallelism over which a request's tokens are spread: a block then covers
-    block_size x dcp_world_size tokens. 0: 1. At most 1024.
+    block_size x dcp_world_size tokens; those of state space and cross attention stay as they are. 0: 1. At most 1024.
     """
     enable_events: _builtins.bool
     """Publishes block events, if caching is on; sessions then send token ids too."""
     @_builtins.property
     def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___KvCacheGroup]:
-        """The layers, by group. Exactly one group."""
+        """The layers, by group: 1 to 256 groups, of any kinds. Their block sizes may differ; a hit is a multiple of all."""
 
     @_builtins.property
     def hash_scheme(self) -> Global___HashScheme:
@@ -342,6 +271,7 @@ class PoolInfo(_message.Message):
     SESSIONS_FIELD_NUMBER: _builtins.int
     REQUESTS_FIELD_NUMBER: _builtins.int
     EVENT_SEQUENCE_FIELD_NUMBER: _builtins.int
+    SINK_BLOCKS_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """Goes up whenever the contents of blocks can no longer be trusted. From 1."""
     free_blocks: _builtins.int
@@ -362,6 +292,8 @@ class PoolInfo(_message.Message):
     """Requests of all sessions, waiting ones included."""
     event_sequence: _builtins.int
     """Number of the newest block event. 0: none yet."""
+    sink_blocks: _builtins.int
+    """Blocks set aside for sinks: 1, 2, ..., group by group. Neither free nor ever given."""
     @_builtins.property
     def config(self) -> Global___PoolConfig:
         """What it was declared with, defaults filled in. The hash scheme's none_hash is left out: only sessions learn it."""
@@ -385,10 +317,11 @@ class PoolInfo(_message.Message):
         sessions: _builtins.int = ...,
         requests: _builtins.int = ...,
         event_sequence: _builtins.int = ...,
+        sink_blocks: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["config", b"config", "prefix_cache", b"prefix_cache"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_blocks", b"cached_blocks", "config", b"config", "epoch", b"epoch", "event_sequence", b"event_sequence", "evicted_blocks", b"evicted_blocks", "free_blocks", b"free_blocks", "preemptions", b"preemptions", "prefix_cache", b"prefix_cache", "recent_hit_rate", b"recent_hit_rate", "requests", b"requests", "sessions", b"sessions", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_blocks", b"cached_blocks", "config", b"config", "epoch", b"epoch", "event_sequence", b"event_sequence", "evicted_blocks", b"evicted_blocks", "free_blocks", b"free_blocks", "preemptions", b"preemptions", "prefix_cache", b"prefix_cache", "recent_hit_rate", b"recent_hit_rate", "requests", b"requests", "sessions", b"sessions", "sink_blocks", b"sink_blocks", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -34,7 +34,11 @@ class _OperationEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Operation.V
     OPERATION_ADMIT: _Operation.ValueType  # 3
     """Looks up, then makes room for as many of the tokens left as the budgets allow, atomically."""
     OPERATION_ALLOCATE: _Operation.ValueType  # 4
-    """Makes room for num_new_tokens more tokens, and caches the blocks that become full."""
+    """Makes room for num_new_tokens more tokens, and caches the blocks that become full. First, blocks that nothing looks
+    at any more are freed, from the request's first tokens on: with n computed tokens (before the new ones, hit
+    included) a sliding window skips n - sliding_window + 1 tokens, a chunk those before its start, a state n - 1; where
+    these are whole blocks, block 0 takes their place in the request's table.
+    """
     OPERATION_CACHE: _Operation.ValueType  # 5
     """Caches the full blocks among the first num_new_tokens tokens (after delay_cache_blocks)."""
     OPERATION_FREE: _Operation.ValueType  # 6
@@ -75,7 +79,11 @@ OPERATION_LOOK_UP: Operation.ValueType  # 2
 OPERATION_ADMIT: Operation.ValueType  # 3
 """Looks up, then makes room for as many of the tokens left as the budgets allow, atomically."""
 OPERATION_ALLOCATE: Operation.ValueType  # 4
-"""Makes room for num_new_tokens more tokens, and caches the blocks that become full."""
+"""Makes room for num_new_tokens more tokens, and caches the blocks that become full. First, blocks that nothing looks
+at any more are freed, from the request's first tokens on: with n computed tokens (before the new ones, hit
+included) a sliding window skips n - sliding_window + 1 tokens, a chunk those before its start, a state n - 1; where
+these are whole blocks, block 0 takes their place in the request's table.
+"""
 OPERATION_CACHE: Operation.ValueType  # 5
 """Caches the full blocks among the first num_new_tokens tokens (after delay_cache_blocks)."""
 OPERATION_FREE: Operation.ValueType  # 6
@@ -103,7 +111,7 @@ class _OutcomeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Outcome.Value
     OUTCOME_UNSPECIFIED: _Outcome.ValueType  # 0
     """As asked. (Zero, so that a column of successes is empty.)"""
     OUTCOME_NO_BLOCKS: _Outcome.ValueType  # 1
-    """Not enough free blocks: nothing was allocated."""
+    """Not enough free blocks: nothing was allocated. Blocks that slid out of a window were freed nevertheless."""
     OUTCOME_SKIPPED: _Outcome.ValueType  # 2
     """Not tried, since an earlier operation of the step found too few blocks or the token budget was used up."""
     OUTCOME_HIT_CHANGED: _Outcome.ValueType  # 3
@@ -117,7 +125,7 @@ class Outcome(_Outcome, metaclass=_OutcomeEnumTypeWrapper):
 OUTCOME_UNSPECIFIED: Outcome.ValueType  # 0
 """As asked. (Zero, so that a column of successes is empty.)"""
 OUTCOME_NO_BLOCKS: Outcome.ValueType  # 1
-"""Not enough free blocks: nothing was allocated."""
+"""Not enough free blocks: nothing was allocated. Blocks that slid out of a window were freed nevertheless."""
 OUTCOME_SKIPPED: Outcome.ValueType  # 2
 """Not tried, since an earlier operation of the step found too few blocks or the token budget was used up."""
 OUTCOME_HIT_CHANGED: Outcome.ValueType  # 3
@@ -142,6 +150,7 @@ class Step(_message.Message):
     NUM_NEW_TOKENS_FIELD_NUMBER: _builtins.int
     NUM_REJECTED_TOKENS_FIELD_NUMBER: _builtins.int
     NUM_LOOKAHEAD_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_ENCODER_TOKENS_FIELD_NUMBER: _builtins.int
     DELAY_CACHE_BLOCKS_FIELD_NUMBER: _builtins.int
     NUM_BLOCK_IDS_FIELD_NUMBER: _builtins.int
     BLOCK_IDS_FIELD_NUMBER: _builtins.int
@@ -190,6 +199,12 @@ class Step(_message.Message):
         """Column: tokens beyond the new ones to keep room for (drafts)."""
 
     @_builtins.property
+    def num_encoder_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Column: tokens that the request's encoder puts out, in the operation that is to make room for them in groups of
+        cross attention; 0 in later ones.
+        """
+
+    @_builtins.property
     def delay_cache_blocks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bool]:
         """Column: leave the new full blocks uncached until OPERATION_CACHE."""
 
@@ -228,6 +243,7 @@ class Step(_message.Message):
         num_new_tokens: _abc.Iterable[_builtins.int] | None = ...,
         num_rejected_tokens: _abc.Iterable[_builtins.int] | None = ...,
         num_lookahead_tokens: _abc.Iterable[_builtins.int] | None = ...,
+        num_encoder_tokens: _abc.Iterable[_builtins.int] | None = ...,
         delay_cache_blocks: _abc.Iterable[_builtins.bool] | None = ...,
         num_block_ids: _abc.Iterable[_builtins.int] | None = ...,
         block_ids: _abc.Iterable[_builtins.int] | None = ...,
@@ -238,7 +254,7 @@ class Step(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["admission_budget_tokens", b"admission_budget_tokens", "block_hashes", b"block_hashes", "block_ids", b"block_ids", "delay_cache_blocks", b"delay_cache_blocks", "executed_sequence", b"executed_sequence", "lora_names", b"lora_names", "num_appended_tokens", b"num_appended_tokens", "num_block_ids", b"num_block_ids", "num_lookahead_tokens", b"num_lookahead_tokens", "num_new_tokens", b"num_new_tokens", "num_rejected_tokens", b"num_rejected_tokens", "operations", b"operations", "request_ids", b"request_ids", "request_numbers", b"request_numbers", "sequence", b"sequence", "session_id", b"session_id", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["admission_budget_tokens", b"admission_budget_tokens", "block_hashes", b"block_hashes", "block_ids", b"block_ids", "delay_cache_blocks", b"delay_cache_blocks", "executed_sequence", b"executed_sequence", "lora_names", b"lora_names", "num_appended_tokens", b"num_appended_tokens", "num_block_ids", b"num_block_ids", "num_encoder_tokens", b"num_encoder_tokens", "num_lookahead_tokens", b"num_lookahead_tokens", "num_new_tokens", b"num_new_tokens", "num_rejected_tokens", b"num_rejected_tokens", "operations", b"operations", "request_ids", b"request_ids", "request_numbers", b"request_numbers", "sequence", b"sequence", "session_id", b"session_id", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -287,7 +303,9 @@ class StepResult(_message.Message):
 
     @_builtins.property
     def block_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Queue: for each operation and group the blocks of the hit, then for each group the new blocks."""
+        """Queue: for each operation and group the blocks of the hit, then for each group the new blocks. In a hit, block 0
+        stands where none is needed: behind a window, or before a state.
+        """
 
     @_builtins.property
     def num_shared_hit_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:

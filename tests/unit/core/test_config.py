@@ -4,17 +4,18 @@ from dataclasses import replace
 
 import pytest
 
-from kvpool.server.core.config import (
-    FullAttentionSpec,
-    HashScheme,
-    KVCacheGroup,
-    KVCacheSpec,
-    MLAAttentionSpec,
-    PoolConfig,
-    ReuseOrder,
-)
+from kvpool.server.core.config import HashScheme, KVCacheGroup, PoolConfig, ReuseOrder
 from kvpool.server.core.errors import InvalidArgumentError
-from kvpool.server.core.types import PoolName
+from kvpool.server.core.specs import (
+    CrossAttentionSpec,
+    EncoderOnlyAttentionSpec,
+    FullAttentionSpec,
+    KVCacheSpec,
+    MambaSpec,
+    SinkFullAttentionSpec,
+    SlidingWindowSpec,
+)
+from kvpool.server.core.types import GroupId, PoolName
 from support_core import config
 
 
@@ -22,16 +23,21 @@ def group(spec: KVCacheSpec, *names: str) -> tuple[KVCacheGroup, ...]:
     return (KVCacheGroup(spec, names),)
 
 
+def groups(*specs: KVCacheSpec) -> tuple[KVCacheGroup, ...]:
+    return tuple(map(KVCacheGroup, specs))
+
+
 BAD = {
     "config.name": replace(config(), name=PoolName("a b")),
     "config.num_blocks": replace(config(), num_blocks=2**31),
     "config.max_model_len": replace(config(), max_model_len=-1),
     "config.dcp_world_size": replace(config(), dcp_world_size=0),
-    "config.groups": replace(config(), groups=group(FullAttentionSpec(4)) * 2),
-    "config.groups[0].spec.block_size": replace(config(), groups=group(FullAttentionSpec(0))),
-    "config.groups[0].spec.num_kv_heads": replace(config(), groups=group(FullAttentionSpec(4, -1))),
-    "config.groups[0].spec.head_size": replace(config(), groups=group(MLAAttentionSpec(4, -1))),
-    "config.groups[0].spec.dtype": replace(config(), groups=group(MLAAttentionSpec(4, 1, "x" * 33))),
+    "config.groups": replace(config(), groups=()),
+    "config.groups[0].spec": replace(config(), groups=groups(EncoderOnlyAttentionSpec(4))),
+    "config.groups[0].spec.sink_len": replace(
+        config(), groups=groups(SinkFullAttentionSpec(4, sink_len=4)), dcp_world_size=2
+    ),
+    "config.disable_caching": replace(config(), groups=groups(FullAttentionSpec(4), CrossAttentionSpec(4))),
     "config.groups[0].layer_names[1]": replace(config(), groups=group(FullAttentionSpec(4), "a", "a")),
     "config.hash_scheme.algorithm": replace(config(), hash_scheme=HashScheme("")),
     "config.hash_scheme.size_bytes": replace(config(), hash_scheme=HashScheme("xxhash_cbor", 32)),
@@ -44,6 +50,27 @@ def test_names_the_field_that_is_out_of_range(field: str) -> None:
     with pytest.raises(InvalidArgumentError) as caught:
         BAD[field].check()
     assert caught.value.field == field
+
+
+def test_block_sizes_need_a_common_multiple() -> None:
+    sizes = (2**20, 2**20 - 1)
+    with pytest.raises(InvalidArgumentError, match="no common multiple") as caught:
+        replace(config(), groups=groups(*map(FullAttentionSpec, sizes))).check()
+    assert caught.value.field == "config.groups"
+    replace(config(), groups=groups(*map(FullAttentionSpec, sizes)), enable_caching=False).check()
+
+
+def test_sinks_must_leave_blocks_to_give() -> None:
+    replace(config(4), groups=groups(SinkFullAttentionSpec(4, sink_len=8))).check()
+    with pytest.raises(InvalidArgumentError) as caught:
+        replace(config(3), groups=groups(SinkFullAttentionSpec(4, sink_len=8))).check()
+    assert caught.value.field == "config.num_blocks"
+
+
+def test_context_parallelism_spreads_tokens_but_no_state() -> None:
+    mixed = replace(config(), groups=groups(SlidingWindowSpec(4, sliding_window=9), MambaSpec(4)), dcp_world_size=2)
+    assert [mixed.span_tokens(group_id) for group_id in (GroupId(0), GroupId(1))] == [8, 4]
+    assert (mixed.hash_block_size, mixed.hit_alignment) == (4, 8)
 
 
 def test_one_hash_covers_a_block_of_all_ranks() -> None:

@@ -42,6 +42,7 @@ class PoolInfo:
         sessions: Open sessions.
         requests: Requests of all sessions.
         event_sequence: Number of the newest batch of events; 0 if there was none.
+        sink_blocks: Blocks set aside for sinks: 1, 2, ..., group by group.
     """
 
     config: PoolConfig
@@ -56,6 +57,7 @@ class PoolInfo:
     sessions: int
     requests: int
     event_sequence: int = 0
+    sink_blocks: int = 0
 
 
 class Allocator:
@@ -214,6 +216,7 @@ class Allocator:
             sessions=len(sessions),
             requests=sum(len(session.requests) for session in sessions),
             event_sequence=event_sequence,
+            sink_blocks=len(pool.sink_blocks),
         )
 
     def _expire(self, session_id: SessionId) -> tuple[Pool, Session, int]:

@@ -39,14 +39,8 @@ class GroupManager:
         self.sink_blocks = block_pool.take(config.num_sink_blocks[group_id])
         self._hashes_per_block = self.span_tokens // config.hash_block_size
         self._num_extra_blocks = self.spec.num_speculative_blocks if isinstance(self.spec, MambaSpec) else 0
-        self._has_windows = not isinstance(self.spec, FullAttentionSpec | CrossAttentionSpec)
         self._pool = block_pool
         self._makes_events = config.makes_events
-
-    @property
-    def keeps_all(self) -> bool:
-        """Whether no block is ever skipped: what serves a prefix serves every shorter one."""
-        return not self._has_windows
 
     def num_skipped_blocks(self, num_computed_tokens: int) -> int:
         """Leading blocks that nothing looks at once `num_computed_tokens` tokens are computed."""
@@ -101,7 +95,7 @@ class GroupManager:
 
     def skip(self, table: BlockTable, num_computed_tokens: int) -> None:
         """Frees the blocks that nothing looks at any more, the last first; null stands in their place."""
-        if not self._has_windows:
+        if self.spec.keeps_all:
             return
         start, end = table.num_skipped, min(self.num_skipped_blocks(num_computed_tokens), len(table.block_ids))
         if start < end:

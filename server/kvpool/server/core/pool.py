@@ -107,7 +107,7 @@ class Pool:
         self._count(request, computed)
         return computed
 
-    def admit(
+    def admit(  # noqa: PLR0913 - the reference's own parameters
         self,
         request: Request,
         max_new_tokens: int,

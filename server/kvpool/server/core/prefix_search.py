@@ -7,9 +7,9 @@ A group can serve a hit of n tokens exactly when
    the hit may have been meant for another next token. Kinds without a slot a token (state space) need none.
 
 A hit is the longest n within the bound that all groups can serve. The block after it may hold the request's last token,
-which itself is never hit. A pool of one group does not look that far: the reference does not, and its answers stand. Each group in turn shortens n to the longest that it
-can serve; n only shrinks, so this ends, and when no group shortens it any more it is the longest: no group ever
-shortens it below a length that all can serve.
+which itself is never hit. A pool of one group does not look that far: the reference does not, and its answers stand.
+Each group in turn shortens n to the longest that it can serve; n only shrinks, so this ends, and when no group shortens
+it any more it is the longest: no group ever shortens it below a length that all can serve.
 
 One group's longest: if of the blocks it needs for n number m is missing, no shorter length does without m unless it
 ends at or before it, since the number of skipped blocks never rises as n falls. So n falls to where m (or, with EAGLE,
@@ -33,8 +33,8 @@ class PrefixSearch:
 
     def __init__(self, managers: Sequence[GroupManager], prefix_map: PrefixMap, alignment_tokens: int) -> None:
         # What keeps every block is searched once and first: it tells soonest that there is no hit.
-        self._closed = [manager for manager in managers if manager.keeps_all]
-        self._windowed = [manager for manager in managers if not manager.keeps_all]
+        self._closed = [manager for manager in managers if manager.spec.keeps_all]
+        self._windowed = [manager for manager in managers if not manager.spec.keeps_all]
         self._num_groups = len(managers)
         self._map = prefix_map
         self._alignment = alignment_tokens

@@ -79,6 +79,8 @@ class KVCacheSpec:
 
     is_sharded: ClassVar[bool] = True
     """Whether context parallelism spreads the tokens, so that a block of `n` ranks covers n * block_size."""
+    keeps_all: ClassVar[bool] = True
+    """Whether every token is looked at to the end: num_skipped_tokens is 0."""
     has_token_slots: ClassVar[bool] = True
     """Whether each token has its own slot. What a draft model writes into the last one depends on the next token."""
 
@@ -276,6 +278,8 @@ class SlidingWindowSpec(AttentionSpec):
 
     sliding_window: int = 0
 
+    keeps_all: ClassVar[bool] = False
+
     def __post_init__(self) -> None:
         AttentionSpec.__post_init__(self)
         check_range("sliding_window", self.sliding_window, 1, MAX_TOKENS)
@@ -307,6 +311,8 @@ class ChunkedLocalAttentionSpec(AttentionSpec):
     """
 
     attention_chunk_size: int = 0
+
+    keeps_all: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         AttentionSpec.__post_init__(self)
@@ -349,6 +355,7 @@ class MambaSpec(KVCacheSpec):
     num_speculative_blocks: int = 0
 
     is_sharded: ClassVar[bool] = False
+    keeps_all: ClassVar[bool] = False
     has_token_slots: ClassVar[bool] = False
 
     def __post_init__(self) -> None:

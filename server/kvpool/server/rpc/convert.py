@@ -13,10 +13,10 @@ from kvpool.server.core.config import (
 )
 from kvpool.server.core.errors import InvalidArgumentError
 from kvpool.server.core.events import AllBlocksCleared, BlockEvent, BlockRemoved, BlockStored
-from kvpool.server.core.specs import FullAttentionSpec, MLAAttentionSpec
 from kvpool.server.core.statistics import PrefixCacheStats
 from kvpool.server.core.step import Step, StepResult
 from kvpool.server.core.types import BlockHash, GroupId, PoolName
+from kvpool.server.rpc.convert_spec import spec_from_proto, spec_to_proto
 from kvpool.v1 import event_pb2, pool_pb2, step_pb2
 
 _REUSE_ORDERS: Final = {
@@ -44,7 +44,10 @@ def config_from_proto(message: pool_pb2.PoolConfig) -> PoolConfig:
         name=PoolName(message.name),
         num_blocks=message.num_blocks,
         max_model_len=message.max_model_len,
-        groups=tuple(_group_from_proto(i, group) for i, group in enumerate(message.groups)),
+        groups=tuple(
+            KVCacheGroup(spec_from_proto(f"config.groups[{i}].spec", group.spec), tuple(group.layer_names))
+            for i, group in enumerate(message.groups)
+        ),
         reuse_order=_REUSE_ORDERS[message.reuse_order],
         enable_caching=not message.disable_caching,
         use_eagle=message.use_eagle,
@@ -59,21 +62,6 @@ def config_from_proto(message: pool_pb2.PoolConfig) -> PoolConfig:
     )
 
 
-def _group_from_proto(i: int, group: pool_pb2.KvCacheGroup) -> KVCacheGroup:
-    names = tuple(group.layer_names)
-    match group.WhichOneof("spec"):
-        case "full_attention":
-            full = group.full_attention
-            return KVCacheGroup(
-                FullAttentionSpec(full.block_size, full.num_kv_heads, full.head_size, full.dtype), names
-            )
-        case "mla_attention":
-            mla = group.mla_attention
-            return KVCacheGroup(MLAAttentionSpec(mla.block_size, mla.head_size, mla.dtype), names)
-        case None:
-            raise InvalidArgumentError(f"config.groups[{i}].spec", "not set, or of a kind that this server lacks")
-
-
 def config_to_proto(config: PoolConfig, *, with_none_hash: bool) -> pool_pb2.PoolConfig:
     """Encodes a pool's configuration; its none_hash only for its sessions."""
     scheme = config.hash_scheme
@@ -81,7 +69,10 @@ def config_to_proto(config: PoolConfig, *, with_none_hash: bool) -> pool_pb2.Poo
         name=config.name,
         num_blocks=config.num_blocks,
         max_model_len=config.max_model_len,
-        groups=[_group_to_proto(group) for group in config.groups],
+        groups=[
+            pool_pb2.KvCacheGroup(layer_names=group.layer_names, spec=spec_to_proto(group.spec))
+            for group in config.groups
+        ],
         reuse_order=next(wire for wire, order in _REUSE_ORDERS.items() if order is config.reuse_order),
         disable_caching=not config.enable_caching,
         use_eagle=config.use_eagle,
@@ -94,20 +85,6 @@ def config_to_proto(config: PoolConfig, *, with_none_hash: bool) -> pool_pb2.Poo
             key_form=(pool_pb2.KEY_FORM_TAGGED if scheme.key_form is KeyForm.TAGGED else pool_pb2.KEY_FORM_PLAIN),
         ),
     )
-
-
-def _group_to_proto(group: KVCacheGroup) -> pool_pb2.KvCacheGroup:
-    match group.spec:
-        case FullAttentionSpec(block_size, num_kv_heads, head_size, dtype):
-            full = pool_pb2.FullAttentionSpec(
-                block_size=block_size, num_kv_heads=num_kv_heads, head_size=head_size, dtype=dtype
-            )
-            return pool_pb2.KvCacheGroup(layer_names=group.layer_names, full_attention=full)
-        case MLAAttentionSpec(block_size, head_size, dtype):
-            mla = pool_pb2.MlaAttentionSpec(block_size=block_size, head_size=head_size, dtype=dtype)
-            return pool_pb2.KvCacheGroup(layer_names=group.layer_names, mla_attention=mla)
-        case _:
-            assert_never(group.spec)
 
 
 def info_to_proto(info: PoolInfo) -> pool_pb2.PoolInfo:
@@ -125,6 +102,7 @@ def info_to_proto(info: PoolInfo) -> pool_pb2.PoolInfo:
         sessions=info.sessions,
         requests=info.requests,
         event_sequence=info.event_sequence,
+        sink_blocks=info.sink_blocks,
     )
 
 
@@ -144,6 +122,7 @@ def info_from_proto(message: pool_pb2.PoolInfo) -> PoolInfo:
         sessions=message.sessions,
         requests=message.requests,
         event_sequence=message.event_sequence,
+        sink_blocks=message.sink_blocks,
     )
 
 
@@ -159,6 +138,7 @@ def step_from_proto(message: step_pb2.Step) -> Step:
         num_new_tokens=list(message.num_new_tokens),
         num_rejected_tokens=list(message.num_rejected_tokens),
         num_lookahead_tokens=list(message.num_lookahead_tokens),
+        num_encoder_tokens=list(message.num_encoder_tokens),
         delay_cache_blocks=list(message.delay_cache_blocks),
         num_block_ids=list(message.num_block_ids),
         block_ids=list(message.block_ids),
@@ -182,6 +162,7 @@ def step_to_proto(step: Step, session_id: str) -> step_pb2.Step:
         num_new_tokens=step.num_new_tokens,
         num_rejected_tokens=step.num_rejected_tokens,
         num_lookahead_tokens=step.num_lookahead_tokens,
+        num_encoder_tokens=step.num_encoder_tokens,
         delay_cache_blocks=step.delay_cache_blocks,
         num_block_ids=step.num_block_ids,
         block_ids=step.block_ids,

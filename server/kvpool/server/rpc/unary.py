@@ -10,7 +10,7 @@ from kvpool.server.core.errors import InvalidArgumentError, KvpoolError, NotFoun
 from kvpool.server.core.pool import Pool
 from kvpool.server.core.session import Session
 from kvpool.server.core.step import Operation, Outcome, Step, StepResult
-from kvpool.server.core.types import RequestId, RequestNumber
+from kvpool.server.core.types import BlockId, RequestId, RequestNumber
 from kvpool.v1 import allocator_pb2
 
 _INDEX: Final = re.compile(r"\[\d+\]$")
@@ -129,12 +129,13 @@ def allocation(pool: Pool, session: Session, message: allocator_pb2.AllocateSlot
     step.num_new_tokens = _last_only(step, message.num_new_tokens)
     step.num_rejected_tokens = _last_only(step, message.num_rejected_tokens)
     step.num_lookahead_tokens = _last_only(step, message.num_lookahead_tokens)
+    step.num_encoder_tokens = _last_only(step, message.num_encoder_tokens)
     step.delay_cache_blocks = [False] * (len(step.operations) - 1) + [message.delay_cache_blocks]
-    promised = [list(group.block_ids) for group in message.computed.groups]
+    promised = [[BlockId(block_id) for block_id in group.block_ids] for group in message.computed.groups]
     num_groups = len(pool.config.groups)
     if len(promised) not in (0, num_groups):
         raise InvalidArgumentError("computed.groups", f"{len(promised)} groups, the pool has {num_groups}")
-    hit_tokens = pool.hit_length(promised) if promised else 0
+    hit_tokens = pool.check_promise("computed.groups[{}].block_ids".format, promised) if promised else 0
     if message.computed.num_tokens != hit_tokens:
         raise InvalidArgumentError(
             "computed.num_tokens", f"{message.computed.num_tokens}, the blocks hold {hit_tokens}"

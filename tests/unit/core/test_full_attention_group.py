@@ -1,13 +1,14 @@
-"""Rules 1 to 4 of full_attention, and those of pool, through the pool."""
+"""Rules of group_manager and pool, with one group that keeps every token."""
 
 from typing import Any
 
 import pytest
 
-from kvpool.server.core.config import KVCacheGroup, MLAAttentionSpec, PoolConfig
+from kvpool.server.core.config import KVCacheGroup, PoolConfig
 from kvpool.server.core.events import BlockStored
 from kvpool.server.core.pool import Pool
 from kvpool.server.core.request import Request
+from kvpool.server.core.specs import MLAAttentionSpec
 from kvpool.server.core.types import BlockHash, PoolName, RequestId, RequestNumber, Sequence, WriterId
 from support_core import BLOCK_SIZE, block_hashes, config
 

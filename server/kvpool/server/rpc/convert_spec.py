@@ -1,0 +1,159 @@
+"""Between the wire's specs of layers and the core's, both ways. Shared by server, client and workers."""
+
+from dataclasses import dataclass
+from typing import Any, Final, TypedDict
+
+from kvpool.server.core.errors import InvalidArgumentError
+from kvpool.server.core.specs import (
+    AttentionSpec,
+    ChunkedLocalAttentionSpec,
+    CrossAttentionSpec,
+    EncoderOnlyAttentionSpec,
+    FullAttentionSpec,
+    KVCacheSpec,
+    MambaSpec,
+    MLAAttentionSpec,
+    SinkFullAttentionSpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+)
+from kvpool.v1 import spec_pb2
+
+
+class _Attention(TypedDict):
+    block_size: int
+    num_kv_heads: int
+    head_size: int
+    dtype: str
+    head_size_v: int
+    page_size_padded: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """How a kind of attention stands on the wire: under which name, and with which fields of its own."""
+
+    name: str
+    message: type[Any]
+    own_fields: tuple[str, ...] = ()
+    has_full_attention: bool = False
+
+
+_KINDS: Final[dict[type[AttentionSpec], _Kind]] = {
+    FullAttentionSpec: _Kind("full_attention", spec_pb2.FullAttentionSpec, ("sliding_window", "attention_chunk_size")),
+    MLAAttentionSpec: _Kind("mla_attention", spec_pb2.MlaAttentionSpec, ("cache_dtype_str",), has_full_attention=True),
+    SinkFullAttentionSpec: _Kind(
+        "sink_full_attention", spec_pb2.SinkFullAttentionSpec, ("sink_len",), has_full_attention=True
+    ),
+    SlidingWindowSpec: _Kind("sliding_window", spec_pb2.SlidingWindowSpec, ("sliding_window",)),
+    ChunkedLocalAttentionSpec: _Kind(
+        "chunked_local_attention", spec_pb2.ChunkedLocalAttentionSpec, ("attention_chunk_size",)
+    ),
+    CrossAttentionSpec: _Kind("cross_attention", spec_pb2.CrossAttentionSpec),
+    EncoderOnlyAttentionSpec: _Kind("encoder_only_attention", spec_pb2.EncoderOnlyAttentionSpec),
+}
+
+
+def spec_from_proto(where: str, message: spec_pb2.KvCacheSpec) -> KVCacheSpec:
+    """Decodes a spec.
+
+    Args:
+        where: Path of the message, for errors.
+        message: The spec.
+
+    Raises:
+        InvalidArgumentError: No kind is set, or a number is out of range; names the field.
+    """
+    name = message.WhichOneof("kind")
+    if name is None:
+        raise InvalidArgumentError(where, "not set, or of a kind that this server lacks")
+    try:
+        if name == "mamba":
+            return _mamba_from_proto(message.mamba)
+        if name == "uniform_type":
+            layers = tuple(
+                (layer.layer_name, spec_from_proto(f"layers[{i}].spec", layer.spec))
+                for i, layer in enumerate(message.uniform_type.layers)
+            )
+            return UniformTypeKVCacheSpecs(message.uniform_type.block_size, layers)
+        return _attention_from_proto(name, getattr(message, name))
+    except InvalidArgumentError as error:
+        error.rename_field(f"{where}.{name}.{error.field}")
+        raise
+
+
+def _attention_from_proto(name: str, part: Any) -> AttentionSpec:  # noqa: ANN401 - one of the kinds' messages
+    kind, wire = next((kind, wire) for kind, wire in _KINDS.items() if wire.name == name)
+    own = {field: getattr(part, field) for field in wire.own_fields}
+    if wire.has_full_attention:
+        part = part.full_attention
+        own |= {"sliding_window": part.sliding_window, "attention_chunk_size": part.attention_chunk_size}
+    attention = part.attention
+    shared = _Attention(
+        block_size=attention.block_size,
+        num_kv_heads=attention.num_kv_heads or (1 if kind is MLAAttentionSpec else 0),
+        head_size=attention.head_size,
+        dtype=attention.dtype,
+        head_size_v=attention.head_size_v,
+        page_size_padded=attention.page_size_padded,
+    )
+    return kind(**shared, **own)
+
+
+def _mamba_from_proto(mamba: spec_pb2.MambaSpec) -> MambaSpec:
+    return MambaSpec(
+        mamba.block_size,
+        tuple(tuple(state.shape) for state in mamba.states),
+        tuple(state.dtype for state in mamba.states),
+        mamba.page_size_padded,
+        mamba.mamba_type,
+        mamba.num_speculative_blocks,
+    )
+
+
+def spec_to_proto(spec: KVCacheSpec) -> spec_pb2.KvCacheSpec:
+    """Encodes a spec."""
+    match spec:
+        case MambaSpec():
+            states = [
+                spec_pb2.StateTensor(shape=shape, dtype=dtype)
+                for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True)
+            ]
+            mamba = spec_pb2.MambaSpec(
+                block_size=spec.block_size,
+                states=states,
+                page_size_padded=spec.page_size_padded,
+                mamba_type=spec.mamba_type,
+                num_speculative_blocks=spec.num_speculative_blocks,
+            )
+            return spec_pb2.KvCacheSpec(mamba=mamba)
+        case UniformTypeKVCacheSpecs():
+            layers = [spec_pb2.LayerSpec(layer_name=name, spec=spec_to_proto(layer)) for name, layer in spec.layers]
+            return spec_pb2.KvCacheSpec(
+                uniform_type=spec_pb2.UniformTypeSpec(block_size=spec.block_size, layers=layers)
+            )
+        case AttentionSpec():
+            return _attention_to_proto(spec)
+        case _:
+            raise TypeError(type(spec))
+
+
+def _attention_to_proto(spec: AttentionSpec) -> spec_pb2.KvCacheSpec:
+    wire = _KINDS[type(spec)]
+    attention = spec_pb2.AttentionSpec(
+        block_size=spec.block_size,
+        num_kv_heads=spec.num_kv_heads,
+        head_size=spec.head_size,
+        dtype=spec.dtype,
+        head_size_v=spec.head_size_v,
+        page_size_padded=spec.page_size_padded,
+    )
+    own = {field: getattr(spec, field) for field in wire.own_fields}
+    if wire.has_full_attention and isinstance(spec, FullAttentionSpec):
+        full = spec_pb2.FullAttentionSpec(
+            attention=attention, sliding_window=spec.sliding_window, attention_chunk_size=spec.attention_chunk_size
+        )
+        part = wire.message(full_attention=full, **own)
+    else:
+        part = wire.message(attention=attention, **own)
+    return spec_pb2.KvCacheSpec(**{wire.name: part})
