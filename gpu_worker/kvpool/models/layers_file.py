@@ -1,0 +1,90 @@
+"""Specs that a file states layer by layer, for models whose config.json cannot be read.
+
+{"layers": {"model.layers.0.self_attn.attn": {"type": "FullAttentionSpec", "block_size": 16, "num_kv_heads": 8, ...}}}
+
+Keys other than `type` are the attributes of the spec; null stands for the default. `page_size_bytes` may be stated, and
+is then checked.
+"""
+
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Final, cast
+
+from kvpool.models.reader import typed
+from kvpool.server.core.errors import InvalidArgumentError
+from kvpool.server.core.specs import SPEC_KINDS, KVCacheSpec
+
+_TYPE: Final = "type"
+_PAGE_SIZE: Final = "page_size_bytes"
+
+
+def read_layers(data: object) -> dict[str, KVCacheSpec]:
+    """Reads the specs of all layers, in the file's order.
+
+    Args:
+        data: The file, parsed as JSON.
+
+    Raises:
+        InvalidArgumentError: It is not of this form; names the path of what is at fault.
+    """
+    top = typed("$", data, dict)
+    for key in top:
+        if key != "layers":
+            raise InvalidArgumentError(str(key), "is not known; known: layers")
+    if "layers" not in top:
+        raise InvalidArgumentError("layers", "is missing", reason="MISSING")
+    layers = typed("layers", top["layers"], dict)
+    if not layers:
+        raise InvalidArgumentError("layers", "names no layer")
+    return {name: spec_from_json(f'layers["{name}"]', value) for name, value in layers.items()}
+
+
+def spec_from_json(where: str, value: object) -> KVCacheSpec:
+    """Reads one spec.
+
+    Args:
+        where: Path of the spec, for errors.
+        value: The spec, parsed as JSON.
+
+    Raises:
+        InvalidArgumentError: It is not of this form, or the spec refuses its numbers.
+    """
+    stated = {key: item for key, item in typed(where, value, dict).items() if item is not None}
+    if _TYPE not in stated:
+        raise InvalidArgumentError(f"{where}.{_TYPE}", "is missing", reason="MISSING")
+    name = typed(f"{where}.{_TYPE}", stated.pop(_TYPE), str)
+    if name not in SPEC_KINDS:
+        raise InvalidArgumentError(f"{where}.{_TYPE}", f"{name!r} is not known; known: {', '.join(SPEC_KINDS)}")
+    kind = SPEC_KINDS[name]
+    page_size = stated.pop(_PAGE_SIZE, None)
+    known = [field.name for field in fields(kind)]
+    for key in value if isinstance(value, dict) else ():
+        if key not in (*known, _TYPE, _PAGE_SIZE):
+            raise InvalidArgumentError(f"{where}.{key}", f"is not known; known: {', '.join(known)}")
+    if "block_size" not in stated:
+        raise InvalidArgumentError(f"{where}.block_size", "is missing", reason="MISSING")
+    defaults = {field.name: field.default for field in fields(kind)}
+    attributes = {key: _attribute(f"{where}.{key}", key, item, defaults[key]) for key, item in stated.items()}
+    make = cast(Callable[..., KVCacheSpec], kind)  # each kind has its own attributes
+    try:
+        spec = make(**attributes)
+    except InvalidArgumentError as error:
+        error.rename_field(f"{where}.{error.field}")
+        raise
+    if page_size is not None and typed(f"{where}.{_PAGE_SIZE}", page_size, int) != spec.page_size_bytes:
+        raise InvalidArgumentError(
+            f"{where}.{_PAGE_SIZE}", f"{page_size} differs from the spec's {spec.page_size_bytes}"
+        )
+    return spec
+
+
+def _attribute(field: str, key: str, item: object, default: object) -> object:
+    if key == "shapes":
+        return tuple(_integers(f"{field}[{i}]", shape) for i, shape in enumerate(typed(field, item, list)))
+    if key == "dtypes":
+        return tuple(typed(f"{field}[{i}]", dtype, str) for i, dtype in enumerate(typed(field, item, list)))
+    return typed(field, item, str if isinstance(default, str) else int)
+
+
+def _integers(field: str, value: object) -> tuple[int, ...]:
+    return tuple(typed(f"{field}[{i}]", size, int) for i, size in enumerate(typed(field, value, list)))

@@ -1,0 +1,159 @@
+"""Models with recurrent states, alone or between layers that attend."""
+
+from collections.abc import Sequence
+from typing import Final
+
+from kvpool.models.attention import FULL, layer_types, read_heads
+from kvpool.models.context import Context, Layer
+from kvpool.models.state import (
+    Mamba2Sizes,
+    State,
+    delta_net_state,
+    hybrid_layers,
+    mamba1_state,
+    mamba2_state,
+    state_layers,
+)
+from kvpool.server.core.errors import InvalidArgumentError
+
+LINEAR: Final = "linear_attention"
+_EXPAND: Final = 2
+_NEMOTRON_KINDS: Final = "M*-E"
+"""Mamba-2, attention, and two kinds of layers that keep nothing: dense and of experts."""
+
+
+def mamba1(ctx: Context) -> list[Layer]:
+    """Mamba."""
+    keys = ctx.keys
+    state = mamba1_state(
+        ctx,
+        intermediate_size=_intermediate_size(ctx),
+        state_size=keys.dimension("state_size"),
+        conv_kernel=keys.dimension("conv_kernel"),
+    )
+    return state_layers(ctx, state, _mixers(ctx))
+
+
+def mamba2(ctx: Context) -> list[Layer]:
+    """Mamba-2."""
+    keys = ctx.keys
+    sizes = Mamba2Sizes(
+        conv_kernel=keys.dimension("conv_kernel"),
+        num_heads=keys.dimension("num_heads"),
+        head_size=keys.dimension("head_dim"),
+        num_groups=keys.dimension("n_groups"),
+        state_size=keys.dimension("state_size"),
+    )
+    return state_layers(ctx, mamba2_state(ctx, sizes), _mixers(ctx))
+
+
+def jamba(ctx: Context) -> list[Layer]:
+    """Jamba: attention on every attn_layer_period-th layer from attn_layer_offset on, Mamba on the others."""
+    keys = ctx.keys
+    state = mamba1_state(
+        ctx,
+        intermediate_size=keys.dimension("mamba_expand", _EXPAND) * keys.dimension("hidden_size"),
+        state_size=keys.dimension("mamba_d_state"),
+        conv_kernel=keys.dimension("mamba_d_conv"),
+    )
+    period, offset = keys.layers("attn_layer_period"), keys.index("attn_layer_offset")
+    if offset >= period:
+        raise InvalidArgumentError(keys.field("attn_layer_offset"), f"{offset} is not in [0, {period})")
+    attends = [i % period == offset for i in range(keys.layers("num_hidden_layers"))]
+    return _alternate(ctx, state, attends, attention="attn", mamba="mamba")
+
+
+def bamba(ctx: Context) -> list[Layer]:
+    """Bamba: attention on the layers that attn_layer_indices names, Mamba-2 on the others."""
+    count = ctx.keys.layers("num_hidden_layers")
+    chosen = ctx.keys.integers("attn_layer_indices")
+    for i, index in enumerate(chosen):
+        if index >= count:
+            raise InvalidArgumentError(
+                f"{ctx.keys.field('attn_layer_indices')}[{i}]", f"{index} is not in [0, {count})"
+            )
+    attends = [i in set(chosen) for i in range(count)]
+    return _alternate(ctx, mamba2_state(ctx, _prefixed_sizes(ctx)), attends, attention="attn", mamba="mixer")
+
+
+def granite_hybrid(ctx: Context) -> list[Layer]:
+    """Granite 4: layer_types names "attention" and "mamba"; the latter is Mamba-2."""
+    kinds = layer_types(ctx, ctx.keys.layers("num_hidden_layers"), ("attention", "mamba"))
+    attends = [kind == "attention" for kind in kinds or ctx.keys.texts("layer_types")]
+    if all(attends):
+        return hybrid_layers(ctx, read_heads(ctx), State("mamba2", (), ()), _named(attends, "self_attn.attn"), [])
+    return _alternate(ctx, mamba2_state(ctx, _prefixed_sizes(ctx)), attends, attention="self_attn.attn", mamba="mixer")
+
+
+def nemotron_h(ctx: Context) -> list[Layer]:
+    """Nemotron-H: one letter a layer."""
+    keys = ctx.keys
+    count, pattern = keys.layers("num_hidden_layers"), keys.text("hybrid_override_pattern")
+    where = keys.field("hybrid_override_pattern")
+    if len(pattern) != count:
+        raise InvalidArgumentError(where, f"names {len(pattern)} layers, not {count}")
+    if unknown := set(pattern) - set(_NEMOTRON_KINDS):
+        raise InvalidArgumentError(where, f"{min(unknown)!r} is not known; known: {', '.join(_NEMOTRON_KINDS)}")
+    sizes = Mamba2Sizes(
+        conv_kernel=keys.dimension("conv_kernel"),
+        num_heads=keys.dimension("mamba_num_heads"),
+        head_size=keys.dimension("mamba_head_dim"),
+        num_groups=keys.dimension("n_groups"),
+        state_size=keys.dimension("ssm_state_size"),
+    )
+    heads = read_heads(ctx, head_dim_key="attention_head_dim" if keys.has("attention_head_dim") else "head_dim")
+    attention = _named([kind == "*" for kind in pattern], "mixer.attn")
+    mamba = _named([kind == "M" for kind in pattern], "mixer")
+    return hybrid_layers(ctx, heads, mamba2_state(ctx, sizes), attention, mamba)
+
+
+def qwen3_next(ctx: Context) -> list[Layer]:
+    """Qwen3-Next: layer_types, or full attention on every full_attention_interval-th layer; else gated delta nets."""
+    count = ctx.keys.layers("num_hidden_layers")
+    kinds = layer_types(ctx, count, (FULL, LINEAR))
+    if kinds is None:
+        every = ctx.keys.layers("full_attention_interval", 4)
+        kinds = [LINEAR if (i + 1) % every else FULL for i in range(count)]
+    attends = [kind == FULL for kind in kinds]
+    return _alternate(ctx, delta_net_state(ctx), attends, attention="self_attn.attn", mamba="linear_attn")
+
+
+def _alternate(ctx: Context, state: State, attends: Sequence[bool], *, attention: str, mamba: str) -> list[Layer]:
+    states = _named([not is_attention for is_attention in attends], mamba)
+    return hybrid_layers(ctx, read_heads(ctx), state, _named(attends, attention), states)
+
+
+def _named(chosen: Sequence[bool], suffix: str) -> list[tuple[int, str]]:
+    return [(i, f"model.layers.{i}.{suffix}") for i, is_chosen in enumerate(chosen) if is_chosen]
+
+
+def _mixers(ctx: Context) -> list[str]:
+    return [f"model.layers.{i}.mixer" for i in range(ctx.keys.layers("num_hidden_layers"))]
+
+
+def _intermediate_size(ctx: Context) -> int:
+    if ctx.keys.has("intermediate_size"):
+        return ctx.keys.dimension("intermediate_size")
+    return ctx.keys.dimension("expand", _EXPAND) * ctx.keys.dimension("hidden_size")
+
+
+def _prefixed_sizes(ctx: Context) -> Mamba2Sizes:
+    """Sizes as Bamba and Granite spell them; mamba_d_head may be "auto"."""
+    keys = ctx.keys
+    heads = keys.dimension("mamba_n_heads")
+    if keys.values.get("mamba_d_head", "auto") == "auto":
+        width = keys.dimension("mamba_expand", _EXPAND) * keys.dimension("hidden_size")
+        if width % heads:
+            raise InvalidArgumentError(
+                keys.field("mamba_n_heads"), f"{width} elements cannot be shared by {heads} heads"
+            )
+        head_size = width // heads
+    else:
+        head_size = keys.dimension("mamba_d_head")
+    return Mamba2Sizes(
+        conv_kernel=keys.dimension("mamba_d_conv"),
+        num_heads=heads,
+        head_size=head_size,
+        num_groups=keys.dimension("mamba_n_groups"),
+        state_size=keys.dimension("mamba_d_state"),
+    )

@@ -1,0 +1,110 @@
+"""Typed access to the keys of a parsed JSON object.
+
+Rule 1: every error names the key at fault by its dotted path.
+Rule 2: null counts as absent, as it does in the config.json of models.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final, TypeVar
+
+from kvpool.server.core.errors import InvalidArgumentError, check_range
+from kvpool.server.core.specs import MAX_DIMENSION
+from kvpool.server.core.types import MAX_TOKENS
+
+MAX_LAYERS: Final = 10_000
+"""Most layers that a config may state."""
+
+_T = TypeVar("_T")
+_NAMES: Final[dict[type, str]] = {
+    bool: "true or false",
+    int: "an integer",
+    str: "a string",
+    list: "a list",
+    dict: "an object",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Reader:
+    """One object of a config, and where it stands in it.
+
+    Attributes:
+        values: Its keys.
+        path: Dotted path of the object; empty for the whole file.
+    """
+
+    values: Mapping[str, object]
+    path: str = ""
+
+    def field(self, key: str) -> str:
+        """Path of one key, as errors name it."""
+        return f"{self.path}.{key}" if self.path else key
+
+    def has(self, key: str) -> bool:
+        """Whether the key is there and not null."""
+        return self.values.get(key) is not None
+
+    def dimension(self, key: str, default: int = 0) -> int:
+        """A number of elements, heads, groups or the like, [1, 2^24]; `default`, unless 0, where it is absent."""
+        return self._integer(key, default, MAX_DIMENSION)
+
+    def tokens(self, key: str, default: int = 0) -> int:
+        """A number of tokens, at least 1; `default`, unless 0, where it is absent."""
+        return self._integer(key, default, MAX_TOKENS)
+
+    def layers(self, key: str, default: int = 0) -> int:
+        """A number of layers, at least 1; `default`, unless 0, where it is absent."""
+        return self._integer(key, default, MAX_LAYERS)
+
+    def index(self, key: str) -> int:
+        """A number of a layer, at least 0."""
+        return _checked(self.field(key), self._required(key), 0, MAX_LAYERS)
+
+    def flag(self, key: str, *, default: bool) -> bool:
+        """True or false."""
+        value = self.values.get(key)
+        return typed(self.field(key), default if value is None else value, bool)
+
+    def text(self, key: str) -> str:
+        """A string."""
+        return typed(self.field(key), self._required(key), str)
+
+    def texts(self, key: str) -> list[str]:
+        """A list of strings."""
+        items = typed(self.field(key), self._required(key), list)
+        return [typed(f"{self.field(key)}[{i}]", item, str) for i, item in enumerate(items)]
+
+    def integers(self, key: str) -> list[int]:
+        """A list of integers, each at least 0."""
+        items = typed(self.field(key), self._required(key), list)
+        return [_checked(f"{self.field(key)}[{i}]", item, 0, MAX_TOKENS) for i, item in enumerate(items)]
+
+    def section(self, key: str) -> "Reader":
+        """An object within this one."""
+        return Reader(typed(self.field(key), self._required(key), dict), self.field(key))
+
+    def _required(self, key: str) -> object:
+        if not self.has(key):
+            raise InvalidArgumentError(self.field(key), "is missing from the model's config", reason="MISSING")
+        return self.values[key]
+
+    def _integer(self, key: str, default: int, high: int) -> int:
+        if default and not self.has(key):
+            return default
+        return _checked(self.field(key), self._required(key), 1, high)
+
+
+def typed(field: str, value: object, kind: type[_T]) -> _T:
+    """Returns `value` if it is of the kind that JSON states; true and false are no integers.
+
+    Raises:
+        InvalidArgumentError: It is not.
+    """
+    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+        raise InvalidArgumentError(field, f"is {type(value).__name__}, not {_NAMES[kind]}")
+    return value
+
+
+def _checked(field: str, value: object, low: int, high: int) -> int:
+    return check_range(field, typed(field, value, int), low, high)

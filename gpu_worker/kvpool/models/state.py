@@ -1,0 +1,178 @@
+"""What layers with a recurrent state keep, and how that shares pages with attention.
+
+Shapes are those of vLLM's MambaStateShapeCalculator, types those of its MambaStateDtypeCalculator.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+from kvpool.models.attention import Heads
+from kvpool.models.context import Context, Layer, naming_layer
+from kvpool.server.core.errors import InvalidArgumentError
+from kvpool.server.core.specs import DTYPE_SIZES_BYTES, MAX_BLOCK_SIZE_TOKENS, MambaSpec, dtype_size_bytes
+
+_DTYPE_KEYS: Final = ("mamba_ssm_cache_dtype", "mamba_ssm_dtype")
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """The state of one layer on one rank.
+
+    Attributes:
+        kind: Which kernel renews it.
+        shapes: Shape of the convolution's part and of the recurrence's.
+        dtypes: Element type of each.
+    """
+
+    kind: str
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[str, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all parts."""
+        parts = zip(self.shapes, self.dtypes, strict=True)
+        return sum(math.prod(shape) * DTYPE_SIZES_BYTES[dtype] for shape, dtype in parts)
+
+
+@dataclass(frozen=True, slots=True)
+class Mamba2Sizes:
+    """Sizes of a Mamba-2 layer, of all ranks together.
+
+    Attributes:
+        conv_kernel: Tokens that the convolution sees.
+        num_heads: Heads of the recurrence.
+        head_size: Elements of a head.
+        num_groups: Groups of heads that share their input and output projections.
+        state_size: Elements of the state for each of a head.
+    """
+
+    conv_kernel: int
+    num_heads: int
+    head_size: int
+    num_groups: int
+    state_size: int
+
+
+def mamba1_state(ctx: Context, *, intermediate_size: int, state_size: int, conv_kernel: int) -> State:
+    """Convolution (conv_kernel - 1, intermediate_size) and recurrence (intermediate_size, state_size)."""
+    width = ctx.shard("intermediate_size", intermediate_size)
+    return State("mamba1", ((conv_kernel - 1, width), (width, state_size)), _dtypes(ctx))
+
+
+def mamba2_state(ctx: Context, sizes: Mamba2Sizes) -> State:
+    """Convolution over the heads' inputs and the groups' projections; recurrence (num_heads, head_size, state_size)."""
+    heads = ctx.shard("num_heads", sizes.num_heads)
+    groups = ctx.shard_or_replicate("n_groups", sizes.num_groups)
+    width = heads * sizes.head_size + 2 * groups * sizes.state_size
+    conv = (sizes.conv_kernel - 1 + ctx.options.num_speculative_tokens, width)
+    return State("mamba2", (conv, (heads, sizes.head_size, sizes.state_size)), _dtypes(ctx))
+
+
+def delta_net_state(ctx: Context) -> State:
+    """Gated delta net: convolution over queries, keys and values; recurrence (num_v_heads, head_v_dim, head_k_dim)."""
+    keys = ctx.keys
+    key_heads = ctx.shard("linear_num_key_heads", keys.dimension("linear_num_key_heads"))
+    value_heads = ctx.shard("linear_num_value_heads", keys.dimension("linear_num_value_heads"))
+    key_size, value_size = keys.dimension("linear_key_head_dim"), keys.dimension("linear_value_head_dim")
+    width = 2 * key_heads * key_size + value_heads * value_size
+    kernel = keys.dimension("linear_conv_kernel_dim")
+    conv = (kernel - 1 + ctx.options.num_speculative_tokens, width)
+    return State("gdn_attention", (conv, (value_heads, value_size, key_size)), _dtypes(ctx))
+
+
+def state_layers(ctx: Context, state: State, names: Sequence[str]) -> list[Layer]:
+    """Makes the layers of a model without attention."""
+    block_size = ctx.options.block_size if ctx.options.mamba_caching else _whole_request(ctx)
+    ctx.notes.append(f"Mamba block size: {block_size} tokens, {_reason(ctx, 'block_size')}")
+    return [Layer(i, name, _spec(ctx, state, name, block_size, 0)) for i, name in enumerate(names)]
+
+
+def hybrid_layers(
+    ctx: Context, heads: Heads, state: State, attention: Sequence[tuple[int, str]], mamba: Sequence[tuple[int, str]]
+) -> list[Layer]:
+    """Makes the layers of a model of both kinds, whose pages must be of one size.
+
+    As vLLM does, blocks of attention grow to the fewest tokens, in steps of block_size, whose page holds a state, and
+    the page of a state is padded to that.
+
+    Args:
+        ctx: The config.
+        heads: What the attention layers have in common; of its block_size, only a multiple may be used.
+        state: What the Mamba layers have in common.
+        attention: Number and name of each attention layer.
+        mamba: Number and name of each Mamba layer.
+    """
+    if not attention:
+        return state_layers(ctx, state, [name for _, name in mamba])
+    if mamba:
+        heads = _grown(ctx, heads, state)
+    page_bytes = heads.full().page_size_bytes
+    layers = []
+    for index, name in attention:
+        with naming_layer(name):
+            layers.append(Layer(index, name, heads.full()))
+    if mamba:
+        block_size = heads.block_size if ctx.options.mamba_caching else _whole_request(ctx)
+        ctx.notes.append(f"Mamba block size: {block_size} tokens, {_reason(ctx, 'the attention block size')}")
+        padded = page_bytes if page_bytes > state.size_bytes else 0
+        layers += [Layer(index, name, _spec(ctx, state, name, block_size, padded)) for index, name in mamba]
+    return sorted(layers, key=lambda layer: layer.index)
+
+
+def _grown(ctx: Context, heads: Heads, state: State) -> Heads:
+    step_bytes = heads.full().page_size_bytes
+    steps = -(-state.size_bytes // step_bytes)
+    grown = replace(heads, block_size=heads.block_size * steps)
+    if grown.block_size > MAX_BLOCK_SIZE_TOKENS:
+        raise InvalidArgumentError(
+            "block_size",
+            f"a page of attention that holds a Mamba state of {state.size_bytes} bytes takes {grown.block_size} tokens,"
+            f" more than {MAX_BLOCK_SIZE_TOKENS}",
+        )
+    page_bytes = steps * step_bytes
+    ctx.notes.append(
+        f"attention block size: {grown.block_size} tokens, the least multiple of {heads.block_size} whose page"
+        f" ({page_bytes} bytes) holds a Mamba state ({state.size_bytes} bytes, padded by"
+        f" {page_bytes - state.size_bytes})"
+    )
+    return grown
+
+
+def _whole_request(ctx: Context) -> int:
+    if ctx.max_model_len > MAX_BLOCK_SIZE_TOKENS:
+        raise InvalidArgumentError(
+            "max_model_len",
+            f"without caching of Mamba states a block holds a whole request: {ctx.max_model_len} is more than"
+            f" {MAX_BLOCK_SIZE_TOKENS}",
+        )
+    return ctx.max_model_len
+
+
+def _reason(ctx: Context, cached: str) -> str:
+    if ctx.options.mamba_caching:
+        return f"{cached}, as states are cached"
+    return "max_model_len, as states are not cached and a request keeps one"
+
+
+def _spec(ctx: Context, state: State, name: str, block_size: int, padded: int) -> MambaSpec:
+    with naming_layer(name):
+        return MambaSpec(
+            block_size,
+            state.shapes,
+            state.dtypes,
+            page_size_padded=padded,
+            mamba_type=state.kind,
+            num_speculative_blocks=ctx.options.num_speculative_tokens,
+        )
+
+
+def _dtypes(ctx: Context) -> tuple[str, str]:
+    """The convolution's part in the model's type, the recurrence's too unless the config says otherwise."""
+    for key in _DTYPE_KEYS:
+        if ctx.keys.has(key) and (dtype := ctx.keys.text(key)) != "auto":
+            dtype_size_bytes(ctx.keys.field(key), dtype)
+            return ctx.model_dtype, dtype
+    return ctx.model_dtype, ctx.model_dtype

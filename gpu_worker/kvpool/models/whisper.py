@@ -1,0 +1,37 @@
+"""Whisper: an encoder that keeps nothing, and a decoder that attends to itself and to what the encoder put out."""
+
+from kvpool.models.attention import Heads, kv_dtype
+from kvpool.models.context import Context, Layer, naming_layer
+from kvpool.server.core.errors import InvalidArgumentError
+from kvpool.server.core.specs import CrossAttentionSpec, EncoderOnlyAttentionSpec
+
+
+def whisper(ctx: Context) -> list[Layer]:
+    """All layers of the encoder, which belong to the first decoder layer's stage, then two for each of the decoder."""
+    tokens = ctx.keys.tokens("max_source_positions")
+    ctx.notes.append(f"cross attention keeps up to {tokens} encoder tokens (max_source_positions) of a request")
+    encoder = _heads(ctx, "encoder_attention_heads")
+    decoder = _heads(ctx, "decoder_attention_heads")
+    layers = []
+    for i in range(ctx.keys.layers("encoder_layers")):
+        name = f"model.encoder.layers.{i}.self_attn.attn"
+        with naming_layer(name):
+            only = EncoderOnlyAttentionSpec(encoder.block_size, encoder.num_kv_heads, encoder.head_size, encoder.dtype)
+        layers.append(Layer(0, name, only))
+    for i in range(ctx.keys.layers("decoder_layers")):
+        name = f"model.decoder.layers.{i}.self_attn.attn"
+        with naming_layer(name):
+            own = decoder.full()
+        layers.append(Layer(i, name, own))
+        name = f"model.decoder.layers.{i}.encoder_attn.attn"
+        with naming_layer(name):
+            cross = CrossAttentionSpec(decoder.block_size, decoder.num_kv_heads, decoder.head_size, decoder.dtype)
+        layers.append(Layer(i, name, cross))
+    return layers
+
+
+def _heads(ctx: Context, key: str) -> Heads:
+    heads, width = ctx.keys.dimension(key), ctx.keys.dimension("d_model")
+    if width < heads:
+        raise InvalidArgumentError(ctx.keys.field("d_model"), f"{width} is less than one for each head")
+    return Heads(ctx.options.block_size, ctx.shard(key, heads), width // heads, kv_dtype(ctx))
