@@ -168,12 +168,14 @@ def mistral(ctx: Context) -> list[Layer]:
 def qwen(ctx: Context) -> list[Layer]:
     """Qwen 2 to 3, dense or of experts: a window, if it is used at all, from layer max_window_layers on."""
     count = _count(ctx)
-    kinds = [FULL] * count
-    if ctx.keys.flag("use_sliding_window", default=False) and ctx.keys.has("sliding_window"):
-        if not (kinds := layer_types(ctx, count, (FULL, SLIDING)) or []):
-            first = ctx.keys.index("max_window_layers")
-            kinds = [SLIDING if i >= first else FULL for i in range(count)]
-    return attention_layers(ctx, read_heads(ctx), kinds)
+    heads = read_heads(ctx)
+    if not (ctx.keys.flag("use_sliding_window", default=False) and ctx.keys.has("sliding_window")):
+        return attention_layers(ctx, heads, [FULL] * count)
+    kinds = layer_types(ctx, count, (FULL, SLIDING))
+    if kinds is None:
+        first = ctx.keys.index("max_window_layers")
+        kinds = [SLIDING if i >= first else FULL for i in range(count)]
+    return attention_layers(ctx, heads, kinds)
 
 
 def gemma(ctx: Context) -> list[Layer]:

@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from kvpool.models.reader import Reader
 from kvpool.server.core.errors import InvalidArgumentError, check_range
@@ -39,7 +38,8 @@ class ModelOptions:
         check_range("num_speculative_tokens", self.num_speculative_tokens, 0, 1024)
 
 
-class Layer(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Layer:
     """One layer that keeps something.
 
     Attributes:
