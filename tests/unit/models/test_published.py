@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+
 from kvpool.models.config import ModelOptions, derive_model
 from kvpool.server.core.specs import AttentionSpec, FullAttentionSpec, MambaSpec, MLAAttentionSpec, SlidingWindowSpec
 from support_models import (

@@ -1,0 +1,196 @@
+"""How configs are read, family by family."""
+
+import pytest
+
+from kvpool.models.config import FAMILIES, ModelOptions, derive_model
+from kvpool.server.core.specs import (
+    AttentionSpec,
+    ChunkedLocalAttentionSpec,
+    CrossAttentionSpec,
+    EncoderOnlyAttentionSpec,
+    FullAttentionSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+)
+from support_models import CONFIGS, changed, config, derive, full_bytes_per_token, kinds, specs_of
+
+NAMES = sorted(path.stem for path in CONFIGS.glob("*.json"))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_layers_have_names_of_their_own_and_indices_in_order(name: str) -> None:
+    model = derive(name)
+    names = [layer for layer, _ in model.layers]
+    assert len(set(names)) == len(names) == len(model.layer_indices)
+    assert list(model.layer_indices) == sorted(model.layer_indices)
+    assert set(model.layer_indices) <= set(range(model.num_hidden_layers))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_half_the_heads_are_half_the_bytes(name: str) -> None:
+    whole, half = derive(name), derive(name, ModelOptions(tensor_parallel_size=2))
+    divisor = 1 if specs_of(whole, MLAAttentionSpec) else 2
+    assert full_bytes_per_token(half) * divisor == full_bytes_per_token(whole)
+
+
+@pytest.mark.parametrize(("architecture", "row"), FAMILIES.items())
+def test_model_type_stands_in_for_a_missing_architecture(architecture: str, row: tuple[str, object]) -> None:
+    data = next((config(name) for name in NAMES if architecture in str(config(name)["architectures"])), None)
+    if data is None:
+        pytest.skip("no config of it is kept")
+    stated = derive_model(data, ModelOptions())
+    del data["architectures"]
+    data["model_type"] = row[0]
+    assert derive_model(data, ModelOptions()).layers == stated.layers
+    assert derive_model(data, ModelOptions()).architecture == stated.architecture == architecture
+
+
+@pytest.mark.parametrize("section", ["text_config", "language_config", "llm_config"])
+@pytest.mark.parametrize("named_by", ["architectures", "model_type"])
+def test_an_unknown_wrapper_is_read_by_its_language_model(section: str, named_by: str) -> None:
+    inner = config("llama-3.1-8b")
+    del inner["architectures" if named_by == "model_type" else "model_type"]
+    wrapper: dict[str, object] = {"architectures": ["LlavaForConditionalGeneration"], "model_type": "llava"}
+    model = derive_model(wrapper | {section: inner}, ModelOptions())
+    assert model.layers == derive("llama-3.1-8b").layers
+    assert (model.architecture, model.model_type) == ("LlavaForConditionalGeneration", "llava")
+
+
+def test_llama() -> None:
+    model = derive("llama-3.1-8b")
+    assert (model.architecture, model.model_type, model.max_model_len) == ("LlamaForCausalLM", "llama", 131_072)
+    assert model.layers[31] == ("model.layers.31.self_attn.attn", FullAttentionSpec(16, 8, 128, "bfloat16"))
+    assert model.layer_indices == tuple(range(32))
+    assert model.notes == ()
+
+
+def test_llama_without_kv_heads_has_one_for_each_head() -> None:
+    model = derive_model(changed("llama-2-7b", num_key_value_heads=None), ModelOptions())
+    assert model.layers == derive("llama-2-7b").layers
+
+
+def test_head_dim_goes_before_hidden_size() -> None:
+    assert specs_of(derive("qwen3-8b"), FullAttentionSpec)[0] == FullAttentionSpec(16, 8, 128, "bfloat16")
+    assert specs_of(derive("mistral-small-3.1-24b"), FullAttentionSpec)[0] == FullAttentionSpec(16, 8, 128, "bfloat16")
+
+
+@pytest.mark.parametrize(("ranks", "heads"), [(1, 8), (2, 4), (8, 1), (16, 1), (32, 1)])
+def test_kv_heads_are_divided_and_then_replicated(ranks: int, heads: int) -> None:
+    model = derive("llama-3.1-8b", ModelOptions(tensor_parallel_size=ranks))
+    assert specs_of(model, FullAttentionSpec) == [FullAttentionSpec(16, heads, 128, "bfloat16")] * 32
+
+
+@pytest.mark.parametrize(
+    ("asked", "dtype"),
+    [
+        ("", "bfloat16"),
+        ("auto", "bfloat16"),
+        ("fp8", "float8_e4m3fn"),
+        ("fp8_e5m2", "float8_e5m2"),
+        ("float16", "float16"),
+    ],
+)
+def test_kv_dtype(asked: str, dtype: str) -> None:
+    spec = specs_of(derive("llama-3.1-8b", ModelOptions(kv_dtype=asked)), FullAttentionSpec)[0]
+    assert isinstance(spec, AttentionSpec)
+    assert spec.dtype == dtype
+
+
+def test_block_size_and_max_model_len_are_as_asked() -> None:
+    model = derive("llama-3.1-8b", ModelOptions(block_size=64, max_model_len=1000))
+    assert model.max_model_len == 1000
+    assert {spec.block_size for _, spec in model.layers} == {64}
+
+
+@pytest.mark.parametrize(("key", "dtype"), [("dtype", "float16"), ("torch_dtype", "torch.float16")])
+def test_the_models_dtype_may_be_spelled_in_two_ways(key: str, dtype: str) -> None:
+    data = changed("llama-3.1-8b", torch_dtype=...) | {key: dtype}
+    assert derive_model(data, ModelOptions()).layers[0][1] == FullAttentionSpec(16, 8, 128, "float16")
+
+
+def test_float32_and_no_dtype_are_noted() -> None:
+    assert derive("gemma-2-9b").notes == ("torch_dtype is float32; the model is taken to run in bfloat16",)
+    (note,) = derive("gpt-oss-20b").notes
+    assert "no torch_dtype" in note
+
+
+def test_qwen_uses_its_window_only_if_told_to() -> None:
+    used = {"use_sliding_window": True, "sliding_window": 4096}
+    model = derive_model(changed("qwen2.5-7b", max_window_layers=20, **used), ModelOptions())
+    assert [isinstance(spec, SlidingWindowSpec) for _, spec in model.layers] == [False] * 20 + [True] * 8
+    types = ["full_attention", "sliding_attention"] * 14
+    model = derive_model(changed("qwen2.5-7b", layer_types=types, **used), ModelOptions())
+    assert [isinstance(spec, SlidingWindowSpec) for _, spec in model.layers] == [False, True] * 14
+    model = derive_model(changed("qwen2.5-7b", layer_types=types), ModelOptions())
+    assert kinds(model) == {"FullAttentionSpec": 28}
+
+
+def test_gemma_3_fills_in_what_its_config_leaves_out() -> None:
+    model = derive("gemma-3-4b-it")
+    assert model.max_model_len == 131_072
+    assert specs_of(model, FullAttentionSpec)[0] == FullAttentionSpec(16, 4, 256, "bfloat16")
+    bare: dict[str, object] = {"architectures": ["Gemma3ForCausalLM"], "torch_dtype": "bfloat16"}
+    model = derive_model(bare, ModelOptions())
+    assert kinds(model) == {"SlidingWindowSpec": 22, "FullAttentionSpec": 4}
+    assert specs_of(model, SlidingWindowSpec)[0] == SlidingWindowSpec(16, 4, 256, "bfloat16", sliding_window=4096)
+
+
+@pytest.mark.parametrize("key", ["sliding_window_pattern", "_sliding_window_pattern"])
+def test_gemma_3_may_state_its_pattern(key: str) -> None:
+    data: dict[str, object] = {"architectures": ["Gemma3ForCausalLM"], key: 2}
+    assert kinds(derive_model(data, ModelOptions())) == {"SlidingWindowSpec": 13, "FullAttentionSpec": 13}
+
+
+def test_gemma_1_and_alternation_without_layer_types() -> None:
+    data = changed("gemma-2-9b", architectures=["GemmaForCausalLM"], head_dim=...)
+    assert derive_model(data, ModelOptions()).layers[0][1] == FullAttentionSpec(16, 8, 256, "bfloat16")
+    data = changed("gpt-oss-20b", layer_types=...)
+    assert derive_model(data, ModelOptions()).layers == derive("gpt-oss-20b").layers
+
+
+def test_llama_4_attends_fully_on_layers_without_rotary_embedding() -> None:
+    specs = [spec for _, spec in derive("llama-4-scout").layers]
+    chunked = ChunkedLocalAttentionSpec(16, 8, 128, "bfloat16", attention_chunk_size=8192)
+    assert specs == [chunked, chunked, chunked, FullAttentionSpec(16, 8, 128, "bfloat16")] * 12
+    data = config("llama-4-scout")
+    section = data["text_config"]
+    assert isinstance(section, dict)
+    section["no_rope_layers"] = [0] + [1] * 47
+    assert kinds(derive_model(data, ModelOptions())) == {"FullAttentionSpec": 1, "ChunkedLocalAttentionSpec": 47}
+    section["attention_chunk_size"] = None
+    assert kinds(derive_model(data, ModelOptions())) == {"FullAttentionSpec": 48}
+
+
+def test_latent_vectors_are_whole_on_every_rank() -> None:
+    model = derive("deepseek-v3", ModelOptions(tensor_parallel_size=8))
+    assert model.layers == derive("deepseek-v3").layers
+
+
+def test_deepseek_in_the_layout_of_656_bytes() -> None:
+    model = derive("deepseek-v3", ModelOptions(block_size=64, kv_dtype="fp8_ds_mla"))
+    spec = MLAAttentionSpec(64, head_size=576, dtype="uint8", cache_dtype_str="fp8_ds_mla")
+    assert model.layers[0][1] == spec
+    assert spec.page_size_bytes == 64 * 656
+    plain = derive("deepseek-v3", ModelOptions(kv_dtype="fp8"))
+    assert plain.layers[0][1] == MLAAttentionSpec(16, head_size=576, dtype="float8_e4m3fn")
+
+
+def test_deepseek_v3_2_has_an_indexer_beside_each_layer() -> None:
+    model = derive("deepseek-v3.2", ModelOptions(kv_dtype="fp8"))
+    assert [name for name, _ in model.layers[:2]] == [
+        "model.layers.0.self_attn.attn",
+        "model.layers.0.self_attn.indexer.k_cache",
+    ]
+    assert model.layers[0][1] == MLAAttentionSpec(16, head_size=576, dtype="uint8", cache_dtype_str="fp8_ds_mla")
+    assert model.layers[1][1] == MLAAttentionSpec(16, head_size=132, dtype="uint8")
+    assert any("fp8_ds_mla" in note for note in model.notes)
+
+
+def test_whisper() -> None:
+    model = derive("whisper-large-v3", ModelOptions(tensor_parallel_size=4))
+    layers = dict(model.layers)
+    assert model.max_model_len == 448
+    assert layers["model.encoder.layers.31.self_attn.attn"] == EncoderOnlyAttentionSpec(16, 5, 64, "float16")
+    assert layers["model.decoder.layers.31.self_attn.attn"] == FullAttentionSpec(16, 5, 64, "float16")
+    assert layers["model.decoder.layers.31.encoder_attn.attn"] == CrossAttentionSpec(16, 5, 64, "float16")
+    assert any("1500" in note for note in model.notes)

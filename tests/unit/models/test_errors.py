@@ -1,0 +1,179 @@
+"""What is refused, and that the error names the key or the option."""
+
+import pytest
+
+from kvpool.models.config import FAMILIES, ModelOptions, derive_model
+from kvpool.server.core.errors import InvalidArgumentError
+from support_models import DEFAULT_OPTIONS, changed, config, derive
+
+
+def refusal(data: dict[str, object], options: ModelOptions = DEFAULT_OPTIONS) -> InvalidArgumentError:
+    with pytest.raises(InvalidArgumentError) as caught:
+        derive_model(data, options)
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [
+        ("llama-3.1-8b", "num_hidden_layers"),
+        ("llama-3.1-8b", "num_attention_heads"),
+        ("llama-3.1-8b", "hidden_size"),
+        ("llama-3.1-8b", "max_position_embeddings"),
+        ("mistral-7b-v0.1", "num_key_value_heads"),
+        ("gemma-2-9b", "sliding_window"),
+        ("gpt-oss-20b", "sliding_window"),
+        ("deepseek-v3", "kv_lora_rank"),
+        ("deepseek-v3", "qk_rope_head_dim"),
+        ("deepseek-v3.2", "index_head_dim"),
+        ("mamba-2.8b", "state_size"),
+        ("mamba-2.8b", "conv_kernel"),
+        ("mamba-codestral-7b", "num_heads"),
+        ("mamba-codestral-7b", "n_groups"),
+        ("jamba-v0.1", "attn_layer_period"),
+        ("jamba-v0.1", "attn_layer_offset"),
+        ("jamba-v0.1", "mamba_d_state"),
+        ("bamba-9b", "attn_layer_indices"),
+        ("bamba-9b", "mamba_n_heads"),
+        ("granite-4.0-h-small", "layer_types"),
+        ("nemotron-h-8b", "hybrid_override_pattern"),
+        ("nemotron-h-8b", "mamba_num_heads"),
+        ("qwen3-next-80b-a3b", "linear_num_value_heads"),
+        ("whisper-large-v3", "decoder_layers"),
+        ("whisper-large-v3", "d_model"),
+        ("whisper-large-v3", "max_source_positions"),
+        ("whisper-large-v3", "max_target_positions"),
+    ],
+)
+@pytest.mark.parametrize("absent", [..., None], ids=["left-out", "null"])
+def test_a_missing_key_is_named(name: str, key: str, absent: object) -> None:
+    error = refusal(changed(name, **{key: absent}))
+    assert (error.field, error.reason) == (key, "MISSING")
+
+
+def test_a_missing_key_of_a_nested_config_is_named_by_its_path() -> None:
+    data = config("mistral-small-3.1-24b")
+    section = data["text_config"]
+    assert isinstance(section, dict)
+    del section["num_attention_heads"]
+    assert refusal(data).field == "text_config.num_attention_heads"
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "value", "field"),
+    [
+        ("llama-3.1-8b", "num_hidden_layers", "32", "num_hidden_layers"),
+        ("llama-3.1-8b", "num_hidden_layers", 32.0, "num_hidden_layers"),
+        ("llama-3.1-8b", "num_hidden_layers", True, "num_hidden_layers"),
+        ("llama-3.1-8b", "num_hidden_layers", 0, "num_hidden_layers"),
+        ("llama-3.1-8b", "num_hidden_layers", 10**9, "num_hidden_layers"),
+        ("llama-3.1-8b", "num_key_value_heads", -8, "num_key_value_heads"),
+        ("llama-3.1-8b", "num_attention_heads", 8192, "hidden_size"),
+        ("llama-3.1-8b", "head_dim", [128], "head_dim"),
+        ("llama-3.1-8b", "torch_dtype", 16, "torch_dtype"),
+        ("llama-3.1-8b", "torch_dtype", "bfloat17", "torch_dtype"),
+        ("llama-3.1-8b", "architectures", "LlamaForCausalLM", "architectures"),
+        ("llama-3.1-8b", "architectures", [7], "architectures[0]"),
+        ("llama-3.1-8b", "model_type", 7, "model_type"),
+        ("llama-3.1-8b", "text_config", "llama", "text_config"),
+        ("mistral-7b-v0.1", "sliding_window", 0, "sliding_window"),
+        ("qwen2.5-7b", "use_sliding_window", 1, "use_sliding_window"),
+        ("gpt-oss-20b", "layer_types", ["full_attention"], "layer_types"),
+        ("gpt-oss-20b", "layer_types", ["full_attention"] * 23 + ["linear_attention"], "layer_types[23]"),
+        ("gpt-oss-20b", "layer_types", ["full_attention"] * 23 + [0], "layer_types[23]"),
+        ("jamba-v0.1", "attn_layer_offset", 8, "attn_layer_offset"),
+        ("bamba-9b", "attn_layer_indices", [9, 32], "attn_layer_indices[1]"),
+        ("bamba-9b", "attn_layer_indices", [-1], "attn_layer_indices[0]"),
+        ("nemotron-h-8b", "hybrid_override_pattern", "M*", "hybrid_override_pattern"),
+        ("nemotron-h-8b", "hybrid_override_pattern", "X" * 52, "hybrid_override_pattern"),
+        ("nemotron-h-8b", "mamba_ssm_cache_dtype", "float8", "mamba_ssm_cache_dtype"),
+        ("whisper-large-v3", "d_model", 10, "d_model"),
+        ("mamba-2.8b", "conv_kernel", 1, 'layers["model.layers.0.mixer"].shapes[0][0]'),
+    ],
+)
+def test_a_malformed_key_is_named(name: str, key: str, value: object, field: str) -> None:
+    assert refusal(changed(name, **{key: value})).field == field
+
+
+def test_a_llama_4_that_names_too_few_layers_is_refused() -> None:
+    data = config("llama-4-scout")
+    section = data["text_config"]
+    assert isinstance(section, dict)
+    section["no_rope_layers"] = [1, 1, 1, 0]
+    assert refusal(data).field == "text_config.no_rope_layers"
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        {"architectures": ["RwkvForCausalLM"], "model_type": "rwkv"},
+        {"architectures": ["RwkvForCausalLM"], "model_type": "llama"},
+        {"model_type": "rwkv"},
+        {},
+    ],
+)
+def test_an_unknown_architecture_is_told_the_known_ones_and_the_way_out(data: dict[str, object]) -> None:
+    error = refusal(data)
+    assert (error.field, error.reason) == ("architectures", "UNKNOWN_ARCHITECTURE")
+    assert all(name in error.message for name in FAMILIES)
+    assert "--layers FILE" in error.message
+    assert '"type": "FullAttentionSpec"' in error.message
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "what"),
+    [
+        ("llama-3.1-8b", 3, "num_attention_heads is 32"),
+        ("llama-3.1-8b", 64, "num_attention_heads is 32"),
+        ("qwen2.5-7b", 28, None),
+        ("mistral-small-3.1-24b", 3, "text_config.num_attention_heads is 32"),
+        ("llama-4-scout", 5, "text_config.num_key_value_heads is 8"),
+        ("llama-4-scout", 20, "text_config.num_key_value_heads is 8"),
+        ("deepseek-v3", 3, "num_attention_heads is 128"),
+        ("mamba-2.8b", 3, "intermediate_size is 5120"),
+        ("mamba-codestral-7b", 3, "num_heads is 128"),
+        ("qwen3-next-80b-a3b", 3, "is 16"),
+        ("whisper-large-v3", 8, "encoder_attention_heads is 20"),
+    ],
+)
+def test_ranks_that_cannot_share_the_heads_are_refused(name: str, ranks: int, what: str | None) -> None:
+    options = ModelOptions(tensor_parallel_size=ranks)
+    if what is None:
+        derive(name, options)
+        return
+    error = refusal(config(name), options)
+    assert error.field == "tensor_parallel_size"
+    assert what in error.message
+    assert "--tp" in error.message
+
+
+@pytest.mark.parametrize("kv_dtype", ["fp4", "bf16", "fp8_ds_mla"])
+def test_an_unknown_kv_dtype_is_refused(kv_dtype: str) -> None:
+    assert refusal(config("llama-3.1-8b"), ModelOptions(kv_dtype=kv_dtype)).field == "kv_dtype"
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("block_size", 0),
+        ("block_size", 2**20 + 1),
+        ("tensor_parallel_size", 0),
+        ("max_model_len", -1),
+        ("num_speculative_tokens", -1),
+    ],
+)
+def test_options_out_of_range_are_refused(field: str, value: int) -> None:
+    with pytest.raises(InvalidArgumentError) as caught:
+        ModelOptions(**{field: value})  # type: ignore[arg-type]
+    assert caught.value.field == field
+
+
+def test_a_request_too_long_for_one_mamba_block_is_refused() -> None:
+    options = ModelOptions(max_model_len=2**20 + 1)
+    assert refusal(config("jamba-v0.1"), options).field == "max_model_len"
+    derive("jamba-v0.1", ModelOptions(max_model_len=2**20 + 1, mamba_caching=True))
+
+
+def test_an_attention_block_that_cannot_hold_a_state_is_refused() -> None:
+    data = changed("jamba-v0.1", mamba_d_state=2**22)
+    assert refusal(data).field == "block_size"

@@ -1,0 +1,132 @@
+"""Recurrent states: their shapes, and how they share pages with attention."""
+
+import pytest
+
+from kvpool.models.config import Model, ModelOptions, derive_model
+from kvpool.server.core.specs import FullAttentionSpec, MambaSpec
+from support_models import changed, derive, kinds, specs_of, state_bytes_per_request
+
+HYBRIDS = ["jamba-v0.1", "bamba-9b", "granite-4.0-h-small", "nemotron-h-8b", "qwen3-next-80b-a3b"]
+
+
+def state(model: Model) -> MambaSpec:
+    spec = specs_of(model, MambaSpec)[0]
+    assert isinstance(spec, MambaSpec)
+    return spec
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "shapes"),
+    [
+        ("mamba-2.8b", 1, ((3, 5120), (5120, 16))),
+        ("mamba-2.8b", 4, ((3, 1280), (1280, 16))),
+        ("jamba-v0.1", 1, ((3, 8192), (8192, 16))),
+        ("mamba-codestral-7b", 1, ((3, 8192 + 2 * 8 * 128), (128, 64, 128))),
+        ("mamba-codestral-7b", 2, ((3, 4096 + 2 * 4 * 128), (64, 64, 128))),
+        ("mamba-codestral-7b", 16, ((3, 512 + 2 * 128), (8, 64, 128))),
+        ("bamba-9b", 4, ((3, 2048 + 2 * 128), (32, 64, 128))),
+        ("granite-4.0-h-small", 1, ((3, 8192 + 2 * 128), (128, 64, 128))),
+        ("nemotron-h-8b", 8, ((3, 1024 + 2 * 128), (16, 64, 128))),
+        ("qwen3-next-80b-a3b", 1, ((3, 2 * 16 * 128 + 32 * 128), (32, 128, 128))),
+        ("qwen3-next-80b-a3b", 2, ((3, 2 * 8 * 128 + 16 * 128), (16, 128, 128))),
+    ],
+)
+def test_shapes_on_one_rank(name: str, ranks: int, shapes: tuple[tuple[int, ...], ...]) -> None:
+    assert state(derive(name, ModelOptions(tensor_parallel_size=ranks))).shapes == shapes
+
+
+@pytest.mark.parametrize(("name", "kept"), [("mamba-codestral-7b", 3 + 2), ("qwen3-next-80b-a3b", 3 + 2)])
+def test_drafts_lengthen_the_convolution_and_take_blocks(name: str, kept: int) -> None:
+    spec = state(derive(name, ModelOptions(num_speculative_tokens=2)))
+    assert (spec.shapes[0][0], spec.num_speculative_blocks) == (kept, 2)
+
+
+@pytest.mark.parametrize("key", ["mamba_ssm_cache_dtype", "mamba_ssm_dtype"])
+def test_the_recurrence_is_in_the_type_that_the_config_states(key: str) -> None:
+    model = derive_model(changed("nemotron-h-8b", **{key: "float32"}), ModelOptions())
+    assert state(model).dtypes == ("bfloat16", "float32")
+    assert state_bytes_per_request(model) == 24 * (3 * 10_240 * 2 + 128 * 64 * 128 * 4)
+    model = derive_model(changed("nemotron-h-8b", **{key: "auto"}), ModelOptions())
+    assert state(model).dtypes == ("bfloat16", "bfloat16")
+
+
+def test_a_cache_of_fp8_leaves_states_as_they_are() -> None:
+    model = derive("jamba-v0.1", ModelOptions(kv_dtype="fp8"))
+    assert state(model).dtypes == ("bfloat16", "bfloat16")
+    attention = specs_of(model, FullAttentionSpec)[0]
+    assert attention.block_size == 160
+    assert attention.page_size_bytes == state(model).page_size_bytes
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+@pytest.mark.parametrize("block_size", [1, 16, 48, 1024])
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_pages_of_a_hybrid_are_of_one_size_and_no_larger_than_needed(name: str, block_size: int, ranks: int) -> None:
+    model = derive(name, ModelOptions(block_size=block_size, tensor_parallel_size=ranks))
+    attention, mamba = specs_of(model, FullAttentionSpec)[0], state(model)
+    assert len({spec.page_size_bytes for _, spec in model.layers}) == 1
+    assert attention.block_size % block_size == 0
+    step_bytes = attention.page_size_bytes * block_size // attention.block_size
+    assert mamba.content_size_bytes <= mamba.page_size_bytes < mamba.content_size_bytes + step_bytes
+
+
+@pytest.mark.parametrize(
+    ("name", "block_size"),
+    [("jamba-v0.1", 80), ("nemotron-h-8b", 528), ("qwen3-next-80b-a3b", 544), ("bamba-9b", 528)],
+)
+def test_the_grown_block_is_noted(name: str, block_size: int) -> None:
+    model = derive(name)
+    assert {spec.block_size for spec in specs_of(model, FullAttentionSpec)} == {block_size}
+    assert any(note.startswith(f"attention block size: {block_size} tokens") for note in model.notes)
+    assert any(note.startswith("Mamba block size") for note in model.notes)
+
+
+def test_a_state_covers_the_request_unless_states_are_cached() -> None:
+    assert state(derive("jamba-v0.1")).block_size == 262_144
+    assert state(derive("jamba-v0.1", ModelOptions(max_model_len=5000))).block_size == 5000
+    assert state(derive("jamba-v0.1", ModelOptions(mamba_caching=True))).block_size == 80
+    assert state(derive("mamba-codestral-7b", ModelOptions(max_model_len=5000))).block_size == 5000
+    assert state(derive("mamba-codestral-7b", ModelOptions(mamba_caching=True))).block_size == 16
+
+
+def test_a_mamba_without_a_length_is_noted() -> None:
+    model = derive("mamba-2.8b")
+    assert model.max_model_len == 2048
+    assert any("max_position_embeddings" in note for note in model.notes)
+
+
+def test_a_page_that_fits_exactly_is_not_padded() -> None:
+    data = changed("jamba-v0.1", mamba_d_conv=5, mamba_d_state=16, num_key_value_heads=8)
+    spec = state(derive_model(data, ModelOptions()))
+    assert spec.content_size_bytes == 80 * 4096
+    assert (spec.page_size_padded, spec.page_size_bytes) == (0, 80 * 4096)
+
+
+def test_names() -> None:
+    assert derive("mamba-2.8b").layers[0][0] == "model.layers.0.mixer"
+    names = [name for name, _ in derive("jamba-v0.1").layers]
+    assert names[3:5] == ["model.layers.3.mamba", "model.layers.4.attn"]
+    names = [name for name, _ in derive("nemotron-h-8b").layers]
+    assert names[:5] == [*(f"model.layers.{i}.mixer" for i in (0, 2, 4, 6)), "model.layers.7.mixer.attn"]
+    names = [name for name, _ in derive("qwen3-next-80b-a3b").layers]
+    assert names[2:4] == ["model.layers.2.linear_attn", "model.layers.3.self_attn.attn"]
+
+
+def test_qwen3_next_may_name_its_layers() -> None:
+    types = ["linear_attention", "full_attention"] * 24
+    model = derive_model(changed("qwen3-next-80b-a3b", layer_types=types), ModelOptions())
+    assert kinds(model) == {"MambaSpec": 24, "FullAttentionSpec": 24}
+
+
+def test_hybrids_of_one_kind_only() -> None:
+    model = derive_model(changed("granite-4.0-h-small", layer_types=["attention"] * 40), ModelOptions())
+    assert specs_of(model, FullAttentionSpec) == [FullAttentionSpec(16, 8, 128, "bfloat16")] * 40
+    model = derive_model(changed("granite-4.0-h-small", layer_types=["mamba"] * 40), ModelOptions())
+    assert kinds(model) == {"MambaSpec": 40}
+    assert state(model).page_size_padded == 0
+
+
+def test_bamba_may_leave_the_head_size_to_be_computed() -> None:
+    for head_size in ("auto", ...):
+        model = derive_model(changed("bamba-9b", mamba_d_head=head_size), ModelOptions())
+        assert model.layers == derive("bamba-9b").layers

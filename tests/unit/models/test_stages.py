@@ -1,0 +1,45 @@
+"""Pipeline stages: which layers each one holds."""
+
+import pytest
+
+from kvpool.models.config import split_stages
+from kvpool.server.core.errors import InvalidArgumentError
+from support_models import CONFIGS, derive
+
+
+@pytest.mark.parametrize(
+    ("name", "stages", "counts"),
+    [
+        ("llama-3.1-8b", 1, [32]),
+        ("llama-3.1-8b", 4, [8, 8, 8, 8]),
+        ("llama-3.1-8b", 3, [11, 11, 10]),
+        ("llama-3.1-8b", 5, [6, 6, 7, 7, 6]),
+        ("llama-3.1-8b", 32, [1] * 32),
+        ("deepseek-v3", 2, [31, 30]),
+        ("deepseek-v3", 4, [15, 15, 16, 15]),
+        ("deepseek-v3.2", 4, [30, 30, 32, 30]),
+    ],
+)
+def test_what_is_left_over_goes_to_the_last_stages_but_the_very_last(name: str, stages: int, counts: list[int]) -> None:
+    assert [len(stage) for stage in split_stages(derive(name), stages)] == counts
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in CONFIGS.glob("*.json")))
+@pytest.mark.parametrize("stages", [1, 2, 3, 7])
+def test_stages_hold_all_layers_once_and_in_order(name: str, stages: int) -> None:
+    model = derive(name)
+    held = [item for stage in split_stages(model, stages) for item in stage.items()]
+    assert held == list(model.layers)
+
+
+def test_layers_that_keep_nothing_count_for_the_split() -> None:
+    first, second = split_stages(derive("nemotron-h-8b"), 2)
+    assert list(first)[-1] == "model.layers.25.mixer"
+    assert list(second)[0] == "model.layers.27.mixer"
+
+
+@pytest.mark.parametrize("stages", [-1, 0, 33])
+def test_a_stage_without_layers_is_refused(stages: int) -> None:
+    with pytest.raises(InvalidArgumentError) as caught:
+        split_stages(derive("llama-3.1-8b"), stages)
+    assert caught.value.field == "pipeline_parallel_size"
