@@ -1,10 +1,12 @@
 """What is refused, and that the error names the key or the option."""
 
+from collections.abc import Iterator
+
 import pytest
 
 from kvpool.models.config import FAMILIES, ModelOptions, derive_model
 from kvpool.server.core.errors import InvalidArgumentError
-from support_models import DEFAULT_OPTIONS, changed, config, derive
+from support_models import CONFIGS, DEFAULT_OPTIONS, changed, config, derive
 
 
 def refusal(data: dict[str, object], options: ModelOptions = DEFAULT_OPTIONS) -> InvalidArgumentError:
@@ -177,3 +179,33 @@ def test_a_request_too_long_for_one_mamba_block_is_refused() -> None:
 def test_an_attention_block_that_cannot_hold_a_state_is_refused() -> None:
     data = changed("jamba-v0.1", mamba_d_state=2**22)
     assert refusal(data).field == "block_size"
+
+
+ODD_VALUES = [..., None, 0, -1, 1, 3, 2**24, 2**40, 1.5, True, "", "x", [], [0], ["x"], {}, {"x": 1}]
+
+
+def with_one_odd_value(name: str) -> Iterator[dict[str, object]]:
+    for key in config(name):
+        for value in ODD_VALUES:
+            yield changed(name, **{key: value})
+    section = config(name).get("text_config")
+    for key in section if isinstance(section, dict) else ():
+        for value in ODD_VALUES:
+            data = config(name)
+            inner = data["text_config"]
+            assert isinstance(inner, dict)
+            inner[key] = value
+            yield data
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in CONFIGS.glob("*.json")))
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_any_odd_value_is_read_or_refused_by_the_one_documented_error(name: str, ranks: int) -> None:
+    refusals = 0
+    for data in with_one_odd_value(name):
+        try:
+            derive_model(data, ModelOptions(tensor_parallel_size=ranks))
+        except InvalidArgumentError as error:
+            refusals += 1
+            assert error.field
+    assert refusals

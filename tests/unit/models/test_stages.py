@@ -34,8 +34,9 @@ def test_stages_hold_all_layers_once_and_in_order(name: str, stages: int) -> Non
 
 def test_layers_that_keep_nothing_count_for_the_split() -> None:
     first, second = split_stages(derive("nemotron-h-8b"), 2)
-    assert list(first)[-1] == "model.layers.25.mixer"
-    assert list(second)[0] == "model.layers.27.mixer"
+    assert list(first)[-1] == "model.layers.24.mixer"
+    assert next(iter(second)) == "model.layers.26.mixer"
+    assert (len(first), len(second)) == (14, 14)
 
 
 @pytest.mark.parametrize("stages", [-1, 0, 33])
