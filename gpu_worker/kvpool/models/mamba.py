@@ -27,7 +27,7 @@ def mamba1(ctx: Context) -> list[Layer]:
     keys = ctx.keys
     state = mamba1_state(
         ctx,
-        intermediate_size=_intermediate_size(ctx),
+        *_width(ctx),
         state_size=keys.dimension("state_size"),
         conv_kernel=keys.dimension("conv_kernel"),
     )
@@ -43,6 +43,8 @@ def mamba2(ctx: Context) -> list[Layer]:
         head_size=keys.dimension("head_dim"),
         num_groups=keys.dimension("n_groups"),
         state_size=keys.dimension("state_size"),
+        heads_key="num_heads",
+        groups_key="n_groups",
     )
     return state_layers(ctx, mamba2_state(ctx, sizes), _mixers(ctx))
 
@@ -52,7 +54,8 @@ def jamba(ctx: Context) -> list[Layer]:
     keys = ctx.keys
     state = mamba1_state(
         ctx,
-        intermediate_size=keys.dimension("mamba_expand", _EXPAND) * keys.dimension("hidden_size"),
+        keys.dimension("mamba_expand", _EXPAND) * keys.dimension("hidden_size"),
+        "mamba_expand * hidden_size",
         state_size=keys.dimension("mamba_d_state"),
         conv_kernel=keys.dimension("mamba_d_conv"),
     )
@@ -100,6 +103,8 @@ def nemotron_h(ctx: Context) -> list[Layer]:
         head_size=keys.dimension("mamba_head_dim"),
         num_groups=keys.dimension("n_groups"),
         state_size=keys.dimension("ssm_state_size"),
+        heads_key="mamba_num_heads",
+        groups_key="n_groups",
     )
     heads = read_heads(ctx, head_dim_key="attention_head_dim" if keys.has("attention_head_dim") else "head_dim")
     attention = _named([kind == "*" for kind in pattern], "mixer.attn")
@@ -131,10 +136,10 @@ def _mixers(ctx: Context) -> list[str]:
     return [f"model.layers.{i}.mixer" for i in range(ctx.keys.layers("num_hidden_layers"))]
 
 
-def _intermediate_size(ctx: Context) -> int:
+def _width(ctx: Context) -> tuple[int, str]:
     if ctx.keys.has("intermediate_size"):
-        return ctx.keys.dimension("intermediate_size")
-    return ctx.keys.dimension("expand", _EXPAND) * ctx.keys.dimension("hidden_size")
+        return ctx.keys.dimension("intermediate_size"), "intermediate_size"
+    return ctx.keys.dimension("expand", _EXPAND) * ctx.keys.dimension("hidden_size"), "expand * hidden_size"
 
 
 def _prefixed_sizes(ctx: Context) -> Mamba2Sizes:
@@ -156,4 +161,6 @@ def _prefixed_sizes(ctx: Context) -> Mamba2Sizes:
         head_size=head_size,
         num_groups=keys.dimension("mamba_n_groups"),
         state_size=keys.dimension("mamba_d_state"),
+        heads_key="mamba_n_heads",
+        groups_key="mamba_n_groups",
     )

@@ -47,6 +47,8 @@ class Mamba2Sizes:
         head_size: Elements of a head.
         num_groups: Groups of heads that share their input and output projections.
         state_size: Elements of the state for each of a head.
+        heads_key: The key that states num_heads, for errors.
+        groups_key: The key that states num_groups, for errors.
     """
 
     conv_kernel: int
@@ -54,18 +56,28 @@ class Mamba2Sizes:
     head_size: int
     num_groups: int
     state_size: int
+    heads_key: str
+    groups_key: str
 
 
-def mamba1_state(ctx: Context, *, intermediate_size: int, state_size: int, conv_kernel: int) -> State:
-    """Convolution (conv_kernel - 1, intermediate_size) and recurrence (intermediate_size, state_size)."""
-    width = ctx.shard("intermediate_size", intermediate_size)
+def mamba1_state(ctx: Context, width: int, width_key: str, *, state_size: int, conv_kernel: int) -> State:
+    """Convolution (conv_kernel - 1, width) and recurrence (width, state_size).
+
+    Args:
+        ctx: The config.
+        width: Channels of a layer, of all ranks together.
+        width_key: What states them, for errors.
+        state_size: Elements of the state for each channel.
+        conv_kernel: Tokens that the convolution sees.
+    """
+    width = ctx.shard(width_key, width)
     return State("mamba1", ((conv_kernel - 1, width), (width, state_size)), _dtypes(ctx))
 
 
 def mamba2_state(ctx: Context, sizes: Mamba2Sizes) -> State:
     """Convolution over the heads' inputs and the groups' projections; recurrence (num_heads, head_size, state_size)."""
-    heads = ctx.shard("num_heads", sizes.num_heads)
-    groups = ctx.shard_or_replicate("n_groups", sizes.num_groups)
+    heads = ctx.shard(sizes.heads_key, sizes.num_heads)
+    groups = ctx.shard_or_replicate(sizes.groups_key, sizes.num_groups)
     width = heads * sizes.head_size + 2 * groups * sizes.state_size
     conv = (sizes.conv_kernel - 1 + ctx.options.num_speculative_tokens, width)
     return State("mamba2", (conv, (heads, sizes.head_size, sizes.state_size)), _dtypes(ctx))
