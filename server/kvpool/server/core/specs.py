@@ -115,7 +115,7 @@ class KVCacheSpec:
         return self.max_blocks(limits) * self.page_size_bytes
 
     def with_page_size(self, page_size_bytes: int) -> Self:
-        """Makes the spec whose page is this large: by more tokens a block as far as that goes, by padding beyond.
+        """Makes the spec whose page is this large: by more tokens a block as far as that goes, by padding for the rest.
 
         Args:
             page_size_bytes: At least as large as the page is.
@@ -153,6 +153,8 @@ class AttentionSpec(KVCacheSpec):
         KVCacheSpec.__post_init__(self)
         for name in ("num_kv_heads", "head_size", "head_size_v"):
             check_range(name, getattr(self, name), 0, MAX_DIMENSION)
+        if self.head_size_v == self.head_size:  # one way to say it, so that equal layers are equal
+            object.__setattr__(self, "head_size_v", 0)
         if self.dtype:
             dtype_size_bytes("dtype", self.dtype)
         if self.page_size_padded:
@@ -176,8 +178,10 @@ class AttentionSpec(KVCacheSpec):
 
     def with_page_size(self, page_size_bytes: int) -> Self:
         """See `KVCacheSpec`."""
-        larger = replace(self, block_size=self.block_size * (page_size_bytes // self.page_size_bytes))
-        if larger.page_size_bytes == page_size_bytes:
+        larger = replace(
+            self, block_size=self.block_size * (page_size_bytes // self.content_size_bytes), page_size_padded=0
+        )
+        if larger.content_size_bytes == page_size_bytes:
             return larger
         return replace(larger, page_size_padded=page_size_bytes)
 
