@@ -7,6 +7,7 @@ from typing import Any
 import click
 
 from kvpool.cli.demo import demo
+from kvpool.cli.plan import plan
 from kvpool.cli.replay import replay
 from kvpool.cli.serve import serve
 from kvpool.client import KvpoolError, __version__
@@ -35,6 +36,7 @@ def main() -> None:
 main.add_command(serve)
 main.add_command(replay)
 main.add_command(demo)
+main.add_command(plan)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -35,6 +35,7 @@ class Family(NamedTuple):
         assumed_length: What to take where it does not; 0 for an error.
         count_key: States the number of decoder layers.
         defaults: What the config may leave out.
+        encoder_length_key: States the most tokens that an encoder puts out; empty for models without one.
     """
 
     derive: Callable[[Context], list[Layer]]
@@ -42,6 +43,7 @@ class Family(NamedTuple):
     assumed_length: int = 0
     count_key: str = "num_hidden_layers"
     defaults: Mapping[str, object] = MappingProxyType({})
+    encoder_length_key: str = ""
 
 
 _LLAMA: Final = Family(attention.llama)
@@ -79,7 +81,12 @@ FAMILIES: Final[Mapping[str, tuple[str, Family]]] = {
     "Qwen3NextForCausalLM": ("qwen3_next", Family(mamba.qwen3_next)),
     "WhisperForConditionalGeneration": (
         "whisper",
-        Family(whisper.whisper, length_key="max_target_positions", count_key="decoder_layers"),
+        Family(
+            whisper.whisper,
+            length_key="max_target_positions",
+            count_key="decoder_layers",
+            encoder_length_key="max_source_positions",
+        ),
     ),
 }
 """By architecture: the model_type that stands for it where a config names no architecture, and how it is read."""
@@ -121,6 +128,7 @@ def derive_model(config: Mapping[str, object], options: ModelOptions) -> Model:
         layer_indices=tuple(layer.index for layer in layers),
         num_hidden_layers=num_hidden_layers,
         notes=tuple(notes),
+        max_encoder_tokens=keys.tokens(family.encoder_length_key) if family.encoder_length_key else 0,
     )
 
 

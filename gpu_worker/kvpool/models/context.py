@@ -66,6 +66,7 @@ class Model:
         layer_indices: Number of the decoder layer that each belongs to. What runs ahead of the decoder has 0.
         num_hidden_layers: Decoder layers, those that keep nothing included.
         notes: Remarks for the reader, such as how a block size came about.
+        max_encoder_tokens: Most tokens that an encoder puts out for a request; 0 without one.
     """
 
     architecture: str
@@ -75,6 +76,7 @@ class Model:
     layer_indices: tuple[int, ...]
     num_hidden_layers: int
     notes: tuple[str, ...]
+    max_encoder_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,16 +6,19 @@ Keys other than `type` are the attributes of the spec; null stands for the defau
 is then checked.
 """
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from typing import Final, cast
 
+from kvpool.models.context import Model
 from kvpool.models.reader import typed
 from kvpool.server.core.errors import InvalidArgumentError
 from kvpool.server.core.specs import SPEC_KINDS, KVCacheSpec
 
 _TYPE: Final = "type"
 _PAGE_SIZE: Final = "page_size_bytes"
+_NUMBER: Final = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 
 def read_layers(data: object) -> dict[str, KVCacheSpec]:
@@ -37,6 +40,20 @@ def read_layers(data: object) -> dict[str, KVCacheSpec]:
     if not layers:
         raise InvalidArgumentError("layers", "names no layer")
     return {name: spec_from_json(f'layers["{name}"]', value) for name, value in layers.items()}
+
+
+def model_of_layers(layers: Mapping[str, KVCacheSpec], max_model_len: int) -> Model:
+    """The model that a file's layers make up; a layer's number is the first in its name, 0 if there is none."""
+    indices = tuple(int(found[0]) if (found := _NUMBER.findall(name)) else 0 for name in layers)
+    return Model(
+        architecture="layers of a file",
+        model_type="",
+        max_model_len=max_model_len,
+        layers=tuple(layers.items()),
+        layer_indices=indices,
+        num_hidden_layers=max(indices, default=0) + 1,
+        notes=(),
+    )
 
 
 def spec_from_json(where: str, value: object) -> KVCacheSpec:

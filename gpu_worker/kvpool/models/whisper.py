@@ -8,8 +8,6 @@ from kvpool.server.core.specs import CrossAttentionSpec, EncoderOnlyAttentionSpe
 
 def whisper(ctx: Context) -> list[Layer]:
     """All layers of the encoder, which belong to the first decoder layer's stage, then two for each of the decoder."""
-    tokens = ctx.keys.tokens("max_source_positions")
-    ctx.notes.append(f"cross attention keeps up to {tokens} encoder tokens (max_source_positions) of a request")
     encoder = _heads(ctx, "encoder_attention_heads")
     decoder = _heads(ctx, "decoder_attention_heads")
     layers = []

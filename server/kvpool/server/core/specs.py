@@ -81,6 +81,8 @@ class KVCacheSpec:
     """Whether context parallelism spreads the tokens, so that a block of `n` ranks covers n * block_size."""
     keeps_all: ClassVar[bool] = True
     """Whether every token is looked at to the end: num_skipped_tokens is 0."""
+    keeps_tokens: ClassVar[bool] = True
+    """Whether anything is kept of the tokens of a request itself; not if only of an encoder's, or nothing at all."""
     has_token_slots: ClassVar[bool] = True
     """Whether each token has its own slot. What a draft model writes into the last one depends on the next token."""
 
@@ -412,6 +414,7 @@ class CrossAttentionSpec(AttentionSpec):
     """Decoder layers that attend to what the encoder put out: keys and values of encoder tokens, written once."""
 
     is_sharded: ClassVar[bool] = False
+    keeps_tokens: ClassVar[bool] = False
 
     def max_blocks(self, limits: RequestLimits) -> int:
         """Those of the encoder's tokens."""
@@ -421,6 +424,8 @@ class CrossAttentionSpec(AttentionSpec):
 @dataclass(frozen=True, slots=True)
 class EncoderOnlyAttentionSpec(AttentionSpec):
     """Encoder layers: they see all tokens at once and keep nothing."""
+
+    keeps_tokens: ClassVar[bool] = False
 
     def max_blocks(self, limits: RequestLimits) -> int:
         """None: nothing is kept."""

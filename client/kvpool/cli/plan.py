@@ -1,0 +1,179 @@
+"""`kvpool plan`."""
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import click
+
+from kvpool.cli.plan_report import PlannedModel, as_json, error_as_json, print_tables
+from kvpool.models.config import Model, ModelOptions, derive_model, split_stages
+from kvpool.models.layers_file import model_of_layers, read_layers
+from kvpool.server.core.errors import InvalidArgumentError
+from kvpool.server.core.plan import PlanOptions, RankMemory
+from kvpool.server.core.planner import get_kv_cache_configs
+from kvpool.server.core.types import MAX_TOKENS
+
+_SIZE: Final = re.compile(r"\s*(-?\d+(?:\.\d+)?)\s*([KMGT]i?)?B?\s*", re.IGNORECASE)
+_POWERS: Final = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
+_AUTO: Final = "auto"
+
+
+def byte_size(text: str) -> int:
+    """Reads a size: 80GiB (powers of 1024), 80GB (powers of 1000), or a number of bytes."""
+    found = _SIZE.fullmatch(text)
+    if not found:
+        raise click.BadParameter(f"{text!r} is not a size such as 80GiB, 80GB or 85899345920")
+    number, unit = found[1], (found[2] or "").lower()
+    factor = (1024 if unit.endswith("i") else 1000) ** _POWERS[unit.removesuffix("i")]
+    return int(float(number) * factor) if "." in number else int(number) * factor
+
+
+def length_or_auto(text: str) -> int | str:
+    """Reads a number of tokens, or "auto"."""
+    if text == _AUTO:
+        return _AUTO
+    if not text.isdecimal() or not 1 <= int(text) <= MAX_TOKENS:
+        raise click.BadParameter(f"{text!r} is neither a number of tokens in [1, {MAX_TOKENS}] nor {_AUTO!r}")
+    return int(text)
+
+
+@dataclass(frozen=True, slots=True)
+class _Where:
+    """How the model is spread, and what it is given."""
+
+    memory: Sequence[int]
+    tp: int
+    pp: int
+
+    def ranks(self, model: Model) -> tuple[RankMemory, ...]:
+        """Every rank's layers and memory: tensor ranks within pipeline stages."""
+        count = self.tp * self.pp
+        if len(self.memory) not in (1, count):
+            raise click.UsageError(f"--memory is given {len(self.memory)} times: needs once, or once a rank ({count})")
+        stages = split_stages(model, self.pp)
+        memory = [*self.memory] * (count // len(self.memory))
+        return tuple(RankMemory(stages[rank // self.tp], memory[rank]) for rank in range(count))
+
+
+@click.command()
+@click.argument("config", type=click.Path(path_type=Path), required=False, metavar="[CONFIG.json]")
+@click.option(
+    "--memory",
+    type=byte_size,
+    metavar="SIZE",
+    multiple=True,
+    required=True,
+    help="Memory for the KV cache of each rank (80GiB), or once for every rank, stage by stage.",
+)
+@click.option("--layers", type=click.Path(path_type=Path), help="JSON file of layer specs, instead of CONFIG.json.")
+@click.option("--tp", type=click.IntRange(1), default=1, show_default=True, help="Tensor-parallel ranks.")
+@click.option("--pp", type=click.IntRange(1), default=1, show_default=True, help="Pipeline stages.")
+@click.option("--dcp", type=click.IntRange(1, 1024), default=1, show_default=True, help="Context-parallel ranks.")
+@click.option("--block-size", type=click.IntRange(1), default=None, help="Tokens a block of attention; default: 16.")
+@click.option("--kv-dtype", metavar="DTYPE", help="fp8, fp8_ds_mla, or a torch dtype; default: the model's own.")
+@click.option(
+    "--max-model-len",
+    type=length_or_auto,
+    metavar="TOKENS|auto",
+    help='Most tokens of a request; "auto": the longest that fits; default: what the config states.',
+)
+@click.option(
+    "--max-num-batched-tokens", type=click.IntRange(1), default=2048, show_default=True, help="Most tokens of a step."
+)
+@click.option(
+    "--max-encoder-tokens",
+    type=click.IntRange(0),
+    default=1500,
+    show_default=True,
+    help="Most tokens of an encoder's output, where the config does not say.",
+)
+@click.option("--num-blocks", type=click.IntRange(1), help="Blocks to make, whatever there is room for.")
+@click.option("--num-speculative-tokens", type=click.IntRange(0), default=0, help="Draft tokens of a step.")
+@click.option("--mamba-caching", is_flag=True, help="Keep Mamba states at block boundaries, to be found again.")
+@click.option("--no-hybrid", is_flag=True, help="Keep all tokens of all layers: one kind of group.")
+@click.option("--json", "json_wanted", is_flag=True, help="Print one JSON object.")
+@click.pass_context
+def plan(  # noqa: PLR0913 - one parameter an option
+    ctx: click.Context,
+    *,
+    config: Path | None,
+    memory: tuple[int, ...],
+    layers: Path | None,
+    tp: int,
+    pp: int,
+    dcp: int,
+    block_size: int | None,
+    kv_dtype: str | None,
+    max_model_len: int | str | None,
+    max_num_batched_tokens: int,
+    max_encoder_tokens: int,
+    num_blocks: int | None,
+    num_speculative_tokens: int,
+    mamba_caching: bool,
+    no_hybrid: bool,
+    json_wanted: bool,
+) -> None:
+    """Plan a model's KV cache: groups, tensors and num_blocks, from its config.json and the memory of a rank.
+
+    Nothing is loaded and no server is asked. Tensor-parallel ranks are taken to be alike; --memory is what is left of
+    a rank's memory for the KV cache, after weights and activations.
+    """
+    if tp % dcp:
+        raise click.UsageError(f"--dcp {dcp} does not divide --tp {tp}")
+    length = max_model_len if isinstance(max_model_len, int) else 0
+    try:
+        if layers is None:
+            options = ModelOptions(block_size or 16, kv_dtype or "", tp, length, mamba_caching, num_speculative_tokens)
+            model = _model_of_config(config, options)
+        elif config or block_size or kv_dtype or mamba_caching or num_speculative_tokens:
+            raise click.UsageError("--layers stands alone: the file says itself how each layer is kept")
+        else:
+            model = _model_of_file(layers, length)
+        ranks = _Where(memory, tp, pp).ranks(model)
+        asked = PlanOptions(
+            model.max_model_len,
+            auto_fit_max_model_len=max_model_len == _AUTO,
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_num_encoder_input_tokens=model.max_encoder_tokens or max_encoder_tokens,
+            num_blocks_override=num_blocks or 0,
+            disable_hybrid_kv_cache_manager=no_hybrid,
+            decode_context_parallel_size=dcp,
+        )
+        planned = PlannedModel(model, ranks, asked, get_kv_cache_configs(ranks, asked), tp)
+    except InvalidArgumentError as error:
+        if not json_wanted:
+            raise
+        click.echo(json.dumps(error_as_json(error)))
+        ctx.exit(1)
+    if json_wanted:
+        click.echo(json.dumps(as_json(planned)))
+    else:
+        print_tables(planned)
+
+
+def _model_of_config(config: Path | None, options: ModelOptions) -> Model:
+    if config is None:
+        raise click.UsageError("give CONFIG.json, or --layers FILE")
+    return derive_model(_read_object(config), options)
+
+
+def _model_of_file(layers: Path, max_model_len: int) -> Model:
+    if not max_model_len:
+        raise click.UsageError("--layers needs --max-model-len in tokens")
+    return model_of_layers(read_layers(_read_object(layers)), max_model_len)
+
+
+def _read_object(path: Path) -> dict[str, object]:
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise click.UsageError(f"{path}: {error.strerror}") from error
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise click.UsageError(f"{path}: not JSON: {error}") from error
+    if not isinstance(data, dict):
+        raise click.UsageError(f"{path}: holds no JSON object")
+    return data

@@ -1,0 +1,176 @@
+"""`kvpool plan` as a person runs it: public models' configs in, a plan or one clear sentence out."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+KVPOOL = str(Path(sys.executable).parent / "kvpool")
+CONFIGS = Path(__file__).parents[1] / "unit" / "models" / "configs"
+
+
+def run(*arguments: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [KVPOOL, "plan", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        env={**os.environ, "COLUMNS": "160"},
+    )
+
+
+def plan(config: str, *arguments: object) -> dict[str, Any]:
+    done = run(CONFIGS / f"{config}.json", *arguments, "--json")
+    assert done.returncode == 0, done.stderr + done.stdout
+    answer: dict[str, Any] = json.loads(done.stdout)
+    return answer
+
+
+def test_a_model_of_full_attention() -> None:
+    answer = plan("llama-3.1-8b", "--memory", "20GiB", "--max-model-len", 8192)
+    assert (answer["num_blocks"], answer["num_tokens"], answer["max_concurrency"]) == (10240, 163_840, 20.0)
+    assert (answer["layers_by_kind"], answer["kv_bytes_per_token"]) == ({"FullAttentionSpec": 32}, 131_072)
+    (rank,) = answer["ranks"]
+    assert rank["tensors"][0] == {"size_bytes": 671_088_640, "shared_by": ["model.layers.0.self_attn.attn"]}
+    assert (len(rank["tensors"]), rank["used_bytes"]) == (32, 20 * 2**30)
+    assert answer["warnings"] == []
+
+
+def test_a_mixed_model_on_four_ranks_of_different_memory() -> None:
+    memory = [part for size in ("20GiB", "20GiB", "18GiB", "19.5GiB") for part in ("--memory", size)]
+    answer = plan("gemma-3-27b-it", "--tp", 2, "--pp", 2, *memory, "--max-model-len", "131072")
+    assert [len(group["layer_names"]) for group in answer["groups"]] == [9, 9, 9, 9, 8, 8, 10]
+    assert [group["blocks_per_request"] for group in answer["groups"]] == [193] * 6 + [8192]
+    assert {rank["num_blocks"] for rank in answer["ranks"]} == {answer["num_blocks"]}
+    assert [(rank["pipeline_stage"], rank["tensor_rank"]) for rank in answer["ranks"]] == [
+        (0, 0),
+        (0, 1),
+        (1, 0),
+        (1, 1),
+    ]
+    assert all(rank["used_bytes"] <= rank["available_bytes"] for rank in answer["ranks"])
+    assert max(rank["used_bytes"] for rank in answer["ranks"]) > 0.999 * 18 * 2**30
+    assert 0 < answer["padding_fraction"] < 0.02
+
+
+@pytest.mark.parametrize("config", sorted(path.stem for path in CONFIGS.glob("*.json")))
+def test_every_known_model_can_be_planned(config: str) -> None:
+    answer = plan(config, "--memory", "640GiB", "--max-model-len", "auto")
+    assert answer["num_blocks"] > answer["blocks_per_request"] > 0
+    layers = [name for tensor in answer["ranks"][0]["tensors"] for name in tensor["shared_by"]]
+    kept = sum(n for kind, n in answer["layers_by_kind"].items() if kind != "EncoderOnlyAttentionSpec")
+    assert len(layers) == len(set(layers)) == kept
+
+
+def test_tables_say_what_json_says() -> None:
+    done = run(CONFIGS / "jamba-v0.1.json", "--memory", "40GB")
+    assert done.returncode == 0
+    answer = plan("jamba-v0.1", "--memory", "40GB")
+    shown = [f"{answer['num_blocks']:,}", f"{answer['max_concurrency']:.2f}", f"{answer['padding_fraction']:.2%}"]
+    assert all(figure in done.stdout for figure in shown)
+    assert "28 Mamba" in done.stdout
+    assert "note: attention block size" in done.stdout
+
+
+def test_smaller_elements_make_more_blocks() -> None:
+    plain = plan("llama-3.1-8b", "--memory", "40GiB")
+    assert plan("llama-3.1-8b", "--memory", "40GiB", "--kv-dtype", "fp8")["num_blocks"] == 2 * plain["num_blocks"]
+    assert plan("llama-3.1-8b", "--memory", "40GiB", "--block-size", 32)["num_blocks"] == plain["num_blocks"] // 2
+
+
+def test_without_hybrid_management_all_tokens_are_kept() -> None:
+    answer = plan("gemma-3-27b-it", "--memory", "80GiB", "--max-model-len", 8192, "--no-hybrid")
+    (group,) = answer["groups"]
+    assert (group["spec"]["type"], group["spec"]["sliding_window"]) == ("FullAttentionSpec", 1024)
+    assert len(group["layer_names"]) == 62
+
+
+def test_what_does_not_fit_is_refused_with_all_figures() -> None:
+    done = run(CONFIGS / "llama-3.1-8b.json", "--memory", "1GiB")
+    assert done.returncode == 1
+    assert "131072 tokens takes 16.00 GiB, there are 1.00 GiB; the longest that fits has 8192 tokens" in done.stderr
+    done = run(CONFIGS / "llama-3.1-8b.json", "--memory", "1GiB", "--json")
+    error = json.loads(done.stdout)["error"]
+    assert (done.returncode, error["reason"]) == (1, "ONE_REQUEST_DOES_NOT_FIT")
+    assert (error["needed_bytes"], error["available_bytes"]) == (16 * 2**30, 2**30)
+    assert (error["max_model_len"], error["estimated_max_model_len"]) == (131_072, 8192)
+
+
+def test_the_longest_that_fits_is_found_and_its_limit_told() -> None:
+    answer = plan("llama-3.1-8b", "--memory", "2GiB", "--max-model-len", "auto")
+    assert (answer["max_model_len"], answer["longest_request_tokens"]) == (16_384, 16_368)
+    assert "requests of up to 16,368 tokens" in answer["warnings"][0]
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"num_attention_heads": None}, "num_attention_heads"),
+        ({"architectures": ["NobodyForCausalLM"]}, "architectures"),
+        ({"num_hidden_layers": "many"}, "num_hidden_layers"),
+    ],
+)
+def test_a_config_at_fault_is_told_by_its_key(change: dict[str, Any], field: str, tmp_path: Path) -> None:
+    config = json.loads((CONFIGS / "llama-3.1-8b.json").read_text()) | change
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config))
+    done = run(path, "--memory", "80GiB", "--json")
+    error = json.loads(done.stdout)["error"]
+    assert (done.returncode, error["field"]) == (1, field)
+    if field == "architectures":
+        assert "LlamaForCausalLM" in error["message"]
+        assert "--layers FILE" in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--memory", "much"], "is not a size such as 80GiB"),
+        (["--memory", "-5"], "no memory is left"),
+        (["--memory", "1GiB", "--memory", "2GiB"], "needs once, or once a rank"),
+        (["--memory", "80GiB", "--kv-dtype", "int3"], "'int3' is not known; known: float64"),
+        (["--memory", "80GiB", "--tp", "3"], "3 ranks (--tp) cannot share"),
+        (["--memory", "80GiB", "--pp", "33"], "number of decoder layers"),
+        (["--memory", "80GiB", "--dcp", "2"], "does not divide --tp"),
+        (["--memory", "80GiB", "--max-model-len", "0"], "neither a number of tokens"),
+        (["--memory", "80GiB", "--block-size", "0"], "--block-size"),
+        (["--memory", "80GiB", "--layers", "x.json"], "--layers stands alone"),
+        ([], "--memory"),
+    ],
+)
+def test_bad_arguments_are_refused_in_a_sentence(arguments: list[str], words: str) -> None:
+    done = run(CONFIGS / "llama-3.1-8b.json", *arguments)
+    assert done.returncode in (1, 2)
+    assert words in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("content", ["", "[1]", "{"])
+def test_a_file_that_is_no_json_object_is_refused(content: str, tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(content)
+    done = run(path, "--memory", "1GiB")
+    assert (done.returncode, "Traceback" in done.stderr) == (2, False)
+    assert str(path) in done.stderr
+
+
+def test_layers_of_a_file_are_planned_over_stages(tmp_path: Path) -> None:
+    full = {"type": "FullAttentionSpec", "block_size": 16, "num_kv_heads": 8, "head_size": 128, "dtype": "bfloat16"}
+    window = full | {"type": "SlidingWindowSpec", "sliding_window": 1024}
+    path = tmp_path / "layers.json"
+    path.write_text(json.dumps({"layers": {f"l.{i}.attn": full if i >= 4 else window for i in range(8)}}))
+    done = run("--layers", path, "--memory", "20GiB", "--pp", 2, "--max-model-len", 8192, "--json")
+    assert done.returncode == 0, done.stderr
+    answer = json.loads(done.stdout)
+    assert [rank["groups"] for rank in answer["ranks"]] == [
+        [[f"l.{i}.attn" for i in range(4)], []],
+        [[], [f"l.{i}.attn" for i in range(4, 8)]],
+    ]
+    assert {rank["num_blocks"] for rank in answer["ranks"]} == {81_920}
+    done = run("--layers", path, "--memory", "20GiB")
+    assert (done.returncode, "--max-model-len" in done.stderr) == (2, True)
