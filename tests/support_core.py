@@ -1,6 +1,7 @@
 """Drives the core without a wire: one pool, sessions on it, and a snapshot of all that can be seen."""
 
 import hashlib
+from collections.abc import Sequence
 from typing import Any
 
 from kvpool.server.core.allocator import Allocator
@@ -8,17 +9,20 @@ from kvpool.server.core.apply import apply_step
 from kvpool.server.core.config import KVCacheGroup, PoolConfig
 from kvpool.server.core.pool import Pool
 from kvpool.server.core.session import Session
-from kvpool.server.core.specs import FullAttentionSpec
+from kvpool.server.core.specs import FullAttentionSpec, KVCacheSpec
 from kvpool.server.core.step import Operation, Step, StepResult
 from kvpool.server.core.types import BlockId, PoolName, SessionId
 
 BLOCK_SIZE = 4
 
 
-def config(num_blocks: int = 20, block_size: int = BLOCK_SIZE, **options: Any) -> PoolConfig:
-    """A small pool of full attention."""
-    group = KVCacheGroup(FullAttentionSpec(block_size), ("layer.0",))
-    return PoolConfig(PoolName("m"), num_blocks, 256, (group,), **options)
+def config(
+    num_blocks: int = 20, block_size: int = BLOCK_SIZE, specs: Sequence[KVCacheSpec] = (), **options: Any
+) -> PoolConfig:
+    """A small pool: a group a spec; without specs one of full attention."""
+    specs = specs or [FullAttentionSpec(block_size)]
+    groups = tuple(KVCacheGroup(spec, (f"layer.{i}",)) for i, spec in enumerate(specs))
+    return PoolConfig(PoolName("m"), num_blocks, 256, groups, **options)
 
 
 def block_hashes(content: str, count: int) -> bytes:

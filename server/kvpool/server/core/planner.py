@@ -162,8 +162,9 @@ def _needed_bytes(groups: tuple[KVCacheGroup, ...], options: PlanOptions, max_mo
 
 
 def _holds(groups: tuple[KVCacheGroup, ...], num_blocks: int, options: PlanOptions) -> Callable[[int], bool]:
-    sinks = sum(num_sink_tokens(group.spec) // group.spec.block_size for group in groups)
-    return lambda length: not groups or _blocks_of_request(groups, options.limits(length)) < num_blocks - sinks
+    ranks = options.limits(1).context_parallel_size
+    set_aside = 1 + sum(num_sink_tokens(group.spec) // block_span_tokens(group.spec, ranks) for group in groups)
+    return lambda length: not groups or _blocks_of_request(groups, options.limits(length)) <= num_blocks - set_aside
 
 
 def _longest(max_model_len: int, fits: Callable[[int], bool]) -> int:
