@@ -69,6 +69,16 @@ def full_attention(**fields: Any) -> pool_pb2.KvCacheGroup:
     return pool_pb2.KvCacheGroup(spec=spec_pb2.KvCacheSpec(full_attention=spec))
 
 
+def sliding_window(window: int, *names: str) -> pool_pb2.KvCacheGroup:
+    spec = spec_pb2.SlidingWindowSpec(attention=spec_pb2.AttentionSpec(block_size=4), sliding_window=window)
+    return pool_pb2.KvCacheGroup(spec=spec_pb2.KvCacheSpec(sliding_window=spec), layer_names=names)
+
+
+def cross_attention() -> pool_pb2.KvCacheGroup:
+    spec = spec_pb2.CrossAttentionSpec(attention=spec_pb2.AttentionSpec(block_size=4))
+    return pool_pb2.KvCacheGroup(spec=spec_pb2.KvCacheSpec(cross_attention=spec))
+
+
 def wire_config(**fields: Any) -> pool_pb2.PoolConfig:
     group = full_attention(block_size=4)
     defaults: dict[str, Any] = {
@@ -95,6 +105,16 @@ BAD_POOLS: dict[str, tuple[str, dict[str, Any]]] = {
         "config.groups[0].spec.full_attention.block_size",
         {"groups": [full_attention()]},
     ),
+    "no window": (
+        "config.groups[1].spec.sliding_window.sliding_window",
+        {"groups": [full_attention(block_size=4), sliding_window(0)]},
+    ),
+    "a layer twice": (
+        "config.groups[1].layer_names[0]",
+        {"groups": [sliding_window(9, "layer.0"), sliding_window(9, "layer.0")]},
+    ),
+    "cross attention with caching": ("config.disable_caching", {"groups": [cross_attention()]}),
+    "257 groups": ("config.groups", {"groups": [full_attention(block_size=4)] * 257}),
     "no order": ("config.reuse_order", {"reuse_order": pool_pb2.REUSE_ORDER_UNSPECIFIED}),
     "odd order": ("config.reuse_order", {"reuse_order": 99}),
     "odd hash size": ("config.hash_scheme.size_bytes", {"hash_scheme": pool_pb2.HashScheme(size_bytes=3)}),

@@ -4,16 +4,22 @@ import pytest
 
 from kvpool.client import (
     AbortedError,
+    Allocation,
     DeadlineError,
+    FullAttentionSpec,
+    KVCacheGroup,
     NotFoundError,
     Outcome,
+    PoolConfig,
     PoolInfo,
     Session,
+    SlidingWindowSpec,
     WrongStateError,
     connect,
 )
 from kvpool.client.transport import EmbeddedTransport
 from kvpool.server.core.step import Step, StepResult
+from kvpool.server.core.types import PoolName
 from support_server import pool_config
 
 PROMPT = list(range(13))
@@ -119,3 +125,23 @@ def test_a_closed_session_is_gone(session: Session) -> None:
 def test_addresses_are_checked(address: str) -> None:
     with pytest.raises(ValueError, match="address"):
         connect(address)
+
+
+def test_what_slides_out_of_a_window_stands_null_in_the_sessions_table_too() -> None:
+    groups = tuple(map(KVCacheGroup, (FullAttentionSpec(4), SlidingWindowSpec(4, sliding_window=6))))
+    with connect("embedded:") as client:
+        client.create_pool(PoolConfig(PoolName("w"), 16, 64, groups))
+        session = client.open_session("w")
+        request = session.request("r", range(24))
+        session.allocate_slots(request, 20)
+        assert request.block_ids == [[1, 2, 3, 4, 5], [6, 7, 8, 9, 10]]
+        assert session.allocate_slots(request, 40) is None
+        assert request.block_ids == [[1, 2, 3, 4, 5], [0, 0, 0, 9, 10]]
+        allocated = session.allocate_slots(request, 4)
+        assert isinstance(allocated, Allocation)
+        assert request.block_ids == [[1, 2, 3, 4, 5, 11], [0, 0, 0, 9, 10, 12]]
+        other = session.request("s", range(24))
+        computed = session.get_computed_blocks(other)
+        assert [list(blocks) for blocks in computed.block_ids] == [[1, 2, 3, 4, 5], [0, 0, 0, 9, 10]]
+        session.allocate_slots(other, 4, computed=computed)
+        assert other.block_ids == [[1, 2, 3, 4, 5, 13], [0, 0, 0, 9, 10, 14]]

@@ -273,7 +273,7 @@ def look_up(world: World, session: Session, number: int, content: str, num_token
         block_hashes=block_hashes(content, num_tokens // 4),
         request_ids=[f"r{number}"],
     )
-    first, second = result.num_prefix_blocks[2:]
+    first, second = result.num_prefix_blocks[2:] or (0, 0)
     return [result.block_ids[:first], result.block_ids[first : first + second]]
 
 
@@ -338,3 +338,23 @@ def test_encoder_tokens_out_of_range_are_refused() -> None:
         world.run(session, Operation.ALLOCATE, request_numbers=[1], num_new_tokens=[1], num_encoder_tokens=[2**31])
     assert caught.value.field == "num_encoder_tokens[0]"
     assert world.snapshot() == before
+
+
+def test_another_session_hits_a_mix_only_when_it_was_executed() -> None:
+    world, session = mixed_world()
+    other = world.open()
+    assert look_up(world, other, 1, "abcdeX", 24) == [[], []]
+    world.run(session, Operation.APPEND, request_numbers=[1], executed=1)
+    assert look_up(world, other, 2, "abcdeX", 24) == [[1, 2, 3, 4, 5], [0, 0, 0, 10, 11]]
+    result = world.run(other, Operation.LOOK_UP, request_numbers=[2])
+    assert (result.num_hit_tokens, result.num_shared_hit_tokens) == ([20], [20])
+
+
+def test_a_session_that_ends_withdraws_what_it_never_executed_from_all_groups() -> None:
+    world, session = mixed_world()
+    other = world.open()
+    world.run(session, Operation.ALLOCATE, request_numbers=[1], num_new_tokens=[1])
+    world.allocator.close_session(session.session_id, world.now_seconds)
+    assert (len(world.pool.blocks.prefix_map), world.pool.blocks.num_free_blocks) == (0, 39)
+    assert look_up(world, other, 1, "abcdeX", 24) == [[], []]
+    check_integrity(world.pool, world.sessions())

@@ -1,0 +1,105 @@
+"""Specs survive the wire, and what is refused there is named by its path."""
+
+from typing import Any
+
+import pytest
+
+from kvpool.server.core.errors import InvalidArgumentError
+from kvpool.server.core.specs import (
+    SPEC_KINDS,
+    ChunkedLocalAttentionSpec,
+    CrossAttentionSpec,
+    EncoderOnlyAttentionSpec,
+    FullAttentionSpec,
+    KVCacheSpec,
+    MambaSpec,
+    MLAAttentionSpec,
+    SinkFullAttentionSpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+)
+from kvpool.server.rpc.convert_spec import spec_from_proto, spec_to_proto
+from kvpool.v1 import spec_pb2
+
+ALL: dict[str, Any] = {
+    "num_kv_heads": 8,
+    "head_size": 128,
+    "dtype": "bfloat16",
+    "head_size_v": 64,
+    "page_size_padded": 2**33,
+}
+LATENT = MLAAttentionSpec(16, **ALL | {"num_kv_heads": 1}, sliding_window=9, cache_dtype_str="fp8_ds_mla")
+SPECS: list[KVCacheSpec] = [
+    FullAttentionSpec(16, **ALL, sliding_window=1024),
+    FullAttentionSpec(16, **ALL, attention_chunk_size=1024),
+    FullAttentionSpec(16),
+    LATENT,
+    MLAAttentionSpec(16, head_size=576, dtype="bfloat16"),
+    SinkFullAttentionSpec(16, **ALL, sink_len=128, sliding_window=7),
+    SlidingWindowSpec(16, **ALL, sliding_window=1024),
+    ChunkedLocalAttentionSpec(16, **ALL, attention_chunk_size=8192),
+    MambaSpec(544, ((4, 1024), (32, 64, 128)), ("bfloat16", "float32"), 2**33, "gdn_attention", 3),
+    MambaSpec(4),
+    CrossAttentionSpec(16, **ALL),
+    EncoderOnlyAttentionSpec(16, **ALL),
+    UniformTypeKVCacheSpecs(16, (("a", FullAttentionSpec(16, **ALL)), ("b", LATENT))),
+    UniformTypeKVCacheSpecs(4, (("a", MambaSpec(4)),)),
+]
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=[f"{type(spec).__name__}-{i}" for i, spec in enumerate(SPECS)])
+def test_every_kind_comes_back_as_it_was_sent(spec: KVCacheSpec) -> None:
+    sent = spec_to_proto(spec).SerializeToString()
+    assert spec_from_proto("spec", spec_pb2.KvCacheSpec.FromString(sent)) == spec
+
+
+def test_no_kind_is_left_out() -> None:
+    assert {type(spec) for spec in SPECS} == {*SPEC_KINDS.values(), UniformTypeKVCacheSpecs}
+    wire = {field.name for field in spec_pb2.KvCacheSpec.DESCRIPTOR.oneofs_by_name["kind"].fields}
+    assert {spec_to_proto(spec).WhichOneof("kind") for spec in SPECS} == wire
+
+
+def attention(**fields: Any) -> spec_pb2.AttentionSpec:
+    return spec_pb2.AttentionSpec(**{"block_size": 4, **fields})
+
+
+BAD: dict[str, spec_pb2.KvCacheSpec] = {
+    "spec": spec_pb2.KvCacheSpec(),
+    "spec.full_attention.block_size": spec_pb2.KvCacheSpec(full_attention=spec_pb2.FullAttentionSpec()),
+    "spec.full_attention.dtype": spec_pb2.KvCacheSpec(
+        full_attention=spec_pb2.FullAttentionSpec(attention=attention(dtype="int3"))
+    ),
+    "spec.sliding_window.sliding_window": spec_pb2.KvCacheSpec(
+        sliding_window=spec_pb2.SlidingWindowSpec(attention=attention())
+    ),
+    "spec.chunked_local_attention.attention_chunk_size": spec_pb2.KvCacheSpec(
+        chunked_local_attention=spec_pb2.ChunkedLocalAttentionSpec(attention=attention())
+    ),
+    "spec.sink_full_attention.sink_len": spec_pb2.KvCacheSpec(
+        sink_full_attention=spec_pb2.SinkFullAttentionSpec(
+            full_attention=spec_pb2.FullAttentionSpec(attention=attention()), sink_len=3
+        )
+    ),
+    "spec.mamba.shapes[0][1]": spec_pb2.KvCacheSpec(
+        mamba=spec_pb2.MambaSpec(block_size=4, states=[spec_pb2.StateTensor(shape=[1, 0], dtype="float32")])
+    ),
+    "spec.uniform_type.layers": spec_pb2.KvCacheSpec(uniform_type=spec_pb2.UniformTypeSpec(block_size=4)),
+    "spec.uniform_type.layers[0].spec": spec_pb2.KvCacheSpec(
+        uniform_type=spec_pb2.UniformTypeSpec(block_size=4, layers=[spec_pb2.LayerSpec(layer_name="a")])
+    ),
+    "spec.uniform_type.layers[0].spec.mamba.block_size": spec_pb2.KvCacheSpec(
+        uniform_type=spec_pb2.UniformTypeSpec(
+            block_size=4,
+            layers=[
+                spec_pb2.LayerSpec(layer_name="a", spec=spec_pb2.KvCacheSpec(mamba=spec_pb2.MambaSpec(block_size=0)))
+            ],
+        )
+    ),
+}
+
+
+@pytest.mark.parametrize("field", BAD)
+def test_what_is_refused_is_named_by_its_path(field: str) -> None:
+    with pytest.raises(InvalidArgumentError) as caught:
+        spec_from_proto("spec", BAD[field])
+    assert caught.value.field == field
