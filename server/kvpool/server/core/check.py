@@ -249,7 +249,8 @@ class StepChecker:
         row.num_appended_tokens = appended
         if config.enable_caching:
             size_bytes = config.hash_scheme.hash_size_bytes
-            count = seen.num_tokens // config.hash_block_size - before // config.hash_block_size
+            hash_block_size = self._pool.hash_block_size
+            count = seen.num_tokens // hash_block_size - before // hash_block_size
             if count:
                 end = self._hash_at + count * size_bytes
                 if end > len(step.block_hashes):

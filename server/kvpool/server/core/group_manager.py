@@ -39,6 +39,7 @@ class GroupManager:
         self.sink_blocks = block_pool.take(config.num_sink_blocks[group_id])
         self._hashes_per_block = self.span_tokens // config.hash_block_size
         self._num_extra_blocks = self.spec.num_speculative_blocks if isinstance(self.spec, MambaSpec) else 0
+        self._counts_encoder_tokens = isinstance(self.spec, CrossAttentionSpec)
         self._pool = block_pool
         self._makes_events = config.makes_events
 
@@ -74,8 +75,9 @@ class GroupManager:
         self, table: BlockTable, num_tokens: int, computed: Sequence[BlockId], num_encoder_tokens: int
     ) -> int:
         """Free blocks that it takes to give room for `num_tokens` tokens to the table, with the hit `computed`."""
-        missing = self._num_required(num_tokens, num_encoder_tokens) - len(table.block_ids) - len(computed)
-        return max(missing, 0) + self._pool.num_free_among(filter(None, computed))
+        missing = self._num_missing(table, num_tokens, num_encoder_tokens) - len(computed)
+        missing = max(missing, 0)
+        return missing + self._pool.num_free_among(filter(None, computed)) if computed else missing
 
     def adopt(self, table: BlockTable, computed: Sequence[BlockId]) -> None:
         """Puts a hit's blocks into an empty table."""
@@ -86,7 +88,7 @@ class GroupManager:
 
     def allocate(self, table: BlockTable, num_tokens: int, num_encoder_tokens: int) -> list[BlockId]:
         """Gives the table room for `num_tokens` tokens; returns the new blocks. The caller has checked for room."""
-        missing = self._num_required(num_tokens, num_encoder_tokens) - len(table.block_ids)
+        missing = self._num_missing(table, num_tokens, num_encoder_tokens)
         if missing <= 0:
             return []
         new = self._pool.take(missing)
@@ -95,8 +97,6 @@ class GroupManager:
 
     def skip(self, table: BlockTable, num_computed_tokens: int) -> None:
         """Frees the blocks that nothing looks at any more, the last first; null stands in their place."""
-        if self.spec.keeps_all:
-            return
         start, end = table.num_skipped, min(self.num_skipped_blocks(num_computed_tokens), len(table.block_ids))
         if start < end:
             skipped = table.block_ids[start:end]
@@ -149,7 +149,8 @@ class GroupManager:
             common = common[: next(differing, min(len(common), len(other.block_ids)))]
         return len(common)
 
-    def _num_required(self, num_tokens: int, num_encoder_tokens: int) -> int:
-        if isinstance(self.spec, CrossAttentionSpec):
+    def _num_missing(self, table: BlockTable, num_tokens: int, num_encoder_tokens: int) -> int:
+        """Blocks that the table lacks; not positive if it lacks none."""
+        if self._counts_encoder_tokens:
             num_tokens = num_encoder_tokens
-        return -(-num_tokens // self.span_tokens) + self._num_extra_blocks
+        return -(-num_tokens // self.span_tokens) + self._num_extra_blocks - len(table.block_ids)

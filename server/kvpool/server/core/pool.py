@@ -57,6 +57,7 @@ class Pool:
 
     Attributes:
         config: What the pool was declared with; its none_hash is drawn.
+        hash_block_size: The configuration's, worked out once.
         epoch: Goes up whenever the contents of blocks can no longer be trusted.
         blocks: The blocks.
         stats: Counters of look-ups.
@@ -67,12 +68,14 @@ class Pool:
     def __init__(self, config: PoolConfig) -> None:
         config.check()
         self.config = config
+        self.hash_block_size = config.hash_block_size
         self.epoch = 1
         self.blocks = BlockPool(config)
         self.stats = PrefixCacheStats()
         self.recent_hit_rate = RecentHitRate()
         self.num_preemptions = 0
         self._managers = [GroupManager(config, GroupId(i), self.blocks) for i in range(len(config.groups))]
+        self._windowed = [manager for manager in self._managers if not manager.spec.keeps_all]
         self._search = PrefixSearch(self._managers, self.blocks.prefix_map, config.hit_alignment)
 
     def __repr__(self) -> str:
@@ -212,8 +215,8 @@ class Pool:
         hit = computed.block_ids if computed else ((),) * len(self._managers)
         num_computed = request.num_computed_tokens + (computed.num_tokens if computed else 0)
         num_slots = min(num_computed + num_new_tokens + num_lookahead_tokens, self.config.max_model_len)
-        for manager, table in zip(self._managers, request.tables, strict=True):
-            manager.skip(table, num_computed)
+        for manager in self._windowed:
+            manager.skip(request.tables[manager.group_id], num_computed)
         needed = sum(
             manager.num_blocks_to_allocate(table, num_slots, blocks, num_encoder_tokens)
             for manager, table, blocks in zip(self._managers, request.tables, hit, strict=True)
