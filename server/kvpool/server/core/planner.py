@@ -81,8 +81,7 @@ def get_kv_cache_configs(ranks: Sequence[RankMemory], options: PlanOptions) -> P
                     f"{available_bytes} bytes hold no block of each group",
                     available_bytes=available_bytes,
                 )
-    for i, own, available_bytes in holders:
-        _check_fits(i, own, available_bytes, replace(options, max_model_len=max_model_len))
+    _check_fits(holders, replace(options, max_model_len=max_model_len))
 
     num_blocks = min((available // block_size_bytes(own) for _, own, available in holders), default=1)
     num_blocks = check_range("num_blocks", (options.num_blocks_override if groups else 0) or num_blocks, 1, MAX_BLOCKS)
@@ -133,21 +132,23 @@ def _check_alignment(groups: tuple[KVCacheGroup, ...], options: PlanOptions) -> 
         )
 
 
-def _check_fits(rank: int, groups: tuple[KVCacheGroup, ...], available_bytes: int, options: PlanOptions) -> None:
-    fits = _fits(groups, available_bytes, options)
-    if fits(options.max_model_len):
+def _check_fits(holders: Sequence[tuple[int, tuple[KVCacheGroup, ...], int]], options: PlanOptions) -> None:
+    """Refuses what some rank cannot hold; of several it tells of the one that holds least."""
+    length = options.max_model_len
+    estimates = [(_longest(length, _fits(own, available, options)), i) for i, (_, own, available) in enumerate(holders)]
+    estimate, worst = min(estimates, default=(length, 0))
+    if estimate == length:
         return
-    needed_bytes = _needed_bytes(groups, options, options.max_model_len)
-    estimate = _longest(options.max_model_len, fits)
+    rank, groups, available_bytes = holders[worst]
+    needed_bytes = _needed_bytes(groups, options, length)
     raise PlanError(
         "ONE_REQUEST_DOES_NOT_FIT",
         f"ranks[{rank}].available_bytes",
-        f"one request of {options.max_model_len} tokens takes {needed_bytes / GIB:.2f} GiB, there are"
-        f" {available_bytes / GIB:.2f} GiB; the longest that fits has {estimate} tokens: give more memory, or lower"
-        " max_model_len",
+        f"one request of {length} tokens takes {needed_bytes / GIB:.2f} GiB, there are {available_bytes / GIB:.2f} GiB;"
+        f" the longest that fits has {estimate} tokens: give more memory, or lower max_model_len",
         needed_bytes=needed_bytes,
         available_bytes=available_bytes,
-        max_model_len=options.max_model_len,
+        max_model_len=length,
         estimated_max_model_len=estimate,
     )
 
