@@ -119,7 +119,10 @@ class BlockPool:
             self._drop_hash(block_id)
 
     def reset(self) -> bool:
-        """Takes all hashes away if no table holds a block; returns whether it did. O(num_blocks)."""
+        """Takes all hashes away if every block is free; returns whether it did. O(num_blocks).
+
+        Sinks are never free, so a pool with sinks is never reset, as in the reference.
+        """
         if self.num_free_blocks != self.num_blocks - 1:
             return False
         self.prefix_map.clear()

@@ -254,7 +254,7 @@ class Pool:
         self.free(request)
 
     def reset_prefix_cache(self) -> bool:
-        """Forgets all hashes if no request holds a block; returns whether it did."""
+        """Forgets all hashes if no request holds a block and there are no sinks; returns whether it did."""
         if not self.blocks.reset():
             return False
         self.stats.resets += 1

@@ -1,0 +1,60 @@
+"""Hypothesis strategies for pools of mixed KV cache groups, small enough that blocks run out and prefixes meet."""
+
+from collections.abc import Sequence
+
+from hypothesis import strategies as st
+
+from kvpool.server.core.config import KVCacheGroup, PoolConfig, ReuseOrder
+from kvpool.server.core.specs import (
+    ChunkedLocalAttentionSpec,
+    CrossAttentionSpec,
+    FullAttentionSpec,
+    KVCacheSpec,
+    MambaSpec,
+    MLAAttentionSpec,
+    SinkFullAttentionSpec,
+    SlidingWindowSpec,
+)
+from kvpool.server.core.types import PoolName
+
+MAX_TOKENS = 64
+SIZES = ((1, 2, 3, 4, 6, 8), (1, 2, 4), (2, 3), (2, 3, 6), (1, 3), (4, 8), (1,), (2,), (4,))
+"""Block sizes that a pool's groups draw from: few at a time, so that short prefixes end in whole blocks of all."""
+
+
+def specs(sizes: Sequence[int], dcp_world_size: int) -> st.SearchStrategy[KVCacheSpec]:
+    """All kinds but cross attention."""
+    size = st.sampled_from(sizes)
+    return st.one_of(
+        st.builds(FullAttentionSpec, size),
+        st.builds(MLAAttentionSpec, size),
+        st.builds(SlidingWindowSpec, size, sliding_window=st.integers(2, 14)),
+        st.builds(ChunkedLocalAttentionSpec, size, attention_chunk_size=st.integers(1, 14)),
+        st.builds(MambaSpec, size, num_speculative_blocks=st.integers(0, 2)),
+        st.builds(
+            lambda size, sinks: SinkFullAttentionSpec(size, sink_len=size * dcp_world_size * sinks),
+            size,
+            st.integers(1, 2),
+        ),
+    )
+
+
+@st.composite
+def configs(draw: st.DrawFn) -> PoolConfig:
+    sizes, dcp_world_size = draw(st.sampled_from(SIZES)), draw(st.sampled_from([1, 1, 2]))
+    count = draw(st.sampled_from([2, 1, 3, 4]))
+    mix = draw(st.lists(specs(sizes, dcp_world_size), min_size=count, max_size=count))
+    caching = draw(st.sampled_from([True] * 9 + [False]))
+    if not caching and draw(st.booleans()):
+        mix = draw(st.permutations([*mix[:3], CrossAttentionSpec(draw(st.sampled_from(sizes)))]))
+    return PoolConfig(
+        PoolName("m"),
+        draw(st.sampled_from([120, 90, 60, 45, 30])),
+        MAX_TOKENS,
+        tuple(KVCacheGroup(spec, (f"layer.{i}",)) for i, spec in enumerate(mix)),
+        reuse_order=draw(st.sampled_from(ReuseOrder)),
+        enable_caching=caching,
+        use_eagle=draw(st.booleans()),
+        dcp_world_size=dcp_world_size,
+        enable_events=draw(st.booleans()),
+    )

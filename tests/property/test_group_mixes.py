@@ -1,0 +1,387 @@
+"""Random mixes of KV cache groups against a model of whole token prefixes: hits, tables, refusals and what is freed."""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from kvpool.server.core.config import PoolConfig
+from kvpool.server.core.events import AllBlocksCleared, BlockRemoved, BlockStored
+from kvpool.server.core.integrity import check_integrity
+from kvpool.server.core.pool import ComputedBlocks, Pool
+from kvpool.server.core.request import Request
+from kvpool.server.core.session import Session
+from kvpool.server.core.specs import CrossAttentionSpec
+from kvpool.server.core.types import BlockHash, BlockId, RequestId, RequestNumber, SessionId, WriterId
+from kvpool.server.core.types import Sequence as SequenceNumber
+from property.mixes import MAX_TOKENS, configs
+from property.prefix_model import Content, Known, PrefixModel, Tokens, attends
+
+NOW = SequenceNumber(1)
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """How an allocation is asked for."""
+
+    max_new_tokens: int
+    num_lookahead_tokens: int
+    delay: bool
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return {"delay_cache_blocks": self.delay, "sequence": NOW}
+
+
+def tell(story: int, start: int, end: int) -> Tokens:
+    """The story's tokens [start, end)."""
+    return tuple(story * 10 + i % 7 for i in range(start, end))
+
+
+@st.composite
+def prompts(draw: st.DrawFn) -> Tokens:
+    """Prefixes of two stories, at times with another end, so that most share something."""
+    story, length = draw(st.integers(0, 1)), draw(st.sampled_from([*range(13, MAX_TOKENS - 2), *range(1, 13)]))
+    turn, end = draw(st.one_of(st.just(length), st.integers(0, length))), draw(st.integers(2, 3))
+    return (*tell(story, 0, turn), *tell(end, turn, length))
+
+
+CALLS = st.builds(
+    Call,
+    st.one_of(st.just(MAX_TOKENS), st.integers(1, 24)),
+    st.one_of(st.just(0), st.integers(1, 6)),
+    st.sampled_from([False, False, False, True]),
+)
+WHICH = st.integers(0, 7)
+SMALL = st.integers(1, 9)
+
+
+def pick(requests: list[Known], which: int) -> Known | None:
+    return requests[which % len(requests)] if requests else None
+
+
+class World:
+    """One pool and the requests of one session, for whom all that it caches is visible at once."""
+
+    def __init__(self, config: PoolConfig) -> None:
+        self.pool = Pool(config)
+        self.model = PrefixModel(config)
+        self.session = Session(SessionId("s"), WriterId(1), "", 10.0, 0.0)
+        self.requests: list[Known] = []
+        self.num_added = 0
+        self.stored: Counter[tuple[int, BlockHash]] = Counter()
+
+    # What schedulers do. Of what there is nothing to do it to, nothing is done.
+
+    def admit_new(self, tokens: Tokens, call: Call, num_encoder_tokens: int, *, at_once: bool) -> Known:
+        known = self.new_request(tokens, num_encoder_tokens)
+        self.session.add(known.request)
+        self.requests.append(known)
+        self.admit(known, call, at_once=at_once)
+        return known
+
+    def waiting(self) -> list[Known]:
+        return [known for known in self.requests if not known.holds]
+
+    def running(self) -> list[Known]:
+        return [known for known in self.requests if known.holds]
+
+    def admit_waiting(self, which: int, call: Call, *, at_once: bool) -> None:
+        known = pick(self.waiting(), which)
+        if known:
+            self.admit(known, call, at_once=at_once)
+
+    def serve(self, prompts: list[Tokens], call: Call) -> None:
+        """Whole requests one after the other, of which the cache alone is left."""
+        for tokens in prompts:
+            known = self.admit_new(tokens, call, 3, at_once=True)
+            self.check_all()
+            self.free(known)
+
+    def look_up(self, tokens: Tokens, step: int) -> None:
+        for length in range(len(tokens), 0, -step):
+            self.check_hit(self.new_request(tokens[:length], 1))
+
+    def grow(self, which: int, call: Call, story: int, count: int) -> None:
+        """The next chunk of a prompt, or tokens generated, and up to three drafts."""
+        known = pick(self.running(), which)
+        if not known:
+            return
+        self.append(known, tell(story, len(known.tokens), len(known.tokens) + count))
+        left = min(MAX_TOKENS, len(known.tokens) + 3) - known.computed
+        if left > 0:
+            self.allocate(known, min(call.max_new_tokens, left), call, None, at_once=False)
+
+    def reject(self, which: int, count: int) -> None:
+        known = pick(self.running(), which)
+        if not known:
+            return
+        known.computed = max(known.computed - count, known.floor)
+        assert self.pool.can_reject(known.request, known.computed)
+        known.request.num_computed_tokens = known.computed
+
+    def cache(self, which: int, short: int) -> None:
+        known = pick(self.running(), which)
+        if not known or not self.model.config.enable_caching:
+            return
+        num_tokens = max(known.computed - short, 0)
+        self.pool.cache(known.request, num_tokens, sequence=NOW)
+        self.model.cache(known, num_tokens)
+
+    def free_or_preempt(self, which: int, *, forget: bool) -> None:
+        known = pick(self.requests, which)
+        if known and forget:
+            self.free(known)
+        elif known:
+            self.pool.preempt(known.request)
+            known.clear()
+
+    def free(self, known: Known) -> None:
+        self.pool.free(known.request)
+        self.session.forget(known.request)
+        self.requests.remove(known)
+
+    def evict(self, first: int, stride: int) -> None:
+        """Makes holes in what is cached."""
+        for block_id in sorted(self.model.findable)[first::stride]:
+            self.pool.blocks.evict([BlockId(block_id)])
+            self.model.evict(block_id)
+
+    def reset(self) -> None:
+        # As it stands, sinks count as used: a pool that has some is never reset.
+        done = not self.running() and not self.model.num_sink_blocks
+        assert self.pool.reset_prefix_cache() == done
+        if done:
+            self.model.findable.clear()
+
+    # How they are answered.
+
+    def new_request(self, tokens: Tokens, num_encoder_tokens: int) -> Known:
+        self.num_added += 1
+        tables = self.pool.new_tables()
+        request = Request(
+            RequestId(f"r{self.num_added}"), RequestNumber(self.num_added), self.session.writer, tables
+        )  # fmt: skip
+        known = Known(request, (), num_encoder_tokens, [0] * len(tables), [0] * len(tables))
+        self.append(known, tokens)
+        return known
+
+    def append(self, known: Known, tokens: Sequence[int]) -> None:
+        known.tokens = (*known.tokens, *tokens)[:MAX_TOKENS]
+        known.request.num_tokens = len(known.tokens)
+        known.request.token_ids = list(known.tokens)
+        known.request.hashes = self.model.hashes(known.tokens)
+
+    def check_hit(self, known: Known) -> ComputedBlocks:
+        """The hit is the longest there is, of blocks that hold just these tokens, null where none is needed."""
+        model = self.model
+        computed = self.pool.peek(known.request)
+        assert computed.num_tokens == model.longest_hit(known.tokens)
+        assert computed.num_shared_tokens == 0
+        assert len(computed.block_ids) == len(model.spans)
+        for group, (span, found) in enumerate(zip(model.spans, computed.block_ids, strict=True)):
+            assert len(found) == computed.num_tokens // span
+            for i, block_id in enumerate(found):
+                if i < model.num_skipped(group, computed.num_tokens):
+                    assert not block_id
+                else:
+                    assert model.findable[block_id] == (group, known.tokens[: (i + 1) * span])
+        if model.config.enable_caching:
+            assert self.pool.still_holds(known.request, computed)
+            assert self.pool.check_promise(str, computed.block_ids) == computed.num_tokens
+        return computed
+
+    def admit(self, known: Known, call: Call, *, at_once: bool) -> None:
+        hit = self.check_hit(known)
+        num_new_tokens = min(call.max_new_tokens, len(known.tokens) - hit.num_tokens)
+        self.allocate(known, num_new_tokens, call, hit, at_once=at_once)
+
+    def allocate(
+        self, known: Known, num_new_tokens: int, call: Call, hit: ComputedBlocks | None, *, at_once: bool
+    ) -> None:
+        """Predicts what becomes of the request's tables, and that there is room or not; then asks the pool."""
+        model, before = self.model, known.tables
+        found = [list(blocks) for blocks in hit.block_ids] if hit else [[] for _ in before]
+        start = known.computed + (hit.num_tokens if hit else 0)
+        num_lacking = model.num_new_blocks(known, start + num_new_tokens + call.num_lookahead_tokens, found)
+        nulls = [max(seen, model.num_skipped(group, start)) for group, seen in enumerate(known.nulls)]
+        skipped: list[list[int]] = [
+            [0] * len(table[:count]) + table[count:] for count, table in zip(nulls, before, strict=True)
+        ]
+        free = self.unheld(known) - set().union(*skipped)
+        missing = sum(num_lacking) + len(free & set().union(*found))
+        kept = self.kept(known)
+
+        new = self.ask(known, num_new_tokens, call, hit, at_once=at_once)
+        known.floor = max(known.floor, start) if known.holds else 0
+        known.nulls = nulls if known.holds else known.nulls
+        if new is None:
+            assert missing > len(free)
+            assert known.tables == skipped
+            assert self.kept(known) == kept
+            return
+        assert missing <= len(free)
+        assert [len(blocks) for blocks in new] == num_lacking
+        assert known.tables == [[*a, *b, *c] for a, b, c in zip(skipped, found, new, strict=True)]
+        assert set().union(*new) <= free - set().union(*found)
+        for group, blocks in enumerate(new):
+            for i, block_id in enumerate(blocks, len(before[group]) + len(found[group])):
+                model.give(known, group, i, block_id)
+        if hit:
+            known.cached = [len(blocks) for blocks in found]
+        known.computed = start + num_new_tokens
+        if model.config.enable_caching and not call.delay:
+            model.cache(known, known.computed)
+
+    def ask(
+        self, known: Known, num_new_tokens: int, call: Call, hit: ComputedBlocks | None, *, at_once: bool
+    ) -> tuple[list[BlockId], ...] | None:
+        request, encoder = known.request, 0 if known.holds else known.num_encoder_tokens
+        if not at_once:
+            return self.pool.allocate(
+                request, num_new_tokens, call.num_lookahead_tokens, hit, num_encoder_tokens=encoder, **call.options
+            )  # fmt: skip
+        admission = self.pool.admit(
+            request, call.max_new_tokens, call.num_lookahead_tokens, num_encoder_tokens=encoder, **call.options
+        )  # fmt: skip
+        if admission is None:
+            return None
+        assert (admission.computed, admission.num_new_tokens) == (hit, num_new_tokens)
+        return admission.new_blocks
+
+    def unheld(self, *apart: Known) -> set[int]:
+        """The blocks that no table holds, some requests' own apart."""
+        held = {b for known in self.requests if known not in apart for table in known.tables for b in table}
+        return set(range(1, self.model.config.num_blocks)) - set(self.pool.sink_blocks) - held
+
+    def kept(self, known: Known) -> object:
+        """All that a refusal changes nothing of: every hash, every counter, all but the refused request's tables."""
+        blocks, request = self.pool.blocks, known.request
+        return (
+            [blocks.prefix_map.hash_of(BlockId(i)) for i in range(blocks.num_blocks)],
+            dict(blocks.prefix_map.pending()),
+            (repr(self.pool.stats), blocks.num_evicted, self.pool.num_preemptions),
+            [repr(other.request) for other in self.requests if other is not known],
+            (request.num_computed_tokens, request.num_tokens, request.num_preemptions, list(request.hashes)),
+            [table.num_cached for table in request.tables],
+        )
+
+    # What holds after every step.
+
+    def check_all(self) -> None:
+        self.check_books()
+        self.check_tables()
+        self.check_sharing()
+        self.check_events()
+
+    def check_books(self) -> None:
+        check_integrity(self.pool, [self.session])
+        blocks = self.pool.blocks
+        assert set(blocks.free_list) == self.unheld()
+        assert len(self.pool.sink_blocks) == self.model.num_sink_blocks
+        hashed = [i for i in range(blocks.num_blocks) if blocks.prefix_map.hash_of(BlockId(i)) is not None]
+        assert hashed == sorted(self.model.findable)
+
+    def check_tables(self) -> None:
+        model = self.model
+        for known in self.running():
+            assert known.request.num_computed_tokens == known.computed
+            for group, table in enumerate(known.tables):
+                spec, span = model.specs[group], model.spans[group]
+                assert [bool(b) for b in table] == [i >= known.nulls[group] for i in range(len(table))]
+                if isinstance(spec, CrossAttentionSpec):
+                    continue
+                assert all(
+                    table[token // span] for token in range(known.computed) if attends(spec, token, known.computed)
+                )
+
+    def check_sharing(self) -> None:
+        places: dict[int, set[tuple[RequestId, Content]]] = {}
+        for known in self.running():
+            for group, (span, table) in enumerate(zip(self.model.spans, known.tables, strict=True)):
+                for i, block_id in enumerate(table):
+                    if block_id:
+                        assert self.model.owns_or_shares(known, group, i, block_id)
+                        place = known.request.request_id, (group, known.tokens[: (i + 1) * span])
+                        assert place not in places.setdefault(block_id, set())
+                        places[block_id].add(place)
+        for block_id, owners in places.items():
+            contents = {content for _, content in owners}
+            assert len(contents) == 1, f"block {block_id} is to hold different things"
+            group, prefix = contents.pop()
+            assert len(owners) == 1 or len(prefix) % self.model.spans[group] == 0
+
+    def check_events(self) -> None:
+        model = self.model
+        for event in self.pool.blocks.take_events():
+            match event:
+                case BlockStored():
+                    assert any(self.tells_of(event, known) for known in self.requests)
+                    self.stored.update((event.group_id, block_hash) for block_hash in event.block_hashes)
+                case BlockRemoved():
+                    self.stored[event.group_id, event.block_hash] -= 1
+                case AllBlocksCleared():
+                    self.stored.clear()
+        if model.config.enable_events:
+            assert +self.stored == Counter((c[0], model.block_hash(c)) for c in model.findable.values())
+
+    def tells_of(self, event: BlockStored, known: Known) -> bool:
+        """Whether an event is of a run of this request's blocks, word for word."""
+        model, group = self.model, event.group_id
+        span, tokens = model.spans[group], known.tokens
+        names = [model.block_hash((group, tokens[:end])) for end in range(span, len(tokens) + 1, span)]
+        if event.block_hashes[-1] not in names:
+            return False
+        end = names.index(event.block_hashes[-1]) + 1
+        start = end - len(event.block_hashes)
+        return event == BlockStored(
+            tuple(names[start:end]), names[start - 1] if start else None, tokens[start * span : end * span],
+            span, None, event.group_id,
+        )  # fmt: skip
+
+    def end(self) -> None:
+        for known in list(self.requests):
+            self.free(known)
+        self.check_all()
+        blocks = self.pool.blocks
+        assert blocks.num_free_blocks + self.model.num_sink_blocks + 1 == blocks.num_blocks
+
+
+Action = Callable[[World], object]
+
+
+def actions() -> st.SearchStrategy[Action]:
+    """What happens in one step; what keeps requests and caches full is the most frequent."""
+    weights: tuple[tuple[int, Callable[..., object], dict[str, st.SearchStrategy[Any]]], ...] = (
+        (
+            4,
+            World.admit_new,
+            {"tokens": prompts(), "call": CALLS, "num_encoder_tokens": SMALL, "at_once": st.booleans()},
+        ),
+        (2, World.admit_waiting, {"which": WHICH, "call": CALLS, "at_once": st.booleans()}),
+        (6, World.grow, {"which": WHICH, "call": CALLS, "story": st.integers(0, 1), "count": st.integers(0, 5)}),
+        (2, World.reject, {"which": WHICH, "count": SMALL}),
+        (1, World.cache, {"which": WHICH, "short": st.just(0) | SMALL}),
+        (2, World.free_or_preempt, {"which": WHICH, "forget": st.booleans()}),
+        (3, World.serve, {"prompts": st.lists(prompts(), min_size=1, max_size=3), "call": CALLS}),
+        (2, World.look_up, {"tokens": prompts(), "step": SMALL}),
+        (2, World.evict, {"first": st.integers(0, 40), "stride": st.sampled_from(range(2, 40))}),
+        (1, World.reset, {}),
+    )
+    return st.one_of(
+        [st.builds(partial, st.just(method), **options) for weight, method, options in weights for _ in range(weight)]
+    )
+
+
+@settings(max_examples=500, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(config=configs(), acts=st.lists(actions(), min_size=10, max_size=40))
+def test_any_mix_of_groups_answers_as_whole_prefixes_do(config: PoolConfig, acts: list[Action]) -> None:
+    world = World(config)
+    for act in acts:
+        act(world)
+        world.check_all()
+    world.end()
