@@ -58,9 +58,23 @@ def test_a_mixed_model_on_four_ranks_of_different_memory() -> None:
     assert 0 < answer["padding_fraction"] < 0.02
 
 
-@pytest.mark.parametrize("config", sorted(path.stem for path in CONFIGS.glob("*.json")))
-def test_every_known_model_can_be_planned(config: str) -> None:
-    answer = plan(config, "--memory", "640GiB", "--max-model-len", "auto")
+def documented() -> list[list[str]]:
+    """The rows of the documentation's table: config, layers by kind, and three figures in bytes."""
+    lines = (Path(__file__).parents[2] / "docs" / "models.md").read_text().splitlines()
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    return [row for row in rows if (CONFIGS / f"{row[0]}.json").exists()]
+
+
+def test_every_config_is_documented() -> None:
+    assert sorted(row[0] for row in documented()) == sorted(path.stem for path in CONFIGS.glob("*.json"))
+
+
+@pytest.mark.parametrize("row", documented(), ids=lambda row: row[0])
+def test_every_model_is_planned_with_the_figures_of_the_documentation(row: list[str]) -> None:
+    answer = plan(row[0], "--memory", "640GiB", "--max-model-len", "auto")
+    assert row[1] == ", ".join(f"{count} {kind}" for kind, count in sorted(answer["layers_by_kind"].items()))
+    figures = ("kv_bytes_per_token", "windowed_kv_bytes_per_token", "state_bytes_per_request")
+    assert row[2:] == [f"{answer[name]:,}" for name in figures]
     assert answer["num_blocks"] > answer["blocks_per_request"] > 0
     layers = [name for tensor in answer["ranks"][0]["tensors"] for name in tensor["shared_by"]]
     kept = sum(n for kind, n in answer["layers_by_kind"].items() if kind != "EncoderOnlyAttentionSpec")

@@ -208,6 +208,9 @@ def _model_dtype(keys: Reader, top: Reader, notes: list[str]) -> str:
 
 def _max_model_len(keys: Reader, family: Family, options: ModelOptions, notes: list[str]) -> int:
     if options.max_model_len:
+        stated = keys.tokens(family.length_key) if keys.has(family.length_key) else options.max_model_len
+        if options.max_model_len > stated:
+            notes.append(f"max_model_len {options.max_model_len} is more than {family.length_key} {stated}")
         return options.max_model_len
     if family.assumed_length and not keys.has(family.length_key):
         notes.append(f"the config states no {family.length_key}; max_model_len is taken to be {family.assumed_length}")
