@@ -4,16 +4,19 @@ import hashlib
 from collections.abc import Sequence
 from typing import Any
 
+from kvpool.server.core import types
 from kvpool.server.core.allocator import Allocator
 from kvpool.server.core.apply import apply_step
 from kvpool.server.core.config import KVCacheGroup, PoolConfig
 from kvpool.server.core.pool import Pool
+from kvpool.server.core.request import Request
 from kvpool.server.core.session import Session
 from kvpool.server.core.specs import FullAttentionSpec, KVCacheSpec
 from kvpool.server.core.step import Operation, Step, StepResult
-from kvpool.server.core.types import BlockId, PoolName, SessionId
+from kvpool.server.core.types import BlockHash, BlockId, PoolName, RequestId, RequestNumber, SessionId, WriterId
 
 BLOCK_SIZE = 4
+STEP = types.Sequence(1)
 
 
 def config(
@@ -31,6 +34,22 @@ def block_hashes(content: str, count: int) -> bytes:
     Contents that start with the same letters share the hashes of as many blocks.
     """
     return b"".join(hashlib.sha256(content[: i + 1].ljust(i + 1, "-").encode()).digest() for i in range(count))
+
+
+def request_of(pool: Pool, content: str, num_tokens: int) -> Request:
+    """A request, in no session, whose hash blocks hold `content`."""
+    request = Request(RequestId("r"), RequestNumber(1), WriterId(1), pool.new_tables(), num_tokens)
+    joined = block_hashes(content, num_tokens // pool.config.hash_block_size) if pool.config.enable_caching else b""
+    request.hashes = [BlockHash(joined[i : i + 32]) for i in range(0, len(joined), 32)]
+    request.token_ids = list(range(num_tokens))
+    return request
+
+
+def admit(pool: Pool, content: str, num_tokens: int) -> Request:
+    """Looks up and allocates all of such a request."""
+    request = request_of(pool, content, num_tokens)
+    assert pool.admit(request, num_tokens, sequence=STEP)
+    return request
 
 
 class World:

@@ -7,27 +7,9 @@ import pytest
 from kvpool.server.core.config import KVCacheGroup, PoolConfig
 from kvpool.server.core.events import BlockStored
 from kvpool.server.core.pool import Pool
-from kvpool.server.core.request import Request
 from kvpool.server.core.specs import MLAAttentionSpec
-from kvpool.server.core.types import BlockHash, PoolName, RequestId, RequestNumber, Sequence, WriterId
-from support_core import BLOCK_SIZE, block_hashes, config
-
-STEP = Sequence(1)
-
-
-def request_of(pool: Pool, content: str, num_tokens: int) -> Request:
-    """A request whose blocks hold `content`."""
-    request = Request(RequestId("r"), RequestNumber(1), WriterId(1), pool.new_tables(), num_tokens)
-    joined = block_hashes(content, num_tokens // pool.config.hash_block_size)
-    request.hashes = [BlockHash(joined[i : i + 32]) for i in range(0, len(joined), 32)]
-    request.token_ids = list(range(num_tokens))
-    return request
-
-
-def admit(pool: Pool, content: str, num_tokens: int) -> Request:
-    request = request_of(pool, content, num_tokens)
-    assert pool.admit(request, num_tokens, sequence=STEP)
-    return request
+from kvpool.server.core.types import PoolName
+from support_core import BLOCK_SIZE, STEP, admit, config, request_of
 
 
 def pool_of(num_blocks: int = 20, **options: Any) -> Pool:

@@ -21,10 +21,8 @@ from kvpool.server.core.specs import (
     UniformTypeKVCacheSpecs,
 )
 from kvpool.server.core.step import Operation, Outcome
-from kvpool.server.core.types import BlockHash, RequestId, RequestNumber, Sequence, WriterId
-from support_core import World, block_hashes, config
+from support_core import STEP, World, admit, block_hashes, config, request_of
 
-STEP = Sequence(1)
 FULL = FullAttentionSpec(4)
 WINDOW = SlidingWindowSpec(4, sliding_window=6)  # two blocks before the next token, at most
 CHUNK = ChunkedLocalAttentionSpec(4, attention_chunk_size=8)
@@ -33,21 +31,6 @@ STATE = MambaSpec(4)
 
 def pool_of(*specs: KVCacheSpec, num_blocks: int = 40, **options: Any) -> Pool:
     return Pool(config(num_blocks, specs=specs, **options))
-
-
-def request_of(pool: Pool, content: str, num_tokens: int) -> Request:
-    """A request whose hash blocks hold `content`."""
-    request = Request(RequestId("r"), RequestNumber(1), WriterId(1), pool.new_tables(), num_tokens)
-    joined = block_hashes(content, num_tokens // pool.config.hash_block_size) if pool.config.enable_caching else b""
-    request.hashes = [BlockHash(joined[i : i + 32]) for i in range(0, len(joined), 32)]
-    request.token_ids = list(range(num_tokens))
-    return request
-
-
-def admit(pool: Pool, content: str, num_tokens: int) -> Request:
-    request = request_of(pool, content, num_tokens)
-    assert pool.admit(request, num_tokens, sequence=STEP)
-    return request
 
 
 def fill(pool: Pool, content: str, num_tokens: int) -> Request:
