@@ -380,7 +380,7 @@ class ComputedBlocks(_message.Message):
     """Its length in tokens."""
     @_builtins.property
     def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___GroupBlocks]:
-        """Its blocks, group by group."""
+        """Its blocks, group by group; block 0 where none is needed."""
 
     def __init__(
         self,

@@ -179,8 +179,9 @@ class AllocatorServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def AllocateSlots(self, request, context):
-        """Makes room for more tokens of a request; full blocks are cached. INVALID_ARGUMENT, NOT_FOUND,
-        FAILED_PRECONDITION, ABORTED. Too few blocks is an answer.
+        """Makes room for more tokens of a request; full blocks are cached. Blocks that nothing looks at any more are freed
+        first, and block 0 takes their place in the request's table: see OPERATION_ALLOCATE for when. INVALID_ARGUMENT,
+        NOT_FOUND, FAILED_PRECONDITION, ABORTED. Too few blocks is an answer.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -209,7 +210,7 @@ class AllocatorServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ResetPrefixCache(self, request, context):
-        """Drops all hashes, if no request holds a block. NOT_FOUND, FAILED_PRECONDITION, ABORTED.
+        """Drops all hashes, if no request holds a block; in a pool with sinks never. NOT_FOUND, FAILED_PRECONDITION, ABORTED.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -63,8 +63,9 @@ class AllocatorServiceStub:
     INVALID_ARGUMENT, NOT_FOUND, FAILED_PRECONDITION, ABORTED.
     """
     AllocateSlots: _grpc.UnaryUnaryMultiCallable[_allocator_pb2.AllocateSlotsRequest, _allocator_pb2.AllocateSlotsResponse]
-    """Makes room for more tokens of a request; full blocks are cached. INVALID_ARGUMENT, NOT_FOUND,
-    FAILED_PRECONDITION, ABORTED. Too few blocks is an answer.
+    """Makes room for more tokens of a request; full blocks are cached. Blocks that nothing looks at any more are freed
+    first, and block 0 takes their place in the request's table: see OPERATION_ALLOCATE for when. INVALID_ARGUMENT,
+    NOT_FOUND, FAILED_PRECONDITION, ABORTED. Too few blocks is an answer.
     """
     CacheBlocks: _grpc.UnaryUnaryMultiCallable[_allocator_pb2.CacheBlocksRequest, _allocator_pb2.CacheBlocksResponse]
     """Caches full blocks that AllocateSlots was told to leave uncached. INVALID_ARGUMENT, NOT_FOUND,
@@ -75,7 +76,7 @@ class AllocatorServiceStub:
     EvictBlocks: _grpc.UnaryUnaryMultiCallable[_allocator_pb2.EvictBlocksRequest, _allocator_pb2.EvictBlocksResponse]
     """Drops the hashes of blocks. INVALID_ARGUMENT, NOT_FOUND, FAILED_PRECONDITION, ABORTED."""
     ResetPrefixCache: _grpc.UnaryUnaryMultiCallable[_allocator_pb2.ResetPrefixCacheRequest, _allocator_pb2.ResetPrefixCacheResponse]
-    """Drops all hashes, if no request holds a block. NOT_FOUND, FAILED_PRECONDITION, ABORTED."""
+    """Drops all hashes, if no request holds a block; in a pool with sinks never. NOT_FOUND, FAILED_PRECONDITION, ABORTED."""
     GetCommonPrefixBlocks: _grpc.UnaryUnaryMultiCallable[_allocator_pb2.GetCommonPrefixBlocksRequest, _allocator_pb2.GetCommonPrefixBlocksResponse]
     """Counts the leading blocks that all of the session's requests that hold blocks have in common.
     NOT_FOUND, FAILED_PRECONDITION, ABORTED.
@@ -124,8 +125,9 @@ class AllocatorServiceAsyncStub(AllocatorServiceStub):
     INVALID_ARGUMENT, NOT_FOUND, FAILED_PRECONDITION, ABORTED.
     """
     AllocateSlots: _aio.UnaryUnaryMultiCallable[_allocator_pb2.AllocateSlotsRequest, _allocator_pb2.AllocateSlotsResponse]  # type: ignore[assignment]
-    """Makes room for more tokens of a request; full blocks are cached. INVALID_ARGUMENT, NOT_FOUND,
-    FAILED_PRECONDITION, ABORTED. Too few blocks is an answer.
+    """Makes room for more tokens of a request; full blocks are cached. Blocks that nothing looks at any more are freed
+    first, and block 0 takes their place in the request's table: see OPERATION_ALLOCATE for when. INVALID_ARGUMENT,
+    NOT_FOUND, FAILED_PRECONDITION, ABORTED. Too few blocks is an answer.
     """
     CacheBlocks: _aio.UnaryUnaryMultiCallable[_allocator_pb2.CacheBlocksRequest, _allocator_pb2.CacheBlocksResponse]  # type: ignore[assignment]
     """Caches full blocks that AllocateSlots was told to leave uncached. INVALID_ARGUMENT, NOT_FOUND,
@@ -136,7 +138,7 @@ class AllocatorServiceAsyncStub(AllocatorServiceStub):
     EvictBlocks: _aio.UnaryUnaryMultiCallable[_allocator_pb2.EvictBlocksRequest, _allocator_pb2.EvictBlocksResponse]  # type: ignore[assignment]
     """Drops the hashes of blocks. INVALID_ARGUMENT, NOT_FOUND, FAILED_PRECONDITION, ABORTED."""
     ResetPrefixCache: _aio.UnaryUnaryMultiCallable[_allocator_pb2.ResetPrefixCacheRequest, _allocator_pb2.ResetPrefixCacheResponse]  # type: ignore[assignment]
-    """Drops all hashes, if no request holds a block. NOT_FOUND, FAILED_PRECONDITION, ABORTED."""
+    """Drops all hashes, if no request holds a block; in a pool with sinks never. NOT_FOUND, FAILED_PRECONDITION, ABORTED."""
     GetCommonPrefixBlocks: _aio.UnaryUnaryMultiCallable[_allocator_pb2.GetCommonPrefixBlocksRequest, _allocator_pb2.GetCommonPrefixBlocksResponse]  # type: ignore[assignment]
     """Counts the leading blocks that all of the session's requests that hold blocks have in common.
     NOT_FOUND, FAILED_PRECONDITION, ABORTED.
@@ -224,8 +226,9 @@ class AllocatorServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _allocator_pb2.AllocateSlotsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_allocator_pb2.AllocateSlotsResponse, _abc.Awaitable[_allocator_pb2.AllocateSlotsResponse]]:
-        """Makes room for more tokens of a request; full blocks are cached. INVALID_ARGUMENT, NOT_FOUND,
-        FAILED_PRECONDITION, ABORTED. Too few blocks is an answer.
+        """Makes room for more tokens of a request; full blocks are cached. Blocks that nothing looks at any more are freed
+        first, and block 0 takes their place in the request's table: see OPERATION_ALLOCATE for when. INVALID_ARGUMENT,
+        NOT_FOUND, FAILED_PRECONDITION, ABORTED. Too few blocks is an answer.
         """
 
     @_abc_1.abstractmethod
@@ -260,7 +263,7 @@ class AllocatorServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _allocator_pb2.ResetPrefixCacheRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_allocator_pb2.ResetPrefixCacheResponse, _abc.Awaitable[_allocator_pb2.ResetPrefixCacheResponse]]:
-        """Drops all hashes, if no request holds a block. NOT_FOUND, FAILED_PRECONDITION, ABORTED."""
+        """Drops all hashes, if no request holds a block; in a pool with sinks never. NOT_FOUND, FAILED_PRECONDITION, ABORTED."""
 
     @_abc_1.abstractmethod
     def GetCommonPrefixBlocks(

@@ -48,7 +48,7 @@ class _OperationEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Operation.V
     OPERATION_EVICT: _Operation.ValueType  # 8
     """Drops the hashes of the blocks named in block_ids. Names no request."""
     OPERATION_RESET: _Operation.ValueType  # 9
-    """Drops all hashes, if no request holds a block. Names no request."""
+    """Drops all hashes, if no request holds a block; in a pool with sinks never. Names no request."""
     OPERATION_COMMON_PREFIX: _Operation.ValueType  # 10
     """Counts the leading blocks that all of the session's requests that hold blocks have in common."""
     OPERATION_APPEND: _Operation.ValueType  # 11
@@ -93,7 +93,7 @@ OPERATION_PREEMPT: Operation.ValueType  # 7
 OPERATION_EVICT: Operation.ValueType  # 8
 """Drops the hashes of the blocks named in block_ids. Names no request."""
 OPERATION_RESET: Operation.ValueType  # 9
-"""Drops all hashes, if no request holds a block. Names no request."""
+"""Drops all hashes, if no request holds a block; in a pool with sinks never. Names no request."""
 OPERATION_COMMON_PREFIX: Operation.ValueType  # 10
 """Counts the leading blocks that all of the session's requests that hold blocks have in common."""
 OPERATION_APPEND: Operation.ValueType  # 11
