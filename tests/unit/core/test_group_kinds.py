@@ -341,3 +341,19 @@ def test_a_session_that_ends_withdraws_what_it_never_executed_from_all_groups() 
     assert (len(world.pool.blocks.prefix_map), world.pool.blocks.num_free_blocks) == (0, 39)
     assert look_up(world, other, 1, "abcdeX", 24) == [[], []]
     check_integrity(world.pool, world.sessions())
+
+
+def test_a_promise_of_another_groups_block_is_a_changed_hit() -> None:
+    world = World(40, specs=[FULL, FULL])
+    session = world.open()
+    world.admit(session, 1, "abc", 12)
+    assert look_up(world, session, 2, "abX", 12) == [[1, 2], [4, 5]]
+    result = world.run(
+        session,
+        Operation.ALLOCATE,
+        request_numbers=[2],
+        num_new_tokens=[4],
+        num_block_ids=[2, 2],
+        block_ids=[4, 5, 1, 2],
+    )
+    assert (result.outcomes, result.block_ids) == ([Outcome.HIT_CHANGED], [1, 2, 4, 5])

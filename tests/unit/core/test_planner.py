@@ -83,12 +83,16 @@ def test_every_rank_gets_the_blocks_of_the_smallest() -> None:
     assert [sum(tensor.size_bytes for tensor in config.tensors) / GIB for config in answer.configs] == [0.75, 0.75, 1.5]
 
 
-def test_the_null_block_and_sinks_shorten_the_longest_request() -> None:
-    exact = {"max_model_len": 1600, "num_blocks_override": 100}
-    assert plan(rank(1, a=FULL), **exact).longest_request_tokens == 99 * 16
+def test_the_null_block_and_sinks_are_never_given_to_a_request() -> None:
+    exact = {"max_model_len": 1600, "auto_fit_max_model_len": True, "num_blocks_override": 100}
+    assert plan(rank(1, a=FULL), **exact).max_model_len == 99 * 16
     sinks = SinkFullAttentionSpec(16, **HEADS, sink_len=32)
-    assert plan(rank(1, a=sinks), **exact).longest_request_tokens == 97 * 16
-    assert plan(rank(1, a=FULL), max_model_len=1584, num_blocks_override=100).longest_request_tokens == 1584
+    assert plan(rank(1, a=sinks), **exact).max_model_len == 97 * 16
+    reference = plan(rank(1, a=FULL), **exact, fit_check=FitCheck.FIRST_GROUP)
+    assert (reference.max_model_len, reference.longest_request_tokens) == (1600, 99 * 16)
+    with pytest.raises(PlanError, match=r"\(101 blocks\), there are .* \(100 blocks\)") as caught:
+        plan(rank(1, a=FULL), max_model_len=1600, num_blocks_override=100)
+    assert caught.value.field == "num_blocks_override"
 
 
 def test_every_group_counts_unless_the_first_alone_is_asked_for() -> None:
@@ -96,9 +100,9 @@ def test_every_group_counts_unless_the_first_alone_is_asked_for() -> None:
     with pytest.raises(PlanError) as caught:
         plan(rank(0.5, **layers), max_model_len=131_072)
     error = caught.value
-    assert (error.needed_bytes, error.available_bytes) == ((193 + 8192) * 65_536, GIB // 2)
-    assert error.estimated_max_model_len == (8192 - 193) * 16
-    assert plan(rank(0.5, **layers), max_model_len=error.estimated_max_model_len).max_concurrency == 1.0
+    assert (error.needed_bytes, error.available_bytes) == ((193 + 8192 + 1) * 65_536, GIB // 2)
+    assert error.estimated_max_model_len == (8192 - 193 - 1) * 16
+    assert plan(rank(0.5, **layers), max_model_len=error.estimated_max_model_len)
     with pytest.raises(PlanError):
         plan(rank(0.5, **layers), max_model_len=error.estimated_max_model_len + 1)
     assert plan(rank(0.5, **layers), max_model_len=131_072, fit_check=FitCheck.FIRST_GROUP).max_concurrency < 1

@@ -17,8 +17,8 @@ GIB: Final = 2**30
 class FitCheck(Enum):
     """What counts when it is checked that one request of the longest length fits."""
 
-    EVERY_GROUP = "every_group"
-    """The blocks that it takes in all groups together."""
+    WHOLE_REQUEST = "whole_request"
+    """The blocks that it takes in all groups, beside those that are set aside: the null block, and sinks."""
 
     FIRST_GROUP = "first_group"
     """Only those of the first group, as vLLM 0.14.1. Of a model whose first group has a window, lengths pass that no
@@ -75,7 +75,7 @@ class PlanOptions:
         auto_fit_max_model_len: Take the longest that fits instead, at most max_model_len.
         max_num_batched_tokens: Most tokens one step computes.
         max_num_encoder_input_tokens: Most tokens an encoder puts out for one request.
-        num_blocks_override: Blocks to make, whatever there is room for; 0 for none.
+        num_blocks_override: Blocks to make, whatever there is room for; 0 for as many as there is.
         disable_hybrid_kv_cache_manager: Manage all layers as one kind.
         decode_context_parallel_size: Ranks over which decoding spreads a request's tokens.
         prefill_context_parallel_size: Ranks over which prefill spreads them.
@@ -90,7 +90,7 @@ class PlanOptions:
     disable_hybrid_kv_cache_manager: bool = False
     decode_context_parallel_size: int = 1
     prefill_context_parallel_size: int = 1
-    fit_check: FitCheck = FitCheck.EVERY_GROUP
+    fit_check: FitCheck = FitCheck.WHOLE_REQUEST
 
     def __post_init__(self) -> None:
         check_range("num_blocks_override", self.num_blocks_override, 0, MAX_BLOCKS)

@@ -6,12 +6,12 @@
    i of each group.
 3. A plan is refused unless one request of the longest length fits; the refusal says what would.
 
-Source: the results are those of vLLM's get_kv_cache_configs, but for `FitCheck.EVERY_GROUP`, the default here.
+Source: the results are those of vLLM's get_kv_cache_configs, but for
+`FitCheck.WHOLE_REQUEST`, the default here.
 """
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 from kvpool.server.core.config import KVCacheGroup
 from kvpool.server.core.errors import check_range
@@ -61,37 +61,95 @@ def get_kv_cache_configs(ranks: Sequence[RankMemory], options: PlanOptions) -> P
     groups = group_layers(_merge_ranks(ranks), hybrid=not options.disable_hybrid_kv_cache_manager)
     _check_alignment(groups, options)
     by_rank = [of_rank(groups, rank.layers) for rank in ranks]
-    max_model_len = options.max_model_len
-    holders = [(i, own, ranks[i].available_bytes) for i, own in enumerate(by_rank) if block_size_bytes(own)]
-    for i, _, available_bytes in holders:
-        if available_bytes <= 0:
-            raise PlanError(
-                "NO_MEMORY",
-                f"ranks[{i}].available_bytes",
-                f"{available_bytes}: no memory is left for the KV cache",
-                available_bytes=available_bytes,
-            )
-    if options.auto_fit_max_model_len:
-        for i, own, available_bytes in holders:
-            max_model_len = _longest(max_model_len, _fits(own, available_bytes, options))
-            if not max_model_len:
-                raise PlanError(
-                    "NOT_EVEN_ONE_TOKEN_FITS",
-                    f"ranks[{i}].available_bytes",
-                    f"{available_bytes} bytes hold no block of each group",
-                    available_bytes=available_bytes,
-                )
-    _check_fits(holders, replace(options, max_model_len=max_model_len))
-
-    num_blocks = min((available // block_size_bytes(own) for _, own, available in holders), default=1)
+    rooms = [_Room(i, own, ranks[i].available_bytes, options) for i, own in enumerate(by_rank) if block_size_bytes(own)]
+    max_model_len = _check_rooms(rooms, options)
+    num_blocks = min((room.available_bytes // room.block_size_bytes for room in rooms), default=1)
     num_blocks = check_range("num_blocks", (options.num_blocks_override if groups else 0) or num_blocks, 1, MAX_BLOCKS)
     return Plan(
         tuple(KVCacheConfig(num_blocks, _tensors(own, num_blocks), own) for own in by_rank),
         groups,
         max_model_len,
         _blocks_of_request(groups, options.limits(max_model_len)),
-        _longest(max_model_len, _holds(groups, num_blocks, options)),
+        _longest(max_model_len, lambda length: _takes(groups, options.limits(length)) <= num_blocks),
     )
+
+
+class _Room:
+    """What one rank can hold."""
+
+    def __init__(self, rank: int, groups: tuple[KVCacheGroup, ...], available_bytes: int, options: PlanOptions) -> None:
+        self.field = f"ranks[{rank}].available_bytes"
+        self.available_bytes = available_bytes
+        self.block_size_bytes = block_size_bytes(groups)
+        self._groups = groups
+        self._options = options
+        self._usable_bytes = available_bytes
+        if options.num_blocks_override and options.fit_check is FitCheck.WHOLE_REQUEST:
+            self._usable_bytes = options.num_blocks_override * self.block_size_bytes
+
+    def needed_bytes(self, length: int) -> int:
+        """Bytes that one request of this length takes, and what is set aside."""
+        limits = self._options.limits(length)
+        if self._options.fit_check is FitCheck.FIRST_GROUP:
+            return _blocks_of_request(self._groups[:1], limits) * self.block_size_bytes
+        return _takes(self._groups, limits) * self.block_size_bytes
+
+    def longest(self, max_model_len: int) -> int:
+        """The longest request that fits, at most this long; 0 if none does."""
+        return _longest(max_model_len, lambda length: self.needed_bytes(length) <= self._usable_bytes)
+
+    def refusal(self, length: int, estimate: int) -> PlanError:
+        """Says that a request of this length does not fit, and that one of the estimate does."""
+        needed_bytes = self.needed_bytes(length)
+        needed_blocks, blocks = (size // self.block_size_bytes for size in (needed_bytes, self._usable_bytes))
+        return PlanError(
+            "ONE_REQUEST_DOES_NOT_FIT",
+            self.field if self._usable_bytes == self.available_bytes else "num_blocks_override",
+            f"one request of {length} tokens takes {needed_bytes / GIB:.2f} GiB ({needed_blocks} blocks), there are"
+            f" {self._usable_bytes / GIB:.2f} GiB ({blocks} blocks); the longest that fits has {estimate} tokens: give"
+            " more memory, or lower max_model_len",
+            needed_bytes=needed_bytes,
+            available_bytes=self._usable_bytes,
+            max_model_len=length,
+            estimated_max_model_len=estimate,
+        )
+
+
+def _check_rooms(rooms: Sequence[_Room], options: PlanOptions) -> int:
+    """Checks that one request fits every rank.
+
+    Returns:
+        The longest length in force.
+
+    Raises:
+        PlanError: There is no memory, or too little; of several ranks it tells of the one that holds least.
+    """
+    for room in rooms:
+        if room.available_bytes <= 0:
+            raise PlanError(
+                "NO_MEMORY",
+                room.field,
+                f"{room.available_bytes}: no memory is left for the KV cache",
+                available_bytes=room.available_bytes,
+            )
+    length = options.max_model_len
+    if not rooms:
+        return length
+    estimate, worst = min(((room.longest(length), room) for room in rooms), key=lambda entry: entry[0])
+    if estimate == length:
+        return length
+    if not options.auto_fit_max_model_len:
+        raise worst.refusal(length, estimate)
+    if not estimate:
+        raise PlanError(
+            "NOT_EVEN_ONE_TOKEN_FITS",
+            worst.field,
+            f"{worst.available_bytes} bytes do not hold the blocks of a request of one token,"
+            f" {worst.needed_bytes(1)} bytes",
+            available_bytes=worst.available_bytes,
+            needed_bytes=worst.needed_bytes(1),
+        )
+    return estimate
 
 
 def _merge_ranks(ranks: Sequence[RankMemory]) -> Layers:
@@ -132,40 +190,12 @@ def _check_alignment(groups: tuple[KVCacheGroup, ...], options: PlanOptions) -> 
         )
 
 
-def _check_fits(holders: Sequence[tuple[int, tuple[KVCacheGroup, ...], int]], options: PlanOptions) -> None:
-    """Refuses what some rank cannot hold; of several it tells of the one that holds least."""
-    length = options.max_model_len
-    estimates = [(_longest(length, _fits(own, available, options)), i) for i, (_, own, available) in enumerate(holders)]
-    estimate, worst = min(estimates, default=(length, 0))
-    if estimate == length:
-        return
-    rank, groups, available_bytes = holders[worst]
-    needed_bytes = _needed_bytes(groups, options, length)
-    raise PlanError(
-        "ONE_REQUEST_DOES_NOT_FIT",
-        f"ranks[{rank}].available_bytes",
-        f"one request of {length} tokens takes {needed_bytes / GIB:.2f} GiB, there are {available_bytes / GIB:.2f} GiB;"
-        f" the longest that fits has {estimate} tokens: give more memory, or lower max_model_len",
-        needed_bytes=needed_bytes,
-        available_bytes=available_bytes,
-        max_model_len=length,
-        estimated_max_model_len=estimate,
-    )
-
-
-def _fits(groups: tuple[KVCacheGroup, ...], available_bytes: int, options: PlanOptions) -> Callable[[int], bool]:
-    return lambda length: _needed_bytes(groups, options, length) <= available_bytes
-
-
-def _needed_bytes(groups: tuple[KVCacheGroup, ...], options: PlanOptions, max_model_len: int) -> int:
-    counted = groups if options.fit_check is FitCheck.EVERY_GROUP else groups[:1]
-    return _blocks_of_request(counted, options.limits(max_model_len)) * block_size_bytes(groups)
-
-
-def _holds(groups: tuple[KVCacheGroup, ...], num_blocks: int, options: PlanOptions) -> Callable[[int], bool]:
-    ranks = options.limits(1).context_parallel_size
-    set_aside = 1 + sum(num_sink_tokens(group.spec) // block_span_tokens(group.spec, ranks) for group in groups)
-    return lambda length: not groups or _blocks_of_request(groups, options.limits(length)) <= num_blocks - set_aside
+def _takes(groups: tuple[KVCacheGroup, ...], limits: RequestLimits) -> int:
+    """Blocks that a pool needs for one request: its own, and those that none is given (the null block, sinks)."""
+    if not groups:
+        return 0
+    spans = ((group.spec, block_span_tokens(group.spec, limits.context_parallel_size)) for group in groups)
+    return _blocks_of_request(groups, limits) + 1 + sum(num_sink_tokens(spec) // span for spec, span in spans)
 
 
 def _longest(max_model_len: int, fits: Callable[[int], bool]) -> int:
