@@ -107,18 +107,55 @@ def test_without_hybrid_management_all_tokens_are_kept() -> None:
 def test_what_does_not_fit_is_refused_with_all_figures() -> None:
     done = run(CONFIGS / "llama-3.1-8b.json", "--memory", "1GiB")
     assert done.returncode == 1
-    assert "131072 tokens takes 16.00 GiB, there are 1.00 GiB; the longest that fits has 8192 tokens" in done.stderr
+    assert "131072 tokens takes 16.00 GiB (8193 blocks), there are 1.00 GiB (512 blocks)" in done.stderr
     done = run(CONFIGS / "llama-3.1-8b.json", "--memory", "1GiB", "--json")
     error = json.loads(done.stdout)["error"]
     assert (done.returncode, error["reason"]) == (1, "ONE_REQUEST_DOES_NOT_FIT")
-    assert (error["needed_bytes"], error["available_bytes"]) == (16 * 2**30, 2**30)
-    assert (error["max_model_len"], error["estimated_max_model_len"]) == (131_072, 8192)
+    assert (error["needed_bytes"], error["available_bytes"]) == (8193 * 2**21, 2**30)
+    assert (error["max_model_len"], error["estimated_max_model_len"]) == (131_072, 511 * 16)
+    assert "the longest that fits has 8176 tokens" in error["message"]
 
 
-def test_the_longest_that_fits_is_found_and_its_limit_told() -> None:
+def test_the_longest_that_fits_is_found() -> None:
     answer = plan("llama-3.1-8b", "--memory", "2GiB", "--max-model-len", "auto")
-    assert (answer["max_model_len"], answer["longest_request_tokens"]) == (16_384, 16_368)
-    assert "requests of up to 16,368 tokens" in answer["warnings"][0]
+    assert answer["max_model_len"] == answer["longest_request_tokens"] == 1023 * 16
+    assert answer["warnings"] == []
+
+
+def test_the_reference_plans_a_length_that_cannot_be_served_and_is_told() -> None:
+    answer = plan("llama-3.1-8b", "--memory", "2GiB", "--max-model-len", "auto", "--fit-check", "first_group")
+    assert (answer["max_model_len"], answer["longest_request_tokens"]) == (1024 * 16, 1023 * 16)
+    assert "16,368 tokens" in answer["warnings"][0]
+
+
+def test_more_blocks_than_there_is_room_for_are_planned_with_a_warning() -> None:
+    answer = plan("llama-3.1-8b", "--memory", "40GiB", "--num-blocks", 100_000)
+    assert answer["num_blocks"] == 100_000
+    assert answer["warnings"] == ["rank 0 has 40.00 GiB, and 100,000 blocks take 195.31 GiB"]
+    answer = plan("llama-3.1-8b", "--memory", "40GiB", "--num-blocks", 101, "--max-model-len", "auto")
+    assert answer["max_model_len"] == 1600
+
+
+def test_figures_of_a_rank_are_its_own() -> None:
+    answer = plan("llama-3.1-8b", "--memory", "40GiB", "--pp", 2)
+    assert answer["kv_bytes_per_token"] == 131_072
+    assert [rank["kv_bytes_per_token"] for rank in answer["ranks"]] == [65_536] * 2
+    assert [rank["request_bytes"] for rank in answer["ranks"]] == [65_536 * 131_072] * 2
+    plain = plan("nemotron-h-8b", "--memory", "40GiB")["state_bytes_per_request"]
+    assert (
+        plan("nemotron-h-8b", "--memory", "40GiB", "--num-speculative-tokens", 3)["state_bytes_per_request"] > 4 * plain
+    )
+
+
+def test_tokens_are_spread_only_over_ranks_with_the_same_heads() -> None:
+    done = run(CONFIGS / "llama-3.1-8b.json", "--memory", "40GiB", "--tp", 8, "--dcp", 2)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "--dcp: 2 ranks (--dcp) cannot spread the tokens of a head" in done.stderr
+    alone = plan("llama-3.1-8b", "--memory", "40GiB", "--tp", 16)
+    spread = plan("llama-3.1-8b", "--memory", "40GiB", "--tp", 16, "--dcp", 2)
+    assert spread["max_concurrency"] == 2 * alone["max_concurrency"]
+    assert spread["groups"][0]["block_span_tokens"] == 32
+    assert plan("deepseek-v3", "--memory", "40GiB", "--tp", 8, "--dcp", 8)["num_blocks"]
 
 
 @pytest.mark.parametrize(
@@ -147,7 +184,9 @@ def test_a_config_at_fault_is_told_by_its_key(change: dict[str, Any], field: str
         (["--memory", "much"], "is not a size such as 80GiB"),
         (["--memory", "-5"], "no memory is left"),
         (["--memory", "1GiB", "--memory", "2GiB"], "needs once, or once a rank"),
-        (["--memory", "80GiB", "--kv-dtype", "int3"], "'int3' is not known; known: float64"),
+        (["--memory", "9" * 400 + "9.5"], "is not a size such as 80GiB"),
+        (["--memory", "80GiB", "--kv-dtype", "int3"], "--kv-dtype: 'int3' is not known; known: auto, fp8"),
+        (["--memory", "80GiB", "--max-model-len", "1" * 5000], "neither a number of tokens"),
         (["--memory", "80GiB", "--tp", "3"], "3 ranks (--tp) cannot share"),
         (["--memory", "80GiB", "--pp", "33"], "number of decoder layers"),
         (["--memory", "80GiB", "--dcp", "2"], "does not divide --tp"),
@@ -164,13 +203,31 @@ def test_bad_arguments_are_refused_in_a_sentence(arguments: list[str], words: st
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("content", ["", "[1]", "{"])
+@pytest.mark.parametrize("content", ["", "[1]", "{", '{"a": 1, "a": 2}', '{"a": ' + "1" * 5000 + "}", "[" * 10**5])
 def test_a_file_that_is_no_json_object_is_refused(content: str, tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text(content)
     done = run(path, "--memory", "1GiB")
     assert (done.returncode, "Traceback" in done.stderr) == (2, False)
     assert str(path) in done.stderr
+
+
+def test_odd_names_are_shown_as_they_are(tmp_path: Path) -> None:
+    config = json.loads((CONFIGS / "gemma-3-27b-it.json").read_text()) | {"architectures": ["[/red]x\ud800"]}
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config), encoding="utf-8-sig")
+    done = run(path, "--memory", "80GiB")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "[/red]x\\ud800" in done.stdout
+
+
+def test_a_layer_number_out_of_range_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "layers.json"
+    for number in ("99999999999", "9" * 5000):
+        spec = {"type": "FullAttentionSpec", "block_size": 16}
+        path.write_text(json.dumps({"layers": {f"model.layers.{number}.a": spec}}))
+        done = run("--layers", path, "--memory", "1GiB", "--max-model-len", 100)
+        assert (done.returncode, "[0, 10000)" in done.stderr or "[0, 9999]" in done.stderr) == (1, True)
 
 
 def test_layers_of_a_file_are_planned_over_stages(tmp_path: Path) -> None:

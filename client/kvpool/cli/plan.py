@@ -11,15 +11,28 @@ import click
 
 from kvpool.cli.plan_report import PlannedModel, as_json, error_as_json, print_tables
 from kvpool.models.config import Model, ModelOptions, derive_model, split_stages
+from kvpool.models.context import DEFAULT_BLOCK_SIZE
 from kvpool.models.layers_file import model_of_layers, read_layers
 from kvpool.server.core.errors import InvalidArgumentError
-from kvpool.server.core.plan import PlanOptions, RankMemory
+from kvpool.server.core.plan import FitCheck, PlanOptions, RankMemory
 from kvpool.server.core.planner import get_kv_cache_configs
 from kvpool.server.core.types import MAX_TOKENS
 
-_SIZE: Final = re.compile(r"\s*(-?\d+(?:\.\d+)?)\s*([KMGT]i?)?B?\s*", re.IGNORECASE)
+_SIZE: Final = re.compile(r"\s*(-?\d{1,18}(?:\.\d{1,18})?)\s*([KMGT]i?)?B?\s*", re.IGNORECASE)
 _POWERS: Final = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 _AUTO: Final = "auto"
+_ENCODER_TOKENS: Final = 1500
+_FLAGS: Final = {
+    "block_size": "--block-size",
+    "kv_dtype": "--kv-dtype",
+    "tensor_parallel_size": "--tp",
+    "pipeline_parallel_size": "--pp",
+    "decode_context_parallel_size": "--dcp",
+    "max_model_len": "--max-model-len",
+    "num_blocks_override": "--num-blocks",
+    "disable_hybrid_kv_cache_manager": "--no-hybrid",
+}
+"""By the name that the planner gives it: the flag of an option at fault."""
 
 
 def byte_size(text: str) -> int:
@@ -36,7 +49,7 @@ def length_or_auto(text: str) -> int | str:
     """Reads a number of tokens, or "auto"."""
     if text == _AUTO:
         return _AUTO
-    if not text.isdecimal() or not 1 <= int(text) <= MAX_TOKENS:
+    if not (text.isascii() and text.isdecimal() and len(text) < 12 and 1 <= int(text) <= MAX_TOKENS):  # noqa: PLR2004
         raise click.BadParameter(f"{text!r} is neither a number of tokens in [1, {MAX_TOKENS}] nor {_AUTO!r}")
     return int(text)
 
@@ -87,14 +100,24 @@ class _Where:
 @click.option(
     "--max-encoder-tokens",
     type=click.IntRange(0),
-    default=1500,
-    show_default=True,
-    help="Most tokens of an encoder's output, where the config does not say.",
+    help="Most tokens of an encoder's output; default: what the config states, else 1500.",
 )
-@click.option("--num-blocks", type=click.IntRange(1), help="Blocks to make, whatever there is room for.")
-@click.option("--num-speculative-tokens", type=click.IntRange(0), default=0, help="Draft tokens of a step.")
+@click.option("--num-blocks", type=click.IntRange(1), help="Blocks to make; default: as many as there is room for.")
+@click.option(
+    "--num-speculative-tokens",
+    type=click.IntRange(0, 1024),
+    default=0,
+    help="Draft tokens of a step, each with a Mamba state of its own. Layers of the draft model are not counted.",
+)
 @click.option("--mamba-caching", is_flag=True, help="Keep Mamba states at block boundaries, to be found again.")
 @click.option("--no-hybrid", is_flag=True, help="Keep all tokens of all layers: one kind of group.")
+@click.option(
+    "--fit-check",
+    type=click.Choice([check.value for check in FitCheck]),
+    default=FitCheck.WHOLE_REQUEST.value,
+    show_default=True,
+    help="What counts when the longest request must fit; first_group is vLLM 0.14.1's way.",
+)
 @click.option("--json", "json_wanted", is_flag=True, help="Print one JSON object.")
 @click.pass_context
 def plan(  # noqa: PLR0913 - one parameter an option
@@ -110,11 +133,12 @@ def plan(  # noqa: PLR0913 - one parameter an option
     kv_dtype: str | None,
     max_model_len: int | str | None,
     max_num_batched_tokens: int,
-    max_encoder_tokens: int,
+    max_encoder_tokens: int | None,
     num_blocks: int | None,
     num_speculative_tokens: int,
     mamba_caching: bool,
     no_hybrid: bool,
+    fit_check: str,
     json_wanted: bool,
 ) -> None:
     """Plan a model's KV cache: groups, tensors and num_blocks, from its config.json and the memory of a rank.
@@ -127,7 +151,9 @@ def plan(  # noqa: PLR0913 - one parameter an option
     length = max_model_len if isinstance(max_model_len, int) else 0
     try:
         if layers is None:
-            options = ModelOptions(block_size or 16, kv_dtype or "", tp, length, mamba_caching, num_speculative_tokens)
+            options = ModelOptions(
+                block_size or DEFAULT_BLOCK_SIZE, kv_dtype or "", tp, length, mamba_caching, num_speculative_tokens, dcp
+            )
             model = _model_of_config(config, options)
         elif config or block_size or kv_dtype or mamba_caching or num_speculative_tokens:
             raise click.UsageError("--layers stands alone: the file says itself how each layer is kept")
@@ -138,13 +164,15 @@ def plan(  # noqa: PLR0913 - one parameter an option
             model.max_model_len,
             auto_fit_max_model_len=max_model_len == _AUTO,
             max_num_batched_tokens=max_num_batched_tokens,
-            max_num_encoder_input_tokens=model.max_encoder_tokens or max_encoder_tokens,
+            max_num_encoder_input_tokens=_encoder_tokens(max_encoder_tokens, model),
             num_blocks_override=num_blocks or 0,
             disable_hybrid_kv_cache_manager=no_hybrid,
             decode_context_parallel_size=dcp,
+            fit_check=FitCheck(fit_check),
         )
         planned = PlannedModel(model, ranks, asked, get_kv_cache_configs(ranks, asked), tp)
     except InvalidArgumentError as error:
+        error.rename_field(_FLAGS.get(error.field, error.field))
         if not json_wanted:
             raise
         click.echo(json.dumps(error_as_json(error)))
@@ -153,6 +181,10 @@ def plan(  # noqa: PLR0913 - one parameter an option
         click.echo(json.dumps(as_json(planned)))
     else:
         print_tables(planned)
+
+
+def _encoder_tokens(asked: int | None, model: Model) -> int:
+    return asked if asked is not None else model.max_encoder_tokens or _ENCODER_TOKENS
 
 
 def _model_of_config(config: Path | None, options: ModelOptions) -> Model:
@@ -169,11 +201,22 @@ def _model_of_file(layers: Path, max_model_len: int) -> Model:
 
 def _read_object(path: Path) -> dict[str, object]:
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8-sig")
+        if not text.strip():
+            raise click.UsageError(f"{path}: is empty")
+        data = json.loads(text, object_pairs_hook=_without_repeats)
     except OSError as error:
         raise click.UsageError(f"{path}: {error.strerror}") from error
-    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise click.UsageError(f"{path}: not JSON: {error}") from error
+    except (ValueError, RecursionError) as error:
+        raise click.UsageError(f"{str(path)!r}: not JSON: {error}") from error
     if not isinstance(data, dict):
         raise click.UsageError(f"{path}: holds no JSON object")
     return data
+
+
+def _without_repeats(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    entries = dict(pairs)
+    if len(entries) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} stands twice in an object")
+    return entries

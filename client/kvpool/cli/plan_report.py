@@ -2,12 +2,14 @@
 
 import math
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from itertools import groupby
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from kvpool.models.config import Model
 from kvpool.server.core.config import KVCacheGroup
@@ -15,8 +17,10 @@ from kvpool.server.core.errors import InvalidArgumentError
 from kvpool.server.core.plan import GIB, KVCacheConfig, Plan, PlanError, PlanOptions, RankMemory
 from kvpool.server.core.plan_groups import layer_specs
 from kvpool.server.core.specs import (
+    AttentionSpec,
     CrossAttentionSpec,
     KVCacheSpec,
+    MambaSpec,
     UniformTypeKVCacheSpecs,
     allocation_spec,
     block_span_tokens,
@@ -63,28 +67,47 @@ class PlannedModel:
         padding = sum(n * size for n, size in zip(blocks, config.padding_bytes_per_block, strict=True))
         return padding / taken if taken else 0.0
 
+    def request_bytes(self, config: KVCacheConfig) -> int:
+        """Bytes that a request of the longest length takes on a rank."""
+        return self.plan.blocks_per_request * config.block_size_bytes
+
     def warnings(self) -> list[str]:
         """What a user should know before running this."""
         plan = self.plan
-        if plan.longest_request_tokens >= plan.max_model_len:
-            return []
-        sentence = (
-            f"the pool holds requests of up to {plan.longest_request_tokens:,} tokens: of its {plan.num_blocks:,}"
-            f" blocks some are set aside (the null block, sinks), and {plan.max_model_len:,} tokens take"
-            f" {plan.blocks_per_request:,}"
-        )
-        return [sentence]
+        sentences = []
+        if plan.longest_request_tokens < plan.max_model_len:
+            sentences.append(
+                f"a request of {plan.max_model_len:,} tokens takes {plan.blocks_per_request:,} blocks, and the pool has"
+                f" {plan.num_blocks:,}, the null block and sinks among them: the longest that it can serve has"
+                f" {plan.longest_request_tokens:,} tokens"
+            )
+        for rank, (brought, config) in enumerate(zip(self.ranks, plan.configs, strict=True)):
+            if used_bytes(config) > brought.available_bytes:
+                sentences.append(
+                    f"rank {rank} has {_size(brought.available_bytes)}, and {plan.num_blocks:,} blocks take"
+                    f" {_size(used_bytes(config))}"
+                )
+        return sentences
 
 
-def bytes_by_use(model: Model) -> dict[str, int]:
-    """Bytes on one rank, padding apart: what every token adds for good, what windows hold of it, and states."""
+def used_bytes(config: KVCacheConfig) -> int:
+    """Bytes of a rank's tensors."""
+    return sum(tensor.size_bytes for tensor in config.tensors)
+
+
+def bytes_by_use(specs: Iterable[KVCacheSpec]) -> dict[str, int]:
+    """Bytes of some layers of one tensor rank, padding apart.
+
+    What every token adds for good, what windows hold of it while it is within, what states take of a request however
+    long it is (those of drafts included), and what every token of an encoder's output adds.
+    """
     kept = windowed = state = encoder = 0
-    for _, spec in model.layers:
+    for spec in specs:
         token_bytes = spec.content_size_bytes // spec.block_size
-        if isinstance(spec, CrossAttentionSpec):
+        if isinstance(spec, MambaSpec):
+            state += spec.content_size_bytes * (1 + spec.num_speculative_blocks)
+        elif isinstance(spec, CrossAttentionSpec):
             encoder += token_bytes
-        elif not spec.has_token_slots:
-            state += spec.content_size_bytes
         elif not spec.keeps_all:
             windowed += token_bytes
         elif spec.keeps_tokens:
@@ -97,54 +120,72 @@ def bytes_by_use(model: Model) -> dict[str, int]:
     }
 
 
+def kv_dtypes(model: Model) -> list[str]:
+    """Element types of keys and values."""
+    return sorted({spec.dtype for _, spec in model.layers if isinstance(spec, AttentionSpec)})
+
+
 def layers_by_kind(model: Model) -> dict[str, int]:
     """How many layers there are of each kind."""
     return dict(Counter(type(spec).__name__ for _, spec in model.layers))
 
 
 def as_json(planned: PlannedModel) -> dict[str, Any]:
-    """The whole plan."""
-    model, plan = planned.model, planned.plan
-    concurrency = plan.max_concurrency
+    """The whole plan. Figures of the model are those of all its layers on one tensor rank; a rank's are its own."""
+    model, plan, options = planned.model, planned.plan, planned.options
+    concurrency = plan.max_concurrency if math.isfinite(plan.max_concurrency) else None
     return {
         "architecture": model.architecture,
         "layers_by_kind": layers_by_kind(model),
-        **bytes_by_use(model),
+        "kv_dtypes": kv_dtypes(model),
+        **bytes_by_use(spec for _, spec in model.layers),
+        "tensor_parallel_size": planned.tensor_parallel_size,
+        "pipeline_parallel_size": len(plan.configs) // planned.tensor_parallel_size,
+        "decode_context_parallel_size": options.decode_context_parallel_size,
+        "max_num_batched_tokens": options.max_num_batched_tokens,
         "max_model_len": plan.max_model_len,
         "num_blocks": plan.num_blocks,
         "num_tokens": planned.num_tokens,
-        "max_concurrency": concurrency if math.isfinite(concurrency) else None,
+        "max_concurrency": concurrency,
+        "tokens_at_max_model_len": int(concurrency * plan.max_model_len) if concurrency else None,
         "blocks_per_request": plan.blocks_per_request,
         "longest_request_tokens": plan.longest_request_tokens,
         "padding_fraction": max(planned.padding_fraction(config) for config in plan.configs),
-        "groups": [
-            {
-                "group_id": group_id,
-                "layer_names": list(group.layer_names),
-                "blocks_per_request": planned.blocks_per_request(group),
-                "spec": _spec_as_json(group.spec),
-            }
-            for group_id, group in enumerate(plan.groups)
-        ],
-        "ranks": [
-            {
-                "rank": rank,
-                "pipeline_stage": rank // planned.tensor_parallel_size,
-                "tensor_rank": rank % planned.tensor_parallel_size,
-                "available_bytes": planned.ranks[rank].available_bytes,
-                "used_bytes": sum(tensor.size_bytes for tensor in config.tensors),
-                "num_blocks": config.num_blocks,
-                "block_size_bytes": config.block_size_bytes,
-                "padding_bytes_per_block": list(config.padding_bytes_per_block),
-                "groups": [list(group.layer_names) for group in config.groups],
-                "tensors": [
-                    {"size_bytes": tensor.size_bytes, "shared_by": list(tensor.shared_by)} for tensor in config.tensors
-                ],
-            }
-            for rank, config in enumerate(plan.configs)
-        ],
+        "groups": [_group_as_json(planned, group_id) for group_id in range(len(plan.groups))],
+        "ranks": [_rank_as_json(planned, rank) for rank in range(len(plan.configs))],
         "notes": list(model.notes),
         "warnings": planned.warnings(),
+    }
+
+
+def _group_as_json(planned: PlannedModel, group_id: int) -> dict[str, Any]:
+    group = planned.plan.groups[group_id]
+    return {
+        "group_id": group_id,
+        "layer_names": list(group.layer_names),
+        "blocks_per_request": planned.blocks_per_request(group),
+        "block_span_tokens": block_span_tokens(group.spec, planned.options.decode_context_parallel_size),
+        "spec": _spec_as_json(group.spec),
+    }
+
+
+def _rank_as_json(planned: PlannedModel, rank: int) -> dict[str, Any]:
+    brought, config = planned.ranks[rank], planned.plan.configs[rank]
+    return {
+        "rank": rank,
+        "pipeline_stage": rank // planned.tensor_parallel_size,
+        "tensor_rank": rank % planned.tensor_parallel_size,
+        **bytes_by_use(brought.layers.values()),
+        "available_bytes": brought.available_bytes,
+        "used_bytes": used_bytes(config),
+        "request_bytes": planned.request_bytes(config),
+        "num_blocks": config.num_blocks,
+        "block_size_bytes": config.block_size_bytes,
+        "padding_bytes_per_block": list(config.padding_bytes_per_block),
+        "groups": [list(group.layer_names) for group in config.groups],
+        "tensors": [
+            {"size_bytes": tensor.size_bytes, "shared_by": list(tensor.shared_by)} for tensor in config.tensors
+        ],
     }
 
 
@@ -167,9 +208,8 @@ def _spec_as_json(spec: KVCacheSpec) -> dict[str, Any]:
 def print_tables(planned: PlannedModel) -> None:
     """Prints the plan for a reader."""
     console = Console(highlight=False)
-    plan = planned.plan
     console.print(_summary(planned))
-    if plan.groups:
+    if planned.plan.groups:
         console.print(_group_table(planned))
         console.print(_rank_table(planned))
     for sentence in planned.model.notes:
@@ -180,20 +220,21 @@ def print_tables(planned: PlannedModel) -> None:
 
 def _summary(planned: PlannedModel) -> Table:
     model, plan = planned.model, planned.plan
-    table = Table(title=model.architecture, show_header=False)
+    title = model.architecture.encode("utf-8", "backslashreplace").decode()
+    table = Table(title=Text(title), show_header=False)
     table.add_column()
     table.add_column(justify="right")
     kinds = ", ".join(f"{count} {kind.removesuffix('Spec')}" for kind, count in layers_by_kind(model).items())
-    rows = [("layers", kinds or "none that keep anything")]
+    rows = [("layers", kinds or "none that keep anything"), ("elements", ", ".join(kv_dtypes(model)) or "states only")]
     labels = {
-        "kv_bytes_per_token": "KV bytes a token and rank",
-        "windowed_kv_bytes_per_token": "... in windows",
-        "state_bytes_per_request": "state bytes a request and rank",
-        "encoder_kv_bytes_per_token": "KV bytes an encoder token and rank",
+        "kv_bytes_per_token": "bytes a token, all stages, one tensor rank",
+        "windowed_kv_bytes_per_token": "... while in a window",
+        "state_bytes_per_request": "... of states, a request",
+        "encoder_kv_bytes_per_token": "... an encoder token",
     }
-    rows += [(labels[name], f"{size:,}") for name, size in bytes_by_use(model).items() if size]
+    rows += [(labels[name], f"{n:,}") for name, n in bytes_by_use(spec for _, spec in model.layers).items() if n]
     rows += [
-        ("blocks", f"{plan.num_blocks:,}"),
+        ("blocks, the null block among them", f"{plan.num_blocks:,}"),
         ("tokens, shared evenly by the groups", f"{planned.num_tokens:,}"),
         ("longest request", f"{plan.max_model_len:,} tokens, {plan.blocks_per_request:,} blocks"),
     ]
@@ -208,42 +249,48 @@ def _summary(planned: PlannedModel) -> Table:
 
 def _group_table(planned: PlannedModel) -> Table:
     """A row for groups in a row that are alike but for the number of their layers."""
-    table = Table(title="groups")
-    table.add_column("group")
-    table.add_column("kind", no_wrap=True)
-    for name in ("layers", "block size", "page", "a request"):
-        table.add_column(name, justify="right")
+    table = Table(title="groups; a block's tokens and page, a request's blocks")
+    table.add_column("group", no_wrap=True)
+    table.add_column("kind")
+    table.add_column("layers", justify="right")
+    for name in ("tokens", "page", "blocks"):
+        table.add_column(name, justify="right", no_wrap=True)
     for spec, run in groupby(enumerate(planned.plan.groups), key=lambda entry: entry[1].spec):
         numbered = list(run)
-        first, last = numbered[0][0], numbered[-1][0]
-        blocks = planned.blocks_per_request(numbered[0][1])
         table.add_row(
-            str(first) if first == last else f"{first}-{last}",
+            _span([group_id for group_id, _ in numbered]),
             _kind(spec),
             " ".join(str(len(group.layer_names)) for _, group in numbered),
-            f"{spec.block_size:,}",
+            f"{block_span_tokens(spec, planned.options.decode_context_parallel_size):,}",
             _size(spec.page_size_bytes),
-            f"{blocks:,} block{'s' * (blocks != 1)}",
+            f"{planned.blocks_per_request(numbered[0][1]):,}",
         )
     return table
 
 
 def _rank_table(planned: PlannedModel) -> Table:
+    """A row for ranks in a row that are alike."""
     table = Table(title="ranks")
-    for name in ("rank", "stage", "layers", "tensors", "memory", "used", "left over"):
-        table.add_column(name, justify="right")
-    for rank, (brought, config) in enumerate(zip(planned.ranks, planned.plan.configs, strict=True)):
-        used = sum(tensor.size_bytes for tensor in config.tensors)
-        table.add_row(
-            str(rank),
+    for name in ("ranks", "stage", "layers", "tensors", "memory", "a request"):
+        table.add_column(name, justify="right", no_wrap=True)
+    rows = [
+        (
             str(rank // planned.tensor_parallel_size),
             str(sum(len(layer_specs(group)) for group in config.groups)),
             _tensors(config),
-            _size(brought.available_bytes),
-            _size(used),
-            _size(brought.available_bytes - used),
+            _size(planned.ranks[rank].available_bytes),
+            _size(planned.request_bytes(config)),
         )
+        for rank, config in enumerate(planned.plan.configs)
+    ]
+    for row, run in groupby(enumerate(rows), key=lambda entry: entry[1]):
+        table.add_row(_span([rank for rank, _ in run]), *row)
     return table
+
+
+def _span(numbers: list[int]) -> str:
+    first, last = numbers[0], numbers[-1]
+    return str(first) if first == last else f"{first}-{last}"
 
 
 def _tensors(config: KVCacheConfig) -> str:

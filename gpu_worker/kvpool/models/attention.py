@@ -16,14 +16,12 @@ from kvpool.server.core.specs import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
     SlidingWindowSpec,
-    dtype_size_bytes,
 )
 
 FULL: Final = "full_attention"
 SLIDING: Final = "sliding_attention"
 CHUNKED: Final = "chunked_attention"
 
-_KV_DTYPES: Final = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
 _GEMMA_HEAD_SIZE: Final = 256
 _LLAMA4_FULL_EVERY: Final = 4
 
@@ -65,16 +63,11 @@ def kv_dtype(ctx: Context) -> str:
     """Element type of keys and values.
 
     Raises:
-        InvalidArgumentError: It is unknown, or of latent vectors only.
+        InvalidArgumentError: It is that of latent vectors.
     """
-    asked = ctx.options.kv_dtype
-    if asked == FP8_DS_MLA:
+    if ctx.kv_dtype == FP8_DS_MLA:
         raise InvalidArgumentError("kv_dtype", f"{FP8_DS_MLA!r} is of multi-head latent attention only")
-    if asked in ("", "auto"):
-        return ctx.model_dtype
-    dtype = _KV_DTYPES.get(asked, asked)
-    dtype_size_bytes("kv_dtype", dtype)
-    return dtype
+    return ctx.kv_dtype
 
 
 def read_heads(
@@ -95,7 +88,7 @@ def read_heads(
     keys = ctx.keys
     heads = keys.dimension("num_attention_heads")
     ctx.shard("num_attention_heads", heads)
-    kv_heads = ctx.shard_or_replicate("num_key_value_heads", keys.dimension("num_key_value_heads", num_kv_heads))
+    kv_heads = ctx.shard_kv_heads("num_key_value_heads", keys.dimension("num_key_value_heads", num_kv_heads))
     if not keys.has(head_dim_key) and not head_size:
         hidden_size = keys.dimension("hidden_size")
         if hidden_size < heads:

@@ -5,21 +5,22 @@ Rule 2: nothing is guessed in silence: what a config leaves out is an error or a
 class says what it stands for.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Final, NamedTuple
 
 from kvpool.models import attention, gemma3, latent, mamba, whisper
-from kvpool.models.context import Context, Layer, Model, ModelOptions
-from kvpool.models.reader import Reader, typed
+from kvpool.models.context import DEFAULT_BLOCK_SIZE, Context, Layer, Model, ModelOptions
+from kvpool.models.dtypes import kv_dtype, model_dtype
+from kvpool.models.length import stated_length
+from kvpool.models.reader import Reader
 from kvpool.server.core.errors import InvalidArgumentError
-from kvpool.server.core.specs import KVCacheSpec, dtype_size_bytes
+from kvpool.server.core.specs import KVCacheSpec, MambaSpec
 
 __all__ = ["FAMILIES", "Model", "ModelOptions", "derive_model", "split_stages"]
 
 _SECTIONS: Final = ("text_config", "language_config", "llm_config")
 """Where configs of models of more than text keep the language model's part."""
-_DTYPE_KEYS: Final = ("torch_dtype", "dtype")
 _EXAMPLE: Final = (
     '{"layers": {"model.layers.0.self_attn.attn": {"type": "FullAttentionSpec", "block_size": 16, "num_kv_heads": 8,'
     ' "head_size": 128, "dtype": "bfloat16"}}}'
@@ -36,6 +37,7 @@ class Family(NamedTuple):
         count_key: States the number of decoder layers.
         defaults: What the config may leave out.
         encoder_length_key: States the most tokens that an encoder puts out; empty for models without one.
+        length_counts_scaling: Whether what length_key states counts the rotary scaling already.
     """
 
     derive: Callable[[Context], list[Layer]]
@@ -44,12 +46,13 @@ class Family(NamedTuple):
     count_key: str = "num_hidden_layers"
     defaults: Mapping[str, object] = MappingProxyType({})
     encoder_length_key: str = ""
+    length_counts_scaling: bool = False
 
 
 _LLAMA: Final = Family(attention.llama)
 _MISTRAL: Final = Family(attention.mistral)
 _QWEN: Final = Family(attention.qwen)
-_GEMMA3: Final = Family(gemma3.gemma3, defaults=gemma3.DEFAULTS)
+_GEMMA3: Final = Family(gemma3.gemma3, defaults=gemma3.DEFAULTS, length_counts_scaling=True)
 _LLAMA4: Final = Family(attention.llama4)
 _DEEPSEEK: Final = Family(latent.deepseek)
 
@@ -111,15 +114,18 @@ def derive_model(config: Mapping[str, object], options: ModelOptions) -> Model:
     stated = {key: value for key, value in section.values.items() if value is not None}
     keys = Reader({**family.defaults, **stated}, section.path)
     notes: list[str] = []
+    dtype = model_dtype(keys, top, notes)
     ctx = Context(
         keys=keys,
         options=options,
-        model_dtype=_model_dtype(keys, top, notes),
+        model_dtype=dtype,
+        kv_dtype=kv_dtype(options.kv_dtype, dtype, top, notes),
         max_model_len=_max_model_len(keys, family, options, notes),
         notes=notes,
     )
     num_hidden_layers = keys.layers(family.count_key)
     layers = family.derive(ctx)
+    _note_unused(options, keys, layers, notes)
     return Model(
         architecture=architecture,
         model_type=top.text("model_type") if top.has("model_type") else "",
@@ -180,8 +186,8 @@ def _family(top: Reader, section: Reader) -> tuple[str, Family]:
     problem = f"{name!r} is not known" if name else "neither architectures nor model_type is stated"
     raise InvalidArgumentError(
         "architectures",
-        f"{problem}; known: {', '.join(FAMILIES)}. The layers of other models can be given in a file: --layers FILE,"
-        f" with {_EXAMPLE}",
+        f"{problem}. Give its layers in a file instead: --layers FILE, with {_EXAMPLE}. Known are:"
+        f" {', '.join(FAMILIES)}",
         reason="UNKNOWN_ARCHITECTURE",
     )
 
@@ -190,29 +196,32 @@ def _architecture_of(model_type: str) -> str:
     return next(name for name, (known, _) in FAMILIES.items() if known == model_type)
 
 
-def _model_dtype(keys: Reader, top: Reader, notes: list[str]) -> str:
-    """The activations' type; as vLLM does, bfloat16 where weights are float32 or none is stated."""
-    for reader in (keys, top):
-        for key in _DTYPE_KEYS:
-            if not reader.has(key):
-                continue
-            dtype = typed(reader.field(key), reader.values[key], str).removeprefix("torch.")
-            dtype_size_bytes(reader.field(key), dtype)
-            if dtype != "float32":
-                return dtype
-            notes.append(f"{reader.field(key)} is float32; the model is taken to run in bfloat16")
-            return "bfloat16"
-    notes.append("the config states no torch_dtype; the model is taken to run in bfloat16")
-    return "bfloat16"
-
-
 def _max_model_len(keys: Reader, family: Family, options: ModelOptions, notes: list[str]) -> int:
-    if options.max_model_len:
-        stated = keys.tokens(family.length_key) if keys.has(family.length_key) else options.max_model_len
-        if options.max_model_len > stated:
-            notes.append(f"max_model_len {options.max_model_len} is more than {family.length_key} {stated}")
-        return options.max_model_len
-    if family.assumed_length and not keys.has(family.length_key):
-        notes.append(f"the config states no {family.length_key}; max_model_len is taken to be {family.assumed_length}")
-        return family.assumed_length
-    return keys.tokens(family.length_key)
+    if keys.has(family.length_key) or not family.assumed_length:
+        stated = stated_length(keys, family.length_key, notes, counts_scaling=family.length_counts_scaling)
+    else:
+        stated = family.assumed_length
+        notes.append(f"the config states no {family.length_key}; it is taken to be {stated}")
+    if options.max_model_len > stated:
+        notes.append(f"max_model_len {options.max_model_len} is more than the {stated} tokens that the config states")
+    return options.max_model_len or stated
+
+
+def _note_unused(options: ModelOptions, keys: Reader, layers: Sequence[Layer], notes: list[str]) -> None:
+    """Says which options made no difference, and what is not counted."""
+    kinds = {type(layer.spec) for layer in layers}
+    if MambaSpec not in kinds:
+        unused = [name for name in ("mamba_caching", "num_speculative_tokens") if getattr(options, name)]
+        notes += [f"{name} makes no difference: no layer has a state" for name in unused]
+    elif options.mamba_caching:
+        notes.append("a state is counted for every block of a request, as vLLM does; most are freed as it goes on")
+    if kinds == {MambaSpec}:
+        if options.kv_dtype:
+            notes.append("kv_dtype makes no difference: no layer attends")
+        if options.block_size != DEFAULT_BLOCK_SIZE and not options.mamba_caching:
+            notes.append("block_size makes no difference: no layer attends, and states are not cached")
+    if options.num_speculative_tokens and keys.has("num_nextn_predict_layers"):
+        notes.append("num_nextn_predict_layers: the cache of draft layers is not counted")
+    windows = sorted(kind.__name__ for kind in kinds if not kind.keeps_all)
+    if options.decode_context_parallel_size > 1 and windows:
+        notes.append(f"context parallelism over {', '.join(windows)} is beyond vLLM")

@@ -12,8 +12,8 @@ from dataclasses import fields
 from typing import Final, cast
 
 from kvpool.models.context import Model
-from kvpool.models.reader import typed
-from kvpool.server.core.errors import InvalidArgumentError
+from kvpool.models.reader import MAX_LAYERS, typed
+from kvpool.server.core.errors import InvalidArgumentError, check_range
 from kvpool.server.core.specs import SPEC_KINDS, KVCacheSpec
 
 _TYPE: Final = "type"
@@ -43,8 +43,12 @@ def read_layers(data: object) -> dict[str, KVCacheSpec]:
 
 
 def model_of_layers(layers: Mapping[str, KVCacheSpec], max_model_len: int) -> Model:
-    """The model that a file's layers make up; a layer's number is the first in its name, 0 if there is none."""
-    indices = tuple(int(found[0]) if (found := _NUMBER.findall(name)) else 0 for name in layers)
+    """The model that a file's layers make up; a layer's number is the first in its name, 0 if there is none.
+
+    Raises:
+        InvalidArgumentError: A number is too large.
+    """
+    indices = tuple(map(_layer_number, layers))
     return Model(
         architecture="layers of a file",
         model_type="",
@@ -54,6 +58,15 @@ def model_of_layers(layers: Mapping[str, KVCacheSpec], max_model_len: int) -> Mo
         num_hidden_layers=max(indices, default=0) + 1,
         notes=(),
     )
+
+
+def _layer_number(name: str) -> int:
+    found = _NUMBER.search(name)
+    if not found:
+        return 0
+    if len(found[0]) > len(str(MAX_LAYERS)):
+        raise InvalidArgumentError(f'layers["{name[:256]}"]', f"its number is not in [0, {MAX_LAYERS})")
+    return check_range(f'layers["{name}"]', int(found[0]), 0, MAX_LAYERS - 1)
 
 
 def spec_from_json(where: str, value: object) -> KVCacheSpec:

@@ -19,6 +19,7 @@ _T = TypeVar("_T")
 _NAMES: Final[dict[type, str]] = {
     bool: "true or false",
     int: "an integer",
+    float: "a number",
     str: "a string",
     list: "a list",
     dict: "an object",

@@ -13,6 +13,8 @@ from kvpool.models.context import Context, Layer, naming_layer
 from kvpool.server.core.errors import InvalidArgumentError
 from kvpool.server.core.specs import DTYPE_SIZES_BYTES, MAX_BLOCK_SIZE_TOKENS, MambaSpec, dtype_size_bytes
 
+_BLOCK_STEP: Final = 16
+"""Attention kernels take blocks of a multiple of so many tokens."""
 _DTYPE_KEYS: Final = ("mamba_ssm_cache_dtype", "mamba_ssm_dtype")
 
 
@@ -107,12 +109,12 @@ def hybrid_layers(
 ) -> list[Layer]:
     """Makes the layers of a model of both kinds, whose pages must be of one size.
 
-    As vLLM does, blocks of attention grow to the fewest tokens, in steps of block_size, whose page holds a state, and
+    As vLLM does, blocks of attention grow to the fewest tokens, in steps of 16, whose page holds a state, and
     the page of a state is padded to that.
 
     Args:
         ctx: The config.
-        heads: What the attention layers have in common; of its block_size, only a multiple may be used.
+        heads: What the attention layers have in common; its block_size may grow.
         state: What the Mamba layers have in common.
         attention: Number and name of each attention layer.
         mamba: Number and name of each Mamba layer.
@@ -135,20 +137,19 @@ def hybrid_layers(
 
 
 def _grown(ctx: Context, heads: Heads, state: State) -> Heads:
-    step_bytes = heads.full().page_size_bytes
-    steps = -(-state.size_bytes // step_bytes)
-    grown = replace(heads, block_size=heads.block_size * steps)
+    token_bytes = heads.full().token_size_bytes
+    least = -(-state.size_bytes // (_BLOCK_STEP * token_bytes)) * _BLOCK_STEP
+    grown = replace(heads, block_size=max(heads.block_size, least))
     if grown.block_size > MAX_BLOCK_SIZE_TOKENS:
         raise InvalidArgumentError(
             "block_size",
             f"a page of attention that holds a Mamba state of {state.size_bytes} bytes takes {grown.block_size} tokens,"
             f" more than {MAX_BLOCK_SIZE_TOKENS}",
         )
-    page_bytes = steps * step_bytes
+    page_bytes = grown.block_size * token_bytes
     ctx.notes.append(
-        f"attention block size: {grown.block_size} tokens, the least multiple of {heads.block_size} whose page"
-        f" ({page_bytes} bytes) holds a Mamba state ({state.size_bytes} bytes, padded by"
-        f" {page_bytes - state.size_bytes})"
+        f"attention block size: {grown.block_size} tokens; a page ({page_bytes} bytes) must hold a Mamba state"
+        f" ({state.size_bytes} bytes, padded by {page_bytes - state.size_bytes}), which takes at least {least} tokens"
     )
     return grown
 

@@ -32,4 +32,4 @@ def _heads(ctx: Context, key: str) -> Heads:
     heads, width = ctx.keys.dimension(key), ctx.keys.dimension("d_model")
     if width < heads:
         raise InvalidArgumentError(ctx.keys.field("d_model"), f"{width} is less than one for each head")
-    return Heads(ctx.options.block_size, ctx.shard(key, heads), width // heads, kv_dtype(ctx))
+    return Heads(ctx.options.block_size, ctx.shard_kv_heads(key, heads), width // heads, kv_dtype(ctx))

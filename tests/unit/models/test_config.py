@@ -3,6 +3,7 @@
 import pytest
 
 from kvpool.models.config import FAMILIES, ModelOptions, derive_model
+from kvpool.server.core.errors import InvalidArgumentError
 from kvpool.server.core.specs import (
     AttentionSpec,
     ChunkedLocalAttentionSpec,
@@ -194,3 +195,110 @@ def test_whisper() -> None:
     assert layers["model.decoder.layers.31.self_attn.attn"] == FullAttentionSpec(16, 5, 64, "float16")
     assert layers["model.decoder.layers.31.encoder_attn.attn"] == CrossAttentionSpec(16, 5, 64, "float16")
     assert model.max_encoder_tokens == 1500
+
+
+@pytest.mark.parametrize(
+    "quantization",
+    [
+        {"quant_method": "modelopt", "kv_cache_scheme": {"dynamic": False, "num_bits": 8, "type": "float"}},
+        {"quant_method": "modelopt", "kv_cache_quant_algo": "FP8"},
+        {"quant_method": "modelopt", "quantization": {"kv_cache_quant_algo": "FP8"}},
+    ],
+)
+def test_a_checkpoint_may_quantize_its_cache(quantization: dict[str, object]) -> None:
+    data = changed("llama-3.1-8b", quantization_config=quantization)
+    model = derive_model(data, ModelOptions())
+    assert specs_of(model, FullAttentionSpec) == [FullAttentionSpec(16, 8, 128, "float8_e4m3fn")] * 32
+    assert any("fp8" in note for note in model.notes)
+    plain = derive_model(data, ModelOptions(kv_dtype="bfloat16"))
+    assert specs_of(plain, FullAttentionSpec) == [FullAttentionSpec(16, 8, 128, "bfloat16")] * 32
+
+
+def test_a_quantization_that_is_not_known_is_noted() -> None:
+    scheme = {"quant_method": "x", "kv_cache_scheme": {"num_bits": 4, "type": "int"}}
+    model = derive_model(changed("llama-3.1-8b", quantization_config=scheme), ModelOptions())
+    assert kinds(model) == {"FullAttentionSpec": 32}
+    assert any("not known" in note for note in model.notes)
+    assert (
+        derive_model(changed("llama-3.1-8b", quantization_config={"quant_method": "awq"}), ModelOptions()).notes == ()
+    )
+
+
+@pytest.mark.parametrize(
+    ("scaling", "length"),
+    [
+        ({"type": "linear", "factor": 4.0}, 4 * 131_072),
+        ({"rope_type": "dynamic", "factor": 2}, 2 * 131_072),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8192}, 32_768),
+        ({"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 8192}, 131_072),
+        ({"rope_type": "longrope", "factor": 8.0}, 131_072),
+        ({}, 131_072),
+    ],
+)
+def test_rotary_scaling_stretches_the_length(scaling: dict[str, object], length: int) -> None:
+    model = derive_model(changed("llama-3.1-8b", rope_scaling=scaling), ModelOptions())
+    assert model.max_model_len == length
+    assert bool(model.notes) == (length != 131_072)
+
+
+def test_gemma_3_counts_its_scaling_already() -> None:
+    assert derive("gemma-3-27b-it").max_model_len == 131_072
+
+
+@pytest.mark.parametrize("factor", ["4", True, -1.0, float("nan"), 1e12])
+def test_a_malformed_factor_is_named(factor: object) -> None:
+    scaling = {"type": "linear", "factor": factor}
+    with pytest.raises(InvalidArgumentError) as caught:
+        derive_model(changed("llama-3.1-8b", rope_scaling=scaling), ModelOptions())
+    assert caught.value.field == "rope_scaling.factor"
+
+
+def test_a_length_beyond_the_configs_is_noted() -> None:
+    (note,) = derive("llama-3.1-8b", ModelOptions(max_model_len=200_000)).notes
+    assert "more than the 131072 tokens" in note
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "words"),
+    [
+        ("llama-3.1-8b", ModelOptions(mamba_caching=True), "mamba_caching makes no difference"),
+        ("llama-3.1-8b", ModelOptions(num_speculative_tokens=2), "num_speculative_tokens makes no difference"),
+        ("mamba-codestral-7b", ModelOptions(kv_dtype="fp8"), "kv_dtype makes no difference"),
+        ("mamba-codestral-7b", ModelOptions(block_size=32), "block_size makes no difference"),
+        ("jamba-v0.1", ModelOptions(mamba_caching=True), "a state is counted for every block"),
+        (
+            "gemma-3-27b-it",
+            ModelOptions(tensor_parallel_size=32, decode_context_parallel_size=2),
+            "SlidingWindowSpec is beyond vLLM",
+        ),
+    ],
+)
+def test_what_an_option_does_not_do_is_noted(name: str, options: ModelOptions, words: str) -> None:
+    assert any(words in note for note in derive(name, options).notes)
+
+
+@pytest.mark.parametrize(
+    ("spelling", "dtype"), [("half", "float16"), ("torch.float16", "float16"), ("auto", "bfloat16")]
+)
+def test_spellings_of_the_models_type(spelling: str, dtype: str) -> None:
+    model = derive_model(changed("llama-3.1-8b", torch_dtype=spelling), ModelOptions())
+    assert {spec.dtype for spec in specs_of(model, FullAttentionSpec) if isinstance(spec, FullAttentionSpec)} == {dtype}
+
+
+@pytest.mark.parametrize("spelling", ["FP8", "fp8_e4m3", "torch.float8_e4m3fn"])
+def test_spellings_of_the_caches_type(spelling: str) -> None:
+    model = derive("llama-3.1-8b", ModelOptions(kv_dtype=spelling))
+    assert specs_of(model, FullAttentionSpec)[0] == FullAttentionSpec(16, 8, 128, "float8_e4m3fn")
+
+
+def test_the_packed_layout_is_of_one_size_only() -> None:
+    with pytest.raises(InvalidArgumentError, match=r"\(512, 64\) elements, not \(256, 64\)") as caught:
+        derive_model(changed("deepseek-v3", kv_lora_rank=256), ModelOptions(kv_dtype="fp8_ds_mla"))
+    assert caught.value.field == "kv_dtype"
+
+
+@pytest.mark.parametrize("name", ["llama-3.1-8b", "whisper-large-v3"])
+def test_context_parallelism_needs_ranks_with_the_same_heads(name: str) -> None:
+    with pytest.raises(InvalidArgumentError) as caught:
+        derive(name, ModelOptions(tensor_parallel_size=2, decode_context_parallel_size=2))
+    assert caught.value.field == "decode_context_parallel_size"

@@ -1,0 +1,70 @@
+"""Element types: what a config states, and what is asked of keys and values."""
+
+from collections.abc import Mapping
+from typing import Final
+
+from kvpool.models.reader import Reader, typed
+from kvpool.server.core.errors import InvalidArgumentError
+from kvpool.server.core.specs import DTYPE_SIZES_BYTES, FP8_DS_MLA, dtype_size_bytes
+
+_DTYPE_KEYS: Final = ("torch_dtype", "dtype")
+_SPELLINGS: Final = {"half": "float16", "float": "float32"}
+_KV_DTYPES: Final = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
+_AUTO: Final = ("", "auto")
+
+
+def model_dtype(keys: Reader, top: Reader, notes: list[str]) -> str:
+    """The activations' type; as vLLM does, bfloat16 where weights are float32 or none is stated."""
+    for reader in (keys, top):
+        for key in _DTYPE_KEYS:
+            if not reader.has(key) or reader.values[key] in _AUTO:
+                continue
+            stated = typed(reader.field(key), reader.values[key], str).removeprefix("torch.")
+            dtype = _SPELLINGS.get(stated, stated)
+            dtype_size_bytes(reader.field(key), dtype)
+            if dtype != "float32":
+                return dtype
+            notes.append(f"{reader.field(key)} is float32; the model is taken to run in bfloat16")
+            return "bfloat16"
+    notes.append("the config states no torch_dtype; the model is taken to run in bfloat16")
+    return "bfloat16"
+
+
+def kv_dtype(asked: str, model: str, top: Reader, notes: list[str]) -> str:
+    """The type of keys and values, or "fp8_ds_mla".
+
+    Args:
+        asked: What was asked for; empty or "auto" for what the checkpoint was quantized to, else the model's.
+        model: The model's type.
+        top: The whole config.
+        notes: Remarks; a quantized checkpoint is told.
+
+    Raises:
+        InvalidArgumentError: What is asked is unknown.
+    """
+    name = asked.lower().removeprefix("torch.")
+    if name in _AUTO:
+        return _quantized(top, notes) or model
+    dtype = _KV_DTYPES.get(name, _SPELLINGS.get(name, name))
+    if dtype != FP8_DS_MLA and dtype not in DTYPE_SIZES_BYTES:
+        known = ["auto", *_KV_DTYPES, FP8_DS_MLA, "bfloat16", "float16", "float32"]
+        raise InvalidArgumentError("kv_dtype", f"{asked!r} is not known; known: {', '.join(known)}")
+    return dtype
+
+
+def _quantized(top: Reader, notes: list[str]) -> str:
+    """What quantization_config says of the cache; empty if it says nothing that is known."""
+    if not top.has("quantization_config"):
+        return ""
+    section = top.section("quantization_config")
+    scheme = section.values.get("kv_cache_scheme")
+    nested = section.values.get("quantization")
+    algorithms = [part.get("kv_cache_quant_algo") for part in (section.values, nested) if isinstance(part, Mapping)]
+    algorithm = next((name for name in algorithms if name), None)
+    eight_bits = isinstance(scheme, Mapping) and (scheme.get("num_bits"), scheme.get("type")) == (8, "float")
+    if eight_bits or algorithm == "FP8":
+        notes.append("quantization_config keeps keys and values in fp8: so they are taken; kv_dtype would override it")
+        return _KV_DTYPES["fp8"]
+    if scheme or algorithm:
+        notes.append("quantization_config quantizes keys and values in a way that is not known: say kv_dtype")
+    return ""
