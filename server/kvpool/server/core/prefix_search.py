@@ -13,8 +13,8 @@ it any more it is the longest: no group ever shortens it below a length that all
 
 One group's longest: if of the blocks it needs for n number m is missing, no shorter length does without m unless it
 ends at or before it, since the number of skipped blocks never rises as n falls. So n falls to where m (or, with EAGLE,
-the block before m) begins, and the search goes on from there. Every step passes blocks that need no second look: all
-in all O(blocks of the longest hit) and the windows looked at.
+the block before m) begins, and the search goes on from there. What was found stays found, so each block of a group is
+looked up once at most: O(blocks of the request) a group, whatever the others do.
 """
 
 from collections.abc import Sequence
@@ -28,60 +28,60 @@ Hit = tuple[int, list[list[BlockId]]]
 """Tokens found, and each group's blocks: nulls, then blocks."""
 
 
+class _Run:
+    """What one group has found for a request: blocks [low, end) are cached, `end` falling with the length."""
+
+    __slots__ = ("_hashes", "_low", "_map", "_reader", "blocks", "extra", "manager", "span_tokens")
+
+    def __init__(self, manager: GroupManager, hashes: Sequence[BlockHash], prefix_map: PrefixMap, reader: WriterId):
+        self.manager = manager
+        self.span_tokens = manager.span_tokens
+        self.extra = manager.num_eagle_blocks
+        self.blocks = [NULL_BLOCK] * len(hashes)
+        self._hashes = hashes
+        self._low = len(hashes)
+        self._map = prefix_map
+        self._reader = reader
+
+    def fit(self, length: int, alignment: int) -> int:
+        """The longest hit up to `length`, both multiples of `alignment`, that the group can serve."""
+        while length:
+            first = self.manager.num_skipped_blocks(length)
+            unknown = min(self._low, length // self.span_tokens + self.extra)
+            if first >= unknown:
+                return length
+            found = self._map.find(self.manager.group_id, self._hashes[first:unknown], self._reader)
+            self.blocks[first : first + len(found)] = found
+            self._low = first
+            if len(found) == unknown - first:
+                return length
+            length = max(first + len(found) - self.extra, 0) * self.span_tokens // alignment * alignment
+        return 0
+
+
 class PrefixSearch:
     """Searches the caches of all groups of a pool. Changes nothing."""
 
     def __init__(self, managers: Sequence[GroupManager], prefix_map: PrefixMap, alignment_tokens: int) -> None:
-        # What keeps every block is searched once and first: it tells soonest that there is no hit.
-        self._closed = [manager for manager in managers if manager.spec.keeps_all]
-        self._windowed = [manager for manager in managers if not manager.spec.keeps_all]
-        self._num_groups = len(managers)
+        # What keeps every block comes first: it tells soonest that there is no hit.
+        self._managers = sorted(managers, key=lambda manager: not manager.spec.keeps_all)
         self._map = prefix_map
         self._alignment = alignment_tokens
 
     def find(self, request: Request, max_tokens: int) -> Hit:
         """Finds the longest hit of at most `max_tokens` tokens."""
-        found: list[list[BlockId]] = [[] for _ in range(self._num_groups)]
-        hashes = {m.group_id: m.hashes(request) for m in (*self._closed, *self._windowed)}
-        length = max_tokens
-        last_tokens = max_tokens if self._num_groups == 1 else request.num_tokens
-        for manager in (*self._closed, *self._windowed):
-            known = last_tokens // manager.span_tokens
-            length = min(length, (known - manager.num_eagle_blocks) * manager.span_tokens)
-        length = self._align(length)
+        runs = [_Run(manager, manager.hashes(request), self._map, request.writer) for manager in self._managers]
+        last_tokens = max_tokens if len(runs) == 1 else request.num_tokens
+        bounds = [(last_tokens // run.span_tokens - run.extra) * run.span_tokens for run in runs]
+        length = max(min(max_tokens, *bounds), 0) // self._alignment * self._alignment
 
-        for manager in self._closed:
-            length, found[manager.group_id] = self._fit(manager, length, hashes[manager.group_id], request.writer)
         turn = agreed = 0
-        while length and agreed < len(self._windowed):
-            manager = self._windowed[turn % len(self._windowed)]
-            shorter, found[manager.group_id] = self._fit(manager, length, hashes[manager.group_id], request.writer)
+        while length and agreed < len(runs):
+            shorter = runs[turn % len(runs)].fit(length, self._alignment)
             agreed = agreed + 1 if shorter == length else 1
             length, turn = shorter, turn + 1
 
-        for manager in (*self._closed, *self._windowed):
-            first, end = self._range(manager, length)
-            found[manager.group_id] = [NULL_BLOCK] * first + found[manager.group_id][: end - first]
+        found: list[list[BlockId]] = [[] for _ in runs]
+        for run in runs:
+            found[run.manager.group_id] = run.blocks[: length // run.span_tokens]
         return length, found
-
-    def _fit(
-        self, manager: GroupManager, length: int, hashes: Sequence[BlockHash], reader: WriterId
-    ) -> tuple[int, list[BlockId]]:
-        """Finds the longest hit up to `length` that one group can serve, and its blocks from the first not skipped."""
-        extra = manager.num_eagle_blocks
-        while length:
-            first, end = self._range(manager, length)
-            found = self._map.find(manager.group_id, hashes[first : end + extra], reader)
-            if len(found) == end + extra - first:
-                return length, found
-            length = self._align(max(first + len(found) - extra, 0) * manager.span_tokens)
-            if length and self._range(manager, length)[0] == first:
-                return length, found
-        return 0, []
-
-    @staticmethod
-    def _range(manager: GroupManager, length: int) -> tuple[int, int]:
-        return manager.num_skipped_blocks(length), length // manager.span_tokens
-
-    def _align(self, length: int) -> int:
-        return max(length, 0) // self._alignment * self._alignment
