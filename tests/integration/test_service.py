@@ -102,7 +102,7 @@ BAD_POOLS: dict[str, tuple[str, dict[str, Any]]] = {
     "no groups": ("config.groups", {"groups": []}),
     "no spec": ("config.groups[0].spec", {"groups": [pool_pb2.KvCacheGroup()]}),
     "no block size": (
-        "config.groups[0].spec.full_attention.block_size",
+        "config.groups[0].spec.full_attention.attention.block_size",
         {"groups": [full_attention()]},
     ),
     "no window": (

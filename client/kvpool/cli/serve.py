@@ -30,9 +30,7 @@ from kvpool.server.config import DEFAULT_ADDRESS, DEFAULT_MAX_POOL_BLOCKS, MIB, 
     metavar="ADDRESS",
     help="host:port (port 0: a free one) or unix:/path; may be given several times.",
 )
-@click.option(
-    "--max-message-bytes", type=int, default=16 * MIB, show_default=True, help="Largest message taken or sent."
-)
+@click.option("--max-message-bytes", type=int, default=16 * MIB, show_default=True, help="Largest message taken.")
 @click.option(
     "--max-pool-blocks",
     type=int,

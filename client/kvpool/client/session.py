@@ -126,8 +126,8 @@ class Session(SessionBase):
             computed: What `get_computed_blocks` promised, for a request that holds no blocks.
             num_computed_tokens: Computed tokens, if fewer than have room (drafts were rejected).
             num_lookahead_tokens: Tokens beyond the new ones to keep room for (drafts).
-            num_encoder_tokens: Tokens that the encoder puts out, for models with cross attention; in the request's
-                first call only.
+            num_encoder_tokens: Tokens that the encoder puts out, for models with cross attention; in the call that
+                finds the request without blocks.
             delay_cache_blocks: Leave full blocks uncached until `cache_blocks`.
 
         Returns:

@@ -484,7 +484,9 @@ class AllocateSlotsRequest(_message.Message):
     delay_cache_blocks: _builtins.bool
     """Leave the new full blocks uncached until CacheBlocks."""
     num_encoder_tokens: _builtins.int
-    """Tokens that the request's encoder puts out, in the call that is to make room for them; 0 in later ones."""
+    """Tokens that the request's encoder puts out, in the call that finds it without blocks: the first, and again after
+    it was preempted. 0 in others.
+    """
     @_builtins.property
     def request(self) -> Global___RequestUpdate:
         """The request; declared by this call if it is new."""

@@ -134,7 +134,7 @@ class BlockStored(_message.Message):
     """Group of the blocks."""
     @_builtins.property
     def block_hashes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
-        """Their hashes."""
+        """Their hashes. Where a block covers several times the pool's hash_block_size, its hashes joined."""
 
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -167,7 +167,7 @@ class BlockRemoved(_message.Message):
     BLOCK_HASH_FIELD_NUMBER: _builtins.int
     GROUP_ID_FIELD_NUMBER: _builtins.int
     block_hash: _builtins.bytes
-    """Its hash."""
+    """Its hash, as in BlockStored."""
     group_id: _builtins.int
     """Its group."""
     def __init__(

@@ -175,7 +175,10 @@ class PoolConfig(_message.Message):
     """Publishes block events, if caching is on; sessions then send token ids too."""
     @_builtins.property
     def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___KvCacheGroup]:
-        """The layers, by group: 1 to 256 groups, of any kinds. Their block sizes may differ; a hit is a multiple of all."""
+        """The layers, by group: 1 to 256 groups of any kinds, 4096 layers at most. Their blocks may cover up to 8 different
+        numbers of tokens. A hit is a multiple of all; one hash covers their greatest common divisor, the pool's
+        hash_block_size, and a block that covers more is found by its hashes joined.
+        """
 
     @_builtins.property
     def hash_scheme(self) -> Global___HashScheme:
@@ -279,7 +282,7 @@ class PoolInfo(_message.Message):
     cached_blocks: _builtins.int
     """Blocks whose contents can be found by hash."""
     usage: _builtins.float
-    """Fraction of the blocks, the null block apart, that requests hold, [0, 1]."""
+    """Fraction of the blocks, the null block apart, that requests hold or that are set aside for sinks, [0, 1]."""
     recent_hit_rate: _builtins.float
     """Tokens hit for each token asked for, over the last 1,000 look-ups since the last reset, [0, 1]."""
     evicted_blocks: _builtins.int

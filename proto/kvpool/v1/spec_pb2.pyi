@@ -40,15 +40,15 @@ class AttentionSpec(_message.Message):
     block_size: _builtins.int
     """Tokens a block holds on one rank, [1, 2^20]."""
     num_kv_heads: _builtins.int
-    """Key and value heads on one rank. 0: not declared (latent attention: 1)."""
+    """Key and value heads on one rank, at most 2^24. 0: not declared (latent attention: 1)."""
     head_size: _builtins.int
-    """Elements of a head's key. 0: not declared."""
+    """Elements of a head's key, at most 2^24. 0: not declared."""
     dtype: _builtins.str
     """Element type. Empty: not declared."""
     head_size_v: _builtins.int
-    """Elements of a head's value. 0: as head_size."""
+    """Elements of a head's value, at most 2^24. 0: as head_size."""
     page_size_padded: _builtins.int
-    """Bytes to which a page is padded. 0: not padded."""
+    """Bytes to which a page is padded, at most 2^48. 0: not padded."""
     def __init__(
         self,
         *,
@@ -101,7 +101,7 @@ Global___FullAttentionSpec: _TypeAlias = FullAttentionSpec  # noqa: Y015
 
 @_typing.final
 class MlaAttentionSpec(_message.Message):
-    """Multi-head latent attention (DeepSeek): one latent vector a token, of head_size elements, in place of keys and values."""
+    """Multi-head latent attention (DeepSeek): one latent vector a token, of head_size elements, no keys and values."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -273,7 +273,7 @@ class StateTensor(_message.Message):
     """Element type."""
     @_builtins.property
     def shape(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Elements along each dimension."""
+        """Elements along each dimension, [1, 2^24]; at most 8 dimensions."""
 
     def __init__(
         self,
@@ -291,7 +291,7 @@ Global___StateTensor: _TypeAlias = StateTensor  # noqa: Y015
 
 @_typing.final
 class MambaSpec(_message.Message):
-    """State space (Mamba, gated delta net): a state that every token renews. Every rank of context parallelism has it whole."""
+    """State space (Mamba, gated delta net): a state that every token renews, whole on every rank of context parallelism."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -303,14 +303,14 @@ class MambaSpec(_message.Message):
     block_size: _builtins.int
     """Tokens after which the state is kept in the next block, [1, 2^20]."""
     page_size_padded: _builtins.int
-    """Bytes to which a page is padded. 0: not padded."""
+    """Bytes to which a page is padded, at most 2^48. 0: not padded."""
     mamba_type: _builtins.str
-    """Which kernel ("mamba1", "mamba2", ...), at most 64 characters. For workers; allocation ignores it."""
+    """Which kernel ("mamba1", "mamba2", ...), at most 64 characters, for workers. Empty: not declared."""
     num_speculative_blocks: _builtins.int
     """Blocks kept beyond the last token, for the states after drafts, at most 1024."""
     @_builtins.property
     def states(self) -> _containers.RepeatedCompositeFieldContainer[Global___StateTensor]:
-        """Parts of the state (convolution, recurrence). Empty: not declared."""
+        """Parts of the state (convolution, recurrence), at most 16. Empty: not declared."""
 
     def __init__(
         self,
@@ -369,7 +369,7 @@ class UniformTypeSpec(_message.Message):
     """Tokens a block holds on one rank; the same in all layers."""
     @_builtins.property
     def layers(self) -> _containers.RepeatedCompositeFieldContainer[Global___LayerSpec]:
-        """The layers, at least one. None may be of uniform type itself."""
+        """The layers, 1 to 4096. None may be of uniform type itself."""
 
     def __init__(
         self,

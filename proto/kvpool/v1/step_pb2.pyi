@@ -36,8 +36,8 @@ class _OperationEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Operation.V
     OPERATION_ALLOCATE: _Operation.ValueType  # 4
     """Makes room for num_new_tokens more tokens, and caches the blocks that become full. First, blocks that nothing looks
     at any more are freed, from the request's first tokens on: with n computed tokens (before the new ones, hit
-    included) a sliding window skips n - sliding_window + 1 tokens, a chunk those before its start, a state n - 1; where
-    these are whole blocks, block 0 takes their place in the request's table.
+    included) a sliding window skips n - sliding_window + 1 tokens, a chunk those before its start, a state n - 1.
+    Where these are whole blocks, block 0 takes their place in the request's table.
     """
     OPERATION_CACHE: _Operation.ValueType  # 5
     """Caches the full blocks among the first num_new_tokens tokens (after delay_cache_blocks)."""
@@ -81,8 +81,8 @@ OPERATION_ADMIT: Operation.ValueType  # 3
 OPERATION_ALLOCATE: Operation.ValueType  # 4
 """Makes room for num_new_tokens more tokens, and caches the blocks that become full. First, blocks that nothing looks
 at any more are freed, from the request's first tokens on: with n computed tokens (before the new ones, hit
-included) a sliding window skips n - sliding_window + 1 tokens, a chunk those before its start, a state n - 1; where
-these are whole blocks, block 0 takes their place in the request's table.
+included) a sliding window skips n - sliding_window + 1 tokens, a chunk those before its start, a state n - 1.
+Where these are whole blocks, block 0 takes their place in the request's table.
 """
 OPERATION_CACHE: Operation.ValueType  # 5
 """Caches the full blocks among the first num_new_tokens tokens (after delay_cache_blocks)."""
@@ -174,7 +174,9 @@ class Step(_message.Message):
     """
     @_builtins.property
     def operations(self) -> _containers.RepeatedScalarFieldContainer[Global___Operation.ValueType]:
-        """The operations, at most 65,536."""
+        """The operations, at most 65,536, and at most 2^18 of operations times groups. Their answers may come to hold 2^22
+        block ids at most.
+        """
 
     @_builtins.property
     def request_numbers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -200,8 +202,8 @@ class Step(_message.Message):
 
     @_builtins.property
     def num_encoder_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Column: tokens that the request's encoder puts out, in the operation that is to make room for them in groups of
-        cross attention; 0 in later ones.
+        """Column: tokens that the request's encoder puts out, in the operation that finds it without blocks and is to make
+        room for them in groups of cross attention: the first, and again after OPERATION_PREEMPT. 0 in others.
         """
 
     @_builtins.property

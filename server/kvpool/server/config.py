@@ -16,7 +16,7 @@ class ServerConfig:
 
     Attributes:
         addresses: Where to listen: `host:port` (port 0 for a free one) or `unix:/path`.
-        max_message_bytes: Largest message that is taken or sent.
+        max_message_bytes: Largest message that is taken.
         max_pool_blocks: Most blocks of one pool; each takes about 65 bytes of the server's memory.
         grace_seconds: How long a stopping server waits for calls in flight.
         dead_peer_seconds: How long a peer may be silent on the network before its stream counts as broken.

@@ -7,6 +7,7 @@ import pytest
 from kvpool.server.core.config import HashScheme, KVCacheGroup, PoolConfig, ReuseOrder
 from kvpool.server.core.errors import InvalidArgumentError
 from kvpool.server.core.specs import (
+    AttentionSpec,
     CrossAttentionSpec,
     EncoderOnlyAttentionSpec,
     FullAttentionSpec,
@@ -14,6 +15,7 @@ from kvpool.server.core.specs import (
     MambaSpec,
     SinkFullAttentionSpec,
     SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
 )
 from kvpool.server.core.types import GroupId, PoolName
 from support_core import config
@@ -53,11 +55,46 @@ def test_names_the_field_that_is_out_of_range(field: str) -> None:
 
 
 def test_block_sizes_need_a_common_multiple() -> None:
-    sizes = (2**20, 2**20 - 1)
+    odd = replace(config(), groups=groups(*map(FullAttentionSpec, (2**20, 2**20 - 1))), max_model_len=2**21)
     with pytest.raises(InvalidArgumentError, match="no common multiple") as caught:
+        odd.check()
+    assert caught.value.field == "config.groups"
+    replace(odd, enable_caching=False).check()
+    replace(odd, max_model_len=2**20).check()  # where a block holds a whole request
+
+
+def test_blocks_may_be_of_eight_sizes() -> None:
+    sizes = [2**i for i in range(9)]
+    replace(config(), groups=groups(*map(FullAttentionSpec, sizes[:8]))).check()
+    with pytest.raises(InvalidArgumentError, match="blocks of 9 different sizes, at most 8") as caught:
         replace(config(), groups=groups(*map(FullAttentionSpec, sizes))).check()
     assert caught.value.field == "config.groups"
-    replace(config(), groups=groups(*map(FullAttentionSpec, sizes)), enable_caching=False).check()
+
+
+UNIFORM = UniformTypeKVCacheSpecs(4, (("a", FullAttentionSpec(4)), ("b", FullAttentionSpec(4, 2))))
+
+
+@pytest.mark.parametrize(
+    ("layers", "field"),
+    [
+        (group(UNIFORM, "a"), "config.groups[0].layer_names"),
+        (group(UNIFORM, "b", "a") + group(FullAttentionSpec(4), "a"), "config.groups[1].layer_names[0]"),
+        (group(FullAttentionSpec(4), "b") + group(UNIFORM), "config.groups[1].layer_names[1]"),
+        (group(UniformTypeKVCacheSpecs(4, (("", FullAttentionSpec(4)),))), "config.groups[0].layer_names[0]"),
+        (group(FullAttentionSpec(4), *map(str, range(4097))), "config.groups[0].layer_names"),
+    ],
+)
+def test_layers_of_all_groups_are_checked(layers: tuple[KVCacheGroup, ...], field: str) -> None:
+    with pytest.raises(InvalidArgumentError) as caught:
+        replace(config(), groups=layers).check()
+    assert caught.value.field == field
+    replace(config(), groups=group(UNIFORM, "b", "a")).check()
+
+
+def test_a_spec_must_be_of_some_kind() -> None:
+    with pytest.raises(InvalidArgumentError, match="AttentionSpec is no kind of attention") as caught:
+        replace(config(), groups=groups(AttentionSpec(4))).check()
+    assert caught.value.field == "config.groups[0].spec"
 
 
 def test_sinks_must_leave_blocks_to_give() -> None:

@@ -1,10 +1,12 @@
 """Kinds that skip, reserve or look elsewhere, and mixes of them, through the pool and through steps."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from kvpool.server.core.errors import InvalidArgumentError
+from kvpool.server.core.config import KVCacheGroup, PoolConfig
+from kvpool.server.core.errors import InvalidArgumentError, WrongStateError
 from kvpool.server.core.events import BlockStored
 from kvpool.server.core.integrity import check_integrity
 from kvpool.server.core.pool import Pool
@@ -21,6 +23,7 @@ from kvpool.server.core.specs import (
     UniformTypeKVCacheSpecs,
 )
 from kvpool.server.core.step import Operation, Outcome
+from kvpool.server.core.types import BlockHash, BlockId, GroupId, PoolName, WriterId
 from support_core import STEP, World, admit, block_hashes, config, request_of
 
 FULL = FullAttentionSpec(4)
@@ -146,8 +149,9 @@ def test_sinks_take_the_first_blocks_for_good() -> None:
 
 
 def test_layers_with_pages_of_different_sizes_share_a_table() -> None:
-    layers = UniformTypeKVCacheSpecs(4, (("a", WINDOW), ("b", SlidingWindowSpec(4, 2, sliding_window=6))))
-    pool = pool_of(layers)
+    wide = SlidingWindowSpec(4, 2, sliding_window=6)
+    spec = UniformTypeKVCacheSpecs(4, (("a", WINDOW), ("b", wide)))
+    pool = Pool(PoolConfig(PoolName("m"), 40, 256, (KVCacheGroup(spec, ("a", "b")),)))
     admit(pool, "abcdef", 24)
     assert pool.peek(request_of(pool, "abcdef", 24)).block_ids == ([0, 0, 0, 4, 5],)
 
@@ -357,3 +361,72 @@ def test_a_promise_of_another_groups_block_is_a_changed_hit() -> None:
         block_ids=[4, 5, 1, 2],
     )
     assert (result.outcomes, result.block_ids) == ([Outcome.HIT_CHANGED], [1, 2, 4, 5])
+
+
+def test_a_request_of_cross_attention_alone_is_admitted_once() -> None:
+    world = World(40, specs=[CrossAttentionSpec(4)], enable_caching=False)
+    session = world.open()
+    world.admit(session, 1, "", 100)  # no encoder tokens: admitted, and holds no block
+    before = world.snapshot()
+    for operation in (Operation.ADMIT, Operation.LOOK_UP):
+        with pytest.raises(WrongStateError, match="holds blocks already"):
+            world.run(session, operation, request_numbers=[1])
+    assert world.snapshot() == before
+    world.run(session, Operation.PREEMPT, request_numbers=[1])
+    result = world.run(session, Operation.ADMIT, request_numbers=[1], num_encoder_tokens=[9])
+    assert result.num_new_blocks == [3]
+
+
+def test_operations_times_groups_are_bounded() -> None:
+    world = World(40, specs=[FULL] * 256)
+    session = world.open()
+    before = world.snapshot()
+    with pytest.raises(InvalidArgumentError, match=r"1025 is not in \[0, 1024\]") as caught:
+        world.run(session, *[Operation.EVICT] * 1025)
+    assert caught.value.field == "operations"
+    assert world.snapshot() == before
+    world.run(session, *[Operation.EVICT] * 1024)
+
+
+def test_an_answer_that_no_message_could_hold_is_refused_before_anything_is_done() -> None:
+    world = World(40, specs=[FullAttentionSpec(1)])
+    session = world.open()
+    world.run(
+        session,
+        Operation.ADD,
+        request_numbers=[1],
+        num_appended_tokens=[256],
+        block_hashes=block_hashes("a", 256),
+        request_ids=["r1"],
+    )
+    before = world.snapshot()
+    with pytest.raises(InvalidArgumentError, match="split the step") as caught:
+        world.run(session, *[Operation.PEEK] * 20_000, request_numbers=[1] * 20_000)
+    assert caught.value.field == "operations"
+    assert world.snapshot() == before
+    world.run(session, *[Operation.PEEK] * 10_000, request_numbers=[1] * 10_000)
+
+
+def test_windows_that_shorten_a_hit_by_turns_do_not_make_another_look_again() -> None:
+    """The number of look-ups grows with the blocks, not with their square."""
+    num_blocks = 400
+    pool = pool_of(
+        SlidingWindowSpec(1, sliding_window=100),
+        SlidingWindowSpec(1, sliding_window=2),
+        SlidingWindowSpec(1, sliding_window=2),
+        num_blocks=3 * num_blocks + 1,
+    )
+    request = fill(pool, "", 250)
+    for group_id, odd in ((1, 1), (2, 0)):
+        pool.blocks.evict(request.tables[group_id].block_ids[odd::2])
+    looked_up = 0
+    find = pool.blocks.prefix_map.find
+
+    def counting(group_id: GroupId, hashes: list[BlockHash], reader: WriterId) -> list[BlockId]:
+        nonlocal looked_up
+        looked_up += len(hashes)
+        return find(group_id, hashes, reader)
+
+    pool._search._map = SimpleNamespace(find=counting)  # type: ignore[assignment]
+    assert pool.peek(request_of(pool, "", 250)).num_tokens == 0
+    assert looked_up <= 3 * 250

@@ -95,6 +95,24 @@ def test_the_null_block_and_sinks_are_never_given_to_a_request() -> None:
     assert caught.value.field == "num_blocks_override"
 
 
+def test_sinks_of_layers_with_pages_of_several_sizes_are_set_aside_too() -> None:
+    wide = SinkFullAttentionSpec(16, **HEADS, sink_len=160)
+    narrow = SinkFullAttentionSpec(16, **HEADS | {"num_kv_heads": 4}, sink_len=160)
+    answer = plan(rank(1, a=wide, b=narrow), max_model_len=9999, auto_fit_max_model_len=True, num_blocks_override=64)
+    assert answer.max_model_len == (64 - 1 - 10) * 16
+
+
+def test_sinks_must_fill_the_blocks_of_all_ranks() -> None:
+    with pytest.raises(PlanError) as caught:
+        plan(rank(1, a=SinkFullAttentionSpec(16, **HEADS, sink_len=16)), decode_context_parallel_size=2)
+    assert (caught.value.reason, caught.value.field) == ("SINKS_DO_NOT_FIT_BLOCKS", "sink_len")
+
+
+def test_more_memory_than_blocks_can_be_numbered_is_left_over() -> None:
+    tiny = FullAttentionSpec(1, 1, 1, "int8")
+    assert plan(rank(2**40, a=tiny)).num_blocks == 2**31 - 1
+
+
 def test_every_group_counts_unless_the_first_alone_is_asked_for() -> None:
     layers = {"w": WINDOW, "f": FULL}
     with pytest.raises(PlanError) as caught:

@@ -59,6 +59,7 @@ def test_page(spec: KVCacheSpec, page_bytes: int) -> None:
         (SlidingWindowSpec(16, sliding_window=100_000), 513),
         (ChunkedLocalAttentionSpec(16, attention_chunk_size=1024), 192),
         (ChunkedLocalAttentionSpec(16, attention_chunk_size=8192), 512),
+        (ChunkedLocalAttentionSpec(16, attention_chunk_size=1000), 192),
         (MambaSpec(544), 16),
         (MambaSpec(8192, num_speculative_blocks=2), 3),
         (CrossAttentionSpec(16), 94),
@@ -163,6 +164,9 @@ BAD: dict[str, Callable[[], KVCacheSpec]] = {
     "dtypes": lambda: MambaSpec(4, ((1,),), ()),
     "dtypes[0]": lambda: MambaSpec(4, ((1,),), ("int3",)),
     "shapes[0][1]": lambda: MambaSpec(4, ((1, 0),), ("float32",)),
+    "shapes": lambda: MambaSpec(4, ((1,),) * 17, ("float32",) * 17),
+    "shapes[0]": lambda: MambaSpec(4, ((1,) * 9,), ("float32",)),
+    "page_size_bytes": lambda: MambaSpec(4, ((2**24,) * 8,), ("float32",)),
     "num_speculative_blocks": lambda: MambaSpec(4, num_speculative_blocks=-1),
     "mamba_type": lambda: MambaSpec(4, mamba_type="x" * 65),
     "layers": lambda: UniformTypeKVCacheSpecs(4),
@@ -194,6 +198,24 @@ def test_layers_of_two_kinds_are_no_uniform_type() -> None:
 def test_an_unknown_type_is_told_the_known_ones() -> None:
     with pytest.raises(InvalidArgumentError, match=r"'bf16' is not known; known: float64, .*bfloat16"):
         FullAttentionSpec(4, dtype="bf16")
+
+
+def test_long_text_is_not_repeated() -> None:
+    with pytest.raises(InvalidArgumentError) as caught:
+        FullAttentionSpec(4, dtype="x" * 20_000)
+    assert len(caught.value.message) < 300
+    with pytest.raises(InvalidArgumentError) as caught:
+        UniformTypeKVCacheSpecs(4, (("x" * 20_000, MambaSpec(4)), ("x" * 20_000, MambaSpec(4))))
+    assert len(caught.value.message) < 300
+
+
+def test_sinks_keep_to_whole_blocks_when_a_page_grows() -> None:
+    sinks = SinkFullAttentionSpec(16, **HEADS, sink_len=48)
+    assert sinks.with_page_size(4 * 65_536) == SinkFullAttentionSpec(48, **HEADS, sink_len=48, page_size_padded=2**18)
+
+
+def test_latent_attention_has_one_head() -> None:
+    assert MLAAttentionSpec(4, num_kv_heads=0) == MLAAttentionSpec(4)
 
 
 def test_the_first_difference_is_named() -> None:

@@ -65,8 +65,8 @@ def attention(**fields: Any) -> spec_pb2.AttentionSpec:
 
 BAD: dict[str, spec_pb2.KvCacheSpec] = {
     "spec": spec_pb2.KvCacheSpec(),
-    "spec.full_attention.block_size": spec_pb2.KvCacheSpec(full_attention=spec_pb2.FullAttentionSpec()),
-    "spec.full_attention.dtype": spec_pb2.KvCacheSpec(
+    "spec.full_attention.attention.block_size": spec_pb2.KvCacheSpec(full_attention=spec_pb2.FullAttentionSpec()),
+    "spec.full_attention.attention.dtype": spec_pb2.KvCacheSpec(
         full_attention=spec_pb2.FullAttentionSpec(attention=attention(dtype="int3"))
     ),
     "spec.sliding_window.sliding_window": spec_pb2.KvCacheSpec(
@@ -80,8 +80,38 @@ BAD: dict[str, spec_pb2.KvCacheSpec] = {
             full_attention=spec_pb2.FullAttentionSpec(attention=attention()), sink_len=3
         )
     ),
-    "spec.mamba.shapes[0][1]": spec_pb2.KvCacheSpec(
+    "spec.mamba.states[0].shape[1]": spec_pb2.KvCacheSpec(
         mamba=spec_pb2.MambaSpec(block_size=4, states=[spec_pb2.StateTensor(shape=[1, 0], dtype="float32")])
+    ),
+    "spec.mla_attention.full_attention.attention.block_size": spec_pb2.KvCacheSpec(
+        mla_attention=spec_pb2.MlaAttentionSpec()
+    ),
+    "spec.sink_full_attention.full_attention.attention_chunk_size": spec_pb2.KvCacheSpec(
+        sink_full_attention=spec_pb2.SinkFullAttentionSpec(
+            full_attention=spec_pb2.FullAttentionSpec(attention=attention(), sliding_window=1, attention_chunk_size=1)
+        )
+    ),
+    "spec.mamba.states[1].dtype": spec_pb2.KvCacheSpec(
+        mamba=spec_pb2.MambaSpec(
+            block_size=4, states=[spec_pb2.StateTensor(dtype="float32"), spec_pb2.StateTensor(dtype="int3")]
+        )
+    ),
+    "spec.mamba.states[0].shape": spec_pb2.KvCacheSpec(
+        mamba=spec_pb2.MambaSpec(block_size=4, states=[spec_pb2.StateTensor(shape=[1] * 9, dtype="float32")])
+    ),
+    "spec.mamba.states": spec_pb2.KvCacheSpec(
+        mamba=spec_pb2.MambaSpec(block_size=4, states=[spec_pb2.StateTensor(dtype="float32")] * 17)
+    ),
+    "spec.uniform_type.layers[1].spec": spec_pb2.KvCacheSpec(
+        uniform_type=spec_pb2.UniformTypeSpec(
+            block_size=4,
+            layers=[
+                spec_pb2.LayerSpec(
+                    layer_name=f"{i}", spec=spec_pb2.KvCacheSpec(mamba=spec_pb2.MambaSpec(block_size=4 + i))
+                )
+                for i in range(2)
+            ],
+        )
     ),
     "spec.uniform_type.layers": spec_pb2.KvCacheSpec(uniform_type=spec_pb2.UniformTypeSpec(block_size=4)),
     "spec.uniform_type.layers[0].spec": spec_pb2.KvCacheSpec(

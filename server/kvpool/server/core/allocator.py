@@ -34,7 +34,7 @@ class PoolInfo:
         epoch: Goes up whenever the contents of blocks can no longer be trusted.
         free_blocks: Blocks that can be given, cached ones included.
         cached_blocks: Blocks whose contents can be found by hash.
-        usage: Fraction of the blocks, the null block apart, that requests hold.
+        usage: Fraction of the blocks, the null block apart, that requests hold or that are set aside for sinks.
         prefix_cache: Counters of look-ups.
         recent_hit_rate: Hit rate over the last 1,000 look-ups.
         evicted_blocks: Cached blocks given up to make room.

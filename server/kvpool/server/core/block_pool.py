@@ -1,7 +1,7 @@
 """The blocks of a pool: which are free, who counts on which, and what each holds.
 
 1. free + held = num_blocks - 1; the null block is neither.
-2. ref_cnt of a block is the number of block tables that it stands in; it is free exactly when that is 0.
+2. ref_cnt of a block is the number of block tables that it stands in, 1 for a sink; it is free exactly when it is 0.
 3. A free block keeps its hash, and so can be hit, until it is taken for something else.
 """
 
@@ -55,7 +55,7 @@ class BlockPool:
 
     @property
     def usage(self) -> float:
-        """Fraction of the blocks, the null block apart, that block tables hold."""
+        """Fraction of the blocks, the null block apart, that are not free."""
         return 1.0 - len(self.free_list) / (len(self._ref_cnt) - 1)
 
     def ref_cnt(self, block_id: BlockId) -> int:

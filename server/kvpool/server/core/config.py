@@ -8,17 +8,23 @@ from typing import Final
 
 from kvpool.server.core.errors import InvalidArgumentError, check_range
 from kvpool.server.core.specs import (
+    MAX_LAYERS,
+    SPEC_KINDS,
     CrossAttentionSpec,
     EncoderOnlyAttentionSpec,
     KVCacheSpec,
+    UniformTypeKVCacheSpecs,
     allocation_spec,
     block_span_tokens,
+    common_multiple_tokens,
     num_sink_tokens,
 )
 from kvpool.server.core.types import MAX_BLOCKS, MAX_TOKENS, GroupId, PoolName
 
 _NAME: Final = re.compile(r"[A-Za-z0-9._/-]{1,128}")
 MAX_GROUPS: Final = 256
+MAX_BLOCK_SPANS: Final = 8
+"""A request keeps the joined hashes of each larger block size beside its own."""
 _HASH_SIZES_BYTES: Final = {"sha256_cbor": 32, "xxhash_cbor": 16}
 
 
@@ -125,14 +131,11 @@ class PoolConfig:
 
     def _check_groups(self) -> None:
         check_range("config.groups", len(self.groups), 1, MAX_GROUPS)
-        names: set[str] = set()
+        self._check_layers()
         for i, group in enumerate(self.groups):
-            for j, name in enumerate(group.layer_names):
-                _check_text(f"config.groups[{i}].layer_names[{j}]", name, 1, 256)
-                if name in names:
-                    raise InvalidArgumentError(f"config.groups[{i}].layer_names[{j}]", f"{name!r} stands twice")
-                names.add(name)
             spec = allocation_spec(group.spec)
+            if type(spec) not in SPEC_KINDS.values():
+                raise InvalidArgumentError(f"config.groups[{i}].spec", f"{type(spec).__name__} is no kind of attention")
             if isinstance(spec, EncoderOnlyAttentionSpec):
                 raise InvalidArgumentError(f"config.groups[{i}].spec", "encoder-only layers keep nothing: no group")
             if isinstance(spec, CrossAttentionSpec) and self.enable_caching:
@@ -147,11 +150,30 @@ class PoolConfig:
         sinks = sum(self.num_sink_blocks)
         if sinks > self.num_blocks - 2:
             raise InvalidArgumentError("config.num_blocks", f"{self.num_blocks} leaves none beside {sinks} sink blocks")
-        if self.enable_caching and self.hit_alignment > MAX_TOKENS:
+        spans = {self.span_tokens(GroupId(i)) for i in range(len(self.groups))}
+        if self.enable_caching and len(spans) > MAX_BLOCK_SPANS:
+            raise InvalidArgumentError(
+                "config.groups", f"blocks of {len(spans)} different sizes, at most {MAX_BLOCK_SPANS} are served"
+            )
+        if self.enable_caching and common_multiple_tokens(spans, self.max_model_len) > MAX_TOKENS:
             raise InvalidArgumentError(
                 "config.groups",
                 f"block sizes have no common multiple in [1, {MAX_TOKENS}]: no prefix could be found in all groups",
             )
+
+    def _check_layers(self) -> None:
+        names: set[str] = set()
+        for i, group in enumerate(self.groups):
+            where = f"config.groups[{i}].layer_names"
+            layers = group.spec.layers if isinstance(group.spec, UniformTypeKVCacheSpecs) else ()
+            if layers and group.layer_names and {name for name, _ in layers} != set(group.layer_names):
+                raise InvalidArgumentError(where, "differ from the layers of the group's spec")
+            for j, name in enumerate(group.layer_names or [name for name, _ in layers]):
+                _check_text(f"{where}[{j}]", name, 1, 256)
+                if name in names:
+                    raise InvalidArgumentError(f"{where}[{j}]", f"{name!r} stands twice")
+                names.add(name)
+            check_range(where, len(names), 0, MAX_LAYERS)
 
     def span_tokens(self, group_id: GroupId) -> int:
         """Tokens of a request that a block of the group covers, over all ranks."""

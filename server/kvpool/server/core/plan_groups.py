@@ -109,14 +109,18 @@ def _groups_of_one_size(layers: Layers) -> tuple[KVCacheGroup, ...]:
 
 
 def of_rank(groups: tuple[KVCacheGroup, ...], layers: Layers) -> tuple[KVCacheGroup, ...]:
-    """The groups with the layers that one rank has. Groups without any stay: their blocks are taken all the same."""
+    """The groups with the layers that one rank has.
+
+    Groups without any stay as they are, but for the names: their blocks are taken all the same.
+    """
     return tuple(_group_of_rank(group, tuple(name for name in group.layer_names if name in layers)) for group in groups)
 
 
 def _group_of_rank(group: KVCacheGroup, names: tuple[str, ...]) -> KVCacheGroup:
     spec = group.spec
     if isinstance(spec, UniformTypeKVCacheSpecs) and names:
-        spec = replace(spec, layers=tuple(layer for layer in spec.layers if layer[0] in names))
+        own = set(names)
+        spec = replace(spec, layers=tuple(layer for layer in spec.layers if layer[0] in own))
     return KVCacheGroup(spec, names)
 
 

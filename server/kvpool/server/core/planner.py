@@ -10,7 +10,6 @@ Source: the results are those of vLLM's get_kv_cache_configs, but for
 `FitCheck.WHOLE_REQUEST`, the default here.
 """
 
-import math
 from collections.abc import Callable, Sequence
 
 from kvpool.server.core.config import KVCacheGroup
@@ -39,6 +38,7 @@ from kvpool.server.core.specs import (
     RequestLimits,
     allocation_spec,
     block_span_tokens,
+    common_multiple_tokens,
     differing_field,
     num_sink_tokens,
 )
@@ -64,7 +64,8 @@ def get_kv_cache_configs(ranks: Sequence[RankMemory], options: PlanOptions) -> P
     rooms = [_Room(i, own, ranks[i].available_bytes, options) for i, own in enumerate(by_rank) if block_size_bytes(own)]
     max_model_len = _check_rooms(rooms, options)
     num_blocks = min((room.available_bytes // room.block_size_bytes for room in rooms), default=1)
-    num_blocks = check_range("num_blocks", (options.num_blocks_override if groups else 0) or num_blocks, 1, MAX_BLOCKS)
+    num_blocks = (options.num_blocks_override if groups else 0) or min(num_blocks, MAX_BLOCKS)
+    check_range("num_blocks", num_blocks, 1, MAX_BLOCKS)
     return Plan(
         tuple(KVCacheConfig(num_blocks, _tensors(own, num_blocks), own) for own in by_rank),
         groups,
@@ -179,23 +180,28 @@ def _value(spec: KVCacheSpec, field: str) -> object:
 def _check_alignment(groups: tuple[KVCacheGroup, ...], options: PlanOptions) -> None:
     limits = options.limits(options.max_model_len)
     spans = [block_span_tokens(group.spec, limits.context_parallel_size) for group in groups]
-    # A block that holds a whole request is never hit, so no hit has to be a multiple of it.
-    alignment = math.lcm(*(span for span in spans if span < limits.max_model_len))
-    if alignment > MAX_TOKENS:
+    if common_multiple_tokens(spans, limits.max_model_len) > MAX_TOKENS:
         raise PlanError(
             "NO_COMMON_BLOCK_SIZE",
             "block_size",
             f"blocks of {sorted(set(spans))} tokens have no common multiple in [1, {MAX_TOKENS}]: no prefix could be"
             " found in all groups",
         )
+    for group, span in zip(groups, spans, strict=True):
+        sink_len = num_sink_tokens(allocation_spec(group.spec))
+        if sink_len % span:
+            raise PlanError(
+                "SINKS_DO_NOT_FIT_BLOCKS", "sink_len", f"{sink_len} is no multiple of blocks of {span} tokens"
+            )
 
 
 def _takes(groups: tuple[KVCacheGroup, ...], limits: RequestLimits) -> int:
     """Blocks that a pool needs for one request: its own, and those that none is given (the null block, sinks)."""
     if not groups:
         return 0
-    spans = ((group.spec, block_span_tokens(group.spec, limits.context_parallel_size)) for group in groups)
-    return _blocks_of_request(groups, limits) + 1 + sum(num_sink_tokens(spec) // span for spec, span in spans)
+    ranks = limits.context_parallel_size
+    sinks = (num_sink_tokens(allocation_spec(group.spec)) // block_span_tokens(group.spec, ranks) for group in groups)
+    return _blocks_of_request(groups, limits) + 1 + sum(sinks)
 
 
 def _longest(max_model_len: int, fits: Callable[[int], bool]) -> int:

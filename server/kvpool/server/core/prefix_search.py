@@ -33,7 +33,9 @@ class _Run:
 
     __slots__ = ("_hashes", "_low", "_map", "_reader", "blocks", "extra", "manager", "span_tokens")
 
-    def __init__(self, manager: GroupManager, hashes: Sequence[BlockHash], prefix_map: PrefixMap, reader: WriterId):
+    def __init__(
+        self, manager: GroupManager, hashes: Sequence[BlockHash], prefix_map: PrefixMap, reader: WriterId
+    ) -> None:
         self.manager = manager
         self.span_tokens = manager.span_tokens
         self.extra = manager.num_eagle_blocks

@@ -12,7 +12,7 @@ Sources: the kinds and their memory are those of vLLM's kv_cache_interface.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import ClassVar, Final, Self
 
@@ -42,6 +42,11 @@ _FP8_DS_MLA_TOKEN_BYTES: Final = 656
 MAX_BLOCK_SIZE_TOKENS: Final = 2**20
 MAX_DIMENSION: Final = 2**24
 MAX_PAGE_BYTES: Final = 2**48
+MAX_STATE_TENSORS: Final = 16
+MAX_STATE_DIMENSIONS: Final = 8
+MAX_LAYERS: Final = 4096
+_QUOTED: Final = 64
+"""Characters of a caller's text that an error repeats."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,8 +164,7 @@ class AttentionSpec(KVCacheSpec):
             object.__setattr__(self, "head_size_v", 0)
         if self.dtype:
             dtype_size_bytes("dtype", self.dtype)
-        if self.page_size_padded:
-            check_range("page_size_padded", self.page_size_padded, self.content_size_bytes, MAX_PAGE_BYTES)
+        _check_page(self.content_size_bytes, self.page_size_padded)
 
     @property
     def content_size_bytes(self) -> int:
@@ -180,9 +184,10 @@ class AttentionSpec(KVCacheSpec):
 
     def with_page_size(self, page_size_bytes: int) -> Self:
         """See `KVCacheSpec`."""
-        larger = replace(
-            self, block_size=self.block_size * (page_size_bytes // self.content_size_bytes), page_size_padded=0
-        )
+        times = min(page_size_bytes // self.content_size_bytes, MAX_BLOCK_SIZE_TOKENS // self.block_size)
+        while num_sink_tokens(self) % (self.block_size * times):  # sinks take whole blocks
+            times -= 1
+        larger = replace(self, block_size=self.block_size * times, page_size_padded=0)
         if larger.content_size_bytes == page_size_bytes:
             return larger
         return replace(larger, page_size_padded=page_size_bytes)
@@ -243,11 +248,12 @@ class MLAAttentionSpec(FullAttentionSpec):
     cache_dtype_str: str = ""
 
     def __post_init__(self) -> None:
+        if not self.num_kv_heads:
+            object.__setattr__(self, "num_kv_heads", 1)
         FullAttentionSpec.__post_init__(self)
         if self.cache_dtype_str not in ("", FP8_DS_MLA):
-            raise InvalidArgumentError(
-                "cache_dtype_str", f"{self.cache_dtype_str!r} is not known; known: {FP8_DS_MLA!r}"
-            )
+            message = f"{self.cache_dtype_str[:_QUOTED]!r} is not known; known: {FP8_DS_MLA!r}"
+            raise InvalidArgumentError("cache_dtype_str", message)
 
     @property
     def token_size_bytes(self) -> int:
@@ -329,10 +335,10 @@ class ChunkedLocalAttentionSpec(AttentionSpec):
         return num_computed_tokens // self.attention_chunk_size * self.attention_chunk_size
 
     def max_blocks(self, limits: RequestLimits) -> int:
-        """A chunk and what one step computes."""
+        """A chunk and what one step computes; one more where a chunk need not begin with a block."""
         span = self.block_size * limits.context_parallel_size
         tokens = min(self.attention_chunk_size + limits.max_num_batched_tokens, limits.max_model_len)
-        return -(-tokens // span)
+        return -(-tokens // span) + (1 if self.attention_chunk_size % span else 0)
 
     def allocates_like(self, other: KVCacheSpec) -> bool:
         """Chunks of one size do."""
@@ -347,17 +353,18 @@ class MambaSpec(KVCacheSpec):
     """A state that every token renews: a block holds it as it is after the block's last token computed so far.
 
     Attributes:
-        shapes: Shape of each part of the state (convolution, recurrence) on one rank; empty if not declared.
+        shapes: Shape of each part of the state (convolution, recurrence) on one rank; empty if not declared. At most
+            16 parts of 8 dimensions.
         dtypes: Element type of each part.
         page_size_padded: Bytes to which the page is padded; 0 for none.
-        mamba_type: Which kernel ("mamba1", "mamba2", "gdn_attention", ...); for the worker, allocation ignores it.
+        mamba_type: Which kernel ("mamba1", "mamba2", "gdn_attention", ...), for the worker; empty if not declared.
         num_speculative_blocks: Blocks kept beyond the last token, for the states after each draft.
     """
 
     shapes: tuple[tuple[int, ...], ...] = ()
     dtypes: tuple[str, ...] = ()
     page_size_padded: int = 0
-    mamba_type: str = "mamba2"
+    mamba_type: str = ""
     num_speculative_blocks: int = 0
 
     is_sharded: ClassVar[bool] = False
@@ -368,12 +375,13 @@ class MambaSpec(KVCacheSpec):
         KVCacheSpec.__post_init__(self)
         if len(self.shapes) != len(self.dtypes):
             raise InvalidArgumentError("dtypes", f"{len(self.dtypes)} types for {len(self.shapes)} shapes")
+        check_range("shapes", len(self.shapes), 0, MAX_STATE_TENSORS)
         for i, (shape, dtype) in enumerate(zip(self.shapes, self.dtypes, strict=True)):
+            check_range(f"shapes[{i}]", len(shape), 0, MAX_STATE_DIMENSIONS)
             for j, size in enumerate(shape):
                 check_range(f"shapes[{i}][{j}]", size, 1, MAX_DIMENSION)
             dtype_size_bytes(f"dtypes[{i}]", dtype)
-        if self.page_size_padded:
-            check_range("page_size_padded", self.page_size_padded, self.content_size_bytes, MAX_PAGE_BYTES)
+        _check_page(self.content_size_bytes, self.page_size_padded)
         check_range("num_speculative_blocks", self.num_speculative_blocks, 0, 1024)
         if len(self.mamba_type) > 64:  # noqa: PLR2004 - the proto states it
             raise InvalidArgumentError("mamba_type", "longer than 64 characters")
@@ -394,7 +402,7 @@ class MambaSpec(KVCacheSpec):
         return max(num_computed_tokens - 1, 0)
 
     def max_blocks(self, limits: RequestLimits) -> int:
-        """A state a block, and the speculative ones."""
+        """A state a block, and the speculative ones: as the reference counts, though most are freed as it goes on."""
         return -(-limits.max_model_len // self.block_size) + self.num_speculative_blocks
 
     def with_page_size(self, page_size_bytes: int) -> Self:
@@ -445,17 +453,17 @@ class UniformTypeKVCacheSpecs(KVCacheSpec):
 
     def __post_init__(self) -> None:
         KVCacheSpec.__post_init__(self)
-        if not self.layers:
-            raise InvalidArgumentError("layers", "names no layer")
+        check_range("layers", len(self.layers), 1, MAX_LAYERS)
         names: set[str] = set()
         for i, (name, spec) in enumerate(self.layers):
             if name in names:
-                raise InvalidArgumentError(f"layers[{i}]", f"{name!r} stands twice")
+                raise InvalidArgumentError(f"layers[{i}]", f"{name[:_QUOTED]!r} stands twice")
             names.add(name)
             if spec.block_size != self.block_size:
                 raise InvalidArgumentError(f"layers[{i}].block_size", f"{spec.block_size} differs from the group's")
             if isinstance(spec, UniformTypeKVCacheSpecs) or not self.first.allocates_like(spec):
-                raise InvalidArgumentError(f"layers[{i}]", f"{name!r} cannot share a block table with the first layer")
+                message = f"{name[:_QUOTED]!r} cannot share a block table with the first layer"
+                raise InvalidArgumentError(f"layers[{i}]", message)
 
     @property
     def first(self) -> KVCacheSpec:
@@ -500,8 +508,25 @@ def dtype_size_bytes(field: str, dtype: str) -> int:
         InvalidArgumentError: The type is unknown; names `field` and the known ones.
     """
     if dtype not in DTYPE_SIZES_BYTES:
-        raise InvalidArgumentError(field, f"{dtype!r} is not known; known: {', '.join(DTYPE_SIZES_BYTES)}")
+        raise InvalidArgumentError(field, f"{dtype[:_QUOTED]!r} is not known; known: {', '.join(DTYPE_SIZES_BYTES)}")
     return DTYPE_SIZES_BYTES[dtype]
+
+
+def _check_page(content_size_bytes: int, padded_size_bytes: int) -> None:
+    if content_size_bytes > MAX_PAGE_BYTES:
+        raise InvalidArgumentError(
+            "page_size_bytes", f"one page takes {content_size_bytes} bytes, over {MAX_PAGE_BYTES}"
+        )
+    if padded_size_bytes:
+        check_range("page_size_padded", padded_size_bytes, content_size_bytes, MAX_PAGE_BYTES)
+
+
+def common_multiple_tokens(spans_tokens: Iterable[int], max_model_len: int) -> int:
+    """The least number of tokens that is whole blocks of every span below max_model_len.
+
+    Blocks that hold a whole request are left out: none of them is ever hit.
+    """
+    return math.lcm(*(span for span in spans_tokens if span < max_model_len))
 
 
 def block_span_tokens(spec: KVCacheSpec, context_parallel_size: int) -> int:

@@ -1,5 +1,6 @@
 """Between the wire's specs of layers and the core's, both ways. Shared by server, client and workers."""
 
+import re
 from dataclasses import dataclass
 from typing import Any, Final, TypedDict
 
@@ -54,6 +55,10 @@ _KINDS: Final[dict[type[AttentionSpec], _Kind]] = {
 }
 
 
+_STATE_FIELD: Final = re.compile(r"^(shapes|dtypes)(\[\d+\])?")
+_STATE_PARTS: Final = {"shapes": ".shape", "dtypes": ".dtype"}
+
+
 def spec_from_proto(where: str, message: spec_pb2.KvCacheSpec) -> KVCacheSpec:
     """Decodes a spec.
 
@@ -78,8 +83,21 @@ def spec_from_proto(where: str, message: spec_pb2.KvCacheSpec) -> KVCacheSpec:
             return UniformTypeKVCacheSpecs(message.uniform_type.block_size, layers)
         return _attention_from_proto(name, getattr(message, name))
     except InvalidArgumentError as error:
-        error.rename_field(f"{where}.{name}.{error.field}")
+        error.rename_field(f"{where}.{name}.{_wire_field(name, error.field)}")
         raise
+
+
+def _wire_field(name: str, field: str) -> str:
+    """The path within a kind's message of what its spec calls `field`."""
+    if name == "mamba":
+        return _STATE_FIELD.sub(lambda found: f"states{found[2] or ''}{_STATE_PARTS[found[1]] if found[2] else ''}", field)
+    if name == "uniform_type":
+        return field.replace("].block_size", "].spec")
+    wire = next(wire for wire in _KINDS.values() if wire.name == name)
+    if field in wire.own_fields:
+        return field
+    attention = field if field in ("sliding_window", "attention_chunk_size") else f"attention.{field}"
+    return f"full_attention.{attention}" if wire.has_full_attention else attention
 
 
 def _attention_from_proto(name: str, part: Any) -> AttentionSpec:  # noqa: ANN401 - one of the kinds' messages
