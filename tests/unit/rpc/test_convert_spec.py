@@ -7,6 +7,7 @@ import pytest
 from kvpool.server.core.errors import InvalidArgumentError
 from kvpool.server.core.specs import (
     SPEC_KINDS,
+    AttentionSpec,
     ChunkedLocalAttentionSpec,
     CrossAttentionSpec,
     EncoderOnlyAttentionSpec,
@@ -133,3 +134,18 @@ def test_what_is_refused_is_named_by_its_path(field: str) -> None:
     with pytest.raises(InvalidArgumentError) as caught:
         spec_from_proto("spec", BAD[field])
     assert caught.value.field == field
+
+
+def test_a_uniform_type_within_another_is_refused() -> None:
+    inner = spec_pb2.KvCacheSpec(uniform_type=spec_pb2.UniformTypeSpec(block_size=4))
+    layers = [spec_pb2.LayerSpec(layer_name="a", spec=inner)]
+    outer = spec_pb2.KvCacheSpec(uniform_type=spec_pb2.UniformTypeSpec(block_size=4, layers=layers))
+    with pytest.raises(InvalidArgumentError, match="of uniform type itself") as caught:
+        spec_from_proto("spec", outer)
+    assert caught.value.field == "spec.uniform_type.layers[0].spec"
+
+
+@pytest.mark.parametrize("spec", [KVCacheSpec(4), AttentionSpec(4)])
+def test_what_is_of_no_kind_cannot_be_sent(spec: KVCacheSpec) -> None:
+    with pytest.raises(InvalidArgumentError, match="no kind of attention"):
+        spec_to_proto(spec)

@@ -76,10 +76,7 @@ def spec_from_proto(where: str, message: spec_pb2.KvCacheSpec) -> KVCacheSpec:
         if name == "mamba":
             return _mamba_from_proto(message.mamba)
         if name == "uniform_type":
-            layers = tuple(
-                (layer.layer_name, spec_from_proto(f"layers[{i}].spec", layer.spec))
-                for i, layer in enumerate(message.uniform_type.layers)
-            )
+            layers = tuple(_layer_from_proto(i, layer) for i, layer in enumerate(message.uniform_type.layers))
             return UniformTypeKVCacheSpecs(message.uniform_type.block_size, layers)
         return _attention_from_proto(name, getattr(message, name))
     except InvalidArgumentError as error:
@@ -87,10 +84,19 @@ def spec_from_proto(where: str, message: spec_pb2.KvCacheSpec) -> KVCacheSpec:
         raise
 
 
+def _layer_from_proto(i: int, layer: spec_pb2.LayerSpec) -> tuple[str, KVCacheSpec]:
+    where = f"layers[{i}].spec"
+    if layer.spec.WhichOneof("kind") == "uniform_type":
+        raise InvalidArgumentError(where, "is of uniform type itself")
+    return layer.layer_name, spec_from_proto(where, layer.spec)
+
+
 def _wire_field(name: str, field: str) -> str:
     """The path within a kind's message of what its spec calls `field`."""
     if name == "mamba":
-        return _STATE_FIELD.sub(lambda found: f"states{found[2] or ''}{_STATE_PARTS[found[1]] if found[2] else ''}", field)
+        return _STATE_FIELD.sub(
+            lambda found: f"states{found[2] or ''}{_STATE_PARTS[found[1]] if found[2] else ''}", field
+        )
     if name == "uniform_type":
         return field.replace("].block_size", "].spec")
     wire = next(wire for wire in _KINDS.values() if wire.name == name)
@@ -150,10 +156,10 @@ def spec_to_proto(spec: KVCacheSpec) -> spec_pb2.KvCacheSpec:
             return spec_pb2.KvCacheSpec(
                 uniform_type=spec_pb2.UniformTypeSpec(block_size=spec.block_size, layers=layers)
             )
-        case AttentionSpec():
+        case AttentionSpec() if type(spec) in _KINDS:
             return _attention_to_proto(spec)
         case _:
-            raise TypeError(type(spec))
+            raise InvalidArgumentError("spec", f"{type(spec).__name__} is no kind of attention")
 
 
 def _attention_to_proto(spec: AttentionSpec) -> spec_pb2.KvCacheSpec:
