@@ -94,9 +94,11 @@ def _layer_from_proto(i: int, layer: spec_pb2.LayerSpec) -> tuple[str, KVCacheSp
 def _wire_field(name: str, field: str) -> str:
     """The path within a kind's message of what its spec calls `field`."""
     if name == "mamba":
-        return _STATE_FIELD.sub(
-            lambda found: f"states{found[2] or ''}{_STATE_PARTS[found[1]] if found[2] else ''}", field
-        )
+        found = _STATE_FIELD.match(field)
+        if not found:
+            return field
+        part, index = found.groups(default="")
+        return f"states{index}{_STATE_PARTS[part] if index else ''}{field[found.end() :]}"
     if name == "uniform_type":
         return field.replace("].block_size", "].spec")
     wire = next(wire for wire in _KINDS.values() if wire.name == name)
