@@ -11,7 +11,8 @@ from kvpool.server.core.config import KVCacheGroup, PoolConfig
 from kvpool.server.core.pool import Pool
 from kvpool.server.core.request import Request
 from kvpool.server.core.session import Session
-from kvpool.server.core.specs import FullAttentionSpec, KVCacheSpec
+from kvpool.server.core.spec_base import KVCacheSpec
+from kvpool.server.core.specs import FullAttentionSpec
 from kvpool.server.core.step import Operation, Step, StepResult
 from kvpool.server.core.types import BlockHash, BlockId, PoolName, RequestId, RequestNumber, SessionId, WriterId
 

@@ -5,14 +5,8 @@ from collections import Counter
 from pathlib import Path
 
 from kvpool.models.config import Model, ModelOptions, derive_model
-from kvpool.server.core.specs import (
-    AttentionSpec,
-    ChunkedLocalAttentionSpec,
-    FullAttentionSpec,
-    KVCacheSpec,
-    MambaSpec,
-    SlidingWindowSpec,
-)
+from kvpool.server.core.spec_base import AttentionSpec, KVCacheSpec
+from kvpool.server.core.specs import ChunkedLocalAttentionSpec, FullAttentionSpec, MambaSpec, SlidingWindowSpec
 
 CONFIGS = Path(__file__).parent / "unit" / "models" / "configs"
 DEFAULT_OPTIONS = ModelOptions()

@@ -15,7 +15,8 @@ from kvpool.server.core.config import (
     PoolConfig,
     ReuseOrder,
 )
-from kvpool.server.core.specs import SPEC_KINDS, KVCacheSpec
+from kvpool.server.core.spec_base import KVCacheSpec
+from kvpool.server.core.specs import SPEC_KINDS
 from kvpool.server.core.types import BlockHash, PoolName
 
 Line = dict[str, Any]

@@ -10,7 +10,8 @@ from conformance.conftest import golden_dir
 from conformance.golden import Line, spec
 from kvpool.server.core.plan import GIB, FitCheck, KVCacheConfig, Plan, PlanError, PlanOptions, RankMemory
 from kvpool.server.core.planner import get_kv_cache_configs
-from kvpool.server.core.specs import KVCacheSpec, UniformTypeKVCacheSpecs
+from kvpool.server.core.spec_base import KVCacheSpec
+from kvpool.server.core.specs import UniformTypeKVCacheSpecs
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

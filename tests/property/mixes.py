@@ -5,11 +5,11 @@ from collections.abc import Sequence
 from hypothesis import strategies as st
 
 from kvpool.server.core.config import KVCacheGroup, PoolConfig, ReuseOrder
+from kvpool.server.core.spec_base import KVCacheSpec
 from kvpool.server.core.specs import (
     ChunkedLocalAttentionSpec,
     CrossAttentionSpec,
     FullAttentionSpec,
-    KVCacheSpec,
     MambaSpec,
     MLAAttentionSpec,
     SinkFullAttentionSpec,

@@ -17,11 +17,11 @@ from functools import cache
 
 from kvpool.server.core.config import PoolConfig
 from kvpool.server.core.request import Request
+from kvpool.server.core.spec_base import KVCacheSpec
 from kvpool.server.core.specs import (
     ChunkedLocalAttentionSpec,
     CrossAttentionSpec,
     FullAttentionSpec,
-    KVCacheSpec,
     MambaSpec,
     SinkFullAttentionSpec,
     SlidingWindowSpec,

@@ -11,11 +11,11 @@ from kvpool.server.core.errors import InvalidArgumentError
 from kvpool.server.core.plan import Plan, PlanError, PlanOptions, RankMemory
 from kvpool.server.core.plan_groups import layer_specs
 from kvpool.server.core.planner import get_kv_cache_configs
+from kvpool.server.core.spec_base import KVCacheSpec
 from kvpool.server.core.specs import (
     ChunkedLocalAttentionSpec,
     EncoderOnlyAttentionSpec,
     FullAttentionSpec,
-    KVCacheSpec,
     MambaSpec,
     MLAAttentionSpec,
     SlidingWindowSpec,

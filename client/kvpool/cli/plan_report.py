@@ -16,10 +16,9 @@ from kvpool.server.core.config import KVCacheGroup
 from kvpool.server.core.errors import InvalidArgumentError
 from kvpool.server.core.plan import GIB, KVCacheConfig, Plan, PlanError, PlanOptions, RankMemory
 from kvpool.server.core.plan_groups import layer_specs
+from kvpool.server.core.spec_base import AttentionSpec, KVCacheSpec
 from kvpool.server.core.specs import (
-    AttentionSpec,
     CrossAttentionSpec,
-    KVCacheSpec,
     MambaSpec,
     UniformTypeKVCacheSpecs,
     allocation_spec,

@@ -27,11 +27,11 @@ from kvpool.server.core.allocator import PoolInfo
 from kvpool.server.core.config import HashScheme, KeyForm, KVCacheGroup, PoolConfig, ReuseOrder
 from kvpool.server.core.events import AllBlocksCleared, BlockRemoved, BlockStored
 from kvpool.server.core.pool import ComputedBlocks
+from kvpool.server.core.spec_base import KVCacheSpec
 from kvpool.server.core.specs import (
     ChunkedLocalAttentionSpec,
     CrossAttentionSpec,
     FullAttentionSpec,
-    KVCacheSpec,
     MambaSpec,
     MLAAttentionSpec,
     SinkFullAttentionSpec,

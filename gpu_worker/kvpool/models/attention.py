@@ -10,13 +10,8 @@ from typing import Final
 
 from kvpool.models.context import Context, Layer, naming_layer
 from kvpool.server.core.errors import InvalidArgumentError
-from kvpool.server.core.specs import (
-    FP8_DS_MLA,
-    AttentionSpec,
-    ChunkedLocalAttentionSpec,
-    FullAttentionSpec,
-    SlidingWindowSpec,
-)
+from kvpool.server.core.spec_base import AttentionSpec
+from kvpool.server.core.specs import FP8_DS_MLA, ChunkedLocalAttentionSpec, FullAttentionSpec, SlidingWindowSpec
 
 FULL: Final = "full_attention"
 SLIDING: Final = "sliding_attention"

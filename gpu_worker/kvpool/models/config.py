@@ -15,7 +15,8 @@ from kvpool.models.dtypes import kv_dtype, model_dtype
 from kvpool.models.length import stated_length
 from kvpool.models.reader import Reader
 from kvpool.server.core.errors import InvalidArgumentError
-from kvpool.server.core.specs import KVCacheSpec, MambaSpec
+from kvpool.server.core.spec_base import KVCacheSpec
+from kvpool.server.core.specs import MambaSpec
 
 __all__ = ["FAMILIES", "Model", "ModelOptions", "derive_model", "split_stages"]
 

@@ -7,7 +7,7 @@ from typing import Final
 
 from kvpool.models.reader import Reader
 from kvpool.server.core.errors import InvalidArgumentError, check_range
-from kvpool.server.core.specs import MAX_BLOCK_SIZE_TOKENS, KVCacheSpec
+from kvpool.server.core.spec_base import MAX_BLOCK_SIZE_TOKENS, KVCacheSpec
 from kvpool.server.core.types import MAX_TOKENS
 
 DEFAULT_BLOCK_SIZE: Final = 16

@@ -14,7 +14,8 @@ from typing import Final, cast
 from kvpool.models.context import Model
 from kvpool.models.reader import MAX_LAYERS, typed
 from kvpool.server.core.errors import InvalidArgumentError, check_range
-from kvpool.server.core.specs import SPEC_KINDS, KVCacheSpec
+from kvpool.server.core.spec_base import KVCacheSpec
+from kvpool.server.core.specs import SPEC_KINDS
 
 _TYPE: Final = "type"
 _PAGE_SIZE: Final = "page_size_bytes"

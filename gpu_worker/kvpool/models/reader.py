@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Final, TypeVar
 
 from kvpool.server.core.errors import InvalidArgumentError, check_range
-from kvpool.server.core.specs import MAX_DIMENSION
+from kvpool.server.core.spec_base import MAX_DIMENSION
 from kvpool.server.core.types import MAX_TOKENS
 
 MAX_LAYERS: Final = 10_000

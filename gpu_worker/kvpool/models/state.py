@@ -11,7 +11,8 @@ from typing import Final
 from kvpool.models.attention import Heads
 from kvpool.models.context import Context, Layer, naming_layer
 from kvpool.server.core.errors import InvalidArgumentError
-from kvpool.server.core.specs import DTYPE_SIZES_BYTES, MAX_BLOCK_SIZE_TOKENS, MambaSpec, dtype_size_bytes
+from kvpool.server.core.spec_base import DTYPE_SIZES_BYTES, MAX_BLOCK_SIZE_TOKENS, dtype_size_bytes
+from kvpool.server.core.specs import MambaSpec
 
 _BLOCK_STEP: Final = 16
 """Attention kernels take blocks of a multiple of so many tokens."""

@@ -6,12 +6,11 @@ import pytest
 
 from kvpool.server.core.config import HashScheme, KVCacheGroup, PoolConfig, ReuseOrder
 from kvpool.server.core.errors import InvalidArgumentError
+from kvpool.server.core.spec_base import AttentionSpec, KVCacheSpec
 from kvpool.server.core.specs import (
-    AttentionSpec,
     CrossAttentionSpec,
     EncoderOnlyAttentionSpec,
     FullAttentionSpec,
-    KVCacheSpec,
     MambaSpec,
     SinkFullAttentionSpec,
     SlidingWindowSpec,

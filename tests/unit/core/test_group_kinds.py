@@ -12,11 +12,11 @@ from kvpool.server.core.integrity import check_integrity
 from kvpool.server.core.pool import Pool
 from kvpool.server.core.request import Request
 from kvpool.server.core.session import Session
+from kvpool.server.core.spec_base import KVCacheSpec
 from kvpool.server.core.specs import (
     ChunkedLocalAttentionSpec,
     CrossAttentionSpec,
     FullAttentionSpec,
-    KVCacheSpec,
     MambaSpec,
     SinkFullAttentionSpec,
     SlidingWindowSpec,

@@ -7,11 +7,11 @@ import pytest
 from kvpool.server.core.errors import InvalidArgumentError
 from kvpool.server.core.plan import FitCheck, Plan, PlanError, PlanOptions, RankMemory
 from kvpool.server.core.planner import get_kv_cache_configs
+from kvpool.server.core.spec_base import KVCacheSpec
 from kvpool.server.core.specs import (
     CrossAttentionSpec,
     EncoderOnlyAttentionSpec,
     FullAttentionSpec,
-    KVCacheSpec,
     MambaSpec,
     SinkFullAttentionSpec,
     SlidingWindowSpec,

@@ -6,15 +6,14 @@ from typing import Any
 import pytest
 
 from kvpool.server.core.errors import InvalidArgumentError
+from kvpool.server.core.spec_base import KVCacheSpec, RequestLimits
 from kvpool.server.core.specs import (
     ChunkedLocalAttentionSpec,
     CrossAttentionSpec,
     EncoderOnlyAttentionSpec,
     FullAttentionSpec,
-    KVCacheSpec,
     MambaSpec,
     MLAAttentionSpec,
-    RequestLimits,
     SinkFullAttentionSpec,
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,

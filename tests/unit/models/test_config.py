@@ -4,8 +4,8 @@ import pytest
 
 from kvpool.models.config import FAMILIES, ModelOptions, derive_model
 from kvpool.server.core.errors import InvalidArgumentError
+from kvpool.server.core.spec_base import AttentionSpec
 from kvpool.server.core.specs import (
-    AttentionSpec,
     ChunkedLocalAttentionSpec,
     CrossAttentionSpec,
     EncoderOnlyAttentionSpec,

@@ -7,14 +7,8 @@ import pytest
 
 from kvpool.models.layers_file import read_layers, spec_from_json
 from kvpool.server.core.errors import InvalidArgumentError
-from kvpool.server.core.specs import (
-    SPEC_KINDS,
-    FullAttentionSpec,
-    KVCacheSpec,
-    MambaSpec,
-    SinkFullAttentionSpec,
-    SlidingWindowSpec,
-)
+from kvpool.server.core.spec_base import KVCacheSpec
+from kvpool.server.core.specs import SPEC_KINDS, FullAttentionSpec, MambaSpec, SinkFullAttentionSpec, SlidingWindowSpec
 from support_models import CONFIGS, derive
 
 NAME = "model.layers.0.self_attn"

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from kvpool.models.config import ModelOptions, derive_model
-from kvpool.server.core.specs import AttentionSpec, FullAttentionSpec, MambaSpec, MLAAttentionSpec, SlidingWindowSpec
+from kvpool.server.core.spec_base import AttentionSpec
+from kvpool.server.core.specs import FullAttentionSpec, MambaSpec, MLAAttentionSpec, SlidingWindowSpec
 from support_models import (
     CONFIGS,
     changed,

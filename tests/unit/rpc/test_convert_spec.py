@@ -5,14 +5,13 @@ from typing import Any
 import pytest
 
 from kvpool.server.core.errors import InvalidArgumentError
+from kvpool.server.core.spec_base import AttentionSpec, KVCacheSpec
 from kvpool.server.core.specs import (
     SPEC_KINDS,
-    AttentionSpec,
     ChunkedLocalAttentionSpec,
     CrossAttentionSpec,
     EncoderOnlyAttentionSpec,
     FullAttentionSpec,
-    KVCacheSpec,
     MambaSpec,
     MLAAttentionSpec,
     SinkFullAttentionSpec,

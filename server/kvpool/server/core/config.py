@@ -7,12 +7,12 @@ from enum import Enum
 from typing import Final
 
 from kvpool.server.core.errors import InvalidArgumentError, check_range
+from kvpool.server.core.spec_base import KVCacheSpec
 from kvpool.server.core.specs import (
     MAX_LAYERS,
     SPEC_KINDS,
     CrossAttentionSpec,
     EncoderOnlyAttentionSpec,
-    KVCacheSpec,
     UniformTypeKVCacheSpecs,
     allocation_spec,
     block_span_tokens,

@@ -8,7 +8,7 @@ from typing import Final
 from kvpool.server.core.config import KVCacheGroup
 from kvpool.server.core.errors import InvalidArgumentError, check_range
 from kvpool.server.core.plan_groups import Layers, block_size_bytes, layer_specs
-from kvpool.server.core.specs import RequestLimits
+from kvpool.server.core.spec_base import RequestLimits
 from kvpool.server.core.types import MAX_BLOCKS
 
 GIB: Final = 2**30

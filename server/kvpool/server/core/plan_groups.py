@@ -14,12 +14,11 @@ from dataclasses import replace
 
 from kvpool.server.core.config import KVCacheGroup
 from kvpool.server.core.errors import InvalidArgumentError
+from kvpool.server.core.spec_base import AttentionSpec, KVCacheSpec
 from kvpool.server.core.specs import (
-    AttentionSpec,
     ChunkedLocalAttentionSpec,
     EncoderOnlyAttentionSpec,
     FullAttentionSpec,
-    KVCacheSpec,
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
 )

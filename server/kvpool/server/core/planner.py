@@ -33,9 +33,8 @@ from kvpool.server.core.plan_groups import (
     of_rank,
     undeclared_field,
 )
+from kvpool.server.core.spec_base import KVCacheSpec, RequestLimits
 from kvpool.server.core.specs import (
-    KVCacheSpec,
-    RequestLimits,
     allocation_spec,
     block_span_tokens,
     common_multiple_tokens,

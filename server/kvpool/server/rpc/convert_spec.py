@@ -5,13 +5,12 @@ from dataclasses import dataclass
 from typing import Any, Final, TypedDict
 
 from kvpool.server.core.errors import InvalidArgumentError
+from kvpool.server.core.spec_base import AttentionSpec, KVCacheSpec
 from kvpool.server.core.specs import (
-    AttentionSpec,
     ChunkedLocalAttentionSpec,
     CrossAttentionSpec,
     EncoderOnlyAttentionSpec,
     FullAttentionSpec,
-    KVCacheSpec,
     MambaSpec,
     MLAAttentionSpec,
     SinkFullAttentionSpec,
