@@ -17,6 +17,8 @@ from typing import Final
 from kvpool.client import Answer, Request, Session, StepBuilder
 from kvpool.replay.result import Counts
 from kvpool.replay.workload import Work, Workload
+from kvpool.server.core.spec_base import RequestLimits
+from kvpool.server.core.specs import allocation_spec
 
 _FIRST_PAUSE_SECONDS: Final = 0.001
 _LONGEST_PAUSE_SECONDS: Final = 0.05
@@ -77,14 +79,20 @@ class Scheduler:
         return self.counts
 
     def _take(self, work: Work) -> None:
-        config = self._session.config
         self.counts.input_tokens += len(work.token_ids)
-        length = len(work.token_ids) + work.output_length
-        if length > min((config.num_blocks - 1) * config.hash_block_size, config.max_model_len):
+        if not self._can_ever_fit(len(work.token_ids) + work.output_length):
             self.counts.rejected_requests += 1
             self._advance()
             return
         self._waiting.append(_Entry(work, self._session.request(work.work_id, work.token_ids)))
+
+    def _can_ever_fit(self, num_tokens: int) -> bool:
+        config = self._session.config
+        if num_tokens > config.max_model_len:
+            return False
+        limits = RequestLimits(num_tokens, self._max_num_batched_tokens, context_parallel_size=config.dcp_world_size)
+        blocks = sum(allocation_spec(group.spec).max_blocks(limits) for group in config.groups)
+        return blocks <= config.num_blocks - 1 - sum(config.num_sink_blocks)
 
     def _round(self) -> bool:
         """Plays one round; returns whether anything moved."""

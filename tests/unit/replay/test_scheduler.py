@@ -1,8 +1,21 @@
 """The scheduler plays everything to its end, whatever the pool's size, and leaves nothing behind."""
 
+from collections.abc import Sequence
+
 import pytest
 
-from kvpool.client import Client, FullAttentionSpec, KVCacheGroup, PoolConfig, connect
+from kvpool.client import (
+    ChunkedLocalAttentionSpec,
+    Client,
+    FullAttentionSpec,
+    KVCacheGroup,
+    KVCacheSpec,
+    MambaSpec,
+    PoolConfig,
+    SinkFullAttentionSpec,
+    SlidingWindowSpec,
+    connect,
+)
 from kvpool.replay.scheduler import Scheduler
 from kvpool.replay.workload import ChatShare, Work
 from kvpool.server.core.types import PoolName
@@ -22,23 +35,35 @@ class Fixed:
         return None
 
 
-def make_pool(client: Client, num_blocks: int) -> None:
-    group = KVCacheGroup(FullAttentionSpec(4), ("layer.0",))
-    client.create_pool(PoolConfig(PoolName("p"), num_blocks, 4096, (group,)))
+FULL = FullAttentionSpec(4)
+MIXES: dict[str, list[KVCacheSpec]] = {
+    "full": [FULL],
+    "windows": [FULL, *[SlidingWindowSpec(4, sliding_window=10)] * 3],
+    "chunks": [ChunkedLocalAttentionSpec(4, attention_chunk_size=16), FULL],
+    "states": [MambaSpec(8, num_speculative_blocks=1), FULL],
+    "sinks": [SinkFullAttentionSpec(4, sink_len=8), SlidingWindowSpec(8, sliding_window=5)],
+}
 
 
-@pytest.mark.parametrize(("num_blocks", "preempts"), [(1000, False), (20, True)])
-def test_plays_all_with_and_without_preemption(num_blocks: int, preempts: bool) -> None:  # noqa: FBT001
+def make_pool(client: Client, num_blocks: int, specs: Sequence[KVCacheSpec] = (FULL,)) -> None:
+    groups = tuple(map(KVCacheGroup, specs))
+    client.create_pool(PoolConfig(PoolName("p"), num_blocks, 4096, groups))
+
+
+@pytest.mark.parametrize("mix", MIXES)
+@pytest.mark.parametrize("preempts", [False, True])
+def test_plays_all_with_and_without_preemption(mix: str, preempts: bool) -> None:  # noqa: FBT001
+    num_blocks = {"full": 20, "windows": 54, "chunks": 34, "states": 34, "sinks": 30}[mix] if preempts else 1000
     works = [Work(f"r{i}", [i] * 20, 30) for i in range(6)]
     with connect("embedded:") as client:
-        make_pool(client, num_blocks)
+        make_pool(client, num_blocks, MIXES[mix])
         with client.open_session("p") as session:
             counts = Scheduler(session, Fixed(*works), max_num_batched_tokens=16).run()
         info = client.get_pool("p")
     assert (counts.requests, counts.output_tokens, counts.input_tokens) == (6, 180, 120)
     assert (counts.preemptions > 0) is preempts
     assert info.preemptions == counts.preemptions
-    assert (info.free_blocks, info.requests) == (num_blocks - 1, 0)
+    assert (info.free_blocks, info.requests) == (num_blocks - 1 - info.sink_blocks, 0)
 
 
 def test_rejects_what_can_never_fit() -> None:
@@ -47,6 +72,14 @@ def test_rejects_what_can_never_fit() -> None:
         with client.open_session("p") as session:
             works = (Work("huge", [1] * 33, 4), Work("small", [1] * 32, 4))
             counts = Scheduler(session, Fixed(*works)).run()
+    assert (counts.rejected_requests, counts.requests) == (1, 1)
+
+
+def test_what_fits_a_mix_is_counted_over_all_groups() -> None:
+    with connect("embedded:") as client:
+        make_pool(client, 12, MIXES["windows"])  # 11 to give; 12 tokens take 3 blocks in each of four groups
+        with client.open_session("p") as session:
+            counts = Scheduler(session, Fixed(Work("large", [1] * 8, 4), Work("small", [1] * 4, 4))).run()
     assert (counts.rejected_requests, counts.requests) == (1, 1)
 
 
