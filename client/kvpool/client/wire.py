@@ -18,7 +18,7 @@ _RETRIES: Final = """{"methodConfig": [{"name": [{"service": "kvpool.v1.Allocato
 """Unary calls are sent again when the server cannot be reached; numbered as they are, no change counts twice."""
 
 CHANNEL_OPTIONS: Final[list[tuple[str, int | str]]] = [
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_receive_message_length", -1),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.service_config", _RETRIES),
     ("grpc.max_reconnect_backoff_ms", 1000),

@@ -113,7 +113,9 @@ class _OutcomeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Outcome.Value
     OUTCOME_NO_BLOCKS: _Outcome.ValueType  # 1
     """Not enough free blocks: nothing was allocated. Blocks that slid out of a window were freed nevertheless."""
     OUTCOME_SKIPPED: _Outcome.ValueType  # 2
-    """Not tried, since an earlier operation of the step found too few blocks or the token budget was used up."""
+    """Not tried, since an earlier operation of the step found too few blocks, or the token budget was used up, or the
+    result holds 2^22 block ids already. Ask again.
+    """
     OUTCOME_HIT_CHANGED: _Outcome.ValueType  # 3
     """What the look-up had promised is no longer all cached. Nothing was allocated; the result holds the new hit."""
     OUTCOME_IN_USE: _Outcome.ValueType  # 4
@@ -127,7 +129,9 @@ OUTCOME_UNSPECIFIED: Outcome.ValueType  # 0
 OUTCOME_NO_BLOCKS: Outcome.ValueType  # 1
 """Not enough free blocks: nothing was allocated. Blocks that slid out of a window were freed nevertheless."""
 OUTCOME_SKIPPED: Outcome.ValueType  # 2
-"""Not tried, since an earlier operation of the step found too few blocks or the token budget was used up."""
+"""Not tried, since an earlier operation of the step found too few blocks, or the token budget was used up, or the
+result holds 2^22 block ids already. Ask again.
+"""
 OUTCOME_HIT_CHANGED: Outcome.ValueType  # 3
 """What the look-up had promised is no longer all cached. Nothing was allocated; the result holds the new hit."""
 OUTCOME_IN_USE: Outcome.ValueType  # 4
@@ -174,9 +178,7 @@ class Step(_message.Message):
     """
     @_builtins.property
     def operations(self) -> _containers.RepeatedScalarFieldContainer[Global___Operation.ValueType]:
-        """The operations, at most 65,536, and at most 2^18 of operations times groups. Their answers may come to hold 2^22
-        block ids at most.
-        """
+        """The operations, at most 65,536, and at most 2^18 of operations times groups."""
 
     @_builtins.property
     def request_numbers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:

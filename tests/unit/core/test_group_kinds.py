@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from kvpool.server.core import apply
 from kvpool.server.core.config import KVCacheGroup, PoolConfig
 from kvpool.server.core.errors import InvalidArgumentError, WrongStateError
 from kvpool.server.core.events import BlockStored
@@ -388,23 +389,18 @@ def test_operations_times_groups_are_bounded() -> None:
     world.run(session, *[Operation.EVICT] * 1024)
 
 
-def test_an_answer_that_no_message_could_hold_is_refused_before_anything_is_done() -> None:
-    world = World(40, specs=[FullAttentionSpec(1)])
-    session = world.open()
-    world.run(
-        session,
-        Operation.ADD,
-        request_numbers=[1],
-        num_appended_tokens=[256],
-        block_hashes=block_hashes("a", 256),
-        request_ids=["r1"],
-    )
-    before = world.snapshot()
-    with pytest.raises(InvalidArgumentError, match="split the step") as caught:
-        world.run(session, *[Operation.PEEK] * 20_000, request_numbers=[1] * 20_000)
-    assert caught.value.field == "operations"
-    assert world.snapshot() == before
-    world.run(session, *[Operation.PEEK] * 10_000, request_numbers=[1] * 10_000)
+def test_an_answer_ends_before_it_is_too_long_for_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(apply, "MAX_ANSWER_BLOCKS", 10)
+    world, session = mixed_world()
+    look_up(world, session, 2, "abcdeX", 24)
+    requests = world.pool.stats.requests
+    peeks = [Operation.PEEK, Operation.PEEK, Operation.LOOK_UP, Operation.ADMIT, Operation.APPEND]
+    result = world.run(session, *peeks, request_numbers=[2] * 5)
+    assert result.outcomes == [0, *[Outcome.SKIPPED] * 3, 0]
+    assert (len(result.block_ids), world.pool.stats.requests) == (10, requests)
+    assert world.run(session, Operation.ADMIT, request_numbers=[2]).outcomes == []
+    result = world.run(session, Operation.FREE, Operation.ALLOCATE, request_numbers=[1, 2], num_new_tokens=[0, 1])
+    assert result.outcomes == []
 
 
 def test_windows_that_shorten_a_hit_by_turns_do_not_make_another_look_again() -> None:

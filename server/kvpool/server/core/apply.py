@@ -2,7 +2,8 @@
 
 1. After the first operation that finds too few blocks, nothing takes blocks any more in this step: as in a scheduler's
    loop that stops there to preempt.
-2. What a request grew by, and what it threw away, is taken note of whatever became of the operation itself.
+2. Nor does anything add to an answer that has grown too long for a message: it is not tried, and can be asked again.
+3. What a request grew by, and what it threw away, is taken note of whatever became of the operation itself.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,7 +13,7 @@ from kvpool.server.core.check import CheckedOperation, StepChecker
 from kvpool.server.core.pool import ComputedBlocks, Pool
 from kvpool.server.core.request import Request
 from kvpool.server.core.session import Session
-from kvpool.server.core.step import Operation, Outcome, Step, StepResult
+from kvpool.server.core.step import MAX_ANSWER_BLOCKS, Operation, Outcome, Step, StepResult
 from kvpool.server.core.types import BlockId
 from kvpool.server.core.types import Sequence as SequenceNumber
 
@@ -118,10 +119,16 @@ class _Application:
         self._session.add(request)
 
     def look_up(self, i: int, _row: CheckedOperation, request: Request) -> None:
-        self._put_hit(i, self._pool.look_up(request))
+        if self._answer_is_full:
+            self._outcomes[i] = Outcome.SKIPPED
+        else:
+            self._put_hit(i, self._pool.look_up(request))
 
     def peek(self, i: int, _row: CheckedOperation, request: Request) -> None:
-        self._put_hit(i, self._pool.peek(request))
+        if self._answer_is_full:
+            self._outcomes[i] = Outcome.SKIPPED
+        else:
+            self._put_hit(i, self._pool.peek(request))
 
     def cache(self, _i: int, row: CheckedOperation, request: Request) -> None:
         if self._pool.config.enable_caching:
@@ -151,7 +158,7 @@ class _Application:
 
     def allocate(self, i: int, row: CheckedOperation, request: Request) -> None:
         pool, promised = self._pool, row.promised
-        if self._out_of_blocks:
+        if self._out_of_blocks or self._answer_is_full:
             self._outcomes[i] = Outcome.SKIPPED
             return
         if promised and not pool.still_holds(request, promised):
@@ -173,7 +180,7 @@ class _Application:
             self._put_new(i, new)
 
     def admit(self, i: int, row: CheckedOperation, request: Request) -> None:
-        if self._out_of_blocks or not self._budget_tokens:
+        if self._out_of_blocks or self._answer_is_full or not self._budget_tokens:
             self._outcomes[i] = Outcome.SKIPPED
             return
         admission = self._pool.admit(
@@ -191,6 +198,10 @@ class _Application:
         self._num_new_tokens[i] = admission.num_new_tokens
         self._put_hit(i, admission.computed)
         self._put_new(i, admission.new_blocks)
+
+    @property
+    def _answer_is_full(self) -> bool:
+        return len(self._block_ids) >= MAX_ANSWER_BLOCKS
 
     def _refuse(self, i: int) -> None:
         self._outcomes[i] = Outcome.NO_BLOCKS

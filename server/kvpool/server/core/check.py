@@ -12,7 +12,7 @@ from kvpool.server.core.errors import InvalidArgumentError, NotFoundError, Wrong
 from kvpool.server.core.pool import ComputedBlocks, Pool
 from kvpool.server.core.request import Request
 from kvpool.server.core.session import Session
-from kvpool.server.core.step import MAX_ANSWER_BLOCKS, MAX_OPERATION_GROUPS, MAX_OPERATIONS, Operation, Step
+from kvpool.server.core.step import MAX_OPERATION_GROUPS, MAX_OPERATIONS, Operation, Step
 from kvpool.server.core.types import MAX_TOKENS, BlockHash, BlockId, RequestId, RequestNumber
 
 MAX_REQUEST_NUMBER: Final = 2**31 - 1
@@ -90,7 +90,6 @@ class StepChecker:
         self._token_at = 0
         self._id_at = 0
         self._block_at = 0
-        self._answer_tokens = 0
 
     def check(self) -> list[CheckedOperation]:
         """Checks the step.
@@ -132,11 +131,6 @@ class StepChecker:
         )
         checked = [self._check_row(i, *row) for i, row in enumerate(rows)]
         self._check_all_used()
-        blocks = self._pool.max_blocks(self._answer_tokens, count)
-        if blocks > MAX_ANSWER_BLOCKS:
-            raise InvalidArgumentError(
-                "operations", f"their answers could hold {blocks} block ids, over {MAX_ANSWER_BLOCKS}: split the step"
-            )
         return checked
 
     def _check_row(  # noqa: PLR0913, PLR0917 - one parameter a column
@@ -182,9 +176,6 @@ class StepChecker:
             check_range(f"num_encoder_tokens[{i}]", encoder, 0, MAX_TOKENS)
             row.num_new_tokens, row.num_lookahead_tokens, row.delay_cache_blocks = new, lookahead, delay
             row.num_encoder_tokens = encoder
-            self._answer_tokens += new + lookahead + encoder
-            if operation is Operation.ADMIT or block_ids:
-                self._answer_tokens += seen.num_tokens
             self._check_allocation(i, row, seen, block_ids)
         else:
             self._check_other(i, row, seen, new)
@@ -194,10 +185,8 @@ class StepChecker:
         operation = row.operation
         if operation is Operation.CACHE:
             row.num_new_tokens = check_range(f"num_new_tokens[{i}]", new, 0, seen.num_computed_tokens)
-        elif operation in _LOOKING_UP:
-            if seen.holds_blocks or seen.num_computed_tokens:
-                raise _holds_blocks(i, seen.request)
-            self._answer_tokens += seen.num_tokens
+        elif operation in _LOOKING_UP and (seen.holds_blocks or seen.num_computed_tokens):
+            raise _holds_blocks(i, seen.request)
         elif operation in _FREEING:
             seen.holds_blocks = False
             seen.num_computed_tokens = 0

@@ -28,7 +28,6 @@ class GroupManager:
         span_tokens: Tokens that a block covers, over all ranks of context parallelism.
         num_eagle_blocks: Blocks beyond a hit that must be cached too, to be computed again: what EAGLE's draft wrote
             into the last slot of a block depends on the token after it. Only kinds with a slot a token have any.
-        num_extra_blocks: Blocks of a table beyond those of its tokens: states after drafts.
         sink_blocks: Blocks set aside for sinks, held from the start to the end.
     """
 
@@ -39,7 +38,7 @@ class GroupManager:
         self.num_eagle_blocks = int(config.use_eagle and self.spec.has_token_slots)
         self.sink_blocks = block_pool.take(config.num_sink_blocks[group_id])
         self._hashes_per_block = self.span_tokens // config.hash_block_size
-        self.num_extra_blocks = self.spec.num_speculative_blocks if isinstance(self.spec, MambaSpec) else 0
+        self._num_extra_blocks = self.spec.num_speculative_blocks if isinstance(self.spec, MambaSpec) else 0
         self._counts_encoder_tokens = isinstance(self.spec, CrossAttentionSpec)
         self._pool = block_pool
         self._makes_events = config.makes_events
@@ -154,4 +153,4 @@ class GroupManager:
         """Blocks that the table lacks; not positive if it lacks none."""
         if self._counts_encoder_tokens:
             num_tokens = num_encoder_tokens
-        return -(-num_tokens // self.span_tokens) + self.num_extra_blocks - len(table.block_ids)
+        return -(-num_tokens // self.span_tokens) + self._num_extra_blocks - len(table.block_ids)

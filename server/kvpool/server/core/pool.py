@@ -75,7 +75,6 @@ class Pool:
         self.recent_hit_rate = RecentHitRate()
         self.num_preemptions = 0
         self._managers = [GroupManager(config, GroupId(i), self.blocks) for i in range(len(config.groups))]
-        self._blocks_per_token = sum(1 / manager.span_tokens for manager in self._managers)
         self._windowed = [manager for manager in self._managers if not manager.spec.keeps_all]
         self._search = PrefixSearch(self._managers, self.blocks.prefix_map, config.hit_alignment)
 
@@ -88,11 +87,6 @@ class Pool:
     def sink_blocks(self) -> tuple[BlockId, ...]:
         """Blocks set aside for sinks, group by group."""
         return tuple(block_id for manager in self._managers for block_id in manager.sink_blocks)
-
-    def max_blocks(self, num_tokens: int, num_requests: int) -> int:
-        """Most blocks, in all groups together, that so many tokens of so many requests can take."""
-        extra = sum(1 + manager.num_extra_blocks for manager in self._managers)
-        return int(num_tokens * self._blocks_per_token) + num_requests * extra
 
     def new_tables(self) -> tuple[BlockTable, ...]:
         """Makes the empty tables of a request."""

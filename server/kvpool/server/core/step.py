@@ -12,7 +12,7 @@ MAX_OPERATIONS: Final = 65_536
 MAX_OPERATION_GROUPS: Final = 2**18
 """Most entries of a column that has one an operation and group."""
 MAX_ANSWER_BLOCKS: Final = 2**22
-"""Most block ids that a step's answer may come to hold: it must fit a message."""
+"""Once a step's answer holds so many block ids, operations whose answers would add to them are not tried."""
 
 
 class Operation(IntEnum):
