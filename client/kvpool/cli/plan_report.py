@@ -95,7 +95,7 @@ def used_bytes(config: KVCacheConfig) -> int:
 
 
 def bytes_by_use(specs: Iterable[KVCacheSpec]) -> dict[str, int]:
-    """Bytes of some layers of one tensor rank, padding apart.
+    """Bytes of some layers of one tensor rank, padding apart, for a token that the rank holds.
 
     What every token adds for good, what windows hold of it while it is within, what states take of a request however
     long it is (those of drafts included), and what every token of an encoder's output adds.

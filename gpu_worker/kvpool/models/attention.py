@@ -187,12 +187,13 @@ def gpt_oss(ctx: Context) -> list[Layer]:
 
 
 def llama4(ctx: Context) -> list[Layer]:
-    """Llama 4: chunks on the layers with rotary embedding; full attention on those without, by default every 4th."""
+    """Llama 4: chunks on the layers with rotary embedding, full attention on those without (by default every 4th)."""
     count = _count(ctx)
     rotary = ctx.keys.integers("no_rope_layers") if ctx.keys.has("no_rope_layers") else []
     if rotary and len(rotary) != count:
         raise InvalidArgumentError(ctx.keys.field("no_rope_layers"), f"names {len(rotary)} layers, not {count}")
-    rotary = rotary or [(i + 1) % _LLAMA4_FULL_EVERY for i in range(count)]
+    every = ctx.keys.layers("no_rope_layer_interval", _LLAMA4_FULL_EVERY)
+    rotary = rotary or [(i + 1) % every for i in range(count)]
     local = CHUNKED if ctx.keys.has("attention_chunk_size") else FULL
     kinds = [local if uses else FULL for uses in rotary]
     return attention_layers(ctx, read_heads(ctx), layer_types(ctx, count, (FULL, CHUNKED)) or kinds)

@@ -120,7 +120,7 @@ def derive_model(config: Mapping[str, object], options: ModelOptions) -> Model:
         keys=keys,
         options=options,
         model_dtype=dtype,
-        kv_dtype=kv_dtype(options.kv_dtype, dtype, top, notes),
+        kv_dtype=kv_dtype(options.kv_dtype, dtype, (top, section), notes),
         max_model_len=_max_model_len(keys, family, options, notes),
         notes=notes,
     )

@@ -1,6 +1,6 @@
 """Element types: what a config states, and what is asked of keys and values."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 from kvpool.models.reader import Reader, typed
@@ -12,6 +12,7 @@ _DTYPE_KEYS: Final = ("torch_dtype", "dtype")
 _SPELLINGS: Final = {"half": "float16", "float": "float32"}
 _KV_DTYPES: Final = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
 _AUTO: Final = ("", "auto")
+_QUANTIZATION_KEYS: Final = ("quantization_config", "compression_config")
 
 
 def model_dtype(keys: Reader, top: Reader, notes: list[str]) -> str:
@@ -31,13 +32,13 @@ def model_dtype(keys: Reader, top: Reader, notes: list[str]) -> str:
     return "bfloat16"
 
 
-def kv_dtype(asked: str, model: str, top: Reader, notes: list[str]) -> str:
+def kv_dtype(asked: str, model: str, readers: Sequence[Reader], notes: list[str]) -> str:
     """The type of keys and values, or "fp8_ds_mla".
 
     Args:
         asked: What was asked for; empty or "auto" for what the checkpoint was quantized to, else the model's.
         model: The model's type.
-        top: The whole config.
+        readers: The whole config, and its part on the language model.
         notes: Remarks; a quantized checkpoint is told.
 
     Raises:
@@ -45,7 +46,7 @@ def kv_dtype(asked: str, model: str, top: Reader, notes: list[str]) -> str:
     """
     name = asked.lower().removeprefix("torch.")
     if name in _AUTO:
-        return _quantized(top, notes) or model
+        return _quantized(readers, notes) or model
     dtype = _KV_DTYPES.get(name, _SPELLINGS.get(name, name))
     if dtype != FP8_DS_MLA and dtype not in DTYPE_SIZES_BYTES:
         known = ["auto", *_KV_DTYPES, FP8_DS_MLA, "bfloat16", "float16", "float32"]
@@ -53,19 +54,18 @@ def kv_dtype(asked: str, model: str, top: Reader, notes: list[str]) -> str:
     return dtype
 
 
-def _quantized(top: Reader, notes: list[str]) -> str:
-    """What quantization_config says of the cache; empty if it says nothing that is known."""
-    if not top.has("quantization_config"):
-        return ""
-    section = top.section("quantization_config")
-    scheme = section.values.get("kv_cache_scheme")
-    nested = section.values.get("quantization")
-    algorithms = [part.get("kv_cache_quant_algo") for part in (section.values, nested) if isinstance(part, Mapping)]
-    algorithm = next((name for name in algorithms if name), None)
-    eight_bits = isinstance(scheme, Mapping) and (scheme.get("num_bits"), scheme.get("type")) == (8, "float")
-    if eight_bits or algorithm == "FP8":
-        notes.append("quantization_config keeps keys and values in fp8: so they are taken; kv_dtype would override it")
-        return _KV_DTYPES["fp8"]
-    if scheme or algorithm:
-        notes.append("quantization_config quantizes keys and values in a way that is not known: say kv_dtype")
+def _quantized(readers: Sequence[Reader], notes: list[str]) -> str:
+    """What the first quantization_config says of the cache; empty if none says anything that is known."""
+    sections = (reader.section(key) for reader in readers for key in _QUANTIZATION_KEYS if reader.has(key))
+    for section in sections:
+        scheme = section.values.get("kv_cache_scheme")
+        nested = section.values.get("quantization")
+        algorithms = [part.get("kv_cache_quant_algo") for part in (section.values, nested) if isinstance(part, Mapping)]
+        algorithm = str(next((name for name in algorithms if name), "")).upper()
+        eight_bits = isinstance(scheme, Mapping) and (scheme.get("num_bits"), scheme.get("type")) == (8, "float")
+        if eight_bits or algorithm == "FP8":
+            notes.append(f"{section.path} keeps keys and values in fp8: so they are taken; kv_dtype would override it")
+            return _KV_DTYPES["fp8"]
+        if scheme or algorithm:
+            notes.append(f"{section.path} quantizes keys and values in a way that is not known: say kv_dtype")
     return ""

@@ -29,6 +29,8 @@ def stated_length(keys: Reader, key: str, notes: list[str], *, counts_scaling: b
             continue
         scaling = keys.section(name)
         kind = next((scaling.text(k) for k in ("rope_type", "type") if scaling.has(k)), "")
+        if not kind and any(isinstance(value, dict) for value in scaling.values.values()):
+            notes.append(f"{scaling.path} differs by kind of layer and is not counted: say max_model_len")
         if kind not in _STRETCHING or not scaling.has("factor"):
             continue
         base_key = "original_max_position_embeddings"

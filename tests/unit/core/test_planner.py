@@ -102,6 +102,13 @@ def test_sinks_of_layers_with_pages_of_several_sizes_are_set_aside_too() -> None
     assert answer.max_model_len == (64 - 1 - 10) * 16
 
 
+def test_an_override_that_holds_nothing_is_named() -> None:
+    with pytest.raises(PlanError) as caught:
+        plan(rank(1, a=FULL), num_blocks_override=1, auto_fit_max_model_len=True)
+    assert (caught.value.reason, caught.value.field) == ("NOT_EVEN_ONE_TOKEN_FITS", "num_blocks_override")
+    assert (caught.value.needed_bytes, caught.value.available_bytes) == (2 * 65_536, 65_536)
+
+
 def test_sinks_must_fill_the_blocks_of_all_ranks() -> None:
     with pytest.raises(PlanError) as caught:
         plan(rank(1, a=SinkFullAttentionSpec(16, **HEADS, sink_len=16)), decode_context_parallel_size=2)
@@ -151,6 +158,7 @@ def test_ranks_that_disagree_are_told_layer_ranks_and_field() -> None:
         (FullAttentionSpec(16), "num_kv_heads"),
         (FullAttentionSpec(16, num_kv_heads=8), "head_size"),
         (FullAttentionSpec(16, num_kv_heads=8, head_size=128), "dtype"),
+        (FullAttentionSpec(16, page_size_padded=1024), "num_kv_heads"),
         (MambaSpec(16), "shapes"),
     ],
 )

@@ -59,6 +59,7 @@ def test_page(spec: KVCacheSpec, page_bytes: int) -> None:
         (ChunkedLocalAttentionSpec(16, attention_chunk_size=1024), 192),
         (ChunkedLocalAttentionSpec(16, attention_chunk_size=8192), 512),
         (ChunkedLocalAttentionSpec(16, attention_chunk_size=1000), 192),
+        (ChunkedLocalAttentionSpec(16, attention_chunk_size=8200), 512),
         (MambaSpec(544), 16),
         (MambaSpec(8192, num_speculative_blocks=2), 3),
         (CrossAttentionSpec(16), 94),

@@ -201,7 +201,7 @@ def test_whisper() -> None:
     "quantization",
     [
         {"quant_method": "modelopt", "kv_cache_scheme": {"dynamic": False, "num_bits": 8, "type": "float"}},
-        {"quant_method": "modelopt", "kv_cache_quant_algo": "FP8"},
+        {"quant_method": "modelopt", "kv_cache_quant_algo": "fp8"},
         {"quant_method": "modelopt", "quantization": {"kv_cache_quant_algo": "FP8"}},
     ],
 )
@@ -212,6 +212,33 @@ def test_a_checkpoint_may_quantize_its_cache(quantization: dict[str, object]) ->
     assert any("fp8" in note for note in model.notes)
     plain = derive_model(data, ModelOptions(kv_dtype="bfloat16"))
     assert specs_of(plain, FullAttentionSpec) == [FullAttentionSpec(16, 8, 128, "bfloat16")] * 32
+
+
+@pytest.mark.parametrize("path", [("compression_config",), ("text_config", "quantization_config")])
+def test_a_quantized_cache_is_found_wherever_it_is_told(path: tuple[str, ...]) -> None:
+    data: dict[str, object] = config("gemma-3-27b-it")
+    section = data
+    for key in path[:-1]:
+        section = section[key]  # type: ignore[assignment]
+    section[path[-1]] = {"kv_cache_scheme": {"num_bits": 8, "type": "float"}}
+    model = derive_model(data, ModelOptions())
+    assert {spec.dtype for _, spec in model.layers if isinstance(spec, AttentionSpec)} == {"float8_e4m3fn"}
+    assert any(note.startswith(".".join(path)) for note in model.notes)
+
+
+def test_llama_4_may_state_its_interval() -> None:
+    data = config("llama-4-scout")
+    text = data["text_config"]
+    assert isinstance(text, dict)
+    text |= {"no_rope_layers": [], "no_rope_layer_interval": 2}
+    assert kinds(derive_model(data, ModelOptions())) == {"ChunkedLocalAttentionSpec": 24, "FullAttentionSpec": 24}
+
+
+def test_scaling_by_kind_of_layer_is_noted() -> None:
+    scaling = {"full_attention": {"rope_type": "yarn", "factor": 8.0}}
+    model = derive_model(changed("llama-3.1-8b", rope_scaling=None, rope_parameters=scaling), ModelOptions())
+    assert model.max_model_len == 131_072
+    assert any("differs by kind of layer" in note for note in model.notes)
 
 
 def test_a_quantization_that_is_not_known_is_noted() -> None:

@@ -83,6 +83,23 @@ def test_what_fits_a_mix_is_counted_over_all_groups() -> None:
     assert (counts.rejected_requests, counts.requests) == (1, 1)
 
 
+@pytest.mark.parametrize(
+    ("specs", "num_blocks"),
+    [
+        ([SlidingWindowSpec(4, sliding_window=100)], 5),
+        ([FULL, *[SlidingWindowSpec(4, sliding_window=100)] * 4], 21),
+        ([ChunkedLocalAttentionSpec(4, attention_chunk_size=10)], 5),
+        ([MambaSpec(4, num_speculative_blocks=1)], 6),
+    ],
+)
+def test_what_just_fits_is_played(specs: list[KVCacheSpec], num_blocks: int) -> None:
+    with connect("embedded:") as client:
+        make_pool(client, num_blocks, specs)
+        with client.open_session("p") as session:
+            counts = Scheduler(session, Fixed(Work("r", [1] * 12, 4))).run()
+    assert (counts.rejected_requests, counts.requests) == (0, 1)
+
+
 def test_requests_without_output_are_prefilled_only() -> None:
     with connect("embedded:") as client:
         make_pool(client, 100)

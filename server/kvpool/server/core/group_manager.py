@@ -15,7 +15,7 @@ from kvpool.server.core.block_pool import BlockPool
 from kvpool.server.core.config import PoolConfig
 from kvpool.server.core.events import BlockStored
 from kvpool.server.core.request import BlockTable, Request
-from kvpool.server.core.specs import CrossAttentionSpec, FullAttentionSpec, MambaSpec, allocation_spec
+from kvpool.server.core.specs import CrossAttentionSpec, FullAttentionSpec, allocation_spec, num_draft_blocks
 from kvpool.server.core.types import NULL_BLOCK, BlockHash, BlockId, GroupId
 
 
@@ -38,7 +38,7 @@ class GroupManager:
         self.num_eagle_blocks = int(config.use_eagle and self.spec.has_token_slots)
         self.sink_blocks = block_pool.take(config.num_sink_blocks[group_id])
         self._hashes_per_block = self.span_tokens // config.hash_block_size
-        self._num_extra_blocks = self.spec.num_speculative_blocks if isinstance(self.spec, MambaSpec) else 0
+        self._num_extra_blocks = num_draft_blocks(self.spec)
         self._counts_encoder_tokens = isinstance(self.spec, CrossAttentionSpec)
         self._pool = block_pool
         self._makes_events = config.makes_events

@@ -133,7 +133,7 @@ def layer_specs(group: KVCacheGroup) -> tuple[tuple[str, KVCacheSpec], ...]:
 
 def undeclared_field(spec: KVCacheSpec) -> str:
     """Names a size that planning needs and the spec leaves open; empty if it has all."""
-    if spec.page_size_bytes:
+    if spec.content_size_bytes:
         return ""
     if not isinstance(spec, AttentionSpec):
         return "shapes"

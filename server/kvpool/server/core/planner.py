@@ -78,14 +78,15 @@ class _Room:
     """What one rank can hold."""
 
     def __init__(self, rank: int, groups: tuple[KVCacheGroup, ...], available_bytes: int, options: PlanOptions) -> None:
-        self.field = f"ranks[{rank}].available_bytes"
+        self.memory_field = f"ranks[{rank}].available_bytes"
         self.available_bytes = available_bytes
         self.block_size_bytes = block_size_bytes(groups)
         self._groups = groups
         self._options = options
-        self._usable_bytes = available_bytes
+        self.field, self.usable_bytes = self.memory_field, available_bytes
         if options.num_blocks_override and options.fit_check is FitCheck.WHOLE_REQUEST:
-            self._usable_bytes = options.num_blocks_override * self.block_size_bytes
+            self.field = "num_blocks_override"
+            self.usable_bytes = options.num_blocks_override * self.block_size_bytes
 
     def needed_bytes(self, length: int) -> int:
         """Bytes that one request of this length takes, and what is set aside."""
@@ -96,20 +97,20 @@ class _Room:
 
     def longest(self, max_model_len: int) -> int:
         """The longest request that fits, at most this long; 0 if none does."""
-        return _longest(max_model_len, lambda length: self.needed_bytes(length) <= self._usable_bytes)
+        return _longest(max_model_len, lambda length: self.needed_bytes(length) <= self.usable_bytes)
 
     def refusal(self, length: int, estimate: int) -> PlanError:
         """Says that a request of this length does not fit, and that one of the estimate does."""
         needed_bytes = self.needed_bytes(length)
-        needed_blocks, blocks = (size // self.block_size_bytes for size in (needed_bytes, self._usable_bytes))
+        needed_blocks, blocks = (size // self.block_size_bytes for size in (needed_bytes, self.usable_bytes))
         return PlanError(
             "ONE_REQUEST_DOES_NOT_FIT",
-            self.field if self._usable_bytes == self.available_bytes else "num_blocks_override",
+            self.field,
             f"one request of {length} tokens takes {needed_bytes / GIB:.2f} GiB ({needed_blocks} blocks), there are"
-            f" {self._usable_bytes / GIB:.2f} GiB ({blocks} blocks); the longest that fits has {estimate} tokens: give"
+            f" {self.usable_bytes / GIB:.2f} GiB ({blocks} blocks); the longest that fits has {estimate} tokens: give"
             " more memory, or lower max_model_len",
             needed_bytes=needed_bytes,
-            available_bytes=self._usable_bytes,
+            available_bytes=self.usable_bytes,
             max_model_len=length,
             estimated_max_model_len=estimate,
         )
@@ -128,7 +129,7 @@ def _check_rooms(rooms: Sequence[_Room], options: PlanOptions) -> int:
         if room.available_bytes <= 0:
             raise PlanError(
                 "NO_MEMORY",
-                room.field,
+                room.memory_field,
                 f"{room.available_bytes}: no memory is left for the KV cache",
                 available_bytes=room.available_bytes,
             )
@@ -144,9 +145,8 @@ def _check_rooms(rooms: Sequence[_Room], options: PlanOptions) -> int:
         raise PlanError(
             "NOT_EVEN_ONE_TOKEN_FITS",
             worst.field,
-            f"{worst.available_bytes} bytes do not hold the blocks of a request of one token,"
-            f" {worst.needed_bytes(1)} bytes",
-            available_bytes=worst.available_bytes,
+            f"a request of one token takes {worst.needed_bytes(1)} bytes, there are {worst.usable_bytes}",
+            available_bytes=worst.usable_bytes,
             needed_bytes=worst.needed_bytes(1),
         )
     return estimate

@@ -180,7 +180,8 @@ class ChunkedLocalAttentionSpec(AttentionSpec):
         """A chunk and what one step computes; one more where a chunk need not begin with a block."""
         span = self.block_size * limits.context_parallel_size
         tokens = min(self.attention_chunk_size + limits.max_num_batched_tokens, limits.max_model_len)
-        return -(-tokens // span) + (1 if self.attention_chunk_size % span else 0)
+        blocks = -(-tokens // span) + (1 if self.attention_chunk_size % span else 0)
+        return min(blocks, -(-limits.max_model_len // span))
 
     def allocates_like(self, other: KVCacheSpec) -> bool:
         """Chunks of one size do."""
@@ -359,6 +360,11 @@ def block_span_tokens(spec: KVCacheSpec, context_parallel_size: int) -> int:
 def allocation_spec(spec: KVCacheSpec) -> KVCacheSpec:
     """The spec that says how a group's blocks are given: its own, or that of one of its layers."""
     return spec.first if isinstance(spec, UniformTypeKVCacheSpecs) else spec
+
+
+def num_draft_blocks(spec: KVCacheSpec) -> int:
+    """Blocks of a table beyond those of its tokens, for the states after drafts; 0 for all kinds but one."""
+    return spec.num_speculative_blocks if isinstance(spec, MambaSpec) else 0
 
 
 def num_sink_tokens(spec: KVCacheSpec) -> int:
