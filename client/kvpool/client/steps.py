@@ -17,7 +17,7 @@ from kvpool.server.core.errors import ExhaustedError, InvalidArgumentError, NotF
 from kvpool.server.core.pool import ComputedBlocks
 from kvpool.server.core.specs import allocation_spec
 from kvpool.server.core.step import Operation, Outcome, Step, StepResult
-from kvpool.server.core.types import NULL_BLOCK, BlockId, GroupId
+from kvpool.server.core.types import NULL_BLOCK, BlockId
 
 REFUSALS: Final = (InvalidArgumentError, NotFoundError, WrongStateError, ExhaustedError)
 """Errors after which a step is known to have changed nothing."""
@@ -163,9 +163,8 @@ class StepBook:
         self._num_groups = len(config.groups)
         self._sends_tokens = config.makes_events
         specs = [allocation_spec(group.spec) for group in config.groups]
-        self._windowed = [
-            (i, spec, config.span_tokens(GroupId(i))) for i, spec in enumerate(specs) if not spec.keeps_all
-        ]
+        spanned = enumerate(zip(specs, config.spans_tokens, strict=True))
+        self._windowed = [(i, spec, span_tokens) for i, (spec, span_tokens) in spanned if not spec.keeps_all]
         self._unanswered: tuple[Step, StepBuilder] | None = None
         self.sequence = 0
 

@@ -19,7 +19,6 @@ from kvpool.replay.result import Counts
 from kvpool.replay.workload import Work, Workload
 from kvpool.server.core.spec_base import RequestLimits
 from kvpool.server.core.specs import allocation_spec, num_draft_blocks
-from kvpool.server.core.types import GroupId
 
 _FIRST_PAUSE_SECONDS: Final = 0.001
 _LONGEST_PAUSE_SECONDS: Final = 0.05
@@ -93,8 +92,8 @@ class Scheduler:
             return False
         limits = RequestLimits(num_tokens, self._max_num_batched_tokens, 0, config.dcp_world_size)
         blocks = 0
-        for group_id, group in enumerate(config.groups):
-            spec, span_tokens = allocation_spec(group.spec), config.span_tokens(GroupId(group_id))
+        for group, span_tokens in zip(config.groups, config.spans_tokens, strict=True):
+            spec = allocation_spec(group.spec)
             # Planning allows for a window that begins within a block; a request never takes more than its tokens do.
             most = spec.max_blocks(limits)
             blocks += most if spec.keeps_all else min(most, -(-num_tokens // span_tokens) + num_draft_blocks(spec))

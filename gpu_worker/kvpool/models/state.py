@@ -3,7 +3,6 @@
 Shapes are those of vLLM's MambaStateShapeCalculator, types those of its MambaStateDtypeCalculator.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final
@@ -11,8 +10,8 @@ from typing import Final
 from kvpool.models.attention import Heads
 from kvpool.models.context import Context, Layer, naming_layer
 from kvpool.server.core.errors import InvalidArgumentError
-from kvpool.server.core.spec_base import DTYPE_SIZES_BYTES, MAX_BLOCK_SIZE_TOKENS, dtype_size_bytes
-from kvpool.server.core.specs import MambaSpec
+from kvpool.server.core.spec_base import MAX_BLOCK_SIZE_TOKENS, dtype_size_bytes
+from kvpool.server.core.specs import MambaSpec, state_size_bytes
 
 _BLOCK_STEP: Final = 16
 """Attention kernels take blocks of a multiple of so many tokens."""
@@ -36,8 +35,7 @@ class State:
     @property
     def size_bytes(self) -> int:
         """Bytes of all parts."""
-        parts = zip(self.shapes, self.dtypes, strict=True)
-        return sum(math.prod(shape) * DTYPE_SIZES_BYTES[dtype] for shape, dtype in parts)
+        return state_size_bytes(self.shapes, self.dtypes)
 
 
 @dataclass(frozen=True, slots=True)

@@ -118,17 +118,12 @@ class _Application:
     def add(self, _i: int, _row: CheckedOperation, request: Request) -> None:
         self._session.add(request)
 
-    def look_up(self, i: int, _row: CheckedOperation, request: Request) -> None:
+    def look_up(self, i: int, row: CheckedOperation, request: Request) -> None:
         if self._answer_is_full:
             self._outcomes[i] = Outcome.SKIPPED
-        else:
-            self._put_hit(i, self._pool.look_up(request))
-
-    def peek(self, i: int, _row: CheckedOperation, request: Request) -> None:
-        if self._answer_is_full:
-            self._outcomes[i] = Outcome.SKIPPED
-        else:
-            self._put_hit(i, self._pool.peek(request))
+            return
+        find = self._pool.peek if row.operation is Operation.PEEK else self._pool.look_up
+        self._put_hit(i, find(request))
 
     def cache(self, _i: int, row: CheckedOperation, request: Request) -> None:
         if self._pool.config.enable_caching:
@@ -225,7 +220,7 @@ class _Application:
 _HANDLERS: Final[dict[Operation, Callable[[_Application, int, CheckedOperation, Request], None]]] = {
     Operation.ADD: _Application.add,
     Operation.LOOK_UP: _Application.look_up,
-    Operation.PEEK: _Application.peek,
+    Operation.PEEK: _Application.look_up,
     Operation.ADMIT: _Application.admit,
     Operation.ALLOCATE: _Application.allocate,
     Operation.CACHE: _Application.cache,

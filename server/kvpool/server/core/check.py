@@ -76,6 +76,11 @@ class _Seen:
     allocated: bool = False
     gone: bool = False
 
+    @property
+    def is_admitted(self) -> bool:
+        """Whether it has room: of cross attention alone it may hold no block for it."""
+        return self.holds_blocks or self.num_computed_tokens > 0
+
 
 class StepChecker:
     """Checks one step against its session and pool."""
@@ -185,7 +190,7 @@ class StepChecker:
         operation = row.operation
         if operation is Operation.CACHE:
             row.num_new_tokens = check_range(f"num_new_tokens[{i}]", new, 0, seen.num_computed_tokens)
-        elif operation in _LOOKING_UP and (seen.holds_blocks or seen.num_computed_tokens):
+        elif operation in _LOOKING_UP and seen.is_admitted:
             raise _holds_blocks(i, seen.request)
         elif operation in _FREEING:
             seen.holds_blocks = False
@@ -274,7 +279,7 @@ class StepChecker:
         admit = row.operation is Operation.ADMIT
         if seen.allocated:
             raise InvalidArgumentError(f"request_numbers[{i}]", "the request allocated already in this step")
-        if (seen.holds_blocks or seen.num_computed_tokens) and (admit or any(promised)):
+        if seen.is_admitted and (admit or any(promised)):
             raise _holds_blocks(i, seen.request)
         if admit:
             check_range(f"num_appended_tokens[{i}]", seen.num_tokens, 1, self._max_tokens)

@@ -132,6 +132,7 @@ class PoolConfig:
     def _check_groups(self) -> None:
         check_range("config.groups", len(self.groups), 1, MAX_GROUPS)
         self._check_layers()
+        spans = self.spans_tokens
         for i, group in enumerate(self.groups):
             spec = allocation_spec(group.spec)
             if type(spec) not in SPEC_KINDS.values():
@@ -143,17 +144,17 @@ class PoolConfig:
                     "config.disable_caching",
                     f"must be set: group {i} is cross attention, and hashes do not cover what the encoder was given",
                 )
-            if num_sink_tokens(spec) % self.span_tokens(GroupId(i)):
+            if num_sink_tokens(spec) % spans[i]:
                 raise InvalidArgumentError(
                     f"config.groups[{i}].spec.sink_len", "no multiple of block_size x dcp_world_size"
                 )
         sinks = sum(self.num_sink_blocks)
         if sinks > self.num_blocks - 2:
             raise InvalidArgumentError("config.num_blocks", f"{self.num_blocks} leaves none beside {sinks} sink blocks")
-        spans = {self.span_tokens(GroupId(i)) for i in range(len(self.groups))}
-        if self.enable_caching and len(spans) > MAX_BLOCK_SPANS:
+        num_sizes = len(set(spans))
+        if self.enable_caching and num_sizes > MAX_BLOCK_SPANS:
             raise InvalidArgumentError(
-                "config.groups", f"blocks of {len(spans)} different sizes, at most {MAX_BLOCK_SPANS} are served"
+                "config.groups", f"blocks of {num_sizes} different sizes, at most {MAX_BLOCK_SPANS} are served"
             )
         if self.enable_caching and common_multiple_tokens(spans, self.max_model_len) > MAX_TOKENS:
             raise InvalidArgumentError(
@@ -175,27 +176,31 @@ class PoolConfig:
                 names.add(name)
             check_range(where, len(names), 0, MAX_LAYERS)
 
+    @property
+    def spans_tokens(self) -> tuple[int, ...]:
+        """Tokens of a request that a block covers, over all ranks, group by group."""
+        return tuple(block_span_tokens(group.spec, self.dcp_world_size) for group in self.groups)
+
     def span_tokens(self, group_id: GroupId) -> int:
         """Tokens of a request that a block of the group covers, over all ranks."""
-        return block_span_tokens(self.groups[group_id].spec, self.dcp_world_size)
+        return self.spans_tokens[group_id]
 
     @property
     def num_sink_blocks(self) -> tuple[int, ...]:
         """Blocks set aside for sinks, group by group."""
         return tuple(
-            num_sink_tokens(allocation_spec(group.spec)) // self.span_tokens(GroupId(i))
-            for i, group in enumerate(self.groups)
+            num_sink_tokens(group.spec) // span for group, span in zip(self.groups, self.spans_tokens, strict=True)
         )
 
     @property
     def hash_block_size(self) -> int:
         """Tokens that one block hash covers. A block that covers more is found by its hashes, joined."""
-        return math.gcd(*(self.span_tokens(GroupId(i)) for i in range(len(self.groups))))
+        return math.gcd(*self.spans_tokens)
 
     @property
     def hit_alignment(self) -> int:
         """Every hit is a multiple of so many tokens: whole blocks in every group."""
-        return math.lcm(*(self.span_tokens(GroupId(i)) for i in range(len(self.groups))))
+        return math.lcm(*self.spans_tokens)
 
     @property
     def makes_events(self) -> bool:

@@ -35,7 +35,6 @@ from kvpool.server.core.plan_groups import (
 )
 from kvpool.server.core.spec_base import KVCacheSpec, RequestLimits
 from kvpool.server.core.specs import (
-    allocation_spec,
     block_span_tokens,
     common_multiple_tokens,
     differing_field,
@@ -187,7 +186,7 @@ def _check_alignment(groups: tuple[KVCacheGroup, ...], options: PlanOptions) -> 
             " found in all groups",
         )
     for group, span in zip(groups, spans, strict=True):
-        sink_len = num_sink_tokens(allocation_spec(group.spec))
+        sink_len = num_sink_tokens(group.spec)
         if sink_len % span:
             raise PlanError(
                 "SINKS_DO_NOT_FIT_BLOCKS", "sink_len", f"{sink_len} is no multiple of blocks of {span} tokens"
@@ -199,7 +198,7 @@ def _takes(groups: tuple[KVCacheGroup, ...], limits: RequestLimits) -> int:
     if not groups:
         return 0
     ranks = limits.context_parallel_size
-    sinks = (num_sink_tokens(allocation_spec(group.spec)) // block_span_tokens(group.spec, ranks) for group in groups)
+    sinks = (num_sink_tokens(group.spec) // block_span_tokens(group.spec, ranks) for group in groups)
     return _blocks_of_request(groups, limits) + 1 + sum(sinks)
 
 
@@ -216,7 +215,7 @@ def _longest(max_model_len: int, fits: Callable[[int], bool]) -> int:
 
 
 def _blocks_of_request(groups: tuple[KVCacheGroup, ...], limits: RequestLimits) -> int:
-    return sum(allocation_spec(group.spec).max_blocks(limits) for group in groups)
+    return sum(group.spec.max_blocks(limits) for group in groups)
 
 
 def _tensors(groups: tuple[KVCacheGroup, ...], num_blocks: int) -> tuple[KVCacheTensor, ...]:

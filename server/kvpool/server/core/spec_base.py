@@ -89,7 +89,7 @@ class RequestLimits:
 
 @dataclass(frozen=True, slots=True)
 class KVCacheSpec:
-    """What all kinds have in common.
+    """What all kinds have in common. Of none itself: the page and how it grows are each kind's own.
 
     Attributes:
         block_size: Tokens a block holds on one rank, [1, 2^20].

@@ -232,8 +232,7 @@ class MambaSpec(KVCacheSpec):
     @property
     def content_size_bytes(self) -> int:
         """Bytes of all parts of the state."""
-        parts = zip(self.shapes, self.dtypes, strict=True)
-        return sum(math.prod(shape) * DTYPE_SIZES_BYTES[dtype] for shape, dtype in parts)
+        return state_size_bytes(self.shapes, self.dtypes)
 
     @property
     def page_size_bytes(self) -> int:
@@ -362,14 +361,20 @@ def allocation_spec(spec: KVCacheSpec) -> KVCacheSpec:
     return spec.first if isinstance(spec, UniformTypeKVCacheSpecs) else spec
 
 
+def state_size_bytes(shapes: Sequence[Sequence[int]], dtypes: Sequence[str]) -> int:
+    """Bytes of a state: of all its parts, whose types are known."""
+    return sum(math.prod(shape) * DTYPE_SIZES_BYTES[dtype] for shape, dtype in zip(shapes, dtypes, strict=True))
+
+
 def num_draft_blocks(spec: KVCacheSpec) -> int:
     """Blocks of a table beyond those of its tokens, for the states after drafts; 0 for all kinds but one."""
     return spec.num_speculative_blocks if isinstance(spec, MambaSpec) else 0
 
 
 def num_sink_tokens(spec: KVCacheSpec) -> int:
-    """Sink tokens of a spec; 0 for all kinds but one."""
-    return spec.sink_len if isinstance(spec, SinkFullAttentionSpec) else 0
+    """Sink tokens of a layer or a group; 0 for all kinds but one."""
+    first = allocation_spec(spec)
+    return first.sink_len if isinstance(first, SinkFullAttentionSpec) else 0
 
 
 def differing_field(left: KVCacheSpec, right: KVCacheSpec) -> str:

@@ -1,8 +1,9 @@
 """Between the wire's specs of layers and the core's, both ways. Shared by server, client and workers."""
 
 import re
-from dataclasses import dataclass
-from typing import Any, Final, TypedDict
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+from typing import Any, Final
 
 from kvpool.server.core.errors import InvalidArgumentError
 from kvpool.server.core.spec_base import AttentionSpec, KVCacheSpec
@@ -19,14 +20,8 @@ from kvpool.server.core.specs import (
 )
 from kvpool.v1 import spec_pb2
 
-
-class _Attention(TypedDict):
-    block_size: int
-    num_kv_heads: int
-    head_size: int
-    dtype: str
-    head_size_v: int
-    page_size_padded: int
+_SHARED_FIELDS: Final = tuple(field.name for field in fields(AttentionSpec))
+_FULL_FIELDS: Final = ("sliding_window", "attention_chunk_size")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +35,7 @@ class _Kind:
 
 
 _KINDS: Final[dict[type[AttentionSpec], _Kind]] = {
-    FullAttentionSpec: _Kind("full_attention", spec_pb2.FullAttentionSpec, ("sliding_window", "attention_chunk_size")),
+    FullAttentionSpec: _Kind("full_attention", spec_pb2.FullAttentionSpec, _FULL_FIELDS),
     MLAAttentionSpec: _Kind("mla_attention", spec_pb2.MlaAttentionSpec, ("cache_dtype_str",), has_full_attention=True),
     SinkFullAttentionSpec: _Kind(
         "sink_full_attention", spec_pb2.SinkFullAttentionSpec, ("sink_len",), has_full_attention=True
@@ -103,26 +98,17 @@ def _wire_field(name: str, field: str) -> str:
     wire = next(wire for wire in _KINDS.values() if wire.name == name)
     if field in wire.own_fields:
         return field
-    attention = field if field in ("sliding_window", "attention_chunk_size") else f"attention.{field}"
+    attention = field if field in _FULL_FIELDS else f"attention.{field}"
     return f"full_attention.{attention}" if wire.has_full_attention else attention
 
 
 def _attention_from_proto(name: str, part: Any) -> AttentionSpec:  # noqa: ANN401 - one of the kinds' messages
     kind, wire = next((kind, wire) for kind, wire in _KINDS.items() if wire.name == name)
-    own = {field: getattr(part, field) for field in wire.own_fields}
+    values = {field: getattr(part, field) for field in wire.own_fields}
     if wire.has_full_attention:
         part = part.full_attention
-        own |= {"sliding_window": part.sliding_window, "attention_chunk_size": part.attention_chunk_size}
-    attention = part.attention
-    shared = _Attention(
-        block_size=attention.block_size,
-        num_kv_heads=attention.num_kv_heads or (1 if kind is MLAAttentionSpec else 0),
-        head_size=attention.head_size,
-        dtype=attention.dtype,
-        head_size_v=attention.head_size_v,
-        page_size_padded=attention.page_size_padded,
-    )
-    return kind(**shared, **own)
+        values |= {field: getattr(part, field) for field in _FULL_FIELDS}
+    return kind(**values, **{field: getattr(part.attention, field) for field in _SHARED_FIELDS})
 
 
 def _mamba_from_proto(mamba: spec_pb2.MambaSpec) -> MambaSpec:
@@ -164,21 +150,14 @@ def spec_to_proto(spec: KVCacheSpec) -> spec_pb2.KvCacheSpec:
 
 
 def _attention_to_proto(spec: AttentionSpec) -> spec_pb2.KvCacheSpec:
+    def values(names: Iterable[str]) -> dict[str, Any]:
+        return {name: getattr(spec, name) for name in names}
+
     wire = _KINDS[type(spec)]
-    attention = spec_pb2.AttentionSpec(
-        block_size=spec.block_size,
-        num_kv_heads=spec.num_kv_heads,
-        head_size=spec.head_size,
-        dtype=spec.dtype,
-        head_size_v=spec.head_size_v,
-        page_size_padded=spec.page_size_padded,
-    )
-    own = {field: getattr(spec, field) for field in wire.own_fields}
-    if wire.has_full_attention and isinstance(spec, FullAttentionSpec):
-        full = spec_pb2.FullAttentionSpec(
-            attention=attention, sliding_window=spec.sliding_window, attention_chunk_size=spec.attention_chunk_size
-        )
-        part = wire.message(full_attention=full, **own)
+    attention = spec_pb2.AttentionSpec(**values(_SHARED_FIELDS))
+    if wire.has_full_attention:
+        full = spec_pb2.FullAttentionSpec(attention=attention, **values(_FULL_FIELDS))
+        part = wire.message(full_attention=full, **values(wire.own_fields))
     else:
-        part = wire.message(attention=attention, **own)
+        part = wire.message(attention=attention, **values(wire.own_fields))
     return spec_pb2.KvCacheSpec(**{wire.name: part})
