@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from rich.console import Console as RichConsole
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
+from rich.text import Text
 
 from kvpool.replay.play import Console
 from kvpool.replay.result import Counts, Result
@@ -50,33 +51,32 @@ def result_table(result: Result) -> None:
     if counts.rejected_requests:
         rows.append(("requests that do not fit the pool", f"{counts.rejected_requests:,}"))
     rows += [("steps a second", f"{counts.steps / result.seconds:,.0f}"), ("seconds", f"{result.seconds:.1f}")]
-    _print_table("replay", rows)
+    RichConsole().print(two_columns("replay", rows))
 
 
 def demo_table(result: Result) -> None:
     """Prints what the demo counted."""
     counts, second = result.counts, result.by_session[1] or Counts()
     share = second.shared_hit_tokens / second.input_tokens if second.input_tokens else 0.0
-    _print_table(
-        "two schedulers, one pool",
-        [
-            ("requests", f"{counts.requests:,}"),
-            ("hit rate", f"{result.hit_rate:.1%} of {counts.input_tokens:,} prompt tokens"),
-            ("evictions", f"{result.evicted_blocks:,} blocks"),
-            ("preemptions", f"{counts.preemptions:,}"),
-            ("steps a second", f"{counts.steps / result.seconds:,.0f}"),
-            (
-                "second scheduler's reuse of the first's blocks",
-                f"{second.shared_hit_tokens:,} tokens ({share:.1%} of its prompts)",
-            ),
-        ],
-    )
+    rows = [
+        ("requests", f"{counts.requests:,}"),
+        ("hit rate", f"{result.hit_rate:.1%} of {counts.input_tokens:,} prompt tokens"),
+        ("evictions", f"{result.evicted_blocks:,} blocks"),
+        ("preemptions", f"{counts.preemptions:,}"),
+        ("steps a second", f"{counts.steps / result.seconds:,.0f}"),
+        (
+            "second scheduler's reuse of the first's blocks",
+            f"{second.shared_hit_tokens:,} tokens ({share:.1%} of its prompts)",
+        ),
+    ]
+    RichConsole().print(two_columns("two schedulers, one pool", rows))
 
 
-def _print_table(title: str, rows: list[tuple[str, str]]) -> None:
-    table = Table(title=title, show_header=False)
+def two_columns(title: str, rows: list[tuple[str, str]]) -> Table:
+    """Makes a table of names and figures."""
+    table = Table(title=Text(title), show_header=False)
     table.add_column()
     table.add_column(justify="right")
     for row in rows:
         table.add_row(*row)
-    RichConsole().print(table)
+    return table

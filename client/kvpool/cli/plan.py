@@ -3,7 +3,6 @@
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -19,6 +18,7 @@ from kvpool.server.core.planner import get_kv_cache_configs
 from kvpool.server.core.types import MAX_TOKENS
 
 _SIZE: Final = re.compile(r"\s*(-?\d{1,18}(?:\.\d{1,18})?)\s*([KMGT]i?)?B?\s*", re.IGNORECASE)
+_TOKENS: Final = re.compile(r"\d{1,11}", re.ASCII)
 _POWERS: Final = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 _AUTO: Final = "auto"
 _ENCODER_TOKENS: Final = 1500
@@ -49,27 +49,9 @@ def length_or_auto(text: str) -> int | str:
     """Reads a number of tokens, or "auto"."""
     if text == _AUTO:
         return _AUTO
-    if not (text.isascii() and text.isdecimal() and len(text) < 12 and 1 <= int(text) <= MAX_TOKENS):  # noqa: PLR2004
+    if not (_TOKENS.fullmatch(text) and 1 <= int(text) <= MAX_TOKENS):
         raise click.BadParameter(f"{text!r} is neither a number of tokens in [1, {MAX_TOKENS}] nor {_AUTO!r}")
     return int(text)
-
-
-@dataclass(frozen=True, slots=True)
-class _Where:
-    """How the model is spread, and what it is given."""
-
-    memory: Sequence[int]
-    tp: int
-    pp: int
-
-    def ranks(self, model: Model) -> tuple[RankMemory, ...]:
-        """Every rank's layers and memory: tensor ranks within pipeline stages."""
-        count = self.tp * self.pp
-        if len(self.memory) not in (1, count):
-            raise click.UsageError(f"--memory is given {len(self.memory)} times: needs once, or once a rank ({count})")
-        stages = split_stages(model, self.pp)
-        memory = [*self.memory] * (count // len(self.memory))
-        return tuple(RankMemory(stages[rank // self.tp], memory[rank]) for rank in range(count))
 
 
 @click.command()
@@ -159,7 +141,7 @@ def plan(  # noqa: PLR0913 - one parameter an option
             raise click.UsageError("--layers stands alone: the file says itself how each layer is kept")
         else:
             model = _model_of_file(layers, length)
-        ranks = _Where(memory, tp, pp).ranks(model)
+        ranks = _ranks(model, memory, tp, pp)
         asked = PlanOptions(
             model.max_model_len,
             auto_fit_max_model_len=max_model_len == _AUTO,
@@ -181,6 +163,16 @@ def plan(  # noqa: PLR0913 - one parameter an option
         click.echo(json.dumps(as_json(planned)))
     else:
         print_tables(planned)
+
+
+def _ranks(model: Model, memory: Sequence[int], tp: int, pp: int) -> tuple[RankMemory, ...]:
+    """Every rank's layers and memory: tensor ranks within pipeline stages."""
+    count = tp * pp
+    if len(memory) not in (1, count):
+        raise click.UsageError(f"--memory is given {len(memory)} times: needs once, or once a rank ({count})")
+    stages = split_stages(model, pp)
+    memory = [*memory] * (count // len(memory))
+    return tuple(RankMemory(stages[rank // tp], memory[rank]) for rank in range(count))
 
 
 def _encoder_tokens(asked: int | None, model: Model) -> int:

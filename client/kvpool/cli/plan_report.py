@@ -9,8 +9,8 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 
+from kvpool.cli.output import two_columns
 from kvpool.models.config import Model
 from kvpool.server.core.config import KVCacheGroup
 from kvpool.server.core.errors import InvalidArgumentError
@@ -57,14 +57,13 @@ class PlannedModel:
 
     def blocks_per_request(self, group: KVCacheGroup) -> int:
         """Blocks that a request of the longest length takes in a group."""
-        return allocation_spec(group.spec).max_blocks(self.options.limits(self.plan.max_model_len))
+        return group.spec.max_blocks(self.options.limits(self.plan.max_model_len))
 
-    def padding_fraction(self, config: KVCacheConfig) -> float:
-        """Of the bytes that a request of the longest length takes on a rank, those that hold nothing."""
+    @property
+    def padding_fraction(self) -> float:
+        """Of the bytes that a request of the longest length takes on the worst rank, those that hold nothing."""
         blocks = [self.blocks_per_request(group) for group in self.plan.groups]
-        taken = sum(blocks) * config.block_size_bytes
-        padding = sum(n * size for n, size in zip(blocks, config.padding_bytes_per_block, strict=True))
-        return padding / taken if taken else 0.0
+        return max(_padding_fraction(blocks, config) for config in self.plan.configs)
 
     def request_bytes(self, config: KVCacheConfig) -> int:
         """Bytes that a request of the longest length takes on a rank."""
@@ -87,6 +86,12 @@ class PlannedModel:
                     f" {_size(used_bytes(config))}"
                 )
         return sentences
+
+
+def _padding_fraction(blocks: list[int], config: KVCacheConfig) -> float:
+    taken = sum(blocks) * config.block_size_bytes
+    padding = sum(n * size for n, size in zip(blocks, config.padding_bytes_per_block, strict=True))
+    return padding / taken if taken else 0.0
 
 
 def used_bytes(config: KVCacheConfig) -> int:
@@ -149,7 +154,7 @@ def as_json(planned: PlannedModel) -> dict[str, Any]:
         "tokens_at_max_model_len": int(concurrency * plan.max_model_len) if concurrency else None,
         "blocks_per_request": plan.blocks_per_request,
         "longest_request_tokens": plan.longest_request_tokens,
-        "padding_fraction": max(planned.padding_fraction(config) for config in plan.configs),
+        "padding_fraction": planned.padding_fraction,
         "groups": [_group_as_json(planned, group_id) for group_id in range(len(plan.groups))],
         "ranks": [_rank_as_json(planned, rank) for rank in range(len(plan.configs))],
         "notes": list(model.notes),
@@ -219,10 +224,6 @@ def print_tables(planned: PlannedModel) -> None:
 
 def _summary(planned: PlannedModel) -> Table:
     model, plan = planned.model, planned.plan
-    title = model.architecture.encode("utf-8", "backslashreplace").decode()
-    table = Table(title=Text(title), show_header=False)
-    table.add_column()
-    table.add_column(justify="right")
     kinds = ", ".join(f"{count} {kind.removesuffix('Spec')}" for kind, count in layers_by_kind(model).items())
     rows = [("layers", kinds or "none that keep anything"), ("elements", ", ".join(kv_dtypes(model)) or "states only")]
     labels = {
@@ -239,11 +240,8 @@ def _summary(planned: PlannedModel) -> Table:
     ]
     if plan.groups:
         rows.append(("such requests at a time", f"{plan.max_concurrency:.2f}"))
-        waste = max(planned.padding_fraction(config) for config in plan.configs)
-        rows.append(("padding, of what such a request takes", f"{waste:.2%}"))
-    for row in rows:
-        table.add_row(*row)
-    return table
+        rows.append(("padding, of what such a request takes", f"{planned.padding_fraction:.2%}"))
+    return two_columns(model.architecture.encode("utf-8", "backslashreplace").decode(), rows)
 
 
 def _group_table(planned: PlannedModel) -> Table:

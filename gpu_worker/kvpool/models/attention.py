@@ -54,7 +54,7 @@ class Heads:
         )
 
 
-def kv_dtype(ctx: Context) -> str:
+def heads_dtype(ctx: Context) -> str:
     """Element type of keys and values.
 
     Raises:
@@ -89,7 +89,7 @@ def read_heads(
         if hidden_size < heads:
             raise InvalidArgumentError(keys.field("hidden_size"), f"{hidden_size} is less than one for each head")
         head_size = hidden_size // heads
-    return Heads(ctx.options.block_size, kv_heads, keys.dimension(head_dim_key, head_size), kv_dtype(ctx))
+    return Heads(ctx.options.block_size, kv_heads, keys.dimension(head_dim_key, head_size), heads_dtype(ctx))
 
 
 def layer_types(ctx: Context, count: int, known: Sequence[str]) -> list[str] | None:

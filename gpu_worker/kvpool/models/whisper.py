@@ -1,6 +1,6 @@
 """Whisper: an encoder that keeps nothing, and a decoder that attends to itself and to what the encoder put out."""
 
-from kvpool.models.attention import Heads, kv_dtype
+from kvpool.models.attention import Heads, heads_dtype
 from kvpool.models.context import Context, Layer, naming_layer
 from kvpool.server.core.errors import InvalidArgumentError
 from kvpool.server.core.specs import CrossAttentionSpec, EncoderOnlyAttentionSpec
@@ -32,4 +32,4 @@ def _heads(ctx: Context, key: str) -> Heads:
     heads, width = ctx.keys.dimension(key), ctx.keys.dimension("d_model")
     if width < heads:
         raise InvalidArgumentError(ctx.keys.field("d_model"), f"{width} is less than one for each head")
-    return Heads(ctx.options.block_size, ctx.shard_kv_heads(key, heads), width // heads, kv_dtype(ctx))
+    return Heads(ctx.options.block_size, ctx.shard_kv_heads(key, heads), width // heads, heads_dtype(ctx))
