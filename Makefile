@@ -1,6 +1,7 @@
 # Each target makes .venv with what is locked, if it is not there yet.
 PYTHON ?= python3
 BIN := .venv/bin
+TORCH := torch==2.13.0
 PROTOS := $(wildcard proto/kvpool/v1/*.proto)
 
 .PHONY: demo test check bench proto lock clean
@@ -33,6 +34,7 @@ lock: .venv/installed ## Choose newest versions that pyproject.toml allows
 .venv/installed: requirements.lock pyproject.toml
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install -q --disable-pip-version-check --require-hashes -r requirements.lock
+	$(BIN)/pip install -q --disable-pip-version-check $(TORCH)
 	$(BIN)/pip install -q --disable-pip-version-check --no-deps --no-build-isolation -e .
 	touch $@
 
