@@ -119,6 +119,56 @@ class GetPoolResponse(_message.Message):
 Global___GetPoolResponse: _TypeAlias = GetPoolResponse  # noqa: Y015
 
 @_typing.final
+class WaitUntilReadyRequest(_message.Message):
+    """See AllocatorService.WaitUntilReady."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POOL_NAME_FIELD_NUMBER: _builtins.int
+    TIMEOUT_SECONDS_FIELD_NUMBER: _builtins.int
+    pool_name: _builtins.str
+    """Name of the pool."""
+    timeout_seconds: _builtins.float
+    """How long to wait, [0, 3600] seconds."""
+    def __init__(
+        self,
+        *,
+        pool_name: _builtins.str = ...,
+        timeout_seconds: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["pool_name", b"pool_name", "timeout_seconds", b"timeout_seconds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WaitUntilReadyRequest: _TypeAlias = WaitUntilReadyRequest  # noqa: Y015
+
+@_typing.final
+class WaitUntilReadyResponse(_message.Message):
+    """See AllocatorService.WaitUntilReady."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POOL_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def pool(self) -> _pool_pb2.PoolInfo:
+        """The pool as it is now."""
+
+    def __init__(
+        self,
+        *,
+        pool: _pool_pb2.PoolInfo | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["pool", b"pool"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["pool", b"pool"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WaitUntilReadyResponse: _TypeAlias = WaitUntilReadyResponse  # noqa: Y015
+
+@_typing.final
 class Session(_message.Message):
     """A scheduler process attached to a pool."""
 

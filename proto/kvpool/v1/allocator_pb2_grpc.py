@@ -31,11 +31,11 @@ class AllocatorServiceStub(object):
 
     Every error carries google.rpc.Status details: an ErrorInfo of domain "kvpool" with a reason, and where a field is
     at fault a BadRequest that names it. Any call may end in INTERNAL (our bug; pool state is unchanged) and, while the
-    server stops, in UNAVAILABLE with a RetryInfo. Beyond that:
+    server stops or a rank of the pool is lost, in UNAVAILABLE with a RetryInfo. Beyond that:
     INVALID_ARGUMENT     malformed, out of range or over a limit: fix the field named
     NOT_FOUND            unknown pool, session or request: open it
     FAILED_PRECONDITION  wrong state: see the reason
-    ABORTED              the lease ran out: open a new session, compute again
+    ABORTED              the lease ran out, or the epoch passed: open a new session, compute again
 
     Calls with a sequence change the session. They share one count with Schedule's steps: the same number again with
     the same content gets the same answer again, a gap is refused.
@@ -56,6 +56,11 @@ class AllocatorServiceStub(object):
                 '/kvpool.v1.AllocatorService/GetPool',
                 request_serializer=kvpool_dot_v1_dot_allocator__pb2.GetPoolRequest.SerializeToString,
                 response_deserializer=kvpool_dot_v1_dot_allocator__pb2.GetPoolResponse.FromString,
+                _registered_method=True)
+        self.WaitUntilReady = channel.unary_unary(
+                '/kvpool.v1.AllocatorService/WaitUntilReady',
+                request_serializer=kvpool_dot_v1_dot_allocator__pb2.WaitUntilReadyRequest.SerializeToString,
+                response_deserializer=kvpool_dot_v1_dot_allocator__pb2.WaitUntilReadyResponse.FromString,
                 _registered_method=True)
         self.OpenSession = channel.unary_unary(
                 '/kvpool.v1.AllocatorService/OpenSession',
@@ -124,11 +129,11 @@ class AllocatorServiceServicer(object):
 
     Every error carries google.rpc.Status details: an ErrorInfo of domain "kvpool" with a reason, and where a field is
     at fault a BadRequest that names it. Any call may end in INTERNAL (our bug; pool state is unchanged) and, while the
-    server stops, in UNAVAILABLE with a RetryInfo. Beyond that:
+    server stops or a rank of the pool is lost, in UNAVAILABLE with a RetryInfo. Beyond that:
     INVALID_ARGUMENT     malformed, out of range or over a limit: fix the field named
     NOT_FOUND            unknown pool, session or request: open it
     FAILED_PRECONDITION  wrong state: see the reason
-    ABORTED              the lease ran out: open a new session, compute again
+    ABORTED              the lease ran out, or the epoch passed: open a new session, compute again
 
     Calls with a sequence change the session. They share one count with Schedule's steps: the same number again with
     the same content gets the same answer again, a gap is refused.
@@ -149,8 +154,17 @@ class AllocatorServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def WaitUntilReady(self, request, context):
+        """Waits until a pool is there and ready. When the time is up it answers how the pool is then. INVALID_ARGUMENT;
+        NOT_FOUND if it is not there even then.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def OpenSession(self, request, context):
-        """Attaches a scheduler process to a pool, with a lease. INVALID_ARGUMENT, NOT_FOUND.
+        """Attaches a scheduler process to a pool, with a lease. INVALID_ARGUMENT, NOT_FOUND; FAILED_PRECONDITION while the
+        pool's ranks are gathering.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -254,6 +268,11 @@ def add_AllocatorServiceServicer_to_server(servicer, server):
                     request_deserializer=kvpool_dot_v1_dot_allocator__pb2.GetPoolRequest.FromString,
                     response_serializer=kvpool_dot_v1_dot_allocator__pb2.GetPoolResponse.SerializeToString,
             ),
+            'WaitUntilReady': grpc.unary_unary_rpc_method_handler(
+                    servicer.WaitUntilReady,
+                    request_deserializer=kvpool_dot_v1_dot_allocator__pb2.WaitUntilReadyRequest.FromString,
+                    response_serializer=kvpool_dot_v1_dot_allocator__pb2.WaitUntilReadyResponse.SerializeToString,
+            ),
             'OpenSession': grpc.unary_unary_rpc_method_handler(
                     servicer.OpenSession,
                     request_deserializer=kvpool_dot_v1_dot_allocator__pb2.OpenSessionRequest.FromString,
@@ -327,11 +346,11 @@ class AllocatorService(object):
 
     Every error carries google.rpc.Status details: an ErrorInfo of domain "kvpool" with a reason, and where a field is
     at fault a BadRequest that names it. Any call may end in INTERNAL (our bug; pool state is unchanged) and, while the
-    server stops, in UNAVAILABLE with a RetryInfo. Beyond that:
+    server stops or a rank of the pool is lost, in UNAVAILABLE with a RetryInfo. Beyond that:
     INVALID_ARGUMENT     malformed, out of range or over a limit: fix the field named
     NOT_FOUND            unknown pool, session or request: open it
     FAILED_PRECONDITION  wrong state: see the reason
-    ABORTED              the lease ran out: open a new session, compute again
+    ABORTED              the lease ran out, or the epoch passed: open a new session, compute again
 
     Calls with a sequence change the session. They share one count with Schedule's steps: the same number again with
     the same content gets the same answer again, a gap is refused.
@@ -381,6 +400,33 @@ class AllocatorService(object):
             '/kvpool.v1.AllocatorService/GetPool',
             kvpool_dot_v1_dot_allocator__pb2.GetPoolRequest.SerializeToString,
             kvpool_dot_v1_dot_allocator__pb2.GetPoolResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WaitUntilReady(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvpool.v1.AllocatorService/WaitUntilReady',
+            kvpool_dot_v1_dot_allocator__pb2.WaitUntilReadyRequest.SerializeToString,
+            kvpool_dot_v1_dot_allocator__pb2.WaitUntilReadyResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -32,11 +32,11 @@ class AllocatorServiceStub:
 
     Every error carries google.rpc.Status details: an ErrorInfo of domain "kvpool" with a reason, and where a field is
     at fault a BadRequest that names it. Any call may end in INTERNAL (our bug; pool state is unchanged) and, while the
-    server stops, in UNAVAILABLE with a RetryInfo. Beyond that:
+    server stops or a rank of the pool is lost, in UNAVAILABLE with a RetryInfo. Beyond that:
       INVALID_ARGUMENT     malformed, out of range or over a limit: fix the field named
       NOT_FOUND            unknown pool, session or request: open it
       FAILED_PRECONDITION  wrong state: see the reason
-      ABORTED              the lease ran out: open a new session, compute again
+      ABORTED              the lease ran out, or the epoch passed: open a new session, compute again
 
     Calls with a sequence change the session. They share one count with Schedule's steps: the same number again with
     the same content gets the same answer again, a gap is refused.
@@ -52,8 +52,14 @@ class AllocatorServiceStub:
     """
     GetPool: _grpc.UnaryUnaryMultiCallable[_allocator_pb2.GetPoolRequest, _allocator_pb2.GetPoolResponse]
     """Tells a pool's configuration, occupancy and counters. NOT_FOUND."""
+    WaitUntilReady: _grpc.UnaryUnaryMultiCallable[_allocator_pb2.WaitUntilReadyRequest, _allocator_pb2.WaitUntilReadyResponse]
+    """Waits until a pool is there and ready. When the time is up it answers how the pool is then. INVALID_ARGUMENT;
+    NOT_FOUND if it is not there even then.
+    """
     OpenSession: _grpc.UnaryUnaryMultiCallable[_allocator_pb2.OpenSessionRequest, _allocator_pb2.OpenSessionResponse]
-    """Attaches a scheduler process to a pool, with a lease. INVALID_ARGUMENT, NOT_FOUND."""
+    """Attaches a scheduler process to a pool, with a lease. INVALID_ARGUMENT, NOT_FOUND; FAILED_PRECONDITION while the
+    pool's ranks are gathering.
+    """
     KeepAlive: _grpc.UnaryUnaryMultiCallable[_allocator_pb2.KeepAliveRequest, _allocator_pb2.KeepAliveResponse]
     """Renews the lease. A session with an open Schedule stream needs no renewal. NOT_FOUND, ABORTED."""
     CloseSession: _grpc.UnaryUnaryMultiCallable[_allocator_pb2.CloseSessionRequest, _allocator_pb2.CloseSessionResponse]
@@ -97,11 +103,11 @@ class AllocatorServiceAsyncStub(AllocatorServiceStub):
 
     Every error carries google.rpc.Status details: an ErrorInfo of domain "kvpool" with a reason, and where a field is
     at fault a BadRequest that names it. Any call may end in INTERNAL (our bug; pool state is unchanged) and, while the
-    server stops, in UNAVAILABLE with a RetryInfo. Beyond that:
+    server stops or a rank of the pool is lost, in UNAVAILABLE with a RetryInfo. Beyond that:
       INVALID_ARGUMENT     malformed, out of range or over a limit: fix the field named
       NOT_FOUND            unknown pool, session or request: open it
       FAILED_PRECONDITION  wrong state: see the reason
-      ABORTED              the lease ran out: open a new session, compute again
+      ABORTED              the lease ran out, or the epoch passed: open a new session, compute again
 
     Calls with a sequence change the session. They share one count with Schedule's steps: the same number again with
     the same content gets the same answer again, a gap is refused.
@@ -114,8 +120,14 @@ class AllocatorServiceAsyncStub(AllocatorServiceStub):
     """
     GetPool: _aio.UnaryUnaryMultiCallable[_allocator_pb2.GetPoolRequest, _allocator_pb2.GetPoolResponse]  # type: ignore[assignment]
     """Tells a pool's configuration, occupancy and counters. NOT_FOUND."""
+    WaitUntilReady: _aio.UnaryUnaryMultiCallable[_allocator_pb2.WaitUntilReadyRequest, _allocator_pb2.WaitUntilReadyResponse]  # type: ignore[assignment]
+    """Waits until a pool is there and ready. When the time is up it answers how the pool is then. INVALID_ARGUMENT;
+    NOT_FOUND if it is not there even then.
+    """
     OpenSession: _aio.UnaryUnaryMultiCallable[_allocator_pb2.OpenSessionRequest, _allocator_pb2.OpenSessionResponse]  # type: ignore[assignment]
-    """Attaches a scheduler process to a pool, with a lease. INVALID_ARGUMENT, NOT_FOUND."""
+    """Attaches a scheduler process to a pool, with a lease. INVALID_ARGUMENT, NOT_FOUND; FAILED_PRECONDITION while the
+    pool's ranks are gathering.
+    """
     KeepAlive: _aio.UnaryUnaryMultiCallable[_allocator_pb2.KeepAliveRequest, _allocator_pb2.KeepAliveResponse]  # type: ignore[assignment]
     """Renews the lease. A session with an open Schedule stream needs no renewal. NOT_FOUND, ABORTED."""
     CloseSession: _aio.UnaryUnaryMultiCallable[_allocator_pb2.CloseSessionRequest, _allocator_pb2.CloseSessionResponse]  # type: ignore[assignment]
@@ -158,11 +170,11 @@ class AllocatorServiceServicer(metaclass=_abc_1.ABCMeta):
 
     Every error carries google.rpc.Status details: an ErrorInfo of domain "kvpool" with a reason, and where a field is
     at fault a BadRequest that names it. Any call may end in INTERNAL (our bug; pool state is unchanged) and, while the
-    server stops, in UNAVAILABLE with a RetryInfo. Beyond that:
+    server stops or a rank of the pool is lost, in UNAVAILABLE with a RetryInfo. Beyond that:
       INVALID_ARGUMENT     malformed, out of range or over a limit: fix the field named
       NOT_FOUND            unknown pool, session or request: open it
       FAILED_PRECONDITION  wrong state: see the reason
-      ABORTED              the lease ran out: open a new session, compute again
+      ABORTED              the lease ran out, or the epoch passed: open a new session, compute again
 
     Calls with a sequence change the session. They share one count with Schedule's steps: the same number again with
     the same content gets the same answer again, a gap is refused.
@@ -187,12 +199,24 @@ class AllocatorServiceServicer(metaclass=_abc_1.ABCMeta):
         """Tells a pool's configuration, occupancy and counters. NOT_FOUND."""
 
     @_abc_1.abstractmethod
+    def WaitUntilReady(
+        self,
+        request: _allocator_pb2.WaitUntilReadyRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_allocator_pb2.WaitUntilReadyResponse, _abc.Awaitable[_allocator_pb2.WaitUntilReadyResponse]]:
+        """Waits until a pool is there and ready. When the time is up it answers how the pool is then. INVALID_ARGUMENT;
+        NOT_FOUND if it is not there even then.
+        """
+
+    @_abc_1.abstractmethod
     def OpenSession(
         self,
         request: _allocator_pb2.OpenSessionRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_allocator_pb2.OpenSessionResponse, _abc.Awaitable[_allocator_pb2.OpenSessionResponse]]:
-        """Attaches a scheduler process to a pool, with a lease. INVALID_ARGUMENT, NOT_FOUND."""
+        """Attaches a scheduler process to a pool, with a lease. INVALID_ARGUMENT, NOT_FOUND; FAILED_PRECONDITION while the
+        pool's ranks are gathering.
+        """
 
     @_abc_1.abstractmethod
     def KeepAlive(

@@ -73,6 +73,78 @@ KEY_FORM_PLAIN: KeyForm.ValueType  # 2
 """The bare strings (vLLM 0.14.1). A salt that spells a LoRA's name is then taken for it."""
 Global___KeyForm: _TypeAlias = KeyForm  # noqa: Y015
 
+class _PoolState:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _PoolStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_PoolState.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    POOL_STATE_UNSPECIFIED: _PoolState.ValueType  # 0
+    """Refused."""
+    POOL_STATE_FORMING: _PoolState.ValueType  # 1
+    """Its ranks are gathering: they register, get their plan, allocate."""
+    POOL_STATE_READY: _PoolState.ValueType  # 2
+    """All is there. A pool without ranks, whose scheduler holds the tensors itself, always is."""
+    POOL_STATE_DEGRADED: _PoolState.ValueType  # 3
+    """A rank is lost or silent: nothing is allocated until it is back."""
+    POOL_STATE_DRAINING: _PoolState.ValueType  # 4
+    """The server stops."""
+
+class PoolState(_PoolState, metaclass=_PoolStateEnumTypeWrapper):
+    """Whether a pool serves."""
+
+POOL_STATE_UNSPECIFIED: PoolState.ValueType  # 0
+"""Refused."""
+POOL_STATE_FORMING: PoolState.ValueType  # 1
+"""Its ranks are gathering: they register, get their plan, allocate."""
+POOL_STATE_READY: PoolState.ValueType  # 2
+"""All is there. A pool without ranks, whose scheduler holds the tensors itself, always is."""
+POOL_STATE_DEGRADED: PoolState.ValueType  # 3
+"""A rank is lost or silent: nothing is allocated until it is back."""
+POOL_STATE_DRAINING: PoolState.ValueType  # 4
+"""The server stops."""
+Global___PoolState: _TypeAlias = PoolState  # noqa: Y015
+
+class _RankState:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _RankStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_RankState.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    RANK_STATE_UNSPECIFIED: _RankState.ValueType  # 0
+    """Refused."""
+    RANK_STATE_ABSENT: _RankState.ValueType  # 1
+    """It has not come yet, or was given up."""
+    RANK_STATE_REGISTERED: _RankState.ValueType  # 2
+    """It waits for the other ranks."""
+    RANK_STATE_ALLOCATING: _RankState.ValueType  # 3
+    """It was sent its plan and allocates."""
+    RANK_STATE_READY: _RankState.ValueType  # 4
+    """It holds its tensors."""
+    RANK_STATE_SILENT: _RankState.ValueType  # 5
+    """Its stream is open, its heartbeats have stopped. It may come back within the grace time."""
+    RANK_STATE_LOST: _RankState.ValueType  # 6
+    """Its stream broke. It may come back within the grace time."""
+
+class RankState(_RankState, metaclass=_RankStateEnumTypeWrapper):
+    """How a rank is."""
+
+RANK_STATE_UNSPECIFIED: RankState.ValueType  # 0
+"""Refused."""
+RANK_STATE_ABSENT: RankState.ValueType  # 1
+"""It has not come yet, or was given up."""
+RANK_STATE_REGISTERED: RankState.ValueType  # 2
+"""It waits for the other ranks."""
+RANK_STATE_ALLOCATING: RankState.ValueType  # 3
+"""It was sent its plan and allocates."""
+RANK_STATE_READY: RankState.ValueType  # 4
+"""It holds its tensors."""
+RANK_STATE_SILENT: RankState.ValueType  # 5
+"""Its stream is open, its heartbeats have stopped. It may come back within the grace time."""
+RANK_STATE_LOST: RankState.ValueType  # 6
+"""Its stream broke. It may come back within the grace time."""
+Global___RankState: _TypeAlias = RankState  # noqa: Y015
+
 @_typing.final
 class HashScheme(_message.Message):
     """How the sessions of a pool hash their blocks. The server never hashes; it only compares."""
@@ -257,6 +329,56 @@ class PrefixCacheCounters(_message.Message):
 Global___PrefixCacheCounters: _TypeAlias = PrefixCacheCounters  # noqa: Y015
 
 @_typing.final
+class RankInfo(_message.Message):
+    """A rank of a pool. All but its number and state are 0 or empty while it is absent."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RANK_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
+    DEVICE_FIELD_NUMBER: _builtins.int
+    HOST_FIELD_NUMBER: _builtins.int
+    PID_FIELD_NUMBER: _builtins.int
+    AVAILABLE_BYTES_FIELD_NUMBER: _builtins.int
+    ALLOCATED_BYTES_FIELD_NUMBER: _builtins.int
+    NUM_BLOCKS_FIELD_NUMBER: _builtins.int
+    rank: _builtins.int
+    """Which."""
+    state: Global___RankState.ValueType
+    """How it is."""
+    device: _builtins.str
+    """Its device, as it says."""
+    host: _builtins.str
+    """Its host, as it says."""
+    pid: _builtins.int
+    """Its process, as it says."""
+    available_bytes: _builtins.int
+    """Memory that its tensors may take."""
+    allocated_bytes: _builtins.int
+    """Memory that they take. 0: not allocated yet."""
+    num_blocks: _builtins.int
+    """Blocks that it has room for. 0: not allocated yet."""
+    def __init__(
+        self,
+        *,
+        rank: _builtins.int = ...,
+        state: Global___RankState.ValueType = ...,
+        device: _builtins.str = ...,
+        host: _builtins.str = ...,
+        pid: _builtins.int = ...,
+        available_bytes: _builtins.int = ...,
+        allocated_bytes: _builtins.int = ...,
+        num_blocks: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["allocated_bytes", b"allocated_bytes", "available_bytes", b"available_bytes", "device", b"device", "host", b"host", "num_blocks", b"num_blocks", "pid", b"pid", "rank", b"rank", "state", b"state"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RankInfo: _TypeAlias = RankInfo  # noqa: Y015
+
+@_typing.final
 class PoolInfo(_message.Message):
     """A pool as it is now."""
 
@@ -275,6 +397,9 @@ class PoolInfo(_message.Message):
     REQUESTS_FIELD_NUMBER: _builtins.int
     EVENT_SEQUENCE_FIELD_NUMBER: _builtins.int
     SINK_BLOCKS_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
+    WORLD_SIZE_FIELD_NUMBER: _builtins.int
+    RANKS_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """Goes up whenever the contents of blocks can no longer be trusted. From 1."""
     free_blocks: _builtins.int
@@ -297,13 +422,23 @@ class PoolInfo(_message.Message):
     """Number of the newest block event. 0: none yet."""
     sink_blocks: _builtins.int
     """Blocks set aside for sinks: 1, 2, ..., group by group. Neither free nor ever given."""
+    state: Global___PoolState.ValueType
+    """Whether it serves."""
+    world_size: _builtins.int
+    """Ranks that it takes. 0: it was declared by a scheduler."""
     @_builtins.property
     def config(self) -> Global___PoolConfig:
-        """What it was declared with, defaults filled in. The hash scheme's none_hash is left out: only sessions learn it."""
+        """What it was declared with, defaults filled in. The hash scheme's none_hash is left out: only sessions learn it. Of
+        a pool that forms for the first time there are the name and max_model_len only.
+        """
 
     @_builtins.property
     def prefix_cache(self) -> Global___PrefixCacheCounters:
         """Look-ups since the pool was created."""
+
+    @_builtins.property
+    def ranks(self) -> _containers.RepeatedCompositeFieldContainer[Global___RankInfo]:
+        """The ranks, in their order."""
 
     def __init__(
         self,
@@ -321,10 +456,13 @@ class PoolInfo(_message.Message):
         requests: _builtins.int = ...,
         event_sequence: _builtins.int = ...,
         sink_blocks: _builtins.int = ...,
+        state: Global___PoolState.ValueType = ...,
+        world_size: _builtins.int = ...,
+        ranks: _abc.Iterable[Global___RankInfo] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["config", b"config", "prefix_cache", b"prefix_cache"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_blocks", b"cached_blocks", "config", b"config", "epoch", b"epoch", "event_sequence", b"event_sequence", "evicted_blocks", b"evicted_blocks", "free_blocks", b"free_blocks", "preemptions", b"preemptions", "prefix_cache", b"prefix_cache", "recent_hit_rate", b"recent_hit_rate", "requests", b"requests", "sessions", b"sessions", "sink_blocks", b"sink_blocks", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_blocks", b"cached_blocks", "config", b"config", "epoch", b"epoch", "event_sequence", b"event_sequence", "evicted_blocks", b"evicted_blocks", "free_blocks", b"free_blocks", "preemptions", b"preemptions", "prefix_cache", b"prefix_cache", "ranks", b"ranks", "recent_hit_rate", b"recent_hit_rate", "requests", b"requests", "sessions", b"sessions", "sink_blocks", b"sink_blocks", "state", b"state", "usage", b"usage", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
