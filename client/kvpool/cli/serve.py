@@ -10,6 +10,7 @@ import click
 from kvpool.cli.settings import load_config
 from kvpool.server import server
 from kvpool.server.config import DEFAULT_ADDRESS, DEFAULT_MAX_POOL_BLOCKS, MIB, ServerConfig
+from kvpool.server.core.membership import RankTiming
 
 
 @click.command()
@@ -53,6 +54,23 @@ from kvpool.server.config import DEFAULT_ADDRESS, DEFAULT_MAX_POOL_BLOCKS, MIB, 
     help="How long a peer may be silent on the network before its stream counts as broken.",
 )
 @click.option(
+    "--heartbeat-seconds", type=float, default=1.0, show_default=True, help="How often ranks are to be heard of."
+)
+@click.option(
+    "--heartbeat-timeout-seconds",
+    type=float,
+    default=5.0,
+    show_default=True,
+    help="After how long without a heartbeat a rank counts as silent, and its pool as degraded.",
+)
+@click.option(
+    "--rank-grace-seconds",
+    type=float,
+    default=30.0,
+    show_default=True,
+    help="How long a rank that is silent or lost may come back with nothing lost.",
+)
+@click.option(
     "--log-level",
     type=click.Choice(["debug", "info", "warning", "error"]),
     default="info",
@@ -66,7 +84,12 @@ def serve(log_level: str, **settings: Any) -> None:  # noqa: ANN401 - named and 
     """
     logging.basicConfig(level=log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:
-        config = ServerConfig(addresses=settings.pop("listen"), **settings)
+        timing = RankTiming(
+            settings.pop("heartbeat_seconds"),
+            settings.pop("heartbeat_timeout_seconds"),
+            settings.pop("rank_grace_seconds"),
+        )
+        config = ServerConfig(addresses=settings.pop("listen"), rank_timing=timing, **settings)
     except ValueError as error:
         raise click.UsageError(str(error)) from error
     try:

@@ -39,6 +39,7 @@ from kvpool.server.core.specs import (
     UniformTypeKVCacheSpecs,
 )
 from kvpool.server.core.step import Outcome
+from kvpool.server.core.world import PoolState, RankInfo, RankState
 
 __all__ = [
     "AbortedError",
@@ -72,6 +73,9 @@ __all__ = [
     "Outcome",
     "PoolConfig",
     "PoolInfo",
+    "PoolState",
+    "RankInfo",
+    "RankState",
     "Request",
     "ReuseOrder",
     "ServerError",

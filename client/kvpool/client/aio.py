@@ -11,7 +11,7 @@ from typing import Self
 import grpc
 
 from kvpool.client import steps, wire
-from kvpool.client.errors import DeadlineError, from_rpc_error
+from kvpool.client.errors import DeadlineError, UnavailableError, from_rpc_error
 from kvpool.client.request import Request
 from kvpool.client.results import Admission, Allocation, HitChanged
 from kvpool.client.session import SessionBase
@@ -70,6 +70,13 @@ class AsyncClient:
         async with _converted():
             request = allocator_pb2.GetPoolRequest(pool_name=name)
             return wire.read_pool(await self._stub.GetPool(request, timeout=self._deadline_seconds))
+
+    async def wait_until_ready(self, name: str, *, timeout_seconds: float) -> PoolInfo:
+        """See `Client.wait_until_ready`."""
+        async with _converted():
+            request = wire.wait_request(name, timeout_seconds)
+            answer = await self._stub.WaitUntilReady(request, timeout=timeout_seconds + self._deadline_seconds)
+        return wire.check_ready(wire.read_pool(answer), timeout_seconds)
 
     async def open_session(self, pool: str, *, client_name: str = "", lease_seconds: float = 0.0) -> "AsyncSession":
         """See `Client.open_session`."""
@@ -247,15 +254,16 @@ class AsyncSession(SessionBase):
         self._book.finish(result)
 
     async def _exchange_until_answered(self, message: step_pb2.Step) -> StepResult:
-        pauses = iter(wire.REOPEN_PAUSES_SECONDS[1:])
+        pauses = iter(wire.REOPEN_PAUSES_SECONDS)
         while True:
             try:
                 return await self._exchange_once(message)
             except grpc.RpcError as error:
                 self._end_stream()
-                pause_seconds = next(pauses, None)
-                if error.code() is not grpc.StatusCode.UNAVAILABLE or pause_seconds is None:
-                    raise from_rpc_error(error) from None
+                failure = from_rpc_error(error)
+                pause_seconds = failure.retry_seconds or next(pauses, None)
+                if not isinstance(failure, UnavailableError) or pause_seconds is None:
+                    raise failure from None
             await asyncio.sleep(pause_seconds)
 
     async def _exchange_once(self, message: step_pb2.Step) -> StepResult:

@@ -54,6 +54,19 @@ class Client:
         """Tells what a pool is like now."""
         return self._transport.get_pool(name)
 
+    def wait_until_ready(self, name: str, *, timeout_seconds: float) -> PoolInfo:
+        """Waits until a pool is there, with all its ranks, and serves.
+
+        Args:
+            name: The pool's name.
+            timeout_seconds: How long to wait, [0, 3600].
+
+        Raises:
+            DeadlineError: It is not ready by then; says how it is, and which ranks are missing.
+            NotFoundError: It is not even there.
+        """
+        return self._transport.wait_until_ready(name, timeout_seconds)
+
     def open_session(self, pool: str, *, client_name: str = "", lease_seconds: float = 0.0) -> Session:
         """Attaches this scheduler to a pool.
 

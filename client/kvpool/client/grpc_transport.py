@@ -54,6 +54,13 @@ class GrpcTransport:
             request = allocator_pb2.GetPoolRequest(pool_name=name)
             return wire.read_pool(self._stub.GetPool(request, timeout=self._deadline_seconds))
 
+    def wait_until_ready(self, name: str, timeout_seconds: float) -> PoolInfo:
+        """See `Transport`."""
+        with _converted():
+            request = wire.wait_request(name, timeout_seconds)
+            answer = self._stub.WaitUntilReady(request, timeout=timeout_seconds + self._deadline_seconds)
+        return wire.check_ready(wire.read_pool(answer), timeout_seconds)
+
     def open_session(self, pool: str, client_name: str, lease_seconds: float) -> OpenedSession:
         """See `Transport`. From here on a thread keeps the session alive."""
         with _converted():
@@ -114,8 +121,10 @@ class _StepStream:
         """Sends a step and waits for its result, over as many streams as that takes within the deadline."""
         self._due_seconds = time.monotonic() + self._deadline_seconds
         failure: KvpoolError | None = None
+        pauses = iter(wire.REOPEN_PAUSES_SECONDS)
+        pause_seconds: float | None = 0.0
         try:
-            for pause_seconds in wire.REOPEN_PAUSES_SECONDS:
+            while pause_seconds is not None and not self._closed.is_set():
                 self._closed.wait(min(pause_seconds, max(0.0, self._due_seconds - time.monotonic())))
                 try:
                     return self._exchange_once(message)
@@ -126,6 +135,7 @@ class _StepStream:
                     failure = from_rpc_error(error)
                     if not isinstance(failure, UnavailableError):
                         break
+                    pause_seconds = failure.retry_seconds or next(pauses, None)
         finally:
             self._due_seconds = float("inf")
         raise failure or DeadlineError(

@@ -55,6 +55,9 @@ class Transport(Protocol):
     def get_pool(self, name: str) -> PoolInfo:
         """Tells what a pool is like now."""
 
+    def wait_until_ready(self, name: str, timeout_seconds: float) -> PoolInfo:
+        """Waits until a pool is there and ready."""
+
     def open_session(self, pool: str, client_name: str, lease_seconds: float) -> OpenedSession:
         """Attaches this process to a pool."""
 
@@ -95,6 +98,11 @@ class EmbeddedTransport:
         """See `Transport`."""
         with self._lock:
             return self._describe(self._allocator.pool(name))
+
+    def wait_until_ready(self, name: str, timeout_seconds: float) -> PoolInfo:
+        """As `get_pool`: a pool in this process is ready from the start."""
+        del timeout_seconds
+        return self.get_pool(name)
 
     def open_session(self, pool: str, client_name: str, lease_seconds: float) -> OpenedSession:
         """See `Transport`."""

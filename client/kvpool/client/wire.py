@@ -2,15 +2,20 @@
 
 from typing import Final
 
+from kvpool.client.errors import DeadlineError
 from kvpool.client.transport import EventBatch, OpenedSession
 from kvpool.server.core.allocator import PoolInfo
 from kvpool.server.core.config import PoolConfig
-from kvpool.server.rpc import convert
+from kvpool.server.core.world import PoolState, RankState
+from kvpool.server.rpc import convert, convert_pool
 from kvpool.v1 import allocator_pb2, event_pb2
 
 DEFAULT_DEADLINE_SECONDS: Final = 30.0
 MAX_MESSAGE_BYTES: Final = 64 * 1024 * 1024
-REOPEN_PAUSES_SECONDS: Final = (0.0, 0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2)
+REOPEN_PAUSES_SECONDS: Final = (0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2)
+"""Before each further try of a step, unless the server says when to try again: then that, until the deadline."""
+
+_AWAY_STATES: Final = (RankState.ABSENT, RankState.SILENT, RankState.LOST)
 
 _RETRIES: Final = """{"methodConfig": [{"name": [{"service": "kvpool.v1.AllocatorService"}], "retryPolicy": {
   "maxAttempts": 5, "initialBackoff": "0.05s", "maxBackoff": "1s", "backoffMultiplier": 2,
@@ -27,12 +32,36 @@ CHANNEL_OPTIONS: Final[list[tuple[str, int | str]]] = [
 
 def create_pool_request(config: PoolConfig) -> allocator_pb2.CreatePoolRequest:
     """Makes CreatePool's message."""
-    return allocator_pb2.CreatePoolRequest(config=convert.config_to_proto(config, with_none_hash=True))
+    return allocator_pb2.CreatePoolRequest(config=convert_pool.config_to_proto(config, with_none_hash=True))
 
 
-def read_pool(response: allocator_pb2.CreatePoolResponse | allocator_pb2.GetPoolResponse) -> PoolInfo:
+_PoolResponse = allocator_pb2.CreatePoolResponse | allocator_pb2.GetPoolResponse | allocator_pb2.WaitUntilReadyResponse
+
+
+def read_pool(response: _PoolResponse) -> PoolInfo:
     """Reads what a pool is like."""
-    return convert.info_from_proto(response.pool)
+    return convert_pool.info_from_proto(response.pool)
+
+
+def wait_request(pool: str, timeout_seconds: float) -> allocator_pb2.WaitUntilReadyRequest:
+    """Makes WaitUntilReady's message."""
+    return allocator_pb2.WaitUntilReadyRequest(pool_name=pool, timeout_seconds=timeout_seconds)
+
+
+def check_ready(pool: PoolInfo, timeout_seconds: float) -> PoolInfo:
+    """Returns a pool that was waited for if it is ready.
+
+    Raises:
+        DeadlineError: It is not; says how it is.
+    """
+    if pool.state is PoolState.READY:
+        return pool
+    absent = [str(rank.rank) for rank in pool.ranks if rank.state in _AWAY_STATES]
+    message = f"pool {pool.config.name!r} is {pool.state.value} after {timeout_seconds:g} s"
+    if absent:
+        shown = ", ".join(absent[:16]) + (", ..." if len(absent) > 16 else "")  # noqa: PLR2004 - a line's worth
+        message += f"; {len(absent)} of {len(pool.ranks)} ranks are not there: {shown}"
+    raise DeadlineError("POOL_NOT_READY", message)
 
 
 def open_session_request(pool: str, client_name: str, lease_seconds: float) -> allocator_pb2.OpenSessionRequest:
@@ -43,7 +72,7 @@ def open_session_request(pool: str, client_name: str, lease_seconds: float) -> a
 def read_session(response: allocator_pb2.OpenSessionResponse) -> OpenedSession:
     """Reads an opened session."""
     session = response.session
-    config = convert.config_from_proto(response.config)
+    config = convert_pool.config_from_proto(response.config)
     return OpenedSession(session.session_id, config, session.lease_seconds, session.epoch)
 
 

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Final
 
+from kvpool.server.core.membership import RankTiming
 from kvpool.server.core.types import MAX_BLOCKS
 
 DEFAULT_ADDRESS: Final = "127.0.0.1:50051"
@@ -20,6 +21,7 @@ class ServerConfig:
         max_pool_blocks: Most blocks of one pool; each takes about 65 bytes of the server's memory.
         grace_seconds: How long a stopping server waits for calls in flight.
         dead_peer_seconds: How long a peer may be silent on the network before its stream counts as broken.
+        rank_timing: How often ranks are to be heard of, and how long they are waited for.
     """
 
     addresses: tuple[str, ...] = (DEFAULT_ADDRESS,)
@@ -27,6 +29,7 @@ class ServerConfig:
     max_pool_blocks: int = DEFAULT_MAX_POOL_BLOCKS
     grace_seconds: float = 10.0
     dead_peer_seconds: float = 10.0
+    rank_timing: RankTiming = RankTiming()  # noqa: RUF009 - frozen
 
     def __post_init__(self) -> None:
         if not self.addresses:

@@ -16,13 +16,16 @@ from kvpool.server.config import ServerConfig
 from kvpool.server.rpc.allocator_service import AllocatorService
 from kvpool.server.rpc.event_service import EventService
 from kvpool.server.rpc.hub import Hub
-from kvpool.v1 import allocator_pb2, allocator_pb2_grpc, event_pb2, event_pb2_grpc
+from kvpool.server.rpc.ranks import Ranks
+from kvpool.server.rpc.worker_service import WorkerService
+from kvpool.v1 import allocator_pb2, allocator_pb2_grpc, event_pb2, event_pb2_grpc, worker_pb2, worker_pb2_grpc
 
 _SERVICES = tuple(
     descriptor.services_by_name[name].full_name
     for descriptor, name in (
         (allocator_pb2.DESCRIPTOR, "AllocatorService"),
         (event_pb2.DESCRIPTOR, "EventService"),
+        (worker_pb2.DESCRIPTOR, "WorkerService"),
     )
 )
 
@@ -35,11 +38,13 @@ class Server:
     def __init__(self, config: ServerConfig) -> None:
         self._config = config
         self.hub = Hub(config.max_pool_blocks)
+        self._ranks = Ranks(self.hub, config.rank_timing, config.max_pool_blocks)
         self._health = health.aio.HealthServicer()
         self._server = grpc.aio.server(options=_channel_options(config))
-        self._expiry: asyncio.Task[None] | None = None
-        allocator_pb2_grpc.add_AllocatorServiceServicer_to_server(AllocatorService(self.hub), self._server)
+        self._watches: list[asyncio.Task[None]] = []
+        allocator_pb2_grpc.add_AllocatorServiceServicer_to_server(AllocatorService(self.hub, self._ranks), self._server)
         event_pb2_grpc.add_EventServiceServicer_to_server(EventService(self.hub), self._server)
+        worker_pb2_grpc.add_WorkerServiceServicer_to_server(WorkerService(self.hub, self._ranks), self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         names = (*_SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self._server)
@@ -57,7 +62,7 @@ class Server:
         await self._server.start()
         for name in ("", *_SERVICES):
             await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
-        self._expiry = asyncio.create_task(self.hub.expire_leases())
+        self._watches = [asyncio.create_task(watch) for watch in (self.hub.expire_leases(), self._ranks.watch())]
         _log.info("listening on %s", ", ".join(addresses))
         return addresses
 
@@ -66,10 +71,10 @@ class Server:
         await self._health.enter_graceful_shutdown()
         self.hub.drain()
         await self._server.stop(self._config.grace_seconds)
-        if self._expiry:
-            self._expiry.cancel()
+        for watch in self._watches:
+            watch.cancel()
             with contextlib.suppress(asyncio.CancelledError):
-                await self._expiry
+                await watch
         _log.info("stopped")
 
     def _bind(self, address: str) -> str:

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from kvpool.server.core.allocator import DEFAULT_LEASE_SECONDS, REMEMBERED_EXPIRIES, Allocator
+from kvpool.server.core.allocator import DEFAULT_LEASE_SECONDS, REMEMBERED_ENDS, Allocator
 from kvpool.server.core.config import HashScheme
 from kvpool.server.core.errors import AbortedError, InvalidArgumentError, NotFoundError, WrongStateError
 from kvpool.server.core.integrity import check_integrity
@@ -115,7 +115,7 @@ def test_only_sessions_that_are_due_expire_and_the_others_keep_their_blocks() ->
 
 def test_expiries_are_remembered_for_so_many_sessions() -> None:
     world = World()
-    sessions = [world.open() for _ in range(REMEMBERED_EXPIRIES + 1)]
+    sessions = [world.open() for _ in range(REMEMBERED_ENDS + 1)]
     world.allocator.expire(10.0)
     with pytest.raises(NotFoundError):
         world.allocator.session(sessions[0].session_id, 10.0)

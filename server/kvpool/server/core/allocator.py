@@ -1,7 +1,7 @@
 """All pools and sessions of a server.
 
-1. A pool's name stands for one configuration as long as the server lives.
-2. A session id names one session for ever; one whose lease ran out is told apart from one that never was.
+1. A pool's name stands for one configuration as long as the server lives, or until its ranks form it anew.
+2. A session id names one session for ever; one that was ended is told apart from one that never was.
 3. Time, ids and random bytes come in as arguments.
 """
 
@@ -18,11 +18,17 @@ from kvpool.server.core.session import Session
 from kvpool.server.core.statistics import PrefixCacheStats
 from kvpool.server.core.step import Step, StepResult
 from kvpool.server.core.types import PoolName, SessionId, WriterId
+from kvpool.server.core.world import PoolState, RankInfo
 
 DEFAULT_LEASE_SECONDS: Final = 10.0
 MIN_LEASE_SECONDS: Final = 1.0
 MAX_LEASE_SECONDS: Final = 3600.0
-REMEMBERED_EXPIRIES: Final = 4096
+REMEMBERED_ENDS: Final = 4096
+_ENDS: Final = {
+    "LEASE_EXPIRED": "the session's lease ran out; its blocks are free again",
+    "EPOCH_PASSED": "a rank of the pool was lost, and what its blocks held; open a new session, compute again",
+}
+"""By reason: what became of a session that did not close itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +49,8 @@ class PoolInfo:
         requests: Requests of all sessions.
         event_sequence: Number of the newest batch of events; 0 if there was none.
         sink_blocks: Blocks set aside for sinks: 1, 2, ..., group by group.
+        state: Whether it serves.
+        ranks: How its ranks are; none if a scheduler declared it.
     """
 
     config: PoolConfig
@@ -58,6 +66,8 @@ class PoolInfo:
     requests: int
     event_sequence: int = 0
     sink_blocks: int = 0
+    state: PoolState = PoolState.READY
+    ranks: tuple[RankInfo, ...] = ()
 
 
 class Allocator:
@@ -66,7 +76,7 @@ class Allocator:
     def __init__(self) -> None:
         self._pools: dict[PoolName, Pool] = {}
         self._sessions: dict[SessionId, tuple[Pool, Session]] = {}
-        self._expired: OrderedDict[SessionId, None] = OrderedDict()
+        self._ended: OrderedDict[SessionId, str] = OrderedDict()
         self._last_writer = 0
 
     def __repr__(self) -> str:
@@ -102,6 +112,44 @@ class Allocator:
             )
         return pool, False
 
+    def open_epoch(self, config: PoolConfig, none_hash: bytes, epoch: int) -> Pool:
+        """Opens a pool that ranks have formed, or opens it anew, with nothing in it. O(num_blocks).
+
+        Args:
+            config: The pool; of one opened anew it may differ from before.
+            none_hash: Random bytes, for a pool that leaves its none_hash open.
+            epoch: The epoch that begins, higher than any before.
+
+        Raises:
+            InvalidArgumentError: The configuration is out of range.
+        """
+        if not config.hash_scheme.none_hash:
+            config = replace(config, hash_scheme=replace(config.hash_scheme, none_hash=none_hash))
+        pool = self._pools.get(config.name)
+        if pool is None:
+            pool = self._pools[config.name] = Pool(config, epoch)
+        else:
+            pool.begin_epoch(config, epoch)
+        pool.is_suspended = False
+        return pool
+
+    def pass_epoch(self, pool: Pool, epoch: int) -> list[Session]:
+        """Ends all sessions of a pool that lost a rank, and drops what its blocks held; it stays suspended.
+
+        Returns:
+            The sessions that were open.
+        """
+        sessions = self.sessions_of(pool)
+        for session in sessions:
+            self._end(session.session_id, "EPOCH_PASSED")
+        pool.is_suspended = True
+        pool.begin_epoch(pool.config, epoch)
+        return sessions
+
+    def has_pool(self, name: PoolName) -> bool:
+        """Whether there is a pool of this name."""
+        return name in self._pools
+
     def pool(self, name: str) -> Pool:
         """Finds a pool.
 
@@ -121,6 +169,7 @@ class Allocator:
         Raises:
             InvalidArgumentError: The lease or the client's name is out of range.
             NotFoundError: There is no such pool.
+            UnavailableError: The pool is suspended.
         """
         lease_seconds = lease_seconds or DEFAULT_LEASE_SECONDS
         if not MIN_LEASE_SECONDS <= lease_seconds <= MAX_LEASE_SECONDS:
@@ -130,6 +179,7 @@ class Allocator:
         if len(client_name.encode("utf-8", "surrogatepass")) > 256:  # noqa: PLR2004 - the proto states it
             raise InvalidArgumentError("client_name", "longer than 256 bytes")
         pool = self.pool(pool_name)
+        pool.check_serving()
         self._last_writer += 1
         session = Session(session_id, WriterId(self._last_writer), client_name, lease_seconds, now_seconds)
         self._sessions[session_id] = (pool, session)
@@ -140,15 +190,15 @@ class Allocator:
 
         Raises:
             NotFoundError: There never was one of this id, or it was closed.
-            AbortedError: Its lease ran out.
+            AbortedError: Its lease ran out, or the epoch passed.
         """
         found = self._sessions.get(SessionId(session_id))
         if found is None:
-            if session_id in self._expired:
-                raise _expired_error()
+            if session_id in self._ended:
+                raise self.ended_error(SessionId(session_id))
             raise NotFoundError("SESSION_NOT_FOUND", "no such session", field="session_id")
         if found[1].expires_seconds <= now_seconds:  # `expire` will free its blocks, and tell
-            raise _expired_error()
+            raise _ended_error("LEASE_EXPIRED")
         found[1].heard_seconds = now_seconds
         return found
 
@@ -217,15 +267,23 @@ class Allocator:
             requests=sum(len(session.requests) for session in sessions),
             event_sequence=event_sequence,
             sink_blocks=len(pool.sink_blocks),
+            state=PoolState.DEGRADED if pool.is_suspended else PoolState.READY,
         )
 
     def _expire(self, session_id: SessionId) -> tuple[Pool, Session, int]:
-        pool, session = self._sessions.pop(session_id)
-        self._expired[session_id] = None
-        if len(self._expired) > REMEMBERED_EXPIRIES:
-            self._expired.popitem(last=False)
+        pool, session = self._end(session_id, "LEASE_EXPIRED")
         return pool, session, apply.end_session(pool, session)
 
+    def ended_error(self, session_id: SessionId) -> AbortedError:
+        """What a session is told that was ended, as long as that is remembered."""
+        return _ended_error(self._ended[session_id])
 
-def _expired_error() -> AbortedError:
-    return AbortedError("LEASE_EXPIRED", "the session's lease ran out; its blocks are free again", field="session_id")
+    def _end(self, session_id: SessionId, reason: str) -> tuple[Pool, Session]:
+        self._ended[session_id] = reason
+        if len(self._ended) > REMEMBERED_ENDS:
+            self._ended.popitem(last=False)
+        return self._sessions.pop(session_id)
+
+
+def _ended_error(reason: str) -> AbortedError:
+    return AbortedError(reason, _ENDS[reason], field="session_id")

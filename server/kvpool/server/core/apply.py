@@ -31,11 +31,13 @@ def apply_step(pool: Pool, session: Session, step: Step, source: object = None) 
         InvalidArgumentError: A field is malformed or out of range; nothing was changed.
         NotFoundError: A request is unknown; nothing was changed.
         WrongStateError: The step is out of sequence, or a request is not in the state for it; nothing was changed.
+        UnavailableError: The pool is suspended; nothing was changed.
     """
     source = step if source is None else source
     before = session.answered(step.sequence, source)
     if before is not None:
         return before
+    pool.check_serving()
     checked = StepChecker(pool, session, step).check()
     mark_executed(pool, session, step.executed_sequence)
     result = _Application(pool, session, step).run(checked)

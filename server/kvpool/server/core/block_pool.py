@@ -43,6 +43,13 @@ class BlockPool:
         self._events_enabled = config.makes_events
         self._events: list[BlockEvent] = []
 
+    def follow(self, before: "BlockPool") -> None:
+        """Goes on counting where a pool ended whose blocks are all gone, and tells that they are."""
+        self.num_evicted = before.num_evicted
+        self._events = before.take_events()
+        if self._events_enabled:
+            self._events.append(AllBlocksCleared())
+
     @property
     def num_blocks(self) -> int:
         """Blocks, the null block included."""

@@ -121,8 +121,7 @@ class PoolConfig:
         Raises:
             InvalidArgumentError: One is out of range; names the field.
         """
-        if not _NAME.fullmatch(self.name):
-            raise InvalidArgumentError("config.name", "needs 1 to 128 letters, digits, '.', '_', '-' or '/'")
+        check_pool_name("config.name", self.name)
         check_range("config.num_blocks", self.num_blocks, 2, MAX_BLOCKS)
         check_range("config.max_model_len", self.max_model_len, 1, MAX_TOKENS)
         check_range("config.dcp_world_size", self.dcp_world_size, 1, 1024)
@@ -224,6 +223,12 @@ class PoolConfig:
             elif mine != theirs:
                 return entry.name
         return ""
+
+
+def check_pool_name(field: str, name: str) -> None:
+    """Raises InvalidArgumentError if a pool cannot have this name."""
+    if not _NAME.fullmatch(name):
+        raise InvalidArgumentError(field, "needs 1 to 128 letters, digits, '.', '_', '-' or '/'")
 
 
 def _check_text(where: str, text: str, low: int, high: int) -> None:

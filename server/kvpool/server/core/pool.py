@@ -9,16 +9,19 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from kvpool.server.core import types
 from kvpool.server.core.block_pool import BlockPool
 from kvpool.server.core.config import PoolConfig
-from kvpool.server.core.errors import InvalidArgumentError
+from kvpool.server.core.errors import InvalidArgumentError, UnavailableError
 from kvpool.server.core.group_manager import GroupManager
 from kvpool.server.core.prefix_search import PrefixSearch
 from kvpool.server.core.request import BlockTable, Request
 from kvpool.server.core.statistics import PrefixCacheStats, RecentHitRate
 from kvpool.server.core.types import NULL_BLOCK, BlockId, GroupId, WriterId
+
+SUSPENDED_RETRY_SECONDS: Final = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,17 +66,22 @@ class Pool:
         stats: Counters of look-ups.
         recent_hit_rate: Hit rate over the last look-ups.
         num_preemptions: Times that a request's blocks were taken back.
+        is_suspended: Whether nothing is allocated for now, as a rank is missing.
     """
 
-    def __init__(self, config: PoolConfig) -> None:
-        config.check()
-        self.config = config
-        self.hash_block_size = config.hash_block_size
-        self.epoch = 1
-        self.blocks = BlockPool(config)
+    def __init__(self, config: PoolConfig, epoch: int = 1) -> None:
         self.stats = PrefixCacheStats()
         self.recent_hit_rate = RecentHitRate()
         self.num_preemptions = 0
+        self.is_suspended = False
+        self._start_over(config, epoch)
+
+    def _start_over(self, config: PoolConfig, epoch: int) -> None:
+        config.check()
+        self.config = config
+        self.hash_block_size = config.hash_block_size
+        self.epoch = epoch
+        self.blocks = BlockPool(config)
         self._managers = [GroupManager(config, GroupId(i), self.blocks) for i in range(len(config.groups))]
         self._windowed = [manager for manager in self._managers if not manager.spec.keeps_all]
         self._search = PrefixSearch(self._managers, self.blocks.prefix_map, config.hit_alignment)
@@ -82,6 +90,23 @@ class Pool:
         used = self.blocks.num_blocks - 1 - self.blocks.num_free_blocks
         cached = len(self.blocks.prefix_map)
         return f"<Pool {self.config.name!r}: {self.blocks.num_blocks} blocks, {used} used, {cached} cached>"
+
+    def begin_epoch(self, config: PoolConfig, epoch: int) -> None:
+        """Starts over with empty blocks, whose sessions the caller has ended; counters go on. O(num_blocks).
+
+        Raises:
+            InvalidArgumentError: The configuration is out of range; nothing was changed.
+        """
+        before = self.blocks
+        self._start_over(config, epoch)
+        self.blocks.follow(before)
+        self.recent_hit_rate.reset()
+
+    def check_serving(self) -> None:
+        """Raises UnavailableError if the pool is suspended."""
+        if self.is_suspended:
+            message = "a rank of the pool is lost; nothing is allocated until it is back"
+            raise UnavailableError("RANK_LOST", message, retry_seconds=SUSPENDED_RETRY_SECONDS)
 
     @property
     def sink_blocks(self) -> tuple[BlockId, ...]:

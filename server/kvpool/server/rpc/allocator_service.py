@@ -6,37 +6,53 @@ import secrets
 import grpc
 
 from kvpool.server.core.errors import InvalidArgumentError, KvpoolError
-from kvpool.server.core.pool import Pool
 from kvpool.server.core.step import Operation, Outcome, Step
 from kvpool.server.core.types import SessionId
-from kvpool.server.rpc import convert, unary
+from kvpool.server.rpc import convert, convert_pool, unary
 from kvpool.server.rpc.errors import abort, abort_internal, guarded
 from kvpool.server.rpc.hub import Hub, Stream
+from kvpool.server.rpc.ranks import Ranks
 from kvpool.v1 import allocator_pb2, allocator_pb2_grpc, pool_pb2, step_pb2
 
+_WaitContext = grpc.aio.ServicerContext[allocator_pb2.WaitUntilReadyRequest, allocator_pb2.WaitUntilReadyResponse]
 _StepContext = grpc.aio.ServicerContext[step_pb2.Step, step_pb2.StepResult]
 
 
 class AllocatorService(allocator_pb2_grpc.AllocatorServiceServicer):
-    """The service, over a hub."""
+    """The service, over a hub and the ranks of its pools."""
 
-    def __init__(self, hub: Hub) -> None:
+    def __init__(self, hub: Hub, ranks: Ranks) -> None:
         self._hub = hub
+        self._ranks = ranks
         self._allocator = hub.allocator
 
     @guarded
     def CreatePool(self, request: allocator_pb2.CreatePoolRequest) -> allocator_pb2.CreatePoolResponse:
         self._hub.refuse_while_draining()
-        pool, created = self._hub.create_pool(convert.config_from_proto(request.config))
-        return allocator_pb2.CreatePoolResponse(pool=self._info(pool), created=created)
+        self._ranks.check_formed(request.config.name)
+        pool, created = self._hub.create_pool(convert_pool.config_from_proto(request.config))
+        return allocator_pb2.CreatePoolResponse(pool=self._info(pool.config.name), created=created)
 
     @guarded
     def GetPool(self, request: allocator_pb2.GetPoolRequest) -> allocator_pb2.GetPoolResponse:
-        return allocator_pb2.GetPoolResponse(pool=self._info(self._allocator.pool(request.pool_name)))
+        return allocator_pb2.GetPoolResponse(pool=self._info(request.pool_name))
+
+    async def WaitUntilReady(
+        self, request: allocator_pb2.WaitUntilReadyRequest, context: _WaitContext
+    ) -> allocator_pb2.WaitUntilReadyResponse:
+        try:
+            with self._hub.streaming() as stream, stream.wait():
+                info = await self._ranks.wait_until_ready(request.pool_name, request.timeout_seconds)
+            return allocator_pb2.WaitUntilReadyResponse(pool=convert_pool.info_to_proto(info))
+        except KvpoolError as error:
+            await abort(context, error)
+        except Exception:  # noqa: BLE001 - the boundary: a bug must end this call alone, and is logged
+            await abort_internal(context, "WaitUntilReady")
 
     @guarded
     def OpenSession(self, request: allocator_pb2.OpenSessionRequest) -> allocator_pb2.OpenSessionResponse:
         self._hub.refuse_while_draining()
+        self._ranks.check_formed(request.pool_name)
         pool, session = self._allocator.open_session(
             request.pool_name,
             request.client_name,
@@ -51,7 +67,7 @@ class AllocatorService(allocator_pb2_grpc.AllocatorServiceServicer):
                 lease_seconds=session.lease_seconds,
                 epoch=pool.epoch,
             ),
-            config=convert.config_to_proto(pool.config, with_none_hash=True),
+            config=convert_pool.config_to_proto(pool.config, with_none_hash=True),
         )
 
     @guarded
@@ -160,8 +176,8 @@ class AllocatorService(allocator_pb2_grpc.AllocatorServiceServicer):
         self._hub.publish(pool)
         return answer
 
-    def _info(self, pool: Pool) -> pool_pb2.PoolInfo:
-        return convert.info_to_proto(self._allocator.describe(pool, self._hub.event_log(pool).last_sequence))
+    def _info(self, pool_name: str) -> pool_pb2.PoolInfo:
+        return convert_pool.info_to_proto(self._ranks.describe(pool_name))
 
 
 def _computed(answer: unary.Answer) -> allocator_pb2.ComputedBlocks:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 from typing import Final
 
-from kvpool.server.core.allocator import Allocator
+from kvpool.server.core.allocator import Allocator, PoolInfo
 from kvpool.server.core.config import PoolConfig
 from kvpool.server.core.errors import AbortedError, KvpoolError, UnavailableError, check_range
 from kvpool.server.core.pool import Pool
@@ -61,7 +61,9 @@ class Hub:
         self._logs: dict[PoolName, EventLog] = {}
         self._streams: set[Stream] = set()
         self._by_session: dict[SessionId, Stream] = {}
-        self._draining = False
+        self.is_draining = False
+        self.news = asyncio.Event()
+        """Set, and replaced, when a pool becomes ready."""
 
     def now_seconds(self) -> float:
         """The server's monotonic clock."""
@@ -70,12 +72,47 @@ class Hub:
     def create_pool(self, config: PoolConfig) -> tuple[Pool, bool]:
         """See `Allocator.create_pool`; refuses what would take more memory than the server was given for a pool."""
         check_range("config.num_blocks", config.num_blocks, 0, self._max_pool_blocks)
-        none_hash = secrets.token_bytes(min(config.hash_scheme.hash_size_bytes, 64))
-        pool, created = self.allocator.create_pool(config, none_hash)
+        pool, created = self.allocator.create_pool(config, _new_none_hash(config))
         if created:
             self._logs[pool.config.name] = EventLog()
             _log.info("pool created: %s", pool)
+            self._tell_ready()
         return pool, created
+
+    def open_epoch(self, config: PoolConfig, epoch: int) -> Pool:
+        """See `Allocator.open_epoch`."""
+        pool = self.allocator.open_epoch(config, _new_none_hash(config), epoch)
+        self._logs.setdefault(config.name, EventLog())
+        self.publish(pool)
+        self._tell_ready()
+        return pool
+
+    def suspend(self, name: PoolName) -> None:
+        """Lets nothing be allocated from a pool for now."""
+        self.allocator.pool(name).is_suspended = True
+
+    def resume(self, name: PoolName) -> None:
+        """Lets a suspended pool go on."""
+        self.allocator.pool(name).is_suspended = False
+        self._tell_ready()
+
+    def pass_epoch(self, name: PoolName, epoch: int) -> int:
+        """See `Allocator.pass_epoch`; ends the sessions' streams. Returns how many sessions there were."""
+        pool = self.allocator.pool(name)
+        sessions = self.allocator.pass_epoch(pool, epoch)
+        self.publish(pool)
+        for session in sessions:
+            self._end_session_stream(session.session_id, self.allocator.ended_error(session.session_id))
+        return len(sessions)
+
+    def describe(self, name: str) -> PoolInfo:
+        """Tells what a pool is like now.
+
+        Raises:
+            NotFoundError: There is none of this name.
+        """
+        pool = self.allocator.pool(name)
+        return self.allocator.describe(pool, self.event_log(pool).last_sequence)
 
     def event_log(self, pool: Pool) -> EventLog:
         """The pool's events."""
@@ -87,7 +124,7 @@ class Hub:
 
     def refuse_while_draining(self) -> None:
         """Raises UnavailableError if the server is stopping."""
-        if self._draining:
+        if self.is_draining:
             raise _draining_error()
 
     @contextlib.contextmanager
@@ -122,9 +159,12 @@ class Hub:
 
     def end_session_stream(self, session_id: SessionId) -> None:
         """Ends the stream of a session that was closed."""
+        self._end_session_stream(session_id, AbortedError("SESSION_CLOSED", "the session was closed"))
+
+    def _end_session_stream(self, session_id: SessionId, error: KvpoolError) -> None:
         stream = self._by_session.get(session_id)
         if stream:
-            stream.end(AbortedError("SESSION_CLOSED", "the session was closed"))
+            stream.end(error)
 
     async def expire_leases(self) -> None:
         """Ends sessions as their leases run out, for ever."""
@@ -143,9 +183,17 @@ class Hub:
 
     def drain(self) -> None:
         """Refuses new work from now on, and ends open streams once they have answered what they are at."""
-        self._draining = True
+        self.is_draining = True
         for stream in tuple(self._streams):
             stream.end(_draining_error())
+
+    def _tell_ready(self) -> None:
+        self.news.set()
+        self.news = asyncio.Event()
+
+
+def _new_none_hash(config: PoolConfig) -> bytes:
+    return secrets.token_bytes(min(config.hash_scheme.hash_size_bytes, 64))
 
 
 def _draining_error() -> UnavailableError:

@@ -1,0 +1,466 @@
+"""The ranks of one pool: who is there, what was planned, whether the pool may serve.
+
+1. The pool serves only while every rank of the world is there with its tensors.
+2. A rank is one process at a time: another is refused while the first is alive, and while it is silent.
+3. The epoch goes up when a rank that held contents is given up, and with every new plan: nothing handed out in one
+   epoch is valid in another, also over a restart of the server, since ranks say which epoch they were in.
+4. A rank that comes back within the grace time with the boot id and the tensors it had changes nothing.
+5. Every change returns its effects, in order; a refusal changes nothing.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Final
+
+from kvpool.server.core.errors import (
+    AbortedError,
+    InvalidArgumentError,
+    KvpoolError,
+    UnavailableError,
+    WrongStateError,
+    check_range,
+)
+from kvpool.server.core.plan import Plan, RankMemory
+from kvpool.server.core.planner import get_kv_cache_configs
+from kvpool.server.core.spec_base import KVCacheSpec
+from kvpool.server.core.specs import differing_field
+from kvpool.server.core.types import MAX_BLOCKS, PoolName
+from kvpool.server.core.world import (
+    Allocated,
+    Effect,
+    EpochPassed,
+    LinkEnded,
+    LinkId,
+    PlanSent,
+    PoolOpened,
+    PoolResumed,
+    PoolState,
+    PoolSuspended,
+    Rank,
+    RankInfo,
+    RankState,
+    ReadySent,
+    Registration,
+    StatusSent,
+    WorldOptions,
+)
+
+TOLD_ABSENT_RANKS: Final = 64
+_AWAY: Final = (RankState.SILENT, RankState.LOST)
+
+
+@dataclass(frozen=True, slots=True)
+class RankTiming:
+    """How long ranks are waited for.
+
+    Attributes:
+        heartbeat_seconds: How often a rank is to be heard of.
+        heartbeat_timeout_seconds: After how long without it counts as silent.
+        grace_seconds: How long a rank that is silent or lost may come back with nothing lost.
+    """
+
+    heartbeat_seconds: float = 1.0
+    heartbeat_timeout_seconds: float = 5.0
+    grace_seconds: float = 30.0
+
+    def __post_init__(self) -> None:
+        if not 0.01 <= self.heartbeat_seconds <= 3600:  # noqa: PLR2004 - the message states it
+            raise ValueError(f"heartbeat_seconds: {self.heartbeat_seconds} is not in [0.01, 3600]")
+        if not 2 * self.heartbeat_seconds <= self.heartbeat_timeout_seconds <= 3600:  # noqa: PLR2004 - likewise
+            raise ValueError(
+                f"heartbeat_timeout_seconds: {self.heartbeat_timeout_seconds} is not in [2 x heartbeat_seconds, 3600]"
+            )
+        if not 0 <= self.grace_seconds <= 86_400:  # noqa: PLR2004 - likewise
+            raise ValueError(f"rank_grace_seconds: {self.grace_seconds} is not in [0, 86400]")
+
+
+@dataclass(slots=True, eq=False)
+class _Member:
+    """A process that is, or was a moment ago, a rank.
+
+    Attributes:
+        registration: What it said of itself.
+        link: Its stream; the last one if it is lost.
+        heard_seconds: When it was last heard of.
+        state: How it is.
+        away_seconds: Since when it is silent or lost.
+        allocated: What it got in this epoch.
+    """
+
+    registration: Registration
+    link: LinkId
+    heard_seconds: float
+    state: RankState = RankState.REGISTERED
+    away_seconds: float = 0.0
+    allocated: Allocated | None = None
+
+
+class Membership:
+    """The ranks of a pool.
+
+    Attributes:
+        name: The pool's.
+        epoch: The epoch that is, or will be when the pool opens.
+        state: Whether the pool serves.
+        world_size: Ranks that it takes.
+        options: What they all said.
+    """
+
+    def __init__(self, name: PoolName, timing: RankTiming, max_blocks: int = MAX_BLOCKS) -> None:
+        """Starts with nobody.
+
+        Args:
+            name: The pool's.
+            timing: How long ranks are waited for.
+            max_blocks: Most blocks that the server gives a pool.
+        """
+        self.name = name
+        self.epoch = 1
+        self.state = PoolState.FORMING
+        self.world_size = 0
+        self.options = WorldOptions(1)
+        self._timing = timing
+        self._max_blocks = max_blocks
+        self._members: dict[Rank, _Member] = {}
+        self._by_link: dict[LinkId, _Member] = {}
+        self._layers: dict[str, tuple[Rank, KVCacheSpec]] = {}
+        self._plan: Plan | None = None
+        """Of this epoch; None until it is made."""
+        self._has_contents = False
+        """Whether the pool opened in this epoch."""
+
+    def __repr__(self) -> str:
+        here = self.world_size - len(self.absent_ranks)
+        return f"<Membership {self.name!r}: {here} of {self.world_size} ranks, {self.state.value}, epoch {self.epoch}>"
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no rank is there or may come back."""
+        return not self._members
+
+    @property
+    def was_open(self) -> bool:
+        """Whether the pool has ever opened."""
+        return self.state is not PoolState.FORMING
+
+    @property
+    def absent_ranks(self) -> tuple[Rank, ...]:
+        """Ranks that are not there."""
+        return tuple(
+            rank
+            for rank in map(Rank, range(self.world_size))
+            if (member := self._members.get(rank)) is None or member.state in _AWAY
+        )
+
+    @property
+    def next_deadline_seconds(self) -> float:
+        """When `tick` is due next, as things stand; infinity if nobody is there."""
+        return min((self._due_seconds(member) for member in self._members.values()), default=float("inf"))
+
+    def rank_infos(self) -> tuple[RankInfo, ...]:
+        """How each rank is."""
+        return tuple(self._rank_info(Rank(rank)) for rank in range(self.world_size))
+
+    def register(self, link: LinkId, registration: Registration, now_seconds: float) -> list[Effect]:
+        """Takes a rank in: a new one, one that comes back, or the successor of one that was lost.
+
+        When no plan can be made of what all ranks bring, none is left waiting for it: before the pool first opens all
+        streams end with the planner's error, later that of the rank that came last.
+
+        Raises:
+            InvalidArgumentError: Something is out of range.
+            WrongStateError: It differs from the other ranks, or the rank is taken.
+            UnavailableError: The rank is silent, and may come back.
+        """
+        registration.check()
+        if self.is_empty:
+            self.world_size, self.options = registration.world_size, registration.options
+        self._check_alike(registration)
+        before = self._members.get(registration.rank)
+        member = _Member(registration, link, now_seconds)
+        if before is None:
+            return self._take_in(member)
+        if before.registration.boot_id != registration.boot_id:
+            self._check_successor(before, now_seconds)
+            return self._give_up(before) + self._take_in(member)
+        return self._come_back(before, member)
+
+    def initialized(self, link: LinkId, allocated: Allocated) -> list[Effect]:
+        """Notes what a rank got; opens the pool when all have told.
+
+        Raises:
+            InvalidArgumentError: There was no such plan, or the number of blocks is out of range.
+            AbortedError: The rank was given up.
+        """
+        member = self._member_of(link)
+        check_range("initialized.num_blocks", allocated.num_blocks, 2, MAX_BLOCKS)
+        if allocated.epoch > self.epoch:
+            raise InvalidArgumentError("initialized.epoch", f"{allocated.epoch} was not planned yet")
+        if allocated.epoch < self.epoch or self._plan is None or member.state is not RankState.ALLOCATING:
+            return []  # what it answers is no longer asked
+        member.allocated = allocated
+        member.state = RankState.READY
+        if all(other.state is RankState.READY for other in self._members.values()):
+            return self._open(self._plan)
+        return []
+
+    def heard(self, link: LinkId, sequence: int, now_seconds: float) -> list[Effect]:
+        """Notes a sign of life; a silent rank is back.
+
+        Raises:
+            AbortedError: The rank was given up.
+        """
+        member = self._member_of(link)
+        member.heard_seconds = now_seconds
+        effects: list[Effect] = []
+        if member.state is RankState.SILENT and self._has_contents:
+            member.state = RankState.READY
+            effects += self._resume_if_complete()
+        elif member.state is RankState.SILENT:
+            member.state = RankState.REGISTERED
+            effects += self._plan_if_complete(member)
+        return [*effects, self._status(member, sequence)]
+
+    def leave(self, link: LinkId) -> list[Effect]:
+        """Gives up a rank that goes for good.
+
+        Raises:
+            AbortedError: It was given up before.
+        """
+        return self._give_up(self._member_of(link))
+
+    def link_broke(self, link: LinkId, now_seconds: float) -> list[Effect]:
+        """Notes that a stream ended: the rank is waited for if it held contents, else forgotten."""
+        member = self._by_link.get(link)
+        if member is None or member.state is RankState.LOST:
+            return []
+        if not self._has_contents:
+            return self._give_up(member)
+        if member.state is RankState.SILENT:
+            member.state = RankState.LOST
+            return []
+        return self._go_away(member, RankState.LOST, now_seconds)
+
+    def tick(self, now_seconds: float) -> list[Effect]:
+        """Finds the ranks that fell silent, and gives up those that were waited for long enough."""
+        effects: list[Effect] = []
+        for member in list(self._members.values()):
+            if self._by_link.get(member.link) is not member or self._due_seconds(member) > now_seconds:
+                continue
+            if member.state not in _AWAY and self._has_contents:
+                effects += self._go_away(member, RankState.SILENT, now_seconds)
+                continue
+            if member.state is not RankState.LOST:
+                message = f"nothing was heard of rank {member.registration.rank}"
+                effects.append(LinkEnded(member.link, AbortedError("RANK_GIVEN_UP", message)))
+            effects += self._give_up(member)
+        return effects
+
+    def forgive(self, seconds: float) -> None:
+        """Prolongs all waits, as nobody was listened to for so long: the server's own process was stopped."""
+        for member in self._members.values():
+            member.heard_seconds += seconds
+            member.away_seconds += seconds
+
+    def _due_seconds(self, member: _Member) -> float:
+        if member.state in _AWAY:
+            return member.away_seconds + self._timing.grace_seconds
+        return member.heard_seconds + self._timing.heartbeat_timeout_seconds
+
+    def _member_of(self, link: LinkId) -> _Member:
+        member = self._by_link.get(link)
+        if member is None:
+            raise AbortedError("RANK_GIVEN_UP", "this stream's rank was given up; join again")
+        return member
+
+    def _rank_info(self, rank: Rank) -> RankInfo:
+        member = self._members.get(rank)
+        if member is None:
+            return RankInfo(rank, RankState.ABSENT)
+        said, got = member.registration, member.allocated
+        return RankInfo(
+            rank,
+            member.state,
+            said.device,
+            said.host,
+            said.pid,
+            said.available_bytes,
+            got.allocated_bytes if got else 0,
+            got.num_blocks if got else 0,
+        )
+
+    def _check_alike(self, registration: Registration) -> None:
+        if registration.world_size != self.world_size:
+            raise WrongStateError(
+                "RANKS_DISAGREE",
+                f"{registration.world_size}, the other ranks say {self.world_size}",
+                field="register.world_size",
+            )
+        field = self.options.difference(registration.options)
+        if field:
+            mine, theirs = getattr(registration.options, field), getattr(self.options, field)
+            raise WrongStateError(
+                "RANKS_DISAGREE", f"{mine}, the other ranks say {theirs}", field=f"register.options.{field}"
+            )
+        others = self._layers
+        if registration.rank in self._members:
+            others = _layers_of(member for rank, member in self._members.items() if rank != registration.rank)
+        for name, spec in registration.layers.items():
+            rank, known = others.get(name, (registration.rank, spec))
+            different = differing_field(known, spec)
+            if different:
+                raise WrongStateError(
+                    "RANKS_DISAGREE_ON_A_LAYER",
+                    f"{_value(spec, different)}, rank {rank} says {_value(known, different)}",
+                    field=f'register.layers["{name}"].{different}',
+                )
+
+    def _check_successor(self, before: _Member, now_seconds: float) -> None:
+        who = f"rank {before.registration.rank} of pool {self.name!r}"
+        if before.state is RankState.SILENT:
+            left = max(self._due_seconds(before) - now_seconds, 0.0)
+            message = f"{who} is silent, and is waited for {left:.1f} s more"
+            raise UnavailableError("RANK_SILENT", message, retry_seconds=min(left, 1.0))
+        if before.state is not RankState.LOST:
+            raise WrongStateError(
+                "RANK_TAKEN",
+                f"{who} is process {before.registration.pid} on {before.registration.host or 'its host'}, and alive",
+                field="register.rank",
+            )
+
+    def _come_back(self, before: _Member, member: _Member) -> list[Effect]:
+        effects: list[Effect] = []
+        if before.state is not RankState.LOST:
+            error = AbortedError("STREAM_SUPERSEDED", "another stream of this rank took over")
+            effects.append(LinkEnded(before.link, error))
+        got, held = before.allocated, member.registration.held
+        has_all = self._has_contents and got and held and (held.epoch, held.num_blocks) == (self.epoch, got.num_blocks)
+        if not has_all or member.registration.layers != before.registration.layers:
+            return effects + self._give_up(before) + self._take_in(member)
+        member.allocated, member.state = got, RankState.READY
+        self._remove(before)
+        self._add(member)
+        return effects + (self._resume_if_complete() or [self._status(member)])
+
+    def _take_in(self, member: _Member) -> list[Effect]:
+        self._add(member)
+        return self._plan_if_complete(member) or [self._status(member)]
+
+    def _plan_if_complete(self, newest: _Member) -> list[Effect]:
+        if self.absent_ranks:
+            return []
+        try:
+            plan = self._make_plan()
+        except KvpoolError as error:
+            return self._fail(error, [newest] if self.was_open else list(self._members.values()))
+        held = [member.registration.held for member in self._members.values()]
+        next_epoch = self.epoch + 1 if self._plan else self.epoch
+        self.epoch = max(next_epoch, *(tensors.epoch + 1 for tensors in held if tensors), 1)
+        self._plan = plan
+        effects: list[Effect] = []
+        for rank, config in enumerate(plan.configs):
+            member = self._members[Rank(rank)]
+            member.state = RankState.ALLOCATING
+            effects.append(PlanSent(member.link, self.epoch, config, plan.max_model_len))
+        return effects
+
+    def _make_plan(self, num_blocks: int = 0) -> Plan:
+        said = [self._members[Rank(rank)].registration for rank in range(self.world_size)]
+        ranks = [RankMemory(registration.layers, registration.available_bytes) for registration in said]
+        plan = get_kv_cache_configs(ranks, self.options.plan_options(num_blocks))
+        if plan.num_blocks > self._max_blocks:
+            message = f"{plan.num_blocks} have room, this server gives a pool at most {self._max_blocks}: ask for fewer"
+            raise InvalidArgumentError("options.num_blocks_override", message, reason="TOO_MANY_BLOCKS")
+        self.options.pool_config(self.name, plan).check()
+        return plan
+
+    def _open(self, plan: Plan) -> list[Effect]:
+        """Opens the pool with as many blocks as every rank got."""
+        got = [(member, member.allocated.num_blocks) for member in self._members.values() if member.allocated]
+        fewest = min(num_blocks for _, num_blocks in got)
+        if fewest < plan.num_blocks:
+            try:
+                plan = self._make_plan(fewest)
+            except KvpoolError as error:
+                at_fault = [member for member, blocks in got if blocks == fewest or not self.was_open]
+                return self._fail(error, at_fault)
+        self._plan = plan
+        self._has_contents = True
+        self.state = PoolState.READY
+        opened = PoolOpened(self.options.pool_config(self.name, plan), self.epoch)
+        return [opened, *(self._ready(member, plan) for member in self._members.values())]
+
+    def _fail(self, error: KvpoolError, at_fault: Iterable[_Member]) -> list[Effect]:
+        """Ends the streams of ranks that cannot be planned with."""
+        effects: list[Effect] = []
+        for member in at_fault:
+            effects += [LinkEnded(member.link, error), *self._give_up(member)]
+        return effects
+
+    def _go_away(self, member: _Member, state: RankState, now_seconds: float) -> list[Effect]:
+        member.state = state
+        member.away_seconds = now_seconds
+        if self.state is not PoolState.READY:
+            return self._statuses()
+        self.state = PoolState.DEGRADED
+        return [PoolSuspended(), *self._statuses()]
+
+    def _resume_if_complete(self) -> list[Effect]:
+        if self._plan is None or self.absent_ranks:
+            return []
+        plan = self._plan
+        self.state = PoolState.READY
+        return [PoolResumed(), *(self._ready(member, plan) for member in self._members.values())]
+
+    def _give_up(self, member: _Member) -> list[Effect]:
+        """Forgets a rank; what all ranks held in this epoch is worth nothing without it.
+
+        Others that are lost need not be waited for any more; one that is silent may still answer the next plan.
+        """
+        self._remove(member)
+        for other in list(self._members.values()):
+            if other.state is RankState.LOST:
+                self._remove(other)
+            elif other.state is not RankState.SILENT:
+                other.state = RankState.REGISTERED
+            other.allocated = None
+        if not self._has_contents:
+            return []
+        self.epoch += 1
+        self._plan = None
+        self._has_contents = False
+        self.state = PoolState.DEGRADED
+        return [EpochPassed(self.epoch), *self._statuses()]
+
+    def _add(self, member: _Member) -> None:
+        self._members[member.registration.rank] = member
+        self._by_link[member.link] = member
+        for name, spec in member.registration.layers.items():
+            self._layers.setdefault(name, (member.registration.rank, spec))
+
+    def _remove(self, member: _Member) -> None:
+        del self._members[member.registration.rank]
+        del self._by_link[member.link]
+        self._layers = _layers_of(self._members.values())
+
+    def _ready(self, member: _Member, plan: Plan) -> Effect:
+        return ReadySent(member.link, self.epoch, plan.num_blocks, plan.max_model_len)
+
+    def _status(self, member: _Member, sequence: int = 0) -> Effect:
+        return StatusSent(member.link, self.state, self.epoch, self.absent_ranks[:TOLD_ABSENT_RANKS], sequence)
+
+    def _statuses(self) -> list[Effect]:
+        return [self._status(member) for member in self._members.values() if member.state is not RankState.LOST]
+
+
+def _layers_of(members: Iterable[_Member]) -> dict[str, tuple[Rank, KVCacheSpec]]:
+    """Each layer with the first rank that has it."""
+    layers: dict[str, tuple[Rank, KVCacheSpec]] = {}
+    for member in members:
+        for name, spec in member.registration.layers.items():
+            layers.setdefault(name, (member.registration.rank, spec))
+    return layers
+
+
+def _value(spec: KVCacheSpec, field: str) -> object:
+    return type(spec).__name__ if field == "type" else getattr(spec, field)

@@ -1,0 +1,245 @@
+"""The ranks of all pools: their streams, and what a change of a membership does to its pool."""
+
+import asyncio
+import logging
+from dataclasses import replace
+from typing import Final, assert_never
+
+from kvpool.server.core.allocator import PoolInfo
+from kvpool.server.core.config import PoolConfig, check_pool_name
+from kvpool.server.core.errors import ExhaustedError, InvalidArgumentError, KvpoolError, WrongStateError
+from kvpool.server.core.membership import Membership, RankTiming
+from kvpool.server.core.statistics import PrefixCacheStats
+from kvpool.server.core.types import PoolName
+from kvpool.server.core.world import (
+    Allocated,
+    Effect,
+    EpochPassed,
+    LinkEnded,
+    LinkId,
+    PlanSent,
+    PoolOpened,
+    PoolResumed,
+    PoolState,
+    PoolSuspended,
+    ReadySent,
+    Registration,
+    StatusSent,
+)
+from kvpool.server.rpc import convert_world
+from kvpool.server.rpc.hub import Hub, Stream
+from kvpool.v1 import worker_pb2
+
+MAX_WAIT_SECONDS: Final = 3600.0
+UNSENT_MESSAGES: Final = 256
+STOPPED_SECONDS: Final = 2.0
+"""Behind its time by so much, the server's own process was stopped: no rank is blamed for that."""
+_TICK_SECONDS: Final = 0.25
+
+_log = logging.getLogger("kvpool.server.ranks")
+
+
+class RankLink:
+    """A rank's stream: what is to be sent on it, and how it is ended."""
+
+    def __init__(self, link_id: LinkId, stream: Stream) -> None:
+        self.link_id = link_id
+        self.outbox: asyncio.Queue[worker_pb2.JoinResponse] = asyncio.Queue()
+        self._stream = stream
+
+    def send(self, message: worker_pb2.JoinResponse) -> None:
+        """Puts a message in line; ends a stream that takes none off."""
+        if self.outbox.qsize() >= UNSENT_MESSAGES:
+            self._stream.end(ExhaustedError("NOT_READING", f"{UNSENT_MESSAGES} messages wait to be read"))
+            return
+        self.outbox.put_nowait(message)
+
+    def end(self, error: KvpoolError) -> None:
+        """Ends the stream with an error."""
+        self._stream.end(error)
+
+
+class Ranks:
+    """The memberships of a server's pools, and the links of their ranks."""
+
+    def __init__(self, hub: Hub, timing: RankTiming, max_pool_blocks: int) -> None:
+        self._hub = hub
+        self.timing = timing
+        self._max_pool_blocks = max_pool_blocks
+        self._memberships: dict[PoolName, Membership] = {}
+        self._links: dict[LinkId, RankLink] = {}
+        self._last_link = 0
+
+    def membership(self, name: str) -> Membership | None:
+        """The ranks of a pool, if it has or awaits any."""
+        return self._memberships.get(PoolName(name))
+
+    def describe(self, name: str) -> PoolInfo:
+        """Tells what a pool is like, one that forms included.
+
+        Raises:
+            NotFoundError: There is none of this name.
+        """
+        membership = self.membership(name)
+        if membership and not membership.was_open:
+            config = PoolConfig(membership.name, 0, membership.options.max_model_len, ())
+            info = PoolInfo(config, membership.epoch, 0, 0, 0.0, PrefixCacheStats(), 0.0, 0, 0, 0, 0)
+        else:
+            info = self._hub.describe(name)
+        if membership:
+            info = replace(info, epoch=membership.epoch, state=membership.state, ranks=membership.rank_infos())
+        return replace(info, state=PoolState.DRAINING) if self._hub.is_draining else info
+
+    async def wait_until_ready(self, name: str, timeout_seconds: float) -> PoolInfo:
+        """Waits until a pool is there and ready, and tells what it is like; also when the time is up.
+
+        Raises:
+            InvalidArgumentError: The time is out of range.
+            NotFoundError: It is not there even then.
+        """
+        if not 0 <= timeout_seconds <= MAX_WAIT_SECONDS:
+            raise InvalidArgumentError("timeout_seconds", f"{timeout_seconds} is not in [0, {MAX_WAIT_SECONDS:g}]")
+        try:
+            async with asyncio.timeout(timeout_seconds):
+                while not self._is_ready(name):
+                    await self._hub.news.wait()
+        except TimeoutError:
+            pass
+        return self.describe(name)
+
+    def check_formed(self, name: str) -> None:
+        """Raises WrongStateError if the pool's ranks are gathering for the first time."""
+        membership = self.membership(name)
+        if membership and not membership.was_open:
+            raise _forming_error(membership)
+
+    def open_link(self, stream: Stream) -> RankLink:
+        """Gives a stream its number."""
+        self._last_link += 1
+        link = self._links[LinkId(self._last_link)] = RankLink(LinkId(self._last_link), stream)
+        return link
+
+    def register(self, link: RankLink, pool_name: str, registration: Registration) -> Membership:
+        """Takes a rank in; see `Membership.register`.
+
+        Raises:
+            KvpoolError: It is refused; nothing was changed.
+        """
+        check_pool_name("register.pool_name", pool_name)
+        name = PoolName(pool_name)
+        membership = self._memberships.get(name)
+        if membership is None:
+            if self._hub.allocator.has_pool(name):
+                message = f"pool {name!r} was declared by a scheduler, and takes no ranks"
+                raise WrongStateError("POOL_DIFFERS", message, field="register.pool_name")
+            membership = Membership(name, self.timing, self._max_pool_blocks)
+        effects = membership.register(link.link_id, registration, self._hub.now_seconds())
+        self._memberships[name] = membership
+        timing = self.timing
+        link.send(
+            worker_pb2.JoinResponse(
+                registered=worker_pb2.Registered(
+                    heartbeat_seconds=timing.heartbeat_seconds,
+                    heartbeat_timeout_seconds=timing.heartbeat_timeout_seconds,
+                    grace_seconds=timing.grace_seconds,
+                )
+            )
+        )
+        _log.info(
+            "rank %d of pool %s registered: process %d on %s, %s, %d bytes",
+            *(registration.rank, name, registration.pid, registration.host, registration.device),
+            registration.available_bytes,
+        )
+        self._carry_out(membership, effects)
+        return membership
+
+    def initialized(self, membership: Membership, link: RankLink, allocated: Allocated) -> None:
+        """See `Membership.initialized`."""
+        self._carry_out(membership, membership.initialized(link.link_id, allocated))
+
+    def heard(self, membership: Membership, link: RankLink, sequence: int) -> None:
+        """See `Membership.heard`."""
+        self._carry_out(membership, membership.heard(link.link_id, sequence, self._hub.now_seconds()))
+
+    def leave(self, membership: Membership, link: RankLink) -> None:
+        """See `Membership.leave`."""
+        self._carry_out(membership, membership.leave(link.link_id))
+
+    def close_link(self, membership: Membership | None, link: RankLink) -> None:
+        """Notes that a stream has ended."""
+        del self._links[link.link_id]
+        if membership:
+            self._carry_out(membership, membership.link_broke(link.link_id, self._hub.now_seconds()))
+
+    async def watch(self) -> None:
+        """Finds ranks that fall silent, for ever."""
+        while True:
+            before = self._hub.now_seconds()
+            due = min((m.next_deadline_seconds for m in self._memberships.values()), default=float("inf"))
+            wait_seconds = min(max(due - before, 0.005), _TICK_SECONDS)
+            await asyncio.sleep(wait_seconds)
+            late_seconds = self._hub.now_seconds() - before - wait_seconds
+            for membership in list(self._memberships.values()):
+                if late_seconds > STOPPED_SECONDS:
+                    membership.forgive(late_seconds)
+                self._carry_out(membership, membership.tick(self._hub.now_seconds()))
+
+    def _is_ready(self, name: str) -> bool:
+        membership = self.membership(name)
+        if membership:
+            return membership.state is PoolState.READY
+        return self._hub.allocator.has_pool(PoolName(name))
+
+    def _carry_out(self, membership: Membership, effects: list[Effect]) -> None:
+        for effect in effects:
+            match effect:
+                case PlanSent():
+                    self._send(effect.link, worker_pb2.JoinResponse(plan=convert_world.plan_to_proto(effect)))
+                case ReadySent():
+                    self._send(effect.link, worker_pb2.JoinResponse(ready=convert_world.ready_to_proto(effect)))
+                case StatusSent():
+                    self._send(effect.link, worker_pb2.JoinResponse(status=convert_world.status_to_proto(effect)))
+                case LinkEnded():
+                    self._end_link(membership, effect)
+                case _:
+                    self._change_pool(membership, effect)
+        if membership.is_empty and not membership.was_open:
+            self._memberships.pop(membership.name, None)
+
+    def _change_pool(
+        self, membership: Membership, effect: PoolOpened | PoolSuspended | PoolResumed | EpochPassed
+    ) -> None:
+        name = membership.name
+        match effect:
+            case PoolOpened():
+                pool = self._hub.open_epoch(effect.config, effect.epoch)
+                _log.info("pool ready: %s, epoch %d, %d ranks", pool, effect.epoch, membership.world_size)
+            case PoolSuspended():
+                self._hub.suspend(name)
+                listed = ", ".join(str(rank) for rank in membership.absent_ranks[:16])
+                _log.warning("pool %s degraded: without rank %s", name, listed)
+            case PoolResumed():
+                self._hub.resume(name)
+                _log.info("pool %s ready again in epoch %d, nothing lost", name, membership.epoch)
+            case EpochPassed():
+                count = self._hub.pass_epoch(name, effect.epoch)
+                _log.warning("pool %s lost a rank: now epoch %d, %d sessions ended", name, effect.epoch, count)
+            case _:
+                assert_never(effect)
+
+    def _end_link(self, membership: Membership, ended: LinkEnded) -> None:
+        _log.warning("pool %s: a rank's stream ends: %s", membership.name, ended.error)
+        link = self._links.get(ended.link)
+        if link:
+            link.end(ended.error)
+
+    def _send(self, link_id: LinkId, message: worker_pb2.JoinResponse) -> None:
+        link = self._links.get(link_id)
+        if link:
+            link.send(message)
+
+
+def _forming_error(membership: Membership) -> WrongStateError:
+    here = membership.world_size - len(membership.absent_ranks)
+    message = f"{here} of {membership.world_size} ranks are there; wait until it is ready"
+    return WrongStateError("POOL_FORMING", message, field="pool_name")

@@ -1,0 +1,85 @@
+"""WorkerService: see proto/kvpool/v1/worker.proto for what it promises."""
+
+import asyncio
+import contextlib
+
+import grpc
+
+from kvpool.server.core.errors import InvalidArgumentError, KvpoolError
+from kvpool.server.core.membership import Membership
+from kvpool.server.rpc import convert_world
+from kvpool.server.rpc.errors import abort, abort_internal
+from kvpool.server.rpc.hub import Hub, Stream
+from kvpool.server.rpc.ranks import RankLink, Ranks
+from kvpool.v1 import worker_pb2, worker_pb2_grpc
+
+_JoinContext = grpc.aio.ServicerContext[worker_pb2.JoinRequest, worker_pb2.JoinResponse]
+
+
+class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
+    """The service, over a hub and the ranks of its pools."""
+
+    def __init__(self, hub: Hub, ranks: Ranks) -> None:
+        self._hub = hub
+        self._ranks = ranks
+
+    async def Join(self, _: object, context: _JoinContext) -> None:  # type: ignore[override]
+        try:
+            with self._hub.streaming() as stream:
+                await self._serve(stream, context)
+        except KvpoolError as error:
+            await abort(context, error)
+        except Exception:  # noqa: BLE001 - the boundary: a bug must end this call alone, and is logged
+            await abort_internal(context, "Join")
+
+    async def _serve(self, stream: Stream, context: _JoinContext) -> None:
+        link = self._ranks.open_link(stream)
+        sender = asyncio.create_task(_send(link, context))
+        membership: Membership | None = None
+        try:
+            while True:
+                with stream.wait():
+                    message = await context.read()
+                if not isinstance(message, worker_pb2.JoinRequest):  # EOF: the rank is done sending
+                    return
+                if membership is None:
+                    membership = self._register(link, message)
+                elif self._said(membership, link, message):
+                    return
+        finally:
+            self._ranks.close_link(membership, link)
+            sender.cancel()
+            with contextlib.suppress(asyncio.CancelledError, grpc.aio.BaseError):
+                await sender
+
+    def _register(self, link: RankLink, message: worker_pb2.JoinRequest) -> Membership:
+        if message.WhichOneof("message") != "register":
+            raise InvalidArgumentError("message", "the first message must be register")
+        registration = convert_world.registration_from_proto(message.register)
+        try:
+            return self._ranks.register(link, message.register.pool_name, registration)
+        except InvalidArgumentError as error:
+            if not error.field.startswith(("register.", "ranks[")):
+                error.rename_field(f"register.{error.field}")
+            raise
+
+    def _said(self, membership: Membership, link: RankLink, message: worker_pb2.JoinRequest) -> bool:
+        """Takes in what a rank says; returns whether it has left."""
+        match message.WhichOneof("message"):
+            case "initialized":
+                self._ranks.initialized(membership, link, convert_world.allocated_from_proto(message.initialized))
+            case "heartbeat":
+                self._ranks.heard(membership, link, message.heartbeat.sequence)
+            case "leave":
+                self._ranks.leave(membership, link)
+                return True
+            case "register":
+                raise InvalidArgumentError("message", "a stream registers once")
+            case _:
+                raise InvalidArgumentError("message", "not set, or of a kind that this server lacks")
+        return False
+
+
+async def _send(link: RankLink, context: _JoinContext) -> None:
+    while True:
+        await context.write(await link.outbox.get())
