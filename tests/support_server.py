@@ -14,9 +14,11 @@ from kvpool.server.core.types import PoolName
 _PROGRAM = """
 import asyncio, json, sys
 from kvpool.server.config import ServerConfig
+from kvpool.server.core.membership import RankTiming
 from kvpool.server.server import serve
 settings = json.loads(sys.argv[1])
 settings["addresses"] = tuple(settings["addresses"])
+settings["rank_timing"] = RankTiming(**settings.pop("rank_timing", {}))
 asyncio.run(serve(ServerConfig(**settings), lambda addresses: print(json.dumps(addresses), flush=True)))
 """
 

@@ -44,7 +44,7 @@ class RankLink:
 
     def __init__(self, link_id: LinkId, stream: Stream) -> None:
         self.link_id = link_id
-        self.outbox: asyncio.Queue[worker_pb2.JoinResponse] = asyncio.Queue()
+        self.outbox: asyncio.Queue[worker_pb2.JoinResponse | None] = asyncio.Queue()
         self._stream = stream
 
     def send(self, message: worker_pb2.JoinResponse) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+from typing import Final
 
 import grpc
 
@@ -14,6 +15,9 @@ from kvpool.server.rpc.ranks import RankLink, Ranks
 from kvpool.v1 import worker_pb2, worker_pb2_grpc
 
 _JoinContext = grpc.aio.ServicerContext[worker_pb2.JoinRequest, worker_pb2.JoinResponse]
+
+_FLUSH_SECONDS: Final = 1.0
+"""How long a stream that ends waits for the rank to take what was said before."""
 
 
 class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
@@ -48,9 +52,9 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
                     return
         finally:
             self._ranks.close_link(membership, link)
-            sender.cancel()
-            with contextlib.suppress(asyncio.CancelledError, grpc.aio.BaseError):
-                await sender
+            link.outbox.put_nowait(None)
+            with contextlib.suppress(TimeoutError, grpc.aio.BaseError):
+                await asyncio.wait_for(sender, _FLUSH_SECONDS)
 
     def _register(self, link: RankLink, message: worker_pb2.JoinRequest) -> Membership:
         if message.WhichOneof("message") != "register":
@@ -81,5 +85,5 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
 
 
 async def _send(link: RankLink, context: _JoinContext) -> None:
-    while True:
-        await context.write(await link.outbox.get())
+    while (message := await link.outbox.get()) is not None:
+        await context.write(message)

@@ -1,0 +1,365 @@
+"""Ranks on the wire against a real server, message by message: what they and the schedulers are told."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import grpc
+import pytest
+
+from kvpool.client import (
+    AbortedError,
+    Client,
+    DeadlineError,
+    InvalidArgumentError,
+    NotFoundError,
+    PoolState,
+    RankState,
+    UnavailableError,
+    WrongStateError,
+    aio,
+    connect,
+)
+from kvpool.server.core.specs import FullAttentionSpec, UniformTypeKVCacheSpecs
+from kvpool.server.core.world import HeldTensors
+from kvpool.server.rpc.convert_spec import spec_to_proto
+from kvpool.server.rpc.convert_world import registration_to_proto
+from kvpool.v1 import allocator_pb2, allocator_pb2_grpc, spec_pb2, worker_pb2
+from support_ranks import LAYERS, OPTIONS, registration
+from support_server import pool_config, running_server
+from support_wire_ranks import WireRank, wait_until
+
+TIMING = {"heartbeat_seconds": 0.2, "heartbeat_timeout_seconds": 60.0, "grace_seconds": 60.0}
+IMPATIENT = {"heartbeat_seconds": 0.1, "heartbeat_timeout_seconds": 0.5, "grace_seconds": 0.5}
+
+
+@pytest.fixture(name="address")
+def fixture_address() -> Iterator[str]:
+    with running_server(rank_timing=TIMING) as address:
+        yield address
+
+
+@pytest.fixture(name="client")
+def fixture_client(address: str) -> Iterator[Client]:
+    with connect(address, deadline_seconds=3.0) as client:
+        yield client
+
+
+def form(address: str, world_size: int = 2, **said: object) -> list[WireRank]:
+    base = replace(registration(world_size=world_size), **said)  # type: ignore[arg-type]
+    ranks = [
+        WireRank(address).register(replace(base, rank=rank, boot_id=f"process-{rank}"))  # type: ignore[arg-type]
+        for rank in range(world_size)
+    ]
+    for rank in ranks:
+        rank.allocate()
+    for rank in ranks:
+        rank.wait_for("ready")
+    return ranks
+
+
+def test_a_pool_forms_and_is_ready(address: str, client: Client) -> None:
+    first = WireRank(address).register(replace(registration(0), device="cpu", host="here", pid=17))
+    told = first.wait_for("registered").registered
+    assert (told.heartbeat_seconds, told.heartbeat_timeout_seconds, told.grace_seconds) == (0.2, 60.0, 60.0)
+    first.wait_for("status", lambda m: list(m.status.absent_ranks) == [1])
+    pool = client.get_pool("m")
+    assert (pool.state, pool.config.num_blocks, len(pool.ranks)) == (PoolState.FORMING, 0, 2)
+    assert (pool.ranks[0].state, pool.ranks[0].device, pool.ranks[0].host, pool.ranks[0].pid) == (
+        RankState.REGISTERED,
+        "cpu",
+        "here",
+        17,
+    )
+    assert pool.ranks[1].state is RankState.ABSENT
+    second = WireRank(address).register(registration(1, blocks=90))
+    first.allocate()
+    second.allocate(80)
+    for rank in (first, second):
+        ready = rank.wait_for("ready").ready
+        assert (ready.epoch, ready.num_blocks, ready.max_model_len) == (1, 80, 1024)
+    pool = client.wait_until_ready("m", timeout_seconds=5)
+    assert (pool.state, pool.config.num_blocks, pool.epoch) == (PoolState.READY, 80, 1)
+    assert [rank.num_blocks for rank in pool.ranks] == [90, 80]
+    with client.open_session("m") as session:
+        request = session.request("r", list(range(100)))
+        assert session.admit(request)
+        assert session.epoch == 1
+
+
+def test_who_waits_for_a_pool_is_told_when_it_is_ready_or_how_it_is(address: str, client: Client) -> None:
+    with pytest.raises(NotFoundError):
+        client.wait_until_ready("m", timeout_seconds=0.05)
+    WireRank(address).register(registration(0)).wait_for("registered")
+    with pytest.raises(DeadlineError, match=r"forming after 0.05 s; 1 of 2 ranks are not there: 1"):
+        client.wait_until_ready("m", timeout_seconds=0.05)
+    with pytest.raises(InvalidArgumentError, match="timeout_seconds"):
+        client.wait_until_ready("m", timeout_seconds=-1)
+    client.create_pool(pool_config("declared"))
+    assert client.wait_until_ready("declared", timeout_seconds=0).state is PoolState.READY
+
+
+async def test_asyncio_waits_too(address: str) -> None:
+    async with aio.connect(address) as client:
+        with pytest.raises(NotFoundError):
+            await client.wait_until_ready("m", timeout_seconds=0.05)
+        await client.create_pool(pool_config("m"))
+        assert (await client.wait_until_ready("m", timeout_seconds=1)).state is PoolState.READY
+
+
+def test_schedulers_cannot_use_or_declare_a_pool_that_forms(address: str, client: Client) -> None:
+    WireRank(address).register(registration(0)).wait_for("registered")
+    with pytest.raises(WrongStateError) as caught:
+        client.open_session("m")
+    assert (caught.value.reason, caught.value.message) == (
+        "POOL_FORMING",
+        "1 of 2 ranks are there; wait until it is ready",
+    )
+    with pytest.raises(WrongStateError, match="1 of 2 ranks"):
+        client.create_pool(pool_config("m"))
+    assert client.get_pool("m").state is PoolState.FORMING
+
+
+def test_ranks_cannot_join_a_pool_that_a_scheduler_declared(address: str, client: Client) -> None:
+    client.create_pool(pool_config("m"))
+    error = WireRank(address).register(registration(0)).wait_ended()
+    assert (type(error), error.reason, error.field) == (WrongStateError, "POOL_DIFFERS", "register.pool_name")
+    assert not client.get_pool("m").ranks
+
+
+def test_while_a_rank_is_lost_nothing_is_allocated_and_nothing_is_lost(address: str, client: Client) -> None:
+    ranks = form(address)
+    with client.open_session("m") as session:
+        request = session.request("r", list(range(100)))
+        assert session.admit(request)
+        before = client.get_pool("m")
+        ranks[1].cut()
+        wait_until(lambda: client.get_pool("m").state is PoolState.DEGRADED, "degraded")
+        ranks[0].wait_for("status", lambda m: list(m.status.absent_ranks) == [1])
+        with pytest.raises(UnavailableError) as caught:
+            session.allocate_slots(request, 1)
+        assert caught.value.reason == "RANK_LOST"
+        assert caught.value.retry_seconds
+        with pytest.raises(UnavailableError):
+            client.open_session("m")
+        back = WireRank(address).register(registration(1, held=HeldTensors(1, 100)))
+        assert back.wait_for("ready").ready.epoch == 1
+        session.settle()
+        after = session.pool()
+        assert (after.epoch, after.free_blocks, after.state) == (1, before.free_blocks, PoolState.READY)
+        assert after.cached_blocks == before.cached_blocks > 0
+        request.append([1, 2, 3])
+        assert session.allocate_slots(request, 3)
+
+
+def test_a_step_waits_for_a_rank_that_comes_back_within_its_deadline(address: str) -> None:
+    ranks = form(address)
+    with connect(address, deadline_seconds=20.0) as client, client.open_session("m") as session:
+        request = session.request("r", list(range(100)))
+        ranks[1].cut()
+        wait_until(lambda: client.get_pool("m").state is PoolState.DEGRADED, "degraded")
+        back = WireRank(address)
+        back.register(registration(1, held=HeldTensors(1, 100)))
+        assert session.admit(request)
+
+
+def test_an_answer_that_was_lost_is_given_again_even_while_a_rank_is_lost(address: str, client: Client) -> None:
+    ranks = form(address)
+    session = client.open_session("m")
+    with grpc.insecure_channel(address) as channel:
+        stub = allocator_pb2_grpc.AllocatorServiceStub(channel)
+        update = allocator_pb2.RequestUpdate(request_id="r", num_appended_tokens=20, block_hashes=bytes(32))
+        asked = allocator_pb2.AllocateSlotsRequest(
+            session_id=session.session_id, sequence=1, request=update, num_new_tokens=20
+        )
+        answer = stub.AllocateSlots(asked)
+        ranks[1].cut()
+        wait_until(lambda: client.get_pool("m").state is PoolState.DEGRADED, "degraded")
+        assert stub.AllocateSlots(asked) == answer
+        more = allocator_pb2.RequestUpdate(request_id="r", num_appended_tokens=1)
+        asked = allocator_pb2.AllocateSlotsRequest(
+            session_id=session.session_id, sequence=2, request=more, num_new_tokens=1
+        )
+        before = client.get_pool("m")
+        with pytest.raises(grpc.RpcError) as caught:
+            stub.AllocateSlots(asked)
+        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert client.get_pool("m") == before
+        back = WireRank(address).register(registration(1, held=HeldTensors(1, 100)))
+        back.wait_for("ready")
+        stub.AllocateSlots(asked)
+
+
+def test_nothing_handed_out_in_one_epoch_is_accepted_in_the_next(address: str, client: Client) -> None:
+    ranks = form(address, options=replace(OPTIONS, enable_events=True))
+    watch = client.watch("m", from_sequence=1)
+    session = client.open_session("m")
+    request = session.request("r", list(range(100)))
+    assert session.admit(request)
+    session.mark_executed()
+    promised = session.get_computed_blocks(session.request("again", list(range(100))))
+    assert promised.num_tokens == 96
+    ranks[1].cut()
+    wait_until(lambda: client.get_pool("m").state is PoolState.DEGRADED, "degraded")
+    successor = WireRank(address).register(
+        registration(1, boot_id="successor", options=replace(OPTIONS, enable_events=True))
+    )
+    assert ranks[0].wait_for("plan", lambda m: m.plan.epoch == 2)
+    pool = client.get_pool("m")
+    assert (pool.epoch, pool.cached_blocks, pool.sessions, pool.free_blocks) == (2, 0, 0, 99)
+    with pytest.raises(AbortedError) as caught:
+        session.free(request)
+    assert caught.value.reason == "EPOCH_PASSED"
+    with pytest.raises(UnavailableError):
+        client.open_session("m")
+    ranks[0].allocate()
+    successor.allocate()
+    pool = client.wait_until_ready("m", timeout_seconds=5)
+    assert (pool.epoch, pool.prefix_cache.requests) == (2, 2), "counters go on"
+    with pytest.raises(AbortedError):
+        session.mark_executed()
+    with client.open_session("m") as fresh:
+        assert fresh.epoch == 2
+        changed = fresh.allocate_slots(fresh.request("r", list(range(100))), 4, computed=promised)
+        assert changed
+        assert type(changed).__name__ == "HitChanged"
+        assert changed.computed.num_tokens == 0  # type: ignore[union-attr]
+    kinds = [type(event).__name__ for _ in range(2) for event in next(watch).events]
+    assert kinds[-1] == "AllBlocksCleared"
+
+
+def test_a_silent_rank_is_given_up_and_told() -> None:
+    with running_server(rank_timing=IMPATIENT) as address, connect(address, deadline_seconds=5.0) as client:
+        ranks = form(address, 1)
+        session = client.open_session("m")
+        wait_until(lambda: client.get_pool("m").ranks[0].state is RankState.SILENT, "silent")
+        error = ranks[0].wait_ended()
+        assert (type(error), error.reason) == (AbortedError, "RANK_GIVEN_UP")
+        wait_until(lambda: client.get_pool("m").epoch == 2, "a new epoch")
+        with pytest.raises(AbortedError):
+            session.admit(session.request("r", [1, 2, 3]))
+
+
+def test_heartbeats_are_answered(address: str) -> None:
+    rank = form(address, 1)[0]
+    rank.beat(41)
+    status = rank.wait_for("status", lambda m: m.status.heartbeat_sequence == 41).status
+    assert status.epoch == 1
+
+
+def test_a_rank_that_leaves_is_not_waited_for(address: str, client: Client) -> None:
+    ranks = form(address)
+    ranks[1].say(leave=worker_pb2.Leave())
+    assert ranks[1].wait_ended().reason == "OK"
+    pool = client.get_pool("m")
+    assert (pool.epoch, pool.ranks[1].state) == (2, RankState.ABSENT)
+
+
+def register(**changes: object) -> worker_pb2.Register:
+    message = registration_to_proto("m", registration(1))
+    for name, value in changes.items():
+        setattr(message, name, value)
+    return message
+
+
+def with_layers(*layers: spec_pb2.LayerSpec) -> worker_pb2.Register:
+    message = register()
+    message.ClearField("layers")
+    message.layers.extend(layers)
+    return message
+
+
+LAYER = spec_pb2.LayerSpec(layer_name="layer.0", spec=spec_to_proto(LAYERS["layer.0"]))
+UNIFORM = UniformTypeKVCacheSpecs(16, (("a", FullAttentionSpec(16)),))
+
+
+@pytest.mark.parametrize(
+    ("message", "kind", "reason", "field"),
+    [
+        (register(protocol_version=2), WrongStateError, "PROTOCOL_VERSION", "register.protocol_version"),
+        (register(pool_name="no spaces"), InvalidArgumentError, "INVALID_VALUE", "register.pool_name"),
+        (register(world_size=3), WrongStateError, "RANKS_DISAGREE", "register.world_size"),
+        (register(rank=2), InvalidArgumentError, "INVALID_VALUE", "register.rank"),
+        (register(rank=0), WrongStateError, "RANK_TAKEN", "register.rank"),
+        (register(available_bytes=0), InvalidArgumentError, "NO_MEMORY", "register.available_bytes"),
+        (register(boot_id=""), InvalidArgumentError, "INVALID_VALUE", "register.boot_id"),
+        (with_layers(), InvalidArgumentError, "INVALID_VALUE", "register.layers"),
+        (with_layers(LAYER, LAYER), InvalidArgumentError, "INVALID_VALUE", "register.layers[1].layer_name"),
+        (
+            with_layers(spec_pb2.LayerSpec(layer_name="a", spec=spec_to_proto(UNIFORM))),
+            InvalidArgumentError,
+            "INVALID_VALUE",
+            "register.layers[0].spec",
+        ),
+        (
+            with_layers(spec_pb2.LayerSpec(layer_name="a")),
+            InvalidArgumentError,
+            "INVALID_VALUE",
+            "register.layers[0].spec",
+        ),
+    ],
+)
+def test_a_registration_that_is_refused_changes_nothing(  # noqa: PLR0913, PLR0917 - fixtures and what is expected
+    address: str, client: Client, message: worker_pb2.Register, kind: type[Exception], reason: str, field: str
+) -> None:
+    first = WireRank(address).register(registration(0))
+    first.wait_for("registered")
+    before = client.get_pool("m")
+    error = WireRank(address).say(register=message).wait_ended()
+    assert (type(error), error.reason, error.field) == (kind, reason, field)
+    assert client.get_pool("m") == before
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"heartbeat": worker_pb2.Heartbeat(sequence=1)},
+        {"initialized": worker_pb2.Initialized(epoch=1, num_blocks=5)},
+        {"leave": worker_pb2.Leave()},
+        {},
+    ],
+)
+def test_a_stream_begins_with_register(address: str, client: Client, message: dict[str, object]) -> None:
+    error = WireRank(address).say(**message).wait_ended()
+    assert (type(error), error.field) == (InvalidArgumentError, "message")
+    with pytest.raises(NotFoundError):
+        client.get_pool("m")
+
+
+def test_a_stream_registers_once_and_says_nothing_unknown(address: str) -> None:
+    first = WireRank(address).register(registration(0))
+    first.register(registration(0))
+    assert first.wait_ended().field == "message"
+    second = WireRank(address).register(registration(0)).say()
+    assert second.wait_ended().field == "message"
+
+
+def test_a_report_that_is_refused_ends_the_stream_alone(address: str, client: Client) -> None:
+    ranks = [WireRank(address).register(registration(rank)) for rank in range(2)]
+    ranks[0].allocate(1)
+    assert ranks[0].wait_ended().field == "initialized.num_blocks"
+    wait_until(lambda: client.get_pool("m").ranks[0].state is RankState.ABSENT, "it is gone")
+    assert client.get_pool("m").ranks[1].state is RankState.REGISTERED
+
+
+def test_a_forming_pool_that_all_ranks_left_is_forgotten(address: str, client: Client) -> None:
+    rank = WireRank(address).register(registration(0))
+    rank.wait_for("registered")
+    rank.cut()
+
+    def gone() -> bool:
+        try:
+            client.get_pool("m")
+        except NotFoundError:
+            return True
+        return False
+
+    wait_until(gone, "the pool is forgotten")
+
+
+def test_a_stopping_server_tells_its_ranks(address: str) -> None:
+    del address
+    with running_server(rank_timing=TIMING) as other:
+        rank = form(other, 1)[0]
+    error = rank.wait_ended()
+    assert (type(error), error.reason) == (UnavailableError, "DRAINING")
+    assert error.retry_seconds
