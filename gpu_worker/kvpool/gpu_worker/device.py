@@ -1,0 +1,134 @@
+"""Which device a rank has, and how much of its memory the KV cache may take."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+from typing import Final
+
+import torch
+
+from kvpool.gpu_worker.units import format_bytes
+from kvpool.server.core.errors import InvalidArgumentError
+from kvpool.server.core.spec_base import QUOTED_CHARACTERS
+
+_CGROUP_ROOT: Final = Path("/sys/fs/cgroup")
+
+
+def open_device(name: str) -> torch.device:
+    """Finds a device.
+
+    Args:
+        name: "cpu", "cuda" for the current CUDA device, or "cuda:N".
+
+    Raises:
+        InvalidArgumentError: It is not there; lists those that are.
+    """
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        device = None
+    if device and device.type == "cpu" and not device.index:
+        return torch.device("cpu")
+    if device and device.type == "cuda" and torch.cuda.is_available():
+        index = torch.cuda.current_device() if device.index is None else device.index
+        if index < torch.cuda.device_count():
+            return torch.device("cuda", index)
+    raise InvalidArgumentError(
+        "device", f"{name[:QUOTED_CHARACTERS]!r} is not there; there are: {', '.join(_devices())}"
+    )
+
+
+def describe_device(device: torch.device) -> str:
+    """Names a device for people: "cuda:0 NVIDIA H200"."""
+    if device.type != "cuda":
+        return str(device)
+    return f"{device} {torch.cuda.get_device_properties(device).name}"
+
+
+def available_bytes(
+    device: torch.device, *, memory_bytes: int | None, gpu_memory_utilization: float, reserve_bytes: int
+) -> int:
+    """Memory that the KV cache may take.
+
+    Of a CUDA device what is in use now, by this process (its weights) and by neighbours, is measured; a worker is
+    therefore started when its model is loaded.
+
+    Args:
+        device: From `open_device`.
+        memory_bytes: Asked for; None for a share of a CUDA device.
+        gpu_memory_utilization: The share, what is in use already included.
+        reserve_bytes: Left free on a CUDA device beside the cache.
+
+    Raises:
+        InvalidArgumentError: What is asked for is not there, or nothing is left of the share; says the figures.
+    """
+    if device.type == "cuda":
+        return _available_on_cuda(device, memory_bytes, gpu_memory_utilization, reserve_bytes)
+    if memory_bytes is None:
+        raise InvalidArgumentError("memory_bytes", f"must be given on {device}", reason="MISSING")
+    limit_bytes = machine_memory_bytes()
+    if memory_bytes > limit_bytes:
+        message = f"{format_bytes(memory_bytes)} are more than this machine's {format_bytes(limit_bytes)}"
+        raise InvalidArgumentError("memory_bytes", message, reason="LARGER_THAN_THE_DEVICE")
+    return memory_bytes
+
+
+def _available_on_cuda(device: torch.device, memory_bytes: int | None, share: float, reserve_bytes: int) -> int:
+    torch.cuda.empty_cache()  # what torch keeps of freed tensors would count as in use
+    free_bytes, total_bytes = torch.cuda.mem_get_info(device)
+    if memory_bytes is not None:
+        if memory_bytes > free_bytes - reserve_bytes:
+            message = (
+                f"{format_bytes(memory_bytes)} are more than {device} has free: {format_bytes(free_bytes)} of {format_bytes(total_bytes)},"
+                f" of which {format_bytes(reserve_bytes)} stay in reserve"
+            )
+            raise InvalidArgumentError("memory_bytes", message, reason="LARGER_THAN_THE_DEVICE")
+        return memory_bytes
+    used_bytes = total_bytes - free_bytes
+    left_bytes = int(share * total_bytes) - used_bytes - reserve_bytes
+    if left_bytes <= 0:
+        message = (
+            f"{share:g} of {format_bytes(total_bytes)} on {device} leaves nothing: {format_bytes(used_bytes)} are in use,"
+            f" {format_bytes(reserve_bytes)} stay in reserve"
+        )
+        raise InvalidArgumentError("gpu_memory_utilization", message, reason="NO_MEMORY")
+    return left_bytes
+
+
+def machine_memory_bytes() -> int:
+    """Memory that this process may use: the machine's, or less if a control group says so."""
+    physical_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return min((physical_bytes, *_cgroup_limits_bytes()))
+
+
+def _cgroup_limits_bytes(root: Path = _CGROUP_ROOT, membership: Path = Path("/proc/self/cgroup")) -> Iterator[int]:
+    """Limits of the control groups that the process is in, of version 2 and 1, from its own up to the root."""
+    try:
+        lines = membership.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            top, file = root, "memory.max"
+        elif "memory" in controllers.split(","):
+            top, file = root / "memory", "memory.limit_in_bytes"
+        else:
+            continue
+        own = PurePosixPath(path.lstrip("/"))
+        for group in (own, *own.parents):  # in a container the path may be the host's: then only the root is there
+            try:
+                limit = (top / group / file).read_text(encoding="ascii").strip()
+            except OSError:
+                continue
+            if limit.isdigit():
+                yield int(limit)
+
+
+def _devices() -> list[str]:
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    found = [torch.cuda.get_device_properties(i) for i in range(count)]
+    return [
+        "cpu",
+        *(f"cuda:{i} ({device.name}, {format_bytes(device.total_memory)})" for i, device in enumerate(found)),
+    ]

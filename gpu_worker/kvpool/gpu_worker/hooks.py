@@ -1,0 +1,69 @@
+"""What a runner is given and told of its rank."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from kvpool.gpu_worker.join import Phase
+from kvpool.gpu_worker.layouts import LayerCache
+from kvpool.server.core.plan import KVCacheConfig
+from kvpool.server.core.world import PoolState
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ReadyPool:
+    """What a rank holds in one epoch.
+
+    Attributes:
+        epoch: Which. Steps of another are not to be run.
+        num_blocks: Blocks of the pool, the null block included: the smallest number over all ranks.
+        config: The rank's buffers and the pool's groups, for that many blocks.
+        max_model_len: Most tokens a request may have.
+        kv_caches: View of each layer's pages, as its backend sees them; block 0 is the null block. They are the
+            worker's memory: whoever keeps them beyond the epoch drops them in `WorkerHooks.on_release`.
+        allocated_bytes: Memory of the rank's buffers, which may have room for more blocks.
+    """
+
+    epoch: int
+    num_blocks: int
+    config: KVCacheConfig
+    max_model_len: int
+    kv_caches: Mapping[str, LayerCache]
+    allocated_bytes: int
+
+
+def _nothing(*_: object) -> None:
+    """Stands for a hook that nobody asked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerHooks:
+    """What a runner wants to be told. Called one at a time, from a thread of the worker; an error ends the rank.
+
+    Attributes:
+        on_epoch: An epoch begins: wait for the step of the last one that may still run, then bind the tensors. Steps
+            are let through when this returns. The buffers may be those of the epoch before, as nothing in them moved,
+            but what they hold is worth nothing.
+        on_release: The tensors are about to be freed: wait for the step that may still run, then drop every view.
+    """
+
+    on_epoch: Callable[[ReadyPool], None] = _nothing
+    on_release: Callable[[], None] = _nothing
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerStatus:
+    """A rank at one moment.
+
+    Attributes:
+        phase: Where the rank stands.
+        epoch: Whose steps may run; 0 if none may.
+        num_blocks: Blocks of the pool in that epoch; 0 if there is none.
+        pool_state: How the pool was when the server last said so; None before that.
+        absent_ranks: Ranks that were not there then, the first 64.
+    """
+
+    phase: Phase
+    epoch: int = 0
+    num_blocks: int = 0
+    pool_state: PoolState | None = None
+    absent_ranks: tuple[int, ...] = ()

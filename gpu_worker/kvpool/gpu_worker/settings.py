@@ -1,0 +1,55 @@
+"""What a worker is started with. Parsed once at the entry point, then passed on. Needs no torch."""
+
+from dataclasses import dataclass
+from typing import Final
+
+from kvpool.server.config import MIB, check_address
+from kvpool.server.core.config import check_pool_name
+from kvpool.server.core.errors import InvalidArgumentError, check_range
+from kvpool.server.core.world import MAX_AVAILABLE_BYTES, MAX_WORLD_SIZE, WorldOptions
+
+DEFAULT_DEVICE: Final = "cuda:0"
+DEFAULT_GPU_MEMORY_UTILIZATION: Final = 0.9
+DEFAULT_RESERVE_BYTES: Final = 256 * MIB
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSettings:
+    """A worker's settings.
+
+    Attributes:
+        server: Where the server listens: `host:port` or `unix:/path`.
+        pool: The pool that the rank is of.
+        rank: Which rank this is, [0, world_size).
+        world_size: Ranks of the pool, [1, 4096].
+        options: What all ranks of the pool must say alike.
+        device: "cpu", or a CUDA device such as "cuda:0".
+        memory_bytes: Memory for the KV cache; None for a share of the device's, which only CUDA devices have.
+        gpu_memory_utilization: The share, (0, 1], of which goes off what is in use already.
+        reserve_bytes: Left free on a CUDA device beside the KV cache, for what comes later: activations, graphs.
+    """
+
+    server: str
+    pool: str
+    rank: int
+    world_size: int
+    options: WorldOptions
+    device: str = DEFAULT_DEVICE
+    memory_bytes: int | None = None
+    gpu_memory_utilization: float = DEFAULT_GPU_MEMORY_UTILIZATION
+    reserve_bytes: int = DEFAULT_RESERVE_BYTES
+
+    def __post_init__(self) -> None:
+        try:
+            check_address(self.server)
+        except ValueError as error:
+            raise InvalidArgumentError("server", str(error)) from error
+        check_pool_name("pool", self.pool)
+        check_range("world_size", self.world_size, 1, MAX_WORLD_SIZE)
+        check_range("rank", self.rank, 0, self.world_size - 1)
+        self.options.check()
+        if self.memory_bytes is not None:
+            check_range("memory_bytes", self.memory_bytes, 1, MAX_AVAILABLE_BYTES)
+        if not 0 < self.gpu_memory_utilization <= 1:
+            raise InvalidArgumentError("gpu_memory_utilization", f"{self.gpu_memory_utilization} is not in (0, 1]")
+        check_range("reserve_bytes", self.reserve_bytes, 0, MAX_AVAILABLE_BYTES)

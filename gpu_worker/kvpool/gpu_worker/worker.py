@@ -1,0 +1,393 @@
+"""A rank of a pool: joins it, holds its tensors as planned, and tells a runner which steps it may run.
+
+Two threads: one talks to the server and never waits for a device, so that heartbeats go on; the other allocates, frees
+and calls the hooks, one after the other.
+"""
+
+import os
+import queue
+import random
+import signal
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
+from types import FrameType, TracebackType
+from typing import Final, Self, TypeVar, assert_never
+
+from kvpool.client.errors import DeadlineError
+from kvpool.gpu_worker import messages
+from kvpool.gpu_worker.cache import HeldCache
+from kvpool.gpu_worker.device import available_bytes, describe_device, open_device
+from kvpool.gpu_worker.hooks import ReadyPool, WorkerHooks, WorkerStatus
+from kvpool.gpu_worker.join import RankProtocol
+from kvpool.gpu_worker.layouts import LayerCache, get_layout
+from kvpool.gpu_worker.settings import WorkerSettings
+from kvpool.gpu_worker.stream import Incoming, JoinStream
+from kvpool.gpu_worker.tensors import BufferAllocator, empty_buffer
+from kvpool.gpu_worker.words import (
+    Allocate,
+    Allocation,
+    CloseStream,
+    Effect,
+    EpochBegan,
+    EpochPassed,
+    Failed,
+    Initialized,
+    JoinLater,
+    Leave,
+    OpenStream,
+    Planned,
+    Ready,
+    Say,
+    Word,
+)
+from kvpool.gpu_worker.worker_log import WorkerLog, told_ranks
+from kvpool.server.core.errors import AbortedError, InvalidArgumentError, KvpoolError
+from kvpool.server.core.spec_base import KVCacheSpec
+from kvpool.server.core.world import Rank, Registration
+
+__all__ = ["ReadyPool", "Worker", "WorkerHooks", "WorkerSettings", "WorkerStatus"]
+
+GOODBYE_SECONDS: Final = 2.0
+"""How long the server may take to end the stream of a rank that leaves."""
+_LONGEST_WAIT_SECONDS: Final = 3600.0
+
+_ResultT = TypeVar("_ResultT")
+_Event = Callable[[], list[Effect]]
+
+
+class Worker:
+    """One rank. Threads may share it."""
+
+    def __init__(
+        self,
+        settings: WorkerSettings,
+        layers: Mapping[str, KVCacheSpec],
+        *,
+        layouts: Mapping[str, str] | None = None,
+        hooks: WorkerHooks | None = None,
+        allocate: BufferAllocator = empty_buffer,
+    ) -> None:
+        """Opens the device and measures its memory; joins nothing yet.
+
+        Args:
+            settings: Who and where the rank is.
+            layers: Spec of each layer that the rank computes, in the model's order.
+            layouts: Name of the layout of each layer whose backend states one; others get the default of their kind.
+            hooks: What the runner wants to be told.
+            allocate: Makes one buffer; for runners with an allocator of their own.
+
+        Raises:
+            InvalidArgumentError: The device is not there, its memory is not enough, or a layer or layout is unknown.
+        """
+        self._settings = settings
+        self._hooks = hooks or WorkerHooks()
+        _check_layouts(layouts or {}, layers)
+        self.device = open_device(settings.device)
+        registration = Registration(
+            rank=Rank(settings.rank),
+            world_size=settings.world_size,
+            boot_id=uuid.uuid4().hex,
+            options=settings.options,
+            layers=dict(layers),
+            available_bytes=available_bytes(
+                self.device,
+                memory_bytes=settings.memory_bytes,
+                gpu_memory_utilization=settings.gpu_memory_utilization,
+                reserve_bytes=settings.reserve_bytes,
+            ),
+            device=describe_device(self.device),
+            host=socket.gethostname(),
+            pid=os.getpid(),
+        )
+        registration.check()
+        reserve_bytes = settings.reserve_bytes if self.device.type == "cuda" else 0
+        self._cache = HeldCache(self.device, layouts or {}, reserve_bytes, allocate)
+        self._protocol = RankProtocol(registration, random.random)
+        self._stream: JoinStream | None = None
+        self._events: queue.SimpleQueue[_Event] = queue.SimpleQueue()
+        self._jobs: ThreadPoolExecutor | None = None
+        self._thread: threading.Thread | None = None
+        self._changed = threading.Condition()
+        self._ready: ReadyPool | None = None
+        self._failure: Exception | None = None
+        self._is_over = False
+        self._log = WorkerLog(settings)
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<Worker {self._name}: {self.status.phase.value}, epoch {self.status.epoch}>"
+
+    @property
+    def status(self) -> WorkerStatus:
+        """Where the rank stands now."""
+        ready, status = self._ready, self._protocol.status
+        return WorkerStatus(
+            self._protocol.phase,
+            ready.epoch if ready else 0,
+            ready.num_blocks if ready else 0,
+            status.state if status else None,
+            status.absent_ranks if status else (),
+        )
+
+    @property
+    def kv_caches(self) -> Mapping[str, LayerCache]:
+        """View of each layer's pages in the epoch that goes on; empty if there is none."""
+        ready = self._ready
+        return ready.kv_caches if ready else {}
+
+    def start(self) -> None:
+        """Joins the pool, in threads of its own, and comes back to it until `close`."""
+        if self._thread:
+            raise RuntimeError("the worker was started before")
+        self._thread = threading.Thread(target=self._talk_in_thread, name=f"kvpool-{self._name}", daemon=True)
+        self._thread.start()
+
+    def run(self) -> None:
+        """Joins the pool, and comes back to it, until SIGTERM or SIGINT; then leaves. For a process's main thread.
+
+        Raises:
+            KvpoolError: What the server refused for good, or not even two blocks fit the device.
+        """
+        with _on_signals((signal.SIGTERM, signal.SIGINT), lambda: self._events.put(self._protocol.leave)):
+            try:
+                self._talk()
+            finally:
+                self._end()
+        if self._failure:
+            raise self._failure
+
+    def wait_ready(self, timeout_seconds: float | None = None) -> ReadyPool:
+        """Waits until the pool is open.
+
+        Args:
+            timeout_seconds: How long; None for as long as it takes.
+
+        Raises:
+            DeadlineError: It is not open by then; says what is waited for.
+            AbortedError: The worker was closed.
+            KvpoolError: What the server refused for good, or not even two blocks fit the device.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._ready or self._is_over, timeout_seconds)
+            if self._failure:
+                raise self._failure
+            if self._is_over:
+                raise AbortedError("CLOSED", f"{self._name} has left the pool")
+            if self._ready is None:
+                raise DeadlineError("NOT_READY", f"{self._name} is not ready: {self._describe_wait()}")
+            return self._ready
+
+    def check_epoch(self, epoch: int) -> None:
+        """Lets a step of this epoch through. Costs no lock and no message.
+
+        The epoch outlives a broken stream: until the server says otherwise, the rank holds what it held.
+
+        Raises:
+            AbortedError: Another epoch goes on, or none; the step must not run, and its requests are computed anew.
+        """
+        ready = self._ready
+        if ready is None:
+            raise AbortedError("NOT_READY", f"a step of epoch {epoch}: {self._describe_wait()}", field="epoch")
+        if ready.epoch != epoch:
+            raise AbortedError("EPOCH_PASSED", f"{epoch} is not the epoch that goes on, {ready.epoch}", field="epoch")
+
+    def close(self) -> None:
+        """Leaves the pool and frees the tensors; waits until that is done. Not for hooks."""
+        if self._thread:
+            self._events.put(self._protocol.leave)
+            self._thread.join()
+
+    @property
+    def _name(self) -> str:
+        return f"rank {self._settings.rank} of {self._settings.world_size}"
+
+    # What follows runs in the thread that talks, but for what is said to be a job.
+
+    def _talk_in_thread(self) -> None:
+        try:
+            self._talk()
+        except Exception as error:  # noqa: BLE001 - the boundary: who waits is told, and it is logged
+            self._log.crashed(error)
+            self._failure = error
+        finally:
+            self._end()
+
+    def _talk(self) -> None:
+        protocol = self._protocol
+        with ThreadPoolExecutor(1, thread_name_prefix=f"kvpool-cache-{self._settings.rank}") as self._jobs:
+            try:
+                while not protocol.is_over:
+                    self._carry_out(protocol.tick(time.monotonic()))
+                    wait_seconds = min(max(protocol.next_due_seconds - time.monotonic(), 0.0), _LONGEST_WAIT_SECONDS)
+                    try:
+                        event = self._events.get(timeout=wait_seconds)
+                    except queue.Empty:
+                        continue
+                    self._carry_out(event())
+            finally:
+                self._unpublish()
+                if self._stream:
+                    self._stream.finish(GOODBYE_SECONDS)
+                self._jobs.submit(self._release).result()
+
+    def _end(self) -> None:
+        with self._changed:
+            self._is_over = True
+            self._changed.notify_all()
+
+    def _unpublish(self) -> None:
+        with self._changed:
+            self._ready = None
+
+    def _carry_out(self, effects: list[Effect]) -> None:
+        for effect in effects:
+            match effect:
+                case OpenStream() | CloseStream() | JoinLater() | Say():
+                    self._change_stream(effect)
+                case Allocate(planned):
+                    self._log.allocating(planned)
+                    self._submit(partial(self._allocate, planned), partial(self._protocol.allocated, planned))
+                case EpochBegan(ready):
+                    self._submit(partial(self._begin_epoch, ready), lambda _: [])
+                case EpochPassed(epoch):
+                    self._unpublish()
+                    if not self._protocol.is_over:
+                        self._log.passed(epoch)
+                case Failed(error):
+                    self._failure = error
+                case _:
+                    assert_never(effect)
+
+    def _change_stream(self, effect: OpenStream | CloseStream | JoinLater | Say) -> None:
+        match effect:
+            case OpenStream(registration):
+                first = messages.register(self._settings.pool, registration)
+                self._stream = JoinStream(self._settings.server, first, self._deliver)
+            case CloseStream():
+                self._drop_stream()
+            case JoinLater(error, pause_seconds):
+                self._drop_stream()
+                self._log.joins_later(error, pause_seconds)
+            case Say(word):
+                self._say(word)
+            case _:
+                assert_never(effect)
+
+    def _say(self, word: Word) -> None:
+        match word:
+            case Initialized():
+                self._log.initialized(word)
+            case Leave():
+                self._log.left()
+            case _:
+                pass
+        if self._stream:
+            self._stream.send(messages.encode(word))
+
+    def _drop_stream(self) -> None:
+        stream, self._stream = self._stream, None
+        if stream:
+            stream.cancel()
+
+    def _deliver(self, stream: JoinStream, incoming: Incoming) -> None:
+        """Job of the stream's reader: brings what came to the thread that talks."""
+        self._events.put(partial(self._take_in, stream, incoming))
+
+    def _take_in(self, stream: JoinStream, incoming: Incoming) -> list[Effect]:
+        if stream is not self._stream:
+            return []
+        now_seconds = time.monotonic()
+        if isinstance(incoming, KvpoolError):
+            self._drop_stream()
+            return self._protocol.stream_ended(incoming, now_seconds)
+        try:
+            message = messages.decode(incoming)
+        except InvalidArgumentError as error:
+            return self._protocol.fail(error)
+        if message is None:
+            return []
+        self._log.heard(message)
+        return self._protocol.heard(message, now_seconds)
+
+    def _submit(self, job: Callable[[], _ResultT], then: Callable[[_ResultT], list[Effect]]) -> None:
+        """Has a job done, and what follows it in the thread that talks."""
+        if self._jobs is None:
+            return
+
+        def done(future: Future[_ResultT]) -> None:
+            self._events.put(partial(self._follow, future, then))
+
+        self._jobs.submit(job).add_done_callback(done)
+
+    def _follow(self, future: Future[_ResultT], then: Callable[[_ResultT], list[Effect]]) -> list[Effect]:
+        error = future.exception()
+        if isinstance(error, Exception):
+            if not isinstance(error, KvpoolError):
+                self._log.crashed(error)
+            return self._protocol.fail(error)
+        return then(future.result())
+
+    def _allocate(self, planned: Planned) -> Allocation:
+        """Job: frees what is held, allocates what is planned."""
+        self._release()
+        return self._cache.allocate(planned.config)
+
+    def _release(self) -> None:
+        """Job: frees what is held, the runner's views first."""
+        if not self._cache.is_empty:
+            self._hooks.on_release()
+            self._cache.release()
+
+    def _begin_epoch(self, ready: Ready) -> None:
+        """Job: makes the views, has the runner bind them, then lets steps through."""
+        config, kv_caches = self._cache.view(ready.num_blocks)
+        pool = ReadyPool(
+            ready.epoch, ready.num_blocks, config, ready.max_model_len, kv_caches, self._cache.allocated_bytes
+        )
+        self._hooks.on_epoch(pool)
+        with self._changed:
+            if self._protocol.ready is not ready:
+                return  # it has passed meanwhile
+            self._ready = pool
+            self._changed.notify_all()
+        self._log.ready(ready)
+
+    def _describe_wait(self) -> str:
+        status = self.status
+        return f"the rank is {status.phase.value}{told_ranks(status.absent_ranks)}"
+
+
+def _check_layouts(layouts: Mapping[str, str], layers: Mapping[str, KVCacheSpec]) -> None:
+    for layer_name, layout in layouts.items():
+        if layer_name not in layers:
+            raise InvalidArgumentError("layouts", f"layer {layer_name!r} is not one of the rank's")
+        get_layout(layer_name, layout)
+
+
+@contextmanager
+def _on_signals(numbers: tuple[signal.Signals, ...], call: Callable[[], None]) -> Iterator[None]:
+    """Calls this when one of the signals comes. The call must be one that may interrupt itself, such as a queue's."""
+
+    def handle(_: int, __: FrameType | None) -> None:
+        call()
+
+    before = {number: signal.signal(number, handle) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
