@@ -10,6 +10,7 @@ from kvpool.cli.demo import demo
 from kvpool.cli.plan import plan
 from kvpool.cli.replay import replay
 from kvpool.cli.serve import serve
+from kvpool.cli.worker import worker
 from kvpool.client import KvpoolError, __version__
 from kvpool.replay.processes import ChildError
 
@@ -37,6 +38,7 @@ main.add_command(serve)
 main.add_command(replay)
 main.add_command(demo)
 main.add_command(plan)
+main.add_command(worker)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,0 +1,196 @@
+"""Which model, on how many ranks: the options that `plan` and `worker` share, and what is read of them."""
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+import click
+
+from kvpool.models.config import Model, ModelOptions, derive_model
+from kvpool.models.context import DEFAULT_BLOCK_SIZE
+from kvpool.models.layers_file import model_of_layers, read_layers
+from kvpool.server.core.types import MAX_TOKENS
+
+_SIZE: Final = re.compile(r"\s*(-?\d{1,18}(?:\.\d{1,18})?)\s*([KMGT]i?)?B?\s*", re.IGNORECASE)
+_TOKENS: Final = re.compile(r"\d{1,11}", re.ASCII)
+_POWERS: Final = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
+_AUTO: Final = "auto"
+_ENCODER_TOKENS: Final = 1500
+FLAGS: Final = {
+    "block_size": "--block-size",
+    "kv_dtype": "--kv-dtype",
+    "tensor_parallel_size": "--tp",
+    "pipeline_parallel_size": "--pp",
+    "decode_context_parallel_size": "--dcp",
+    "max_model_len": "--max-model-len",
+    "num_blocks_override": "--num-blocks",
+    "disable_hybrid_kv_cache_manager": "--no-hybrid",
+}
+"""By the name that the planner gives it: the flag of an option at fault."""
+
+_CommandT = TypeVar("_CommandT", bound=Callable[..., Any])
+
+
+def byte_size(text: str) -> int:
+    """Reads a size: 80GiB (powers of 1024), 80GB (powers of 1000), or a number of bytes, which a file may give bare."""
+    found = _SIZE.fullmatch(str(text))
+    if not found:
+        raise click.BadParameter(f"{text!r} is not a size such as 80GiB, 80GB or 85899345920")
+    number, unit = found[1], (found[2] or "").lower()
+    factor = (1024 if unit.endswith("i") else 1000) ** _POWERS[unit.removesuffix("i")]
+    return int(float(number) * factor) if "." in number else int(number) * factor
+
+
+def length_or_auto(text: str) -> int | str:
+    """Reads a number of tokens, or "auto"."""
+    text = str(text)
+    if text == _AUTO:
+        return _AUTO
+    if not (_TOKENS.fullmatch(text) and 1 <= int(text) <= MAX_TOKENS):
+        raise click.BadParameter(f"{text!r} is neither a number of tokens in [1, {MAX_TOKENS}] nor {_AUTO!r}")
+    return int(text)
+
+
+_OPTIONS: Final = (
+    click.option("--layers", type=click.Path(path_type=Path), help="JSON file of layer specs, instead of CONFIG.json."),
+    click.option("--tp", type=click.IntRange(1), default=1, show_default=True, help="Tensor-parallel ranks."),
+    click.option("--pp", type=click.IntRange(1), default=1, show_default=True, help="Pipeline stages."),
+    click.option("--dcp", type=click.IntRange(1, 1024), default=1, show_default=True, help="Context-parallel ranks."),
+    click.option(
+        "--block-size", type=click.IntRange(1), default=None, help="Tokens a block of attention; default: 16."
+    ),
+    click.option("--kv-dtype", metavar="DTYPE", help="fp8, fp8_ds_mla, or a torch dtype; default: the model's own."),
+    click.option(
+        "--max-model-len",
+        type=length_or_auto,
+        metavar="TOKENS|auto",
+        help='Most tokens of a request; "auto": the longest that fits; default: what the config states.',
+    ),
+    click.option(
+        "--max-num-batched-tokens",
+        type=click.IntRange(1),
+        default=2048,
+        show_default=True,
+        help="Most tokens of a step.",
+    ),
+    click.option(
+        "--max-encoder-tokens",
+        type=click.IntRange(0),
+        help="Most tokens of an encoder's output; default: what the config states, else 1500.",
+    ),
+    click.option("--num-blocks", type=click.IntRange(1), help="Blocks to make; default: as many as there is room for."),
+    click.option(
+        "--num-speculative-tokens",
+        type=click.IntRange(0, 1024),
+        default=0,
+        help="Draft tokens of a step, each with a Mamba state of its own. Layers of the draft model are not counted.",
+    ),
+    click.option("--mamba-caching", is_flag=True, help="Keep Mamba states at block boundaries, to be found again."),
+    click.option("--no-hybrid", is_flag=True, help="Keep all tokens of all layers: one kind of group."),
+)
+
+
+def model_options(command: _CommandT) -> _CommandT:
+    """Gives a command the options whose values make up `ModelFlags`."""
+    for option in reversed(_OPTIONS):
+        command = option(command)
+    return command
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFlags:
+    """The values of `model_options`; each attribute is the option of its name."""
+
+    layers: Path | None
+    tp: int
+    pp: int
+    dcp: int
+    block_size: int | None
+    kv_dtype: str | None
+    max_model_len: int | str | None
+    max_num_batched_tokens: int
+    max_encoder_tokens: int | None
+    num_blocks: int | None
+    num_speculative_tokens: int
+    mamba_caching: bool
+    no_hybrid: bool
+
+    def __post_init__(self) -> None:
+        if self.tp % self.dcp:
+            raise click.UsageError(f"--dcp {self.dcp} does not divide --tp {self.tp}")
+
+    @property
+    def auto_fit_max_model_len(self) -> bool:
+        """Whether the longest length that fits is wanted."""
+        return self.max_model_len == _AUTO
+
+    def read_model(self, config: Path | None, config_option: str) -> Model:
+        """Reads the model from its config.json, or from the file of layers.
+
+        Args:
+            config: The config.json, if one was given.
+            config_option: How it is given, for errors.
+
+        Raises:
+            click.UsageError: Neither or both are given, or a file is no JSON object.
+            InvalidArgumentError: The file's content is at fault, or at odds with an option.
+        """
+        length = self.max_model_len if isinstance(self.max_model_len, int) else 0
+        if self.layers is None:
+            if config is None:
+                raise click.UsageError(f"give {config_option}, or --layers FILE")
+            return derive_model(_read_object(config), self._model_options(length))
+        if config or self.block_size or self.kv_dtype or self.mamba_caching or self.num_speculative_tokens:
+            raise click.UsageError("--layers stands alone: the file says itself how each layer is kept")
+        if not length:
+            raise click.UsageError("--layers needs --max-model-len in tokens")
+        return model_of_layers(read_layers(_read_object(self.layers)), length)
+
+    def encoder_tokens(self, model: Model) -> int:
+        """Most tokens that an encoder puts out for a request."""
+        return self.max_encoder_tokens if self.max_encoder_tokens is not None else _stated_encoder_tokens(model)
+
+    def _model_options(self, max_model_len: int) -> ModelOptions:
+        return ModelOptions(
+            self.block_size or DEFAULT_BLOCK_SIZE,
+            self.kv_dtype or "",
+            self.tp,
+            max_model_len,
+            self.mamba_caching,
+            self.num_speculative_tokens,
+            self.dcp,
+        )
+
+
+MODEL_OPTIONS: Final = tuple(field.name for field in fields(ModelFlags))
+"""Names of the options that `model_options` gives."""
+
+
+def _stated_encoder_tokens(model: Model) -> int:
+    return model.max_encoder_tokens or _ENCODER_TOKENS
+
+
+def _read_object(path: Path) -> dict[str, object]:
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+        if not text.strip():
+            raise click.UsageError(f"{path}: is empty")
+        data = json.loads(text, object_pairs_hook=_without_repeats)
+    except OSError as error:
+        raise click.UsageError(f"{path}: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise click.UsageError(f"{str(path)!r}: not JSON: {error}") from error
+    if not isinstance(data, dict):
+        raise click.UsageError(f"{path}: holds no JSON object")
+    return data
+
+
+def _without_repeats(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    entries = dict(pairs)
+    if len(entries) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} stands twice in an object")
+    return entries

@@ -1,0 +1,163 @@
+"""`kvpool worker`."""
+
+import logging
+from pathlib import Path
+from typing import Any, Final
+
+import click
+
+from kvpool.cli.model import FLAGS, MODEL_OPTIONS, ModelFlags, byte_size, model_options
+from kvpool.cli.settings import load_config
+from kvpool.gpu_worker.settings import (
+    DEFAULT_DEVICE,
+    DEFAULT_GPU_MEMORY_UTILIZATION,
+    DEFAULT_RESERVE_BYTES,
+    WorkerSettings,
+)
+from kvpool.gpu_worker.units import format_bytes
+from kvpool.models.config import Model, split_stages
+from kvpool.server.config import DEFAULT_ADDRESS, MIB
+from kvpool.server.core.config import ReuseOrder
+from kvpool.server.core.errors import InvalidArgumentError
+from kvpool.server.core.spec_base import AttentionSpec, KVCacheSpec
+from kvpool.server.core.specs import EncoderOnlyAttentionSpec, MLAAttentionSpec
+from kvpool.server.core.world import WorldOptions
+
+_FLAGS: Final = {
+    **FLAGS,
+    "server": "--server",
+    "pool": "--pool",
+    "rank": "--rank",
+    "world_size": "--world-size",
+    "device": "--device",
+    "memory_bytes": "--memory",
+    "gpu_memory_utilization": "--gpu-memory-utilization",
+    "reserve_bytes": "--reserve",
+    "layout": "--layout",
+}
+
+
+@click.command()
+@click.option(
+    "--config",
+    type=click.Path(path_type=Path),
+    is_eager=True,
+    expose_value=False,
+    callback=load_config,
+    help="TOML file; its keys are the other options, with underscores.",
+)
+@click.option(
+    "--server", default=DEFAULT_ADDRESS, show_default=True, metavar="ADDRESS", help="host:port or unix:/path."
+)
+@click.option("--pool", required=True, metavar="NAME", help="The pool that the rank is of; its first rank makes it.")
+@click.option("--rank", type=int, required=True, help="Which rank this is, from 0; stage by stage.")
+@click.option("--world-size", type=int, help="Ranks of the pool, which are --tp times --pp.")
+@click.option("--model", type=click.Path(path_type=Path), metavar="CONFIG.json", help="The model's config.json.")
+@model_options
+@click.option("--device", default=DEFAULT_DEVICE, show_default=True, help='A CUDA device, or "cpu".')
+@click.option(
+    "--gpu-memory-utilization",
+    type=float,
+    metavar="SHARE",
+    help=f"Share of the device's memory that may be in use in all; default: {DEFAULT_GPU_MEMORY_UTILIZATION}.",
+)
+@click.option("--memory", type=byte_size, metavar="SIZE", help="Memory for the KV cache (8GiB), instead of a share.")
+@click.option(
+    "--reserve",
+    type=byte_size,
+    default=f"{DEFAULT_RESERVE_BYTES // MIB}MiB",
+    show_default=True,
+    metavar="SIZE",
+    help="Left free on a CUDA device beside the KV cache.",
+)
+@click.option(
+    "--reuse-order",
+    type=click.Choice([order.value for order in ReuseOrder]),
+    default=ReuseOrder.UNCACHED_FIRST.value,
+    show_default=True,
+    help="In which order freed blocks are used again.",
+)
+@click.option("--no-caching", is_flag=True, help="Turn prefix caching off.")
+@click.option("--events", is_flag=True, help="Publish block events.")
+@click.option("--layout", metavar="NAME", help="How keys and values lie in a page; default: that of their kind.")
+@click.option(
+    "--log-level",
+    type=click.Choice(["debug", "info", "warning", "error"]),
+    default="info",
+    show_default=True,
+    help="Least severe messages to log.",
+)
+def worker(log_level: str, model: Path | None, **options: Any) -> None:  # noqa: ANN401 - named and checked by dataclasses
+    """Hold one rank's part of a pool until SIGTERM.
+
+    The layers are those of the rank's pipeline stage, with its share of the heads. All ranks of a pool must be given
+    the same model and options. Every option can also be set in the environment, as KVPOOL_WORKER_POOL and so on, or in
+    the file.
+    """
+    logging.basicConfig(level=log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    flags = ModelFlags(**{name: options.pop(name) for name in MODEL_OPTIONS})
+    layout = options.pop("layout")
+    try:
+        derived = flags.read_model(model, "--model CONFIG.json")
+        settings = _settings(flags, derived, options)
+        layers = split_stages(derived, flags.pp)[settings.rank // flags.tp]
+        _run(settings, layers, layout)
+    except InvalidArgumentError as error:
+        error.rename_field(_FLAGS.get(error.field, error.field))
+        raise
+
+
+def _settings(flags: ModelFlags, model: Model, options: dict[str, Any]) -> WorkerSettings:
+    world_size, count = options["world_size"], flags.tp * flags.pp
+    if world_size not in (None, count):
+        message = f"{world_size} ranks are not --tp {flags.tp} times --pp {flags.pp}, which makes {count}"
+        raise InvalidArgumentError("world_size", message)
+    share = options["gpu_memory_utilization"]
+    if share is not None and options["memory"] is not None:
+        raise click.UsageError("--memory and --gpu-memory-utilization: give one of them")
+    return WorkerSettings(
+        server=options["server"],
+        pool=options["pool"],
+        rank=options["rank"],
+        world_size=count,
+        options=WorldOptions(
+            max_model_len=model.max_model_len,
+            auto_fit_max_model_len=flags.auto_fit_max_model_len,
+            max_num_batched_tokens=flags.max_num_batched_tokens,
+            max_num_encoder_input_tokens=flags.encoder_tokens(model),
+            num_blocks_override=flags.num_blocks or 0,
+            disable_hybrid_kv_cache_manager=flags.no_hybrid,
+            decode_context_parallel_size=flags.dcp,
+            reuse_order=ReuseOrder(options["reuse_order"]),
+            enable_caching=not options["no_caching"],
+            enable_events=options["events"],
+        ),
+        device=options["device"],
+        memory_bytes=options["memory"],
+        gpu_memory_utilization=DEFAULT_GPU_MEMORY_UTILIZATION if share is None else share,
+        reserve_bytes=options["reserve"],
+    )
+
+
+def _run(settings: WorkerSettings, layers: dict[str, KVCacheSpec], layout: str | None) -> None:
+    try:
+        from kvpool.gpu_worker.worker import ReadyPool, Worker, WorkerHooks  # noqa: PLC0415 - clients have no torch
+    except ModuleNotFoundError as error:
+        if error.name not in ("torch", "numpy"):
+            raise
+        raise click.ClickException(f'kvpool worker needs {error.name}: pip install "kvpool[worker]"') from error
+
+    def say_ready(pool: ReadyPool) -> None:
+        click.echo(
+            f"kvpool: rank {settings.rank} of {settings.world_size} ready: {pool.num_blocks:,} blocks,"
+            f" {format_bytes(pool.allocated_bytes)} on {rank.device}, epoch {pool.epoch}",
+            err=True,
+        )
+
+    layouts = {name: layout for name, spec in layers.items() if layout and _has_keys_and_values(spec)}
+    rank = Worker(settings, layers, layouts=layouts, hooks=WorkerHooks(on_epoch=say_ready))
+    rank.run()
+
+
+def _has_keys_and_values(spec: KVCacheSpec) -> bool:
+    return isinstance(spec, AttentionSpec) and not isinstance(spec, MLAAttentionSpec | EncoderOnlyAttentionSpec)
