@@ -1,1 +1,1 @@
-"""What a GPU worker process runs. Not built yet."""
+"""What a GPU worker process runs: it holds the tensors of a pool's blocks. The only package that imports torch."""
