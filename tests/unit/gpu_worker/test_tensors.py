@@ -1,0 +1,292 @@
+"""A rank's buffers: all or nothing, as many as fit, and the layers that see them."""
+
+import subprocess
+import sys
+from dataclasses import dataclass, field, replace
+
+import pytest
+import torch
+
+from kvpool.gpu_worker.layouts import LayerCache
+from kvpool.gpu_worker.tensors import (
+    allocate_as_many,
+    allocate_buffers,
+    bind_kv_cache,
+    empty_buffer,
+    is_out_of_memory,
+    reshape_kv_cache,
+)
+from kvpool.server.core.config import KVCacheGroup
+from kvpool.server.core.errors import InvalidArgumentError
+from kvpool.server.core.plan import KVCacheConfig, KVCacheTensor
+from kvpool.server.core.specs import (
+    EncoderOnlyAttentionSpec,
+    FullAttentionSpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+)
+from support_torch import on_each_device
+
+CPU = torch.device("cpu")
+FULL = FullAttentionSpec(16, 2, 8, "float16")  # 1024 bytes a page
+WINDOW = SlidingWindowSpec(16, 2, 8, "float16", sliding_window=20)
+ENCODER = EncoderOnlyAttentionSpec(16, 2, 8, "float16")
+PAGE = 1024
+CONFIG = KVCacheConfig(
+    10,
+    (KVCacheTensor(10 * PAGE, ("full.0", "window.0")), KVCacheTensor(10 * PAGE, ("full.1",))),
+    (KVCacheGroup(FULL, ("full.0", "full.1")), KVCacheGroup(WINDOW, ("window.0",))),
+)
+
+
+@dataclass
+class Memory:
+    """A device of limited memory: counts what is allocated, and what a caller has kept."""
+
+    capacity_bytes: int
+    error: Exception = field(default_factory=MemoryError)
+    tries: list[int] = field(default_factory=list)
+    held: list[torch.Tensor] = field(default_factory=list)
+
+    def allocate(self, size_bytes: int, device: torch.device) -> torch.Tensor:
+        self.held = [buffer for buffer in self.held if sys.getrefcount(buffer) > 3]  # list, loop variable, argument
+        if sum(map(len, self.held)) + size_bytes > self.capacity_bytes:
+            raise self.error
+        self.tries.append(size_bytes)
+        buffer = torch.full((size_bytes,), 7, dtype=torch.int8, device=device)
+        self.held.append(buffer)
+        return buffer
+
+
+@on_each_device
+def test_each_planned_tensor_gets_a_zeroed_buffer(device: torch.device) -> None:
+    memory = Memory(20 * PAGE)
+    buffers = allocate_buffers(CONFIG, device, memory.allocate)
+    assert [(b.dtype, b.device, tuple(b.shape)) for b in buffers] == [(torch.int8, device, (10 * PAGE,))] * 2
+    assert not any(buffer.any() for buffer in buffers)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
+        RuntimeError("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory: you tried"),
+    ],
+)
+def test_a_failure_frees_what_was_allocated(error: Exception) -> None:
+    memory = Memory(20 * PAGE - 1, error)
+    with pytest.raises(MemoryError, match=r"10 blocks of 2048 bytes \(0.00 GiB in 2 buffers\) do not fit cpu"):
+        allocate_buffers(CONFIG, CPU, memory.allocate)
+    assert memory.tries == [10 * PAGE]
+    memory.capacity_bytes = 10 * PAGE
+    memory.allocate(10 * PAGE, CPU)  # there is room for it again
+
+
+def test_other_errors_are_not_taken_for_want_of_memory() -> None:
+    error = RuntimeError("CUDA error: an illegal memory access was encountered")
+    assert not is_out_of_memory(error)
+    memory = Memory(10 * PAGE, error)
+    for allocate in (allocate_buffers, allocate_as_many):
+        with pytest.raises(RuntimeError, match="illegal memory access") as caught:
+            allocate(CONFIG, CPU, allocate=memory.allocate)
+        assert caught.value is error
+        memory.allocate(10 * PAGE, CPU)  # though the error is still at hand, and its traceback with it
+        memory.held.clear()
+
+
+@on_each_device
+@pytest.mark.parametrize("room_blocks", range(2, 12))
+def test_as_many_blocks_as_fit(device: torch.device, room_blocks: int) -> None:
+    memory = Memory(room_blocks * 2 * PAGE + PAGE)
+    buffers, num_blocks = allocate_as_many(CONFIG, device, allocate=memory.allocate)
+    assert num_blocks == min(room_blocks, 10)
+    assert [tuple(buffer.shape) for buffer in buffers] == [(num_blocks * PAGE,)] * 2
+    assert not any(buffer.any() for buffer in buffers)
+
+
+def test_a_reserve_is_left_free() -> None:
+    memory = Memory(20 * PAGE)
+    buffers, num_blocks = allocate_as_many(CONFIG, CPU, reserve_bytes=5 * PAGE, allocate=memory.allocate)
+    assert (len(buffers), num_blocks) == (2, 7)
+    memory.allocate(5 * PAGE, CPU)
+
+
+def test_fewer_than_two_blocks_are_an_error() -> None:
+    memory = Memory(4 * PAGE - 1)
+    with pytest.raises(MemoryError, match="2 blocks of 2048 bytes"):
+        allocate_as_many(CONFIG, CPU, allocate=memory.allocate)
+
+
+def test_memory_that_shrinks_between_tries_is_an_error() -> None:
+    memory = Memory(9 * 2 * PAGE)
+
+    def shrinking(size_bytes: int, device: torch.device) -> torch.Tensor:
+        if len(memory.tries) >= 6:
+            memory.capacity_bytes = PAGE
+        return memory.allocate(size_bytes, device)
+
+    with pytest.raises(MemoryError):
+        allocate_as_many(CONFIG, CPU, allocate=shrinking)
+
+
+def test_tries_grow_as_the_logarithm_of_the_blocks() -> None:
+    count = 0
+
+    def allocate(size_bytes: int, device: torch.device) -> torch.Tensor:
+        nonlocal count
+        count += 1
+        if size_bytes > 5 * PAGE:
+            raise MemoryError
+        return empty_buffer(size_bytes, device)
+
+    million = KVCacheConfig(2**20, (KVCacheTensor(2**20 * PAGE, ("a",)),), (KVCacheGroup(FULL, ("a",)),))
+    assert allocate_as_many(million, CPU, allocate=allocate)[1] == 5
+    assert count <= 23
+
+
+REAL_FAILURE = """
+import resource
+import torch
+from kvpool.gpu_worker.tensors import allocate_as_many, allocate_buffers
+from kvpool.server.core.plan import KVCacheConfig, KVCacheTensor
+
+tensors = tuple(KVCacheTensor(256 * 2**20, (f"layer.{i}",)) for i in range(8))
+config = KVCacheConfig(1024, tensors, ())
+torch.zeros(1)
+in_use_bytes = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (in_use_bytes + 2**29, resource.RLIM_INFINITY))
+for _ in range(2):
+    try:
+        allocate_buffers(config, torch.device("cpu"))
+    except MemoryError as error:
+        print(error)
+buffers, num_blocks = allocate_as_many(config, torch.device("cpu"), reserve_bytes=2**26)  # threads need stacks
+print(num_blocks, {len(buffer) for buffer in buffers}, len(buffers))
+"""
+
+
+def test_a_process_that_may_not_have_more_gets_what_there_is() -> None:
+    """2 GiB are planned, and the process may take 512 MiB more than it has, 64 of them not for blocks: about 223 of 2 MiB."""
+    done = subprocess.run([sys.executable, "-c", REAL_FAILURE], capture_output=True, text=True, timeout=120, check=True)
+    first, second, got = done.stdout.splitlines()
+    assert first == second == "1024 blocks of 2097152 bytes (2.00 GiB in 8 buffers) do not fit cpu"
+    num_blocks = int(got.split()[0])
+    assert 150 <= num_blocks <= 224
+    assert got == f"{num_blocks} {{{num_blocks * 2**18}}} 8"
+
+
+@on_each_device
+def test_each_layer_sees_its_pages(device: torch.device) -> None:
+    buffers = allocate_buffers(CONFIG, device)
+    caches = reshape_kv_cache(CONFIG, 10, buffers, {"window.0": "flashinfer_hnd"}, [8, 0])
+    assert [(name, tuple(view.shape)) for name, view in caches.items() if isinstance(view, torch.Tensor)] == [
+        ("full.0", (2, 20, 8, 2, 8)),
+        ("full.1", (2, 20, 8, 2, 8)),
+        ("window.0", (10, 2, 16, 2, 8)),
+    ]
+
+
+def test_a_pool_may_have_fewer_blocks_than_a_rank_allocated() -> None:
+    buffers = allocate_buffers(CONFIG, CPU)
+    whole, part = (reshape_kv_cache(CONFIG, n, buffers)["full.1"] for n in (10, 4))
+    assert isinstance(whole, torch.Tensor)
+    assert isinstance(part, torch.Tensor)
+    whole[:, :4] = torch.rand(2, 4, 16, 2, 8)
+    assert torch.equal(whole[:, :4], part)
+
+
+def test_layers_of_a_uniform_group_have_pages_of_their_own_sizes() -> None:
+    wide = replace(FULL, num_kv_heads=4)
+    spec = UniformTypeKVCacheSpecs(16, (("a", FULL), ("b", wide)))
+    tensors = (KVCacheTensor(3 * PAGE, ("a",)), KVCacheTensor(6 * PAGE, ("b",)))
+    config = KVCacheConfig(3, tensors, (KVCacheGroup(spec, ("a", "b")),))
+    caches = reshape_kv_cache(config, 3, allocate_buffers(config, CPU))
+    assert [tuple(view.shape) for view in caches.values() if isinstance(view, torch.Tensor)] == [
+        (2, 3, 16, 2, 8),
+        (2, 3, 16, 4, 8),
+    ]
+
+
+def tensors_of(*shared_by: tuple[str, ...]) -> KVCacheConfig:
+    return replace(CONFIG, tensors=tuple(KVCacheTensor(10 * PAGE, names) for names in shared_by))
+
+
+@pytest.mark.parametrize(
+    ("config", "why"),
+    [
+        (tensors_of(("full.0", "window.0")), "layer 'full.1' lies in no buffer"),
+        (tensors_of(("full.0", "window.0"), ("full.1", "window.0")), "'window.0' lies in two buffers"),
+        (tensors_of(("full.0", "full.0"), ("full.1", "window.0")), "'full.0' lies in two buffers, or twice in one"),
+        (tensors_of(("full.0", "full.1"), ("window.0",)), "'full.1' is of the same group as 'full.0'"),
+        (tensors_of(("full.0", "window.0"), ("full.1", "x")), "layer 'x' is in no group"),
+        (
+            replace(CONFIG, groups=(CONFIG.groups[0], KVCacheGroup(replace(WINDOW, num_kv_heads=1), ("window.0",)))),
+            "'window.0' has pages of 512 bytes, 'full.0' in the same buffer has 1024",
+        ),
+        (
+            replace(CONFIG, groups=(CONFIG.groups[0], KVCacheGroup(ENCODER, ("window.0",)))),
+            "layer 'window.0': a EncoderOnlyAttentionSpec has no tensors",
+        ),
+    ],
+)  # fmt: skip
+def test_layers_that_do_not_fit_the_buffers_are_refused(config: KVCacheConfig, why: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=why):
+        reshape_kv_cache(config, 10, allocate_buffers(config, CPU))
+
+
+def test_buffers_that_do_not_fit_are_refused() -> None:
+    buffers = allocate_buffers(CONFIG, CPU)
+    with pytest.raises(InvalidArgumentError, match=r"buffers\[0\]: layer 'full.0' takes 11 pages of 1024 bytes"):
+        reshape_kv_cache(CONFIG, 11, buffers)
+    with pytest.raises(InvalidArgumentError, match="num_blocks: 0"):
+        reshape_kv_cache(CONFIG, 0, buffers)
+    with pytest.raises(InvalidArgumentError, match="buffers: 1 for 2 tensors"):
+        reshape_kv_cache(CONFIG, 10, buffers[:1])
+    for wrong in (
+        buffers[1].view(torch.float16),
+        buffers[1].view(2, -1),
+        torch.zeros(20 * PAGE, dtype=torch.int8)[::2],
+    ):
+        with pytest.raises(InvalidArgumentError, match=r"buffers\[1\]: .* is no row of int8"):
+            reshape_kv_cache(CONFIG, 10, (buffers[0], wrong))
+    with pytest.raises(InvalidArgumentError, match="kernel_block_sizes: 1 for 2 groups"):
+        reshape_kv_cache(CONFIG, 10, buffers, kernel_block_sizes=[8])
+    with pytest.raises(InvalidArgumentError, match="layouts: layer 'x' is in no group"):
+        reshape_kv_cache(CONFIG, 10, buffers, {"x": "flex"})
+    odd = replace(CONFIG, tensors=(CONFIG.tensors[0], KVCacheTensor(10 * PAGE + 1, ("full.1",))))
+    with pytest.raises(InvalidArgumentError, match=r"tensors\[1\].size_bytes: layer 'full.1': 10241 bytes are not 10"):
+        allocate_buffers(odd, CPU)
+
+
+@dataclass
+class Layer:
+    kv_cache: LayerCache = ()
+
+
+CACHES: dict[str, LayerCache] = {"a": torch.zeros(1), "b": (torch.zeros(2), torch.zeros(3))}
+
+
+def test_layers_are_bound_to_their_views_and_to_those_they_share() -> None:
+    layers = {name: Layer() for name in "abc"}
+    bind_kv_cache(CACHES, layers, {"c": "a"})
+    assert layers["a"].kv_cache is layers["c"].kv_cache is CACHES["a"]
+    assert layers["b"].kv_cache is CACHES["b"]
+
+
+@pytest.mark.parametrize(
+    ("names", "shared", "why"),
+    [
+        ("a", {}, "layer 'b' has a cache, and is not among the runner's layers"),
+        ("abc", {}, "layer 'c' has no cache, and shares none"),
+        ("abc", {"c": "d"}, "layer 'c' shares with 'd', which has no cache"),
+        ("abcd", {"c": "a", "d": "c"}, "layer 'd' shares with 'c', which has no cache"),
+        ("ab", {"b": "a"}, "layer 'b' has a cache of its own"),
+        ("ab", {"c": "a"}, "layer 'c' has a cache, and is not among"),
+    ],
+)
+def test_missing_and_unknown_layers_are_refused(names: str, shared: dict[str, str], why: str) -> None:
+    layers = {name: Layer() for name in names}
+    with pytest.raises(InvalidArgumentError, match=why):
+        bind_kv_cache(CACHES, layers, shared)
+    assert all(layer.kv_cache == () for layer in layers.values())
