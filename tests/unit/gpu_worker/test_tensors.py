@@ -167,7 +167,7 @@ print(num_blocks, {len(buffer) for buffer in buffers}, len(buffers))
 
 
 def test_a_process_that_may_not_have_more_gets_what_there_is() -> None:
-    """2 GiB are planned, and the process may take 512 MiB more than it has, 64 of them not for blocks: about 223 of 2 MiB."""
+    """2 GiB are planned. The process may take 512 MiB more, 64 of them not for blocks: about 223 blocks of 2 MiB."""
     done = subprocess.run([sys.executable, "-c", REAL_FAILURE], capture_output=True, text=True, timeout=120, check=True)
     first, second, got = done.stdout.splitlines()
     assert first == second == "1024 blocks of 2097152 bytes (2.00 GiB in 8 buffers) do not fit cpu"

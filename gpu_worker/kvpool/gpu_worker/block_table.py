@@ -1,0 +1,220 @@
+"""Block tables of the running requests: what kernels find keys, values and states by.
+
+1. A row is one running request, the same in all groups. Row r of a group lists the request's blocks in the order of
+   its tokens; null (0) stands where nothing is looked at any more.
+2. A change is checked in all groups before it is made in one. A slot is computed from blocks that the row has, never
+   from what an earlier request left behind.
+3. Tables hold kernel blocks: block b of the pool is [b * n, (b + 1) * n) where its pages are seen as n kernel blocks.
+4. The host's tables are ahead of the device's until `commit`.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kvpool.gpu_worker.group_table import BlockTableOptions, GroupTable, Integers, MambaStateIndices
+from kvpool.gpu_worker.staging import Fence
+from kvpool.gpu_worker.tensors import group_kernel_block_sizes
+from kvpool.server.core.config import KVCacheGroup
+from kvpool.server.core.errors import InvalidArgumentError, check_range
+from kvpool.server.core.types import MAX_TOKENS
+
+BlockIds = Sequence[int] | npt.NDArray[np.integer]
+"""Ids of the pool's blocks, as they come from the service."""
+
+
+class BlockTables:
+    """The tables of all groups.
+
+    A row begins empty. Not safe to share between threads.
+
+    Attributes:
+        options: Their bounds.
+        groups: Table of each group.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[KVCacheGroup],
+        options: BlockTableOptions,
+        device: torch.device,
+        kernel_block_sizes: Sequence[int] = (),
+    ) -> None:
+        """Allocates tables of max_num_reqs rows on host and device.
+
+        Args:
+            groups: The groups of this rank's config.
+            options: Their bounds.
+            device: Where kernels read them.
+            kernel_block_sizes: As for `reshape_kv_cache`.
+
+        Raises:
+            InvalidArgumentError: A group's pages cannot be seen as such blocks; names a layer of it.
+        """
+        self.options = options
+        sizes = group_kernel_block_sizes(len(groups), kernel_block_sizes)
+        self.groups = tuple(GroupTable(i, group, options, device, sizes[i]) for i, group in enumerate(groups))
+        self._fence = Fence(device)
+
+    def add_row(self, row: int, block_ids: Sequence[BlockIds]) -> None:
+        """Makes a row list these blocks, whatever it listed before.
+
+        Args:
+            row: [0, max_num_reqs).
+            block_ids: Of each group, its blocks.
+
+        Raises:
+            InvalidArgumentError: A row, group or block is out of range, or there are more blocks than a row takes;
+                nothing is changed.
+        """
+        self._extend(row, block_ids, starts=[0] * len(self.groups))
+
+    def append_row(self, row: int, block_ids: Sequence[BlockIds]) -> None:
+        """Adds blocks to the end of a row. Arguments and errors are those of `add_row`."""
+        self._check_rows(row)
+        self._extend(row, block_ids, starts=[int(table.num_entries[row]) for table in self.groups])
+
+    def clear_row(self, row: int) -> None:
+        """Empties a row: it lists null blocks only."""
+        self._check_rows(row)
+        self._fence.wait()
+        for table in self.groups:
+            table.truncate(row, 0)
+
+    def swap_rows(self, first: int, second: int) -> None:
+        """Exchanges two rows."""
+        self._check_rows(first, second)
+        self._fence.wait()
+        for table in self.groups:
+            table.swap(first, second)
+
+    def move_row(self, source: int, target: int) -> None:
+        """Makes `target` list what `source` does, and empties `source`."""
+        self._check_rows(source, target)
+        if source == target:
+            return
+        self._fence.wait()
+        for table in self.groups:
+            table.swap(source, target)
+            table.truncate(source, 0)
+
+    def commit(self, num_reqs: int) -> None:
+        """Issues the copy of rows [0, num_reqs) to the device: those between the first and the last changed one."""
+        check_range("num_reqs", num_reqs, 0, self.options.max_num_reqs)
+        for table in self.groups:
+            table.commit(num_reqs)
+        self._fence.record()
+
+    def compute_slot_mapping(
+        self, req_indices: Integers, positions: Integers, num_padded_tokens: int = 0
+    ) -> tuple[torch.Tensor, ...]:
+        """Where the keys and values of the step's tokens are written.
+
+        Args:
+            req_indices: (num_tokens,), row of each token.
+            positions: (num_tokens,), its position in the request.
+            num_padded_tokens: Slots to return, if more than tokens; the rest are `PAD_SLOT_ID`.
+
+        Returns:
+            Of each group (num_tokens or num_padded_tokens,) int64: block * block_size + offset, in the tokens of kernel
+            blocks; `PAD_SLOT_ID` for tokens that another rank of context parallelism holds. Empty for groups of states
+            or of an encoder's tokens. Valid until the next call.
+
+        Raises:
+            InvalidArgumentError: A token has no block, or the null block: not written, it would be missing from every
+                answer to come. Nothing is changed.
+        """
+        return self._map([table.has_token_slots for table in self.groups], req_indices, positions, num_padded_tokens)
+
+    def compute_encoder_slot_mapping(self, req_indices: Integers, positions: Integers) -> tuple[torch.Tensor, ...]:
+        """Where the keys and values of encoder tokens are written: as `compute_slot_mapping`, for cross attention.
+
+        Args:
+            req_indices: (num_encoder_tokens,), row of each token.
+            positions: (num_encoder_tokens,), its position in what the encoder put out for the request.
+
+        Returns:
+            Of each group of cross attention (num_encoder_tokens,) int64; empty for others.
+
+        Raises:
+            InvalidArgumentError: A token has no block; nothing is changed.
+        """
+        return self._map([table.has_encoder_slots for table in self.groups], req_indices, positions, 0)
+
+    def compute_state_indices(
+        self, num_computed_tokens: Integers, num_scheduled_tokens: Integers
+    ) -> tuple[MambaStateIndices | None, ...]:
+        """Which states the step reads and writes.
+
+        Args:
+            num_computed_tokens: (num_reqs,), of rows [0, num_reqs).
+            num_scheduled_tokens: (num_reqs,), tokens that the step computes, at least 1.
+
+        Returns:
+            Of each group of states where they are; None for others. Valid until the next call.
+
+        Raises:
+            InvalidArgumentError: A state has no block, or the null block; nothing is changed.
+        """
+        lengths = self._lengths(num_computed_tokens, num_scheduled_tokens)
+        columns = [table.state_columns(*lengths) if table.has_states else None for table in self.groups]
+        self._fence.wait()
+        indices = tuple(
+            table.stage_states(found) if found is not None else None
+            for table, found in zip(self.groups, columns, strict=True)
+        )
+        self._fence.record()
+        return indices
+
+    def _map(
+        self, chosen: Sequence[bool], req_indices: Integers, positions: Integers, num_padded_tokens: int
+    ) -> tuple[torch.Tensor, ...]:
+        if req_indices.ndim != 1 or req_indices.shape != positions.shape:
+            raise InvalidArgumentError("positions", f"{positions.shape} for req_indices {req_indices.shape}")
+        if req_indices.size:
+            self._check_rows(int(req_indices.min()), int(req_indices.max()), field="req_indices")
+            check_range("positions", int(positions.min()), 0, MAX_TOKENS)
+        count = max(num_padded_tokens, req_indices.size)
+        for table, is_chosen in zip(self.groups, chosen, strict=True):
+            if is_chosen:
+                check_range("positions", count, 0, table.max_num_slots)
+        slots = [
+            table.slots(req_indices, positions) if is_chosen else None
+            for table, is_chosen in zip(self.groups, chosen, strict=True)
+        ]
+        self._fence.wait()
+        mappings = tuple(
+            table.stage_slots(found, count) if found is not None else table.no_slots
+            for table, found in zip(self.groups, slots, strict=True)
+        )
+        self._fence.record()
+        return mappings
+
+    def _extend(self, row: int, block_ids: Sequence[BlockIds], starts: Sequence[int]) -> None:
+        self._check_rows(row)
+        if len(block_ids) != len(self.groups):
+            raise InvalidArgumentError("block_ids", f"{len(block_ids)} lists for {len(self.groups)} groups")
+        entries = [
+            table.entries_of(ids, start) for table, ids, start in zip(self.groups, block_ids, starts, strict=True)
+        ]
+        self._fence.wait()
+        for table, start, new in zip(self.groups, starts, entries, strict=True):
+            table.write(row, start, new)
+
+    def _check_rows(self, *rows: int, field: str = "row") -> None:
+        for row in rows:
+            check_range(field, row, 0, self.options.max_num_reqs - 1)
+
+    def _lengths(self, num_computed_tokens: Integers, num_scheduled_tokens: Integers) -> tuple[Integers, Integers]:
+        if num_computed_tokens.ndim != 1 or num_computed_tokens.shape != num_scheduled_tokens.shape:
+            raise InvalidArgumentError(
+                "num_scheduled_tokens",
+                f"{num_scheduled_tokens.shape} for num_computed_tokens {num_computed_tokens.shape}",
+            )
+        check_range("num_computed_tokens", num_computed_tokens.size, 0, self.options.max_num_reqs)
+        if num_computed_tokens.size:
+            check_range("num_computed_tokens", int(num_computed_tokens.min()), 0, MAX_TOKENS)
+            check_range("num_scheduled_tokens", int(num_scheduled_tokens.min()), 1, MAX_TOKENS)
+        return num_computed_tokens, num_scheduled_tokens
