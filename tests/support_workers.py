@@ -1,0 +1,166 @@
+"""Real worker processes, and a network between them and their server that can be cut."""
+
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+DEADLINE_SECONDS = 60.0
+LAYER = {"type": "FullAttentionSpec", "block_size": 16, "num_kv_heads": 2, "head_size": 16, "dtype": "float32"}
+LAYERS = {f"layer.{i}": LAYER for i in range(2)}
+BLOCK_BYTES = 2 * 2 * 16 * 2 * 16 * 4
+
+
+class WorkerProcess:
+    """A `kvpool worker` in its own process.
+
+    Attributes:
+        process: The process.
+        lines: What it wrote to stderr so far.
+    """
+
+    def __init__(self, server: str, rank: int, world_size: int, layers: Path, *flags: str, blocks: int = 100) -> None:
+        command = [str(Path(sys.executable).parent / "kvpool"), "worker", "--server", server, "--pool", "m"]
+        command += ["--rank", str(rank), "--world-size", str(world_size), "--tp", str(world_size)]
+        command += ["--layers", str(layers), "--max-model-len", "512", "--device", "cpu"]
+        command += ["--memory", str(blocks * BLOCK_BYTES), *flags]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        self.process = subprocess.Popen(
+            command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, env=environment
+        )
+        self.lines: list[str] = []
+        self._news = threading.Condition()
+        self._ended = False
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def wait_for(self, pattern: str, count: int = 1) -> str:
+        """Waits until so many lines matched, and returns the last of them."""
+
+        def found() -> list[str]:
+            return [line for line in self.lines if re.search(pattern, line)]
+
+        with self._news:
+            met = self._news.wait_for(lambda: len(found()) >= count or self._ended, DEADLINE_SECONDS)
+            assert met, f"no {pattern!r} in:\n{''.join(self.lines)}"
+            assert len(found()) >= count, f"ended without {pattern!r}:\n{''.join(self.lines)}"
+            return found()[count - 1]
+
+    def signal(self, number: signal.Signals) -> None:
+        """Sends a signal."""
+        self.process.send_signal(number)
+
+    def end(self) -> int:
+        """Waits until the process has ended; returns its exit status."""
+        return self.process.wait(DEADLINE_SECONDS)
+
+    def _read(self) -> None:
+        assert self.process.stderr
+        for line in self.process.stderr:
+            with self._news:
+                self.lines.append(line)
+                self._news.notify_all()
+        with self._news:
+            self._ended = True
+            self._news.notify_all()
+
+
+@contextlib.contextmanager
+def worker_processes(folder: Path) -> Iterator["Workers"]:
+    """Starts workers on demand; kills those that still run at the end."""
+    path = folder / "layers.json"
+    path.write_text(json.dumps({"layers": LAYERS}))
+    workers = Workers(path)
+    try:
+        yield workers
+    finally:
+        for worker in workers.started:
+            if worker.process.poll() is None:
+                worker.process.kill()
+            worker.process.wait()
+            if worker.process.stderr:
+                worker.process.stderr.close()
+
+
+class Workers:
+    """The workers of a test.
+
+    Attributes:
+        started: All that were started.
+    """
+
+    def __init__(self, layers: Path) -> None:
+        self._layers = layers
+        self.started: list[WorkerProcess] = []
+
+    def start(self, server: str, rank: int, world_size: int, *flags: str, blocks: int = 100) -> WorkerProcess:
+        """Starts a rank."""
+        worker = WorkerProcess(server, rank, world_size, self._layers, *flags, blocks=blocks)
+        self.started.append(worker)
+        return worker
+
+    def form(self, server: str, world_size: int) -> list[WorkerProcess]:
+        """Starts all ranks and waits until they are ready."""
+        workers = [self.start(server, rank, world_size) for rank in range(world_size)]
+        for worker in workers:
+            worker.wait_for("ready: .* epoch 1$")
+        return workers
+
+
+class Network:
+    """A TCP proxy between ranks and their server. Cut, it swallows nothing and delivers nothing: as a pulled cable.
+
+    Attributes:
+        address: Where it listens.
+    """
+
+    def __init__(self, server: str) -> None:
+        host, _, port = server.rpartition(":")
+        self._server = (host, int(port))
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
+        self._flows = threading.Event()
+        self._flows.set()
+        self._sockets: list[socket.socket] = []
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def cut(self) -> None:
+        """Nothing gets through any more, and nobody is told."""
+        self._flows.clear()
+
+    def heal(self) -> None:
+        """What was sent meanwhile arrives, and all goes on."""
+        self._flows.set()
+
+    def close(self) -> None:
+        """Ends all connections."""
+        self.heal()
+        for each in (self._listener, *self._sockets):
+            with contextlib.suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+            each.close()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                near, _ = self._listener.accept()
+                self._flows.wait()
+                far = socket.create_connection(self._server)
+                self._sockets += [near, far]
+                for source, sink in ((near, far), (far, near)):
+                    threading.Thread(target=self._forward, args=(source, sink), daemon=True).start()
+
+    def _forward(self, source: socket.socket, sink: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(65536):
+                self._flows.wait()
+                sink.sendall(data)
+        self._flows.wait()
+        with contextlib.suppress(OSError):
+            sink.shutdown(socket.SHUT_RDWR)
