@@ -22,6 +22,7 @@ check: .venv/installed ## Under a minute: generated code, lint, types, unit and 
 
 bench: .venv/installed ## Speed, as JSON; ratios in one run only
 	$(BIN)/python tests/bench/bench_steps.py
+	$(BIN)/python tests/bench/bench_ranks.py
 
 proto: .venv/installed ## Generate the Python of the protos
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python proto/generate.py
