@@ -15,7 +15,6 @@ import numpy.typing as npt
 import torch
 
 from kvpool.gpu_worker.group_table import BlockTableOptions, GroupTable, Integers, MambaStateIndices
-from kvpool.gpu_worker.staging import Fence
 from kvpool.gpu_worker.tensors import group_kernel_block_sizes
 from kvpool.server.core.config import KVCacheGroup
 from kvpool.server.core.errors import InvalidArgumentError, check_range
@@ -56,7 +55,6 @@ class BlockTables:
         self.options = options
         sizes = group_kernel_block_sizes(len(groups), kernel_block_sizes)
         self.groups = tuple(GroupTable(i, group, options, device, sizes[i]) for i, group in enumerate(groups))
-        self._fence = Fence(device)
 
     def add_row(self, row: int, block_ids: Sequence[BlockIds]) -> None:
         """Makes a row list these blocks, whatever it listed before.
@@ -79,14 +77,12 @@ class BlockTables:
     def clear_row(self, row: int) -> None:
         """Empties a row: it lists null blocks only."""
         self._check_rows(row)
-        self._fence.wait()
         for table in self.groups:
             table.truncate(row, 0)
 
     def swap_rows(self, first: int, second: int) -> None:
         """Exchanges two rows."""
         self._check_rows(first, second)
-        self._fence.wait()
         for table in self.groups:
             table.swap(first, second)
 
@@ -95,7 +91,6 @@ class BlockTables:
         self._check_rows(source, target)
         if source == target:
             return
-        self._fence.wait()
         for table in self.groups:
             table.swap(source, target)
             table.truncate(source, 0)
@@ -105,7 +100,6 @@ class BlockTables:
         check_range("num_reqs", num_reqs, 0, self.options.max_num_reqs)
         for table in self.groups:
             table.commit(num_reqs)
-        self._fence.record()
 
     def compute_slot_mapping(
         self, req_indices: Integers, positions: Integers, num_padded_tokens: int = 0
@@ -160,13 +154,10 @@ class BlockTables:
         """
         lengths = self._lengths(num_computed_tokens, num_scheduled_tokens)
         columns = [table.state_columns(*lengths) if table.has_states else None for table in self.groups]
-        self._fence.wait()
-        indices = tuple(
+        return tuple(
             table.stage_states(found) if found is not None else None
             for table, found in zip(self.groups, columns, strict=True)
         )
-        self._fence.record()
-        return indices
 
     def _map(
         self, chosen: Sequence[bool], req_indices: Integers, positions: Integers, num_padded_tokens: int
@@ -184,13 +175,10 @@ class BlockTables:
             table.slots(req_indices, positions) if is_chosen else None
             for table, is_chosen in zip(self.groups, chosen, strict=True)
         ]
-        self._fence.wait()
-        mappings = tuple(
+        return tuple(
             table.stage_slots(found, count) if found is not None else table.no_slots
             for table, found in zip(self.groups, slots, strict=True)
         )
-        self._fence.record()
-        return mappings
 
     def _extend(self, row: int, block_ids: Sequence[BlockIds], starts: Sequence[int]) -> None:
         self._check_rows(row)
@@ -199,7 +187,6 @@ class BlockTables:
         entries = [
             table.entries_of(ids, start) for table, ids, start in zip(self.groups, block_ids, starts, strict=True)
         ]
-        self._fence.wait()
         for table, start, new in zip(self.groups, starts, entries, strict=True):
             table.write(row, start, new)
 

@@ -80,7 +80,7 @@ class MambaStateIndices:
 
 
 class GroupTable:
-    """One group's table. Callers keep to the rules of `BlockTables`: they check rows, and wait before writing.
+    """One group's table. Callers keep to the rules of `BlockTables`: they check rows.
 
     Attributes:
         num_entries: (max_num_reqs,) int32 on the host, entries that each row has.
@@ -88,6 +88,7 @@ class GroupTable:
         has_token_slots: Whether each token of a request has a slot.
         has_encoder_slots: Whether each token of an encoder has one.
         has_states: Whether blocks hold states.
+        is_spread: Whether context parallelism spreads the tokens over several ranks.
         max_num_slots: Most slots of one mapping.
         no_slots: (0,) int64, for groups that a mapping leaves out.
     """
@@ -114,6 +115,7 @@ class GroupTable:
         self._num_blocks = options.num_blocks
         self.block_size = spec.block_size // self._per_block
         self._ranks, self._rank = (options.dcp_world_size, options.dcp_rank) if spec.is_sharded else (1, 0)
+        self.is_spread = self._ranks > 1
         self.has_encoder_slots = isinstance(spec, CrossAttentionSpec)
         self.has_states = isinstance(spec, MambaSpec)
         self.has_token_slots = not (self.has_encoder_slots or self.has_states)
@@ -167,6 +169,7 @@ class GroupTable:
     def write(self, row: int, start: int, entries: Integers) -> None:
         """Puts entries into a row from `start` on, where it then ends."""
         end = start + entries.size
+        self._table.wait()
         self._table.host[row, start:end] = entries
         self.num_entries[row] = max(self.num_entries[row], end)
         if entries.size:
@@ -177,6 +180,7 @@ class GroupTable:
         """Makes a row end here; null stands in what follows."""
         old_end = int(self.num_entries[row])
         if end < old_end:
+            self._table.wait()
             self._table.host[row, end:old_end] = NULL_BLOCK
             self.num_entries[row] = end
             self._touch(row)
@@ -184,6 +188,7 @@ class GroupTable:
     def swap(self, first: int, second: int) -> None:
         """Exchanges two rows."""
         end = int(max(self.num_entries[first], self.num_entries[second]))
+        self._table.wait()
         rows = self._table.host
         rows[[first, second], :end] = rows[[second, first], :end]
         self.num_entries[[first, second]] = self.num_entries[[second, first]]
@@ -209,6 +214,7 @@ class GroupTable:
 
     def stage_slots(self, slots: Integers, count: int) -> torch.Tensor:
         """Issues the copy of slots, padded to `count`."""
+        self._slots.wait()
         host = self._slots.host
         host[: slots.size] = slots
         host[slots.size : count] = PAD_SLOT_ID
@@ -230,6 +236,7 @@ class GroupTable:
     def stage_states(self, columns: Integers) -> MambaStateIndices:
         """Issues the copy of what `state_columns` found."""
         num_reqs = columns.shape[1]
+        self._states.wait()
         self._states.host[:, :num_reqs] = columns
         device = self._states.copy(0, columns.shape[0])[:, :num_reqs]
         read_ids, written_ids, read, first, last = device[:5]

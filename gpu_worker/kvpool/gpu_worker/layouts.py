@@ -262,9 +262,14 @@ def get_layout(layer_name: str, name: str) -> KVCacheLayout:
     """
     if name not in _LAYOUTS:
         raise InvalidArgumentError(
-            "layout", f"layer {layer_name!r}: {name!r} is not known; known: {', '.join(sorted(_LAYOUTS))}"
+            "layout", f"layer {layer_name!r}: {name!r} is not known; known: {', '.join(_LAYOUTS)}"
         )
     return _LAYOUTS[name]
+
+
+def layout_names() -> tuple[str, ...]:
+    """The names of all layouts."""
+    return tuple(_LAYOUTS)
 
 
 def default_layout(spec: KVCacheSpec) -> str:

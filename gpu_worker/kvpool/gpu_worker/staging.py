@@ -1,48 +1,36 @@
-"""Arrays that the host writes each step and the device reads.
-
-1. The host may write an array only once the device has read the last copy out of it: `Fence.wait` before writing,
-   `Fence.record` after copying. Copies from pinned memory return before they are done.
-2. Device tensors keep their addresses, so that captured graphs may read them.
-"""
+"""Arrays that the host writes each step and the device reads."""
 
 from collections.abc import Sequence
 
 import torch
 
 
-class Fence:
-    """Says when the device has read what was copied from pinned memory. Costs nothing on CPU, where copies block."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._event = torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
-
-    def record(self) -> None:
-        """Marks the copies issued so far, on the device's current stream."""
-        if self._event is not None:
-            self._event.record(torch.cuda.current_stream(self._device))
-
-    def wait(self) -> None:
-        """Blocks until the copies marked last are done. Work that was queued before them is waited for too."""
-        if self._event is not None:
-            self._event.synchronize()
-
-
 class StagedArray:
     """An array on the host, in pinned memory where the device is a GPU, and the device's copy of it.
 
+    Copies return before they are done, so the host must `wait` before it writes again. An array has its own wait: a
+    step that fills several does not wait for its own copies, only for those of the step before.
+
     Attributes:
         host: numpy view; writing it changes nothing on the device.
-        device: Tensor of the same shape.
+        device: Tensor of the same shape. It keeps its address, so that captured graphs may read it.
     """
 
     def __init__(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device, fill: int = 0) -> None:
         self._pinned = torch.full(tuple(shape), fill, dtype=dtype, pin_memory=device.type == "cuda")
         self.host = self._pinned.numpy()
         self.device = torch.full(tuple(shape), fill, dtype=dtype, device=device)
+        self._copied = torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+
+    def wait(self) -> None:
+        """Blocks until the device has read the last copy; what its stream had to do before that is waited for too."""
+        if self._copied is not None:
+            self._copied.synchronize()
 
     def copy(self, start: int, stop: int) -> torch.Tensor:
-        """Issues the copy of host[start:stop]; returns that part of the device's tensor."""
+        """Issues the copy of host[start:stop] on the current stream; returns that part of the device's tensor."""
         part = self.device[start:stop]
         part.copy_(self._pinned[start:stop], non_blocking=True)
+        if self._copied is not None:
+            self._copied.record(torch.cuda.current_stream(self.device.device))
         return part

@@ -1,12 +1,26 @@
-"""The core rests on the standard library alone, and so does nothing but decide."""
+"""The core rests on the standard library alone, and so does nothing but decide; tensors are one package's affair."""
 
 import ast
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
+import kvpool.gpu_worker
 import kvpool.server.core
 
 ALLOWED = sys.stdlib_module_names - {"asyncio", "time", "os", "socket", "threading", "random", "secrets"}
+WORKER_ONLY = {"torch", "numpy"}
+"""What `pip install kvpool` does not bring: only the worker extra does."""
+
+
+def imports(path: Path) -> Iterator[str]:
+    """The modules that a file imports."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0
+            yield node.module or ""
 
 
 def test_core_imports_the_standard_library_only() -> None:
@@ -14,12 +28,26 @@ def test_core_imports_the_standard_library_only() -> None:
     paths = sorted(Path(folder).glob("*.py"))
     assert len(paths) > 10
     for path in paths:
-        for node in ast.walk(ast.parse(path.read_text())):
-            names = []
-            if isinstance(node, ast.Import):
-                names = [alias.name for alias in node.names]
-            elif isinstance(node, ast.ImportFrom):
-                assert node.level == 0
-                names = [node.module or ""]
-            for name in names:
-                assert name.startswith("kvpool.server.core") or name.partition(".")[0] in ALLOWED, (path.name, name)
+        for name in imports(path):
+            assert name.startswith("kvpool.server.core") or name.partition(".")[0] in ALLOWED, (path.name, name)
+
+
+def test_tensors_are_the_workers_alone() -> None:
+    root = Path(__file__).parents[3]
+    worker = root / "gpu_worker" / "kvpool" / "gpu_worker"
+    users = set()
+    paths = [path for part in ("proto", "server", "client", "gpu_worker") for path in (root / part).rglob("*.py")]
+    assert len(paths) > 60
+    for path in paths:
+        if WORKER_ONLY & {name.partition(".")[0] for name in imports(path)}:
+            assert path.is_relative_to(worker), path
+            users.add(path.name)
+    assert "tensors.py" in users
+
+
+def test_the_worker_needs_of_the_server_the_core_only() -> None:
+    (worker,) = kvpool.gpu_worker.__path__
+    for path in Path(worker).rglob("*.py"):
+        for name in imports(path):
+            if name.startswith("kvpool."):
+                assert name.startswith(("kvpool.gpu_worker", "kvpool.server.core")), (path.name, name)

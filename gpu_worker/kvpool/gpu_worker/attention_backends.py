@@ -1,0 +1,161 @@
+"""Builders for backends whose kernels others bring: what each needs beyond `CommonAttentionMetadata`.
+
+A backend that is not here is a name, a layout and a builder: see docs/tensors.md.
+"""
+
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import torch
+
+from kvpool.gpu_worker.attention_metadata import AttentionMetadataBuilder, BuilderContext, CommonAttentionMetadata
+from kvpool.gpu_worker.group_table import Integers, MambaStateIndices
+from kvpool.gpu_worker.staging import StagedArray
+from kvpool.server.core.errors import InvalidArgumentError
+from kvpool.server.core.spec_base import AttentionSpec
+from kvpool.server.core.specs import MambaSpec
+
+FLASHINFER_WORKSPACE_BYTES: Final = 128 * 2**20
+"""What FlashInfer's documentation recommends for split-k."""
+
+
+@dataclass(frozen=True, slots=True)
+class PagedAttentionBackend:
+    """Kernels that read block tables and lengths as they are: FlashAttention, Triton, FlexAttention, MLA.
+
+    Their metadata is `CommonAttentionMetadata`.
+    """
+
+    name: str = "flash_attn"
+    layout: str = "flash_attn"
+
+    def make_builder(self, context: BuilderContext) -> AttentionMetadataBuilder:
+        """See `AttentionBackend`."""
+        if not isinstance(context.spec, AttentionSpec):
+            raise _refusal(self.name, context)
+        return _CommonBuilder()
+
+
+class _CommonBuilder:
+    def build(self, common: CommonAttentionMetadata) -> CommonAttentionMetadata:
+        return common
+
+
+@dataclass(frozen=True, slots=True)
+class FlashInferMetadata:
+    """What FlashInfer's paged wrappers plan with. Request i has the pages indices[indptr[i] : indptr[i + 1]].
+
+    Attributes:
+        common: The step.
+        qo_indptr_cpu: (num_reqs + 1,) int32 on the host, where each request's tokens begin.
+        paged_kv_indptr_cpu: (num_reqs + 1,) int32 on the host, where each request's pages begin.
+        paged_kv_indptr: The same on the device.
+        paged_kv_indices: (num_pages,) int32, the pages.
+        paged_kv_last_page_len_cpu: (num_reqs,) int32 on the host, tokens in each request's last page, [1, block_size].
+        paged_kv_last_page_len: The same on the device.
+        workspace: uint8 (128 MiB,), the device's own.
+    """
+
+    common: CommonAttentionMetadata
+    qo_indptr_cpu: Integers
+    paged_kv_indptr_cpu: Integers
+    paged_kv_indptr: torch.Tensor
+    paged_kv_indices: torch.Tensor
+    paged_kv_last_page_len_cpu: Integers
+    paged_kv_last_page_len: torch.Tensor
+    workspace: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class FlashInferBackend:
+    """FlashInfer's paged attention."""
+
+    name: str = "flashinfer"
+    layout: str = "flashinfer_nhd"
+
+    def make_builder(self, context: BuilderContext) -> AttentionMetadataBuilder:
+        """See `AttentionBackend`."""
+        if not isinstance(context.spec, AttentionSpec):
+            raise _refusal(self.name, context)
+        return FlashInferBuilder(context)
+
+
+class FlashInferBuilder:
+    """Makes ragged page tables of block tables."""
+
+    def __init__(self, context: BuilderContext) -> None:
+        rows, device = context.max_num_reqs, context.workspace.device
+        self._workspace = context.workspace
+        self._workspace.get(FLASHINFER_WORKSPACE_BYTES)
+        self._lengths = StagedArray((2, rows + 1), torch.int32, device)
+        self._indices = StagedArray((rows * context.max_blocks_per_req,), torch.int32, device)
+
+    def build(self, common: CommonAttentionMetadata) -> FlashInferMetadata:
+        """See `AttentionMetadataBuilder`."""
+        seq_lens = common.seq_lens_cpu if common.dcp_local_seq_lens_cpu is None else common.dcp_local_seq_lens_cpu
+        num_pages = -(-seq_lens // common.block_size)
+        indptr = np.zeros(common.num_reqs + 1, np.int32)
+        np.cumsum(num_pages, out=indptr[1:])
+        # A request without tokens on this rank has no page and block_size tokens in its last one: in sum none.
+        last_page_len = (seq_lens - 1) % common.block_size + 1
+        table = common.block_table_cpu
+        used = np.arange(table.shape[1]) < num_pages[:, None]
+        self._lengths.wait()
+        self._indices.wait()
+        self._lengths.host[0, : common.num_reqs + 1] = indptr
+        self._lengths.host[1, : common.num_reqs] = last_page_len
+        self._indices.host[: indptr[-1]] = table[used]
+        lengths = self._lengths.copy(0, 2)
+        indices = self._indices.copy(0, int(indptr[-1]))
+        return FlashInferMetadata(
+            common=common,
+            qo_indptr_cpu=common.query_start_loc_cpu,
+            paged_kv_indptr_cpu=indptr,
+            paged_kv_indptr=lengths[0, : common.num_reqs + 1],
+            paged_kv_indices=indices,
+            paged_kv_last_page_len_cpu=last_page_len,
+            paged_kv_last_page_len=lengths[1, : common.num_reqs],
+            workspace=self._workspace.get(FLASHINFER_WORKSPACE_BYTES),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class MambaMetadata:
+    """What the kernels of state spaces take.
+
+    Attributes:
+        query_start_loc: (num_reqs + 1,) int32, where each request's tokens begin.
+        max_query_len: Most tokens of one request.
+        states: The states that are read and written.
+    """
+
+    query_start_loc: torch.Tensor
+    max_query_len: int
+    states: MambaStateIndices
+
+
+@dataclass(frozen=True, slots=True)
+class MambaBackend:
+    """Kernels of state spaces: convolution and scan, by any name."""
+
+    name: str = "mamba"
+    layout: str = "mamba"
+
+    def make_builder(self, context: BuilderContext) -> AttentionMetadataBuilder:
+        """See `AttentionBackend`."""
+        if not isinstance(context.spec, MambaSpec):
+            raise _refusal(self.name, context)
+        return _MambaBuilder()
+
+
+class _MambaBuilder:
+    def build(self, common: CommonAttentionMetadata) -> MambaMetadata:
+        if common.state_indices is None:
+            raise InvalidArgumentError("state_indices", "missing from a group of states")
+        return MambaMetadata(common.query_start_loc, common.max_query_len, common.state_indices)
+
+
+def _refusal(backend: str, context: BuilderContext) -> InvalidArgumentError:
+    kind = type(context.spec).__name__
+    return InvalidArgumentError("backends", f"layer {context.layer_names[0]!r}: {backend!r} does not serve a {kind}")
