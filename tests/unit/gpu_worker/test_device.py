@@ -1,0 +1,146 @@
+"""Devices found and measured; a GPU that is not there is played, one that is there is used."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from kvpool.gpu_worker import device as module
+from kvpool.gpu_worker.device import available_bytes, describe_device, machine_memory_bytes, open_device
+from kvpool.gpu_worker.units import format_bytes
+from kvpool.server.core.errors import InvalidArgumentError
+from support_torch import on_each_device
+
+GIB = 2**30
+CUDA = torch.device("cuda", 0)
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> dict[int, tuple[int, int]]:
+    """Two GPUs; what is free of them, and their size, in bytes, for the test to set."""
+    memory = {0: (100 * GIB, 140 * GIB), 1: (80 * GIB, 80 * GIB)}
+
+    def properties(device: torch.device | int) -> SimpleNamespace:
+        index = device if isinstance(device, int) else device.index
+        return SimpleNamespace(name=f"NVIDIA Fake{index}", total_memory=memory[index][1])
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(memory))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: memory[device.index])
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    return memory
+
+
+@on_each_device
+def test_a_device_is_found_by_its_name(device: torch.device) -> None:
+    assert open_device(str(device)) == device
+    assert describe_device(device).startswith(str(device))
+
+
+def test_cuda_alone_is_the_current_device(gpus: dict[int, tuple[int, int]]) -> None:
+    assert open_device("cuda") == torch.device("cuda", 1)
+    assert describe_device(torch.device("cuda", 1)) == "cuda:1 NVIDIA Fake1"
+    assert len(gpus) == 2
+
+
+@pytest.mark.parametrize("name", ["cuda:2", "cpu:1", "gpu", "", "meta", "cuda:-1", "x" * 5000])
+def test_a_device_that_is_not_there_is_refused_with_those_that_are(gpus: dict[int, tuple[int, int]], name: str) -> None:
+    with pytest.raises(InvalidArgumentError) as raised:
+        open_device(name)
+    there = "there are: cpu, cuda:0 (NVIDIA Fake0, 140.0 GiB), cuda:1 (NVIDIA Fake1, 80.0 GiB)"
+    assert raised.value.message == f"{name[:64]!r} is not there; {there}"
+    assert gpus
+
+
+def test_without_a_gpu_only_the_cpu_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(InvalidArgumentError, match=r"'cuda:0' is not there; there are: cpu$"):
+        open_device("cuda:0")
+
+
+def measured(memory_bytes: int | None = None, share: float = 0.9, reserve_bytes: int = GIB // 4) -> int:
+    return available_bytes(CUDA, memory_bytes=memory_bytes, gpu_memory_utilization=share, reserve_bytes=reserve_bytes)
+
+
+def test_a_share_counts_what_is_in_use_already(gpus: dict[int, tuple[int, int]]) -> None:
+    assert measured() == int(0.9 * 140 * GIB) - 40 * GIB - GIB // 4
+    gpus[0] = (140 * GIB, 140 * GIB)
+    assert measured(share=1.0, reserve_bytes=0) == 140 * GIB
+
+
+def test_a_share_of_which_nothing_is_left_is_refused(gpus: dict[int, tuple[int, int]]) -> None:
+    gpus[0] = (10 * GIB, 140 * GIB)
+    expected = r"0\.9 of 140\.0 GiB on cuda:0 leaves nothing: 130\.0 GiB are in use, 256\.0 MiB stay in reserve"
+    with pytest.raises(InvalidArgumentError, match=expected) as raised:
+        measured()
+    assert (raised.value.field, raised.value.reason) == ("gpu_memory_utilization", "NO_MEMORY")
+
+
+def test_stated_memory_must_be_free(gpus: dict[int, tuple[int, int]]) -> None:
+    assert measured(memory_bytes=99 * GIB) == 99 * GIB
+    expected = (
+        r"100\.0 GiB are more than cuda:0 has free: 100\.0 GiB of 140\.0 GiB, of which 256\.0 MiB stay in reserve"
+    )
+    with pytest.raises(InvalidArgumentError, match=expected) as raised:
+        measured(memory_bytes=100 * GIB)
+    assert (raised.value.field, raised.value.reason) == ("memory_bytes", "LARGER_THAN_THE_DEVICE")
+    assert gpus
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device")
+def test_a_real_gpu_is_measured() -> None:
+    free_bytes, total_bytes = torch.cuda.mem_get_info(CUDA)
+    got = measured()
+    assert abs(got - (int(0.9 * total_bytes) - (total_bytes - free_bytes) - GIB // 4)) < GIB
+    taken = torch.empty(2 * GIB, dtype=torch.int8, device=CUDA)
+    assert got - measured() >= 2 * GIB - 2**21
+    del taken
+    with pytest.raises(InvalidArgumentError, match="are more than cuda:0 has free"):
+        measured(memory_bytes=total_bytes)
+
+
+def on_cpu(memory_bytes: int | None) -> int:
+    return available_bytes(
+        torch.device("cpu"), memory_bytes=memory_bytes, gpu_memory_utilization=0.9, reserve_bytes=GIB
+    )
+
+
+def test_on_cpu_memory_is_stated_and_at_most_the_machine_s() -> None:
+    limit_bytes = machine_memory_bytes()
+    assert on_cpu(limit_bytes) == limit_bytes
+    with pytest.raises(InvalidArgumentError, match="are more than this machine's"):
+        on_cpu(limit_bytes + 1)
+    with pytest.raises(InvalidArgumentError, match="memory_bytes: must be given on cpu"):
+        on_cpu(None)
+
+
+@pytest.mark.parametrize(
+    ("membership", "files", "limits"),
+    [
+        ("0::/a/b\n", {"a/b/memory.max": "100\n", "a/memory.max": "max\n", "memory.max": "300\n"}, [100, 300]),
+        ("0::/of/the/host\n", {"memory.max": "200\n"}, [200]),
+        ("4:cpu,memory:/a\n0::/\n", {"memory/a/memory.limit_in_bytes": "50\n"}, [50]),
+        ("4:cpu:/a\n", {"memory/memory.limit_in_bytes": "50\n"}, []),
+        (None, {}, []),
+    ],
+)
+def test_control_groups_limit_the_machine(
+    tmp_path: Path, membership: str | None, files: dict[str, str], limits: list[int]
+) -> None:
+    for name, content in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(content)
+    if membership is not None:
+        (tmp_path / "self").write_text(membership)
+    assert list(module._cgroup_limits_bytes(tmp_path, tmp_path / "self")) == limits
+
+
+@pytest.mark.parametrize(
+    ("size_bytes", "text"),
+    [(0, "0 bytes"), (1023, "1023 bytes"), (8 * 2**20, "8.0 MiB"), (1536, "1.5 KiB"), (2000 * GIB, "2,000.0 GiB")],
+)
+def test_sizes_are_written_for_people(size_bytes: int, text: str) -> None:
+    assert format_bytes(size_bytes) == text

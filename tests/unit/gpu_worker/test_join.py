@@ -1,0 +1,352 @@
+"""Numbers in names of rules are those of gpu_worker/join.py."""
+
+from dataclasses import replace
+
+import pytest
+
+from kvpool.client.errors import DeadlineError, ServerError
+from kvpool.gpu_worker.join import (
+    FIRST_PAUSE_SECONDS,
+    LONGEST_PAUSE_SECONDS,
+    REGISTER_TIMEOUT_SECONDS,
+    Phase,
+    RankProtocol,
+)
+from kvpool.gpu_worker.words import (
+    Allocate,
+    Allocation,
+    CloseStream,
+    Effect,
+    EpochBegan,
+    EpochPassed,
+    Failed,
+    Heartbeat,
+    Initialized,
+    JoinLater,
+    Leave,
+    OpenStream,
+    Planned,
+    Ready,
+    Registered,
+    Say,
+    Status,
+)
+from kvpool.server.core.errors import (
+    AbortedError,
+    ExhaustedError,
+    InvalidArgumentError,
+    KvpoolError,
+    NotFoundError,
+    UnavailableError,
+    WrongStateError,
+)
+from kvpool.server.core.specs import SlidingWindowSpec
+from kvpool.server.core.world import HeldTensors, PoolState
+from support_ranks import registration
+from support_worker import plan_config
+
+BROKEN = UnavailableError("UNAVAILABLE", "gone")
+TIMING = Registered(1.0, 5.0, 30.0)
+
+
+class Driver:
+    """A protocol and its clock; what it allocates is there at once, unless a test holds it back."""
+
+    def __init__(self, jitter: float = 0.0) -> None:
+        self.rank = RankProtocol(registration(), lambda: jitter)
+        self.now = 1000.0
+
+    def join(self) -> OpenStream:
+        """Waits until a stream is opened, and registers on it."""
+        self.now = max(self.now, self.rank.next_due_seconds)
+        (opened,) = self.rank.tick(self.now)
+        assert isinstance(opened, OpenStream)
+        assert self.hear(TIMING) == [Say(Heartbeat(1))]
+        return opened
+
+    def hear(self, message: Registered | Planned | Ready | Status) -> list[Effect]:
+        return self.rank.heard(message, self.now)
+
+    def plan(self, epoch: int, num_blocks: int = 100, got: int = 0) -> list[Effect]:
+        """Hears a plan and, if it must, allocates for it."""
+        effects = self.hear(Planned(epoch, plan_config(num_blocks), 1024))
+        if isinstance(effects[-1], Allocate):
+            asked = effects[-1].planned
+            effects += self.rank.allocated(asked, Allocation(asked.config, got or num_blocks, 1))
+        return effects
+
+    def open(self, epoch: int, num_blocks: int = 100) -> None:
+        self.plan(epoch, num_blocks)
+        assert self.hear(Ready(epoch, num_blocks, 1024))[-1] == EpochBegan(Ready(epoch, num_blocks, 1024))
+
+    def is_in(self, phase: Phase) -> bool:
+        return self.rank.phase is phase
+
+    def epoch(self) -> int:
+        """The epoch that goes on; 0 for none."""
+        return self.rank.ready.epoch if self.rank.ready else 0
+
+    def lose_stream(self, error: KvpoolError = BROKEN) -> list[Effect]:
+        return self.rank.stream_ended(error, self.now)
+
+
+@pytest.fixture
+def driver() -> Driver:
+    return Driver()
+
+
+def said(effects: list[Effect]) -> Initialized:
+    (word,) = [effect.word for effect in effects if isinstance(effect, Say) and isinstance(effect.word, Initialized)]
+    return word
+
+
+def test_a_rank_registers_allocates_and_is_ready(driver: Driver) -> None:
+    assert driver.join().registration.held is None
+    assert driver.is_in(Phase.REGISTERED)
+    asked = driver.hear(Planned(1, plan_config(100), 1024))
+    assert [type(effect) for effect in asked] == [Allocate]
+    assert driver.is_in(Phase.ALLOCATING)
+    planned = asked[0].planned if isinstance(asked[0], Allocate) else None
+    assert planned
+    got = Allocation(planned.config, 90, 7)
+    assert driver.rank.allocated(planned, got) == [Say(Initialized(1, got))]
+    assert driver.is_in(Phase.ALLOCATED)
+    assert driver.epoch() == 0
+    assert driver.hear(Ready(1, 80, 512)) == [EpochBegan(Ready(1, 80, 512))]
+    assert driver.is_in(Phase.READY)
+    assert driver.hear(Ready(1, 80, 512)) == [], "said again, it changes nothing"
+
+
+def test_heartbeats_begin_with_registered_and_go_on_while_allocating(driver: Driver) -> None:
+    driver.join()
+    driver.hear(Planned(1, plan_config(100), 1024))
+    for sequence in range(2, 6):
+        assert driver.rank.next_due_seconds == driver.now + 1.0
+        driver.now += 1.0
+        assert driver.rank.tick(driver.now) == [Say(Heartbeat(sequence))]
+        assert driver.rank.tick(driver.now) == []
+        driver.hear(Status(PoolState.FORMING, 1, (), sequence))
+
+
+def test_a_silent_server_is_given_up_after_its_own_timeout(driver: Driver) -> None:
+    driver.join()
+    driver.now += 4.9
+    assert driver.rank.tick(driver.now) == [Say(Heartbeat(2))]
+    driver.now += 0.1
+    closed, later = driver.rank.tick(driver.now)
+    assert isinstance(closed, CloseStream)
+    assert isinstance(later, JoinLater)
+    assert isinstance(later.error, DeadlineError)
+    assert driver.join().registration.boot_id == registration().boot_id
+
+
+def test_a_server_that_never_answers_register_is_given_up(driver: Driver) -> None:
+    driver.rank.tick(driver.now)
+    assert driver.rank.next_due_seconds == driver.now + REGISTER_TIMEOUT_SECONDS
+    driver.now += REGISTER_TIMEOUT_SECONDS
+    assert [type(effect) for effect in driver.rank.tick(driver.now)] == [CloseStream, JoinLater]
+
+
+def test_rule_2_and_3_a_broken_stream_costs_nothing(driver: Driver) -> None:
+    driver.join()
+    driver.open(3)
+    assert [type(effect) for effect in driver.lose_stream()] == [JoinLater]
+    assert (driver.rank.phase, driver.rank.ready) == (Phase.REJOINING, Ready(3, 100, 1024))
+    assert driver.join().registration.held == HeldTensors(3, 100)
+    assert driver.hear(Ready(3, 100, 1024)) == []
+    assert driver.is_in(Phase.READY)
+
+
+def test_what_was_got_is_held_even_if_less_was_used(driver: Driver) -> None:
+    driver.join()
+    driver.plan(1, 100)
+    driver.hear(Ready(1, 60, 1024))
+    driver.lose_stream()
+    assert driver.join().registration.held == HeldTensors(1, 100)
+
+
+@pytest.mark.parametrize("num_blocks", [100, 60])
+def test_rule_2_a_plan_of_the_same_layout_keeps_the_tensors(driver: Driver, num_blocks: int) -> None:
+    driver.join()
+    driver.open(1)
+    passed, *rest = driver.plan(2, num_blocks)
+    assert passed == EpochPassed(1)
+    assert said(rest).epoch == 2
+    assert said(rest).allocation.num_blocks == 100, "what is held, not what is asked"
+    driver.hear(Ready(2, num_blocks, 1024))
+    driver.lose_stream()
+    assert driver.join().registration.held == HeldTensors(2, 100)
+
+
+def test_rule_2_another_plan_frees_them_first(driver: Driver) -> None:
+    driver.join()
+    driver.open(1)
+    larger = driver.hear(Planned(2, plan_config(101), 1024))
+    assert [type(effect) for effect in larger] == [EpochPassed, Allocate]
+    assert driver.rank.held is None
+    driver.lose_stream()
+    assert driver.join().registration.held is None, "they are not there while others are being allocated"
+
+
+@pytest.mark.parametrize("part", ["shared_by", "page", "groups"])
+def test_rule_2_a_plan_of_another_layout_is_another_plan(driver: Driver, part: str) -> None:
+    driver.join()
+    driver.open(1)
+    config = plan_config(100)
+    first, *others = config.tensors
+    match part:
+        case "shared_by":
+            config = replace(config, tensors=(replace(first, shared_by=first.shared_by[::-1]), *others))
+        case "page":
+            config = replace(config, tensors=(replace(first, size_bytes=first.size_bytes * 2), *others))
+        case _:
+            spec = SlidingWindowSpec(16, 2, 8, "float32", sliding_window=65)
+            config = replace(config, groups=(config.groups[0], replace(config.groups[1], spec=spec)))
+    assert [type(e) for e in driver.hear(Planned(2, config, 1024))] == [EpochPassed, Allocate]
+
+
+def test_fewer_blocks_than_planned_are_answered_not_tried_again(driver: Driver) -> None:
+    driver.join()
+    word = said(driver.plan(1, 100, got=40))
+    assert word.allocation.num_blocks == 40
+    assert driver.is_in(Phase.ALLOCATED)
+
+
+def test_rule_4_of_two_plans_the_newer_is_answered(driver: Driver) -> None:
+    driver.join()
+    (first,) = driver.hear(Planned(1, plan_config(100), 1024))
+    assert driver.hear(Planned(2, plan_config(90), 1024)) == [], "one allocation at a time"
+    assert isinstance(first, Allocate)
+    answer = driver.rank.allocated(first.planned, Allocation(first.planned.config, 100, 1))
+    assert said(answer) == Initialized(2, Allocation(first.planned.config, 100, 1))
+
+
+def test_rule_4_a_newer_plan_that_does_not_fit_is_allocated_next(driver: Driver) -> None:
+    driver.join()
+    (first,) = driver.hear(Planned(1, plan_config(100), 1024))
+    driver.hear(Planned(2, plan_config(200), 1024))
+    assert isinstance(first, Allocate)
+    (second,) = driver.rank.allocated(first.planned, Allocation(first.planned.config, 100, 1))
+    assert isinstance(second, Allocate)
+    assert second.planned.epoch == 2
+
+
+def test_rule_4_a_plan_of_a_stream_that_broke_is_not_answered(driver: Driver) -> None:
+    driver.join()
+    (asked,) = driver.hear(Planned(1, plan_config(100), 1024))
+    driver.lose_stream()
+    assert isinstance(asked, Allocate)
+    assert driver.rank.allocated(asked.planned, Allocation(asked.planned.config, 100, 1)) == []
+    assert driver.join().registration.held == HeldTensors(1, 100)
+
+
+def test_a_status_of_a_higher_epoch_ends_the_one_that_goes_on(driver: Driver) -> None:
+    driver.join()
+    driver.open(1)
+    assert driver.hear(Status(PoolState.DEGRADED, 1, (1,))) == []
+    assert driver.epoch() == 1
+    assert driver.hear(Status(PoolState.DEGRADED, 2, (1,))) == [EpochPassed(1)]
+    assert driver.is_in(Phase.REGISTERED)
+    assert driver.epoch() == 0
+
+
+@pytest.mark.parametrize("wrong", [Ready(2, 100, 1024), Ready(1, 101, 1024)])
+def test_ready_for_what_is_not_held_is_refused(driver: Driver, wrong: Ready) -> None:
+    driver.join()
+    driver.plan(1)
+    effects = driver.hear(wrong)
+    assert [type(effect) for effect in effects] == [CloseStream, JoinLater]
+    assert driver.rank.ready is None
+
+
+def test_ready_before_any_plan_is_refused(driver: Driver) -> None:
+    driver.join()
+    assert [type(effect) for effect in driver.hear(Ready(1, 2, 1024))] == [CloseStream, JoinLater]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        BROKEN,
+        AbortedError("RANK_GIVEN_UP", ""),
+        DeadlineError("DEADLINE_EXCEEDED", ""),
+        ServerError("INTERNAL", ""),
+        ServerError("CANCELLED", ""),
+        ServerError("UNKNOWN", ""),
+        ExhaustedError("TOO_MANY", "", retry_seconds=1.0),
+    ],
+    ids=lambda error: error.reason,
+)
+def test_rule_5_these_are_tried_again_for_ever(driver: Driver, error: KvpoolError) -> None:
+    pauses = []
+    for _ in range(50):
+        driver.now = driver.rank.next_due_seconds
+        assert isinstance(driver.rank.tick(driver.now)[0], OpenStream)
+        (later,) = driver.lose_stream(error)
+        assert isinstance(later, JoinLater)
+        pauses.append(later.pause_seconds)
+    if error.retry_seconds is None:
+        assert pauses[0] == FIRST_PAUSE_SECONDS
+        assert pauses == sorted(pauses)
+        assert pauses[-1] == LONGEST_PAUSE_SECONDS
+    else:
+        assert set(pauses) == {error.retry_seconds}
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        InvalidArgumentError("register.rank", "5"),
+        WrongStateError("RANK_TAKEN", ""),
+        NotFoundError("NOT_FOUND", ""),
+        ServerError("UNIMPLEMENTED", ""),
+        ServerError("PERMISSION_DENIED", ""),
+        ExhaustedError("RESOURCE_EXHAUSTED", "the message is too large"),
+    ],
+    ids=lambda error: error.reason,
+)
+def test_rule_5_these_end_the_rank(driver: Driver, error: KvpoolError) -> None:
+    driver.rank.tick(driver.now)
+    assert driver.lose_stream(error) == [Failed(error)]
+    assert driver.rank.is_over
+    assert driver.rank.tick(driver.now + 1e9) == []
+    assert driver.rank.next_due_seconds == float("inf")
+
+
+def test_a_slow_reader_joins_again(driver: Driver) -> None:
+    driver.join()
+    assert isinstance(driver.lose_stream(ExhaustedError("NOT_READING", ""))[0], JoinLater)
+
+
+def test_pauses_are_spread_and_begin_anew_once_a_heartbeat_was_answered() -> None:
+    driver = Driver(jitter=0.5)
+    for _ in range(5):
+        driver.join()
+        driver.lose_stream()
+    assert driver.rank.next_due_seconds - driver.now == pytest.approx(1.5 * FIRST_PAUSE_SECONDS * 2**4)
+    driver.join()
+    driver.hear(Status(PoolState.FORMING, 1, (), 1))
+    driver.lose_stream()
+    assert driver.rank.next_due_seconds - driver.now == pytest.approx(1.5 * FIRST_PAUSE_SECONDS)
+
+
+def test_leaving_is_said_while_there_is_a_stream(driver: Driver) -> None:
+    driver.join()
+    driver.open(1)
+    assert driver.rank.leave() == [EpochPassed(1), Say(Leave())]
+    assert driver.rank.leave() == []
+    assert driver.is_in(Phase.LEFT)
+
+
+def test_leaving_without_a_stream_is_silent(driver: Driver) -> None:
+    driver.join()
+    driver.lose_stream()
+    assert driver.rank.leave() == []
+    assert driver.rank.is_over
+
+
+def test_a_failure_of_its_own_is_said_as_leaving(driver: Driver) -> None:
+    driver.join()
+    error = ExhaustedError("OUT_OF_MEMORY", "")
+    assert driver.rank.fail(error) == [Say(Leave()), Failed(error)]
+    assert driver.rank.fail(error) == []

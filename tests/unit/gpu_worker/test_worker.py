@@ -1,0 +1,457 @@
+"""A worker against a server that does what the test says, over a real socket."""
+
+import logging
+import queue
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import grpc
+import pytest
+import torch
+
+from kvpool.client.errors import DeadlineError, ServerError
+from kvpool.gpu_worker.settings import WorkerSettings
+from kvpool.gpu_worker.tensors import BufferAllocator, empty_buffer
+from kvpool.gpu_worker.worker import ReadyPool, Worker, WorkerHooks
+from kvpool.server.core.errors import (
+    AbortedError,
+    ExhaustedError,
+    InvalidArgumentError,
+    KvpoolError,
+    NotFoundError,
+    UnavailableError,
+    WrongStateError,
+)
+from kvpool.server.core.world import WorldOptions
+from support_torch import on_each_device
+from support_worker import (
+    BLOCK_BYTES,
+    LAYERS,
+    WAIT_SECONDS,
+    FakeServer,
+    FakeStream,
+    degraded,
+    plan_config,
+    planned,
+    ready,
+    registered,
+)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "s"
+
+
+@pytest.fixture
+def server(path: Path) -> Iterator[FakeServer]:
+    server = FakeServer(path)
+    yield server
+    server.stop()
+
+
+def settings(path: Path, device: str = "cpu") -> WorkerSettings:
+    return WorkerSettings(f"unix:{path}", "m", 0, 2, WorldOptions(1024), device=device, memory_bytes=100 * BLOCK_BYTES)
+
+
+class Runner:
+    """What a model runner does: binds what it is given, drops it when told to."""
+
+    def __init__(self) -> None:
+        self.told: list[str] = []
+        self.pools: queue.SimpleQueue[ReadyPool] = queue.SimpleQueue()
+
+    @property
+    def hooks(self) -> WorkerHooks:
+        return WorkerHooks(self._on_epoch, self._on_release)
+
+    def _on_epoch(self, pool: ReadyPool) -> None:
+        self.told.append(f"epoch {pool.epoch}")
+        self.pools.put(pool)
+
+    def _on_release(self) -> None:
+        self.told.append("release")
+        while not self.pools.empty():
+            self.pools.get()
+
+
+class Buffers:
+    """Allocates, and knows which buffers live; takes at most so many bytes in all."""
+
+    def __init__(self, limit_bytes: int = 2**40) -> None:
+        self.limit_bytes = limit_bytes
+        self.most_bytes = 0
+        self._made: list[weakref.ref[torch.Tensor]] = []
+
+    def __call__(self, size_bytes: int, device: torch.device) -> torch.Tensor:
+        if self.live_bytes + size_bytes > self.limit_bytes:
+            raise torch.cuda.OutOfMemoryError("as the test wants")
+        buffer = empty_buffer(size_bytes, device)
+        self._made.append(weakref.ref(buffer))
+        self.most_bytes = max(self.most_bytes, self.live_bytes)
+        return buffer
+
+    @property
+    def live_bytes(self) -> int:
+        return sum(buffer.numel() for made in self._made if (buffer := made()) is not None)
+
+
+def opened(server: FakeServer, worker: Worker, epoch: int = 1, num_blocks: int = 10) -> FakeStream:
+    stream = server.next_stream()
+    stream.register()
+    stream.open(epoch, num_blocks)
+    assert worker.wait_ready(WAIT_SECONDS).epoch == epoch
+    return stream
+
+
+def wait_until(holds: Callable[[], bool]) -> None:
+    end = time.monotonic() + WAIT_SECONDS
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
+@on_each_device
+def test_a_rank_holds_what_is_planned_and_shows_what_all_have(
+    server: FakeServer, path: Path, device: torch.device
+) -> None:
+    runner = Runner()
+    with Worker(settings(path, str(device)), LAYERS, hooks=runner.hooks) as worker:
+        stream = server.next_stream()
+        said = stream.register()
+        assert (said.protocol_version, said.pool_name, said.rank, said.world_size) == (1, "m", 0, 2)
+        assert [layer.layer_name for layer in said.layers] == list(LAYERS)
+        assert (said.available_bytes, said.HasField("held")) == (100 * BLOCK_BYTES, False)
+        assert 8 <= len(said.boot_id) <= 64
+        assert said.device.startswith(str(device))
+        with pytest.raises(AbortedError, match="a step of epoch 1: the rank is"):
+            worker.check_epoch(1)
+        stream.say(planned(1, 10))
+        initialized = stream.initialized()
+        assert (initialized.epoch, initialized.num_blocks, initialized.allocated_bytes) == (1, 10, 10 * BLOCK_BYTES)
+        assert {shape.layer_name: shape.dtype for shape in initialized.shapes} == dict.fromkeys(LAYERS, "float32")
+        stream.say(ready(1, 8))
+        pool = worker.wait_ready(WAIT_SECONDS)
+        assert (pool.epoch, pool.num_blocks, pool.max_model_len) == (1, 8, 1024)
+        assert pool.config == plan_config(8)
+        assert pool.allocated_bytes == 10 * BLOCK_BYTES
+        caches = [tensor for tensor in pool.kv_caches.values() if isinstance(tensor, torch.Tensor)]
+        assert {tuple(cache.shape) for cache in caches} == {(2, 8, 16, 2, 8)}
+        assert {cache.device for cache in caches} == {device}
+        assert sorted(worker.kv_caches) == list(LAYERS)
+        worker.check_epoch(1)
+        with pytest.raises(AbortedError, match="2 is not the epoch that goes on, 1"):
+            worker.check_epoch(2)
+        assert (worker.status.epoch, worker.status.num_blocks) == (1, 8)
+        assert runner.told == ["epoch 1"]
+    assert stream.next().WhichOneof("message") == "leave"
+    assert runner.told == ["epoch 1", "release"]
+    assert not worker.kv_caches
+    with pytest.raises(AbortedError):
+        worker.check_epoch(1)
+    with pytest.raises(AbortedError, match="has left the pool"):
+        worker.wait_ready()
+
+
+def test_heartbeats_go_on_while_memory_is_allocated(server: FakeServer, path: Path) -> None:
+    may_go_on = threading.Event()
+
+    def slow(size_bytes: int, device: torch.device) -> torch.Tensor:
+        assert may_go_on.wait(WAIT_SECONDS)
+        return empty_buffer(size_bytes, device)
+
+    with Worker(settings(path), LAYERS, allocate=slow) as worker:
+        stream = server.next_stream()
+        stream.register()
+        stream.say(planned(1, 10))
+        wait_until(lambda: worker.status.phase.value == "allocating")
+        before = len(stream.heartbeats)
+        wait_until(lambda: len(stream.heartbeats) >= before + 5)
+        assert stream.is_quiet()
+        may_go_on.set()
+        assert stream.initialized().num_blocks == 10
+        assert stream.heartbeats == list(range(1, len(stream.heartbeats) + 1))
+
+
+def test_heartbeats_go_on_while_a_hook_runs(server: FakeServer, path: Path) -> None:
+    may_go_on = threading.Event()
+
+    def slow(_: ReadyPool) -> None:
+        assert may_go_on.wait(WAIT_SECONDS)
+
+    with Worker(settings(path), LAYERS, hooks=WorkerHooks(on_epoch=slow)) as worker:
+        stream = server.next_stream()
+        stream.register()
+        stream.open(1, 10)
+        before = len(stream.heartbeats)
+        wait_until(lambda: len(stream.heartbeats) >= before + 5)
+        with pytest.raises(AbortedError):
+            worker.check_epoch(1)
+        may_go_on.set()
+        worker.wait_ready(WAIT_SECONDS)
+        worker.check_epoch(1)
+
+
+def test_a_broken_stream_loses_nothing(server: FakeServer, path: Path) -> None:
+    runner = Runner()
+    with Worker(settings(path), LAYERS, hooks=runner.hooks) as worker:
+        stream = server.next_stream()
+        first = stream.register()
+        stream.open(1, 10)
+        before = worker.wait_ready(WAIT_SECONDS)
+        stream.end(UnavailableError("DRAINING", "the server stops", retry_seconds=0.05))
+        stream = server.next_stream()
+        again = stream.register()
+        assert again.boot_id == first.boot_id
+        assert (again.held.epoch, again.held.num_blocks) == (1, 10)
+        worker.check_epoch(1)
+        stream.say(ready(1, 10))
+        wait_until(lambda: worker.status.phase.value == "ready")
+        assert worker.wait_ready(WAIT_SECONDS) is before
+        assert runner.told == ["epoch 1"]
+
+
+@pytest.mark.parametrize("num_blocks", [10, 6])
+def test_an_unasked_plan_of_the_same_layout_keeps_the_tensors(server: FakeServer, path: Path, num_blocks: int) -> None:
+    runner, buffers = Runner(), Buffers()
+    with Worker(settings(path), LAYERS, hooks=runner.hooks, allocate=buffers) as worker:
+        stream = opened(server, worker)
+        before = worker.kv_caches["l.0"]
+        stream.say(degraded(2, 1))
+        wait_until(lambda: worker.status.epoch == 0)
+        with pytest.raises(AbortedError, match="absent ranks: 1"):
+            worker.check_epoch(1)
+        initialized = stream.open(2, num_blocks)
+        assert (initialized.epoch, initialized.num_blocks) == (2, 10)
+        after = worker.wait_ready(WAIT_SECONDS)
+        assert (after.epoch, after.num_blocks) == (2, num_blocks)
+        view = after.kv_caches["l.0"]
+        assert isinstance(before, torch.Tensor)
+        assert isinstance(view, torch.Tensor)
+        assert view.data_ptr() == before.data_ptr()
+        assert view.shape[1] == num_blocks
+        with pytest.raises(AbortedError):
+            worker.check_epoch(1)
+        assert runner.told == ["epoch 1", "epoch 2"]
+        assert buffers.most_bytes == 10 * BLOCK_BYTES
+
+
+def test_another_plan_frees_the_tensors_before_it_allocates(server: FakeServer, path: Path) -> None:
+    runner, buffers = Runner(), Buffers(limit_bytes=20 * BLOCK_BYTES)
+    with Worker(settings(path), LAYERS, hooks=runner.hooks, allocate=buffers) as worker:
+        stream = opened(server, worker)
+        assert stream.open(2, 20).num_blocks == 20
+        assert worker.wait_ready(WAIT_SECONDS).num_blocks == 20
+        assert runner.told == ["epoch 1", "release", "epoch 2"]
+        assert buffers.most_bytes == 20 * BLOCK_BYTES
+    while not runner.pools.empty():
+        runner.pools.get()
+    assert buffers.live_bytes == 0
+
+
+def test_a_restarted_server_plans_with_what_is_held(path: Path) -> None:
+    server = FakeServer(path)
+    with Worker(settings(path), LAYERS) as worker:
+        opened(server, worker)
+        server.stop()
+        wait_until(lambda: worker.status.phase.value == "rejoining")
+        worker.check_epoch(1)
+        server = FakeServer(path)
+        stream = server.next_stream()
+        assert stream.register().held.epoch == 1
+        assert stream.open(2, 10).num_blocks == 10
+        wait_until(lambda: worker.status.epoch == 2)
+    server.stop()
+
+
+def test_a_server_from_which_nothing_comes_is_joined_anew(server: FakeServer, path: Path) -> None:
+    with Worker(settings(path), LAYERS):
+        stream = server.next_stream()
+        stream.is_answering = False
+        stream.next()
+        stream.say(registered(heartbeat=0.05, timeout=0.3))
+        assert server.next_stream().register().boot_id
+        assert len(stream.heartbeats) >= 3
+
+
+def test_a_worker_may_start_before_its_server(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "kvpool.worker"), Worker(settings(path), LAYERS) as worker:
+        with pytest.raises(DeadlineError, match="rank 0 of 2 is not ready: the rank is"):
+            worker.wait_ready(0.5)
+        server = FakeServer(path)
+        opened(server, worker)
+    server.stop()
+    assert [record.message for record in caplog.records if "UNAVAILABLE" in record.message]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        InvalidArgumentError("register.layers[0].spec", "not this"),
+        WrongStateError("RANK_TAKEN", "another process is this rank", field="register.rank"),
+        NotFoundError("NO_POOL", "no pool"),
+    ],
+    ids=lambda error: error.reason,
+)
+def test_what_the_caller_must_mend_is_raised(server: FakeServer, path: Path, error: KvpoolError) -> None:
+    with Worker(settings(path), LAYERS) as worker:
+        server.next_stream().end(error)
+        with pytest.raises(type(error), match=error.message) as raised:
+            worker.wait_ready(WAIT_SECONDS)
+        assert (raised.value.reason, raised.value.field) == (error.reason, error.field)
+        with pytest.raises(AbortedError, match="the rank is failed"):
+            worker.check_epoch(1)
+
+
+def test_a_server_of_an_older_release_is_said_to_be_one(path: Path) -> None:
+    server = grpc.server(ThreadPoolExecutor(1))
+    server.add_insecure_port(f"unix:{path}")
+    server.start()
+    with Worker(settings(path), LAYERS) as worker, pytest.raises(ServerError, match="Method not found") as raised:
+        worker.wait_ready(WAIT_SECONDS)
+    assert raised.value.reason == "UNIMPLEMENTED"
+    server.stop(None).wait()
+
+
+def test_a_device_with_less_memory_than_planned_gets_what_fits(
+    server: FakeServer, path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    buffers = Buffers(limit_bytes=7 * BLOCK_BYTES)
+    with caplog.at_level(logging.WARNING, "kvpool.worker"), Worker(settings(path), LAYERS, allocate=buffers) as worker:
+        stream = server.next_stream()
+        stream.register()
+        assert stream.open(1, 10).num_blocks == 7
+        assert worker.wait_ready(WAIT_SECONDS).num_blocks == 7
+        assert "backed off: its memory holds 7 of 10 blocks" in caplog.text
+        stream.end()
+        stream = server.next_stream()
+        assert stream.register().held.num_blocks == 7
+
+
+def test_a_device_without_room_for_two_blocks_ends_the_rank(server: FakeServer, path: Path) -> None:
+    with Worker(settings(path), LAYERS, allocate=Buffers(limit_bytes=BLOCK_BYTES)) as worker:
+        stream = server.next_stream()
+        stream.register()
+        stream.say(planned(1, 10))
+        with pytest.raises(ExhaustedError, match=r"2 blocks of .* do not fit cpu"):
+            worker.wait_ready(WAIT_SECONDS)
+        assert stream.next().WhichOneof("message") == "leave"
+
+
+def broken_allocator(_: int, __: torch.device) -> torch.Tensor:
+    raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+
+def broken_hook(_: ReadyPool) -> None:
+    raise RuntimeError("the runner has a bug")
+
+
+@pytest.mark.parametrize(
+    ("hooks", "allocate", "message"),
+    [
+        (WorkerHooks(on_epoch=broken_hook), empty_buffer, "the runner has a bug"),
+        (WorkerHooks(), broken_allocator, "illegal memory access"),
+    ],
+)
+def test_what_breaks_in_the_process_ends_the_rank(
+    server: FakeServer, path: Path, hooks: WorkerHooks, allocate: BufferAllocator, message: str
+) -> None:
+    with Worker(settings(path), LAYERS, hooks=hooks, allocate=allocate) as worker:
+        stream = server.next_stream()
+        stream.register()
+        stream.say(planned(1, 10))
+        if allocate is empty_buffer:
+            stream.initialized()
+            stream.say(ready(1, 10))
+        with pytest.raises(RuntimeError, match=message):
+            worker.wait_ready(WAIT_SECONDS)
+        assert stream.next().WhichOneof("message") == "leave"
+
+
+def test_a_plan_that_cannot_be_laid_out_ends_the_rank(server: FakeServer, path: Path) -> None:
+    config = plan_config(10)
+    torn = replace(config, tensors=config.tensors[:1])
+    with Worker(settings(path), LAYERS) as worker:
+        stream = server.next_stream()
+        stream.register()
+        stream.say(planned(1, 10, torn))
+        with pytest.raises(InvalidArgumentError, match=r"layer 'l\.\d' lies in no buffer"):
+            worker.wait_ready(WAIT_SECONDS)
+
+
+def test_a_plan_without_blocks_ends_the_rank(server: FakeServer, path: Path) -> None:
+    with Worker(settings(path), LAYERS) as worker:
+        stream = server.next_stream()
+        stream.register()
+        none = planned(1, 10)
+        none.plan.num_blocks = 0
+        stream.say(none)
+        with pytest.raises(InvalidArgumentError, match=r"plan\.num_blocks: 0"):
+            worker.wait_ready(WAIT_SECONDS)
+
+
+def test_closing_in_mid_allocation_frees_what_comes_of_it(server: FakeServer, path: Path) -> None:
+    asked, may_go_on = threading.Event(), threading.Event()
+    buffers = Buffers()
+
+    def slow(size_bytes: int, device: torch.device) -> torch.Tensor:
+        asked.set()
+        assert may_go_on.wait(WAIT_SECONDS)
+        return buffers(size_bytes, device)
+
+    worker = Worker(settings(path), LAYERS, allocate=slow)
+    worker.start()
+    stream = server.next_stream()
+    stream.register()
+    stream.say(planned(1, 10))
+    assert asked.wait(WAIT_SECONDS)
+    closing = threading.Thread(target=worker.close)
+    closing.start()
+    assert stream.next().WhichOneof("message") == "leave"
+    may_go_on.set()
+    closing.join(WAIT_SECONDS)
+    assert not closing.is_alive()
+    assert (buffers.most_bytes, buffers.live_bytes) == (10 * BLOCK_BYTES, 0)
+
+
+def test_layouts_are_checked_before_anything_is_joined(path: Path) -> None:
+    with pytest.raises(InvalidArgumentError, match="layer 'nobody' is not one of the rank's"):
+        Worker(settings(path), LAYERS, layouts={"nobody": "triton"})
+    with pytest.raises(InvalidArgumentError, match=r"'l\.0'"):
+        Worker(settings(path), LAYERS, layouts={"l.0": "no such layout"})
+
+
+def test_a_layout_shapes_its_layer(server: FakeServer, path: Path) -> None:
+    with Worker(settings(path), LAYERS, layouts={"l.1": "triton"}) as worker:
+        opened(server, worker)
+        views = {name: view for name, view in worker.kv_caches.items() if isinstance(view, torch.Tensor)}
+        assert views["l.0"].shape == (2, 10, 16, 2, 8)
+        assert views["l.1"].shape == (10, 2, 16, 2, 8)
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"server": "nowhere"}, "server"),
+        ({"pool": "a b"}, "pool"),
+        ({"rank": 2}, "rank"),
+        ({"rank": -1}, "rank"),
+        ({"world_size": 0}, "world_size"),
+        ({"world_size": 4097}, "world_size"),
+        ({"memory_bytes": 0}, "memory_bytes"),
+        ({"gpu_memory_utilization": 0.0}, "gpu_memory_utilization"),
+        ({"gpu_memory_utilization": 1.1}, "gpu_memory_utilization"),
+        ({"gpu_memory_utilization": float("nan")}, "gpu_memory_utilization"),
+        ({"reserve_bytes": -1}, "reserve_bytes"),
+        ({"options": WorldOptions(0)}, "max_model_len"),
+    ],
+)
+def test_settings_refuse_what_is_out_of_range(path: Path, change: dict[str, object], field: str) -> None:
+    with pytest.raises(InvalidArgumentError) as raised:
+        replace(settings(path), **change)  # type: ignore[arg-type]
+    assert raised.value.field == field
