@@ -39,10 +39,10 @@ def milliseconds_to_ready(world_size: int, folder: Path) -> float:
             if "pool ready" in line:
                 ready = at
                 break
-        for process in (*workers, server):
-            process.terminate()
         for worker in workers:
+            worker.terminate()
             worker.wait()
+        server.terminate()
         server.stderr.read()
     if registered is None or ready is None:
         raise SystemExit("the pool did not form")
