@@ -45,9 +45,18 @@ def test_tensors_are_the_workers_alone() -> None:
     assert "tensors.py" in users
 
 
-def test_the_worker_needs_of_the_server_the_core_only() -> None:
-    (worker,) = kvpool.gpu_worker.__path__
-    for path in Path(worker).rglob("*.py"):
+def test_the_worker_runs_no_part_of_the_server() -> None:
+    shared = ("kvpool.server.core", "kvpool.server.config", "kvpool.server.rpc.convert")
+    for path in Path(*kvpool.gpu_worker.__path__).rglob("*.py"):
         for name in imports(path):
-            if name.startswith("kvpool."):
-                assert name.startswith(("kvpool.gpu_worker", "kvpool.server.core")), (path.name, name)
+            if name.startswith("kvpool.server"):
+                assert name.startswith(shared), (path.name, name)
+
+
+def test_the_wire_of_the_worker_is_in_two_files() -> None:
+    users = {path.name for path in Path(*kvpool.gpu_worker.__path__).rglob("*.py") if uses_the_wire(path)}
+    assert users == {"messages.py", "stream.py"}
+
+
+def uses_the_wire(path: Path) -> bool:
+    return any(name.split(".")[0] in ("grpc", "google") or name.startswith("kvpool.v1") for name in imports(path))
