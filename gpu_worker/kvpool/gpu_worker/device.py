@@ -76,20 +76,19 @@ def available_bytes(
 def _available_on_cuda(device: torch.device, memory_bytes: int | None, share: float, reserve_bytes: int) -> int:
     torch.cuda.empty_cache()  # what torch keeps of freed tensors would count as in use
     free_bytes, total_bytes = torch.cuda.mem_get_info(device)
+    reserve = f"{format_bytes(reserve_bytes)} stay in reserve"
     if memory_bytes is not None:
         if memory_bytes > free_bytes - reserve_bytes:
-            message = (
-                f"{format_bytes(memory_bytes)} are more than {device} has free: {format_bytes(free_bytes)} of {format_bytes(total_bytes)},"
-                f" of which {format_bytes(reserve_bytes)} stay in reserve"
-            )
+            free = f"{format_bytes(free_bytes)} of {format_bytes(total_bytes)}"
+            message = f"{format_bytes(memory_bytes)} are more than {device} has free: {free}, of which {reserve}"
             raise InvalidArgumentError("memory_bytes", message, reason="LARGER_THAN_THE_DEVICE")
         return memory_bytes
     used_bytes = total_bytes - free_bytes
     left_bytes = int(share * total_bytes) - used_bytes - reserve_bytes
     if left_bytes <= 0:
         message = (
-            f"{share:g} of {format_bytes(total_bytes)} on {device} leaves nothing: {format_bytes(used_bytes)} are in use,"
-            f" {format_bytes(reserve_bytes)} stay in reserve"
+            f"{share:g} of {format_bytes(total_bytes)} on {device} leaves nothing:"
+            f" {format_bytes(used_bytes)} are in use, {reserve}"
         )
         raise InvalidArgumentError("gpu_memory_utilization", message, reason="NO_MEMORY")
     return left_bytes
