@@ -27,16 +27,25 @@ class WorkerLog:
         """Says what is new in a message."""
         match message:
             case Registered():
-                self._trouble = ""
-                _log.info("%s registered with pool %s at %s", self._rank, self._settings.pool, self._settings.server)
+                level = logging.DEBUG if self._trouble else logging.INFO
+                where = self._settings.pool, self._settings.server
+                _log.log(level, "%s registered with pool %s at %s", self._rank, *where)
             case Planned():
                 _log.info("%s: epoch %d is planned", self._rank, message.epoch)
-            case Status(state, _, absent_ranks) if self._pool != (state, absent_ranks):
-                self._pool = state, absent_ranks
-                level = logging.WARNING if state is PoolState.DEGRADED else logging.INFO
-                _log.log(level, "%s: the pool is %s%s", self._rank, state.value, told_ranks(absent_ranks))
+            case Status():
+                self._status(message)
             case _:
                 pass
+
+    def _status(self, status: Status) -> None:
+        if self._trouble and status.heartbeat_sequence:  # registering alone is no sign that it goes well
+            self._trouble = ""
+            _log.info("%s is back at %s", self._rank, self._settings.server)
+        if self._pool != (status.state, status.absent_ranks):
+            self._pool = status.state, status.absent_ranks
+            level = logging.WARNING if status.state is PoolState.DEGRADED else logging.INFO
+            absent = told_ranks(status.absent_ranks)
+            _log.log(level, "%s: the pool is %s%s", self._rank, status.state.value, absent)
 
     def allocating(self, planned: Planned) -> None:
         """Says what is asked of the device."""
@@ -64,9 +73,9 @@ class WorkerLog:
 
     def joins_later(self, error: KvpoolError, pause_seconds: float) -> None:
         """Says a trouble, once however often it comes in a row."""
-        level = logging.DEBUG if str(error) == self._trouble else logging.WARNING
+        level = logging.DEBUG if error.reason == self._trouble else logging.WARNING
         _log.log(level, "%s: %s: %s; joins again in %.1f s", self._rank, error.reason, error, pause_seconds)
-        self._trouble = str(error)
+        self._trouble = error.reason
 
     def left(self) -> None:
         """Says that the rank goes as it was told to."""

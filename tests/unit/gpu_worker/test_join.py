@@ -42,8 +42,8 @@ from kvpool.server.core.errors import (
 )
 from kvpool.server.core.specs import SlidingWindowSpec
 from kvpool.server.core.world import HeldTensors, PoolState
+from support_fake_server import plan_config
 from support_ranks import registration
-from support_worker import plan_config
 
 BROKEN = UnavailableError("UNAVAILABLE", "gone")
 TIMING = Registered(1.0, 5.0, 30.0)
