@@ -1,0 +1,162 @@
+"""`kvpool worker` as a person runs it: settings in, a rank or one clear sentence out."""
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvpool.client import connect
+from kvpool.server.core.world import PoolState
+from support_server import running_server
+from support_workers import BLOCK_BYTES, LAYER, Workers, worker_processes
+
+KVPOOL = str(Path(sys.executable).parent / "kvpool")
+CONFIGS = Path(__file__).parents[1] / "unit" / "models" / "configs"
+
+
+@pytest.fixture
+def server() -> Iterator[str]:
+    with running_server() as address:
+        yield address
+
+
+@pytest.fixture
+def workers(tmp_path: Path) -> Iterator[Workers]:
+    with worker_processes(tmp_path) as workers:
+        yield workers
+    for worker in workers.started:
+        assert "Traceback" not in "".join(worker.lines)
+
+
+@pytest.fixture
+def arguments(tmp_path: Path) -> list[object]:
+    """What a rank of a small model is started with, its memory apart."""
+    path = tmp_path / "layers-of-four.json"
+    window = LAYER | {"type": "SlidingWindowSpec", "sliding_window": 64}
+    path.write_text(json.dumps({"layers": {f"l.{i}": (LAYER, window)[i % 2] for i in range(4)}}))
+    nobody = f"unix:{tmp_path}/nobody"
+    model = ("--layers", path, "--max-model-len", 1024)
+    return ["worker", "--server", nobody, "--pool", "m", "--rank", 0, "--device", "cpu", *model]
+
+
+def test_ranks_form_a_pool_that_serves_and_leave_it(server: str, workers: Workers) -> None:
+    ranks = workers.form(server, 2)
+    size = f"{100 * BLOCK_BYTES / 2**10:.1f} KiB"
+    for number, rank in enumerate(ranks):
+        assert rank.wait_for("^kvpool: ") == f"kvpool: rank {number} of 2 ready: 100 blocks, {size} on cpu, epoch 1\n"
+    with connect(server) as client:
+        info = client.get_pool("m")
+        assert (info.state, info.epoch, info.config.num_blocks) == (PoolState.READY, 1, 100)
+        assert [rank.pid for rank in info.ranks] == [rank.process.pid for rank in ranks]
+        assert {(rank.device, rank.allocated_bytes) for rank in info.ranks} == {("cpu", 100 * BLOCK_BYTES)}
+        session = client.open_session("m")
+        assert session.allocate_slots(session.request("r", list(range(40))), 40)
+        ranks[0].signal(signal.SIGINT)
+        assert ranks[0].end() == 0
+        assert "rank 0 of 2 leaves pool m" in ranks[0].lines[-1]
+        ranks[1].wait_for("epoch 1 has passed")
+        assert client.get_pool("m").state is PoolState.DEGRADED
+
+
+def test_stages_of_a_pipeline_hold_their_own_layers(server: str, workers: Workers) -> None:
+    flags = ("--tp", "1", "--pp", "2", "--num-blocks", "50", "--log-level", "warning")
+    ranks = [workers.start(server, rank, 2, *flags) for rank in range(2)]
+    for rank in ranks:
+        rank.wait_for(f"ready: 50 blocks, {50 * BLOCK_BYTES / 2 / 2**10:.1f} KiB on cpu, epoch 1")
+        assert len(rank.lines) == 1
+
+
+def test_ranks_that_differ_are_refused(server: str, workers: Workers) -> None:
+    workers.start(server, 0, 2).wait_for("registered with pool m")
+    differing = workers.start(server, 1, 2, "--no-caching")
+    assert differing.end() == 1
+    differing.wait_for("^Error: RANKS_DISAGREE: register.options.enable_caching: False, the other ranks say True$")
+
+
+def test_a_model_that_does_not_fit_ends_all_ranks(server: str, workers: Workers) -> None:
+    ranks = [workers.start(server, rank, 2, blocks=20) for rank in range(2)]
+    for rank in ranks:
+        assert rank.end() == 1
+        rank.wait_for("^Error: ONE_REQUEST_DOES_NOT_FIT: ")
+
+
+def test_flags_come_before_the_environment_before_the_file(
+    server: str, workers: Workers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tmp_path / "worker.toml"
+    config.write_text('pool = "x"\nnum_blocks = 70\nreserve = 4194304\nevents = true\nlayout = "triton"\n')
+    monkeypatch.setenv("KVPOOL_WORKER_NUM_BLOCKS", "60")
+    monkeypatch.setenv("KVPOOL_WORKER_POOL", "y")
+    workers.start(server, 0, 1, "--config", str(config)).wait_for("ready: 60 blocks")
+    with connect(server) as client:
+        assert client.get_pool("m").config.enable_events
+    monkeypatch.setenv("KVPOOL_WORKER_NUMBLOCKS", "60")
+    refused = workers.start(server, 0, 1)
+    assert refused.end() == 2
+    refused.wait_for("unknown key KVPOOL_WORKER_NUMBLOCKS; did you mean num_blocks")
+
+
+def refused(*arguments: object, program: str = "") -> tuple[int, str]:
+    """Runs the command, or a program that does; returns its exit status and the last line of stderr."""
+    command = [sys.executable, "-c", program] if program else [KVPOOL]
+    done = subprocess.run([*command, *map(str, arguments)], capture_output=True, text=True, timeout=60, check=False)
+    assert "Traceback" not in done.stderr
+    return done.returncode, done.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("flags", "status", "words"),
+    [
+        (["--tp", 2, "--world-size", 3], 1, "--world-size: 3 ranks are not --tp 2 times --pp 1, which makes 2"),
+        (["--tp", 2, "--rank", 2], 1, "--rank: 2 is not in [0, 1]"),
+        (["--rank", -1], 1, "--rank: -1 is not in [0, 0]"),
+        (["--memory", 0], 1, "--memory: 0 is not in [1,"),
+        (["--memory", "900TiB"], 1, "LARGER_THAN_THE_DEVICE: --memory: 921,600.0 GiB are more than this machine's"),
+        ([], 1, "--memory: must be given on cpu"),
+        (["--memory", "1GiB", "--device", "cuda:99"], 1, "--device: 'cuda:99' is not there; there are: cpu"),
+        (["--memory", "1GiB", "--device", "toaster"], 1, "--device: 'toaster' is not there; there are: cpu"),
+        (["--memory", "1GiB", "--layout", "none"], 1, "layout"),
+        (["--gpu-memory-utilization", "1.5"], 1, "--gpu-memory-utilization: 1.5 is not in (0, 1]"),
+        (["--gpu-memory-utilization", "0.5", "--memory", 1], 2, "give one of them"),
+        (["--memory", "much"], 2, "is not a size such as 80GiB"),
+        (["--pool", "a b"], 1, "--pool: needs 1 to 128 letters"),
+        (["--server", "nowhere"], 1, "--server: address 'nowhere': needs host:port or unix:/path"),
+        (["--layers", "/nobody/has/this"], 2, "/nobody/has/this: No such file or directory"),
+        (["--model", CONFIGS / "llama-3.1-8b.json"], 2, "--layers stands alone"),
+        (["--pp", 5], 1, "--pp: 5 is not in [1, 4]"),
+        (["--max-model-len", "auto"], 2, "--layers needs --max-model-len in tokens"),
+    ],
+)
+def test_bad_input_is_refused_in_a_line(arguments: list[object], flags: list[object], status: int, words: str) -> None:
+    code, line = refused(*arguments, *flags)
+    assert (code, words in line) == (status, True), line
+
+
+def test_a_model_is_needed() -> None:
+    code, line = refused("worker", "--pool", "m", "--rank", 0)
+    assert (code, line) == (2, "Error: give --model CONFIG.json, or --layers FILE")
+
+
+def test_a_worker_of_another_wire_is_refused(server: str, arguments: list[object]) -> None:
+    program = (
+        "from kvpool.server.rpc import convert_world; convert_world.PROTOCOL_VERSION = 2;"
+        " from kvpool.cli import main; main(prog_name='kvpool')"
+    )
+    code, line = refused(*arguments, "--memory", "8MiB", "--server", server, program=program)
+    assert code == 1
+    assert "PROTOCOL_VERSION: register.protocol_version: 2, this server speaks 1" in line
+
+
+def test_without_torch_it_is_said_what_to_install(arguments: list[object]) -> None:
+    program = "import sys; sys.modules['torch'] = None; from kvpool.cli import main; main(prog_name='kvpool')"
+    code, line = refused(*arguments, "--memory", "8MiB", program=program)
+    assert (code, line) == (1, 'Error: kvpool worker needs torch: pip install "kvpool[worker]"')
+
+
+def test_the_command_line_alone_imports_no_torch() -> None:
+    program = "import sys, kvpool.cli; sys.exit('torch is there' if 'torch' in sys.modules else 'it is not')"
+    assert refused(program=program) == (1, "it is not")
