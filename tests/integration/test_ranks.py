@@ -341,6 +341,15 @@ def test_a_report_that_is_refused_ends_the_stream_alone(address: str, client: Cl
     assert client.get_pool("m").ranks[1].state is RankState.REGISTERED
 
 
+def test_ranks_that_cannot_be_planned_with_are_all_told_why(address: str, client: Client) -> None:
+    ranks = [WireRank(address).register(registration(rank, blocks=50)) for rank in range(2)]
+    for error in [rank.wait_ended() for rank in ranks]:
+        assert (type(error), error.reason) == (InvalidArgumentError, "ONE_REQUEST_DOES_NOT_FIT")
+        assert error.field == "ranks[0].available_bytes"
+    with pytest.raises(NotFoundError):
+        client.get_pool("m")
+
+
 def test_a_forming_pool_that_all_ranks_left_is_forgotten(address: str, client: Client) -> None:
     rank = WireRank(address).register(registration(0))
     rank.wait_for("registered")

@@ -54,7 +54,8 @@ def to_status(error: KvpoolError) -> status_pb2.Status:
         delay = duration_pb2.Duration()
         delay.FromNanoseconds(int(error.retry_seconds * 1e9))
         details.append(error_details_pb2.RetryInfo(retry_delay=delay))
-    status = status_pb2.Status(code=CODES[type(error)].value[0], message=str(error))
+    code = next(CODES[kind] for kind in type(error).__mro__ if kind in CODES)
+    status = status_pb2.Status(code=code.value[0], message=str(error))
     for detail in details:
         packed = any_pb2.Any()
         packed.Pack(detail)  # type: ignore[arg-type]
