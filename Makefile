@@ -18,7 +18,7 @@ check: .venv/installed ## Under a minute: generated code, lint, types, unit and 
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
-	$(BIN)/pytest -q tests/unit tests/property
+	$(BIN)/pytest -q -n auto tests/unit tests/property
 
 bench: .venv/installed ## Speed, as JSON; ratios in one run only
 	$(BIN)/python tests/bench/bench_steps.py
