@@ -1,10 +1,12 @@
-"""A small continuous-batching scheduler, as far as blocks are concerned: it computes nothing.
+"""A small continuous-batching scheduler. What it schedules is run by an `Executor`.
 
 1. A round is one message: what has finished is freed, each running request gets room (one token when it decodes, a
    chunk of its prompt before), then waiting ones are admitted within what is left of the token budget.
 2. When a running request finds too few blocks, the newest running one is preempted and goes to the head of the queue;
    nothing is admitted in such a round.
 3. What holds nothing blocks nobody: a scheduler alone with too few blocks gives up its own and waits a little.
+4. Every block that got its hash in a round is computed in it. Room is made in order, and none after the first request
+   that finds too few blocks; so one that is preempted, from the end, got none in this round.
 """
 
 import random
@@ -15,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from kvpool.client import Answer, Request, Session, StepBuilder
+from kvpool.replay.executor import Executor, NoModel, Scheduled
 from kvpool.replay.result import Counts
 from kvpool.replay.workload import Work, Workload
 from kvpool.server.core.spec_base import RequestLimits
@@ -26,9 +29,8 @@ _MOST_ADMISSIONS: Final = 64
 
 
 @dataclass(slots=True, eq=False)
-class _Entry:
-    work: Work
-    request: Request
+class _Entry(Scheduled):
+    work: Work = field(kw_only=True)
     output: list[int] = field(default_factory=list)
     admitted_before: bool = False
 
@@ -36,7 +38,7 @@ class _Entry:
 class Scheduler:
     """Plays one workload on one session."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - two limits and two hooks, all with defaults
         self,
         session: Session,
         workload: Workload,
@@ -44,6 +46,7 @@ class Scheduler:
         max_num_seqs: int = 256,
         max_num_batched_tokens: int = 8192,
         advance: Callable[[], object] = lambda: None,
+        executor: Executor | None = None,
     ) -> None:
         """Takes the workload's first requests.
 
@@ -53,6 +56,7 @@ class Scheduler:
             max_num_seqs: Most requests running at once.
             max_num_batched_tokens: Most tokens given room in a round.
             advance: Called for each request that is done with.
+            executor: Runs the rounds; None for one that computes nothing.
         """
         self.counts = Counts()
         self._session = session
@@ -60,6 +64,7 @@ class Scheduler:
         self._max_num_seqs = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
         self._advance = advance
+        self._executor = executor or NoModel()
         self._waiting: deque[_Entry] = deque()
         self._running: list[_Entry] = []
         self._finished: list[_Entry] = []
@@ -84,7 +89,7 @@ class Scheduler:
             self.counts.rejected_requests += 1
             self._advance()
             return
-        self._waiting.append(_Entry(work, self._session.request(work.work_id, work.token_ids)))
+        self._waiting.append(_Entry(self._session.request(work.work_id, work.token_ids), work=work))
 
     def _can_ever_fit(self, num_tokens: int) -> bool:
         config = self._session.config
@@ -116,12 +121,11 @@ class Scheduler:
                 admissions += ((self._waiting[i], step.admit(self._waiting[i].request)) for i in range(room))
         self.counts.steps += 1
         failed = [(entry, n) for (entry, n), (_, answer) in zip(asked, allocations, strict=True) if not answer.ok]
-        if failed:
-            self._preempt_until_served(failed)
+        preempted = self._preempt_until_served(failed) if failed else []
         admitted = [(entry, answer) for entry, answer in admissions if answer.ok]
         for entry, answer in admitted:
             self._admit(entry, answer)
-        self._execute()
+        self._execute([entry.request for entry in finished + preempted])
         return bool(finished or admitted or self._running or self._finished)
 
     def _chunks(self, budget: int) -> "list[tuple[_Entry, int]]":
@@ -132,17 +136,21 @@ class Scheduler:
             chunks.append((entry, n))
         return chunks
 
-    def _preempt_until_served(self, failed: list[tuple[_Entry, int]]) -> None:
+    def _preempt_until_served(self, failed: list[tuple[_Entry, int]]) -> list[_Entry]:
+        preempted = []
         while failed:
             victim = self._running.pop()
             failed = [(entry, n) for entry, n in failed if entry is not victim]
             with self._session.step() as step:
                 step.preempt(victim.request)
                 answers = [self._retry(step, entry, n) for entry, n in failed]
+            victim.num_executed_tokens = 0
             self._waiting.appendleft(victim)
+            preempted.append(victim)
             self.counts.preemptions += 1
             self.counts.steps += 1
             failed = [pair for pair, answer in zip(failed, answers, strict=True) if not answer.ok]
+        return preempted
 
     @staticmethod
     def _retry(step: StepBuilder, entry: _Entry, num_new_tokens: int) -> Answer:
@@ -151,6 +159,7 @@ class Scheduler:
     def _admit(self, entry: _Entry, answer: Answer) -> None:
         self._waiting.remove(entry)
         self._running.append(entry)
+        entry.num_executed_tokens = answer.num_hit_tokens
         if entry.admitted_before:
             self.counts.readmitted_hit_tokens += answer.num_hit_tokens
             return
@@ -158,16 +167,17 @@ class Scheduler:
         self.counts.hit_tokens += answer.num_hit_tokens
         self.counts.shared_hit_tokens += answer.num_shared_hit_tokens
 
-    def _execute(self) -> None:
+    def _execute(self, released: list[Request]) -> None:
         running, self._running = self._running, []
+        tokens = iter(self._executor.execute(running, released))
         for entry in running:
             request = entry.request
+            entry.num_executed_tokens = request.num_computed_tokens
             if request.num_computed_tokens < request.num_tokens:
                 self._running.append(entry)
                 continue
+            token = next(tokens)
             if len(entry.output) < entry.work.output_length:
-                # Any tokens do, as long as they differ between requests.
-                token = 1_000_000 + (request.number * 65_537 + len(entry.output)) % 1_000_000_007
                 entry.output.append(token)
                 request.append((token,))
                 self.counts.output_tokens += 1
