@@ -1,0 +1,95 @@
+"""A scheduler's end of the link to the ranks: it tells them what they do not know yet. See `step_server` for theirs."""
+
+import uuid
+from collections.abc import Iterable, Sequence
+from multiprocessing.connection import Client, Connection
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from kvpool.client import Request
+from kvpool.gpu_worker.reference.step import RequestStep, StepInput, StepOutput
+from kvpool.replay.executor import Scheduled
+
+_Pipe: TypeAlias = "Connection[Any, Any]"
+
+
+class StepRefusedError(RuntimeError):
+    """The ranks did not run a step, and changed nothing.
+
+    Attributes:
+        reason: An UPPER_SNAKE_CASE constant: EPOCH_PASSED if the blocks are of another epoch.
+    """
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(f"{reason}: {message}")
+        self.reason = reason
+
+
+class StepLink:
+    """A scheduler's end: runs its rounds on the ranks."""
+
+    def __init__(self, path: Path, authkey: bytes, epoch: int) -> None:
+        """Connects.
+
+        Args:
+            path: Where rank 0 listens.
+            authkey: What it asks for.
+            epoch: The pool's epoch when the scheduler's session was opened.
+        """
+        self._pipe: _Pipe = Client(str(path), "AF_UNIX", authkey)
+        self._epoch = epoch
+        self._session = uuid.uuid4().hex
+        self._known: dict[str, _Known] = {}
+
+    def execute(self, scheduled: Sequence[Scheduled], released: Iterable[Request]) -> list[int]:
+        """See `kvpool.replay.executor.Executor`.
+
+        Raises:
+            StepRefusedError: The ranks did not run it.
+            EOFError: The ranks are gone.
+        """
+        step = StepInput(self._epoch, self._session)
+        for request in released:
+            if self._known.pop(request.request_id, None):
+                step.released.append(request.request_id)
+        step.requests += (self._describe(entry) for entry in scheduled if entry.num_scheduled_tokens)
+        if not step.requests and not step.released:
+            return []
+        self._pipe.send(step)
+        output: StepOutput = self._pipe.recv()
+        if output.refusal:
+            raise StepRefusedError(*output.refusal)
+        return output.next_token_ids
+
+    def close(self) -> None:
+        """Ends the session on the ranks."""
+        self._pipe.close()
+
+    def _describe(self, entry: Scheduled) -> RequestStep:
+        """What the ranks do not know yet of a request."""
+        request = entry.request
+        known = self._known.get(request.request_id)
+        is_new = known is None
+        if known is None:
+            known = self._known[request.request_id] = _Known([0] * len(request.block_ids))
+        described = RequestStep(
+            request.request_id,
+            is_new,
+            entry.num_executed_tokens,
+            entry.num_scheduled_tokens,
+            request.token_ids[known.num_tokens :],
+            [table[count:] for table, count in zip(request.block_ids, known.num_blocks, strict=True)],
+        )
+        known.num_tokens = request.num_tokens
+        known.num_blocks = [len(table) for table in request.block_ids]
+        return described
+
+
+class _Known:
+    """What the ranks know of a request: so many tokens, and so many blocks of each group."""
+
+    __slots__ = ("num_blocks", "num_tokens")
+
+    def __init__(self, num_blocks: list[int]) -> None:
+        self.num_tokens = 0
+        self.num_blocks = num_blocks
