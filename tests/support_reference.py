@@ -5,10 +5,11 @@ from collections.abc import Sequence
 
 import torch
 
+from kvpool.gpu_worker.hooks import ReadyPool
 from kvpool.gpu_worker.reference.collectives import Alone
 from kvpool.gpu_worker.reference.config import ReferenceConfig
 from kvpool.gpu_worker.reference.model import PagedBatch, ReferenceModel
-from kvpool.gpu_worker.reference.runner import ModelRunner, RankCache, RunnerLimits
+from kvpool.gpu_worker.reference.runner import ModelRunner, RunnerLimits
 from kvpool.gpu_worker.reference.step import RequestStep, StepInput
 from kvpool.gpu_worker.tensors import allocate_buffers, reshape_kv_cache
 from kvpool.server.core.plan import GIB, PlanOptions, RankMemory
@@ -54,7 +55,8 @@ class Rank:
         self.specs = [allocation_spec(group.spec) for group in self.config.groups]
         self.buffers = allocate_buffers(self.config, device)
         views = reshape_kv_cache(self.config, NUM_BLOCKS, self.buffers, self.model.layouts)
-        self.runner = ModelRunner(self.model, RankCache(self.config, NUM_BLOCKS, views, EPOCH), LIMITS, device)
+        pool = ReadyPool(EPOCH, NUM_BLOCKS, self.config, LIMITS.max_model_len, views, 0)
+        self.runner = ModelRunner(self.model, pool, LIMITS, device)
         self.free = list(range(1, NUM_BLOCKS))
         random.Random(seed).shuffle(self.free)  # noqa: S311 - any order does
         self.poison_all_but([])

@@ -10,15 +10,20 @@ import torch
 
 from kvpool.client import connect
 from kvpool.gpu_worker.reference.config import VARIANTS, ReferenceConfig
-from kvpool.gpu_worker.reference.generate import Deployment, Prompts, generate, running_ranks
-from kvpool.gpu_worker.reference.runner import RunnerLimits
+from kvpool.gpu_worker.reference.deployment import Deployment, running_ranks
+from kvpool.gpu_worker.reference.generate import generate
+from kvpool.gpu_worker.reference.prompts import Prompts
 from kvpool.gpu_worker.reference.step_link import StepLink, StepRefusedError
 from kvpool.replay.executor import Scheduled
+from kvpool.replay.processes import ChildError
+from kvpool.replay.result import Counts
 from support_server import running_server
 
 OUTPUT_TOKENS = 16
-NUM_BLOCKS = {"full": 34, "sliding": 64, "chunked": 60, "mla": 34, "mamba": 56}
-"""So few that the schedulers take blocks from each other, and must preempt."""
+SCARCE = {"full": 28, "sliding": 58, "chunked": 50, "mla": 28, "mamba": 46}
+"""Blocks: so few that the schedulers take them from each other, and must preempt."""
+PLENTY = 250
+"""Blocks: so many that what one scheduler left is there when the other asks for it."""
 
 
 def workloads() -> list[Prompts]:
@@ -27,58 +32,66 @@ def workloads() -> list[Prompts]:
     beginnings = [[source.randrange(128) for _ in range(24)] for _ in range(2)]
     return [
         Prompts(
-            [beginnings[i % 2] + [source.randrange(128) for _ in range(source.randint(3, 17))] for i in range(7)],
+            [beginnings[i % 2] + [source.randrange(128) for _ in range(source.randint(3, 17))] for i in range(10)],
             OUTPUT_TOKENS,
         )
         for _ in range(2)
     ]
 
 
-def check(deployment: Deployment) -> None:
+def run(deployment: Deployment) -> Counts:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         with running_server() as address:
             done = generate(address, "reference", deployment, workloads())
-            with connect(address) as client:
-                info = client.get_pool("reference")
     finally:
         torch.set_num_threads(threads)
-    counts = done.counts
     assert done.equal, [output for output in done.outputs if not output[1]]
-    assert (counts.requests, counts.output_tokens) == (14, 14 * OUTPUT_TOKENS)
-    assert counts.preemptions > 0
-    assert 0 < counts.shared_hit_tokens < counts.hit_tokens
-    assert (info.requests, info.free_blocks) == (0, deployment.num_blocks - 1)
+    assert (done.counts.requests, done.counts.output_tokens) == (20, 20 * OUTPUT_TOKENS)
+    assert (done.pool.requests, done.pool.free_blocks) == (0, deployment.num_blocks - 1)
+    return done.counts
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_all_kinds_of_layers(variant: str) -> None:
-    check(Deployment(ReferenceConfig(variant), num_blocks=NUM_BLOCKS[variant]))
+def test_schedulers_that_must_preempt(variant: str) -> None:
+    assert run(Deployment(ReferenceConfig(variant), num_blocks=SCARCE[variant])).preemptions > 0
 
 
-def test_two_tensor_ranks() -> None:
-    check(Deployment(ReferenceConfig("mamba"), tp_size=2, num_blocks=NUM_BLOCKS["mamba"], layout="flashinfer_hnd"))
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_schedulers_that_hit_each_others_prefixes(variant: str) -> None:
+    counts = run(Deployment(ReferenceConfig(variant), num_blocks=PLENTY))
+    assert 0 < counts.shared_hit_tokens < counts.hit_tokens
 
 
-def test_two_pipeline_ranks() -> None:
-    check(Deployment(ReferenceConfig("sliding"), pp_size=2, num_blocks=NUM_BLOCKS["sliding"]))
+@pytest.mark.parametrize("num_blocks", [SCARCE["mamba"], PLENTY])
+def test_two_tensor_ranks(num_blocks: int) -> None:
+    run(Deployment(ReferenceConfig("mamba"), tp_size=2, num_blocks=num_blocks, layout="flashinfer_hnd"))
+
+
+@pytest.mark.parametrize("num_blocks", [SCARCE["sliding"], PLENTY])
+def test_two_pipeline_ranks(num_blocks: int) -> None:
+    run(Deployment(ReferenceConfig("sliding"), pp_size=2, num_blocks=num_blocks))
 
 
 def test_ranks_refuse_a_step_of_another_epoch() -> None:
     deployment = Deployment(ReferenceConfig("full", num_layers=1))
     with (
-        running_ranks(deployment, deployment.plan(), 7, RunnerLimits(4, 64, 24)) as (socket, authkey),
-        connect("embedded:") as client,
+        running_server() as address,
+        running_ranks(address, "reference", deployment) as ranks,
+        connect(address) as client,
+        client.open_session("reference") as session,
+        StepLink(ranks.socket, ranks.authkey, session.epoch + 1) as stale,
+        StepLink.of_session(ranks.socket, ranks.authkey, session) as current,
     ):
-        config = deployment.pool_config("p")
-        client.create_pool(config)
-        with client.open_session("p") as session:
-            request = session.request("r", [1, 2, 3])
-            session.admit(request)
-            stale, current = StepLink(socket, authkey, 6), StepLink(socket, authkey, 7)
-            with pytest.raises(StepRefusedError, match="planned in epoch 6, the rank's blocks are of epoch 7"):
-                stale.execute([Scheduled(request)], [])
-            assert len(current.execute([Scheduled(request)], [])) == 1
-            stale.close()
-            current.close()
+        request = session.request("r", [1, 2, 3])
+        session.admit(request)
+        with pytest.raises(StepRefusedError, match="2 is not the epoch that goes on, 1"):
+            stale.execute([Scheduled(request)], [])
+        assert len(current.execute([Scheduled(request)], [])) == 1
+
+
+def test_ranks_that_cannot_form_a_pool_say_why() -> None:
+    deployment = Deployment(ReferenceConfig("full"), num_blocks=5)
+    with running_server() as address, pytest.raises(ChildError, match="ONE_REQUEST_DOES_NOT_FIT"):
+        generate(address, "reference", deployment, workloads())

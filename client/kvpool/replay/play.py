@@ -83,7 +83,8 @@ def replay_shares(
     with connect(address) as client:
         before = client.create_pool(pool.config()).evicted_blocks
         start = time.perf_counter()
-        by_session = play_concurrently(shares, options, console.advance, console.complain, console.started)
+        played = play_concurrently(shares, options, console.advance, console.complain, console.started)
+        by_session = [scheduler.counts if scheduler else None for scheduler in played]
         return _result(client, pool, by_session, before, start)
 
 

@@ -11,14 +11,19 @@ import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import SpawnProcess
+from multiprocessing.synchronize import Event
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Final, TypeAlias, cast
 
-from kvpool.client import KvpoolError, connect
+from kvpool.client import KvpoolError, Session, connect
+from kvpool.replay.executor import Executor
 from kvpool.replay.result import Counts
 from kvpool.replay.scheduler import Scheduler
 from kvpool.replay.workload import Workload
@@ -42,6 +47,8 @@ class SchedulerOptions:
         lease_seconds: Lease of its session; 0 for the server's default.
         max_num_seqs: Most requests running at once.
         max_num_batched_tokens: Most tokens given room in a round.
+        open_executor: Makes what runs the rounds of a session, until it is left; None for one that computes nothing.
+        start_after_requests: Requests that a scheduler has done before the next one begins; 0: all at once.
     """
 
     address: str
@@ -49,6 +56,26 @@ class SchedulerOptions:
     lease_seconds: float
     max_num_seqs: int
     max_num_batched_tokens: int
+    open_executor: Callable[[Session], AbstractContextManager[Executor]] | None = None
+    start_after_requests: int = 0
+
+    @property
+    def report_every(self) -> int:
+        """Requests after which a scheduler tells how far it is."""
+        return self.start_after_requests or _REPORT_EVERY
+
+
+@dataclass(frozen=True, slots=True)
+class Played:
+    """What one scheduler did.
+
+    Attributes:
+        counts: What it counted.
+        share: Its workload, as it is at the end.
+    """
+
+    counts: Counts
+    share: Workload
 
 
 class ChildError(RuntimeError):
@@ -81,12 +108,12 @@ def own_server() -> Iterator[str]:
 
 
 def play_concurrently(
-    shares: list[Workload],
+    shares: Sequence[Workload],
     options: SchedulerOptions,
     advance: Callable[[int], object],
     complain: Callable[[str], object],
     started: Callable[[list[int]], object] = lambda _: None,
-) -> list[Counts | None]:
+) -> list[Played | None]:
     """Plays each share in a scheduler process of its own, all on one pool.
 
     Args:
@@ -97,48 +124,80 @@ def play_concurrently(
         started: Called with the processes' ids.
 
     Returns:
-        Each scheduler's counts; None for one that died.
+        What each scheduler did; None for one that died.
     """
-    children = []
-    for index, share in enumerate(shares):
-        here, there = _CONTEXT.Pipe()
-        name = f"kvpool-scheduler-{index}"
-        child = _CONTEXT.Process(target=_schedule, args=(share, options, name, there), name=name, daemon=True)
-        child.start()
-        there.close()
-        children.append((child, here))
-    started([child.pid or 0 for child, _ in children])
-    counts: list[Counts | None] = [None] * len(shares)
-    open_pipes = {here: index for index, (_, here) in enumerate(children)}
+    children = [_start(share, options, f"kvpool-scheduler-{index}") for index, share in enumerate(shares)]
+    started([child.process.pid or 0 for child in children])
+    held = deque(child.go for child in children)
+
+    def let_go(count: int) -> None:
+        for _ in range(min(count, len(held))):
+            held.popleft().set()
+
+    let_go(1 if options.start_after_requests else len(children))
+    played: list[Played | None] = [None] * len(shares)
+    open_pipes = {child.pipe: index for index, child in enumerate(children)}
     try:
         while open_pipes:
             for ready in wait(list(open_pipes)):
                 pipe = cast("_Pipe", ready)
                 index = open_pipes[pipe]
-                try:
-                    message = pipe.recv()
-                except EOFError:
-                    del open_pipes[pipe]
-                    child = children[index][0]
-                    child.join(_STOP_SECONDS)
-                    if counts[index] is None:
-                        complain(f"scheduler {index} ended with {_ending(child.exitcode)}")
-                    continue
-                if isinstance(message, Counts):
-                    counts[index] = message
-                elif isinstance(message, str):
+                message = _receive(pipe)
+                if isinstance(message, Played):
+                    played[index] = message
+                elif isinstance(message, int):
+                    advance(message)
+                elif message is not None:
                     complain(f"scheduler {index}: {message}")
                 else:
-                    advance(message)
+                    del open_pipes[pipe]
+                    if played[index] is None:
+                        complain(f"scheduler {index} ended with {_ending(children[index].process)}")
+                let_go(1)
     finally:
-        for child, here in children:
-            here.close()
-            child.terminate()
-            child.join(_STOP_SECONDS)
-    return counts
+        for child in children:
+            child.pipe.close()
+            child.process.terminate()
+            child.process.join(_STOP_SECONDS)
+    return played
 
 
-def _ending(code: int | None) -> str:
+@dataclass(frozen=True, slots=True)
+class _Child:
+    """A scheduler process.
+
+    Attributes:
+        process: The process.
+        pipe: What it says.
+        go: Set when it may begin.
+    """
+
+    process: SpawnProcess
+    pipe: _Pipe
+    go: Event
+
+
+def _start(share: Workload, options: SchedulerOptions, name: str) -> _Child:
+    here, there = _CONTEXT.Pipe()
+    go = _CONTEXT.Event()
+    process = _CONTEXT.Process(target=_schedule, args=(share, options, name, there, go), name=name, daemon=True)
+    process.start()
+    there.close()
+    return _Child(process, here, go)
+
+
+def _receive(pipe: _Pipe) -> Played | int | str | None:
+    """What a scheduler says next: its end, how many more requests are done, or what went wrong; None if it is gone."""
+    try:
+        message: Played | int | str = pipe.recv()
+    except EOFError:
+        return None
+    return message
+
+
+def _ending(process: SpawnProcess) -> str:
+    process.join(_STOP_SECONDS)
+    code = process.exitcode
     if code is not None and code < 0:
         return f"signal {signal.Signals(-code).name}"
     return f"exit code {code}"
@@ -178,16 +237,17 @@ def _serve(address: str, pipe: _Pipe) -> None:
         pipe.send(str(error))
 
 
-def _schedule(share: Workload, options: SchedulerOptions, name: str, pipe: _Pipe) -> None:
+def _schedule(share: Workload, options: SchedulerOptions, name: str, pipe: _Pipe, go: Event) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     _end_with_parent(pipe)
+    go.wait()
     done = 0
 
     def advance() -> None:
         nonlocal done
         done += 1
-        if done == _REPORT_EVERY:
+        if done == options.report_every:
             pipe.send(done)
             done = 0
 
@@ -195,6 +255,7 @@ def _schedule(share: Workload, options: SchedulerOptions, name: str, pipe: _Pipe
         with (
             connect(options.address) as client,
             client.open_session(options.pool, client_name=name, lease_seconds=options.lease_seconds) as session,
+            options.open_executor(session) if options.open_executor else contextlib.nullcontext() as executor,
         ):
             scheduler = Scheduler(
                 session,
@@ -202,10 +263,11 @@ def _schedule(share: Workload, options: SchedulerOptions, name: str, pipe: _Pipe
                 max_num_seqs=options.max_num_seqs,
                 max_num_batched_tokens=options.max_num_batched_tokens,
                 advance=advance,
+                executor=executor,
             )
             counts = scheduler.run()
         pipe.send(done)
-        pipe.send(counts)
+        pipe.send(Played(counts, share))
     except KvpoolError as error:
         pipe.send(f"{error.reason}: {error}")
         raise SystemExit(1) from None

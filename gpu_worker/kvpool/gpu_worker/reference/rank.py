@@ -10,23 +10,25 @@ import threading
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import distributed
 
+from kvpool.gpu_worker.device import open_device
 from kvpool.gpu_worker.reference.collectives import Alone, Collectives, ProcessGroup
 from kvpool.gpu_worker.reference.config import ReferenceConfig
 from kvpool.gpu_worker.reference.model import ReferenceModel
-from kvpool.gpu_worker.reference.runner import ModelRunner, RankCache, RunnerLimits
+from kvpool.gpu_worker.reference.runner import ModelRunner, RunnerLimits
 from kvpool.gpu_worker.reference.step import StepInput
 from kvpool.gpu_worker.reference.step_server import StepServer
 from kvpool.gpu_worker.reference.weights import Placement
-from kvpool.gpu_worker.tensors import allocate_buffers, reshape_kv_cache
-from kvpool.server.core.plan import KVCacheConfig
+from kvpool.gpu_worker.settings import WorkerSettings
+from kvpool.gpu_worker.worker import Worker
+from kvpool.server.core.errors import KvpoolError
 
-_POISON = -1
-"""Bytes of all ones are NaN in every type of floating point."""
+START_SECONDS: Final = 120.0
+"""How long the other ranks are waited for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,73 +36,70 @@ class RankOptions:
     """What a rank is started with.
 
     Attributes:
+        settings: Who and where it is.
         config: The model.
-        rank: This rank, [0, tp_size * pp_size).
-        tp_size: Ranks that share the heads of a layer.
-        pp_size: Stages.
+        tp_size: Ranks that share the heads of a layer; what is left of the world is stages.
         folder: Where ranks meet and rank 0 listens; empty, and its owner's alone.
         authkey: What schedulers must know.
-        kv_cache_config: What was planned for this rank.
-        epoch: The pool's epoch.
-        limits: What bounds the requests.
+        max_num_reqs: Requests running at once, of all schedulers.
         layout: How attention layers see their pages.
-        device: Where to compute.
         num_threads: Threads that torch may use on CPU.
     """
 
+    settings: WorkerSettings
     config: ReferenceConfig
-    rank: int
     tp_size: int
-    pp_size: int
     folder: Path
     authkey: bytes
-    kv_cache_config: KVCacheConfig
-    epoch: int
-    limits: RunnerLimits
+    max_num_reqs: int
     layout: str = "flash_attn"
-    device: str = "cpu"
     num_threads: int = 1
-
-    @property
-    def socket(self) -> Path:
-        """Where rank 0 listens."""
-        return self.folder / "steps"
-
-
-def allocate_poisoned_cache(
-    config: KVCacheConfig, model: ReferenceModel, epoch: int, device: torch.device
-) -> RankCache:
-    """Allocates what was planned, full of NaN: whatever is read before it is written shows in the logits."""
-    buffers = allocate_buffers(config, device)
-    for buffer in buffers:
-        buffer.fill_(_POISON)
-    return RankCache(
-        config, config.num_blocks, reshape_kv_cache(config, config.num_blocks, buffers, model.layouts), epoch
-    )
 
 
 def run_rank(options: RankOptions, parent: "Connection[Any, Any]") -> None:
-    """Runs a rank until the parent sends anything or is gone. Says None to the parent when it takes steps."""
+    """Runs a rank until the parent sends anything or is gone.
+
+    Says None to the parent when it takes steps, or why it cannot.
+    """
     torch.set_num_threads(options.num_threads)
-    device = torch.device(options.device)
-    placement = Placement.of_rank(options.rank, options.tp_size, options.pp_size)
-    world_size = options.tp_size * options.pp_size
-    group = ProcessGroup(placement, options.folder / "ranks", options.rank) if world_size > 1 else None
+    settings = options.settings
+    world_size = settings.world_size
+    placement = Placement.of_rank(settings.rank, options.tp_size, world_size // options.tp_size)
+    group = ProcessGroup(placement, options.folder / "ranks", settings.rank) if world_size > 1 else None
     collectives: Collectives = group or Alone()
+    device = open_device(settings.device)
     model = ReferenceModel(options.config, device, collectives, placement, options.layout)
-    cache = allocate_poisoned_cache(options.kv_cache_config, model, options.epoch, device)
-    runner = ModelRunner(model, cache, options.limits, device)
+    try:
+        with Worker(settings, model.kv_cache_specs, layouts=model.layouts) as worker:
+            runner = _make_runner(model, worker, options)
+            _take_steps(runner, worker, options, parent)
+    except KvpoolError as error:
+        parent.send(f"{error.reason}: {error}")
+    finally:
+        if group:
+            group.close()
+
+
+def _make_runner(model: ReferenceModel, worker: Worker, options: RankOptions) -> ModelRunner:
+    pool = worker.wait_ready(START_SECONDS)
+    for cache in pool.kv_caches.values():  # whatever is read before it is written shows in the logits
+        for tensor in (cache,) if isinstance(cache, torch.Tensor) else cache:
+            tensor.fill_(torch.nan)
+    limits = RunnerLimits(options.max_num_reqs, pool.max_model_len, options.settings.options.max_num_batched_tokens)
+    return ModelRunner(model, pool, limits, worker.device)
+
+
+def _take_steps(runner: ModelRunner, worker: Worker, options: RankOptions, parent: "Connection[Any, Any]") -> None:
+    rank, world_size = options.settings.rank, options.settings.world_size
     last_stage = world_size - options.tp_size
-    if options.rank:
+    if rank:
         parent.send(None)
-        _follow(runner, options.rank, last_stage)
-    else:
-        server = StepServer(options.socket, options.authkey)
-        threading.Thread(target=_stop_with_parent, args=(parent, server), daemon=True).start()
-        parent.send(None)
-        _lead(runner, server, world_size, last_stage)
-    if group:
-        group.close()
+        _follow(runner, rank, last_stage)
+        return
+    server = StepServer(options.folder / "steps", options.authkey)
+    threading.Thread(target=_stop_with_parent, args=(parent, server), daemon=True).start()
+    parent.send(None)
+    _lead(runner, worker, server, world_size, last_stage)
 
 
 def _stop_with_parent(parent: "Connection[Any, Any]", server: StepServer) -> None:
@@ -109,10 +108,11 @@ def _stop_with_parent(parent: "Connection[Any, Any]", server: StepServer) -> Non
     server.stop()
 
 
-def _lead(runner: ModelRunner, server: StepServer, world_size: int, last_stage: int) -> None:
+def _lead(runner: ModelRunner, worker: Worker, server: StepServer, world_size: int, last_stage: int) -> None:
     """Rank 0: hands steps and endings to all ranks, and gets the tokens of the last stage."""
 
     def execute(step: StepInput) -> list[int]:
+        worker.check_epoch(step.epoch)
         runner.check(step)
         if world_size > 1:
             distributed.broadcast_object_list([step])

@@ -21,30 +21,12 @@ from kvpool.gpu_worker.attention_metadata import (
 )
 from kvpool.gpu_worker.block_table import BlockTables
 from kvpool.gpu_worker.group_table import BlockTableOptions, Integers
-from kvpool.gpu_worker.layouts import LayerCache
+from kvpool.gpu_worker.hooks import ReadyPool
 from kvpool.gpu_worker.reference.model import PagedBatch, ReferenceModel
 from kvpool.gpu_worker.reference.step import RequestStep, StepInput
 from kvpool.gpu_worker.tensors import bind_kv_cache
 from kvpool.gpu_worker.workspace import Workspace
 from kvpool.server.core.errors import AbortedError, InvalidArgumentError, NotFoundError, check_range
-from kvpool.server.core.plan import KVCacheConfig
-
-
-@dataclass(frozen=True, slots=True)
-class RankCache:
-    """What a rank has got of its pool.
-
-    Attributes:
-        config: What was planned for it.
-        num_blocks: Blocks of the pool, the null block included.
-        kv_caches: Each layer's pages.
-        epoch: The pool's epoch. Steps of another refer to blocks that this cache does not have.
-    """
-
-    config: KVCacheConfig
-    num_blocks: int
-    kv_caches: Mapping[str, LayerCache]
-    epoch: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,12 +53,12 @@ class _Row:
 class ModelRunner:
     """Runs the steps of all sessions on one rank, one at a time."""
 
-    def __init__(self, model: ReferenceModel, cache: RankCache, limits: RunnerLimits, device: torch.device) -> None:
+    def __init__(self, model: ReferenceModel, cache: ReadyPool, limits: RunnerLimits, device: torch.device) -> None:
         """Gives the model its cache.
 
         Args:
             model: This rank's part.
-            cache: What the rank has got of the pool.
+            cache: What the rank holds of the pool.
             limits: What bounds the requests.
             device: Where the model computes.
 

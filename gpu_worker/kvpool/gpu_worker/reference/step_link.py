@@ -4,29 +4,22 @@ import uuid
 from collections.abc import Iterable, Sequence
 from multiprocessing.connection import Client, Connection
 from pathlib import Path
-from typing import Any, TypeAlias
+from types import TracebackType
+from typing import Any, Self, TypeAlias
 
-from kvpool.client import Request
+from kvpool.client import KvpoolError, Request, Session, UnavailableError
 from kvpool.gpu_worker.reference.step import RequestStep, StepInput, StepOutput
 from kvpool.replay.executor import Scheduled
 
 _Pipe: TypeAlias = "Connection[Any, Any]"
 
 
-class StepRefusedError(RuntimeError):
-    """The ranks did not run a step, and changed nothing.
-
-    Attributes:
-        reason: An UPPER_SNAKE_CASE constant: EPOCH_PASSED if the blocks are of another epoch.
-    """
-
-    def __init__(self, reason: str, message: str) -> None:
-        super().__init__(f"{reason}: {message}")
-        self.reason = reason
+class StepRefusedError(KvpoolError):
+    """The ranks did not run a step, and changed nothing: EPOCH_PASSED if the blocks are of another epoch."""
 
 
 class StepLink:
-    """A scheduler's end: runs its rounds on the ranks."""
+    """A scheduler's end: runs its rounds on the ranks. A context manager."""
 
     def __init__(self, path: Path, authkey: bytes, epoch: int) -> None:
         """Connects.
@@ -41,12 +34,25 @@ class StepLink:
         self._session = uuid.uuid4().hex
         self._known: dict[str, _Known] = {}
 
+    @classmethod
+    def of_session(cls, path: Path, authkey: bytes, session: Session) -> "StepLink":
+        """Connects for a session of the pool, in its epoch."""
+        return cls(path, authkey, session.epoch)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
     def execute(self, scheduled: Sequence[Scheduled], released: Iterable[Request]) -> list[int]:
         """See `kvpool.replay.executor.Executor`.
 
         Raises:
             StepRefusedError: The ranks did not run it.
-            EOFError: The ranks are gone.
+            UnavailableError: The ranks are gone.
         """
         step = StepInput(self._epoch, self._session)
         for request in released:
@@ -55,8 +61,11 @@ class StepLink:
         step.requests += (self._describe(entry) for entry in scheduled if entry.num_scheduled_tokens)
         if not step.requests and not step.released:
             return []
-        self._pipe.send(step)
-        output: StepOutput = self._pipe.recv()
+        try:
+            self._pipe.send(step)
+            output: StepOutput = self._pipe.recv()
+        except (EOFError, OSError) as error:
+            raise UnavailableError("RANKS_GONE", "the ranks ended the link while a step ran") from error
         if output.refusal:
             raise StepRefusedError(*output.refusal)
         return output.next_token_ids
