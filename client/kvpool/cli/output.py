@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from rich.console import Console as RichConsole
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -10,6 +11,9 @@ from rich.text import Text
 
 from kvpool.replay.play import Console
 from kvpool.replay.result import Counts, Result
+
+if TYPE_CHECKING:  # clients have no torch
+    from kvpool.gpu_worker.reference.generate import Generation
 
 
 @contextmanager
@@ -70,6 +74,21 @@ def demo_table(result: Result) -> None:
         ),
     ]
     RichConsole().print(two_columns("two schedulers, one pool", rows))
+
+
+def generation_table(done: "Generation") -> None:
+    """Prints what ranks generated, and whether it is right."""
+    counts, pool = done.counts, done.pool
+    rows = [
+        ("ranks", f"{len(pool.ranks)}, {pool.config.num_blocks} blocks, {pool.state.value}, epoch {pool.epoch}"),
+        ("requests", f"{counts.requests:,}"),
+        ("generated tokens", f"{counts.output_tokens:,}"),
+        ("preemptions", f"{counts.preemptions:,}"),
+        ("prompt tokens found in the cache", f"{counts.hit_tokens:,}"),
+        ("of these, computed for the other scheduler", f"{counts.shared_hit_tokens:,}"),
+        ("requests with the tokens of the same model without a cache", f"{done.equal_requests} of {counts.requests}"),
+    ]
+    RichConsole().print(two_columns("two ranks, two schedulers, one model", rows))
 
 
 def two_columns(title: str, rows: list[tuple[str, str]]) -> Table:
