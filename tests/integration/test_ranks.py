@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import grpc
 import pytest
@@ -19,6 +20,7 @@ from kvpool.client import (
     aio,
     connect,
 )
+from kvpool.client.errors import from_rpc_error
 from kvpool.server.core.specs import FullAttentionSpec, UniformTypeKVCacheSpecs
 from kvpool.server.core.world import HeldTensors
 from kvpool.server.rpc.convert_spec import spec_to_proto
@@ -323,6 +325,16 @@ def test_a_stream_begins_with_register(address: str, client: Client, message: di
     assert (type(error), error.field) == (InvalidArgumentError, "message")
     with pytest.raises(NotFoundError):
         client.get_pool("m")
+
+
+@pytest.mark.parametrize("method", ["WorkerService/Join", "AllocatorService/Schedule"])
+def test_what_is_no_message_ends_the_stream_and_is_no_bug(address: str, method: str) -> None:
+    with grpc.insecure_channel(address) as channel:
+        call: Any = channel.stream_stream(f"/kvpool.v1.{method}")
+        with pytest.raises(grpc.RpcError) as caught:
+            next(call(iter([b"\xff\xff"])))
+    error = from_rpc_error(caught.value)
+    assert (type(error), error.reason) == (InvalidArgumentError, "MALFORMED")
 
 
 def test_a_stream_registers_once_and_says_nothing_unknown(address: str) -> None:

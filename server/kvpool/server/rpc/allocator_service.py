@@ -4,12 +4,13 @@ import contextlib
 import secrets
 
 import grpc
+from google.protobuf.message import DecodeError
 
 from kvpool.server.core.errors import InvalidArgumentError, KvpoolError
 from kvpool.server.core.step import Operation, Outcome, Step
 from kvpool.server.core.types import SessionId
 from kvpool.server.rpc import convert, convert_pool, unary
-from kvpool.server.rpc.errors import abort, abort_internal, guarded
+from kvpool.server.rpc.errors import abort, abort_internal, guarded, malformed
 from kvpool.server.rpc.hub import Hub, Stream
 from kvpool.server.rpc.ranks import Ranks
 from kvpool.v1 import allocator_pb2, allocator_pb2_grpc, pool_pb2, step_pb2
@@ -146,6 +147,8 @@ class AllocatorService(allocator_pb2_grpc.AllocatorServiceServicer):
                 await self._serve_steps(stream, context)
         except KvpoolError as error:
             await abort(context, error)
+        except DecodeError:
+            await abort(context, malformed())
         except Exception:  # noqa: BLE001 - the boundary: a bug must end this call alone, and is logged
             await abort_internal(context, "Schedule")
 

@@ -83,6 +83,11 @@ async def abort_internal(context: _Context[_RequestT, _ResponseT], method: str) 
     raise AssertionError("abort returned")
 
 
+def malformed() -> InvalidArgumentError:
+    """What a stream ends with whose next message is no message at all; of a unary call gRPC itself says so."""
+    return InvalidArgumentError("message", "cannot be parsed", reason="MALFORMED")
+
+
 def guarded(method: Callable[[_ServicerT, _RequestT], _ResponseT]) -> _Method[_ServicerT, _RequestT, _ResponseT]:
     """Makes an RPC of a plain method: request in, response out, errors sent as the table says.
 

@@ -5,11 +5,12 @@ import contextlib
 from typing import Final
 
 import grpc
+from google.protobuf.message import DecodeError
 
 from kvpool.server.core.errors import InvalidArgumentError, KvpoolError
 from kvpool.server.core.membership import Membership
 from kvpool.server.rpc import convert_world
-from kvpool.server.rpc.errors import abort, abort_internal
+from kvpool.server.rpc.errors import abort, abort_internal, malformed
 from kvpool.server.rpc.hub import Hub, Stream
 from kvpool.server.rpc.ranks import RankLink, Ranks
 from kvpool.v1 import worker_pb2, worker_pb2_grpc
@@ -33,6 +34,8 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
                 await self._serve(stream, context)
         except KvpoolError as error:
             await abort(context, error)
+        except DecodeError:
+            await abort(context, malformed())
         except Exception:  # noqa: BLE001 - the boundary: a bug must end this call alone, and is logged
             await abort_internal(context, "Join")
 
