@@ -195,10 +195,10 @@ class Allocator:
         found = self._sessions.get(SessionId(session_id))
         if found is None:
             if session_id in self._ended:
-                raise self.ended_error(SessionId(session_id))
+                raise ended_error(self._ended[SessionId(session_id)])
             raise NotFoundError("SESSION_NOT_FOUND", "no such session", field="session_id")
         if found[1].expires_seconds <= now_seconds:  # `expire` will free its blocks, and tell
-            raise _ended_error("LEASE_EXPIRED")
+            raise ended_error("LEASE_EXPIRED")
         found[1].heard_seconds = now_seconds
         return found
 
@@ -274,10 +274,6 @@ class Allocator:
         pool, session = self._end(session_id, "LEASE_EXPIRED")
         return pool, session, apply.end_session(pool, session)
 
-    def ended_error(self, session_id: SessionId) -> AbortedError:
-        """What a session is told that was ended, as long as that is remembered."""
-        return _ended_error(self._ended[session_id])
-
     def _end(self, session_id: SessionId, reason: str) -> tuple[Pool, Session]:
         self._ended[session_id] = reason
         if len(self._ended) > REMEMBERED_ENDS:
@@ -285,5 +281,6 @@ class Allocator:
         return self._sessions.pop(session_id)
 
 
-def _ended_error(reason: str) -> AbortedError:
+def ended_error(reason: str) -> AbortedError:
+    """What a session is told that was ended for one of the reasons above."""
     return AbortedError(reason, _ENDS[reason], field="session_id")

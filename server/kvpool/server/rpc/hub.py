@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 from typing import Final
 
-from kvpool.server.core.allocator import Allocator, PoolInfo
+from kvpool.server.core.allocator import Allocator, PoolInfo, ended_error
 from kvpool.server.core.config import PoolConfig
 from kvpool.server.core.errors import AbortedError, KvpoolError, UnavailableError, check_range
 from kvpool.server.core.pool import Pool
@@ -102,7 +102,7 @@ class Hub:
         sessions = self.allocator.pass_epoch(pool, epoch)
         self.publish(pool)
         for session in sessions:
-            self._end_session_stream(session.session_id, self.allocator.ended_error(session.session_id))
+            self._end_session_stream(session.session_id, ended_error("EPOCH_PASSED"))
         return len(sessions)
 
     def describe(self, name: str) -> PoolInfo:
