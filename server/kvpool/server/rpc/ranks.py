@@ -203,8 +203,8 @@ class Ranks:
                     self._end_link(membership, effect)
                 case _:
                     self._change_pool(membership, effect)
-        if membership.is_empty and not membership.was_open:
-            self._memberships.pop(membership.name, None)
+        if membership.is_empty and not membership.was_open and self.membership(membership.name) is membership:
+            del self._memberships[membership.name]
 
     def _change_pool(
         self, membership: Membership, effect: PoolOpened | PoolSuspended | PoolResumed | EpochPassed
