@@ -32,8 +32,6 @@ from kvpool.v1 import worker_pb2
 
 MAX_WAIT_SECONDS: Final = 3600.0
 UNSENT_MESSAGES: Final = 256
-STOPPED_SECONDS: Final = 2.0
-"""Behind its time by so much, the server's own process was stopped: no rank is blamed for that."""
 _TICK_SECONDS: Final = 0.25
 
 _log = logging.getLogger("kvpool.server.ranks")
@@ -172,7 +170,10 @@ class Ranks:
             self._carry_out(membership, membership.link_broke(link.link_id, self._hub.now_seconds()))
 
     async def watch(self) -> None:
-        """Finds ranks that fall silent, for ever."""
+        """Finds ranks that fall silent, for ever.
+
+        By as much as it is behind its time, the server's own process was busy or stopped: no rank is blamed for that.
+        """
         while True:
             before = self._hub.now_seconds()
             due = min((m.next_deadline_seconds for m in self._memberships.values()), default=float("inf"))
@@ -180,8 +181,7 @@ class Ranks:
             await asyncio.sleep(wait_seconds)
             late_seconds = self._hub.now_seconds() - before - wait_seconds
             for membership in list(self._memberships.values()):
-                if late_seconds > STOPPED_SECONDS:
-                    membership.forgive(late_seconds)
+                membership.forgive(max(late_seconds, 0.0))
                 self._carry_out(membership, membership.tick(self._hub.now_seconds()))
 
     def _is_ready(self, name: str) -> bool:
