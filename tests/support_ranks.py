@@ -138,6 +138,7 @@ class Gathering:
                     self.is_serving = False
                 case PoolResumed():
                     self.pool.append(effect)
+                    assert not self.is_serving
                     assert self.epoch == self.members.epoch, "resumed in an epoch that was not open"
                     self.is_serving = True
                 case EpochPassed():

@@ -188,6 +188,12 @@ class Ranks(RuleBasedStateMachine):
         assert self.world.members.epoch >= self.world.epoch
 
     @invariant()
+    def who_is_absent_is_who_is_not_there(self) -> None:
+        away = (RankState.ABSENT, RankState.SILENT, RankState.LOST)
+        infos = self.world.members.rank_infos()
+        assert self.world.members.absent_ranks == tuple(info.rank for info in infos if info.state in away)
+
+    @invariant()
     def contents_are_those_of_the_processes_that_opened_the_epoch(self) -> None:
         for effect in self.world.pool[self.seen_pool :]:
             if isinstance(effect, PoolOpened):

@@ -320,10 +320,31 @@ def test_a_world_that_all_have_left_can_be_formed_otherwise() -> None:
     assert (world.epoch, world.members.world_size, world.members.options) == (2, 1, options)
 
 
+def test_ranks_that_fall_silent_together_are_told_of_in_one_message_a_rank() -> None:
+    world = Gathering()
+    links = world.form(100)
+    told = {link: len(world.told[link]) for link in links}
+    world.now_seconds += 4.0
+    world.beat(*links[:10])
+    world.wait(2.0)
+    assert world.members.absent_ranks == tuple(range(10, 100))
+    for link in links[:10]:
+        answer, status = world.told[link][told[link] :]
+        assert isinstance(answer, StatusSent)
+        assert isinstance(status, StatusSent)
+        assert status.absent_ranks == tuple(range(10, 74)), "the first 64 of them"
+    world.break_link(links[0])
+    assert isinstance(world.told[links[1]][-1], StatusSent)
+    assert len(world.told[links[1]]) == told[links[1]] + 2, "the next heartbeat's answer tells of more"
+
+
 def test_a_new_stream_of_the_same_process_takes_over() -> None:
     world = Gathering()
     links = world.form()
+    others = len(world.told[links[1]])
     newer = world.register(registration(0, held=held()))
+    assert world.last(newer) == ReadySent(newer, 1, 100, 1024)
+    assert len(world.told[links[1]]) == others, "nothing has changed for them"
     old = world.last(links[0])
     assert isinstance(old, AbortedError)
     assert old.reason == "STREAM_SUPERSEDED"

@@ -8,6 +8,7 @@
 5. Every change returns its effects, in order; a refusal changes nothing.
 """
 
+import heapq
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
@@ -123,14 +124,15 @@ class Membership:
         self._max_blocks = max_blocks
         self._members: dict[Rank, _Member] = {}
         self._by_link: dict[LinkId, _Member] = {}
-        self._layers: dict[str, tuple[Rank, KVCacheSpec]] = {}
+        self._absent: set[Rank] = set()
+        self._layers: dict[str, dict[Rank, KVCacheSpec]] = {}
         self._plan: Plan | None = None
         """Of this epoch; None until it is made."""
         self._has_contents = False
         """Whether the pool opened in this epoch."""
 
     def __repr__(self) -> str:
-        here = self.world_size - len(self.absent_ranks)
+        here = self.world_size - len(self._absent)
         return f"<Membership {self.name!r}: {here} of {self.world_size} ranks, {self.state.value}, epoch {self.epoch}>"
 
     @property
@@ -145,12 +147,8 @@ class Membership:
 
     @property
     def absent_ranks(self) -> tuple[Rank, ...]:
-        """Ranks that are not there."""
-        return tuple(
-            rank
-            for rank in map(Rank, range(self.world_size))
-            if (member := self._members.get(rank)) is None or member.state in _AWAY
-        )
+        """Ranks that are not there, in order."""
+        return tuple(sorted(self._absent))
 
     @property
     def next_deadline_seconds(self) -> float:
@@ -175,6 +173,7 @@ class Membership:
         registration.check()
         if self.is_empty:
             self.world_size, self.options = registration.world_size, registration.options
+            self._absent = set(map(Rank, range(self.world_size)))
         self._check_alike(registration)
         before = self._members.get(registration.rank)
         member = _Member(registration, link, now_seconds)
@@ -213,12 +212,10 @@ class Membership:
         member = self._member_of(link)
         member.heard_seconds = now_seconds
         effects: list[Effect] = []
-        if member.state is RankState.SILENT and self._has_contents:
-            member.state = RankState.READY
-            effects += self._resume_if_complete()
-        elif member.state is RankState.SILENT:
-            member.state = RankState.REGISTERED
-            effects += self._plan_if_complete(member)
+        if member.state is RankState.SILENT:
+            self._absent.discard(member.registration.rank)
+            member.state = RankState.READY if self._has_contents else RankState.REGISTERED
+            effects = self._resume_if_complete() if self._has_contents else self._plan_if_complete(member)
         return [*effects, self._status(member, sequence)]
 
     def leave(self, link: LinkId) -> list[Effect]:
@@ -239,17 +236,17 @@ class Membership:
         if member.state is RankState.SILENT:
             member.state = RankState.LOST
             return []
-        return self._go_away(member, RankState.LOST, now_seconds)
+        return self._go_away([member], RankState.LOST, now_seconds)
 
     def tick(self, now_seconds: float) -> list[Effect]:
         """Finds the ranks that fell silent, and gives up those that were waited for long enough."""
-        effects: list[Effect] = []
-        for member in list(self._members.values()):
-            if self._by_link.get(member.link) is not member or self._due_seconds(member) > now_seconds:
-                continue
-            if member.state not in _AWAY and self._has_contents:
-                effects += self._go_away(member, RankState.SILENT, now_seconds)
-                continue
+        due = [member for member in self._members.values() if self._due_seconds(member) <= now_seconds]
+        waited_for = [member for member in due if not self._has_contents or member.state in _AWAY]
+        fell_silent = [member for member in due if self._has_contents and member.state not in _AWAY]
+        effects = self._go_away(fell_silent, RankState.SILENT, now_seconds) if fell_silent else []
+        for member in waited_for:
+            if self._by_link.get(member.link) is not member:
+                continue  # forgotten with one before it
             if member.state is not RankState.LOST:
                 message = f"nothing was heard of rank {member.registration.rank}"
                 effects.append(LinkEnded(member.link, AbortedError("RANK_GIVEN_UP", message)))
@@ -257,7 +254,7 @@ class Membership:
         return effects
 
     def forgive(self, seconds: float) -> None:
-        """Prolongs all waits, as nobody was listened to for so long: the server's own process was stopped."""
+        """Prolongs all waits, as nobody was listened to for so long: the server's own process was busy or stopped."""
         for member in self._members.values():
             member.heard_seconds += seconds
             member.away_seconds += seconds
@@ -302,11 +299,9 @@ class Membership:
             raise WrongStateError(
                 "RANKS_DISAGREE", f"{mine}, the other ranks say {theirs}", field=f"register.options.{field}"
             )
-        others = self._layers
-        if registration.rank in self._members:
-            others = _layers_of(member for rank, member in self._members.items() if rank != registration.rank)
         for name, spec in registration.layers.items():
-            rank, known = others.get(name, (registration.rank, spec))
+            others = ((rank, known) for rank, known in self._layers.get(name, {}).items() if rank != registration.rank)
+            rank, known = next(others, (registration.rank, spec))
             different = differing_field(known, spec)
             if different:
                 raise WrongStateError(
@@ -340,6 +335,8 @@ class Membership:
         member.allocated, member.state = got, RankState.READY
         self._remove(before)
         self._add(member)
+        if self._plan and self.state is PoolState.READY:  # a second stream, and nobody was missed meanwhile
+            return [*effects, self._ready(member, self._plan)]
         return effects + (self._resume_if_complete() or [self._status(member)])
 
     def _take_in(self, member: _Member) -> list[Effect]:
@@ -347,7 +344,7 @@ class Membership:
         return self._plan_if_complete(member) or [self._status(member)]
 
     def _plan_if_complete(self, newest: _Member) -> list[Effect]:
-        if self.absent_ranks:
+        if self._absent:
             return []
         try:
             plan = self._make_plan()
@@ -397,16 +394,19 @@ class Membership:
             effects += [LinkEnded(member.link, error), *self._give_up(member)]
         return effects
 
-    def _go_away(self, member: _Member, state: RankState, now_seconds: float) -> list[Effect]:
-        member.state = state
-        member.away_seconds = now_seconds
+    def _go_away(self, members: Iterable[_Member], state: RankState, now_seconds: float) -> list[Effect]:
+        """Notes that ranks are silent or lost. The others are told of the first; of more, in answer to heartbeats."""
+        for member in members:
+            member.state = state
+            member.away_seconds = now_seconds
+            self._absent.add(member.registration.rank)
         if self.state is not PoolState.READY:
-            return self._statuses()
+            return []
         self.state = PoolState.DEGRADED
         return [PoolSuspended(), *self._statuses()]
 
     def _resume_if_complete(self) -> list[Effect]:
-        if self._plan is None or self.absent_ranks:
+        if self._plan is None or self._absent:
             return []
         plan = self._plan
         self.state = PoolState.READY
@@ -433,33 +433,32 @@ class Membership:
         return [EpochPassed(self.epoch), *self._statuses()]
 
     def _add(self, member: _Member) -> None:
-        self._members[member.registration.rank] = member
+        rank = member.registration.rank
+        self._members[rank] = member
         self._by_link[member.link] = member
+        self._absent.discard(rank)
         for name, spec in member.registration.layers.items():
-            self._layers.setdefault(name, (member.registration.rank, spec))
+            self._layers.setdefault(name, {})[rank] = spec
 
     def _remove(self, member: _Member) -> None:
-        del self._members[member.registration.rank]
+        rank = member.registration.rank
+        del self._members[rank]
         del self._by_link[member.link]
-        self._layers = _layers_of(self._members.values())
+        self._absent.add(rank)
+        for name in member.registration.layers:
+            del self._layers[name][rank]
+            if not self._layers[name]:
+                del self._layers[name]
 
     def _ready(self, member: _Member, plan: Plan) -> Effect:
         return ReadySent(member.link, self.epoch, plan.num_blocks, plan.max_model_len)
 
     def _status(self, member: _Member, sequence: int = 0) -> Effect:
-        return StatusSent(member.link, self.state, self.epoch, self.absent_ranks[:TOLD_ABSENT_RANKS], sequence)
+        absent = tuple(heapq.nsmallest(TOLD_ABSENT_RANKS, self._absent))
+        return StatusSent(member.link, self.state, self.epoch, absent, sequence)
 
     def _statuses(self) -> list[Effect]:
         return [self._status(member) for member in self._members.values() if member.state is not RankState.LOST]
-
-
-def _layers_of(members: Iterable[_Member]) -> dict[str, tuple[Rank, KVCacheSpec]]:
-    """Each layer with the first rank that has it."""
-    layers: dict[str, tuple[Rank, KVCacheSpec]] = {}
-    for member in members:
-        for name, spec in member.registration.layers.items():
-            layers.setdefault(name, (member.registration.rank, spec))
-    return layers
 
 
 def _value(spec: KVCacheSpec, field: str) -> object:
