@@ -243,6 +243,22 @@ def test_a_successor_that_cannot_be_planned_with_is_refused_alone() -> None:
     assert world.is_serving
 
 
+def test_of_ranks_that_cannot_be_planned_with_the_one_at_fault_is_refused_whoever_came_last() -> None:
+    world = Gathering()
+    links = world.form(3)
+    for link in links[1:]:
+        world.break_link(link)
+    poor = world.register(registration(1, 3, boot_id="poor-one", blocks=3))
+    last = world.register(registration(2, 3, boot_id="last-one"))
+    error = world.last(poor)
+    assert isinstance(error, InvalidArgumentError)
+    assert error.field == "ranks[1].available_bytes"
+    better = world.register(registration(1, 3, boot_id="better-one"))
+    for link in (links[0], better, last):
+        world.allocate(link)
+    assert world.is_serving
+
+
 def test_a_rank_lost_while_others_allocate_is_waited_for_and_planned_anew() -> None:
     world = Gathering()
     links = [world.register(registration(rank)) for rank in range(2)]

@@ -21,7 +21,7 @@ from kvpool.server.core.errors import (
     WrongStateError,
     check_range,
 )
-from kvpool.server.core.plan import Plan, RankMemory
+from kvpool.server.core.plan import Plan, PlanError, RankMemory
 from kvpool.server.core.planner import get_kv_cache_configs
 from kvpool.server.core.spec_base import KVCacheSpec
 from kvpool.server.core.specs import differing_field
@@ -163,7 +163,7 @@ class Membership:
         """Takes a rank in: a new one, one that comes back, or the successor of one that was lost.
 
         When no plan can be made of what all ranks bring, none is left waiting for it: before the pool first opens all
-        streams end with the planner's error, later that of the rank that came last.
+        streams end with the planner's error, later that of the rank that it names, else of the one that came last.
 
         Raises:
             InvalidArgumentError: Something is out of range.
@@ -349,7 +349,7 @@ class Membership:
         try:
             plan = self._make_plan()
         except KvpoolError as error:
-            return self._fail(error, [newest] if self.was_open else list(self._members.values()))
+            return self._fail(error, self._at_fault(error, newest))
         held = [member.registration.held for member in self._members.values()]
         next_epoch = self.epoch + 1 if self._plan else self.epoch
         self.epoch = max(next_epoch, *(tensors.epoch + 1 for tensors in held if tensors), 1)
@@ -386,6 +386,13 @@ class Membership:
         self.state = PoolState.READY
         opened = PoolOpened(self.options.pool_config(self.name, plan), self.epoch)
         return [opened, *(self._ready(member, plan) for member in self._members.values())]
+
+    def _at_fault(self, error: KvpoolError, newest: _Member) -> list[_Member]:
+        """Whose streams end when no plan can be made; of a pool that was open, the others keep what they hold."""
+        if not self.was_open:
+            return list(self._members.values())
+        rank = error.rank if isinstance(error, PlanError) else None
+        return [newest if rank is None else self._members[Rank(rank)]]
 
     def _fail(self, error: KvpoolError, at_fault: Iterable[_Member]) -> list[Effect]:
         """Ends the streams of ranks that cannot be planned with."""

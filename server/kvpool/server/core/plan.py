@@ -33,6 +33,7 @@ class PlanError(InvalidArgumentError):
         available_bytes: Memory that there is.
         max_model_len: The longest length asked for, in tokens.
         estimated_max_model_len: The longest that fits; 0 for none.
+        rank: The rank at fault; None if it is not one rank's.
     """
 
     def __init__(  # noqa: PLR0913 - the facts of one refusal
@@ -45,12 +46,14 @@ class PlanError(InvalidArgumentError):
         available_bytes: int = 0,
         max_model_len: int = 0,
         estimated_max_model_len: int = 0,
+        rank: int | None = None,
     ) -> None:
         super().__init__(field, message, reason=reason)
         self.needed_bytes = needed_bytes
         self.available_bytes = available_bytes
         self.max_model_len = max_model_len
         self.estimated_max_model_len = estimated_max_model_len
+        self.rank = rank
 
 
 @dataclass(frozen=True, slots=True)

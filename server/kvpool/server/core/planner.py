@@ -77,6 +77,7 @@ class _Room:
     """What one rank can hold."""
 
     def __init__(self, rank: int, groups: tuple[KVCacheGroup, ...], available_bytes: int, options: PlanOptions) -> None:
+        self.rank = rank
         self.memory_field = f"ranks[{rank}].available_bytes"
         self.available_bytes = available_bytes
         self.block_size_bytes = block_size_bytes(groups)
@@ -112,6 +113,7 @@ class _Room:
             available_bytes=self.usable_bytes,
             max_model_len=length,
             estimated_max_model_len=estimate,
+            rank=self.rank,
         )
 
 
@@ -131,6 +133,7 @@ def _check_rooms(rooms: Sequence[_Room], options: PlanOptions) -> int:
                 room.memory_field,
                 f"{room.available_bytes}: no memory is left for the KV cache",
                 available_bytes=room.available_bytes,
+                rank=room.rank,
             )
     length = options.max_model_len
     if not rooms:
@@ -147,6 +150,7 @@ def _check_rooms(rooms: Sequence[_Room], options: PlanOptions) -> int:
             f"a request of one token takes {worst.needed_bytes(1)} bytes, there are {worst.usable_bytes}",
             available_bytes=worst.usable_bytes,
             needed_bytes=worst.needed_bytes(1),
+            rank=worst.rank,
         )
     return estimate
 
