@@ -336,6 +336,28 @@ def test_a_world_that_all_have_left_can_be_formed_otherwise() -> None:
     assert (world.epoch, world.members.world_size, world.members.options) == (2, 1, options)
 
 
+def test_a_world_whose_ranks_are_all_lost_can_be_formed_otherwise_at_once() -> None:
+    world = Gathering()
+    for link in world.form():
+        world.break_link(link)
+    options = replace(OPTIONS, max_model_len=512)
+    first = world.register(registration(2, 3, boot_id="another-2", options=options))
+    assert world.pool[-1] == EpochPassed(2)
+    refuse(world, registration(0, held=held()), WrongStateError, "RANKS_DISAGREE", "register.world_size")
+    others = [world.register(registration(rank, 3, boot_id=f"another-{rank}", options=options)) for rank in range(2)]
+    for link in (first, *others):
+        world.allocate(link)
+    assert (world.epoch, world.is_serving, world.members.options) == (2, True, options)
+
+
+def test_while_a_rank_lives_the_successor_of_a_lost_one_must_agree_with_it() -> None:
+    world = Gathering()
+    world.break_link(world.form()[1])
+    options = replace(OPTIONS, max_model_len=512)
+    said = registration(1, boot_id="successor", options=options)
+    refuse(world, said, WrongStateError, "RANKS_DISAGREE", "register.options.max_model_len")
+
+
 def test_ranks_that_fall_silent_together_are_told_of_in_one_message_a_rank() -> None:
     world = Gathering()
     links = world.form(100)

@@ -171,15 +171,15 @@ class Membership:
             UnavailableError: The rank is silent, and may come back.
         """
         registration.check()
-        if self.is_empty:
-            self.world_size, self.options = registration.world_size, registration.options
-            self._absent = set(map(Rank, range(self.world_size)))
-        self._check_alike(registration)
         before = self._members.get(registration.rank)
         member = _Member(registration, link, now_seconds)
+        comes_back = before is not None and before.registration.boot_id == registration.boot_id
+        if not comes_back and all(other.state is RankState.LOST for other in self._members.values()):
+            return self._start_over(member)
+        self._check_alike(registration)
         if before is None:
             return self._take_in(member)
-        if before.registration.boot_id != registration.boot_id:
+        if not comes_back:
             self._check_successor(before, now_seconds)
             return self._give_up(before) + self._take_in(member)
         return self._come_back(before, member)
@@ -338,6 +338,14 @@ class Membership:
         if self._plan and self.state is PoolState.READY:  # a second stream, and nobody was missed meanwhile
             return [*effects, self._ready(member, self._plan)]
         return effects + (self._resume_if_complete() or [self._status(member)])
+
+    def _start_over(self, first: _Member) -> list[Effect]:
+        """Takes in a rank with which none must agree, as all others are lost; what it says the next must say too."""
+        lost = next(iter(self._members.values()), None)
+        effects = self._give_up(lost) if lost else []
+        self.world_size, self.options = first.registration.world_size, first.registration.options
+        self._absent = set(map(Rank, range(self.world_size)))
+        return effects + self._take_in(first)
 
     def _take_in(self, member: _Member) -> list[Effect]:
         self._add(member)
