@@ -151,7 +151,11 @@ class Network:
             while True:
                 near, _ = self._listener.accept()
                 self._flows.wait()
-                far = socket.create_connection(self._server)
+                try:
+                    far = socket.create_connection(self._server)
+                except ConnectionRefusedError:  # the server is down: so is who connects to it
+                    near.close()
+                    continue
                 self._sockets += [near, far]
                 for source, sink in ((near, far), (far, near)):
                     threading.Thread(target=self._forward, args=(source, sink), daemon=True).start()
