@@ -1,7 +1,11 @@
 """Ranks on the wire against a real server, message by message: what they and the schedulers are told."""
 
+import asyncio
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -27,7 +31,7 @@ from kvpool.server.rpc.convert_spec import spec_to_proto
 from kvpool.server.rpc.convert_world import registration_to_proto
 from kvpool.v1 import allocator_pb2, allocator_pb2_grpc, spec_pb2, worker_pb2
 from support_ranks import LAYERS, OPTIONS, registration
-from support_server import pool_config, running_server
+from support_server import ServerProcess, pool_config, running_server
 from support_wire_ranks import WireRank, wait_until
 
 TIMING = {"heartbeat_seconds": 0.2, "heartbeat_timeout_seconds": 60.0, "grace_seconds": 60.0}
@@ -106,6 +110,37 @@ async def test_asyncio_waits_too(address: str) -> None:
             await client.wait_until_ready("m", timeout_seconds=0.05)
         await client.create_pool(pool_config("m"))
         assert (await client.wait_until_ready("m", timeout_seconds=1)).state is PoolState.READY
+
+
+def test_a_pool_is_waited_for_over_a_server_that_starts_and_restarts(tmp_path: Path) -> None:
+    address, fresh = f"unix:{tmp_path / 's'}", f"unix:{tmp_path / 't'}"  # the second has never been tried in vain
+    with connect(address, deadline_seconds=5.0) as client, ThreadPoolExecutor(1) as threads:
+        started = time.monotonic()
+        with pytest.raises(UnavailableError):
+            client.wait_until_ready("m", timeout_seconds=2.0)
+        assert time.monotonic() - started > 1.9
+        waiting = threads.submit(client.wait_until_ready, "m", timeout_seconds=60.0)
+        ServerProcess(address, grace_seconds=1.0).stop()
+        assert not waiting.done()
+        server = ServerProcess(address, fresh, grace_seconds=1.0)
+        with connect(fresh) as other:
+            other.create_pool(pool_config("m"))
+        assert waiting.result().state is PoolState.READY
+        server.stop()
+
+
+async def test_asyncio_waits_for_the_server_too(tmp_path: Path) -> None:
+    address, fresh = f"unix:{tmp_path / 's'}", f"unix:{tmp_path / 't'}"
+    async with aio.connect(address, deadline_seconds=5.0) as client:
+        with pytest.raises(UnavailableError):
+            await client.wait_until_ready("m", timeout_seconds=0.0)
+        waiting = asyncio.create_task(client.wait_until_ready("m", timeout_seconds=60.0))
+        await asyncio.sleep(2.0)  # longer than gRPC itself tries again
+        server = await asyncio.to_thread(ServerProcess, address, fresh, grace_seconds=1.0)
+        async with aio.connect(fresh) as other:
+            await other.create_pool(pool_config("m"))
+        assert (await waiting).state is PoolState.READY
+        await asyncio.to_thread(server.stop)
 
 
 def test_schedulers_cannot_use_or_declare_a_pool_that_forms(address: str, client: Client) -> None:

@@ -55,7 +55,7 @@ class Client:
         return self._transport.get_pool(name)
 
     def wait_until_ready(self, name: str, *, timeout_seconds: float) -> PoolInfo:
-        """Waits until a pool is there, with all its ranks, and serves.
+        """Waits until a pool is there, with all its ranks, and serves; over a server that starts or restarts, too.
 
         Args:
             name: The pool's name.
@@ -64,6 +64,7 @@ class Client:
         Raises:
             DeadlineError: It is not ready by then; says how it is, and which ranks are missing.
             NotFoundError: It is not even there.
+            UnavailableError: Nor is the server.
         """
         return self._transport.wait_until_ready(name, timeout_seconds)
 

@@ -56,10 +56,17 @@ class GrpcTransport:
 
     def wait_until_ready(self, name: str, timeout_seconds: float) -> PoolInfo:
         """See `Transport`."""
-        with _converted():
-            request = wire.wait_request(name, timeout_seconds)
-            answer = self._stub.WaitUntilReady(request, timeout=timeout_seconds + self._deadline_seconds)
-        return wire.check_ready(wire.read_pool(answer), timeout_seconds)
+        due_seconds = time.monotonic() + timeout_seconds
+        left_seconds = timeout_seconds
+        while True:
+            try:
+                with _converted():
+                    request = wire.wait_request(name, left_seconds)
+                    answer = self._stub.WaitUntilReady(request, timeout=left_seconds + self._deadline_seconds)
+                return wire.check_ready(wire.read_pool(answer), timeout_seconds)
+            except UnavailableError as error:
+                time.sleep(wire.wait_pause_seconds(error, due_seconds))
+            left_seconds = max(due_seconds - time.monotonic(), 0.0)
 
     def open_session(self, pool: str, client_name: str, lease_seconds: float) -> OpenedSession:
         """See `Transport`. From here on a thread keeps the session alive."""

@@ -1,8 +1,9 @@
 """The service's messages, made and read: what the sync and the asyncio transport share."""
 
+import time
 from typing import Final
 
-from kvpool.client.errors import DeadlineError
+from kvpool.client.errors import DeadlineError, UnavailableError
 from kvpool.client.transport import EventBatch, OpenedSession
 from kvpool.server.core.allocator import PoolInfo
 from kvpool.server.core.config import PoolConfig
@@ -14,6 +15,9 @@ DEFAULT_DEADLINE_SECONDS: Final = 30.0
 MAX_MESSAGE_BYTES: Final = 64 * 1024 * 1024
 REOPEN_PAUSES_SECONDS: Final = (0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2)
 """Before each further try of a step, unless the server says when to try again: then that, until the deadline."""
+
+_WAIT_PAUSE_SECONDS: Final = 0.2
+"""Before a server that cannot be reached is asked again whether a pool is ready."""
 
 _AWAY_STATES: Final = (RankState.ABSENT, RankState.SILENT, RankState.LOST)
 
@@ -46,6 +50,22 @@ def read_pool(response: _PoolResponse) -> PoolInfo:
 def wait_request(pool: str, timeout_seconds: float) -> allocator_pb2.WaitUntilReadyRequest:
     """Makes WaitUntilReady's message."""
     return allocator_pb2.WaitUntilReadyRequest(pool_name=pool, timeout_seconds=timeout_seconds)
+
+
+def wait_pause_seconds(error: UnavailableError, due_seconds: float) -> float:
+    """How long to wait before asking again, after a server that cannot be reached or that stops.
+
+    Args:
+        error: What came instead of an answer.
+        due_seconds: Until when the pool is waited for, on the monotonic clock.
+
+    Raises:
+        UnavailableError: The error, when the time is up.
+    """
+    left_seconds = due_seconds - time.monotonic()
+    if left_seconds <= 0:
+        raise error
+    return min(error.retry_seconds or _WAIT_PAUSE_SECONDS, left_seconds)
 
 
 def check_ready(pool: PoolInfo, timeout_seconds: float) -> PoolInfo:
