@@ -347,10 +347,12 @@ class Worker:
         return self._cache.allocate(planned.config)
 
     def _release(self) -> None:
-        """Job: frees what is held, the runner's views first."""
+        """Job: frees what is held, the runner's views first; also if the runner fails to drop them."""
         if not self._cache.is_empty:
-            self._hooks.on_release()
-            self._cache.release()
+            try:
+                self._hooks.on_release()
+            finally:
+                self._cache.release()
 
     def _begin_epoch(self, ready: Ready) -> None:
         """Job: makes the views, has the runner bind them, then lets steps through."""

@@ -374,6 +374,19 @@ def test_what_breaks_in_the_process_ends_the_rank(
         assert stream.next().WhichOneof("message") == "leave"
 
 
+def test_a_runner_that_fails_to_let_go_keeps_no_memory_of_the_worker(server: FakeServer, path: Path) -> None:
+    def broken() -> None:
+        raise RuntimeError("as the test wants")
+
+    buffers = Buffers()
+    with Worker(settings(path), LAYERS, hooks=WorkerHooks(on_release=broken), allocate=buffers) as worker:
+        opened(server, worker)
+        assert buffers.live_bytes == 10 * BLOCK_BYTES
+    assert buffers.live_bytes == 0
+    with pytest.raises(RuntimeError, match="as the test wants"):
+        worker.wait_ready()
+
+
 def test_a_plan_that_cannot_be_laid_out_ends_the_rank(server: FakeServer, path: Path) -> None:
     config = plan_config(10)
     torn = replace(config, tensors=config.tensors[:1])
