@@ -46,7 +46,14 @@ def registration(  # noqa: PLR0913 - what a rank says
 ) -> Registration:
     """What a rank says of itself, with room for so many blocks."""
     return Registration(
-        Rank(rank), world_size, boot_id or f"process-{rank}", options, layers, blocks * BLOCK_BYTES, held
+        Rank(rank),
+        world_size,
+        boot_id or f"process-{rank}",
+        options,
+        layers,
+        blocks * BLOCK_BYTES,
+        held,
+        last_epoch=held.epoch if held else 0,
     )
 
 

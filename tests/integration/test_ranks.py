@@ -276,6 +276,12 @@ def test_a_silent_rank_is_given_up_and_told() -> None:
             session.admit(session.request("r", [1, 2, 3]))
 
 
+def test_a_stream_on_which_nothing_is_said_ends() -> None:
+    with running_server(rank_timing=IMPATIENT) as address:
+        error = WireRank(address).wait_ended()
+    assert (type(error), error.reason) == (AbortedError, "NOT_REGISTERED")
+
+
 def test_heartbeats_are_answered(address: str) -> None:
     rank = form(address, 1)[0]
     rank.beat(41)

@@ -95,6 +95,7 @@ class RankProtocol:
         self._registration = registration
         self._jitter = jitter
         self._held_epoch = 0
+        self._last_epoch = 0
         self._planned: Planned | None = None
         """The newest plan of this stream, until its epoch begins."""
         self._is_allocating = False
@@ -149,6 +150,7 @@ class RankProtocol:
                 return self._beat(now_seconds)
             case Planned():
                 self._planned = message
+                self._last_epoch = max(self._last_epoch, message.epoch)
                 return [*self._pass_epoch(), *self._answer_plan()]
             case Ready():
                 return self._begin_epoch(message, now_seconds)
@@ -204,7 +206,7 @@ class RankProtocol:
         self._heard_seconds = now_seconds
         self._sequence = 0
         held = HeldTensors(self._held_epoch, self.held.num_blocks) if self.held else None
-        return [OpenStream(replace(self._registration, held=held))]
+        return [OpenStream(replace(self._registration, held=held, last_epoch=self._last_epoch))]
 
     def _beat(self, now_seconds: float) -> list[Effect]:
         if self._timing is None:

@@ -88,7 +88,7 @@ class JoinResponse(_message.Message):
 
     @_builtins.property
     def status(self) -> Global___PoolStatus:
-        """How the pool is; sent whenever that changes, and in answer to each heartbeat."""
+        """How the pool is; sent when its state or epoch changes, and in answer to each heartbeat."""
 
     def __init__(
         self,
@@ -220,6 +220,7 @@ class Register(_message.Message):
     DEVICE_FIELD_NUMBER: _builtins.int
     HOST_FIELD_NUMBER: _builtins.int
     PID_FIELD_NUMBER: _builtins.int
+    LAST_EPOCH_FIELD_NUMBER: _builtins.int
     protocol_version: _builtins.int
     """Version of this wire that the worker speaks: 1."""
     pool_name: _builtins.str
@@ -238,6 +239,8 @@ class Register(_message.Message):
     """For people: the host; at most 256 bytes."""
     pid: _builtins.int
     """For people: the process id."""
+    last_epoch: _builtins.int
+    """Newest epoch that the rank was told of, held tensors or not, at most 2^53. The next one will be higher. 0: none."""
     @_builtins.property
     def options(self) -> Global___WorldOptions:
         """The same in all ranks."""
@@ -265,10 +268,11 @@ class Register(_message.Message):
         device: _builtins.str = ...,
         host: _builtins.str = ...,
         pid: _builtins.int = ...,
+        last_epoch: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["held", b"held", "options", b"options"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["available_bytes", b"available_bytes", "boot_id", b"boot_id", "device", b"device", "held", b"held", "host", b"host", "layers", b"layers", "options", b"options", "pid", b"pid", "pool_name", b"pool_name", "protocol_version", b"protocol_version", "rank", b"rank", "world_size", b"world_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["available_bytes", b"available_bytes", "boot_id", b"boot_id", "device", b"device", "held", b"held", "host", b"host", "last_epoch", b"last_epoch", "layers", b"layers", "options", b"options", "pid", b"pid", "pool_name", b"pool_name", "protocol_version", b"protocol_version", "rank", b"rank", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

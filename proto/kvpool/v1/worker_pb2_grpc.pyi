@@ -34,7 +34,7 @@ class WorkerServiceStub:
       FAILED_PRECONDITION  PROTOCOL_VERSION: the worker speaks another version of this wire; RANK_TAKEN: another process
                            is this rank; RANKS_DISAGREE, RANKS_DISAGREE_ON_A_LAYER: ranks differ in the field named;
                            POOL_DIFFERS: a scheduler declared a pool of this name
-      ABORTED              the rank was given up, or its stream was replaced by a newer one: join again
+      ABORTED              the rank was given up, its stream was replaced by a newer one, or it said nothing: join again
       UNAVAILABLE          the server stops, or the rank is silent and may yet come back: join again after the retry time
     """
 
@@ -61,7 +61,7 @@ class WorkerServiceAsyncStub(WorkerServiceStub):
       FAILED_PRECONDITION  PROTOCOL_VERSION: the worker speaks another version of this wire; RANK_TAKEN: another process
                            is this rank; RANKS_DISAGREE, RANKS_DISAGREE_ON_A_LAYER: ranks differ in the field named;
                            POOL_DIFFERS: a scheduler declared a pool of this name
-      ABORTED              the rank was given up, or its stream was replaced by a newer one: join again
+      ABORTED              the rank was given up, its stream was replaced by a newer one, or it said nothing: join again
       UNAVAILABLE          the server stops, or the rank is silent and may yet come back: join again after the retry time
     """
 
@@ -84,7 +84,7 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
       FAILED_PRECONDITION  PROTOCOL_VERSION: the worker speaks another version of this wire; RANK_TAKEN: another process
                            is this rank; RANKS_DISAGREE, RANKS_DISAGREE_ON_A_LAYER: ranks differ in the field named;
                            POOL_DIFFERS: a scheduler declared a pool of this name
-      ABORTED              the rank was given up, or its stream was replaced by a newer one: join again
+      ABORTED              the rank was given up, its stream was replaced by a newer one, or it said nothing: join again
       UNAVAILABLE          the server stops, or the rank is silent and may yet come back: join again after the retry time
     """
 

@@ -63,6 +63,8 @@ class Server:
         for name in ("", *_SERVICES):
             await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
         self._watches = [asyncio.create_task(watch) for watch in (self.hub.expire_leases(), self._ranks.watch())]
+        for task in self._watches:
+            task.add_done_callback(_log_end)
         _log.info("listening on %s", ", ".join(addresses))
         return addresses
 
@@ -107,6 +109,12 @@ async def serve(config: ServerConfig, ready: Callable[[list[str]], Awaitable[Non
     await stopping.wait()
     _log.info("stopping")
     await server.stop()
+
+
+def _log_end(watch: asyncio.Task[None]) -> None:
+    """Says that a watch met a bug: without it leases do not run out, or ranks that fall silent are not missed."""
+    if not watch.cancelled() and (error := watch.exception()):
+        _log.critical("bug in %s: restart the server", watch.get_coro(), exc_info=error)
 
 
 def _channel_options(config: ServerConfig) -> list[tuple[str, int]]:

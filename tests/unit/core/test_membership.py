@@ -292,6 +292,14 @@ def test_rule_3_ranks_carry_the_epoch_over_a_restart_of_the_server() -> None:
     assert world.epoch == 8
 
 
+def test_rule_3_also_when_the_server_went_while_no_rank_held_tensors() -> None:
+    world = Gathering()
+    links = [world.register(replace(registration(rank), last_epoch=6 * rank)) for rank in range(2)]
+    for link in links:
+        world.allocate(link)
+    assert world.epoch == 7
+
+
 def test_a_silent_rank_that_is_heard_after_another_was_replaced_is_planned_with() -> None:
     world = Gathering()
     links = world.form()
@@ -438,8 +446,10 @@ def refuse(world: Gathering, said: Registration, kind: type[KvpoolError], reason
         ({"boot_id": "short"}, "boot_id"),
         ({"layers": {}}, "layers"),
         ({"available_bytes": 2**61}, "available_bytes"),
-        ({"held": HeldTensors(0, 5)}, "held.epoch"),
-        ({"held": HeldTensors(1, 1)}, "held.num_blocks"),
+        ({"last_epoch": 2**53 + 1}, "last_epoch"),
+        ({"held": HeldTensors(0, 5), "last_epoch": 1}, "held.epoch"),
+        ({"held": HeldTensors(2, 5), "last_epoch": 1}, "held.epoch"),
+        ({"held": HeldTensors(1, 1), "last_epoch": 1}, "held.num_blocks"),
         ({"device": "x" * 257}, "device"),
         ({"options": replace(OPTIONS, max_model_len=0)}, "options.max_model_len"),
         ({"options": replace(OPTIONS, max_num_batched_tokens=0)}, "options.max_num_batched_tokens"),

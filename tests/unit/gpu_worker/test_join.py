@@ -157,6 +157,14 @@ def test_rule_2_and_3_a_broken_stream_costs_nothing(driver: Driver) -> None:
     assert driver.is_in(Phase.READY)
 
 
+def test_the_newest_epoch_is_told_also_while_nothing_is_held(driver: Driver) -> None:
+    assert driver.join().registration.last_epoch == 0
+    driver.hear(Planned(7, plan_config(100), 1024))
+    driver.lose_stream()
+    registration = driver.join().registration
+    assert (registration.held, registration.last_epoch) == (None, 7)
+
+
 def test_what_was_got_is_held_even_if_less_was_used(driver: Driver) -> None:
     driver.join()
     driver.plan(1, 100)

@@ -358,9 +358,9 @@ class Membership:
             plan = self._make_plan()
         except KvpoolError as error:
             return self._fail(error, self._at_fault(error, newest))
-        held = [member.registration.held for member in self._members.values()]
+        told = (member.registration.last_epoch for member in self._members.values())
         next_epoch = self.epoch + 1 if self._plan else self.epoch
-        self.epoch = max(next_epoch, *(tensors.epoch + 1 for tensors in held if tensors), 1)
+        self.epoch = max(next_epoch, max(told) + 1)
         self._plan = plan
         effects: list[Effect] = []
         for rank, config in enumerate(plan.configs):

@@ -150,6 +150,7 @@ class Registration:
         device: For people.
         host: For people.
         pid: For people.
+        last_epoch: Newest epoch that it was told of, by this server or an earlier one; 0 for none.
     """
 
     rank: Rank
@@ -162,6 +163,7 @@ class Registration:
     device: str = ""
     host: str = ""
     pid: int = 0
+    last_epoch: int = 0
 
     def check(self) -> None:
         """Raises InvalidArgumentError if something is out of range; names the field."""
@@ -174,8 +176,9 @@ class Registration:
         if self.available_bytes <= 0:
             raise InvalidArgumentError("available_bytes", "0: no memory is left for the KV cache", reason="NO_MEMORY")
         check_range("available_bytes", self.available_bytes, 1, MAX_AVAILABLE_BYTES)
+        check_range("last_epoch", self.last_epoch, 0, MAX_EPOCH)
         if self.held:
-            check_range("held.epoch", self.held.epoch, 1, MAX_EPOCH)
+            check_range("held.epoch", self.held.epoch, 1, self.last_epoch)
             check_range("held.num_blocks", self.held.num_blocks, 2, MAX_BLOCKS)
         for name in ("device", "host"):
             if len(getattr(self, name).encode("utf-8", "surrogatepass")) > _TEXT_BYTES:

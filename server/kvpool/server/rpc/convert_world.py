@@ -80,6 +80,7 @@ def registration_from_proto(message: worker_pb2.Register) -> Registration:
         device=message.device,
         host=message.host,
         pid=message.pid,
+        last_epoch=message.last_epoch,
     )
 
 
@@ -101,6 +102,7 @@ def registration_to_proto(pool_name: str, registration: Registration) -> worker_
         device=registration.device,
         host=registration.host,
         pid=registration.pid,
+        last_epoch=registration.last_epoch,
     )
 
 

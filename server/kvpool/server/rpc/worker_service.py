@@ -7,7 +7,7 @@ from typing import Final
 import grpc
 from google.protobuf.message import DecodeError
 
-from kvpool.server.core.errors import InvalidArgumentError, KvpoolError
+from kvpool.server.core.errors import AbortedError, InvalidArgumentError, KvpoolError
 from kvpool.server.core.membership import Membership
 from kvpool.server.rpc import convert_world
 from kvpool.server.rpc.errors import abort, abort_internal, malformed
@@ -46,7 +46,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         try:
             while True:
                 with stream.wait():
-                    message = await context.read()
+                    message = await (self._read_first(context) if membership is None else context.read())
                 if not isinstance(message, worker_pb2.JoinRequest):  # EOF: the rank is done sending
                     return
                 if membership is None:
@@ -58,6 +58,14 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
             link.outbox.put_nowait(None)
             with contextlib.suppress(TimeoutError, grpc.aio.BaseError):
                 await asyncio.wait_for(sender, _FLUSH_SECONDS)
+
+    async def _read_first(self, context: _JoinContext) -> object:
+        patience_seconds = self._ranks.timing.heartbeat_timeout_seconds
+        try:
+            async with asyncio.timeout(patience_seconds):
+                return await context.read()
+        except TimeoutError:
+            raise AbortedError("NOT_REGISTERED", f"nothing was said for {patience_seconds:g} s") from None
 
     def _register(self, link: RankLink, message: worker_pb2.JoinRequest) -> Membership:
         if message.WhichOneof("message") != "register":
