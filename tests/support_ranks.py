@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from kvpool.server.core.errors import KvpoolError
-from kvpool.server.core.membership import Membership, RankTiming
+from kvpool.server.core.membership import Membership
 from kvpool.server.core.spec_base import KVCacheSpec
 from kvpool.server.core.specs import FullAttentionSpec
 from kvpool.server.core.types import PoolName
@@ -21,6 +21,7 @@ from kvpool.server.core.world import (
     PoolResumed,
     PoolSuspended,
     Rank,
+    RankTiming,
     ReadySent,
     Registration,
     StatusSent,

@@ -14,7 +14,7 @@ from kvpool.server.core.types import PoolName
 _PROGRAM = """
 import asyncio, json, sys
 from kvpool.server.config import ServerConfig
-from kvpool.server.core.membership import RankTiming
+from kvpool.server.core.world import RankTiming
 from kvpool.server.server import serve
 settings = json.loads(sys.argv[1])
 settings["addresses"] = tuple(settings["addresses"])

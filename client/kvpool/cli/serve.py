@@ -10,7 +10,7 @@ import click
 from kvpool.cli.settings import load_config
 from kvpool.server import server
 from kvpool.server.config import DEFAULT_ADDRESS, DEFAULT_MAX_POOL_BLOCKS, MIB, ServerConfig
-from kvpool.server.core.membership import RankTiming
+from kvpool.server.core.world import RankTiming
 
 
 @click.command()

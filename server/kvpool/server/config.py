@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import Final
 
-from kvpool.server.core.membership import RankTiming
 from kvpool.server.core.types import MAX_BLOCKS
+from kvpool.server.core.world import RankTiming
 
 DEFAULT_ADDRESS: Final = "127.0.0.1:50051"
 DEFAULT_MAX_POOL_BLOCKS: Final = 2**24

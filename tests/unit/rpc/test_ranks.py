@@ -6,9 +6,9 @@ import time
 import pytest
 
 from kvpool.server.core.allocator import REMEMBERED_ENDS
-from kvpool.server.core.membership import Membership, RankTiming
+from kvpool.server.core.membership import Membership
 from kvpool.server.core.types import SessionId
-from kvpool.server.core.world import Allocated, PoolState
+from kvpool.server.core.world import Allocated, PoolState, RankTiming
 from kvpool.server.rpc.hub import Hub, Stream
 from kvpool.server.rpc.ranks import RankLink, Ranks
 from support_ranks import BLOCK_BYTES, registration

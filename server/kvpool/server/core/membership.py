@@ -8,9 +8,7 @@
 5. Every change returns its effects, in order; a refusal changes nothing.
 """
 
-import heapq
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Final
 
 from kvpool.server.core.errors import (
@@ -23,8 +21,7 @@ from kvpool.server.core.errors import (
 )
 from kvpool.server.core.plan import Plan, PlanError, RankMemory
 from kvpool.server.core.planner import get_kv_cache_configs
-from kvpool.server.core.spec_base import KVCacheSpec
-from kvpool.server.core.specs import differing_field
+from kvpool.server.core.roster import Member, Roster
 from kvpool.server.core.types import MAX_BLOCKS, PoolName
 from kvpool.server.core.world import (
     Allocated,
@@ -40,6 +37,7 @@ from kvpool.server.core.world import (
     Rank,
     RankInfo,
     RankState,
+    RankTiming,
     ReadySent,
     Registration,
     StatusSent,
@@ -50,52 +48,6 @@ TOLD_ABSENT_RANKS: Final = 64
 _AWAY: Final = (RankState.SILENT, RankState.LOST)
 
 
-@dataclass(frozen=True, slots=True)
-class RankTiming:
-    """How long ranks are waited for.
-
-    Attributes:
-        heartbeat_seconds: How often a rank is to be heard of.
-        heartbeat_timeout_seconds: After how long without it counts as silent.
-        grace_seconds: How long a rank that is silent or lost may come back with nothing lost.
-    """
-
-    heartbeat_seconds: float = 1.0
-    heartbeat_timeout_seconds: float = 5.0
-    grace_seconds: float = 30.0
-
-    def __post_init__(self) -> None:
-        if not 0.01 <= self.heartbeat_seconds <= 3600:  # noqa: PLR2004 - the message states it
-            raise ValueError(f"heartbeat_seconds: {self.heartbeat_seconds} is not in [0.01, 3600]")
-        if not 2 * self.heartbeat_seconds <= self.heartbeat_timeout_seconds <= 3600:  # noqa: PLR2004 - likewise
-            raise ValueError(
-                f"heartbeat_timeout_seconds: {self.heartbeat_timeout_seconds} is not in [2 x heartbeat_seconds, 3600]"
-            )
-        if not 0 <= self.grace_seconds <= 86_400:  # noqa: PLR2004 - likewise
-            raise ValueError(f"rank_grace_seconds: {self.grace_seconds} is not in [0, 86400]")
-
-
-@dataclass(slots=True, eq=False)
-class _Member:
-    """A process that is, or was a moment ago, a rank.
-
-    Attributes:
-        registration: What it said of itself.
-        link: Its stream; the last one if it is lost.
-        heard_seconds: When it was last heard of.
-        state: How it is.
-        away_seconds: Since when it is silent or lost.
-        allocated: What it got in this epoch.
-    """
-
-    registration: Registration
-    link: LinkId
-    heard_seconds: float
-    state: RankState = RankState.REGISTERED
-    away_seconds: float = 0.0
-    allocated: Allocated | None = None
-
-
 class Membership:
     """The ranks of a pool.
 
@@ -103,8 +55,6 @@ class Membership:
         name: The pool's.
         epoch: The epoch that is, or will be when the pool opens.
         state: Whether the pool serves.
-        world_size: Ranks that it takes.
-        options: What they all said.
     """
 
     def __init__(self, name: PoolName, timing: RankTiming, max_blocks: int = MAX_BLOCKS) -> None:
@@ -118,27 +68,32 @@ class Membership:
         self.name = name
         self.epoch = 1
         self.state = PoolState.FORMING
-        self.world_size = 0
-        self.options = WorldOptions(1)
         self._timing = timing
         self._max_blocks = max_blocks
-        self._members: dict[Rank, _Member] = {}
-        self._by_link: dict[LinkId, _Member] = {}
-        self._absent: set[Rank] = set()
-        self._layers: dict[str, dict[Rank, KVCacheSpec]] = {}
+        self._roster = Roster()
         self._plan: Plan | None = None
         """Of this epoch; None until it is made."""
         self._has_contents = False
         """Whether the pool opened in this epoch."""
 
     def __repr__(self) -> str:
-        here = self.world_size - len(self._absent)
+        here = self.world_size - self._roster.num_absent
         return f"<Membership {self.name!r}: {here} of {self.world_size} ranks, {self.state.value}, epoch {self.epoch}>"
+
+    @property
+    def world_size(self) -> int:
+        """Ranks that the pool takes."""
+        return self._roster.world_size
+
+    @property
+    def options(self) -> WorldOptions:
+        """What they all said."""
+        return self._roster.options
 
     @property
     def is_empty(self) -> bool:
         """Whether no rank is there or may come back."""
-        return not self._members
+        return not self._roster
 
     @property
     def was_open(self) -> bool:
@@ -148,16 +103,16 @@ class Membership:
     @property
     def absent_ranks(self) -> tuple[Rank, ...]:
         """Ranks that are not there, in order."""
-        return tuple(sorted(self._absent))
+        return self._roster.first_absent(self.world_size)
 
     @property
     def next_deadline_seconds(self) -> float:
         """When `tick` is due next, as things stand; infinity if nobody is there."""
-        return min((self._due_seconds(member) for member in self._members.values()), default=float("inf"))
+        return min((self._due_seconds(member) for member in self._roster), default=float("inf"))
 
     def rank_infos(self) -> tuple[RankInfo, ...]:
         """How each rank is."""
-        return tuple(self._rank_info(Rank(rank)) for rank in range(self.world_size))
+        return self._roster.rank_infos()
 
     def register(self, link: LinkId, registration: Registration, now_seconds: float) -> list[Effect]:
         """Takes a rank in: a new one, one that comes back, or the successor of one that was lost.
@@ -171,12 +126,12 @@ class Membership:
             UnavailableError: The rank is silent, and may come back.
         """
         registration.check()
-        before = self._members.get(registration.rank)
-        member = _Member(registration, link, now_seconds)
+        before = self._roster.of_rank(registration.rank)
+        member = Member(registration, link, now_seconds)
         comes_back = before is not None and before.registration.boot_id == registration.boot_id
-        if not comes_back and all(other.state is RankState.LOST for other in self._members.values()):
+        if not comes_back and all(other.state is RankState.LOST for other in self._roster):
             return self._start_over(member)
-        self._check_alike(registration)
+        self._roster.check_alike(registration)
         if before is None:
             return self._take_in(member)
         if not comes_back:
@@ -199,7 +154,7 @@ class Membership:
             return []  # what it answers is no longer asked
         member.allocated = allocated
         member.state = RankState.READY
-        if all(other.state is RankState.READY for other in self._members.values()):
+        if all(other.state is RankState.READY for other in self._roster):
             return self._open(self._plan)
         return []
 
@@ -213,8 +168,7 @@ class Membership:
         member.heard_seconds = now_seconds
         effects: list[Effect] = []
         if member.state is RankState.SILENT:
-            self._absent.discard(member.registration.rank)
-            member.state = RankState.READY if self._has_contents else RankState.REGISTERED
+            self._roster.is_back(member, RankState.READY if self._has_contents else RankState.REGISTERED)
             effects = self._resume_if_complete() if self._has_contents else self._plan_if_complete(member)
         return [*effects, self._status(member, sequence)]
 
@@ -228,7 +182,7 @@ class Membership:
 
     def link_broke(self, link: LinkId, now_seconds: float) -> list[Effect]:
         """Notes that a stream ended: the rank is waited for if it held contents, else forgotten."""
-        member = self._by_link.get(link)
+        member = self._roster.of_link(link)
         if member is None or member.state is RankState.LOST:
             return []
         if not self._has_contents:
@@ -240,12 +194,12 @@ class Membership:
 
     def tick(self, now_seconds: float) -> list[Effect]:
         """Finds the ranks that fell silent, and gives up those that were waited for long enough."""
-        due = [member for member in self._members.values() if self._due_seconds(member) <= now_seconds]
+        due = [member for member in self._roster if self._due_seconds(member) <= now_seconds]
         waited_for = [member for member in due if not self._has_contents or member.state in _AWAY]
         fell_silent = [member for member in due if self._has_contents and member.state not in _AWAY]
         effects = self._go_away(fell_silent, RankState.SILENT, now_seconds) if fell_silent else []
         for member in waited_for:
-            if self._by_link.get(member.link) is not member:
+            if self._roster.of_link(member.link) is not member:
                 continue  # forgotten with one before it
             if member.state is not RankState.LOST:
                 message = f"nothing was heard of rank {member.registration.rank}"
@@ -255,62 +209,22 @@ class Membership:
 
     def forgive(self, seconds: float) -> None:
         """Prolongs all waits, as nobody was listened to for so long: the server's own process was busy or stopped."""
-        for member in self._members.values():
+        for member in self._roster:
             member.heard_seconds += seconds
             member.away_seconds += seconds
 
-    def _due_seconds(self, member: _Member) -> float:
+    def _due_seconds(self, member: Member) -> float:
         if member.state in _AWAY:
             return member.away_seconds + self._timing.grace_seconds
         return member.heard_seconds + self._timing.heartbeat_timeout_seconds
 
-    def _member_of(self, link: LinkId) -> _Member:
-        member = self._by_link.get(link)
+    def _member_of(self, link: LinkId) -> Member:
+        member = self._roster.of_link(link)
         if member is None:
             raise AbortedError("RANK_GIVEN_UP", "this stream's rank was given up; join again")
         return member
 
-    def _rank_info(self, rank: Rank) -> RankInfo:
-        member = self._members.get(rank)
-        if member is None:
-            return RankInfo(rank, RankState.ABSENT)
-        said, got = member.registration, member.allocated
-        return RankInfo(
-            rank,
-            member.state,
-            said.device,
-            said.host,
-            said.pid,
-            said.available_bytes,
-            got.allocated_bytes if got else 0,
-            got.num_blocks if got else 0,
-        )
-
-    def _check_alike(self, registration: Registration) -> None:
-        if registration.world_size != self.world_size:
-            raise WrongStateError(
-                "RANKS_DISAGREE",
-                f"{registration.world_size}, the other ranks say {self.world_size}",
-                field="register.world_size",
-            )
-        field = self.options.difference(registration.options)
-        if field:
-            mine, theirs = getattr(registration.options, field), getattr(self.options, field)
-            raise WrongStateError(
-                "RANKS_DISAGREE", f"{mine}, the other ranks say {theirs}", field=f"register.options.{field}"
-            )
-        for name, spec in registration.layers.items():
-            others = ((rank, known) for rank, known in self._layers.get(name, {}).items() if rank != registration.rank)
-            rank, known = next(others, (registration.rank, spec))
-            different = differing_field(known, spec)
-            if different:
-                raise WrongStateError(
-                    "RANKS_DISAGREE_ON_A_LAYER",
-                    f"{_value(spec, different)}, rank {rank} says {_value(known, different)}",
-                    field=f'register.layers["{name}"].{different}',
-                )
-
-    def _check_successor(self, before: _Member, now_seconds: float) -> None:
+    def _check_successor(self, before: Member, now_seconds: float) -> None:
         who = f"rank {before.registration.rank} of pool {self.name!r}"
         if before.state is RankState.SILENT:
             left = max(self._due_seconds(before) - now_seconds, 0.0)
@@ -323,7 +237,7 @@ class Membership:
                 field="register.rank",
             )
 
-    def _come_back(self, before: _Member, member: _Member) -> list[Effect]:
+    def _come_back(self, before: Member, member: Member) -> list[Effect]:
         effects: list[Effect] = []
         if before.state is not RankState.LOST:
             error = AbortedError("STREAM_SUPERSEDED", "another stream of this rank took over")
@@ -333,44 +247,43 @@ class Membership:
         if not has_all or member.registration.layers != before.registration.layers:
             return effects + self._give_up(before) + self._take_in(member)
         member.allocated, member.state = got, RankState.READY
-        self._remove(before)
-        self._add(member)
+        self._roster.remove(before)
+        self._roster.add(member)
         if self._plan and self.state is PoolState.READY:  # a second stream, and nobody was missed meanwhile
             return [*effects, self._ready(member, self._plan)]
         return effects + (self._resume_if_complete() or [self._status(member)])
 
-    def _start_over(self, first: _Member) -> list[Effect]:
+    def _start_over(self, first: Member) -> list[Effect]:
         """Takes in a rank with which none must agree, as all others are lost; what it says the next must say too."""
-        lost = next(iter(self._members.values()), None)
+        lost = next(iter(self._roster), None)
         effects = self._give_up(lost) if lost else []
-        self.world_size, self.options = first.registration.world_size, first.registration.options
-        self._absent = set(map(Rank, range(self.world_size)))
+        self._roster.start_over(first.registration.world_size, first.registration.options)
         return effects + self._take_in(first)
 
-    def _take_in(self, member: _Member) -> list[Effect]:
-        self._add(member)
+    def _take_in(self, member: Member) -> list[Effect]:
+        self._roster.add(member)
         return self._plan_if_complete(member) or [self._status(member)]
 
-    def _plan_if_complete(self, newest: _Member) -> list[Effect]:
-        if self._absent:
+    def _plan_if_complete(self, newest: Member) -> list[Effect]:
+        if not self._roster.is_complete:
             return []
         try:
             plan = self._make_plan()
         except KvpoolError as error:
             return self._fail(error, self._at_fault(error, newest))
-        told = (member.registration.last_epoch for member in self._members.values())
+        told = (member.registration.last_epoch for member in self._roster)
         next_epoch = self.epoch + 1 if self._plan else self.epoch
         self.epoch = max(next_epoch, max(told) + 1)
         self._plan = plan
         effects: list[Effect] = []
-        for rank, config in enumerate(plan.configs):
-            member = self._members[Rank(rank)]
+        members = sorted(self._roster, key=lambda member: member.registration.rank)
+        for member, config in zip(members, plan.configs, strict=True):
             member.state = RankState.ALLOCATING
             effects.append(PlanSent(member.link, self.epoch, config, plan.max_model_len))
         return effects
 
     def _make_plan(self, num_blocks: int = 0) -> Plan:
-        said = [self._members[Rank(rank)].registration for rank in range(self.world_size)]
+        said = self._roster.registrations()
         ranks = [RankMemory(registration.layers, registration.available_bytes) for registration in said]
         plan = get_kv_cache_configs(ranks, self.options.plan_options(num_blocks))
         if plan.num_blocks > self._max_blocks:
@@ -381,7 +294,7 @@ class Membership:
 
     def _open(self, plan: Plan) -> list[Effect]:
         """Opens the pool with as many blocks as every rank got."""
-        got = [(member, member.allocated.num_blocks) for member in self._members.values() if member.allocated]
+        got = [(member, member.allocated.num_blocks) for member in self._roster if member.allocated]
         fewest = min(num_blocks for _, num_blocks in got)
         if fewest < plan.num_blocks:
             try:
@@ -393,49 +306,48 @@ class Membership:
         self._has_contents = True
         self.state = PoolState.READY
         opened = PoolOpened(self.options.pool_config(self.name, plan), self.epoch)
-        return [opened, *(self._ready(member, plan) for member in self._members.values())]
+        return [opened, *(self._ready(member, plan) for member in self._roster)]
 
-    def _at_fault(self, error: KvpoolError, newest: _Member) -> list[_Member]:
+    def _at_fault(self, error: KvpoolError, newest: Member) -> list[Member]:
         """Whose streams end when no plan can be made; of a pool that was open, the others keep what they hold."""
         if not self.was_open:
-            return list(self._members.values())
+            return list(self._roster)
         rank = error.rank if isinstance(error, PlanError) else None
-        return [newest if rank is None else self._members[Rank(rank)]]
+        named = None if rank is None else self._roster.of_rank(rank)
+        return [named or newest]
 
-    def _fail(self, error: KvpoolError, at_fault: Iterable[_Member]) -> list[Effect]:
+    def _fail(self, error: KvpoolError, at_fault: Iterable[Member]) -> list[Effect]:
         """Ends the streams of ranks that cannot be planned with."""
         effects: list[Effect] = []
         for member in at_fault:
             effects += [LinkEnded(member.link, error), *self._give_up(member)]
         return effects
 
-    def _go_away(self, members: Iterable[_Member], state: RankState, now_seconds: float) -> list[Effect]:
+    def _go_away(self, members: Iterable[Member], state: RankState, now_seconds: float) -> list[Effect]:
         """Notes that ranks are silent or lost. The others are told of the first; of more, in answer to heartbeats."""
         for member in members:
-            member.state = state
-            member.away_seconds = now_seconds
-            self._absent.add(member.registration.rank)
+            self._roster.goes_away(member, state, now_seconds)
         if self.state is not PoolState.READY:
             return []
         self.state = PoolState.DEGRADED
         return [PoolSuspended(), *self._statuses()]
 
     def _resume_if_complete(self) -> list[Effect]:
-        if self._plan is None or self._absent:
+        if self._plan is None or not self._roster.is_complete:
             return []
         plan = self._plan
         self.state = PoolState.READY
-        return [PoolResumed(), *(self._ready(member, plan) for member in self._members.values())]
+        return [PoolResumed(), *(self._ready(member, plan) for member in self._roster)]
 
-    def _give_up(self, member: _Member) -> list[Effect]:
+    def _give_up(self, member: Member) -> list[Effect]:
         """Forgets a rank; what all ranks held in this epoch is worth nothing without it.
 
         Others that are lost need not be waited for any more; one that is silent may still answer the next plan.
         """
-        self._remove(member)
-        for other in list(self._members.values()):
+        self._roster.remove(member)
+        for other in self._roster:
             if other.state is RankState.LOST:
-                self._remove(other)
+                self._roster.remove(other)
             elif other.state is not RankState.SILENT:
                 other.state = RankState.REGISTERED
             other.allocated = None
@@ -447,34 +359,12 @@ class Membership:
         self.state = PoolState.DEGRADED
         return [EpochPassed(self.epoch), *self._statuses()]
 
-    def _add(self, member: _Member) -> None:
-        rank = member.registration.rank
-        self._members[rank] = member
-        self._by_link[member.link] = member
-        self._absent.discard(rank)
-        for name, spec in member.registration.layers.items():
-            self._layers.setdefault(name, {})[rank] = spec
-
-    def _remove(self, member: _Member) -> None:
-        rank = member.registration.rank
-        del self._members[rank]
-        del self._by_link[member.link]
-        self._absent.add(rank)
-        for name in member.registration.layers:
-            del self._layers[name][rank]
-            if not self._layers[name]:
-                del self._layers[name]
-
-    def _ready(self, member: _Member, plan: Plan) -> Effect:
+    def _ready(self, member: Member, plan: Plan) -> Effect:
         return ReadySent(member.link, self.epoch, plan.num_blocks, plan.max_model_len)
 
-    def _status(self, member: _Member, sequence: int = 0) -> Effect:
-        absent = tuple(heapq.nsmallest(TOLD_ABSENT_RANKS, self._absent))
+    def _status(self, member: Member, sequence: int = 0) -> Effect:
+        absent = self._roster.first_absent(TOLD_ABSENT_RANKS)
         return StatusSent(member.link, self.state, self.epoch, absent, sequence)
 
     def _statuses(self) -> list[Effect]:
-        return [self._status(member) for member in self._members.values() if member.state is not RankState.LOST]
-
-
-def _value(spec: KVCacheSpec, field: str) -> object:
-    return type(spec).__name__ if field == "type" else getattr(spec, field)
+        return [self._status(member) for member in self._roster if member.state is not RankState.LOST]

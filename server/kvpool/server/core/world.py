@@ -46,6 +46,31 @@ class RankState(Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class RankTiming:
+    """How long ranks are waited for.
+
+    Attributes:
+        heartbeat_seconds: How often a rank is to be heard of.
+        heartbeat_timeout_seconds: After how long without it counts as silent.
+        grace_seconds: How long a rank that is silent or lost may come back with nothing lost.
+    """
+
+    heartbeat_seconds: float = 1.0
+    heartbeat_timeout_seconds: float = 5.0
+    grace_seconds: float = 30.0
+
+    def __post_init__(self) -> None:
+        if not 0.01 <= self.heartbeat_seconds <= 3600:  # noqa: PLR2004 - the message states it
+            raise ValueError(f"heartbeat_seconds: {self.heartbeat_seconds} is not in [0.01, 3600]")
+        if not 2 * self.heartbeat_seconds <= self.heartbeat_timeout_seconds <= 3600:  # noqa: PLR2004 - likewise
+            raise ValueError(
+                f"heartbeat_timeout_seconds: {self.heartbeat_timeout_seconds} is not in [2 x heartbeat_seconds, 3600]"
+            )
+        if not 0 <= self.grace_seconds <= 86_400:  # noqa: PLR2004 - likewise
+            raise ValueError(f"rank_grace_seconds: {self.grace_seconds} is not in [0, 86400]")
+
+
+@dataclass(frozen=True, slots=True)
 class WorldOptions:
     """What all ranks of a pool say alike: how the model is planned, and how the pool answers.
 

@@ -8,7 +8,7 @@ from typing import Final, assert_never
 from kvpool.server.core.allocator import PoolInfo
 from kvpool.server.core.config import PoolConfig, check_pool_name
 from kvpool.server.core.errors import ExhaustedError, InvalidArgumentError, KvpoolError, WrongStateError
-from kvpool.server.core.membership import Membership, RankTiming
+from kvpool.server.core.membership import Membership
 from kvpool.server.core.statistics import PrefixCacheStats
 from kvpool.server.core.types import PoolName
 from kvpool.server.core.world import (
@@ -22,6 +22,7 @@ from kvpool.server.core.world import (
     PoolResumed,
     PoolState,
     PoolSuspended,
+    RankTiming,
     ReadySent,
     Registration,
     StatusSent,
