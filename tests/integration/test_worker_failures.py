@@ -103,10 +103,9 @@ def test_a_killed_rank_degrades_the_pool_at_once_and_its_successor_begins_a_new_
     with server_on() as server, client_of(server) as client:
         ranks = workers.form(server.addresses[0], 2)
         session = fill(client)
-        killed = time.monotonic()
         ranks[1].signal(signal.SIGKILL)
-        wait_for_state(client, PoolState.DEGRADED, 1)
-        assert time.monotonic() - killed < HEARTBEAT_TIMEOUT_SECONDS
+        pool = wait_for_state(client, PoolState.DEGRADED, 1)
+        assert pool.ranks[1].state is RankState.LOST, "its stream broke: no heartbeat had to be missed"
         assert_refused_for_now(server.addresses[0])
         successor = workers.start(server.addresses[0], 1, 2)
         for rank in (ranks[0], successor):
@@ -131,10 +130,8 @@ def test_a_stopped_rank_that_goes_on_within_the_grace_time_loses_nothing(workers
     with server_on() as server, client_of(server) as client:
         ranks = workers.form(server.addresses[0], 2)
         session = fill(client)
-        stopped = time.monotonic()
         ranks[1].signal(signal.SIGSTOP)
         pool = wait_for_state(client, PoolState.DEGRADED, 1)
-        assert time.monotonic() - stopped < 2 * HEARTBEAT_TIMEOUT_SECONDS
         assert pool.ranks[1].state is RankState.SILENT
         assert_refused_for_now(server.addresses[0])
         ranks[1].signal(signal.SIGCONT)
@@ -166,11 +163,9 @@ def test_a_rank_that_is_cut_off(workers: Workers, *, comes_back_in_time: bool) -
         for rank in (first, second):
             rank.wait_for("ready: .* epoch 1$")
         session = fill(client)
-        cut = time.monotonic()
         network.cut()
         if comes_back_in_time:
             wait_for_state(client, PoolState.DEGRADED, 1)
-            assert time.monotonic() - cut < 2 * HEARTBEAT_TIMEOUT_SECONDS
             second.wait_for("SERVER_SILENT")
             network.heal()
             wait_for_state(client, PoolState.READY, 1)
