@@ -127,7 +127,6 @@ def play_concurrently(
         What each scheduler did; None for one that died.
     """
     children = [_start(share, options, f"kvpool-scheduler-{index}") for index, share in enumerate(shares)]
-    started([child.process.pid or 0 for child in children])
     held = deque(child.go for child in children)
 
     def let_go(count: int) -> None:
@@ -135,6 +134,7 @@ def play_concurrently(
             held.popleft().set()
 
     let_go(1 if options.start_after_requests else len(children))
+    started([child.process.pid or 0 for child in children])
     played: list[Played | None] = [None] * len(shares)
     open_pipes = {child.pipe: index for index, child in enumerate(children)}
     try:
