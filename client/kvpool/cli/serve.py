@@ -2,26 +2,18 @@
 
 import asyncio
 import logging
-from pathlib import Path
 from typing import Any
 
 import click
 
-from kvpool.cli.settings import load_config
+from kvpool.cli.settings import config_option
 from kvpool.server import server
 from kvpool.server.config import DEFAULT_ADDRESS, DEFAULT_MAX_POOL_BLOCKS, MIB, ServerConfig
 from kvpool.server.core.world import RankTiming
 
 
 @click.command()
-@click.option(
-    "--config",
-    type=click.Path(path_type=Path),
-    is_eager=True,
-    expose_value=False,
-    callback=load_config,
-    help="TOML file; its keys are the other options, with underscores.",
-)
+@config_option
 @click.option(
     "--listen",
     "listen",

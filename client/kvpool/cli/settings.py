@@ -44,6 +44,17 @@ def load_config(ctx: click.Context, _: click.Parameter, path: Path | None) -> Pa
     return path
 
 
+config_option = click.option(
+    "--config",
+    type=click.Path(path_type=Path),
+    is_eager=True,
+    expose_value=False,
+    callback=load_config,
+    help="TOML file; its keys are the other options, with underscores.",
+)
+"""Lets a command take its settings from a file."""
+
+
 def _refuse_unknown(keys: Iterable[tuple[str, str]], known: Iterable[str], where: str) -> None:
     known = sorted(known)
     for written, key in keys:

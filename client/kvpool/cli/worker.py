@@ -7,7 +7,7 @@ from typing import Any, Final
 import click
 
 from kvpool.cli.model import FLAGS, MODEL_OPTIONS, ModelFlags, byte_size, model_options
-from kvpool.cli.settings import load_config
+from kvpool.cli.settings import config_option
 from kvpool.gpu_worker.settings import (
     DEFAULT_DEVICE,
     DEFAULT_GPU_MEMORY_UTILIZATION,
@@ -38,14 +38,7 @@ _FLAGS: Final = {
 
 
 @click.command()
-@click.option(
-    "--config",
-    type=click.Path(path_type=Path),
-    is_eager=True,
-    expose_value=False,
-    callback=load_config,
-    help="TOML file; its keys are the other options, with underscores.",
-)
+@config_option
 @click.option(
     "--server", default=DEFAULT_ADDRESS, show_default=True, metavar="ADDRESS", help="host:port or unix:/path."
 )

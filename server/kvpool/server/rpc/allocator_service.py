@@ -4,13 +4,12 @@ import contextlib
 import secrets
 
 import grpc
-from google.protobuf.message import DecodeError
 
-from kvpool.server.core.errors import InvalidArgumentError, KvpoolError
+from kvpool.server.core.errors import InvalidArgumentError
 from kvpool.server.core.step import Operation, Outcome, Step
 from kvpool.server.core.types import SessionId
 from kvpool.server.rpc import convert, convert_pool, unary
-from kvpool.server.rpc.errors import abort, abort_internal, guarded, malformed
+from kvpool.server.rpc.errors import errors_sent, guarded
 from kvpool.server.rpc.hub import Hub, Stream
 from kvpool.server.rpc.ranks import Ranks
 from kvpool.v1 import allocator_pb2, allocator_pb2_grpc, pool_pb2, step_pb2
@@ -41,14 +40,12 @@ class AllocatorService(allocator_pb2_grpc.AllocatorServiceServicer):
     async def WaitUntilReady(
         self, request: allocator_pb2.WaitUntilReadyRequest, context: _WaitContext
     ) -> allocator_pb2.WaitUntilReadyResponse:
-        try:
+        response = allocator_pb2.WaitUntilReadyResponse()
+        async with errors_sent(context, "WaitUntilReady"):
             with self._hub.streaming() as stream, stream.wait():
                 info = await self._ranks.wait_until_ready(request.pool_name, request.timeout_seconds)
-            return allocator_pb2.WaitUntilReadyResponse(pool=convert_pool.info_to_proto(info))
-        except KvpoolError as error:
-            await abort(context, error)
-        except Exception:  # noqa: BLE001 - the boundary: a bug must end this call alone, and is logged
-            await abort_internal(context, "WaitUntilReady")
+            response.pool.CopyFrom(convert_pool.info_to_proto(info))
+        return response
 
     @guarded
     def OpenSession(self, request: allocator_pb2.OpenSessionRequest) -> allocator_pb2.OpenSessionResponse:
@@ -142,15 +139,9 @@ class AllocatorService(allocator_pb2_grpc.AllocatorServiceServicer):
         return allocator_pb2.MarkExecutedResponse()
 
     async def Schedule(self, _: object, context: _StepContext) -> None:  # type: ignore[override]
-        try:
+        async with errors_sent(context, "Schedule"):
             with self._hub.streaming() as stream:
                 await self._serve_steps(stream, context)
-        except KvpoolError as error:
-            await abort(context, error)
-        except DecodeError:
-            await abort(context, malformed())
-        except Exception:  # noqa: BLE001 - the boundary: a bug must end this call alone, and is logged
-            await abort_internal(context, "Schedule")
 
     async def _serve_steps(self, stream: Stream, context: _StepContext) -> None:
         with contextlib.ExitStack() as stack:

@@ -1,12 +1,14 @@
 """The one table from the core's errors to status codes, and how an error is sent."""
 
+import contextlib
 import functools
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Final, NoReturn, TypeVar
 
 import grpc
 from google.protobuf import any_pb2, duration_pb2
+from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
@@ -83,9 +85,20 @@ async def abort_internal(context: _Context[_RequestT, _ResponseT], method: str) 
     raise AssertionError("abort returned")
 
 
-def malformed() -> InvalidArgumentError:
-    """What a stream ends with whose next message is no message at all; of a unary call gRPC itself says so."""
-    return InvalidArgumentError("message", "cannot be parsed", reason="MALFORMED")
+@contextlib.asynccontextmanager
+async def errors_sent(context: _Context[_RequestT, _ResponseT], method: str) -> AsyncIterator[None]:
+    """Ends a call that waits with what is raised within, as the table says.
+
+    A message of a stream that is no message at all is the client's fault; of a unary call gRPC itself says so.
+    """
+    try:
+        yield
+    except KvpoolError as error:
+        await abort(context, error)
+    except DecodeError:
+        await abort(context, InvalidArgumentError("message", "cannot be parsed", reason="MALFORMED"))
+    except Exception:  # noqa: BLE001 - the boundary: a bug must end this call alone, and is logged
+        await abort_internal(context, method)
 
 
 def guarded(method: Callable[[_ServicerT, _RequestT], _ResponseT]) -> _Method[_ServicerT, _RequestT, _ResponseT]:

@@ -2,9 +2,9 @@
 
 import grpc
 
-from kvpool.server.core.errors import KvpoolError, WrongStateError
+from kvpool.server.core.errors import WrongStateError
 from kvpool.server.rpc import convert
-from kvpool.server.rpc.errors import abort, abort_internal
+from kvpool.server.rpc.errors import errors_sent
 from kvpool.server.rpc.hub import Hub, Stream
 from kvpool.v1 import event_pb2, event_pb2_grpc
 
@@ -18,13 +18,9 @@ class EventService(event_pb2_grpc.EventServiceServicer):
         self._hub = hub
 
     async def Watch(self, request: event_pb2.WatchRequest, context: _WatchContext) -> None:  # type: ignore[override]
-        try:
+        async with errors_sent(context, "Watch"):
             with self._hub.streaming() as stream:
                 await self._send_batches(request, stream, context)
-        except KvpoolError as error:
-            await abort(context, error)
-        except Exception:  # noqa: BLE001 - the boundary: a bug must end this call alone, and is logged
-            await abort_internal(context, "Watch")
 
     async def _send_batches(self, request: event_pb2.WatchRequest, stream: Stream, context: _WatchContext) -> None:
         pool = self._hub.allocator.pool(request.pool_name)

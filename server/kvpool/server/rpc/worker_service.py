@@ -5,12 +5,11 @@ import contextlib
 from typing import Final
 
 import grpc
-from google.protobuf.message import DecodeError
 
-from kvpool.server.core.errors import AbortedError, InvalidArgumentError, KvpoolError
+from kvpool.server.core.errors import AbortedError, InvalidArgumentError
 from kvpool.server.core.membership import Membership
 from kvpool.server.rpc import convert_world
-from kvpool.server.rpc.errors import abort, abort_internal, malformed
+from kvpool.server.rpc.errors import errors_sent
 from kvpool.server.rpc.hub import Hub, Stream
 from kvpool.server.rpc.ranks import RankLink, Ranks
 from kvpool.v1 import worker_pb2, worker_pb2_grpc
@@ -29,15 +28,9 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         self._ranks = ranks
 
     async def Join(self, _: object, context: _JoinContext) -> None:  # type: ignore[override]
-        try:
+        async with errors_sent(context, "Join"):
             with self._hub.streaming() as stream:
                 await self._serve(stream, context)
-        except KvpoolError as error:
-            await abort(context, error)
-        except DecodeError:
-            await abort(context, malformed())
-        except Exception:  # noqa: BLE001 - the boundary: a bug must end this call alone, and is logged
-            await abort_internal(context, "Join")
 
     async def _serve(self, stream: Stream, context: _JoinContext) -> None:
         link = self._ranks.open_link(stream)
