@@ -267,6 +267,31 @@ def get_layout(layer_name: str, name: str) -> KVCacheLayout:
     return _LAYOUTS[name]
 
 
+def check_layouts(layouts: Mapping[str, str], layers: Mapping[str, KVCacheSpec]) -> None:
+    """Checks that each layout can see its layer's pages, before there is any memory.
+
+    Pages of states are taken as they are: only the plan says how they are padded.
+
+    Args:
+        layouts: Name of the layout of each layer whose backend states one.
+        layers: The rank's layers.
+
+    Raises:
+        InvalidArgumentError: A layer or layout is not known, or the layout is for another kind of layer.
+    """
+    for layer_name, name in layouts.items():
+        if layer_name not in layers:
+            raise InvalidArgumentError("layouts", f"layer {layer_name!r} is not one of the rank's")
+        layout, spec = get_layout(layer_name, name), layers[layer_name]
+        if isinstance(spec, MambaSpec):
+            continue
+        page = torch.empty(spec.page_size_bytes, dtype=torch.int8, device="meta")
+        try:
+            layout.view(LayerPages(layer_name, spec, page, num_blocks=1))
+        except InvalidArgumentError as error:
+            raise InvalidArgumentError("layout", f"{name!r} for {error.message}") from error
+
+
 def layout_names() -> tuple[str, ...]:
     """The names of all layouts."""
     return tuple(_LAYOUTS)

@@ -25,7 +25,7 @@ from kvpool.gpu_worker.cache import HeldCache
 from kvpool.gpu_worker.device import available_bytes, describe_device, open_device
 from kvpool.gpu_worker.hooks import ReadyPool, WorkerHooks, WorkerStatus
 from kvpool.gpu_worker.join import RankProtocol
-from kvpool.gpu_worker.layouts import LayerCache, get_layout
+from kvpool.gpu_worker.layouts import LayerCache, check_layouts
 from kvpool.gpu_worker.settings import WorkerSettings
 from kvpool.gpu_worker.stream import Incoming, JoinStream
 from kvpool.gpu_worker.tensors import BufferAllocator, empty_buffer
@@ -83,11 +83,12 @@ class Worker:
             allocate: Makes one buffer; for runners with an allocator of their own.
 
         Raises:
-            InvalidArgumentError: The device is not there, its memory is not enough, or a layer or layout is unknown.
+            InvalidArgumentError: The device is not there, its memory is not enough, a layer or layout is unknown, or a
+                layout cannot see its layer's pages.
         """
         self._settings = settings
         self._hooks = hooks or WorkerHooks()
-        _check_layouts(layouts or {}, layers)
+        check_layouts(layouts or {}, layers)
         self.device = open_device(settings.device)
         registration = Registration(
             rank=Rank(settings.rank),
@@ -371,13 +372,6 @@ class Worker:
     def _describe_wait(self) -> str:
         status = self.status
         return f"the rank is {status.phase.value}{told_ranks(status.absent_ranks)}"
-
-
-def _check_layouts(layouts: Mapping[str, str], layers: Mapping[str, KVCacheSpec]) -> None:
-    for layer_name, layout in layouts.items():
-        if layer_name not in layers:
-            raise InvalidArgumentError("layouts", f"layer {layer_name!r} is not one of the rank's")
-        get_layout(layer_name, layout)
 
 
 @contextmanager

@@ -438,6 +438,10 @@ def test_layouts_are_checked_before_anything_is_joined(path: Path) -> None:
         Worker(settings(path), LAYERS, layouts={"nobody": "triton"})
     with pytest.raises(InvalidArgumentError, match=r"'l\.0'"):
         Worker(settings(path), LAYERS, layouts={"l.0": "no such layout"})
+    with pytest.raises(
+        InvalidArgumentError, match=r"layout: 'mla' for layer 'l\.0': a FullAttentionSpec keeps no latent"
+    ):
+        Worker(settings(path), LAYERS, layouts={"l.0": "mla"})
 
 
 def test_a_layout_shapes_its_layer(server: FakeServer, path: Path) -> None:
