@@ -55,7 +55,7 @@ class Rank:
         self.specs = [allocation_spec(group.spec) for group in self.config.groups]
         self.buffers = allocate_buffers(self.config, device)
         views = reshape_kv_cache(self.config, NUM_BLOCKS, self.buffers, self.model.layouts)
-        pool = ReadyPool(EPOCH, NUM_BLOCKS, self.config, LIMITS.max_model_len, views, 0)
+        pool = ReadyPool(EPOCH, NUM_BLOCKS, self.config, LIMITS.max_model_len, views, self.buffers)
         self.runner = ModelRunner(self.model, pool, LIMITS, device)
         self.free = list(range(1, NUM_BLOCKS))
         random.Random(seed).shuffle(self.free)  # noqa: S311 - any order does

@@ -43,9 +43,9 @@ class HeldCache:
         return self._config is None
 
     @property
-    def allocated_bytes(self) -> int:
-        """Memory that the buffers take."""
-        return sum(map(len, self._buffers))
+    def buffers(self) -> tuple[torch.Tensor, ...]:
+        """int8 (bytes,), one for each of the plan's tensors."""
+        return self._buffers
 
     def allocate(self, config: KVCacheConfig) -> Allocation:
         """Allocates what is planned, or as many blocks of it as fit; what was held is freed first.
@@ -63,7 +63,7 @@ class HeldCache:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)  # zeroed on this thread's stream; steps run on others
         self._config, self._buffers = config, buffers
-        return Allocation(config, num_blocks, self.allocated_bytes, _shapes(views))
+        return Allocation(config, num_blocks, sum(map(len, buffers)), _shapes(views))
 
     def view(self, num_blocks: int) -> tuple[KVCacheConfig, dict[str, LayerCache]]:
         """The layers' views of the first blocks, and the configuration that says so.

@@ -3,6 +3,8 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+import torch
+
 from kvpool.gpu_worker.join import Phase
 from kvpool.gpu_worker.layouts import LayerCache
 from kvpool.server.core.plan import KVCacheConfig
@@ -20,7 +22,8 @@ class ReadyPool:
         max_model_len: Most tokens a request may have.
         kv_caches: View of each layer's pages, as its backend sees them; block 0 is the null block. They are the
             worker's memory: whoever keeps them beyond the epoch drops them in `WorkerHooks.on_release`.
-        allocated_bytes: Memory of the rank's buffers, which may have room for more blocks.
+        buffers: int8 (bytes,), one for each of the config's tensors, with room for `num_blocks` or more: for runners
+            that see pages otherwise, as kernel blocks. Memory of the worker too.
     """
 
     epoch: int
@@ -28,7 +31,12 @@ class ReadyPool:
     config: KVCacheConfig
     max_model_len: int
     kv_caches: Mapping[str, LayerCache]
-    allocated_bytes: int
+    buffers: tuple[torch.Tensor, ...]
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Memory of the buffers."""
+        return sum(map(len, self.buffers))
 
 
 def _nothing(*_: object) -> None:

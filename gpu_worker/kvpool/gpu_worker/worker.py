@@ -358,9 +358,7 @@ class Worker:
     def _begin_epoch(self, ready: Ready) -> None:
         """Job: makes the views, has the runner bind them, then lets steps through."""
         config, kv_caches = self._cache.view(ready.num_blocks)
-        pool = ReadyPool(
-            ready.epoch, ready.num_blocks, config, ready.max_model_len, kv_caches, self._cache.allocated_bytes
-        )
+        pool = ReadyPool(ready.epoch, ready.num_blocks, config, ready.max_model_len, kv_caches, self._cache.buffers)
         self._hooks.on_epoch(pool)
         with self._changed:
             if self._protocol.ready is not ready:

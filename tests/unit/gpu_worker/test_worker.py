@@ -16,7 +16,7 @@ import torch
 
 from kvpool.client.errors import DeadlineError, ServerError
 from kvpool.gpu_worker.settings import WorkerSettings
-from kvpool.gpu_worker.tensors import BufferAllocator, empty_buffer
+from kvpool.gpu_worker.tensors import BufferAllocator, empty_buffer, reshape_kv_cache
 from kvpool.gpu_worker.worker import ReadyPool, Worker, WorkerHooks
 from kvpool.server.core.errors import (
     AbortedError,
@@ -450,6 +450,20 @@ def test_a_layout_shapes_its_layer(server: FakeServer, path: Path) -> None:
         views = {name: view for name, view in worker.kv_caches.items() if isinstance(view, torch.Tensor)}
         assert views["l.0"].shape == (2, 10, 16, 2, 8)
         assert views["l.1"].shape == (10, 2, 16, 2, 8)
+
+
+def test_a_runner_may_see_the_pages_as_kernel_blocks(server: FakeServer, path: Path) -> None:
+    with Worker(settings(path), LAYERS) as worker:
+        opened(server, worker)
+        pool = worker.wait_ready()
+        views = reshape_kv_cache(pool.config, pool.num_blocks, pool.buffers, kernel_block_sizes=[8, 8])
+        for name, view in views.items():
+            cache = pool.kv_caches[name]
+            assert isinstance(view, torch.Tensor)
+            assert isinstance(cache, torch.Tensor)
+            assert view.shape == (2, 20, 8, 2, 8)
+            view[0, 2] = 7.0  # the first half of block 1, keys before values in each
+            assert cache[0, 1].flatten()[:128].eq(7.0).all()
 
 
 @pytest.mark.parametrize(
