@@ -12,6 +12,7 @@ import click
 from kvpool.models.config import Model, ModelOptions, derive_model
 from kvpool.models.context import DEFAULT_BLOCK_SIZE
 from kvpool.models.layers_file import model_of_layers, read_layers
+from kvpool.server.core.errors import InvalidArgumentError
 from kvpool.server.core.types import MAX_TOKENS
 
 _SIZE: Final = re.compile(r"\s*(-?\d{1,18}(?:\.\d{1,18})?)\s*([KMGT]i?)?B?\s*", re.IGNORECASE)
@@ -147,11 +148,17 @@ class ModelFlags:
             raise click.UsageError("--layers stands alone: the file says itself how each layer is kept")
         if not length:
             raise click.UsageError("--layers needs --max-model-len in tokens")
-        return model_of_layers(read_layers(_read_object(self.layers)), length)
+        try:
+            return model_of_layers(read_layers(_read_object(self.layers)), length)
+        except InvalidArgumentError as error:
+            error.rename_field(f"--layers {self.layers}: {error.field}")
+            raise
 
     def encoder_tokens(self, model: Model) -> int:
         """Most tokens that an encoder puts out for a request."""
-        return self.max_encoder_tokens if self.max_encoder_tokens is not None else _stated_encoder_tokens(model)
+        if self.max_encoder_tokens is not None:
+            return self.max_encoder_tokens
+        return model.max_encoder_tokens or _ENCODER_TOKENS
 
     def _model_options(self, max_model_len: int) -> ModelOptions:
         return ModelOptions(
@@ -167,10 +174,6 @@ class ModelFlags:
 
 MODEL_OPTIONS: Final = tuple(field.name for field in fields(ModelFlags))
 """Names of the options that `model_options` gives."""
-
-
-def _stated_encoder_tokens(model: Model) -> int:
-    return model.max_encoder_tokens or _ENCODER_TOKENS
 
 
 def _read_object(path: Path) -> dict[str, object]:

@@ -14,8 +14,9 @@ import torch
 
 from kvpool.gpu_worker.buffers import buffers_by_layer, page_sizes_bytes
 from kvpool.gpu_worker.layouts import LayerCache, LayerPages, default_layout, get_layout
+from kvpool.gpu_worker.units import format_bytes
 from kvpool.server.core.errors import InvalidArgumentError
-from kvpool.server.core.plan import GIB, KVCacheConfig
+from kvpool.server.core.plan import KVCacheConfig
 from kvpool.server.core.plan_groups import layer_specs
 from kvpool.server.core.spec_base import KVCacheSpec
 
@@ -236,6 +237,6 @@ def _give_back(device: torch.device) -> None:
 def _too_little(config: KVCacheConfig, num_blocks: int, device: torch.device) -> MemoryError:
     pages = page_sizes_bytes(config)
     return MemoryError(
-        f"{num_blocks} blocks of {sum(pages)} bytes ({num_blocks * sum(pages) / GIB:.2f} GiB in {len(pages)} buffers)"
+        f"{num_blocks} blocks of {sum(pages)} bytes ({format_bytes(num_blocks * sum(pages))} in {len(pages)} buffers)"
         f" do not fit {device}"
     )

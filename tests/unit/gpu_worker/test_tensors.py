@@ -76,7 +76,7 @@ def test_each_planned_tensor_gets_a_zeroed_buffer(device: torch.device) -> None:
 )
 def test_a_failure_frees_what_was_allocated(error: Exception) -> None:
     memory = Memory(20 * PAGE - 1, error)
-    with pytest.raises(MemoryError, match=r"10 blocks of 2048 bytes \(0.00 GiB in 2 buffers\) do not fit cpu"):
+    with pytest.raises(MemoryError, match=r"10 blocks of 2048 bytes \(20.0 KiB in 2 buffers\) do not fit cpu"):
         allocate_buffers(CONFIG, CPU, memory.allocate)
     assert memory.tries == [10 * PAGE]
     memory.capacity_bytes = 10 * PAGE
@@ -170,7 +170,7 @@ def test_a_process_that_may_not_have_more_gets_what_there_is() -> None:
     """2 GiB are planned. The process may take 512 MiB more, 64 of them not for blocks: about 223 blocks of 2 MiB."""
     done = subprocess.run([sys.executable, "-c", REAL_FAILURE], capture_output=True, text=True, timeout=120, check=True)
     first, second, got = done.stdout.splitlines()
-    assert first == second == "1024 blocks of 2097152 bytes (2.00 GiB in 8 buffers) do not fit cpu"
+    assert first == second == "1024 blocks of 2097152 bytes (2.0 GiB in 8 buffers) do not fit cpu"
     num_blocks = int(got.split()[0])
     assert 150 <= num_blocks <= 224
     assert got == f"{num_blocks} {{{num_blocks * 2**18}}} 8"
