@@ -219,7 +219,7 @@ def test_a_scheduler_killed_in_mid_replay_is_freed_after_its_lease_and_the_other
 
 def test_demo_shows_its_table() -> None:
     done = run("demo")
-    assert done.returncode == 0, done.stderr
+    assert (done.returncode, done.stderr) == (0, "")
     for row in ("requests", "hit rate", "evictions", "preemptions", "steps a second", "second scheduler's reuse"):
         assert row in done.stdout
 

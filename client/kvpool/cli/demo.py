@@ -40,9 +40,9 @@ def demo(ctx: click.Context) -> None:
 
 
 def _generate(address: str) -> bool:
-    """Has two ranks generate, if there is torch; returns whether nothing was wrong."""
-    if importlib.util.find_spec("torch") is None:
-        click.echo('Without torch there are no ranks to show: pip install "kvpool[worker]".')
+    """Has two ranks generate, if there is what ranks need; returns whether nothing was wrong."""
+    if not all(map(importlib.util.find_spec, ("torch", "numpy"))):
+        click.echo('Without torch and numpy there are no ranks to show: pip install "kvpool[worker]".')
         return True
     from kvpool.gpu_worker.reference.config import ReferenceConfig  # noqa: PLC0415 - clients have no torch
     from kvpool.gpu_worker.reference.deployment import Deployment  # noqa: PLC0415 - likewise

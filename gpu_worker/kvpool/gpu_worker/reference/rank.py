@@ -6,6 +6,7 @@
 """
 
 import contextlib
+import logging
 import threading
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -61,6 +62,7 @@ def run_rank(options: RankOptions, parent: "Connection[Any, Any]") -> None:
 
     Says None to the parent when it takes steps, or why it cannot.
     """
+    logging.basicConfig(level=logging.ERROR)  # that another rank ends a moment before this one is no trouble
     torch.set_num_threads(options.num_threads)
     settings = options.settings
     world_size = settings.world_size
@@ -74,7 +76,8 @@ def run_rank(options: RankOptions, parent: "Connection[Any, Any]") -> None:
             runner = _make_runner(model, worker, options)
             _take_steps(runner, worker, options, parent)
     except KvpoolError as error:
-        parent.send(f"{error.reason}: {error}")
+        with contextlib.suppress(OSError):  # the parent has heard of another rank, and goes
+            parent.send(f"{error.reason}: {error}")
     finally:
         if group:
             group.close()
