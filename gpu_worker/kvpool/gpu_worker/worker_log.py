@@ -74,7 +74,7 @@ class WorkerLog:
     def joins_later(self, error: KvpoolError, pause_seconds: float) -> None:
         """Says a trouble, once however often it comes in a row."""
         if error.reason != self._trouble:
-            _log.warning("%s: %s: %s; tries again until it is back", self._rank, error.reason, error)
+            _log.warning("%s: %s: %s; keeps trying to join", self._rank, error.reason, error)
         self._trouble = error.reason
         _log.debug("%s: %s: %s; joins again in %.1f s", self._rank, error.reason, error, pause_seconds)
 
