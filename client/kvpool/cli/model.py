@@ -12,7 +12,6 @@ import click
 from kvpool.models.config import Model, ModelOptions, derive_model
 from kvpool.models.context import DEFAULT_BLOCK_SIZE
 from kvpool.models.layers_file import model_of_layers, read_layers
-from kvpool.server.core.errors import InvalidArgumentError
 from kvpool.server.core.types import MAX_TOKENS
 
 _SIZE: Final = re.compile(r"\s*(-?\d{1,18}(?:\.\d{1,18})?)\s*([KMGT]i?)?B?\s*", re.IGNORECASE)
@@ -148,11 +147,7 @@ class ModelFlags:
             raise click.UsageError("--layers stands alone: the file says itself how each layer is kept")
         if not length:
             raise click.UsageError("--layers needs --max-model-len in tokens")
-        try:
-            return model_of_layers(read_layers(_read_object(self.layers)), length)
-        except InvalidArgumentError as error:
-            error.rename_field(f"--layers {self.layers}: {error.field}")
-            raise
+        return model_of_layers(read_layers(_read_object(self.layers)), length)
 
     def encoder_tokens(self, model: Model) -> int:
         """Most tokens that an encoder puts out for a request."""

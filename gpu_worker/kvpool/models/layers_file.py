@@ -34,7 +34,7 @@ def read_layers(data: object) -> dict[str, KVCacheSpec]:
     top = typed("$", data, dict)
     for key in top:
         if key != "layers":
-            raise InvalidArgumentError(str(key), "is not known; known: layers")
+            raise InvalidArgumentError(str(key), "is not known in a file of layers; known: layers")
     if "layers" not in top:
         raise InvalidArgumentError("layers", "is missing", reason="MISSING")
     layers = typed("layers", top["layers"], dict)
