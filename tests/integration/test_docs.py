@@ -1,0 +1,86 @@
+"""The examples of docs/ run as shown, but for the names that they leave to the reader."""
+
+import json
+import re
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from kvpool.gpu_worker import layouts
+from kvpool.gpu_worker.attention_backends import PagedAttentionBackend
+from kvpool.gpu_worker.hooks import ReadyPool
+from kvpool.server.core.plan import PlanOptions, RankMemory
+from kvpool.server.core.planner import get_kv_cache_configs
+from kvpool.server.core.specs import FullAttentionSpec, SlidingWindowSpec
+from support_server import running_server
+
+DOCS = Path(__file__).parents[2] / "docs"
+MODEL = Path(__file__).parents[1] / "unit" / "models" / "configs" / "llama-3.1-8b.json"
+WAIT_SECONDS = 60.0
+
+
+def examples(name: str) -> list[str]:
+    """The Python examples of a page that say that they are tested here."""
+    mark = f"<!-- tested: tests/integration/{Path(__file__).name} -->\n"
+    return re.findall(mark + r"```python\n(.*?)```", (DOCS / name).read_text(), re.DOTALL)
+
+
+def run(code: str, names: dict[str, Any]) -> None:
+    exec(compile(code, "docs", "exec"), names)  # noqa: S102 - our own pages
+
+
+def test_tensors_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layouts, "_LAYOUTS", dict(layouts._LAYOUTS))
+    layouts._LAYOUTS.pop("tokens_last", None)
+    own_layout, once, each_step = examples("tensors.md")
+    run(own_layout, {})
+    full = FullAttentionSpec(16, 2, 16, "float32")
+    specs = {"l.0": full, "l.1": SlidingWindowSpec(16, 2, 16, "float32", sliding_window=64)}
+    names: dict[str, Any] = {
+        "config": get_kv_cache_configs([RankMemory(specs, 2**20)], PlanOptions(256)).configs[0],
+        "device": torch.device("cpu"),
+        "layers": {name: SimpleNamespace(kv_cache=None) for name in specs},
+        "backends": {"l.0": PagedAttentionBackend("mine", "tokens_last"), "l.1": PagedAttentionBackend()},
+        "max_num_reqs": 4,
+        "max_model_len": 256,
+        "max_num_batched_tokens": 64,
+    }
+    run(once, names)
+    blocks = names["num_blocks"]
+    assert names["layers"]["l.0"].kv_cache.shape == (blocks, 2, 2, 16, 16)
+    assert names["layers"]["l.1"].kv_cache.shape == (2, blocks, 16, 2, 16)
+    names["tables"].add_row(1, [[7, 8], [9, 10]])
+    names |= {"row": 0, "last": 1, "block_ids": [[1], [2]], "new_block_ids": [[3], [4]]}
+    names |= {"num_computed_tokens": np.array([15]), "num_scheduled_tokens": np.array([2])}
+    run(each_step, names)
+    slots = {name: metadata.slot_mapping.tolist() for name, metadata in names["metadata"].items()}
+    assert slots == {"l.0": [7 * 16 + 15, 8 * 16], "l.1": [9 * 16 + 15, 10 * 16]}
+
+
+def test_ranks_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("config.json").write_text(json.dumps(json.loads(MODEL.read_text()) | {"num_hidden_layers": 2}))
+    (embedding,) = examples("ranks.md")
+    bound: list[ReadyPool] = []
+    unbound: list[None] = []
+    all_are_through = threading.Barrier(2)  # a rank that leaves takes the epoch from the other
+    names = {
+        "bind": bound.append,
+        "unbind": lambda: unbound.append(None),
+        "epoch": 1,
+        "stay": lambda: all_are_through.wait(WAIT_SECONDS),
+    }
+    with running_server() as address, ThreadPoolExecutor(2) as threads:
+        here = embedding.replace("host:50051", address).replace('"cuda:0"', '"cpu", memory_bytes=2**26')
+        here = here.replace("timeout_seconds=300", f"timeout_seconds={WAIT_SECONDS}") + "    stay()\n"
+        ranks = [threads.submit(run, here.replace("rank=0", f"rank={rank}"), dict(names)) for rank in range(2)]
+        for rank in ranks:
+            rank.result(WAIT_SECONDS)
+    assert [(pool.epoch, pool.num_blocks, len(pool.kv_caches)) for pool in bound] == [(1, 1024, 2)] * 2
+    assert len(unbound) == 2
