@@ -329,6 +329,108 @@ class PrefixCacheCounters(_message.Message):
 Global___PrefixCacheCounters: _TypeAlias = PrefixCacheCounters  # noqa: Y015
 
 @_typing.final
+class ActivityCounters(_message.Message):
+    """What a pool did since it was created."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ALLOCATIONS_FIELD_NUMBER: _builtins.int
+    REFUSALS_FIELD_NUMBER: _builtins.int
+    STEPS_FIELD_NUMBER: _builtins.int
+    OPERATIONS_FIELD_NUMBER: _builtins.int
+    RETRIES_FIELD_NUMBER: _builtins.int
+    SESSIONS_OPENED_FIELD_NUMBER: _builtins.int
+    SESSIONS_CLOSED_FIELD_NUMBER: _builtins.int
+    LEASES_EXPIRED_FIELD_NUMBER: _builtins.int
+    EPOCH_ENDS_FIELD_NUMBER: _builtins.int
+    EVICTED_SESSIONS_FIELD_NUMBER: _builtins.int
+    SUSPENSIONS_FIELD_NUMBER: _builtins.int
+    allocations: _builtins.int
+    """Times that a request was given room."""
+    refusals: _builtins.int
+    """Times that there were too few free blocks to."""
+    steps: _builtins.int
+    """Changes applied, unary calls included."""
+    operations: _builtins.int
+    """Operations in them."""
+    retries: _builtins.int
+    """Changes that came again and were answered from memory."""
+    sessions_opened: _builtins.int
+    """Sessions opened."""
+    sessions_closed: _builtins.int
+    """Sessions that their scheduler closed."""
+    leases_expired: _builtins.int
+    """Sessions whose lease ran out."""
+    epoch_ends: _builtins.int
+    """Sessions ended because a rank was lost, and what its blocks held."""
+    evicted_sessions: _builtins.int
+    """Sessions that an operator ended."""
+    suspensions: _builtins.int
+    """Times that a missing rank stopped allocation."""
+    def __init__(
+        self,
+        *,
+        allocations: _builtins.int = ...,
+        refusals: _builtins.int = ...,
+        steps: _builtins.int = ...,
+        operations: _builtins.int = ...,
+        retries: _builtins.int = ...,
+        sessions_opened: _builtins.int = ...,
+        sessions_closed: _builtins.int = ...,
+        leases_expired: _builtins.int = ...,
+        epoch_ends: _builtins.int = ...,
+        evicted_sessions: _builtins.int = ...,
+        suspensions: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["allocations", b"allocations", "epoch_ends", b"epoch_ends", "evicted_sessions", b"evicted_sessions", "leases_expired", b"leases_expired", "operations", b"operations", "refusals", b"refusals", "retries", b"retries", "sessions_closed", b"sessions_closed", "sessions_opened", b"sessions_opened", "steps", b"steps", "suspensions", b"suspensions"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ActivityCounters: _TypeAlias = ActivityCounters  # noqa: Y015
+
+@_typing.final
+class GroupInfo(_message.Message):
+    """A group of a pool as it is now."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KIND_FIELD_NUMBER: _builtins.int
+    USED_BLOCKS_FIELD_NUMBER: _builtins.int
+    CACHED_BLOCKS_FIELD_NUMBER: _builtins.int
+    ALLOCATED_BLOCKS_FIELD_NUMBER: _builtins.int
+    EVICTED_BLOCKS_FIELD_NUMBER: _builtins.int
+    kind: _builtins.str
+    """Its kind of attention, as vLLM's block events call it: "full_attention", "mla_attention", "sink_full_attention",
+    "sliding_window", "mamba", "chunked_local_attention", "cross_attention".
+    """
+    used_blocks: _builtins.int
+    """Blocks that requests hold or that are set aside for sinks; each once, however many requests share it."""
+    cached_blocks: _builtins.int
+    """Blocks whose contents can be found by hash."""
+    allocated_blocks: _builtins.int
+    """Blocks taken from the free list, since the pool was created."""
+    evicted_blocks: _builtins.int
+    """Cached blocks given up to make room, since the pool was created."""
+    def __init__(
+        self,
+        *,
+        kind: _builtins.str = ...,
+        used_blocks: _builtins.int = ...,
+        cached_blocks: _builtins.int = ...,
+        allocated_blocks: _builtins.int = ...,
+        evicted_blocks: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["allocated_blocks", b"allocated_blocks", "cached_blocks", b"cached_blocks", "evicted_blocks", b"evicted_blocks", "kind", b"kind", "used_blocks", b"used_blocks"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GroupInfo: _TypeAlias = GroupInfo  # noqa: Y015
+
+@_typing.final
 class RankInfo(_message.Message):
     """A rank of a pool. All but its number and state are 0 or empty while it is absent."""
 
@@ -400,6 +502,9 @@ class PoolInfo(_message.Message):
     STATE_FIELD_NUMBER: _builtins.int
     WORLD_SIZE_FIELD_NUMBER: _builtins.int
     RANKS_FIELD_NUMBER: _builtins.int
+    RUNNING_REQUESTS_FIELD_NUMBER: _builtins.int
+    ACTIVITY_FIELD_NUMBER: _builtins.int
+    GROUPS_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """Goes up whenever the contents of blocks can no longer be trusted. From 1."""
     free_blocks: _builtins.int
@@ -426,6 +531,8 @@ class PoolInfo(_message.Message):
     """Whether it serves."""
     world_size: _builtins.int
     """Ranks that it takes. 0: it was declared by a scheduler."""
+    running_requests: _builtins.int
+    """Of the requests, those that hold blocks."""
     @_builtins.property
     def config(self) -> Global___PoolConfig:
         """What it was declared with, defaults filled in. The hash scheme's none_hash is left out: only sessions learn it. Of
@@ -439,6 +546,14 @@ class PoolInfo(_message.Message):
     @_builtins.property
     def ranks(self) -> _containers.RepeatedCompositeFieldContainer[Global___RankInfo]:
         """The ranks, in their order."""
+
+    @_builtins.property
+    def activity(self) -> Global___ActivityCounters:
+        """What the pool did."""
+
+    @_builtins.property
+    def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___GroupInfo]:
+        """Its groups, in their order."""
 
     def __init__(
         self,
@@ -459,10 +574,13 @@ class PoolInfo(_message.Message):
         state: Global___PoolState.ValueType = ...,
         world_size: _builtins.int = ...,
         ranks: _abc.Iterable[Global___RankInfo] | None = ...,
+        running_requests: _builtins.int = ...,
+        activity: Global___ActivityCounters | None = ...,
+        groups: _abc.Iterable[Global___GroupInfo] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["config", b"config", "prefix_cache", b"prefix_cache"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["activity", b"activity", "config", b"config", "prefix_cache", b"prefix_cache"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_blocks", b"cached_blocks", "config", b"config", "epoch", b"epoch", "event_sequence", b"event_sequence", "evicted_blocks", b"evicted_blocks", "free_blocks", b"free_blocks", "preemptions", b"preemptions", "prefix_cache", b"prefix_cache", "ranks", b"ranks", "recent_hit_rate", b"recent_hit_rate", "requests", b"requests", "sessions", b"sessions", "sink_blocks", b"sink_blocks", "state", b"state", "usage", b"usage", "world_size", b"world_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["activity", b"activity", "cached_blocks", b"cached_blocks", "config", b"config", "epoch", b"epoch", "event_sequence", b"event_sequence", "evicted_blocks", b"evicted_blocks", "free_blocks", b"free_blocks", "groups", b"groups", "preemptions", b"preemptions", "prefix_cache", b"prefix_cache", "ranks", b"ranks", "recent_hit_rate", b"recent_hit_rate", "requests", b"requests", "running_requests", b"running_requests", "sessions", b"sessions", "sink_blocks", b"sink_blocks", "state", b"state", "usage", b"usage", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -6,18 +6,20 @@
 """
 
 from collections import OrderedDict
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from kvpool.server.core import apply
 from kvpool.server.core.config import PoolConfig
 from kvpool.server.core.errors import AbortedError, InvalidArgumentError, NotFoundError, WrongStateError
 from kvpool.server.core.pool import Pool
+from kvpool.server.core.residency import Residency
 from kvpool.server.core.session import Session
-from kvpool.server.core.statistics import PrefixCacheStats
+from kvpool.server.core.specs import KIND_NAMES, allocation_spec
+from kvpool.server.core.statistics import ActivityCounters, PrefixCacheStats
 from kvpool.server.core.step import Step, StepResult
-from kvpool.server.core.types import PoolName, SessionId, WriterId
+from kvpool.server.core.types import GroupId, PoolName, SessionId, WriterId
 from kvpool.server.core.world import PoolState, RankInfo
 
 DEFAULT_LEASE_SECONDS: Final = 10.0
@@ -29,6 +31,25 @@ _ENDS: Final = {
     "EPOCH_PASSED": "a rank of the pool was lost, and what its blocks held; open a new session, compute again",
 }
 """By reason: what became of a session that did not close itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupInfo:
+    """A group of a pool as it is at one moment.
+
+    Attributes:
+        kind: What kind of attention it is, as vLLM's events call it.
+        used_blocks: Held by requests or set aside for sinks; each once, however many requests share it.
+        cached_blocks: Blocks whose contents can be found by hash.
+        allocated_blocks: Blocks taken from the free list, since the pool was created.
+        evicted_blocks: Cached blocks given up to make room, since the pool was created.
+    """
+
+    kind: str
+    used_blocks: int
+    cached_blocks: int
+    allocated_blocks: int
+    evicted_blocks: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +72,9 @@ class PoolInfo:
         sink_blocks: Blocks set aside for sinks: 1, 2, ..., group by group.
         state: Whether it serves.
         ranks: How its ranks are; none if a scheduler declared it.
+        running_requests: Of the requests, those that hold blocks.
+        activity: What it did so far.
+        groups: Its groups, in their order.
     """
 
     config: PoolConfig
@@ -68,12 +92,20 @@ class PoolInfo:
     sink_blocks: int = 0
     state: PoolState = PoolState.READY
     ranks: tuple[RankInfo, ...] = ()
+    running_requests: int = 0
+    activity: ActivityCounters = field(default_factory=ActivityCounters)
+    groups: tuple[GroupInfo, ...] = ()
 
 
 class Allocator:
-    """Pools by name and sessions by id."""
+    """Pools by name and sessions by id.
 
-    def __init__(self) -> None:
+    Args:
+        new_residency: Makes what samples how long the blocks of a new pool keep what they hold.
+    """
+
+    def __init__(self, new_residency: Callable[[], Residency | None] = lambda: None) -> None:
+        self._new_residency = new_residency
         self._pools: dict[PoolName, Pool] = {}
         self._sessions: dict[SessionId, tuple[Pool, Session]] = {}
         self._ended: OrderedDict[SessionId, str] = OrderedDict()
@@ -101,7 +133,7 @@ class Allocator:
         if pool is None:
             if not config.hash_scheme.none_hash:
                 config = replace(config, hash_scheme=replace(config.hash_scheme, none_hash=none_hash))
-            pool = self._pools[config.name] = Pool(config)
+            pool = self._pools[config.name] = Pool(config, residency=self._new_residency())
             return pool, True
         difference = pool.config.difference(config)
         if difference:
@@ -127,7 +159,7 @@ class Allocator:
             config = replace(config, hash_scheme=replace(config.hash_scheme, none_hash=none_hash))
         pool = self._pools.get(config.name)
         if pool is None:
-            pool = self._pools[config.name] = Pool(config, epoch)
+            pool = self._pools[config.name] = Pool(config, epoch, self._new_residency())
         else:
             pool.begin_epoch(config, epoch)
         pool.is_suspended = False
@@ -142,6 +174,7 @@ class Allocator:
         sessions = self.sessions_of(pool)
         for session in sessions:
             self._end(session.session_id, "EPOCH_PASSED")
+        pool.activity.epoch_ends += len(sessions)
         pool.is_suspended = True
         pool.begin_epoch(pool.config, epoch)
         return sessions
@@ -183,6 +216,7 @@ class Allocator:
         self._last_writer += 1
         session = Session(session_id, WriterId(self._last_writer), client_name, lease_seconds, now_seconds)
         self._sessions[session_id] = (pool, session)
+        pool.activity.sessions_opened += 1
         return pool, session
 
     def session(self, session_id: str, now_seconds: float) -> tuple[Pool, Session]:
@@ -227,6 +261,7 @@ class Allocator:
         """
         pool, session = self.session(session_id, now_seconds)
         del self._sessions[session.session_id]
+        pool.activity.sessions_closed += 1
         return pool, apply.end_session(pool, session)
 
     def expire(self, now_seconds: float) -> list[tuple[Pool, Session, int]]:
@@ -251,7 +286,7 @@ class Allocator:
         return [session for owner, session in self._sessions.values() if owner is pool]
 
     def describe(self, pool: Pool, event_sequence: int = 0) -> PoolInfo:
-        """Tells what a pool is like now. O(sessions)."""
+        """Tells what a pool is like now. O(sessions + requests)."""
         sessions = self.sessions_of(pool)
         return PoolInfo(
             config=pool.config,
@@ -268,10 +303,16 @@ class Allocator:
             event_sequence=event_sequence,
             sink_blocks=len(pool.sink_blocks),
             state=PoolState.DEGRADED if pool.is_suspended else PoolState.READY,
+            running_requests=sum(
+                sum(1 for request in session.requests.values() if request.num_computed_tokens) for session in sessions
+            ),
+            activity=replace(pool.activity),
+            groups=tuple(_describe_group(pool, GroupId(i)) for i in range(len(pool.config.groups))),
         )
 
     def _expire(self, session_id: SessionId) -> tuple[Pool, Session, int]:
         pool, session = self._end(session_id, "LEASE_EXPIRED")
+        pool.activity.leases_expired += 1
         return pool, session, apply.end_session(pool, session)
 
     def _end(self, session_id: SessionId, reason: str) -> tuple[Pool, Session]:
@@ -279,6 +320,17 @@ class Allocator:
         if len(self._ended) > REMEMBERED_ENDS:
             self._ended.popitem(last=False)
         return self._sessions.pop(session_id)
+
+
+def _describe_group(pool: Pool, group_id: GroupId) -> GroupInfo:
+    counters = pool.blocks.group_counters[group_id]
+    return GroupInfo(
+        kind=KIND_NAMES[type(allocation_spec(pool.config.groups[group_id].spec))],
+        used_blocks=counters.used_blocks,
+        cached_blocks=pool.blocks.prefix_map.num_cached(group_id),
+        allocated_blocks=counters.allocated_blocks,
+        evicted_blocks=counters.evicted_blocks,
+    )
 
 
 def ended_error(reason: str) -> AbortedError:

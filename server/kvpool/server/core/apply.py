@@ -36,12 +36,17 @@ def apply_step(pool: Pool, session: Session, step: Step, source: object = None) 
     source = step if source is None else source
     before = session.answered(step.sequence, source)
     if before is not None:
+        pool.activity.retries += 1
         return before
     pool.check_serving()
     checked = StepChecker(pool, session, step).check()
+    if pool.residency:
+        pool.residency.now_seconds = session.heard_seconds
     mark_executed(pool, session, step.executed_sequence)
     result = _Application(pool, session, step).run(checked)
     session.remember(source, result)
+    pool.activity.steps += 1
+    pool.activity.operations += len(step.operations)
     return result
 
 

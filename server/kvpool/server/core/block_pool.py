@@ -12,6 +12,8 @@ from kvpool.server.core.config import PoolConfig, ReuseOrder
 from kvpool.server.core.events import AllBlocksCleared, BlockEvent, BlockRemoved
 from kvpool.server.core.free_list import FreeList
 from kvpool.server.core.prefix_map import PrefixMap
+from kvpool.server.core.residency import Residency
+from kvpool.server.core.statistics import GroupCounters
 from kvpool.server.core.types import BlockHash, BlockId, GroupId, WriterId
 
 
@@ -20,6 +22,8 @@ class BlockPool:
 
     Attributes:
         num_evicted: Cached blocks that were given up to make room, since the start.
+        group_counters: What is counted of each group; kept by its manager, but for evictions.
+        residency: How long blocks keep what they hold; None if that is not sampled.
         free_list: The free blocks. Read it; change it through this class.
         prefix_map: The cached blocks. Read it; change it through this class.
     """
@@ -30,14 +34,18 @@ class BlockPool:
         "_ref_cnt",
         "_uncached_first",
         "free_list",
+        "group_counters",
         "num_evicted",
         "prefix_map",
+        "residency",
     )
 
-    def __init__(self, config: PoolConfig) -> None:
+    def __init__(self, config: PoolConfig, residency: Residency | None = None) -> None:
         self.free_list = FreeList(config.num_blocks)
         self.prefix_map = PrefixMap(config.num_blocks, len(config.groups))
         self.num_evicted = 0
+        self.group_counters = [GroupCounters() for _ in config.groups]
+        self.residency = residency
         self._ref_cnt = [0] * config.num_blocks
         self._uncached_first = config.reuse_order is ReuseOrder.UNCACHED_FIRST
         self._events_enabled = config.makes_events
@@ -46,6 +54,12 @@ class BlockPool:
     def follow(self, before: "BlockPool") -> None:
         """Goes on counting where a pool ended whose blocks are all gone, and tells that they are."""
         self.num_evicted = before.num_evicted
+        if len(self.group_counters) == len(before.group_counters):
+            for mine, theirs in zip(self.group_counters, before.group_counters, strict=True):
+                mine.allocated_blocks += theirs.allocated_blocks
+                mine.evicted_blocks = theirs.evicted_blocks
+        if self.residency:
+            self.residency.forget()
         self._events = before.take_events()
         if self._events_enabled:
             self._events.append(AllBlocksCleared())
@@ -81,26 +95,38 @@ class BlockPool:
         for block_id in taken:
             ref_cnt[block_id] = 1
             if hash_of(block_id) is not None:
+                self.group_counters[self.prefix_map.group_of(block_id)].evicted_blocks += 1
                 self._drop_hash(block_id)
                 self.num_evicted += 1
+        if self.residency:
+            self.residency.taken(taken)
         return taken
 
-    def touch(self, block_ids: Iterable[BlockId]) -> None:
-        """Counts one more table for each block, free ones leaving the free list."""
+    def touch(self, block_ids: Sequence[BlockId]) -> int:
+        """Counts one more table for each block, free ones leaving the free list; returns how many did."""
         ref_cnt = self._ref_cnt
+        num_free = len(self.free_list)
         for block_id in block_ids:
             if not ref_cnt[block_id]:
                 self.free_list.remove(block_id)
             ref_cnt[block_id] += 1
+        if self.residency:
+            self.residency.accessed(block_ids)
+        return num_free - len(self.free_list)
 
-    def release(self, block_ids: Iterable[BlockId]) -> None:
-        """Counts one table less for each block. Those that no table counts on become free, in this order."""
+    def release(self, block_ids: Iterable[BlockId]) -> int:
+        """Counts one table less for each block. Those that no table counts on become free, in this order.
+
+        Returns:
+            How many became free.
+        """
         ref_cnt = self._ref_cnt
         freed = []
         for block_id in block_ids:
             count = ref_cnt[block_id] = ref_cnt[block_id] - 1
             if not count:
                 freed.append(block_id)
+        num_freed = len(freed)
         if self._uncached_first:
             hash_of = self.prefix_map.hash_of
             cached = [block_id for block_id in freed if hash_of(block_id) is not None]
@@ -108,6 +134,7 @@ class BlockPool:
                 self.free_list.prepend([block_id for block_id in freed if hash_of(block_id) is None])
             freed = cached
         self.free_list.append(freed)
+        return num_freed
 
     def cache(
         self,
@@ -133,6 +160,8 @@ class BlockPool:
         if self.num_free_blocks != self.num_blocks - 1:
             return False
         self.prefix_map.clear()
+        if self.residency:
+            self.residency.forget()
         self.record(AllBlocksCleared())
         return True
 
@@ -149,5 +178,7 @@ class BlockPool:
     def _drop_hash(self, block_id: BlockId) -> None:
         group_id = self.prefix_map.group_of(block_id)
         block_hash = self.prefix_map.remove(block_id)
+        if self.residency and block_id in self.residency.followed:
+            self.residency.evicted(block_id)
         if block_hash is not None and self._events_enabled:
             self._events.append(BlockRemoved(block_hash, group_id))

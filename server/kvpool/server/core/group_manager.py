@@ -37,6 +37,9 @@ class GroupManager:
         self.span_tokens = config.span_tokens(group_id)
         self.num_eagle_blocks = int(config.use_eagle and self.spec.has_token_slots)
         self.sink_blocks = block_pool.take(config.num_sink_blocks[group_id])
+        self._counters = block_pool.group_counters[group_id]
+        self._counters.used_blocks += len(self.sink_blocks)
+        self._counters.allocated_blocks += len(self.sink_blocks)
         self._hashes_per_block = self.span_tokens // config.hash_block_size
         self._num_extra_blocks = num_draft_blocks(self.spec)
         self._counts_encoder_tokens = isinstance(self.spec, CrossAttentionSpec)
@@ -84,7 +87,7 @@ class GroupManager:
         table.block_ids.extend(computed)
         table.num_cached = len(computed)
         table.num_skipped = computed.count(NULL_BLOCK)
-        self._pool.touch(computed[table.num_skipped :])
+        self._counters.used_blocks += self._pool.touch(computed[table.num_skipped :])
 
     def allocate(self, table: BlockTable, num_tokens: int, num_encoder_tokens: int) -> list[BlockId]:
         """Gives the table room for `num_tokens` tokens; returns the new blocks. The caller has checked for room."""
@@ -92,6 +95,8 @@ class GroupManager:
         if missing <= 0:
             return []
         new = self._pool.take(missing)
+        self._counters.used_blocks += missing
+        self._counters.allocated_blocks += missing
         table.block_ids.extend(new)
         return new
 
@@ -102,7 +107,7 @@ class GroupManager:
             skipped = table.block_ids[start:end]
             table.block_ids[start:end] = [NULL_BLOCK] * len(skipped)
             table.num_skipped = end
-            self._pool.release(reversed(skipped))
+            self._counters.used_blocks -= self._pool.release(reversed(skipped))
 
     def cache(self, request: Request, num_tokens: int, sequence: types.Sequence) -> None:
         """Caches the full blocks among the first `num_tokens` tokens, which the change `sequence` fills."""
@@ -131,7 +136,7 @@ class GroupManager:
 
     def free(self, table: BlockTable) -> None:
         """Empties the table."""
-        self._pool.release(reversed(table.block_ids[table.num_skipped :]))
+        self._counters.used_blocks -= self._pool.release(reversed(table.block_ids[table.num_skipped :]))
         table.clear()
 
     def num_common_prefix_blocks(self, table: BlockTable, others: Iterable[BlockTable]) -> int:

@@ -24,6 +24,7 @@ def check_integrity(pool: Pool, sessions: Iterable[Session]) -> None:
     )
     owners.update(pool.sink_blocks)
     _check_free_list(pool, owners)
+    _check_group_counters(pool, requests)
     _check_prefix_map(pool, {session.writer for session in sessions})
     for session in sessions:
         _require(
@@ -62,11 +63,24 @@ def _check_free_list(pool: Pool, owners: Counter[BlockId]) -> None:
     _require(not set(free) & set(owners), "a block is both free and used")
 
 
+def _check_group_counters(pool: Pool, requests: list[Request]) -> None:
+    sinks = pool.config.num_sink_blocks
+    for group_id, counters in enumerate(pool.blocks.group_counters):
+        held = {b for r in requests for b in r.tables[group_id].block_ids[r.tables[group_id].num_skipped :]}
+        used = len(held) + sinks[group_id]
+        _require(counters.used_blocks == used, f"group {group_id}: counts {counters.used_blocks} used, not {used}")
+    evicted = sum(counters.evicted_blocks for counters in pool.blocks.group_counters)
+    _require(evicted <= pool.blocks.num_evicted, "the groups evicted more than the pool")
+
+
 def _check_prefix_map(pool: Pool, writers: set[WriterId]) -> None:
     prefix_map = pool.blocks.prefix_map
     hashed = [b for b in map(BlockId, range(pool.blocks.num_blocks)) if prefix_map.hash_of(b) is not None]
     mapped = list(prefix_map.entries())
     _require(len(hashed) == len(mapped) == len(prefix_map), "hashed, mapped and counted blocks differ")
+    by_group = Counter(group_id for group_id, _, _ in mapped)
+    for group_id in map(GroupId, range(len(pool.config.groups))):
+        _require(by_group[group_id] == prefix_map.num_cached(group_id), f"group {group_id}: cached is counted wrong")
     for group_id, block_hash, block_id in mapped:
         back: tuple[GroupId, object] = (prefix_map.group_of(block_id), prefix_map.hash_of(block_id))
         _require(back == (group_id, block_hash), f"block {block_id} does not point back to its hash")

@@ -18,7 +18,8 @@ from kvpool.server.core.errors import InvalidArgumentError, UnavailableError
 from kvpool.server.core.group_manager import GroupManager
 from kvpool.server.core.prefix_search import PrefixSearch
 from kvpool.server.core.request import BlockTable, Request
-from kvpool.server.core.statistics import PrefixCacheStats, RecentHitRate
+from kvpool.server.core.residency import Residency
+from kvpool.server.core.statistics import ActivityCounters, PrefixCacheStats, RecentHitRate
 from kvpool.server.core.types import NULL_BLOCK, BlockId, GroupId, WriterId
 
 SUSPENDED_RETRY_SECONDS: Final = 0.5
@@ -66,13 +67,17 @@ class Pool:
         stats: Counters of look-ups.
         recent_hit_rate: Hit rate over the last look-ups.
         num_preemptions: Times that a request's blocks were taken back.
+        activity: What it did so far.
+        residency: How long its blocks keep what they hold; None if that is not sampled.
         is_suspended: Whether nothing is allocated for now, as a rank is missing.
     """
 
-    def __init__(self, config: PoolConfig, epoch: int = 1) -> None:
+    def __init__(self, config: PoolConfig, epoch: int = 1, residency: Residency | None = None) -> None:
         self.stats = PrefixCacheStats()
         self.recent_hit_rate = RecentHitRate()
         self.num_preemptions = 0
+        self.activity = ActivityCounters()
+        self.residency = residency
         self.is_suspended = False
         self._start_over(config, epoch)
 
@@ -81,7 +86,7 @@ class Pool:
         self.config = config
         self.hash_block_size = config.hash_block_size
         self.epoch = epoch
-        self.blocks = BlockPool(config)
+        self.blocks = BlockPool(config, self.residency)
         self._managers = [GroupManager(config, GroupId(i), self.blocks) for i in range(len(config.groups))]
         self._windowed = [manager for manager in self._managers if not manager.spec.keeps_all]
         self._search = PrefixSearch(self._managers, self.blocks.prefix_map, config.hit_alignment)
@@ -247,7 +252,9 @@ class Pool:
             for manager, table, blocks in zip(self._managers, request.tables, hit, strict=True)
         )
         if needed > self.blocks.num_free_blocks:
+            self.activity.refusals += 1
             return None
+        self.activity.allocations += 1
         if computed:
             for manager, table, blocks in zip(self._managers, request.tables, hit, strict=True):
                 manager.adopt(table, blocks)

@@ -26,11 +26,15 @@ class PrefixMap:
         self._writer_of: list[WriterId] = [WriterId(0)] * num_blocks
         self._pending: dict[BlockId, types.Sequence] = {}
         self._unpublished: dict[WriterId, dict[types.Sequence, set[BlockId]]] = {}
-        self._num_cached = 0
+        self._num_cached = [0] * num_groups
 
     def __len__(self) -> int:
         """Blocks that have a hash."""
-        return self._num_cached
+        return sum(self._num_cached)
+
+    def num_cached(self, group_id: GroupId) -> int:
+        """Blocks of a group that have a hash."""
+        return self._num_cached[group_id]
 
     def hash_of(self, block_id: BlockId) -> BlockHash | None:
         """The block's hash, if it has one."""
@@ -101,7 +105,7 @@ class PrefixMap:
             hash_of[block_id] = block_hash
             writer_of[block_id] = writer
             self._group_of[block_id] = group_id
-        self._num_cached += len(block_ids)
+        self._num_cached[group_id] += len(block_ids)
         self._pending.update(dict.fromkeys(block_ids, sequence))
         self._unpublished.setdefault(writer, {}).setdefault(sequence, set()).update(block_ids)
 
@@ -110,14 +114,15 @@ class PrefixMap:
         block_hash = self._hash_of[block_id]
         if block_hash is None:
             return None
-        by_hash = self._by_hash[self._group_of[block_id]]
+        group_id = self._group_of[block_id]
+        by_hash = self._by_hash[group_id]
         entry = by_hash[block_hash]
         if isinstance(entry, dict) and len(entry) > 1:
             del entry[block_id]
         else:
             del by_hash[block_hash]
         self._hash_of[block_id] = None
-        self._num_cached -= 1
+        self._num_cached[group_id] -= 1
         sequence = self._pending.pop(block_id, None)
         if sequence is not None:
             self._forget_unpublished(block_id, sequence)
@@ -145,7 +150,7 @@ class PrefixMap:
         self._hash_of = [None] * len(self._hash_of)
         self._pending.clear()
         self._unpublished.clear()
-        self._num_cached = 0
+        self._num_cached = [0] * len(self._by_hash)
 
     def _forget_unpublished(self, block_id: BlockId, sequence: types.Sequence) -> None:
         writer = self._writer_of[block_id]

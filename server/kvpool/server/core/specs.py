@@ -342,6 +342,18 @@ SPEC_KINDS: Final[dict[str, type[KVCacheSpec]]] = {
 }
 """The kinds that a layer can be of, by name."""
 
+KIND_NAMES: Final[dict[type[KVCacheSpec], str]] = {
+    FullAttentionSpec: "full_attention",
+    MLAAttentionSpec: "mla_attention",
+    SinkFullAttentionSpec: "sink_full_attention",
+    SlidingWindowSpec: "sliding_window",
+    ChunkedLocalAttentionSpec: "chunked_local_attention",
+    MambaSpec: "mamba",
+    CrossAttentionSpec: "cross_attention",
+    EncoderOnlyAttentionSpec: "encoder_only_attention",
+}
+"""What vLLM's events call each kind."""
+
 
 def common_multiple_tokens(spans_tokens: Iterable[int], max_model_len: int) -> int:
     """The least number of tokens that is whole blocks of every span below max_model_len.

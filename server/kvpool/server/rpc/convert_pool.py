@@ -1,16 +1,21 @@
 """Between the wire's pools and the core's, both ways. Shared by server, client and workers."""
 
 from dataclasses import asdict, fields
-from typing import Final
+from typing import TYPE_CHECKING, Any, Final
 
-from kvpool.server.core.allocator import PoolInfo
+from google.protobuf.message import Message
+
+from kvpool.server.core.allocator import GroupInfo, PoolInfo
 from kvpool.server.core.config import HashScheme, KeyForm, KVCacheGroup, PoolConfig, ReuseOrder
 from kvpool.server.core.errors import InvalidArgumentError
-from kvpool.server.core.statistics import PrefixCacheStats
+from kvpool.server.core.statistics import ActivityCounters, PrefixCacheStats
 from kvpool.server.core.types import PoolName
 from kvpool.server.core.world import PoolState, RankInfo, RankState
 from kvpool.server.rpc.convert_spec import spec_from_proto, spec_to_proto
 from kvpool.v1 import pool_pb2
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 _REUSE_ORDERS: Final = {
     pool_pb2.REUSE_ORDER_UNCACHED_FIRST: ReuseOrder.UNCACHED_FIRST,
@@ -135,19 +140,21 @@ def info_to_proto(info: PoolInfo) -> pool_pb2.PoolInfo:
         state=_POOL_STATES[info.state],
         world_size=len(info.ranks),
         ranks=[_rank_to_proto(rank) for rank in info.ranks],
+        running_requests=info.running_requests,
+        activity=pool_pb2.ActivityCounters(**asdict(info.activity)),
+        groups=[pool_pb2.GroupInfo(**asdict(group)) for group in info.groups],
     )
 
 
 def info_from_proto(message: pool_pb2.PoolInfo) -> PoolInfo:
     """Decodes what a pool is like."""
-    names = [field.name for field in fields(PrefixCacheStats)]
     return PoolInfo(
         config=config_from_proto(message.config),
         epoch=message.epoch,
         free_blocks=message.free_blocks,
         cached_blocks=message.cached_blocks,
         usage=message.usage,
-        prefix_cache=PrefixCacheStats(**{name: getattr(message.prefix_cache, name) for name in names}),
+        prefix_cache=PrefixCacheStats(**_values(PrefixCacheStats, message.prefix_cache)),
         recent_hit_rate=message.recent_hit_rate,
         evicted_blocks=message.evicted_blocks,
         preemptions=message.preemptions,
@@ -157,6 +164,9 @@ def info_from_proto(message: pool_pb2.PoolInfo) -> PoolInfo:
         sink_blocks=message.sink_blocks,
         state=pool_state_from_proto(message.state),
         ranks=tuple(_rank_from_proto(rank) for rank in message.ranks),
+        running_requests=message.running_requests,
+        activity=ActivityCounters(**_values(ActivityCounters, message.activity)),
+        groups=tuple(GroupInfo(**_values(GroupInfo, group)) for group in message.groups),
     )
 
 
@@ -168,6 +178,11 @@ def pool_state_to_proto(state: PoolState) -> pool_pb2.PoolState.ValueType:
 def pool_state_from_proto(state: int) -> PoolState:
     """Decodes a pool's state; one that only a newer server knows is taken for degraded: nothing is to be expected."""
     return next((known for known, wire in _POOL_STATES.items() if wire == state), PoolState.DEGRADED)
+
+
+def _values(kind: "type[DataclassInstance]", message: Message) -> dict[str, Any]:
+    """The fields of a message that a dataclass has, too."""
+    return {field.name: getattr(message, field.name) for field in fields(kind)}
 
 
 def _rank_to_proto(info: RankInfo) -> pool_pb2.RankInfo:

@@ -89,7 +89,9 @@ class Hub:
 
     def suspend(self, name: PoolName) -> None:
         """Lets nothing be allocated from a pool for now."""
-        self.allocator.pool(name).is_suspended = True
+        pool = self.allocator.pool(name)
+        pool.is_suspended = True
+        pool.activity.suspensions += 1
 
     def resume(self, name: PoolName) -> None:
         """Lets a suspended pool go on."""

@@ -71,7 +71,9 @@ def run(allocator: Allocator, now_seconds: float, message: Change, build: Build)
     """
     pool, session = allocator.session(message.session_id, now_seconds)
     result = session.answered(message.sequence, message)
-    if result is None:
+    if result is not None:
+        pool.activity.retries += 1
+    else:
         step = build(pool, session)
         try:
             result = allocator.apply(pool, session, step, message)
