@@ -8,7 +8,15 @@ import click
 
 from kvpool.cli.settings import config_option
 from kvpool.server import server
-from kvpool.server.config import DEFAULT_ADDRESS, DEFAULT_MAX_POOL_BLOCKS, MIB, ServerConfig
+from kvpool.server.config import (
+    DEFAULT_ADDRESS,
+    DEFAULT_BLOCK_SAMPLE_RATE,
+    DEFAULT_MAX_POOL_BLOCKS,
+    DEFAULT_MAX_POOLS,
+    MIB,
+    MetricsConfig,
+    ServerConfig,
+)
 from kvpool.server.core.world import RankTiming
 
 
@@ -30,6 +38,21 @@ from kvpool.server.core.world import RankTiming
     default=DEFAULT_MAX_POOL_BLOCKS,
     show_default=True,
     help="Most blocks of one pool; each takes about 65 bytes of memory.",
+)
+@click.option("--max-pools", type=int, default=DEFAULT_MAX_POOLS, show_default=True, help="Most pools at a time.")
+@click.option(
+    "--metrics-listen",
+    default="",
+    metavar="HOST:PORT",
+    help="Where Prometheus finds /metrics (port 0: a free one); default: nowhere. 9464 is a usual port.",
+)
+@click.option("--vllm-metrics", is_flag=True, help="Tell them under the names of vLLM's dashboards, too.")
+@click.option(
+    "--block-sample-rate",
+    type=float,
+    default=DEFAULT_BLOCK_SAMPLE_RATE,
+    show_default=True,
+    help="Share of the blocks that is followed, for the metrics of how long contents are kept.",
 )
 @click.option(
     "--grace-seconds",
@@ -81,7 +104,10 @@ def serve(log_level: str, **settings: Any) -> None:  # noqa: ANN401 - named and 
             settings.pop("heartbeat_timeout_seconds"),
             settings.pop("rank_grace_seconds"),
         )
-        config = ServerConfig(addresses=settings.pop("listen"), rank_timing=timing, **settings)
+        metrics = MetricsConfig(
+            settings.pop("metrics_listen"), settings.pop("vllm_metrics"), settings.pop("block_sample_rate")
+        )
+        config = ServerConfig(addresses=settings.pop("listen"), rank_timing=timing, metrics=metrics, **settings)
     except ValueError as error:
         raise click.UsageError(str(error)) from error
     try:

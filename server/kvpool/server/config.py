@@ -8,7 +8,33 @@ from kvpool.server.core.world import RankTiming
 
 DEFAULT_ADDRESS: Final = "127.0.0.1:50051"
 DEFAULT_MAX_POOL_BLOCKS: Final = 2**24
+DEFAULT_MAX_POOLS: Final = 256
+DEFAULT_BLOCK_SAMPLE_RATE: Final = 0.01
 MIB: Final = 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class MetricsConfig:
+    """What a server tells Prometheus.
+
+    Attributes:
+        address: Where to serve /metrics, `host:port` (port 0 for a free one); empty for nowhere.
+        vllm_names: Whether figures are told under vLLM's names, too.
+        block_sample_rate: Share of the blocks that is followed, to tell how long contents are kept; only with an
+            address.
+    """
+
+    address: str = ""
+    vllm_names: bool = False
+    block_sample_rate: float = DEFAULT_BLOCK_SAMPLE_RATE
+
+    def __post_init__(self) -> None:
+        if self.address.startswith("unix:"):
+            raise ValueError(f"metrics_listen {self.address!r}: Prometheus needs host:port")
+        if self.address:
+            check_address(self.address, "metrics_listen")
+        if not 0 <= self.block_sample_rate <= 1:
+            raise ValueError(f"block_sample_rate: {self.block_sample_rate} is not in [0, 1]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +48,8 @@ class ServerConfig:
         grace_seconds: How long a stopping server waits for calls in flight.
         dead_peer_seconds: How long a peer may be silent on the network before its stream counts as broken.
         rank_timing: How often ranks are to be heard of, and how long they are waited for.
+        max_pools: Most pools at a time.
+        metrics: What is told to Prometheus, and where.
     """
 
     addresses: tuple[str, ...] = (DEFAULT_ADDRESS,)
@@ -30,6 +58,8 @@ class ServerConfig:
     grace_seconds: float = 10.0
     dead_peer_seconds: float = 10.0
     rank_timing: RankTiming = RankTiming()  # noqa: RUF009 - frozen
+    max_pools: int = DEFAULT_MAX_POOLS
+    metrics: MetricsConfig = MetricsConfig()
 
     def __post_init__(self) -> None:
         if not self.addresses:
@@ -42,16 +72,18 @@ class ServerConfig:
             raise ValueError(f"max_pool_blocks: {self.max_pool_blocks} is not in [2, {MAX_BLOCKS}]")
         if not 0 <= self.grace_seconds <= 3600:  # noqa: PLR2004 - the message states it
             raise ValueError(f"grace_seconds: {self.grace_seconds} is not in [0, 3600]")
+        if self.max_pools < 1:
+            raise ValueError(f"max_pools: {self.max_pools} is less than 1")
         if not 1 <= self.dead_peer_seconds <= 3600:  # noqa: PLR2004 - the message states it
             raise ValueError(f"dead_peer_seconds: {self.dead_peer_seconds} is not in [1, 3600]")
 
 
-def check_address(address: str) -> None:
-    """Raises ValueError unless `address` is `host:port` or `unix:/path`."""
+def check_address(address: str, what: str = "address") -> None:
+    """Raises ValueError unless `address` is `host:port` or `unix:/path`; names it as `what`."""
     if address.startswith("unix:"):
         if not address.removeprefix("unix:").startswith("/"):
             raise ValueError(f"address {address!r}: a unix socket needs an absolute path, unix:/path")
         return
     host, colon, port = address.rpartition(":")
     if not colon or not host or not port.isdigit() or int(port) > 65535:  # noqa: PLR2004 - the largest port
-        raise ValueError(f"address {address!r}: needs host:port or unix:/path")
+        raise ValueError(f"{what} {address!r}: needs host:port or unix:/path")

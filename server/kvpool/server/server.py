@@ -3,16 +3,24 @@
 import asyncio
 import contextlib
 import logging
+import random
 import signal
 import socket
 from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from kvpool.server.config import ServerConfig
+from kvpool.server.config import MetricsConfig, ServerConfig
+from kvpool.server.core.allocator import PoolInfo
+from kvpool.server.core.residency import Residency
+from kvpool.server.obs.exporter import Exporter
+from kvpool.server.obs.observations import Observations
+from kvpool.server.obs.rpc_observer import RpcObserver
+from kvpool.server.obs.server_metrics import sampler
 from kvpool.server.rpc.allocator_service import AllocatorService
 from kvpool.server.rpc.event_service import EventService
 from kvpool.server.rpc.hub import Hub
@@ -37,12 +45,16 @@ class Server:
 
     def __init__(self, config: ServerConfig) -> None:
         self._config = config
-        self.hub = Hub(config.max_pool_blocks)
-        self._ranks = Ranks(self.hub, config.rank_timing, config.max_pool_blocks)
+        self._observations = Observations() if config.metrics.address else None
+        self._exporter: Exporter | None = None
+        self.hub = Hub(config.max_pool_blocks, _residency(config.metrics))
+        self._ranks = Ranks(self.hub, config.rank_timing, config.max_pool_blocks, config.max_pools)
         self._health = health.aio.HealthServicer()
-        self._server = grpc.aio.server(options=_channel_options(config))
+        observers = [RpcObserver(self._observations)] if self._observations else []
+        self._server = grpc.aio.server(interceptors=observers, options=_channel_options(config))
         self._watches: list[asyncio.Task[None]] = []
-        allocator_pb2_grpc.add_AllocatorServiceServicer_to_server(AllocatorService(self.hub, self._ranks), self._server)
+        allocator = AllocatorService(self.hub, self._ranks, self._observations)
+        allocator_pb2_grpc.add_AllocatorServiceServicer_to_server(allocator, self._server)
         event_pb2_grpc.add_EventServiceServicer_to_server(EventService(self.hub), self._server)
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(WorkerService(self.hub, self._ranks), self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
@@ -59,6 +71,9 @@ class Server:
             OSError: An address cannot be had.
         """
         addresses = [self._bind(address) for address in self._config.addresses]
+        if self._observations:
+            self._exporter = self._export(self._observations)
+            _log.info("metrics at http://%s/metrics", self._exporter.address)
         await self._server.start()
         for name in ("", *_SERVICES):
             await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
@@ -77,7 +92,25 @@ class Server:
             watch.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await watch
+        if self._exporter:
+            await self._exporter.stop()
         _log.info("stopped")
+
+    def _export(self, observations: Observations) -> Exporter:
+        def describe() -> list[tuple[PoolInfo, Residency | None]]:
+            allocator = self.hub.allocator
+            return [
+                (self._ranks.describe(name), allocator.pool(name).residency if allocator.has_pool(name) else None)
+                for name in self._ranks.names()
+            ]
+
+        host, _, port = self._config.metrics.address.rpartition(":")
+        try:
+            return Exporter(
+                host.strip("[]"), int(port), sampler(describe, observations, with_vllm=self._config.metrics.vllm_names)
+            )
+        except OSError as error:
+            raise OSError(f"cannot serve metrics on {self._config.metrics.address}: {error.strerror}") from error
 
     def _bind(self, address: str) -> str:
         if address.startswith("unix:"):
@@ -109,6 +142,12 @@ async def serve(config: ServerConfig, ready: Callable[[list[str]], Awaitable[Non
     await stopping.wait()
     _log.info("stopping")
     await server.stop()
+
+
+def _residency(config: MetricsConfig) -> Callable[[], Residency | None]:
+    if not config.address or not config.block_sample_rate:
+        return lambda: None
+    return partial(Residency, max(round(1 / config.block_sample_rate), 1), random.randrange)
 
 
 def _log_end(watch: asyncio.Task[None]) -> None:

@@ -21,7 +21,7 @@ class Place:
 
     def __init__(self) -> None:
         self.hub = Hub(2**24)
-        self.ranks = Ranks(self.hub, TIMING, 2**24)
+        self.ranks = Ranks(self.hub, TIMING, 2**24, 256)
 
     def join(self, rank: int, world_size: int = 2) -> tuple[Membership, RankLink]:
         """A stream that registers."""

@@ -2,12 +2,14 @@
 
 import contextlib
 import secrets
+import time
 
 import grpc
 
 from kvpool.server.core.errors import InvalidArgumentError
 from kvpool.server.core.step import Operation, Outcome, Step
 from kvpool.server.core.types import SessionId
+from kvpool.server.obs.observations import Observations
 from kvpool.server.rpc import convert, convert_pool, unary
 from kvpool.server.rpc.errors import errors_sent, guarded
 from kvpool.server.rpc.hub import Hub, Stream
@@ -21,15 +23,17 @@ _StepContext = grpc.aio.ServicerContext[step_pb2.Step, step_pb2.StepResult]
 class AllocatorService(allocator_pb2_grpc.AllocatorServiceServicer):
     """The service, over a hub and the ranks of its pools."""
 
-    def __init__(self, hub: Hub, ranks: Ranks) -> None:
+    def __init__(self, hub: Hub, ranks: Ranks, observations: Observations | None = None) -> None:
         self._hub = hub
         self._ranks = ranks
         self._allocator = hub.allocator
+        self._observations = observations
 
     @guarded
     def CreatePool(self, request: allocator_pb2.CreatePoolRequest) -> allocator_pb2.CreatePoolResponse:
         self._hub.refuse_while_draining()
         self._ranks.check_formed(request.config.name)
+        self._ranks.check_room(request.config.name)
         pool, created = self._hub.create_pool(convert_pool.config_from_proto(request.config))
         return allocator_pb2.CreatePoolResponse(pool=self._info(pool.config.name), created=created)
 
@@ -160,10 +164,14 @@ class AllocatorService(allocator_pb2_grpc.AllocatorServiceServicer):
                 await context.write(self._apply(session_id, message))
 
     def _apply(self, session_id: str, message: step_pb2.Step) -> step_pb2.StepResult:
+        start = time.perf_counter()
         pool, session = self._allocator.session(session_id, self._hub.now_seconds())
         result = self._allocator.apply(pool, session, convert.step_from_proto(message))
         self._hub.publish(pool)
-        return convert.result_to_proto(result)
+        answer = convert.result_to_proto(result)
+        if self._observations:
+            self._observations.step(pool.config.name, len(message.operations), time.perf_counter() - start)
+        return answer
 
     def _run(self, message: unary.Change, build: unary.Build) -> unary.Answer:
         pool, answer = unary.run(self._allocator, self._hub.now_seconds(), message, build)

@@ -5,13 +5,14 @@ import contextlib
 import logging
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Final
 
 from kvpool.server.core.allocator import Allocator, PoolInfo, ended_error
 from kvpool.server.core.config import PoolConfig
 from kvpool.server.core.errors import AbortedError, KvpoolError, UnavailableError, check_range
 from kvpool.server.core.pool import Pool
+from kvpool.server.core.residency import Residency
 from kvpool.server.core.session import Session
 from kvpool.server.core.types import PoolName, SessionId
 from kvpool.server.obs.event_log import EventLog
@@ -55,8 +56,8 @@ class Stream:
 class Hub:
     """State of one server. Only its event loop touches it, and no method awaits between a check and a change."""
 
-    def __init__(self, max_pool_blocks: int) -> None:
-        self.allocator = Allocator()
+    def __init__(self, max_pool_blocks: int, new_residency: Callable[[], Residency | None] = lambda: None) -> None:
+        self.allocator = Allocator(new_residency)
         self._max_pool_blocks = max_pool_blocks
         self._logs: dict[PoolName, EventLog] = {}
         self._streams: set[Stream] = set()

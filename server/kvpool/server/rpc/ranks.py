@@ -61,10 +61,11 @@ class RankLink:
 class Ranks:
     """The memberships of a server's pools, and the links of their ranks."""
 
-    def __init__(self, hub: Hub, timing: RankTiming, max_pool_blocks: int) -> None:
+    def __init__(self, hub: Hub, timing: RankTiming, max_pool_blocks: int, max_pools: int) -> None:
         self._hub = hub
         self.timing = timing
         self._max_pool_blocks = max_pool_blocks
+        self._max_pools = max_pools
         self._memberships: dict[PoolName, Membership] = {}
         self._links: dict[LinkId, RankLink] = {}
         self._last_link = 0
@@ -88,6 +89,17 @@ class Ranks:
         if membership:
             info = replace(info, epoch=membership.epoch, state=membership.state, ranks=membership.rank_infos())
         return replace(info, state=PoolState.DRAINING) if self._hub.is_draining else info
+
+    def names(self) -> list[PoolName]:
+        """All pools, those that form included."""
+        open_pools = [pool.config.name for pool in self._hub.allocator.pools()]
+        return open_pools + [name for name, membership in self._memberships.items() if not membership.was_open]
+
+    def check_room(self, name: str) -> None:
+        """Raises ExhaustedError if a pool of a new name is one too many."""
+        names = self.names()
+        if len(names) >= self._max_pools and name not in names:
+            raise ExhaustedError("TOO_MANY_POOLS", f"the server holds {len(names)} pools, as many as it may")
 
     async def wait_until_ready(self, name: str, timeout_seconds: float) -> PoolInfo:
         """Waits until a pool is there and ready, and tells what it is like; also when the time is up.
@@ -131,6 +143,7 @@ class Ranks:
             if self._hub.allocator.has_pool(name):
                 message = f"pool {name!r} was declared by a scheduler, and takes no ranks"
                 raise WrongStateError("POOL_DIFFERS", message, field="register.pool_name")
+            self.check_room(name)
             membership = Membership(name, self.timing, self._max_pool_blocks)
         effects = membership.register(link.link_id, registration, self._hub.now_seconds())
         self._memberships[name] = membership

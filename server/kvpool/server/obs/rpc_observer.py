@@ -1,0 +1,71 @@
+"""Counts and times the calls of a server, whatever service they are of."""
+
+import asyncio
+import inspect
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any, Final
+
+import grpc
+
+from kvpool.server.obs.observations import Observations
+
+_CODES: Final = {code.value[0]: code.name for code in grpc.StatusCode}
+_Behavior = Callable[[Any, Any], Awaitable[Any]]
+
+
+class RpcObserver(grpc.aio.ServerInterceptor):
+    """An interceptor; only methods that exist are counted, so that a client cannot make up label values."""
+
+    def __init__(self, observations: Observations) -> None:
+        self._observations = observations
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], "Awaitable[grpc.RpcMethodHandler[Any, Any] | None]"],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> "grpc.RpcMethodHandler[Any, Any] | None":
+        """Puts a stopwatch around a call."""
+        handler = await continuation(handler_call_details)
+        if handler is None:  # no method of this name
+            return None
+        method = str(handler_call_details.method).removeprefix("/")
+        for kind, make in _HANDLERS.items():
+            behavior = getattr(handler, kind, None)
+            if behavior is not None and inspect.iscoroutinefunction(behavior):
+                observed = self._observed(behavior, method, is_unary=kind == "unary_unary")
+                return make(observed, handler.request_deserializer, handler.response_serializer)
+        return handler  # its responses are yielded: only reflection's are
+
+    def _observed(self, behavior: _Behavior, method: str, *, is_unary: bool) -> _Behavior:
+        async def call(request: object, context: "grpc.aio.ServicerContext[Any, Any]") -> object:
+            start = time.perf_counter()
+            code = grpc.StatusCode.UNKNOWN.name
+            try:
+                answer = await behavior(request, context)
+                code = _code(context)
+            except asyncio.CancelledError:
+                code = grpc.StatusCode.CANCELLED.name
+                raise
+            except grpc.aio.AbortError:
+                code = _code(context)
+                raise
+            finally:
+                self._observations.rpc(method, code, time.perf_counter() - start if is_unary else None)
+            return answer
+
+        return call
+
+
+def _code(context: "grpc.aio.ServicerContext[Any, Any]") -> str:
+    """Name of the status that a call ends with: one never set is OK."""
+    code: Any = context.code()
+    return code.name if isinstance(code, grpc.StatusCode) else _CODES.get(code or 0, "UNKNOWN")
+
+
+_HANDLERS: Final[dict[str, "Callable[..., grpc.RpcMethodHandler[Any, Any]]"]] = {
+    "unary_unary": grpc.unary_unary_rpc_method_handler,
+    "unary_stream": grpc.unary_stream_rpc_method_handler,
+    "stream_unary": grpc.stream_unary_rpc_method_handler,
+    "stream_stream": grpc.stream_stream_rpc_method_handler,
+}

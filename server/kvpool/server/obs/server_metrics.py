@@ -1,0 +1,67 @@
+"""What Prometheus is told of a server: its pools, its calls, its version."""
+
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from importlib.metadata import version
+from typing import Final
+
+from prometheus_client import Metric
+
+from kvpool.server.core.allocator import PoolInfo
+from kvpool.server.core.residency import Residency
+from kvpool.server.core.statistics import Histogram
+from kvpool.server.core.types import PoolName
+from kvpool.server.obs.observations import Observations
+from kvpool.server.obs.pool_metrics import Measures, PoolSample, family, histogram_family, pool_metrics
+from kvpool.server.obs.vllm_metrics import vllm_metrics
+
+_METHOD: Final = ("method",)
+
+
+def sampler(
+    describe: Callable[[], list[tuple[PoolInfo, Residency | None]]], observations: Observations, *, with_vllm: bool
+) -> Callable[[], Callable[[], Iterable[Metric]]]:
+    """Makes what copies a server's figures on its event loop, and returns what makes metrics of the copy.
+
+    Args:
+        describe: Tells of all pools.
+        observations: What the services saw.
+        with_vllm: Tell the same under vLLM's names, too.
+    """
+
+    def sample() -> Callable[[], Iterable[Metric]]:
+        pools = [PoolSample(info, _measures(info.config.name, kept, observations)) for info, kept in describe()]
+        observations.forget_pools_but({pool.info.config.name for pool in pools})
+        timed = {method: histogram.copy() for method, histogram in observations.rpc_seconds.items()}
+        return partial(_render, pools, dict(observations.rpcs), timed, with_vllm=with_vllm)
+
+    return sample
+
+
+def _measures(name: PoolName, kept: Residency | None, observations: Observations) -> Measures:
+    def copy(histogram: Histogram | None) -> Histogram | None:
+        return histogram.copy() if histogram else None
+
+    return Measures(
+        copy(kept.lifetime if kept else None),
+        copy(kept.idle if kept else None),
+        copy(kept.reuse_gap if kept else None),
+        copy(observations.step_seconds.get(name)),
+        copy(observations.step_operations.get(name)),
+    )
+
+
+def _render(
+    pools: list[PoolSample], rpcs: dict[tuple[str, str], int], timed: dict[str, Histogram], *, with_vllm: bool
+) -> Iterator[Metric]:
+    yield family("kvpool_build_info", "Version of the server.", ("version",), [((version("kvpool"),), 1)])
+    yield from pool_metrics(pools)
+    yield family("kvpool_rpcs_total", "Calls that ended, by gRPC's code.", ("method", "code"), list(rpcs.items()))
+    yield histogram_family(
+        "kvpool_rpc_seconds",
+        "Server time of unary calls.",
+        _METHOD,
+        [((method,), histogram) for method, histogram in timed.items()],
+    )
+    if with_vllm:
+        yield from vllm_metrics(pools)
