@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -337,7 +338,9 @@ def test_a_hit_that_was_evicted_is_answered_as_changed(client: Client, pool: str
         answer = other.allocate_slots(late, 1, computed=hit)
         assert isinstance(answer, HitChanged)
         assert answer.computed.num_tokens == 12
-        assert client.get_pool(pool) == before
+        after = client.get_pool(pool)
+        assert (after.activity.steps, after.activity.allocations) == (before.activity.steps + 1, 1)
+        assert replace(after, activity=before.activity) == before
         assert late.block_ids == [[]]
         again = other.allocate_slots(late, 41 - 12, computed=answer.computed)
         assert again is not None
