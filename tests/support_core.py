@@ -112,7 +112,7 @@ def snapshot(pool: Pool, sessions: list[Session]) -> object:
         dict(blocks.prefix_map.pending()),
         repr(pool.stats),
         pool.recent_hit_rate.rate,
-        (blocks.num_evicted, pool.num_preemptions),
+        (blocks.num_evicted, pool.num_preemptions, repr(pool.activity), repr(blocks.group_counters)),
         [
             (s.session_id, s.sequence, s.executed_sequence, [repr(request) for request in s.requests.values()])
             for s in sessions

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,14 +14,23 @@ from kvpool.server.core.types import PoolName
 
 _PROGRAM = """
 import asyncio, json, sys
-from kvpool.server.config import ServerConfig
+from kvpool.server.config import MetricsConfig, ServerConfig
 from kvpool.server.core.world import RankTiming
 from kvpool.server.server import serve
 settings = json.loads(sys.argv[1])
 settings["addresses"] = tuple(settings["addresses"])
 settings["rank_timing"] = RankTiming(**settings.pop("rank_timing", {}))
+settings["metrics"] = MetricsConfig(**settings.pop("metrics", {}))
 asyncio.run(serve(ServerConfig(**settings), lambda addresses: print(json.dumps(addresses), flush=True)))
 """
+
+
+def free_port() -> int:
+    """A TCP port of this machine that nobody listens on just now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
 
 
 class ServerProcess:

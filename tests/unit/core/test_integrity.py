@@ -39,6 +39,19 @@ def cook_more_cached_than_held(_: Pool, session: Session) -> None:
     session.by_number[RequestNumber(1)].tables[0].num_cached = 5
 
 
+def cook_used_blocks(pool: Pool, _: Session) -> None:
+    pool.blocks.group_counters[0].used_blocks += 1
+
+
+def cook_evicted_blocks(pool: Pool, _: Session) -> None:
+    pool.blocks.group_counters[0].evicted_blocks += 1
+
+
+def cook_cached_blocks(pool: Pool, _: Session) -> None:
+    pool.blocks.prefix_map._num_cached[0] -= 1
+    pool.blocks.prefix_map._num_cached.append(1)
+
+
 COOKED: dict[str, tuple[Cook, str]] = {
     "held by no table": (lambda pool, _: pool.blocks.touch([BlockId(7)]), "free"),
     "counted twice": (lambda pool, _: pool.blocks.touch([BlockId(1)]), "block 1: ref_cnt 2, in 1 tables"),
@@ -50,6 +63,9 @@ COOKED: dict[str, tuple[Cook, str]] = {
     "null block in a table": (cook_null_block_in_a_table, "block 0: ref_cnt 0, in 1 tables"),
     "more cached than held": (cook_more_cached_than_held, "more cached than held"),
     "hash missing": (lambda _, session: session.by_number[RequestNumber(1)].hashes.pop(), "2 hashes, not 3"),
+    "used counted wrong": (cook_used_blocks, "group 0: counts 5 used, not 4"),
+    "evicted counted wrong": (cook_evicted_blocks, "evicted more than the pool"),
+    "cached counted in another group": (cook_cached_blocks, "group 0: cached is counted wrong"),
     "number missing": (lambda _, session: session.by_number.clear(), "by id and by number"),
 }
 

