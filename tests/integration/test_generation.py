@@ -14,8 +14,8 @@ from kvpool.gpu_worker.reference.deployment import Deployment, running_ranks
 from kvpool.gpu_worker.reference.generate import generate
 from kvpool.gpu_worker.reference.prompts import Prompts
 from kvpool.gpu_worker.reference.step_link import StepLink, StepRefusedError
+from kvpool.replay.child_error import ChildError
 from kvpool.replay.executor import Scheduled
-from kvpool.replay.processes import ChildError
 from kvpool.replay.result import Counts
 from support_server import running_server
 

@@ -1,22 +1,38 @@
 """The `kvpool` command."""
 
+import importlib
 import logging
 import sys
-from typing import Any
+from typing import Any, Final
 
 import click
 
-from kvpool.cli.demo import demo
-from kvpool.cli.plan import plan
-from kvpool.cli.replay import replay
-from kvpool.cli.serve import serve
-from kvpool.cli.worker import worker
-from kvpool.client import KvpoolError, __version__
-from kvpool.replay.processes import ChildError
+from kvpool.replay.child_error import ChildError
+from kvpool.server.core.errors import KvpoolError
+
+_COMMANDS: Final = {
+    "demo": "kvpool.cli.demo:demo",
+    "health": "kvpool.cli.health:health",
+    "plan": "kvpool.cli.plan:plan",
+    "replay": "kvpool.cli.replay:replay",
+    "serve": "kvpool.cli.serve:serve",
+    "worker": "kvpool.cli.worker:worker",
+}
+"""By name: where the command is. It is imported when it is run, so that `health` does not wait for the others."""
 
 
 class _Group(click.Group):
-    """Turns the errors that are expected into one line each."""
+    """Imports commands when they are needed, and turns the errors that are expected into one line each."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return sorted({*super().list_commands(ctx), *_COMMANDS})
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in _COMMANDS:
+            return super().get_command(ctx, cmd_name)
+        module, _, name = _COMMANDS[cmd_name].partition(":")
+        command: click.Command = getattr(importlib.import_module(module), name)
+        return command
 
     def invoke(self, ctx: click.Context) -> Any:  # noqa: ANN401 - as click has it
         try:
@@ -28,17 +44,11 @@ class _Group(click.Group):
 
 
 @click.group(cls=_Group, context_settings={"auto_envvar_prefix": "KVPOOL", "help_option_names": ["-h", "--help"]})
-@click.version_option(__version__, prog_name="kvpool")
+@click.version_option(package_name="kvpool", prog_name="kvpool")
 def main() -> None:
     """A shared KV-cache block allocator for LLM inference."""
     logging.captureWarnings(capture=True)
 
-
-main.add_command(serve)
-main.add_command(replay)
-main.add_command(demo)
-main.add_command(plan)
-main.add_command(worker)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -17,7 +17,7 @@ from kvpool.client.results import Admission, Allocation, HitChanged
 from kvpool.client.session import SessionBase
 from kvpool.client.steps import StepBuilder
 from kvpool.client.transport import EventBatch, OpenedSession
-from kvpool.server.config import check_address
+from kvpool.server.address import check_address
 from kvpool.server.core.allocator import PoolInfo
 from kvpool.server.core.config import PoolConfig
 from kvpool.server.core.pool import ComputedBlocks

@@ -7,7 +7,7 @@ from typing import Final, Self
 from kvpool.client.session import Session
 from kvpool.client.transport import EmbeddedTransport, EventBatch, Transport
 from kvpool.client.wire import DEFAULT_DEADLINE_SECONDS
-from kvpool.server.config import check_address
+from kvpool.server.address import check_address
 from kvpool.server.core.allocator import PoolInfo
 from kvpool.server.core.config import PoolConfig
 

@@ -23,6 +23,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, Final, TypeAlias, cast
 
 from kvpool.client import KvpoolError, Session, connect
+from kvpool.replay.child_error import ChildError
 from kvpool.replay.executor import Executor
 from kvpool.replay.result import Counts
 from kvpool.replay.scheduler import Scheduler
@@ -76,10 +77,6 @@ class Played:
 
     counts: Counts
     share: Workload
-
-
-class ChildError(RuntimeError):
-    """A child process could not do its work; says why."""
 
 
 @contextlib.contextmanager

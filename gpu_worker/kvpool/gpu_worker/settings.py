@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 from typing import Final
 
-from kvpool.server.config import MIB, check_address
+from kvpool.server.address import check_address
+from kvpool.server.config import MIB
 from kvpool.server.core.config import check_pool_name
 from kvpool.server.core.errors import InvalidArgumentError, check_range
 from kvpool.server.core.world import MAX_AVAILABLE_BYTES, MAX_WORLD_SIZE, WorldOptions

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Final
 
+from kvpool.server.address import check_address, host_and_port
 from kvpool.server.core.types import MAX_BLOCKS
 from kvpool.server.core.world import RankTiming
 
@@ -29,10 +30,8 @@ class MetricsConfig:
     block_sample_rate: float = DEFAULT_BLOCK_SAMPLE_RATE
 
     def __post_init__(self) -> None:
-        if self.address.startswith("unix:"):
-            raise ValueError(f"metrics_listen {self.address!r}: Prometheus needs host:port")
         if self.address:
-            check_address(self.address, "metrics_listen")
+            host_and_port("metrics_listen", self.address)
         if not 0 <= self.block_sample_rate <= 1:
             raise ValueError(f"block_sample_rate: {self.block_sample_rate} is not in [0, 1]")
 
@@ -76,14 +75,3 @@ class ServerConfig:
             raise ValueError(f"max_pools: {self.max_pools} is less than 1")
         if not 1 <= self.dead_peer_seconds <= 3600:  # noqa: PLR2004 - the message states it
             raise ValueError(f"dead_peer_seconds: {self.dead_peer_seconds} is not in [1, 3600]")
-
-
-def check_address(address: str, what: str = "address") -> None:
-    """Raises ValueError unless `address` is `host:port` or `unix:/path`; names it as `what`."""
-    if address.startswith("unix:"):
-        if not address.removeprefix("unix:").startswith("/"):
-            raise ValueError(f"address {address!r}: a unix socket needs an absolute path, unix:/path")
-        return
-    host, colon, port = address.rpartition(":")
-    if not colon or not host or not port.isdigit() or int(port) > 65535:  # noqa: PLR2004 - the largest port
-        raise ValueError(f"{what} {address!r}: needs host:port or unix:/path")

@@ -5,7 +5,6 @@ import contextlib
 import logging
 import random
 import signal
-import socket
 from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
@@ -14,6 +13,7 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from kvpool.server.address import host_and_port, refuse_live_socket
 from kvpool.server.config import MetricsConfig, ServerConfig
 from kvpool.server.core.allocator import PoolInfo
 from kvpool.server.core.residency import Residency
@@ -104,17 +104,15 @@ class Server:
                 for name in self._ranks.names()
             ]
 
-        host, _, port = self._config.metrics.address.rpartition(":")
+        sample = sampler(describe, observations, with_vllm=self._config.metrics.vllm_names)
         try:
-            return Exporter(
-                host.strip("[]"), int(port), sampler(describe, observations, with_vllm=self._config.metrics.vllm_names)
-            )
+            return Exporter(*host_and_port("metrics_listen", self._config.metrics.address), sample)
         except OSError as error:
             raise OSError(f"cannot serve metrics on {self._config.metrics.address}: {error.strerror}") from error
 
     def _bind(self, address: str) -> str:
         if address.startswith("unix:"):
-            _refuse_live_socket(Path(address.removeprefix("unix:")))
+            refuse_live_socket(Path(address.removeprefix("unix:")))
         try:
             port = self._server.add_insecure_port(address)
         except RuntimeError as error:
@@ -168,13 +166,3 @@ def _channel_options(config: ServerConfig) -> list[tuple[str, int]]:
         ("grpc.http2.ping_timeout_ms", keepalive_ms),  # what an unanswered ping waits for; a minute if unset
         ("grpc.keepalive_permit_without_calls", 1),
     ]
-
-
-def _refuse_live_socket(path: Path) -> None:
-    # grpc replaces a socket file without asking, also one that another server is listening on.
-    if not path.is_socket():
-        return
-    with socket.socket(socket.AF_UNIX) as probe, contextlib.suppress(ConnectionRefusedError, FileNotFoundError):
-        probe.settimeout(1.0)
-        probe.connect(str(path))
-        raise OSError(f"another server listens on unix:{path}")

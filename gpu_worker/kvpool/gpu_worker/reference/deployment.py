@@ -14,7 +14,7 @@ from kvpool.gpu_worker.reference.config import ReferenceConfig
 from kvpool.gpu_worker.reference.rank import START_SECONDS, RankOptions, run_rank
 from kvpool.gpu_worker.reference.weights import Placement
 from kvpool.gpu_worker.settings import WorkerSettings
-from kvpool.replay.processes import ChildError
+from kvpool.replay.child_error import ChildError
 from kvpool.server.core.plan import GIB, PlanOptions, RankMemory
 from kvpool.server.core.planner import get_kv_cache_configs
 from kvpool.server.core.world import WorldOptions

@@ -13,7 +13,8 @@ from kvpool.gpu_worker.reference.deployment import Deployment, running_ranks
 from kvpool.gpu_worker.reference.prompts import Prompts
 from kvpool.gpu_worker.reference.rank import START_SECONDS
 from kvpool.gpu_worker.reference.step_link import StepLink
-from kvpool.replay.processes import ChildError, SchedulerOptions, play_concurrently
+from kvpool.replay.child_error import ChildError
+from kvpool.replay.processes import SchedulerOptions, play_concurrently
 from kvpool.replay.result import Counts
 
 

@@ -1,0 +1,49 @@
+"""`kvpool health`. Run every few seconds by whatever watches a container, so it imports little."""
+
+import click
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from kvpool.server.address import check_address
+
+
+@click.command()
+@click.argument("address")
+@click.option("--service", default="", metavar="NAME", help="One service, such as kvpool.v1.AllocatorService.")
+@click.option(
+    "--timeout-seconds",
+    type=click.FloatRange(0, 3600, min_open=True),
+    default=3.0,
+    show_default=True,
+    help="How long an answer is waited for.",
+)
+@click.pass_context
+def health(ctx: click.Context, *, address: str, service: str, timeout_seconds: float) -> None:
+    """Ask a server or worker at ADDRESS (host:port or unix:/path) whether it serves; exit with 0 if it does, else 1.
+
+    A server serves until it is told to stop; a worker (--health-listen) while its pool is ready.
+    """
+    try:
+        check_address(address)
+    except ValueError as error:
+        raise click.UsageError(str(error)) from error
+    with grpc.insecure_channel(address) as channel:
+        try:
+            response = health_pb2_grpc.HealthStub(channel).Check(
+                health_pb2.HealthCheckRequest(service=service), timeout=timeout_seconds
+            )
+        except grpc.RpcError as error:
+            raise click.ClickException(f"{address}: {_describe(error, service, timeout_seconds)}") from error
+    status = health_pb2.HealthCheckResponse.ServingStatus.Name(response.status)
+    click.echo(f"{address}: {status}")
+    ctx.exit(0 if response.status == health_pb2.HealthCheckResponse.SERVING else 1)
+
+
+def _describe(error: grpc.RpcError, service: str, timeout_seconds: float) -> str:
+    match error.code():
+        case grpc.StatusCode.DEADLINE_EXCEEDED:
+            return f"no answer within {timeout_seconds:g} s"
+        case grpc.StatusCode.NOT_FOUND:
+            return f"no service {service!r}"
+        case code:
+            return f"{code.name}: {error.details()}"

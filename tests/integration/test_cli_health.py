@@ -1,0 +1,63 @@
+"""`kvpool health` as a container runs it."""
+
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from support_server import ServerProcess
+
+KVPOOL = str(Path(sys.executable).parent / "kvpool")
+
+
+def health(*arguments: str) -> tuple[int, str]:
+    """Runs the command; returns its exit status and its last line."""
+    done = subprocess.run([KVPOOL, "health", *arguments], capture_output=True, text=True, timeout=60, check=False)
+    assert "Traceback" not in done.stderr
+    return done.returncode, (done.stdout + done.stderr).splitlines()[-1]
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[ServerProcess]:
+    server = ServerProcess(f"unix:{tmp_path}/s")
+    yield server
+    if server.process.poll() is None:
+        server.process.send_signal(signal.SIGCONT)
+        assert server.stop() == (0, "")
+
+
+def test_a_server_serves_until_it_is_gone(server: ServerProcess) -> None:
+    (address,) = server.addresses
+    assert health(address) == (0, f"{address}: SERVING")
+    assert health(address, "--service", "kvpool.v1.WorkerService") == (0, f"{address}: SERVING")
+    assert health(address, "--service", "nobody") == (1, f"Error: {address}: no service 'nobody'")
+    server.process.send_signal(signal.SIGSTOP)
+    assert health(address, "--timeout-seconds", "0.3") == (1, f"Error: {address}: no answer within 0.3 s")
+    server.process.send_signal(signal.SIGCONT)
+    assert server.stop() == (0, "")
+    status, line = health(address)
+    assert (status, line.startswith(f"Error: {address}: UNAVAILABLE: ")) == (1, True), line
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["nowhere"], "address 'nowhere': needs host:port or unix:/path"),
+        (["localhost:1", "--timeout-seconds", "0"], "0.0 is not in the range 0<x<=3600"),
+        ([], "Missing argument 'ADDRESS'"),
+    ],
+)
+def test_bad_input_is_refused_in_a_line(arguments: list[str], words: str) -> None:
+    status, line = health(*arguments)
+    assert (status, words in line) == (2, True), line
+
+
+def test_nothing_is_imported_for_it_that_it_does_not_need() -> None:
+    program = "import sys, kvpool.cli.health; print(*[name for name in sys.modules if name.startswith('kvpool.')])"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
+    loaded = set(done.stdout.split())
+    assert "kvpool.cli.health" in loaded
+    assert not loaded & {"kvpool.client", "kvpool.server.server", "kvpool.server.core.pool", "kvpool.replay.play"}
