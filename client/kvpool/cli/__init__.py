@@ -36,11 +36,18 @@ class _Group(click.Group):
 
     def invoke(self, ctx: click.Context) -> Any:  # noqa: ANN401 - as click has it
         try:
-            return super().invoke(ctx)
-        except KvpoolError as error:
-            raise click.ClickException(f"{error.reason}: {error}") from error
-        except ChildError as error:
-            raise click.ClickException(str(error)) from error
+            try:
+                return super().invoke(ctx)
+            except KvpoolError as error:
+                raise click.ClickException(f"{error.reason}: {error}") from error
+            except ChildError as error:
+                raise click.ClickException(str(error)) from error
+        except click.ClickException as error:
+            from kvpool.cli.logs import report  # noqa: PLC0415 - only now, so that `health` does not wait for it
+
+            if not report(error):
+                raise
+            ctx.exit(error.exit_code)
 
 
 @click.group(cls=_Group, context_settings={"auto_envvar_prefix": "KVPOOL", "help_option_names": ["-h", "--help"]})

@@ -1,11 +1,11 @@
 """`kvpool serve`."""
 
 import asyncio
-import logging
 from typing import Any
 
 import click
 
+from kvpool.cli.logs import log_options, start_logging
 from kvpool.cli.settings import config_option
 from kvpool.server import server
 from kvpool.server.config import (
@@ -85,19 +85,13 @@ from kvpool.server.core.world import RankTiming
     show_default=True,
     help="How long a rank that is silent or lost may come back with nothing lost.",
 )
-@click.option(
-    "--log-level",
-    type=click.Choice(["debug", "info", "warning", "error"]),
-    default="info",
-    show_default=True,
-    help="Least severe messages to log.",
-)
-def serve(log_level: str, **settings: Any) -> None:  # noqa: ANN401 - named and checked by ServerConfig
+@log_options
+def serve(log_level: str, log_format: str, **settings: Any) -> None:  # noqa: ANN401 - named and checked by ServerConfig
     """Serve pools until SIGTERM.
 
     Every option can also be set in the environment, as KVPOOL_SERVE_LISTEN and so on, or in the file.
     """
-    logging.basicConfig(level=log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    start_logging(log_level, log_format)
     try:
         timing = RankTiming(
             settings.pop("heartbeat_seconds"),
@@ -111,7 +105,7 @@ def serve(log_level: str, **settings: Any) -> None:  # noqa: ANN401 - named and 
     except ValueError as error:
         raise click.UsageError(str(error)) from error
     try:
-        asyncio.run(server.serve(config, _say_ready))
+        asyncio.run(server.serve(config, _say_ready if log_format == "console" else None))
     except OSError as error:
         raise click.ClickException(str(error)) from error
 

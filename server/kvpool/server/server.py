@@ -73,28 +73,34 @@ class Server:
         addresses = [self._bind(address) for address in self._config.addresses]
         if self._observations:
             self._exporter = self._export(self._observations)
-            _log.info("metrics at http://%s/metrics", self._exporter.address)
+            _log.info("metrics listening", extra={"address": self._exporter.address})
         await self._server.start()
         for name in ("", *_SERVICES):
             await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
-        self._watches = [asyncio.create_task(watch) for watch in (self.hub.expire_leases(), self._ranks.watch())]
+        self._watches = [
+            asyncio.create_task(self.hub.expire_leases(), name="expire_leases"),
+            asyncio.create_task(self._ranks.watch(), name="watch_ranks"),
+        ]
         for task in self._watches:
             task.add_done_callback(_log_end)
-        _log.info("listening on %s", ", ".join(addresses))
+        _log.info("server listening", extra={"addresses": addresses})
         return addresses
 
     async def stop(self) -> None:
         """Stops accepting, lets calls in flight finish within the grace time, ends open streams."""
         await self._health.enter_graceful_shutdown()
+        began_seconds = self.hub.now_seconds()
+        _log.info("drain begun", extra={"seconds": self._config.grace_seconds})
         self.hub.drain()
         await self._server.stop(self._config.grace_seconds)
+        _log.info("drain ended", extra={"seconds": round(self.hub.now_seconds() - began_seconds, 3)})
         for watch in self._watches:
             watch.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await watch
         if self._exporter:
             await self._exporter.stop()
-        _log.info("stopped")
+        _log.info("server stopped")
 
     def _export(self, observations: Observations) -> Exporter:
         def describe() -> list[tuple[PoolInfo, Residency | None]]:
@@ -138,7 +144,6 @@ async def serve(config: ServerConfig, ready: Callable[[list[str]], Awaitable[Non
         if waiting is not None:
             await waiting
     await stopping.wait()
-    _log.info("stopping")
     await server.stop()
 
 
@@ -151,7 +156,7 @@ def _residency(config: MetricsConfig) -> Callable[[], Residency | None]:
 def _log_end(watch: asyncio.Task[None]) -> None:
     """Says that a watch met a bug: without it leases do not run out, or ranks that fall silent are not missed."""
     if not watch.cancelled() and (error := watch.exception()):
-        _log.critical("bug in %s: restart the server", watch.get_coro(), exc_info=error)
+        _log.critical("bug: restart the server", extra={"method": watch.get_name()}, exc_info=error)
 
 
 def _channel_options(config: ServerConfig) -> list[tuple[str, int]]:

@@ -105,6 +105,10 @@ class Membership:
         """Ranks that are not there, in order."""
         return self._roster.first_absent(self.world_size)
 
+    def is_absent(self, rank: Rank) -> bool:
+        """Whether a rank is not there."""
+        return self._roster.is_absent(rank)
+
     @property
     def next_deadline_seconds(self) -> float:
         """When `tick` is due next, as things stand; infinity if nobody is there."""

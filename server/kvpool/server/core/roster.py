@@ -68,6 +68,10 @@ class Roster:
         """Ranks that are not there."""
         return len(self._absent)
 
+    def is_absent(self, rank: Rank) -> bool:
+        """Whether a rank is not there."""
+        return rank in self._absent
+
     def first_absent(self, count: int) -> tuple[Rank, ...]:
         """The first ranks that are not there, in order."""
         return tuple(heapq.nsmallest(count, self._absent))

@@ -1,6 +1,7 @@
 """AllocatorService: see proto/kvpool/v1/allocator.proto for what each call promises."""
 
 import contextlib
+import logging
 import secrets
 import time
 
@@ -12,9 +13,11 @@ from kvpool.server.core.types import SessionId
 from kvpool.server.obs.observations import Observations
 from kvpool.server.rpc import convert, convert_pool, unary
 from kvpool.server.rpc.errors import errors_sent, guarded
-from kvpool.server.rpc.hub import Hub, Stream
+from kvpool.server.rpc.hub import Hub, Stream, session_fields
 from kvpool.server.rpc.ranks import Ranks
 from kvpool.v1 import allocator_pb2, allocator_pb2_grpc, pool_pb2, step_pb2
+
+_log = logging.getLogger("kvpool.server")
 
 _WaitContext = grpc.aio.ServicerContext[allocator_pb2.WaitUntilReadyRequest, allocator_pb2.WaitUntilReadyResponse]
 _StepContext = grpc.aio.ServicerContext[step_pb2.Step, step_pb2.StepResult]
@@ -62,6 +65,7 @@ class AllocatorService(allocator_pb2_grpc.AllocatorServiceServicer):
             session_id=SessionId(secrets.token_urlsafe(24)),
             now_seconds=self._hub.now_seconds(),
         )
+        _log.info("session opened", extra={**session_fields(pool, session), "seconds": session.lease_seconds})
         return allocator_pb2.OpenSessionResponse(
             session=allocator_pb2.Session(
                 session_id=session.session_id,
@@ -79,8 +83,11 @@ class AllocatorService(allocator_pb2_grpc.AllocatorServiceServicer):
 
     @guarded
     def CloseSession(self, request: allocator_pb2.CloseSessionRequest) -> allocator_pb2.CloseSessionResponse:
-        pool, count = self._allocator.close_session(request.session_id, self._hub.now_seconds())
+        now_seconds = self._hub.now_seconds()
+        _, session = self._allocator.session(request.session_id, now_seconds)
+        pool, count = self._allocator.close_session(request.session_id, now_seconds)
         self._hub.publish(pool)
+        _log.info("session closed", extra={**session_fields(pool, session), "requests": count})
         self._hub.end_session_stream(SessionId(request.session_id))
         return allocator_pb2.CloseSessionResponse(num_freed_requests=count)
 

@@ -65,8 +65,9 @@ def to_status(error: KvpoolError) -> status_pb2.Status:
     return status
 
 
-async def abort(context: _Context[_RequestT, _ResponseT], error: KvpoolError) -> NoReturn:
-    """Ends a call with an error of the core's."""
+async def abort(context: _Context[_RequestT, _ResponseT], error: KvpoolError, method: str) -> NoReturn:
+    """Ends a call with an error of the core's. Clients may do that to us often: the log says it at debug only."""
+    _log.debug("call refused", extra={"method": method, "reason": error.reason, "error": str(error)})
     status = rpc_status.to_status(to_status(error))
     await context.abort(status.code, status.details, status.trailing_metadata)
     raise AssertionError("abort returned")
@@ -74,7 +75,7 @@ async def abort(context: _Context[_RequestT, _ResponseT], error: KvpoolError) ->
 
 async def abort_internal(context: _Context[_RequestT, _ResponseT], method: str) -> NoReturn:
     """Ends a call that met a bug of ours: logs the exception being handled, and tells the caller nothing of it."""
-    _log.exception("bug in %s", method)
+    _log.exception("bug", extra={"method": method})
     info = error_details_pb2.ErrorInfo(reason="INTERNAL", domain=DOMAIN)
     status = status_pb2.Status(code=grpc.StatusCode.INTERNAL.value[0], message="internal error; see the server's log")
     packed = any_pb2.Any()
@@ -94,9 +95,9 @@ async def errors_sent(context: _Context[_RequestT, _ResponseT], method: str) -> 
     try:
         yield
     except KvpoolError as error:
-        await abort(context, error)
+        await abort(context, error, method)
     except DecodeError:
-        await abort(context, InvalidArgumentError("message", "cannot be parsed", reason="MALFORMED"))
+        await abort(context, InvalidArgumentError("message", "cannot be parsed", reason="MALFORMED"), method)
     except Exception:  # noqa: BLE001 - the boundary: a bug must end this call alone, and is logged
         await abort_internal(context, method)
 
@@ -112,7 +113,7 @@ def guarded(method: Callable[[_ServicerT, _RequestT], _ResponseT]) -> _Method[_S
         try:
             return method(self, request)
         except KvpoolError as error:
-            await abort(context, error)
+            await abort(context, error, method.__name__)
         except Exception:  # noqa: BLE001 - the boundary: a bug must end this call alone, and is logged
             await abort_internal(context, method.__name__)
 

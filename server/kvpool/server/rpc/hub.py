@@ -78,7 +78,10 @@ class Hub:
         if created:
             self._logs[pool.config.name] = EventLog()
             _spare_from_collections()
-            _log.info("pool created: %s", pool)
+            _log.info(
+                "pool created",
+                extra={"pool": config.name, "epoch": pool.epoch, "blocks": pool.config.num_blocks},
+            )
             self._tell_ready()
         return pool, created
 
@@ -179,13 +182,7 @@ class Hub:
             await asyncio.sleep(min(max(left, 0.001), _EXPIRY_PERIOD_SECONDS))
             for pool, session, count in self.allocator.expire(self.now_seconds()):
                 self.publish(pool)
-                _log.warning(
-                    "lease expired: session %d (%s) of pool %s, %d requests freed",
-                    session.writer,
-                    session.client_name,
-                    pool.config.name,
-                    count,
-                )
+                _log.warning("lease expired", extra={**session_fields(pool, session), "requests": count})
 
     def drain(self) -> None:
         """Refuses new work from now on, and ends open streams once they have answered what they are at."""
@@ -206,6 +203,16 @@ def _spare_from_collections() -> None:
     """
     gc.collect()
     gc.freeze()
+
+
+def session_fields(pool: Pool, session: Session) -> dict[str, object]:
+    """What the log says of a session; its id is a secret."""
+    return {
+        "pool": pool.config.name,
+        "session": session.writer,
+        "client": session.client_name,
+        "epoch": pool.epoch,
+    }
 
 
 def _new_none_hash(config: PoolConfig) -> bytes:

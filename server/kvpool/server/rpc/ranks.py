@@ -22,6 +22,7 @@ from kvpool.server.core.world import (
     PoolResumed,
     PoolState,
     PoolSuspended,
+    Rank,
     RankTiming,
     ReadySent,
     Registration,
@@ -34,15 +35,26 @@ from kvpool.v1 import worker_pb2
 MAX_WAIT_SECONDS: Final = 3600.0
 UNSENT_MESSAGES: Final = 256
 _TICK_SECONDS: Final = 0.25
+_TOLD_RANKS: Final = 16
+"""Most absent ranks that a line of the log names."""
 
 _log = logging.getLogger("kvpool.server.ranks")
 
 
 class RankLink:
-    """A rank's stream: what is to be sent on it, and how it is ended."""
+    """A rank's stream: what is to be sent on it, and how it is ended.
+
+    Attributes:
+        link_id: Its number.
+        rank: Whose it is; None until it has registered.
+        has_left: Whether the rank said goodbye.
+        outbox: What is still to be sent; None ends it.
+    """
 
     def __init__(self, link_id: LinkId, stream: Stream) -> None:
         self.link_id = link_id
+        self.rank: Rank | None = None
+        self.has_left = False
         self.outbox: asyncio.Queue[worker_pb2.JoinResponse | None] = asyncio.Queue()
         self._stream = stream
 
@@ -52,6 +64,11 @@ class RankLink:
             self._stream.end(ExhaustedError("NOT_READING", f"{UNSENT_MESSAGES} messages wait to be read"))
             return
         self.outbox.put_nowait(message)
+
+    @property
+    def was_ended(self) -> bool:
+        """Whether we ended it."""
+        return self._stream.ended_by is not None
 
     def end(self, error: KvpoolError) -> None:
         """Ends the stream with an error."""
@@ -147,6 +164,7 @@ class Ranks:
             membership = Membership(name, self.timing, self._max_pool_blocks)
         effects = membership.register(link.link_id, registration, self._hub.now_seconds())
         self._memberships[name] = membership
+        link.rank = registration.rank
         timing = self.timing
         link.send(
             worker_pb2.JoinResponse(
@@ -158,29 +176,56 @@ class Ranks:
             )
         )
         _log.info(
-            "rank %d of pool %s registered: process %d on %s, %s, %d bytes",
-            *(registration.rank, name, registration.pid, registration.host, registration.device),
-            registration.available_bytes,
+            "rank registered",
+            extra={
+                "pool": name,
+                "rank": registration.rank,
+                "ranks": registration.world_size,
+                "bytes": registration.available_bytes,
+                "device": registration.device,
+                "host": registration.host,
+                "pid": registration.pid,
+            },
         )
         self._carry_out(membership, effects)
         return membership
 
     def initialized(self, membership: Membership, link: RankLink, allocated: Allocated) -> None:
         """See `Membership.initialized`."""
-        self._carry_out(membership, membership.initialized(link.link_id, allocated))
+        effects = membership.initialized(link.link_id, allocated)
+        _log.info(
+            "rank allocated",
+            extra={
+                "pool": membership.name,
+                "rank": link.rank,
+                "epoch": allocated.epoch,
+                "blocks": allocated.num_blocks,
+                "bytes": allocated.allocated_bytes,
+            },
+        )
+        self._carry_out(membership, effects)
 
     def heard(self, membership: Membership, link: RankLink, sequence: int) -> None:
         """See `Membership.heard`."""
-        self._carry_out(membership, membership.heard(link.link_id, sequence, self._hub.now_seconds()))
+        was_absent = link.rank is not None and membership.is_absent(link.rank)
+        effects = membership.heard(link.link_id, sequence, self._hub.now_seconds())
+        if was_absent:
+            _log.info("rank back", extra={"pool": membership.name, "rank": link.rank})
+        self._carry_out(membership, effects)
 
     def leave(self, membership: Membership, link: RankLink) -> None:
         """See `Membership.leave`."""
-        self._carry_out(membership, membership.leave(link.link_id))
+        effects = membership.leave(link.link_id)
+        link.has_left = True
+        _log.info("rank left", extra={"pool": membership.name, "rank": link.rank})
+        self._carry_out(membership, effects)
 
     def close_link(self, membership: Membership | None, link: RankLink) -> None:
         """Notes that a stream has ended."""
         del self._links[link.link_id]
         if membership:
+            if not (link.has_left or link.was_ended):
+                _log.warning("rank lost", extra={"pool": membership.name, "rank": link.rank})
             self._carry_out(membership, membership.link_broke(link.link_id, self._hub.now_seconds()))
 
     async def watch(self) -> None:
@@ -196,7 +241,12 @@ class Ranks:
             late_seconds = self._hub.now_seconds() - before - wait_seconds
             for membership in list(self._memberships.values()):
                 membership.forgive(max(late_seconds, 0.0))
-                self._carry_out(membership, membership.tick(self._hub.now_seconds()))
+                known = set(membership.absent_ranks)
+                effects = membership.tick(self._hub.now_seconds())
+                for rank in membership.absent_ranks:
+                    if rank not in known:
+                        _log.warning("rank silent", extra={"pool": membership.name, "rank": rank})
+                self._carry_out(membership, effects)
 
     def _is_ready(self, name: str) -> bool:
         membership = self.membership(name)
@@ -226,26 +276,30 @@ class Ranks:
         name = membership.name
         match effect:
             case PoolOpened():
-                pool = self._hub.open_epoch(effect.config, effect.epoch)
-                _log.info("pool ready: %s, epoch %d, %d ranks", pool, effect.epoch, membership.world_size)
+                self._hub.open_epoch(effect.config, effect.epoch)
+                extra = {"pool": name, "epoch": effect.epoch, "ranks": membership.world_size}
+                _log.info("pool ready", extra={**extra, "blocks": effect.config.num_blocks})
             case PoolSuspended():
                 self._hub.suspend(name)
-                listed = ", ".join(str(rank) for rank in membership.absent_ranks[:16])
-                _log.warning("pool %s degraded: without rank %s", name, listed)
+                absent = list(membership.absent_ranks[:_TOLD_RANKS])
+                _log.warning("pool degraded", extra={"pool": name, "epoch": membership.epoch, "absent_ranks": absent})
             case PoolResumed():
                 self._hub.resume(name)
-                _log.info("pool %s ready again in epoch %d, nothing lost", name, membership.epoch)
+                _log.info("pool resumed", extra={"pool": name, "epoch": membership.epoch})
             case EpochPassed():
+                passed = self._hub.allocator.pool(name).epoch
                 count = self._hub.pass_epoch(name, effect.epoch)
-                _log.warning("pool %s lost a rank: now epoch %d, %d sessions ended", name, effect.epoch, count)
+                _log.warning("epoch passed", extra={"pool": name, "epoch": passed, "sessions": count})
             case _:
                 assert_never(effect)
 
     def _end_link(self, membership: Membership, ended: LinkEnded) -> None:
-        _log.warning("pool %s: a rank's stream ends: %s", membership.name, ended.error)
         link = self._links.get(ended.link)
-        if link:
-            link.end(ended.error)
+        if link is None:
+            return
+        extra = {"pool": membership.name, "rank": link.rank, "reason": ended.error.reason, "error": str(ended.error)}
+        _log.warning("rank turned away", extra=extra)
+        link.end(ended.error)
 
     def _send(self, link_id: LinkId, message: worker_pb2.JoinResponse) -> None:
         link = self._links.get(link_id)
