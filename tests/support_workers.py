@@ -18,19 +18,20 @@ LAYERS = {f"layer.{i}": LAYER for i in range(2)}
 BLOCK_BYTES = 2 * 2 * 16 * 2 * 16 * 4
 
 
-class WorkerProcess:
-    """A `kvpool worker` in its own process.
+def ready(epoch: int | str) -> str:
+    """Matches the line of a rank's log, in either format, that says that it is ready."""
+    return f'rank ready.*epoch(=|": ){epoch}\\b'
+
+
+class LoggingProcess:
+    """A process whose stderr is read as it comes.
 
     Attributes:
         process: The process.
         lines: What it wrote to stderr so far.
     """
 
-    def __init__(self, server: str, rank: int, world_size: int, layers: Path, *flags: str, blocks: int = 100) -> None:
-        command = [str(Path(sys.executable).parent / "kvpool"), "worker", "--server", server, "--pool", "m"]
-        command += ["--rank", str(rank), "--world-size", str(world_size), "--tp", str(world_size)]
-        command += ["--layers", str(layers), "--max-model-len", "512", "--device", "cpu"]
-        command += ["--memory", str(blocks * BLOCK_BYTES), *flags]
+    def __init__(self, *command: str) -> None:
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         self.process = subprocess.Popen(
             command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, env=environment
@@ -57,18 +58,31 @@ class WorkerProcess:
         self.process.send_signal(number)
 
     def end(self) -> int:
-        """Waits until the process has ended; returns its exit status."""
+        """Waits until the process has ended and all its lines are there; returns its exit status."""
+        with self._news:
+            assert self._news.wait_for(lambda: self._ended, DEADLINE_SECONDS)
         return self.process.wait(DEADLINE_SECONDS)
 
     def _read(self) -> None:
         assert self.process.stderr
-        for line in self.process.stderr:
-            with self._news:
-                self.lines.append(line)
-                self._news.notify_all()
+        with self.process.stderr as stderr:
+            for line in stderr:
+                with self._news:
+                    self.lines.append(line)
+                    self._news.notify_all()
         with self._news:
             self._ended = True
             self._news.notify_all()
+
+
+class WorkerProcess(LoggingProcess):
+    """A `kvpool worker` in its own process."""
+
+    def __init__(self, server: str, rank: int, world_size: int, layers: Path, *flags: str, blocks: int = 100) -> None:
+        command = [str(Path(sys.executable).parent / "kvpool"), "worker", "--server", server, "--pool", "m"]
+        command += ["--rank", str(rank), "--world-size", str(world_size), "--tp", str(world_size)]
+        command += ["--layers", str(layers), "--max-model-len", "512", "--device", "cpu"]
+        super().__init__(*command, "--memory", str(blocks * BLOCK_BYTES), *flags)
 
 
 @contextlib.contextmanager
@@ -83,9 +97,7 @@ def worker_processes(folder: Path) -> Iterator["Workers"]:
         for worker in workers.started:
             if worker.process.poll() is None:
                 worker.process.kill()
-            worker.process.wait()
-            if worker.process.stderr:
-                worker.process.stderr.close()
+            worker.end()
 
 
 class Workers:
@@ -105,11 +117,11 @@ class Workers:
         self.started.append(worker)
         return worker
 
-    def form(self, server: str, world_size: int) -> list[WorkerProcess]:
+    def form(self, server: str, world_size: int, *flags: str) -> list[WorkerProcess]:
         """Starts all ranks and waits until they are ready."""
-        workers = [self.start(server, rank, world_size) for rank in range(world_size)]
+        workers = [self.start(server, rank, world_size, *flags) for rank in range(world_size)]
         for worker in workers:
-            worker.wait_for("ready: .* epoch 1$")
+            worker.wait_for(ready(1))
         return workers
 
 

@@ -2,6 +2,7 @@
 
 import json
 import re
+import textwrap
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -66,7 +67,7 @@ def test_tensors_page(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_ranks_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("config.json").write_text(json.dumps(json.loads(MODEL.read_text()) | {"num_hidden_layers": 2}))
-    (embedding,) = examples("ranks.md")
+    embedding, watching = examples("ranks.md")
     bound: list[ReadyPool] = []
     unbound: list[None] = []
     all_are_through = threading.Barrier(2)  # a rank that leaves takes the epoch from the other
@@ -78,9 +79,15 @@ def test_ranks_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     }
     with running_server() as address, ThreadPoolExecutor(2) as threads:
         here = embedding.replace("host:50051", address).replace('"cuda:0"', '"cpu", memory_bytes=2**26')
-        here = here.replace("timeout_seconds=300", f"timeout_seconds={WAIT_SECONDS}") + "    stay()\n"
-        ranks = [threads.submit(run, here.replace("rank=0", f"rank={rank}"), dict(names)) for rank in range(2)]
+        here = here.replace("timeout_seconds=300", f"timeout_seconds={WAIT_SECONDS}")
+        here += textwrap.indent(watching, "    ") + "    stay()\n"
+        seen: list[dict[str, Any]] = [dict(names) for _ in range(2)]
+        ranks = [threads.submit(run, here.replace("rank=0", f"rank={rank}"), seen[rank]) for rank in range(2)]
         for rank in ranks:
             rank.result(WAIT_SECONDS)
+    for number, left in enumerate(seen):
+        labels = {"pool": "llama", "rank": str(number)}
+        assert left["registry"].get_sample_value("kvpool_worker_joins_total", labels) == 1
+        assert left["registry"].get_sample_value("kvpool_worker_state", {**labels, "state": "left"}) == 1
     assert [(pool.epoch, pool.num_blocks, len(pool.kv_caches)) for pool in bound] == [(1, 1024, 2)] * 2
     assert len(unbound) == 2

@@ -11,7 +11,7 @@ import pytest
 from kvpool.client import AbortedError, Client, PoolInfo, PoolState, RankState, Session, UnavailableError, connect
 from support_server import ServerProcess
 from support_wire_ranks import wait_until
-from support_workers import Network, Workers, worker_processes
+from support_workers import Network, Workers, ready, worker_processes
 
 HEARTBEAT_TIMEOUT_SECONDS = 1.5
 PATIENT = {"heartbeat_seconds": 0.2, "heartbeat_timeout_seconds": HEARTBEAT_TIMEOUT_SECONDS, "grace_seconds": 60.0}
@@ -109,7 +109,7 @@ def test_a_killed_rank_degrades_the_pool_at_once_and_its_successor_begins_a_new_
         assert_refused_for_now(server.addresses[0])
         successor = workers.start(server.addresses[0], 1, 2)
         for rank in (ranks[0], successor):
-            rank.wait_for("ready: .* epoch 2$")
+            rank.wait_for(ready(2))
         assert_starts_anew(client, session, epoch=2)
 
 
@@ -147,7 +147,7 @@ def test_a_stopped_rank_that_goes_on_too_late_is_part_of_the_next_epoch(workers:
         wait_for_state(client, PoolState.DEGRADED, 2)
         ranks[1].signal(signal.SIGCONT)
         for rank in ranks:
-            rank.wait_for("ready: .* epoch 2$")
+            rank.wait_for(ready(2))
         pids = [rank.process.pid for rank in ranks]
         assert [rank.pid for rank in client.get_pool("m").ranks] == pids
         assert_starts_anew(client, session, epoch=2)
@@ -161,7 +161,7 @@ def test_a_rank_that_is_cut_off(workers: Workers, *, comes_back_in_time: bool) -
         first = workers.start(server.addresses[0], 0, 2)
         second = workers.start(network.address, 1, 2)
         for rank in (first, second):
-            rank.wait_for("ready: .* epoch 1$")
+            rank.wait_for(ready(1))
         session = fill(client)
         network.cut()
         if comes_back_in_time:
@@ -174,7 +174,7 @@ def test_a_rank_that_is_cut_off(workers: Workers, *, comes_back_in_time: bool) -
             wait_for_state(client, PoolState.DEGRADED, 2)
             network.heal()
             for rank in (first, second):
-                rank.wait_for("ready: .* epoch [2-9]$")
+                rank.wait_for(ready("[2-9]"))
             assert_starts_anew(client, session, client.get_pool("m").epoch)
         network.close()
 
@@ -201,12 +201,12 @@ def test_ranks_rejoin_a_restarted_server_by_themselves(workers: Workers, how: si
         server.process.communicate(timeout=30)
     with server_on(address) as server, client_of(server) as client:
         for rank in ranks:
-            rank.wait_for("ready: .* epoch 2$")
+            rank.wait_for(ready(2))
         pool = client.wait_until_ready("m", timeout_seconds=60)
         assert [rank.pid for rank in pool.ranks] == [rank.process.pid for rank in ranks]
         for rank in ranks:
-            since = rank.lines[rank.lines.index(rank.wait_for("epoch 1$")) :]
-            assert not any("allocates" in line for line in since), "it keeps its tensors"
+            since = rank.lines[rank.lines.index(rank.wait_for(ready(1))) :]
+            assert not any("rank allocating" in line for line in since), "it keeps its tensors"
         with client.open_session("m") as session:
             assert session.epoch == 2
             assert not has_cached(session)

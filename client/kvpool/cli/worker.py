@@ -1,11 +1,12 @@
 """`kvpool worker`."""
 
-import logging
 from pathlib import Path
 from typing import Any, Final
 
 import click
 
+from kvpool.cli.endpoints import Endpoints
+from kvpool.cli.logs import log_options, start_logging
 from kvpool.cli.model import FLAGS, MODEL_OPTIONS, ModelFlags, byte_size, model_options
 from kvpool.cli.settings import config_option
 from kvpool.gpu_worker.settings import (
@@ -14,7 +15,7 @@ from kvpool.gpu_worker.settings import (
     DEFAULT_RESERVE_BYTES,
     WorkerSettings,
 )
-from kvpool.gpu_worker.units import format_bytes
+from kvpool.gpu_worker.worker_metrics import WorkerCollector
 from kvpool.models.config import Model, split_stages
 from kvpool.server.config import DEFAULT_ADDRESS, MIB
 from kvpool.server.core.config import ReuseOrder
@@ -73,28 +74,25 @@ _FLAGS: Final = {
 @click.option("--no-caching", is_flag=True, help="Turn prefix caching off.")
 @click.option("--events", is_flag=True, help="Publish block events.")
 @click.option("--layout", metavar="NAME", help="How keys and values lie in a page; default: that of their kind.")
-@click.option(
-    "--log-level",
-    type=click.Choice(["debug", "info", "warning", "error"]),
-    default="info",
-    show_default=True,
-    help="Least severe messages to log.",
-)
-def worker(log_level: str, model: Path | None, **options: Any) -> None:  # noqa: ANN401 - named and checked by dataclasses
+@click.option("--metrics-listen", metavar="HOST:PORT", help="Serve metrics for Prometheus here; usual port: 9465.")
+@click.option("--health-listen", metavar="ADDRESS", help="Answer gRPC health checks here: host:port or unix:/path.")
+@log_options
+def worker(log_level: str, log_format: str, model: Path | None, **options: Any) -> None:  # noqa: ANN401 - likewise
     """Hold one rank's part of a pool until SIGTERM.
 
     The layers are those of the rank's pipeline stage, with its share of the heads. All ranks of a pool must be given
     the same model and options. Every option can also be set in the environment, as KVPOOL_WORKER_POOL and so on, or in
     the file.
     """
-    logging.basicConfig(level=log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    start_logging(log_level, log_format)
     flags = ModelFlags(**{name: options.pop(name) for name in MODEL_OPTIONS})
     layout = options.pop("layout")
+    endpoints = Endpoints.parse(options.pop("metrics_listen"), options.pop("health_listen"))
     try:
         derived = flags.read_model(model, "--model CONFIG.json")
         settings = _settings(flags, derived, options)
         layers = split_stages(derived, flags.pp)[settings.rank // flags.tp]
-        _run(settings, layers, layout)
+        _run(settings, layers, layout, endpoints)
     except InvalidArgumentError as error:
         error.rename_field(_FLAGS.get(error.field, error.field))
         raise
@@ -132,24 +130,19 @@ def _settings(flags: ModelFlags, model: Model, options: dict[str, Any]) -> Worke
     )
 
 
-def _run(settings: WorkerSettings, layers: dict[str, KVCacheSpec], layout: str | None) -> None:
+def _run(settings: WorkerSettings, layers: dict[str, KVCacheSpec], layout: str | None, endpoints: Endpoints) -> None:
     try:
-        from kvpool.gpu_worker.worker import ReadyPool, Worker, WorkerHooks  # noqa: PLC0415 - clients have no torch
+        from kvpool.gpu_worker.worker import Worker, WorkerHooks  # noqa: PLC0415 - clients have no torch
     except ModuleNotFoundError as error:
         if error.name not in ("torch", "numpy"):
             raise
         raise click.ClickException(f'kvpool worker needs {error.name}: pip install "kvpool[worker]"') from error
 
-    def say_ready(pool: ReadyPool) -> None:
-        click.echo(
-            f"kvpool: rank {settings.rank} of {settings.world_size} ready: {pool.num_blocks:,} blocks,"
-            f" {format_bytes(pool.allocated_bytes)} on {rank.device}, epoch {pool.epoch}",
-            err=True,
-        )
-
     layouts = {name: layout for name, spec in layers.items() if layout and _has_keys_and_values(spec)}
-    rank = Worker(settings, layers, layouts=layouts, hooks=WorkerHooks(on_epoch=say_ready))
-    rank.run()
+    with endpoints.health_served() as on_status:
+        rank = Worker(settings, layers, layouts=layouts, hooks=WorkerHooks(on_status=on_status))
+        with endpoints.metrics_served(WorkerCollector(rank, settings)):
+            rank.run()
 
 
 def _has_keys_and_values(spec: KVCacheSpec) -> bool:

@@ -47,6 +47,11 @@ class HeldCache:
         """int8 (bytes,), one for each of the plan's tensors."""
         return self._buffers
 
+    @property
+    def allocated_bytes(self) -> int:
+        """Memory of the buffers. Any thread may ask."""
+        return sum(map(len, self._buffers))
+
     def allocate(self, config: KVCacheConfig) -> Allocation:
         """Allocates what is planned, or as many blocks of it as fit; what was held is freed first.
 

@@ -7,6 +7,7 @@ from typing import Final
 
 import torch
 
+from kvpool.gpu_worker.status import DeviceMemory
 from kvpool.gpu_worker.units import format_bytes
 from kvpool.server.core.errors import InvalidArgumentError
 from kvpool.server.core.spec_base import QUOTED_CHARACTERS
@@ -94,10 +95,25 @@ def _available_on_cuda(device: torch.device, memory_bytes: int | None, share: fl
     return left_bytes
 
 
+def device_memory(device: torch.device) -> DeviceMemory:
+    """How much memory a device has and has free, whoever uses it; of a CPU the machine's, within its limit."""
+    if device.type == "cuda":
+        free_bytes, total_bytes = torch.cuda.mem_get_info(device)
+        return DeviceMemory(total_bytes, free_bytes)
+    total_bytes = machine_memory_bytes()
+    return DeviceMemory(total_bytes, min(_unused_bytes(), total_bytes))
+
+
 def machine_memory_bytes() -> int:
     """Memory that this process may use: the machine's, or less if a control group says so."""
     physical_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return min((physical_bytes, *_cgroup_limits_bytes()))
+
+
+def _unused_bytes(meminfo: Path = Path("/proc/meminfo")) -> int:
+    """Memory that new processes may have without swapping, as the kernel estimates it."""
+    entries = dict(line.split(":", 1) for line in meminfo.read_text(encoding="ascii").splitlines())
+    return int(entries["MemAvailable"].removesuffix("kB")) * 1024
 
 
 def _cgroup_limits_bytes(root: Path = _CGROUP_ROOT, membership: Path = Path("/proc/self/cgroup")) -> Iterator[int]:

@@ -5,10 +5,9 @@ from dataclasses import dataclass
 
 import torch
 
-from kvpool.gpu_worker.join import Phase
 from kvpool.gpu_worker.layouts import LayerCache
+from kvpool.gpu_worker.status import WorkerStatus
 from kvpool.server.core.plan import KVCacheConfig
-from kvpool.server.core.world import PoolState
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -45,33 +44,19 @@ def _nothing(*_: object) -> None:
 
 @dataclass(frozen=True, slots=True)
 class WorkerHooks:
-    """What a runner wants to be told. Called one at a time, from a thread of the worker; an error ends the rank.
+    """What a runner wants to be told, from threads of the worker. An error ends the rank.
+
+    `on_epoch` and `on_release` are called one at a time, and may wait for the device.
 
     Attributes:
         on_epoch: An epoch begins: wait for the step of the last one that may still run, then bind the tensors. Steps
             are let through when this returns. The buffers may be those of the epoch before, as nothing in them moved,
             but what they hold is worth nothing.
         on_release: The tensors are about to be freed: wait for the step that may still run, then drop every view.
+        on_status: The rank's status changed. Called from the thread that talks to the server, beside the others: return
+            at once.
     """
 
     on_epoch: Callable[[ReadyPool], None] = _nothing
     on_release: Callable[[], None] = _nothing
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerStatus:
-    """A rank at one moment.
-
-    Attributes:
-        phase: Where the rank stands.
-        epoch: Whose steps may run; 0 if none may.
-        num_blocks: Blocks of the pool in that epoch; 0 if there is none.
-        pool_state: How the pool was when the server last said so; None before that.
-        absent_ranks: Ranks that were not there then, the first 64.
-    """
-
-    phase: Phase
-    epoch: int = 0
-    num_blocks: int = 0
-    pool_state: PoolState | None = None
-    absent_ranks: tuple[int, ...] = ()
+    on_status: Callable[[WorkerStatus], None] = _nothing

@@ -44,7 +44,7 @@ from kvpool.server.core.errors import (
     NotFoundError,
     WrongStateError,
 )
-from kvpool.server.core.world import HeldTensors, Registration
+from kvpool.server.core.world import HeldTensors, PoolState, Registration
 
 REGISTER_TIMEOUT_SECONDS: Final = 10.0
 """How long the first word of the server is waited for, the connection included."""
@@ -79,6 +79,9 @@ class RankProtocol:
         ready: The epoch that goes on; None if there is none.
         status: What the server said last of the pool.
         held: The tensors that there are; None while there are none, or while others are being allocated.
+        num_joins: Times that the server took the rank in.
+        num_answers: Heartbeats that it answered.
+        answered_seconds: When it answered the last; None before the first.
     """
 
     def __init__(self, registration: Registration, jitter: Callable[[], float]) -> None:
@@ -92,6 +95,9 @@ class RankProtocol:
         self.ready: Ready | None = None
         self.status: Status | None = None
         self.held: Allocation | None = None
+        self.num_joins = 0
+        self.num_answers = 0
+        self.answered_seconds: float | None = None
         self._registration = registration
         self._jitter = jitter
         self._held_epoch = 0
@@ -145,6 +151,7 @@ class RankProtocol:
         match message:
             case Registered():
                 self._timing = message
+                self.num_joins += 1
                 if self.phase is Phase.JOINING:
                     self.phase = Phase.REGISTERED
                 return self._beat(now_seconds)
@@ -155,7 +162,7 @@ class RankProtocol:
             case Ready():
                 return self._begin_epoch(message, now_seconds)
             case Status():
-                return self._note_status(message)
+                return self._note_status(message, now_seconds)
             case _:
                 assert_never(message)
 
@@ -185,15 +192,16 @@ class RankProtocol:
         """Ends the rank for a reason of its own, such as memory that does not even hold two blocks."""
         if self.is_over:
             return []
-        goodbye: list[Effect] = [] if self.phase is Phase.REJOINING else [Say(Leave())]
-        return self._over(Phase.FAILED, *goodbye, Failed(error))
+        return self._over(Phase.FAILED, *self._goodbye(), Failed(error))
 
     def leave(self) -> list[Effect]:
         """Ends the rank as its process wants."""
         if self.is_over:
             return []
-        goodbye: list[Effect] = [] if self.phase is Phase.REJOINING else [Say(Leave())]
-        return self._over(Phase.LEFT, *goodbye)
+        return self._over(Phase.LEFT, *self._goodbye())
+
+    def _goodbye(self) -> list[Effect]:
+        return [] if self.phase is Phase.REJOINING else [Say(Leave())]
 
     def _over(self, phase: Phase, *effects: Effect) -> list[Effect]:
         self.phase = phase
@@ -241,6 +249,7 @@ class RankProtocol:
             message = f"ready with {ready.num_blocks} blocks in epoch {ready.epoch}, for which {held_blocks} are held"
             return [CloseStream(), *self.stream_ended(ServerError("NOT_AS_PLANNED", message), now_seconds)]
         self.phase = Phase.READY
+        self.status = Status(PoolState.READY, ready.epoch, ())
         self._planned = None
         if ready == self.ready:
             return []
@@ -248,9 +257,11 @@ class RankProtocol:
         self.ready = ready
         return [*passed, EpochBegan(ready)]
 
-    def _note_status(self, status: Status) -> list[Effect]:
+    def _note_status(self, status: Status, now_seconds: float) -> list[Effect]:
         self.status = status
         if status.heartbeat_sequence:
+            self.num_answers += 1
+            self.answered_seconds = now_seconds
             self._num_failures = 0  # registering alone is no sign that it goes well
         if self.ready is None or status.epoch <= self.ready.epoch:
             return []

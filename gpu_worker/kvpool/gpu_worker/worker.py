@@ -12,21 +12,22 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from functools import partial
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Final, Self, TypeVar, assert_never
 
 from kvpool.client.errors import DeadlineError
 from kvpool.gpu_worker import messages
 from kvpool.gpu_worker.cache import HeldCache
-from kvpool.gpu_worker.device import available_bytes, describe_device, open_device
-from kvpool.gpu_worker.hooks import ReadyPool, WorkerHooks, WorkerStatus
-from kvpool.gpu_worker.join import RankProtocol
+from kvpool.gpu_worker.device import available_bytes, describe_device, device_memory, open_device
+from kvpool.gpu_worker.hooks import ReadyPool, WorkerHooks
+from kvpool.gpu_worker.join import Phase, RankProtocol
 from kvpool.gpu_worker.layouts import LayerCache, check_layouts
 from kvpool.gpu_worker.settings import WorkerSettings
+from kvpool.gpu_worker.signals import on_signals
+from kvpool.gpu_worker.status import DeviceMemory, WorkerStatus, WorkerUsage
 from kvpool.gpu_worker.stream import Incoming, JoinStream
 from kvpool.gpu_worker.tensors import BufferAllocator, empty_buffer
 from kvpool.gpu_worker.words import (
@@ -39,14 +40,13 @@ from kvpool.gpu_worker.words import (
     Failed,
     Initialized,
     JoinLater,
-    Leave,
     OpenStream,
     Planned,
     Ready,
     Say,
     Word,
 )
-from kvpool.gpu_worker.worker_log import WorkerLog, told_ranks
+from kvpool.gpu_worker.worker_log import WorkerLog
 from kvpool.server.core.errors import AbortedError, InvalidArgumentError, KvpoolError
 from kvpool.server.core.spec_base import KVCacheSpec
 from kvpool.server.core.world import Rank, Registration
@@ -107,6 +107,7 @@ class Worker:
             pid=os.getpid(),
         )
         registration.check()
+        self._available_bytes = registration.available_bytes
         reserve_bytes = settings.reserve_bytes if self.device.type == "cuda" else 0
         self._cache = HeldCache(self.device, layouts or {}, reserve_bytes, allocate)
         self._protocol = RankProtocol(registration, random.random)
@@ -118,6 +119,7 @@ class Worker:
         self._ready: ReadyPool | None = None
         self._failure: Exception | None = None
         self._is_over = False
+        self._told: WorkerStatus | None = None
         self._log = WorkerLog(settings)
 
     def __enter__(self) -> Self:
@@ -145,6 +147,22 @@ class Worker:
         )
 
     @property
+    def usage(self) -> WorkerUsage:
+        """What the rank holds, and how its conversation with the server goes."""
+        protocol, answered = self._protocol, self._protocol.answered_seconds
+        return WorkerUsage(
+            self._available_bytes,
+            self._cache.allocated_bytes,
+            protocol.num_joins,
+            protocol.num_answers,
+            None if answered is None else time.time() - (time.monotonic() - answered),
+        )
+
+    def device_memory(self) -> DeviceMemory:
+        """Asks the device how it is; costs a call of its driver."""
+        return device_memory(self.device)
+
+    @property
     def kv_caches(self) -> Mapping[str, LayerCache]:
         """View of each layer's pages in the epoch that goes on; empty if there is none."""
         ready = self._ready
@@ -163,7 +181,7 @@ class Worker:
         Raises:
             KvpoolError: What the server refused for good, or not even two blocks fit the device.
         """
-        with _on_signals((signal.SIGTERM, signal.SIGINT), lambda: self._events.put(self._protocol.leave)):
+        with on_signals((signal.SIGTERM, signal.SIGINT), lambda: self._events.put(self._protocol.leave)):
             try:
                 self._talk()
             finally:
@@ -189,7 +207,7 @@ class Worker:
             if self._is_over:
                 raise AbortedError("CLOSED", f"{self._name} has left the pool")
             if self._ready is None:
-                raise DeadlineError("NOT_READY", f"{self._name} is not ready: {self._describe_wait()}")
+                raise DeadlineError("NOT_READY", f"{self._name} is not ready: {self.status.describe()}")
             return self._ready
 
     def check_epoch(self, epoch: int) -> None:
@@ -202,7 +220,7 @@ class Worker:
         """
         ready = self._ready
         if ready is None:
-            raise AbortedError("NOT_READY", f"a step of epoch {epoch}: {self._describe_wait()}", field="epoch")
+            raise AbortedError("NOT_READY", f"a step of epoch {epoch}: {self.status.describe()}", field="epoch")
         if ready.epoch != epoch:
             raise AbortedError("EPOCH_PASSED", f"{epoch} is not the epoch that goes on, {ready.epoch}", field="epoch")
 
@@ -221,8 +239,10 @@ class Worker:
     def _talk_in_thread(self) -> None:
         try:
             self._talk()
+            if isinstance(self._failure, KvpoolError):
+                self._log.failed(self._failure)
         except Exception as error:  # noqa: BLE001 - the boundary: who waits is told, and it is logged
-            self._log.crashed(error)
+            self._log.failed(error)
             self._failure = error
         finally:
             self._end()
@@ -233,6 +253,7 @@ class Worker:
             try:
                 while not protocol.is_over:
                     self._carry_out(protocol.tick(time.monotonic()))
+                    self._tell_status()
                     wait_seconds = min(max(protocol.next_due_seconds - time.monotonic(), 0.0), _LONGEST_WAIT_SECONDS)
                     try:
                         event = self._events.get(timeout=wait_seconds)
@@ -244,11 +265,20 @@ class Worker:
                 if self._stream:
                     self._stream.finish(GOODBYE_SECONDS)
                 self._jobs.submit(self._release).result()
+        if protocol.phase is Phase.LEFT:
+            self._log.left()
 
     def _end(self) -> None:
         with self._changed:
             self._is_over = True
             self._changed.notify_all()
+        self._tell_status()
+
+    def _tell_status(self) -> None:
+        status = self.status
+        if status != self._told:
+            self._told = status
+            self._hooks.on_status(status)
 
     def _unpublish(self) -> None:
         with self._changed:
@@ -289,13 +319,8 @@ class Worker:
                 assert_never(effect)
 
     def _say(self, word: Word) -> None:
-        match word:
-            case Initialized():
-                self._log.initialized(word)
-            case Leave():
-                self._log.left()
-            case _:
-                pass
+        if isinstance(word, Initialized):
+            self._log.allocated(word.epoch, word.allocation)
         if self._stream:
             self._stream.send(messages.encode(word))
 
@@ -338,7 +363,7 @@ class Worker:
         error = future.exception()
         if isinstance(error, Exception):
             if not isinstance(error, KvpoolError):
-                self._log.crashed(error)
+                self._log.failed(error)
             return self._protocol.fail(error)
         return then(future.result())
 
@@ -365,23 +390,4 @@ class Worker:
                 return  # it has passed meanwhile
             self._ready = pool
             self._changed.notify_all()
-        self._log.ready(ready)
-
-    def _describe_wait(self) -> str:
-        status = self.status
-        return f"the rank is {status.phase.value}{told_ranks(status.absent_ranks)}"
-
-
-@contextmanager
-def _on_signals(numbers: tuple[signal.Signals, ...], call: Callable[[], None]) -> Iterator[None]:
-    """Calls this when one of the signals comes. The call must be one that may interrupt itself, such as a queue's."""
-
-    def handle(_: int, __: FrameType | None) -> None:
-        call()
-
-    before = {number: signal.signal(number, handle) for number in numbers}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        self._log.ready(ready, pool.allocated_bytes, str(self.device))

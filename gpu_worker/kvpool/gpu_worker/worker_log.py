@@ -1,15 +1,14 @@
-"""The log of a rank: what an operator wants to read, each thing once."""
+"""The log of a rank: what an operator wants to read, each thing once. docs/logs.md lists the events."""
 
 import logging
 from typing import Final
 
 from kvpool.gpu_worker.settings import WorkerSettings
-from kvpool.gpu_worker.units import format_bytes
-from kvpool.gpu_worker.words import Heard, Initialized, Planned, Ready, Registered, Status
+from kvpool.gpu_worker.words import Allocation, Heard, Planned, Ready, Registered, Status
 from kvpool.server.core.errors import KvpoolError
 from kvpool.server.core.world import PoolState
 
-_TOLD_RANKS: Final = 8
+_TOLD_RANKS: Final = 16
 
 _log = logging.getLogger("kvpool.worker")
 
@@ -18,9 +17,10 @@ class WorkerLog:
     """Writes what happens to one rank."""
 
     def __init__(self, settings: WorkerSettings) -> None:
-        self._settings = settings
-        self._rank = f"rank {settings.rank} of {settings.world_size}"
+        self._who: dict[str, object] = {"pool": settings.pool, "rank": settings.rank}
+        self._server = settings.server
         self._trouble = ""
+        self._epoch = 0
         self._pool: tuple[PoolState, tuple[int, ...]] | None = None
 
     def heard(self, message: Heard) -> None:
@@ -28,68 +28,78 @@ class WorkerLog:
         match message:
             case Registered():
                 level = logging.DEBUG if self._trouble else logging.INFO
-                where = self._settings.pool, self._settings.server
-                _log.log(level, "%s registered with pool %s at %s", self._rank, *where)
-            case Planned():
-                _log.info("%s: epoch %d is planned", self._rank, message.epoch)
+                _log.log(level, "rank registered", extra={**self._who, "server": self._server})
+            case Ready():
+                self._pool_ready(message.epoch)
             case Status():
                 self._status(message)
             case _:
                 pass
 
+    def _pool_ready(self, epoch: int) -> None:
+        if self._pool and self._pool[0] is PoolState.DEGRADED and epoch == self._epoch:
+            _log.info("pool resumed", extra={**self._who, "epoch": epoch})
+        self._pool, self._epoch = (PoolState.READY, ()), epoch
+
     def _status(self, status: Status) -> None:
         if self._trouble and status.heartbeat_sequence:  # registering alone is no sign that it goes well
             self._trouble = ""
-            _log.info("%s is back at %s", self._rank, self._settings.server)
-        if self._pool != (status.state, status.absent_ranks):
-            self._pool = status.state, status.absent_ranks
-            level = logging.WARNING if status.state is PoolState.DEGRADED else logging.INFO
-            absent = told_ranks(status.absent_ranks)
-            _log.log(level, "%s: the pool is %s%s", self._rank, status.state.value, absent)
+            _log.info("server back", extra={**self._who, "server": self._server})
+        now = status.state, status.absent_ranks
+        if now == self._pool or status.state is PoolState.READY:  # who is ready is told by Ready
+            return
+        self._pool = now
+        fields = {**self._who, "epoch": status.epoch, "absent_ranks": list(status.absent_ranks[:_TOLD_RANKS])}
+        if status.state is PoolState.FORMING and status.absent_ranks:
+            _log.info("pool forming", extra=fields)
+        elif status.state is PoolState.DEGRADED:
+            _log.warning("pool degraded", extra=fields)
 
     def allocating(self, planned: Planned) -> None:
         """Says what is asked of the device."""
         tensors = planned.config.tensors
-        size_bytes = sum(tensor.size_bytes for tensor in tensors)
         _log.info(
-            "%s allocates %s blocks for epoch %d: %s in %d buffers",
-            *(self._rank, f"{planned.config.num_blocks:,}", planned.epoch, format_bytes(size_bytes), len(tensors)),
+            "rank allocating",
+            extra={
+                **self._who,
+                "epoch": planned.epoch,
+                "blocks": planned.config.num_blocks,
+                "buffers": len(tensors),
+                "bytes": sum(tensor.size_bytes for tensor in tensors),
+            },
         )
 
-    def initialized(self, word: Initialized) -> None:
-        """Says what there is for an epoch."""
-        got, planned = word.allocation.num_blocks, word.allocation.config.num_blocks
-        if got < planned:
-            _log.warning("%s backed off: its memory holds %s of %s blocks", self._rank, f"{got:,}", f"{planned:,}")
-        _log.info("%s holds %s blocks for epoch %d", self._rank, f"{got:,}", word.epoch)
+    def allocated(self, epoch: int, got: Allocation) -> None:
+        """Says what the device had."""
+        fields = {**self._who, "epoch": epoch, "blocks": got.num_blocks, "bytes": got.allocated_bytes}
+        if got.num_blocks < got.config.num_blocks:
+            _log.warning("rank allocated less than planned", extra={**fields, "planned_blocks": got.config.num_blocks})
+        else:
+            _log.debug("rank allocated", extra=fields)
 
-    def ready(self, ready: Ready) -> None:
+    def ready(self, ready: Ready, allocated_bytes: int, device: str) -> None:
         """Says that an epoch began."""
-        _log.info("%s is ready: %s blocks, epoch %d", self._rank, f"{ready.num_blocks:,}", ready.epoch)
+        fields = {**self._who, "epoch": ready.epoch, "blocks": ready.num_blocks}
+        _log.info("rank ready", extra={**fields, "bytes": allocated_bytes, "device": device})
 
     def passed(self, epoch: int) -> None:
         """Says that an epoch is over."""
-        _log.warning("%s: epoch %d has passed", self._rank, epoch)
+        _log.warning("epoch passed", extra={**self._who, "epoch": epoch})
 
     def joins_later(self, error: KvpoolError, pause_seconds: float) -> None:
         """Says a trouble, once however often it comes in a row."""
-        if error.reason != self._trouble:
-            _log.warning("%s: %s: %s; keeps trying to join", self._rank, error.reason, error)
+        level = logging.DEBUG if error.reason == self._trouble else logging.WARNING
         self._trouble = error.reason
-        _log.debug("%s: %s: %s; joins again in %.1f s", self._rank, error.reason, error, pause_seconds)
+        fields = {**self._who, "server": self._server, "reason": error.reason, "error": str(error)}
+        _log.log(level, "stream ended, joining again", extra={**fields, "seconds": round(pause_seconds, 3)})
 
     def left(self) -> None:
-        """Says that the rank goes as it was told to."""
-        _log.info("%s leaves pool %s", self._rank, self._settings.pool)
+        """Says that the rank went as it was told to."""
+        _log.info("rank left", extra=self._who)
 
-    def crashed(self, error: BaseException) -> None:
-        """Writes an error that is nobody's refusal, with its trace."""
-        _log.error("%s cannot go on", self._rank, exc_info=error)
-
-
-def told_ranks(absent_ranks: tuple[int, ...]) -> str:
-    """The ranks that are not there, as the end of a sentence."""
-    if not absent_ranks:
-        return ""
-    more = ", ..." if len(absent_ranks) > _TOLD_RANKS else ""
-    return f", absent ranks: {', '.join(map(str, absent_ranks[:_TOLD_RANKS]))}{more}"
+    def failed(self, error: Exception) -> None:
+        """Says why the rank ends; of what is nobody's refusal, with its trace."""
+        if isinstance(error, KvpoolError):
+            _log.error("rank failed", extra={**self._who, "reason": error.reason, "error": str(error)})
+        else:
+            _log.error("rank failed", extra=self._who, exc_info=error)

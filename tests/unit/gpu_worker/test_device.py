@@ -7,7 +7,13 @@ import pytest
 import torch
 
 from kvpool.gpu_worker import device as module
-from kvpool.gpu_worker.device import available_bytes, describe_device, machine_memory_bytes, open_device
+from kvpool.gpu_worker.device import (
+    available_bytes,
+    describe_device,
+    device_memory,
+    machine_memory_bytes,
+    open_device,
+)
 from kvpool.gpu_worker.units import format_bytes
 from kvpool.server.core.errors import InvalidArgumentError
 from support_torch import on_each_device
@@ -100,6 +106,17 @@ def test_a_real_gpu_is_measured() -> None:
     del taken
     with pytest.raises(InvalidArgumentError, match="are more than cuda:0 has free"):
         measured(memory_bytes=total_bytes)
+
+
+@on_each_device
+def test_what_is_free_of_a_device_is_part_of_it(device: torch.device) -> None:
+    memory = device_memory(device)
+    assert 0 < memory.free_bytes <= memory.total_bytes
+    if device.type == "cuda":
+        taken = torch.empty(2 * GIB, dtype=torch.int8, device=device)
+        assert memory.free_bytes - device_memory(device).free_bytes >= taken.numel() - 2**21
+    else:
+        assert memory.total_bytes == machine_memory_bytes()
 
 
 def on_cpu(memory_bytes: int | None) -> int:

@@ -114,6 +114,7 @@ def test_a_rank_registers_allocates_and_is_ready(driver: Driver) -> None:
     assert driver.epoch() == 0
     assert driver.hear(Ready(1, 80, 512)) == [EpochBegan(Ready(1, 80, 512))]
     assert driver.is_in(Phase.READY)
+    assert driver.rank.status == Status(PoolState.READY, 1, ()), "that is what it says, before any status does"
     assert driver.hear(Ready(1, 80, 512)) == [], "said again, it changes nothing"
 
 

@@ -1,0 +1,76 @@
+"""Where a worker answers others than its server: metrics and health."""
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Self, TypeVar
+
+import click
+from prometheus_client.registry import Collector
+
+from kvpool.gpu_worker.status import WorkerStatus
+from kvpool.gpu_worker.worker_health import health_served
+from kvpool.gpu_worker.worker_metrics import metrics_served
+from kvpool.server.address import check_address, host_and_port
+
+_METRICS, _HEALTH = "--metrics-listen", "--health-listen"
+
+_log = logging.getLogger("kvpool.worker")
+
+_BoundT = TypeVar("_BoundT")
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoints:
+    """The addresses asked for; None for what is not wanted."""
+
+    metrics: str | None
+    health: str | None
+
+    @classmethod
+    def parse(cls, metrics: str | None, health: str | None) -> Self:
+        """Checks them; raises click.UsageError that names the flag."""
+        try:
+            if metrics is not None:
+                host_and_port(_METRICS, metrics)
+        except ValueError as error:
+            raise click.UsageError(str(error)) from error
+        try:
+            if health is not None:
+                check_address(health)
+        except ValueError as error:
+            raise click.UsageError(f"{_HEALTH}: {error}") from error
+        return cls(metrics, health)
+
+    @contextmanager
+    def health_served(self) -> Iterator[Callable[[WorkerStatus], None]]:
+        """Answers health checks, if wanted; yields what is to be told of the rank's status."""
+        if self.health is None:
+            yield lambda _: None
+            return
+        with _named(_HEALTH, self.health, health_served(self.health)) as (address, on_status):
+            _log.info("health listening", extra={"address": address})
+            yield on_status
+
+    @contextmanager
+    def metrics_served(self, collector: Collector) -> Iterator[None]:
+        """Serves metrics, if wanted."""
+        if self.metrics is None:
+            yield
+            return
+        host, port = host_and_port(_METRICS, self.metrics)
+        with _named(_METRICS, self.metrics, metrics_served(collector, host, port)) as bound_port:
+            _log.info("metrics listening", extra={"address": f"{self.metrics.rpartition(':')[0]}:{bound_port}"})
+            yield
+
+
+@contextmanager
+def _named(flag: str, address: str, server: AbstractContextManager[_BoundT]) -> Iterator[_BoundT]:
+    """Names the flag whose address cannot be had."""
+    with ExitStack() as stack:
+        try:
+            bound = stack.enter_context(server)
+        except OSError as error:
+            raise click.ClickException(f"{flag}: cannot listen on {address}: {error.strerror or error}") from error
+        yield bound

@@ -1,0 +1,55 @@
+"""A rank's health by the standard protocol (grpc.health.v1): SERVING while its pool serves. Needs no torch."""
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+
+from kvpool.gpu_worker.status import WorkerStatus
+from kvpool.server.address import refuse_live_socket
+
+_THREADS: Final = 2
+_STOP_SECONDS: Final = 1.0
+_STATUSES: Final = {
+    True: health_pb2.HealthCheckResponse.SERVING,
+    False: health_pb2.HealthCheckResponse.NOT_SERVING,
+}
+
+
+@contextmanager
+def health_served(address: str) -> Iterator[tuple[str, Callable[[WorkerStatus], None]]]:
+    """Answers health checks; NOT_SERVING at first.
+
+    Args:
+        address: Where to listen: `host:port` (port 0 for a free one) or `unix:/path`.
+
+    Yields:
+        The address, port 0 replaced by the port that was free; and what is to be told of every change of the rank's
+        status, as `WorkerHooks.on_status`.
+
+    Raises:
+        OSError: The address cannot be had.
+    """
+    servicer = health.HealthServicer()
+    servicer.set(health.OVERALL_HEALTH, health_pb2.HealthCheckResponse.NOT_SERVING)
+    pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="kvpool-health")
+    server = grpc.server(pool, options=[("grpc.so_reuseport", 0)])
+    health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
+    if address.startswith("unix:"):
+        refuse_live_socket(Path(address.removeprefix("unix:")))
+    try:
+        port = server.add_insecure_port(address)
+    except RuntimeError as error:
+        raise OSError("grpc cannot bind it; is it in use?") from error
+    server.start()
+    try:
+        bound = address if address.startswith("unix:") else f"{address.rpartition(':')[0]}:{port}"
+        yield bound, lambda status: servicer.set(health.OVERALL_HEALTH, _STATUSES[status.is_serving])
+    finally:
+        servicer.enter_graceful_shutdown()
+        server.stop(_STOP_SECONDS).wait()
+        pool.shutdown()

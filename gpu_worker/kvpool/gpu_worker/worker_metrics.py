@@ -1,0 +1,125 @@
+"""A rank's metrics for Prometheus, read when they are asked for. Needs no torch, and no thread of the worker's.
+
+An engine that embeds a `Worker` and serves metrics itself registers the collector in its own registry:
+`REGISTRY.register(WorkerCollector(worker, settings))`.
+"""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from enum import Enum
+from typing import Protocol
+
+from prometheus_client import GCCollector, PlatformCollector, ProcessCollector, start_http_server
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector, CollectorRegistry
+
+from kvpool.gpu_worker.join import Phase
+from kvpool.gpu_worker.settings import WorkerSettings
+from kvpool.gpu_worker.status import DeviceMemory, WorkerStatus, WorkerUsage
+from kvpool.server.core.world import PoolState
+
+_LABELS = ("pool", "rank")
+
+
+class Observed(Protocol):
+    """What is asked of a `Worker`. No answer may wait for another thread."""
+
+    @property
+    def status(self) -> WorkerStatus:
+        """Where it stands."""
+
+    @property
+    def usage(self) -> WorkerUsage:
+        """What it holds."""
+
+    def device_memory(self) -> DeviceMemory:
+        """How its device is."""
+
+
+class WorkerCollector(Collector):
+    """The metrics of one rank. Any thread may collect."""
+
+    def __init__(self, worker: Observed, settings: WorkerSettings) -> None:
+        self._worker = worker
+        self._labels = (settings.pool, str(settings.rank))
+
+    def collect(self) -> Iterator[Metric]:
+        """Reads all."""
+        status, usage = self._worker.status, self._worker.usage
+        yield self._one_of("kvpool_worker_state", "1 for where the rank stands, else 0.", Phase, status.phase)
+        yield self._one_of(
+            "kvpool_worker_pool_state",
+            "1 for how the pool was when the server last said so, else 0.",
+            PoolState,
+            status.pool_state,
+        )
+        yield self._gauge("kvpool_worker_epoch", "Whose steps may run; 0 if none may.", status.epoch)
+        yield self._gauge("kvpool_worker_blocks", "Blocks of the pool in that epoch.", status.num_blocks)
+        yield self._gauge("kvpool_worker_allocated_bytes", "Memory of the rank's tensors.", usage.allocated_bytes)
+        yield self._gauge(
+            "kvpool_worker_available_bytes", "Memory that they may take, as the server was told.", usage.available_bytes
+        )
+        yield self._device_memory()
+        yield self._counter(
+            "kvpool_worker_heartbeats", "Heartbeats of the rank that the server answered.", usage.heartbeats
+        )
+        yield self._gauge(
+            "kvpool_worker_last_heartbeat_timestamp_seconds",
+            "When it answered the last, since 1970; absent before the first.",
+            usage.last_heartbeat_seconds,
+        )
+        yield self._counter("kvpool_worker_joins", "Times that the server took the rank in.", usage.joins)
+
+    def _device_memory(self) -> Metric:
+        family = GaugeMetricFamily(
+            "kvpool_worker_device_memory_bytes",
+            "Memory of the rank's device, of all its users; on CPU the machine's, within the control group's limit.",
+            labels=(*_LABELS, "kind"),
+        )
+        memory = self._worker.device_memory()
+        family.add_metric((*self._labels, "total"), memory.total_bytes)
+        family.add_metric((*self._labels, "free"), memory.free_bytes)
+        return family
+
+    def _one_of(self, name: str, text: str, states: Iterable[Enum], now: Enum | None) -> Metric:
+        family = GaugeMetricFamily(name, text, labels=(*_LABELS, "state"))
+        for state in states:
+            family.add_metric((*self._labels, state.value), float(state is now))
+        return family
+
+    def _gauge(self, name: str, text: str, value: float | None) -> Metric:
+        family = GaugeMetricFamily(name, text, labels=_LABELS)
+        if value is not None:
+            family.add_metric(self._labels, value)
+        return family
+
+    def _counter(self, name: str, text: str, value: int) -> Metric:
+        family = CounterMetricFamily(name, text, labels=_LABELS)
+        family.add_metric(self._labels, value)
+        return family
+
+
+@contextmanager
+def metrics_served(collector: Collector, host: str, port: int) -> Iterator[int]:
+    """Serves a collector's metrics, and the process's own, by HTTP; yields the port.
+
+    Args:
+        collector: What there is to tell.
+        host: Where to listen: an address or a name.
+        port: Likewise; 0 for a free one.
+
+    Raises:
+        OSError: The address cannot be had.
+    """
+    registry = CollectorRegistry()
+    registry.register(collector)
+    ProcessCollector(registry=registry)
+    PlatformCollector(registry=registry)
+    GCCollector(registry=registry)
+    server, thread = start_http_server(port, host, registry)
+    try:
+        yield server.server_port
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()

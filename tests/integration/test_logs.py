@@ -1,0 +1,213 @@
+"""What servers and workers write to stderr over their life, in JSON, compared with docs/logs.md."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvpool.client import KvpoolError, NotFoundError, connect
+from support_logs import documented_events
+from support_ranks import registration
+from support_server import pool_config
+from support_wire_ranks import WireRank
+from support_workers import LoggingProcess, Workers, ready, worker_processes
+
+KVPOOL = str(Path(sys.executable).parent / "kvpool")
+JSON = ("--log-format", "json")
+TIMING = ("--heartbeat-seconds", "0.2", "--heartbeat-timeout-seconds", "1.5", "--rank-grace-seconds", "60")
+TIME = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z")
+Entry = dict[str, Any]
+
+
+@pytest.fixture(name="workers")
+def fixture_workers(tmp_path: Path) -> Iterator[Workers]:
+    with worker_processes(tmp_path) as workers:
+        yield workers
+
+
+@pytest.fixture
+def address(tmp_path: Path) -> str:
+    return f"unix:{tmp_path}/s"
+
+
+@pytest.fixture
+def server(address: str) -> Iterator[LoggingProcess]:
+    server = LoggingProcess(KVPOOL, "serve", "--listen", address, *JSON, *TIMING)
+    server.wait_for('"server listening"')
+    yield server
+    if server.process.poll() is None:
+        server.process.kill()
+        server.end()
+
+
+def entries(process: LoggingProcess) -> list[Entry]:
+    """All lines, each checked against the page."""
+    events = documented_events()
+    found = []
+    for line in process.lines:
+        entry: Entry = json.loads(line)
+        found.append(dict(entry))
+        assert TIME.fullmatch(entry.pop("time")), line
+        event = events[entry.pop("logger"), entry.pop("message")]
+        assert entry.pop("level").lower() in event.levels, line
+        entry.pop("exception", None)
+        assert set(entry) <= event.fields, line
+    return found
+
+
+def named(process: LoggingProcess, message: str) -> list[Entry]:
+    """The fields of all entries of this name."""
+    common = ("time", "level", "logger", "message")
+    return [
+        {name: value for name, value in entry.items() if name not in common}
+        for entry in entries(process)
+        if entry["message"] == message
+    ]
+
+
+def test_sessions_come_and_go_and_refusals_do_not_flood(server: LoggingProcess, address: str) -> None:
+    with connect(address) as client:
+        client.create_pool(pool_config())
+        client.create_pool(pool_config())
+        with client.open_session("m", client_name='a "b"\nc') as session:
+            session.admit(session.request("r", list(range(10))))
+        for _ in range(200):
+            with pytest.raises(NotFoundError):
+                client.open_session("nobody's")
+        client.open_session("m", client_name="forgetful", lease_seconds=1.0)
+    server.wait_for('"lease expired"')
+    server.signal(signal.SIGTERM)
+    assert server.end() == 0
+    assert [entry["message"] for entry in entries(server)] == [
+        *("server listening", "pool created", "session opened", "session closed", "session opened", "lease expired"),
+        *("drain begun", "drain ended", "server stopped"),
+    ]
+    who = {"pool": "m", "session": 1, "client": 'a "b"\nc', "epoch": 1}
+    assert named(server, "session opened")[0] == {**who, "seconds": 10.0}
+    assert named(server, "session closed") == [{**who, "requests": 1}]
+    (expired,) = named(server, "lease expired")
+    assert expired == {"pool": "m", "session": 2, "client": "forgetful", "epoch": 1, "requests": 0}
+
+
+def test_a_rank_that_falls_silent_comes_back_and_is_lost(server: LoggingProcess, address: str) -> None:
+    rank = WireRank(address).register(registration(world_size=1)).allocate()
+    rank.wait_for("ready")
+    server.wait_for('"pool degraded"')
+    rank.beat()
+    server.wait_for('"pool resumed"')
+    rank.cut()
+    server.wait_for('"pool degraded"', 2)
+    assert [entry["message"] for entry in entries(server)] == [
+        *("server listening", "rank registered", "rank allocated", "pool ready"),
+        *("rank silent", "pool degraded", "rank back", "pool resumed", "rank lost", "pool degraded"),
+    ]
+    who = {"pool": "m", "rank": 0}
+    assert [named(server, name) for name in ("rank silent", "rank back", "rank lost")] == [[who], [who], [who]]
+    assert named(server, "pool degraded") == 2 * [{"pool": "m", "epoch": 1, "absent_ranks": [0]}]
+    assert named(server, "pool resumed") == [{"pool": "m", "epoch": 1}]
+
+
+def test_ranks_that_are_killed_and_told_to_end(server: LoggingProcess, address: str, workers: Workers) -> None:
+    first, second = workers.form(address, 2, *JSON)
+    first_who, second_who = {"pool": "m", "rank": 0}, {"pool": "m", "rank": 1}
+
+    second.signal(signal.SIGKILL)
+    server.wait_for('"rank lost"')
+    second = workers.start(address, 1, 2, *JSON)
+    second.wait_for(ready(2))
+    assert named(server, "rank lost") == [second_who]
+    assert named(server, "epoch passed") == [{"pool": "m", "epoch": 1, "sessions": 0}]
+    assert named(server, "pool degraded") == [{"pool": "m", "epoch": 1, "absent_ranks": [1]}]
+    assert [entry["epoch"] for entry in named(server, "pool ready")] == [1, 2]
+
+    first.signal(signal.SIGTERM)
+    assert first.end() == 0
+    server.wait_for('"rank left"')
+    server.wait_for('"epoch passed"', 2)
+    assert named(server, "rank left") == [first_who]
+    assert len(named(server, "rank lost")) == 1, "to say goodbye is not to be lost"
+    assert named(first, "rank left") == [first_who]
+
+    (allocated, *_) = [entry for entry in named(server, "rank allocated") if entry["rank"] == 0]
+    readies = named(first, "rank ready")
+    assert [entry["epoch"] for entry in readies] == [1, 2]
+    assert readies[0] == {**allocated, "device": "cpu"}, "a number of bytes, of the same name on either side"
+    registered = [entry for entry in named(server, "rank registered") if entry["rank"] == 0]
+    assert [entry["pid"] for entry in registered] == [first.process.pid]
+
+    server.signal(signal.SIGTERM)
+    assert server.end() == 0
+    second.wait_for('"stream ended, joining again".*DRAINING')
+    second.signal(signal.SIGTERM)
+    assert second.end() == 0
+    assert entries(second)[-1]["message"] == "rank left"
+
+
+def test_what_ends_a_command_is_an_object_too(server: LoggingProcess, address: str, workers: Workers) -> None:
+    (first,) = workers.form(address, 1, *JSON)
+    second = workers.start(address, 0, 1, *JSON)
+    assert second.end() == 1
+    (failed,) = named(second, "command failed")
+    assert failed["error"].startswith("RANK_TAKEN: register.rank: rank 0 of pool 'm' is process")
+    other = LoggingProcess(KVPOOL, "serve", "--listen", address, *JSON)
+    assert other.end() == 1
+    assert named(other, "command failed") == [{"error": f"another server listens on {address}"}]
+    assert not named(server, "rank turned away")
+    first.signal(signal.SIGTERM)
+    assert first.end() == 0
+
+
+def test_a_bug_is_one_object_with_its_traceback(tmp_path: Path) -> None:
+    address = f"unix:{tmp_path}/b"
+    program = (
+        "from kvpool.server.rpc.ranks import Ranks; Ranks.describe = None;"
+        f" from kvpool.cli import main; main(['serve', '--listen', {address!r}, '--log-format', 'json'])"
+    )
+    server = LoggingProcess(sys.executable, "-c", program)
+    server.wait_for('"server listening"')
+    with connect(address) as client, pytest.raises(KvpoolError, match="see the server's log"):
+        client.get_pool("m")
+    server.signal(signal.SIGTERM)
+    assert server.end() == 0
+    (bug,) = named(server, "bug")
+    assert bug["method"] == "GetPool"
+    assert bug["exception"].startswith("Traceback (most recent call last):\n")
+    assert "TypeError: 'NoneType' object is not callable" in bug["exception"]
+
+
+def test_an_uncaught_exception_is_one_object() -> None:
+    program = (
+        "from kvpool.server import server; server.serve = None;"
+        " from kvpool.cli import main; main(['serve', '--log-format', 'json'])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False, env=dict(os.environ)
+    )
+    entry = json.loads(done.stderr)
+    assert (done.returncode, entry["message"], entry["level"]) == (1, "uncaught exception", "CRITICAL")
+    assert "TypeError: 'NoneType' object is not callable" in entry["exception"]
+
+
+def test_the_console_has_a_line_an_event(address: str) -> None:
+    server = LoggingProcess(KVPOOL, "serve", "--listen", address)
+    server.wait_for("server listening")
+    with connect(address) as client:
+        client.create_pool(pool_config())
+        client.open_session("m", client_name="two words").close()
+    server.signal(signal.SIGTERM)
+    assert server.end() == 0
+    logged = [re.sub(r"^[-0-9]{10} [:0-9]{8},\d{3} ", "", line.rstrip()) for line in server.lines]
+    assert logged[:5] == [
+        f"INFO kvpool.server: server listening addresses={address}",
+        f"kvpool: listening on {address}",
+        "INFO kvpool.server: pool created pool=m epoch=1 blocks=100",
+        'INFO kvpool.server: session opened pool=m session=1 client="two words" epoch=1 seconds=10.0',
+        'INFO kvpool.server: session closed pool=m session=1 client="two words" epoch=1 requests=0',
+    ]

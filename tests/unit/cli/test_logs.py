@@ -1,0 +1,155 @@
+"""How records are written. That whole processes write so is in tests/integration/test_logs.py."""
+
+import io
+import json
+import logging
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import click
+import pytest
+
+from kvpool.cli.logs import ConsoleLines, JsonLines, report, start_logging
+
+MOMENT = 1795270405.789
+"""2026-11-21, 14:13:25 UTC."""
+
+
+def record(message: str = "pool ready", error: BaseException | None = None, **fields: object) -> logging.LogRecord:
+    exc_info = (type(error), error, error.__traceback__) if error else None
+    made = logging.makeLogRecord({"name": "kvpool.server", "levelname": "INFO", "msg": message, "exc_info": exc_info})
+    made.created, made.msecs = MOMENT, 789.0
+    vars(made).update(fields)
+    return made
+
+
+def console(made: logging.LogRecord) -> str:
+    """The line, its local time apart."""
+    line = ConsoleLines().format(made)
+    assert line[10] == " "
+    assert line[19:23] == ",789"
+    return line[24:]
+
+
+def as_json(made: logging.LogRecord) -> dict[str, Any]:
+    line = JsonLines().format(made)
+    assert "\n" not in line
+    entry: dict[str, Any] = json.loads(line)
+    return entry
+
+
+def failure() -> Exception:
+    with pytest.raises(RuntimeError) as caught:
+        raise RuntimeError("no\nsuch thing")
+    return caught.value
+
+
+def test_the_console_shows_fields_in_one_order_and_sizes_for_people() -> None:
+    made = record(zone="b", bytes=3 * 2**29, area=1.5, epoch=2, absent_ranks=[1, 3], pool="m")
+    assert console(made) == (
+        'INFO kvpool.server: pool ready pool=m epoch=2 absent_ranks=1,3 bytes="1.5 GiB" area=1.5 zone=b'
+    )
+    assert console(record()) == "INFO kvpool.server: pool ready"
+
+
+@pytest.mark.parametrize(
+    ("value", "written"),
+    [
+        ("plain-name/1", "plain-name/1"),
+        ("größe", "größe"),
+        ("two words", '"two words"'),
+        ('a"b', '"a\\"b"'),
+        ("a=b", '"a=b"'),
+        ("", '""'),
+        ("x\n2026-11-21 ERROR forged", '"x\\n2026-11-21 ERROR forged"'),
+        ("\x1b[31mred", '"\\u001b[31mred"'),
+    ],
+)
+def test_what_a_client_calls_itself_stays_in_its_line(value: str, written: str) -> None:
+    assert console(record(client=value)) == f"INFO kvpool.server: pool ready client={written}"
+
+
+def test_a_line_of_json_has_the_time_first_and_the_fields_in_one_order() -> None:
+    entry = as_json(record(zone="b", bytes=3 * 2**29, epoch=2, absent_ranks=[1, 3], pool="m"))
+    assert list(entry.items()) == [
+        ("time", "2026-11-21T14:13:25.789Z"),
+        ("level", "INFO"),
+        ("logger", "kvpool.server"),
+        ("message", "pool ready"),
+        ("pool", "m"),
+        ("epoch", 2),
+        ("absent_ranks", [1, 3]),
+        ("bytes", 3 * 2**29),
+        ("zone", "b"),
+    ]
+
+
+def test_lines_of_libraries_are_objects_too() -> None:
+    made = logging.makeLogRecord({"msg": "%s of %d", "args": ("one", 2)})
+    assert as_json(made)["message"] == "one of 2"
+    assert console(record("100% of it")) == "INFO kvpool.server: 100% of it"
+
+
+def test_a_bug_is_one_record_with_its_traceback() -> None:
+    entry = as_json(record("bug", failure(), method="Free"))
+    assert list(entry)[-2:] == ["method", "exception"]
+    assert entry["exception"].startswith("Traceback (most recent call last):\n")
+    assert entry["exception"].endswith("RuntimeError: no\nsuch thing")
+    first, *trace = console(record("bug", failure(), method="Free")).splitlines()
+    assert (first, trace[0]) == ("INFO kvpool.server: bug method=Free", "Traceback (most recent call last):")
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, str], io.StringIO]]:
+    """Starts logging to a buffer; puts all back at the end."""
+    root = logging.getLogger()
+    before = root.handlers[:], root.level
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    monkeypatch.setattr(threading, "excepthook", threading.excepthook)
+
+    def start(level: str, log_format: str) -> io.StringIO:
+        buffer = io.StringIO()
+        monkeypatch.setattr(sys, "stderr", buffer)
+        for handler in root.handlers[:]:
+            root.removeHandler(handler)  # `force` would close those of pytest
+        start_logging(level, log_format)
+        return buffer
+
+    yield start
+    logging.captureWarnings(capture=False)
+    root.handlers[:], root.level = before
+
+
+def entries(buffer: io.StringIO) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in buffer.getvalue().splitlines()]
+
+
+def test_warnings_and_what_nobody_caught_are_logged(started: Callable[[str, str], io.StringIO]) -> None:
+    buffer = started("warning", "json")
+    logging.getLogger("kvpool.server").info("session opened")
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        logging.captureWarnings(capture=False)
+        logging.captureWarnings(capture=True)
+        warnings.warn("old way", DeprecationWarning, stacklevel=1)
+    error = failure()
+    sys.excepthook(type(error), error, error.__traceback__)
+    threading.excepthook(threading.ExceptHookArgs((type(error), error, error.__traceback__, None)))
+    warned, uncaught, in_thread = entries(buffer)
+    assert (warned["logger"], "DeprecationWarning: old way" in warned["message"]) == ("py.warnings", True)
+    assert (uncaught["level"], uncaught["message"]) == ("CRITICAL", "uncaught exception")
+    assert uncaught["exception"] == in_thread["exception"]
+
+
+def test_the_error_that_ends_a_command_is_logged_only_in_json(started: Callable[[str, str], io.StringIO]) -> None:
+    error = click.ClickException("RANK_TAKEN: another process")
+    buffer = started("info", "console")
+    assert not report(error)
+    assert buffer.getvalue() == ""
+    buffer = started("error", "json")
+    assert report(error)
+    (entry,) = entries(buffer)
+    assert (entry["level"], entry["message"], entry["error"]) == ("CRITICAL", "command failed", error.message)

@@ -1,0 +1,113 @@
+"""The metrics of a rank that stands still. A rank's life is in tests/integration/test_worker_endpoints.py."""
+
+import socket
+import urllib.request
+from pathlib import Path
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+
+from kvpool.gpu_worker.join import Phase
+from kvpool.gpu_worker.settings import WorkerSettings
+from kvpool.gpu_worker.status import DeviceMemory, WorkerStatus, WorkerUsage
+from kvpool.gpu_worker.worker_health import health_served
+from kvpool.gpu_worker.worker_metrics import WorkerCollector, metrics_served
+from kvpool.server.core.world import PoolState, WorldOptions
+
+SETTINGS = WorkerSettings("unix:/s", "m", 3, 4, WorldOptions(16))
+READY = WorkerStatus(Phase.READY, 7, 100, PoolState.READY)
+
+
+class Standing:
+    """A rank that does nothing."""
+
+    def __init__(self, status: WorkerStatus, usage: WorkerUsage) -> None:
+        self.status = status
+        self.usage = usage
+
+    def device_memory(self) -> DeviceMemory:
+        return DeviceMemory(1000, 400)
+
+
+def values(text: str) -> dict[tuple[str, ...], float]:
+    """By name and what tells samples of a name apart: the values of our own metrics that are not 0."""
+    found = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            if sample.name.startswith("kvpool_"):
+                labels = dict(sample.labels)
+                assert (labels.pop("pool"), labels.pop("rank")) == ("m", "3")
+                found[sample.name, *labels.values()] = sample.value
+    return {key: value for key, value in found.items() if value}
+
+
+def scraped(status: WorkerStatus, usage: WorkerUsage) -> dict[tuple[str, ...], float]:
+    registry = CollectorRegistry()
+    registry.register(WorkerCollector(Standing(status, usage), SETTINGS))
+    return values(generate_latest(registry).decode())
+
+
+def test_a_rank_that_is_ready() -> None:
+    assert scraped(READY, WorkerUsage(900, 800, 2, 50, 1795270405.5)) == {
+        ("kvpool_worker_state", "ready"): 1,
+        ("kvpool_worker_pool_state", "ready"): 1,
+        ("kvpool_worker_epoch",): 7,
+        ("kvpool_worker_blocks",): 100,
+        ("kvpool_worker_allocated_bytes",): 800,
+        ("kvpool_worker_available_bytes",): 900,
+        ("kvpool_worker_device_memory_bytes", "total"): 1000,
+        ("kvpool_worker_device_memory_bytes", "free"): 400,
+        ("kvpool_worker_heartbeats_total",): 50,
+        ("kvpool_worker_last_heartbeat_timestamp_seconds",): 1795270405.5,
+        ("kvpool_worker_joins_total",): 2,
+    }
+
+
+def test_a_rank_that_has_heard_nothing_yet() -> None:
+    found = scraped(WorkerStatus(Phase.JOINING), WorkerUsage(900))
+    assert found["kvpool_worker_state", "joining"] == 1
+    assert not [key for key in found if key[0] in ("kvpool_worker_pool_state", "kvpool_worker_epoch")]
+    assert ("kvpool_worker_last_heartbeat_timestamp_seconds",) not in found, "no beat is not a beat in 1970"
+
+
+def test_metrics_are_served_until_the_end_beside_those_of_the_process() -> None:
+    collector = WorkerCollector(Standing(READY, WorkerUsage(900)), SETTINGS)
+    with metrics_served(collector, "127.0.0.1", 0) as port:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+            text = answer.read().decode()
+        assert values(text)["kvpool_worker_epoch",] == 7
+        assert "process_resident_memory_bytes " in text
+        assert "python_gc_collections_total{" in text
+        with pytest.raises(OSError, match="in use"), metrics_served(collector, "127.0.0.1", port):
+            pass
+    with pytest.raises(ConnectionRefusedError), socket.create_connection(("127.0.0.1", port)):
+        pass
+
+
+@pytest.mark.parametrize(
+    "status",
+    [
+        WorkerStatus(Phase.JOINING),
+        WorkerStatus(Phase.READY, 0, 0, PoolState.READY),
+        WorkerStatus(Phase.READY, 7, 100, PoolState.DEGRADED, (1,)),
+        WorkerStatus(Phase.REJOINING, 7, 100, PoolState.READY),
+    ],
+    ids=["joining", "tensors not bound", "degraded", "server gone"],
+)
+def test_only_a_rank_of_a_pool_that_serves_is_healthy(status: WorkerStatus, tmp_path: Path) -> None:
+    with health_served(f"unix:{tmp_path}/h") as (address, on_status), grpc.insecure_channel(address) as channel:
+        watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(), timeout=20)
+        assert next(watch).status == health_pb2.HealthCheckResponse.NOT_SERVING, "at first"
+        on_status(READY)
+        assert next(watch).status == health_pb2.HealthCheckResponse.SERVING
+        on_status(status)
+        assert next(watch).status == health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+def test_a_health_address_in_use_is_refused(tmp_path: Path) -> None:
+    for address, words in (("127.0.0.1:0", "in use"), (f"unix:{tmp_path}/h", "another server listens")):
+        with health_served(address) as (bound, _), pytest.raises(OSError, match=words), health_served(bound):
+            pass
