@@ -77,7 +77,12 @@ _FLAGS: Final = {
 @click.option("--metrics-listen", metavar="HOST:PORT", help="Serve metrics for Prometheus here; usual port: 9465.")
 @click.option("--health-listen", metavar="ADDRESS", help="Answer gRPC health checks here: host:port or unix:/path.")
 @log_options
-def worker(log_level: str, log_format: str, model: Path | None, **options: Any) -> None:  # noqa: ANN401 - likewise
+def worker(
+    log_level: str,
+    log_format: str,
+    model: Path | None,
+    **options: Any,  # noqa: ANN401 - named and checked by dataclasses
+) -> None:
     """Hold one rank's part of a pool until SIGTERM.
 
     The layers are those of the rank's pipeline stage, with its share of the heads. All ranks of a pool must be given

@@ -1,6 +1,7 @@
 """The core rests on the standard library alone, and so does nothing but decide; tensors are one package's affair."""
 
 import ast
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -46,7 +47,7 @@ def test_tensors_are_the_workers_alone() -> None:
 
 
 def test_the_worker_runs_no_part_of_the_server() -> None:
-    shared = ("kvpool.server.core", "kvpool.server.config", "kvpool.server.rpc.convert")
+    shared = ("kvpool.server.core", "kvpool.server.config", "kvpool.server.address", "kvpool.server.rpc.convert")
     for path in Path(*kvpool.gpu_worker.__path__).rglob("*.py"):
         for name in imports(path):
             if name.startswith("kvpool.server"):
@@ -54,8 +55,18 @@ def test_the_worker_runs_no_part_of_the_server() -> None:
 
 
 def test_the_wire_of_the_worker_is_in_two_files() -> None:
+    """Health apart: a service of its own, by a protocol that is not ours."""
     users = {path.name for path in Path(*kvpool.gpu_worker.__path__).rglob("*.py") if uses_the_wire(path)}
-    assert users == {"messages.py", "stream.py"}
+    assert users == {"messages.py", "stream.py", "worker_health.py"}
+
+
+def test_what_watches_a_rank_needs_no_torch() -> None:
+    modules = "status", "worker_health", "worker_metrics"
+    program = f"import sys; [__import__('kvpool.gpu_worker.' + name) for name in {modules}]; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
+    loaded = set(done.stdout.split())
+    assert "kvpool.gpu_worker.worker_metrics" in loaded
+    assert not loaded & WORKER_ONLY
 
 
 def uses_the_wire(path: Path) -> bool:
