@@ -21,10 +21,14 @@ _WAIT_PAUSE_SECONDS: Final = 0.2
 
 _AWAY_STATES: Final = (RankState.ABSENT, RankState.SILENT, RankState.LOST)
 
-_RETRIES: Final = """{"methodConfig": [{"name": [{"service": "kvpool.v1.AllocatorService"}], "retryPolicy": {
-  "maxAttempts": 5, "initialBackoff": "0.05s", "maxBackoff": "1s", "backoffMultiplier": 2,
-  "retryableStatusCodes": ["UNAVAILABLE"]}}]}"""
-"""Unary calls are sent again when the server cannot be reached; numbered as they are, no change counts twice."""
+_RETRIES: Final = """{"methodConfig": [
+  {"name": [{"service": "kvpool.v1.AllocatorService"}], "retryPolicy": {
+    "maxAttempts": 5, "initialBackoff": "0.05s", "maxBackoff": "1s", "backoffMultiplier": 2,
+    "retryableStatusCodes": ["UNAVAILABLE"]}},
+  {"name": [{"service": "kvpool.v1.AllocatorService", "method": "Schedule"}]}]}"""
+"""Unary calls are sent again when the server cannot be reached; numbered as they are, no change counts twice. The
+stream of steps is not: grpc would send the first step of a stream again by itself, and when the server stays away that
+call ends with its deadline only. A session opens its stream anew itself."""
 
 CHANNEL_OPTIONS: Final[list[tuple[str, int | str]]] = [
     ("grpc.max_receive_message_length", -1),
