@@ -14,7 +14,7 @@ import pytest
 
 from kvpool.client import connect
 from kvpool.replay.play import Console, PoolOptions, replay_shares, trace_shares
-from kvpool.replay.processes import SchedulerOptions
+from kvpool.replay.playing import SchedulerOptions
 from kvpool.server.core.config import ReuseOrder
 from support_server import running_server
 

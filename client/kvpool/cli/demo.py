@@ -9,7 +9,7 @@ import click
 from kvpool.cli.output import demo_table, generation_table, progress
 from kvpool.client import ReuseOrder
 from kvpool.replay.play import PoolOptions, replay_shares, service
-from kvpool.replay.processes import SchedulerOptions
+from kvpool.replay.playing import SchedulerOptions
 from kvpool.replay.workload import ChatShare, Workload
 
 _POOL: Final = PoolOptions("demo", 2500, 16, 8192, ReuseOrder.UNCACHED_FIRST)

@@ -6,11 +6,13 @@
    round.
 """
 
-from collections.abc import Iterable, Sequence
+import contextlib
+import time
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from kvpool.client import Request
+from kvpool.client import Request, Session
 
 
 @dataclass(slots=True, eq=False)
@@ -52,6 +54,13 @@ class Executor(Protocol):
         """
 
 
+@contextlib.contextmanager
+def paced(step_seconds: float, session: Session) -> Iterator[Executor]:
+    """Yields one that computes nothing, and takes its time for it, as a GPU does."""
+    del session
+    yield _Paced(step_seconds)
+
+
 class NoModel:
     """Computes nothing. Any tokens do, as long as they differ between requests."""
 
@@ -63,3 +72,16 @@ class NoModel:
             for entry in scheduled
             if entry.yields_token
         ]
+
+
+class _Paced(NoModel):
+    """Takes as long as it is told for each round that computes something."""
+
+    def __init__(self, step_seconds: float) -> None:
+        self._step_seconds = step_seconds
+
+    def execute(self, scheduled: Sequence[Scheduled], released: Iterable[Request]) -> Sequence[int]:
+        """See `Executor`."""
+        if scheduled:
+            time.sleep(self._step_seconds)
+        return super().execute(scheduled, released)

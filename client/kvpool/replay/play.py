@@ -5,9 +5,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
-from kvpool.client import Client, FullAttentionSpec, KVCacheGroup, PoolConfig, ReuseOrder, connect
-from kvpool.replay.processes import SchedulerOptions, own_server, play_concurrently
+from kvpool.client import Client, FullAttentionSpec, KVCacheGroup, PoolConfig, PoolInfo, ReuseOrder, connect
+from kvpool.replay.playing import SchedulerOptions
+from kvpool.replay.processes import own_server, play_concurrently
 from kvpool.replay.result import Counts, Result
 from kvpool.replay.serial import play_serially
 from kvpool.replay.trace import TraceRequest
@@ -15,9 +17,41 @@ from kvpool.replay.workload import TraceShare, Workload
 from kvpool.server.core.types import PoolName
 
 
+class PoolSource(Protocol):
+    """The pool to play on, and where it comes from."""
+
+    @property
+    def name(self) -> str:
+        """The pool's name."""
+
+    def prepare(self, client: Client) -> PoolInfo:
+        """Sees to it that the pool is there and ready; may be asked again at any time.
+
+        Raises:
+            KvpoolError: It cannot be had.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class ExistingPool:
+    """A pool that others declared, or that ranks form.
+
+    Attributes:
+        name: Its name.
+        wait_seconds: How long it is waited for.
+    """
+
+    name: str
+    wait_seconds: float
+
+    def prepare(self, client: Client) -> PoolInfo:
+        """See `PoolSource`: waits until it is ready."""
+        return client.wait_until_ready(self.name, timeout_seconds=self.wait_seconds)
+
+
 @dataclass(frozen=True, slots=True)
 class PoolOptions:
-    """The pool to play on.
+    """A pool that the replay declares.
 
     Attributes:
         name: Its name.
@@ -37,6 +71,10 @@ class PoolOptions:
         """The pool's configuration."""
         group = KVCacheGroup(FullAttentionSpec(self.block_size), ("replay",))
         return PoolConfig(PoolName(self.name), self.num_blocks, self.max_model_len, (group,), self.reuse_order)
+
+    def prepare(self, client: Client) -> PoolInfo:
+        """See `PoolSource`: declares it, if it is not there."""
+        return client.create_pool(self.config())
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,11 +103,11 @@ def service(address: str | None) -> Iterator[str]:
 
 
 def replay_serially(
-    address: str, pool: PoolOptions, trace: list[TraceRequest], lease_seconds: float, console: Console
+    address: str, pool: PoolSource, trace: list[TraceRequest], lease_seconds: float, console: Console
 ) -> Result:
     """Plays a trace's prompts one after the other on one session."""
     with connect(address) as client:
-        before = client.create_pool(pool.config()).evicted_blocks
+        before = pool.prepare(client).evicted_blocks
         start = time.perf_counter()
         with client.open_session(pool.name, client_name="kvpool-replay", lease_seconds=lease_seconds) as session:
             counts = play_serially(session, trace, lambda: console.advance(1))
@@ -77,24 +115,24 @@ def replay_serially(
 
 
 def replay_shares(
-    address: str, pool: PoolOptions, shares: list[Workload], options: SchedulerOptions, console: Console
+    address: str, pool: PoolSource, shares: list[Workload], options: SchedulerOptions, console: Console
 ) -> Result:
     """Plays shares concurrently, each in a scheduler process of its own."""
     with connect(address) as client:
-        before = client.create_pool(pool.config()).evicted_blocks
+        before = pool.prepare(client).evicted_blocks
         start = time.perf_counter()
         played = play_concurrently(shares, options, console.advance, console.complain, console.started)
         by_session = [scheduler.counts if scheduler else None for scheduler in played]
         return _result(client, pool, by_session, before, start)
 
 
-def trace_shares(path: Path, limit: int | None, sessions: int) -> list[Workload]:
-    """Deals a trace out to schedulers, one request to each in turn."""
-    return [TraceShare(path, limit, index, sessions) for index in range(sessions)]
+def trace_shares(path: Path, limit: int | None, sessions: int, rounds: int | None = 1) -> list[Workload]:
+    """Deals a trace out to schedulers, one request to each in turn; see `TraceShare` for the rounds."""
+    return [TraceShare(path, limit, index, sessions, rounds) for index in range(sessions)]
 
 
 def _result(
-    client: Client, pool: PoolOptions, by_session: list[Counts | None], evicted_before: int, start: float
+    client: Client, pool: PoolSource, by_session: list[Counts | None], evicted_before: int, start: float
 ) -> Result:
     total = Counts()
     for counts in by_session:

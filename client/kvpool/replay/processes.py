@@ -13,7 +13,6 @@ import signal
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
@@ -22,11 +21,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Final, TypeAlias, cast
 
-from kvpool.client import KvpoolError, Session, connect
+from kvpool.client import KvpoolError, connect
 from kvpool.replay.child_error import ChildError
-from kvpool.replay.executor import Executor
+from kvpool.replay.playing import SchedulerOptions, scheduler_on
 from kvpool.replay.result import Counts
-from kvpool.replay.scheduler import Scheduler
 from kvpool.replay.workload import Workload
 from kvpool.server.config import ServerConfig
 from kvpool.server.server import serve
@@ -36,34 +34,6 @@ _Pipe: TypeAlias = "Connection[Any, Any]"
 _CONTEXT: Final = multiprocessing.get_context("spawn")
 _STOP_SECONDS: Final = 15.0
 _REPORT_EVERY: Final = 16
-
-
-@dataclass(frozen=True, slots=True)
-class SchedulerOptions:
-    """How a scheduler process plays its share.
-
-    Attributes:
-        address: The service.
-        pool: Name of the pool, which is there.
-        lease_seconds: Lease of its session; 0 for the server's default.
-        max_num_seqs: Most requests running at once.
-        max_num_batched_tokens: Most tokens given room in a round.
-        open_executor: Makes what runs the rounds of a session, until it is left; None for one that computes nothing.
-        start_after_requests: Requests that a scheduler has done before the next one begins; 0: all at once.
-    """
-
-    address: str
-    pool: str
-    lease_seconds: float
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    open_executor: Callable[[Session], AbstractContextManager[Executor]] | None = None
-    start_after_requests: int = 0
-
-    @property
-    def report_every(self) -> int:
-        """Requests after which a scheduler tells how far it is."""
-        return self.start_after_requests or _REPORT_EVERY
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,24 +214,15 @@ def _schedule(share: Workload, options: SchedulerOptions, name: str, pipe: _Pipe
     def advance() -> None:
         nonlocal done
         done += 1
-        if done == options.report_every:
+        if done == (options.start_after_requests or _REPORT_EVERY):  # how far it is
             pipe.send(done)
             done = 0
 
     try:
         with (
             connect(options.address) as client,
-            client.open_session(options.pool, client_name=name, lease_seconds=options.lease_seconds) as session,
-            options.open_executor(session) if options.open_executor else contextlib.nullcontext() as executor,
+            scheduler_on(client, share, options, name, advance) as scheduler,
         ):
-            scheduler = Scheduler(
-                session,
-                share,
-                max_num_seqs=options.max_num_seqs,
-                max_num_batched_tokens=options.max_num_batched_tokens,
-                advance=advance,
-                executor=executor,
-            )
             counts = scheduler.run()
         pipe.send(done)
         pipe.send(Played(counts, share))

@@ -73,9 +73,14 @@ class Scheduler:
         for work in workload.start():
             self._take(work)
 
-    def run(self) -> Counts:
-        """Plays the workload to its end."""
-        while self._waiting or self._running or self._finished:
+    @property
+    def epoch(self) -> int:
+        """The pool's epoch when its session was opened."""
+        return self._session.epoch
+
+    def run(self, stopped: Callable[[], bool] = lambda: False) -> Counts:
+        """Plays the workload to its end, or until `stopped`, which is asked before each round."""
+        while (self._waiting or self._running or self._finished) and not stopped():
             if self._round():
                 self._pause_seconds = _FIRST_PAUSE_SECONDS
             else:  # others hold the blocks

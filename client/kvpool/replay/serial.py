@@ -20,12 +20,16 @@ def play_serially(session: Session, trace: Iterable[TraceRequest], advance: Call
     """
     counts = Counts()
     for number, entry in enumerate(trace):
+        counts.input_tokens += entry.input_length
+        if entry.input_length > session.config.max_model_len:
+            counts.rejected_requests += 1
+            advance()
+            continue
         request = session.request(f"r{number}", entry.token_ids())
         with session.step(executed_sequence=session.sequence) as step:
             admitted = step.admit(request)
             step.free(request)
         counts.steps += 1
-        counts.input_tokens += entry.input_length
         if admitted.outcome is Outcome.OK:
             counts.requests += 1
             counts.hit_tokens += admitted.num_hit_tokens

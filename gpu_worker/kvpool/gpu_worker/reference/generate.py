@@ -14,7 +14,8 @@ from kvpool.gpu_worker.reference.prompts import Prompts
 from kvpool.gpu_worker.reference.rank import START_SECONDS
 from kvpool.gpu_worker.reference.step_link import StepLink
 from kvpool.replay.child_error import ChildError
-from kvpool.replay.processes import SchedulerOptions, play_concurrently
+from kvpool.replay.playing import SchedulerOptions
+from kvpool.replay.processes import play_concurrently
 from kvpool.replay.result import Counts
 
 

@@ -1,0 +1,162 @@
+"""`kvpool replay` of generated chats, on pools of others, and for ever."""
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvpool.client import Client, connect
+from support_server import ServerProcess, pool_config, running_server
+from support_workers import LoggingProcess, worker_processes
+
+KVPOOL = str(Path(sys.executable).parent / "kvpool")
+
+
+def run(*arguments: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [KVPOOL, "replay", *map(str, arguments)], capture_output=True, text=True, timeout=120, check=False
+    )
+
+
+def result_of(*arguments: object) -> dict[str, Any]:
+    done = run(*arguments, "--json")
+    assert done.returncode == 0, done.stderr
+    answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return answer
+
+
+@pytest.fixture
+def endless() -> Iterator[list[LoggingProcess]]:
+    """Schedulers that play for ever: killed at the end, if a test did not end them."""
+    started: list[LoggingProcess] = []
+    yield started
+    for program in started:
+        if program.process.poll() is None:
+            program.process.kill()
+        program.end()
+        assert "Traceback" not in "".join(program.lines)
+
+
+def play_forever(*arguments: object) -> LoggingProcess:
+    return LoggingProcess(KVPOOL, "replay", "--forever", "--chats", "3", *map(str, arguments))
+
+
+def assert_idle(client: Client, pool: str) -> None:
+    info = client.get_pool(pool)
+    assert (info.sessions, info.requests, info.free_blocks) == (0, 0, info.config.num_blocks - 1)
+
+
+def test_chats_are_the_same_for_a_seed_and_hit_what_they_share() -> None:
+    options = ("--chats", 3, "--num-blocks", 3000, "--block-size", 16)
+    first, again = result_of(*options), result_of(*options)
+    assert (first["requests"], first["sessions"], first["rejected_requests"]) == (15, 1, 0)
+    assert first["hit_tokens"] == again["hit_tokens"] > 0
+    assert result_of(*options, "--seed", 7)["input_tokens"] != first["input_tokens"]
+    assert result_of(*options, "--share", 1)["input_tokens"] != first["input_tokens"]
+
+
+def test_repeated_chats_are_new_conversations_and_a_repeated_trace_is_the_same(tmp_path: Path) -> None:
+    chats = result_of("--chats", 2, "--repeat", 3, "--sessions", 2, "--num-blocks", 5000, "--block-size", 16)
+    assert (chats["requests"], chats["failed_sessions"]) == (2 * 2 * 5 * 3, 0)
+    assert chats["hit_tokens"] < chats["input_tokens"] * 0.95
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text(json.dumps({"timestamp": 0, "input_length": 600, "output_length": 9, "hash_ids": [1, 2]}))
+    for sessions in ((), ("--sessions", 1)):
+        twice = result_of(trace, "--repeat", 2, "--num-blocks", 100, "--block-size", 512, *sessions)
+        assert (twice["requests"], twice["hit_tokens"]) == (2, 512)
+
+
+def test_a_pool_that_is_there_is_played_on_as_it_is(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    entries = [
+        {"timestamp": 0, "input_length": length, "output_length": 9, "hash_ids": list(range(-(-length // 512)))}
+        for length in (600, 1023, 1025)
+    ]
+    trace.write_text("\n".join(map(json.dumps, entries)))
+    with running_server() as address, connect(address) as client:
+        client.create_pool(pool_config(num_blocks=400))  # 4 tokens a block, 1,024 tokens a request
+        for sessions, played in (((), 2), (("--sessions", 1), 1)):  # with outputs, the second is too long as well
+            result = result_of(trace, "--address", address, "--pool", "m", *sessions)
+            assert (result["requests"], result["rejected_requests"]) == (played, 3 - played)
+        assert client.get_pool("m").config.num_blocks == 400
+        assert_idle(client, "m")
+
+
+def test_a_pool_that_is_not_there_is_waited_for(endless: list[LoggingProcess]) -> None:
+    with running_server() as address, connect(address) as client:
+        done = run("--chats", 1, "--address", address, "--pool", "m", "--wait-seconds", 0.2)
+        assert (done.returncode, "NOT_FOUND" in done.stderr or "NO_POOL" in done.stderr) == (1, True), done.stderr
+        endless.append(play_forever("--address", address, "--pool", "m", "--wait-seconds", 0.2))
+        endless[0].wait_for("a new session in")
+        client.create_pool(pool_config(num_blocks=400))
+        endless[0].wait_for("a session on pool 'm', epoch 1")
+        endless[0].process.send_signal(signal.SIGTERM)
+        assert endless[0].end() == 0
+        assert_idle(client, "m")
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+def test_for_ever_means_over_a_restart_of_the_server(
+    how: signal.Signals, tmp_path: Path, endless: list[LoggingProcess]
+) -> None:
+    address = f"unix:{tmp_path}/s"
+    server = ServerProcess(address, grace_seconds=1.0)
+    endless.append(play_forever("--address", address, "--num-blocks", 500, "--block-size", 16))
+    endless[0].wait_for("a session on pool 'replay'")
+    server.process.send_signal(how)
+    server.process.communicate(timeout=30)
+    endless[0].wait_for("a new session in")
+    server = ServerProcess(address)
+    try:
+        endless[0].wait_for("a session on pool 'replay'", count=2)
+        endless[0].process.send_signal(signal.SIGTERM)
+        assert endless[0].end() == 0
+        with connect(address) as client:
+            assert_idle(client, "replay")
+    finally:
+        assert server.stop()[0] == 0
+
+
+def test_for_ever_means_over_the_end_of_an_epoch(tmp_path: Path, endless: list[LoggingProcess]) -> None:
+    with running_server() as address, connect(address) as client, worker_processes(tmp_path) as workers:
+        options = ("--max-model-len", "4096")  # room for what a conversation grows to
+        ranks = [workers.start(address, rank, 2, *options, blocks=400) for rank in range(2)]
+        endless.append(play_forever("--address", address, "--pool", "m"))
+        endless[0].wait_for("a session on pool 'm', epoch 1")
+        ranks[1].signal(signal.SIGTERM)
+        assert ranks[1].end() == 0
+        workers.start(address, 1, 2, *options, blocks=400)
+        endless[0].wait_for("EPOCH_PASSED|RANK_LOST")
+        endless[0].wait_for("a session on pool 'm', epoch 2")
+        endless[0].process.send_signal(signal.SIGTERM)
+        assert endless[0].end() == 0
+        assert_idle(client, "m")
+
+
+def test_a_pool_that_is_too_small_for_everything_is_said(endless: list[LoggingProcess]) -> None:
+    with running_server() as address:
+        endless.append(play_forever("--address", address, "--num-blocks", 3, "--block-size", 16))
+        assert endless[0].end() == 1
+        endless[0].wait_for("too small for every request")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "give TRACE or --chats"),
+        (("trace.jsonl", "--chats", 1), "give TRACE or --chats"),
+        (("--chats", 1, "--num-blocks", 10), "both --num-blocks and --block-size"),
+        (("--chats", 1), "without --address"),
+        (("--chats", 1, "--forever", "--num-blocks", 10, "--block-size", 16), "without --address"),
+        (("--chats", 1, "--forever", "--address", "unix:/x", "--sessions", 2), "--forever is one scheduler"),
+        (("--chats", 1, "--address", "nowhere"), "needs host:port or unix:/path"),
+    ],
+)
+def test_options_that_do_not_go_together_are_refused_in_a_line(arguments: tuple[object, ...], message: str) -> None:
+    done = run(*arguments)
+    assert (done.returncode, message in done.stderr, "Traceback" in done.stderr) == (2, True, False), done.stderr
