@@ -3,6 +3,8 @@ PYTHON ?= python3
 BIN := .venv/bin
 TORCH := torch==2.13.0
 PROTOS := $(wildcard proto/kvpool/v1/*.proto)
+COMPILE := $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-header --no-annotate \
+	--no-emit-index-url
 
 .PHONY: demo test check bench proto lock clean
 
@@ -27,10 +29,13 @@ bench: .venv/installed ## Speed, as JSON; ratios in one run only
 proto: .venv/installed ## Generate the Python of the protos
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python proto/generate.py
 
-lock: .venv/installed ## Choose newest versions that pyproject.toml allows
+lock: .venv/installed ## Choose newest versions that pyproject.toml allows; of the images' the same
 	$(BIN)/pip install -q uv
-	$(BIN)/uv pip compile --upgrade --universal --python-version 3.11 --extra dev --generate-hashes --no-header \
-		--no-annotate --no-emit-index-url pyproject.toml -o requirements.lock
+	$(COMPILE) --upgrade --extra dev --group beside-torch pyproject.toml -o requirements.lock
+	$(COMPILE) pyproject.toml -c requirements.lock -o deploy/requirements/server.lock
+	$(COMPILE) --group beside-torch pyproject.toml -c requirements.lock -o deploy/requirements/worker.lock
+	$(COMPILE) --group build -c requirements.lock -o deploy/requirements/build.lock
+	$(COMPILE) --upgrade --group compose -c requirements.lock -o tests/compose/requirements.lock
 
 .venv/installed: requirements.lock pyproject.toml
 	$(PYTHON) -m venv .venv

@@ -1,0 +1,47 @@
+# Two images: `server` (also what schedulers and `kvpool health` need; no torch) and `worker` (a rank, with torch).
+#   docker build --target server -t kvpool-server .
+#   docker build --target worker -t kvpool-worker .
+# What changes least comes first: a change of the code alone rebuilds no layer that installs anything else.
+ARG PYTHON_IMAGE=python:3.11-slim
+
+FROM ${PYTHON_IMAGE} AS wheel
+WORKDIR /src
+COPY deploy/requirements/build.lock build.lock
+RUN pip install --no-cache-dir --require-hashes -r build.lock
+COPY pyproject.toml README.md LICENSE ./
+COPY proto proto
+COPY server server
+COPY client client
+COPY gpu_worker gpu_worker
+RUN pip install --no-cache-dir --no-deps --no-build-isolation --prefix /opt/kvpool .
+
+FROM ${PYTHON_IMAGE} AS base
+ENV PYTHONUNBUFFERED=1
+RUN useradd --system --uid 10001 --user-group --no-create-home --home-dir /tmp --shell /usr/sbin/nologin kvpool
+COPY deploy/requirements/server.lock /usr/local/share/kvpool/server.lock
+RUN pip install --no-cache-dir --require-hashes -r /usr/local/share/kvpool/server.lock
+STOPSIGNAL SIGTERM
+ENTRYPOINT ["kvpool"]
+
+FROM base AS server
+COPY --from=wheel /opt/kvpool /usr/local
+USER 10001:10001
+ENV KVPOOL_SERVE_LISTEN=0.0.0.0:50051 KVPOOL_SERVE_METRICS_LISTEN=0.0.0.0:9464
+EXPOSE 50051 9464
+HEALTHCHECK --interval=5s --timeout=5s --start-period=30s --retries=3 CMD ["kvpool", "health", "127.0.0.1:50051"]
+CMD ["serve"]
+
+FROM base AS worker
+COPY deploy/requirements/worker.lock /usr/local/share/kvpool/worker.lock
+RUN pip install --no-cache-dir --require-hashes -r /usr/local/share/kvpool/worker.lock
+# torch comes for many kinds of device: TORCH_PIP_OPTIONS says where from, as `--index-url ...` does.
+ARG TORCH_VERSION=2.13.0
+ARG TORCH_PIP_OPTIONS=
+RUN pip install --no-cache-dir ${TORCH_PIP_OPTIONS} torch==${TORCH_VERSION}
+COPY --from=wheel /opt/kvpool /usr/local
+USER 10001:10001
+ENV KVPOOL_WORKER_HEALTH_LISTEN=0.0.0.0:50052 KVPOOL_WORKER_METRICS_LISTEN=0.0.0.0:9465
+EXPOSE 50052 9465
+# Healthy once its pool is ready, which may take as long as the slowest rank does.
+HEALTHCHECK --interval=5s --timeout=5s --start-period=120s --retries=3 CMD ["kvpool", "health", "127.0.0.1:50052"]
+CMD ["worker"]
