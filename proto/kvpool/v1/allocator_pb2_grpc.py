@@ -35,7 +35,8 @@ class AllocatorServiceStub(object):
     INVALID_ARGUMENT     malformed, out of range or over a limit: fix the field named
     NOT_FOUND            unknown pool, session or request: open it
     FAILED_PRECONDITION  wrong state: see the reason
-    ABORTED              the lease ran out, or the epoch passed: open a new session, compute again
+    ABORTED              the lease ran out, the epoch passed, or an operator ended the session: open a new one,
+    compute again
 
     Calls with a sequence change the session. They share one count with Schedule's steps: the same number again with
     the same content gets the same answer again, a gap is refused.
@@ -133,7 +134,8 @@ class AllocatorServiceServicer(object):
     INVALID_ARGUMENT     malformed, out of range or over a limit: fix the field named
     NOT_FOUND            unknown pool, session or request: open it
     FAILED_PRECONDITION  wrong state: see the reason
-    ABORTED              the lease ran out, or the epoch passed: open a new session, compute again
+    ABORTED              the lease ran out, the epoch passed, or an operator ended the session: open a new one,
+    compute again
 
     Calls with a sequence change the session. They share one count with Schedule's steps: the same number again with
     the same content gets the same answer again, a gap is refused.
@@ -164,7 +166,7 @@ class AllocatorServiceServicer(object):
 
     def OpenSession(self, request, context):
         """Attaches a scheduler process to a pool, with a lease. INVALID_ARGUMENT, NOT_FOUND; FAILED_PRECONDITION while the
-        pool's ranks are gathering.
+        pool's ranks are gathering; UNAVAILABLE while an operator has it drained (reason DRAINED).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -350,7 +352,8 @@ class AllocatorService(object):
     INVALID_ARGUMENT     malformed, out of range or over a limit: fix the field named
     NOT_FOUND            unknown pool, session or request: open it
     FAILED_PRECONDITION  wrong state: see the reason
-    ABORTED              the lease ran out, or the epoch passed: open a new session, compute again
+    ABORTED              the lease ran out, the epoch passed, or an operator ended the session: open a new one,
+    compute again
 
     Calls with a sequence change the session. They share one count with Schedule's steps: the same number again with
     the same content gets the same answer again, a gap is refused.

@@ -36,7 +36,8 @@ class AllocatorServiceStub:
       INVALID_ARGUMENT     malformed, out of range or over a limit: fix the field named
       NOT_FOUND            unknown pool, session or request: open it
       FAILED_PRECONDITION  wrong state: see the reason
-      ABORTED              the lease ran out, or the epoch passed: open a new session, compute again
+      ABORTED              the lease ran out, the epoch passed, or an operator ended the session: open a new one,
+                           compute again
 
     Calls with a sequence change the session. They share one count with Schedule's steps: the same number again with
     the same content gets the same answer again, a gap is refused.
@@ -58,7 +59,7 @@ class AllocatorServiceStub:
     """
     OpenSession: _grpc.UnaryUnaryMultiCallable[_allocator_pb2.OpenSessionRequest, _allocator_pb2.OpenSessionResponse]
     """Attaches a scheduler process to a pool, with a lease. INVALID_ARGUMENT, NOT_FOUND; FAILED_PRECONDITION while the
-    pool's ranks are gathering.
+    pool's ranks are gathering; UNAVAILABLE while an operator has it drained (reason DRAINED).
     """
     KeepAlive: _grpc.UnaryUnaryMultiCallable[_allocator_pb2.KeepAliveRequest, _allocator_pb2.KeepAliveResponse]
     """Renews the lease. A session with an open Schedule stream needs no renewal. NOT_FOUND, ABORTED."""
@@ -107,7 +108,8 @@ class AllocatorServiceAsyncStub(AllocatorServiceStub):
       INVALID_ARGUMENT     malformed, out of range or over a limit: fix the field named
       NOT_FOUND            unknown pool, session or request: open it
       FAILED_PRECONDITION  wrong state: see the reason
-      ABORTED              the lease ran out, or the epoch passed: open a new session, compute again
+      ABORTED              the lease ran out, the epoch passed, or an operator ended the session: open a new one,
+                           compute again
 
     Calls with a sequence change the session. They share one count with Schedule's steps: the same number again with
     the same content gets the same answer again, a gap is refused.
@@ -126,7 +128,7 @@ class AllocatorServiceAsyncStub(AllocatorServiceStub):
     """
     OpenSession: _aio.UnaryUnaryMultiCallable[_allocator_pb2.OpenSessionRequest, _allocator_pb2.OpenSessionResponse]  # type: ignore[assignment]
     """Attaches a scheduler process to a pool, with a lease. INVALID_ARGUMENT, NOT_FOUND; FAILED_PRECONDITION while the
-    pool's ranks are gathering.
+    pool's ranks are gathering; UNAVAILABLE while an operator has it drained (reason DRAINED).
     """
     KeepAlive: _aio.UnaryUnaryMultiCallable[_allocator_pb2.KeepAliveRequest, _allocator_pb2.KeepAliveResponse]  # type: ignore[assignment]
     """Renews the lease. A session with an open Schedule stream needs no renewal. NOT_FOUND, ABORTED."""
@@ -174,7 +176,8 @@ class AllocatorServiceServicer(metaclass=_abc_1.ABCMeta):
       INVALID_ARGUMENT     malformed, out of range or over a limit: fix the field named
       NOT_FOUND            unknown pool, session or request: open it
       FAILED_PRECONDITION  wrong state: see the reason
-      ABORTED              the lease ran out, or the epoch passed: open a new session, compute again
+      ABORTED              the lease ran out, the epoch passed, or an operator ended the session: open a new one,
+                           compute again
 
     Calls with a sequence change the session. They share one count with Schedule's steps: the same number again with
     the same content gets the same answer again, a gap is refused.
@@ -215,7 +218,7 @@ class AllocatorServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_allocator_pb2.OpenSessionResponse, _abc.Awaitable[_allocator_pb2.OpenSessionResponse]]:
         """Attaches a scheduler process to a pool, with a lease. INVALID_ARGUMENT, NOT_FOUND; FAILED_PRECONDITION while the
-        pool's ranks are gathering.
+        pool's ranks are gathering; UNAVAILABLE while an operator has it drained (reason DRAINED).
         """
 
     @_abc_1.abstractmethod

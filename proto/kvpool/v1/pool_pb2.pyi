@@ -88,7 +88,7 @@ class _PoolStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_PoolState.V
     POOL_STATE_DEGRADED: _PoolState.ValueType  # 3
     """A rank is lost or silent: nothing is allocated until it is back."""
     POOL_STATE_DRAINING: _PoolState.ValueType  # 4
-    """The server stops."""
+    """It takes no new sessions: an operator drained it, or the server stops."""
 
 class PoolState(_PoolState, metaclass=_PoolStateEnumTypeWrapper):
     """Whether a pool serves."""
@@ -102,7 +102,7 @@ POOL_STATE_READY: PoolState.ValueType  # 2
 POOL_STATE_DEGRADED: PoolState.ValueType  # 3
 """A rank is lost or silent: nothing is allocated until it is back."""
 POOL_STATE_DRAINING: PoolState.ValueType  # 4
-"""The server stops."""
+"""It takes no new sessions: an operator drained it, or the server stops."""
 Global___PoolState: _TypeAlias = PoolState  # noqa: Y015
 
 class _RankState:

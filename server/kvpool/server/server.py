@@ -21,16 +21,27 @@ from kvpool.server.obs.exporter import Exporter
 from kvpool.server.obs.observations import Observations
 from kvpool.server.obs.rpc_observer import RpcObserver
 from kvpool.server.obs.server_metrics import sampler
+from kvpool.server.rpc.admin_service import AdminService
 from kvpool.server.rpc.allocator_service import AllocatorService
 from kvpool.server.rpc.event_service import EventService
 from kvpool.server.rpc.hub import Hub
 from kvpool.server.rpc.ranks import Ranks
 from kvpool.server.rpc.worker_service import WorkerService
-from kvpool.v1 import allocator_pb2, allocator_pb2_grpc, event_pb2, event_pb2_grpc, worker_pb2, worker_pb2_grpc
+from kvpool.v1 import (
+    admin_pb2,
+    admin_pb2_grpc,
+    allocator_pb2,
+    allocator_pb2_grpc,
+    event_pb2,
+    event_pb2_grpc,
+    worker_pb2,
+    worker_pb2_grpc,
+)
 
 _SERVICES = tuple(
     descriptor.services_by_name[name].full_name
     for descriptor, name in (
+        (admin_pb2.DESCRIPTOR, "AdminService"),
         (allocator_pb2.DESCRIPTOR, "AllocatorService"),
         (event_pb2.DESCRIPTOR, "EventService"),
         (worker_pb2.DESCRIPTOR, "WorkerService"),
@@ -55,6 +66,7 @@ class Server:
         self._watches: list[asyncio.Task[None]] = []
         allocator = AllocatorService(self.hub, self._ranks, self._observations)
         allocator_pb2_grpc.add_AllocatorServiceServicer_to_server(allocator, self._server)
+        admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminService(self.hub, self._ranks), self._server)
         event_pb2_grpc.add_EventServiceServicer_to_server(EventService(self.hub), self._server)
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(WorkerService(self.hub, self._ranks), self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
@@ -107,7 +119,7 @@ class Server:
             allocator = self.hub.allocator
             return [
                 (self._ranks.describe(name), allocator.pool(name).residency if allocator.has_pool(name) else None)
-                for name in self._ranks.names()
+                for name in self._ranks.pool_names()
             ]
 
         sample = sampler(describe, observations, with_vllm=self._config.metrics.vllm_names)

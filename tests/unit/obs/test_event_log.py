@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from kvpool.server.core.errors import InvalidArgumentError, WrongStateError
+from kvpool.server.core.errors import AbortedError, InvalidArgumentError, WrongStateError
 from kvpool.server.core.events import AllBlocksCleared
 from kvpool.server.obs.event_log import EventLog
 
@@ -42,3 +42,16 @@ async def test_a_watcher_that_fell_behind_is_told() -> None:
         log.append(EVENTS)
     with pytest.raises(WrongStateError):
         await log.get(1)
+
+
+async def test_a_closed_log_is_read_to_its_end_and_then_says_why() -> None:
+    log = EventLog()
+    log.append([AllBlocksCleared()])
+    waiting = asyncio.create_task(log.get(2))
+    await asyncio.sleep(0)
+    log.close(AbortedError("POOL_REMOVED", "gone"))
+    with pytest.raises(AbortedError, match="gone"):
+        await waiting
+    assert list(await log.get(1)) == [AllBlocksCleared()]
+    with pytest.raises(AbortedError, match="gone"):
+        await log.get(2)

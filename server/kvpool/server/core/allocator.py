@@ -1,6 +1,6 @@
 """All pools and sessions of a server.
 
-1. A pool's name stands for one configuration as long as the server lives, or until its ranks form it anew.
+1. A pool's name stands for one configuration until it is removed, or until its ranks form it anew.
 2. A session id names one session for ever; one that was ended is told apart from one that never was.
 3. Time, ids and random bytes come in as arguments.
 """
@@ -13,6 +13,7 @@ from typing import Final
 from kvpool.server.core import apply
 from kvpool.server.core.config import PoolConfig
 from kvpool.server.core.errors import AbortedError, InvalidArgumentError, NotFoundError, WrongStateError
+from kvpool.server.core.intake import Intake
 from kvpool.server.core.pool import Pool
 from kvpool.server.core.residency import Residency
 from kvpool.server.core.session import Session
@@ -29,6 +30,7 @@ REMEMBERED_ENDS: Final = 4096
 _ENDS: Final = {
     "LEASE_EXPIRED": "the session's lease ran out; its blocks are free again",
     "EPOCH_PASSED": "a rank of the pool was lost, and what its blocks held; open a new session, compute again",
+    "SESSION_EVICTED": "an operator ended the session; its blocks are free again",
 }
 """By reason: what became of a session that did not close itself."""
 
@@ -102,9 +104,13 @@ class Allocator:
 
     Args:
         new_residency: Makes what samples how long the blocks of a new pool keep what they hold.
+
+    Attributes:
+        intake: Which pools take new sessions.
     """
 
     def __init__(self, new_residency: Callable[[], Residency | None] = lambda: None) -> None:
+        self.intake = Intake()
         self._new_residency = new_residency
         self._pools: dict[PoolName, Pool] = {}
         self._sessions: dict[SessionId, tuple[Pool, Session]] = {}
@@ -202,7 +208,7 @@ class Allocator:
         Raises:
             InvalidArgumentError: The lease or the client's name is out of range.
             NotFoundError: There is no such pool.
-            UnavailableError: The pool is suspended.
+            UnavailableError: The pool is drained or suspended.
         """
         lease_seconds = lease_seconds or DEFAULT_LEASE_SECONDS
         if not MIN_LEASE_SECONDS <= lease_seconds <= MAX_LEASE_SECONDS:
@@ -212,6 +218,7 @@ class Allocator:
         if len(client_name.encode("utf-8", "surrogatepass")) > 256:  # noqa: PLR2004 - the proto states it
             raise InvalidArgumentError("client_name", "longer than 256 bytes")
         pool = self.pool(pool_name)
+        self.intake.check(pool.config.name)
         pool.check_serving()
         self._last_writer += 1
         session = Session(session_id, WriterId(self._last_writer), client_name, lease_seconds, now_seconds)
@@ -224,7 +231,7 @@ class Allocator:
 
         Raises:
             NotFoundError: There never was one of this id, or it was closed.
-            AbortedError: Its lease ran out, or the epoch passed.
+            AbortedError: Its lease ran out, the epoch passed, or an operator ended it.
         """
         found = self._sessions.get(SessionId(session_id))
         if found is None:
@@ -264,6 +271,50 @@ class Allocator:
         pool.activity.sessions_closed += 1
         return pool, apply.end_session(pool, session)
 
+    def evict_session(self, pool_name: str, number: int) -> tuple[Pool, Session]:
+        """Ends a session as an operator asks, and frees its requests.
+
+        Returns:
+            Its pool, and the session.
+
+        Raises:
+            NotFoundError: There is no such pool, or no session of this number in it.
+        """
+        pool, session = self.find_session(pool_name, number)
+        self._end(session.session_id, "SESSION_EVICTED")
+        pool.activity.evicted_sessions += 1
+        apply.end_session(pool, session)
+        return pool, session
+
+    def find_session(self, pool_name: str, number: int) -> tuple[Pool, Session]:
+        """Finds a session by its number, which is not heard of by that. O(sessions).
+
+        Raises:
+            NotFoundError: There is no such pool, or no session of this number in it.
+        """
+        pool = self.pool(pool_name)
+        session = next((session for session in self.sessions_of(pool) if session.writer == number), None)
+        if session is None:
+            message = f"pool {pool_name!r} has no session {number}"
+            raise NotFoundError("SESSION_NOT_FOUND", message, field="session_number")
+        return pool, session
+
+    def remove_pool(self, name: str) -> None:
+        """Forgets a pool; the caller has made sure that no rank of it is there or waited for.
+
+        Raises:
+            NotFoundError: There is none of this name.
+            WrongStateError: It has sessions; names some.
+        """
+        pool = self.pool(name)
+        sessions = self.sessions_of(pool)
+        if sessions:
+            named = ", ".join(str(session.writer) for session in sessions[:16])
+            message = f"{len(sessions)} sessions are open: {named}" + (", ..." if len(sessions) > 16 else "")  # noqa: PLR2004 - a line's worth
+            raise WrongStateError("POOL_IN_USE", message, field="pool_name")
+        del self._pools[pool.config.name]
+        self.intake.open(pool.config.name)
+
     def expire(self, now_seconds: float) -> list[tuple[Pool, Session, int]]:
         """Ends the sessions whose lease has run out.
 
@@ -280,6 +331,10 @@ class Allocator:
     def pools(self) -> Iterator[Pool]:
         """All pools, in the order they were made."""
         return iter(self._pools.values())
+
+    def sessions(self) -> Iterator[tuple[Pool, Session]]:
+        """All open sessions with their pools, in the order they were opened, which is that of their numbers."""
+        return iter(self._sessions.values())
 
     def sessions_of(self, pool: Pool) -> list[Session]:
         """The open sessions of a pool, in the order they were opened."""
@@ -302,13 +357,18 @@ class Allocator:
             requests=sum(len(session.requests) for session in sessions),
             event_sequence=event_sequence,
             sink_blocks=len(pool.sink_blocks),
-            state=PoolState.DEGRADED if pool.is_suspended else PoolState.READY,
+            state=self._state_of(pool),
             running_requests=sum(
                 sum(1 for request in session.requests.values() if request.num_computed_tokens) for session in sessions
             ),
             activity=replace(pool.activity),
             groups=tuple(_describe_group(pool, GroupId(i)) for i in range(len(pool.config.groups))),
         )
+
+    def _state_of(self, pool: Pool) -> PoolState:
+        if not self.intake.takes(pool.config.name):
+            return PoolState.DRAINING
+        return PoolState.DEGRADED if pool.is_suspended else PoolState.READY
 
     def _expire(self, session_id: SessionId) -> tuple[Pool, Session, int]:
         pool, session = self._end(session_id, "LEASE_EXPIRED")

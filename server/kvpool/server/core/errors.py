@@ -44,7 +44,7 @@ class WrongStateError(KvpoolError):
 
 
 class AbortedError(KvpoolError):
-    """The lease ran out or the epoch passed: the caller opens a new session and computes again."""
+    """The session was ended, by time, epoch or operator: the caller opens a new one and computes again."""
 
 
 class UnavailableError(KvpoolError):

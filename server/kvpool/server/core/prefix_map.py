@@ -44,6 +44,10 @@ class PrefixMap:
         """Group under which a block that has a hash is cached."""
         return GroupId(self._group_of[block_id])
 
+    def writer_of(self, block_id: BlockId) -> WriterId:
+        """Session that filled a block that has a hash."""
+        return self._writer_of[block_id]
+
     def pending(self) -> dict[BlockId, types.Sequence]:
         """The blocks that only their writer finds, and the change that fills each. Not to be changed."""
         return self._pending

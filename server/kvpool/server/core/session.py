@@ -28,6 +28,7 @@ class Session:
         client_name: What it says it is.
         lease_seconds: How long it outlives its stream and its last call.
         heard_seconds: When it was last heard of, on the server's monotonic clock.
+        opened_seconds: When it was opened, on the same clock.
         open_streams: Streams that keep it alive.
         sequence: Number of its last change.
         executed_sequence: Newest change that it said to be executed.
@@ -40,12 +41,16 @@ class Session:
     client_name: str
     lease_seconds: float
     heard_seconds: float
+    opened_seconds: float = field(init=False)
     open_streams: int = 0
     sequence: Sequence = Sequence(0)  # noqa: RUF009 - a NewType of int is immutable
     executed_sequence: Sequence = Sequence(0)  # noqa: RUF009 - a NewType of int is immutable
     requests: dict[RequestId, Request] = field(default_factory=dict)
     by_number: dict[RequestNumber, Request] = field(default_factory=dict)
     _results: OrderedDict[int, tuple[object, StepResult]] = field(default_factory=OrderedDict)
+
+    def __post_init__(self) -> None:
+        self.opened_seconds = self.heard_seconds
 
     @property
     def expires_seconds(self) -> float:

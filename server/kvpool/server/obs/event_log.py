@@ -3,6 +3,7 @@
 1. Batches are numbered from 1 without gaps; one batch holds the events of one change.
 2. The newest batches are kept. A watcher reads from the log itself, so a slow one costs nothing; if what it wants next
    is no longer kept, it is told.
+3. A log that is closed is read to its end; then its watchers are told why.
 """
 
 import asyncio
@@ -10,7 +11,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Final
 
-from kvpool.server.core.errors import InvalidArgumentError, WrongStateError
+from kvpool.server.core.errors import InvalidArgumentError, KvpoolError, WrongStateError
 from kvpool.server.core.events import BlockEvent
 
 KEPT_BATCHES: Final = 10_000
@@ -23,6 +24,7 @@ class EventLog:
         self._batches: deque[Sequence[BlockEvent]] = deque(maxlen=kept_batches)
         self._last = 0
         self._news = asyncio.Event()
+        self._closed_by: KvpoolError | None = None
 
     @property
     def last_sequence(self) -> int:
@@ -35,8 +37,12 @@ class EventLog:
             return
         self._batches.append(events)
         self._last += 1
-        self._news.set()
-        self._news = asyncio.Event()
+        self._tell()
+
+    def close(self, error: KvpoolError) -> None:
+        """Ends the watches with `error` once they have read what there is; nothing is added any more."""
+        self._closed_by = error
+        self._tell()
 
     def check_start(self, sequence: int) -> None:
         """Checks that a watch can start with batch `sequence`.
@@ -59,8 +65,11 @@ class EventLog:
 
         Raises:
             WrongStateError: It is no longer kept.
+            KvpoolError: It will never be: what the log was closed with.
         """
         while sequence > self._last:
+            if self._closed_by:
+                raise self._closed_by
             await self._news.wait()
         return self.kept(sequence)
 
@@ -72,3 +81,7 @@ class EventLog:
         """
         self.check_start(sequence)
         return self._batches[sequence - self._last - 1]
+
+    def _tell(self) -> None:
+        self._news.set()
+        self._news = asyncio.Event()

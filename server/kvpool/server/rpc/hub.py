@@ -114,6 +114,23 @@ class Hub:
             self._end_session_stream(session.session_id, ended_error("EPOCH_PASSED"))
         return len(sessions)
 
+    def evict_session(self, pool_name: str, number: int) -> Session:
+        """See `Allocator.evict_session`; ends the session's stream."""
+        pool, session = self.allocator.evict_session(pool_name, number)
+        self.publish(pool)
+        self._end_session_stream(session.session_id, ended_error("SESSION_EVICTED"))
+        return session
+
+    def remove_pool(self, name: str) -> None:
+        """See `Allocator.remove_pool`; ends the watches of its events."""
+        self.allocator.remove_pool(name)
+        self._logs.pop(PoolName(name)).close(AbortedError("POOL_REMOVED", f"pool {name!r} was removed"))
+
+    def open_intake(self, name: PoolName | None) -> None:
+        """See `Intake.open`; tells those who wait for a pool to be ready."""
+        self.allocator.intake.open(name)
+        self._tell_ready()
+
     def describe(self, name: str) -> PoolInfo:
         """Tells what a pool is like now.
 
@@ -185,7 +202,10 @@ class Hub:
                 _log.warning("lease expired", extra={**session_fields(pool, session), "requests": count})
 
     def drain(self) -> None:
-        """Refuses new work from now on, and ends open streams once they have answered what they are at."""
+        """Refuses new work from now on, and ends open streams once they have answered what they are at.
+
+        This is the server stopping. What an operator drains is `Allocator.intake`.
+        """
         self.is_draining = True
         for stream in tuple(self._streams):
             stream.end(_draining_error())

@@ -23,6 +23,7 @@ from kvpool.server.core.world import (
     PoolState,
     PoolSuspended,
     Rank,
+    RankState,
     RankTiming,
     ReadySent,
     Registration,
@@ -105,16 +106,42 @@ class Ranks:
             info = self._hub.describe(name)
         if membership:
             info = replace(info, epoch=membership.epoch, state=membership.state, ranks=membership.rank_infos())
-        return replace(info, state=PoolState.DRAINING) if self._hub.is_draining else info
+        takes_sessions = self._hub.allocator.intake.takes(info.config.name) and not self._hub.is_draining
+        return info if takes_sessions else replace(info, state=PoolState.DRAINING)
 
-    def names(self) -> list[PoolName]:
-        """All pools, those that form included."""
-        open_pools = [pool.config.name for pool in self._hub.allocator.pools()]
-        return open_pools + [name for name, membership in self._memberships.items() if not membership.was_open]
+    def pool_names(self) -> list[PoolName]:
+        """Names of all pools, of those that form too, in their order."""
+        return sorted({*self._memberships, *(pool.config.name for pool in self._hub.allocator.pools())})
+
+    def check_pool(self, name: str) -> PoolName:
+        """Returns the name of a pool that is there or forms.
+
+        Raises:
+            NotFoundError: There is none of this name.
+        """
+        if self.membership(name) is None:
+            self._hub.allocator.pool(name)
+        return PoolName(name)
+
+    def remove_pool(self, name: str) -> None:
+        """Forgets a pool, and who its ranks were.
+
+        Raises:
+            NotFoundError: There is none of this name.
+            WrongStateError: Ranks of it are there or waited for, or it has sessions; names them.
+        """
+        membership = self.membership(name)
+        if membership and not membership.is_empty:
+            here = [str(rank.rank) for rank in membership.rank_infos() if rank.state is not RankState.ABSENT]
+            named = ", ".join(here[:16]) + (", ..." if len(here) > 16 else "")  # noqa: PLR2004 - a line's worth
+            message = f"{len(here)} ranks are there or waited for: {named}"
+            raise WrongStateError("POOL_IN_USE", message, field="pool_name")
+        self._hub.remove_pool(name)
+        self._memberships.pop(PoolName(name), None)
 
     def check_room(self, name: str) -> None:
         """Raises ExhaustedError if a pool of a new name is one too many."""
-        names = self.names()
+        names = self.pool_names()
         if len(names) >= self._max_pools and name not in names:
             raise ExhaustedError("TOO_MANY_POOLS", f"the server holds {len(names)} pools, as many as it may")
 
@@ -249,6 +276,8 @@ class Ranks:
                 self._carry_out(membership, effects)
 
     def _is_ready(self, name: str) -> bool:
+        if not self._hub.allocator.intake.takes(PoolName(name)):
+            return False
         membership = self.membership(name)
         if membership:
             return membership.state is PoolState.READY
@@ -269,6 +298,7 @@ class Ranks:
                     self._change_pool(membership, effect)
         if membership.is_empty and not membership.was_open and self.membership(membership.name) is membership:
             del self._memberships[membership.name]
+            self._hub.allocator.intake.open(membership.name)  # who forms it next knows nothing of this one's drain
 
     def _change_pool(
         self, membership: Membership, effect: PoolOpened | PoolSuspended | PoolResumed | EpochPassed

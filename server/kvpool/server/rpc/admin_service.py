@@ -1,0 +1,121 @@
+"""AdminService: see proto/kvpool/v1/admin.proto for what each call promises."""
+
+import logging
+from importlib.metadata import version
+from typing import Final
+
+from kvpool.server.core import inspection
+from kvpool.server.core.errors import WrongStateError
+from kvpool.server.core.inspection import Page
+from kvpool.server.core.pool import Pool
+from kvpool.server.rpc import convert_admin, convert_pool
+from kvpool.server.rpc.errors import guarded
+from kvpool.server.rpc.hub import Hub, session_fields
+from kvpool.server.rpc.ranks import Ranks
+from kvpool.v1 import admin_pb2, admin_pb2_grpc
+
+_TOLD_HOLDERS: Final = 16
+
+_log = logging.getLogger("kvpool.server.admin")
+
+
+class AdminService(admin_pb2_grpc.AdminServiceServicer):
+    """The service, over a hub and the ranks of its pools."""
+
+    def __init__(self, hub: Hub, ranks: Ranks) -> None:
+        self._hub = hub
+        self._ranks = ranks
+        self._allocator = hub.allocator
+        self._started_seconds = hub.now_seconds()
+        self._version = version("kvpool")
+
+    @guarded
+    def ListPools(self, _: admin_pb2.ListPoolsRequest) -> admin_pb2.ListPoolsResponse:
+        return admin_pb2.ListPoolsResponse(
+            server=admin_pb2.ServerInfo(
+                version=self._version,
+                uptime_seconds=self._hub.now_seconds() - self._started_seconds,
+                draining=self._allocator.intake.is_closed or self._hub.is_draining,
+            ),
+            pools=[convert_pool.info_to_proto(self._ranks.describe(name)) for name in self._ranks.pool_names()],
+        )
+
+    @guarded
+    def ListSessions(self, request: admin_pb2.ListSessionsRequest) -> admin_pb2.ListSessionsResponse:
+        page = Page.of(request.page_size, request.page_token)
+        found = self._allocator.sessions()
+        if request.pool_name:
+            self._ranks.check_pool(request.pool_name)
+            found = (pair for pair in found if pair[0].config.name == request.pool_name)
+        told, token = inspection.page_of_sessions(found, page, self._hub.now_seconds())
+        return admin_pb2.ListSessionsResponse(sessions=map(convert_admin.session_to_proto, told), next_page_token=token)
+
+    @guarded
+    def ListRequests(self, request: admin_pb2.ListRequestsRequest) -> admin_pb2.ListRequestsResponse:
+        page = Page.of(request.page_size, request.page_token)
+        if request.session_number:
+            sessions = [self._allocator.find_session(request.pool_name, request.session_number)[1]]
+        else:
+            self._ranks.check_pool(request.pool_name)
+            sessions = [s for pool, s in self._allocator.sessions() if pool.config.name == request.pool_name]
+        told, token = inspection.page_of_requests(sessions, page)
+        return admin_pb2.ListRequestsResponse(requests=map(convert_admin.request_to_proto, told), next_page_token=token)
+
+    @guarded
+    def ListBlocks(self, request: admin_pb2.ListBlocksRequest) -> admin_pb2.ListBlocksResponse:
+        page = Page.of(request.page_size, request.page_token)
+        state = convert_admin.block_state_from_proto(request.state)
+        told, token = inspection.page_of_blocks(self._open_pool(request.pool_name), state, page)
+        return admin_pb2.ListBlocksResponse(blocks=map(convert_admin.block_to_proto, told), next_page_token=token)
+
+    @guarded
+    def ResetPrefixCache(
+        self, request: admin_pb2.AdminServiceResetPrefixCacheRequest
+    ) -> admin_pb2.AdminServiceResetPrefixCacheResponse:
+        pool = self._open_pool(request.pool_name)
+        if pool.sink_blocks:
+            message = "a pool with sinks is never reset, as these are never free"
+            raise WrongStateError("POOL_HAS_SINKS", message, field="pool_name")
+        if pool.reset_prefix_cache():
+            self._hub.publish(pool)
+            _log.warning("prefix cache reset by an operator", extra={"pool": pool.config.name})
+            return admin_pb2.AdminServiceResetPrefixCacheResponse(reset=True)
+        holders = inspection.holders(self._allocator.sessions_of(pool))[:_TOLD_HOLDERS]
+        told = [inspection.describe_session(pool, session, self._hub.now_seconds()) for session in holders]
+        return admin_pb2.AdminServiceResetPrefixCacheResponse(holders=map(convert_admin.session_to_proto, told))
+
+    @guarded
+    def EvictSession(self, request: admin_pb2.EvictSessionRequest) -> admin_pb2.EvictSessionResponse:
+        pool, session = self._allocator.find_session(request.pool_name, request.session_number)
+        was = inspection.describe_session(pool, session, self._hub.now_seconds())
+        self._hub.evict_session(request.pool_name, request.session_number)
+        extra = {**session_fields(pool, session), "requests": was.requests}
+        _log.warning("session evicted by an operator", extra=extra)
+        return admin_pb2.EvictSessionResponse(session=convert_admin.session_to_proto(was))
+
+    @guarded
+    def Drain(self, request: admin_pb2.DrainRequest) -> admin_pb2.DrainResponse:
+        name = self._ranks.check_pool(request.pool_name) if request.pool_name else None
+        self._allocator.intake.close(name)
+        left = sum(1 for pool, _ in self._allocator.sessions() if name in (None, pool.config.name))
+        _log.warning("drained by an operator", extra={"pool": name or "", "sessions": left})
+        return admin_pb2.DrainResponse(sessions=left)
+
+    @guarded
+    def Undrain(self, request: admin_pb2.UndrainRequest) -> admin_pb2.UndrainResponse:
+        name = self._ranks.check_pool(request.pool_name) if request.pool_name else None
+        self._hub.open_intake(name)
+        _log.warning("no longer drained", extra={"pool": name or ""})
+        asked_for = self._ranks.pool_names() if name is None else [name]
+        still = [pool_name for pool_name in asked_for if not self._allocator.intake.takes(pool_name)]
+        return admin_pb2.UndrainResponse(still_drained=still)
+
+    @guarded
+    def RemovePool(self, request: admin_pb2.RemovePoolRequest) -> admin_pb2.RemovePoolResponse:
+        self._ranks.remove_pool(request.pool_name)
+        _log.warning("pool removed by an operator", extra={"pool": request.pool_name})
+        return admin_pb2.RemovePoolResponse()
+
+    def _open_pool(self, name: str) -> Pool:
+        self._ranks.check_formed(name)
+        return self._allocator.pool(name)
