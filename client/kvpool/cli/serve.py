@@ -5,6 +5,7 @@ from typing import Any
 
 import click
 
+from kvpool.cli.events import events_options, take_events_config
 from kvpool.cli.logs import log_options, start_logging
 from kvpool.cli.settings import config_option
 from kvpool.server import server
@@ -85,6 +86,7 @@ from kvpool.server.core.world import RankTiming
     show_default=True,
     help="How long a rank that is silent or lost may come back with nothing lost.",
 )
+@events_options
 @log_options
 def serve(log_level: str, log_format: str, **settings: Any) -> None:  # noqa: ANN401 - named and checked by ServerConfig
     """Serve pools until SIGTERM.
@@ -101,7 +103,10 @@ def serve(log_level: str, log_format: str, **settings: Any) -> None:  # noqa: AN
         metrics = MetricsConfig(
             settings.pop("metrics_listen"), settings.pop("vllm_metrics"), settings.pop("block_sample_rate")
         )
-        config = ServerConfig(addresses=settings.pop("listen"), rank_timing=timing, metrics=metrics, **settings)
+        events = take_events_config(settings)
+        config = ServerConfig(
+            addresses=settings.pop("listen"), rank_timing=timing, metrics=metrics, events=events, **settings
+        )
     except ValueError as error:
         raise click.UsageError(str(error)) from error
     try:

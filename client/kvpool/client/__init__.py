@@ -18,11 +18,12 @@ from kvpool.client.errors import (
     WrongStateError,
 )
 from kvpool.client.hashing import BlockHasher, ExtraKeys, MultiModalItem, register_hash
+from kvpool.client.prefix_index import PrefixIndex
 from kvpool.client.request import Request
 from kvpool.client.results import Admission, Allocation, Answer, HitChanged
 from kvpool.client.session import Session
 from kvpool.client.steps import StepBuilder
-from kvpool.client.transport import EventBatch
+from kvpool.client.transport import EventBatch, WatchKind
 from kvpool.server.core.allocator import PoolInfo
 from kvpool.server.core.config import HashScheme, KeyForm, KVCacheGroup, PoolConfig, ReuseOrder
 from kvpool.server.core.events import AllBlocksCleared, BlockRemoved, BlockStored
@@ -74,6 +75,7 @@ __all__ = [
     "PoolConfig",
     "PoolInfo",
     "PoolState",
+    "PrefixIndex",
     "RankInfo",
     "RankState",
     "Request",
@@ -85,6 +87,7 @@ __all__ = [
     "StepBuilder",
     "UnavailableError",
     "UniformTypeKVCacheSpecs",
+    "WatchKind",
     "WrongStateError",
     "__version__",
     "connect",

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from types import TracebackType
 from typing import Self
@@ -11,12 +11,13 @@ from typing import Self
 import grpc
 
 from kvpool.client import steps, wire
-from kvpool.client.errors import DeadlineError, UnavailableError, from_rpc_error
+from kvpool.client.errors import DeadlineError, KvpoolError, UnavailableError, from_rpc_error
+from kvpool.client.following import Follower
 from kvpool.client.request import Request
 from kvpool.client.results import Admission, Allocation, HitChanged
 from kvpool.client.session import SessionBase
 from kvpool.client.steps import StepBuilder
-from kvpool.client.transport import EventBatch, OpenedSession
+from kvpool.client.transport import EventBatch, OpenedSession, watch_options
 from kvpool.server.address import check_address
 from kvpool.server.core.allocator import PoolInfo
 from kvpool.server.core.config import PoolConfig
@@ -92,14 +93,42 @@ class AsyncClient:
             opened = wire.read_session(await self._stub.OpenSession(request, timeout=self._deadline_seconds))
         return AsyncSession(self._stub, opened, self._deadline_seconds)
 
-    async def watch(self, pool: str, *, from_sequence: int = 0) -> AsyncIterator[EventBatch]:
-        """Yields a pool's block events, batch by batch, waiting for more. See `Client.watch`."""
-        call = self._events.Watch(event_pb2.WatchRequest(pool_name=pool, from_sequence=from_sequence))
+    async def watch(
+        self, pool: str, *, from_sequence: int = 0, snapshot: bool = False, heartbeat_seconds: float | None = None
+    ) -> AsyncIterator[EventBatch]:
+        """Yields a pool's block events, waiting for more. See `Client.watch`."""
+        options = watch_options(pool, from_sequence, heartbeat_seconds, snapshot=snapshot)
+        if not snapshot:
+            async with contextlib.aclosing(self._messages(wire.watch_request(options), None)) as messages:
+                await anext(messages)  # where the watch stands
+                async for message in messages:
+                    yield wire.read_batch(message)
+            return
+        follower = Follower(options)
+        while True:
+            try:
+                async with contextlib.aclosing(self._messages(follower.request(), follower)) as messages:
+                    async for message in messages:
+                        if batch := follower.read(message):
+                            yield batch
+            except KvpoolError as error:
+                await asyncio.sleep(follower.pause_seconds(error))
+
+    async def _messages(
+        self, request: event_pb2.WatchRequest, follower: Follower | None
+    ) -> AsyncGenerator[event_pb2.WatchResponse]:
+        call = self._events.Watch(request)
         try:
             async with _converted():
-                await call.read()  # where the watch stands
-                while isinstance(response := await call.read(), event_pb2.WatchResponse):
-                    yield wire.read_batch(response)
+                while True:
+                    try:
+                        async with asyncio.timeout(follower.silence_seconds if follower else None):
+                            message = await call.read()
+                    except TimeoutError:
+                        raise (follower.silent() if follower else DeadlineError("SILENT", "")) from None
+                    if not isinstance(message, event_pb2.WatchResponse):
+                        raise UnavailableError("ENDED", "the server ended the watch")
+                    yield message
         finally:
             call.cancel()
 

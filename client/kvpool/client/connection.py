@@ -5,7 +5,7 @@ from types import TracebackType
 from typing import Final, Self
 
 from kvpool.client.session import Session
-from kvpool.client.transport import EmbeddedTransport, EventBatch, Transport
+from kvpool.client.transport import EmbeddedTransport, EventBatch, Transport, watch_options
 from kvpool.client.wire import DEFAULT_DEADLINE_SECONDS
 from kvpool.server.address import check_address
 from kvpool.server.core.allocator import PoolInfo
@@ -78,14 +78,28 @@ class Client:
         """
         return Session(self._transport, self._transport.open_session(pool, client_name, lease_seconds))
 
-    def watch(self, pool: str, *, from_sequence: int = 0) -> Iterator[EventBatch]:
+    def watch(
+        self, pool: str, *, from_sequence: int = 0, snapshot: bool = False, heartbeat_seconds: float | None = None
+    ) -> Iterator[EventBatch]:
         """Yields a pool's block events, batch by batch, waiting for more (embedded: until there are no more).
+
+        With a snapshot it begins with all that is cached, and goes on for ever: it survives lost connections, batches
+        that are no longer kept, and restarts of the server, with another snapshot where it must; `PrefixIndex` makes a
+        map of it. Without one it ends with an error where it cannot go on.
 
         Args:
             pool: The pool's name.
             from_sequence: First batch wanted; 0 for the next one to come.
+            snapshot: Whether to begin with all that is cached.
+            heartbeat_seconds: After how long without another message a heartbeat is to come, [0.1, 3600]; after three
+                that did not, a watch with a snapshot connects anew. 0 for never. None for 5 with a snapshot, else 0.
+
+        Raises:
+            InvalidArgumentError: A batch that does not exist yet, or both a batch and a snapshot.
+            WrongStateError: The pool publishes no events, or the batches are no longer kept.
+            NotFoundError: There is no such pool.
         """
-        return self._transport.watch(pool, from_sequence)
+        return self._transport.watch(watch_options(pool, from_sequence, heartbeat_seconds, snapshot=snapshot))
 
     def close(self) -> None:
         """Ends the connection. Sessions that are still open live on for their lease."""

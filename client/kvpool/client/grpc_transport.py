@@ -9,14 +9,14 @@ from typing import Protocol, TypeVar
 
 import grpc
 
-from kvpool.client import wire
+from kvpool.client import watching, wire
 from kvpool.client.errors import DeadlineError, KvpoolError, UnavailableError, from_rpc_error
-from kvpool.client.transport import EventBatch, OpenedSession
+from kvpool.client.transport import EventBatch, OpenedSession, WatchOptions
 from kvpool.server.core.allocator import PoolInfo
 from kvpool.server.core.config import PoolConfig
 from kvpool.server.core.step import Step, StepResult
 from kvpool.server.rpc import convert
-from kvpool.v1 import allocator_pb2, allocator_pb2_grpc, event_pb2, event_pb2_grpc, step_pb2
+from kvpool.v1 import allocator_pb2, allocator_pb2_grpc, event_pb2_grpc, step_pb2
 
 _T_co = TypeVar("_T_co", covariant=True)
 
@@ -93,12 +93,9 @@ class GrpcTransport:
             request = allocator_pb2.CloseSessionRequest(session_id=session_id)
             return self._stub.CloseSession(request, timeout=self._deadline_seconds).num_freed_requests
 
-    def watch(self, pool: str, from_sequence: int) -> Iterator[EventBatch]:
+    def watch(self, options: WatchOptions) -> Iterator[EventBatch]:
         """See `Transport`. The watch stands when this returns."""
-        call = self._events.Watch(event_pb2.WatchRequest(pool_name=pool, from_sequence=from_sequence))
-        with _converted():
-            next(call)
-        return _batches(call)
+        return watching.watch(self._events, options)
 
     def close(self) -> None:
         """See `Transport`."""
@@ -176,15 +173,6 @@ class _StepStream:
                 continue
             with contextlib.suppress(grpc.RpcError, ValueError):  # the next step will tell; ValueError: channel closed
                 self._stub.KeepAlive(request, timeout=self._period_seconds)
-
-
-def _batches(call: _Call[event_pb2.WatchResponse]) -> Iterator[EventBatch]:
-    try:
-        with _converted():
-            for response in call:
-                yield wire.read_batch(response)
-    finally:
-        call.cancel()
 
 
 @contextlib.contextmanager

@@ -5,10 +5,13 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from enum import Enum
+from typing import Final, Protocol
 
 from kvpool.server.core.allocator import Allocator, PoolInfo
+from kvpool.server.core.block_contents import ContentsWalk
 from kvpool.server.core.config import PoolConfig
+from kvpool.server.core.errors import InvalidArgumentError
 from kvpool.server.core.events import BlockEvent
 from kvpool.server.core.pool import Pool
 from kvpool.server.core.step import Step, StepResult
@@ -33,17 +36,71 @@ class OpenedSession:
     epoch: int
 
 
+class WatchKind(Enum):
+    """What a watch tells."""
+
+    START = "start"
+    """All that is cached will be told anew, from nothing."""
+    BATCH = "batch"
+    """The events of one change of the pool."""
+    SNAPSHOT = "snapshot"
+    """Part of what is cached."""
+    SNAPSHOT_END = "snapshot_end"
+    """What was told since the start is the pool's map after batch `sequence`."""
+    HEARTBEAT = "heartbeat"
+    """Nothing happened since batch `sequence`."""
+
+
 @dataclass(frozen=True, slots=True)
 class EventBatch:
-    """The block events of one change of a pool.
+    """A message of a watch: the block events of one change of a pool, unless `kind` says otherwise.
 
     Attributes:
-        sequence: The batch's number, from 1, without gaps.
+        sequence: The batch's number, from 1, without gaps; in other kinds, that of the newest batch before.
         events: The events, in order.
+        kind: What this is.
+        epoch: The pool's epoch.
+        boot_id: Tells the server from one that was started before or after, whose numbers are others.
+        time_seconds: When it happened, in seconds since 1970 by the server's clock.
     """
 
     sequence: int
-    events: tuple[BlockEvent, ...]
+    events: tuple[BlockEvent, ...] = ()
+    kind: WatchKind = WatchKind.BATCH
+    epoch: int = 0
+    boot_id: str = ""
+    time_seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class WatchOptions:
+    """What to watch.
+
+    Attributes:
+        pool: The pool's name.
+        from_sequence: First batch wanted; 0 for the next one to come, or with a snapshot.
+        snapshot: Whether to begin with all that is cached, and to go on for ever, over lost connections and restarts.
+        heartbeat_seconds: After how long without another message a heartbeat is to come; 0 for never.
+    """
+
+    pool: str
+    from_sequence: int = 0
+    snapshot: bool = False
+    heartbeat_seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.snapshot and self.from_sequence:
+            raise InvalidArgumentError("from_sequence", "a watch that begins with a snapshot begins with nothing else")
+
+
+DEFAULT_HEARTBEAT_SECONDS: Final = 5.0
+
+
+def watch_options(pool: str, from_sequence: int, heartbeat_seconds: float | None, *, snapshot: bool) -> WatchOptions:
+    """Makes options; heartbeats that are left open come with a snapshot only."""
+    if heartbeat_seconds is None:
+        heartbeat_seconds = DEFAULT_HEARTBEAT_SECONDS if snapshot else 0.0
+    return WatchOptions(pool, from_sequence, snapshot, heartbeat_seconds)
 
 
 class Transport(Protocol):
@@ -70,7 +127,7 @@ class Transport(Protocol):
     def close_session(self, session_id: str) -> int:
         """Frees the session's requests and forgets it; returns how many there were."""
 
-    def watch(self, pool: str, from_sequence: int) -> Iterator[EventBatch]:
+    def watch(self, options: WatchOptions) -> Iterator[EventBatch]:
         """Yields batches of block events."""
 
     def close(self) -> None:
@@ -138,12 +195,18 @@ class EmbeddedTransport:
             self._publish(pool)
             return count
 
-    def watch(self, pool: str, from_sequence: int) -> Iterator[EventBatch]:
+    def watch(self, options: WatchOptions) -> Iterator[EventBatch]:
         """As `Transport`, but ends when there is nothing more: nothing can come while the caller waits."""
-        log = self._logs[self._allocator.pool(pool).config.name]
-        sequence = from_sequence or log.last_sequence + 1
+        pool = self._allocator.pool(options.pool)
+        log = self._logs[pool.config.name]
+        sequence = options.from_sequence or log.last_sequence + 1
+        if options.snapshot:
+            with self._lock:
+                sequence, snapshot = log.last_sequence + 1, self._snapshot(pool, log.last_sequence)
+            yield from snapshot
         while sequence <= log.last_sequence:
-            yield EventBatch(sequence, tuple(log.kept(sequence)))
+            batch = log.kept(sequence)
+            yield EventBatch(sequence, tuple(batch.events), epoch=batch.epoch, time_seconds=batch.time_seconds)
             sequence += 1
 
     def close(self) -> None:
@@ -152,5 +215,11 @@ class EmbeddedTransport:
     def _describe(self, pool: Pool) -> PoolInfo:
         return self._allocator.describe(pool, self._logs[pool.config.name].last_sequence)
 
+    def _snapshot(self, pool: Pool, sequence: int) -> list[EventBatch]:
+        walk, now = ContentsWalk(pool), time.time()
+        events = () if walk.is_done else tuple(walk.next_chunk(pool.blocks.num_blocks))
+        kinds = ((WatchKind.START, ()), (WatchKind.SNAPSHOT, events), (WatchKind.SNAPSHOT_END, ()))
+        return [EventBatch(sequence, told, kind, pool.epoch, time_seconds=now) for kind, told in kinds]
+
     def _publish(self, pool: Pool) -> None:
-        self._logs[pool.config.name].append(pool.blocks.take_events())
+        self._logs[pool.config.name].take_from(pool)

@@ -4,7 +4,7 @@ import time
 from typing import Final
 
 from kvpool.client.errors import DeadlineError, UnavailableError
-from kvpool.client.transport import EventBatch, OpenedSession
+from kvpool.client.transport import EventBatch, OpenedSession, WatchKind, WatchOptions
 from kvpool.server.core.allocator import PoolInfo
 from kvpool.server.core.config import PoolConfig
 from kvpool.server.core.world import PoolState, RankState
@@ -100,7 +100,33 @@ def read_session(response: allocator_pb2.OpenSessionResponse) -> OpenedSession:
     return OpenedSession(session.session_id, config, session.lease_seconds, session.epoch)
 
 
+_KINDS: Final = {
+    event_pb2.WATCH_RESPONSE_KIND_START: WatchKind.START,
+    event_pb2.WATCH_RESPONSE_KIND_BATCH: WatchKind.BATCH,
+    event_pb2.WATCH_RESPONSE_KIND_SNAPSHOT: WatchKind.SNAPSHOT,
+    event_pb2.WATCH_RESPONSE_KIND_SNAPSHOT_END: WatchKind.SNAPSHOT_END,
+    event_pb2.WATCH_RESPONSE_KIND_HEARTBEAT: WatchKind.HEARTBEAT,
+}
+
+
+def watch_request(options: WatchOptions) -> event_pb2.WatchRequest:
+    """Makes Watch's message."""
+    return event_pb2.WatchRequest(
+        pool_name=options.pool,
+        from_sequence=options.from_sequence,
+        snapshot=options.snapshot,
+        heartbeat_seconds=options.heartbeat_seconds,
+    )
+
+
 def read_batch(response: event_pb2.WatchResponse) -> EventBatch:
-    """Reads a batch of events; kinds that only a newer server knows are left out."""
+    """Reads a message of a watch; kinds of events that only a newer server knows are left out."""
     events = (convert.event_from_proto(event) for event in response.events)
-    return EventBatch(response.sequence, tuple(event for event in events if event is not None))
+    return EventBatch(
+        response.sequence,
+        tuple(event for event in events if event is not None),
+        _KINDS.get(response.kind, WatchKind.BATCH),
+        response.epoch,
+        response.boot_id,
+        response.time_seconds,
+    )

@@ -7,6 +7,7 @@ from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -18,6 +19,48 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class _WatchResponseKind:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _WatchResponseKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_WatchResponseKind.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    WATCH_RESPONSE_KIND_UNSPECIFIED: _WatchResponseKind.ValueType  # 0
+    """Never sent."""
+    WATCH_RESPONSE_KIND_START: _WatchResponseKind.ValueType  # 1
+    """The first message: `sequence` is the number of the newest batch before the watch."""
+    WATCH_RESPONSE_KIND_BATCH: _WatchResponseKind.ValueType  # 2
+    """The events of one change of the pool, in order."""
+    WATCH_RESPONSE_KIND_SNAPSHOT: _WatchResponseKind.ValueType  # 3
+    """Part of what is cached, as BlockStored, as it is after batch `sequence`. Between these messages batches may come:
+    whoever takes all messages in their order has the pool's map, exactly, when the end comes. Nothing that is told
+    twice, or removed though never told, is an error.
+    """
+    WATCH_RESPONSE_KIND_SNAPSHOT_END: _WatchResponseKind.ValueType  # 4
+    """All that is cached was told; what is known now is the pool's map after batch `sequence`."""
+    WATCH_RESPONSE_KIND_HEARTBEAT: _WatchResponseKind.ValueType  # 5
+    """Nothing has happened since batch `sequence`."""
+
+class WatchResponseKind(_WatchResponseKind, metaclass=_WatchResponseKindEnumTypeWrapper):
+    """What a message of a watch is."""
+
+WATCH_RESPONSE_KIND_UNSPECIFIED: WatchResponseKind.ValueType  # 0
+"""Never sent."""
+WATCH_RESPONSE_KIND_START: WatchResponseKind.ValueType  # 1
+"""The first message: `sequence` is the number of the newest batch before the watch."""
+WATCH_RESPONSE_KIND_BATCH: WatchResponseKind.ValueType  # 2
+"""The events of one change of the pool, in order."""
+WATCH_RESPONSE_KIND_SNAPSHOT: WatchResponseKind.ValueType  # 3
+"""Part of what is cached, as BlockStored, as it is after batch `sequence`. Between these messages batches may come:
+whoever takes all messages in their order has the pool's map, exactly, when the end comes. Nothing that is told
+twice, or removed though never told, is an error.
+"""
+WATCH_RESPONSE_KIND_SNAPSHOT_END: WatchResponseKind.ValueType  # 4
+"""All that is cached was told; what is known now is the pool's map after batch `sequence`."""
+WATCH_RESPONSE_KIND_HEARTBEAT: WatchResponseKind.ValueType  # 5
+"""Nothing has happened since batch `sequence`."""
+Global___WatchResponseKind: _TypeAlias = WatchResponseKind  # noqa: Y015
+
 @_typing.final
 class WatchRequest(_message.Message):
     """See EventService.Watch."""
@@ -26,19 +69,31 @@ class WatchRequest(_message.Message):
 
     POOL_NAME_FIELD_NUMBER: _builtins.int
     FROM_SEQUENCE_FIELD_NUMBER: _builtins.int
+    HEARTBEAT_SECONDS_FIELD_NUMBER: _builtins.int
+    SNAPSHOT_FIELD_NUMBER: _builtins.int
+    BOOT_ID_FIELD_NUMBER: _builtins.int
     pool_name: _builtins.str
     """The pool."""
     from_sequence: _builtins.int
     """First batch wanted. 0: the next one to come."""
+    heartbeat_seconds: _builtins.float
+    """After how long without another message to send a heartbeat, [0.1, 3600]. 0: never."""
+    snapshot: _builtins.bool
+    """Begin with all that is cached; from_sequence is 0 then."""
+    boot_id: _builtins.str
+    """The server's boot that from_sequence is of. Another one, and EVENTS_NOT_KEPT is the answer. Empty: not checked."""
     def __init__(
         self,
         *,
         pool_name: _builtins.str = ...,
         from_sequence: _builtins.int = ...,
+        heartbeat_seconds: _builtins.float = ...,
+        snapshot: _builtins.bool = ...,
+        boot_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["from_sequence", b"from_sequence", "pool_name", b"pool_name"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["boot_id", b"boot_id", "from_sequence", b"from_sequence", "heartbeat_seconds", b"heartbeat_seconds", "pool_name", b"pool_name", "snapshot", b"snapshot"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -46,29 +101,43 @@ Global___WatchRequest: _TypeAlias = WatchRequest  # noqa: Y015
 
 @_typing.final
 class WatchResponse(_message.Message):
-    """A batch: the events of one change of the pool, in order."""
+    """A message of a watch."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     SEQUENCE_FIELD_NUMBER: _builtins.int
     EVENTS_FIELD_NUMBER: _builtins.int
+    KIND_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    BOOT_ID_FIELD_NUMBER: _builtins.int
+    TIME_SECONDS_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
-    """Number of the batch, from 1, without gaps."""
+    """Number of a batch, from 1, without gaps: of this one, or of the newest one that was sent, or would have been."""
+    kind: Global___WatchResponseKind.ValueType
+    """What this is."""
+    epoch: _builtins.int
+    """The pool's epoch. It goes up whenever contents can no longer be trusted; the batch in which it does clears all."""
+    boot_id: _builtins.str
+    """Drawn when the server started: another one means that it was restarted, and its numbers began anew."""
+    time_seconds: _builtins.float
+    """When it happened, in seconds since 1970 by the server's clock."""
     @_builtins.property
     def events(self) -> _containers.RepeatedCompositeFieldContainer[Global___BlockEvent]:
-        """The events. Empty in the first message of a watch, which says where the watch stands: the number of the newest
-        batch before it.
-        """
+        """The events; none in the kinds that have none."""
 
     def __init__(
         self,
         *,
         sequence: _builtins.int = ...,
         events: _abc.Iterable[Global___BlockEvent] | None = ...,
+        kind: Global___WatchResponseKind.ValueType = ...,
+        epoch: _builtins.int = ...,
+        boot_id: _builtins.str = ...,
+        time_seconds: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["events", b"events", "sequence", b"sequence"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["boot_id", b"boot_id", "epoch", b"epoch", "events", b"events", "kind", b"kind", "sequence", b"sequence", "time_seconds", b"time_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -160,25 +229,29 @@ Global___BlockStored: _TypeAlias = BlockStored  # noqa: Y015
 
 @_typing.final
 class BlockRemoved(_message.Message):
-    """A cached block was given up. Another copy with the same hash may remain."""
+    """A cached block was given up."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     BLOCK_HASH_FIELD_NUMBER: _builtins.int
     GROUP_ID_FIELD_NUMBER: _builtins.int
+    COPIES_LEFT_FIELD_NUMBER: _builtins.int
     block_hash: _builtins.bytes
     """Its hash, as in BlockStored."""
     group_id: _builtins.int
     """Its group."""
+    copies_left: _builtins.int
+    """Blocks of the group that still carry this hash: only at 0 is the prefix gone."""
     def __init__(
         self,
         *,
         block_hash: _builtins.bytes = ...,
         group_id: _builtins.int = ...,
+        copies_left: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hash", b"block_hash", "group_id", b"group_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hash", b"block_hash", "copies_left", b"copies_left", "group_id", b"group_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -186,7 +259,7 @@ Global___BlockRemoved: _TypeAlias = BlockRemoved  # noqa: Y015
 
 @_typing.final
 class AllBlocksCleared(_message.Message):
-    """The prefix cache was reset."""
+    """Everything that was cached is gone: the prefix cache was reset, or an epoch passed."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -34,9 +34,10 @@ class EventServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> EventServiceAsyncStub: ...
     Watch: _grpc.UnaryStreamMultiCallable[_event_pb2.WatchRequest, _event_pb2.WatchResponse]
-    """Sends a pool's events, batch by batch, from the one asked for on. NOT_FOUND (unknown pool), FAILED_PRECONDITION
-    (the pool publishes none, or the batches asked for are no longer kept: the reason tells), INVALID_ARGUMENT (a
-    sequence number that does not exist yet).
+    """Sends a pool's events, batch by batch, from the one asked for on; or first all that is cached, then the events.
+    NOT_FOUND (unknown pool), FAILED_PRECONDITION (EVENTS_DISABLED: the pool publishes none; EVENTS_NOT_KEPT: the
+    batches asked for are no longer kept, or are another server's: ask again with `snapshot`), INVALID_ARGUMENT (a
+    sequence number that does not exist yet, a field out of range).
     """
 
 @_typing.type_check_only
@@ -45,9 +46,10 @@ class EventServiceAsyncStub(EventServiceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Watch: _aio.UnaryStreamMultiCallable[_event_pb2.WatchRequest, _event_pb2.WatchResponse]  # type: ignore[assignment]
-    """Sends a pool's events, batch by batch, from the one asked for on. NOT_FOUND (unknown pool), FAILED_PRECONDITION
-    (the pool publishes none, or the batches asked for are no longer kept: the reason tells), INVALID_ARGUMENT (a
-    sequence number that does not exist yet).
+    """Sends a pool's events, batch by batch, from the one asked for on; or first all that is cached, then the events.
+    NOT_FOUND (unknown pool), FAILED_PRECONDITION (EVENTS_DISABLED: the pool publishes none; EVENTS_NOT_KEPT: the
+    batches asked for are no longer kept, or are another server's: ask again with `snapshot`), INVALID_ARGUMENT (a
+    sequence number that does not exist yet, a field out of range).
     """
 
 class EventServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -59,9 +61,10 @@ class EventServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _event_pb2.WatchRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_event_pb2.WatchResponse], _abc.AsyncIterator[_event_pb2.WatchResponse]]:
-        """Sends a pool's events, batch by batch, from the one asked for on. NOT_FOUND (unknown pool), FAILED_PRECONDITION
-        (the pool publishes none, or the batches asked for are no longer kept: the reason tells), INVALID_ARGUMENT (a
-        sequence number that does not exist yet).
+        """Sends a pool's events, batch by batch, from the one asked for on; or first all that is cached, then the events.
+        NOT_FOUND (unknown pool), FAILED_PRECONDITION (EVENTS_DISABLED: the pool publishes none; EVENTS_NOT_KEPT: the
+        batches asked for are no longer kept, or are another server's: ask again with `snapshot`), INVALID_ARGUMENT (a
+        sequence number that does not exist yet, a field out of range).
         """
 
 def add_EventServiceServicer_to_server(servicer: EventServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -6,6 +6,7 @@ from typing import Final
 from kvpool.server.address import check_address, host_and_port
 from kvpool.server.core.types import MAX_BLOCKS
 from kvpool.server.core.world import RankTiming
+from kvpool.server.obs.event_config import EventsConfig
 
 DEFAULT_ADDRESS: Final = "127.0.0.1:50051"
 DEFAULT_MAX_POOL_BLOCKS: Final = 2**24
@@ -49,6 +50,7 @@ class ServerConfig:
         rank_timing: How often ranks are to be heard of, and how long they are waited for.
         max_pools: Most pools at a time.
         metrics: What is told to Prometheus, and where.
+        events: Where and how block events are published, besides `EventService.Watch`.
     """
 
     addresses: tuple[str, ...] = (DEFAULT_ADDRESS,)
@@ -59,6 +61,7 @@ class ServerConfig:
     rank_timing: RankTiming = RankTiming()  # noqa: RUF009 - frozen
     max_pools: int = DEFAULT_MAX_POOLS
     metrics: MetricsConfig = MetricsConfig()
+    events: EventsConfig = EventsConfig()  # noqa: RUF009 - frozen
 
     def __post_init__(self) -> None:
         if not self.addresses:

@@ -8,6 +8,7 @@ import signal
 from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -38,6 +39,9 @@ from kvpool.v1 import (
     worker_pb2_grpc,
 )
 
+if TYPE_CHECKING:
+    from kvpool.server.obs.event_publishers import EventPublishers
+
 _SERVICES = tuple(
     descriptor.services_by_name[name].full_name
     for descriptor, name in (
@@ -58,6 +62,7 @@ class Server:
         self._config = config
         self._observations = Observations() if config.metrics.address else None
         self._exporter: Exporter | None = None
+        self._publishers: EventPublishers | None = None
         self.hub = Hub(config.max_pool_blocks, _residency(config.metrics))
         self._ranks = Ranks(self.hub, config.rank_timing, config.max_pool_blocks, config.max_pools)
         self._health = health.aio.HealthServicer()
@@ -82,6 +87,8 @@ class Server:
         Raises:
             OSError: An address cannot be had.
         """
+        if self._config.events.endpoint:
+            self._publishers = self._publish_events()
         addresses = [self._bind(address) for address in self._config.addresses]
         if self._observations:
             self._exporter = self._export(self._observations)
@@ -112,6 +119,8 @@ class Server:
                 await watch
         if self._exporter:
             await self._exporter.stop()
+        if self._publishers:
+            await self._publishers.stop()
         _log.info("server stopped")
 
     def _export(self, observations: Observations) -> Exporter:
@@ -127,6 +136,14 @@ class Server:
             return Exporter(*host_and_port("metrics_listen", self._config.metrics.address), sample)
         except OSError as error:
             raise OSError(f"cannot serve metrics on {self._config.metrics.address}: {error.strerror}") from error
+
+    def _publish_events(self) -> "EventPublishers":
+        from kvpool.server.obs.event_publishers import EventPublishers  # noqa: PLC0415 - needs packages of an extra
+
+        publishers = EventPublishers(self._config.events, self.hub.boot_id)
+        publishers.start()
+        self.hub.on_log = publishers.add
+        return publishers
 
     def _bind(self, address: str) -> str:
         if address.startswith("unix:"):

@@ -8,8 +8,9 @@
 from collections.abc import Iterable, Sequence
 
 from kvpool.server.core import types
+from kvpool.server.core.block_contents import BlockContents
 from kvpool.server.core.config import PoolConfig, ReuseOrder
-from kvpool.server.core.events import AllBlocksCleared, BlockEvent, BlockRemoved
+from kvpool.server.core.events import AllBlocksCleared, BlockEvent, BlockRemoved, BlockStored
 from kvpool.server.core.free_list import FreeList
 from kvpool.server.core.prefix_map import PrefixMap
 from kvpool.server.core.residency import Residency
@@ -26,13 +27,14 @@ class BlockPool:
         residency: How long blocks keep what they hold; None if that is not sampled.
         free_list: The free blocks. Read it; change it through this class.
         prefix_map: The cached blocks. Read it; change it through this class.
+        contents: What the cached blocks were stored with; None if the pool makes no events. Read it likewise.
     """
 
     __slots__ = (
         "_events",
-        "_events_enabled",
         "_ref_cnt",
         "_uncached_first",
+        "contents",
         "free_list",
         "group_counters",
         "num_evicted",
@@ -48,7 +50,7 @@ class BlockPool:
         self.residency = residency
         self._ref_cnt = [0] * config.num_blocks
         self._uncached_first = config.reuse_order is ReuseOrder.UNCACHED_FIRST
-        self._events_enabled = config.makes_events
+        self.contents = BlockContents(config.num_blocks) if config.makes_events else None
         self._events: list[BlockEvent] = []
 
     def follow(self, before: "BlockPool") -> None:
@@ -61,8 +63,7 @@ class BlockPool:
         if self.residency:
             self.residency.forget()
         self._events = before.take_events()
-        if self._events_enabled:
-            self._events.append(AllBlocksCleared())
+        self._record(AllBlocksCleared())
 
     @property
     def num_blocks(self) -> int:
@@ -162,12 +163,15 @@ class BlockPool:
         self.prefix_map.clear()
         if self.residency:
             self.residency.forget()
-        self.record(AllBlocksCleared())
+        if self.contents:
+            self.contents.clear()
+        self._record(AllBlocksCleared())
         return True
 
-    def record(self, event: BlockEvent) -> None:
-        """Keeps an event for `take_events`, if the pool makes events."""
-        if self._events_enabled:
+    def record_stored(self, block_ids: Sequence[BlockId], event: BlockStored) -> None:
+        """Keeps what cached blocks hold, for those who ask for all of it, and the event for `take_events`."""
+        if self.contents:
+            self.contents.put(block_ids, event)
             self._events.append(event)
 
     def take_events(self) -> list[BlockEvent]:
@@ -180,5 +184,10 @@ class BlockPool:
         block_hash = self.prefix_map.remove(block_id)
         if self.residency and block_id in self.residency.followed:
             self.residency.evicted(block_id)
-        if block_hash is not None and self._events_enabled:
-            self._events.append(BlockRemoved(block_hash, group_id))
+        if block_hash is not None and self.contents:
+            self.contents.drop(block_id)
+            self._events.append(BlockRemoved(block_hash, group_id, self.prefix_map.num_copies(group_id, block_hash)))
+
+    def _record(self, event: BlockEvent) -> None:
+        if self.contents:
+            self._events.append(event)

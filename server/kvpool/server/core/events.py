@@ -28,10 +28,17 @@ class BlockStored:
 
 @dataclass(frozen=True, slots=True)
 class BlockRemoved:
-    """A cached block was given up. Another copy with the same hash may remain."""
+    """A cached block was given up. Another copy with the same hash may remain.
+
+    Attributes:
+        block_hash: Its hash.
+        group_id: Its group.
+        copies_left: Blocks of the group that still carry this hash.
+    """
 
     block_hash: BlockHash
     group_id: GroupId
+    copies_left: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -120,10 +120,11 @@ class GroupManager:
         if start >= end:
             return
         all_hashes = self.hashes(request)
-        hashes = all_hashes[start:end]
-        self._pool.cache(self.group_id, table.block_ids[start:end], hashes, request.writer, sequence)
+        hashes, block_ids = all_hashes[start:end], table.block_ids[start:end]
+        self._pool.cache(self.group_id, block_ids, hashes, request.writer, sequence)
         if self._makes_events:
-            self._pool.record(
+            self._pool.record_stored(
+                block_ids,
                 BlockStored(
                     block_hashes=tuple(hashes),
                     parent_block_hash=all_hashes[start - 1] if start else None,
@@ -131,7 +132,7 @@ class GroupManager:
                     block_size=self.span_tokens,
                     lora_name=request.lora_name,
                     group_id=self.group_id,
-                )
+                ),
             )
 
     def free(self, table: BlockTable) -> None:

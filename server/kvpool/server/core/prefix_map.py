@@ -84,6 +84,16 @@ class PrefixMap:
                 for block_id in entry if isinstance(entry, dict) else (entry,):
                     yield GroupId(group_id), block_hash, block_id
 
+    def first_copy(self, group_id: GroupId, block_hash: BlockHash) -> BlockId | None:
+        """The block that was first cached with this hash, of those that have it; visible or not."""
+        entry = self._by_hash[group_id].get(block_hash)
+        return next(iter(entry)) if isinstance(entry, dict) else entry
+
+    def num_copies(self, group_id: GroupId, block_hash: BlockHash) -> int:
+        """How many blocks carry this hash."""
+        entry = self._by_hash[group_id].get(block_hash)
+        return len(entry) if isinstance(entry, dict) else int(entry is not None)
+
     def num_written_by(self, block_ids: Iterable[BlockId], writer: WriterId) -> int:
         """How many of these blocks, which have hashes, `writer` filled."""
         writer_of = self._writer_of

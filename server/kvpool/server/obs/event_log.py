@@ -7,21 +7,44 @@
 """
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Final
 
+from kvpool.server.core.config import PoolConfig
 from kvpool.server.core.errors import InvalidArgumentError, KvpoolError, WrongStateError
 from kvpool.server.core.events import BlockEvent
+from kvpool.server.core.pool import Pool
 
 KEPT_BATCHES: Final = 10_000
+
+
+@dataclass(frozen=True, slots=True)
+class LoggedBatch:
+    """The events of one change of a pool.
+
+    Attributes:
+        sequence: Its number, from 1.
+        events: The events, in order; at least one.
+        time_seconds: When, in seconds since 1970.
+        epoch: The pool's epoch after the change.
+        config: The pool's configuration likewise.
+    """
+
+    sequence: int
+    events: Sequence[BlockEvent]
+    time_seconds: float
+    epoch: int
+    config: PoolConfig
 
 
 class EventLog:
     """The events of one pool. Belongs to one event loop."""
 
     def __init__(self, kept_batches: int = KEPT_BATCHES) -> None:
-        self._batches: deque[Sequence[BlockEvent]] = deque(maxlen=kept_batches)
+        self._batches: deque[LoggedBatch] = deque(maxlen=kept_batches)
         self._last = 0
         self._news = asyncio.Event()
         self._closed_by: KvpoolError | None = None
@@ -31,12 +54,13 @@ class EventLog:
         """Number of the newest batch; 0 if there was none."""
         return self._last
 
-    def append(self, events: Sequence[BlockEvent]) -> None:
-        """Adds the events of one change, if there are any, and wakes the watchers."""
+    def take_from(self, pool: Pool) -> None:
+        """Adds the events that a pool made with its last change, if there are any, and wakes the watchers."""
+        events = pool.blocks.take_events()
         if not events:
             return
-        self._batches.append(events)
         self._last += 1
+        self._batches.append(LoggedBatch(self._last, events, time.time(), pool.epoch, pool.config))
         self._tell()
 
     def close(self, error: KvpoolError) -> None:
@@ -60,20 +84,28 @@ class EventLog:
                 field="from_sequence",
             )
 
-    async def get(self, sequence: int) -> Sequence[BlockEvent]:
-        """Waits for batch `sequence` and returns it.
+    async def wait(self, sequence: int) -> None:
+        """Waits until there is a batch `sequence`.
 
         Raises:
-            WrongStateError: It is no longer kept.
-            KvpoolError: It will never be: what the log was closed with.
+            KvpoolError: There will never be: what the log was closed with.
         """
         while sequence > self._last:
             if self._closed_by:
                 raise self._closed_by
             await self._news.wait()
+
+    async def get(self, sequence: int) -> LoggedBatch:
+        """Waits for batch `sequence` and returns it.
+
+        Raises:
+            WrongStateError: It is no longer kept.
+            KvpoolError: As `wait`.
+        """
+        await self.wait(sequence)
         return self.kept(sequence)
 
-    def kept(self, sequence: int) -> Sequence[BlockEvent]:
+    def kept(self, sequence: int) -> LoggedBatch:
         """Returns batch `sequence`, which exists.
 
         Raises:

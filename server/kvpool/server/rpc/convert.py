@@ -99,7 +99,9 @@ def event_to_proto(event: BlockEvent) -> event_pb2.BlockEvent:
             )
             return event_pb2.BlockEvent(stored=stored)
         case BlockRemoved():
-            removed = event_pb2.BlockRemoved(block_hash=event.block_hash, group_id=event.group_id)
+            removed = event_pb2.BlockRemoved(
+                block_hash=event.block_hash, group_id=event.group_id, copies_left=event.copies_left
+            )
             return event_pb2.BlockEvent(removed=removed)
         case AllBlocksCleared():
             return event_pb2.BlockEvent(cleared=event_pb2.AllBlocksCleared())
@@ -121,7 +123,8 @@ def event_from_proto(message: event_pb2.BlockEvent) -> BlockEvent | None:
                 group_id=GroupId(stored.group_id),
             )
         case "removed":
-            return BlockRemoved(BlockHash(message.removed.block_hash), GroupId(message.removed.group_id))
+            removed = message.removed
+            return BlockRemoved(BlockHash(removed.block_hash), GroupId(removed.group_id), removed.copies_left)
         case "cleared":
             return AllBlocksCleared()
         case None:

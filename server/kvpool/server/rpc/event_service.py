@@ -1,12 +1,27 @@
 """EventService: see proto/kvpool/v1/event.proto for what each call promises."""
 
+import asyncio
+import time
+from collections.abc import Sequence
+from typing import Final
+
 import grpc
 
-from kvpool.server.core.errors import WrongStateError
+from kvpool.server.core.block_contents import ContentsWalk
+from kvpool.server.core.errors import InvalidArgumentError, WrongStateError, check_range
+from kvpool.server.core.events import BlockEvent
+from kvpool.server.core.pool import Pool
+from kvpool.server.obs.event_log import EventLog, LoggedBatch
 from kvpool.server.rpc import convert
 from kvpool.server.rpc.errors import errors_sent
 from kvpool.server.rpc.hub import Hub, Stream
 from kvpool.v1 import event_pb2, event_pb2_grpc
+
+CHUNK_BLOCKS: Final = 512
+"""Blocks of a snapshot told in one message; steps wait for no more than one."""
+
+_MIN_HEARTBEAT_SECONDS: Final = 0.1
+_MAX_HEARTBEAT_SECONDS: Final = 3600.0
 
 _WatchContext = grpc.aio.ServicerContext[event_pb2.WatchRequest, event_pb2.WatchResponse]
 
@@ -20,20 +35,105 @@ class EventService(event_pb2_grpc.EventServiceServicer):
     async def Watch(self, request: event_pb2.WatchRequest, context: _WatchContext) -> None:  # type: ignore[override]
         async with errors_sent(context, "Watch"):
             with self._hub.streaming() as stream:
-                await self._send_batches(request, stream, context)
+                await self._watch(request, stream, context).run()
 
-    async def _send_batches(self, request: event_pb2.WatchRequest, stream: Stream, context: _WatchContext) -> None:
+    def _watch(self, request: event_pb2.WatchRequest, stream: Stream, context: _WatchContext) -> "_Watch":
         pool = self._hub.allocator.pool(request.pool_name)
         if not pool.config.makes_events:
             raise WrongStateError("EVENTS_DISABLED", "the pool publishes no events", field="pool_name")
+        if request.heartbeat_seconds and not (
+            _MIN_HEARTBEAT_SECONDS <= request.heartbeat_seconds <= _MAX_HEARTBEAT_SECONDS
+        ):
+            message = f"{request.heartbeat_seconds} is neither 0 nor in [0.1, 3600]"
+            raise InvalidArgumentError("heartbeat_seconds", message)
         log = self._hub.event_log(pool)
+        if request.snapshot:
+            check_range("from_sequence", request.from_sequence, 0, 0)
+        elif request.boot_id not in ("", self._hub.boot_id):
+            message = "the server was started anew; its batches are others"
+            raise WrongStateError("EVENTS_NOT_KEPT", message, field="boot_id")
         sequence = request.from_sequence or log.last_sequence + 1
         log.check_start(sequence)
-        await context.write(event_pb2.WatchResponse(sequence=sequence - 1))
+        return _Watch(pool, log, self._hub.boot_id, request, sequence, stream=stream, context=context)
+
+
+class _Watch:
+    """One watch."""
+
+    def __init__(  # noqa: PLR0913 - made in one place
+        self,
+        pool: Pool,
+        log: EventLog,
+        boot_id: str,
+        request: event_pb2.WatchRequest,
+        sequence: int,
+        *,
+        stream: Stream,
+        context: _WatchContext,
+    ) -> None:
+        self._pool = pool
+        self._log = log
+        self._boot_id = boot_id
+        self._has_snapshot = request.snapshot
+        self._heartbeat_seconds = request.heartbeat_seconds or None
+        self._next = sequence
+        self._stream = stream
+        self._context = context
+
+    async def run(self) -> None:
+        """Sends what there is and will be, for ever."""
+        await self._send_now(event_pb2.WATCH_RESPONSE_KIND_START)
+        if self._has_snapshot:
+            await self._send_snapshot()
         while True:
-            with stream.wait():
-                events = await log.get(sequence)
-            await context.write(
-                event_pb2.WatchResponse(sequence=sequence, events=[convert.event_to_proto(event) for event in events])
+            try:
+                with self._stream.wait():
+                    async with asyncio.timeout(self._heartbeat_seconds):
+                        batch = await self._log.get(self._next)
+            except TimeoutError:
+                await self._send_now(event_pb2.WATCH_RESPONSE_KIND_HEARTBEAT)
+            else:
+                await self._send_batch(batch)
+
+    async def _send_snapshot(self) -> None:
+        """Sends all that is cached, in turns with what changes meanwhile.
+
+        A chunk is read when all batches so far are sent, and nothing is awaited in between.
+        """
+        walk = ContentsWalk(self._pool)
+        while True:
+            while self._next <= self._log.last_sequence:
+                await self._send_batch(self._log.kept(self._next))
+            if walk.is_done:
+                break
+            chunk = walk.next_chunk(CHUNK_BLOCKS)
+            if chunk:
+                await self._send_now(event_pb2.WATCH_RESPONSE_KIND_SNAPSHOT, chunk)
+            with self._stream.wait():
+                await asyncio.sleep(0)  # others' turn: a write to a peer that keeps up does not wait
+        await self._send_now(event_pb2.WATCH_RESPONSE_KIND_SNAPSHOT_END)
+
+    async def _send_now(self, kind: event_pb2.WatchResponseKind.ValueType, events: Sequence[BlockEvent] = ()) -> None:
+        await self._context.write(
+            event_pb2.WatchResponse(
+                sequence=self._next - 1,
+                events=map(convert.event_to_proto, events),
+                kind=kind,
+                epoch=self._pool.epoch,
+                boot_id=self._boot_id,
+                time_seconds=time.time(),
             )
-            sequence += 1
+        )
+
+    async def _send_batch(self, batch: LoggedBatch) -> None:
+        await self._context.write(
+            event_pb2.WatchResponse(
+                sequence=batch.sequence,
+                events=map(convert.event_to_proto, batch.events),
+                kind=event_pb2.WATCH_RESPONSE_KIND_BATCH,
+                epoch=batch.epoch,
+                boot_id=self._boot_id,
+                time_seconds=batch.time_seconds,
+            )
+        )
+        self._next = batch.sequence + 1

@@ -64,8 +64,12 @@ class Hub:
         self._streams: set[Stream] = set()
         self._by_session: dict[SessionId, Stream] = {}
         self.is_draining = False
+        self.boot_id = secrets.token_hex(8)
+        """Tells this server from one that was started before or after."""
         self.news = asyncio.Event()
         """Set, and replaced, when a pool becomes ready."""
+        self.on_log: Callable[[Pool, EventLog], None] = lambda _pool, _log: None
+        """Called when a pool is there, or is there anew."""
 
     def now_seconds(self) -> float:
         """The server's monotonic clock."""
@@ -76,7 +80,7 @@ class Hub:
         check_range("config.num_blocks", config.num_blocks, 0, self._max_pool_blocks)
         pool, created = self.allocator.create_pool(config, _new_none_hash(config))
         if created:
-            self._logs[pool.config.name] = EventLog()
+            self.on_log(pool, self._logs.setdefault(pool.config.name, EventLog()))
             _spare_from_collections()
             _log.info(
                 "pool created",
@@ -88,7 +92,7 @@ class Hub:
     def open_epoch(self, config: PoolConfig, epoch: int) -> Pool:
         """See `Allocator.open_epoch`."""
         pool = self.allocator.open_epoch(config, _new_none_hash(config), epoch)
-        self._logs.setdefault(config.name, EventLog())
+        self.on_log(pool, self._logs.setdefault(config.name, EventLog()))
         _spare_from_collections()
         self.publish(pool)
         self._tell_ready()
@@ -146,7 +150,7 @@ class Hub:
 
     def publish(self, pool: Pool) -> None:
         """Logs the events of the change just made."""
-        self._logs[pool.config.name].append(pool.blocks.take_events())
+        self._logs[pool.config.name].take_from(pool)
 
     def refuse_while_draining(self) -> None:
         """Raises UnavailableError if the server is stopping."""

@@ -1,0 +1,112 @@
+"""The options of `kvpool serve` that say how block events are published over ZeroMQ."""
+
+from collections.abc import Callable
+from typing import Any, Final, TypeVar
+
+import click
+
+from kvpool.server.obs.event_config import (
+    DEFAULT_TOPIC,
+    EventForm,
+    EventsConfig,
+    HashForm,
+    RemovedForm,
+    ReplayFraming,
+)
+
+_CommandT = TypeVar("_CommandT", bound=Callable[..., Any])
+
+_OPTIONS: Final = (
+    click.option(
+        "--events-endpoint",
+        default="",
+        metavar="ENDPOINT",
+        help="Publish block events here over ZeroMQ, as vLLM does: tcp://*:5557 or ipc://PATH. A second pool takes the "
+        "next port, and so on. Off by default; needs kvpool[events].",
+    ),
+    click.option(
+        "--events-replay-endpoint",
+        default="",
+        metavar="ENDPOINT",
+        help="Serve replays and snapshots of them here: tcp://*:5657. Off by default.",
+    ),
+    click.option(
+        "--events-pool",
+        "events_pools",
+        multiple=True,
+        metavar="POOL",
+        help="Publish this pool; may be given several times, in the order of their ports. Default: all, as they come.",
+    ),
+    click.option(
+        "--events-topic", default=DEFAULT_TOPIC, show_default=True, help="Topic; {pool} and {host} are replaced."
+    ),
+    click.option(
+        "--events-wire",
+        "events_form",
+        type=click.Choice(list(EventForm)),
+        default=EventForm.MAP,
+        show_default=True,
+        help="Each event as vLLM writes it since 0.24, or as before.",
+    ),
+    click.option(
+        "--replay-framing",
+        "events_replay_framing",
+        type=click.Choice(list(ReplayFraming)),
+        default=ReplayFraming.TOPIC,
+        show_default=True,
+        help="Replayed batches with their topic, as vLLM since 0.26, or without.",
+    ),
+    click.option(
+        "--events-hashes",
+        type=click.Choice(list(HashForm)),
+        default=HashForm.INTEGER,
+        show_default=True,
+        help="Block hashes as the integer of their last 8 bytes, or whole.",
+    ),
+    click.option(
+        "--events-removed",
+        type=click.Choice(list(RemovedForm)),
+        default=RemovedForm.LAST_COPY,
+        show_default=True,
+        help="A hash is removed with the last block that has it, or, as in vLLM, with each.",
+    ),
+    click.option(
+        "--events-buffer-batches",
+        type=int,
+        default=10_000,
+        show_default=True,
+        help="Newest batches kept for replay, and at most queued for a slow subscriber.",
+    ),
+    click.option(
+        "--events-heartbeat-seconds",
+        type=float,
+        default=10.0,
+        show_default=True,
+        help="After how long without events to publish an empty batch; 0: never.",
+    ),
+)
+
+
+def events_options(command: _CommandT) -> _CommandT:
+    """Gives a command these options."""
+    for option in reversed(_OPTIONS):
+        command = option(command)
+    return command
+
+
+def take_events_config(settings: dict[str, Any]) -> EventsConfig:
+    """Takes them out of a command's settings.
+
+    Raises:
+        ValueError: One is malformed or out of range, or what they need is not installed.
+    """
+    names = [name for name in settings if name.startswith("events_")]
+    taken = {name.removeprefix("events_"): settings.pop(name) for name in names}
+    for name, kind in (
+        ("form", EventForm),
+        ("replay_framing", ReplayFraming),
+        ("hashes", HashForm),
+        ("removed", RemovedForm),
+    ):
+        taken[name] = kind(taken[name])
+    return EventsConfig(**taken)

@@ -1,0 +1,93 @@
+"""What a router keeps of a pool: which prefixes are cached there.
+
+    index = PrefixIndex()
+    for batch in client.watch("llama", snapshot=True):
+        index.apply(batch)
+
+1. While `is_whole`, the index is the pool's map after batch `sequence`, exactly.
+2. A watch that must begin anew leaves the map as it was until the new one is whole; what is known to be lost (the epoch
+   passed, or the server is another one) goes at once.
+"""
+
+from collections.abc import Sequence
+
+from kvpool.client.transport import EventBatch, WatchKind
+from kvpool.server.core.events import AllBlocksCleared, BlockEvent, BlockStored
+from kvpool.server.core.types import BlockHash, GroupId
+
+_Map = dict[GroupId, set[BlockHash]]
+
+
+class PrefixIndex:
+    """The map of one pool, kept by one thread; others may look up meanwhile.
+
+    Attributes:
+        is_whole: Whether all that is cached was told.
+        sequence: The newest batch that was applied.
+        epoch: The pool's epoch; 0 before anything was told.
+        boot_id: The server's boot.
+        time_seconds: When the newest of what was told happened, heartbeats included, in seconds since 1970.
+    """
+
+    def __init__(self) -> None:
+        self.is_whole = False
+        self.sequence = self.epoch = 0
+        self.boot_id = ""
+        self.time_seconds = 0.0
+        self._cached: _Map = {}
+        self._coming: _Map | None = None  # the next map, while a snapshot is told
+
+    def __len__(self) -> int:
+        """Prefixes that are cached, over all groups."""
+        return sum(map(len, self._cached.values()))
+
+    def __repr__(self) -> str:
+        return f"<PrefixIndex: {len(self)} blocks after batch {self.sequence}, whole: {self.is_whole}>"
+
+    def num_prefix_blocks(self, block_hashes: Sequence[BlockHash], group_id: int = 0) -> int:
+        """Says how many of the first blocks of a request are cached in a group. O(hit).
+
+        Args:
+            block_hashes: The hashes of the group's blocks, as `Request.block_hashes`; where a block covers several hash
+                blocks, theirs joined.
+            group_id: The group. Of a group with a window only the last blocks are cached: see `cached`.
+        """
+        known = self._known(group_id)
+        return next((i for i, block_hash in enumerate(block_hashes) if block_hash not in known), len(block_hashes))
+
+    def cached(self, block_hashes: Sequence[BlockHash], group_id: int = 0) -> list[bool]:
+        """Says of each block whether it is cached in a group."""
+        known = self._known(group_id)
+        return [block_hash in known for block_hash in block_hashes]
+
+    def entries(self) -> set[tuple[GroupId, BlockHash]]:
+        """All that is cached. O(blocks)."""
+        return {(group_id, block_hash) for group_id, known in self._cached.items() for block_hash in known}
+
+    def apply(self, batch: EventBatch) -> None:
+        """Takes in what a watch with a snapshot tells, message by message."""
+        if (batch.boot_id, batch.epoch) != (self.boot_id, self.epoch):
+            if batch.boot_id != self.boot_id or batch.kind is WatchKind.START:
+                self._cached = {}  # within a boot, the batch in which the epoch passes says so itself
+            self.boot_id, self.epoch = batch.boot_id, batch.epoch
+        if batch.kind is WatchKind.START:
+            self._coming, self.is_whole = {}, False
+        for event in batch.events:
+            self._apply(event, self._cached if self._coming is None else self._coming)
+        if batch.kind is WatchKind.SNAPSHOT_END and self._coming is not None:
+            self._cached, self._coming, self.is_whole = self._coming, None, True
+        self.sequence, self.time_seconds = batch.sequence, batch.time_seconds
+
+    def _known(self, group_id: int) -> set[BlockHash]:
+        return self._cached.get(GroupId(group_id), set())
+
+    def _apply(self, event: BlockEvent, known: _Map) -> None:
+        match event:
+            case BlockStored():
+                known.setdefault(event.group_id, set()).update(event.block_hashes)
+            case AllBlocksCleared():
+                known.clear()
+                self._cached.clear()
+            case _:
+                if not event.copies_left:
+                    known.get(event.group_id, set()).discard(event.block_hash)

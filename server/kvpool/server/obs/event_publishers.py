@@ -1,0 +1,113 @@
+"""The publishers of all pools of a server, a pair of endpoints a pool.
+
+A pool looks like one vLLM engine: an endpoint, numbers from 0 and a replay socket of its own. With one socket for all,
+a subscriber of one pool would see gaps in the numbers, and could not say whose replay it wants. Where the endpoint is
+connected to, all pools connect to the same one: that is where their topics tell them apart.
+"""
+
+import asyncio
+import logging
+
+import zmq
+import zmq.asyncio
+
+from kvpool.server.core.pool import Pool
+from kvpool.server.core.types import PoolName
+from kvpool.server.obs.event_config import EventsConfig, is_bound, numbered
+from kvpool.server.obs.event_log import EventLog
+from kvpool.server.obs.event_publisher import EventPublisher, PublisherSockets
+
+_log = logging.getLogger("kvpool.server")
+
+
+class EventPublishers:
+    """Publishers by pool. Belongs to one event loop.
+
+    Attributes:
+        by_pool: The publishers, in the order their pools came.
+    """
+
+    def __init__(self, settings: EventsConfig, boot_id: str) -> None:
+        self.by_pool: dict[PoolName, EventPublisher] = {}
+        self._settings = settings
+        self._boot_id = boot_id
+        self._context = zmq.Context()
+        self._async_context = zmq.asyncio.Context(shadow=self._context)
+        self._opened: dict[int, PublisherSockets] = {}
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def start(self) -> None:
+        """Opens the endpoints of the first pool, or of those that the settings name.
+
+        Raises:
+            OSError: One cannot be had.
+        """
+        for number in range(len(self._settings.pools) or 1):
+            self._open(number)
+
+    def add(self, pool: Pool, log: EventLog) -> None:
+        """Begins to publish a pool, if it makes events and is to be published. Does nothing if it is published."""
+        name = pool.config.name
+        if name in self.by_pool or not pool.config.makes_events:
+            return
+        number = self._settings.number_of(name, len(self.by_pool))
+        if number is None:
+            return
+        try:
+            sockets = self._opened.get(number) or self._open(number)
+        except OSError as error:  # the pool serves all the same, and its events can be watched
+            _log.error("events of pool %s are not published: %s", name, error)
+            return
+        publisher = self.by_pool[name] = EventPublisher(pool, log, self._settings, self._boot_id, sockets)
+        for work in (publisher.publish(), publisher.serve_requests()):
+            task = asyncio.create_task(work)
+            task.add_done_callback(_log_end)
+            self._tasks.append(task)
+        replay = sockets.replay.get_string(zmq.LAST_ENDPOINT) if sockets.replay else "nowhere"
+        _log.info("pool %s: events on %s, replay on %s", name, sockets.publish.get_string(zmq.LAST_ENDPOINT), replay)
+
+    async def stop(self) -> None:
+        """Ends all publishers and closes their sockets; what a subscriber has not taken yet is dropped."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for sockets in self._opened.values():
+            sockets.publish.close(linger=0)
+            if sockets.replay:
+                sockets.replay.close(linger=0)
+        self._context.term()
+
+    def _open(self, number: int) -> PublisherSockets:
+        settings = self._settings
+        publish = self._context.socket(zmq.PUB)
+        replay: zmq.asyncio.Socket | None = None
+        try:
+            publish.sndhwm = settings.buffer_batches
+            if is_bound(settings.endpoint):
+                _bind(publish, numbered(settings.endpoint, number))
+            else:
+                publish.connect(settings.endpoint)
+            if settings.replay_endpoint:
+                replay = self._async_context.socket(zmq.ROUTER)
+                replay.router_mandatory = True  # so that a peer that went away, or is slow, is told
+                _bind(replay, numbered(settings.replay_endpoint, number))
+        except OSError:
+            publish.close(linger=0)
+            if replay:
+                replay.close(linger=0)
+            raise
+        sockets = self._opened[number] = PublisherSockets(publish, replay)
+        return sockets
+
+
+def _bind(socket: "zmq.Socket[bytes] | zmq.asyncio.Socket", endpoint: str) -> None:
+    socket.ipv6 = "[" in endpoint
+    try:
+        socket.bind(endpoint)
+    except zmq.ZMQError as error:
+        raise OSError(f"cannot publish on {endpoint}: {error.strerror}") from error
+
+
+def _log_end(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and (error := task.exception()):
+        _log.critical("bug in %s: its events are published no more", task.get_coro(), exc_info=error)
