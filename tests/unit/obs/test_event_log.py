@@ -6,19 +6,26 @@ import pytest
 
 from kvpool.server.core.errors import AbortedError, InvalidArgumentError, WrongStateError
 from kvpool.server.core.events import AllBlocksCleared
+from kvpool.server.core.pool import Pool
 from kvpool.server.obs.event_log import EventLog
+from support_core import config
 
-EVENTS = [AllBlocksCleared()]
+
+def changed_pool() -> Pool:
+    """A pool that has one event to tell."""
+    pool = Pool(config(enable_events=True), epoch=3)
+    assert pool.reset_prefix_cache()
+    return pool
 
 
 def test_batches_are_numbered_without_gaps_and_the_oldest_go() -> None:
     log = EventLog(kept_batches=2)
-    log.append([])
+    log.take_from(Pool(config(enable_events=True)))
     assert log.last_sequence == 0
     for _ in range(3):
-        log.append(EVENTS)
+        log.take_from(changed_pool())
     assert log.last_sequence == 3
-    assert log.kept(2) is log.kept(3) is EVENTS
+    assert [log.kept(2).sequence, log.kept(3).sequence] == [2, 3]
     with pytest.raises(WrongStateError) as caught:
         log.check_start(1)
     assert caught.value.reason == "EVENTS_NOT_KEPT"
@@ -27,19 +34,30 @@ def test_batches_are_numbered_without_gaps_and_the_oldest_go() -> None:
         log.check_start(5)
 
 
+def test_a_batch_tells_its_epoch_and_configuration() -> None:
+    log, pool = EventLog(), changed_pool()
+    log.take_from(pool)
+    pool.begin_epoch(config(30, enable_events=True), 4)
+    log.take_from(pool)
+    assert [(log.kept(i).epoch, log.kept(i).config.num_blocks, list(log.kept(i).events)) for i in (1, 2)] == [
+        (3, 20, [AllBlocksCleared()]),
+        (4, 30, [AllBlocksCleared()]),
+    ]
+
+
 async def test_a_watcher_waits_for_the_next_batch() -> None:
     log = EventLog()
     waiting = asyncio.create_task(log.get(1))
     await asyncio.sleep(0)
     assert not waiting.done()
-    log.append(EVENTS)
-    assert await waiting is EVENTS
+    log.take_from(changed_pool())
+    assert (await waiting).events == [AllBlocksCleared()]
 
 
 async def test_a_watcher_that_fell_behind_is_told() -> None:
     log = EventLog(kept_batches=1)
     for _ in range(2):
-        log.append(EVENTS)
+        log.take_from(changed_pool())
     with pytest.raises(WrongStateError):
         await log.get(1)
 

@@ -30,10 +30,11 @@ from kvpool.server.obs.event_config import EventsConfig, ReplayFraming
 from kvpool.server.obs.event_log import EventLog
 from kvpool.server.obs.event_wire import EventEncoder
 
+STATUS_REQUEST: Final = b"kvpool.status.v1"
 SNAPSHOT_REQUEST: Final = b"kvpool.snapshot.v1"
-"""What stands in the place of the start sequence; no vLLM client sends it, as it is not 8 bytes."""
+"""What stands in the place of the start sequence; no vLLM client sends these, as they are not 8 bytes."""
 
-SNAPSHOT_BEGIN, SNAPSHOT_BLOCKS, SNAPSHOT_END = b"begin", b"blocks", b"end"
+STATUS, SNAPSHOT_BEGIN, SNAPSHOT_BLOCKS, SNAPSHOT_END = b"status", b"begin", b"blocks", b"end"
 SEQUENCE_BYTES: Final = 8
 END_OF_REPLAY: Final = (-1).to_bytes(SEQUENCE_BYTES, "big", signed=True)
 CHUNK_BLOCKS: Final = 512
@@ -186,7 +187,9 @@ class EventPublisher:
             return
         peer, _, asked = frames
         try:
-            if asked == SNAPSHOT_REQUEST:
+            if asked == STATUS_REQUEST:
+                await _Peer(socket, peer).send(STATUS, self._header())
+            elif asked == SNAPSHOT_REQUEST:
                 await self._serve_snapshot(_Peer(socket, peer))
             elif len(asked) == SEQUENCE_BYTES:
                 await self._serve_replay(_Peer(socket, peer), int.from_bytes(asked, "big"))
@@ -212,13 +215,7 @@ class EventPublisher:
             await asyncio.sleep(0)
         self.num_snapshots += 1
         walk = ContentsWalk(self._pool)
-        header = {
-            "pool": self._pool.config.name,
-            "boot_id": self._boot_id,
-            "epoch": self._pool.epoch,
-            "sequence": self.num_published,
-        }
-        await peer.send(SNAPSHOT_BEGIN, msgspec.msgpack.encode(header))
+        await peer.send(SNAPSHOT_BEGIN, self._header())
         while not walk.is_done:
             chunk = walk.next_chunk(CHUNK_BLOCKS)
             payload = self._encoder.encode(time.time(), chunk, self._pool.config) if chunk else None
@@ -226,6 +223,18 @@ class EventPublisher:
                 await peer.send(SNAPSHOT_BLOCKS, payload)
             await asyncio.sleep(0)
         await peer.send(SNAPSHOT_END, b"")
+
+    def _header(self) -> bytes:
+        """How things stand: `sequence` is the next message's number, `oldest_sequence` the first that is kept."""
+        return msgspec.msgpack.encode(
+            {
+                "pool": self._name,
+                "boot_id": self._boot_id,
+                "epoch": self._pool.epoch,
+                "sequence": self.num_published,
+                "oldest_sequence": self.num_published - len(self._kept),
+            }
+        )
 
 
 class _Peer:
