@@ -16,9 +16,11 @@ _PROGRAM = """
 import asyncio, json, sys
 from kvpool.server.config import MetricsConfig, ServerConfig
 from kvpool.server.core.world import RankTiming
+from kvpool.server.obs.event_config import EventsConfig
 from kvpool.server.server import serve
 settings = json.loads(sys.argv[1])
 settings["addresses"] = tuple(settings["addresses"])
+settings["events"] = EventsConfig(**settings.pop("events", {}))
 settings["rank_timing"] = RankTiming(**settings.pop("rank_timing", {}))
 settings["metrics"] = MetricsConfig(**settings.pop("metrics", {}))
 asyncio.run(serve(ServerConfig(**settings), lambda addresses: print(json.dumps(addresses), flush=True)))

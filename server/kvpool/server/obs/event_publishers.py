@@ -105,7 +105,7 @@ def _bind(socket: "zmq.Socket[bytes] | zmq.asyncio.Socket", endpoint: str) -> No
     try:
         socket.bind(endpoint)
     except zmq.ZMQError as error:
-        raise OSError(f"cannot publish on {endpoint}: {error.strerror}") from error
+        raise OSError(f"cannot publish on {endpoint}: {zmq.strerror(error.errno or 0)}") from error
 
 
 def _log_end(task: asyncio.Task[None]) -> None:

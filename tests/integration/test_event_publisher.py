@@ -1,0 +1,321 @@
+"""The ZeroMQ transport on real sockets: subscribers that join late, drop, lag and see a restart; both framings."""
+
+import asyncio
+import contextlib
+import logging
+import random
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import pytest
+import zmq
+import zmq.asyncio
+
+from kvpool.client import aio
+from kvpool.client.aio import AsyncClient, AsyncSession
+from kvpool.client.request import Request
+from kvpool.server.config import ServerConfig
+from kvpool.server.core.pool import Pool
+from kvpool.server.core.types import PoolName
+from kvpool.server.obs import event_publisher
+from kvpool.server.obs.event_config import EventsConfig, ReplayFraming
+from kvpool.server.obs.event_publisher import EventPublisher
+from kvpool.server.server import Server
+from support_events import END, Subscriber, truth
+from support_server import pool_config
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Waits for something that the other end of a socket brings about."""
+    async with asyncio.timeout(30):
+        while not condition():  # noqa: ASYNC110 - it tells nobody
+            await asyncio.sleep(0.01)
+
+
+class Site:
+    """A server in this process, at fixed addresses, and a session that keeps its pool busy."""
+
+    def __init__(self, folder: Path, **options: object) -> None:
+        self.address = f"unix:{folder / 's'}"
+        self.events = EventsConfig(f"ipc://{folder / 'e'}", f"ipc://{folder / 'r'}", **options)  # type: ignore[arg-type]
+        self._chance = random.Random(7)  # noqa: S311 - a workload
+        self._requests: list[Request] = []
+        self._count = 0
+
+    async def start(self, pools: tuple[str, ...] = ("m",)) -> None:
+        self.server = Server(ServerConfig(addresses=(self.address,), events=self.events))
+        await self.server.start()
+        self.client: AsyncClient = aio.connect(self.address)
+        for name in pools:
+            await self.client.create_pool(pool_config(name, 200, enable_events=True))
+        self.session: AsyncSession = await self.client.open_session(pools[0])
+        self._requests = []
+
+    async def stop(self) -> None:
+        await self.client.close()
+        await self.server.stop()
+
+    @property
+    def pool(self) -> Pool:
+        return self.server.hub.allocator.pool("m")
+
+    @property
+    def publisher(self) -> EventPublisher:
+        publishers = self.server._publishers
+        assert publishers
+        return publishers.by_pool[PoolName("m")]
+
+    async def work(self, count: int) -> None:
+        """Admits and frees so many requests: prefixes meet, blocks run out, hashes are removed."""
+        for _ in range(count):
+            self._count += 1
+            tokens = [self._chance.randrange(2)] * 20 + [self._count] * 100
+            request = self.session.request(f"r{self._count}", tokens)
+            assert await self.session.admit(request) is not None
+            await self.session.free(request)
+
+
+@pytest.fixture
+async def site(tmp_path: Path) -> AsyncIterator[Callable[..., Site]]:
+    sites: list[Site] = []
+
+    def make(**options: object) -> Site:
+        sites.append(Site(tmp_path, **options))
+        return sites[-1]
+
+    yield make
+    for made in sites:
+        await made.stop()
+
+
+class Router:
+    """A subscriber on real sockets."""
+
+    def __init__(self, site: Site, *, lossy: bool = False) -> None:
+        self.state = Subscriber()
+        self.is_paused = False
+        self._lossy = random.Random(3) if lossy else None  # noqa: S311 - a network
+        self._context = zmq.asyncio.Context()
+        self._live = self._context.socket(zmq.SUB)
+        self._live.rcvhwm = 1
+        self._live.rcvbuf = 4096
+        self._live.subscribe(b"kv@m@")
+        self._live.connect(site.events.endpoint)
+        self._asks = self._context.socket(zmq.DEALER)
+        self._asks.connect(site.events.replay_endpoint)
+        self._task = asyncio.create_task(self._run())
+
+    async def _run(self) -> None:
+        poller = zmq.asyncio.Poller()
+        poller.register(self._asks, zmq.POLLIN)
+        poller.register(self._live, zmq.POLLIN)
+        silent = 0
+        while True:
+            while self.state.asks:
+                await self._asks.send_multipart([b"", self.state.asks.popleft()])
+            ready = dict(await poller.poll(50))
+            if self._asks in ready:
+                self.state.answer((await self._asks.recv_multipart())[1:])
+            if self._live in ready and not self.is_paused:
+                frames = await self._live.recv_multipart()
+                if not (self._lossy and self._lossy.random() < 0.2):
+                    self.state.live(frames)
+            silent = 0 if self._asks in ready else silent + (not ready)
+            if silent >= 20 and not self.state.is_settled:
+                self.state.ask_again()
+                silent = 0
+            if self.is_paused:
+                await asyncio.sleep(0.01)
+
+    async def settled(self, site: Site) -> None:
+        """Waits until the map is as new as the server's, and compares them."""
+        while not (self.state.is_settled and self.state.next == site.publisher.num_published):
+            assert not self._task.done(), self._task
+            if self.state.is_settled and site.publisher._next > site.publisher._log.last_sequence:
+                await site.work(1)  # what was dropped last is found out with the next message
+            await asyncio.sleep(0.02)
+        assert self.state.known == truth(site.pool) != set()
+        self._task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await self._task
+        self._context.destroy(linger=0)
+
+
+@pytest.mark.timeout(60)
+async def test_a_router_that_joins_late_has_the_servers_map(site: Callable[..., Site]) -> None:
+    place = site()
+    await place.start()
+    await place.work(30)
+    router = Router(place)
+    await place.work(30)
+    await router.settled(place)
+    assert router.state.num_snapshots == 1
+
+
+@pytest.mark.timeout(60)
+async def test_a_router_that_drops_messages_asks_for_them(site: Callable[..., Site]) -> None:
+    place = site()
+    await place.start()
+    router = Router(place, lossy=True)
+    for _ in range(40):
+        await place.work(2)
+        await asyncio.sleep(0.01)
+    await router.settled(place)
+    assert router.state.num_replays > 0
+    assert place.publisher.num_replays == router.state.num_replays
+
+
+@pytest.mark.timeout(60)
+async def test_a_router_that_lags_behind_the_buffer_takes_another_snapshot(site: Callable[..., Site]) -> None:
+    place = site(buffer_batches=20)
+    await place.start()
+    router = Router(place)
+    await until(lambda: router.state.num_snapshots > 0)
+    router.is_paused = True
+    await place.work(1500)
+    router.is_paused = False
+    await router.settled(place)
+    assert router.state.num_snapshots > 1
+
+
+@pytest.mark.timeout(60)
+async def test_a_router_follows_a_server_that_starts_anew(site: Callable[..., Site]) -> None:
+    place = site()
+    await place.start()
+    router = Router(place)
+    await place.work(20)
+    await until(lambda: router.state.next == place.publisher.num_published)
+    boot_id = router.state.boot_id
+    await place.stop()
+    await place.start()
+    await place.work(10)
+    await router.settled(place)
+    assert boot_id != router.state.boot_id == place.server.hub.boot_id
+
+
+async def ask(site: Site, request: bytes, endpoint: str = "") -> list[list[bytes]]:
+    """Asks as vLLM's clients do; returns the answers up to the last."""
+    with zmq.asyncio.Context() as context, context.socket(zmq.DEALER) as socket:
+        socket.connect(endpoint or site.events.replay_endpoint)
+        await socket.send_multipart([b"", request])
+        answers: list[list[bytes]] = []
+        while not answers or answers[-1][-1] != b"":
+            async with asyncio.timeout(10):
+                answers.append(await socket.recv_multipart())
+            if answers[-1][1] == event_publisher.STATUS:
+                break
+        return answers
+
+
+@pytest.mark.parametrize("framing", ReplayFraming)
+async def test_a_replay_has_the_frames_of_its_vllm(framing: ReplayFraming, site: Callable[..., Site]) -> None:
+    place = site(replay_framing=framing)
+    await place.start()
+    await place.work(3)
+    await until(lambda: place.publisher.num_published >= 4)
+    newest = place.publisher.num_published - 1
+    *batches, end = await ask(place, (1).to_bytes(8, "big"))
+    topic = [b"kv@m@m"] if framing is ReplayFraming.TOPIC else []
+    assert [frames[:-1] for frames in batches] == [[b"", *topic, i.to_bytes(8, "big")] for i in range(1, newest + 1)]
+    assert end == ([b"", b"", END, b""] if framing is ReplayFraming.TOPIC else [b"", END, b""])
+    assert msgspec.msgpack.decode(batches[0][-1])[1][0]["type"] == "BlockStored"
+    assert await ask(place, (10**6).to_bytes(8, "big")) == [end]
+
+
+async def test_the_first_message_says_that_nothing_is_cached_and_status_tells_the_boot(
+    site: Callable[..., Site],
+) -> None:
+    place = site()
+    await place.start()
+    first, *_ = await ask(place, bytes(8))
+    _, events, rank = msgspec.msgpack.decode(first[-1])
+    assert (events, rank) == ([{"type": "AllBlocksCleared"}], 0)
+    ((_, kind, header),) = await ask(place, event_publisher.STATUS_REQUEST)
+    boot_id = place.server.hub.boot_id
+    expected = {"pool": "m", "boot_id": boot_id, "epoch": 1, "sequence": 1, "oldest_sequence": 0}
+    assert (kind, msgspec.msgpack.decode(header)) == (event_publisher.STATUS, expected)
+
+
+async def test_requests_that_are_none_are_left_alone(site: Callable[..., Site]) -> None:
+    place = site()
+    await place.start()
+    with zmq.asyncio.Context() as context, context.socket(zmq.DEALER) as socket:
+        socket.connect(place.events.replay_endpoint)
+        await socket.send(b"")
+        for frames in ([b"", b""], [b"", b"short"], [b"x", bytes(8)], [b"", b"", bytes(8)], [b"", b"9" * 100_000]):
+            await socket.send_multipart(frames)
+    assert len(await ask(place, bytes(8))) == 2
+
+
+async def test_idle_heartbeats_are_empty_batches_with_numbers_of_their_own(site: Callable[..., Site]) -> None:
+    place = site(heartbeat_seconds=0.1)
+    await place.start()
+    with zmq.asyncio.Context() as context, context.socket(zmq.SUB) as socket:
+        socket.subscribe(b"kv@m@m")
+        socket.connect(place.events.endpoint)
+        messages = [await socket.recv_multipart() for _ in range(3)]
+    numbers = [int.from_bytes(number, "big") for _, number, _ in messages]
+    assert numbers == list(range(numbers[0], numbers[0] + 3))
+    assert [msgspec.msgpack.decode(payload)[1:] for *_, payload in messages] == [[[], 0]] * 3
+    assert place.publisher.num_heartbeats >= 3
+
+
+async def test_each_pool_has_a_port_and_numbers_of_its_own(tmp_path: Path) -> None:
+    place = Site(tmp_path)
+    place.events = replace(place.events, pools=("other", "m"))
+    await place.start(("m", "other", "third"))
+    try:
+        publishers = place.server._publishers
+        assert publishers
+        assert set(publishers.by_pool) == {"m", "other"}
+        await place.work(2)
+        own = await ask(place, bytes(8), place.events.replay_endpoint + ".1")
+        others = await ask(place, bytes(8))
+        assert {frames[1] for frames in own[:-1]} == {b"kv@m@m"}
+        assert [frames[1:3] for frames in others[:-1]] == [[b"kv@other@other", bytes(8)]]
+        assert len(own) > 2
+    finally:
+        await place.stop()
+
+
+async def test_a_pool_whose_endpoint_is_taken_serves_all_the_same(
+    site: Callable[..., Site], caplog: pytest.LogCaptureFixture
+) -> None:
+    place = site()
+    with zmq.Context() as context, context.socket(zmq.PUB) as taken:
+        taken.bind("tcp://127.0.0.1:*")
+        port = int(taken.get_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
+        place.events = replace(place.events, endpoint=f"tcp://[::ffff:127.0.0.1]:{port - 1}", replay_endpoint="")
+        with caplog.at_level(logging.ERROR, "kvpool.server"):
+            await place.start(("a", "m"))
+    assert f"events of pool m are not published: cannot publish on tcp://[::ffff:127.0.0.1]:{port}" in caplog.text
+    await place.work(1)
+
+
+def serve(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [
+        sys.executable,
+        "-c",
+        "from kvpool.cli import main; main()",
+        "serve",
+        "--listen",
+        "127.0.0.1:0",
+        *arguments,
+    ]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_serve_says_what_is_wrong_with_its_endpoints() -> None:
+    with zmq.Context() as context, context.socket(zmq.PUB) as taken:
+        taken.bind("tcp://*:*")
+        port = taken.get_string(zmq.LAST_ENDPOINT).rpartition(":")[2]
+        refused = serve("--events-endpoint", f"tcp://*:{port}")
+    assert refused.returncode == 1
+    assert refused.stderr == f"Error: cannot publish on tcp://*:{port}: Address already in use\n"
+    odd = serve("--events-endpoint", "5557")
+    assert odd.returncode == 2
+    assert "events_endpoint: '5557': needs tcp://HOST:PORT" in odd.stderr

@@ -1,0 +1,236 @@
+"""EventService.Watch through the client: snapshots, heartbeats, and watches that outlive a server."""
+
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+
+from kvpool.client import (
+    Client,
+    EventBatch,
+    ExtraKeys,
+    FullAttentionSpec,
+    HashScheme,
+    InvalidArgumentError,
+    KVCacheGroup,
+    KvpoolError,
+    NotFoundError,
+    PoolConfig,
+    PrefixIndex,
+    Session,
+    SlidingWindowSpec,
+    WatchKind,
+    WrongStateError,
+    aio,
+    connect,
+)
+from kvpool.client.errors import from_rpc_error
+from kvpool.server.core.types import BlockHash, PoolName
+from kvpool.v1 import event_pb2, event_pb2_grpc
+from support_server import ServerProcess, running_server
+
+GROUPS = (
+    KVCacheGroup(FullAttentionSpec(4), ("layer.0",)),
+    KVCacheGroup(SlidingWindowSpec(8, sliding_window=20), ("layer.1",)),
+)
+
+
+def config(name: str) -> PoolConfig:
+    """A pool whose hashes are the same on every server."""
+    return PoolConfig(
+        PoolName(name), 2000, 4096, GROUPS, hash_scheme=HashScheme(none_hash=b"n" * 32), enable_events=True
+    )
+
+
+def work(session: Session, start: int, end: int) -> None:
+    """Admits and frees these requests: all share a prefix, every third loses a block."""
+    for i in range(start, end):
+        request = session.request(f"r{i}", [1] * 16 + [i] * 200)
+        assert session.admit(request) is not None
+        if i % 3 == 0:
+            session.evict_blocks([request.block_ids[0][7], request.block_ids[1][-2]])
+        session.free(request)
+    session.mark_executed()
+
+
+def expected(name: str, end: int) -> PrefixIndex:
+    """What is cached after that, by a pool in this process."""
+    with connect("embedded:") as twin:
+        twin.create_pool(config(name))
+        with twin.open_session(name) as session:
+            work(session, 0, end)
+            return index_of(twin.watch(name, snapshot=True))
+
+
+def index_of(watch: Iterator[EventBatch]) -> PrefixIndex:
+    index = PrefixIndex()
+    while not index.is_whole:
+        index.apply(next(watch))
+    return index
+
+
+@pytest.fixture(scope="module")
+def address() -> Iterator[str]:
+    with running_server() as address:
+        yield address
+
+
+@pytest.fixture
+def client(address: str) -> Iterator[Client]:
+    with connect(address, deadline_seconds=10.0) as client:
+        yield client
+
+
+def test_a_snapshot_is_the_map_and_batches_go_on_from_it(client: Client) -> None:
+    client.create_pool(config("late"))
+    with client.open_session("late") as session:
+        work(session, 0, 60)
+        watch = client.watch("late", snapshot=True)
+        index = index_of(watch)
+        assert index.entries() == expected("late", 60).entries()
+        work(session, 60, 90)
+        end = client.get_pool("late").event_sequence
+        while index.sequence < end:
+            batch = next(watch)
+            assert (batch.kind, batch.sequence) == (WatchKind.BATCH, index.sequence + 1)
+            index.apply(batch)
+        assert index.entries() == expected("late", 90).entries()
+        assert (index.epoch, len(index.boot_id)) == (1, 16)
+        assert abs(index.time_seconds - time.time()) < 60
+        hashes = session.request("probe", [1] * 16 + [89] * 200).hashes
+        assert index.num_prefix_blocks(hashes) == len(hashes) == 54
+        joined = [BlockHash(a + b) for a, b in zip(hashes[::2], hashes[1::2], strict=True)]
+        assert index.cached(joined, 1)[-2:] == [True, True]
+        assert not index.num_prefix_blocks([BlockHash(b"?" * 32)])
+
+
+def test_what_a_snapshot_tells_of_a_run_is_what_its_event_told(client: Client) -> None:
+    client.create_pool(config("words"))
+    with client.open_session("words") as session:
+        session.admit(session.request("r", range(50), extra_keys=ExtraKeys(lora_name="adapter")))
+        (told,) = (batch.events for batch in [next(client.watch("words", from_sequence=1))])
+        watch = client.watch("words", snapshot=True)
+        kinds = [next(watch) for _ in range(3)]
+        assert [batch.kind for batch in kinds] == [WatchKind.START, WatchKind.SNAPSHOT, WatchKind.SNAPSHOT_END]
+        assert kinds[1].events == told
+
+
+def test_heartbeats_come_while_nothing_happens(client: Client) -> None:
+    client.create_pool(config("idle"))
+    watch = client.watch("idle", heartbeat_seconds=0.1)
+    beats = [next(watch) for _ in range(2)]
+    assert [(beat.kind, beat.sequence, beat.events) for beat in beats] == [(WatchKind.HEARTBEAT, 0, ())] * 2
+    assert 0.09 < beats[1].time_seconds - beats[0].time_seconds < 5
+
+
+def test_fields_that_do_not_fit_are_refused_by_name(client: Client, address: str) -> None:
+    client.create_pool(config("refusing"))
+    with pytest.raises(InvalidArgumentError, match="from_sequence"):
+        client.watch("refusing", from_sequence=1, snapshot=True)
+    for seconds in (0.01, -1.0, 3601.0, float("nan")):
+        with pytest.raises(InvalidArgumentError, match="heartbeat_seconds"):
+            client.watch("refusing", heartbeat_seconds=seconds)
+    with pytest.raises(NotFoundError):
+        client.watch("nowhere", snapshot=True)
+    with grpc.insecure_channel(address) as channel:
+        stub = event_pb2_grpc.EventServiceStub(channel)
+        for fields, kind, field in (
+            ({"snapshot": True, "from_sequence": 1}, InvalidArgumentError, "from_sequence"),
+            ({"boot_id": "another", "from_sequence": 1}, WrongStateError, "boot_id"),
+        ):
+            call = stub.Watch(event_pb2.WatchRequest(pool_name="refusing", **fields))
+            with pytest.raises(grpc.RpcError) as caught:
+                next(call)
+            error = from_rpc_error(caught.value)
+            assert (type(error), error.field) == (kind, field)
+
+
+class Follower:
+    """A router: an index that a thread keeps."""
+
+    def __init__(self, client: Client, pool: str) -> None:
+        self.index = PrefixIndex()
+        self.news = threading.Condition()
+        self.is_over = False
+        self._watch = client.watch(pool, snapshot=True, heartbeat_seconds=0.2)
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def _run(self) -> None:
+        try:
+            for batch in self._watch:
+                with self.news:
+                    self.index.apply(batch)
+                    self.news.notify()
+        except (KvpoolError, ValueError):
+            assert self.is_over
+
+    def wait(self, twin: PrefixIndex, boot_id_before: str = "") -> None:
+        """Waits for the map to be the twin's, on another boot than before."""
+        with self.news:
+            assert self.news.wait_for(
+                lambda: (
+                    self.index.is_whole
+                    and self.index.boot_id != boot_id_before
+                    and self.index.entries() == twin.entries()
+                ),
+                timeout=30,
+            ), self.index
+
+
+def test_an_index_survives_restarts_and_stops_of_the_server(tmp_path: Path) -> None:
+    where = f"unix:{tmp_path / 's'}"
+    server = ServerProcess(where)
+    with connect(where, deadline_seconds=10.0) as client, connect(where, deadline_seconds=10.0) as router_client:
+        client.create_pool(config("m"))
+        router = Follower(router_client, "m")
+        with client.open_session("m") as session:
+            work(session, 0, 30)
+            router.wait(expected("m", 30))
+        boot_id = router.index.boot_id
+        server.process.kill()
+        server.process.communicate()
+        server = ServerProcess(where)
+        client.create_pool(config("m"))
+        with client.open_session("m") as session:
+            work(session, 0, 20)
+            router.wait(expected("m", 20), boot_id)
+        router.is_over = True
+    assert server.stop()[0] == 0
+
+
+def test_a_server_that_hangs_is_found_out_by_its_silence(tmp_path: Path) -> None:
+    where = f"unix:{tmp_path / 's'}"
+    server = ServerProcess(where)
+    with connect(where) as client:
+        client.create_pool(config("m"))
+        watch = client.watch("m", snapshot=True, heartbeat_seconds=0.1)
+        index = index_of(watch)
+        server.process.send_signal(signal.SIGSTOP)
+        threading.Timer(1.0, server.process.send_signal, (signal.SIGCONT,)).start()
+        kinds = [next(watch).kind for _ in range(12)]
+        assert set(kinds) <= {WatchKind.HEARTBEAT}, "it went on where it was, without another snapshot"
+        assert index.is_whole
+    server.process.kill()
+    server.process.communicate()
+
+
+async def test_the_same_over_asyncio(address: str) -> None:
+    async with aio.connect(address) as client:
+        await client.create_pool(config("async"))
+        index = PrefixIndex()
+        async with await client.open_session("async") as session:
+            request = session.request("r", [5] * 100)
+            await session.admit(request)
+            async for batch in client.watch("async", snapshot=True, heartbeat_seconds=0.1):
+                index.apply(batch)
+                if batch.kind is WatchKind.SNAPSHOT_END:
+                    await session.evict_blocks([request.block_ids[0][-1]])
+                elif batch.kind is WatchKind.HEARTBEAT:
+                    break
+        assert index.num_prefix_blocks(request.hashes) == 24
+        with pytest.raises(NotFoundError):
+            await anext(client.watch("nowhere", snapshot=True))
