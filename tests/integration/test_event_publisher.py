@@ -292,7 +292,9 @@ async def test_a_pool_whose_endpoint_is_taken_serves_all_the_same(
         place.events = replace(place.events, endpoint=f"tcp://[::ffff:127.0.0.1]:{port - 1}", replay_endpoint="")
         with caplog.at_level(logging.ERROR, "kvpool.server"):
             await place.start(("a", "m"))
-    assert f"events of pool m are not published: cannot publish on tcp://[::ffff:127.0.0.1]:{port}" in caplog.text
+    refused = [record for record in caplog.records if record.message == "events not published"]
+    assert [vars(record)["pool"] for record in refused] == ["m"]
+    assert f"cannot publish on tcp://[::ffff:127.0.0.1]:{port}" in vars(refused[0])["error"]
     await place.work(1)
 
 

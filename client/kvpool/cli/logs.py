@@ -21,7 +21,18 @@ from kvpool.gpu_worker.units import format_bytes
 
 FIELDS: Final = (
     *("pool", "session", "client", "rank", "epoch", "reason", "error", "method"),
-    *("requests", "sessions", "ranks", "absent_ranks", "blocks", "planned_blocks", "buffers", "bytes", "seconds"),
+    *(
+        "requests",
+        "sessions",
+        "ranks",
+        "absent_ranks",
+        "blocks",
+        "planned_blocks",
+        "buffers",
+        "batches",
+        "bytes",
+        "seconds",
+    ),
     *("device", "host", "pid", "server", "address", "addresses"),
 )
 """All fields of our own events, in the order in which they are written."""

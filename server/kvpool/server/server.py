@@ -142,7 +142,7 @@ class Server:
 
         publishers = EventPublishers(self._config.events, self.hub.boot_id)
         publishers.start()
-        self.hub.on_log = publishers.add
+        self.hub.on_log, self.hub.on_log_closed = publishers.add, publishers.remove
         return publishers
 
     def _bind(self, address: str) -> str:

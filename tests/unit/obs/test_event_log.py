@@ -64,12 +64,12 @@ async def test_a_watcher_that_fell_behind_is_told() -> None:
 
 async def test_a_closed_log_is_read_to_its_end_and_then_says_why() -> None:
     log = EventLog()
-    log.append([AllBlocksCleared()])
+    log.take_from(changed_pool())
     waiting = asyncio.create_task(log.get(2))
     await asyncio.sleep(0)
     log.close(AbortedError("POOL_REMOVED", "gone"))
     with pytest.raises(AbortedError, match="gone"):
         await waiting
-    assert list(await log.get(1)) == [AllBlocksCleared()]
+    assert list((await log.get(1)).events) == [AllBlocksCleared()]
     with pytest.raises(AbortedError, match="gone"):
         await log.get(2)

@@ -109,7 +109,7 @@ class EventPublisher:
             except WrongStateError:
                 behind = self._log.last_sequence + 1 - self._next
                 self.num_dropped += behind
-                _log.warning("pool %s: %d batches of events were not published in time", self._name, behind)
+                _log.warning("event batches skipped", extra={"pool": self._name, "batches": behind})
 
     async def serve_requests(self) -> None:
         """Serves replays and snapshots, for ever."""
@@ -183,7 +183,7 @@ class EventPublisher:
 
     async def _serve(self, socket: zmq.asyncio.Socket, frames: list[bytes]) -> None:
         if len(frames) != _REQUEST_FRAMES or frames[1]:
-            _log.debug("a request of %d frames on the replay socket was left alone", len(frames))
+            _log.debug("event request malformed", extra={"pool": self._name})
             return
         peer, _, asked = frames
         try:
@@ -194,7 +194,7 @@ class EventPublisher:
             elif len(asked) == SEQUENCE_BYTES:
                 await self._serve_replay(_Peer(socket, peer), int.from_bytes(asked, "big"))
         except PeerGoneError:
-            _log.debug("whoever asked for a replay or a snapshot went away")
+            _log.debug("event request abandoned", extra={"pool": self._name})
 
     async def _serve_replay(self, peer: "_Peer", start: int) -> None:
         """Sends the kept batches from `start` up to the newest there is now, then the end."""

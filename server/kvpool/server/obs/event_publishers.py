@@ -34,7 +34,8 @@ class EventPublishers:
         self._context = zmq.Context()
         self._async_context = zmq.asyncio.Context(shadow=self._context)
         self._opened: dict[int, PublisherSockets] = {}
-        self._tasks: list[asyncio.Task[None]] = []
+        self._numbers: dict[PoolName, int] = {}
+        self._tasks: dict[PoolName, list[asyncio.Task[None]]] = {}
 
     def start(self) -> None:
         """Opens the endpoints of the first pool, or of those that the settings name.
@@ -50,27 +51,35 @@ class EventPublishers:
         name = pool.config.name
         if name in self.by_pool or not pool.config.makes_events:
             return
-        number = self._settings.number_of(name, len(self.by_pool))
+        number = self._numbers.get(name, self._settings.number_of(name, len(self._numbers)))
         if number is None:
             return
         try:
             sockets = self._opened.get(number) or self._open(number)
         except OSError as error:  # the pool serves all the same, and its events can be watched
-            _log.error("events of pool %s are not published: %s", name, error)
+            _log.error("events not published", extra={"pool": name, "error": str(error)})
             return
+        self._numbers[name] = number
         publisher = self.by_pool[name] = EventPublisher(pool, log, self._settings, self._boot_id, sockets)
-        for work in (publisher.publish(), publisher.serve_requests()):
-            task = asyncio.create_task(work)
+        works = (publisher.publish(), publisher.serve_requests())
+        tasks = self._tasks[name] = [asyncio.create_task(work, name=name) for work in works]
+        for task in tasks:
             task.add_done_callback(_log_end)
-            self._tasks.append(task)
-        replay = sockets.replay.get_string(zmq.LAST_ENDPOINT) if sockets.replay else "nowhere"
-        _log.info("pool %s: events on %s, replay on %s", name, sockets.publish.get_string(zmq.LAST_ENDPOINT), replay)
+        addresses = [socket.get_string(zmq.LAST_ENDPOINT) for socket in (sockets.publish, sockets.replay) if socket]
+        _log.info("events published", extra={"pool": name, "addresses": addresses})
+
+    def remove(self, name: PoolName) -> None:
+        """Ends the publisher of a pool that is no more. One of its name has its endpoints again, and numbers from 0."""
+        if self.by_pool.pop(name, None):
+            for task in self._tasks.pop(name):
+                task.cancel()
 
     async def stop(self) -> None:
         """Ends all publishers and closes their sockets; what a subscriber has not taken yet is dropped."""
-        for task in self._tasks:
+        tasks = [task for tasks in self._tasks.values() for task in tasks]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         for sockets in self._opened.values():
             sockets.publish.close(linger=0)
             if sockets.replay:
@@ -110,4 +119,4 @@ def _bind(socket: "zmq.Socket[bytes] | zmq.asyncio.Socket", endpoint: str) -> No
 
 def _log_end(task: asyncio.Task[None]) -> None:
     if not task.cancelled() and (error := task.exception()):
-        _log.critical("bug in %s: its events are published no more", task.get_coro(), exc_info=error)
+        _log.critical("bug: its events are published no more", extra={"pool": task.get_name()}, exc_info=error)

@@ -70,6 +70,8 @@ class Hub:
         """Set, and replaced, when a pool becomes ready."""
         self.on_log: Callable[[Pool, EventLog], None] = lambda _pool, _log: None
         """Called when a pool is there, or is there anew."""
+        self.on_log_closed: Callable[[PoolName], None] = lambda _name: None
+        """Called when a pool is removed."""
 
     def now_seconds(self) -> float:
         """The server's monotonic clock."""
@@ -128,6 +130,7 @@ class Hub:
     def remove_pool(self, name: str) -> None:
         """See `Allocator.remove_pool`; ends the watches of its events."""
         self.allocator.remove_pool(name)
+        self.on_log_closed(PoolName(name))
         self._logs.pop(PoolName(name)).close(AbortedError("POOL_REMOVED", f"pool {name!r} was removed"))
 
     def open_intake(self, name: PoolName | None) -> None:
