@@ -181,23 +181,27 @@ class Follower:
             ), self.index
 
 
-def test_an_index_survives_restarts_and_stops_of_the_server(tmp_path: Path) -> None:
-    where = f"unix:{tmp_path / 's'}"
-    server = ServerProcess(where)
-    with connect(where, deadline_seconds=10.0) as client, connect(where, deadline_seconds=10.0) as router_client:
+def serve_requests(address: str, count: int) -> None:
+    """A scheduler that makes the pool, serves so many requests, and is done."""
+    with connect(address, deadline_seconds=10.0) as client:
         client.create_pool(config("m"))
-        router = Follower(router_client, "m")
         with client.open_session("m") as session:
-            work(session, 0, 30)
-            router.wait(expected("m", 30))
+            work(session, 0, count)
+
+
+def test_an_index_survives_a_restart_of_the_server(tmp_path: Path) -> None:
+    where, first, second = (f"unix:{tmp_path / name}" for name in ("router", "first", "second"))
+    server = ServerProcess(where, first)
+    with connect(where, deadline_seconds=10.0) as client:
+        serve_requests(first, 30)
+        router = Follower(client, "m")
+        router.wait(expected("m", 30))
         boot_id = router.index.boot_id
         server.process.kill()
         server.process.communicate()
-        server = ServerProcess(where)
-        client.create_pool(config("m"))
-        with client.open_session("m") as session:
-            work(session, 0, 20)
-            router.wait(expected("m", 20), boot_id)
+        server = ServerProcess(where, second)
+        serve_requests(second, 20)
+        router.wait(expected("m", 20), boot_id)
         router.is_over = True
     assert server.stop()[0] == 0
 
