@@ -1,0 +1,130 @@
+"""What is killed, cut off or restarted comes back by itself or with its successor, and no block is lost."""
+
+import time
+
+from kvpool.client import PoolState, RankState
+from support_compose import POOL, PROJECT, SCHEDULERS, Failure, Stack, docker, eventually
+
+LEASE_SECONDS = 10.0
+ENDED = f'kvpool_sessions_ended_total{{pool="{POOL}",reason="%s"}}'
+RANKS = f'kvpool_ranks{{pool="{POOL}",state=~"silent|lost"}}'
+
+
+def missing_ranks(stack: Stack) -> float:
+    return stack.prometheus.value(f"sum({RANKS})") or 0.0
+
+
+def test_a_killed_worker_suspends_the_pool_and_its_successor_begins_a_new_epoch(
+    stack: Stack, failures: list[Failure]
+) -> None:
+    epoch = stack.wait_ready().epoch
+    suspended = stack.prometheus.value("kvpool_pool_suspensions_total") or 0.0
+    ended = stack.prometheus.value(ENDED % "epoch_passed") or 0.0
+    failure = Failure("worker-1 killed, started again")
+    failures.append(failure)
+    stack.compose("kill", "worker-1")
+    pool = stack.wait_state(PoolState.DEGRADED)
+    failure.noticed()
+    assert pool.ranks[1].state is RankState.LOST
+    eventually("the metrics to miss it", lambda: missing_ranks(stack) == 1)
+    eventually("the alert", lambda: stack.prometheus.alert_states().get("KvpoolRankLost") == "firing")
+    failure.repaired()
+    stack.compose("start", "worker-1")
+    pool = stack.wait_ready()
+    stack.wait_played_on()
+    failure.recovered(f"epoch {epoch} -> {pool.epoch}, the cache")
+    assert pool.epoch > epoch
+    eventually("the metrics", lambda: stack.prometheus.value("kvpool_pool_epoch") == pool.epoch)
+    assert stack.prometheus.increase_since("kvpool_pool_suspensions_total", suspended) >= 1
+    assert stack.prometheus.increase_since(ENDED % "epoch_passed", ended) >= 2
+    eventually("the alert to end", lambda: "KvpoolRankLost" not in stack.prometheus.alert_states())
+    stack.assert_no_block_lost()
+
+
+def test_a_worker_that_is_cut_off_and_back_in_time_costs_nothing(stack: Stack, failures: list[Failure]) -> None:
+    before = stack.wait_ready()
+    ended = stack.prometheus.value(ENDED % "epoch_passed")
+    worker, network = stack.container("worker-1"), f"{PROJECT}_default"
+    failure = Failure("worker-1 cut off by docker network disconnect")
+    failures.append(failure)
+    docker("network", "disconnect", network, worker)
+    pool = stack.wait_state(PoolState.DEGRADED)
+    failure.noticed()
+    assert pool.ranks[1].state in (RankState.SILENT, RankState.LOST)
+    eventually("the metrics to miss it", lambda: missing_ranks(stack) == 1)
+    eventually("its own to be missing", lambda: stack.prometheus.target_health()["worker-1:9465"] == "down")
+    failure.repaired()
+    docker("network", "connect", "--alias", "worker-1", network, worker)
+    pool = stack.wait_ready()
+    stack.wait_played_on()
+    failure.recovered(f"nothing: still epoch {pool.epoch}")
+    assert pool.epoch == before.epoch
+    assert pool.cached_blocks > 0
+    eventually("the metrics to find it", lambda: missing_ranks(stack) == 0)
+    assert stack.prometheus.value(ENDED % "epoch_passed") == ended
+    eventually("its own to be back", lambda: stack.prometheus.target_health()["worker-1:9465"] == "up")
+    stack.assert_no_block_lost()
+
+
+def test_a_killed_scheduler_gives_its_blocks_back_within_its_lease(stack: Stack, failures: list[Failure]) -> None:
+    stack.compose("stop", "scheduler-1")
+    eventually("blocks in use", lambda: (pool := stack.pool()).sessions == 1 and pool.usage > 0)
+    expired = stack.prometheus.value(ENDED % "lease_expired") or 0.0
+    failure = Failure("scheduler-0 killed while it held all that was in use")
+    failures.append(failure)
+    stack.compose("kill", "scheduler-0")
+    failure.repaired()
+    pool = eventually("all blocks free", lambda: pool if not (pool := stack.pool()).usage else None)
+    failure.recovered("its session; the cache stays")
+    assert pool.free_blocks == pool.config.num_blocks - 1
+    assert (pool.sessions, pool.requests) == (0, 0)
+    assert pool.cached_blocks > 0
+    assert failure.recovered_seconds is not None
+    assert failure.recovered_seconds < LEASE_SECONDS + 2
+    eventually("the metrics", lambda: stack.prometheus.increase_since(ENDED % "lease_expired", expired) == 1)
+    eventually("the alert", lambda: stack.prometheus.alert_states().get("KvpoolLeasesExpired") == "firing")
+    stack.compose("start", *SCHEDULERS)
+    stack.wait_played_on()
+    stack.assert_no_block_lost()
+
+
+def test_a_killed_server_finds_its_ranks_again_and_schedulers_go_on(stack: Stack, failures: list[Failure]) -> None:
+    before = stack.wait_ready()
+    failure = Failure("server killed, started again")
+    failures.append(failure)
+    stack.compose("kill", "server")
+    eventually("Prometheus to miss it", lambda: stack.prometheus.value('up{job="kvpool-server"}') == 0)
+    failure.noticed()
+    failure.repaired()
+    stack.compose("start", "server")
+    pool = stack.wait_ready()
+    stack.wait_played_on()
+    failure.recovered(f"epoch {before.epoch} -> {pool.epoch}, the cache")
+    assert pool.epoch > before.epoch
+    assert [rank.pid for rank in pool.ranks] == [rank.pid for rank in before.ranks]
+    eventually("Prometheus to find it", lambda: stack.prometheus.value("kvpool_pool_epoch") == pool.epoch)
+    for scheduler in SCHEDULERS:
+        assert "a new session in" in stack.logs(scheduler)
+    stack.assert_no_block_lost()
+
+
+def test_a_rolling_restart_of_all_ends_in_a_ready_pool(stack: Stack, failures: list[Failure]) -> None:
+    epochs = [stack.wait_ready().epoch]
+    for service in ("server", "worker-0", "worker-1", *SCHEDULERS):
+        failure = Failure(f"rolling restart: {service}")
+        failures.append(failure)
+        before = stack.container(service)
+        stack.compose("up", "-d", "--no-build", "--no-deps", "--force-recreate", service)
+        assert stack.container(service) != before
+        if not service.startswith("scheduler"):
+            eventually(f"{service} healthy", lambda service=service: stack.health(service) == "healthy")  # type: ignore[misc]
+        epochs.append(stack.wait_ready().epoch)
+        stack.wait_played_on()
+        failure.recovered(f"epoch {epochs[-2]} -> {epochs[-1]}" if epochs[-1] > epochs[-2] else "its session")
+    assert epochs == sorted(epochs)
+    assert epochs[-3] == epochs[-1], "schedulers cost no epoch"
+    now = time.time()
+    eventually("a scrape", lambda: stack.prometheus.scraped_after(now, "kvpool_pool_epoch"))
+    assert stack.prometheus.value("kvpool_pool_epoch") == epochs[-1]
+    assert stack.prometheus.value(f'kvpool_pool_state{{pool="{POOL}",state="ready"}}') == 1
+    stack.assert_no_block_lost()

@@ -1,0 +1,131 @@
+"""The files of deploy/ are well-formed, agree with each other, and every alert has a test and a section to read."""
+
+import copy
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import yaml
+from cloudcoil.models.prometheus_operator.v1 import ServiceMonitor
+from pydantic import ValidationError
+
+from support_compose import DEPLOY, ROOT, docker, prometheus_image
+
+KUBERNETES_VERSION = "1.32"
+RULES = DEPLOY / "prometheus" / "rules.yml"
+DASHBOARD: dict[str, Any] = json.loads((DEPLOY / "grafana" / "dashboards" / "kvpool.json").read_text())
+MANIFESTS: list[dict[str, Any]] = [
+    manifest
+    for path in sorted((DEPLOY / "kubernetes").glob("*.yaml"))
+    for manifest in yaml.safe_load_all(path.read_text())
+]
+
+
+def promtool(*arguments: str) -> str:
+    mount = f"{DEPLOY / 'prometheus'}:/rules:ro"
+    return docker(
+        "run", "--rm", "-v", mount, "-w", "/rules", "--entrypoint", "promtool", prometheus_image(), *arguments
+    )
+
+
+def alerts() -> list[dict[str, Any]]:
+    groups = yaml.safe_load(RULES.read_text())["groups"]
+    return [rule for group in groups for rule in group["rules"] if "alert" in rule]
+
+
+def manifest(kind: str, name: str) -> dict[str, Any]:
+    return next(m for m in MANIFESTS if (m["kind"], m["metadata"]["name"]) == (kind, name))
+
+
+def test_promtool_finds_nothing_wrong_with_the_rules_and_they_do_what_their_tests_say() -> None:
+    assert "17 rules found" in promtool("check", "rules", "rules.yml")
+    assert "SUCCESS" in promtool("check", "config", "prometheus.yml")
+    assert "SUCCESS" in promtool("test", "rules", "rules_test.yml")
+
+
+@pytest.mark.parametrize("alert", alerts(), ids=lambda alert: alert["alert"])
+def test_every_alert_says_what_it_means_and_where_to_read_on(alert: dict[str, Any]) -> None:
+    assert alert["labels"]["severity"] in ("critical", "warning")
+    assert alert["annotations"].keys() == {"summary", "description", "runbook"}
+    path, _, anchor = alert["annotations"]["runbook"].partition("#")
+    headings = re.findall(r"^#+ (.*)$", (ROOT / path).read_text(), re.MULTILINE)
+    assert anchor in [heading.lower() for heading in headings]
+    assert anchor == alert["alert"].lower()
+    tests = yaml.safe_load((RULES.parent / "rules_test.yml").read_text())["tests"]
+    cases = [case for test in tests for case in test.get("alert_rule_test", ()) if case["alertname"] == alert["alert"]]
+    assert any(case["exp_alerts"] for case in cases), "no test of when it fires"
+
+
+def test_the_dashboard_is_whole() -> None:
+    panels = DASHBOARD["panels"]
+    ids = [panel["id"] for panel in panels]
+    assert len(set(ids)) == len(ids)
+    places = {(x, y) for p in panels for x in range(p["gridPos"]["x"], p["gridPos"]["x"] + p["gridPos"]["w"])
+              for y in range(p["gridPos"]["y"], p["gridPos"]["y"] + p["gridPos"]["h"])}  # fmt: skip
+    assert len(places) == sum(panel["gridPos"]["w"] * panel["gridPos"]["h"] for panel in panels), "panels overlap"
+    variables = {variable["name"] for variable in DASHBOARD["templating"]["list"]}
+    for panel in panels:
+        assert panel["type"] == "row" or panel["targets"], panel["title"]
+        for target in panel.get("targets", ()):
+            assert target["datasource"]["uid"] == "${datasource}"
+            used = set(re.findall(r"\$(\w+)", target["expr"])) - {"__rate_interval"}
+            assert used <= variables
+            assert "pool=~" in target["expr"] or not re.search(r"kvpool_(?!rpc)|kvpool:", target["expr"])
+
+
+def test_grafana_finds_its_files_where_they_are_mounted() -> None:
+    grafana = yaml.safe_load((DEPLOY / "docker-compose.yml").read_text())["services"]["grafana"]
+    mounts = dict(volume.split(":")[:2] for volume in grafana["volumes"])
+    provider = yaml.safe_load((DEPLOY / "grafana/provisioning/dashboards/kvpool.yml").read_text())["providers"][0]
+    assert provider["options"]["path"] == mounts["./grafana/dashboards"]
+    assert mounts["./grafana/provisioning"] == "/etc/grafana/provisioning"
+    home = Path(grafana["environment"]["GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH"])
+    assert (home.parent, home.name) == (Path(mounts["./grafana/dashboards"]), "kvpool.json")
+    source = yaml.safe_load((DEPLOY / "grafana/provisioning/datasources/prometheus.yml").read_text())["datasources"][0]
+    assert source["url"] == "http://prometheus:9090"
+
+
+@pytest.mark.parametrize("checked", MANIFESTS, ids=lambda m: f"{m['kind']}-{m['metadata']['name']}")
+def test_every_manifest_meets_its_schema_and_a_misspelt_one_does_not(checked: dict[str, Any]) -> None:
+    misspelt = copy.deepcopy(checked)
+    part = misspelt.get("spec", misspelt)
+    part[f"{next(iter(part))}x"] = part.pop(next(iter(part)))
+    if checked["kind"] == "ServiceMonitor":
+        assert_service_monitor(checked)
+        with pytest.raises((ValidationError, AssertionError)):
+            assert_service_monitor(misspelt)
+        return
+    kubernetes_validate.validate(checked, KUBERNETES_VERSION, strict=True)
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate(misspelt, KUBERNETES_VERSION, strict=True)
+
+
+def assert_service_monitor(checked: dict[str, Any]) -> None:
+    """Types and required fields are the custom resource definition's; a field that it has not would be lost."""
+    read = ServiceMonitor.model_validate(checked)
+    kept = read.model_dump(by_alias=True, exclude_none=True, mode="json")
+    assert kept["spec"] == checked["spec"]
+
+
+def test_manifests_agree_with_each_other_and_with_the_rules() -> None:
+    jobs = set(re.findall(r'job="([\w-]+)"', RULES.read_text()))
+    monitored = manifest("ServiceMonitor", "kvpool")["spec"]
+    for name in ("kvpool-server", "kvpool-worker"):
+        service, pods = manifest("Service", name), manifest("StatefulSet", name)["spec"]
+        assert name in jobs, "a job is named as its service"
+        assert monitored["selector"]["matchLabels"].items() <= service["metadata"]["labels"].items()
+        assert pods["serviceName"] == name
+        assert service["spec"]["selector"] == pods["selector"]["matchLabels"] == pods["template"]["metadata"]["labels"]
+        container = pods["template"]["spec"]["containers"][0]
+        ports = {port["name"] for port in container["ports"]}
+        assert {port["targetPort"] for port in service["spec"]["ports"]} <= ports
+        assert monitored["endpoints"][0]["port"] in {port["name"] for port in service["spec"]["ports"]}
+        assert pods["template"]["spec"]["enableServiceLinks"] is False
+    worker = manifest("StatefulSet", "kvpool-worker")["spec"]
+    settings = {entry["name"]: entry.get("value") for entry in worker["template"]["spec"]["containers"][0]["env"]}
+    assert settings["KVPOOL_WORKER_WORLD_SIZE"] == settings["KVPOOL_WORKER_TP"] == str(worker["replicas"])
+    model = json.loads(manifest("ConfigMap", "kvpool-model")["data"]["config.json"])
+    assert model == json.loads((DEPLOY / "model" / "config.json").read_text())

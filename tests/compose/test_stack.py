@@ -1,0 +1,79 @@
+"""The stack as it comes up: all healthy, played on, and Prometheus says what the server says."""
+
+import json
+import math
+import time
+
+import pytest
+
+from kvpool.client import PoolState, RankState
+from support_compose import DEPLOY, POOL, SCHEDULERS, SERVED, Stack, eventually
+
+DASHBOARD = DEPLOY / "grafana" / "dashboards" / "kvpool.json"
+
+
+def expressions() -> list[str]:
+    """Every expression of the dashboard, as Grafana would send it for all pools and a short time range."""
+    dashboard = json.loads(DASHBOARD.read_text())
+    targets = [target["expr"] for panel in dashboard["panels"] for target in panel.get("targets", ())]
+    return [text.replace("$pool", ".*").replace("$__rate_interval", "1m") for text in targets]
+
+
+def test_all_are_healthy_and_form_a_ready_pool(stack: Stack) -> None:
+    assert {service: stack.health(service) for service in SERVED} == dict.fromkeys(SERVED, "healthy")
+    pool = stack.pool()
+    assert (pool.state, pool.config.num_blocks, pool.sessions) == (PoolState.READY, 1024, 2)
+    assert [rank.state for rank in pool.ranks] == [RankState.READY, RankState.READY]
+
+
+def test_prometheus_scrapes_all_and_evaluates_all_rules(stack: Stack) -> None:
+    instances = {"server:9464", "worker-0:9465", "worker-1:9465"}
+    eventually("all targets up", lambda: stack.prometheus.target_health() == dict.fromkeys(instances, "up"))
+    eventually("all rules evaluated", lambda: all(rule["health"] == "ok" for rule in stack.prometheus.rules()))
+    assert len(stack.prometheus.rules()) == 17
+
+
+def test_schedulers_in_containers_share_the_cache(stack: Stack) -> None:
+    pool = eventually("evictions", lambda: pool if (pool := stack.pool()).evicted_blocks else None, 120)
+    assert pool.prefix_cache.hits_tokens > pool.prefix_cache.queries_tokens / 2
+    assert pool.prefix_cache.shared_hits_tokens > 0
+    for scheduler in SCHEDULERS:
+        assert f"a session on pool '{POOL}', epoch {pool.epoch}" in stack.logs(scheduler)
+
+
+def test_every_expression_of_the_dashboard_has_an_answer(stack: Stack) -> None:
+    pending = expressions()
+    assert len(pending) > 50
+    end = time.monotonic() + 150  # rates over a minute need a minute, and blocks that were sampled must be evicted
+    while pending and time.monotonic() < end:
+        pending = [text for text in pending if all(math.isnan(sample.value) for sample in stack.prometheus.query(text))]
+        time.sleep(1)
+    assert not pending, "\n".join(pending)
+
+
+def test_prometheus_says_what_the_server_says(stack: Stack) -> None:
+    pool = stack.stop_schedulers()
+    now = time.time()
+    eventually("a scrape", lambda: stack.prometheus.scraped_after(now, f'kvpool_pool_free_blocks{{pool="{POOL}"}}'))
+    cache = pool.prefix_cache
+    told = {
+        "kvpool_pool_blocks": pool.config.num_blocks - 1,
+        "kvpool_pool_free_blocks": pool.free_blocks,
+        "kvpool_pool_used_blocks": 0,
+        "kvpool_pool_cached_blocks": pool.cached_blocks,
+        "kvpool_pool_usage_ratio": 0,
+        "kvpool_pool_epoch": pool.epoch,
+        "kvpool_prefix_cache_recent_hit_ratio": pool.recent_hit_rate,
+        "kvpool_prefix_cache_queried_tokens_total": cache.queries_tokens,
+        "kvpool_prefix_cache_hit_tokens_total": cache.hits_tokens,
+        "kvpool_prefix_cache_shared_hit_tokens_total": cache.shared_hits_tokens,
+        "kvpool_evicted_blocks_total": pool.evicted_blocks,
+        "kvpool_preemptions_total": pool.preemptions,
+        "kvpool_sessions": 0,
+    }
+    assert {name: stack.prometheus.value(f'{name}{{pool="{POOL}"}}') for name in told} == told
+    hit_rate = stack.prometheus.value("kvpool_prefix_cache_hit_tokens_total / kvpool_prefix_cache_queried_tokens_total")
+    assert hit_rate == pytest.approx(cache.hits_tokens / cache.queries_tokens)
+    assert pool.free_blocks == pool.config.num_blocks - 1
+    stack.compose("start", *SCHEDULERS)
+    stack.wait_played_on()
