@@ -6,13 +6,17 @@ PROTOS := $(wildcard proto/kvpool/v1/*.proto)
 COMPILE := $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-header --no-annotate \
 	--no-emit-index-url
 
-.PHONY: demo test check bench proto lock clean
+.PHONY: demo test test-compose check bench proto lock clean
 
 demo: .venv/installed ## Bring up a server and two schedulers that share its pool
 	$(BIN)/kvpool demo
 
 test: .venv/installed ## All tests that need only Python
 	$(BIN)/pytest
+
+test-compose: .venv/installed ## The images and the Compose stack, with real containers; needs Docker
+	$(BIN)/pip install -q --disable-pip-version-check --require-hashes -r tests/compose/requirements.lock
+	tests/compose/run.sh $(BIN)/pytest
 
 check: .venv/installed ## Under a minute: generated code, lint, types, unit and property tests
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python proto/generate.py --check
