@@ -36,7 +36,7 @@ proto: .venv/installed ## Generate the Python of the protos
 lock: .venv/installed ## Choose newest versions that pyproject.toml allows; of the images' the same
 	$(BIN)/pip install -q uv
 	$(COMPILE) --upgrade --extra dev --group beside-torch pyproject.toml -o requirements.lock
-	$(COMPILE) pyproject.toml -c requirements.lock -o deploy/requirements/server.lock
+	$(COMPILE) --extra events pyproject.toml -c requirements.lock -o deploy/requirements/server.lock
 	$(COMPILE) --group beside-torch pyproject.toml -c requirements.lock -o deploy/requirements/worker.lock
 	$(COMPILE) --group build -c requirements.lock -o deploy/requirements/build.lock
 	$(COMPILE) --upgrade --group compose -c requirements.lock -o tests/compose/requirements.lock
