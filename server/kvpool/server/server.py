@@ -16,12 +16,12 @@ from grpc_reflection.v1alpha import reflection
 
 from kvpool.server.address import host_and_port, refuse_live_socket
 from kvpool.server.config import MetricsConfig, ServerConfig
-from kvpool.server.core.allocator import PoolInfo
 from kvpool.server.core.residency import Residency
+from kvpool.server.core.types import PoolName
 from kvpool.server.obs.exporter import Exporter
 from kvpool.server.obs.observations import Observations
 from kvpool.server.obs.rpc_observer import RpcObserver
-from kvpool.server.obs.server_metrics import sampler
+from kvpool.server.obs.server_metrics import PoolSource, sampler
 from kvpool.server.rpc.admin_service import AdminService
 from kvpool.server.rpc.allocator_service import AllocatorService
 from kvpool.server.rpc.event_service import EventService
@@ -124,14 +124,19 @@ class Server:
         _log.info("server stopped")
 
     def _export(self, observations: Observations) -> Exporter:
-        def describe() -> list[tuple[PoolInfo, Residency | None]]:
+        def describe(name: PoolName) -> PoolSource:
             allocator = self.hub.allocator
-            return [
-                (self._ranks.describe(name), allocator.pool(name).residency if allocator.has_pool(name) else None)
-                for name in self._ranks.pool_names()
-            ]
+            publisher = self._publishers.by_pool.get(name) if self._publishers else None
+            return PoolSource(
+                self._ranks.describe(name),
+                allocator.pool(name).residency if allocator.has_pool(name) else None,
+                publisher.counts if publisher else None,
+            )
 
-        sample = sampler(describe, observations, with_vllm=self._config.metrics.vllm_names)
+        def describe_all() -> list[PoolSource]:
+            return [describe(name) for name in self._ranks.pool_names()]
+
+        sample = sampler(describe_all, observations, with_vllm=self._config.metrics.vllm_names)
         try:
             return Exporter(*host_and_port("metrics_listen", self._config.metrics.address), sample)
         except OSError as error:

@@ -12,8 +12,8 @@ from kvpool.server.core.residency import Residency
 from kvpool.server.core.statistics import Histogram
 from kvpool.server.core.types import PoolName
 from kvpool.server.core.world import PoolState, Rank, RankInfo, RankState
-from kvpool.server.obs.observations import Observations
-from kvpool.server.obs.server_metrics import sampler
+from kvpool.server.obs.observations import Observations, PublisherCounts
+from kvpool.server.obs.server_metrics import PoolSource, sampler
 from support_core import World
 
 DOCS = Path(__file__).parents[3] / "docs" / "metrics.md"
@@ -29,8 +29,9 @@ class _Fixed(Collector):
 
 
 def scrape(pools: list[tuple[PoolInfo, Residency | None]], seen: Observations, *, with_vllm: bool = False) -> str:
+    found = [PoolSource(info, kept, PublisherCounts(5, 4, 3, 2)) for info, kept in pools]
     registry = CollectorRegistry()
-    registry.register(_Fixed(list(sampler(lambda: pools, seen, with_vllm=with_vllm)()())))
+    registry.register(_Fixed(list(sampler(lambda: found, seen, with_vllm=with_vllm)()())))
     return generate_latest(registry).decode()
 
 
@@ -76,6 +77,15 @@ def test_every_sample_of_a_pool_says_what_the_pool_says() -> None:
     assert value("kvpool_ranks", state="ready") == value("kvpool_ranks", state="lost") == 1
     assert [value("kvpool_pool_state", state=state.value) for state in PoolState] == [0, 1, 0, 0]
     assert value("kvpool_block_event_batches_total") == 3
+    assert value("kvpool_event_messages_total") == 5
+    assert value("kvpool_event_batches_skipped_total") == 4
+    assert value("kvpool_event_replays_total") == 3
+    assert value("kvpool_event_snapshots_total") == 2
+
+
+def test_a_pool_whose_events_are_not_published_has_no_sample_of_a_publisher() -> None:
+    metrics = sampler(lambda: [PoolSource(info_of(World()))], Observations(), with_vllm=False)()()
+    assert not [s for metric in metrics for s in metric.samples if s.name.startswith("kvpool_event_")]
 
 
 def test_a_pool_that_forms_is_told_of_with_nothing_in_it() -> None:
@@ -125,7 +135,7 @@ def test_what_was_measured_of_a_pool_that_is_gone_is_forgotten() -> None:
 def test_a_sample_does_not_change_with_what_comes_after_it() -> None:
     seen = Observations()
     seen.step(PoolName("m"), 1, 0.1)
-    render = sampler(lambda: [(info_of(World()), None)], seen, with_vllm=False)()
+    render = sampler(lambda: [PoolSource(info_of(World()))], seen, with_vllm=False)()
     seen.step(PoolName("m"), 1, 0.1)
     counts = [s.value for m in render() for s in m.samples if s.name == "kvpool_step_seconds_count"]
     assert counts == [1]

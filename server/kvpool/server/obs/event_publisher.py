@@ -29,6 +29,7 @@ from kvpool.server.core.pool import Pool
 from kvpool.server.obs.event_config import EventsConfig, ReplayFraming
 from kvpool.server.obs.event_log import EventLog
 from kvpool.server.obs.event_wire import EventEncoder
+from kvpool.server.obs.observations import PublisherCounts
 
 STATUS_REQUEST: Final = b"kvpool.status.v1"
 SNAPSHOT_REQUEST: Final = b"kvpool.snapshot.v1"
@@ -98,6 +99,11 @@ class EventPublisher:
         self._next = log.last_sequence + 1
         self._requests: set[asyncio.Task[None]] = set()
         self._free_requests = asyncio.Semaphore(_REQUESTS_AT_A_TIME)
+
+    @property
+    def counts(self) -> PublisherCounts:
+        """What it did so far, for metrics."""
+        return PublisherCounts(self.num_published, self.num_dropped, self.num_replays, self.num_snapshots)
 
     async def publish(self) -> None:
         """Publishes what happens, for ever."""

@@ -17,13 +17,8 @@ from kvpool.server.core.config import PoolConfig
 from kvpool.server.core.events import AllBlocksCleared, BlockEvent, BlockRemoved, BlockStored
 from kvpool.server.core.spec_base import KVCacheSpec
 from kvpool.server.core.specs import (
-    ChunkedLocalAttentionSpec,
-    CrossAttentionSpec,
-    EncoderOnlyAttentionSpec,
+    KIND_NAMES,
     FullAttentionSpec,
-    MambaSpec,
-    MLAAttentionSpec,
-    SinkFullAttentionSpec,
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
     allocation_spec,
@@ -33,17 +28,6 @@ from kvpool.server.obs.event_config import EventForm, EventsConfig, HashForm, Re
 
 MEDIUM: Final = "GPU"
 DATA_PARALLEL_RANK: Final = 0
-_FULL_ATTENTION: Final = "full_attention"
-_KINDS: Final[dict[type[KVCacheSpec], str]] = {
-    FullAttentionSpec: _FULL_ATTENTION,
-    MLAAttentionSpec: "mla_attention",
-    SinkFullAttentionSpec: "sink_full_attention",
-    SlidingWindowSpec: "sliding_window",
-    MambaSpec: "mamba",
-    ChunkedLocalAttentionSpec: "chunked_local_attention",
-    CrossAttentionSpec: "cross_attention",
-    EncoderOnlyAttentionSpec: "encoder_only_attention",
-}
 
 _Event = dict[str, object] | list[object]
 
@@ -119,9 +103,9 @@ class EventEncoder:
 def spec_kind(spec: KVCacheSpec) -> tuple[str, int | None]:
     """Names a group's kind of attention, and its sliding window in tokens if it has one."""
     first = allocation_spec(spec)
-    kind = _KINDS[type(first)]
+    kind = KIND_NAMES[type(first)]
     if isinstance(spec, UniformTypeKVCacheSpecs) and any(type(layer) is not type(first) for _, layer in spec.layers):
-        kind = _FULL_ATTENTION
+        kind = KIND_NAMES[FullAttentionSpec]
     return kind, first.sliding_window if isinstance(first, SlidingWindowSpec) else None
 
 

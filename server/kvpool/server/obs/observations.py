@@ -1,9 +1,28 @@
 """What only the service sees of its calls and steps: how long they took, and how they ended."""
 
+from dataclasses import dataclass
 from typing import Final
 
 from kvpool.server.core.statistics import Histogram
 from kvpool.server.core.types import PoolName
+
+
+@dataclass(frozen=True, slots=True)
+class PublisherCounts:
+    """What the ZeroMQ publisher of a pool's events did.
+
+    Attributes:
+        messages: Messages published, heartbeats included.
+        skipped_batches: Batches that were not published, as it fell behind; the map was told anew instead.
+        replays: Replays served.
+        snapshots: Snapshots served.
+    """
+
+    messages: int
+    skipped_batches: int
+    replays: int
+    snapshots: int
+
 
 STEP_BOUNDS_SECONDS: Final = (
     *(0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005),

@@ -14,7 +14,7 @@ from kvpool.server.core.allocator import GroupInfo, PoolInfo
 from kvpool.server.core.residency import BOUNDS_SECONDS
 from kvpool.server.core.statistics import Histogram
 from kvpool.server.core.world import PoolState, RankState
-from kvpool.server.obs.observations import OPERATION_BOUNDS, STEP_BOUNDS_SECONDS
+from kvpool.server.obs.observations import OPERATION_BOUNDS, STEP_BOUNDS_SECONDS, PublisherCounts
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +38,17 @@ class Measures:
 
 @dataclass(frozen=True, slots=True)
 class PoolSample:
-    """A pool at the moment of a scrape."""
+    """A pool at the moment of a scrape.
+
+    Attributes:
+        info: How it is.
+        measures: Its histograms.
+        published: What its publisher did; None if its events are not published over ZeroMQ.
+    """
 
     info: PoolInfo
     measures: Measures
+    published: PublisherCounts | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,6 +181,29 @@ _GROUP_VALUES: Final[tuple[tuple[str, str, Callable[[GroupInfo], int]], ...]] = 
     ),
 )
 
+_PUBLISHER_VALUES: Final[tuple[tuple[str, str, Callable[[PublisherCounts], int]], ...]] = (
+    (
+        "kvpool_event_messages_total",
+        "Messages of block events published over ZeroMQ, heartbeats included.",
+        lambda counts: counts.messages,
+    ),
+    (
+        "kvpool_event_batches_skipped_total",
+        "Batches of block events that were not published in time; subscribers were told all anew.",
+        lambda counts: counts.skipped_batches,
+    ),
+    (
+        "kvpool_event_replays_total",
+        "Replays that subscribers asked for.",
+        lambda counts: counts.replays,
+    ),
+    (
+        "kvpool_event_snapshots_total",
+        "Snapshots that subscribers asked for.",
+        lambda counts: counts.snapshots,
+    ),
+)
+
 _SESSION_ENDS: Final[dict[str, Callable[[PoolInfo], int]]] = {
     "closed": lambda info: info.activity.sessions_closed,
     "lease_expired": lambda info: info.activity.leases_expired,
@@ -221,6 +251,9 @@ def pool_metrics(pools: Sequence[PoolSample]) -> Iterator[Metric]:
         yield family(value.name, value.help, ("pool",), [((p.info.config.name,), value.read(p.info)) for p in pools])
     yield from _groups(pools)
     yield from _states(pools)
+    for event_name, text, count in _PUBLISHER_VALUES:
+        published = [((p.info.config.name,), count(p.published)) for p in pools if p.published]
+        yield family(event_name, text, ("pool",), published)
     yield family(
         "kvpool_sessions_ended_total",
         "Sessions that ended, by what ended them.",

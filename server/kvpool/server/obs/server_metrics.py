@@ -1,6 +1,7 @@
 """What Prometheus is told of a server: its pools, its calls, its version."""
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
 from typing import Final
@@ -11,15 +12,30 @@ from kvpool.server.core.allocator import PoolInfo
 from kvpool.server.core.residency import Residency
 from kvpool.server.core.statistics import Histogram
 from kvpool.server.core.types import PoolName
-from kvpool.server.obs.observations import Observations
+from kvpool.server.obs.observations import Observations, PublisherCounts
 from kvpool.server.obs.pool_metrics import Measures, PoolSample, family, histogram_family, pool_metrics
 from kvpool.server.obs.vllm_metrics import vllm_metrics
 
 _METHOD: Final = ("method",)
 
 
+@dataclass(frozen=True, slots=True)
+class PoolSource:
+    """What there is to tell of a pool.
+
+    Attributes:
+        info: How it is.
+        residency: How long its blocks keep what they hold, if that is sampled.
+        published: What its publisher did, if its events are published.
+    """
+
+    info: PoolInfo
+    residency: Residency | None = None
+    published: PublisherCounts | None = None
+
+
 def sampler(
-    describe: Callable[[], list[tuple[PoolInfo, Residency | None]]], observations: Observations, *, with_vllm: bool
+    describe: Callable[[], list[PoolSource]], observations: Observations, *, with_vllm: bool
 ) -> Callable[[], Callable[[], Iterable[Metric]]]:
     """Makes what copies a server's figures on its event loop, and returns what makes metrics of the copy.
 
@@ -30,7 +46,10 @@ def sampler(
     """
 
     def sample() -> Callable[[], Iterable[Metric]]:
-        pools = [PoolSample(info, _measures(info.config.name, kept, observations)) for info, kept in describe()]
+        pools = [
+            PoolSample(found.info, _measures(found.info.config.name, found.residency, observations), found.published)
+            for found in describe()
+        ]
         observations.forget_pools_but({pool.info.config.name for pool in pools})
         timed = {method: histogram.copy() for method, histogram in observations.rpc_seconds.items()}
         return partial(_render, pools, dict(observations.rpcs), timed, with_vllm=with_vllm)
