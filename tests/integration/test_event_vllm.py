@@ -23,7 +23,7 @@ import msgspec, zmq
 from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent, KVEventBatch
 
 form = "array" if KVCacheEvent.__struct_config__.array_like else "map"
-print(form, flush=True)
+print("form", form, flush=True)  # vLLM logs here too
 decode, encode = msgspec.msgpack.Decoder(type=KVEventBatch).decode, msgspec.msgpack.Encoder().encode
 context = zmq.Context()
 live = context.socket(zmq.SUB)
@@ -71,7 +71,7 @@ end = int(sys.stdin.readline())
 while next_sequence < end:
     _, sequence, payload = live.recv_multipart()
     take(int.from_bytes(sequence, "big"), payload)
-print(json.dumps({"kinds": kinds, "known": sorted(known)}), flush=True)
+print("result", json.dumps({"kinds": kinds, "known": sorted(known)}), flush=True)
 """
 
 
@@ -83,6 +83,15 @@ def vllm_python() -> str:
     if importlib.util.find_spec("vllm") is None:
         pytest.skip("vLLM is not installed here, and KVPOOL_VLLM_PYTHON names no Python that has it")
     return sys.executable
+
+
+async def told(output: asyncio.StreamReader, word: str) -> str:
+    """What the subscriber says after this word, at the begin of a line."""
+    while line := (await output.readline()).decode():
+        first, _, rest = line.strip().partition(" ")
+        if first == word:
+            return rest
+    pytest.fail("vLLM's process ended: see stderr")
 
 
 @pytest.mark.timeout(180)
@@ -103,19 +112,18 @@ async def test_every_message_is_what_vllm_decodes(form: EventForm, tmp_path: Pat
         )
         assert process.stdin
         assert process.stdout
-        theirs = (await process.stdout.readline()).decode().strip()
-        assert theirs, "vLLM did not start: see stderr"
+        theirs = await told(process.stdout, "form")
         if theirs != form:
             pytest.skip(f"this vLLM writes events as {theirs}, not {form}")
-        assert (await process.stdout.readline()) == b"replayed\n"
+        await told(process.stdout, "replayed")
         await place.work(30)
         await place.session.reset_prefix_cache()
         await place.work(5)
         await until(lambda: place.publisher._next > place.publisher._log.last_sequence)
         process.stdin.write(f"{place.publisher.num_published}\n".encode())
-        told = json.loads(await process.stdout.readline())
-        assert {tuple(entry) for entry in told["known"]} == truth(place.pool)
-        assert set(told["kinds"]) == {"BlockStored", "BlockRemoved", "AllBlocksCleared"}
+        result = json.loads(await told(process.stdout, "result"))
+        assert {tuple(entry) for entry in result["known"]} == truth(place.pool)
+        assert set(result["kinds"]) == {"BlockStored", "BlockRemoved", "AllBlocksCleared"}
         assert await process.wait() == 0
     finally:
         if process and process.returncode is None:

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvpool.server.core.config import PoolConfig
-from kvpool.server.core.events import AllBlocksCleared, BlockRemoved, BlockStored
+from kvpool.server.core.events import AllBlocksCleared, BlockRemoved, BlockStored, packed_token_ids
 from kvpool.server.core.integrity import check_integrity
 from kvpool.server.core.pool import ComputedBlocks, Pool
 from kvpool.server.core.request import Request
@@ -339,8 +339,8 @@ class World:
         end = names.index(event.block_hashes[-1]) + 1
         start = end - len(event.block_hashes)
         return event == BlockStored(
-            tuple(names[start:end]), names[start - 1] if start else None, tokens[start * span : end * span],
-            span, None, event.group_id,
+            tuple(names[start:end]), names[start - 1] if start else None,
+            packed_token_ids(tokens[start * span : end * span]), span, None, event.group_id,
         )  # fmt: skip
 
     def end(self) -> None:

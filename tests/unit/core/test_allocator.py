@@ -62,7 +62,7 @@ def test_events_tell_what_was_stored_and_withdrawn() -> None:
     )  # fmt: skip
     (stored,) = world.pool.blocks.take_events()
     assert isinstance(stored, BlockStored)
-    assert (stored.token_ids, stored.lora_name, len(stored.block_hashes)) == (tuple(step_tokens), "l", 2)
+    assert (list(stored.token_ids), stored.lora_name, len(stored.block_hashes)) == (list(step_tokens), "l", 2)
     world.allocator.expire(10.0)
     assert [type(event) for event in world.pool.blocks.take_events()] == [BlockRemoved, BlockRemoved]
 

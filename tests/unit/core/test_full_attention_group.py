@@ -140,4 +140,4 @@ def test_stored_events_chain_through_the_parents_hash() -> None:
     assert isinstance(second, BlockStored)
     assert (first.parent_block_hash, first.block_hashes) == (None, tuple(request.hashes[:2]))
     assert (second.parent_block_hash, second.block_hashes) == (request.hashes[1], tuple(request.hashes[2:]))
-    assert (first.token_ids, second.token_ids) == (tuple(range(8)), tuple(range(8, 12)))
+    assert (list(first.token_ids), list(second.token_ids)) == (list(range(8)), list(range(8, 12)))

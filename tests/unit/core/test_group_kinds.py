@@ -241,7 +241,7 @@ def test_events_of_a_window_tell_only_blocks_that_are_held() -> None:
     (stored,) = pool.blocks.take_events()
     assert isinstance(stored, BlockStored)
     assert (stored.block_hashes, stored.parent_block_hash) == (tuple(request.hashes[3:]), request.hashes[2])
-    assert stored.token_ids == tuple(range(12, 24))
+    assert list(stored.token_ids) == list(range(12, 24))
 
 
 def mixed_world() -> tuple[World, Session]:

@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from kvpool.server.core.config import KVCacheGroup, PoolConfig
-from kvpool.server.core.events import AllBlocksCleared, BlockRemoved, BlockStored
+from kvpool.server.core.events import AllBlocksCleared, BlockRemoved, BlockStored, packed_token_ids
 from kvpool.server.core.spec_base import KVCacheSpec
 from kvpool.server.core.specs import (
     ChunkedLocalAttentionSpec,
@@ -55,7 +55,7 @@ def decode(*events: Any, **options: Any) -> Any:
 def stored(
     *hashes: BlockHash, parent: BlockHash | None = None, group: int = 0, lora_name: str | None = None
 ) -> BlockStored:
-    return BlockStored(hashes, parent, tuple(range(5, 5 + 2 * len(hashes))), 2, lora_name, GroupId(group))
+    return BlockStored(hashes, parent, packed_token_ids(range(5, 5 + 2 * len(hashes))), 2, lora_name, GroupId(group))
 
 
 def test_a_stored_run_as_a_map() -> None:

@@ -12,16 +12,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
-from kvpool.server.core.events import BlockStored
+from kvpool.server.core.events import TOKEN_ID_BYTES, BlockStored, packed_token_ids
 from kvpool.server.core.types import BlockHash, BlockId, GroupId
 
 if TYPE_CHECKING:
     from kvpool.server.core.pool import Pool
 
-ID_TYPECODE: Final = "I"
-"""Token ids as an array's: 4 bytes each."""
-
-_ID_BYTES: Final = array(ID_TYPECODE).itemsize
 _LOOKED_AT_PER_TOLD: Final = 8
 
 # Parent's hash, token ids as bytes, LoRA name. A plain tuple of atoms, as the garbage collector leaves those alone.
@@ -38,7 +34,7 @@ class BlockContents:
 
     def put(self, block_ids: Sequence[BlockId], stored: BlockStored) -> None:
         """Takes note of a run that was cached. O(tokens)."""
-        packed, size_bytes = array(ID_TYPECODE, stored.token_ids).tobytes(), stored.block_size * _ID_BYTES
+        packed, size_bytes = stored.token_ids.tobytes(), stored.block_size * TOKEN_ID_BYTES
         parent, lora_name = stored.parent_block_hash, stored.lora_name
         at = 0
         for block_id, block_hash in zip(block_ids, stored.block_hashes, strict=True):
@@ -56,7 +52,7 @@ class BlockContents:
 
     def clear(self) -> None:
         """Forgets all. O(num_blocks)."""
-        self._contents_of = [None] * len(self._contents_of)
+        self._contents_of[:] = [None] * len(self._contents_of)
 
 
 class ContentsWalk:
@@ -130,11 +126,9 @@ class _Run:
     parent: BlockHash | None
     lora_name: str | None
     hashes: list[BlockHash] = field(default_factory=list)
-    token_ids: "array[int]" = field(default_factory=lambda: array(ID_TYPECODE))
+    token_ids: "array[int]" = field(default_factory=lambda: packed_token_ids(()))
 
     def stored(self) -> BlockStored:
         """The run as an event."""
         block_size = len(self.token_ids) // len(self.hashes)
-        return BlockStored(
-            tuple(self.hashes), self.parent, tuple(self.token_ids), block_size, self.lora_name, self.group_id
-        )
+        return BlockStored(tuple(self.hashes), self.parent, self.token_ids, block_size, self.lora_name, self.group_id)

@@ -5,12 +5,11 @@
 3. In one step a request grows and allocates at most once, so that everything can be checked beforehand.
 """
 
-from array import array
 from dataclasses import dataclass
 from typing import Final
 
-from kvpool.server.core.block_contents import ID_TYPECODE
 from kvpool.server.core.errors import InvalidArgumentError, NotFoundError, WrongStateError, check_range
+from kvpool.server.core.events import packed_token_ids
 from kvpool.server.core.pool import ComputedBlocks, Pool
 from kvpool.server.core.request import Request
 from kvpool.server.core.session import Session
@@ -274,7 +273,7 @@ class StepChecker:
                 raise InvalidArgumentError("token_ids", f"{len(step.token_ids)} ids; the appended tokens are more")
             row.token_ids = step.token_ids[self._token_at : end]
             try:
-                array(ID_TYPECODE, row.token_ids)
+                packed_token_ids(row.token_ids)
             except (OverflowError, TypeError):
                 raise InvalidArgumentError("token_ids", "an id is not in [0, 2^32)") from None
             self._token_at = end

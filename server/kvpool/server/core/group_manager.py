@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from kvpool.server.core import types
 from kvpool.server.core.block_pool import BlockPool
 from kvpool.server.core.config import PoolConfig
-from kvpool.server.core.events import BlockStored
+from kvpool.server.core.events import BlockStored, packed_token_ids
 from kvpool.server.core.request import BlockTable, Request
 from kvpool.server.core.specs import CrossAttentionSpec, FullAttentionSpec, allocation_spec, num_draft_blocks
 from kvpool.server.core.types import NULL_BLOCK, BlockHash, BlockId, GroupId
@@ -128,7 +128,7 @@ class GroupManager:
                 BlockStored(
                     block_hashes=tuple(hashes),
                     parent_block_hash=all_hashes[start - 1] if start else None,
-                    token_ids=tuple(request.token_ids[start * self.span_tokens : end * self.span_tokens]),
+                    token_ids=packed_token_ids(request.token_ids[start * self.span_tokens : end * self.span_tokens]),
                     block_size=self.span_tokens,
                     lora_name=request.lora_name,
                     group_id=self.group_id,

@@ -161,7 +161,7 @@ class PrefixMap:
         """Takes every block's hash away. O(num_blocks)."""
         for by_hash in self._by_hash:
             by_hash.clear()
-        self._hash_of = [None] * len(self._hash_of)
+        self._hash_of[:] = [None] * len(self._hash_of)
         self._pending.clear()
         self._unpublished.clear()
         self._num_cached = [0] * len(self._by_hash)

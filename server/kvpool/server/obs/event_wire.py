@@ -80,7 +80,7 @@ class EventEncoder:
             "BlockStored",
             ("block_hashes", list(map(self._hash, event.block_hashes))),
             ("parent_block_hash", None if parent is None else self._hash(parent)),
-            ("token_ids", event.token_ids),
+            ("token_ids", event.token_ids.tolist()),
             ("block_size", event.block_size),
             ("lora_id", None),
             ("medium", MEDIUM),

@@ -2,7 +2,7 @@
 
 from typing import assert_never
 
-from kvpool.server.core.events import AllBlocksCleared, BlockEvent, BlockRemoved, BlockStored
+from kvpool.server.core.events import AllBlocksCleared, BlockEvent, BlockRemoved, BlockStored, packed_token_ids
 from kvpool.server.core.step import Step, StepResult
 from kvpool.server.core.types import BlockHash, GroupId
 from kvpool.v1 import event_pb2, step_pb2
@@ -117,7 +117,7 @@ def event_from_proto(message: event_pb2.BlockEvent) -> BlockEvent | None:
             return BlockStored(
                 block_hashes=tuple(map(BlockHash, stored.block_hashes)),
                 parent_block_hash=BlockHash(stored.parent_block_hash) if stored.parent_block_hash else None,
-                token_ids=tuple(stored.token_ids),
+                token_ids=packed_token_ids(stored.token_ids),
                 block_size=stored.block_size,
                 lora_name=stored.lora_name or None,
                 group_id=GroupId(stored.group_id),
