@@ -18,12 +18,12 @@ RUN pip install --no-cache-dir --no-deps --no-build-isolation --prefix /opt/kvpo
 FROM ${PYTHON_IMAGE} AS base
 ENV PYTHONUNBUFFERED=1
 RUN useradd --system --uid 10001 --user-group --no-create-home --home-dir /tmp --shell /usr/sbin/nologin kvpool
-COPY deploy/requirements/server.lock /usr/local/share/kvpool/server.lock
-RUN pip install --no-cache-dir --require-hashes -r /usr/local/share/kvpool/server.lock
 STOPSIGNAL SIGTERM
 ENTRYPOINT ["kvpool"]
 
 FROM base AS server
+COPY deploy/requirements/server.lock /usr/local/share/kvpool/server.lock
+RUN pip install --no-cache-dir --require-hashes -r /usr/local/share/kvpool/server.lock
 COPY --from=wheel /opt/kvpool /usr/local
 USER 10001:10001
 ENV KVPOOL_SERVE_LISTEN=0.0.0.0:50051 KVPOOL_SERVE_METRICS_LISTEN=0.0.0.0:9464
@@ -32,12 +32,14 @@ HEALTHCHECK --interval=5s --timeout=5s --start-period=30s --retries=3 CMD ["kvpo
 CMD ["serve"]
 
 FROM base AS worker
-COPY deploy/requirements/worker.lock /usr/local/share/kvpool/worker.lock
-RUN pip install --no-cache-dir --require-hashes -r /usr/local/share/kvpool/worker.lock
+COPY deploy/requirements/beside-torch.lock /usr/local/share/kvpool/beside-torch.lock
+RUN pip install --no-cache-dir --require-hashes -r /usr/local/share/kvpool/beside-torch.lock
 # torch comes for many kinds of device: TORCH_PIP_OPTIONS says where from, as `--index-url ...` does.
 ARG TORCH_VERSION=2.13.0
 ARG TORCH_PIP_OPTIONS=
 RUN pip install --no-cache-dir ${TORCH_PIP_OPTIONS} torch==${TORCH_VERSION}
+COPY deploy/requirements/server.lock /usr/local/share/kvpool/server.lock
+RUN pip install --no-cache-dir --require-hashes -r /usr/local/share/kvpool/server.lock
 COPY --from=wheel /opt/kvpool /usr/local
 USER 10001:10001
 ENV KVPOOL_WORKER_HEALTH_LISTEN=0.0.0.0:50052 KVPOOL_WORKER_METRICS_LISTEN=0.0.0.0:9465

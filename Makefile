@@ -37,7 +37,7 @@ lock: .venv/installed ## Choose newest versions that pyproject.toml allows; of t
 	$(BIN)/pip install -q uv
 	$(COMPILE) --upgrade --extra dev --group beside-torch pyproject.toml -o requirements.lock
 	$(COMPILE) --extra events pyproject.toml -c requirements.lock -o deploy/requirements/server.lock
-	$(COMPILE) --group beside-torch pyproject.toml -c requirements.lock -o deploy/requirements/worker.lock
+	$(COMPILE) --group beside-torch -c requirements.lock -o deploy/requirements/beside-torch.lock
 	$(COMPILE) --group build -c requirements.lock -o deploy/requirements/build.lock
 	$(COMPILE) --upgrade --group compose -c requirements.lock -o tests/compose/requirements.lock
 
