@@ -105,7 +105,7 @@ class Stack:
 
     def up(self) -> None:
         """Builds the images and starts all, and waits until all is healthy and played on."""
-        self.compose("build", timeout_seconds=540)
+        self.compose("build", timeout_seconds=840)
         self.compose("up", "-d", "--no-build")
         for service in SERVED:
             eventually(f"{service} healthy", lambda service=service: self.health(service) == "healthy", 120)  # type: ignore[misc]

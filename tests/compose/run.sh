@@ -17,4 +17,4 @@ if ! docker info >/dev/null 2>&1; then
   export PROMETHEUS_IMAGE=${PROMETHEUS_IMAGE:-prom/prometheus:latest}
 fi
 cd "$root"
-"$@" tests/compose
+"$@" tests/compose --timeout 900 # the first test builds the images
