@@ -107,8 +107,7 @@ class Stack:
         """Builds the images and starts all, and waits until all is healthy and played on."""
         self.compose("build", timeout_seconds=840)
         self.compose("up", "-d", "--no-build")
-        for service in SERVED:
-            eventually(f"{service} healthy", lambda service=service: self.health(service) == "healthy", 120)  # type: ignore[misc]
+        self.wait_healthy()
         self.wait_ready()
         self.wait_played_on()
 
@@ -124,6 +123,11 @@ class Stack:
     def health(self, service: str) -> str:
         """What the container's health check says."""
         return docker("inspect", "--format", "{{.State.Health.Status}}", self.container(service)).strip()
+
+    def wait_healthy(self) -> None:
+        """Waits until all that serve say that they are healthy."""
+        wanted = dict.fromkeys(SERVED, "healthy")
+        eventually("all healthy", lambda: {service: self.health(service) for service in SERVED} == wanted, 120)
 
     def logs(self, *services: str) -> str:
         """What services wrote."""

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from kvpool.client import PoolState, RankState
-from support_compose import DEPLOY, POOL, SCHEDULERS, SERVED, Stack, eventually
+from support_compose import DEPLOY, POOL, SCHEDULERS, Stack, eventually
 
 DASHBOARD = DEPLOY / "grafana" / "dashboards" / "kvpool.json"
 
@@ -20,8 +20,8 @@ def expressions() -> list[str]:
 
 
 def test_all_are_healthy_and_form_a_ready_pool(stack: Stack) -> None:
-    assert {service: stack.health(service) for service in SERVED} == dict.fromkeys(SERVED, "healthy")
-    pool = stack.pool()
+    stack.wait_healthy()
+    pool = stack.wait_played_on()
     assert (pool.state, pool.config.num_blocks, pool.sessions) == (PoolState.READY, 1024, 2)
     assert [rank.state for rank in pool.ranks] == [RankState.READY, RankState.READY]
 
