@@ -129,6 +129,11 @@ class Stack:
         wanted = dict.fromkeys(SERVED, "healthy")
         eventually("all healthy", lambda: {service: self.health(service) for service in SERVED} == wanted, 120)
 
+    def wait_scraped(self) -> None:
+        """Waits until Prometheus knows how the server is now."""
+        now = time.time()
+        eventually("a scrape", lambda: self.prometheus.scraped_after(now, "kvpool_pool_epoch"))
+
     def logs(self, *services: str) -> str:
         """What services wrote."""
         return self.compose("logs", "--no-color", *services)

@@ -1,7 +1,5 @@
 """What is killed, cut off or restarted comes back by itself or with its successor, and no block is lost."""
 
-import time
-
 from kvpool.client import PoolState, RankState
 from support_compose import POOL, PROJECT, SCHEDULERS, Failure, Stack, docker, eventually
 
@@ -18,6 +16,7 @@ def test_a_killed_worker_suspends_the_pool_and_its_successor_begins_a_new_epoch(
     stack: Stack, failures: list[Failure]
 ) -> None:
     epoch = stack.wait_ready().epoch
+    stack.wait_scraped()
     suspended = stack.prometheus.value("kvpool_pool_suspensions_total") or 0.0
     ended = stack.prometheus.value(ENDED % "epoch_passed") or 0.0
     failure = Failure("worker-1 killed, started again")
@@ -43,7 +42,8 @@ def test_a_killed_worker_suspends_the_pool_and_its_successor_begins_a_new_epoch(
 
 def test_a_worker_that_is_cut_off_and_back_in_time_costs_nothing(stack: Stack, failures: list[Failure]) -> None:
     before = stack.wait_ready()
-    ended = stack.prometheus.value(ENDED % "epoch_passed")
+    stack.wait_scraped()
+    opened = stack.prometheus.value("kvpool_sessions_opened_total")
     worker, network = stack.container("worker-1"), f"{PROJECT}_default"
     failure = Failure("worker-1 cut off by docker network disconnect")
     failures.append(failure)
@@ -52,7 +52,6 @@ def test_a_worker_that_is_cut_off_and_back_in_time_costs_nothing(stack: Stack, f
     failure.noticed()
     assert pool.ranks[1].state in (RankState.SILENT, RankState.LOST)
     eventually("the metrics to miss it", lambda: missing_ranks(stack) == 1)
-    eventually("its own to be missing", lambda: stack.prometheus.target_health()["worker-1:9465"] == "down")
     failure.repaired()
     docker("network", "connect", "--alias", "worker-1", network, worker)
     pool = stack.wait_ready()
@@ -61,7 +60,8 @@ def test_a_worker_that_is_cut_off_and_back_in_time_costs_nothing(stack: Stack, f
     assert pool.epoch == before.epoch
     assert pool.cached_blocks > 0
     eventually("the metrics to find it", lambda: missing_ranks(stack) == 0)
-    assert stack.prometheus.value(ENDED % "epoch_passed") == ended
+    stack.wait_scraped()
+    assert stack.prometheus.value("kvpool_sessions_opened_total") == opened, "schedulers kept their sessions"
     eventually("its own to be back", lambda: stack.prometheus.target_health()["worker-1:9465"] == "up")
     stack.assert_no_block_lost()
 
@@ -69,6 +69,7 @@ def test_a_worker_that_is_cut_off_and_back_in_time_costs_nothing(stack: Stack, f
 def test_a_killed_scheduler_gives_its_blocks_back_within_its_lease(stack: Stack, failures: list[Failure]) -> None:
     stack.compose("stop", "scheduler-1")
     eventually("blocks in use", lambda: (pool := stack.pool()).sessions == 1 and pool.usage > 0)
+    stack.wait_scraped()
     expired = stack.prometheus.value(ENDED % "lease_expired") or 0.0
     failure = Failure("scheduler-0 killed while it held all that was in use")
     failures.append(failure)
@@ -80,7 +81,7 @@ def test_a_killed_scheduler_gives_its_blocks_back_within_its_lease(stack: Stack,
     assert (pool.sessions, pool.requests) == (0, 0)
     assert pool.cached_blocks > 0
     assert failure.recovered_seconds is not None
-    assert failure.recovered_seconds < LEASE_SECONDS + 2
+    assert failure.recovered_seconds < LEASE_SECONDS + 5  # it is looked for, and ranks are asked, now and then
     eventually("the metrics", lambda: stack.prometheus.increase_since(ENDED % "lease_expired", expired) == 1)
     eventually("the alert", lambda: stack.prometheus.alert_states().get("KvpoolLeasesExpired") == "firing")
     stack.compose("start", *SCHEDULERS)
@@ -123,8 +124,7 @@ def test_a_rolling_restart_of_all_ends_in_a_ready_pool(stack: Stack, failures: l
         failure.recovered(f"epoch {epochs[-2]} -> {epochs[-1]}" if epochs[-1] > epochs[-2] else "its session")
     assert epochs == sorted(epochs)
     assert epochs[-3] == epochs[-1], "schedulers cost no epoch"
-    now = time.time()
-    eventually("a scrape", lambda: stack.prometheus.scraped_after(now, "kvpool_pool_epoch"))
+    stack.wait_scraped()
     assert stack.prometheus.value("kvpool_pool_epoch") == epochs[-1]
     assert stack.prometheus.value(f'kvpool_pool_state{{pool="{POOL}",state="ready"}}') == 1
     stack.assert_no_block_lost()

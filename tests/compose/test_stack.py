@@ -53,8 +53,7 @@ def test_every_expression_of_the_dashboard_has_an_answer(stack: Stack) -> None:
 
 def test_prometheus_says_what_the_server_says(stack: Stack) -> None:
     pool = stack.stop_schedulers()
-    now = time.time()
-    eventually("a scrape", lambda: stack.prometheus.scraped_after(now, f'kvpool_pool_free_blocks{{pool="{POOL}"}}'))
+    stack.wait_scraped()
     cache = pool.prefix_cache
     told = {
         "kvpool_pool_blocks": pool.config.num_blocks - 1,
