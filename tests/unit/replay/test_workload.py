@@ -1,0 +1,67 @@
+"""What schedulers are given to do, once or again and again."""
+
+import json
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from kvpool.replay.workload import ChatShare, TraceShare, Work, Workload
+
+
+def played(workload: Workload, most: int = 1000) -> list[Work]:
+    """All requests in the order in which they come, each answered by as many tokens as it wants."""
+    waiting, done = workload.start(), []
+    while waiting and len(done) < most:
+        work = waiting.pop(0)
+        done.append(work)
+        follow_up = workload.follow_up(work, [7] * work.output_length)
+        waiting += [follow_up] if follow_up else []
+    return done
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    path = tmp_path / "trace.jsonl"
+    entry = {"timestamp": 0, "input_length": 600, "output_length": 9, "hash_ids": [1, 2]}
+    path.write_text("\n".join(json.dumps(entry | {"input_length": 600 + i}) for i in range(4)))
+    return path
+
+
+def test_a_turn_holds_all_that_was_said_before() -> None:
+    turns = played(ChatShare(1, 0, num_conversations=1, num_turns=4))
+    assert len(turns) == 4
+    for earlier, later in pairwise(turns):
+        assert later.token_ids[: len(earlier.token_ids)] == earlier.token_ids
+        assert later.token_ids[len(earlier.token_ids) :][: earlier.output_length] == [7] * earlier.output_length
+
+
+def test_seed_and_share_make_the_chats_and_the_seed_alone_what_they_begin_with() -> None:
+    def first_turns(seed: int, index: int) -> list[list[int]]:
+        return [work.token_ids for work in ChatShare(seed, index, 40, 1).start()]
+
+    assert first_turns(1, 0) == first_turns(1, 0)
+    beginnings = [{tuple(tokens[:200]) for tokens in first_turns(*of)} for of in ((1, 0), (1, 1), (2, 0))]
+    assert beginnings[0] == beginnings[1], "four system prompts, whatever the share"
+    assert beginnings[0].isdisjoint(beginnings[2])
+    assert first_turns(1, 0) != first_turns(1, 1)
+
+
+@pytest.mark.parametrize("num_rounds", [1, 3])
+def test_conversations_follow_each_other_and_none_is_played_twice(num_rounds: int) -> None:
+    done = played(ChatShare(1, 0, num_conversations=2, num_turns=3, num_rounds=num_rounds))
+    assert len({work.work_id for work in done}) == len(done) == 2 * 3 * num_rounds
+    assert len({tuple(work.token_ids) for work in done}) == len(done)
+
+
+def test_a_trace_is_dealt_out_and_played_again_as_it_is(trace: Path) -> None:
+    done = played(TraceShare(trace, None, index=1, of=2, num_rounds=3))
+    assert [len(work.token_ids) for work in done] == [601, 603] * 3
+    assert len({work.work_id for work in done}) == 6
+
+
+@pytest.mark.parametrize("is_chat", [True, False])
+def test_for_ever_has_no_end(is_chat: bool, trace: Path) -> None:  # noqa: FBT001
+    workload: Workload = ChatShare(1, 0, 2, 3, None) if is_chat else TraceShare(trace, None, 0, 1, None)
+    done = played(workload, most=200)
+    assert len({work.work_id for work in done}) == len(done) == 200
