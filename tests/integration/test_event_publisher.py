@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import json
 import logging
 import random
 import subprocess
@@ -15,10 +16,12 @@ import pytest
 import zmq
 import zmq.asyncio
 
+from kvpool.client import connect
 from kvpool.server.obs import event_publisher
 from kvpool.server.obs.event_config import ReplayFraming
 from support_events import END, Subscriber, truth
 from support_publisher import Site, until
+from support_server import pool_config
 
 
 @pytest.fixture
@@ -240,6 +243,9 @@ async def test_a_pool_whose_endpoint_is_taken_serves_all_the_same(
     await place.work(1)
 
 
+KVPOOL = [sys.executable, "-c", "from kvpool.cli import main; main()"]
+
+
 def serve(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [
         sys.executable,
@@ -263,3 +269,41 @@ def test_serve_says_what_is_wrong_with_its_endpoints() -> None:
     odd = serve("--events-endpoint", "5557")
     assert odd.returncode == 2
     assert "events_endpoint: '5557': needs tcp://HOST:PORT" in odd.stderr
+
+
+def test_serve_takes_the_settings_of_events_from_a_file(tmp_path: Path) -> None:
+    """Every one of them is known by its flag's name; the last one read is what is wrong here."""
+    settings = {
+        "events_endpoint": "tcp://*:5557",
+        "events_replay_endpoint": "tcp://*:5657",
+        "events_pool": ["a", "b"],
+        "events_topic": "kv@{host}@{pool}",
+        "events_wire": "array",
+        "replay_framing": "legacy",
+        "events_hashes": "bytes",
+        "events_removed": "every-copy",
+        "events_buffer_batches": 100,
+        "events_heartbeat_seconds": 0.01,
+    }
+    file = tmp_path / "kvpool.toml"
+    file.write_text("".join(f"{name} = {json.dumps(value)}\n" for name, value in settings.items()))
+    refused = serve("--config", str(file))
+    assert refused.returncode == 2
+    assert "events_heartbeat_seconds: 0.01 is neither 0 nor in [0.1, 3600]" in refused.stderr
+
+
+def test_a_server_that_publishes_starts_and_stops_from_the_command_line(tmp_path: Path) -> None:
+    command = [*KVPOOL, "serve", "--listen", f"unix:{tmp_path / 's'}", "--events-endpoint", f"ipc://{tmp_path / 'e'}"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    try:
+        assert process.stderr
+        while "kvpool: listening" not in process.stderr.readline():
+            assert process.poll() is None
+        with connect(f"unix:{tmp_path / 's'}") as client:
+            client.create_pool(pool_config(enable_events=True))
+        assert f"pool m: events on ipc://{tmp_path / 'e'}, replay on nowhere" in process.stderr.readline()
+        process.terminate()
+        assert process.wait(timeout=20) == 0
+    finally:
+        process.kill()
+        process.communicate()

@@ -32,7 +32,6 @@ _OPTIONS: Final = (
     ),
     click.option(
         "--events-pool",
-        "events_pools",
         multiple=True,
         metavar="POOL",
         help="Publish this pool; may be given several times, in the order of their ports. Default: all, as they come.",
@@ -42,31 +41,29 @@ _OPTIONS: Final = (
     ),
     click.option(
         "--events-wire",
-        "events_form",
-        type=click.Choice(list(EventForm)),
-        default=EventForm.MAP,
+        type=click.Choice([kind.value for kind in EventForm]),
+        default=EventForm.MAP.value,
         show_default=True,
         help="Each event as vLLM writes it since 0.24, or as before.",
     ),
     click.option(
         "--replay-framing",
-        "events_replay_framing",
-        type=click.Choice(list(ReplayFraming)),
-        default=ReplayFraming.TOPIC,
+        type=click.Choice([kind.value for kind in ReplayFraming]),
+        default=ReplayFraming.TOPIC.value,
         show_default=True,
         help="Replayed batches with their topic, as vLLM since 0.26, or without.",
     ),
     click.option(
         "--events-hashes",
-        type=click.Choice(list(HashForm)),
-        default=HashForm.INTEGER,
+        type=click.Choice([kind.value for kind in HashForm]),
+        default=HashForm.INTEGER.value,
         show_default=True,
         help="Block hashes as the integer of their last 8 bytes, or whole.",
     ),
     click.option(
         "--events-removed",
-        type=click.Choice(list(RemovedForm)),
-        default=RemovedForm.LAST_COPY,
+        type=click.Choice([kind.value for kind in RemovedForm]),
+        default=RemovedForm.LAST_COPY.value,
         show_default=True,
         help="A hash is removed with the last block that has it, or, as in vLLM, with each.",
     ),
@@ -100,13 +97,15 @@ def take_events_config(settings: dict[str, Any]) -> EventsConfig:
     Raises:
         ValueError: One is malformed or out of range, or what they need is not installed.
     """
-    names = [name for name in settings if name.startswith("events_")]
-    taken = {name.removeprefix("events_"): settings.pop(name) for name in names}
-    for name, kind in (
-        ("form", EventForm),
-        ("replay_framing", ReplayFraming),
-        ("hashes", HashForm),
-        ("removed", RemovedForm),
-    ):
-        taken[name] = kind(taken[name])
-    return EventsConfig(**taken)
+    return EventsConfig(
+        endpoint=settings.pop("events_endpoint"),
+        replay_endpoint=settings.pop("events_replay_endpoint"),
+        pools=tuple(settings.pop("events_pool")),
+        topic=settings.pop("events_topic"),
+        form=EventForm(settings.pop("events_wire")),
+        replay_framing=ReplayFraming(settings.pop("replay_framing")),
+        hashes=HashForm(settings.pop("events_hashes")),
+        removed=RemovedForm(settings.pop("events_removed")),
+        buffer_batches=settings.pop("events_buffer_batches"),
+        heartbeat_seconds=settings.pop("events_heartbeat_seconds"),
+    )

@@ -87,9 +87,9 @@ class Server:
         Raises:
             OSError: An address cannot be had.
         """
+        addresses = [self._bind(address) for address in self._config.addresses]
         if self._config.events.endpoint:
             self._publishers = self._publish_events()
-        addresses = [self._bind(address) for address in self._config.addresses]
         if self._observations:
             self._exporter = self._export(self._observations)
             _log.info("metrics listening", extra={"address": self._exporter.address})

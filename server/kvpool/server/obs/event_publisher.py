@@ -38,7 +38,7 @@ SNAPSHOT_REQUEST: Final = b"kvpool.snapshot.v1"
 STATUS, SNAPSHOT_BEGIN, SNAPSHOT_BLOCKS, SNAPSHOT_END = b"status", b"begin", b"blocks", b"end"
 SEQUENCE_BYTES: Final = 8
 END_OF_REPLAY: Final = (-1).to_bytes(SEQUENCE_BYTES, "big", signed=True)
-CHUNK_BLOCKS: Final = 512
+CHUNK_BLOCKS: Final = 256
 _BATCHES_IN_A_GO: Final = 16
 _REPLIES_IN_A_GO: Final = 16
 _REQUESTS_AT_A_TIME: Final = 8

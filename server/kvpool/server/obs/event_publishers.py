@@ -7,6 +7,7 @@ connected to, all pools connect to the same one: that is where their topics tell
 
 import asyncio
 import logging
+from typing import Final
 
 import zmq
 import zmq.asyncio
@@ -16,6 +17,8 @@ from kvpool.server.core.types import PoolName
 from kvpool.server.obs.event_config import EventsConfig, is_bound, numbered
 from kvpool.server.obs.event_log import EventLog
 from kvpool.server.obs.event_publisher import EventPublisher, PublisherSockets
+
+_MAX_REQUEST_BYTES: Final = 1024
 
 _log = logging.getLogger("kvpool.server")
 
@@ -43,8 +46,12 @@ class EventPublishers:
         Raises:
             OSError: One cannot be had.
         """
-        for number in range(len(self._settings.pools) or 1):
-            self._open(number)
+        try:
+            for number in range(len(self._settings.pools) or 1):
+                self._open(number)
+        except OSError:
+            self._close()
+            raise
 
     def add(self, pool: Pool, log: EventLog) -> None:
         """Begins to publish a pool, if it makes events and is to be published. Does nothing if it is published."""
@@ -80,6 +87,9 @@ class EventPublishers:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        self._close()
+
+    def _close(self) -> None:
         for sockets in self._opened.values():
             sockets.publish.close(linger=0)
             if sockets.replay:
@@ -99,6 +109,7 @@ class EventPublishers:
             if settings.replay_endpoint:
                 replay = self._async_context.socket(zmq.ROUTER)
                 replay.router_mandatory = True  # so that a peer that went away, or is slow, is told
+                replay.maxmsgsize = _MAX_REQUEST_BYTES
                 _bind(replay, numbered(settings.replay_endpoint, number))
         except OSError:
             publish.close(linger=0)

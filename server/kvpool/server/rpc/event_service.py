@@ -17,7 +17,7 @@ from kvpool.server.rpc.errors import errors_sent
 from kvpool.server.rpc.hub import Hub, Stream
 from kvpool.v1 import event_pb2, event_pb2_grpc
 
-CHUNK_BLOCKS: Final = 512
+CHUNK_BLOCKS: Final = 256
 """Blocks of a snapshot told in one message; steps wait for no more than one."""
 
 _MIN_HEARTBEAT_SECONDS: Final = 0.1
