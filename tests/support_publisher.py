@@ -50,7 +50,7 @@ class Site:
 
     @property
     def publisher(self) -> EventPublisher:
-        publishers = self.server._publishers
+        publishers = self.server.publishers
         assert publishers
         return publishers.by_pool[PoolName("m")]
 

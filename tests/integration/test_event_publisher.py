@@ -214,7 +214,7 @@ async def test_each_pool_has_a_port_and_numbers_of_its_own(tmp_path: Path) -> No
     place.events = replace(place.events, pools=("other", "m"))
     await place.start(("m", "other", "third"))
     try:
-        publishers = place.server._publishers
+        publishers = place.server.publishers
         assert publishers
         assert set(publishers.by_pool) == {"m", "other"}
         await place.work(2)

@@ -56,13 +56,18 @@ _log = logging.getLogger("kvpool.server")
 
 
 class Server:
-    """A kvpool server in the current event loop."""
+    """A kvpool server in the current event loop.
+
+    Attributes:
+        hub: What its services share.
+        publishers: What publishes block events over ZeroMQ, if that is asked for.
+    """
 
     def __init__(self, config: ServerConfig) -> None:
         self._config = config
         self._observations = Observations() if config.metrics.address else None
         self._exporter: Exporter | None = None
-        self._publishers: EventPublishers | None = None
+        self.publishers: EventPublishers | None = None
         self.hub = Hub(config.max_pool_blocks, _residency(config.metrics))
         self._ranks = Ranks(self.hub, config.rank_timing, config.max_pool_blocks, config.max_pools)
         self._health = health.aio.HealthServicer()
@@ -89,7 +94,7 @@ class Server:
         """
         addresses = [self._bind(address) for address in self._config.addresses]
         if self._config.events.endpoint:
-            self._publishers = self._publish_events()
+            self.publishers = self._publish_events()
         if self._observations:
             self._exporter = self._export(self._observations)
             _log.info("metrics listening", extra={"address": self._exporter.address})
@@ -119,14 +124,14 @@ class Server:
                 await watch
         if self._exporter:
             await self._exporter.stop()
-        if self._publishers:
-            await self._publishers.stop()
+        if self.publishers:
+            await self.publishers.stop()
         _log.info("server stopped")
 
     def _export(self, observations: Observations) -> Exporter:
         def describe(name: PoolName) -> PoolSource:
             allocator = self.hub.allocator
-            publisher = self._publishers.by_pool.get(name) if self._publishers else None
+            publisher = self.publishers.by_pool.get(name) if self.publishers else None
             return PoolSource(
                 self._ranks.describe(name),
                 allocator.pool(name).residency if allocator.has_pool(name) else None,

@@ -11,7 +11,8 @@ from kvpool.replay.workload import ChatShare, TraceShare, Work, Workload
 
 def played(workload: Workload, most: int = 1000) -> list[Work]:
     """All requests in the order in which they come, each answered by as many tokens as it wants."""
-    waiting, done = workload.start(), []
+    waiting = workload.start()
+    done: list[Work] = []
     while waiting and len(done) < most:
         work = waiting.pop(0)
         done.append(work)
