@@ -184,7 +184,7 @@ def test_what_is_not_there_is_refused_and_nothing_changes(client: Client, admin:
         ):
             with pytest.raises(NotFoundError):
                 call()
-        with pytest.raises(WrongStateError, match=f"1 sessions are open: {info.session_number}") as refused:
+        with pytest.raises(WrongStateError, match=f"sessions are open: {info.session_number}") as refused:
             admin.remove_pool(pool)
         assert refused.value.reason == "POOL_IN_USE"
         assert seen(client, admin, pool) == before
@@ -284,7 +284,7 @@ def test_a_pool_of_ranks_is_seen_as_it_forms_and_removed_once_they_are_gone(
     with pytest.raises(UnavailableError, match="drained"):
         client.open_session("ranked")
     before = seen(client, admin, "ranked")
-    with pytest.raises(WrongStateError, match="2 ranks are there or waited for: 0, 1"):
+    with pytest.raises(WrongStateError, match="ranks are there or waited for: 0, 1"):
         admin.remove_pool("ranked")
     assert seen(client, admin, "ranked") == before
     for rank in ranks:

@@ -11,11 +11,20 @@ from kvpool.replay.child_error import ChildError
 from kvpool.server.core.errors import KvpoolError
 
 _COMMANDS: Final = {
+    "blocks": "kvpool.cli.admin:blocks",
     "demo": "kvpool.cli.demo:demo",
+    "drain": "kvpool.cli.admin:drain",
+    "evict-session": "kvpool.cli.admin:evict_session",
     "health": "kvpool.cli.health:health",
     "plan": "kvpool.cli.plan:plan",
+    "pools": "kvpool.cli.admin:pools",
+    "remove-pool": "kvpool.cli.admin:remove_pool",
     "replay": "kvpool.cli.replay:replay",
+    "requests": "kvpool.cli.admin:requests",
+    "reset": "kvpool.cli.admin:reset",
     "serve": "kvpool.cli.serve:serve",
+    "sessions": "kvpool.cli.admin:sessions",
+    "top": "kvpool.cli.top:top",
     "worker": "kvpool.cli.worker:worker",
 }
 """By name: where the command is. It is imported when it is run, so that `health` does not wait for the others."""

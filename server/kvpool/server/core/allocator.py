@@ -13,6 +13,7 @@ from typing import Final
 from kvpool.server.core import apply
 from kvpool.server.core.config import PoolConfig
 from kvpool.server.core.errors import AbortedError, InvalidArgumentError, NotFoundError, WrongStateError
+from kvpool.server.core.inspection import named
 from kvpool.server.core.intake import Intake
 from kvpool.server.core.pool import Pool
 from kvpool.server.core.residency import Residency
@@ -309,8 +310,7 @@ class Allocator:
         pool = self.pool(name)
         sessions = self.sessions_of(pool)
         if sessions:
-            named = ", ".join(str(session.writer) for session in sessions[:16])
-            message = f"{len(sessions)} sessions are open: {named}" + (", ..." if len(sessions) > 16 else "")  # noqa: PLR2004 - a line's worth
+            message = f"sessions are open: {named([session.writer for session in sessions])}"
             raise WrongStateError("POOL_IN_USE", message, field="pool_name")
         del self._pools[pool.config.name]
         self.intake.open(pool.config.name)

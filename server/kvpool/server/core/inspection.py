@@ -22,6 +22,7 @@ DEFAULT_PAGE_SIZE: Final = 100
 MAX_PAGE_SIZE: Final = 500
 COUNTED_REQUESTS: Final = 4096
 LOOKED_AT_BLOCKS: Final = 4096
+NAMED_NUMBERS: Final = 16
 _MAX_TOKEN_LENGTH: Final = 1024
 
 
@@ -140,6 +141,13 @@ def describe_session(pool: Pool, session: Session, now_seconds: float) -> Sessio
 def held_blocks(request: Request) -> tuple[int, ...]:
     """Blocks in a request's tables, group by group, the null block left out."""
     return tuple(len(table.block_ids) - table.num_skipped for table in request.tables)
+
+
+def named(numbers: Sequence[int]) -> str:
+    """Lists numbers for a message; of many the first."""
+    if len(numbers) <= NAMED_NUMBERS:
+        return ", ".join(map(str, numbers))
+    return ", ".join(map(str, numbers[:NAMED_NUMBERS])) + f", ... ({len(numbers)} in all)"
 
 
 def holders(sessions: Iterable[Session]) -> list[Session]:

@@ -8,6 +8,7 @@ from typing import Final, assert_never
 from kvpool.server.core.allocator import PoolInfo
 from kvpool.server.core.config import PoolConfig, check_pool_name
 from kvpool.server.core.errors import ExhaustedError, InvalidArgumentError, KvpoolError, WrongStateError
+from kvpool.server.core.inspection import named
 from kvpool.server.core.membership import Membership
 from kvpool.server.core.statistics import PrefixCacheStats
 from kvpool.server.core.types import PoolName
@@ -132,9 +133,8 @@ class Ranks:
         """
         membership = self.membership(name)
         if membership and not membership.is_empty:
-            here = [str(rank.rank) for rank in membership.rank_infos() if rank.state is not RankState.ABSENT]
-            named = ", ".join(here[:16]) + (", ..." if len(here) > 16 else "")  # noqa: PLR2004 - a line's worth
-            message = f"{len(here)} ranks are there or waited for: {named}"
+            here = [rank.rank for rank in membership.rank_infos() if rank.state is not RankState.ABSENT]
+            message = f"ranks are there or waited for: {named(here)}"
             raise WrongStateError("POOL_IN_USE", message, field="pool_name")
         self._hub.remove_pool(name)
         self._memberships.pop(PoolName(name), None)

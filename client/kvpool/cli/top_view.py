@@ -1,0 +1,229 @@
+"""One screen of `kvpool top`, as lines that fit it: pure, from samples to text.
+
+The server first, then the pools, those in trouble before the others, then as many sessions as there is room for.
+A pool takes three lines, two or one, as many as fit for all.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from rich.text import Text
+
+from kvpool.cli.admin_output import usable_blocks
+from kvpool.cli.text import clean, counted, duration, fit, gib, percent, short
+from kvpool.cli.top_sample import MAX_SESSIONS, Interval, PoolRates, Sample, busiest
+from kvpool.client import PoolInfo, PoolState, RankInfo, RankState
+from kvpool.client.admin import SessionInfo
+
+_STATE_STYLES: Final = {
+    PoolState.READY: "green",
+    PoolState.FORMING: "yellow",
+    PoolState.DEGRADED: "bold red",
+    PoolState.DRAINING: "yellow",
+}
+_NEARLY_FULL: Final = 0.95
+_FILLING: Final = 0.8
+_POOL_LINES: Final = 3
+_MIN_NAME_CELLS: Final = 12
+_MIN_BAR_CELLS: Final = 4
+_KEPT_SESSION_LINES: Final = 4
+"""Lines that pools leave to sessions, if there are any: their heading and three of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Screen:
+    """What the lines are to fit.
+
+    Attributes:
+        width: Cells of a line.
+        height: Lines; None for any number.
+        ascii_only: Whether it shows nothing but ASCII.
+        all_ranks: Whether ranks that are ready have their line, too.
+    """
+
+    width: int = 80
+    height: int | None = None
+    ascii_only: bool = False
+    all_ranks: bool = False
+
+    def fit(self, text: str, width: int | None = None) -> str:
+        """Fits a text to so many cells, or to a line."""
+        cleaned = clean(text, ascii_only=self.ascii_only)
+        return fit(cleaned, self.width if width is None else width, ascii_only=self.ascii_only)
+
+
+def waiting_lines(screen: Screen, address: str, trouble: str) -> list[Text]:
+    """The lines before the first answer."""
+    lines = [_line(screen, f"kvpool top, {address}", "bold")]
+    return [*lines, _line(screen, trouble or "asking ...", "reverse red" if trouble else "")]
+
+
+def lines(screen: Screen, address: str, sample: Sample, interval: Interval, trouble: str = "") -> list[Text]:
+    """The lines of a screen.
+
+    Args:
+        screen: What they are to fit.
+        address: The server's.
+        sample: How it is, or was when it last answered.
+        interval: What happened before that.
+        trouble: Why it is not known how it is now; empty if it is.
+    """
+    head = _head(screen, address, sample, trouble)
+    room = None if screen.height is None else max(screen.height - len(head), 0)
+    wanted = min(len(sample.sessions) + 1, _KEPT_SESSION_LINES) if sample.sessions else 0
+    pools = _pools(screen, sample.overview.pools, interval, None if room is None else max(room - wanted, 1))
+    sessions = _sessions(screen, sample, interval, None if room is None else room - len(pools))
+    every = [*head, *pools, *sessions]
+    return every if screen.height is None else every[: screen.height]
+
+
+def _head(screen: Screen, address: str, sample: Sample, trouble: str) -> list[Text]:
+    server, pools = sample.overview.server, sample.overview.pools
+    running = sum(info.running_requests for info in pools)
+    waiting = sum(info.requests for info in pools) - running
+    sessions = sum(info.sessions for info in pools)
+    title = f"kvpool {server.version} at {address}, up {duration(server.uptime_seconds)}"
+    counts = (
+        f"{counted(len(pools), 'pool')}, {counted(sessions, 'session')}, {counted(running, 'request')} running, "
+        f"{waiting:,} waiting"
+    )
+    if server.draining:
+        counts += "; draining: no new sessions"
+    used, cached, free = _glyphs(screen)
+    legend = f"{used} used  {cached} free, cached  {free} free"
+    return [
+        _line(screen, title, "bold"),
+        _line(screen, trouble, "reverse red") if trouble else _line(screen, counts),
+        _line(screen, legend, "dim"),
+    ]
+
+
+def _pools(screen: Screen, pools: Sequence[PoolInfo], interval: Interval, room: int | None) -> list[Text]:
+    if not pools:
+        return [_line(screen, "no pools")]
+    ordered = sorted(pools, key=lambda info: (info.state is PoolState.READY, info.config.name))
+    blocks = [_pool(screen, info, interval.pools.get(info.config.name)) for info in ordered]
+    ranks = [[_rank(screen, rank) for rank in info.ranks if _is_shown(screen, rank)] for info in ordered]
+    for num_lines in range(_POOL_LINES, 0, -1):
+        shown = [line for block, rows in zip(blocks, ranks, strict=True) for line in block[:num_lines] + rows]
+        if room is None or len(shown) <= room:
+            return shown
+    if room is not None and len(blocks) > room:
+        return _cut([block[0] for block in blocks], room, screen, "pools")
+    return _cut(shown, room or 0, screen, "lines")  # the ranks' lines are what is too much
+
+
+def _pool(screen: Screen, info: PoolInfo, rates: PoolRates | None) -> list[Text]:
+    usable = usable_blocks(info)
+    cached = info.cached_blocks / usable if usable else 0.0
+    figures = f" {percent(info.usage):>5} used {percent(cached):>5} cached"
+    middle = f" {info.state.value:<8} e{short(info.epoch):<4} "
+    flexible = screen.width - len(figures) - len(middle)
+    name_width = min(max(flexible * 11 // 20, _MIN_NAME_CELLS), 40)
+    bar_width = flexible - name_width if flexible - name_width >= _MIN_BAR_CELLS else 0
+    first = Text.assemble(
+        (screen.fit(info.config.name, name_width), "bold"),
+        (middle, _STATE_STYLES[info.state]),
+        _bar(screen, info.usage, cached, bar_width),
+        figures,
+    )
+    second = (
+        f"  hit {percent(info.recent_hit_rate):>5} now {percent(rates.hit_ratio if rates else None):>5}"
+        f" {_rate(rates.steps if rates else None)} steps/s {_rate(rates.allocations if rates else None)} alloc/s"
+        f" {_rate(rates.refusals if rates else None)} refused/s {_rate(rates.evictions if rates else None)} evict/s"
+    )
+    third = (
+        f"  {usable:,} blocks, {counted(info.sessions, 'session')}, {info.running_requests:,} running, "
+        f"{info.requests - info.running_requests:,} waiting"
+    )
+    if rates and rates.preemptions:
+        third += f", {short(rates.preemptions)} preempted/s"
+    if info.ranks:
+        third += f", ranks {_rank_counts(info.ranks)}"
+    first.truncate(screen.width, overflow="crop")
+    return [first, _line(screen, second), _line(screen, third, "dim")]
+
+
+def _bar(screen: Screen, usage: float, cached: float, width: int) -> Text:
+    """Used, then free but surely cached, then the rest; what is used and cached is taken to be all that is used."""
+    used_cells = round(usage * width) if usage < 1 else width
+    if usage > 0:
+        used_cells = min(max(used_cells, 1), width)
+    cached_cells = round(min(max(cached, usage), 1.0) * width) - used_cells
+    cached_cells = min(max(cached_cells, 0), width - used_cells)
+    used, reusable, free = _glyphs(screen)
+    style = "red" if usage >= _NEARLY_FULL else "yellow" if usage >= _FILLING else "green"
+    return Text.assemble(
+        (used * used_cells, style),
+        (reusable * cached_cells, "cyan"),
+        (free * (width - used_cells - cached_cells), "dim"),
+    )
+
+
+def _rank(screen: Screen, rank: RankInfo) -> Text:
+    said = [f"rank {rank.rank} {rank.state.value}"]
+    if rank.host or rank.device:
+        said.append(" ".join(filter(None, (rank.host, rank.device))))
+    if rank.pid:
+        said.append(f"process {rank.pid}")
+    if rank.num_blocks:
+        said.append(f"{rank.num_blocks:,} blocks, {gib(rank.allocated_bytes)}")
+    return _line(screen, f"    {', '.join(said)}", "" if rank.state is RankState.READY else "yellow")
+
+
+def _rank_counts(ranks: Sequence[RankInfo]) -> str:
+    counts = [(state.value, sum(1 for rank in ranks if rank.state is state)) for state in RankState]
+    return " ".join(f"{count} {name}" for name, count in counts if count)
+
+
+def _sessions(screen: Screen, sample: Sample, interval: Interval, room: int | None) -> list[Text]:
+    total = sum(info.sessions for info in sample.overview.pools)
+    if not sample.sessions or (room is not None and room < 2):  # noqa: PLR2004 - a heading and a session
+        return []
+    name_width = max((screen.width - 54) // 2, 4)
+    heading = (
+        f"{'SESSION':>7} {'POOL':<{name_width}} {'CLIENT':<{name_width}} {'RUN':>5} {'WAIT':>5} {'BLOCKS':>8}"
+        f" {'STEP/S':>6} {'AGE':>6} {'HEARD':>6}"
+    )
+    rows = [_session(screen, info, interval, name_width) for info in busiest(sample.sessions)]
+    if room is None:
+        return [_line(screen, heading, "reverse"), *rows]
+    more = total - len(sample.sessions) if total > MAX_SESSIONS else 0
+    return [_line(screen, heading, "reverse"), *_cut(rows, room - 1, screen, "sessions", more)]
+
+
+def _session(screen: Screen, info: SessionInfo, interval: Interval, name_width: int) -> Text:
+    steps = interval.session_steps.get(info.session_number)
+    heard = "now" if info.streaming else duration(info.idle_seconds)
+    return _line(
+        screen,
+        f"{info.session_number:>7} {screen.fit(info.pool_name, name_width)}"
+        f" {screen.fit(info.client_name, name_width)} {short(info.running_requests):>5}"
+        f" {short(info.requests - info.running_requests):>5} {sum(info.held_blocks):>8,}"
+        f" {_rate(steps):>6} {duration(info.age_seconds):>6} {heard:>6}",
+    )
+
+
+def _cut(rows: list[Text], room: int, screen: Screen, what: str, more: int = 0) -> list[Text]:
+    """As many rows as there is room for; the last line says how many are not shown."""
+    if len(rows) <= room and not more:
+        return rows
+    kept = rows[: max(room - 1, 0)]
+    return [*kept, _line(screen, f"and {len(rows) + more - len(kept):,} more {what}", "dim")]
+
+
+def _is_shown(screen: Screen, rank: RankInfo) -> bool:
+    return screen.all_ranks or rank.state is not RankState.READY
+
+
+def _line(screen: Screen, text: str, style: str = "") -> Text:
+    return Text(screen.fit(text).rstrip() if "reverse" not in style else screen.fit(text), style=style)
+
+
+def _rate(value: float | None) -> str:
+    return f"{'-' if value is None else short(value):>5}"
+
+
+def _glyphs(screen: Screen) -> tuple[str, str, str]:
+    return ("#", "+", ".") if screen.ascii_only else ("█", "▒", "·")

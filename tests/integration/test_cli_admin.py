@@ -1,0 +1,215 @@
+"""The operator's commands as a person runs them, against a real server with sessions at work."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvpool.client import Client, Session, UnavailableError, connect
+from support_server import pool_config, running_server
+from support_terminal import Terminal
+from support_wire_ranks import wait_until
+
+KVPOOL = str(Path(sys.executable).parent / "kvpool")
+PROMPT = list(range(41))  # ten full blocks and one token
+
+
+@pytest.fixture(name="address")
+def fixture_address(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    with running_server() as address:
+        monkeypatch.setenv("KVPOOL_ADDRESS", address)
+        yield address
+
+
+@pytest.fixture(name="client")
+def fixture_client(address: str) -> Iterator[Client]:
+    with connect(address, deadline_seconds=5.0) as client:
+        client.create_pool(pool_config())
+        yield client
+
+
+@pytest.fixture(name="session")
+def fixture_session(client: Client) -> Iterator[Session]:
+    """A session that holds the blocks of one request and has another waiting."""
+    with client.open_session("m", client_name="front-end \x1b[2J模", lease_seconds=60) as session:
+        session.admit(session.request("r1", PROMPT))
+        with session.step() as step:
+            step.admit(session.request("r2", list(range(500))))
+        yield session
+
+
+def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [KVPOOL, *arguments], capture_output=True, text=True, timeout=60, check=False,
+        env={**os.environ, "PYTHONIOENCODING": "utf-8", **environment},
+    )  # fmt: skip
+
+
+def refusal(*arguments: str) -> str:
+    """What a command says that is refused: a line, and status 1."""
+    done = run(*arguments)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1), done
+    assert done.stderr.startswith("Error: ")
+    return done.stderr
+
+
+def said(*arguments: str) -> str:
+    done = run(*arguments)
+    assert (done.returncode, done.stderr) == (0, ""), done
+    return done.stdout
+
+
+def answer(*arguments: str) -> dict[str, Any]:
+    (line,) = said(*arguments, "--json").splitlines()
+    found: dict[str, Any] = json.loads(line)
+    return found
+
+
+def words(line: str) -> list[str]:
+    return line.split()
+
+
+@pytest.mark.usefixtures("session")
+def test_lists_for_people_and_for_scripts() -> None:
+    heading, row = said("pools").splitlines()
+    assert words(heading)[:4] == ["POOL", "STATE", "EPOCH", "BLOCKS"]
+    assert words(row) == ["m", "ready", "1", "99", "11.1%", "10.1%", "0.0%", "1", "1", "1", "-"]
+    pools = answer("pools")
+    assert pools["server"]["draining"] is False
+    (pool,) = pools["pools"]
+    assert (pool["name"], pool["used_blocks"], pool["waiting_requests"]) == ("m", 11, 1)
+
+    _, row = said("sessions").splitlines()
+    assert "\x1b" not in row
+    assert words(row)[:8] == ["1", "m", "front-end", "?[2J模", "1", "1", "11", "2"]
+    (session,) = answer("sessions", "--pool", "m")["sessions"]
+    assert (session["client_name"], session["held_blocks"]) == ("front-end \x1b[2J模", [11])
+    assert "session_id" not in session
+
+    _, *rows = said("requests").splitlines()
+    assert [words(row)[:6] for row in rows] == [["1", "m", "r1", "41", "41", "11"], ["1", "m", "r2", "500", "0", "0"]]
+    requests = answer("requests", "--pool", "m", "--session", "1", "--limit", "1")["requests"]
+    assert [(request["request_id"], request["pool_name"]) for request in requests] == [("r1", "m")]
+
+    _, *rows = said("blocks", "--pool", "m", "--state", "used").splitlines()
+    assert len(rows) == 11
+    assert re.fullmatch(r" *1 used +1 +0 +1 +yes +[0-9a-f]{64}", rows[0].rstrip())
+    blocks = answer("blocks", "--pool", "m", "--limit", "12")["blocks"]
+    assert [block["state"] for block in blocks] == ["used"] * 11 + ["free"]
+
+
+@pytest.mark.usefixtures("session")
+@pytest.mark.parametrize("command", [("pools",), ("sessions",), ("requests",), ("blocks", "--pool", "m")])
+def test_on_a_terminal_lists_fit_eighty_columns(command: tuple[str, ...]) -> None:
+    terminal = Terminal(KVPOOL, *command, lines=200)
+    try:
+        assert terminal.wait_ended() == 0
+        lines = re.sub(rb"\x1b\[[0-9;]*m", b"", terminal.raw).decode().splitlines()
+        assert 2 <= len(lines) <= 100
+        assert max(map(len, lines)) <= 80
+    finally:
+        terminal.close()
+
+
+def test_reset_says_who_holds_blocks_or_resets(client: Client, session: Session) -> None:
+    done = run("reset", "--pool", "m")
+    assert (done.returncode, "front-end" in done.stdout) == (1, True)
+    assert done.stderr == "pool m is in use, nothing was dropped; these hold blocks:\n"
+    done = run("reset", "--pool", "m", "--json")
+    refused = json.loads(done.stdout)
+    assert (done.returncode, refused["reset"], len(refused["holders"])) == (1, False, 1)
+    assert client.get_pool("m").cached_blocks == 10
+    session.mark_executed()
+    session.close()
+    assert client.get_pool("m").cached_blocks == 10
+    assert said("reset", "--pool", "m") == "pool m: prefix cache reset\n"
+    assert client.get_pool("m").cached_blocks == 0
+    assert answer("reset", "--pool", "m") == {"reset": True, "holders": []}
+
+
+def test_evict_session_gives_its_blocks_back(client: Client) -> None:
+    session = client.open_session("m", client_name="hangs", lease_seconds=3600)
+    session.admit(session.request("r", PROMPT))
+    refused = refusal("evict-session", "--pool", "m", "7")
+    assert refused == "Error: SESSION_NOT_FOUND: session_number: pool 'm' has no session 7\n"
+    assert client.get_pool("m").free_blocks == 88
+    sentence = said("evict-session", "--pool", "m", "1")
+    assert sentence == "session 1 ('hangs') of pool m ended: 1 request, 11 blocks\n"
+    assert client.get_pool("m").free_blocks == 99
+    assert "SESSION_NOT_FOUND" in refusal("evict-session", "--pool", "m", "1")
+
+
+def test_drain_waits_until_the_last_session_is_closed(client: Client, session: Session) -> None:
+    done = run("drain", "--pool", "m", "--wait", "--timeout-seconds", "0.5")
+    assert (done.returncode, done.stdout) == (1, "pool m takes no new sessions; 1 session still open\n")
+    with pytest.raises(UnavailableError, match="drained"):
+        client.open_session("m")
+    assert answer("pools")["pools"][0]["state"] == "draining"
+    waiting = subprocess.Popen([KVPOOL, "drain", "--wait"], stdout=subprocess.PIPE, text=True)
+    wait_until(lambda: answer("pools")["server"]["draining"], "the server is drained")
+    assert waiting.poll() is None
+    session.close()
+    assert waiting.communicate(timeout=60)[0] == "the server takes no new sessions; 0 sessions still open\n"
+    assert waiting.returncode == 0
+    done = run("pools")
+    assert done.stderr == "the server takes no new sessions: it is drained, or stops\n"
+    assert answer("drain", "--undo") == {"still_drained": ["m"]}
+    assert said("drain", "--undo", "--pool", "m") == "pool m takes new sessions again\n"
+    with client.open_session("m"):
+        pass
+
+
+def test_remove_pool_frees_the_name(client: Client) -> None:
+    with client.open_session("m"):
+        assert "POOL_IN_USE: pool_name: sessions are open: 1" in refusal("remove-pool", "m")
+        assert client.get_pool("m").sessions == 1
+    assert said("remove-pool", "m") == "pool m removed\n"
+    assert "POOL_NOT_FOUND" in refusal("remove-pool", "m")
+    assert answer("pools")["pools"] == []
+    assert client.create_pool(pool_config(num_blocks=7)).free_blocks == 6
+
+
+COMMANDS = [
+    ("pools",), ("sessions",), ("requests",), ("blocks", "--pool", "m"), ("drain",), ("reset", "--pool", "m"),
+    ("evict-session", "--pool", "m", "1"), ("remove-pool", "m"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_nobody_at_the_address_is_said_in_a_line(command: tuple[str, ...], tmp_path: Path) -> None:
+    assert "UNAVAILABLE" in refusal(*command, "--address", f"unix:{tmp_path}/nobody")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("pools", "--address", "nowhere"), "--address: address 'nowhere': needs host:port or unix:/path"),
+        (("requests", "--session", "1"), "--session needs --pool"),
+        (("drain", "--undo", "--wait"), "--undo and --wait: give one of them"),
+        (("reset",), "Missing option '--pool'"),
+        (("evict-session", "--pool", "m", "x"), "'x' is not a valid integer"),
+        (("evict-session", "--pool", "m", "0"), "0 is not in the range"),
+        (("blocks", "--pool", "m", "--state", "lost"), "'lost' is not one of"),
+    ],
+)
+def test_wrong_calls_are_refused_before_anything_is_asked(arguments: tuple[str, ...], message: str) -> None:
+    done = run(*arguments)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.usefixtures("client")
+@pytest.mark.parametrize(
+    "command",
+    [("sessions", "--pool", "x"), ("requests", "--pool", "x"), ("blocks", "--pool", "x"), ("drain", "--pool", "x"),
+     ("drain", "--undo", "--pool", "x"), ("reset", "--pool", "x")],
+)  # fmt: skip
+def test_an_unknown_pool_is_refused_in_a_line(command: tuple[str, ...]) -> None:
+    assert "POOL_NOT_FOUND: pool_name: no pool 'x'" in refusal(*command)

@@ -1,0 +1,106 @@
+"""A terminal as a person has it: a real pseudo terminal, and what its screen shows."""
+
+import fcntl
+import os
+import pty
+import select
+import signal
+import struct
+import subprocess
+import sys
+import termios
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pyte
+
+DEADLINE_SECONDS = 30.0
+
+_OWN_THE_TERMINAL = """
+import fcntl, os, sys, termios
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+os.execv(sys.argv[1], sys.argv[1:])
+"""
+
+
+class Terminal:
+    """A program on a terminal of its own, which sends it the signals of its keys and of its size.
+
+    Attributes:
+        process: The program.
+        raw: All that it wrote.
+    """
+
+    def __init__(self, *command: str, columns: int = 80, lines: int = 24, **environment: str) -> None:
+        self._master, self._slave = pty.openpty()
+        self._screen = pyte.Screen(columns, lines)
+        self._stream = pyte.ByteStream(self._screen)
+        self.raw = b""
+        self._set_size(columns, lines)
+        self.before = termios.tcgetattr(self._slave)
+        names = {"TERM": "xterm-256color", "LC_ALL": "C.UTF-8", "PYTHONIOENCODING": "utf-8", **environment}
+        hidden = ("COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR")
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", _OWN_THE_TERMINAL, *command],
+            stdin=self._slave, stdout=self._slave, stderr=self._slave, start_new_session=True,
+            env={**{name: value for name, value in os.environ.items() if name not in hidden}, **names},
+        )  # fmt: skip
+
+    @property
+    def text(self) -> str:
+        """What the screen shows."""
+        return "\n".join(line.rstrip() for line in self._screen.display)
+
+    @property
+    def attributes(self) -> list[Any]:
+        """How the terminal is set."""
+        return termios.tcgetattr(self._slave)
+
+    def wait_for(self, what: str | Callable[[str], object]) -> str:
+        """Waits until the screen shows a text, or something else is true of what it shows; returns that."""
+        holds = (lambda text: what in text) if isinstance(what, str) else what
+        due = time.monotonic() + DEADLINE_SECONDS
+        while not holds(self.text):
+            assert self._read(due), f"the screen does not show {what}:\n{self.text}"
+        return self.text
+
+    def press(self, keys: str) -> None:
+        """Types."""
+        os.write(self._master, keys.encode())
+
+    def resize(self, columns: int, lines: int) -> None:
+        """Changes the size of the terminal."""
+        self._screen.resize(lines, columns)
+        self._set_size(columns, lines)
+
+    def wait_ended(self) -> int:
+        """Waits until the program has ended, taking in what it writes to the last; returns its status."""
+        due = time.monotonic() + DEADLINE_SECONDS
+        while self.process.poll() is None:
+            self._read(min(due, time.monotonic() + 0.1))
+            assert time.monotonic() < due, self.text
+        while self._read(time.monotonic()):
+            pass
+        return self.process.returncode
+
+    def close(self) -> None:
+        """Ends the program, and the terminal."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGKILL)
+            self.process.wait()
+        os.close(self._master)
+        os.close(self._slave)
+
+    def _set_size(self, columns: int, lines: int) -> None:
+        fcntl.ioctl(self._master, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
+
+    def _read(self, due: float) -> bool:
+        """Takes in what was written next; returns whether anything was, in time."""
+        readable, _, _ = select.select([self._master], [], [], max(due - time.monotonic(), 0.0))
+        if not readable:
+            return False
+        written = os.read(self._master, 65536)
+        self.raw += written
+        self._stream.feed(written)
+        return bool(written)

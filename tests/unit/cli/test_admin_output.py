@@ -1,0 +1,52 @@
+import io
+import json
+
+import pytest
+from rich.cells import cell_len
+from rich.console import Console
+
+from kvpool.cli import admin_output as output
+from kvpool.client.admin import BlockInfo, BlockState
+from kvpool.server.core.types import BlockHash, BlockId, GroupId, WriterId
+from support_operator import pool_info, session_info
+
+
+def printed(columns: tuple[output.Column, ...], rows: list[tuple[str, ...]], width: int) -> list[str]:
+    console = Console(file=io.StringIO(), width=width)
+    console.print(output.make_table(columns, rows, width), highlight=False)
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue().splitlines()
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_tables_fit_the_terminal_and_cut_names_not_figures(width: int) -> None:
+    session = session_info(
+        session_number=12_345, client_name="scheduler-模型-" * 20, pool_name="p" * 128, sequence=987_654_321,
+        held_blocks=(123_456, 7), requests=9999, running_requests=8888,
+    )  # fmt: skip
+    lines = printed(output.SESSION_COLUMNS, [output.session_row(session)], width)
+    assert len(lines) == 2
+    assert all(cell_len(line) <= width for line in lines)
+    for figure in ("12345", "8,888", "1,111", "123,456+7", "987,654,321", "…"):
+        assert figure in lines[1]
+    lines = printed(output.POOL_COLUMNS, [output.pool_row(pool_info(name="x" * 128, num_blocks=2**31 - 1))], width)
+    assert all(cell_len(line) <= width for line in lines)
+    assert "2,147,483,646" in lines[1]
+
+
+def test_a_pool_that_forms_has_no_blocks_and_nothing_is_divided_by_them() -> None:
+    row = output.pool_row(pool_info(num_blocks=0, free_blocks=0, cached_blocks=0))
+    assert row[3:6] == ("0", "0.0%", "0.0%")
+    assert output.pool_json(pool_info(num_blocks=0, free_blocks=0))["used_blocks"] == 0
+
+
+def test_a_pool_as_json_adds_up_and_keeps_its_secret() -> None:
+    answer = output.pool_json(pool_info(num_blocks=101, free_blocks=60))
+    assert (answer["blocks"], answer["free_blocks"] + answer["used_blocks"]) == (100, 100)
+    assert "none_hash" not in json.dumps(answer)
+
+
+def test_a_block_without_contents_has_neither_hash_nor_writer() -> None:
+    block = BlockInfo(BlockId(3), BlockState.FREE, 0, BlockHash(b""), GroupId(0), WriterId(0), pending=False)
+    assert output.block_json(block) == {"block_id": 3, "state": "free", "ref_cnt": 0}
+    assert output.block_row(block)[3:] == ("-", "-", "-", "")

@@ -1,0 +1,161 @@
+"""A screen of `kvpool top`: what it says, and that it fits whatever it has to show and wherever."""
+
+from dataclasses import replace
+from itertools import product
+
+import pytest
+from rich.cells import cell_len
+
+from kvpool.cli import top_sample, top_view
+from kvpool.cli.top_sample import Interval, Sample
+from kvpool.cli.top_view import Screen
+from kvpool.client import PoolState, RankInfo, RankState
+from kvpool.server.core.statistics import ActivityCounters, PrefixCacheStats
+from kvpool.server.core.types import PoolName, WriterId
+from kvpool.server.core.world import Rank
+from support_operator import pool_info, sample, session_info
+
+
+def shown(screen: Screen, now: Sample, interval: Interval | None = None, trouble: str = "") -> list[str]:
+    return [line.plain for line in top_view.lines(screen, "host:1", now, interval or Interval(), trouble)]
+
+
+def ranks(*states: RankState) -> tuple[RankInfo, ...]:
+    return tuple(
+        RankInfo(Rank(i), state, "cuda:0", f"host-{i}", 100 + i, 2**36, 2**35, 1000) for i, state in enumerate(states)
+    )
+
+
+def many(num_pools: int, num_sessions: int, name: str = "pool") -> Sample:
+    pools = [
+        pool_info(f"{name}{i:03}", sessions=num_sessions, num_blocks=2**31 - 1, free_blocks=2**30)
+        for i in range(num_pools)
+    ]
+    sessions = [
+        session_info(session_number=WriterId(i + 1), pool_name=PoolName(f"{name}000"), client_name="模型" * 40)
+        for i in range(num_sessions)
+    ]
+    return sample(*pools, sessions=tuple(sessions))
+
+
+def test_a_pool_and_its_session_on_eighty_columns() -> None:
+    before = sample(pool_info(), sessions=(session_info(sequence=900),), taken_seconds=98.0)
+    busy = pool_info(
+        activity=ActivityCounters(steps=2468, allocations=820, refusals=6),
+        prefix_cache=PrefixCacheStats(queries_tokens=1000, hits_tokens=410),
+        evicted_blocks=24,
+        preemptions=3,
+    )
+    now = sample(busy, sessions=(session_info(),), taken_seconds=100.0)
+    assert shown(Screen(80), now, top_sample.between(before, now)) == [
+        "kvpool 1.2.3 at host:1, up 1m40s",
+        "1 pool, 1 session, 3 requests running, 2 waiting",
+        "█ used  ▒ free, cached  · free",
+        "m                      ready    e1    ███████▒▒▒▒▒▒····· 40.0% used 70.0% cached",
+        "  hit 37.3% now 41.0%  1.2k steps/s   410 alloc/s     3 refused/s    12 evict/s",
+        "  100 blocks, 1 session, 3 running, 2 waiting, 1.5 preempted/s",
+        "SESSION POOL          CLIENT          RUN  WAIT   BLOCKS STEP/S    AGE  HEARD   ",
+        "      1 m             scheduler         3     2       40     50  1m40s    now",
+    ]
+
+
+def test_ascii_where_nothing_else_is_shown() -> None:
+    now = sample(pool_info(), sessions=(session_info(client_name="Zoë 模"),))
+    text = "\n".join(shown(Screen(80, ascii_only=True), now))
+    assert text.isascii()
+    assert "#######++++++....." in text
+    assert "Zo? ?" in text
+
+
+@pytest.mark.parametrize(
+    ("width", "height", "pools", "sessions"),
+    [*product((20, 40, 79, 80, 132, 300), (1, 2, 5, 10, 24, 50), (0, 1, 3, 40), (0, 1, 100))],
+)
+def test_it_fits_every_terminal(width: int, height: int, pools: int, sessions: int) -> None:
+    now = many(pools, sessions, name="a/very.long-name_" * 7)
+    interval = top_sample.between(replace(now, taken_seconds=now.taken_seconds - 1e-3), now)
+    lines = shown(Screen(width, height), now, interval, trouble="no answer " * 50)
+    assert len(lines) <= height
+    assert max(map(cell_len, lines)) <= width
+
+
+def test_pools_take_fewer_lines_the_more_there_are_and_what_is_left_out_is_said() -> None:
+    one = shown(Screen(80, 24), many(5, 10))
+    assert sum("hit" in line for line in one) == sum("blocks," in line for line in one) == 5
+    two = shown(Screen(80, 24), many(8, 10))
+    assert (sum("hit" in line for line in two), sum("blocks," in line for line in two)) == (8, 0)
+    three = shown(Screen(80, 24), many(15, 10))
+    assert (sum(" used " in line for line in three[3:]), sum("hit" in line for line in three)) == (15, 0)
+    assert three[-1] == "and 6 more sessions"
+    four = shown(Screen(80, 24), many(40, 10))
+    assert "and 24 more pools" in four
+    assert sum(line.startswith("SESSION") for line in four) == 1
+
+
+def test_trouble_comes_first_and_the_last_view_stays() -> None:
+    pools = [pool_info(f"p{i:02}") for i in range(30)]
+    pools[20] = pool_info("p20", state=PoolState.DEGRADED, ranks=ranks(RankState.READY, RankState.LOST))
+    lines = shown(Screen(80, 24), sample(*pools), trouble="no answer since 12 s: UNAVAILABLE: refused")
+    assert lines[1].rstrip() == "no answer since 12 s: UNAVAILABLE: refused"
+    assert lines[3].startswith("p20 ")
+    assert "degraded" in lines[3]
+
+
+def test_ranks_have_a_line_when_they_are_not_ready_or_when_asked_for() -> None:
+    info = pool_info(ranks=ranks(RankState.READY, RankState.LOST, RankState.READY, RankState.SILENT))
+    lines = shown(Screen(80), sample(info))
+    assert [line.split(",")[0].strip() for line in lines if line.startswith("    ")] == ["rank 1 lost", "rank 3 silent"]
+    assert "    rank 1 lost, host-1 cuda:0, process 101, 1,000 blocks, 32.0 GiB" in lines
+    assert "ranks 2 ready 1 silent 1 lost" in lines[5]
+    every = shown(Screen(80, all_ranks=True), sample(info))
+    assert sum(line.startswith("    rank") for line in every) == 4
+
+
+def test_a_pool_that_forms_and_a_server_without_pools() -> None:
+    forming = pool_info(
+        num_blocks=0, free_blocks=0, state=PoolState.FORMING, ranks=(RankInfo(Rank(0), RankState.ABSENT),)
+    )
+    lines = shown(Screen(80), sample(forming))
+    assert "forming" in lines[3]
+    assert "0.0% used" in lines[3]
+    assert "    rank 0 absent" in lines
+    assert shown(Screen(80), sample())[3:] == ["no pools"]
+    assert "draining: no new sessions" in shown(Screen(80), sample(draining=True))[1]
+
+
+@pytest.mark.parametrize(
+    ("usage", "cached", "bar"),
+    [
+        (0.0, 0.0, "··········"),
+        (0.001, 0.0, "█·········"),
+        (0.5, 0.2, "█████·····"),
+        (0.5, 0.8, "█████▒▒▒··"),
+        (0.3, 1.0, "███▒▒▒▒▒▒▒"),
+        (1.0, 1.0, "██████████"),
+    ],
+)
+def test_a_bar_shows_used_then_cached_then_free(usage: float, cached: float, bar: str) -> None:
+    assert top_view._bar(Screen(), usage, cached, 10).plain == bar
+    assert top_view._bar(Screen(), usage, cached, 0).plain == ""
+
+
+def test_sessions_come_busiest_first() -> None:
+    sessions = (
+        session_info(session_number=WriterId(1), running_requests=1, held_blocks=(10,)),
+        session_info(session_number=WriterId(2), running_requests=9, held_blocks=(10,)),
+        session_info(session_number=WriterId(3), running_requests=1, held_blocks=(10, 5)),
+    )
+    assert [info.session_number for info in top_sample.busiest(sessions)] == [2, 3, 1]
+
+
+def test_nothing_is_said_to_have_happened_where_it_is_not_known() -> None:
+    now = sample(pool_info(activity=ActivityCounters(steps=10)), sessions=(session_info(),))
+    assert top_sample.between(None, now) == Interval()
+    assert top_sample.between(now, now) == Interval()
+    restarted = replace(now.overview.server, uptime_seconds=500.0)
+    before = replace(now, taken_seconds=99.0, overview=replace(now.overview, server=restarted))
+    assert top_sample.between(before, now) == Interval()
+    another = sample(pool_info(activity=ActivityCounters(steps=11)), taken_seconds=99.0)
+    interval = top_sample.between(another, now)
+    assert (interval.pools, interval.session_steps) == ({}, {})
+    assert "    - steps/s" in shown(Screen(80), now, interval)[4]
