@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from kvpool.cli.admin import COMMANDS as COMMANDS_OF_OPERATORS
 from kvpool.client import Client, Session, UnavailableError, connect
 from support_server import pool_config, running_server
 from support_terminal import Terminal
@@ -213,3 +214,44 @@ def test_wrong_calls_are_refused_before_anything_is_asked(arguments: tuple[str, 
 )  # fmt: skip
 def test_an_unknown_pool_is_refused_in_a_line(command: tuple[str, ...]) -> None:
     assert "POOL_NOT_FOUND: pool_name: no pool 'x'" in refusal(*command)
+
+
+PAGE = Path(__file__).parents[2] / "docs" / "operators.md"
+
+
+@pytest.mark.usefixtures("session")
+def test_the_page_names_every_command_and_every_key() -> None:
+    text = PAGE.read_text()
+    listed = set(re.findall(r"^\| `kvpool ([a-z-]+)", text, re.MULTILINE))
+    assert listed == {"top", *(command.name for command in COMMANDS_OF_OPERATORS)}
+    for found in (
+        answer("pools"), answer("sessions"), answer("requests"), answer("blocks", "--pool", "m"),
+        answer("top", "--once", "--interval", "0.1"),
+    ):  # fmt: skip
+        unnamed = [key for key in keys(found) if f"`{key}`" not in text]
+        assert unnamed == []
+
+
+COUNTERS = ("prefix_cache", "activity", "groups", "ranks")
+"""Keys under which stands what pool.proto names."""
+
+
+def keys(found: object) -> Iterator[str]:
+    """The keys of an answer, down to those of pools, sessions and the like."""
+    if isinstance(found, dict):
+        yield from found
+        for key, value in found.items():
+            if key not in COUNTERS:
+                yield from keys(value)
+    elif isinstance(found, list):
+        for value in found:
+            yield from keys(value)
+
+
+def test_the_pages_example(address: str, client: Client, capsys: pytest.CaptureFixture[str]) -> None:
+    (code,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    with client.open_session("m") as session:
+        session.admit(session.request("r", PROMPT))
+        exec(compile(code.replace("unix:/run/kvpool.sock", address), "docs", "exec"), {})  # noqa: S102 - our own page
+        assert client.get_pool("m").sessions == 1
+    assert capsys.readouterr().out == "m ready 11%\n"

@@ -27,6 +27,9 @@ _FILLING: Final = 0.8
 _POOL_LINES: Final = 3
 _MIN_NAME_CELLS: Final = 12
 _MIN_BAR_CELLS: Final = 4
+_SESSION_FIGURES: Final = 48
+"""Cells of a session's line that hold no names."""
+
 _KEPT_SESSION_LINES: Final = 4
 """Lines that pools leave to sessions, if there are any: their heading and three of them."""
 
@@ -181,26 +184,31 @@ def _sessions(screen: Screen, sample: Sample, interval: Interval, room: int | No
     total = sum(info.sessions for info in sample.overview.pools)
     if not sample.sessions or (room is not None and room < 2):  # noqa: PLR2004 - a heading and a session
         return []
-    name_width = max((screen.width - 54) // 2, 4)
+    ordered = busiest(sample.sessions)
+    names_width = max(screen.width - _SESSION_FIGURES, 16)
+    longest = max(len(info.pool_name) for info in ordered)
+    pool_width = min(max(longest, len("POOL")), names_width * 2 // 5)
+    client_width = names_width - pool_width
     heading = (
-        f"{'SESSION':>7} {'POOL':<{name_width}} {'CLIENT':<{name_width}} {'RUN':>5} {'WAIT':>5} {'BLOCKS':>8}"
+        f"{'NO.':>5} {'POOL':<{pool_width}} {'CLIENT':<{client_width}} {'RUN':>5} {'WAIT':>5} {'BLOCKS':>7}"
         f" {'STEP/S':>6} {'AGE':>6} {'HEARD':>6}"
     )
-    rows = [_session(screen, info, interval, name_width) for info in busiest(sample.sessions)]
+    rows = [_session(screen, info, interval, pool_width, client_width) for info in ordered]
     if room is None:
         return [_line(screen, heading, "reverse"), *rows]
     more = total - len(sample.sessions) if total > MAX_SESSIONS else 0
     return [_line(screen, heading, "reverse"), *_cut(rows, room - 1, screen, "sessions", more)]
 
 
-def _session(screen: Screen, info: SessionInfo, interval: Interval, name_width: int) -> Text:
+def _session(screen: Screen, info: SessionInfo, interval: Interval, pool_width: int, client_width: int) -> Text:
     steps = interval.session_steps.get(info.session_number)
     heard = "now" if info.streaming else duration(info.idle_seconds)
+    blocks = sum(info.held_blocks)
     return _line(
         screen,
-        f"{info.session_number:>7} {screen.fit(info.pool_name, name_width)}"
-        f" {screen.fit(info.client_name, name_width)} {short(info.running_requests):>5}"
-        f" {short(info.requests - info.running_requests):>5} {sum(info.held_blocks):>8,}"
+        f"{info.session_number:>5} {screen.fit(info.pool_name, pool_width)}"
+        f" {screen.fit(info.client_name, client_width)} {short(info.running_requests):>5}"
+        f" {short(info.requests - info.running_requests):>5} {f'{blocks:,}' if blocks < 10**6 else short(blocks):>7}"
         f" {_rate(steps):>6} {duration(info.age_seconds):>6} {heard:>6}",
     )
 

@@ -54,8 +54,8 @@ def test_a_pool_and_its_session_on_eighty_columns() -> None:
         "m                      ready    e1    ███████▒▒▒▒▒▒····· 40.0% used 70.0% cached",
         "  hit 37.3% now 41.0%  1.2k steps/s   410 alloc/s     3 refused/s    12 evict/s",
         "  100 blocks, 1 session, 3 running, 2 waiting, 1.5 preempted/s",
-        "SESSION POOL          CLIENT          RUN  WAIT   BLOCKS STEP/S    AGE  HEARD   ",
-        "      1 m             scheduler         3     2       40     50  1m40s    now",
+        "  NO. POOL CLIENT                         RUN  WAIT  BLOCKS STEP/S    AGE  HEARD",
+        "    1 m    scheduler                        3     2      40     50  1m40s    now",
     ]
 
 
@@ -89,7 +89,7 @@ def test_pools_take_fewer_lines_the_more_there_are_and_what_is_left_out_is_said(
     assert three[-1] == "and 6 more sessions"
     four = shown(Screen(80, 24), many(40, 10))
     assert "and 24 more pools" in four
-    assert sum(line.startswith("SESSION") for line in four) == 1
+    assert sum(line.startswith("  NO.") for line in four) == 1
 
 
 def test_trouble_comes_first_and_the_last_view_stays() -> None:
