@@ -8,7 +8,7 @@ COMPILE := $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --gen
 
 .PHONY: demo test test-compose check bench proto lock clean
 
-demo: .venv/installed ## Bring up a server and two schedulers that share its pool
+demo: .venv/installed ## A server, two schedulers that share its pool, two ranks that compute
 	$(BIN)/kvpool demo
 
 test: .venv/installed ## All tests that need only Python
@@ -29,6 +29,8 @@ check: .venv/installed ## Under a minute: generated code, lint, types, unit and 
 bench: .venv/installed ## Speed, as JSON; ratios in one run only
 	$(BIN)/python tests/bench/bench_steps.py
 	$(BIN)/python tests/bench/bench_ranks.py
+	$(BIN)/python tests/bench/bench_metrics.py
+	$(BIN)/python tests/bench/bench_events.py
 
 proto: .venv/installed ## Generate the Python of the protos
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python proto/generate.py
