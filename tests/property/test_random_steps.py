@@ -272,6 +272,16 @@ class RandomSteps(RuleBasedStateMachine):
         assert count == len(scheduler.requests)
         self.schedulers.remove(scheduler)
 
+    @precondition(lambda self: len(self.schedulers) > 1)
+    @rule(which=st.integers(0, 2))
+    def evict(self, which: int) -> None:
+        scheduler = self.schedulers[which % len(self.schedulers)]
+        session = scheduler.session
+        assert self.world.allocator.evict_session("m", session.writer)[1] is session
+        with pytest.raises(AbortedError, match="operator"):
+            self.world.allocator.session(session.session_id, self.world.now_seconds)
+        self.schedulers.remove(scheduler)
+
     @rule(seconds=st.sampled_from([1.0, 2.0, 6.0]))
     def wait(self, seconds: float) -> None:
         self.world.now_seconds += seconds

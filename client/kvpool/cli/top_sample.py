@@ -15,6 +15,8 @@ from kvpool.server.core.types import PoolName, WriterId
 MAX_SESSIONS: Final = 2000
 """Sessions that are asked for in one sample; pools count all."""
 
+_STOP_SECONDS: Final = 2.0
+
 
 @dataclass(frozen=True, slots=True)
 class Sample:
@@ -149,11 +151,14 @@ class Feed:
         self._client = client
         self._tell = tell
         self._stopped = threading.Event()
-        threading.Thread(target=self._ask, name="kvpool-top", daemon=True).start()
+        self._thread = threading.Thread(target=self._ask, name="kvpool-top", daemon=True)
+        self._thread.start()
 
     def stop(self) -> None:
-        """Asks no more; the caller then closes the connection, which ends a question that waits."""
+        """Asks no more. Closes the connection, which ends a question that waits for its answer."""
         self._stopped.set()
+        self._client.close()
+        self._thread.join(_STOP_SECONDS)
 
     def _ask(self) -> None:
         due_seconds = time.monotonic()
