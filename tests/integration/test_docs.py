@@ -2,6 +2,8 @@
 
 import json
 import re
+import subprocess
+import sys
 import textwrap
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -13,13 +15,14 @@ import numpy as np
 import pytest
 import torch
 
+from kvpool.client import connect
 from kvpool.gpu_worker import layouts
 from kvpool.gpu_worker.attention_backends import PagedAttentionBackend
 from kvpool.gpu_worker.hooks import ReadyPool
 from kvpool.server.core.plan import PlanOptions, RankMemory
 from kvpool.server.core.planner import get_kv_cache_configs
 from kvpool.server.core.specs import FullAttentionSpec, SlidingWindowSpec
-from support_server import running_server
+from support_server import pool_config, running_server
 
 DOCS = Path(__file__).parents[2] / "docs"
 MODEL = Path(__file__).parents[1] / "unit" / "models" / "configs" / "llama-3.1-8b.json"
@@ -91,3 +94,32 @@ def test_ranks_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert left["registry"].get_sample_value("kvpool_worker_state", {**labels, "state": "left"}) == 1
     assert [(pool.epoch, pool.num_blocks, len(pool.kv_caches)) for pool in bound] == [(1, 1024, 2)] * 2
     assert len(unbound) == 2
+
+
+FOLLOWER = """
+import os, sys, threading, time
+
+names = {}
+threading.Thread(target=exec, args=(sys.argv[1], names), daemon=True).start()
+while not ("index" in names and names["index"].is_whole and len(names["index"]) == int(sys.argv[2])):
+    time.sleep(0.01)
+print(len(names["index"]), flush=True)
+os._exit(0)  # the watch goes on for ever
+"""
+
+
+def test_events_page() -> None:
+    (router,) = examples("events.md")
+    with running_server() as address, connect(address) as client:
+        client.create_pool(pool_config("llama", enable_events=True))
+        with client.open_session("llama") as session:
+            assert session.admit(session.request("r", list(range(41))))
+            code = router.replace("localhost:50051", address)
+            done = subprocess.run(
+                [sys.executable, "-c", FOLLOWER, code, "10"],
+                capture_output=True,
+                text=True,
+                timeout=WAIT_SECONDS,
+                check=False,
+            )
+    assert (done.returncode, done.stdout) == (0, "10\n"), done.stderr

@@ -48,7 +48,7 @@ class PrefixIndex:
         """Says how many of the first blocks of a request are cached in a group. O(hit).
 
         Args:
-            block_hashes: The hashes of the group's blocks, as `Request.block_hashes`; where a block covers several hash
+            block_hashes: The hashes of the group's blocks, as `Request.hashes`; where a block covers several hash
                 blocks, theirs joined.
             group_id: The group. Of a group with a window only the last blocks are cached: see `cached`.
         """
