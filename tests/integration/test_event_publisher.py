@@ -17,11 +17,14 @@ import zmq
 import zmq.asyncio
 
 from kvpool.client import connect
+from kvpool.client.admin import AdminClient
+from kvpool.server.config import ServerConfig
 from kvpool.server.obs import event_publisher
-from kvpool.server.obs.event_config import ReplayFraming
+from kvpool.server.obs.event_config import EventsConfig, ReplayFraming
+from kvpool.server.server import Server
 from support_events import END, Subscriber, truth
 from support_publisher import Site, until
-from support_server import pool_config
+from support_server import pool_config, running_server
 
 
 @pytest.fixture
@@ -307,3 +310,38 @@ def test_a_server_that_publishes_starts_and_stops_from_the_command_line(tmp_path
     finally:
         process.kill()
         process.communicate()
+
+
+def test_pools_made_and_removed_for_ever_have_the_endpoints_of_one(tmp_path: Path) -> None:
+    """Names come from clients: endpoints must not grow with them."""
+    endpoints = {"endpoint": f"ipc://{tmp_path / 'e'}", "replay_endpoint": f"ipc://{tmp_path / 'r'}"}
+    with running_server(events=endpoints) as address, connect(address) as client, AdminClient(address) as admin:
+        for number in range(20):
+            client.create_pool(pool_config(f"pool{number}", enable_events=True))
+            admin.remove_pool(f"pool{number}")
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["e", "r"]
+
+
+def test_a_removed_pool_has_its_own_endpoints_again(tmp_path: Path) -> None:
+    endpoints = {"endpoint": f"ipc://{tmp_path / 'e'}"}
+    with running_server(events=endpoints) as address, connect(address) as client, AdminClient(address) as admin:
+        for name in ("a", "b"):
+            client.create_pool(pool_config(name, enable_events=True))
+        for name in ("a", "b"):
+            admin.remove_pool(name)
+        with zmq.Context() as context, context.socket(zmq.SUB) as subscriber:
+            subscriber.subscribe(b"")
+            with subscriber.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED) as connections:
+                subscriber.connect(f"ipc://{tmp_path / 'e.1'}")
+                assert connections.poll(10_000)
+                subscriber.disable_monitor()
+            client.create_pool(pool_config("b", enable_events=True))
+            assert subscriber.poll(10_000)
+            assert subscriber.recv_multipart()[0] == b"kv@b@b"
+
+
+async def test_an_endpoint_that_cannot_be_connected_to_is_named(tmp_path: Path) -> None:
+    server = Server(ServerConfig(addresses=(f"unix:{tmp_path / 's'}",), events=EventsConfig("tcp://no host:5557")))
+    with pytest.raises(OSError, match="no host:5557"):
+        await server.start()
+    await server.stop()

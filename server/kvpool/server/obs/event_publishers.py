@@ -6,6 +6,7 @@ connected to, all pools connect to the same one: that is where their topics tell
 """
 
 import asyncio
+import contextlib
 import logging
 from typing import Final
 
@@ -38,6 +39,7 @@ class EventPublishers:
         self._async_context = zmq.asyncio.Context(shadow=self._context)
         self._opened: dict[int, PublisherSockets] = {}
         self._numbers: dict[PoolName, int] = {}
+        self._left: dict[PoolName, int] = {}  # numbers of pools that were removed, the first removed first
         self._tasks: dict[PoolName, list[asyncio.Task[None]]] = {}
 
     def start(self) -> None:
@@ -58,7 +60,7 @@ class EventPublishers:
         name = pool.config.name
         if name in self.by_pool or not pool.config.makes_events:
             return
-        number = self._numbers.get(name, self._settings.number_of(name, len(self._numbers)))
+        number = self._number_for(name)
         if number is None:
             return
         try:
@@ -67,6 +69,7 @@ class EventPublishers:
             _log.error("events not published", extra={"pool": name, "error": str(error)})
             return
         self._numbers[name] = number
+        self._left = {other: left for other, left in self._left.items() if left != number}
         publisher = self.by_pool[name] = EventPublisher(pool, log, self._settings, self._boot_id, sockets)
         works = (publisher.publish(), publisher.serve_requests())
         tasks = self._tasks[name] = [asyncio.create_task(work, name=name) for work in works]
@@ -76,8 +79,9 @@ class EventPublishers:
         _log.info("events published", extra={"pool": name, "addresses": addresses})
 
     def remove(self, name: PoolName) -> None:
-        """Ends the publisher of a pool that is no more. One of its name has its endpoints again, and numbers from 0."""
+        """Ends the publisher of a pool that is no more. Its endpoints are for the next: of its name, or a new one."""
         if self.by_pool.pop(name, None):
+            self._left[name] = self._numbers.pop(name)
             for task in self._tasks.pop(name):
                 task.cancel()
 
@@ -89,6 +93,12 @@ class EventPublishers:
         await asyncio.gather(*tasks, return_exceptions=True)
         self._close()
 
+    def _number_for(self, name: PoolName) -> int | None:
+        """Which endpoints a pool gets: its own again, else those longest unused. So there are never more than pools."""
+        if self._settings.pools or not self._left:
+            return self._settings.number_of(name, len(self._numbers))
+        return self._left.get(name, next(iter(self._left.values())))
+
     def _close(self) -> None:
         for sockets in self._opened.values():
             sockets.publish.close(linger=0)
@@ -98,24 +108,25 @@ class EventPublishers:
 
     def _open(self, number: int) -> PublisherSockets:
         settings = self._settings
-        publish = self._context.socket(zmq.PUB)
         replay: zmq.asyncio.Socket | None = None
-        try:
-            publish.sndhwm = settings.buffer_batches
-            if is_bound(settings.endpoint):
-                _bind(publish, numbered(settings.endpoint, number))
-            else:
-                publish.connect(settings.endpoint)
-            if settings.replay_endpoint:
-                replay = self._async_context.socket(zmq.ROUTER)
-                replay.router_mandatory = True  # so that a peer that went away, or is slow, is told
-                replay.maxmsgsize = _MAX_REQUEST_BYTES
-                _bind(replay, numbered(settings.replay_endpoint, number))
-        except OSError:
-            publish.close(linger=0)
-            if replay:
-                replay.close(linger=0)
-            raise
+        with contextlib.ExitStack() as undo:
+            try:
+                publish = self._context.socket(zmq.PUB)
+                undo.callback(publish.close, linger=0)
+                publish.sndhwm = settings.buffer_batches
+                if is_bound(settings.endpoint):
+                    _bind(publish, numbered(settings.endpoint, number))
+                else:
+                    publish.connect(settings.endpoint)
+                if settings.replay_endpoint:
+                    replay = self._async_context.socket(zmq.ROUTER)
+                    undo.callback(replay.close, linger=0)
+                    replay.router_mandatory = True  # so that a peer that went away, or is slow, is told
+                    replay.maxmsgsize = _MAX_REQUEST_BYTES
+                    _bind(replay, numbered(settings.replay_endpoint, number))
+            except zmq.ZMQError as error:
+                raise OSError(f"cannot publish on {settings.endpoint}: {zmq.strerror(error.errno or 0)}") from error
+            undo.pop_all()
         sockets = self._opened[number] = PublisherSockets(publish, replay)
         return sockets
 
