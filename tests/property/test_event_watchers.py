@@ -27,6 +27,7 @@ from kvpool.server.obs import event_publisher
 from kvpool.server.obs.event_config import EventsConfig
 from kvpool.server.obs.event_log import EventLog
 from kvpool.server.obs.event_publisher import EventPublisher
+from kvpool.server.obs.turns import Turns
 from kvpool.server.rpc import event_service
 from kvpool.server.rpc.event_service import EventService
 from kvpool.server.rpc.hub import Hub
@@ -156,7 +157,7 @@ class LossyPublisher:
         self.is_lossy = True
         sockets: Any = event_publisher.PublisherSockets(self, self)  # type: ignore[arg-type]
         options = EventsConfig(buffer_batches=kept_batches, heartbeat_seconds=0.0)
-        self.publisher = EventPublisher(server.pool, server.log, options, server.hub.boot_id, sockets)
+        self.publisher = EventPublisher(server.pool, server.log, options, server.hub.boot_id, sockets, turns=Turns())
         works = (self.publisher.publish(), self.publisher.serve_requests())
         self.tasks = [asyncio.create_task(work) for work in works]
 

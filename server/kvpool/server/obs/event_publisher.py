@@ -30,6 +30,7 @@ from kvpool.server.obs.event_config import EventsConfig, ReplayFraming
 from kvpool.server.obs.event_log import EventLog
 from kvpool.server.obs.event_wire import EventEncoder
 from kvpool.server.obs.observations import PublisherCounts
+from kvpool.server.obs.turns import Turns
 
 STATUS_REQUEST: Final = b"kvpool.status.v1"
 SNAPSHOT_REQUEST: Final = b"kvpool.snapshot.v1"
@@ -78,19 +79,22 @@ class EventPublisher:
         num_snapshots: Snapshots served.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - made in one place
         self,
         pool: Pool,
         log: EventLog,
         settings: EventsConfig,
         boot_id: str,
         sockets: "PublisherSockets",
+        *,
+        turns: Turns,
     ) -> None:
         self.num_published = self.num_heartbeats = self.num_dropped = self.num_replays = self.num_snapshots = 0
         self._pool = pool
         self._log = log
         self._settings = settings
         self._boot_id = boot_id
+        self._turns = turns
         self._publish_socket, self._replay_socket = sockets.publish, sockets.replay
         self._name = pool.config.name
         self._topic = settings.topic_of(pool.config.name).encode()
@@ -155,7 +159,7 @@ class EventPublisher:
         walk = ContentsWalk(self._pool)
         while not walk.is_done:
             self._send_chunk(walk.next_chunk(CHUNK_BLOCKS))
-            await asyncio.sleep(0)
+            await self._turns.next()
             while self._is_behind:
                 self._publish_some()
 
@@ -227,7 +231,7 @@ class EventPublisher:
             payload = self._encoder.encode(time.time(), chunk, self._pool.config) if chunk else None
             if payload:
                 await peer.send(SNAPSHOT_BLOCKS, payload)
-            await asyncio.sleep(0)
+            await self._turns.next()
         await peer.send(SNAPSHOT_END, b"")
 
     def _header(self) -> bytes:

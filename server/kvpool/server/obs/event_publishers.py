@@ -18,6 +18,7 @@ from kvpool.server.core.types import PoolName
 from kvpool.server.obs.event_config import EventsConfig, is_bound, numbered
 from kvpool.server.obs.event_log import EventLog
 from kvpool.server.obs.event_publisher import EventPublisher, PublisherSockets
+from kvpool.server.obs.turns import Turns
 
 _MAX_REQUEST_BYTES: Final = 1024
 
@@ -37,6 +38,7 @@ class EventPublishers:
         self._boot_id = boot_id
         self._context = zmq.Context()
         self._async_context = zmq.asyncio.Context(shadow=self._context)
+        self._turns = Turns()
         self._opened: dict[int, PublisherSockets] = {}
         self._numbers: dict[PoolName, int] = {}
         self._left: dict[PoolName, int] = {}  # numbers of pools that were removed, the first removed first
@@ -70,7 +72,9 @@ class EventPublishers:
             return
         self._numbers[name] = number
         self._left = {other: left for other, left in self._left.items() if left != number}
-        publisher = self.by_pool[name] = EventPublisher(pool, log, self._settings, self._boot_id, sockets)
+        publisher = self.by_pool[name] = EventPublisher(
+            pool, log, self._settings, self._boot_id, sockets, turns=self._turns
+        )
         works = (publisher.publish(), publisher.serve_requests())
         tasks = self._tasks[name] = [asyncio.create_task(work, name=name) for work in works]
         for task in tasks:

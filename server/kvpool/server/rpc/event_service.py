@@ -12,13 +12,14 @@ from kvpool.server.core.errors import InvalidArgumentError, WrongStateError, che
 from kvpool.server.core.events import BlockEvent
 from kvpool.server.core.pool import Pool
 from kvpool.server.obs.event_log import EventLog, LoggedBatch
+from kvpool.server.obs.turns import Turns
 from kvpool.server.rpc import convert
 from kvpool.server.rpc.errors import errors_sent
 from kvpool.server.rpc.hub import Hub, Stream
 from kvpool.v1 import event_pb2, event_pb2_grpc
 
 CHUNK_BLOCKS: Final = 256
-"""Blocks of a snapshot told in one message; steps wait for no more than one."""
+"""Blocks of a snapshot told in one message; steps wait for no more than one, however many watches begin."""
 
 _MIN_HEARTBEAT_SECONDS: Final = 0.1
 _MAX_HEARTBEAT_SECONDS: Final = 3600.0
@@ -31,6 +32,7 @@ class EventService(event_pb2_grpc.EventServiceServicer):
 
     def __init__(self, hub: Hub) -> None:
         self._hub = hub
+        self._turns = Turns()
 
     async def Watch(self, request: event_pb2.WatchRequest, context: _WatchContext) -> None:  # type: ignore[override]
         async with errors_sent(context, "Watch"):
@@ -54,7 +56,9 @@ class EventService(event_pb2_grpc.EventServiceServicer):
             raise WrongStateError("EVENTS_NOT_KEPT", message, field="boot_id")
         sequence = request.from_sequence or log.last_sequence + 1
         log.check_start(sequence)
-        return _Watch(pool, log, self._hub.boot_id, request, sequence, stream=stream, context=context)
+        return _Watch(
+            pool, log, self._hub.boot_id, request, sequence, turns=self._turns, stream=stream, context=context
+        )
 
 
 class _Watch:
@@ -68,6 +72,7 @@ class _Watch:
         request: event_pb2.WatchRequest,
         sequence: int,
         *,
+        turns: Turns,
         stream: Stream,
         context: _WatchContext,
     ) -> None:
@@ -77,6 +82,7 @@ class _Watch:
         self._has_snapshot = request.snapshot
         self._heartbeat_seconds = request.heartbeat_seconds or None
         self._next = sequence
+        self._turns = turns
         self._stream = stream
         self._context = context
 
@@ -102,6 +108,8 @@ class _Watch:
         """
         walk = ContentsWalk(self._pool)
         while True:
+            with self._stream.wait():
+                await self._turns.next()  # a write to a peer that keeps up does not wait
             while self._next <= self._log.last_sequence:
                 await self._send_batch(self._log.kept(self._next))
             if walk.is_done:
@@ -109,8 +117,6 @@ class _Watch:
             chunk = walk.next_chunk(CHUNK_BLOCKS)
             if chunk:
                 await self._send_now(event_pb2.WATCH_RESPONSE_KIND_SNAPSHOT, chunk)
-            with self._stream.wait():
-                await asyncio.sleep(0)  # others' turn: a write to a peer that keeps up does not wait
         await self._send_now(event_pb2.WATCH_RESPONSE_KIND_SNAPSHOT_END)
 
     async def _send_now(self, kind: event_pb2.WatchResponseKind.ValueType, events: Sequence[BlockEvent] = ()) -> None:

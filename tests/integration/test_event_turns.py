@@ -1,0 +1,83 @@
+"""Long work in bits: one bit in a turn of the loop, however many want one."""
+
+import asyncio
+import contextlib
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from kvpool.client import WatchKind, aio
+from kvpool.server.core.block_contents import ContentsWalk
+from kvpool.server.core.events import BlockStored
+from kvpool.server.obs.turns import Turns
+from support_publisher import Site
+
+
+class LoopCounter:
+    """Counts the turns of the running loop."""
+
+    def __init__(self) -> None:
+        self.now = 0
+        self._task = asyncio.create_task(self._run())
+
+    async def _run(self) -> None:
+        while True:
+            self.now += 1
+            await asyncio.sleep(0)
+
+    async def stop(self) -> None:
+        self._task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await self._task
+
+
+async def test_one_goes_on_in_each_turn_in_the_order_they_came() -> None:
+    turns, loop, went = Turns(), LoopCounter(), list[tuple[int, int]]()
+
+    async def work(number: int) -> None:
+        for _ in range(5):
+            await turns.next()
+            went.append((loop.now, number))
+
+    await asyncio.gather(*(work(number) for number in range(4)))
+    await loop.stop()
+    assert max(Counter(turn for turn, _ in went).values()) == 1
+    assert [number for _, number in went] == [0, 1, 2, 3] * 5
+
+
+async def test_who_gives_up_holds_up_nobody() -> None:
+    turns = Turns()
+    waiting = [asyncio.create_task(turns.next()) for _ in range(3)]
+    await asyncio.sleep(0)
+    waiting[0].cancel()
+    waiting[1].cancel()
+    async with asyncio.timeout(10):
+        await waiting[2]
+        await turns.next()
+
+
+async def test_many_snapshots_take_no_more_of_a_turn_than_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    site, chunks = Site(tmp_path), Counter[int]()
+    await site.start()
+    await site.work(20)
+    loop = LoopCounter()
+    told = ContentsWalk.next_chunk
+
+    def counted(walk: ContentsWalk, max_blocks: int) -> list[BlockStored]:
+        chunks[loop.now] += 1
+        return told(walk, min(max_blocks, 8))
+
+    monkeypatch.setattr(ContentsWalk, "next_chunk", counted)
+
+    async def watch(client: aio.AsyncClient) -> None:
+        async for batch in client.watch("m", snapshot=True):
+            if batch.kind is WatchKind.SNAPSHOT_END:
+                return
+
+    async with asyncio.timeout(30):
+        await asyncio.gather(*(watch(site.client) for _ in range(10)))
+    await loop.stop()
+    await site.stop()
+    assert chunks.total() > 50
+    assert max(chunks.values()) <= 2, "gRPC goes on with a task in the turn in which a write ends"
