@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from enum import Enum
 from typing import Protocol
 
-from prometheus_client import GCCollector, PlatformCollector, ProcessCollector, start_http_server
+from prometheus_client import GCCollector, PlatformCollector, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector, CollectorRegistry
 
@@ -17,6 +17,7 @@ from kvpool.gpu_worker.join import Phase
 from kvpool.gpu_worker.settings import WorkerSettings
 from kvpool.gpu_worker.status import DeviceMemory, WorkerStatus, WorkerUsage
 from kvpool.server.core.world import PoolState
+from kvpool.server.obs.metrics_http import MetricsServer
 
 _LABELS = ("pool", "rank")
 
@@ -116,10 +117,8 @@ def metrics_served(collector: Collector, host: str, port: int) -> Iterator[int]:
     ProcessCollector(registry=registry)
     PlatformCollector(registry=registry)
     GCCollector(registry=registry)
-    server, thread = start_http_server(port, host, registry)
+    server = MetricsServer(registry, host, port)
     try:
-        yield server.server_port
+        yield server.port
     finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
+        server.stop()

@@ -8,15 +8,10 @@ import asyncio
 from collections.abc import Callable, Iterable, Iterator
 from typing import Final
 
-from prometheus_client import (
-    CollectorRegistry,
-    GCCollector,
-    Metric,
-    PlatformCollector,
-    ProcessCollector,
-    start_http_server,
-)
+from prometheus_client import CollectorRegistry, GCCollector, Metric, PlatformCollector, ProcessCollector
 from prometheus_client.registry import Collector
+
+from kvpool.server.obs.metrics_http import MetricsServer
 
 SCRAPE_SECONDS: Final = 5.0
 """How long a scrape waits for its turn on the event loop."""
@@ -45,7 +40,11 @@ class LoopCollector(Collector):
             return self._sample()
 
         waiting = asyncio.run_coroutine_threadsafe(sample(), self._loop)
-        yield from waiting.result(SCRAPE_SECONDS)()
+        try:
+            render = waiting.result(SCRAPE_SECONDS)
+        except TimeoutError:
+            raise TimeoutError(f"the event loop was busy for {SCRAPE_SECONDS:g} s") from None
+        yield from render()
 
     def describe(self) -> Iterable[Metric]:
         """Names nothing in advance: registering must not wait for the loop that registers."""
@@ -69,11 +68,10 @@ class Exporter:
         for collector in (ProcessCollector, PlatformCollector, GCCollector):
             collector(registry=registry)
         registry.register(LoopCollector(asyncio.get_running_loop(), sample))
-        self._http, _ = start_http_server(port, host, registry)
-        self.address = f"{host}:{self._http.server_port}"
+        self._http = MetricsServer(registry, host, port)
+        self.address = f"{host}:{self._http.port}"
         """Where it listens, the port that was free included."""
 
     async def stop(self) -> None:
         """Stops listening; the loop goes on meanwhile, as a scrape in flight waits for it."""
-        await asyncio.to_thread(self._http.shutdown)
-        self._http.server_close()
+        await asyncio.to_thread(self._http.stop)
