@@ -269,7 +269,9 @@ async def subscribe(seed: int, specs: tuple[KVCacheSpec, ...], kept_batches: int
         server.change()
         wire.carry()
         await turns(20)
-        following = server.log.last_sequence + 1 == wire.publisher._next
+        published = wire.publisher.num_published
+        await turns(100)  # in which a publisher that is telling all anew would tell more
+        following = server.log.last_sequence + 1 == wire.publisher._next and published == wire.publisher.num_published
         if following and all(s.is_settled and s.next == wire.publisher.num_published for s in subscribers):
             break
     for subscriber in subscribers:
