@@ -163,7 +163,11 @@ _VALUES: Final = (
 )
 
 _GROUP_VALUES: Final[tuple[tuple[str, str, Callable[[GroupInfo], int]], ...]] = (
-    ("kvpool_group_used_blocks", "Blocks of the group that requests hold.", lambda group: group.used_blocks),
+    (
+        "kvpool_group_used_blocks",
+        "Blocks of the group that requests hold or that are set aside for sinks.",
+        lambda group: group.used_blocks,
+    ),
     (
         "kvpool_group_cached_blocks",
         "Blocks of the group that can be found again by their hash.",
