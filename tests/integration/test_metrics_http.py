@@ -18,9 +18,10 @@ from pathlib import Path
 import pytest
 from prometheus_client import CollectorRegistry
 
-from kvpool.server.obs import exporter, metrics_http
+from kvpool.server import metrics_http
+from kvpool.server.metrics_http import MetricsServer
+from kvpool.server.obs import exporter
 from kvpool.server.obs.exporter import LoopCollector
-from kvpool.server.obs.metrics_http import MetricsServer
 from support_server import free_port
 
 KVPOOL = str(Path(sys.executable).with_name("kvpool"))

@@ -17,7 +17,7 @@ from kvpool.gpu_worker.join import Phase
 from kvpool.gpu_worker.settings import WorkerSettings
 from kvpool.gpu_worker.status import DeviceMemory, WorkerStatus, WorkerUsage
 from kvpool.server.core.world import PoolState
-from kvpool.server.obs.metrics_http import MetricsServer
+from kvpool.server.metrics_http import MetricsServer
 
 _LABELS = ("pool", "rank")
 

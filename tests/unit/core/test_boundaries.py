@@ -47,7 +47,7 @@ def test_tensors_are_the_workers_alone() -> None:
 
 
 def test_the_worker_runs_no_part_of_the_server() -> None:
-    shared = ("kvpool.server.core", "kvpool.server.config", "kvpool.server.address", "kvpool.server.rpc.convert")
+    shared = tuple(f"kvpool.server.{name}" for name in ("core", "config", "address", "metrics_http", "rpc.convert"))
     for path in Path(*kvpool.gpu_worker.__path__).rglob("*.py"):
         for name in imports(path):
             if name.startswith("kvpool.server"):

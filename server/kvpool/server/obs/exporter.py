@@ -11,7 +11,7 @@ from typing import Final
 from prometheus_client import CollectorRegistry, GCCollector, Metric, PlatformCollector, ProcessCollector
 from prometheus_client.registry import Collector
 
-from kvpool.server.obs.metrics_http import MetricsServer
+from kvpool.server.metrics_http import MetricsServer
 
 SCRAPE_SECONDS: Final = 5.0
 """How long a scrape waits for its turn on the event loop."""
