@@ -75,6 +75,12 @@ def test_the_dashboard_is_whole() -> None:
             assert "pool=~" in target["expr"] or not re.search(r"kvpool_(?!rpc)|kvpool:", target["expr"])
 
 
+def test_each_image_of_ours_is_built_by_one_service() -> None:
+    services = yaml.safe_load((DEPLOY / "docker-compose.yml").read_text())["services"].values()
+    built = [service["image"] for service in services if "build" in service]
+    assert sorted(built) == ["${KVPOOL_SERVER_IMAGE:-kvpool-server}", "${KVPOOL_WORKER_IMAGE:-kvpool-worker}"]
+
+
 def test_grafana_finds_its_files_where_they_are_mounted() -> None:
     grafana = yaml.safe_load((DEPLOY / "docker-compose.yml").read_text())["services"]["grafana"]
     mounts = dict(volume.split(":")[:2] for volume in grafana["volumes"])
