@@ -116,11 +116,11 @@ def test_serve_takes_flags_before_environment_before_file(tmp_path: Path) -> Non
     ("arguments", "file", "environment", "message"),
     [
         ((), "lissen = []", {}, "unknown key lissen; did you mean listen?"),
-        ((), "", {"KVPOOL_SERVE_LISSEN": "x"}, "unknown key KVPOOL_SERVE_LISSEN; did you mean listen?"),
+        ((), "", {"KVPOOL_SERVE_LISSEN": "x"}, "unknown key KVPOOL_SERVE_LISSEN; did you mean KVPOOL_SERVE_LISTEN?"),
         ((), "[table]\nx = 1", {}, "unknown key table"),
         ((), "not toml", {}, "not TOML"),
         ((), "grace_seconds = [1]", {}, "takes one value"),
-        (("--listen", "nowhere"), "", {}, "needs host:port or unix:/path"),
+        (("--listen", "nowhere"), "", {}, "listen: address 'nowhere': needs host:port or unix:/path"),
         (("--grace-seconds", "-1"), "", {}, "grace_seconds: -1.0 is not in"),
     ],
 )

@@ -148,8 +148,8 @@ def test_a_pool_that_is_too_small_for_everything_is_said(endless: list[LoggingPr
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((), "give TRACE or --chats"),
-        (("trace.jsonl", "--chats", 1), "give TRACE or --chats"),
+        ((), "give either TRACE or --chats"),
+        (("trace.jsonl", "--chats", 1), "give either TRACE or --chats"),
         (("--chats", 1, "--num-blocks", 10), "both --num-blocks and --block-size"),
         (("--chats", 1), "without --address"),
         (("--chats", 1, "--forever", "--num-blocks", 10, "--block-size", 16), "without --address"),

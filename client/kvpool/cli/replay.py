@@ -171,7 +171,7 @@ class _Work:
 
     def __post_init__(self) -> None:
         if (self.trace is None) == (self.chats is None):
-            raise click.UsageError("give TRACE or --chats")
+            raise click.UsageError("give either TRACE or --chats")
         try:
             self.requests: list[TraceRequest] = read_trace(self.trace, self.limit) if self.trace else []
         except TraceError as error:

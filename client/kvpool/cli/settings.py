@@ -6,7 +6,7 @@ Flags come before the environment, that before the file, that before the default
 import difflib
 import os
 import tomllib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +22,10 @@ def load_config(ctx: click.Context, _: click.Parameter, path: Path | None) -> Pa
     known = {param.name: param for param in ctx.command.params if param.name and param.name not in ("config", "help")}
     prefix = f"{ctx.auto_envvar_prefix}_"
     _refuse_unknown(
-        ((name, name.removeprefix(prefix).lower()) for name in os.environ if name.startswith(prefix)),
+        (name.removeprefix(prefix).lower() for name in os.environ if name.startswith(prefix)),
         [*known, "config"],
         "environment",
+        lambda key: f"{prefix}{key.upper()}",
     )
     if path is None:
         return None
@@ -34,7 +35,7 @@ def load_config(ctx: click.Context, _: click.Parameter, path: Path | None) -> Pa
         raise click.UsageError(f"{path}: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise click.UsageError(f"{path}: not TOML: {error}") from error
-    _refuse_unknown(((key, key) for key in values), known, str(path))
+    _refuse_unknown(values, known, str(path))
     for key, value in values.items():
         if isinstance(value, list) and not known[key].multiple:
             raise click.UsageError(f"{path}: {key}: takes one value, not a list")
@@ -55,10 +56,12 @@ config_option = click.option(
 """Lets a command take its settings from a file."""
 
 
-def _refuse_unknown(keys: Iterable[tuple[str, str]], known: Iterable[str], where: str) -> None:
+def _refuse_unknown(
+    keys: Iterable[str], known: Iterable[str], where: str, written: Callable[[str], str] = lambda key: key
+) -> None:
     known = sorted(known)
-    for written, key in keys:
+    for key in keys:
         if key not in known:
             close = difflib.get_close_matches(key, known, n=1)
-            hint = f"did you mean {close[0]}?" if close else f"known: {', '.join(known)}"
-            raise click.UsageError(f"{where}: unknown key {written}; {hint}")
+            hint = f"did you mean {written(close[0])}?" if close else f"known: {', '.join(map(written, known))}"
+            raise click.UsageError(f"{where}: unknown key {written(key)}; {hint}")

@@ -67,7 +67,7 @@ class ServerConfig:
         if not self.addresses:
             raise ValueError("listen: at least one address is needed")
         for address in self.addresses:
-            check_address(address)
+            _check_listen(address)
         if not 64 * 1024 <= self.max_message_bytes <= 1024 * MIB:
             raise ValueError(f"max_message_bytes: {self.max_message_bytes} is not in [65536, {1024 * MIB}]")
         if not 2 <= self.max_pool_blocks <= MAX_BLOCKS:  # noqa: PLR2004 - the message states it
@@ -78,3 +78,10 @@ class ServerConfig:
             raise ValueError(f"max_pools: {self.max_pools} is less than 1")
         if not 1 <= self.dead_peer_seconds <= 3600:  # noqa: PLR2004 - the message states it
             raise ValueError(f"dead_peer_seconds: {self.dead_peer_seconds} is not in [1, 3600]")
+
+
+def _check_listen(address: str) -> None:
+    try:
+        check_address(address)
+    except ValueError as error:
+        raise ValueError(f"listen: {error}") from error
