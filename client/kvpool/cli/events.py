@@ -21,8 +21,8 @@ _OPTIONS: Final = (
         "--events-endpoint",
         default="",
         metavar="ENDPOINT",
-        help="Publish block events here over ZeroMQ, as vLLM does: tcp://*:5557 or ipc://PATH. A second pool takes the "
-        "next port, and so on. Off by default; needs kvpool[events].",
+        help="Publish block events here over ZeroMQ, as vLLM does. tcp://*:5557 or ipc://PATH is bound, and a second "
+        "pool takes the next port, and so on; tcp://HOST:5557 is connected to. Off by default; needs kvpool[events].",
     ),
     click.option(
         "--events-replay-endpoint",

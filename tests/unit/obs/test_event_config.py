@@ -15,6 +15,7 @@ from kvpool.server.obs.event_config import EventsConfig, is_bound, numbered
         ({"endpoint": "udp://*:1"}, "events_endpoint: 'udp://.*needs tcp"),
         ({"endpoint": "tcp://*"}, "events_endpoint"),
         ({"endpoint": "tcp://*:99999"}, "events_endpoint"),
+        ({"endpoint": "tcp://0.0.0.0:5557"}, r"events_endpoint: .* say tcp://\*:5557"),
         ({"endpoint": "inproc://x"}, "events_endpoint"),
         ({"endpoint": "ipc://"}, "events_endpoint"),
         ({"replay_endpoint": "tcp://*:5558"}, "events_replay_endpoint: needs events_endpoint"),

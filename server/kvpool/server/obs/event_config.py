@@ -132,6 +132,8 @@ def _check_endpoint(name: str, endpoint: str) -> None:
     is_port = port == "*" or (port.isdigit() and int(port) <= 65535)  # noqa: PLR2004 - the largest port
     if not endpoint.startswith("tcp://") or not colon or not host or not is_port:
         raise ValueError(f"{name}: {endpoint!r}: needs tcp://HOST:PORT, tcp://*:PORT or ipc://PATH")
+    if host == "0.0.0.0":  # noqa: S104 - refused, as it would be connected to
+        raise ValueError(f"{name}: {endpoint!r}: to listen on all addresses, say tcp://*:{port}")
 
 
 def _check_installed() -> None:
