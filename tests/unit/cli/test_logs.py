@@ -144,6 +144,14 @@ def test_warnings_and_what_nobody_caught_are_logged(started: Callable[[str, str]
     assert uncaught["exception"] == in_thread["exception"]
 
 
+def test_debug_is_ours_alone_and_not_that_of_grpc(started: Callable[[str, str], io.StringIO]) -> None:
+    buffer = started("debug", "json")
+    logging.getLogger("grpc._cython.cygrpc").debug("Loaded running loop")
+    logging.getLogger("grpc").warning("of use")
+    logging.getLogger("kvpool.server").debug("call refused")
+    assert [entry["message"] for entry in entries(buffer)] == ["of use", "call refused"]
+
+
 def test_the_error_that_ends_a_command_is_logged_only_in_json(started: Callable[[str, str], io.StringIO]) -> None:
     error = click.ClickException("RANK_TAKEN: another process")
     buffer = started("info", "console")
