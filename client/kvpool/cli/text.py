@@ -5,7 +5,6 @@ from typing import Final
 from rich.cells import cell_len, set_cell_size
 
 _UNITS: Final = ("", "k", "M", "G", "T")
-_GIB: Final = 1024**3
 
 
 def clean(text: str, *, ascii_only: bool = False) -> str:
@@ -62,8 +61,3 @@ def duration(seconds: float) -> str:
     if hours:
         return f"{hours}h{rest_minutes:02}m"
     return f"{minutes}m{rest_seconds:02}s" if minutes else f"{rest_seconds}s"
-
-
-def gib(count_bytes: int) -> str:
-    """Writes a number of bytes in GiB."""
-    return f"{count_bytes / _GIB:.1f} GiB"

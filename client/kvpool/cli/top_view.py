@@ -11,10 +11,11 @@ from typing import Final
 from rich.text import Text
 
 from kvpool.cli.admin_output import usable_blocks
-from kvpool.cli.text import clean, counted, duration, fit, gib, percent, short
+from kvpool.cli.text import clean, counted, duration, fit, percent, short
 from kvpool.cli.top_sample import MAX_SESSIONS, Interval, PoolRates, Sample, busiest
 from kvpool.client import PoolInfo, PoolState, RankInfo, RankState
 from kvpool.client.admin import SessionInfo
+from kvpool.gpu_worker.units import format_bytes
 
 _STATE_STYLES: Final = {
     PoolState.READY: "green",
@@ -171,7 +172,7 @@ def _rank(screen: Screen, rank: RankInfo) -> Text:
     if rank.pid:
         said.append(f"process {rank.pid}")
     if rank.num_blocks:
-        said.append(f"{rank.num_blocks:,} blocks, {gib(rank.allocated_bytes)}")
+        said.append(f"{rank.num_blocks:,} blocks, {format_bytes(rank.allocated_bytes)}")
     return _line(screen, f"    {', '.join(said)}", "" if rank.state is RankState.READY else "yellow")
 
 
