@@ -199,6 +199,23 @@ async def test_requests_that_are_none_are_left_alone(site: Callable[..., Site]) 
     assert len(await ask(place, bytes(8))) == 2
 
 
+async def test_a_request_of_no_known_kind_is_logged(
+    site: Callable[..., Site], caplog: pytest.LogCaptureFixture
+) -> None:
+    place = site()
+    await place.start()
+    with (
+        caplog.at_level(logging.DEBUG, "kvpool.server"),
+        zmq.asyncio.Context() as context,
+        context.socket(zmq.DEALER) as socket,
+    ):
+        socket.connect(place.events.replay_endpoint)
+        await socket.send_multipart([b"", b"short"])
+        await socket.send_multipart([b"", event_publisher.STATUS_REQUEST])
+        await socket.recv_multipart()  # requests are begun in order
+    assert [record.message for record in caplog.records].count("event request malformed") == 1
+
+
 async def test_idle_heartbeats_are_empty_batches_with_numbers_of_their_own(site: Callable[..., Site]) -> None:
     place = site(heartbeat_seconds=0.1)
     await place.start()

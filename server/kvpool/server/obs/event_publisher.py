@@ -85,7 +85,7 @@ class EventPublisher:
         log: EventLog,
         settings: EventsConfig,
         boot_id: str,
-        sockets: "PublisherSockets",
+        sockets: PublisherSockets,
         *,
         turns: Turns,
     ) -> None:
@@ -203,6 +203,8 @@ class EventPublisher:
                 await self._serve_snapshot(_Peer(socket, peer))
             elif len(asked) == SEQUENCE_BYTES:
                 await self._serve_replay(_Peer(socket, peer), int.from_bytes(asked, "big"))
+            else:
+                _log.debug("event request malformed", extra={"pool": self._name})
         except PeerGoneError:
             _log.debug("event request abandoned", extra={"pool": self._name})
 
