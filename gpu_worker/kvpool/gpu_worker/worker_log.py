@@ -50,7 +50,9 @@ class WorkerLog:
             return
         self._pool = now
         fields = {**self._who, "epoch": status.epoch, "absent_ranks": list(status.absent_ranks[:_TOLD_RANKS])}
-        if status.state is PoolState.FORMING and status.absent_ranks:
+        if not status.absent_ranks:  # all are there, and allocate
+            return
+        if status.state is PoolState.FORMING:
             _log.info("pool forming", extra=fields)
         elif status.state is PoolState.DEGRADED:
             _log.warning("pool degraded", extra=fields)
