@@ -122,6 +122,8 @@ def test_ranks_that_are_killed_and_told_to_end(server: LoggingProcess, address: 
     server.wait_for('"rank lost"')
     second = workers.start(address, 1, 2, *JSON)
     second.wait_for(ready(2))
+    first.wait_for(ready(2))
+    server.wait_for('"pool ready"', 2)
     assert named(server, "rank lost") == [second_who]
     assert named(server, "epoch passed") == [{"pool": "m", "epoch": 1, "sessions": 0}]
     assert named(server, "pool degraded") == [{"pool": "m", "epoch": 1, "absent_ranks": [1]}]

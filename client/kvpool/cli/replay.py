@@ -2,7 +2,6 @@
 
 import functools
 import json
-import signal
 import threading
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Final
 import click
 
 from kvpool.cli.output import progress, result_table
+from kvpool.cli.wakeup import Wakeup
 from kvpool.client import KvpoolError, ReuseOrder
 from kvpool.replay.endless import play_until
 from kvpool.replay.executor import paced
@@ -142,6 +142,8 @@ def replay(  # noqa: PLR0913 - one parameter an option
     source: PoolSource = ExistingPool(pool, wait_seconds)
     if num_blocks is not None and block_size is not None:
         source = PoolOptions(pool, num_blocks, block_size, work.max_model_len, ReuseOrder(reuse_order))
+    else:
+        click.echo(f"kvpool: waits for pool {pool!r}, at most {wait_seconds:g} s", err=True)
     executor = functools.partial(paced, step_seconds) if step_seconds else None
     try:
         how = SchedulerOptions(address or "", pool, lease_seconds, max_num_seqs, max_num_batched_tokens, executor)
@@ -208,20 +210,20 @@ def _play_until_told_to_end(source: PoolSource, share: Workload, how: SchedulerO
     """Plays in a thread: signals reach the main one, also while the other waits for a server that does not answer."""
     stopping = threading.Event()
     failures: list[Exception] = []
+    with Wakeup() as wakeup:
 
-    def play() -> None:
-        try:
-            play_until(stopping, source, share, how, lambda sentence: click.echo(f"kvpool: {sentence}", err=True))
-        except (KvpoolError, ValueError) as error:
-            failures.append(error)
-        finally:
-            stopping.set()
+        def play() -> None:
+            try:
+                play_until(stopping, source, share, how, lambda sentence: click.echo(f"kvpool: {sentence}", err=True))
+            except (KvpoolError, ValueError) as error:
+                failures.append(error)
+            finally:
+                wakeup.wake()
 
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stopping.set())
-    player = threading.Thread(target=play, daemon=True)
-    player.start()
-    stopping.wait()
-    player.join(_STOP_SECONDS)
+        player = threading.Thread(target=play, daemon=True)
+        player.start()
+        wakeup.wait()
+        stopping.set()
+        player.join(_STOP_SECONDS)
     for failure in failures:
         raise failure

@@ -224,6 +224,7 @@ class Allocator:
         self._last_writer += 1
         session = Session(session_id, WriterId(self._last_writer), client_name, lease_seconds, now_seconds)
         self._sessions[session_id] = (pool, session)
+        pool.sessions[session_id] = session
         pool.activity.sessions_opened += 1
         return pool, session
 
@@ -269,6 +270,7 @@ class Allocator:
         """
         pool, session = self.session(session_id, now_seconds)
         del self._sessions[session.session_id]
+        del pool.sessions[session.session_id]
         pool.activity.sessions_closed += 1
         return pool, apply.end_session(pool, session)
 
@@ -338,10 +340,10 @@ class Allocator:
 
     def sessions_of(self, pool: Pool) -> list[Session]:
         """The open sessions of a pool, in the order they were opened."""
-        return [session for owner, session in self._sessions.values() if owner is pool]
+        return list(pool.sessions.values())
 
     def describe(self, pool: Pool, event_sequence: int = 0) -> PoolInfo:
-        """Tells what a pool is like now. O(sessions + requests)."""
+        """Tells what a pool is like now. O(its sessions and requests)."""
         sessions = self.sessions_of(pool)
         return PoolInfo(
             config=pool.config,
@@ -379,7 +381,9 @@ class Allocator:
         self._ended[session_id] = reason
         if len(self._ended) > REMEMBERED_ENDS:
             self._ended.popitem(last=False)
-        return self._sessions.pop(session_id)
+        pool, session = self._sessions.pop(session_id)
+        del pool.sessions[session_id]
+        return pool, session
 
 
 def _describe_group(pool: Pool, group_id: GroupId) -> GroupInfo:

@@ -19,8 +19,9 @@ from kvpool.server.core.group_manager import GroupManager
 from kvpool.server.core.prefix_search import PrefixSearch
 from kvpool.server.core.request import BlockTable, Request
 from kvpool.server.core.residency import Residency
+from kvpool.server.core.session import Session
 from kvpool.server.core.statistics import ActivityCounters, PrefixCacheStats, RecentHitRate
-from kvpool.server.core.types import NULL_BLOCK, BlockId, GroupId, WriterId
+from kvpool.server.core.types import NULL_BLOCK, BlockId, GroupId, SessionId, WriterId
 
 SUSPENDED_RETRY_SECONDS: Final = 0.5
 
@@ -68,6 +69,7 @@ class Pool:
         recent_hit_rate: Hit rate over the last look-ups.
         num_preemptions: Times that a request's blocks were taken back.
         activity: What it did so far.
+        sessions: Those that are open, in the order they were opened; kept by whoever opens them.
         residency: How long its blocks keep what they hold; None if that is not sampled.
         is_suspended: Whether nothing is allocated for now, as a rank is missing.
     """
@@ -77,6 +79,7 @@ class Pool:
         self.recent_hit_rate = RecentHitRate()
         self.num_preemptions = 0
         self.activity = ActivityCounters()
+        self.sessions: dict[SessionId, Session] = {}
         self.residency = residency
         self.is_suspended = False
         self._start_over(config, epoch)
