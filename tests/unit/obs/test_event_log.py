@@ -8,7 +8,7 @@ from kvpool.server.core.errors import AbortedError, InvalidArgumentError, WrongS
 from kvpool.server.core.events import AllBlocksCleared
 from kvpool.server.core.pool import Pool
 from kvpool.server.obs.event_log import EventLog
-from support_core import config
+from support_core import admit, config
 
 
 def changed_pool() -> Pool:
@@ -73,3 +73,34 @@ async def test_a_closed_log_is_read_to_its_end_and_then_says_why() -> None:
     assert list((await log.get(1)).events) == [AllBlocksCleared()]
     with pytest.raises(AbortedError, match="gone"):
         await log.get(2)
+
+
+def test_what_is_kept_is_bounded_by_its_size_too() -> None:
+    pool = Pool(config(100, enable_events=True))
+    log = EventLog(kept_bytes=2500)
+    for number in range(6):
+        pool.blocks.take_events()
+        admit(pool, f"{number}xy", 12)
+        log.take_from(pool)
+    assert log.last_sequence == 6
+    assert log.kept(6).sequence == 6
+    with pytest.raises(WrongStateError) as caught:
+        log.check_start(1)
+    assert caught.value.reason == "EVENTS_NOT_KEPT"
+    kept = [number for number in range(1, 7) if _is_kept(log, number)]
+    assert kept == [4, 5, 6]
+
+
+def test_one_batch_is_kept_however_large() -> None:
+    log = EventLog(kept_bytes=1)
+    for _ in range(2):
+        log.take_from(changed_pool())
+    assert [_is_kept(log, number) for number in (1, 2)] == [False, True]
+
+
+def _is_kept(log: EventLog, sequence: int) -> bool:
+    try:
+        log.kept(sequence)
+    except WrongStateError:
+        return False
+    return True

@@ -1,8 +1,8 @@
 """The newest block events of a pool, numbered, for any number of watchers at their own pace.
 
 1. Batches are numbered from 1 without gaps; one batch holds the events of one change.
-2. The newest batches are kept. A watcher reads from the log itself, so a slow one costs nothing; if what it wants next
-   is no longer kept, it is told.
+2. The newest batches are kept, bounded by number and by memory. A watcher reads from the log itself, so a slow one
+   costs nothing; if what it wants next is no longer kept, it is told.
 3. A log that is closed is read to its end; then its watchers are told why.
 """
 
@@ -15,10 +15,13 @@ from typing import Final
 
 from kvpool.server.core.config import PoolConfig
 from kvpool.server.core.errors import InvalidArgumentError, KvpoolError, WrongStateError
-from kvpool.server.core.events import BlockEvent
+from kvpool.server.core.events import BlockEvent, BlockStored
 from kvpool.server.core.pool import Pool
 
 KEPT_BATCHES: Final = 10_000
+KEPT_BYTES: Final = 256 * 1024 * 1024
+_HASH_BYTES: Final = 72
+_EVENT_BYTES: Final = 400
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +46,10 @@ class LoggedBatch:
 class EventLog:
     """The events of one pool. Belongs to one event loop."""
 
-    def __init__(self, kept_batches: int = KEPT_BATCHES) -> None:
-        self._batches: deque[LoggedBatch] = deque(maxlen=kept_batches)
+    def __init__(self, kept_batches: int = KEPT_BATCHES, kept_bytes: int = KEPT_BYTES) -> None:
+        self._batches: deque[LoggedBatch] = deque()
+        self._max_batches, self._max_bytes = kept_batches, kept_bytes
+        self._size_bytes = 0
         self._last = 0
         self._news = asyncio.Event()
         self._closed_by: KvpoolError | None = None
@@ -61,6 +66,9 @@ class EventLog:
             return
         self._last += 1
         self._batches.append(LoggedBatch(self._last, events, time.time(), pool.epoch, pool.config))
+        self._size_bytes += _size_bytes(events)
+        while len(self._batches) > self._max_batches or (self._size_bytes > self._max_bytes and len(self._batches) > 1):
+            self._size_bytes -= _size_bytes(self._batches.popleft().events)
         self._tell()
 
     def close(self, error: KvpoolError) -> None:
@@ -117,3 +125,10 @@ class EventLog:
     def _tell(self) -> None:
         self._news.set()
         self._news = asyncio.Event()
+
+
+def _size_bytes(events: Sequence[BlockEvent]) -> int:
+    """About how much memory a batch takes. O(events)."""
+    stored = [event for event in events if isinstance(event, BlockStored)]
+    tokens_bytes = sum(len(event.token_ids) * event.token_ids.itemsize for event in stored)
+    return tokens_bytes + sum(len(event.block_hashes) for event in stored) * _HASH_BYTES + len(events) * _EVENT_BYTES

@@ -27,7 +27,7 @@ from kvpool.server.core.errors import WrongStateError
 from kvpool.server.core.events import AllBlocksCleared, BlockEvent
 from kvpool.server.core.pool import Pool
 from kvpool.server.obs.event_config import EventsConfig, ReplayFraming
-from kvpool.server.obs.event_log import EventLog
+from kvpool.server.obs.event_log import KEPT_BYTES, EventLog
 from kvpool.server.obs.event_wire import EventEncoder
 from kvpool.server.obs.observations import PublisherCounts
 from kvpool.server.obs.turns import Turns
@@ -99,7 +99,8 @@ class EventPublisher:
         self._name = pool.config.name
         self._topic = settings.topic_of(pool.config.name).encode()
         self._encoder = EventEncoder(settings)
-        self._kept: deque[bytes] = deque(maxlen=settings.buffer_batches)
+        self._kept: deque[bytes] = deque()
+        self._kept_bytes = 0
         self._next = log.last_sequence + 1
         self._requests: set[asyncio.Task[None]] = set()
         self._free_requests = asyncio.Semaphore(_REQUESTS_AT_A_TIME)
@@ -186,10 +187,19 @@ class EventPublisher:
         payload = self._encoder.encode(time_seconds, events, config)
         if payload is None:
             return
-        self._kept.append(payload)
+        self._keep(payload)
         number = self.num_published.to_bytes(SEQUENCE_BYTES, "big")
         self.num_published += 1
         self._publish_socket.send_multipart((self._topic, number, payload), zmq.NOBLOCK)
+
+    def _keep(self, payload: bytes) -> None:
+        """Keeps a message for replay, and lets go of the oldest that are too many, or too large together."""
+        self._kept.append(payload)
+        self._kept_bytes += len(payload)
+        while len(self._kept) > self._settings.buffer_batches or (
+            self._kept_bytes > KEPT_BYTES and len(self._kept) > 1
+        ):
+            self._kept_bytes -= len(self._kept.popleft())
 
     async def _serve(self, socket: zmq.asyncio.Socket, frames: list[bytes]) -> None:
         if len(frames) != _REQUEST_FRAMES or frames[1]:

@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Final
 
@@ -21,6 +22,9 @@ from kvpool.v1 import event_pb2, event_pb2_grpc
 CHUNK_BLOCKS: Final = 256
 """Blocks of a snapshot told in one message; steps wait for no more than one, however many watches begin."""
 
+RECENT_MESSAGES: Final = 64
+"""Batches whose messages are kept, for watches that keep up."""
+
 _MIN_HEARTBEAT_SECONDS: Final = 0.1
 _MAX_HEARTBEAT_SECONDS: Final = 3600.0
 
@@ -33,6 +37,7 @@ class EventService(event_pb2_grpc.EventServiceServicer):
     def __init__(self, hub: Hub) -> None:
         self._hub = hub
         self._turns = Turns()
+        self._messages = _BatchMessages(hub.boot_id)
 
     async def Watch(self, request: event_pb2.WatchRequest, context: _WatchContext) -> None:  # type: ignore[override]
         async with errors_sent(context, "Watch"):
@@ -56,9 +61,34 @@ class EventService(event_pb2_grpc.EventServiceServicer):
             raise WrongStateError("EVENTS_NOT_KEPT", message, field="boot_id")
         sequence = request.from_sequence or log.last_sequence + 1
         log.check_start(sequence)
-        return _Watch(
-            pool, log, self._hub.boot_id, request, sequence, turns=self._turns, stream=stream, context=context
+        shared = (self._messages, self._turns)
+        return _Watch(pool, log, self._hub.boot_id, request, sequence, shared=shared, stream=stream, context=context)
+
+
+class _BatchMessages:
+    """The newest batches as messages: made once, however many watches send them."""
+
+    def __init__(self, boot_id: str) -> None:
+        self._boot_id = boot_id
+        self._recent: OrderedDict[int, tuple[LoggedBatch, event_pb2.WatchResponse]] = OrderedDict()
+
+    def of(self, batch: LoggedBatch) -> event_pb2.WatchResponse:
+        """A batch's message; not to be changed."""
+        made = self._recent.get(id(batch))  # the batch is held beside it, so that its id is nobody else's
+        if made:
+            return made[1]
+        message = event_pb2.WatchResponse(
+            sequence=batch.sequence,
+            events=map(convert.event_to_proto, batch.events),
+            kind=event_pb2.WATCH_RESPONSE_KIND_BATCH,
+            epoch=batch.epoch,
+            boot_id=self._boot_id,
+            time_seconds=batch.time_seconds,
         )
+        self._recent[id(batch)] = batch, message
+        if len(self._recent) > RECENT_MESSAGES:
+            self._recent.popitem(last=False)
+        return message
 
 
 class _Watch:
@@ -72,7 +102,7 @@ class _Watch:
         request: event_pb2.WatchRequest,
         sequence: int,
         *,
-        turns: Turns,
+        shared: tuple[_BatchMessages, Turns],
         stream: Stream,
         context: _WatchContext,
     ) -> None:
@@ -82,7 +112,7 @@ class _Watch:
         self._has_snapshot = request.snapshot
         self._heartbeat_seconds = request.heartbeat_seconds or None
         self._next = sequence
-        self._turns = turns
+        self._messages, self._turns = shared
         self._stream = stream
         self._context = context
 
@@ -132,14 +162,5 @@ class _Watch:
         )
 
     async def _send_batch(self, batch: LoggedBatch) -> None:
-        await self._context.write(
-            event_pb2.WatchResponse(
-                sequence=batch.sequence,
-                events=map(convert.event_to_proto, batch.events),
-                kind=event_pb2.WATCH_RESPONSE_KIND_BATCH,
-                epoch=batch.epoch,
-                boot_id=self._boot_id,
-                time_seconds=batch.time_seconds,
-            )
-        )
+        await self._context.write(self._messages.of(batch))
         self._next = batch.sequence + 1
