@@ -99,7 +99,7 @@ def test_flags_come_before_the_environment_before_the_file(
     monkeypatch.setenv("KVPOOL_WORKER_NUMBLOCKS", "60")
     refused = workers.start(server, 0, 1)
     assert refused.end() == 2
-    refused.wait_for("unknown key KVPOOL_WORKER_NUMBLOCKS; did you mean num_blocks")
+    refused.wait_for("unknown key KVPOOL_WORKER_NUMBLOCKS; did you mean KVPOOL_WORKER_NUM_BLOCKS")
 
 
 def refused(*arguments: object, program: str = "") -> tuple[int, str]:
