@@ -9,9 +9,8 @@ from contextlib import contextmanager
 from enum import Enum
 from typing import Protocol
 
-from prometheus_client import GCCollector, PlatformCollector, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector, CollectorRegistry
+from prometheus_client.registry import Collector
 
 from kvpool.gpu_worker.join import Phase
 from kvpool.gpu_worker.settings import WorkerSettings
@@ -112,12 +111,7 @@ def metrics_served(collector: Collector, host: str, port: int) -> Iterator[int]:
     Raises:
         OSError: The address cannot be had.
     """
-    registry = CollectorRegistry()
-    registry.register(collector)
-    ProcessCollector(registry=registry)
-    PlatformCollector(registry=registry)
-    GCCollector(registry=registry)
-    server = MetricsServer(registry, host, port)
+    server = MetricsServer(collector, host, port)
     try:
         yield server.port
     finally:

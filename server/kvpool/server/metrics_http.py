@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, Final
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
-from prometheus_client import CollectorRegistry, make_wsgi_app
+from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector, make_wsgi_app
+from prometheus_client.registry import Collector
 
 if TYPE_CHECKING:
     from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
@@ -26,10 +27,10 @@ _log = logging.getLogger("kvpool.metrics")
 
 
 class MetricsServer:
-    """Serves a registry from its making until it is stopped.
+    """Serves a collector's metrics, and the process's own, from its making until it is stopped.
 
     Args:
-        registry: What there is to tell.
+        collector: What there is to tell.
         host: Where to listen: an address or a name.
         port: Likewise; 0 for a free one.
 
@@ -40,7 +41,11 @@ class MetricsServer:
         OSError: The address cannot be had.
     """
 
-    def __init__(self, registry: CollectorRegistry, host: str, port: int) -> None:
+    def __init__(self, collector: Collector, host: str, port: int) -> None:
+        registry = CollectorRegistry()
+        for own in (ProcessCollector, PlatformCollector, GCCollector):
+            own(registry=registry)
+        registry.register(collector)
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         kind = type("_Server", (_HTTPServer,), {"address_family": family})
         self._http: WSGIServer = kind((address[0], port), _Handler)

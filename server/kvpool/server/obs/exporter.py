@@ -8,7 +8,7 @@ import asyncio
 from collections.abc import Callable, Iterable, Iterator
 from typing import Final
 
-from prometheus_client import CollectorRegistry, GCCollector, Metric, PlatformCollector, ProcessCollector
+from prometheus_client import Metric
 from prometheus_client.registry import Collector
 
 from kvpool.server.metrics_http import MetricsServer
@@ -64,11 +64,7 @@ class Exporter:
     """
 
     def __init__(self, host: str, port: int, sample: Callable[[], Callable[[], Iterable[Metric]]]) -> None:
-        registry = CollectorRegistry()
-        for collector in (ProcessCollector, PlatformCollector, GCCollector):
-            collector(registry=registry)
-        registry.register(LoopCollector(asyncio.get_running_loop(), sample))
-        self._http = MetricsServer(registry, host, port)
+        self._http = MetricsServer(LoopCollector(asyncio.get_running_loop(), sample), host, port)
         self.address = f"{host}:{self._http.port}"
         """Where it listens, the port that was free included."""
 

@@ -44,6 +44,7 @@ def sampler(
         observations: What the services saw.
         with_vllm: Tell the same under vLLM's names, too.
     """
+    release = version("kvpool")  # reads the installation's files: once, not a scrape
 
     def sample() -> Callable[[], Iterable[Metric]]:
         pools = [
@@ -52,7 +53,7 @@ def sampler(
         ]
         observations.forget_pools_but({pool.info.config.name for pool in pools})
         timed = {method: histogram.copy() for method, histogram in observations.rpc_seconds.items()}
-        return partial(_render, pools, dict(observations.rpcs), timed, with_vllm=with_vllm)
+        return partial(_render, release, pools, dict(observations.rpcs), timed, with_vllm=with_vllm)
 
     return sample
 
@@ -71,9 +72,14 @@ def _measures(name: PoolName, kept: Residency | None, observations: Observations
 
 
 def _render(
-    pools: list[PoolSample], rpcs: dict[tuple[str, str], int], timed: dict[str, Histogram], *, with_vllm: bool
+    release: str,
+    pools: list[PoolSample],
+    rpcs: dict[tuple[str, str], int],
+    timed: dict[str, Histogram],
+    *,
+    with_vllm: bool,
 ) -> Iterator[Metric]:
-    yield family("kvpool_build_info", "Version of the server.", ("version",), [((version("kvpool"),), 1)])
+    yield family("kvpool_build_info", "Version of the server.", ("version",), [((release,), 1)])
     yield from pool_metrics(pools)
     yield family("kvpool_rpcs_total", "Calls that ended, by gRPC's code.", ("method", "code"), list(rpcs.items()))
     yield histogram_family(
