@@ -96,6 +96,8 @@ class SessionInfo(_message.Message):
     REQUESTS_FIELD_NUMBER: _builtins.int
     RUNNING_REQUESTS_FIELD_NUMBER: _builtins.int
     HELD_BLOCKS_FIELD_NUMBER: _builtins.int
+    MIN_BLOCKS_FIELD_NUMBER: _builtins.int
+    MAX_BLOCKS_FIELD_NUMBER: _builtins.int
     session_number: _builtins.int
     """Its number, never used again by this server; what logs call it by. From 1."""
     client_name: _builtins.str
@@ -118,6 +120,10 @@ class SessionInfo(_message.Message):
     """Its requests, waiting ones included."""
     running_requests: _builtins.int
     """Of these, those that hold blocks."""
+    min_blocks: _builtins.int
+    """Blocks that it can always have. 0: none are kept for it."""
+    max_blocks: _builtins.int
+    """Most blocks that its requests may hold. 0: no limit."""
     @_builtins.property
     def held_blocks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Blocks in its requests' tables, group by group, the null block left out. One that several requests share counts
@@ -139,10 +145,12 @@ class SessionInfo(_message.Message):
         requests: _builtins.int = ...,
         running_requests: _builtins.int = ...,
         held_blocks: _abc.Iterable[_builtins.int] | None = ...,
+        min_blocks: _builtins.int = ...,
+        max_blocks: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_seconds", b"age_seconds", "client_name", b"client_name", "executed_sequence", b"executed_sequence", "held_blocks", b"held_blocks", "idle_seconds", b"idle_seconds", "lease_seconds", b"lease_seconds", "pool_name", b"pool_name", "requests", b"requests", "running_requests", b"running_requests", "sequence", b"sequence", "session_number", b"session_number", "streaming", b"streaming"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_seconds", b"age_seconds", "client_name", b"client_name", "executed_sequence", b"executed_sequence", "held_blocks", b"held_blocks", "idle_seconds", b"idle_seconds", "lease_seconds", b"lease_seconds", "max_blocks", b"max_blocks", "min_blocks", b"min_blocks", "pool_name", b"pool_name", "requests", b"requests", "running_requests", b"running_requests", "sequence", b"sequence", "session_number", b"session_number", "streaming", b"streaming"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -578,16 +586,24 @@ class DrainRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     POOL_NAME_FIELD_NUMBER: _builtins.int
+    STOP_FIELD_NUMBER: _builtins.int
+    TIMEOUT_SECONDS_FIELD_NUMBER: _builtins.int
     pool_name: _builtins.str
     """The pool; it may still form. Empty: the server, all its pools of now and later."""
+    stop: _builtins.bool
+    """Stop the server once no session is open, or when timeout_seconds have passed; only without a pool_name."""
+    timeout_seconds: _builtins.float
+    """With stop: how long the sessions that are open may go on, [0, 86400] seconds."""
     def __init__(
         self,
         *,
         pool_name: _builtins.str = ...,
+        stop: _builtins.bool = ...,
+        timeout_seconds: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["pool_name", b"pool_name"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["pool_name", b"pool_name", "stop", b"stop", "timeout_seconds", b"timeout_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -163,8 +163,8 @@ class AdminServiceServicer(object):
 
     def Drain(self, request, context):
         """Takes no new sessions, in one pool or in all: OpenSession ends in UNAVAILABLE with the reason DRAINED and a retry
-        time. Sessions that are open go on until they are closed. Done again it changes nothing. Undone by Undrain and by
-        a restart of the server. NOT_FOUND.
+        time. Sessions that are open go on until they are closed. Done again it changes nothing, but that a newer stop
+        takes the place of an older one. Undone by Undrain. INVALID_ARGUMENT, NOT_FOUND.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

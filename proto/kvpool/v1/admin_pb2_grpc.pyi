@@ -73,8 +73,8 @@ class AdminServiceStub:
     """
     Drain: _grpc.UnaryUnaryMultiCallable[_admin_pb2.DrainRequest, _admin_pb2.DrainResponse]
     """Takes no new sessions, in one pool or in all: OpenSession ends in UNAVAILABLE with the reason DRAINED and a retry
-    time. Sessions that are open go on until they are closed. Done again it changes nothing. Undone by Undrain and by
-    a restart of the server. NOT_FOUND.
+    time. Sessions that are open go on until they are closed. Done again it changes nothing, but that a newer stop
+    takes the place of an older one. Undone by Undrain. INVALID_ARGUMENT, NOT_FOUND.
     """
     Undrain: _grpc.UnaryUnaryMultiCallable[_admin_pb2.UndrainRequest, _admin_pb2.UndrainResponse]
     """Takes new sessions again. A pool takes them when neither it nor the server is drained. NOT_FOUND."""
@@ -128,8 +128,8 @@ class AdminServiceAsyncStub(AdminServiceStub):
     """
     Drain: _aio.UnaryUnaryMultiCallable[_admin_pb2.DrainRequest, _admin_pb2.DrainResponse]  # type: ignore[assignment]
     """Takes no new sessions, in one pool or in all: OpenSession ends in UNAVAILABLE with the reason DRAINED and a retry
-    time. Sessions that are open go on until they are closed. Done again it changes nothing. Undone by Undrain and by
-    a restart of the server. NOT_FOUND.
+    time. Sessions that are open go on until they are closed. Done again it changes nothing, but that a newer stop
+    takes the place of an older one. Undone by Undrain. INVALID_ARGUMENT, NOT_FOUND.
     """
     Undrain: _aio.UnaryUnaryMultiCallable[_admin_pb2.UndrainRequest, _admin_pb2.UndrainResponse]  # type: ignore[assignment]
     """Takes new sessions again. A pool takes them when neither it nor the server is drained. NOT_FOUND."""
@@ -222,8 +222,8 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.DrainResponse, _abc.Awaitable[_admin_pb2.DrainResponse]]:
         """Takes no new sessions, in one pool or in all: OpenSession ends in UNAVAILABLE with the reason DRAINED and a retry
-        time. Sessions that are open go on until they are closed. Done again it changes nothing. Undone by Undrain and by
-        a restart of the server. NOT_FOUND.
+        time. Sessions that are open go on until they are closed. Done again it changes nothing, but that a newer stop
+        takes the place of an older one. Undone by Undrain. INVALID_ARGUMENT, NOT_FOUND.
         """
 
     @_abc_1.abstractmethod

@@ -178,6 +178,9 @@ class Session(_message.Message):
     POOL_NAME_FIELD_NUMBER: _builtins.int
     LEASE_SECONDS_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
+    SESSION_NUMBER_FIELD_NUMBER: _builtins.int
+    MIN_BLOCKS_FIELD_NUMBER: _builtins.int
+    MAX_BLOCKS_FIELD_NUMBER: _builtins.int
     session_id: _builtins.str
     """Names the session in every further call. A secret: who knows it can free the session's requests."""
     pool_name: _builtins.str
@@ -186,6 +189,14 @@ class Session(_message.Message):
     """Seconds that the session outlives its stream and its last call."""
     epoch: _builtins.int
     """The pool's epoch when the session was opened."""
+    session_number: _builtins.int
+    """Its number, never used again: the generation of its lease. Goes with its block tables to the ranks, which run no
+    step of a session that has ended.
+    """
+    min_blocks: _builtins.int
+    """Blocks that it can always have. 0: none are kept for it."""
+    max_blocks: _builtins.int
+    """Most blocks that its requests may hold, each counted once. 0: no limit."""
     def __init__(
         self,
         *,
@@ -193,10 +204,13 @@ class Session(_message.Message):
         pool_name: _builtins.str = ...,
         lease_seconds: _builtins.float = ...,
         epoch: _builtins.int = ...,
+        session_number: _builtins.int = ...,
+        min_blocks: _builtins.int = ...,
+        max_blocks: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "lease_seconds", b"lease_seconds", "pool_name", b"pool_name", "session_id", b"session_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "lease_seconds", b"lease_seconds", "max_blocks", b"max_blocks", "min_blocks", b"min_blocks", "pool_name", b"pool_name", "session_id", b"session_id", "session_number", b"session_number"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -211,22 +225,40 @@ class OpenSessionRequest(_message.Message):
     POOL_NAME_FIELD_NUMBER: _builtins.int
     CLIENT_NAME_FIELD_NUMBER: _builtins.int
     LEASE_SECONDS_FIELD_NUMBER: _builtins.int
+    OPEN_KEY_FIELD_NUMBER: _builtins.int
+    MIN_BLOCKS_FIELD_NUMBER: _builtins.int
+    MAX_BLOCKS_FIELD_NUMBER: _builtins.int
     pool_name: _builtins.str
     """The pool."""
     client_name: _builtins.str
     """Tells people which scheduler this is; at most 256 bytes. May be empty."""
     lease_seconds: _builtins.float
     """Wanted lease, [1, 3600] seconds. 0: the server's default, 10."""
+    open_key: _builtins.str
+    """Drawn at random by the client, at most 64 bytes: the same again finds the session that it opened, if that lives,
+    rather than opening another, so that the call can be retried. Empty: each call opens one.
+    """
+    min_blocks: _builtins.int
+    """Blocks that the session is always to have, at most those of the pool. Kept free for it while it holds fewer. 0:
+    none.
+    """
+    max_blocks: _builtins.int
+    """Most blocks that its requests may hold, each counted once however many share it; at least min_blocks. 0: no limit
+    but the server's.
+    """
     def __init__(
         self,
         *,
         pool_name: _builtins.str = ...,
         client_name: _builtins.str = ...,
         lease_seconds: _builtins.float = ...,
+        open_key: _builtins.str = ...,
+        min_blocks: _builtins.int = ...,
+        max_blocks: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["client_name", b"client_name", "lease_seconds", b"lease_seconds", "pool_name", b"pool_name"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["client_name", b"client_name", "lease_seconds", b"lease_seconds", "max_blocks", b"max_blocks", "min_blocks", b"min_blocks", "open_key", b"open_key", "pool_name", b"pool_name"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -261,6 +293,120 @@ class OpenSessionResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___OpenSessionResponse: _TypeAlias = OpenSessionResponse  # noqa: Y015
+
+@_typing.final
+class ResumeSessionRequest(_message.Message):
+    """See AllocatorService.ResumeSession."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SESSION_ID_FIELD_NUMBER: _builtins.int
+    SEQUENCE_FIELD_NUMBER: _builtins.int
+    session_id: _builtins.str
+    """The session."""
+    sequence: _builtins.int
+    """Number of the last change that the caller knows to have been answered; at most the session's last. 0: of none."""
+    def __init__(
+        self,
+        *,
+        session_id: _builtins.str = ...,
+        sequence: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["sequence", b"sequence", "session_id", b"session_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ResumeSessionRequest: _TypeAlias = ResumeSessionRequest  # noqa: Y015
+
+@_typing.final
+class HeldRequest(_message.Message):
+    """A request as the server knows it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    REQUEST_NUMBER_FIELD_NUMBER: _builtins.int
+    NUM_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_COMPUTED_TOKENS_FIELD_NUMBER: _builtins.int
+    TABLES_FIELD_NUMBER: _builtins.int
+    LORA_NAME_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    """Its id."""
+    request_number: _builtins.int
+    """The number that steps name it by. 0: steps cannot name it."""
+    num_tokens: _builtins.int
+    """Tokens known of it, prompt and output."""
+    num_computed_tokens: _builtins.int
+    """Tokens that have room, hits included."""
+    lora_name: _builtins.str
+    """Its LoRA, for events. May be empty."""
+    @_builtins.property
+    def tables(self) -> _containers.RepeatedCompositeFieldContainer[Global___GroupBlocks]:
+        """Its block tables, group by group; block 0 where nothing is looked at any more."""
+
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        request_number: _builtins.int = ...,
+        num_tokens: _builtins.int = ...,
+        num_computed_tokens: _builtins.int = ...,
+        tables: _abc.Iterable[Global___GroupBlocks] | None = ...,
+        lora_name: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lora_name", b"lora_name", "num_computed_tokens", b"num_computed_tokens", "num_tokens", b"num_tokens", "request_id", b"request_id", "request_number", b"request_number", "tables", b"tables"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HeldRequest: _TypeAlias = HeldRequest  # noqa: Y015
+
+@_typing.final
+class ResumeSessionResponse(_message.Message):
+    """See AllocatorService.ResumeSession."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SESSION_FIELD_NUMBER: _builtins.int
+    CONFIG_FIELD_NUMBER: _builtins.int
+    SEQUENCE_FIELD_NUMBER: _builtins.int
+    EXECUTED_SEQUENCE_FIELD_NUMBER: _builtins.int
+    REQUESTS_FIELD_NUMBER: _builtins.int
+    sequence: _builtins.int
+    """Number of the session's last change: what is told here is how things are after it. The next is one more."""
+    executed_sequence: _builtins.int
+    """Newest change that it said to be executed."""
+    @_builtins.property
+    def session(self) -> Global___Session:
+        """The session."""
+
+    @_builtins.property
+    def config(self) -> _pool_pb2.PoolConfig:
+        """The pool's configuration, the hash scheme's none_hash included."""
+
+    @_builtins.property
+    def requests(self) -> _containers.RepeatedCompositeFieldContainer[Global___HeldRequest]:
+        """Its requests, in the order they were added."""
+
+    def __init__(
+        self,
+        *,
+        session: Global___Session | None = ...,
+        config: _pool_pb2.PoolConfig | None = ...,
+        sequence: _builtins.int = ...,
+        executed_sequence: _builtins.int = ...,
+        requests: _abc.Iterable[Global___HeldRequest] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["config", b"config", "session", b"session"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["config", b"config", "executed_sequence", b"executed_sequence", "requests", b"requests", "sequence", b"sequence", "session", b"session"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ResumeSessionResponse: _TypeAlias = ResumeSessionResponse  # noqa: Y015
 
 @_typing.final
 class KeepAliveRequest(_message.Message):
@@ -576,7 +722,7 @@ class AllocateSlotsResponse(_message.Message):
     NEW_BLOCKS_FIELD_NUMBER: _builtins.int
     COMPUTED_FIELD_NUMBER: _builtins.int
     outcome: _step_pb2.Outcome.ValueType
-    """OUTCOME_UNSPECIFIED (allocated), OUTCOME_NO_BLOCKS or OUTCOME_HIT_CHANGED."""
+    """OUTCOME_UNSPECIFIED (allocated), OUTCOME_NO_BLOCKS, OUTCOME_OVER_QUOTA or OUTCOME_HIT_CHANGED."""
     @_builtins.property
     def new_blocks(self) -> _containers.RepeatedCompositeFieldContainer[Global___GroupBlocks]:
         """Newly allocated blocks, group by group."""

@@ -37,6 +37,10 @@ class AllocatorServiceStub(object):
     FAILED_PRECONDITION  wrong state: see the reason
     ABORTED              the lease ran out, the epoch passed, or an operator ended the session: open a new one,
     compute again
+    RESOURCE_EXHAUSTED   over a limit that protects others: slow down, try again after the RetryInfo's time if there
+    is one, else ask for less
+    UNAUTHENTICATED      no token, or one that the server does not know
+    PERMISSION_DENIED    the token's role does not allow the call, or the token is not for this pool or session
 
     Calls with a sequence change the session. They share one count with Schedule's steps: the same number again with
     the same content gets the same answer again, a gap is refused.
@@ -67,6 +71,11 @@ class AllocatorServiceStub(object):
                 '/kvpool.v1.AllocatorService/OpenSession',
                 request_serializer=kvpool_dot_v1_dot_allocator__pb2.OpenSessionRequest.SerializeToString,
                 response_deserializer=kvpool_dot_v1_dot_allocator__pb2.OpenSessionResponse.FromString,
+                _registered_method=True)
+        self.ResumeSession = channel.unary_unary(
+                '/kvpool.v1.AllocatorService/ResumeSession',
+                request_serializer=kvpool_dot_v1_dot_allocator__pb2.ResumeSessionRequest.SerializeToString,
+                response_deserializer=kvpool_dot_v1_dot_allocator__pb2.ResumeSessionResponse.FromString,
                 _registered_method=True)
         self.KeepAlive = channel.unary_unary(
                 '/kvpool.v1.AllocatorService/KeepAlive',
@@ -136,6 +145,10 @@ class AllocatorServiceServicer(object):
     FAILED_PRECONDITION  wrong state: see the reason
     ABORTED              the lease ran out, the epoch passed, or an operator ended the session: open a new one,
     compute again
+    RESOURCE_EXHAUSTED   over a limit that protects others: slow down, try again after the RetryInfo's time if there
+    is one, else ask for less
+    UNAUTHENTICATED      no token, or one that the server does not know
+    PERMISSION_DENIED    the token's role does not allow the call, or the token is not for this pool or session
 
     Calls with a sequence change the session. They share one count with Schedule's steps: the same number again with
     the same content gets the same answer again, a gap is refused.
@@ -166,7 +179,17 @@ class AllocatorServiceServicer(object):
 
     def OpenSession(self, request, context):
         """Attaches a scheduler process to a pool, with a lease. INVALID_ARGUMENT, NOT_FOUND; FAILED_PRECONDITION while the
-        pool's ranks are gathering; UNAVAILABLE while an operator has it drained (reason DRAINED).
+        pool's ranks are gathering; UNAVAILABLE while an operator has it drained (reason DRAINED); RESOURCE_EXHAUSTED if
+        the pool has as many sessions as it may, or cannot guarantee min_blocks now.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ResumeSession(self, request, context):
+        """Takes a session up again, within its lease: for a scheduler process that was started anew, or has lost its tables.
+        Tells all that the session holds. INVALID_ARGUMENT if the sequence is of changes that were never made, NOT_FOUND,
+        ABORTED.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -180,7 +203,8 @@ class AllocatorServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def CloseSession(self, request, context):
-        """Frees the session's requests, the oldest first, and forgets it. NOT_FOUND, ABORTED.
+        """Frees the session's requests, the oldest first, and ends it. Sent again it answers the same; any other call of a
+        closed session ends in ABORTED with the reason SESSION_CLOSED. NOT_FOUND, ABORTED.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -280,6 +304,11 @@ def add_AllocatorServiceServicer_to_server(servicer, server):
                     request_deserializer=kvpool_dot_v1_dot_allocator__pb2.OpenSessionRequest.FromString,
                     response_serializer=kvpool_dot_v1_dot_allocator__pb2.OpenSessionResponse.SerializeToString,
             ),
+            'ResumeSession': grpc.unary_unary_rpc_method_handler(
+                    servicer.ResumeSession,
+                    request_deserializer=kvpool_dot_v1_dot_allocator__pb2.ResumeSessionRequest.FromString,
+                    response_serializer=kvpool_dot_v1_dot_allocator__pb2.ResumeSessionResponse.SerializeToString,
+            ),
             'KeepAlive': grpc.unary_unary_rpc_method_handler(
                     servicer.KeepAlive,
                     request_deserializer=kvpool_dot_v1_dot_allocator__pb2.KeepAliveRequest.FromString,
@@ -354,6 +383,10 @@ class AllocatorService(object):
     FAILED_PRECONDITION  wrong state: see the reason
     ABORTED              the lease ran out, the epoch passed, or an operator ended the session: open a new one,
     compute again
+    RESOURCE_EXHAUSTED   over a limit that protects others: slow down, try again after the RetryInfo's time if there
+    is one, else ask for less
+    UNAUTHENTICATED      no token, or one that the server does not know
+    PERMISSION_DENIED    the token's role does not allow the call, or the token is not for this pool or session
 
     Calls with a sequence change the session. They share one count with Schedule's steps: the same number again with
     the same content gets the same answer again, a gap is refused.
@@ -457,6 +490,33 @@ class AllocatorService(object):
             '/kvpool.v1.AllocatorService/OpenSession',
             kvpool_dot_v1_dot_allocator__pb2.OpenSessionRequest.SerializeToString,
             kvpool_dot_v1_dot_allocator__pb2.OpenSessionResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ResumeSession(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvpool.v1.AllocatorService/ResumeSession',
+            kvpool_dot_v1_dot_allocator__pb2.ResumeSessionRequest.SerializeToString,
+            kvpool_dot_v1_dot_allocator__pb2.ResumeSessionResponse.FromString,
             options,
             channel_credentials,
             insecure,

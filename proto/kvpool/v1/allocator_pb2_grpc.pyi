@@ -38,6 +38,10 @@ class AllocatorServiceStub:
       FAILED_PRECONDITION  wrong state: see the reason
       ABORTED              the lease ran out, the epoch passed, or an operator ended the session: open a new one,
                            compute again
+      RESOURCE_EXHAUSTED   over a limit that protects others: slow down, try again after the RetryInfo's time if there
+                           is one, else ask for less
+      UNAUTHENTICATED      no token, or one that the server does not know
+      PERMISSION_DENIED    the token's role does not allow the call, or the token is not for this pool or session
 
     Calls with a sequence change the session. They share one count with Schedule's steps: the same number again with
     the same content gets the same answer again, a gap is refused.
@@ -59,12 +63,20 @@ class AllocatorServiceStub:
     """
     OpenSession: _grpc.UnaryUnaryMultiCallable[_allocator_pb2.OpenSessionRequest, _allocator_pb2.OpenSessionResponse]
     """Attaches a scheduler process to a pool, with a lease. INVALID_ARGUMENT, NOT_FOUND; FAILED_PRECONDITION while the
-    pool's ranks are gathering; UNAVAILABLE while an operator has it drained (reason DRAINED).
+    pool's ranks are gathering; UNAVAILABLE while an operator has it drained (reason DRAINED); RESOURCE_EXHAUSTED if
+    the pool has as many sessions as it may, or cannot guarantee min_blocks now.
+    """
+    ResumeSession: _grpc.UnaryUnaryMultiCallable[_allocator_pb2.ResumeSessionRequest, _allocator_pb2.ResumeSessionResponse]
+    """Takes a session up again, within its lease: for a scheduler process that was started anew, or has lost its tables.
+    Tells all that the session holds. INVALID_ARGUMENT if the sequence is of changes that were never made, NOT_FOUND,
+    ABORTED.
     """
     KeepAlive: _grpc.UnaryUnaryMultiCallable[_allocator_pb2.KeepAliveRequest, _allocator_pb2.KeepAliveResponse]
     """Renews the lease. A session with an open Schedule stream needs no renewal. NOT_FOUND, ABORTED."""
     CloseSession: _grpc.UnaryUnaryMultiCallable[_allocator_pb2.CloseSessionRequest, _allocator_pb2.CloseSessionResponse]
-    """Frees the session's requests, the oldest first, and forgets it. NOT_FOUND, ABORTED."""
+    """Frees the session's requests, the oldest first, and ends it. Sent again it answers the same; any other call of a
+    closed session ends in ABORTED with the reason SESSION_CLOSED. NOT_FOUND, ABORTED.
+    """
     GetComputedBlocks: _grpc.UnaryUnaryMultiCallable[_allocator_pb2.GetComputedBlocksRequest, _allocator_pb2.GetComputedBlocksResponse]
     """Looks up the longest cached prefix of a request that holds no blocks.
     INVALID_ARGUMENT, NOT_FOUND, FAILED_PRECONDITION, ABORTED.
@@ -110,6 +122,10 @@ class AllocatorServiceAsyncStub(AllocatorServiceStub):
       FAILED_PRECONDITION  wrong state: see the reason
       ABORTED              the lease ran out, the epoch passed, or an operator ended the session: open a new one,
                            compute again
+      RESOURCE_EXHAUSTED   over a limit that protects others: slow down, try again after the RetryInfo's time if there
+                           is one, else ask for less
+      UNAUTHENTICATED      no token, or one that the server does not know
+      PERMISSION_DENIED    the token's role does not allow the call, or the token is not for this pool or session
 
     Calls with a sequence change the session. They share one count with Schedule's steps: the same number again with
     the same content gets the same answer again, a gap is refused.
@@ -128,12 +144,20 @@ class AllocatorServiceAsyncStub(AllocatorServiceStub):
     """
     OpenSession: _aio.UnaryUnaryMultiCallable[_allocator_pb2.OpenSessionRequest, _allocator_pb2.OpenSessionResponse]  # type: ignore[assignment]
     """Attaches a scheduler process to a pool, with a lease. INVALID_ARGUMENT, NOT_FOUND; FAILED_PRECONDITION while the
-    pool's ranks are gathering; UNAVAILABLE while an operator has it drained (reason DRAINED).
+    pool's ranks are gathering; UNAVAILABLE while an operator has it drained (reason DRAINED); RESOURCE_EXHAUSTED if
+    the pool has as many sessions as it may, or cannot guarantee min_blocks now.
+    """
+    ResumeSession: _aio.UnaryUnaryMultiCallable[_allocator_pb2.ResumeSessionRequest, _allocator_pb2.ResumeSessionResponse]  # type: ignore[assignment]
+    """Takes a session up again, within its lease: for a scheduler process that was started anew, or has lost its tables.
+    Tells all that the session holds. INVALID_ARGUMENT if the sequence is of changes that were never made, NOT_FOUND,
+    ABORTED.
     """
     KeepAlive: _aio.UnaryUnaryMultiCallable[_allocator_pb2.KeepAliveRequest, _allocator_pb2.KeepAliveResponse]  # type: ignore[assignment]
     """Renews the lease. A session with an open Schedule stream needs no renewal. NOT_FOUND, ABORTED."""
     CloseSession: _aio.UnaryUnaryMultiCallable[_allocator_pb2.CloseSessionRequest, _allocator_pb2.CloseSessionResponse]  # type: ignore[assignment]
-    """Frees the session's requests, the oldest first, and forgets it. NOT_FOUND, ABORTED."""
+    """Frees the session's requests, the oldest first, and ends it. Sent again it answers the same; any other call of a
+    closed session ends in ABORTED with the reason SESSION_CLOSED. NOT_FOUND, ABORTED.
+    """
     GetComputedBlocks: _aio.UnaryUnaryMultiCallable[_allocator_pb2.GetComputedBlocksRequest, _allocator_pb2.GetComputedBlocksResponse]  # type: ignore[assignment]
     """Looks up the longest cached prefix of a request that holds no blocks.
     INVALID_ARGUMENT, NOT_FOUND, FAILED_PRECONDITION, ABORTED.
@@ -178,6 +202,10 @@ class AllocatorServiceServicer(metaclass=_abc_1.ABCMeta):
       FAILED_PRECONDITION  wrong state: see the reason
       ABORTED              the lease ran out, the epoch passed, or an operator ended the session: open a new one,
                            compute again
+      RESOURCE_EXHAUSTED   over a limit that protects others: slow down, try again after the RetryInfo's time if there
+                           is one, else ask for less
+      UNAUTHENTICATED      no token, or one that the server does not know
+      PERMISSION_DENIED    the token's role does not allow the call, or the token is not for this pool or session
 
     Calls with a sequence change the session. They share one count with Schedule's steps: the same number again with
     the same content gets the same answer again, a gap is refused.
@@ -218,7 +246,19 @@ class AllocatorServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_allocator_pb2.OpenSessionResponse, _abc.Awaitable[_allocator_pb2.OpenSessionResponse]]:
         """Attaches a scheduler process to a pool, with a lease. INVALID_ARGUMENT, NOT_FOUND; FAILED_PRECONDITION while the
-        pool's ranks are gathering; UNAVAILABLE while an operator has it drained (reason DRAINED).
+        pool's ranks are gathering; UNAVAILABLE while an operator has it drained (reason DRAINED); RESOURCE_EXHAUSTED if
+        the pool has as many sessions as it may, or cannot guarantee min_blocks now.
+        """
+
+    @_abc_1.abstractmethod
+    def ResumeSession(
+        self,
+        request: _allocator_pb2.ResumeSessionRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_allocator_pb2.ResumeSessionResponse, _abc.Awaitable[_allocator_pb2.ResumeSessionResponse]]:
+        """Takes a session up again, within its lease: for a scheduler process that was started anew, or has lost its tables.
+        Tells all that the session holds. INVALID_ARGUMENT if the sequence is of changes that were never made, NOT_FOUND,
+        ABORTED.
         """
 
     @_abc_1.abstractmethod
@@ -235,7 +275,9 @@ class AllocatorServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _allocator_pb2.CloseSessionRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_allocator_pb2.CloseSessionResponse, _abc.Awaitable[_allocator_pb2.CloseSessionResponse]]:
-        """Frees the session's requests, the oldest first, and forgets it. NOT_FOUND, ABORTED."""
+        """Frees the session's requests, the oldest first, and ends it. Sent again it answers the same; any other call of a
+        closed session ends in ABORTED with the reason SESSION_CLOSED. NOT_FOUND, ABORTED.
+        """
 
     @_abc_1.abstractmethod
     def GetComputedBlocks(

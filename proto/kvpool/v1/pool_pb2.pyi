@@ -505,6 +505,9 @@ class PoolInfo(_message.Message):
     RUNNING_REQUESTS_FIELD_NUMBER: _builtins.int
     ACTIVITY_FIELD_NUMBER: _builtins.int
     GROUPS_FIELD_NUMBER: _builtins.int
+    QUARANTINED_BLOCKS_FIELD_NUMBER: _builtins.int
+    QUARANTINED_SESSIONS_FIELD_NUMBER: _builtins.int
+    RESERVED_BLOCKS_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """Goes up whenever the contents of blocks can no longer be trusted. From 1."""
     free_blocks: _builtins.int
@@ -533,6 +536,12 @@ class PoolInfo(_message.Message):
     """Ranks that it takes. 0: it was declared by a scheduler."""
     running_requests: _builtins.int
     """Of the requests, those that hold blocks."""
+    quarantined_blocks: _builtins.int
+    """Blocks that sessions held which were ended, not yet free since a step of theirs may still run. Counted in usage."""
+    quarantined_sessions: _builtins.int
+    """Sessions that have ended, whose blocks are not yet free."""
+    reserved_blocks: _builtins.int
+    """Of free_blocks, those that are kept for sessions that hold fewer than they were guaranteed."""
     @_builtins.property
     def config(self) -> Global___PoolConfig:
         """What it was declared with, defaults filled in. The hash scheme's none_hash is left out: only sessions learn it. Of
@@ -577,10 +586,13 @@ class PoolInfo(_message.Message):
         running_requests: _builtins.int = ...,
         activity: Global___ActivityCounters | None = ...,
         groups: _abc.Iterable[Global___GroupInfo] | None = ...,
+        quarantined_blocks: _builtins.int = ...,
+        quarantined_sessions: _builtins.int = ...,
+        reserved_blocks: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["activity", b"activity", "config", b"config", "prefix_cache", b"prefix_cache"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["activity", b"activity", "cached_blocks", b"cached_blocks", "config", b"config", "epoch", b"epoch", "event_sequence", b"event_sequence", "evicted_blocks", b"evicted_blocks", "free_blocks", b"free_blocks", "groups", b"groups", "preemptions", b"preemptions", "prefix_cache", b"prefix_cache", "ranks", b"ranks", "recent_hit_rate", b"recent_hit_rate", "requests", b"requests", "running_requests", b"running_requests", "sessions", b"sessions", "sink_blocks", b"sink_blocks", "state", b"state", "usage", b"usage", "world_size", b"world_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["activity", b"activity", "cached_blocks", b"cached_blocks", "config", b"config", "epoch", b"epoch", "event_sequence", b"event_sequence", "evicted_blocks", b"evicted_blocks", "free_blocks", b"free_blocks", "groups", b"groups", "preemptions", b"preemptions", "prefix_cache", b"prefix_cache", "quarantined_blocks", b"quarantined_blocks", "quarantined_sessions", b"quarantined_sessions", "ranks", b"ranks", "recent_hit_rate", b"recent_hit_rate", "requests", b"requests", "reserved_blocks", b"reserved_blocks", "running_requests", b"running_requests", "sessions", b"sessions", "sink_blocks", b"sink_blocks", "state", b"state", "usage", b"usage", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

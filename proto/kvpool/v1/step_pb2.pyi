@@ -120,6 +120,10 @@ class _OutcomeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Outcome.Value
     """What the look-up had promised is no longer all cached. Nothing was allocated; the result holds the new hit."""
     OUTCOME_IN_USE: _Outcome.ValueType  # 4
     """A request holds blocks, so the prefix cache was not reset."""
+    OUTCOME_OVER_QUOTA: _Outcome.ValueType  # 5
+    """The session would hold more blocks than its max_blocks: nothing was allocated, and as after OUTCOME_NO_BLOCKS no
+    later operation of the step takes blocks. Only the session's own requests can make room.
+    """
 
 class Outcome(_Outcome, metaclass=_OutcomeEnumTypeWrapper):
     """How an operation ended."""
@@ -136,6 +140,10 @@ OUTCOME_HIT_CHANGED: Outcome.ValueType  # 3
 """What the look-up had promised is no longer all cached. Nothing was allocated; the result holds the new hit."""
 OUTCOME_IN_USE: Outcome.ValueType  # 4
 """A request holds blocks, so the prefix cache was not reset."""
+OUTCOME_OVER_QUOTA: Outcome.ValueType  # 5
+"""The session would hold more blocks than its max_blocks: nothing was allocated, and as after OUTCOME_NO_BLOCKS no
+later operation of the step takes blocks. Only the session's own requests can make room.
+"""
 Global___Outcome: _TypeAlias = Outcome  # noqa: Y015
 
 @_typing.final

@@ -30,6 +30,7 @@ class JoinRequest(_message.Message):
     INITIALIZED_FIELD_NUMBER: _builtins.int
     HEARTBEAT_FIELD_NUMBER: _builtins.int
     LEAVE_FIELD_NUMBER: _builtins.int
+    FENCED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def register(self) -> Global___Register:
         """The first message, and only that."""
@@ -46,6 +47,10 @@ class JoinRequest(_message.Message):
     def leave(self) -> Global___Leave:
         """The rank is going for good: it need not be waited for."""
 
+    @_builtins.property
+    def fenced(self) -> Global___Fenced:
+        """The answer to a Fence, as soon as it is kept."""
+
     def __init__(
         self,
         *,
@@ -53,12 +58,13 @@ class JoinRequest(_message.Message):
         initialized: Global___Initialized | None = ...,
         heartbeat: Global___Heartbeat | None = ...,
         leave: Global___Leave | None = ...,
+        fenced: Global___Fenced | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["heartbeat", b"heartbeat", "initialized", b"initialized", "leave", b"leave", "message", b"message", "register", b"register"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["fenced", b"fenced", "heartbeat", b"heartbeat", "initialized", b"initialized", "leave", b"leave", "message", b"message", "register", b"register"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["heartbeat", b"heartbeat", "initialized", b"initialized", "leave", b"leave", "message", b"message", "register", b"register"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fenced", b"fenced", "heartbeat", b"heartbeat", "initialized", b"initialized", "leave", b"leave", "message", b"message", "register", b"register"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["register", "initialized", "heartbeat", "leave"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["register", "initialized", "heartbeat", "leave", "fenced"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -74,6 +80,7 @@ class JoinResponse(_message.Message):
     PLAN_FIELD_NUMBER: _builtins.int
     READY_FIELD_NUMBER: _builtins.int
     STATUS_FIELD_NUMBER: _builtins.int
+    FENCE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def registered(self) -> Global___Registered:
         """The answer to Register."""
@@ -90,6 +97,10 @@ class JoinResponse(_message.Message):
     def status(self) -> Global___PoolStatus:
         """How the pool is; sent when its state or epoch changes, and in answer to each heartbeat."""
 
+    @_builtins.property
+    def fence(self) -> Global___Fence:
+        """Whose steps may run."""
+
     def __init__(
         self,
         *,
@@ -97,12 +108,13 @@ class JoinResponse(_message.Message):
         plan: Global___Plan | None = ...,
         ready: Global___Ready | None = ...,
         status: Global___PoolStatus | None = ...,
+        fence: Global___Fence | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["message", b"message", "plan", b"plan", "ready", b"ready", "registered", b"registered", "status", b"status"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["fence", b"fence", "message", b"message", "plan", b"plan", "ready", b"ready", "registered", b"registered", "status", b"status"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["message", b"message", "plan", b"plan", "ready", b"ready", "registered", b"registered", "status", b"status"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fence", b"fence", "message", b"message", "plan", b"plan", "ready", b"ready", "registered", b"registered", "status", b"status"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["registered", "plan", "ready", "status"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["registered", "plan", "ready", "status", "fence"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -221,6 +233,7 @@ class Register(_message.Message):
     HOST_FIELD_NUMBER: _builtins.int
     PID_FIELD_NUMBER: _builtins.int
     LAST_EPOCH_FIELD_NUMBER: _builtins.int
+    FENCES_FIELD_NUMBER: _builtins.int
     protocol_version: _builtins.int
     """Version of this wire that the worker speaks: 1."""
     pool_name: _builtins.str
@@ -241,6 +254,10 @@ class Register(_message.Message):
     """For people: the process id."""
     last_epoch: _builtins.int
     """Newest epoch that the rank was told of, held tensors or not, at most 2^53. The next one will be higher. 0: none."""
+    fences: _builtins.bool
+    """The rank answers Fences: blocks of a session that was ended are given to others as soon as all ranks have. Of a
+    pool with a rank that does not, they are kept back for a set time.
+    """
     @_builtins.property
     def options(self) -> Global___WorldOptions:
         """The same in all ranks."""
@@ -269,10 +286,11 @@ class Register(_message.Message):
         host: _builtins.str = ...,
         pid: _builtins.int = ...,
         last_epoch: _builtins.int = ...,
+        fences: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["held", b"held", "options", b"options"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["available_bytes", b"available_bytes", "boot_id", b"boot_id", "device", b"device", "held", b"held", "host", b"host", "last_epoch", b"last_epoch", "layers", b"layers", "options", b"options", "pid", b"pid", "pool_name", b"pool_name", "protocol_version", b"protocol_version", "rank", b"rank", "world_size", b"world_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["available_bytes", b"available_bytes", "boot_id", b"boot_id", "device", b"device", "fences", b"fences", "held", b"held", "host", b"host", "last_epoch", b"last_epoch", "layers", b"layers", "options", b"options", "pid", b"pid", "pool_name", b"pool_name", "protocol_version", b"protocol_version", "rank", b"rank", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -514,6 +532,64 @@ class Leave(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Leave: _TypeAlias = Leave  # noqa: Y015
+
+@_typing.final
+class Fence(_message.Message):
+    """Whose steps may run: those of sessions that live, and of ones opened later. Sent after Ready and when a session ends."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FENCE_SEQUENCE_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    LAST_SESSION_NUMBER_FIELD_NUMBER: _builtins.int
+    LIVE_SESSION_NUMBERS_FIELD_NUMBER: _builtins.int
+    fence_sequence: _builtins.int
+    """Counts up from 1."""
+    epoch: _builtins.int
+    """The epoch that it holds for."""
+    last_session_number: _builtins.int
+    """Number of the session that was opened last. Those up to it which are not in live_session_numbers have ended."""
+    @_builtins.property
+    def live_session_numbers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Sessions of the pool that live, ascending."""
+
+    def __init__(
+        self,
+        *,
+        fence_sequence: _builtins.int = ...,
+        epoch: _builtins.int = ...,
+        last_session_number: _builtins.int = ...,
+        live_session_numbers: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "fence_sequence", b"fence_sequence", "last_session_number", b"last_session_number", "live_session_numbers", b"live_session_numbers"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Fence: _TypeAlias = Fence  # noqa: Y015
+
+@_typing.final
+class Fenced(_message.Message):
+    """No step of a session that has ended runs on the rank, or will."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FENCE_SEQUENCE_FIELD_NUMBER: _builtins.int
+    fence_sequence: _builtins.int
+    """Of the newest Fence that is kept; it answers all before it too."""
+    def __init__(
+        self,
+        *,
+        fence_sequence: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fence_sequence", b"fence_sequence"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Fenced: _TypeAlias = Fenced  # noqa: Y015
 
 @_typing.final
 class PoolStatus(_message.Message):
