@@ -193,7 +193,8 @@ def test_nobody_at_the_address_is_said_in_a_line(command: tuple[str, ...], tmp_p
     [
         (("pools", "--address", "nowhere"), "--address: address 'nowhere': needs host:port or unix:/path"),
         (("requests", "--session", "1"), "--session needs --pool"),
-        (("drain", "--undo", "--wait"), "--undo and --wait: give one of them"),
+        (("drain", "--undo", "--wait"), "--undo: goes with neither --wait nor --stop"),
+        (("drain", "--stop", "--pool", "m"), "--stop: the whole server stops, leave out --pool"),
         (("reset",), "Missing option '--pool'"),
         (("evict-session", "--pool", "m", "x"), "'x' is not a valid integer"),
         (("evict-session", "--pool", "m", "0"), "0 is not in the range"),

@@ -6,7 +6,7 @@ Each ends with 0 when done, 1 when the server refuses or cannot be reached, 2 wh
 import json
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import islice
 from typing import Any, Final, TypeVar
 
@@ -15,6 +15,7 @@ import click
 from kvpool.cli import admin_output as output
 from kvpool.cli.text import counted
 from kvpool.client.admin import AdminClient, BlockState, SessionInfo
+from kvpool.client.errors import UnavailableError
 from kvpool.server.config import DEFAULT_ADDRESS
 
 _POLL_SECONDS: Final = 0.25
@@ -124,27 +125,49 @@ def blocks(*, pool: str, state: str | None, limit: int | None, address: str, as_
 @click.command()
 @click.option("--pool", default="", metavar="NAME", help="Only this pool; default: the server, all its pools.")
 @click.option("--undo", is_flag=True, help="Take new sessions again.")
-@click.option("--wait", is_flag=True, help="Wait until no session is left.")
+@click.option("--stop", is_flag=True, help="Stop the server when no session is left, or the time is up.")
+@click.option("--wait", is_flag=True, help="Wait until no session is left; with --stop, until the server has stopped.")
 @click.option(
-    "--timeout-seconds", type=click.FloatRange(0), default=300.0, show_default=True, help="How long to wait for that."
+    "--timeout-seconds",
+    type=click.FloatRange(0, 86_400),
+    default=300.0,
+    show_default=True,
+    help="How long to wait for that, or the sessions to be let go on before the stop.",
 )
 @_server_options
 @click.pass_context
 def drain(  # noqa: PLR0913 - one parameter an option
-    ctx: click.Context, *, pool: str, undo: bool, wait: bool, timeout_seconds: float, address: str, as_json: bool
+    ctx: click.Context,
+    *,
+    pool: str,
+    undo: bool,
+    stop: bool,
+    wait: bool,
+    timeout_seconds: float,
+    address: str,
+    as_json: bool,
 ) -> None:
     """Take no new sessions, while open ones go on until their schedulers close them.
 
-    Ends with 1 if sessions are left when the time to wait is over; the pool stays drained. A server that restarts
-    takes sessions again.
+    Ends with 1 if sessions are left when the time to wait is over; the pool stays drained. With --stop the server
+    itself waits, and stops when they are closed or the time is up: for rolling upgrades.
     """
-    if undo and wait:
-        raise click.UsageError("--undo and --wait: give one of them")
+    if undo and (wait or stop):
+        raise click.UsageError("--undo: goes with neither --wait nor --stop")
+    if stop and pool:
+        raise click.UsageError("--stop: the whole server stops, leave out --pool")
     what = f"pool {pool}" if pool else "the server"
     with connected(address) as client:
         if undo:
             still = client.undrain(pool)
             _say({"still_drained": list(still)}, _undone(what, still), as_json=as_json)
+            return
+        if stop:
+            left = client.stop(timeout_seconds)
+            if wait:
+                _wait_until_gone(client)
+            sentence = f"the server {'has stopped' if wait else 'stops'}; {counted(left, 'session')} were open"
+            _say({"stopped": wait, "sessions": left}, sentence, as_json=as_json)
             return
         left = client.drain(pool)
         if wait:
@@ -211,6 +234,14 @@ def _wait_until_empty(client: AdminClient, pool: str, left: int, due_seconds: fl
         if left and left != before:
             click.echo(f"{counted(left, 'session')} left", err=True)
     return left
+
+
+def _wait_until_gone(client: AdminClient) -> None:
+    """Waits until the server is not there any more."""
+    with suppress(UnavailableError):
+        while True:
+            client.overview()
+            time.sleep(_POLL_SECONDS)
 
 
 def _undone(what: str, still: Iterable[str]) -> str:

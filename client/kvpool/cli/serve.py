@@ -63,6 +63,13 @@ from kvpool.server.core.world import RankTiming
     help="How long a stopping server waits for calls in flight.",
 )
 @click.option(
+    "--drain-seconds",
+    type=float,
+    default=0.0,
+    show_default=True,
+    help="How long SIGTERM lets open sessions go on, while no new ones are taken; a second one stops at once.",
+)
+@click.option(
     "--dead-peer-seconds",
     type=float,
     default=10.0,

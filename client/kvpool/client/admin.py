@@ -154,6 +154,19 @@ class AdminClient:
         with _converted():
             return self._stub.Drain(admin_pb2.DrainRequest(pool_name=pool), timeout=self._deadline_seconds).sessions
 
+    def stop(self, timeout_seconds: float) -> int:
+        """Stops the server once no session is open, and takes no new ones until then; `undrain` takes it back.
+
+        Args:
+            timeout_seconds: How long the sessions that are open may go on, [0, 86400].
+
+        Returns:
+            How many there are.
+        """
+        request = admin_pb2.DrainRequest(stop=True, timeout_seconds=timeout_seconds)
+        with _converted():
+            return self._stub.Drain(request, timeout=self._deadline_seconds).sessions
+
     def undrain(self, pool: str = "") -> tuple[str, ...]:
         """Takes new sessions again in a pool, or in all that were not drained by name.
 

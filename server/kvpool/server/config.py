@@ -46,6 +46,7 @@ class ServerConfig:
         max_message_bytes: Largest message that is taken.
         max_pool_blocks: Most blocks of one pool; each takes about 65 bytes of the server's memory.
         grace_seconds: How long a stopping server waits for calls in flight.
+        drain_seconds: How long a server that is signalled to stop lets open sessions go on first.
         dead_peer_seconds: How long a peer may be silent on the network before its stream counts as broken.
         rank_timing: How often ranks are to be heard of, and how long they are waited for.
         max_pools: Most pools at a time.
@@ -57,6 +58,7 @@ class ServerConfig:
     max_message_bytes: int = 16 * MIB
     max_pool_blocks: int = DEFAULT_MAX_POOL_BLOCKS
     grace_seconds: float = 10.0
+    drain_seconds: float = 0.0
     dead_peer_seconds: float = 10.0
     rank_timing: RankTiming = RankTiming()  # noqa: RUF009 - frozen
     max_pools: int = DEFAULT_MAX_POOLS
@@ -74,6 +76,8 @@ class ServerConfig:
             raise ValueError(f"max_pool_blocks: {self.max_pool_blocks} is not in [2, {MAX_BLOCKS}]")
         if not 0 <= self.grace_seconds <= 3600:  # noqa: PLR2004 - the message states it
             raise ValueError(f"grace_seconds: {self.grace_seconds} is not in [0, 3600]")
+        if not 0 <= self.drain_seconds <= 86_400:  # noqa: PLR2004 - the message states it
+            raise ValueError(f"drain_seconds: {self.drain_seconds} is not in [0, 86400]")
         if self.max_pools < 1:
             raise ValueError(f"max_pools: {self.max_pools} is less than 1")
         if not 1 <= self.dead_peer_seconds <= 3600:  # noqa: PLR2004 - the message states it

@@ -166,23 +166,22 @@ class Server:
 
 
 async def serve(config: ServerConfig, ready: Callable[[list[str]], Awaitable[None] | None] | None = None) -> None:
-    """Serves until SIGTERM or SIGINT, then stops gracefully.
+    """Serves until SIGTERM or SIGINT, or until an operator's drain is over, then stops gracefully.
 
     Args:
         config: The settings.
         ready: Called with the addresses once the server listens.
     """
     loop = asyncio.get_running_loop()
-    stopping = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stopping.set)
     server = Server(config)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, server.hub.ending.signal, config.drain_seconds)
     addresses = await server.start()
     if ready:
         waiting = ready(addresses)
         if waiting is not None:
             await waiting
-    await stopping.wait()
+    await server.hub.ending.wait()
     await server.stop()
 
 

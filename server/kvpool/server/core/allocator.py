@@ -334,6 +334,11 @@ class Allocator:
         """All pools, in the order they were made."""
         return iter(self._pools.values())
 
+    @property
+    def num_sessions(self) -> int:
+        """Open sessions of all pools."""
+        return len(self._sessions)
+
     def sessions(self) -> Iterator[tuple[Pool, Session]]:
         """All open sessions with their pools, in the order they were opened, which is that of their numbers."""
         return iter(self._sessions.values())

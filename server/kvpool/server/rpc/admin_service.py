@@ -5,7 +5,7 @@ from importlib.metadata import version
 from typing import Final
 
 from kvpool.server.core import inspection
-from kvpool.server.core.errors import WrongStateError
+from kvpool.server.core.errors import InvalidArgumentError, WrongStateError
 from kvpool.server.core.inspection import Page
 from kvpool.server.core.pool import Pool
 from kvpool.server.rpc import convert_admin, convert_pool
@@ -14,6 +14,7 @@ from kvpool.server.rpc.hub import Hub, session_fields
 from kvpool.server.rpc.ranks import Ranks
 from kvpool.v1 import admin_pb2, admin_pb2_grpc
 
+MAX_DRAIN_SECONDS: Final = 86_400.0
 _TOLD_HOLDERS: Final = 16
 
 _log = logging.getLogger("kvpool.server.admin")
@@ -35,7 +36,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
             server=admin_pb2.ServerInfo(
                 version=self._version,
                 uptime_seconds=self._hub.now_seconds() - self._started_seconds,
-                draining=self._allocator.intake.is_closed or self._hub.is_draining,
+                draining=self._allocator.intake.is_closed or self._hub.ending.is_asked or self._hub.is_draining,
             ),
             pools=[convert_pool.info_to_proto(self._ranks.describe(name)) for name in self._ranks.pool_names()],
         )
@@ -95,10 +96,26 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
 
     @guarded
     def Drain(self, request: admin_pb2.DrainRequest) -> admin_pb2.DrainResponse:
+        if request.stop:
+            return self._stop(request)
+        if request.timeout_seconds:
+            raise InvalidArgumentError("timeout_seconds", "says how long until the stop, and none is asked for")
         name = self._ranks.check_pool(request.pool_name) if request.pool_name else None
         self._allocator.intake.close(name)
         left = sum(1 for pool, _ in self._allocator.sessions() if name in (None, pool.config.name))
         _log.warning("drained by an operator", extra={"pool": name or "", "sessions": left})
+        return admin_pb2.DrainResponse(sessions=left)
+
+    def _stop(self, request: admin_pb2.DrainRequest) -> admin_pb2.DrainResponse:
+        if request.pool_name:
+            raise InvalidArgumentError("pool_name", "the whole server stops: name no pool")
+        if not 0 <= request.timeout_seconds <= MAX_DRAIN_SECONDS:
+            message = f"{request.timeout_seconds} is not in [0, {MAX_DRAIN_SECONDS:g}]"
+            raise InvalidArgumentError("timeout_seconds", message)
+        self._hub.ending.ask(request.timeout_seconds)
+        left = self._allocator.num_sessions
+        extra = {"sessions": left, "seconds": request.timeout_seconds}
+        _log.warning("stop asked for by an operator", extra=extra)
         return admin_pb2.DrainResponse(sessions=left)
 
     @guarded
@@ -107,7 +124,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         self._hub.open_intake(name)
         _log.warning("no longer drained", extra={"pool": name or ""})
         asked_for = self._ranks.pool_names() if name is None else [name]
-        still = [pool_name for pool_name in asked_for if not self._allocator.intake.takes(pool_name)]
+        still = [pool_name for pool_name in asked_for if not self._hub.takes_sessions(pool_name)]
         return admin_pb2.UndrainResponse(still_drained=still)
 
     @guarded

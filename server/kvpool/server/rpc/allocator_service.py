@@ -57,6 +57,7 @@ class AllocatorService(allocator_pb2_grpc.AllocatorServiceServicer):
     @guarded
     def OpenSession(self, request: allocator_pb2.OpenSessionRequest) -> allocator_pb2.OpenSessionResponse:
         self._hub.refuse_while_draining()
+        self._hub.ending.check_not_asked()
         self._ranks.check_formed(request.pool_name)
         pool, session = self._allocator.open_session(
             request.pool_name,

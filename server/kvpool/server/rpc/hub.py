@@ -16,6 +16,7 @@ from kvpool.server.core.pool import Pool
 from kvpool.server.core.residency import Residency
 from kvpool.server.core.session import Session
 from kvpool.server.core.types import PoolName, SessionId
+from kvpool.server.ending import Ending
 from kvpool.server.obs.event_log import EventLog
 
 DRAIN_RETRY_SECONDS: Final = 1.0
@@ -65,6 +66,7 @@ class Hub:
         self._streams: set[Stream] = set()
         self._by_session: dict[SessionId, Stream] = {}
         self.is_draining = False
+        self.ending = Ending(lambda: self.allocator.num_sessions, self.now_seconds)
         self.boot_id = secrets.token_hex(8)
         """Tells this server from one that was started before or after."""
         self.news = asyncio.Event()
@@ -134,9 +136,15 @@ class Hub:
         self.on_log_closed(PoolName(name))
         self._logs.pop(PoolName(name)).close(AbortedError("POOL_REMOVED", f"pool {name!r} was removed"))
 
+    def takes_sessions(self, name: PoolName) -> bool:
+        """Whether a pool takes new sessions, as far as it is not for its ranks to say."""
+        return self.allocator.intake.takes(name) and not self.ending.is_asked and not self.is_draining
+
     def open_intake(self, name: PoolName | None) -> None:
-        """See `Intake.open`; tells those who wait for a pool to be ready."""
+        """See `Intake.open`; without a name a stop is taken back, too. Those who wait for a pool are told."""
         self.allocator.intake.open(name)
+        if name is None:
+            self.ending.take_back()
         self._tell_ready()
 
     def describe(self, name: str) -> PoolInfo:

@@ -107,8 +107,7 @@ class Ranks:
             info = self._hub.describe(name)
         if membership:
             info = replace(info, epoch=membership.epoch, state=membership.state, ranks=membership.rank_infos())
-        takes_sessions = self._hub.allocator.intake.takes(info.config.name) and not self._hub.is_draining
-        return info if takes_sessions else replace(info, state=PoolState.DRAINING)
+        return info if self._hub.takes_sessions(info.config.name) else replace(info, state=PoolState.DRAINING)
 
     def pool_names(self) -> list[PoolName]:
         """Names of all pools, of those that form too, in their order."""
@@ -276,7 +275,7 @@ class Ranks:
                 self._carry_out(membership, effects)
 
     def _is_ready(self, name: str) -> bool:
-        if not self._hub.allocator.intake.takes(PoolName(name)):
+        if not self._hub.takes_sessions(PoolName(name)):
             return False
         membership = self.membership(name)
         if membership:

@@ -1,0 +1,134 @@
+"""A server that is drained and then stops, as rolling upgrades need it: real processes, signals and commands."""
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+
+from kvpool.client import Client, Session, connect
+from kvpool.client.admin import AdminClient
+from kvpool.client.errors import InvalidArgumentError, UnavailableError, from_rpc_error
+from kvpool.server.core.world import PoolState
+from kvpool.v1 import admin_pb2, admin_pb2_grpc
+from support_server import ServerProcess, pool_config
+
+KVPOOL = str(Path(sys.executable).with_name("kvpool"))
+
+
+@pytest.fixture
+def address(tmp_path: Path) -> str:
+    return f"unix:{tmp_path / 's'}"
+
+
+@pytest.fixture
+def server(address: str) -> Iterator[ServerProcess]:
+    server = ServerProcess(address, drain_seconds=30.0)
+    yield server
+    server.process.kill()
+    server.process.communicate()
+
+
+@pytest.fixture
+def client(server: ServerProcess, address: str) -> Iterator[Client]:
+    assert server.addresses == [address]
+    with connect(address, deadline_seconds=5) as client:
+        client.create_pool(pool_config())
+        yield client
+
+
+def works(session: Session, request_id: str) -> bool:
+    """Whether a session still gets blocks."""
+    return session.admit(session.request(request_id, list(range(20)))) is not None
+
+
+def wait_until_draining(client: Client) -> None:
+    """Waits until the server has taken in that it is to stop, and sees that it takes no sessions."""
+    while client.get_pool("m").state is not PoolState.DRAINING:
+        pass
+    with pytest.raises(UnavailableError, match="about to stop"):
+        client.open_session("m")
+
+
+def exit_status(server: ServerProcess) -> int:
+    """Waits until a server has ended by itself."""
+    return server.process.wait(timeout=30)
+
+
+def test_an_operators_stop_waits_for_the_sessions(server: ServerProcess, client: Client, address: str) -> None:
+    with client.open_session("m") as session:
+        command = [KVPOOL, "drain", "--stop", "--wait", "--json", "--address", address]
+        waiting = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        wait_until_draining(client)
+        assert works(session, "while it drains")
+        assert server.process.poll() is None
+        assert waiting.poll() is None
+    said, _ = waiting.communicate(timeout=30)
+    assert (waiting.returncode, json.loads(said)) == (0, {"stopped": True, "sessions": 1})
+    assert exit_status(server) == 0
+
+
+def test_an_operators_stop_does_not_wait_for_ever(server: ServerProcess, client: Client, address: str) -> None:
+    client.open_session("m")
+    with AdminClient(address) as admin:
+        assert admin.stop(0.2) == 1
+    assert exit_status(server) == 0
+
+
+def test_a_stop_is_taken_back(server: ServerProcess, client: Client, address: str) -> None:
+    with client.open_session("m") as session, AdminClient(address) as admin:
+        admin.stop(60.0)
+        wait_until_draining(client)
+        assert admin.overview().server.draining
+        assert admin.undrain() == ()
+        assert not admin.overview().server.draining
+        assert works(session, "r")
+        client.open_session("m").close()
+    assert server.process.poll() is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"stop": True, "pool_name": "m"}, "pool_name"),
+        ({"stop": True, "timeout_seconds": -1.0}, "timeout_seconds"),
+        ({"stop": True, "timeout_seconds": float("nan")}, "timeout_seconds"),
+        ({"stop": True, "timeout_seconds": 86_401.0}, "timeout_seconds"),
+        ({"timeout_seconds": 1.0}, "timeout_seconds"),
+    ],
+)
+def test_a_stop_that_makes_no_sense_changes_nothing(
+    client: Client, address: str, fields: dict[str, object], field: str
+) -> None:
+    with grpc.insecure_channel(address) as channel:
+        stub = admin_pb2_grpc.AdminServiceStub(channel)
+        with pytest.raises(grpc.RpcError) as raised:
+            stub.Drain(admin_pb2.DrainRequest(**fields), timeout=5)  # type: ignore[arg-type]
+        error = from_rpc_error(raised.value)
+        assert (type(error), error.field) == (InvalidArgumentError, field)
+        assert not stub.ListPools(admin_pb2.ListPoolsRequest(), timeout=5).server.draining
+    client.open_session("m").close()
+
+
+def test_a_signal_lets_sessions_end_and_takes_no_new_ones(server: ServerProcess, client: Client, address: str) -> None:
+    with client.open_session("m") as session:
+        server.process.send_signal(signal.SIGTERM)
+        wait_until_draining(client)
+        with AdminClient(address) as admin:
+            assert admin.undrain() == ("m",), "a signal is not taken back"
+        assert works(session, "while it drains")
+        assert server.process.poll() is None
+    assert exit_status(server) == 0
+
+
+def test_a_second_signal_stops_at_once(server: ServerProcess, client: Client) -> None:
+    session = client.open_session("m")
+    server.process.send_signal(signal.SIGTERM)
+    wait_until_draining(client)
+    assert works(session, "while it drains")
+    server.process.send_signal(signal.SIGTERM)
+    assert exit_status(server) == 0
