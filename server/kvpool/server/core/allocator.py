@@ -186,6 +186,27 @@ class Allocator:
         pool.begin_epoch(pool.config, epoch)
         return sessions
 
+    def suspend(self, pool: Pool) -> None:
+        """Lets nothing be allocated from a pool for now, as a rank is missing."""
+        pool.is_suspended = True
+        pool.activity.suspensions += 1
+
+    def resume(self, pool: Pool) -> None:
+        """Lets a suspended pool go on."""
+        pool.is_suspended = False
+
+    def reset_prefix_cache(self, pool: Pool) -> bool:
+        """Forgets what a pool has cached, as an operator asks; see `Pool.reset_prefix_cache`."""
+        return pool.reset_prefix_cache()
+
+    def drain(self, name: PoolName | None) -> None:
+        """Takes no new sessions; see `Intake.close`."""
+        self.intake.close(name)
+
+    def undrain(self, name: PoolName | None) -> None:
+        """Takes sessions again; see `Intake.open`."""
+        self.intake.open(name)
+
     def has_pool(self, name: PoolName) -> bool:
         """Whether there is a pool of this name."""
         return name in self._pools
@@ -248,6 +269,10 @@ class Allocator:
     def apply(self, pool: Pool, session: Session, step: Step, source: object = None) -> StepResult:
         """Applies a step of a session that `session` found; see `apply_step`."""
         return apply.apply_step(pool, session, step, source)
+
+    def count_retry(self, pool: Pool) -> None:
+        """Counts a change that came again, and was answered from memory by the caller."""
+        pool.activity.retries += 1
 
     def mark_executed(self, pool: Pool, session: Session, executed_sequence: int) -> None:
         """Lets others hit what the session filled up to a change that it says was executed.
@@ -324,7 +349,19 @@ class Allocator:
             For each its pool, itself, and how many requests were freed.
         """
         due = [sid for sid, (_, session) in self._sessions.items() if session.expires_seconds <= now_seconds]
-        return [self._expire(session_id) for session_id in due]
+        return [self.expire_session(session_id) for session_id in due]
+
+    def expire_session(self, session_id: SessionId) -> tuple[Pool, Session, int]:
+        """Ends an open session as its lease has run out; see `expire`."""
+        pool, session = self._end(session_id, "LEASE_EXPIRED")
+        pool.activity.leases_expired += 1
+        return pool, session, apply.end_session(pool, session)
+
+    def renew_leases(self, now_seconds: float) -> None:
+        """Gives every open session its whole lease from now, without a stream: this process did not listen before."""
+        for _, session in self._sessions.values():
+            session.open_streams = 0
+            session.heard_seconds = now_seconds
 
     def next_expiry_seconds(self) -> float:
         """When the next lease runs out, as things stand; infinity if none does."""
@@ -376,11 +413,6 @@ class Allocator:
         if not self.intake.takes(pool.config.name):
             return PoolState.DRAINING
         return PoolState.DEGRADED if pool.is_suspended else PoolState.READY
-
-    def _expire(self, session_id: SessionId) -> tuple[Pool, Session, int]:
-        pool, session = self._end(session_id, "LEASE_EXPIRED")
-        pool.activity.leases_expired += 1
-        return pool, session, apply.end_session(pool, session)
 
     def _end(self, session_id: SessionId, reason: str) -> tuple[Pool, Session]:
         self._ended[session_id] = reason

@@ -16,11 +16,12 @@ from kvpool.server.core.types import BlockHash, BlockId, GroupId, WriterId
 class PrefixMap:
     """Maps (group, hash) to blocks, with the block's hash, group and writer in columns by block id."""
 
-    __slots__ = ("_by_hash", "_group_of", "_hash_of", "_num_cached", "_pending", "_unpublished", "_writer_of")
+    __slots__ = ("_by_hash", "_group_of", "_hash_of", "_num_cached", "_pending", "_several", "_unpublished", "_writer_of")
 
     def __init__(self, num_blocks: int, num_groups: int) -> None:
-        # A dict of ids (in order, as a set) where several blocks carry one hash.
+        # A dict of ids (in order, as a set) where several blocks carry one hash; these also in `_several`.
         self._by_hash: list[dict[BlockHash, BlockId | dict[BlockId, None]]] = [{} for _ in range(num_groups)]
+        self._several: list[dict[BlockHash, dict[BlockId, None]]] = [{} for _ in range(num_groups)]
         self._hash_of: list[BlockHash | None] = [None] * num_blocks
         self._group_of = bytearray(num_blocks)
         self._writer_of: list[WriterId] = [WriterId(0)] * num_blocks
@@ -115,7 +116,8 @@ class PrefixMap:
                 if isinstance(entry, dict):
                     entry[block_id] = None
                 else:
-                    by_hash[block_hash] = {entry: None, block_id: None}
+                    several = {entry: None, block_id: None}
+                    by_hash[block_hash] = self._several[group_id][block_hash] = several
             hash_of[block_id] = block_hash
             writer_of[block_id] = writer
             self._group_of[block_id] = group_id
@@ -135,6 +137,8 @@ class PrefixMap:
             del entry[block_id]
         else:
             del by_hash[block_hash]
+            if isinstance(entry, dict):
+                del self._several[group_id][block_hash]
         self._hash_of[block_id] = None
         self._num_cached[group_id] -= 1
         sequence = self._pending.pop(block_id, None)
@@ -159,8 +163,9 @@ class PrefixMap:
 
     def clear(self) -> None:
         """Takes every block's hash away. O(num_blocks)."""
-        for by_hash in self._by_hash:
+        for by_hash, several in zip(self._by_hash, self._several, strict=True):
             by_hash.clear()
+            several.clear()
         self._hash_of[:] = [None] * len(self._hash_of)
         self._pending.clear()
         self._unpublished.clear()

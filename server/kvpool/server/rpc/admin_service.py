@@ -77,7 +77,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         if pool.sink_blocks:
             message = "a pool with sinks is never reset, as these are never free"
             raise WrongStateError("POOL_HAS_SINKS", message, field="pool_name")
-        if pool.reset_prefix_cache():
+        if self._allocator.reset_prefix_cache(pool):
             self._hub.publish(pool)
             _log.warning("prefix cache reset by an operator", extra={"pool": pool.config.name})
             return admin_pb2.AdminServiceResetPrefixCacheResponse(reset=True)
@@ -101,7 +101,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         if request.timeout_seconds:
             raise InvalidArgumentError("timeout_seconds", "says how long until the stop, and none is asked for")
         name = self._ranks.check_pool(request.pool_name) if request.pool_name else None
-        self._allocator.intake.close(name)
+        self._allocator.drain(name)
         left = sum(1 for pool, _ in self._allocator.sessions() if name in (None, pool.config.name))
         _log.warning("drained by an operator", extra={"pool": name or "", "sessions": left})
         return admin_pb2.DrainResponse(sessions=left)

@@ -105,13 +105,11 @@ class Hub:
 
     def suspend(self, name: PoolName) -> None:
         """Lets nothing be allocated from a pool for now."""
-        pool = self.allocator.pool(name)
-        pool.is_suspended = True
-        pool.activity.suspensions += 1
+        self.allocator.suspend(self.allocator.pool(name))
 
     def resume(self, name: PoolName) -> None:
         """Lets a suspended pool go on."""
-        self.allocator.pool(name).is_suspended = False
+        self.allocator.resume(self.allocator.pool(name))
         self._tell_ready()
 
     def pass_epoch(self, name: PoolName, epoch: int) -> int:
@@ -141,8 +139,8 @@ class Hub:
         return self.allocator.intake.takes(name) and not self.ending.is_asked and not self.is_draining
 
     def open_intake(self, name: PoolName | None) -> None:
-        """See `Intake.open`; without a name a stop is taken back, too. Those who wait for a pool are told."""
-        self.allocator.intake.open(name)
+        """See `Allocator.undrain`; without a name a stop is taken back, too. Those who wait for a pool are told."""
+        self.allocator.undrain(name)
         if name is None:
             self.ending.take_back()
         self._tell_ready()

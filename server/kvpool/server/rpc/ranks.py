@@ -297,7 +297,7 @@ class Ranks:
                     self._change_pool(membership, effect)
         if membership.is_empty and not membership.was_open and self.membership(membership.name) is membership:
             del self._memberships[membership.name]
-            self._hub.allocator.intake.open(membership.name)  # who forms it next knows nothing of this one's drain
+            self._hub.allocator.undrain(membership.name)  # who forms it next knows nothing of this one's drain
 
     def _change_pool(
         self, membership: Membership, effect: PoolOpened | PoolSuspended | PoolResumed | EpochPassed

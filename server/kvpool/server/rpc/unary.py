@@ -72,7 +72,7 @@ def run(allocator: Allocator, now_seconds: float, message: Change, build: Build)
     pool, session = allocator.session(message.session_id, now_seconds)
     result = session.answered(message.sequence, message)
     if result is not None:
-        pool.activity.retries += 1
+        allocator.count_retry(pool)
     else:
         step = build(pool, session)
         try:
