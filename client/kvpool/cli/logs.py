@@ -33,7 +33,7 @@ FIELDS: Final = (
         "bytes",
         "seconds",
     ),
-    *("device", "host", "pid", "server", "address", "addresses"),
+    *("device", "host", "pid", "server", "address", "addresses", "faults"),
 )
 """All fields of our own events, in the order in which they are written."""
 

@@ -1,6 +1,8 @@
 """`kvpool serve`."""
 
 import asyncio
+import logging
+import os
 from typing import Any
 
 import click
@@ -8,7 +10,7 @@ import click
 from kvpool.cli.events import events_options, take_events_config
 from kvpool.cli.logs import log_options, start_logging
 from kvpool.cli.settings import config_option
-from kvpool.server import server
+from kvpool.server import faults, server
 from kvpool.server.config import (
     DEFAULT_ADDRESS,
     DEFAULT_BLOCK_SAMPLE_RATE,
@@ -19,6 +21,8 @@ from kvpool.server.config import (
     ServerConfig,
 )
 from kvpool.server.core.world import RankTiming
+
+_log = logging.getLogger("kvpool.server")
 
 
 @click.command()
@@ -114,8 +118,12 @@ def serve(log_level: str, log_format: str, **settings: Any) -> None:  # noqa: AN
         config = ServerConfig(
             addresses=settings.pop("listen"), rank_timing=timing, metrics=metrics, events=events, **settings
         )
+        armed = os.environ.get(faults.VARIABLE, "")
+        faults.arm(armed)
     except ValueError as error:
         raise click.UsageError(str(error)) from error
+    if armed:
+        _log.warning("fault points armed: for tests only", extra={"faults": armed})
     try:
         asyncio.run(server.serve(config, _say_ready if log_format == "console" else None))
     except OSError as error:

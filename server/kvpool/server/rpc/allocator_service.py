@@ -7,6 +7,7 @@ import time
 
 import grpc
 
+from kvpool.server import faults
 from kvpool.server.core.errors import InvalidArgumentError
 from kvpool.server.core.step import Operation, Outcome, Step
 from kvpool.server.core.types import SessionId
@@ -66,6 +67,7 @@ class AllocatorService(allocator_pb2_grpc.AllocatorServiceServicer):
             session_id=SessionId(secrets.token_urlsafe(24)),
             now_seconds=self._hub.now_seconds(),
         )
+        faults.reach("session.opened")
         _log.info("session opened", extra={**session_fields(pool, session), "seconds": session.lease_seconds})
         return allocator_pb2.OpenSessionResponse(
             session=allocator_pb2.Session(
@@ -88,6 +90,7 @@ class AllocatorService(allocator_pb2_grpc.AllocatorServiceServicer):
         _, session = self._allocator.session(request.session_id, now_seconds)
         pool, count = self._allocator.close_session(request.session_id, now_seconds)
         self._hub.publish(pool)
+        faults.reach("session.closed")
         _log.info("session closed", extra={**session_fields(pool, session), "requests": count})
         self._hub.end_session_stream(SessionId(request.session_id))
         return allocator_pb2.CloseSessionResponse(num_freed_requests=count)
@@ -170,11 +173,15 @@ class AllocatorService(allocator_pb2_grpc.AllocatorServiceServicer):
                 elif message.session_id not in ("", session_id):
                     raise InvalidArgumentError("session_id", "differs from the stream's first step")
                 await context.write(self._apply(session_id, message))
+                faults.reach("step.answered")
 
     def _apply(self, session_id: str, message: step_pb2.Step) -> step_pb2.StepResult:
         start = time.perf_counter()
         pool, session = self._allocator.session(session_id, self._hub.now_seconds())
-        result = self._allocator.apply(pool, session, convert.step_from_proto(message))
+        step = convert.step_from_proto(message)
+        faults.reach("step.decoded")
+        result = self._allocator.apply(pool, session, step)
+        faults.reach("step.applied")
         self._hub.publish(pool)
         answer = convert.result_to_proto(result)
         if self._observations:
@@ -182,7 +189,9 @@ class AllocatorService(allocator_pb2_grpc.AllocatorServiceServicer):
         return answer
 
     def _run(self, message: unary.Change, build: unary.Build) -> unary.Answer:
+        faults.reach("step.decoded")
         pool, answer = unary.run(self._allocator, self._hub.now_seconds(), message, build)
+        faults.reach("step.applied")
         self._hub.publish(pool)
         return answer
 

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Final
 
+from kvpool.server import faults
 from kvpool.server.core.allocator import Allocator, PoolInfo, ended_error
 from kvpool.server.core.config import PoolConfig
 from kvpool.server.core.errors import AbortedError, KvpoolError, UnavailableError, check_range
@@ -97,6 +98,7 @@ class Hub:
     def open_epoch(self, config: PoolConfig, epoch: int) -> Pool:
         """See `Allocator.open_epoch`."""
         pool = self.allocator.open_epoch(config, _new_none_hash(config), epoch)
+        faults.reach("epoch.opened")
         _spare_collector(pool)
         self.on_log(pool, self._logs.setdefault(config.name, EventLog()))
         self.publish(pool)
@@ -214,6 +216,7 @@ class Hub:
             for pool, session, count in self.allocator.expire(self.now_seconds()):
                 self.publish(pool)
                 _log.warning("lease expired", extra={**session_fields(pool, session), "requests": count})
+                faults.reach("lease.expired")
 
     def drain(self) -> None:
         """Refuses new work from now on, and ends open streams once they have answered what they are at.

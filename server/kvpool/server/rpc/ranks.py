@@ -5,6 +5,7 @@ import logging
 from dataclasses import replace
 from typing import Final, assert_never
 
+from kvpool.server import faults
 from kvpool.server.core.allocator import PoolInfo
 from kvpool.server.core.config import PoolConfig, check_pool_name
 from kvpool.server.core.errors import ExhaustedError, InvalidArgumentError, KvpoolError, WrongStateError
@@ -190,6 +191,7 @@ class Ranks:
             membership = Membership(name, self.timing, self._max_pool_blocks)
         effects = membership.register(link.link_id, registration, self._hub.now_seconds())
         self._memberships[name] = membership
+        faults.reach("rank.registered")
         link.rank = registration.rank
         timing = self.timing
         link.send(
@@ -219,6 +221,7 @@ class Ranks:
     def initialized(self, membership: Membership, link: RankLink, allocated: Allocated) -> None:
         """See `Membership.initialized`."""
         effects = membership.initialized(link.link_id, allocated)
+        faults.reach("rank.initialized")
         _log.info(
             "rank allocated",
             extra={
