@@ -20,9 +20,11 @@ from kvpool.server.config import (
     MetricsConfig,
     ServerConfig,
 )
+from kvpool.server.core.session import LeaseBounds
 from kvpool.server.core.world import RankTiming
 
 _log = logging.getLogger("kvpool.server")
+_LEASES = LeaseBounds()
 
 
 @click.command()
@@ -81,6 +83,27 @@ _log = logging.getLogger("kvpool.server")
     help="How long a peer may be silent on the network before its stream counts as broken.",
 )
 @click.option(
+    "--default-lease-seconds",
+    type=float,
+    default=_LEASES.default_lease_seconds,
+    show_default=True,
+    help="How long a session that asks for no lease of its own outlives its last sign of life.",
+)
+@click.option(
+    "--min-lease-seconds",
+    type=float,
+    default=_LEASES.min_lease_seconds,
+    show_default=True,
+    help="Shortest lease that a session may ask for.",
+)
+@click.option(
+    "--max-lease-seconds",
+    type=float,
+    default=_LEASES.max_lease_seconds,
+    show_default=True,
+    help="Longest lease that a session may ask for.",
+)
+@click.option(
     "--heartbeat-seconds", type=float, default=1.0, show_default=True, help="How often ranks are to be heard of."
 )
 @click.option(
@@ -114,9 +137,17 @@ def serve(log_level: str, log_format: str, **settings: Any) -> None:  # noqa: AN
         metrics = MetricsConfig(
             settings.pop("metrics_listen"), settings.pop("vllm_metrics"), settings.pop("block_sample_rate")
         )
+        leases = LeaseBounds(
+            settings.pop("min_lease_seconds"), settings.pop("max_lease_seconds"), settings.pop("default_lease_seconds")
+        )
         events = take_events_config(settings)
         config = ServerConfig(
-            addresses=settings.pop("listen"), rank_timing=timing, metrics=metrics, events=events, **settings
+            addresses=settings.pop("listen"),
+            rank_timing=timing,
+            metrics=metrics,
+            events=events,
+            leases=leases,
+            **settings,
         )
         armed = os.environ.get(faults.VARIABLE, "")
         faults.arm(armed)

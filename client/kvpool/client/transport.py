@@ -171,7 +171,7 @@ class EmbeddedTransport:
                 session_id=SessionId(secrets.token_urlsafe(24)),
                 now_seconds=time.monotonic(),
             )
-            session.open_streams = 1  # it dies with this process, so no lease is needed
+            self._allocator.attach_stream(session)  # it dies with this process, so no lease is needed
             return OpenedSession(session.session_id, found.config, session.lease_seconds, found.epoch)
 
     def apply(self, session_id: str, step: Step) -> StepResult:
@@ -191,8 +191,10 @@ class EmbeddedTransport:
     def close_session(self, session_id: str) -> int:
         """See `Transport`."""
         with self._lock:
-            pool, count = self._allocator.close_session(session_id, time.monotonic())
-            self._publish(pool)
+            count = self._allocator.closed_count(session_id)
+            if count is None:
+                pool, count = self._allocator.close_session(session_id, time.monotonic())
+                self._publish(pool)
             return count
 
     def watch(self, options: WatchOptions) -> Iterator[EventBatch]:

@@ -182,7 +182,9 @@ class Session(_message.Message):
     MIN_BLOCKS_FIELD_NUMBER: _builtins.int
     MAX_BLOCKS_FIELD_NUMBER: _builtins.int
     session_id: _builtins.str
-    """Names the session in every further call. A secret: who knows it can free the session's requests."""
+    """Names the session in every further call, until another process resumes it. A secret: who knows it can free the
+    session's requests.
+    """
     pool_name: _builtins.str
     """The pool."""
     lease_seconds: _builtins.float
@@ -233,10 +235,11 @@ class OpenSessionRequest(_message.Message):
     client_name: _builtins.str
     """Tells people which scheduler this is; at most 256 bytes. May be empty."""
     lease_seconds: _builtins.float
-    """Wanted lease, [1, 3600] seconds. 0: the server's default, 10."""
+    """Wanted lease, within the server's bounds, [1, 3600] seconds unless it was started with others. 0: its default, 10."""
     open_key: _builtins.str
     """Drawn at random by the client, at most 64 bytes: the same again finds the session that it opened, if that lives,
-    rather than opening another, so that the call can be retried. Empty: each call opens one.
+    rather than opening another, so that the call can be retried. Used with other arguments: INVALID_ARGUMENT, reason
+    OPEN_KEY_REUSED. Empty: each call opens one.
     """
     min_blocks: _builtins.int
     """Blocks that the session is always to have, at most those of the pool. Kept free for it while it holds fewer. 0:
@@ -302,19 +305,26 @@ class ResumeSessionRequest(_message.Message):
 
     SESSION_ID_FIELD_NUMBER: _builtins.int
     SEQUENCE_FIELD_NUMBER: _builtins.int
+    RESUME_KEY_FIELD_NUMBER: _builtins.int
     session_id: _builtins.str
-    """The session."""
+    """The session: any id that it ever had."""
     sequence: _builtins.int
     """Number of the last change that the caller knows to have been answered; at most the session's last. 0: of none."""
+    resume_key: _builtins.str
+    """Drawn at random by the client, at most 64 bytes: the same again finds the session as it was resumed with it, rather
+    than taking it over once more, so that the call can be retried; ABORTED once it was resumed with another key.
+    Empty: each call takes it over.
+    """
     def __init__(
         self,
         *,
         session_id: _builtins.str = ...,
         sequence: _builtins.int = ...,
+        resume_key: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["sequence", b"sequence", "session_id", b"session_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["resume_key", b"resume_key", "sequence", b"sequence", "session_id", b"session_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -332,6 +342,7 @@ class HeldRequest(_message.Message):
     NUM_COMPUTED_TOKENS_FIELD_NUMBER: _builtins.int
     TABLES_FIELD_NUMBER: _builtins.int
     LORA_NAME_FIELD_NUMBER: _builtins.int
+    LAST_BLOCK_HASH_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Its id."""
     request_number: _builtins.int
@@ -342,6 +353,10 @@ class HeldRequest(_message.Message):
     """Tokens that have room, hits included."""
     lora_name: _builtins.str
     """Its LoRA, for events. May be empty."""
+    last_block_hash: _builtins.bytes
+    """Hash of its last full hash block, which tells whether its tokens are those that the caller knows. Empty if it has
+    none.
+    """
     @_builtins.property
     def tables(self) -> _containers.RepeatedCompositeFieldContainer[Global___GroupBlocks]:
         """Its block tables, group by group; block 0 where nothing is looked at any more."""
@@ -355,10 +370,11 @@ class HeldRequest(_message.Message):
         num_computed_tokens: _builtins.int = ...,
         tables: _abc.Iterable[Global___GroupBlocks] | None = ...,
         lora_name: _builtins.str = ...,
+        last_block_hash: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["lora_name", b"lora_name", "num_computed_tokens", b"num_computed_tokens", "num_tokens", b"num_tokens", "request_id", b"request_id", "request_number", b"request_number", "tables", b"tables"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["last_block_hash", b"last_block_hash", "lora_name", b"lora_name", "num_computed_tokens", b"num_computed_tokens", "num_tokens", b"num_tokens", "request_id", b"request_id", "request_number", b"request_number", "tables", b"tables"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -35,8 +35,8 @@ class AllocatorServiceStub(object):
     INVALID_ARGUMENT     malformed, out of range or over a limit: fix the field named
     NOT_FOUND            unknown pool, session or request: open it
     FAILED_PRECONDITION  wrong state: see the reason
-    ABORTED              the lease ran out, the epoch passed, or an operator ended the session: open a new one,
-    compute again
+    ABORTED              the session is over for the caller: its lease ran out, the epoch passed, an operator ended it
+    or it was closed (open a new one, compute again), or another process resumed it
     RESOURCE_EXHAUSTED   over a limit that protects others: slow down, try again after the RetryInfo's time if there
     is one, else ask for less
     UNAUTHENTICATED      no token, or one that the server does not know
@@ -143,8 +143,8 @@ class AllocatorServiceServicer(object):
     INVALID_ARGUMENT     malformed, out of range or over a limit: fix the field named
     NOT_FOUND            unknown pool, session or request: open it
     FAILED_PRECONDITION  wrong state: see the reason
-    ABORTED              the lease ran out, the epoch passed, or an operator ended the session: open a new one,
-    compute again
+    ABORTED              the session is over for the caller: its lease ran out, the epoch passed, an operator ended it
+    or it was closed (open a new one, compute again), or another process resumed it
     RESOURCE_EXHAUSTED   over a limit that protects others: slow down, try again after the RetryInfo's time if there
     is one, else ask for less
     UNAUTHENTICATED      no token, or one that the server does not know
@@ -188,8 +188,10 @@ class AllocatorServiceServicer(object):
 
     def ResumeSession(self, request, context):
         """Takes a session up again, within its lease: for a scheduler process that was started anew, or has lost its tables.
-        Tells all that the session holds. INVALID_ARGUMENT if the sequence is of changes that were never made, NOT_FOUND,
-        ABORTED.
+        Tells all that the session holds, and gives the session another id; every call with an id from before ends in ABORTED
+        with the reason SESSION_RESUMED, and an open stream with STREAM_SUPERSEDED, but for another ResumeSession. So one
+        process drives the session at a time. INVALID_ARGUMENT if the sequence is of changes that were never made,
+        NOT_FOUND, ABORTED.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -381,8 +383,8 @@ class AllocatorService(object):
     INVALID_ARGUMENT     malformed, out of range or over a limit: fix the field named
     NOT_FOUND            unknown pool, session or request: open it
     FAILED_PRECONDITION  wrong state: see the reason
-    ABORTED              the lease ran out, the epoch passed, or an operator ended the session: open a new one,
-    compute again
+    ABORTED              the session is over for the caller: its lease ran out, the epoch passed, an operator ended it
+    or it was closed (open a new one, compute again), or another process resumed it
     RESOURCE_EXHAUSTED   over a limit that protects others: slow down, try again after the RetryInfo's time if there
     is one, else ask for less
     UNAUTHENTICATED      no token, or one that the server does not know

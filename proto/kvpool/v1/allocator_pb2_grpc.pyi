@@ -36,8 +36,8 @@ class AllocatorServiceStub:
       INVALID_ARGUMENT     malformed, out of range or over a limit: fix the field named
       NOT_FOUND            unknown pool, session or request: open it
       FAILED_PRECONDITION  wrong state: see the reason
-      ABORTED              the lease ran out, the epoch passed, or an operator ended the session: open a new one,
-                           compute again
+      ABORTED              the session is over for the caller: its lease ran out, the epoch passed, an operator ended it
+                           or it was closed (open a new one, compute again), or another process resumed it
       RESOURCE_EXHAUSTED   over a limit that protects others: slow down, try again after the RetryInfo's time if there
                            is one, else ask for less
       UNAUTHENTICATED      no token, or one that the server does not know
@@ -68,8 +68,10 @@ class AllocatorServiceStub:
     """
     ResumeSession: _grpc.UnaryUnaryMultiCallable[_allocator_pb2.ResumeSessionRequest, _allocator_pb2.ResumeSessionResponse]
     """Takes a session up again, within its lease: for a scheduler process that was started anew, or has lost its tables.
-    Tells all that the session holds. INVALID_ARGUMENT if the sequence is of changes that were never made, NOT_FOUND,
-    ABORTED.
+    Tells all that the session holds, and gives the session another id; every call with an id from before ends in ABORTED
+    with the reason SESSION_RESUMED, and an open stream with STREAM_SUPERSEDED, but for another ResumeSession. So one
+    process drives the session at a time. INVALID_ARGUMENT if the sequence is of changes that were never made,
+    NOT_FOUND, ABORTED.
     """
     KeepAlive: _grpc.UnaryUnaryMultiCallable[_allocator_pb2.KeepAliveRequest, _allocator_pb2.KeepAliveResponse]
     """Renews the lease. A session with an open Schedule stream needs no renewal. NOT_FOUND, ABORTED."""
@@ -120,8 +122,8 @@ class AllocatorServiceAsyncStub(AllocatorServiceStub):
       INVALID_ARGUMENT     malformed, out of range or over a limit: fix the field named
       NOT_FOUND            unknown pool, session or request: open it
       FAILED_PRECONDITION  wrong state: see the reason
-      ABORTED              the lease ran out, the epoch passed, or an operator ended the session: open a new one,
-                           compute again
+      ABORTED              the session is over for the caller: its lease ran out, the epoch passed, an operator ended it
+                           or it was closed (open a new one, compute again), or another process resumed it
       RESOURCE_EXHAUSTED   over a limit that protects others: slow down, try again after the RetryInfo's time if there
                            is one, else ask for less
       UNAUTHENTICATED      no token, or one that the server does not know
@@ -149,8 +151,10 @@ class AllocatorServiceAsyncStub(AllocatorServiceStub):
     """
     ResumeSession: _aio.UnaryUnaryMultiCallable[_allocator_pb2.ResumeSessionRequest, _allocator_pb2.ResumeSessionResponse]  # type: ignore[assignment]
     """Takes a session up again, within its lease: for a scheduler process that was started anew, or has lost its tables.
-    Tells all that the session holds. INVALID_ARGUMENT if the sequence is of changes that were never made, NOT_FOUND,
-    ABORTED.
+    Tells all that the session holds, and gives the session another id; every call with an id from before ends in ABORTED
+    with the reason SESSION_RESUMED, and an open stream with STREAM_SUPERSEDED, but for another ResumeSession. So one
+    process drives the session at a time. INVALID_ARGUMENT if the sequence is of changes that were never made,
+    NOT_FOUND, ABORTED.
     """
     KeepAlive: _aio.UnaryUnaryMultiCallable[_allocator_pb2.KeepAliveRequest, _allocator_pb2.KeepAliveResponse]  # type: ignore[assignment]
     """Renews the lease. A session with an open Schedule stream needs no renewal. NOT_FOUND, ABORTED."""
@@ -200,8 +204,8 @@ class AllocatorServiceServicer(metaclass=_abc_1.ABCMeta):
       INVALID_ARGUMENT     malformed, out of range or over a limit: fix the field named
       NOT_FOUND            unknown pool, session or request: open it
       FAILED_PRECONDITION  wrong state: see the reason
-      ABORTED              the lease ran out, the epoch passed, or an operator ended the session: open a new one,
-                           compute again
+      ABORTED              the session is over for the caller: its lease ran out, the epoch passed, an operator ended it
+                           or it was closed (open a new one, compute again), or another process resumed it
       RESOURCE_EXHAUSTED   over a limit that protects others: slow down, try again after the RetryInfo's time if there
                            is one, else ask for less
       UNAUTHENTICATED      no token, or one that the server does not know
@@ -257,8 +261,10 @@ class AllocatorServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_allocator_pb2.ResumeSessionResponse, _abc.Awaitable[_allocator_pb2.ResumeSessionResponse]]:
         """Takes a session up again, within its lease: for a scheduler process that was started anew, or has lost its tables.
-        Tells all that the session holds. INVALID_ARGUMENT if the sequence is of changes that were never made, NOT_FOUND,
-        ABORTED.
+        Tells all that the session holds, and gives the session another id; every call with an id from before ends in ABORTED
+        with the reason SESSION_RESUMED, and an open stream with STREAM_SUPERSEDED, but for another ResumeSession. So one
+        process drives the session at a time. INVALID_ARGUMENT if the sequence is of changes that were never made,
+        NOT_FOUND, ABORTED.
         """
 
     @_abc_1.abstractmethod

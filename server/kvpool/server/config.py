@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from kvpool.server.address import check_address, host_and_port
+from kvpool.server.core.session import LeaseBounds
 from kvpool.server.core.types import MAX_BLOCKS
 from kvpool.server.core.world import RankTiming
 from kvpool.server.obs.event_config import EventsConfig
@@ -52,6 +53,7 @@ class ServerConfig:
         max_pools: Most pools at a time.
         metrics: What is told to Prometheus, and where.
         events: Where and how block events are published, besides `EventService.Watch`.
+        leases: How long sessions' leases may be.
     """
 
     addresses: tuple[str, ...] = (DEFAULT_ADDRESS,)
@@ -64,6 +66,7 @@ class ServerConfig:
     max_pools: int = DEFAULT_MAX_POOLS
     metrics: MetricsConfig = MetricsConfig()
     events: EventsConfig = EventsConfig()  # noqa: RUF009 - frozen
+    leases: LeaseBounds = LeaseBounds()  # noqa: RUF009 - frozen
 
     def __post_init__(self) -> None:
         if not self.addresses:

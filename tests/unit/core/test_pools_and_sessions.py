@@ -5,10 +5,11 @@ from dataclasses import replace
 
 import pytest
 
-from kvpool.server.core.allocator import DEFAULT_LEASE_SECONDS, REMEMBERED_ENDS, Allocator
+from kvpool.server.core.allocator import Allocator
 from kvpool.server.core.config import HashScheme
 from kvpool.server.core.errors import AbortedError, InvalidArgumentError, NotFoundError, WrongStateError
 from kvpool.server.core.integrity import check_integrity
+from kvpool.server.core.session_ends import REMEMBERED_ENDS
 from kvpool.server.core.types import PoolName, SessionId
 from support_core import World, config
 
@@ -51,7 +52,7 @@ def test_a_malformed_pool_leaves_its_name_free() -> None:
 
 
 def test_no_lease_asked_for_is_the_default() -> None:
-    assert World().open(lease_seconds=0.0).lease_seconds == DEFAULT_LEASE_SECONDS
+    assert World().open(lease_seconds=0.0).lease_seconds == 10.0
 
 
 @pytest.mark.parametrize(
@@ -69,16 +70,21 @@ def test_a_session_that_cannot_be_opened_is_not_there(call: Callable[[Allocator]
     assert world.sessions() == []
 
 
-def test_a_closed_session_never_was() -> None:
+def test_a_closed_session_is_told_so_and_its_count_again() -> None:
     world = World()
     session = world.open()
     world.admit(session, 1, "abc", 13)
     world.admit(session, 2, "xyz", 13)
+    assert world.allocator.closed_count(session.session_id) is None
     assert world.allocator.close_session(session.session_id, 0.0) == (world.pool, 2)
     assert world.pool.blocks.usage == 0.0
+    before = world.snapshot()
     for call in (world.allocator.session, world.allocator.close_session):
-        with pytest.raises(NotFoundError):
+        with pytest.raises(AbortedError) as caught:
             call(session.session_id, 0.0)
+        assert caught.value.reason == "SESSION_CLOSED"
+    assert world.allocator.closed_count(session.session_id) == 2
+    assert world.snapshot() == before
 
 
 def test_closing_after_the_lease_is_told_that_it_ran_out() -> None:

@@ -5,8 +5,8 @@ import time
 
 import pytest
 
-from kvpool.server.core.allocator import REMEMBERED_ENDS
 from kvpool.server.core.membership import Membership
+from kvpool.server.core.session_ends import REMEMBERED_ENDS
 from kvpool.server.core.types import SessionId
 from kvpool.server.core.world import Allocated, PoolState, RankTiming
 from kvpool.server.rpc.hub import Hub, Stream

@@ -5,35 +5,23 @@
 3. Time, ids and random bytes come in as arguments.
 """
 
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Final
 
 from kvpool.server.core import apply
 from kvpool.server.core.config import PoolConfig
-from kvpool.server.core.errors import AbortedError, InvalidArgumentError, NotFoundError, WrongStateError
+from kvpool.server.core.errors import InvalidArgumentError, NotFoundError, WrongStateError, check_range
 from kvpool.server.core.inspection import named
 from kvpool.server.core.intake import Intake
 from kvpool.server.core.pool import Pool
 from kvpool.server.core.residency import Residency
-from kvpool.server.core.session import Session
+from kvpool.server.core.session import LeaseBounds, Session, check_key, first_id
+from kvpool.server.core.session_ends import SessionEnds, ended_error
 from kvpool.server.core.specs import KIND_NAMES, allocation_spec
 from kvpool.server.core.statistics import ActivityCounters, PrefixCacheStats
 from kvpool.server.core.step import Step, StepResult
 from kvpool.server.core.types import GroupId, PoolName, SessionId, WriterId
 from kvpool.server.core.world import PoolState, RankInfo
-
-DEFAULT_LEASE_SECONDS: Final = 10.0
-MIN_LEASE_SECONDS: Final = 1.0
-MAX_LEASE_SECONDS: Final = 3600.0
-REMEMBERED_ENDS: Final = 4096
-_ENDS: Final = {
-    "LEASE_EXPIRED": "the session's lease ran out; its blocks are free again",
-    "EPOCH_PASSED": "a rank of the pool was lost, and what its blocks held; open a new session, compute again",
-    "SESSION_EVICTED": "an operator ended the session; its blocks are free again",
-}
-"""By reason: what became of a session that did not close itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,17 +93,24 @@ class Allocator:
 
     Args:
         new_residency: Makes what samples how long the blocks of a new pool keep what they hold.
+        leases: How long leases may be.
 
     Attributes:
         intake: Which pools take new sessions.
     """
 
-    def __init__(self, new_residency: Callable[[], Residency | None] = lambda: None) -> None:
+    def __init__(
+        self,
+        new_residency: Callable[[], Residency | None] = lambda: None,
+        leases: LeaseBounds = LeaseBounds(),  # noqa: B008 - frozen
+    ) -> None:
         self.intake = Intake()
+        self._leases = leases
         self._new_residency = new_residency
         self._pools: dict[PoolName, Pool] = {}
         self._sessions: dict[SessionId, tuple[Pool, Session]] = {}
-        self._ended: OrderedDict[SessionId, str] = OrderedDict()
+        self._by_open_key: dict[str, Session] = {}
+        self._ends = SessionEnds()
         self._last_writer = 0
 
     def __repr__(self) -> str:
@@ -222,49 +217,114 @@ class Allocator:
             raise NotFoundError("POOL_NOT_FOUND", f"no pool {name!r}", field="pool_name")
         return pool
 
-    def open_session(
-        self, pool_name: str, client_name: str, lease_seconds: float, *, session_id: SessionId, now_seconds: float
+    def open_session(  # noqa: PLR0913 - what the wire asks
+        self,
+        pool_name: str,
+        client_name: str,
+        lease_seconds: float,
+        *,
+        session_id: SessionId,
+        now_seconds: float,
+        open_key: str = "",
     ) -> tuple[Pool, Session]:
-        """Attaches a scheduler process to a pool.
+        """Attaches a scheduler process to a pool; or finds the session that the same key opened, if it lives.
+
+        Args:
+            pool_name: The pool.
+            client_name: What the process calls itself.
+            lease_seconds: The lease; 0 for the default.
+            session_id: The id of a session that is new.
+            now_seconds: The time.
+            open_key: Drawn by the caller, so that the call can be repeated; empty for a new session in any case.
+
+        Returns:
+            The pool and the session, whose id is another than `session_id` if it was found; it is heard of by that.
 
         Raises:
-            InvalidArgumentError: The lease or the client's name is out of range.
+            InvalidArgumentError: The lease, the client's name or the key is out of range, or the key was used for
+                something else.
+            AbortedError: The session that the key opened was resumed by another process.
             NotFoundError: There is no such pool.
             UnavailableError: The pool is drained or suspended.
         """
-        lease_seconds = lease_seconds or DEFAULT_LEASE_SECONDS
-        if not MIN_LEASE_SECONDS <= lease_seconds <= MAX_LEASE_SECONDS:
-            raise InvalidArgumentError(
-                "lease_seconds", f"{lease_seconds} is not in [{MIN_LEASE_SECONDS:g}, {MAX_LEASE_SECONDS:g}]"
-            )
+        asked_for = (pool_name, client_name, lease_seconds)
+        lease_seconds = self._leases.choose(lease_seconds)
         if len(client_name.encode("utf-8", "surrogatepass")) > 256:  # noqa: PLR2004 - the proto states it
             raise InvalidArgumentError("client_name", "longer than 256 bytes")
+        check_key("open_key", open_key)
+        found = self._opened_before(open_key, asked_for, now_seconds)
+        if found:
+            return found
         pool = self.pool(pool_name)
         self.intake.check(pool.config.name)
         pool.check_serving()
         self._last_writer += 1
-        session = Session(session_id, WriterId(self._last_writer), client_name, lease_seconds, now_seconds)
+        writer = WriterId(self._last_writer)
+        session = Session(session_id, writer, client_name, lease_seconds, now_seconds, open_key, asked_for)
         self._sessions[session_id] = (pool, session)
+        if open_key:
+            self._by_open_key[open_key] = session
         pool.sessions[session_id] = session
         pool.activity.sessions_opened += 1
         return pool, session
 
-    def session(self, session_id: str, now_seconds: float) -> tuple[Pool, Session]:
-        """Finds a session, which is heard of by that.
+    def resume_session(
+        self, session_id: str, sequence: int, *, resume_key: str, now_seconds: float
+    ) -> tuple[Pool, Session]:
+        """Lets another process drive a session, which gets another id and is heard of by that.
+
+        Args:
+            session_id: Any id that the session ever had.
+            sequence: A change that the process knows to have been answered; 0 for none.
+            resume_key: Drawn by the caller: the same key again finds the session as it was resumed by it. Empty for a
+                new resumption in any case.
+            now_seconds: The time.
 
         Raises:
-            NotFoundError: There never was one of this id, or it was closed.
-            AbortedError: Its lease ran out, the epoch passed, or an operator ended it.
+            InvalidArgumentError: The sequence is of a change that was never made, or the key is too long.
+            NotFoundError: There never was a session of this id.
+            AbortedError: The session has ended, or was resumed with another key since this one.
         """
-        found = self._sessions.get(SessionId(session_id))
-        if found is None:
-            if session_id in self._ended:
-                raise ended_error(self._ended[SessionId(session_id)])
-            raise NotFoundError("SESSION_NOT_FOUND", "no such session", field="session_id")
-        if found[1].expires_seconds <= now_seconds:  # `expire` will free its blocks, and tell
-            raise ended_error("LEASE_EXPIRED")
+        pool, session = self._live_session(session_id, now_seconds)
+        check_range("sequence", sequence, 0, session.sequence)
+        check_key("resume_key", resume_key)
+        is_newest = session.resumed_by(resume_key)
+        if is_newest is False:
+            raise ended_error("SESSION_RESUMED")
+        if is_newest:
+            pool.activity.retries += 1
+        else:
+            session.resume(resume_key)
+        session.heard_seconds = now_seconds
+        return pool, session
+
+    def session(self, session_id: str, now_seconds: float) -> tuple[Pool, Session]:
+        """Finds a session for the process that drives it; it is heard of by that.
+
+        Raises:
+            NotFoundError: There never was one of this id.
+            AbortedError: It was closed, its lease ran out, the epoch passed, an operator ended it, or another process
+                resumed it.
+        """
+        found = self._live_session(session_id, now_seconds)
+        if found[1].current_id != session_id:
+            raise ended_error("SESSION_RESUMED")
         found[1].heard_seconds = now_seconds
         return found
+
+    def is_overdue(self, session_id: str, now_seconds: float) -> bool:
+        """Whether `expire` would end a session."""
+        found = self._sessions.get(first_id(session_id))
+        return found is not None and found[1].expires_seconds <= now_seconds
+
+    def attach_stream(self, session: Session) -> None:
+        """Notes a stream that keeps a session alive."""
+        session.open_streams += 1
+
+    def detach_stream(self, session: Session, now_seconds: float) -> None:
+        """Notes that such a stream has ended: the lease counts from now."""
+        session.open_streams -= 1
+        session.heard_seconds = now_seconds
 
     def apply(self, pool: Pool, session: Session, step: Step, source: object = None) -> StepResult:
         """Applies a step of a session that `session` found; see `apply_step`."""
@@ -291,13 +351,16 @@ class Allocator:
 
         Raises:
             NotFoundError: There is no such session.
-            AbortedError: Its lease ran out.
+            AbortedError: It has ended already; if it was closed, `closed_count` tells the answer again.
         """
         pool, session = self.session(session_id, now_seconds)
-        del self._sessions[session.session_id]
-        del pool.sessions[session.session_id]
+        self._end(session.session_id, "SESSION_CLOSED", len(session.requests))
         pool.activity.sessions_closed += 1
         return pool, apply.end_session(pool, session)
+
+    def closed_count(self, session_id: str) -> int | None:
+        """How many requests closing a session freed; None if it was not closed, or that is forgotten."""
+        return self._ends.closed_count(session_id)
 
     def evict_session(self, pool_name: str, number: int) -> tuple[Pool, Session]:
         """Ends a session as an operator asks, and frees its requests.
@@ -414,12 +477,36 @@ class Allocator:
             return PoolState.DRAINING
         return PoolState.DEGRADED if pool.is_suspended else PoolState.READY
 
-    def _end(self, session_id: SessionId, reason: str) -> tuple[Pool, Session]:
-        self._ended[session_id] = reason
-        if len(self._ended) > REMEMBERED_ENDS:
-            self._ended.popitem(last=False)
+    def _end(self, session_id: SessionId, reason: str, num_freed_requests: int = 0) -> tuple[Pool, Session]:
         pool, session = self._sessions.pop(session_id)
+        self._ends.remember(session.current_id, reason, num_freed_requests)
+        if self._by_open_key.get(session.open_key) is session:  # else its key opened another after it was overdue
+            del self._by_open_key[session.open_key]
         del pool.sessions[session_id]
+        return pool, session
+
+    def _live_session(self, session_id: str, now_seconds: float) -> tuple[Pool, Session]:
+        found = self._sessions.get(first_id(session_id))
+        if found is None:
+            raise self._ends.error(session_id)
+        if found[1].expires_seconds <= now_seconds:  # `expire` will free its blocks, and tell
+            raise ended_error("LEASE_EXPIRED")
+        return found
+
+    def _opened_before(
+        self, open_key: str, asked_for: tuple[object, ...], now_seconds: float
+    ) -> tuple[Pool, Session] | None:
+        session = self._by_open_key.get(open_key)
+        if session is None or session.expires_seconds <= now_seconds:
+            return None
+        if session.asked_for != asked_for:
+            message = "opened a session with other arguments before"
+            raise InvalidArgumentError("open_key", message, reason="OPEN_KEY_REUSED")
+        if session.current_id != session.session_id:
+            raise ended_error("SESSION_RESUMED")
+        pool = self._sessions[session.session_id][0]
+        pool.activity.retries += 1
+        session.heard_seconds = now_seconds
         return pool, session
 
 
@@ -432,8 +519,3 @@ def _describe_group(pool: Pool, group_id: GroupId) -> GroupInfo:
         allocated_blocks=counters.allocated_blocks,
         evicted_blocks=counters.evicted_blocks,
     )
-
-
-def ended_error(reason: str) -> AbortedError:
-    """What a session is told that was ended for one of the reasons above."""
-    return AbortedError(reason, _ENDS[reason], field="session_id")

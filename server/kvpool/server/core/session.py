@@ -4,9 +4,10 @@
 2. Changes are numbered from 1 without gaps. The same number again gets the same answer again and changes nothing; a
    number that was used for something else, or that comes too early, is refused.
 3. A session lives while its stream is open and for its lease after it was last heard of.
+4. One process drives it: resuming it gives it another id, and the ids before are good for nothing but to resume it.
 """
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -16,6 +17,58 @@ from kvpool.server.core.step import StepResult
 from kvpool.server.core.types import RequestId, RequestNumber, Sequence, SessionId, WriterId
 
 REMEMBERED_RESULTS: Final = 16
+REMEMBERED_RESUME_KEYS: Final = 16
+MAX_KEY_BYTES: Final = 64
+_RESUMPTION_MARK: Final = "~"
+"""Between the id that a session was opened with and the number of its resumption; in no id that we draw."""
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseBounds:
+    """How long leases may be.
+
+    Attributes:
+        min_lease_seconds: The shortest, at least 0.1.
+        max_lease_seconds: The longest, at most a day.
+        default_lease_seconds: That of a session which asks for none.
+    """
+
+    min_lease_seconds: float = 1.0
+    max_lease_seconds: float = 3600.0
+    default_lease_seconds: float = 10.0
+
+    def __post_init__(self) -> None:
+        if not 0.1 <= self.min_lease_seconds <= 86400:  # noqa: PLR2004 - the message states it
+            raise ValueError(f"min_lease_seconds: {self.min_lease_seconds} is not in [0.1, 86400]")
+        if not self.min_lease_seconds <= self.max_lease_seconds <= 86400:  # noqa: PLR2004 - likewise
+            raise ValueError(f"max_lease_seconds: {self.max_lease_seconds} is not in [min_lease_seconds, 86400]")
+        if not self.min_lease_seconds <= self.default_lease_seconds <= self.max_lease_seconds:
+            raise ValueError(
+                f"default_lease_seconds: {self.default_lease_seconds} is not in [min_lease_seconds, max_lease_seconds]"
+            )
+
+    def choose(self, asked_seconds: float) -> float:
+        """The lease of a session that asks for one, or with 0 for the default.
+
+        Raises:
+            InvalidArgumentError: It is out of bounds.
+        """
+        lease_seconds = asked_seconds or self.default_lease_seconds
+        if not self.min_lease_seconds <= lease_seconds <= self.max_lease_seconds:
+            bounds = f"[{self.min_lease_seconds:g}, {self.max_lease_seconds:g}]"
+            raise InvalidArgumentError("lease_seconds", f"{lease_seconds} is not in {bounds}")
+        return lease_seconds
+
+
+def check_key(field_name: str, key: str) -> None:
+    """Raises InvalidArgumentError if a key that makes a call repeatable is too long."""
+    if len(key.encode("utf-8", "surrogatepass")) > MAX_KEY_BYTES:
+        raise InvalidArgumentError(field_name, f"longer than {MAX_KEY_BYTES} bytes")
+
+
+def first_id(session_id: str) -> SessionId:
+    """The id that a session was opened with, of any that it had."""
+    return SessionId(session_id.partition(_RESUMPTION_MARK)[0])
 
 
 @dataclass(slots=True, eq=False)
@@ -23,12 +76,15 @@ class Session:
     """One session of a pool.
 
     Attributes:
-        session_id: Its name, a secret between client and server.
+        session_id: Its name, a secret between client and server, as it was opened.
         writer: Its number in the pool.
         client_name: What it says it is.
         lease_seconds: How long it outlives its stream and its last call.
         heard_seconds: When it was last heard of, on the server's monotonic clock.
+        open_key: What made opening it repeatable; empty for nothing.
+        asked_for: What it was opened with, compared when the key comes again.
         opened_seconds: When it was opened, on the same clock.
+        current_id: The id that the process which drives it has.
         open_streams: Streams that keep it alive.
         sequence: Number of its last change.
         executed_sequence: Newest change that it said to be executed.
@@ -41,16 +97,35 @@ class Session:
     client_name: str
     lease_seconds: float
     heard_seconds: float
+    open_key: str = ""
+    asked_for: tuple[object, ...] = ()
     opened_seconds: float = field(init=False)
+    current_id: SessionId = field(init=False)
     open_streams: int = 0
     sequence: Sequence = Sequence(0)  # noqa: RUF009 - a NewType of int is immutable
     executed_sequence: Sequence = Sequence(0)  # noqa: RUF009 - a NewType of int is immutable
     requests: dict[RequestId, Request] = field(default_factory=dict)
     by_number: dict[RequestNumber, Request] = field(default_factory=dict)
     _results: OrderedDict[int, tuple[object, StepResult]] = field(default_factory=OrderedDict)
+    _resumptions: int = 0
+    _resume_keys: deque[str] = field(default_factory=lambda: deque(maxlen=REMEMBERED_RESUME_KEYS))
 
     def __post_init__(self) -> None:
         self.opened_seconds = self.heard_seconds
+        self.current_id = self.session_id
+
+    def resumed_by(self, key: str) -> bool | None:
+        """Whether a key is that of the newest resumption (True), of an older one (False), or new (None)."""
+        if key not in self._resume_keys:
+            return None
+        return key == self._resume_keys[-1]
+
+    def resume(self, key: str) -> None:
+        """Gives it its next id."""
+        self._resumptions += 1
+        self.current_id = SessionId(f"{self.session_id}{_RESUMPTION_MARK}{self._resumptions}")
+        if key:
+            self._resume_keys.append(key)
 
     @property
     def expires_seconds(self) -> float:

@@ -12,7 +12,7 @@ from kvpool.server.core.errors import InvalidArgumentError
 from kvpool.server.core.step import Operation, Outcome, Step
 from kvpool.server.core.types import SessionId
 from kvpool.server.obs.observations import Observations
-from kvpool.server.rpc import convert, convert_pool, unary
+from kvpool.server.rpc import convert, convert_pool, convert_session, unary
 from kvpool.server.rpc.errors import errors_sent, guarded
 from kvpool.server.rpc.hub import Hub, Stream, session_fields
 from kvpool.server.rpc.ranks import Ranks
@@ -60,39 +60,40 @@ class AllocatorService(allocator_pb2_grpc.AllocatorServiceServicer):
         self._hub.refuse_while_draining()
         self._hub.ending.check_not_asked()
         self._ranks.check_formed(request.pool_name)
+        session_id = SessionId(secrets.token_urlsafe(24))
         pool, session = self._allocator.open_session(
             request.pool_name,
             request.client_name,
             request.lease_seconds,
-            session_id=SessionId(secrets.token_urlsafe(24)),
+            session_id=session_id,
             now_seconds=self._hub.now_seconds(),
+            open_key=request.open_key,
         )
         faults.reach("session.opened")
-        _log.info("session opened", extra={**session_fields(pool, session), "seconds": session.lease_seconds})
+        if session.session_id == session_id:  # else its key had opened it before
+            _log.info("session opened", extra={**session_fields(pool, session), "seconds": session.lease_seconds})
         return allocator_pb2.OpenSessionResponse(
-            session=allocator_pb2.Session(
-                session_id=session.session_id,
-                pool_name=pool.config.name,
-                lease_seconds=session.lease_seconds,
-                epoch=pool.epoch,
-            ),
+            session=convert_session.session_to_proto(pool, session),
             config=convert_pool.config_to_proto(pool.config, with_none_hash=True),
         )
 
     @guarded
+    def ResumeSession(self, request: allocator_pb2.ResumeSessionRequest) -> allocator_pb2.ResumeSessionResponse:
+        pool, session = self._hub.resume_session(request.session_id, request.sequence, request.resume_key)
+        _log.info("session resumed", extra={**session_fields(pool, session), "requests": len(session.requests)})
+        return convert_session.resumption_to_proto(pool, session)
+
+    @guarded
     def KeepAlive(self, request: allocator_pb2.KeepAliveRequest) -> allocator_pb2.KeepAliveResponse:
-        _, session = self._allocator.session(request.session_id, self._hub.now_seconds())
+        _, session = self._hub.session(request.session_id)
         return allocator_pb2.KeepAliveResponse(lease_seconds=session.lease_seconds)
 
     @guarded
     def CloseSession(self, request: allocator_pb2.CloseSessionRequest) -> allocator_pb2.CloseSessionResponse:
-        now_seconds = self._hub.now_seconds()
-        _, session = self._allocator.session(request.session_id, now_seconds)
-        pool, count = self._allocator.close_session(request.session_id, now_seconds)
-        self._hub.publish(pool)
+        count, closed = self._hub.close_session(request.session_id)
         faults.reach("session.closed")
-        _log.info("session closed", extra={**session_fields(pool, session), "requests": count})
-        self._hub.end_session_stream(SessionId(request.session_id))
+        if closed:
+            _log.info("session closed", extra={**session_fields(*closed), "requests": count})
         return allocator_pb2.CloseSessionResponse(num_freed_requests=count)
 
     @guarded
@@ -149,7 +150,7 @@ class AllocatorService(allocator_pb2_grpc.AllocatorServiceServicer):
 
     @guarded
     def MarkExecuted(self, request: allocator_pb2.MarkExecutedRequest) -> allocator_pb2.MarkExecutedResponse:
-        pool, session = self._allocator.session(request.session_id, self._hub.now_seconds())
+        pool, session = self._hub.session(request.session_id)
         self._allocator.mark_executed(pool, session, request.executed_sequence)
         return allocator_pb2.MarkExecutedResponse()
 
@@ -168,7 +169,7 @@ class AllocatorService(allocator_pb2_grpc.AllocatorServiceServicer):
                     return
                 if not session_id:
                     session_id = message.session_id
-                    _, session = self._allocator.session(session_id, self._hub.now_seconds())
+                    _, session = self._hub.session(session_id)
                     stack.enter_context(self._hub.attached(session, stream))
                 elif message.session_id not in ("", session_id):
                     raise InvalidArgumentError("session_id", "differs from the stream's first step")
@@ -177,7 +178,7 @@ class AllocatorService(allocator_pb2_grpc.AllocatorServiceServicer):
 
     def _apply(self, session_id: str, message: step_pb2.Step) -> step_pb2.StepResult:
         start = time.perf_counter()
-        pool, session = self._allocator.session(session_id, self._hub.now_seconds())
+        pool, session = self._hub.session(session_id)
         step = convert.step_from_proto(message)
         faults.reach("step.decoded")
         result = self._allocator.apply(pool, session, step)
@@ -189,8 +190,9 @@ class AllocatorService(allocator_pb2_grpc.AllocatorServiceServicer):
         return answer
 
     def _run(self, message: unary.Change, build: unary.Build) -> unary.Answer:
+        pool, session = self._hub.session(message.session_id)
         faults.reach("step.decoded")
-        pool, answer = unary.run(self._allocator, self._hub.now_seconds(), message, build)
+        answer = unary.run(self._allocator, pool, session, message, build)
         faults.reach("step.applied")
         self._hub.publish(pool)
         return answer

@@ -10,18 +10,19 @@ from collections.abc import Callable, Iterator
 from typing import Final
 
 from kvpool.server import faults
-from kvpool.server.core.allocator import Allocator, PoolInfo, ended_error
+from kvpool.server.core.allocator import Allocator, PoolInfo
+from kvpool.server.core.attentive_clock import LOOK_SECONDS, AttentiveClock
 from kvpool.server.core.config import PoolConfig
 from kvpool.server.core.errors import AbortedError, KvpoolError, UnavailableError, check_range
 from kvpool.server.core.pool import Pool
 from kvpool.server.core.residency import Residency
-from kvpool.server.core.session import Session
+from kvpool.server.core.session import LeaseBounds, Session
+from kvpool.server.core.session_ends import ended_error
 from kvpool.server.core.types import PoolName, SessionId
 from kvpool.server.ending import Ending
 from kvpool.server.obs.event_log import EventLog
 
 DRAIN_RETRY_SECONDS: Final = 1.0
-_EXPIRY_PERIOD_SECONDS: Final = 0.5
 _MANY_BLOCKS: Final = 50_000
 
 _log = logging.getLogger("kvpool.server")
@@ -34,6 +35,8 @@ class Stream:
         self._task = task
         self.waiting = False
         self.ended_by: KvpoolError | None = None
+        self.driver_id: SessionId | None = None
+        """The id that its session was driven by when it began."""
 
     def end(self, error: KvpoolError) -> None:
         """Makes the call end with `error`: now if it waits, else when it has answered what it is at."""
@@ -60,8 +63,14 @@ class Stream:
 class Hub:
     """State of one server. Only its event loop touches it, and no method awaits between a check and a change."""
 
-    def __init__(self, max_pool_blocks: int, new_residency: Callable[[], Residency | None] = lambda: None) -> None:
-        self.allocator = Allocator(new_residency)
+    def __init__(
+        self,
+        max_pool_blocks: int,
+        new_residency: Callable[[], Residency | None] = lambda: None,
+        leases: LeaseBounds = LeaseBounds(),  # noqa: B008 - frozen
+    ) -> None:
+        self.allocator = Allocator(new_residency, leases)
+        self._clock = AttentiveClock(time.monotonic())
         self._max_pool_blocks = max_pool_blocks
         self._logs: dict[PoolName, EventLog] = {}
         self._streams: set[Stream] = set()
@@ -78,8 +87,30 @@ class Hub:
         """Called when a pool is removed."""
 
     def now_seconds(self) -> float:
-        """The server's monotonic clock."""
-        return time.monotonic()
+        """The time, by the monotonic clock without what this process was stopped or late."""
+        return self._clock.read(time.monotonic())
+
+    def session(self, session_id: str) -> tuple[Pool, Session]:
+        """See `Allocator.session`. A session that is told that its lease ran out has ended by then."""
+        return self.allocator.session(session_id, self._now_seconds_for(session_id))
+
+    def resume_session(self, session_id: str, sequence: int, resume_key: str) -> tuple[Pool, Session]:
+        """See `Allocator.resume_session`; ends the stream of the process that drove the session before."""
+        now_seconds = self._now_seconds_for(session_id)
+        pool, session = self.allocator.resume_session(
+            session_id, sequence, resume_key=resume_key, now_seconds=now_seconds
+        )
+        stream = self._by_session.get(session.session_id)
+        if stream and stream.driver_id != session.current_id:
+            stream.end(_superseded_error())
+        return pool, session
+
+    def _now_seconds_for(self, session_id: str) -> float:
+        """The time, by which a session whose lease has run out has ended."""
+        now_seconds = self.now_seconds()
+        if self.allocator.is_overdue(session_id, now_seconds):
+            self._expire(now_seconds)
+        return now_seconds
 
     def create_pool(self, config: PoolConfig) -> tuple[Pool, bool]:
         """See `Allocator.create_pool`; refuses what would take more memory than the server was given for a pool."""
@@ -188,20 +219,32 @@ class Hub:
         """Makes a stream the one that keeps a session alive; an older one is ended."""
         older = self._by_session.get(session.session_id)
         if older:
-            older.end(AbortedError("STREAM_SUPERSEDED", "another stream of this session took over"))
+            older.end(_superseded_error())
         self._by_session[session.session_id] = stream
-        session.open_streams += 1
+        stream.driver_id = session.current_id
+        self.allocator.attach_stream(session)
         try:
             yield
         finally:
-            session.open_streams -= 1
-            session.heard_seconds = self.now_seconds()
+            self.allocator.detach_stream(session, self.now_seconds())
             if self._by_session.get(session.session_id) is stream:
                 del self._by_session[session.session_id]
 
-    def end_session_stream(self, session_id: SessionId) -> None:
-        """Ends the stream of a session that was closed."""
-        self._end_session_stream(session_id, AbortedError("SESSION_CLOSED", "the session was closed"))
+    def close_session(self, session_id: str) -> tuple[int, tuple[Pool, Session] | None]:
+        """See `Allocator.close_session`; ends the session's stream.
+
+        Returns:
+            How many requests were freed, and the pool and the session; None if it was closed before.
+        """
+        now_seconds = self._now_seconds_for(session_id)
+        count = self.allocator.closed_count(session_id)
+        if count is not None:
+            return count, None
+        pool, session = self.allocator.session(session_id, now_seconds)
+        _, count = self.allocator.close_session(session_id, now_seconds)
+        self.publish(pool)
+        self._end_session_stream(session.session_id, ended_error("SESSION_CLOSED"))
+        return count, (pool, session)
 
     def _end_session_stream(self, session_id: SessionId, error: KvpoolError) -> None:
         stream = self._by_session.get(session_id)
@@ -212,11 +255,14 @@ class Hub:
         """Ends sessions as their leases run out, for ever."""
         while True:
             left = self.allocator.next_expiry_seconds() - self.now_seconds()
-            await asyncio.sleep(min(max(left, 0.001), _EXPIRY_PERIOD_SECONDS))
-            for pool, session, count in self.allocator.expire(self.now_seconds()):
-                self.publish(pool)
-                _log.warning("lease expired", extra={**session_fields(pool, session), "requests": count})
-                faults.reach("lease.expired")
+            await asyncio.sleep(min(max(left, 0.001), LOOK_SECONDS))
+            self._expire(self.now_seconds())
+
+    def _expire(self, now_seconds: float) -> None:
+        for pool, session, count in self.allocator.expire(now_seconds):
+            self.publish(pool)
+            _log.warning("lease expired", extra={**session_fields(pool, session), "requests": count})
+            faults.reach("lease.expired")
 
     def drain(self) -> None:
         """Refuses new work from now on, and ends open streams once they have answered what they are at.
@@ -254,6 +300,10 @@ def session_fields(pool: Pool, session: Session) -> dict[str, object]:
 
 def _new_none_hash(config: PoolConfig) -> bytes:
     return secrets.token_bytes(min(config.hash_scheme.hash_size_bytes, 64))
+
+
+def _superseded_error() -> AbortedError:
+    return AbortedError("STREAM_SUPERSEDED", "another stream of this session, or another process, took over")
 
 
 def _draining_error() -> UnavailableError:

@@ -54,22 +54,22 @@ class Answer:
     new_blocks: list[list[int]]
 
 
-def run(allocator: Allocator, now_seconds: float, message: Change, build: Build) -> tuple[Pool, Answer]:
+def run(allocator: Allocator, pool: Pool, session: Session, message: Change, build: Build) -> Answer:
     """Runs a unary change: once, however often it is sent.
 
     Args:
         allocator: All pools and sessions.
-        now_seconds: The time.
+        pool: The session's pool.
+        session: The session.
         message: What was sent.
         build: Makes the step, if the change is new; called only then.
 
     Returns:
-        The pool, and what the step's last operation got.
+        What the step's last operation got.
 
     Raises:
         KvpoolError: As the step's; its field is named as in the message.
     """
-    pool, session = allocator.session(message.session_id, now_seconds)
     result = session.answered(message.sequence, message)
     if result is not None:
         allocator.count_retry(pool)
@@ -80,7 +80,7 @@ def run(allocator: Allocator, now_seconds: float, message: Change, build: Build)
         except KvpoolError as error:
             error.rename_field(_field_name(error, step))
             raise
-    return pool, _last(result, len(pool.config.groups))
+    return _last(result, len(pool.config.groups))
 
 
 def step_for(

@@ -1,0 +1,41 @@
+"""From the core's sessions to the wire's."""
+
+from kvpool.server.core.pool import Pool
+from kvpool.server.core.request import Request
+from kvpool.server.core.session import Session
+from kvpool.server.rpc import convert_pool
+from kvpool.v1 import allocator_pb2
+
+
+def session_to_proto(pool: Pool, session: Session) -> allocator_pb2.Session:
+    """Encodes a session for the process that drives it."""
+    return allocator_pb2.Session(
+        session_id=session.current_id,
+        pool_name=pool.config.name,
+        lease_seconds=session.lease_seconds,
+        epoch=pool.epoch,
+        session_number=session.writer,
+    )
+
+
+def resumption_to_proto(pool: Pool, session: Session) -> allocator_pb2.ResumeSessionResponse:
+    """Encodes all that a session holds. O(its blocks)."""
+    return allocator_pb2.ResumeSessionResponse(
+        session=session_to_proto(pool, session),
+        config=convert_pool.config_to_proto(pool.config, with_none_hash=True),
+        sequence=session.sequence,
+        executed_sequence=session.executed_sequence,
+        requests=[_held_request(request) for request in session.requests.values()],
+    )
+
+
+def _held_request(request: Request) -> allocator_pb2.HeldRequest:
+    return allocator_pb2.HeldRequest(
+        request_id=request.request_id,
+        request_number=max(request.number, 0),
+        num_tokens=request.num_tokens,
+        num_computed_tokens=request.num_computed_tokens,
+        tables=[allocator_pb2.GroupBlocks(block_ids=table.block_ids) for table in request.tables],
+        lora_name=request.lora_name or "",
+        last_block_hash=request.hashes[-1] if request.hashes else b"",
+    )

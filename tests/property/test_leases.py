@@ -1,0 +1,115 @@
+"""Rule 3 of session: at any instant a lease has run out for all or for none, and what was told stays told."""
+
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from kvpool.server.core.attentive_clock import LOOK_SECONDS, AttentiveClock
+from kvpool.server.core.errors import AbortedError
+from kvpool.server.core.integrity import check_integrity
+from support_core import World
+
+LEASE_SECONDS = 4.0
+TURNS = [0.0, 0.25, 0.5, 1.0, 1.75, 2.0, 3.75, 4.0, 4.25]
+"""Binary fractions, so that sums hit the lease's end exactly."""
+
+
+class Leases(RuleBasedStateMachine):
+    """One session, in time that is told: it is heard of, streams, is resumed, and expires."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.world = World()
+        self.session = self.world.open(LEASE_SECONDS)
+        self.world.admit(self.session, 1, "abc", 13)
+        self.now_seconds = 0.0
+        self.heard_seconds = 0.0
+        self.streams = 0
+        self.told_over = False
+
+    @property
+    def is_over(self) -> bool:
+        return self.told_over or (not self.streams and self.now_seconds >= self.heard_seconds + LEASE_SECONDS)
+
+    def heard(self) -> None:
+        self.heard_seconds = self.now_seconds
+
+    @rule(turn=st.sampled_from(TURNS))
+    def pass_time(self, turn: float) -> None:
+        self.now_seconds += turn
+
+    @rule(resumes=st.booleans())
+    def call(self, *, resumes: bool) -> None:
+        allocator, current_id = self.world.allocator, self.session.current_id
+        if self.is_over:
+            with pytest.raises(AbortedError) as caught:
+                self.ask(resumes=resumes)
+            assert caught.value.reason == "LEASE_EXPIRED"
+            assert self.session.current_id == current_id
+            assert allocator.is_overdue(current_id, self.now_seconds) != (self.session not in self.world.sessions())
+            self.told_over = True
+        else:
+            self.ask(resumes=resumes)
+            self.heard()
+
+    def ask(self, *, resumes: bool) -> None:
+        allocator, session_id = self.world.allocator, self.session.current_id
+        if resumes:
+            allocator.resume_session(session_id, 1, resume_key="", now_seconds=self.now_seconds)
+        else:
+            allocator.session(session_id, self.now_seconds)
+
+    @rule()
+    def expire(self) -> None:
+        was_over, was_open = self.is_over, bool(self.world.sessions())
+        ended = self.world.allocator.expire(self.now_seconds)
+        assert bool(ended) == (was_over and was_open)
+        self.told_over = was_over
+
+    @precondition(lambda self: not self.is_over)
+    @rule()
+    def attach(self) -> None:
+        self.world.allocator.attach_stream(self.session)
+        self.streams += 1
+
+    @precondition(lambda self: self.streams)
+    @rule()
+    def detach(self) -> None:
+        self.world.allocator.detach_stream(self.session, self.now_seconds)
+        self.streams -= 1
+        self.heard()
+
+    @invariant()
+    def it_holds_blocks_while_it_is_there(self) -> None:
+        assert (self.world.pool.blocks.usage > 0) == bool(self.world.sessions())
+        check_integrity(self.world.pool, self.world.sessions())
+
+
+TestLeases = Leases.TestCase
+
+
+class Absences(RuleBasedStateMachine):
+    """A server that looks at the clock, and is stopped now and then."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shown_seconds = 0.0
+        self.clock = AttentiveClock(0.0)
+        self.read_seconds = 0.0
+
+    @rule(seconds=st.floats(0, 2 * LOOK_SECONDS - 1e-6))
+    def look(self, seconds: float) -> None:
+        self.shown_seconds += seconds
+        read_seconds = self.clock.read(self.shown_seconds)
+        assert read_seconds - self.read_seconds == pytest.approx(seconds, abs=1e-6)
+        self.read_seconds = read_seconds
+
+    @rule(seconds=st.floats(2 * LOOK_SECONDS + 1e-6, 1e5))
+    def be_away(self, seconds: float) -> None:
+        self.shown_seconds += seconds
+        read_seconds = self.clock.read(self.shown_seconds)
+        assert read_seconds - self.read_seconds == pytest.approx(LOOK_SECONDS, abs=1e-6)
+        self.read_seconds = read_seconds
+
+
+TestAbsences = Absences.TestCase
