@@ -6,13 +6,17 @@ PROTOS := $(wildcard proto/kvpool/v1/*.proto)
 COMPILE := $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-header --no-annotate \
 	--no-emit-index-url
 
-.PHONY: demo test test-compose check bench proto lock clean
+.PHONY: demo test test-crash test-compose check bench proto lock clean
 
 demo: .venv/installed ## A server, two schedulers that share its pool, two ranks that compute
 	$(BIN)/kvpool demo
 
 test: .venv/installed ## All tests that need only Python
 	$(BIN)/pytest
+
+test-crash: .venv/installed ## Real processes, killed and stopped at random; KILLS=1000 for a long run
+	$(BIN)/pytest tests/crash
+	$(if $(KILLS),$(BIN)/python tests/crash/run.py --kills $(KILLS))
 
 test-compose: .venv/installed ## The images and the Compose stack, with real containers; needs Docker
 	$(BIN)/pip install -q --disable-pip-version-check --require-hashes -r tests/compose/requirements.lock

@@ -9,8 +9,9 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 DEADLINE_SECONDS = 60.0
 LAYER = {"type": "FullAttentionSpec", "block_size": 16, "num_kv_heads": 2, "head_size": 16, "dtype": "float32"}
@@ -31,8 +32,8 @@ class LoggingProcess:
         lines: What it wrote to stderr so far.
     """
 
-    def __init__(self, *command: str) -> None:
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    def __init__(self, *command: str, environment: Mapping[str, str] = MappingProxyType({})) -> None:
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
         self.process = subprocess.Popen(
             command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, env=environment
         )

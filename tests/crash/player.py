@@ -1,0 +1,297 @@
+"""A scheduler's rounds on one session: asks, writes down what it was told, computes, and checks what it reads.
+
+1. What is asked is in the log before it is sent, what is told as soon as it is here.
+2. A step is computed only while the lease is sure to last: counted from when the last answered message was sent.
+3. Every block of a request is read before its next tokens are computed, and must hold what it stands for.
+"""
+
+import contextlib
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Final, TypeVar
+
+from crash.memory import Memory, Progress, StepLock, content
+from crash.records import Log
+from kvpool.client import Answer, ComputedBlocks, DeadlineError, Outcome, Request, Session, UnavailableError
+from kvpool.client.steps import StepBuilder
+from kvpool.server.core.step import Operation
+from kvpool.server.core.types import BlockId
+
+MOST_RUNNING: Final = 4
+MOST_WAITING: Final = 3
+CHUNK_TOKENS: Final = 24
+LONGEST_TOKENS: Final = 96
+_PREFIXES: Final = 8
+
+_T = TypeVar("_T")
+
+
+@dataclass(slots=True, eq=False)
+class Work:
+    """A request being played.
+
+    Attributes:
+        request: The session's.
+        output_left: Tokens that it still has to put out.
+        num_executed_tokens: Tokens whose contents are in memory.
+    """
+
+    request: Request
+    output_left: int
+    num_executed_tokens: int = 0
+
+    @property
+    def is_done(self) -> bool:
+        """Whether nothing is left to compute."""
+        request = self.request
+        return not self.output_left and self.num_executed_tokens == request.num_tokens
+
+
+@dataclass(slots=True)
+class Place:
+    """Where a scheduler writes, and reads; and the longest that a step of it runs."""
+
+    log: Log
+    memory: Memory
+    lock: StepLock
+    progress: Progress
+    slot: int
+    step_seconds: float
+
+
+@dataclass(slots=True)
+class Player:
+    """Plays random work on a session, round by round.
+
+    Attributes:
+        session: The session.
+        place: Where it writes.
+        seed: Of the prefixes, the same in all schedulers of a run.
+        chance: What decides all else.
+        opened_seconds: When the call that opened the session was sent.
+    """
+
+    session: Session
+    place: Place
+    seed: int
+    chance: random.Random
+    opened_seconds: float
+    running: list[Work] = field(default_factory=list)
+    waiting: list[Work] = field(default_factory=list)
+    _count: int = 0
+    _sure_seconds: float = field(init=False)
+    _executed: int = 0
+    _held: set[int] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self._sure_seconds = self.opened_seconds + self.session.lease_seconds
+
+    def play_round(self) -> None:
+        """Plays one round."""
+        self._refill()
+        draw = self.chance.random()
+        if draw < 0.03 and self.running:
+            self._evict_some()
+        elif draw < 0.04:
+            self._send(lambda step: step.reset_prefix_cache())
+        elif draw < 0.10 and self.waiting and len(self.running) < MOST_RUNNING:
+            self._look_up_then_allocate(self.waiting[0])
+        elif draw < 0.13 and self.running:
+            self._preempt(self.chance.choice(self.running))
+        elif draw < 0.15 and self.running:
+            work = self.chance.choice(self.running)  # its client went away
+            self.running.remove(work)
+            self._send(lambda step: step.free(work.request))
+        else:
+            self._schedule()
+        self._executed = self.session.sequence
+
+    def _refill(self) -> None:
+        while len(self.waiting) < MOST_WAITING:
+            self._count += 1
+            unit = self.session.config.hit_alignment
+            shared = random.Random(self.seed * 100 + self.chance.randrange(_PREFIXES))  # noqa: S311 - a workload
+            prefix = [shared.randrange(1000) for _ in range(unit * shared.randint(1, max(1, 40 // unit)))]
+            own = [self.chance.randrange(1000) for _ in range(self.chance.randint(1, 24))]
+            request = self.session.request(f"r{self._count}", [*prefix, *own])
+            self.waiting.append(Work(request, self.chance.randint(0, LONGEST_TOKENS - request.num_tokens) // 3))
+
+    def _schedule(self) -> None:
+        """A round as engines play it: all in one step."""
+        finished = [work for work in self.running if work.is_done]
+        self.running = [work for work in self.running if not work.is_done]
+        asked = [(work, self._next_chunk(work)) for work in self.running]
+        admitting = self.waiting[: MOST_RUNNING - len(self.running)]
+
+        def fill(step: StepBuilder) -> tuple[list[Answer], list[Answer]]:
+            for work in finished:
+                step.free(work.request)
+            return (
+                [step.allocate_slots(work.request, n) for work, n in asked],
+                [step.admit(work.request, CHUNK_TOKENS) for work in admitting],
+            )
+
+        allocated, admitted = self._send(fill)
+        served = [work for (work, _), answer in zip(asked, allocated, strict=True) if answer.ok]
+        for work, answer in zip(admitting, admitted, strict=True):
+            if answer.ok:
+                self._admit(work, answer.num_hit_tokens)
+                served.append(work)
+        self._compute(served)
+        if not all(answer.ok for answer in allocated) and self.running:
+            self._preempt(self.running[-1])
+        elif not served:
+            time.sleep(0.005 * self.chance.random())  # others hold the blocks
+
+    def _next_chunk(self, work: Work) -> int:
+        request = work.request
+        if request.num_computed_tokens == request.num_tokens and work.output_left:
+            request.append([self.chance.randrange(1000)])
+            work.output_left -= 1
+        return min(request.num_tokens - request.num_computed_tokens, CHUNK_TOKENS)
+
+    def _look_up_then_allocate(self, work: Work) -> None:
+        found = self._send(lambda step: step.get_computed_blocks(work.request))
+        for _ in range(3):
+            promised = ComputedBlocks(
+                tuple([BlockId(block) for block in blocks] for blocks in found.hit_blocks), found.num_hit_tokens
+            )
+            n = min(work.request.num_tokens - promised.num_tokens, CHUNK_TOKENS)
+            found = self._send(
+                lambda step, n=n, promised=promised: step.allocate_slots(  # type: ignore[misc]
+                    work.request, n, computed=promised if promised.num_tokens else None
+                )
+            )
+            if found.outcome is not Outcome.HIT_CHANGED:
+                break
+        if found.ok:
+            self._admit(work, promised.num_tokens)
+            self._compute([work])
+
+    def _admit(self, work: Work, num_hit_tokens: int) -> None:
+        self.waiting.remove(work)
+        self.running.append(work)
+        work.num_executed_tokens = num_hit_tokens
+
+    def _preempt(self, work: Work) -> None:
+        self._send(lambda step: step.preempt(work.request))
+        work.num_executed_tokens = 0
+        self.running.remove(work)
+        self.waiting.insert(0, work)
+
+    def _evict_some(self) -> None:
+        table = self.chance.choice(self.running).request.block_ids[0]
+        blocks = [block for block in table if block and self.chance.random() < 0.3]
+        if blocks:
+            self._send(lambda step: step.evict_blocks(blocks))
+
+    def _compute(self, works: list[Work]) -> None:
+        """Computes what was given room: takes its time, and begins only while the lease is sure to last."""
+        time.sleep(self.place.step_seconds * self.chance.random())
+        while not self._compute_if_sure(works):
+            self._send(lambda step: step.evict_blocks([]))  # asks for nothing: to be heard of
+
+    def _compute_if_sure(self, works: list[Work]) -> bool:
+        full: list[tuple[int, str]] = []
+        with self.place.lock.held():
+            if time.monotonic() >= self._sure_seconds:
+                return False
+            for work in works:
+                self._read(work)
+                full += self._fill(work)
+        if full:
+            self.place.log.write("full", blocks=full)
+        return True
+
+    def _read(self, work: Work) -> None:
+        for block, _, expected in self._cells(work.request, 0, work.num_executed_tokens):
+            found = self.place.memory.read(block)
+            if found != expected:
+                self.violated("WRONG_CONTENT", block=block, found=found.hex(), expected=expected.hex())
+
+    def _fill(self, work: Work) -> list[tuple[int, str]]:
+        request, full = work.request, []
+        for block, is_full, cell in self._cells(request, work.num_executed_tokens, request.num_computed_tokens):
+            self.place.memory.write(block, cell)
+            if is_full:
+                full.append((block, short(cell)))
+        work.num_executed_tokens = request.num_computed_tokens
+        return full
+
+    def _cells(self, request: Request, start: int, end: int) -> Iterator[tuple[int, bool, bytes]]:
+        """The blocks that hold tokens [start, end), whether they are full then, and what they hold then."""
+        config = self.session.config
+        for group, (table, span) in enumerate(zip(request.block_ids, config.spans_tokens, strict=True)):
+            for i in range(start // span, -(-end // span)):
+                last = min((i + 1) * span, end)
+                if table[i]:
+                    is_full = last == (i + 1) * span
+                    yield table[i], is_full, content(request, group, last, config.hash_block_size, full=is_full)
+
+    def _send(self, fill: Callable[[StepBuilder], _T]) -> _T:
+        sent_seconds, sequence = time.monotonic(), self.session.sequence + 1
+        self.place.log.write("ask", seq=sequence)
+        try:
+            with self.session.step(executed_sequence=self._executed) as step:
+                answers = fill(step)
+        except (UnavailableError, DeadlineError):
+            self._settle()
+        self._sure_seconds = sent_seconds + self.session.lease_seconds
+        self._write_told(step, sequence, sent_seconds)
+        self.place.progress.count(self.place.slot)
+        return answers
+
+    def _settle(self) -> None:
+        for pause_seconds in (0.0, 0.1, 0.5, 1.0, 1.0):
+            time.sleep(pause_seconds)
+            with contextlib.suppress(UnavailableError, DeadlineError):
+                self.session.settle()
+                return
+        self.session.settle()
+
+    def _write_told(self, step: StepBuilder, sequence: int, sent_seconds: float) -> None:
+        new: set[int] = set()
+        hits: dict[int, str] = {}
+        for row in step.rows:
+            if row.request and row.answer.ok and row.operation in (Operation.ADMIT, Operation.ALLOCATE):
+                found = row.computed.block_ids if row.computed else row.answer.hit_blocks
+                hits |= self._hit_cells(row.request, found)
+                for blocks in row.answer.new_blocks:
+                    if not new.isdisjoint(blocks):
+                        self.violated("GIVEN_TWICE", blocks=blocks)
+                    new.update(blocks)
+        held = {
+            block
+            for work in (*self.running, *self.waiting)
+            for table in work.request.block_ids
+            for block in table
+            if block
+        }
+        self.place.log.write(
+            "told",
+            seq=sequence,
+            sent=sent_seconds,
+            new=sorted(new),
+            hit=[[block, cell] for block, cell in hits.items() if block not in self._held and block not in new],
+            gone=sorted(self._held - held),
+        )
+        self._held = held
+
+    def _hit_cells(self, request: Request, found: Sequence[Sequence[int]]) -> dict[int, str]:
+        config, cells = self.session.config, {}
+        for group, (blocks, span) in enumerate(zip(found, config.spans_tokens, strict=False)):
+            for i, block in enumerate(blocks):
+                if block:
+                    cells[block] = short(content(request, group, (i + 1) * span, config.hash_block_size, full=True))
+        return cells
+
+    def violated(self, what: str, **fields: object) -> None:
+        """Writes down that something is as it must never be."""
+        self.place.log.write("violation", what=what, **fields)
+
+
+def short(cell: bytes) -> str:
+    """A content as the log names it."""
+    return cell[:9].hex()

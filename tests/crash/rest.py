@@ -1,0 +1,69 @@
+"""At rest, when all sessions have ended: every block is there, and every cached one holds what its hash stands for."""
+
+import signal
+import time
+from collections.abc import Iterator, Mapping
+from typing import Final
+
+from crash.memory import Memory
+from crash.scheduler import incarnation
+from crash.site import DEADLINE_SECONDS, Site
+from kvpool.client import KvpoolError, connect
+from kvpool.client.admin import AdminClient, BlockInfo, BlockState
+from kvpool.server.core.types import PoolName
+
+_PAUSE_SECONDS: Final = 0.1
+
+
+def check_at_rest(site: Site) -> None:
+    """Writes down as violations what is not as it should be; with a journal, also after one more kill at rest."""
+    try:
+        _check(site)
+    except KvpoolError as error:
+        site.log.write("violation", what="AT_REST", says=f"{type(error).__name__} {error.reason} {error}")
+
+
+def _check(site: Site) -> None:
+    with AdminClient(site.address, deadline_seconds=DEADLINE_SECONDS) as admin:
+        _wait_until_empty(site, admin)
+        before = {pool.config.name: list(admin.blocks(pool.config.name)) for pool in admin.overview().pools}
+        for what in _wrong(site, admin, before):
+            site.log.write("violation", what="AT_REST", says=what)
+    if site.plan.journaled:
+        site.log.write("kill", target="server", how="at rest")
+        site.signal_server(signal.SIGKILL)
+        site.start_server()
+        with AdminClient(site.address, deadline_seconds=DEADLINE_SECONDS) as admin:
+            for name, blocks in before.items():
+                if list(admin.blocks(name)) != blocks:
+                    site.log.write("violation", what="AT_REST", says=f"{name}: the blocks differ after a restart")
+
+
+def _wait_until_empty(site: Site, admin: AdminClient) -> None:
+    due = time.monotonic() + DEADLINE_SECONDS
+    while list(admin.sessions()) or any(_quarantined(pool) for pool in admin.overview().pools):
+        if time.monotonic() > due:
+            site.log.write("violation", what="AT_REST", says=f"sessions are left: {list(admin.sessions())}")
+            return
+        time.sleep(_PAUSE_SECONDS)
+
+
+def _quarantined(pool: object) -> int:
+    return int(getattr(pool, "quarantined_blocks", 0))
+
+
+def _wrong(site: Site, admin: AdminClient, blocks: Mapping[PoolName, list[BlockInfo]]) -> Iterator[str]:
+    for pool in admin.overview().pools:
+        name, usable = pool.config.name, pool.config.num_blocks - 1 - pool.sink_blocks
+        if pool.free_blocks != usable:
+            yield f"{name}: {pool.free_blocks} of {usable} blocks are free"
+        if requests := list(admin.requests(name)):
+            yield f"{name}: requests are left: {requests}"
+        if odd := [block for block in blocks[name] if block.state is BlockState.USED or block.pending or block.ref_cnt]:
+            yield f"{name}: blocks are not free: {odd}"
+        with connect(site.address) as client, client.open_session(name) as session:
+            memory = Memory(site.folder, incarnation(session), pool.config.num_blocks)
+        for block in blocks[name]:
+            cell = memory.read(block.block_id)
+            if block.block_hash and cell != bytes([block.group_id]) + block.block_hash:
+                yield f"{name}: block {block.block_id} holds {cell.hex()}, its hash is {block.block_hash.hex()}"

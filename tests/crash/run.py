@@ -1,0 +1,77 @@
+"""Kills processes of a kvpool at random and judges what its schedulers were told: see --help."""
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+
+from crash.killer import Killer
+from crash.rest import check_at_rest
+from crash.site import Plan, Site
+from crash.verdict import Verdict, judge
+
+
+def run(folder: Path, plan: Plan, kills: int, told: Callable[[int], object] = lambda _: None) -> Verdict:
+    """Plays a run and judges it.
+
+    Args:
+        folder: Where all is written; must be empty.
+        plan: What the run consists of.
+        kills: How many processes are killed or stopped.
+        told: Called with how many that were so far.
+    """
+    with closing(Site(folder, plan)) as site:
+        site.start()
+        everyone = list(range(plan.schedulers))
+        site.wait_for_steps(everyone, every=True)
+        Killer(site).run(kills, told)
+        site.wait_for_steps(everyone, every=True)
+        site.stop_schedulers()
+        check_at_rest(site)
+    return judge(folder, journaled=plan.journaled)
+
+
+def table(verdict: Verdict) -> str:
+    """The figures as rows of Markdown."""
+    rows = [f"| killed: {kind} | {count} |" for kind, count in sorted(verdict.kills.items())]
+    rows += [f"| sessions lost for good reason: {reason} | {count} |" for reason, count in sorted(verdict.lost.items())]
+    rows += [f"| sessions opened | {verdict.sessions} |", f"| steps answered | {verdict.steps} |"]
+    rows += [f"| blocks {how} | {count} |" for how, count in sorted(verdict.blocks.items())]
+    rows += [
+        f"| from the kill on: {kind} | p50 {statistics.median(seconds):.2f} s, longest {max(seconds):.2f} s |"
+        for kind, seconds in sorted(verdict.recovery_seconds.items())
+    ]
+    return "\n".join(["| what | |", "|---|---|", *rows, f"| violations | {len(verdict.violations)} |"])
+
+
+def main() -> int:
+    """Runs from the command line; exits with 1 if a promise was broken."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--kills", type=int, default=1000)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--schedulers", type=int, default=8)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--journal", action="store_true", help="the server keeps a journal")
+    parser.add_argument("--keep", type=Path, help="write all logs into this empty folder, and keep them")
+    options = parser.parse_args()
+    plan = Plan(options.seed, options.schedulers, options.ranks, journaled=options.journal)
+
+    def told(done: int) -> None:
+        print(f"\r{done} of {options.kills} kills, seed {plan.seed}", end="", file=sys.stderr, flush=True)  # noqa: T201
+
+    with tempfile.TemporaryDirectory() as folder:
+        kept = options.keep or Path(folder)
+        kept.mkdir(parents=True, exist_ok=True)
+        verdict = run(kept, plan, options.kills, told)
+    print(file=sys.stderr)  # noqa: T201
+    print(table(verdict))  # noqa: T201
+    print(json.dumps({"seed": plan.seed, "journal": plan.journaled, **verdict.as_json()}))  # noqa: T201
+    return 1 if verdict.violations else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,78 @@
+"""`kvpool` with one bug built in: `python -m crash.sabotage BUG serve ...`. What the checks of a run must find."""
+
+import itertools
+import sys
+from collections.abc import Callable, Iterable
+
+from kvpool.cli import main
+from kvpool.server.core.block_pool import BlockPool
+from kvpool.server.core.prefix_map import PrefixMap
+from kvpool.server.core.session import Session
+from kvpool.server.core.step import StepResult
+from kvpool.server.core.types import BlockHash, BlockId, GroupId, WriterId
+
+
+def give_held_blocks() -> None:
+    """Gives a block a second time once in a while, which its first owner holds still."""
+    take, passings = BlockPool.take, itertools.count(1)
+    given: list[BlockId] = []
+
+    def faulty(pool: BlockPool, count: int) -> list[BlockId]:
+        taken = take(pool, count)
+        if taken and next(passings) % 50 == 0 and (held := [each for each in given[-20:] if pool.ref_cnt(each)]):
+            taken[0] = held[0]
+            pool.touch(taken[:1])
+        given.extend(taken)
+        return taken
+
+    BlockPool.take = faulty  # type: ignore[method-assign, assignment]
+
+
+def mix_up_hits() -> None:
+    """Finds another block than the one that was looked for, once in a while."""
+    find, passings = PrefixMap.find, itertools.count(1)
+
+    def faulty(prefixes: PrefixMap, group_id: GroupId, hashes: Iterable[BlockHash], reader: WriterId) -> list[BlockId]:
+        found = find(prefixes, group_id, hashes, reader)
+        others = (block for group, _, block in prefixes.entries() if group == group_id and block not in found)
+        if found and next(passings) % 50 == 0:
+            found[-1] = next(others, found[-1])
+        return found
+
+    PrefixMap.find = faulty  # type: ignore[method-assign, assignment]
+
+
+def publish_at_once() -> None:
+    """Lets others hit a block before the step that fills it has run."""
+    PrefixMap.is_visible = lambda _map, _block_id, _reader: True  # type: ignore[method-assign, assignment]
+
+
+def forget_answers() -> None:
+    """Answers a step that is sent again as if it had asked for nothing."""
+    answered = Session.answered
+
+    def faulty(session: Session, sequence: int, source: object) -> StepResult | None:
+        result = answered(session, sequence, source)
+        return result and StepResult(result.sequence, result.free_blocks)
+
+    Session.answered = faulty  # type: ignore[method-assign, assignment]
+
+
+def leak_blocks() -> None:
+    """Loses a freed block once in a while."""
+    release, passings = BlockPool.release, itertools.count(1)
+
+    def faulty(pool: BlockPool, block_ids: Iterable[BlockId]) -> int:
+        kept = list(block_ids)
+        return release(pool, kept[1:] if next(passings) % 200 == 0 else kept)
+
+    BlockPool.release = faulty  # type: ignore[method-assign, assignment]
+
+
+BUGS: dict[str, Callable[[], None]] = {
+    bug.__name__: bug for bug in (give_held_blocks, mix_up_hits, publish_at_once, forget_answers, leak_blocks)
+}
+
+if __name__ == "__main__":
+    BUGS[sys.argv.pop(1)]()
+    main()

@@ -1,0 +1,155 @@
+"""A scheduler process of a run: `python -m crash.scheduler SETTINGS`. Plays random work until SIGTERM."""
+
+import json
+import os
+import random
+import signal
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from crash.memory import Memory, Progress, StepLock
+from crash.player import LONGEST_TOKENS, Place, Player
+from crash.records import Log
+from kvpool.client import (
+    AbortedError,
+    Client,
+    DeadlineError,
+    FullAttentionSpec,
+    KVCacheGroup,
+    KvpoolError,
+    NotFoundError,
+    PoolConfig,
+    Session,
+    SlidingWindowSpec,
+    UnavailableError,
+    WrongStateError,
+)
+from kvpool.client.grpc_transport import GrpcTransport
+from kvpool.server.core.step import Step, StepResult
+from kvpool.server.core.types import PoolName
+
+DECLARED_POOL = "declared"
+RANKED_POOL = "m"
+_MOST_ROUNDS = 1000
+"""After which a scheduler closes its session, and opens another."""
+_TRY_AGAIN = (UnavailableError, DeadlineError, NotFoundError, WrongStateError)
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What a scheduler process is started with.
+
+    Attributes:
+        address: The server's.
+        folder: Where logs and memory are.
+        slot: Which scheduler of the run it is, from 0.
+        life: How often it was started before.
+        seed: The run's.
+        pool: Its pool; one that ranks form is not declared.
+        num_blocks: Of a pool that is declared.
+        lease_seconds: Its lease.
+        step_seconds: Longest that a step runs.
+    """
+
+    address: str
+    folder: str
+    slot: int
+    life: int
+    seed: int
+    pool: str = DECLARED_POOL
+    num_blocks: int = 240
+    lease_seconds: float = 2.0
+    step_seconds: float = 0.01
+
+    @property
+    def name(self) -> str:
+        """What it calls itself, and its files."""
+        return f"scheduler-{self.slot}"
+
+    def command(self) -> list[str]:
+        """What starts it."""
+        return [sys.executable, "-m", "crash.scheduler", json.dumps(asdict(self))]
+
+
+class _TwiceTransport(GrpcTransport):
+    """Sends one step in so many again once it was answered: the answer must be the same."""
+
+    log: Log
+    chance: random.Random
+
+    def apply(self, session_id: str, step: Step) -> StepResult:
+        result = super().apply(session_id, step)
+        if self.chance.random() < 0.05:
+            again = super().apply(session_id, step)
+            if again != result:
+                self.log.write("violation", what="ANSWERED_DIFFERENTLY", seq=step.sequence)
+        return result
+
+
+def main() -> None:
+    """Plays until SIGTERM, or until its parent is gone."""
+    settings = Settings(**json.loads(sys.argv[1]))
+    folder = Path(settings.folder)
+    chance = random.Random(f"{settings.seed} {settings.slot} {settings.life}")  # noqa: S311 - a workload
+    log = Log(folder / f"{settings.name}.jsonl")
+    transport = _TwiceTransport(settings.address, 10.0)
+    transport.log, transport.chance = log, chance
+    stopping: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, _: stopping.append(number))
+    parent = os.getppid()
+    with Client(transport) as client:
+        while not stopping and os.getppid() == parent:
+            player = _open(client, settings, log, chance)
+            if player is None:
+                time.sleep(0.05)
+                continue
+            try:
+                rounds = chance.randint(100, _MOST_ROUNDS)
+                while rounds and not stopping and os.getppid() == parent:
+                    player.play_round()
+                    rounds -= 1
+                player.session.close()
+                log.write("closed")
+            except (AbortedError, NotFoundError, UnavailableError, DeadlineError) as error:
+                log.write("lost", reason=error.reason, error=str(error))
+            except KvpoolError as error:
+                player.violated("REFUSED", error=f"{type(error).__name__} {error.reason} {error}")
+                log.write("lost", reason=error.reason, error=str(error))
+
+
+def _open(client: Client, settings: Settings, log: Log, chance: random.Random) -> Player | None:
+    sent_seconds = time.monotonic()
+    try:
+        if settings.pool == DECLARED_POOL:
+            client.create_pool(declared_pool(settings.num_blocks))
+        session = client.open_session(settings.pool, client_name=settings.name, lease_seconds=settings.lease_seconds)
+    except _TRY_AGAIN as error:
+        log.write("not opened", reason=error.reason)
+        return None
+    place = incarnation(session)
+    log.write("opened", pool=settings.pool, incarnation=place, sent=sent_seconds, lease=session.lease_seconds)
+    folder = Path(settings.folder)
+    memory = Memory(folder, place, session.config.num_blocks)
+    lock = StepLock(folder / f"{settings.name}.lock")
+    written = Place(log, memory, lock, Progress(folder), settings.slot, settings.step_seconds)
+    return Player(session, written, settings.seed, chance, sent_seconds)
+
+
+def declared_pool(num_blocks: int) -> PoolConfig:
+    """The pool that schedulers declare: full and sliding attention, small enough that blocks run out."""
+    groups = (
+        KVCacheGroup(FullAttentionSpec(4), ("full",)),
+        KVCacheGroup(SlidingWindowSpec(4, sliding_window=12), ("sliding",)),
+    )
+    return PoolConfig(PoolName(DECLARED_POOL), num_blocks, LONGEST_TOKENS, groups)
+
+
+def incarnation(session: Session) -> str:
+    """Which pool of its name a session is on."""
+    return f"{session.config.hash_scheme.none_hash.hex()[:16]}-{session.epoch}"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,193 @@
+"""The processes of a run: a server, schedulers, and the ranks of a pool; how they are started, killed and stopped."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from crash.memory import Progress, StepLock
+from crash.records import Log
+from crash.scheduler import DECLARED_POOL, RANKED_POOL, Settings
+from support_workers import LAYERS, LoggingProcess, WorkerProcess
+
+KVPOOL: Final = (str(Path(sys.executable).parent / "kvpool"),)
+DEADLINE_SECONDS: Final = 90.0
+DEAD_PEER_SECONDS: Final = 2.0
+RANK_BLOCKS: Final = 48
+_RANK_TIMING: Final = ("--heartbeat-seconds", "0.3", "--heartbeat-timeout-seconds", "2", "--rank-grace-seconds", "4")
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a run consists of.
+
+    Attributes:
+        seed: Of all that is drawn.
+        schedulers: How many; with ranks, every fourth is on their pool.
+        ranks: Workers that form a pool; 0 for none.
+        journaled: Whether the server keeps a journal.
+        lease_seconds: Of the sessions.
+        num_blocks: Of the pool that schedulers declare.
+        step_seconds: Longest that a step runs.
+        command: What `kvpool` is.
+    """
+
+    seed: int
+    schedulers: int = 8
+    ranks: int = 2
+    journaled: bool = False
+    lease_seconds: float = 2.0
+    num_blocks: int = 240
+    step_seconds: float = 0.01
+    command: tuple[str, ...] = KVPOOL
+
+
+class Site:
+    """The processes of a run, in a folder with all that they write.
+
+    Attributes:
+        plan: What it consists of.
+        address: The server's.
+        folder: Where logs and memory are.
+        log: What is done to the processes.
+        progress: How far the schedulers are.
+    """
+
+    def __init__(self, folder: Path, plan: Plan) -> None:
+        self.plan = plan
+        self.folder = folder
+        self.address = f"unix:{folder / 'socket'}"
+        self.log = Log(folder / "run.jsonl")
+        self.progress = Progress(folder)
+        (folder / "layers.json").write_text(json.dumps({"layers": LAYERS}))
+        self.server: LoggingProcess | None = None
+        self._servers: list[LoggingProcess] = []
+        self._schedulers: dict[int, subprocess.Popen[bytes]] = {}
+        self._lives: dict[int, int] = {}
+        self._ranks: dict[int, WorkerProcess] = {}
+
+    def start(self) -> None:
+        """Starts everything."""
+        self.start_server()
+        for rank in range(self.plan.ranks):
+            self.start_rank(rank)
+        for slot in range(self.plan.schedulers):
+            self.start_scheduler(slot)
+
+    def start_server(self, faults: str = "") -> bool:
+        """Starts the server; returns whether it listened, or died before by a fault point."""
+        self.log.write("starting", target="server", faults=faults)
+        command = [*self.plan.command, "serve", "--listen", self.address, "--grace-seconds", "2", *_RANK_TIMING]
+        command += ["--dead-peer-seconds", str(DEAD_PEER_SECONDS)]
+        if self.plan.journaled:
+            command += ["--journal", str(self.folder / "journal")]
+        self.server = LoggingProcess(*command, environment={"KVPOOL_FAULTS": faults})
+        self._servers.append(self.server)
+        try:
+            self.server.wait_for("server listening")
+        except AssertionError:
+            if not faults:
+                raise
+            return False
+        self.log.write("listening", target="server")
+        return True
+
+    def start_scheduler(self, slot: int) -> None:
+        """Starts a scheduler, or another in its place."""
+        life = self._lives[slot] = self._lives.get(slot, -1) + 1
+        pool = RANKED_POOL if self.plan.ranks and slot % 4 == 3 else DECLARED_POOL
+        settings = Settings(
+            self.address,
+            str(self.folder),
+            slot,
+            life,
+            self.plan.seed,
+            pool,
+            self.plan.num_blocks,
+            self.plan.lease_seconds,
+            self.plan.step_seconds,
+        )
+        with (self.folder / f"{settings.name}.err").open("ab") as errors:
+            self._schedulers[slot] = subprocess.Popen(settings.command(), stderr=errors)
+
+    def start_rank(self, rank: int) -> None:
+        """Starts a rank, or another in its place."""
+        layers = self.folder / "layers.json"
+        self._ranks[rank] = WorkerProcess(self.address, rank, self.plan.ranks, layers, blocks=RANK_BLOCKS)
+
+    def signal_server(self, number: signal.Signals) -> None:
+        """Kills, stops or continues the server."""
+        assert self.server
+        self.server.process.send_signal(number)
+        if number == signal.SIGKILL:
+            self.server.end()
+
+    def signal_scheduler(self, slot: int, number: signal.Signals) -> None:
+        """Kills, stops or continues a scheduler; it is never stopped within a step that runs."""
+        process = self._schedulers[slot]
+        with StepLock(self.folder / f"scheduler-{slot}.lock").held():
+            process.send_signal(number)
+            if number == signal.SIGSTOP:
+                _wait_stopped(process.pid)
+        if number == signal.SIGKILL:
+            process.wait()
+
+    def signal_rank(self, rank: int, number: signal.Signals) -> None:
+        """Kills, stops or continues a rank."""
+        self._ranks[rank].signal(number)
+        if number == signal.SIGKILL:
+            self._ranks[rank].end()
+
+    def wait_for_steps(self, slots: list[int], *, every: bool, count: int = 1) -> None:
+        """Waits until any of the schedulers, or every one, was answered so many more steps."""
+        before = {slot: self.progress.of(slot) for slot in slots}
+        due = time.monotonic() + DEADLINE_SECONDS
+        combine = all if every else any
+        while not combine(self.progress.of(slot) >= before[slot] + count for slot in slots):
+            if time.monotonic() > due:
+                stuck = [slot for slot in slots if self.progress.of(slot) < before[slot] + count]
+                self.log.write("violation", what="NO_PROGRESS", schedulers=stuck)
+                return
+            self.check_alive()
+            time.sleep(0.01)
+
+    def check_alive(self) -> None:
+        """Notes schedulers that ended by themselves, and starts others."""
+        for slot, process in list(self._schedulers.items()):
+            if process.poll() is not None:
+                error = (self.folder / f"scheduler-{slot}.err").read_text()[-2000:]
+                self.log.write("violation", what="SCHEDULER_ENDED", status=process.returncode, error=error)
+                self.start_scheduler(slot)
+
+    def stop_schedulers(self) -> None:
+        """Lets the schedulers close their sessions and end."""
+        for process in self._schedulers.values():
+            process.send_signal(signal.SIGTERM)
+        for slot, process in self._schedulers.items():
+            if process.wait(DEADLINE_SECONDS):
+                error = (self.folder / f"scheduler-{slot}.err").read_text()[-2000:]
+                self.log.write("violation", what="SCHEDULER_FAILED", status=process.returncode, error=error)
+        self._schedulers.clear()
+
+    def close(self) -> None:
+        """Kills what still runs, and notes what the servers logged as bugs."""
+        for process in self._schedulers.values():
+            process.kill()
+            process.wait()
+        for child in (*self._ranks.values(), *self._servers):
+            if child.process.poll() is None:
+                child.signal(signal.SIGKILL)
+            child.end()
+        for server in self._servers:
+            bugs = [line for line in server.lines if " ERROR " in line or " CRITICAL " in line or "Traceback" in line]
+            if bugs:
+                self.log.write("violation", what="SERVER_BUG", lines=server.lines[-60:])
+
+
+def _wait_stopped(pid: int) -> None:
+    while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "TZX":
+        time.sleep(0.001)
