@@ -117,4 +117,5 @@ def snapshot(pool: Pool, sessions: list[Session]) -> object:
             (s.session_id, s.sequence, s.executed_sequence, [repr(request) for request in s.requests.values()])
             for s in sessions
         ],
+        [repr(each) for each in pool.quarantine],
     )

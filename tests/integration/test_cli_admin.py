@@ -24,7 +24,7 @@ PROMPT = list(range(41))  # ten full blocks and one token
 
 @pytest.fixture(name="address")
 def fixture_address(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    with running_server() as address:
+    with running_server(quarantine_seconds=0.2) as address:
         monkeypatch.setenv("KVPOOL_ADDRESS", address)
         yield address
 
@@ -143,7 +143,7 @@ def test_evict_session_gives_its_blocks_back(client: Client) -> None:
     assert client.get_pool("m").free_blocks == 88
     sentence = said("evict-session", "--pool", "m", "1")
     assert sentence == "session 1 ('hangs') of pool m ended: 1 request, 11 blocks\n"
-    assert client.get_pool("m").free_blocks == 99
+    wait_until(lambda: client.get_pool("m").free_blocks == 99, "its blocks leave the quarantine")
     assert "SESSION_NOT_FOUND" in refusal("evict-session", "--pool", "m", "1")
 
 

@@ -32,6 +32,7 @@ POSSIBLE = {
     Operation.ALLOCATE: (Outcome.OK, Outcome.NO_BLOCKS, Outcome.HIT_CHANGED),
 }
 LEASE_SECONDS = 10.0
+QUARANTINES = st.sampled_from([0.0, 3.0])
 
 
 @dataclass(frozen=True)
@@ -220,6 +221,7 @@ class RandomSteps(RuleBasedStateMachine):
         self.filled: dict[int, Filled] = {}
         self.executed: dict[int, int] = {}
         self.numbers = count(1)
+        self.kept: list[tuple[float, set[int]]] = []
         self.open_session()
 
     @precondition(lambda self: len(self.schedulers) < 3)
@@ -274,25 +276,41 @@ class RandomSteps(RuleBasedStateMachine):
         self.schedulers.remove(scheduler)
 
     @precondition(lambda self: len(self.schedulers) > 1)
-    @rule(which=st.integers(0, 2))
-    def evict(self, which: int) -> None:
+    @rule(which=st.integers(0, 2), quarantine_seconds=QUARANTINES)
+    def evict(self, which: int, quarantine_seconds: float) -> None:
         scheduler = self.schedulers[which % len(self.schedulers)]
-        session = scheduler.session
-        assert self.world.allocator.evict_session("m", session.writer)[1] is session
+        session, now_seconds = scheduler.session, self.world.now_seconds
+        ended = self.world.allocator.evict_session(
+            "m", session.writer, now_seconds, quarantine_seconds=quarantine_seconds
+        )
+        assert ended[1] is session
+        self.keep([scheduler], quarantine_seconds)
         with pytest.raises(AbortedError, match="operator"):
             self.world.allocator.session(session.session_id, self.world.now_seconds)
         self.schedulers.remove(scheduler)
 
-    @rule(seconds=st.sampled_from([1.0, 2.0, 6.0]))
-    def wait(self, seconds: float) -> None:
+    @rule(seconds=st.sampled_from([1.0, 2.0, 6.0]), quarantine_seconds=QUARANTINES)
+    def wait(self, seconds: float, quarantine_seconds: float) -> None:
         self.world.now_seconds += seconds
-        ended = [session for _, session, _ in self.world.allocator.expire(self.world.now_seconds)]
+        allocator, now_seconds = self.world.allocator, self.world.now_seconds
+        assert len(allocator.release_due(now_seconds)) == sum(1 for due, _ in self.kept if due <= now_seconds)
+        self.kept = [(due, blocks) for due, blocks in self.kept if due > now_seconds]
+        expired = allocator.expire(now_seconds, quarantine_seconds=quarantine_seconds)
+        ended = [session for _, session, _ in expired]
         due = self.world.now_seconds - LEASE_SECONDS
         assert ended == [s.session for s in self.schedulers if s.session.heard_seconds <= due]
         for session in ended:
             with pytest.raises(AbortedError):
                 self.world.allocator.session(session.session_id, self.world.now_seconds)
+        self.keep([s for s in self.schedulers if s.session in ended], quarantine_seconds)
         self.schedulers = [s for s in self.schedulers if s.session not in ended]
+
+    def keep(self, ended: list[Scheduler], quarantine_seconds: float) -> None:
+        """Notes what ended schedulers held, which is given to nobody until then."""
+        for scheduler in ended:
+            blocks = {block_id for known in scheduler.requests.values() for block_id in known.blocks}
+            if blocks and quarantine_seconds:
+                self.kept.append((self.world.now_seconds + quarantine_seconds, blocks))
 
     @invariant()
     def books_balance(self) -> None:
@@ -427,7 +445,8 @@ class RandomSteps(RuleBasedStateMachine):
                     self.filled[block_id] = Filled((), scheduler.session.writer, sequence)
 
     def held(self) -> set[int]:
-        return {block_id for s in self.schedulers for known in s.requests.values() for block_id in known.blocks}
+        held = {block_id for s in self.schedulers for known in s.requests.values() for block_id in known.blocks}
+        return held.union(*(blocks for _, blocks in self.kept))
 
     def fill(self, known: Known, length: int, writer: int, sequence: int) -> None:
         """The blocks that a request did not hit hold its tokens once they are full."""
@@ -448,6 +467,7 @@ class RandomSteps(RuleBasedStateMachine):
         """When all sessions have ended every block is free."""
         if hasattr(self, "world"):
             self.world.allocator.expire(self.world.now_seconds + LEASE_SECONDS)
+            self.world.allocator.release_due(float("inf"))
             check_integrity(self.world.pool, [])
             assert self.world.pool.blocks.usage == 0.0
 

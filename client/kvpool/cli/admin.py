@@ -69,7 +69,7 @@ def pools(*, address: str, as_json: bool) -> None:
         server = output.server_json(overview.server)
         _print_json({"server": server, "pools": [output.pool_json(info) for info in overview.pools]})
         return
-    output.print_table(output.POOL_COLUMNS, map(output.pool_row, overview.pools))
+    output.print_table(*output.pool_table(overview.pools))
     if overview.server.draining:
         click.echo("the server takes no new sessions: it is drained, or stops", err=True)
 

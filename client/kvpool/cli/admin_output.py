@@ -68,6 +68,15 @@ def pool_row(info: PoolInfo) -> tuple[str, ...]:
     )
 
 
+def pool_table(pools: Sequence[PoolInfo]) -> tuple[Sequence[Column], list[Sequence[str]]]:
+    """The table of pools; with a column of its own for what is in quarantine, if anything is."""
+    rows = [pool_row(info) for info in pools]
+    if not any(info.quarantined_blocks for info in pools):
+        return POOL_COLUMNS, [*rows]
+    kept = (f"{info.quarantined_blocks:,}" for info in pools)
+    return (*POOL_COLUMNS, Column("QUARANTINED")), [(*row, cell) for row, cell in zip(rows, kept, strict=True)]
+
+
 def session_row(info: SessionInfo) -> tuple[str, ...]:
     """A session's row of its table."""
     return (
@@ -169,6 +178,8 @@ def pool_json(info: PoolInfo) -> dict[str, Any]:
         "free_blocks": info.free_blocks,
         "used_blocks": usable - info.free_blocks,
         "cached_blocks": info.cached_blocks,
+        "quarantined_blocks": info.quarantined_blocks,
+        "quarantined_sessions": info.quarantined_sessions,
         "usage_ratio": info.usage,
         "max_model_len": info.config.max_model_len,
         "sessions": info.sessions,

@@ -16,6 +16,7 @@ from kvpool.server.config import (
     DEFAULT_BLOCK_SAMPLE_RATE,
     DEFAULT_MAX_POOL_BLOCKS,
     DEFAULT_MAX_POOLS,
+    DEFAULT_QUARANTINE_SECONDS,
     MIB,
     MetricsConfig,
     ServerConfig,
@@ -119,6 +120,15 @@ _LEASES = LeaseBounds()
     default=30.0,
     show_default=True,
     help="How long a rank that is silent or lost may come back with nothing lost.",
+)
+@click.option(
+    "--quarantine-seconds",
+    type=float,
+    default=DEFAULT_QUARANTINE_SECONDS,
+    show_default=True,
+    help="How long the blocks of a session whose lease ran out, or that was evicted, are given to nobody, since a step "
+    "of it may still run. Only for pools without ranks that answer fences; longer than your longest step. 0: not at "
+    "all.",
 )
 @events_options
 @log_options

@@ -143,6 +143,8 @@ def _pool(screen: Screen, info: PoolInfo, rates: PoolRates | None) -> list[Text]
     )
     if rates and rates.preemptions:
         third += f", {short(rates.preemptions)} preempted/s"
+    if info.quarantined_blocks:
+        third += f", {info.quarantined_blocks:,} in quarantine"
     if info.ranks:
         third += f", ranks {_rank_counts(info.ranks)}"
     first.truncate(screen.width, overflow="crop")

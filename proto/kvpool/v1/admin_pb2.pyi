@@ -513,7 +513,9 @@ class AdminServiceResetPrefixCacheResponse(_message.Message):
     """False: requests hold blocks, and nothing was dropped."""
     @_builtins.property
     def holders(self) -> _containers.RepeatedCompositeFieldContainer[Global___SessionInfo]:
-        """If it was not reset: sessions whose requests hold blocks, in the order they were opened, at most 16."""
+        """If it was not reset: sessions whose requests hold blocks, in the order they were opened, then those that have ended
+        and hold blocks in quarantine; at most 16.
+        """
 
     def __init__(
         self,

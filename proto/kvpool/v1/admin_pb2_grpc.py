@@ -179,7 +179,8 @@ class AdminServiceServicer(object):
 
     def RemovePool(self, request, context):
         """Forgets a pool and frees its name. Watchers of its events end in ABORTED with the reason POOL_REMOVED. NOT_FOUND;
-        FAILED_PRECONDITION while sessions are open in it, or ranks are there or waited for: POOL_IN_USE, naming them.
+        FAILED_PRECONDITION while sessions are open in it, or blocks of ones that ended are in quarantine, or ranks are
+        there or waited for: POOL_IN_USE, naming them.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

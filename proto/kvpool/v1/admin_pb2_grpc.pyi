@@ -80,7 +80,8 @@ class AdminServiceStub:
     """Takes new sessions again. A pool takes them when neither it nor the server is drained. NOT_FOUND."""
     RemovePool: _grpc.UnaryUnaryMultiCallable[_admin_pb2.RemovePoolRequest, _admin_pb2.RemovePoolResponse]
     """Forgets a pool and frees its name. Watchers of its events end in ABORTED with the reason POOL_REMOVED. NOT_FOUND;
-    FAILED_PRECONDITION while sessions are open in it, or ranks are there or waited for: POOL_IN_USE, naming them.
+    FAILED_PRECONDITION while sessions are open in it, or blocks of ones that ended are in quarantine, or ranks are
+    there or waited for: POOL_IN_USE, naming them.
     """
 
 @_typing.type_check_only
@@ -135,7 +136,8 @@ class AdminServiceAsyncStub(AdminServiceStub):
     """Takes new sessions again. A pool takes them when neither it nor the server is drained. NOT_FOUND."""
     RemovePool: _aio.UnaryUnaryMultiCallable[_admin_pb2.RemovePoolRequest, _admin_pb2.RemovePoolResponse]  # type: ignore[assignment]
     """Forgets a pool and frees its name. Watchers of its events end in ABORTED with the reason POOL_REMOVED. NOT_FOUND;
-    FAILED_PRECONDITION while sessions are open in it, or ranks are there or waited for: POOL_IN_USE, naming them.
+    FAILED_PRECONDITION while sessions are open in it, or blocks of ones that ended are in quarantine, or ranks are
+    there or waited for: POOL_IN_USE, naming them.
     """
 
 class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -241,7 +243,8 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.RemovePoolResponse, _abc.Awaitable[_admin_pb2.RemovePoolResponse]]:
         """Forgets a pool and frees its name. Watchers of its events end in ABORTED with the reason POOL_REMOVED. NOT_FOUND;
-        FAILED_PRECONDITION while sessions are open in it, or ranks are there or waited for: POOL_IN_USE, naming them.
+        FAILED_PRECONDITION while sessions are open in it, or blocks of ones that ended are in quarantine, or ranks are
+        there or waited for: POOL_IN_USE, naming them.
         """
 
 def add_AdminServiceServicer_to_server(servicer: AdminServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -13,6 +13,7 @@ DEFAULT_ADDRESS: Final = "127.0.0.1:50051"
 DEFAULT_MAX_POOL_BLOCKS: Final = 2**24
 DEFAULT_MAX_POOLS: Final = 256
 DEFAULT_BLOCK_SAMPLE_RATE: Final = 0.01
+DEFAULT_QUARANTINE_SECONDS: Final = 5.0
 MIB: Final = 1024 * 1024
 
 
@@ -48,6 +49,8 @@ class ServerConfig:
         max_pool_blocks: Most blocks of one pool; each takes about 65 bytes of the server's memory.
         grace_seconds: How long a stopping server waits for calls in flight.
         drain_seconds: How long a server that is signalled to stop lets open sessions go on first.
+        quarantine_seconds: How long the blocks of a session that was ended are kept back, in pools without ranks or
+            with one that does not fence. 0: free at once.
         dead_peer_seconds: How long a peer may be silent on the network before its stream counts as broken.
         rank_timing: How often ranks are to be heard of, and how long they are waited for.
         max_pools: Most pools at a time.
@@ -61,6 +64,7 @@ class ServerConfig:
     max_pool_blocks: int = DEFAULT_MAX_POOL_BLOCKS
     grace_seconds: float = 10.0
     drain_seconds: float = 0.0
+    quarantine_seconds: float = DEFAULT_QUARANTINE_SECONDS
     dead_peer_seconds: float = 10.0
     rank_timing: RankTiming = RankTiming()  # noqa: RUF009 - frozen
     max_pools: int = DEFAULT_MAX_POOLS
@@ -81,6 +85,8 @@ class ServerConfig:
             raise ValueError(f"grace_seconds: {self.grace_seconds} is not in [0, 3600]")
         if not 0 <= self.drain_seconds <= 86_400:  # noqa: PLR2004 - the message states it
             raise ValueError(f"drain_seconds: {self.drain_seconds} is not in [0, 86400]")
+        if not 0 <= self.quarantine_seconds <= 3600:  # noqa: PLR2004 - the message states it
+            raise ValueError(f"quarantine_seconds: {self.quarantine_seconds} is not in [0, 3600]")
         if self.max_pools < 1:
             raise ValueError(f"max_pools: {self.max_pools} is less than 1")
         if not 1 <= self.dead_peer_seconds <= 3600:  # noqa: PLR2004 - the message states it

@@ -68,7 +68,7 @@ class Server:
         self._observations = Observations() if config.metrics.address else None
         self._exporter: Exporter | None = None
         self.publishers: EventPublishers | None = None
-        self.hub = Hub(config.max_pool_blocks, _residency(config.metrics), config.leases)
+        self.hub = Hub(config.max_pool_blocks, _residency(config.metrics), config.leases, config.quarantine_seconds)
         self._ranks = Ranks(self.hub, config.rank_timing, config.max_pool_blocks, config.max_pools)
         self._health = health.aio.HealthServicer()
         observers = [RpcObserver(self._observations)] if self._observations else []

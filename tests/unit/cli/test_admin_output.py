@@ -34,6 +34,14 @@ def test_tables_fit_the_terminal_and_cut_names_not_figures(width: int) -> None:
     assert "2,147,483,646" in lines[1]
 
 
+def test_the_table_of_pools_tells_what_is_in_quarantine_if_anything_is() -> None:
+    columns, _ = output.pool_table([pool_info()])
+    assert columns is output.POOL_COLUMNS
+    columns, rows = output.pool_table([pool_info(), pool_info(quarantined_blocks=1234, quarantined_sessions=2)])
+    assert (columns[-1].title, [row[-1] for row in rows]) == ("QUARANTINED", ["0", "1,234"])
+    assert output.pool_json(pool_info(quarantined_sessions=2))["quarantined_sessions"] == 2
+
+
 def test_a_pool_that_forms_has_no_blocks_and_nothing_is_divided_by_them() -> None:
     row = output.pool_row(pool_info(num_blocks=0, free_blocks=0, cached_blocks=0))
     assert row[3:6] == ("0", "0.0%", "0.0%")

@@ -130,7 +130,7 @@ def test_a_page_goes_on_behind_a_request_and_a_session_that_are_gone() -> None:
     world.free(first, 2)
     told, end = inspection.page_of_requests(world.sessions(), Page.of(100, token))
     assert [(r.session_number, r.request_id) for r in told] == [(1, "r3"), (1, "r4"), (2, "r1"), (2, "r2")]
-    world.allocator.evict_session("m", first.writer)
+    world.allocator.evict_session("m", first.writer, 0.0)
     told, end = inspection.page_of_requests(world.sessions(), Page.of(100, token))
     assert ([(r.session_number, r.request_id) for r in told], end) == ([(2, "r1"), (2, "r2")], "")
 
@@ -192,7 +192,7 @@ def test_an_evicted_session_gives_its_blocks_back_and_is_told() -> None:
     session, other = world.open(), world.open()
     world.admit(session, 1, "abc", 12)
     world.admit(other, 1, "xy", 8)
-    assert world.allocator.evict_session("m", session.writer)[1] is session
+    assert world.allocator.evict_session("m", session.writer, 0.0)[1] is session
     check_integrity(world.pool, world.sessions())
     assert (world.sessions(), world.pool.blocks.num_free_blocks) == ([other], 17)
     assert world.pool.blocks.prefix_map.hash_of(BlockId(1)) is None  # it never said that its step had run
@@ -208,7 +208,7 @@ def test_what_is_not_there_is_not_evicted() -> None:
     before = (world.snapshot(), repr(world.pool.activity))
     for pool, number in (("m", session.writer + 1), ("m", 0), ("other", session.writer)):
         with pytest.raises(NotFoundError):
-            world.allocator.evict_session(pool, number)
+            world.allocator.evict_session(pool, number, 0.0)
     assert (world.snapshot(), repr(world.pool.activity)) == before
 
 

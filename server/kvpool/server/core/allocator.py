@@ -5,8 +5,9 @@
 3. Time, ids and random bytes come in as arguments.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 
 from kvpool.server.core import apply
 from kvpool.server.core.config import PoolConfig
@@ -14,6 +15,7 @@ from kvpool.server.core.errors import InvalidArgumentError, NotFoundError, Wrong
 from kvpool.server.core.inspection import named
 from kvpool.server.core.intake import Intake
 from kvpool.server.core.pool import Pool
+from kvpool.server.core.quarantine import Quarantined
 from kvpool.server.core.residency import Residency
 from kvpool.server.core.session import LeaseBounds, Session, check_key, first_id
 from kvpool.server.core.session_ends import SessionEnds, ended_error
@@ -66,6 +68,8 @@ class PoolInfo:
         running_requests: Of the requests, those that hold blocks.
         activity: What it did so far.
         groups: Its groups, in their order.
+        quarantined_blocks: Blocks that ended sessions held, not yet free since a step of theirs may still run.
+        quarantined_sessions: Sessions that have ended, whose blocks are not yet free.
     """
 
     config: PoolConfig
@@ -86,6 +90,8 @@ class PoolInfo:
     running_requests: int = 0
     activity: ActivityCounters = field(default_factory=ActivityCounters)
     groups: tuple[GroupInfo, ...] = ()
+    quarantined_blocks: int = 0
+    quarantined_sessions: int = 0
 
 
 class Allocator:
@@ -146,13 +152,14 @@ class Allocator:
             )
         return pool, False
 
-    def open_epoch(self, config: PoolConfig, none_hash: bytes, epoch: int) -> Pool:
+    def open_epoch(self, config: PoolConfig, none_hash: bytes, epoch: int, *, ranks_fence: bool = False) -> Pool:
         """Opens a pool that ranks have formed, or opens it anew, with nothing in it. O(num_blocks).
 
         Args:
             config: The pool; of one opened anew it may differ from before.
             none_hash: Random bytes, for a pool that leaves its none_hash open.
             epoch: The epoch that begins, higher than any before.
+            ranks_fence: Whether every rank says when no step of an ended session is in flight.
 
         Raises:
             InvalidArgumentError: The configuration is out of range.
@@ -165,6 +172,7 @@ class Allocator:
         else:
             pool.begin_epoch(config, epoch)
         pool.is_suspended = False
+        pool.ranks_fence = ranks_fence
         return pool
 
     def pass_epoch(self, pool: Pool, epoch: int) -> list[Session]:
@@ -362,8 +370,16 @@ class Allocator:
         """How many requests closing a session freed; None if it was not closed, or that is forgotten."""
         return self._ends.closed_count(session_id)
 
-    def evict_session(self, pool_name: str, number: int) -> tuple[Pool, Session]:
-        """Ends a session as an operator asks, and frees its requests.
+    def evict_session(
+        self, pool_name: str, number: int, now_seconds: float, *, quarantine_seconds: float = 0.0
+    ) -> tuple[Pool, Session]:
+        """Ends a session as an operator asks; what it holds is freed, at once or from quarantine.
+
+        Args:
+            pool_name: The pool.
+            number: The session's number.
+            now_seconds: The time.
+            quarantine_seconds: See `expire`.
 
         Returns:
             Its pool, and the session.
@@ -374,7 +390,7 @@ class Allocator:
         pool, session = self.find_session(pool_name, number)
         self._end(session.session_id, "SESSION_EVICTED")
         pool.activity.evicted_sessions += 1
-        apply.end_session(pool, session)
+        apply.put_away(pool, session, now_seconds, quarantine_seconds)
         return pool, session
 
     def find_session(self, pool_name: str, number: int) -> tuple[Pool, Session]:
@@ -395,40 +411,89 @@ class Allocator:
 
         Raises:
             NotFoundError: There is none of this name.
-            WrongStateError: It has sessions; names some.
+            WrongStateError: It has sessions, which are named, or blocks in quarantine: a pool of the same name must
+                not give these out while a step may still write them.
         """
         pool = self.pool(name)
         sessions = self.sessions_of(pool)
         if sessions:
             message = f"sessions are open: {named([session.writer for session in sessions])}"
             raise WrongStateError("POOL_IN_USE", message, field="pool_name")
+        if pool.quarantine:
+            message = f"blocks of sessions that ended are in quarantine: {named(pool.quarantine.numbers)}"
+            raise WrongStateError("POOL_IN_USE", message, field="pool_name")
         del self._pools[pool.config.name]
         self.intake.open(pool.config.name)
 
-    def expire(self, now_seconds: float) -> list[tuple[Pool, Session, int]]:
-        """Ends the sessions whose lease has run out.
+    def expire(self, now_seconds: float, *, quarantine_seconds: float = 0.0) -> list[tuple[Pool, Session, int]]:
+        """Ends the sessions whose lease has run out; what they hold is freed, at once or from quarantine.
+
+        Args:
+            now_seconds: The time.
+            quarantine_seconds: How long blocks are kept back in pools whose ranks do not all answer fences. 0: free at
+                once.
 
         Returns:
-            For each its pool, itself, and how many requests were freed.
+            For each its pool, itself, and how many requests it had.
         """
         due = [sid for sid, (_, session) in self._sessions.items() if session.expires_seconds <= now_seconds]
-        return [self.expire_session(session_id) for session_id in due]
+        return [self.expire_session(session_id, now_seconds, quarantine_seconds) for session_id in due]
 
-    def expire_session(self, session_id: SessionId) -> tuple[Pool, Session, int]:
+    def expire_session(
+        self, session_id: SessionId, now_seconds: float, quarantine_seconds: float
+    ) -> tuple[Pool, Session, int]:
         """Ends an open session as its lease has run out; see `expire`."""
         pool, session = self._end(session_id, "LEASE_EXPIRED")
         pool.activity.leases_expired += 1
-        return pool, session, apply.end_session(pool, session)
+        count = len(session.requests)
+        apply.put_away(pool, session, now_seconds, quarantine_seconds)
+        return pool, session, count
+
+    def release_due(self, now_seconds: float) -> list[tuple[Pool, Quarantined]]:
+        """Frees what was in quarantine for long enough; returns the sessions that held it, with their pools."""
+        due = [(pool, pool.quarantine.due(now_seconds)) for pool in self._pools.values() if pool.quarantine]
+        return [(pool, each) for pool, numbers in due for each in self.release(pool.config.name, numbers)]
+
+    def release(self, pool_name: str, numbers: Sequence[WriterId]) -> list[Quarantined]:
+        """Frees what ended sessions hold in quarantine, as no step of theirs can be in flight any more.
+
+        Args:
+            pool_name: The pool.
+            numbers: The sessions; those that are in quarantine no more do not count.
+
+        Returns:
+            Those that were.
+
+        Raises:
+            NotFoundError: There is no such pool.
+        """
+        pool = self.pool(pool_name)
+        found = [each for each in map(pool.quarantine.find, numbers) if each]
+        for each in found:
+            apply.release(pool, each)
+        return found
 
     def renew_leases(self, now_seconds: float) -> None:
-        """Gives every open session its whole lease from now, without a stream: this process did not listen before."""
+        """Gives every open session its whole lease from now, without a stream: this process did not listen before.
+
+        What waits in quarantine for its time waits all of it from now.
+        """
         for _, session in self._sessions.values():
             session.open_streams = 0
             session.heard_seconds = now_seconds
+        for pool in self._pools.values():
+            pool.quarantine.begin_anew(now_seconds)
 
     def next_expiry_seconds(self) -> float:
-        """When the next lease runs out, as things stand; infinity if none does."""
-        return min((session.expires_seconds for _, session in self._sessions.values()), default=float("inf"))
+        """When the next lease or quarantine runs out, as things stand; infinity if none does."""
+        leases = (session.expires_seconds for _, session in self._sessions.values())
+        quarantines = (pool.quarantine.next_due_seconds for pool in self._pools.values())
+        return min(chain(leases, quarantines), default=float("inf"))
+
+    @property
+    def last_session_number(self) -> WriterId:
+        """Number of the session that was opened last, of any pool; 0 before the first."""
+        return WriterId(self._last_writer)
 
     def pools(self) -> Iterator[Pool]:
         """All pools, in the order they were made."""
@@ -470,6 +535,8 @@ class Allocator:
             ),
             activity=replace(pool.activity),
             groups=tuple(_describe_group(pool, GroupId(i)) for i in range(len(pool.config.groups))),
+            quarantined_blocks=pool.quarantine.num_blocks,
+            quarantined_sessions=len(pool.quarantine),
         )
 
     def _state_of(self, pool: Pool) -> PoolState:

@@ -11,6 +11,7 @@ from typing import Final
 
 from kvpool.server.core.check import CheckedOperation, StepChecker
 from kvpool.server.core.pool import ComputedBlocks, Pool
+from kvpool.server.core.quarantine import Quarantined
 from kvpool.server.core.request import Request
 from kvpool.server.core.session import Session
 from kvpool.server.core.step import MAX_ANSWER_BLOCKS, Operation, Outcome, Step, StepResult
@@ -64,6 +65,29 @@ def end_session(pool: Pool, session: Session) -> int:
         How many requests were freed.
     """
     pool.end_writer(session.writer)
+    return _free_requests(pool, session)
+
+
+def put_away(pool: Pool, session: Session, now_seconds: float, quarantine_seconds: float) -> None:
+    """Ends a session of which a step may still run: what it holds is freed, at once or from quarantine.
+
+    It is kept until `release`, for so many seconds, or where the pool's ranks fence until they have answered.
+    """
+    due_seconds = float("inf") if pool.ranks_fence else now_seconds + quarantine_seconds
+    if due_seconds <= now_seconds or not any(request.holds_blocks for request in session.requests.values()):
+        end_session(pool, session)
+        return
+    pool.end_writer(session.writer)
+    pool.quarantine.add(Quarantined(session, now_seconds, due_seconds))
+
+
+def release(pool: Pool, quarantined: Quarantined) -> None:
+    """Frees what an ended session held in quarantine."""
+    pool.quarantine.remove(quarantined)
+    _free_requests(pool, quarantined.session)
+
+
+def _free_requests(pool: Pool, session: Session) -> int:
     requests = list(session.requests.values())
     for request in requests:
         pool.free(request)

@@ -12,13 +12,14 @@ from kvpool.server.core.types import NULL_BLOCK, BlockId, GroupId, WriterId
 
 
 def check_integrity(pool: Pool, sessions: Iterable[Session]) -> None:
-    """Checks a pool and all its sessions. O(num_blocks + blocks in tables); for tests and idle servers.
+    """Checks a pool, its quarantine and all its sessions. O(num_blocks + blocks in tables); for tests and idle servers.
 
     Raises:
         IntegrityError: Something does not balance; says what.
     """
     sessions = list(sessions)
-    requests = [request for session in sessions for request in session.requests.values()]
+    quarantined = [each.session for each in pool.quarantine]
+    requests = [request for session in sessions + quarantined for request in session.requests.values()]
     owners = Counter(
         b for request in requests for table in request.tables for b in table.block_ids[table.num_skipped :]
     )
@@ -26,7 +27,8 @@ def check_integrity(pool: Pool, sessions: Iterable[Session]) -> None:
     _check_free_list(pool, owners)
     _check_group_counters(pool, requests)
     _check_prefix_map(pool, {session.writer for session in sessions})
-    for session in sessions:
+    _check_quarantine(pool, quarantined)
+    for session in sessions + quarantined:
         _require(
             list(session.requests.values()) == list(session.by_number.values()), "requests by id and by number differ"
         )
@@ -36,6 +38,16 @@ def check_integrity(pool: Pool, sessions: Iterable[Session]) -> None:
         _require(len(request.hashes) == wanted, f"{request.request_id}: {len(request.hashes)} hashes, not {wanted}")
         for group_id in range(len(request.tables)):
             _check_table(f"{request.request_id}, group {group_id}", request, pool, GroupId(group_id))
+
+
+def _check_quarantine(pool: Pool, quarantined: list[Session]) -> None:
+    held: set[BlockId] = set()
+    for session in quarantined:
+        blocks = {b for r in session.requests.values() for t in r.tables for b in t.block_ids[t.num_skipped :]}
+        _require(bool(blocks), f"session {session.writer} is in quarantine and holds nothing")
+        held |= blocks
+    counted = pool.quarantine.num_blocks
+    _require(counted == len(held), f"{counted} blocks are counted in quarantine, not {len(held)}")
 
 
 def _check_table(where: str, request: Request, pool: Pool, group_id: GroupId) -> None:

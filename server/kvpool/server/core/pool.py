@@ -17,6 +17,7 @@ from kvpool.server.core.config import PoolConfig
 from kvpool.server.core.errors import InvalidArgumentError, UnavailableError
 from kvpool.server.core.group_manager import GroupManager
 from kvpool.server.core.prefix_search import PrefixSearch
+from kvpool.server.core.quarantine import Quarantine
 from kvpool.server.core.request import BlockTable, Request
 from kvpool.server.core.residency import Residency
 from kvpool.server.core.session import Session
@@ -70,6 +71,8 @@ class Pool:
         num_preemptions: Times that a request's blocks were taken back.
         activity: What it did so far.
         sessions: Those that are open, in the order they were opened; kept by whoever opens them.
+        quarantine: Those that were ended and still hold their blocks; kept by whoever ends them.
+        ranks_fence: Whether every rank of the pool says when no step of an ended session is in flight.
         residency: How long its blocks keep what they hold; None if that is not sampled.
         is_suspended: Whether nothing is allocated for now, as a rank is missing.
     """
@@ -80,6 +83,8 @@ class Pool:
         self.num_preemptions = 0
         self.activity = ActivityCounters()
         self.sessions: dict[SessionId, Session] = {}
+        self.quarantine = Quarantine()
+        self.ranks_fence = False
         self.residency = residency
         self.is_suspended = False
         self._start_over(config, epoch)
@@ -100,13 +105,16 @@ class Pool:
         return f"<Pool {self.config.name!r}: {self.blocks.num_blocks} blocks, {used} used, {cached} cached>"
 
     def begin_epoch(self, config: PoolConfig, epoch: int) -> None:
-        """Starts over with empty blocks, whose sessions the caller has ended; counters go on. O(num_blocks).
+        """Starts over with empty blocks, none in quarantine; counters go on. The caller has ended the sessions.
+
+        O(num_blocks).
 
         Raises:
             InvalidArgumentError: The configuration is out of range; nothing was changed.
         """
         before = self.blocks
         self._start_over(config, epoch)
+        self.quarantine.clear()
         self.blocks.follow(before)
         self.recent_hit_rate.reset()
 
@@ -310,7 +318,7 @@ class Pool:
         )
 
     def end_writer(self, writer: WriterId) -> None:
-        """Forgets what a session that has ended had cached and never said to be computed; its requests are freed."""
+        """Forgets what a session that has ended had cached and never said to be computed."""
         self.blocks.evict(self.blocks.prefix_map.unpublished_by(writer))
 
     def _count(self, request: Request, computed: ComputedBlocks) -> None:

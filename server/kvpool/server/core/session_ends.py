@@ -14,9 +14,9 @@ from kvpool.server.core.types import SessionId
 
 REMEMBERED_ENDS: Final = 4096
 _ENDS: Final = {
-    "LEASE_EXPIRED": "the session's lease ran out; its blocks are free again",
+    "LEASE_EXPIRED": "the session's lease ran out; its blocks are given to others",
     "EPOCH_PASSED": "a rank of the pool was lost, and what its blocks held; open a new session, compute again",
-    "SESSION_EVICTED": "an operator ended the session; its blocks are free again",
+    "SESSION_EVICTED": "an operator ended the session; its blocks are given to others",
     "SESSION_CLOSED": "the session was closed",
     "SESSION_RESUMED": "another process has taken the session over",
 }

@@ -86,6 +86,16 @@ _VALUES: Final = (
         "Tokens found for each asked for over the last 1,000 look-ups, 0 to 1.",
         lambda info: info.recent_hit_rate,
     ),
+    _Value(
+        "kvpool_quarantined_blocks",
+        "Blocks that ended sessions held, not yet free since a step of theirs may still run. Counted as used.",
+        lambda info: info.quarantined_blocks,
+    ),
+    _Value(
+        "kvpool_quarantined_sessions",
+        "Sessions that have ended, whose blocks are not yet free.",
+        lambda info: info.quarantined_sessions,
+    ),
     _Value("kvpool_sessions", "Open sessions: scheduler processes attached to the pool.", lambda info: info.sessions),
     _Value(
         "kvpool_prefix_cache_lookups_total",

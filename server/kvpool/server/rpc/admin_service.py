@@ -81,7 +81,8 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
             self._hub.publish(pool)
             _log.warning("prefix cache reset by an operator", extra={"pool": pool.config.name})
             return admin_pb2.AdminServiceResetPrefixCacheResponse(reset=True)
-        holders = inspection.holders(self._allocator.sessions_of(pool))[:_TOLD_HOLDERS]
+        sessions = [*self._allocator.sessions_of(pool), *(each.session for each in pool.quarantine)]
+        holders = inspection.holders(sessions)[:_TOLD_HOLDERS]
         told = [inspection.describe_session(pool, session, self._hub.now_seconds()) for session in holders]
         return admin_pb2.AdminServiceResetPrefixCacheResponse(holders=map(convert_admin.session_to_proto, told))
 

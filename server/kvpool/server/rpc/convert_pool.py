@@ -143,6 +143,8 @@ def info_to_proto(info: PoolInfo) -> pool_pb2.PoolInfo:
         running_requests=info.running_requests,
         activity=pool_pb2.ActivityCounters(**asdict(info.activity)),
         groups=[pool_pb2.GroupInfo(**asdict(group)) for group in info.groups],
+        quarantined_blocks=info.quarantined_blocks,
+        quarantined_sessions=info.quarantined_sessions,
     )
 
 
@@ -167,6 +169,8 @@ def info_from_proto(message: pool_pb2.PoolInfo) -> PoolInfo:
         running_requests=message.running_requests,
         activity=ActivityCounters(**_values(ActivityCounters, message.activity)),
         groups=tuple(GroupInfo(**_values(GroupInfo, group)) for group in message.groups),
+        quarantined_blocks=message.quarantined_blocks,
+        quarantined_sessions=message.quarantined_sessions,
     )
 
 

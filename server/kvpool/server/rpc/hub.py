@@ -6,7 +6,7 @@ import gc
 import logging
 import secrets
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
 from kvpool.server import faults
@@ -15,10 +15,11 @@ from kvpool.server.core.attentive_clock import LOOK_SECONDS, AttentiveClock
 from kvpool.server.core.config import PoolConfig
 from kvpool.server.core.errors import AbortedError, KvpoolError, UnavailableError, check_range
 from kvpool.server.core.pool import Pool
+from kvpool.server.core.quarantine import Quarantined
 from kvpool.server.core.residency import Residency
 from kvpool.server.core.session import LeaseBounds, Session
 from kvpool.server.core.session_ends import ended_error
-from kvpool.server.core.types import PoolName, SessionId
+from kvpool.server.core.types import PoolName, SessionId, WriterId
 from kvpool.server.ending import Ending
 from kvpool.server.obs.event_log import EventLog
 
@@ -68,10 +69,12 @@ class Hub:
         max_pool_blocks: int,
         new_residency: Callable[[], Residency | None] = lambda: None,
         leases: LeaseBounds = LeaseBounds(),  # noqa: B008 - frozen
+        quarantine_seconds: float = 0.0,
     ) -> None:
         self.allocator = Allocator(new_residency, leases)
         self._clock = AttentiveClock(time.monotonic())
         self._max_pool_blocks = max_pool_blocks
+        self._quarantine_seconds = quarantine_seconds
         self._logs: dict[PoolName, EventLog] = {}
         self._streams: set[Stream] = set()
         self._by_session: dict[SessionId, Stream] = {}
@@ -85,6 +88,8 @@ class Hub:
         """Called when a pool is there, or is there anew."""
         self.on_log_closed: Callable[[PoolName], None] = lambda _name: None
         """Called when a pool is removed."""
+        self.on_session_ended: Callable[[PoolName], None] = lambda _name: None
+        """Called when a session of a pool has ended, however."""
 
     def now_seconds(self) -> float:
         """The time, by the monotonic clock without what this process was stopped or late."""
@@ -126,9 +131,9 @@ class Hub:
             self._tell_ready()
         return pool, created
 
-    def open_epoch(self, config: PoolConfig, epoch: int) -> Pool:
+    def open_epoch(self, config: PoolConfig, epoch: int, *, ranks_fence: bool) -> Pool:
         """See `Allocator.open_epoch`."""
-        pool = self.allocator.open_epoch(config, _new_none_hash(config), epoch)
+        pool = self.allocator.open_epoch(config, _new_none_hash(config), epoch, ranks_fence=ranks_fence)
         faults.reach("epoch.opened")
         _spare_collector(pool)
         self.on_log(pool, self._logs.setdefault(config.name, EventLog()))
@@ -156,10 +161,19 @@ class Hub:
 
     def evict_session(self, pool_name: str, number: int) -> Session:
         """See `Allocator.evict_session`; ends the session's stream."""
-        pool, session = self.allocator.evict_session(pool_name, number)
+        pool, session = self.allocator.evict_session(
+            pool_name, number, self.now_seconds(), quarantine_seconds=self._quarantine_seconds
+        )
         self.publish(pool)
         self._end_session_stream(session.session_id, ended_error("SESSION_EVICTED"))
+        self._tell_ended(pool, session)
         return session
+
+    def release(self, name: PoolName, numbers: Sequence[WriterId]) -> None:
+        """See `Allocator.release`."""
+        pool = self.allocator.pool(name)
+        for quarantined in self.allocator.release(name, numbers):
+            self._tell_released(pool, quarantined)
 
     def remove_pool(self, name: str) -> None:
         """See `Allocator.remove_pool`; ends the watches of its events."""
@@ -244,6 +258,7 @@ class Hub:
         _, count = self.allocator.close_session(session_id, now_seconds)
         self.publish(pool)
         self._end_session_stream(session.session_id, ended_error("SESSION_CLOSED"))
+        self.on_session_ended(pool.config.name)
         return count, (pool, session)
 
     def _end_session_stream(self, session_id: SessionId, error: KvpoolError) -> None:
@@ -252,16 +267,20 @@ class Hub:
             stream.end(error)
 
     async def expire_leases(self) -> None:
-        """Ends sessions as their leases run out, for ever."""
+        """Ends sessions as their leases run out, and their quarantine, for ever."""
         while True:
             left = self.allocator.next_expiry_seconds() - self.now_seconds()
             await asyncio.sleep(min(max(left, 0.001), LOOK_SECONDS))
-            self._expire(self.now_seconds())
+            now_seconds = self.now_seconds()
+            self._expire(now_seconds)
+            for pool, quarantined in self.allocator.release_due(now_seconds):
+                self._tell_released(pool, quarantined)
 
     def _expire(self, now_seconds: float) -> None:
-        for pool, session, count in self.allocator.expire(now_seconds):
+        for pool, session, count in self.allocator.expire(now_seconds, quarantine_seconds=self._quarantine_seconds):
             self.publish(pool)
             _log.warning("lease expired", extra={**session_fields(pool, session), "requests": count})
+            self._tell_ended(pool, session)
             faults.reach("lease.expired")
 
     def drain(self) -> None:
@@ -272,6 +291,22 @@ class Hub:
         self.is_draining = True
         for stream in tuple(self._streams):
             stream.end(_draining_error())
+
+    def _tell_ended(self, pool: Pool, session: Session) -> None:
+        """Says that blocks of a session that was ended are in quarantine, if they are."""
+        if pool.quarantine.find(session.writer):
+            _log.info(
+                "session quarantined", extra={**session_fields(pool, session), "blocks": pool.quarantine.num_blocks}
+            )
+        self.on_session_ended(pool.config.name)
+
+    def _tell_released(self, pool: Pool, quarantined: Quarantined) -> None:
+        extra = {
+            **session_fields(pool, quarantined.session),
+            "seconds": round(self.now_seconds() - quarantined.since_seconds, 3),
+            "blocks": pool.quarantine.num_blocks,
+        }
+        _log.info("quarantine released", extra=extra)
 
     def _tell_ready(self) -> None:
         self.news.set()

@@ -308,7 +308,7 @@ class Ranks:
         name = membership.name
         match effect:
             case PoolOpened():
-                self._hub.open_epoch(effect.config, effect.epoch)
+                self._hub.open_epoch(effect.config, effect.epoch, ranks_fence=False)
                 extra = {"pool": name, "epoch": effect.epoch, "ranks": membership.world_size}
                 _log.info("pool ready", extra={**extra, "blocks": effect.config.num_blocks})
             case PoolSuspended():
