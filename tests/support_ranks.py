@@ -13,6 +13,7 @@ from kvpool.server.core.world import (
     Allocated,
     Effect,
     EpochPassed,
+    FenceSent,
     HeldTensors,
     LinkEnded,
     LinkId,
@@ -24,6 +25,7 @@ from kvpool.server.core.world import (
     RankTiming,
     ReadySent,
     Registration,
+    SessionsFenced,
     StatusSent,
     WorldOptions,
 )
@@ -44,6 +46,7 @@ def registration(  # noqa: PLR0913 - what a rank says
     layers: Mapping[str, KVCacheSpec] = LAYERS,
     options: WorldOptions = OPTIONS,
     held: HeldTensors | None = None,
+    fences: bool = False,
 ) -> Registration:
     """What a rank says of itself, with room for so many blocks."""
     return Registration(
@@ -55,6 +58,7 @@ def registration(  # noqa: PLR0913 - what a rank says
         blocks * BLOCK_BYTES,
         held,
         last_epoch=held.epoch if held else 0,
+        fences=fences,
     )
 
 
@@ -134,7 +138,7 @@ class Gathering:
             match effect:
                 case LinkEnded():
                     self.told[effect.link].append(effect.error)
-                case PlanSent() | ReadySent() | StatusSent():
+                case PlanSent() | ReadySent() | StatusSent() | FenceSent():
                     self.told[effect.link].append(effect)
                 case PoolOpened():
                     self.pool.append(effect)
@@ -149,6 +153,8 @@ class Gathering:
                     assert not self.is_serving
                     assert self.epoch == self.members.epoch, "resumed in an epoch that was not open"
                     self.is_serving = True
+                case SessionsFenced():
+                    self.pool.append(effect)
                 case EpochPassed():
                     self.pool.append(effect)
                     assert effect.epoch > self.epoch

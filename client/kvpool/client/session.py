@@ -14,6 +14,7 @@ from kvpool.client.transport import OpenedSession, Transport
 from kvpool.server.core.allocator import PoolInfo
 from kvpool.server.core.pool import ComputedBlocks
 from kvpool.server.core.step import Step
+from kvpool.server.core.types import Lease
 
 
 class SessionBase:
@@ -23,6 +24,8 @@ class SessionBase:
         config: The pool's configuration.
         epoch: The pool's epoch when the session was opened.
         session_id: The session's secret name.
+        session_number: Its number, never used again; no secret.
+        lease: What its block tables are good for; goes with them to the ranks.
         lease_seconds: How long it outlives its last sign of life.
     """
 
@@ -30,6 +33,8 @@ class SessionBase:
         self.config = opened.config
         self.epoch = opened.epoch
         self.session_id = opened.session_id
+        self.session_number = opened.session_number
+        self.lease = Lease(opened.epoch, opened.session_number)
         self.lease_seconds = opened.lease_seconds
         self._hasher = (
             BlockHasher(opened.config.hash_scheme, opened.config.hash_block_size)

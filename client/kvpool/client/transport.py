@@ -15,7 +15,7 @@ from kvpool.server.core.errors import InvalidArgumentError
 from kvpool.server.core.events import BlockEvent
 from kvpool.server.core.pool import Pool
 from kvpool.server.core.step import Step, StepResult
-from kvpool.server.core.types import PoolName, SessionId
+from kvpool.server.core.types import PoolName, SessionId, WriterId
 from kvpool.server.obs.event_log import EventLog
 
 
@@ -28,12 +28,14 @@ class OpenedSession:
         config: The pool's configuration, none_hash included.
         lease_seconds: How long it outlives its last sign of life.
         epoch: The pool's epoch.
+        session_number: Its number, never used again.
     """
 
     session_id: str
     config: PoolConfig
     lease_seconds: float
     epoch: int
+    session_number: WriterId
 
 
 class WatchKind(Enum):
@@ -172,7 +174,7 @@ class EmbeddedTransport:
                 now_seconds=time.monotonic(),
             )
             self._allocator.attach_stream(session)  # it dies with this process, so no lease is needed
-            return OpenedSession(session.session_id, found.config, session.lease_seconds, found.epoch)
+            return OpenedSession(session.session_id, found.config, session.lease_seconds, found.epoch, session.writer)
 
     def apply(self, session_id: str, step: Step) -> StepResult:
         """See `Transport`."""

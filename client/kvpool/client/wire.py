@@ -7,6 +7,7 @@ from kvpool.client.errors import DeadlineError, UnavailableError
 from kvpool.client.transport import EventBatch, OpenedSession, WatchKind, WatchOptions
 from kvpool.server.core.allocator import PoolInfo
 from kvpool.server.core.config import PoolConfig
+from kvpool.server.core.types import WriterId
 from kvpool.server.core.world import PoolState, RankState
 from kvpool.server.rpc import convert, convert_pool
 from kvpool.v1 import allocator_pb2, event_pb2
@@ -97,7 +98,9 @@ def read_session(response: allocator_pb2.OpenSessionResponse) -> OpenedSession:
     """Reads an opened session."""
     session = response.session
     config = convert_pool.config_from_proto(response.config)
-    return OpenedSession(session.session_id, config, session.lease_seconds, session.epoch)
+    return OpenedSession(
+        session.session_id, config, session.lease_seconds, session.epoch, WriterId(session.session_number)
+    )
 
 
 _KINDS: Final = {

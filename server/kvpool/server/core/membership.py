@@ -6,9 +6,10 @@
    epoch is valid in another, also over a restart of the server, since ranks say which epoch they were in.
 4. A rank that comes back within the grace time with the boot id and the tensors it had changes nothing.
 5. Every change returns its effects, in order; a refusal changes nothing.
+6. A session that ended is let go when every rank, also one that is away, has answered that no step of it is in flight.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Final
 
 from kvpool.server.core.errors import (
@@ -19,10 +20,11 @@ from kvpool.server.core.errors import (
     WrongStateError,
     check_range,
 )
+from kvpool.server.core.fences import Fences
 from kvpool.server.core.plan import Plan, PlanError, RankMemory
 from kvpool.server.core.planner import get_kv_cache_configs
 from kvpool.server.core.roster import Member, Roster
-from kvpool.server.core.types import MAX_BLOCKS, PoolName
+from kvpool.server.core.types import MAX_BLOCKS, PoolName, WriterId
 from kvpool.server.core.world import (
     Allocated,
     Effect,
@@ -45,7 +47,6 @@ from kvpool.server.core.world import (
 )
 
 TOLD_ABSENT_RANKS: Final = 64
-_AWAY: Final = (RankState.SILENT, RankState.LOST)
 
 
 class Membership:
@@ -71,6 +72,7 @@ class Membership:
         self._timing = timing
         self._max_blocks = max_blocks
         self._roster = Roster()
+        self._fences = Fences(self._roster)
         self._plan: Plan | None = None
         """Of this epoch; None until it is made."""
         self._has_contents = False
@@ -176,6 +178,29 @@ class Membership:
             effects = self._resume_if_complete() if self._has_contents else self._plan_if_complete(member)
         return [*effects, self._status(member, sequence)]
 
+    def fence(
+        self, last_session_number: WriterId, live: Sequence[WriterId], awaiting: Iterable[WriterId]
+    ) -> list[Effect]:
+        """Tells ranks whose steps may run: to be called when they were told "ready", and when sessions have ended.
+
+        A rank that is away is told when it is back, as the pool is then ready again.
+
+        Args:
+            last_session_number: Number of the session that was opened last.
+            live: Sessions of the pool that live, ascending.
+            awaiting: Those that have ended and are let go when all ranks have answered.
+        """
+        return self._fences.begin(self.epoch, last_session_number, live, awaiting) if self._has_contents else []
+
+    def fenced(self, link: LinkId, sequence: int) -> list[Effect]:
+        """Notes that a rank keeps a fence, and all before it.
+
+        Raises:
+            InvalidArgumentError: It was never sent.
+            AbortedError: The rank was given up.
+        """
+        return self._fences.answered(self._member_of(link), sequence)
+
     def leave(self, link: LinkId) -> list[Effect]:
         """Gives up a rank that goes for good.
 
@@ -199,8 +224,8 @@ class Membership:
     def tick(self, now_seconds: float) -> list[Effect]:
         """Finds the ranks that fell silent, and gives up those that were waited for long enough."""
         due = [member for member in self._roster if self._due_seconds(member) <= now_seconds]
-        waited_for = [member for member in due if not self._has_contents or member.state in _AWAY]
-        fell_silent = [member for member in due if self._has_contents and member.state not in _AWAY]
+        waited_for = [member for member in due if not self._has_contents or member.is_away]
+        fell_silent = [member for member in due if self._has_contents and not member.is_away]
         effects = self._go_away(fell_silent, RankState.SILENT, now_seconds) if fell_silent else []
         for member in waited_for:
             if self._roster.of_link(member.link) is not member:
@@ -218,7 +243,7 @@ class Membership:
             member.away_seconds += seconds
 
     def _due_seconds(self, member: Member) -> float:
-        if member.state in _AWAY:
+        if member.is_away:
             return member.away_seconds + self._timing.grace_seconds
         return member.heard_seconds + self._timing.heartbeat_timeout_seconds
 
@@ -246,11 +271,14 @@ class Membership:
         if before.state is not RankState.LOST:
             error = AbortedError("STREAM_SUPERSEDED", "another stream of this rank took over")
             effects.append(LinkEnded(before.link, error))
-        got, held = before.allocated, member.registration.held
+        registration, earlier = member.registration, before.registration
+        got, held = before.allocated, registration.held
         has_all = self._has_contents and got and held and (held.epoch, held.num_blocks) == (self.epoch, got.num_blocks)
-        if not has_all or member.registration.layers != before.registration.layers:
+        is_as_before = (registration.layers, registration.fences) == (earlier.layers, earlier.fences)
+        if not has_all or not is_as_before:
             return effects + self._give_up(before) + self._take_in(member)
         member.allocated, member.state = got, RankState.READY
+        member.fence_sent, member.fence_answered = before.fence_sent, before.fence_answered
         self._roster.remove(before)
         self._roster.add(member)
         if self._plan and self.state is PoolState.READY:  # a second stream, and nobody was missed meanwhile
@@ -309,7 +337,7 @@ class Membership:
         self._plan = plan
         self._has_contents = True
         self.state = PoolState.READY
-        opened = PoolOpened(self.options.pool_config(self.name, plan), self.epoch)
+        opened = PoolOpened(self.options.pool_config(self.name, plan), self.epoch, self._fences.are_answered)
         return [opened, *(self._ready(member, plan) for member in self._roster)]
 
     def _at_fault(self, error: KvpoolError, newest: Member) -> list[Member]:
@@ -360,6 +388,7 @@ class Membership:
         self.epoch += 1
         self._plan = None
         self._has_contents = False
+        self._fences.clear()
         self.state = PoolState.DEGRADED
         return [EpochPassed(self.epoch), *self._statuses()]
 

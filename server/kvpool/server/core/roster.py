@@ -25,6 +25,8 @@ class Member:
         state: How it is.
         away_seconds: Since when it is silent or lost.
         allocated: What it got in this epoch.
+        fence_sent: Newest fence that it was sent; 0 for none.
+        fence_answered: Newest that it has answered.
     """
 
     registration: Registration
@@ -33,6 +35,13 @@ class Member:
     state: RankState = RankState.REGISTERED
     away_seconds: float = 0.0
     allocated: Allocated | None = None
+    fence_sent: int = 0
+    fence_answered: int = 0
+
+    @property
+    def is_away(self) -> bool:
+        """Whether it is silent or lost."""
+        return self.state in (RankState.SILENT, RankState.LOST)
 
 
 class Roster:

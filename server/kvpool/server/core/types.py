@@ -1,5 +1,6 @@
 """The kinds of integer, string and bytes that name things, kept apart by type."""
 
+from dataclasses import dataclass
 from typing import Final, NewType
 
 BlockId = NewType("BlockId", int)
@@ -25,6 +26,20 @@ RequestNumber = NewType("RequestNumber", int)
 
 Sequence = NewType("Sequence", int)
 """Number of a session's change, from 1, without gaps."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """What block tables are good for: goes with them from the scheduler to the ranks, which check it before a step.
+
+    Attributes:
+        epoch: The pool's epoch in which the session was opened.
+        session_number: The session's number.
+    """
+
+    epoch: int
+    session_number: WriterId
+
 
 NULL_BLOCK: Final = BlockId(0)
 """Stands in a block table where no block is needed. Never free, never given."""

@@ -10,7 +10,7 @@ from kvpool.server.core.errors import InvalidArgumentError, KvpoolError, check_r
 from kvpool.server.core.plan import FitCheck, KVCacheConfig, Plan, PlanOptions
 from kvpool.server.core.spec_base import KVCacheSpec
 from kvpool.server.core.specs import MAX_LAYERS
-from kvpool.server.core.types import MAX_BLOCKS, MAX_TOKENS, PoolName
+from kvpool.server.core.types import MAX_BLOCKS, MAX_TOKENS, PoolName, WriterId
 
 Rank = NewType("Rank", int)
 """A rank's number, [0, world_size)."""
@@ -176,6 +176,7 @@ class Registration:
         host: For people.
         pid: For people.
         last_epoch: Newest epoch that it was told of, by this server or an earlier one; 0 for none.
+        fences: Whether it answers fences.
     """
 
     rank: Rank
@@ -189,6 +190,7 @@ class Registration:
     host: str = ""
     pid: int = 0
     last_epoch: int = 0
+    fences: bool = False
 
     def check(self) -> None:
         """Raises InvalidArgumentError if something is out of range; names the field."""
@@ -276,6 +278,17 @@ class StatusSent:
 
 
 @dataclass(frozen=True, slots=True)
+class FenceSent:
+    """Effect: a rank is told whose steps may run; see Fence in worker.proto."""
+
+    link: LinkId
+    fence_sequence: int
+    epoch: int
+    last_session_number: WriterId
+    live_session_numbers: tuple[WriterId, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class LinkEnded:
     """Effect: a rank's stream ends with an error."""
 
@@ -285,10 +298,11 @@ class LinkEnded:
 
 @dataclass(frozen=True, slots=True)
 class PoolOpened:
-    """Effect: the pool opens in a new epoch, with nothing in it."""
+    """Effect: the pool opens in a new epoch, with nothing in it; `ranks_fence` if every rank answers fences."""
 
     config: PoolConfig
     epoch: int
+    ranks_fence: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -308,5 +322,18 @@ class EpochPassed:
     epoch: int
 
 
-Effect = PlanSent | ReadySent | StatusSent | LinkEnded | PoolOpened | PoolSuspended | PoolResumed | EpochPassed
+@dataclass(frozen=True, slots=True)
+class SessionsFenced:
+    """Effect: no step of these sessions, which have ended, is in flight on any rank, or will be."""
+
+    numbers: tuple[WriterId, ...]
+
+
+RankEffect = PlanSent | ReadySent | StatusSent | FenceSent | LinkEnded
+"""What is done to one rank's stream."""
+
+PoolEffect = PoolOpened | PoolSuspended | PoolResumed | EpochPassed | SessionsFenced
+"""What is done to the pool."""
+
+Effect = RankEffect | PoolEffect
 """What a change of membership asks its host to do, in order."""

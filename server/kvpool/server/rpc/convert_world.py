@@ -7,6 +7,7 @@ from kvpool.server.core.plan import KVCacheConfig, KVCacheTensor
 from kvpool.server.core.spec_base import KVCacheSpec
 from kvpool.server.core.world import (
     Allocated,
+    FenceSent,
     HeldTensors,
     PlanSent,
     Rank,
@@ -81,6 +82,7 @@ def registration_from_proto(message: worker_pb2.Register) -> Registration:
         host=message.host,
         pid=message.pid,
         last_epoch=message.last_epoch,
+        fences=message.fences,
     )
 
 
@@ -103,6 +105,7 @@ def registration_to_proto(pool_name: str, registration: Registration) -> worker_
         host=registration.host,
         pid=registration.pid,
         last_epoch=registration.last_epoch,
+        fences=registration.fences,
     )
 
 
@@ -157,6 +160,16 @@ def plan_from_proto(message: worker_pb2.Plan) -> KVCacheConfig:
 def ready_to_proto(ready: ReadySent) -> worker_pb2.Ready:
     """Encodes that the pool is open."""
     return worker_pb2.Ready(epoch=ready.epoch, num_blocks=ready.num_blocks, max_model_len=ready.max_model_len)
+
+
+def fence_to_proto(fence: FenceSent) -> worker_pb2.Fence:
+    """Encodes whose steps may run."""
+    return worker_pb2.Fence(
+        fence_sequence=fence.fence_sequence,
+        epoch=fence.epoch,
+        last_session_number=fence.last_session_number,
+        live_session_numbers=fence.live_session_numbers,
+    )
 
 
 def status_to_proto(status: StatusSent) -> worker_pb2.PoolStatus:

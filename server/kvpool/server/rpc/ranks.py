@@ -17,9 +17,11 @@ from kvpool.server.core.world import (
     Allocated,
     Effect,
     EpochPassed,
+    FenceSent,
     LinkEnded,
     LinkId,
     PlanSent,
+    PoolEffect,
     PoolOpened,
     PoolResumed,
     PoolState,
@@ -29,6 +31,7 @@ from kvpool.server.core.world import (
     RankTiming,
     ReadySent,
     Registration,
+    SessionsFenced,
     StatusSent,
 )
 from kvpool.server.rpc import convert_world
@@ -89,6 +92,8 @@ class Ranks:
         self._memberships: dict[PoolName, Membership] = {}
         self._links: dict[LinkId, RankLink] = {}
         self._last_link = 0
+        self._to_fence: set[PoolName] = set()
+        hub.on_session_ended = self._fence_soon
 
     def membership(self, name: str) -> Membership | None:
         """The ranks of a pool, if it has or awaits any."""
@@ -242,6 +247,10 @@ class Ranks:
             _log.info("rank back", extra={"pool": membership.name, "rank": link.rank})
         self._carry_out(membership, effects)
 
+    def fenced(self, membership: Membership, link: RankLink, sequence: int) -> None:
+        """See `Membership.fenced`."""
+        self._carry_out(membership, membership.fenced(link.link_id, sequence))
+
     def leave(self, membership: Membership, link: RankLink) -> None:
         """See `Membership.leave`."""
         effects = membership.leave(link.link_id)
@@ -292,8 +301,11 @@ class Ranks:
                     self._send(effect.link, worker_pb2.JoinResponse(plan=convert_world.plan_to_proto(effect)))
                 case ReadySent():
                     self._send(effect.link, worker_pb2.JoinResponse(ready=convert_world.ready_to_proto(effect)))
+                    self._fence_soon(membership.name)
                 case StatusSent():
                     self._send(effect.link, worker_pb2.JoinResponse(status=convert_world.status_to_proto(effect)))
+                case FenceSent():
+                    self._send(effect.link, worker_pb2.JoinResponse(fence=convert_world.fence_to_proto(effect)))
                 case LinkEnded():
                     self._end_link(membership, effect)
                 case _:
@@ -302,13 +314,27 @@ class Ranks:
             del self._memberships[membership.name]
             self._hub.allocator.undrain(membership.name)  # who forms it next knows nothing of this one's drain
 
-    def _change_pool(
-        self, membership: Membership, effect: PoolOpened | PoolSuspended | PoolResumed | EpochPassed
-    ) -> None:
+    def _fence_soon(self, name: PoolName) -> None:
+        """Tells a pool's ranks whose steps may run, once a turn of the loop, however many sessions end in it."""
+        if name in self._memberships and name not in self._to_fence:
+            self._to_fence.add(name)
+            asyncio.get_running_loop().call_soon(self._fence, name)
+
+    def _fence(self, name: PoolName) -> None:
+        self._to_fence.discard(name)
+        membership, allocator = self.membership(name), self._hub.allocator
+        if membership is None or not allocator.has_pool(name):
+            return
+        pool = allocator.pool(name)
+        live = [session.writer for session in allocator.sessions_of(pool)]
+        effects = membership.fence(allocator.last_session_number, live, pool.quarantine.awaiting_ranks)
+        self._carry_out(membership, effects)
+
+    def _change_pool(self, membership: Membership, effect: PoolEffect) -> None:
         name = membership.name
         match effect:
             case PoolOpened():
-                self._hub.open_epoch(effect.config, effect.epoch, ranks_fence=False)
+                self._hub.open_epoch(effect.config, effect.epoch, ranks_fence=effect.ranks_fence)
                 extra = {"pool": name, "epoch": effect.epoch, "ranks": membership.world_size}
                 _log.info("pool ready", extra={**extra, "blocks": effect.config.num_blocks})
             case PoolSuspended():
@@ -322,6 +348,8 @@ class Ranks:
                 passed = self._hub.allocator.pool(name).epoch
                 count = self._hub.pass_epoch(name, effect.epoch)
                 _log.warning("epoch passed", extra={"pool": name, "epoch": passed, "sessions": count})
+            case SessionsFenced():
+                self._hub.release(name, effect.numbers)
             case _:
                 assert_never(effect)
 

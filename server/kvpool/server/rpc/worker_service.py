@@ -78,6 +78,8 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
                 self._ranks.initialized(membership, link, convert_world.allocated_from_proto(message.initialized))
             case "heartbeat":
                 self._ranks.heard(membership, link, message.heartbeat.sequence)
+            case "fenced":
+                self._ranks.fenced(membership, link, message.fenced.fence_sequence)
             case "leave":
                 self._ranks.leave(membership, link)
                 return True
