@@ -16,7 +16,16 @@ from kvpool.server.core.types import BlockHash, BlockId, GroupId, WriterId
 class PrefixMap:
     """Maps (group, hash) to blocks, with the block's hash, group and writer in columns by block id."""
 
-    __slots__ = ("_by_hash", "_group_of", "_hash_of", "_num_cached", "_pending", "_several", "_unpublished", "_writer_of")
+    __slots__ = (
+        "_by_hash",
+        "_group_of",
+        "_hash_of",
+        "_num_cached",
+        "_pending",
+        "_several",
+        "_unpublished",
+        "_writer_of",
+    )
 
     def __init__(self, num_blocks: int, num_groups: int) -> None:
         # A dict of ids (in order, as a set) where several blocks carry one hash; these also in `_several`.
