@@ -23,7 +23,7 @@ from kvpool.client.request import Request
 from kvpool.client.results import Admission, Allocation, Answer, HitChanged
 from kvpool.client.session import Session
 from kvpool.client.steps import StepBuilder
-from kvpool.client.transport import EventBatch, WatchKind
+from kvpool.client.transport import EventBatch, HeldRequest, WatchKind
 from kvpool.server.core.allocator import PoolInfo
 from kvpool.server.core.config import HashScheme, KeyForm, KVCacheGroup, PoolConfig, ReuseOrder
 from kvpool.server.core.events import AllBlocksCleared, BlockRemoved, BlockStored
@@ -61,6 +61,7 @@ __all__ = [
     "ExtraKeys",
     "FullAttentionSpec",
     "HashScheme",
+    "HeldRequest",
     "HitChanged",
     "InvalidArgumentError",
     "KVCacheGroup",

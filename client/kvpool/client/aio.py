@@ -3,28 +3,41 @@
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Sequence
 from contextlib import asynccontextmanager
 from types import TracebackType
-from typing import Self
+from typing import Protocol, Self, TypeVar
 
 import grpc
 
-from kvpool.client import steps, wire
+from kvpool.client import retries, steps, wire
 from kvpool.client.errors import DeadlineError, KvpoolError, UnavailableError, from_rpc_error
 from kvpool.client.following import Follower
+from kvpool.client.lease import now_seconds
 from kvpool.client.request import Request
 from kvpool.client.results import Admission, Allocation, HitChanged
 from kvpool.client.session import SessionBase
 from kvpool.client.steps import StepBuilder
-from kvpool.client.transport import EventBatch, OpenedSession, watch_options
+from kvpool.client.transport import EventBatch, HeldRequest, OpenedSession, watch_options
 from kvpool.server.address import check_address
 from kvpool.server.core.allocator import PoolInfo
 from kvpool.server.core.config import PoolConfig
 from kvpool.server.core.pool import ComputedBlocks
+from kvpool.server.core.session_ends import ended_error
 from kvpool.server.core.step import Step, StepResult
 from kvpool.server.rpc import convert
 from kvpool.v1 import allocator_pb2, allocator_pb2_grpc, event_pb2, event_pb2_grpc, step_pb2
+
+_T = TypeVar("_T")
+_T_co = TypeVar("_T_co", covariant=True)
+_RequestT = TypeVar("_RequestT")
+_RequestT_contra = TypeVar("_RequestT_contra", contravariant=True)
+
+
+class _Method(Protocol[_RequestT_contra, _T_co]):
+    """A unary call."""
+
+    def __call__(self, request: _RequestT_contra, *, timeout: float | None = None) -> Awaitable[_T_co]: ...
 
 
 def connect(address: str, *, deadline_seconds: float = wire.DEFAULT_DEADLINE_SECONDS) -> "AsyncClient":
@@ -46,7 +59,8 @@ class AsyncClient:
 
     def __init__(self, address: str, deadline_seconds: float) -> None:
         self._deadline_seconds = deadline_seconds
-        self._channel = grpc.aio.insecure_channel(address, options=wire.CHANNEL_OPTIONS)
+        self._calls = _Calls(deadline_seconds)
+        self._channel = grpc.aio.insecure_channel(address, options=wire.SESSION_CHANNEL_OPTIONS)
         self._stub: allocator_pb2_grpc.AllocatorServiceAsyncStub = allocator_pb2_grpc.AllocatorServiceStub(
             self._channel
         )
@@ -62,15 +76,11 @@ class AsyncClient:
 
     async def create_pool(self, config: PoolConfig) -> PoolInfo:
         """See `Client.create_pool`."""
-        async with _converted():
-            request = wire.create_pool_request(config)
-            return wire.read_pool(await self._stub.CreatePool(request, timeout=self._deadline_seconds))
+        return wire.read_pool(await self._calls.make(self._stub.CreatePool, wire.create_pool_request(config)))
 
     async def get_pool(self, name: str) -> PoolInfo:
         """See `Client.get_pool`."""
-        async with _converted():
-            request = allocator_pb2.GetPoolRequest(pool_name=name)
-            return wire.read_pool(await self._stub.GetPool(request, timeout=self._deadline_seconds))
+        return wire.read_pool(await self._calls.make(self._stub.GetPool, allocator_pb2.GetPoolRequest(pool_name=name)))
 
     async def wait_until_ready(self, name: str, *, timeout_seconds: float) -> PoolInfo:
         """See `Client.wait_until_ready`."""
@@ -87,11 +97,16 @@ class AsyncClient:
             left_seconds = max(due_seconds - time.monotonic(), 0.0)
 
     async def open_session(self, pool: str, *, client_name: str = "", lease_seconds: float = 0.0) -> "AsyncSession":
-        """See `Client.open_session`."""
-        async with _converted():
-            request = wire.open_session_request(pool, client_name, lease_seconds)
-            opened = wire.read_session(await self._stub.OpenSession(request, timeout=self._deadline_seconds))
-        return AsyncSession(self._stub, opened, self._deadline_seconds)
+        """See `Client.open_session`. Cancelled, it may leave a session that ends with its lease."""
+        request = wire.open_session_request(pool, client_name, lease_seconds)
+        sent_seconds, response = await self._calls.make_timed(self._stub.OpenSession, request)
+        return AsyncSession(self._stub, wire.read_session(response, sent_seconds), self._calls)
+
+    async def resume_session(self, session_id: str, *, sequence: int = 0) -> "AsyncSession":
+        """See `Client.resume_session`. Cancelled, it may have taken the session over; it can be called again."""
+        request = wire.resume_session_request(session_id, sequence)
+        sent_seconds, response = await self._calls.make_timed(self._stub.ResumeSession, request)
+        return AsyncSession(self._stub, wire.read_session(response, sent_seconds), self._calls)
 
     async def watch(
         self, pool: str, *, from_sequence: int = 0, snapshot: bool = False, heartbeat_seconds: float | None = None
@@ -137,18 +152,40 @@ class AsyncClient:
         await self._channel.close()
 
 
+class _Calls:
+    """Makes unary calls that may be sent again."""
+
+    def __init__(self, deadline_seconds: float) -> None:
+        self.deadline_seconds = deadline_seconds
+
+    async def make(self, method: _Method[_RequestT, _T], request: _RequestT) -> _T:
+        """Makes a call."""
+        return (await self.make_timed(method, request))[1]
+
+    async def make_timed(self, method: _Method[_RequestT, _T], request: _RequestT) -> tuple[float, _T]:
+        """Makes a call; tells when what was answered was sent."""
+
+        async def attempt(left_seconds: float) -> tuple[float, _T]:
+            sent_seconds = now_seconds()
+            async with _converted():
+                return sent_seconds, await method(request, timeout=left_seconds)
+
+        return await retries.call_async(attempt, self.deadline_seconds)
+
+
 class AsyncSession(SessionBase):
-    """A scheduler's session for asyncio: one call at a time. What each method means: see `kvpool.client.Session`."""
+    """A scheduler's session for asyncio: one call at a time. What each method means: see `kvpool.client.Session`.
+
+    Every call may be cancelled. Of a step it is then not known whether it was applied: the next call is refused until
+    `settle` has sent it again. `close` and `mark_executed` can simply be called again.
+    """
 
     def __init__(
-        self,
-        stub: "allocator_pb2_grpc.AllocatorServiceAsyncStub",
-        opened: OpenedSession,
-        deadline_seconds: float,
+        self, stub: "allocator_pb2_grpc.AllocatorServiceAsyncStub", opened: OpenedSession, calls: _Calls
     ) -> None:
         super().__init__(opened)
         self._stub = stub
-        self._deadline_seconds = deadline_seconds
+        self._calls = calls
         self._stream: grpc.aio.StreamStreamCall[step_pb2.Step, step_pb2.StepResult] | None = None
         self._closed = False
         self._keepalive = asyncio.create_task(self._keep_alive())
@@ -212,6 +249,10 @@ class AsyncSession(SessionBase):
         """See `Session.preempt`."""
         await self._call(steps.call_simply(lambda step: step.preempt(request)))
 
+    async def free_held(self, held: HeldRequest) -> None:
+        """See `Session.free_held`."""
+        await self._call(steps.call_simply(lambda step: step.free(self._held(held, ()))))
+
     async def evict_blocks(self, block_ids: Sequence[int]) -> None:
         """See `Session.evict_blocks`."""
         await self._call(steps.call_simply(lambda step: step.evict_blocks(block_ids)))
@@ -241,27 +282,28 @@ class AsyncSession(SessionBase):
 
     async def mark_executed(self, sequence: int | None = None) -> None:
         """See `Session.mark_executed`."""
-        async with _converted():
-            executed = self.sequence if sequence is None else sequence
-            request = allocator_pb2.MarkExecutedRequest(session_id=self.session_id, executed_sequence=executed)
-            await self._stub.MarkExecuted(request, timeout=self._deadline_seconds)
+        executed = self.sequence if sequence is None else sequence
+        request = allocator_pb2.MarkExecutedRequest(session_id=self.session_id, executed_sequence=executed)
+        with self._noted():
+            sent_seconds, _ = await self._calls.make_timed(self._stub.MarkExecuted, request)
+        self._lease.renew(sent_seconds)
 
     async def pool(self) -> PoolInfo:
         """See `Session.pool`."""
-        async with _converted():
-            request = allocator_pb2.GetPoolRequest(pool_name=self.config.name)
-            return wire.read_pool(await self._stub.GetPool(request, timeout=self._deadline_seconds))
+        request = allocator_pb2.GetPoolRequest(pool_name=self.config.name)
+        return wire.read_pool(await self._calls.make(self._stub.GetPool, request))
 
     async def close(self) -> None:
-        """Frees what the session still holds and forgets it."""
+        """See `Session.close`."""
         if self._closed:
             return
-        self._closed = True
         self._keepalive.cancel()
         self._end_stream()
-        async with _converted():
-            request = allocator_pb2.CloseSessionRequest(session_id=self.session_id)
-            await self._stub.CloseSession(request, timeout=self._deadline_seconds)
+        request = allocator_pb2.CloseSessionRequest(session_id=self.session_id)
+        with self._noted():
+            await self._calls.make(self._stub.CloseSession, request)
+        self._closed = True
+        self._fail(ended_error("SESSION_CLOSED"))
 
     async def _call(self, call: steps.Call[steps.ResultT]) -> steps.ResultT:
         builder, read = call
@@ -274,44 +316,31 @@ class AsyncSession(SessionBase):
             await self._exchange(self._book.build(builder))
 
     async def _exchange(self, step: Step) -> None:
-        try:
-            async with asyncio.timeout(self._deadline_seconds):
-                result = await self._exchange_until_answered(convert.step_to_proto(step, self.session_id))
-        except TimeoutError:
-            self._end_stream()
-            message = f"no answer to step {step.sequence} in {self._deadline_seconds} s"
-            raise DeadlineError("DEADLINE", message) from None
-        except asyncio.CancelledError:
-            self._end_stream()  # its answer would be taken for the next step's
-            raise
-        except steps.REFUSALS:
-            self._book.refuse()
-            raise
+        message = convert.step_to_proto(step, self.session_id)
+        deadline_seconds = self._calls.deadline_seconds
+        with self._noted():
+            try:
+                async with asyncio.timeout(deadline_seconds):
+                    result = await retries.call_async(lambda _: self._exchange_once(message), deadline_seconds)
+            except TimeoutError:
+                raise DeadlineError("DEADLINE", f"no answer to step {step.sequence} in {deadline_seconds} s") from None
         self._book.finish(result)
 
-    async def _exchange_until_answered(self, message: step_pb2.Step) -> StepResult:
-        pauses = iter(wire.REOPEN_PAUSES_SECONDS)
-        while True:
-            try:
-                return await self._exchange_once(message)
-            except grpc.RpcError as error:
-                self._end_stream()
-                failure = from_rpc_error(error)
-                pause_seconds = failure.retry_seconds or next(pauses, None)
-                if not isinstance(failure, UnavailableError) or pause_seconds is None:
-                    raise failure from None
-            await asyncio.sleep(pause_seconds)
-
     async def _exchange_once(self, message: step_pb2.Step) -> StepResult:
-        if self._stream is None:
-            self._stream = self._stub.Schedule()
-        with contextlib.suppress(asyncio.InvalidStateError):  # the stream has ended: read() says how
-            await self._stream.write(message)
-        answer = await self._stream.read()
-        if not isinstance(answer, step_pb2.StepResult):
-            raise grpc.aio.AioRpcError(
-                grpc.StatusCode.UNAVAILABLE, grpc.aio.Metadata(), grpc.aio.Metadata(), "the stream was closed"
-            )
+        sent_seconds = now_seconds()
+        try:
+            async with _converted():
+                if self._stream is None:
+                    self._stream = self._stub.Schedule()
+                with contextlib.suppress(asyncio.InvalidStateError):  # the stream has ended: read() says how
+                    await self._stream.write(message)
+                answer = await self._stream.read()
+            if not isinstance(answer, step_pb2.StepResult):
+                raise UnavailableError("ENDED", "the server ended the stream")  # noqa: TRY301 - as if it broke
+        except BaseException:
+            self._end_stream()  # its answer, should it come yet, would be taken for the next step's
+            raise
+        self._lease.renew(sent_seconds)
         return convert.result_from_proto(answer)
 
     def _end_stream(self) -> None:
@@ -320,12 +349,18 @@ class AsyncSession(SessionBase):
             stream.cancel()
 
     async def _keep_alive(self) -> None:
-        period_seconds = self.lease_seconds / 3
+        period_seconds = min(self.lease_seconds / 3, self._calls.deadline_seconds / 4)
         request = allocator_pb2.KeepAliveRequest(session_id=self.session_id)
         while True:
-            started_seconds = time.monotonic()
-            with contextlib.suppress(grpc.RpcError):  # the next step will tell
+            started_seconds, sent_seconds = time.monotonic(), now_seconds()
+            try:
                 await self._stub.KeepAlive(request, timeout=period_seconds)
+            except grpc.RpcError as error:
+                if steps.ends_session(from_rpc_error(error)):
+                    self._lease.end()
+                    return  # the next step will tell
+            else:
+                self._lease.renew(sent_seconds)
             await asyncio.sleep(max(0.0, period_seconds - (time.monotonic() - started_seconds)))
 
 

@@ -78,6 +78,27 @@ class Client:
         """
         return Session(self._transport, self._transport.open_session(pool, client_name, lease_seconds))
 
+    def resume_session(self, session_id: str, *, sequence: int = 0) -> Session:
+        """Takes a session up again within its lease: for a scheduler that was started anew and had stored these two.
+
+        From then on it is this process that drives the session. The one before, should it still run, is refused
+        whatever it sends (AbortedError), but the ranks do not know it from this one: wait until no step of it runs
+        before blocks are freed or written.
+
+        Args:
+            session_id: `Session.session_id`, the first or any later one.
+            sequence: `Session.sequence`, the last that is known; 0 for none.
+
+        Returns:
+            The session, after its last change; what it holds is in `held_requests`, to be adopted or freed.
+
+        Raises:
+            InvalidArgumentError: The sequence is of a step that was never applied.
+            AbortedError: The session has ended.
+            NotFoundError: The server knows no such session.
+        """
+        return Session(self._transport, self._transport.resume_session(session_id, sequence))
+
     def watch(
         self, pool: str, *, from_sequence: int = 0, snapshot: bool = False, heartbeat_seconds: float | None = None
     ) -> Iterator[EventBatch]:

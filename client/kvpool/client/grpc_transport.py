@@ -5,12 +5,14 @@ import queue
 import threading
 import time
 from collections.abc import Iterator
+from math import inf
 from typing import Protocol, TypeVar
 
 import grpc
 
-from kvpool.client import watching, wire
-from kvpool.client.errors import DeadlineError, KvpoolError, UnavailableError, from_rpc_error
+from kvpool.client import retries, steps, watching, wire
+from kvpool.client.errors import DeadlineError, KvpoolError, UnavailableError, WrongStateError, from_rpc_error
+from kvpool.client.lease import now_seconds
 from kvpool.client.transport import EventBatch, OpenedSession, WatchOptions
 from kvpool.server.core.allocator import PoolInfo
 from kvpool.server.core.config import PoolConfig
@@ -18,7 +20,10 @@ from kvpool.server.core.step import Step, StepResult
 from kvpool.server.rpc import convert
 from kvpool.v1 import allocator_pb2, allocator_pb2_grpc, event_pb2_grpc, step_pb2
 
+_T = TypeVar("_T")
 _T_co = TypeVar("_T_co", covariant=True)
+_RequestT = TypeVar("_RequestT")
+_RequestT_contra = TypeVar("_RequestT_contra", contravariant=True)
 
 
 class _Call(Protocol[_T_co]):
@@ -31,28 +36,29 @@ class _Call(Protocol[_T_co]):
     def cancel(self) -> object: ...
 
 
+class _Method(Protocol[_RequestT_contra, _T_co]):
+    """A unary call."""
+
+    def __call__(self, request: _RequestT_contra, timeout: float | None = None) -> _T_co: ...
+
+
 class GrpcTransport:
     """The service at an address. Threads may share it; each session belongs to one thread at a time."""
 
     def __init__(self, address: str, deadline_seconds: float) -> None:
         self._deadline_seconds = deadline_seconds
-        self._channel = grpc.insecure_channel(address, options=wire.CHANNEL_OPTIONS)
+        self._channel = grpc.insecure_channel(address, options=wire.SESSION_CHANNEL_OPTIONS)
         self._stub = allocator_pb2_grpc.AllocatorServiceStub(self._channel)
         self._events = event_pb2_grpc.EventServiceStub(self._channel)
         self._streams: dict[str, _StepStream] = {}
 
     def create_pool(self, config: PoolConfig) -> PoolInfo:
         """See `Transport`."""
-        with _converted():
-            return wire.read_pool(
-                self._stub.CreatePool(wire.create_pool_request(config), timeout=self._deadline_seconds)
-            )
+        return wire.read_pool(self._call(self._stub.CreatePool, wire.create_pool_request(config)))
 
     def get_pool(self, name: str) -> PoolInfo:
         """See `Transport`."""
-        with _converted():
-            request = allocator_pb2.GetPoolRequest(pool_name=name)
-            return wire.read_pool(self._stub.GetPool(request, timeout=self._deadline_seconds))
+        return wire.read_pool(self._call(self._stub.GetPool, allocator_pb2.GetPoolRequest(pool_name=name)))
 
     def wait_until_ready(self, name: str, timeout_seconds: float) -> PoolInfo:
         """See `Transport`."""
@@ -70,28 +76,33 @@ class GrpcTransport:
 
     def open_session(self, pool: str, client_name: str, lease_seconds: float) -> OpenedSession:
         """See `Transport`. From here on a thread keeps the session alive."""
-        with _converted():
-            request = wire.open_session_request(pool, client_name, lease_seconds)
-            opened = wire.read_session(self._stub.OpenSession(request, timeout=self._deadline_seconds))
-        self._streams[opened.session_id] = _StepStream(self._stub, opened, self._deadline_seconds)
-        return opened
+        request = wire.open_session_request(pool, client_name, lease_seconds)
+        sent_seconds, response = self._call_timed(self._stub.OpenSession, request)
+        return self._drive(wire.read_session(response, sent_seconds))
+
+    def resume_session(self, session_id: str, sequence: int) -> OpenedSession:
+        """See `Transport`. From here on a thread keeps the session alive."""
+        request = wire.resume_session_request(session_id, sequence)
+        sent_seconds, response = self._call_timed(self._stub.ResumeSession, request)
+        return self._drive(wire.read_session(response, sent_seconds))
 
     def apply(self, session_id: str, step: Step) -> StepResult:
         """See `Transport`."""
-        return convert.result_from_proto(self._streams[session_id].exchange(convert.step_to_proto(step, session_id)))
+        return convert.result_from_proto(self._stream(session_id).exchange(convert.step_to_proto(step, session_id)))
 
     def mark_executed(self, session_id: str, executed_sequence: int) -> None:
         """See `Transport`."""
-        with _converted():
-            request = allocator_pb2.MarkExecutedRequest(session_id=session_id, executed_sequence=executed_sequence)
-            self._stub.MarkExecuted(request, timeout=self._deadline_seconds)
+        request = allocator_pb2.MarkExecutedRequest(session_id=session_id, executed_sequence=executed_sequence)
+        sent_seconds, _ = self._call_timed(self._stub.MarkExecuted, request)
+        self._stream(session_id).lease.renew(sent_seconds)
 
     def close_session(self, session_id: str) -> int:
         """See `Transport`."""
-        self._streams.pop(session_id).close()
-        with _converted():
-            request = allocator_pb2.CloseSessionRequest(session_id=session_id)
-            return self._stub.CloseSession(request, timeout=self._deadline_seconds).num_freed_requests
+        self._stream(session_id).close()
+        request = allocator_pb2.CloseSessionRequest(session_id=session_id)
+        count = self._call(self._stub.CloseSession, request).num_freed_requests
+        del self._streams[session_id]
+        return count
 
     def watch(self, options: WatchOptions) -> Iterator[EventBatch]:
         """See `Transport`. The watch stands when this returns."""
@@ -104,19 +115,47 @@ class GrpcTransport:
         self._streams.clear()
         self._channel.close()
 
+    def _drive(self, opened: OpenedSession) -> OpenedSession:
+        self._streams[opened.session_id] = _StepStream(self._stub, opened, self._deadline_seconds)
+        return opened
+
+    def _stream(self, session_id: str) -> "_StepStream":
+        stream = self._streams.get(session_id)
+        if stream is None:
+            raise _closed_error()
+        return stream
+
+    def _call(self, method: _Method[_RequestT, _T], request: _RequestT) -> _T:
+        return self._call_timed(method, request)[1]
+
+    def _call_timed(self, method: _Method[_RequestT, _T], request: _RequestT) -> tuple[float, _T]:
+        """Makes a call that may be sent again; tells when what was answered was sent."""
+
+        def attempt(left_seconds: float) -> tuple[float, _T]:
+            sent_seconds = now_seconds()
+            with _converted():
+                return sent_seconds, method(request, timeout=left_seconds)
+
+        return retries.call(attempt, self._deadline_seconds)
+
 
 class _StepStream:
-    """One session's stream of steps, reopened when it breaks, and the thread that keeps the session alive."""
+    """One session's stream of steps, reopened when it breaks, and the thread that keeps the session alive.
+
+    Attributes:
+        lease: How long the session's lease is sure to last.
+    """
 
     def __init__(
         self, stub: allocator_pb2_grpc.AllocatorServiceStub, opened: OpenedSession, deadline_seconds: float
     ) -> None:
+        self.lease = opened.lease
         self._stub = stub
         self._session_id = opened.session_id
         self._deadline_seconds = deadline_seconds
         self._outgoing: queue.SimpleQueue[step_pb2.Step | None] = queue.SimpleQueue()
         self._call: _Call[step_pb2.StepResult] | None = None
-        self._due_seconds = float("inf")
+        self._due_seconds = inf
         self._closed = threading.Event()
         self._period_seconds = min(opened.lease_seconds / 3, deadline_seconds / 4)
         threading.Thread(target=self._keep_alive, name="kvpool-keepalive", daemon=True).start()
@@ -124,27 +163,10 @@ class _StepStream:
     def exchange(self, message: step_pb2.Step) -> step_pb2.StepResult:
         """Sends a step and waits for its result, over as many streams as that takes within the deadline."""
         self._due_seconds = time.monotonic() + self._deadline_seconds
-        failure: KvpoolError | None = None
-        pauses = iter(wire.REOPEN_PAUSES_SECONDS)
-        pause_seconds: float | None = 0.0
         try:
-            while pause_seconds is not None and not self._closed.is_set():
-                self._closed.wait(min(pause_seconds, max(0.0, self._due_seconds - time.monotonic())))
-                try:
-                    return self._exchange_once(message)
-                except grpc.RpcError as error:
-                    self._end_call()
-                    if time.monotonic() >= self._due_seconds:
-                        break
-                    failure = from_rpc_error(error)
-                    if not isinstance(failure, UnavailableError):
-                        break
-                    pause_seconds = failure.retry_seconds or next(pauses, None)
+            return retries.call(lambda _: self._exchange_once(message), self._deadline_seconds, self._closed.wait)
         finally:
-            self._due_seconds = float("inf")
-        raise failure or DeadlineError(
-            "DEADLINE", f"no answer to step {message.sequence} in {self._deadline_seconds} s"
-        )
+            self._due_seconds = inf
 
     def close(self) -> None:
         """Ends the stream and the thread."""
@@ -152,11 +174,31 @@ class _StepStream:
         self._end_call()
 
     def _exchange_once(self, message: step_pb2.Step) -> step_pb2.StepResult:
-        if self._call is None:
-            self._outgoing = queue.SimpleQueue()
-            self._call = self._stub.Schedule(iter(self._outgoing.get, None))
-        self._outgoing.put(message)
-        return next(self._call)
+        if self._closed.is_set():
+            raise _closed_error()
+        sent_seconds = now_seconds()
+        try:
+            if self._call is None:
+                self._outgoing = queue.SimpleQueue()
+                self._call = self._stub.Schedule(iter(self._outgoing.get, None))
+            self._outgoing.put(message)
+            answer = next(self._call)
+        except BaseException as error:
+            self._end_call()  # its answer, should it come yet, would be taken for the next step's
+            if isinstance(error, grpc.RpcError | StopIteration):
+                raise self._failure(error, message.sequence) from None
+            raise
+        self.lease.renew(sent_seconds)
+        return answer
+
+    def _failure(self, error: grpc.RpcError | StopIteration, sequence: int) -> KvpoolError:
+        if time.monotonic() >= self._due_seconds:
+            return DeadlineError("DEADLINE", f"no answer to step {sequence} in {self._deadline_seconds} s")
+        if isinstance(error, StopIteration):
+            return UnavailableError("ENDED", "the server ended the stream")
+        if error.code() is grpc.StatusCode.CANCELLED:  # by the thread, as the step before this one came too late
+            return UnavailableError("CANCELLED", "the stream was given up")
+        return from_rpc_error(error)
 
     def _end_call(self) -> None:
         call, self._call = self._call, None
@@ -166,13 +208,30 @@ class _StepStream:
 
     def _keep_alive(self) -> None:
         request = allocator_pb2.KeepAliveRequest(session_id=self._session_id)
-        while not self._closed.wait(self._period_seconds):
+        renewal_seconds = time.monotonic() + self._period_seconds
+        while not self._closed.wait(max(min(renewal_seconds, self._due_seconds) - time.monotonic(), 0.01)):
             call = self._call
             if call is not None and time.monotonic() >= self._due_seconds:
                 call.cancel()  # exchange() waits in it: this is what gives a step on a stream its deadline
+            if time.monotonic() < renewal_seconds:
                 continue
-            with contextlib.suppress(grpc.RpcError, ValueError):  # the next step will tell; ValueError: channel closed
+            sent_seconds = now_seconds()
+            try:
                 self._stub.KeepAlive(request, timeout=self._period_seconds)
+            except grpc.RpcError as error:
+                if steps.ends_session(from_rpc_error(error)):
+                    self.lease.end()
+                    renewal_seconds = inf  # the next step will tell
+                    continue
+            except ValueError:  # the channel was closed
+                return
+            else:
+                self.lease.renew(sent_seconds)
+            renewal_seconds = time.monotonic() + self._period_seconds
+
+
+def _closed_error() -> WrongStateError:
+    return WrongStateError("CLOSED", "the session was closed in this process, or its client")
 
 
 @contextlib.contextmanager

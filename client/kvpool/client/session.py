@@ -10,9 +10,11 @@ from kvpool.client.hashing import NO_EXTRA_KEYS, BlockHasher, ExtraKeys
 from kvpool.client.request import Request
 from kvpool.client.results import Admission, Allocation, HitChanged
 from kvpool.client.steps import StepBook, StepBuilder
-from kvpool.client.transport import OpenedSession, Transport
+from kvpool.client.transport import HeldRequest, OpenedSession, Transport
 from kvpool.server.core.allocator import PoolInfo
+from kvpool.server.core.errors import InvalidArgumentError, KvpoolError
 from kvpool.server.core.pool import ComputedBlocks
+from kvpool.server.core.session_ends import ended_error
 from kvpool.server.core.step import Step
 from kvpool.server.core.types import Lease
 
@@ -23,10 +25,12 @@ class SessionBase:
     Attributes:
         config: The pool's configuration.
         epoch: The pool's epoch when the session was opened.
-        session_id: The session's secret name.
-        session_number: Its number, never used again; no secret.
+        session_id: The session's secret name. A process that stores it, and `sequence`, can be started anew and resume
+            the session: see `Client.resume_session`.
+        session_number: Its number on the server, never used again; no secret.
         lease: What its block tables are good for; goes with them to the ranks.
         lease_seconds: How long it outlives its last sign of life.
+        held_requests: What the session held when it was resumed; empty if it was opened. See `adopt`.
     """
 
     def __init__(self, opened: OpenedSession) -> None:
@@ -36,13 +40,15 @@ class SessionBase:
         self.session_number = opened.session_number
         self.lease = Lease(opened.epoch, opened.session_number)
         self.lease_seconds = opened.lease_seconds
+        self.held_requests = opened.held
+        self._lease = opened.lease
         self._hasher = (
             BlockHasher(opened.config.hash_scheme, opened.config.hash_block_size)
             if opened.config.enable_caching
             else None
         )
-        self._book = StepBook(opened.config)
-        self._last_number = 0
+        self._book = StepBook(opened.config, opened.sequence)
+        self._last_number = max((held.number for held in opened.held), default=0)
 
     def request(self, request_id: str, token_ids: Sequence[int], *, extra_keys: ExtraKeys = NO_EXTRA_KEYS) -> Request:
         """Makes a request and hashes its blocks here. The server learns of it with the first call that names it.
@@ -62,10 +68,74 @@ class SessionBase:
             extra_keys=extra_keys,
         )
 
+    def adopt(self, held: HeldRequest, token_ids: Sequence[int], *, extra_keys: ExtraKeys = NO_EXTRA_KEYS) -> Request:
+        """Makes a request of what a resumed session holds: it goes on as if this process had made it.
+
+        Args:
+            held: One of `held_requests`.
+            token_ids: Prompt and output, as far as the service was told of them or farther.
+            extra_keys: Its LoRA, cache salt and multimodal items, as before.
+
+        Raises:
+            InvalidArgumentError: These are not the request's tokens or keys, as hashes tell where the pool caches; or
+                it was declared by a unary call that gave it no number. Free what cannot be adopted: `free_held`.
+        """
+        if len(token_ids) < held.num_tokens:
+            known = f"{len(token_ids)} tokens, the service knows {held.num_tokens} of {held.request_id!r}"
+            raise InvalidArgumentError("token_ids", known)
+        if (extra_keys.lora_name or "") != held.lora_name:
+            raise InvalidArgumentError("extra_keys", f"the LoRA of {held.request_id!r} is {held.lora_name!r}")
+        request = self._held(held, token_ids, extra_keys)
+        if request.num_sent_hashes and request.hashes[request.num_sent_hashes - 1] != held.last_block_hash:
+            raise InvalidArgumentError("token_ids", f"not those of {held.request_id!r}, by the hash of its last block")
+        return request
+
+    def _held(self, held: HeldRequest, token_ids: Sequence[int], extra_keys: ExtraKeys = NO_EXTRA_KEYS) -> Request:
+        if not held.number:
+            raise InvalidArgumentError("held", f"steps cannot name {held.request_id!r}, which has no number")
+        request = Request(
+            held.request_id,
+            held.number,
+            token_ids,
+            num_groups=len(self.config.groups),
+            hasher=self._hasher,
+            extra_keys=extra_keys,
+        )
+        request.declared = True
+        request.block_ids = [list(table) for table in held.block_ids]
+        request.num_computed_tokens = held.num_computed_tokens
+        request.num_sent_tokens = held.num_tokens
+        request.num_sent_hashes = held.num_tokens // self.config.hash_block_size if self._hasher else 0
+        return request
+
+    @contextmanager
+    def _noted(self) -> Iterator[None]:
+        """Takes note of what a call ends with."""
+        try:
+            yield
+        except KvpoolError as error:
+            self._fail(error)
+            raise
+
+    def _fail(self, error: KvpoolError) -> None:
+        self._book.fail(error)
+        if steps.ends_session(error):
+            self._lease.end()
+
     @property
     def sequence(self) -> int:
         """Number of the last step that was answered."""
         return self._book.sequence
+
+    @property
+    def lease_left_seconds(self) -> float:
+        """How long the lease is sure to last, counted from when the last call that was answered had been sent.
+
+        An engine whose memory nobody else fences looks at it before it runs a step: at 0 the server may have given the
+        session's blocks to others. Infinity where the core is in this process. An operator, or a lost rank, can end a
+        session before.
+        """
+        return self._lease.left_seconds
 
 
 class Session(SessionBase):
@@ -164,6 +234,10 @@ class Session(SessionBase):
         """Frees the request's blocks; it keeps its tokens and will be admitted again."""
         self._call(steps.call_simply(lambda step: step.preempt(request)))
 
+    def free_held(self, held: HeldRequest) -> None:
+        """Frees a request of a resumed session that is not adopted; its tokens need not be known."""
+        self._call(steps.call_simply(lambda step: step.free(self._held(held, ()))))
+
     def evict_blocks(self, block_ids: Sequence[int]) -> None:
         """Drops the hashes of blocks."""
         self._call(steps.call_simply(lambda step: step.evict_blocks(block_ids)))
@@ -201,17 +275,20 @@ class Session(SessionBase):
         Until then the blocks that they filled are hit by this session's requests only. The number can also ride on
         the next step, without a message of its own: see `step`.
         """
-        self._transport.mark_executed(self.session_id, self.sequence if sequence is None else sequence)
+        with self._noted():
+            self._transport.mark_executed(self.session_id, self.sequence if sequence is None else sequence)
 
     def pool(self) -> PoolInfo:
         """Tells what the pool is like now."""
         return self._transport.get_pool(self.config.name)
 
     def close(self) -> None:
-        """Frees what the session still holds and forgets it."""
+        """Frees what the session still holds and forgets it; may be called again if it was not answered."""
         if not self._closed:
+            with self._noted():
+                self._transport.close_session(self.session_id)
             self._closed = True
-            self._transport.close_session(self.session_id)
+            self._fail(ended_error("SESSION_CLOSED"))
 
     def _call(self, call: steps.Call[steps.ResultT]) -> steps.ResultT:
         builder, read = call
@@ -225,9 +302,6 @@ class Session(SessionBase):
         self._exchange(self._book.build(builder))
 
     def _exchange(self, step: Step) -> None:
-        try:
+        with self._noted():
             result = self._transport.apply(self.session_id, step)
-        except steps.REFUSALS:
-            self._book.refuse()
-            raise
         self._book.finish(result)

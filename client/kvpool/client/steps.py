@@ -3,6 +3,7 @@
 1. A step is built from what requests are when it is sent; nothing counts as sent until its result is there. A step
    that is refused leaves the session's view as it was, as it leaves the server's.
 2. A step without an answer stays the next one to be sent: the same number gets the same answer again.
+3. A session that the server has told to be over stays so: every later step is told the same, unsent.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -13,14 +14,34 @@ from typing import Final, TypeVar
 from kvpool.client.request import Request
 from kvpool.client.results import Admission, Allocation, Answer, HitChanged
 from kvpool.server.core.config import PoolConfig
-from kvpool.server.core.errors import ExhaustedError, InvalidArgumentError, NotFoundError, WrongStateError
+from kvpool.server.core.errors import (
+    AbortedError,
+    ExhaustedError,
+    InvalidArgumentError,
+    KvpoolError,
+    NotFoundError,
+    WrongStateError,
+)
 from kvpool.server.core.pool import ComputedBlocks
 from kvpool.server.core.specs import allocation_spec
 from kvpool.server.core.step import Operation, Outcome, Step, StepResult
 from kvpool.server.core.types import NULL_BLOCK, BlockId
 
-REFUSALS: Final = (InvalidArgumentError, NotFoundError, WrongStateError, ExhaustedError)
-"""Errors after which a step is known to have changed nothing."""
+_REFUSALS: Final = (InvalidArgumentError, NotFoundError, WrongStateError, ExhaustedError)
+
+
+def is_refusal(error: KvpoolError) -> bool:
+    """Whether a step that ended so is known to have changed nothing.
+
+    A server that says when to come back may not have looked whether the step was applied when it was sent before.
+    """
+    return isinstance(error, _REFUSALS) and error.retry_seconds is None
+
+
+def ends_session(error: KvpoolError) -> bool:
+    """Whether a session that was answered so is over: nothing of it will be answered otherwise."""
+    return isinstance(error, AbortedError) or error.reason == "SESSION_NOT_FOUND"
+
 
 _DECLARING: Final = frozenset((Operation.LOOK_UP, Operation.PEEK, Operation.ADMIT, Operation.ALLOCATE))
 
@@ -159,20 +180,21 @@ class StepBuilder:
 class StepBook:
     """A session's numbers: builds its steps, reads their results."""
 
-    def __init__(self, config: PoolConfig) -> None:
+    def __init__(self, config: PoolConfig, sequence: int = 0) -> None:
         self._num_groups = len(config.groups)
         self._sends_tokens = config.makes_events
         specs = [allocation_spec(group.spec) for group in config.groups]
         spanned = enumerate(zip(specs, config.spans_tokens, strict=True))
         self._windowed = [(i, spec, span_tokens) for i, (spec, span_tokens) in spanned if not spec.keeps_all]
         self._unanswered: tuple[Step, StepBuilder] | None = None
-        self.sequence = 0
+        self._over: KvpoolError | None = None
+        self.sequence = sequence
 
     def build(self, builder: StepBuilder) -> Step:
-        """Makes the next step; `finish` or `refuse` must follow before the one after it.
+        """Makes the next step; `finish` must follow before the one after it, or `fail` with what settles it.
 
         Raises:
-            WrongStateError: A step before it is unanswered.
+            KvpoolError: As `check_settled`.
         """
         self.check_settled()
         step = Step(
@@ -204,7 +226,9 @@ class StepBook:
         return step
 
     def check_settled(self) -> None:
-        """Raises WrongStateError if a step was sent that has no answer yet: what requests are is not known."""
+        """Raises what the session ended with; or WrongStateError if a step was sent that has no answer yet."""
+        if self._over:
+            raise self._over.with_traceback(None)
         if self._unanswered:
             raise WrongStateError("UNSETTLED", "the step before has no answer yet: settle it, or close the session")
 
@@ -212,9 +236,12 @@ class StepBook:
         """The step that was sent and has no answer."""
         return self._unanswered[0] if self._unanswered else None
 
-    def refuse(self) -> None:
-        """Takes note that the step was refused: nothing was changed."""
-        self._unanswered = None
+    def fail(self, error: KvpoolError) -> None:
+        """Takes note of what a call ended with: refused, it changed nothing; else its step stays unanswered."""
+        if ends_session(error):
+            self._over = error
+        if is_refusal(error) or self._over:
+            self._unanswered = None
 
     def finish(self, result: StepResult) -> None:
         """Takes note of the step's result: fills its answers and the requests' tables."""

@@ -6,29 +6,58 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
+from math import inf
 from typing import Final, Protocol
 
+from kvpool.client.lease import Lease
 from kvpool.server.core.allocator import Allocator, PoolInfo
 from kvpool.server.core.block_contents import ContentsWalk
 from kvpool.server.core.config import PoolConfig
 from kvpool.server.core.errors import InvalidArgumentError
 from kvpool.server.core.events import BlockEvent
 from kvpool.server.core.pool import Pool
+from kvpool.server.core.session import Session
 from kvpool.server.core.step import Step, StepResult
 from kvpool.server.core.types import PoolName, SessionId, WriterId
 from kvpool.server.obs.event_log import EventLog
 
 
 @dataclass(frozen=True, slots=True)
+class HeldRequest:
+    """A request as the service knows it, of a session that was resumed.
+
+    Attributes:
+        request_id: Its id.
+        number: Its number in steps; 0 if steps cannot name it.
+        num_tokens: Tokens known of it, prompt and output.
+        num_computed_tokens: Tokens that have room, hits included.
+        block_ids: Its blocks, group by group; block 0 where nothing is looked at any more.
+        lora_name: Its LoRA, if the service was told.
+        last_block_hash: Hash of its last full hash block; empty if it has none.
+    """
+
+    request_id: str
+    number: int
+    num_tokens: int
+    num_computed_tokens: int
+    block_ids: tuple[tuple[int, ...], ...]
+    lora_name: str
+    last_block_hash: bytes
+
+
+@dataclass(frozen=True, slots=True)
 class OpenedSession:
-    """A session as the service opened it.
+    """A session as the service opened or resumed it.
 
     Attributes:
         session_id: Its secret name.
         config: The pool's configuration, none_hash included.
         lease_seconds: How long it outlives its last sign of life.
         epoch: The pool's epoch.
-        session_number: Its number, never used again.
+        session_number: Its number on the server, never used again; no secret.
+        lease: How long it is sure to last; renewed by the transport.
+        sequence: Number of its last change.
+        held: The requests that it has, if it was resumed.
     """
 
     session_id: str
@@ -36,6 +65,9 @@ class OpenedSession:
     lease_seconds: float
     epoch: int
     session_number: WriterId
+    lease: Lease
+    sequence: int = 0
+    held: tuple[HeldRequest, ...] = ()
 
 
 class WatchKind(Enum):
@@ -120,6 +152,9 @@ class Transport(Protocol):
     def open_session(self, pool: str, client_name: str, lease_seconds: float) -> OpenedSession:
         """Attaches this process to a pool."""
 
+    def resume_session(self, session_id: str, sequence: int) -> OpenedSession:
+        """Takes a session over from the process that drove it."""
+
     def apply(self, session_id: str, step: Step) -> StepResult:
         """Sends a step and waits for its result."""
 
@@ -174,7 +209,15 @@ class EmbeddedTransport:
                 now_seconds=time.monotonic(),
             )
             self._allocator.attach_stream(session)  # it dies with this process, so no lease is needed
-            return OpenedSession(session.session_id, found.config, session.lease_seconds, found.epoch, session.writer)
+            return _opened(found, session)
+
+    def resume_session(self, session_id: str, sequence: int) -> OpenedSession:
+        """See `Transport`; for another part of this process."""
+        with self._lock:
+            now_seconds = time.monotonic()
+            return _opened(
+                *self._allocator.resume_session(session_id, sequence, resume_key="", now_seconds=now_seconds)
+            )
 
     def apply(self, session_id: str, step: Step) -> StepResult:
         """See `Transport`."""
@@ -227,3 +270,28 @@ class EmbeddedTransport:
 
     def _publish(self, pool: Pool) -> None:
         self._logs[pool.config.name].take_from(pool)
+
+
+def _opened(pool: Pool, session: Session) -> OpenedSession:
+    held = (
+        HeldRequest(
+            request.request_id,
+            max(request.number, 0),
+            request.num_tokens,
+            request.num_computed_tokens,
+            tuple(tuple(table.block_ids) for table in request.tables),
+            request.lora_name or "",
+            request.hashes[-1] if request.hashes else b"",
+        )
+        for request in session.requests.values()
+    )
+    return OpenedSession(
+        session.current_id,
+        pool.config,
+        session.lease_seconds,
+        pool.epoch,
+        session.writer,
+        Lease(inf, 0.0),
+        session.sequence,
+        tuple(held),
+    )

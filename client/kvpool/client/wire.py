@@ -1,10 +1,13 @@
 """The service's messages, made and read: what the sync and the asyncio transport share."""
 
+import secrets
 import time
+from dataclasses import replace
 from typing import Final
 
 from kvpool.client.errors import DeadlineError, UnavailableError
-from kvpool.client.transport import EventBatch, OpenedSession, WatchKind, WatchOptions
+from kvpool.client.lease import Lease
+from kvpool.client.transport import EventBatch, HeldRequest, OpenedSession, WatchKind, WatchOptions
 from kvpool.server.core.allocator import PoolInfo
 from kvpool.server.core.config import PoolConfig
 from kvpool.server.core.types import WriterId
@@ -15,27 +18,29 @@ from kvpool.v1 import allocator_pb2, event_pb2
 DEFAULT_DEADLINE_SECONDS: Final = 30.0
 MAX_MESSAGE_BYTES: Final = 64 * 1024 * 1024
 REOPEN_PAUSES_SECONDS: Final = (0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2)
-"""Before each further try of a step, unless the server says when to try again: then that, until the deadline."""
+"""Before each further try of a watch, unless the server says when to try again."""
 
 _WAIT_PAUSE_SECONDS: Final = 0.2
 """Before a server that cannot be reached is asked again whether a pool is ready."""
 
 _AWAY_STATES: Final = (RankState.ABSENT, RankState.SILENT, RankState.LOST)
 
-_RETRIES: Final = """{"methodConfig": [
-  {"name": [{"service": "kvpool.v1.AllocatorService"}], "retryPolicy": {
-    "maxAttempts": 5, "initialBackoff": "0.05s", "maxBackoff": "1s", "backoffMultiplier": 2,
-    "retryableStatusCodes": ["UNAVAILABLE"]}},
-  {"name": [{"service": "kvpool.v1.AllocatorService", "method": "Schedule"}]}]}"""
-"""Unary calls are sent again when the server cannot be reached; numbered as they are, no change counts twice. The
-stream of steps is not: grpc would send the first step of a stream again by itself, and when the server stays away that
-call ends with its deadline only. A session opens its stream anew itself."""
-
 CHANNEL_OPTIONS: Final[list[tuple[str, int | str]]] = [
     ("grpc.max_receive_message_length", -1),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.service_config", _RETRIES),
+    ("grpc.enable_retries", 0),  # `retries` does it: grpc's own know nothing of deadlines that outlast a restart
+    ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1000),
+    ("grpc.min_reconnect_backoff_ms", 5000),  # how long a connection that gets no answer is waited for
+]
+
+SESSION_CHANNEL_OPTIONS: Final = [
+    *CHANNEL_OPTIONS,
+    # While a call waits, an unanswered ping tells of a connection on which nobody is any more.
+    ("grpc.keepalive_time_ms", 3000),
+    ("grpc.keepalive_timeout_ms", 3000),
+    ("grpc.http2.ping_timeout_ms", 3000),
+    ("grpc.http2.max_pings_without_data", 0),
 ]
 
 
@@ -90,16 +95,46 @@ def check_ready(pool: PoolInfo, timeout_seconds: float) -> PoolInfo:
 
 
 def open_session_request(pool: str, client_name: str, lease_seconds: float) -> allocator_pb2.OpenSessionRequest:
-    """Makes OpenSession's message."""
-    return allocator_pb2.OpenSessionRequest(pool_name=pool, client_name=client_name, lease_seconds=lease_seconds)
+    """Makes OpenSession's message, which may be sent again."""
+    return allocator_pb2.OpenSessionRequest(
+        pool_name=pool, client_name=client_name, lease_seconds=lease_seconds, open_key=secrets.token_urlsafe(24)
+    )
 
 
-def read_session(response: allocator_pb2.OpenSessionResponse) -> OpenedSession:
-    """Reads an opened session."""
+def resume_session_request(session_id: str, sequence: int) -> allocator_pb2.ResumeSessionRequest:
+    """Makes ResumeSession's message, which may be sent again."""
+    return allocator_pb2.ResumeSessionRequest(
+        session_id=session_id, sequence=sequence, resume_key=secrets.token_urlsafe(24)
+    )
+
+
+def read_session(
+    response: allocator_pb2.OpenSessionResponse | allocator_pb2.ResumeSessionResponse, sent_seconds: float
+) -> OpenedSession:
+    """Reads a session that was opened or resumed, by a call that was sent then."""
     session = response.session
-    config = convert_pool.config_from_proto(response.config)
-    return OpenedSession(
-        session.session_id, config, session.lease_seconds, session.epoch, WriterId(session.session_number)
+    opened = OpenedSession(
+        session.session_id,
+        convert_pool.config_from_proto(response.config),
+        session.lease_seconds,
+        session.epoch,
+        WriterId(session.session_number),
+        Lease(session.lease_seconds, sent_seconds),
+    )
+    if isinstance(response, allocator_pb2.OpenSessionResponse):
+        return opened
+    return replace(opened, sequence=response.sequence, held=tuple(map(_held_request, response.requests)))
+
+
+def _held_request(request: allocator_pb2.HeldRequest) -> HeldRequest:
+    return HeldRequest(
+        request.request_id,
+        request.request_number,
+        request.num_tokens,
+        request.num_computed_tokens,
+        tuple(tuple(table.block_ids) for table in request.tables),
+        request.lora_name,
+        request.last_block_hash,
     )
 
 

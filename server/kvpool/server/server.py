@@ -208,4 +208,5 @@ def _channel_options(config: ServerConfig) -> list[tuple[str, int]]:
         ("grpc.keepalive_timeout_ms", keepalive_ms),
         ("grpc.http2.ping_timeout_ms", keepalive_ms),  # what an unanswered ping waits for; a minute if unset
         ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.min_ping_interval_without_data_ms", 1000),  # clients ask whether we are there every 3 s
     ]
