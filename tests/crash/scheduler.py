@@ -11,7 +11,7 @@ from pathlib import Path
 
 from crash.memory import Memory, Progress, StepLock
 from crash.player import LONGEST_TOKENS, Place, Player
-from crash.records import Log
+from crash.records import BriefLog, Log
 from kvpool.client import (
     AbortedError,
     Client,
@@ -51,6 +51,7 @@ class Settings:
         num_blocks: Of a pool that is declared.
         lease_seconds: Its lease.
         step_seconds: Longest that a step runs.
+        is_brief: Whether it writes no more down than how long its steps took.
     """
 
     address: str
@@ -62,6 +63,7 @@ class Settings:
     num_blocks: int = 240
     lease_seconds: float = 2.0
     step_seconds: float = 0.01
+    is_brief: bool = False
 
     @property
     def name(self) -> str:
@@ -93,7 +95,7 @@ def main() -> None:
     settings = Settings(**json.loads(sys.argv[1]))
     folder = Path(settings.folder)
     chance = random.Random(f"{settings.seed} {settings.slot} {settings.life}")  # noqa: S311 - a workload
-    log = Log(folder / f"{settings.name}.jsonl")
+    log = (BriefLog if settings.is_brief else Log)(folder / f"{settings.name}.jsonl")
     transport = _TwiceTransport(settings.address, 10.0)
     transport.log, transport.chance = log, chance
     stopping: list[int] = []

@@ -33,6 +33,7 @@ class Plan:
         lease_seconds: Of the sessions.
         num_blocks: Of the pool that schedulers declare.
         step_seconds: Longest that a step runs.
+        is_brief: Whether schedulers write no more down than how long their steps took.
         command: What `kvpool` is.
     """
 
@@ -43,6 +44,7 @@ class Plan:
     lease_seconds: float = 2.0
     num_blocks: int = 240
     step_seconds: float = 0.01
+    is_brief: bool = False
     command: tuple[str, ...] = KVPOOL
 
 
@@ -101,15 +103,16 @@ class Site:
         life = self._lives[slot] = self._lives.get(slot, -1) + 1
         pool = RANKED_POOL if self.plan.ranks and slot % 4 == 3 else DECLARED_POOL
         settings = Settings(
-            self.address,
-            str(self.folder),
-            slot,
-            life,
-            self.plan.seed,
-            pool,
-            self.plan.num_blocks,
-            self.plan.lease_seconds,
-            self.plan.step_seconds,
+            address=self.address,
+            folder=str(self.folder),
+            slot=slot,
+            life=life,
+            seed=self.plan.seed,
+            pool=pool,
+            num_blocks=self.plan.num_blocks,
+            lease_seconds=self.plan.lease_seconds,
+            step_seconds=self.plan.step_seconds,
+            is_brief=self.plan.is_brief,
         )
         with (self.folder / f"{settings.name}.err").open("ab") as errors:
             self._schedulers[slot] = subprocess.Popen(settings.command(), stderr=errors)
