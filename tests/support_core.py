@@ -9,6 +9,7 @@ from kvpool.server.core.allocator import Allocator
 from kvpool.server.core.apply import apply_step
 from kvpool.server.core.config import KVCacheGroup, PoolConfig
 from kvpool.server.core.pool import Pool
+from kvpool.server.core.quota import NO_QUOTA, Quota
 from kvpool.server.core.request import Request
 from kvpool.server.core.session import Session
 from kvpool.server.core.spec_base import KVCacheSpec
@@ -62,10 +63,15 @@ class World:
         self.now_seconds = 0.0
         self._opened = 0
 
-    def open(self, lease_seconds: float = 10.0) -> Session:
+    def open(self, lease_seconds: float = 10.0, quota: Quota = NO_QUOTA) -> Session:
         self._opened += 1
         return self.allocator.open_session(
-            "m", "", lease_seconds, session_id=SessionId(f"s{self._opened}"), now_seconds=self.now_seconds
+            "m",
+            "",
+            lease_seconds,
+            session_id=SessionId(f"s{self._opened}"),
+            now_seconds=self.now_seconds,
+            quota=quota,
         )[1]
 
     def apply(self, session: Session, step: Step) -> StepResult:
@@ -112,9 +118,16 @@ def snapshot(pool: Pool, sessions: list[Session]) -> object:
         dict(blocks.prefix_map.pending()),
         repr(pool.stats),
         pool.recent_hit_rate.rate,
+        (pool.quotas.min_blocks, pool.quotas.num_left, dict(pool.quotas.num_covering)),
         (blocks.num_evicted, pool.num_preemptions, repr(pool.activity), repr(blocks.group_counters)),
         [
-            (s.session_id, s.sequence, s.executed_sequence, [repr(request) for request in s.requests.values()])
+            (
+                s.session_id,
+                s.sequence,
+                s.executed_sequence,
+                repr(s.holding),
+                [repr(request) for request in s.requests.values()],
+            )
             for s in sessions
         ],
         [repr(each) for each in pool.quarantine],

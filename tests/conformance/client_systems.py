@@ -25,6 +25,7 @@ from kvpool.client import (
     aio,
     wire,
 )
+from kvpool.server.core.quota import NO_QUOTA
 from kvpool.server.core.types import NULL_BLOCK, BlockHash, GroupId
 from kvpool.v1 import allocator_pb2, allocator_pb2_grpc, event_pb2, event_pb2_grpc, step_pb2
 
@@ -159,7 +160,7 @@ class UnarySystem(WatchedSystem):
         self._computed: dict[str, allocator_pb2.ComputedBlocks] = {}
         self._sequence = 0
         self._stub.CreatePool(wire.create_pool_request(config))
-        opened = self._stub.OpenSession(wire.open_session_request(config.name, "", 0.0))
+        opened = self._stub.OpenSession(wire.open_session_request(config.name, "", 0.0, NO_QUOTA))
         self._session_id = opened.session.session_id
 
     def info(self) -> PoolInfo:

@@ -23,6 +23,7 @@ from kvpool.server.address import check_address
 from kvpool.server.core.allocator import PoolInfo
 from kvpool.server.core.config import PoolConfig
 from kvpool.server.core.pool import ComputedBlocks
+from kvpool.server.core.quota import Quota
 from kvpool.server.core.session_ends import ended_error
 from kvpool.server.core.step import Step, StepResult
 from kvpool.server.rpc import convert
@@ -96,9 +97,17 @@ class AsyncClient:
                 await asyncio.sleep(wire.wait_pause_seconds(error, due_seconds))
             left_seconds = max(due_seconds - time.monotonic(), 0.0)
 
-    async def open_session(self, pool: str, *, client_name: str = "", lease_seconds: float = 0.0) -> "AsyncSession":
+    async def open_session(
+        self,
+        pool: str,
+        *,
+        client_name: str = "",
+        lease_seconds: float = 0.0,
+        min_blocks: int = 0,
+        max_blocks: int = 0,
+    ) -> "AsyncSession":
         """See `Client.open_session`. Cancelled, it may leave a session that ends with its lease."""
-        request = wire.open_session_request(pool, client_name, lease_seconds)
+        request = wire.open_session_request(pool, client_name, lease_seconds, Quota(min_blocks, max_blocks))
         sent_seconds, response = await self._calls.make_timed(self._stub.OpenSession, request)
         return AsyncSession(self._stub, wire.read_session(response, sent_seconds), self._calls)
 

@@ -10,6 +10,7 @@ from kvpool.client.wire import DEFAULT_DEADLINE_SECONDS
 from kvpool.server.address import check_address
 from kvpool.server.core.allocator import PoolInfo
 from kvpool.server.core.config import PoolConfig
+from kvpool.server.core.quota import Quota
 
 EMBEDDED: Final = "embedded:"
 
@@ -68,15 +69,29 @@ class Client:
         """
         return self._transport.wait_until_ready(name, timeout_seconds)
 
-    def open_session(self, pool: str, *, client_name: str = "", lease_seconds: float = 0.0) -> Session:
+    def open_session(
+        self,
+        pool: str,
+        *,
+        client_name: str = "",
+        lease_seconds: float = 0.0,
+        min_blocks: int = 0,
+        max_blocks: int = 0,
+    ) -> Session:
         """Attaches this scheduler to a pool.
 
         Args:
             pool: The pool's name.
             client_name: Tells people which scheduler this is.
             lease_seconds: How long the session outlives its last sign of life; 0 for the server's default, 10.
+            min_blocks: Blocks that it can always have, whatever others do; 0 for none.
+            max_blocks: Most blocks that its requests may hold, each counted once; 0 for no limit but the server's.
+
+        Raises:
+            ExhaustedError: `min_blocks` cannot be guaranteed now, or the pool has as many sessions as it may.
         """
-        return Session(self._transport, self._transport.open_session(pool, client_name, lease_seconds))
+        quota = Quota(min_blocks, max_blocks)
+        return Session(self._transport, self._transport.open_session(pool, client_name, lease_seconds, quota))
 
     def resume_session(self, session_id: str, *, sequence: int = 0) -> Session:
         """Takes a session up again within its lease: for a scheduler that was started anew and had stored these two.

@@ -16,6 +16,7 @@ from kvpool.client.lease import now_seconds
 from kvpool.client.transport import EventBatch, OpenedSession, WatchOptions
 from kvpool.server.core.allocator import PoolInfo
 from kvpool.server.core.config import PoolConfig
+from kvpool.server.core.quota import Quota
 from kvpool.server.core.step import Step, StepResult
 from kvpool.server.rpc import convert
 from kvpool.v1 import allocator_pb2, allocator_pb2_grpc, event_pb2_grpc, step_pb2
@@ -74,9 +75,9 @@ class GrpcTransport:
                 time.sleep(wire.wait_pause_seconds(error, due_seconds))
             left_seconds = max(due_seconds - time.monotonic(), 0.0)
 
-    def open_session(self, pool: str, client_name: str, lease_seconds: float) -> OpenedSession:
+    def open_session(self, pool: str, client_name: str, lease_seconds: float, quota: Quota) -> OpenedSession:
         """See `Transport`. From here on a thread keeps the session alive."""
-        request = wire.open_session_request(pool, client_name, lease_seconds)
+        request = wire.open_session_request(pool, client_name, lease_seconds, quota)
         sent_seconds, response = self._call_timed(self._stub.OpenSession, request)
         return self._drive(wire.read_session(response, sent_seconds))
 

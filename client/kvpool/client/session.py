@@ -178,7 +178,7 @@ class Session(SessionBase):
             num_encoder_tokens: Tokens that the encoder puts out, for models with cross attention.
 
         Returns:
-            What it got; None if there are not enough blocks.
+            What it got; None if there are not enough blocks, or its session would hold more than it may.
         """
         return self._call(steps.call_admit(request, max_new_tokens, num_lookahead_tokens, num_encoder_tokens))
 
@@ -206,9 +206,9 @@ class Session(SessionBase):
             delay_cache_blocks: Leave full blocks uncached until `cache_blocks`.
 
         Returns:
-            The new blocks; None if there are not enough (preempt and try again); `HitChanged` if some of what was
-            promised has been evicted meanwhile (allocate again with what it holds). In the last two cases nothing
-            was allocated.
+            The new blocks; None if there are not enough, or the session would hold more than it may (preempt and try
+            again; the outcome in a `step` tells which); `HitChanged` if some of what was promised has been evicted
+            meanwhile (allocate again with what it holds). In the last two cases nothing was allocated.
         """
         return self._call(
             steps.call_allocate_slots(

@@ -45,6 +45,9 @@ def ends_session(error: KvpoolError) -> bool:
 
 _DECLARING: Final = frozenset((Operation.LOOK_UP, Operation.PEEK, Operation.ADMIT, Operation.ALLOCATE))
 
+_SKIPPING: Final = frozenset((Outcome.OK, Outcome.NO_BLOCKS, Outcome.OVER_QUOTA))
+"""Outcomes of ALLOCATE before which blocks that slid out of a window were freed."""
+
 ResultT = TypeVar("ResultT")
 
 
@@ -66,7 +69,8 @@ class StepBuilder:
     """The operations of one step, in the order in which they are asked for.
 
     Each method returns an answer that is filled when the step has been sent and answered. After the first operation
-    that finds too few blocks, later ones that would take blocks are not tried (`Outcome.SKIPPED`).
+    that finds too few blocks (`Outcome.NO_BLOCKS`), or would pass the session's max_blocks (`Outcome.OVER_QUOTA`),
+    later ones that would take blocks are not tried (`Outcome.SKIPPED`).
     """
 
     def __init__(self, admission_budget_tokens: int = 0) -> None:
@@ -294,7 +298,7 @@ class StepBook:
         request.num_sent_tokens = 0 if gone else request.num_tokens
         request.num_sent_hashes = 0 if gone else len(request.hashes)
         request.num_computed_tokens -= row.num_rejected_tokens
-        if row.operation is Operation.ALLOCATE and answer.outcome in (Outcome.OK, Outcome.NO_BLOCKS):
+        if row.operation is Operation.ALLOCATE and answer.outcome in _SKIPPING:
             self._skip_blocks(request)
         if row.operation in (Operation.FREE, Operation.PREEMPT):
             request.forget_blocks()

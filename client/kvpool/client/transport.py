@@ -16,6 +16,7 @@ from kvpool.server.core.config import PoolConfig
 from kvpool.server.core.errors import InvalidArgumentError
 from kvpool.server.core.events import BlockEvent
 from kvpool.server.core.pool import Pool
+from kvpool.server.core.quota import Quota
 from kvpool.server.core.session import Session
 from kvpool.server.core.step import Step, StepResult
 from kvpool.server.core.types import PoolName, SessionId, WriterId
@@ -149,7 +150,7 @@ class Transport(Protocol):
     def wait_until_ready(self, name: str, timeout_seconds: float) -> PoolInfo:
         """Waits until a pool is there and ready."""
 
-    def open_session(self, pool: str, client_name: str, lease_seconds: float) -> OpenedSession:
+    def open_session(self, pool: str, client_name: str, lease_seconds: float, quota: Quota) -> OpenedSession:
         """Attaches this process to a pool."""
 
     def resume_session(self, session_id: str, sequence: int) -> OpenedSession:
@@ -198,7 +199,7 @@ class EmbeddedTransport:
         del timeout_seconds
         return self.get_pool(name)
 
-    def open_session(self, pool: str, client_name: str, lease_seconds: float) -> OpenedSession:
+    def open_session(self, pool: str, client_name: str, lease_seconds: float, quota: Quota) -> OpenedSession:
         """See `Transport`."""
         with self._lock:
             found, session = self._allocator.open_session(
@@ -207,6 +208,7 @@ class EmbeddedTransport:
                 lease_seconds,
                 session_id=SessionId(secrets.token_urlsafe(24)),
                 now_seconds=time.monotonic(),
+                quota=quota,
             )
             self._allocator.attach_stream(session)  # it dies with this process, so no lease is needed
             return _opened(found, session)

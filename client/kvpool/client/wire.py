@@ -10,6 +10,7 @@ from kvpool.client.lease import Lease
 from kvpool.client.transport import EventBatch, HeldRequest, OpenedSession, WatchKind, WatchOptions
 from kvpool.server.core.allocator import PoolInfo
 from kvpool.server.core.config import PoolConfig
+from kvpool.server.core.quota import Quota
 from kvpool.server.core.types import WriterId
 from kvpool.server.core.world import PoolState, RankState
 from kvpool.server.rpc import convert, convert_pool
@@ -94,10 +95,17 @@ def check_ready(pool: PoolInfo, timeout_seconds: float) -> PoolInfo:
     raise DeadlineError("POOL_NOT_READY", message)
 
 
-def open_session_request(pool: str, client_name: str, lease_seconds: float) -> allocator_pb2.OpenSessionRequest:
+def open_session_request(
+    pool: str, client_name: str, lease_seconds: float, quota: Quota
+) -> allocator_pb2.OpenSessionRequest:
     """Makes OpenSession's message, which may be sent again."""
     return allocator_pb2.OpenSessionRequest(
-        pool_name=pool, client_name=client_name, lease_seconds=lease_seconds, open_key=secrets.token_urlsafe(24)
+        pool_name=pool,
+        client_name=client_name,
+        lease_seconds=lease_seconds,
+        open_key=secrets.token_urlsafe(24),
+        min_blocks=quota.min_blocks,
+        max_blocks=quota.max_blocks,
     )
 
 

@@ -541,7 +541,9 @@ class PoolInfo(_message.Message):
     quarantined_sessions: _builtins.int
     """Sessions that have ended, whose blocks are not yet free."""
     reserved_blocks: _builtins.int
-    """Of free_blocks, those that are kept for sessions that hold fewer than they were guaranteed."""
+    """Of free_blocks, those that only sessions with min_blocks can be given: what these hold fewer than that, and one for
+    each block within it that others hold as well, who may keep it.
+    """
     @_builtins.property
     def config(self) -> Global___PoolConfig:
         """What it was declared with, defaults filled in. The hash scheme's none_hash is left out: only sessions learn it. Of

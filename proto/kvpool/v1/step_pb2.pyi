@@ -64,8 +64,8 @@ class Operation(_Operation, metaclass=_OperationEnumTypeWrapper):
     operations that need some, in the order of these.
 
     A step is checked whole before it changes anything: it is applied, or refused with an error that names the field.
-    Not enough blocks is no error: the operation is answered OUTCOME_NO_BLOCKS, and every later operation of the step
-    that would take blocks is answered OUTCOME_SKIPPED, untried, as in a scheduler's loop that stops there.
+    Not enough blocks is no error: the operation is answered OUTCOME_NO_BLOCKS (or OUTCOME_OVER_QUOTA), and every later
+    operation of the step that would take blocks OUTCOME_SKIPPED, untried, as in a scheduler's loop that stops there.
 
     What is asked for one request.
     """
@@ -111,7 +111,7 @@ class _OutcomeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Outcome.Value
     OUTCOME_UNSPECIFIED: _Outcome.ValueType  # 0
     """As asked. (Zero, so that a column of successes is empty.)"""
     OUTCOME_NO_BLOCKS: _Outcome.ValueType  # 1
-    """Not enough free blocks: nothing was allocated. Blocks that slid out of a window were freed nevertheless."""
+    """Not enough free blocks, those apart that are kept for others: nothing was allocated. Blocks that slid out of a window were freed nevertheless."""
     OUTCOME_SKIPPED: _Outcome.ValueType  # 2
     """Not tried, since an earlier operation of the step found too few blocks, or the token budget was used up, or the
     result holds 2^22 block ids already. Ask again.
@@ -131,7 +131,7 @@ class Outcome(_Outcome, metaclass=_OutcomeEnumTypeWrapper):
 OUTCOME_UNSPECIFIED: Outcome.ValueType  # 0
 """As asked. (Zero, so that a column of successes is empty.)"""
 OUTCOME_NO_BLOCKS: Outcome.ValueType  # 1
-"""Not enough free blocks: nothing was allocated. Blocks that slid out of a window were freed nevertheless."""
+"""Not enough free blocks, those apart that are kept for others: nothing was allocated. Blocks that slid out of a window were freed nevertheless."""
 OUTCOME_SKIPPED: Outcome.ValueType  # 2
 """Not tried, since an earlier operation of the step found too few blocks, or the token budget was used up, or the
 result holds 2^22 block ids already. Ask again.
@@ -290,7 +290,9 @@ class StepResult(_message.Message):
     sequence: _builtins.int
     """The step's sequence number."""
     free_blocks: _builtins.int
-    """Blocks that can be given now."""
+    """Blocks that the session can be given now: of the free ones those that are not kept for others, up to its
+    max_blocks.
+    """
     @_builtins.property
     def outcomes(self) -> _containers.RepeatedScalarFieldContainer[Global___Outcome.ValueType]:
         """Column: how each operation ended."""

@@ -18,6 +18,7 @@ from kvpool.client import (
     connect,
 )
 from kvpool.client.transport import EmbeddedTransport
+from kvpool.server.core.quota import NO_QUOTA
 from kvpool.server.core.step import Step, StepResult
 from kvpool.server.core.types import PoolName
 from support_server import pool_config
@@ -47,7 +48,7 @@ def transport() -> LossyTransport:
 
 @pytest.fixture
 def session(transport: LossyTransport) -> Session:
-    return Session(transport, transport.open_session("m", "", 0.0))
+    return Session(transport, transport.open_session("m", "", 0.0, NO_QUOTA))
 
 
 def info(transport: LossyTransport) -> PoolInfo:

@@ -7,6 +7,7 @@ import pytest
 from kvpool.server.core.errors import IntegrityError
 from kvpool.server.core.integrity import check_integrity
 from kvpool.server.core.pool import Pool
+from kvpool.server.core.quota import Quota
 from kvpool.server.core.session import Session
 from kvpool.server.core.types import NULL_BLOCK, BlockHash, BlockId, GroupId, RequestNumber, Sequence, WriterId
 from support_core import World
@@ -82,3 +83,54 @@ def test_cooked_books_are_found(case: str, world: World) -> None:
 def test_a_session_left_out_is_missed(world: World) -> None:
     with pytest.raises(IntegrityError):
         check_integrity(world.pool, [])
+
+
+def cook_counted_blocks(world: World, session: Session) -> None:
+    del world
+    assert session.holding
+    session.holding.counts[BlockId(8)] = 1
+
+
+def cook_uncovered(world: World, session: Session) -> None:
+    del world
+    assert session.holding
+    session.holding.uncovered[BlockId(1)] = None
+
+
+def cook_minima(world: World, _: Session) -> None:
+    world.pool.quotas.min_blocks += 1
+
+
+def cook_covering(world: World, _: Session) -> None:
+    world.pool.quotas.num_covering[BlockId(1)] += 1
+
+
+def cook_only_covered(world: World, _: Session) -> None:
+    world.pool.quotas._num_only_covered -= 1
+
+
+def cook_maximum(world: World, session: Session) -> None:
+    del world
+    assert session.holding
+    session.holding.max_blocks = 2
+
+
+@pytest.mark.parametrize(
+    ("cook", "found"),
+    [
+        (cook_counted_blocks, "holds other blocks"),
+        (cook_uncovered, "covers 2 blocks"),
+        (cook_minima, "minima of 3, 4 are counted"),
+        (cook_covering, "covering tables"),
+        (cook_only_covered, "only covered"),
+        (cook_maximum, "more than its maximum"),
+    ],
+)
+def test_cooked_quotas(cook: Callable[[World, Session], None], found: str) -> None:
+    world = World(num_blocks=9)
+    session = world.open(quota=Quota(3, 5))
+    world.admit(session, 1, "abc", 13)
+    check_integrity(world.pool, world.sessions())
+    cook(world, session)
+    with pytest.raises(IntegrityError, match=found):
+        check_integrity(world.pool, world.sessions())

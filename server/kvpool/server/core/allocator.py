@@ -16,6 +16,7 @@ from kvpool.server.core.inspection import named
 from kvpool.server.core.intake import Intake
 from kvpool.server.core.pool import Pool
 from kvpool.server.core.quarantine import Quarantined
+from kvpool.server.core.quota import NO_QUOTA, Quota
 from kvpool.server.core.residency import Residency
 from kvpool.server.core.session import LeaseBounds, Session, check_key, first_id
 from kvpool.server.core.session_ends import SessionEnds, ended_error
@@ -70,6 +71,7 @@ class PoolInfo:
         groups: Its groups, in their order.
         quarantined_blocks: Blocks that ended sessions held, not yet free since a step of theirs may still run.
         quarantined_sessions: Sessions that have ended, whose blocks are not yet free.
+        reserved_blocks: Of free_blocks, those that only sessions with a minimum can be given.
     """
 
     config: PoolConfig
@@ -92,6 +94,7 @@ class PoolInfo:
     groups: tuple[GroupInfo, ...] = ()
     quarantined_blocks: int = 0
     quarantined_sessions: int = 0
+    reserved_blocks: int = 0
 
 
 class Allocator:
@@ -234,6 +237,7 @@ class Allocator:
         session_id: SessionId,
         now_seconds: float,
         open_key: str = "",
+        quota: Quota = NO_QUOTA,
     ) -> tuple[Pool, Session]:
         """Attaches a scheduler process to a pool; or finds the session that the same key opened, if it lives.
 
@@ -244,18 +248,20 @@ class Allocator:
             session_id: The id of a session that is new.
             now_seconds: The time.
             open_key: Drawn by the caller, so that the call can be repeated; empty for a new session in any case.
+            quota: What it can always have, and the most it may hold.
 
         Returns:
             The pool and the session, whose id is another than `session_id` if it was found; it is heard of by that.
 
         Raises:
-            InvalidArgumentError: The lease, the client's name or the key is out of range, or the key was used for
-                something else.
+            InvalidArgumentError: The lease, the client's name, the key or the quota is out of range, or the key was
+                used for something else.
             AbortedError: The session that the key opened was resumed by another process.
             NotFoundError: There is no such pool.
             UnavailableError: The pool is drained or suspended.
+            ExhaustedError: The quota's minimum cannot be guaranteed now.
         """
-        asked_for = (pool_name, client_name, lease_seconds)
+        asked_for = (pool_name, client_name, lease_seconds, quota)
         lease_seconds = self._leases.choose(lease_seconds)
         if len(client_name.encode("utf-8", "surrogatepass")) > 256:  # noqa: PLR2004 - the proto states it
             raise InvalidArgumentError("client_name", "longer than 256 bytes")
@@ -266,9 +272,10 @@ class Allocator:
         pool = self.pool(pool_name)
         self.intake.check(pool.config.name)
         pool.check_serving()
+        holding = pool.quotas.open(quota)
         self._last_writer += 1
         writer = WriterId(self._last_writer)
-        session = Session(session_id, writer, client_name, lease_seconds, now_seconds, open_key, asked_for)
+        session = Session(session_id, writer, client_name, lease_seconds, now_seconds, open_key, asked_for, holding)
         self._sessions[session_id] = (pool, session)
         if open_key:
             self._by_open_key[open_key] = session
@@ -537,6 +544,7 @@ class Allocator:
             groups=tuple(_describe_group(pool, GroupId(i)) for i in range(len(pool.config.groups))),
             quarantined_blocks=pool.quarantine.num_blocks,
             quarantined_sessions=len(pool.quarantine),
+            reserved_blocks=pool.quotas.num_reserved,
         )
 
     def _state_of(self, pool: Pool) -> PoolState:

@@ -1,7 +1,7 @@
 """Applies a checked step, operation by operation, and writes down what became of each.
 
-1. After the first operation that finds too few blocks, nothing takes blocks any more in this step: as in a scheduler's
-   loop that stops there to preempt.
+1. After the first operation that finds too few blocks, or would pass the session's maximum, nothing takes blocks any
+   more in this step: as in a scheduler's loop that stops there to preempt.
 2. Nor does anything add to an answer that has grown too long for a message: it is not tried, and can be asked again.
 3. What a request grew by, and what it threw away, is taken note of whatever became of the operation itself.
 """
@@ -64,7 +64,7 @@ def end_session(pool: Pool, session: Session) -> int:
     Returns:
         How many requests were freed.
     """
-    pool.end_writer(session.writer)
+    _withdraw(pool, session)
     return _free_requests(pool, session)
 
 
@@ -77,7 +77,7 @@ def put_away(pool: Pool, session: Session, now_seconds: float, quarantine_second
     if due_seconds <= now_seconds or not any(request.holds_blocks for request in session.requests.values()):
         end_session(pool, session)
         return
-    pool.end_writer(session.writer)
+    _withdraw(pool, session)
     pool.quarantine.add(Quarantined(session, now_seconds, due_seconds))
 
 
@@ -85,6 +85,14 @@ def release(pool: Pool, quarantined: Quarantined) -> None:
     """Frees what an ended session held in quarantine."""
     pool.quarantine.remove(quarantined)
     _free_requests(pool, quarantined.session)
+
+
+def _withdraw(pool: Pool, session: Session) -> None:
+    """Withdraws what a session that has ended never said to be executed, and its quota."""
+    pool.end_writer(session.writer)
+    if session.holding:
+        pool.quotas.end(session.holding, session.requests.values())
+        session.holding = None
 
 
 def _free_requests(pool: Pool, session: Session) -> int:
@@ -133,7 +141,8 @@ class _Application:
                 handler = _HANDLERS.get(row.operation)
                 if handler:
                     handler(self, i, row, row.request)
-        result = StepResult(self._sequence, self._pool.blocks.num_free_blocks, block_ids=list(self._block_ids))
+        free_blocks = self._pool.quotas.num_free_for(self._session.holding)
+        result = StepResult(self._sequence, free_blocks, block_ids=list(self._block_ids))
         for name in _COLUMNS:
             column: list[int] = getattr(self, f"_{name}")
             if any(column):
@@ -230,7 +239,8 @@ class _Application:
         return len(self._block_ids) >= MAX_ANSWER_BLOCKS
 
     def _refuse(self, i: int) -> None:
-        self._outcomes[i] = Outcome.NO_BLOCKS
+        holding = self._session.holding
+        self._outcomes[i] = Outcome.OVER_QUOTA if holding and holding.is_over else Outcome.NO_BLOCKS
         self._out_of_blocks = True
 
     def _put_hit(self, i: int, computed: ComputedBlocks) -> None:

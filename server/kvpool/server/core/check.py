@@ -226,7 +226,12 @@ class StepChecker:
         self._id_at += 1
         self._ids[request_id] = True
         request = Request(
-            request_id, RequestNumber(number), self._session.writer, self._pool.new_tables(), lora_name=lora_name
+            request_id,
+            RequestNumber(number),
+            self._session.writer,
+            self._pool.new_tables(),
+            lora_name=lora_name,
+            holding=self._session.holding,
         )
         seen = self._seen[number] = _Seen(request, 0, 0, holds_blocks=False)
         return seen

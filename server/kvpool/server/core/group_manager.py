@@ -100,14 +100,16 @@ class GroupManager:
         table.block_ids.extend(new)
         return new
 
-    def skip(self, table: BlockTable, num_computed_tokens: int) -> None:
-        """Frees the blocks that nothing looks at any more, the last first; null stands in their place."""
+    def skip(self, table: BlockTable, num_computed_tokens: int) -> list[BlockId]:
+        """Frees the blocks that nothing looks at any more, the last first; null stands in their place. Returns them."""
         start, end = table.num_skipped, min(self.num_skipped_blocks(num_computed_tokens), len(table.block_ids))
-        if start < end:
-            skipped = table.block_ids[start:end]
-            table.block_ids[start:end] = [NULL_BLOCK] * len(skipped)
-            table.num_skipped = end
-            self._counters.used_blocks -= self._pool.release(reversed(skipped))
+        if start >= end:
+            return []
+        skipped = table.block_ids[start:end]
+        table.block_ids[start:end] = [NULL_BLOCK] * len(skipped)
+        table.num_skipped = end
+        self._counters.used_blocks -= self._pool.release(reversed(skipped))
+        return skipped
 
     def cache(self, request: Request, num_tokens: int, sequence: types.Sequence) -> None:
         """Caches the full blocks among the first `num_tokens` tokens, which the change `sequence` fills."""
@@ -135,10 +137,12 @@ class GroupManager:
                 ),
             )
 
-    def free(self, table: BlockTable) -> None:
-        """Empties the table."""
-        self._counters.used_blocks -= self._pool.release(reversed(table.block_ids[table.num_skipped :]))
+    def free(self, table: BlockTable) -> list[BlockId]:
+        """Empties the table; returns what it held."""
+        held = table.block_ids[table.num_skipped :]
+        self._counters.used_blocks -= self._pool.release(reversed(held))
         table.clear()
+        return held
 
     def num_common_prefix_blocks(self, table: BlockTable, others: Iterable[BlockTable]) -> int:
         """Leading blocks that the table has in common with all others; 0 for kinds that skip or hold no tokens.

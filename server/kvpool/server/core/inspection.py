@@ -50,6 +50,8 @@ class SessionInfo:
     requests: int
     running_requests: int
     held_blocks: tuple[int, ...]
+    min_blocks: int = 0
+    max_blocks: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +137,8 @@ def describe_session(pool: Pool, session: Session, now_seconds: float) -> Sessio
         requests=len(requests),
         running_requests=sum(1 for request in requests if request.num_computed_tokens),
         held_blocks=tuple(map(sum, zip(*held, strict=True))) if held else (0,) * len(pool.config.groups),
+        min_blocks=session.holding.min_blocks if session.holding else 0,
+        max_blocks=session.holding.max_blocks if session.holding else 0,
     )
 
 

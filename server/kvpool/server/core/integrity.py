@@ -28,6 +28,7 @@ def check_integrity(pool: Pool, sessions: Iterable[Session]) -> None:
     _check_group_counters(pool, requests)
     _check_prefix_map(pool, {session.writer for session in sessions})
     _check_quarantine(pool, quarantined)
+    _check_quotas(pool, sessions, owners)
     for session in sessions + quarantined:
         _require(
             list(session.requests.values()) == list(session.by_number.values()), "requests by id and by number differ"
@@ -73,6 +74,31 @@ def _check_free_list(pool: Pool, owners: Counter[BlockId]) -> None:
         count = blocks.ref_cnt(block_id)
         _require(count == owners[block_id], f"block {block_id}: ref_cnt {count}, in {owners[block_id]} tables")
     _require(not set(free) & set(owners), "a block is both free and used")
+
+
+def _check_quotas(pool: Pool, sessions: list[Session], owners: Counter[BlockId]) -> None:
+    covering: Counter[BlockId] = Counter()
+    min_blocks = 0
+    for session in sessions:
+        holding, who = session.holding, f"session {session.writer}"
+        _require(all(r.holding is holding for r in session.requests.values()), f"{who}: another's holding")
+        if holding is None:
+            continue
+        tables = [table for request in session.requests.values() for table in request.tables]
+        counts = Counter(b for table in tables for b in table.block_ids[table.num_skipped :])
+        _require(counts == holding.counts, f"{who}: holds other blocks than are counted")
+        _require(holding.uncovered.keys() <= counts.keys(), f"{who}: does not cover what it does not hold")
+        covered = counts.keys() - holding.uncovered.keys()
+        _require(len(covered) == min(len(counts), holding.min_blocks), f"{who}: covers {len(covered)} blocks")
+        _require(not holding.max_blocks or len(counts) <= holding.max_blocks, f"{who}: holds more than its maximum")
+        covering.update({block_id: counts[block_id] for block_id in covered})
+        min_blocks += holding.min_blocks
+    quotas = pool.quotas
+    only_covered = sum(1 for block_id, count in covering.items() if count == owners[block_id])
+    _require(quotas.min_blocks == min_blocks, f"minima of {min_blocks}, {quotas.min_blocks} are counted")
+    _require(quotas.num_covering == covering, "covering tables are counted wrong")
+    _require(quotas.num_reserved == min_blocks - only_covered, "what is only covered is counted wrong")
+    _require(quotas.num_left >= 0, "more is common than the minima leave")
 
 
 def _check_group_counters(pool: Pool, requests: list[Request]) -> None:

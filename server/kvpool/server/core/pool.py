@@ -18,6 +18,7 @@ from kvpool.server.core.errors import InvalidArgumentError, UnavailableError
 from kvpool.server.core.group_manager import GroupManager
 from kvpool.server.core.prefix_search import PrefixSearch
 from kvpool.server.core.quarantine import Quarantine
+from kvpool.server.core.quota import Quotas
 from kvpool.server.core.request import BlockTable, Request
 from kvpool.server.core.residency import Residency
 from kvpool.server.core.session import Session
@@ -66,6 +67,7 @@ class Pool:
         hash_block_size: The configuration's, worked out once.
         epoch: Goes up whenever the contents of blocks can no longer be trusted.
         blocks: The blocks.
+        quotas: What its sessions can always have, and the most they may hold.
         stats: Counters of look-ups.
         recent_hit_rate: Hit rate over the last look-ups.
         num_preemptions: Times that a request's blocks were taken back.
@@ -97,6 +99,7 @@ class Pool:
         self.blocks = BlockPool(config, self.residency)
         self._managers = [GroupManager(config, GroupId(i), self.blocks) for i in range(len(config.groups))]
         self._windowed = [manager for manager in self._managers if not manager.spec.keeps_all]
+        self.quotas = Quotas(self.blocks, self.blocks.num_free_blocks)
         self._search = PrefixSearch(self._managers, self.blocks.prefix_map, config.hit_alignment)
 
     def __repr__(self) -> str:
@@ -250,19 +253,24 @@ class Pool:
             sequence: The session's change, whose execution fills the slots.
 
         Returns:
-            The new blocks, group by group; None if there are too few free blocks: then nothing was changed, but that
-            blocks which nothing looks at any more were freed.
+            The new blocks, group by group; None if there are too few that the session may be given: then nothing was
+            changed, but that blocks which nothing looks at any more were freed.
         """
         hit = computed.block_ids if computed else ((),) * len(self._managers)
         num_computed = request.num_computed_tokens + (computed.num_tokens if computed else 0)
         num_slots = min(num_computed + num_new_tokens + num_lookahead_tokens, self.config.max_model_len)
+        has_quota = self.quotas.applies_to(request.holding)
         for manager in self._windowed:
-            manager.skip(request.tables[manager.group_id], num_computed)
+            skipped = manager.skip(request.tables[manager.group_id], num_computed)
+            if has_quota:
+                self.quotas.lost(request.holding, skipped)
         needed = sum(
             manager.num_blocks_to_allocate(table, num_slots, blocks, num_encoder_tokens)
             for manager, table, blocks in zip(self._managers, request.tables, hit, strict=True)
         )
-        if needed > self.blocks.num_free_blocks:
+        hit_blocks = [block_id for blocks in hit for block_id in blocks if block_id] if has_quota else []
+        forbidden = has_quota and not self.quotas.allows(request.holding, hit_blocks, needed)
+        if forbidden or needed > self.blocks.num_free_blocks:
             self.activity.refusals += 1
             return None
         self.activity.allocations += 1
@@ -273,6 +281,8 @@ class Pool:
             manager.allocate(table, num_slots, num_encoder_tokens)
             for manager, table in zip(self._managers, request.tables, strict=True)
         )
+        if has_quota:
+            self.quotas.gained(request.holding, hit_blocks, [block_id for blocks in new for block_id in blocks])
         request.num_computed_tokens = num_computed + num_new_tokens
         if self.config.enable_caching and not delay_cache_blocks:
             self.cache(request, request.num_computed_tokens, sequence=sequence)
@@ -285,8 +295,11 @@ class Pool:
 
     def free(self, request: Request) -> None:
         """Frees the request's blocks, the last first; the caller forgets it or admits it again from the start."""
+        has_quota = self.quotas.applies_to(request.holding)
         for manager, table in zip(self._managers, request.tables, strict=True):
-            manager.free(table)
+            freed = manager.free(table)
+            if has_quota:
+                self.quotas.lost(request.holding, freed)
         request.num_computed_tokens = 0
 
     def preempt(self, request: Request) -> None:

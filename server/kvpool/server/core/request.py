@@ -1,4 +1,4 @@
-"""A request as the pool knows it, and its block tables."""
+"""A request as the pool knows it, its block tables, and what its session holds."""
 
 from dataclasses import dataclass, field
 
@@ -26,6 +26,39 @@ class BlockTable:
 
 
 @dataclass(slots=True, eq=False)
+class Holding:
+    """The blocks that the requests of a session with a quota hold, each once. Kept by `Quotas`.
+
+    Attributes:
+        min_blocks: See `Quota`.
+        max_blocks: See `Quota`.
+        counts: In how many of its tables each block is.
+        uncovered: Of these blocks, those beyond its minimum, in the order in which they came.
+        is_over: Whether what it asked for last would have passed its maximum.
+    """
+
+    min_blocks: int
+    max_blocks: int
+    counts: dict[BlockId, int] = field(default_factory=dict)
+    uncovered: dict[BlockId, None] = field(default_factory=dict)
+    is_over: bool = False
+
+    @property
+    def num_lacking(self) -> int:
+        """Blocks of its minimum that it does not hold."""
+        return self.min_blocks - len(self.counts) + len(self.uncovered)
+
+    def drop(self, block_id: BlockId) -> None:
+        """Counts one table less for a block."""
+        count = self.counts[block_id] - 1
+        if count:
+            self.counts[block_id] = count
+        else:
+            del self.counts[block_id]
+            self.uncovered.pop(block_id, None)
+
+
+@dataclass(slots=True, eq=False)
 class Request:
     """A request of a session.
 
@@ -41,6 +74,7 @@ class Request:
         token_ids: The known tokens, if the pool makes events.
         lora_name: Its LoRA, for events.
         tables: Its blocks, group by group.
+        holding: What its session's requests hold, if that has a quota.
     """
 
     request_id: RequestId
@@ -54,6 +88,7 @@ class Request:
     joined_hashes: dict[int, list[BlockHash]] = field(default_factory=dict)
     token_ids: list[int] = field(default_factory=list)
     lora_name: str | None = None
+    holding: Holding | None = None
 
     @property
     def holds_blocks(self) -> bool:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from kvpool.server.core.errors import InvalidArgumentError, WrongStateError
-from kvpool.server.core.request import Request
+from kvpool.server.core.request import Holding, Request
 from kvpool.server.core.step import StepResult
 from kvpool.server.core.types import RequestId, RequestNumber, Sequence, SessionId, WriterId
 
@@ -83,6 +83,7 @@ class Session:
         heard_seconds: When it was last heard of, on the server's monotonic clock.
         open_key: What made opening it repeatable; empty for nothing.
         asked_for: What it was opened with, compared when the key comes again.
+        holding: The blocks that its requests hold, if it has a quota.
         opened_seconds: When it was opened, on the same clock.
         current_id: The id that the process which drives it has.
         open_streams: Streams that keep it alive.
@@ -99,6 +100,7 @@ class Session:
     heard_seconds: float
     open_key: str = ""
     asked_for: tuple[object, ...] = ()
+    holding: Holding | None = None
     opened_seconds: float = field(init=False)
     current_id: SessionId = field(init=False)
     open_streams: int = 0

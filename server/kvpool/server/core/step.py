@@ -40,6 +40,7 @@ class Outcome(IntEnum):
     SKIPPED = 2
     HIT_CHANGED = 3
     IN_USE = 4
+    OVER_QUOTA = 5
 
 
 @dataclass(slots=True)
@@ -91,7 +92,7 @@ class StepResult:
 
     Attributes:
         sequence: The step's.
-        free_blocks: Blocks that can be given now.
+        free_blocks: Blocks that the session can be given now.
         outcomes: Column: how each operation ended, values of `Outcome`.
         num_hit_tokens: Column: tokens found (LOOK_UP, ADMIT, changed hit).
         num_shared_hit_tokens: Column: of num_hit_tokens, those of blocks that another session filled.

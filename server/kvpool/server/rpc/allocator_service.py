@@ -9,6 +9,7 @@ import grpc
 
 from kvpool.server import faults
 from kvpool.server.core.errors import InvalidArgumentError
+from kvpool.server.core.quota import Quota
 from kvpool.server.core.step import Operation, Outcome, Step
 from kvpool.server.core.types import SessionId
 from kvpool.server.obs.observations import Observations
@@ -68,6 +69,7 @@ class AllocatorService(allocator_pb2_grpc.AllocatorServiceServicer):
             session_id=session_id,
             now_seconds=self._hub.now_seconds(),
             open_key=request.open_key,
+            quota=Quota(request.min_blocks, request.max_blocks),
         )
         faults.reach("session.opened")
         if session.session_id == session_id:  # else its key had opened it before

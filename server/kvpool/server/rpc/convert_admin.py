@@ -31,6 +31,8 @@ def session_from_proto(message: admin_pb2.SessionInfo) -> SessionInfo:
         requests=message.requests,
         running_requests=message.running_requests,
         held_blocks=tuple(message.held_blocks),
+        min_blocks=message.min_blocks,
+        max_blocks=message.max_blocks,
     )
 
 

@@ -145,6 +145,7 @@ def info_to_proto(info: PoolInfo) -> pool_pb2.PoolInfo:
         groups=[pool_pb2.GroupInfo(**asdict(group)) for group in info.groups],
         quarantined_blocks=info.quarantined_blocks,
         quarantined_sessions=info.quarantined_sessions,
+        reserved_blocks=info.reserved_blocks,
     )
 
 
@@ -171,6 +172,7 @@ def info_from_proto(message: pool_pb2.PoolInfo) -> PoolInfo:
         groups=tuple(GroupInfo(**_values(GroupInfo, group)) for group in message.groups),
         quarantined_blocks=message.quarantined_blocks,
         quarantined_sessions=message.quarantined_sessions,
+        reserved_blocks=message.reserved_blocks,
     )
 
 

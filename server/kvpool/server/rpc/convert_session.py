@@ -15,6 +15,8 @@ def session_to_proto(pool: Pool, session: Session) -> allocator_pb2.Session:
         lease_seconds=session.lease_seconds,
         epoch=pool.epoch,
         session_number=session.writer,
+        min_blocks=session.holding.min_blocks if session.holding else 0,
+        max_blocks=session.holding.max_blocks if session.holding else 0,
     )
 
 
