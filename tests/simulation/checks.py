@@ -1,0 +1,175 @@
+"""What must hold at every moment, whatever breaks: looked at from outside, at the server's door and in its memory."""
+
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+from google.protobuf import text_format
+from google.protobuf.message import Message
+from google.rpc import error_details_pb2, status_pb2
+
+from kvpool.client import aio
+from kvpool.client.errors import KvpoolError
+from kvpool.client.request import Request
+from kvpool.server.core.allocator import Allocator
+from kvpool.server.core.errors import IntegrityError
+from kvpool.server.core.integrity import check_integrity
+from kvpool.server.core.pool import Pool
+from kvpool.server.core.types import SessionId
+from kvpool.v1 import allocator_pb2, step_pb2
+from simulation.fake_grpc import Call, Status
+
+_FOR_EVER = ("LEASE_EXPIRED", "EPOCH_PASSED", "SESSION_EVICTED", "SESSION_CLOSED")
+"""Reasons after which a session never gets an answer again."""
+
+
+class Checks:
+    """The checks of one schedule.
+
+    Args:
+        fail: Told of what must never be.
+        allocator: The server's core, if one runs.
+        told_epoch: The newest epoch that a rank which lives was told of.
+        trace: Told what passes the server's door.
+    """
+
+    def __init__(
+        self,
+        fail: Callable[[str], None],
+        allocator: Callable[[], Allocator | None],
+        told_epoch: Callable[[], int],
+        trace: Callable[..., None],
+    ) -> None:
+        self._fail = fail
+        self._allocator = allocator
+        self._told_epoch = told_epoch
+        self._trace = trace
+        self._ended: dict[str, str] = {}
+        self._answers: dict[tuple[str, int], bytes] = {}
+        self._last_sequence: dict[str, int] = {}
+        self.num_answers = 0
+        self.num_retries = 0
+
+    # At the door.
+
+    def received(self, call: Call, message: Any) -> None:
+        """See `Tap`."""
+        call.session_id = getattr(message, "session_id", "") or call.session_id
+        call.was_ended = call.session_id in self._ended
+        self._trace("%s -> %s %s", call.client, _Told(call.method), _Told(message))
+
+    def answered(self, call: Call, message: Any) -> None:
+        """See `Tap`."""
+        self._trace("%s <- %s %s", call.client, _Told(call.method), _Told(message))
+        if isinstance(message, allocator_pb2.OpenSessionResponse):
+            self._check_epoch(message.session.epoch)
+        if not call.session_id:
+            return
+        if call.was_ended and not call.method.endswith("CloseSession"):
+            self._fail(f"{call.method} was answered after the session had ended with {self._ended[call.session_id]}")
+        if isinstance(message, step_pb2.StepResult):
+            self._check_result(call.session_id, message)
+
+    def _check_epoch(self, epoch: int) -> None:
+        if epoch < self._told_epoch():
+            self._fail(f"a session was opened in epoch {epoch}, a rank knows of {self._told_epoch()}")
+
+    def _check_result(self, session_id: str, result: step_pb2.StepResult) -> None:
+        encoded = result.SerializeToString()
+        last = self._last_sequence.get(session_id, 0)
+        if result.sequence == last + 1:
+            self._last_sequence[session_id] = result.sequence
+            self._answers[session_id, result.sequence] = encoded
+            self.num_answers += 1
+        elif self._answers.get((session_id, result.sequence)) != encoded:
+            self._fail(f"step {result.sequence} after {last} was answered otherwise than before")
+        else:
+            self.num_retries += 1
+
+    def ended(self, call: Call, status: Status) -> None:
+        """See `Tap`."""
+        code, text, trailers = status
+        self._trace("%s <- %s ended: %s %s", call.client, _Told(call.method), code.name, text)
+        if code is grpc.StatusCode.INTERNAL:
+            self._fail(f"{call.method}: {text}")
+        if code is grpc.StatusCode.ABORTED and call.session_id:
+            reason = _reason(trailers)
+            if reason in _FOR_EVER:
+                self._ended[call.session_id] = reason
+
+    # At the scheduler.
+
+    def settled(self, session: aio.AsyncSession, running: list[Request]) -> None:
+        """See `Watcher`: the server holds for the session what the scheduler believes."""
+        allocator = self._allocator()
+        found = allocator._sessions.get(SessionId(session.session_id)) if allocator else None
+        if found is None:
+            return
+        held = found[1]
+        if held.sequence != session.sequence:
+            self._fail(f"the server made {held.sequence} changes, the scheduler knows of {session.sequence}")
+        for request in running:
+            other = held.requests.get(request.request_id)
+            tables = [list(table.block_ids) for table in other.tables] if other else None
+            if tables != request.block_ids:
+                self._fail(f"{request.request_id}: the scheduler knows {request.block_ids}, the server {tables}")
+
+    def session_ended(self, session: aio.AsyncSession, error: KvpoolError) -> None:
+        """See `Watcher`."""
+        if error.reason in _FOR_EVER:
+            self._ended.setdefault(session.session_id, error.reason)
+
+    # In the server's memory.
+
+    def integrity(self) -> None:
+        """The books balance."""
+        allocator = self._allocator()
+        for pool in allocator.pools() if allocator else ():
+            try:
+                check_integrity(pool, allocator.sessions_of(pool) if allocator else ())
+            except IntegrityError as error:
+                self._fail(str(error))
+
+    def is_quiet(self) -> bool:
+        """Whether no session is open and no block is held."""
+        allocator = self._allocator()
+        return allocator is not None and not any(pool.sessions or held_blocks(pool) for pool in allocator.pools())
+
+    def nothing_held(self) -> None:
+        """All sessions have ended and every block is free."""
+        self.integrity()
+        allocator = self._allocator()
+        if allocator is None:
+            self._fail("no server runs at the end")
+            return
+        for pool in allocator.pools():
+            if pool.sessions:
+                self._fail(f"{len(pool.sessions)} sessions are open at the end")
+            if held_blocks(pool):
+                self._fail(f"{held_blocks(pool)} blocks are lost")
+
+
+class _Told:
+    """A message or a method as a trace tells it; made only if there is one."""
+
+    def __init__(self, what: str | Message) -> None:
+        self._what = what
+
+    def __str__(self) -> str:
+        if isinstance(self._what, str):
+            return self._what.rpartition("/")[2]
+        return text_format.MessageToString(self._what, as_one_line=True)[:400]
+
+
+def held_blocks(pool: Pool) -> int:
+    """Blocks that are neither free nor set aside."""
+    return pool.blocks.num_blocks - 1 - len(pool.sink_blocks) - pool.blocks.num_free_blocks
+
+
+def _reason(trailers: Any) -> str:
+    info = error_details_pb2.ErrorInfo()
+    for _, value in trailers:
+        for detail in status_pb2.Status.FromString(value).details:
+            if detail.Unpack(info):
+                return str(info.reason)
+    return ""

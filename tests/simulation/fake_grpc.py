@@ -1,0 +1,490 @@
+"""What the simulation puts in the place of grpc.aio's channels and servers. Messages cross the network as bytes.
+
+The generated stubs and servicers, the client and the server's services run on it unchanged. A call is bound to the
+server process that listened when it began; it ends once, for each side on its own: with a status, a deadline, a
+cancellation, or because its connection broke, with any part of what was sent delivered before.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Awaitable, Callable, Generator, Sequence
+from random import Random
+from typing import Any, Protocol
+
+import grpc
+
+from simulation.network import Network, Pipe
+from simulation.virtual_loop import Process, current_process
+
+Serializer = Callable[[Any], bytes]
+Deserializer = Callable[[bytes], Any]
+Status = tuple[grpc.StatusCode, str, Sequence[tuple[str, str | bytes]]]
+
+OK: Status = (grpc.StatusCode.OK, "", ())
+_REPEATABLE = ("KeepAlive", "MarkExecuted", "CloseSession")
+"""Unary calls that a network may deliver twice."""
+
+
+class Tap(Protocol):
+    """Who looks at what passes through a server's door."""
+
+    def received(self, call: "Call", message: Any) -> None:
+        """A message was taken by its service."""
+
+    def answered(self, call: "Call", message: Any) -> None:
+        """A message was sent by it."""
+
+    def ended(self, call: "Call", status: Status) -> None:
+        """The service ended the call."""
+
+
+class Aborted(Exception):  # noqa: N818 - named as grpc's own
+    """Raised by `ServerContext.abort`, as grpc does."""
+
+    def __init__(self, status: Status) -> None:
+        super().__init__(status)
+        self.status = status
+
+
+class Wire:
+    """All channels and servers of a simulation.
+
+    Attributes:
+        network: What carries the messages.
+        random: Draws which calls are delivered twice.
+        tap: Looks at what passes.
+        repeats: Share of the calls that may be that are delivered twice.
+        losses: Share of the messages with which their connection breaks.
+        listeners: By address, the server that listens.
+    """
+
+    def __init__(self, network: Network, random: Random, tap: Tap) -> None:
+        self.network = network
+        self.random = random
+        self.tap = tap
+        self.repeats = 0.0
+        self.losses = 0.0
+        self.listeners: dict[str, FakeServer] = {}
+
+    def channel(self, address: str, **_: object) -> "FakeChannel":
+        """Takes the place of grpc.aio.insecure_channel."""
+        return FakeChannel(self, address)
+
+    def server(self, **_: object) -> "FakeServer":
+        """Takes the place of grpc.aio.server."""
+        return FakeServer(self)
+
+    def sever_process(self, client: Process) -> None:
+        """Breaks all calls of a process."""
+        self._sever(lambda call: call.client is client)
+
+    def sever_hosts(self, one: str, other: str) -> None:
+        """Breaks all calls between two hosts."""
+        self._sever(lambda call: {call.to_server.sender, call.to_server.receiver} == {one, other})
+
+    def _sever(self, is_meant: Callable[["Call"], bool]) -> None:
+        for server in tuple(self.listeners.values()):
+            for call in [call for call in server.calls if is_meant(call)]:
+                call.sever(self.random)
+
+
+class Call:
+    """One call, both ends of it.
+
+    Attributes:
+        method: Its path.
+        client: The process that made it.
+        status: How it ended for the client; None while it goes on.
+        session_id: The session that its first message named, if it named one.
+        was_ended: Free for the tap: whether the session had ended when the newest message came.
+    """
+
+    def __init__(self, wire: Wire, method: str, client: Process, address: str) -> None:
+        self.method = method
+        self.client = client
+        self.status: Status | None = None
+        self.session_id = ""
+        self.was_ended = False
+        self.inbox: deque[bytes] = deque()
+        self.server_inbox: deque[bytes] = deque()
+        self.client_is_done = False
+        self.server_task: asyncio.Task[None] | None = None
+        self.server: FakeServer | None = None
+        self._wire = wire
+        self._waiter: asyncio.Future[None] | None = None
+        self._server_waiter: asyncio.Future[None] | None = None
+        self._deadline: asyncio.TimerHandle | None = None
+        network = wire.network
+        self.to_server = Pipe(network, client.name, address)
+        self.to_client = Pipe(network, address, client.name)
+        server = wire.listeners.get(address)
+        if server is None:
+            network.soon(self.end_client, (grpc.StatusCode.UNAVAILABLE, "connection refused", ()))
+            return
+        self.server = server
+        server.calls[self] = None
+        self.to_server.send(lambda: server.take(self))
+
+    # The client's end.
+
+    def set_deadline(self, timeout_seconds: float | None) -> None:
+        """Ends the call after a time."""
+        if timeout_seconds is not None:
+            self._deadline = asyncio.get_running_loop().call_later(timeout_seconds, self._pass_deadline)
+
+    def _pass_deadline(self) -> None:
+        self._give_up((grpc.StatusCode.DEADLINE_EXCEEDED, "deadline exceeded", ()))
+
+    def cancel(self) -> None:
+        """The client gives the call up."""
+        self._give_up((grpc.StatusCode.CANCELLED, "cancelled", ()))
+
+    def _give_up(self, status: Status) -> None:
+        if self.status is None and not self.client.is_dead:
+            self.end_client(status)
+            self.to_server.send(self._cancel_server)
+            self.to_server.is_closed = True
+
+    def send(self, data: bytes) -> None:
+        """Sends a message to the server."""
+        if not self.client.is_dead:
+            self.to_server.send(lambda: self._arrived(data))
+            self._break_by_chance()
+
+    def finish_sending(self) -> None:
+        """Half-closes the call."""
+        self.to_server.send(self._half_closed)
+
+    async def next_message(self) -> bytes | None:
+        """Waits for a message from the server; None if the call has ended and there is none."""
+        while not self.inbox:
+            if self.status is not None:
+                return None
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        return self.inbox.popleft()
+
+    def end_client(self, status: Status) -> None:
+        """Ends the call for the client."""
+        if self.status is None:
+            self.status = status
+            if self._deadline:
+                self._deadline.cancel()
+            if status[0] is not grpc.StatusCode.OK:
+                self.inbox.clear()
+            _wake(self._waiter)
+
+    def error(self) -> grpc.aio.AioRpcError:
+        """What the client is told of a call that ended badly."""
+        code, details, trailers = self.status or OK
+        return grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata(*trailers), details)
+
+    # The server's end.
+
+    def answer(self, data: bytes) -> None:
+        """Sends a message to the client."""
+        self.to_client.send(lambda: self._answered(data))
+        self._break_by_chance()
+
+    def end(self, status: Status) -> None:
+        """Ends the call as the service wants."""
+        if self.server:
+            self.server.calls.pop(self, None)
+        self.to_client.send(lambda: self.end_client(status))
+        self.to_client.is_closed = True
+
+    async def next_request(self) -> bytes | None:
+        """Waits for a message from the client; None if it has sent all."""
+        while not self.server_inbox:
+            if self.client_is_done:
+                return None
+            self._server_waiter = asyncio.get_running_loop().create_future()
+            await self._server_waiter
+        return self.server_inbox.popleft()
+
+    # The network's.
+
+    def _break_by_chance(self) -> None:
+        losses = self._wire.losses
+        if losses and self._wire.random.random() < losses:
+            self.sever(self._wire.random)
+
+    def sever(self, random: Random) -> None:
+        """Breaks the call's connection: what is on its way may yet arrive, and each side is told in its own time."""
+        for pipe in (self.to_server, self.to_client):
+            pipe.is_closed = True
+            pipe.is_broken = random.random() < 0.5
+        self._tell_later(self._lose_server, random)
+        self._tell_later(self._lose_client, random)
+        if self.server:
+            self.server.calls.pop(self, None)
+
+    def _tell_later(self, tell: Callable[[], None], random: Random) -> None:
+        network = self._wire.network
+        late_seconds = random.random() ** 4
+        network.at(network.loop.now_seconds + network.delay_seconds() + late_seconds, tell)
+
+    def _lose_server(self) -> None:
+        self.to_client.is_broken = True
+        self.end_client((grpc.StatusCode.UNAVAILABLE, "connection lost", ()))
+
+    def _lose_client(self) -> None:
+        self.to_server.is_broken = True
+        self._cancel_server()
+
+    def _cancel_server(self) -> None:
+        if self.server:
+            self.server.calls.pop(self, None)
+        if self.server_task and not self.server_task.done():
+            self.server_task.cancel()
+
+    def _arrived(self, data: bytes) -> None:
+        self.server_inbox.append(data)
+        _wake(self._server_waiter)
+
+    def _half_closed(self) -> None:
+        self.client_is_done = True
+        _wake(self._server_waiter)
+
+    def _answered(self, data: bytes) -> None:
+        if self.status is None:
+            self.inbox.append(data)
+            _wake(self._waiter)
+
+
+class FakeServer:
+    """Takes the place of grpc.aio.Server."""
+
+    def __init__(self, wire: Wire) -> None:
+        self.calls: dict[Call, None] = {}
+        self._wire = wire
+        self._handlers: dict[str, Any] = {}
+        self._addresses: list[str] = []
+        self._process: Process | None = None
+
+    def add_generic_rpc_handlers(self, handlers: object) -> None:
+        """Not needed beside the registered ones."""
+
+    def add_registered_method_handlers(self, service: str, handlers: dict[str, Any]) -> None:
+        """See grpc."""
+        for name, handler in handlers.items():
+            self._handlers[f"/{service}/{name}"] = handler
+
+    def add_insecure_port(self, address: str) -> int:
+        """See grpc."""
+        self._addresses.append(address)
+        return 1
+
+    async def start(self) -> None:
+        """See grpc."""
+        self._process = current_process()
+        if self._process is None:
+            raise RuntimeError("a server runs in a process")
+        self._process.on_death.append(self._die)
+        for address in self._addresses:
+            self._wire.listeners[address] = self
+
+    async def stop(self, grace: float | None) -> None:
+        """Stops at once; what is at work goes on."""
+        del grace
+        self._unlisten()
+
+    def _unlisten(self) -> None:
+        for address in self._addresses:
+            if self._wire.listeners.get(address) is self:
+                del self._wire.listeners[address]
+
+    def _die(self) -> None:
+        self._unlisten()
+        for call in tuple(self.calls):
+            call.sever(self._wire.random)
+
+    def take(self, call: Call) -> None:
+        """Begins a call that has arrived."""
+        process = self._process
+        if process is None or process.is_dead:
+            return  # `_die` has told the client
+        handler = self._handlers.get(call.method)
+        if handler is None:
+            call.end((grpc.StatusCode.UNIMPLEMENTED, call.method, ()))
+            return
+        call.server_task = process.start(self._serve(call, handler))
+
+    async def _serve(self, call: Call, handler: Any) -> None:
+        context = ServerContext(call, handler, self._wire.tap)
+        try:
+            if handler.request_streaming:
+                await handler.stream_stream(context, context)
+            else:
+                await self._serve_unary(context, handler)
+            status = OK
+        except Aborted as aborted:
+            status = aborted.status
+        except asyncio.CancelledError:
+            return
+        self._wire.tap.ended(call, status)
+        call.end(status)
+
+    @staticmethod
+    async def _serve_unary(context: "ServerContext", handler: Any) -> None:
+        request = await context.read()
+        if handler.response_streaming:
+            await handler.unary_stream(request, context)
+        else:
+            await context.write(await handler.unary_unary(request, context))
+
+
+class ServerContext:
+    """Takes the place of grpc.aio.ServicerContext."""
+
+    def __init__(self, call: Call, handler: Any, tap: Tap) -> None:
+        self._call = call
+        self._handler = handler
+        self._tap = tap
+
+    async def read(self) -> Any:
+        """See grpc."""
+        data = await self._call.next_request()
+        if data is None:
+            return grpc.aio.EOF
+        message = self._handler.request_deserializer(data)
+        self._tap.received(self._call, message)
+        return message
+
+    async def write(self, message: Any) -> None:
+        """See grpc."""
+        self._tap.answered(self._call, message)
+        self._call.answer(self._handler.response_serializer(message))
+
+    async def abort(
+        self, code: grpc.StatusCode, details: str = "", trailing_metadata: Sequence[tuple[str, str | bytes]] = ()
+    ) -> None:
+        """See grpc."""
+        raise Aborted((code, details, tuple(trailing_metadata)))
+
+    def invocation_metadata(self) -> tuple[tuple[str, str], ...]:
+        """See grpc."""
+        return ()
+
+    def peer(self) -> str:
+        """See grpc."""
+        return f"ipv4:127.0.0.1:{self._call.client.name}"
+
+
+class FakeChannel:
+    """Takes the place of grpc.aio.Channel."""
+
+    def __init__(self, wire: Wire, address: str) -> None:
+        self._wire = wire
+        self._address = address
+
+    def unary_unary(
+        self, method: str, request_serializer: Serializer, response_deserializer: Deserializer, **_: object
+    ) -> Callable[..., "UnaryCall"]:
+        """See grpc."""
+
+        def begin(request: Any, timeout: float | None = None, **_: object) -> UnaryCall:
+            call, data = self._begin(method), request_serializer(request)
+            call.send(data)
+            call.finish_sending()
+            call.set_deadline(timeout)
+            if method.rpartition("/")[2] in _REPEATABLE and self._wire.random.random() < self._wire.repeats:
+                again = self._begin(method)
+                again.send(data)
+                again.finish_sending()
+            return UnaryCall(call, response_deserializer)
+
+        return begin
+
+    def unary_stream(self, method: str, **_: object) -> Callable[..., object]:
+        """Not simulated."""
+
+        def begin(*_: object, **__: object) -> object:
+            raise NotImplementedError(method)
+
+        return begin
+
+    def stream_stream(
+        self, method: str, request_serializer: Serializer, response_deserializer: Deserializer, **_: object
+    ) -> Callable[..., "StreamCall"]:
+        """See grpc."""
+        return lambda **_: StreamCall(self._begin(method), request_serializer, response_deserializer)
+
+    stream_unary = unary_stream
+
+    def _begin(self, method: str) -> Call:
+        process = current_process()
+        if process is None:
+            raise RuntimeError("a call is made by a process")
+        return Call(self._wire, method, process, self._address)
+
+    async def close(self, grace: float | None = None) -> None:
+        """See grpc."""
+
+
+class UnaryCall:
+    """A call of one answer."""
+
+    def __init__(self, call: Call, deserialize: Deserializer) -> None:
+        self._call = call
+        self._deserialize = deserialize
+
+    def __await__(self) -> Generator[Any, None, Any]:
+        return self._answer().__await__()
+
+    async def _answer(self) -> Any:
+        call = self._call
+        try:
+            data = await call.next_message()
+        except asyncio.CancelledError:
+            call.cancel()
+            raise
+        if data is None:
+            raise call.error()
+        return self._deserialize(data)
+
+
+class StreamCall:
+    """A call of many messages both ways."""
+
+    def __init__(self, call: Call, serialize: Serializer, deserialize: Deserializer) -> None:
+        self._call = call
+        self._serialize = serialize
+        self._deserialize = deserialize
+
+    async def write(self, message: Any) -> None:
+        """See grpc."""
+        if self._call.status is not None:
+            raise asyncio.InvalidStateError("the call has ended")
+        self._call.send(self._serialize(message))
+
+    async def read(self) -> Any:
+        """See grpc."""
+        call = self._call
+        try:
+            data = await call.next_message()
+        except asyncio.CancelledError:
+            call.cancel()
+            raise
+        if data is not None:
+            return self._deserialize(data)
+        if call.status and call.status[0] is grpc.StatusCode.OK:
+            return grpc.aio.EOF
+        raise call.error()
+
+    async def done_writing(self) -> None:
+        """See grpc."""
+        self._call.finish_sending()
+
+    def cancel(self) -> bool:
+        """See grpc."""
+        self._call.cancel()
+        return True
+
+
+def _wake(waiter: "asyncio.Future[None] | None") -> None:
+    if waiter and not waiter.done():
+        waiter.set_result(None)
+
+
+Handler = Callable[[Any, ServerContext], Awaitable[Any]]

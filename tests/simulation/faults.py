@@ -1,0 +1,138 @@
+"""What goes wrong in a schedule: which kinds, how often and when are drawn; all is mended before the end."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from simulation.world import ADDRESS, DEAD_PEER_SECONDS
+
+if TYPE_CHECKING:
+    from simulation.schedule import Schedule
+
+
+class Faults:
+    """The faults of one schedule.
+
+    Attributes:
+        num_faults: How many there were.
+    """
+
+    def __init__(self, schedule: "Schedule", until_seconds: float) -> None:
+        self._schedule = schedule
+        self._random = schedule.random
+        self._until_seconds = until_seconds
+        self.num_faults = 0
+        kinds: list[Callable[[], None]] = [
+            self._sever_call,
+            self._sever_host,
+            self._cut,
+            self._slow_down,
+            self._stop,
+            self._kill_server,
+            self._kill_rank,
+            self._kill_scheduler,
+            self._repeat,
+            self._lose,
+            self._lose,
+        ]
+        self._kinds = self._random.sample(kinds, self._random.choice((0, 1, 2, 3, 5, len(kinds))))
+        self._mean_seconds = self._random.choice((0.2, 0.5, 1.0, 2.0))
+
+    def start(self) -> None:
+        """Begins."""
+        if self._kinds:
+            self._later(self._strike)
+
+    def _later(self, callback: Callable[[], None]) -> None:
+        network = self._schedule.network
+        network.at(network.loop.now_seconds + self._random.expovariate(1 / self._mean_seconds), callback)
+
+    def _strike(self) -> None:
+        if self._schedule.loop.now_seconds < self._until_seconds and self._schedule.schedulers_left:
+            self.num_faults += 1
+            self._random.choice(self._kinds)()
+            self._later(self._strike)
+
+    def _for_a_while(self, end: Callable[[], None]) -> None:
+        """Ends a fault after a time that is mostly short, and sometimes longer than any lease."""
+        network = self._schedule.network
+        left_seconds = max(self._until_seconds - network.loop.now_seconds, 0.0)
+        network.at(network.loop.now_seconds + min(self._random.expovariate(1.0), left_seconds), end)
+
+    def _name(self, *prefixes: str) -> str:
+        names: list[str] = [name for name in self._schedule.processes if name.startswith(prefixes)]
+        return self._random.choice(names)
+
+    def _sever_call(self) -> None:
+        calls = [call for server in self._schedule.wire.listeners.values() for call in server.calls]
+        if calls:
+            call = self._random.choice(calls)
+            self._schedule.trace("%s of %s: connection lost", call.method, call.client)
+            call.sever(self._random)
+
+    def _sever_host(self) -> None:
+        name = self._name("scheduler", "rank")
+        self._schedule.trace("%s: connections lost", name)
+        self._schedule.wire.sever_hosts(name, ADDRESS)
+
+    def _cut(self) -> None:
+        network = self._schedule.network
+        one, other = self._name("scheduler", "rank"), self._random.choice((self._name("rank"), ADDRESS))
+        ways = self._random.choice((((one, other), (other, one)), ((one, other),), ((other, one),)))
+        self._schedule.trace("cut: %s", ways)
+        for way in ways:
+            network.cut(*way)
+        network.at(network.loop.now_seconds + DEAD_PEER_SECONDS, self._give_up, one, other)
+
+        def mend() -> None:
+            self._schedule.trace("mended: %s", ways)
+            for way in ways:
+                network.mend(*way)
+
+        self._for_a_while(mend)
+
+    def _give_up(self, one: str, other: str) -> None:
+        if self._schedule.network.is_cut(one, other):
+            self._schedule.wire.sever_hosts(one, other)
+
+    def _slow_down(self) -> None:
+        network = self._schedule.network
+        network.slowness = self._random.choice((10.0, 100.0))
+        self._schedule.trace("messages take %g times as long", network.slowness)
+
+        def end() -> None:
+            network.slowness = 1.0
+
+        self._for_a_while(end)
+
+    def _stop(self) -> None:
+        process = self._schedule.processes[self._name("")]
+        self._schedule.trace("%s: stopped", process)
+        process.stop()
+
+        def go_on() -> None:
+            self._schedule.trace("%s: goes on", process)
+            process.go_on()
+
+        self._for_a_while(go_on)
+
+    def _kill_server(self) -> None:
+        self._schedule.kill("server")
+
+    def _kill_rank(self) -> None:
+        self._schedule.kill(self._name("rank"))
+
+    def _kill_scheduler(self) -> None:
+        self._schedule.kill(self._name("scheduler"))
+
+    def _repeat(self) -> None:
+        self._schedule.wire.repeats = 0.3
+
+    def _lose(self) -> None:
+        wire = self._schedule.wire
+        wire.losses = self._random.choice((0.01, 0.1, 0.3))
+        self._schedule.trace("connections break with %g of the messages", wire.losses)
+
+        def end() -> None:
+            wire.losses = 0.0
+
+        self._for_a_while(end)

@@ -1,0 +1,86 @@
+"""How schedulers' steps get to ranks: a connection a process, which is lost with either end or when it is cut."""
+
+import asyncio
+from collections.abc import Callable
+from random import Random
+
+from simulation.gpu import Computation
+from simulation.network import Network, Pipe
+from simulation.rank_process import GpuStep, RankProcess
+from simulation.scheduler_process import EngineError
+from simulation.virtual_loop import Process
+
+_PATIENCE_SECONDS = 3.0
+_RETRY_SECONDS = 0.05
+_TRIES = 40
+_LOST = "LOST"
+
+
+class RankLines:
+    """All connections between schedulers and ranks.
+
+    Attributes:
+        nobody: Ranks of a scheduler that was not started yet.
+    """
+
+    def __init__(self, network: Network, random: Random) -> None:
+        self.network = network
+        self.random = random
+        self.ranks: dict[int, tuple[Process, RankProcess]] = {}
+        self.nobody = Lines(self, None)
+
+    def add(self, rank: int, process: Process, ranks: RankProcess) -> None:
+        """Notes which process a rank is now."""
+        self.ranks[rank] = (process, ranks)
+
+    def to_all(self, process: Process) -> "Lines":
+        """Connects a scheduler."""
+        return Lines(self, process)
+
+
+class Lines:
+    """The connections of one scheduler."""
+
+    def __init__(self, lines: RankLines, process: Process | None) -> None:
+        self._lines = lines
+        self._process = process
+
+    async def run(self, epoch: int, session_number: int, work: tuple[Computation, ...]) -> None:
+        """See `Ranks`."""
+        ranks = [self._run_on(rank, epoch, session_number, work) for rank in self._lines.ranks]
+        await asyncio.gather(*ranks)
+
+    async def _run_on(self, rank: int, epoch: int, session_number: int, work: tuple[Computation, ...]) -> None:
+        for _ in range(_TRIES):
+            refusal = await self._try(rank, lambda answer: GpuStep(epoch, session_number, work, answer))
+            if not refusal:
+                return
+            if refusal != "NOT_READY":
+                raise EngineError(f"rank {rank}: {refusal}")
+            await asyncio.sleep(_RETRY_SECONDS)
+        raise EngineError(f"rank {rank} is not ready")
+
+    async def _try(self, rank: int, make: Callable[[Callable[[str], None]], GpuStep]) -> str:
+        process = self._process
+        target, ranks = self._lines.ranks[rank]
+        if process is None or target.is_dead:
+            return _LOST
+        network = self._lines.network
+        there, back = Pipe(network, process.name, target.name), Pipe(network, target.name, process.name)
+        answered: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+
+        def answer(what: str) -> None:
+            back.send(lambda: _settle(answered, what))
+
+        step = make(answer)
+        there.send(lambda: target.run(ranks.submit, process.name, step))
+        try:
+            async with asyncio.timeout(_PATIENCE_SECONDS):
+                return await answered
+        except TimeoutError:
+            return _LOST
+
+
+def _settle(future: "asyncio.Future[str]", what: str) -> None:
+    if not future.done():
+        future.set_result(what)

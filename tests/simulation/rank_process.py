@@ -1,0 +1,212 @@
+"""A rank: the real conversation with the server, a fake GPU behind it."""
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
+from random import Random
+from typing import cast
+
+import grpc
+
+from kvpool.client.errors import from_rpc_error
+from kvpool.gpu_worker import messages
+from kvpool.gpu_worker.join import RankProtocol
+from kvpool.gpu_worker.words import (
+    Allocate,
+    Allocation,
+    CloseStream,
+    Effect,
+    EpochBegan,
+    EpochPassed,
+    Failed,
+    Initialized,
+    JoinLater,
+    OpenStream,
+    Planned,
+    Ready,
+    Say,
+    Word,
+)
+from kvpool.server.core.errors import KvpoolError, UnavailableError
+from kvpool.server.core.world import Registration
+from kvpool.v1 import worker_pb2, worker_pb2_grpc
+from simulation.fake_grpc import StreamCall
+from simulation.gpu import Computation, GroupLayout, Memory, Violation
+
+_Event = Callable[[], list[Effect]]
+
+
+@dataclass(frozen=True, slots=True)
+class GpuStep:
+    """A step as it travels from a scheduler to the ranks."""
+
+    epoch: int
+    session_number: int
+    work: tuple[Computation, ...]
+    answer: Callable[[str], None]
+    """Sends back "" when the step is done, else why it was refused."""
+
+
+@dataclass(slots=True)
+class RankSettings:
+    """What a rank process is started with."""
+
+    pool: str
+    address: str
+    registration: Registration
+    groups: tuple[GroupLayout, ...]
+    random: Random
+    fail: Callable[[str], None]
+    trace: Callable[..., None]
+    lines: dict[str, "asyncio.Queue[GpuStep]"] = field(default_factory=dict)
+
+
+class RankProcess:
+    """One process of a rank, from its start to its end."""
+
+    def __init__(self, settings: RankSettings) -> None:
+        self._settings = settings
+        self._random = settings.random
+        boot_id = f"{settings.random.getrandbits(64):016x}"
+        self._protocol = RankProtocol(replace(settings.registration, boot_id=boot_id), settings.random.random)
+        self._events: asyncio.Queue[_Event] = asyncio.Queue()
+        self._stream: StreamCall | None = None
+        self._memory: Memory | None = None
+        self._ready: Ready | None = None
+        self._in_flight = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._lines: dict[str, asyncio.Queue[GpuStep]] = {}
+        self._stub = worker_pb2_grpc.WorkerServiceStub(grpc.aio.insecure_channel(settings.address))
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether steps may run."""
+        return self._ready is not None
+
+    @property
+    def last_epoch(self) -> int:
+        """The newest epoch that it was told of."""
+        return self._protocol._last_epoch
+
+    async def main(self) -> None:
+        """Talks to the server for ever, as `Worker` does."""
+        protocol = self._protocol
+        while not protocol.is_over:
+            self._carry_out(protocol.tick(time.monotonic()))
+            wait_seconds = max(protocol.next_due_seconds - time.monotonic(), 0.0)
+            try:
+                async with asyncio.timeout(wait_seconds):
+                    event = await self._events.get()
+            except TimeoutError:
+                continue
+            self._carry_out(event())
+
+    def submit(self, sender: str, step: GpuStep) -> None:
+        """Takes a step of a scheduler, whose steps run one after the other."""
+        if sender not in self._lines:
+            self._lines[sender] = asyncio.Queue()
+            asyncio.create_task(self._run_steps(self._lines[sender]))  # noqa: RUF006 - the loop keeps it
+        self._lines[sender].put_nowait(step)
+
+    async def _run_steps(self, line: "asyncio.Queue[GpuStep]") -> None:
+        while True:
+            step = await line.get()
+            step.answer(await self._run_step(step))
+
+    async def _run_step(self, step: GpuStep) -> str:
+        ready, memory = self._ready, self._memory
+        if ready is None or memory is None:
+            return "NOT_READY"
+        if ready.epoch != step.epoch:
+            return "EPOCH_PASSED"
+        await self._compute(memory, step)
+        return ""
+
+    async def _compute(self, memory: Memory, step: GpuStep) -> None:
+        self._in_flight += 1
+        self._idle.clear()
+        try:
+            memory.begin(step.work)
+            await asyncio.sleep(self._duration_seconds())
+            memory.finish(step.work)
+        except Violation as violation:
+            self._settings.fail(f"rank {self._settings.registration.rank}: {violation}")
+        self._in_flight -= 1
+        if not self._in_flight:
+            self._idle.set()
+
+    def _duration_seconds(self) -> float:
+        drawn = self._random.random()
+        return 0.002 + 0.02 * drawn if drawn < 0.95 else 3.0 * self._random.random() ** 2
+
+    def _carry_out(self, effects: list[Effect]) -> None:
+        for effect in effects:
+            match effect:
+                case OpenStream(registration):
+                    self._stream = stream = cast("StreamCall", self._stub.Join())
+                    asyncio.create_task(self._read(stream))  # noqa: RUF006 - the loop keeps it
+                    self._send(messages.register(self._settings.pool, registration))
+                case CloseStream() | JoinLater():
+                    self._drop_stream()
+                case Say(word):
+                    asyncio.create_task(self._say(word))  # noqa: RUF006 - the loop keeps it
+                case Allocate(planned):
+                    self._memory = None
+                    asyncio.create_task(self._allocate(planned))  # noqa: RUF006 - the loop keeps it
+                case EpochBegan(ready):
+                    self._ready = ready
+                case EpochPassed():
+                    self._ready = None
+                case Failed(error):
+                    self._settings.trace("rank %d failed: %s", self._settings.registration.rank, error)
+
+    async def _say(self, word: Word) -> None:
+        stream = self._stream
+        if isinstance(word, Initialized):
+            await self._idle.wait()  # a step of an older epoch would write into the new one's blocks
+        if stream and stream is self._stream:
+            await _write(stream, messages.encode(word))
+
+    def _send(self, message: worker_pb2.JoinRequest) -> None:
+        if self._stream:
+            asyncio.create_task(_write(self._stream, message))  # noqa: RUF006 - the loop keeps it
+
+    def _drop_stream(self) -> None:
+        stream, self._stream = self._stream, None
+        if stream:
+            stream.cancel()
+
+    async def _read(self, stream: StreamCall) -> None:
+        error: KvpoolError = UnavailableError("STREAM_ENDED", "the server ended the stream")
+        try:
+            while (message := await stream.read()) is not grpc.aio.EOF:
+                self._events.put_nowait(partial(self._take_in, stream, message))
+        except grpc.RpcError as failure:
+            error = from_rpc_error(failure)
+        self._events.put_nowait(partial(self._ended, stream, error))
+
+    def _take_in(self, stream: StreamCall, message: worker_pb2.JoinResponse) -> list[Effect]:
+        heard = messages.decode(message) if stream is self._stream else None
+        return self._protocol.heard(heard, time.monotonic()) if heard else []
+
+    def _ended(self, stream: StreamCall, error: KvpoolError) -> list[Effect]:
+        if stream is not self._stream:
+            return []
+        self._drop_stream()
+        return self._protocol.stream_ended(error, time.monotonic())
+
+    async def _allocate(self, planned: Planned) -> None:
+        await asyncio.sleep(self._duration_seconds())
+        self._memory = Memory(planned.config.num_blocks, self._settings.groups)
+        allocation = Allocation(planned.config, planned.config.num_blocks, 1)
+        self._events.put_nowait(partial(self._protocol.allocated, planned, allocation))
+
+
+async def _write(stream: StreamCall, message: worker_pb2.JoinRequest) -> None:
+    try:
+        await stream.write(message)
+    except asyncio.InvalidStateError:
+        return  # its reader tells why

@@ -1,0 +1,196 @@
+"""One schedule: a server, its ranks and schedulers, and what goes wrong for them, all drawn from one seed."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from random import Random
+
+from kvpool.server.core.allocator import Allocator
+from kvpool.server.core.world import RankTiming
+from simulation.checks import Checks
+from simulation.fake_grpc import Wire
+from simulation.faults import Faults
+from simulation.gpu import Violation, layouts
+from simulation.network import Network
+from simulation.rank_lines import RankLines
+from simulation.rank_process import RankProcess, RankSettings
+from simulation.scheduler_process import EngineError, SchedulerProcess, SchedulerSettings
+from simulation.server_process import ServerProcess, ServerSettings
+from simulation.stand_ins import stand_ins
+from simulation.virtual_loop import Process, VirtualLoop
+from simulation.world import ADDRESS, DEAD_PEER_SECONDS, POOL, draw_world
+
+TIMING = RankTiming(heartbeat_seconds=0.25, heartbeat_timeout_seconds=1.0, grace_seconds=2.0)
+FAULTS_UNTIL_SECONDS = 6.0
+LIMIT_SECONDS = 120.0
+"""Virtual time by which all work must be done; faults have been healed for long by then."""
+QUIET_SECONDS = 12.0
+"""Virtual time after which nothing of a session that has ended is left."""
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What came of a schedule that found nothing."""
+
+    num_events: int
+    num_answers: int
+    num_retries: int
+    num_faults: int
+    virtual_seconds: float
+
+
+class Schedule:
+    """One schedule.
+
+    Args:
+        seed: Decides everything.
+        trace: Told what happens; None for nobody.
+    """
+
+    def __init__(self, seed: int, trace: Callable[[str], None] | None = None) -> None:
+        self.random = Random(seed)  # noqa: S311 - a simulation
+        self.loop = VirtualLoop()
+        self.network = Network(self.loop, self.random)
+        self.draw = draw_world(self.random)
+        self.checks = Checks(self.fail, self.allocator, self._told_epoch, self.trace)
+        self.wire = Wire(self.network, self.random, self.checks)
+        self.lines = RankLines(self.network, self.random)
+        self.processes: dict[str, Process] = {}
+        self.schedulers_left = self.draw.num_schedulers
+        self._trace = trace
+        self._violations: list[str] = []
+        self._server: ServerProcess | None = None
+        self._settings = [self._scheduler_settings(i) for i in range(self.draw.num_schedulers)]
+
+    def run(self) -> Report:
+        """Runs it.
+
+        Raises:
+            Violation: Something was found.
+        """
+        with self.loop, stand_ins(self.loop, self.random, self.wire):
+            self.start_server()
+            for rank in range(self.draw.num_ranks):
+                self.start_rank(rank)
+            for i in range(self.draw.num_schedulers):
+                self.start_scheduler(i)
+            faults = Faults(self, FAULTS_UNTIL_SECONDS)
+            faults.start()
+            is_done = self.loop.run_until(self._is_over, LIMIT_SECONDS)
+            if not is_done and not self._violations:
+                self.fail(f"{self.schedulers_left} schedulers have not done their work after {LIMIT_SECONDS:g} s")
+            if not self._violations:
+                self._wait_until_quiet()
+                self.checks.nothing_held()
+            for error in (*self.loop.errors, *self.loop.task_errors()):
+                self.fail(error)
+        if self._violations:
+            raise Violation(self._violations[0])
+        checks, loop = self.checks, self.loop
+        return Report(loop.num_turns, checks.num_answers, checks.num_retries, faults.num_faults, loop.now_seconds)
+
+    def _wait_until_quiet(self) -> None:
+        """Lets time pass until nothing is held any more; at most for as long as that may take."""
+        limit_seconds = max(self.loop.now_seconds, FAULTS_UNTIL_SECONDS) + QUIET_SECONDS
+        while self.loop.now_seconds < limit_seconds and not self._violations and not self.checks.is_quiet():
+            look_seconds = self.loop.now_seconds + 0.25
+            self.loop.run_until(lambda: bool(self._violations), look_seconds)
+            self.loop.now_seconds = look_seconds
+
+    def fail(self, what: str) -> None:
+        """Notes that something is wrong, which ends the schedule."""
+        if self.loop.is_closed():
+            return  # what is thrown away at the end
+        self.trace("VIOLATION: %s", what)
+        self._violations.append(f"at {self.loop.now_seconds:.4f} s: {what}")
+
+    def trace(self, what: str, *args: object) -> None:
+        """Tells what happens; the arguments are made text only if somebody listens."""
+        if self._trace:
+            self._trace(f"{self.loop.now_seconds:9.4f} {what % args if args else what}")
+
+    def allocator(self) -> Allocator | None:
+        """The core of the server that runs, if one does."""
+        server = self._server.server if self._server else None
+        return server.hub.allocator if server and not self.processes["server"].is_dead else None
+
+    def _told_epoch(self) -> int:
+        """The newest epoch that a rank which lives was told of."""
+        return max((rank.last_epoch for process, rank in self.lines.ranks.values() if not process.is_dead), default=0)
+
+    def _is_over(self) -> bool:
+        return bool(self._violations) or not self.schedulers_left
+
+    def start_server(self) -> None:
+        """Starts a server process."""
+        self._server = ServerProcess(ServerSettings(ADDRESS, TIMING))
+        self._new_process("server").start(self._server.main())
+
+    def start_rank(self, rank: int) -> None:
+        """Starts a process of a rank."""
+        process = self._new_process(f"rank{rank}")
+        settings = RankSettings(
+            POOL, ADDRESS, self.draw.registration(rank), layouts(self.draw.config), self.random, self.fail, self.trace
+        )
+        ranks = RankProcess(settings)
+        self.lines.add(rank, process, ranks)
+        process.start(self._supervise_rank(process, ranks))
+
+    def start_scheduler(self, number: int) -> None:
+        """Starts a process of a scheduler; another takes its place when its engine fails."""
+        process = self._new_process(f"scheduler{number}")
+        settings = self._settings[number]
+        settings.ranks = self.lines.to_all(process)
+        process.start(self._supervise(process, SchedulerProcess(settings)))
+
+    async def _supervise_rank(self, process: Process, rank: RankProcess) -> None:
+        await rank.main()
+        self.network.soon(self.kill, process.name)  # it failed for good: another process is to take its place
+
+    async def _supervise(self, process: Process, scheduler: SchedulerProcess) -> None:
+        try:
+            await scheduler.main()
+        except EngineError as error:
+            self.trace("%s: engine failed: %s", process, error)
+            self.network.soon(self.kill, process.name)
+            return
+        self.trace("%s: done", process)
+        self.schedulers_left -= 1
+
+    def kill(self, name: str) -> None:
+        """Kills a process, and starts another in its place a little later."""
+        process = self.processes[name]
+        if process.is_dead:
+            return
+        self.trace("%s: killed", name)
+        process.kill()
+        # A host that loses its power resets no connection: its peers notice when it answers no ping.
+        late_seconds = self.random.choice((0.0, 0.0, DEAD_PEER_SECONDS))
+        self.network.at(self.loop.now_seconds + late_seconds, self.wire.sever_process, process)
+        self.network.at(self.loop.now_seconds + 0.5 * self.random.random(), self._start_again, name)
+
+    def _start_again(self, name: str) -> None:
+        self.trace("%s: started", name)
+        if name == "server":
+            self.start_server()
+        elif name.startswith("rank"):
+            self.start_rank(int(name.removeprefix("rank")))
+        else:
+            self.start_scheduler(int(name.removeprefix("scheduler")))
+
+    def _new_process(self, name: str) -> Process:
+        process = Process(self.loop, name, 1000 * self.random.random(), 1 + 0.02 * (self.random.random() - 0.5))
+        self.processes[name] = process
+        return process
+
+    def _scheduler_settings(self, number: int) -> SchedulerSettings:
+        return SchedulerSettings(
+            POOL,
+            None,
+            ADDRESS,
+            self.draw.lease_seconds[number],
+            list(self.draw.jobs[number]),
+            self.random,
+            self.lines.nobody,
+            self.checks,
+            self.trace,
+        )

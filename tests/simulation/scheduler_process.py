@@ -1,0 +1,378 @@
+"""A scheduler: the real asyncio client, an engine loop above it, and steps that it hands to the ranks.
+
+1. One step of its own runs on the ranks at a time; nothing that it works with is freed, preempted or slid out of a
+   window before every rank has said that it is done.
+2. What may have been changed is settled before anything else is asked.
+3. When a rank is lost with a step, or its session was ended, it starts anew with what it must compute; it closes a
+   session only if no step of it can be running.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from random import Random
+from typing import Protocol
+
+from kvpool.client import aio
+from kvpool.client.errors import (
+    AbortedError,
+    DeadlineError,
+    ExhaustedError,
+    KvpoolError,
+    NotFoundError,
+    UnavailableError,
+    WrongStateError,
+)
+from kvpool.client.hashing import ExtraKeys
+from kvpool.client.request import Request
+from kvpool.client.results import Answer, HitChanged
+from kvpool.client.steps import StepBuilder
+from kvpool.server.core.config import PoolConfig
+from simulation.gpu import Computation, extend_contents
+
+_UNSETTLED = (UnavailableError, DeadlineError)
+_PAUSE_SECONDS = 0.05
+
+
+class EngineError(Exception):
+    """The engine cannot go on: the process ends, and another takes its place."""
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """What a user wants computed.
+
+    Attributes:
+        name: Its name.
+        token_ids: Prompt, and what was generated so far.
+        num_tokens: Tokens when it is done.
+        salt: Its cache salt; empty for none.
+    """
+
+    name: str
+    token_ids: list[int]
+    num_tokens: int
+    salt: str = ""
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all is generated."""
+        return len(self.token_ids) >= self.num_tokens
+
+
+@dataclass(slots=True, eq=False)
+class Running:
+    """A job whose request the session knows."""
+
+    job: Job
+    request: Request
+    contents: list[list[int]]
+    is_delayed: bool = False
+    """Whether its newest full blocks are yet to be cached."""
+    aborted: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """Room that a step asks for.
+
+    Attributes:
+        running: For what.
+        answer: What became of it.
+        start: Tokens that had room before; None for an admission.
+    """
+
+    running: Running
+    answer: Answer
+    start: int | None
+
+
+class Ranks(Protocol):
+    """How steps get to the ranks."""
+
+    async def run(self, epoch: int, session_number: int, work: tuple[Computation, ...]) -> None:
+        """Runs a step on all ranks.
+
+        Raises:
+            EngineError: One was lost, or refuses it.
+        """
+
+
+class Watcher(Protocol):
+    """Who looks whether what a scheduler believes is so."""
+
+    def settled(self, session: aio.AsyncSession, running: list[Request]) -> None:
+        """All that the session asked for has been answered."""
+
+    def session_ended(self, session: aio.AsyncSession, error: KvpoolError) -> None:
+        """The scheduler was told that its session has ended."""
+
+
+@dataclass(slots=True)
+class SchedulerSettings:
+    """What a scheduler process is started with."""
+
+    pool: str
+    declares: PoolConfig | None
+    address: str
+    lease_seconds: float
+    jobs: list[Job]
+    random: Random
+    ranks: Ranks
+    watcher: Watcher
+    trace: Callable[..., None]
+    max_running: int = 3
+    deadline_seconds: float = 4.0
+
+
+class SchedulerProcess:
+    """One process of a scheduler."""
+
+    def __init__(self, settings: SchedulerSettings) -> None:
+        self._settings = settings
+        self._random = settings.random
+        self._running: list[Running] = []
+        self._waiting: list[Running] = []
+        self._executed = 0
+        self._backoff_rounds = 0
+        self._count = 0
+
+    async def main(self) -> None:
+        """Works until all jobs are done."""
+        settings = self._settings
+        client = aio.connect(settings.address, deadline_seconds=settings.deadline_seconds)
+        while settings.jobs:
+            session = await self._open(client)
+            if session is None:
+                continue
+            try:
+                await self._serve(session)
+                await self._close(session)
+            except (AbortedError, NotFoundError) as error:
+                settings.watcher.session_ended(session, error)
+                settings.trace("%s: session ended: %s", settings.pool, error.reason)
+                session._keepalive.cancel()
+                session._end_stream()
+                await self._pause()
+            self._running.clear()
+            self._waiting.clear()
+
+    async def _open(self, client: aio.AsyncClient) -> aio.AsyncSession | None:
+        settings = self._settings
+        try:
+            if settings.declares:
+                await client.create_pool(settings.declares)
+            else:
+                await client.wait_until_ready(settings.pool, timeout_seconds=1.0)
+            self._executed = 0
+            return await client.open_session(settings.pool, lease_seconds=settings.lease_seconds)
+        except (*_UNSETTLED, NotFoundError, ExhaustedError, WrongStateError) as error:
+            settings.trace("cannot open: %s", error.reason)
+            await self._pause()
+            return None
+
+    async def _close(self, session: aio.AsyncSession) -> None:
+        try:
+            await session.close()
+        except (*_UNSETTLED, ExhaustedError, AbortedError, NotFoundError):
+            return  # its lease ends it
+
+    async def _pause(self) -> None:
+        await asyncio.sleep(_PAUSE_SECONDS * (1 + self._random.random()))
+
+    async def _serve(self, session: aio.AsyncSession) -> None:
+        settings = self._settings
+        while settings.jobs or self._running:
+            self._take_up_jobs(session)
+            if self._random.random() < 0.1:
+                await self._do_something_odd(session)
+            await self._round(session)
+            settings.watcher.settled(session, [running.request for running in self._running])
+
+    def _take_up_jobs(self, session: aio.AsyncSession) -> None:
+        known = {id(running.job) for running in (*self._running, *self._waiting)}
+        for job in self._settings.jobs:
+            if len(self._running) + len(self._waiting) >= self._settings.max_running:
+                return
+            if id(job) not in known:
+                self._count += 1
+                keys = ExtraKeys(cache_salt=job.salt or None)
+                request = session.request(f"{job.name}.{self._count}", job.token_ids, extra_keys=keys)
+                self._waiting.append(Running(job, request, [[] for _ in session.config.groups]))
+
+    async def _round(self, session: aio.AsyncSession) -> None:
+        asked: list[_Asked] = []
+        gone = [running for running in self._running if running.job.is_done or running.aborted]
+
+        def fill(step: StepBuilder) -> None:
+            for running in self._running:
+                if running in gone:
+                    step.free(running.request)
+                else:
+                    asked.append(self._ask_for_more(step, running))
+            if self._backoff_rounds:
+                self._backoff_rounds -= 1
+                return
+            for running in self._waiting:
+                answer = step.admit(running.request, self._random.choice((0, 0, 5)))
+                asked.append(_Asked(running, answer, None))
+
+        if not await self._send(session, fill, self._random.choice((0, 0, 24))):
+            return
+        self._let_go(gone)
+        work = self._take_answers(asked)
+        if work:
+            await self._compute(session, work)
+        if any(not one.answer.ok and one.start is not None for one in asked):
+            await self._make_room(session)
+        elif not work and not gone:
+            await self._pause()
+
+    def _let_go(self, gone: list[Running]) -> None:
+        self._running = [running for running in self._running if running not in gone]
+        for running in gone:
+            if running.job.is_done:
+                self._settings.jobs.remove(running.job)
+
+    def _ask_for_more(self, step: StepBuilder, running: Running) -> "_Asked":
+        random, request = self._random, running.request
+        if running.is_delayed:
+            step.cache_blocks(request, request.num_computed_tokens)
+        running.is_delayed = random.random() < 0.1
+        left = request.num_tokens - request.num_computed_tokens
+        answer = step.allocate_slots(
+            request,
+            left if left == 1 or random.random() < 0.7 else random.randint(1, left),
+            num_lookahead_tokens=random.choice((0, 0, 0, 2)),
+            delay_cache_blocks=running.is_delayed,
+        )
+        return _Asked(running, answer, request.num_computed_tokens)
+
+    async def _send(
+        self, session: aio.AsyncSession, fill: Callable[[StepBuilder], None], budget_tokens: int = 0
+    ) -> bool:
+        """Sends a step and waits until it is settled; False if it was refused for now."""
+        try:
+            async with session.step(admission_budget_tokens=budget_tokens, executed_sequence=self._executed) as step:
+                fill(step)
+        except _UNSETTLED:
+            await self._settle(session)
+        except ExhaustedError:
+            await self._pause()
+            return False
+        return True
+
+    async def _settle(self, session: aio.AsyncSession) -> None:
+        while True:
+            await self._pause()
+            try:
+                return await session.settle()
+            except _UNSETTLED:
+                continue
+
+    def _take_answers(self, asked: "list[_Asked]") -> list[Computation]:
+        work: list[Computation] = []
+        for one in asked:
+            running, start = one.running, one.start
+            if not one.answer.ok:
+                running.is_delayed = False
+                continue
+            if start is None:
+                start = one.answer.num_hit_tokens
+                self._waiting.remove(running)
+                self._running.append(running)
+            work.append(_computation(running, start))
+        return work
+
+    async def _compute(self, session: aio.AsyncSession, work: list[Computation]) -> None:
+        sequence = session.sequence
+        await self._settings.ranks.run(session.epoch, getattr(session, "session_number", 0), tuple(work))
+        self._executed = sequence
+        for running in self._running:
+            job, request = running.job, running.request
+            if request.num_computed_tokens == request.num_tokens and not job.is_done:
+                job.token_ids.append(self._random.randint(0, 2))
+                request.append(job.token_ids[-1:])
+        if self._random.random() < 0.2:
+            try:
+                await session.mark_executed(sequence)
+            except _UNSETTLED:
+                return  # the next step says it
+
+    async def _make_room(self, session: aio.AsyncSession) -> None:
+        """Takes back the newest request's blocks, so that others can go on."""
+        if not self._running:
+            return
+        victim = self._running[-1]
+
+        def fill(step: StepBuilder) -> None:
+            step.preempt(victim.request)
+
+        if await self._send(session, fill):
+            self._running.remove(victim)
+            self._waiting.append(victim)
+            self._backoff_rounds = self._random.randint(0, 3)
+            await self._pause()
+
+    async def _do_something_odd(self, session: aio.AsyncSession) -> None:
+        doings: list[Callable[[], Awaitable[object]]] = [
+            session.reset_prefix_cache,
+            lambda: self._admit_in_two(session),
+        ]
+        if self._running:
+            running = self._random.choice(self._running)
+            doings.append(lambda: session.get_common_prefix_blocks(running.request))
+            held = [block for table in running.request.block_ids for block in table if block]
+            if held:
+                doings.append(lambda: session.evict_blocks([self._random.choice(held)]))
+            running.aborted = running.aborted or self._random.random() < 0.1
+        try:
+            await self._random.choice(doings)()
+        except _UNSETTLED:
+            await self._settle(session)
+        except ExhaustedError:
+            await self._pause()
+
+    async def _admit_in_two(self, session: aio.AsyncSession) -> None:
+        if not self._waiting:
+            return
+        running = self._waiting[0]
+        request = running.request
+        computed = await session.get_computed_blocks(request)
+        for _ in range(3):
+            await asyncio.sleep(0.01 * self._random.random())
+            try:
+                got = await session.allocate_slots(
+                    request,
+                    request.num_tokens - computed.num_tokens,
+                    computed=computed if computed.num_tokens else None,
+                )
+            except _UNSETTLED:
+                await self._settle(session)
+                got = None
+            if isinstance(got, HitChanged):
+                computed = got.computed
+                continue
+            if request.num_computed_tokens:
+                self._waiting.remove(running)
+                self._running.append(running)
+                await self._compute(session, [_computation(running, computed.num_tokens)])
+            return
+
+
+def _computation(running: Running, start: int) -> Computation:
+    request = running.request
+    extend_contents(running.contents, request.token_ids, hash_of(running.job.salt))
+    end = request.num_computed_tokens
+    return Computation(
+        request.request_id,
+        start,
+        end,
+        tuple(map(tuple, request.block_ids)),
+        tuple(tuple(of_group[:end]) for of_group in running.contents),
+    )
+
+
+def hash_of(salt: str) -> int:
+    """A number for a salt, the same in every run."""
+    return int.from_bytes(salt.encode(), "big")

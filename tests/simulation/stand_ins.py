@@ -1,0 +1,49 @@
+"""What a schedule puts in the place of the machine: time, randomness and grpc.aio. Undone when it ends."""
+
+import random
+import secrets
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import grpc
+from grpc_reflection.v1alpha import reflection
+
+from kvpool.server.rpc import admin_service
+from simulation.fake_grpc import Wire
+from simulation.virtual_loop import VirtualLoop
+
+_EPOCH_SECONDS = 1_700_000_000.0
+
+
+@contextmanager
+def stand_ins(loop: VirtualLoop, drawn: random.Random, wire: Wire) -> Iterator[None]:
+    """Makes all that runs meanwhile see virtual time, drawn secrets and the simulated network."""
+    before = random.getstate()
+    random.seed(drawn.getrandbits(64))
+    replaced: list[tuple[Any, str, Any]] = [
+        (time, "monotonic", loop.time),
+        (time, "perf_counter", loop.time),
+        (time, "monotonic_ns", lambda: int(loop.time() * 1e9)),
+        (time, "time", lambda: _EPOCH_SECONDS + loop.now_seconds),
+        (secrets, "token_bytes", lambda count=32: drawn.randbytes(count)),
+        (secrets, "token_hex", lambda count=32: drawn.randbytes(count).hex()),
+        (secrets, "token_urlsafe", lambda count=32: drawn.randbytes(count).hex()),
+        (uuid, "uuid4", lambda: uuid.UUID(int=drawn.getrandbits(128))),
+        (grpc.aio, "insecure_channel", wire.channel),
+        (grpc.aio, "server", wire.server),
+        (admin_service, "version", lambda _: "0"),  # reads a file each time
+        (reflection, "enable_server_reflection", lambda *_: None),
+    ]
+    patches = [mock.patch.object(target, name, value) for target, name, value in replaced]
+    try:
+        for patch in patches:
+            patch.start()
+        yield
+    finally:
+        for patch in reversed(patches):
+            patch.stop()
+        random.setstate(before)

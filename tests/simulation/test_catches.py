@@ -1,0 +1,84 @@
+"""The simulation finds what it is there for: each test plants one bug, and a schedule must come upon it."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from kvpool.server.core import apply
+from kvpool.server.core.block_pool import BlockPool
+from kvpool.server.core.group_manager import GroupManager
+from kvpool.server.core.membership import Membership
+from kvpool.server.core.pool import Pool
+from kvpool.server.core.prefix_map import PrefixMap
+from kvpool.server.core.quarantine import Quarantined
+from kvpool.server.core.session import Session
+from simulation.run import run_batch
+
+TRIES = 300
+
+
+def first_found(monkeypatch: pytest.MonkeyPatch, target: Any, name: str, planted: Any) -> tuple[int, str]:
+    """Plants a bug; returns the seed of the first schedule that found it, and what it said."""
+    monkeypatch.setattr(target, name, planted)
+    for first in range(0, TRIES, 10):
+        _, found = run_batch(range(first, first + 10))
+        if found:
+            return found[0]
+    return TRIES, ""
+
+
+def _no_answer(_self: Session, sequence: int, _source: object) -> None:
+    del sequence
+
+
+def _keeps_hash(self: PrefixMap, block_id: Any) -> Any:
+    return self.hash_of(block_id)
+
+
+def _knows_no_epoch(real: Callable[..., Any]) -> Callable[..., Any]:
+    def register(self: Membership, link: Any, registration: Any, now_seconds: float) -> Any:
+        return real(self, link, replace(registration, last_epoch=0, held=None), now_seconds)
+
+    return register
+
+
+def _touches_nothing(_self: BlockPool, block_ids: Any) -> int:
+    return len(block_ids) * 0
+
+
+def _skips_one_more(real: Callable[..., int]) -> Callable[..., int]:
+    return lambda self, num_computed: real(self, num_computed) + (not self.spec.keeps_all and num_computed > 0)
+
+
+def _frees_nothing(pool: Pool, quarantined: Quarantined) -> None:
+    pool.quarantine.remove(quarantined)
+
+
+def _frees_at_once(pool: Pool, session: Session, *_: float) -> None:
+    apply.end_session(pool, session)
+
+
+PLANTED: dict[str, tuple[Any, str, Any]] = {
+    "a change that is sent again is made again": (Session, "answered", _no_answer),
+    "a block is hit by others before it was filled": (PrefixMap, "is_visible", lambda *_: True),
+    "a block that is given away keeps its hash": (PrefixMap, "remove", _keeps_hash),
+    "a server that starts anew counts epochs from 1": (Membership, "register", _knows_no_epoch(Membership.register)),
+    "a block that is hit stays free": (BlockPool, "touch", _touches_nothing),
+    "a window is freed a block too early": (
+        GroupManager,
+        "num_skipped_blocks",
+        _skips_one_more(GroupManager.num_skipped_blocks),
+    ),
+    "what is released from quarantine stays held": (apply, "release", _frees_nothing),
+    "what a session held is given to others at once": (apply, "put_away", _frees_at_once),
+}
+
+
+@pytest.mark.parametrize("bug", PLANTED)
+def test_a_planted_bug_is_found(monkeypatch: pytest.MonkeyPatch, bug: str) -> None:
+    seed, what = first_found(monkeypatch, *PLANTED[bug])
+
+    assert what, f"{TRIES} schedules did not find that {bug}"
+    print(f"{bug}: seed {seed}: {what}")  # noqa: T201 - with -s it tells how soon

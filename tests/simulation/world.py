@@ -1,0 +1,80 @@
+"""What is simulated in one schedule: the pool, the ranks, the schedulers and their work, drawn by its seed."""
+
+from dataclasses import dataclass
+from random import Random
+
+from kvpool.server.core.config import KVCacheGroup, PoolConfig, ReuseOrder
+from kvpool.server.core.spec_base import KVCacheSpec
+from kvpool.server.core.specs import FullAttentionSpec, MambaSpec, SlidingWindowSpec
+from kvpool.server.core.types import PoolName
+from kvpool.server.core.world import Rank, Registration, WorldOptions
+from simulation.scheduler_process import Job
+
+POOL = "m"
+ADDRESS = "server:1"
+MAX_TOKENS = 48
+DEAD_PEER_SECONDS = 2.0
+"""After how long a connection on which nothing comes is given up."""
+_PAGE_BYTES = 2**14
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """What a seed decides before the schedule begins."""
+
+    config: PoolConfig
+    num_ranks: int
+    num_schedulers: int
+    lease_seconds: tuple[float, ...]
+    jobs: tuple[tuple[Job, ...], ...]
+
+    def registration(self, rank: int) -> Registration:
+        """What a rank says of itself."""
+        layers = {group.layer_names[0]: group.spec for group in self.config.groups}
+        options = WorldOptions(
+            MAX_TOKENS, num_blocks_override=self.config.num_blocks, reuse_order=self.config.reuse_order
+        )
+        return Registration(Rank(rank), self.num_ranks, "", options, layers, 2**40)
+
+
+def draw_world(random: Random) -> Draw:
+    """Draws what is simulated: small, so that blocks run out all the time and prefixes meet."""
+    specs = _draw_specs(random)
+    need = 2 + sum(-(-MAX_TOKENS // spec.block_size) for spec in specs)
+    config = PoolConfig(
+        PoolName(POOL),
+        need + random.randrange(need),
+        MAX_TOKENS,
+        tuple(KVCacheGroup(spec, (f"layer.{i}",)) for i, spec in enumerate(specs)),
+        reuse_order=random.choice(list(ReuseOrder)),
+    )
+    num_schedulers = random.choice((1, 2, 2, 3, 3, 4))
+    return Draw(
+        config,
+        random.choice((1, 1, 2, 2, 3)),
+        num_schedulers,
+        tuple(random.choice((1.0, 1.5, 3.0)) for _ in range(num_schedulers)),
+        tuple(tuple(_draw_jobs(random, i)) for i in range(num_schedulers)),
+    )
+
+
+def _draw_specs(random: Random) -> list[KVCacheSpec]:
+    size = random.choice((4, 8))
+    heads = _PAGE_BYTES // (2 * size * 64 * 2)
+    full = FullAttentionSpec(size, heads, 64, "bfloat16")
+    window = SlidingWindowSpec(size, heads, 64, "bfloat16", sliding_window=random.choice((3, 6, 12)))
+    state = MambaSpec(size, shapes=((_PAGE_BYTES // 2,),), dtypes=("bfloat16",))
+    mixes: list[list[KVCacheSpec]] = [[full], [full], [full, window], [full, state], [window], [full, window, state]]
+    return random.choice(mixes)
+
+
+def _draw_jobs(random: Random, scheduler: int) -> list[Job]:
+    shared = [random.randrange(3) for _ in range(16)]
+    jobs = []
+    for i in range(random.randint(2, 5)):
+        prompt = [0] * random.choice((0, 4, 8, 16)) + shared[: random.randrange(17)]
+        prompt += [random.randrange(3) for _ in range(random.randrange(8))]
+        prompt = (prompt or [1])[: MAX_TOKENS - 8]
+        salt = random.choice(("", "", "", "a"))
+        jobs.append(Job(f"s{scheduler}.{i}", prompt, len(prompt) + random.randint(1, 6), salt))
+    return jobs
