@@ -6,7 +6,7 @@ PROTOS := $(wildcard proto/kvpool/v1/*.proto)
 COMPILE := $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-header --no-annotate \
 	--no-emit-index-url
 
-.PHONY: demo test test-crash test-compose check bench proto lock clean
+.PHONY: demo test test-crash test-compose test-fuzz check bench proto lock clean
 
 demo: .venv/installed ## A server, two schedulers that share its pool, two ranks that compute
 	$(BIN)/kvpool demo
@@ -21,6 +21,9 @@ test-crash: .venv/installed ## Real processes, killed and stopped at random; KIL
 test-compose: .venv/installed ## The images and the Compose stack, with real containers; needs Docker
 	$(BIN)/pip install -q --disable-pip-version-check --require-hashes -r tests/compose/requirements.lock
 	tests/compose/run.sh $(BIN)/pytest
+
+test-fuzz: .venv/installed ## A million hostile messages; FUZZ="--inputs 50000 --seed 7 --jobs 4" for others
+	$(BIN)/python tests/fuzz/run.py $(FUZZ)
 
 check: .venv/installed ## Under a minute: generated code, lint, types, unit and property tests
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python proto/generate.py --check

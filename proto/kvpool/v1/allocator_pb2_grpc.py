@@ -156,7 +156,8 @@ class AllocatorServiceServicer(object):
 
     def CreatePool(self, request, context):
         """Declares a pool, for a scheduler whose engine holds the tensors itself. Declaring it again with an equal
-        configuration finds it. INVALID_ARGUMENT; FAILED_PRECONDITION if it differs, naming the field.
+        configuration finds it. INVALID_ARGUMENT; FAILED_PRECONDITION if it differs, naming the field; RESOURCE_EXHAUSTED
+        if the server has as many pools as it may.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -238,7 +239,7 @@ class AllocatorServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Free(self, request, context):
-        """Frees a request's blocks. NOT_FOUND, FAILED_PRECONDITION, ABORTED.
+        """Frees a request's blocks. INVALID_ARGUMENT, NOT_FOUND, FAILED_PRECONDITION, ABORTED.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -252,14 +253,15 @@ class AllocatorServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ResetPrefixCache(self, request, context):
-        """Drops all hashes, if no request holds a block; in a pool with sinks never. NOT_FOUND, FAILED_PRECONDITION, ABORTED.
+        """Drops all hashes, if no request holds a block; in a pool with sinks never. INVALID_ARGUMENT, NOT_FOUND,
+        FAILED_PRECONDITION, ABORTED.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetCommonPrefixBlocks(self, request, context):
-        """Counts the leading blocks that all of the session's requests that hold blocks have in common.
+        """Counts the leading blocks that all of the session's requests that hold blocks have in common. INVALID_ARGUMENT,
         NOT_FOUND, FAILED_PRECONDITION, ABORTED.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

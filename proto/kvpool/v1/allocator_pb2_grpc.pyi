@@ -53,7 +53,8 @@ class AllocatorServiceStub:
     def __new__(cls, channel: _aio.Channel) -> AllocatorServiceAsyncStub: ...
     CreatePool: _grpc.UnaryUnaryMultiCallable[_allocator_pb2.CreatePoolRequest, _allocator_pb2.CreatePoolResponse]
     """Declares a pool, for a scheduler whose engine holds the tensors itself. Declaring it again with an equal
-    configuration finds it. INVALID_ARGUMENT; FAILED_PRECONDITION if it differs, naming the field.
+    configuration finds it. INVALID_ARGUMENT; FAILED_PRECONDITION if it differs, naming the field; RESOURCE_EXHAUSTED
+    if the server has as many pools as it may.
     """
     GetPool: _grpc.UnaryUnaryMultiCallable[_allocator_pb2.GetPoolRequest, _allocator_pb2.GetPoolResponse]
     """Tells a pool's configuration, occupancy and counters. NOT_FOUND."""
@@ -93,13 +94,15 @@ class AllocatorServiceStub:
     FAILED_PRECONDITION, ABORTED.
     """
     Free: _grpc.UnaryUnaryMultiCallable[_allocator_pb2.FreeRequest, _allocator_pb2.FreeResponse]
-    """Frees a request's blocks. NOT_FOUND, FAILED_PRECONDITION, ABORTED."""
+    """Frees a request's blocks. INVALID_ARGUMENT, NOT_FOUND, FAILED_PRECONDITION, ABORTED."""
     EvictBlocks: _grpc.UnaryUnaryMultiCallable[_allocator_pb2.EvictBlocksRequest, _allocator_pb2.EvictBlocksResponse]
     """Drops the hashes of blocks. INVALID_ARGUMENT, NOT_FOUND, FAILED_PRECONDITION, ABORTED."""
     ResetPrefixCache: _grpc.UnaryUnaryMultiCallable[_allocator_pb2.ResetPrefixCacheRequest, _allocator_pb2.ResetPrefixCacheResponse]
-    """Drops all hashes, if no request holds a block; in a pool with sinks never. NOT_FOUND, FAILED_PRECONDITION, ABORTED."""
+    """Drops all hashes, if no request holds a block; in a pool with sinks never. INVALID_ARGUMENT, NOT_FOUND,
+    FAILED_PRECONDITION, ABORTED.
+    """
     GetCommonPrefixBlocks: _grpc.UnaryUnaryMultiCallable[_allocator_pb2.GetCommonPrefixBlocksRequest, _allocator_pb2.GetCommonPrefixBlocksResponse]
-    """Counts the leading blocks that all of the session's requests that hold blocks have in common.
+    """Counts the leading blocks that all of the session's requests that hold blocks have in common. INVALID_ARGUMENT,
     NOT_FOUND, FAILED_PRECONDITION, ABORTED.
     """
     MarkExecuted: _grpc.UnaryUnaryMultiCallable[_allocator_pb2.MarkExecutedRequest, _allocator_pb2.MarkExecutedResponse]
@@ -136,7 +139,8 @@ class AllocatorServiceAsyncStub(AllocatorServiceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     CreatePool: _aio.UnaryUnaryMultiCallable[_allocator_pb2.CreatePoolRequest, _allocator_pb2.CreatePoolResponse]  # type: ignore[assignment]
     """Declares a pool, for a scheduler whose engine holds the tensors itself. Declaring it again with an equal
-    configuration finds it. INVALID_ARGUMENT; FAILED_PRECONDITION if it differs, naming the field.
+    configuration finds it. INVALID_ARGUMENT; FAILED_PRECONDITION if it differs, naming the field; RESOURCE_EXHAUSTED
+    if the server has as many pools as it may.
     """
     GetPool: _aio.UnaryUnaryMultiCallable[_allocator_pb2.GetPoolRequest, _allocator_pb2.GetPoolResponse]  # type: ignore[assignment]
     """Tells a pool's configuration, occupancy and counters. NOT_FOUND."""
@@ -176,13 +180,15 @@ class AllocatorServiceAsyncStub(AllocatorServiceStub):
     FAILED_PRECONDITION, ABORTED.
     """
     Free: _aio.UnaryUnaryMultiCallable[_allocator_pb2.FreeRequest, _allocator_pb2.FreeResponse]  # type: ignore[assignment]
-    """Frees a request's blocks. NOT_FOUND, FAILED_PRECONDITION, ABORTED."""
+    """Frees a request's blocks. INVALID_ARGUMENT, NOT_FOUND, FAILED_PRECONDITION, ABORTED."""
     EvictBlocks: _aio.UnaryUnaryMultiCallable[_allocator_pb2.EvictBlocksRequest, _allocator_pb2.EvictBlocksResponse]  # type: ignore[assignment]
     """Drops the hashes of blocks. INVALID_ARGUMENT, NOT_FOUND, FAILED_PRECONDITION, ABORTED."""
     ResetPrefixCache: _aio.UnaryUnaryMultiCallable[_allocator_pb2.ResetPrefixCacheRequest, _allocator_pb2.ResetPrefixCacheResponse]  # type: ignore[assignment]
-    """Drops all hashes, if no request holds a block; in a pool with sinks never. NOT_FOUND, FAILED_PRECONDITION, ABORTED."""
+    """Drops all hashes, if no request holds a block; in a pool with sinks never. INVALID_ARGUMENT, NOT_FOUND,
+    FAILED_PRECONDITION, ABORTED.
+    """
     GetCommonPrefixBlocks: _aio.UnaryUnaryMultiCallable[_allocator_pb2.GetCommonPrefixBlocksRequest, _allocator_pb2.GetCommonPrefixBlocksResponse]  # type: ignore[assignment]
-    """Counts the leading blocks that all of the session's requests that hold blocks have in common.
+    """Counts the leading blocks that all of the session's requests that hold blocks have in common. INVALID_ARGUMENT,
     NOT_FOUND, FAILED_PRECONDITION, ABORTED.
     """
     MarkExecuted: _aio.UnaryUnaryMultiCallable[_allocator_pb2.MarkExecutedRequest, _allocator_pb2.MarkExecutedResponse]  # type: ignore[assignment]
@@ -222,7 +228,8 @@ class AllocatorServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_allocator_pb2.CreatePoolResponse, _abc.Awaitable[_allocator_pb2.CreatePoolResponse]]:
         """Declares a pool, for a scheduler whose engine holds the tensors itself. Declaring it again with an equal
-        configuration finds it. INVALID_ARGUMENT; FAILED_PRECONDITION if it differs, naming the field.
+        configuration finds it. INVALID_ARGUMENT; FAILED_PRECONDITION if it differs, naming the field; RESOURCE_EXHAUSTED
+        if the server has as many pools as it may.
         """
 
     @_abc_1.abstractmethod
@@ -322,7 +329,7 @@ class AllocatorServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _allocator_pb2.FreeRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_allocator_pb2.FreeResponse, _abc.Awaitable[_allocator_pb2.FreeResponse]]:
-        """Frees a request's blocks. NOT_FOUND, FAILED_PRECONDITION, ABORTED."""
+        """Frees a request's blocks. INVALID_ARGUMENT, NOT_FOUND, FAILED_PRECONDITION, ABORTED."""
 
     @_abc_1.abstractmethod
     def EvictBlocks(
@@ -338,7 +345,9 @@ class AllocatorServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _allocator_pb2.ResetPrefixCacheRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_allocator_pb2.ResetPrefixCacheResponse, _abc.Awaitable[_allocator_pb2.ResetPrefixCacheResponse]]:
-        """Drops all hashes, if no request holds a block; in a pool with sinks never. NOT_FOUND, FAILED_PRECONDITION, ABORTED."""
+        """Drops all hashes, if no request holds a block; in a pool with sinks never. INVALID_ARGUMENT, NOT_FOUND,
+        FAILED_PRECONDITION, ABORTED.
+        """
 
     @_abc_1.abstractmethod
     def GetCommonPrefixBlocks(
@@ -346,7 +355,7 @@ class AllocatorServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _allocator_pb2.GetCommonPrefixBlocksRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_allocator_pb2.GetCommonPrefixBlocksResponse, _abc.Awaitable[_allocator_pb2.GetCommonPrefixBlocksResponse]]:
-        """Counts the leading blocks that all of the session's requests that hold blocks have in common.
+        """Counts the leading blocks that all of the session's requests that hold blocks have in common. INVALID_ARGUMENT,
         NOT_FOUND, FAILED_PRECONDITION, ABORTED.
         """
 

@@ -50,7 +50,8 @@ class EventServiceServicer(object):
         """Sends a pool's events, batch by batch, from the one asked for on; or first all that is cached, then the events.
         NOT_FOUND (unknown pool), FAILED_PRECONDITION (EVENTS_DISABLED: the pool publishes none; EVENTS_NOT_KEPT: the
         batches asked for are no longer kept, or are another server's: ask again with `snapshot`), INVALID_ARGUMENT (a
-        sequence number that does not exist yet, a field out of range).
+        sequence number that does not exist yet, a field out of range), ABORTED (POOL_REMOVED: an operator removed the
+        pool).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -37,7 +37,8 @@ class EventServiceStub:
     """Sends a pool's events, batch by batch, from the one asked for on; or first all that is cached, then the events.
     NOT_FOUND (unknown pool), FAILED_PRECONDITION (EVENTS_DISABLED: the pool publishes none; EVENTS_NOT_KEPT: the
     batches asked for are no longer kept, or are another server's: ask again with `snapshot`), INVALID_ARGUMENT (a
-    sequence number that does not exist yet, a field out of range).
+    sequence number that does not exist yet, a field out of range), ABORTED (POOL_REMOVED: an operator removed the
+    pool).
     """
 
 @_typing.type_check_only
@@ -49,7 +50,8 @@ class EventServiceAsyncStub(EventServiceStub):
     """Sends a pool's events, batch by batch, from the one asked for on; or first all that is cached, then the events.
     NOT_FOUND (unknown pool), FAILED_PRECONDITION (EVENTS_DISABLED: the pool publishes none; EVENTS_NOT_KEPT: the
     batches asked for are no longer kept, or are another server's: ask again with `snapshot`), INVALID_ARGUMENT (a
-    sequence number that does not exist yet, a field out of range).
+    sequence number that does not exist yet, a field out of range), ABORTED (POOL_REMOVED: an operator removed the
+    pool).
     """
 
 class EventServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -64,7 +66,8 @@ class EventServiceServicer(metaclass=_abc_1.ABCMeta):
         """Sends a pool's events, batch by batch, from the one asked for on; or first all that is cached, then the events.
         NOT_FOUND (unknown pool), FAILED_PRECONDITION (EVENTS_DISABLED: the pool publishes none; EVENTS_NOT_KEPT: the
         batches asked for are no longer kept, or are another server's: ask again with `snapshot`), INVALID_ARGUMENT (a
-        sequence number that does not exist yet, a field out of range).
+        sequence number that does not exist yet, a field out of range), ABORTED (POOL_REMOVED: an operator removed the
+        pool).
         """
 
 def add_EventServiceServicer_to_server(servicer: EventServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

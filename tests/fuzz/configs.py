@@ -1,0 +1,54 @@
+"""Pools and ranks that the grammars know: small, so that blocks run out and prefixes meet."""
+
+from functools import lru_cache
+from hashlib import sha256
+from typing import Final
+
+from kvpool.server.core.config import HashScheme, KVCacheGroup, PoolConfig, ReuseOrder
+from kvpool.server.core.spec_base import KVCacheSpec
+from kvpool.server.core.specs import (
+    ChunkedLocalAttentionSpec,
+    CrossAttentionSpec,
+    FullAttentionSpec,
+    MambaSpec,
+    MLAAttentionSpec,
+    SinkFullAttentionSpec,
+    SlidingWindowSpec,
+)
+from kvpool.server.core.types import PoolName
+from kvpool.server.rpc.convert_pool import config_to_proto
+from kvpool.v1 import pool_pb2
+
+MAX_MODEL_LEN: Final = 96
+_OWN_HASH: Final = HashScheme("fuzz", 8)
+
+
+def _config(name: str, num_blocks: int, *specs: KVCacheSpec, **options: object) -> PoolConfig:
+    groups = tuple(KVCacheGroup(spec, (f"layer.{i}",)) for i, spec in enumerate(specs))
+    return PoolConfig(PoolName(name), num_blocks, MAX_MODEL_LEN, groups, **options)  # type: ignore[arg-type]
+
+
+CONFIGS: Final[tuple[PoolConfig, ...]] = (
+    _config("p0", 40, FullAttentionSpec(4)),
+    _config("p1", 48, FullAttentionSpec(4), SlidingWindowSpec(4, sliding_window=10), enable_events=True),
+    _config("p2", 32, FullAttentionSpec(2), enable_caching=False),
+    _config("p3", 44, MambaSpec(8, num_speculative_blocks=1), FullAttentionSpec(4), reuse_order=ReuseOrder.LRU),
+    _config("p4", 36, SinkFullAttentionSpec(4, sink_len=8), ChunkedLocalAttentionSpec(2, attention_chunk_size=8)),
+    _config("p5", 40, MLAAttentionSpec(3), CrossAttentionSpec(4), enable_caching=False),
+    _config("p6", 30, FullAttentionSpec(4), use_eagle=True, enable_events=True, hash_scheme=_OWN_HASH),
+)
+POOL_NAMES: Final = tuple(config.name for config in CONFIGS)
+RANK_POOLS: Final = ("r0", "r1", "r2")
+
+
+@lru_cache(maxsize=1)
+def messages() -> tuple[pool_pb2.PoolConfig, ...]:
+    """The same as messages."""
+    return tuple(config_to_proto(config, with_none_hash=True) for config in CONFIGS)
+
+
+@lru_cache(maxsize=4096)
+def block_hash(document: int, index: int, size_bytes: int) -> bytes:
+    """Hash of a document's block; the first two blocks of all documents hold the same."""
+    content = f"{document if index > 1 else 0}:{index}"
+    return (sha256(content.encode()).digest() * 2)[:size_bytes]

@@ -1,0 +1,146 @@
+"""Writes calls that a server takes: it knows the pools, sessions, requests and numbers there are.
+
+It reads them from the server's own objects, so that most of what it writes gets deep, and what is spoilt of it is
+spoilt in one place.
+"""
+
+from collections.abc import Callable
+from random import Random
+from typing import Final
+
+from google.protobuf.message import Message
+
+from fuzz.configs import POOL_NAMES, RANK_POOLS, messages
+from fuzz.grammar_requests import RequestGrammar
+from fuzz.served import Served
+from kvpool.v1 import admin_pb2, allocator_pb2, event_pb2
+
+_MAX_SESSIONS: Final = 10
+_LEASES_SECONDS: Final = (0.0, 5.0, 20.0, 60.0)
+_BLOCK_STATES: Final = admin_pb2.BlockState.values()
+_Paged = admin_pb2.ListSessionsRequest | admin_pb2.ListRequestsRequest | admin_pb2.ListBlocksRequest
+
+
+class Grammar(RequestGrammar):
+    """Writes messages for the unary calls and watches of schedulers, operators and routers.
+
+    Attributes:
+        page_tokens: By call: the token that its last answer gave.
+    """
+
+    def __init__(self, rng: Random, served: Served) -> None:
+        super().__init__(rng, served)
+        self.page_tokens: dict[str, str] = {}
+        self._writers: Final[dict[str, Callable[[], Message | None]]] = {
+            "AllocatorService.CreatePool": self._create_pool,
+            "AllocatorService.GetPool": lambda: allocator_pb2.GetPoolRequest(pool_name=self._name()),
+            "AllocatorService.WaitUntilReady": lambda: allocator_pb2.WaitUntilReadyRequest(
+                pool_name=self._name(), timeout_seconds=rng.choice((0.0, 0.0, 0.001, 3600.0))
+            ),
+            "AllocatorService.OpenSession": self._open_session,
+            "AllocatorService.ResumeSession": self._resume_session,
+            "AllocatorService.KeepAlive": lambda: allocator_pb2.KeepAliveRequest(session_id=self._session_id()),
+            "AllocatorService.CloseSession": self._close_session,
+            "AllocatorService.GetComputedBlocks": self.get_computed_blocks,
+            "AllocatorService.AllocateSlots": self.allocate_slots,
+            "AllocatorService.CacheBlocks": self.cache_blocks,
+            "AllocatorService.Free": self.free,
+            "AllocatorService.EvictBlocks": self.evict_blocks,
+            "AllocatorService.ResetPrefixCache": self.reset_prefix_cache,
+            "AllocatorService.GetCommonPrefixBlocks": self.get_common_prefix_blocks,
+            "AllocatorService.MarkExecuted": self.mark_executed,
+            "AllocatorService.Schedule": self.step,
+            "EventService.Watch": self._watch,
+            "AdminService.ListPools": admin_pb2.ListPoolsRequest,
+            "AdminService.ListSessions": lambda: self._paged(
+                "AdminService.ListSessions", admin_pb2.ListSessionsRequest(pool_name=self._name_or_all())
+            ),
+            "AdminService.ListRequests": lambda: self._paged(
+                "AdminService.ListRequests",
+                admin_pb2.ListRequestsRequest(pool_name=self._name(), session_number=self._number()),
+            ),
+            "AdminService.ListBlocks": lambda: self._paged(
+                "AdminService.ListBlocks",
+                admin_pb2.ListBlocksRequest(pool_name=self._name(), state=rng.choice(_BLOCK_STATES)),
+            ),
+            "AdminService.ResetPrefixCache": lambda: admin_pb2.AdminServiceResetPrefixCacheRequest(
+                pool_name=self._name()
+            ),
+            "AdminService.EvictSession": self._evict_session,
+            "AdminService.Drain": self._drain,
+            "AdminService.Undrain": self._undrain,
+            "AdminService.RemovePool": lambda: admin_pb2.RemovePoolRequest(pool_name=self._name()),
+        }
+
+    def write(self, key: str) -> Message | None:
+        """A call as it should be; None while what it is about is not there."""
+        return self._writers[key]()
+
+    def _name(self) -> str:
+        return self.rng.choice(POOL_NAMES) if self.rng.random() < 0.9 else self.rng.choice(RANK_POOLS)
+
+    def _name_or_all(self) -> str:
+        return "" if self.rng.random() < 0.1 else self._name()
+
+    def _session_id(self) -> str:
+        found = self.session()
+        return found[1].session_id if found else "none"
+
+    def _number(self) -> int:
+        found = self.session()
+        return found[1].writer if found and self.rng.random() < 0.5 else 0
+
+    def _paged(self, key: str, message: _Paged) -> _Paged:
+        message.page_size = self.rng.choice((0, 1, 2, 7, 100, 500))
+        message.page_token = self.page_tokens.get(key, "") if self.rng.random() < 0.7 else ""
+        return message
+
+    def _create_pool(self) -> Message:
+        return allocator_pb2.CreatePoolRequest(config=self.rng.choice(messages()))
+
+    def _open_session(self) -> Message | None:
+        if sum(1 for _ in self.served.hub.allocator.sessions()) >= _MAX_SESSIONS:
+            return None
+        pools = self.served.pools()
+        name = self.rng.choice(pools).config.name if pools and self.rng.random() < 0.9 else self._name()
+        return allocator_pb2.OpenSessionRequest(
+            pool_name=name,
+            client_name=f"fuzz {self.rng.randrange(100)}",
+            lease_seconds=self.rng.choice(_LEASES_SECONDS),
+        )
+
+    def _resume_session(self) -> Message | None:
+        found = self.session()
+        if found is None:
+            return None
+        known = max(found[1].sequence - self.rng.choice((0, 0, 1, 20)), 0)
+        return allocator_pb2.ResumeSessionRequest(session_id=found[1].session_id, sequence=known)
+
+    def _close_session(self) -> Message:
+        return allocator_pb2.CloseSessionRequest(session_id=self._session_id())
+
+    def _evict_session(self) -> Message | None:
+        found = self.session()
+        if found is None:
+            return None
+        return admin_pb2.EvictSessionRequest(pool_name=found[0].config.name, session_number=found[1].writer)
+
+    def _drain(self) -> Message:
+        return admin_pb2.DrainRequest(pool_name=self._name_or_all())
+
+    def _undrain(self) -> Message:
+        closed = [*self.served.hub.allocator.intake.closed_pools, ""]
+        return admin_pb2.UndrainRequest(pool_name=self.rng.choice(closed))
+
+    def _watch(self) -> Message:
+        rng = self.rng
+        pools = [pool for pool in self.served.pools() if pool.config.makes_events]
+        name = rng.choice(pools).config.name if pools else self._name()
+        has_snapshot = rng.random() < 0.5
+        return event_pb2.WatchRequest(
+            pool_name=name,
+            from_sequence=0 if has_snapshot or not pools else self.served.hub.event_log(pools[0]).last_sequence,
+            heartbeat_seconds=rng.choice((0.0, 0.1, 5.0)),
+            snapshot=has_snapshot,
+            boot_id=rng.choice(("", self.served.hub.boot_id)),
+        )

@@ -1,0 +1,45 @@
+"""Writes what ranks say."""
+
+from random import Random
+from typing import Final
+
+from fuzz.configs import RANK_POOLS
+from fuzz.served import Served
+from kvpool.server.rpc.convert_world import registration_to_proto
+from kvpool.v1 import worker_pb2
+from support_ranks import registration
+
+_WORLD_SIZES: Final = {"r0": 1, "r1": 2, "r2": 3}
+
+
+class RankGrammar:
+    """Writes a stream's messages: the first registers, later ones answer what the membership waits for."""
+
+    def __init__(self, rng: Random, served: Served) -> None:
+        self._rng = rng
+        self._served = served
+
+    def pool(self) -> str:
+        """Any pool of ranks."""
+        return self._rng.choice(RANK_POOLS)
+
+    def write(self, pool: str, *, is_first: bool) -> worker_pb2.JoinRequest:
+        """A stream's next message."""
+        rng = self._rng
+        if is_first:
+            size = _WORLD_SIZES[pool]
+            rank = rng.randrange(size)
+            said = registration(
+                rank, size, boot_id=f"process-{rank}-{rng.choice('aaab')}", blocks=rng.choice((70, 70, 90, 9))
+            )
+            return worker_pb2.JoinRequest(register=registration_to_proto(pool, said))
+        membership = self._served.ranks.membership(pool)
+        epoch = membership.epoch if membership else 1
+        chance = rng.random()
+        if chance < 0.4:
+            blocks = rng.choice((70, 70, 80, 5))
+            initialized = worker_pb2.Initialized(epoch=epoch, num_blocks=blocks, allocated_bytes=1024)
+            return worker_pb2.JoinRequest(initialized=initialized)
+        if chance < 0.95:
+            return worker_pb2.JoinRequest(heartbeat=worker_pb2.Heartbeat(sequence=rng.randrange(1, 9)))
+        return worker_pb2.JoinRequest(leave=worker_pb2.Leave())

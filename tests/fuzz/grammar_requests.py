@@ -1,0 +1,305 @@
+"""Writes what changes a session: the unary calls on its requests, and steps of many operations."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from random import Random
+from typing import Final
+
+from fuzz.configs import block_hash
+from fuzz.served import Served
+from kvpool.server.core.pool import Pool
+from kvpool.server.core.request import Request
+from kvpool.server.core.session import Session
+from kvpool.server.core.step import Operation
+from kvpool.v1 import allocator_pb2, step_pb2
+
+_NUM_DOCUMENTS: Final = 3
+_MAX_REQUESTS: Final = 12
+_MAX_OPERATIONS: Final = 8
+_OF_NEW: Final = (Operation.LOOK_UP, Operation.PEEK, Operation.ADMIT, Operation.ADMIT, Operation.ALLOCATE)
+_OF_RUNNING: Final = (
+    *(Operation.ALLOCATE,) * 6,
+    Operation.CACHE,
+    Operation.FREE,
+    Operation.FREE,
+    Operation.PREEMPT,
+    Operation.COMMON_PREFIX,
+    Operation.APPEND,
+)
+
+
+def hashes_of(pool: Pool, request_id: str, before: int, after: int) -> bytes:
+    """Hashes of the blocks that a request fills as it grows from `before` to `after` tokens; its id tells its text."""
+    if not pool.config.enable_caching:
+        return b""
+    size, size_bytes = pool.hash_block_size, pool.config.hash_scheme.hash_size_bytes
+    document = sum(request_id.encode("utf-8", "surrogatepass")) % _NUM_DOCUMENTS
+    return b"".join(block_hash(document, i, size_bytes) for i in range(before // size, after // size))
+
+
+@dataclass(slots=True)
+class _Row:
+    """An operation of a step; fields as the columns'."""
+
+    operation: Operation
+    request: Request | None = None
+    number: int = 0
+    appended: int = 0
+    new: int = 0
+    rejected: int = 0
+    lookahead: int = 0
+    encoder: int = 0
+    delay: bool = False
+    block_ids: tuple[tuple[int, ...], ...] = ()
+
+
+class RequestGrammar:
+    """Writes for any of the sessions that are open."""
+
+    def __init__(self, rng: Random, served: Served) -> None:
+        self.rng = rng
+        self.served = served
+        self._last_number = 0
+
+    def session(self) -> tuple[Pool, Session] | None:
+        """Any open session."""
+        sessions = list(self.served.hub.allocator.sessions())
+        return self.rng.choice(sessions) if sessions else None
+
+    def get_computed_blocks(self) -> allocator_pb2.GetComputedBlocksRequest | None:
+        """A look-up of a new or waiting request."""
+        found = self.session()
+        if found is None:
+            return None
+        pool, session = found
+        waiting = [request for request in session.requests.values() if not request.holds_blocks]
+        request = self.rng.choice(waiting) if waiting and self.rng.random() < 0.5 else None
+        return allocator_pb2.GetComputedBlocksRequest(
+            session_id=session.session_id,
+            sequence=session.sequence + 1,
+            request=self._update(pool, session, request),
+            uncounted=self.rng.random() < 0.3,
+        )
+
+    def allocate_slots(self) -> allocator_pb2.AllocateSlotsRequest | None:
+        """Room for a new, a waiting or a running request."""
+        found = self.session()
+        if found is None:
+            return None
+        pool, session = found
+        request = self._request(session)
+        update = self._update(pool, session, request)
+        message = allocator_pb2.AllocateSlotsRequest(
+            session_id=session.session_id,
+            sequence=session.sequence + 1,
+            request=update,
+            num_lookahead_tokens=self.rng.choice((0, 0, 0, 3)),
+            delay_cache_blocks=self.rng.random() < 0.2,
+        )
+        computed = request.num_computed_tokens if request else 0
+        if request and not request.holds_blocks and self.rng.random() < 0.7:
+            hit = pool.peek(request)
+            message.computed.num_tokens = hit.num_tokens
+            for block_ids in hit.block_ids:
+                message.computed.groups.add(block_ids=block_ids)
+            computed += hit.num_tokens
+        tokens = (request.num_tokens if request else 0) + update.num_appended_tokens
+        message.num_new_tokens = max(tokens - computed, 1)
+        if self._has_encoder(pool) and not (request and request.holds_blocks):
+            message.num_encoder_tokens = 7
+        return message
+
+    def cache_blocks(self) -> allocator_pb2.CacheBlocksRequest | None:
+        """Caches what a running request computed."""
+        found = self._running()
+        if found is None:
+            return None
+        pool, session, request = found
+        return allocator_pb2.CacheBlocksRequest(
+            session_id=session.session_id,
+            sequence=session.sequence + 1,
+            request=self._update(pool, session, request),
+            num_computed_tokens=request.num_computed_tokens,
+        )
+
+    def free(self) -> allocator_pb2.FreeRequest | None:
+        """Frees or preempts a request."""
+        found = self._running()
+        if found is None:
+            return None
+        pool, session, request = found
+        return allocator_pb2.FreeRequest(
+            session_id=session.session_id,
+            sequence=session.sequence + 1,
+            request=self._update(pool, session, request),
+            preempted=self.rng.random() < 0.4,
+        )
+
+    def evict_blocks(self) -> allocator_pb2.EvictBlocksRequest | None:
+        """Drops hashes of any blocks."""
+        found = self.session()
+        if found is None:
+            return None
+        pool, session = found
+        return allocator_pb2.EvictBlocksRequest(
+            session_id=session.session_id, sequence=session.sequence + 1, block_ids=self._any_blocks(pool)
+        )
+
+    def reset_prefix_cache(self) -> allocator_pb2.ResetPrefixCacheRequest | None:
+        """Drops all hashes."""
+        found = self.session()
+        if found is None:
+            return None
+        return allocator_pb2.ResetPrefixCacheRequest(session_id=found[1].session_id, sequence=found[1].sequence + 1)
+
+    def get_common_prefix_blocks(self) -> allocator_pb2.GetCommonPrefixBlocksRequest | None:
+        """Counts what requests have in common."""
+        found = self._running()
+        if found is None:
+            return None
+        pool, session, request = found
+        return allocator_pb2.GetCommonPrefixBlocksRequest(
+            session_id=session.session_id,
+            sequence=session.sequence + 1,
+            request=self._update(pool, session, request),
+        )
+
+    def mark_executed(self) -> allocator_pb2.MarkExecutedRequest | None:
+        """Says that all but the newest changes were executed."""
+        found = self.session()
+        if found is None:
+            return None
+        executed = max(found[1].sequence - self.rng.choice((0, 0, 1, 3)), 0)
+        return allocator_pb2.MarkExecutedRequest(session_id=found[1].session_id, executed_sequence=executed)
+
+    def step(self, session_id: str = "") -> step_pb2.Step | None:
+        """The next step of a session; of any, if that is not there."""
+        found = next((pair for pair in self.served.hub.allocator.sessions() if pair[1].session_id == session_id), None)
+        found = found or self.session()
+        return self._step(*found) if found else None
+
+    def _step(self, pool: Pool, session: Session) -> step_pb2.Step:
+        step = step_pb2.Step(
+            session_id=session.session_id,
+            sequence=session.sequence + 1,
+            executed_sequence=max(session.sequence - self.rng.choice((0, 1, 4, 1000)), 0),
+            admission_budget_tokens=self.rng.choice((0, 0, 0, 16, 64)),
+        )
+        requests = [request for request in session.requests.values() if request.number > 0]
+        self.rng.shuffle(requests)
+        for _ in range(self.rng.randrange(_MAX_OPERATIONS)):
+            if self.rng.random() < 0.05:
+                self._put(step, pool, self._on_pool(pool))
+            elif requests and (len(session.requests) >= _MAX_REQUESTS or self.rng.random() < 0.6):
+                self._put(step, pool, self._on_request(pool, requests.pop()))
+            else:
+                self._add(step, pool)
+        return step
+
+    def _add(self, step: step_pb2.Step, pool: Pool) -> None:
+        """A new request, and the operation that it came for."""
+        number, request_id = self._new()
+        tokens = self.rng.randrange(1, min(60, pool.config.max_model_len))
+        step.request_ids.append(request_id)
+        self._put(
+            step, pool, _Row(Operation.ADD, number=number, appended=tokens), self._growth(pool, request_id, 0, tokens)
+        )
+        operation = self.rng.choice(_OF_NEW)
+        row = _Row(operation, number=number, lookahead=self.rng.choice((0, 0, 2)), delay=self.rng.random() < 0.1)
+        row.new = tokens if operation is Operation.ALLOCATE else self.rng.choice((0, 0, 8))
+        if operation in (Operation.ADMIT, Operation.ALLOCATE) and self._has_encoder(pool):
+            row.encoder = 7
+        self._put(step, pool, row)
+
+    def _on_pool(self, pool: Pool) -> _Row:
+        if self.rng.random() < 0.3:
+            return _Row(Operation.RESET)
+        empty: tuple[tuple[int, ...], ...] = ((),) * (len(pool.config.groups) - 1)
+        return _Row(Operation.EVICT, block_ids=(tuple(self._any_blocks(pool)), *empty))
+
+    def _on_request(self, pool: Pool, request: Request) -> _Row:
+        operation = self.rng.choice(_OF_RUNNING if request.holds_blocks else (*_OF_NEW, Operation.FREE))
+        row = _Row(operation, request, request.number)
+        room = pool.config.max_model_len - request.num_tokens
+        if operation not in (Operation.FREE, Operation.PREEMPT, Operation.COMMON_PREFIX):
+            row.appended = min(self.rng.choice((0, 1, 1, 5)), max(room, 0))
+        if operation is Operation.CACHE:
+            row.new = request.num_computed_tokens
+        elif operation is Operation.ALLOCATE:
+            row.rejected = min(self.rng.choice((0, 0, 0, 1)), request.num_computed_tokens)
+            hit = 0
+            if not request.holds_blocks:
+                promise = pool.peek(request)
+                row.block_ids, hit = tuple(map(tuple, promise.block_ids)), promise.num_tokens
+            computed = request.num_computed_tokens - row.rejected + hit
+            row.new = max(request.num_tokens + row.appended - computed, 1)
+            row.lookahead = self.rng.choice((0, 0, 0, 4))
+        if not request.holds_blocks and operation in (Operation.ADMIT, Operation.ALLOCATE) and self._has_encoder(pool):
+            row.encoder = 7
+        return row
+
+    def _put(
+        self, step: step_pb2.Step, pool: Pool, row: _Row, growth: tuple[bytes, Iterable[int]] | None = None
+    ) -> None:
+        if row.request:
+            before = row.request.num_tokens
+            growth = self._growth(pool, row.request.request_id, before, before + row.appended)
+        hashes, token_ids = growth or (b"", ())
+        step.operations.append(int(row.operation))  # type: ignore[arg-type]
+        step.request_numbers.append(row.number)
+        step.num_appended_tokens.append(row.appended)
+        step.num_new_tokens.append(row.new)
+        step.num_rejected_tokens.append(row.rejected)
+        step.num_lookahead_tokens.append(row.lookahead)
+        step.num_encoder_tokens.append(row.encoder)
+        step.delay_cache_blocks.append(row.delay)
+        for block_ids in row.block_ids or ((),) * len(pool.config.groups):
+            step.num_block_ids.append(len(block_ids))
+            step.block_ids.extend(block_ids)
+        step.block_hashes += hashes
+        step.token_ids.extend(token_ids)
+
+    def _update(self, pool: Pool, session: Session, request: Request | None) -> allocator_pb2.RequestUpdate:
+        """What is new of a request; None for one that was not seen before."""
+        if request is None:
+            number, request_id = self._new()
+            before, appended = 0, self.rng.randrange(1, min(60, pool.config.max_model_len))
+            if len(session.requests) >= _MAX_REQUESTS:
+                request_id = next(iter(session.requests))
+        else:
+            number, request_id, before = 0, request.request_id, request.num_tokens
+            appended = min(self.rng.choice((0, 0, 1, 4)), max(pool.config.max_model_len - before, 0))
+        hashes, token_ids = self._growth(pool, request_id, before, before + appended)
+        return allocator_pb2.RequestUpdate(
+            request_id=request_id,
+            request_number=number if self.rng.random() < 0.5 else 0,
+            num_appended_tokens=appended,
+            block_hashes=hashes,
+            token_ids=token_ids,
+            lora_name=self.rng.choice(("", "", "lora")) if request is None else "",
+        )
+
+    def _growth(self, pool: Pool, request_id: str, before: int, after: int) -> tuple[bytes, Iterable[int]]:
+        token_ids = range(before, after) if pool.config.makes_events else ()
+        return hashes_of(pool, request_id, before, after), token_ids
+
+    def _new(self) -> tuple[int, str]:
+        self._last_number = self._last_number % 2**20 + 1
+        return self._last_number, f"q{self._last_number}"
+
+    def _request(self, session: Session) -> Request | None:
+        requests = list(session.requests.values())
+        return self.rng.choice(requests) if requests and self.rng.random() < 0.7 else None
+
+    def _running(self) -> tuple[Pool, Session, Request] | None:
+        found = self.session()
+        if found is None or not found[1].requests:
+            return None
+        return (*found, self.rng.choice(list(found[1].requests.values())))
+
+    def _any_blocks(self, pool: Pool) -> list[int]:
+        return [self.rng.randrange(1, pool.blocks.num_blocks) for _ in range(self.rng.randrange(6))]
+
+    @staticmethod
+    def _has_encoder(pool: Pool) -> bool:
+        return pool.config.name == "p5"

@@ -1,0 +1,280 @@
+"""A server's real objects without sockets: its services over one hub, a clock that is told, calls as bytes.
+
+What is left out is grpc itself: each call gets a context that stands for one, and its message as it came.
+"""
+
+import asyncio
+import logging
+from contextlib import ExitStack
+from dataclasses import astuple, dataclass
+from random import Random
+from typing import Any, Final, NoReturn
+from unittest import mock
+
+import grpc
+from google.protobuf.message import DecodeError, Message
+from google.rpc import error_details_pb2, status_pb2
+
+from fuzz.contract import Method
+from kvpool.server.core.integrity import check_integrity
+from kvpool.server.core.pool import Pool
+from kvpool.server.core.world import RankTiming
+from kvpool.server.rpc.admin_service import AdminService
+from kvpool.server.rpc.allocator_service import AllocatorService
+from kvpool.server.rpc.event_service import EventService
+from kvpool.server.rpc.hub import Hub
+from kvpool.server.rpc.ranks import Ranks
+from kvpool.server.rpc.worker_service import WorkerService
+from support_core import snapshot
+
+MAX_POOL_BLOCKS: Final = 4096
+MAX_POOLS: Final = 12
+
+
+class Refused(Exception):  # noqa: N818 - it is none of ours
+    """What a context's `abort` raises."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """How a call ended.
+
+    Attributes:
+        code: With which code.
+        reason: The reason of its details; empty for OK.
+        answer: The answer of a unary call.
+    """
+
+    code: grpc.StatusCode
+    reason: str = ""
+    answer: Message | None = None
+
+
+class Context:
+    """Stands for grpc's."""
+
+    def __init__(self) -> None:
+        self.ended: Ended | None = None
+        self.written = 0
+
+    async def abort(self, code: grpc.StatusCode, details: str = "", trailing_metadata: Any = ()) -> NoReturn:
+        assert isinstance(details, str)
+        self.ended = Ended(code, _reason(code, trailing_metadata))
+        raise Refused
+
+    async def write(self, message: Message) -> None:
+        message.SerializeToString()
+        self.written += 1
+
+    def invocation_metadata(self) -> tuple[()]:
+        return ()
+
+    def peer(self) -> str:
+        return "ipv4:127.0.0.1:1"
+
+
+def _reason(code: grpc.StatusCode, trailing_metadata: Any) -> str:
+    details = dict(trailing_metadata).get("grpc-status-details-bin")
+    assert details, f"{code} without details"
+    status = status_pb2.Status.FromString(details)
+    assert status.code == code.value[0]
+    info = error_details_pb2.ErrorInfo()
+    assert status.details[0].Unpack(info), f"{code} without ErrorInfo"
+    assert info.domain == "kvpool"
+    assert info.reason.replace("_", "").isupper(), f"{code} with the reason {info.reason!r}"
+    return str(info.reason)
+
+
+class OpenCall(Context):
+    """A call that may last, and the task that serves it.
+
+    Attributes:
+        method: Which.
+        about: What its messages are about: a session or a pool.
+        is_new: Whether nothing was sent on it.
+    """
+
+    def __init__(self, served: "Served", method: Method) -> None:
+        super().__init__()
+        self.method = method
+        self.about = ""
+        self.is_new = True
+        self._incoming: asyncio.Queue[bytes | None] = asyncio.Queue()
+        self._turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._task = asyncio.create_task(self._serve(served))
+        self._task.add_done_callback(lambda _: self._give_turn())
+
+    async def _serve(self, served: "Served") -> None:
+        if self.method.is_stream:
+            await served.behaviour(self.method)(None, self)
+        else:
+            data = await self._incoming.get()
+            assert data is not None
+            await served.behaviour(self.method)(self.method.request.FromString(data), self)
+
+    @property
+    def is_over(self) -> bool:
+        return self._task.done()
+
+    async def read(self) -> object:
+        if self._incoming.empty():
+            self._give_turn()
+        data = await self._incoming.get()
+        return grpc.aio.EOF if data is None else self.method.request.FromString(data)
+
+    def begin(self, data: bytes) -> None:
+        """Sends the request of a call that takes one, and waits for nothing."""
+        self._incoming.put_nowait(data)
+
+    async def say(self, data: bytes | None) -> Ended | None:
+        """Sends a message, None for no more; returns how the call ended, if it did by that."""
+        self._turn = asyncio.get_running_loop().create_future()
+        self._incoming.put_nowait(data)
+        async with asyncio.timeout(10):
+            await self._turn
+        return self.result() if self._task.done() else None
+
+    async def cancel(self) -> Ended:
+        """Ends it as a client that goes away does."""
+        self._task.cancel()
+        await asyncio.wait([self._task])
+        return self.result()
+
+    def result(self) -> Ended:
+        """How it ended.
+
+        Raises:
+            BaseException: What it ended with was no answer to a client.
+        """
+        if self._task.cancelled():
+            return Ended(grpc.StatusCode.CANCELLED)
+        error = self._task.exception()
+        if isinstance(error, Refused) and self.ended:
+            return self.ended
+        if error:
+            raise error
+        return Ended(grpc.StatusCode.OK)
+
+    def _give_turn(self) -> None:
+        if not self._turn.done():
+            self._turn.set_result(None)
+
+
+class _Hub(Hub):
+    def __init__(self) -> None:
+        self.clock_seconds = 1000.0
+        super().__init__(MAX_POOL_BLOCKS)
+
+    def now_seconds(self) -> float:
+        return self.clock_seconds
+
+
+class _Bugs(logging.Handler):
+    """Keeps what the log tells of a bug."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.ERROR)
+        self.told: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.told.append(logging.Formatter("%(message)s").format(record))
+
+
+class Served:
+    """The services of one server."""
+
+    def __init__(self, rng: Random) -> None:
+        # Session ids and boot ids are the same in each run of a seed, so that a finding comes again.
+        self._patched = ExitStack()
+        self._patched.enter_context(mock.patch("secrets.token_urlsafe", lambda count: rng.randbytes(count).hex()))
+        self._patched.enter_context(mock.patch("secrets.token_bytes", rng.randbytes))
+        self.hub = _Hub()
+        self.ranks = Ranks(self.hub, RankTiming(), MAX_POOL_BLOCKS, MAX_POOLS)
+        self._services = {
+            "AllocatorService": AllocatorService(self.hub, self.ranks),
+            "AdminService": AdminService(self.hub, self.ranks),
+            "EventService": EventService(self.hub),
+            "WorkerService": WorkerService(self.hub, self.ranks),
+        }
+        self._bugs = _Bugs()
+        logging.getLogger("kvpool").addHandler(self._bugs)
+
+    def close(self) -> None:
+        """Takes back what was patched."""
+        logging.getLogger("kvpool").removeHandler(self._bugs)
+        self._patched.close()
+
+    def behaviour(self, method: Method) -> Any:
+        """What serves an RPC."""
+        return getattr(self._services[method.service], method.name)
+
+    def serves(self, method: Method) -> bool:
+        """Whether the RPC is more than declared."""
+        return method.name in vars(type(self._services[method.service]))
+
+    def pools(self) -> list[Pool]:
+        """All pools."""
+        return list(self.hub.allocator.pools())
+
+    async def call(self, method: Method, data: bytes) -> Ended | None:
+        """A unary call; None if the message cannot be parsed, which grpc itself answers."""
+        try:
+            request = method.request.FromString(data)
+        except DecodeError:
+            return None
+        context = Context()
+        try:
+            answer = await self.behaviour(method)(request, context)
+        except Refused:
+            assert context.ended
+            return context.ended
+        answer.SerializeToString()
+        return Ended(grpc.StatusCode.OK, answer=answer)
+
+    def pass_time(self, seconds: float) -> None:
+        """Lets time pass, and does what the server does as it passes."""
+        self.hub.clock_seconds += seconds
+        for expired in self.hub.allocator.expire(self.hub.now_seconds()):
+            self.hub.publish(expired[0])
+        for membership in list(self.ranks._memberships.values()):
+            self.ranks._carry_out(membership, membership.tick(self.hub.now_seconds()))
+
+    def fingerprint(self) -> object:
+        """What a refused call must leave as it is: a few numbers of everything, cheap enough for each call."""
+        allocator = self.hub.allocator
+        return (
+            [
+                (
+                    pool.config.name,
+                    pool.epoch,
+                    pool.is_suspended,
+                    pool.blocks.num_free_blocks,
+                    len(pool.blocks.prefix_map),
+                    pool.blocks.num_evicted,
+                    pool.num_preemptions,
+                    astuple(pool.stats),
+                    astuple(pool.activity),
+                    [(s.writer, s.sequence, s.executed_sequence, len(s.requests)) for s in pool.sessions.values()],
+                )
+                for pool in allocator.pools()
+            ],
+            (allocator.intake.is_closed, sorted(allocator.intake.closed_pools)),
+            [(name, repr(membership)) for name, membership in self.ranks._memberships.items()],
+        )
+
+    def whole(self) -> object:
+        """All that can be seen."""
+        return self.fingerprint(), [snapshot(pool, self._sessions(pool)) for pool in self.pools()]
+
+    def check(self) -> None:
+        """Raises unless all books balance, and no bug was logged."""
+        for pool in self.pools():
+            check_integrity(pool, self._sessions(pool))
+        assert not self._bugs.told, self._bugs.told[0]
+
+    def bug(self) -> str:
+        """What was logged of a bug last."""
+        return self._bugs.told[-1] if self._bugs.told else ""
+
+    def _sessions(self, pool: Pool) -> list[Any]:
+        return self.hub.allocator.sessions_of(pool)
