@@ -100,7 +100,7 @@ class Campaign:
         self._served = Served(Random(seed))
         self._grammar = Grammar(self._rng, self._served)
         self._ranks = RankGrammar(self._rng, self._served)
-        self._keys = [key for key, method in METHODS.items() if self._served.serves(method)]
+        self._keys = list(METHODS)
         self._weights = [_WEIGHTS.get(key, 2) for key in self._keys]
         self._open: dict[str, list[OpenCall]] = {key: [] for key in self._keys}
         self._recent: deque[tuple[str, str, bytes]] = deque(maxlen=_KEPT_INPUTS)

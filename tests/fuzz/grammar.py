@@ -84,7 +84,7 @@ class Grammar(RequestGrammar):
 
     def _session_id(self) -> str:
         found = self.session()
-        return found[1].session_id if found else "none"
+        return found[1].current_id if found else "none"
 
     def _number(self) -> int:
         found = self.session()
@@ -114,7 +114,8 @@ class Grammar(RequestGrammar):
         if found is None:
             return None
         known = max(found[1].sequence - self.rng.choice((0, 0, 1, 20)), 0)
-        return allocator_pb2.ResumeSessionRequest(session_id=found[1].session_id, sequence=known)
+        key = self.rng.choice(("", "again", str(self.rng.random())))
+        return allocator_pb2.ResumeSessionRequest(session_id=found[1].current_id, sequence=known, resume_key=key)
 
     def _close_session(self) -> Message:
         return allocator_pb2.CloseSessionRequest(session_id=self._session_id())
@@ -126,6 +127,8 @@ class Grammar(RequestGrammar):
         return admin_pb2.EvictSessionRequest(pool_name=found[0].config.name, session_number=found[1].writer)
 
     def _drain(self) -> Message:
+        if self.rng.random() < 0.2:
+            return admin_pb2.DrainRequest(stop=True, timeout_seconds=self.rng.choice((0.0, 60.0)))
         return admin_pb2.DrainRequest(pool_name=self._name_or_all())
 
     def _undrain(self) -> Message:

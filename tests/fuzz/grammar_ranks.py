@@ -32,7 +32,9 @@ class RankGrammar:
             said = registration(
                 rank, size, boot_id=f"process-{rank}-{rng.choice('aaab')}", blocks=rng.choice((70, 70, 90, 9))
             )
-            return worker_pb2.JoinRequest(register=registration_to_proto(pool, said))
+            message = worker_pb2.JoinRequest(register=registration_to_proto(pool, said))
+            message.register.fences = rng.random() < 0.8
+            return message
         membership = self._served.ranks.membership(pool)
         epoch = membership.epoch if membership else 1
         chance = rng.random()
@@ -40,6 +42,8 @@ class RankGrammar:
             blocks = rng.choice((70, 70, 80, 5))
             initialized = worker_pb2.Initialized(epoch=epoch, num_blocks=blocks, allocated_bytes=1024)
             return worker_pb2.JoinRequest(initialized=initialized)
+        if chance < 0.6:
+            return worker_pb2.JoinRequest(fenced=worker_pb2.Fenced(fence_sequence=rng.randrange(1, 6)))
         if chance < 0.95:
             return worker_pb2.JoinRequest(heartbeat=worker_pb2.Heartbeat(sequence=rng.randrange(1, 9)))
         return worker_pb2.JoinRequest(leave=worker_pb2.Leave())

@@ -163,7 +163,7 @@ class OpenCall(Context):
 class _Hub(Hub):
     def __init__(self) -> None:
         self.clock_seconds = 1000.0
-        super().__init__(MAX_POOL_BLOCKS)
+        super().__init__(MAX_POOL_BLOCKS, quarantine_seconds=2.0)
 
     def now_seconds(self) -> float:
         return self.clock_seconds
@@ -208,10 +208,6 @@ class Served:
         """What serves an RPC."""
         return getattr(self._services[method.service], method.name)
 
-    def serves(self, method: Method) -> bool:
-        """Whether the RPC is more than declared."""
-        return method.name in vars(type(self._services[method.service]))
-
     def pools(self) -> list[Pool]:
         """All pools."""
         return list(self.hub.allocator.pools())
@@ -234,8 +230,7 @@ class Served:
     def pass_time(self, seconds: float) -> None:
         """Lets time pass, and does what the server does as it passes."""
         self.hub.clock_seconds += seconds
-        for expired in self.hub.allocator.expire(self.hub.now_seconds()):
-            self.hub.publish(expired[0])
+        self.hub.expire_now()
         for membership in list(self.ranks._memberships.values()):
             self.ranks._carry_out(membership, membership.tick(self.hub.now_seconds()))
 
@@ -252,13 +247,14 @@ class Served:
                     len(pool.blocks.prefix_map),
                     pool.blocks.num_evicted,
                     pool.num_preemptions,
+                    pool.quarantine.num_blocks,
                     astuple(pool.stats),
                     astuple(pool.activity),
                     [(s.writer, s.sequence, s.executed_sequence, len(s.requests)) for s in pool.sessions.values()],
                 )
                 for pool in allocator.pools()
             ],
-            (allocator.intake.is_closed, sorted(allocator.intake.closed_pools)),
+            (allocator.intake.is_closed, sorted(allocator.intake.closed_pools), self.hub.ending.is_asked),
             [(name, repr(membership)) for name, membership in self.ranks._memberships.items()],
         )
 

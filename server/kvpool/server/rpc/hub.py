@@ -271,10 +271,14 @@ class Hub:
         while True:
             left = self.allocator.next_expiry_seconds() - self.now_seconds()
             await asyncio.sleep(min(max(left, 0.001), LOOK_SECONDS))
-            now_seconds = self.now_seconds()
-            self._expire(now_seconds)
-            for pool, quarantined in self.allocator.release_due(now_seconds):
-                self._tell_released(pool, quarantined)
+            self.expire_now()
+
+    def expire_now(self) -> None:
+        """Ends the sessions whose lease has run out, and the quarantine of those whose time is up."""
+        now_seconds = self.now_seconds()
+        self._expire(now_seconds)
+        for pool, quarantined in self.allocator.release_due(now_seconds):
+            self._tell_released(pool, quarantined)
 
     def _expire(self, now_seconds: float) -> None:
         for pool, session, count in self.allocator.expire(now_seconds, quarantine_seconds=self._quarantine_seconds):
