@@ -50,6 +50,11 @@ def ready(epoch: int, num_blocks: int) -> worker_pb2.JoinResponse:
     return worker_pb2.JoinResponse(ready=worker_pb2.Ready(epoch=epoch, num_blocks=num_blocks, max_model_len=1024))
 
 
+def fence(sequence: int, epoch: int, last: int, *live: int) -> worker_pb2.JoinResponse:
+    told = worker_pb2.Fence(fence_sequence=sequence, epoch=epoch, last_session_number=last, live_session_numbers=live)
+    return worker_pb2.JoinResponse(fence=told)
+
+
 def degraded(epoch: int, *absent_ranks: int) -> worker_pb2.JoinResponse:
     status = worker_pb2.PoolStatus(state=pool_pb2.POOL_STATE_DEGRADED, epoch=epoch, absent_ranks=absent_ranks)
     return worker_pb2.JoinResponse(status=status)

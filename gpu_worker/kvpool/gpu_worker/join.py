@@ -7,6 +7,8 @@
    rank's writes its blocks.
 4. Only the newest plan of the present stream is answered, and only once its tensors are there.
 5. What can be mended by joining again is tried for ever; what the caller must mend ends the rank.
+6. A plan is answered, and tensors are freed for it, when no step of an earlier epoch is in flight; a fence, when none
+   that it keeps out is. Of two fences the newer is answered, and only on the stream that it came on.
 
 Source: the conversation is that of proto/kvpool/v1/worker.proto.
 """
@@ -17,6 +19,7 @@ from enum import Enum
 from typing import Final, assert_never
 
 from kvpool.client.errors import DeadlineError, ServerError
+from kvpool.gpu_worker.fence import Fence
 from kvpool.gpu_worker.words import (
     Allocate,
     Allocation,
@@ -25,6 +28,8 @@ from kvpool.gpu_worker.words import (
     EpochBegan,
     EpochPassed,
     Failed,
+    Fenced,
+    FenceSet,
     Heard,
     Heartbeat,
     Initialized,
@@ -84,12 +89,14 @@ class RankProtocol:
         answered_seconds: When it answered the last; None before the first.
     """
 
-    def __init__(self, registration: Registration, jitter: Callable[[], float]) -> None:
+    def __init__(self, registration: Registration, jitter: Callable[[], float], fence: Fence) -> None:
         """Starts without a stream.
 
         Args:
             registration: What the rank says of itself; what it holds is put in here.
             jitter: Draws from [0, 1), so that ranks do not all come back at once.
+            fence: Admits the rank's steps; it is set here, and opened by who makes the views. When it falls quiet,
+                `steps_ended` is to be called.
         """
         self.phase = Phase.REJOINING
         self.ready: Ready | None = None
@@ -100,6 +107,8 @@ class RankProtocol:
         self.answered_seconds: float | None = None
         self._registration = registration
         self._jitter = jitter
+        self._fence = fence
+        self._unanswered_fence = 0
         self._held_epoch = 0
         self._last_epoch = 0
         self._planned: Planned | None = None
@@ -163,6 +172,8 @@ class RankProtocol:
                 return self._begin_epoch(message, now_seconds)
             case Status():
                 return self._note_status(message, now_seconds)
+            case FenceSet():
+                return self._narrow(message)
             case _:
                 assert_never(message)
 
@@ -174,6 +185,11 @@ class RankProtocol:
             return self._initialized(planned)
         return self._answer_plan()
 
+    def steps_ended(self) -> list[Effect]:
+        """Notes that no step is in flight any more which must not run: answers what waited for that."""
+        waits = self.phase is Phase.ALLOCATING and not self._is_allocating
+        return [*(self._answer_plan() if waits else ()), *self._answer_fence()]
+
     def stream_ended(self, error: KvpoolError, now_seconds: float) -> list[Effect]:
         """Notes that the stream ended, and why."""
         if self._is_fatal(error):
@@ -184,6 +200,7 @@ class RankProtocol:
         pause_seconds *= 1 + self._jitter()
         self._num_failures += 1
         self._planned = None
+        self._unanswered_fence = 0
         self.phase = Phase.REJOINING
         self._join_due_seconds = now_seconds + pause_seconds
         return [JoinLater(error, pause_seconds)]
@@ -228,7 +245,7 @@ class RankProtocol:
         if planned is None:
             return []
         self.phase = Phase.ALLOCATING
-        if self._is_allocating:
+        if self._is_allocating or not self._fence.is_quiet:
             return []
         if self.held and self.held.fits(planned.config):
             self._held_epoch = planned.epoch
@@ -255,6 +272,7 @@ class RankProtocol:
             return []
         passed = self._pass_epoch()
         self.ready = ready
+        self._fence.begin(ready.epoch)
         return [*passed, EpochBegan(ready)]
 
     def _note_status(self, status: Status, now_seconds: float) -> list[Effect]:
@@ -269,8 +287,24 @@ class RankProtocol:
             self.phase = Phase.REGISTERED
         return self._pass_epoch()
 
+    def _narrow(self, fence: FenceSet) -> list[Effect]:
+        if self.ready is None or fence.epoch != self.ready.epoch:
+            return []
+        self._fence.narrow(fence.last_session_number, fence.live_session_numbers)
+        self._unanswered_fence = fence.fence_sequence
+        return self._answer_fence()
+
+    def _answer_fence(self) -> list[Effect]:
+        sequence = self._unanswered_fence
+        if not sequence or not self._fence.is_quiet:
+            return []
+        self._unanswered_fence = 0
+        return [Say(Fenced(sequence))]
+
     def _pass_epoch(self) -> list[Effect]:
         passed, self.ready = self.ready, None
+        self._fence.end()
+        self._unanswered_fence = 0
         return [EpochPassed(passed.epoch)] if passed else []
 
     def _is_fatal(self, error: KvpoolError) -> bool:

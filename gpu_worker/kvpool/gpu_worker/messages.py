@@ -2,7 +2,19 @@
 
 from typing import assert_never
 
-from kvpool.gpu_worker.words import Heard, Heartbeat, Initialized, Leave, Planned, Ready, Registered, Status, Word
+from kvpool.gpu_worker.words import (
+    Fenced,
+    FenceSet,
+    Heard,
+    Heartbeat,
+    Initialized,
+    Leave,
+    Planned,
+    Ready,
+    Registered,
+    Status,
+    Word,
+)
 from kvpool.server.core.errors import InvalidArgumentError, check_range
 from kvpool.server.core.types import MAX_BLOCKS
 from kvpool.server.core.world import Registration
@@ -33,6 +45,8 @@ def encode(word: Word) -> worker_pb2.JoinRequest:
             return worker_pb2.JoinRequest(initialized=initialized)
         case Heartbeat(sequence):
             return worker_pb2.JoinRequest(heartbeat=worker_pb2.Heartbeat(sequence=sequence))
+        case Fenced(sequence):
+            return worker_pb2.JoinRequest(fenced=worker_pb2.Fenced(fence_sequence=sequence))
         case Leave():
             return worker_pb2.JoinRequest(leave=worker_pb2.Leave())
         case _:
@@ -61,5 +75,9 @@ def decode(response: worker_pb2.JoinResponse) -> Heard | None:
             status = response.status
             state = pool_state_from_proto(status.state)
             return Status(state, status.epoch, tuple(status.absent_ranks), status.heartbeat_sequence)
+        case "fence":
+            fence = response.fence
+            live = tuple(fence.live_session_numbers)
+            return FenceSet(fence.fence_sequence, fence.epoch, fence.last_session_number, live)
         case _:
             return None

@@ -63,6 +63,7 @@ class WorkerUsage:
         joins: Streams that the server took it in on.
         heartbeats: Heartbeats that the server answered, on all of them.
         last_heartbeat_seconds: When it answered the last, in seconds since 1970; None before the first.
+        steps_in_flight: Steps that were let through and are not done.
     """
 
     available_bytes: int
@@ -70,3 +71,4 @@ class WorkerUsage:
     joins: int = 0
     heartbeats: int = 0
     last_heartbeat_seconds: float | None = None
+    steps_in_flight: int = 0

@@ -44,7 +44,17 @@ class Status:
     heartbeat_sequence: int = 0
 
 
-Heard = Registered | Planned | Ready | Status
+@dataclass(frozen=True, slots=True)
+class FenceSet:
+    """Whose steps may run; see Fence in the proto."""
+
+    fence_sequence: int
+    epoch: int
+    last_session_number: int
+    live_session_numbers: tuple[int, ...]
+
+
+Heard = Registered | Planned | Ready | Status | FenceSet
 """What the server says."""
 
 
@@ -85,11 +95,18 @@ class Heartbeat:
 
 
 @dataclass(frozen=True, slots=True)
+class Fenced:
+    """No step that a fence keeps out is in flight."""
+
+    fence_sequence: int
+
+
+@dataclass(frozen=True, slots=True)
 class Leave:
     """The rank goes for good."""
 
 
-Word = Initialized | Heartbeat | Leave
+Word = Initialized | Heartbeat | Fenced | Leave
 """What a rank says after it has registered."""
 
 

@@ -22,6 +22,7 @@ from kvpool.client.errors import DeadlineError
 from kvpool.gpu_worker import messages
 from kvpool.gpu_worker.cache import HeldCache
 from kvpool.gpu_worker.device import available_bytes, describe_device, device_memory, open_device
+from kvpool.gpu_worker.fence import Fence, StaleTablesError, StepTicket
 from kvpool.gpu_worker.hooks import ReadyPool, WorkerHooks
 from kvpool.gpu_worker.join import Phase, RankProtocol
 from kvpool.gpu_worker.layouts import LayerCache, check_layouts
@@ -49,6 +50,7 @@ from kvpool.gpu_worker.words import (
 from kvpool.gpu_worker.worker_log import WorkerLog
 from kvpool.server.core.errors import AbortedError, InvalidArgumentError, KvpoolError
 from kvpool.server.core.spec_base import KVCacheSpec
+from kvpool.server.core.types import Lease
 from kvpool.server.core.world import Rank, Registration
 
 __all__ = ["ReadyPool", "Worker", "WorkerHooks", "WorkerSettings", "WorkerStatus"]
@@ -105,14 +107,16 @@ class Worker:
             device=describe_device(self.device),
             host=socket.gethostname(),
             pid=os.getpid(),
+            fences=True,
         )
         registration.check()
         self._available_bytes = registration.available_bytes
         reserve_bytes = settings.reserve_bytes if self.device.type == "cuda" else 0
         self._cache = HeldCache(self.device, layouts or {}, reserve_bytes, allocate)
-        self._protocol = RankProtocol(registration, random.random)
-        self._stream: JoinStream | None = None
         self._events: queue.SimpleQueue[_Event] = queue.SimpleQueue()
+        self._fence = Fence(lambda: self._events.put(self._protocol.steps_ended))
+        self._protocol = RankProtocol(registration, random.random, self._fence)
+        self._stream: JoinStream | None = None
         self._jobs: ThreadPoolExecutor | None = None
         self._thread: threading.Thread | None = None
         self._changed = threading.Condition()
@@ -156,6 +160,7 @@ class Worker:
             protocol.num_joins,
             protocol.num_answers,
             None if answered is None else time.time() - (time.monotonic() - answered),
+            self._fence.num_in_flight,
         )
 
     def device_memory(self) -> DeviceMemory:
@@ -210,19 +215,25 @@ class Worker:
                 raise DeadlineError("NOT_READY", f"{self._name} is not ready: {self.status.describe()}")
             return self._ready
 
-    def check_epoch(self, epoch: int) -> None:
-        """Lets a step of this epoch through. Costs no lock and no message.
+    def step(self, lease: Lease) -> StepTicket:
+        """Lets a step through whose block tables were handed out under this lease, the scheduler's `Session.lease`.
 
-        The epoch outlives a broken stream: until the server says otherwise, the rank holds what it held.
+        Until its ticket is done nobody is given its blocks: `with worker.step(lease):` around the step and what waits
+        for the device, or `ticket.done()` later, from any thread. Where one rank hands steps to the others it alone
+        asks, and holds the ticket until all have run the step: so they are never divided on one. Costs a lock.
+
+        Leases outlive a broken stream: until the server says otherwise, the rank holds what it held.
 
         Raises:
-            AbortedError: Another epoch goes on, or none; the step must not run, and its requests are computed anew.
+            StaleTablesError: The epoch has passed or the session has ended: the step must not run.
         """
-        ready = self._ready
-        if ready is None:
-            raise AbortedError("NOT_READY", f"a step of epoch {epoch}: {self.status.describe()}", field="epoch")
-        if ready.epoch != epoch:
-            raise AbortedError("EPOCH_PASSED", f"{epoch} is not the epoch that goes on, {ready.epoch}", field="epoch")
+        try:
+            return self._fence.step(lease)
+        except StaleTablesError as error:
+            if error.reason == "NOT_READY":
+                message = f"a step of epoch {lease.epoch}: {self.status.describe()}"
+                raise StaleTablesError(error.reason, message, field=error.field) from None
+            raise
 
     def close(self) -> None:
         """Leaves the pool and frees the tensors; waits until that is done. Not for hooks."""
@@ -389,5 +400,6 @@ class Worker:
             if self._protocol.ready is not ready:
                 return  # it has passed meanwhile
             self._ready = pool
+            self._fence.open(pool.epoch)
             self._changed.notify_all()
         self._log.ready(ready, pool.allocated_bytes, str(self.device))

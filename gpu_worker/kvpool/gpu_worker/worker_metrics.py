@@ -60,6 +60,11 @@ class WorkerCollector(Collector):
             "kvpool_worker_available_bytes", "Memory that they may take, as the server was told.", usage.available_bytes
         )
         yield self._device_memory()
+        yield self._gauge(
+            "kvpool_worker_steps_in_flight",
+            "Steps that were let through and are not done; blocks of sessions that end wait for them.",
+            usage.steps_in_flight,
+        )
         yield self._counter(
             "kvpool_worker_heartbeats", "Heartbeats of the rank that the server answered.", usage.heartbeats
         )

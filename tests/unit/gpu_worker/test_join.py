@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from kvpool.client.errors import DeadlineError, ServerError
+from kvpool.gpu_worker.fence import Fence, StaleTablesError
 from kvpool.gpu_worker.join import (
     FIRST_PAUSE_SECONDS,
     LONGEST_PAUSE_SECONDS,
@@ -20,6 +21,9 @@ from kvpool.gpu_worker.words import (
     EpochBegan,
     EpochPassed,
     Failed,
+    Fenced,
+    FenceSet,
+    Heard,
     Heartbeat,
     Initialized,
     JoinLater,
@@ -41,19 +45,22 @@ from kvpool.server.core.errors import (
     WrongStateError,
 )
 from kvpool.server.core.specs import SlidingWindowSpec
+from kvpool.server.core.types import Lease, WriterId
 from kvpool.server.core.world import HeldTensors, PoolState
 from support_fake_server import plan_config
 from support_ranks import registration
 
 BROKEN = UnavailableError("UNAVAILABLE", "gone")
 TIMING = Registered(1.0, 5.0, 30.0)
+ONE, TWO = Lease(1, WriterId(1)), Lease(1, WriterId(2))
 
 
 class Driver:
     """A protocol and its clock; what it allocates is there at once, unless a test holds it back."""
 
     def __init__(self, jitter: float = 0.0) -> None:
-        self.rank = RankProtocol(registration(), lambda: jitter)
+        self.fence = Fence()
+        self.rank = RankProtocol(registration(), lambda: jitter, self.fence)
         self.now = 1000.0
 
     def join(self) -> OpenStream:
@@ -64,13 +71,13 @@ class Driver:
         assert self.hear(TIMING) == [Say(Heartbeat(1))]
         return opened
 
-    def hear(self, message: Registered | Planned | Ready | Status) -> list[Effect]:
+    def hear(self, message: Heard) -> list[Effect]:
         return self.rank.heard(message, self.now)
 
     def plan(self, epoch: int, num_blocks: int = 100, got: int = 0) -> list[Effect]:
         """Hears a plan and, if it must, allocates for it."""
         effects = self.hear(Planned(epoch, plan_config(num_blocks), 1024))
-        if isinstance(effects[-1], Allocate):
+        if effects and isinstance(effects[-1], Allocate):
             asked = effects[-1].planned
             effects += self.rank.allocated(asked, Allocation(asked.config, got or num_blocks, 1))
         return effects
@@ -78,6 +85,7 @@ class Driver:
     def open(self, epoch: int, num_blocks: int = 100) -> None:
         self.plan(epoch, num_blocks)
         assert self.hear(Ready(epoch, num_blocks, 1024))[-1] == EpochBegan(Ready(epoch, num_blocks, 1024))
+        self.fence.open(epoch)
 
     def is_in(self, phase: Phase) -> bool:
         return self.rank.phase is phase
@@ -337,6 +345,79 @@ def test_pauses_are_spread_and_begin_anew_once_a_heartbeat_was_answered() -> Non
     driver.hear(Status(PoolState.FORMING, 1, (), 1))
     driver.lose_stream()
     assert driver.rank.next_due_seconds - driver.now == pytest.approx(1.5 * FIRST_PAUSE_SECONDS)
+
+
+def test_rule_6_a_fence_is_answered_at_once_if_nothing_that_it_keeps_out_is_in_flight(driver: Driver) -> None:
+    driver.join()
+    driver.open(1)
+    with driver.fence.step(ONE), driver.fence.step(TWO):
+        assert driver.hear(FenceSet(4, 1, 2, (1, 2))) == [Say(Fenced(4))]
+
+
+def test_rule_6_a_fence_is_answered_when_the_last_step_that_it_keeps_out_is_done(driver: Driver) -> None:
+    driver.join()
+    driver.open(1)
+    first, second = driver.fence.step(ONE), driver.fence.step(ONE)
+    assert driver.hear(FenceSet(1, 1, 1, ())) == []
+    assert driver.hear(FenceSet(2, 1, 2, ())) == []
+    first.done()
+    assert driver.rank.steps_ended() == []
+    second.done()
+    assert driver.rank.steps_ended() == [Say(Fenced(2))], "which answers the one before, too"
+    assert driver.rank.steps_ended() == []
+
+
+def test_rule_6_a_fence_of_a_stream_that_broke_is_not_answered_and_still_kept(driver: Driver) -> None:
+    driver.join()
+    driver.open(1)
+    step = driver.fence.step(ONE)
+    driver.hear(FenceSet(7, 1, 1, ()))
+    driver.lose_stream()
+    step.done()
+    assert driver.rank.steps_ended() == []
+    with pytest.raises(StaleTablesError):
+        driver.fence.step(ONE)
+    driver.join()
+    driver.hear(Ready(1, 100, 1024))
+    assert driver.hear(FenceSet(8, 1, 1, ())) == [Say(Fenced(8))]
+
+
+@pytest.mark.parametrize("epoch", [1, 3])
+def test_a_fence_of_another_epoch_changes_nothing(driver: Driver, epoch: int) -> None:
+    driver.join()
+    driver.open(2)
+    assert driver.hear(FenceSet(1, epoch, 9, ())) == []
+    driver.fence.step(Lease(2, WriterId(1)))
+
+
+@pytest.mark.parametrize("num_blocks", [100, 200])
+def test_rule_6_a_plan_waits_for_the_steps_of_the_epoch_before(driver: Driver, num_blocks: int) -> None:
+    """Whether the tensors fit the plan, and are given to others, or do not, and are freed."""
+    driver.join()
+    driver.open(1)
+    step = driver.fence.step(ONE)
+    assert driver.hear(Planned(2, plan_config(num_blocks), 1024)) == [EpochPassed(1)]
+    assert driver.is_in(Phase.ALLOCATING)
+    assert driver.rank.held, "its tensors are not freed under a step"
+    assert driver.rank.steps_ended() == [], "not yet"
+    step.done()
+    (effect,) = driver.rank.steps_ended()
+    if num_blocks == 100:
+        assert said([effect]).epoch == 2
+    else:
+        assert isinstance(effect, Allocate)
+    assert driver.rank.steps_ended() == [], "once is enough"
+
+
+def test_rule_6_of_two_plans_that_wait_the_newer_is_answered_once(driver: Driver) -> None:
+    driver.join()
+    driver.open(1)
+    step = driver.fence.step(ONE)
+    driver.plan(2)
+    driver.plan(3)
+    step.done()
+    assert said(driver.rank.steps_ended()).epoch == 3
+    assert driver.rank.steps_ended() == []
 
 
 def test_leaving_is_said_while_there_is_a_stream(driver: Driver) -> None:

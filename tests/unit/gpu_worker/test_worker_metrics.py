@@ -51,7 +51,7 @@ def scraped(status: WorkerStatus, usage: WorkerUsage) -> dict[tuple[str, ...], f
 
 
 def test_a_rank_that_is_ready() -> None:
-    assert scraped(READY, WorkerUsage(900, 800, 2, 50, 1795270405.5)) == {
+    assert scraped(READY, WorkerUsage(900, 800, 2, 50, 1795270405.5, 3)) == {
         ("kvpool_worker_state", "ready"): 1,
         ("kvpool_worker_pool_state", "ready"): 1,
         ("kvpool_worker_epoch",): 7,
@@ -63,6 +63,7 @@ def test_a_rank_that_is_ready() -> None:
         ("kvpool_worker_heartbeats_total",): 50,
         ("kvpool_worker_last_heartbeat_timestamp_seconds",): 1795270405.5,
         ("kvpool_worker_joins_total",): 2,
+        ("kvpool_worker_steps_in_flight",): 3,
     }
 
 

@@ -112,15 +112,19 @@ def _stop_with_parent(parent: "Connection[Any, Any]", server: StepServer) -> Non
 
 
 def _lead(runner: ModelRunner, worker: Worker, server: StepServer, world_size: int, last_stage: int) -> None:
-    """Rank 0: hands steps and endings to all ranks, and gets the tokens of the last stage."""
+    """Rank 0: hands steps and endings to all ranks, and gets the tokens of the last stage.
+
+    It holds a step's ticket for all: when it has the tokens, all ranks have written their blocks, since each layer ends
+    in a sum over its ranks, each stage waits for the one before, and the tokens were copied to the host.
+    """
 
     def execute(step: StepInput) -> list[int]:
-        worker.check_epoch(step.epoch)
-        runner.check(step)
-        if world_size > 1:
-            distributed.broadcast_object_list([step])
-        tokens = runner.execute(step)
-        return _from_last_stage(tokens, last_stage) if last_stage else tokens or []
+        with worker.step(step.lease):
+            runner.check(step)
+            if world_size > 1:
+                distributed.broadcast_object_list([step])
+            tokens = runner.execute(step)
+            return _from_last_stage(tokens, last_stage) if last_stage else tokens or []
 
     def end_session(session: str) -> None:
         if world_size > 1:

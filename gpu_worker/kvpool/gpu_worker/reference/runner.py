@@ -90,8 +90,9 @@ class ModelRunner:
             NotFoundError: It names a request that is not running here.
             InvalidArgumentError: It does not follow on what was computed before, or is over a limit.
         """
-        if step.epoch != self._cache.epoch:
-            message = f"the step was planned in epoch {step.epoch}, the rank's blocks are of epoch {self._cache.epoch}"
+        epoch = step.lease.epoch
+        if epoch != self._cache.epoch:
+            message = f"the step was planned in epoch {epoch}, the rank's blocks are of epoch {self._cache.epoch}"
             raise AbortedError("EPOCH_PASSED", message, field="epoch")
         keys = {(step.session, entry.request_id) for entry in step.requests}
         if len(keys) != len(step.requests):

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass, field
 
+from kvpool.server.core.types import Lease
+
 
 @dataclass(slots=True)
 class RequestStep:
@@ -31,14 +33,14 @@ class StepInput:
     """One round of one scheduler.
 
     Attributes:
-        epoch: The pool's epoch in which the blocks were handed out.
+        lease: What the blocks were handed out under.
         session: Name of the scheduler's session on the ranks.
         requests: What to compute, in the order in which the requests were given room: one may start from what another
             before it leaves in this step.
         released: Requests that are running no more, finished or preempted. Goes first.
     """
 
-    epoch: int
+    lease: Lease
     session: str
     requests: list[RequestStep] = field(default_factory=list)
     released: list[str] = field(default_factory=list)

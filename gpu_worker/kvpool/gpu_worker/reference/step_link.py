@@ -10,34 +10,35 @@ from typing import Any, Self, TypeAlias
 from kvpool.client import KvpoolError, Request, Session, UnavailableError
 from kvpool.gpu_worker.reference.step import RequestStep, StepInput, StepOutput
 from kvpool.replay.executor import Scheduled
+from kvpool.server.core.types import Lease
 
 _Pipe: TypeAlias = "Connection[Any, Any]"
 
 
 class StepRefusedError(KvpoolError):
-    """The ranks did not run a step, and changed nothing: EPOCH_PASSED if the blocks are of another epoch."""
+    """The ranks did not run a step, and changed nothing: EPOCH_PASSED or SESSION_ENDED if its blocks may be others'."""
 
 
 class StepLink:
     """A scheduler's end: runs its rounds on the ranks. A context manager."""
 
-    def __init__(self, path: Path, authkey: bytes, epoch: int) -> None:
+    def __init__(self, path: Path, authkey: bytes, lease: Lease) -> None:
         """Connects.
 
         Args:
             path: Where rank 0 listens.
             authkey: What it asks for.
-            epoch: The pool's epoch when the scheduler's session was opened.
+            lease: What the scheduler's session hands its blocks out under.
         """
         self._pipe: _Pipe = Client(str(path), "AF_UNIX", authkey)
-        self._epoch = epoch
+        self._lease = lease
         self._session = uuid.uuid4().hex
         self._known: dict[str, _Known] = {}
 
     @classmethod
     def of_session(cls, path: Path, authkey: bytes, session: Session) -> "StepLink":
-        """Connects for a session of the pool, in its epoch."""
-        return cls(path, authkey, session.epoch)
+        """Connects for a session of the pool."""
+        return cls(path, authkey, session.lease)
 
     def __enter__(self) -> Self:
         return self
@@ -54,7 +55,7 @@ class StepLink:
             StepRefusedError: The ranks did not run it.
             UnavailableError: The ranks are gone.
         """
-        step = StepInput(self._epoch, self._session)
+        step = StepInput(self._lease, self._session)
         for request in released:
             if self._known.pop(request.request_id, None):
                 step.released.append(request.request_id)

@@ -9,7 +9,7 @@ from kvpool.gpu_worker.reference.config import ReferenceConfig
 from kvpool.gpu_worker.reference.dense import DenseModel
 from kvpool.gpu_worker.reference.step import RequestStep, StepInput
 from kvpool.server.core.errors import AbortedError, InvalidArgumentError, KvpoolError, NotFoundError
-from support_reference import EPOCH, LIMITS, NUM_BLOCKS, Rank, RunningRequest
+from support_reference import EPOCH, LEASE, LIMITS, NUM_BLOCKS, Rank, RunningRequest
 
 CPU = torch.device("cpu")
 PROMPT = [5, 3, 9, 1, 1, 7]
@@ -35,14 +35,14 @@ def refused(rank: Rank, step: StepInput) -> KvpoolError:
 
 
 def test_a_step_of_another_epoch_touches_no_tensor(rank: Rank) -> None:
-    step = StepInput(EPOCH - 1, "s", [good(rank)])
+    step = StepInput(replace(LEASE, epoch=EPOCH - 1), "s", [good(rank)])
     error = refused(rank, step)
     assert isinstance(error, AbortedError)
     assert (error.reason, str(error)) == (
         "EPOCH_PASSED",
         "epoch: the step was planned in epoch 2, the rank's blocks are of epoch 3",
     )
-    step.epoch = EPOCH
+    step.lease = LEASE
     assert rank.runner.execute(step) == []  # two tokens of the prompt are left
 
 
@@ -63,20 +63,20 @@ def test_a_step_of_another_epoch_touches_no_tensor(rank: Rank) -> None:
 )
 def test_a_malformed_request_is_refused(rank: Rank, change: dict[str, object], field: str) -> None:
     changed = replace(good(rank), **change)  # type: ignore[arg-type]
-    error = refused(rank, StepInput(EPOCH, "s", [changed]))
+    error = refused(rank, StepInput(LEASE, "s", [changed]))
     assert isinstance(error, InvalidArgumentError)
     assert error.field == field
 
 
 def test_requests_that_are_not_running_are_refused(rank: Rank) -> None:
     unknown = replace(good(rank), is_new=False)
-    assert isinstance(refused(rank, StepInput(EPOCH, "s", [unknown])), NotFoundError)
+    assert isinstance(refused(rank, StepInput(LEASE, "s", [unknown])), NotFoundError)
     request = RunningRequest(rank, "r", PROMPT)
     rank.step(request.schedule(4))
     following = request.schedule(2)
-    assert isinstance(refused(rank, StepInput(EPOCH, "other", [following])), NotFoundError)
-    assert isinstance(refused(rank, StepInput(EPOCH, "s", [following], ["r"])), NotFoundError)
-    assert isinstance(refused(rank, StepInput(EPOCH, "s", [following, following])), InvalidArgumentError)
+    assert isinstance(refused(rank, StepInput(LEASE, "other", [following])), NotFoundError)
+    assert isinstance(refused(rank, StepInput(LEASE, "s", [following], ["r"])), NotFoundError)
+    assert isinstance(refused(rank, StepInput(LEASE, "s", [following, following])), InvalidArgumentError)
     assert len(rank.step(following)) == 1
 
 
@@ -84,7 +84,7 @@ def test_there_are_so_many_rows(rank: Rank) -> None:
     requests = [RunningRequest(rank, f"r{i}", PROMPT) for i in range(LIMITS.max_num_reqs + 1)]
     steps = [request.schedule(6) for request in requests]
     rank.step(*steps[:-1])
-    assert refused(rank, StepInput(EPOCH, "s", [steps[-1]])).field == "requests"
+    assert refused(rank, StepInput(LEASE, "s", [steps[-1]])).field == "requests"
     rank.step(steps[-1], released=["r3"])  # its row is free by then
 
 

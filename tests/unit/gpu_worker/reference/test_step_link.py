@@ -5,6 +5,7 @@ import queue
 import stat
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from multiprocessing import AuthenticationError
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -17,9 +18,10 @@ from kvpool.gpu_worker.reference.step_link import StepLink, StepRefusedError
 from kvpool.gpu_worker.reference.step_server import StepServer
 from kvpool.replay.executor import Scheduled
 from kvpool.server.core.errors import AbortedError
-from kvpool.server.core.types import PoolName
+from kvpool.server.core.types import Lease, PoolName, WriterId
 
 KEY = b"key"
+LEASE = Lease(1, WriterId(1))
 
 
 class Ranks:
@@ -30,7 +32,7 @@ class Ranks:
         self.ended: queue.SimpleQueue[str] = queue.SimpleQueue()
 
     def execute(self, step: StepInput) -> list[int]:
-        if step.epoch != 1:
+        if step.lease.epoch != 1:
             raise AbortedError("EPOCH_PASSED", "another epoch")
         self.steps.append(step)
         return [len(self.steps)]
@@ -66,7 +68,7 @@ def session() -> Iterator[Session]:
 def test_ranks_are_told_what_they_do_not_know(folder: Path, session: Session) -> None:
     request = session.request("r", [1, 2, 3, 4, 5])
     with listening(folder / "s") as ranks:
-        link = StepLink(folder / "s", KEY, epoch=1)
+        link = StepLink(folder / "s", KEY, LEASE)
         admission = session.admit(request, 3)
         assert admission
         entry = Scheduled(request)
@@ -95,7 +97,7 @@ def test_a_refusal_names_its_reason(folder: Path, session: Session) -> None:
     request = session.request("r", [1, 2, 3])
     session.admit(request)
     with listening(folder / "s") as ranks:
-        link = StepLink(folder / "s", KEY, epoch=2)
+        link = StepLink(folder / "s", KEY, replace(LEASE, epoch=2))
         with pytest.raises(StepRefusedError, match="another epoch") as caught:
             link.execute([Scheduled(request)], [])
         link.close()
@@ -109,8 +111,8 @@ def test_strangers_are_not_listened_to(folder: Path, session: Session) -> None:
     with listening(folder / "s"):
         assert stat.S_IMODE((folder / "s").stat().st_mode) == 0o600
         with pytest.raises(AuthenticationError):
-            StepLink(folder / "s", b"guess", epoch=1)
-        link = StepLink(folder / "s", KEY, epoch=1)  # others are served on
+            StepLink(folder / "s", b"guess", LEASE)
+        link = StepLink(folder / "s", KEY, LEASE)  # others are served on
         assert link.execute([Scheduled(request)], []) == [1]
         link.close()
 
@@ -119,7 +121,7 @@ def test_each_scheduler_has_its_session(folder: Path, session: Session) -> None:
     request = session.request("r", [1, 2, 3])
     session.admit(request)
     with listening(folder / "s") as ranks:
-        links = [StepLink(folder / "s", KEY, epoch=1) for _ in range(3)]
+        links = [StepLink(folder / "s", KEY, LEASE) for _ in range(3)]
         tokens = [link.execute([Scheduled(request)], []) for link in links]
         for link in links:
             link.close()

@@ -1,0 +1,139 @@
+"""Numbers in names of rules are those of gpu_worker/fence.py."""
+
+import threading
+
+import pytest
+
+from kvpool.gpu_worker.fence import Fence, StaleTablesError
+from kvpool.server.core.types import Lease, WriterId
+
+
+def lease(number: int, epoch: int = 1) -> Lease:
+    return Lease(epoch, WriterId(number))
+
+
+class Told:
+    """Counts how often it is told."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __call__(self) -> None:
+        self.count += 1
+
+
+def opened(told: Told | None = None) -> Fence:
+    fence = Fence(told or Told())
+    fence.begin(1)
+    fence.open(1)
+    return fence
+
+
+def refused(fence: Fence, stale: Lease) -> str:
+    """The reason why a step is not admitted; it is not counted."""
+    before = fence.num_in_flight
+    with pytest.raises(StaleTablesError) as caught:
+        fence.step(stale)
+    assert fence.num_in_flight == before
+    return caught.value.reason
+
+
+def test_rule_1_a_session_that_ended_is_kept_out_one_that_lives_or_was_opened_later_is_not() -> None:
+    fence = opened()
+    fence.narrow(4, [2, 4])
+    assert [refused(fence, lease(number)) for number in (0, 1, 3)] == ["SESSION_ENDED"] * 3
+    for number in (2, 4, 5, 2**60):
+        with fence.step(lease(number)):
+            assert fence.num_in_flight == 1
+
+
+def test_rule_1_only_steps_of_the_epoch_that_goes_on_are_admitted() -> None:
+    fence = Fence()
+    assert refused(fence, lease(1)) == "NOT_READY"
+    fence.begin(1)
+    assert refused(fence, lease(1)) == "NOT_READY", "its views are being made"
+    fence.open(1)
+    assert [refused(fence, lease(1, epoch)) for epoch in (0, 2)] == ["EPOCH_PASSED"] * 2
+    fence.end()
+    assert refused(fence, lease(1)) == "NOT_READY"
+    fence.open(1)
+    assert refused(fence, lease(1)) == "NOT_READY", "it ended before its views were made"
+
+
+def test_rule_2_no_later_fence_brings_a_session_back() -> None:
+    fence = opened()
+    fence.narrow(2, [1])
+    fence.narrow(3, [1, 2, 3])
+    assert refused(fence, lease(2)) == "SESSION_ENDED"
+    fence.narrow(1, [1, 3])
+    assert refused(fence, lease(2)) == "SESSION_ENDED"
+    for number in (1, 3, 4):
+        fence.step(lease(number))
+    fence.begin(2)
+    fence.open(2)
+    fence.step(lease(2, epoch=2))
+
+
+def test_rule_4_the_last_step_that_is_kept_out_tells() -> None:
+    told = Told()
+    fence = opened(told)
+    first, second, other = fence.step(lease(1)), fence.step(lease(1)), fence.step(lease(2))
+    assert fence.is_quiet
+    fence.narrow(2, [2])
+    assert not fence.is_quiet
+    first.done()
+    first.done()
+    assert (told.count, fence.is_quiet) == (0, False)
+    second.done()
+    assert (told.count, fence.is_quiet) == (1, True)
+    other.done()
+    assert (told.count, fence.num_in_flight) == (1, 0), "who lives is waited for by nobody"
+
+
+def test_rule_4_an_epoch_that_ends_waits_for_all_its_steps() -> None:
+    told = Told()
+    fence = opened(told)
+    steps = [fence.step(lease(number)) for number in (1, 2)]
+    fence.end()
+    steps[0].done()
+    assert told.count == 0
+    steps[1].done()
+    assert (told.count, fence.is_quiet) == (1, True)
+
+
+def test_a_step_that_fails_is_done() -> None:
+    fence = opened()
+    with pytest.raises(ZeroDivisionError), fence.step(lease(1)):
+        raise ZeroDivisionError
+    assert fence.num_in_flight == 0
+
+
+def test_rule_3_threads_never_find_a_quiet_fence_with_a_step_behind_it() -> None:
+    """Each session is stepped by threads until it is kept out; after that, and quiet, none of its steps is running."""
+    running: set[tuple[int, int]] = set()
+    quiet = threading.Event()
+    fence = Fence(quiet.set)
+    fence.begin(1)
+    fence.open(1)
+
+    def step(thread: int, number: int) -> None:
+        while True:
+            try:
+                with fence.step(lease(number)):
+                    running.add((thread, number))
+                    running.discard((thread, number))
+            except StaleTablesError:
+                return
+
+    for number in range(1, 60):
+        quiet.clear()
+        threads = [threading.Thread(target=step, args=(i, number)) for i in range(4)]
+        for thread in threads:
+            thread.start()
+        fence.narrow(number, [])
+        assert fence.is_quiet or quiet.wait(10)
+        assert not running
+        for thread in threads:
+            thread.join(10)
+            assert not thread.is_alive()
+    assert fence.num_in_flight == 0
