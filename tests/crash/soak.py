@@ -2,14 +2,17 @@
 
 import argparse
 import json
+import math
+import os
 import statistics
 import sys
 import tempfile
 import time
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
+from itertools import pairwise
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import Final
 
 from crash.records import read
 from crash.rest import check_at_rest
@@ -17,12 +20,9 @@ from crash.site import Plan, Site
 
 WARM_UP: Final = 0.25
 """Share of the time that counts for nothing: caches fill, allocators take what they will need."""
-MEMORY_TOLERANCE: Final = 0.03
-LATENCY_TOLERANCE: Final = 0.30
-_SAMPLES: Final = 60
-_BUCKETS: Final = 12
-
-_T = TypeVar("_T")
+TOLERANCES: Final = {"rss_mib": 0.03, "cpu_ms": 0.20, "p50_ms": 0.30}
+"""How much higher a line may end than it began, as a share of its mean."""
+_LEAST_PERIODS: Final = 12
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,82 +47,82 @@ class Line:
 
 
 @dataclass(frozen=True, slots=True)
-class Soaked:
-    """What came of it.
+class Period:
+    """A minute, or less in a short run.
 
     Attributes:
-        rss_bytes: Samples of the server's memory, by second.
-        latencies: By second: p50 and p99 of the steps' round trips, in seconds, and how many there were.
-        violations: Promises that were broken.
+        at: Its end, in seconds from the begin.
+        rss_mib: The server's memory then.
+        cpu_ms: Processor time of the server, a step.
+        p50_ms: Median of the steps' round trips, by the schedulers' clocks.
+        p99_ms: 99 of 100 were shorter.
+        steps: How many.
     """
 
-    rss_bytes: list[tuple[float, int]]
-    latencies: list[tuple[float, float, float, int]]
-    violations: list[str]
-
-    def as_json(self) -> dict[str, object]:
-        """For machines, verdict included."""
-        memory = Line.through([(at, float(value)) for at, value in _warm(self.rss_bytes)])
-        p50, p99 = (Line.through([(row[0], row[i]) for row in _warm(self.latencies)]) for i in (1, 2))
-        return {
-            "rss_mean_mib": round(memory.mean / 2**20, 1),
-            "rss_growth": round(memory.growth, 4),
-            "rss_tolerance": MEMORY_TOLERANCE,
-            "p50_mean_ms": round(p50.mean * 1e3, 3),
-            "p50_growth": round(p50.growth, 3),
-            "p99_mean_ms": round(p99.mean * 1e3, 3),
-            "p99_growth": round(p99.growth, 3),
-            "latency_tolerance": LATENCY_TOLERANCE,
-            "steps": sum(row[3] for row in self.latencies),
-            "rss_mib": [[round(at), round(value / 2**20, 1)] for at, value in self.rss_bytes[:: _SAMPLES // _BUCKETS]],
-            "latency_ms": [[round(at), round(a * 1e3, 2), round(b * 1e3, 2), n] for at, a, b, n in self.latencies],
-            "violations": self.violations,
-            "memory_flat": memory.growth <= MEMORY_TOLERANCE,
-            "latency_flat": p50.growth <= LATENCY_TOLERANCE,
-        }
+    at: float
+    rss_mib: float
+    cpu_ms: float
+    p50_ms: float
+    p99_ms: float
+    steps: int
 
 
-def soak(folder: Path, plan: Plan, seconds: float) -> Soaked:
-    """Plays for so long; the folder must be empty."""
+def judged(periods: list[Period]) -> dict[str, dict[str, float | bool]]:
+    """Lines through what must stay flat, by its name."""
+    warm = periods[int(len(periods) * WARM_UP) :]
+    found = {}
+    for name, tolerance in TOLERANCES.items():
+        line = Line.through([(period.at, getattr(period, name)) for period in warm])
+        flat = line.growth <= tolerance
+        found[name] = {"mean": round(line.mean, 3), "growth": round(line.growth, 4), "flat": flat}
+    return found
+
+
+def soak(folder: Path, plan: Plan, seconds: float) -> tuple[list[Period], list[str]]:
+    """Plays for so long.
+
+    Args:
+        folder: Where all is written; must be empty.
+        plan: What plays; without kills, and brief.
+        seconds: How long.
+
+    Returns:
+        The time in periods, and the promises that were broken.
+    """
+    count = max(_LEAST_PERIODS, math.ceil(seconds / 60))
     with closing(Site(folder, plan)) as site:
         site.start()
         site.wait_for_steps(list(range(plan.schedulers)), every=True)
-        began, rss_bytes = time.monotonic(), []
-        for i in range(1, _SAMPLES + 1):
-            time.sleep(max(began + seconds * i / _SAMPLES - time.monotonic(), 0.0))
+        assert site.server
+        began = time.monotonic()
+        usage = [(began, *_usage(site.server.process.pid))]
+        for i in range(1, count + 1):
+            time.sleep(max(began + seconds * i / count - time.monotonic(), 0.0))
             site.check_alive()
-            rss_bytes.append((time.monotonic() - began, _rss_bytes(site)))
-        ended = time.monotonic()
+            usage.append((time.monotonic(), *_usage(site.server.process.pid)))
         site.stop_schedulers()
         check_at_rest(site)
-    said = [
-        record for path in folder.glob("*.jsonl") for record in read(path) if record["kind"] in ("violation", "lost")
-    ]
-    return Soaked(rss_bytes, _latencies(folder, began, ended), [str(record) for record in said])
+    records = [record for path in folder.glob("*.jsonl") for record in read(path)]
+    broken = [str(record) for record in records if record["kind"] in ("violation", "lost")]
+    trips = [(record["at"], record["at"] - record["sent"]) for record in records if record["kind"] == "told"]
+    return [_period(began, start, end, trips) for start, end in pairwise(usage)], broken
 
 
-def _warm(samples: list[_T]) -> list[_T]:
-    return samples[int(len(samples) * WARM_UP) :]
+def _usage(pid: int) -> tuple[float, float]:
+    """A process' memory in MiB, and its processor time in seconds."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    rss_mib = int(fields[21]) * os.sysconf("SC_PAGE_SIZE") / 2**20
+    return rss_mib, (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def _rss_bytes(site: Site) -> int:
-    assert site.server
-    status = Path(f"/proc/{site.server.process.pid}/status").read_text()
-    return next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmRSS"))
+_Usage = tuple[float, float, float]
 
 
-def _latencies(folder: Path, began: float, ended: float) -> list[tuple[float, float, float, int]]:
-    width = (ended - began) / _BUCKETS
-    buckets: list[list[float]] = [[] for _ in range(_BUCKETS)]
-    for path in folder.glob("scheduler-*.jsonl"):
-        for record in read(path):
-            if record["kind"] == "told" and began <= record["at"] < ended:
-                buckets[int((record["at"] - began) / width)].append(record["at"] - record["sent"])
-    rows = []
-    for i, bucket in enumerate(buckets):
-        cuts = statistics.quantiles(bucket, n=100)
-        rows.append(((i + 0.5) * width, cuts[49], cuts[98], len(bucket)))
-    return rows
+def _period(began: float, start: _Usage, end: _Usage, trips: list[tuple[float, float]]) -> Period:
+    seconds = [trip for at, trip in trips if start[0] <= at < end[0]]
+    cuts = statistics.quantiles(seconds, n=100)
+    cpu_ms = (end[2] - start[2]) / len(seconds) * 1e3
+    return Period(end[0] - began, end[1], cpu_ms, cuts[49] * 1e3, cuts[98] * 1e3, len(seconds))
 
 
 def main() -> int:
@@ -142,10 +142,13 @@ def main() -> int:
         is_brief=True,
     )
     with tempfile.TemporaryDirectory() as folder:
-        result = soak(Path(folder), plan, options.minutes * 60).as_json()
-    print(json.dumps({"minutes": options.minutes, "schedulers": plan.schedulers, "journal": plan.journaled, **result}))  # noqa: T201
-    good = result["memory_flat"] and result["latency_flat"] and not result["violations"]
-    print("flat" if good else "NOT flat, or broken", file=sys.stderr)  # noqa: T201
+        periods, violations = soak(Path(folder), plan, options.minutes * 60)
+    found = judged(periods)
+    good = not violations and all(each["flat"] for each in found.values())
+    rounded = [[round(value, 2) for value in astuple(period)] for period in periods]
+    run = {"minutes": options.minutes, "schedulers": plan.schedulers, "journal": plan.journaled, "flat": good}
+    print(json.dumps({**run, **found, "violations": violations, "periods": rounded}))  # noqa: T201
+    print("flat" if good else f"not flat by {TOLERANCES}, or a promise was broken", file=sys.stderr)  # noqa: T201
     return 0 if good else 1
 
 

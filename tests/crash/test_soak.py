@@ -1,31 +1,33 @@
-"""A minute of work leaves the server's memory and its times flat; the judgement itself tells flat from not."""
+"""A minute of work leaves the server's memory flat, and what a step costs it; the judgement tells flat from not."""
 
 import json
+from dataclasses import astuple
 from pathlib import Path
 
 import pytest
 
 from crash.site import Plan
-from crash.soak import Line, Soaked, soak
+from crash.soak import TOLERANCES, Line, Period, judged, soak
 
 SECONDS = 60.0
-MIB = 2**20
 
 
-def soaked(rss_growth: float, latency_growth: float) -> Soaked:
-    """Samples that grow by so much from the first to the last."""
-    share = [i / 11 for i in range(12)]
-    rss = [(60.0 * x, int(100 * MIB * (1 + rss_growth * x))) for x in share]
-    return Soaked(rss, [(60.0 * x, 1e-3 * (1 + latency_growth * x), 2e-3, 100) for x in share], [])
+def periods(**growth: float) -> list[Period]:
+    """Twelve, in which something grows by so much from the first to the last."""
+    made = []
+    for i in range(12):
+        values = {name: 100.0 * (1 + growth.get(name, 0.0) * i / 11) for name in TOLERANCES}
+        made.append(Period(at=60.0 * (i + 1), p99_ms=1.0, steps=100, **values))
+    return made
 
 
-@pytest.mark.parametrize(
-    ("rss_growth", "latency_growth", "flat"),
-    [(0.0, 0.0, True), (0.02, 0.1, True), (0.2, 0.0, False), (0.0, 1.0, False), (-0.5, -0.5, True)],
-)
-def test_growth_is_told_from_none(rss_growth: float, latency_growth: float, *, flat: bool) -> None:
-    result = soaked(rss_growth, latency_growth).as_json()
-    assert (result["memory_flat"] and result["latency_flat"]) is flat
+@pytest.mark.parametrize("name", TOLERANCES)
+def test_growth_is_told_from_none(name: str) -> None:
+    assert all(found["flat"] for found in judged(periods()).values())
+    assert judged(periods(**{name: TOLERANCES[name]}))[name]["flat"], "the warm-up takes its share of it"
+    grown = judged(periods(**{name: 2 * TOLERANCES[name]}))
+    assert [each for each in grown if not grown[each]["flat"]] == [name]
+    assert judged(periods(**{name: -0.5}))[name]["flat"]
 
 
 def test_a_line_through_noise() -> None:
@@ -35,8 +37,10 @@ def test_a_line_through_noise() -> None:
 
 
 def test_a_minute_of_work(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    result = soak(tmp_path, Plan(seed=1, schedulers=6, ranks=0, num_blocks=180, is_brief=True), SECONDS).as_json()
+    plan = Plan(seed=1, schedulers=6, ranks=0, num_blocks=180, is_brief=True)
+    measured, violations = soak(tmp_path, plan, SECONDS)
+    found = judged(measured)
     with capsys.disabled():
-        print(f"\n{json.dumps(result)}")  # noqa: T201
-    assert not result["violations"]
-    assert result["memory_flat"], "of the times a minute on a shared machine tells nothing"
+        print(f"\n{json.dumps({**found, 'periods': list(map(astuple, measured))})}")  # noqa: T201
+    assert not violations
+    assert found["rss_mib"]["flat"], "of the times a minute on a shared machine tells nothing"
