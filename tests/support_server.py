@@ -15,11 +15,13 @@ from kvpool.server.core.types import PoolName
 _PROGRAM = """
 import asyncio, json, sys
 from kvpool.server.config import MetricsConfig, ServerConfig
+from kvpool.server.core.session import LeaseBounds
 from kvpool.server.core.world import RankTiming
 from kvpool.server.obs.event_config import EventsConfig
 from kvpool.server.server import serve
 settings = json.loads(sys.argv[1])
 settings["addresses"] = tuple(settings["addresses"])
+settings["leases"] = LeaseBounds(**settings.pop("leases", {}))
 settings["events"] = EventsConfig(**settings.pop("events", {}))
 settings["rank_timing"] = RankTiming(**settings.pop("rank_timing", {}))
 settings["metrics"] = MetricsConfig(**settings.pop("metrics", {}))

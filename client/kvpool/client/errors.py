@@ -31,6 +31,8 @@ __all__ = [
 ]
 
 _DETAILS_KEY: Final = "grpc-status-details-bin"
+_BROKEN_WRITE: Final = "Internal error from Core"
+"""What grpc.aio calls a write on a stream whose connection has just broken; not what the server says."""
 
 
 class DeadlineError(KvpoolError):
@@ -65,6 +67,8 @@ def from_rpc_error(error: grpc.RpcError) -> KvpoolError:
             detail.Unpack(retry)
             retry_seconds = retry.retry_delay.ToNanoseconds() / 1e9
     text = text.removeprefix(f"{field}: ")
+    if code is grpc.StatusCode.INTERNAL and text == _BROKEN_WRITE:
+        return UnavailableError("BROKEN", "the connection broke")
     if code is grpc.StatusCode.INVALID_ARGUMENT:
         return InvalidArgumentError(field, text, reason=reason)
     return _ERRORS.get(code, ServerError)(reason, text, field=field, retry_seconds=retry_seconds)

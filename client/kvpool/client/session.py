@@ -104,7 +104,7 @@ class SessionBase:
         request.declared = True
         request.block_ids = [list(table) for table in held.block_ids]
         request.num_computed_tokens = held.num_computed_tokens
-        request.num_sent_tokens = held.num_tokens
+        request.num_sent_tokens = min(held.num_tokens, request.num_tokens)  # fewer are known only of one to be freed
         request.num_sent_hashes = held.num_tokens // self.config.hash_block_size if self._hasher else 0
         return request
 

@@ -1,0 +1,145 @@
+"""Processes that are stopped, killed and started again: whose lease runs out, and what the other side is told."""
+
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+
+from kvpool.client import Client, NotFoundError, connect
+from kvpool.client.errors import from_rpc_error
+from kvpool.v1 import allocator_pb2, allocator_pb2_grpc
+from support_server import ServerProcess, pool_config
+
+PROMPT = list(range(41))
+LEASE_SECONDS = 1.0
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[ServerProcess]:
+    server = ServerProcess(f"unix:{tmp_path / 's'}", dead_peer_seconds=1.0)
+    yield server
+    server.process.send_signal(signal.SIGCONT)
+    status, errors = server.stop()
+    assert status == 0, errors
+    assert "Traceback" not in errors, errors
+
+
+@pytest.fixture
+def client(server: ServerProcess) -> Iterator[Client]:
+    with connect(server.addresses[0]) as client:
+        client.create_pool(pool_config())
+        yield client
+
+
+def wait_until_sessions_are(client: Client, count: int) -> None:
+    end = time.monotonic() + 20
+    while client.get_pool("m").sessions != count:
+        assert time.monotonic() < end, client.get_pool("m")
+        time.sleep(0.02)
+
+
+def test_a_server_that_was_stopped_blames_no_scheduler(server: ServerProcess, client: Client) -> None:
+    session = client.open_session("m", lease_seconds=LEASE_SECONDS)
+    request = session.request("r", PROMPT)
+    session.admit(request)
+    with grpc.insecure_channel(server.addresses[0]) as channel:
+        stub = allocator_pb2_grpc.AllocatorServiceStub(channel)
+        opened = stub.OpenSession(allocator_pb2.OpenSessionRequest(pool_name="m", lease_seconds=LEASE_SECONDS))
+        keep_alive = allocator_pb2.KeepAliveRequest(session_id=opened.session.session_id)
+        server.process.send_signal(signal.SIGSTOP)
+        time.sleep(3 * LEASE_SECONDS)
+        assert session.lease_left_seconds == 0.0
+        server.process.send_signal(signal.SIGCONT)
+        stub.KeepAlive(keep_alive, wait_for_ready=True)
+        request.append([1])
+        assert session.allocate_slots(request, 1) is not None
+        assert session.lease_left_seconds > 0.0
+        assert client.get_pool("m").activity.leases_expired == 0
+        wait_until_sessions_are(client, 1)  # the one that says nothing any more
+        with pytest.raises(grpc.RpcError) as caught:
+            stub.KeepAlive(keep_alive)
+    assert from_rpc_error(caught.value).reason == "LEASE_EXPIRED"
+    session.close()
+
+
+SCHEDULER = """
+import sys
+from kvpool.client import AbortedError, connect
+client = connect(sys.argv[1])
+session = client.open_session("m", lease_seconds=1.0)
+request = session.request("r", range(20))
+session.admit(request)
+print("holds blocks", flush=True)
+sys.stdin.readline()
+for attempt in range(2):
+    request.append([1])
+    try:
+        session.allocate_slots(request, 1)
+    except AbortedError as error:
+        print(error.reason, session.lease_left_seconds, flush=True)
+client.open_session("m").close()
+client.close()
+print("went on", flush=True)
+"""
+
+
+def test_a_scheduler_that_was_stopped_is_told_that_its_lease_ran_out(server: ServerProcess, client: Client) -> None:
+    command = [sys.executable, "-c", SCHEDULER, server.addresses[0]]
+    scheduler = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert scheduler.stdout
+    try:
+        assert scheduler.stdout.readline() == "holds blocks\n"
+        scheduler.send_signal(signal.SIGSTOP)
+        wait_until_sessions_are(client, 0)
+        scheduler.send_signal(signal.SIGCONT)
+        told, _ = scheduler.communicate("go on\n", timeout=30)
+    finally:
+        scheduler.kill()
+        scheduler.communicate()
+    assert told.splitlines() == ["LEASE_EXPIRED 0.0", "LEASE_EXPIRED 0.0", "went on"]
+    assert client.get_pool("m").activity.sessions_opened == 2
+
+
+def test_a_killed_server_is_survived_as_far_as_the_next_one_knows(tmp_path: Path) -> None:
+    """Without a journal it knows nothing: a clear error, and a new session on the same connection."""
+    address = f"unix:{tmp_path / 's'}"
+    first = ServerProcess(address)
+    with connect(address, deadline_seconds=20.0) as client:
+        client.create_pool(pool_config())
+        session = client.open_session("m")
+        request = session.request("r", PROMPT)
+        session.admit(request)
+        first.process.kill()
+        first.process.communicate()
+        restarted: list[ServerProcess] = []
+        later = threading.Timer(0.5, lambda: restarted.append(ServerProcess(address)))
+        later.start()
+        with pytest.raises(NotFoundError) as caught:
+            session.free(request)
+        assert caught.value.reason == "SESSION_NOT_FOUND"
+        session.settle()  # nothing is unsettled
+        with pytest.raises(NotFoundError):
+            session.mark_executed()
+        assert session.lease_left_seconds == 0.0
+        client.create_pool(pool_config())
+        with client.open_session("m") as again:
+            assert again.admit(again.request("r", PROMPT)) is not None
+        later.join()
+    assert restarted[0].stop()[0] == 0
+
+
+def test_the_first_call_waits_for_a_server_that_starts(tmp_path: Path) -> None:
+    address = f"unix:{tmp_path / 's'}"
+    started: list[ServerProcess] = []
+    later = threading.Timer(0.5, lambda: started.append(ServerProcess(address)))
+    later.start()
+    with connect(address, deadline_seconds=20.0) as client:
+        assert client.create_pool(pool_config()).free_blocks == 99
+    later.join()
+    assert started[0].stop()[0] == 0

@@ -1,0 +1,142 @@
+"""A whole conversation over a network that breaks off at any byte of it: everything is done exactly once."""
+
+import asyncio
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import count
+from pathlib import Path
+from typing import Final
+
+import pytest
+
+from kvpool.client import Client, PoolInfo, aio, connect
+from support_proxy import Fault, Link, Proxy
+from support_server import pool_config, running_server
+
+PROMPT: Final = list(range(41))
+STRIDE_BYTES: Final = 7
+"""Every so many bytes one conversation; 1 tries each byte, which takes minutes."""
+AT_ONCE: Final = 24
+DEADLINE_SECONDS: Final = 30.0
+_numbers = count()
+
+
+@dataclass(frozen=True)
+class Told:
+    """What a scheduler was told, and what the pool is like in the end."""
+
+    answers: tuple[object, ...]
+    pool: PoolInfo
+
+
+@pytest.fixture(scope="module")
+def address() -> Iterator[str]:
+    with running_server(max_pools=100_000) as address:
+        yield address
+
+
+@pytest.fixture(scope="module")
+def direct(address: str) -> Iterator[Client]:
+    with connect(address) as client:
+        yield client
+
+
+async def converse(address: str, pool: str) -> tuple[object, ...]:
+    """Open, three steps, free, close."""
+    async with aio.connect(address, deadline_seconds=DEADLINE_SECONDS) as client:
+        session = await client.open_session(pool, client_name="c")
+        first, second = session.request("a", PROMPT), session.request("b", PROMPT)
+        async with session.step() as step:
+            admitted = step.admit(first, 20)
+        async with session.step(executed_sequence=1) as step:
+            hit, more = step.admit(second), step.allocate_slots(first, 21)
+        first.append([7, 8, 9, 10])
+        decoded = await session.allocate_slots(first, 4)
+        tables = [list(map(list, request.block_ids)) for request in (first, second)]
+        await session.free(second)
+        await session.close()
+    return admitted, hit, more, decoded, tables, session.sequence
+
+
+def converse_synchronously(address: str, pool: str) -> tuple[object, ...]:
+    with connect(address, deadline_seconds=DEADLINE_SECONDS) as client:
+        session = client.open_session(pool, client_name="c")
+        first, second = session.request("a", PROMPT), session.request("b", PROMPT)
+        with session.step() as step:
+            admitted = step.admit(first, 20)
+        with session.step(executed_sequence=1) as step:
+            hit, more = step.admit(second), step.allocate_slots(first, 21)
+        first.append([7, 8, 9, 10])
+        decoded = session.allocate_slots(first, 4)
+        tables = [list(map(list, request.block_ids)) for request in (first, second)]
+        session.free(second)
+        session.close()
+    return admitted, hit, more, decoded, tables, session.sequence
+
+
+class Network:
+    """Runs conversations through proxies, each on a pool of its own."""
+
+    def __init__(self, address: str, direct: Client, folder: Path) -> None:
+        self._address = address
+        self._direct = direct
+        self._folder = folder
+        self.retries = 0
+
+    async def run(self, fault: Fault, *, sync: bool = False, **at: int) -> tuple[Told, Proxy]:
+        name = f"p{next(_numbers)}"
+        self._direct.create_pool(pool_config(name))
+        async with Proxy(self._folder / name, self._address, fault, **at).running() as proxy:
+            if sync:
+                answers = await asyncio.to_thread(converse_synchronously, proxy.address, name)
+            else:
+                answers = await converse(proxy.address, name)
+        info = self._direct.get_pool(name)
+        self.retries += info.activity.retries
+        return Told(answers, replace(info, config=pool_config(), activity=replace(info.activity, retries=0))), proxy
+
+    async def run_all(self, fault: Fault, expected: Told, link: Link, *, stride: int, sync: bool = False) -> int:
+        """Breaks off at every `stride`th byte each way; returns how many conversations there were."""
+        gate = asyncio.Semaphore(AT_ONCE)
+
+        async def run_one(**at: int) -> None:
+            async with gate:
+                told, proxy = await self.run(fault, sync=sync, **at)
+            assert told == expected, (fault, at)
+            assert proxy.struck or fault is not Fault.CUT, at
+
+        places: list[dict[str, int]] = [{"to_server": n} for n in range(0, link.to_server - 40, stride)]
+        places += [{"to_client": n} for n in range(0, link.to_client - 40, stride)]
+        async with asyncio.TaskGroup() as group:
+            for at in places:
+                group.create_task(run_one(**at))
+        return len(places)
+
+
+@pytest.fixture
+def network(address: str, direct: Client, tmp_path: Path) -> Network:
+    return Network(address, direct, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("fault", "stride", "sync"),
+    [
+        (Fault.CUT, STRIDE_BYTES, False),
+        (Fault.CUT, 20 * STRIDE_BYTES, True),
+        (Fault.DELAY, 5 * STRIDE_BYTES, False),
+        (Fault.BLACK_HOLE, 15 * STRIDE_BYTES, False),
+        (Fault.BLACK_HOLE, 60 * STRIDE_BYTES, True),
+    ],
+)
+async def test_wherever_the_connection_fails_all_is_done_exactly_once(
+    fault: Fault,
+    stride: int,
+    sync: bool,  # noqa: FBT001 - a parameter of the test
+    network: Network,
+) -> None:
+    expected, proxy = await network.run(fault, sync=sync)
+    assert (len(proxy.links), network.retries, proxy.struck) == (1, 0, False)
+    assert (expected.pool.free_blocks, expected.pool.activity.steps) == (99, 4)
+    tried = await network.run_all(fault, expected, proxy.links[0], stride=stride, sync=sync)
+    print(f"{tried} conversations, {network.retries} changes sent again")  # noqa: T201 - shown with -s
+    assert (network.retries > 0) == (fault is not Fault.DELAY)

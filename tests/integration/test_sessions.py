@@ -1,0 +1,193 @@
+"""Opening, closing and resuming a session over the wire: exactly once, and one process at a time."""
+
+import queue
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import grpc
+import pytest
+
+from kvpool.client import AbortedError, Client, ExtraKeys, KvpoolError, aio, connect
+from kvpool.client.errors import from_rpc_error
+from kvpool.v1 import allocator_pb2, allocator_pb2_grpc, step_pb2
+from support_server import pool_config, running_server
+
+PROMPT = list(range(41))
+STARTERS = {"CreatePool", "GetPool", "WaitUntilReady", "OpenSession"}
+"""Calls that name no session."""
+
+
+@pytest.fixture(scope="module")
+def address() -> Iterator[str]:
+    with running_server(leases={"min_lease_seconds": 0.5, "max_lease_seconds": 60.0}) as address:
+        yield address
+
+
+@pytest.fixture
+def client(address: str) -> Iterator[Client]:
+    with connect(address, deadline_seconds=10.0) as client:
+        yield client
+
+
+@pytest.fixture
+def pool(client: Client, request: pytest.FixtureRequest) -> str:
+    name = re.sub(r"\W+", "-", request.node.name)
+    client.create_pool(pool_config(name))
+    return str(name)
+
+
+@pytest.fixture
+def stub(address: str) -> Iterator[allocator_pb2_grpc.AllocatorServiceStub]:
+    with grpc.insecure_channel(address) as channel:
+        yield allocator_pb2_grpc.AllocatorServiceStub(channel)
+
+
+def refusal(call: Callable[[], object]) -> KvpoolError:
+    with pytest.raises(grpc.RpcError) as caught:
+        call()
+    return from_rpc_error(caught.value)
+
+
+def calls_of_sessions(stub: allocator_pb2_grpc.AllocatorServiceStub) -> dict[str, Callable[[str], object]]:
+    """Every call that names a session, from the proto itself, with nothing else filled in but a number."""
+    service = allocator_pb2.DESCRIPTOR.services_by_name["AllocatorService"]
+    calls: dict[str, Callable[[str], object]] = {}
+    for method in service.methods:
+        if method.name in STARTERS:
+            continue
+        numbered = {"sequence": 1} if "sequence" in method.input_type.fields_by_name else {}
+        kind = getattr(step_pb2 if method.name == "Schedule" else allocator_pb2, method.input_type.name)
+
+        def call(session_id: str, method: str = method.name, kind: Any = kind, numbered: Any = numbered) -> object:
+            message = kind(session_id=session_id, **numbered)
+            return next(stub.Schedule(iter([message]))) if method == "Schedule" else getattr(stub, method)(message)
+
+        calls[method.name] = call
+    assert {"ResumeSession", "KeepAlive", "CloseSession", "MarkExecuted", "Schedule", "Free"} <= set(calls)
+    return calls
+
+
+def opened(stub: allocator_pb2_grpc.AllocatorServiceStub, pool: str, **fields: Any) -> allocator_pb2.Session:
+    return stub.OpenSession(allocator_pb2.OpenSessionRequest(pool_name=pool, **fields)).session
+
+
+def allocate(
+    stub: allocator_pb2_grpc.AllocatorServiceStub, session_id: str, sequence: int, request_id: str = "r"
+) -> list[int]:
+    update = allocator_pb2.RequestUpdate(request_id=request_id, num_appended_tokens=3)
+    answer = stub.AllocateSlots(
+        allocator_pb2.AllocateSlotsRequest(session_id=session_id, sequence=sequence, request=update, num_new_tokens=3)
+    )
+    return list(answer.new_blocks[0].block_ids)
+
+
+def test_a_key_opens_one_session(stub: allocator_pb2_grpc.AllocatorServiceStub, client: Client, pool: str) -> None:
+    first = opened(stub, pool, open_key="test-a-key", client_name="c")
+    assert (opened(stub, pool, open_key="test-a-key", client_name="c"), first.session_number > 0) == (first, True)
+    before = client.get_pool(pool)
+    assert (before.sessions, before.activity.sessions_opened, before.activity.retries) == (1, 1, 1)
+    error = refusal(lambda: opened(stub, pool, open_key="test-a-key", client_name="d"))
+    assert (error.reason, error.field) == ("OPEN_KEY_REUSED", "open_key")
+    assert client.get_pool(pool) == before
+
+
+@pytest.mark.parametrize("lease_seconds", [0.4, 61.0])
+def test_the_servers_bounds_of_leases_are_kept(
+    lease_seconds: float, stub: allocator_pb2_grpc.AllocatorServiceStub, pool: str
+) -> None:
+    error = refusal(lambda: opened(stub, pool, lease_seconds=lease_seconds))
+    assert (error.field, "[0.5, 60]" in str(error)) == ("lease_seconds", True)
+    assert opened(stub, pool).lease_seconds == 10.0
+
+
+def test_closing_again_answers_the_same_and_all_else_that_it_is_closed(
+    stub: allocator_pb2_grpc.AllocatorServiceStub, client: Client, pool: str
+) -> None:
+    session_id = opened(stub, pool).session_id
+    allocate(stub, session_id, 1)
+    for _ in range(2):
+        answer = stub.CloseSession(allocator_pb2.CloseSessionRequest(session_id=session_id))
+        assert answer.num_freed_requests == 1
+    before = client.get_pool(pool)
+    for name, call in calls_of_sessions(stub).items():
+        if name != "CloseSession":
+            error = refusal(lambda call=call: call(session_id))  # type: ignore[misc]
+            assert (type(error), error.reason) == (AbortedError, "SESSION_CLOSED"), name
+    assert client.get_pool(pool) == before
+
+
+def test_resuming_ends_the_stream_of_the_process_before_and_refuses_whatever_it_sends(
+    stub: allocator_pb2_grpc.AllocatorServiceStub, client: Client, pool: str
+) -> None:
+    before_id = opened(stub, pool).session_id
+    outgoing: queue.SimpleQueue[step_pb2.Step | None] = queue.SimpleQueue()
+    stream = stub.Schedule(iter(outgoing.get, None))
+    outgoing.put(step_pb2.Step(session_id=before_id, sequence=1))
+    assert next(stream).sequence == 1
+    request = allocator_pb2.ResumeSessionRequest(session_id=before_id, sequence=1, resume_key="k")
+    resumed = stub.ResumeSession(request)
+    outgoing.put(step_pb2.Step(sequence=2))  # may reach the server before the stream's end reaches us
+    assert refusal(lambda: next(stream)).reason == "STREAM_SUPERSEDED"
+    outgoing.put(None)
+    info = client.get_pool(pool)
+    assert (info.activity.steps, resumed.sequence) == (1, 1)
+    for name, call in calls_of_sessions(stub).items():
+        if name != "ResumeSession":
+            error = refusal(lambda call=call: call(before_id))  # type: ignore[misc]
+            assert (type(error), error.reason) == (AbortedError, "SESSION_RESUMED"), name
+    assert client.get_pool(pool) == info
+    assert stub.ResumeSession(request) == resumed
+    assert allocate(stub, resumed.session.session_id, 2) == [1]
+
+
+def test_what_is_held_is_told_whole(stub: allocator_pb2_grpc.AllocatorServiceStub, pool: str) -> None:
+    session_id = opened(stub, pool).session_id
+    allocate(stub, session_id, 1)
+    update = allocator_pb2.RequestUpdate(
+        request_id="s", request_number=7, num_appended_tokens=5, block_hashes=b"h" * 32, lora_name="l"
+    )
+    stub.GetComputedBlocks(allocator_pb2.GetComputedBlocksRequest(session_id=session_id, sequence=2, request=update))
+    stub.MarkExecuted(allocator_pb2.MarkExecutedRequest(session_id=session_id, executed_sequence=1))
+    told = stub.ResumeSession(allocator_pb2.ResumeSessionRequest(session_id=session_id))
+    first, second = told.requests
+    assert (told.sequence, told.executed_sequence, told.config.name) == (2, 1, pool)
+    assert (first.request_id, first.request_number, first.num_computed_tokens) == ("r", 0, 3)
+    assert [list(table.block_ids) for table in first.tables] == [[1]]
+    assert (second.request_number, second.num_tokens, second.num_computed_tokens) == (7, 5, 0)
+    assert (second.lora_name, second.last_block_hash) == ("l", b"h" * 32)
+
+
+def test_a_scheduler_that_was_started_anew_goes_on(address: str, client: Client, pool: str) -> None:
+    session = client.open_session(pool)
+    keys = ExtraKeys(cache_salt="s")
+    request = session.request("r", PROMPT, extra_keys=keys)
+    session.admit(request, 20)
+    with connect(address) as other:
+        after = other.resume_session(session.session_id, sequence=session.sequence)
+        (held,) = after.held_requests
+        adopted = after.adopt(held, PROMPT, extra_keys=keys)
+        assert adopted.block_ids == request.block_ids
+        assert after.allocate_slots(adopted, 21) is not None
+        with pytest.raises(AbortedError):
+            session.allocate_slots(request, 21)
+        assert 9.0 < after.lease_left_seconds <= 10.0
+        assert session.lease_left_seconds == 0.0
+        after.close()
+    assert client.get_pool(pool).free_blocks == 99
+
+
+async def test_the_same_for_asyncio(address: str, pool: str) -> None:
+    async with aio.connect(address) as one, aio.connect(address) as other:
+        session = await one.open_session(pool)
+        await session.admit(session.request("r", PROMPT))
+        await session.admit(session.request("unknown", PROMPT))
+        after = await other.resume_session(session.session_id, sequence=session.sequence)
+        request = after.adopt(after.held_requests[0], [*PROMPT, 5, 6])
+        assert await after.allocate_slots(request, 2) is not None
+        await after.free_held(after.held_requests[1])
+        assert (after.session_number, after.lease_left_seconds > 9.0) == (session.session_number, True)
+        with pytest.raises(AbortedError):
+            await session.mark_executed()
+        await after.close()
+        assert (await one.get_pool(pool)).free_blocks == 99

@@ -1,0 +1,31 @@
+"""How long a lease is sure to last: never longer than the server can count."""
+
+import pytest
+
+from kvpool.client import lease as lease_module
+from kvpool.client.lease import Lease
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    now = [100.0]
+    monkeypatch.setattr(lease_module, "now_seconds", lambda: now[0])
+    return now
+
+
+def test_it_counts_from_when_the_answered_call_was_sent(clock: list[float]) -> None:
+    lease = Lease(10.0, 98.0)
+    assert lease.left_seconds == 8.0
+    lease.renew(100.0)
+    assert lease.left_seconds == 10.0
+    lease.renew(99.0)  # an older call, answered later
+    assert lease.left_seconds == 10.0
+    clock[0] = 111.0
+    assert lease.left_seconds == 0.0
+
+
+def test_nothing_renews_a_session_that_is_over(clock: list[float]) -> None:
+    lease = Lease(10.0, clock[0])
+    lease.end()
+    lease.renew(clock[0])
+    assert lease.left_seconds == 0.0

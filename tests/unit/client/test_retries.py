@@ -1,0 +1,104 @@
+"""Rules of retries, with waits that are noted and not waited."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import pytest
+
+from kvpool.client import (
+    AbortedError,
+    DeadlineError,
+    ExhaustedError,
+    InvalidArgumentError,
+    KvpoolError,
+    NotFoundError,
+    UnavailableError,
+    WrongStateError,
+)
+from kvpool.client.retries import call, call_async
+
+GONE = UnavailableError("UNAVAILABLE", "nobody there")
+
+
+class Attempts:
+    """A call that fails so often before it is answered."""
+
+    def __init__(self, *errors: KvpoolError) -> None:
+        self._errors = list(errors)
+        self.left_seconds: list[float] = []
+        self.pauses: list[float] = []
+
+    def __call__(self, left_seconds: float) -> str:
+        self.left_seconds.append(left_seconds)
+        if self._errors:
+            raise self._errors.pop(0)
+        return "answer"
+
+    async def later(self, left_seconds: float) -> str:
+        return self(left_seconds)
+
+
+def both(attempts: Attempts, deadline_seconds: float, monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], str]]:
+    """The same through the synchronous and the asyncio function."""
+
+    async def no_wait(seconds: float) -> None:
+        attempts.pauses.append(seconds)
+
+    def run() -> str:
+        with monkeypatch.context() as patch:
+            patch.setattr(asyncio, "sleep", no_wait)
+            waiting: Awaitable[str] = call_async(attempts.later, deadline_seconds)
+            return asyncio.run(waiting)  # type: ignore[arg-type]
+
+    return [lambda: call(attempts, deadline_seconds, attempts.pauses.append), run]
+
+
+@pytest.fixture(params=[0, 1], ids=["sync", "asyncio"])
+def kind(request: pytest.FixtureRequest) -> int:
+    return int(request.param)
+
+
+def test_it_tries_until_there_is_an_answer(kind: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    attempts = Attempts(*[GONE] * 6)
+    assert both(attempts, 30.0, monkeypatch)[kind]() == "answer"
+    assert len(attempts.pauses) == 6
+    assert all(0.02 <= pause <= 1.02 for pause in attempts.pauses)
+    assert attempts.left_seconds == sorted(attempts.left_seconds, reverse=True)
+
+
+@pytest.mark.parametrize("error", [GONE, ExhaustedError("BUSY", "")], ids=["unavailable", "exhausted"])
+def test_the_servers_retry_time_is_the_least(error: KvpoolError, kind: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    attempts = Attempts(type(error)("BUSY", "", retry_seconds=5.0))
+    assert both(attempts, 30.0, monkeypatch)[kind]() == "answer"
+    (pause,) = attempts.pauses
+    assert 5.0 <= pause <= 5.5
+
+
+def test_a_retry_time_past_the_deadline_is_not_waited_for(kind: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    attempts = Attempts(UnavailableError("DRAINED", "", retry_seconds=5.0))
+    with pytest.raises(UnavailableError):
+        both(attempts, 4.0, monkeypatch)[kind]()
+    assert attempts.pauses == []
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        InvalidArgumentError("f", ""),
+        NotFoundError("N", ""),
+        WrongStateError("W", ""),
+        AbortedError("LEASE_EXPIRED", ""),
+        DeadlineError("DEADLINE", ""),
+        ExhaustedError("TOO_LARGE", ""),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_other_errors_are_told_at_once_also_after_a_retry(
+    error: KvpoolError, kind: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for before in ([], [GONE]):
+        attempts = Attempts(*before, error)
+        with pytest.raises(type(error)) as caught:
+            both(attempts, 30.0, monkeypatch)[kind]()
+        assert caught.value is error
+        assert len(attempts.pauses) == len(before)

@@ -1,0 +1,85 @@
+"""A hub's time: its own absence and wall-clock steps end no lease, and what is told to be over is over."""
+
+import logging
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import pytest
+
+from kvpool.server.core.errors import AbortedError
+from kvpool.server.core.types import SessionId
+from kvpool.server.rpc import hub as hub_module
+from kvpool.server.rpc.hub import Hub
+from support_server import pool_config
+
+LEASE_SECONDS = 10.0
+
+
+@dataclass
+class Clocks:
+    """What the machine's clocks show."""
+
+    monotonic_seconds: float = 1000.0
+    wall_seconds: float = 1e9
+
+
+@pytest.fixture
+def clocks(monkeypatch: pytest.MonkeyPatch) -> Clocks:
+    clocks = Clocks()
+    shown = SimpleNamespace(monotonic=lambda: clocks.monotonic_seconds, time=lambda: clocks.wall_seconds)
+    monkeypatch.setattr(hub_module, "time", shown)
+    return clocks
+
+
+@pytest.fixture
+def hub(clocks: Clocks) -> Hub:
+    del clocks  # it starts with them
+    hub = Hub(1000)
+    hub.create_pool(pool_config())
+    hub.allocator.open_session("m", "", LEASE_SECONDS, session_id=SessionId("s"), now_seconds=hub.now_seconds())
+    return hub
+
+
+def pass_time(hub: Hub, clocks: Clocks, seconds: float) -> None:
+    """Lets a server that is well look at its clock all the time."""
+    for _ in range(round(seconds * 4)):
+        clocks.monotonic_seconds += 0.25
+        hub.now_seconds()
+
+
+def test_a_call_that_comes_first_after_an_absence_finds_its_session(hub: Hub, clocks: Clocks) -> None:
+    pass_time(hub, clocks, 9.0)
+    clocks.monotonic_seconds += 3600.0
+    assert hub.session("s")[1].session_id == "s"
+    clocks.monotonic_seconds += 3600.0
+    assert hub.resume_session("s", 0, "")[1].session_id == "s"
+
+
+def test_an_absence_is_not_made_up_for_either(hub: Hub, clocks: Clocks) -> None:
+    pass_time(hub, clocks, 5.0)
+    clocks.monotonic_seconds += 3600.0
+    pass_time(hub, clocks, 5.0)
+    with pytest.raises(AbortedError):
+        hub.session("s")
+
+
+@pytest.mark.parametrize("step_seconds", [-1e8, 1e8])
+def test_steps_of_the_wall_clock_do_no_harm(hub: Hub, clocks: Clocks, step_seconds: float) -> None:
+    clocks.wall_seconds += step_seconds
+    pass_time(hub, clocks, 9.5)
+    assert hub.session("s")
+    clocks.wall_seconds -= 2 * step_seconds
+    pass_time(hub, clocks, 10.0)
+    with pytest.raises(AbortedError):
+        hub.session("s")
+
+
+def test_who_is_told_that_a_lease_ran_out_is_told_of_a_session_that_has_ended(
+    hub: Hub, clocks: Clocks, caplog: pytest.LogCaptureFixture
+) -> None:
+    pass_time(hub, clocks, LEASE_SECONDS)
+    with caplog.at_level(logging.WARNING, "kvpool.server"), pytest.raises(AbortedError) as caught:
+        hub.session("s")
+    assert caught.value.reason == "LEASE_EXPIRED"
+    assert [record.msg for record in caplog.records] == ["lease expired"]
+    assert hub.describe("m").sessions == 0
