@@ -15,7 +15,7 @@ from kvpool.server.core.allocator import Allocator
 from kvpool.server.core.errors import IntegrityError
 from kvpool.server.core.integrity import check_integrity
 from kvpool.server.core.pool import Pool
-from kvpool.server.core.types import SessionId
+from kvpool.server.core.session import first_id
 from kvpool.v1 import allocator_pb2, step_pb2
 from simulation.fake_grpc import Call, Status
 
@@ -45,6 +45,7 @@ class Checks:
         self._told_epoch = told_epoch
         self._trace = trace
         self._ended: dict[str, str] = {}
+        self._resumed: set[str] = set()
         self._answers: dict[tuple[str, int], bytes] = {}
         self._last_sequence: dict[str, int] = {}
         self.num_answers = 0
@@ -55,7 +56,7 @@ class Checks:
     def received(self, call: Call, message: Any) -> None:
         """See `Tap`."""
         call.session_id = getattr(message, "session_id", "") or call.session_id
-        call.was_ended = call.session_id in self._ended
+        call.was_ended = self._why_ended(call)
         self._trace("%s -> %s %s", call.client, _Told(call.method), _Told(message))
 
     def answered(self, call: Call, message: Any) -> None:
@@ -66,9 +67,14 @@ class Checks:
         if not call.session_id:
             return
         if call.was_ended and not call.method.endswith("CloseSession"):
-            self._fail(f"{call.method} was answered after the session had ended with {self._ended[call.session_id]}")
+            self._fail(f"{call.method} was answered after the session had ended with {call.was_ended}")
         if isinstance(message, step_pb2.StepResult):
-            self._check_result(call.session_id, message)
+            self._check_result(first_id(call.session_id), message)
+
+    def _why_ended(self, call: Call) -> str:
+        if call.session_id in self._resumed and not call.method.endswith("ResumeSession"):
+            return "SESSION_RESUMED"
+        return self._ended.get(first_id(call.session_id), "")
 
     def _check_epoch(self, epoch: int) -> None:
         if epoch < self._told_epoch():
@@ -94,15 +100,17 @@ class Checks:
             self._fail(f"{call.method}: {text}")
         if code is grpc.StatusCode.ABORTED and call.session_id:
             reason = _reason(trailers)
-            if reason in _FOR_EVER:
-                self._ended[call.session_id] = reason
+            if reason == "SESSION_RESUMED" and not call.method.endswith("ResumeSession"):
+                self._resumed.add(call.session_id)
+            elif reason in _FOR_EVER:
+                self._ended[first_id(call.session_id)] = reason
 
     # At the scheduler.
 
     def settled(self, session: aio.AsyncSession, running: list[Request]) -> None:
         """See `Watcher`: the server holds for the session what the scheduler believes."""
         allocator = self._allocator()
-        found = allocator._sessions.get(SessionId(session.session_id)) if allocator else None
+        found = allocator._sessions.get(first_id(session.session_id)) if allocator else None
         if found is None:
             return
         held = found[1]
@@ -117,7 +125,7 @@ class Checks:
     def session_ended(self, session: aio.AsyncSession, error: KvpoolError) -> None:
         """See `Watcher`."""
         if error.reason in _FOR_EVER:
-            self._ended.setdefault(session.session_id, error.reason)
+            self._ended.setdefault(first_id(session.session_id), error.reason)
 
     # In the server's memory.
 

@@ -96,7 +96,7 @@ class Call:
         client: The process that made it.
         status: How it ended for the client; None while it goes on.
         session_id: The session that its first message named, if it named one.
-        was_ended: Free for the tap: whether the session had ended when the newest message came.
+        was_ended: Free for the tap: why the session had ended when the newest message came; empty if not.
     """
 
     def __init__(self, wire: Wire, method: str, client: Process, address: str) -> None:
@@ -104,7 +104,7 @@ class Call:
         self.client = client
         self.status: Status | None = None
         self.session_id = ""
-        self.was_ended = False
+        self.was_ended = ""
         self.inbox: deque[bytes] = deque()
         self.server_inbox: deque[bytes] = deque()
         self.client_is_done = False

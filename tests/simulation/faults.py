@@ -31,6 +31,7 @@ class Faults:
             self._kill_rank,
             self._kill_scheduler,
             self._repeat,
+            self._operate,
             self._lose,
             self._lose,
         ]
@@ -123,6 +124,9 @@ class Faults:
 
     def _kill_scheduler(self) -> None:
         self._schedule.kill(self._name("scheduler"))
+
+    def _operate(self) -> None:
+        self._schedule.operate()
 
     def _repeat(self) -> None:
         self._schedule.wire.repeats = 0.3

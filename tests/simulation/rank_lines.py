@@ -1,9 +1,9 @@
 """How schedulers' steps get to ranks: a connection a process, which is lost with either end or when it is cut."""
 
 import asyncio
-from collections.abc import Callable
 from random import Random
 
+from kvpool.server.core.types import Lease
 from simulation.gpu import Computation
 from simulation.network import Network, Pipe
 from simulation.rank_process import GpuStep, RankProcess
@@ -28,10 +28,20 @@ class RankLines:
         self.random = random
         self.ranks: dict[int, tuple[Process, RankProcess]] = {}
         self.nobody = Lines(self, None)
+        self._pipes: dict[str, list[Pipe]] = {}
 
     def add(self, rank: int, process: Process, ranks: RankProcess) -> None:
         """Notes which process a rank is now."""
         self.ranks[rank] = (process, ranks)
+
+    def note(self, pipe: Pipe) -> None:
+        """Notes that something was sent on a connection."""
+        self._pipes.setdefault(pipe.sender, []).append(pipe)
+
+    def forget(self, sender: str) -> None:
+        """Ends the connections of all processes of a scheduler: what did not arrive yet never will."""
+        for pipe in self._pipes.pop(sender, ()):
+            pipe.is_broken = True
 
     def to_all(self, process: Process) -> "Lines":
         """Connects a scheduler."""
@@ -39,20 +49,25 @@ class RankLines:
 
 
 class Lines:
-    """The connections of one scheduler."""
+    """The connections of one scheduler process."""
 
     def __init__(self, lines: RankLines, process: Process | None) -> None:
         self._lines = lines
         self._process = process
 
-    async def run(self, epoch: int, session_number: int, work: tuple[Computation, ...]) -> None:
+    async def run(self, lease: Lease, work: tuple[Computation, ...]) -> None:
         """See `Ranks`."""
-        ranks = [self._run_on(rank, epoch, session_number, work) for rank in self._lines.ranks]
-        await asyncio.gather(*ranks)
+        await asyncio.gather(*[self._run_on(rank, lease, work) for rank in self._lines.ranks])
 
-    async def _run_on(self, rank: int, epoch: int, session_number: int, work: tuple[Computation, ...]) -> None:
+    async def take_over(self, lease: Lease) -> None:
+        """See `Ranks`."""
+        if self._process:
+            self._lines.forget(self._process.name)
+        await self.run(lease, ())
+
+    async def _run_on(self, rank: int, lease: Lease, work: tuple[Computation, ...]) -> None:
         for _ in range(_TRIES):
-            refusal = await self._try(rank, lambda answer: GpuStep(epoch, session_number, work, answer))
+            refusal = await self._try(rank, lease, work)
             if not refusal:
                 return
             if refusal != "NOT_READY":
@@ -60,19 +75,16 @@ class Lines:
             await asyncio.sleep(_RETRY_SECONDS)
         raise EngineError(f"rank {rank} is not ready")
 
-    async def _try(self, rank: int, make: Callable[[Callable[[str], None]], GpuStep]) -> str:
+    async def _try(self, rank: int, lease: Lease, work: tuple[Computation, ...]) -> str:
         process = self._process
         target, ranks = self._lines.ranks[rank]
         if process is None or target.is_dead:
             return _LOST
         network = self._lines.network
         there, back = Pipe(network, process.name, target.name), Pipe(network, target.name, process.name)
+        self._lines.note(there)
         answered: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-
-        def answer(what: str) -> None:
-            back.send(lambda: _settle(answered, what))
-
-        step = make(answer)
+        step = GpuStep(lease, work, lambda what: back.send(lambda: _settle(answered, what)))
         there.send(lambda: target.run(ranks.submit, process.name, step))
         try:
             async with asyncio.timeout(_PATIENCE_SECONDS):

@@ -12,6 +12,7 @@ import grpc
 
 from kvpool.client.errors import from_rpc_error
 from kvpool.gpu_worker import messages
+from kvpool.gpu_worker.fence import Fence, StaleTablesError
 from kvpool.gpu_worker.join import RankProtocol
 from kvpool.gpu_worker.words import (
     Allocate,
@@ -21,15 +22,14 @@ from kvpool.gpu_worker.words import (
     EpochBegan,
     EpochPassed,
     Failed,
-    Initialized,
     JoinLater,
     OpenStream,
     Planned,
     Ready,
     Say,
-    Word,
 )
 from kvpool.server.core.errors import KvpoolError, UnavailableError
+from kvpool.server.core.types import Lease
 from kvpool.server.core.world import Registration
 from kvpool.v1 import worker_pb2, worker_pb2_grpc
 from simulation.fake_grpc import StreamCall
@@ -42,8 +42,7 @@ _Event = Callable[[], list[Effect]]
 class GpuStep:
     """A step as it travels from a scheduler to the ranks."""
 
-    epoch: int
-    session_number: int
+    lease: Lease
     work: tuple[Computation, ...]
     answer: Callable[[str], None]
     """Sends back "" when the step is done, else why it was refused."""
@@ -70,21 +69,14 @@ class RankProcess:
         self._settings = settings
         self._random = settings.random
         boot_id = f"{settings.random.getrandbits(64):016x}"
-        self._protocol = RankProtocol(replace(settings.registration, boot_id=boot_id), settings.random.random)
+        self._fence = Fence(lambda: self._events.put_nowait(self._protocol.steps_ended))
+        registration = replace(settings.registration, boot_id=boot_id, fences=True)
+        self._protocol = RankProtocol(registration, settings.random.random, self._fence)
         self._events: asyncio.Queue[_Event] = asyncio.Queue()
         self._stream: StreamCall | None = None
         self._memory: Memory | None = None
-        self._ready: Ready | None = None
-        self._in_flight = 0
-        self._idle = asyncio.Event()
-        self._idle.set()
         self._lines: dict[str, asyncio.Queue[GpuStep]] = {}
         self._stub = worker_pb2_grpc.WorkerServiceStub(grpc.aio.insecure_channel(settings.address))
-
-    @property
-    def is_ready(self) -> bool:
-        """Whether steps may run."""
-        return self._ready is not None
 
     @property
     def last_epoch(self) -> int:
@@ -117,26 +109,25 @@ class RankProcess:
             step.answer(await self._run_step(step))
 
     async def _run_step(self, step: GpuStep) -> str:
-        ready, memory = self._ready, self._memory
-        if ready is None or memory is None:
-            return "NOT_READY"
-        if ready.epoch != step.epoch:
-            return "EPOCH_PASSED"
-        await self._compute(memory, step)
+        try:
+            ticket = self._fence.step(step.lease)
+        except StaleTablesError as error:
+            return error.reason
+        with ticket:
+            await self._compute(step)
         return ""
 
-    async def _compute(self, memory: Memory, step: GpuStep) -> None:
-        self._in_flight += 1
-        self._idle.clear()
+    async def _compute(self, step: GpuStep) -> None:
+        memory = self._memory
+        if memory is None:
+            self._settings.fail("a step was let through while there is no memory")
+            return
         try:
             memory.begin(step.work)
             await asyncio.sleep(self._duration_seconds())
             memory.finish(step.work)
         except Violation as violation:
             self._settings.fail(f"rank {self._settings.registration.rank}: {violation}")
-        self._in_flight -= 1
-        if not self._in_flight:
-            self._idle.set()
 
     def _duration_seconds(self) -> float:
         drawn = self._random.random()
@@ -152,23 +143,16 @@ class RankProcess:
                 case CloseStream() | JoinLater():
                     self._drop_stream()
                 case Say(word):
-                    asyncio.create_task(self._say(word))  # noqa: RUF006 - the loop keeps it
+                    self._send(messages.encode(word))
                 case Allocate(planned):
                     self._memory = None
                     asyncio.create_task(self._allocate(planned))  # noqa: RUF006 - the loop keeps it
                 case EpochBegan(ready):
-                    self._ready = ready
+                    asyncio.create_task(self._open(ready))  # noqa: RUF006 - the loop keeps it
                 case EpochPassed():
-                    self._ready = None
+                    pass  # the fence was closed by who says so
                 case Failed(error):
                     self._settings.trace("rank %d failed: %s", self._settings.registration.rank, error)
-
-    async def _say(self, word: Word) -> None:
-        stream = self._stream
-        if isinstance(word, Initialized):
-            await self._idle.wait()  # a step of an older epoch would write into the new one's blocks
-        if stream and stream is self._stream:
-            await _write(stream, messages.encode(word))
 
     def _send(self, message: worker_pb2.JoinRequest) -> None:
         if self._stream:
@@ -203,6 +187,12 @@ class RankProcess:
         self._memory = Memory(planned.config.num_blocks, self._settings.groups)
         allocation = Allocation(planned.config, planned.config.num_blocks, 1)
         self._events.put_nowait(partial(self._protocol.allocated, planned, allocation))
+
+    async def _open(self, ready: Ready) -> None:
+        """Lets steps through once the views are made, if the epoch has not passed meanwhile."""
+        await asyncio.sleep(0.001 * self._random.random())
+        if self._protocol.ready is ready:
+            self._fence.open(ready.epoch)
 
 
 async def _write(stream: StreamCall, message: worker_pb2.JoinRequest) -> None:

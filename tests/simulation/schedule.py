@@ -11,6 +11,7 @@ from simulation.fake_grpc import Wire
 from simulation.faults import Faults
 from simulation.gpu import Violation, layouts
 from simulation.network import Network
+from simulation.operator_process import Operator
 from simulation.rank_lines import RankLines
 from simulation.rank_process import RankProcess, RankSettings
 from simulation.scheduler_process import EngineError, SchedulerProcess, SchedulerSettings
@@ -124,6 +125,11 @@ class Schedule:
         """Starts a server process."""
         self._server = ServerProcess(ServerSettings(ADDRESS, TIMING))
         self._new_process("server").start(self._server.main())
+
+    def operate(self) -> None:
+        """Has an operator do something."""
+        operator = Operator(POOL, ADDRESS, self.random, self.trace)
+        Process(self.loop, "operator").start(operator.act())
 
     def start_rank(self, rank: int) -> None:
         """Starts a process of a rank."""

@@ -9,7 +9,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from random import Random
 from typing import Protocol
 
@@ -27,10 +27,13 @@ from kvpool.client.hashing import ExtraKeys
 from kvpool.client.request import Request
 from kvpool.client.results import Answer, HitChanged
 from kvpool.client.steps import StepBuilder
+from kvpool.client.transport import HeldRequest
 from kvpool.server.core.config import PoolConfig
-from simulation.gpu import Computation, extend_contents
+from kvpool.server.core.types import Lease
+from simulation.gpu import Computation, extend_contents, layouts
 
 _UNSETTLED = (UnavailableError, DeadlineError)
+_OVER = (AbortedError, NotFoundError)
 _PAUSE_SECONDS = 0.05
 
 
@@ -90,11 +93,18 @@ class _Asked:
 class Ranks(Protocol):
     """How steps get to the ranks."""
 
-    async def run(self, epoch: int, session_number: int, work: tuple[Computation, ...]) -> None:
+    async def run(self, lease: Lease, work: tuple[Computation, ...]) -> None:
         """Runs a step on all ranks.
 
         Raises:
             EngineError: One was lost, or refuses it.
+        """
+
+    async def take_over(self, lease: Lease) -> None:
+        """Waits until nothing that a process before sent under this lease is at work, or on its way.
+
+        Raises:
+            EngineError: As `run`.
         """
 
 
@@ -123,6 +133,24 @@ class SchedulerSettings:
     trace: Callable[..., None]
     max_running: int = 3
     deadline_seconds: float = 4.0
+    stored: "Stored" = field(default_factory=lambda: Stored())  # noqa: PLW0108 - it comes later
+
+
+@dataclass(slots=True)
+class Stored:
+    """What a scheduler has on disk, for the process after it.
+
+    Attributes:
+        session_id: The session; empty for none.
+        sequence: Of the newest step that was answered.
+        computed: Tokens that all ranks have computed of each request that runs.
+        count: Requests that were made.
+    """
+
+    session_id: str = ""
+    sequence: int = 0
+    computed: dict[str, int] = field(default_factory=dict)
+    count: int = 0
 
 
 class SchedulerProcess:
@@ -135,27 +163,79 @@ class SchedulerProcess:
         self._waiting: list[Running] = []
         self._executed = 0
         self._backoff_rounds = 0
-        self._count = 0
+        self._stored = settings.stored
 
     async def main(self) -> None:
         """Works until all jobs are done."""
         settings = self._settings
         client = aio.connect(settings.address, deadline_seconds=settings.deadline_seconds)
         while settings.jobs:
-            session = await self._open(client)
+            session = await self._resume(client) or await self._open(client)
             if session is None:
                 continue
             try:
+                await self._take_over(session)
                 await self._serve(session)
                 await self._close(session)
-            except (AbortedError, NotFoundError) as error:
+            except _OVER as error:
                 settings.watcher.session_ended(session, error)
                 settings.trace("%s: session ended: %s", settings.pool, error.reason)
                 session._keepalive.cancel()
                 session._end_stream()
+                self._stored.session_id = ""
                 await self._pause()
             self._running.clear()
             self._waiting.clear()
+
+    async def _resume(self, client: aio.AsyncClient) -> aio.AsyncSession | None:
+        """Takes up the session of the process before, if there is one; now and then it does without."""
+        stored = self._stored
+        session_id, stored.session_id = stored.session_id, ""
+        if not session_id or self._random.random() < 0.3:
+            return None
+        try:
+            return await client.resume_session(session_id, sequence=stored.sequence)
+        except (*_UNSETTLED, *_OVER, ExhaustedError) as error:
+            self._settings.trace("cannot resume: %s", error.reason)
+            return None
+
+    async def _take_over(self, session: aio.AsyncSession) -> None:
+        """Goes on with what the session holds: computes what may not have been, gives up what is not known."""
+        stored = self._stored
+        stored.session_id, stored.sequence = session.session_id, session.sequence
+        if not session.held_requests:
+            stored.computed.clear()
+            return
+        await self._settings.ranks.take_over(session.lease)
+        jobs = {job.name: job for job in self._settings.jobs}
+        has_state = any(group.is_state for group in layouts(session.config))  # a step of it cannot be run twice
+        work = []
+        for held in session.held_requests:
+            job = jobs.get(held.request_id.rpartition(".")[0])
+            computed = stored.computed.get(held.request_id, -1) if held.num_computed_tokens else 0
+            if job is None or computed < 0 or (computed < held.num_computed_tokens and has_state):
+                await self._give_up(session, held)
+                continue
+            request = session.adopt(held, job.token_ids, extra_keys=ExtraKeys(cache_salt=job.salt or None))
+            running = Running(job, request, [[] for _ in session.config.groups])
+            (self._running if request.num_computed_tokens else self._waiting).append(running)
+            if request.num_computed_tokens > computed:
+                work.append(_computation(running, computed))
+        if work:
+            await self._compute(session, work)
+
+    async def _give_up(self, session: aio.AsyncSession, held: HeldRequest) -> None:
+        """Frees a request of which it is not known what was computed, and lets nobody find it."""
+        blocks = [block for table in held.block_ids for block in table if block]
+        calls: list[Callable[[], Awaitable[None]]] = [
+            lambda: session.evict_blocks(blocks),
+            lambda: session.free_held(held),
+        ]
+        for call in calls:
+            try:
+                await call()
+            except _UNSETTLED:
+                await self._settle(session)
 
     async def _open(self, client: aio.AsyncClient) -> aio.AsyncSession | None:
         settings = self._settings
@@ -195,9 +275,9 @@ class SchedulerProcess:
             if len(self._running) + len(self._waiting) >= self._settings.max_running:
                 return
             if id(job) not in known:
-                self._count += 1
+                self._stored.count += 1
                 keys = ExtraKeys(cache_salt=job.salt or None)
-                request = session.request(f"{job.name}.{self._count}", job.token_ids, extra_keys=keys)
+                request = session.request(f"{job.name}.{self._stored.count}", job.token_ids, extra_keys=keys)
                 self._waiting.append(Running(job, request, [[] for _ in session.config.groups]))
 
     async def _round(self, session: aio.AsyncSession) -> None:
@@ -207,6 +287,7 @@ class SchedulerProcess:
         def fill(step: StepBuilder) -> None:
             for running in self._running:
                 if running in gone:
+                    self._stored.computed.pop(running.request.request_id, None)
                     step.free(running.request)
                 else:
                     asked.append(self._ask_for_more(step, running))
@@ -260,6 +341,7 @@ class SchedulerProcess:
         except ExhaustedError:
             await self._pause()
             return False
+        self._stored.sequence = session.sequence
         return True
 
     async def _settle(self, session: aio.AsyncSession) -> None:
@@ -286,10 +368,11 @@ class SchedulerProcess:
 
     async def _compute(self, session: aio.AsyncSession, work: list[Computation]) -> None:
         sequence = session.sequence
-        await self._settings.ranks.run(session.epoch, getattr(session, "session_number", 0), tuple(work))
+        await self._settings.ranks.run(session.lease, tuple(work))
         self._executed = sequence
         for running in self._running:
             job, request = running.job, running.request
+            self._stored.computed[request.request_id] = request.num_computed_tokens
             if request.num_computed_tokens == request.num_tokens and not job.is_done:
                 job.token_ids.append(self._random.randint(0, 2))
                 request.append(job.token_ids[-1:])
@@ -306,6 +389,7 @@ class SchedulerProcess:
         victim = self._running[-1]
 
         def fill(step: StepBuilder) -> None:
+            self._stored.computed.pop(victim.request.request_id, None)
             step.preempt(victim.request)
 
         if await self._send(session, fill):

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from kvpool.gpu_worker.fence import Fence
 from kvpool.server.core import apply
 from kvpool.server.core.block_pool import BlockPool
 from kvpool.server.core.group_manager import GroupManager
@@ -60,6 +61,10 @@ def _frees_at_once(pool: Pool, session: Session, *_: float) -> None:
     apply.end_session(pool, session)
 
 
+def _lives(*_: object) -> bool:
+    return True
+
+
 PLANTED: dict[str, tuple[Any, str, Any]] = {
     "a change that is sent again is made again": (Session, "answered", _no_answer),
     "a block is hit by others before it was filled": (PrefixMap, "is_visible", lambda *_: True),
@@ -72,6 +77,8 @@ PLANTED: dict[str, tuple[Any, str, Any]] = {
         _skips_one_more(GroupManager.num_skipped_blocks),
     ),
     "what is released from quarantine stays held": (apply, "release", _frees_nothing),
+    "a rank lets the steps of all sessions through": (Fence, "_lives", _lives),
+    "a rank answers while a step is in flight": (Fence, "is_quiet", property(_lives)),
     "what a session held is given to others at once": (apply, "put_away", _frees_at_once),
 }
 
