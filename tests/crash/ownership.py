@@ -116,7 +116,7 @@ def sessions_of(name: str, records: Iterable[Record]) -> Iterator[Session]:
     count, at = 0, 0.0
     for record in records:
         kind = record["kind"]
-        if current and kind in ("start", "lost", "closed"):
+        if current and kind in ("start", "lost", "left", "closed"):
             current.end(at, None if kind == "start" else record)
             yield current
             current = None

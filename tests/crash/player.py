@@ -1,7 +1,7 @@
 """A scheduler's rounds on one session: asks, writes down what it was told, computes, and checks what it reads.
 
 1. What is asked is in the log before it is sent, what is told as soon as it is here.
-2. A step is computed only while the lease is sure to last: counted from when the last answered message was sent.
+2. A scheduler that computes itself does so only while its lease is sure to last; on ranks their fences decide.
 3. Every block of a request is read before its next tokens are computed, and must hold what it stands for.
 """
 
@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final, TypeVar
 
-from crash.memory import Memory, Progress, StepLock, content
+from crash.execution import Executor, Task
+from crash.memory import Progress, content
 from crash.records import Log
 from kvpool.client import Answer, ComputedBlocks, DeadlineError, Outcome, Request, Session, UnavailableError
 from kvpool.client.steps import StepBuilder
@@ -22,7 +23,6 @@ from kvpool.server.core.types import BlockId
 MOST_RUNNING: Final = 4
 MOST_WAITING: Final = 3
 CHUNK_TOKENS: Final = 24
-LONGEST_TOKENS: Final = 96
 _PREFIXES: Final = 8
 
 _T = TypeVar("_T")
@@ -51,11 +51,9 @@ class Work:
 
 @dataclass(slots=True)
 class Place:
-    """Where a scheduler writes, and reads; and the longest that a step of it runs."""
+    """Where a scheduler writes things down; and the longest that a step of it runs."""
 
     log: Log
-    memory: Memory
-    lock: StepLock
     progress: Progress
     slot: int
     step_seconds: float
@@ -70,23 +68,21 @@ class Player:
         place: Where it writes.
         seed: Of the prefixes, the same in all schedulers of a run.
         chance: What decides all else.
-        opened_seconds: When the call that opened the session was sent.
+        running: What holds blocks.
+        waiting: What does not.
+        executor: What computes.
     """
 
     session: Session
     place: Place
     seed: int
     chance: random.Random
-    opened_seconds: float
+    executor: Executor
     running: list[Work] = field(default_factory=list)
     waiting: list[Work] = field(default_factory=list)
     _count: int = 0
-    _sure_seconds: float = field(init=False)
     _executed: int = 0
     _held: set[int] = field(default_factory=set)
-
-    def __post_init__(self) -> None:
-        self._sure_seconds = self.opened_seconds + self.session.lease_seconds
 
     def play_round(self) -> None:
         """Plays one round."""
@@ -116,7 +112,9 @@ class Player:
             prefix = [shared.randrange(1000) for _ in range(unit * shared.randint(1, max(1, 40 // unit)))]
             own = [self.chance.randrange(1000) for _ in range(self.chance.randint(1, 24))]
             request = self.session.request(f"r{self._count}", [*prefix, *own])
-            self.waiting.append(Work(request, self.chance.randint(0, LONGEST_TOKENS - request.num_tokens) // 3))
+            self.waiting.append(
+                Work(request, self.chance.randint(0, self.session.config.max_model_len - request.num_tokens) // 3)
+            )
 
     def _schedule(self) -> None:
         """A round as engines play it: all in one step."""
@@ -188,37 +186,23 @@ class Player:
             self._send(lambda step: step.evict_blocks(blocks))
 
     def _compute(self, works: list[Work]) -> None:
-        """Computes what was given room: takes its time, and begins only while the lease is sure to last."""
-        time.sleep(self.place.step_seconds * self.chance.random())
-        while not self._compute_if_sure(works):
+        """Computes what was given room; where that cannot be, asks the server what has become of the session."""
+        tasks, full = [], []
+        for work in works:
+            request, start, end = work.request, work.num_executed_tokens, work.request.num_computed_tokens
+            written = list(self._cells(request, start, end))
+            reads = [(block, cell) for block, _, cell in self._cells(request, 0, start)]
+            tasks.append(Task(reads, [(block, cell) for block, _, cell in written]))
+            full += [(block, short(cell)) for block, is_full, cell in written if is_full]
+            work.num_executed_tokens = end
+        while (outcome := self.executor.run(tasks, self.place.step_seconds * self.chance.random())).refused:
             self._send(lambda step: step.evict_blocks([]))  # asks for nothing: to be heard of
-
-    def _compute_if_sure(self, works: list[Work]) -> bool:
-        full: list[tuple[int, str]] = []
-        with self.place.lock.held():
-            if time.monotonic() >= self._sure_seconds:
-                return False
-            for work in works:
-                self._read(work)
-                full += self._fill(work)
+            if outcome.refused in ("EPOCH_PASSED", "SESSION_ENDED"):
+                self.violated("FENCED_WHILE_ALIVE", reason=outcome.refused)
+        for block, found, expected in outcome.wrong:
+            self.violated("WRONG_CONTENT", block=block, found=found.hex(), expected=expected.hex())
         if full:
             self.place.log.write("full", blocks=full)
-        return True
-
-    def _read(self, work: Work) -> None:
-        for block, _, expected in self._cells(work.request, 0, work.num_executed_tokens):
-            found = self.place.memory.read(block)
-            if found != expected:
-                self.violated("WRONG_CONTENT", block=block, found=found.hex(), expected=expected.hex())
-
-    def _fill(self, work: Work) -> list[tuple[int, str]]:
-        request, full = work.request, []
-        for block, is_full, cell in self._cells(request, work.num_executed_tokens, request.num_computed_tokens):
-            self.place.memory.write(block, cell)
-            if is_full:
-                full.append((block, short(cell)))
-        work.num_executed_tokens = request.num_computed_tokens
-        return full
 
     def _cells(self, request: Request, start: int, end: int) -> Iterator[tuple[int, bool, bytes]]:
         """The blocks that hold tokens [start, end), whether they are full then, and what they hold then."""
@@ -238,7 +222,6 @@ class Player:
                 answers = fill(step)
         except (UnavailableError, DeadlineError):
             self._settle()
-        self._sure_seconds = sent_seconds + self.session.lease_seconds
         self._write_told(step, sequence, sent_seconds)
         self.place.progress.count(self.place.slot)
         return answers

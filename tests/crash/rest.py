@@ -5,10 +5,11 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Final
 
+from crash.execution import rank_memory
 from crash.memory import Memory
 from crash.scheduler import incarnation
 from crash.site import DEADLINE_SECONDS, Site
-from kvpool.client import KvpoolError, connect
+from kvpool.client import KvpoolError, PoolInfo, connect
 from kvpool.client.admin import AdminClient, BlockInfo, BlockState
 from kvpool.server.core.types import PoolName
 
@@ -61,9 +62,18 @@ def _wrong(site: Site, admin: AdminClient, blocks: Mapping[PoolName, list[BlockI
             yield f"{name}: requests are left: {requests}"
         if odd := [block for block in blocks[name] if block.state is BlockState.USED or block.pending or block.ref_cnt]:
             yield f"{name}: blocks are not free: {odd}"
-        with connect(site.address) as client, client.open_session(name) as session:
-            memory = Memory(site.folder, incarnation(session), pool.config.num_blocks)
-        for block in blocks[name]:
-            cell = memory.read(block.block_id)
-            if block.block_hash and cell != bytes([block.group_id]) + block.block_hash:
-                yield f"{name}: block {block.block_id} holds {cell.hex()}, its hash is {block.block_hash.hex()}"
+        for where, memory in _memories(site, pool):
+            for block in blocks[name]:
+                cell = memory.read(block.block_id)
+                if block.block_hash and cell != bytes([block.group_id]) + block.block_hash:
+                    yield f"{where}: block {block.block_id} holds {cell.hex()}, its hash is {block.block_hash.hex()}"
+
+
+def _memories(site: Site, pool: PoolInfo) -> Iterator[tuple[str, Memory]]:
+    """What stands for the memory of a pool: of one that has ranks, that of each."""
+    names = [rank_memory(rank.rank, pool.epoch) for rank in pool.ranks]
+    if not names:
+        with connect(site.address) as client, client.open_session(pool.config.name) as session:
+            names = [incarnation(session)]
+    for name in names:
+        yield name, Memory(site.folder, name, pool.config.num_blocks)

@@ -9,8 +9,9 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from crash.execution import Executor, OnRanks, OwnMemory
 from crash.memory import Memory, Progress, StepLock
-from crash.player import LONGEST_TOKENS, Place, Player
+from crash.player import Place, Player
 from crash.records import BriefLog, Log
 from kvpool.client import (
     AbortedError,
@@ -30,8 +31,9 @@ from kvpool.client.grpc_transport import GrpcTransport
 from kvpool.server.core.step import Step, StepResult
 from kvpool.server.core.types import PoolName
 
+LONGEST_TOKENS = 96
 DECLARED_POOL = "declared"
-RANKED_POOL = "m"
+RANKED_POOL = "ranked"
 _MOST_ROUNDS = 1000
 """After which a scheduler closes its session, and opens another."""
 _TRY_AGAIN = (UnavailableError, DeadlineError, NotFoundError, WrongStateError)
@@ -47,7 +49,7 @@ class Settings:
         slot: Which scheduler of the run it is, from 0.
         life: How often it was started before.
         seed: The run's.
-        pool: Its pool; one that ranks form is not declared.
+        ranks: How many form its pool; of none it declares it.
         num_blocks: Of a pool that is declared.
         lease_seconds: Its lease.
         step_seconds: Longest that a step runs.
@@ -59,11 +61,16 @@ class Settings:
     slot: int
     life: int
     seed: int
-    pool: str = DECLARED_POOL
+    ranks: int = 0
     num_blocks: int = 240
     lease_seconds: float = 2.0
     step_seconds: float = 0.01
     is_brief: bool = False
+
+    @property
+    def pool(self) -> str:
+        """Its pool's name."""
+        return RANKED_POOL if self.ranks else DECLARED_POOL
 
     @property
     def name(self) -> str:
@@ -112,8 +119,7 @@ def main() -> None:
                 while rounds and not stopping and os.getppid() == parent:
                     player.play_round()
                     rounds -= 1
-                player.session.close()
-                log.write("closed")
+                _close(player.session, log)
             except (AbortedError, NotFoundError, UnavailableError, DeadlineError) as error:
                 log.write("lost", reason=error.reason, error=str(error))
             except KvpoolError as error:
@@ -121,22 +127,36 @@ def main() -> None:
                 log.write("lost", reason=error.reason, error=str(error))
 
 
+def _close(session: Session, log: Log) -> None:
+    try:
+        session.close()
+    except (UnavailableError, DeadlineError) as error:
+        log.write("left", reason=error.reason)
+    else:
+        log.write("closed")
+
+
 def _open(client: Client, settings: Settings, log: Log, chance: random.Random) -> Player | None:
     sent_seconds = time.monotonic()
     try:
-        if settings.pool == DECLARED_POOL:
+        if not settings.ranks:
             client.create_pool(declared_pool(settings.num_blocks))
         session = client.open_session(settings.pool, client_name=settings.name, lease_seconds=settings.lease_seconds)
     except _TRY_AGAIN as error:
         log.write("not opened", reason=error.reason)
         return None
-    place = incarnation(session)
-    log.write("opened", pool=settings.pool, incarnation=place, sent=sent_seconds, lease=session.lease_seconds)
+    log.write(
+        "opened", pool=settings.pool, incarnation=incarnation(session), sent=sent_seconds, lease=session.lease_seconds
+    )
     folder = Path(settings.folder)
-    memory = Memory(folder, place, session.config.num_blocks)
-    lock = StepLock(folder / f"{settings.name}.lock")
-    written = Place(log, memory, lock, Progress(folder), settings.slot, settings.step_seconds)
-    return Player(session, written, settings.seed, chance, sent_seconds)
+    place = Place(log, Progress(folder), settings.slot, settings.step_seconds)
+    executor: Executor
+    if settings.ranks:
+        executor = OnRanks(folder, settings.ranks, session.lease)
+    else:
+        memory = Memory(folder, incarnation(session), session.config.num_blocks)
+        executor = OwnMemory(memory, StepLock(folder / f"{settings.name}.lock"), session)
+    return Player(session, place, settings.seed, chance, executor)
 
 
 def declared_pool(num_blocks: int) -> PoolConfig:

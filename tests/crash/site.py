@@ -1,6 +1,5 @@
 """The processes of a run: a server, schedulers, and the ranks of a pool; how they are started, killed and stopped."""
 
-import json
 import signal
 import subprocess
 import sys
@@ -11,13 +10,12 @@ from typing import Final
 
 from crash.memory import Progress, StepLock
 from crash.records import Log
-from crash.scheduler import DECLARED_POOL, RANKED_POOL, Settings
-from support_workers import LAYERS, LoggingProcess, WorkerProcess
+from crash.scheduler import Settings
+from support_workers import LoggingProcess
 
 KVPOOL: Final = (str(Path(sys.executable).parent / "kvpool"),)
 DEADLINE_SECONDS: Final = 90.0
 DEAD_PEER_SECONDS: Final = 2.0
-RANK_BLOCKS: Final = 48
 _RANK_TIMING: Final = ("--heartbeat-seconds", "0.3", "--heartbeat-timeout-seconds", "2", "--rank-grace-seconds", "4")
 
 
@@ -65,12 +63,11 @@ class Site:
         self.address = f"unix:{folder / 'socket'}"
         self.log = Log(folder / "run.jsonl")
         self.progress = Progress(folder)
-        (folder / "layers.json").write_text(json.dumps({"layers": LAYERS}))
         self.server: LoggingProcess | None = None
         self._servers: list[LoggingProcess] = []
         self._schedulers: dict[int, subprocess.Popen[bytes]] = {}
         self._lives: dict[int, int] = {}
-        self._ranks: dict[int, WorkerProcess] = {}
+        self._ranks: dict[int, LoggingProcess] = {}
 
     def start(self) -> None:
         """Starts everything."""
@@ -101,14 +98,13 @@ class Site:
     def start_scheduler(self, slot: int) -> None:
         """Starts a scheduler, or another in its place."""
         life = self._lives[slot] = self._lives.get(slot, -1) + 1
-        pool = RANKED_POOL if self.plan.ranks and slot % 4 == 3 else DECLARED_POOL
         settings = Settings(
             address=self.address,
             folder=str(self.folder),
             slot=slot,
             life=life,
             seed=self.plan.seed,
-            pool=pool,
+            ranks=self.plan.ranks if slot % 4 == 3 else 0,
             num_blocks=self.plan.num_blocks,
             lease_seconds=self.plan.lease_seconds,
             step_seconds=self.plan.step_seconds,
@@ -119,8 +115,8 @@ class Site:
 
     def start_rank(self, rank: int) -> None:
         """Starts a rank, or another in its place."""
-        layers = self.folder / "layers.json"
-        self._ranks[rank] = WorkerProcess(self.address, rank, self.plan.ranks, layers, blocks=RANK_BLOCKS)
+        arguments = [self.address, str(self.folder), str(rank), str(self.plan.ranks)]
+        self._ranks[rank] = LoggingProcess(sys.executable, "-m", "crash.rank", *arguments)
 
     def signal_server(self, number: signal.Signals) -> None:
         """Kills, stops or continues the server."""

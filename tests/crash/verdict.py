@@ -105,7 +105,9 @@ def judge_sessions(verdict: Verdict, sessions: list[Session], story: Story) -> N
     for session in sessions:
         verdict.violations += [f"{record['what']}: {session.key} {record}" for record in session.violations]
         ended = session.ended
-        if ended and ended["kind"] == "lost":
+        if ended and ended["kind"] == "left":
+            verdict.lost[f"left, {ended['reason']}"] += 1
+        elif ended and ended["kind"] == "lost":
             if _may_be_lost(session, ended, story):
                 verdict.lost[ended["reason"]] += 1
             else:
