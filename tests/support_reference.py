@@ -15,13 +15,13 @@ from kvpool.gpu_worker.tensors import allocate_buffers, reshape_kv_cache
 from kvpool.server.core.plan import GIB, PlanOptions, RankMemory
 from kvpool.server.core.planner import get_kv_cache_configs
 from kvpool.server.core.specs import allocation_spec
-from kvpool.server.core.types import NULL_BLOCK, Lease, WriterId
+from kvpool.server.core.types import NULL_BLOCK, TableLease, WriterId
 
 torch.set_num_threads(1)  # tensors are tiny: threads would wait for each other most of the time
 
 NUM_BLOCKS = 120
 EPOCH = 3
-LEASE = Lease(EPOCH, WriterId(1))
+LEASE = TableLease(EPOCH, WriterId(1))
 LIMITS = RunnerLimits(max_num_reqs=6, max_model_len=64, max_num_batched_tokens=48)
 
 

@@ -22,7 +22,7 @@ from kvpool.gpu_worker.hooks import ReadyPool
 from kvpool.server.core.plan import PlanOptions, RankMemory
 from kvpool.server.core.planner import get_kv_cache_configs
 from kvpool.server.core.specs import FullAttentionSpec, SlidingWindowSpec
-from kvpool.server.core.types import Lease, WriterId
+from kvpool.server.core.types import TableLease, WriterId
 from support_server import pool_config, running_server
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -78,7 +78,7 @@ def test_ranks_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     names = {
         "bind": bound.append,
         "unbind": lambda: unbound.append(None),
-        "lease": Lease(1, WriterId(1)),
+        "lease": TableLease(1, WriterId(1)),
         "run": lambda _: None,
         "step": None,
         "stay": lambda: all_are_through.wait(WAIT_SECONDS),

@@ -82,7 +82,7 @@ def test_ranks_refuse_a_step_of_another_epoch() -> None:
         running_ranks(address, "reference", deployment) as ranks,
         connect(address) as client,
         client.open_session("reference") as session,
-        StepLink(ranks.socket, ranks.authkey, replace(session.lease, epoch=session.epoch + 1)) as stale,
+        StepLink(ranks.socket, ranks.authkey, replace(session.table_lease, epoch=session.epoch + 1)) as stale,
         StepLink.of_session(ranks.socket, ranks.authkey, session) as current,
     ):
         request = session.request("r", [1, 2, 3])

@@ -16,7 +16,7 @@ from kvpool.server.core.errors import InvalidArgumentError, KvpoolError
 from kvpool.server.core.pool import ComputedBlocks
 from kvpool.server.core.session_ends import ended_error
 from kvpool.server.core.step import Step
-from kvpool.server.core.types import Lease
+from kvpool.server.core.types import TableLease
 
 
 class SessionBase:
@@ -28,7 +28,7 @@ class SessionBase:
         session_id: The session's secret name. A process that stores it, and `sequence`, can be started anew and resume
             the session: see `Client.resume_session`.
         session_number: Its number on the server, never used again; no secret.
-        lease: What its block tables are good for; goes with them to the ranks.
+        table_lease: What its block tables are good for; goes with them to the ranks.
         lease_seconds: How long it outlives its last sign of life.
         held_requests: What the session held when it was resumed; empty if it was opened. See `adopt`.
     """
@@ -38,7 +38,7 @@ class SessionBase:
         self.epoch = opened.epoch
         self.session_id = opened.session_id
         self.session_number = opened.session_number
-        self.lease = Lease(opened.epoch, opened.session_number)
+        self.table_lease = TableLease(opened.epoch, opened.session_number)
         self.lease_seconds = opened.lease_seconds
         self.held_requests = opened.held
         self._lease = opened.lease

@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import Self
 
 from kvpool.server.core.errors import AbortedError
-from kvpool.server.core.types import Lease
+from kvpool.server.core.types import TableLease
 
 
 class StaleTablesError(AbortedError):
@@ -70,7 +70,7 @@ class Fence:
         self._is_open = False
         self._last_session_number = 0
         self._live: frozenset[int] = frozenset()
-        self._in_flight: Counter[Lease] = Counter()
+        self._in_flight: Counter[TableLease] = Counter()
 
     @property
     def num_in_flight(self) -> int:
@@ -104,11 +104,11 @@ class Fence:
             self._live = frozenset(filter(self._lives, live))
             self._last_session_number = max(last_session_number, self._last_session_number)
 
-    def step(self, lease: Lease) -> StepTicket:
+    def step(self, lease: TableLease) -> StepTicket:
         """Admits a step, which is in flight until its ticket is done. Costs a lock, and no message.
 
         Args:
-            lease: The scheduler's `Session.lease`, sent along with its block tables.
+            lease: The scheduler's `Session.table_lease`, sent along with its block tables.
 
         Raises:
             StaleTablesError: It must not run.
@@ -126,7 +126,7 @@ class Fence:
             self._in_flight[lease] += 1
         return StepTicket(lambda: self._finish(lease))
 
-    def _finish(self, lease: Lease) -> None:
+    def _finish(self, lease: TableLease) -> None:
         with self._lock:
             self._in_flight[lease] -= 1
             if not self._in_flight[lease]:
@@ -138,7 +138,7 @@ class Fence:
     def _quiet(self) -> bool:
         return all(map(self._admits, self._in_flight))
 
-    def _admits(self, lease: Lease) -> bool:
+    def _admits(self, lease: TableLease) -> bool:
         return lease.epoch == self._epoch and self._lives(lease.session_number)
 
     def _lives(self, session_number: int) -> bool:

@@ -50,7 +50,7 @@ from kvpool.gpu_worker.words import (
 from kvpool.gpu_worker.worker_log import WorkerLog
 from kvpool.server.core.errors import AbortedError, InvalidArgumentError, KvpoolError
 from kvpool.server.core.spec_base import KVCacheSpec
-from kvpool.server.core.types import Lease
+from kvpool.server.core.types import TableLease
 from kvpool.server.core.world import Rank, Registration
 
 __all__ = ["ReadyPool", "Worker", "WorkerHooks", "WorkerSettings", "WorkerStatus"]
@@ -215,8 +215,8 @@ class Worker:
                 raise DeadlineError("NOT_READY", f"{self._name} is not ready: {self.status.describe()}")
             return self._ready
 
-    def step(self, lease: Lease) -> StepTicket:
-        """Lets a step through whose block tables were handed out under this lease, the scheduler's `Session.lease`.
+    def step(self, lease: TableLease) -> StepTicket:
+        """Lets a step through whose block tables were handed out under this lease, the scheduler's `Session.table_lease`.
 
         Until its ticket is done nobody is given its blocks: `with worker.step(lease):` around the step and what waits
         for the device, or `ticket.done()` later, from any thread. Where one rank hands steps to the others it alone

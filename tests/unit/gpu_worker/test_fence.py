@@ -5,11 +5,11 @@ import threading
 import pytest
 
 from kvpool.gpu_worker.fence import Fence, StaleTablesError
-from kvpool.server.core.types import Lease, WriterId
+from kvpool.server.core.types import TableLease, WriterId
 
 
-def lease(number: int, epoch: int = 1) -> Lease:
-    return Lease(epoch, WriterId(number))
+def lease(number: int, epoch: int = 1) -> TableLease:
+    return TableLease(epoch, WriterId(number))
 
 
 class Told:
@@ -29,7 +29,7 @@ def opened(told: Told | None = None) -> Fence:
     return fence
 
 
-def refused(fence: Fence, stale: Lease) -> str:
+def refused(fence: Fence, stale: TableLease) -> str:
     """The reason why a step is not admitted; it is not counted."""
     before = fence.num_in_flight
     with pytest.raises(StaleTablesError) as caught:

@@ -45,14 +45,14 @@ from kvpool.server.core.errors import (
     WrongStateError,
 )
 from kvpool.server.core.specs import SlidingWindowSpec
-from kvpool.server.core.types import Lease, WriterId
+from kvpool.server.core.types import TableLease, WriterId
 from kvpool.server.core.world import HeldTensors, PoolState
 from support_fake_server import plan_config
 from support_ranks import registration
 
 BROKEN = UnavailableError("UNAVAILABLE", "gone")
 TIMING = Registered(1.0, 5.0, 30.0)
-ONE, TWO = Lease(1, WriterId(1)), Lease(1, WriterId(2))
+ONE, TWO = TableLease(1, WriterId(1)), TableLease(1, WriterId(2))
 
 
 class Driver:
@@ -387,7 +387,7 @@ def test_a_fence_of_another_epoch_changes_nothing(driver: Driver, epoch: int) ->
     driver.join()
     driver.open(2)
     assert driver.hear(FenceSet(1, epoch, 9, ())) == []
-    driver.fence.step(Lease(2, WriterId(1)))
+    driver.fence.step(TableLease(2, WriterId(1)))
 
 
 @pytest.mark.parametrize("num_blocks", [100, 200])

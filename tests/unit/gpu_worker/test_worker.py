@@ -29,7 +29,7 @@ from kvpool.server.core.errors import (
     UnavailableError,
     WrongStateError,
 )
-from kvpool.server.core.types import Lease, WriterId
+from kvpool.server.core.types import TableLease, WriterId
 from kvpool.server.core.world import WorldOptions
 from support_fake_server import (
     BLOCK_BYTES,
@@ -115,7 +115,7 @@ def opened(server: FakeServer, worker: Worker, epoch: int = 1, num_blocks: int =
     return stream
 
 
-def refuses(worker: Worker, lease: Lease) -> bool:
+def refuses(worker: Worker, lease: TableLease) -> bool:
     """Whether a step would be kept out now."""
     try:
         worker.step(lease).done()
@@ -145,7 +145,7 @@ def test_a_rank_holds_what_is_planned_and_shows_what_all_have(
         assert 8 <= len(said.boot_id) <= 64
         assert said.device.startswith(str(device))
         with pytest.raises(AbortedError, match="a step of epoch 1: the rank is"):
-            worker.step(Lease(1, SESSION)).done()
+            worker.step(TableLease(1, SESSION)).done()
         stream.say(planned(1, 10))
         initialized = stream.initialized()
         assert (initialized.epoch, initialized.num_blocks, initialized.allocated_bytes) == (1, 10, 10 * BLOCK_BYTES)
@@ -159,16 +159,16 @@ def test_a_rank_holds_what_is_planned_and_shows_what_all_have(
         assert {tuple(cache.shape) for cache in caches} == {(2, 8, 16, 2, 8)}
         assert {cache.device for cache in caches} == {device}
         assert sorted(worker.kv_caches) == list(LAYERS)
-        worker.step(Lease(1, SESSION)).done()
+        worker.step(TableLease(1, SESSION)).done()
         with pytest.raises(AbortedError, match="2 is not the epoch that goes on, 1"):
-            worker.step(Lease(2, SESSION)).done()
+            worker.step(TableLease(2, SESSION)).done()
         assert (worker.status.epoch, worker.status.num_blocks) == (1, 8)
         assert runner.told == ["epoch 1"]
     assert stream.next().WhichOneof("message") == "leave"
     assert runner.told == ["epoch 1", "release"]
     assert not worker.kv_caches
     with pytest.raises(AbortedError):
-        worker.step(Lease(1, SESSION)).done()
+        worker.step(TableLease(1, SESSION)).done()
     with pytest.raises(AbortedError, match="has left the pool"):
         worker.wait_ready()
 
@@ -231,10 +231,10 @@ def test_heartbeats_go_on_while_a_hook_runs(server: FakeServer, path: Path) -> N
         before = len(stream.heartbeats)
         wait_until(lambda: len(stream.heartbeats) >= before + 5)
         with pytest.raises(AbortedError):
-            worker.step(Lease(1, SESSION)).done()
+            worker.step(TableLease(1, SESSION)).done()
         may_go_on.set()
         worker.wait_ready(WAIT_SECONDS)
-        worker.step(Lease(1, SESSION)).done()
+        worker.step(TableLease(1, SESSION)).done()
 
 
 def test_a_broken_stream_loses_nothing(server: FakeServer, path: Path) -> None:
@@ -249,7 +249,7 @@ def test_a_broken_stream_loses_nothing(server: FakeServer, path: Path) -> None:
         again = stream.register()
         assert again.boot_id == first.boot_id
         assert (again.held.epoch, again.held.num_blocks) == (1, 10)
-        worker.step(Lease(1, SESSION)).done()
+        worker.step(TableLease(1, SESSION)).done()
         stream.say(ready(1, 10))
         wait_until(lambda: worker.status.phase.value == "ready")
         assert worker.wait_ready(WAIT_SECONDS) is before
@@ -265,7 +265,7 @@ def test_an_unasked_plan_of_the_same_layout_keeps_the_tensors(server: FakeServer
         stream.say(degraded(2, 1))
         wait_until(lambda: worker.status.epoch == 0)
         with pytest.raises(AbortedError, match="absent ranks: 1"):
-            worker.step(Lease(1, SESSION)).done()
+            worker.step(TableLease(1, SESSION)).done()
         initialized = stream.open(2, num_blocks)
         assert (initialized.epoch, initialized.num_blocks) == (2, 10)
         after = worker.wait_ready(WAIT_SECONDS)
@@ -276,7 +276,7 @@ def test_an_unasked_plan_of_the_same_layout_keeps_the_tensors(server: FakeServer
         assert view.data_ptr() == before.data_ptr()
         assert view.shape[1] == num_blocks
         with pytest.raises(AbortedError):
-            worker.step(Lease(1, SESSION)).done()
+            worker.step(TableLease(1, SESSION)).done()
         assert runner.told == ["epoch 1", "epoch 2"]
         assert buffers.most_bytes == 10 * BLOCK_BYTES
 
@@ -284,10 +284,10 @@ def test_an_unasked_plan_of_the_same_layout_keeps_the_tensors(server: FakeServer
 def test_a_fence_is_answered_by_the_end_of_the_last_step_that_it_keeps_out(server: FakeServer, path: Path) -> None:
     with Worker(settings(path), LAYERS) as worker:
         stream = opened(server, worker)
-        step, other = worker.step(Lease(1, SESSION)), worker.step(Lease(1, WriterId(2)))
+        step, other = worker.step(TableLease(1, SESSION)), worker.step(TableLease(1, WriterId(2)))
         stream.say(fence(1, 1, 2, 2))
         stream.say(fence(2, 1, 2, 2))
-        wait_until(lambda: refuses(worker, Lease(1, SESSION)))
+        wait_until(lambda: refuses(worker, TableLease(1, SESSION)))
         beats = len(stream.heartbeats)
         wait_until(lambda: len(stream.heartbeats) > beats + 1)
         assert stream.is_quiet()
@@ -303,9 +303,9 @@ def test_a_new_plan_is_answered_when_the_steps_of_the_old_epoch_are_done(server:
     runner = Runner()
     with Worker(settings(path), LAYERS, hooks=runner.hooks) as worker:
         stream = opened(server, worker)
-        with worker.step(Lease(1, SESSION)):
+        with worker.step(TableLease(1, SESSION)):
             stream.say(planned(2, 20))
-            wait_until(lambda: refuses(worker, Lease(1, SESSION)))
+            wait_until(lambda: refuses(worker, TableLease(1, SESSION)))
             beats = len(stream.heartbeats)
             wait_until(lambda: len(stream.heartbeats) > beats + 1)
             assert (stream.is_quiet(), runner.told) == (True, ["epoch 1"])
@@ -332,7 +332,7 @@ def test_a_restarted_server_plans_with_what_is_held(path: Path) -> None:
         opened(server, worker)
         server.stop()
         wait_until(lambda: worker.status.phase.value == "rejoining")
-        worker.step(Lease(1, SESSION)).done()
+        worker.step(TableLease(1, SESSION)).done()
         server = FakeServer(path)
         stream = server.next_stream()
         assert stream.register().held.epoch == 1
@@ -378,7 +378,7 @@ def test_what_the_caller_must_mend_is_raised(server: FakeServer, path: Path, err
             worker.wait_ready(WAIT_SECONDS)
         assert (raised.value.reason, raised.value.field) == (error.reason, error.field)
         with pytest.raises(AbortedError, match="the rank is failed"):
-            worker.step(Lease(1, SESSION)).done()
+            worker.step(TableLease(1, SESSION)).done()
 
 
 def test_a_server_of_an_older_release_is_said_to_be_one(path: Path) -> None:

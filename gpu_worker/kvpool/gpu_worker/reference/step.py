@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from kvpool.server.core.types import Lease
+from kvpool.server.core.types import TableLease
 
 
 @dataclass(slots=True)
@@ -40,7 +40,7 @@ class StepInput:
         released: Requests that are running no more, finished or preempted. Goes first.
     """
 
-    lease: Lease
+    lease: TableLease
     session: str
     requests: list[RequestStep] = field(default_factory=list)
     released: list[str] = field(default_factory=list)

@@ -10,7 +10,7 @@ from typing import Any, Self, TypeAlias
 from kvpool.client import KvpoolError, Request, Session, UnavailableError
 from kvpool.gpu_worker.reference.step import RequestStep, StepInput, StepOutput
 from kvpool.replay.executor import Scheduled
-from kvpool.server.core.types import Lease
+from kvpool.server.core.types import TableLease
 
 _Pipe: TypeAlias = "Connection[Any, Any]"
 
@@ -22,7 +22,7 @@ class StepRefusedError(KvpoolError):
 class StepLink:
     """A scheduler's end: runs its rounds on the ranks. A context manager."""
 
-    def __init__(self, path: Path, authkey: bytes, lease: Lease) -> None:
+    def __init__(self, path: Path, authkey: bytes, lease: TableLease) -> None:
         """Connects.
 
         Args:
@@ -38,7 +38,7 @@ class StepLink:
     @classmethod
     def of_session(cls, path: Path, authkey: bytes, session: Session) -> "StepLink":
         """Connects for a session of the pool."""
-        return cls(path, authkey, session.lease)
+        return cls(path, authkey, session.table_lease)
 
     def __enter__(self) -> Self:
         return self

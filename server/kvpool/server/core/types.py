@@ -29,7 +29,7 @@ Sequence = NewType("Sequence", int)
 
 
 @dataclass(frozen=True, slots=True)
-class Lease:
+class TableLease:
     """What block tables are good for: goes with them from the scheduler to the ranks, which check it before a step.
 
     Attributes:

@@ -18,10 +18,10 @@ from kvpool.gpu_worker.reference.step_link import StepLink, StepRefusedError
 from kvpool.gpu_worker.reference.step_server import StepServer
 from kvpool.replay.executor import Scheduled
 from kvpool.server.core.errors import AbortedError
-from kvpool.server.core.types import Lease, PoolName, WriterId
+from kvpool.server.core.types import PoolName, TableLease, WriterId
 
 KEY = b"key"
-LEASE = Lease(1, WriterId(1))
+LEASE = TableLease(1, WriterId(1))
 
 
 class Ranks:
