@@ -1,0 +1,53 @@
+"""Rules are those of journal/frames.py."""
+
+import io
+
+import pytest
+
+from kvpool.server.journal.frames import MAGIC, DamageError, FrameKind, FrameReader, encode_frame
+
+FRAMES = [(FrameKind.STEP, b"one"), (FrameKind.CALL, b""), (FrameKind.STEP, bytes(range(40)))]
+FILE = MAGIC + b"".join(encode_frame(kind, payload) for kind, payload in FRAMES)
+
+
+def read(content: bytes) -> tuple[list[tuple[FrameKind, bytes]], FrameReader]:
+    reader = FrameReader(io.BytesIO(content))
+    found = []
+    if reader.read_magic():
+        while frame := reader.read():
+            found.append((frame.kind, frame.payload))
+    return found, reader
+
+
+def test_what_is_written_is_read() -> None:
+    found, reader = read(FILE)
+    assert found == FRAMES
+    assert not reader.is_torn
+    assert reader.end == len(FILE)
+
+
+def test_a_file_that_was_cut_anywhere_is_read_up_to_its_last_whole_frame() -> None:
+    ends = [len(MAGIC)]
+    for kind, payload in FRAMES:
+        ends.append(ends[-1] + len(encode_frame(kind, payload)))
+    for size in range(len(FILE)):
+        found, reader = read(FILE[:size])
+        whole = [end for end in ends if end <= size]
+        assert found == FRAMES[: max(len(whole) - 1, 0)]
+        assert reader.is_torn == (size not in ends)
+        assert not whole or reader.end == whole[-1]
+
+
+def test_a_byte_that_changed_anywhere_is_damage_and_no_torn_end() -> None:
+    for i in range(len(FILE)):
+        for flip in (1, 0x80):
+            changed = bytearray(FILE)
+            changed[i] ^= flip
+            with pytest.raises(DamageError):
+                read(bytes(changed))
+
+
+def test_a_kind_that_another_version_knows_is_damage() -> None:
+    frame = encode_frame(99, b"")  # type: ignore[arg-type]
+    with pytest.raises(DamageError, match="unknown kind 99"):
+        read(MAGIC + frame)
