@@ -6,7 +6,6 @@ from typing import Any
 
 from kvpool.server.core import types
 from kvpool.server.core.allocator import Allocator
-from kvpool.server.core.apply import apply_step
 from kvpool.server.core.config import KVCacheGroup, PoolConfig
 from kvpool.server.core.pool import Pool
 from kvpool.server.core.quota import NO_QUOTA, Quota
@@ -57,8 +56,8 @@ def admit(pool: Pool, content: str, num_tokens: int) -> Request:
 class World:
     """One pool and its sessions."""
 
-    def __init__(self, num_blocks: int = 20, **options: Any) -> None:
-        self.allocator = Allocator()
+    def __init__(self, num_blocks: int = 20, allocator: Allocator | None = None, **options: Any) -> None:
+        self.allocator = allocator or Allocator()
         self.pool: Pool = self.allocator.create_pool(config(num_blocks, **options), b"n" * 32)[0]
         self.now_seconds = 0.0
         self._opened = 0
@@ -75,7 +74,7 @@ class World:
         )[1]
 
     def apply(self, session: Session, step: Step) -> StepResult:
-        return apply_step(self.pool, session, step)
+        return self.allocator.apply(self.pool, session, step)
 
     def run(self, session: Session, *operations: Operation, executed: int = 0, **columns: Any) -> StepResult:
         """Applies a step with the next number."""

@@ -17,6 +17,7 @@ import asyncio, json, sys
 from kvpool.server.config import MetricsConfig, ServerConfig
 from kvpool.server.core.session import LeaseBounds
 from kvpool.server.core.world import RankTiming
+from kvpool.server.journal.config import JournalConfig
 from kvpool.server.obs.event_config import EventsConfig
 from kvpool.server.server import serve
 settings = json.loads(sys.argv[1])
@@ -24,6 +25,7 @@ settings["addresses"] = tuple(settings["addresses"])
 settings["leases"] = LeaseBounds(**settings.pop("leases", {}))
 settings["events"] = EventsConfig(**settings.pop("events", {}))
 settings["rank_timing"] = RankTiming(**settings.pop("rank_timing", {}))
+settings["journal"] = JournalConfig(**settings.pop("journal", {}))
 settings["metrics"] = MetricsConfig(**settings.pop("metrics", {}))
 asyncio.run(serve(ServerConfig(**settings), lambda addresses: print(json.dumps(addresses), flush=True)))
 """

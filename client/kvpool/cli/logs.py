@@ -30,6 +30,7 @@ FIELDS: Final = (
         "planned_blocks",
         "buffers",
         "batches",
+        "records",
         "bytes",
         "seconds",
     ),

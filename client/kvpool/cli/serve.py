@@ -23,6 +23,7 @@ from kvpool.server.config import (
 )
 from kvpool.server.core.session import LeaseBounds
 from kvpool.server.core.world import RankTiming
+from kvpool.server.journal.config import DEFAULT_MAX_BYTES, JournalConfig
 
 _log = logging.getLogger("kvpool.server")
 _LEASES = LeaseBounds()
@@ -130,6 +131,19 @@ _LEASES = LeaseBounds()
     "of it may still run. Only for pools without ranks that answer fences; longer than your longest step. 0: not at "
     "all.",
 )
+@click.option(
+    "--journal",
+    default="",
+    metavar="FOLDER",
+    help="Write down here what changes, so that a server that is killed comes back as it was. Default: nowhere.",
+)
+@click.option(
+    "--journal-max-bytes",
+    type=int,
+    default=DEFAULT_MAX_BYTES,
+    show_default=True,
+    help="Most that the journal's files may take.",
+)
 @events_options
 @log_options
 def serve(log_level: str, log_format: str, **settings: Any) -> None:  # noqa: ANN401 - named and checked by ServerConfig
@@ -150,6 +164,7 @@ def serve(log_level: str, log_format: str, **settings: Any) -> None:  # noqa: AN
         leases = LeaseBounds(
             settings.pop("min_lease_seconds"), settings.pop("max_lease_seconds"), settings.pop("default_lease_seconds")
         )
+        journal = JournalConfig(settings.pop("journal"), settings.pop("journal_max_bytes"))
         events = take_events_config(settings)
         config = ServerConfig(
             addresses=settings.pop("listen"),
@@ -157,6 +172,7 @@ def serve(log_level: str, log_format: str, **settings: Any) -> None:  # noqa: AN
             metrics=metrics,
             events=events,
             leases=leases,
+            journal=journal,
             **settings,
         )
         armed = os.environ.get(faults.VARIABLE, "")

@@ -7,6 +7,7 @@ from kvpool.server.address import check_address, host_and_port
 from kvpool.server.core.session import LeaseBounds
 from kvpool.server.core.types import MAX_BLOCKS
 from kvpool.server.core.world import RankTiming
+from kvpool.server.journal.config import JournalConfig
 from kvpool.server.obs.event_config import EventsConfig
 
 DEFAULT_ADDRESS: Final = "127.0.0.1:50051"
@@ -57,6 +58,7 @@ class ServerConfig:
         metrics: What is told to Prometheus, and where.
         events: Where and how block events are published, besides `EventService.Watch`.
         leases: How long sessions' leases may be.
+        journal: Where changes are written down, so that a server that is killed comes back as it was.
     """
 
     addresses: tuple[str, ...] = (DEFAULT_ADDRESS,)
@@ -71,6 +73,7 @@ class ServerConfig:
     metrics: MetricsConfig = MetricsConfig()
     events: EventsConfig = EventsConfig()  # noqa: RUF009 - frozen
     leases: LeaseBounds = LeaseBounds()  # noqa: RUF009 - frozen
+    journal: JournalConfig = JournalConfig()  # noqa: RUF009 - frozen
 
     def __post_init__(self) -> None:
         if not self.addresses:

@@ -18,12 +18,15 @@ from kvpool.server.address import host_and_port, refuse_live_socket
 from kvpool.server.config import MetricsConfig, ServerConfig
 from kvpool.server.core.residency import Residency
 from kvpool.server.core.types import PoolName
+from kvpool.server.journal.calls import JournaledAllocator
+from kvpool.server.journal.journal import Journal
 from kvpool.server.obs.exporter import Exporter
 from kvpool.server.obs.observations import Observations
 from kvpool.server.obs.rpc_observer import RpcObserver
 from kvpool.server.obs.server_metrics import PoolSource, sampler
 from kvpool.server.rpc.admin_service import AdminService
 from kvpool.server.rpc.allocator_service import AllocatorService
+from kvpool.server.rpc.convert_journal import WireMessages
 from kvpool.server.rpc.event_service import EventService
 from kvpool.server.rpc.hub import Hub
 from kvpool.server.rpc.ranks import Ranks
@@ -68,7 +71,10 @@ class Server:
         self._observations = Observations() if config.metrics.address else None
         self._exporter: Exporter | None = None
         self.publishers: EventPublishers | None = None
-        self.hub = Hub(config.max_pool_blocks, _residency(config.metrics), config.leases, config.quarantine_seconds)
+        residency = _residency(config.metrics)
+        self._journal = _journal(config, residency)
+        recovered = self._journal.allocator if self._journal else None
+        self.hub = Hub(config.max_pool_blocks, residency, config.leases, config.quarantine_seconds, recovered)
         self._ranks = Ranks(self.hub, config.rank_timing, config.max_pool_blocks, config.max_pools)
         self._health = health.aio.HealthServicer()
         observers = [RpcObserver(self._observations)] if self._observations else []
@@ -95,6 +101,7 @@ class Server:
         addresses = [self._bind(address) for address in self._config.addresses]
         if self._config.events.endpoint:
             self.publishers = self._publish_events()
+        self._take_over()
         if self._observations:
             self._exporter = self._export(self._observations)
             _log.info("metrics listening", extra={"address": self._exporter.address})
@@ -105,6 +112,8 @@ class Server:
             asyncio.create_task(self.hub.expire_leases(), name="expire_leases"),
             asyncio.create_task(self._ranks.watch(), name="watch_ranks"),
         ]
+        if self._journal:
+            self._watches.append(asyncio.create_task(self._journal.run(), name="write_journal"))
         for task in self._watches:
             task.add_done_callback(_log_end)
         _log.info("server listening", extra={"addresses": addresses})
@@ -126,7 +135,16 @@ class Server:
             await self._exporter.stop()
         if self.publishers:
             await self.publishers.stop()
+        if self._journal:
+            self._journal.close()
         _log.info("server stopped")
+
+    def _take_over(self) -> None:
+        """Goes on where the process before this one ended, if it left a journal."""
+        if self._journal:
+            self._journal.begin(self.hub.now_seconds())
+            self.hub.adopt_pools()
+            self._ranks.adopt()
 
     def _export(self, observations: Observations) -> Exporter:
         def describe(name: PoolName) -> PoolSource:
@@ -183,6 +201,13 @@ async def serve(config: ServerConfig, ready: Callable[[list[str]], Awaitable[Non
             await waiting
     await server.hub.ending.wait()
     await server.stop()
+
+
+def _journal(config: ServerConfig, residency: Callable[[], Residency | None]) -> Journal | None:
+    if not config.journal.folder:
+        return None
+    messages = WireMessages()
+    return Journal(config.journal, messages, partial(JournaledAllocator, messages, residency, config.leases))
 
 
 def _residency(config: MetricsConfig) -> Callable[[], Residency | None]:

@@ -24,7 +24,7 @@ from kvpool.server.core.specs import KIND_NAMES, allocation_spec
 from kvpool.server.core.statistics import ActivityCounters, PrefixCacheStats
 from kvpool.server.core.step import Step, StepResult
 from kvpool.server.core.types import GroupId, PoolName, SessionId, WriterId
-from kvpool.server.core.world import PoolState, RankInfo
+from kvpool.server.core.world import PoolState, RankInfo, World
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +106,8 @@ class Allocator:
 
     Attributes:
         intake: Which pools take new sessions.
+        past_epochs: Of pools that are not here any more, the epoch that the next one is to be above.
+        worlds: What is to be known of a pool's ranks when the process that holds the pool is another one.
     """
 
     def __init__(
@@ -115,6 +117,8 @@ class Allocator:
     ) -> None:
         self.intake = Intake()
         self._leases = leases
+        self.past_epochs: dict[PoolName, int] = {}
+        self.worlds: dict[PoolName, World] = {}
         self._new_residency = new_residency
         self._pools: dict[PoolName, Pool] = {}
         self._sessions: dict[SessionId, tuple[Pool, Session]] = {}
@@ -191,6 +195,10 @@ class Allocator:
         pool.is_suspended = True
         pool.begin_epoch(pool.config, epoch)
         return sessions
+
+    def keep_world(self, name: PoolName, world: World) -> None:
+        """Keeps what is to be known of a pool's ranks; said before what goes with it is done to the pool."""
+        self.worlds[name] = world
 
     def suspend(self, pool: Pool) -> None:
         """Lets nothing be allocated from a pool for now, as a rank is missing."""
@@ -318,8 +326,8 @@ class Allocator:
 
         Raises:
             NotFoundError: There never was one of this id.
-            AbortedError: It was closed, its lease ran out, the epoch passed, an operator ended it, or another process
-                resumed it.
+            AbortedError: It was closed, its lease ran out, the epoch passed, an operator ended it, another process
+                resumed it, or the server that had it lost its journal.
         """
         found = self._live_session(session_id, now_seconds)
         if found[1].current_id != session_id:
@@ -430,6 +438,7 @@ class Allocator:
             message = f"blocks of sessions that ended are in quarantine: {named(pool.quarantine.numbers)}"
             raise WrongStateError("POOL_IN_USE", message, field="pool_name")
         del self._pools[pool.config.name]
+        self.worlds.pop(pool.config.name, None)
         self.intake.open(pool.config.name)
 
     def expire(self, now_seconds: float, *, quarantine_seconds: float = 0.0) -> list[tuple[Pool, Session, int]]:
@@ -479,6 +488,10 @@ class Allocator:
         for each in found:
             apply.release(pool, each)
         return found
+
+    def lose_sessions(self) -> None:
+        """Notes that there were sessions of which nothing is known any more."""
+        self._ends.lose()
 
     def renew_leases(self, now_seconds: float) -> None:
         """Gives every open session its whole lease from now, without a stream: this process did not listen before.

@@ -43,6 +43,7 @@ from kvpool.server.core.world import (
     ReadySent,
     Registration,
     StatusSent,
+    World,
     WorldOptions,
 )
 
@@ -58,16 +59,17 @@ class Membership:
         state: Whether the pool serves.
     """
 
-    def __init__(self, name: PoolName, timing: RankTiming, max_blocks: int = MAX_BLOCKS) -> None:
+    def __init__(self, name: PoolName, timing: RankTiming, max_blocks: int = MAX_BLOCKS, past_epoch: int = 0) -> None:
         """Starts with nobody.
 
         Args:
             name: The pool's.
             timing: How long ranks are waited for.
             max_blocks: Most blocks that the server gives a pool.
+            past_epoch: Newest epoch that a pool of this name is known to have had.
         """
         self.name = name
-        self.epoch = 1
+        self.epoch = past_epoch + 1
         self.state = PoolState.FORMING
         self._timing = timing
         self._max_blocks = max_blocks
@@ -235,6 +237,32 @@ class Membership:
                 effects.append(LinkEnded(member.link, AbortedError("RANK_GIVEN_UP", message)))
             effects += self._give_up(member)
         return effects
+
+    def world(self) -> World:
+        """What another process of the server must know to take the ranks back."""
+        if not self._has_contents:
+            return World(self.epoch, self._roster.options)
+        members = sorted(self._roster, key=lambda member: member.registration.rank)
+        told = tuple((member.registration, member.allocated) for member in members if member.allocated)
+        return World(self.epoch, self._roster.options, self._plan, told)
+
+    def restore(self, world: World, links: Iterable[LinkId], now_seconds: float) -> None:
+        """Begins where the server's process before this one ended: the ranks are lost, and may come back.
+
+        Args:
+            world: What it knew of them.
+            links: A new number for each, under which no stream will ever be.
+            now_seconds: The time, from which on they are waited for.
+        """
+        self.epoch, self.state = world.epoch, PoolState.DEGRADED
+        if world.plan is None:
+            return
+        self._plan, self._has_contents = world.plan, True
+        self._roster.start_over(len(world.members), world.options)
+        for (registration, allocated), link in zip(world.members, links, strict=False):
+            member = Member(registration, link, now_seconds, RankState.LOST, now_seconds, allocated)
+            self._roster.add(member)
+            self._roster.goes_away(member, RankState.LOST, now_seconds)
 
     def forgive(self, seconds: float) -> None:
         """Prolongs all waits, as nobody was listened to for so long: the server's own process was busy or stopped."""

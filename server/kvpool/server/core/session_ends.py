@@ -2,6 +2,7 @@
 
 1. An end is remembered under the id that the session was opened with, whatever resumed it since.
 2. At most REMEMBERED_ENDS are kept; of a session that was forgotten it is told that it never was.
+3. Once sessions were lost, nobody is told that a session never was.
 """
 
 from collections import OrderedDict
@@ -19,6 +20,7 @@ _ENDS: Final = {
     "SESSION_EVICTED": "an operator ended the session; its blocks are given to others",
     "SESSION_CLOSED": "the session was closed",
     "SESSION_RESUMED": "another process has taken the session over",
+    "JOURNAL_DROPPED": "the server was started anew and knows its sessions no more; open a new one, compute again",
 }
 """By reason: why a session's id is no good any more."""
 
@@ -35,6 +37,7 @@ class SessionEnds:
 
     def __init__(self) -> None:
         self._ends: OrderedDict[SessionId, _End] = OrderedDict()
+        self._are_lost = False
 
     def remember(self, last_id: SessionId, reason: str, num_freed_requests: int = 0) -> None:
         """Notes that a session has ended.
@@ -48,11 +51,17 @@ class SessionEnds:
         if len(self._ends) > REMEMBERED_ENDS:
             self._ends.popitem(last=False)
 
+    def lose(self) -> None:
+        """Notes that there may have been sessions of which nothing is known."""
+        self._are_lost = True
+
     def error(self, session_id: str) -> KvpoolError:
         """What a call is told whose session is not open."""
         end = self._ends.get(first_id(session_id))
         if end:
             return ended_error(end.reason)
+        if self._are_lost:
+            return ended_error("JOURNAL_DROPPED")
         return NotFoundError("SESSION_NOT_FOUND", "no such session", field="session_id")
 
     def closed_count(self, session_id: str) -> int | None:

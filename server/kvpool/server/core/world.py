@@ -233,6 +233,23 @@ class Allocated:
 
 
 @dataclass(frozen=True, slots=True)
+class World:
+    """The ranks of a pool as another process of the server must know them to take them back.
+
+    Attributes:
+        epoch: The pool's.
+        options: What they all said.
+        plan: Of this epoch; None if the pool is not open in it.
+        members: What each rank said and got, in their order; none if the pool is not open.
+    """
+
+    epoch: int
+    options: WorldOptions
+    plan: Plan | None = None
+    members: tuple[tuple[Registration, Allocated], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class RankInfo:
     """How a rank is at one moment; see RankInfo in pool.proto."""
 

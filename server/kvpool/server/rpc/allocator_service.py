@@ -182,8 +182,9 @@ class AllocatorService(allocator_pb2_grpc.AllocatorServiceServicer):
         start = time.perf_counter()
         pool, session = self._hub.session(session_id)
         step = convert.step_from_proto(message)
+        message.ClearField("session_id")  # of the same step sent again it may stand there or not
         faults.reach("step.decoded")
-        result = self._allocator.apply(pool, session, step)
+        result = self._allocator.apply(pool, session, step, message)
         faults.reach("step.applied")
         self._hub.publish(pool)
         answer = convert.result_to_proto(result)

@@ -70,8 +70,9 @@ class Hub:
         new_residency: Callable[[], Residency | None] = lambda: None,
         leases: LeaseBounds = LeaseBounds(),  # noqa: B008 - frozen
         quarantine_seconds: float = 0.0,
+        allocator: Allocator | None = None,
     ) -> None:
-        self.allocator = Allocator(new_residency, leases)
+        self.allocator = allocator or Allocator(new_residency, leases)
         self._clock = AttentiveClock(time.monotonic())
         self._max_pool_blocks = max_pool_blocks
         self._quarantine_seconds = quarantine_seconds
@@ -130,6 +131,12 @@ class Hub:
             )
             self._tell_ready()
         return pool, created
+
+    def adopt_pools(self) -> None:
+        """Takes note of the pools that a journal brought back."""
+        for pool in self.allocator.pools():
+            _spare_collector(pool)
+            self.on_log(pool, self._logs.setdefault(pool.config.name, EventLog()))
 
     def open_epoch(self, config: PoolConfig, epoch: int, *, ranks_fence: bool) -> Pool:
         """See `Allocator.open_epoch`."""

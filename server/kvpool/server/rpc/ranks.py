@@ -173,11 +173,31 @@ class Ranks:
         if membership and not membership.was_open:
             raise _forming_error(membership)
 
+    def adopt(self) -> None:
+        """Waits for the ranks of the pools that a journal brought back, as for ranks that were lost just now."""
+        allocator = self._hub.allocator
+        for name, world in allocator.worlds.items():
+            if not allocator.has_pool(name):  # it ended in the moment in which the pool was to open
+                continue
+            pool = allocator.pool(name)
+            if pool.epoch < world.epoch:  # likewise
+                allocator.pass_epoch(pool, world.epoch)
+                world = replace(world, plan=None, members=())  # noqa: PLW2901 - what is left of it
+            elif not pool.is_suspended:
+                allocator.suspend(pool)
+            membership = self._memberships[name] = Membership(name, self.timing, self._max_pool_blocks)
+            links = [self._next_link() for _ in world.members]
+            membership.restore(world, links, self._hub.now_seconds())
+
     def open_link(self, stream: Stream) -> RankLink:
         """Gives a stream its number."""
-        self._last_link += 1
-        link = self._links[LinkId(self._last_link)] = RankLink(LinkId(self._last_link), stream)
+        link_id = self._next_link()
+        link = self._links[link_id] = RankLink(link_id, stream)
         return link
+
+    def _next_link(self) -> LinkId:
+        self._last_link += 1
+        return LinkId(self._last_link)
 
     def register(self, link: RankLink, pool_name: str, registration: Registration) -> Membership:
         """Takes a rank in; see `Membership.register`.
@@ -193,7 +213,8 @@ class Ranks:
                 message = f"pool {name!r} was declared by a scheduler, and takes no ranks"
                 raise WrongStateError("POOL_DIFFERS", message, field="register.pool_name")
             self.check_room(name)
-            membership = Membership(name, self.timing, self._max_pool_blocks)
+            past_epoch = self._hub.allocator.past_epochs.get(name, 0)
+            membership = Membership(name, self.timing, self._max_pool_blocks, past_epoch)
         effects = membership.register(link.link_id, registration, self._hub.now_seconds())
         self._memberships[name] = membership
         faults.reach("rank.registered")
@@ -334,6 +355,7 @@ class Ranks:
         name = membership.name
         match effect:
             case PoolOpened():
+                self._hub.allocator.keep_world(name, membership.world())
                 self._hub.open_epoch(effect.config, effect.epoch, ranks_fence=effect.ranks_fence)
                 extra = {"pool": name, "epoch": effect.epoch, "ranks": membership.world_size}
                 _log.info("pool ready", extra={**extra, "blocks": effect.config.num_blocks})
@@ -346,6 +368,7 @@ class Ranks:
                 _log.info("pool resumed", extra={"pool": name, "epoch": membership.epoch})
             case EpochPassed():
                 passed = self._hub.allocator.pool(name).epoch
+                self._hub.allocator.keep_world(name, membership.world())
                 count = self._hub.pass_epoch(name, effect.epoch)
                 _log.warning("epoch passed", extra={"pool": name, "epoch": passed, "sessions": count})
             case SessionsFenced():

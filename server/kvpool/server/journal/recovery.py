@@ -1,0 +1,174 @@
+"""Makes of a folder's files the state that was told last, or says why they cannot be trusted.
+
+1. What comes back is exactly the state after the last change that was written whole, or nothing of it: never a part.
+2. A last frame that was cut short was never answered, and is cut off. Any other damage drops everything.
+3. Dropped, pools come back empty by name, in an epoch above all that were told; sessions are told that it was so.
+"""
+
+import gc
+import logging
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Final
+
+from kvpool.server.core.errors import KvpoolError
+from kvpool.server.core.types import PoolName
+from kvpool.server.journal.calls import JournaledAllocator, MismatchError, WireCodec
+from kvpool.server.journal.folder import Folder, Identity, PastPool
+from kvpool.server.journal.frames import DamageError
+from kvpool.server.journal.snapshot import Loader
+
+EPOCH_LEAP: Final = 1000
+"""Epochs that may have begun unwritten, on a disk that was full."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recovery:
+    """What was found.
+
+    Attributes:
+        allocator: The state.
+        last_number: Highest number of any file; 0 if there was none.
+        dropped: Why nothing of what there was is trusted; empty if it is, or if there was nothing.
+        detail: The same in words.
+        num_records: Changes that were made again.
+        cut_bytes: What was cut off the last log, as it was never answered.
+        seconds: How long it took.
+    """
+
+    allocator: JournaledAllocator
+    last_number: int
+    dropped: str = ""
+    detail: str = ""
+    num_records: int = 0
+    cut_bytes: int = 0
+    seconds: float = 0.0
+
+
+_log = logging.getLogger("kvpool.server")
+
+
+class _DroppedError(Exception):
+    """The files are whole, but not to be used here."""
+
+    def __init__(self, reason: str, detail: str) -> None:
+        super().__init__(detail)
+        self.reason = reason
+
+
+def recover(folder: Folder, messages: WireCodec, make: Callable[[], JournaledAllocator]) -> Recovery:
+    """Reads a folder. O(blocks + changes since the last snapshot); the garbage collector rests meanwhile.
+
+    Raises:
+        OSError: A file cannot be read.
+    """
+    start = time.perf_counter()
+    last_number = max([0, *folder.logs(), *folder.snapshots()])
+    had_collector = gc.isenabled()
+    gc.disable()
+    try:
+        found = _Recoverer(folder, messages, make()).run()
+        recovery = replace(found, last_number=last_number)
+    except (_DroppedError, DamageError, MismatchError, KvpoolError) as error:
+        recovery = _dropped(folder, messages, make, error, last_number)
+    except Exception as error:  # noqa: BLE001 - whatever a bug left behind, the server must start
+        _log.exception("bug", extra={"method": "recover"})
+        recovery = _dropped(folder, messages, make, error, last_number)
+    finally:
+        if had_collector:
+            gc.enable()
+    return replace(recovery, seconds=time.perf_counter() - start)
+
+
+class _Recoverer:
+    def __init__(self, folder: Folder, messages: WireCodec, allocator: JournaledAllocator) -> None:
+        self._folder = folder
+        self._messages = messages
+        self._allocator = allocator
+        self._records = 0
+        self._cut_bytes = 0
+
+    def run(self) -> Recovery:
+        snapshots, logs = self._folder.snapshots(), self._folder.logs()
+        if not snapshots:
+            if logs or self._folder.read_pools() is not None:
+                raise _DroppedError("NOT_WHOLE", "there is no whole snapshot")
+            return Recovery(self._allocator, 0)
+        base = snapshots[-1]
+        later = [number for number in logs if number >= base]
+        if later != list(range(base, base + len(later))):
+            raise _DroppedError("NOT_WHOLE", "a log is missing")
+        self._load(self._folder.snapshot(base))
+        for number in later:
+            self._replay(self._folder.log(number), number == later[-1])
+        return Recovery(self._allocator, 0, num_records=self._records, cut_bytes=self._cut_bytes)
+
+    def _load(self, path: Path) -> None:
+        loader = Loader(self._allocator, self._messages)
+        with self._folder.reading(path) as (reader, writer):
+            self._check_boot(writer)
+            while frame := reader.read():
+                loader.take(frame)
+        if not loader.is_whole or reader.is_torn:
+            raise DamageError(f"{path.name} is not whole")
+
+    def _replay(self, path: Path, is_last: bool) -> None:  # noqa: FBT001 - an attribute of the path
+        with self._folder.reading(path) as (reader, writer):
+            if writer:
+                self._check_boot(writer)
+            while writer and (frame := reader.read()):
+                if writer.version != self._folder.identity.version:
+                    raise _DroppedError("OTHER_VERSION", f"changes were written by {writer.version}")
+                self._records += 1
+                self._allocator.replay(frame.kind, frame.payload)
+        if reader.is_torn and not is_last:
+            raise DamageError(f"{path.name} is cut short, and was not the last")
+        if reader.is_torn:
+            self._cut_bytes = path.stat().st_size - (reader.end if writer else 0)
+            if writer:
+                os.truncate(path, reader.end)
+            else:
+                path.unlink()
+
+    def _check_boot(self, writer: Identity | None) -> None:
+        if writer is None:
+            raise DamageError("a snapshot has no header")
+        if writer.boot_id != self._folder.identity.boot_id:
+            raise _DroppedError("MACHINE_RESTARTED", "the machine was started anew since it was written")
+
+
+def _dropped(
+    folder: Folder,
+    messages: WireCodec,
+    make: Callable[[], JournaledAllocator],
+    error: Exception,
+    last_number: int,
+) -> Recovery:
+    reason = "ANSWERS_DIFFER"
+    if isinstance(error, _DroppedError):
+        reason = error.reason
+    elif isinstance(error, DamageError):
+        reason = "DAMAGED"
+    allocator = make()
+    allocator.lose_sessions()
+    for past in _past_pools(folder):
+        epoch = past.epoch + EPOCH_LEAP
+        try:
+            config = messages.decode_config(past.config) if past.config else None
+        except (ValueError, KvpoolError):
+            config = None
+        if config:
+            allocator.open_epoch(config, b"", epoch)
+        else:
+            allocator.past_epochs[PoolName(past.name)] = epoch
+    return Recovery(allocator, last_number, reason, str(error))
+
+
+def _past_pools(folder: Folder) -> list[PastPool]:
+    try:
+        return folder.read_pools() or []
+    except DamageError:
+        return []

@@ -1,0 +1,227 @@
+"""All that an allocator holds, as frames: frozen at one moment, encoded and written a slice at a time.
+
+1. `freeze` takes everything at once: what is small is encoded, the columns by block are copied as they are. What is
+   changed later is not in it.
+2. What follows from the rest is left out, and made again: the free list's links back, the maps by hash.
+3. What stays with its process is left out, too: see `LEFT_OUT`.
+"""
+
+import operator
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from itertools import compress
+from typing import Any, Final
+
+from kvpool.server.core.allocator import Allocator
+from kvpool.server.core.block_contents import BlockContents
+from kvpool.server.core.block_pool import BlockPool
+from kvpool.server.core.config import HashScheme, KVCacheGroup, PoolConfig
+from kvpool.server.core.free_list import FreeList
+from kvpool.server.core.pool import Pool
+from kvpool.server.core.prefix_map import PrefixMap
+from kvpool.server.core.specs import FullAttentionSpec
+from kvpool.server.core.types import NULL_BLOCK, BlockHash, BlockId, PoolName
+from kvpool.server.journal.calls import JournaledAllocator, WireCodec
+from kvpool.server.journal.codec import Decoder, Encoder, dumps, loads
+from kvpool.server.journal.frames import DamageError, Frame, FrameKind, encode_frame
+
+SLICE_BLOCKS: Final = 8192
+LEFT_OUT: Final = {
+    (Allocator, "_new_residency"): "is given to each process",
+    (Allocator, "_leases"): "likewise",
+    (Pool, "residency"): "a sample is drawn anew by each process; no answer depends on it",
+    (BlockPool, "residency"): "likewise",
+    (BlockPool, "_events"): "events that were not told yet: watchers of a new process begin with a snapshot",
+    (FreeList, "_prev"): "follows from _next",
+    (PrefixMap, "_by_hash"): "follows from _hash_of, _group_of and _several",
+}
+_COLUMNS: Final = {
+    (FreeList, "_next"),
+    (PrefixMap, "_hash_of"),
+    (PrefixMap, "_writer_of"),
+    (BlockPool, "_ref_cnt"),
+    (BlockContents, "_contents_of"),
+}
+_AT: Final = "column"
+
+
+@cache
+def _allocator_fields() -> tuple[str, ...]:
+    return tuple(sorted(vars(Allocator()).keys() - {name for kind, name in LEFT_OUT if kind is Allocator}))
+
+
+@cache
+def _fields_here() -> dict[str, tuple[str, ...]]:
+    """The fields of the classes without slots, as the objects of a new pool have them."""
+    group = KVCacheGroup(FullAttentionSpec(1), ("layer",))
+    allocator = Allocator()
+    allocator.create_pool(PoolConfig(PoolName("m"), 2, 1, (group,), hash_scheme=HashScheme()), b"n" * 32)
+    encoder = Encoder(_NoMessages(), field=_small)
+    encoder.node([getattr(allocator, name) for name in _allocator_fields()])
+    return dict(encoder.classes)
+
+
+class _NoMessages:
+    def encode(self, _: object) -> None:
+        return None
+
+    def decode(self, kind: int, encoded: bytes) -> object:
+        raise NotImplementedError
+
+
+def _small(owner: object, name: str) -> object:
+    here = (type(owner), name)
+    return None if here in LEFT_OUT or here in _COLUMNS else getattr(owner, name)
+
+
+class Frozen:
+    """A state that changes no more, yet to be written. Takes 8 bytes a block and column until it is."""
+
+    def __init__(self, allocator: Allocator, messages: WireCodec) -> None:
+        self._columns: list[list[Any]] = []
+        encoder = Encoder(messages, field=self._field)
+        node = encoder.node([getattr(allocator, name) for name in _allocator_fields()])
+        self._graph = [list(_allocator_fields()), encoder.classes, node]
+
+    def _field(self, owner: object, name: str) -> object:
+        here = (type(owner), name)
+        if here in LEFT_OUT:
+            return None
+        value = getattr(owner, name)
+        if here not in _COLUMNS:
+            return value
+        self._columns.append(value.copy())
+        return (_AT, len(self._columns) - 1, len(value))
+
+    def frames(self) -> Iterator[bytes]:
+        """Encodes it, a frame at a time. O(blocks of a slice) each but the first; uses the columns up."""
+        yield encode_frame(FrameKind.GRAPH, dumps(self._graph))
+        for number, column in enumerate(self._columns):
+            for start in range(0, len(column), SLICE_BLOCKS):
+                piece = column[start : start + SLICE_BLOCKS]
+                yield encode_frame(FrameKind.SLICE, dumps([number, *_encode_slice(piece)]))
+            column.clear()
+        yield encode_frame(FrameKind.END, b"")
+
+
+def _encode_slice(values: list[Any]) -> list[object]:
+    kinds = set(map(type, values))
+    if kinds == {int}:
+        try:
+            return ["I", array("I", values).tobytes()]
+        except OverflowError:
+            return ["Q", array("Q", values).tobytes()]
+    if kinds <= {bytes, type(None)}:
+        is_there = bytes(map(operator.is_not, values, [None] * len(values)))
+        there = list(compress(values, is_there))
+        return ["b", is_there, array("I", map(len, there)).tobytes(), b"".join(there)]
+    return ["t", *values]
+
+
+def _decode_slice(kind: str, *parts: Any) -> list[Any]:  # noqa: ANN401 - as it was encoded
+    if kind in {"I", "Q"}:
+        return array(kind, parts[0]).tolist()
+    if kind == "b":
+        is_there, lengths, joined = parts
+        values: list[bytes | None] = [None] * len(is_there)
+        at, sizes = 0, iter(array("I", lengths))
+        for i in compress(range(len(is_there)), is_there):
+            size = next(sizes)
+            values[i] = joined[at : at + size]
+            at += size
+        return values
+    return [value if value is None else tuple(value) for value in parts]
+
+
+class Loader:
+    """Makes an allocator's state again of a snapshot's frames, which are to come in order.
+
+    Args:
+        allocator: A new one, which is filled once all frames are there.
+        messages: Knows the messages in it.
+    """
+
+    def __init__(self, allocator: JournaledAllocator, messages: WireCodec) -> None:
+        self._allocator = allocator
+        self._messages = messages
+        self._graph: list[Any] = []
+        self._columns: dict[int, list[Any]] = {}
+        self.is_whole = False
+
+    def take(self, frame: Frame) -> None:
+        """Takes the next frame.
+
+        Raises:
+            DamageError: It is none of a snapshot, or of one that another code wrote.
+        """
+        match frame.kind:
+            case FrameKind.GRAPH:
+                self._graph = loads(frame.payload)
+            case FrameKind.SLICE:
+                number, *parts = loads(frame.payload)
+                try:
+                    self._columns.setdefault(number, []).extend(_decode_slice(*parts))
+                except (TypeError, ValueError, StopIteration) as error:
+                    raise DamageError("a slice of no column") from error
+            case FrameKind.END:
+                self._fill()
+                self.is_whole = True
+            case _:
+                raise DamageError("no frame of a snapshot")
+
+    def _fill(self) -> None:
+        names, classes, node = self._graph
+        if tuple(names) != _allocator_fields():
+            raise DamageError("allocator.Allocator is not as it was")
+        decoder = Decoder(self._messages, classes, fields=_fields_here().get)
+        values = decoder.value(node)
+        for name, value in zip(names, values, strict=True):
+            setattr(self._allocator, name, value)
+        for pool in self._allocator.pools():
+            pool.residency = pool.blocks.residency = self._allocator.new_residency()
+            _complete(pool.blocks, self._column)
+        self._allocator.hold_leases()
+
+    def _column(self, place: object) -> list[Any]:
+        at, number, length = place if isinstance(place, tuple) else (None, 0, 0)
+        column = self._columns.pop(number, [])
+        if at != _AT or len(column) != length:
+            raise DamageError("a column is missing or too short")
+        return column
+
+
+def _complete(blocks: BlockPool, column_at: Callable[[object], list[Any]]) -> None:
+    """Puts the columns where they were, and makes what follows from them. O(num_blocks)."""
+    blocks._ref_cnt = column_at(blocks._ref_cnt)
+    blocks._events = []
+    ids = [BlockId(i) for i in range(len(blocks._ref_cnt))]
+    _link(blocks.free_list, [ids[i] for i in column_at(blocks.free_list._next)], ids)
+    _map(blocks.prefix_map, column_at, ids)
+    if blocks.contents:
+        blocks.contents._contents_of = column_at(blocks.contents._contents_of)
+
+
+def _link(free_list: FreeList, follow: list[BlockId], ids: Sequence[BlockId]) -> None:
+    precede = [NULL_BLOCK] * len(ids)
+    block_id = NULL_BLOCK
+    for _ in range(len(free_list) + 1):
+        precede[follow[block_id]] = block_id
+        block_id = follow[block_id]
+    if block_id != NULL_BLOCK:
+        raise DamageError("the free list does not end")
+    free_list._next, free_list._prev = follow, precede
+
+
+def _map(prefix_map: PrefixMap, column_at: Callable[[object], list[Any]], ids: Sequence[BlockId]) -> None:
+    hashes: list[BlockHash | None] = column_at(prefix_map._hash_of)
+    prefix_map._hash_of = hashes
+    prefix_map._writer_of = column_at(prefix_map._writer_of)
+    several = prefix_map._several
+    by_hash: list[dict[BlockHash, BlockId | dict[BlockId, None]]] = [{} for _ in several]
+    for block_id, block_hash, group_id in zip(ids, hashes, prefix_map._group_of, strict=True):
+        if block_hash is not None:
+            by_hash[group_id][block_hash] = block_id
+    for mapped, many in zip(by_hash, several, strict=True):
+        mapped.update(many)
+    prefix_map._by_hash = by_hash

@@ -1,0 +1,310 @@
+"""A real server that is killed and started again: its schedulers, its ranks and its operators find what was there."""
+
+import contextlib
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from kvpool.client import connect
+from kvpool.server.core.world import HeldTensors
+from kvpool.v1 import admin_pb2, admin_pb2_grpc, allocator_pb2, allocator_pb2_grpc, step_pb2
+from support_core import block_hashes
+from support_ranks import registration
+from support_server import ServerProcess, pool_config
+from support_wire_ranks import WireRank
+
+
+class Journaled:
+    """A server with a journal, at one address over all its lives."""
+
+    def __init__(self, folder: Path, **settings: object) -> None:
+        self.folder = folder / "journal"
+        self.address = f"unix:{folder / 's'}"
+        self._settings = settings
+        self.start()
+
+    def start(self) -> None:
+        journal = {"folder": str(self.folder), "retry_seconds": 0.05}
+        self.server = ServerProcess(self.address, journal=journal, **self._settings)
+
+    def kill(self) -> None:
+        self.server.process.kill()
+        self.server.process.communicate()
+
+    def restart(self) -> None:
+        self.kill()
+        self.start()
+
+    def stop(self) -> str:
+        status, errors = self.server.stop()
+        assert status == 0, errors
+        assert "Traceback" not in errors, errors
+        return errors
+
+
+@pytest.fixture
+def journaled(tmp_path: Path) -> Iterator[Journaled]:
+    server = Journaled(tmp_path)
+    try:
+        yield server
+    finally:
+        if server.server.process.poll() is None:
+            server.stop()
+
+
+class Scheduler:
+    """Unary calls and single steps of one session, as bytes on the wire, sent again as often as it takes."""
+
+    def __init__(self, address: str, pool: str = "m") -> None:
+        self.address = address
+        with self.stub() as stub:
+            opened = stub.OpenSession(allocator_pb2.OpenSessionRequest(pool_name=pool, lease_seconds=3.0))
+        self.session = opened.session
+        self.sequence = 0
+
+    @contextlib.contextmanager
+    def stub(self) -> Iterator[Any]:
+        with grpc.insecure_channel(self.address) as channel:
+            yield allocator_pb2_grpc.AllocatorServiceStub(channel)
+
+    def step(self, number: int, content: str, num_tokens: int) -> step_pb2.Step:
+        self.sequence += 1
+        return step_pb2.Step(
+            session_id=self.session.session_id,
+            sequence=self.sequence,
+            executed_sequence=self.sequence - 1,
+            operations=[step_pb2.OPERATION_ADD, step_pb2.OPERATION_ADMIT],
+            request_numbers=[number, number],
+            num_appended_tokens=[num_tokens, 0],
+            block_hashes=block_hashes(content, num_tokens // 4),
+            request_ids=[f"r{number}"],
+        )
+
+    def send(self, *steps: step_pb2.Step) -> list[step_pb2.StepResult]:
+        with self.stub() as stub:
+            return list(stub.Schedule(iter(steps)))
+
+
+def reason_of(error: grpc.RpcError) -> str:
+    from kvpool.client.errors import from_rpc_error  # noqa: PLC0415 - a helper of one test
+
+    return from_rpc_error(error).reason
+
+
+def info(address: str, pool: str = "m") -> Any:
+    with grpc.insecure_channel(address) as channel:
+        return (
+            allocator_pb2_grpc.AllocatorServiceStub(channel).GetPool(allocator_pb2.GetPoolRequest(pool_name=pool)).pool
+        )
+
+
+def create(address: str, **options: Any) -> None:
+    with connect(address) as client:
+        client.create_pool(pool_config(**options))
+
+
+def test_a_session_goes_on_and_a_lost_answer_is_given_again(journaled: Journaled) -> None:
+    create(journaled.address)
+    scheduler = Scheduler(journaled.address)
+    first, second = scheduler.step(1, "abc", 14), scheduler.step(2, "abd", 14)
+    answers = scheduler.send(first, second)
+    before = info(journaled.address)
+    journaled.restart()
+    assert info(journaled.address) == before
+    assert scheduler.send(second, first) == answers[::-1]
+    third = scheduler.send(scheduler.step(3, "abcd", 18))[0]
+    assert third.num_hit_tokens[1] == 12  # a prefix that was cached before
+    journaled.restart()
+    assert scheduler.send(scheduler.step(4, "abcd", 18))[0].num_hit_tokens[1] == 16
+
+
+def test_it_is_killed_in_the_middle_of_steps_again_and_again(journaled: Journaled) -> None:
+    """Every answer that came stands: sent again to the next process, the step gets it again."""
+    create(journaled.address, num_blocks=2000)
+    scheduler = Scheduler(journaled.address)
+    answered: dict[int, step_pb2.StepResult] = {}
+    for life in range(3):
+        numbers = range(life * 100 + 1, life * 100 + 100)
+        steps = [scheduler.step(number, chr(0x4E00 + number) * 2, 9) for number in numbers]
+        wanted = 20 + life * 30 + len(answered)
+        turns = threading.Semaphore()
+        killer = threading.Thread(target=journaled.kill)
+        with contextlib.suppress(grpc.RpcError), scheduler.stub() as stub:
+            for result in stub.Schedule(step for step in steps if turns.acquire()):
+                answered[result.sequence] = result
+                turns.release()
+                if len(answered) >= wanted and not killer.ident:
+                    killer.start()
+        if killer.ident:
+            killer.join()
+        journaled.start()
+        newest = max(answered)
+        assert scheduler.send(steps[newest - steps[0].sequence]) == [answered[newest]]
+        rest = steps[newest - steps[0].sequence + 1 :]
+        for result in scheduler.send(*rest):
+            answered[result.sequence] = result
+    held = [block_id for result in answered.values() for block_id in result.block_ids]
+    assert sorted(answered) == list(range(1, len(answered) + 1))
+    assert len(held) == len(set(held)), "a block was given twice"
+
+
+def test_what_an_operator_did_stands(journaled: Journaled) -> None:
+    create(journaled.address)
+    Scheduler(journaled.address)
+    with grpc.insecure_channel(journaled.address) as channel:
+        admin = admin_pb2_grpc.AdminServiceStub(channel)
+        admin.Drain(admin_pb2.DrainRequest(pool_name="m"))
+        admin.EvictSession(admin_pb2.EvictSessionRequest(pool_name="m", session_number=1))
+    journaled.restart()
+    with pytest.raises(grpc.RpcError) as caught:
+        Scheduler(journaled.address)
+    assert reason_of(caught.value) == "DRAINED"
+
+
+def test_a_clean_stop_leaves_a_snapshot_and_no_changes(journaled: Journaled) -> None:
+    create(journaled.address)
+    scheduler = Scheduler(journaled.address)
+    answers = scheduler.send(scheduler.step(1, "abc", 14))
+    journaled.stop()
+    names = sorted(path.name.partition("-")[0] for path in journaled.folder.iterdir())
+    assert names == ["lock", "log", "pools", "snapshot"]
+    scheduler.sequence = 0
+    journaled.start()
+    assert scheduler.send(scheduler.step(1, "abc", 14)) == answers
+
+
+def test_leases_begin_anew_with_the_process(journaled: Journaled) -> None:
+    create(journaled.address)
+    Scheduler(journaled.address)
+    journaled.restart()
+    assert info(journaled.address).sessions == 1
+    with connect(journaled.address) as client:
+        deadline = threading.Event()
+        for _ in range(100):
+            if not client.get_pool("m").sessions:
+                break
+            deadline.wait(0.1)
+        assert client.get_pool("m").activity.leases_expired == 1
+
+
+def test_two_servers_do_not_share_a_journal(journaled: Journaled, tmp_path: Path) -> None:
+    command = [
+        sys.executable,
+        "-c",
+        "from kvpool.cli import main; main()",
+        "serve",
+        "--listen",
+        f"unix:{tmp_path / 'other'}",
+    ]
+    ended = subprocess.run([*command, "--journal", str(journaled.folder)], capture_output=True, text=True, check=False)
+    assert ended.returncode == 1
+    assert "another server keeps its journal in" in ended.stderr
+
+
+@pytest.mark.parametrize("damage", ["flip", "boot"])
+def test_what_cannot_be_trusted_is_dropped(journaled: Journaled, damage: str) -> None:
+    create(journaled.address)
+    scheduler = Scheduler(journaled.address)
+    scheduler.send(scheduler.step(1, "abc", 14))
+    before = info(journaled.address)
+    journaled.kill()
+    log = next(journaled.folder.glob("log-*"))
+    content = bytearray(log.read_bytes())
+    if damage == "flip":
+        content[-5] ^= 1
+        log.write_bytes(content)
+    else:
+        log.with_name("snapshot-9").write_bytes(b"kvpool1\n")
+    journaled.start()
+    after = info(journaled.address)
+    assert after.epoch > before.epoch
+    assert (after.cached_blocks, after.sessions, after.config) == (0, 0, before.config)
+    with pytest.raises(grpc.RpcError) as caught:
+        scheduler.send(scheduler.step(2, "abc", 14))
+    assert reason_of(caught.value) == "JOURNAL_DROPPED"
+    fresh = Scheduler(journaled.address)
+    assert fresh.send(fresh.step(1, "abc", 14))[0].num_hit_tokens == []
+    assert "journal dropped" in journaled.stop()
+
+
+def test_ranks_come_back_with_their_tensors_in_the_same_epoch(journaled: Journaled) -> None:
+    ranks = [WireRank(journaled.address).register(registration(rank)) for rank in range(2)]
+    for rank in ranks:
+        rank.allocate()
+    ready = ranks[0].wait_for("ready").ready
+    ranks[1].wait_for("ready")
+    scheduler = Scheduler(journaled.address)
+    step = scheduler.step(1, "", 14)
+    step.block_hashes = b""
+    answers = scheduler.send(step)
+    journaled.restart()
+    assert info(journaled.address).state == 3  # degraded, until they are back
+    for rank in ranks:
+        rank.wait_ended()
+    held = HeldTensors(ready.epoch, ready.num_blocks)
+    back = [WireRank(journaled.address).register(registration(rank, held=held)) for rank in range(2)]
+    for rank in back:
+        assert rank.wait_for("ready").ready == ready
+    assert scheduler.send(step) == answers
+    again = scheduler.step(2, "", 14)
+    again.block_hashes = b""
+    assert scheduler.send(again)[0].sequence == 2
+    for rank in back:
+        rank.cut()
+
+
+def test_ranks_that_are_others_begin_an_epoch(journaled: Journaled) -> None:
+    ranks = [WireRank(journaled.address).register(registration(rank)) for rank in range(2)]
+    for rank in ranks:
+        rank.allocate()
+    ready = [rank.wait_for("ready").ready for rank in ranks]
+    scheduler = Scheduler(journaled.address)
+    journaled.restart()
+    others = [
+        WireRank(journaled.address).register(registration(rank, boot_id=f"successor-{rank}")) for rank in range(2)
+    ]
+    for rank in others:
+        rank.allocate()
+    for rank in others:
+        assert rank.wait_for("ready").ready.epoch > ready[0].epoch
+    with pytest.raises(grpc.RpcError) as caught:
+        scheduler.send(scheduler.step(1, "", 3))
+    assert reason_of(caught.value) == "EPOCH_PASSED"
+    for rank in others:
+        rank.cut()
+
+
+def test_a_full_disk_costs_the_journal_and_no_answer(tmp_path: Path) -> None:
+    """The process may write files of 20,000 bytes: first the log is too long, then a new journal has room."""
+    server = Journaled(tmp_path)
+    create(server.address)
+    scheduler = Scheduler(server.address)
+    limit = ["prlimit", f"--pid={server.server.process.pid}"]
+    subprocess.run([*limit, "--fsize=20000"], check=True)
+    for i in range(1, 60):
+        scheduler.send(scheduler.step(i, f"{i:03}" * 10, 4 * 24))
+        free = step_pb2.Step(
+            session_id=scheduler.session.session_id,
+            sequence=scheduler.sequence + 1,
+            operations=[step_pb2.OPERATION_FREE],
+            request_numbers=[i],
+        )
+        scheduler.sequence += 1
+        scheduler.send(free)
+    before = info(server.address)
+    server.server.process.send_signal(signal.SIGKILL)
+    _, errors = server.server.process.communicate()
+    assert "journal given up" in errors
+    server.start()
+    after = info(server.address)
+    assert (after.epoch == before.epoch) or after.epoch > before.epoch + 900
+    if after.epoch == before.epoch:
+        assert after == before
+    server.stop()

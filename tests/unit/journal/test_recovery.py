@@ -1,0 +1,187 @@
+"""Rules are those of journal/recovery.py."""
+
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from kvpool.server.core.allocator import Allocator
+from kvpool.server.core.errors import AbortedError
+from kvpool.server.journal.journal import Journal
+from kvpool.server.journal.recovery import EPOCH_LEAP, Recovery
+from support_core import config
+from support_journal import IDENTITY, Traffic, assert_alike, journal_in, kill, recovered
+
+COUNT = 8
+CONFIG = config(12)
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small journal of a few changes, as a killed process leaves it."""
+    folder = tmp_path_factory.mktemp("journal")
+    journal = journal_in(folder)
+    journal.begin(0.0)
+    traffic = Traffic(journal.allocator, CONFIG, seed=4)
+    for _ in range(COUNT):
+        traffic.change()
+    kill(journal)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def states() -> list[Allocator]:
+    """The state after each change."""
+    found: list[Allocator] = [Allocator()]
+    for count in range(COUNT + 1):
+        allocator = Allocator()
+        traffic = Traffic(allocator, CONFIG, seed=4)
+        for _ in range(count):
+            traffic.change()
+        found.append(allocator)
+    return found
+
+
+@pytest.fixture
+def folder(written: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(written, tmp_path / "copy"))
+
+
+def is_alike(mine: Allocator, theirs: Allocator) -> bool:
+    try:
+        assert_alike(mine, theirs)
+    except (AssertionError, ValueError):
+        return False
+    return True
+
+
+def files(folder: Path) -> list[Path]:
+    return [path for path in sorted(folder.iterdir()) if path.name != "lock"]
+
+
+def test_all_of_it_comes_back(folder: Path, states: list[Allocator]) -> None:
+    found = recovered(folder)
+    assert not found.dropped
+    assert found.num_records
+    assert_alike(states[-1], found.allocator)
+
+
+def test_a_log_that_ends_anywhere_is_a_state_that_was(folder: Path, states: list[Allocator]) -> None:
+    log = folder / "log-1"
+    content = log.read_bytes()
+    seen = []
+    for size in range(len(content)):
+        log.write_bytes(content[:size])
+        found = recovered(folder)
+        assert not found.dropped
+        if not found.cut_bytes:
+            seen.append(next(i for i, state in enumerate(states) if is_alike(state, found.allocator)))
+    assert seen == sorted(seen)
+    assert set(seen) <= set(range(len(states)))
+
+
+def test_a_byte_that_changed_anywhere_drops_all_or_changes_nothing(folder: Path, states: list[Allocator]) -> None:
+    for path in files(folder):
+        content = path.read_bytes()
+        for i in range(len(content)):
+            changed = bytearray(content)
+            changed[i] ^= 1 << i % 8
+            path.write_bytes(changed)
+            found = recovered(folder)
+            if path.name == "pools":  # is read only when the rest is dropped
+                assert_alike(states[-1], found.allocator)
+            else:
+                assert found.dropped == "DAMAGED", (path.name, i)
+                assert_dropped(found)
+        path.write_bytes(content)
+
+
+def assert_dropped(found: Recovery) -> None:
+    pools = list(found.allocator.pools())
+    assert [pool.epoch for pool in pools] == [1 + EPOCH_LEAP]
+    assert not pools[0].config.difference(CONFIG)
+    assert pools[0].config.hash_scheme.none_hash == b"n" * 32
+    assert not pools[0].sessions
+    assert not len(pools[0].blocks.prefix_map)
+    with pytest.raises(AbortedError) as caught:
+        found.allocator.session("session-1", 0.0)
+    assert caught.value.reason == "JOURNAL_DROPPED"
+
+
+def _cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def _cut_middle(folder: Path) -> None:
+    _cut(folder / "log-1")
+    (folder / "log-2").write_bytes(b"")
+
+
+WAYS: dict[str, tuple[Callable[[Path], object], str]] = {
+    "no snapshot": (lambda folder: (folder / "snapshot-1").rename(folder / "gone"), "NOT_WHOLE"),
+    "no log nor snapshot": (lambda folder: [path.rename(folder / "gone") for path in folder.glob("*-1")], "NOT_WHOLE"),
+    "a log is missing": (lambda folder: (folder / "log-1").rename(folder / "log-2"), "NOT_WHOLE"),
+    "a log under another name": (lambda folder: shutil.copy(folder / "log-1", folder / "log-2"), "DAMAGED"),
+    "a snapshot cut short": (lambda folder: _cut(folder / "snapshot-1"), "DAMAGED"),
+    "a log cut short that is not the last": (_cut_middle, "DAMAGED"),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_is_not_whole_is_dropped(folder: Path, way: str) -> None:
+    spoil, reason = WAYS[way]
+    spoil(folder)
+    found = recovered(folder)
+    assert found.dropped == reason
+    assert_dropped(found)
+
+
+def test_another_boot_of_the_machine_drops_all(folder: Path) -> None:
+    found = recovered(folder, replace(IDENTITY, boot_id="another"))
+    assert found.dropped == "MACHINE_RESTARTED"
+    assert_dropped(found)
+
+
+def test_another_version_reads_a_snapshot_but_makes_no_changes_again(folder: Path, states: list[Allocator]) -> None:
+    newer = replace(IDENTITY, version="2")
+    assert recovered(folder, newer).dropped == "OTHER_VERSION"
+    journal = journal_in(folder)
+    journal.begin(0.0)
+    journal.close()
+    found = recovered(folder, newer)
+    assert not found.dropped
+    assert_alike(states[-1], found.allocator)
+
+
+def test_dropped_without_pools_there_is_nothing_but_the_knowledge_of_it(folder: Path) -> None:
+    (folder / "snapshot-1").unlink()
+    (folder / "pools").unlink()
+    found = recovered(folder)
+    assert found.dropped
+    assert not list(found.allocator.pools())
+    with pytest.raises(AbortedError):
+        found.allocator.session("session-1", 0.0)
+
+
+def test_a_dropped_journal_begins_again_above_what_was(folder: Path) -> None:
+    (folder / "snapshot-1").unlink()
+    journal = journal_in(folder)
+    journal.begin(0.0)
+    state = journal.allocator
+    kill(journal)
+    found = recovered(folder)
+    assert not found.dropped
+    assert_alike(state, found.allocator)
+    assert_dropped(found)
+
+
+def test_it_recovers_after_each_of_many_deaths(folder: Path, states: list[Allocator]) -> None:
+    """Also before the first snapshot of a process is whole: the older one and all logs count."""
+    for _ in range(3):
+        journal: Journal = journal_in(folder)
+        assert not journal.recovery.dropped
+        journal.begin(0.0)
+        kill(journal)
+    assert_alike(states[-1], recovered(folder).allocator)
