@@ -65,7 +65,7 @@ class Killer:
         assert server
         if listened and point == "lease.expired":
             slot = self._chance.choice(self._slots)
-            self._site.wait_for_steps([slot], every=True)
+            self._site.wait_for_steps([slot], every=True, unless=lambda: server.process.poll() is not None)
             self._kill_scheduler(slot)
         due = time.monotonic() + _FAULT_SECONDS
         while listened and server.process.poll() is None and time.monotonic() < due:

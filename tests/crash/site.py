@@ -4,6 +4,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -141,12 +142,14 @@ class Site:
         if number == signal.SIGKILL:
             self._ranks[rank].end()
 
-    def wait_for_steps(self, slots: list[int], *, every: bool, count: int = 1) -> None:
+    def wait_for_steps(
+        self, slots: list[int], *, every: bool, count: int = 1, unless: Callable[[], bool] = lambda: False
+    ) -> None:
         """Waits until any of the schedulers, or every one, was answered so many more steps."""
         before = {slot: self.progress.of(slot) for slot in slots}
         due = time.monotonic() + DEADLINE_SECONDS
         combine = all if every else any
-        while not combine(self.progress.of(slot) >= before[slot] + count for slot in slots):
+        while not unless() and not combine(self.progress.of(slot) >= before[slot] + count for slot in slots):
             if time.monotonic() > due:
                 stuck = [slot for slot in slots if self.progress.of(slot) < before[slot] + count]
                 self.log.write("violation", what="NO_PROGRESS", schedulers=stuck)
@@ -181,7 +184,8 @@ class Site:
             if child.process.poll() is None:
                 child.signal(signal.SIGKILL)
             child.end()
-        for server in self._servers:
+        for i, server in enumerate(self._servers):
+            (self.folder / f"server-{i}.err").write_text("".join(server.lines))
             bugs = [line for line in server.lines if " ERROR " in line or " CRITICAL " in line or "Traceback" in line]
             if bugs:
                 self.log.write("violation", what="SERVER_BUG", lines=server.lines[-60:])

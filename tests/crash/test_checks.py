@@ -6,6 +6,7 @@ import pytest
 
 from crash.ownership import Session, sessions_of
 from crash.records import Record
+from crash.scheduler import RANKED_POOL
 from crash.verdict import Story, Verdict, judge_sessions
 
 CELL, OTHER_CELL = "00aa", "00bb"
@@ -103,7 +104,7 @@ def test_a_lease_that_is_over_holds_nothing() -> None:
     lost = at(9, "lost", reason="LEASE_EXPIRED")
     first = log(opened(1), told(2, 1, new=[5]), at(8, "full", blocks=[]), lost)
     second = log(opened(1), told(5, 1, new=[5]), told(6, 2))
-    assert not violations(first, second)
+    assert not violations(first, second, run=(at(0, "starting", target="server"),))
 
 
 def test_a_gap_in_the_numbers() -> None:
@@ -118,7 +119,7 @@ def test_what_a_scheduler_noticed_itself() -> None:
     ("reason", "lost_at", "found"),
     [
         ("LEASE_EXPIRED", 4.0, []),
-        ("LEASE_EXPIRED", 3.5, ["LOST"]),
+        ("LEASE_EXPIRED", 3.8, ["LOST"]),
         ("SESSION_NOT_FOUND", 3.5, ["LOST"]),
         ("EPOCH_PASSED", 3.5, ["LOST"]),
         ("SESSION_EVICTED", 3.5, ["LOST"]),
@@ -126,11 +127,12 @@ def test_what_a_scheduler_noticed_itself() -> None:
     ],
 )
 def test_a_session_is_lost_for_a_good_reason_only(reason: str, lost_at: float, found: list[str]) -> None:
-    assert violations(log(opened(1), told(2, 1), at(lost_at, "lost", reason=reason))) == found
+    run = (at(0, "starting", target="server"),)
+    assert violations(log(opened(1), told(2, 1), at(lost_at, "lost", reason=reason)), run=run) == found
 
 
 def test_an_epoch_passes_only_where_there_are_ranks() -> None:
-    assert not violations(log(opened(1, pool="m"), told(2, 1), at(3, "lost", reason="EPOCH_PASSED")))
+    assert not violations(log(opened(1, pool=RANKED_POOL), told(2, 1), at(3, "lost", reason="EPOCH_PASSED")))
 
 
 @pytest.mark.parametrize(("journaled", "found"), [(False, []), (True, ["LOST"])])
@@ -142,6 +144,18 @@ def test_a_new_server_forgets_sessions_only_without_a_journal(*, journaled: bool
 
 @pytest.mark.parametrize("came_back", [at(3.9, "starting", target="server"), at(3.9, "cont", target="server")])
 def test_the_servers_own_absence_ends_no_lease(came_back: Record) -> None:
-    run = (at(0, "starting", target="server"), came_back)
-    records = log(opened(1), told(2, 1), at(4.5, "lost", reason="LEASE_EXPIRED"))
+    gone = at(3.0, "kill" if came_back["kind"] == "starting" else "stop", target="server", how="SIGKILL")
+    run = (at(0, "starting", target="server"), gone, came_back)
+    records = log(opened(1), told(2, 1), at(5.5, "lost", reason="LEASE_EXPIRED"))
     assert violations(records, run=run, journaled=True) == ["LOST"]
+    assert not violations([*records[:-1], at(6.0, "lost", reason="LEASE_EXPIRED")], run=run, journaled=True)
+
+
+def test_a_lease_may_have_run_out_before_the_server_was_killed() -> None:
+    run = (
+        at(0, "starting", target="server"),
+        at(4.5, "kill", target="server", how="SIGKILL"),
+        at(4.6, "starting", target="server"),
+    )
+    records = log(opened(1), told(2, 1), at(5, "lost", reason="LEASE_EXPIRED"))
+    assert not violations(records, run=run, journaled=True)

@@ -63,16 +63,26 @@ class Story:
     def __init__(self, records: Iterable[Record], *, journaled: bool) -> None:
         self.records = list(records)
         self.journaled = journaled
-        self._starts = [r["at"] for r in self.records if r["kind"] == "starting" and r["target"] == "server"]
-        self._resumed = [r["at"] for r in self.records if r["kind"] == "cont" and r["target"] == "server"]
+        self._presences: list[tuple[float, float]] = []
+        begin = None
+        for record in self.records:
+            if record.get("target") != "server":
+                continue
+            if record["kind"] in ("starting", "cont"):
+                begin = record["at"]
+            elif record["kind"] in ("kill", "stop") and begin is not None:
+                self._presences.append((begin, record["at"]))
+                begin = None
+        if begin is not None:
+            self._presences.append((begin, float("inf")))
 
     def server_began_after(self, at: float) -> bool:
         """Whether the server was started anew since."""
-        return bool(self._starts) and self._starts[-1] > at
+        return any(r["kind"] == "starting" and r["at"] > at for r in self.records if r.get("target") == "server")
 
-    def last_absence(self, at: float) -> float:
-        """When the server last came back from an absence, before `at`."""
-        return max((t for t in (*self._starts, *self._resumed) if t <= at), default=0.0)
+    def longest_presence(self, start: float, end: float) -> float:
+        """For how long the server was there at a stretch, between two moments."""
+        return max((min(end, gone) - max(start, came) for came, gone in self._presences), default=0.0)
 
 
 def judge(folder: Path, *, journaled: bool) -> Verdict:
@@ -119,8 +129,7 @@ def judge_sessions(verdict: Verdict, sessions: list[Session], story: Story) -> N
 def _may_be_lost(session: Session, ended: Record, story: Story) -> bool:
     match ended["reason"]:
         case "LEASE_EXPIRED":
-            heard = max(session.sent, story.last_absence(ended["at"]))
-            return bool(ended["at"] - heard >= session.lease_seconds)
+            return story.longest_presence(session.sent, ended["at"]) >= session.lease_seconds
         case "EPOCH_PASSED":
             return session.pool == RANKED_POOL
         case "SESSION_NOT_FOUND" | "POOL_NOT_FOUND":
