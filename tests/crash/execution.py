@@ -8,7 +8,7 @@ from typing import Any, Final, Protocol
 
 from crash.memory import Memory, StepLock
 from kvpool.client import Session
-from kvpool.server.core.types import Lease
+from kvpool.server.core.types import TableLease
 
 AUTHKEY: Final = b"crash"
 
@@ -88,7 +88,7 @@ class OwnMemory:
 class OnRanks:
     """Computes on every rank, each of which decides by its fence whether the step may run. Looks at no lease."""
 
-    def __init__(self, folder: Path, num_ranks: int, lease: Lease) -> None:
+    def __init__(self, folder: Path, num_ranks: int, lease: TableLease) -> None:
         self._paths = [rank_path(folder, rank) for rank in range(num_ranks)]
         self._lease = lease
         self._pipes: dict[Path, Connection[Any, Any]] = {}

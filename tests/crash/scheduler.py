@@ -152,7 +152,7 @@ def _open(client: Client, settings: Settings, log: Log, chance: random.Random) -
     place = Place(log, Progress(folder), settings.slot, settings.step_seconds)
     executor: Executor
     if settings.ranks:
-        executor = OnRanks(folder, settings.ranks, session.lease)
+        executor = OnRanks(folder, settings.ranks, session.table_lease)
     else:
         memory = Memory(folder, incarnation(session), session.config.num_blocks)
         executor = OwnMemory(memory, StepLock(folder / f"{settings.name}.lock"), session)
