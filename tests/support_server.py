@@ -14,10 +14,12 @@ from kvpool.server.core.types import PoolName
 
 _PROGRAM = """
 import asyncio, json, sys
+from pathlib import Path
 from kvpool.server.config import MetricsConfig, ServerConfig
 from kvpool.server.core.session import LeaseBounds
 from kvpool.server.core.world import RankTiming
 from kvpool.server.journal.config import JournalConfig
+from kvpool.server.doors.config import DoorsConfig
 from kvpool.server.obs.event_config import EventsConfig
 from kvpool.server.server import serve
 settings = json.loads(sys.argv[1])
@@ -26,6 +28,8 @@ settings["leases"] = LeaseBounds(**settings.pop("leases", {}))
 settings["events"] = EventsConfig(**settings.pop("events", {}))
 settings["rank_timing"] = RankTiming(**settings.pop("rank_timing", {}))
 settings["journal"] = JournalConfig(**settings.pop("journal", {}))
+doors = {name: Path(value) for name, value in settings.pop("doors", {}).items()}
+settings["doors"] = DoorsConfig(**doors)
 settings["metrics"] = MetricsConfig(**settings.pop("metrics", {}))
 asyncio.run(serve(ServerConfig(**settings), lambda addresses: print(json.dumps(addresses), flush=True)))
 """

@@ -203,7 +203,7 @@ def test_a_scheduler_killed_in_mid_replay_is_freed_after_its_lease_and_the_other
 
         options = SchedulerOptions(address, "replay", 1.0, 256, 8192)
         console = Console(lambda _: None, complaints.append, kill_the_first)
-        result = replay_shares(address, pool, trace_shares(path, None, 2), options, console)
+        result = replay_shares(pool, trace_shares(path, None, 2), options, console)
         assert killed
         assert complaints == ["scheduler 0 ended with signal SIGKILL"]
         assert result.failed_sessions == 1

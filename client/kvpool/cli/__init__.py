@@ -24,6 +24,7 @@ _COMMANDS: Final = {
     "reset": "kvpool.cli.admin:reset",
     "serve": "kvpool.cli.serve:serve",
     "sessions": "kvpool.cli.admin:sessions",
+    "token": "kvpool.cli.token:token",
     "top": "kvpool.cli.top:top",
     "worker": "kvpool.cli.worker:worker",
 }

@@ -13,8 +13,9 @@ from typing import Any, Final, TypeVar
 import click
 
 from kvpool.cli import admin_output as output
+from kvpool.cli.access import access_options, current_access
 from kvpool.cli.text import counted
-from kvpool.client.admin import AdminClient, BlockState, SessionInfo
+from kvpool.client.admin import DEFAULT_DEADLINE_SECONDS, AdminClient, BlockState, SessionInfo
 from kvpool.client.errors import UnavailableError
 from kvpool.server.config import DEFAULT_ADDRESS
 
@@ -25,7 +26,7 @@ _F = TypeVar("_F", bound=Callable[..., object])
 
 
 def address_option(command: _F) -> _F:
-    """Adds the option that says where the server is."""
+    """Adds the options that say where the server is, and what it is shown."""
     option = click.option(
         "--address",
         default=DEFAULT_ADDRESS,
@@ -35,7 +36,7 @@ def address_option(command: _F) -> _F:
         metavar="ADDRESS",
         help="The server: host:port or unix:/path.",
     )
-    return option(command)
+    return option(access_options()(command))
 
 
 def _server_options(command: _F) -> _F:
@@ -50,9 +51,15 @@ def _limit_option(command: _F) -> _F:
 @contextmanager
 def connected(address: str, deadline_seconds: float | None = None) -> Iterator[AdminClient]:
     """Yields a connection to a server; an address of no known form is the caller's mistake."""
-    options = {} if deadline_seconds is None else {"deadline_seconds": deadline_seconds}
+    access = current_access()
     try:
-        client = AdminClient(address, **options)
+        client = AdminClient(
+            address,
+            deadline_seconds=deadline_seconds or DEFAULT_DEADLINE_SECONDS,
+            tls=access.tls,
+            token=access.token,
+            allow_plaintext=access.allow_plaintext,
+        )
     except ValueError as error:
         raise click.UsageError(f"--address: {error}") from error
     with client:

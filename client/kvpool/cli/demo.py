@@ -33,7 +33,7 @@ def demo(ctx: click.Context) -> None:
     with service(None) as address:
         with progress("chatting", 2 * _CONVERSATIONS * _TURNS) as console:
             how = SchedulerOptions(address, _POOL.name, 0.0, max_num_seqs=48, max_num_batched_tokens=2048)
-            result = replay_shares(address, _POOL, shares, how, console)
+            result = replay_shares(_POOL, shares, how, console)
         demo_table(result)
         equal = _generate(address)
     ctx.exit(1 if result.failed_sessions or not equal else 0)

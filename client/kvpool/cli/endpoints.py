@@ -1,7 +1,7 @@
 """Where a worker answers others than its server: metrics and health."""
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Self, TypeVar
@@ -12,7 +12,7 @@ from prometheus_client.registry import Collector
 from kvpool.gpu_worker.status import WorkerStatus
 from kvpool.gpu_worker.worker_health import health_served
 from kvpool.gpu_worker.worker_metrics import metrics_served
-from kvpool.server.address import check_address, host_and_port
+from kvpool.server.address import check_address, host_and_port, refuse_plaintext
 
 _METRICS, _HEALTH = "--metrics-listen", "--health-listen"
 
@@ -29,11 +29,18 @@ class Endpoints:
     health: str | None
 
     @classmethod
-    def parse(cls, metrics: str | None, health: str | None) -> Self:
-        """Checks them; raises click.UsageError that names the flag."""
+    def parse(cls, metrics: str | None, health: str | None, allowed_plaintext: Collection[str] = ()) -> Self:
+        """Checks them; raises click.UsageError that names the flag.
+
+        Args:
+            metrics: `host:port`.
+            health: `host:port` or `unix:/path`.
+            allowed_plaintext: Which of the two, by name, may listen beyond this machine.
+        """
         try:
             if metrics is not None:
                 host_and_port(_METRICS, metrics)
+                refuse_plaintext(_METRICS, "metrics", metrics, allowed_plaintext)
         except ValueError as error:
             raise click.UsageError(str(error)) from error
         try:
@@ -41,6 +48,11 @@ class Endpoints:
                 check_address(health)
         except ValueError as error:
             raise click.UsageError(f"{_HEALTH}: {error}") from error
+        try:
+            if health is not None:
+                refuse_plaintext(_HEALTH, "health", health, allowed_plaintext)
+        except ValueError as error:
+            raise click.UsageError(str(error)) from error
         return cls(metrics, health)
 
     @contextmanager

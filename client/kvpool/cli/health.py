@@ -1,9 +1,12 @@
 """`kvpool health`. Run every few seconds by whatever watches a container, so it imports little."""
 
+from dataclasses import replace
+
 import click
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from kvpool.cli.access import access_options, current_access
 from kvpool.server.address import check_address
 
 
@@ -17,6 +20,7 @@ from kvpool.server.address import check_address
     show_default=True,
     help="How long an answer is waited for.",
 )
+@access_options()
 @click.pass_context
 def health(ctx: click.Context, *, address: str, service: str, timeout_seconds: float) -> None:
     """Ask a server or worker at ADDRESS (host:port or unix:/path) whether it serves; exit with 0 if it does, else 1.
@@ -25,9 +29,10 @@ def health(ctx: click.Context, *, address: str, service: str, timeout_seconds: f
     """
     try:
         check_address(address)
+        opened = replace(current_access(), token=None).channel(address, ())  # health is told without a token
     except ValueError as error:
         raise click.UsageError(str(error)) from error
-    with grpc.insecure_channel(address) as channel:
+    with opened as channel:
         try:
             response = health_pb2_grpc.HealthStub(channel).Check(
                 health_pb2.HealthCheckRequest(service=service), timeout=timeout_seconds

@@ -34,6 +34,7 @@ FIELDS: Final = (
         "bytes",
         "seconds",
     ),
+    *("calls", "tokens", "token_name", "peer", "path"),
     *("device", "host", "pid", "server", "address", "addresses", "faults"),
 )
 """All fields of our own events, in the order in which they are written."""

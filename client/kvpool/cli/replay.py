@@ -9,6 +9,7 @@ from typing import Final
 
 import click
 
+from kvpool.cli.access import access_options, current_access
 from kvpool.cli.output import progress, result_table
 from kvpool.cli.wakeup import Wakeup
 from kvpool.client import KvpoolError, ReuseOrder
@@ -104,6 +105,7 @@ _STOP_SECONDS: Final = 5.0
     show_default=True,
     help="Without --num-blocks: how long the pool is waited for.",
 )
+@access_options()
 @click.pass_context
 def replay(  # noqa: PLR0913 - one parameter an option
     ctx: click.Context,
@@ -146,7 +148,8 @@ def replay(  # noqa: PLR0913 - one parameter an option
         click.echo(f"kvpool: waits for pool {pool!r}, at most {wait_seconds:g} s", err=True)
     executor = functools.partial(paced, step_seconds) if step_seconds else None
     try:
-        how = SchedulerOptions(address or "", pool, lease_seconds, max_num_seqs, max_num_batched_tokens, executor)
+        limits = (lease_seconds, max_num_seqs, max_num_batched_tokens)
+        how = SchedulerOptions(address or "", pool, *limits, executor, access=current_access())
         if forever:
             _play_until_told_to_end(source, work.shares(1)[0], how)
             return
@@ -202,8 +205,8 @@ def _play(source: PoolSource, work: _Work, how: SchedulerOptions, sessions: int 
     with service(how.address or None) as at, progress("replaying", work.num_requests(count)) as console:
         if sessions is None and work.trace:
             requests = work.requests * (work.num_rounds or 1)
-            return replay_serially(at, source, requests, how.lease_seconds, console)
-        return replay_shares(at, source, work.shares(count), replace(how, address=at), console)
+            return replay_serially(source, requests, replace(how, address=at), console)
+        return replay_shares(source, work.shares(count), replace(how, address=at), console)
 
 
 def _play_until_told_to_end(source: PoolSource, share: Workload, how: SchedulerOptions) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from kvpool.cli.doors import doors_options, take_doors_config
 from kvpool.cli.events import events_options, take_events_config
 from kvpool.cli.logs import log_options, start_logging
 from kvpool.cli.settings import config_option
@@ -144,6 +145,7 @@ _LEASES = LeaseBounds()
     show_default=True,
     help="Most that the journal's files may take.",
 )
+@doors_options
 @events_options
 @log_options
 def serve(log_level: str, log_format: str, **settings: Any) -> None:  # noqa: ANN401 - named and checked by ServerConfig
@@ -165,7 +167,7 @@ def serve(log_level: str, log_format: str, **settings: Any) -> None:  # noqa: AN
             settings.pop("min_lease_seconds"), settings.pop("max_lease_seconds"), settings.pop("default_lease_seconds")
         )
         journal = JournalConfig(settings.pop("journal"), settings.pop("journal_max_bytes"))
-        events = take_events_config(settings)
+        events, doors = take_events_config(settings), take_doors_config(settings)
         config = ServerConfig(
             addresses=settings.pop("listen"),
             rank_timing=timing,
@@ -173,6 +175,7 @@ def serve(log_level: str, log_format: str, **settings: Any) -> None:  # noqa: AN
             events=events,
             leases=leases,
             journal=journal,
+            doors=doors,
             **settings,
         )
         armed = os.environ.get(faults.VARIABLE, "")

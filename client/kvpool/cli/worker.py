@@ -5,6 +5,7 @@ from typing import Any, Final
 
 import click
 
+from kvpool.cli.access import access_options, allowed_plaintext, current_access
 from kvpool.cli.endpoints import Endpoints
 from kvpool.cli.logs import log_options, start_logging
 from kvpool.cli.model import FLAGS, MODEL_OPTIONS, ModelFlags, byte_size, model_options
@@ -76,6 +77,7 @@ _FLAGS: Final = {
 @click.option("--layout", metavar="NAME", help="How keys and values lie in a page; default: that of their kind.")
 @click.option("--metrics-listen", metavar="HOST:PORT", help="Serve metrics for Prometheus here; usual port: 9465.")
 @click.option("--health-listen", metavar="ADDRESS", help="Answer gRPC health checks here: host:port or unix:/path.")
+@access_options("metrics", "health")
 @log_options
 def worker(
     log_level: str,
@@ -92,7 +94,11 @@ def worker(
     start_logging(log_level, log_format)
     flags = ModelFlags(**{name: options.pop(name) for name in MODEL_OPTIONS})
     layout = options.pop("layout")
-    endpoints = Endpoints.parse(options.pop("metrics_listen"), options.pop("health_listen"))
+    endpoints = Endpoints.parse(options.pop("metrics_listen"), options.pop("health_listen"), allowed_plaintext())
+    try:
+        current_access().check(options["server"])
+    except ValueError as error:
+        raise click.UsageError(str(error)) from error
     try:
         derived = flags.read_model(model, "--model CONFIG.json")
         settings = _settings(flags, derived, options)
@@ -132,6 +138,7 @@ def _settings(flags: ModelFlags, model: Model, options: dict[str, Any]) -> Worke
         memory_bytes=options["memory"],
         gpu_memory_utilization=DEFAULT_GPU_MEMORY_UTILIZATION if share is None else share,
         reserve_bytes=options["reserve"],
+        access=current_access(),
     )
 
 

@@ -9,11 +9,13 @@ from kvpool.client.connection import Client, connect
 from kvpool.client.errors import (
     AbortedError,
     DeadlineError,
+    DeniedError,
     ExhaustedError,
     InvalidArgumentError,
     KvpoolError,
     NotFoundError,
     ServerError,
+    UnauthenticatedError,
     UnavailableError,
     WrongStateError,
 )
@@ -24,6 +26,7 @@ from kvpool.client.results import Admission, Allocation, Answer, HitChanged
 from kvpool.client.session import Session
 from kvpool.client.steps import StepBuilder
 from kvpool.client.transport import EventBatch, HeldRequest, WatchKind
+from kvpool.server.access import TlsConfig
 from kvpool.server.core.allocator import PoolInfo
 from kvpool.server.core.config import HashScheme, KeyForm, KVCacheGroup, PoolConfig, ReuseOrder
 from kvpool.server.core.events import AllBlocksCleared, BlockRemoved, BlockStored
@@ -56,6 +59,7 @@ __all__ = [
     "ComputedBlocks",
     "CrossAttentionSpec",
     "DeadlineError",
+    "DeniedError",
     "EventBatch",
     "ExhaustedError",
     "ExtraKeys",
@@ -86,6 +90,8 @@ __all__ = [
     "SinkFullAttentionSpec",
     "SlidingWindowSpec",
     "StepBuilder",
+    "TlsConfig",
+    "UnauthenticatedError",
     "UnavailableError",
     "UniformTypeKVCacheSpecs",
     "WatchKind",

@@ -7,6 +7,7 @@ requests or blocks ask page by page, as the caller reads on.
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 from typing import Final, Protocol, Self, TypeVar
 
@@ -14,6 +15,7 @@ import grpc
 
 from kvpool.client import wire
 from kvpool.client.errors import from_rpc_error
+from kvpool.server.access import Access, TlsConfig
 from kvpool.server.address import check_address
 from kvpool.server.core.allocator import PoolInfo
 from kvpool.server.core.inspection import MAX_PAGE_SIZE, BlockInfo, BlockState, RequestInfo, SessionInfo
@@ -66,19 +68,31 @@ class AdminClient:
     again by itself.
     """
 
-    def __init__(self, address: str, *, deadline_seconds: float = DEFAULT_DEADLINE_SECONDS) -> None:
+    def __init__(
+        self,
+        address: str,
+        *,
+        deadline_seconds: float = DEFAULT_DEADLINE_SECONDS,
+        tls: TlsConfig | None = None,
+        token: str | Path | None = None,
+        allow_plaintext: bool = False,
+    ) -> None:
         """Makes the connection; that nobody answers is found out by the first call.
 
         Args:
             address: `host:port` or `unix:/path`.
             deadline_seconds: How long each call may take.
+            tls: As of `kvpool.client.connect`; likewise the others.
+            token: See there.
+            allow_plaintext: See there.
 
         Raises:
-            ValueError: The address is of neither form.
+            ValueError: As there.
         """
         check_address(address)
         self._deadline_seconds = deadline_seconds
-        self._channel = grpc.insecure_channel(address, options=wire.CHANNEL_OPTIONS)
+        access = Access.of(tls, token, allow_plaintext=allow_plaintext)
+        self._channel = access.channel(address, wire.CHANNEL_OPTIONS)
         self._stub = admin_pb2_grpc.AdminServiceStub(self._channel)
 
     def __enter__(self) -> Self:

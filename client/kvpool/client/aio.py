@@ -5,6 +5,7 @@ import contextlib
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Sequence
 from contextlib import asynccontextmanager
+from pathlib import Path
 from types import TracebackType
 from typing import Protocol, Self, TypeVar
 
@@ -19,6 +20,7 @@ from kvpool.client.results import Admission, Allocation, HitChanged
 from kvpool.client.session import SessionBase
 from kvpool.client.steps import StepBuilder
 from kvpool.client.transport import EventBatch, HeldRequest, OpenedSession, watch_options
+from kvpool.server.access import Access, TlsConfig
 from kvpool.server.address import check_address
 from kvpool.server.core.allocator import PoolInfo
 from kvpool.server.core.config import PoolConfig
@@ -41,27 +43,37 @@ class _Method(Protocol[_RequestT_contra, _T_co]):
     def __call__(self, request: _RequestT_contra, *, timeout: float | None = None) -> Awaitable[_T_co]: ...
 
 
-def connect(address: str, *, deadline_seconds: float = wire.DEFAULT_DEADLINE_SECONDS) -> "AsyncClient":
+def connect(
+    address: str,
+    *,
+    deadline_seconds: float = wire.DEFAULT_DEADLINE_SECONDS,
+    tls: TlsConfig | None = None,
+    token: str | Path | None = None,
+    allow_plaintext: bool = False,
+) -> "AsyncClient":
     """Connects to a service; call it inside a running event loop.
 
     Args:
         address: `host:port` or `unix:/path`.
         deadline_seconds: How long each call may take, retries included.
+        tls: As of `kvpool.client.connect`; likewise the others.
+        token: See there.
+        allow_plaintext: See there.
 
     Raises:
-        ValueError: The address is of neither form.
+        ValueError: As there.
     """
     check_address(address)
-    return AsyncClient(address, deadline_seconds)
+    return AsyncClient(address, deadline_seconds, Access.of(tls, token, allow_plaintext=allow_plaintext))
 
 
 class AsyncClient:
     """A connection to a service, for one event loop. See `kvpool.client.Client`."""
 
-    def __init__(self, address: str, deadline_seconds: float) -> None:
+    def __init__(self, address: str, deadline_seconds: float, access: Access) -> None:
         self._deadline_seconds = deadline_seconds
         self._calls = _Calls(deadline_seconds)
-        self._channel = grpc.aio.insecure_channel(address, options=wire.SESSION_CHANNEL_OPTIONS)
+        self._channel = access.aio_channel(address, wire.SESSION_CHANNEL_OPTIONS)
         self._stub: allocator_pb2_grpc.AllocatorServiceAsyncStub = allocator_pb2_grpc.AllocatorServiceStub(
             self._channel
         )

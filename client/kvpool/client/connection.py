@@ -1,12 +1,14 @@
 """Where a client begins."""
 
 from collections.abc import Iterator
+from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
 
 from kvpool.client.session import Session
 from kvpool.client.transport import EmbeddedTransport, EventBatch, Transport, watch_options
 from kvpool.client.wire import DEFAULT_DEADLINE_SECONDS
+from kvpool.server.access import Access, TlsConfig
 from kvpool.server.address import check_address
 from kvpool.server.core.allocator import PoolInfo
 from kvpool.server.core.config import PoolConfig
@@ -15,22 +17,40 @@ from kvpool.server.core.quota import Quota
 EMBEDDED: Final = "embedded:"
 
 
-def connect(address: str, *, deadline_seconds: float = DEFAULT_DEADLINE_SECONDS) -> "Client":
+def connect(
+    address: str,
+    *,
+    deadline_seconds: float = DEFAULT_DEADLINE_SECONDS,
+    tls: TlsConfig | None = None,
+    token: str | Path | None = None,
+    allow_plaintext: bool = False,
+) -> "Client":
     """Connects to a service.
 
     Args:
         address: `host:port`, `unix:/path`, or `embedded:` for the core in this process.
         deadline_seconds: How long each call may take, retries included.
+        tls: For TCP; None for what KVPOOL_TLS_CA, KVPOOL_TLS_CERT, KVPOOL_TLS_KEY and KVPOOL_TLS_SERVER_NAME say, and
+            plaintext if they say nothing.
+        token: The token, or the file that holds it, which is read anew for each call and stream; None for what
+            KVPOOL_TOKEN or KVPOOL_TOKEN_FILE says.
+        allow_plaintext: Send the token over plaintext TCP beyond this machine.
 
     Raises:
-        ValueError: The address is of none of these forms. That nobody answers is found out by the first call.
+        ValueError: The address is of none of these forms, a file cannot be read, or the token would go where others can
+            read it. That nobody answers is found out by the first call.
     """
+    return connect_as(Access.of(tls, token, allow_plaintext=allow_plaintext), address, deadline_seconds)
+
+
+def connect_as(access: Access, address: str, deadline_seconds: float = DEFAULT_DEADLINE_SECONDS) -> "Client":
+    """The same, with what is shown at the door in one piece; nothing comes from the environment."""
     if address == EMBEDDED:
         return Client(EmbeddedTransport())
     check_address(address)
     from kvpool.client.grpc_transport import GrpcTransport  # noqa: PLC0415 - the embedded core needs no grpc
 
-    return Client(GrpcTransport(address, deadline_seconds))
+    return Client(GrpcTransport(address, deadline_seconds, access))
 
 
 class Client:

@@ -9,10 +9,12 @@ from google.rpc import error_details_pb2, status_pb2
 
 from kvpool.server.core.errors import (
     AbortedError,
+    DeniedError,
     ExhaustedError,
     InvalidArgumentError,
     KvpoolError,
     NotFoundError,
+    UnauthenticatedError,
     UnavailableError,
     WrongStateError,
 )
@@ -20,11 +22,13 @@ from kvpool.server.core.errors import (
 __all__ = [
     "AbortedError",
     "DeadlineError",
+    "DeniedError",
     "ExhaustedError",
     "InvalidArgumentError",
     "KvpoolError",
     "NotFoundError",
     "ServerError",
+    "UnauthenticatedError",
     "UnavailableError",
     "WrongStateError",
     "from_rpc_error",
@@ -49,6 +53,8 @@ _ERRORS: Final[dict[grpc.StatusCode, type[KvpoolError]]] = {
     grpc.StatusCode.ABORTED: AbortedError,
     grpc.StatusCode.UNAVAILABLE: UnavailableError,
     grpc.StatusCode.RESOURCE_EXHAUSTED: ExhaustedError,
+    grpc.StatusCode.UNAUTHENTICATED: UnauthenticatedError,
+    grpc.StatusCode.PERMISSION_DENIED: DeniedError,
     grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineError,
 }
 

@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Iterator
 from math import inf
-from typing import Protocol, TypeVar
+from typing import Final, Protocol, TypeVar
 
 import grpc
 
@@ -14,6 +14,7 @@ from kvpool.client import retries, steps, watching, wire
 from kvpool.client.errors import DeadlineError, KvpoolError, UnavailableError, WrongStateError, from_rpc_error
 from kvpool.client.lease import now_seconds
 from kvpool.client.transport import EventBatch, OpenedSession, WatchOptions
+from kvpool.server.access import Access
 from kvpool.server.core.allocator import PoolInfo
 from kvpool.server.core.config import PoolConfig
 from kvpool.server.core.quota import Quota
@@ -21,6 +22,7 @@ from kvpool.server.core.step import Step, StepResult
 from kvpool.server.rpc import convert
 from kvpool.v1 import allocator_pb2, allocator_pb2_grpc, event_pb2_grpc, step_pb2
 
+_OPEN: Final = Access()
 _T = TypeVar("_T")
 _T_co = TypeVar("_T_co", covariant=True)
 _RequestT = TypeVar("_RequestT")
@@ -46,9 +48,9 @@ class _Method(Protocol[_RequestT_contra, _T_co]):
 class GrpcTransport:
     """The service at an address. Threads may share it; each session belongs to one thread at a time."""
 
-    def __init__(self, address: str, deadline_seconds: float) -> None:
+    def __init__(self, address: str, deadline_seconds: float, access: Access = _OPEN) -> None:
         self._deadline_seconds = deadline_seconds
-        self._channel = grpc.insecure_channel(address, options=wire.SESSION_CHANNEL_OPTIONS)
+        self._channel = access.channel(address, wire.SESSION_CHANNEL_OPTIONS)
         self._stub = allocator_pb2_grpc.AllocatorServiceStub(self._channel)
         self._events = event_pb2_grpc.EventServiceStub(self._channel)
         self._streams: dict[str, _StepStream] = {}

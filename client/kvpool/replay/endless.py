@@ -14,7 +14,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-from kvpool.client import Client, InvalidArgumentError, KvpoolError, connect
+from kvpool.client import Client, InvalidArgumentError, KvpoolError
+from kvpool.client.connection import connect_as
 from kvpool.replay.play import PoolSource
 from kvpool.replay.playing import SchedulerOptions, scheduler_on
 from kvpool.replay.result import Counts
@@ -45,7 +46,7 @@ def play_until(
         InvalidArgumentError: The service refuses what it is asked for, and always would; or nothing fits the pool.
     """
     pauses = _Pauses()
-    with connect(options.address) as client:
+    with connect_as(options.access, options.address) as client:
         while not stopping.is_set():
             try:
                 pool.prepare(client)

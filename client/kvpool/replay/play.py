@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from kvpool.client import Client, FullAttentionSpec, KVCacheGroup, PoolConfig, PoolInfo, ReuseOrder, connect
+from kvpool.client import Client, FullAttentionSpec, KVCacheGroup, PoolConfig, PoolInfo, ReuseOrder
+from kvpool.client.connection import connect_as
 from kvpool.replay.playing import SchedulerOptions
 from kvpool.replay.processes import own_server, play_concurrently
 from kvpool.replay.result import Counts, Result
@@ -102,23 +103,21 @@ def service(address: str | None) -> Iterator[str]:
         yield own
 
 
-def replay_serially(
-    address: str, pool: PoolSource, trace: list[TraceRequest], lease_seconds: float, console: Console
-) -> Result:
+def replay_serially(pool: PoolSource, trace: list[TraceRequest], options: SchedulerOptions, console: Console) -> Result:
     """Plays a trace's prompts one after the other on one session."""
-    with connect(address) as client:
+    with connect_as(options.access, options.address) as client:
         before = pool.prepare(client).evicted_blocks
         start = time.perf_counter()
-        with client.open_session(pool.name, client_name="kvpool-replay", lease_seconds=lease_seconds) as session:
+        with client.open_session(
+            pool.name, client_name="kvpool-replay", lease_seconds=options.lease_seconds
+        ) as session:
             counts = play_serially(session, trace, lambda: console.advance(1))
         return _result(client, pool, [counts], before, start)
 
 
-def replay_shares(
-    address: str, pool: PoolSource, shares: list[Workload], options: SchedulerOptions, console: Console
-) -> Result:
+def replay_shares(pool: PoolSource, shares: list[Workload], options: SchedulerOptions, console: Console) -> Result:
     """Plays shares concurrently, each in a scheduler process of its own."""
-    with connect(address) as client:
+    with connect_as(options.access, options.address) as client:
         before = pool.prepare(client).evicted_blocks
         start = time.perf_counter()
         played = play_concurrently(shares, options, console.advance, console.complain, console.started)

@@ -9,6 +9,7 @@ from kvpool.client import Client, KvpoolError, Session
 from kvpool.replay.executor import Executor
 from kvpool.replay.scheduler import Scheduler
 from kvpool.replay.workload import Workload
+from kvpool.server.access import Access
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +24,7 @@ class SchedulerOptions:
         max_num_batched_tokens: Most tokens given room in a round.
         open_executor: Makes what runs the rounds of a session, until it is left; None for one that computes nothing.
         start_after_requests: Requests that a scheduler has done before the next one begins; 0: all at once.
+        access: What is shown at the service's door.
     """
 
     address: str
@@ -32,6 +34,7 @@ class SchedulerOptions:
     max_num_batched_tokens: int
     open_executor: Callable[[Session], AbstractContextManager[Executor]] | None = None
     start_after_requests: int = 0
+    access: Access = Access()  # noqa: RUF009 - frozen
 
 
 @contextlib.contextmanager

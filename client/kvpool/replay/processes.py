@@ -21,7 +21,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Final, TypeAlias, cast
 
-from kvpool.client import KvpoolError, connect
+from kvpool.client import KvpoolError
+from kvpool.client.connection import connect_as
 from kvpool.replay.child_error import ChildError
 from kvpool.replay.playing import SchedulerOptions, scheduler_on
 from kvpool.replay.result import Counts
@@ -220,7 +221,7 @@ def _schedule(share: Workload, options: SchedulerOptions, name: str, pipe: _Pipe
 
     try:
         with (
-            connect(options.address) as client,
+            connect_as(options.access, options.address) as client,
             scheduler_on(client, share, options, name, advance) as scheduler,
         ):
             counts = scheduler.run()

@@ -43,10 +43,12 @@ from kvpool.gpu_worker.words import (
     Status,
 )
 from kvpool.server.core.errors import (
+    DeniedError,
     ExhaustedError,
     InvalidArgumentError,
     KvpoolError,
     NotFoundError,
+    UnauthenticatedError,
     WrongStateError,
 )
 from kvpool.server.core.world import HeldTensors, PoolState, Registration
@@ -55,8 +57,8 @@ REGISTER_TIMEOUT_SECONDS: Final = 10.0
 """How long the first word of the server is waited for, the connection included."""
 FIRST_PAUSE_SECONDS: Final = 0.1
 LONGEST_PAUSE_SECONDS: Final = 3.0
-_NO_USE_CODES: Final = ("UNIMPLEMENTED", "PERMISSION_DENIED", "UNAUTHENTICATED")
-"""Codes without an error of their own: the server is another, or of another release, or wants to be asked otherwise."""
+_NO_USE_CODES: Final = ("UNIMPLEMENTED",)
+"""Codes without an error of their own: the server is another, or of another release."""
 
 
 class Phase(Enum):
@@ -310,6 +312,8 @@ class RankProtocol:
     def _is_fatal(self, error: KvpoolError) -> bool:
         if isinstance(error, ExhaustedError):  # a registration too large is so the next time; a slow reader is not
             return error.retry_seconds is None and self._timing is None
+        if isinstance(error, UnauthenticatedError | DeniedError):  # of a rank that was let in, the token may be renewed
+            return self._timing is None
         if isinstance(error, InvalidArgumentError | WrongStateError | NotFoundError):
             return True
         return isinstance(error, ServerError) and error.reason in _NO_USE_CODES

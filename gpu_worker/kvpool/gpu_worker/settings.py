@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Final
 
+from kvpool.server.access import Access
 from kvpool.server.address import check_address
 from kvpool.server.config import MIB
 from kvpool.server.core.config import check_pool_name
@@ -28,6 +29,7 @@ class WorkerSettings:
         memory_bytes: Memory for the KV cache; None for a share of the device's, which only CUDA devices have.
         gpu_memory_utilization: The share, (0, 1], of which goes off what is in use already.
         reserve_bytes: Left free on a CUDA device beside the KV cache, for what comes later: activations, graphs.
+        access: What is shown at the server's door.
     """
 
     server: str
@@ -39,6 +41,7 @@ class WorkerSettings:
     memory_bytes: int | None = None
     gpu_memory_utilization: float = DEFAULT_GPU_MEMORY_UTILIZATION
     reserve_bytes: int = DEFAULT_RESERVE_BYTES
+    access: Access = Access()  # noqa: RUF009 - frozen
 
     def __post_init__(self) -> None:
         try:

@@ -9,6 +9,7 @@ import grpc
 
 from kvpool.client.errors import from_rpc_error
 from kvpool.client.wire import CHANNEL_OPTIONS
+from kvpool.server.access import Access
 from kvpool.server.core.errors import KvpoolError, UnavailableError
 from kvpool.v1 import worker_pb2, worker_pb2_grpc
 
@@ -27,19 +28,27 @@ class JoinStream:
     """One call of WorkerService.Join."""
 
     def __init__(
-        self, address: str, first: worker_pb2.JoinRequest, deliver: Callable[["JoinStream", Incoming], None]
+        self,
+        address: str,
+        access: Access,
+        first: worker_pb2.JoinRequest,
+        deliver: Callable[["JoinStream", Incoming], None],
     ) -> None:
         """Begins the call.
 
         Args:
             address: Where the server listens.
+            access: What is shown at its door; its files are read now.
             first: The first message.
             deliver: Called from another thread with each message, and once, at last, with the error that ended it all.
+
+        Raises:
+            ValueError: A file of `access` cannot be read.
         """
         self._outgoing: queue.SimpleQueue[worker_pb2.JoinRequest | None] = queue.SimpleQueue()
         self._outgoing.put(first)
         self._deliver = deliver
-        self._channel = grpc.insecure_channel(address, options=_OPTIONS)
+        self._channel = access.channel(address, _OPTIONS)
         self._call = worker_pb2_grpc.WorkerServiceStub(self._channel).Join(iter(self._outgoing.get, None))
         self._reader = threading.Thread(target=self._read, name="kvpool-join", daemon=True)
         self._reader.start()

@@ -48,7 +48,7 @@ from kvpool.gpu_worker.words import (
     Word,
 )
 from kvpool.gpu_worker.worker_log import WorkerLog
-from kvpool.server.core.errors import AbortedError, InvalidArgumentError, KvpoolError
+from kvpool.server.core.errors import AbortedError, InvalidArgumentError, KvpoolError, UnavailableError
 from kvpool.server.core.spec_base import KVCacheSpec
 from kvpool.server.core.types import TableLease
 from kvpool.server.core.world import Rank, Registration
@@ -317,8 +317,7 @@ class Worker:
     def _change_stream(self, effect: OpenStream | CloseStream | JoinLater | Say) -> None:
         match effect:
             case OpenStream(registration):
-                first = messages.register(self._settings.pool, registration)
-                self._stream = JoinStream(self._settings.server, first, self._deliver)
+                self._open_stream(registration)
             case CloseStream():
                 self._drop_stream()
             case JoinLater(error, pause_seconds):
@@ -328,6 +327,14 @@ class Worker:
                 self._say(word)
             case _:
                 assert_never(effect)
+
+    def _open_stream(self, registration: Registration) -> None:
+        first = messages.register(self._settings.pool, registration)
+        try:
+            self._stream = JoinStream(self._settings.server, self._settings.access, first, self._deliver)
+        except ValueError as error:  # a certificate or a token is gone, or being replaced
+            reason = UnavailableError("NO_ACCESS", str(error))
+            self._events.put(lambda: self._protocol.stream_ended(reason, time.monotonic()))
 
     def _say(self, word: Word) -> None:
         if isinstance(word, Initialized):

@@ -10,7 +10,7 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from kvpool.gpu_worker.status import WorkerStatus
-from kvpool.server.address import refuse_live_socket
+from kvpool.server.address import DEFAULT_SOCKET_MODE, refuse_live_socket, socket_mode
 
 _THREADS: Final = 2
 _STOP_SECONDS: Final = 1.0
@@ -42,7 +42,8 @@ def health_served(address: str) -> Iterator[tuple[str, Callable[[WorkerStatus], 
     if address.startswith("unix:"):
         refuse_live_socket(Path(address.removeprefix("unix:")))
     try:
-        port = server.add_insecure_port(address)
+        with socket_mode(address, DEFAULT_SOCKET_MODE):
+            port = server.add_insecure_port(address)
     except RuntimeError as error:
         raise OSError("grpc cannot bind it; is it in use?") from error
     server.start()

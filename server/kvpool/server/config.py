@@ -3,10 +3,11 @@
 from dataclasses import dataclass
 from typing import Final
 
-from kvpool.server.address import check_address, host_and_port
+from kvpool.server.address import check_address, host_and_port, refuse_plaintext
 from kvpool.server.core.session import LeaseBounds
 from kvpool.server.core.types import MAX_BLOCKS
 from kvpool.server.core.world import RankTiming
+from kvpool.server.doors.config import DoorsConfig
 from kvpool.server.journal.config import JournalConfig
 from kvpool.server.obs.event_config import EventsConfig
 
@@ -59,6 +60,7 @@ class ServerConfig:
         events: Where and how block events are published, besides `EventService.Watch`.
         leases: How long sessions' leases may be.
         journal: Where changes are written down, so that a server that is killed comes back as it was.
+        doors: Who gets in, and what may go without encryption.
     """
 
     addresses: tuple[str, ...] = (DEFAULT_ADDRESS,)
@@ -74,6 +76,7 @@ class ServerConfig:
     events: EventsConfig = EventsConfig()  # noqa: RUF009 - frozen
     leases: LeaseBounds = LeaseBounds()  # noqa: RUF009 - frozen
     journal: JournalConfig = JournalConfig()  # noqa: RUF009 - frozen
+    doors: DoorsConfig = DoorsConfig()  # noqa: RUF009 - frozen
 
     def __post_init__(self) -> None:
         if not self.addresses:
@@ -94,6 +97,18 @@ class ServerConfig:
             raise ValueError(f"max_pools: {self.max_pools} is less than 1")
         if not 1 <= self.dead_peer_seconds <= 3600:  # noqa: PLR2004 - the message states it
             raise ValueError(f"dead_peer_seconds: {self.dead_peer_seconds} is not in [1, 3600]")
+        self._refuse_plaintext()
+
+    def _refuse_plaintext(self) -> None:
+        spoken = [
+            ("metrics_listen", "metrics", self.metrics.address),
+            ("events_endpoint", "events", self.events.endpoint),
+            ("events_replay_endpoint", "events", self.events.replay_endpoint),
+            *(("listen", "grpc", address) for address in self.addresses if not self.doors.tls_cert),
+        ]
+        for name, what, address in spoken:
+            if address:
+                refuse_plaintext(name, what, address, self.doors.allow_plaintext)
 
 
 def _check_listen(address: str) -> None:

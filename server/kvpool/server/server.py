@@ -14,10 +14,11 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from kvpool.server.address import host_and_port, refuse_live_socket
+from kvpool.server.address import host_and_port, refuse_live_socket, socket_mode
 from kvpool.server.config import MetricsConfig, ServerConfig
 from kvpool.server.core.residency import Residency
 from kvpool.server.core.types import PoolName
+from kvpool.server.doors.certificates import server_credentials
 from kvpool.server.journal.calls import JournaledAllocator
 from kvpool.server.journal.journal import Journal
 from kvpool.server.obs.exporter import Exporter
@@ -27,6 +28,7 @@ from kvpool.server.obs.server_metrics import PoolSource, sampler
 from kvpool.server.rpc.admin_service import AdminService
 from kvpool.server.rpc.allocator_service import AllocatorService
 from kvpool.server.rpc.convert_journal import WireMessages
+from kvpool.server.rpc.doorkeeper import Doorkeeper
 from kvpool.server.rpc.event_service import EventService
 from kvpool.server.rpc.hub import Hub
 from kvpool.server.rpc.ranks import Ranks
@@ -61,6 +63,9 @@ _log = logging.getLogger("kvpool.server")
 class Server:
     """A kvpool server in the current event loop.
 
+    Raises:
+        OSError: A certificate or the file of tokens is no good.
+
     Attributes:
         hub: What its services share.
         publishers: What publishes block events over ZeroMQ, if that is asked for.
@@ -77,8 +82,19 @@ class Server:
         self.hub = Hub(config.max_pool_blocks, residency, config.leases, config.quarantine_seconds, recovered)
         self._ranks = Ranks(self.hub, config.rank_timing, config.max_pool_blocks, config.max_pools)
         self._health = health.aio.HealthServicer()
-        observers = [RpcObserver(self._observations)] if self._observations else []
-        self._server = grpc.aio.server(interceptors=observers, options=_channel_options(config))
+        try:
+            self._credentials = server_credentials(config.doors)
+            self._doorkeeper = (
+                Doorkeeper(config.doors.tokens, self.hub, self._observations) if config.doors.tokens else None
+            )
+        except ValueError as error:
+            raise OSError(str(error)) from error
+        interceptors: list[grpc.aio.ServerInterceptor] = []
+        if self._observations:
+            interceptors.append(RpcObserver(self._observations))
+        if self._doorkeeper:
+            interceptors.append(self._doorkeeper)
+        self._server = grpc.aio.server(interceptors=interceptors, options=_channel_options(config))
         self._watches: list[asyncio.Task[None]] = []
         allocator = AllocatorService(self.hub, self._ranks, self._observations)
         allocator_pb2_grpc.add_AllocatorServiceServicer_to_server(allocator, self._server)
@@ -114,6 +130,10 @@ class Server:
         ]
         if self._journal:
             self._watches.append(asyncio.create_task(self._journal.run(), name="write_journal"))
+        if self._doorkeeper:
+            self._watches.append(asyncio.create_task(self._doorkeeper.watch(), name="watch_tokens"))
+        elif not all(address.startswith("unix:") for address in addresses):
+            _log.warning("whoever connects may do everything", extra={"addresses": addresses})
         for task in self._watches:
             task.add_done_callback(_log_end)
         _log.info("server listening", extra={"addresses": addresses})
@@ -174,13 +194,18 @@ class Server:
         return publishers
 
     def _bind(self, address: str) -> str:
-        if address.startswith("unix:"):
+        is_unix = address.startswith("unix:")
+        if is_unix:
             refuse_live_socket(Path(address.removeprefix("unix:")))
         try:
-            port = self._server.add_insecure_port(address)
+            with socket_mode(address, self._config.doors.socket_mode):
+                if self._credentials and not is_unix:
+                    port = self._server.add_secure_port(address, self._credentials)
+                else:
+                    port = self._server.add_insecure_port(address)
         except RuntimeError as error:
             raise OSError(f"cannot listen on {address}") from error
-        return address if address.startswith("unix:") else f"{address.rpartition(':')[0]}:{port}"
+        return address if is_unix else f"{address.rpartition(':')[0]}:{port}"
 
 
 async def serve(config: ServerConfig, ready: Callable[[list[str]], Awaitable[None] | None] | None = None) -> None:

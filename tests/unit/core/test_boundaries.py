@@ -47,7 +47,8 @@ def test_tensors_are_the_workers_alone() -> None:
 
 
 def test_the_worker_runs_no_part_of_the_server() -> None:
-    shared = tuple(f"kvpool.server.{name}" for name in ("core", "config", "address", "metrics_http", "rpc.convert"))
+    parts = ("core", "config", "access", "address", "metrics_http", "rpc.convert")
+    shared = tuple(f"kvpool.server.{name}" for name in parts)
     for path in Path(*kvpool.gpu_worker.__path__).rglob("*.py"):
         for name in imports(path):
             if name.startswith("kvpool.server"):

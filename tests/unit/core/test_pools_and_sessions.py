@@ -158,3 +158,38 @@ def test_a_description_stays_as_it_was() -> None:
     info = world.allocator.describe(world.pool)
     world.admit(session, 1, "abc", 13)
     assert info.prefix_cache.requests == 0
+
+
+def test_salted_schemes_differ_by_salt_alone_and_keep_the_length() -> None:
+    scheme = HashScheme("xxhash_cbor", none_hash=b"n" * 16)
+    seeds = {salt: scheme.salted(salt).none_hash for salt in (b"", b"a", b"b")}
+    assert seeds[b""] == scheme.none_hash
+    assert len(set(seeds.values())) == 3
+    assert {len(seed) for seed in seeds.values()} == {16}
+    assert scheme.salted(b"a") == scheme.salted(b"a")
+
+
+def test_an_owners_key_finds_no_session_of_another() -> None:
+    allocator = Allocator()
+    allocator.create_pool(config(), DRAWN)
+
+    def opened(session_id: str, owner: str) -> str:
+        _, session = allocator.open_session(
+            "m", "", 0.0, session_id=SessionId(session_id), now_seconds=0.0, open_key="key", owner=owner
+        )
+        return session.session_id
+
+    assert [opened("1", "a"), opened("2", "b"), opened("3", "a")] == ["1", "2", "1"]
+    assert [allocator.owner(session_id) for session_id in ("1", "2", "3")] == [("m", "a"), ("m", "b"), None]
+
+
+def test_asking_for_the_owner_is_no_sign_of_life_and_no_secret_is_shown() -> None:
+    allocator = Allocator()
+    pool, _ = allocator.create_pool(config(), DRAWN)
+    _, session = allocator.open_session(
+        "m", "", 5.0, session_id=SessionId("secret-id"), now_seconds=0.0, open_key="secret-key", salt=b"secret-salt"
+    )
+    allocator.owner("secret-id")
+    assert session.expires_seconds == 5.0
+    assert "secret" not in repr(session)
+    assert repr(DRAWN) not in repr(pool.config)

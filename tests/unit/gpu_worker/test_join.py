@@ -37,10 +37,12 @@ from kvpool.gpu_worker.words import (
 )
 from kvpool.server.core.errors import (
     AbortedError,
+    DeniedError,
     ExhaustedError,
     InvalidArgumentError,
     KvpoolError,
     NotFoundError,
+    UnauthenticatedError,
     UnavailableError,
     WrongStateError,
 )
@@ -317,7 +319,8 @@ def test_rule_5_these_are_tried_again_for_ever(driver: Driver, error: KvpoolErro
         WrongStateError("RANK_TAKEN", ""),
         NotFoundError("NOT_FOUND", ""),
         ServerError("UNIMPLEMENTED", ""),
-        ServerError("PERMISSION_DENIED", ""),
+        DeniedError("POOL", ""),
+        UnauthenticatedError("NO_TOKEN", ""),
         ExhaustedError("RESOURCE_EXHAUSTED", "the message is too large"),
     ],
     ids=lambda error: error.reason,
@@ -333,6 +336,11 @@ def test_rule_5_these_end_the_rank(driver: Driver, error: KvpoolError) -> None:
 def test_a_slow_reader_joins_again(driver: Driver) -> None:
     driver.join()
     assert isinstance(driver.lose_stream(ExhaustedError("NOT_READING", ""))[0], JoinLater)
+
+
+def test_a_rank_that_was_let_in_waits_for_another_token(driver: Driver) -> None:
+    driver.join()
+    assert isinstance(driver.lose_stream(UnauthenticatedError("TOKEN_REVOKED", ""))[0], JoinLater)
 
 
 def test_pauses_are_spread_and_begin_anew_once_a_heartbeat_was_answered() -> None:

@@ -122,7 +122,7 @@ class Allocator:
         self._new_residency = new_residency
         self._pools: dict[PoolName, Pool] = {}
         self._sessions: dict[SessionId, tuple[Pool, Session]] = {}
-        self._by_open_key: dict[str, Session] = {}
+        self._by_open_key: dict[tuple[str, str], Session] = {}
         self._ends = SessionEnds()
         self._last_writer = 0
 
@@ -246,6 +246,8 @@ class Allocator:
         now_seconds: float,
         open_key: str = "",
         quota: Quota = NO_QUOTA,
+        owner: str = "",
+        salt: bytes = b"",
     ) -> tuple[Pool, Session]:
         """Attaches a scheduler process to a pool; or finds the session that the same key opened, if it lives.
 
@@ -257,6 +259,8 @@ class Allocator:
             now_seconds: The time.
             open_key: Drawn by the caller, so that the call can be repeated; empty for a new session in any case.
             quota: What it can always have, and the most it may hold.
+            owner: Name of the token that it belongs to; empty for none.
+            salt: Sets its hashes apart; empty for those of the pool.
 
         Returns:
             The pool and the session, whose id is another than `session_id` if it was found; it is heard of by that.
@@ -274,7 +278,7 @@ class Allocator:
         if len(client_name.encode("utf-8", "surrogatepass")) > 256:  # noqa: PLR2004 - the proto states it
             raise InvalidArgumentError("client_name", "longer than 256 bytes")
         check_key("open_key", open_key)
-        found = self._opened_before(open_key, asked_for, now_seconds)
+        found = self._opened_before((owner, open_key), asked_for, now_seconds)
         if found:
             return found
         pool = self.pool(pool_name)
@@ -283,10 +287,11 @@ class Allocator:
         holding = pool.quotas.open(quota)
         self._last_writer += 1
         writer = WriterId(self._last_writer)
-        session = Session(session_id, writer, client_name, lease_seconds, now_seconds, open_key, asked_for, holding)
+        said = (client_name, lease_seconds, now_seconds, open_key, asked_for, holding)
+        session = Session(session_id, writer, *said, owner=owner, salt=salt)
         self._sessions[session_id] = (pool, session)
         if open_key:
-            self._by_open_key[open_key] = session
+            self._by_open_key[owner, open_key] = session
         pool.sessions[session_id] = session
         pool.activity.sessions_opened += 1
         return pool, session
@@ -348,6 +353,11 @@ class Allocator:
         """Notes that such a stream has ended: the lease counts from now."""
         session.open_streams -= 1
         session.heard_seconds = now_seconds
+
+    def owner(self, session_id: str) -> tuple[PoolName, str] | None:
+        """The pool and the owner of an open session, which is not heard of by that; None if there is none."""
+        found = self._sessions.get(first_id(session_id))
+        return (found[0].config.name, found[1].owner) if found else None
 
     def apply(self, pool: Pool, session: Session, step: Step, source: object = None) -> StepResult:
         """Applies a step of a session that `session` found; see `apply_step`."""
@@ -568,8 +578,9 @@ class Allocator:
     def _end(self, session_id: SessionId, reason: str, num_freed_requests: int = 0) -> tuple[Pool, Session]:
         pool, session = self._sessions.pop(session_id)
         self._ends.remember(session.current_id, reason, num_freed_requests)
-        if self._by_open_key.get(session.open_key) is session:  # else its key opened another after it was overdue
-            del self._by_open_key[session.open_key]
+        key = (session.owner, session.open_key)
+        if self._by_open_key.get(key) is session:  # else its key opened another after it was overdue
+            del self._by_open_key[key]
         del pool.sessions[session_id]
         return pool, session
 
@@ -582,9 +593,9 @@ class Allocator:
         return found
 
     def _opened_before(
-        self, open_key: str, asked_for: tuple[object, ...], now_seconds: float
+        self, owner_and_key: tuple[str, str], asked_for: tuple[object, ...], now_seconds: float
     ) -> tuple[Pool, Session] | None:
-        session = self._by_open_key.get(open_key)
+        session = self._by_open_key.get(owner_and_key)
         if session is None or session.expires_seconds <= now_seconds:
             return None
         if session.asked_for != asked_for:

@@ -1,8 +1,9 @@
 """What decides a pool's answers: groups, order of reuse, hash scheme. Frozen values that check their own numbers."""
 
+import hmac
 import math
 import re
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 from typing import Final
 
@@ -85,6 +86,16 @@ class HashScheme:
     def hash_size_bytes(self) -> int:
         """Length of a hash in bytes."""
         return self.size_bytes or _HASH_SIZES_BYTES.get(self.algorithm, 32)
+
+    def salted(self, salt: bytes) -> "HashScheme":
+        """The scheme of those who share a salt: with a none_hash that others cannot work out.
+
+        It is HMAC-SHA256 of the salt under the pool's none_hash, cut to the length of a hash. An empty salt changes
+        nothing.
+        """
+        if not salt:
+            return self
+        return replace(self, none_hash=hmac.digest(self.none_hash, salt, "sha256")[: self.hash_size_bytes])
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,7 +229,9 @@ class PoolConfig:
                     left, right = getattr(mine, part.name), getattr(theirs, part.name)
                     if part.name == "size_bytes":
                         left, right = mine.hash_size_bytes, theirs.hash_size_bytes
-                    if left != right and not (part.name == "none_hash" and not right):
+                    if part.name == "none_hash":  # a secret: how long this takes must not tell where a guess differs
+                        left, right = hmac.compare_digest(left, right or left), True
+                    if left != right:
                         return f"hash_scheme.{part.name}"
             elif mine != theirs:
                 return entry.name

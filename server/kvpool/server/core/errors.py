@@ -55,6 +55,14 @@ class ExhaustedError(KvpoolError):
     """Over a limit that protects others, such as a message's size: the caller sends less."""
 
 
+class UnauthenticatedError(KvpoolError):
+    """No token, or one that is unknown, has expired or was revoked: the caller needs another."""
+
+
+class DeniedError(KvpoolError):
+    """The caller is known, but this is not for it; says nothing of what there is."""
+
+
 class IntegrityError(AssertionError):
     """The books do not balance: a bug in this package. Raised by checks that only tests and idle servers run."""
 

@@ -86,6 +86,8 @@ class Session:
         holding: The blocks that its requests hold, if it has a quota.
         opened_seconds: When it was opened, on the same clock.
         current_id: The id that the process which drives it has.
+        owner: Name of the token that opened it; empty where none was asked for.
+        salt: Sets its hashes apart from those of sessions with another; a secret.
         open_streams: Streams that keep it alive.
         sequence: Number of its last change.
         executed_sequence: Newest change that it said to be executed.
@@ -93,16 +95,18 @@ class Session:
         by_number: The same by number.
     """
 
-    session_id: SessionId
+    session_id: SessionId = field(repr=False)
     writer: WriterId
     client_name: str
     lease_seconds: float
     heard_seconds: float
-    open_key: str = ""
+    open_key: str = field(default="", repr=False)
     asked_for: tuple[object, ...] = ()
     holding: Holding | None = None
     opened_seconds: float = field(init=False)
-    current_id: SessionId = field(init=False)
+    current_id: SessionId = field(init=False, repr=False)
+    owner: str = ""
+    salt: bytes = field(default=b"", repr=False)
     open_streams: int = 0
     sequence: Sequence = Sequence(0)  # noqa: RUF009 - a NewType of int is immutable
     executed_sequence: Sequence = Sequence(0)  # noqa: RUF009 - a NewType of int is immutable

@@ -39,6 +39,7 @@ class Observations:
         step_operations: By pool, operations of a step.
         rpcs: By method and code, calls that ended.
         rpc_seconds: By method, how long unary calls took.
+        refusals: By reason, calls that were not let in.
     """
 
     def __init__(self) -> None:
@@ -46,6 +47,7 @@ class Observations:
         self.step_operations: dict[PoolName, Histogram] = {}
         self.rpcs: dict[tuple[str, str], int] = {}
         self.rpc_seconds: dict[str, Histogram] = {}
+        self.refusals: dict[str, int] = {}
 
     def step(self, pool: PoolName, num_operations: int, seconds: float) -> None:
         """Counts a step of a stream."""
@@ -61,6 +63,10 @@ class Observations:
         self.rpcs[method, code] = self.rpcs.get((method, code), 0) + 1
         if seconds is not None:
             self.rpc_seconds.setdefault(method, Histogram(STEP_BOUNDS_SECONDS)).observe(seconds)
+
+    def refusal(self, reason: str) -> None:
+        """Counts a call that was not let in."""
+        self.refusals[reason] = self.refusals.get(reason, 0) + 1
 
     def forget_pools_but(self, names: set[PoolName]) -> None:
         """Lets go of the pools that are no more."""

@@ -4,14 +4,15 @@ import asyncio
 import inspect
 import time
 from collections.abc import Awaitable, Callable
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import grpc
 
 from kvpool.server.obs.observations import Observations
 
 _CODES: Final = {code.value[0]: code.name for code in grpc.StatusCode}
-_Behavior = Callable[[Any, Any], Awaitable[Any]]
+Behavior = Callable[[Any, Any], Awaitable[Any]]
+Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 
 
 class RpcObserver(grpc.aio.ServerInterceptor):
@@ -22,22 +23,21 @@ class RpcObserver(grpc.aio.ServerInterceptor):
 
     async def intercept_service(
         self,
-        continuation: Callable[[grpc.HandlerCallDetails], "Awaitable[grpc.RpcMethodHandler[Any, Any] | None]"],
+        continuation: Callable[[grpc.HandlerCallDetails], "Awaitable[Handler | None]"],
         handler_call_details: grpc.HandlerCallDetails,
-    ) -> "grpc.RpcMethodHandler[Any, Any] | None":
+    ) -> "Handler | None":
         """Puts a stopwatch around a call."""
         handler = await continuation(handler_call_details)
         if handler is None:  # no method of this name
             return None
         method = str(handler_call_details.method).removeprefix("/")
-        for kind, make in _HANDLERS.items():
-            behavior = getattr(handler, kind, None)
-            if behavior is not None and inspect.iscoroutinefunction(behavior):
-                observed = self._observed(behavior, method, is_unary=kind == "unary_unary")
-                return make(observed, handler.request_deserializer, handler.response_serializer)
-        return handler  # its responses are yielded: only reflection's are
+        behavior = behavior_of(handler)
+        if not inspect.iscoroutinefunction(behavior):  # its responses are yielded: only reflection's are
+            return handler
+        is_unary = not handler.request_streaming and not handler.response_streaming
+        return rewrapped(handler, self._observed(behavior, method, is_unary=is_unary))
 
-    def _observed(self, behavior: _Behavior, method: str, *, is_unary: bool) -> _Behavior:
+    def _observed(self, behavior: Behavior, method: str, *, is_unary: bool) -> Behavior:
         async def call(request: object, context: "grpc.aio.ServicerContext[Any, Any]") -> object:
             start = time.perf_counter()
             code = grpc.StatusCode.UNKNOWN.name
@@ -63,9 +63,23 @@ def _code(context: "grpc.aio.ServicerContext[Any, Any]") -> str:
     return code.name if isinstance(code, grpc.StatusCode) else _CODES.get(code or 0, "UNKNOWN")
 
 
-_HANDLERS: Final[dict[str, "Callable[..., grpc.RpcMethodHandler[Any, Any]]"]] = {
+_HANDLERS: Final[dict[str, "Callable[..., Handler]"]] = {
     "unary_unary": grpc.unary_unary_rpc_method_handler,
     "unary_stream": grpc.unary_stream_rpc_method_handler,
     "stream_unary": grpc.stream_unary_rpc_method_handler,
     "stream_stream": grpc.stream_stream_rpc_method_handler,
 }
+
+
+def behavior_of(handler: "Handler") -> Any:  # noqa: ANN401 - of one of four kinds
+    """What a handler calls."""
+    return getattr(handler, _kind(handler))
+
+
+def rewrapped(handler: "Handler", behavior: Callable[[Any, Any], object]) -> "Handler":
+    """The same handler with something else to call, of the same kind."""
+    return _HANDLERS[_kind(handler)](behavior, handler.request_deserializer, handler.response_serializer)
+
+
+def _kind(handler: "Handler") -> str:
+    return next(kind for kind in _HANDLERS if getattr(handler, kind, None) is not None)

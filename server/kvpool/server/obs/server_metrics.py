@@ -34,6 +34,14 @@ class PoolSource:
     published: PublisherCounts | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class _Counts:
+    """Copies of counts of `Observations`, by its names."""
+
+    rpcs: dict[tuple[str, str], int]
+    refusals: dict[str, int]
+
+
 def sampler(
     describe: Callable[[], list[PoolSource]], observations: Observations, *, with_vllm: bool
 ) -> Callable[[], Callable[[], Iterable[Metric]]]:
@@ -53,7 +61,8 @@ def sampler(
         ]
         observations.forget_pools_but({pool.info.config.name for pool in pools})
         timed = {method: histogram.copy() for method, histogram in observations.rpc_seconds.items()}
-        return partial(_render, release, pools, dict(observations.rpcs), timed, with_vllm=with_vllm)
+        counts = _Counts(dict(observations.rpcs), dict(observations.refusals))
+        return partial(_render, release, pools, counts, timed, with_vllm=with_vllm)
 
     return sample
 
@@ -74,14 +83,18 @@ def _measures(name: PoolName, kept: Residency | None, observations: Observations
 def _render(
     release: str,
     pools: list[PoolSample],
-    rpcs: dict[tuple[str, str], int],
+    counts: _Counts,
     timed: dict[str, Histogram],
     *,
     with_vllm: bool,
 ) -> Iterator[Metric]:
     yield family("kvpool_build_info", "Version of the server.", ("version",), [((release,), 1)])
     yield from pool_metrics(pools)
-    yield family("kvpool_rpcs_total", "Calls that ended, by gRPC's code.", ("method", "code"), list(rpcs.items()))
+    yield family(
+        "kvpool_rpcs_total", "Calls that ended, by gRPC's code.", ("method", "code"), list(counts.rpcs.items())
+    )
+    refused = [((reason,), count) for reason, count in counts.refusals.items()]
+    yield family("kvpool_door_refusals_total", "Calls that were not let in.", ("reason",), refused)
     yield histogram_family(
         "kvpool_rpc_seconds",
         "Server time of unary calls.",

@@ -9,6 +9,7 @@ from kvpool.server.core.errors import InvalidArgumentError, WrongStateError
 from kvpool.server.core.inspection import Page
 from kvpool.server.core.pool import Pool
 from kvpool.server.rpc import convert_admin, convert_pool
+from kvpool.server.rpc.caller import sees
 from kvpool.server.rpc.errors import guarded
 from kvpool.server.rpc.hub import Hub, session_fields
 from kvpool.server.rpc.ranks import Ranks
@@ -38,7 +39,11 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
                 uptime_seconds=self._hub.now_seconds() - self._started_seconds,
                 draining=self._allocator.intake.is_closed or self._hub.ending.is_asked or self._hub.is_draining,
             ),
-            pools=[convert_pool.info_to_proto(self._ranks.describe(name)) for name in self._ranks.pool_names()],
+            pools=[
+                convert_pool.info_to_proto(self._ranks.describe(name))
+                for name in self._ranks.pool_names()
+                if sees(name)
+            ],
         )
 
     @guarded
@@ -48,6 +53,8 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         if request.pool_name:
             self._ranks.check_pool(request.pool_name)
             found = (pair for pair in found if pair[0].config.name == request.pool_name)
+        else:
+            found = (pair for pair in found if sees(pair[0].config.name))
         told, token = inspection.page_of_sessions(found, page, self._hub.now_seconds())
         return admin_pb2.ListSessionsResponse(sessions=map(convert_admin.session_to_proto, told), next_page_token=token)
 

@@ -14,6 +14,7 @@ from kvpool.server.core.step import Operation, Outcome, Step
 from kvpool.server.core.types import SessionId
 from kvpool.server.obs.observations import Observations
 from kvpool.server.rpc import convert, convert_pool, convert_session, unary
+from kvpool.server.rpc.caller import CALLER, check_session
 from kvpool.server.rpc.errors import errors_sent, guarded
 from kvpool.server.rpc.hub import Hub, Stream, session_fields
 from kvpool.server.rpc.ranks import Ranks
@@ -61,6 +62,7 @@ class AllocatorService(allocator_pb2_grpc.AllocatorServiceServicer):
         self._hub.refuse_while_draining()
         self._hub.ending.check_not_asked()
         self._ranks.check_formed(request.pool_name)
+        caller = CALLER.get()
         session_id = SessionId(secrets.token_urlsafe(24))
         pool, session = self._allocator.open_session(
             request.pool_name,
@@ -70,13 +72,15 @@ class AllocatorService(allocator_pb2_grpc.AllocatorServiceServicer):
             now_seconds=self._hub.now_seconds(),
             open_key=request.open_key,
             quota=Quota(request.min_blocks, request.max_blocks),
+            owner=caller.grant.name if caller else "",
+            salt=caller.grant.salt if caller else b"",
         )
         faults.reach("session.opened")
         if session.session_id == session_id:  # else its key had opened it before
             _log.info("session opened", extra={**session_fields(pool, session), "seconds": session.lease_seconds})
         return allocator_pb2.OpenSessionResponse(
             session=convert_session.session_to_proto(pool, session),
-            config=convert_pool.config_to_proto(pool.config, with_none_hash=True),
+            config=convert_session.config_to_proto(pool, session),
         )
 
     @guarded
@@ -171,6 +175,7 @@ class AllocatorService(allocator_pb2_grpc.AllocatorServiceServicer):
                     return
                 if not session_id:
                     session_id = message.session_id
+                    check_session(self._allocator, session_id)
                     _, session = self._hub.session(session_id)
                     stack.enter_context(self._hub.attached(session, stream))
                 elif message.session_id not in ("", session_id):

@@ -1,10 +1,12 @@
 """From the core's sessions to the wire's."""
 
+from dataclasses import replace
+
 from kvpool.server.core.pool import Pool
 from kvpool.server.core.request import Request
 from kvpool.server.core.session import Session
 from kvpool.server.rpc import convert_pool
-from kvpool.v1 import allocator_pb2
+from kvpool.v1 import allocator_pb2, pool_pb2
 
 
 def session_to_proto(pool: Pool, session: Session) -> allocator_pb2.Session:
@@ -20,11 +22,17 @@ def session_to_proto(pool: Pool, session: Session) -> allocator_pb2.Session:
     )
 
 
+def config_to_proto(pool: Pool, session: Session) -> pool_pb2.PoolConfig:
+    """Encodes a pool's configuration as a session is told of it: with the none_hash of its salt."""
+    scheme = pool.config.hash_scheme.salted(session.salt)
+    return convert_pool.config_to_proto(replace(pool.config, hash_scheme=scheme), with_none_hash=True)
+
+
 def resumption_to_proto(pool: Pool, session: Session) -> allocator_pb2.ResumeSessionResponse:
     """Encodes all that a session holds. O(its blocks)."""
     return allocator_pb2.ResumeSessionResponse(
         session=session_to_proto(pool, session),
-        config=convert_pool.config_to_proto(pool.config, with_none_hash=True),
+        config=config_to_proto(pool, session),
         sequence=session.sequence,
         executed_sequence=session.executed_sequence,
         requests=[_held_request(request) for request in session.requests.values()],

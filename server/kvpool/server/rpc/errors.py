@@ -14,10 +14,12 @@ from grpc_status import rpc_status
 
 from kvpool.server.core.errors import (
     AbortedError,
+    DeniedError,
     ExhaustedError,
     InvalidArgumentError,
     KvpoolError,
     NotFoundError,
+    UnauthenticatedError,
     UnavailableError,
     WrongStateError,
 )
@@ -31,6 +33,8 @@ CODES: Final[dict[type[KvpoolError], grpc.StatusCode]] = {
     AbortedError: grpc.StatusCode.ABORTED,
     UnavailableError: grpc.StatusCode.UNAVAILABLE,
     ExhaustedError: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    UnauthenticatedError: grpc.StatusCode.UNAUTHENTICATED,
+    DeniedError: grpc.StatusCode.PERMISSION_DENIED,
 }
 
 _log = logging.getLogger("kvpool.server")

@@ -22,6 +22,7 @@ from kvpool.server.core.session_ends import ended_error
 from kvpool.server.core.types import PoolName, SessionId, WriterId
 from kvpool.server.ending import Ending
 from kvpool.server.obs.event_log import EventLog
+from kvpool.server.rpc.caller import CALLER
 
 DRAIN_RETRY_SECONDS: Final = 1.0
 _MANY_BLOCKS: Final = 50_000
@@ -30,10 +31,17 @@ _log = logging.getLogger("kvpool.server")
 
 
 class Stream:
-    """A long-lived call that can be told to end while it waits for its next message."""
+    """A long-lived call that can be told to end while it waits for its next message.
+
+    Attributes:
+        caller: Whose it is; None where no token is asked for.
+        waiting: Whether it waits for its next message.
+        ended_by: What it was told to end with.
+    """
 
     def __init__(self, task: "asyncio.Task[object]") -> None:
         self._task = task
+        self.caller = CALLER.get()
         self.waiting = False
         self.ended_by: KvpoolError | None = None
         self.driver_id: SessionId | None = None
@@ -235,6 +243,10 @@ class Hub:
         finally:
             self._streams.discard(stream)
 
+    def streams(self) -> tuple[Stream, ...]:
+        """The long-lived calls that are open now."""
+        return tuple(self._streams)
+
     @contextlib.contextmanager
     def attached(self, session: Session, stream: Stream) -> Iterator[None]:
         """Makes a stream the one that keeps a session alive; an older one is ended."""
@@ -300,7 +312,7 @@ class Hub:
         This is the server stopping. What an operator drains is `Allocator.intake`.
         """
         self.is_draining = True
-        for stream in tuple(self._streams):
+        for stream in self.streams():
             stream.end(_draining_error())
 
     def _tell_ended(self, pool: Pool, session: Session) -> None:

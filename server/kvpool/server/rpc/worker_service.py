@@ -9,6 +9,7 @@ import grpc
 from kvpool.server.core.errors import AbortedError, InvalidArgumentError
 from kvpool.server.core.membership import Membership
 from kvpool.server.rpc import convert_world
+from kvpool.server.rpc.caller import check_pool
 from kvpool.server.rpc.errors import errors_sent
 from kvpool.server.rpc.hub import Hub, Stream
 from kvpool.server.rpc.ranks import RankLink, Ranks
@@ -63,6 +64,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
     def _register(self, link: RankLink, message: worker_pb2.JoinRequest) -> Membership:
         if message.WhichOneof("message") != "register":
             raise InvalidArgumentError("message", "the first message must be register")
+        check_pool(message.register.pool_name, "register.pool_name")
         registration = convert_world.registration_from_proto(message.register)
         try:
             return self._ranks.register(link, message.register.pool_name, registration)

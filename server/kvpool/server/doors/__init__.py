@@ -1,0 +1,1 @@
+"""Who gets into a server: certificates, tokens, and what may be spoken without encryption."""

@@ -1,0 +1,201 @@
+"""TLS at a server's door, with real handshakes: who is let in, who is not, and certificates exchanged on the way."""
+
+import asyncio
+import os
+import shutil
+import socket
+import ssl
+import stat
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from kvpool.client import TlsConfig, aio, connect
+from kvpool.client.admin import AdminClient
+from support_doors import Authority, Pair, channel, secret_of, write_tokens
+from support_server import ServerProcess, pool_config
+
+
+@pytest.fixture(scope="module")
+def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+    return Authority(tmp_path_factory.mktemp("ca"), "ours")
+
+
+@pytest.fixture(scope="module")
+def stranger(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+    return Authority(tmp_path_factory.mktemp("ca"), "theirs")
+
+
+@contextmanager
+def serving(pair: Pair, address: str = "127.0.0.1:0", **doors: str) -> Iterator[str]:
+    server = ServerProcess(address, doors={"tls_cert": str(pair.cert), "tls_key": str(pair.key), **doors})
+    try:
+        yield server.addresses[0]
+    finally:
+        status, errors = server.stop()
+    assert (status, "Traceback" in errors) == (0, False), errors
+
+
+@pytest.fixture(scope="module")
+def plain_tls(authority: Authority) -> Iterator[str]:
+    with serving(authority.issue("localhost", "127.0.0.1")) as address:
+        yield address
+
+
+@pytest.fixture(scope="module")
+def mutual(authority: Authority) -> Iterator[str]:
+    with serving(authority.issue("127.0.0.1"), tls_client_ca=str(authority.path)) as address:
+        yield address
+
+
+def is_let_in(address: str, tls: TlsConfig | None) -> bool:
+    """Whether the server answers a client with these certificates; else the connection must have failed."""
+    with channel(address, tls=tls) as opened:
+        try:
+            health_pb2_grpc.HealthStub(opened).Check(health_pb2.HealthCheckRequest(), timeout=20)
+        except grpc.RpcError as error:
+            if error.code() is not grpc.StatusCode.UNAVAILABLE:
+                raise
+            return False
+        return True
+
+
+def test_every_client_of_ours_speaks_tls(plain_tls: str, authority: Authority) -> None:
+    tls = authority.trusted_by()
+    with connect(plain_tls, tls=tls) as client:
+        client.create_pool(pool_config())
+        with client.open_session("m") as session:
+            assert session.admit(session.request("r", token_ids=range(8)))
+    with AdminClient(plain_tls, tls=tls) as admin:
+        assert [pool.config.name for pool in admin.overview().pools] == ["m"]
+
+    async def asynchronous() -> None:
+        async with aio.connect(plain_tls, tls=tls) as client:
+            session = await client.open_session("m")
+            assert await session.admit(session.request("r", token_ids=range(8)))
+            await session.close()
+
+    asyncio.run(asynchronous())
+
+
+def test_a_client_refuses_a_server_that_it_has_no_reason_to_trust(
+    plain_tls: str, authority: Authority, stranger: Authority
+) -> None:
+    assert is_let_in(plain_tls, authority.trusted_by())
+    assert not is_let_in(plain_tls, stranger.trusted_by())
+    assert not is_let_in(plain_tls, authority.trusted_by(server_name="elsewhere.example"))
+    assert is_let_in(plain_tls, authority.trusted_by(server_name="localhost"))
+    assert not is_let_in(plain_tls, None), "plaintext to a TLS port"
+
+
+def test_an_expired_server_is_refused(authority: Authority) -> None:
+    with serving(authority.issue("127.0.0.1", days=-1)) as address:
+        assert not is_let_in(address, authority.trusted_by())
+
+
+def test_mutual_tls_wants_a_good_certificate_of_each_client(
+    mutual: str, authority: Authority, stranger: Authority
+) -> None:
+    assert is_let_in(mutual, authority.trusted_by(authority.issue("client")))
+    assert not is_let_in(mutual, authority.trusted_by()), "none"
+    assert not is_let_in(mutual, authority.trusted_by(stranger.issue("client"))), "of another authority"
+    assert not is_let_in(mutual, authority.trusted_by(authority.issue("client", days=-1))), "expired"
+
+
+@pytest.mark.filterwarnings("ignore:ssl.TLSVersion.TLSv1_1 is deprecated")
+def test_nothing_older_than_tls_1_2_is_spoken(plain_tls: str, authority: Authority) -> None:
+    def handshake(version: ssl.TLSVersion) -> str | None:
+        context = ssl.create_default_context(cafile=authority.path)
+        context.set_ciphers("ALL:@SECLEVEL=0")
+        context.set_alpn_protocols(["h2"])
+        context.minimum_version = context.maximum_version = version
+        host, _, port = plain_tls.rpartition(":")
+        address = (host, int(port))
+        with (
+            socket.create_connection(address, timeout=20) as raw,
+            context.wrap_socket(raw, server_hostname="localhost") as spoken,
+        ):
+            return spoken.version()
+
+    assert handshake(ssl.TLSVersion.TLSv1_2) == "TLSv1.2"
+    with pytest.raises((ssl.SSLError, ConnectionError)):
+        handshake(ssl.TLSVersion.TLSv1_1)
+
+
+def test_new_connections_get_new_certificates_and_old_ones_live_on(
+    tmp_path: Path, authority: Authority, stranger: Authority
+) -> None:
+    used = Pair(tmp_path / "cert.pem", tmp_path / "cert.key")
+
+    def exchange(pair: Pair) -> None:
+        for source, target in ((pair.key, used.key), (pair.cert, used.cert)):
+            shutil.copy(source, target.with_suffix(".new"))
+            target.with_suffix(".new").replace(target)
+
+    exchange(authority.issue("127.0.0.1"))
+    ours, theirs = authority.trusted_by(), stranger.trusted_by()
+    with serving(used) as address, connect(address, tls=ours) as client:
+        client.create_pool(pool_config())
+        with client.open_session("m") as session:
+            session.admit(session.request("r1", token_ids=range(8)))
+            used.cert.write_text("half of a cert")
+            assert is_let_in(address, ours), "what is no pair changes nothing"
+            shutil.copy(stranger.issue("127.0.0.1").cert, used.cert)
+            assert is_let_in(address, ours), "a certificate without its key neither"
+            exchange(stranger.issue("127.0.0.1"))
+            assert is_let_in(address, theirs)
+            assert not is_let_in(address, ours)
+            session.admit(session.request("r2", token_ids=range(8)))  # on the stream that stood before
+            assert client.get_pool("m").sessions == 1
+
+
+def test_a_server_does_not_start_with_a_key_that_is_not_its_certificates(authority: Authority) -> None:
+    doors = {"tls_cert": str(authority.issue("a").cert), "tls_key": str(authority.issue("a").key)}
+    with pytest.raises(RuntimeError, match="tls_cert, tls_key: no pair, or not PEM"):
+        ServerProcess("127.0.0.1:0", doors=doors)
+
+
+def test_tls_and_tokens_over_the_command_line(tmp_path: Path, authority: Authority) -> None:
+    pair, tokens = authority.issue("127.0.0.1"), tmp_path / "tokens.toml"
+    write_tokens(tokens, [{"name": "ops", "role": "admin", "pools": ["*"]}])
+    secret = tmp_path / "token"
+    secret.write_text(secret_of("ops") + "\n")
+    with serving(pair, tls_client_ca=str(authority.path), tokens=str(tokens)) as address:
+        mine = authority.issue("ops")
+        flags = ("--tls-ca", authority.path, "--tls-cert", mine.cert, "--tls-key", mine.key)
+        environment = {
+            "KVPOOL_TLS_CA": str(authority.path),
+            "KVPOOL_TLS_CERT": str(mine.cert),
+            "KVPOOL_TLS_KEY": str(mine.key),
+            "KVPOOL_TOKEN_FILE": str(secret),
+        }
+        assert kvpool("health", address, *flags)[:2] == (0, f"{address}: SERVING\n")
+        assert kvpool("health", address, **environment)[0] == 0
+        assert kvpool("health", address)[0] == 1
+        assert kvpool("pools", "--address", address, *flags, "--token-file", secret)[0] == 0
+        status, _, errors = kvpool("pools", "--address", address, *flags)
+        assert (status, errors.startswith("Error: NO_TOKEN: ")) == (1, True), errors
+        replayed = ("--chats", "1", "--num-blocks", "300", "--block-size", "16", "--sessions", "1")
+        assert kvpool("replay", "--address", address, *replayed, **environment)[0] == 0
+
+
+def kvpool(*arguments: object, **environment: str) -> tuple[int, str, str]:
+    program = "from kvpool.cli import main; main(prog_name='kvpool')"
+    command = [sys.executable, "-c", program, *map(str, arguments)]
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, timeout=120, env={**os.environ, **environment}
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_a_unix_socket_is_its_owners_from_the_moment_it_is_there(tmp_path: Path) -> None:
+    path = tmp_path / "s"
+    server = ServerProcess(f"unix:{path}")
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    server.stop()
