@@ -216,7 +216,7 @@ class Worker:
             return self._ready
 
     def step(self, lease: TableLease) -> StepTicket:
-        """Lets a step through whose block tables were handed out under this lease, the scheduler's `Session.table_lease`.
+        """Lets a step through whose block tables were handed out under this lease: `Session.table_lease`.
 
         Until its ticket is done nobody is given its blocks: `with worker.step(lease):` around the step and what waits
         for the device, or `ticket.done()` later, from any thread. Where one rank hands steps to the others it alone
