@@ -15,7 +15,7 @@ from kvpool.server.core.allocator import Allocator
 from kvpool.server.core.errors import IntegrityError
 from kvpool.server.core.integrity import check_integrity
 from kvpool.server.core.pool import Pool
-from kvpool.server.core.session import first_id
+from kvpool.server.core.session import Session, first_id
 from kvpool.v1 import allocator_pb2, step_pb2
 from simulation.fake_grpc import Call, Status
 
@@ -116,11 +116,19 @@ class Checks:
         held = found[1]
         if held.sequence != session.sequence:
             self._fail(f"the server made {held.sequence} changes, the scheduler knows of {session.sequence}")
+        self._check_quota(held)
         for request in running:
             other = held.requests.get(request.request_id)
             tables = [list(table.block_ids) for table in other.tables] if other else None
             if tables != request.block_ids:
                 self._fail(f"{request.request_id}: the scheduler knows {request.block_ids}, the server {tables}")
+
+    def _check_quota(self, session: Session) -> None:
+        tables = [table for request in session.requests.values() for table in request.tables]
+        blocks = {block for table in tables for block in table.block_ids if block}
+        most = session.holding.max_blocks if session.holding else 0
+        if 0 < most < len(blocks):
+            self._fail(f"a session holds {len(blocks)} blocks, and may hold {most}")
 
     def session_ended(self, session: aio.AsyncSession, error: KvpoolError) -> None:
         """See `Watcher`."""

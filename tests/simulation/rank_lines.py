@@ -3,7 +3,7 @@
 import asyncio
 from random import Random
 
-from kvpool.server.core.types import Lease
+from kvpool.server.core.types import TableLease
 from simulation.gpu import Computation
 from simulation.network import Network, Pipe
 from simulation.rank_process import GpuStep, RankProcess
@@ -55,17 +55,17 @@ class Lines:
         self._lines = lines
         self._process = process
 
-    async def run(self, lease: Lease, work: tuple[Computation, ...]) -> None:
+    async def run(self, lease: TableLease, work: tuple[Computation, ...]) -> None:
         """See `Ranks`."""
         await asyncio.gather(*[self._run_on(rank, lease, work) for rank in self._lines.ranks])
 
-    async def take_over(self, lease: Lease) -> None:
+    async def take_over(self, lease: TableLease) -> None:
         """See `Ranks`."""
         if self._process:
             self._lines.forget(self._process.name)
         await self.run(lease, ())
 
-    async def _run_on(self, rank: int, lease: Lease, work: tuple[Computation, ...]) -> None:
+    async def _run_on(self, rank: int, lease: TableLease, work: tuple[Computation, ...]) -> None:
         for _ in range(_TRIES):
             refusal = await self._try(rank, lease, work)
             if not refusal:
@@ -75,7 +75,7 @@ class Lines:
             await asyncio.sleep(_RETRY_SECONDS)
         raise EngineError(f"rank {rank} is not ready")
 
-    async def _try(self, rank: int, lease: Lease, work: tuple[Computation, ...]) -> str:
+    async def _try(self, rank: int, lease: TableLease, work: tuple[Computation, ...]) -> str:
         process = self._process
         target, ranks = self._lines.ranks[rank]
         if process is None or target.is_dead:

@@ -29,7 +29,7 @@ from kvpool.gpu_worker.words import (
     Say,
 )
 from kvpool.server.core.errors import KvpoolError, UnavailableError
-from kvpool.server.core.types import Lease
+from kvpool.server.core.types import TableLease
 from kvpool.server.core.world import Registration
 from kvpool.v1 import worker_pb2, worker_pb2_grpc
 from simulation.fake_grpc import StreamCall
@@ -42,7 +42,7 @@ _Event = Callable[[], list[Effect]]
 class GpuStep:
     """A step as it travels from a scheduler to the ranks."""
 
-    lease: Lease
+    lease: TableLease
     work: tuple[Computation, ...]
     answer: Callable[[str], None]
     """Sends back "" when the step is done, else why it was refused."""

@@ -159,6 +159,9 @@ class Schedule:
             self.trace("%s: engine failed: %s", process, error)
             self.network.soon(self.kill, process.name)
             return
+        except Exception as error:  # noqa: BLE001 - whatever a scheduler is not ready for is found
+            self.fail(f"{process}: {error!r}")
+            return
         self.trace("%s: done", process)
         self.schedulers_left -= 1
 
@@ -199,4 +202,5 @@ class Schedule:
             self.lines.nobody,
             self.checks,
             self.trace,
+            self.draw.quotas[number],
         )

@@ -29,7 +29,7 @@ from kvpool.client.results import Answer, HitChanged
 from kvpool.client.steps import StepBuilder
 from kvpool.client.transport import HeldRequest
 from kvpool.server.core.config import PoolConfig
-from kvpool.server.core.types import Lease
+from kvpool.server.core.types import TableLease
 from simulation.gpu import Computation, extend_contents, layouts
 
 _UNSETTLED = (UnavailableError, DeadlineError)
@@ -93,14 +93,14 @@ class _Asked:
 class Ranks(Protocol):
     """How steps get to the ranks."""
 
-    async def run(self, lease: Lease, work: tuple[Computation, ...]) -> None:
+    async def run(self, lease: TableLease, work: tuple[Computation, ...]) -> None:
         """Runs a step on all ranks.
 
         Raises:
             EngineError: One was lost, or refuses it.
         """
 
-    async def take_over(self, lease: Lease) -> None:
+    async def take_over(self, lease: TableLease) -> None:
         """Waits until nothing that a process before sent under this lease is at work, or on its way.
 
         Raises:
@@ -131,6 +131,8 @@ class SchedulerSettings:
     ranks: Ranks
     watcher: Watcher
     trace: Callable[..., None]
+    quota: tuple[int, int] = (0, 0)
+    """Blocks that it is always to have, and most that it may."""
     max_running: int = 3
     deadline_seconds: float = 4.0
     stored: "Stored" = field(default_factory=lambda: Stored())  # noqa: PLW0108 - it comes later
@@ -206,7 +208,7 @@ class SchedulerProcess:
         if not session.held_requests:
             stored.computed.clear()
             return
-        await self._settings.ranks.take_over(session.lease)
+        await self._settings.ranks.take_over(session.table_lease)
         jobs = {job.name: job for job in self._settings.jobs}
         has_state = any(group.is_state for group in layouts(session.config))  # a step of it cannot be run twice
         work = []
@@ -245,7 +247,10 @@ class SchedulerProcess:
             else:
                 await client.wait_until_ready(settings.pool, timeout_seconds=1.0)
             self._executed = 0
-            return await client.open_session(settings.pool, lease_seconds=settings.lease_seconds)
+            low, high = settings.quota
+            return await client.open_session(
+                settings.pool, lease_seconds=settings.lease_seconds, min_blocks=low, max_blocks=high
+            )
         except (*_UNSETTLED, NotFoundError, ExhaustedError, WrongStateError) as error:
             settings.trace("cannot open: %s", error.reason)
             await self._pause()
@@ -368,7 +373,7 @@ class SchedulerProcess:
 
     async def _compute(self, session: aio.AsyncSession, work: list[Computation]) -> None:
         sequence = session.sequence
-        await self._settings.ranks.run(session.lease, tuple(work))
+        await self._settings.ranks.run(session.table_lease, tuple(work))
         self._executed = sequence
         for running in self._running:
             job, request = running.job, running.request

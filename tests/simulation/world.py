@@ -13,6 +13,7 @@ from simulation.scheduler_process import Job
 POOL = "m"
 ADDRESS = "server:1"
 MAX_TOKENS = 48
+MAX_SCHEDULERS = 4
 DEAD_PEER_SECONDS = 2.0
 """After how long a connection on which nothing comes is given up."""
 _PAGE_BYTES = 2**14
@@ -26,6 +27,7 @@ class Draw:
     num_ranks: int
     num_schedulers: int
     lease_seconds: tuple[float, ...]
+    quotas: tuple[tuple[int, int], ...]
     jobs: tuple[tuple[Job, ...], ...]
 
     def registration(self, rank: int) -> Registration:
@@ -54,6 +56,7 @@ def draw_world(random: Random) -> Draw:
         random.choice((1, 1, 2, 2, 3)),
         num_schedulers,
         tuple(random.choice((1.0, 1.5, 3.0)) for _ in range(num_schedulers)),
+        tuple(_draw_quota(random, need, config.num_blocks) for _ in range(num_schedulers)),
         tuple(tuple(_draw_jobs(random, i)) for i in range(num_schedulers)),
     )
 
@@ -66,6 +69,12 @@ def _draw_specs(random: Random) -> list[KVCacheSpec]:
     state = MambaSpec(size, shapes=((_PAGE_BYTES // 2,),), dtypes=("bfloat16",))
     mixes: list[list[KVCacheSpec]] = [[full], [full], [full, window], [full, state], [window], [full, window, state]]
     return random.choice(mixes)
+
+
+def _draw_quota(random: Random, need: int, num_blocks: int) -> tuple[int, int]:
+    """Draws guaranteed and most blocks: the longest request must have room in the one, and beside all the others."""
+    low = random.choice((0, 0, 0, (num_blocks - need) // MAX_SCHEDULERS))
+    return low, random.choice((0, 0, need, num_blocks))
 
 
 def _draw_jobs(random: Random, scheduler: int) -> list[Job]:
