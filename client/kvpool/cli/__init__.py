@@ -2,6 +2,7 @@
 
 import importlib
 import logging
+import os
 import sys
 from typing import Any, Final
 
@@ -40,6 +41,9 @@ class _Group(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in _COMMANDS:
             return super().get_command(ctx, cmd_name)
+        # grpc's core, which reads this as it is imported, would write lines of its own to stderr, some with bytes that
+        # any peer can choose.
+        os.environ.setdefault("GRPC_VERBOSITY", "NONE")
         module, _, name = _COMMANDS[cmd_name].partition(":")
         command: click.Command = getattr(importlib.import_module(module), name)
         return command
