@@ -8,7 +8,7 @@ import signal
 from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -32,6 +32,7 @@ from kvpool.server.rpc.doorkeeper import Doorkeeper
 from kvpool.server.rpc.event_service import EventService
 from kvpool.server.rpc.hub import Hub
 from kvpool.server.rpc.ranks import Ranks
+from kvpool.server.rpc.tolerance import TolerantServer
 from kvpool.server.rpc.worker_service import WorkerService
 from kvpool.v1 import (
     admin_pb2,
@@ -96,12 +97,13 @@ class Server:
             interceptors.append(self._doorkeeper)
         self._server = grpc.aio.server(interceptors=interceptors, options=_channel_options(config))
         self._watches: list[asyncio.Task[None]] = []
+        services: Any = TolerantServer(self._server)
         allocator = AllocatorService(self.hub, self._ranks, self._observations)
-        allocator_pb2_grpc.add_AllocatorServiceServicer_to_server(allocator, self._server)
-        admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminService(self.hub, self._ranks), self._server)
-        event_pb2_grpc.add_EventServiceServicer_to_server(EventService(self.hub), self._server)
-        worker_pb2_grpc.add_WorkerServiceServicer_to_server(WorkerService(self.hub, self._ranks), self._server)
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        allocator_pb2_grpc.add_AllocatorServiceServicer_to_server(allocator, services)
+        admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminService(self.hub, self._ranks), services)
+        event_pb2_grpc.add_EventServiceServicer_to_server(EventService(self.hub), services)
+        worker_pb2_grpc.add_WorkerServiceServicer_to_server(WorkerService(self.hub, self._ranks), services)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, services)
         names = (*_SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self._server)
 

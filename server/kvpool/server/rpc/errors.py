@@ -90,18 +90,23 @@ async def abort_internal(context: _Context[_RequestT, _ResponseT], method: str) 
     raise AssertionError("abort returned")
 
 
+def malformed_error() -> InvalidArgumentError:
+    """What a message that cannot be parsed is answered with."""
+    return InvalidArgumentError("message", "cannot be parsed", reason="MALFORMED")
+
+
 @contextlib.asynccontextmanager
 async def errors_sent(context: _Context[_RequestT, _ResponseT], method: str) -> AsyncIterator[None]:
     """Ends a call that waits with what is raised within, as the table says.
 
-    A message of a stream that is no message at all is the client's fault; of a unary call gRPC itself says so.
+    A message of a stream that is no message at all is the client's fault; of a unary call `tolerance` says so.
     """
     try:
         yield
     except KvpoolError as error:
         await abort(context, error, method)
     except DecodeError:
-        await abort(context, InvalidArgumentError("message", "cannot be parsed", reason="MALFORMED"), method)
+        await abort(context, malformed_error(), method)
     except Exception:  # noqa: BLE001 - the boundary: a bug must end this call alone, and is logged
         await abort_internal(context, method)
 
