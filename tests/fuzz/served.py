@@ -6,7 +6,7 @@ What is left out is grpc itself: each call gets a context that stands for one, a
 import asyncio
 import logging
 from contextlib import ExitStack
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from random import Random
 from typing import Any, Final, NoReturn
 from unittest import mock
@@ -248,8 +248,8 @@ class Served:
                     pool.blocks.num_evicted,
                     pool.num_preemptions,
                     pool.quarantine.num_blocks,
-                    astuple(pool.stats),
-                    astuple(pool.activity),
+                    repr(pool.stats),
+                    repr(pool.activity),
                     [(s.writer, s.sequence, s.executed_sequence, len(s.requests)) for s in pool.sessions.values()],
                 )
                 for pool in allocator.pools()

@@ -1,0 +1,76 @@
+"""A real server's port under attack, while a scheduler goes on: each answer of its steps right, each in time."""
+
+import json
+import statistics
+from collections.abc import Iterator
+
+import pytest
+
+from fuzz import attacks_bytes, attacks_grpc
+from fuzz.attacked import Canary, Server, check_alive
+from support_wire_ranks import wait_until
+
+MAX_GROWTH_BYTES = 192 * 2**20
+"""A message of the largest size, a few times over: as it came, as it was meant, and what the allocator keeps."""
+MAX_ROUND_SECONDS = 10.0
+MAX_FILES_LEFT = 4
+
+ATTACKS = {**attacks_bytes.ATTACKS, **attacks_grpc.ATTACKS}
+
+
+class Siege:
+    """The server, its canary, and what it took before the attacks."""
+
+    def __init__(self, server: Server, canary: Canary) -> None:
+        self.server, self.canary = server, canary
+        wait_until(lambda: len(canary.seconds) >= 20 or canary.error is not None, "the canary begins")
+        assert not canary.error, canary.error
+        self.quiet_seconds = statistics.median(canary.seconds)
+        self.first_bytes, self.first_files = server.rss_bytes(), server.num_files()
+
+    def figures(self) -> dict[str, float]:
+        """What the canary met, and what the server took."""
+        times = sorted(self.canary.seconds)
+        return {
+            "attacks": len(ATTACKS),
+            "canary_rounds": len(times),
+            "quiet_p50_ms": round(self.quiet_seconds * 1000, 2),
+            "p50_ms": round(times[len(times) // 2] * 1000, 2),
+            "p99_ms": round(times[len(times) * 99 // 100] * 1000, 2),
+            "max_ms": round(times[-1] * 1000, 2),
+            "rss_growth_bytes": self.server.rss_bytes() - self.first_bytes,
+            "files_left": self.server.num_files() - self.first_files,
+        }
+
+    def check(self) -> None:
+        rounds = len(self.canary.seconds)
+        check_alive(self.server)
+        wait_until(
+            lambda: len(self.canary.seconds) >= rounds + 3 or self.canary.error is not None, "the canary goes on"
+        )
+        assert not self.canary.error, self.canary.error
+        assert self.server.rss_bytes() - self.first_bytes < MAX_GROWTH_BYTES
+
+
+@pytest.fixture(scope="module")
+def siege(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Siege]:
+    server = Server(tmp_path_factory.mktemp("server"))
+    try:
+        with Canary(server.address) as canary:
+            under = Siege(server, canary)
+            yield under
+            wait_until(lambda: server.num_files() <= under.first_files + MAX_FILES_LEFT, "files are closed", 60)
+            under.check()
+        told = under.figures()
+        print(json.dumps(told))  # noqa: T201 - shown with -s
+        assert not canary.error, canary.error
+        assert told["max_ms"] < MAX_ROUND_SECONDS * 1000
+        assert server.stop() == 0
+    finally:
+        server.kill()
+
+
+@pytest.mark.parametrize("name", ATTACKS)
+def test_a_server_under_attack_serves_its_scheduler(siege: Siege, name: str) -> None:
+    ATTACKS[name](siege.server)
+    siege.check()
