@@ -20,6 +20,8 @@ class Killer:
     def __init__(self, site: Site) -> None:
         self._site = site
         self._chance = random.Random(site.plan.seed)  # noqa: S311 - a test's dice
+        journaled = site.plan.journaled
+        self._points = [p for p in sorted(faults.POINTS) if journaled or not p.startswith(("journal.", "snapshot."))]
         self._stopped: list[tuple[float, int]] = []
         self._acts: list[tuple[Callable[[], None], int]] = [
             (self._kill_server, 6),
@@ -56,8 +58,9 @@ class Killer:
 
     def _kill_server_at_a_point(self) -> None:
         """Replaces the server by one that dies at a fault point, waits for its death, and replaces that."""
-        point = self._chance.choice(sorted(faults.POINTS))
-        count = int(self._chance.expovariate(1 / 60)) + 1 if point.startswith("step.") else 1
+        point = self._chance.choice(self._points)
+        often = point.startswith(("step.", "journal."))
+        count = int(self._chance.expovariate(1 / 60)) + 1 if often else 1
         self._site.log.write("kill", target="server", how="SIGKILL")
         self._site.signal_server(signal.SIGKILL)
         listened = self._site.start_server(f"{point}:kill:{count}")

@@ -8,14 +8,16 @@ import pytest
 from crash.run import run, table
 from crash.site import Plan
 
-KILLS = 50
+KILLS = 25
 
 
-def test_a_server_that_forgets(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Without a journal: sessions that a server forgot end with a clear error, and all begins anew."""
-    plan = Plan(seed=secrets.randbelow(10**6))
+@pytest.mark.parametrize("journaled", [False, True], ids=["forgetful", "journaled"])
+def test_kills(tmp_path: Path, capsys: pytest.CaptureFixture[str], *, journaled: bool) -> None:
+    """Without a journal sessions that the server forgot end with a clear error; with one they go on."""
+    plan = Plan(seed=secrets.randbelow(10**6), journaled=journaled)
     verdict = run(tmp_path, plan, KILLS)
     with capsys.disabled():
         print(f"\nseed {plan.seed}\n{table(verdict)}")  # noqa: T201
-    assert not verdict.violations, f"tests/crash/run.py --kills {KILLS} --seed {plan.seed}"
+    replay = f"tests/crash/run.py --kills {KILLS} --seed {plan.seed}{' --journal' * journaled}"
+    assert not verdict.violations, replay
     assert verdict.blocks["hit"], "prefixes were shared"

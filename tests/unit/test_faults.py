@@ -110,6 +110,12 @@ def test_what_cannot_be_armed_is_refused_and_changes_nothing(
     assert len(signals) == 1
 
 
+def test_what_is_armed_is_known() -> None:
+    faults.arm("journal.half_written:kill:9")
+    assert faults.is_armed("journal.half_written")
+    assert not faults.is_armed("step.applied")
+
+
 def test_a_name_that_is_no_point_is_found_where_it_is_passed() -> None:
     faults.arm("step.decoded:kill:1")
     with pytest.raises(ValueError, match="no fault point"):

@@ -23,12 +23,18 @@ VARIABLE: Final = "KVPOOL_FAULTS"
 POINTS: Final = frozenset(
     {
         "step.decoded",  # a change has come, nothing is done about it yet
-        "step.applied",  # it is applied, and in the journal if there is one; its answer is not sent
+        "journal.before_write",  # a change is applied, and not in the journal yet
+        "journal.half_written",  # half of its record is
+        "step.applied",  # a change is applied, and in the journal if there is one; its answer is not sent
         "step.answered",  # a step's answer was handed to gRPC
         "session.opened",  # a session is opened, its id not yet told
         "session.closed",  # a session is closed, that is not yet told
         "lease.expired",  # sessions have ended with their lease
         "epoch.opened",  # ranks have formed a pool, which is not yet told
+        "snapshot.begun",  # the journal's next log has begun, its snapshot is empty
+        "snapshot.slice_written",  # a part of the snapshot is written
+        "snapshot.before_rename",  # all of it, not yet under its name
+        "snapshot.before_delete",  # it has its name, what it makes superfluous is still there
         "rank.registered",  # a rank is known, which is not yet told
         "rank.initialized",  # a rank has said what it allocated, which may open the pool
     }
@@ -54,6 +60,11 @@ def reach(point: str) -> None:
     """
     if _armed:
         _pass(point)
+
+
+def is_armed(point: str) -> bool:
+    """Whether anything is armed at a point, for code that has to go another way to come to it."""
+    return point in _armed
 
 
 def arm(text: str) -> None:

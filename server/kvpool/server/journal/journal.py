@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from kvpool.server import faults
 from kvpool.server.core.types import PoolName
 from kvpool.server.journal.calls import JournaledAllocator, WireCodec
 from kvpool.server.journal.config import JournalConfig
@@ -143,7 +144,14 @@ class Journal:
         """Writes a change; gives the journal up if that fails."""
         frame = encode_frame(kind, payload)
         try:
-            self._write(self._descriptor, frame)
+            faults.reach("journal.before_write")
+            if faults.is_armed("journal.half_written"):
+                half = len(frame) // 2
+                self._write(self._descriptor, frame[:half])
+                faults.reach("journal.half_written")
+                self._write(self._descriptor, frame[half:])
+            else:
+                self._write(self._descriptor, frame)
             if kind is FrameKind.CALL:
                 self._keep_pools()
         except OSError as error:
@@ -162,9 +170,11 @@ class Journal:
         number = self._number
         part = self._part(number)
         descriptor = self._folder.create(part)
+        faults.reach("snapshot.begun")
         try:
             for frame in frozen.frames():
                 self._write(descriptor, frame)
+                faults.reach("snapshot.slice_written")
                 await asyncio.sleep(0)
                 if number != self._number:
                     return  # the journal was given up meanwhile
@@ -186,7 +196,9 @@ class Journal:
             part.unlink(missing_ok=True)
 
     def _finish(self, number: int, start: float) -> None:
+        faults.reach("snapshot.before_rename")
         self._part(number).rename(self._folder.snapshot(number))
+        faults.reach("snapshot.before_delete")
         self._folder.delete_before(number)
         self.counts.snapshots += 1
         self.counts.snapshot_seconds = time.perf_counter() - start
