@@ -10,6 +10,8 @@ from kvpool.server.core.prefix_map import PrefixMap
 from kvpool.server.core.session import Session
 from kvpool.server.core.step import StepResult
 from kvpool.server.core.types import BlockHash, BlockId, GroupId, WriterId
+from kvpool.server.journal.frames import FrameKind
+from kvpool.server.journal.journal import Journal
 
 
 def give_held_blocks() -> None:
@@ -69,8 +71,20 @@ def leak_blocks() -> None:
     BlockPool.release = faulty  # type: ignore[method-assign, assignment]
 
 
+def lose_records() -> None:
+    """Answers a change once in a while that is not in the journal."""
+    append, passings = Journal.append, itertools.count(1)
+
+    def faulty(journal: Journal, kind: FrameKind, payload: bytes) -> None:
+        if next(passings) % 50:
+            append(journal, kind, payload)
+
+    Journal.append = faulty  # type: ignore[method-assign, assignment]
+
+
 BUGS: dict[str, Callable[[], None]] = {
-    bug.__name__: bug for bug in (give_held_blocks, mix_up_hits, publish_at_once, forget_answers, leak_blocks)
+    bug.__name__: bug
+    for bug in (give_held_blocks, mix_up_hits, publish_at_once, forget_answers, leak_blocks, lose_records)
 }
 
 if __name__ == "__main__":

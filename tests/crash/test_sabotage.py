@@ -1,5 +1,6 @@
 """A run against a server with a bug built in must find it; against one without, nothing."""
 
+import signal
 import sys
 from contextlib import closing
 from pathlib import Path
@@ -11,31 +12,42 @@ from crash.sabotage import BUGS
 from crash.site import KVPOOL, Plan, Site
 from crash.verdict import judge
 
-SCHEDULERS, STEPS = 3, 300
+SCHEDULERS, STEPS = 5, 250
 FINDS = {
     "give_held_blocks": {"TWO_OWNERS", "WRONG_CONTENT"},
     "mix_up_hits": {"WRONG_CONTENT"},
     "publish_at_once": {"WRONG_CONTENT"},
     "forget_answers": {"ANSWERED_DIFFERENTLY"},
     "leak_blocks": {"AT_REST"},
+    "lose_records": {"LOST"},
 }
 
 
-def found(folder: Path, *command: str) -> set[str]:
-    """The kinds of violations in a run without kills."""
-    plan = Plan(seed=1, schedulers=SCHEDULERS, ranks=0, num_blocks=90, command=command)
+def found(folder: Path, *command: str, journaled: bool = False) -> set[str]:
+    """The kinds of violations in a run without kills; with a journal the server is killed once."""
+    plan = Plan(
+        seed=1, schedulers=SCHEDULERS, ranks=0, num_blocks=130, step_seconds=0.03, journaled=journaled, command=command
+    )
+    everyone = list(range(SCHEDULERS))
     with closing(Site(folder, plan)) as site:
         site.start()
-        site.wait_for_steps(list(range(SCHEDULERS)), every=True, count=STEPS)
+        site.wait_for_steps(everyone, every=True, count=STEPS)
+        if journaled:
+            site.log.write("kill", target="server", how="SIGKILL")
+            site.signal_server(signal.SIGKILL)
+            site.start_server()
+            site.wait_for_steps(everyone, every=True)
         site.stop_schedulers()
         check_at_rest(site)
-    return {line.partition(":")[0] for line in judge(folder, journaled=False).violations}
+    return {line.partition(":")[0] for line in judge(folder, journaled=journaled).violations}
 
 
-def test_nothing_is_found_where_nothing_is_wrong(tmp_path: Path) -> None:
-    assert not found(tmp_path, *KVPOOL)
+@pytest.mark.parametrize("journaled", [False, True])
+def test_nothing_is_found_where_nothing_is_wrong(tmp_path: Path, *, journaled: bool) -> None:
+    assert not found(tmp_path, *KVPOOL, journaled=journaled)
 
 
 @pytest.mark.parametrize("bug", BUGS)
 def test_a_bug_is_found(tmp_path: Path, bug: str) -> None:
-    assert FINDS[bug] <= found(tmp_path, sys.executable, "-m", "crash.sabotage", bug)
+    command = (sys.executable, "-m", "crash.sabotage", bug)
+    assert FINDS[bug] <= found(tmp_path, *command, journaled=bug == "lose_records")
