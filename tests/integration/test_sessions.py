@@ -2,6 +2,7 @@
 
 import queue
 import re
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -175,6 +176,20 @@ def test_a_scheduler_that_was_started_anew_goes_on(address: str, client: Client,
         assert session.lease_left_seconds == 0.0
         after.close()
     assert client.get_pool(pool).free_blocks == 99
+
+
+def test_a_session_that_is_over_is_noticed_between_steps(client: Client, pool: str) -> None:
+    """By the thread that renews its lease, which goes on for the deadlines of steps: it must not die of that."""
+    session = client.open_session(pool, lease_seconds=0.6)
+    request = session.request("r", PROMPT)
+    session.admit(request)
+    client.resume_session(session.session_id)
+    end = time.monotonic() + 10
+    while session.lease_left_seconds:  # what renews it is told
+        assert time.monotonic() < end
+        time.sleep(0.02)
+    with pytest.raises(AbortedError):
+        session.free(request)
 
 
 async def test_the_same_for_asyncio(address: str, pool: str) -> None:

@@ -307,7 +307,7 @@ class AsyncSession(SessionBase):
         request = allocator_pb2.MarkExecutedRequest(session_id=self.session_id, executed_sequence=executed)
         with self._noted():
             sent_seconds, _ = await self._calls.make_timed(self._stub.MarkExecuted, request)
-        self._lease.renew(sent_seconds)
+        self._lease_timer.renew(sent_seconds)
 
     async def pool(self) -> PoolInfo:
         """See `Session.pool`."""
@@ -361,7 +361,7 @@ class AsyncSession(SessionBase):
         except BaseException:
             self._end_stream()  # its answer, should it come yet, would be taken for the next step's
             raise
-        self._lease.renew(sent_seconds)
+        self._lease_timer.renew(sent_seconds)
         return convert.result_from_proto(answer)
 
     def _end_stream(self) -> None:
@@ -378,10 +378,10 @@ class AsyncSession(SessionBase):
                 await self._stub.KeepAlive(request, timeout=period_seconds)
             except grpc.RpcError as error:
                 if steps.ends_session(from_rpc_error(error)):
-                    self._lease.end()
+                    self._lease_timer.end()
                     return  # the next step will tell
             else:
-                self._lease.renew(sent_seconds)
+                self._lease_timer.renew(sent_seconds)
             await asyncio.sleep(max(0.0, period_seconds - (time.monotonic() - started_seconds)))
 
 

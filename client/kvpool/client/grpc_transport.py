@@ -97,7 +97,7 @@ class GrpcTransport:
         """See `Transport`."""
         request = allocator_pb2.MarkExecutedRequest(session_id=session_id, executed_sequence=executed_sequence)
         sent_seconds, _ = self._call_timed(self._stub.MarkExecuted, request)
-        self._stream(session_id).lease.renew(sent_seconds)
+        self._stream(session_id).lease_timer.renew(sent_seconds)
 
     def close_session(self, session_id: str) -> int:
         """See `Transport`."""
@@ -146,13 +146,13 @@ class _StepStream:
     """One session's stream of steps, reopened when it breaks, and the thread that keeps the session alive.
 
     Attributes:
-        lease: How long the session's lease is sure to last.
+        lease_timer: How long the session's lease is sure to last.
     """
 
     def __init__(
         self, stub: allocator_pb2_grpc.AllocatorServiceStub, opened: OpenedSession, deadline_seconds: float
     ) -> None:
-        self.lease = opened.lease
+        self.lease_timer = opened.lease_timer
         self._stub = stub
         self._session_id = opened.session_id
         self._deadline_seconds = deadline_seconds
@@ -191,7 +191,7 @@ class _StepStream:
             if isinstance(error, grpc.RpcError | StopIteration):
                 raise self._failure(error, message.sequence) from None
             raise
-        self.lease.renew(sent_seconds)
+        self.lease_timer.renew(sent_seconds)
         return answer
 
     def _failure(self, error: grpc.RpcError | StopIteration, sequence: int) -> KvpoolError:
@@ -209,10 +209,15 @@ class _StepStream:
             self._outgoing.put(None)
             call.cancel()
 
+    def _pause_seconds(self, renewal_seconds: float) -> float:
+        """Until the next renewal or a step's deadline; a period at most, as a step may begin meanwhile."""
+        left_seconds = min(renewal_seconds, self._due_seconds) - time.monotonic()
+        return min(max(left_seconds, 0.01), self._period_seconds)
+
     def _keep_alive(self) -> None:
         request = allocator_pb2.KeepAliveRequest(session_id=self._session_id)
         renewal_seconds = time.monotonic() + self._period_seconds
-        while not self._closed.wait(max(min(renewal_seconds, self._due_seconds) - time.monotonic(), 0.01)):
+        while not self._closed.wait(self._pause_seconds(renewal_seconds)):
             call = self._call
             if call is not None and time.monotonic() >= self._due_seconds:
                 call.cancel()  # exchange() waits in it: this is what gives a step on a stream its deadline
@@ -223,13 +228,13 @@ class _StepStream:
                 self._stub.KeepAlive(request, timeout=self._period_seconds)
             except grpc.RpcError as error:
                 if steps.ends_session(from_rpc_error(error)):
-                    self.lease.end()
+                    self.lease_timer.end()
                     renewal_seconds = inf  # the next step will tell
                     continue
             except ValueError:  # the channel was closed
                 return
             else:
-                self.lease.renew(sent_seconds)
+                self.lease_timer.renew(sent_seconds)
             renewal_seconds = time.monotonic() + self._period_seconds
 
 

@@ -12,7 +12,7 @@ def now_seconds() -> float:
     return time.monotonic() if _CLOCK is None else time.clock_gettime(_CLOCK)
 
 
-class Lease:
+class LeaseTimer:
     """Counts from when the last call that was answered had been sent: the server heard of it no earlier.
 
     One thread may renew it while another reads.

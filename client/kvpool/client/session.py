@@ -41,7 +41,7 @@ class SessionBase:
         self.table_lease = TableLease(opened.epoch, opened.session_number)
         self.lease_seconds = opened.lease_seconds
         self.held_requests = opened.held
-        self._lease = opened.lease
+        self._lease_timer = opened.lease_timer
         self._hasher = (
             BlockHasher(opened.config.hash_scheme, opened.config.hash_block_size)
             if opened.config.enable_caching
@@ -120,7 +120,7 @@ class SessionBase:
     def _fail(self, error: KvpoolError) -> None:
         self._book.fail(error)
         if steps.ends_session(error):
-            self._lease.end()
+            self._lease_timer.end()
 
     @property
     def sequence(self) -> int:
@@ -135,7 +135,7 @@ class SessionBase:
         session's blocks to others. Infinity where the core is in this process. An operator, or a lost rank, can end a
         session before.
         """
-        return self._lease.left_seconds
+        return self._lease_timer.left_seconds
 
 
 class Session(SessionBase):

@@ -9,7 +9,7 @@ from enum import Enum
 from math import inf
 from typing import Final, Protocol
 
-from kvpool.client.lease import Lease
+from kvpool.client.lease import LeaseTimer
 from kvpool.server.core.allocator import Allocator, PoolInfo
 from kvpool.server.core.block_contents import ContentsWalk
 from kvpool.server.core.config import PoolConfig
@@ -56,7 +56,7 @@ class OpenedSession:
         lease_seconds: How long it outlives its last sign of life.
         epoch: The pool's epoch.
         session_number: Its number on the server, never used again; no secret.
-        lease: How long it is sure to last; renewed by the transport.
+        lease_timer: How long its lease is sure to last; renewed by the transport.
         sequence: Number of its last change.
         held: The requests that it has, if it was resumed.
     """
@@ -66,7 +66,7 @@ class OpenedSession:
     lease_seconds: float
     epoch: int
     session_number: WriterId
-    lease: Lease
+    lease_timer: LeaseTimer
     sequence: int = 0
     held: tuple[HeldRequest, ...] = ()
 
@@ -293,7 +293,7 @@ def _opened(pool: Pool, session: Session) -> OpenedSession:
         session.lease_seconds,
         pool.epoch,
         session.writer,
-        Lease(inf, 0.0),
+        LeaseTimer(inf, 0.0),
         session.sequence,
         tuple(held),
     )

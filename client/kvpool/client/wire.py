@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Final
 
 from kvpool.client.errors import DeadlineError, UnavailableError
-from kvpool.client.lease import Lease
+from kvpool.client.lease import LeaseTimer
 from kvpool.client.transport import EventBatch, HeldRequest, OpenedSession, WatchKind, WatchOptions
 from kvpool.server.core.allocator import PoolInfo
 from kvpool.server.core.config import PoolConfig
@@ -127,7 +127,7 @@ def read_session(
         session.lease_seconds,
         session.epoch,
         WriterId(session.session_number),
-        Lease(session.lease_seconds, sent_seconds),
+        LeaseTimer(session.lease_seconds, sent_seconds),
     )
     if isinstance(response, allocator_pb2.OpenSessionResponse):
         return opened

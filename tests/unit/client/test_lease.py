@@ -3,7 +3,7 @@
 import pytest
 
 from kvpool.client import lease as lease_module
-from kvpool.client.lease import Lease
+from kvpool.client.lease import LeaseTimer
 
 
 @pytest.fixture
@@ -14,7 +14,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 def test_it_counts_from_when_the_answered_call_was_sent(clock: list[float]) -> None:
-    lease = Lease(10.0, 98.0)
+    lease = LeaseTimer(10.0, 98.0)
     assert lease.left_seconds == 8.0
     lease.renew(100.0)
     assert lease.left_seconds == 10.0
@@ -25,7 +25,7 @@ def test_it_counts_from_when_the_answered_call_was_sent(clock: list[float]) -> N
 
 
 def test_nothing_renews_a_session_that_is_over(clock: list[float]) -> None:
-    lease = Lease(10.0, clock[0])
+    lease = LeaseTimer(10.0, clock[0])
     lease.end()
     lease.renew(clock[0])
     assert lease.left_seconds == 0.0
