@@ -26,9 +26,11 @@ COPY deploy/requirements/server.lock /usr/local/share/kvpool/server.lock
 RUN pip install --no-cache-dir --require-hashes -r /usr/local/share/kvpool/server.lock
 COPY --from=wheel /opt/kvpool /usr/local
 USER 10001:10001
-ENV KVPOOL_SERVE_LISTEN=0.0.0.0:50051 KVPOOL_SERVE_METRICS_LISTEN=0.0.0.0:9464
+# It starts with TLS (KVPOOL_SERVE_TLS_CERT, KVPOOL_SERVE_TLS_KEY), or if told which of grpc and metrics may be plaintext:
+# KVPOOL_SERVE_ALLOW_PLAINTEXT. Its own health is asked for on a unix socket, which needs neither.
+ENV KVPOOL_SERVE_LISTEN="0.0.0.0:50051 unix:/tmp/kvpool.sock" KVPOOL_SERVE_METRICS_LISTEN=0.0.0.0:9464
 EXPOSE 50051 9464
-HEALTHCHECK --interval=5s --timeout=5s --start-period=30s --retries=3 CMD ["kvpool", "health", "127.0.0.1:50051"]
+HEALTHCHECK --interval=5s --timeout=5s --start-period=30s --retries=3 CMD ["kvpool", "health", "unix:/tmp/kvpool.sock"]
 CMD ["serve"]
 
 FROM base AS worker
@@ -42,6 +44,7 @@ COPY deploy/requirements/server.lock /usr/local/share/kvpool/server.lock
 RUN pip install --no-cache-dir --require-hashes -r /usr/local/share/kvpool/server.lock
 COPY --from=wheel /opt/kvpool /usr/local
 USER 10001:10001
+# It starts if told that metrics and health may be plaintext: KVPOOL_WORKER_ALLOW_PLAINTEXT.
 ENV KVPOOL_WORKER_HEALTH_LISTEN=0.0.0.0:50052 KVPOOL_WORKER_METRICS_LISTEN=0.0.0.0:9465
 EXPOSE 50052 9465
 # Healthy once its pool is ready, which may take as long as the slowest rank does.

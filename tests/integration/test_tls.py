@@ -20,6 +20,7 @@ from kvpool.client import TlsConfig, aio, connect
 from kvpool.client.admin import AdminClient
 from support_doors import Authority, Pair, channel, secret_of, write_tokens
 from support_server import ServerProcess, pool_config
+from support_workers import ready, worker_processes
 
 
 @pytest.fixture(scope="module")
@@ -183,6 +184,25 @@ def test_tls_and_tokens_over_the_command_line(tmp_path: Path, authority: Authori
         assert (status, errors.startswith("Error: NO_TOKEN: ")) == (1, True), errors
         replayed = ("--chats", "1", "--num-blocks", "300", "--block-size", "16", "--sessions", "1")
         assert kvpool("replay", "--address", address, *replayed, **environment)[0] == 0
+
+
+def test_a_worker_joins_with_its_token_and_takes_up_another_when_that_is_revoked(
+    tmp_path: Path, authority: Authority
+) -> None:
+    tokens, secret = tmp_path / "tokens.toml", tmp_path / "token"
+    entries = [{"name": name, "role": "worker", "pools": ["m"]} for name in ("first", "second")]
+    write_tokens(tokens, entries)
+    secret.write_text(secret_of("first"))
+    pair = authority.issue("127.0.0.1")
+    with serving(pair, tokens=str(tokens)) as address, worker_processes(tmp_path) as workers:
+        flags = ("--tls-ca", str(authority.path), "--token-file", str(secret), "--num-blocks", "50")
+        rank = workers.start(address, 0, 1, *flags)
+        rank.wait_for(ready(1))
+        secret.write_text(secret_of("second"))
+        write_tokens(tokens, entries[1:])
+        rank.wait_for("TOKEN_REVOKED")
+        rank.wait_for("server back")
+        assert rank.process.poll() is None
 
 
 def kvpool(*arguments: object, **environment: str) -> tuple[int, str, str]:

@@ -281,7 +281,7 @@ class OpenSessionResponse(_message.Message):
 
     @_builtins.property
     def config(self) -> _pool_pb2.PoolConfig:
-        """The pool's configuration, the hash scheme's none_hash included."""
+        """The pool's configuration, the hash scheme's none_hash included: that of the salt, if the token of the session has one."""
 
     def __init__(
         self,
@@ -401,7 +401,7 @@ class ResumeSessionResponse(_message.Message):
 
     @_builtins.property
     def config(self) -> _pool_pb2.PoolConfig:
-        """The pool's configuration, the hash scheme's none_hash included."""
+        """The pool's configuration, the hash scheme's none_hash included: that of the salt, if the token of the session has one."""
 
     @_builtins.property
     def requests(self) -> _containers.RepeatedCompositeFieldContainer[Global___HeldRequest]:
