@@ -260,3 +260,25 @@ def test_sessions_of_another_salt_find_nothing_and_those_of_the_same_do(tmp_path
     assert len(set(seeds.values())) == 3
     assert {len(seed) for seed in seeds.values()} == {32}
     assert server.stop()[0] == 0
+
+
+def test_a_session_keeps_its_owner_and_its_salt_over_a_killed_server(tmp_path: Path) -> None:
+    tokens, folder = tmp_path / "tokens.toml", tmp_path / "journal"
+    entries: list[Entry] = [{"name": name, "role": "scheduler", "pools": ["*"]} for name in ("mine", "other")]
+    entries[0]["salt"] = "s" * 16
+    write_tokens(tokens, entries)
+    settings = {"doors": {"tokens": str(tokens)}, "journal": {"folder": str(folder)}}
+    server = ServerProcess(f"unix:{tmp_path / 's'}", **settings)
+    with connect(server.addresses[0], token=secret_of("mine")) as client:
+        client.create_pool(pool_config())
+        session = client.open_session("m", lease_seconds=600)
+        assert session.admit(session.request("r", token_ids=range(8)))
+        server.process.kill()
+        server.process.communicate()
+    again = ServerProcess(f"unix:{tmp_path / 's'}", **settings)
+    resume = "kvpool.v1.AllocatorService/ResumeSession"
+    request = request_of(resume, "", session.session_id)
+    assert refusal(again.addresses[0], resume, request, secret_of("other")).reason == "SESSION"
+    told = call(again.addresses[0], resume, request, secret_of("mine"))
+    assert told.config.hash_scheme.none_hash == session.config.hash_scheme.none_hash
+    assert again.stop()[0] == 0

@@ -57,6 +57,7 @@ NOT_RECORDED: Final = {
     "has_pool": "changes nothing",
     "is_overdue": "changes nothing",
     "next_expiry_seconds": "changes nothing",
+    "owner": "changes nothing",
     "pool": "changes nothing",
     "pools": "changes nothing",
     "sessions": "changes nothing",
