@@ -20,6 +20,7 @@ from kvpool.server.core.session import LeaseBounds
 from kvpool.server.core.world import RankTiming
 from kvpool.server.journal.config import JournalConfig
 from kvpool.server.doors.config import DoorsConfig
+from kvpool.server.limits import Limits
 from kvpool.server.obs.event_config import EventsConfig
 from kvpool.server.server import serve
 settings = json.loads(sys.argv[1])
@@ -30,6 +31,7 @@ settings["rank_timing"] = RankTiming(**settings.pop("rank_timing", {}))
 settings["journal"] = JournalConfig(**settings.pop("journal", {}))
 doors = {name: Path(value) for name, value in settings.pop("doors", {}).items()}
 settings["doors"] = DoorsConfig(**doors)
+settings["limits"] = Limits(**settings.pop("limits", {}))
 settings["metrics"] = MetricsConfig(**settings.pop("metrics", {}))
 asyncio.run(serve(ServerConfig(**settings), lambda addresses: print(json.dumps(addresses), flush=True)))
 """

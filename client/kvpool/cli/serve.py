@@ -9,6 +9,7 @@ import click
 
 from kvpool.cli.doors import doors_options, take_doors_config
 from kvpool.cli.events import events_options, take_events_config
+from kvpool.cli.limits import limits_options, take_limits
 from kvpool.cli.logs import log_options, start_logging
 from kvpool.cli.settings import config_option
 from kvpool.server import faults, server
@@ -146,6 +147,7 @@ _LEASES = LeaseBounds()
     help="Most that the journal's files may take.",
 )
 @doors_options
+@limits_options
 @events_options
 @log_options
 def serve(log_level: str, log_format: str, **settings: Any) -> None:  # noqa: ANN401 - named and checked by ServerConfig
@@ -167,12 +169,13 @@ def serve(log_level: str, log_format: str, **settings: Any) -> None:  # noqa: AN
             settings.pop("min_lease_seconds"), settings.pop("max_lease_seconds"), settings.pop("default_lease_seconds")
         )
         journal = JournalConfig(settings.pop("journal"), settings.pop("journal_max_bytes"))
-        events, doors = take_events_config(settings), take_doors_config(settings)
+        events, doors, limits = take_events_config(settings), take_doors_config(settings), take_limits(settings)
         config = ServerConfig(
             addresses=settings.pop("listen"),
             rank_timing=timing,
             metrics=metrics,
             events=events,
+            limits=limits,
             leases=leases,
             journal=journal,
             doors=doors,

@@ -9,6 +9,7 @@ from kvpool.server.core.types import MAX_BLOCKS
 from kvpool.server.core.world import RankTiming
 from kvpool.server.doors.config import DoorsConfig
 from kvpool.server.journal.config import JournalConfig
+from kvpool.server.limits import DEFAULT_LIMITS, Limits
 from kvpool.server.obs.event_config import EventsConfig
 
 DEFAULT_ADDRESS: Final = "127.0.0.1:50051"
@@ -57,6 +58,7 @@ class ServerConfig:
         rank_timing: How often ranks are to be heard of, and how long they are waited for.
         max_pools: Most pools at a time.
         metrics: What is told to Prometheus, and where.
+        limits: What clients can make it hold or do at most.
         events: Where and how block events are published, besides `EventService.Watch`.
         leases: How long sessions' leases may be.
         journal: Where changes are written down, so that a server that is killed comes back as it was.
@@ -73,6 +75,7 @@ class ServerConfig:
     rank_timing: RankTiming = RankTiming()  # noqa: RUF009 - frozen
     max_pools: int = DEFAULT_MAX_POOLS
     metrics: MetricsConfig = MetricsConfig()
+    limits: Limits = DEFAULT_LIMITS
     events: EventsConfig = EventsConfig()  # noqa: RUF009 - frozen
     leases: LeaseBounds = LeaseBounds()  # noqa: RUF009 - frozen
     journal: JournalConfig = JournalConfig()  # noqa: RUF009 - frozen

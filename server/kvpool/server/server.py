@@ -80,7 +80,9 @@ class Server:
         residency = _residency(config.metrics)
         self._journal = _journal(config, residency)
         recovered = self._journal.allocator if self._journal else None
-        self.hub = Hub(config.max_pool_blocks, residency, config.leases, config.quarantine_seconds, recovered)
+        self.hub = Hub(
+            config.max_pool_blocks, residency, config.leases, config.quarantine_seconds, recovered, config.limits
+        )
         self._ranks = Ranks(self.hub, config.rank_timing, config.max_pool_blocks, config.max_pools)
         self._health = health.aio.HealthServicer()
         try:
@@ -95,7 +97,11 @@ class Server:
             interceptors.append(RpcObserver(self._observations))
         if self._doorkeeper:
             interceptors.append(self._doorkeeper)
-        self._server = grpc.aio.server(interceptors=interceptors, options=_channel_options(config))
+        self._server = grpc.aio.server(
+            interceptors=interceptors,
+            options=_channel_options(config),
+            maximum_concurrent_rpcs=config.limits.max_calls,
+        )
         self._watches: list[asyncio.Task[None]] = []
         services: Any = TolerantServer(self._server)
         allocator = AllocatorService(self.hub, self._ranks, self._observations)

@@ -296,6 +296,10 @@ class Allocator:
         pool.activity.sessions_opened += 1
         return pool, session
 
+    def has_open_key(self, open_key: str, owner: str = "") -> bool:
+        """Whether a session that is there was opened with this key, by this owner."""
+        return (owner, open_key) in self._by_open_key
+
     def resume_session(
         self, session_id: str, sequence: int, *, resume_key: str, now_seconds: float
     ) -> tuple[Pool, Session]:

@@ -44,8 +44,9 @@ def apply_step(pool: Pool, session: Session, step: Step, source: object = None) 
     if pool.residency:
         pool.residency.now_seconds = session.heard_seconds
     mark_executed(pool, session, step.executed_sequence)
+    session.num_tokens += sum(step.num_appended_tokens)
     result = _Application(pool, session, step).run(checked)
-    session.remember(source, result)
+    session.remember(source, result, step.num_entries + result.num_entries)
     pool.activity.steps += 1
     pool.activity.operations += len(step.operations)
     return result

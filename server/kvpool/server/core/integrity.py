@@ -33,6 +33,8 @@ def check_integrity(pool: Pool, sessions: Iterable[Session]) -> None:
         _require(
             list(session.requests.values()) == list(session.by_number.values()), "requests by id and by number differ"
         )
+        num_tokens = sum(request.num_tokens for request in session.requests.values())
+        _require(session.num_tokens == num_tokens, f"{session.num_tokens} tokens are counted, not {num_tokens}")
     for request in requests:
         config = pool.config
         wanted = request.num_tokens // config.hash_block_size if config.enable_caching else 0

@@ -17,6 +17,8 @@ from kvpool.server.core.step import StepResult
 from kvpool.server.core.types import RequestId, RequestNumber, Sequence, SessionId, WriterId
 
 REMEMBERED_RESULTS: Final = 16
+REMEMBERED_ENTRIES: Final = 2**20
+"""Entries of columns and queues in all remembered steps and results together; the newest is kept in any case."""
 REMEMBERED_RESUME_KEYS: Final = 16
 MAX_KEY_BYTES: Final = 64
 _RESUMPTION_MARK: Final = "~"
@@ -91,6 +93,7 @@ class Session:
         open_streams: Streams that keep it alive.
         sequence: Number of its last change.
         executed_sequence: Newest change that it said to be executed.
+        num_tokens: Tokens known of its requests, together.
         requests: Its requests, in the order they were added.
         by_number: The same by number.
     """
@@ -110,9 +113,11 @@ class Session:
     open_streams: int = 0
     sequence: Sequence = Sequence(0)  # noqa: RUF009 - a NewType of int is immutable
     executed_sequence: Sequence = Sequence(0)  # noqa: RUF009 - a NewType of int is immutable
+    num_tokens: int = 0
     requests: dict[RequestId, Request] = field(default_factory=dict)
     by_number: dict[RequestNumber, Request] = field(default_factory=dict)
-    _results: OrderedDict[int, tuple[object, StepResult]] = field(default_factory=OrderedDict)
+    _results: OrderedDict[int, tuple[object, StepResult, int]] = field(default_factory=OrderedDict)
+    _remembered_entries: int = 0
     _resumptions: int = 0
     _resume_keys: deque[str] = field(default_factory=lambda: deque(maxlen=REMEMBERED_RESUME_KEYS))
 
@@ -167,12 +172,20 @@ class Session:
             raise InvalidArgumentError("sequence", f"{sequence} was used for something else", reason="SEQUENCE_REUSED")
         return remembered[1]
 
-    def remember(self, source: object, result: StepResult) -> None:
-        """Ends a change: counts it, and keeps its result in case it is sent again."""
+    def remember(self, source: object, result: StepResult, num_entries: int = 0) -> None:
+        """Ends a change: counts it, and keeps its result in case it is sent again.
+
+        Args:
+            source: What was sent.
+            result: What became of it.
+            num_entries: Entries of columns and queues in both.
+        """
         self.sequence = Sequence(result.sequence)
-        self._results[result.sequence] = (source, result)
-        if len(self._results) > REMEMBERED_RESULTS:
-            self._results.popitem(last=False)
+        results = self._results
+        results[result.sequence] = (source, result, num_entries)
+        self._remembered_entries += num_entries
+        while len(results) > REMEMBERED_RESULTS or (self._remembered_entries > REMEMBERED_ENTRIES and len(results) > 1):
+            self._remembered_entries -= results.popitem(last=False)[1][2]
 
     def check_executed(self, executed_sequence: int, last: int) -> None:
         """Checks a claim that the changes up to `executed_sequence` were executed, where `last` was sent before it.
@@ -201,3 +214,4 @@ class Session:
         """Lets a request go, whose blocks are freed."""
         del self.requests[request.request_id]
         del self.by_number[request.number]
+        self.num_tokens -= request.num_tokens

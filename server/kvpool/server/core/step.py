@@ -85,6 +85,19 @@ class Step:
     request_ids: list[str] = field(default_factory=list)
     lora_names: list[str] = field(default_factory=list)
 
+    @property
+    def num_entries(self) -> int:
+        """About how much it holds, in entries of 8 bytes."""
+        named = 64 * len(self.request_ids)  # at most: an id and a LoRA name of 256 bytes
+        return (
+            8 * len(self.operations)
+            + len(self.num_block_ids)
+            + len(self.block_ids)
+            + len(self.block_hashes) // 8
+            + len(self.token_ids)
+            + named
+        )
+
 
 @dataclass(slots=True)
 class StepResult:
@@ -111,3 +124,9 @@ class StepResult:
     num_prefix_blocks: list[int] = field(default_factory=list)
     num_new_blocks: list[int] = field(default_factory=list)
     block_ids: list[int] = field(default_factory=list)
+
+    @property
+    def num_entries(self) -> int:
+        """About how much it holds, in entries of 8 bytes."""
+        columns = 4 * len(self.outcomes or self.num_hit_tokens)
+        return columns + len(self.num_prefix_blocks) + len(self.num_new_blocks) + len(self.block_ids)

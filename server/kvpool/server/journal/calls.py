@@ -54,6 +54,7 @@ NOT_RECORDED: Final = {
     "closed_count": "changes nothing",
     "describe": "changes nothing",
     "find_session": "changes nothing",
+    "has_open_key": "changes nothing",
     "has_pool": "changes nothing",
     "is_overdue": "changes nothing",
     "next_expiry_seconds": "changes nothing",

@@ -10,7 +10,7 @@ from kvpool.server.core.inspection import Page
 from kvpool.server.core.pool import Pool
 from kvpool.server.rpc import convert_admin, convert_pool
 from kvpool.server.rpc.caller import sees
-from kvpool.server.rpc.errors import guarded
+from kvpool.server.rpc.errors import in_turn
 from kvpool.server.rpc.hub import Hub, session_fields
 from kvpool.server.rpc.ranks import Ranks
 from kvpool.v1 import admin_pb2, admin_pb2_grpc
@@ -31,7 +31,15 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         self._started_seconds = hub.now_seconds()
         self._version = version("kvpool")
 
-    @guarded
+    async def take_turn(self, _: object) -> None:
+        """Waits for the turn of all calls that are of no session."""
+        await self._hub.turns.take("", 0)
+
+    def end_turn(self) -> None:
+        """Ends it."""
+        self._hub.turns.end()
+
+    @in_turn
     def ListPools(self, _: admin_pb2.ListPoolsRequest) -> admin_pb2.ListPoolsResponse:
         return admin_pb2.ListPoolsResponse(
             server=admin_pb2.ServerInfo(
@@ -46,7 +54,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
             ],
         )
 
-    @guarded
+    @in_turn
     def ListSessions(self, request: admin_pb2.ListSessionsRequest) -> admin_pb2.ListSessionsResponse:
         page = Page.of(request.page_size, request.page_token)
         found = self._allocator.sessions()
@@ -58,7 +66,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         told, token = inspection.page_of_sessions(found, page, self._hub.now_seconds())
         return admin_pb2.ListSessionsResponse(sessions=map(convert_admin.session_to_proto, told), next_page_token=token)
 
-    @guarded
+    @in_turn
     def ListRequests(self, request: admin_pb2.ListRequestsRequest) -> admin_pb2.ListRequestsResponse:
         page = Page.of(request.page_size, request.page_token)
         if request.session_number:
@@ -69,14 +77,14 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         told, token = inspection.page_of_requests(sessions, page)
         return admin_pb2.ListRequestsResponse(requests=map(convert_admin.request_to_proto, told), next_page_token=token)
 
-    @guarded
+    @in_turn
     def ListBlocks(self, request: admin_pb2.ListBlocksRequest) -> admin_pb2.ListBlocksResponse:
         page = Page.of(request.page_size, request.page_token)
         state = convert_admin.block_state_from_proto(request.state)
         told, token = inspection.page_of_blocks(self._open_pool(request.pool_name), state, page)
         return admin_pb2.ListBlocksResponse(blocks=map(convert_admin.block_to_proto, told), next_page_token=token)
 
-    @guarded
+    @in_turn
     def ResetPrefixCache(
         self, request: admin_pb2.AdminServiceResetPrefixCacheRequest
     ) -> admin_pb2.AdminServiceResetPrefixCacheResponse:
@@ -93,7 +101,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         told = [inspection.describe_session(pool, session, self._hub.now_seconds()) for session in holders]
         return admin_pb2.AdminServiceResetPrefixCacheResponse(holders=map(convert_admin.session_to_proto, told))
 
-    @guarded
+    @in_turn
     def EvictSession(self, request: admin_pb2.EvictSessionRequest) -> admin_pb2.EvictSessionResponse:
         pool, session = self._allocator.find_session(request.pool_name, request.session_number)
         was = inspection.describe_session(pool, session, self._hub.now_seconds())
@@ -102,7 +110,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         _log.warning("session evicted by an operator", extra=extra)
         return admin_pb2.EvictSessionResponse(session=convert_admin.session_to_proto(was))
 
-    @guarded
+    @in_turn
     def Drain(self, request: admin_pb2.DrainRequest) -> admin_pb2.DrainResponse:
         if request.stop:
             return self._stop(request)
@@ -126,7 +134,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         _log.warning("stop asked for by an operator", extra=extra)
         return admin_pb2.DrainResponse(sessions=left)
 
-    @guarded
+    @in_turn
     def Undrain(self, request: admin_pb2.UndrainRequest) -> admin_pb2.UndrainResponse:
         name = self._ranks.check_pool(request.pool_name) if request.pool_name else None
         self._hub.open_intake(name)
@@ -135,7 +143,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         still = [pool_name for pool_name in asked_for if not self._hub.takes_sessions(pool_name)]
         return admin_pb2.UndrainResponse(still_drained=still)
 
-    @guarded
+    @in_turn
     def RemovePool(self, request: admin_pb2.RemovePoolRequest) -> admin_pb2.RemovePoolResponse:
         self._ranks.remove_pool(request.pool_name)
         _log.warning("pool removed by an operator", extra={"pool": request.pool_name})

@@ -6,18 +6,19 @@ import secrets
 import time
 
 import grpc
+from google.protobuf.message import Message
 
 from kvpool.server import faults
-from kvpool.server.core.errors import InvalidArgumentError
-from kvpool.server.core.quota import Quota
+from kvpool.server.core.errors import InvalidArgumentError, KvpoolError
 from kvpool.server.core.step import Operation, Outcome, Step
 from kvpool.server.core.types import SessionId
 from kvpool.server.obs.observations import Observations
 from kvpool.server.rpc import convert, convert_pool, convert_session, unary
 from kvpool.server.rpc.caller import CALLER, check_session
-from kvpool.server.rpc.errors import errors_sent, guarded
+from kvpool.server.rpc.errors import errors_sent, guarded, in_turn
 from kvpool.server.rpc.hub import Hub, Stream, session_fields
 from kvpool.server.rpc.ranks import Ranks
+from kvpool.server.rpc.stalls import read_first, write
 from kvpool.v1 import allocator_pb2, allocator_pb2_grpc, pool_pb2, step_pb2
 
 _log = logging.getLogger("kvpool.server")
@@ -35,7 +36,21 @@ class AllocatorService(allocator_pb2_grpc.AllocatorServiceServicer):
         self._allocator = hub.allocator
         self._observations = observations
 
-    @guarded
+    async def take_turn(self, request: Message) -> None:
+        """Waits for the turn of a request's session; of one without, for that of all such calls."""
+        pool, session = "", 0
+        session_id = getattr(request, "session_id", "")
+        if session_id:
+            with contextlib.suppress(KvpoolError):  # the method itself says so
+                found = self._hub.session(session_id)
+                pool, session = found[0].config.name, found[1].writer
+        await self._hub.turns.take(pool, session)
+
+    def end_turn(self) -> None:
+        """Ends it."""
+        self._hub.turns.end()
+
+    @in_turn
     def CreatePool(self, request: allocator_pb2.CreatePoolRequest) -> allocator_pb2.CreatePoolResponse:
         self._hub.refuse_while_draining()
         self._ranks.check_formed(request.config.name)
@@ -43,7 +58,7 @@ class AllocatorService(allocator_pb2_grpc.AllocatorServiceServicer):
         pool, created = self._hub.create_pool(convert_pool.config_from_proto(request.config))
         return allocator_pb2.CreatePoolResponse(pool=self._info(pool.config.name), created=created)
 
-    @guarded
+    @in_turn
     def GetPool(self, request: allocator_pb2.GetPoolRequest) -> allocator_pb2.GetPoolResponse:
         return allocator_pb2.GetPoolResponse(pool=self._info(request.pool_name))
 
@@ -57,12 +72,14 @@ class AllocatorService(allocator_pb2_grpc.AllocatorServiceServicer):
             response.pool.CopyFrom(convert_pool.info_to_proto(info))
         return response
 
-    @guarded
+    @in_turn
     def OpenSession(self, request: allocator_pb2.OpenSessionRequest) -> allocator_pb2.OpenSessionResponse:
         self._hub.refuse_while_draining()
         self._hub.ending.check_not_asked()
         self._ranks.check_formed(request.pool_name)
         caller = CALLER.get()
+        owner = caller.grant.name if caller else ""
+        self._hub.check_room_for_session(request.pool_name, request.open_key, owner)
         session_id = SessionId(secrets.token_urlsafe(24))
         pool, session = self._allocator.open_session(
             request.pool_name,
@@ -71,9 +88,9 @@ class AllocatorService(allocator_pb2_grpc.AllocatorServiceServicer):
             session_id=session_id,
             now_seconds=self._hub.now_seconds(),
             open_key=request.open_key,
-            quota=Quota(request.min_blocks, request.max_blocks),
-            owner=caller.grant.name if caller else "",
+            owner=owner,
             salt=caller.grant.salt if caller else b"",
+            quota=self._hub.limits.quota(request.min_blocks, request.max_blocks),
         )
         faults.reach("session.opened")
         if session.session_id == session_id:  # else its key had opened it before
@@ -83,7 +100,7 @@ class AllocatorService(allocator_pb2_grpc.AllocatorServiceServicer):
             config=convert_session.config_to_proto(pool, session),
         )
 
-    @guarded
+    @in_turn
     def ResumeSession(self, request: allocator_pb2.ResumeSessionRequest) -> allocator_pb2.ResumeSessionResponse:
         pool, session = self._hub.resume_session(request.session_id, request.sequence, request.resume_key)
         _log.info("session resumed", extra={**session_fields(pool, session), "requests": len(session.requests)})
@@ -94,7 +111,7 @@ class AllocatorService(allocator_pb2_grpc.AllocatorServiceServicer):
         _, session = self._hub.session(request.session_id)
         return allocator_pb2.KeepAliveResponse(lease_seconds=session.lease_seconds)
 
-    @guarded
+    @in_turn
     def CloseSession(self, request: allocator_pb2.CloseSessionRequest) -> allocator_pb2.CloseSessionResponse:
         count, closed = self._hub.close_session(request.session_id)
         faults.reach("session.closed")
@@ -102,7 +119,7 @@ class AllocatorService(allocator_pb2_grpc.AllocatorServiceServicer):
             _log.info("session closed", extra={**session_fields(*closed), "requests": count})
         return allocator_pb2.CloseSessionResponse(num_freed_requests=count)
 
-    @guarded
+    @in_turn
     def GetComputedBlocks(
         self, request: allocator_pb2.GetComputedBlocksRequest
     ) -> allocator_pb2.GetComputedBlocksResponse:
@@ -112,7 +129,7 @@ class AllocatorService(allocator_pb2_grpc.AllocatorServiceServicer):
         )
         return allocator_pb2.GetComputedBlocksResponse(computed=_computed(answer))
 
-    @guarded
+    @in_turn
     def AllocateSlots(self, request: allocator_pb2.AllocateSlotsRequest) -> allocator_pb2.AllocateSlotsResponse:
         answer = self._run(request, lambda pool, session: unary.allocation(pool, session, request))
         return allocator_pb2.AllocateSlotsResponse(
@@ -121,30 +138,30 @@ class AllocatorService(allocator_pb2_grpc.AllocatorServiceServicer):
             computed=_computed(answer) if answer.outcome is Outcome.HIT_CHANGED else None,
         )
 
-    @guarded
+    @in_turn
     def CacheBlocks(self, request: allocator_pb2.CacheBlocksRequest) -> allocator_pb2.CacheBlocksResponse:
         self._run(request, lambda _, session: unary.caching(session, request))
         return allocator_pb2.CacheBlocksResponse()
 
-    @guarded
+    @in_turn
     def Free(self, request: allocator_pb2.FreeRequest) -> allocator_pb2.FreeResponse:
         operation = Operation.PREEMPT if request.preempted else Operation.FREE
         self._run(request, lambda _, session: unary.step_for(session, request, request.request, operation))
         return allocator_pb2.FreeResponse()
 
-    @guarded
+    @in_turn
     def EvictBlocks(self, request: allocator_pb2.EvictBlocksRequest) -> allocator_pb2.EvictBlocksResponse:
         self._run(request, lambda pool, _: unary.eviction(request, len(pool.config.groups)))
         return allocator_pb2.EvictBlocksResponse()
 
-    @guarded
+    @in_turn
     def ResetPrefixCache(
         self, request: allocator_pb2.ResetPrefixCacheRequest
     ) -> allocator_pb2.ResetPrefixCacheResponse:
         answer = self._run(request, lambda *_: Step(request.sequence, operations=[Operation.RESET]))
         return allocator_pb2.ResetPrefixCacheResponse(reset=answer.outcome is Outcome.OK)
 
-    @guarded
+    @in_turn
     def GetCommonPrefixBlocks(
         self, request: allocator_pb2.GetCommonPrefixBlocksRequest
     ) -> allocator_pb2.GetCommonPrefixBlocksResponse:
@@ -154,7 +171,7 @@ class AllocatorService(allocator_pb2_grpc.AllocatorServiceServicer):
         )
         return allocator_pb2.GetCommonPrefixBlocksResponse(num_blocks=answer.counts)
 
-    @guarded
+    @in_turn
     def MarkExecuted(self, request: allocator_pb2.MarkExecutedRequest) -> allocator_pb2.MarkExecutedResponse:
         pool, session = self._hub.session(request.session_id)
         self._allocator.mark_executed(pool, session, request.executed_sequence)
@@ -167,20 +184,25 @@ class AllocatorService(allocator_pb2_grpc.AllocatorServiceServicer):
 
     async def _serve_steps(self, stream: Stream, context: _StepContext) -> None:
         with contextlib.ExitStack() as stack:
-            session_id = ""
+            session_id, stall_seconds = "", self._hub.limits.stall_seconds
             while True:
                 with stream.wait():
-                    message = await context.read()
+                    message = await (context.read() if session_id else read_first(context, stall_seconds))
                 if not isinstance(message, step_pb2.Step):  # EOF: the client is done sending
                     return
                 if not session_id:
                     session_id = message.session_id
                     check_session(self._allocator, session_id)
-                    _, session = self._hub.session(session_id)
+                    pool, session = self._hub.session(session_id)
                     stack.enter_context(self._hub.attached(session, stream))
                 elif message.session_id not in ("", session_id):
                     raise InvalidArgumentError("session_id", "differs from the stream's first step")
-                await context.write(self._apply(session_id, message))
+                await self._hub.turns.take(pool.config.name, session.writer)
+                try:
+                    answer = self._apply(session_id, message)
+                finally:
+                    self._hub.turns.end()
+                await write(context, answer, stall_seconds)
                 faults.reach("step.answered")
 
     def _apply(self, session_id: str, message: step_pb2.Step) -> step_pb2.StepResult:
@@ -189,6 +211,7 @@ class AllocatorService(allocator_pb2_grpc.AllocatorServiceServicer):
         step = convert.step_from_proto(message)
         message.ClearField("session_id")  # of the same step sent again it may stand there or not
         faults.reach("step.decoded")
+        self._hub.limits.check_step(session, step)
         result = self._allocator.apply(pool, session, step, message)
         faults.reach("step.applied")
         self._hub.publish(pool)
@@ -200,7 +223,7 @@ class AllocatorService(allocator_pb2_grpc.AllocatorServiceServicer):
     def _run(self, message: unary.Change, build: unary.Build) -> unary.Answer:
         pool, session = self._hub.session(message.session_id)
         faults.reach("step.decoded")
-        answer = unary.run(self._allocator, pool, session, message, build)
+        answer = unary.run(self._allocator, self._hub.limits, pool, session, message, build)
         faults.reach("step.applied")
         self._hub.publish(pool)
         return answer

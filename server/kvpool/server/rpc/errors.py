@@ -1,10 +1,11 @@
 """The one table from the core's errors to status codes, and how an error is sent."""
 
+import asyncio
 import contextlib
 import functools
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Final, NoReturn, TypeVar
+from typing import Any, Final, NoReturn, Protocol, TypeVar
 
 import grpc
 from google.protobuf import any_pb2, duration_pb2
@@ -37,10 +38,15 @@ CODES: Final[dict[type[KvpoolError], grpc.StatusCode]] = {
     DeniedError: grpc.StatusCode.PERMISSION_DENIED,
 }
 
+_TOLD_SECONDS: Final = 1.0
+"""How long a status may take to leave."""
+
 _log = logging.getLogger("kvpool.server")
 
 _ServicerT = TypeVar("_ServicerT")
+_TurnsT = TypeVar("_TurnsT", bound="TakesTurns[Any]")
 _RequestT = TypeVar("_RequestT")
+_RequestT_contra = TypeVar("_RequestT_contra", contravariant=True)
 _ResponseT = TypeVar("_ResponseT")
 _Context = grpc.aio.ServicerContext[_RequestT, _ResponseT]
 _Method = Callable[[_ServicerT, _RequestT, _Context[_RequestT, _ResponseT]], Awaitable[_ResponseT]]
@@ -72,8 +78,20 @@ def to_status(error: KvpoolError) -> status_pb2.Status:
 async def abort(context: _Context[_RequestT, _ResponseT], error: KvpoolError, method: str) -> NoReturn:
     """Ends a call with an error of the core's. Clients may do that to us often: the log says it at debug only."""
     _log.debug("call refused", extra={"method": method, "reason": error.reason, "error": str(error)})
-    status = rpc_status.to_status(to_status(error))
-    await context.abort(status.code, status.details, status.trailing_metadata)
+    await _end(context, rpc_status.to_status(to_status(error)))
+
+
+async def _end(context: _Context[_RequestT, _ResponseT], status: grpc.Status) -> NoReturn:
+    """Ends a call with a status.
+
+    That stands behind the messages which the client has not read. gRPC keeps it, and the one that it was sending, until
+    the client comes to it or its connection ends; nothing of ours waits for that.
+    """
+    try:
+        async with asyncio.timeout(_TOLD_SECONDS):
+            await context.abort(status.code, status.details, status.trailing_metadata)
+    except TimeoutError:
+        raise asyncio.CancelledError from None
     raise AssertionError("abort returned")
 
 
@@ -85,9 +103,7 @@ async def abort_internal(context: _Context[_RequestT, _ResponseT], method: str) 
     packed = any_pb2.Any()
     packed.Pack(info)
     status.details.append(packed)
-    encoded = rpc_status.to_status(status)
-    await context.abort(encoded.code, encoded.details, encoded.trailing_metadata)
-    raise AssertionError("abort returned")
+    await _end(context, rpc_status.to_status(status))
 
 
 def malformed_error() -> InvalidArgumentError:
@@ -109,6 +125,35 @@ async def errors_sent(context: _Context[_RequestT, _ResponseT], method: str) -> 
         await abort(context, malformed_error(), method)
     except Exception:  # noqa: BLE001 - the boundary: a bug must end this call alone, and is logged
         await abort_internal(context, method)
+
+
+class TakesTurns(Protocol[_RequestT_contra]):
+    """A service of which some methods take their turn with those of others."""
+
+    async def take_turn(self, request: _RequestT_contra, /) -> None:
+        """Waits for the turn of who sent a request."""
+
+    def end_turn(self) -> None:
+        """Ends it."""
+
+
+def in_turn(method: Callable[[_TurnsT, _RequestT], _ResponseT]) -> _Method[_TurnsT, _RequestT, _ResponseT]:
+    """As `guarded`, of a method that changes something or looks at much: it waits for its turn first."""
+
+    @functools.wraps(method)
+    async def call(self: _TurnsT, request: _RequestT, context: _Context[_RequestT, _ResponseT]) -> _ResponseT:
+        try:
+            await self.take_turn(request)
+            try:
+                return method(self, request)
+            finally:
+                self.end_turn()
+        except KvpoolError as error:
+            await abort(context, error, method.__name__)
+        except Exception:  # noqa: BLE001 - the boundary: a bug must end this call alone, and is logged
+            await abort_internal(context, method.__name__)
+
+    return call
 
 
 def guarded(method: Callable[[_ServicerT, _RequestT], _ResponseT]) -> _Method[_ServicerT, _RequestT, _ResponseT]:

@@ -1,22 +1,25 @@
 """EventService: see proto/kvpool/v1/event.proto for what each call promises."""
 
 import asyncio
+import contextlib
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Final
 
 import grpc
 
 from kvpool.server.core.block_contents import ContentsWalk
-from kvpool.server.core.errors import InvalidArgumentError, WrongStateError, check_range
+from kvpool.server.core.errors import ExhaustedError, InvalidArgumentError, WrongStateError, check_range
 from kvpool.server.core.events import BlockEvent
 from kvpool.server.core.pool import Pool
+from kvpool.server.limits import RETRY_SECONDS
 from kvpool.server.obs.event_log import EventLog, LoggedBatch
 from kvpool.server.obs.turns import Turns
 from kvpool.server.rpc import convert
 from kvpool.server.rpc.errors import errors_sent
 from kvpool.server.rpc.hub import Hub, Stream
+from kvpool.server.rpc.stalls import write
 from kvpool.v1 import event_pb2, event_pb2_grpc
 
 CHUNK_BLOCKS: Final = 256
@@ -37,12 +40,24 @@ class EventService(event_pb2_grpc.EventServiceServicer):
     def __init__(self, hub: Hub) -> None:
         self._hub = hub
         self._turns = Turns()
+        self._num_watches = 0
         self._messages = _BatchMessages(hub.boot_id)
 
     async def Watch(self, request: event_pb2.WatchRequest, context: _WatchContext) -> None:  # type: ignore[override]
         async with errors_sent(context, "Watch"):
-            with self._hub.streaming() as stream:
+            with self._hub.streaming() as stream, self._counted():
                 await self._watch(request, stream, context).run()
+
+    @contextlib.contextmanager
+    def _counted(self) -> Iterator[None]:
+        if self._num_watches >= self._hub.limits.max_watches:
+            message = f"there are {self._num_watches} watches, as many as may be"
+            raise ExhaustedError("TOO_MANY_WATCHES", message, retry_seconds=RETRY_SECONDS)
+        self._num_watches += 1
+        try:
+            yield
+        finally:
+            self._num_watches -= 1
 
     def _watch(self, request: event_pb2.WatchRequest, stream: Stream, context: _WatchContext) -> "_Watch":
         pool = self._hub.allocator.pool(request.pool_name)
@@ -62,7 +77,17 @@ class EventService(event_pb2_grpc.EventServiceServicer):
         sequence = request.from_sequence or log.last_sequence + 1
         log.check_start(sequence)
         shared = (self._messages, self._turns)
-        return _Watch(pool, log, self._hub.boot_id, request, sequence, shared=shared, stream=stream, context=context)
+        return _Watch(
+            pool,
+            log,
+            self._hub.boot_id,
+            request,
+            sequence,
+            shared=shared,
+            stall_seconds=self._hub.limits.stall_seconds,
+            stream=stream,
+            context=context,
+        )
 
 
 class _BatchMessages:
@@ -103,6 +128,7 @@ class _Watch:
         sequence: int,
         *,
         shared: tuple[_BatchMessages, Turns],
+        stall_seconds: float,
         stream: Stream,
         context: _WatchContext,
     ) -> None:
@@ -113,6 +139,7 @@ class _Watch:
         self._heartbeat_seconds = request.heartbeat_seconds or None
         self._next = sequence
         self._messages, self._turns = shared
+        self._stall_seconds = stall_seconds
         self._stream = stream
         self._context = context
 
@@ -150,17 +177,16 @@ class _Watch:
         await self._send_now(event_pb2.WATCH_RESPONSE_KIND_SNAPSHOT_END)
 
     async def _send_now(self, kind: event_pb2.WatchResponseKind.ValueType, events: Sequence[BlockEvent] = ()) -> None:
-        await self._context.write(
-            event_pb2.WatchResponse(
-                sequence=self._next - 1,
-                events=map(convert.event_to_proto, events),
-                kind=kind,
-                epoch=self._pool.epoch,
-                boot_id=self._boot_id,
-                time_seconds=time.time(),
-            )
+        message = event_pb2.WatchResponse(
+            sequence=self._next - 1,
+            events=map(convert.event_to_proto, events),
+            kind=kind,
+            epoch=self._pool.epoch,
+            boot_id=self._boot_id,
+            time_seconds=time.time(),
         )
+        await write(self._context, message, self._stall_seconds)
 
     async def _send_batch(self, batch: LoggedBatch) -> None:
-        await self._context.write(self._messages.of(batch))
+        await write(self._context, self._messages.of(batch), self._stall_seconds)
         self._next = batch.sequence + 1

@@ -21,8 +21,10 @@ from kvpool.server.core.session import LeaseBounds, Session
 from kvpool.server.core.session_ends import ended_error
 from kvpool.server.core.types import PoolName, SessionId, WriterId
 from kvpool.server.ending import Ending
+from kvpool.server.limits import DEFAULT_LIMITS, Limits
 from kvpool.server.obs.event_log import EventLog
 from kvpool.server.rpc.caller import CALLER
+from kvpool.server.rpc.fair_turns import FairTurns
 
 DRAIN_RETRY_SECONDS: Final = 1.0
 _MANY_BLOCKS: Final = 50_000
@@ -72,13 +74,14 @@ class Stream:
 class Hub:
     """State of one server. Only its event loop touches it, and no method awaits between a check and a change."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913, PLR0917 - a server's settings
         self,
         max_pool_blocks: int,
         new_residency: Callable[[], Residency | None] = lambda: None,
         leases: LeaseBounds = LeaseBounds(),  # noqa: B008 - frozen
         quarantine_seconds: float = 0.0,
         allocator: Allocator | None = None,
+        limits: Limits = DEFAULT_LIMITS,
     ) -> None:
         self.allocator = allocator or Allocator(new_residency, leases)
         self._clock = AttentiveClock(time.monotonic())
@@ -87,6 +90,8 @@ class Hub:
         self._logs: dict[PoolName, EventLog] = {}
         self._streams: set[Stream] = set()
         self._by_session: dict[SessionId, Stream] = {}
+        self.limits = limits
+        self.turns = FairTurns(limits.max_waiting_steps)
         self.is_draining = False
         self.ending = Ending(lambda: self.allocator.num_sessions, self.now_seconds)
         self.boot_id = secrets.token_hex(8)
@@ -125,6 +130,12 @@ class Hub:
         if self.allocator.is_overdue(session_id, now_seconds):
             self._expire(now_seconds)
         return now_seconds
+
+    def check_room_for_session(self, pool_name: str, open_key: str, owner: str) -> None:
+        """Raises ExhaustedError if there are as many sessions as may be, and none was opened with the owner's key."""
+        if not self.allocator.has_open_key(open_key, owner):
+            num_pool_sessions = len(self.allocator.pool(pool_name).sessions)
+            self.limits.check_sessions(self.allocator.num_sessions, num_pool_sessions)
 
     def create_pool(self, config: PoolConfig) -> tuple[Pool, bool]:
         """See `Allocator.create_pool`; refuses what would take more memory than the server was given for a pool."""

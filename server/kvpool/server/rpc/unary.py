@@ -11,6 +11,7 @@ from kvpool.server.core.pool import Pool
 from kvpool.server.core.session import Session
 from kvpool.server.core.step import Operation, Outcome, Step, StepResult
 from kvpool.server.core.types import BlockId, RequestId, RequestNumber
+from kvpool.server.limits import Limits
 from kvpool.v1 import allocator_pb2
 
 _INDEX: Final = re.compile(r"\[\d+\]$")
@@ -54,11 +55,14 @@ class Answer:
     new_blocks: list[list[int]]
 
 
-def run(allocator: Allocator, pool: Pool, session: Session, message: Change, build: Build) -> Answer:
+def run(  # noqa: PLR0913, PLR0917 - what a change is made of
+    allocator: Allocator, limits: Limits, pool: Pool, session: Session, message: Change, build: Build
+) -> Answer:
     """Runs a unary change: once, however often it is sent.
 
     Args:
         allocator: All pools and sessions.
+        limits: What the step may be.
         pool: The session's pool.
         session: The session.
         message: What was sent.
@@ -76,6 +80,7 @@ def run(allocator: Allocator, pool: Pool, session: Session, message: Change, bui
     else:
         step = build(pool, session)
         try:
+            limits.check_step(session, step)
             result = allocator.apply(pool, session, step, message)
         except KvpoolError as error:
             error.rename_field(_field_name(error, step))

@@ -6,13 +6,14 @@ from typing import Final
 
 import grpc
 
-from kvpool.server.core.errors import AbortedError, InvalidArgumentError
+from kvpool.server.core.errors import AbortedError, ExhaustedError, InvalidArgumentError
 from kvpool.server.core.membership import Membership
 from kvpool.server.rpc import convert_world
 from kvpool.server.rpc.caller import check_pool
 from kvpool.server.rpc.errors import errors_sent
 from kvpool.server.rpc.hub import Hub, Stream
 from kvpool.server.rpc.ranks import RankLink, Ranks
+from kvpool.server.rpc.stalls import write
 from kvpool.v1 import worker_pb2, worker_pb2_grpc
 
 _JoinContext = grpc.aio.ServicerContext[worker_pb2.JoinRequest, worker_pb2.JoinResponse]
@@ -35,7 +36,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
 
     async def _serve(self, stream: Stream, context: _JoinContext) -> None:
         link = self._ranks.open_link(stream)
-        sender = asyncio.create_task(_send(link, context))
+        sender = asyncio.create_task(_send(link, context, self._hub.limits.stall_seconds))
         membership: Membership | None = None
         try:
             while True:
@@ -92,6 +93,10 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         return False
 
 
-async def _send(link: RankLink, context: _JoinContext) -> None:
+async def _send(link: RankLink, context: _JoinContext, stall_seconds: float) -> None:
     while (message := await link.outbox.get()) is not None:
-        await context.write(message)
+        try:
+            await write(context, message, stall_seconds)
+        except ExhaustedError as error:
+            link.end(error)
+            return

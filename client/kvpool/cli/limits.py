@@ -1,0 +1,48 @@
+"""Options of `kvpool serve` for what clients can make the server hold or do at most."""
+
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Any, Final, TypeVar
+
+import click
+
+from kvpool.server.limits import DEFAULT_LIMITS, Limits
+
+_CommandT = TypeVar("_CommandT", bound=Callable[..., Any])
+
+_HELP: Final = {
+    "max_step_operations": "Most operations of a step.",
+    "max_sessions": "Most sessions, in all pools together.",
+    "max_pool_sessions": "Most sessions of a pool.",
+    "max_session_requests": "Most requests of a session.",
+    "max_session_tokens": "Most tokens of a session's requests together.",
+    "max_session_blocks": "Most blocks that a session may hold or be guaranteed; 0: no limit.",
+    "max_watches": "Most watches of block events at a time.",
+    "max_waiting_steps": "Most steps and calls that wait for their turn.",
+    "max_calls": "Most calls in flight, streams included.",
+    "stall_seconds": "How long a stream's client may read nothing that waits for it, or send no first message.",
+}
+
+
+def limits_options(command: _CommandT) -> _CommandT:
+    """Adds the options to a command; see docs/limits.md."""
+    for field in reversed(fields(Limits)):
+        default = getattr(DEFAULT_LIMITS, field.name)
+        option = click.option(
+            f"--{field.name.replace('_', '-')}",
+            type=type(default),
+            default=default,
+            show_default=True,
+            help=_HELP[field.name],
+        )
+        command = option(command)
+    return command
+
+
+def take_limits(settings: dict[str, Any]) -> Limits:
+    """Takes the options' values out of a command's settings.
+
+    Raises:
+        ValueError: One is out of range; names it.
+    """
+    return Limits(**{field.name: settings.pop(field.name) for field in fields(Limits)})

@@ -1,0 +1,99 @@
+"""What a client can make a server hold or do at most; docs/limits.md tells what each limit protects."""
+
+from dataclasses import dataclass, fields
+from typing import Final
+
+from kvpool.server.core.errors import ExhaustedError
+from kvpool.server.core.quota import Quota
+from kvpool.server.core.session import Session
+from kvpool.server.core.step import MAX_OPERATIONS, Operation, Step
+from kvpool.server.core.types import MAX_BLOCKS
+
+RETRY_SECONDS: Final = 1.0
+_MOST: Final = {"max_step_operations": MAX_OPERATIONS, "max_session_blocks": MAX_BLOCKS}
+_MOST_OTHERS: Final = 2**40
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Limits of a server. Over one, a call or step ends in ExhaustedError with a reason of its own; nothing is changed.
+
+    Attributes:
+        max_step_operations: Most operations of a step.
+        max_sessions: Most sessions, in all pools together.
+        max_pool_sessions: Most sessions of a pool.
+        max_session_requests: Most requests of a session.
+        max_session_tokens: Most tokens of all its requests together; of each block of them the server keeps a hash, in
+            pools with events each token.
+        max_session_blocks: Most blocks that its requests may hold, if it asks for no less; 0 for no limit.
+        max_watches: Most watches of block events at a time.
+        max_waiting_steps: Most steps and unary calls that wait for their turn.
+        max_calls: Most calls in flight, streams included.
+        stall_seconds: How long a stream may take no message off that waits for it, or send no first one.
+    """
+
+    max_step_operations: int = MAX_OPERATIONS
+    max_sessions: int = 4096
+    max_pool_sessions: int = 1024
+    max_session_requests: int = 65_536
+    max_session_tokens: int = 2**26
+    max_session_blocks: int = 0
+    max_watches: int = 256
+    max_waiting_steps: int = 4096
+    max_calls: int = 16_384
+    stall_seconds: float = 10.0
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            if field.name == "stall_seconds":
+                continue
+            value, least, most = getattr(self, field.name), 1, _MOST.get(field.name, _MOST_OTHERS)
+            if field.name == "max_session_blocks":
+                least = 0
+            if not least <= value <= most:
+                raise ValueError(f"{field.name}: {value} is not in [{least}, {most}]")
+        if not 0.1 <= self.stall_seconds <= 3600:  # noqa: PLR2004 - the message states it
+            raise ValueError(f"stall_seconds: {self.stall_seconds} is not in [0.1, 3600]")
+
+    def check_sessions(self, num_sessions: int, num_pool_sessions: int) -> None:
+        """Raises ExhaustedError if one more session is one too many."""
+        if num_sessions >= self.max_sessions:
+            message = f"the server has {num_sessions} sessions, as many as it may"
+            raise ExhaustedError("TOO_MANY_SESSIONS", message, retry_seconds=RETRY_SECONDS)
+        if num_pool_sessions >= self.max_pool_sessions:
+            message = f"the pool has {num_pool_sessions} sessions, as many as it may"
+            raise ExhaustedError("TOO_MANY_SESSIONS", message, field="pool_name", retry_seconds=RETRY_SECONDS)
+
+    def check_step(self, session: Session, step: Step) -> None:
+        """Raises ExhaustedError if a change that is new is too large, or would make the session so."""
+        if step.sequence <= session.sequence:  # it is answered from memory
+            return
+        count = len(step.operations)
+        if count > self.max_step_operations:
+            message = f"{count} operations, a step may have {self.max_step_operations}"
+            raise ExhaustedError("STEP_TOO_LARGE", message, field="operations")
+        if step.request_ids:
+            left = len(session.requests) - step.operations.count(Operation.FREE)
+            if left + len(step.request_ids) > self.max_session_requests:
+                message = f"the session would have more than {self.max_session_requests} requests"
+                raise ExhaustedError("TOO_MANY_REQUESTS", message, field="request_ids")
+        if session.num_tokens + sum(step.num_appended_tokens) > self.max_session_tokens:
+            message = f"the session's requests would have more than {self.max_session_tokens} tokens"
+            raise ExhaustedError("TOO_MANY_TOKENS", message, field="num_appended_tokens")
+
+    def quota(self, min_blocks: int, max_blocks: int) -> Quota:
+        """The quota of a session that asked for so many blocks; 0 for none, or no limit of its own.
+
+        Raises:
+            ExhaustedError: It asked for more than a session may hold.
+        """
+        most = self.max_session_blocks
+        if most:
+            for field, asked in (("min_blocks", min_blocks), ("max_blocks", max_blocks)):
+                if asked > most:
+                    message = f"{asked}, the server lets a session hold {most}"
+                    raise ExhaustedError("TOO_MANY_BLOCKS", message, field=field)
+        return Quota(min_blocks, max_blocks or most)
+
+
+DEFAULT_LIMITS: Final = Limits()
