@@ -17,6 +17,7 @@ test: .venv/installed ## All tests that need only Python
 test-crash: .venv/installed ## Real processes, killed and stopped at random; KILLS=1000 for a long run
 	$(BIN)/pytest tests/crash
 	$(if $(KILLS),$(BIN)/python tests/crash/run.py --kills $(KILLS))
+	$(if $(KILLS),$(BIN)/python tests/crash/run.py --kills $(KILLS) --journal)
 
 test-compose: .venv/installed ## The images and the Compose stack, with real containers; needs Docker
 	$(BIN)/pip install -q --disable-pip-version-check --require-hashes -r tests/compose/requirements.lock
