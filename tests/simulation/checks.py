@@ -30,6 +30,7 @@ class Checks:
         fail: Told of what must never be.
         allocator: The server's core, if one runs.
         told_epoch: The newest epoch that a rank which lives was told of.
+        has_journal: Whether a server that is killed comes back as it was.
         trace: Told what passes the server's door.
     """
 
@@ -38,11 +39,13 @@ class Checks:
         fail: Callable[[str], None],
         allocator: Callable[[], Allocator | None],
         told_epoch: Callable[[], int],
+        has_journal: Callable[[], bool],
         trace: Callable[..., None],
     ) -> None:
         self._fail = fail
         self._allocator = allocator
         self._told_epoch = told_epoch
+        self._has_journal = has_journal
         self._trace = trace
         self._ended: dict[str, str] = {}
         self._resumed: set[str] = set()
@@ -96,6 +99,8 @@ class Checks:
         """See `Tap`."""
         code, text, trailers = status
         self._trace("%s <- %s ended: %s %s", call.client, _Told(call.method), code.name, text)
+        if code is grpc.StatusCode.NOT_FOUND and call.session_id and self._has_journal():
+            self._fail(f"{call.method}: {text}, although there is a journal")
         if code is grpc.StatusCode.INTERNAL:
             self._fail(f"{call.method}: {text}")
         if code is grpc.StatusCode.ABORTED and call.session_id:

@@ -28,6 +28,7 @@ class Faults:
             self._slow_down,
             self._stop,
             self._kill_server,
+            self._kill_server_in_a_write,
             self._kill_rank,
             self._kill_scheduler,
             self._repeat,
@@ -118,6 +119,9 @@ class Faults:
 
     def _kill_server(self) -> None:
         self._schedule.kill("server")
+
+    def _kill_server_in_a_write(self) -> None:
+        self._schedule.kill_server_in_a_write()
 
     def _kill_rank(self) -> None:
         self._schedule.kill(self._name("rank"))

@@ -1,7 +1,9 @@
 """One schedule: a server, its ranks and schedulers, and what goes wrong for them, all drawn from one seed."""
 
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from random import Random
 
 from kvpool.server.core.allocator import Allocator
@@ -15,7 +17,7 @@ from simulation.operator_process import Operator
 from simulation.rank_lines import RankLines
 from simulation.rank_process import RankProcess, RankSettings
 from simulation.scheduler_process import EngineError, SchedulerProcess, SchedulerSettings
-from simulation.server_process import ServerProcess, ServerSettings
+from simulation.server_process import ServerProcess, ServerSettings, tear_next_write, write_well
 from simulation.stand_ins import stand_ins
 from simulation.virtual_loop import Process, VirtualLoop
 from simulation.world import ADDRESS, DEAD_PEER_SECONDS, POOL, draw_world
@@ -24,6 +26,7 @@ TIMING = RankTiming(heartbeat_seconds=0.25, heartbeat_timeout_seconds=1.0, grace
 FAULTS_UNTIL_SECONDS = 6.0
 LIMIT_SECONDS = 120.0
 """Virtual time by which all work must be done; faults have been healed for long by then."""
+_MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None  # noqa: S108 - fsync costs nothing there
 QUIET_SECONDS = 12.0
 """Virtual time after which nothing of a session that has ended is left."""
 
@@ -52,7 +55,7 @@ class Schedule:
         self.loop = VirtualLoop()
         self.network = Network(self.loop, self.random)
         self.draw = draw_world(self.random)
-        self.checks = Checks(self.fail, self.allocator, self._told_epoch, self.trace)
+        self.checks = Checks(self.fail, self.allocator, self._told_epoch, lambda: self.draw.has_journal, self.trace)
         self.wire = Wire(self.network, self.random, self.checks)
         self.lines = RankLines(self.network, self.random)
         self.processes: dict[str, Process] = {}
@@ -60,6 +63,7 @@ class Schedule:
         self._trace = trace
         self._violations: list[str] = []
         self._server: ServerProcess | None = None
+        self._folder: Path | None = None
         self._settings = [self._scheduler_settings(i) for i in range(self.draw.num_schedulers)]
 
     def run(self) -> Report:
@@ -68,7 +72,13 @@ class Schedule:
         Raises:
             Violation: Something was found.
         """
-        with self.loop, stand_ins(self.loop, self.random, self.wire):
+        with (
+            tempfile.TemporaryDirectory(dir=_MEMORY) as folder,
+            self.loop,
+            stand_ins(self.loop, self.random, self.wire),
+        ):
+            if self.draw.has_journal:
+                self._folder = Path(folder) / "journal"
             self.start_server()
             for rank in range(self.draw.num_ranks):
                 self.start_rank(rank)
@@ -79,6 +89,7 @@ class Schedule:
             is_done = self.loop.run_until(self._is_over, LIMIT_SECONDS)
             if not is_done and not self._violations:
                 self.fail(f"{self.schedulers_left} schedulers have not done their work after {LIMIT_SECONDS:g} s")
+            write_well()
             if not self._violations:
                 self._wait_until_quiet()
                 self.checks.nothing_held()
@@ -123,8 +134,25 @@ class Schedule:
 
     def start_server(self) -> None:
         """Starts a server process."""
-        self._server = ServerProcess(ServerSettings(ADDRESS, TIMING))
-        self._new_process("server").start(self._server.main())
+        server = self._server = ServerProcess(ServerSettings(ADDRESS, TIMING, self._folder))
+        process = self._new_process("server")
+        process.on_death.append(server.close_files)
+        process.start(self._serve(server))
+
+    async def _serve(self, server: ServerProcess) -> None:
+        try:
+            await server.main()
+        except Exception as error:  # noqa: BLE001 - whatever it cannot start with is found
+            self.fail(f"the server does not start: {error!r}")
+        if server.dropped:
+            self.fail(f"the journal was not trusted: {server.dropped}")
+
+    def kill_server_in_a_write(self) -> None:
+        """Kills the server in the middle of the next frame that it writes to its journal; or now, without one."""
+        if self._folder is None:
+            self.kill("server")
+        else:
+            tear_next_write(self.random.random(), lambda: self.kill("server"))
 
     def operate(self) -> None:
         """Has an operator do something."""

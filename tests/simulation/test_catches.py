@@ -15,6 +15,7 @@ from kvpool.server.core.pool import Pool
 from kvpool.server.core.prefix_map import PrefixMap
 from kvpool.server.core.quarantine import Quarantined
 from kvpool.server.core.session import Session
+from kvpool.server.journal.journal import Journal
 from simulation.run import run_batch
 
 TRIES = 300
@@ -61,6 +62,16 @@ def _frees_at_once(pool: Pool, session: Session, *_: float) -> None:
     apply.end_session(pool, session)
 
 
+def _writes_later(real: Callable[..., None]) -> Callable[..., None]:
+    def append(self: Journal, kind: Any, payload: bytes) -> None:
+        waiting = vars(self).setdefault("waiting", [])
+        waiting.append((kind, payload))
+        if len(waiting) > 1:
+            real(self, *waiting.pop(0))
+
+    return append
+
+
 def _lives(*_: object) -> bool:
     return True
 
@@ -79,6 +90,7 @@ PLANTED: dict[str, tuple[Any, str, Any]] = {
     "what is released from quarantine stays held": (apply, "release", _frees_nothing),
     "a rank lets the steps of all sessions through": (Fence, "_lives", _lives),
     "a rank answers while a step is in flight": (Fence, "is_quiet", property(_lives)),
+    "a change is in the journal after it was answered": (Journal, "append", _writes_later(Journal.append)),
     "what a session held is given to others at once": (apply, "put_away", _frees_at_once),
 }
 

@@ -168,8 +168,9 @@ class VirtualLoop:
 
     def task_errors(self) -> list[str]:
         """What tasks failed with that nobody looked at."""
-        failed = (task for task in self._tasks if task.done() and task._log_traceback)
-        return [repr(task.exception()) for task in failed]
+        failed = [task for task in self._tasks if task.done() and task._log_traceback]
+        errors = [task.exception() for task in failed]
+        return [repr(error) for error in errors if isinstance(error, Exception)]
 
     def _run(self, handle: VirtualHandle) -> None:
         process = handle.process
@@ -248,7 +249,9 @@ class VirtualLoop:
 
     def call_exception_handler(self, context: dict[str, Any]) -> None:
         """Notes what asyncio has to complain of."""
-        if not self._is_over and "destroyed" not in context["message"]:
+        error = context.get("exception")
+        is_meant = "destroyed" in context["message"] or (error and not isinstance(error, Exception))
+        if not self._is_over and not is_meant:
             self.errors.append(f"{context['message']}: {context.get('exception')!r}")
 
     def get_debug(self) -> bool:

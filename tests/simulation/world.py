@@ -11,7 +11,7 @@ from kvpool.server.core.world import Rank, Registration, WorldOptions
 from simulation.scheduler_process import Job
 
 POOL = "m"
-ADDRESS = "server:1"
+ADDRESS = "127.0.0.1:1"
 MAX_TOKENS = 48
 MAX_SCHEDULERS = 4
 DEAD_PEER_SECONDS = 2.0
@@ -28,6 +28,7 @@ class Draw:
     num_schedulers: int
     lease_seconds: tuple[float, ...]
     quotas: tuple[tuple[int, int], ...]
+    has_journal: bool
     jobs: tuple[tuple[Job, ...], ...]
 
     def registration(self, rank: int) -> Registration:
@@ -57,6 +58,7 @@ def draw_world(random: Random) -> Draw:
         num_schedulers,
         tuple(random.choice((1.0, 1.5, 3.0)) for _ in range(num_schedulers)),
         tuple(_draw_quota(random, need, config.num_blocks) for _ in range(num_schedulers)),
+        random.random() < 0.4,
         tuple(tuple(_draw_jobs(random, i)) for i in range(num_schedulers)),
     )
 
