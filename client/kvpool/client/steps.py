@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Final, TypeVar
 
+from kvpool.client.check_result import check_result
 from kvpool.client.request import Request
 from kvpool.client.results import Admission, Allocation, Answer, HitChanged
 from kvpool.server.core.config import PoolConfig
@@ -186,6 +187,7 @@ class StepBook:
 
     def __init__(self, config: PoolConfig, sequence: int = 0) -> None:
         self._num_groups = len(config.groups)
+        self._bounds = (len(config.groups), config.num_blocks, config.max_model_len)
         self._sends_tokens = config.makes_events
         specs = [allocation_spec(group.spec) for group in config.groups]
         spanned = enumerate(zip(specs, config.spans_tokens, strict=True))
@@ -248,10 +250,15 @@ class StepBook:
             self._unanswered = None
 
     def finish(self, result: StepResult) -> None:
-        """Takes note of the step's result: fills its answers and the requests' tables."""
+        """Takes note of the step's result: fills its answers and the requests' tables.
+
+        Raises:
+            ServerError: The step cannot have this result. Nothing of it is believed, and the step stays unanswered.
+        """
         if self._unanswered is None:
             raise WrongStateError("NO_STEP", "no step waits for a result")
         step, builder = self._unanswered
+        check_result(step, result, *self._bounds)
         self._unanswered = None
         self.sequence = step.sequence
         block_ids = iter(result.block_ids)

@@ -1,0 +1,93 @@
+"""Checks a step's result before anything of it is believed: a server may be of another release, or no good.
+
+What passes is a result that the step can have: nothing in it makes a table hold what no block has, or the same block
+twice. That its blocks are not another request's is the server's to know.
+"""
+
+from collections.abc import Sequence
+from typing import Final
+
+from kvpool.client.errors import ServerError
+from kvpool.server.core.step import Operation, Outcome, Step, StepResult
+
+_OK: Final = frozenset((Outcome.OK,))
+_OUTCOMES: Final = {
+    Operation.LOOK_UP: _OK | {Outcome.SKIPPED},
+    Operation.PEEK: _OK | {Outcome.SKIPPED},
+    Operation.ADMIT: _OK | {Outcome.NO_BLOCKS, Outcome.OVER_QUOTA, Outcome.SKIPPED},
+    Operation.ALLOCATE: _OK | {Outcome.NO_BLOCKS, Outcome.OVER_QUOTA, Outcome.SKIPPED, Outcome.HIT_CHANGED},
+    Operation.RESET: _OK | {Outcome.IN_USE},
+}
+_FINDING: Final = frozenset((Operation.LOOK_UP, Operation.PEEK, Operation.ADMIT))
+_TAKING: Final = frozenset((Operation.ADMIT, Operation.ALLOCATE))
+_COLUMNS: Final = ("outcomes", "num_hit_tokens", "num_shared_hit_tokens", "num_new_tokens")
+_GROUP_COLUMNS: Final = ("num_prefix_blocks", "num_new_blocks")
+
+
+def check_result(step: Step, result: StepResult, num_groups: int, num_blocks: int, max_model_len: int) -> None:
+    """Checks what came as the answer of a step. O(operations + blocks), most of it only where there are hits or blocks.
+
+    Raises:
+        ServerError: The step cannot have this result; says where.
+    """
+    _require(result.sequence == step.sequence, "sequence")
+    count = len(step.operations)
+    for name in _COLUMNS:
+        _require(len(getattr(result, name)) in (0, count), name)
+    for name in _GROUP_COLUMNS:
+        _require(len(getattr(result, name)) in (0, count * num_groups), name)
+    if result.block_ids:
+        _require(min(result.block_ids) >= 0 and max(result.block_ids) < num_blocks, "block_ids")
+    for tokens in (result.num_hit_tokens, result.num_new_tokens):
+        _require(not tokens or 0 <= min(tokens) <= max(tokens) <= max_model_len, "tokens")
+    if result.outcomes or result.num_hit_tokens or result.num_new_tokens or result.num_shared_hit_tokens:
+        _check_rows(step, result)
+    _require(_num_taken(step, result, num_groups) == len(result.block_ids), "block_ids")
+
+
+def _check_rows(step: Step, result: StepResult) -> None:
+    for i, operation in enumerate(step.operations):
+        outcome = _at(result.outcomes, i)
+        _require(outcome in _OUTCOMES.get(Operation(operation), _OK), f"outcomes[{i}]")
+        hit = _at(result.num_hit_tokens, i)
+        _require(not hit or _has_hit(operation, outcome), f"num_hit_tokens[{i}]")
+        _require(_at(result.num_shared_hit_tokens, i) <= hit, f"num_shared_hit_tokens[{i}]")
+        is_admitted = operation == Operation.ADMIT and outcome == Outcome.OK
+        _require(is_admitted or not _at(result.num_new_tokens, i), f"num_new_tokens[{i}]")
+
+
+def _num_taken(step: Step, result: StepResult, num_groups: int) -> int:
+    """How many block ids the result's counts stand for."""
+    hits, new, ids = result.num_prefix_blocks, result.num_new_blocks, result.block_ids
+    if not (any(hits) or any(new)):
+        return 0
+    at = 0
+    for i, operation in enumerate(step.operations):
+        outcome, groups = _at(result.outcomes, i), slice(i * num_groups, (i + 1) * num_groups)
+        num_hit, num_new = sum(hits[groups]), sum(new[groups])
+        if operation == Operation.COMMON_PREFIX:
+            num_hit = 0
+        _require(not num_hit or _has_hit(operation, outcome), f"num_prefix_blocks[{i * num_groups}]")
+        _require(not num_new or (operation in _TAKING and outcome == Outcome.OK), f"num_new_blocks[{i * num_groups}]")
+        if num_hit or num_new:
+            hit_ids, new_ids = ids[at : at + num_hit], ids[at + num_hit : at + num_hit + num_new]
+            taken = [*filter(None, hit_ids), *new_ids]
+            _require(len(set(taken)) == len(taken) and 0 not in taken, f"block_ids[{at}]")
+            at += num_hit + num_new
+    return at
+
+
+def _has_hit(operation: int, outcome: int) -> bool:
+    if operation == Operation.ALLOCATE:
+        return outcome == Outcome.HIT_CHANGED
+    return operation in _FINDING and outcome == Outcome.OK
+
+
+def _at(column: Sequence[int], i: int) -> int:
+    return column[i] if column else 0
+
+
+def _require(holds: bool, field: str) -> None:  # noqa: FBT001 - a condition
+    if not holds:
+        message = "the server answered what this step cannot have; is it of another release?"
+        raise ServerError("BAD_ANSWER", message, field=field)

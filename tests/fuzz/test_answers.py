@@ -1,0 +1,138 @@
+"""A server's nonsense: a session believes none of it, and a rank neither.
+
+What a step's result may be is told by the real core; spoilt, it is either refused, with the step still unanswered and
+nothing changed, or is one that the step can have.
+"""
+
+from copy import deepcopy
+from random import Random
+
+import pytest
+from google.protobuf.message import DecodeError
+
+from fuzz.configs import CONFIGS
+from fuzz.mutations import mutate_bytes, mutate_fields
+from kvpool.client import PoolConfig, Session, WrongStateError
+from kvpool.client.errors import KvpoolError, ServerError
+from kvpool.client.request import Request
+from kvpool.client.steps import StepBuilder
+from kvpool.client.transport import EmbeddedTransport
+from kvpool.gpu_worker.fence import Fence
+from kvpool.gpu_worker.join import RankProtocol
+from kvpool.gpu_worker.messages import decode
+from kvpool.server.core.quota import NO_QUOTA
+from kvpool.server.core.step import Step, StepResult
+from kvpool.server.rpc.convert import result_from_proto, result_to_proto
+from kvpool.v1 import step_pb2, worker_pb2
+from support_fake_server import degraded, planned, ready, registered
+from support_ranks import registration
+
+_ROUNDS = 300
+_CONFIGS = [config for config in CONFIGS if config.enable_caching and config.hash_scheme.algorithm != "fuzz"]
+
+
+class LyingTransport(EmbeddedTransport):
+    """The core in this process, whose results are spoilt while it lies."""
+
+    def __init__(self, rng: Random) -> None:
+        super().__init__()
+        self.is_lying = False
+        self._rng = rng
+
+    def apply(self, session_id: str, step: Step) -> StepResult:
+        result = super().apply(session_id, step)
+        return self._spoil(result) if self.is_lying else result
+
+    def _spoil(self, result: StepResult) -> StepResult:
+        while True:
+            message = result_to_proto(result)
+            if self._rng.random() < 0.7:
+                mutate_fields(self._rng, message)
+                return result_from_proto(message)
+            try:
+                data = mutate_bytes(self._rng, message.SerializeToString(), b"")
+                return result_from_proto(step_pb2.StepResult.FromString(data))
+            except DecodeError:  # grpc's client would refuse it
+                continue
+
+
+def _ask(rng: Random, step: StepBuilder, session: Session, requests: list[Request]) -> None:
+    """A round of a scheduler: one request comes, some go on, some go."""
+    for request in list(requests):
+        chance = rng.random()
+        if chance < 0.15 or len(requests) > 6:
+            requests.remove(request)
+            step.free(request)
+        elif request.num_computed_tokens:
+            request.append([rng.randrange(100)])
+            step.allocate_slots(request, 1)
+        else:
+            step.admit(request)
+    requests.append(session.request(f"q{rng.random()}", [rng.randrange(3), *range(rng.randrange(1, 30))]))
+    step.admit(requests[-1], num_lookahead_tokens=rng.choice((0, 3)))
+    if rng.random() < 0.2:
+        step.evict_blocks([1, 2])
+    if rng.random() < 0.2:
+        step.get_common_prefix_blocks(requests[-1])
+
+
+def _view(session: Session, requests: list[Request]) -> object:
+    return session.sequence, [(repr(r), deepcopy(r.block_ids), r.declared, r.num_sent_tokens) for r in requests]
+
+
+@pytest.mark.parametrize("config", _CONFIGS, ids=lambda config: str(config.name))
+def test_a_session_believes_no_result_that_its_step_cannot_have(config: PoolConfig) -> None:
+    rng = Random(3)
+    transport = LyingTransport(rng)
+    transport.create_pool(config)
+    session, requests = Session(transport, transport.open_session(config.name, "", 0.0, NO_QUOTA)), list[Request]()
+    num_refused = 0
+    for _ in range(_ROUNDS):
+        step = StepBuilder()
+        _ask(rng, step, session, requests)
+        before = _view(session, requests)
+        transport.is_lying = rng.random() < 0.8
+        try:
+            session._send(step)
+        except ServerError:
+            assert _view(session, requests) == before
+            with pytest.raises(WrongStateError, match="settle"):
+                session.free(requests[0])
+            num_refused += 1
+            transport.is_lying = False
+            session.settle()
+        if transport.is_lying:  # it was believed: it was one that the step can have
+            assert all(0 <= i < config.num_blocks for r in requests for table in r.block_ids for i in table)
+            transport.close_session(session.session_id)
+            session, requests = Session(transport, transport.open_session(config.name, "", 0.0, NO_QUOTA)), []
+    assert num_refused > _ROUNDS / 4
+
+
+def test_a_rank_takes_a_hostile_servers_messages_without_a_bug() -> None:
+    rng = Random(4)
+    written = [registered(), planned(1, 20), ready(1, 20), degraded(2, 0, 1), planned(2, 9), ready(2, 9)]
+    written.append(worker_pb2.JoinResponse(fence=worker_pb2.Fence(fence_sequence=1, epoch=1, live_session_numbers=[1])))
+    rank, now_seconds, heard = RankProtocol(registration(), rng.random, Fence()), 0.0, 0
+    for _ in range(20_000):
+        now_seconds += rng.choice((0.0, 0.01, 1.0))
+        message = worker_pb2.JoinResponse()
+        message.CopyFrom(rng.choice(written))
+        if rng.random() < 0.5:
+            mutate_fields(rng, message)
+        data = message.SerializeToString()
+        if rng.random() < 0.3:
+            data = mutate_bytes(rng, data, rng.choice(written).SerializeToString())
+        try:
+            word = decode(worker_pb2.JoinResponse.FromString(data))
+        except DecodeError:  # grpc's client refuses it
+            continue
+        except KvpoolError as error:
+            rank.stream_ended(error, now_seconds)
+        else:
+            if word is not None:
+                rank.heard(word, now_seconds)
+                heard += 1
+        rank.tick(now_seconds)
+        if rank.is_over:
+            rank = RankProtocol(registration(), rng.random, Fence())
+    assert heard > 1000
