@@ -9,6 +9,7 @@ from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
 from crash.killer import Killer
 from crash.rest import check_at_rest
 from crash.site import Plan, Site

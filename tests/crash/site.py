@@ -1,5 +1,6 @@
 """The processes of a run: a server, schedulers, and the ranks of a pool; how they are started, killed and stopped."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -17,6 +18,9 @@ from support_workers import LoggingProcess
 KVPOOL: Final = (str(Path(sys.executable).parent / "kvpool"),)
 DEADLINE_SECONDS: Final = 90.0
 DEAD_PEER_SECONDS: Final = 2.0
+_TESTS: Final = str(Path(__file__).parents[1])
+_PATH: Final = {"PYTHONPATH": os.pathsep.join(filter(None, (_TESTS, os.environ.get("PYTHONPATH"))))}
+"""Lets children find these modules."""
 _RANK_TIMING: Final = ("--heartbeat-seconds", "0.3", "--heartbeat-timeout-seconds", "2", "--rank-grace-seconds", "4")
 
 
@@ -85,7 +89,7 @@ class Site:
         command += ["--dead-peer-seconds", str(DEAD_PEER_SECONDS)]
         if self.plan.journaled:
             command += ["--journal", str(self.folder / "journal")]
-        self.server = LoggingProcess(*command, environment={"KVPOOL_FAULTS": faults})
+        self.server = LoggingProcess(*command, environment={**_PATH, "KVPOOL_FAULTS": faults})
         self._servers.append(self.server)
         try:
             self.server.wait_for("server listening")
@@ -112,12 +116,12 @@ class Site:
             is_brief=self.plan.is_brief,
         )
         with (self.folder / f"{settings.name}.err").open("ab") as errors:
-            self._schedulers[slot] = subprocess.Popen(settings.command(), stderr=errors)
+            self._schedulers[slot] = subprocess.Popen(settings.command(), stderr=errors, env={**os.environ, **_PATH})
 
     def start_rank(self, rank: int) -> None:
         """Starts a rank, or another in its place."""
         arguments = [self.address, str(self.folder), str(rank), str(self.plan.ranks)]
-        self._ranks[rank] = LoggingProcess(sys.executable, "-m", "crash.rank", *arguments)
+        self._ranks[rank] = LoggingProcess(sys.executable, "-m", "crash.rank", *arguments, environment=_PATH)
 
     def signal_server(self, number: signal.Signals) -> None:
         """Kills, stops or continues the server."""

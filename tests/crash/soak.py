@@ -14,6 +14,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Final
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
 from crash.records import read
 from crash.rest import check_at_rest
 from crash.site import Plan, Site
