@@ -18,7 +18,7 @@ def test_python_examples(capsys: pytest.CaptureFixture[str]) -> None:
     text = README.read_text()
     assert f"--listen {ADDRESS}" in text
     examples = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-    assert len(examples) == 2
+    assert len(examples) == 3
     path = ADDRESS.removeprefix("unix:")
     with socket.socket(socket.AF_UNIX) as probe:
         if probe.connect_ex(path) == 0:
