@@ -302,6 +302,9 @@ class Session(SessionBase):
         self._exchange(self._book.build(builder))
 
     def _exchange(self, step: Step) -> None:
-        with self._noted():
+        try:  # as `_noted`, which would add a tenth to a step of the core in this process
             result = self._transport.apply(self.session_id, step)
+        except KvpoolError as error:
+            self._fail(error)
+            raise
         self._book.finish(result)
