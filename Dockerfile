@@ -25,6 +25,7 @@ FROM base AS server
 COPY deploy/requirements/server.lock /usr/local/share/kvpool/server.lock
 RUN pip install --no-cache-dir --require-hashes -r /usr/local/share/kvpool/server.lock
 COPY --from=wheel /opt/kvpool /usr/local
+RUN install -d -o 10001 -g 10001 -m 0700 /var/lib/kvpool
 USER 10001:10001
 # It starts with TLS (KVPOOL_SERVE_TLS_CERT, KVPOOL_SERVE_TLS_KEY), or if told which of grpc and metrics may be plaintext:
 # KVPOOL_SERVE_ALLOW_PLAINTEXT. Its own health is asked for on a unix socket, which needs neither.

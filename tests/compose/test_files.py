@@ -40,7 +40,7 @@ def manifest(kind: str, name: str) -> dict[str, Any]:
 
 
 def test_promtool_finds_nothing_wrong_with_the_rules_and_they_do_what_their_tests_say() -> None:
-    assert "18 rules found" in promtool("check", "rules", "rules.yml")
+    assert "19 rules found" in promtool("check", "rules", "rules.yml")
     assert "SUCCESS" in promtool("check", "config", "prometheus.yml")
     assert "SUCCESS" in promtool("test", "rules", "rules_test.yml")
 

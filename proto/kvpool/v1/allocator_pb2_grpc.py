@@ -36,7 +36,8 @@ class AllocatorServiceStub(object):
     NOT_FOUND            unknown pool, session or request: open it
     FAILED_PRECONDITION  wrong state: see the reason
     ABORTED              the session is over for the caller: its lease ran out, the epoch passed, an operator ended it
-    or it was closed (open a new one, compute again), or another process resumed it
+    or it was closed, or the server was started anew without what it knew (open a new one,
+    compute again), or another process resumed it
     RESOURCE_EXHAUSTED   over a limit that protects others: slow down, try again after the RetryInfo's time if there
     is one, else ask for less
     UNAUTHENTICATED      no token, or one that the server does not know
@@ -144,7 +145,8 @@ class AllocatorServiceServicer(object):
     NOT_FOUND            unknown pool, session or request: open it
     FAILED_PRECONDITION  wrong state: see the reason
     ABORTED              the session is over for the caller: its lease ran out, the epoch passed, an operator ended it
-    or it was closed (open a new one, compute again), or another process resumed it
+    or it was closed, or the server was started anew without what it knew (open a new one,
+    compute again), or another process resumed it
     RESOURCE_EXHAUSTED   over a limit that protects others: slow down, try again after the RetryInfo's time if there
     is one, else ask for less
     UNAUTHENTICATED      no token, or one that the server does not know
@@ -386,7 +388,8 @@ class AllocatorService(object):
     NOT_FOUND            unknown pool, session or request: open it
     FAILED_PRECONDITION  wrong state: see the reason
     ABORTED              the session is over for the caller: its lease ran out, the epoch passed, an operator ended it
-    or it was closed (open a new one, compute again), or another process resumed it
+    or it was closed, or the server was started anew without what it knew (open a new one,
+    compute again), or another process resumed it
     RESOURCE_EXHAUSTED   over a limit that protects others: slow down, try again after the RetryInfo's time if there
     is one, else ask for less
     UNAUTHENTICATED      no token, or one that the server does not know

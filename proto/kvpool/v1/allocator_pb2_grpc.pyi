@@ -37,7 +37,8 @@ class AllocatorServiceStub:
       NOT_FOUND            unknown pool, session or request: open it
       FAILED_PRECONDITION  wrong state: see the reason
       ABORTED              the session is over for the caller: its lease ran out, the epoch passed, an operator ended it
-                           or it was closed (open a new one, compute again), or another process resumed it
+                           or it was closed, or the server was started anew without what it knew (open a new one,
+                           compute again), or another process resumed it
       RESOURCE_EXHAUSTED   over a limit that protects others: slow down, try again after the RetryInfo's time if there
                            is one, else ask for less
       UNAUTHENTICATED      no token, or one that the server does not know
@@ -126,7 +127,8 @@ class AllocatorServiceAsyncStub(AllocatorServiceStub):
       NOT_FOUND            unknown pool, session or request: open it
       FAILED_PRECONDITION  wrong state: see the reason
       ABORTED              the session is over for the caller: its lease ran out, the epoch passed, an operator ended it
-                           or it was closed (open a new one, compute again), or another process resumed it
+                           or it was closed, or the server was started anew without what it knew (open a new one,
+                           compute again), or another process resumed it
       RESOURCE_EXHAUSTED   over a limit that protects others: slow down, try again after the RetryInfo's time if there
                            is one, else ask for less
       UNAUTHENTICATED      no token, or one that the server does not know
@@ -211,7 +213,8 @@ class AllocatorServiceServicer(metaclass=_abc_1.ABCMeta):
       NOT_FOUND            unknown pool, session or request: open it
       FAILED_PRECONDITION  wrong state: see the reason
       ABORTED              the session is over for the caller: its lease ran out, the epoch passed, an operator ended it
-                           or it was closed (open a new one, compute again), or another process resumed it
+                           or it was closed, or the server was started anew without what it knew (open a new one,
+                           compute again), or another process resumed it
       RESOURCE_EXHAUSTED   over a limit that protects others: slow down, try again after the RetryInfo's time if there
                            is one, else ask for less
       UNAUTHENTICATED      no token, or one that the server does not know

@@ -187,7 +187,8 @@ class Server:
         def describe_all() -> list[PoolSource]:
             return [describe(name) for name in self._ranks.pool_names()]
 
-        sample = sampler(describe_all, observations, with_vllm=self._config.metrics.vllm_names)
+        journal = self._journal.counts if self._journal else None
+        sample = sampler(describe_all, observations, with_vllm=self._config.metrics.vllm_names, journal=journal)
         try:
             return Exporter(*host_and_port("metrics_listen", self._config.metrics.address), sample)
         except OSError as error:

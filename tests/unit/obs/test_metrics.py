@@ -12,6 +12,7 @@ from kvpool.server.core.residency import Residency
 from kvpool.server.core.statistics import Histogram
 from kvpool.server.core.types import PoolName
 from kvpool.server.core.world import PoolState, Rank, RankInfo, RankState
+from kvpool.server.journal.counts import JournalCounts
 from kvpool.server.obs.observations import Observations, PublisherCounts
 from kvpool.server.obs.server_metrics import PoolSource, sampler
 from support_core import World
@@ -29,9 +30,10 @@ class _Fixed(Collector):
 
 
 def scrape(pools: list[tuple[PoolInfo, Residency | None]], seen: Observations, *, with_vllm: bool = False) -> str:
+    journal = JournalCounts(is_up=True, size_bytes=7, records=3)
     found = [PoolSource(info, kept, PublisherCounts(5, 4, 3, 2)) for info, kept in pools]
     registry = CollectorRegistry()
-    registry.register(_Fixed(list(sampler(lambda: found, seen, with_vllm=with_vllm)()())))
+    registry.register(_Fixed(list(sampler(lambda: found, seen, with_vllm=with_vllm, journal=journal)()())))
     return generate_latest(registry).decode()
 
 
@@ -78,6 +80,8 @@ def test_every_sample_of_a_pool_says_what_the_pool_says() -> None:
     assert [value("kvpool_pool_state", state=state.value) for state in PoolState] == [0, 1, 0, 0]
     assert value("kvpool_block_event_batches_total") == 3
     assert value("kvpool_event_messages_total") == 5
+    journal = {name: samples[f"kvpool_journal_{name}", frozenset()] for name in ("up", "bytes", "records_total")}
+    assert journal == {"up": 1, "bytes": 7, "records_total": 3}
     assert value("kvpool_event_batches_skipped_total") == 4
     assert value("kvpool_event_replays_total") == 3
     assert value("kvpool_event_snapshots_total") == 2

@@ -5,7 +5,7 @@ from typing import Final
 
 DEFAULT_MAX_BYTES: Final = 2**30
 _MIN_BYTES: Final = 2**20
-_LOGS_PER_FOLDER: Final = 32
+_LOGS_PER_FOLDER: Final = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,7 +14,7 @@ class JournalConfig:
 
     Attributes:
         folder: The folder; empty for no journal.
-        max_bytes: Most that its files may take together. A log of a 32nd of it is followed by a snapshot.
+        max_bytes: Most that its files may take together. A log of a 256th of it is followed by a snapshot.
         retry_seconds: After how long a journal that could not be written is begun anew.
     """
 

@@ -14,7 +14,6 @@ import logging
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -22,6 +21,7 @@ from kvpool.server import faults
 from kvpool.server.core.types import PoolName
 from kvpool.server.journal.calls import JournaledAllocator, WireCodec
 from kvpool.server.journal.config import JournalConfig
+from kvpool.server.journal.counts import JournalCounts
 from kvpool.server.journal.folder import Folder, Identity, PastPool, write_whole
 from kvpool.server.journal.frames import FrameKind, encode_frame
 from kvpool.server.journal.recovery import Recovery, recover
@@ -30,31 +30,6 @@ from kvpool.server.journal.snapshot import Frozen
 _NOT_TRUSTED_STATUS: Final = 70
 
 _log = logging.getLogger("kvpool.server")
-
-
-@dataclass(slots=True)
-class JournalCounts:
-    """What a journal did so far.
-
-    Attributes:
-        is_up: Whether the server could be killed now and come back as it is.
-        size_bytes: What its files take.
-        records: Changes written.
-        snapshots: Snapshots written whole.
-        snapshot_seconds: How long the newest took, from the moment it tells of until it was whole.
-        stopped_seconds: For how long of it nothing else could be done.
-        failures: Times that the journal was given up.
-        recovery_seconds: How long reading it took when the server started.
-    """
-
-    is_up: bool = False
-    size_bytes: int = 0
-    records: int = 0
-    snapshots: int = 0
-    snapshot_seconds: float = 0.0
-    stopped_seconds: float = 0.0
-    failures: int = 0
-    recovery_seconds: float = 0.0
 
 
 class Journal:

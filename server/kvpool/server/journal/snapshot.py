@@ -6,6 +6,7 @@
 3. What stays with its process is left out, too: see `LEFT_OUT`.
 """
 
+import gc
 import operator
 from array import array
 from collections.abc import Callable, Iterator, Sequence
@@ -26,7 +27,7 @@ from kvpool.server.journal.calls import JournaledAllocator, WireCodec
 from kvpool.server.journal.codec import Decoder, Encoder, dumps, loads
 from kvpool.server.journal.frames import DamageError, Frame, FrameKind, encode_frame
 
-SLICE_BLOCKS: Final = 8192
+SLICE_BLOCKS: Final = 4096
 LEFT_OUT: Final = {
     (Allocator, "_new_residency"): "is given to each process",
     (Allocator, "_leases"): "likewise",
@@ -79,9 +80,16 @@ class Frozen:
     """A state that changes no more, yet to be written. Takes 8 bytes a block and column until it is."""
 
     def __init__(self, allocator: Allocator, messages: WireCodec) -> None:
-        self._columns: list[list[Any]] = []
+        # Tuples: the garbage collector walks those of atoms once, and lists again and again.
+        self._columns: list[tuple[Any, ...]] = []
         encoder = Encoder(messages, field=self._field)
-        node = encoder.node([getattr(allocator, name) for name in _allocator_fields()])
+        had_collector = gc.isenabled()
+        gc.disable()
+        try:
+            node = encoder.node([getattr(allocator, name) for name in _allocator_fields()])
+        finally:
+            if had_collector:
+                gc.enable()
         self._graph = [list(_allocator_fields()), encoder.classes, node]
 
     def _field(self, owner: object, name: str) -> object:
@@ -91,21 +99,22 @@ class Frozen:
         value = getattr(owner, name)
         if here not in _COLUMNS:
             return value
-        self._columns.append(value.copy())
+        self._columns.append(tuple(value))
         return (_AT, len(self._columns) - 1, len(value))
 
     def frames(self) -> Iterator[bytes]:
         """Encodes it, a frame at a time. O(blocks of a slice) each but the first; uses the columns up."""
         yield encode_frame(FrameKind.GRAPH, dumps(self._graph))
-        for number, column in enumerate(self._columns):
+        for number in range(len(self._columns)):
+            column = self._columns[number]
             for start in range(0, len(column), SLICE_BLOCKS):
                 piece = column[start : start + SLICE_BLOCKS]
                 yield encode_frame(FrameKind.SLICE, dumps([number, *_encode_slice(piece)]))
-            column.clear()
+            self._columns[number] = ()
         yield encode_frame(FrameKind.END, b"")
 
 
-def _encode_slice(values: list[Any]) -> list[object]:
+def _encode_slice(values: Sequence[Any]) -> list[object]:
     kinds = set(map(type, values))
     if kinds == {int}:
         try:

@@ -1,7 +1,7 @@
 """What Prometheus is told of a server: its pools, its calls, its version."""
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import version
 from typing import Final
@@ -12,6 +12,7 @@ from kvpool.server.core.allocator import PoolInfo
 from kvpool.server.core.residency import Residency
 from kvpool.server.core.statistics import Histogram
 from kvpool.server.core.types import PoolName
+from kvpool.server.journal.counts import JournalCounts
 from kvpool.server.obs.observations import Observations, PublisherCounts
 from kvpool.server.obs.pool_metrics import Measures, PoolSample, family, histogram_family, pool_metrics
 from kvpool.server.obs.vllm_metrics import vllm_metrics
@@ -43,7 +44,11 @@ class _Counts:
 
 
 def sampler(
-    describe: Callable[[], list[PoolSource]], observations: Observations, *, with_vllm: bool
+    describe: Callable[[], list[PoolSource]],
+    observations: Observations,
+    *,
+    with_vllm: bool,
+    journal: JournalCounts | None = None,
 ) -> Callable[[], Callable[[], Iterable[Metric]]]:
     """Makes what copies a server's figures on its event loop, and returns what makes metrics of the copy.
 
@@ -51,6 +56,7 @@ def sampler(
         describe: Tells of all pools.
         observations: What the services saw.
         with_vllm: Tell the same under vLLM's names, too.
+        journal: What the server's journal counts; None if it has none.
     """
     release = version("kvpool")  # reads the installation's files: once, not a scrape
 
@@ -62,7 +68,8 @@ def sampler(
         observations.forget_pools_but({pool.info.config.name for pool in pools})
         timed = {method: histogram.copy() for method, histogram in observations.rpc_seconds.items()}
         counts = _Counts(dict(observations.rpcs), dict(observations.refusals))
-        return partial(_render, release, pools, counts, timed, with_vllm=with_vllm)
+        written = replace(journal) if journal else None
+        return partial(_render, release, pools, counts, timed, written, with_vllm=with_vllm)
 
     return sample
 
@@ -80,11 +87,12 @@ def _measures(name: PoolName, kept: Residency | None, observations: Observations
     )
 
 
-def _render(
+def _render(  # noqa: PLR0913 - all that there is to tell
     release: str,
     pools: list[PoolSample],
     counts: _Counts,
     timed: dict[str, Histogram],
+    journal: JournalCounts | None,
     *,
     with_vllm: bool,
 ) -> Iterator[Metric]:
@@ -101,5 +109,21 @@ def _render(
         _METHOD,
         [((method,), histogram) for method, histogram in timed.items()],
     )
+    if journal:
+        yield from _journal_metrics(journal)
     if with_vllm:
         yield from vllm_metrics(pools)
+
+
+def _journal_metrics(journal: JournalCounts) -> Iterator[Metric]:
+    for name, help_text, value in (
+        ("kvpool_journal_up", "Whether a server killed now would come back as it is.", float(journal.is_up)),
+        ("kvpool_journal_bytes", "What the journal's files take.", journal.size_bytes),
+        ("kvpool_journal_records_total", "Changes written to the journal.", journal.records),
+        ("kvpool_journal_snapshots_total", "Snapshots written whole.", journal.snapshots),
+        ("kvpool_journal_failures_total", "Times that the journal was given up.", journal.failures),
+        ("kvpool_journal_snapshot_seconds", "How long the newest snapshot took.", journal.snapshot_seconds),
+        ("kvpool_journal_stopped_seconds", "Of it, for how long all else waited.", journal.stopped_seconds),
+        ("kvpool_journal_recovery_seconds", "How long the server read its journal.", journal.recovery_seconds),
+    ):
+        yield family(name, help_text, (), [((), value)])
