@@ -19,6 +19,7 @@ import zmq.asyncio
 from kvpool.client import connect
 from kvpool.client.admin import AdminClient
 from kvpool.server.config import ServerConfig
+from kvpool.server.doors.config import DoorsConfig
 from kvpool.server.obs import event_publisher
 from kvpool.server.obs.event_config import EventsConfig, ReplayFraming
 from kvpool.server.server import Server
@@ -283,7 +284,7 @@ def test_serve_says_what_is_wrong_with_its_endpoints() -> None:
     with zmq.Context() as context, context.socket(zmq.PUB) as taken:
         taken.bind("tcp://*:*")
         port = taken.get_string(zmq.LAST_ENDPOINT).rpartition(":")[2]
-        refused = serve("--events-endpoint", f"tcp://*:{port}")
+        refused = serve("--events-endpoint", f"tcp://*:{port}", "--allow-plaintext", "events")
     assert refused.returncode == 1
     assert refused.stderr == f"Error: cannot publish on tcp://*:{port}: Address already in use\n"
     odd = serve("--events-endpoint", "5557")
@@ -358,7 +359,8 @@ def test_a_removed_pool_has_its_own_endpoints_again(tmp_path: Path) -> None:
 
 
 async def test_an_endpoint_that_cannot_be_connected_to_is_named(tmp_path: Path) -> None:
-    server = Server(ServerConfig(addresses=(f"unix:{tmp_path / 's'}",), events=EventsConfig("tcp://no host:5557")))
+    events, doors = EventsConfig("tcp://no host:5557"), DoorsConfig(allow_plaintext=frozenset(["events"]))
+    server = Server(ServerConfig(addresses=(f"unix:{tmp_path / 's'}",), events=events, doors=doors))
     with pytest.raises(OSError, match="no host:5557"):
         await server.start()
     await server.stop()

@@ -101,9 +101,11 @@ def refuse_live_socket(path: Path) -> None:
 
 def _is_loopback_number(host: str) -> bool:
     try:
-        return ipaddress.ip_address(host).is_loopback
+        number = ipaddress.ip_address(host)
     except ValueError:
         return False
+    mapped = number.ipv4_mapped if isinstance(number, ipaddress.IPv6Address) else None
+    return (mapped or number).is_loopback
 
 
 def _split(address: str) -> tuple[str, int] | None:

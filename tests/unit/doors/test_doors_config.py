@@ -49,7 +49,9 @@ def test_events_beyond_this_machine_are_asked_for(endpoint: str) -> None:
         ServerConfig(events=events, doors=DoorsConfig(allow_plaintext=frozenset(["events"])))
 
 
-@pytest.mark.parametrize("address", ["127.0.0.1:1", "127.8.9.1:1", "[::1]:1", "localhost:1", "unix:/s"])
+@pytest.mark.parametrize(
+    "address", ["127.0.0.1:1", "127.8.9.1:1", "[::1]:1", "[::ffff:127.0.0.1]:1", "localhost:1", "unix:/s"]
+)
 def test_what_stays_on_this_machine_may_be_plaintext(address: str) -> None:
     ServerConfig(addresses=(address,))
 
