@@ -1,0 +1,363 @@
+"""Sessions that open and end, steps that last, ranks that fence, are cut off and come back, messages that are late.
+
+The server's core on one side, each rank's protocol and fence on the other, and between them streams that keep the order
+and nothing else. Whatever happens, nobody is given a block that a step of another session is writing, or that a rank
+would still let one write.
+"""
+
+import contextlib
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import hypothesis.strategies as st
+from hypothesis import settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from kvpool.gpu_worker import words
+from kvpool.gpu_worker.fence import Fence, StaleTablesError, StepTicket
+from kvpool.gpu_worker.join import RankProtocol
+from kvpool.server.core import world
+from kvpool.server.core.errors import KvpoolError, UnavailableError
+from kvpool.server.core.integrity import check_integrity
+from kvpool.server.core.membership import Membership
+from kvpool.server.core.session import Session
+from kvpool.server.core.types import PoolName, TableLease
+from kvpool.server.core.world import Allocated, LinkId, PoolState, WorldOptions
+from support_core import World
+from support_ranks import BLOCK_BYTES, TIMING, registration
+
+WORLD_SIZE = 2
+NUM_BLOCKS = 7
+BLOCK_SIZE = 16
+LEASE_SECONDS = 10.0
+OPTIONS = WorldOptions(max_model_len=4 * BLOCK_SIZE, enable_caching=False)
+BROKEN = UnavailableError("UNAVAILABLE", "gone")
+MOST_SCHEDULERS = 3
+ACTIONS = (
+    *("open_session", "admit", "admit", "begin_step", "begin_step", "end_step", "evict", "evict", "close"),
+    *("turn", "turn", "deliver", "deliver", "deliver"),
+)
+RANKS = st.integers(0, WORLD_SIZE - 1)
+ANY = st.integers(0, 7)
+
+
+@dataclass
+class Scheduler:
+    """A scheduler process: what it believes, whether its session lives or not."""
+
+    session: Session
+    lease: TableLease
+    blocks: set[int] = field(default_factory=set)
+    num_requests: int = 0
+
+
+class RankProcess:
+    """A rank's process: its protocol, its fence, the steps that it is at, and its end of a stream."""
+
+    def __init__(self, rank: int, boot: int) -> None:
+        self.rank = rank
+        self.fence = Fence(self._fell_quiet)
+        said = registration(
+            rank, WORLD_SIZE, boot_id=f"process-{boot:04}", blocks=NUM_BLOCKS, options=OPTIONS, fences=True
+        )
+        self.protocol = RankProtocol(said, lambda: 0.0, self.fence)
+        self.link: LinkId | None = None
+        self.said: deque[words.Word] = deque()
+        self.heard: deque[words.Heard | KvpoolError] = deque()
+        self.steps: list[tuple[StepTicket, Scheduler]] = []
+        self.effects: list[words.Effect] = []
+
+    def _fell_quiet(self) -> None:
+        self.effects += self.protocol.steps_ended()
+
+    def may_write(self, scheduler: Scheduler) -> bool:
+        """Whether a step of a scheduler is at it, or would be let through."""
+        if any(each is scheduler for _, each in self.steps):
+            return True
+        with contextlib.suppress(StaleTablesError):
+            self.fence.step(scheduler.lease).done()
+            return True
+        return False
+
+
+class Fencing(RuleBasedStateMachine):
+    """A server that tells its ranks in its own time, as rpc/ranks.py does."""
+
+    @initialize()
+    def form(self) -> None:
+        self.now_seconds = 1000.0
+        self.num_boots = 0
+        self.num_links = 0
+        self.world = World()
+        self.world.allocator.remove_pool("m")
+        self.members = Membership(PoolName("m"), TIMING)
+        self.by_link: dict[LinkId, RankProcess] = {}
+        self.schedulers: list[Scheduler] = []
+        self.must_fence = False
+        self.ranks = [self._boot(rank) for rank in range(WORLD_SIZE)]
+        self.settle()
+        assert self.members.state is PoolState.READY
+        assert self.world.pool.ranks_fence
+
+    # What schedulers do.
+
+    @rule(actions=st.lists(st.tuples(st.sampled_from(ACTIONS), ANY, RANKS), min_size=30, max_size=80))
+    def traffic(self, actions: list[tuple[str, int, int]]) -> None:
+        """What schedulers do, and what reaches whom meanwhile."""
+        for action, which, rank in actions:
+            if self.schedulers or action == "open_session":
+                getattr(self, action)(which, rank)
+
+    def open_session(self, _which: int, _rank: int) -> None:
+        if len(self.schedulers) == MOST_SCHEDULERS:
+            return
+        self.world.now_seconds = self.now_seconds
+        with contextlib.suppress(UnavailableError):
+            session = self.world.open(LEASE_SECONDS)
+            self.schedulers.append(Scheduler(session, TableLease(self.world.pool.epoch, session.writer)))
+
+    def admit(self, which: int, _rank: int) -> None:
+        scheduler = self._scheduler(which)
+        scheduler.num_requests += 1
+        try:
+            self.world.allocator.session(scheduler.session.session_id, self.now_seconds)
+            result = self.world.admit(scheduler.session, scheduler.num_requests, "", 3 * BLOCK_SIZE)
+        except KvpoolError:
+            return
+        new = set(result.block_ids)
+        for process in self._in_epoch():
+            for other in self.schedulers:
+                if other is not scheduler and other.blocks & new:
+                    assert not process.may_write(other), "given to another while a rank may run a step of its old owner"
+        scheduler.blocks |= new
+
+    def begin_step(self, which: int, rank: int) -> None:
+        """Hands tables to a rank, of a session that lives or does not."""
+        process, scheduler = self.ranks[rank], self._scheduler(which)
+        with contextlib.suppress(StaleTablesError):
+            process.steps.append((process.fence.step(scheduler.lease), scheduler))
+
+    def end_step(self, which: int, rank: int) -> None:
+        process = self.ranks[rank]
+        if process.steps:
+            ticket, _ = process.steps.pop(which % len(process.steps))
+            ticket.done()
+            self._carry_out(process)
+
+    def evict(self, which: int, _rank: int) -> None:
+        with contextlib.suppress(KvpoolError):
+            self.world.allocator.evict_session("m", self._scheduler(which).session.writer, self.now_seconds)
+        self.must_fence = True
+
+    def close(self, which: int, _rank: int) -> None:
+        """A scheduler closes when its steps are done; then it is gone, as is one that finds its session ended."""
+        scheduler = self._scheduler(which)
+        if not any(self._steps_of(scheduler)):
+            with contextlib.suppress(KvpoolError):
+                self.world.allocator.close_session(scheduler.session.session_id, self.now_seconds)
+            self.schedulers.remove(scheduler)
+            self.must_fence = True
+
+    def deliver(self, which: int, rank: int) -> None:
+        """Some messages arrive, both ways."""
+        for _ in range(which + 1):
+            self._to_rank(self.ranks[rank])
+            self._to_server(self.ranks[rank])
+
+    def turn(self, _which: int = 0, _rank: int = 0) -> None:
+        """The end of a turn of the server's loop."""
+        if self.must_fence and self.members.was_open:
+            self.must_fence = False
+            pool, allocator = self.world.pool, self.world.allocator
+            live = [session.writer for session in self.world.sessions()]
+            self._do(self.members.fence(allocator.last_session_number, live, pool.quarantine.awaiting_ranks))
+
+    @rule(rank=RANKS, dies=st.booleans())
+    def lose_stream(self, rank: int, dies: bool) -> None:  # noqa: FBT001 - a strategy's
+        """A rank is cut off, or its process dies with its steps and another takes its place."""
+        self._break(self.ranks[rank], BROKEN)
+        if dies:
+            self.ranks[rank] = self._boot(rank)
+            self.settle()
+
+    @rule(seconds=st.sampled_from([1.0, 1.0, 4.0, 12.0, 40.0]))
+    def wait(self, seconds: float) -> None:
+        self.now_seconds += seconds
+        self.must_fence |= bool(self.world.allocator.expire(self.now_seconds, quarantine_seconds=1.0))
+        self._do(self.members.tick(self.now_seconds))
+        for process in self.ranks:
+            self._carry_out(process, process.protocol.tick(self.now_seconds))
+
+    @rule()
+    def settle(self) -> None:
+        """Everybody is heard of until nothing is left to say."""
+        for _ in range(60):
+            self.now_seconds += 0.25
+            for process in self.ranks:
+                self._carry_out(process, process.protocol.tick(self.now_seconds))
+                while process.said or process.heard:
+                    self._to_server(process)
+                    self._to_rank(process)
+            self.turn()
+
+    def teardown(self) -> None:
+        """When all sessions have ended and all steps are done, every block is free again, whatever happened before."""
+        if not hasattr(self, "members"):
+            return
+        for _ in self.world.sessions():
+            self.world.allocator.evict_session("m", self.world.sessions()[0].writer, self.now_seconds)
+        self.must_fence = True
+        for process in self.ranks:
+            while process.steps:
+                self.end_step(0, process.rank)
+        self.settle()
+        assert self.members.state is PoolState.READY
+        assert len(self.world.pool.quarantine) == 0
+        assert self.world.pool.blocks.usage == 0.0
+
+    @invariant()
+    def books_balance(self) -> None:
+        if hasattr(self, "members"):
+            check_integrity(self.world.pool, self.world.sessions())
+
+    def _scheduler(self, which: int) -> Scheduler:
+        return self.schedulers[which % len(self.schedulers)]
+
+    def _steps_of(self, scheduler: Scheduler) -> Iterator[StepTicket]:
+        return (ticket for process in self.ranks for ticket, each in process.steps if each is scheduler)
+
+    def _in_epoch(self) -> list[RankProcess]:
+        """The processes that hold the pool's blocks."""
+        ready = (process.protocol.ready for process in self.ranks)
+        epoch = self.world.pool.epoch
+        return [process for process, said in zip(self.ranks, ready, strict=True) if said and said.epoch == epoch]
+
+    def _boot(self, rank: int) -> RankProcess:
+        self.num_boots += 1
+        return RankProcess(rank, self.num_boots)
+
+    def _to_server(self, process: RankProcess) -> None:
+        if not process.said or process.link is None:
+            process.said.clear()
+            return
+        link, members = process.link, self.members
+        try:
+            match process.said.popleft():
+                case words.Initialized(epoch, got):
+                    self._do(members.initialized(link, Allocated(epoch, got.num_blocks, got.allocated_bytes)))
+                case words.Heartbeat(sequence):
+                    self._do(members.heard(link, sequence, self.now_seconds))
+                case words.Fenced(sequence):
+                    self._do(members.fenced(link, sequence))
+                case words.Leave():
+                    self._do(members.leave(link))
+        except KvpoolError as error:
+            process.heard.append(error)
+
+    def _to_rank(self, process: RankProcess) -> None:
+        if process.heard:
+            message = process.heard.popleft()
+            if isinstance(message, KvpoolError):
+                self._break(process, message)
+            else:
+                self._carry_out(process, process.protocol.heard(message, self.now_seconds))
+
+    def _break(self, process: RankProcess, error: KvpoolError) -> None:
+        """The stream is no more, at both ends."""
+        link, process.link = process.link, None
+        process.said.clear()
+        process.heard.clear()
+        if link is not None:
+            del self.by_link[link]
+            self._do(self.members.link_broke(link, self.now_seconds))
+            self._carry_out(process, process.protocol.stream_ended(error, self.now_seconds))
+
+    def _carry_out(self, process: RankProcess, effects: list[words.Effect] | None = None) -> None:
+        """Does as a worker does; what it allocates is there at once."""
+        process.effects += effects or []
+        while process.effects:
+            match process.effects.pop(0):
+                case words.OpenStream(said):
+                    self._register(process, said)
+                case words.CloseStream():
+                    link, process.link = process.link, None
+                    process.said.clear()
+                    process.heard.clear()
+                    if link is not None:
+                        del self.by_link[link]
+                        self._do(self.members.link_broke(link, self.now_seconds))
+                case words.Say(word):
+                    process.said.append(word)
+                case words.Allocate(planned):
+                    got = words.Allocation(planned.config, planned.config.num_blocks, NUM_BLOCKS * BLOCK_BYTES)
+                    process.effects += process.protocol.allocated(planned, got)
+                case words.EpochBegan(ready):
+                    process.fence.open(ready.epoch)
+                case words.Failed(error):
+                    raise AssertionError("a rank of ours is refused for good") from error
+                case _:
+                    pass
+
+    def _register(self, process: RankProcess, said: world.Registration) -> None:
+        self.num_links += 1
+        link = process.link = LinkId(self.num_links)
+        self.by_link[link] = process
+        try:
+            effects = self.members.register(link, said, self.now_seconds)
+        except KvpoolError as error:
+            process.heard.append(error)
+            return
+        timing = TIMING
+        process.heard.append(
+            words.Registered(timing.heartbeat_seconds, timing.heartbeat_timeout_seconds, timing.grace_seconds)
+        )
+        self._do(effects)
+
+    def _do(self, effects: list[world.Effect]) -> None:
+        """Does as the server does."""
+        for effect in effects:
+            self._change_pool(effect)
+            match effect:
+                case world.PlanSent():
+                    planned = words.Planned(effect.epoch, effect.config, effect.max_model_len)
+                    self._tell(effect.link, planned)
+                case world.ReadySent():
+                    self._tell(effect.link, words.Ready(effect.epoch, effect.num_blocks, effect.max_model_len))
+                    self.must_fence = True
+                case world.StatusSent():
+                    absent = tuple(map(int, effect.absent_ranks))
+                    status = words.Status(effect.state, effect.epoch, absent, effect.heartbeat_sequence)
+                    self._tell(effect.link, status)
+                case world.FenceSent():
+                    fence = words.FenceSet(
+                        effect.fence_sequence, effect.epoch, effect.last_session_number, effect.live_session_numbers
+                    )
+                    self._tell(effect.link, fence)
+                case world.LinkEnded():
+                    self._tell(effect.link, effect.error)
+
+    def _change_pool(self, effect: world.Effect) -> None:
+        allocator = self.world.allocator
+        match effect:
+            case world.PoolOpened():
+                self.world.pool = allocator.open_epoch(
+                    effect.config, b"n" * 32, effect.epoch, ranks_fence=effect.ranks_fence
+                )
+            case world.PoolSuspended():
+                allocator.suspend(self.world.pool)
+            case world.PoolResumed():
+                allocator.resume(self.world.pool)
+            case world.EpochPassed():
+                allocator.pass_epoch(self.world.pool, effect.epoch)
+            case world.SessionsFenced():
+                allocator.release("m", effect.numbers)
+
+    def _tell(self, link: LinkId, message: words.Heard | KvpoolError) -> None:
+        process = self.by_link.get(link)
+        if process:
+            process.heard.append(message)
+
+
+TestFencing = Fencing.TestCase
+TestFencing.settings = settings(max_examples=250, stateful_step_count=10, deadline=None, derandomize=True)
