@@ -1,0 +1,55 @@
+"""The core gives every answer of the reference while it dies and comes back from its journal, again and again."""
+
+import time
+from pathlib import Path
+
+from conformance.client_systems import ClientSystem
+from conformance.golden import Driver, Schedule
+from kvpool.client import connect
+from kvpool.client.transport import EmbeddedTransport
+from kvpool.server.core.step import Step, StepResult
+from support_journal import journal_in, kill
+
+CHANGES_A_LIFE = 211
+
+
+class MortalTransport(EmbeddedTransport):
+    """Dies after every so many changes: every second time without a last snapshot."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self._folder = folder
+        self._changes = 0
+        self.lives = 0
+        self._live()
+
+    def apply(self, session_id: str, step: Step) -> StepResult:
+        self._changes += 1
+        if self._changes % CHANGES_A_LIFE == 0:
+            self.die()
+        return super().apply(session_id, step)
+
+    def die(self) -> None:
+        if self.lives % 2:
+            self._journal.close()
+        else:
+            kill(self._journal)
+        self._live()
+
+    def _live(self) -> None:
+        self._journal = journal_in(self._folder)
+        assert not self._journal.recovery.dropped, self._journal.recovery.detail
+        self._journal.begin(time.monotonic())
+        self._allocator = self._journal.allocator
+        self.lives += 1
+
+
+def test_it_answers_as_the_reference_over_many_lives(schedule: Schedule, tmp_path: Path) -> None:
+    with connect("embedded:") as client:
+        transport = client._transport = MortalTransport(tmp_path)
+        system = ClientSystem(client, schedule.pool_config("journal"))
+        Driver(system, schedule).run()
+        transport.die()
+        system.close()
+        assert transport.lives > 2
+        kill(transport._journal)
