@@ -13,12 +13,13 @@ import grpc
 import pytest
 
 from kvpool.client import connect
-from kvpool.server.core.world import HeldTensors
+from kvpool.server.core.world import HeldTensors, PoolState
 from kvpool.v1 import admin_pb2, admin_pb2_grpc, allocator_pb2, allocator_pb2_grpc, step_pb2
 from support_core import block_hashes
 from support_ranks import registration
-from support_server import ServerProcess, pool_config
+from support_server import ServerProcess, free_port, pool_config
 from support_wire_ranks import WireRank
+from support_workers import worker_processes
 
 
 class Journaled:
@@ -308,3 +309,21 @@ def test_a_full_disk_costs_the_journal_and_no_answer(tmp_path: Path) -> None:
     if after.epoch == before.epoch:
         assert after == before
     server.stop()
+
+
+def test_real_workers_keep_their_tensors_over_a_killed_server(tmp_path: Path) -> None:
+    address = f"127.0.0.1:{free_port()}"
+    journal = {"folder": str(tmp_path / "journal")}
+    server = ServerProcess(address, journal=journal)
+    with worker_processes(tmp_path) as workers:
+        ranks = workers.form(address, 2)
+        server.process.kill()
+        server.process.communicate()
+        server = ServerProcess(address, journal=journal)
+        with connect(address) as client:
+            assert client.wait_until_ready("m", timeout_seconds=30).state is PoolState.READY
+            assert client.get_pool("m").epoch == 1
+        for rank in ranks:
+            assert not [line for line in rank.lines if "epoch passed" in line]
+            assert len([line for line in rank.lines if "rank allocating" in line]) == 1
+    assert server.stop()[0] == 0
