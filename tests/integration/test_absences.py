@@ -1,5 +1,6 @@
 """Processes that are stopped, killed and started again: whose lease runs out, and what the other side is told."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -132,6 +133,51 @@ def test_a_killed_server_is_survived_as_far_as_the_next_one_knows(tmp_path: Path
             assert again.admit(again.request("r", PROMPT)) is not None
         later.join()
     assert restarted[0].stop()[0] == 0
+
+
+def serve(address: str, journal: Path, faults: str = "") -> subprocess.Popen[bytes]:
+    """Starts `kvpool serve` with a journal, to die at a fault point."""
+    command = [str(Path(sys.executable).parent / "kvpool"), "serve", "--listen", address, "--journal", str(journal)]
+    return subprocess.Popen(command, env={**os.environ, "KVPOOL_FAULTS": faults}, stderr=subprocess.DEVNULL)
+
+
+@pytest.mark.parametrize(
+    "instant", ["session.opened:kill:1", "step.decoded:kill:2", "step.applied:kill:2", "step.answered:kill:2",
+                "session.closed:kill:1"],
+)  # fmt: skip
+def test_a_killed_server_with_a_journal_is_not_noticed(instant: str, tmp_path: Path) -> None:
+    """One client, one session, no call that fails; and nothing is done twice."""
+    address, journal = f"unix:{tmp_path / 's'}", tmp_path / "journal"
+    first = serve(address, journal, instant)
+    restarted: list[subprocess.Popen[bytes]] = []
+
+    def restart() -> None:
+        first.wait()
+        restarted.append(serve(address, journal))
+
+    restarting = threading.Thread(target=restart)
+    restarting.start()
+    try:
+        with connect(address, deadline_seconds=60.0) as client:
+            client.create_pool(pool_config())
+            session = client.open_session("m")
+            request = session.request("r", PROMPT)
+            session.admit(request)
+            request.append([1, 2, 3, 4])
+            session.allocate_slots(request, 4)
+            assert request.block_ids == [list(range(1, 13))]
+            session.free(request)
+            session.close()
+            info = client.get_pool("m")
+        assert first.returncode == -signal.SIGKILL
+    finally:
+        first.kill()
+        restarting.join()
+        restarted[0].terminate()
+        assert restarted[0].wait(timeout=60) == 0
+    activity = info.activity
+    assert (activity.steps, activity.sessions_opened, activity.sessions_closed, activity.allocations) == (3, 1, 1, 2)
+    assert (info.free_blocks, info.sessions) == (99, 0)
 
 
 def test_the_first_call_waits_for_a_server_that_starts(tmp_path: Path) -> None:
