@@ -1,5 +1,7 @@
 """What limits refuse, and what they leave as it was."""
 
+from pathlib import Path
+
 import pytest
 
 from kvpool.cli.limits import _HELP
@@ -35,6 +37,11 @@ def test_out_of_range(field: str, value: float) -> None:
 
 def test_every_limit_has_help() -> None:
     assert _HELP.keys() == set(Limits.__slots__)
+
+
+def test_every_limit_is_on_its_page() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "limits.md").read_text(encoding="utf-8")
+    assert [name for name in Limits.__slots__ if f"`--{name.replace('_', '-')}`" not in page] == []
 
 
 @pytest.mark.parametrize(("num_sessions", "num_pool_sessions", "field"), [(4, 0, ""), (3, 2, "pool_name")])

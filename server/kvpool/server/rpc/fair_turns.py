@@ -4,8 +4,9 @@ Start-time fair queueing, on two levels. Pools share the loop's time alike, what
 its sessions do. Every flow has a clock that moves on by the time that its turns took; of those that wait, the one goes
 on whose clock is furthest behind. Who comes back after a pause begins where the others are: nothing is saved up.
 
-1. One turn at a time, and between two of them the event loop comes round: what has arrived meanwhile is read, and takes
-   part in who is next. Who comes while nobody waits or rests does not wait at all.
+1. One turn at a time. When turns have taken a millisecond more than the time between them, the event loop comes round
+   before the next: what has arrived meanwhile is read, and takes part in who that is. Who comes while nobody waits or
+   rests does not wait at all.
 2. A flow's own waiters are served as they came.
 3. No more wait than the limit. Beyond it the newest waiter of the flow that has most is turned away: who sends little
    is not made to suffer for who sends much.
@@ -23,6 +24,7 @@ from kvpool.server.core.errors import ExhaustedError
 RETRY_SECONDS: Final = 0.1
 REST_LOOPS: Final = 2
 """Rounds of the event loop after a turn: one in which gRPC says what has come, one in which that is read."""
+REST_AFTER_SECONDS: Final = 0.001
 KNOWN_FLOWS: Final = 1024
 """Flows on each level whose clocks are remembered, those that were served last."""
 
@@ -112,7 +114,8 @@ class FairTurns:
         self._pools = _Level()
         self._current: tuple[_Flow, _Level, _Flow] | None = None
         self._is_resting = False
-        self._began_seconds = 0.0
+        self._began_seconds = self._ended_seconds = 0.0
+        self._busy_seconds = 0.0  # that turns took, less the time between them
         self.num_waiting = 0
 
     async def take(self, pool: str, session: object) -> None:
@@ -138,12 +141,17 @@ class FairTurns:
         if self._current is None:
             raise RuntimeError("no turn was taken")
         pool_flow, sessions, flow = self._current
-        seconds = time.perf_counter() - self._began_seconds
-        self._current, self._is_resting = None, True
+        now_seconds = time.perf_counter()
+        seconds = now_seconds - self._began_seconds
+        between_seconds = self._began_seconds - self._ended_seconds
+        self._busy_seconds = max(self._busy_seconds - between_seconds, 0.0) + seconds
+        self._current, self._ended_seconds = None, now_seconds
         sessions.served(flow, seconds)
         self._pools.served(pool_flow, seconds)
         self._put(pool_flow, sessions, flow)
-        asyncio.get_running_loop().call_soon(self._rest, REST_LOOPS)
+        if self._busy_seconds >= REST_AFTER_SECONDS or self.num_waiting:
+            self._busy_seconds, self._is_resting = 0.0, True
+            asyncio.get_running_loop().call_soon(self._rest, REST_LOOPS)
 
     async def _wait(self, pool_flow: _Flow, sessions: _Level, flow: _Flow) -> None:
         if self.num_waiting >= self._max_waiting:
