@@ -70,13 +70,13 @@ def test_requests_of_a_session_less_those_that_the_step_frees() -> None:
     world.admit(session, 1, "a", 4)
     limits = Limits(max_session_requests=2)
     add = Step(2, operations=[Operation.ADD], request_numbers=[2], num_appended_tokens=[1], request_ids=["b"])
-    limits.check_step(session, add)
+    limits.check_step(world.pool, session, add)
     add_two = Step(2, operations=[Operation.ADD] * 2, request_numbers=[2, 3], request_ids=["b", "c"])
     with pytest.raises(ExhaustedError) as caught:
-        limits.check_step(session, add_two)
+        limits.check_step(world.pool, session, add_two)
     assert (caught.value.reason, caught.value.field) == ("TOO_MANY_REQUESTS", "request_ids")
     add_two.operations.append(Operation.FREE)
-    limits.check_step(session, add_two)
+    limits.check_step(world.pool, session, add_two)
 
 
 def test_tokens_of_a_session() -> None:
@@ -85,11 +85,13 @@ def test_tokens_of_a_session() -> None:
     world.admit(session, 1, "abc", 12)
     limits = Limits(max_session_tokens=20)
     grow = Step(2, operations=[Operation.APPEND], request_numbers=[1], num_appended_tokens=[8])
-    limits.check_step(session, grow)
+    limits.check_step(world.pool, session, grow)
     grow.num_appended_tokens = [9]
     with pytest.raises(ExhaustedError, match="more than 20 tokens") as caught:
-        limits.check_step(session, grow)
+        limits.check_step(world.pool, session, grow)
     assert (caught.value.reason, caught.value.field) == ("TOO_MANY_TOKENS", "num_appended_tokens")
+    grow.num_appended_tokens = [world.pool.config.max_model_len + 1]  # malformed, which the core says
+    limits.check_step(world.pool, session, grow)
     world.free(session, 1)
     assert session.num_tokens == 0
 
@@ -99,8 +101,8 @@ def test_a_step_that_comes_again_is_answered_whatever_the_limits_are_now() -> No
     session = world.open()
     world.admit(session, 1, "abc", 12)
     step = Step(1, operations=[Operation.APPEND] * 5)
-    Limits(max_step_operations=4).check_step(session, step)
+    Limits(max_step_operations=4).check_step(world.pool, session, step)
     step.sequence = 2
     with pytest.raises(ExhaustedError, match="5 operations, a step may have 4") as caught:
-        Limits(max_step_operations=4).check_step(session, step)
+        Limits(max_step_operations=4).check_step(world.pool, session, step)
     assert (caught.value.reason, caught.value.field) == ("STEP_TOO_LARGE", "operations")

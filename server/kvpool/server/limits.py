@@ -4,6 +4,7 @@ from dataclasses import dataclass, fields
 from typing import Final
 
 from kvpool.server.core.errors import ExhaustedError
+from kvpool.server.core.pool import Pool
 from kvpool.server.core.quota import Quota
 from kvpool.server.core.session import Session
 from kvpool.server.core.step import MAX_OPERATIONS, Operation, Step
@@ -64,8 +65,11 @@ class Limits:
             message = f"the pool has {num_pool_sessions} sessions, as many as it may"
             raise ExhaustedError("TOO_MANY_SESSIONS", message, field="pool_name", retry_seconds=RETRY_SECONDS)
 
-    def check_step(self, session: Session, step: Step) -> None:
-        """Raises ExhaustedError if a change that is new is too large, or would make the session so."""
+    def check_step(self, pool: Pool, session: Session, step: Step) -> None:
+        """Raises ExhaustedError if a change that is new is too large, or would make the session so.
+
+        What is malformed passes: the core says so.
+        """
         if step.sequence <= session.sequence:  # it is answered from memory
             return
         count = len(step.operations)
@@ -77,7 +81,11 @@ class Limits:
             if left + len(step.request_ids) > self.max_session_requests:
                 message = f"the session would have more than {self.max_session_requests} requests"
                 raise ExhaustedError("TOO_MANY_REQUESTS", message, field="request_ids")
-        if session.num_tokens + sum(step.num_appended_tokens) > self.max_session_tokens:
+        appended = step.num_appended_tokens
+        if (
+            session.num_tokens + sum(appended) > self.max_session_tokens
+            and max(appended, default=0) <= pool.config.max_model_len
+        ):
             message = f"the session's requests would have more than {self.max_session_tokens} tokens"
             raise ExhaustedError("TOO_MANY_TOKENS", message, field="num_appended_tokens")
 

@@ -211,7 +211,7 @@ class AllocatorService(allocator_pb2_grpc.AllocatorServiceServicer):
         step = convert.step_from_proto(message)
         message.ClearField("session_id")  # of the same step sent again it may stand there or not
         faults.reach("step.decoded")
-        self._hub.limits.check_step(session, step)
+        self._hub.limits.check_step(pool, session, step)
         result = self._allocator.apply(pool, session, step, message)
         faults.reach("step.applied")
         self._hub.publish(pool)

@@ -80,7 +80,7 @@ def run(  # noqa: PLR0913, PLR0917 - what a change is made of
     else:
         step = build(pool, session)
         try:
-            limits.check_step(session, step)
+            limits.check_step(pool, session, step)
             result = allocator.apply(pool, session, step, message)
         except KvpoolError as error:
             error.rename_field(_field_name(error, step))
