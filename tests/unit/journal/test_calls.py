@@ -11,7 +11,7 @@ from kvpool.server.core.types import SessionId
 from kvpool.server.journal.calls import NOT_RECORDED, RECORDED, JournaledAllocator, MismatchError
 from kvpool.server.journal.frames import DamageError, FrameKind
 from kvpool.server.rpc.convert_journal import WireMessages
-from support_core import World, config
+from support_core import World, block_hashes, config
 
 
 class Recorder:
@@ -98,3 +98,28 @@ def test_a_lease_that_ran_out_before_its_session_was_closed_is_no_hindrance() ->
     for record in recorder.records:
         again.replay(*record)
     assert list(again.sessions()) == []
+
+
+def test_a_request_that_steps_cannot_name_is_a_record_like_any_other() -> None:
+    """A unary call that gives its request no number is given one below 0, which the wire's steps do not have."""
+    recorder = Recorder()
+    session = recorder.world.open()
+    number = session.free_number()
+    assert number < 0
+    recorder.allocator.apply(recorder.world.pool, session, _added(session.sequence + 1, number), "the unary message")
+    again = JournaledAllocator(WireMessages())
+    for record in recorder.records:
+        again.replay(*record)
+    assert next(again.sessions())[1].by_number.keys() == {number}
+
+
+def _added(sequence: int, number: int) -> Step:
+    hashes = block_hashes("ab", 2)
+    return Step(
+        sequence,
+        operations=[Operation.ADD, Operation.ADMIT],
+        request_numbers=[number, number],
+        num_appended_tokens=[9, 0],
+        block_hashes=hashes,
+        request_ids=["r"],
+    )

@@ -109,13 +109,13 @@ class JournaledAllocator(Allocator):
         """See `Allocator.apply`."""
         try:
             result = super().apply(pool, session, step, source)
+            if self.sink:
+                self.sink(FrameKind.STEP, self._encode_step(session.session_id, step, source, result))
         except KvpoolError:
             raise
         except BaseException:
             self.on_bug()
             raise
-        if self.sink:
-            self.sink(FrameKind.STEP, self._encode_step(session.session_id, step, source, result))
         return result
 
     def replay(self, kind: FrameKind, payload: bytes) -> None:

@@ -1,9 +1,11 @@
 """The wire's messages as a journal keeps them: what sessions remember, steps, pools' configurations."""
 
+from dataclasses import replace
 from typing import Final
 
 from google.protobuf.message import DecodeError, Message
 
+from kvpool.server.core.check import MAX_REQUEST_NUMBER
 from kvpool.server.core.config import PoolConfig
 from kvpool.server.core.step import Step
 from kvpool.server.rpc.convert import step_from_proto, step_to_proto
@@ -21,6 +23,7 @@ _KINDS: Final[dict[int, type[Message]]] = {
     8: allocator_pb2.GetCommonPrefixBlocksRequest,
 }
 """By the number that files hold: never to be given to another."""
+_NUM_NUMBERS: Final = 2**32
 _NUMBERS: Final = {kind: number for number, kind in _KINDS.items()}
 
 
@@ -49,8 +52,9 @@ class WireMessages:
             raise ValueError("no message of its kind") from error
 
     def encode_step(self, step: Step) -> bytes:
-        """A step, of whatever session."""
-        return step_to_proto(step, "").SerializeToString()
+        """A step, of whatever session. Numbers below 0, of requests that steps cannot name, wrap around."""
+        numbers = [number % _NUM_NUMBERS for number in step.request_numbers]
+        return step_to_proto(replace(step, request_numbers=numbers), "").SerializeToString()
 
     def decode_step(self, source: object) -> Step:
         """The step that a message is.
@@ -61,7 +65,11 @@ class WireMessages:
         message = self.decode(1, source) if isinstance(source, bytes) else source
         if not isinstance(message, step_pb2.Step):
             raise ValueError("no step")  # noqa: TRY004 - as all that is wrong with a file
-        return step_from_proto(message)
+        step = step_from_proto(message)
+        step.request_numbers = [
+            number if number <= MAX_REQUEST_NUMBER else number - _NUM_NUMBERS for number in step.request_numbers
+        ]
+        return step
 
     def encode_config(self, config: PoolConfig) -> bytes:
         """A pool's configuration, its none_hash included."""
