@@ -23,8 +23,10 @@ test-compose: .venv/installed ## The images and the Compose stack, with real con
 	$(BIN)/pip install -q --disable-pip-version-check --require-hashes -r tests/compose/requirements.lock
 	tests/compose/run.sh $(BIN)/pytest
 
-test-fuzz: .venv/installed ## A million hostile messages; FUZZ="--inputs 50000 --seed 7 --jobs 4" for others
+test-fuzz: .venv/installed ## A million hostile messages, and a minute led by coverage; FUZZ="--inputs 50000 --seed 7 --jobs 4" for others
 	$(BIN)/python tests/fuzz/run.py $(FUZZ)
+	-$(BIN)/pip install -q --disable-pip-version-check --only-binary :all: "atheris>=3"
+	$(BIN)/python tests/fuzz/atheris_messages.py -max_total_time=60 -print_final_stats=1
 
 check: .venv/installed ## Under a minute: generated code, lint, types, unit and property tests
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python proto/generate.py --check

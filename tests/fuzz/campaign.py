@@ -23,6 +23,7 @@ from fuzz.grammar import Grammar
 from fuzz.grammar_ranks import RankGrammar
 from fuzz.mutations import mutate_bytes, mutate_fields
 from fuzz.served import Ended, OpenCall, Served
+from kvpool.server.core.allocator import Allocator
 
 CHECK_EVERY: Final = 500
 """Inputs between two checks of all books, each after a comparison of all that can be seen."""
@@ -41,7 +42,7 @@ _WEIGHTS: Final = {
     "AllocatorService.WaitUntilReady": 1,
     "AdminService.Undrain": 3,
     "AdminService.EvictSession": 0.5,
-    "AdminService.RemovePool": 0.5,
+    "AdminService.RemovePool": 2,
     "AdminService.Drain": 0.5,
 }
 
@@ -93,11 +94,11 @@ def rss_bytes() -> int:
 class Campaign:
     """One server and what is sent to it."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, allocator: Allocator | None = None) -> None:
         self.report = Report()
         self._seed = seed
         self._rng = Random(seed)
-        self._served = Served(Random(seed))
+        self._served = Served(Random(seed), allocator)
         self._grammar = Grammar(self._rng, self._served)
         self._ranks = RankGrammar(self._rng, self._served)
         self._keys = list(METHODS)
@@ -119,8 +120,7 @@ class Campaign:
             try:
                 await self._send_one(is_deep=i % CHECK_EVERY == 0)
                 if i % CHECK_EVERY == 0:
-                    self._served.check()
-                    self.report.integrity_checks += 1
+                    self.check()
             except Exception as error:
                 raise self._finding(i, error) from error
             if i % 50 == 0:
@@ -129,7 +129,6 @@ class Campaign:
             if i == num_inputs // 10:
                 settled_bytes = rss_bytes()
             progress(i)
-        await self._close()
         self.report.grown_bytes = rss_bytes() - settled_bytes
         self.report.peak_rss_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
@@ -142,9 +141,33 @@ class Campaign:
         if data is None:
             method, kind, call = METHODS["AllocatorService.CreatePool"], Kind.WRITTEN, None
             data = self._make(method, kind, None) or b""
+        self._whole = self._served.whole() if is_deep else None
+        await self._take(method, kind, call, data)
+
+    async def take(self, method: Method, data: bytes) -> None:
+        """Sends an input that somebody else made.
+
+        Raises:
+            Finding: It was not taken as promised.
+        """
+        await self._settle()
+        try:
+            await self._take(method, Kind.RANDOM, self._stream(method) if method.is_stream else None, data)
+        except Exception as error:
+            raise self._finding(self.report.inputs.total(), error) from error
+
+    def message(self, method: Method) -> bytes:
+        """A call as it should be just now; empty if what it is about is not there."""
+        return self._make(method, Kind.WRITTEN, self._stream(method) if method.is_stream else None) or b""
+
+    def check(self) -> None:
+        """Checks all books."""
+        self._served.check()
+        self.report.integrity_checks += 1
+
+    async def _take(self, method: Method, kind: Kind, call: OpenCall | None, data: bytes) -> None:
         self._recent.append((method.key, kind.value, data))
         self.report.inputs[method.key, kind.value] += 1
-        self._whole = self._served.whole() if is_deep else None
         if call:
             await self._say(call, data)
         elif method.answers_stream or method.name == "WaitUntilReady":
@@ -254,7 +277,8 @@ class Campaign:
         if ended and ended.code is not grpc.StatusCode.CANCELLED:
             assert ended.code in method.codes, f"{method.key} ended with {ended}\n{self._served.bug()}"
 
-    async def _close(self) -> None:
+    async def close(self) -> None:
+        """Ends what is open, and checks all books for the last time."""
         for key, calls in self._open.items():
             for call in calls:
                 self._count(METHODS[key], await call.cancel())

@@ -15,7 +15,9 @@ _PROTOS: Final = Path(__file__).parents[2] / "proto" / "kvpool" / "v1"
 _FILES: Final = (admin_pb2, allocator_pb2, event_pb2, worker_pb2)
 _DECLARED: Final = re.compile(r"\s*(service|rpc) (\w+)")
 _CODES: Final = {code.name: code for code in grpc.StatusCode}
-_OF_ANY_CALL: Final = frozenset((grpc.StatusCode.OK, grpc.StatusCode.UNAVAILABLE))
+_OF_ANY_CALL: Final = frozenset(
+    (grpc.StatusCode.OK, grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED)  # as AllocatorService says
+)
 _OF_ITS_SERVICE: Final = frozenset(("Join",))
 """RPCs that are alone in their service, whose comment names the codes."""
 

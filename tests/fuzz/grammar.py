@@ -69,7 +69,7 @@ class Grammar(RequestGrammar):
             "AdminService.EvictSession": self._evict_session,
             "AdminService.Drain": self._drain,
             "AdminService.Undrain": self._undrain,
-            "AdminService.RemovePool": lambda: admin_pb2.RemovePoolRequest(pool_name=self._name()),
+            "AdminService.RemovePool": self._remove_pool,
         }
 
     def write(self, key: str) -> Message | None:
@@ -134,6 +134,12 @@ class Grammar(RequestGrammar):
     def _undrain(self) -> Message:
         closed = [*self.served.hub.allocator.intake.closed_pools, ""]
         return admin_pb2.UndrainRequest(pool_name=self.rng.choice(closed))
+
+    def _remove_pool(self) -> Message:
+        """Mostly one that a spoilt name made, so that these do not take all the room."""
+        strays = [pool.config.name for pool in self.served.pools() if pool.config.name not in POOL_NAMES]
+        name = self.rng.choice(strays) if strays and self.rng.random() < 0.9 else self._name()
+        return admin_pb2.RemovePoolRequest(pool_name=name)
 
     def _watch(self) -> Message:
         rng = self.rng

@@ -34,6 +34,7 @@ def run_one(seed: int, num_inputs: int) -> Report:
     async def run() -> Report:
         campaign = Campaign(seed)
         await campaign.run(num_inputs, tell)
+        await campaign.close()
         return campaign.report
 
     return asyncio.run(run())

@@ -16,6 +16,7 @@ from google.protobuf.message import DecodeError, Message
 from google.rpc import error_details_pb2, status_pb2
 
 from fuzz.contract import Method
+from kvpool.server.core.allocator import Allocator
 from kvpool.server.core.integrity import check_integrity
 from kvpool.server.core.pool import Pool
 from kvpool.server.core.world import RankTiming
@@ -161,9 +162,9 @@ class OpenCall(Context):
 
 
 class _Hub(Hub):
-    def __init__(self) -> None:
+    def __init__(self, allocator: Allocator | None) -> None:
         self.clock_seconds = 1000.0
-        super().__init__(MAX_POOL_BLOCKS, quarantine_seconds=2.0)
+        super().__init__(MAX_POOL_BLOCKS, quarantine_seconds=2.0, allocator=allocator)
 
     def now_seconds(self) -> float:
         return self.clock_seconds
@@ -183,12 +184,12 @@ class _Bugs(logging.Handler):
 class Served:
     """The services of one server."""
 
-    def __init__(self, rng: Random) -> None:
+    def __init__(self, rng: Random, allocator: Allocator | None = None) -> None:
         # Session ids and boot ids are the same in each run of a seed, so that a finding comes again.
         self._patched = ExitStack()
         self._patched.enter_context(mock.patch("secrets.token_urlsafe", lambda count: rng.randbytes(count).hex()))
         self._patched.enter_context(mock.patch("secrets.token_bytes", rng.randbytes))
-        self.hub = _Hub()
+        self.hub = _Hub(allocator)
         self.ranks = Ranks(self.hub, RankTiming(), MAX_POOL_BLOCKS, MAX_POOLS)
         self._services = {
             "AllocatorService": AllocatorService(self.hub, self.ranks),

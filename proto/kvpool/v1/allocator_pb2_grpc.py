@@ -38,8 +38,8 @@ class AllocatorServiceStub(object):
     ABORTED              the session is over for the caller: its lease ran out, the epoch passed, an operator ended it
     or it was closed, or the server was started anew without what it knew (open a new one,
     compute again), or another process resumed it
-    RESOURCE_EXHAUSTED   over a limit that protects others: slow down, try again after the RetryInfo's time if there
-    is one, else ask for less
+    RESOURCE_EXHAUSTED   any call: over a limit that protects others; slow down, try again after the RetryInfo's time
+    if there is one, else ask for less
     UNAUTHENTICATED      no token, or one that the server does not know
     PERMISSION_DENIED    the token's role does not allow the call, or the token is not for this pool or session
 
@@ -147,8 +147,8 @@ class AllocatorServiceServicer(object):
     ABORTED              the session is over for the caller: its lease ran out, the epoch passed, an operator ended it
     or it was closed, or the server was started anew without what it knew (open a new one,
     compute again), or another process resumed it
-    RESOURCE_EXHAUSTED   over a limit that protects others: slow down, try again after the RetryInfo's time if there
-    is one, else ask for less
+    RESOURCE_EXHAUSTED   any call: over a limit that protects others; slow down, try again after the RetryInfo's time
+    if there is one, else ask for less
     UNAUTHENTICATED      no token, or one that the server does not know
     PERMISSION_DENIED    the token's role does not allow the call, or the token is not for this pool or session
 
@@ -390,8 +390,8 @@ class AllocatorService(object):
     ABORTED              the session is over for the caller: its lease ran out, the epoch passed, an operator ended it
     or it was closed, or the server was started anew without what it knew (open a new one,
     compute again), or another process resumed it
-    RESOURCE_EXHAUSTED   over a limit that protects others: slow down, try again after the RetryInfo's time if there
-    is one, else ask for less
+    RESOURCE_EXHAUSTED   any call: over a limit that protects others; slow down, try again after the RetryInfo's time
+    if there is one, else ask for less
     UNAUTHENTICATED      no token, or one that the server does not know
     PERMISSION_DENIED    the token's role does not allow the call, or the token is not for this pool or session
 

@@ -39,8 +39,8 @@ class AllocatorServiceStub:
       ABORTED              the session is over for the caller: its lease ran out, the epoch passed, an operator ended it
                            or it was closed, or the server was started anew without what it knew (open a new one,
                            compute again), or another process resumed it
-      RESOURCE_EXHAUSTED   over a limit that protects others: slow down, try again after the RetryInfo's time if there
-                           is one, else ask for less
+      RESOURCE_EXHAUSTED   any call: over a limit that protects others; slow down, try again after the RetryInfo's time
+                           if there is one, else ask for less
       UNAUTHENTICATED      no token, or one that the server does not know
       PERMISSION_DENIED    the token's role does not allow the call, or the token is not for this pool or session
 
@@ -129,8 +129,8 @@ class AllocatorServiceAsyncStub(AllocatorServiceStub):
       ABORTED              the session is over for the caller: its lease ran out, the epoch passed, an operator ended it
                            or it was closed, or the server was started anew without what it knew (open a new one,
                            compute again), or another process resumed it
-      RESOURCE_EXHAUSTED   over a limit that protects others: slow down, try again after the RetryInfo's time if there
-                           is one, else ask for less
+      RESOURCE_EXHAUSTED   any call: over a limit that protects others; slow down, try again after the RetryInfo's time
+                           if there is one, else ask for less
       UNAUTHENTICATED      no token, or one that the server does not know
       PERMISSION_DENIED    the token's role does not allow the call, or the token is not for this pool or session
 
@@ -215,8 +215,8 @@ class AllocatorServiceServicer(metaclass=_abc_1.ABCMeta):
       ABORTED              the session is over for the caller: its lease ran out, the epoch passed, an operator ended it
                            or it was closed, or the server was started anew without what it knew (open a new one,
                            compute again), or another process resumed it
-      RESOURCE_EXHAUSTED   over a limit that protects others: slow down, try again after the RetryInfo's time if there
-                           is one, else ask for less
+      RESOURCE_EXHAUSTED   any call: over a limit that protects others; slow down, try again after the RetryInfo's time
+                           if there is one, else ask for less
       UNAUTHENTICATED      no token, or one that the server does not know
       PERMISSION_DENIED    the token's role does not allow the call, or the token is not for this pool or session
 

@@ -1,0 +1,142 @@
+"""A journal's folder that anybody wrote in: a server starts with what was told, or with nothing, and never with half.
+
+What hostile messages changed is made again exactly, too.
+"""
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from fuzz.campaign import Campaign
+from fuzz.mutations import mutate_bytes
+from kvpool.server.core.allocator import Allocator
+from kvpool.server.core.integrity import check_integrity
+from kvpool.server.journal.frames import MAGIC, Frame, FrameKind, FrameReader, encode_frame
+from kvpool.server.journal.recovery import Recovery
+from support_core import config
+from support_journal import Traffic, assert_alike, journal_in, kill, new_allocator, recovered
+
+_CHANGES = 40
+_TRIES = 150
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What a killed process leaves."""
+    folder = tmp_path_factory.mktemp("journal")
+    journal = journal_in(folder)
+    journal.begin(0.0)
+    traffic = Traffic(journal.allocator, config(16), seed=9)
+    for _ in range(_CHANGES):
+        traffic.change()
+    kill(journal)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def states() -> list[Allocator]:
+    """The state after each change."""
+    found: list[Allocator] = []
+    for count in range(_CHANGES + 1):
+        allocator = Allocator()
+        traffic = Traffic(allocator, config(16), seed=9)
+        for _ in range(count):
+            traffic.change()
+        found.append(allocator)
+    return [*found, Allocator()]
+
+
+def _is_alike(mine: Allocator, theirs: Allocator) -> bool:
+    try:
+        assert_alike(mine, theirs)
+    except (AssertionError, ValueError):
+        return False
+    return True
+
+
+def _check(found: Recovery) -> None:
+    for pool in found.allocator.pools():
+        check_integrity(pool, found.allocator.sessions_of(pool))
+
+
+def _copies(written: Path, folder: Path) -> Iterator[tuple[Path, Path]]:
+    """The folder again and again, and one of its files."""
+    rng = Random(1)
+    for i in range(_TRIES):
+        copy = Path(shutil.copytree(written, folder / str(i)))
+        yield copy, rng.choice([path for path in sorted(copy.iterdir()) if path.name != "lock"])
+
+
+def test_damaged_files_bring_back_a_state_that_was_or_none(
+    written: Path, tmp_path: Path, states: list[Allocator]
+) -> None:
+    rng = Random(2)
+    num_dropped = 0
+    for folder, path in _copies(written, tmp_path):
+        content = path.read_bytes()
+        path.write_bytes(
+            rng.randbytes(rng.randrange(300)) if rng.random() < 0.2 else mutate_bytes(rng, content, content)
+        )
+        found = recovered(folder)
+        if found.dropped:
+            num_dropped += 1
+            assert not list(found.allocator.sessions())
+        else:
+            assert any(_is_alike(found.allocator, state) for state in states), path.name
+        _check(found)
+    assert 0 < num_dropped < _TRIES
+
+
+def _frames(path: Path) -> list[Frame]:
+    with path.open("rb") as file:
+        reader = FrameReader(file)
+        reader.read_magic()
+        return list(iter(reader.read, None))
+
+
+def test_frames_that_are_whole_but_nonsense_never_keep_a_server_from_starting(written: Path, tmp_path: Path) -> None:
+    """Worse than a disk does: each frame's checksum is right, and what it holds is not."""
+    rng = Random(3)
+    for folder, path in _copies(written, tmp_path):
+        frames = _frames(path)
+        content = [(FrameKind(frame.kind), bytes(frame.payload)) for frame in frames]
+        at = rng.randrange(len(content))
+        kind, payload = content[at]
+        match rng.randrange(5):
+            case 0:
+                content[at] = rng.choice(list(FrameKind)), payload
+            case 1:
+                content.insert(at, content[at])
+            case 2:
+                del content[at]
+            case _:
+                content[at] = kind, mutate_bytes(rng, payload, payload)
+        path.write_bytes(MAGIC + b"".join(encode_frame(kind, payload) for kind, payload in content))
+        _check(recovered(folder))
+
+
+def _forget_joined(allocator: Allocator) -> None:
+    """Empties what is only kept to save work, which the campaign's own look-ups fill too."""
+    for pool in allocator.pools():
+        for session in [*allocator.sessions_of(pool), *(each.session for each in pool.quarantine)]:
+            for request in session.requests.values():
+                request.joined_hashes.clear()
+
+
+async def test_what_hostile_messages_changed_is_made_again_exactly() -> None:
+    records: list[tuple[FrameKind, bytes]] = []
+    allocator = new_allocator()
+    allocator.sink = lambda kind, payload: records.append((kind, payload))
+    campaign = Campaign(4, allocator)
+    await campaign.run(6000)
+    await campaign.close()
+    again = new_allocator()
+    for kind, payload in records:
+        again.replay(kind, payload)
+    _forget_joined(allocator)
+    _forget_joined(again)
+    assert_alike(again, allocator)
+    assert len(records) > 1000
