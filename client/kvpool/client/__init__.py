@@ -27,10 +27,10 @@ from kvpool.client.session import Session
 from kvpool.client.steps import StepBuilder
 from kvpool.client.transport import EventBatch, HeldRequest, WatchKind
 from kvpool.server.access import TlsConfig
-from kvpool.server.core.allocator import PoolInfo
 from kvpool.server.core.config import HashScheme, KeyForm, KVCacheGroup, PoolConfig, ReuseOrder
 from kvpool.server.core.events import AllBlocksCleared, BlockRemoved, BlockStored
 from kvpool.server.core.pool import ComputedBlocks
+from kvpool.server.core.pool_info import PoolInfo
 from kvpool.server.core.spec_base import KVCacheSpec
 from kvpool.server.core.specs import (
     ChunkedLocalAttentionSpec,

@@ -17,8 +17,8 @@ from kvpool.client import wire
 from kvpool.client.errors import from_rpc_error
 from kvpool.server.access import Access, TlsConfig
 from kvpool.server.address import check_address
-from kvpool.server.core.allocator import PoolInfo
 from kvpool.server.core.inspection import MAX_PAGE_SIZE, BlockInfo, BlockState, RequestInfo, SessionInfo
+from kvpool.server.core.pool_info import PoolInfo
 from kvpool.server.rpc import convert_admin, convert_pool
 from kvpool.v1 import admin_pb2, admin_pb2_grpc
 

@@ -22,9 +22,9 @@ from kvpool.client.steps import StepBuilder
 from kvpool.client.transport import EventBatch, HeldRequest, OpenedSession, watch_options
 from kvpool.server.access import Access, TlsConfig
 from kvpool.server.address import check_address
-from kvpool.server.core.allocator import PoolInfo
 from kvpool.server.core.config import PoolConfig
 from kvpool.server.core.pool import ComputedBlocks
+from kvpool.server.core.pool_info import PoolInfo
 from kvpool.server.core.quota import Quota
 from kvpool.server.core.session_ends import ended_error
 from kvpool.server.core.step import Step, StepResult

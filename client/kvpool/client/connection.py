@@ -10,8 +10,8 @@ from kvpool.client.transport import EmbeddedTransport, EventBatch, Transport, wa
 from kvpool.client.wire import DEFAULT_DEADLINE_SECONDS
 from kvpool.server.access import Access, TlsConfig
 from kvpool.server.address import check_address
-from kvpool.server.core.allocator import PoolInfo
 from kvpool.server.core.config import PoolConfig
+from kvpool.server.core.pool_info import PoolInfo
 from kvpool.server.core.quota import Quota
 
 EMBEDDED: Final = "embedded:"

@@ -15,8 +15,8 @@ from kvpool.client.errors import DeadlineError, KvpoolError, UnavailableError, W
 from kvpool.client.lease import now_seconds
 from kvpool.client.transport import EventBatch, OpenedSession, WatchOptions
 from kvpool.server.access import Access
-from kvpool.server.core.allocator import PoolInfo
 from kvpool.server.core.config import PoolConfig
+from kvpool.server.core.pool_info import PoolInfo
 from kvpool.server.core.quota import Quota
 from kvpool.server.core.step import Step, StepResult
 from kvpool.server.rpc import convert

@@ -11,9 +11,9 @@ from kvpool.client.request import Request
 from kvpool.client.results import Admission, Allocation, HitChanged
 from kvpool.client.steps import StepBook, StepBuilder
 from kvpool.client.transport import HeldRequest, OpenedSession, Transport
-from kvpool.server.core.allocator import PoolInfo
 from kvpool.server.core.errors import InvalidArgumentError, KvpoolError
 from kvpool.server.core.pool import ComputedBlocks
+from kvpool.server.core.pool_info import PoolInfo
 from kvpool.server.core.session_ends import ended_error
 from kvpool.server.core.step import Step
 from kvpool.server.core.types import TableLease

@@ -10,12 +10,13 @@ from math import inf
 from typing import Final, Protocol
 
 from kvpool.client.lease import LeaseTimer
-from kvpool.server.core.allocator import Allocator, PoolInfo
+from kvpool.server.core.allocator import Allocator
 from kvpool.server.core.block_contents import ContentsWalk
 from kvpool.server.core.config import PoolConfig
 from kvpool.server.core.errors import InvalidArgumentError
 from kvpool.server.core.events import BlockEvent
 from kvpool.server.core.pool import Pool
+from kvpool.server.core.pool_info import PoolInfo
 from kvpool.server.core.quota import Quota
 from kvpool.server.core.session import Session
 from kvpool.server.core.step import Step, StepResult

@@ -8,8 +8,8 @@ from typing import Final
 from kvpool.client.errors import DeadlineError, UnavailableError
 from kvpool.client.lease import LeaseTimer
 from kvpool.client.transport import EventBatch, HeldRequest, OpenedSession, WatchKind, WatchOptions
-from kvpool.server.core.allocator import PoolInfo
 from kvpool.server.core.config import PoolConfig
+from kvpool.server.core.pool_info import PoolInfo
 from kvpool.server.core.quota import Quota
 from kvpool.server.core.types import WriterId
 from kvpool.server.core.world import PoolState, RankState

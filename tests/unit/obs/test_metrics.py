@@ -7,7 +7,7 @@ from prometheus_client import CollectorRegistry, Metric, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
-from kvpool.server.core.allocator import PoolInfo
+from kvpool.server.core.pool_info import PoolInfo
 from kvpool.server.core.residency import Residency
 from kvpool.server.core.statistics import Histogram
 from kvpool.server.core.types import PoolName

@@ -1,113 +1,31 @@
-"""All pools and sessions of a server.
+"""All sessions of a server, over its pools: the one way in for whatever changes what a server holds.
 
-1. A pool's name stands for one configuration until it is removed, or until its ranks form it anew.
-2. A session id names one session for ever; one that was ended is told apart from one that never was.
-3. Time, ids and random bytes come in as arguments.
+1. A session id names one session for ever; one that was ended is told apart from one that never was.
+2. Time, ids and random bytes come in as arguments: the same calls in the same order give the same answers.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
 from itertools import chain
 
 from kvpool.server.core import apply
-from kvpool.server.core.config import PoolConfig
-from kvpool.server.core.errors import InvalidArgumentError, NotFoundError, WrongStateError, check_range
-from kvpool.server.core.inspection import named
-from kvpool.server.core.intake import Intake
+from kvpool.server.core.errors import InvalidArgumentError, NotFoundError, check_range
 from kvpool.server.core.pool import Pool
+from kvpool.server.core.pool_ledger import PoolLedger
 from kvpool.server.core.quarantine import Quarantined
 from kvpool.server.core.quota import NO_QUOTA, Quota
 from kvpool.server.core.residency import Residency
 from kvpool.server.core.session import LeaseBounds, Session, check_key, first_id
 from kvpool.server.core.session_ends import SessionEnds, ended_error
-from kvpool.server.core.specs import KIND_NAMES, allocation_spec
-from kvpool.server.core.statistics import ActivityCounters, PrefixCacheStats
 from kvpool.server.core.step import Step, StepResult
-from kvpool.server.core.types import GroupId, PoolName, SessionId, WriterId
-from kvpool.server.core.world import PoolState, RankInfo, World
+from kvpool.server.core.types import PoolName, SessionId, WriterId
 
 
-@dataclass(frozen=True, slots=True)
-class GroupInfo:
-    """A group of a pool as it is at one moment.
-
-    Attributes:
-        kind: What kind of attention it is, as vLLM's events call it.
-        used_blocks: Held by requests or set aside for sinks; each once, however many requests share it.
-        cached_blocks: Blocks whose contents can be found by hash.
-        allocated_blocks: Blocks taken from the free list, since the pool was created.
-        evicted_blocks: Cached blocks given up to make room, since the pool was created.
-    """
-
-    kind: str
-    used_blocks: int
-    cached_blocks: int
-    allocated_blocks: int
-    evicted_blocks: int
-
-
-@dataclass(frozen=True, slots=True)
-class PoolInfo:
-    """A pool as it is at one moment.
-
-    Attributes:
-        config: What it was declared with.
-        epoch: Goes up whenever the contents of blocks can no longer be trusted.
-        free_blocks: Blocks that can be given, cached ones included.
-        cached_blocks: Blocks whose contents can be found by hash.
-        usage: Fraction of the blocks, the null block apart, that requests hold or that are set aside for sinks.
-        prefix_cache: Counters of look-ups.
-        recent_hit_rate: Hit rate over the last 1,000 look-ups.
-        evicted_blocks: Cached blocks given up to make room.
-        preemptions: Times that a request's blocks were taken back.
-        sessions: Open sessions.
-        requests: Requests of all sessions.
-        event_sequence: Number of the newest batch of events; 0 if there was none.
-        sink_blocks: Blocks set aside for sinks: 1, 2, ..., group by group.
-        state: Whether it serves.
-        ranks: How its ranks are; none if a scheduler declared it.
-        running_requests: Of the requests, those that hold blocks.
-        activity: What it did so far.
-        groups: Its groups, in their order.
-        quarantined_blocks: Blocks that ended sessions held, not yet free since a step of theirs may still run.
-        quarantined_sessions: Sessions that have ended, whose blocks are not yet free.
-        reserved_blocks: Of free_blocks, those that only sessions with a minimum can be given.
-    """
-
-    config: PoolConfig
-    epoch: int
-    free_blocks: int
-    cached_blocks: int
-    usage: float
-    prefix_cache: PrefixCacheStats
-    recent_hit_rate: float
-    evicted_blocks: int
-    preemptions: int
-    sessions: int
-    requests: int
-    event_sequence: int = 0
-    sink_blocks: int = 0
-    state: PoolState = PoolState.READY
-    ranks: tuple[RankInfo, ...] = ()
-    running_requests: int = 0
-    activity: ActivityCounters = field(default_factory=ActivityCounters)
-    groups: tuple[GroupInfo, ...] = ()
-    quarantined_blocks: int = 0
-    quarantined_sessions: int = 0
-    reserved_blocks: int = 0
-
-
-class Allocator:
+class Allocator(PoolLedger):
     """Pools by name and sessions by id.
 
     Args:
         new_residency: Makes what samples how long the blocks of a new pool keep what they hold.
         leases: How long leases may be.
-
-    Attributes:
-        intake: Which pools take new sessions.
-        past_epochs: Of pools that are not here any more, the epoch that the next one is to be above.
-        worlds: What is to be known of a pool's ranks when the process that holds the pool is another one.
     """
 
     def __init__(
@@ -115,12 +33,8 @@ class Allocator:
         new_residency: Callable[[], Residency | None] = lambda: None,
         leases: LeaseBounds = LeaseBounds(),  # noqa: B008 - frozen
     ) -> None:
-        self.intake = Intake()
+        super().__init__(new_residency)
         self._leases = leases
-        self.past_epochs: dict[PoolName, int] = {}
-        self.worlds: dict[PoolName, World] = {}
-        self._new_residency = new_residency
-        self._pools: dict[PoolName, Pool] = {}
         self._sessions: dict[SessionId, tuple[Pool, Session]] = {}
         self._by_open_key: dict[tuple[str, str], Session] = {}
         self._ends = SessionEnds()
@@ -128,59 +42,6 @@ class Allocator:
 
     def __repr__(self) -> str:
         return f"<Allocator: {len(self._pools)} pools, {len(self._sessions)} sessions>"
-
-    def create_pool(self, config: PoolConfig, none_hash: bytes) -> tuple[Pool, bool]:
-        """Makes a pool, or finds the one that was declared alike. O(num_blocks).
-
-        Args:
-            config: The pool.
-            none_hash: Random bytes, for a pool that leaves its none_hash open.
-
-        Returns:
-            The pool, and whether it is new.
-
-        Raises:
-            InvalidArgumentError: The configuration is out of range.
-            WrongStateError: The name is taken by a pool that differs; names the field.
-        """
-        config.check()
-        pool = self._pools.get(config.name)
-        if pool is None:
-            if not config.hash_scheme.none_hash:
-                config = replace(config, hash_scheme=replace(config.hash_scheme, none_hash=none_hash))
-            pool = self._pools[config.name] = Pool(config, residency=self._new_residency())
-            return pool, True
-        difference = pool.config.difference(config)
-        if difference:
-            raise WrongStateError(
-                "POOL_DIFFERS",
-                f"pool {config.name!r} is there already and differs in this field",
-                field=f"config.{difference}",
-            )
-        return pool, False
-
-    def open_epoch(self, config: PoolConfig, none_hash: bytes, epoch: int, *, ranks_fence: bool = False) -> Pool:
-        """Opens a pool that ranks have formed, or opens it anew, with nothing in it. O(num_blocks).
-
-        Args:
-            config: The pool; of one opened anew it may differ from before.
-            none_hash: Random bytes, for a pool that leaves its none_hash open.
-            epoch: The epoch that begins, higher than any before.
-            ranks_fence: Whether every rank says when no step of an ended session is in flight.
-
-        Raises:
-            InvalidArgumentError: The configuration is out of range.
-        """
-        if not config.hash_scheme.none_hash:
-            config = replace(config, hash_scheme=replace(config.hash_scheme, none_hash=none_hash))
-        pool = self._pools.get(config.name)
-        if pool is None:
-            pool = self._pools[config.name] = Pool(config, epoch, self._new_residency())
-        else:
-            pool.begin_epoch(config, epoch)
-        pool.is_suspended = False
-        pool.ranks_fence = ranks_fence
-        return pool
 
     def pass_epoch(self, pool: Pool, epoch: int) -> list[Session]:
         """Ends all sessions of a pool that lost a rank, and drops what its blocks held; it stays suspended.
@@ -195,46 +56,6 @@ class Allocator:
         pool.is_suspended = True
         pool.begin_epoch(pool.config, epoch)
         return sessions
-
-    def keep_world(self, name: PoolName, world: World) -> None:
-        """Keeps what is to be known of a pool's ranks; said before what goes with it is done to the pool."""
-        self.worlds[name] = world
-
-    def suspend(self, pool: Pool) -> None:
-        """Lets nothing be allocated from a pool for now, as a rank is missing."""
-        pool.is_suspended = True
-        pool.activity.suspensions += 1
-
-    def resume(self, pool: Pool) -> None:
-        """Lets a suspended pool go on."""
-        pool.is_suspended = False
-
-    def reset_prefix_cache(self, pool: Pool) -> bool:
-        """Forgets what a pool has cached, as an operator asks; see `Pool.reset_prefix_cache`."""
-        return pool.reset_prefix_cache()
-
-    def drain(self, name: PoolName | None) -> None:
-        """Takes no new sessions; see `Intake.close`."""
-        self.intake.close(name)
-
-    def undrain(self, name: PoolName | None) -> None:
-        """Takes sessions again; see `Intake.open`."""
-        self.intake.open(name)
-
-    def has_pool(self, name: PoolName) -> bool:
-        """Whether there is a pool of this name."""
-        return name in self._pools
-
-    def pool(self, name: str) -> Pool:
-        """Finds a pool.
-
-        Raises:
-            NotFoundError: There is none of this name.
-        """
-        pool = self._pools.get(PoolName(name))
-        if pool is None:
-            raise NotFoundError("POOL_NOT_FOUND", f"no pool {name!r}", field="pool_name")
-        return pool
 
     def open_session(  # noqa: PLR0913 - what the wire asks
         self,
@@ -435,26 +256,6 @@ class Allocator:
             raise NotFoundError("SESSION_NOT_FOUND", message, field="session_number")
         return pool, session
 
-    def remove_pool(self, name: str) -> None:
-        """Forgets a pool; the caller has made sure that no rank of it is there or waited for.
-
-        Raises:
-            NotFoundError: There is none of this name.
-            WrongStateError: It has sessions, which are named, or blocks in quarantine: a pool of the same name must
-                not give these out while a step may still write them.
-        """
-        pool = self.pool(name)
-        sessions = self.sessions_of(pool)
-        if sessions:
-            message = f"sessions are open: {named([session.writer for session in sessions])}"
-            raise WrongStateError("POOL_IN_USE", message, field="pool_name")
-        if pool.quarantine:
-            message = f"blocks of sessions that ended are in quarantine: {named(pool.quarantine.numbers)}"
-            raise WrongStateError("POOL_IN_USE", message, field="pool_name")
-        del self._pools[pool.config.name]
-        self.worlds.pop(pool.config.name, None)
-        self.intake.open(pool.config.name)
-
     def expire(self, now_seconds: float, *, quarantine_seconds: float = 0.0) -> list[tuple[Pool, Session, int]]:
         """Ends the sessions whose lease has run out; what they hold is freed, at once or from quarantine.
 
@@ -529,10 +330,6 @@ class Allocator:
         """Number of the session that was opened last, of any pool; 0 before the first."""
         return WriterId(self._last_writer)
 
-    def pools(self) -> Iterator[Pool]:
-        """All pools, in the order they were made."""
-        return iter(self._pools.values())
-
     @property
     def num_sessions(self) -> int:
         """Open sessions of all pools."""
@@ -541,43 +338,6 @@ class Allocator:
     def sessions(self) -> Iterator[tuple[Pool, Session]]:
         """All open sessions with their pools, in the order they were opened, which is that of their numbers."""
         return iter(self._sessions.values())
-
-    def sessions_of(self, pool: Pool) -> list[Session]:
-        """The open sessions of a pool, in the order they were opened."""
-        return list(pool.sessions.values())
-
-    def describe(self, pool: Pool, event_sequence: int = 0) -> PoolInfo:
-        """Tells what a pool is like now. O(its sessions and requests)."""
-        sessions = self.sessions_of(pool)
-        return PoolInfo(
-            config=pool.config,
-            epoch=pool.epoch,
-            free_blocks=pool.blocks.num_free_blocks,
-            cached_blocks=len(pool.blocks.prefix_map),
-            usage=pool.blocks.usage,
-            prefix_cache=replace(pool.stats),
-            recent_hit_rate=pool.recent_hit_rate.rate,
-            evicted_blocks=pool.blocks.num_evicted,
-            preemptions=pool.num_preemptions,
-            sessions=len(sessions),
-            requests=sum(len(session.requests) for session in sessions),
-            event_sequence=event_sequence,
-            sink_blocks=len(pool.sink_blocks),
-            state=self._state_of(pool),
-            running_requests=sum(
-                sum(1 for request in session.requests.values() if request.num_computed_tokens) for session in sessions
-            ),
-            activity=replace(pool.activity),
-            groups=tuple(_describe_group(pool, GroupId(i)) for i in range(len(pool.config.groups))),
-            quarantined_blocks=pool.quarantine.num_blocks,
-            quarantined_sessions=len(pool.quarantine),
-            reserved_blocks=pool.quotas.num_reserved,
-        )
-
-    def _state_of(self, pool: Pool) -> PoolState:
-        if not self.intake.takes(pool.config.name):
-            return PoolState.DRAINING
-        return PoolState.DEGRADED if pool.is_suspended else PoolState.READY
 
     def _end(self, session_id: SessionId, reason: str, num_freed_requests: int = 0) -> tuple[Pool, Session]:
         pool, session = self._sessions.pop(session_id)
@@ -611,14 +371,3 @@ class Allocator:
         pool.activity.retries += 1
         session.heard_seconds = now_seconds
         return pool, session
-
-
-def _describe_group(pool: Pool, group_id: GroupId) -> GroupInfo:
-    counters = pool.blocks.group_counters[group_id]
-    return GroupInfo(
-        kind=KIND_NAMES[type(allocation_spec(pool.config.groups[group_id].spec))],
-        used_blocks=counters.used_blocks,
-        cached_blocks=pool.blocks.prefix_map.num_cached(group_id),
-        allocated_blocks=counters.allocated_blocks,
-        evicted_blocks=counters.evicted_blocks,
-    )

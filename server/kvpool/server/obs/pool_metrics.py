@@ -10,7 +10,7 @@ from typing import Final
 from prometheus_client import Metric
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 
-from kvpool.server.core.allocator import GroupInfo, PoolInfo
+from kvpool.server.core.pool_info import GroupInfo, PoolInfo
 from kvpool.server.core.residency import BOUNDS_SECONDS
 from kvpool.server.core.statistics import Histogram
 from kvpool.server.core.world import PoolState, RankState

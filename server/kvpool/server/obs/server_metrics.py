@@ -8,7 +8,7 @@ from typing import Final
 
 from prometheus_client import Metric
 
-from kvpool.server.core.allocator import PoolInfo
+from kvpool.server.core.pool_info import PoolInfo
 from kvpool.server.core.residency import Residency
 from kvpool.server.core.statistics import Histogram
 from kvpool.server.core.types import PoolName

@@ -5,9 +5,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 from google.protobuf.message import Message
 
-from kvpool.server.core.allocator import GroupInfo, PoolInfo
 from kvpool.server.core.config import HashScheme, KeyForm, KVCacheGroup, PoolConfig, ReuseOrder
 from kvpool.server.core.errors import InvalidArgumentError
+from kvpool.server.core.pool_info import GroupInfo, PoolInfo
 from kvpool.server.core.statistics import ActivityCounters, PrefixCacheStats
 from kvpool.server.core.types import PoolName
 from kvpool.server.core.world import PoolState, RankInfo, RankState

@@ -10,11 +10,12 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
 from kvpool.server import faults
-from kvpool.server.core.allocator import Allocator, PoolInfo
+from kvpool.server.core.allocator import Allocator
 from kvpool.server.core.attentive_clock import LOOK_SECONDS, AttentiveClock
 from kvpool.server.core.config import PoolConfig
 from kvpool.server.core.errors import AbortedError, KvpoolError, UnavailableError, check_range
 from kvpool.server.core.pool import Pool
+from kvpool.server.core.pool_info import PoolInfo
 from kvpool.server.core.quarantine import Quarantined
 from kvpool.server.core.residency import Residency
 from kvpool.server.core.session import LeaseBounds, Session

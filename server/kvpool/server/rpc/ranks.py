@@ -6,11 +6,11 @@ from dataclasses import replace
 from typing import Final, assert_never
 
 from kvpool.server import faults
-from kvpool.server.core.allocator import PoolInfo
 from kvpool.server.core.config import PoolConfig, check_pool_name
 from kvpool.server.core.errors import ExhaustedError, InvalidArgumentError, KvpoolError, WrongStateError
 from kvpool.server.core.inspection import named
 from kvpool.server.core.membership import Membership
+from kvpool.server.core.pool_info import PoolInfo
 from kvpool.server.core.statistics import PrefixCacheStats
 from kvpool.server.core.types import PoolName
 from kvpool.server.core.world import (
