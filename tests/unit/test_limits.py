@@ -8,7 +8,7 @@ from kvpool.cli.limits import _HELP
 from kvpool.server.core.errors import ExhaustedError
 from kvpool.server.core.quota import Quota
 from kvpool.server.core.step import Operation, Step
-from kvpool.server.limits import Limits
+from kvpool.server.limits import MAX_COMMON_PREFIXES, Limits
 from support_core import World
 
 
@@ -94,6 +94,17 @@ def test_tokens_of_a_session() -> None:
     limits.check_step(world.pool, session, grow)
     world.free(session, 1)
     assert session.num_tokens == 0
+
+
+def test_common_prefixes_of_a_step() -> None:
+    world = World(num_blocks=20)
+    session = world.open()
+    step = Step(1, operations=[Operation.COMMON_PREFIX] * MAX_COMMON_PREFIXES)
+    Limits().check_step(world.pool, session, step)
+    step.operations.append(Operation.COMMON_PREFIX)
+    with pytest.raises(ExhaustedError, match="64 times") as caught:
+        Limits().check_step(world.pool, session, step)
+    assert caught.value.reason == "STEP_TOO_LARGE"
 
 
 def test_a_step_that_comes_again_is_answered_whatever_the_limits_are_now() -> None:

@@ -50,7 +50,9 @@ class _OperationEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Operation.V
     OPERATION_RESET: _Operation.ValueType  # 9
     """Drops all hashes, if no request holds a block; in a pool with sinks never. Names no request."""
     OPERATION_COMMON_PREFIX: _Operation.ValueType  # 10
-    """Counts the leading blocks that all of the session's requests that hold blocks have in common."""
+    """Counts the leading blocks that all of the session's requests that hold blocks have in common. A server takes it 64
+    times a step at most.
+    """
     OPERATION_APPEND: _Operation.ValueType  # 11
     """Only brings the request's new tokens and hashes."""
     OPERATION_PEEK: _Operation.ValueType  # 12
@@ -95,7 +97,9 @@ OPERATION_EVICT: Operation.ValueType  # 8
 OPERATION_RESET: Operation.ValueType  # 9
 """Drops all hashes, if no request holds a block; in a pool with sinks never. Names no request."""
 OPERATION_COMMON_PREFIX: Operation.ValueType  # 10
-"""Counts the leading blocks that all of the session's requests that hold blocks have in common."""
+"""Counts the leading blocks that all of the session's requests that hold blocks have in common. A server takes it 64
+times a step at most.
+"""
 OPERATION_APPEND: Operation.ValueType  # 11
 """Only brings the request's new tokens and hashes."""
 OPERATION_PEEK: Operation.ValueType  # 12

@@ -11,6 +11,8 @@ from kvpool.server.core.step import MAX_OPERATIONS, Operation, Step
 from kvpool.server.core.types import MAX_BLOCKS
 
 RETRY_SECONDS: Final = 1.0
+MAX_COMMON_PREFIXES: Final = 64
+"""Most OPERATION_COMMON_PREFIX of a step: each looks at all blocks that the session's requests have in common."""
 _MOST: Final = {"max_step_operations": MAX_OPERATIONS, "max_session_blocks": MAX_BLOCKS}
 _MOST_OTHERS: Final = 2**40
 
@@ -75,6 +77,9 @@ class Limits:
         count = len(step.operations)
         if count > self.max_step_operations:
             message = f"{count} operations, a step may have {self.max_step_operations}"
+            raise ExhaustedError("STEP_TOO_LARGE", message, field="operations")
+        if count > MAX_COMMON_PREFIXES and step.operations.count(Operation.COMMON_PREFIX) > MAX_COMMON_PREFIXES:
+            message = f"a step may ask for common prefixes {MAX_COMMON_PREFIXES} times"
             raise ExhaustedError("STEP_TOO_LARGE", message, field="operations")
         if step.request_ids:
             left = len(session.requests) - step.operations.count(Operation.FREE)
