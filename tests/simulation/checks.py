@@ -17,7 +17,7 @@ from kvpool.server.core.integrity import check_integrity
 from kvpool.server.core.pool import Pool
 from kvpool.server.core.session import Session, first_id
 from kvpool.v1 import allocator_pb2, step_pb2
-from simulation.fake_grpc import Call, Status
+from simulation.fake_call import Call, Status
 
 _FOR_EVER = ("LEASE_EXPIRED", "EPOCH_PASSED", "SESSION_EVICTED", "SESSION_CLOSED")
 """Reasons after which a session never gets an answer again."""

@@ -30,6 +30,7 @@ class Faults:
             self._kill_server,
             self._kill_server_in_a_write,
             self._kill_rank,
+            self._kill_server_and_ranks,
             self._kill_scheduler,
             self._repeat,
             self._operate,
@@ -125,6 +126,11 @@ class Faults:
 
     def _kill_rank(self) -> None:
         self._schedule.kill(self._name("rank"))
+
+    def _kill_server_and_ranks(self) -> None:
+        for name in list(self._schedule.processes):
+            if not name.startswith("scheduler"):
+                self._schedule.kill(name)
 
     def _kill_scheduler(self) -> None:
         self._schedule.kill(self._name("scheduler"))

@@ -7,7 +7,7 @@ from kvpool.server.core.types import TableLease
 from simulation.gpu import Computation
 from simulation.network import Network, Pipe
 from simulation.rank_process import GpuStep, RankProcess
-from simulation.scheduler_process import EngineError
+from simulation.scheduler_parts import EngineError
 from simulation.virtual_loop import Process
 
 _PATIENCE_SECONDS = 3.0

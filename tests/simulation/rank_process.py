@@ -32,7 +32,7 @@ from kvpool.server.core.errors import KvpoolError, UnavailableError
 from kvpool.server.core.types import TableLease
 from kvpool.server.core.world import Registration
 from kvpool.v1 import worker_pb2, worker_pb2_grpc
-from simulation.fake_grpc import StreamCall
+from simulation.fake_channel import StreamCall
 from simulation.gpu import Computation, GroupLayout, Memory, Violation
 
 _Event = Callable[[], list[Effect]]

@@ -9,14 +9,15 @@ from random import Random
 from kvpool.server.core.allocator import Allocator
 from kvpool.server.core.world import RankTiming
 from simulation.checks import Checks
-from simulation.fake_grpc import Wire
+from simulation.fake_call import Wire
 from simulation.faults import Faults
 from simulation.gpu import Violation, layouts
 from simulation.network import Network
 from simulation.operator_process import Operator
 from simulation.rank_lines import RankLines
 from simulation.rank_process import RankProcess, RankSettings
-from simulation.scheduler_process import EngineError, SchedulerProcess, SchedulerSettings
+from simulation.scheduler_parts import EngineError, SchedulerSettings
+from simulation.scheduler_process import SchedulerProcess
 from simulation.server_process import ServerProcess, ServerSettings, tear_next_write, write_well
 from simulation.stand_ins import stand_ins
 from simulation.virtual_loop import Process, VirtualLoop
@@ -222,7 +223,6 @@ class Schedule:
     def _scheduler_settings(self, number: int) -> SchedulerSettings:
         return SchedulerSettings(
             POOL,
-            None,
             ADDRESS,
             self.draw.lease_seconds[number],
             list(self.draw.jobs[number]),

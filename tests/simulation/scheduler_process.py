@@ -9,70 +9,31 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
-from random import Random
-from typing import Protocol
+from dataclasses import dataclass
 
 from kvpool.client import aio
 from kvpool.client.errors import (
     AbortedError,
     DeadlineError,
     ExhaustedError,
-    KvpoolError,
     NotFoundError,
     UnavailableError,
     WrongStateError,
 )
 from kvpool.client.hashing import ExtraKeys
-from kvpool.client.request import Request
 from kvpool.client.results import Answer, HitChanged
 from kvpool.client.steps import StepBuilder
 from kvpool.client.transport import HeldRequest
-from kvpool.server.core.config import PoolConfig
-from kvpool.server.core.types import TableLease
-from simulation.gpu import Computation, extend_contents, layouts
+from simulation.gpu import Computation, layouts
+from simulation.scheduler_parts import (
+    Running,
+    SchedulerSettings,
+    computation_of,
+)
 
 _UNSETTLED = (UnavailableError, DeadlineError)
 _OVER = (AbortedError, NotFoundError)
 _PAUSE_SECONDS = 0.05
-
-
-class EngineError(Exception):
-    """The engine cannot go on: the process ends, and another takes its place."""
-
-
-@dataclass(slots=True, eq=False)
-class Job:
-    """What a user wants computed.
-
-    Attributes:
-        name: Its name.
-        token_ids: Prompt, and what was generated so far.
-        num_tokens: Tokens when it is done.
-        salt: Its cache salt; empty for none.
-    """
-
-    name: str
-    token_ids: list[int]
-    num_tokens: int
-    salt: str = ""
-
-    @property
-    def is_done(self) -> bool:
-        """Whether all is generated."""
-        return len(self.token_ids) >= self.num_tokens
-
-
-@dataclass(slots=True, eq=False)
-class Running:
-    """A job whose request the session knows."""
-
-    job: Job
-    request: Request
-    contents: list[list[int]]
-    is_delayed: bool = False
-    """Whether its newest full blocks are yet to be cached."""
-    aborted: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,71 +49,6 @@ class _Asked:
     running: Running
     answer: Answer
     start: int | None
-
-
-class Ranks(Protocol):
-    """How steps get to the ranks."""
-
-    async def run(self, lease: TableLease, work: tuple[Computation, ...]) -> None:
-        """Runs a step on all ranks.
-
-        Raises:
-            EngineError: One was lost, or refuses it.
-        """
-
-    async def take_over(self, lease: TableLease) -> None:
-        """Waits until nothing that a process before sent under this lease is at work, or on its way.
-
-        Raises:
-            EngineError: As `run`.
-        """
-
-
-class Watcher(Protocol):
-    """Who looks whether what a scheduler believes is so."""
-
-    def settled(self, session: aio.AsyncSession, running: list[Request]) -> None:
-        """All that the session asked for has been answered."""
-
-    def session_ended(self, session: aio.AsyncSession, error: KvpoolError) -> None:
-        """The scheduler was told that its session has ended."""
-
-
-@dataclass(slots=True)
-class SchedulerSettings:
-    """What a scheduler process is started with."""
-
-    pool: str
-    declares: PoolConfig | None
-    address: str
-    lease_seconds: float
-    jobs: list[Job]
-    random: Random
-    ranks: Ranks
-    watcher: Watcher
-    trace: Callable[..., None]
-    quota: tuple[int, int] = (0, 0)
-    """Blocks that it is always to have, and most that it may."""
-    max_running: int = 3
-    deadline_seconds: float = 4.0
-    stored: "Stored" = field(default_factory=lambda: Stored())  # noqa: PLW0108 - it comes later
-
-
-@dataclass(slots=True)
-class Stored:
-    """What a scheduler has on disk, for the process after it.
-
-    Attributes:
-        session_id: The session; empty for none.
-        sequence: Of the newest step that was answered.
-        computed: Tokens that all ranks have computed of each request that runs.
-        count: Requests that were made.
-    """
-
-    session_id: str = ""
-    sequence: int = 0
-    computed: dict[str, int] = field(default_factory=dict)
-    count: int = 0
 
 
 class SchedulerProcess:
@@ -222,7 +118,7 @@ class SchedulerProcess:
             running = Running(job, request, [[] for _ in session.config.groups])
             (self._running if request.num_computed_tokens else self._waiting).append(running)
             if request.num_computed_tokens > computed:
-                work.append(_computation(running, computed))
+                work.append(computation_of(running, computed))
         if work:
             await self._compute(session, work)
 
@@ -242,10 +138,7 @@ class SchedulerProcess:
     async def _open(self, client: aio.AsyncClient) -> aio.AsyncSession | None:
         settings = self._settings
         try:
-            if settings.declares:
-                await client.create_pool(settings.declares)
-            else:
-                await client.wait_until_ready(settings.pool, timeout_seconds=1.0)
+            await client.wait_until_ready(settings.pool, timeout_seconds=1.0)
             self._executed = 0
             low, high = settings.quota
             return await client.open_session(
@@ -368,7 +261,7 @@ class SchedulerProcess:
                 start = one.answer.num_hit_tokens
                 self._waiting.remove(running)
                 self._running.append(running)
-            work.append(_computation(running, start))
+            work.append(computation_of(running, start))
         return work
 
     async def _compute(self, session: aio.AsyncSession, work: list[Computation]) -> None:
@@ -445,23 +338,5 @@ class SchedulerProcess:
             if request.num_computed_tokens:
                 self._waiting.remove(running)
                 self._running.append(running)
-                await self._compute(session, [_computation(running, computed.num_tokens)])
+                await self._compute(session, [computation_of(running, computed.num_tokens)])
             return
-
-
-def _computation(running: Running, start: int) -> Computation:
-    request = running.request
-    extend_contents(running.contents, request.token_ids, hash_of(running.job.salt))
-    end = request.num_computed_tokens
-    return Computation(
-        request.request_id,
-        start,
-        end,
-        tuple(map(tuple, request.block_ids)),
-        tuple(tuple(of_group[:end]) for of_group in running.contents),
-    )
-
-
-def hash_of(salt: str) -> int:
-    """A number for a salt, the same in every run."""
-    return int.from_bytes(salt.encode(), "big")

@@ -15,7 +15,9 @@ from grpc_reflection.v1alpha import reflection
 from kvpool.server.journal import journal
 from kvpool.server.journal.folder import write_whole
 from kvpool.server.rpc import admin_service
-from simulation.fake_grpc import Wire
+from simulation.fake_call import Wire
+from simulation.fake_channel import FakeChannel
+from simulation.fake_server import FakeServer
 from simulation.virtual_loop import VirtualLoop
 
 _EPOCH_SECONDS = 1_700_000_000.0
@@ -36,8 +38,8 @@ def stand_ins(loop: VirtualLoop, drawn: random.Random, wire: Wire) -> Iterator[N
         (secrets, "token_hex", lambda count=32: drawn.randbytes(count).hex()),
         (secrets, "token_urlsafe", lambda count=32: drawn.randbytes(count).hex()),
         (uuid, "uuid4", lambda: uuid.UUID(int=drawn.getrandbits(128))),
-        (grpc.aio, "insecure_channel", wire.channel),
-        (grpc.aio, "server", wire.server),
+        (grpc.aio, "insecure_channel", lambda address, **_: FakeChannel(wire, address)),
+        (grpc.aio, "server", lambda **_: FakeServer(wire)),
         (journal, "write_whole", write_whole),  # so that what is put in its place meanwhile is undone
         (admin_service, "version", lambda _: "0"),  # reads a file each time
         (reflection, "enable_server_reflection", lambda *_: None),

@@ -8,7 +8,7 @@ from kvpool.server.core.spec_base import KVCacheSpec
 from kvpool.server.core.specs import FullAttentionSpec, MambaSpec, SlidingWindowSpec
 from kvpool.server.core.types import PoolName
 from kvpool.server.core.world import Rank, Registration, WorldOptions
-from simulation.scheduler_process import Job
+from simulation.scheduler_parts import Job
 
 POOL = "m"
 ADDRESS = "127.0.0.1:1"

@@ -235,7 +235,11 @@ class Session(SessionBase):
         self._call(steps.call_simply(lambda step: step.preempt(request)))
 
     def free_held(self, held: HeldRequest) -> None:
-        """Frees a request of a resumed session that is not adopted; its tokens need not be known."""
+        """Frees a request of a resumed session that is not adopted; its tokens need not be known.
+
+        If it is not known either that its last step has run, evict its blocks first, or never say that a step from here
+        on was executed: that would show to others what was never computed.
+        """
         self._call(steps.call_simply(lambda step: step.free(self._held(held, ()))))
 
     def evict_blocks(self, block_ids: Sequence[int]) -> None:

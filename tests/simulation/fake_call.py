@@ -1,0 +1,249 @@
+"""One call of the simulated gRPC, both ends of it. Its messages cross the network as bytes.
+
+A call is bound to the server process that listened when it began. It ends once, for each side on its own: with a
+status, a deadline, a cancellation, or because its connection broke, with any part of what was sent delivered before.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Sequence
+from random import Random
+from typing import Any, Protocol
+
+import grpc
+
+from simulation.network import Network, Pipe
+from simulation.virtual_loop import Process
+
+Status = tuple[grpc.StatusCode, str, Sequence[tuple[str, str | bytes]]]
+
+OK: Status = (grpc.StatusCode.OK, "", ())
+
+
+class Tap(Protocol):
+    """Who looks at what passes through a server's door."""
+
+    def received(self, call: "Call", message: Any) -> None:
+        """A message was taken by its service."""
+
+    def answered(self, call: "Call", message: Any) -> None:
+        """A message was sent by it."""
+
+    def ended(self, call: "Call", status: Status) -> None:
+        """The service ended the call."""
+
+
+class Listener(Protocol):
+    """A server, as a call sees it.
+
+    Attributes:
+        calls: Those that go on.
+    """
+
+    calls: "dict[Call, None]"
+
+    def take(self, call: "Call") -> None:
+        """Begins a call that has arrived."""
+
+
+class Wire:
+    """All channels and servers of a simulation.
+
+    Attributes:
+        network: What carries the messages.
+        random: Draws which calls are delivered twice.
+        tap: Looks at what passes.
+        repeats: Share of the calls that may be that are delivered twice.
+        losses: Share of the messages with which their connection breaks.
+        listeners: By address, the server that listens.
+    """
+
+    def __init__(self, network: Network, random: Random, tap: Tap) -> None:
+        self.network = network
+        self.random = random
+        self.tap = tap
+        self.repeats = 0.0
+        self.losses = 0.0
+        self.listeners: dict[str, Listener] = {}
+
+    def sever_process(self, client: Process) -> None:
+        """Breaks all calls of a process."""
+        self._sever(lambda call: call.client is client)
+
+    def sever_hosts(self, one: str, other: str) -> None:
+        """Breaks all calls between two hosts."""
+        self._sever(lambda call: {call.to_server.sender, call.to_server.receiver} == {one, other})
+
+    def _sever(self, is_meant: Callable[["Call"], bool]) -> None:
+        for server in tuple(self.listeners.values()):
+            for call in [call for call in server.calls if is_meant(call)]:
+                call.sever(self.random)
+
+
+class Call:
+    """One call, both ends of it.
+
+    Attributes:
+        method: Its path.
+        client: The process that made it.
+        status: How it ended for the client; None while it goes on.
+        session_id: The session that its first message named, if it named one.
+        was_ended: Free for the tap: why the session had ended when the newest message came; empty if not.
+    """
+
+    def __init__(self, wire: Wire, method: str, client: Process, address: str) -> None:
+        self.method = method
+        self.client = client
+        self.status: Status | None = None
+        self.session_id = ""
+        self.was_ended = ""
+        self.inbox: deque[bytes] = deque()
+        self.server_inbox: deque[bytes] = deque()
+        self.client_is_done = False
+        self.server_task: asyncio.Task[None] | None = None
+        self.server: Listener | None = None
+        self._wire = wire
+        self._waiter: asyncio.Future[None] | None = None
+        self._server_waiter: asyncio.Future[None] | None = None
+        self._deadline: asyncio.TimerHandle | None = None
+        network = wire.network
+        self.to_server = Pipe(network, client.name, address)
+        self.to_client = Pipe(network, address, client.name)
+        server = wire.listeners.get(address)
+        if server is None:
+            network.soon(self.end_client, (grpc.StatusCode.UNAVAILABLE, "connection refused", ()))
+            return
+        self.server = server
+        server.calls[self] = None
+        self.to_server.send(lambda: server.take(self))
+
+    # The client's end.
+
+    def set_deadline(self, timeout_seconds: float | None) -> None:
+        """Ends the call after a time."""
+        if timeout_seconds is not None:
+            self._deadline = asyncio.get_running_loop().call_later(timeout_seconds, self._pass_deadline)
+
+    def _pass_deadline(self) -> None:
+        self._give_up((grpc.StatusCode.DEADLINE_EXCEEDED, "deadline exceeded", ()))
+
+    def cancel(self) -> None:
+        """The client gives the call up."""
+        self._give_up((grpc.StatusCode.CANCELLED, "cancelled", ()))
+
+    def _give_up(self, status: Status) -> None:
+        if self.status is None and not self.client.is_dead:
+            self.end_client(status)
+            self.to_server.send(self._cancel_server)
+            self.to_server.is_closed = True
+
+    def send(self, data: bytes) -> None:
+        """Sends a message to the server."""
+        if not self.client.is_dead:
+            self.to_server.send(lambda: self._arrived(data))
+            self._break_by_chance()
+
+    def finish_sending(self) -> None:
+        """Half-closes the call."""
+        self.to_server.send(self._half_closed)
+
+    async def next_message(self) -> bytes | None:
+        """Waits for a message from the server; None if the call has ended and there is none."""
+        while not self.inbox:
+            if self.status is not None:
+                return None
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        return self.inbox.popleft()
+
+    def end_client(self, status: Status) -> None:
+        """Ends the call for the client."""
+        if self.status is None:
+            self.status = status
+            if self._deadline:
+                self._deadline.cancel()
+            if status[0] is not grpc.StatusCode.OK:
+                self.inbox.clear()
+            _wake(self._waiter)
+
+    def error(self) -> grpc.aio.AioRpcError:
+        """What the client is told of a call that ended badly."""
+        code, details, trailers = self.status or OK
+        return grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata(*trailers), details)
+
+    # The server's end.
+
+    def answer(self, data: bytes) -> None:
+        """Sends a message to the client."""
+        self.to_client.send(lambda: self._answered(data))
+        self._break_by_chance()
+
+    def end(self, status: Status) -> None:
+        """Ends the call as the service wants."""
+        if self.server:
+            self.server.calls.pop(self, None)
+        self.to_client.send(lambda: self.end_client(status))
+        self.to_client.is_closed = True
+
+    async def next_request(self) -> bytes | None:
+        """Waits for a message from the client; None if it has sent all."""
+        while not self.server_inbox:
+            if self.client_is_done:
+                return None
+            self._server_waiter = asyncio.get_running_loop().create_future()
+            await self._server_waiter
+        return self.server_inbox.popleft()
+
+    # The network's.
+
+    def _break_by_chance(self) -> None:
+        losses = self._wire.losses
+        if losses and self._wire.random.random() < losses:
+            self.sever(self._wire.random)
+
+    def sever(self, random: Random) -> None:
+        """Breaks the call's connection: what is on its way may yet arrive, and each side is told in its own time."""
+        for pipe in (self.to_server, self.to_client):
+            pipe.is_closed = True
+            pipe.is_broken = random.random() < 0.5
+        self._tell_later(self._lose_server, random)
+        self._tell_later(self._lose_client, random)
+        if self.server:
+            self.server.calls.pop(self, None)
+
+    def _tell_later(self, tell: Callable[[], None], random: Random) -> None:
+        network = self._wire.network
+        late_seconds = random.random() ** 4
+        network.at(network.loop.now_seconds + network.delay_seconds() + late_seconds, tell)
+
+    def _lose_server(self) -> None:
+        self.to_client.is_broken = True
+        self.end_client((grpc.StatusCode.UNAVAILABLE, "connection lost", ()))
+
+    def _lose_client(self) -> None:
+        self.to_server.is_broken = True
+        self._cancel_server()
+
+    def _cancel_server(self) -> None:
+        if self.server:
+            self.server.calls.pop(self, None)
+        if self.server_task and not self.server_task.done():
+            self.server_task.cancel()
+
+    def _arrived(self, data: bytes) -> None:
+        self.server_inbox.append(data)
+        _wake(self._server_waiter)
+
+    def _half_closed(self) -> None:
+        self.client_is_done = True
+        _wake(self._server_waiter)
+
+    def _answered(self, data: bytes) -> None:
+        if self.status is None:
+            self.inbox.append(data)
+            _wake(self._waiter)
+
+
+def _wake(waiter: "asyncio.Future[None] | None") -> None:
+    if waiter and not waiter.done():
+        waiter.set_result(None)

@@ -1,0 +1,127 @@
+"""Takes the place of grpc.aio's channels: the generated stubs run on it unchanged."""
+
+import asyncio
+from collections.abc import Callable, Generator
+from typing import Any
+
+import grpc
+
+from simulation.fake_call import Call, Wire
+from simulation.virtual_loop import current_process
+
+Serializer = Callable[[Any], bytes]
+Deserializer = Callable[[bytes], Any]
+
+_REPEATABLE = ("KeepAlive", "MarkExecuted", "CloseSession")
+"""Unary calls that a network may deliver twice."""
+
+
+class FakeChannel:
+    """Takes the place of grpc.aio.Channel."""
+
+    def __init__(self, wire: Wire, address: str) -> None:
+        self._wire = wire
+        self._address = address
+
+    def unary_unary(
+        self, method: str, request_serializer: Serializer, response_deserializer: Deserializer, **_: object
+    ) -> Callable[..., "UnaryCall"]:
+        """See grpc."""
+
+        def begin(request: Any, timeout: float | None = None, **_: object) -> UnaryCall:
+            call, data = self._begin(method), request_serializer(request)
+            call.send(data)
+            call.finish_sending()
+            call.set_deadline(timeout)
+            if method.rpartition("/")[2] in _REPEATABLE and self._wire.random.random() < self._wire.repeats:
+                again = self._begin(method)
+                again.send(data)
+                again.finish_sending()
+            return UnaryCall(call, response_deserializer)
+
+        return begin
+
+    def unary_stream(self, method: str, **_: object) -> Callable[..., object]:
+        """Not simulated."""
+
+        def begin(*_: object, **__: object) -> object:
+            raise NotImplementedError(method)
+
+        return begin
+
+    def stream_stream(
+        self, method: str, request_serializer: Serializer, response_deserializer: Deserializer, **_: object
+    ) -> Callable[..., "StreamCall"]:
+        """See grpc."""
+        return lambda **_: StreamCall(self._begin(method), request_serializer, response_deserializer)
+
+    stream_unary = unary_stream
+
+    def _begin(self, method: str) -> Call:
+        process = current_process()
+        if process is None:
+            raise RuntimeError("a call is made by a process")
+        return Call(self._wire, method, process, self._address)
+
+    async def close(self, grace: float | None = None) -> None:
+        """See grpc."""
+
+
+class UnaryCall:
+    """A call of one answer."""
+
+    def __init__(self, call: Call, deserialize: Deserializer) -> None:
+        self._call = call
+        self._deserialize = deserialize
+
+    def __await__(self) -> Generator[Any, None, Any]:
+        return self._answer().__await__()
+
+    async def _answer(self) -> Any:
+        call = self._call
+        try:
+            data = await call.next_message()
+        except asyncio.CancelledError:
+            call.cancel()
+            raise
+        if data is None:
+            raise call.error()
+        return self._deserialize(data)
+
+
+class StreamCall:
+    """A call of many messages both ways."""
+
+    def __init__(self, call: Call, serialize: Serializer, deserialize: Deserializer) -> None:
+        self._call = call
+        self._serialize = serialize
+        self._deserialize = deserialize
+
+    async def write(self, message: Any) -> None:
+        """See grpc."""
+        if self._call.status is not None:
+            raise asyncio.InvalidStateError("the call has ended")
+        self._call.send(self._serialize(message))
+
+    async def read(self) -> Any:
+        """See grpc."""
+        call = self._call
+        try:
+            data = await call.next_message()
+        except asyncio.CancelledError:
+            call.cancel()
+            raise
+        if data is not None:
+            return self._deserialize(data)
+        if call.status and call.status[0] is grpc.StatusCode.OK:
+            return grpc.aio.EOF
+        raise call.error()
+
+    async def done_writing(self) -> None:
+        """See grpc."""
+        self._call.finish_sending()
+
+    def cancel(self) -> bool:
+        """See grpc."""
+        self._call.cancel()
+        return True

@@ -1,0 +1,137 @@
+"""Takes the place of grpc.aio's server: the generated servicers run on it unchanged."""
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import grpc
+
+from simulation.fake_call import OK, Call, Status, Tap, Wire
+from simulation.virtual_loop import Process, current_process
+
+
+class Aborted(Exception):  # noqa: N818 - named as grpc's own
+    """Raised by `ServerContext.abort`, as grpc does."""
+
+    def __init__(self, status: Status) -> None:
+        super().__init__(status)
+        self.status = status
+
+
+class FakeServer:
+    """Takes the place of grpc.aio.Server."""
+
+    def __init__(self, wire: Wire) -> None:
+        self.calls: dict[Call, None] = {}
+        self._wire = wire
+        self._handlers: dict[str, Any] = {}
+        self._addresses: list[str] = []
+        self._process: Process | None = None
+
+    def add_generic_rpc_handlers(self, handlers: object) -> None:
+        """Not needed beside the registered ones."""
+
+    def add_registered_method_handlers(self, service: str, handlers: dict[str, Any]) -> None:
+        """See grpc."""
+        for name, handler in handlers.items():
+            self._handlers[f"/{service}/{name}"] = handler
+
+    def add_insecure_port(self, address: str) -> int:
+        """See grpc."""
+        self._addresses.append(address)
+        return 1
+
+    async def start(self) -> None:
+        """See grpc."""
+        self._process = current_process()
+        if self._process is None:
+            raise RuntimeError("a server runs in a process")
+        self._process.on_death.append(self._die)
+        for address in self._addresses:
+            self._wire.listeners[address] = self
+
+    async def stop(self, grace: float | None) -> None:
+        """Stops at once; what is at work goes on."""
+        del grace
+        self._unlisten()
+
+    def _unlisten(self) -> None:
+        for address in self._addresses:
+            if self._wire.listeners.get(address) is self:
+                del self._wire.listeners[address]
+
+    def _die(self) -> None:
+        self._unlisten()
+        for call in tuple(self.calls):
+            call.sever(self._wire.random)
+
+    def take(self, call: Call) -> None:
+        """Begins a call that has arrived."""
+        process = self._process
+        if process is None or process.is_dead:
+            return  # `_die` has told the client
+        handler = self._handlers.get(call.method)
+        if handler is None:
+            call.end((grpc.StatusCode.UNIMPLEMENTED, call.method, ()))
+            return
+        call.server_task = process.start(self._serve(call, handler))
+
+    async def _serve(self, call: Call, handler: Any) -> None:
+        context = ServerContext(call, handler, self._wire.tap)
+        try:
+            if handler.request_streaming:
+                await handler.stream_stream(context, context)
+            else:
+                await self._serve_unary(context, handler)
+            status = OK
+        except Aborted as aborted:
+            status = aborted.status
+        except asyncio.CancelledError:
+            return
+        self._wire.tap.ended(call, status)
+        call.end(status)
+
+    @staticmethod
+    async def _serve_unary(context: "ServerContext", handler: Any) -> None:
+        request = await context.read()
+        if handler.response_streaming:
+            await handler.unary_stream(request, context)
+        else:
+            await context.write(await handler.unary_unary(request, context))
+
+
+class ServerContext:
+    """Takes the place of grpc.aio.ServicerContext."""
+
+    def __init__(self, call: Call, handler: Any, tap: Tap) -> None:
+        self._call = call
+        self._handler = handler
+        self._tap = tap
+
+    async def read(self) -> Any:
+        """See grpc."""
+        data = await self._call.next_request()
+        if data is None:
+            return grpc.aio.EOF
+        message = self._handler.request_deserializer(data)
+        self._tap.received(self._call, message)
+        return message
+
+    async def write(self, message: Any) -> None:
+        """See grpc."""
+        self._tap.answered(self._call, message)
+        self._call.answer(self._handler.response_serializer(message))
+
+    async def abort(
+        self, code: grpc.StatusCode, details: str = "", trailing_metadata: Sequence[tuple[str, str | bytes]] = ()
+    ) -> None:
+        """See grpc."""
+        raise Aborted((code, details, tuple(trailing_metadata)))
+
+    def invocation_metadata(self) -> tuple[tuple[str, str], ...]:
+        """See grpc."""
+        return ()
+
+    def peer(self) -> str:
+        """See grpc."""
+        return f"ipv4:127.0.0.1:{self._call.client.name}"
