@@ -107,6 +107,9 @@ class Grammar(RequestGrammar):
             pool_name=name,
             client_name=f"fuzz {self.rng.randrange(100)}",
             lease_seconds=self.rng.choice(_LEASES_SECONDS),
+            open_key=self.rng.choice(("", "", "again", str(self.rng.random()))),
+            min_blocks=self.rng.choice((0, 0, 0, 3)),
+            max_blocks=self.rng.choice((0, 0, 8, 20)),
         )
 
     def _resume_session(self) -> Message | None:
