@@ -9,7 +9,7 @@ from kvpool.server.core.session import Session
 from kvpool.server.core.specs import SinkFullAttentionSpec, SlidingWindowSpec
 from kvpool.server.core.step import Operation, Outcome
 from kvpool.server.core.types import BlockId, RequestNumber
-from support_core import World
+from support_core import World, block_hashes
 
 
 def outcome(world: World, session: Session, number: int, content: str, num_tokens: int) -> Outcome:
@@ -242,3 +242,32 @@ def test_an_epoch_that_ends_takes_all_quotas_with_it() -> None:
     world.allocator.pass_epoch(world.pool, 2)
     check_integrity(world.pool, [])
     assert world.pool.quotas.num_left == 19
+
+
+@pytest.mark.parametrize("quota", [Quota(), Quota(1), Quota(5), Quota(2, 6), Quota(0, 3)])
+def test_a_block_that_one_table_has_twice_counts_once(quota: Quota) -> None:
+    """No honest client's hashes repeat, but any client's may."""
+    world = World(num_blocks=20)
+    world.open(quota=Quota(3))
+    filler, reader = world.open(quota=Quota(2)), world.open(quota=quota)
+    assert outcome(world, filler, 1, "a", 5) is Outcome.OK
+    world.run(filler, Operation.COMMON_PREFIX, request_numbers=[1], executed=filler.sequence)
+    for _ in range(2):
+        world.run(
+            reader,
+            Operation.ADD,
+            Operation.ADMIT,
+            request_numbers=[2, 2],
+            num_appended_tokens=[13, 0],
+            block_hashes=block_hashes("a", 1) * 3,
+            request_ids=["r2"],
+        )
+        check_integrity(world.pool, world.sessions())
+        table = table_of(reader, 2)
+        assert len(table) == 4
+        assert len(set(table)) == 2
+        world.free(reader, 2)
+        check_integrity(world.pool, world.sessions())
+    world.free(filler, 1)
+    check_integrity(world.pool, world.sessions())
+    assert world.pool.quotas.num_reserved == 5 + quota.min_blocks

@@ -10,7 +10,8 @@ Blocks count once a session, however many of its requests share them.
 4. A session's requests never hold more blocks than its maximum.
 """
 
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Final
@@ -127,7 +128,7 @@ class Quotas:
         """
         ref_cnt, covering = self._blocks.ref_cnt, self.num_covering
         if holding:
-            hit = [block_id for block_id in hit if block_id not in holding.counts]
+            hit = [block_id for block_id in dict.fromkeys(hit) if block_id not in holding.counts]
             num_gained = num_taken + sum(1 for block_id in hit if ref_cnt(block_id))
             holding.is_over = bool(holding.max_blocks) and len(holding.counts) + num_gained > holding.max_blocks
             if holding.is_over:
@@ -139,27 +140,31 @@ class Quotas:
     def gained(self, holding: Holding | None, hit: Sequence[BlockId], taken: Sequence[BlockId]) -> None:
         """Takes note that one more table of a session has the blocks of a hit, and ones that were free; it has."""
         alone, shared = list(taken), list[BlockId]()
-        for block_id in hit:
-            num_before, num_covering = self._blocks.ref_cnt(block_id) - 1, self.num_covering.get(block_id, 0)
+        counts = dict.fromkeys(taken, 1)
+        for block_id, num_later in _with_repeats(hit):
+            num_before = self._blocks.ref_cnt(block_id) - 1 - num_later
+            num_covering = self.num_covering.get(block_id, 0)
             is_new = holding is not None and block_id not in holding.counts
-            if is_new:
+            if is_new and block_id not in counts:
                 (alone if num_before == num_covering else shared).append(block_id)
             if holding and not is_new and block_id not in holding.uncovered:
                 self.num_covering[block_id] = num_covering + 1
             elif num_covering and num_before == num_covering:
                 self._num_only_covered -= 1
-            if holding and not is_new:
+            if is_new:
+                counts[block_id] = counts.get(block_id, 0) + 1
+            elif holding:
                 holding.counts[block_id] += 1
         if holding:
             new = alone + shared  # those first that it is of use to cover
-            holding.counts.update(dict.fromkeys(new, 1))
+            holding.counts.update((block_id, counts[block_id]) for block_id in new)
             holding.uncovered.update(dict.fromkeys(new))
             self._cover(holding)
 
     def lost(self, holding: Holding | None, block_ids: Sequence[BlockId]) -> None:
         """Takes note that one table less of a session has these blocks; it has."""
-        for block_id in block_ids:
-            ref_cnt = self._blocks.ref_cnt(block_id)
+        for block_id, num_later in _with_repeats(block_ids):
+            ref_cnt = self._blocks.ref_cnt(block_id) + num_later
             if holding and block_id not in holding.uncovered:
                 self._uncover(block_id, 1)
                 if not ref_cnt:
@@ -185,3 +190,11 @@ class Quotas:
             self.num_covering[block_id] = left
         else:
             del self.num_covering[block_id]
+
+
+def _with_repeats(block_ids: Sequence[BlockId]) -> Iterator[tuple[BlockId, int]]:
+    """Each block, and how often it comes again later: where a request's hashes repeat, the blocks of its hit do."""
+    later = Counter(block_ids)
+    for block_id in block_ids:
+        later[block_id] -= 1
+        yield block_id, later[block_id]
