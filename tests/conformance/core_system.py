@@ -71,6 +71,7 @@ class CoreSystem:
         tokens += token_ids
         before = len(request.hashes)
         request.num_tokens += len(token_ids)
+        self._session.num_tokens += len(token_ids)
         request.token_ids += token_ids
         if self.pool.config.enable_caching:
             self._hasher.extend(request.hashes, tokens, keys)

@@ -172,6 +172,8 @@ class World:
 
     def append(self, known: Known, tokens: Sequence[int]) -> None:
         known.tokens = (*known.tokens, *tokens)[:MAX_TOKENS]
+        if known.request.number in self.session.by_number:
+            self.session.num_tokens += len(known.tokens) - known.request.num_tokens
         known.request.num_tokens = len(known.tokens)
         known.request.token_ids = list(known.tokens)
         known.request.hashes = self.model.hashes(known.tokens)

@@ -209,6 +209,7 @@ class Session:
         """Takes a request in, whose id and number are new."""
         self.requests[request.request_id] = request
         self.by_number[request.number] = request
+        self.num_tokens += request.num_tokens
 
     def forget(self, request: Request) -> None:
         """Lets a request go, whose blocks are freed."""
