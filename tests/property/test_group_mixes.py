@@ -80,6 +80,7 @@ class World:
     def admit_new(self, tokens: Tokens, call: Call, num_encoder_tokens: int, *, at_once: bool) -> Known:
         known = self.new_request(tokens, num_encoder_tokens)
         self.session.add(known.request)
+        self.session.num_tokens += known.request.num_tokens
         self.requests.append(known)
         self.admit(known, call, at_once=at_once)
         return known

@@ -206,10 +206,9 @@ class Session:
         return RequestNumber(min((0, *self.by_number)) - 1)
 
     def add(self, request: Request) -> None:
-        """Takes a request in, whose id and number are new."""
+        """Takes a request in, whose id and number are new; the caller counts its tokens, as those it grows by."""
         self.requests[request.request_id] = request
         self.by_number[request.number] = request
-        self.num_tokens += request.num_tokens
 
     def forget(self, request: Request) -> None:
         """Lets a request go, whose blocks are freed."""
