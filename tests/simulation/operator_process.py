@@ -44,8 +44,13 @@ class Operator:
         await self._stub.ResetPrefixCache(request, timeout=_DEADLINE_SECONDS)
 
     async def _drain(self) -> None:
-        await self._stub.Drain(admin_pb2.DrainRequest(pool_name=self._pool), timeout=_DEADLINE_SECONDS)
-        await asyncio.sleep(self._random.random())
+        try:
+            await self._stub.Drain(admin_pb2.DrainRequest(pool_name=self._pool), timeout=_DEADLINE_SECONDS)
+            await asyncio.sleep(self._random.random())
+        finally:  # it may be drained although nobody said so
+            await self._undrain()
+
+    async def _undrain(self) -> None:
         while True:
             try:
                 await self._stub.Undrain(admin_pb2.UndrainRequest(pool_name=self._pool), timeout=_DEADLINE_SECONDS)
