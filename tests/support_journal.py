@@ -106,7 +106,7 @@ def _compare(mine: Any, theirs: Any, where: str, seen: set[int]) -> None:
 
 
 class Traffic:
-    """Random changes of one pool by two sessions that come and go; the same seed makes the same.
+    """Random changes of one pool by two sessions that come and go, and are resumed; the same seed makes the same.
 
     Attributes:
         allocator: What is changed; may be replaced by one that is alike.
@@ -123,7 +123,7 @@ class Traffic:
         self._tokens: dict[tuple[str, int], list[int]] = {}
         allocator.create_pool(config, b"n" * 32)
 
-    def change(self) -> object:  # noqa: PLR0911 - one for each kind
+    def change(self) -> object:
         """Makes one change; returns its answer, or the reason it was refused for."""
         self.now_seconds += 0.25
         released = [each.session.writer for _, each in self.allocator.release_due(self.now_seconds)]
@@ -134,17 +134,8 @@ class Traffic:
         if not sessions or (len(sessions) < 3 and choice < 0.1):
             return self._try(self._open)
         session = self._random.choice(sessions)
-        if choice > 0.98:
-            return self._try(lambda: self.allocator.expire_session(session.session_id, self.now_seconds, 4.0)[2])
-        if choice > 0.96:
-            return self._try(lambda: self.allocator.close_session(session.session_id, self.now_seconds)[1])
-        if choice > 0.95:
-            return self._try(lambda: self._evict(session))
-        if choice > 0.93:
-            return self._try(lambda: self.allocator.reset_prefix_cache(self.allocator.pool("m")))
         if choice > 0.89:
-            newest = self._random.randint(0, session.sequence)
-            return self._try(lambda: self.allocator.mark_executed(self.allocator.pool("m"), session, newest))
+            return self._try(lambda: self._other_than_step(session, choice))
         session.heard_seconds = self.now_seconds
         step = self._step(session)
         if choice > 0.85:
@@ -155,8 +146,30 @@ class Traffic:
             assert self.allocator.apply(self.allocator.pool("m"), session, step, source) == answer
         return answer
 
+    def _other_than_step(self, session: Session, choice: float) -> object:
+        pool = self.allocator.pool("m")
+        if choice > 0.98:
+            return self.allocator.expire_session(session.session_id, self.now_seconds, 4.0)[2]
+        if choice > 0.96:
+            return self.allocator.close_session(session.current_id, self.now_seconds)[1]
+        if choice > 0.95:
+            return self._evict(session)
+        if choice > 0.94:
+            return self._resume(session)
+        if choice > 0.93:
+            return self.allocator.reset_prefix_cache(pool)
+        self.allocator.mark_executed(pool, session, self._random.randint(0, session.sequence))
+        return None
+
     def _evict(self, session: Session) -> SessionId:
         return self.allocator.evict_session("m", session.writer, self.now_seconds, quarantine_seconds=3.0)[1].session_id
+
+    def _resume(self, session: Session) -> int:
+        key = f"key-{self._random.randint(1, 2)}"  # at times that of the resumption before, or of one before that
+        found = self.allocator.resume_session(
+            session.session_id, session.sequence, resume_key=key, now_seconds=self.now_seconds
+        )
+        return found[1].writer
 
     def _open(self) -> int:
         self._opened += 1

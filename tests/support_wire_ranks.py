@@ -12,7 +12,7 @@ from kvpool.client.errors import KvpoolError, from_rpc_error
 from kvpool.server.core.world import Registration
 from kvpool.server.rpc.convert_world import registration_to_proto
 from kvpool.v1 import worker_pb2, worker_pb2_grpc
-from support_ranks import BLOCK_BYTES
+from support_ranks import BLOCK_BYTES, registration
 
 DEADLINE_SECONDS = 20.0
 
@@ -94,6 +94,23 @@ class WireRank:
         with self._news:
             self.error = ended
             self._news.notify_all()
+
+
+def form(address: str, world_size: int, num_fencing: int) -> list[WireRank]:
+    """Forms a pool of ranks, of which the first so many answer fences."""
+    ranks = [WireRank(address) for _ in range(world_size)]
+    for rank, stream in enumerate(ranks):
+        stream.register(registration(rank, world_size, fences=rank < num_fencing))
+    for stream in ranks:
+        stream.allocate()
+    for stream in ranks:
+        stream.wait_for("ready")
+    return ranks
+
+
+def keep(rank: WireRank, fence: worker_pb2.Fence) -> None:
+    """Answers a fence."""
+    rank.say(fenced=worker_pb2.Fenced(fence_sequence=fence.fence_sequence))
 
 
 def wait_until(condition: Callable[[], bool], what: str, seconds: float = DEADLINE_SECONDS) -> None:

@@ -29,6 +29,9 @@ CHECK_EVERY: Final = 500
 """Inputs between two checks of all books, each after a comparison of all that can be seen."""
 _OPEN_CALLS: Final = 8
 _KEPT_INPUTS: Final = 30
+_MAY_WAIT: Final = ("ResumeSession", "WaitUntilReady")
+_ROUNDS: Final = 8
+"""Of the event loop, after which a call that waits has done what it does before."""
 
 _WEIGHTS: Final = {
     "AllocatorService.Schedule": 30,
@@ -170,7 +173,7 @@ class Campaign:
         self.report.inputs[method.key, kind.value] += 1
         if call:
             await self._say(call, data)
-        elif method.answers_stream or method.name == "WaitUntilReady":
+        elif method.answers_stream or method.name in _MAY_WAIT:
             await self._watch(method, data)
         else:
             await self._call(method, data)
@@ -207,7 +210,7 @@ class Campaign:
     async def _settle(self) -> None:
         """Lets streams that were ended by others, or by time, do what they do at their end."""
         if not self._is_settled:
-            for _ in range(4):
+            for _ in range(_ROUNDS):
                 await asyncio.sleep(0)
             self._before = self._served.fingerprint()
             self._is_settled = True
@@ -251,7 +254,7 @@ class Campaign:
             return
         call = OpenCall(self._served, method)
         call.begin(data)
-        for _ in range(4):
+        for _ in range(_ROUNDS):
             await asyncio.sleep(0)
         self._judge(method, call.result() if call.is_over else Ended(grpc.StatusCode.OK))
         if not call.is_over:

@@ -7,9 +7,8 @@ import pytest
 from kvpool.client import Client, InvalidArgumentError, Session, connect
 from kvpool.client.admin import AdminClient
 from kvpool.v1 import worker_pb2
-from support_ranks import registration
 from support_server import pool_config, running_server
-from support_wire_ranks import WireRank, wait_until
+from support_wire_ranks import WireRank, form, keep, wait_until
 
 PROMPT = list(range(100))
 HELD_BLOCKS = 7
@@ -25,18 +24,6 @@ def address() -> Iterator[str]:
 def client(address: str) -> Iterator[Client]:
     with connect(address) as client:
         yield client
-
-
-def form(address: str, world_size: int, num_fencing: int) -> list[WireRank]:
-    """Forms a pool of ranks, of which the first so many answer fences."""
-    ranks = [WireRank(address) for _ in range(world_size)]
-    for rank, stream in enumerate(ranks):
-        stream.register(registration(rank, world_size, fences=rank < num_fencing))
-    for stream in ranks:
-        stream.allocate()
-    for stream in ranks:
-        stream.wait_for("ready")
-    return ranks
 
 
 def fill(client: Client) -> Session:
@@ -59,10 +46,6 @@ def quarantined(client: Client) -> tuple[int, int]:
 
 def next_fence(rank: WireRank, after: worker_pb2.Fence) -> worker_pb2.Fence:
     return rank.wait_for("fence", lambda m: m.fence.fence_sequence > after.fence_sequence).fence
-
-
-def keep(rank: WireRank, fence: worker_pb2.Fence) -> None:
-    rank.say(fenced=worker_pb2.Fenced(fence_sequence=fence.fence_sequence))
 
 
 def test_blocks_are_given_to_others_when_every_rank_has_answered(address: str, client: Client) -> None:

@@ -201,7 +201,8 @@ async def test_the_same_for_asyncio(address: str, pool: str) -> None:
         request = after.adopt(after.held_requests[0], [*PROMPT, 5, 6])
         assert await after.allocate_slots(request, 2) is not None
         await after.free_held(after.held_requests[1])
-        assert (after.session_number, after.lease_left_seconds > 9.0) == (session.session_number, True)
+        assert (after.session_number > session.session_number, after.lease_left_seconds > 9.0) == (True, True)
+        assert after.table_lease.session_number == after.session_number
         with pytest.raises(AbortedError):
             await session.mark_executed()
         await after.close()

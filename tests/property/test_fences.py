@@ -1,4 +1,4 @@
-"""Sessions that open and end, steps that last, ranks that fence, are cut off and come back, messages that are late.
+"""Sessions that open, are resumed and end, steps that last, ranks that fence and are cut off, messages that are late.
 
 The server's core on one side, each rank's protocol and fence on the other, and between them streams that keep the order
 and nothing else. Whatever happens, nobody is given a block that a step of another session is writing, or that a rank
@@ -22,7 +22,7 @@ from kvpool.server.core.errors import KvpoolError, UnavailableError
 from kvpool.server.core.integrity import check_integrity
 from kvpool.server.core.membership import Membership
 from kvpool.server.core.session import Session
-from kvpool.server.core.types import PoolName, TableLease
+from kvpool.server.core.types import PoolName, SessionId, TableLease, WriterId
 from kvpool.server.core.world import Allocated, LinkId, PoolState, WorldOptions
 from support_core import World
 from support_ranks import BLOCK_BYTES, TIMING, registration
@@ -35,7 +35,7 @@ OPTIONS = WorldOptions(max_model_len=4 * BLOCK_SIZE, enable_caching=False)
 BROKEN = UnavailableError("UNAVAILABLE", "gone")
 MOST_SCHEDULERS = 3
 ACTIONS = (
-    *("open_session", "admit", "admit", "begin_step", "begin_step", "end_step", "evict", "evict", "close"),
+    *("open_session", "admit", "admit", "begin_step", "begin_step", "end_step", "evict", "evict", "close", "resume"),
     *("turn", "turn", "deliver", "deliver", "deliver"),
 )
 RANKS = st.integers(0, WORLD_SIZE - 1)
@@ -44,9 +44,10 @@ ANY = st.integers(0, 7)
 
 @dataclass
 class Scheduler:
-    """A scheduler process: what it believes, whether its session lives or not."""
+    """A scheduler process: what it believes, whether its session lives and is still its own or not."""
 
     session: Session
+    session_id: SessionId
     lease: TableLease
     blocks: set[int] = field(default_factory=set)
     num_requests: int = 0
@@ -94,6 +95,7 @@ class Fencing(RuleBasedStateMachine):
         self.members = Membership(PoolName("m"), TIMING)
         self.by_link: dict[LinkId, RankProcess] = {}
         self.schedulers: list[Scheduler] = []
+        self.resuming: dict[WriterId, Scheduler] = {}
         self.must_fence = False
         self.ranks = [self._boot(rank) for rank in range(WORLD_SIZE)]
         self.settle()
@@ -115,13 +117,13 @@ class Fencing(RuleBasedStateMachine):
         self.world.now_seconds = self.now_seconds
         with contextlib.suppress(UnavailableError):
             session = self.world.open(LEASE_SECONDS)
-            self.schedulers.append(Scheduler(session, TableLease(self.world.pool.epoch, session.writer)))
+            self._drive(session)
 
     def admit(self, which: int, _rank: int) -> None:
         scheduler = self._scheduler(which)
         scheduler.num_requests += 1
         try:
-            self.world.allocator.session(scheduler.session.session_id, self.now_seconds)
+            self.world.allocator.session(scheduler.session_id, self.now_seconds)
             result = self.world.admit(scheduler.session, scheduler.num_requests, "", 3 * BLOCK_SIZE)
         except KvpoolError:
             return
@@ -147,15 +149,25 @@ class Fencing(RuleBasedStateMachine):
 
     def evict(self, which: int, _rank: int) -> None:
         with contextlib.suppress(KvpoolError):
-            self.world.allocator.evict_session("m", self._scheduler(which).session.writer, self.now_seconds)
+            self.world.allocator.evict_session("m", self._scheduler(which).lease.session_number, self.now_seconds)
         self.must_fence = True
+
+    def resume(self, which: int, _rank: int) -> None:
+        """Another process takes a session over; it is answered when the ranks keep the one before out."""
+        before = self._scheduler(which)
+        with contextlib.suppress(KvpoolError):
+            _, session = self.world.allocator.resume_session(
+                before.session_id, 0, resume_key="", now_seconds=self.now_seconds
+            )
+            self.resuming[session.writer_before] = before
+            self.must_fence = True
 
     def close(self, which: int, _rank: int) -> None:
         """A scheduler closes when its steps are done; then it is gone, as is one that finds its session ended."""
         scheduler = self._scheduler(which)
         if not any(self._steps_of(scheduler)):
             with contextlib.suppress(KvpoolError):
-                self.world.allocator.close_session(scheduler.session.session_id, self.now_seconds)
+                self.world.allocator.close_session(scheduler.session_id, self.now_seconds)
             self.schedulers.remove(scheduler)
             self.must_fence = True
 
@@ -171,7 +183,8 @@ class Fencing(RuleBasedStateMachine):
             self.must_fence = False
             pool, allocator = self.world.pool, self.world.allocator
             live = [session.writer for session in self.world.sessions()]
-            self._do(self.members.fence(allocator.last_session_number, live, pool.quarantine.awaiting_ranks))
+            awaiting = [*pool.quarantine.awaiting_ranks, *self.resuming]
+            self._do(self.members.fence(allocator.last_session_number, live, awaiting))
 
     @rule(rank=RANKS, dies=st.booleans())
     def lose_stream(self, rank: int, dies: bool) -> None:  # noqa: FBT001 - a strategy's
@@ -223,6 +236,20 @@ class Fencing(RuleBasedStateMachine):
 
     def _scheduler(self, which: int) -> Scheduler:
         return self.schedulers[which % len(self.schedulers)]
+
+    def _drive(self, session: Session) -> None:
+        """A process that was told what a session holds, and may free it."""
+        lease = TableLease(self.world.pool.epoch, session.writer)
+        held: set[int] = {b for r in session.requests.values() for table in r.tables for b in table.block_ids}
+        self.schedulers.append(Scheduler(session, session.current_id, lease, held))
+
+    def _resumed(self, number: WriterId) -> None:
+        before = self.resuming.pop(number, None)
+        if before is None:
+            return
+        assert not any(process.may_write(before) for process in self._in_epoch()), "told while the one before may write"
+        if before.session in self.world.sessions() and before.session.writer_before == number:
+            self._drive(before.session)
 
     def _steps_of(self, scheduler: Scheduler) -> Iterator[StepTicket]:
         return (ticket for process in self.ranks for ticket, each in process.steps if each is scheduler)
@@ -350,8 +377,11 @@ class Fencing(RuleBasedStateMachine):
                 allocator.resume(self.world.pool)
             case world.EpochPassed():
                 allocator.pass_epoch(self.world.pool, effect.epoch)
+                self.resuming.clear()
             case world.SessionsFenced():
                 allocator.release("m", effect.numbers)
+                for number in effect.numbers:
+                    self._resumed(number)
 
     def _tell(self, link: LinkId, message: words.Heard | KvpoolError) -> None:
         process = self.by_link.get(link)

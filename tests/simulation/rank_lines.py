@@ -28,20 +28,10 @@ class RankLines:
         self.random = random
         self.ranks: dict[int, tuple[Process, RankProcess]] = {}
         self.nobody = Lines(self, None)
-        self._pipes: dict[str, list[Pipe]] = {}
 
     def add(self, rank: int, process: Process, ranks: RankProcess) -> None:
         """Notes which process a rank is now."""
         self.ranks[rank] = (process, ranks)
-
-    def note(self, pipe: Pipe) -> None:
-        """Notes that something was sent on a connection."""
-        self._pipes.setdefault(pipe.sender, []).append(pipe)
-
-    def forget(self, sender: str) -> None:
-        """Ends the connections of all processes of a scheduler: what did not arrive yet never will."""
-        for pipe in self._pipes.pop(sender, ()):
-            pipe.is_broken = True
 
     def to_all(self, process: Process) -> "Lines":
         """Connects a scheduler."""
@@ -58,12 +48,6 @@ class Lines:
     async def run(self, lease: TableLease, work: tuple[Computation, ...]) -> None:
         """See `Ranks`."""
         await asyncio.gather(*[self._run_on(rank, lease, work) for rank in self._lines.ranks])
-
-    async def take_over(self, lease: TableLease) -> None:
-        """See `Ranks`."""
-        if self._process:
-            self._lines.forget(self._process.name)
-        await self.run(lease, ())
 
     async def _run_on(self, rank: int, lease: TableLease, work: tuple[Computation, ...]) -> None:
         for _ in range(_TRIES):
@@ -82,10 +66,9 @@ class Lines:
             return _LOST
         network = self._lines.network
         there, back = Pipe(network, process.name, target.name), Pipe(network, target.name, process.name)
-        self._lines.note(there)
         answered: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         step = GpuStep(lease, work, lambda what: back.send(lambda: _settle(answered, what)))
-        there.send(lambda: target.run(ranks.submit, process.name, step))
+        there.send(lambda: target.run(ranks.submit, process, step))
         try:
             async with asyncio.timeout(_PATIENCE_SECONDS):
                 return await answered

@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from random import Random
 from typing import cast
@@ -34,6 +34,7 @@ from kvpool.server.core.world import Registration
 from kvpool.v1 import worker_pb2, worker_pb2_grpc
 from simulation.fake_channel import StreamCall
 from simulation.gpu import Computation, GroupLayout, Memory, Violation
+from simulation.virtual_loop import Process
 
 _Event = Callable[[], list[Effect]]
 
@@ -59,7 +60,6 @@ class RankSettings:
     random: Random
     fail: Callable[[str], None]
     trace: Callable[..., None]
-    lines: dict[str, "asyncio.Queue[GpuStep]"] = field(default_factory=dict)
 
 
 class RankProcess:
@@ -75,7 +75,7 @@ class RankProcess:
         self._events: asyncio.Queue[_Event] = asyncio.Queue()
         self._stream: StreamCall | None = None
         self._memory: Memory | None = None
-        self._lines: dict[str, asyncio.Queue[GpuStep]] = {}
+        self._lines: dict[Process, asyncio.Queue[GpuStep]] = {}
         self._stub = worker_pb2_grpc.WorkerServiceStub(grpc.aio.insecure_channel(settings.address))
 
     @property
@@ -96,8 +96,8 @@ class RankProcess:
                 continue
             self._carry_out(event())
 
-    def submit(self, sender: str, step: GpuStep) -> None:
-        """Takes a step of a scheduler, whose steps run one after the other."""
+    def submit(self, sender: Process, step: GpuStep) -> None:
+        """Takes a step of a scheduler's process, whose steps run one after the other."""
         if sender not in self._lines:
             self._lines[sender] = asyncio.Queue()
             asyncio.create_task(self._run_steps(self._lines[sender]))  # noqa: RUF006 - the loop keeps it

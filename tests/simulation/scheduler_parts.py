@@ -60,13 +60,6 @@ class Ranks(Protocol):
             EngineError: One was lost, or refuses it.
         """
 
-    async def take_over(self, lease: TableLease) -> None:
-        """Waits until nothing that a process before sent under this lease is at work, or on its way.
-
-        Raises:
-            EngineError: As `run`.
-        """
-
 
 class Watcher(Protocol):
     """Who looks whether what a scheduler believes is so."""

@@ -104,7 +104,6 @@ class SchedulerProcess:
         if not session.held_requests:
             stored.computed.clear()
             return
-        await self._settings.ranks.take_over(session.table_lease)
         jobs = {job.name: job for job in self._settings.jobs}
         has_state = any(group.is_state for group in layouts(session.config))  # a step of it cannot be run twice
         work = []

@@ -15,7 +15,9 @@ from kvpool.server.core.pool import Pool
 from kvpool.server.core.prefix_map import PrefixMap
 from kvpool.server.core.quarantine import Quarantined
 from kvpool.server.core.session import Session
+from kvpool.server.core.types import WriterId
 from kvpool.server.journal.journal import Journal
+from kvpool.server.rpc.fencing import Fencing
 from simulation.run import run_batch
 
 TRIES = 300
@@ -76,6 +78,10 @@ def _lives(*_: object) -> bool:
     return True
 
 
+async def _waits_for_nobody(_self: Fencing, _pool: Pool, _number: WriterId) -> None:
+    pass
+
+
 PLANTED: dict[str, tuple[Any, str, Any]] = {
     "a change that is sent again is made again": (Session, "answered", _no_answer),
     "a block is hit by others before it was filled": (PrefixMap, "is_visible", lambda *_: True),
@@ -90,6 +96,7 @@ PLANTED: dict[str, tuple[Any, str, Any]] = {
     "what is released from quarantine stays held": (apply, "release", _frees_nothing),
     "a rank lets the steps of all sessions through": (Fence, "_lives", _lives),
     "a rank answers while a step is in flight": (Fence, "is_quiet", property(_lives)),
+    "a session is resumed while a step of the process before runs": (Fencing, "keep_out", _waits_for_nobody),
     "a change is in the journal after it was answered": (Journal, "append", _writes_later(Journal.append)),
     "what a session held is given to others at once": (apply, "put_away", _frees_at_once),
 }

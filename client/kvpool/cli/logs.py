@@ -20,7 +20,7 @@ from pythonjsonlogger.json import JsonFormatter
 from kvpool.gpu_worker.units import format_bytes
 
 FIELDS: Final = (
-    *("pool", "session", "client", "rank", "epoch", "reason", "error", "method"),
+    *("pool", "session", "session_before", "client", "rank", "epoch", "reason", "error", "method"),
     *(
         "requests",
         "sessions",

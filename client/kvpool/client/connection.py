@@ -117,8 +117,9 @@ class Client:
         """Takes a session up again within its lease: for a scheduler that was started anew and had stored these two.
 
         From then on it is this process that drives the session. The one before, should it still run, is refused
-        whatever it sends (AbortedError), but the ranks do not know it from this one: wait until no step of it runs
-        before blocks are freed or written.
+        whatever it sends (AbortedError), and its block tables by the ranks. Where these answer fences, this returns
+        when no step of it is in flight, and can be called again if the deadline comes first. In other pools wait until
+        no step of it runs before blocks are freed or written.
 
         Args:
             session_id: `Session.session_id`, the first or any later one.
@@ -129,7 +130,8 @@ class Client:
 
         Raises:
             InvalidArgumentError: The sequence is of a step that was never applied.
-            AbortedError: The session has ended.
+            AbortedError: The session has ended, or yet another process resumed it meanwhile.
+            DeadlineError: A step of the process before is in flight, or a rank is away, for too long.
             NotFoundError: The server knows no such session.
         """
         return Session(self._transport, self._transport.resume_session(session_id, sequence))

@@ -27,7 +27,7 @@ class SessionBase:
         epoch: The pool's epoch when the session was opened.
         session_id: The session's secret name. A process that stores it, and `sequence`, can be started anew and resume
             the session: see `Client.resume_session`.
-        session_number: Its number on the server, never used again; no secret.
+        session_number: Its number on the server, never used again, another once it is resumed; no secret.
         table_lease: What its block tables are good for; goes with them to the ranks.
         lease_seconds: How long it outlives its last sign of life.
         held_requests: What the session held when it was resumed; empty if it was opened. See `adopt`.

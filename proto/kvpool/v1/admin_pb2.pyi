@@ -99,7 +99,7 @@ class SessionInfo(_message.Message):
     MIN_BLOCKS_FIELD_NUMBER: _builtins.int
     MAX_BLOCKS_FIELD_NUMBER: _builtins.int
     session_number: _builtins.int
-    """Its number, never used again by this server; what logs call it by. From 1."""
+    """Its number, never used again by this server; what logs call it by. From 1; another each time that it is resumed."""
     client_name: _builtins.str
     """What its scheduler calls itself. May be empty."""
     pool_name: _builtins.str
@@ -228,7 +228,7 @@ class BlockInfo(_message.Message):
     group_id: _builtins.int
     """Group whose layers its contents are of."""
     writer: _builtins.int
-    """Number of the session that filled it, which may have ended since."""
+    """Number of the session that filled it, which may have ended, or have got another, since."""
     pending: _builtins.bool
     """Its writer has not yet said that the step which fills it has run: others do not find it."""
     def __init__(

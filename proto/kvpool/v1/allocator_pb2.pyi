@@ -192,8 +192,8 @@ class Session(_message.Message):
     epoch: _builtins.int
     """The pool's epoch when the session was opened."""
     session_number: _builtins.int
-    """Its number, never used again: the generation of its lease. Goes with its block tables to the ranks, which run no
-    step of a session that has ended.
+    """Its number, never used again, and another each time that it is resumed: the generation of its lease. Goes with its
+    block tables to the ranks, which run no step under a number that has ended.
     """
     min_blocks: _builtins.int
     """Blocks that it can always have. 0: none are kept for it."""

@@ -193,8 +193,12 @@ class AllocatorServiceServicer(object):
         """Takes a session up again, within its lease: for a scheduler process that was started anew, or has lost its tables.
         Tells all that the session holds, and gives the session another id; every call with an id from before ends in ABORTED
         with the reason SESSION_RESUMED, and an open stream with STREAM_SUPERSEDED, but for another ResumeSession. So one
-        process drives the session at a time. INVALID_ARGUMENT if the sequence is of changes that were never made,
-        NOT_FOUND, ABORTED.
+        process drives the session at a time. The session also gets another number, and ranks keep the one before out: where
+        all ranks of the pool answer fences it is answered when no step of the process before is in flight, which takes as
+        long as that step, or as a rank is away. The lease does not run out meanwhile; when the call's time is up it can be
+        sent again. In other pools it is answered at once, and the caller makes sure that no such step runs before it frees
+        or writes blocks. INVALID_ARGUMENT if the sequence is of changes that were never made, NOT_FOUND, ABORTED;
+        UNAVAILABLE while the server stops.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -72,8 +72,12 @@ class AllocatorServiceStub:
     """Takes a session up again, within its lease: for a scheduler process that was started anew, or has lost its tables.
     Tells all that the session holds, and gives the session another id; every call with an id from before ends in ABORTED
     with the reason SESSION_RESUMED, and an open stream with STREAM_SUPERSEDED, but for another ResumeSession. So one
-    process drives the session at a time. INVALID_ARGUMENT if the sequence is of changes that were never made,
-    NOT_FOUND, ABORTED.
+    process drives the session at a time. The session also gets another number, and ranks keep the one before out: where
+    all ranks of the pool answer fences it is answered when no step of the process before is in flight, which takes as
+    long as that step, or as a rank is away. The lease does not run out meanwhile; when the call's time is up it can be
+    sent again. In other pools it is answered at once, and the caller makes sure that no such step runs before it frees
+    or writes blocks. INVALID_ARGUMENT if the sequence is of changes that were never made, NOT_FOUND, ABORTED;
+    UNAVAILABLE while the server stops.
     """
     KeepAlive: _grpc.UnaryUnaryMultiCallable[_allocator_pb2.KeepAliveRequest, _allocator_pb2.KeepAliveResponse]
     """Renews the lease. A session with an open Schedule stream needs no renewal. NOT_FOUND, ABORTED."""
@@ -159,8 +163,12 @@ class AllocatorServiceAsyncStub(AllocatorServiceStub):
     """Takes a session up again, within its lease: for a scheduler process that was started anew, or has lost its tables.
     Tells all that the session holds, and gives the session another id; every call with an id from before ends in ABORTED
     with the reason SESSION_RESUMED, and an open stream with STREAM_SUPERSEDED, but for another ResumeSession. So one
-    process drives the session at a time. INVALID_ARGUMENT if the sequence is of changes that were never made,
-    NOT_FOUND, ABORTED.
+    process drives the session at a time. The session also gets another number, and ranks keep the one before out: where
+    all ranks of the pool answer fences it is answered when no step of the process before is in flight, which takes as
+    long as that step, or as a rank is away. The lease does not run out meanwhile; when the call's time is up it can be
+    sent again. In other pools it is answered at once, and the caller makes sure that no such step runs before it frees
+    or writes blocks. INVALID_ARGUMENT if the sequence is of changes that were never made, NOT_FOUND, ABORTED;
+    UNAVAILABLE while the server stops.
     """
     KeepAlive: _aio.UnaryUnaryMultiCallable[_allocator_pb2.KeepAliveRequest, _allocator_pb2.KeepAliveResponse]  # type: ignore[assignment]
     """Renews the lease. A session with an open Schedule stream needs no renewal. NOT_FOUND, ABORTED."""
@@ -273,8 +281,12 @@ class AllocatorServiceServicer(metaclass=_abc_1.ABCMeta):
         """Takes a session up again, within its lease: for a scheduler process that was started anew, or has lost its tables.
         Tells all that the session holds, and gives the session another id; every call with an id from before ends in ABORTED
         with the reason SESSION_RESUMED, and an open stream with STREAM_SUPERSEDED, but for another ResumeSession. So one
-        process drives the session at a time. INVALID_ARGUMENT if the sequence is of changes that were never made,
-        NOT_FOUND, ABORTED.
+        process drives the session at a time. The session also gets another number, and ranks keep the one before out: where
+        all ranks of the pool answer fences it is answered when no step of the process before is in flight, which takes as
+        long as that step, or as a rank is away. The lease does not run out meanwhile; when the call's time is up it can be
+        sent again. In other pools it is answered at once, and the caller makes sure that no such step runs before it frees
+        or writes blocks. INVALID_ARGUMENT if the sequence is of changes that were never made, NOT_FOUND, ABORTED;
+        UNAVAILABLE while the server stops.
         """
 
     @_abc_1.abstractmethod

@@ -307,7 +307,9 @@ class PrefixCacheCounters(_message.Message):
     resets: _builtins.int
     """Times the prefix cache was reset."""
     shared_hits_tokens: _builtins.int
-    """Of hits_tokens and preempted_hits_tokens: tokens of blocks that another session had filled."""
+    """Of hits_tokens and preempted_hits_tokens: tokens of blocks that another session had filled, or the same
+    before it was resumed.
+    """
     def __init__(
         self,
         *,

@@ -535,7 +535,9 @@ Global___Leave: _TypeAlias = Leave  # noqa: Y015
 
 @_typing.final
 class Fence(_message.Message):
-    """Whose steps may run: those of sessions that live, and of ones opened later. Sent after Ready and when a session ends."""
+    """Whose steps may run: those of sessions that live, and of ones opened later. Sent after Ready, and when a session ends
+    or is resumed, which ends the number that it had.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -548,10 +550,10 @@ class Fence(_message.Message):
     epoch: _builtins.int
     """The epoch that it holds for."""
     last_session_number: _builtins.int
-    """Number of the session that was opened last. Those up to it which are not in live_session_numbers have ended."""
+    """The number that was given last to a session. Those up to it which are not in live_session_numbers have ended."""
     @_builtins.property
     def live_session_numbers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Sessions of the pool that live, ascending."""
+        """Numbers of the pool's sessions that live, ascending."""
 
     def __init__(
         self,

@@ -50,7 +50,8 @@ def test_requests_go_on_exactly(client: Client) -> None:
         request.append([1, 2, 3])  # the server has not heard of these
         if interrupt:
             after, held = resumed(client, session)
-            assert (after.session_number, after.sequence) == (session.session_number, session.sequence)
+            assert (after.session_number, after.sequence) == (session.session_number + 1, session.sequence)
+            assert after.table_lease.session_number == after.session_number
             adopted = after.adopt(held["r"], request.token_ids, extra_keys=keys)
             assert (adopted.block_ids, adopted.hashes) == (request.block_ids, request.hashes)
             session, request, waiting = after, adopted, after.adopt(held["w"], PROMPT)

@@ -119,6 +119,23 @@ def test_counts_the_blocks_a_writer_filled(prefix_map: PrefixMap) -> None:
     assert prefix_map.num_written_by([BlockId(1), BlockId(2), BlockId(3)], WRITER) == 2
 
 
+def test_what_a_writer_has_not_published_goes_on_under_another_number(prefix_map: PrefixMap) -> None:
+    new, next_after = WriterId(3), WriterId(4)
+    insert(prefix_map, "a", 1, sequence=1)
+    insert(prefix_map, "bc", 2, 3, sequence=2)
+    insert(prefix_map, "d", 4, sequence=3)
+    prefix_map.publish(WRITER, Sequence(1))
+    for writer, renamed in ((WRITER, new), (READER, next_after)):  # the second has filled nothing
+        prefix_map.rename_writer(writer, renamed)
+    assert prefix_map.find(GROUP, hashes("abcd"), new) == [1, 2, 3, 4]
+    assert prefix_map.find(GROUP, hashes("abcd"), WRITER) == [1]
+    assert [prefix_map.writer_of(BlockId(i)) for i in range(1, 5)] == [WRITER, new, new, new]
+    prefix_map.remove(BlockId(3))
+    prefix_map.publish(new, Sequence(2))
+    assert (prefix_map.unpublished_by(new), prefix_map.unpublished_by(next_after)) == ([4], [])
+    assert prefix_map.find(GROUP, hashes("ab"), READER) == [1, 2]
+
+
 def test_a_cleared_map_holds_nothing_and_can_be_filled_again(prefix_map: PrefixMap) -> None:
     insert(prefix_map, "aab", 1, 2, 3)
     prefix_map.clear()

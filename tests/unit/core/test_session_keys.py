@@ -7,6 +7,7 @@ import pytest
 
 from kvpool.server.core.errors import AbortedError, InvalidArgumentError, KvpoolError, NotFoundError
 from kvpool.server.core.integrity import check_integrity
+from kvpool.server.core.quota import Quota
 from kvpool.server.core.session import REMEMBERED_RESUME_KEYS, LeaseBounds, Session
 from kvpool.server.core.types import SessionId
 from support_core import World
@@ -91,16 +92,70 @@ def test_resuming_gives_another_id_and_fences_the_ones_before(world: Keyed) -> N
     assert world.resume("id1", "a", sequence=1, now_seconds=9.0) is session
     first = session.current_id
     assert (first != "id1", session.heard_seconds) == (True, 9.0)
-    before = world.snapshot()
+    held = [request.tables for request in session.requests.values()]
     assert world.resume("id1", "b") is session  # by any id that it ever had
     second = session.current_id
-    assert world.snapshot() == before
+    assert [request.tables for request in session.requests.values()] == held
+    before = world.snapshot()
     for stale in ("id1", first):
         for call in (world.allocator.session, world.allocator.close_session):
             assert refusal(partial(call, stale, 1.0)) == (AbortedError, "session_id", "SESSION_RESUMED")
     assert (world.snapshot(), session.heard_seconds) == (before, 0.0)
     assert world.allocator.session(second, 1.0) == (world.pool, session)
     assert refusal(lambda: world.open_with("k")) == (AbortedError, "session_id", "SESSION_RESUMED")
+
+
+def test_resuming_gives_the_next_number_and_keeps_all_else(world: Keyed) -> None:
+    session, other = world.open_with("k"), world.open_with("l")
+    world.admit(session, 1, "abc", 13)
+    world.resume("id1", "a")
+    assert (session.writer_before, session.writer, world.allocator.last_session_number) == (1, 3, 3)
+    assert [each.writer for each in world.sessions()] == [2, 3] == [s.writer for _, s in world.allocator.sessions()]
+    assert {request.writer for request in session.requests.values()} == {3}
+    assert world.allocator.find_session("m", 3)[1] is session
+    assert refusal(lambda: world.allocator.find_session("m", 1))[2] == "SESSION_NOT_FOUND"
+    check_integrity(world.pool, world.sessions())
+    world.resume("id1", "a")
+    assert (session.writer_before, session.writer, world.allocator.last_session_number) == (1, 3, 3), "a repeat"
+    for sequence, key in ((2, "b"), (0, "k" * 65)):
+        refusal(partial(world.resume, "id1", key, sequence))
+    assert (session.writer, world.open_with("m").writer, other.writer) == (3, 4, 2)
+
+
+def test_what_was_not_computed_yet_stays_its_own_and_is_published_under_the_new_number(world: Keyed) -> None:
+    session, other = world.open_with("k"), world.open_with("l")
+    world.admit(session, 1, "abc", 13)
+    world.resume("id1")
+    assert not any(world.admit(other, 1, "abc", 13).num_hit_tokens)
+    assert world.admit(session, 2, "abc", 13).num_hit_tokens[-1] == 12
+    world.allocator.mark_executed(world.pool, session, 1)
+    world.free(other, 1)
+    result = world.admit(other, 2, "abc", 13)
+    assert (result.num_hit_tokens[-1], result.num_shared_hit_tokens[-1]) == (12, 12)
+    check_integrity(world.pool, world.sessions())
+
+
+@pytest.mark.parametrize("quota", [Quota(2, 0), Quota(0, 5)])
+def test_resuming_keeps_the_quota(world: Keyed, quota: Quota) -> None:
+    session = world.open(quota=quota)
+    world.admit(session, 1, "abc", 13)
+    assert session.holding
+    counts = dict(session.holding.counts)
+    world.resume("s1")
+    assert (session.holding.counts, session.holding.min_blocks, session.holding.max_blocks) == (
+        counts, quota.min_blocks, quota.max_blocks,
+    )  # fmt: skip
+    check_integrity(world.pool, world.sessions())
+
+
+def test_a_resumed_session_that_is_evicted_is_quarantined_under_its_new_number(world: Keyed) -> None:
+    session = world.open_with("k")
+    world.admit(session, 1, "abc", 13)
+    world.resume("id1")
+    world.allocator.evict_session("m", session.writer, 0.0, quarantine_seconds=5.0)
+    assert world.pool.quarantine.numbers == (2,)
+    assert world.pool.blocks.prefix_map.pending() == {}
+    check_integrity(world.pool, world.sessions())
 
 
 def test_the_same_resume_key_takes_over_once_and_not_from_a_later_one(world: Keyed) -> None:

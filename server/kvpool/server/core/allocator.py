@@ -124,7 +124,9 @@ class Allocator(PoolLedger):
     def resume_session(
         self, session_id: str, sequence: int, *, resume_key: str, now_seconds: float
     ) -> tuple[Pool, Session]:
-        """Lets another process drive a session, which gets another id and is heard of by that.
+        """Lets another process drive a session, which gets another id and number, and is heard of by that.
+
+        O(its requests and unpublished blocks). What it had published before counts as another's where it hits that.
 
         Args:
             session_id: Any id that the session ever had.
@@ -147,7 +149,11 @@ class Allocator(PoolLedger):
         if is_newest:
             pool.activity.retries += 1
         else:
-            session.resume(resume_key)
+            self._last_writer += 1
+            session.resume(resume_key, WriterId(self._last_writer))
+            pool.blocks.prefix_map.rename_writer(session.writer_before, session.writer)
+            for sessions in (self._sessions, pool.sessions):  # which are in the order of their numbers
+                sessions[session.session_id] = sessions.pop(session.session_id)  # type: ignore[assignment]
         session.heard_seconds = now_seconds
         return pool, session
 
@@ -327,7 +333,7 @@ class Allocator(PoolLedger):
 
     @property
     def last_session_number(self) -> WriterId:
-        """Number of the session that was opened last, of any pool; 0 before the first."""
+        """The number that was given last to a session of any pool; 0 before the first."""
         return WriterId(self._last_writer)
 
     @property
@@ -336,7 +342,7 @@ class Allocator(PoolLedger):
         return len(self._sessions)
 
     def sessions(self) -> Iterator[tuple[Pool, Session]]:
-        """All open sessions with their pools, in the order they were opened, which is that of their numbers."""
+        """All open sessions with their pools, in the order they were opened or resumed: that of their numbers."""
         return iter(self._sessions.values())
 
     def _end(self, session_id: SessionId, reason: str, num_freed_requests: int = 0) -> tuple[Pool, Session]:

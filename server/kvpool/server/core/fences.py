@@ -1,7 +1,8 @@
 """Which sessions of a pool its ranks were told to keep out, until all ranks have answered.
 
 1. Fences count up from 1, over epochs too. An answer to one answers all before it.
-2. A session in quarantine waits for the first fence that named it as ended.
+2. A session in quarantine waits for the first fence that named it as ended. So does who resumed one: its number
+   before has ended.
 3. It is let go when every rank has answered that fence or a newer one; a rank that is away holds it up.
 """
 

@@ -188,9 +188,9 @@ class Membership:
         A rank that is away is told when it is back, as the pool is then ready again.
 
         Args:
-            last_session_number: Number of the session that was opened last.
+            last_session_number: The number that was given last.
             live: Sessions of the pool that live, ascending.
-            awaiting: Those that have ended and are let go when all ranks have answered.
+            awaiting: Numbers that have ended, and are to be told of when all ranks have answered.
         """
         return self._fences.begin(self.epoch, last_session_number, live, awaiting) if self._has_contents else []
 

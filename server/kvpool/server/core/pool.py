@@ -36,7 +36,8 @@ class ComputedBlocks:
         block_ids: Its blocks, group by group; null where none is needed. Not held: they may be evicted until they are
             allocated.
         num_tokens: Its length.
-        num_shared_tokens: Of these, tokens of blocks that another session filled, in the group that has most of them.
+        num_shared_tokens: Of these, tokens of blocks that another session filled, or this one before it was resumed, in
+            the group that has most of them.
     """
 
     block_ids: tuple[Sequence[BlockId], ...]
@@ -72,7 +73,7 @@ class Pool:
         recent_hit_rate: Hit rate over the last look-ups.
         num_preemptions: Times that a request's blocks were taken back.
         activity: What it did so far.
-        sessions: Those that are open, in the order they were opened; kept by whoever opens them.
+        sessions: Those that are open, in the order of their numbers; kept by whoever opens them.
         quarantine: Those that were ended and still hold their blocks; kept by whoever ends them.
         ranks_fence: Whether every rank of the pool says when no step of an ended session is in flight.
         residency: How long its blocks keep what they hold; None if that is not sampled.

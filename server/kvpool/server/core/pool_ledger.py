@@ -156,7 +156,7 @@ class PoolLedger:
         return iter(self._pools.values())
 
     def sessions_of(self, pool: Pool) -> list[Session]:
-        """The open sessions of a pool, in the order they were opened."""
+        """The open sessions of a pool, in the order they were opened or resumed: that of their numbers."""
         return list(pool.sessions.values())
 
     def describe(self, pool: Pool, event_sequence: int = 0) -> PoolInfo:

@@ -55,7 +55,7 @@ class PrefixMap:
         return GroupId(self._group_of[block_id])
 
     def writer_of(self, block_id: BlockId) -> WriterId:
-        """Session that filled a block that has a hash."""
+        """Session that filled a block that has a hash, by the number that it had when that was published."""
         return self._writer_of[block_id]
 
     def pending(self) -> dict[BlockId, types.Sequence]:
@@ -165,6 +165,15 @@ class PrefixMap:
                 del self._pending[block_id]
         if not by_sequence:
             del self._unpublished[writer]
+
+    def rename_writer(self, writer: WriterId, new: WriterId) -> None:
+        """Gives what only `writer` finds to `new`, who has filled nothing yet. O(those blocks)."""
+        by_sequence = self._unpublished.pop(writer, None)
+        if by_sequence:
+            self._unpublished[new] = by_sequence
+            for blocks in by_sequence.values():
+                for block_id in blocks:
+                    self._writer_of[block_id] = new
 
     def unpublished_by(self, writer: WriterId) -> list[BlockId]:
         """The blocks that only `writer` finds, in the order they were cached."""

@@ -65,7 +65,7 @@ class Request:
     Attributes:
         request_id: Its name.
         number: Its number in steps.
-        writer: The session.
+        writer: The session's number.
         num_tokens: Tokens known, prompt and output; caching never passes them.
         num_computed_tokens: Tokens that have room, hits included. The next allocation starts there.
         num_preemptions: Times its blocks were taken back.

@@ -4,7 +4,8 @@
 2. Changes are numbered from 1 without gaps. The same number again gets the same answer again and changes nothing; a
    number that was used for something else, or that comes too early, is refused.
 3. A session lives while its stream is open and for its lease after it was last heard of.
-4. One process drives it: resuming it gives it another id, and the ids before are good for nothing but to resume it.
+4. One process drives it: resuming it gives it another id and another number. The ids before are good for nothing but to
+   resume it; the numbers before are those of sessions that have ended, for ranks that hold block tables of theirs.
 """
 
 from collections import OrderedDict, deque
@@ -79,7 +80,7 @@ class Session:
 
     Attributes:
         session_id: Its name, a secret between client and server, as it was opened.
-        writer: Its number in the pool.
+        writer: Its number, which no other has or had; another each time that it is resumed.
         client_name: What it says it is.
         lease_seconds: How long it outlives its stream and its last call.
         heard_seconds: When it was last heard of, on the server's monotonic clock.
@@ -88,6 +89,7 @@ class Session:
         holding: The blocks that its requests hold, if it has a quota.
         opened_seconds: When it was opened, on the same clock.
         current_id: The id that the process which drives it has.
+        writer_before: The number that it had before it was resumed last; 0 if it never was.
         owner: Name of the token that opened it; empty where none was asked for.
         salt: Sets its hashes apart from those of sessions with another; a secret.
         open_streams: Streams that keep it alive.
@@ -108,6 +110,7 @@ class Session:
     holding: Holding | None = None
     opened_seconds: float = field(init=False)
     current_id: SessionId = field(init=False, repr=False)
+    writer_before: WriterId = field(init=False, default=WriterId(0))
     owner: str = ""
     salt: bytes = field(default=b"", repr=False)
     open_streams: int = 0
@@ -131,8 +134,11 @@ class Session:
             return None
         return key == self._resume_keys[-1]
 
-    def resume(self, key: str) -> None:
-        """Gives it its next id."""
+    def resume(self, key: str, writer: WriterId) -> None:
+        """Gives it its next id, and a number that is new. O(requests)."""
+        self.writer_before, self.writer = self.writer, writer
+        for request in self.requests.values():
+            request.writer = writer
         self._resumptions += 1
         self.current_id = SessionId(f"{self.session_id}{_RESUMPTION_MARK}{self._resumptions}")
         if key:

@@ -21,7 +21,8 @@ class PrefixCacheStats:
         preempted_queries_tokens: Tokens they asked for.
         preempted_hits_tokens: Tokens they found.
         resets: Times the prefix cache was reset.
-        shared_hits_tokens: Of all tokens found, those of blocks that another session had filled.
+        shared_hits_tokens: Of all tokens found, those of blocks that another session had filled, or the same before it
+            was resumed.
     """
 
     requests: int = 0

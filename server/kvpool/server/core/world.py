@@ -341,7 +341,7 @@ class EpochPassed:
 
 @dataclass(frozen=True, slots=True)
 class SessionsFenced:
-    """Effect: no step of these sessions, which have ended, is in flight on any rank, or will be."""
+    """Effect: no step under these numbers of sessions, which have ended, is in flight on any rank, or will be."""
 
     numbers: tuple[WriterId, ...]
 

@@ -10,6 +10,8 @@ from google.protobuf.message import Message
 
 from kvpool.server import faults
 from kvpool.server.core.errors import InvalidArgumentError, KvpoolError
+from kvpool.server.core.pool import Pool
+from kvpool.server.core.session import Session
 from kvpool.server.core.step import Operation, Outcome, Step
 from kvpool.server.core.types import SessionId
 from kvpool.server.obs.observations import Observations
@@ -24,6 +26,7 @@ from kvpool.v1 import allocator_pb2, allocator_pb2_grpc, pool_pb2, step_pb2
 _log = logging.getLogger("kvpool.server")
 
 _WaitContext = grpc.aio.ServicerContext[allocator_pb2.WaitUntilReadyRequest, allocator_pb2.WaitUntilReadyResponse]
+_ResumeContext = grpc.aio.ServicerContext[allocator_pb2.ResumeSessionRequest, allocator_pb2.ResumeSessionResponse]
 _StepContext = grpc.aio.ServicerContext[step_pb2.Step, step_pb2.StepResult]
 
 
@@ -100,11 +103,27 @@ class AllocatorService(allocator_pb2_grpc.AllocatorServiceServicer):
             config=convert_session.config_to_proto(pool, session),
         )
 
-    @in_turn
-    def ResumeSession(self, request: allocator_pb2.ResumeSessionRequest) -> allocator_pb2.ResumeSessionResponse:
+    async def ResumeSession(
+        self, request: allocator_pb2.ResumeSessionRequest, context: _ResumeContext
+    ) -> allocator_pb2.ResumeSessionResponse:
+        response = allocator_pb2.ResumeSessionResponse()
+        async with errors_sent(context, "ResumeSession"):
+            with self._hub.streaming() as stream:
+                await self.take_turn(request)
+                try:
+                    pool, session = self._resume(request)
+                    response = convert_session.resumption_to_proto(pool, session)
+                finally:
+                    self.end_turn()
+                with self._hub.resuming(session, stream), stream.wait():
+                    await self._ranks.fencing.keep_out(pool, session.writer_before)
+        return response
+
+    def _resume(self, request: allocator_pb2.ResumeSessionRequest) -> tuple[Pool, Session]:
         pool, session = self._hub.resume_session(request.session_id, request.sequence, request.resume_key)
-        _log.info("session resumed", extra={**session_fields(pool, session), "requests": len(session.requests)})
-        return convert_session.resumption_to_proto(pool, session)
+        extra = {"session_before": session.writer_before, "requests": len(session.requests)}
+        _log.info("session resumed", extra={**session_fields(pool, session), **extra})
+        return pool, session
 
     @guarded
     def KeepAlive(self, request: allocator_pb2.KeepAliveRequest) -> allocator_pb2.KeepAliveResponse:

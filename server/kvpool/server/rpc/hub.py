@@ -48,7 +48,7 @@ class Stream:
         self.waiting = False
         self.ended_by: KvpoolError | None = None
         self.driver_id: SessionId | None = None
-        """The id that its session was driven by when it began."""
+        """The id that its session was driven by when it began, or had itself given."""
 
     def end(self, error: KvpoolError) -> None:
         """Makes the call end with `error`: now if it waits, else when it has answered what it is at."""
@@ -91,6 +91,7 @@ class Hub:
         self._logs: dict[PoolName, EventLog] = {}
         self._streams: set[Stream] = set()
         self._by_session: dict[SessionId, Stream] = {}
+        self._resuming: dict[SessionId, list[Stream]] = {}
         self.limits = limits
         self.turns = FairTurns(limits.max_waiting_steps)
         self.is_draining = False
@@ -115,7 +116,7 @@ class Hub:
         return self.allocator.session(session_id, self._now_seconds_for(session_id))
 
     def resume_session(self, session_id: str, sequence: int, resume_key: str) -> tuple[Pool, Session]:
-        """See `Allocator.resume_session`; ends the stream of the process that drove the session before."""
+        """See `Allocator.resume_session`; ends what the process that drove the session before waits for."""
         now_seconds = self._now_seconds_for(session_id)
         pool, session = self.allocator.resume_session(
             session_id, sequence, resume_key=resume_key, now_seconds=now_seconds
@@ -123,7 +124,25 @@ class Hub:
         stream = self._by_session.get(session.session_id)
         if stream and stream.driver_id != session.current_id:
             stream.end(_superseded_error())
+        for resuming in self._resuming.get(session.session_id, ()):
+            if resuming.driver_id != session.current_id:
+                resuming.end(ended_error("SESSION_RESUMED"))
         return pool, session
+
+    @contextlib.contextmanager
+    def resuming(self, session: Session, stream: Stream) -> Iterator[None]:
+        """Keeps a session alive for a call that resumed it and is not answered yet, and ends the call with it."""
+        calls = self._resuming.setdefault(session.session_id, [])
+        calls.append(stream)
+        stream.driver_id = session.current_id
+        self.allocator.attach_stream(session)
+        try:
+            yield
+        finally:
+            self.allocator.detach_stream(session, self.now_seconds())
+            calls.remove(stream)
+            if not calls:
+                del self._resuming[session.session_id]
 
     def _now_seconds_for(self, session_id: str) -> float:
         """The time, by which a session whose lease has run out has ended."""
@@ -183,7 +202,7 @@ class Hub:
         sessions = self.allocator.pass_epoch(pool, epoch)
         self.publish(pool)
         for session in sessions:
-            self._end_session_stream(session.session_id, ended_error("EPOCH_PASSED"))
+            self._end_streams(session.session_id, ended_error("EPOCH_PASSED"))
         return len(sessions)
 
     def evict_session(self, pool_name: str, number: int) -> Session:
@@ -192,7 +211,7 @@ class Hub:
             pool_name, number, self.now_seconds(), quarantine_seconds=self._quarantine_seconds
         )
         self.publish(pool)
-        self._end_session_stream(session.session_id, ended_error("SESSION_EVICTED"))
+        self._end_streams(session.session_id, ended_error("SESSION_EVICTED"))
         self._tell_ended(pool, session)
         return session
 
@@ -288,14 +307,14 @@ class Hub:
         pool, session = self.allocator.session(session_id, now_seconds)
         _, count = self.allocator.close_session(session_id, now_seconds)
         self.publish(pool)
-        self._end_session_stream(session.session_id, ended_error("SESSION_CLOSED"))
+        self._end_streams(session.session_id, ended_error("SESSION_CLOSED"))
         self.on_session_ended(pool.config.name)
         return count, (pool, session)
 
-    def _end_session_stream(self, session_id: SessionId, error: KvpoolError) -> None:
+    def _end_streams(self, session_id: SessionId, error: KvpoolError) -> None:
         stream = self._by_session.get(session_id)
-        if stream:
-            stream.end(error)
+        for each in (*((stream,) if stream else ()), *self._resuming.get(session_id, ())):
+            each.end(error)
 
     async def expire_leases(self) -> None:
         """Ends sessions as their leases run out, and their quarantine, for ever."""

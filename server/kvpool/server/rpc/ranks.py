@@ -35,6 +35,7 @@ from kvpool.server.core.world import (
     StatusSent,
 )
 from kvpool.server.rpc import convert_world
+from kvpool.server.rpc.fencing import Fencing
 from kvpool.server.rpc.hub import Hub, Stream
 from kvpool.v1 import worker_pb2
 
@@ -82,7 +83,12 @@ class RankLink:
 
 
 class Ranks:
-    """The memberships of a server's pools, and the links of their ranks."""
+    """The memberships of a server's pools, and the links of their ranks.
+
+    Attributes:
+        timing: How long ranks are waited for.
+        fencing: When they are told whose steps may run.
+    """
 
     def __init__(self, hub: Hub, timing: RankTiming, max_pool_blocks: int, max_pools: int) -> None:
         self._hub = hub
@@ -92,8 +98,8 @@ class Ranks:
         self._memberships: dict[PoolName, Membership] = {}
         self._links: dict[LinkId, RankLink] = {}
         self._last_link = 0
-        self._to_fence: set[PoolName] = set()
-        hub.on_session_ended = self._fence_soon
+        self.fencing = Fencing(hub.allocator, self._memberships, self._carry_out)
+        hub.on_session_ended = self.fencing.begin_soon
 
     def membership(self, name: str) -> Membership | None:
         """The ranks of a pool, if it has or awaits any."""
@@ -322,7 +328,7 @@ class Ranks:
                     self._send(effect.link, worker_pb2.JoinResponse(plan=convert_world.plan_to_proto(effect)))
                 case ReadySent():
                     self._send(effect.link, worker_pb2.JoinResponse(ready=convert_world.ready_to_proto(effect)))
-                    self._fence_soon(membership.name)
+                    self.fencing.begin_soon(membership.name)
                 case StatusSent():
                     self._send(effect.link, worker_pb2.JoinResponse(status=convert_world.status_to_proto(effect)))
                 case FenceSent():
@@ -334,22 +340,6 @@ class Ranks:
         if membership.is_empty and not membership.was_open and self.membership(membership.name) is membership:
             del self._memberships[membership.name]
             self._hub.allocator.undrain(membership.name)  # who forms it next knows nothing of this one's drain
-
-    def _fence_soon(self, name: PoolName) -> None:
-        """Tells a pool's ranks whose steps may run, once a turn of the loop, however many sessions end in it."""
-        if name in self._memberships and name not in self._to_fence:
-            self._to_fence.add(name)
-            asyncio.get_running_loop().call_soon(self._fence, name)
-
-    def _fence(self, name: PoolName) -> None:
-        self._to_fence.discard(name)
-        membership, allocator = self.membership(name), self._hub.allocator
-        if membership is None or not allocator.has_pool(name):
-            return
-        pool = allocator.pool(name)
-        live = [session.writer for session in allocator.sessions_of(pool)]
-        effects = membership.fence(allocator.last_session_number, live, pool.quarantine.awaiting_ranks)
-        self._carry_out(membership, effects)
 
     def _change_pool(self, membership: Membership, effect: PoolEffect) -> None:
         name = membership.name
@@ -373,6 +363,7 @@ class Ranks:
                 _log.warning("epoch passed", extra={"pool": name, "epoch": passed, "sessions": count})
             case SessionsFenced():
                 self._hub.release(name, effect.numbers)
+                self.fencing.answered(name, effect.numbers)
             case _:
                 assert_never(effect)
 

@@ -1,0 +1,223 @@
+"""A session that is resumed on ranks that fence: answered when no step of the process before can touch its blocks."""
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import grpc
+import pytest
+
+from kvpool.client import AbortedError, Client, KvpoolError, Session, UnavailableError, connect
+from kvpool.client.admin import AdminClient
+from kvpool.client.errors import from_rpc_error
+from kvpool.gpu_worker.fence import Fence, StaleTablesError
+from kvpool.server.core.types import TableLease, WriterId
+from kvpool.server.core.world import HeldTensors
+from kvpool.v1 import allocator_pb2, allocator_pb2_grpc, worker_pb2
+from support_ranks import registration
+from support_server import ServerProcess, running_server
+from support_wire_ranks import WireRank, form, keep, wait_until
+
+PROMPT = list(range(100))
+SHORT_SECONDS = 1.0
+TIMING = {"heartbeat_seconds": 1.0, "heartbeat_timeout_seconds": 60.0, "grace_seconds": 60.0}
+
+
+@pytest.fixture
+def server() -> Iterator[ServerProcess]:
+    with TemporaryDirectory() as folder:
+        server = ServerProcess(f"unix:{folder}/s", rank_timing=TIMING, quarantine_seconds=600.0)
+        try:
+            yield server
+        finally:
+            status, errors = server.stop()
+        assert (status, "Traceback" in errors) == (0, False), errors
+
+
+@pytest.fixture
+def client(server: ServerProcess) -> Iterator[Client]:
+    with connect(server.addresses[0]) as client:
+        yield client
+
+
+@pytest.fixture
+def stub(server: ServerProcess) -> Iterator[allocator_pb2_grpc.AllocatorServiceStub]:
+    with grpc.insecure_channel(server.addresses[0]) as channel:
+        yield allocator_pb2_grpc.AllocatorServiceStub(channel)
+
+
+def fill(client: Client, lease_seconds: float = 60.0) -> Session:
+    session = client.open_session("m", lease_seconds=lease_seconds)
+    assert session.admit(session.request("r", PROMPT))
+    return session
+
+
+def resuming(stub: allocator_pb2_grpc.AllocatorServiceStub, session: Session, key: str = "k") -> Any:
+    """A call that may take long."""
+    request = allocator_pb2.ResumeSessionRequest(session_id=session.session_id, resume_key=key)
+    return stub.ResumeSession.future(request)
+
+
+def fence_of(rank: WireRank, last: int, after: int = 0) -> worker_pb2.Fence:
+    """The fence that was sent when a number had been given, and after another fence."""
+    found = rank.wait_for("fence", lambda m: m.fence.last_session_number == last and m.fence.fence_sequence > after)
+    return found.fence
+
+
+def refusal(call: Any) -> KvpoolError:
+    with pytest.raises(grpc.RpcError) as caught:
+        call.result(timeout=20)
+    return from_rpc_error(caught.value)
+
+
+def listened(rank: WireRank) -> None:
+    """Waits until the server has heard all that a rank said."""
+    rank.beat(77).wait_for("status", lambda m: m.status.heartbeat_sequence == 77)
+
+
+def test_it_is_answered_when_every_rank_keeps_the_process_before_out(
+    server: ServerProcess, client: Client, stub: allocator_pb2_grpc.AllocatorServiceStub
+) -> None:
+    ranks = form(server.addresses[0], 2, 2)
+    before = fill(client)
+    gpu = Fence()
+    gpu.begin(before.epoch)
+    gpu.open(before.epoch)
+    step = gpu.step(before.table_lease)
+    call = resuming(stub, before)
+    fences = [fence_of(rank, 2) for rank in ranks]
+    assert [list(fence.live_session_numbers) for fence in fences] == [[2], [2]]
+    gpu.narrow(fences[0].last_session_number, fences[0].live_session_numbers)
+    assert not gpu.is_quiet
+    keep(ranks[0], fences[0])
+    listened(ranks[0])
+    assert not call.done()
+    step.done()
+    assert gpu.is_quiet
+    keep(ranks[1], fences[1])
+    told = call.result(timeout=20)
+    assert (told.session.session_number, told.session.epoch) == (2, before.epoch)
+    with pytest.raises(StaleTablesError) as caught:
+        gpu.step(before.table_lease)
+    assert caught.value.reason == "SESSION_ENDED"
+    gpu.step(TableLease(told.session.epoch, WriterId(told.session.session_number))).done()
+    assert client.get_pool("m").quarantined_blocks == 0
+
+
+def test_it_can_be_sent_again_and_waits_again(
+    server: ServerProcess, client: Client, stub: allocator_pb2_grpc.AllocatorServiceStub
+) -> None:
+    (rank,) = form(server.addresses[0], 1, 1)
+    before = fill(client)
+    first = resuming(stub, before)
+    fence = fence_of(rank, 2)
+    first.cancel()
+    again = resuming(stub, before)
+    later = fence_of(rank, 2, after=fence.fence_sequence)
+    keep(rank, later)
+    told = again.result(timeout=20)
+    assert told.session.session_number == 2
+    late = resuming(stub, before)  # whoever asks when it is over is answered likewise, and disturbs nobody
+    keep(rank, fence_of(rank, 2, after=later.fence_sequence))
+    assert late.result(timeout=20) == told
+
+
+def test_the_lease_does_not_run_out_meanwhile(
+    server: ServerProcess, client: Client, stub: allocator_pb2_grpc.AllocatorServiceStub
+) -> None:
+    (rank,) = form(server.addresses[0], 1, 1)
+    call = resuming(stub, fill(client, SHORT_SECONDS))
+    fence = fence_of(rank, 2)
+    with pytest.raises(grpc.FutureTimeoutError):
+        call.result(timeout=2 * SHORT_SECONDS)
+    keep(rank, fence)
+    assert call.result(timeout=20).session.session_number == 2
+
+
+def evict(address: str) -> None:
+    with AdminClient(address) as admin:
+        admin.evict_session("m", next(iter(admin.sessions("m"))).session_number)
+
+
+@pytest.mark.parametrize(
+    ("end", "told"),
+    [
+        (lambda server, _: evict(server.addresses[0]), (AbortedError, "SESSION_EVICTED")),
+        (lambda _, rank: rank.say(leave=worker_pb2.Leave()), (AbortedError, "EPOCH_PASSED")),
+        (lambda server, _: server.process.terminate(), (UnavailableError, "DRAINING")),
+    ],
+    ids=["evicted", "epoch", "stopped"],
+)
+def test_what_ends_the_session_ends_the_wait(
+    end: Callable[[ServerProcess, WireRank], object],
+    told: tuple[type[KvpoolError], str],
+    server: ServerProcess,
+    client: Client,
+    stub: allocator_pb2_grpc.AllocatorServiceStub,
+) -> None:
+    (rank,) = form(server.addresses[0], 1, 1)
+    call = resuming(stub, fill(client))
+    fence_of(rank, 2)
+    end(server, rank)
+    error = refusal(call)
+    assert (type(error), error.reason) == told
+
+
+def test_another_process_that_resumes_it_ends_the_wait_of_the_first(
+    server: ServerProcess, client: Client, stub: allocator_pb2_grpc.AllocatorServiceStub
+) -> None:
+    (rank,) = form(server.addresses[0], 1, 1)
+    before = fill(client)
+    first = resuming(stub, before, "a")
+    fence_of(rank, 2)
+    second = resuming(stub, before, "b")
+    assert refusal(first).reason == "SESSION_RESUMED"
+    fence = fence_of(rank, 3)
+    assert list(fence.live_session_numbers) == [3]
+    keep(rank, fence)
+    assert second.result(timeout=20).session.session_number == 3
+
+
+def test_ranks_of_which_one_does_not_fence_are_not_waited_for() -> None:
+    with running_server(rank_timing=TIMING) as address, connect(address) as client:
+        fencing, _ = form(address, 2, 1)
+        before = fill(client)
+        after = client.resume_session(before.session_id)
+        assert (after.session_number, after.table_lease) == (2, TableLease(before.epoch, WriterId(2)))
+        assert list(fence_of(fencing, 2).live_session_numbers) == [2]
+        after.close()
+
+
+def test_a_server_that_was_killed_meanwhile_waits_for_its_ranks_anew(tmp_path: Path) -> None:
+    with TemporaryDirectory() as folder:
+        settings: dict[str, Any] = {"journal": {"folder": str(tmp_path)}, "rank_timing": TIMING}
+        address = f"unix:{folder}/s"
+        server = ServerProcess(address, **settings)
+        (rank,) = form(address, 1, 1)
+        with connect(address, deadline_seconds=60.0) as client, ThreadPoolExecutor(1) as pool:
+            before = fill(client)
+            call = pool.submit(client.resume_session, before.session_id, sequence=before.sequence)
+            fence_of(rank, 2)
+            server.process.kill()
+            server.process.communicate()
+            server = ServerProcess(address, **settings)
+            try:
+                back = WireRank(address)
+                tensors = HeldTensors(1, client.get_pool("m").config.num_blocks)
+                back.register(registration(0, 1, held=tensors, fences=True)).wait_for("ready")
+                assert list(fence_of(back, 2).live_session_numbers) == [2]
+                listened(back)
+                assert not call.done()
+
+                def keeps_all() -> bool:  # the call comes again in its own time, and asks for another fence
+                    keep(back, back.wait_for("fence").fence)
+                    return call.done()
+
+                wait_until(keeps_all, "it is answered")
+                after = call.result(timeout=30)
+                assert (after.session_number, len(after.held_requests)) == (2, 1)
+                after.close()
+            finally:
+                assert server.stop()[0] == 0
