@@ -34,7 +34,7 @@ NOT_RESTORED: dict[tuple[type, str], str] = {
     (Session, "open_streams"): "streams end with the process",
     (Quarantine, "_num_blocks"): "is counted when somebody asks",
     (FreeList, "_next"): "what it holds of blocks that are not free is never read; the free ones are compared in order",
-    **{place: reason for place, reason in LEFT_OUT.items() if place[1] != "_by_hash"},
+    **{place: reason for place, reason in LEFT_OUT.items() if place[1] not in {"_by_hash", "by_number"}},
 }
 """Fields that a recovered allocator may hold otherwise, and why."""
 

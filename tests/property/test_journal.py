@@ -1,8 +1,10 @@
 """What comes back from a journal is what was: in any mix of groups, killed after any change, at any byte."""
 
 import asyncio
+import random
 import tempfile
 from pathlib import Path
+from unittest.mock import patch
 
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
@@ -54,6 +56,55 @@ def test_it_goes_on_as_if_nothing_had_been(
             assert not found.dropped
             assert found.cut_bytes
             assert_alike(_twin(config, seed, count - 1)[0].allocator, found.allocator)
+
+
+@settings(
+    max_examples=60,
+    deadline=None,
+    derandomize=True,
+    report_multiple_bugs=False,
+    phases=[Phase.explicit, Phase.generate],
+    suppress_health_check=[HealthCheck.too_slow],
+)
+@given(config=configs(), seed=st.integers(0, 2**32), count=st.integers(0, 120), slice_blocks=st.integers(1, 9))
+def test_a_snapshot_is_of_one_moment_whatever_happens_while_it_is_written(
+    config: PoolConfig, seed: int, count: int, slice_blocks: int
+) -> None:
+    with tempfile.TemporaryDirectory() as name, patch("kvpool.server.journal.guarded.SLICE_BLOCKS", slice_blocks):
+        folder = Path(name)
+        changes, after = asyncio.run(_write_amid_changes(folder, config, seed, count))
+        twin, _ = _twin(config, seed, changes)
+        found = recovered(folder)  # the snapshot and the log that began with it
+        assert not found.dropped, found.detail
+        assert_alike(twin.allocator, found.allocator)
+        assert_alike(after, found.allocator)
+        (log,) = folder.glob("log-*")
+        with log.open("r+b") as file:
+            file.truncate(0)  # the snapshot alone: what was at its moment, and nothing of what came in between
+        assert_alike(_twin(config, seed, count)[0].allocator, recovered(folder).allocator)
+
+
+async def _write_amid_changes(folder: Path, config: PoolConfig, seed: int, count: int) -> tuple[int, Allocator]:
+    """Makes `count` changes, then some at each turn of a snapshot; returns how many it made, and the state."""
+    journal = journal_in(folder)
+    journal.begin(0.0)
+    traffic = Traffic(journal.allocator, config, seed)
+    for _ in range(count):
+        traffic.change()
+    rng = random.Random(seed)  # noqa: S311 - a workload
+    snapshot = asyncio.create_task(journal._snapshot())
+    await asyncio.sleep(0)
+    while not snapshot.done():
+        for _ in range(rng.choice([0, 0, 1, 2, 10])):
+            traffic.change()
+            count += 1
+        await asyncio.sleep(0)
+    await snapshot
+    for pool in journal.allocator.pools():
+        assert type(pool.blocks._ref_cnt) is list
+        pool.blocks.take_events()
+    kill(journal)
+    return count, journal.allocator
 
 
 async def _write(folder: Path, config: PoolConfig, seed: int, count: int, snapshot_at: int) -> None:

@@ -52,7 +52,7 @@ class BlockContents:
 
     def clear(self) -> None:
         """Forgets all. O(num_blocks)."""
-        self._contents_of[:] = [None] * len(self._contents_of)
+        self._contents_of = [None] * len(self._contents_of)
 
 
 class ContentsWalk:

@@ -105,6 +105,8 @@ class GroupManager:
         start, end = table.num_skipped, min(self.num_skipped_blocks(num_computed_tokens), len(table.block_ids))
         if start >= end:
             return []
+        if not table.num_skipped:
+            table.block_ids = table.block_ids.copy()  # see BlockTable: once in the life of a table
         skipped = table.block_ids[start:end]
         table.block_ids[start:end] = [NULL_BLOCK] * len(skipped)
         table.num_skipped = end

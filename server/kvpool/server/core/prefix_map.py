@@ -184,7 +184,7 @@ class PrefixMap:
         for by_hash, several in zip(self._by_hash, self._several, strict=True):
             by_hash.clear()
             several.clear()
-        self._hash_of[:] = [None] * len(self._hash_of)
+        self._hash_of = [None] * len(self._hash_of)
         self._pending.clear()
         self._unpublished.clear()
         self._num_cached = [0] * len(self._by_hash)

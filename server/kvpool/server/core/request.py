@@ -1,4 +1,9 @@
-"""A request as the pool knows it, its block tables, and what its session holds."""
+"""A request as the pool knows it, its block tables, and what its session holds.
+
+1. The lists of a request (hashes, joined hashes, token ids, tables that skipped nothing) only grow, at their end, or
+   are replaced: whoever has one and its length has what it held then.
+2. Every request of a session has the session's holding.
+"""
 
 from dataclasses import dataclass, field
 
@@ -10,7 +15,8 @@ class BlockTable:
     """A request's blocks in one group.
 
     Attributes:
-        block_ids: The blocks in the order of the tokens they hold, after as many nulls as were skipped.
+        block_ids: The blocks in the order of the tokens they hold, after as many nulls as were skipped. Changed in
+            place, other than at its end, only once something was skipped.
         num_cached: How many of the first blocks were cached by this request or hit; only grows while it holds blocks.
         num_skipped: How many of the first stand null; only grows while it holds blocks.
     """

@@ -14,13 +14,14 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
 from functools import cache
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, TypeVar
 
 import cbor2
 
 import kvpool.server.core
 from kvpool.server.journal.frames import DamageError
 
+_Made = TypeVar("_Made")
 _ATOMS: Final = frozenset((type(None), bool, int, float, str, bytes))
 _EMPTY: Final[dict[str, Callable[[], Any]]] = {
     "l": list,
@@ -221,6 +222,10 @@ class Decoder:
             return self._value(node)
         except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
             raise DamageError("holds what no value is written as") from error
+
+    def made(self, kind: type[_Made]) -> list[_Made]:
+        """The objects of a class that were made so far, each once."""
+        return [each for each in self._memo if isinstance(each, kind)]
 
     def _value(self, node: Any) -> Any:  # noqa: ANN401, PLR0911 - any value, one for each kind
         if type(node) is not list:

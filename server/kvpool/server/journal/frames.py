@@ -28,13 +28,15 @@ class FrameKind(IntEnum):
     CALL = 3
     """Any other change."""
     GRAPH = 4
-    """A snapshot: all but the columns by block."""
+    """A snapshot: all but requests and the columns by block."""
     SLICE = 5
     """A snapshot: a piece of a column."""
     END = 6
     """A snapshot: it is whole."""
     POOLS = 7
     """Names, configurations and epochs of the pools."""
+    REQUESTS = 8
+    """A snapshot: some of the sessions' requests."""
 
 
 class DamageError(Exception):

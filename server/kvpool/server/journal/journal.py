@@ -9,11 +9,12 @@
 """
 
 import asyncio
+import contextlib
 import errno
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final
 
@@ -82,7 +83,7 @@ class Journal:
             if self.recovery.dropped:
                 self._folder.invalidate()
             self._rotate()
-            self._write_at_once(self._freeze())
+            self._write_at_once()
         else:
             self._rotate()
             self._due.set()
@@ -108,7 +109,7 @@ class Journal:
         if self.allocator.sink:
             try:
                 self._rotate()
-                self._write_at_once(self._freeze())
+                self._write_at_once()
             except OSError as error:  # the logs tell it all
                 _log.warning("journal snapshot failed", extra={"error": error.strerror})
         self.allocator.sink = None
@@ -139,33 +140,34 @@ class Journal:
 
     async def _snapshot(self) -> None:
         start = time.perf_counter()
-        frozen = self._freeze()
-        self._rotate()
-        self.counts.stopped_seconds = time.perf_counter() - start
-        number = self._number
-        part = self._part(number)
-        descriptor = self._folder.create(part)
-        faults.reach("snapshot.begun")
-        try:
-            for frame in frozen.frames():
-                self._write(descriptor, frame)
-                faults.reach("snapshot.slice_written")
-                await asyncio.sleep(0)
-                if number != self._number:
-                    return  # the journal was given up meanwhile
-            self._finish(number, start)
-        finally:
-            os.close(descriptor)
-            part.unlink(missing_ok=True)
+        with self._freeze() as frozen:
+            self._rotate()
+            self.counts.stopped_seconds = time.perf_counter() - start
+            number = self._number
+            with self._new_part() as descriptor:
+                faults.reach("snapshot.begun")
+                for frame in frozen.frames():
+                    self._write(descriptor, frame)
+                    faults.reach("snapshot.slice_written")
+                    await asyncio.sleep(0)
+                    if number != self._number:
+                        return  # the journal was given up meanwhile
+                self._finish(number, start)
 
-    def _write_at_once(self, frozen: Frozen) -> None:
+    def _write_at_once(self) -> None:
         start = time.perf_counter()
-        part = self._part(self._number)
-        descriptor = self._folder.create(part)
-        try:
+        with self._freeze() as frozen, self._new_part() as descriptor:
             for frame in frozen.frames():
                 self._write(descriptor, frame)
             self._finish(self._number, start)
+
+    @contextlib.contextmanager
+    def _new_part(self) -> Iterator[int]:
+        """The file of the next snapshot, opened, while it is written."""
+        part = self._part(self._number)
+        descriptor = self._folder.create(part)
+        try:
+            yield descriptor
         finally:
             os.close(descriptor)
             part.unlink(missing_ok=True)

@@ -1,8 +1,8 @@
 """All that an allocator holds, as frames: frozen at one moment, encoded and written a slice at a time.
 
-1. `freeze` takes everything at once: what is small is encoded, the columns by block are copied as they are. What is
-   changed later is not in it.
-2. What follows from the rest is left out, and made again: the free list's links back, the maps by hash.
+1. `Frozen` takes everything at one moment: what is small is encoded; columns by block and requests are kept as they
+   were until they are written (see `guarded`). What is changed later is not in it.
+2. What follows from the rest is left out, and made again: the free list's links back, the maps by hash and by number.
 3. What stays with its process is left out, too: see `LEFT_OUT`.
 """
 
@@ -10,6 +10,7 @@ import gc
 import operator
 from array import array
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from functools import cache
 from itertools import compress
 from typing import Any, Final
@@ -21,13 +22,15 @@ from kvpool.server.core.config import HashScheme, KVCacheGroup, PoolConfig
 from kvpool.server.core.free_list import FreeList
 from kvpool.server.core.pool import Pool
 from kvpool.server.core.prefix_map import PrefixMap
+from kvpool.server.core.request import Request
+from kvpool.server.core.session import Session
 from kvpool.server.core.specs import FullAttentionSpec
 from kvpool.server.core.types import NULL_BLOCK, BlockHash, BlockId, PoolName
 from kvpool.server.journal.calls import JournaledAllocator, WireCodec
 from kvpool.server.journal.codec import Decoder, Encoder, dumps, loads
 from kvpool.server.journal.frames import DamageError, Frame, FrameKind, encode_frame
+from kvpool.server.journal.guarded import FrozenRequests, GuardedColumn
 
-SLICE_BLOCKS: Final = 4096
 LEFT_OUT: Final = {
     (Allocator, "_new_residency"): "is given to each process",
     (Allocator, "_leases"): "likewise",
@@ -36,15 +39,18 @@ LEFT_OUT: Final = {
     (BlockPool, "_events"): "events that were not told yet: watchers of a new process begin with a snapshot",
     (FreeList, "_prev"): "follows from _next",
     (PrefixMap, "_by_hash"): "follows from _hash_of, _group_of and _several",
+    (Session, "by_number"): "follows from requests",
 }
 _COLUMNS: Final = {
     (FreeList, "_next"),
+    (PrefixMap, "_group_of"),
     (PrefixMap, "_hash_of"),
     (PrefixMap, "_writer_of"),
     (BlockPool, "_ref_cnt"),
     (BlockContents, "_contents_of"),
 }
-_AT: Final = "column"
+_COLUMN: Final = "column"
+_REQUESTS: Final = "requests"
 
 
 @cache
@@ -76,45 +82,66 @@ def _small(owner: object, name: str) -> object:
     return None if here in LEFT_OUT or here in _COLUMNS else getattr(owner, name)
 
 
-class Frozen:
-    """A state that changes no more, yet to be written. Takes 8 bytes a block and column until it is."""
+class Frozen(AbstractContextManager["Frozen"]):
+    """A state that changes no more, yet to be written. Until it is, or is left, changes of the allocator cost more.
+
+    There may be one at a time of an allocator.
+    """
 
     def __init__(self, allocator: Allocator, messages: WireCodec) -> None:
-        # Tuples: the garbage collector walks those of atoms once, and lists again and again.
-        self._columns: list[tuple[Any, ...]] = []
+        self._messages = messages
+        self._columns: list[GuardedColumn] = []
+        self._requests = FrozenRequests()
         encoder = Encoder(messages, field=self._field)
         had_collector = gc.isenabled()
         gc.disable()
         try:
             node = encoder.node([getattr(allocator, name) for name in _allocator_fields()])
+        except BaseException:
+            self._give_back()
+            raise
         finally:
             if had_collector:
                 gc.enable()
         self._graph = [list(_allocator_fields()), encoder.classes, node]
+
+    def __exit__(self, *_: object) -> None:
+        self._give_back()
 
     def _field(self, owner: object, name: str) -> object:
         here = (type(owner), name)
         if here in LEFT_OUT:
             return None
         value = getattr(owner, name)
-        if here not in _COLUMNS:
-            return value
-        self._columns.append(tuple(value))
-        return (_AT, len(self._columns) - 1, len(value))
+        if here in _COLUMNS:
+            if isinstance(value, GuardedColumn):
+                raise RuntimeError("an allocator is frozen twice at a time")
+            self._columns.append(GuardedColumn(owner, name))
+            return (_COLUMN, len(self._columns) - 1, len(value))
+        if here == (Session, "requests"):
+            return (_REQUESTS, *self._requests.add(value.values()))
+        return value
 
     def frames(self) -> Iterator[bytes]:
-        """Encodes it, a frame at a time. O(blocks of a slice) each but the first; uses the columns up."""
+        """Encodes it, a frame at a time, once. O(blocks of a slice) each but the first."""
         yield encode_frame(FrameKind.GRAPH, dumps(self._graph))
-        for number in range(len(self._columns)):
-            column = self._columns[number]
-            for start in range(0, len(column), SLICE_BLOCKS):
-                piece = column[start : start + SLICE_BLOCKS]
+        for requests in self._requests.slices():
+            encoder = Encoder(self._messages)
+            node = encoder.node(requests)
+            yield encode_frame(FrameKind.REQUESTS, dumps([encoder.classes, node]))
+        for number, column in enumerate(self._columns):
+            for piece in column.slices():
                 yield encode_frame(FrameKind.SLICE, dumps([number, *_encode_slice(piece)]))
-            self._columns[number] = ()
         yield encode_frame(FrameKind.END, b"")
+
+    def _give_back(self) -> None:
+        for column in self._columns:
+            column.give_back()
 
 
 def _encode_slice(values: Sequence[Any]) -> list[object]:
+    if isinstance(values, bytearray):
+        return ["y", bytes(values)]
     kinds = set(map(type, values))
     if kinds == {int}:
         try:
@@ -129,6 +156,8 @@ def _encode_slice(values: Sequence[Any]) -> list[object]:
 
 
 def _decode_slice(kind: str, *parts: Any) -> list[Any]:  # noqa: ANN401 - as it was encoded
+    if kind == "y":
+        return list(parts[0])
     if kind in {"I", "Q"}:
         return array(kind, parts[0]).tolist()
     if kind == "b":
@@ -156,6 +185,7 @@ class Loader:
         self._messages = messages
         self._graph: list[Any] = []
         self._columns: dict[int, list[Any]] = {}
+        self._requests: list[Request] = []
         self.is_whole = False
 
     def take(self, frame: Frame) -> None:
@@ -173,6 +203,12 @@ class Loader:
                     self._columns.setdefault(number, []).extend(_decode_slice(*parts))
                 except (TypeError, ValueError, StopIteration) as error:
                     raise DamageError("a slice of no column") from error
+            case FrameKind.REQUESTS:
+                try:
+                    classes, node = loads(frame.payload)
+                    self._requests += Decoder(self._messages, classes).value(node)
+                except (TypeError, ValueError) as error:
+                    raise DamageError("holds no requests") from error
             case FrameKind.END:
                 self._fill()
                 self.is_whole = True
@@ -187,17 +223,36 @@ class Loader:
         values = decoder.value(node)
         for name, value in zip(names, values, strict=True):
             setattr(self._allocator, name, value)
+        for session in decoder.made(Session):
+            self._complete_session(session)
         for pool in self._allocator.pools():
             pool.residency = pool.blocks.residency = self._allocator.new_residency()
             _complete(pool.blocks, self._column)
         self._allocator.hold_leases()
 
+    def _complete_session(self, session: Session) -> None:
+        kind, first, end = _place(session.requests)
+        requests = self._requests[first:end]
+        if kind != _REQUESTS or len(requests) != end - first or {*map(type, requests)} - {Request}:
+            raise DamageError("requests are missing")
+        session.requests = {request.request_id: request for request in requests}
+        session.by_number = {request.number: request for request in requests}
+        for request in requests:
+            request.holding = session.holding
+
     def _column(self, place: object) -> list[Any]:
-        at, number, length = place if isinstance(place, tuple) else (None, 0, 0)
+        kind, number, length = _place(place)
         column = self._columns.pop(number, [])
-        if at != _AT or len(column) != length:
+        if kind != _COLUMN or len(column) != length:
             raise DamageError("a column is missing or too short")
         return column
+
+
+def _place(value: object) -> tuple[str, int, int]:
+    match value:
+        case (str(kind), int(first), int(second)):
+            return kind, first, second
+    return "", 0, 0
 
 
 def _complete(blocks: BlockPool, column_at: Callable[[object], list[Any]]) -> None:
@@ -225,6 +280,7 @@ def _link(free_list: FreeList, follow: list[BlockId], ids: Sequence[BlockId]) ->
 def _map(prefix_map: PrefixMap, column_at: Callable[[object], list[Any]], ids: Sequence[BlockId]) -> None:
     hashes: list[BlockHash | None] = column_at(prefix_map._hash_of)
     prefix_map._hash_of = hashes
+    prefix_map._group_of = bytearray(column_at(prefix_map._group_of))
     prefix_map._writer_of = column_at(prefix_map._writer_of)
     several = prefix_map._several
     by_hash: list[dict[BlockHash, BlockId | dict[BlockId, None]]] = [{} for _ in several]
