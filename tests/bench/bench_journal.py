@@ -33,13 +33,14 @@ from kvpool.server.journal.calls import JournaledAllocator
 from kvpool.server.journal.config import JournalConfig
 from kvpool.server.journal.frames import FrameKind, encode_frame
 from kvpool.server.journal.journal import Journal
+from kvpool.server.journal.snapshot import Frozen
 from kvpool.server.rpc.convert_journal import WireMessages
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from bench.bench_metrics import Decodes
 from support_server import running_server
 
-BLOCK_SIZE, NUM_REQUESTS = 16, 256
+BLOCK_SIZE = 16
 WIRE = WireMessages()
 
 
@@ -64,7 +65,7 @@ def cost_of_a_step(rounds: int) -> dict[str, float]:
 class FullPool:
     """A session that fills a pool with cached blocks, then decodes, in this process."""
 
-    def __init__(self, allocator: JournaledAllocator, num_blocks: int) -> None:
+    def __init__(self, allocator: JournaledAllocator, num_blocks: int, num_requests: int) -> None:
         self._random = random.Random(0)  # noqa: S311 - a workload
         group = KVCacheGroup(FullAttentionSpec(BLOCK_SIZE), ("layer.0",))
         config = PoolConfig(PoolName("bench"), num_blocks, 65_536, (group,))
@@ -75,7 +76,7 @@ class FullPool:
         for number in range(1, num_blocks // 4000 + 1):
             self._prompt(number, 4000)
             self._apply(Step(0, operations=[int(Operation.FREE)], request_numbers=[number]))
-        for number in range(NUM_REQUESTS):
+        for number in range(num_requests):
             self._prompt(10_000 + number, 4)
 
     def _prompt(self, number: int, blocks: int) -> None:
@@ -113,20 +114,26 @@ class FullPool:
         self._pool.blocks.take_events()
 
 
-async def cost_of_a_snapshot(num_blocks: int, log_bytes: int, folder: str) -> dict[str, float]:
-    """A snapshot while the loop looks at its clock, then a log as long as one gets, then a restart."""
+async def cost_of_a_snapshot(num_blocks: int, num_requests: int, log_bytes: int, folder: str) -> dict[str, float]:
+    """A snapshot while the loop looks at its clocks, then a log as long as one gets, then a restart."""
     journal = _journal(folder)
     journal.begin(0.0)
-    pool = FullPool(journal.allocator, num_blocks)
+    pool = FullPool(journal.allocator, num_blocks, num_requests)
     gc.collect()
     gc.freeze()
-    stops: list[float] = []
-    last = time.perf_counter()
+    steps = [_milliseconds(pool.decode) for _ in range(100)]
+    with Frozen(journal.allocator, WIRE):
+        guarded_steps = [_milliseconds(pool.decode) for _ in range(100)]
+    freezes = [_milliseconds(lambda: _freeze(journal)) for _ in range(5)]
+    clocks: list[float] = []
+    processor: list[float] = []
+    last = time.perf_counter(), time.process_time()
     snapshot = asyncio.create_task(journal._snapshot())
     while not snapshot.done():
         await asyncio.sleep(0)
-        now = time.perf_counter()
-        stops.append((now - last) * 1000)
+        now = time.perf_counter(), time.process_time()
+        clocks.append((now[0] - last[0]) * 1000)
+        processor.append((now[1] - last[1]) * 1000)
         last = now
     size_bytes = journal.counts.size_bytes
     first_record = journal.counts.records
@@ -135,9 +142,16 @@ async def cost_of_a_snapshot(num_blocks: int, log_bytes: int, folder: str) -> di
     records = journal.counts.records - first_record
     result = {
         "num_blocks": num_blocks,
+        "num_requests": num_requests,
         "freeze_ms": journal.counts.stopped_seconds * 1000,
-        "longest_stop_ms": max(stops),
-        "longest_stop_of_a_slice_ms": sorted(stops)[-2],
+        "freeze_processor_ms": max(freezes),
+        "first_stop_ms": clocks[0],
+        "first_stop_processor_ms": processor[0],
+        "longest_other_stop_ms": max(clocks[1:]),
+        "longest_other_stop_processor_ms": max(processor[1:]),
+        "median_stop_processor_ms": statistics.median(processor),
+        "decode_processor_ms": statistics.median(steps),
+        "decode_amid_a_snapshot_processor_ms": statistics.median(guarded_steps),
         "seconds": journal.counts.snapshot_seconds,
         "bytes_a_block": size_bytes / num_blocks,
         "records_of_the_log": records,
@@ -156,6 +170,17 @@ async def cost_of_a_snapshot(num_blocks: int, log_bytes: int, folder: str) -> di
     result["restart_after_a_clean_stop_seconds"] = _journal(folder).recovery.seconds
     result["restart_after_a_clean_stop_processor_seconds"] = time.process_time() - start
     return result
+
+
+def _milliseconds(work: Callable[[], object]) -> float:
+    start = time.process_time()
+    work()
+    return (time.process_time() - start) * 1000
+
+
+def _freeze(journal: Journal) -> None:
+    with Frozen(journal.allocator, WIRE):
+        pass
 
 
 def _journal(folder: str) -> Journal:
@@ -240,12 +265,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=1000)
     parser.add_argument("--num-blocks", type=int, default=1_000_000)
+    parser.add_argument("--num-requests", type=int, default=256, help="running in the pool of a snapshot")
     parser.add_argument("--log-bytes", type=int, default=JournalConfig().log_bytes)
     arguments = parser.parse_args()
     with TemporaryDirectory() as folder:
         result = {
             "stores": cost_of_stores(arguments.rounds),
-            "snapshot": asyncio.run(cost_of_a_snapshot(arguments.num_blocks, arguments.log_bytes, folder)),
+            "snapshot": asyncio.run(
+                cost_of_a_snapshot(arguments.num_blocks, arguments.num_requests, arguments.log_bytes, folder)
+            ),
             "step": cost_of_a_step(arguments.rounds),
         }
     rounded = {part: {name: round(value, 3) for name, value in figures.items()} for part, figures in result.items()}
