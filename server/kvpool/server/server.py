@@ -225,8 +225,11 @@ async def serve(config: ServerConfig, ready: Callable[[list[str]], Awaitable[Non
         ready: Called with the addresses once the server listens.
     """
     loop = asyncio.get_running_loop()
+    numbers = (signal.SIGTERM, signal.SIGINT)
+    for number in numbers:  # one that comes while a journal is read is heard afterwards, by what is set below
+        loop.add_signal_handler(number, lambda: None)
     server = Server(config)
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in numbers:
         loop.add_signal_handler(number, server.hub.ending.signal, config.drain_seconds)
     addresses = await server.start()
     if ready:
