@@ -1,8 +1,11 @@
 """Options of the whole suite."""
 
+import os
 from pathlib import Path
 
 import pytest
+
+os.environ.setdefault("KVPOOL_SERVE_PAST_EPOCH", "0")  # small numbers to compare with; without it they follow the time
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

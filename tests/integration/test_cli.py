@@ -16,7 +16,7 @@ from kvpool.client import connect
 from kvpool.replay.play import Console, PoolOptions, replay_shares, trace_shares
 from kvpool.replay.playing import SchedulerOptions
 from kvpool.server.core.config import ReuseOrder
-from support_server import running_server
+from support_server import pool_config, running_server
 
 KVPOOL = [str(Path(sys.executable).parent / "kvpool")]
 TRACES = Path(os.environ.get("KVPOOL_TRACES", Path(__file__).parents[3] / "shared" / "traces"))
@@ -90,6 +90,20 @@ def test_serve_listens_on_all_addresses_and_stops_on_sigterm(server: tuple[subpr
             client.get_pool("x")
     process.send_signal(signal.SIGTERM)
     assert process.wait(timeout=20) == 0
+
+
+def test_a_pools_first_epoch_is_above_those_of_servers_that_nobody_remembers(tmp_path: Path) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "KVPOOL_SERVE_PAST_EPOCH"}
+    epochs = []
+    for arguments in ((), ("--past-epoch", "41")):
+        command = [*KVPOOL, "serve", "--listen", f"unix:{tmp_path / 's'}", *arguments]
+        process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
+        with connect(wait_until_listening(process)) as client:
+            epochs.append(client.create_pool(pool_config()).epoch)
+        process.kill()
+        process.communicate()
+    assert epochs[0] > 50_000_000, "seconds since 2025 began"
+    assert epochs[1] == 42
 
 
 def test_serve_takes_flags_before_environment_before_file(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """The server as it is started, on the simulated network; its journal, if it has one, is real files."""
 
+import asyncio
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -50,6 +51,7 @@ class ServerProcess:
             addresses=(self._settings.address,),
             rank_timing=self._settings.rank_timing,
             journal=JournalConfig(folder),
+            past_epoch=int(asyncio.get_running_loop().time() * 1000),  # as `kvpool serve`, which counts seconds
         )
         self.server = Server(config)
         await self.server.start()

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import os
+import time
 from typing import Any
 
 import click
@@ -29,6 +30,7 @@ from kvpool.server.journal.config import DEFAULT_MAX_BYTES, JournalConfig
 
 _log = logging.getLogger("kvpool.server")
 _LEASES = LeaseBounds()
+_YEAR_2025_SECONDS = 1_735_689_600
 
 
 @click.command()
@@ -147,6 +149,13 @@ _LEASES = LeaseBounds()
     help="Most that the journal's files may take.",
 )
 @doors_options
+@click.option(
+    "--past-epoch",
+    type=int,
+    metavar="EPOCH",
+    help="Pools begin in an epoch above this. Default: the seconds since 2025 began, so that servers which know "
+    "nothing of each other give none twice.",
+)
 @limits_options
 @events_options
 @log_options
@@ -170,6 +179,7 @@ def serve(log_level: str, log_format: str, **settings: Any) -> None:  # noqa: AN
         )
         journal = JournalConfig(settings.pop("journal"), settings.pop("journal_max_bytes"))
         events, doors, limits = take_events_config(settings), take_doors_config(settings), take_limits(settings)
+        past_epoch = settings.pop("past_epoch")
         config = ServerConfig(
             addresses=settings.pop("listen"),
             rank_timing=timing,
@@ -179,6 +189,7 @@ def serve(log_level: str, log_format: str, **settings: Any) -> None:  # noqa: AN
             leases=leases,
             journal=journal,
             doors=doors,
+            past_epoch=_seconds_since_2025() if past_epoch is None else past_epoch,
             **settings,
         )
         armed = os.environ.get(faults.VARIABLE, "")
@@ -191,6 +202,10 @@ def serve(log_level: str, log_format: str, **settings: Any) -> None:  # noqa: AN
         asyncio.run(server.serve(config, _say_ready if log_format == "console" else None))
     except OSError as error:
         raise click.ClickException(str(error)) from error
+
+
+def _seconds_since_2025() -> int:
+    return max(int(time.time()) - _YEAR_2025_SECONDS, 0)
 
 
 def _say_ready(addresses: list[str]) -> None:

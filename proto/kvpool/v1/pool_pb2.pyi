@@ -511,7 +511,9 @@ class PoolInfo(_message.Message):
     QUARANTINED_SESSIONS_FIELD_NUMBER: _builtins.int
     RESERVED_BLOCKS_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
-    """Goes up whenever the contents of blocks can no longer be trusted. From 1."""
+    """Goes up whenever the contents of blocks can no longer be trusted. The first of a pool is above all that servers
+    before may have given, which nobody remembers: `kvpool serve` begins at the seconds since 2025 began.
+    """
     free_blocks: _builtins.int
     """Blocks that can be given now, cached ones included. The null block is never one."""
     cached_blocks: _builtins.int

@@ -42,6 +42,18 @@ class MetricsConfig:
             raise ValueError(f"block_sample_rate: {self.block_sample_rate} is not in [0, 1]")
 
 
+_RANGES: Final = {
+    "max_message_bytes": (64 * 1024, 1024 * MIB),
+    "max_pool_blocks": (2, MAX_BLOCKS),
+    "max_pools": (1, 2**20),
+    "past_epoch": (0, 2**52),
+    "grace_seconds": (0, 3600),
+    "drain_seconds": (0, 86_400),
+    "quarantine_seconds": (0, 3600),
+    "dead_peer_seconds": (1, 3600),
+}
+
+
 @dataclass(frozen=True, slots=True)
 class ServerConfig:
     """A server's settings.
@@ -60,6 +72,8 @@ class ServerConfig:
         metrics: What is told to Prometheus, and where.
         limits: What clients can make it hold or do at most.
         events: Where and how block events are published, besides `EventService.Watch`.
+        past_epoch: Newest epoch that a server before this one may have given, which nobody remembers: the first of
+            each pool is above it.
         leases: How long sessions' leases may be.
         journal: Where changes are written down, so that a server that is killed comes back as it was.
         doors: Who gets in, and what may go without encryption.
@@ -77,6 +91,7 @@ class ServerConfig:
     metrics: MetricsConfig = MetricsConfig()
     limits: Limits = DEFAULT_LIMITS
     events: EventsConfig = EventsConfig()  # noqa: RUF009 - frozen
+    past_epoch: int = 0
     leases: LeaseBounds = LeaseBounds()  # noqa: RUF009 - frozen
     journal: JournalConfig = JournalConfig()  # noqa: RUF009 - frozen
     doors: DoorsConfig = DoorsConfig()  # noqa: RUF009 - frozen
@@ -86,20 +101,9 @@ class ServerConfig:
             raise ValueError("listen: at least one address is needed")
         for address in self.addresses:
             _check_listen(address)
-        if not 64 * 1024 <= self.max_message_bytes <= 1024 * MIB:
-            raise ValueError(f"max_message_bytes: {self.max_message_bytes} is not in [65536, {1024 * MIB}]")
-        if not 2 <= self.max_pool_blocks <= MAX_BLOCKS:  # noqa: PLR2004 - the message states it
-            raise ValueError(f"max_pool_blocks: {self.max_pool_blocks} is not in [2, {MAX_BLOCKS}]")
-        if not 0 <= self.grace_seconds <= 3600:  # noqa: PLR2004 - the message states it
-            raise ValueError(f"grace_seconds: {self.grace_seconds} is not in [0, 3600]")
-        if not 0 <= self.drain_seconds <= 86_400:  # noqa: PLR2004 - the message states it
-            raise ValueError(f"drain_seconds: {self.drain_seconds} is not in [0, 86400]")
-        if not 0 <= self.quarantine_seconds <= 3600:  # noqa: PLR2004 - the message states it
-            raise ValueError(f"quarantine_seconds: {self.quarantine_seconds} is not in [0, 3600]")
-        if self.max_pools < 1:
-            raise ValueError(f"max_pools: {self.max_pools} is less than 1")
-        if not 1 <= self.dead_peer_seconds <= 3600:  # noqa: PLR2004 - the message states it
-            raise ValueError(f"dead_peer_seconds: {self.dead_peer_seconds} is not in [1, 3600]")
+        for name, (low, high) in _RANGES.items():
+            if not low <= getattr(self, name) <= high:
+                raise ValueError(f"{name}: {getattr(self, name)} is not in [{low}, {high}]")
         self._refuse_plaintext()
 
     def _refuse_plaintext(self) -> None:

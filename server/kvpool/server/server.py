@@ -83,6 +83,7 @@ class Server:
         self.hub = Hub(
             config.max_pool_blocks, residency, config.leases, config.quarantine_seconds, recovered, config.limits
         )
+        self.hub.past_epoch = config.past_epoch
         self._ranks = Ranks(self.hub, config.rank_timing, config.max_pool_blocks, config.max_pools)
         self._health = health.aio.HealthServicer()
         try:

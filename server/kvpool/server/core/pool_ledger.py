@@ -38,12 +38,13 @@ class PoolLedger:
         self._new_residency = new_residency
         self._pools: dict[PoolName, Pool] = {}
 
-    def create_pool(self, config: PoolConfig, none_hash: bytes) -> tuple[Pool, bool]:
+    def create_pool(self, config: PoolConfig, none_hash: bytes, epoch: int = 1) -> tuple[Pool, bool]:
         """Makes a pool, or finds the one that was declared alike. O(num_blocks).
 
         Args:
             config: The pool.
             none_hash: Random bytes, for a pool that leaves its none_hash open.
+            epoch: The epoch that a new one begins in.
 
         Returns:
             The pool, and whether it is new.
@@ -57,7 +58,7 @@ class PoolLedger:
         if pool is None:
             if not config.hash_scheme.none_hash:
                 config = replace(config, hash_scheme=replace(config.hash_scheme, none_hash=none_hash))
-            pool = self._pools[config.name] = Pool(config, residency=self._new_residency())
+            pool = self._pools[config.name] = Pool(config, epoch, self._new_residency())
             return pool, True
         difference = pool.config.difference(config)
         if difference:

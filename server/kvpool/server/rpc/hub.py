@@ -98,6 +98,8 @@ class Hub:
         self.ending = Ending(lambda: self.allocator.num_sessions, self.now_seconds)
         self.boot_id = secrets.token_hex(8)
         """Tells this server from one that was started before or after."""
+        self.past_epoch = 0
+        """Newest epoch that a server before this one may have given, which nobody remembers."""
         self.news = asyncio.Event()
         """Set, and replaced, when a pool becomes ready."""
         self.on_log: Callable[[Pool, EventLog], None] = lambda _pool, _log: None
@@ -160,7 +162,7 @@ class Hub:
     def create_pool(self, config: PoolConfig) -> tuple[Pool, bool]:
         """See `Allocator.create_pool`; refuses what would take more memory than the server was given for a pool."""
         check_range("config.num_blocks", config.num_blocks, 0, self._max_pool_blocks)
-        pool, created = self.allocator.create_pool(config, _new_none_hash(config))
+        pool, created = self.allocator.create_pool(config, _new_none_hash(config), self.past_epoch + 1)
         if created:
             _spare_collector(pool)
             self.on_log(pool, self._logs.setdefault(pool.config.name, EventLog()))
