@@ -23,6 +23,16 @@ MANIFESTS: list[dict[str, Any]] = [
 ]
 
 
+class OnceLoader(yaml.SafeLoader):
+    """Refuses a mapping that has a key twice: of such, others take the last, and say nothing."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:  # noqa: FBT001, FBT002 - PyYAML's
+        keys = [key.value for key, _ in node.value if key.tag != "tag:yaml.org,2002:merge"]
+        twice = {key for key in keys if keys.count(key) > 1}
+        assert not twice, f"{twice} stand twice in {node.start_mark}"
+        return super().construct_mapping(node, deep)
+
+
 def promtool(*arguments: str) -> str:
     mount = f"{DEPLOY / 'prometheus'}:/rules:ro"
     return docker(
@@ -37,6 +47,11 @@ def alerts() -> list[dict[str, Any]]:
 
 def manifest(kind: str, name: str) -> dict[str, Any]:
     return next(m for m in MANIFESTS if (m["kind"], m["metadata"]["name"]) == (kind, name))
+
+
+@pytest.mark.parametrize("path", sorted(DEPLOY.rglob("*.y*ml")), ids=lambda path: str(path.relative_to(DEPLOY)))
+def test_no_key_stands_twice(path: Path) -> None:
+    assert list(yaml.load_all(path.read_text(), OnceLoader))
 
 
 def test_promtool_finds_nothing_wrong_with_the_rules_and_they_do_what_their_tests_say() -> None:
