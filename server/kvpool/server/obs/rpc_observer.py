@@ -4,15 +4,14 @@ import asyncio
 import inspect
 import time
 from collections.abc import Awaitable, Callable
-from typing import Any, Final, TypeAlias
+from typing import Any, Final
 
 import grpc
 
 from kvpool.server.obs.observations import Observations
+from kvpool.server.rpc_handlers import Behavior, Handler, behavior_of, rewrapped
 
 _CODES: Final = {code.value[0]: code.name for code in grpc.StatusCode}
-Behavior = Callable[[Any, Any], Awaitable[Any]]
-Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 
 
 class RpcObserver(grpc.aio.ServerInterceptor):
@@ -61,25 +60,3 @@ def _code(context: "grpc.aio.ServicerContext[Any, Any]") -> str:
     """Name of the status that a call ends with: one never set is OK."""
     code: Any = context.code()
     return code.name if isinstance(code, grpc.StatusCode) else _CODES.get(code or 0, "UNKNOWN")
-
-
-_HANDLERS: Final[dict[str, "Callable[..., Handler]"]] = {
-    "unary_unary": grpc.unary_unary_rpc_method_handler,
-    "unary_stream": grpc.unary_stream_rpc_method_handler,
-    "stream_unary": grpc.stream_unary_rpc_method_handler,
-    "stream_stream": grpc.stream_stream_rpc_method_handler,
-}
-
-
-def behavior_of(handler: "Handler") -> Any:  # noqa: ANN401 - of one of four kinds
-    """What a handler calls."""
-    return getattr(handler, _kind(handler))
-
-
-def rewrapped(handler: "Handler", behavior: Callable[[Any, Any], object]) -> "Handler":
-    """The same handler with something else to call, of the same kind."""
-    return _HANDLERS[_kind(handler)](behavior, handler.request_deserializer, handler.response_serializer)
-
-
-def _kind(handler: "Handler") -> str:
-    return next(kind for kind in _HANDLERS if getattr(handler, kind, None) is not None)

@@ -9,7 +9,7 @@ import grpc
 from google.protobuf.message import Message
 
 from kvpool.server import faults
-from kvpool.server.core.errors import InvalidArgumentError, KvpoolError
+from kvpool.server.core.errors import ExhaustedError, InvalidArgumentError, KvpoolError
 from kvpool.server.core.pool import Pool
 from kvpool.server.core.session import Session
 from kvpool.server.core.step import Operation, Outcome, Step
@@ -204,9 +204,10 @@ class AllocatorService(allocator_pb2_grpc.AllocatorServiceServicer):
     async def _serve_steps(self, stream: Stream, context: _StepContext) -> None:
         with contextlib.ExitStack() as stack:
             session_id, stall_seconds = "", self._hub.limits.stall_seconds
+            silence = ExhaustedError("NOTHING_SENT", f"the stream sent nothing for {stall_seconds:g} s")
             while True:
                 with stream.wait():
-                    message = await (context.read() if session_id else read_first(context, stall_seconds))
+                    message = await (context.read() if session_id else read_first(context, stall_seconds, silence))
                 if not isinstance(message, step_pb2.Step):  # EOF: the client is done sending
                     return
                 if not session_id:

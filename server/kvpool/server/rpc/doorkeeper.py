@@ -17,11 +17,11 @@ from kvpool.server.core.errors import DeniedError, KvpoolError, UnauthenticatedE
 from kvpool.server.doors.files import Reloaded
 from kvpool.server.doors.tokens import Grant, find, read_tokens
 from kvpool.server.obs.observations import Observations
-from kvpool.server.obs.rpc_observer import Behavior, Handler, behavior_of, rewrapped
 from kvpool.server.rpc.caller import CALLER, Caller
 from kvpool.server.rpc.errors import abort
 from kvpool.server.rpc.hub import Hub
 from kvpool.server.rpc.rules import Rule, Scope, pool_name_of, rule_of, session_id_of
+from kvpool.server.rpc_handlers import Behavior, Handler, behavior_of, rewrapped
 
 WATCH_SECONDS: Final = 1.0
 """How often open streams are compared with the tokens."""

@@ -164,8 +164,7 @@ class Hub:
         check_range("config.num_blocks", config.num_blocks, 0, self._max_pool_blocks)
         pool, created = self.allocator.create_pool(config, _new_none_hash(config), self.past_epoch + 1)
         if created:
-            _spare_collector(pool)
-            self.on_log(pool, self._logs.setdefault(pool.config.name, EventLog()))
+            self._keep_log(pool)
             _log.info(
                 "pool created",
                 extra={"pool": config.name, "epoch": pool.epoch, "blocks": pool.config.num_blocks},
@@ -176,15 +175,13 @@ class Hub:
     def adopt_pools(self) -> None:
         """Takes note of the pools that a journal brought back."""
         for pool in self.allocator.pools():
-            _spare_collector(pool)
-            self.on_log(pool, self._logs.setdefault(pool.config.name, EventLog()))
+            self._keep_log(pool)
 
     def open_epoch(self, config: PoolConfig, epoch: int, *, ranks_fence: bool) -> Pool:
         """See `Allocator.open_epoch`."""
         pool = self.allocator.open_epoch(config, _new_none_hash(config), epoch, ranks_fence=ranks_fence)
         faults.reach("epoch.opened")
-        _spare_collector(pool)
-        self.on_log(pool, self._logs.setdefault(config.name, EventLog()))
+        self._keep_log(pool)
         self.publish(pool)
         self._tell_ready()
         return pool
@@ -363,6 +360,11 @@ class Hub:
             "blocks": pool.quarantine.num_blocks,
         }
         _log.info("quarantine released", extra=extra)
+
+    def _keep_log(self, pool: Pool) -> None:
+        """Keeps the events of a pool that is there, or is there anew."""
+        _spare_collector(pool)
+        self.on_log(pool, self._logs.setdefault(pool.config.name, EventLog()))
 
     def _tell_ready(self) -> None:
         self.news.set()

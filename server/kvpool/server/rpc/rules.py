@@ -23,7 +23,7 @@ class Scope(Enum):
     VISIBLE = auto()
     """All pools, of which the service tells the token's."""
     FIRST_MESSAGE = auto()
-    """The first message of the stream: the service asks `caller()` when it is there."""
+    """The first message of the stream: the service asks `caller.check_session` or `check_pool` when it is there."""
     NOTHING = auto()
     """Nothing of any pool."""
 

@@ -5,7 +5,7 @@ from typing import TypeVar
 
 import grpc
 
-from kvpool.server.core.errors import ExhaustedError
+from kvpool.server.core.errors import ExhaustedError, KvpoolError
 
 NOT_READING_RETRY_SECONDS = 0.1
 
@@ -33,14 +33,12 @@ async def write(
         raise asyncio.CancelledError from None
 
 
-async def read_first(context: grpc.aio.ServicerContext[_RequestT, _ResponseT], stall_seconds: float) -> object:
-    """Reads a stream's first message.
-
-    Raises:
-        ExhaustedError: The client sent none for so long.
-    """
+async def read_first(
+    context: grpc.aio.ServicerContext[_RequestT, _ResponseT], patience_seconds: float, silence: KvpoolError
+) -> object:
+    """Reads a stream's first message; raises `silence` if the client sends none for so long."""
     try:
-        async with asyncio.timeout(stall_seconds):
+        async with asyncio.timeout(patience_seconds):
             return await context.read()
     except TimeoutError:
-        raise ExhaustedError("NOTHING_SENT", f"the stream sent nothing for {stall_seconds:g} s") from None
+        raise silence from None

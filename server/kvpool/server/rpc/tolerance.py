@@ -3,16 +3,14 @@
 Of a unary call grpc itself would answer UNKNOWN, without details, and log a traceback for each.
 """
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import grpc
 from google.protobuf.message import DecodeError
 
 from kvpool.server.rpc.errors import abort, malformed_error
-
-_Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
-_Behaviour = Callable[[Any, Any], Awaitable[Any]]
+from kvpool.server.rpc_handlers import Behavior, Handler, behavior_of, rewrapped
 
 
 class TolerantServer:
@@ -21,7 +19,7 @@ class TolerantServer:
     def __init__(self, server: grpc.aio.Server) -> None:
         self._server = server
 
-    def add_registered_method_handlers(self, service: str, handlers: Mapping[str, _Handler]) -> None:
+    def add_registered_method_handlers(self, service: str, handlers: Mapping[str, Handler]) -> None:
         """Adds a service's methods."""
         tolerant = {name: _tolerant(name, handler) for name, handler in handlers.items()}
         self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, tolerant),))
@@ -31,13 +29,12 @@ class TolerantServer:
         """Does nothing: the same methods are added by name."""
 
 
-def _tolerant(name: str, handler: Any) -> _Handler:  # noqa: ANN401 - of a class that grpc does not tell
+def _tolerant(name: str, handler: Handler) -> Handler:
     """Of a stream `errors_sent` meets what cannot be parsed; of one request nobody would."""
-    if handler.request_streaming:
-        return handler  # type: ignore[no-any-return]
-    make = grpc.unary_stream_rpc_method_handler if handler.response_streaming else grpc.unary_unary_rpc_method_handler
-    behaviour: _Behaviour = handler.unary_stream or handler.unary_unary
-    parse: Callable[[bytes], object] = handler.request_deserializer
+    parse = handler.request_deserializer
+    if handler.request_streaming or parse is None:
+        return handler
+    behavior: Behavior = behavior_of(handler)
 
     def parse_or_not(data: bytes) -> object:
         try:
@@ -48,6 +45,6 @@ def _tolerant(name: str, handler: Any) -> _Handler:  # noqa: ANN401 - of a class
     async def call(request: object, context: Any) -> object:  # noqa: ANN401 - of any call
         if isinstance(request, DecodeError):
             await abort(context, malformed_error(), name)
-        return await behaviour(request, context)
+        return await behavior(request, context)
 
-    return make(call, parse_or_not, handler.response_serializer)
+    return rewrapped(handler, call, parse_or_not)

@@ -13,7 +13,7 @@ from kvpool.server.rpc.caller import check_pool
 from kvpool.server.rpc.errors import errors_sent
 from kvpool.server.rpc.hub import Hub, Stream
 from kvpool.server.rpc.ranks import RankLink, Ranks
-from kvpool.server.rpc.stalls import write
+from kvpool.server.rpc.stalls import read_first, write
 from kvpool.v1 import worker_pb2, worker_pb2_grpc
 
 _JoinContext = grpc.aio.ServicerContext[worker_pb2.JoinRequest, worker_pb2.JoinResponse]
@@ -56,11 +56,8 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
 
     async def _read_first(self, context: _JoinContext) -> object:
         patience_seconds = self._ranks.timing.heartbeat_timeout_seconds
-        try:
-            async with asyncio.timeout(patience_seconds):
-                return await context.read()
-        except TimeoutError:
-            raise AbortedError("NOT_REGISTERED", f"nothing was said for {patience_seconds:g} s") from None
+        silence = AbortedError("NOT_REGISTERED", f"nothing was said for {patience_seconds:g} s")
+        return await read_first(context, patience_seconds, silence)
 
     def _register(self, link: RankLink, message: worker_pb2.JoinRequest) -> Membership:
         if message.WhichOneof("message") != "register":
