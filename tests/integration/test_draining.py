@@ -4,6 +4,7 @@ import json
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from kvpool.client.errors import InvalidArgumentError, UnavailableError, from_rp
 from kvpool.server.core.world import PoolState
 from kvpool.v1 import admin_pb2, admin_pb2_grpc
 from support_server import ServerProcess, pool_config
+from support_wire_ranks import wait_until
 
 KVPOOL = str(Path(sys.executable).with_name("kvpool"))
 
@@ -48,8 +50,7 @@ def works(session: Session, request_id: str) -> bool:
 
 def wait_until_draining(client: Client) -> None:
     """Waits until the server has taken in that it is to stop, and sees that it takes no sessions."""
-    while client.get_pool("m").state is not PoolState.DRAINING:
-        pass
+    wait_until(lambda: client.get_pool("m").state is PoolState.DRAINING, "the server drains")
     with pytest.raises(UnavailableError, match="about to stop"):
         client.open_session("m")
 
@@ -132,3 +133,10 @@ def test_a_second_signal_stops_at_once(server: ServerProcess, client: Client) ->
     assert works(session, "while it drains")
     server.process.send_signal(signal.SIGTERM)
     assert exit_status(server) == 0
+
+
+def test_signals_until_the_very_end_are_no_failure(server: ServerProcess) -> None:
+    while server.process.poll() is None:
+        server.process.send_signal(signal.SIGTERM)
+        time.sleep(0.001)
+    assert server.process.returncode == 0

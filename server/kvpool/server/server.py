@@ -239,6 +239,9 @@ async def serve(config: ServerConfig, ready: Callable[[list[str]], Awaitable[Non
             await waiting
     await server.hub.ending.wait()
     await server.stop()
+    for number in numbers:  # one more, while Python ends, would make a failure of it
+        loop.remove_signal_handler(number)
+        signal.signal(number, signal.SIG_IGN)
 
 
 def _journal(config: ServerConfig, residency: Callable[[], Residency | None]) -> Journal | None:
