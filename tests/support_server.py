@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import signal
 import socket
 import subprocess
 import sys
@@ -70,18 +71,31 @@ class ServerProcess:
         _, errors = self.process.communicate(timeout=30)
         return self.process.returncode, errors
 
+    def stop_cleanly(self) -> str:
+        """Stops it, also if it is paused; fails if it logged a bug or ends badly; returns what it wrote to stderr."""
+        self.process.send_signal(signal.SIGCONT)
+        status, errors = self.stop()
+        assert status == 0, errors
+        assert "Traceback" not in errors, errors
+        return errors
+
+
+@contextlib.contextmanager
+def server_process(*addresses: str, **settings: object) -> Iterator[ServerProcess]:
+    """Runs a server, on a unix socket unless it is told where; fails if it logged a bug or did not stop cleanly."""
+    with TemporaryDirectory() as folder:
+        server = ServerProcess(*(addresses or [f"unix:{Path(folder) / 's'}"]), **settings)
+        try:
+            yield server
+        finally:
+            server.stop_cleanly()
+
 
 @contextlib.contextmanager
 def running_server(**settings: object) -> Iterator[str]:
-    """Runs a server on a unix socket; yields its address; fails if it logged a bug or did not stop cleanly."""
-    with TemporaryDirectory() as folder:
-        server = ServerProcess(f"unix:{Path(folder) / 's'}", **settings)
-        try:
-            yield server.addresses[0]
-        finally:
-            status, errors = server.stop()
-        assert status == 0, errors
-        assert "Traceback" not in errors, errors
+    """The address of a `server_process`."""
+    with server_process(**settings) as server:
+        yield server.addresses[0]
 
 
 def pool_config(name: str = "m", num_blocks: int = 100, **options: object) -> PoolConfig:

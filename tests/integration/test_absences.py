@@ -15,20 +15,17 @@ import pytest
 from kvpool.client import Client, NotFoundError, connect
 from kvpool.client.errors import from_rpc_error
 from kvpool.v1 import allocator_pb2, allocator_pb2_grpc
-from support_server import ServerProcess, pool_config
+from support_server import ServerProcess, pool_config, server_process
+from support_wire_ranks import wait_until
 
 PROMPT = list(range(41))
 LEASE_SECONDS = 1.0
 
 
 @pytest.fixture
-def server(tmp_path: Path) -> Iterator[ServerProcess]:
-    server = ServerProcess(f"unix:{tmp_path / 's'}", dead_peer_seconds=1.0)
-    yield server
-    server.process.send_signal(signal.SIGCONT)
-    status, errors = server.stop()
-    assert status == 0, errors
-    assert "Traceback" not in errors, errors
+def server() -> Iterator[ServerProcess]:
+    with server_process(dead_peer_seconds=1.0) as server:
+        yield server
 
 
 @pytest.fixture
@@ -39,10 +36,7 @@ def client(server: ServerProcess) -> Iterator[Client]:
 
 
 def wait_until_sessions_are(client: Client, count: int) -> None:
-    end = time.monotonic() + 20
-    while client.get_pool("m").sessions != count:
-        assert time.monotonic() < end, client.get_pool("m")
-        time.sleep(0.02)
+    wait_until(lambda: client.get_pool("m").sessions == count, f"{count} sessions are open")
 
 
 def test_a_server_that_was_stopped_blames_no_scheduler(server: ServerProcess, client: Client) -> None:

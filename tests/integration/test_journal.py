@@ -43,12 +43,6 @@ class Journaled:
         self.kill()
         self.start()
 
-    def stop(self) -> str:
-        status, errors = self.server.stop()
-        assert status == 0, errors
-        assert "Traceback" not in errors, errors
-        return errors
-
 
 @pytest.fixture
 def journaled(tmp_path: Path) -> Iterator[Journaled]:
@@ -57,7 +51,7 @@ def journaled(tmp_path: Path) -> Iterator[Journaled]:
         yield server
     finally:
         if server.server.process.poll() is None:
-            server.stop()
+            server.server.stop_cleanly()
 
 
 class Scheduler:
@@ -173,7 +167,7 @@ def test_a_clean_stop_leaves_a_snapshot_and_no_changes(journaled: Journaled) -> 
     create(journaled.address)
     scheduler = Scheduler(journaled.address)
     answers = scheduler.send(scheduler.step(1, "abc", 14))
-    journaled.stop()
+    journaled.server.stop_cleanly()
     names = sorted(path.name.partition("-")[0] for path in journaled.folder.iterdir())
     assert names == ["lock", "log", "pools", "snapshot"]
     scheduler.sequence = 0
@@ -232,7 +226,7 @@ def test_what_cannot_be_trusted_is_dropped(journaled: Journaled, damage: str) ->
     assert reason_of(caught.value) == "JOURNAL_DROPPED"
     fresh = Scheduler(journaled.address)
     assert fresh.send(fresh.step(1, "abc", 14))[0].num_hit_tokens == []
-    assert "journal dropped" in journaled.stop()
+    assert "journal dropped" in journaled.server.stop_cleanly()
 
 
 def test_ranks_come_back_with_their_tensors_in_the_same_epoch(journaled: Journaled) -> None:
@@ -308,7 +302,7 @@ def test_a_full_disk_costs_the_journal_and_no_answer(tmp_path: Path) -> None:
     assert (after.epoch == before.epoch) or after.epoch > before.epoch + 900
     if after.epoch == before.epoch:
         assert after == before
-    server.stop()
+    server.server.stop_cleanly()
 
 
 def test_real_workers_keep_their_tensors_over_a_killed_server(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from kvpool.server.core.types import TableLease, WriterId
 from kvpool.server.core.world import HeldTensors
 from kvpool.v1 import allocator_pb2, allocator_pb2_grpc, worker_pb2
 from support_ranks import registration
-from support_server import ServerProcess, running_server
+from support_server import ServerProcess, running_server, server_process
 from support_wire_ranks import WireRank, form, keep, wait_until
 
 PROMPT = list(range(100))
@@ -27,13 +27,8 @@ TIMING = {"heartbeat_seconds": 1.0, "heartbeat_timeout_seconds": 60.0, "grace_se
 
 @pytest.fixture
 def server() -> Iterator[ServerProcess]:
-    with TemporaryDirectory() as folder:
-        server = ServerProcess(f"unix:{folder}/s", rank_timing=TIMING, quarantine_seconds=600.0)
-        try:
-            yield server
-        finally:
-            status, errors = server.stop()
-        assert (status, "Traceback" in errors) == (0, False), errors
+    with server_process(rank_timing=TIMING, quarantine_seconds=600.0) as server:
+        yield server
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from kvpool.client import TlsConfig, aio, connect
 from kvpool.client.admin import AdminClient
 from support_doors import Authority, Pair, channel, secret_of, write_tokens
-from support_server import ServerProcess, pool_config
+from support_server import ServerProcess, pool_config, server_process
 from support_workers import ready, worker_processes
 
 
@@ -35,12 +35,8 @@ def stranger(tmp_path_factory: pytest.TempPathFactory) -> Authority:
 
 @contextmanager
 def serving(pair: Pair, address: str = "127.0.0.1:0", **doors: str) -> Iterator[str]:
-    server = ServerProcess(address, doors={"tls_cert": str(pair.cert), "tls_key": str(pair.key), **doors})
-    try:
+    with server_process(address, doors={"tls_cert": str(pair.cert), "tls_key": str(pair.key), **doors}) as server:
         yield server.addresses[0]
-    finally:
-        status, errors = server.stop()
-    assert (status, "Traceback" in errors) == (0, False), errors
 
 
 @pytest.fixture(scope="module")

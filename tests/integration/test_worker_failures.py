@@ -32,10 +32,7 @@ def server_on(address: str = "127.0.0.1:0", timing: dict[str, float] = PATIENT) 
         yield server
     finally:
         if server.process.poll() is None:
-            server.process.send_signal(signal.SIGCONT)
-            status, errors = server.stop()
-            assert status == 0, errors
-            assert "Traceback" not in errors, errors
+            server.stop_cleanly()
 
 
 @contextlib.contextmanager
