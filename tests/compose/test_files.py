@@ -23,14 +23,15 @@ MANIFESTS: list[dict[str, Any]] = [
 ]
 
 
-class OnceLoader(yaml.SafeLoader):
-    """Refuses a mapping that has a key twice: of such, others take the last, and say nothing."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:  # noqa: FBT001, FBT002 - PyYAML's
-        keys = [key.value for key, _ in node.value if key.tag != "tag:yaml.org,2002:merge"]
-        twice = {key for key in keys if keys.count(key) > 1}
-        assert not twice, f"{twice} stand twice in {node.start_mark}"
-        return super().construct_mapping(node, deep)
+def keys_that_stand_twice(node: Any) -> list[str]:
+    """Those of all mappings in a YAML node, with their lines: a loader takes the last, and says nothing."""
+    if isinstance(node, yaml.ScalarNode):
+        return []
+    if isinstance(node, yaml.SequenceNode):
+        return [key for item in node.value for key in keys_that_stand_twice(item)]
+    keys = [key.value for key, _ in node.value]
+    twice = [f"{key.value}:{key.start_mark.line + 1}" for key, _ in node.value if keys.count(key.value) > 1]
+    return twice + [key for _, value in node.value for key in keys_that_stand_twice(value)]
 
 
 def promtool(*arguments: str) -> str:
@@ -51,7 +52,9 @@ def manifest(kind: str, name: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("path", sorted(DEPLOY.rglob("*.y*ml")), ids=lambda path: str(path.relative_to(DEPLOY)))
 def test_no_key_stands_twice(path: Path) -> None:
-    assert list(yaml.load_all(path.read_text(), OnceLoader))
+    documents = list(yaml.compose_all(path.read_text()))
+    assert documents
+    assert [keys_that_stand_twice(document) for document in documents] == [[]] * len(documents)
 
 
 def test_promtool_finds_nothing_wrong_with_the_rules_and_they_do_what_their_tests_say() -> None:

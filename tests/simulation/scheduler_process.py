@@ -122,17 +122,11 @@ class SchedulerProcess:
             await self._compute(session, work)
 
     async def _give_up(self, session: aio.AsyncSession, held: HeldRequest) -> None:
-        """Frees a request of which it is not known what was computed, and lets nobody find it."""
-        blocks = [block for table in held.block_ids for block in table if block]
-        calls: list[Callable[[], Awaitable[None]]] = [
-            lambda: session.evict_blocks(blocks),
-            lambda: session.free_held(held),
-        ]
-        for call in calls:
-            try:
-                await call()
-            except _UNSETTLED:
-                await self._settle(session)
+        """Frees a request of which it is not known what was computed."""
+        try:
+            await session.free_held(held)
+        except _UNSETTLED:
+            await self._settle(session)
 
     async def _open(self, client: aio.AsyncClient) -> aio.AsyncSession | None:
         settings = self._settings

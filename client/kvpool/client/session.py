@@ -237,10 +237,9 @@ class Session(SessionBase):
     def free_held(self, held: HeldRequest) -> None:
         """Frees a request of a resumed session that is not adopted; its tokens need not be known.
 
-        If it is not known either that its last step has run, evict its blocks first, or never say that a step from here
-        on was executed: that would show to others what was never computed.
+        Nobody will find what was never said to be computed of it.
         """
-        self._call(steps.call_simply(lambda step: step.free(self._held(held, ()))))
+        self._call(steps.call_free_held(self._held(held, ()), held.unpublished_block_ids))
 
     def evict_blocks(self, block_ids: Sequence[int]) -> None:
         """Drops the hashes of blocks."""

@@ -100,6 +100,49 @@ def test_what_is_not_the_request_is_not_adopted(
     assert client.get_pool("m").free_blocks == 99
 
 
+def hit_of_another(client: Client) -> int:
+    with client.open_session("m") as other:
+        return other.get_computed_blocks(other.request("q", PROMPT)).num_tokens
+
+
+def test_what_was_never_said_to_be_computed_goes_with_a_request_that_is_not_adopted(client: Client) -> None:
+    session = client.open_session("m")
+    request = session.request("r", PROMPT)
+    session.admit(request, 20)
+    session.mark_executed()
+    session.allocate_slots(request, 21)
+    after, held = resumed(client, session)
+    assert list(held["r"].unpublished_block_ids) == request.block_ids[0][5:10]
+    after.free_held(held["r"])
+    after.mark_executed()
+    assert hit_of_another(client) == 20
+    assert client.get_pool("m").free_blocks == 99
+
+
+def test_what_is_adopted_is_found_when_it_was_computed_again(client: Client) -> None:
+    session = client.open_session("m")
+    session.admit(session.request("r", PROMPT))
+    after, held = resumed(client, session)
+    after.adopt(held["r"], PROMPT)
+    assert hit_of_another(client) == 0
+    after.mark_executed()
+    assert hit_of_another(client) == 40
+
+
+@pytest.mark.parametrize("executed", [False, True])
+def test_what_the_process_before_freed_stays_if_it_said_that_it_was_computed(client: Client, *, executed: bool) -> None:
+    session = client.open_session("m")
+    request = session.request("r", PROMPT)
+    session.admit(request)
+    if executed:
+        session.mark_executed()
+    session.free(request)
+    after, held = resumed(client, session)
+    assert not held
+    after.mark_executed()
+    assert hit_of_another(client) == (40 if executed else 0)
+
+
 def test_a_sequence_that_was_never_reached_takes_nothing_over(client: Client) -> None:
     session = client.open_session("m")
     with pytest.raises(InvalidArgumentError, match="sequence"):

@@ -151,7 +151,7 @@ class Allocator(PoolLedger):
         else:
             self._last_writer += 1
             session.resume(resume_key, WriterId(self._last_writer))
-            pool.blocks.prefix_map.rename_writer(session.writer_before, session.writer)
+            pool.resume_writer(session.writer_before, session.writer)
             for sessions in (self._sessions, pool.sessions):  # which are in the order of their numbers
                 sessions[session.session_id] = sessions.pop(session.session_id)  # type: ignore[assignment]
         session.heard_seconds = now_seconds

@@ -335,6 +335,20 @@ class Pool:
         """Forgets what a session that has ended had cached and never said to be computed."""
         self.blocks.evict(self.blocks.prefix_map.unpublished_by(writer))
 
+    def resume_writer(self, writer: WriterId, new: WriterId) -> None:
+        """Gives what a session had cached and never said to be computed to the process that drives it now.
+
+        That can compute again what a request holds. The rest is forgotten: nobody would know whether it was computed.
+        """
+        blocks = self.blocks
+        blocks.evict([b for b in blocks.prefix_map.unpublished_by(writer) if not blocks.ref_cnt(b)])
+        blocks.prefix_map.rename_writer(writer, new)
+
+    def unpublished_blocks_of(self, request: Request) -> list[BlockId]:
+        """The blocks of a request that its session alone finds, as it never said that they were computed."""
+        pending = self.blocks.prefix_map.pending()
+        return [block_id for table in request.tables for block_id in table.block_ids if block_id in pending]
+
     def _count(self, request: Request, computed: ComputedBlocks) -> None:
         if not self.config.enable_caching:
             return
