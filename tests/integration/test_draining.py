@@ -15,7 +15,7 @@ from kvpool.client import Client, Session, connect
 from kvpool.client.admin import AdminClient
 from kvpool.client.errors import InvalidArgumentError, UnavailableError, from_rpc_error
 from kvpool.server.core.world import PoolState
-from kvpool.v1 import admin_pb2, admin_pb2_grpc
+from kvpool.v1 import admin_pb2, admin_pb2_grpc, allocator_pb2, allocator_pb2_grpc
 from support_server import ServerProcess, pool_config
 from support_wire_ranks import wait_until
 
@@ -132,6 +132,18 @@ def test_a_second_signal_stops_at_once(server: ServerProcess, client: Client) ->
     wait_until_draining(client)
     assert works(session, "while it drains")
     server.process.send_signal(signal.SIGTERM)
+    assert exit_status(server) == 0
+
+
+def test_a_session_that_was_opened_before_is_told_again(server: ServerProcess, client: Client, address: str) -> None:
+    with grpc.insecure_channel(address) as channel:
+        stub = allocator_pb2_grpc.AllocatorServiceStub(channel)
+        request = allocator_pb2.OpenSessionRequest(pool_name="m", open_key="k")
+        told = stub.OpenSession(request)
+        server.process.send_signal(signal.SIGTERM)
+        wait_until_draining(client)
+        assert stub.OpenSession(request) == told
+        stub.CloseSession(allocator_pb2.CloseSessionRequest(session_id=told.session.session_id))
     assert exit_status(server) == 0
 
 

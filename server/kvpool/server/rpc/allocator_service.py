@@ -77,12 +77,11 @@ class AllocatorService(allocator_pb2_grpc.AllocatorServiceServicer):
 
     @in_turn
     def OpenSession(self, request: allocator_pb2.OpenSessionRequest) -> allocator_pb2.OpenSessionResponse:
-        self._hub.refuse_while_draining()
-        self._hub.ending.check_not_asked()
-        self._ranks.check_formed(request.pool_name)
         caller = CALLER.get()
         owner = caller.grant.name if caller else ""
-        self._hub.check_room_for_session(request.pool_name, request.open_key, owner)
+        if not self._allocator.has_open_key(request.open_key, owner):  # what comes again is answered in any case
+            self._ranks.check_formed(request.pool_name)
+            self._hub.check_takes_session(request.pool_name)
         session_id = SessionId(secrets.token_urlsafe(24))
         pool, session = self._allocator.open_session(
             request.pool_name,

@@ -153,11 +153,18 @@ class Hub:
             self._expire(now_seconds)
         return now_seconds
 
-    def check_room_for_session(self, pool_name: str, open_key: str, owner: str) -> None:
-        """Raises ExhaustedError if there are as many sessions as may be, and none was opened with the owner's key."""
-        if not self.allocator.has_open_key(open_key, owner):
-            num_pool_sessions = len(self.allocator.pool(pool_name).sessions)
-            self.limits.check_sessions(self.allocator.num_sessions, num_pool_sessions)
+    def check_takes_session(self, pool_name: str) -> None:
+        """Checks that a session more may be opened.
+
+        Raises:
+            UnavailableError: The server is stopping, or about to.
+            NotFoundError: There is no such pool.
+            ExhaustedError: There are as many sessions as may be.
+        """
+        self.refuse_while_draining()
+        self.ending.check_not_asked()
+        num_pool_sessions = len(self.allocator.pool(pool_name).sessions)
+        self.limits.check_sessions(self.allocator.num_sessions, num_pool_sessions)
 
     def create_pool(self, config: PoolConfig) -> tuple[Pool, bool]:
         """See `Allocator.create_pool`; refuses what would take more memory than the server was given for a pool."""
