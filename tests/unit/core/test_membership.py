@@ -28,7 +28,7 @@ from kvpool.server.core.world import (
     Registration,
     StatusSent,
 )
-from support_ranks import BLOCK_BYTES, LAYER, LAYERS, OPTIONS, Gathering, registration
+from support_ranks import BLOCK_BYTES, LAYER, LAYERS, OPTIONS, TIMING, Gathering, registration
 
 
 def held(epoch: int = 1, num_blocks: int = 100) -> HeldTensors:
@@ -505,6 +505,16 @@ def test_rule_2_a_second_process_is_refused_while_the_first_is_alive_or_silent()
     refuse(world, registration(1, boot_id="another-one"), WrongStateError, "RANK_TAKEN", "register.rank")
     lose(world, links[1], links[:1], "silence")
     refuse(world, registration(1, boot_id="another-one"), UnavailableError, "RANK_SILENT", "")
+
+
+def test_a_process_that_comes_before_the_last_one_is_missed_is_told_to_wait() -> None:
+    """Its host was cut off and restarted it: it is not for good that the server believes the last one alive."""
+    world = Gathering()
+    links = world.form()
+    world.wait(2 * TIMING.heartbeat_seconds + 0.01)
+    refuse(world, registration(1, boot_id="another-one"), UnavailableError, "RANK_SILENT", "")
+    world.beat(links[1])
+    refuse(world, registration(1, boot_id="another-one"), WrongStateError, "RANK_TAKEN", "register.rank")
 
 
 def test_a_rank_may_change_its_own_layers_but_not_those_of_others() -> None:

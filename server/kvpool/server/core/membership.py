@@ -283,7 +283,8 @@ class Membership:
 
     def _check_successor(self, before: Member, now_seconds: float) -> None:
         who = f"rank {before.registration.rank} of pool {self.name!r}"
-        if before.state is RankState.SILENT:
+        missed = now_seconds - before.heard_seconds > 2 * self._timing.heartbeat_seconds
+        if before.state is RankState.SILENT or (missed and before.state is not RankState.LOST):
             left = max(self._due_seconds(before) - now_seconds, 0.0)
             message = f"{who} is silent, and is waited for {left:.1f} s more"
             raise UnavailableError("RANK_SILENT", message, retry_seconds=min(left, 1.0))
