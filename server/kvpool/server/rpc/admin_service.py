@@ -1,6 +1,7 @@
 """AdminService: see proto/kvpool/v1/admin.proto for what each call promises."""
 
 import logging
+import time
 from importlib.metadata import version
 from typing import Final
 
@@ -28,7 +29,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         self._hub = hub
         self._ranks = ranks
         self._allocator = hub.allocator
-        self._started_seconds = hub.now_seconds()
+        self._started_seconds = time.monotonic()  # its own absences are of its age, which leases do not count
         self._version = version("kvpool")
 
     async def take_turn(self, _: object) -> None:
@@ -44,7 +45,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         return admin_pb2.ListPoolsResponse(
             server=admin_pb2.ServerInfo(
                 version=self._version,
-                uptime_seconds=self._hub.now_seconds() - self._started_seconds,
+                uptime_seconds=time.monotonic() - self._started_seconds,
                 draining=self._allocator.intake.is_closed or self._hub.ending.is_asked or self._hub.is_draining,
             ),
             pools=[
