@@ -4,14 +4,14 @@ What passes is a result that the step can have: nothing in it makes a table hold
 twice. That its blocks are not another request's is the server's to know.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping
 from typing import Final
 
 from kvpool.client.errors import ServerError
 from kvpool.server.core.step import Operation, Outcome, Step, StepResult
 
 _OK: Final = frozenset((Outcome.OK,))
-_OUTCOMES: Final = {
+_OUTCOMES: Final[Mapping[int, Collection[int]]] = {
     Operation.LOOK_UP: _OK | {Outcome.SKIPPED},
     Operation.PEEK: _OK | {Outcome.SKIPPED},
     Operation.ADMIT: _OK | {Outcome.NO_BLOCKS, Outcome.OVER_QUOTA, Outcome.SKIPPED},
@@ -46,14 +46,20 @@ def check_result(step: Step, result: StepResult, num_groups: int, num_blocks: in
 
 
 def _check_rows(step: Step, result: StepResult) -> None:
-    for i, operation in enumerate(step.operations):
-        outcome = _at(result.outcomes, i)
-        _require(outcome in _OUTCOMES.get(Operation(operation), _OK), f"outcomes[{i}]")
-        hit = _at(result.num_hit_tokens, i)
-        _require(not hit or _has_hit(operation, outcome), f"num_hit_tokens[{i}]")
-        _require(_at(result.num_shared_hit_tokens, i) <= hit, f"num_shared_hit_tokens[{i}]")
-        is_admitted = operation == Operation.ADMIT and outcome == Outcome.OK
-        _require(is_admitted or not _at(result.num_new_tokens, i), f"num_new_tokens[{i}]")
+    zeros = [0] * len(step.operations)
+    rows = zip(
+        step.operations,
+        result.outcomes or zeros,
+        result.num_hit_tokens or zeros,
+        result.num_shared_hit_tokens or zeros,
+        result.num_new_tokens or zeros,
+        strict=True,
+    )
+    for i, (operation, outcome, hit, shared, new) in enumerate(rows):
+        _require(outcome in _OUTCOMES.get(operation, _OK), "outcomes", i)
+        _require(not hit or _has_hit(operation, outcome), "num_hit_tokens", i)
+        _require(shared <= hit, "num_shared_hit_tokens", i)
+        _require(not new or (operation == Operation.ADMIT and outcome == Outcome.OK), "num_new_tokens", i)
 
 
 def _num_taken(step: Step, result: StepResult, num_groups: int) -> int:
@@ -63,16 +69,17 @@ def _num_taken(step: Step, result: StepResult, num_groups: int) -> int:
         return 0
     at = 0
     for i, operation in enumerate(step.operations):
-        outcome, groups = _at(result.outcomes, i), slice(i * num_groups, (i + 1) * num_groups)
-        num_hit, num_new = sum(hits[groups]), sum(new[groups])
-        if operation == Operation.COMMON_PREFIX:
-            num_hit = 0
-        _require(not num_hit or _has_hit(operation, outcome), f"num_prefix_blocks[{i * num_groups}]")
-        _require(not num_new or (operation in _TAKING and outcome == Outcome.OK), f"num_new_blocks[{i * num_groups}]")
+        first = i * num_groups
+        groups = slice(first, first + num_groups)
+        num_hit = 0 if operation == Operation.COMMON_PREFIX else sum(hits[groups])
+        num_new = sum(new[groups])
         if num_hit or num_new:
+            outcome = result.outcomes[i] if result.outcomes else Outcome.OK
+            _require(not num_hit or _has_hit(operation, outcome), "num_prefix_blocks", first)
+            _require(not num_new or (operation in _TAKING and outcome == Outcome.OK), "num_new_blocks", first)
             hit_ids, new_ids = ids[at : at + num_hit], ids[at + num_hit : at + num_hit + num_new]
             taken = [*filter(None, hit_ids), *new_ids]
-            _require(len(set(taken)) == len(taken) and 0 not in taken, f"block_ids[{at}]")
+            _require(len(set(taken)) == len(taken) and 0 not in taken, "block_ids", at)
             at += num_hit + num_new
     return at
 
@@ -83,11 +90,7 @@ def _has_hit(operation: int, outcome: int) -> bool:
     return operation in _FINDING and outcome == Outcome.OK
 
 
-def _at(column: Sequence[int], i: int) -> int:
-    return column[i] if column else 0
-
-
-def _require(holds: bool, field: str) -> None:  # noqa: FBT001 - a condition
+def _require(holds: bool, column: str, i: int | None = None) -> None:  # noqa: FBT001 - a condition
     if not holds:
         message = "the server answered what this step cannot have; is it of another release?"
-        raise ServerError("BAD_ANSWER", message, field=field)
+        raise ServerError("BAD_ANSWER", message, field=column if i is None else f"{column}[{i}]")
