@@ -10,7 +10,7 @@
 import random
 import time
 from collections.abc import Awaitable, Callable
-from typing import Final, TypeVar
+from typing import Final, TypedDict, TypeVar
 
 from tenacity import (
     AsyncRetrying,
@@ -29,6 +29,15 @@ _JITTER: Final = 0.1
 """Share by which a pause that the server asked for is made longer, at most."""
 
 _T = TypeVar("_T")
+
+
+class _Strategy(TypedDict):
+    """What tenacity is told, for either kind of call."""
+
+    retry: retry_if_exception
+    wait: Callable[[RetryCallState], float]
+    stop: stop_before_delay
+    reraise: bool
 
 
 def may_retry(error: BaseException) -> bool:
@@ -63,7 +72,7 @@ def call(attempt: Callable[[float], _T], deadline_seconds: float, sleep: Callabl
     def pause(seconds: float) -> None:
         sleep(seconds)
 
-    return Retrying(sleep=pause, **_strategy(due_seconds))(try_again)  # type: ignore[arg-type]
+    return Retrying(sleep=pause, **_strategy(due_seconds))(try_again)
 
 
 async def call_async(attempt: Callable[[float], Awaitable[_T]], deadline_seconds: float) -> _T:
@@ -79,16 +88,16 @@ async def call_async(attempt: Callable[[float], Awaitable[_T]], deadline_seconds
             raise failed.pop()
         return await attempt(due_seconds - time.monotonic())
 
-    return await AsyncRetrying(**_strategy(due_seconds))(try_again)  # type: ignore[arg-type]
+    return await AsyncRetrying(**_strategy(due_seconds))(try_again)
 
 
-def _strategy(due_seconds: float) -> dict[str, object]:
-    return {
-        "retry": retry_if_exception(may_retry),
-        "wait": _pause_seconds,
-        "stop": stop_before_delay(due_seconds - time.monotonic()),
-        "reraise": True,
-    }
+def _strategy(due_seconds: float) -> _Strategy:
+    return _Strategy(
+        retry=retry_if_exception(may_retry),
+        wait=_pause_seconds,
+        stop=stop_before_delay(due_seconds - time.monotonic()),
+        reraise=True,
+    )
 
 
 def _pause_seconds(state: RetryCallState) -> float:
