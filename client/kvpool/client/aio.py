@@ -71,7 +71,6 @@ class AsyncClient:
     """A connection to a service, for one event loop. See `kvpool.client.Client`."""
 
     def __init__(self, address: str, deadline_seconds: float, access: Access) -> None:
-        self._deadline_seconds = deadline_seconds
         self._calls = _Calls(deadline_seconds)
         self._channel = access.aio_channel(address, wire.SESSION_CHANNEL_OPTIONS)
         self._stub: allocator_pb2_grpc.AllocatorServiceAsyncStub = allocator_pb2_grpc.AllocatorServiceStub(
@@ -103,7 +102,8 @@ class AsyncClient:
             try:
                 async with _converted():
                     request = wire.wait_request(name, left_seconds)
-                    answer = await self._stub.WaitUntilReady(request, timeout=left_seconds + self._deadline_seconds)
+                    deadline_seconds = left_seconds + self._calls.deadline_seconds
+                    answer = await self._stub.WaitUntilReady(request, timeout=deadline_seconds)
                 return wire.check_ready(wire.read_pool(answer), timeout_seconds)
             except UnavailableError as error:
                 await asyncio.sleep(wire.wait_pause_seconds(error, due_seconds))
@@ -350,19 +350,23 @@ class AsyncSession(SessionBase):
     async def _exchange_once(self, message: step_pb2.Step) -> StepResult:
         sent_seconds = now_seconds()
         try:
-            async with _converted():
-                if self._stream is None:
-                    self._stream = self._stub.Schedule()
-                with contextlib.suppress(asyncio.InvalidStateError):  # the stream has ended: read() says how
-                    await self._stream.write(message)
-                answer = await self._stream.read()
-            if not isinstance(answer, step_pb2.StepResult):
-                raise UnavailableError("ENDED", "the server ended the stream")  # noqa: TRY301 - as if it broke
+            answer = await self._ask(message)
         except BaseException:
             self._end_stream()  # its answer, should it come yet, would be taken for the next step's
             raise
         self._lease_timer.renew(sent_seconds)
         return convert.result_from_proto(answer)
+
+    async def _ask(self, message: step_pb2.Step) -> step_pb2.StepResult:
+        async with _converted():
+            if self._stream is None:
+                self._stream = self._stub.Schedule()
+            with contextlib.suppress(asyncio.InvalidStateError):  # the stream has ended: read() says how
+                await self._stream.write(message)
+            answer = await self._stream.read()
+        if not isinstance(answer, step_pb2.StepResult):
+            raise UnavailableError("ENDED", "the server ended the stream")
+        return answer
 
     def _end_stream(self) -> None:
         stream, self._stream = self._stream, None
