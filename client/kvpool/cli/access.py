@@ -1,29 +1,28 @@
 """The options by which a command gets into a server. Cheap to import, for `kvpool health`."""
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 import click
 
+from kvpool.cli.options import Option, together
 from kvpool.server.access import Access, TlsConfig
 
 _KEY: Final = "kvpool.access"
-_F = TypeVar("_F", bound=Callable[..., object])
 
 
 def _keep(ctx: click.Context, param: click.Parameter, value: object) -> None:
     ctx.meta.setdefault(_KEY, {})[param.name] = value
 
 
-def access_options(*listens: str) -> Callable[[_F], _F]:
+def access_options(*listens: str) -> Option:
     """Adds the options; `current_access` and `allowed_plaintext` tell what they say.
 
     Args:
         listens: What the command itself listens with, that may be asked to be plaintext beside the token.
     """
     allowed = click.Choice(["token", *listens])
-    options = (
+    return together(
         _file_option("--tls-ca", "Speak TLS; the server's certificate is checked against the authorities in here."),
         _file_option("--tls-cert", "Our own certificate, for a server that asks for one."),
         _file_option("--tls-key", "Its key."),
@@ -48,15 +47,8 @@ def access_options(*listens: str) -> Callable[[_F], _F]:
         ),
     )
 
-    def decorate(command: _F) -> _F:
-        for option in reversed(options):
-            command = option(command)
-        return command
 
-    return decorate
-
-
-def _file_option(flag: str, text: str) -> Callable[[_F], _F]:
+def _file_option(flag: str, text: str) -> Option:
     return click.option(
         flag,
         type=click.Path(path_type=Path),

@@ -5,15 +5,16 @@ Each ends with 0 when done, 1 when the server refuses or cannot be reached, 2 wh
 
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from itertools import islice
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 import click
 
 from kvpool.cli import admin_output as output
 from kvpool.cli.access import access_options, current_access
+from kvpool.cli.options import together
 from kvpool.cli.text import counted
 from kvpool.client.admin import DEFAULT_DEADLINE_SECONDS, AdminClient, BlockState, SessionInfo
 from kvpool.client.errors import UnavailableError
@@ -22,12 +23,8 @@ from kvpool.server.config import DEFAULT_ADDRESS
 _POLL_SECONDS: Final = 0.25
 """How often a drain looks whether sessions are left."""
 
-_F = TypeVar("_F", bound=Callable[..., object])
-
-
-def address_option(command: _F) -> _F:
-    """Adds the options that say where the server is, and what it is shown."""
-    option = click.option(
+address_option: Final = together(
+    click.option(
         "--address",
         default=DEFAULT_ADDRESS,
         show_default=True,
@@ -35,17 +32,15 @@ def address_option(command: _F) -> _F:
         show_envvar=True,
         metavar="ADDRESS",
         help="The server: host:port or unix:/path.",
-    )
-    return option(access_options()(command))
+    ),
+    access_options(),
+)
+"""Adds the options that say where the server is, and what it is shown."""
 
-
-def _server_options(command: _F) -> _F:
-    json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-    return address_option(json_option(command))
-
-
-def _limit_option(command: _F) -> _F:
-    return click.option("--limit", type=click.IntRange(1), help="Only the first so many.")(command)
+_server_options: Final = together(
+    address_option, click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+)
+_limit_option: Final = click.option("--limit", type=click.IntRange(1), help="Only the first so many.")
 
 
 @contextmanager

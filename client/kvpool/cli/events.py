@@ -1,10 +1,10 @@
 """The options of `kvpool serve` that say how block events are published over ZeroMQ."""
 
-from collections.abc import Callable
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 import click
 
+from kvpool.cli.options import together
 from kvpool.server.obs.event_config import (
     DEFAULT_TOPIC,
     EventForm,
@@ -14,9 +14,7 @@ from kvpool.server.obs.event_config import (
     ReplayFraming,
 )
 
-_CommandT = TypeVar("_CommandT", bound=Callable[..., Any])
-
-_OPTIONS: Final = (
+events_options: Final = together(
     click.option(
         "--events-endpoint",
         default="",
@@ -82,13 +80,7 @@ _OPTIONS: Final = (
         help="After how long without events to publish an empty batch; 0: never.",
     ),
 )
-
-
-def events_options(command: _CommandT) -> _CommandT:
-    """Gives a command these options."""
-    for option in reversed(_OPTIONS):
-        command = option(command)
-    return command
+"""Gives a command these options."""
 
 
 def take_events_config(settings: dict[str, Any]) -> EventsConfig:

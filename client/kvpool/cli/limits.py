@@ -1,14 +1,12 @@
 """Options of `kvpool serve` for what clients can make the server hold or do at most."""
 
-from collections.abc import Callable
 from dataclasses import fields
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 import click
 
+from kvpool.cli.options import Option, together
 from kvpool.server.limits import DEFAULT_LIMITS, Limits
-
-_CommandT = TypeVar("_CommandT", bound=Callable[..., Any])
 
 _HELP: Final = {
     "max_step_operations": "Most operations of a step.",
@@ -24,19 +22,14 @@ _HELP: Final = {
 }
 
 
-def limits_options(command: _CommandT) -> _CommandT:
-    """Adds the options to a command; see docs/limits.md."""
-    for field in reversed(fields(Limits)):
-        default = getattr(DEFAULT_LIMITS, field.name)
-        option = click.option(
-            f"--{field.name.replace('_', '-')}",
-            type=type(default),
-            default=default,
-            show_default=True,
-            help=_HELP[field.name],
-        )
-        command = option(command)
-    return command
+def _option(name: str) -> Option:
+    default = getattr(DEFAULT_LIMITS, name)
+    flag = f"--{name.replace('_', '-')}"
+    return click.option(flag, type=type(default), default=default, show_default=True, help=_HELP[name])
+
+
+limits_options: Final = together(*(_option(field.name) for field in fields(Limits)))
+"""Adds the options to a command; see docs/limits.md."""
 
 
 def take_limits(settings: dict[str, Any]) -> Limits:

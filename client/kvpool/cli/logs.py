@@ -8,15 +8,15 @@ import json
 import logging
 import sys
 import threading
-from collections.abc import Callable
 from datetime import UTC, datetime
 from types import TracebackType
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 import click
 from pythonjsonlogger.core import LogData
 from pythonjsonlogger.json import JsonFormatter
 
+from kvpool.cli.options import together
 from kvpool.gpu_worker.units import format_bytes
 
 FIELDS: Final = (
@@ -44,25 +44,23 @@ _ORDER: Final = {name: place for place, name in enumerate(FIELDS)}
 
 _log = logging.getLogger("kvpool.cli")
 
-_CommandT = TypeVar("_CommandT", bound=Callable[..., Any])
-
-
-def log_options(command: _CommandT) -> _CommandT:
-    """Gives a command the options that `start_logging` takes."""
-    command = click.option(
-        "--log-format",
-        type=click.Choice(["console", "json"]),
-        default="console",
-        show_default=True,
-        help="Lines for people, or a JSON object a line.",
-    )(command)
-    return click.option(
+log_options: Final = together(
+    click.option(
         "--log-level",
         type=click.Choice(["debug", "info", "warning", "error"]),
         default="info",
         show_default=True,
         help="Least severe messages to log.",
-    )(command)
+    ),
+    click.option(
+        "--log-format",
+        type=click.Choice(["console", "json"]),
+        default="console",
+        show_default=True,
+        help="Lines for people, or a JSON object a line.",
+    ),
+)
+"""Gives a command the options that `start_logging` takes."""
 
 
 def start_logging(level: str, log_format: str) -> None:

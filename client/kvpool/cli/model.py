@@ -2,13 +2,13 @@
 
 import json
 import re
-from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Final
 
 import click
 
+from kvpool.cli.options import together
 from kvpool.models.config import Model, ModelOptions, derive_model
 from kvpool.models.context import DEFAULT_BLOCK_SIZE
 from kvpool.models.layers_file import model_of_layers, read_layers
@@ -31,8 +31,6 @@ FLAGS: Final = {
 }
 """By the name that the planner gives it: the flag of an option at fault."""
 
-_CommandT = TypeVar("_CommandT", bound=Callable[..., Any])
-
 
 def byte_size(text: str) -> int:
     """Reads a size: 80GiB (powers of 1024), 80GB (powers of 1000), or a number of bytes, which a file may give bare."""
@@ -54,7 +52,7 @@ def length_or_auto(text: str) -> int | str:
     return int(text)
 
 
-_OPTIONS: Final = (
+model_options: Final = together(
     click.option("--layers", type=click.Path(path_type=Path), help="JSON file of layer specs, instead of CONFIG.json."),
     click.option("--tp", type=click.IntRange(1), default=1, show_default=True, help="Tensor-parallel ranks."),
     click.option("--pp", type=click.IntRange(1), default=1, show_default=True, help="Pipeline stages."),
@@ -91,13 +89,7 @@ _OPTIONS: Final = (
     click.option("--mamba-caching", is_flag=True, help="Keep Mamba states at block boundaries, to be found again."),
     click.option("--no-hybrid", is_flag=True, help="Keep all tokens of all layers: one kind of group."),
 )
-
-
-def model_options(command: _CommandT) -> _CommandT:
-    """Gives a command the options whose values make up `ModelFlags`."""
-    for option in reversed(_OPTIONS):
-        command = option(command)
-    return command
+"""Gives a command the options whose values make up `ModelFlags`."""
 
 
 @dataclass(frozen=True, slots=True)
