@@ -12,6 +12,7 @@ from kvpool.cli.doors import doors_options, take_doors_config
 from kvpool.cli.events import events_options, take_events_config
 from kvpool.cli.limits import limits_options, take_limits
 from kvpool.cli.logs import log_options, start_logging
+from kvpool.cli.options import Option
 from kvpool.cli.settings import config_option
 from kvpool.server import faults, server
 from kvpool.server.config import (
@@ -31,6 +32,10 @@ from kvpool.server.journal.config import DEFAULT_MAX_BYTES, JournalConfig
 _log = logging.getLogger("kvpool.server")
 _LEASES = LeaseBounds()
 _YEAR_2025_SECONDS = 1_735_689_600
+
+
+def _seconds_option(flag: str, default: float, text: str) -> Option:
+    return click.option(flag, type=float, default=default, show_default=True, help=text)
 
 
 @click.command()
@@ -67,71 +72,35 @@ _YEAR_2025_SECONDS = 1_735_689_600
     show_default=True,
     help="Share of the blocks that is followed, for the metrics of how long contents are kept.",
 )
-@click.option(
-    "--grace-seconds",
-    type=float,
-    default=10.0,
-    show_default=True,
-    help="How long a stopping server waits for calls in flight.",
-)
-@click.option(
+@_seconds_option("--grace-seconds", 10.0, "How long a stopping server waits for calls in flight.")
+@_seconds_option(
     "--drain-seconds",
-    type=float,
-    default=0.0,
-    show_default=True,
-    help="How long SIGTERM lets open sessions go on, while no new ones are taken; a second one stops at once.",
+    0.0,
+    "How long SIGTERM lets open sessions go on, while no new ones are taken; a second one stops at once.",
 )
-@click.option(
-    "--dead-peer-seconds",
-    type=float,
-    default=10.0,
-    show_default=True,
-    help="How long a peer may be silent on the network before its stream counts as broken.",
+@_seconds_option(
+    "--dead-peer-seconds", 10.0, "How long a peer may be silent on the network before its stream counts as broken."
 )
-@click.option(
+@_seconds_option(
     "--default-lease-seconds",
-    type=float,
-    default=_LEASES.default_lease_seconds,
-    show_default=True,
-    help="How long a session that asks for no lease of its own outlives its last sign of life.",
+    _LEASES.default_lease_seconds,
+    "How long a session that asks for no lease of its own outlives its last sign of life.",
 )
-@click.option(
-    "--min-lease-seconds",
-    type=float,
-    default=_LEASES.min_lease_seconds,
-    show_default=True,
-    help="Shortest lease that a session may ask for.",
-)
-@click.option(
-    "--max-lease-seconds",
-    type=float,
-    default=_LEASES.max_lease_seconds,
-    show_default=True,
-    help="Longest lease that a session may ask for.",
-)
-@click.option(
-    "--heartbeat-seconds", type=float, default=1.0, show_default=True, help="How often ranks are to be heard of."
-)
-@click.option(
+@_seconds_option("--min-lease-seconds", _LEASES.min_lease_seconds, "Shortest lease that a session may ask for.")
+@_seconds_option("--max-lease-seconds", _LEASES.max_lease_seconds, "Longest lease that a session may ask for.")
+@_seconds_option("--heartbeat-seconds", 1.0, "How often ranks are to be heard of.")
+@_seconds_option(
     "--heartbeat-timeout-seconds",
-    type=float,
-    default=5.0,
-    show_default=True,
-    help="After how long without a heartbeat a rank counts as silent, and its pool as degraded.",
+    5.0,
+    "After how long without a heartbeat a rank counts as silent, and its pool as degraded.",
 )
-@click.option(
-    "--rank-grace-seconds",
-    type=float,
-    default=30.0,
-    show_default=True,
-    help="How long a rank that is silent or lost may come back with nothing lost.",
+@_seconds_option(
+    "--rank-grace-seconds", 30.0, "How long a rank that is silent or lost may come back with nothing lost."
 )
-@click.option(
+@_seconds_option(
     "--quarantine-seconds",
-    type=float,
-    default=DEFAULT_QUARANTINE_SECONDS,
-    show_default=True,
-    help="How long the blocks of a session whose lease ran out, or that was evicted, are given to nobody, since a step "
+    DEFAULT_QUARANTINE_SECONDS,
+    "How long the blocks of a session whose lease ran out, or that was evicted, are given to nobody, since a step "
     "of it may still run. Only for pools without ranks that answer fences; longer than your longest step. 0: not at "
     "all.",
 )
