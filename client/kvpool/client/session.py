@@ -59,14 +59,7 @@ class SessionBase:
             extra_keys: Its LoRA, cache salt and multimodal items.
         """
         self._last_number += 1
-        return Request(
-            request_id,
-            self._last_number,
-            token_ids,
-            num_groups=len(self.config.groups),
-            hasher=self._hasher,
-            extra_keys=extra_keys,
-        )
+        return self._make(request_id, self._last_number, token_ids, extra_keys)
 
     def adopt(self, held: HeldRequest, token_ids: Sequence[int], *, extra_keys: ExtraKeys = NO_EXTRA_KEYS) -> Request:
         """Makes a request of what a resumed session holds: it goes on as if this process had made it.
@@ -96,20 +89,23 @@ class SessionBase:
     def _held(self, held: HeldRequest, token_ids: Sequence[int], extra_keys: ExtraKeys = NO_EXTRA_KEYS) -> Request:
         if not held.number:
             raise InvalidArgumentError("held", f"steps cannot name {held.request_id!r}, which has no number")
-        request = Request(
-            held.request_id,
-            held.number,
-            token_ids,
-            num_groups=len(self.config.groups),
-            hasher=self._hasher,
-            extra_keys=extra_keys,
-        )
+        request = self._make(held.request_id, held.number, token_ids, extra_keys)
         request.declared = True
         request.block_ids = [list(table) for table in held.block_ids]
         request.num_computed_tokens = held.num_computed_tokens
         request.num_sent_tokens = min(held.num_tokens, request.num_tokens)  # fewer are known only of one to be freed
         request.num_sent_hashes = held.num_tokens // self.config.hash_block_size if self._hasher else 0
         return request
+
+    def _make(self, request_id: str, number: int, token_ids: Sequence[int], extra_keys: ExtraKeys) -> Request:
+        return Request(
+            request_id,
+            number,
+            token_ids,
+            num_groups=len(self.config.groups),
+            hasher=self._hasher,
+            extra_keys=extra_keys,
+        )
 
     @contextmanager
     def _noted(self) -> Iterator[None]:
