@@ -12,7 +12,7 @@ import signal
 from types import FrameType, TracebackType
 from typing import Any, Final, Self
 
-END_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_END_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Wakeup:
@@ -37,7 +37,7 @@ class Wakeup:
         for end in (self._reader, self._writer):
             os.set_blocking(end, False)
         self._previous = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
-        for number in END_SIGNALS:
+        for number in _END_SIGNALS:
             self._handlers[number] = signal.signal(number, self._end)
         for number in self._also:
             self._handlers[number] = signal.signal(number, _only_wake)

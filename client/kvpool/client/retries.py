@@ -40,7 +40,7 @@ class _Strategy(TypedDict):
     reraise: bool
 
 
-def may_retry(error: BaseException) -> bool:
+def _may_retry(error: BaseException) -> bool:
     """Whether the same call may succeed a little later."""
     if isinstance(error, ExhaustedError):
         return error.retry_seconds is not None
@@ -93,7 +93,7 @@ async def call_async(attempt: Callable[[float], Awaitable[_T]], deadline_seconds
 
 def _strategy(due_seconds: float) -> _Strategy:
     return _Strategy(
-        retry=retry_if_exception(may_retry),
+        retry=retry_if_exception(_may_retry),
         wait=_pause_seconds,
         stop=stop_before_delay(due_seconds - time.monotonic()),
         reraise=True,

@@ -29,9 +29,14 @@ from kvpool.server.core.step import Operation, Outcome, Step, StepResult
 from kvpool.server.core.types import NULL_BLOCK, BlockId
 
 _REFUSALS: Final = (InvalidArgumentError, NotFoundError, WrongStateError, ExhaustedError)
+_DECLARING: Final = frozenset((Operation.LOOK_UP, Operation.PEEK, Operation.ADMIT, Operation.ALLOCATE))
+_SKIPPING: Final = frozenset((Outcome.OK, Outcome.NO_BLOCKS, Outcome.OVER_QUOTA))
+"""Outcomes of ALLOCATE before which blocks that slid out of a window were freed."""
+
+ResultT = TypeVar("ResultT")
 
 
-def is_refusal(error: KvpoolError) -> bool:
+def _is_refusal(error: KvpoolError) -> bool:
     """Whether a step that ended so is known to have changed nothing.
 
     A server that says when to come back may not have looked whether the step was applied when it was sent before.
@@ -42,14 +47,6 @@ def is_refusal(error: KvpoolError) -> bool:
 def ends_session(error: KvpoolError) -> bool:
     """Whether a session that was answered so is over: nothing of it will be answered otherwise."""
     return isinstance(error, AbortedError) or error.reason == "SESSION_NOT_FOUND"
-
-
-_DECLARING: Final = frozenset((Operation.LOOK_UP, Operation.PEEK, Operation.ADMIT, Operation.ALLOCATE))
-
-_SKIPPING: Final = frozenset((Outcome.OK, Outcome.NO_BLOCKS, Outcome.OVER_QUOTA))
-"""Outcomes of ALLOCATE before which blocks that slid out of a window were freed."""
-
-ResultT = TypeVar("ResultT")
 
 
 @dataclass(slots=True)
@@ -246,7 +243,7 @@ class StepBook:
         """Takes note of what a call ended with: refused, it changed nothing; else its step stays unanswered."""
         if ends_session(error):
             self._over = error
-        if is_refusal(error) or self._over:
+        if _is_refusal(error) or self._over:
             self._unanswered = None
 
     def finish(self, result: StepResult) -> None:
