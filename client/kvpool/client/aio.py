@@ -324,7 +324,7 @@ class AsyncSession(SessionBase):
         with self._noted():
             await self._calls.make(self._stub.CloseSession, request)
         self._closed = True
-        self._fail(ended_error("SESSION_CLOSED"))
+        self._note(ended_error("SESSION_CLOSED"))
 
     async def _call(self, call: steps.Call[steps.ResultT]) -> steps.ResultT:
         builder, read = call
@@ -339,12 +339,14 @@ class AsyncSession(SessionBase):
     async def _exchange(self, step: Step) -> None:
         message = convert.step_to_proto(step, self.session_id)
         deadline_seconds = self._calls.deadline_seconds
-        with self._noted():
-            try:
-                async with asyncio.timeout(deadline_seconds):
-                    result = await retries.call_async(lambda _: self._exchange_once(message), deadline_seconds)
-            except TimeoutError:
-                raise DeadlineError("DEADLINE", f"no answer to step {step.sequence} in {deadline_seconds} s") from None
+        try:
+            async with asyncio.timeout(deadline_seconds):
+                result = await retries.call_async(lambda _: self._exchange_once(message), deadline_seconds)
+        except TimeoutError:
+            raise DeadlineError("DEADLINE", f"no answer to step {step.sequence} in {deadline_seconds} s") from None
+        except KvpoolError as error:
+            self._fail(error)
+            raise
         self._book.finish(result)
 
     async def _exchange_once(self, message: step_pb2.Step) -> StepResult:

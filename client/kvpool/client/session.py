@@ -109,15 +109,20 @@ class SessionBase:
 
     @contextmanager
     def _noted(self) -> Iterator[None]:
-        """Takes note of what a call ends with."""
+        """Takes note of what a call ends with that is no step."""
         try:
             yield
         except KvpoolError as error:
-            self._fail(error)
+            self._note(error)
             raise
 
     def _fail(self, error: KvpoolError) -> None:
+        """Takes note of what a step ends with."""
         self._book.fail(error)
+        self._note(error)
+
+    def _note(self, error: KvpoolError) -> None:
+        self._book.note(error)
         if steps.ends_session(error):
             self._lease_timer.end()
 
@@ -290,7 +295,7 @@ class Session(SessionBase):
             with self._noted():
                 self._transport.close_session(self.session_id)
             self._closed = True
-            self._fail(ended_error("SESSION_CLOSED"))
+            self._note(ended_error("SESSION_CLOSED"))
 
     def _call(self, call: steps.Call[steps.ResultT]) -> steps.ResultT:
         builder, read = call
@@ -304,7 +309,7 @@ class Session(SessionBase):
         self._exchange(self._book.build(builder))
 
     def _exchange(self, step: Step) -> None:
-        try:  # as `_noted`, which would add a tenth to a step of the core in this process
+        try:
             result = self._transport.apply(self.session_id, step)
         except KvpoolError as error:
             self._fail(error)

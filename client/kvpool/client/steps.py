@@ -240,10 +240,14 @@ class StepBook:
         return self._unanswered[0] if self._unanswered else None
 
     def fail(self, error: KvpoolError) -> None:
-        """Takes note of what a call ended with: refused, it changed nothing; else its step stays unanswered."""
+        """Takes note of what a step ended with: refused, it changed nothing; else it stays unanswered."""
+        if _is_refusal(error):
+            self._unanswered = None
+
+    def note(self, error: KvpoolError) -> None:
+        """Takes note of what any call ended with: it may be that the session is over."""
         if ends_session(error):
             self._over = error
-        if _is_refusal(error) or self._over:
             self._unanswered = None
 
     def finish(self, result: StepResult) -> None:

@@ -7,6 +7,7 @@ from kvpool.client import (
     Allocation,
     DeadlineError,
     FullAttentionSpec,
+    InvalidArgumentError,
     KVCacheGroup,
     NotFoundError,
     Outcome,
@@ -66,6 +67,21 @@ def test_a_lost_answer_is_settled_without_doing_it_twice(transport: LossyTranspo
     session.settle()
     assert (answer.outcome, request.block_ids) == (Outcome.OK, [[1, 2, 3, 4]])
     assert info(transport).free_blocks == 95
+    session.free(request)
+    assert info(transport).free_blocks == 99
+
+
+def test_a_call_that_is_refused_settles_no_step(transport: LossyTransport, session: Session) -> None:
+    request = session.request("r", PROMPT)
+    transport.lose = True
+    with pytest.raises(DeadlineError):
+        session.admit(request)
+    with pytest.raises(InvalidArgumentError, match="executed_sequence"):
+        session.mark_executed(99)
+    with pytest.raises(WrongStateError, match="settle"):
+        session.free(request)
+    session.settle()
+    assert request.block_ids == [[1, 2, 3, 4]]
     session.free(request)
     assert info(transport).free_blocks == 99
 
