@@ -33,8 +33,8 @@ def new(  # noqa: PLR0913 - one parameter an option
         raise click.UsageError("--salt and --new-salt: give one of them")
     fresh, digest = new_token()
     entry: dict[str, object] = {"name": name, "role": role, "pools": list(pools), "sha256": digest}
-    if salt or new_salt:
-        entry["salt"] = salt or secrets.token_urlsafe(24)
+    if salt is not None or new_salt:
+        entry["salt"] = secrets.token_urlsafe(24) if salt is None else salt
     if expires:
         entry["expires"] = expires.date()
     try:

@@ -62,6 +62,7 @@ def test_a_new_token_is_found_by_the_entry_that_comes_with_it(tmp_path: Path) ->
         (ENTRY.replace("['llama*']", "[]"), "pools: needs a string or"),
         (ENTRY.replace(DIGEST, "secret"), "sha256: needs 64"),
         (ENTRY + "salt = 'short'", "salt: needs at least 16 bytes"),
+        (ENTRY + "salt = ''", "salt: needs at least 16 bytes"),
         (ENTRY + "expires = '2027-01-01'", "expires: needs a date"),
         (ENTRY + ENTRY, "name: 'a' stands twice"),
         (ENTRY + ENTRY.replace("'a'", "'b'"), f"sha256: '{DIGEST}' stands twice"),

@@ -137,7 +137,8 @@ def checked_grant(where: str, entry: dict[str, Any]) -> Grant:
         raise ValueError(f"{where}: name: needs 1 to 128 letters, digits, '.', '_', '/', '@' or '-'")
     if role not in list(Role):
         raise ValueError(f"{where}: role: needs one of {', '.join(Role)}")
-    if not isinstance(salt, str) or (salt and (len(salt.encode()) < MIN_SALT_BYTES or "'" in salt or "\n" in salt)):
+    is_short = "salt" in entry and len(str(salt).encode()) < MIN_SALT_BYTES
+    if not isinstance(salt, str) or is_short or "'" in salt or "\n" in salt:
         raise ValueError(f"{where}: salt: needs at least {MIN_SALT_BYTES} bytes, best random ones; no quotes")
     if expires is not None and type(expires) is not date:
         raise ValueError(f"{where}: expires: needs a date, such as 2027-12-31")
