@@ -165,9 +165,10 @@ def drain(  # noqa: PLR0913 - one parameter an option
             _say({"still_drained": list(still)}, _undone(what, still), as_json=as_json)
             return
         if stop:
+            uptime_seconds = client.overview().server.uptime_seconds
             left = client.stop(timeout_seconds)
             if wait:
-                _wait_until_gone(client)
+                _wait_until_gone(client, uptime_seconds)
             sentence = f"the server {'has stopped' if wait else 'stops'}; {counted(left, 'session')} were open"
             _say({"stopped": wait, "sessions": left}, sentence, as_json=as_json)
             return
@@ -238,11 +239,10 @@ def _wait_until_empty(client: AdminClient, pool: str, left: int, due_seconds: fl
     return left
 
 
-def _wait_until_gone(client: AdminClient) -> None:
-    """Waits until the server is not there any more."""
+def _wait_until_gone(client: AdminClient, uptime_seconds: float) -> None:
+    """Waits until a server that was up for so long is not there any more, or another is there instead."""
     with suppress(UnavailableError):
-        while True:
-            client.overview()
+        while client.overview().server.uptime_seconds >= uptime_seconds:
             time.sleep(_POLL_SECONDS)
 
 
