@@ -96,10 +96,6 @@ def worker(
     layout = options.pop("layout")
     endpoints = Endpoints.parse(options.pop("metrics_listen"), options.pop("health_listen"), allowed_plaintext())
     try:
-        current_access().check(options["server"])
-    except ValueError as error:
-        raise click.UsageError(str(error)) from error
-    try:
         derived = flags.read_model(model, "--model CONFIG.json")
         settings = _settings(flags, derived, options)
         layers = split_stages(derived, flags.pp)[settings.rank // flags.tp]

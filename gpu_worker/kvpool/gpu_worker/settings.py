@@ -48,6 +48,10 @@ class WorkerSettings:
             check_address(self.server)
         except ValueError as error:
             raise InvalidArgumentError("server", str(error)) from error
+        try:
+            self.access.check(self.server)
+        except ValueError as error:
+            raise InvalidArgumentError("access", str(error)) from error
         check_pool_name("pool", self.pool)
         check_range("world_size", self.world_size, 1, MAX_WORLD_SIZE)
         check_range("rank", self.rank, 0, self.world_size - 1)

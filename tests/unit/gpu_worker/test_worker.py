@@ -20,6 +20,7 @@ from kvpool.gpu_worker.settings import WorkerSettings
 from kvpool.gpu_worker.status import WorkerStatus
 from kvpool.gpu_worker.tensors import BufferAllocator, empty_buffer, reshape_kv_cache
 from kvpool.gpu_worker.worker import ReadyPool, Worker, WorkerHooks
+from kvpool.server.access import Access
 from kvpool.server.core.errors import (
     AbortedError,
     ExhaustedError,
@@ -560,3 +561,9 @@ def test_settings_refuse_what_is_out_of_range(path: Path, change: dict[str, obje
     with pytest.raises(InvalidArgumentError) as raised:
         replace(settings(path), **change)  # type: ignore[arg-type]
     assert raised.value.field == field
+
+
+def test_a_token_that_others_could_read_is_refused_before_anything_is_tried() -> None:
+    with pytest.raises(InvalidArgumentError, match="others could read the token") as raised:
+        WorkerSettings("host:1", "m", 0, 2, WorldOptions(1024), access=Access(token=Path("token")))
+    assert raised.value.field == "access"
