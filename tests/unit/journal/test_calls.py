@@ -72,7 +72,17 @@ def test_another_answer_than_the_first_time_is_found() -> None:
 
 
 @pytest.mark.parametrize("kind", [FrameKind.STEP, FrameKind.CALL])
-@pytest.mark.parametrize("payload", [b"", b"\x00" * 40, b"\x80", b"\x84\x64pool\x80\x80\x00"])
+@pytest.mark.parametrize(
+    "payload",
+    [
+        b"",
+        b"\x00" * 40,
+        b"\x80",
+        b"\x84\x64pool\x80\x80\x00",
+        b"\x84\x66resume\x00\x80\x00",
+        b"\x84\x66resume\x80\x01\x00",
+    ],
+)
 def test_what_is_no_record_is_damage(kind: FrameKind, payload: bytes) -> None:
     with pytest.raises(DamageError):
         JournaledAllocator(WireMessages()).replay(kind, payload)

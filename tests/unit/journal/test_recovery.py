@@ -9,10 +9,15 @@ import pytest
 
 from kvpool.server.core.allocator import Allocator
 from kvpool.server.core.errors import AbortedError
+from kvpool.server.journal.codec import dumps
+from kvpool.server.journal.folder import Header
+from kvpool.server.journal.frames import MAGIC, DamageError, Frame, FrameKind, encode_frame
 from kvpool.server.journal.journal import Journal
 from kvpool.server.journal.recovery import EPOCH_LEAP, Recovery
+from kvpool.server.journal.snapshot import Loader
+from kvpool.server.rpc.convert_journal import WireMessages
 from support_core import config
-from support_journal import IDENTITY, Traffic, assert_alike, journal_in, kill, recovered
+from support_journal import IDENTITY, Traffic, assert_alike, journal_in, kill, new_allocator, recovered
 
 COUNT = 8
 CONFIG = config(12)
@@ -135,6 +140,40 @@ def test_what_is_not_whole_is_dropped(folder: Path, way: str) -> None:
     spoil(folder)
     found = recovered(folder)
     assert found.dropped == reason
+    assert_dropped(found)
+
+
+NONSENSE = [None, 7, "abc", [], [1, 2, 3], [[], [], ["t"]], [["_pools"], [], ["t", 1]], [7, "b", b"\1", b"", b""]]
+
+
+@pytest.mark.parametrize("node", NONSENSE)
+@pytest.mark.parametrize("kind", [FrameKind.GRAPH, FrameKind.SLICE, FrameKind.REQUESTS, FrameKind.CALL])
+def test_a_snapshot_of_whole_frames_that_hold_nonsense_is_damage(kind: FrameKind, node: object) -> None:
+    with pytest.raises(DamageError):
+        _load(Frame(kind, dumps(node), 0), Frame(FrameKind.END, b"", 0))
+
+
+def _load(*frames: Frame) -> None:
+    loader = Loader(new_allocator(), WireMessages())
+    for frame in frames:
+        loader.take(frame)
+
+
+@pytest.mark.parametrize("node", [*NONSENSE, [["m", "1", b""]], [[["m"], 1, b""]], [["m", 1, 7]], {"m": 1}])
+def test_a_list_of_pools_that_is_nonsense_keeps_no_server_from_starting(folder: Path, node: object) -> None:
+    (folder / "snapshot-1").unlink()
+    (folder / "pools").write_bytes(Header("pools", IDENTITY).encode() + encode_frame(FrameKind.POOLS, dumps(node)))
+    found = recovered(folder)
+    assert found.dropped == "NOT_WHOLE"
+    assert not list(found.allocator.pools())
+    assert not found.allocator.past_epochs
+
+
+@pytest.mark.parametrize("node", [None, [], ["snapshot-1", 1], ["snapshot-1", 1, "1 Python", 7]])
+def test_a_header_that_is_nonsense_is_damage(folder: Path, node: object) -> None:
+    (folder / "snapshot-1").write_bytes(MAGIC + encode_frame(FrameKind.HEADER, dumps(node)))
+    found = recovered(folder)
+    assert found.dropped == "DAMAGED"
     assert_dropped(found)
 
 

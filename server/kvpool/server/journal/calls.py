@@ -20,7 +20,7 @@ from kvpool.server.core.session import LeaseBounds, Session
 from kvpool.server.core.step import Step, StepResult
 from kvpool.server.core.types import SessionId
 from kvpool.server.journal.codec import Decoder, Encoder, Messages, dumps, loads
-from kvpool.server.journal.frames import DamageError, FrameKind
+from kvpool.server.journal.frames import NONSENSE, DamageError, FrameKind
 
 RECORDED: Final = (
     "close_session",
@@ -164,10 +164,13 @@ class JournaledAllocator(Allocator):
             raise MismatchError(f"step {step.sequence}")
 
     def _replay_call(self, payload: bytes) -> None:
-        name, classes, arguments, answered = _parts(payload)
+        try:
+            name, classes, arguments, answered = loads(payload)
+            positional, named = Decoder(self._messages, classes, self._refer).value(arguments)
+        except NONSENSE as error:
+            raise DamageError("a record of no call") from error
         if name not in RECORDED:
             raise DamageError("a record of no call")
-        positional, named = Decoder(self._messages, classes, self._refer).value(arguments)
         try:
             answer = getattr(Allocator, name)(self, *positional, **named)
         except (TypeError, AttributeError, LookupError) as error:
@@ -178,13 +181,6 @@ class JournaledAllocator(Allocator):
     def _refer(self, reference: list[Any]) -> object:
         kind, name = reference
         return self._pools[name] if kind == "pool" else self._sessions[name][1]
-
-
-def _parts(payload: bytes) -> list[Any]:
-    parts = loads(payload)
-    if not isinstance(parts, list) or len(parts) != 4:  # noqa: PLR2004 - as it is written below
-        raise DamageError("a record of no call")
-    return parts
 
 
 def _checksum(result: StepResult) -> int:

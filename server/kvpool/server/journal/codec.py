@@ -19,7 +19,7 @@ from typing import Any, Final, Protocol, TypeVar
 import cbor2
 
 import kvpool.server.core
-from kvpool.server.journal.frames import DamageError
+from kvpool.server.journal.frames import NONSENSE, DamageError
 
 _Made = TypeVar("_Made")
 _ATOMS: Final = frozenset((type(None), bool, int, float, str, bytes))
@@ -167,11 +167,22 @@ def _packed(values: list[Any]) -> list[object] | None:
         except OverflowError:
             return None
     if kinds == {bytes}:
-        return ["b", array("I", map(len, values)).tobytes(), b"".join(values)]
+        return ["b", *packed_bytes(values)]
     return None
 
 
-def _unpacked_bytes(lengths: bytes, joined: bytes) -> list[bytes]:
+def packed_bytes(values: Sequence[bytes]) -> tuple[bytes, bytes]:
+    """Bytes in one piece: their lengths, and all of them joined."""
+    return array("I", map(len, values)).tobytes(), b"".join(values)
+
+
+def unpacked_bytes(lengths: bytes, joined: bytes) -> list[bytes]:
+    """Takes apart what `packed_bytes` made.
+
+    Raises:
+        TypeError: It is no such thing.
+        ValueError: Likewise.
+    """
     found, at = [], 0
     for length in array("I", lengths):
         found.append(joined[at : at + length])
@@ -220,7 +231,7 @@ class Decoder:
         """
         try:
             return self._value(node)
-        except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        except NONSENSE as error:
             raise DamageError("holds what no value is written as") from error
 
     def made(self, kind: type[_Made]) -> list[_Made]:
@@ -264,7 +275,7 @@ class Decoder:
     def _elements(self, code: str, rest: list[Any]) -> Iterable[Any]:
         if code == "i":
             return array("q", rest[0])
-        return _unpacked_bytes(*rest) if code == "b" else map(self._value, rest)
+        return unpacked_bytes(*rest) if code == "b" else map(self._value, rest)
 
     def _instance(self, number: int, *nodes: Any) -> Any:  # noqa: ANN401 - an object of the core
         kind, names = self._classes[number]

@@ -148,10 +148,12 @@ class Folder:
             if frame is None:
                 yield reader, None
                 return
-            parts = loads(frame.payload)
-            if frame.kind is not FrameKind.HEADER or not isinstance(parts, list) or parts[:2] != [path.name, FORMAT]:
-                raise DamageError("is another file, or of another format")
-            yield reader, Identity(*parts[2:4])
+            begins = (FrameKind.HEADER, FORMAT)
+            match loads(frame.payload):
+                case [path.name, int(number), str(written_by), str(boot_id)] if (frame.kind, number) == begins:
+                    yield reader, Identity(written_by, boot_id)
+                case _:
+                    raise DamageError("is another file, or of another format")
 
     def delete_before(self, number: int) -> None:
         """Deletes what a whole snapshot makes superfluous."""
@@ -186,7 +188,10 @@ class Folder:
             frame = reader.read()
         if frame is None or frame.kind is not FrameKind.POOLS:
             raise DamageError("is not whole")
-        return [PastPool(*entry) for entry in loads(frame.payload)]
+        entries = loads(frame.payload)
+        if not isinstance(entries, list):
+            raise DamageError("holds no pools")
+        return [_past_pool(entry) for entry in entries]
 
     def write_pools(self, pools: list[PastPool]) -> None:
         """Replaces what is known of the pools, durably."""
@@ -211,6 +216,13 @@ class Folder:
     def _numbers(self, kind: str) -> list[int]:
         found = (_NAME.fullmatch(path.name) for path in self._files())
         return sorted(int(name[2]) for name in found if name and name[1] == kind and not name[3])
+
+
+def _past_pool(entry: object) -> PastPool:
+    match entry:
+        case [str(name), int(epoch), bytes(config)]:
+            return PastPool(name, epoch, config)
+    raise DamageError("holds no pools")
 
 
 def write_whole(descriptor: int, content: bytes) -> None:

@@ -43,6 +43,10 @@ class DamageError(Exception):
     """A file holds what was never written so."""
 
 
+NONSENSE: Final = (LookupError, TypeError, ValueError, AttributeError, RecursionError)
+"""What comes of taking apart a payload that is whole and was never written so."""
+
+
 @dataclass(frozen=True, slots=True)
 class Frame:
     """A frame as it was read.

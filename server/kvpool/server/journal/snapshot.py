@@ -27,8 +27,8 @@ from kvpool.server.core.session import Session
 from kvpool.server.core.specs import FullAttentionSpec
 from kvpool.server.core.types import NULL_BLOCK, BlockHash, BlockId, PoolName
 from kvpool.server.journal.calls import JournaledAllocator, WireCodec
-from kvpool.server.journal.codec import Decoder, Encoder, dumps, loads
-from kvpool.server.journal.frames import DamageError, Frame, FrameKind, encode_frame
+from kvpool.server.journal.codec import Decoder, Encoder, dumps, loads, packed_bytes, unpacked_bytes
+from kvpool.server.journal.frames import NONSENSE, DamageError, Frame, FrameKind, encode_frame
 from kvpool.server.journal.guarded import FrozenRequests, GuardedColumn
 
 LEFT_OUT: Final = {
@@ -150,8 +150,7 @@ def _encode_slice(values: Sequence[Any]) -> list[object]:
             return ["Q", array("Q", values).tobytes()]
     if kinds <= {bytes, type(None)}:
         is_there = bytes(map(operator.is_not, values, [None] * len(values)))
-        there = list(compress(values, is_there))
-        return ["b", is_there, array("I", map(len, there)).tobytes(), b"".join(there)]
+        return ["b", is_there, *packed_bytes(list(compress(values, is_there)))]
     return ["t", *values]
 
 
@@ -163,11 +162,9 @@ def _decode_slice(kind: str, *parts: Any) -> list[Any]:  # noqa: ANN401 - as it 
     if kind == "b":
         is_there, lengths, joined = parts
         values: list[bytes | None] = [None] * len(is_there)
-        at, sizes = 0, iter(array("I", lengths))
-        for i in compress(range(len(is_there)), is_there):
-            size = next(sizes)
-            values[i] = joined[at : at + size]
-            at += size
+        there = compress(range(len(is_there)), is_there)
+        for i, value in zip(there, unpacked_bytes(lengths, joined), strict=True):
+            values[i] = value
         return values
     return [value if value is None else tuple(value) for value in parts]
 
@@ -194,21 +191,21 @@ class Loader:
         Raises:
             DamageError: It is none of a snapshot, or of one that another code wrote.
         """
+        try:
+            self._take(frame)
+        except NONSENSE as error:
+            raise DamageError(f"a {frame.kind.name} of no snapshot") from error
+
+    def _take(self, frame: Frame) -> None:
         match frame.kind:
             case FrameKind.GRAPH:
                 self._graph = loads(frame.payload)
             case FrameKind.SLICE:
                 number, *parts = loads(frame.payload)
-                try:
-                    self._columns.setdefault(number, []).extend(_decode_slice(*parts))
-                except (TypeError, ValueError, StopIteration) as error:
-                    raise DamageError("a slice of no column") from error
+                self._columns.setdefault(number, []).extend(_decode_slice(*parts))
             case FrameKind.REQUESTS:
-                try:
-                    classes, node = loads(frame.payload)
-                    self._requests += Decoder(self._messages, classes).value(node)
-                except (TypeError, ValueError) as error:
-                    raise DamageError("holds no requests") from error
+                classes, node = loads(frame.payload)
+                self._requests += Decoder(self._messages, classes).value(node)
             case FrameKind.END:
                 self._fill()
                 self.is_whole = True
