@@ -59,6 +59,15 @@ def test_a_bug_within_a_change_is_told_as_the_state_is_not_what_was_told(monkeyp
     assert bugs == ["told", "told"]
 
 
+def test_a_change_that_cannot_be_written_down_is_told_as_one() -> None:
+    recorder = Recorder()
+    bugs: list[str] = []
+    recorder.allocator.on_bug = lambda: bugs.append("told")
+    with pytest.raises(UnicodeEncodeError):
+        recorder.allocator.open_session("m", "\ud800", 10.0, session_id=SessionId("s1"), now_seconds=0.0)
+    assert bugs == ["told"]
+
+
 def test_another_answer_than_the_first_time_is_found() -> None:
     recorder = Recorder()
     session = recorder.world.open()

@@ -7,7 +7,7 @@
 
 import functools
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Final, Protocol
 from zlib import crc32
 
@@ -89,7 +89,7 @@ class JournaledAllocator(Allocator):
 
     Attributes:
         sink: Takes each record; None while none is wanted.
-        on_bug: Called when a change ended half made: what records tell is no longer what is.
+        on_bug: Called when a change ended half made, or cannot be told: what records tell is no longer what is.
         is_inside: Whether a change is being made.
     """
 
@@ -210,8 +210,6 @@ def _reference(value: object) -> list[object] | None:
 
 
 def _answer_checksum(messages: WireCodec, answer: object) -> int:
-    if isinstance(answer, Iterator):
-        raise TypeError("an iterator is no answer")
     return crc32(dumps(Encoder(messages, _reference).node(answer)))
 
 
@@ -233,6 +231,8 @@ def _recorded(name: str) -> Callable[..., Any]:
         self.is_inside = True
         try:
             answer = method(self, *positional, **named)
+            if self.sink:
+                self.sink(FrameKind.CALL, _encode_call(self._messages, name, positional, named, answer))
         except KvpoolError:
             raise
         except BaseException:
@@ -240,8 +240,6 @@ def _recorded(name: str) -> Callable[..., Any]:
             raise
         finally:
             self.is_inside = False
-        if self.sink:
-            self.sink(FrameKind.CALL, _encode_call(self._messages, name, positional, named, answer))
         return answer
 
     return call
