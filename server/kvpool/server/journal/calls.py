@@ -130,7 +130,6 @@ class JournaledAllocator(Allocator):
             self._replay_step(payload)
         else:
             self._replay_call(payload)
-            self.hold_leases()
         for pool in self.pools():
             pool.blocks.take_events()
 
@@ -141,7 +140,7 @@ class JournaledAllocator(Allocator):
     def hold_leases(self) -> None:
         """Keeps sessions from running out while changes are made again: those that did are records themselves."""
         for _, session in self._sessions.values():
-            session.open_streams = 1
+            _hold_lease(session)
 
     def _encode_step(self, session_id: SessionId, step: Step, source: object, result: StepResult) -> bytes:
         sent = self._messages.encode(source)
@@ -177,10 +176,18 @@ class JournaledAllocator(Allocator):
             raise DamageError(f"a record of no {name} that can have been") from error
         if _answer_checksum(self._messages, answer) != answered:
             raise MismatchError(name)
+        if name == "open_session":
+            _hold_lease(answer[1])
+        elif name == "renew_leases":
+            self.hold_leases()
 
     def _refer(self, reference: list[Any]) -> object:
         kind, name = reference
         return self._pools[name] if kind == "pool" else self._sessions[name][1]
+
+
+def _hold_lease(session: Session) -> None:
+    session.open_streams = 1
 
 
 def _checksum(result: StepResult) -> int:
