@@ -32,10 +32,10 @@ class WireMessages:
 
     def encode(self, message: object) -> tuple[int, bytes] | None:
         """A message's kind and bytes; None for what is none that a session remembers."""
-        number = _NUMBERS.get(type(message))  # type: ignore[arg-type]
-        if number is None or not isinstance(message, Message):
+        if not isinstance(message, Message):
             return None
-        return number, message.SerializeToString()
+        number = _NUMBERS.get(type(message))
+        return None if number is None else (number, message.SerializeToString())
 
     def decode(self, kind: int, encoded: bytes) -> Message:
         """Makes the message again.
