@@ -260,7 +260,7 @@ class Membership:
         self._plan, self._has_contents = world.plan, True
         self._roster.start_over(len(world.members), world.options)
         for (registration, allocated), link in zip(world.members, links, strict=False):
-            member = Member(registration, link, now_seconds, RankState.LOST, now_seconds, allocated)
+            member = Member(registration, link, now_seconds, allocated=allocated)
             self._roster.add(member)
             self._roster.goes_away(member, RankState.LOST, now_seconds)
 
