@@ -141,7 +141,7 @@ class GroupManager:
 
     def free(self, table: BlockTable) -> list[BlockId]:
         """Empties the table; returns what it held."""
-        held = table.block_ids[table.num_skipped :]
+        held = table.held_block_ids
         self._counters.used_blocks -= self._pool.release(reversed(held))
         table.clear()
         return held

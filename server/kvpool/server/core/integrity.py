@@ -20,9 +20,7 @@ def check_integrity(pool: Pool, sessions: Iterable[Session]) -> None:
     sessions = list(sessions)
     quarantined = [each.session for each in pool.quarantine]
     requests = [request for session in sessions + quarantined for request in session.requests.values()]
-    owners = Counter(
-        b for request in requests for table in request.tables for b in table.block_ids[table.num_skipped :]
-    )
+    owners = Counter(b for request in requests for table in request.tables for b in table.held_block_ids)
     owners.update(pool.sink_blocks)
     _check_free_list(pool, owners)
     _check_group_counters(pool, requests)
@@ -46,7 +44,7 @@ def check_integrity(pool: Pool, sessions: Iterable[Session]) -> None:
 def _check_quarantine(pool: Pool, quarantined: list[Session]) -> None:
     held: set[BlockId] = set()
     for session in quarantined:
-        blocks = {b for r in session.requests.values() for t in r.tables for b in t.block_ids[t.num_skipped :]}
+        blocks = {b for r in session.requests.values() for t in r.tables for b in t.held_block_ids}
         _require(bool(blocks), f"session {session.writer} is in quarantine and holds nothing")
         held |= blocks
     counted = pool.quarantine.num_blocks
@@ -59,7 +57,7 @@ def _check_table(where: str, request: Request, pool: Pool, group_id: GroupId) ->
         room = len(table.block_ids) * pool.config.span_tokens(group_id)
         _require(0 <= request.num_computed_tokens <= room, f"{where}: computed what has no room")
     _require(not any(table.block_ids[: table.num_skipped]), f"{where}: holds what it skipped")
-    _require(all(table.block_ids[table.num_skipped :]), f"{where}: null within the blocks")
+    _require(all(table.held_block_ids), f"{where}: null within the blocks")
     _require(table.num_cached <= len(table.block_ids), f"{where}: more cached than held")
 
 
@@ -87,7 +85,7 @@ def _check_quotas(pool: Pool, sessions: list[Session], owners: Counter[BlockId])
         if holding is None:
             continue
         tables = [table for request in session.requests.values() for table in request.tables]
-        counts = Counter(b for table in tables for b in table.block_ids[table.num_skipped :])
+        counts = Counter(b for table in tables for b in table.held_block_ids)
         _require(counts == holding.counts, f"{who}: holds other blocks than are counted")
         _require(holding.uncovered.keys() <= counts.keys(), f"{who}: does not cover what it does not hold")
         covered = counts.keys() - holding.uncovered.keys()
@@ -106,7 +104,7 @@ def _check_quotas(pool: Pool, sessions: list[Session], owners: Counter[BlockId])
 def _check_group_counters(pool: Pool, requests: list[Request]) -> None:
     sinks = pool.config.num_sink_blocks
     for group_id, counters in enumerate(pool.blocks.group_counters):
-        held = {b for r in requests for b in r.tables[group_id].block_ids[r.tables[group_id].num_skipped :]}
+        held = {b for r in requests for b in r.tables[group_id].held_block_ids}
         used = len(held) + sinks[group_id]
         _require(counters.used_blocks == used, f"group {group_id}: counts {counters.used_blocks} used, not {used}")
     evicted = sum(counters.evicted_blocks for counters in pool.blocks.group_counters)

@@ -101,4 +101,4 @@ class Quarantine:
         for each in self._by_number.values():
             for request in each.session.requests.values():
                 for table in request.tables:
-                    yield from table.block_ids[table.num_skipped :]
+                    yield from table.held_block_ids

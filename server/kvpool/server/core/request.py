@@ -25,6 +25,11 @@ class BlockTable:
     num_cached: int = 0
     num_skipped: int = 0
 
+    @property
+    def held_block_ids(self) -> list[BlockId]:
+        """The blocks that it holds, those skipped left out. A copy."""
+        return self.block_ids[self.num_skipped :]
+
     def clear(self) -> None:
         """Empties the table, whose blocks are freed."""
         self.block_ids = []
