@@ -8,8 +8,11 @@ import pytest
 
 from kvpool.server.core.errors import AbortedError
 from kvpool.server.core.types import SessionId
+from kvpool.server.journal.calls import JournaledAllocator
+from kvpool.server.journal.frames import FrameKind
 from kvpool.server.rpc import hub as hub_module
 from kvpool.server.rpc.hub import Hub
+from support_journal import assert_alike, new_allocator
 from support_server import pool_config
 
 LEASE_SECONDS = 10.0
@@ -83,3 +86,31 @@ def test_who_is_told_that_a_lease_ran_out_is_told_of_a_session_that_has_ended(
     assert caught.value.reason == "LEASE_EXPIRED"
     assert [record.msg for record in caplog.records] == ["lease expired"]
     assert hub.describe("m").sessions == 0
+
+
+def open_with_key(hub: Hub, session_id: str) -> str:
+    _, session = hub.allocator.open_session(
+        "m",
+        "",
+        LEASE_SECONDS,
+        session_id=SessionId(session_id),
+        now_seconds=hub.now_seconds_to_open("key", ""),
+        open_key="key",
+    )
+    return session.session_id
+
+
+def test_a_key_that_comes_again_as_the_lease_has_run_out_opens_the_same_session_when_made_again(clocks: Clocks) -> None:
+    records: list[tuple[FrameKind, bytes]] = []
+    allocator: JournaledAllocator = new_allocator()
+    allocator.sink = lambda kind, payload: records.append((kind, payload))
+    hub = Hub(1000, allocator=allocator)
+    hub.create_pool(pool_config())
+    assert [open_with_key(hub, "first"), open_with_key(hub, "not drawn")] == ["first", "first"]
+    pass_time(hub, clocks, LEASE_SECONDS)
+    assert open_with_key(hub, "second") == "second"
+    again = new_allocator()
+    for record in records:
+        again.replay(*record)
+    assert_alike(again, allocator)
+    assert [session.session_id for _, session in again.sessions()] == ["second"]

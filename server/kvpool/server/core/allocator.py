@@ -117,9 +117,10 @@ class Allocator(PoolLedger):
         pool.activity.sessions_opened += 1
         return pool, session
 
-    def has_open_key(self, open_key: str, owner: str = "") -> bool:
-        """Whether a session that is there was opened with this key, by this owner."""
-        return (owner, open_key) in self._by_open_key
+    def opened_by(self, open_key: str, owner: str = "") -> SessionId | None:
+        """The session that is there and was opened with this key, by this owner."""
+        session = self._by_open_key.get((owner, open_key))
+        return session.session_id if session else None
 
     def resume_session(
         self, session_id: str, sequence: int, *, resume_key: str, now_seconds: float

@@ -79,7 +79,8 @@ class AllocatorService(allocator_pb2_grpc.AllocatorServiceServicer):
     def OpenSession(self, request: allocator_pb2.OpenSessionRequest) -> allocator_pb2.OpenSessionResponse:
         caller = CALLER.get()
         owner = caller.grant.name if caller else ""
-        if not self._allocator.has_open_key(request.open_key, owner):  # what comes again is answered in any case
+        now_seconds = self._hub.now_seconds_to_open(request.open_key, owner)
+        if self._allocator.opened_by(request.open_key, owner) is None:  # what comes again is answered in any case
             self._ranks.check_formed(request.pool_name)
             self._hub.check_takes_session(request.pool_name)
         session_id = SessionId(secrets.token_urlsafe(24))
@@ -88,7 +89,7 @@ class AllocatorService(allocator_pb2_grpc.AllocatorServiceServicer):
             request.client_name,
             request.lease_seconds,
             session_id=session_id,
-            now_seconds=self._hub.now_seconds(),
+            now_seconds=now_seconds,
             open_key=request.open_key,
             owner=owner,
             salt=caller.grant.salt if caller else b"",

@@ -153,6 +153,13 @@ class Hub:
             self._expire(now_seconds)
         return now_seconds
 
+    def now_seconds_to_open(self, open_key: str, owner: str) -> float:
+        """The time, by which a session that the owner's key opened has ended if its lease has run out.
+
+        What the key does then is told from the sessions alone: a journal knows of no lease that ran out before that.
+        """
+        return self._now_seconds_for(self.allocator.opened_by(open_key, owner) or "")
+
     def check_takes_session(self, pool_name: str) -> None:
         """Checks that a session more may be opened.
 
