@@ -157,9 +157,8 @@ class Folder:
 
     def delete_before(self, number: int) -> None:
         """Deletes what a whole snapshot makes superfluous."""
-        for path in self._files():
-            found = _NAME.fullmatch(path.name)
-            if found and int(found[2]) < number:
+        for path, name in self._files():
+            if int(name[2]) < number:
                 path.unlink()
 
     def invalidate(self) -> None:
@@ -168,7 +167,7 @@ class Folder:
         Raises:
             OSError: That cannot be done.
         """
-        for path in self._files():
+        for path, _ in self._files():
             try:
                 path.unlink()
             except OSError:
@@ -210,12 +209,11 @@ class Folder:
         finally:
             os.close(directory)
 
-    def _files(self) -> list[Path]:
-        return [path for path in self.path.iterdir() if _NAME.fullmatch(path.name)]
+    def _files(self) -> list[tuple[Path, re.Match[str]]]:
+        return [(path, name) for path in self.path.iterdir() if (name := _NAME.fullmatch(path.name))]
 
     def _numbers(self, kind: str) -> list[int]:
-        found = (_NAME.fullmatch(path.name) for path in self._files())
-        return sorted(int(name[2]) for name in found if name and name[1] == kind and not name[3])
+        return sorted(int(name[2]) for _, name in self._files() if name[1] == kind and not name[3])
 
 
 def _past_pool(entry: object) -> PastPool:

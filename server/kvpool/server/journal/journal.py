@@ -79,13 +79,12 @@ class Journal:
             OSError: The folder cannot be written.
         """
         self.allocator.on_bug = self._give_up_after_bug
+        if self.recovery.dropped:
+            self._folder.invalidate()
+        self._rotate()
         if self.recovery.dropped or not self.recovery.last_number:
-            if self.recovery.dropped:
-                self._folder.invalidate()
-            self._rotate()
             self._write_at_once()
         else:
-            self._rotate()
             self._due.set()
         self.allocator.renew_leases(now_seconds)
         self._keep_pools()
