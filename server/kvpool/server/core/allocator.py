@@ -153,8 +153,9 @@ class Allocator(PoolLedger):
             self._last_writer += 1
             session.resume(resume_key, WriterId(self._last_writer))
             pool.resume_writer(session.writer_before, session.writer)
-            for sessions in (self._sessions, pool.sessions):  # which are in the order of their numbers
-                sessions[session.session_id] = sessions.pop(session.session_id)  # type: ignore[assignment]
+            key = session.session_id
+            self._sessions[key] = self._sessions.pop(key)  # last, as both are in the order of their numbers
+            pool.sessions[key] = pool.sessions.pop(key)
         session.heard_seconds = now_seconds
         return pool, session
 
