@@ -65,6 +65,42 @@ def kill(journal: Journal) -> None:
     journal._folder.close()
 
 
+def leave_journal(folder: Path, config: PoolConfig, seed: int, num_changes: int) -> None:
+    """Leaves a journal of so many changes of a `Traffic`, as a killed process does."""
+    journal = journal_in(folder)
+    journal.begin(0.0)
+    traffic = Traffic(journal.allocator, config, seed)
+    for _ in range(num_changes):
+        traffic.change()
+    kill(journal)
+
+
+def states_of(config: PoolConfig, seed: int, num_changes: int) -> list[Allocator]:
+    """What such a journal may bring back: nothing, then the state before the first change, and after each."""
+    found = [Allocator()]
+    for count in range(num_changes + 1):
+        allocator = Allocator()
+        traffic = Traffic(allocator, config, seed)
+        for _ in range(count):
+            traffic.change()
+        found.append(allocator)
+    return found
+
+
+def files_of(folder: Path) -> list[Path]:
+    """The files of a journal that say something."""
+    return [path for path in sorted(folder.iterdir()) if path.name != "lock"]
+
+
+def is_alike(mine: Any, theirs: Any) -> bool:
+    """Whether `assert_alike` finds no difference."""
+    try:
+        assert_alike(mine, theirs)
+    except AssertionError:
+        return False
+    return True
+
+
 def assert_alike(mine: Any, theirs: Any) -> None:
     """Compares all that two allocators hold, field by field, whatever the fields are."""
     _compare(_fields(Allocator, mine), _fields(Allocator, theirs), "allocator", set())

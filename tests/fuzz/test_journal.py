@@ -17,8 +17,9 @@ from kvpool.server.core.integrity import check_integrity
 from kvpool.server.journal.frames import MAGIC, Frame, FrameKind, FrameReader, encode_frame
 from kvpool.server.journal.recovery import Recovery
 from support_core import config
-from support_journal import Traffic, assert_alike, journal_in, kill, new_allocator, recovered
+from support_journal import assert_alike, files_of, is_alike, leave_journal, new_allocator, recovered, states_of
 
+_SEED = 9
 _CHANGES = 40
 _TRIES = 150
 
@@ -27,34 +28,13 @@ _TRIES = 150
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What a killed process leaves."""
     folder = tmp_path_factory.mktemp("journal")
-    journal = journal_in(folder)
-    journal.begin(0.0)
-    traffic = Traffic(journal.allocator, config(16), seed=9)
-    for _ in range(_CHANGES):
-        traffic.change()
-    kill(journal)
+    leave_journal(folder, config(16), _SEED, _CHANGES)
     return folder
 
 
 @pytest.fixture(scope="module")
 def states() -> list[Allocator]:
-    """The state after each change."""
-    found: list[Allocator] = []
-    for count in range(_CHANGES + 1):
-        allocator = Allocator()
-        traffic = Traffic(allocator, config(16), seed=9)
-        for _ in range(count):
-            traffic.change()
-        found.append(allocator)
-    return [*found, Allocator()]
-
-
-def _is_alike(mine: Allocator, theirs: Allocator) -> bool:
-    try:
-        assert_alike(mine, theirs)
-    except (AssertionError, ValueError):
-        return False
-    return True
+    return states_of(config(16), _SEED, _CHANGES)
 
 
 def _check(found: Recovery) -> None:
@@ -67,7 +47,7 @@ def _copies(written: Path, folder: Path) -> Iterator[tuple[Path, Path]]:
     rng = Random(1)
     for i in range(_TRIES):
         copy = Path(shutil.copytree(written, folder / str(i)))
-        yield copy, rng.choice([path for path in sorted(copy.iterdir()) if path.name != "lock"])
+        yield copy, rng.choice(files_of(copy))
 
 
 def test_damaged_files_bring_back_a_state_that_was_or_none(
@@ -85,7 +65,7 @@ def test_damaged_files_bring_back_a_state_that_was_or_none(
             num_dropped += 1
             assert not list(found.allocator.sessions())
         else:
-            assert any(_is_alike(found.allocator, state) for state in states), path.name
+            assert any(is_alike(found.allocator, state) for state in states), path.name
         _check(found)
     assert 0 < num_dropped < _TRIES
 

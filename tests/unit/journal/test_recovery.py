@@ -17,9 +17,21 @@ from kvpool.server.journal.recovery import EPOCH_LEAP, Recovery
 from kvpool.server.journal.snapshot import Loader
 from kvpool.server.rpc.convert_journal import WireMessages
 from support_core import config
-from support_journal import IDENTITY, Traffic, assert_alike, journal_in, kill, new_allocator, recovered
+from support_journal import (
+    IDENTITY,
+    assert_alike,
+    files_of,
+    is_alike,
+    journal_in,
+    kill,
+    leave_journal,
+    new_allocator,
+    recovered,
+    states_of,
+)
 
 COUNT = 8
+SEED = 4
 CONFIG = config(12)
 
 
@@ -27,43 +39,18 @@ CONFIG = config(12)
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small journal of a few changes, as a killed process leaves it."""
     folder = tmp_path_factory.mktemp("journal")
-    journal = journal_in(folder)
-    journal.begin(0.0)
-    traffic = Traffic(journal.allocator, CONFIG, seed=4)
-    for _ in range(COUNT):
-        traffic.change()
-    kill(journal)
+    leave_journal(folder, CONFIG, SEED, COUNT)
     return folder
 
 
 @pytest.fixture(scope="module")
 def states() -> list[Allocator]:
-    """The state after each change."""
-    found: list[Allocator] = [Allocator()]
-    for count in range(COUNT + 1):
-        allocator = Allocator()
-        traffic = Traffic(allocator, CONFIG, seed=4)
-        for _ in range(count):
-            traffic.change()
-        found.append(allocator)
-    return found
+    return states_of(CONFIG, SEED, COUNT)
 
 
 @pytest.fixture
 def folder(written: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(written, tmp_path / "copy"))
-
-
-def is_alike(mine: Allocator, theirs: Allocator) -> bool:
-    try:
-        assert_alike(mine, theirs)
-    except (AssertionError, ValueError):
-        return False
-    return True
-
-
-def files(folder: Path) -> list[Path]:
-    return [path for path in sorted(folder.iterdir()) if path.name != "lock"]
 
 
 def test_all_of_it_comes_back(folder: Path, states: list[Allocator]) -> None:
@@ -88,7 +75,7 @@ def test_a_log_that_ends_anywhere_is_a_state_that_was(folder: Path, states: list
 
 
 def test_a_byte_that_changed_anywhere_drops_all_or_changes_nothing(folder: Path, states: list[Allocator]) -> None:
-    for path in files(folder):
+    for path in files_of(folder):
         content = path.read_bytes()
         for i in range(len(content)):
             changed = bytearray(content)
