@@ -292,13 +292,19 @@ class Fencing(RuleBasedStateMachine):
 
     def _break(self, process: RankProcess, error: KvpoolError) -> None:
         """The stream is no more, at both ends."""
+        if self._hang_up(process):
+            self._carry_out(process, process.protocol.stream_ended(error, self.now_seconds))
+
+    def _hang_up(self, process: RankProcess) -> bool:
+        """Ends the stream as the server sees it; returns whether there was one."""
         link, process.link = process.link, None
         process.said.clear()
         process.heard.clear()
-        if link is not None:
-            del self.by_link[link]
-            self._do(self.members.link_broke(link, self.now_seconds))
-            self._carry_out(process, process.protocol.stream_ended(error, self.now_seconds))
+        if link is None:
+            return False
+        del self.by_link[link]
+        self._do(self.members.link_broke(link, self.now_seconds))
+        return True
 
     def _carry_out(self, process: RankProcess, effects: list[words.Effect] | None = None) -> None:
         """Does as a worker does; what it allocates is there at once."""
@@ -308,12 +314,7 @@ class Fencing(RuleBasedStateMachine):
                 case words.OpenStream(said):
                     self._register(process, said)
                 case words.CloseStream():
-                    link, process.link = process.link, None
-                    process.said.clear()
-                    process.heard.clear()
-                    if link is not None:
-                        del self.by_link[link]
-                        self._do(self.members.link_broke(link, self.now_seconds))
+                    self._hang_up(process)
                 case words.Say(word):
                     process.said.append(word)
                 case words.Allocate(planned):

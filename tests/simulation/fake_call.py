@@ -148,12 +148,19 @@ class Call:
         self.to_server.send(self._half_closed)
 
     async def next_message(self) -> bytes | None:
-        """Waits for a message from the server; None if the call has ended and there is none."""
+        """Waits for a message from the server; None if the call has ended and there is none.
+
+        Who is cancelled meanwhile gives the call up, as with grpc.
+        """
         while not self.inbox:
             if self.status is not None:
                 return None
             self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
+            try:
+                await self._waiter
+            except asyncio.CancelledError:
+                self.cancel()
+                raise
         return self.inbox.popleft()
 
     def end_client(self, status: Status) -> None:

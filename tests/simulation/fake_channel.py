@@ -78,14 +78,9 @@ class UnaryCall:
         return self._answer().__await__()
 
     async def _answer(self) -> Any:
-        call = self._call
-        try:
-            data = await call.next_message()
-        except asyncio.CancelledError:
-            call.cancel()
-            raise
+        data = await self._call.next_message()
         if data is None:
-            raise call.error()
+            raise self._call.error()
         return self._deserialize(data)
 
 
@@ -106,11 +101,7 @@ class StreamCall:
     async def read(self) -> Any:
         """See grpc."""
         call = self._call
-        try:
-            data = await call.next_message()
-        except asyncio.CancelledError:
-            call.cancel()
-            raise
+        data = await call.next_message()
         if data is not None:
             return self._deserialize(data)
         if call.status and call.status[0] is grpc.StatusCode.OK:
