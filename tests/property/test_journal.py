@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from kvpool.server.core.allocator import Allocator
 from kvpool.server.core.config import PoolConfig
+from kvpool.server.journal.frames import FrameKind
 from property.mixes import configs
 from support_journal import Traffic, assert_alike, journal_in, kill, recovered
 
@@ -35,27 +36,24 @@ def test_it_goes_on_as_if_nothing_had_been(
 ) -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        asyncio.run(_write(folder, config, seed, count, snapshot_at))
-        log = max(folder.glob("log-*"), key=lambda path: int(path.name.partition("-")[2]))
-        whole = log.stat().st_size
-        last = folder / "size-before-the-last-change"
-        before = int(last.read_text())
-        last.unlink()
-
+        sizes = asyncio.run(_write(folder, config, seed, count, snapshot_at))
         found = recovered(folder)
         assert not found.dropped, found.detail
-        twin, expected = _twin(config, seed, count)
+        twin = _changed(config, seed, count)
         assert_alike(twin.allocator, found.allocator)
         twin.allocator = found.allocator
-        assert [twin.change() for _ in range(50)] == expected
+        other = _changed(config, seed, count)
+        assert [twin.change() for _ in range(50)] == [other.change() for _ in range(50)]
 
-        if whole > before:  # the last change was killed while it was written: it never was
+        if len(sizes) > 1:  # the last change was killed while its first record was written: it never was
+            before, end = sizes[:2]
+            log = max(folder.glob("log-*"), key=lambda path: int(path.name.partition("-")[2]))
             with log.open("r+b") as file:
-                file.truncate(before + 1 + cut % (whole - before - 1))
+                file.truncate(before + 1 + cut % (end - before - 1))
             found = recovered(folder)
             assert not found.dropped
             assert found.cut_bytes
-            assert_alike(_twin(config, seed, count - 1)[0].allocator, found.allocator)
+            assert_alike(_changed(config, seed, count - 1).allocator, found.allocator)
 
 
 @settings(
@@ -73,15 +71,17 @@ def test_a_snapshot_is_of_one_moment_whatever_happens_while_it_is_written(
     with tempfile.TemporaryDirectory() as name, patch("kvpool.server.journal.guarded.SLICE_BLOCKS", slice_blocks):
         folder = Path(name)
         changes, after = asyncio.run(_write_amid_changes(folder, config, seed, count))
-        twin, _ = _twin(config, seed, changes)
         found = recovered(folder)  # the snapshot and the log that began with it
         assert not found.dropped, found.detail
-        assert_alike(twin.allocator, found.allocator)
         assert_alike(after, found.allocator)
         (log,) = folder.glob("log-*")
         with log.open("r+b") as file:
             file.truncate(0)  # the snapshot alone: what was at its moment, and nothing of what came in between
-        assert_alike(_twin(config, seed, count)[0].allocator, recovered(folder).allocator)
+        twin = _changed(config, seed, count)
+        assert_alike(twin.allocator, recovered(folder).allocator)
+        for _ in range(count, changes):
+            twin.change()
+        assert_alike(twin.allocator, found.allocator)
 
 
 async def _write_amid_changes(folder: Path, config: PoolConfig, seed: int, count: int) -> tuple[int, Allocator]:
@@ -107,26 +107,38 @@ async def _write_amid_changes(folder: Path, config: PoolConfig, seed: int, count
     return count, journal.allocator
 
 
-async def _write(folder: Path, config: PoolConfig, seed: int, count: int, snapshot_at: int) -> None:
+async def _write(folder: Path, config: PoolConfig, seed: int, count: int, snapshot_at: int) -> list[int]:
+    """Makes changes; returns the log's sizes before each record of the last one, and at the end.
+
+    A step that is sent again is a record of its own, so that one change may have two.
+    """
     journal = journal_in(folder)
     journal.begin(0.0)
     traffic = Traffic(journal.allocator, config, seed)
-    size = 0
+    sizes: list[int] = []
+    write = journal.allocator.sink
+    assert write
+
+    def note(kind: FrameKind, payload: bytes) -> None:
+        sizes.append(journal._folder.log(journal._number).stat().st_size)
+        write(kind, payload)
+
     for i in range(count):
         if i == snapshot_at:
             await journal._snapshot()
-        size = journal._folder.log(journal._number).stat().st_size
+        if i == count - 1:
+            journal.allocator.sink = note
         traffic.change()
+    sizes.append(journal._folder.log(journal._number).stat().st_size)
     kill(journal)
-    (folder / "size-before-the-last-change").write_text(str(size))
+    return sizes
 
 
-def _twin(config: PoolConfig, seed: int, count: int) -> tuple[Traffic, list[object]]:
-    """Traffic after so many changes that no journal ever saw, and what another is answered for the 50 after them."""
-    twins = [Traffic(Allocator(), config, seed) for _ in range(2)]
-    for twin in twins:
-        for _ in range(count):
-            twin.change()
-        for pool in twin.allocator.pools():
-            pool.blocks.take_events()
-    return twins[0], [twins[1].change() for _ in range(50)]
+def _changed(config: PoolConfig, seed: int, count: int) -> Traffic:
+    """Traffic after so many changes that no journal ever saw."""
+    traffic = Traffic(Allocator(), config, seed)
+    for _ in range(count):
+        traffic.change()
+    for pool in traffic.allocator.pools():
+        pool.blocks.take_events()
+    return traffic
