@@ -79,12 +79,6 @@ def address() -> Iterator[str]:
         yield address
 
 
-@pytest.fixture
-def client(address: str) -> Iterator[Client]:
-    with connect(address, deadline_seconds=10.0) as client:
-        yield client
-
-
 def test_a_snapshot_is_the_map_and_batches_go_on_from_it(client: Client) -> None:
     client.create_pool(config("late"))
     with client.open_session("late") as session:

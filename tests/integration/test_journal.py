@@ -13,12 +13,13 @@ import grpc
 import pytest
 
 from kvpool.client import connect
+from kvpool.client.errors import from_rpc_error
 from kvpool.server.core.world import HeldTensors, PoolState
 from kvpool.v1 import admin_pb2, admin_pb2_grpc, allocator_pb2, allocator_pb2_grpc, step_pb2
 from support_core import block_hashes
 from support_ranks import registration
 from support_server import ServerProcess, free_port, pool_config
-from support_wire_ranks import WireRank
+from support_wire_ranks import WireRank, wait_until
 from support_workers import worker_processes
 
 
@@ -85,12 +86,6 @@ class Scheduler:
     def send(self, *steps: step_pb2.Step) -> list[step_pb2.StepResult]:
         with self.stub() as stub:
             return list(stub.Schedule(iter(steps)))
-
-
-def reason_of(error: grpc.RpcError) -> str:
-    from kvpool.client.errors import from_rpc_error  # noqa: PLC0415 - a helper of one test
-
-    return from_rpc_error(error).reason
 
 
 def info(address: str, pool: str = "m") -> Any:
@@ -160,7 +155,7 @@ def test_what_an_operator_did_stands(journaled: Journaled) -> None:
     journaled.restart()
     with pytest.raises(grpc.RpcError) as caught:
         Scheduler(journaled.address)
-    assert reason_of(caught.value) == "DRAINED"
+    assert from_rpc_error(caught.value).reason == "DRAINED"
 
 
 def test_a_clean_stop_leaves_a_snapshot_and_no_changes(journaled: Journaled) -> None:
@@ -181,11 +176,7 @@ def test_leases_begin_anew_with_the_process(journaled: Journaled) -> None:
     journaled.restart()
     assert info(journaled.address).sessions == 1
     with connect(journaled.address) as client:
-        deadline = threading.Event()
-        for _ in range(100):
-            if not client.get_pool("m").sessions:
-                break
-            deadline.wait(0.1)
+        wait_until(lambda: not client.get_pool("m").sessions, "its lease is over")
         assert client.get_pool("m").activity.leases_expired == 1
 
 
@@ -223,7 +214,7 @@ def test_what_cannot_be_trusted_is_dropped(journaled: Journaled, damage: str) ->
     assert (after.cached_blocks, after.sessions, after.config) == (0, 0, before.config)
     with pytest.raises(grpc.RpcError) as caught:
         scheduler.send(scheduler.step(2, "abc", 14))
-    assert reason_of(caught.value) == "JOURNAL_DROPPED"
+    assert from_rpc_error(caught.value).reason == "JOURNAL_DROPPED"
     fresh = Scheduler(journaled.address)
     assert fresh.send(fresh.step(1, "abc", 14))[0].num_hit_tokens == []
     assert "journal dropped" in journaled.server.stop_cleanly()
@@ -271,7 +262,7 @@ def test_ranks_that_are_others_begin_an_epoch(journaled: Journaled) -> None:
         assert rank.wait_for("ready").ready.epoch > ready[0].epoch
     with pytest.raises(grpc.RpcError) as caught:
         scheduler.send(scheduler.step(1, "", 3))
-    assert reason_of(caught.value) == "EPOCH_PASSED"
+    assert from_rpc_error(caught.value).reason == "EPOCH_PASSED"
     for rank in others:
         rank.cut()
 

@@ -38,10 +38,9 @@ def client(address: str) -> Iterator[Client]:
 
 
 @pytest.fixture
-def session(client: Client, request: pytest.FixtureRequest) -> Iterator[Session]:
-    name = request.node.name.replace("[", "-").replace("]", "").replace(" ", "-")
-    client.create_pool(pool_config(name, enable_events=True))
-    with client.open_session(name) as session:
+def session(client: Client, pool_name: str) -> Iterator[Session]:
+    client.create_pool(pool_config(pool_name, enable_events=True))
+    with client.open_session(pool_name) as session:
         yield session
 
 

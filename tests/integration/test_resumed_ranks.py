@@ -32,15 +32,14 @@ def server() -> Iterator[ServerProcess]:
 
 
 @pytest.fixture
-def client(server: ServerProcess) -> Iterator[Client]:
-    with connect(server.addresses[0]) as client:
-        yield client
+def address(server: ServerProcess) -> str:
+    return server.addresses[0]
 
 
 @pytest.fixture
-def stub(server: ServerProcess) -> Iterator[allocator_pb2_grpc.AllocatorServiceStub]:
-    with grpc.insecure_channel(server.addresses[0]) as channel:
-        yield allocator_pb2_grpc.AllocatorServiceStub(channel)
+def client(address: str) -> Iterator[Client]:
+    with connect(address) as client:
+        yield client
 
 
 def fill(client: Client, lease_seconds: float = 60.0) -> Session:

@@ -1,7 +1,6 @@
 """One server, real sockets: errors over the wire, leases, streams, two sessions on one pool, stopping."""
 
 import queue
-import re
 import signal
 import socket
 import subprocess
@@ -44,25 +43,6 @@ PROMPT = list(range(41))  # ten full blocks and one token
 def address() -> Iterator[str]:
     with running_server(max_message_bytes=128 * 1024) as address:
         yield address
-
-
-@pytest.fixture
-def client(address: str) -> Iterator[Client]:
-    with connect(address, deadline_seconds=10.0) as client:
-        yield client
-
-
-@pytest.fixture
-def pool(client: Client, request: pytest.FixtureRequest) -> str:
-    name = re.sub(r"\W+", "-", request.node.name)
-    client.create_pool(pool_config(name))
-    return str(name)
-
-
-@pytest.fixture
-def stub(address: str) -> Iterator[allocator_pb2_grpc.AllocatorServiceStub]:
-    with grpc.insecure_channel(address) as channel:
-        yield allocator_pb2_grpc.AllocatorServiceStub(channel)
 
 
 def full_attention(**fields: Any) -> pool_pb2.KvCacheGroup:

@@ -1,8 +1,6 @@
 """Opening, closing and resuming a session over the wire: exactly once, and one process at a time."""
 
 import queue
-import re
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,7 +10,8 @@ import pytest
 from kvpool.client import AbortedError, Client, ExtraKeys, KvpoolError, aio, connect
 from kvpool.client.errors import from_rpc_error
 from kvpool.v1 import allocator_pb2, allocator_pb2_grpc, step_pb2
-from support_server import pool_config, running_server
+from support_server import running_server
+from support_wire_ranks import wait_until
 
 PROMPT = list(range(41))
 STARTERS = {"CreatePool", "GetPool", "WaitUntilReady", "OpenSession"}
@@ -23,25 +22,6 @@ STARTERS = {"CreatePool", "GetPool", "WaitUntilReady", "OpenSession"}
 def address() -> Iterator[str]:
     with running_server(leases={"min_lease_seconds": 0.5, "max_lease_seconds": 60.0}) as address:
         yield address
-
-
-@pytest.fixture
-def client(address: str) -> Iterator[Client]:
-    with connect(address, deadline_seconds=10.0) as client:
-        yield client
-
-
-@pytest.fixture
-def pool(client: Client, request: pytest.FixtureRequest) -> str:
-    name = re.sub(r"\W+", "-", request.node.name)
-    client.create_pool(pool_config(name))
-    return str(name)
-
-
-@pytest.fixture
-def stub(address: str) -> Iterator[allocator_pb2_grpc.AllocatorServiceStub]:
-    with grpc.insecure_channel(address) as channel:
-        yield allocator_pb2_grpc.AllocatorServiceStub(channel)
 
 
 def refusal(call: Callable[[], object]) -> KvpoolError:
@@ -186,10 +166,7 @@ def test_a_session_that_is_over_is_noticed_between_steps(client: Client, pool: s
     request = session.request("r", PROMPT)
     session.admit(request)
     client.resume_session(session.session_id)
-    end = time.monotonic() + 10
-    while session.lease_left_seconds:  # what renews it is told
-        assert time.monotonic() < end
-        time.sleep(0.02)
+    wait_until(lambda: not session.lease_left_seconds, "what renews it is told", 10)
     with pytest.raises(AbortedError):
         session.free(request)
 
