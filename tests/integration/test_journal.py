@@ -267,12 +267,11 @@ def test_ranks_that_are_others_begin_an_epoch(journaled: Journaled) -> None:
         rank.cut()
 
 
-def test_a_full_disk_costs_the_journal_and_no_answer(tmp_path: Path) -> None:
+def test_a_full_disk_costs_the_journal_and_no_answer(journaled: Journaled) -> None:
     """The process may write files of 20,000 bytes: first the log is too long, then a new journal has room."""
-    server = Journaled(tmp_path)
-    create(server.address)
-    scheduler = Scheduler(server.address)
-    limit = ["prlimit", f"--pid={server.server.process.pid}"]
+    create(journaled.address)
+    scheduler = Scheduler(journaled.address)
+    limit = ["prlimit", f"--pid={journaled.server.process.pid}"]
     subprocess.run([*limit, "--fsize=20000"], check=True)
     for i in range(1, 60):
         scheduler.send(scheduler.step(i, f"{i:03}" * 10, 4 * 24))
@@ -284,16 +283,15 @@ def test_a_full_disk_costs_the_journal_and_no_answer(tmp_path: Path) -> None:
         )
         scheduler.sequence += 1
         scheduler.send(free)
-    before = info(server.address)
-    server.server.process.send_signal(signal.SIGKILL)
-    _, errors = server.server.process.communicate()
+    before = info(journaled.address)
+    journaled.server.process.send_signal(signal.SIGKILL)
+    _, errors = journaled.server.process.communicate()
     assert "journal given up" in errors
-    server.start()
-    after = info(server.address)
+    journaled.start()
+    after = info(journaled.address)
     assert (after.epoch == before.epoch) or after.epoch > before.epoch + 900
     if after.epoch == before.epoch:
         assert after == before
-    server.server.stop_cleanly()
 
 
 def test_real_workers_keep_their_tensors_over_a_killed_server(tmp_path: Path) -> None:
