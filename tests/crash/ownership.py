@@ -50,7 +50,7 @@ class Session:
         sent: When the last message was sent that was answered.
         unanswered: When the first message was sent that was not; None if all were.
         sequence: Of its last answered step.
-        holds: All that it ever held.
+        holds: All that it was ever told to hold.
         ended: The record that it ended with, or None if its process just died.
         violations: What its scheduler noticed, or its log shows.
     """
@@ -138,7 +138,8 @@ def conflicts(sessions: Iterable[Session]) -> Iterator[tuple[Hold, Hold]]:
     by_block: defaultdict[tuple[str, int], list[Hold]] = defaultdict(list)
     for session in sessions:
         for hold in session.holds:
-            by_block[session.incarnation, hold.block].append(hold)
+            if hold.end > hold.start:  # else it was told when the lease was over: its scheduler was stopped
+                by_block[session.incarnation, hold.block].append(hold)
     for holds in by_block.values():
         active: list[Hold] = []
         for hold in sorted(holds, key=lambda hold: hold.start):

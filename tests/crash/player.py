@@ -227,7 +227,7 @@ class Player:
         return answers
 
     def _settle(self) -> None:
-        for pause_seconds in (0.0, 0.1, 0.5, 1.0, 1.0):
+        for pause_seconds in (0.0, 0.1, 0.5, *[1.0] * 20):  # ranks may be killed as often as they come back
             time.sleep(pause_seconds)
             with contextlib.suppress(UnavailableError, DeadlineError):
                 self.session.settle()

@@ -107,6 +107,15 @@ def test_a_lease_that_is_over_holds_nothing() -> None:
     assert not violations(first, second, run=(at(0, "starting", target="server"),))
 
 
+def test_an_answer_that_is_read_when_the_lease_is_over_gives_nothing() -> None:
+    """Its scheduler was stopped: what it is told was another's by then, and it cannot use it."""
+    answer = at(20, "told", seq=2, sent=3, new=[5], hit=[], gone=[])
+    lost = at(21, "lost", reason="LEASE_EXPIRED")
+    first = log(opened(1), told(2, 1, new=[4]), at(3, "ask", seq=2), answer, at(20.5, "ask", seq=3), lost)
+    second = log(opened(1), told(18, 1, new=[5]), told(22, 2))
+    assert not violations(first, second, run=(at(0, "starting", target="server"),))
+
+
 def test_a_gap_in_the_numbers() -> None:
     assert violations(log(opened(1), told(2, 1), told(3, 3))) == ["SEQUENCE_GAP"]
 
