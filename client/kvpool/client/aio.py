@@ -272,7 +272,7 @@ class AsyncSession(SessionBase):
 
     async def free_held(self, held: HeldRequest) -> None:
         """See `Session.free_held`."""
-        await self._call(steps.call_free_held(self._held(held, ()), held.unpublished_block_ids))
+        await self._call(steps.call_simply(lambda step: step.free(self._held(held, ()))))
 
     async def evict_blocks(self, block_ids: Sequence[int]) -> None:
         """See `Session.evict_blocks`."""

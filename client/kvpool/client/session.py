@@ -231,19 +231,19 @@ class Session(SessionBase):
         self._call(steps.call_simply(lambda step: step.cache_blocks(request, num_computed_tokens)))
 
     def free(self, request: Request) -> None:
-        """Frees the request's blocks, the last first, and forgets it."""
+        """Frees the request's blocks, the last first, and forgets it.
+
+        What was not said to be computed of it by then (`mark_executed`) is found by nobody: its step may never run.
+        """
         self._call(steps.call_simply(lambda step: step.free(request)))
 
     def preempt(self, request: Request) -> None:
-        """Frees the request's blocks; it keeps its tokens and will be admitted again."""
+        """Frees the request's blocks, as `free`; it keeps its tokens and will be admitted again."""
         self._call(steps.call_simply(lambda step: step.preempt(request)))
 
     def free_held(self, held: HeldRequest) -> None:
-        """Frees a request of a resumed session that is not adopted; its tokens need not be known.
-
-        Nobody will find what was never said to be computed of it.
-        """
-        self._call(steps.call_free_held(self._held(held, ()), held.unpublished_block_ids))
+        """Frees a request of a resumed session that is not adopted; its tokens need not be known."""
+        self._call(steps.call_simply(lambda step: step.free(self._held(held, ()))))
 
     def evict_blocks(self, block_ids: Sequence[int]) -> None:
         """Drops the hashes of blocks."""

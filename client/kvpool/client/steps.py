@@ -402,14 +402,5 @@ def call_simply(fill: Callable[[StepBuilder], Answer]) -> Call[Answer]:
     return builder, lambda: answer
 
 
-def call_free_held(request: Request, unpublished_block_ids: Sequence[int]) -> Call[Answer]:
-    """Frees a request that another process left, and drops the hashes of what may never have been computed."""
-    builder = StepBuilder()
-    if unpublished_block_ids:
-        builder.evict_blocks(unpublished_block_ids)
-    answer = builder.free(request)
-    return builder, lambda: answer
-
-
 def _computed(answer: Answer) -> ComputedBlocks:
     return ComputedBlocks(tuple([BlockId(b) for b in blocks] for blocks in answer.hit_blocks), answer.num_hit_tokens)

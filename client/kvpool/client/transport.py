@@ -36,8 +36,6 @@ class HeldRequest:
         block_ids: Its blocks, group by group; block 0 where nothing is looked at any more.
         lora_name: Its LoRA, if the service was told.
         last_block_hash: Hash of its last full hash block; empty if it has none.
-        unpublished_block_ids: Those of its blocks that are cached, and that the process before never said to be
-            computed. To adopt it, compute them again before a step from here on is said to be executed.
     """
 
     request_id: str
@@ -47,7 +45,6 @@ class HeldRequest:
     block_ids: tuple[tuple[int, ...], ...]
     lora_name: str
     last_block_hash: bytes
-    unpublished_block_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,7 +285,6 @@ def _opened(pool: Pool, session: Session) -> OpenedSession:
             tuple(tuple(table.block_ids) for table in request.tables),
             request.lora_name or "",
             request.hashes[-1] if request.hashes else b"",
-            tuple(pool.unpublished_blocks_of(request)),
         )
         for request in session.requests.values()
     )

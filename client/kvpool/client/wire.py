@@ -143,7 +143,6 @@ def _held_request(request: allocator_pb2.HeldRequest) -> HeldRequest:
         tuple(tuple(table.block_ids) for table in request.tables),
         request.lora_name,
         request.last_block_hash,
-        tuple(request.unpublished_block_ids),
     )
 
 

@@ -343,7 +343,6 @@ class HeldRequest(_message.Message):
     TABLES_FIELD_NUMBER: _builtins.int
     LORA_NAME_FIELD_NUMBER: _builtins.int
     LAST_BLOCK_HASH_FIELD_NUMBER: _builtins.int
-    UNPUBLISHED_BLOCK_IDS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Its id."""
     request_number: _builtins.int
@@ -362,12 +361,6 @@ class HeldRequest(_message.Message):
     def tables(self) -> _containers.RepeatedCompositeFieldContainer[Global___GroupBlocks]:
         """Its block tables, group by group; block 0 where nothing is looked at any more."""
 
-    @_builtins.property
-    def unpublished_block_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Those of its blocks that are cached and were never said to be computed (`executed_sequence`): compute them again, or
-        evict them, before saying that a step from here on was executed.
-        """
-
     def __init__(
         self,
         *,
@@ -378,11 +371,10 @@ class HeldRequest(_message.Message):
         tables: _abc.Iterable[Global___GroupBlocks] | None = ...,
         lora_name: _builtins.str = ...,
         last_block_hash: _builtins.bytes = ...,
-        unpublished_block_ids: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["last_block_hash", b"last_block_hash", "lora_name", b"lora_name", "num_computed_tokens", b"num_computed_tokens", "num_tokens", b"num_tokens", "request_id", b"request_id", "request_number", b"request_number", "tables", b"tables", "unpublished_block_ids", b"unpublished_block_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["last_block_hash", b"last_block_hash", "lora_name", b"lora_name", "num_computed_tokens", b"num_computed_tokens", "num_tokens", b"num_tokens", "request_id", b"request_id", "request_number", b"request_number", "tables", b"tables"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -112,7 +112,6 @@ def test_what_was_never_said_to_be_computed_goes_with_a_request_that_is_not_adop
     session.mark_executed()
     session.allocate_slots(request, 21)
     after, held = resumed(client, session)
-    assert list(held["r"].unpublished_block_ids) == request.block_ids[0][5:10]
     after.free_held(held["r"])
     after.mark_executed()
     assert hit_of_another(client) == 20

@@ -1,5 +1,7 @@
 """A session's own books: nothing counts as sent until it was answered."""
 
+from collections.abc import Callable
+
 import pytest
 
 from kvpool.client import (
@@ -13,6 +15,7 @@ from kvpool.client import (
     Outcome,
     PoolConfig,
     PoolInfo,
+    Request,
     Session,
     SlidingWindowSpec,
     WrongStateError,
@@ -162,3 +165,38 @@ def test_what_slides_out_of_a_window_stands_null_in_the_sessions_table_too() -> 
         assert [list(blocks) for blocks in computed.block_ids] == [[1, 2, 3, 4, 5], [0, 0, 0, 9, 10]]
         session.allocate_slots(other, 4, computed=computed)
         assert other.block_ids == [[1, 2, 3, 4, 5, 13], [0, 0, 0, 9, 10, 14]]
+
+
+def hit_tokens(transport: LossyTransport, session: Session) -> int:
+    with Session(transport, transport.open_session("m", "", 0.0, NO_QUOTA)) as other:
+        told = [each.get_computed_blocks(each.request("q", PROMPT)).num_tokens for each in (session, other)]
+    assert told[1] <= told[0]
+    return told[0] * 100 + told[1]
+
+
+@pytest.mark.parametrize("leave", [Session.preempt, Session.free])
+@pytest.mark.parametrize("tells", [True, False])
+def test_what_a_request_left_before_its_step_ran_is_found_by_no_other_session(
+    transport: LossyTransport, session: Session, leave: Callable[[Session, Request], None], *, tells: bool
+) -> None:
+    """As one is that was admitted, and preempted for another before the step that both were for was run."""
+    if tells:
+        session.admit(session.request("before", [7]))
+        session.mark_executed()
+    request = session.request("r", PROMPT)
+    session.admit(request)
+    leave(session, request)
+    session.admit(session.request("another", [8, 9]))
+    session.mark_executed()
+    assert hit_tokens(transport, session) == (0 if tells else 1200), "a session that never tells finds its own"
+
+
+@pytest.mark.parametrize("leave", [Session.preempt, Session.free])
+def test_what_was_computed_before_a_request_left_is_found_by_all(
+    transport: LossyTransport, session: Session, leave: Callable[[Session, Request], None]
+) -> None:
+    request = session.request("r", PROMPT)
+    session.admit(request)
+    session.mark_executed()
+    leave(session, request)
+    assert hit_tokens(transport, session) == 1212

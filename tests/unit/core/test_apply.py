@@ -107,8 +107,8 @@ def test_a_hit_evicted_before_it_is_allocated_is_answered_as_changed() -> None:
     world = World(num_blocks=6)  # five to give
     one, other = world.open(), world.open()
     world.admit(one, 1, "abc", 12)
+    world.run(one, executed=1)
     world.free(one, 1)
-    world.run(one, executed=2)
     looked = world.run(
         other, ADD, LOOK_UP, request_numbers=[1, 1], num_appended_tokens=[13, 0],
         block_hashes=block_hashes("abc", 3), request_ids=["x"],

@@ -4,6 +4,8 @@
    more in this step: as in a scheduler's loop that stops there to preempt.
 2. Nor does anything add to an answer that has grown too long for a message: it is not tried, and can be asked again.
 3. What a request grew by, and what it threw away, is taken note of whatever became of the operation itself.
+4. Nobody else ever finds what a request that is freed or preempted had cached and was not said to be computed: the step
+   that was to fill it may never run.
 """
 
 from collections.abc import Callable, Sequence
@@ -172,9 +174,11 @@ class _Application:
             self._pool.cache(request, num_tokens, sequence=self._sequence)
 
     def preempt(self, _i: int, _row: CheckedOperation, request: Request) -> None:
+        self._pool.withdraw(request, can_tell=self._session.executed_sequence > 0)
         self._pool.preempt(request)
 
     def free(self, _i: int, _row: CheckedOperation, request: Request) -> None:
+        self._pool.withdraw(request, can_tell=self._session.executed_sequence > 0)
         self._pool.free(request)
         self._session.forget(request)
 

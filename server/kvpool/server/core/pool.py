@@ -344,10 +344,23 @@ class Pool:
         blocks.evict([b for b in blocks.prefix_map.unpublished_by(writer) if not blocks.ref_cnt(b)])
         blocks.prefix_map.rename_writer(writer, new)
 
-    def unpublished_blocks_of(self, request: Request) -> list[BlockId]:
-        """The blocks of a request that its session alone finds, as it never said that they were computed."""
-        pending = self.blocks.prefix_map.pending()
-        return [block_id for table in request.tables for block_id in table.block_ids if block_id in pending]
+    def withdraw(self, request: Request, *, can_tell: bool) -> None:
+        """Keeps from all other sessions what a request had cached and was not said to be computed. O(its blocks).
+
+        Args:
+            request: About to be freed or preempted.
+            can_tell: Its session says what was computed, so that it would not find this either. One that never did so
+                goes on finding it, as a scheduler does that has its blocks to itself.
+        """
+        prefix_map = self.blocks.prefix_map
+        if not prefix_map.has_unpublished(request.writer):
+            return
+        pending = prefix_map.pending()
+        found = [block_id for table in request.tables for block_id in table.held_block_ids if block_id in pending]
+        if can_tell:
+            self.blocks.evict(found)
+        else:
+            prefix_map.withhold(request.writer, found)
 
     def _count(self, request: Request, computed: ComputedBlocks) -> None:
         if not self.config.enable_caching:

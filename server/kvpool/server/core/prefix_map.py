@@ -8,9 +8,13 @@
 """
 
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Final
 
 from kvpool.server.core import types
 from kvpool.server.core.types import BlockHash, BlockId, GroupId, WriterId
+
+_NEVER: Final = types.Sequence(2**62)
+"""After every change that a session can make."""
 
 
 class PrefixMap:
@@ -174,6 +178,17 @@ class PrefixMap:
             for blocks in by_sequence.values():
                 for block_id in blocks:
                     self._writer_of[block_id] = new
+
+    def withhold(self, writer: WriterId, block_ids: Iterable[BlockId]) -> None:
+        """Lets blocks that only `writer` finds never be published."""
+        for block_id in block_ids:
+            self._forget_unpublished(block_id, self._pending[block_id])
+            self._pending[block_id] = _NEVER
+            self._unpublished.setdefault(writer, {}).setdefault(_NEVER, set()).add(block_id)
+
+    def has_unpublished(self, writer: WriterId) -> bool:
+        """Whether there are blocks that only `writer` finds."""
+        return writer in self._unpublished
 
     def unpublished_by(self, writer: WriterId) -> list[BlockId]:
         """The blocks that only `writer` finds, in the order they were cached."""

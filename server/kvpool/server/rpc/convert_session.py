@@ -35,11 +35,11 @@ def resumption_to_proto(pool: Pool, session: Session) -> allocator_pb2.ResumeSes
         config=config_to_proto(pool, session),
         sequence=session.sequence,
         executed_sequence=session.executed_sequence,
-        requests=[_held_request(pool, request) for request in session.requests.values()],
+        requests=[_held_request(request) for request in session.requests.values()],
     )
 
 
-def _held_request(pool: Pool, request: Request) -> allocator_pb2.HeldRequest:
+def _held_request(request: Request) -> allocator_pb2.HeldRequest:
     return allocator_pb2.HeldRequest(
         request_id=request.request_id,
         request_number=max(request.number, 0),
@@ -48,5 +48,4 @@ def _held_request(pool: Pool, request: Request) -> allocator_pb2.HeldRequest:
         tables=[allocator_pb2.GroupBlocks(block_ids=table.block_ids) for table in request.tables],
         lora_name=request.lora_name or "",
         last_block_hash=request.hashes[-1] if request.hashes else b"",
-        unpublished_block_ids=pool.unpublished_blocks_of(request),
     )
