@@ -28,6 +28,7 @@ from kvpool.client import (
     aio,
     connect,
 )
+from kvpool.client.admin import AdminClient
 from kvpool.client.errors import from_rpc_error
 from kvpool.server.core.types import BlockHash, PoolName
 from kvpool.v1 import event_pb2, event_pb2_grpc
@@ -51,10 +52,10 @@ def work(session: Session, start: int, end: int) -> None:
     for i in range(start, end):
         request = session.request(f"r{i}", [1] * 16 + [i] * 200)
         assert session.admit(request) is not None
+        session.mark_executed()
         if i % 3 == 0:
             session.evict_blocks([request.block_ids[0][7], request.block_ids[1][-2]])
         session.free(request)
-    session.mark_executed()
 
 
 def expected(name: str, end: int) -> PrefixIndex:
@@ -111,6 +112,23 @@ def test_what_a_snapshot_tells_of_a_run_is_what_its_event_told(client: Client) -
         kinds = [next(watch) for _ in range(3)]
         assert [batch.kind for batch in kinds] == [WatchKind.START, WatchKind.SNAPSHOT, WatchKind.SNAPSHOT_END]
         assert kinds[1].events == told
+
+
+def test_a_pool_made_anew_has_numbers_and_an_epoch_of_its_own(client: Client, address: str) -> None:
+    told = []
+    for _ in range(2):
+        client.create_pool(config("again"))
+        with client.open_session("again") as session:
+            work(session, 0, 5)
+        told.append(client.get_pool("again"))
+        if len(told) == 1:
+            with AdminClient(address) as admin:
+                admin.remove_pool("again")
+    assert told[1].epoch == told[0].epoch + 1
+    for sequence in (told[0].event_sequence, told[0].event_sequence + 1):
+        with pytest.raises(WrongStateError) as caught:
+            next(client.watch("again", from_sequence=sequence))
+        assert caught.value.reason == "EVENTS_NOT_KEPT"
 
 
 def test_heartbeats_come_while_nothing_happens(client: Client) -> None:

@@ -109,6 +109,7 @@ class PoolLedger:
             message = f"blocks of sessions that ended are in quarantine: {named(pool.quarantine.numbers)}"
             raise WrongStateError("POOL_IN_USE", message, field="pool_name")
         del self._pools[pool.config.name]
+        self.past_epochs[pool.config.name] = pool.epoch
         self.worlds.pop(pool.config.name, None)
         self.intake.open(pool.config.name)
 

@@ -1,6 +1,6 @@
 """The newest block events of a pool, numbered, for any number of watchers at their own pace.
 
-1. Batches are numbered from 1 without gaps; one batch holds the events of one change.
+1. Batches are numbered without gaps, from 1 in the first log of a server; one batch holds the events of one change.
 2. The newest batches are kept, bounded by number and by memory. A watcher reads from the log itself, so a slow one
    costs nothing; if what it wants next is no longer kept, it is told.
 3. A log that is closed is read to its end; then its watchers are told why.
@@ -29,7 +29,7 @@ class LoggedBatch:
     """The events of one change of a pool.
 
     Attributes:
-        sequence: Its number, from 1.
+        sequence: Its number.
         events: The events, in order; at least one.
         time_seconds: When, in seconds since 1970.
         epoch: The pool's epoch after the change.
@@ -44,19 +44,25 @@ class LoggedBatch:
 
 
 class EventLog:
-    """The events of one pool. Belongs to one event loop."""
+    """The events of one pool. Belongs to one event loop.
 
-    def __init__(self, kept_batches: int = KEPT_BATCHES, kept_bytes: int = KEPT_BYTES) -> None:
+    Args:
+        kept_batches: Most batches that are kept.
+        kept_bytes: Most memory that they take, about; the newest is kept in any case.
+        past_sequence: A number that no watcher of the pool can have asked for yet, if there were others of its name.
+    """
+
+    def __init__(self, kept_batches: int = KEPT_BATCHES, kept_bytes: int = KEPT_BYTES, past_sequence: int = 0) -> None:
         self._batches: deque[LoggedBatch] = deque()
         self._max_batches, self._max_bytes = kept_batches, kept_bytes
         self._size_bytes = 0
-        self._last = 0
+        self._last = past_sequence
         self._news = asyncio.Event()
         self._closed_by: KvpoolError | None = None
 
     @property
     def last_sequence(self) -> int:
-        """Number of the newest batch; 0 if there was none."""
+        """Number of the newest batch; of none if there was none yet."""
         return self._last
 
     def take_from(self, pool: Pool) -> None:

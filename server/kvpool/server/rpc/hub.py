@@ -89,6 +89,7 @@ class Hub:
         self._max_pool_blocks = max_pool_blocks
         self._quarantine_seconds = quarantine_seconds
         self._logs: dict[PoolName, EventLog] = {}
+        self._past_sequences: dict[PoolName, int] = {}
         self._streams: set[Stream] = set()
         self._by_session: dict[SessionId, Stream] = {}
         self._resuming: dict[SessionId, list[Stream]] = {}
@@ -176,7 +177,7 @@ class Hub:
     def create_pool(self, config: PoolConfig) -> tuple[Pool, bool]:
         """See `Allocator.create_pool`; refuses what would take more memory than the server was given for a pool."""
         check_range("config.num_blocks", config.num_blocks, 0, self._max_pool_blocks)
-        pool, created = self.allocator.create_pool(config, _new_none_hash(config), self.past_epoch + 1)
+        pool, created = self.allocator.create_pool(config, _new_none_hash(config), self.past_epoch_of(config.name) + 1)
         if created:
             self._keep_log(pool)
             _log.info(
@@ -185,6 +186,10 @@ class Hub:
             )
             self._tell_ready()
         return pool, created
+
+    def past_epoch_of(self, name: PoolName) -> int:
+        """Newest epoch that a pool of this name may have had before it is here."""
+        return max(self.past_epoch, self.allocator.past_epochs.get(name, 0))
 
     def adopt_pools(self) -> None:
         """Takes note of the pools that a journal brought back."""
@@ -238,7 +243,9 @@ class Hub:
         """See `Allocator.remove_pool`; ends the watches of its events."""
         self.allocator.remove_pool(name)
         self.on_log_closed(PoolName(name))
-        self._logs.pop(PoolName(name)).close(AbortedError("POOL_REMOVED", f"pool {name!r} was removed"))
+        log = self._logs.pop(PoolName(name))
+        self._past_sequences[PoolName(name)] = log.last_sequence + 1  # one that no watcher can go on from
+        log.close(AbortedError("POOL_REMOVED", f"pool {name!r} was removed"))
 
     def takes_sessions(self, name: PoolName) -> bool:
         """Whether a pool takes new sessions, as far as it is not for its ranks to say."""
@@ -378,7 +385,8 @@ class Hub:
     def _keep_log(self, pool: Pool) -> None:
         """Keeps the events of a pool that is there, or is there anew."""
         _spare_collector(pool)
-        self.on_log(pool, self._logs.setdefault(pool.config.name, EventLog()))
+        name = pool.config.name
+        self.on_log(pool, self._logs.setdefault(name, EventLog(past_sequence=self._past_sequences.get(name, 0))))
 
     def _tell_ready(self) -> None:
         self.news.set()

@@ -219,8 +219,7 @@ class Ranks:
                 message = f"pool {name!r} was declared by a scheduler, and takes no ranks"
                 raise WrongStateError("POOL_DIFFERS", message, field="register.pool_name")
             self.check_room(name)
-            past_epoch = max(self._hub.past_epoch, self._hub.allocator.past_epochs.get(name, 0))
-            membership = Membership(name, self.timing, self._max_pool_blocks, past_epoch)
+            membership = Membership(name, self.timing, self._max_pool_blocks, self._hub.past_epoch_of(name))
         effects = membership.register(link.link_id, registration, self._hub.now_seconds())
         self._memberships[name] = membership
         faults.reach("rank.registered")
