@@ -1,6 +1,7 @@
 """Rules are those of journal/journal.py."""
 
 import asyncio
+import contextlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -115,6 +116,49 @@ async def test_a_write_that_fails_deletes_all_and_a_new_journal_begins(tmp_path:
     assert journal.counts.failures == 2  # the first snapshot of the new one failed, too
     traffic.change()
     assert_alike(journal.allocator, dies(journal, tmp_path))
+
+
+class DeathError(BaseException):
+    """The end of the process."""
+
+
+@pytest.mark.parametrize("num_deleted", range(5))
+@pytest.mark.parametrize("flipped_bits", [0, 1])
+async def test_a_death_at_any_point_of_the_deletion_leaves_nothing_that_is_out_of_date(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_deleted: int, flipped_bits: int
+) -> None:
+    """What is found is the newest state, as if nothing had been deleted yet, or nothing; of a damaged one nothing."""
+    journal, traffic = begun(tmp_path)
+    for _ in range(20):
+        traffic.change()
+    faults.arm("snapshot.before_delete:error:1")
+    with pytest.raises(OSError, match="armed to fail"):
+        await journal._snapshot()
+    for _ in range(20):
+        traffic.change()
+    assert names(tmp_path) == ["lock", "log-1", "log-2", "pools", "snapshot-1", "snapshot-2"]
+    content = bytearray((tmp_path / "log-2").read_bytes())
+    content[-1] ^= flipped_bits
+    (tmp_path / "log-2").write_bytes(content)
+    unlink, left = Path.unlink, [num_deleted]
+
+    def die_after(path: Path) -> None:
+        if not left[0]:
+            raise DeathError
+        left[0] -= 1
+        unlink(path)
+
+    monkeypatch.setattr(Path, "unlink", die_after)
+    with contextlib.suppress(DeathError):
+        journal._folder.invalidate()
+    monkeypatch.undo()
+    kill(journal)
+    found = recovered(tmp_path)
+    if num_deleted > 1 or flipped_bits:
+        assert found.dropped
+    else:
+        assert not found.dropped
+        assert_alike(journal.allocator, found.allocator)
 
 
 def test_while_there_is_no_journal_the_next_process_knows_that_there_was_one(tmp_path: Path) -> None:

@@ -64,7 +64,7 @@ def test_a_log_that_ends_anywhere_is_a_state_that_was(folder: Path, states: list
     log = folder / "log-1"
     content = log.read_bytes()
     seen = []
-    for size in range(len(content)):
+    for size in range(len(Header("log-1", IDENTITY).encode()), len(content)):
         log.write_bytes(content[:size])
         found = recovered(folder)
         assert not found.dropped
@@ -114,6 +114,8 @@ def _cut_middle(folder: Path) -> None:
 WAYS: dict[str, tuple[Callable[[Path], object], str]] = {
     "no snapshot": (lambda folder: (folder / "snapshot-1").rename(folder / "gone"), "NOT_WHOLE"),
     "no log nor snapshot": (lambda folder: [path.rename(folder / "gone") for path in folder.glob("*-1")], "NOT_WHOLE"),
+    "a snapshot alone": (lambda folder: (folder / "log-1").unlink(), "NOT_WHOLE"),
+    "a snapshot whose log has no header": (lambda folder: (folder / "log-1").write_bytes(MAGIC), "DAMAGED"),
     "a log is missing": (lambda folder: (folder / "log-1").rename(folder / "log-2"), "NOT_WHOLE"),
     "a log under another name": (lambda folder: shutil.copy(folder / "log-1", folder / "log-2"), "DAMAGED"),
     "a snapshot cut short": (lambda folder: _cut(folder / "snapshot-1"), "DAMAGED"),

@@ -2,7 +2,8 @@
 
 1. One server has the folder at a time, by a lock on `lock` that ends with its process. Files are its user's alone.
 2. A snapshot has its name only when it is whole; until then it is `snapshot-N.part`, and worth nothing.
-3. Numbers only rise. A journal without a snapshot is none: its logs have nothing to begin from.
+3. Numbers only rise. A journal without a snapshot is none: its logs have nothing to begin from. Nor is a snapshot
+   without its log, which is made before it: somebody took that away.
 4. `pools` outlives the rest: which pools there were and in which epoch, for when nothing else can be trusted. It alone
    is forced to the disk, as it changes with epochs only.
 """
@@ -164,10 +165,13 @@ class Folder:
     def invalidate(self) -> None:
         """Makes sure that nothing of the journal but `pools` is ever trusted again.
 
+        Snapshots go first, the newest of them last: killed halfway, the journal is worth what it was worth before, and
+        from then on nothing. The kernel shows the next process this order; a machine that restarts is told otherwise.
+
         Raises:
             OSError: That cannot be done.
         """
-        for path, _ in self._files():
+        for path, _ in sorted(self._files(), key=lambda file: (file[1][1] != "snapshot", int(file[1][2]))):
             try:
                 path.unlink()
             except OSError:

@@ -1,7 +1,8 @@
 """Makes of a folder's files the state that was told last, or says why they cannot be trusted.
 
 1. What comes back is exactly the state after the last change that was written whole, or nothing of it: never a part.
-2. A last frame that was cut short was never answered, and is cut off. Any other damage drops everything.
+2. A last frame that was cut short was never answered, and is cut off. Any other damage drops everything. So does a
+   snapshot without the log that began with it: what it tells may be long past.
 3. Dropped, pools come back empty by name, in an epoch above all that were told; sessions are told that it was so.
 """
 
@@ -40,7 +41,7 @@ class Recovery:
     """
 
     allocator: JournaledAllocator
-    last_number: int
+    last_number: int = 0
     dropped: str = ""
     detail: str = ""
     num_records: int = 0
@@ -70,17 +71,16 @@ def recover(folder: Folder, messages: WireCodec, make: Callable[[], JournaledAll
     had_collector = gc.isenabled()
     gc.disable()
     try:
-        found = _Recoverer(folder, messages, make()).run()
-        recovery = replace(found, last_number=last_number)
+        recovery = _Recoverer(folder, messages, make()).run()
     except (_DroppedError, DamageError, MismatchError, KvpoolError) as error:
-        recovery = _dropped(folder, messages, make, error, last_number)
+        recovery = _dropped(folder, messages, make, error)
     except Exception as error:  # noqa: BLE001 - whatever a bug left behind, the server must start
         _log.exception("bug", extra={"method": "recover"})
-        recovery = _dropped(folder, messages, make, error, last_number)
+        recovery = _dropped(folder, messages, make, error)
     finally:
         if had_collector:
             gc.enable()
-    return replace(recovery, seconds=time.perf_counter() - start)
+    return replace(recovery, last_number=last_number, seconds=time.perf_counter() - start)
 
 
 class _Recoverer:
@@ -96,15 +96,15 @@ class _Recoverer:
         if not snapshots:
             if logs or self._folder.read_pools() is not None:
                 raise _DroppedError("NOT_WHOLE", "there is no whole snapshot")
-            return Recovery(self._allocator, 0)
+            return Recovery(self._allocator)
         base = snapshots[-1]
         later = [number for number in logs if number >= base]
-        if later != list(range(base, base + len(later))):
+        if not later or later != list(range(base, base + len(later))):
             raise _DroppedError("NOT_WHOLE", "a log is missing")
         self._load(self._folder.snapshot(base))
         for number in later:
-            self._replay(self._folder.log(number), number == later[-1])
-        return Recovery(self._allocator, 0, num_records=self._records, cut_bytes=self._cut_bytes)
+            self._replay(self._folder.log(number), number == base, number == later[-1])
+        return Recovery(self._allocator, num_records=self._records, cut_bytes=self._cut_bytes)
 
     def _load(self, path: Path) -> None:
         loader = Loader(self._allocator, self._messages)
@@ -115,9 +115,9 @@ class _Recoverer:
         if not loader.is_whole or reader.is_torn:
             raise DamageError(f"{path.name} is not whole")
 
-    def _replay(self, path: Path, is_last: bool) -> None:  # noqa: FBT001 - an attribute of the path
+    def _replay(self, path: Path, is_first: bool, is_last: bool) -> None:  # noqa: FBT001 - attributes of the path
         with self._folder.reading(path) as (reader, writer):
-            if writer:
+            if writer or is_first:  # else it was being made when the process died
                 self._check_boot(writer)
             while writer and (frame := reader.read()):
                 if writer.version != self._folder.identity.version:
@@ -135,7 +135,7 @@ class _Recoverer:
 
     def _check_boot(self, writer: Identity | None) -> None:
         if writer is None:
-            raise DamageError("a snapshot has no header")
+            raise DamageError("a snapshot, or the log that began with it, has no header")
         if writer.boot_id != self._folder.identity.boot_id:
             raise _DroppedError("MACHINE_RESTARTED", "the machine was started anew since it was written")
 
@@ -145,7 +145,6 @@ def _dropped(
     messages: WireCodec,
     make: Callable[[], JournaledAllocator],
     error: Exception,
-    last_number: int,
 ) -> Recovery:
     reason = "ANSWERS_DIFFER"
     if isinstance(error, _DroppedError):
@@ -164,7 +163,7 @@ def _dropped(
             allocator.open_epoch(config, b"", epoch)
         else:
             allocator.past_epochs[PoolName(past.name)] = epoch
-    return Recovery(allocator, last_number, reason, str(error))
+    return Recovery(allocator, dropped=reason, detail=str(error))
 
 
 def _past_pools(folder: Folder) -> list[PastPool]:
