@@ -213,3 +213,16 @@ def test_it_recovers_after_each_of_many_deaths(folder: Path, states: list[Alloca
         journal.begin(0.0)
         kill(journal)
     assert_alike(states[-1], recovered(folder).allocator)
+
+
+@pytest.mark.parametrize("size", [0, 3, len(MAGIC) + 5])
+def test_a_death_while_a_log_is_made_leaves_no_gap_for_the_next(
+    folder: Path, states: list[Allocator], size: int
+) -> None:
+    (folder / "log-2").write_bytes(Header("log-2", IDENTITY).encode()[:size])
+    journal = journal_in(folder)
+    journal.begin(0.0)
+    kill(journal)  # before its first snapshot is whole
+    found = recovered(folder)
+    assert not found.dropped, found.detail
+    assert_alike(states[-1], found.allocator)

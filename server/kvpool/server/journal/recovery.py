@@ -32,7 +32,7 @@ class Recovery:
 
     Attributes:
         allocator: The state.
-        last_number: Highest number of any file; 0 if there was none.
+        last_number: Highest number of any file that is left; 0 if there was none.
         dropped: Why nothing of what there was is trusted; empty if it is, or if there was nothing.
         detail: The same in words.
         num_records: Changes that were made again.
@@ -67,7 +67,6 @@ def recover(folder: Folder, messages: WireCodec, make: Callable[[], JournaledAll
         OSError: A file cannot be read.
     """
     start = time.perf_counter()
-    last_number = max([0, *folder.logs(), *folder.snapshots()])
     had_collector = gc.isenabled()
     gc.disable()
     try:
@@ -80,6 +79,7 @@ def recover(folder: Folder, messages: WireCodec, make: Callable[[], JournaledAll
     finally:
         if had_collector:
             gc.enable()
+    last_number = max([0, *folder.logs(), *folder.snapshots()])
     return replace(recovery, last_number=last_number, seconds=time.perf_counter() - start)
 
 
