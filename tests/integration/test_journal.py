@@ -40,8 +40,9 @@ class Journaled:
         self.server.process.kill()
         self.server.process.communicate()
 
-    def restart(self) -> None:
+    def restart(self, **settings: object) -> None:
         self.kill()
+        self._settings |= settings
         self.start()
 
 
@@ -178,6 +179,43 @@ def test_leases_begin_anew_with_the_process(journaled: Journaled) -> None:
     with connect(journaled.address) as client:
         wait_until(lambda: not client.get_pool("m").sessions, "its lease is over")
         assert client.get_pool("m").activity.leases_expired == 1
+
+
+def test_other_settings_change_nothing_of_what_there_was(journaled: Journaled) -> None:
+    """Changes are made again as they were, whatever the next server would make of the same calls."""
+    create(journaled.address)
+    requests = [
+        allocator_pb2.OpenSessionRequest(pool_name="m", open_key="asked", lease_seconds=5.0, max_blocks=40),
+        allocator_pb2.OpenSessionRequest(pool_name="m", open_key="default"),
+    ]
+    scheduler = Scheduler(journaled.address)
+    answers = scheduler.send(scheduler.step(1, "abc", 14), scheduler.step(2, "abd", 14))
+    with scheduler.stub() as stub:
+        opened = [stub.OpenSession(request) for request in requests]
+    before = info(journaled.address)
+    journaled.restart(
+        leases={"min_lease_seconds": 20.0, "default_lease_seconds": 30.0},
+        limits={"max_sessions": 3, "max_session_blocks": 5, "max_step_operations": 1, "max_session_tokens": 1},
+        metrics={"address": "127.0.0.1:0", "block_sample_rate": 1.0},
+        max_pool_blocks=2,
+        max_pools=1,
+        past_epoch=10**6,
+        quarantine_seconds=0.0,
+    )
+    assert info(journaled.address) == before
+    scheduler.sequence = 0
+    assert scheduler.send(scheduler.step(1, "abc", 14), scheduler.step(2, "abd", 14)) == answers
+    with scheduler.stub() as stub:
+        assert [stub.OpenSession(request) for request in requests] == opened
+        for answer in opened:
+            request = allocator_pb2.KeepAliveRequest(session_id=answer.session.session_id)
+            assert stub.KeepAlive(request).lease_seconds == answer.session.lease_seconds
+        stub.CloseSession(allocator_pb2.CloseSessionRequest(session_id=opened[0].session.session_id))
+        fresh = stub.OpenSession(allocator_pb2.OpenSessionRequest(pool_name="m"))
+    assert [each.session.lease_seconds for each in (*opened, fresh)] == [5.0, 10.0, 30.0]
+    after = info(journaled.address)
+    journaled.restart(leases={}, limits={}, metrics={})
+    assert info(journaled.address) == after
 
 
 def test_two_servers_do_not_share_a_journal(journaled: Journaled, tmp_path: Path) -> None:

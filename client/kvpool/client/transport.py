@@ -18,7 +18,7 @@ from kvpool.server.core.events import BlockEvent
 from kvpool.server.core.pool import Pool
 from kvpool.server.core.pool_info import PoolInfo
 from kvpool.server.core.quota import Quota
-from kvpool.server.core.session import Session
+from kvpool.server.core.session import LeaseBounds, Session
 from kvpool.server.core.step import Step, StepResult
 from kvpool.server.core.types import PoolName, SessionId, WriterId
 from kvpool.server.obs.event_log import EventLog
@@ -206,7 +206,7 @@ class EmbeddedTransport:
             found, session = self._allocator.open_session(
                 pool,
                 client_name,
-                lease_seconds,
+                LeaseBounds().choose(lease_seconds),
                 session_id=SessionId(secrets.token_urlsafe(24)),
                 now_seconds=time.monotonic(),
                 quota=quota,

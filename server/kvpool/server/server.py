@@ -248,7 +248,7 @@ def _journal(config: ServerConfig, residency: Callable[[], Residency | None]) ->
     if not config.journal.folder:
         return None
     messages = WireMessages()
-    return Journal(config.journal, messages, partial(JournaledAllocator, messages, residency, config.leases))
+    return Journal(config.journal, messages, partial(JournaledAllocator, messages, residency))
 
 
 def _residency(config: MetricsConfig) -> Callable[[], Residency | None]:

@@ -51,10 +51,6 @@ def test_a_malformed_pool_leaves_its_name_free() -> None:
     assert allocator.create_pool(config(), DRAWN)[1]
 
 
-def test_no_lease_asked_for_is_the_default() -> None:
-    assert World().open(lease_seconds=0.0).lease_seconds == 10.0
-
-
 @pytest.mark.parametrize(
     ("call", "field"),
     [
@@ -175,7 +171,7 @@ def test_an_owners_key_finds_no_session_of_another() -> None:
 
     def opened(session_id: str, owner: str) -> str:
         _, session = allocator.open_session(
-            "m", "", 0.0, session_id=SessionId(session_id), now_seconds=0.0, open_key="key", owner=owner
+            "m", "", 10.0, session_id=SessionId(session_id), now_seconds=0.0, open_key="key", owner=owner
         )
         return session.session_id
 

@@ -23,7 +23,13 @@ class Keyed(World):
     ) -> Session:
         self.drawn += 1
         return self.allocator.open_session(
-            pool, client, lease_seconds, session_id=SessionId(f"id{self.drawn}"), now_seconds=now_seconds, open_key=key
+            pool,
+            client,
+            lease_seconds,
+            session_id=SessionId(f"id{self.drawn}"),
+            now_seconds=now_seconds,
+            open_key=key,
+            asked_for=(lease_seconds,),
         )[1]
 
     def resume(self, session_id: str, key: str = "", sequence: int = 0, now_seconds: float = 0.0) -> Session:
@@ -214,4 +220,9 @@ def test_only_the_process_that_closed_a_session_is_told_its_count_again(world: K
 def test_bounds_of_leases_are_checked_by_name(bounds: tuple[float, float, float], field: str) -> None:
     with pytest.raises(ValueError, match=f"^{field}: "):
         LeaseBounds(*bounds)
+
+
+@pytest.mark.parametrize("asked_seconds", [0.5, 3601.0, float("nan"), -1.0])
+def test_leases_out_of_bounds_are_refused(asked_seconds: float) -> None:
+    assert refusal(lambda: LeaseBounds().choose(asked_seconds))[:2] == (InvalidArgumentError, "lease_seconds")
     assert LeaseBounds(2.0, 5.0, 3.0).choose(0.0) == 3.0

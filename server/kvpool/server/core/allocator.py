@@ -1,7 +1,8 @@
 """All sessions of a server, over its pools: the one way in for whatever changes what a server holds.
 
 1. A session id names one session for ever; one that was ended is told apart from one that never was.
-2. Time, ids and random bytes come in as arguments: the same calls in the same order give the same answers.
+2. Time, ids, random bytes and what a server's settings decide come in as arguments: the same calls in the same order
+   give the same answers, also under other settings.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -14,7 +15,7 @@ from kvpool.server.core.pool_ledger import PoolLedger
 from kvpool.server.core.quarantine import Quarantined
 from kvpool.server.core.quota import NO_QUOTA, Quota
 from kvpool.server.core.residency import Residency
-from kvpool.server.core.session import LeaseBounds, Session, check_key, first_id
+from kvpool.server.core.session import Session, check_key, first_id
 from kvpool.server.core.session_ends import SessionEnds, ended_error
 from kvpool.server.core.step import Step, StepResult
 from kvpool.server.core.types import PoolName, SessionId, WriterId
@@ -25,16 +26,10 @@ class Allocator(PoolLedger):
 
     Args:
         new_residency: Makes what samples how long the blocks of a new pool keep what they hold.
-        leases: How long leases may be.
     """
 
-    def __init__(
-        self,
-        new_residency: Callable[[], Residency | None] = lambda: None,
-        leases: LeaseBounds = LeaseBounds(),  # noqa: B008 - frozen
-    ) -> None:
+    def __init__(self, new_residency: Callable[[], Residency | None] = lambda: None) -> None:
         super().__init__(new_residency)
-        self._leases = leases
         self._sessions: dict[SessionId, tuple[Pool, Session]] = {}
         self._by_open_key: dict[tuple[str, str], Session] = {}
         self._ends = SessionEnds()
@@ -66,6 +61,7 @@ class Allocator(PoolLedger):
         session_id: SessionId,
         now_seconds: float,
         open_key: str = "",
+        asked_for: tuple[float, ...] = (),
         quota: Quota = NO_QUOTA,
         owner: str = "",
         salt: bytes = b"",
@@ -75,10 +71,12 @@ class Allocator(PoolLedger):
         Args:
             pool_name: The pool.
             client_name: What the process calls itself.
-            lease_seconds: The lease; 0 for the default.
+            lease_seconds: The lease, as `LeaseBounds.choose` gives it.
             session_id: The id of a session that is new.
             now_seconds: The time.
             open_key: Drawn by the caller, so that the call can be repeated; empty for a new session in any case.
+            asked_for: What the caller asked for, of which lease and quota were chosen; compared when the key comes
+                again, as are the pool and the client's name. Then lease and quota do not count.
             quota: What it can always have, and the most it may hold.
             owner: Name of the token that it belongs to; empty for none.
             salt: Sets its hashes apart; empty for those of the pool.
@@ -87,19 +85,18 @@ class Allocator(PoolLedger):
             The pool and the session, whose id is another than `session_id` if it was found; it is heard of by that.
 
         Raises:
-            InvalidArgumentError: The lease, the client's name, the key or the quota is out of range, or the key was
+            InvalidArgumentError: The client's name, the key or the quota is out of range, or the key was
                 used for something else.
             AbortedError: The session that the key opened was resumed by another process.
             NotFoundError: There is no such pool.
             UnavailableError: The pool is drained or suspended.
             ExhaustedError: The quota's minimum cannot be guaranteed now.
         """
-        asked_for = (pool_name, client_name, lease_seconds, quota)
-        lease_seconds = self._leases.choose(lease_seconds)
         if len(client_name.encode("utf-8", "surrogatepass")) > 256:  # noqa: PLR2004 - the proto states it
             raise InvalidArgumentError("client_name", "longer than 256 bytes")
         check_key("open_key", open_key)
-        found = self._opened_before((owner, open_key), asked_for, now_seconds)
+        asked = (pool_name, client_name, *asked_for)
+        found = self._opened_before((owner, open_key), asked, now_seconds)
         if found:
             return found
         pool = self.pool(pool_name)
@@ -108,7 +105,7 @@ class Allocator(PoolLedger):
         holding = pool.quotas.open(quota)
         self._last_writer += 1
         writer = WriterId(self._last_writer)
-        said = (client_name, lease_seconds, now_seconds, open_key, asked_for, holding)
+        said = (client_name, lease_seconds, now_seconds, open_key, asked, holding)
         session = Session(session_id, writer, *said, owner=owner, salt=salt)
         self._sessions[session_id] = (pool, session)
         if open_key:

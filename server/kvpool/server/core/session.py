@@ -51,7 +51,7 @@ class LeaseBounds:
             )
 
     def choose(self, asked_seconds: float) -> float:
-        """The lease of a session that asks for one, or with 0 for the default.
+        """The lease of a session that asks for so many seconds, or with 0 for the default.
 
         Raises:
             InvalidArgumentError: It is out of bounds.

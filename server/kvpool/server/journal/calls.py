@@ -2,7 +2,8 @@
 
 1. Every method that changes what an allocator holds is a record, unless it is named below with the reason why not.
 2. A record is handed on after the change, and before anyone can be answered: none stands for what did not happen.
-3. A record holds a checksum of the answer: made again from the same state, the change gives the same, or it is found.
+3. A record holds what the server's settings decided, not what they were asked: the next process may have others.
+4. A record holds a checksum of the answer: made again from the same state, the change gives the same, or it is found.
 """
 
 import functools
@@ -16,7 +17,7 @@ from kvpool.server.core.config import PoolConfig
 from kvpool.server.core.errors import KvpoolError
 from kvpool.server.core.pool import Pool
 from kvpool.server.core.residency import Residency
-from kvpool.server.core.session import LeaseBounds, Session
+from kvpool.server.core.session import Session
 from kvpool.server.core.step import Step, StepResult
 from kvpool.server.core.types import SessionId
 from kvpool.server.journal.codec import Decoder, Encoder, Messages, dumps, loads
@@ -97,9 +98,8 @@ class JournaledAllocator(Allocator):
         self,
         messages: WireCodec,
         new_residency: Callable[[], Residency | None] = lambda: None,
-        leases: LeaseBounds = LeaseBounds(),  # noqa: B008 - frozen
     ) -> None:
-        super().__init__(new_residency, leases)
+        super().__init__(new_residency)
         self.sink: Sink | None = None
         self.on_bug: Callable[[], None] = lambda: None
         self.is_inside = False

@@ -33,7 +33,6 @@ from kvpool.server.journal.guarded import FrozenRequests, GuardedColumn
 
 LEFT_OUT: Final = {
     (Allocator, "_new_residency"): "is given to each process",
-    (Allocator, "_leases"): "likewise",
     (Pool, "residency"): "a sample is drawn anew by each process; no answer depends on it",
     (BlockPool, "residency"): "likewise",
     (BlockPool, "_events"): "events that were not told yet: watchers of a new process begin with a snapshot",

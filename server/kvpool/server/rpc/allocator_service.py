@@ -11,6 +11,7 @@ from google.protobuf.message import Message
 from kvpool.server import faults
 from kvpool.server.core.errors import ExhaustedError, InvalidArgumentError, KvpoolError
 from kvpool.server.core.pool import Pool
+from kvpool.server.core.quota import NO_QUOTA
 from kvpool.server.core.session import Session
 from kvpool.server.core.step import Operation, Outcome, Step
 from kvpool.server.core.types import SessionId
@@ -80,20 +81,24 @@ class AllocatorService(allocator_pb2_grpc.AllocatorServiceServicer):
         caller = CALLER.get()
         owner = caller.grant.name if caller else ""
         now_seconds = self._hub.now_seconds_to_open(request.open_key, owner)
+        lease_seconds, quota = request.lease_seconds, NO_QUOTA
         if self._allocator.opened_by(request.open_key, owner) is None:  # what comes again is answered in any case
             self._ranks.check_formed(request.pool_name)
             self._hub.check_takes_session(request.pool_name)
+            lease_seconds = self._hub.leases.choose(request.lease_seconds)
+            quota = self._hub.limits.quota(request.min_blocks, request.max_blocks)
         session_id = SessionId(secrets.token_urlsafe(24))
         pool, session = self._allocator.open_session(
             request.pool_name,
             request.client_name,
-            request.lease_seconds,
+            lease_seconds,
             session_id=session_id,
             now_seconds=now_seconds,
             open_key=request.open_key,
             owner=owner,
             salt=caller.grant.salt if caller else b"",
-            quota=self._hub.limits.quota(request.min_blocks, request.max_blocks),
+            asked_for=(request.lease_seconds, request.min_blocks, request.max_blocks),
+            quota=quota,
         )
         faults.reach("session.opened")
         if session.session_id == session_id:  # else its key had opened it before

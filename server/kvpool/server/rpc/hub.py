@@ -84,7 +84,7 @@ class Hub:
         allocator: Allocator | None = None,
         limits: Limits = DEFAULT_LIMITS,
     ) -> None:
-        self.allocator = allocator or Allocator(new_residency, leases)
+        self.allocator = allocator or Allocator(new_residency)
         self._clock = AttentiveClock(time.monotonic())
         self._max_pool_blocks = max_pool_blocks
         self._quarantine_seconds = quarantine_seconds
@@ -93,6 +93,7 @@ class Hub:
         self._streams: set[Stream] = set()
         self._by_session: dict[SessionId, Stream] = {}
         self._resuming: dict[SessionId, list[Stream]] = {}
+        self.leases = leases
         self.limits = limits
         self.turns = FairTurns(limits.max_waiting_steps)
         self.is_draining = False
