@@ -32,7 +32,8 @@ class Journaled:
         self._settings = settings
         self.start()
 
-    def start(self) -> None:
+    def start(self, **settings: object) -> None:
+        self._settings |= settings
         journal = {"folder": str(self.folder), "retry_seconds": 0.05}
         self.server = ServerProcess(self.address, journal=journal, **self._settings)
 
@@ -42,8 +43,7 @@ class Journaled:
 
     def restart(self, **settings: object) -> None:
         self.kill()
-        self._settings |= settings
-        self.start()
+        self.start(**settings)
 
 
 @pytest.fixture
@@ -246,16 +246,27 @@ def test_what_cannot_be_trusted_is_dropped(journaled: Journaled, damage: str) ->
         log.write_bytes(content)
     else:
         log.with_name("snapshot-9").write_bytes(b"kvpool1\n")
-    journaled.start()
+    journaled.start(quarantine_seconds=300.0)
     after = info(journaled.address)
     assert after.epoch > before.epoch
     assert (after.cached_blocks, after.sessions, after.config) == (0, 0, before.config)
     with pytest.raises(grpc.RpcError) as caught:
         scheduler.send(scheduler.step(2, "abc", 14))
     assert from_rpc_error(caught.value).reason == "JOURNAL_DROPPED"
+    told = []
+    for _ in range(2):  # the new journal knows of it, too
+        with pytest.raises(grpc.RpcError) as caught:
+            Scheduler(journaled.address)
+        error = from_rpc_error(caught.value)
+        assert (error.reason, error.field) == ("SESSIONS_LOST", "pool_name")
+        assert 0 < (error.retry_seconds or 0) <= 300
+        assert info(journaled.address) == after
+        told.append(journaled.server.stop_cleanly())
+        journaled.start()
+    journaled.restart(quarantine_seconds=0.0)
     fresh = Scheduler(journaled.address)
     assert fresh.send(fresh.step(1, "abc", 14))[0].num_hit_tokens == []
-    assert "journal dropped" in journaled.server.stop_cleanly()
+    assert ["journal dropped" in each for each in told] == [True, False]
 
 
 def test_ranks_come_back_with_their_tensors_in_the_same_epoch(journaled: Journaled) -> None:

@@ -137,7 +137,8 @@ class SessionBase:
 
         An engine whose memory nobody else fences looks at it before it runs a step: at 0 the server may have given the
         session's blocks to others. Infinity where the core is in this process. An operator, or a lost rank, can end a
-        session before.
+        session before. So does a server that comes back without a journal, as it knows nothing of leases: start it when
+        they and its `--quarantine-seconds` are over, or use a journal.
         """
         return self._lease_timer.left_seconds
 

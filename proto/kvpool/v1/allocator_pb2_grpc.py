@@ -182,8 +182,9 @@ class AllocatorServiceServicer(object):
 
     def OpenSession(self, request, context):
         """Attaches a scheduler process to a pool, with a lease. INVALID_ARGUMENT, NOT_FOUND; FAILED_PRECONDITION while the
-        pool's ranks are gathering; UNAVAILABLE while an operator has it drained (reason DRAINED); RESOURCE_EXHAUSTED if
-        the pool has as many sessions as it may, or cannot guarantee min_blocks now.
+        pool's ranks are gathering; UNAVAILABLE while an operator has it drained (reason DRAINED), or while sessions that
+        the server lost with its journal may run a last step (SESSIONS_LOST); RESOURCE_EXHAUSTED if the pool has as many
+        sessions as it may, or cannot guarantee min_blocks now.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

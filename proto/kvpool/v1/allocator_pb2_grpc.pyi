@@ -65,8 +65,9 @@ class AllocatorServiceStub:
     """
     OpenSession: _grpc.UnaryUnaryMultiCallable[_allocator_pb2.OpenSessionRequest, _allocator_pb2.OpenSessionResponse]
     """Attaches a scheduler process to a pool, with a lease. INVALID_ARGUMENT, NOT_FOUND; FAILED_PRECONDITION while the
-    pool's ranks are gathering; UNAVAILABLE while an operator has it drained (reason DRAINED); RESOURCE_EXHAUSTED if
-    the pool has as many sessions as it may, or cannot guarantee min_blocks now.
+    pool's ranks are gathering; UNAVAILABLE while an operator has it drained (reason DRAINED), or while sessions that
+    the server lost with its journal may run a last step (SESSIONS_LOST); RESOURCE_EXHAUSTED if the pool has as many
+    sessions as it may, or cannot guarantee min_blocks now.
     """
     ResumeSession: _grpc.UnaryUnaryMultiCallable[_allocator_pb2.ResumeSessionRequest, _allocator_pb2.ResumeSessionResponse]
     """Takes a session up again, within its lease: for a scheduler process that was started anew, or has lost its tables.
@@ -156,8 +157,9 @@ class AllocatorServiceAsyncStub(AllocatorServiceStub):
     """
     OpenSession: _aio.UnaryUnaryMultiCallable[_allocator_pb2.OpenSessionRequest, _allocator_pb2.OpenSessionResponse]  # type: ignore[assignment]
     """Attaches a scheduler process to a pool, with a lease. INVALID_ARGUMENT, NOT_FOUND; FAILED_PRECONDITION while the
-    pool's ranks are gathering; UNAVAILABLE while an operator has it drained (reason DRAINED); RESOURCE_EXHAUSTED if
-    the pool has as many sessions as it may, or cannot guarantee min_blocks now.
+    pool's ranks are gathering; UNAVAILABLE while an operator has it drained (reason DRAINED), or while sessions that
+    the server lost with its journal may run a last step (SESSIONS_LOST); RESOURCE_EXHAUSTED if the pool has as many
+    sessions as it may, or cannot guarantee min_blocks now.
     """
     ResumeSession: _aio.UnaryUnaryMultiCallable[_allocator_pb2.ResumeSessionRequest, _allocator_pb2.ResumeSessionResponse]  # type: ignore[assignment]
     """Takes a session up again, within its lease: for a scheduler process that was started anew, or has lost its tables.
@@ -268,8 +270,9 @@ class AllocatorServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_allocator_pb2.OpenSessionResponse, _abc.Awaitable[_allocator_pb2.OpenSessionResponse]]:
         """Attaches a scheduler process to a pool, with a lease. INVALID_ARGUMENT, NOT_FOUND; FAILED_PRECONDITION while the
-        pool's ranks are gathering; UNAVAILABLE while an operator has it drained (reason DRAINED); RESOURCE_EXHAUSTED if
-        the pool has as many sessions as it may, or cannot guarantee min_blocks now.
+        pool's ranks are gathering; UNAVAILABLE while an operator has it drained (reason DRAINED), or while sessions that
+        the server lost with its journal may run a last step (SESSIONS_LOST); RESOURCE_EXHAUSTED if the pool has as many
+        sessions as it may, or cannot guarantee min_blocks now.
         """
 
     @_abc_1.abstractmethod

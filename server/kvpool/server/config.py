@@ -65,7 +65,8 @@ class ServerConfig:
         grace_seconds: How long a stopping server waits for calls in flight.
         drain_seconds: How long a server that is signalled to stop lets open sessions go on first.
         quarantine_seconds: How long the blocks of a session that was ended are kept back, in pools without ranks or
-            with one that does not fence. 0: free at once.
+            with one that does not fence. 0: free at once. For as long none is opened there after a start that found
+            sessions lost.
         dead_peer_seconds: How long a peer may be silent on the network before its stream counts as broken.
         rank_timing: How often ranks are to be heard of, and how long they are waited for.
         max_pools: Most pools at a time.

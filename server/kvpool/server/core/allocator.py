@@ -26,10 +26,14 @@ class Allocator(PoolLedger):
 
     Args:
         new_residency: Makes what samples how long the blocks of a new pool keep what they hold.
+
+    Attributes:
+        lost_may_run: Whether sessions of which nothing is known any more may run a last step yet.
     """
 
     def __init__(self, new_residency: Callable[[], Residency | None] = lambda: None) -> None:
         super().__init__(new_residency)
+        self.lost_may_run = False
         self._sessions: dict[SessionId, tuple[Pool, Session]] = {}
         self._by_open_key: dict[tuple[str, str], Session] = {}
         self._ends = SessionEnds()
@@ -312,6 +316,11 @@ class Allocator(PoolLedger):
     def lose_sessions(self) -> None:
         """Notes that there were sessions of which nothing is known any more."""
         self._ends.lose()
+        self.lost_may_run = True
+
+    def end_lost_steps(self) -> None:
+        """Notes that no step of such a session can be running any more."""
+        self.lost_may_run = False
 
     def renew_leases(self, now_seconds: float) -> None:
         """Gives every open session its whole lease from now, without a stream: this process did not listen before.

@@ -28,6 +28,7 @@ RECORDED: Final = (
     "count_retry",
     "create_pool",
     "drain",
+    "end_lost_steps",
     "evict_session",
     "expire_session",
     "keep_world",

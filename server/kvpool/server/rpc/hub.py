@@ -88,6 +88,7 @@ class Hub:
         self._clock = AttentiveClock(time.monotonic())
         self._max_pool_blocks = max_pool_blocks
         self._quarantine_seconds = quarantine_seconds
+        self._lost_until_seconds = self.now_seconds() + quarantine_seconds
         self._logs: dict[PoolName, EventLog] = {}
         self._past_sequences: dict[PoolName, int] = {}
         self._streams: set[Stream] = set()
@@ -166,14 +167,22 @@ class Hub:
         """Checks that a session more may be opened.
 
         Raises:
-            UnavailableError: The server is stopping, or about to.
+            UnavailableError: The server is stopping, or about to; or sessions that it lost may run a last step yet.
             NotFoundError: There is no such pool.
             ExhaustedError: There are as many sessions as may be.
         """
         self.refuse_while_draining()
         self.ending.check_not_asked()
-        num_pool_sessions = len(self.allocator.pool(pool_name).sessions)
-        self.limits.check_sessions(self.allocator.num_sessions, num_pool_sessions)
+        pool = self.allocator.pool(pool_name)
+        self._check_lost_steps(pool)
+        self.limits.check_sessions(self.allocator.num_sessions, len(pool.sessions))
+
+    def _check_lost_steps(self, pool: Pool) -> None:
+        """Lets a quarantine pass from the start on; ranks that fence let no step of before through."""
+        left_seconds = self._lost_until_seconds - self.now_seconds()
+        if self.allocator.lost_may_run and left_seconds > 0 and not pool.ranks_fence:
+            message = f"sessions that the server lost may run a last step for {left_seconds:.1f} s more"
+            raise UnavailableError("SESSIONS_LOST", message, field="pool_name", retry_seconds=left_seconds)
 
     def create_pool(self, config: PoolConfig) -> tuple[Pool, bool]:
         """See `Allocator.create_pool`; refuses what would take more memory than the server was given for a pool."""
@@ -347,6 +356,8 @@ class Hub:
     def expire_now(self) -> None:
         """Ends the sessions whose lease has run out, and the quarantine of those whose time is up."""
         now_seconds = self.now_seconds()
+        if self.allocator.lost_may_run and now_seconds >= self._lost_until_seconds:
+            self.allocator.end_lost_steps()
         self._expire(now_seconds)
         for pool, quarantined in self.allocator.release_due(now_seconds):
             self._tell_released(pool, quarantined)
