@@ -171,6 +171,16 @@ def test_while_there_is_no_journal_the_next_process_knows_that_there_was_one(tmp
     assert recovered(tmp_path).dropped == "NOT_WHOLE"
 
 
+def test_one_that_is_given_up_before_its_first_pool_is_known_to_have_been(tmp_path: Path) -> None:
+    journal = journal_in(tmp_path)
+    journal.begin(0.0)
+    faults.arm("journal.before_write:error:1")
+    Traffic(journal.allocator, CONFIG, seed=1)
+    assert not journal.counts.is_up
+    kill(journal)
+    assert recovered(tmp_path).dropped == "NOT_WHOLE"
+
+
 def test_a_journal_that_grows_past_its_bound_is_given_up(tmp_path: Path) -> None:
     journal, traffic = begun(tmp_path, max_bytes=2**20)
     while journal.counts.is_up:  # nobody writes snapshots

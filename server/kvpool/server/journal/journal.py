@@ -68,7 +68,7 @@ class Journal:
         self._number = self.recovery.last_number
         self._descriptor = -1
         self._log_bytes = 0
-        self._known_pools: list[tuple[PoolName, int]] = []
+        self._known_pools: list[tuple[PoolName, int]] | None = None
         self._due = asyncio.Event()
         self._tell()
 
@@ -205,7 +205,7 @@ class Journal:
         self.allocator.sink = self.append
 
     def _keep_pools(self) -> None:
-        """Writes down which pools there are, when that has changed."""
+        """Writes down which pools there are, when that has changed; none at first: there is a journal."""
         pools = [(pool.config.name, pool.epoch) for pool in self.allocator.pools()]
         if pools == self._known_pools:
             return
