@@ -96,6 +96,8 @@ class Schedule:
                 self.checks.nothing_held()
             for error in (*self.loop.errors, *self.loop.task_errors()):
                 self.fail(error)
+            if self._server and not self.processes["server"].is_dead:
+                self._server.close_files()
         if self._violations:
             raise Violation(self._violations[0])
         checks, loop = self.checks, self.loop
