@@ -118,6 +118,14 @@ def test_what_was_never_said_to_be_computed_goes_with_a_request_that_is_not_adop
     assert client.get_pool("m").free_blocks == 99
 
 
+def test_not_even_its_own_session_finds_what_the_process_before_may_not_have_computed(client: Client) -> None:
+    session = client.open_session("m")
+    session.admit(session.request("r", PROMPT))
+    after, held = resumed(client, session)
+    after.free_held(held["r"])
+    assert after.get_computed_blocks(after.request("again", PROMPT)).num_tokens == 0
+
+
 def test_what_is_adopted_is_found_when_it_was_computed_again(client: Client) -> None:
     session = client.open_session("m")
     session.admit(session.request("r", PROMPT))

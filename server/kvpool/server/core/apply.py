@@ -174,11 +174,11 @@ class _Application:
             self._pool.cache(request, num_tokens, sequence=self._sequence)
 
     def preempt(self, _i: int, _row: CheckedOperation, request: Request) -> None:
-        self._pool.withdraw(request, can_tell=self._session.executed_sequence > 0)
+        self._pool.withdraw(request, can_tell=self._session.can_tell)
         self._pool.preempt(request)
 
     def free(self, _i: int, _row: CheckedOperation, request: Request) -> None:
-        self._pool.withdraw(request, can_tell=self._session.executed_sequence > 0)
+        self._pool.withdraw(request, can_tell=self._session.can_tell)
         self._pool.free(request)
         self._session.forget(request)
 

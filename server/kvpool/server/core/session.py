@@ -145,6 +145,11 @@ class Session:
             self._resume_keys.append(key)
 
     @property
+    def can_tell(self) -> bool:
+        """Whether what it has not said to be executed may not have been: it does say so, or another process drives it."""
+        return self.executed_sequence > 0 or self.writer_before > 0
+
+    @property
     def expires_seconds(self) -> float:
         """When the lease runs out; infinity while a stream is open."""
         return float("inf") if self.open_streams else self.heard_seconds + self.lease_seconds
