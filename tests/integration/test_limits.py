@@ -153,9 +153,9 @@ class Deaf:
         opened = self._stub.OpenSession(allocator_pb2.OpenSessionRequest(pool_name=pool, lease_seconds=1.0))
         self._outgoing: queue.SimpleQueue[step_pb2.Step | None] = queue.SimpleQueue()
         self.call: Any = self._stub.Schedule(iter(self._outgoing.get, None))
-        count = 8000
+        count = 128  # as much as a step looks up
         added = {"num_appended_tokens": [num_tokens] + [0] * count, "block_hashes": hashes, "request_ids": ["x"]}
-        for sequence in range(1, 7):
+        for sequence in range(1, 200):
             first = [step_pb2.OPERATION_ADD] if sequence == 1 else []
             operations = first + [step_pb2.OPERATION_PEEK] * count
             self._outgoing.put(

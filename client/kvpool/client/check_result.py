@@ -17,6 +17,7 @@ _OUTCOMES: Final[Mapping[int, Collection[int]]] = {
     Operation.ADMIT: _OK | {Outcome.NO_BLOCKS, Outcome.OVER_QUOTA, Outcome.SKIPPED},
     Operation.ALLOCATE: _OK | {Outcome.NO_BLOCKS, Outcome.OVER_QUOTA, Outcome.SKIPPED, Outcome.HIT_CHANGED},
     Operation.RESET: _OK | {Outcome.IN_USE},
+    Operation.COMMON_PREFIX: _OK | {Outcome.SKIPPED},
 }
 _FINDING: Final = frozenset((Operation.LOOK_UP, Operation.PEEK, Operation.ADMIT))
 _TAKING: Final = frozenset((Operation.ADMIT, Operation.ALLOCATE))

@@ -117,8 +117,8 @@ class _OutcomeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Outcome.Value
     OUTCOME_NO_BLOCKS: _Outcome.ValueType  # 1
     """Not enough free blocks, those apart that are kept for others: nothing was allocated. Blocks that slid out of a window were freed nevertheless."""
     OUTCOME_SKIPPED: _Outcome.ValueType  # 2
-    """Not tried, since an earlier operation of the step found too few blocks, or the token budget was used up, or the
-    result holds 2^22 block ids already. Ask again.
+    """Not tried, since an earlier operation of the step found too few blocks, or the token budget was used up, or the step
+    made enough work already: about 2^18 hashes looked up and block ids answered, together. Ask again.
     """
     OUTCOME_HIT_CHANGED: _Outcome.ValueType  # 3
     """What the look-up had promised is no longer all cached. Nothing was allocated; the result holds the new hit."""
@@ -137,8 +137,8 @@ OUTCOME_UNSPECIFIED: Outcome.ValueType  # 0
 OUTCOME_NO_BLOCKS: Outcome.ValueType  # 1
 """Not enough free blocks, those apart that are kept for others: nothing was allocated. Blocks that slid out of a window were freed nevertheless."""
 OUTCOME_SKIPPED: Outcome.ValueType  # 2
-"""Not tried, since an earlier operation of the step found too few blocks, or the token budget was used up, or the
-result holds 2^22 block ids already. Ask again.
+"""Not tried, since an earlier operation of the step found too few blocks, or the token budget was used up, or the step
+made enough work already: about 2^18 hashes looked up and block ids answered, together. Ask again.
 """
 OUTCOME_HIT_CHANGED: Outcome.ValueType  # 3
 """What the look-up had promised is no longer all cached. Nothing was allocated; the result holds the new hit."""

@@ -267,7 +267,7 @@ def _channel_options(config: ServerConfig) -> list[tuple[str, int]]:
     keepalive_ms = int(config.dead_peer_seconds * 1000 / 2)
     return [
         ("grpc.max_receive_message_length", config.max_message_bytes),
-        # An answer to what was applied must reach its caller; the core ends it soon after MAX_ANSWER_BLOCKS.
+        # An answer to what was applied must reach its caller; the core ends it soon after MAX_STEP_WORK.
         ("grpc.max_send_message_length", -1),
         ("grpc.so_reuseport", 0),  # a second server on the address is refused, rather than sharing it at random
         ("grpc.keepalive_time_ms", keepalive_ms),

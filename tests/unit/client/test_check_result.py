@@ -46,3 +46,15 @@ def test_what_it_cannot_have_is_refused_by_name(field: str, value: object, told:
     with pytest.raises(ServerError) as caught:
         check(**{field: value})
     assert (caught.value.reason, caught.value.field) == ("BAD_ANSWER", told)
+
+
+def test_any_operation_that_looks_for_blocks_can_be_skipped() -> None:
+    looking = [
+        Operation.LOOK_UP,
+        Operation.PEEK,
+        Operation.ADMIT,
+        Operation.ALLOCATE,
+        Operation.COMMON_PREFIX,
+    ]
+    skipped = StepResult(7, outcomes=[Outcome.SKIPPED] * len(looking))
+    check_result(Step(7, operations=[*looking]), skipped, num_groups=1, num_blocks=10, max_model_len=64)

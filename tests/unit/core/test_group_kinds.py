@@ -1,5 +1,6 @@
 """Kinds that skip, reserve or look elsewhere, and mixes of them, through the pool and through steps."""
 
+from collections.abc import Iterable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,7 +25,7 @@ from kvpool.server.core.specs import (
     UniformTypeKVCacheSpecs,
 )
 from kvpool.server.core.step import Operation, Outcome
-from kvpool.server.core.types import BlockHash, BlockId, GroupId, PoolName, WriterId
+from kvpool.server.core.types import BlockHash, PoolName
 from support_core import STEP, World, admit, block_hashes, config, request_of
 
 FULL = FullAttentionSpec(4)
@@ -389,8 +390,8 @@ def test_operations_times_groups_are_bounded() -> None:
     world.run(session, *[Operation.EVICT] * 1024)
 
 
-def test_an_answer_ends_before_it_is_too_long_for_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(apply, "MAX_ANSWER_BLOCKS", 10)
+def test_a_step_that_has_made_enough_work_looks_for_no_more_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(apply, "MAX_STEP_WORK", 10)
     world, session = mixed_world()
     look_up(world, session, 2, "abcdeX", 24)
     requests = world.pool.stats.requests
@@ -418,11 +419,14 @@ def test_windows_that_shorten_a_hit_by_turns_do_not_make_another_look_again() ->
     looked_up = 0
     find = pool.blocks.prefix_map.find
 
-    def counting(group_id: GroupId, hashes: list[BlockHash], reader: WriterId) -> list[BlockId]:
+    def counted(hashes: Iterable[BlockHash]) -> Iterator[BlockHash]:
         nonlocal looked_up
-        looked_up += len(hashes)
-        return find(group_id, hashes, reader)
+        for block_hash in hashes:
+            looked_up += 1
+            yield block_hash
 
-    pool._search._map = SimpleNamespace(find=counting)  # type: ignore[assignment]
+    pool._search._map = SimpleNamespace(  # type: ignore[assignment]
+        find=lambda group_id, hashes, reader: find(group_id, counted(hashes), reader)
+    )
     assert pool.peek(request_of(pool, "", 250)).num_tokens == 0
     assert looked_up <= 3 * 250

@@ -2,7 +2,8 @@
 
 1. After the first operation that finds too few blocks, or would pass the session's maximum, nothing takes blocks any
    more in this step: as in a scheduler's loop that stops there to preempt.
-2. Nor does anything add to an answer that has grown too long for a message: it is not tried, and can be asked again.
+2. Nor does anything look for blocks or take some once that has made enough work (MAX_STEP_WORK): it is not tried, and
+   can be asked again. What an operation costs is known when it is done, so the one that passes the bound is done whole.
 3. What a request grew by, and what it threw away, is taken note of whatever became of the operation itself.
 4. Nobody else ever finds what a request that is freed or preempted had cached and was not said to be computed: the step
    that was to fill it may never run.
@@ -16,9 +17,12 @@ from kvpool.server.core.pool import ComputedBlocks, Pool
 from kvpool.server.core.quarantine import Quarantined
 from kvpool.server.core.request import Request
 from kvpool.server.core.session import Session
-from kvpool.server.core.step import MAX_ANSWER_BLOCKS, Operation, Outcome, Step, StepResult
+from kvpool.server.core.step import MAX_STEP_WORK, Operation, Outcome, Step, StepResult
 from kvpool.server.core.types import BlockId
 from kvpool.server.core.types import Sequence as SequenceNumber
+
+COMPARED_PER_HASH: Final = 64
+"""Blocks of two tables that are compared in the time that a hash takes to be looked up, at least."""
 
 
 def apply_step(pool: Pool, session: Session, step: Step, source: object = None) -> StepResult:
@@ -125,6 +129,7 @@ class _Application:
         self._sequence = SequenceNumber(step.sequence)
         self._budget_tokens = step.admission_budget_tokens or pool.config.max_model_len * (len(step.operations) + 1)
         self._out_of_blocks = False
+        self._work = 0
         count, groups = len(step.operations), len(pool.config.groups)
         self._groups = groups
         self._outcomes = [0] * count
@@ -162,7 +167,7 @@ class _Application:
         self._session.add(request)
 
     def look_up(self, i: int, row: CheckedOperation, request: Request) -> None:
-        if self._answer_is_full:
+        if self._is_enough:
             self._outcomes[i] = Outcome.SKIPPED
             return
         find = self._pool.peek if row.operation is Operation.PEEK else self._pool.look_up
@@ -183,7 +188,13 @@ class _Application:
         self._session.forget(request)
 
     def common_prefix(self, i: int, _row: CheckedOperation, request: Request) -> None:
-        running = (other for other in self._session.requests.values() if other.holds_blocks)
+        if self._is_enough:
+            self._outcomes[i] = Outcome.SKIPPED
+            return
+        requests = self._session.requests.values()
+        num_blocks = sum(len(table.block_ids) for table in request.tables)
+        self._work += len(requests) * (1 + num_blocks // COMPARED_PER_HASH)
+        running = (other for other in requests if other.holds_blocks)
         counts = self._pool.num_common_prefix_blocks(request, running)
         self._num_prefix_blocks[i * self._groups : (i + 1) * self._groups] = counts
 
@@ -198,13 +209,15 @@ class _Application:
 
     def allocate(self, i: int, row: CheckedOperation, request: Request) -> None:
         pool, promised = self._pool, row.promised
-        if self._out_of_blocks or self._answer_is_full:
+        if self._out_of_blocks or self._is_enough:
             self._outcomes[i] = Outcome.SKIPPED
             return
-        if promised and not pool.still_holds(request, promised):
-            self._outcomes[i] = Outcome.HIT_CHANGED
-            self._put_hit(i, pool.peek(request))
-            return
+        if promised:
+            self._work += sum(map(len, promised.block_ids))
+            if not pool.still_holds(request, promised):
+                self._outcomes[i] = Outcome.HIT_CHANGED
+                self._put_hit(i, pool.peek(request))
+                return
         new = pool.allocate(
             request,
             row.num_new_tokens,
@@ -220,7 +233,7 @@ class _Application:
             self._put_new(i, new)
 
     def admit(self, i: int, row: CheckedOperation, request: Request) -> None:
-        if self._out_of_blocks or self._answer_is_full or not self._budget_tokens:
+        if self._out_of_blocks or self._is_enough or not self._budget_tokens:
             self._outcomes[i] = Outcome.SKIPPED
             return
         admission = self._pool.admit(
@@ -240,8 +253,8 @@ class _Application:
         self._put_new(i, admission.new_blocks)
 
     @property
-    def _answer_is_full(self) -> bool:
-        return len(self._block_ids) >= MAX_ANSWER_BLOCKS
+    def _is_enough(self) -> bool:
+        return self._work >= MAX_STEP_WORK
 
     def _refuse(self, i: int) -> None:
         holding = self._session.holding
@@ -251,6 +264,7 @@ class _Application:
     def _put_hit(self, i: int, computed: ComputedBlocks) -> None:
         self._num_hit_tokens[i] = computed.num_tokens
         self._num_shared_hit_tokens[i] = computed.num_shared_tokens
+        self._work += computed.num_probes
         self._put(self._num_prefix_blocks, i, computed.block_ids)
 
     def _put_new(self, i: int, new: tuple[list[BlockId], ...]) -> None:
@@ -261,6 +275,7 @@ class _Application:
             if block_ids:
                 column[i * self._groups + j] = len(block_ids)
                 self._block_ids.extend(block_ids)
+                self._work += len(block_ids)
 
 
 _HANDLERS: Final[dict[Operation, Callable[[_Application, int, CheckedOperation, Request], None]]] = {

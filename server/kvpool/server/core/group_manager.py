@@ -29,6 +29,7 @@ class GroupManager:
         num_eagle_blocks: Blocks beyond a hit that must be cached too, to be computed again: what EAGLE's draft wrote
             into the last slot of a block depends on the token after it. Only kinds with a slot a token have any.
         sink_blocks: Blocks set aside for sinks, held from the start to the end.
+        joins_hashes: Whether a block covers several hash blocks.
     """
 
     def __init__(self, config: PoolConfig, group_id: GroupId, block_pool: BlockPool) -> None:
@@ -41,6 +42,7 @@ class GroupManager:
         self._counters.used_blocks += len(self.sink_blocks)
         self._counters.allocated_blocks += len(self.sink_blocks)
         self._hashes_per_block = self.span_tokens // config.hash_block_size
+        self.joins_hashes = self._hashes_per_block > 1
         self._num_extra_blocks = num_draft_blocks(self.spec)
         self._counts_encoder_tokens = isinstance(self.spec, CrossAttentionSpec)
         self._pool = block_pool
@@ -60,6 +62,11 @@ class GroupManager:
         for end in range((len(joined) + 1) * per_block, len(hashes) + 1, per_block):
             joined.append(BlockHash(b"".join(hashes[end - per_block : end])))
         return joined
+
+    def num_hashes_to_join(self, request: Request) -> int:
+        """Hashes of the request that `hashes` has yet to join."""
+        joined = request.joined_hashes.get(self._hashes_per_block, ())
+        return len(request.hashes) - len(joined) * self._hashes_per_block
 
     def still_holds(self, promised: Sequence[BlockId], request: Request) -> bool:
         """Whether every promised block still has the hash it was promised for, visible to the request's session."""
@@ -155,10 +162,10 @@ class GroupManager:
             return 0
         common = table.block_ids
         for other in others:
-            if not common:
-                break
-            differing = (i for i, pair in enumerate(zip(common, other.block_ids, strict=False)) if pair[0] != pair[1])
-            common = common[: next(differing, min(len(common), len(other.block_ids)))]
+            count = min(len(common), len(other.block_ids))
+            common, same = common[:count], other.block_ids[:count]
+            if common != same:
+                common = common[: next(i for i in range(count) if common[i] != same[i])]
         return len(common)
 
     def _num_missing(self, table: BlockTable, num_tokens: int, num_encoder_tokens: int) -> int:

@@ -8,7 +8,7 @@
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 from kvpool.server.core import types
@@ -38,11 +38,13 @@ class ComputedBlocks:
         num_tokens: Its length.
         num_shared_tokens: Of these, tokens of blocks that another session filled, or this one before it was resumed, in
             the group that has most of them.
+        num_probes: What the search cost, in hashes found.
     """
 
     block_ids: tuple[Sequence[BlockId], ...]
     num_tokens: int
     num_shared_tokens: int = 0
+    num_probes: int = field(default=0, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,9 +143,9 @@ class Pool:
         """Finds the longest cached prefix of a request that holds no blocks; not counted."""
         if not self.config.enable_caching:
             return ComputedBlocks(((),) * len(self._managers), 0)
-        length, found = self._search.find(request, max(request.num_tokens - 1, 0))
+        length, found, num_probes = self._search.find(request, max(request.num_tokens - 1, 0))
         shared = max(self._num_shared_tokens(m, found[m.group_id], request.writer) for m in self._managers)
-        return ComputedBlocks(tuple(found), length, shared)
+        return ComputedBlocks(tuple(found), length, shared, num_probes)
 
     def _num_shared_tokens(self, manager: GroupManager, found: Sequence[BlockId], reader: WriterId) -> int:
         held = [block_id for block_id in found if block_id != NULL_BLOCK]

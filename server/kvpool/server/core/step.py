@@ -11,8 +11,11 @@ from typing import Final
 MAX_OPERATIONS: Final = 65_536
 MAX_OPERATION_GROUPS: Final = 2**18
 """Most entries of a column that has one an operation and group."""
-MAX_ANSWER_BLOCKS: Final = 2**22
-"""Once a step's answer holds so many block ids, operations whose answers would add to them are not tried."""
+MAX_STEP_WORK: Final = 2**18
+"""Once a step has looked up hashes and answered block ids, so many together, operations that would are not tried.
+
+Each is about a microsecond, for which all others wait.
+"""
 
 
 class Operation(IntEnum):
