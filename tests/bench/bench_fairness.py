@@ -5,7 +5,7 @@
 A modest session sends a decode step of 32 requests every 20 ms; told are the median and the 99th percentile of the time
 from call to result, in milliseconds, and how many steps there were. The others, each in a process of its own:
 
-- greedy: one session that keeps four steps of 65,536 operations in flight; `greedy_step_ms` is what one of them takes.
+- greedy: one session that keeps four steps of 16,384 operations in flight; `greedy_step_ms` is what one of them takes.
 - deaf: one that sends steps with long answers, and reads none.
 - restless: 64 that open and close streams as fast as they can.
 
@@ -34,7 +34,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from support_server import running_server
 
 SESSIONS, REQUESTS, PERIOD_SECONDS = 8, 32, 0.02
-RESTLESS, OPERATIONS, IN_FLIGHT = 64, 65_536, 4
+RESTLESS, OPERATIONS, IN_FLIGHT = 64, 16_384, 4
 PROMPT_TOKENS = 1000
 
 Aggressor = Callable[[str], None]

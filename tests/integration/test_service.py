@@ -245,6 +245,12 @@ BAD_CALLS: dict[str, tuple[str, str, str, dict[str, Any]]] = {
     "free of an unknown request": ("Free", "NotFoundError", "request.request_id", {"request": update()}),
     "cache of an unknown request": ("CacheBlocks", "NotFoundError", "request.request_id", {"request": update()}),
     "eviction of the null block": ("EvictBlocks", "InvalidArgumentError", "block_ids", {"block_ids": [0]}),
+    "eviction of more than the pool has": (
+        "EvictBlocks",
+        "InvalidArgumentError",
+        "block_ids",
+        {"block_ids": [1] * 5000},
+    ),
     "eviction beyond the pool": ("EvictBlocks", "InvalidArgumentError", "block_ids", {"block_ids": [2**31]}),
     "a gap in the sequence": ("ResetPrefixCache", "WrongStateError", "sequence", {"sequence": 3}),
     "no sequence": ("ResetPrefixCache", "InvalidArgumentError", "sequence", {"sequence": 0}),

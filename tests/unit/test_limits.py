@@ -8,7 +8,7 @@ from kvpool.cli.limits import _HELP
 from kvpool.server.core.errors import ExhaustedError
 from kvpool.server.core.quota import Quota
 from kvpool.server.core.step import Operation, Step
-from kvpool.server.limits import MAX_COMMON_PREFIXES, Limits
+from kvpool.server.limits import MAX_COMMON_PREFIXES, MAX_EVICTED_BLOCKS, MAX_PROMISED_BLOCKS, Limits
 from support_core import World
 
 
@@ -105,6 +105,22 @@ def test_common_prefixes_of_a_step() -> None:
     with pytest.raises(ExhaustedError, match="64 times") as caught:
         Limits().check_step(world.pool, session, step)
     assert caught.value.reason == "STEP_TOO_LARGE"
+
+
+@pytest.mark.parametrize(
+    ("operation", "most"), [(Operation.EVICT, MAX_EVICTED_BLOCKS), (Operation.ALLOCATE, MAX_PROMISED_BLOCKS)]
+)
+def test_block_ids_of_a_step(operation: Operation, most: int) -> None:
+    world = World(num_blocks=20)
+    session = world.open()
+    step = Step(1, operations=[operation], num_block_ids=[most], block_ids=[1] * most)
+    Limits().check_step(world.pool, session, step)
+    before = world.snapshot()
+    step.block_ids.append(1)
+    with pytest.raises(ExhaustedError, match=f"{most + 1} block ids, this step may have {most}") as caught:
+        Limits().check_step(world.pool, session, step)
+    assert (caught.value.reason, caught.value.field) == ("STEP_TOO_LARGE", "block_ids")
+    assert world.snapshot() == before
 
 
 def test_a_step_that_comes_again_is_answered_whatever_the_limits_are_now() -> None:

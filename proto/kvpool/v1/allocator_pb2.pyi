@@ -883,7 +883,7 @@ class EvictBlocksRequest(_message.Message):
     """One more than the session's last change."""
     @_builtins.property
     def block_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """The blocks, in [1, num_blocks). One without a hash is passed over."""
+        """The blocks, in [1, num_blocks), at most num_blocks of them and at most 2^18. One without a hash is passed over."""
 
     def __init__(
         self,

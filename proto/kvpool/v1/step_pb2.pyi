@@ -46,7 +46,7 @@ class _OperationEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Operation.V
     OPERATION_PREEMPT: _Operation.ValueType  # 7
     """Frees the request's blocks, the last first; it keeps its tokens and will be admitted again."""
     OPERATION_EVICT: _Operation.ValueType  # 8
-    """Drops the hashes of the blocks named in block_ids. Names no request."""
+    """Drops the hashes of the blocks named in block_ids, at most as many as the pool has. Names no request."""
     OPERATION_RESET: _Operation.ValueType  # 9
     """Drops all hashes, if no request holds a block; in a pool with sinks never. Names no request."""
     OPERATION_COMMON_PREFIX: _Operation.ValueType  # 10
@@ -93,7 +93,7 @@ OPERATION_FREE: Operation.ValueType  # 6
 OPERATION_PREEMPT: Operation.ValueType  # 7
 """Frees the request's blocks, the last first; it keeps its tokens and will be admitted again."""
 OPERATION_EVICT: Operation.ValueType  # 8
-"""Drops the hashes of the blocks named in block_ids. Names no request."""
+"""Drops the hashes of the blocks named in block_ids, at most as many as the pool has. Names no request."""
 OPERATION_RESET: Operation.ValueType  # 9
 """Drops all hashes, if no request holds a block; in a pool with sinks never. Names no request."""
 OPERATION_COMMON_PREFIX: Operation.ValueType  # 10
@@ -190,7 +190,9 @@ class Step(_message.Message):
     """
     @_builtins.property
     def operations(self) -> _containers.RepeatedScalarFieldContainer[Global___Operation.ValueType]:
-        """The operations, at most 65,536, and at most 2^18 of operations times groups."""
+        """The operations, at most 16,384 unless the server was told another limit (65,536 at most), and at most 2^18 of
+        operations times groups.
+        """
 
     @_builtins.property
     def request_numbers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -232,7 +234,7 @@ class Step(_message.Message):
 
     @_builtins.property
     def block_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Queue: see num_block_ids."""
+        """Queue: see num_block_ids. At most 2^18 in a step that evicts, 2^22 in others."""
 
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:

@@ -13,6 +13,10 @@ from kvpool.server.core.types import MAX_BLOCKS
 RETRY_SECONDS: Final = 1.0
 MAX_COMMON_PREFIXES: Final = 64
 """Most OPERATION_COMMON_PREFIX of a step: each looks at all blocks that the session's requests have in common."""
+MAX_PROMISED_BLOCKS: Final = 2**22
+"""Most block ids of a step: what its look-ups promised, nulls included."""
+MAX_EVICTED_BLOCKS: Final = 2**18
+"""The same of a step that evicts any."""
 _MOST: Final = {"max_step_operations": MAX_OPERATIONS, "max_session_blocks": MAX_BLOCKS}
 _MOST_OTHERS: Final = 2**40
 
@@ -35,7 +39,7 @@ class Limits:
         stall_seconds: How long a stream may take no message off that waits for it, or send no first one.
     """
 
-    max_step_operations: int = MAX_OPERATIONS
+    max_step_operations: int = 16_384
     max_sessions: int = 4096
     max_pool_sessions: int = 1024
     max_session_requests: int = 65_536
@@ -81,6 +85,11 @@ class Limits:
         if count > MAX_COMMON_PREFIXES and step.operations.count(Operation.COMMON_PREFIX) > MAX_COMMON_PREFIXES:
             message = f"a step may ask for common prefixes {MAX_COMMON_PREFIXES} times"
             raise ExhaustedError("STEP_TOO_LARGE", message, field="operations")
+        if len(step.block_ids) > MAX_EVICTED_BLOCKS:
+            most = MAX_EVICTED_BLOCKS if Operation.EVICT in step.operations else MAX_PROMISED_BLOCKS
+            if len(step.block_ids) > most:
+                message = f"{len(step.block_ids)} block ids, this step may have {most}"
+                raise ExhaustedError("STEP_TOO_LARGE", message, field="block_ids")
         if step.request_ids:
             left = len(session.requests) - step.operations.count(Operation.FREE)
             if left + len(step.request_ids) > self.max_session_requests:

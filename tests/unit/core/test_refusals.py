@@ -123,6 +123,10 @@ BAD_STEPS: dict[str, tuple[type[KvpoolError], str, list[int], dict[str, Any]]] =
     "fewer ids than counted": (
         InvalidArgumentError, "num_block_ids[0]", [EVICT], {"num_block_ids": [2], "block_ids": [1]},
     ),
+    "evicting more blocks than there are": (
+        InvalidArgumentError, "num_block_ids[1]", [EVICT, EVICT],
+        {"num_block_ids": [20, 21], "block_ids": [1] * 41},
+    ),
     "negative count of ids": (
         InvalidArgumentError, "num_block_ids[0]", [EVICT], {"num_block_ids": [-1], "block_ids": [1]},
     ),

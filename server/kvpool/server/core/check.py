@@ -320,10 +320,14 @@ class StepChecker:
                 raise InvalidArgumentError(
                     f"num_block_ids[{i * groups + j}]", f"{count} ids, block_ids holds {len(step.block_ids)}"
                 )
-            for at in range(self._block_at, end):
-                lowest = 0 if operation is Operation.ALLOCATE else 1
-                check_range(f"block_ids[{at}]", step.block_ids[at], lowest, self._pool.blocks.num_blocks - 1)
-            taken.append([BlockId(block_id) for block_id in step.block_ids[self._block_at : end]])
+            lowest, num_blocks = int(operation is Operation.EVICT), self._pool.blocks.num_blocks
+            if lowest:
+                check_range(f"num_block_ids[{i * groups + j}]", count, 0, num_blocks)
+            block_ids = [BlockId(block_id) for block_id in step.block_ids[self._block_at : end]]
+            if block_ids and not lowest <= min(block_ids) <= max(block_ids) < num_blocks:
+                for at, block_id in enumerate(block_ids, self._block_at):
+                    check_range(f"block_ids[{at}]", block_id, lowest, num_blocks - 1)
+            taken.append(block_ids)
             self._block_at = end
         return tuple(taken)
 

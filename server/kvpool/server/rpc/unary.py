@@ -203,6 +203,6 @@ def _field_name(error: KvpoolError, step: Step) -> str:
     column, operation = _INDEX.sub("", error.field), step.operations[-1]
     if column == "num_new_tokens" and operation == Operation.CACHE:
         return "num_computed_tokens"
-    if column in ("num_block_ids", "block_ids") and operation != Operation.EVICT:
-        return "computed"
+    if column in ("num_block_ids", "block_ids"):
+        return "block_ids" if operation == Operation.EVICT else "computed"
     return _FIELDS.get(column, column)
