@@ -32,7 +32,8 @@ def apply_step(pool: Pool, session: Session, step: Step, source: object = None) 
         pool: The session's pool.
         session: The session.
         step: The step.
-        source: What to compare with when the same sequence number comes again; None for the step itself.
+        source: What to compare with when the same sequence number comes again; None for the step itself. Bytes are a
+            digest, which keeps none of the step's entries.
 
     Raises:
         InvalidArgumentError: A field is malformed or out of range; nothing was changed.
@@ -52,7 +53,8 @@ def apply_step(pool: Pool, session: Session, step: Step, source: object = None) 
     mark_executed(pool, session, step.executed_sequence)
     session.num_tokens += sum(step.num_appended_tokens)
     result = _Application(pool, session, step).run(checked)
-    session.remember(source, result, step.num_entries + result.num_entries)
+    num_kept = 0 if isinstance(source, bytes) else step.num_entries
+    session.remember(source, result, num_kept + result.num_entries)
     pool.activity.steps += 1
     pool.activity.operations += len(step.operations)
     return result

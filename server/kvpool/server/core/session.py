@@ -159,7 +159,7 @@ class Session:
 
         Args:
             sequence: The change's number.
-            source: What was sent, compared with what came under this number before.
+            source: What was sent, or a digest of it, compared with what came under this number before.
 
         Raises:
             InvalidArgumentError: The number is 0, or was used for something else.
@@ -187,9 +187,9 @@ class Session:
         """Ends a change: counts it, and keeps its result in case it is sent again.
 
         Args:
-            source: What was sent.
+            source: What was sent, or a digest of it.
             result: What became of it.
-            num_entries: Entries of columns and queues in both.
+            num_entries: Entries of columns and queues that both keep.
         """
         self.sequence = Sequence(result.sequence)
         results = self._results

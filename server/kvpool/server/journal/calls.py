@@ -68,6 +68,8 @@ NOT_RECORDED: Final = {
 }
 """By method: why it is no record."""
 
+_DIGEST: Final = 255
+"""In place of a kind of message: what the session remembers is a digest of it."""
 _STEP: Final = struct.Struct("<QBHI")
 
 Sink = Callable[[FrameKind, bytes], None]
@@ -144,7 +146,7 @@ class JournaledAllocator(Allocator):
             _hold_lease(session)
 
     def _encode_step(self, session_id: SessionId, step: Step, source: object, result: StepResult) -> bytes:
-        sent = self._messages.encode(source)
+        sent = (_DIGEST, source) if isinstance(source, bytes) else self._messages.encode(source)
         kind, encoded = sent or (0, b"")
         name = session_id.encode()
         own = b"" if kind == 1 else self._messages.encode_step(step)
@@ -155,7 +157,8 @@ class JournaledAllocator(Allocator):
             answered, kind, name_length, length = _STEP.unpack_from(payload)
             at = _STEP.size + name_length
             pool, session = self._sessions[SessionId(payload[_STEP.size : at].decode())]
-            source = self._messages.decode(kind, payload[at : at + length]) if kind else None
+            sent = payload[at : at + length]
+            source = sent if kind == _DIGEST else self._messages.decode(kind, sent) if kind else None
             step = self._messages.decode_step(source if kind == 1 else payload[at + length :])
         except (struct.error, LookupError, ValueError) as error:
             raise DamageError("a record of no step that can have been") from error

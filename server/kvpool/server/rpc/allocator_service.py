@@ -21,6 +21,7 @@ from kvpool.server.rpc.caller import CALLER, check_session
 from kvpool.server.rpc.errors import errors_sent, guarded, in_turn
 from kvpool.server.rpc.hub import Hub, Stream, session_fields
 from kvpool.server.rpc.ranks import Ranks
+from kvpool.server.rpc.remembered import remembered
 from kvpool.server.rpc.stalls import read_first, write
 from kvpool.v1 import allocator_pb2, allocator_pb2_grpc, pool_pb2, step_pb2
 
@@ -237,7 +238,7 @@ class AllocatorService(allocator_pb2_grpc.AllocatorServiceServicer):
         message.ClearField("session_id")  # of the same step sent again it may stand there or not
         faults.reach("step.decoded")
         self._hub.limits.check_step(pool, session, step)
-        result = self._allocator.apply(pool, session, step, message)
+        result = self._allocator.apply(pool, session, step, remembered(message))
         faults.reach("step.applied")
         self._hub.publish(pool)
         answer = convert.result_to_proto(result)

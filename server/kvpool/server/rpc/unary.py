@@ -12,6 +12,7 @@ from kvpool.server.core.session import Session
 from kvpool.server.core.step import Operation, Outcome, Step, StepResult
 from kvpool.server.core.types import BlockId, RequestId, RequestNumber
 from kvpool.server.limits import Limits
+from kvpool.server.rpc.remembered import Sent, remembered
 from kvpool.v1 import allocator_pb2
 
 _INDEX: Final = re.compile(r"\[\d+\]$")
@@ -25,7 +26,7 @@ _FIELDS: Final = {
 }
 
 
-class Change(Protocol):
+class Change(Sent, Protocol):
     """What all messages that change a session have."""
 
     session_id: str
@@ -74,14 +75,15 @@ def run(  # noqa: PLR0913, PLR0917 - what a change is made of
     Raises:
         KvpoolError: As the step's; its field is named as in the message.
     """
-    result = session.answered(message.sequence, message)
+    source = remembered(message)
+    result = session.answered(message.sequence, source)
     if result is not None:
         allocator.count_retry(pool)
     else:
         step = build(pool, session)
         try:
             limits.check_step(pool, session, step)
-            result = allocator.apply(pool, session, step, message)
+            result = allocator.apply(pool, session, step, source)
         except KvpoolError as error:
             error.rename_field(_field_name(error, step))
             raise
