@@ -146,7 +146,7 @@ class Session:
 
     @property
     def can_tell(self) -> bool:
-        """Whether what it has not said to be executed may not have been: it does say so, or another process drives it."""
+        """Whether what it did not say to be executed may not have been: it does say so, or another drives it."""
         return self.executed_sequence > 0 or self.writer_before > 0
 
     @property
