@@ -18,7 +18,7 @@ _HELP: Final = {
     "max_watches": "Most watches of block events at a time.",
     "max_waiting_steps": "Most steps and calls that wait for their turn.",
     "max_calls": "Most calls in flight, streams included.",
-    "stall_seconds": "How long a stream's client may read nothing that waits for it, or send no first message.",
+    "stall_seconds": "How long a client may read nothing that waits for it, or send no first message of a call.",
 }
 
 

@@ -36,7 +36,7 @@ class Limits:
         max_watches: Most watches of block events at a time.
         max_waiting_steps: Most steps and unary calls that wait for their turn.
         max_calls: Most calls in flight, streams included.
-        stall_seconds: How long a stream may take no message off that waits for it, or send no first one.
+        stall_seconds: How long a stream may take no message off that waits for it, or a call send no first one.
     """
 
     max_step_operations: int = 16_384

@@ -21,17 +21,14 @@ def behavior_of(handler: "Handler") -> Any:  # noqa: ANN401 - of one of four kin
     return getattr(handler, _kind(handler))
 
 
-def rewrapped(
-    handler: "Handler", behavior: Callable[[Any, Any], object], parse: Callable[[bytes], object] | None = None
-) -> "Handler":
+def rewrapped(handler: "Handler", behavior: Callable[[Any, Any], object]) -> "Handler":
     """The same handler with something else to call, of the same kind.
 
     Args:
         handler: The handler.
         behavior: What it is to call.
-        parse: What it is to make of a request's bytes; None for what it makes of them.
     """
-    return _MAKERS[_kind(handler)](behavior, parse or handler.request_deserializer, handler.response_serializer)
+    return _MAKERS[_kind(handler)](behavior, handler.request_deserializer, handler.response_serializer)
 
 
 def _kind(handler: "Handler") -> str:

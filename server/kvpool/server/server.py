@@ -8,11 +8,11 @@ import signal
 from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
+from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 
 from kvpool.server.address import host_and_port, refuse_live_socket, socket_mode
 from kvpool.server.config import MetricsConfig, ServerConfig
@@ -32,7 +32,8 @@ from kvpool.server.rpc.doorkeeper import Doorkeeper
 from kvpool.server.rpc.event_service import EventService
 from kvpool.server.rpc.hub import Hub
 from kvpool.server.rpc.ranks import Ranks
-from kvpool.server.rpc.tolerance import TolerantServer
+from kvpool.server.rpc.standard_service import Health, Reflection
+from kvpool.server.rpc.tolerance import OneRequest
 from kvpool.server.rpc.worker_service import WorkerService
 from kvpool.v1 import (
     admin_pb2,
@@ -85,7 +86,7 @@ class Server:
         )
         self.hub.past_epoch = config.past_epoch
         self._ranks = Ranks(self.hub, config.rank_timing, config.max_pool_blocks, config.max_pools)
-        self._health = health.aio.HealthServicer()
+        self._health = Health()
         try:
             self._credentials = server_credentials(config.doors)
             self._doorkeeper = (
@@ -93,7 +94,7 @@ class Server:
             )
         except ValueError as error:
             raise OSError(str(error)) from error
-        interceptors: list[grpc.aio.ServerInterceptor] = []
+        interceptors: list[grpc.aio.ServerInterceptor] = [OneRequest(config.limits.stall_seconds, self._observations)]
         if self._observations:
             interceptors.append(RpcObserver(self._observations))
         if self._doorkeeper:
@@ -104,15 +105,14 @@ class Server:
             maximum_concurrent_rpcs=config.limits.max_calls,
         )
         self._watches: list[asyncio.Task[None]] = []
-        services: Any = TolerantServer(self._server)
         allocator = AllocatorService(self.hub, self._ranks, self._observations)
-        allocator_pb2_grpc.add_AllocatorServiceServicer_to_server(allocator, services)
-        admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminService(self.hub, self._ranks), services)
-        event_pb2_grpc.add_EventServiceServicer_to_server(EventService(self.hub), services)
-        worker_pb2_grpc.add_WorkerServiceServicer_to_server(WorkerService(self.hub, self._ranks), services)
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, services)
+        allocator_pb2_grpc.add_AllocatorServiceServicer_to_server(allocator, self._server)
+        admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminService(self.hub, self._ranks), self._server)
+        event_pb2_grpc.add_EventServiceServicer_to_server(EventService(self.hub), self._server)
+        worker_pb2_grpc.add_WorkerServiceServicer_to_server(WorkerService(self.hub, self._ranks), self._server)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         names = (*_SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME)
-        reflection.enable_server_reflection(names, self._server)
+        reflection_pb2_grpc.add_ServerReflectionServicer_to_server(Reflection(names), self._server)
 
     async def start(self) -> list[str]:
         """Starts serving.

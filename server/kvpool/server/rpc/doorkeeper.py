@@ -5,6 +5,7 @@ import inspect
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from dataclasses import dataclass
 from datetime import UTC, date, datetime
 from functools import partial
 from pathlib import Path
@@ -20,7 +21,7 @@ from kvpool.server.obs.observations import Observations
 from kvpool.server.rpc.caller import CALLER, Caller
 from kvpool.server.rpc.errors import abort
 from kvpool.server.rpc.hub import Hub
-from kvpool.server.rpc.rules import Rule, Scope, pool_name_of, rule_of, session_id_of
+from kvpool.server.rpc.rules import Scope, pool_name_of, rule_of, session_id_of
 from kvpool.server.rpc_handlers import Behavior, Handler, behavior_of, rewrapped
 
 WATCH_SECONDS: Final = 1.0
@@ -39,6 +40,23 @@ _log = logging.getLogger("kvpool.server.doors")
 def utc_today() -> date:
     """The date by which tokens expire."""
     return datetime.now(UTC).date()
+
+
+@dataclass(frozen=True, slots=True)
+class _Visit:
+    """A call whose token is good, and whose request is still to come.
+
+    Attributes:
+        method: What is called.
+        scope: Where the request says what it is about.
+        grant: What the token allows.
+        grants: All that were good then.
+    """
+
+    method: str
+    scope: Scope
+    grant: Grant
+    grants: tuple[Grant, ...]
 
 
 class Doorkeeper(grpc.aio.ServerInterceptor):
@@ -75,10 +93,19 @@ class Doorkeeper(grpc.aio.ServerInterceptor):
         rule = rule_of(method)
         if handler is None or rule is None:
             return handler
+        self._refresh()
+        try:
+            grant = self._recognize(handler_call_details.invocation_metadata)
+        except UnauthenticatedError as error:
+            return self._refusing(method, "", error)
+        if grant.role not in rule.roles:
+            denied = DeniedError("ROLE", f"a token of the role {grant.role} may not call this")
+            return self._refusing(method, grant.name, denied)
+        visit = _Visit(method, rule.scope, grant, self._grants.value)
         behavior = behavior_of(handler)
         if inspect.isasyncgenfunction(behavior):  # reflection's
-            return rewrapped(handler, partial(self._answer_all, behavior, method, rule))
-        return rewrapped(handler, partial(self._answer, behavior, method, rule))
+            return rewrapped(handler, partial(self._answer_all, behavior, visit))
+        return rewrapped(handler, partial(self._answer, behavior, visit))
 
     async def watch(self) -> None:
         """Ends the streams of tokens that are revoked, changed or expired, for ever."""
@@ -90,52 +117,52 @@ class Doorkeeper(grpc.aio.ServerInterceptor):
                 if error:
                     stream.end(error)
 
-    async def _answer(self, behavior: Behavior, method: str, rule: Rule, request: Message, context: _Context) -> object:
-        try:
-            CALLER.set(self._admit(method, rule, request, context))
-        except KvpoolError as error:
+    def _refusing(self, method: str, token_name: str, error: KvpoolError) -> "Handler":
+        """What ends a call at once: one of a stream, whatever the method is, since that waits for no message."""
+
+        async def refuse(_: object, context: _Context) -> None:
+            self._refused(method, str(context.peer()), token_name, error)
             await abort(context, error, method)
+
+        return grpc.stream_unary_rpc_method_handler(refuse)
+
+    async def _answer(self, behavior: Behavior, visit: "_Visit", request: Message, context: _Context) -> object:
+        try:
+            CALLER.set(self._admit(visit, request, context))
+        except KvpoolError as error:
+            await abort(context, error, visit.method)
         return await behavior(request, context)
 
     async def _answer_all(
         self,
         behavior: Callable[[Any, Any], AsyncIterator[object]],
-        method: str,
-        rule: Rule,
+        visit: "_Visit",
         request: Message,
         context: _Context,
     ) -> AsyncIterator[object]:
         try:
-            caller = self._admit(method, rule, request, context)
+            self._admit(visit, request, context)
             async for response in behavior(request, context):
                 self._refresh()
-                error = self._objection(caller.grant)
+                error = self._objection(visit.grant)
                 if error:
                     raise error
                 yield response
         except KvpoolError as error:
-            await abort(context, error, method)
+            await abort(context, error, visit.method)
 
-    def _admit(self, method: str, rule: Rule, request: Message, context: _Context) -> Caller:
-        """Returns who calls, if that may be.
+    def _admit(self, visit: "_Visit", request: Message, context: _Context) -> Caller:
+        """Returns who calls, if that may be, now that the request is there.
 
         Raises:
-            UnauthenticatedError: There is no token, or none that is good.
-            DeniedError: It is not for this.
+            KvpoolError: The token is no longer good, or not for this.
         """
-        self._refresh()
-        try:
-            grant = self._recognize(context.invocation_metadata())
-        except UnauthenticatedError as error:
-            self._refused(method, str(context.peer()), "", error)
-            raise
-        refused = partial(self._refused, method, str(context.peer()), grant.name)
-        if grant.role not in rule.roles:
-            denied = DeniedError("ROLE", f"a token of the role {grant.role} may not call this")
-            refused(denied)
-            raise denied
-        caller = Caller(grant, refused)
-        self._check_scope(caller, rule.scope, request)
+        refused = partial(self._refused, visit.method, str(context.peer()), visit.grant.name)
+        if self._grants.value is not visit.grants and (error := self._objection(visit.grant)):
+            refused(error)
+            raise error
+        caller = Caller(visit.grant, refused)
+        self._check_scope(caller, visit.scope, request)
         return caller
 
     def _recognize(self, metadata: Iterable[tuple[str, str | bytes]] | None) -> Grant:

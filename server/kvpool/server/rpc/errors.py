@@ -115,7 +115,7 @@ def malformed_error() -> InvalidArgumentError:
 async def errors_sent(context: _Context[_RequestT, _ResponseT], method: str) -> AsyncIterator[None]:
     """Ends a call that waits with what is raised within, as the table says.
 
-    A message of a stream that is no message at all is the client's fault; of a unary call `tolerance` says so.
+    A message of a stream that is no message at all is the client's fault; of a call of one request `tolerance` says so.
     """
     try:
         yield

@@ -1,24 +1,23 @@
 """EventService: see proto/kvpool/v1/event.proto for what each call promises."""
 
 import asyncio
-import contextlib
 import time
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Final
 
 import grpc
 
 from kvpool.server.core.block_contents import ContentsWalk
-from kvpool.server.core.errors import ExhaustedError, InvalidArgumentError, WrongStateError, check_range
+from kvpool.server.core.errors import InvalidArgumentError, WrongStateError, check_range
 from kvpool.server.core.events import BlockEvent
 from kvpool.server.core.pool import Pool
-from kvpool.server.limits import RETRY_SECONDS
 from kvpool.server.obs.event_log import EventLog, LoggedBatch
 from kvpool.server.obs.turns import Turns
 from kvpool.server.rpc import convert
 from kvpool.server.rpc.errors import errors_sent
 from kvpool.server.rpc.hub import Hub, Stream
+from kvpool.server.rpc.room import Room
 from kvpool.server.rpc.stalls import write
 from kvpool.v1 import event_pb2, event_pb2_grpc
 
@@ -40,24 +39,13 @@ class EventService(event_pb2_grpc.EventServiceServicer):
     def __init__(self, hub: Hub) -> None:
         self._hub = hub
         self._turns = Turns()
-        self._num_watches = 0
+        self._room = Room(hub.limits.max_watches, "TOO_MANY_WATCHES", "watches")
         self._messages = _BatchMessages(hub.boot_id)
 
     async def Watch(self, request: event_pb2.WatchRequest, context: _WatchContext) -> None:  # type: ignore[override]
         async with errors_sent(context, "Watch"):
-            with self._hub.streaming() as stream, self._counted():
+            with self._hub.streaming() as stream, self._room.taken():
                 await self._watch(request, stream, context).run()
-
-    @contextlib.contextmanager
-    def _counted(self) -> Iterator[None]:
-        if self._num_watches >= self._hub.limits.max_watches:
-            message = f"there are {self._num_watches} watches, as many as may be"
-            raise ExhaustedError("TOO_MANY_WATCHES", message, retry_seconds=RETRY_SECONDS)
-        self._num_watches += 1
-        try:
-            yield
-        finally:
-            self._num_watches -= 1
 
     def _watch(self, request: event_pb2.WatchRequest, stream: Stream, context: _WatchContext) -> "_Watch":
         pool = self._hub.allocator.pool(request.pool_name)

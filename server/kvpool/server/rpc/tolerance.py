@@ -1,50 +1,103 @@
-"""Answers a message that cannot be parsed as any other mistake of a caller's.
+"""Calls of one request are served as streams of which one message is read.
 
-Of a unary call grpc itself would answer UNKNOWN, without details, and log a traceback for each.
+gRPC itself would wait for that message as long as the client likes, before any code of ours hears of the call; and of
+one that cannot be parsed it would answer UNKNOWN, without details, and log a traceback for each.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any, Final
 
 import grpc
 from google.protobuf.message import DecodeError
 
-from kvpool.server.rpc.errors import abort, malformed_error
-from kvpool.server.rpc_handlers import Behavior, Handler, behavior_of, rewrapped
+from kvpool.server.core.errors import ExhaustedError, InvalidArgumentError, KvpoolError
+from kvpool.server.obs.observations import Observations
+from kvpool.server.rpc.errors import CODES, abort, malformed_error
+from kvpool.server.rpc.rules import rule_of
+from kvpool.server.rpc_handlers import Behavior, Handler, behavior_of
+
+MAX_WAITING_STRANGERS: Final = 32
+"""Most calls that need no token and whose request is not there yet. Each may hold a message that is not whole."""
+
+_Context = grpc.aio.ServicerContext[Any, Any]
 
 
-class TolerantServer:
-    """Stands for a server while services are added to it."""
+class OneRequest(grpc.aio.ServerInterceptor):
+    """An interceptor that reads the request, and calls what is behind it with that.
 
-    def __init__(self, server: grpc.aio.Server) -> None:
-        self._server = server
+    Who needs no token could hold all calls that the server takes, a new one for each that is ended. So of such calls
+    few may wait, and the one that has waited longest makes room for another: a request that comes with its call, as
+    those of a probe do, is served in any case.
 
-    def add_registered_method_handlers(self, service: str, handlers: Mapping[str, Handler]) -> None:
-        """Adds a service's methods."""
-        tolerant = {name: _tolerant(name, handler) for name, handler in handlers.items()}
-        self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, tolerant),))
-        self._server.add_registered_method_handlers(service, tolerant)
+    Args:
+        stall_seconds: How long a request may take to come.
+        observations: Where calls are counted that end before there is one, if metrics are asked for.
+    """
 
-    def add_generic_rpc_handlers(self, handlers: Sequence[grpc.GenericRpcHandler]) -> None:
-        """Does nothing: the same methods are added by name."""
+    def __init__(self, stall_seconds: float, observations: Observations | None) -> None:
+        self._stall_seconds = stall_seconds
+        self._observations = observations
+        self._strangers: dict[asyncio.Timeout, None] = {}
 
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], "Awaitable[Handler | None]"],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> "Handler | None":
+        """Makes a stream of a call of one request."""
+        handler = await continuation(handler_call_details)
+        if handler is None or handler.request_streaming:
+            return handler
+        behavior: Behavior = behavior_of(handler)
+        method = str(handler_call_details.method).removeprefix("/")
+        read = self._read if rule_of(method) else self._read_of_stranger
 
-def _tolerant(name: str, handler: Handler) -> Handler:
-    """Of a stream `errors_sent` meets what cannot be parsed; of one request nobody would."""
-    parse = handler.request_deserializer
-    if handler.request_streaming or parse is None:
-        return handler
-    behavior: Behavior = behavior_of(handler)
+        async def call(_: object, context: _Context) -> object:
+            try:
+                request = await read(context)
+            except KvpoolError as error:
+                if self._observations:
+                    self._observations.rpc(method, CODES[type(error)].name, None)
+                await abort(context, error, method)
+            return await behavior(request, context)
 
-    def parse_or_not(data: bytes) -> object:
+        make = (
+            grpc.stream_stream_rpc_method_handler
+            if handler.response_streaming
+            else grpc.stream_unary_rpc_method_handler
+        )
+        return make(call, handler.request_deserializer, handler.response_serializer)
+
+    async def _read(self, context: _Context, patience: asyncio.Timeout | None = None) -> object:
+        """Reads the request.
+
+        Raises:
+            ExhaustedError: It does not come.
+            InvalidArgumentError: It cannot be parsed, or the client is done and has sent none.
+        """
         try:
-            return parse(data)
-        except DecodeError as error:
-            return error
+            async with patience or asyncio.timeout(self._stall_seconds):
+                request = await context.read()
+        except TimeoutError:
+            message = f"no request came in time, which is {self._stall_seconds:g} s at most"
+            raise ExhaustedError("NOTHING_SENT", message) from None
+        except DecodeError:
+            raise malformed_error() from None
+        if request is grpc.aio.EOF:
+            raise InvalidArgumentError("message", "was not sent", reason="MALFORMED")
+        return request
 
-    async def call(request: object, context: Any) -> object:  # noqa: ANN401 - of any call
-        if isinstance(request, DecodeError):
-            await abort(context, malformed_error(), name)
-        return await behavior(request, context)
-
-    return rewrapped(handler, call, parse_or_not)
+    async def _read_of_stranger(self, context: _Context) -> object:
+        """As `_read`, of who has shown no token."""
+        if len(self._strangers) >= MAX_WAITING_STRANGERS:
+            longest = next(iter(self._strangers))
+            del self._strangers[longest]
+            if not longest.expired():
+                longest.reschedule(asyncio.get_running_loop().time())
+        patience = asyncio.timeout(self._stall_seconds)
+        self._strangers[patience] = None
+        try:
+            return await self._read(context, patience)
+        finally:
+            self._strangers.pop(patience, None)

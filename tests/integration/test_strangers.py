@@ -1,0 +1,154 @@
+"""Who may not, or does not say what he wants, cannot keep others out."""
+
+import queue
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2
+
+from kvpool.client import KvpoolError, connect
+from kvpool.client.errors import from_rpc_error
+from kvpool.server.rpc.rules import RULES
+from kvpool.server.rpc.standard_service import MAX_HEALTH_WATCHES, MAX_REFLECTION_STREAMS
+from kvpool.server.rpc.tolerance import MAX_WAITING_STRANGERS
+from kvpool.v1 import allocator_pb2
+from support_doors import Entry, channel, secret_of, write_tokens
+from support_server import pool_config, server_process
+
+CHECK = "grpc.health.v1.Health/Check"
+REFLECTION = "grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
+GET_POOL = "kvpool.v1.AllocatorService/GetPool"
+TOKENS: list[Entry] = [{"name": name, "role": "admin", "pools": ["*"]} for name in ("ops", "other")]
+FOREVER = {"stall_seconds": 3600.0}
+
+
+class Silent:
+    """A call whose request never comes, unless it is sent."""
+
+    def __init__(self, opened: grpc.Channel, method: str) -> None:
+        self._outgoing: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        begin: Any = opened.stream_stream(f"/{method}")
+        self._call = begin(iter(self._outgoing.get, None), timeout=20)
+
+    def send(self, message: bytes) -> None:
+        self._outgoing.put(message)
+
+    def answer(self) -> object:
+        """Waits for the next answer."""
+        return next(self._call)
+
+    def error(self) -> KvpoolError:
+        """Waits for what the call ends with."""
+        with pytest.raises(grpc.RpcError) as caught:
+            next(self._call)
+        self.close()
+        return from_rpc_error(caught.value)
+
+    def close(self) -> None:
+        self._outgoing.put(None)
+        self._call.cancel()
+
+
+@contextmanager
+def guarded_server(folder: Path, **limits: float) -> Iterator[str]:
+    write_tokens(folder / "tokens.toml", TOKENS)
+    address = f"unix:{folder / 's'}"
+    with server_process(address, doors={"tokens": str(folder / "tokens.toml")}, limits=limits):
+        yield address
+
+
+def is_serving(opened: grpc.Channel) -> bool:
+    answer = health_pb2_grpc.HealthStub(opened).Check(health_pb2.HealthCheckRequest(), timeout=20)
+    return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+
+
+def test_who_may_not_is_told_before_a_request_comes(tmp_path: Path) -> None:
+    with guarded_server(tmp_path, **FOREVER) as address, channel(address) as opened:
+        assert {Silent(opened, method).error().reason for method in RULES} == {"NO_TOKEN"}
+
+
+@pytest.mark.parametrize("method", [CHECK, GET_POOL, "kvpool.v1.EventService/Watch"])
+def test_a_request_that_does_not_come_is_not_waited_for(tmp_path: Path, method: str) -> None:
+    with (
+        guarded_server(tmp_path, stall_seconds=0.2) as address,
+        channel(address, secret_of("ops")) as opened,
+    ):
+        assert Silent(opened, method).error().reason == "NOTHING_SENT"
+
+
+def test_a_token_that_is_revoked_before_the_request_comes_is_good_for_nothing(tmp_path: Path) -> None:
+    with guarded_server(tmp_path, **FOREVER) as address, connect(address, token=secret_of("other")) as other:
+        other.create_pool(pool_config())
+        with channel(address, secret_of("ops")) as opened:
+            call = Silent(opened, "kvpool.v1.AdminService/RemovePool")
+            last = Silent(opened, CHECK)  # on the same connection: when it has been heard, so has the one before
+            last.send(b"")
+            last.answer()
+            write_tokens(tmp_path / "tokens.toml", TOKENS[1:])
+            other.get_pool("m")  # the server looks at the file
+            call.send(b"\n\x01m")
+            assert call.error().reason == "TOKEN_REVOKED"
+        assert other.get_pool("m").config.name == "m"
+
+
+def test_requests_without_a_token_that_do_not_come_make_room_for_one_that_does(tmp_path: Path) -> None:
+    with (
+        guarded_server(tmp_path, max_calls=MAX_WAITING_STRANGERS + 8, **FOREVER) as address,
+        channel(address) as opened,
+        connect(address, token=secret_of("ops")) as client,
+    ):
+        silent = [Silent(opened, CHECK) for _ in range(MAX_WAITING_STRANGERS)]
+        for _ in range(3 * MAX_WAITING_STRANGERS):
+            silent.append(Silent(opened, CHECK))
+            assert silent.pop(0).error().reason == "NOTHING_SENT"
+        assert is_serving(opened)
+        client.create_pool(pool_config())
+        for call in silent:
+            call.close()
+
+
+def test_watches_of_health_are_few_and_leave_room_for_checks(tmp_path: Path) -> None:
+    with guarded_server(tmp_path) as address, channel(address) as opened:
+        stub = health_pb2_grpc.HealthStub(opened)
+        watches = [stub.Watch(health_pb2.HealthCheckRequest()) for _ in range(MAX_HEALTH_WATCHES)]
+        for watch in watches:
+            next(watch)
+        with pytest.raises(grpc.RpcError, match="64 watches of health") as caught:
+            next(stub.Watch(health_pb2.HealthCheckRequest()))
+        error = from_rpc_error(caught.value)
+        assert (error.reason, error.retry_seconds) == ("TOO_MANY_STREAMS", 1.0)
+        assert is_serving(opened)
+        for watch in watches:
+            watch.cancel()
+        assert is_serving(opened)  # on the same connection: the server has heard of that, too
+        again = stub.Watch(health_pb2.HealthCheckRequest())
+        assert next(again).status == health_pb2.HealthCheckResponse.SERVING
+        again.cancel()
+
+
+def test_streams_of_reflection_are_few(tmp_path: Path) -> None:
+    with guarded_server(tmp_path) as address, channel(address, secret_of("ops")) as opened:
+        asked = reflection_pb2.ServerReflectionRequest(list_services="").SerializeToString()
+        streams = [Silent(opened, REFLECTION) for _ in range(MAX_REFLECTION_STREAMS)]
+        for stream in streams:
+            stream.send(asked)
+            stream.answer()
+        assert Silent(opened, REFLECTION).error().reason == "TOO_MANY_STREAMS"
+        for stream in streams:
+            stream.close()
+
+
+def test_what_cannot_be_parsed_is_the_callers_fault_also_with_a_token(tmp_path: Path) -> None:
+    with guarded_server(tmp_path) as address, channel(address, secret_of("ops")) as opened:
+        call = Silent(opened, GET_POOL)
+        call.send(b"\xff")
+        assert call.error().reason == "MALFORMED"
+        request = allocator_pb2.GetPoolRequest(pool_name="none").SerializeToString()
+        call = Silent(opened, GET_POOL)
+        call.send(request)
+        assert call.error().reason == "POOL_NOT_FOUND"
