@@ -19,6 +19,8 @@ from support_core import World
         ("max_step_operations", 65_537),
         ("max_sessions", 0),
         ("max_pool_sessions", 0),
+        ("max_token_sessions", 0),
+        ("max_token_pools", 0),
         ("max_session_requests", 0),
         ("max_session_tokens", 0),
         ("max_session_blocks", -1),

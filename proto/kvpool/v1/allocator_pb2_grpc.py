@@ -159,7 +159,7 @@ class AllocatorServiceServicer(object):
     def CreatePool(self, request, context):
         """Declares a pool, for a scheduler whose engine holds the tensors itself. Declaring it again with an equal
         configuration finds it. INVALID_ARGUMENT; FAILED_PRECONDITION if it differs, naming the field; RESOURCE_EXHAUSTED
-        if the server has as many pools as it may.
+        if the server, or the caller's token, has as many pools as it may.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -183,8 +183,8 @@ class AllocatorServiceServicer(object):
     def OpenSession(self, request, context):
         """Attaches a scheduler process to a pool, with a lease. INVALID_ARGUMENT, NOT_FOUND; FAILED_PRECONDITION while the
         pool's ranks are gathering; UNAVAILABLE while an operator has it drained (reason DRAINED), or while sessions that
-        the server lost with its journal may run a last step (SESSIONS_LOST); RESOURCE_EXHAUSTED if the pool has as many
-        sessions as it may, or cannot guarantee min_blocks now.
+        the server lost with its journal may run a last step (SESSIONS_LOST); RESOURCE_EXHAUSTED if the pool, or the caller's
+        token, has as many sessions as it may, or the pool cannot guarantee min_blocks now.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -55,7 +55,7 @@ class AllocatorServiceStub:
     CreatePool: _grpc.UnaryUnaryMultiCallable[_allocator_pb2.CreatePoolRequest, _allocator_pb2.CreatePoolResponse]
     """Declares a pool, for a scheduler whose engine holds the tensors itself. Declaring it again with an equal
     configuration finds it. INVALID_ARGUMENT; FAILED_PRECONDITION if it differs, naming the field; RESOURCE_EXHAUSTED
-    if the server has as many pools as it may.
+    if the server, or the caller's token, has as many pools as it may.
     """
     GetPool: _grpc.UnaryUnaryMultiCallable[_allocator_pb2.GetPoolRequest, _allocator_pb2.GetPoolResponse]
     """Tells a pool's configuration, occupancy and counters. NOT_FOUND."""
@@ -66,8 +66,8 @@ class AllocatorServiceStub:
     OpenSession: _grpc.UnaryUnaryMultiCallable[_allocator_pb2.OpenSessionRequest, _allocator_pb2.OpenSessionResponse]
     """Attaches a scheduler process to a pool, with a lease. INVALID_ARGUMENT, NOT_FOUND; FAILED_PRECONDITION while the
     pool's ranks are gathering; UNAVAILABLE while an operator has it drained (reason DRAINED), or while sessions that
-    the server lost with its journal may run a last step (SESSIONS_LOST); RESOURCE_EXHAUSTED if the pool has as many
-    sessions as it may, or cannot guarantee min_blocks now.
+    the server lost with its journal may run a last step (SESSIONS_LOST); RESOURCE_EXHAUSTED if the pool, or the caller's
+    token, has as many sessions as it may, or the pool cannot guarantee min_blocks now.
     """
     ResumeSession: _grpc.UnaryUnaryMultiCallable[_allocator_pb2.ResumeSessionRequest, _allocator_pb2.ResumeSessionResponse]
     """Takes a session up again, within its lease: for a scheduler process that was started anew, or has lost its tables.
@@ -147,7 +147,7 @@ class AllocatorServiceAsyncStub(AllocatorServiceStub):
     CreatePool: _aio.UnaryUnaryMultiCallable[_allocator_pb2.CreatePoolRequest, _allocator_pb2.CreatePoolResponse]  # type: ignore[assignment]
     """Declares a pool, for a scheduler whose engine holds the tensors itself. Declaring it again with an equal
     configuration finds it. INVALID_ARGUMENT; FAILED_PRECONDITION if it differs, naming the field; RESOURCE_EXHAUSTED
-    if the server has as many pools as it may.
+    if the server, or the caller's token, has as many pools as it may.
     """
     GetPool: _aio.UnaryUnaryMultiCallable[_allocator_pb2.GetPoolRequest, _allocator_pb2.GetPoolResponse]  # type: ignore[assignment]
     """Tells a pool's configuration, occupancy and counters. NOT_FOUND."""
@@ -158,8 +158,8 @@ class AllocatorServiceAsyncStub(AllocatorServiceStub):
     OpenSession: _aio.UnaryUnaryMultiCallable[_allocator_pb2.OpenSessionRequest, _allocator_pb2.OpenSessionResponse]  # type: ignore[assignment]
     """Attaches a scheduler process to a pool, with a lease. INVALID_ARGUMENT, NOT_FOUND; FAILED_PRECONDITION while the
     pool's ranks are gathering; UNAVAILABLE while an operator has it drained (reason DRAINED), or while sessions that
-    the server lost with its journal may run a last step (SESSIONS_LOST); RESOURCE_EXHAUSTED if the pool has as many
-    sessions as it may, or cannot guarantee min_blocks now.
+    the server lost with its journal may run a last step (SESSIONS_LOST); RESOURCE_EXHAUSTED if the pool, or the caller's
+    token, has as many sessions as it may, or the pool cannot guarantee min_blocks now.
     """
     ResumeSession: _aio.UnaryUnaryMultiCallable[_allocator_pb2.ResumeSessionRequest, _allocator_pb2.ResumeSessionResponse]  # type: ignore[assignment]
     """Takes a session up again, within its lease: for a scheduler process that was started anew, or has lost its tables.
@@ -242,7 +242,7 @@ class AllocatorServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_allocator_pb2.CreatePoolResponse, _abc.Awaitable[_allocator_pb2.CreatePoolResponse]]:
         """Declares a pool, for a scheduler whose engine holds the tensors itself. Declaring it again with an equal
         configuration finds it. INVALID_ARGUMENT; FAILED_PRECONDITION if it differs, naming the field; RESOURCE_EXHAUSTED
-        if the server has as many pools as it may.
+        if the server, or the caller's token, has as many pools as it may.
         """
 
     @_abc_1.abstractmethod
@@ -271,8 +271,8 @@ class AllocatorServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_allocator_pb2.OpenSessionResponse, _abc.Awaitable[_allocator_pb2.OpenSessionResponse]]:
         """Attaches a scheduler process to a pool, with a lease. INVALID_ARGUMENT, NOT_FOUND; FAILED_PRECONDITION while the
         pool's ranks are gathering; UNAVAILABLE while an operator has it drained (reason DRAINED), or while sessions that
-        the server lost with its journal may run a last step (SESSIONS_LOST); RESOURCE_EXHAUSTED if the pool has as many
-        sessions as it may, or cannot guarantee min_blocks now.
+        the server lost with its journal may run a last step (SESSIONS_LOST); RESOURCE_EXHAUSTED if the pool, or the caller's
+        token, has as many sessions as it may, or the pool cannot guarantee min_blocks now.
         """
 
     @_abc_1.abstractmethod

@@ -35,7 +35,7 @@ class WorkerServiceStub:
                            is this rank; RANKS_DISAGREE, RANKS_DISAGREE_ON_A_LAYER: ranks differ in the field named;
                            POOL_DIFFERS: a scheduler declared a pool of this name
       ABORTED              the rank was given up, its stream was replaced by a newer one, or it said nothing: join again
-      RESOURCE_EXHAUSTED   the server has as many pools as it may, or the rank does not read what it is sent
+      RESOURCE_EXHAUSTED   the server or the token has as many pools as it may, or the rank does not read what it is sent
       UNAVAILABLE          the server stops, or the rank is silent and may yet come back: join again after the retry time
     """
 
@@ -63,7 +63,7 @@ class WorkerServiceAsyncStub(WorkerServiceStub):
                            is this rank; RANKS_DISAGREE, RANKS_DISAGREE_ON_A_LAYER: ranks differ in the field named;
                            POOL_DIFFERS: a scheduler declared a pool of this name
       ABORTED              the rank was given up, its stream was replaced by a newer one, or it said nothing: join again
-      RESOURCE_EXHAUSTED   the server has as many pools as it may, or the rank does not read what it is sent
+      RESOURCE_EXHAUSTED   the server or the token has as many pools as it may, or the rank does not read what it is sent
       UNAVAILABLE          the server stops, or the rank is silent and may yet come back: join again after the retry time
     """
 
@@ -87,7 +87,7 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
                            is this rank; RANKS_DISAGREE, RANKS_DISAGREE_ON_A_LAYER: ranks differ in the field named;
                            POOL_DIFFERS: a scheduler declared a pool of this name
       ABORTED              the rank was given up, its stream was replaced by a newer one, or it said nothing: join again
-      RESOURCE_EXHAUSTED   the server has as many pools as it may, or the rank does not read what it is sent
+      RESOURCE_EXHAUSTED   the server or the token has as many pools as it may, or the rank does not read what it is sent
       UNAVAILABLE          the server stops, or the rank is silent and may yet come back: join again after the retry time
     """
 

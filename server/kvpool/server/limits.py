@@ -29,6 +29,8 @@ class Limits:
         max_step_operations: Most operations of a step.
         max_sessions: Most sessions, in all pools together.
         max_pool_sessions: Most sessions of a pool.
+        max_token_sessions: Most sessions that were opened with the tokens of one name.
+        max_token_pools: Most pools that were declared, or are formed, with the tokens of one name.
         max_session_requests: Most requests of a session.
         max_session_tokens: Most tokens of all its requests together; of each block of them the server keeps a hash, in
             pools with events each token.
@@ -42,6 +44,8 @@ class Limits:
     max_step_operations: int = 16_384
     max_sessions: int = 4096
     max_pool_sessions: int = 1024
+    max_token_sessions: int = 1024
+    max_token_pools: int = 64
     max_session_requests: int = 65_536
     max_session_tokens: int = 2**26
     max_session_blocks: int = 0
@@ -70,6 +74,18 @@ class Limits:
         if num_pool_sessions >= self.max_pool_sessions:
             message = f"the pool has {num_pool_sessions} sessions, as many as it may"
             raise ExhaustedError("TOO_MANY_SESSIONS", message, field="pool_name", retry_seconds=RETRY_SECONDS)
+
+    def check_token_sessions(self, owner: str, num_sessions: int) -> None:
+        """Raises ExhaustedError if one more session of a token's is one too many."""
+        if num_sessions >= self.max_token_sessions:
+            message = f"the token {owner!r} has {num_sessions} sessions, as many as it may"
+            raise ExhaustedError("TOO_MANY_TOKEN_SESSIONS", message, retry_seconds=RETRY_SECONDS)
+
+    def check_token_pools(self, owner: str, num_pools: int, field: str) -> None:
+        """Raises ExhaustedError if one more pool of a token's, which `field` names, is one too many."""
+        if num_pools >= self.max_token_pools:
+            message = f"the token {owner!r} has {num_pools} pools, as many as it may"
+            raise ExhaustedError("TOO_MANY_TOKEN_POOLS", message, field=field, retry_seconds=RETRY_SECONDS)
 
     def check_step(self, pool: Pool, session: Session, step: Step) -> None:
         """Raises ExhaustedError if a change that is new is too large, or would make the session so.

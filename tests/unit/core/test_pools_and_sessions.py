@@ -34,6 +34,15 @@ def test_declaring_a_pool_again_finds_it_whatever_is_drawn() -> None:
     assert list(allocator.pools()) == [pool]
 
 
+def test_a_pool_keeps_the_owner_it_began_with() -> None:
+    allocator = Allocator()
+    declared, _ = allocator.create_pool(config(), DRAWN, owner="first")
+    allocator.create_pool(config(), DRAWN, owner="second")
+    formed = allocator.open_epoch(replace(config(), name=PoolName("ranked")), DRAWN, 5, owner="first")
+    allocator.open_epoch(formed.config, DRAWN, 6, owner="second")
+    assert (declared.owner, formed.owner) == ("first", "first")
+
+
 def test_a_pool_that_differs_is_refused_by_field() -> None:
     allocator = Allocator()
     pool, _ = allocator.create_pool(config(), DRAWN)

@@ -349,6 +349,10 @@ class Allocator(PoolLedger):
         """Open sessions of all pools."""
         return len(self._sessions)
 
+    def num_sessions_of(self, owner: str) -> int:
+        """Open sessions of an owner, in all pools. O(sessions)."""
+        return [session.owner for _, session in self._sessions.values()].count(owner)
+
     def sessions(self) -> Iterator[tuple[Pool, Session]]:
         """All open sessions with their pools, in the order they were opened or resumed: that of their numbers."""
         return iter(self._sessions.values())

@@ -57,9 +57,12 @@ class Membership:
         name: The pool's.
         epoch: The epoch that is, or will be when the pool opens.
         state: Whether the pool serves.
+        owner: Name of the token that the first rank showed; empty for none.
     """
 
-    def __init__(self, name: PoolName, timing: RankTiming, max_blocks: int = MAX_BLOCKS, past_epoch: int = 0) -> None:
+    def __init__(
+        self, name: PoolName, timing: RankTiming, max_blocks: int = MAX_BLOCKS, past_epoch: int = 0, *, owner: str = ""
+    ) -> None:
         """Starts with nobody.
 
         Args:
@@ -67,10 +70,12 @@ class Membership:
             timing: How long ranks are waited for.
             max_blocks: Most blocks that the server gives a pool.
             past_epoch: Newest epoch that a pool of this name is known to have had.
+            owner: Name of the token that its first rank shows; empty for none.
         """
         self.name = name
         self.epoch = past_epoch + 1
         self.state = PoolState.FORMING
+        self.owner = owner
         self._timing = timing
         self._max_blocks = max_blocks
         self._roster = Roster()

@@ -67,6 +67,7 @@ class Pool:
 
     Attributes:
         config: What the pool was declared with; its none_hash is drawn.
+        owner: Name of the token that declared it, or that its first rank showed; empty for none.
         hash_block_size: The configuration's, worked out once.
         epoch: Goes up whenever the contents of blocks can no longer be trusted.
         blocks: The blocks.
@@ -82,7 +83,8 @@ class Pool:
         is_suspended: Whether nothing is allocated for now, as a rank is missing.
     """
 
-    def __init__(self, config: PoolConfig, epoch: int = 1, residency: Residency | None = None) -> None:
+    def __init__(self, config: PoolConfig, epoch: int = 1, residency: Residency | None = None, owner: str = "") -> None:
+        self.owner = owner
         self.stats = PrefixCacheStats()
         self.recent_hit_rate = RecentHitRate()
         self.num_preemptions = 0

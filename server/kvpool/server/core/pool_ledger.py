@@ -38,13 +38,16 @@ class PoolLedger:
         self._new_residency = new_residency
         self._pools: dict[PoolName, Pool] = {}
 
-    def create_pool(self, config: PoolConfig, none_hash: bytes, epoch: int = 1) -> tuple[Pool, bool]:
+    def create_pool(
+        self, config: PoolConfig, none_hash: bytes, epoch: int = 1, *, owner: str = ""
+    ) -> tuple[Pool, bool]:
         """Makes a pool, or finds the one that was declared alike. O(num_blocks).
 
         Args:
             config: The pool.
             none_hash: Random bytes, for a pool that leaves its none_hash open.
             epoch: The epoch that a new one begins in.
+            owner: Name of the token that a new one belongs to; empty for none.
 
         Returns:
             The pool, and whether it is new.
@@ -58,7 +61,7 @@ class PoolLedger:
         if pool is None:
             if not config.hash_scheme.none_hash:
                 config = replace(config, hash_scheme=replace(config.hash_scheme, none_hash=none_hash))
-            pool = self._pools[config.name] = Pool(config, epoch, self._new_residency())
+            pool = self._pools[config.name] = Pool(config, epoch, self._new_residency(), owner)
             return pool, True
         difference = pool.config.difference(config)
         if difference:
@@ -69,7 +72,9 @@ class PoolLedger:
             )
         return pool, False
 
-    def open_epoch(self, config: PoolConfig, none_hash: bytes, epoch: int, *, ranks_fence: bool = False) -> Pool:
+    def open_epoch(
+        self, config: PoolConfig, none_hash: bytes, epoch: int, *, ranks_fence: bool = False, owner: str = ""
+    ) -> Pool:
         """Opens a pool that ranks have formed, or opens it anew, with nothing in it. O(num_blocks).
 
         Args:
@@ -77,6 +82,7 @@ class PoolLedger:
             none_hash: Random bytes, for a pool that leaves its none_hash open.
             epoch: The epoch that begins, higher than any before.
             ranks_fence: Whether every rank says when no step of an ended session is in flight.
+            owner: Name of the token that a new one belongs to; empty for none.
 
         Raises:
             InvalidArgumentError: The configuration is out of range.
@@ -85,7 +91,7 @@ class PoolLedger:
             config = replace(config, hash_scheme=replace(config.hash_scheme, none_hash=none_hash))
         pool = self._pools.get(config.name)
         if pool is None:
-            pool = self._pools[config.name] = Pool(config, epoch, self._new_residency())
+            pool = self._pools[config.name] = Pool(config, epoch, self._new_residency(), owner)
         else:
             pool.begin_epoch(config, epoch)
         pool.is_suspended = False

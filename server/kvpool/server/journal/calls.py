@@ -59,6 +59,7 @@ NOT_RECORDED: Final = {
     "has_pool": "changes nothing",
     "is_overdue": "changes nothing",
     "next_expiry_seconds": "changes nothing",
+    "num_sessions_of": "changes nothing",
     "opened_by": "changes nothing",
     "owner": "changes nothing",
     "pool": "changes nothing",

@@ -17,7 +17,7 @@ from kvpool.server.core.step import Operation, Outcome, Step
 from kvpool.server.core.types import SessionId
 from kvpool.server.obs.observations import Observations
 from kvpool.server.rpc import convert, convert_pool, convert_session, unary
-from kvpool.server.rpc.caller import CALLER, check_session
+from kvpool.server.rpc.caller import CALLER, check_session, token_name
 from kvpool.server.rpc.errors import errors_sent, guarded, in_turn
 from kvpool.server.rpc.hub import Hub, Stream, session_fields
 from kvpool.server.rpc.ranks import Ranks
@@ -59,8 +59,8 @@ class AllocatorService(allocator_pb2_grpc.AllocatorServiceServicer):
     def CreatePool(self, request: allocator_pb2.CreatePoolRequest) -> allocator_pb2.CreatePoolResponse:
         self._hub.refuse_while_draining()
         self._ranks.check_formed(request.config.name)
-        self._ranks.check_room(request.config.name)
-        pool, created = self._hub.create_pool(convert_pool.config_from_proto(request.config))
+        self._ranks.check_room(request.config.name, "config.name")
+        pool, created = self._hub.create_pool(convert_pool.config_from_proto(request.config), token_name())
         return allocator_pb2.CreatePoolResponse(pool=self._info(pool.config.name), created=created)
 
     @in_turn
@@ -80,12 +80,12 @@ class AllocatorService(allocator_pb2_grpc.AllocatorServiceServicer):
     @in_turn
     def OpenSession(self, request: allocator_pb2.OpenSessionRequest) -> allocator_pb2.OpenSessionResponse:
         caller = CALLER.get()
-        owner = caller.grant.name if caller else ""
+        owner = token_name()
         now_seconds = self._hub.now_seconds_to_open(request.open_key, owner)
         lease_seconds, quota = request.lease_seconds, NO_QUOTA
         if self._allocator.opened_by(request.open_key, owner) is None:  # what comes again is answered in any case
             self._ranks.check_formed(request.pool_name)
-            self._hub.check_takes_session(request.pool_name)
+            self._hub.check_takes_session(request.pool_name, owner)
             lease_seconds = self._hub.leases.choose(request.lease_seconds)
             quota = self._hub.limits.quota(request.min_blocks, request.max_blocks)
         session_id = SessionId(secrets.token_urlsafe(24))

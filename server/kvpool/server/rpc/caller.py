@@ -54,6 +54,12 @@ CALLER: Final[ContextVar[Caller | None]] = ContextVar("kvpool_caller", default=N
 """The caller of the current task's call; None where no token is asked for."""
 
 
+def token_name() -> str:
+    """The name of the caller's token; empty where none is asked for."""
+    caller = CALLER.get()
+    return caller.grant.name if caller else ""
+
+
 def sees(pool_name: str) -> bool:
     """Whether the caller may be told of a pool."""
     caller = CALLER.get()

@@ -163,18 +163,20 @@ class Hub:
         """
         return self._now_seconds_for(self.allocator.opened_by(open_key, owner) or "")
 
-    def check_takes_session(self, pool_name: str) -> None:
-        """Checks that a session more may be opened.
+    def check_takes_session(self, pool_name: str, owner: str) -> None:
+        """Checks that a session more may be opened, by the holder of a token of this name; empty for none.
 
         Raises:
             UnavailableError: The server is stopping, or about to; or sessions that it lost may run a last step yet.
             NotFoundError: There is no such pool.
-            ExhaustedError: There are as many sessions as may be.
+            ExhaustedError: There are as many sessions as may be, of the server, the pool or the owner.
         """
         self.refuse_while_draining()
         self.ending.check_not_asked()
         pool = self.allocator.pool(pool_name)
         self._check_lost_steps(pool)
+        if owner:
+            self.limits.check_token_sessions(owner, self.allocator.num_sessions_of(owner))
         self.limits.check_sessions(self.allocator.num_sessions, len(pool.sessions))
 
     def _check_lost_steps(self, pool: Pool) -> None:
@@ -184,10 +186,11 @@ class Hub:
             message = f"sessions that the server lost may run a last step for {left_seconds:.1f} s more"
             raise UnavailableError("SESSIONS_LOST", message, field="pool_name", retry_seconds=left_seconds)
 
-    def create_pool(self, config: PoolConfig) -> tuple[Pool, bool]:
+    def create_pool(self, config: PoolConfig, owner: str = "") -> tuple[Pool, bool]:
         """See `Allocator.create_pool`; refuses what would take more memory than the server was given for a pool."""
         check_range("config.num_blocks", config.num_blocks, 0, self._max_pool_blocks)
-        pool, created = self.allocator.create_pool(config, _new_none_hash(config), self.past_epoch_of(config.name) + 1)
+        epoch = self.past_epoch_of(config.name) + 1
+        pool, created = self.allocator.create_pool(config, _new_none_hash(config), epoch, owner=owner)
         if created:
             self._keep_log(pool)
             _log.info(
@@ -206,9 +209,9 @@ class Hub:
         for pool in self.allocator.pools():
             self._keep_log(pool)
 
-    def open_epoch(self, config: PoolConfig, epoch: int, *, ranks_fence: bool) -> Pool:
+    def open_epoch(self, config: PoolConfig, epoch: int, *, ranks_fence: bool, owner: str = "") -> Pool:
         """See `Allocator.open_epoch`."""
-        pool = self.allocator.open_epoch(config, _new_none_hash(config), epoch, ranks_fence=ranks_fence)
+        pool = self.allocator.open_epoch(config, _new_none_hash(config), epoch, ranks_fence=ranks_fence, owner=owner)
         faults.reach("epoch.opened")
         self._keep_log(pool)
         self.publish(pool)

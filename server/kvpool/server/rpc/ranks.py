@@ -35,6 +35,7 @@ from kvpool.server.core.world import (
     StatusSent,
 )
 from kvpool.server.rpc import convert_world
+from kvpool.server.rpc.caller import token_name
 from kvpool.server.rpc.fencing import Fencing
 from kvpool.server.rpc.hub import Hub, Stream
 from kvpool.v1 import worker_pb2
@@ -150,11 +151,20 @@ class Ranks:
         self._hub.remove_pool(name)
         self._memberships.pop(PoolName(name), None)
 
-    def check_room(self, name: str) -> None:
-        """Raises ExhaustedError if a pool of a new name is one too many."""
+    def check_room(self, name: str, field: str) -> None:
+        """Raises ExhaustedError if a pool of a new name, in `field`, is one too many of all, or of its token's."""
         names = self.pool_names()
-        if len(names) >= self._max_pools and name not in names:
+        if name in names:
+            return
+        owner = token_name()
+        if owner:
+            self._hub.limits.check_token_pools(owner, list(map(self._owner, names)).count(owner), field)
+        if len(names) >= self._max_pools:
             raise ExhaustedError("TOO_MANY_POOLS", f"the server holds {len(names)} pools, as many as it may")
+
+    def _owner(self, name: PoolName) -> str:
+        allocator = self._hub.allocator
+        return allocator.pool(name).owner if allocator.has_pool(name) else self._memberships[name].owner
 
     async def wait_until_ready(self, name: str, timeout_seconds: float) -> PoolInfo:
         """Waits until a pool is there and ready, and tells what it is like; also when the time is up.
@@ -218,8 +228,9 @@ class Ranks:
             if self._hub.allocator.has_pool(name):
                 message = f"pool {name!r} was declared by a scheduler, and takes no ranks"
                 raise WrongStateError("POOL_DIFFERS", message, field="register.pool_name")
-            self.check_room(name)
-            membership = Membership(name, self.timing, self._max_pool_blocks, self._hub.past_epoch_of(name))
+            self.check_room(name, "register.pool_name")
+            past_epoch = self._hub.past_epoch_of(name)
+            membership = Membership(name, self.timing, self._max_pool_blocks, past_epoch, owner=token_name())
         effects = membership.register(link.link_id, registration, self._hub.now_seconds())
         self._memberships[name] = membership
         faults.reach("rank.registered")
@@ -345,7 +356,9 @@ class Ranks:
         match effect:
             case PoolOpened():
                 self._hub.allocator.keep_world(name, membership.world())
-                self._hub.open_epoch(effect.config, effect.epoch, ranks_fence=effect.ranks_fence)
+                self._hub.open_epoch(
+                    effect.config, effect.epoch, ranks_fence=effect.ranks_fence, owner=membership.owner
+                )
                 extra = {"pool": name, "epoch": effect.epoch, "ranks": membership.world_size}
                 _log.info("pool ready", extra={**extra, "blocks": effect.config.num_blocks})
             case PoolSuspended():

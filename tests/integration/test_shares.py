@@ -1,0 +1,126 @@
+"""What the tokens of one name can take of a server, and what that leaves to others."""
+
+import queue
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from kvpool.client import Client, ExhaustedError, connect
+from kvpool.client.admin import AdminClient
+from kvpool.client.errors import from_rpc_error
+from kvpool.server.rpc.convert_world import registration_to_proto
+from kvpool.v1 import worker_pb2, worker_pb2_grpc
+from support_doors import Entry, channel, secret_of, write_tokens
+from support_ranks import registration
+from support_server import ServerProcess, pool_config
+
+TOKENS: list[Entry] = [
+    *({"name": name, "role": "scheduler", "pools": ["*"]} for name in ("a", "b")),
+    {"name": "ranks", "role": "worker", "pools": ["*"]},
+    {"name": "ops", "role": "admin", "pools": ["*"]},
+]
+
+
+class House:
+    """A server with tokens and a journal, of which the holder of one may have three sessions and two pools."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.address = f"unix:{folder / 's'}"
+        write_tokens(folder / "tokens.toml", TOKENS)
+        self.server = self.start()
+
+    def start(self) -> ServerProcess:
+        return ServerProcess(
+            self.address,
+            doors={"tokens": str(self.folder / "tokens.toml")},
+            limits={"max_token_sessions": 3, "max_token_pools": 2},
+            journal={"folder": str(self.folder / "journal")},
+        )
+
+    def kill(self) -> None:
+        self.server.process.kill()
+        self.server.process.communicate()
+
+    def client(self, name: str) -> Client:
+        return connect(self.address, token=secret_of(name), deadline_seconds=2.0)
+
+    def state(self) -> list[object]:
+        """All that an operator is told, but what time changes."""
+        with AdminClient(self.address, token=secret_of("ops")) as admin:
+            return [*admin.overview().pools, *(info.session_number for info in admin.sessions())]
+
+
+@pytest.fixture
+def house(tmp_path: Path) -> Iterator[House]:
+    house = House(tmp_path)
+    yield house
+    house.server.stop_cleanly()
+
+
+def test_one_token_cannot_take_all_sessions_also_after_a_restart(house: House) -> None:
+    with house.client("a") as a, house.client("b") as b:
+        a.create_pool(pool_config("p"))
+        a.create_pool(pool_config("q"))
+        for name in ("p", "p", "q"):
+            b.open_session(name, lease_seconds=600)
+        house.kill()
+        house.server = house.start()
+        before = house.state()
+        with pytest.raises(ExhaustedError, match="the token 'b' has 3 sessions") as caught:
+            b.open_session("q")
+        assert (caught.value.reason, caught.value.retry_seconds) == ("TOO_MANY_TOKEN_SESSIONS", 1.0)
+        assert house.state() == before
+        with a.open_session("p"), a.open_session("p"), a.open_session("q"):
+            pass
+
+
+def test_one_token_cannot_take_all_pools_also_after_a_restart(house: House) -> None:
+    with house.client("a") as a, house.client("b") as b:
+        for name in ("b1", "b2"):
+            b.create_pool(pool_config(name))
+        for _ in range(2):
+            before = house.state()
+            with pytest.raises(ExhaustedError, match="the token 'b' has 2 pools") as caught:
+                b.create_pool(pool_config("b3"))
+            error = caught.value
+            assert (error.reason, error.field, error.retry_seconds) == ("TOO_MANY_TOKEN_POOLS", "config.name", 1.0)
+            assert house.state() == before
+            house.kill()
+            house.server = house.start()
+        b.create_pool(pool_config("b1"))  # it is there
+        a.create_pool(pool_config("a1"))
+        with AdminClient(house.address, token=secret_of("ops")) as admin:
+            admin.remove_pool("b1")
+        b.create_pool(pool_config("b3"))
+
+
+def test_pools_that_form_count_to_the_token_of_their_first_rank(house: House) -> None:
+    with channel(house.address, secret_of("ranks")) as opened:
+        stub = worker_pb2_grpc.WorkerServiceStub(opened)
+        joined: list[tuple[Any, queue.SimpleQueue[worker_pb2.JoinRequest | None]]] = []
+
+        def join(pool: str, rank: int = 0) -> worker_pb2.JoinResponse:
+            said: queue.SimpleQueue[worker_pb2.JoinRequest | None] = queue.SimpleQueue()
+            said.put(worker_pb2.JoinRequest(register=registration_to_proto(pool, registration(rank, world_size=3))))
+            call: Any = stub.Join(iter(said.get, None), timeout=20)
+            joined.append((call, said))  # a call that nobody holds is cancelled
+            answer: worker_pb2.JoinResponse = next(call)
+            return answer
+
+        join("r1")
+        join("r2")
+        before = house.state()
+        with pytest.raises(grpc.RpcError) as caught:
+            join("r3")
+        error = from_rpc_error(caught.value)
+        assert (error.reason, error.field) == ("TOO_MANY_TOKEN_POOLS", "register.pool_name")
+        assert house.state() == before
+        assert join("r2", rank=1).HasField("registered")
+        with house.client("a") as a:
+            a.create_pool(pool_config("a1"))
+        for _, said in joined:
+            said.put(None)
