@@ -91,20 +91,24 @@ class GrpcTransport:
 
     def apply(self, session_id: str, step: Step) -> StepResult:
         """See `Transport`."""
-        return convert.result_from_proto(self._stream(session_id).exchange(convert.step_to_proto(step, session_id)))
+        with self._noted(session_id):
+            return convert.result_from_proto(self._stream(session_id).exchange(convert.step_to_proto(step, session_id)))
 
     def mark_executed(self, session_id: str, executed_sequence: int) -> None:
         """See `Transport`."""
         request = allocator_pb2.MarkExecutedRequest(session_id=session_id, executed_sequence=executed_sequence)
-        sent_seconds, _ = self._call_timed(self._stub.MarkExecuted, request)
+        with self._noted(session_id):
+            sent_seconds, _ = self._call_timed(self._stub.MarkExecuted, request)
         self._stream(session_id).lease_timer.renew(sent_seconds)
 
     def close_session(self, session_id: str) -> int:
         """See `Transport`."""
-        self._stream(session_id).close()
+        if session_id in self._streams:  # else it has ended: the server says how
+            self._streams[session_id].close()
         request = allocator_pb2.CloseSessionRequest(session_id=session_id)
-        count = self._call(self._stub.CloseSession, request).num_freed_requests
-        del self._streams[session_id]
+        with self._noted(session_id):
+            count = self._call(self._stub.CloseSession, request).num_freed_requests
+        self._forget(session_id)
         return count
 
     def watch(self, options: WatchOptions) -> Iterator[EventBatch]:
@@ -121,6 +125,21 @@ class GrpcTransport:
     def _drive(self, opened: OpenedSession) -> OpenedSession:
         self._streams[opened.session_id] = _StepStream(self._stub, opened, self._deadline_seconds)
         return opened
+
+    @contextlib.contextmanager
+    def _noted(self, session_id: str) -> Iterator[None]:
+        """Keeps nothing of a session that the server says to have ended."""
+        try:
+            yield
+        except KvpoolError as error:
+            if steps.ends_session(error):
+                self._forget(session_id)
+            raise
+
+    def _forget(self, session_id: str) -> None:
+        stream = self._streams.pop(session_id, None)
+        if stream:
+            stream.close()
 
     def _stream(self, session_id: str) -> "_StepStream":
         stream = self._streams.get(session_id)
@@ -160,6 +179,7 @@ class _StepStream:
         self._call: _Call[step_pb2.StepResult] | None = None
         self._due_seconds = inf
         self._closed = threading.Event()
+        self._ended_by: KvpoolError | None = None
         self._period_seconds = min(opened.lease_seconds / 3, deadline_seconds / 4)
         threading.Thread(target=self._keep_alive, name="kvpool-keepalive", daemon=True).start()
 
@@ -179,6 +199,8 @@ class _StepStream:
     def _exchange_once(self, message: step_pb2.Step) -> step_pb2.StepResult:
         if self._closed.is_set():
             raise _closed_error()
+        if self._ended_by:  # nobody keeps a deadline any more
+            raise self._ended_by
         sent_seconds = now_seconds()
         try:
             if self._call is None:
@@ -221,15 +243,19 @@ class _StepStream:
             call = self._call
             if call is not None and time.monotonic() >= self._due_seconds:
                 call.cancel()  # exchange() waits in it: this is what gives a step on a stream its deadline
+            if self._ended_by and self._due_seconds == inf:  # no step waits, and none will
+                return
             if time.monotonic() < renewal_seconds:
                 continue
             sent_seconds = now_seconds()
             try:
                 self._stub.KeepAlive(request, timeout=self._period_seconds)
             except grpc.RpcError as error:
-                if steps.ends_session(from_rpc_error(error)):
+                answer = from_rpc_error(error)
+                if steps.ends_session(answer):
                     self.lease_timer.end()
-                    renewal_seconds = inf  # the next step will tell
+                    self._ended_by = answer  # the next step will tell
+                    renewal_seconds = inf
                     continue
             except ValueError:  # the channel was closed
                 return

@@ -1,0 +1,72 @@
+"""What a client keeps of a session that has ended: nothing."""
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from kvpool.client import AbortedError, Client, Session
+from kvpool.client.admin import AdminClient
+from support_server import running_server
+
+
+@pytest.fixture(scope="module")
+def address() -> Iterator[str]:
+    with running_server() as address:
+        yield address
+
+
+def keepers() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name == "kvpool-keepalive"}
+
+
+def step(session: Session) -> None:
+    session.admit(session.request("r", [1, 2, 3]))
+
+
+def mark(session: Session) -> None:
+    session.mark_executed(0)
+
+
+def wait(session: Session) -> None:
+    """Lets the session hear of its end by keeping it alive."""
+    heard = threading.Event()
+    timer: Any = session._lease_timer
+    while timer.left_seconds > 0:
+        heard.wait(0.01)
+    step(session)
+
+
+@pytest.mark.parametrize("ask", [step, mark, wait, Session.close])
+def test_nothing_is_kept_of_a_session_that_was_ended(
+    address: str, client: Client, pool: str, ask: Callable[[Session], None]
+) -> None:
+    before = keepers()
+    session = client.open_session(pool, lease_seconds=3.0)
+    (keeper,) = keepers() - before
+    with AdminClient(address) as admin:
+        admin.evict_session(pool, session.session_number)
+    for _ in range(2):
+        with pytest.raises(AbortedError) as caught:
+            ask(session)
+        assert caught.value.reason == "SESSION_EVICTED"
+    transport: Any = client._transport
+    assert transport._streams == {}
+    keeper.join(timeout=20.0)
+    assert not keeper.is_alive()
+    with pytest.raises(AbortedError):
+        session.close()
+
+
+def test_a_session_that_is_neither_used_nor_closed_has_no_thread_once_it_has_ended(
+    address: str, client: Client, pool: str
+) -> None:
+    before = keepers()
+    session = client.open_session(pool, lease_seconds=3.0)
+    (keeper,) = keepers() - before
+    with AdminClient(address) as admin:
+        admin.evict_session(pool, session.session_number)
+    keeper.join(timeout=20.0)
+    assert not keeper.is_alive()
+    assert session.lease_left_seconds == 0
