@@ -74,7 +74,8 @@ class SessionBase:
 
         Raises:
             InvalidArgumentError: These are not the request's tokens or keys, as hashes tell where the pool caches; or
-                it was declared by a unary call that gave it no number. Free what cannot be adopted: `free_held`.
+                it was declared by a unary call that gave it no number, and can neither be adopted nor freed by
+                this client. Free other requests that cannot be adopted: `free_held`.
         """
         if len(token_ids) < held.num_tokens:
             known = f"{len(token_ids)} tokens, the service knows {held.num_tokens} of {held.request_id!r}"
@@ -243,7 +244,12 @@ class Session(SessionBase):
         self._call(steps.call_simply(lambda step: step.preempt(request)))
 
     def free_held(self, held: HeldRequest) -> None:
-        """Frees a request of a resumed session that is not adopted; its tokens need not be known."""
+        """Frees a request of a resumed session that is not adopted; its tokens need not be known.
+
+        Raises:
+            InvalidArgumentError: It was declared by a unary call that gave it no number, so that no step can name it.
+                Its blocks come back with AllocatorService's Free, which takes its id, or when the session is closed.
+        """
         self._call(steps.call_simply(lambda step: step.free(self._held(held, ()))))
 
     def evict_blocks(self, block_ids: Sequence[int]) -> None:

@@ -1,0 +1,35 @@
+"""A request that a unary call declared without a number: steps cannot name it, unary calls can."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from kvpool.client import Client, InvalidArgumentError
+from kvpool.v1 import allocator_pb2, allocator_pb2_grpc
+from support_server import running_server
+
+
+@pytest.fixture(scope="module")
+def address() -> Iterator[str]:
+    with running_server() as address:
+        yield address
+
+
+def test_it_is_freed_by_its_id(client: Client, pool: str, stub: allocator_pb2_grpc.AllocatorServiceStub) -> None:
+    opened = stub.OpenSession(allocator_pb2.OpenSessionRequest(pool_name=pool, lease_seconds=60)).session
+    tokens = {"num_appended_tokens": 8, "block_hashes": b"x" * 64}
+    update = allocator_pb2.RequestUpdate(request_id="r", **tokens)  # type: ignore[arg-type]
+    stub.AllocateSlots(
+        allocator_pb2.AllocateSlotsRequest(session_id=opened.session_id, sequence=1, request=update, num_new_tokens=8)
+    )
+    free_blocks = client.get_pool(pool).free_blocks
+    with client.resume_session(opened.session_id) as session:
+        (held,) = session.held_requests
+        with pytest.raises(InvalidArgumentError, match="held: steps cannot name 'r'"):
+            session.adopt(held, range(8))
+        with pytest.raises(InvalidArgumentError, match="held: steps cannot name 'r'"):
+            session.free_held(held)
+        assert (session.sequence, client.get_pool(pool).free_blocks) == (1, free_blocks)
+        request = allocator_pb2.RequestUpdate(request_id="r")
+        stub.Free(allocator_pb2.FreeRequest(session_id=session.session_id, sequence=2, request=request))
+        assert client.get_pool(pool).free_blocks == free_blocks + 2
