@@ -122,15 +122,15 @@ def test_while_steps_of_lost_sessions_may_run_only_ranks_that_fence_let_sessions
     hub = Hub(1000, quarantine_seconds=5.0, allocator=allocator)
     hub.create_pool(pool_config())
     hub.open_epoch(pool_config("fenced"), 2, ranks_fence=True)
-    hub.check_takes_session("fenced")
+    hub.check_takes_session("fenced", "")
     pass_time(hub, clocks, 3.0)
     hub.expire_now()
     with pytest.raises(UnavailableError) as caught:
-        hub.check_takes_session("m")
+        hub.check_takes_session("m", "")
     refused = caught.value
     assert (refused.reason, refused.field, refused.retry_seconds) == ("SESSIONS_LOST", "pool_name", 2.0)
     pass_time(hub, clocks, 2.0)
-    hub.check_takes_session("m")
+    hub.check_takes_session("m", "")
     assert allocator.lost_may_run
     hub.expire_now()
     assert not allocator.lost_may_run
@@ -140,4 +140,4 @@ def test_a_server_that_lost_no_session_waits_for_nothing(clocks: Clocks) -> None
     del clocks
     hub = Hub(1000, quarantine_seconds=5.0, allocator=new_allocator())
     hub.create_pool(pool_config())
-    hub.check_takes_session("m")
+    hub.check_takes_session("m", "")
