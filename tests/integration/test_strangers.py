@@ -85,10 +85,9 @@ def test_a_token_that_is_revoked_before_the_request_comes_is_good_for_nothing(tm
     with guarded_server(tmp_path, **FOREVER) as address, connect(address, token=secret_of("other")) as other:
         other.create_pool(pool_config())
         with channel(address, secret_of("ops")) as opened:
+            assert is_serving(opened)  # connected: what is sent from here on comes in order
             call = Silent(opened, "kvpool.v1.AdminService/RemovePool")
-            last = Silent(opened, CHECK)  # on the same connection: when it has been heard, so has the one before
-            last.send(b"")
-            last.answer()
+            assert is_serving(opened)  # the call before has been heard
             write_tokens(tmp_path / "tokens.toml", TOKENS[1:])
             other.get_pool("m")  # the server looks at the file
             call.send(b"\n\x01m")
@@ -102,12 +101,33 @@ def test_requests_without_a_token_that_do_not_come_make_room_for_one_that_does(t
         channel(address) as opened,
         connect(address, token=secret_of("ops")) as client,
     ):
+        assert is_serving(opened)  # connected: what is sent from here on comes in order
         silent = [Silent(opened, CHECK) for _ in range(MAX_WAITING_STRANGERS)]
         for _ in range(3 * MAX_WAITING_STRANGERS):
             silent.append(Silent(opened, CHECK))
             assert silent.pop(0).error().reason == "NOTHING_SENT"
         assert is_serving(opened)
         client.create_pool(pool_config())
+        for call in silent:
+            call.close()
+
+
+def test_requests_that_do_not_come_push_out_none_of_another_host(tmp_path: Path) -> None:
+    write_tokens(tmp_path / "tokens.toml", TOKENS)
+    addresses = (f"unix:{tmp_path / 's'}", "127.0.0.1:0")
+    doors = {"tokens": str(tmp_path / "tokens.toml")}
+    with (
+        server_process(*addresses, doors=doors, limits=FOREVER) as server,
+        channel(server.addresses[0]) as near,
+        channel(server.addresses[1]) as far,
+    ):
+        slow = Silent(near, CHECK)
+        assert is_serving(near)  # on the same connection: the server has heard of the one before
+        assert is_serving(far)  # connected: what is sent from here on comes in order
+        silent = [Silent(far, CHECK) for _ in range(2 * MAX_WAITING_STRANGERS)]
+        assert {call.error().reason for call in silent[:MAX_WAITING_STRANGERS]} == {"NOTHING_SENT"}
+        slow.send(b"")
+        slow.answer()
         for call in silent:
             call.close()
 

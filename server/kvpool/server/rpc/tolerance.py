@@ -5,6 +5,7 @@ one that cannot be parsed it would answer UNKNOWN, without details, and log a tr
 """
 
 import asyncio
+from collections import defaultdict
 from collections.abc import Awaitable, Callable
 from typing import Any, Final
 
@@ -27,8 +28,8 @@ class OneRequest(grpc.aio.ServerInterceptor):
     """An interceptor that reads the request, and calls what is behind it with that.
 
     Who needs no token could hold all calls that the server takes, a new one for each that is ended. So of such calls
-    few may wait, and the one that has waited longest makes room for another: a request that comes with its call, as
-    those of a probe do, is served in any case.
+    few may wait. One more ends the one that has waited longest, of the host that has most: who lets requests wait loses
+    calls of its own, and the probe of another host none.
 
     Args:
         stall_seconds: How long a request may take to come.
@@ -38,7 +39,7 @@ class OneRequest(grpc.aio.ServerInterceptor):
     def __init__(self, stall_seconds: float, observations: Observations | None) -> None:
         self._stall_seconds = stall_seconds
         self._observations = observations
-        self._strangers: dict[asyncio.Timeout, None] = {}
+        self._strangers: defaultdict[str, dict[asyncio.Timeout, None]] = defaultdict(dict)
 
     async def intercept_service(
         self,
@@ -90,14 +91,21 @@ class OneRequest(grpc.aio.ServerInterceptor):
 
     async def _read_of_stranger(self, context: _Context) -> object:
         """As `_read`, of who has shown no token."""
-        if len(self._strangers) >= MAX_WAITING_STRANGERS:
-            longest = next(iter(self._strangers))
-            del self._strangers[longest]
-            if not longest.expired():
-                longest.reschedule(asyncio.get_running_loop().time())
+        host = str(context.peer()).rpartition(":")[0]
         patience = asyncio.timeout(self._stall_seconds)
-        self._strangers[patience] = None
+        self._strangers[host][patience] = None
+        if sum(map(len, self._strangers.values())) > MAX_WAITING_STRANGERS:
+            self._end_one()
         try:
             return await self._read(context, patience)
         finally:
-            self._strangers.pop(patience, None)
+            self._strangers[host].pop(patience, None)
+            if not self._strangers[host]:
+                del self._strangers[host]
+
+    def _end_one(self) -> None:
+        of_host = max(self._strangers.values(), key=len)
+        longest = next(iter(of_host))
+        del of_host[longest]
+        if not longest.expired():
+            longest.reschedule(asyncio.get_running_loop().time())
