@@ -1,12 +1,13 @@
 """What a client keeps of a session that has ended: nothing."""
 
+import asyncio
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
-from kvpool.client import AbortedError, Client, Session
+from kvpool.client import AbortedError, Client, Session, aio
 from kvpool.client.admin import AdminClient
 from support_server import running_server
 
@@ -70,3 +71,12 @@ def test_a_session_that_is_neither_used_nor_closed_has_no_thread_once_it_has_end
     keeper.join(timeout=20.0)
     assert not keeper.is_alive()
     assert session.lease_left_seconds == 0
+
+
+async def test_an_asyncio_session_whose_client_was_closed_keeps_no_task(address: str, pool: str) -> None:
+    async with aio.connect(address) as other:
+        session = await other.open_session(pool, lease_seconds=3.0)
+    keeper = session._keepalive
+    await asyncio.wait([keeper], timeout=20.0)
+    assert keeper.done()
+    assert keeper.cancelled() or keeper.exception() is None

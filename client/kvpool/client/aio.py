@@ -386,6 +386,8 @@ class AsyncSession(SessionBase):
                 if steps.ends_session(from_rpc_error(error)):
                     self._lease_timer.end()
                     return  # the next step will tell
+            except grpc.aio.UsageError:  # the channel was closed
+                return
             else:
                 self._lease_timer.renew(sent_seconds)
             await asyncio.sleep(max(0.0, period_seconds - (time.monotonic() - started_seconds)))
