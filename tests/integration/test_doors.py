@@ -237,7 +237,10 @@ def test_a_revoked_token_loses_its_streams_and_calls_and_a_broken_file_changes_n
 def test_sessions_of_another_salt_find_nothing_and_those_of_the_same_do(tmp_path: Path) -> None:
     tokens = tmp_path / "tokens.toml"
     salts = {"one": "s" * 16, "same": "s" * 16, "two": "t" * 16, "none": ""}
-    entries = [{"name": name, "role": "scheduler", "pools": ["*"], "salt": salt} for name, salt in salts.items()]
+    entries: list[Entry] = [
+        {"name": name, "role": "scheduler", "pools": ["*"], **({"salt": salt} if salt else {})}
+        for name, salt in salts.items()
+    ]
     write_tokens(tokens, entries)
     server = ServerProcess(f"unix:{tmp_path / 's'}", doors={"tokens": str(tokens)})
     prompt, address = list(range(40)), server.addresses[0]
