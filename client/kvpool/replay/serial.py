@@ -2,13 +2,13 @@
 
 from collections.abc import Callable, Iterable
 
-from kvpool.client import Outcome, Session
+from kvpool.client import Outcome, Request, Session
 from kvpool.replay.result import Counts
 from kvpool.replay.trace import TraceRequest
 
 
 def play_serially(session: Session, trace: Iterable[TraceRequest], advance: Callable[[], object]) -> Counts:
-    """Plays prompts one after the other, each as one step; outputs are not counted.
+    """Plays prompts one after the other, a step each, which frees the one before; outputs are not counted.
 
     Args:
         session: The session to play on.
@@ -19,6 +19,7 @@ def play_serially(session: Session, trace: Iterable[TraceRequest], advance: Call
         What was counted.
     """
     counts = Counts()
+    before: Request | None = None
     for number, entry in enumerate(trace):
         counts.input_tokens += entry.input_length
         if entry.input_length > session.config.max_model_len:
@@ -27,8 +28,10 @@ def play_serially(session: Session, trace: Iterable[TraceRequest], advance: Call
             continue
         request = session.request(f"r{number}", entry.token_ids())
         with session.step(executed_sequence=session.sequence) as step:
+            if before:
+                step.free(before)
             admitted = step.admit(request)
-            step.free(request)
+        before = request
         counts.steps += 1
         if admitted.outcome is Outcome.OK:
             counts.requests += 1
@@ -37,4 +40,7 @@ def play_serially(session: Session, trace: Iterable[TraceRequest], advance: Call
         else:
             counts.rejected_requests += 1
         advance()
+    if before:
+        session.mark_executed()
+        session.free(before)
     return counts

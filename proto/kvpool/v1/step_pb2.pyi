@@ -42,9 +42,11 @@ class _OperationEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Operation.V
     OPERATION_CACHE: _Operation.ValueType  # 5
     """Caches the full blocks among the first num_new_tokens tokens (after delay_cache_blocks)."""
     OPERATION_FREE: _Operation.ValueType  # 6
-    """Frees the request's blocks, the last first, and forgets it."""
+    """Frees the request's blocks, the last first, and forgets it. What it had cached and was not said to be executed by then
+    (executed_sequence) is found by nobody; or, in a session that never says so, by no other session.
+    """
     OPERATION_PREEMPT: _Operation.ValueType  # 7
-    """Frees the request's blocks, the last first; it keeps its tokens and will be admitted again."""
+    """As OPERATION_FREE, but it keeps its tokens and will be admitted again."""
     OPERATION_EVICT: _Operation.ValueType  # 8
     """Drops the hashes of the blocks named in block_ids, at most as many as the pool has. Names no request."""
     OPERATION_RESET: _Operation.ValueType  # 9
@@ -89,9 +91,11 @@ Where these are whole blocks, block 0 takes their place in the request's table.
 OPERATION_CACHE: Operation.ValueType  # 5
 """Caches the full blocks among the first num_new_tokens tokens (after delay_cache_blocks)."""
 OPERATION_FREE: Operation.ValueType  # 6
-"""Frees the request's blocks, the last first, and forgets it."""
+"""Frees the request's blocks, the last first, and forgets it. What it had cached and was not said to be executed by then
+(executed_sequence) is found by nobody; or, in a session that never says so, by no other session.
+"""
 OPERATION_PREEMPT: Operation.ValueType  # 7
-"""Frees the request's blocks, the last first; it keeps its tokens and will be admitted again."""
+"""As OPERATION_FREE, but it keeps its tokens and will be admitted again."""
 OPERATION_EVICT: Operation.ValueType  # 8
 """Drops the hashes of the blocks named in block_ids, at most as many as the pool has. Names no request."""
 OPERATION_RESET: Operation.ValueType  # 9
