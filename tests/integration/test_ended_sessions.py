@@ -22,6 +22,16 @@ def keepers() -> set[threading.Thread]:
     return {thread for thread in threading.enumerate() if thread.name == "kvpool-keepalive"}
 
 
+def evicted(address: str, client: Client, pool: str) -> tuple[Session, threading.Thread]:
+    """A session that an operator has ended, and the thread that kept it alive."""
+    before = keepers()
+    session = client.open_session(pool, lease_seconds=3.0)
+    (keeper,) = keepers() - before
+    with AdminClient(address) as admin:
+        admin.evict_session(pool, session.session_number)
+    return session, keeper
+
+
 def step(session: Session) -> None:
     session.admit(session.request("r", [1, 2, 3]))
 
@@ -43,11 +53,7 @@ def wait(session: Session) -> None:
 def test_nothing_is_kept_of_a_session_that_was_ended(
     address: str, client: Client, pool: str, ask: Callable[[Session], None]
 ) -> None:
-    before = keepers()
-    session = client.open_session(pool, lease_seconds=3.0)
-    (keeper,) = keepers() - before
-    with AdminClient(address) as admin:
-        admin.evict_session(pool, session.session_number)
+    session, keeper = evicted(address, client, pool)
     for _ in range(2):
         with pytest.raises(AbortedError) as caught:
             ask(session)
@@ -63,11 +69,7 @@ def test_nothing_is_kept_of_a_session_that_was_ended(
 def test_a_session_that_is_neither_used_nor_closed_has_no_thread_once_it_has_ended(
     address: str, client: Client, pool: str
 ) -> None:
-    before = keepers()
-    session = client.open_session(pool, lease_seconds=3.0)
-    (keeper,) = keepers() - before
-    with AdminClient(address) as admin:
-        admin.evict_session(pool, session.session_number)
+    session, keeper = evicted(address, client, pool)
     keeper.join(timeout=20.0)
     assert not keeper.is_alive()
     assert session.lease_left_seconds == 0

@@ -17,8 +17,7 @@ def address() -> Iterator[str]:
 
 def test_it_is_freed_by_its_id(client: Client, pool: str, stub: allocator_pb2_grpc.AllocatorServiceStub) -> None:
     opened = stub.OpenSession(allocator_pb2.OpenSessionRequest(pool_name=pool, lease_seconds=60)).session
-    tokens = {"num_appended_tokens": 8, "block_hashes": b"x" * 64}
-    update = allocator_pb2.RequestUpdate(request_id="r", **tokens)  # type: ignore[arg-type]
+    update = allocator_pb2.RequestUpdate(request_id="r", num_appended_tokens=8, block_hashes=b"x" * 64)
     stub.AllocateSlots(
         allocator_pb2.AllocateSlotsRequest(session_id=opened.session_id, sequence=1, request=update, num_new_tokens=8)
     )

@@ -425,7 +425,7 @@ def test_windows_that_shorten_a_hit_by_turns_do_not_make_another_look_again() ->
             looked_up += 1
             yield block_hash
 
-    pool._search._map = SimpleNamespace(  # type: ignore[assignment]
+    pool._search._map = SimpleNamespace(  # type: ignore[assignment]  # counts, and is otherwise the map
         find=lambda group_id, hashes, reader: find(group_id, counted(hashes), reader)
     )
     assert pool.peek(request_of(pool, "", 250)).num_tokens == 0

@@ -8,11 +8,26 @@ from kvpool.server.core import apply, prefix_search
 from kvpool.server.core.pool import Pool
 from kvpool.server.core.prefix_search import TRY_PROBES
 from kvpool.server.core.request import Request
+from kvpool.server.core.session import Session
 from kvpool.server.core.spec_base import KVCacheSpec
 from kvpool.server.core.specs import FullAttentionSpec, MambaSpec, SlidingWindowSpec
 from kvpool.server.core.step import MAX_STEP_WORK, Operation, Outcome
 from kvpool.server.core.types import BlockHash, RequestId, RequestNumber, WriterId
 from support_core import World, admit, block_hashes, config, request_of
+
+
+def declared(world: World, num_tokens: int, num_hashes: int) -> Session:
+    """A session with one request, number 1, of so many tokens and hashes, that holds nothing."""
+    session = world.open()
+    world.run(
+        session,
+        Operation.ADD,
+        request_numbers=[1],
+        num_appended_tokens=[num_tokens],
+        block_hashes=block_hashes("", num_hashes),
+        request_ids=["r"],
+    )
+    return session
 
 
 @pytest.mark.parametrize(
@@ -38,15 +53,7 @@ def test_a_look_up_that_misses_touches_no_more_hashes_than_it_looks_up(spec: KVC
 
 def test_look_ups_that_miss_everywhere_end_a_step_before_they_cost_others_much() -> None:
     world = World(specs=[MambaSpec(1)])
-    session = world.open()
-    world.run(
-        session,
-        Operation.ADD,
-        request_numbers=[1],
-        num_appended_tokens=[250],
-        block_hashes=block_hashes("", 250),
-        request_ids=["r"],
-    )
+    session = declared(world, 250, 250)
     cost = world.pool.peek(session.by_number[RequestNumber(1)]).num_probes
     assert cost == TRY_PROBES * 250  # one try a block of the first 249, and one for the group
     tried = -(-MAX_STEP_WORK // cost)
@@ -82,15 +89,7 @@ def test_a_long_look_up_of_a_narrow_window_is_given_up(monkeypatch: pytest.Monke
 
 def test_hashes_that_are_joined_for_a_look_up_count_once() -> None:
     world = World(specs=[FullAttentionSpec(4), FullAttentionSpec(8)])
-    session = world.open()
-    world.run(
-        session,
-        Operation.ADD,
-        request_numbers=[1],
-        num_appended_tokens=[80],
-        block_hashes=block_hashes("", 20),
-        request_ids=["r"],
-    )
+    session = declared(world, 80, 20)
     request = session.by_number[RequestNumber(1)]
     first = world.pool.peek(request).num_probes
     assert first - world.pool.peek(request).num_probes == 20

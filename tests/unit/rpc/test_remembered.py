@@ -77,8 +77,7 @@ def test_a_unary_change_that_comes_again_is_answered_again(count: int) -> None:
 
     def run(block_ids: list[int]) -> unary.Answer:
         message = allocator_pb2.EvictBlocksRequest(session_id="s1", sequence=1, block_ids=block_ids)
-        build = lambda *_: unary.eviction(message, 1)  # noqa: E731 - one expression
-        return unary.run(world.allocator, Limits(), world.pool, session, message, build)
+        return unary.run(world.allocator, Limits(), world.pool, session, message, lambda *_: unary.eviction(message, 1))
 
     first = run([1] * count)
     assert run([1] * count) == first

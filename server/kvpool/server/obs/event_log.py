@@ -1,6 +1,7 @@
 """The newest block events of a pool, numbered, for any number of watchers at their own pace.
 
-1. Batches are numbered without gaps, from 1 in the first log of a server; one batch holds the events of one change.
+1. Batches are numbered without gaps, from 1, or where the pool was removed and made anew from above those before; one
+   batch holds the events of one change.
 2. The newest batches are kept, bounded by number and by memory. A watcher reads from the log itself, so a slow one
    costs nothing; if what it wants next is no longer kept, it is told.
 3. A log that is closed is read to its end; then its watchers are told why.
