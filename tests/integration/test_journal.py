@@ -12,7 +12,8 @@ from typing import Any
 import grpc
 import pytest
 
-from kvpool.client import connect
+from kvpool.client import NotFoundError, connect
+from kvpool.client.admin import AdminClient
 from kvpool.client.errors import from_rpc_error
 from kvpool.server.core.world import HeldTensors, PoolState
 from kvpool.v1 import admin_pb2, admin_pb2_grpc, allocator_pb2, allocator_pb2_grpc, step_pb2
@@ -157,6 +158,21 @@ def test_what_an_operator_did_stands(journaled: Journaled) -> None:
     with pytest.raises(grpc.RpcError) as caught:
         Scheduler(journaled.address)
     assert from_rpc_error(caught.value).reason == "DRAINED"
+
+
+def test_a_drain_that_is_back_before_the_ranks_are_is_undone(journaled: Journaled) -> None:
+    WireRank(journaled.address).register(registration(0)).wait_for("registered")
+    with AdminClient(journaled.address) as admin:
+        admin.drain("m")
+    journaled.restart()
+    with AdminClient(journaled.address) as admin:
+        assert admin.undrain("m") == ()
+        with pytest.raises(NotFoundError):
+            admin.undrain("m")
+        rank = WireRank(journaled.address).register(registration(0))
+        rank.wait_for("registered")
+        assert [pool.state for pool in admin.overview().pools] == [PoolState.FORMING], "not drained"
+        rank.cut()
 
 
 def test_a_clean_stop_leaves_a_snapshot_and_no_changes(journaled: Journaled) -> None:

@@ -9,6 +9,7 @@ from kvpool.server.core import inspection
 from kvpool.server.core.errors import InvalidArgumentError, WrongStateError
 from kvpool.server.core.inspection import Page
 from kvpool.server.core.pool import Pool
+from kvpool.server.core.types import PoolName
 from kvpool.server.rpc import convert_admin, convert_pool
 from kvpool.server.rpc.caller import sees
 from kvpool.server.rpc.errors import in_turn
@@ -137,7 +138,9 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
 
     @in_turn
     def Undrain(self, request: admin_pb2.UndrainRequest) -> admin_pb2.UndrainResponse:
-        name = self._ranks.check_pool(request.pool_name) if request.pool_name else None
+        name = PoolName(request.pool_name) if request.pool_name else None
+        if name and name not in self._allocator.intake.closed_pools:  # a journal's drain is back before the ranks are
+            self._ranks.check_pool(name)
         self._hub.open_intake(name)
         _log.warning("no longer drained", extra={"pool": name or ""})
         asked_for = self._ranks.pool_names() if name is None else [name]
