@@ -67,7 +67,8 @@ class AllocatorServiceStub:
     """Attaches a scheduler process to a pool, with a lease. INVALID_ARGUMENT, NOT_FOUND; FAILED_PRECONDITION while the
     pool's ranks are gathering; UNAVAILABLE while an operator has it drained (reason DRAINED), or while sessions that
     the server lost with its journal may run a last step (SESSIONS_LOST); RESOURCE_EXHAUSTED if the pool, or the caller's
-    token, has as many sessions as it may, or the pool cannot guarantee min_blocks now.
+    token, has as many sessions as it may, or the pool cannot guarantee min_blocks now; ABORTED if another process
+    resumed the session that the same open_key opened (SESSION_RESUMED).
     """
     ResumeSession: _grpc.UnaryUnaryMultiCallable[_allocator_pb2.ResumeSessionRequest, _allocator_pb2.ResumeSessionResponse]
     """Takes a session up again, within its lease: for a scheduler process that was started anew, or has lost its tables.
@@ -159,7 +160,8 @@ class AllocatorServiceAsyncStub(AllocatorServiceStub):
     """Attaches a scheduler process to a pool, with a lease. INVALID_ARGUMENT, NOT_FOUND; FAILED_PRECONDITION while the
     pool's ranks are gathering; UNAVAILABLE while an operator has it drained (reason DRAINED), or while sessions that
     the server lost with its journal may run a last step (SESSIONS_LOST); RESOURCE_EXHAUSTED if the pool, or the caller's
-    token, has as many sessions as it may, or the pool cannot guarantee min_blocks now.
+    token, has as many sessions as it may, or the pool cannot guarantee min_blocks now; ABORTED if another process
+    resumed the session that the same open_key opened (SESSION_RESUMED).
     """
     ResumeSession: _aio.UnaryUnaryMultiCallable[_allocator_pb2.ResumeSessionRequest, _allocator_pb2.ResumeSessionResponse]  # type: ignore[assignment]
     """Takes a session up again, within its lease: for a scheduler process that was started anew, or has lost its tables.
@@ -272,7 +274,8 @@ class AllocatorServiceServicer(metaclass=_abc_1.ABCMeta):
         """Attaches a scheduler process to a pool, with a lease. INVALID_ARGUMENT, NOT_FOUND; FAILED_PRECONDITION while the
         pool's ranks are gathering; UNAVAILABLE while an operator has it drained (reason DRAINED), or while sessions that
         the server lost with its journal may run a last step (SESSIONS_LOST); RESOURCE_EXHAUSTED if the pool, or the caller's
-        token, has as many sessions as it may, or the pool cannot guarantee min_blocks now.
+        token, has as many sessions as it may, or the pool cannot guarantee min_blocks now; ABORTED if another process
+        resumed the session that the same open_key opened (SESSION_RESUMED).
         """
 
     @_abc_1.abstractmethod
