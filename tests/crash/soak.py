@@ -23,6 +23,10 @@ WARM_UP: Final = 0.25
 """Share of the time that counts for nothing: caches fill, allocators take what they will need."""
 TOLERANCES: Final = {"rss_mib": 0.03, "cpu_ms": 0.20, "p50_ms": 0.30}
 """How much higher a line may end than it began, as a share of its mean."""
+_TIMES: Final = ("cpu_ms", "p50_ms")
+"""Judged in yardsticks: a machine that others use, too, is not as fast in one minute as in the next."""
+_YARDSTICK_SECONDS: Final = 1.0
+"""Between two measures of the machine's speed."""
 _LEAST_PERIODS: Final = 12
 
 
@@ -58,6 +62,7 @@ class Period:
         p50_ms: Median of the steps' round trips, by the schedulers' clocks.
         p99_ms: 99 of 100 were shorter.
         steps: How many.
+        yardstick_ms: Processor time of work that is always the same, mean of a measure a second.
     """
 
     at: float
@@ -66,6 +71,7 @@ class Period:
     p50_ms: float
     p99_ms: float
     steps: int
+    yardstick_ms: float
 
 
 def judged(periods: list[Period]) -> dict[str, dict[str, float | bool]]:
@@ -73,7 +79,8 @@ def judged(periods: list[Period]) -> dict[str, dict[str, float | bool]]:
     warm = periods[int(len(periods) * WARM_UP) :]
     found = {}
     for name, tolerance in TOLERANCES.items():
-        line = Line.through([(period.at, getattr(period, name)) for period in warm])
+        units = [period.yardstick_ms if name in _TIMES else 1.0 for period in warm]
+        line = Line.through([(each.at, getattr(each, name) / unit) for each, unit in zip(warm, units, strict=True)])
         flat = line.growth <= tolerance
         found[name] = {"mean": round(line.mean, 3), "growth": round(line.growth, 4), "flat": flat}
     return found
@@ -97,8 +104,9 @@ def soak(folder: Path, plan: Plan, seconds: float) -> tuple[list[Period], list[s
         assert site.server
         began = time.monotonic()
         usage = [(began, *_usage(site.server.process.pid))]
+        yardsticks = []
         for i in range(1, count + 1):
-            time.sleep(max(began + seconds * i / count - time.monotonic(), 0.0))
+            yardsticks.append(_yardstick_ms(began + seconds * i / count))
             site.check_alive()
             usage.append((time.monotonic(), *_usage(site.server.process.pid)))
         site.stop_schedulers()
@@ -106,7 +114,8 @@ def soak(folder: Path, plan: Plan, seconds: float) -> tuple[list[Period], list[s
     records = [record for path in folder.glob("*.jsonl") for record in read(path)]
     broken = [str(record) for record in records if record["kind"] in ("violation", "lost")]
     trips = [(record["at"], record["at"] - record["sent"]) for record in records if record["kind"] == "told"]
-    return [_period(began, start, end, trips) for start, end in pairwise(usage)], broken
+    spans = zip(pairwise(usage), yardsticks, strict=True)
+    return [_period(began, start, end, trips, yardstick_ms) for (start, end), yardstick_ms in spans], broken
 
 
 def _usage(pid: int) -> tuple[float, float]:
@@ -116,14 +125,27 @@ def _usage(pid: int) -> tuple[float, float]:
     return rss_mib, (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
+def _yardstick_ms(until: float) -> float:
+    """Waits until then; returns the mean processor time of the same small work, done once a second."""
+    measured = []
+    while True:
+        start = time.thread_time()
+        dict.fromkeys(str(i) for i in range(20_000))
+        measured.append((time.thread_time() - start) * 1e3)
+        left_seconds = until - time.monotonic()
+        if left_seconds <= 0:
+            return statistics.fmean(measured)
+        time.sleep(min(left_seconds, _YARDSTICK_SECONDS))
+
+
 _Usage = tuple[float, float, float]
 
 
-def _period(began: float, start: _Usage, end: _Usage, trips: list[tuple[float, float]]) -> Period:
+def _period(began: float, start: _Usage, end: _Usage, trips: list[tuple[float, float]], yardstick_ms: float) -> Period:
     seconds = [trip for at, trip in trips if start[0] <= at < end[0]]
     cuts = statistics.quantiles(seconds, n=100)
     cpu_ms = (end[2] - start[2]) / len(seconds) * 1e3
-    return Period(end[0] - began, end[1], cpu_ms, cuts[49] * 1e3, cuts[98] * 1e3, len(seconds))
+    return Period(end[0] - began, end[1], cpu_ms, cuts[49] * 1e3, cuts[98] * 1e3, len(seconds), yardstick_ms)
 
 
 def main() -> int:

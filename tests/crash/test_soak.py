@@ -16,7 +16,7 @@ def periods(**growth: float) -> list[Period]:
     """Twelve, in which something grows by so much from the first to the last."""
     made = []
     for i in range(12):
-        values = {name: 100.0 * (1 + growth.get(name, 0.0) * i / 11) for name in TOLERANCES}
+        values = {name: 100.0 * (1 + growth.get(name, 0.0) * i / 11) for name in (*TOLERANCES, "yardstick_ms")}
         made.append(Period(at=60.0 * (i + 1), p99_ms=1.0, steps=100, **values))
     return made
 
@@ -28,6 +28,13 @@ def test_growth_is_told_from_none(name: str) -> None:
     grown = judged(periods(**{name: 2 * TOLERANCES[name]}))
     assert [each for each in grown if not grown[each]["flat"]] == [name]
     assert judged(periods(**{name: -0.5}))[name]["flat"]
+
+
+def test_a_machine_that_slows_down_is_no_growth_of_the_server() -> None:
+    slower = {"cpu_ms": 0.5, "p50_ms": 0.5, "yardstick_ms": 0.5}
+    assert all(found["flat"] for found in judged(periods(**slower)).values())
+    grown = judged(periods(**{**slower, "cpu_ms": 1.5}))
+    assert [each for each in grown if not grown[each]["flat"]] == ["cpu_ms"]
 
 
 def test_a_line_through_noise() -> None:
