@@ -2,6 +2,8 @@
 PYTHON ?= python3
 BIN := .venv/bin
 TORCH := torch==2.13.0
+# One more than cores: tests of real processes wait a lot.
+TEST_PROCESSES := $(shell $(PYTHON) -c 'import os; print(min(8, os.cpu_count() + 1))')
 PROTOS := $(wildcard proto/kvpool/v1/*.proto)
 COMPILE := $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-header --no-annotate \
 	--no-emit-index-url
@@ -12,7 +14,7 @@ demo: .venv/installed ## A server, two schedulers that share its pool, two ranks
 	$(BIN)/kvpool demo
 
 test: .venv/installed ## All tests that need only Python
-	$(BIN)/pytest
+	$(BIN)/pytest -n $(TEST_PROCESSES) --dist loadfile
 
 test-crash: .venv/installed ## Real processes, killed and stopped at random; KILLS=1000 for a long run
 	$(BIN)/pytest tests/crash
