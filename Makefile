@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 TORCH := torch==2.13.0
 # One more than cores: tests of real processes wait a lot.
-TEST_PROCESSES := $(shell $(PYTHON) -c 'import os; print(min(8, os.cpu_count() + 1))')
+TEST_PROCESSES = $(shell $(PYTHON) -c 'import os; print(min(8, os.cpu_count() + 1))')
 PROTOS := $(wildcard proto/kvpool/v1/*.proto)
 COMPILE := $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-header --no-annotate \
 	--no-emit-index-url

@@ -75,12 +75,13 @@ class Period:
 
 
 def judged(periods: list[Period]) -> dict[str, dict[str, float | bool]]:
-    """Lines through what must stay flat, by its name."""
+    """Lines through what must stay flat, by its name; those of times are in yardsticks, not in milliseconds."""
     warm = periods[int(len(periods) * WARM_UP) :]
     found = {}
     for name, tolerance in TOLERANCES.items():
-        units = [period.yardstick_ms if name in _TIMES else 1.0 for period in warm]
-        line = Line.through([(each.at, getattr(each, name) / unit) for each, unit in zip(warm, units, strict=True)])
+        line = Line.through(
+            [(each.at, getattr(each, name) / (each.yardstick_ms if name in _TIMES else 1.0)) for each in warm]
+        )
         flat = line.growth <= tolerance
         found[name] = {"mean": round(line.mean, 3), "growth": round(line.growth, 4), "flat": flat}
     return found
