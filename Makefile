@@ -30,7 +30,7 @@ test-fuzz: .venv/installed ## A million hostile messages, and a minute led by co
 	-$(BIN)/pip install -q --disable-pip-version-check --only-binary :all: "atheris>=3"
 	$(BIN)/python tests/fuzz/atheris_messages.py -max_total_time=60 -print_final_stats=1
 
-check: .venv/installed ## Under a minute: generated code, lint, types, unit and property tests
+check: .venv/installed ## First of all: generated code, lint, types, unit and property tests
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python proto/generate.py --check
 	cd proto && ../$(BIN)/buf lint
 	$(BIN)/ruff check
