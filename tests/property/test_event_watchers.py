@@ -25,7 +25,6 @@ from kvpool.server.core.specs import FullAttentionSpec, MambaSpec, SlidingWindow
 from kvpool.server.core.types import BlockId
 from kvpool.server.obs import event_publisher
 from kvpool.server.obs.event_config import EventsConfig
-from kvpool.server.obs.event_log import EventLog
 from kvpool.server.obs.event_publisher import EventPublisher
 from kvpool.server.obs.turns import Turns
 from kvpool.server.rpc import event_service
@@ -50,8 +49,8 @@ class RandomServer:
         self.chance = chance
         self.hub = Hub(max_pool_blocks=1000)
         self.pool = self.hub.create_pool(config(chance.choice([24, 40]), specs=specs, enable_events=True))[0]
-        self.log = EventLog(kept_batches)
-        self.hub._logs[self.pool.config.name] = self.log
+        self.log = self.hub.event_log(self.pool)
+        self.log._max_batches = kept_batches
         self._requests: list[Request] = []
 
     def change(self) -> None:

@@ -112,8 +112,8 @@ class WatchResponse(_message.Message):
     BOOT_ID_FIELD_NUMBER: _builtins.int
     TIME_SECONDS_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
-    """Number of a batch, without gaps: from 1, or of a pool that was removed and made anew from above those before. Of this
-    one, or of the newest one that was sent, or would have been.
+    """Number of a batch, without gaps: from 1, or of a pool that was removed and made anew from above those before, and
+    when thousands were removed of any pool. Of this one, or of the newest one that was sent, or would have been.
     """
     kind: Global___WatchResponseKind.ValueType
     """What this is."""

@@ -9,6 +9,7 @@ import pytest
 
 from kvpool.server.core.allocator import Allocator
 from kvpool.server.core.errors import AbortedError
+from kvpool.server.core.types import PoolName
 from kvpool.server.journal.codec import dumps
 from kvpool.server.journal.folder import Header
 from kvpool.server.journal.frames import MAGIC, DamageError, Frame, FrameKind, encode_frame
@@ -155,7 +156,7 @@ def test_a_list_of_pools_that_is_nonsense_keeps_no_server_from_starting(folder: 
     found = recovered(folder)
     assert found.dropped == "NOT_WHOLE"
     assert not list(found.allocator.pools())
-    assert not found.allocator.past_epochs
+    assert not found.allocator.past_epoch
 
 
 @pytest.mark.parametrize("node", [None, [], ["snapshot-1", 1], ["snapshot-1", 1, "1 Python", 7]])
@@ -191,6 +192,20 @@ def test_dropped_without_pools_there_is_nothing_but_the_knowledge_of_it(folder: 
     assert not list(found.allocator.pools())
     with pytest.raises(AbortedError):
         found.allocator.session("session-1", 0.0)
+
+
+def test_dropped_with_pools_that_were_removed_new_ones_begin_above_them(tmp_path: Path) -> None:
+    journal = journal_in(tmp_path)
+    journal.begin(0.0)
+    for name, epoch in ("high", 7), ("low", 3):
+        journal.allocator.create_pool(replace(CONFIG, name=PoolName(name)), b"n" * 32, epoch)
+        journal.allocator.remove_pool(name)
+    kill(journal)
+    (tmp_path / "snapshot-1").unlink()
+    found = recovered(tmp_path)
+    assert found.dropped
+    assert not list(found.allocator.pools())
+    assert found.allocator.past_epoch == 7 + EPOCH_LEAP
 
 
 def test_a_dropped_journal_begins_again_above_what_was(folder: Path) -> None:

@@ -7,7 +7,8 @@ import pytest
 from kvpool.server.core.errors import AbortedError, InvalidArgumentError, WrongStateError
 from kvpool.server.core.events import AllBlocksCleared
 from kvpool.server.core.pool import Pool
-from kvpool.server.obs.event_log import EventLog
+from kvpool.server.core.types import PoolName
+from kvpool.server.obs.event_log import EventLog, EventLogs
 from support_core import admit, config
 
 
@@ -104,3 +105,17 @@ def _is_kept(log: EventLog, sequence: int) -> bool:
     except WrongStateError:
         return False
     return True
+
+
+def test_rule_4_a_pool_made_anew_goes_on_above_the_one_before_however_many_were_removed() -> None:
+    logs = EventLogs(kept_names=2)
+    for name, batches in ("a", 5), ("b", 1), ("c", 1), ("d", 2), ("a", 0):
+        log = logs.open(PoolName(name))
+        assert logs.open(PoolName(name)) is logs[PoolName(name)] is log
+        for _ in range(batches):
+            log.take_from(changed_pool())
+        logs.close(PoolName(name), AbortedError("POOL_REMOVED", ""))
+    forgotten = 5 + 1  # of the first "a", and its end
+    assert logs.open(PoolName("d")).last_sequence == forgotten + 2 + 1
+    assert logs.open(PoolName("a")).last_sequence == forgotten + 1
+    assert [logs.open(PoolName(name)).last_sequence for name in ("b", "c", "new")] == [forgotten] * 3

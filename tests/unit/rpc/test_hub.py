@@ -141,3 +141,15 @@ def test_a_server_that_lost_no_session_waits_for_nothing(clocks: Clocks) -> None
     hub = Hub(1000, quarantine_seconds=5.0, allocator=new_allocator())
     hub.create_pool(pool_config())
     hub.check_takes_session("m", "")
+
+
+def test_a_pool_of_whatever_name_begins_above_all_that_were_removed() -> None:
+    hub = Hub(1000)
+    hub.past_epoch = 10
+    kept, _ = hub.create_pool(pool_config("kept"))
+    epochs = []
+    for name in ("a", "a", "b", "a"):
+        pool, _ = hub.create_pool(pool_config(name))
+        epochs.append(pool.epoch)
+        hub.remove_pool(name)
+    assert (kept.epoch, epochs) == (11, [11, 12, 13, 14])

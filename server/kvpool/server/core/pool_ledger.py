@@ -27,13 +27,13 @@ class PoolLedger:
 
     Attributes:
         intake: Which pools take new sessions.
-        past_epochs: Of pools that are not here any more, the epoch that the next one is to be above.
+        past_epoch: Highest epoch of the pools that were removed; any new one is to be above it.
         worlds: What is to be known of a pool's ranks when the process that holds the pool is another one.
     """
 
     def __init__(self, new_residency: Callable[[], Residency | None]) -> None:
         self.intake = Intake()
-        self.past_epochs: dict[PoolName, int] = {}
+        self.past_epoch = 0
         self.worlds: dict[PoolName, World] = {}
         self._new_residency = new_residency
         self._pools: dict[PoolName, Pool] = {}
@@ -115,7 +115,7 @@ class PoolLedger:
             message = f"blocks of sessions that ended are in quarantine: {named(pool.quarantine.numbers)}"
             raise WrongStateError("POOL_IN_USE", message, field="pool_name")
         del self._pools[pool.config.name]
-        self.past_epochs[pool.config.name] = pool.epoch
+        self.past_epoch = max(self.past_epoch, pool.epoch)
         self.worlds.pop(pool.config.name, None)
         self.intake.open(pool.config.name)
 

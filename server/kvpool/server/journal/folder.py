@@ -66,8 +66,8 @@ class PastPool:
     """A pool as `pools` has it.
 
     Attributes:
-        name: Its name.
-        epoch: Its epoch.
+        name: Its name; empty for those that were removed, together.
+        epoch: Its epoch; of those that were removed the highest.
         config: Its configuration, encoded; empty if its ranks form it.
     """
 

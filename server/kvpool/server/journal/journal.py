@@ -209,11 +209,7 @@ class Journal:
         pools = [(pool.config.name, pool.epoch) for pool in self.allocator.pools()]
         if pools == self._known_pools:
             return
-        past = [
-            PastPool(name, epoch)
-            for name, epoch in self.allocator.past_epochs.items()
-            if not self.allocator.has_pool(name)
-        ]
+        past = [PastPool("", self.allocator.past_epoch)]
         for pool in self.allocator.pools():
             name = pool.config.name
             formed = name in self.allocator.worlds

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Final
 
 from kvpool.server.core.errors import KvpoolError
-from kvpool.server.core.types import PoolName
 from kvpool.server.journal.calls import JournaledAllocator, MismatchError, WireCodec
 from kvpool.server.journal.folder import Folder, Identity, PastPool
 from kvpool.server.journal.frames import DamageError
@@ -162,7 +161,7 @@ def _dropped(
         if config:
             allocator.open_epoch(config, b"", epoch)
         else:
-            allocator.past_epochs[PoolName(past.name)] = epoch
+            allocator.past_epoch = max(allocator.past_epoch, epoch)
     return Recovery(allocator, dropped=reason, detail=str(error))
 
 

@@ -5,6 +5,7 @@
 2. The newest batches are kept, bounded by number and by memory. A watcher reads from the log itself, so a slow one
    costs nothing; if what it wants next is no longer kept, it is told.
 3. A log that is closed is read to its end; then its watchers are told why.
+4. What comes after a closed log of its name has higher numbers, so that no watcher of that one takes it for the same.
 """
 
 import asyncio
@@ -18,9 +19,11 @@ from kvpool.server.core.config import PoolConfig
 from kvpool.server.core.errors import InvalidArgumentError, KvpoolError, WrongStateError
 from kvpool.server.core.events import BlockEvent, BlockStored
 from kvpool.server.core.pool import Pool
+from kvpool.server.core.types import PoolName
 
 KEPT_BATCHES: Final = 10_000
 KEPT_BYTES: Final = 256 * 1024 * 1024
+KEPT_NAMES: Final = 4096
 _HASH_BYTES: Final = 72
 _EVENT_BYTES: Final = 400
 
@@ -132,6 +135,40 @@ class EventLog:
     def _tell(self) -> None:
         self._news.set()
         self._news = asyncio.Event()
+
+
+class EventLogs:
+    """The event logs of a server's pools.
+
+    Args:
+        kept_names: Of how many names, of the pools that were removed, the newest number is remembered; of the others it
+            is known what it was at most.
+    """
+
+    def __init__(self, kept_names: int = KEPT_NAMES) -> None:
+        self._logs: dict[PoolName, EventLog] = {}
+        self._past_sequences: dict[PoolName, int] = {}
+        self._max_names = kept_names
+        self._forgotten_sequence = 0
+
+    def __getitem__(self, name: PoolName) -> EventLog:
+        return self._logs[name]
+
+    def open(self, name: PoolName) -> EventLog:
+        """Finds the log of a pool, or begins it."""
+        if name not in self._logs:
+            past_sequence = self._past_sequences.pop(name, self._forgotten_sequence)
+            self._logs[name] = EventLog(past_sequence=past_sequence)
+        return self._logs[name]
+
+    def close(self, name: PoolName, error: KvpoolError) -> None:
+        """Closes the log of a pool that was removed; see `EventLog.close`."""
+        log = self._logs.pop(name)
+        self._past_sequences[name] = log.last_sequence + 1  # one that no watcher can go on from
+        if len(self._past_sequences) > self._max_names:
+            sequence = self._past_sequences.pop(next(iter(self._past_sequences)))
+            self._forgotten_sequence = max(self._forgotten_sequence, sequence)
+        log.close(error)
 
 
 def _size_bytes(events: Sequence[BlockEvent]) -> int:

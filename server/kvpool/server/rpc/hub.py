@@ -23,7 +23,7 @@ from kvpool.server.core.session_ends import ended_error
 from kvpool.server.core.types import PoolName, SessionId, WriterId
 from kvpool.server.ending import Ending
 from kvpool.server.limits import DEFAULT_LIMITS, Limits
-from kvpool.server.obs.event_log import EventLog
+from kvpool.server.obs.event_log import EventLog, EventLogs
 from kvpool.server.rpc.caller import CALLER
 from kvpool.server.rpc.fair_turns import FairTurns
 
@@ -89,8 +89,7 @@ class Hub:
         self._max_pool_blocks = max_pool_blocks
         self._quarantine_seconds = quarantine_seconds
         self._lost_until_seconds = self.now_seconds() + quarantine_seconds
-        self._logs: dict[PoolName, EventLog] = {}
-        self._past_sequences: dict[PoolName, int] = {}
+        self._logs = EventLogs()
         self._streams: set[Stream] = set()
         self._by_session: dict[SessionId, Stream] = {}
         self._resuming: dict[SessionId, list[Stream]] = {}
@@ -189,7 +188,7 @@ class Hub:
     def create_pool(self, config: PoolConfig, owner: str = "") -> tuple[Pool, bool]:
         """See `Allocator.create_pool`; refuses what would take more memory than the server was given for a pool."""
         check_range("config.num_blocks", config.num_blocks, 0, self._max_pool_blocks)
-        epoch = self.past_epoch_of(config.name) + 1
+        epoch = self.newest_past_epoch() + 1
         pool, created = self.allocator.create_pool(config, _new_none_hash(config), epoch, owner=owner)
         if created:
             self._keep_log(pool)
@@ -200,9 +199,9 @@ class Hub:
             self._tell_ready()
         return pool, created
 
-    def past_epoch_of(self, name: PoolName) -> int:
-        """Newest epoch that a pool of this name may have had before it is here."""
-        return max(self.past_epoch, self.allocator.past_epochs.get(name, 0))
+    def newest_past_epoch(self) -> int:
+        """Newest epoch that a pool which is not here may have had, of whatever name."""
+        return max(self.past_epoch, self.allocator.past_epoch)
 
     def adopt_pools(self) -> None:
         """Takes note of the pools that a journal brought back."""
@@ -256,9 +255,7 @@ class Hub:
         """See `Allocator.remove_pool`; ends the watches of its events."""
         self.allocator.remove_pool(name)
         self.on_log_closed(PoolName(name))
-        log = self._logs.pop(PoolName(name))
-        self._past_sequences[PoolName(name)] = log.last_sequence + 1  # one that no watcher can go on from
-        log.close(AbortedError("POOL_REMOVED", f"pool {name!r} was removed"))
+        self._logs.close(PoolName(name), AbortedError("POOL_REMOVED", f"pool {name!r} was removed"))
 
     def takes_sessions(self, name: PoolName) -> bool:
         """Whether a pool takes new sessions, as far as it is not for its ranks to say."""
@@ -400,8 +397,7 @@ class Hub:
     def _keep_log(self, pool: Pool) -> None:
         """Keeps the events of a pool that is there, or is there anew."""
         _spare_collector(pool)
-        name = pool.config.name
-        self.on_log(pool, self._logs.setdefault(name, EventLog(past_sequence=self._past_sequences.get(name, 0))))
+        self.on_log(pool, self._logs.open(pool.config.name))
 
     def _tell_ready(self) -> None:
         self.news.set()

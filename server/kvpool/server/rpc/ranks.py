@@ -229,7 +229,7 @@ class Ranks:
                 message = f"pool {name!r} was declared by a scheduler, and takes no ranks"
                 raise WrongStateError("POOL_DIFFERS", message, field="register.pool_name")
             self.check_room(name, "register.pool_name")
-            past_epoch = self._hub.past_epoch_of(name)
+            past_epoch = self._hub.newest_past_epoch()
             membership = Membership(name, self.timing, self._max_pool_blocks, past_epoch, owner=token_name())
         effects = membership.register(link.link_id, registration, self._hub.now_seconds())
         self._memberships[name] = membership
