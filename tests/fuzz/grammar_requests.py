@@ -199,7 +199,7 @@ class RequestGrammar:
     def _add(self, step: step_pb2.Step, pool: Pool) -> None:
         """A new request, and the operation that it came for."""
         number, request_id = self._new()
-        tokens = self.rng.randrange(1, min(60, pool.config.max_model_len))
+        tokens = self.rng.randint(1, min(60, pool.config.max_model_len))
         step.request_ids.append(request_id)
         self._put(
             step, pool, _Row(Operation.ADD, number=number, appended=tokens), self._growth(pool, request_id, 0, tokens)
@@ -263,7 +263,7 @@ class RequestGrammar:
         """What is new of a request; None for one that was not seen before."""
         if request is None:
             number, request_id = self._new()
-            before, appended = 0, self.rng.randrange(1, min(60, pool.config.max_model_len))
+            before, appended = 0, self.rng.randint(1, min(60, pool.config.max_model_len))
             if len(session.requests) >= _MAX_REQUESTS:
                 request_id = next(iter(session.requests))
         else:
