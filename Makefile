@@ -36,7 +36,7 @@ check: .venv/installed ## First of all: generated code, lint, types, unit and pr
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
-	$(BIN)/pytest -q -n auto tests/unit tests/property
+	$(BIN)/pytest -q -n auto --dist worksteal --hypothesis-profile quick tests/unit tests/property
 
 bench: .venv/installed ## Speed, as JSON; ratios in one run only
 	$(BIN)/python tests/bench/bench_steps.py

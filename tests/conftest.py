@@ -4,8 +4,10 @@ import os
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 os.environ.setdefault("KVPOOL_SERVE_PAST_EPOCH", "0")  # small numbers to compare with; without it they follow the time
+settings.register_profile("quick", max_examples=30)  # of 100; the tests that take long follow it
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -391,4 +391,6 @@ class Fencing(RuleBasedStateMachine):
 
 
 TestFencing = Fencing.TestCase
-TestFencing.settings = settings(max_examples=250, stateful_step_count=10, deadline=None, derandomize=True)
+TestFencing.settings = settings(
+    max_examples=settings().max_examples * 5 // 2, stateful_step_count=10, deadline=None, derandomize=True
+)

@@ -474,7 +474,7 @@ class RandomSteps(RuleBasedStateMachine):
 
 RandomSteps.TestCase.settings = settings(
     report_multiple_bugs=False,
-    max_examples=300,
+    max_examples=settings().max_examples * 3,
     stateful_step_count=30,
     derandomize=True,
     deadline=None,

@@ -223,5 +223,7 @@ class Comparison(RuleBasedStateMachine):
             assert self.session.by_number[RequestNumber(number)].tables[0].block_ids == request.blocks
 
 
-Comparison.TestCase.settings = settings(max_examples=250, stateful_step_count=40, derandomize=True, deadline=None)
+Comparison.TestCase.settings = settings(
+    max_examples=settings().max_examples * 5 // 2, stateful_step_count=40, derandomize=True, deadline=None
+)
 TestComparison = Comparison.TestCase
