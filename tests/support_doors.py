@@ -1,14 +1,18 @@
 """Certificates and tokens for tests of a server's doors."""
 
 import hashlib
+import queue
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import grpc
+import pytest
 import trustme
 
+from kvpool.client import KvpoolError
+from kvpool.client.errors import from_rpc_error
 from kvpool.server.access import Access, TlsConfig
 
 Entry = dict[str, Any]
@@ -69,3 +73,30 @@ def write_tokens(path: Path, entries: list[Entry]) -> None:
 def channel(address: str, token: str | None = None, tls: TlsConfig | None = None) -> grpc.Channel:
     """A channel of a client that shows a token."""
     return Access(tls, token).channel(address, (("grpc.max_reconnect_backoff_ms", 200),))
+
+
+class Silent:
+    """A call whose request never comes, unless it is sent."""
+
+    def __init__(self, opened: grpc.Channel, method: str) -> None:
+        self._outgoing: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        begin: Any = opened.stream_stream(f"/{method}")
+        self._call = begin(iter(self._outgoing.get, None), timeout=20)
+
+    def send(self, message: bytes) -> None:
+        self._outgoing.put(message)
+
+    def answer(self) -> object:
+        """Waits for the next answer."""
+        return next(self._call)
+
+    def error(self) -> KvpoolError:
+        """Waits for what the call ends with."""
+        with pytest.raises(grpc.RpcError) as caught:
+            next(self._call)
+        self.close()
+        return from_rpc_error(caught.value)
+
+    def close(self) -> None:
+        self._outgoing.put(None)
+        self._call.cancel()

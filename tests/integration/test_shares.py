@@ -12,8 +12,8 @@ from kvpool.client import Client, ExhaustedError, connect
 from kvpool.client.admin import AdminClient
 from kvpool.client.errors import from_rpc_error
 from kvpool.server.rpc.convert_world import registration_to_proto
-from kvpool.v1 import worker_pb2, worker_pb2_grpc
-from support_doors import Entry, channel, secret_of, write_tokens
+from kvpool.v1 import allocator_pb2, allocator_pb2_grpc, worker_pb2, worker_pb2_grpc
+from support_doors import Entry, Silent, channel, secret_of, write_tokens
 from support_ranks import registration
 from support_server import ServerProcess, pool_config
 
@@ -25,7 +25,7 @@ TOKENS: list[Entry] = [
 
 
 class House:
-    """A server with tokens and a journal, of which the holder of one may have three sessions and two pools."""
+    """A server with tokens and a journal: three sessions, two pools and five calls are for one of them."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -37,7 +37,7 @@ class House:
         return ServerProcess(
             self.address,
             doors={"tokens": str(self.folder / "tokens.toml")},
-            limits={"max_token_sessions": 3, "max_token_pools": 2},
+            limits={"max_token_sessions": 3, "max_token_pools": 2, "max_token_calls": 5},
             journal={"folder": str(self.folder / "journal")},
         )
 
@@ -124,3 +124,26 @@ def test_pools_that_form_count_to_the_token_of_their_first_rank(house: House) ->
             a.create_pool(pool_config("a1"))
         for _, said in joined:
             said.put(None)
+
+
+def test_one_token_cannot_take_all_calls_with_or_without_their_requests(house: House) -> None:
+    service = "kvpool.v1.AllocatorService"
+    wanted = allocator_pb2.WaitUntilReadyRequest(pool_name="none", timeout_seconds=30)
+    with channel(house.address, secret_of("a")) as opened, house.client("b") as b:
+        b.create_pool(pool_config("b1"))
+        stub, request = allocator_pb2_grpc.AllocatorServiceStub(opened), allocator_pb2.GetPoolRequest(pool_name="b1")
+        stub.GetPool(request)  # connected: from here on calls come in order
+        held = [Silent(opened, f"{service}/{name}") for name in ["WaitUntilReady"] * 3 + ["GetPool", "Schedule"]]
+        for call in held[:2]:
+            call.send(wanted.SerializeToString())
+        before = house.state()
+        for _ in range(2):
+            with pytest.raises(grpc.RpcError, match="5 calls of the token 'a' are in flight") as caught:
+                stub.GetPool(request)
+            error = from_rpc_error(caught.value)
+            assert (error.reason, error.retry_seconds) == ("TOO_MANY_TOKEN_CALLS", 1.0)
+        assert house.state() == before
+        assert b.get_pool("b1")
+        for call in held:
+            call.close()
+        stub.GetPool(request)

@@ -1,23 +1,21 @@
 """Who may not, or does not say what he wants, cannot keep others out."""
 
-import queue
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2
 
-from kvpool.client import KvpoolError, connect
+from kvpool.client import connect
 from kvpool.client.errors import from_rpc_error
 from kvpool.server.rpc.rules import RULES
 from kvpool.server.rpc.standard_service import MAX_HEALTH_WATCHES, MAX_REFLECTION_STREAMS
 from kvpool.server.rpc.tolerance import MAX_WAITING_STRANGERS
 from kvpool.v1 import allocator_pb2
-from support_doors import Entry, channel, secret_of, write_tokens
+from support_doors import Entry, Silent, channel, secret_of, write_tokens
 from support_server import pool_config, server_process
 
 CHECK = "grpc.health.v1.Health/Check"
@@ -25,33 +23,6 @@ REFLECTION = "grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
 GET_POOL = "kvpool.v1.AllocatorService/GetPool"
 TOKENS: list[Entry] = [{"name": name, "role": "admin", "pools": ["*"]} for name in ("ops", "other")]
 FOREVER = {"stall_seconds": 3600.0}
-
-
-class Silent:
-    """A call whose request never comes, unless it is sent."""
-
-    def __init__(self, opened: grpc.Channel, method: str) -> None:
-        self._outgoing: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-        begin: Any = opened.stream_stream(f"/{method}")
-        self._call = begin(iter(self._outgoing.get, None), timeout=20)
-
-    def send(self, message: bytes) -> None:
-        self._outgoing.put(message)
-
-    def answer(self) -> object:
-        """Waits for the next answer."""
-        return next(self._call)
-
-    def error(self) -> KvpoolError:
-        """Waits for what the call ends with."""
-        with pytest.raises(grpc.RpcError) as caught:
-            next(self._call)
-        self.close()
-        return from_rpc_error(caught.value)
-
-    def close(self) -> None:
-        self._outgoing.put(None)
-        self._call.cancel()
 
 
 @contextmanager

@@ -21,6 +21,7 @@ from support_core import World
         ("max_pool_sessions", 0),
         ("max_token_sessions", 0),
         ("max_token_pools", 0),
+        ("max_token_calls", 0),
         ("max_session_requests", 0),
         ("max_session_tokens", 0),
         ("max_session_blocks", -1),

@@ -14,6 +14,7 @@ _HELP: Final = {
     "max_pool_sessions": "Most sessions of a pool.",
     "max_token_sessions": "Most sessions of one token, by its name, in all pools together.",
     "max_token_pools": "Most pools that one token, by its name, has declared or formed.",
+    "max_token_calls": "Most calls in flight of one token, by its name, streams included.",
     "max_session_requests": "Most requests of a session.",
     "max_session_tokens": "Most tokens of a session's requests together.",
     "max_session_blocks": "Most blocks that a session may hold or be guaranteed; 0: no limit.",

@@ -31,6 +31,7 @@ class Limits:
         max_pool_sessions: Most sessions of a pool.
         max_token_sessions: Most sessions that were opened with the tokens of one name.
         max_token_pools: Most pools that were declared, or are formed, with the tokens of one name.
+        max_token_calls: Most calls in flight that showed the tokens of one name, streams included.
         max_session_requests: Most requests of a session.
         max_session_tokens: Most tokens of all its requests together; of each block of them the server keeps a hash, in
             pools with events each token.
@@ -46,6 +47,7 @@ class Limits:
     max_pool_sessions: int = 1024
     max_token_sessions: int = 1024
     max_token_pools: int = 64
+    max_token_calls: int = 4096
     max_session_requests: int = 65_536
     max_session_tokens: int = 2**26
     max_session_blocks: int = 0

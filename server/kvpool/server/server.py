@@ -33,6 +33,7 @@ from kvpool.server.rpc.event_service import EventService
 from kvpool.server.rpc.hub import Hub
 from kvpool.server.rpc.ranks import Ranks
 from kvpool.server.rpc.standard_service import Health, Reflection
+from kvpool.server.rpc.token_calls import TokenCalls
 from kvpool.server.rpc.tolerance import OneRequest
 from kvpool.server.rpc.worker_service import WorkerService
 from kvpool.v1 import (
@@ -99,6 +100,7 @@ class Server:
             interceptors.append(RpcObserver(self._observations))
         if self._doorkeeper:
             interceptors.append(self._doorkeeper)
+            interceptors.insert(0, TokenCalls(config.limits.max_token_calls, self._observations))
         self._server = grpc.aio.server(
             interceptors=interceptors,
             options=_channel_options(config),

@@ -53,6 +53,9 @@ class Caller:
 CALLER: Final[ContextVar[Caller | None]] = ContextVar("kvpool_caller", default=None)
 """The caller of the current task's call; None where no token is asked for."""
 
+SHOWN_TOKEN: Final[ContextVar[str]] = ContextVar("kvpool_shown_token", default="")
+"""Name of the token that the current task's call has shown, before its request is there; empty for none."""
+
 
 def token_name() -> str:
     """The name of the caller's token; empty where none is asked for."""

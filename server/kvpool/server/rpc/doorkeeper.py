@@ -18,7 +18,7 @@ from kvpool.server.core.errors import DeniedError, KvpoolError, UnauthenticatedE
 from kvpool.server.doors.files import Reloaded
 from kvpool.server.doors.tokens import Grant, find, read_tokens
 from kvpool.server.obs.observations import Observations
-from kvpool.server.rpc.caller import CALLER, Caller
+from kvpool.server.rpc.caller import CALLER, SHOWN_TOKEN, Caller
 from kvpool.server.rpc.errors import abort
 from kvpool.server.rpc.hub import Hub
 from kvpool.server.rpc.rules import Scope, pool_name_of, rule_of, session_id_of
@@ -101,6 +101,7 @@ class Doorkeeper(grpc.aio.ServerInterceptor):
         if grant.role not in rule.roles:
             denied = DeniedError("ROLE", f"a token of the role {grant.role} may not call this")
             return self._refusing(method, grant.name, denied)
+        SHOWN_TOKEN.set(grant.name)
         visit = _Visit(method, rule.scope, grant, self._grants.value)
         behavior = behavior_of(handler)
         if inspect.isasyncgenfunction(behavior):  # reflection's
