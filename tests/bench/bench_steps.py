@@ -53,15 +53,15 @@ class Bench:
     def _tokens(self, count: int) -> list[int]:
         return [self._random.randrange(100_000) for _ in range(count)]
 
+    def _tell_executed(self) -> None:
+        with self._session.step(executed_sequence=self._session.sequence):
+            pass
+
     def _empty_steps(self) -> None:
         self._session.get_computed_blocks(self._request([0]))
 
-        def empty() -> None:
-            with self._session.step(executed_sequence=self._session.sequence):
-                pass
-
         for _ in range(ROUNDS):
-            self._timed("empty_step", empty)
+            self._timed("empty_step", self._tell_executed)
 
     def _prompts(self) -> None:
         session = self._session
@@ -71,6 +71,7 @@ class Bench:
             self._timed("lookup_miss_256", lambda: session.get_computed_blocks(cold))  # noqa: B023 - called at once
             self._timed("allocate_cold_256", lambda: session.allocate_slots(cold, len(prompt)))  # noqa: B023
             self._timed("lookup_hit_256", lambda: session.get_computed_blocks(warm))  # noqa: B023
+            self._tell_executed()  # else what it cached is to be forgotten
             self._timed("free_256", lambda: session.free(cold))  # noqa: B023
             session.free(warm)
 
