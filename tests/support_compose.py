@@ -111,6 +111,15 @@ class Stack:
         self.wait_ready()
         self.wait_played_on()
 
+    def keep_journal(self) -> None:
+        """Gives the server a journal, from now on; it begins with nothing in it."""
+        if "KVPOOL_JOURNAL" not in self._environment:
+            self._environment["KVPOOL_JOURNAL"] = "/var/lib/kvpool"
+            self.compose("up", "-d", "--no-build", "--no-deps", "server")
+            self.wait_healthy()
+            self.wait_ready()
+            self.wait_played_on()
+
     def down(self) -> None:
         """Removes all."""
         self.client.close()

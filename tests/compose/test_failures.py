@@ -128,3 +128,24 @@ def test_a_rolling_restart_of_all_ends_in_a_ready_pool(stack: Stack, failures: l
     assert stack.prometheus.value("kvpool_pool_epoch") == epochs[-1]
     assert stack.prometheus.value(f'kvpool_pool_state{{pool="{POOL}",state="ready"}}') == 1
     stack.assert_no_block_lost()
+
+
+def test_a_killed_server_with_a_journal_comes_back_as_it_was(stack: Stack, failures: list[Failure]) -> None:
+    stack.keep_journal()
+    before = stack.wait_played_on()
+    failure = Failure("server with a journal killed, started again")
+    failures.append(failure)
+    stack.compose("kill", "server")
+    eventually("Prometheus to miss it", lambda: stack.prometheus.value('up{job="kvpool-server"}') == 0)
+    failure.noticed()
+    failure.repaired()
+    stack.compose("start", "server")
+    pool = stack.wait_ready()
+    stack.wait_played_on()
+    failure.recovered(f"nothing: still epoch {pool.epoch}")
+    assert pool.epoch == before.epoch
+    assert pool.activity.sessions_opened == before.activity.sessions_opened, "schedulers kept their sessions"
+    assert pool.cached_blocks > 0
+    assert [rank.pid for rank in pool.ranks] == [rank.pid for rank in before.ranks]
+    eventually("Prometheus to find it", lambda: stack.prometheus.value("kvpool_journal_up") == 1)
+    stack.assert_no_block_lost()

@@ -42,6 +42,7 @@ def test_schedulers_in_containers_share_the_cache(stack: Stack) -> None:
 
 
 def test_every_expression_of_the_dashboard_has_an_answer(stack: Stack) -> None:
+    stack.keep_journal()
     pending = expressions()
     assert len(pending) > 50
     end = time.monotonic() + 150  # rates over a minute need a minute, and blocks that were sampled must be evicted
