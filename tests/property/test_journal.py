@@ -65,7 +65,7 @@ def test_it_goes_on_as_if_nothing_had_been(
     phases=[Phase.explicit, Phase.generate],
     suppress_health_check=[HealthCheck.too_slow],
 )
-@given(config=configs(), seed=st.integers(0, 2**32), count=st.integers(0, 120), slice_blocks=st.integers(4, 40))
+@given(config=configs(), seed=st.integers(0, 2**32), count=st.integers(0, 120), slice_blocks=st.integers(1, 9))
 def test_a_snapshot_is_of_one_moment_whatever_happens_while_it_is_written(
     config: PoolConfig, seed: int, count: int, slice_blocks: int
 ) -> None:
