@@ -174,7 +174,7 @@ async def test_cancelled_at_any_await(
 
 async def test_cancelled_while_it_tries_again(address: str, direct: Client, tmp_path: Path) -> None:
     """The connection breaks under the step; it is cancelled in the pauses, and while it connects anew."""
-    cancelled = True
+    ended = 0
     for count in range(MOST_AWAITS):
         proxy = Proxy(tmp_path / str(count), address, Fault.CUT)
         async with proxy.running(), aio.connect(proxy.address, deadline_seconds=10.0) as client:
@@ -186,7 +186,9 @@ async def test_cancelled_while_it_tries_again(address: str, direct: Client, tmp_
             num_links = len(proxy.links)
             await scene.end(session, request, steps=2)
         if not cancelled:
+            ended += 1
+            assert num_links > num_before, "it was sent again, on another connection"
+        if ended == 3:  # it does not wait equally often each time
             break
     assert not cancelled
-    assert count > 0
-    assert num_links > num_before, "it was sent again, on another connection"
+    assert count > 2
