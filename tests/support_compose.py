@@ -107,18 +107,14 @@ class Stack:
         """Builds the images and starts all, and waits until all is healthy and played on."""
         self.compose("build", timeout_seconds=840)
         self.compose("up", "-d", "--no-build")
-        self.wait_healthy()
-        self.wait_ready()
-        self.wait_played_on()
+        self.wait_at_work()
 
     def keep_journal(self) -> None:
         """Gives the server a journal, from now on; it begins with nothing in it."""
         if "KVPOOL_JOURNAL" not in self._environment:
             self._environment["KVPOOL_JOURNAL"] = "/var/lib/kvpool"
             self.compose("up", "-d", "--no-build", "--no-deps", "server")
-            self.wait_healthy()
-            self.wait_ready()
-            self.wait_played_on()
+            self.wait_at_work()
 
     def down(self) -> None:
         """Removes all."""
@@ -137,6 +133,12 @@ class Stack:
         """Waits until all that serve say that they are healthy."""
         wanted = dict.fromkeys(SERVED, "healthy")
         eventually("all healthy", lambda: {service: self.health(service) for service in SERVED} == wanted, 120)
+
+    def wait_at_work(self) -> None:
+        """Waits until all are healthy, the pool is ready, and both schedulers play."""
+        self.wait_healthy()
+        self.wait_ready()
+        self.wait_played_on()
 
     def wait_scraped(self) -> None:
         """Waits until Prometheus knows how the server is now."""

@@ -1,6 +1,6 @@
 """What is killed, cut off or restarted comes back by itself or with its successor, and no block is lost."""
 
-from kvpool.client import PoolState, RankState
+from kvpool.client import PoolInfo, PoolState, RankState
 from support_compose import POOL, PROJECT, SCHEDULERS, Failure, Stack, docker, eventually
 
 LEASE_SECONDS = 10.0
@@ -10,6 +10,18 @@ RANKS = f'kvpool_ranks{{pool="{POOL}",state=~"silent|lost"}}'
 
 def missing_ranks(stack: Stack) -> float:
     return stack.prometheus.value(f"sum({RANKS})") or 0.0
+
+
+def kill_server(stack: Stack, failure: Failure) -> PoolInfo:
+    """Kills the server, and starts it again until the schedulers play on; returns the pool as it came back."""
+    stack.compose("kill", "server")
+    eventually("Prometheus to miss it", lambda: stack.prometheus.value('up{job="kvpool-server"}') == 0)
+    failure.noticed()
+    failure.repaired()
+    stack.compose("start", "server")
+    pool = stack.wait_ready()
+    stack.wait_played_on()
+    return pool
 
 
 def test_a_killed_worker_suspends_the_pool_and_its_successor_begins_a_new_epoch(
@@ -93,13 +105,7 @@ def test_a_killed_server_finds_its_ranks_again_and_schedulers_go_on(stack: Stack
     before = stack.wait_ready()
     failure = Failure("server killed, started again")
     failures.append(failure)
-    stack.compose("kill", "server")
-    eventually("Prometheus to miss it", lambda: stack.prometheus.value('up{job="kvpool-server"}') == 0)
-    failure.noticed()
-    failure.repaired()
-    stack.compose("start", "server")
-    pool = stack.wait_ready()
-    stack.wait_played_on()
+    pool = kill_server(stack, failure)
     failure.recovered(f"epoch {before.epoch} -> {pool.epoch}, the cache")
     assert pool.epoch > before.epoch
     assert [rank.pid for rank in pool.ranks] == [rank.pid for rank in before.ranks]
@@ -135,13 +141,7 @@ def test_a_killed_server_with_a_journal_comes_back_as_it_was(stack: Stack, failu
     before = stack.wait_played_on()
     failure = Failure("server with a journal killed, started again")
     failures.append(failure)
-    stack.compose("kill", "server")
-    eventually("Prometheus to miss it", lambda: stack.prometheus.value('up{job="kvpool-server"}') == 0)
-    failure.noticed()
-    failure.repaired()
-    stack.compose("start", "server")
-    pool = stack.wait_ready()
-    stack.wait_played_on()
+    pool = kill_server(stack, failure)
     failure.recovered(f"nothing: still epoch {pool.epoch}")
     assert pool.epoch == before.epoch
     assert pool.activity.sessions_opened == before.activity.sessions_opened, "schedulers kept their sessions"
