@@ -16,6 +16,11 @@ _MAKERS: Final[dict[str, "Callable[..., Handler]"]] = {
 }
 
 
+def method_of(details: grpc.HandlerCallDetails) -> str:
+    """The full name of the method that is called, without the slash that it begins with on the wire."""
+    return str(details.method).removeprefix("/")
+
+
 def behavior_of(handler: "Handler") -> Any:  # noqa: ANN401 - of one of four kinds
     """What a handler calls."""
     return getattr(handler, _kind(handler))

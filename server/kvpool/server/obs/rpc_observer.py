@@ -9,7 +9,7 @@ from typing import Any, Final
 import grpc
 
 from kvpool.server.obs.observations import Observations
-from kvpool.server.rpc_handlers import Behavior, Handler, behavior_of, rewrapped
+from kvpool.server.rpc_handlers import Behavior, Handler, behavior_of, method_of, rewrapped
 
 _CODES: Final = {code.value[0]: code.name for code in grpc.StatusCode}
 
@@ -29,7 +29,7 @@ class RpcObserver(grpc.aio.ServerInterceptor):
         handler = await continuation(handler_call_details)
         if handler is None:  # no method of this name
             return None
-        method = str(handler_call_details.method).removeprefix("/")
+        method = method_of(handler_call_details)
         behavior = behavior_of(handler)
         if not inspect.iscoroutinefunction(behavior):  # its responses are yielded: only reflection's are
             return handler

@@ -22,7 +22,7 @@ from kvpool.server.rpc.caller import CALLER, SHOWN_TOKEN, Caller
 from kvpool.server.rpc.errors import abort
 from kvpool.server.rpc.hub import Hub
 from kvpool.server.rpc.rules import Scope, pool_name_of, rule_of, session_id_of
-from kvpool.server.rpc_handlers import Behavior, Handler, behavior_of, rewrapped
+from kvpool.server.rpc_handlers import Behavior, Handler, behavior_of, method_of, rewrapped
 
 WATCH_SECONDS: Final = 1.0
 """How often open streams are compared with the tokens."""
@@ -89,7 +89,7 @@ class Doorkeeper(grpc.aio.ServerInterceptor):
     ) -> "Handler | None":
         """Puts the question before a call."""
         handler = await continuation(handler_call_details)
-        method = str(handler_call_details.method).removeprefix("/")
+        method = method_of(handler_call_details)
         rule = rule_of(method)
         if handler is None or rule is None:
             return handler

@@ -12,7 +12,7 @@ from kvpool.server.limits import RETRY_SECONDS
 from kvpool.server.obs.observations import Observations
 from kvpool.server.rpc.caller import SHOWN_TOKEN
 from kvpool.server.rpc.errors import abort
-from kvpool.server.rpc_handlers import Behavior, Handler, behavior_of, rewrapped
+from kvpool.server.rpc_handlers import Behavior, Handler, behavior_of, method_of, rewrapped
 
 
 class TokenCalls(grpc.aio.ServerInterceptor):
@@ -40,7 +40,7 @@ class TokenCalls(grpc.aio.ServerInterceptor):
         name = SHOWN_TOKEN.get()
         if handler is None or not name or inspect.isasyncgenfunction(behavior_of(handler)):
             return handler
-        method = str(handler_call_details.method).removeprefix("/")
+        method = method_of(handler_call_details)
         return rewrapped(handler, self._counted(behavior_of(handler), method, name))
 
     def _counted(self, behavior: Behavior, method: str, name: str) -> Behavior:

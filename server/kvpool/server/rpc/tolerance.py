@@ -16,7 +16,7 @@ from kvpool.server.core.errors import ExhaustedError, InvalidArgumentError, Kvpo
 from kvpool.server.obs.observations import Observations
 from kvpool.server.rpc.errors import CODES, abort, malformed_error
 from kvpool.server.rpc.rules import rule_of
-from kvpool.server.rpc_handlers import Behavior, Handler, behavior_of
+from kvpool.server.rpc_handlers import Behavior, Handler, behavior_of, method_of
 
 MAX_WAITING_STRANGERS: Final = 32
 """Most calls that need no token and whose request is not there yet. Each may hold a message that is not whole."""
@@ -51,7 +51,7 @@ class OneRequest(grpc.aio.ServerInterceptor):
         if handler is None or handler.request_streaming:
             return handler
         behavior: Behavior = behavior_of(handler)
-        method = str(handler_call_details.method).removeprefix("/")
+        method = method_of(handler_call_details)
         read = self._read if rule_of(method) else self._read_of_stranger
 
         async def call(_: object, context: _Context) -> object:
