@@ -9,8 +9,9 @@ from typing import Protocol
 
 from kvpool.client import Client, FullAttentionSpec, KVCacheGroup, PoolConfig, PoolInfo, ReuseOrder
 from kvpool.client.connection import connect_as
+from kvpool.replay.children import own_server
 from kvpool.replay.playing import SchedulerOptions
-from kvpool.replay.processes import own_server, play_concurrently
+from kvpool.replay.processes import play_concurrently
 from kvpool.replay.result import Counts, Result
 from kvpool.replay.serial import play_serially
 from kvpool.replay.trace import TraceRequest

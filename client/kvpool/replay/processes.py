@@ -1,39 +1,24 @@
-"""Real processes: a server of one's own, and schedulers that share a pool.
+"""Schedulers that share a pool, each in a process of its own, which ends with its parent.
 
-1. Every child ends with its parent, however that ends: each watches its end of a pipe.
-2. A child that dies is told apart from one that finished, and the others go on.
+One that dies is told apart from one that finished, and the others go on.
 """
 
-import asyncio
-import contextlib
-import logging
-import multiprocessing
-import os
 import signal
-import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import wait
 from multiprocessing.context import SpawnProcess
 from multiprocessing.synchronize import Event
-from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import Any, Final, TypeAlias, cast
+from typing import Final, cast
 
 from kvpool.client import KvpoolError
 from kvpool.client.connection import connect_as
-from kvpool.replay.child_error import ChildError
+from kvpool.replay.children import CONTEXT, STOP_SECONDS, Pipe, end_with_parent
 from kvpool.replay.playing import SchedulerOptions, scheduler_on
 from kvpool.replay.result import Counts
 from kvpool.replay.workload import Workload
-from kvpool.server.config import ServerConfig
-from kvpool.server.server import serve
 
-_Pipe: TypeAlias = "Connection[Any, Any]"
-
-_CONTEXT: Final = multiprocessing.get_context("spawn")
-_STOP_SECONDS: Final = 15.0
 _REPORT_EVERY: Final = 16
 
 
@@ -48,31 +33,6 @@ class Played:
 
     counts: Counts
     share: Workload
-
-
-@contextlib.contextmanager
-def own_server() -> Iterator[str]:
-    """Runs a server in a process of its own on a unix socket; yields its address.
-
-    Raises:
-        ChildError: It did not start.
-    """
-    with TemporaryDirectory(prefix="kvpool-") as folder:
-        address = f"unix:{Path(folder) / 'socket'}"
-        here, there = _CONTEXT.Pipe()
-        child = _CONTEXT.Process(target=_serve, args=(address, there), name="kvpool-server", daemon=True)
-        child.start()
-        there.close()
-        try:
-            _await_ready(here)
-            yield address
-        finally:
-            child.terminate()
-            child.join(_STOP_SECONDS)
-            if child.is_alive():
-                child.kill()
-                child.join()
-            here.close()
 
 
 def play_concurrently(
@@ -108,7 +68,7 @@ def play_concurrently(
     try:
         while open_pipes:
             for ready in wait(list(open_pipes)):
-                pipe = cast("_Pipe", ready)
+                pipe = cast("Pipe", ready)
                 index = open_pipes[pipe]
                 message = _receive(pipe)
                 if isinstance(message, Played):
@@ -126,7 +86,7 @@ def play_concurrently(
         for child in children:
             child.pipe.close()
             child.process.terminate()
-            child.process.join(_STOP_SECONDS)
+            child.process.join(STOP_SECONDS)
     return played
 
 
@@ -141,20 +101,20 @@ class _Child:
     """
 
     process: SpawnProcess
-    pipe: _Pipe
+    pipe: Pipe
     go: Event
 
 
 def _start(share: Workload, options: SchedulerOptions, name: str) -> _Child:
-    here, there = _CONTEXT.Pipe()
-    go = _CONTEXT.Event()
-    process = _CONTEXT.Process(target=_schedule, args=(share, options, name, there, go), name=name, daemon=True)
+    here, there = CONTEXT.Pipe()
+    go = CONTEXT.Event()
+    process = CONTEXT.Process(target=_schedule, args=(share, options, name, there, go), name=name, daemon=True)
     process.start()
     there.close()
     return _Child(process, here, go)
 
 
-def _receive(pipe: _Pipe) -> Played | int | str | None:
+def _receive(pipe: Pipe) -> Played | int | str | None:
     """What a scheduler says next: its end, how many more requests are done, or what went wrong; None if it is gone."""
     try:
         message: Played | int | str = pipe.recv()
@@ -164,51 +124,17 @@ def _receive(pipe: _Pipe) -> Played | int | str | None:
 
 
 def _ending(process: SpawnProcess) -> str:
-    process.join(_STOP_SECONDS)
+    process.join(STOP_SECONDS)
     code = process.exitcode
     if code is not None and code < 0:
         return f"signal {signal.Signals(-code).name}"
     return f"exit code {code}"
 
 
-def _await_ready(pipe: _Pipe) -> None:
-    try:
-        answer = pipe.recv()
-    except EOFError:
-        raise ChildError("the server process ended before it listened") from None
-    if answer is not None:
-        raise ChildError(f"the server could not start: {answer}")
-
-
-def _end_with_parent(pipe: _Pipe) -> None:
-    def watch() -> None:
-        with contextlib.suppress(EOFError, OSError):
-            pipe.recv()  # the parent sends nothing: this returns when it is gone
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    threading.Thread(target=watch, daemon=True).start()
-
-
-def _serve(address: str, pipe: _Pipe) -> None:
-    logging.basicConfig(level=logging.ERROR)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
-
-    def ready(_: list[str]) -> None:
-        asyncio.get_running_loop().remove_signal_handler(signal.SIGINT)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        pipe.send(None)
-        _end_with_parent(pipe)
-
-    try:
-        asyncio.run(serve(ServerConfig(addresses=(address,), grace_seconds=1.0), ready))
-    except OSError as error:
-        pipe.send(str(error))
-
-
-def _schedule(share: Workload, options: SchedulerOptions, name: str, pipe: _Pipe, go: Event) -> None:
+def _schedule(share: Workload, options: SchedulerOptions, name: str, pipe: Pipe, go: Event) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    _end_with_parent(pipe)
+    end_with_parent(pipe)
     go.wait()
     done = 0
 

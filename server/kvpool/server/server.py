@@ -103,7 +103,7 @@ class Server:
             interceptors.insert(0, TokenCalls(config.limits.max_token_calls, self._observations))
         self._server = grpc.aio.server(
             interceptors=interceptors,
-            options=_channel_options(config),
+            options=channel_options(config),
             maximum_concurrent_rpcs=config.limits.max_calls,
         )
         self._watches: list[asyncio.Task[None]] = []
@@ -265,7 +265,8 @@ def _log_end(watch: asyncio.Task[None]) -> None:
         _log.critical("bug: restart the server", extra={"method": watch.get_name()}, exc_info=error)
 
 
-def _channel_options(config: ServerConfig) -> list[tuple[str, int]]:
+def channel_options(config: ServerConfig) -> list[tuple[str, int]]:
+    """What the server asks of gRPC's channels."""
     keepalive_ms = int(config.dead_peer_seconds * 1000 / 2)
     return [
         ("grpc.max_receive_message_length", config.max_message_bytes),

@@ -1,0 +1,126 @@
+"""Child processes that end with their parent, and servers of one's own among them.
+
+Every child ends with its parent, however that ends: each watches its end of a pipe.
+"""
+
+import asyncio
+import contextlib
+import logging
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Callable, Coroutine, Iterator
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Final, TypeAlias
+
+from kvpool.replay.child_error import ChildError
+from kvpool.server.config import ServerConfig
+from kvpool.server.server import serve
+
+Pipe: TypeAlias = "Connection[Any, Any]"
+
+Serve: TypeAlias = Callable[[tuple[str, ...], Callable[[list[str]], None]], Coroutine[Any, Any, None]]
+"""What a server process runs: where to listen, and what to call with the addresses once it does."""
+
+CONTEXT: Final = multiprocessing.get_context("spawn")
+STOP_SECONDS: Final = 15.0
+LOOPBACK: Final = "127.0.0.1:0"
+"""A free port that only this machine reaches."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServerChild:
+    """A server in a process of its own.
+
+    Attributes:
+        addresses: Where it listens.
+        pid: Its process id.
+    """
+
+    addresses: tuple[str, ...]
+    pid: int
+
+
+@contextlib.contextmanager
+def own_server() -> Iterator[str]:
+    """Runs a server in a process of its own on a unix socket; yields its address.
+
+    Raises:
+        ChildError: It did not start.
+    """
+    with server_child(serve_pools) as server:
+        yield server.addresses[0]
+
+
+@contextlib.contextmanager
+def server_child(serve_there: Serve, *more_addresses: str) -> Iterator[ServerChild]:
+    """Runs a server in a process of its own on a unix socket.
+
+    Args:
+        serve_there: What it runs; a function of a module.
+        more_addresses: Where it listens besides.
+
+    Raises:
+        ChildError: It did not start.
+    """
+    with TemporaryDirectory(prefix="kvpool-") as folder:
+        addresses = (f"unix:{Path(folder) / 'socket'}", *more_addresses)
+        here, there = CONTEXT.Pipe()
+        child = CONTEXT.Process(target=_run, args=(serve_there, addresses, there), name="kvpool-server", daemon=True)
+        child.start()
+        there.close()
+        try:
+            yield ServerChild(_await_ready(here), child.pid or 0)
+        finally:
+            child.terminate()
+            child.join(STOP_SECONDS)
+            if child.is_alive():
+                child.kill()
+                child.join()
+            here.close()
+
+
+async def serve_pools(addresses: tuple[str, ...], ready: Callable[[list[str]], None]) -> None:
+    """Serves pools, as `kvpool serve` does with nothing set."""
+    await serve(ServerConfig(addresses=addresses, grace_seconds=1.0), ready)
+
+
+def end_with_parent(pipe: Pipe) -> None:
+    """Sends this process SIGTERM as soon as the other end of the pipe is closed."""
+
+    def watch() -> None:
+        with contextlib.suppress(EOFError, OSError):
+            pipe.recv()  # the parent sends nothing: this returns when it is gone
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def _await_ready(pipe: Pipe) -> tuple[str, ...]:
+    try:
+        answer: tuple[str, ...] | str = pipe.recv()
+    except EOFError:
+        raise ChildError("the server process ended before it listened") from None
+    if isinstance(answer, str):
+        raise ChildError(f"the server could not start: {answer}")
+    return answer
+
+
+def _run(serve_there: Serve, addresses: tuple[str, ...], pipe: Pipe) -> None:
+    logging.basicConfig(level=logging.ERROR)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+
+    def ready(bound: list[str]) -> None:
+        asyncio.get_running_loop().remove_signal_handler(signal.SIGINT)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        pipe.send(tuple(bound))
+        end_with_parent(pipe)
+
+    try:
+        asyncio.run(serve_there(addresses, ready))
+    except OSError as error:
+        pipe.send(str(error))
