@@ -1,0 +1,67 @@
+"""How much is measured."""
+
+from dataclasses import dataclass
+from typing import Final
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """How much is measured.
+
+    Attributes:
+        num_rounds: Rounds of each section in which targets take turns.
+        prompts_a_round: Prompts of each target in a round.
+        steps_a_round: Decode steps, empty steps and echoes of each target in a round.
+        num_blocks: Blocks of the pools.
+        evicting_blocks: Blocks of the pools that are full of cached blocks.
+        large_blocks: Blocks of the pool whose memory and start are measured.
+        num_constructions: How many times it is made, each in a fresh process.
+        sessions: Numbers of sessions at once.
+        session_processes: Most processes that they are spread over.
+        session_rounds: How many times each is measured.
+        session_seconds: How long.
+        session_requests: Running requests of each session.
+        pool_sizes_blocks: Sizes of pools.
+        growth_rounds: Rounds in which a decode step is measured as things grow.
+        growth_requests: Running requests.
+        growth_prompt_blocks: Blocks of each request.
+        growth_groups: Groups of the pool.
+    """
+
+    num_rounds: int = 40
+    prompts_a_round: int = 3
+    steps_a_round: int = 8
+    num_blocks: int = 100_000
+    evicting_blocks: int = 100_000
+    large_blocks: int = 1_000_000
+    num_constructions: int = 3
+    sessions: tuple[int, ...] = (1, 2, 8, 32)
+    session_processes: int = 4
+    session_rounds: int = 3
+    session_seconds: float = 1.5
+    session_requests: int = 64
+    pool_sizes_blocks: tuple[int, ...] = (1_000, 10_000, 100_000, 1_000_000)
+    growth_rounds: int = 15
+    growth_requests: tuple[int, ...] = (16, 64, 256, 1024)
+    growth_prompt_blocks: tuple[int, ...] = (16, 64, 256, 1024)
+    growth_groups: tuple[int, ...] = (1, 2, 4, 8)
+
+
+FULL: Final = Scale()
+QUICK: Final = Scale(
+    num_rounds=2,
+    prompts_a_round=1,
+    steps_a_round=2,
+    evicting_blocks=5_000,
+    num_constructions=1,
+    session_processes=2,
+    session_rounds=1,
+    session_seconds=0.1,
+    session_requests=16,
+    pool_sizes_blocks=(1_000, 10_000, 100_000),
+    growth_rounds=2,
+    growth_requests=(16, 64),
+    growth_prompt_blocks=(16, 64),
+    growth_groups=(1, 2),
+)
+"""Shows that everything works; of speed it says little."""

@@ -1,0 +1,83 @@
+"""A server in another process, from the client's call to the client's result, through a synchronous session."""
+
+from collections.abc import Callable, Sequence
+
+from kvpool.bench.core_target import pool_config
+from kvpool.bench.workloads import NewBlocks, Task, WorkloadError
+from kvpool.client import Allocation, BlockHasher, Client, ComputedBlocks, Request, Session
+from kvpool.server.core.types import BlockHash
+
+
+def decode(session: Session, requests: Sequence[Request], token_ids: Sequence[int]) -> Sequence[NewBlocks | None]:
+    """Gives each running request one token and room for it, in one step that also says that the last one has run.
+
+    Returns:
+        Each request's new blocks; None of one that found too few.
+    """
+    for request, token_id in zip(requests, token_ids, strict=True):
+        request.append([token_id])
+    with session.step(executed_sequence=session.sequence) as step:
+        answers = [step.allocate_slots(request, 1) for request in requests]
+    return [answer.new_blocks if answer.ok else None for answer in answers]
+
+
+class SessionTarget:
+    """See `Target`."""
+
+    def __init__(self, client: Client, name: str, task: Task) -> None:
+        info = client.create_pool(pool_config(name, task))
+        self._hasher = BlockHasher(info.config.hash_scheme, info.config.hash_block_size)
+        self._session = client.open_session(name)
+        self._count = 0
+
+    def hashing(self, token_ids: list[int]) -> Callable[[], object]:
+        """See `Target`."""
+        hashes: list[BlockHash] = []
+        return lambda: self._hasher.extend(hashes, token_ids)
+
+    def make(self, token_ids: list[int]) -> Request:
+        """See `Target`."""
+        self._count += 1
+        return self._session.request(f"r{self._count}", token_ids)
+
+    def look_up(self, request: Request) -> ComputedBlocks:
+        """See `Target`."""
+        return self._session.get_computed_blocks(request)
+
+    def num_hit_tokens(self, hit: ComputedBlocks) -> int:
+        """See `Target`."""
+        return hit.num_tokens
+
+    def allocate(self, request: Request, num_new_tokens: int, hit: ComputedBlocks | None = None) -> NewBlocks | None:
+        """See `Target`."""
+        room = self._session.allocate_slots(request, num_new_tokens, computed=hit)
+        return room.new_blocks if isinstance(room, Allocation) else None
+
+    def serve(self, token_ids: list[int]) -> Request:
+        """See `Target`. One message: an admission."""
+        request = self.make(token_ids)
+        if self._session.admit(request) is None:
+            raise WorkloadError("a prompt found too few blocks")
+        return request
+
+    def free(self, request: Request) -> None:
+        """See `Target`."""
+        self._session.free(request)
+
+    def decode(self, requests: Sequence[Request], token_ids: Sequence[int]) -> Sequence[NewBlocks | None]:
+        """See `Target`."""
+        return decode(self._session, requests, token_ids)
+
+    def settle(self) -> None:
+        """See `Target`. A step that asks nothing."""
+        with self._session.step(executed_sequence=self._session.sequence):
+            pass
+
+    def reset(self) -> None:
+        """See `Target`."""
+        if not self._session.reset_prefix_cache():
+            raise WorkloadError("the cache could not be reset")
+
+    def close(self) -> None:
+        """See `Target`."""
+        self._session.close()
