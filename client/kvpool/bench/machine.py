@@ -1,0 +1,28 @@
+"""What a run ran on."""
+
+import os
+import platform
+from importlib.metadata import version
+from pathlib import Path
+
+_CPUINFO = Path("/proc/cpuinfo")
+
+
+def machine() -> dict[str, str | int]:
+    """Describes this machine and what decides how fast it is here."""
+    return {
+        "python": f"{platform.python_implementation()} {platform.python_version()}",
+        "system": f"{platform.system()} {platform.release()}",
+        "architecture": platform.machine(),
+        "cpu": _cpu_model() or platform.processor() or "unknown",
+        "cores": os.cpu_count() or 0,
+        "grpcio": version("grpcio"),
+        "protobuf": version("protobuf"),
+    }
+
+
+def _cpu_model() -> str:
+    if not _CPUINFO.exists():
+        return ""
+    lines = (line.partition(":") for line in _CPUINFO.read_text().splitlines())
+    return next((value.strip() for name, _, value in lines if name.strip() == "model name"), "")
