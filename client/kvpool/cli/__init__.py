@@ -12,6 +12,7 @@ from kvpool.replay.child_error import ChildError
 from kvpool.server.core.errors import KvpoolError
 
 _COMMANDS: Final = {
+    "bench": "kvpool.cli.bench:bench",
     "blocks": "kvpool.cli.admin:blocks",
     "demo": "kvpool.cli.demo:demo",
     "drain": "kvpool.cli.admin:drain",
