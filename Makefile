@@ -8,7 +8,7 @@ PROTOS := $(wildcard proto/kvpool/v1/*.proto)
 COMPILE := $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-header --no-annotate \
 	--no-emit-index-url
 
-.PHONY: demo test test-crash test-compose test-fuzz check bench proto lock clean
+.PHONY: demo test test-crash test-compose test-fuzz check bench bench-vllm bench-parts proto lock clean
 
 demo: .venv/installed ## A server, two schedulers that share its pool, two ranks that compute
 	$(BIN)/kvpool demo
@@ -38,18 +38,27 @@ check: .venv/installed ## First of all: generated code, lint, types, unit and pr
 	$(BIN)/mypy
 	$(BIN)/pytest -q -n auto --dist worksteal --hypothesis-profile quick tests/unit tests/property
 
-bench: .venv/installed ## Speed, as JSON; ratios in one run only
+bench: .venv/installed ## Speed, as tables, JSON and pictures; VLLM=.venv-vllm/bin/python for vLLM's manager in the same run
+	$(BIN)/kvpool bench --save docs/bench/bench.json --markdown docs/bench/bench.md --plots docs/images \
+	    $(if $(VLLM),--vllm $(VLLM)) $(BENCH)
+
+bench-vllm: ## An environment with vLLM's manager for that, in .venv-vllm; VLLM_VERSION=0.32.0 for another than 0.14.1
+	PYTHON=$(PYTHON) tests/bench/install_vllm.sh .venv-vllm $(VLLM_VERSION)
+
+bench-parts: .venv/installed ## What calls, ranks, metrics, events, the journal and unfair neighbours cost, each as JSON
 	$(BIN)/python tests/bench/bench_steps.py
 	$(BIN)/python tests/bench/bench_ranks.py
 	$(BIN)/python tests/bench/bench_metrics.py
 	$(BIN)/python tests/bench/bench_events.py
+	$(BIN)/python tests/bench/bench_journal.py
+	$(BIN)/python tests/bench/bench_fairness.py
 
 proto: .venv/installed ## Generate the Python of the protos
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python proto/generate.py
 
 lock: .venv/installed ## Choose newest versions that pyproject.toml allows; of the images' the same
 	$(BIN)/pip install -q uv
-	$(COMPILE) --upgrade --extra dev --group beside-torch pyproject.toml -o requirements.lock
+	$(COMPILE) --upgrade --extra dev --extra bench --group beside-torch pyproject.toml -o requirements.lock
 	$(COMPILE) --extra events pyproject.toml -c requirements.lock -o deploy/requirements/server.lock
 	$(COMPILE) --group beside-torch -c requirements.lock -o deploy/requirements/beside-torch.lock
 	$(COMPILE) --group build -c requirements.lock -o deploy/requirements/build.lock
