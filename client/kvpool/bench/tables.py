@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from kvpool.bench.race import Figures
-from kvpool.bench.report import SIDES, Report
+from kvpool.bench.report import DEFAULT_HASH_SUFFIX, SIDES, Report
 
 _LABELS: Final = {
     "hash_us_per_block": "hash a block",
@@ -18,6 +18,9 @@ _LABELS: Final = {
     "free_evict_256": "free 256 blocks, pool full",
     "prompt_256_end_to_end": "256-block prompt, hash to blocks",
     "decode_step_256_requests": "decode step, 256 requests",
+    f"hash_us_per_block{DEFAULT_HASH_SUFFIX}": "hash a block, vLLM's default",
+    f"prompt_256_end_to_end{DEFAULT_HASH_SUFFIX}": "256-block prompt, with that",
+    f"decode_step_256_requests{DEFAULT_HASH_SUFFIX}": "decode step, with that",
     "gemma3_lookup_miss_256": "6 groups: look up, miss",
     "gemma3_allocate_256": "6 groups: allocate",
     "gemma3_free_256": "6 groups: free",

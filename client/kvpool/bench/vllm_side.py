@@ -5,7 +5,6 @@ import json
 import os
 import select
 import subprocess
-from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -102,19 +101,6 @@ class VllmWorkload:
     def close(self) -> None:
         """See `Workload`."""
         self._side.ask(close=self._name)
-
-
-@contextlib.contextmanager
-def vllm_side(python: str | None) -> Iterator[VllmSide | None]:
-    """Runs vLLM's manager beside ours, if there is an interpreter that has it."""
-    if python is None:
-        yield None
-        return
-    side = VllmSide(python)
-    try:
-        yield side
-    finally:
-        side.close()
 
 
 def _start(python: str, errors: IO[bytes], arguments: list[str]) -> "subprocess.Popen[str]":
