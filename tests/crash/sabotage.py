@@ -2,14 +2,15 @@
 
 import itertools
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from typing import Any
 
 from kvpool.cli import main
 from kvpool.server.core.block_pool import BlockPool
 from kvpool.server.core.prefix_map import PrefixMap
 from kvpool.server.core.session import Session
 from kvpool.server.core.step import StepResult
-from kvpool.server.core.types import BlockHash, BlockId, GroupId, WriterId
+from kvpool.server.core.types import BlockId, GroupId, WriterId
 from kvpool.server.journal.frames import FrameKind
 from kvpool.server.journal.journal import Journal
 
@@ -34,8 +35,8 @@ def mix_up_hits() -> None:
     """Finds another block than the one that was looked for, once in a while."""
     find, passings = PrefixMap.find, itertools.count(1)
 
-    def faulty(prefixes: PrefixMap, group_id: GroupId, hashes: Iterable[BlockHash], reader: WriterId) -> list[BlockId]:
-        found = find(prefixes, group_id, hashes, reader)
+    def faulty(prefixes: PrefixMap, group_id: GroupId, *args: Any) -> list[BlockId]:
+        found = find(prefixes, group_id, *args)
         others = (block for group, _, block in prefixes.entries() if group == group_id and block not in found)
         if found and next(passings) % 50 == 0:
             found[-1] = next(others, found[-1])

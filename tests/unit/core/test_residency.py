@@ -32,7 +32,7 @@ def test_lifetime_runs_from_being_taken_and_idle_time_from_the_last_access() -> 
     kept.now_seconds = 20.0
     kept.accessed(ids(2))
     kept.now_seconds = 21.5
-    kept.evicted(BlockId(2))
+    kept.evicted(ids(2))
     assert measured(kept.reuse_gap) == (2, 3.0 + 7.0)
     assert measured(kept.lifetime) == (1, 11.5)
     assert measured(kept.idle) == (1, 1.5)
@@ -45,7 +45,7 @@ def test_a_block_that_is_taken_again_starts_anew_and_was_not_evicted() -> None:
     kept.now_seconds = 5.0
     kept.taken(ids(1))
     kept.now_seconds = 6.0
-    kept.evicted(BlockId(1))
+    kept.evicted(ids(1))
     assert measured(kept.lifetime) == (1, 1.0)
 
 

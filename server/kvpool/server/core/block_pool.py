@@ -5,6 +5,7 @@
 3. A free block keeps its hash, and so can be hit, until it is taken for something else.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from kvpool.server.core import types
@@ -92,13 +93,15 @@ class BlockPool:
     def take(self, count: int) -> list[BlockId]:
         """Takes the next `count` free blocks, evicting what they held. The caller has checked that they are there."""
         taken = self.free_list.take(count)
-        ref_cnt, hash_of = self._ref_cnt, self.prefix_map.hash_of
+        ref_cnt = self._ref_cnt
         for block_id in taken:
             ref_cnt[block_id] = 1
-            if hash_of(block_id) is not None:
-                self.group_counters[self.prefix_map.group_of(block_id)].evicted_blocks += 1
-                self._drop_hash(block_id)
-                self.num_evicted += 1
+        cached = self.prefix_map.hashed_among(taken)
+        if cached:
+            self.num_evicted += len(cached)
+            for group_id, num_evicted in Counter(map(self.prefix_map.group_of, cached)).items():
+                self.group_counters[group_id].evicted_blocks += num_evicted
+            self.evict(cached)
         if self.residency:
             self.residency.taken(taken)
         return taken
@@ -124,16 +127,18 @@ class BlockPool:
         ref_cnt = self._ref_cnt
         freed = []
         for block_id in block_ids:
-            count = ref_cnt[block_id] = ref_cnt[block_id] - 1
-            if not count:
+            if ref_cnt[block_id] == 1:
+                ref_cnt[block_id] = 0
                 freed.append(block_id)
+            else:
+                ref_cnt[block_id] -= 1
         num_freed = len(freed)
         if self._uncached_first:
-            hash_of = self.prefix_map.hash_of
-            cached = [block_id for block_id in freed if hash_of(block_id) is not None]
-            if len(cached) < len(freed):
-                self.free_list.prepend([block_id for block_id in freed if hash_of(block_id) is None])
-            freed = cached
+            cached = self.prefix_map.hashed_among(freed)
+            if len(cached) < num_freed:
+                hashed = set(cached)
+                self.free_list.prepend([block_id for block_id in freed if block_id not in hashed])
+                freed = cached
         self.free_list.append(freed)
         return num_freed
 
@@ -150,8 +155,14 @@ class BlockPool:
 
     def evict(self, block_ids: Iterable[BlockId]) -> None:
         """Takes the hashes of these blocks away, of those that have one."""
-        for block_id in block_ids:
-            self._drop_hash(block_id)
+        cached = self.prefix_map.hashed_among(dict.fromkeys(block_ids))
+        if self.residency:
+            self.residency.evicted(cached)
+        if self.contents:
+            for block_id in cached:
+                self._drop_contents(block_id, self.contents)
+        else:
+            self.prefix_map.remove_all(cached)
 
     def reset(self) -> bool:
         """Takes all hashes away if every block is free; returns whether it did. O(num_blocks).
@@ -179,14 +190,11 @@ class BlockPool:
         events, self._events = self._events, []
         return events
 
-    def _drop_hash(self, block_id: BlockId) -> None:
+    def _drop_contents(self, block_id: BlockId, contents: BlockContents) -> None:
         group_id = self.prefix_map.group_of(block_id)
         block_hash = self.prefix_map.remove(block_id)
-        if self.residency and block_id in self.residency.followed:
-            self.residency.evicted(block_id)
-        if block_hash is not None and self.contents:
-            self.contents.drop(block_id)
-            self._events.append(BlockRemoved(block_hash, group_id, self.prefix_map.num_copies(group_id, block_hash)))
+        contents.drop(block_id)
+        self._events.append(BlockRemoved(block_hash, group_id, self.prefix_map.num_copies(group_id, block_hash)))
 
     def _record(self, event: BlockEvent) -> None:
         if self.contents:

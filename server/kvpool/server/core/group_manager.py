@@ -14,6 +14,7 @@ from kvpool.server.core import types
 from kvpool.server.core.block_pool import BlockPool
 from kvpool.server.core.config import PoolConfig
 from kvpool.server.core.events import BlockStored, packed_token_ids
+from kvpool.server.core.quiet_room import QuietRoom
 from kvpool.server.core.request import BlockTable, Request
 from kvpool.server.core.specs import CrossAttentionSpec, FullAttentionSpec, allocation_spec, num_draft_blocks
 from kvpool.server.core.types import NULL_BLOCK, BlockHash, BlockId, GroupId
@@ -45,6 +46,7 @@ class GroupManager:
         self.joins_hashes = self._hashes_per_block > 1
         self._num_extra_blocks = num_draft_blocks(self.spec)
         self._counts_encoder_tokens = isinstance(self.spec, CrossAttentionSpec)
+        self._quiet_room = QuietRoom.of(config, group_id)
         self._pool = block_pool
         self._makes_events = config.makes_events
 
@@ -106,6 +108,10 @@ class GroupManager:
         self._counters.allocated_blocks += missing
         table.block_ids.extend(new)
         return new
+
+    def quiet_tokens(self, table: BlockTable) -> int:
+        """Up to how many computed tokens a request can go without a change of this group: see `QuietRoom`."""
+        return self._quiet_room.num_tokens(len(table.block_ids), table.num_cached, table.num_skipped)
 
     def skip(self, table: BlockTable, num_computed_tokens: int) -> list[BlockId]:
         """Frees the blocks that nothing looks at any more, the last first; null stands in their place. Returns them."""

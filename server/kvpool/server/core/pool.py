@@ -103,6 +103,8 @@ class Pool:
         self.epoch = epoch
         self.blocks = BlockPool(config, self.residency)
         self._managers = [GroupManager(config, GroupId(i), self.blocks) for i in range(len(config.groups))]
+        self._no_hit: tuple[Sequence[BlockId], ...] = ((),) * len(self._managers)
+        self._no_blocks: tuple[list[BlockId], ...] = tuple([] for _ in self._managers)  # never changed
         self._windowed = [manager for manager in self._managers if not manager.spec.keeps_all]
         self.quotas = Quotas(self.blocks, self.blocks.num_free_blocks)
         self._search = PrefixSearch(self._managers, self.blocks.prefix_map, config.hit_alignment)
@@ -144,7 +146,7 @@ class Pool:
     def peek(self, request: Request) -> ComputedBlocks:
         """Finds the longest cached prefix of a request that holds no blocks; not counted."""
         if not self.config.enable_caching:
-            return ComputedBlocks(((),) * len(self._managers), 0)
+            return ComputedBlocks(self._no_hit, 0)
         length, found, num_probes = self._search.find(request, max(request.num_tokens - 1, 0))
         shared = max(self._num_shared_tokens(m, found[m.group_id], request.writer) for m in self._managers)
         return ComputedBlocks(tuple(found), length, shared, num_probes)
@@ -261,42 +263,49 @@ class Pool:
             The new blocks, group by group; None if there are too few that the session may be given: then nothing was
             changed, but that blocks which nothing looks at any more were freed.
         """
-        hit = computed.block_ids if computed else ((),) * len(self._managers)
+        if computed is None and not num_encoder_tokens:
+            end_tokens = request.num_computed_tokens + num_new_tokens
+            if end_tokens + num_lookahead_tokens <= request.quiet_tokens:
+                request.num_computed_tokens = end_tokens
+                self.activity.allocations += 1
+                return self._no_blocks
+        hit = computed.block_ids if computed else self._no_hit
         num_computed = request.num_computed_tokens + (computed.num_tokens if computed else 0)
         num_slots = min(num_computed + num_new_tokens + num_lookahead_tokens, self.config.max_model_len)
-        has_quota = self.quotas.applies_to(request.holding)
+        quotas, tables = self.quotas, request.tables
+        has_quota = quotas.applies_to(request.holding)
         for manager in self._windowed:
-            skipped = manager.skip(request.tables[manager.group_id], num_computed)
-            if has_quota:
-                self.quotas.lost(request.holding, skipped)
-        needed = sum(
-            manager.num_blocks_to_allocate(table, num_slots, blocks, num_encoder_tokens)
-            for manager, table, blocks in zip(self._managers, request.tables, hit, strict=True)
-        )
+            skipped = manager.skip(tables[manager.group_id], num_computed)
+            if has_quota and skipped:
+                quotas.lost(request.holding, skipped)
+        rows = list(zip(self._managers, tables, hit, strict=True))
+        needed = 0
+        for manager, table, blocks in rows:
+            needed += manager.num_blocks_to_allocate(table, num_slots, blocks, num_encoder_tokens)
         hit_blocks = [block_id for blocks in hit for block_id in blocks if block_id] if has_quota else []
-        forbidden = has_quota and not self.quotas.allows(request.holding, hit_blocks, needed)
+        forbidden = has_quota and not quotas.allows(request.holding, hit_blocks, needed)
         if forbidden or needed > self.blocks.num_free_blocks:
+            request.quiet_tokens = 0  # what it skipped may reach farther now
             self.activity.refusals += 1
             return None
         self.activity.allocations += 1
         if computed:
-            for manager, table, blocks in zip(self._managers, request.tables, hit, strict=True):
+            for manager, table, blocks in rows:
                 manager.adopt(table, blocks)
-        new = tuple(
-            manager.allocate(table, num_slots, num_encoder_tokens)
-            for manager, table in zip(self._managers, request.tables, strict=True)
-        )
+        new = tuple([manager.allocate(table, num_slots, num_encoder_tokens) for manager, table, _ in rows])
         if has_quota:
-            self.quotas.gained(request.holding, hit_blocks, [block_id for blocks in new for block_id in blocks])
+            quotas.gained(request.holding, hit_blocks, [block_id for blocks in new for block_id in blocks])
         request.num_computed_tokens = num_computed + num_new_tokens
         if self.config.enable_caching and not delay_cache_blocks:
             self.cache(request, request.num_computed_tokens, sequence=sequence)
+        request.quiet_tokens = min([manager.quiet_tokens(table) for manager, table, _ in rows])
         return new
 
     def cache(self, request: Request, num_computed_tokens: int, *, sequence: types.Sequence) -> None:
         """Caches the request's full blocks among its first `num_computed_tokens` tokens, never past those known."""
+        num_tokens = min(num_computed_tokens, request.num_tokens)
         for manager in self._managers:
-            manager.cache(request, min(num_computed_tokens, request.num_tokens), sequence)
+            manager.cache(request, num_tokens, sequence)
 
     def free(self, request: Request) -> None:
         """Frees the request's blocks, the last first; the caller forgets it or admits it again from the start."""
@@ -305,7 +314,7 @@ class Pool:
             freed = manager.free(table)
             if has_quota:
                 self.quotas.lost(request.holding, freed)
-        request.num_computed_tokens = 0
+        request.num_computed_tokens = request.quiet_tokens = 0
 
     def preempt(self, request: Request) -> None:
         """Frees the request's blocks, and counts that they were taken back, if it held any."""

@@ -15,6 +15,9 @@ from kvpool.server.core.types import BlockHash, BlockId, GroupId, WriterId
 
 _NEVER: Final = types.Sequence(2**62)
 """After every change that a session can make."""
+_MORE_LOOKED_UP: Final = 8
+_MOST_LOOKED_UP: Final = 512
+"""Hashes are looked up together: one at first, as most of what misses does so there, then times as many."""
 
 
 class PrefixMap:
@@ -32,8 +35,8 @@ class PrefixMap:
     )
 
     def __init__(self, num_blocks: int, num_groups: int) -> None:
-        # A dict of ids (in order, as a set) where several blocks carry one hash; these also in `_several`.
-        self._by_hash: list[dict[BlockHash, BlockId | dict[BlockId, None]]] = [{} for _ in range(num_groups)]
+        # The first copy; where several blocks carry one hash, `_several` has them all, in order (a dict as a set).
+        self._by_hash: list[dict[BlockHash, BlockId]] = [{} for _ in range(num_groups)]
         self._several: list[dict[BlockHash, dict[BlockId, None]]] = [{} for _ in range(num_groups)]
         self._hash_of: list[BlockHash | None] = [None] * num_blocks
         self._group_of = bytearray(num_blocks)
@@ -54,6 +57,11 @@ class PrefixMap:
         """The block's hash, if it has one."""
         return self._hash_of[block_id]
 
+    def hashed_among(self, block_ids: Iterable[BlockId]) -> list[BlockId]:
+        """Those of the blocks that have a hash, in their order."""
+        hash_of = self._hash_of
+        return [block_id for block_id in block_ids if hash_of[block_id] is not None]
+
     def group_of(self, block_id: BlockId) -> GroupId:
         """Group under which a block that has a hash is cached."""
         return GroupId(self._group_of[block_id])
@@ -70,43 +78,57 @@ class PrefixMap:
         """Whether `reader` may use the contents of a block that has a hash."""
         return block_id not in self._pending or self._writer_of[block_id] == reader
 
-    def find(self, group_id: GroupId, hashes: Iterable[BlockHash], reader: WriterId) -> list[BlockId]:
-        """Finds the blocks of the longest prefix of `hashes` that is cached and visible to `reader`. O(hit)."""
+    def find(
+        self, group_id: GroupId, hashes: Sequence[BlockHash], first: int, end: int, reader: WriterId
+    ) -> list[BlockId]:
+        """Finds the blocks of the longest prefix of `hashes[first:end]` that is cached and visible to `reader`.
+
+        O(hit): little beyond it is looked at.
+        """
         get = self._by_hash[group_id].get
         found: list[BlockId] = []
-        entries: list[BlockId | dict[BlockId, None]] = []
-        for block_hash in hashes:
-            entry = get(block_hash)
-            if entry is None:
+        size = 1
+        while first < end:
+            looked_up = hashes[first : min(first + size, end)]
+            piece = [get(block_hash) for block_hash in looked_up]
+            if not all(piece):
+                found += piece[: piece.index(None)]  # type: ignore[arg-type]
                 break
-            entries.append(entry)
-            found.append(next(iter(entry)) if isinstance(entry, dict) else entry)
-        if not self._pending or self._pending.keys().isdisjoint(found):
-            return found
-        for i, entry in enumerate(entries):
-            copies = entry if isinstance(entry, dict) else (entry,)
-            visible = next((block_id for block_id in copies if self.is_visible(block_id, reader)), None)
-            if visible is None:
-                return found[:i]
-            found[i] = visible
+            found += piece  # type: ignore[arg-type]
+            first += size
+            size = min(_MORE_LOOKED_UP * size, _MOST_LOOKED_UP)
+        if self._pending and not self._pending.keys().isdisjoint(found):
+            return self._visible(group_id, found, reader)
         return found
+
+    def _visible(self, group_id: GroupId, found: Sequence[BlockId], reader: WriterId) -> list[BlockId]:
+        """In place of each block its first copy that `reader` may read; ends where there is none."""
+        visible: list[BlockId] = []
+        for block_id in found:
+            readable = next((copy for copy in self._copies(group_id, block_id) if self.is_visible(copy, reader)), None)
+            if readable is None:
+                break
+            visible.append(readable)
+        return visible
+
+    def _copies(self, group_id: GroupId, first_copy: BlockId) -> Iterable[BlockId]:
+        return self._several[group_id].get(self._hash_of[first_copy], (first_copy,))  # type: ignore[arg-type]
 
     def entries(self) -> Iterator[tuple[GroupId, BlockHash, BlockId]]:
         """All that the maps lead to. O(cached blocks)."""
         for group_id, by_hash in enumerate(self._by_hash):
-            for block_hash, entry in by_hash.items():
-                for block_id in entry if isinstance(entry, dict) else (entry,):
+            for block_hash, first_copy in by_hash.items():
+                for block_id in self._copies(GroupId(group_id), first_copy):
                     yield GroupId(group_id), block_hash, block_id
 
     def first_copy(self, group_id: GroupId, block_hash: BlockHash) -> BlockId | None:
         """The block that was first cached with this hash, of those that have it; visible or not."""
-        entry = self._by_hash[group_id].get(block_hash)
-        return next(iter(entry)) if isinstance(entry, dict) else entry
+        return self._by_hash[group_id].get(block_hash)
 
     def num_copies(self, group_id: GroupId, block_hash: BlockHash) -> int:
         """How many blocks carry this hash."""
-        entry = self._by_hash[group_id].get(block_hash)
-        return len(entry) if isinstance(entry, dict) else int(entry is not None)
+        copies = self._several[group_id].get(block_hash)
+        return len(copies) if copies else int(block_hash in self._by_hash[group_id])
 
     def num_written_by(self, block_ids: Iterable[BlockId], writer: WriterId) -> int:
         """How many of these blocks, which have hashes, `writer` filled."""
@@ -122,42 +144,62 @@ class PrefixMap:
         sequence: types.Sequence,
     ) -> None:
         """Gives each block, which has no hash, its hash. `writer` fills them with its change `sequence`."""
-        by_hash, hash_of, writer_of = self._by_hash[group_id], self._hash_of, self._writer_of
+        by_hash, hash_of, writer_of, group_of = self._by_hash[group_id], self._hash_of, self._writer_of, self._group_of
+        num_before, count = len(by_hash), len(block_ids)
+        if by_hash.keys().isdisjoint(hashes):
+            by_hash.update(zip(hashes, block_ids, strict=True))
+        if len(by_hash) - num_before != count:  # some are cached already, or stand twice in `hashes`
+            if len(by_hash) > num_before:
+                for block_hash in hashes:
+                    by_hash.pop(block_hash, None)
+            self._map_copies(group_id, block_ids, hashes)
         for block_id, block_hash in zip(block_ids, hashes, strict=True):
-            entry = by_hash.setdefault(block_hash, block_id)
-            if entry is not block_id:
-                if isinstance(entry, dict):
-                    entry[block_id] = None
-                else:
-                    several = {entry: None, block_id: None}
-                    by_hash[block_hash] = self._several[group_id][block_hash] = several
             hash_of[block_id] = block_hash
             writer_of[block_id] = writer
-            self._group_of[block_id] = group_id
-        self._num_cached[group_id] += len(block_ids)
+            group_of[block_id] = group_id
+        self._num_cached[group_id] += count
         self._pending.update(dict.fromkeys(block_ids, sequence))
         self._unpublished.setdefault(writer, {}).setdefault(sequence, set()).update(block_ids)
 
-    def remove(self, block_id: BlockId) -> BlockHash | None:
-        """Takes the block's hash away and returns it; None if it had none."""
+    def _map_copies(self, group_id: GroupId, block_ids: Sequence[BlockId], hashes: Sequence[BlockHash]) -> None:
+        by_hash, several = self._by_hash[group_id], self._several[group_id]
+        for block_id, block_hash in zip(block_ids, hashes, strict=True):
+            first_copy = by_hash.setdefault(block_hash, block_id)
+            if first_copy is not block_id:
+                several.setdefault(block_hash, {first_copy: None})[block_id] = None
+
+    def remove(self, block_id: BlockId) -> BlockHash:
+        """Takes the hash of a block that has one away, and returns it."""
         block_hash = self._hash_of[block_id]
         if block_hash is None:
-            return None
+            raise KeyError(block_id)
         group_id = self._group_of[block_id]
-        by_hash = self._by_hash[group_id]
-        entry = by_hash[block_hash]
-        if isinstance(entry, dict) and len(entry) > 1:
-            del entry[block_id]
-        else:
-            del by_hash[block_hash]
-            if isinstance(entry, dict):
+        copies = self._several[group_id].get(block_hash)
+        if copies:
+            del copies[block_id]
+            self._by_hash[group_id][block_hash] = next(iter(copies))
+            if len(copies) == 1:
                 del self._several[group_id][block_hash]
+        else:
+            del self._by_hash[group_id][block_hash]
         self._hash_of[block_id] = None
         self._num_cached[group_id] -= 1
         sequence = self._pending.pop(block_id, None)
         if sequence is not None:
             self._forget_unpublished(block_id, sequence)
         return block_hash
+
+    def remove_all(self, block_ids: Iterable[BlockId]) -> None:
+        """Takes the hashes of these blocks away, which all have one."""
+        hash_of, group_of, pending, num_cached = self._hash_of, self._group_of, self._pending, self._num_cached
+        for block_id in block_ids:
+            group_id = group_of[block_id]
+            if block_id in pending or self._several[group_id]:
+                self.remove(block_id)
+                continue
+            del self._by_hash[group_id][hash_of[block_id]]  # type: ignore[arg-type]
+            hash_of[block_id] = None
+            num_cached[group_id] -= 1
 
     def publish(self, writer: WriterId, executed: types.Sequence) -> None:
         """Makes visible to all what `writer` filled with its changes up to `executed`."""

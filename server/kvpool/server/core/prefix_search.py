@@ -20,8 +20,7 @@ A window of few blocks makes many tries of a long request that misses. A look-up
 finds nothing: a hit that is shorter than what is cached is still one.
 """
 
-from collections.abc import Iterable, Sequence
-from itertools import islice
+from collections.abc import Sequence
 from typing import Final
 
 from kvpool.server.core.group_manager import GroupManager
@@ -78,7 +77,7 @@ class _Run:
             unknown = min(self._low, length // self.span_tokens + self.extra)
             if first >= unknown:
                 return length
-            found = self._map.find(self.manager.group_id, self._hashes_between(first, unknown), self._reader)
+            found = self._map.find(self.manager.group_id, self._hashes, first, unknown, self._reader)
             self.num_tries += 1
             self.num_found += len(found)
             is_whole = len(found) == unknown - first
@@ -101,10 +100,6 @@ class _Run:
             blocks += piece
         del blocks[count:]
         return blocks
-
-    def _hashes_between(self, first: int, end: int) -> Iterable[BlockHash]:
-        """Hashes [first, end), none of them touched before it is asked for."""
-        return map(self._hashes.__getitem__, range(first, end)) if first else islice(self._hashes, end)
 
 
 class PrefixSearch:

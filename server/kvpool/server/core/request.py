@@ -79,6 +79,7 @@ class Request:
         writer: The session's number.
         num_tokens: Tokens known, prompt and output; caching never passes them.
         num_computed_tokens: Tokens that have room, hits included. The next allocation starts there.
+        quiet_tokens: Up to how many computed tokens it can go without a change of the pool.
         num_preemptions: Times its blocks were taken back.
         hashes: One for each full hash block of the known tokens, if caching is on.
         joined_hashes: Hashes of larger blocks, by the hash blocks that each covers; made when they are needed.
@@ -94,6 +95,7 @@ class Request:
     tables: tuple[BlockTable, ...]
     num_tokens: int = 0
     num_computed_tokens: int = 0
+    quiet_tokens: int = 0
     num_preemptions: int = 0
     hashes: list[BlockHash] = field(default_factory=list)
     joined_hashes: dict[int, list[BlockHash]] = field(default_factory=dict)

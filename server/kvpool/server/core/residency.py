@@ -75,11 +75,15 @@ class Residency:
                 self.reuse_gap.observe(self.now_seconds - block.accessed_seconds)
                 block.accessed_seconds = self.now_seconds
 
-    def evicted(self, block_id: BlockId) -> None:
-        """Notes that a followed block lost its contents."""
-        block = self.followed.pop(block_id)
-        self.lifetime.observe(self.now_seconds - block.taken_seconds)
-        self.idle.observe(self.now_seconds - block.accessed_seconds)
+    def evicted(self, block_ids: Sequence[BlockId]) -> None:
+        """Notes that blocks lost their contents."""
+        if not self.followed or self.followed.keys().isdisjoint(block_ids):
+            return
+        for block_id in block_ids:
+            block = self.followed.pop(block_id, None)
+            if block:
+                self.lifetime.observe(self.now_seconds - block.taken_seconds)
+                self.idle.observe(self.now_seconds - block.accessed_seconds)
 
     def forget(self) -> None:
         """Follows no block any more, as all lost their contents at once."""

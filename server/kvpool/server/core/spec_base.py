@@ -127,6 +127,14 @@ class KVCacheSpec:
         del num_computed_tokens
         return 0
 
+    def num_computed_to_skip(self, num_tokens: int) -> int:
+        """With how many computed tokens `num_tokens`, at least 1, are skipped first; more than there ever are if never.
+
+        The inverse of `num_skipped_tokens`.
+        """
+        del num_tokens
+        return 2 * MAX_TOKENS
+
     def max_blocks(self, limits: RequestLimits) -> int:
         """Most blocks that one request takes at a time."""
         span = self.block_size * (limits.context_parallel_size if self.is_sharded else 1)

@@ -142,6 +142,10 @@ class SlidingWindowSpec(AttentionSpec):
         """The next token, at num_computed_tokens, sees sliding_window - 1 before itself."""
         return max(num_computed_tokens - self.sliding_window + 1, 0)
 
+    def num_computed_to_skip(self, num_tokens: int) -> int:
+        """See `KVCacheSpec`."""
+        return num_tokens + self.sliding_window - 1
+
     def max_blocks(self, limits: RequestLimits) -> int:
         """The window and what one step computes; one more, as a window need not begin with a block."""
         span = self.block_size * limits.context_parallel_size
@@ -175,6 +179,10 @@ class ChunkedLocalAttentionSpec(AttentionSpec):
     def num_skipped_tokens(self, num_computed_tokens: int) -> int:
         """All chunks before that of the next token."""
         return num_computed_tokens // self.attention_chunk_size * self.attention_chunk_size
+
+    def num_computed_to_skip(self, num_tokens: int) -> int:
+        """See `KVCacheSpec`."""
+        return -(-num_tokens // self.attention_chunk_size) * self.attention_chunk_size
 
     def max_blocks(self, limits: RequestLimits) -> int:
         """A chunk and what one step computes; one more where a chunk need not begin with a block."""
@@ -242,6 +250,10 @@ class MambaSpec(KVCacheSpec):
     def num_skipped_tokens(self, num_computed_tokens: int) -> int:
         """Only the state after the last computed token is read again."""
         return max(num_computed_tokens - 1, 0)
+
+    def num_computed_to_skip(self, num_tokens: int) -> int:
+        """See `KVCacheSpec`."""
+        return num_tokens + 1
 
     def max_blocks(self, limits: RequestLimits) -> int:
         """A state a block, and the speculative ones: as the reference counts, though most are freed as it goes on."""

@@ -279,10 +279,10 @@ def _map(prefix_map: PrefixMap, column_at: Callable[[object], list[Any]], ids: S
     prefix_map._group_of = bytearray(column_at(prefix_map._group_of))
     prefix_map._writer_of = column_at(prefix_map._writer_of)
     several = prefix_map._several
-    by_hash: list[dict[BlockHash, BlockId | dict[BlockId, None]]] = [{} for _ in several]
+    by_hash: list[dict[BlockHash, BlockId]] = [{} for _ in several]
     for block_id, block_hash, group_id in zip(ids, hashes, prefix_map._group_of, strict=True):
         if block_hash is not None:
             by_hash[group_id][block_hash] = block_id
     for mapped, many in zip(by_hash, several, strict=True):
-        mapped.update(many)
+        mapped.update((block_hash, next(iter(copies))) for block_hash, copies in many.items())
     prefix_map._by_hash = by_hash

@@ -1,0 +1,55 @@
+"""Room that a request can take without any change of its pool: what most decodes do.
+
+Between two blocks a decode takes a slot of a block that the request holds, fills no block and leaves none behind a
+window. Whoever knows the request's tables can answer it: the pool at once, or the session from its own copy.
+"""
+
+from dataclasses import dataclass
+from typing import Final
+
+from kvpool.server.core.config import PoolConfig
+from kvpool.server.core.specs import CrossAttentionSpec, KVCacheSpec, allocation_spec, num_draft_blocks
+from kvpool.server.core.types import MAX_TOKENS, GroupId
+
+_UNBOUND_TOKENS: Final = 2 * MAX_TOKENS
+
+
+@dataclass(frozen=True, slots=True)
+class QuietRoom:
+    """The rule for one group.
+
+    Attributes:
+        spec: How its blocks are given.
+        span_tokens: Tokens that a block covers.
+        num_extra_blocks: Blocks of a table beyond those of its tokens.
+        caches: Whether blocks that become full are cached.
+    """
+
+    spec: KVCacheSpec
+    span_tokens: int
+    num_extra_blocks: int
+    caches: bool
+
+    @classmethod
+    def of(cls, config: PoolConfig, group_id: GroupId) -> "QuietRoom":
+        """The rule for a group of a pool."""
+        spec = allocation_spec(config.groups[group_id].spec)
+        return cls(spec, config.span_tokens(group_id), num_draft_blocks(spec), config.enable_caching)
+
+    def num_tokens(self, num_blocks: int, num_cached_blocks: int, num_skipped_blocks: int) -> int:
+        """Up to how many computed tokens, look-ahead included, a request can go without a change of this group.
+
+        Args:
+            num_blocks: Blocks of its table, those skipped included.
+            num_cached_blocks: How many of the first are cached; if it is not known, fewer.
+            num_skipped_blocks: How many of the first stand null; if it is not known, fewer.
+        """
+        span = self.span_tokens
+        bound = _UNBOUND_TOKENS
+        if not isinstance(self.spec, CrossAttentionSpec):
+            bound = (num_blocks - self.num_extra_blocks) * span
+        if self.caches:
+            bound = min(bound, (num_cached_blocks + 1) * span - 1)
+        if not self.spec.keeps_all:
+            bound = min(bound, self.spec.num_computed_to_skip((num_skipped_blocks + 1) * span))
+        return bound
