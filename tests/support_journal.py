@@ -33,7 +33,7 @@ NOT_RESTORED: dict[tuple[type, str], str] = {
     (Session, "heard_seconds"): "leases begin anew with each process",
     (Session, "open_streams"): "streams end with the process",
     (Quarantine, "_num_blocks"): "is counted when somebody asks",
-    (FreeList, "_next"): "what it holds of blocks that are not free is never read; the free ones are compared in order",
+    (FreeList, "_chunks"): "what is passed over in them is left out; the free blocks are compared in order",
     **{place: reason for place, reason in LEFT_OUT.items() if place[1] not in {"_by_hash", "by_number"}},
 }
 """Fields that a recovered allocator may hold otherwise, and why."""

@@ -102,7 +102,7 @@ async def _write_amid_changes(folder: Path, config: PoolConfig, seed: int, count
         await asyncio.sleep(0)
     await snapshot
     for pool in journal.allocator.pools():
-        assert type(pool.blocks._ref_cnt) is list
+        assert type(pool.blocks.free_list._column) is list
         pool.blocks.take_events()
     kill(journal)
     return count, journal.allocator

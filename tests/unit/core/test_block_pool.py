@@ -46,7 +46,7 @@ def test_a_free_block_keeps_its_hash_until_it_is_taken() -> None:
 def test_touching_takes_a_free_block_out_and_counts_a_held_one() -> None:
     pool = pool_of(5)
     pool.take(1)
-    assert pool.num_free_among(ids(1, 3, 4)) == 2
+    assert pool.free_list.num_free_among(ids(1, 3, 4)) == 2
     pool.touch(ids(1, 3))
     assert [pool.ref_cnt(block_id) for block_id in ids(1, 3)] == [2, 1]
     assert list(pool.free_list) == [2, 4]

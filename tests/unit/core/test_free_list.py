@@ -1,5 +1,8 @@
-"""Rules 1 to 3 of free_list."""
+"""Rules 1 to 4 of free_list."""
 
+import pytest
+
+from kvpool.server.core import free_list
 from kvpool.server.core.free_list import FreeList
 from kvpool.server.core.types import BlockId
 
@@ -8,30 +11,50 @@ def ids(*numbers: int) -> list[BlockId]:
     return [BlockId(number) for number in numbers]
 
 
+def num_kept(free: FreeList) -> int:
+    """Entries of chunks, those that are passed over included."""
+    return sum(len(chunk.block_ids) - chunk.at for chunk in free._chunks.values())
+
+
 def test_starts_with_all_but_the_null_block() -> None:
     free = FreeList(4)
     assert (list(free), len(free)) == ([1, 2, 3], 3)
+    assert [free.ref_cnt(BlockId(i)) for i in range(4)] == [0] * 4
 
 
 def test_takes_from_the_head_and_appends_at_the_tail_in_order() -> None:
     free = FreeList(6)
     assert free.take(2) == [1, 2]
-    free.append(ids(2, 1))
+    free.append(free.drop(ids(2, 1)))
     assert (list(free), len(free)) == ([3, 4, 5, 2, 1], 5)
 
 
 def test_prepends_keeping_the_order() -> None:
     free = FreeList(6)
     free.take(3)
-    free.prepend(ids(3, 1))
+    free.prepend(free.drop(ids(3, 1)))
     assert list(free) == [3, 1, 4, 5]
+    assert free.take(3) == [3, 1, 4]
 
 
-def test_removes_from_anywhere() -> None:
+def test_free_blocks_are_held_from_anywhere() -> None:
     free = FreeList(6)
-    for block_id in ids(3, 1, 5):
-        free.remove(block_id)
+    assert free.hold(ids(3, 1, 5)) == 3
     assert (list(free), len(free)) == ([2, 4], 2)
+    assert free.take(2) == [2, 4]
+
+
+def test_counts_tables_and_shared_blocks() -> None:
+    free = FreeList(6)
+    free.take(3)
+    assert free.hold(ids(1, 2, 4, 2)) == 1
+    assert [free.ref_cnt(BlockId(i)) for i in range(6)] == [0, 2, 3, 1, 1, 0]
+    assert (free.num_shared, free.num_free_among(ids(1, 4, 5, 5))) == (2, 2)
+    assert free.drop(ids(4, 2, 1)) == [4]
+    free.append(ids(4))
+    assert free.drop(ids(2, 2, 1)) == [2, 1]
+    free.append(ids(2, 1))
+    assert (free.num_shared, list(free)) == (0, [5, 4, 2, 1])
 
 
 def test_survives_being_emptied() -> None:
@@ -49,3 +72,33 @@ def test_taking_or_adding_nothing_changes_nothing() -> None:
     free.prepend([])
     assert free.take(0) == []
     assert list(free) == [1, 2]
+
+
+def test_rule_2_what_is_hit_and_comes_back_stands_last_and_once() -> None:
+    free = FreeList(4)
+    free.append(free.drop(free.take(3)))
+    free.hold(ids(2))
+    assert list(free) == [1, 3]
+    free.append(ids(2))
+    assert (list(free), len(free)) == ([1, 3, 2], 3)
+    assert free.take(3) == [1, 3, 2]
+
+
+def test_rule_3_what_is_passed_over_does_not_pile_up() -> None:
+    """A prefix that is hit and freed for ever, while nothing is taken."""
+    free = FreeList(1001)
+    free.append(free.drop(free.take(1000)))
+    for i in range(2000):
+        hit = ids(*range(1 + i % 900, 100 + i % 900))
+        free.hold(hit)
+        free.append(free.drop(hit))
+        assert num_kept(free) <= 3 * len(free) + 64 * len(free._chunks)
+    assert sorted(free) == list(range(1, 1001))
+
+
+def test_a_chunk_that_is_large_is_extended_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(free_list, "MOST_EXTENDED_BLOCKS", 3)
+    free = FreeList(9)
+    for block_id in free.take(8):
+        free.append(free.drop([block_id]))
+    assert (list(free), len(free._chunks)) == (list(range(1, 9)), 3)

@@ -2,6 +2,7 @@
 
 1. free + held = num_blocks - 1; the null block is neither.
 2. ref_cnt of a block is the number of block tables that it stands in, 1 for a sink; it is free exactly when it is 0.
+   See `FreeList`.
 3. A free block keeps its hash, and so can be hit, until it is taken for something else.
 """
 
@@ -32,8 +33,8 @@ class BlockPool:
     """
 
     __slots__ = (
+        "_bare",
         "_events",
-        "_ref_cnt",
         "_uncached_first",
         "contents",
         "free_list",
@@ -49,7 +50,7 @@ class BlockPool:
         self.num_evicted = 0
         self.group_counters = [GroupCounters() for _ in config.groups]
         self.residency = residency
-        self._ref_cnt = [0] * config.num_blocks
+        self._bare: set[BlockId] = set()  # blocks that lost their hash while they were held
         self._uncached_first = config.reuse_order is ReuseOrder.UNCACHED_FIRST
         self.contents = BlockContents(config.num_blocks) if config.makes_events else None
         self._events: list[BlockEvent] = []
@@ -69,7 +70,7 @@ class BlockPool:
     @property
     def num_blocks(self) -> int:
         """Blocks, the null block included."""
-        return len(self._ref_cnt)
+        return self.free_list.num_blocks
 
     @property
     def num_free_blocks(self) -> int:
@@ -79,68 +80,58 @@ class BlockPool:
     @property
     def usage(self) -> float:
         """Fraction of the blocks, the null block apart, that are not free."""
-        return 1.0 - len(self.free_list) / (len(self._ref_cnt) - 1)
+        return 1.0 - len(self.free_list) / (self.num_blocks - 1)
 
     def ref_cnt(self, block_id: BlockId) -> int:
         """Number of block tables that the block stands in."""
-        return self._ref_cnt[block_id]
-
-    def num_free_among(self, block_ids: Iterable[BlockId]) -> int:
-        """How many of these blocks are free: touching them takes as many from the free list."""
-        ref_cnt = self._ref_cnt
-        return [ref_cnt[block_id] for block_id in block_ids].count(0)
+        return self.free_list.ref_cnt(block_id)
 
     def take(self, count: int) -> list[BlockId]:
         """Takes the next `count` free blocks, evicting what they held. The caller has checked that they are there."""
         taken = self.free_list.take(count)
-        ref_cnt = self._ref_cnt
-        for block_id in taken:
-            ref_cnt[block_id] = 1
         cached = self.prefix_map.hashed_among(taken)
         if cached:
             self.num_evicted += len(cached)
             for group_id, num_evicted in Counter(map(self.prefix_map.group_of, cached)).items():
                 self.group_counters[group_id].evicted_blocks += num_evicted
-            self.evict(cached)
+            self._forget(cached)
         if self.residency:
             self.residency.taken(taken)
         return taken
 
     def touch(self, block_ids: Sequence[BlockId]) -> int:
         """Counts one more table for each block, free ones leaving the free list; returns how many did."""
-        ref_cnt = self._ref_cnt
-        num_free = len(self.free_list)
-        for block_id in block_ids:
-            if not ref_cnt[block_id]:
-                self.free_list.remove(block_id)
-            ref_cnt[block_id] += 1
+        num_freed = self.free_list.hold(block_ids)
         if self.residency:
             self.residency.accessed(block_ids)
-        return num_free - len(self.free_list)
+        return num_freed
 
-    def release(self, block_ids: Iterable[BlockId]) -> int:
+    def release(self, block_ids: Sequence[BlockId], num_uncached: int | None = None) -> int:
         """Counts one table less for each block. Those that no table counts on become free, in this order.
+
+        Args:
+            block_ids: The blocks of a table, from its end.
+            num_uncached: How many of the first were never cached, the others having been; None if that is not known.
 
         Returns:
             How many became free.
         """
-        ref_cnt = self._ref_cnt
-        freed = []
-        for block_id in block_ids:
-            if ref_cnt[block_id] == 1:
-                ref_cnt[block_id] = 0
-                freed.append(block_id)
-            else:
-                ref_cnt[block_id] -= 1
-        num_freed = len(freed)
-        if self._uncached_first:
+        free_list = self.free_list
+        freed = free_list.drop(block_ids)
+        if not self._uncached_first:
+            free_list.append(freed)
+        elif num_uncached is not None and freed is block_ids and not self._bare:
+            free_list.prepend(block_ids[:num_uncached])
+            free_list.append(block_ids[num_uncached:])
+        else:
             cached = self.prefix_map.hashed_among(freed)
-            if len(cached) < num_freed:
+            if len(cached) < len(freed):
                 hashed = set(cached)
-                self.free_list.prepend([block_id for block_id in freed if block_id not in hashed])
-                freed = cached
-        self.free_list.append(freed)
-        return num_freed
+                free_list.prepend([block_id for block_id in freed if block_id not in hashed])
+            free_list.append(cached)
+        if self._bare:
+            self._bare.difference_update(freed)
+        return len(freed)
 
     def cache(
         self,
@@ -156,6 +147,10 @@ class BlockPool:
     def evict(self, block_ids: Iterable[BlockId]) -> None:
         """Takes the hashes of these blocks away, of those that have one."""
         cached = self.prefix_map.hashed_among(dict.fromkeys(block_ids))
+        self._bare.update(block_id for block_id in cached if self.free_list.ref_cnt(block_id))
+        self._forget(cached)
+
+    def _forget(self, cached: Sequence[BlockId]) -> None:
         if self.residency:
             self.residency.evicted(cached)
         if self.contents:

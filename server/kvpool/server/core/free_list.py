@@ -1,72 +1,188 @@
-"""The free blocks in the order in which they will be used again.
+"""How many tables each block stands in, and those in none, in the order in which they will be used again.
 
-1. A circular, doubly linked list in two columns of ints, indexed by block id. The null block is its sentinel: what
-   follows it is used next, what precedes it is used last.
-2. A block is in the list exactly when its ref_cnt is 0; the caller keeps this.
-3. Every operation costs O(blocks named), none O(blocks in the pool).
+1. One column by block id: the number of tables that a block stands in, 1 for a sink; or, of a free block, 0 or less: the
+   number of its chunk, negated. The null block is in no table and no chunk.
+2. A chunk is a run of blocks that became free together, given back in one splice. Chunks are used in their order, and
+   blocks in their order in it. A block that is hit while it is free stays where it stands in its chunk, and is passed
+   over there: it is free in a chunk exactly when the column says so. A block stands once in a chunk.
+3. A chunk that few blocks are left in is made anew, so that what is passed over is never more than what is free, and
+   some.
+4. Every operation costs O(blocks named), spread over operations; none O(blocks in the pool).
 """
 
-from collections.abc import Iterator, Sequence
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Final
 
-from kvpool.server.core.types import NULL_BLOCK, BlockId
+from kvpool.server.core.types import BlockId
+
+MOST_EXTENDED_BLOCKS: Final = 2**15
+"""A chunk that has so many is extended no more: to make it anew would take milliseconds."""
+_SOME_BLOCKS: Final = 64
+
+
+class Chunk:
+    """A run of blocks that became free together.
+
+    Attributes:
+        block_ids: Its blocks; from `at` on those that are free in it, in order, and those to be passed over. Only grows
+            at its end, or is replaced.
+        at: Blocks before were taken.
+        num_free: Blocks that are free in it.
+    """
+
+    __slots__ = ("at", "block_ids", "num_free")
+
+    def __init__(self, block_ids: Sequence[BlockId]) -> None:
+        self.block_ids = block_ids
+        self.at = 0
+        self.num_free = len(block_ids)
 
 
 class FreeList:
-    """Free blocks, from next used to last used. New: all blocks but the null block, ascending."""
+    """Free blocks, from next used to last used, and the counts of the others. New: all but the null block, ascending.
 
-    __slots__ = ("_len", "_next", "_prev")
+    Attributes:
+        num_shared: Blocks that stand in more than one table.
+    """
+
+    __slots__ = ("_chunks", "_column", "_last_number", "_len", "_tail", "num_shared")
 
     def __init__(self, num_blocks: int) -> None:
-        ids = [BlockId(i) for i in range(num_blocks)]
-        # Both columns share the int objects of `ids`: 16 bytes a block and list, not 44.
-        self._next = [*ids[1:], NULL_BLOCK]
-        self._prev = [ids[-1], *ids[:-1]]
+        self._column = [0] * num_blocks
+        self._chunks: OrderedDict[int, Chunk] = OrderedDict()
         self._len = num_blocks - 1
+        if self._len:
+            self._chunks[0] = Chunk(range(1, num_blocks))  # type: ignore[arg-type]  # ids that nobody has asked for yet
+        self._last_number = 0
+        self._tail = -1  # the chunk at the end, if it may be extended
+        self.num_shared = 0
 
     def __len__(self) -> int:
         return self._len
 
     def __iter__(self) -> Iterator[BlockId]:
-        follow = self._next
-        block_id = follow[NULL_BLOCK]
-        while block_id:
-            yield block_id
-            block_id = follow[block_id]
+        column = self._column
+        for number, chunk in self._chunks.items():
+            yield from (block_id for block_id in chunk.block_ids[chunk.at :] if column[block_id] == -number)
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks, the null block included."""
+        return len(self._column)
+
+    def ref_cnt(self, block_id: BlockId) -> int:
+        """Number of tables that the block stands in."""
+        return max(self._column[block_id], 0)
+
+    def num_free_among(self, block_ids: Iterable[BlockId]) -> int:
+        """How many of these blocks are free, each counted as often as it is named."""
+        column = self._column
+        return [column[block_id] <= 0 for block_id in block_ids].count(True)  # noqa: FBT003 - what is counted
 
     def take(self, count: int) -> list[BlockId]:
-        """Removes and returns the next `count` blocks; the caller has checked that there are so many."""
-        follow = self._next
-        block_id = follow[NULL_BLOCK]
-        taken = []
-        for _ in range(count):
-            taken.append(block_id)
-            block_id = follow[block_id]
-        follow[NULL_BLOCK] = block_id
-        self._prev[block_id] = NULL_BLOCK
+        """Takes the next `count` blocks, each for one table; the caller has checked that there are so many."""
+        column = self._column
+        taken: list[BlockId] = []
+        while len(taken) < count:
+            number, chunk = next(iter(self._chunks.items()))
+            wanted = chunk.block_ids[chunk.at : chunk.at + count - len(taken)]
+            is_whole = chunk.num_free == len(chunk.block_ids) - chunk.at
+            chunk.at += len(wanted)
+            found = wanted if is_whole else [block_id for block_id in wanted if column[block_id] == -number]
+            taken += found
+            self._leave(number, chunk, len(found))
+        for block_id in taken:
+            column[block_id] = 1
         self._len -= count
         return taken
 
-    def remove(self, block_id: BlockId) -> None:
-        """Removes a block of the list from anywhere in it."""
-        before, after = self._prev[block_id], self._next[block_id]
-        self._next[before] = after
-        self._prev[after] = before
-        self._len -= 1
+    def hold(self, block_ids: Iterable[BlockId]) -> int:
+        """Counts one more table for each block, free ones leaving the list; returns how many did."""
+        column = self._column
+        gone: dict[int, int] = {}
+        num_shared = 0
+        for block_id in block_ids:
+            count = column[block_id]
+            if count > 0:
+                column[block_id] = count + 1
+                if count == 1:
+                    num_shared += 1
+            else:
+                column[block_id] = 1
+                gone[count] = gone.get(count, 0) + 1
+        self.num_shared += num_shared
+        if not gone:
+            return 0
+        for negated, num_gone in gone.items():
+            self._leave(-negated, self._chunks[-negated], num_gone)
+            if -negated == self._tail:  # what comes back must not stand in it twice
+                self._tail = -1
+        num_held = sum(gone.values())
+        self._len -= num_held
+        return num_held
+
+    def drop(self, block_ids: Sequence[BlockId]) -> Sequence[BlockId]:
+        """Counts one table less for each block.
+
+        Returns:
+            Those that are in none any more, in their order; they must be given to `append` or `prepend` next.
+        """
+        if not self.num_shared:
+            return block_ids
+        column = self._column
+        if [column[block_id] for block_id in block_ids].count(1) == len(block_ids):
+            return block_ids
+        dropped = []
+        num_shared = 0
+        for block_id in block_ids:
+            count = column[block_id] - 1
+            column[block_id] = count
+            if count < 2:  # noqa: PLR2004 - shared no more
+                if count:
+                    num_shared += 1
+                else:
+                    dropped.append(block_id)
+        self.num_shared -= num_shared
+        return dropped
 
     def append(self, block_ids: Sequence[BlockId]) -> None:
-        """Puts blocks that are not in the list last, keeping their order."""
-        self._splice(self._prev[NULL_BLOCK], block_ids, NULL_BLOCK)
+        """Puts blocks that are in no table, nor in the list, last, keeping their order."""
+        if not block_ids:
+            return
+        chunk = self._chunks.get(self._tail)
+        if chunk is not None and len(chunk.block_ids) < MOST_EXTENDED_BLOCKS:
+            chunk.block_ids += block_ids  # type: ignore[operator]  # a list, but for the first, which is no tail
+            chunk.num_free += len(block_ids)
+        else:
+            self._tail = self._add_chunk(block_ids)
+        self._mark(self._tail, block_ids)
 
     def prepend(self, block_ids: Sequence[BlockId]) -> None:
-        """Puts blocks that are not in the list first, keeping their order."""
-        self._splice(NULL_BLOCK, block_ids, self._next[NULL_BLOCK])
+        """Puts blocks that are in no table, nor in the list, first, keeping their order."""
+        if not block_ids:
+            return
+        number = self._add_chunk(block_ids)
+        self._chunks.move_to_end(number, last=False)
+        self._mark(number, block_ids)
 
-    def _splice(self, before: BlockId, block_ids: Sequence[BlockId], after: BlockId) -> None:
-        follow, precede = self._next, self._prev
+    def _add_chunk(self, block_ids: Sequence[BlockId]) -> int:
+        self._last_number += 1
+        self._chunks[self._last_number] = Chunk(list(block_ids))
+        return self._last_number
+
+    def _mark(self, number: int, block_ids: Sequence[BlockId]) -> None:
+        column, negated = self._column, -number
         for block_id in block_ids:
-            follow[before] = block_id
-            precede[block_id] = before
-            before = block_id
-        follow[before] = after
-        precede[after] = before
+            column[block_id] = negated
         self._len += len(block_ids)
+
+    def _leave(self, number: int, chunk: Chunk, num_gone: int) -> None:
+        """Counts blocks that are not free in a chunk any more."""
+        chunk.num_free -= num_gone
+        if not chunk.num_free:
+            del self._chunks[number]
+        elif len(chunk.block_ids) - chunk.at > 2 * chunk.num_free + _SOME_BLOCKS:
+            column = self._column
+            chunk.block_ids = [b for b in chunk.block_ids[chunk.at :] if column[b] == -number]
+            chunk.at = 0

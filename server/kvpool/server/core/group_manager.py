@@ -83,13 +83,11 @@ class GroupManager:
             for block_id, block_hash in zip(promised, hashes, strict=False)
         )
 
-    def num_blocks_to_allocate(
-        self, table: BlockTable, num_tokens: int, computed: Sequence[BlockId], num_encoder_tokens: int
-    ) -> int:
-        """Free blocks that it takes to give room for `num_tokens` tokens to the table, with the hit `computed`."""
-        missing = self._num_missing(table, num_tokens, num_encoder_tokens) - len(computed)
-        missing = max(missing, 0)
-        return missing + self._pool.num_free_among(filter(None, computed)) if computed else missing
+    def num_missing(self, table: BlockTable, num_tokens: int, num_encoder_tokens: int) -> int:
+        """Blocks that the table lacks for `num_tokens` tokens; not positive if it lacks none."""
+        if self._counts_encoder_tokens:
+            num_tokens = num_encoder_tokens
+        return -(-num_tokens // self.span_tokens) + self._num_extra_blocks - len(table.block_ids)
 
     def adopt(self, table: BlockTable, computed: Sequence[BlockId]) -> None:
         """Puts a hit's blocks into an empty table."""
@@ -100,7 +98,7 @@ class GroupManager:
 
     def allocate(self, table: BlockTable, num_tokens: int, num_encoder_tokens: int) -> list[BlockId]:
         """Gives the table room for `num_tokens` tokens; returns the new blocks. The caller has checked for room."""
-        missing = self._num_missing(table, num_tokens, num_encoder_tokens)
+        missing = self.num_missing(table, num_tokens, num_encoder_tokens)
         if missing <= 0:
             return []
         new = self._pool.take(missing)
@@ -123,7 +121,8 @@ class GroupManager:
         skipped = table.block_ids[start:end]
         table.block_ids[start:end] = [NULL_BLOCK] * len(skipped)
         table.num_skipped = end
-        self._counters.used_blocks -= self._pool.release(reversed(skipped))
+        num_uncached = min(max(end - table.num_cached, 0), len(skipped))
+        self._counters.used_blocks -= self._pool.release(skipped[::-1], num_uncached)
         return skipped
 
     def cache(self, request: Request, num_tokens: int, sequence: types.Sequence) -> None:
@@ -155,7 +154,8 @@ class GroupManager:
     def free(self, table: BlockTable) -> list[BlockId]:
         """Empties the table; returns what it held."""
         held = table.held_block_ids
-        self._counters.used_blocks -= self._pool.release(reversed(held))
+        num_uncached = min(len(table.block_ids) - table.num_cached, len(held))
+        self._counters.used_blocks -= self._pool.release(held[::-1], num_uncached)
         table.clear()
         return held
 
@@ -173,9 +173,3 @@ class GroupManager:
             if common != same:
                 common = common[: next(i for i in range(count) if common[i] != same[i])]
         return len(common)
-
-    def _num_missing(self, table: BlockTable, num_tokens: int, num_encoder_tokens: int) -> int:
-        """Blocks that the table lacks; not positive if it lacks none."""
-        if self._counts_encoder_tokens:
-            num_tokens = num_encoder_tokens
-        return -(-num_tokens // self.span_tokens) + self._num_extra_blocks - len(table.block_ids)

@@ -279,13 +279,17 @@ class Pool:
             if has_quota and skipped:
                 quotas.lost(request.holding, skipped)
         rows = list(zip(self._managers, tables, hit, strict=True))
-        needed = 0
+        needed = num_hit = 0
         for manager, table, blocks in rows:
-            needed += manager.num_blocks_to_allocate(table, num_slots, blocks, num_encoder_tokens)
-        hit_blocks = [block_id for blocks in hit for block_id in blocks if block_id] if has_quota else []
+            num_hit += len(blocks)
+            needed += max(manager.num_missing(table, num_slots, num_encoder_tokens) - len(blocks), 0)
+        hit_blocks: list[BlockId] = []
+        num_free = self.blocks.num_free_blocks
+        if has_quota or needed + num_hit > num_free:  # else it does not matter how many of the hit are free
+            hit_blocks = [block_id for blocks in hit for block_id in blocks if block_id]
+            needed += self.blocks.free_list.num_free_among(hit_blocks)
         forbidden = has_quota and not quotas.allows(request.holding, hit_blocks, needed)
-        if forbidden or needed > self.blocks.num_free_blocks:
-            request.quiet_tokens = 0  # what it skipped may reach farther now
+        if forbidden or needed > num_free:
             self.activity.refusals += 1
             return None
         self.activity.allocations += 1

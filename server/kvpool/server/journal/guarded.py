@@ -2,16 +2,18 @@
 
 1. Nothing is copied at that moment that grows with the pool: a column is guarded, and what is changed ahead of the
    writing is kept first, value by value. So a change costs more by what it changes, however large the pool.
-2. Of a request its numbers are copied; its lists only grow, so lengths are enough. Of a table that has skipped blocks,
+2. Chunks of the free list grow at their end or are replaced: where each begins and ends is enough.
+3. Of a request its numbers are copied; its lists only grow, so lengths are enough. Of a table that has skipped blocks,
    which changes in place, the blocks are copied that it still holds: those of its window.
-3. The core is told nothing of it: a guarded column stands in the column's place, and the column comes back as it is.
+4. The core is told nothing of it: a guarded column stands in the column's place, and the column comes back as it is.
 """
 
 from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from operator import attrgetter
 from typing import Any, Final
 
+from kvpool.server.core.free_list import Chunk
 from kvpool.server.core.request import BlockTable, Request
 from kvpool.server.core.types import NULL_BLOCK, BlockId
 
@@ -63,6 +65,40 @@ class GuardedColumn:
         """Puts the column in its place again, unless another has taken it. Repeatable."""
         if getattr(self._owner, self._name) is self:
             setattr(self._owner, self._name, self._values)
+
+
+class FrozenChunks:
+    """The chunks of a free list as they were, end to end; of each, also what is passed over.
+
+    Attributes:
+        heads: Number and length of each.
+    """
+
+    __slots__ = ("_pieces", "heads")
+
+    def __init__(self, chunks: Mapping[int, Chunk]) -> None:
+        self._pieces = [(chunk.block_ids, chunk.at, len(chunk.block_ids)) for chunk in chunks.values()]
+        self.heads = [
+            (number, end - start) for number, (_, start, end) in zip(chunks, self._pieces, strict=True)
+        ]
+
+    def __len__(self) -> int:
+        return sum(length for _, length in self.heads)
+
+    def slices(self) -> Iterator[list[BlockId]]:
+        """Copies the blocks, a few at a time."""
+        piece: list[BlockId] = []
+        for block_ids, start, end in self._pieces:
+            for at in range(start, end, SLICE_BLOCKS):
+                piece += block_ids[at : min(at + SLICE_BLOCKS, end)]
+                if len(piece) >= SLICE_BLOCKS:
+                    yield piece
+                    piece = []
+        if piece:
+            yield piece
+
+    def give_back(self) -> None:
+        """As of columns; nothing was lent."""
 
 
 class FrozenRequests:

@@ -2,53 +2,54 @@
 
 1. `Frozen` takes everything at one moment: what is small is encoded; columns by block and requests are kept as they
    were until they are written (see `guarded`). What is changed later is not in it.
-2. What follows from the rest is left out, and made again: the free list's links back, the maps by hash and by number.
+2. What follows from the rest is left out, and made again: the maps by hash and by number.
 3. What stays with its process is left out, too: see `LEFT_OUT`.
 """
 
 import gc
 import operator
 from array import array
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import cache
-from itertools import compress
-from typing import Any, Final
+from itertools import compress, islice
+from typing import Any, Final, cast
 
 from kvpool.server.core.allocator import Allocator
 from kvpool.server.core.block_contents import BlockContents
 from kvpool.server.core.block_pool import BlockPool
 from kvpool.server.core.config import HashScheme, KVCacheGroup, PoolConfig
-from kvpool.server.core.free_list import FreeList
+from kvpool.server.core.free_list import Chunk, FreeList
 from kvpool.server.core.pool import Pool
 from kvpool.server.core.prefix_map import PrefixMap
 from kvpool.server.core.request import Request
 from kvpool.server.core.session import Session
 from kvpool.server.core.specs import FullAttentionSpec
-from kvpool.server.core.types import NULL_BLOCK, BlockHash, BlockId, PoolName
+from kvpool.server.core.types import BlockHash, BlockId, PoolName
 from kvpool.server.journal.calls import JournaledAllocator, WireCodec
 from kvpool.server.journal.codec import Decoder, Encoder, dumps, loads, packed_bytes, unpacked_bytes
 from kvpool.server.journal.frames import NONSENSE, DamageError, Frame, FrameKind, encode_frame
-from kvpool.server.journal.guarded import FrozenRequests, GuardedColumn
+from kvpool.server.journal.guarded import FrozenChunks, FrozenRequests, GuardedColumn
 
 LEFT_OUT: Final = {
     (Allocator, "_new_residency"): "is given to each process",
     (Pool, "residency"): "a sample is drawn anew by each process; no answer depends on it",
     (BlockPool, "residency"): "likewise",
     (BlockPool, "_events"): "events that were not told yet: watchers of a new process begin with a snapshot",
-    (FreeList, "_prev"): "follows from _next",
     (PrefixMap, "_by_hash"): "follows from _hash_of, _group_of and _several",
     (Session, "by_number"): "follows from requests",
 }
 _COLUMNS: Final = {
-    (FreeList, "_next"),
+    (FreeList, "_chunks"),
+    (FreeList, "_column"),
     (PrefixMap, "_group_of"),
     (PrefixMap, "_hash_of"),
     (PrefixMap, "_writer_of"),
-    (BlockPool, "_ref_cnt"),
     (BlockContents, "_contents_of"),
 }
 _COLUMN: Final = "column"
+_CHUNKS: Final = "chunks"
 _REQUESTS: Final = "requests"
 
 
@@ -89,7 +90,7 @@ class Frozen(AbstractContextManager["Frozen"]):
 
     def __init__(self, allocator: Allocator, messages: WireCodec) -> None:
         self._messages = messages
-        self._columns: list[GuardedColumn] = []
+        self._columns: list[GuardedColumn | FrozenChunks] = []
         self._requests = FrozenRequests()
         encoder = Encoder(messages, field=self._field)
         had_collector = gc.isenabled()
@@ -112,6 +113,10 @@ class Frozen(AbstractContextManager["Frozen"]):
         if here in LEFT_OUT:
             return None
         value = getattr(owner, name)
+        if here == (FreeList, "_chunks"):
+            chunks = FrozenChunks(value)
+            self._columns.append(chunks)
+            return ((_CHUNKS, len(self._columns) - 1, len(chunks)), chunks.heads)
         if here in _COLUMNS:
             if isinstance(value, GuardedColumn):
                 raise RuntimeError("an allocator is frozen twice at a time")
@@ -146,7 +151,7 @@ def _encode_slice(values: Sequence[Any]) -> list[object]:
         try:
             return ["I", array("I", values).tobytes()]
         except OverflowError:
-            return ["Q", array("Q", values).tobytes()]
+            return ["q", array("q", values).tobytes()]
     if kinds <= {bytes, type(None)}:
         is_there = bytes(map(operator.is_not, values, [None] * len(values)))
         return ["b", is_there, *packed_bytes(list(compress(values, is_there)))]
@@ -156,7 +161,7 @@ def _encode_slice(values: Sequence[Any]) -> list[object]:
 def _decode_slice(kind: str, *parts: Any) -> list[Any]:  # noqa: ANN401 - as it was encoded
     if kind == "y":
         return list(parts[0])
-    if kind in {"I", "Q"}:
+    if kind in {"I", "q"}:
         return array(kind, parts[0]).tolist()
     if kind == "b":
         is_there, lengths, joined = parts
@@ -236,10 +241,10 @@ class Loader:
         for request in requests:
             request.holding = session.holding
 
-    def _column(self, place: object) -> list[Any]:
+    def _column(self, place: object, wanted: str = _COLUMN) -> list[Any]:
         kind, number, length = _place(place)
         column = self._columns.pop(number, [])
-        if kind != _COLUMN or len(column) != length:
+        if kind != wanted or len(column) != length:
             raise DamageError("a column is missing or too short")
         return column
 
@@ -251,26 +256,28 @@ def _place(value: object) -> tuple[str, int, int]:
     return "", 0, 0
 
 
-def _complete(blocks: BlockPool, column_at: Callable[[object], list[Any]]) -> None:
+def _complete(blocks: BlockPool, column_at: Callable[..., list[Any]]) -> None:
     """Puts the columns where they were, and makes what follows from them. O(num_blocks)."""
-    blocks._ref_cnt = column_at(blocks._ref_cnt)
     blocks._events = []
-    ids = [BlockId(i) for i in range(len(blocks._ref_cnt))]
-    _link(blocks.free_list, [ids[i] for i in column_at(blocks.free_list._next)], ids)
+    blocks.free_list._column = column_at(blocks.free_list._column)
+    ids = [BlockId(i) for i in range(blocks.num_blocks)]
+    _line_up(blocks.free_list, column_at, ids)
     _map(blocks.prefix_map, column_at, ids)
     if blocks.contents:
         blocks.contents._contents_of = column_at(blocks.contents._contents_of)
 
 
-def _link(free_list: FreeList, follow: list[BlockId], ids: Sequence[BlockId]) -> None:
-    precede = [NULL_BLOCK] * len(ids)
-    block_id = NULL_BLOCK
-    for _ in range(len(free_list) + 1):
-        precede[follow[block_id]] = block_id
-        block_id = follow[block_id]
-    if block_id != NULL_BLOCK:
-        raise DamageError("the free list does not end")
-    free_list._next, free_list._prev = follow, precede
+def _line_up(free_list: FreeList, column_at: Callable[..., list[Any]], ids: Sequence[BlockId]) -> None:
+    place, heads = cast("tuple[object, list[tuple[int, int]]]", free_list._chunks)
+    entries = iter(column_at(place, _CHUNKS))
+    column = free_list._column
+    free_list._chunks = OrderedDict()
+    for number, length in heads:
+        chunk = Chunk([ids[i] for i in islice(entries, length) if column[i] == -number])
+        if chunk.num_free:
+            free_list._chunks[number] = chunk
+    if sum(chunk.num_free for chunk in free_list._chunks.values()) != len(free_list):
+        raise DamageError("blocks of the free list are missing")
 
 
 def _map(prefix_map: PrefixMap, column_at: Callable[[object], list[Any]], ids: Sequence[BlockId]) -> None:
