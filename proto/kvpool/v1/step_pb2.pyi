@@ -164,10 +164,12 @@ class Step(_message.Message):
     SEQUENCE_FIELD_NUMBER: _builtins.int
     EXECUTED_SEQUENCE_FIELD_NUMBER: _builtins.int
     ADMISSION_BUDGET_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_QUIET_ALLOCATIONS_FIELD_NUMBER: _builtins.int
     OPERATIONS_FIELD_NUMBER: _builtins.int
     REQUEST_NUMBERS_FIELD_NUMBER: _builtins.int
     NUM_APPENDED_TOKENS_FIELD_NUMBER: _builtins.int
     NUM_NEW_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_TAKEN_TOKENS_FIELD_NUMBER: _builtins.int
     NUM_REJECTED_TOKENS_FIELD_NUMBER: _builtins.int
     NUM_LOOKAHEAD_TOKENS_FIELD_NUMBER: _builtins.int
     NUM_ENCODER_TOKENS_FIELD_NUMBER: _builtins.int
@@ -188,6 +190,8 @@ class Step(_message.Message):
     """
     admission_budget_tokens: _builtins.int
     """Tokens that all admissions of this step together may make room for. 0: no limit."""
+    num_quiet_allocations: _builtins.int
+    """How often requests took room without asking since the last step, for statistics."""
     block_hashes: _builtins.bytes
     """Queue: hashes of the blocks that the appended tokens filled, one after the other. Each request has one for every
     hash_block_size tokens when caching is on, none when it is off.
@@ -210,6 +214,14 @@ class Step(_message.Message):
     def num_new_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Column: tokens to make room for. OPERATION_ADMIT: the most; 0: all that are left.
         OPERATION_CACHE: computed tokens up to which to cache.
+        """
+
+    @_builtins.property
+    def num_taken_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Column: tokens that the request has taken room for since it was last named, without asking: its blocks had the room,
+        none became full (where caching is on) and none fell behind a window. Most decodes are of this kind; a client that
+        has the block tables answers them by itself. At the first naming of the request in the step, before all else. More
+        than that room is refused.
         """
 
     @_builtins.property
@@ -259,10 +271,12 @@ class Step(_message.Message):
         sequence: _builtins.int = ...,
         executed_sequence: _builtins.int = ...,
         admission_budget_tokens: _builtins.int = ...,
+        num_quiet_allocations: _builtins.int = ...,
         operations: _abc.Iterable[Global___Operation.ValueType] | None = ...,
         request_numbers: _abc.Iterable[_builtins.int] | None = ...,
         num_appended_tokens: _abc.Iterable[_builtins.int] | None = ...,
         num_new_tokens: _abc.Iterable[_builtins.int] | None = ...,
+        num_taken_tokens: _abc.Iterable[_builtins.int] | None = ...,
         num_rejected_tokens: _abc.Iterable[_builtins.int] | None = ...,
         num_lookahead_tokens: _abc.Iterable[_builtins.int] | None = ...,
         num_encoder_tokens: _abc.Iterable[_builtins.int] | None = ...,
@@ -276,7 +290,7 @@ class Step(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["admission_budget_tokens", b"admission_budget_tokens", "block_hashes", b"block_hashes", "block_ids", b"block_ids", "delay_cache_blocks", b"delay_cache_blocks", "executed_sequence", b"executed_sequence", "lora_names", b"lora_names", "num_appended_tokens", b"num_appended_tokens", "num_block_ids", b"num_block_ids", "num_encoder_tokens", b"num_encoder_tokens", "num_lookahead_tokens", b"num_lookahead_tokens", "num_new_tokens", b"num_new_tokens", "num_rejected_tokens", b"num_rejected_tokens", "operations", b"operations", "request_ids", b"request_ids", "request_numbers", b"request_numbers", "sequence", b"sequence", "session_id", b"session_id", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["admission_budget_tokens", b"admission_budget_tokens", "block_hashes", b"block_hashes", "block_ids", b"block_ids", "delay_cache_blocks", b"delay_cache_blocks", "executed_sequence", b"executed_sequence", "lora_names", b"lora_names", "num_appended_tokens", b"num_appended_tokens", "num_block_ids", b"num_block_ids", "num_encoder_tokens", b"num_encoder_tokens", "num_lookahead_tokens", b"num_lookahead_tokens", "num_new_tokens", b"num_new_tokens", "num_quiet_allocations", b"num_quiet_allocations", "num_rejected_tokens", b"num_rejected_tokens", "num_taken_tokens", b"num_taken_tokens", "operations", b"operations", "request_ids", b"request_ids", "request_numbers", b"request_numbers", "sequence", b"sequence", "session_id", b"session_id", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -57,6 +57,7 @@ def apply_step(pool: Pool, session: Session, step: Step, source: object = None) 
     session.remember(source, result, num_kept + result.num_entries)
     pool.activity.steps += 1
     pool.activity.operations += len(step.operations)
+    pool.activity.allocations += step.num_quiet_allocations
     return result
 
 
@@ -203,7 +204,7 @@ class _Application:
     @staticmethod
     def _grow(row: CheckedOperation, request: Request) -> None:
         request.num_tokens += row.num_appended_tokens
-        request.num_computed_tokens -= row.num_rejected_tokens
+        request.num_computed_tokens += row.num_taken_tokens - row.num_rejected_tokens
         if row.hashes:
             request.hashes += row.hashes
         if row.token_ids:

@@ -26,6 +26,7 @@ _COLUMNS: Final = (
     "request_numbers",
     "num_appended_tokens",
     "num_new_tokens",
+    "num_taken_tokens",
     "num_rejected_tokens",
     "num_lookahead_tokens",
     "num_encoder_tokens",
@@ -44,6 +45,7 @@ class CheckedOperation:
         hashes: Hashes that it gains with them.
         token_ids: The tokens, if the pool makes events.
         num_new_tokens: See `Step`.
+        num_taken_tokens: See `Step`.
         num_rejected_tokens: See `Step`.
         num_lookahead_tokens: See `Step`.
         num_encoder_tokens: See `Step`.
@@ -58,6 +60,7 @@ class CheckedOperation:
     hashes: list[BlockHash] | None = None
     token_ids: list[int] | None = None
     num_new_tokens: int = 0
+    num_taken_tokens: int = 0
     num_rejected_tokens: int = 0
     num_lookahead_tokens: int = 0
     num_encoder_tokens: int = 0
@@ -76,6 +79,7 @@ class _Seen:
     holds_blocks: bool
     allocated: bool = False
     gone: bool = False
+    is_again: bool = False
 
     @property
     def is_admitted(self) -> bool:
@@ -129,6 +133,7 @@ class StepChecker:
             step.request_numbers or zeros,
             step.num_appended_tokens or zeros,
             step.num_new_tokens or zeros,
+            step.num_taken_tokens or zeros,
             step.num_rejected_tokens or zeros,
             step.num_lookahead_tokens or zeros,
             step.num_encoder_tokens or zeros,
@@ -146,6 +151,7 @@ class StepChecker:
         number: int,
         appended: int,
         new: int,
+        taken: int,
         rejected: int,
         lookahead: int,
         encoder: int,
@@ -156,7 +162,7 @@ class StepChecker:
             raise InvalidArgumentError(f"operations[{i}]", f"{code} is no operation")
         block_ids = self._take_block_ids(i, operation) if self._step.num_block_ids else ()
         if operation in _WITHOUT_REQUEST:
-            if number or appended or rejected:
+            if number or appended or taken or rejected:
                 raise InvalidArgumentError(f"request_numbers[{i}]", f"{operation.name} names no request")
             return CheckedOperation(operation, None, block_ids=list(block_ids[0]) if block_ids else [])
 
@@ -164,6 +170,9 @@ class StepChecker:
         row = CheckedOperation(operation, seen.request)
         if appended:
             self._check_growth(i, row, seen, appended)
+        if taken:
+            self._check_taken(i, seen, taken)
+            row.num_taken_tokens = taken
         if rejected:
             if seen.allocated:
                 raise InvalidArgumentError(
@@ -177,11 +186,15 @@ class StepChecker:
                 )
             row.num_rejected_tokens = rejected
         if operation in _ALLOCATING:
-            check_range(f"num_new_tokens[{i}]", new, int(operation is Operation.ALLOCATE), self._max_tokens)
-            check_range(f"num_lookahead_tokens[{i}]", lookahead, 0, self._max_tokens)
-            check_range(f"num_encoder_tokens[{i}]", encoder, 0, MAX_TOKENS)
-            row.num_new_tokens, row.num_lookahead_tokens, row.delay_cache_blocks = new, lookahead, delay
-            row.num_encoder_tokens = encoder
+            most = self._max_tokens
+            least = 1 if operation is Operation.ALLOCATE else 0
+            if not least <= new <= most:  # the name is made only where it is needed
+                check_range(f"num_new_tokens[{i}]", new, least, most)
+            if lookahead or encoder:
+                check_range(f"num_lookahead_tokens[{i}]", lookahead, 0, most)
+                check_range(f"num_encoder_tokens[{i}]", encoder, 0, MAX_TOKENS)
+                row.num_lookahead_tokens, row.num_encoder_tokens = lookahead, encoder
+            row.num_new_tokens, row.delay_cache_blocks = new, delay
             self._check_allocation(i, row, seen, block_ids)
         else:
             self._check_other(i, row, seen, new)
@@ -243,6 +256,8 @@ class StepChecker:
             if request is not None:
                 seen = _Seen(request, request.num_tokens, request.num_computed_tokens, request.holds_blocks)
                 self._seen[number] = seen
+        else:
+            seen.is_again = True
         if seen is None or seen.gone:
             raise NotFoundError(
                 "REQUEST_NOT_FOUND",
@@ -256,7 +271,8 @@ class StepChecker:
         if seen.num_tokens != seen.request.num_tokens:
             raise InvalidArgumentError(f"num_appended_tokens[{i}]", "the request grew already in this step")
         before = seen.num_tokens
-        check_range(f"num_appended_tokens[{i}]", appended, 0, self._max_tokens - before)
+        if not 0 <= appended <= self._max_tokens - before:
+            check_range(f"num_appended_tokens[{i}]", appended, 0, self._max_tokens - before)
         seen.num_tokens = before + appended
         row.num_appended_tokens = appended
         if config.enable_caching:
@@ -283,6 +299,15 @@ class StepChecker:
                 raise InvalidArgumentError("token_ids", "an id is not in [0, 2^32)") from None
             self._token_at = end
 
+    @staticmethod
+    def _check_taken(i: int, seen: _Seen, taken: int) -> None:
+        request = seen.request
+        if seen.is_again:
+            raise InvalidArgumentError(f"num_taken_tokens[{i}]", "the request was named before in this step")
+        room = max(request.quiet_tokens - request.num_computed_tokens, 0)
+        check_range(f"num_taken_tokens[{i}]", taken, 0, room)
+        seen.num_computed_tokens += taken
+
     def _check_allocation(
         self, i: int, row: CheckedOperation, seen: _Seen, promised: tuple[list[BlockId], ...] | tuple[()]
     ) -> None:
@@ -302,7 +327,8 @@ class StepChecker:
                 check_range(f"num_block_ids[{i}]", hit_tokens, 0, seen.num_tokens - 1)
                 row.promised = ComputedBlocks(promised, hit_tokens)
             left = self._max_tokens - seen.num_computed_tokens - hit_tokens
-            check_range(f"num_new_tokens[{i}]", row.num_new_tokens, 1, left)
+            if row.num_new_tokens > left:
+                check_range(f"num_new_tokens[{i}]", row.num_new_tokens, 1, left)
             seen.num_computed_tokens += hit_tokens + row.num_new_tokens
         seen.allocated = seen.holds_blocks = True
 

@@ -54,10 +54,12 @@ class Step:
         sequence: One more than the session's last change.
         executed_sequence: Newest change whose execution has finished; 0 for no news.
         admission_budget_tokens: Tokens that all admissions together may make room for; 0 for no limit.
+        num_quiet_allocations: How often requests took room without asking since the step before.
         operations: The operations, values of `Operation`.
         request_numbers: Column: the request.
         num_appended_tokens: Column: tokens the request has grown by.
         num_new_tokens: Column: ALLOCATE: tokens to make room for; ADMIT: the most, 0 for all; CACHE: up to where.
+        num_taken_tokens: Column: tokens that the request has taken room for without asking, see `quiet_room`.
         num_rejected_tokens: Column: tokens given room earlier whose contents were thrown away.
         num_lookahead_tokens: Column: tokens beyond the new ones to keep room for.
         num_encoder_tokens: Column: tokens that the request's encoder puts out; needs room in groups of cross attention.
@@ -73,10 +75,12 @@ class Step:
     sequence: int
     executed_sequence: int = 0
     admission_budget_tokens: int = 0
+    num_quiet_allocations: int = 0
     operations: list[int] = field(default_factory=list)
     request_numbers: list[int] = field(default_factory=list)
     num_appended_tokens: list[int] = field(default_factory=list)
     num_new_tokens: list[int] = field(default_factory=list)
+    num_taken_tokens: list[int] = field(default_factory=list)
     num_rejected_tokens: list[int] = field(default_factory=list)
     num_lookahead_tokens: list[int] = field(default_factory=list)
     num_encoder_tokens: list[int] = field(default_factory=list)
@@ -93,7 +97,7 @@ class Step:
         """About how much it holds, in entries of 8 bytes."""
         named = 64 * len(self.request_ids)  # at most: an id and a LoRA name of 256 bytes
         return (
-            8 * len(self.operations)
+            9 * len(self.operations)
             + len(self.num_block_ids)
             + len(self.block_ids)
             + len(self.block_hashes) // 8
