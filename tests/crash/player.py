@@ -16,7 +16,7 @@ from crash.execution import Executor, Task
 from crash.memory import Progress, content
 from crash.records import Log
 from kvpool.client import Answer, ComputedBlocks, DeadlineError, Outcome, Request, Session, UnavailableError
-from kvpool.client.steps import StepBuilder
+from kvpool.client.step_builder import StepBuilder
 from kvpool.server.core.step import Operation
 from kvpool.server.core.types import BlockId
 

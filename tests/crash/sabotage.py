@@ -2,7 +2,7 @@
 
 import itertools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from kvpool.cli import main
@@ -10,7 +10,7 @@ from kvpool.server.core.block_pool import BlockPool
 from kvpool.server.core.prefix_map import PrefixMap
 from kvpool.server.core.session import Session
 from kvpool.server.core.step import StepResult
-from kvpool.server.core.types import BlockId, GroupId, WriterId
+from kvpool.server.core.types import BlockId, GroupId
 from kvpool.server.journal.frames import FrameKind
 from kvpool.server.journal.journal import Journal
 
@@ -65,9 +65,8 @@ def leak_blocks() -> None:
     """Loses a freed block once in a while."""
     release, passings = BlockPool.release, itertools.count(1)
 
-    def faulty(pool: BlockPool, block_ids: Iterable[BlockId]) -> int:
-        kept = list(block_ids)
-        return release(pool, kept[1:] if next(passings) % 200 == 0 else kept)
+    def faulty(pool: BlockPool, block_ids: Sequence[BlockId], _num_uncached: int | None = None) -> int:
+        return release(pool, block_ids[1:] if next(passings) % 200 == 0 else block_ids)
 
     BlockPool.release = faulty  # type: ignore[method-assign, assignment]
 

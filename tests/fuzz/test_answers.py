@@ -15,7 +15,7 @@ from fuzz.mutations import mutate_bytes, mutate_fields
 from kvpool.client import PoolConfig, Session, WrongStateError
 from kvpool.client.errors import KvpoolError, ServerError
 from kvpool.client.request import Request
-from kvpool.client.steps import StepBuilder
+from kvpool.client.step_builder import StepBuilder
 from kvpool.client.transport import EmbeddedTransport
 from kvpool.gpu_worker.fence import Fence
 from kvpool.gpu_worker.join import RankProtocol

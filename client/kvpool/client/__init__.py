@@ -22,9 +22,9 @@ from kvpool.client.errors import (
 from kvpool.client.hashing import BlockHasher, ExtraKeys, MultiModalItem, register_hash
 from kvpool.client.prefix_index import PrefixIndex
 from kvpool.client.request import Request
-from kvpool.client.results import Admission, Allocation, Answer, HitChanged
+from kvpool.client.results import Admission, Allocation, Answer, Decodes, HitChanged
 from kvpool.client.session import Session
-from kvpool.client.steps import StepBuilder
+from kvpool.client.step_builder import StepBuilder
 from kvpool.client.transport import EventBatch, HeldRequest, WatchKind
 from kvpool.server.access import TlsConfig
 from kvpool.server.core.config import HashScheme, KeyForm, KVCacheGroup, PoolConfig, ReuseOrder
@@ -59,6 +59,7 @@ __all__ = [
     "ComputedBlocks",
     "CrossAttentionSpec",
     "DeadlineError",
+    "Decodes",
     "DeniedError",
     "EventBatch",
     "ExhaustedError",

@@ -11,14 +11,14 @@ from typing import Protocol, Self, TypeVar
 
 import grpc
 
-from kvpool.client import retries, steps, wire
+from kvpool.client import calls, retries, steps, wire
 from kvpool.client.errors import DeadlineError, KvpoolError, UnavailableError, from_rpc_error
 from kvpool.client.following import Follower
 from kvpool.client.lease import now_seconds
 from kvpool.client.request import Request
 from kvpool.client.results import Admission, Allocation, HitChanged
 from kvpool.client.session import SessionBase
-from kvpool.client.steps import StepBuilder
+from kvpool.client.step_builder import StepBuilder
 from kvpool.client.transport import EventBatch, HeldRequest, OpenedSession, watch_options
 from kvpool.server.access import Access, TlsConfig
 from kvpool.server.address import check_address
@@ -202,11 +202,11 @@ class AsyncSession(SessionBase):
     """
 
     def __init__(
-        self, stub: "allocator_pb2_grpc.AllocatorServiceAsyncStub", opened: OpenedSession, calls: _Calls
+        self, stub: "allocator_pb2_grpc.AllocatorServiceAsyncStub", opened: OpenedSession, unary: _Calls
     ) -> None:
         super().__init__(opened)
         self._stub = stub
-        self._calls = calls
+        self._calls = unary
         self._stream: grpc.aio.StreamStreamCall[step_pb2.Step, step_pb2.StepResult] | None = None
         self._closed = False
         self._keepalive = asyncio.create_task(self._keep_alive())
@@ -221,7 +221,7 @@ class AsyncSession(SessionBase):
 
     async def get_computed_blocks(self, request: Request, *, counted: bool = True) -> ComputedBlocks:
         """See `Session.get_computed_blocks`."""
-        return await self._call(steps.call_get_computed_blocks(request, counted=counted))
+        return await self._call(calls.call_get_computed_blocks(request, counted=counted))
 
     async def admit(
         self,
@@ -232,7 +232,7 @@ class AsyncSession(SessionBase):
         num_encoder_tokens: int = 0,
     ) -> Admission | None:
         """See `Session.admit`."""
-        return await self._call(steps.call_admit(request, max_new_tokens, num_lookahead_tokens, num_encoder_tokens))
+        return await self._call(calls.call_admit(request, max_new_tokens, num_lookahead_tokens, num_encoder_tokens))
 
     async def allocate_slots(  # noqa: PLR0913 - the reference's own parameters
         self,
@@ -247,7 +247,7 @@ class AsyncSession(SessionBase):
     ) -> Allocation | HitChanged | None:
         """See `Session.allocate_slots`."""
         return await self._call(
-            steps.call_allocate_slots(
+            calls.call_allocate_slots(
                 request,
                 num_new_tokens,
                 computed,
@@ -260,31 +260,31 @@ class AsyncSession(SessionBase):
 
     async def cache_blocks(self, request: Request, num_computed_tokens: int) -> None:
         """See `Session.cache_blocks`."""
-        await self._call(steps.call_simply(lambda step: step.cache_blocks(request, num_computed_tokens)))
+        await self._call(calls.call_simply(lambda step: step.cache_blocks(request, num_computed_tokens)))
 
     async def free(self, request: Request) -> None:
         """See `Session.free`."""
-        await self._call(steps.call_simply(lambda step: step.free(request)))
+        await self._call(calls.call_simply(lambda step: step.free(request)))
 
     async def preempt(self, request: Request) -> None:
         """See `Session.preempt`."""
-        await self._call(steps.call_simply(lambda step: step.preempt(request)))
+        await self._call(calls.call_simply(lambda step: step.preempt(request)))
 
     async def free_held(self, held: HeldRequest) -> None:
         """See `Session.free_held`."""
-        await self._call(steps.call_simply(lambda step: step.free(self._held(held, ()))))
+        await self._call(calls.call_simply(lambda step: step.free(self._held(held, ()))))
 
     async def evict_blocks(self, block_ids: Sequence[int]) -> None:
         """See `Session.evict_blocks`."""
-        await self._call(steps.call_simply(lambda step: step.evict_blocks(block_ids)))
+        await self._call(calls.call_simply(lambda step: step.evict_blocks(block_ids)))
 
     async def reset_prefix_cache(self) -> bool:
         """See `Session.reset_prefix_cache`."""
-        return (await self._call(steps.call_simply(lambda step: step.reset_prefix_cache()))).ok
+        return (await self._call(calls.call_simply(lambda step: step.reset_prefix_cache()))).ok
 
     async def get_common_prefix_blocks(self, request: Request) -> list[int]:
         """See `Session.get_common_prefix_blocks`."""
-        call = steps.call_simply(lambda step: step.get_common_prefix_blocks(request))
+        call = calls.call_simply(lambda step: step.get_common_prefix_blocks(request))
         return (await self._call(call)).num_common_blocks
 
     @asynccontextmanager
@@ -292,7 +292,8 @@ class AsyncSession(SessionBase):
         """See `Session.step`."""
         builder = StepBuilder(admission_budget_tokens)
         builder.executed_sequence = executed_sequence
-        yield builder
+        with self._undone(builder):
+            yield builder
         await self._send(builder)
 
     async def settle(self) -> None:
@@ -307,6 +308,7 @@ class AsyncSession(SessionBase):
         request = allocator_pb2.MarkExecutedRequest(session_id=self.session_id, executed_sequence=executed)
         with self._noted():
             sent_seconds, _ = await self._calls.make_timed(self._stub.MarkExecuted, request)
+        self._book.note_executed(executed)
         self._lease_timer.renew(sent_seconds)
 
     async def pool(self) -> PoolInfo:
@@ -326,15 +328,15 @@ class AsyncSession(SessionBase):
         self._closed = True
         self._note(ended_error("SESSION_CLOSED"))
 
-    async def _call(self, call: steps.Call[steps.ResultT]) -> steps.ResultT:
+    async def _call(self, call: calls.Call[calls.ResultT]) -> calls.ResultT:
         builder, read = call
         await self._send(builder)
         return read()
 
     async def _send(self, builder: StepBuilder) -> None:
-        self._book.check_settled()
-        if builder.rows or builder.executed_sequence:
-            await self._exchange(self._book.build(builder))
+        step = self._next_step(builder)
+        if step:
+            await self._exchange(step)
 
     async def _exchange(self, step: Step) -> None:
         message = convert.step_to_proto(step, self.session_id)

@@ -13,22 +13,24 @@ class Request:
         request_id: Its id, unique in the session.
         number: Its number in steps, chosen by the session.
         token_ids: Prompt and output. Read it; grow it with `append`.
-        hashes: One for each full block of the tokens, if the pool caches. Computed as tokens arrive.
         block_ids: Its blocks, group by group, in the order of the tokens. Kept up to date by the session.
         num_computed_tokens: Tokens that have room, hits included; the next allocation starts there.
+        quiet_tokens: Up to how many of them it can take without asking the service. Kept by the session.
         extra_keys: What besides the tokens decides its contents.
     """
 
     __slots__ = (
         "_hasher",
+        "_hashes",
         "block_ids",
         "declared",
         "extra_keys",
-        "hashes",
         "num_computed_tokens",
+        "num_sent_computed_tokens",
         "num_sent_hashes",
         "num_sent_tokens",
         "number",
+        "quiet_tokens",
         "request_id",
         "token_ids",
     )
@@ -47,14 +49,17 @@ class Request:
         self.number = RequestNumber(number)
         self.token_ids = list(token_ids)
         self.extra_keys = extra_keys
-        self.hashes: list[BlockHash] = []
+        self._hashes: list[BlockHash] = []
         self.block_ids: list[list[int]] = [[] for _ in range(num_groups)]
         self.num_computed_tokens = 0
+        self.quiet_tokens = 0
         self.declared = False
+        self.num_sent_computed_tokens = 0
         self.num_sent_tokens = 0
         self.num_sent_hashes = 0
         self._hasher = hasher
-        self.append(())
+        if hasher:
+            hasher.extend(self._hashes, self.token_ids, extra_keys)
 
     def __repr__(self) -> str:
         return f"<Request {self.request_id!r}: {self.num_tokens} tokens, {self.num_computed_tokens} computed>"
@@ -64,13 +69,19 @@ class Request:
         """Tokens known, prompt and output."""
         return len(self.token_ids)
 
+    @property
+    def hashes(self) -> list[BlockHash]:
+        """One for each full block of the tokens, if the pool caches. Computed once, the prompt's when it is made."""
+        hashes, hasher = self._hashes, self._hasher
+        if hasher and (len(hashes) + 1) * hasher.block_size <= len(self.token_ids):
+            hasher.extend(hashes, self.token_ids, self.extra_keys)
+        return hashes
+
     def append(self, token_ids: Sequence[int]) -> None:
-        """Adds generated tokens, and hashes the blocks that they fill. The server learns of them with the next call."""
+        """Adds generated tokens. The server learns of them with the next call."""
         self.token_ids += token_ids
-        if self._hasher:
-            self._hasher.extend(self.hashes, self.token_ids, self.extra_keys)
 
     def forget_blocks(self) -> None:
         """Empties the block tables, when they were freed."""
         self.block_ids = [[] for _ in self.block_ids]
-        self.num_computed_tokens = 0
+        self.num_computed_tokens = self.quiet_tokens = 0

@@ -5,11 +5,12 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import Self
 
-from kvpool.client import steps
+from kvpool.client import calls, steps
 from kvpool.client.hashing import NO_EXTRA_KEYS, BlockHasher, ExtraKeys
 from kvpool.client.request import Request
 from kvpool.client.results import Admission, Allocation, HitChanged
-from kvpool.client.steps import StepBook, StepBuilder
+from kvpool.client.step_builder import StepBuilder
+from kvpool.client.steps import StepBook
 from kvpool.client.transport import HeldRequest, OpenedSession, Transport
 from kvpool.server.core.errors import InvalidArgumentError, KvpoolError
 from kvpool.server.core.pool import ComputedBlocks
@@ -93,7 +94,7 @@ class SessionBase:
         request = self._make(held.request_id, held.number, token_ids, extra_keys)
         request.declared = True
         request.block_ids = [list(table) for table in held.block_ids]
-        request.num_computed_tokens = held.num_computed_tokens
+        request.num_computed_tokens = request.num_sent_computed_tokens = held.num_computed_tokens
         request.num_sent_tokens = min(held.num_tokens, request.num_tokens)  # fewer are known only of one to be freed
         request.num_sent_hashes = held.num_tokens // self.config.hash_block_size if self._hasher else 0
         return request
@@ -107,6 +108,23 @@ class SessionBase:
             hasher=self._hasher,
             extra_keys=extra_keys,
         )
+
+    def _next_step(self, builder: StepBuilder) -> Step | None:
+        """The step to send; None if this process can answer it, whose lease is sure to last."""
+        with self._undone(builder):
+            if self._book.must_send(builder, is_leased=self.lease_left_seconds > 0):
+                return self._book.build(builder)
+        return None
+
+    @staticmethod
+    @contextmanager
+    def _undone(builder: StepBuilder) -> Iterator[None]:
+        """Takes back what was answered here if the step is not sent."""
+        try:
+            yield
+        except BaseException:
+            builder.undo_quiet()
+            raise
 
     @contextmanager
     def _noted(self) -> Iterator[None]:
@@ -165,7 +183,7 @@ class Session(SessionBase):
 
         The blocks are not held: `allocate_slots` may find some of them gone.
         """
-        return self._call(steps.call_get_computed_blocks(request, counted=counted))
+        return self._call(calls.call_get_computed_blocks(request, counted=counted))
 
     def admit(
         self,
@@ -186,7 +204,7 @@ class Session(SessionBase):
         Returns:
             What it got; None if there are not enough blocks, or its session would hold more than it may.
         """
-        return self._call(steps.call_admit(request, max_new_tokens, num_lookahead_tokens, num_encoder_tokens))
+        return self._call(calls.call_admit(request, max_new_tokens, num_lookahead_tokens, num_encoder_tokens))
 
     def allocate_slots(  # noqa: PLR0913 - the reference's own parameters
         self,
@@ -217,7 +235,7 @@ class Session(SessionBase):
             meanwhile (allocate again with what it holds). In the last two cases nothing was allocated.
         """
         return self._call(
-            steps.call_allocate_slots(
+            calls.call_allocate_slots(
                 request,
                 num_new_tokens,
                 computed,
@@ -230,18 +248,18 @@ class Session(SessionBase):
 
     def cache_blocks(self, request: Request, num_computed_tokens: int) -> None:
         """Caches the full blocks among the first `num_computed_tokens` tokens (after delay_cache_blocks)."""
-        self._call(steps.call_simply(lambda step: step.cache_blocks(request, num_computed_tokens)))
+        self._call(calls.call_simply(lambda step: step.cache_blocks(request, num_computed_tokens)))
 
     def free(self, request: Request) -> None:
         """Frees the request's blocks, the last first, and forgets it.
 
         What was not said to be computed of it by then (`mark_executed`) is found by nobody: its step may never run.
         """
-        self._call(steps.call_simply(lambda step: step.free(request)))
+        self._call(calls.call_simply(lambda step: step.free(request)))
 
     def preempt(self, request: Request) -> None:
         """Frees the request's blocks, as `free`; it keeps its tokens and will be admitted again."""
-        self._call(steps.call_simply(lambda step: step.preempt(request)))
+        self._call(calls.call_simply(lambda step: step.preempt(request)))
 
     def free_held(self, held: HeldRequest) -> None:
         """Frees a request of a resumed session that is not adopted; its tokens need not be known.
@@ -250,19 +268,19 @@ class Session(SessionBase):
             InvalidArgumentError: It was declared by a unary call that gave it no number, so that no step can name it.
                 Its blocks come back with AllocatorService's Free, which takes its id, or when the session is closed.
         """
-        self._call(steps.call_simply(lambda step: step.free(self._held(held, ()))))
+        self._call(calls.call_simply(lambda step: step.free(self._held(held, ()))))
 
     def evict_blocks(self, block_ids: Sequence[int]) -> None:
         """Drops the hashes of blocks."""
-        self._call(steps.call_simply(lambda step: step.evict_blocks(block_ids)))
+        self._call(calls.call_simply(lambda step: step.evict_blocks(block_ids)))
 
     def reset_prefix_cache(self) -> bool:
         """Drops all hashes; False if a request of any session holds a block, and nothing was dropped."""
-        return self._call(steps.call_simply(lambda step: step.reset_prefix_cache())).ok
+        return self._call(calls.call_simply(lambda step: step.reset_prefix_cache())).ok
 
     def get_common_prefix_blocks(self, request: Request) -> list[int]:
         """Counts the leading blocks, group by group, that all requests of this session that hold blocks share."""
-        return self._call(steps.call_simply(lambda step: step.get_common_prefix_blocks(request))).num_common_blocks
+        return self._call(calls.call_simply(lambda step: step.get_common_prefix_blocks(request))).num_common_blocks
 
     @contextmanager
     def step(self, *, admission_budget_tokens: int = 0, executed_sequence: int = 0) -> Iterator[StepBuilder]:
@@ -274,7 +292,8 @@ class Session(SessionBase):
         """
         builder = StepBuilder(admission_budget_tokens)
         builder.executed_sequence = executed_sequence
-        yield builder
+        with self._undone(builder):
+            yield builder
         self._send(builder)
 
     def settle(self) -> None:
@@ -289,8 +308,10 @@ class Session(SessionBase):
         Until then the blocks that they filled are hit by this session's requests only. The number can also ride on
         the next step, without a message of its own: see `step`.
         """
+        executed_sequence = self.sequence if sequence is None else sequence
         with self._noted():
-            self._transport.mark_executed(self.session_id, self.sequence if sequence is None else sequence)
+            self._transport.mark_executed(self.session_id, executed_sequence)
+        self._book.note_executed(executed_sequence)
 
     def pool(self) -> PoolInfo:
         """Tells what the pool is like now."""
@@ -304,16 +325,15 @@ class Session(SessionBase):
             self._closed = True
             self._note(ended_error("SESSION_CLOSED"))
 
-    def _call(self, call: steps.Call[steps.ResultT]) -> steps.ResultT:
+    def _call(self, call: calls.Call[calls.ResultT]) -> calls.ResultT:
         builder, read = call
         self._send(builder)
         return read()
 
     def _send(self, builder: StepBuilder) -> None:
-        self._book.check_settled()
-        if not builder.rows and not builder.executed_sequence:
-            return
-        self._exchange(self._book.build(builder))
+        step = self._next_step(builder)
+        if step:
+            self._exchange(step)
 
     def _exchange(self, step: Step) -> None:
         try:

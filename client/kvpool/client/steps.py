@@ -3,17 +3,18 @@
 1. A step is built from what requests are when it is sent; nothing counts as sent until its result is there. A step
    that is refused leaves the session's view as it was, as it leaves the server's.
 2. A step without an answer stays the next one to be sent: the same number gets the same answer again.
-3. A session that the server has told to be over stays so: every later step is told the same, unsent.
+3. What requests have quiet room for is answered here, and the sum is sent with the next operation on the request.
+4. A session that the server has told to be over stays so: every later step is told the same, unsent.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Iterator, Sequence
 from itertools import islice
-from typing import Final, TypeVar
+from typing import Final
 
 from kvpool.client.check_result import check_result
 from kvpool.client.request import Request
-from kvpool.client.results import Admission, Allocation, Answer, HitChanged
+from kvpool.client.step_builder import Row, StepBuilder
 from kvpool.server.core.config import PoolConfig
 from kvpool.server.core.errors import (
     AbortedError,
@@ -23,17 +24,15 @@ from kvpool.server.core.errors import (
     NotFoundError,
     WrongStateError,
 )
-from kvpool.server.core.pool import ComputedBlocks
-from kvpool.server.core.specs import allocation_spec
+from kvpool.server.core.quiet_room import QuietRoom
 from kvpool.server.core.step import Operation, Outcome, Step, StepResult
-from kvpool.server.core.types import NULL_BLOCK, BlockId
+from kvpool.server.core.types import NULL_BLOCK, GroupId
 
 _REFUSALS: Final = (InvalidArgumentError, NotFoundError, WrongStateError, ExhaustedError)
 _DECLARING: Final = frozenset((Operation.LOOK_UP, Operation.PEEK, Operation.ADMIT, Operation.ALLOCATE))
+_CACHING: Final = frozenset((Operation.ADMIT, Operation.ALLOCATE, Operation.CACHE))
 _SKIPPING: Final = frozenset((Outcome.OK, Outcome.NO_BLOCKS, Outcome.OVER_QUOTA))
 """Outcomes of ALLOCATE before which blocks that slid out of a window were freed."""
-
-ResultT = TypeVar("ResultT")
 
 
 def _is_refusal(error: KvpoolError) -> bool:
@@ -49,136 +48,6 @@ def ends_session(error: KvpoolError) -> bool:
     return isinstance(error, AbortedError) or error.reason == "SESSION_NOT_FOUND"
 
 
-@dataclass(slots=True)
-class _Row:
-    operation: Operation
-    request: Request | None
-    answer: Answer
-    num_new_tokens: int = 0
-    num_rejected_tokens: int = 0
-    num_lookahead_tokens: int = 0
-    num_encoder_tokens: int = 0
-    delay_cache_blocks: bool = False
-    computed: ComputedBlocks | None = None
-    block_ids: Sequence[int] = ()
-
-
-class StepBuilder:
-    """The operations of one step, in the order in which they are asked for.
-
-    Each method returns an answer that is filled when the step has been sent and answered. After the first operation
-    that finds too few blocks (`Outcome.NO_BLOCKS`), or would pass the session's max_blocks (`Outcome.OVER_QUOTA`),
-    later ones that would take blocks are not tried (`Outcome.SKIPPED`).
-    """
-
-    def __init__(self, admission_budget_tokens: int = 0) -> None:
-        """Starts a step.
-
-        Args:
-            admission_budget_tokens: Tokens that all admissions together may make room for; 0 for no limit.
-        """
-        self.admission_budget_tokens = admission_budget_tokens
-        self.executed_sequence = 0
-        self.rows: list[_Row] = []
-
-    def admit(
-        self,
-        request: Request,
-        max_new_tokens: int = 0,
-        *,
-        num_lookahead_tokens: int = 0,
-        num_encoder_tokens: int = 0,
-        delay_cache_blocks: bool = False,
-    ) -> Answer:
-        """Looks up, then makes room for as many of the tokens left as the budgets allow, atomically.
-
-        Args:
-            request: A request that holds no blocks.
-            max_new_tokens: Most tokens to make room for, beyond the hit; 0 for all that are left.
-            num_lookahead_tokens: Tokens beyond these to keep room for.
-            num_encoder_tokens: Tokens that the encoder puts out, for models with cross attention.
-            delay_cache_blocks: Leave full blocks uncached until `cache_blocks`.
-        """
-        return self._add(
-            Operation.ADMIT,
-            request,
-            num_new_tokens=max_new_tokens,
-            num_lookahead_tokens=num_lookahead_tokens,
-            num_encoder_tokens=num_encoder_tokens,
-            delay_cache_blocks=delay_cache_blocks,
-        )
-
-    def allocate_slots(  # noqa: PLR0913 - the reference's own parameters
-        self,
-        request: Request,
-        num_new_tokens: int,
-        *,
-        computed: ComputedBlocks | None = None,
-        num_computed_tokens: int | None = None,
-        num_lookahead_tokens: int = 0,
-        num_encoder_tokens: int = 0,
-        delay_cache_blocks: bool = False,
-    ) -> Answer:
-        """Makes room for more tokens of a request, and caches the blocks that become full.
-
-        Args:
-            request: The request.
-            num_new_tokens: Tokens to make room for, beyond the computed ones and the hit.
-            computed: What a look-up promised, for a request that holds no blocks.
-            num_computed_tokens: Computed tokens, if fewer than have room (drafts were rejected).
-            num_lookahead_tokens: Tokens beyond the new ones to keep room for (drafts).
-            num_encoder_tokens: Tokens that the encoder puts out, for models with cross attention; in the call that
-                finds the request without blocks.
-            delay_cache_blocks: Leave full blocks uncached until `cache_blocks`.
-        """
-        rejected = 0 if num_computed_tokens is None else request.num_computed_tokens - num_computed_tokens
-        return self._add(
-            Operation.ALLOCATE,
-            request,
-            num_new_tokens=num_new_tokens,
-            num_rejected_tokens=rejected,
-            num_lookahead_tokens=num_lookahead_tokens,
-            num_encoder_tokens=num_encoder_tokens,
-            delay_cache_blocks=delay_cache_blocks,
-            computed=computed,
-        )
-
-    def get_computed_blocks(self, request: Request, *, counted: bool = True) -> Answer:
-        """Looks up the longest cached prefix of a request that holds no blocks; its last token is never hit."""
-        return self._add(Operation.LOOK_UP if counted else Operation.PEEK, request)
-
-    def cache_blocks(self, request: Request, num_computed_tokens: int) -> Answer:
-        """Caches the full blocks among the first `num_computed_tokens` tokens (after delay_cache_blocks)."""
-        return self._add(Operation.CACHE, request, num_new_tokens=num_computed_tokens)
-
-    def free(self, request: Request) -> Answer:
-        """Frees the request's blocks and forgets it. One that the server never heard of is just forgotten."""
-        if not request.declared and not any(row.request is request for row in self.rows):
-            return Answer(Outcome.OK)
-        return self._add(Operation.FREE, request)
-
-    def preempt(self, request: Request) -> Answer:
-        """Frees the request's blocks; it keeps its tokens and will be admitted again."""
-        return self._add(Operation.PREEMPT, request)
-
-    def evict_blocks(self, block_ids: Sequence[int]) -> Answer:
-        """Drops the hashes of blocks."""
-        return self._add(Operation.EVICT, None, block_ids=block_ids)
-
-    def reset_prefix_cache(self) -> Answer:
-        """Drops all hashes, if no request of any session holds a block."""
-        return self._add(Operation.RESET, None)
-
-    def get_common_prefix_blocks(self, request: Request) -> Answer:
-        """Counts the leading blocks that all of the session's requests that hold blocks have in common."""
-        return self._add(Operation.COMMON_PREFIX, request)
-
-    def _add(self, operation: Operation, request: Request | None, **columns: object) -> Answer:
-        answer = Answer()
-        self.rows.append(_Row(operation, request, answer, **columns))  # type: ignore[arg-type]
-        return answer
-
-
 class StepBook:
     """A session's numbers: builds its steps, reads their results."""
 
@@ -186,12 +55,35 @@ class StepBook:
         self._num_groups = len(config.groups)
         self._bounds = (len(config.groups), config.num_blocks, config.max_model_len)
         self._sends_tokens = config.makes_events
-        specs = [allocation_spec(group.spec) for group in config.groups]
-        spanned = enumerate(zip(specs, config.spans_tokens, strict=True))
-        self._windowed = [(i, spec, span_tokens) for i, (spec, span_tokens) in spanned if not spec.keeps_all]
+        self._rooms = [QuietRoom.of(config, GroupId(i)) for i in range(len(config.groups))]
+        self._windowed = [(i, room) for i, room in enumerate(self._rooms) if not room.spec.keeps_all]
+        self._max_model_len = config.max_model_len
+        self._num_quiet = 0  # since the last step
+        self._unpublished: deque[int] = deque()  # steps that may have cached blocks and were not said to have run
         self._unanswered: tuple[Step, StepBuilder] | None = None
         self._over: KvpoolError | None = None
         self.sequence = sequence
+
+    def must_send(self, builder: StepBuilder, *, is_leased: bool) -> bool:
+        """Whether the service has to be told of a step now; if not, it is answered, and counted.
+
+        Args:
+            builder: The step.
+            is_leased: Whether the session's lease is sure to last; if not, only the service can answer.
+
+        Raises:
+            KvpoolError: As `check_settled`.
+        """
+        self.check_settled()
+        executed = builder.executed_sequence
+        if builder.rows or (executed and not builder.num_quiet):
+            return True
+        if builder.num_quiet and not is_leased:
+            return True
+        if self._unpublished and self._unpublished[0] <= executed:  # others wait for what it filled
+            return True
+        self._num_quiet += builder.num_quiet
+        return False
 
     def build(self, builder: StepBuilder) -> Step:
         """Makes the next step; `finish` must follow before the one after it, or `fail` with what settles it.
@@ -204,26 +96,28 @@ class StepBook:
             self.sequence + 1,
             executed_sequence=builder.executed_sequence,
             admission_budget_tokens=builder.admission_budget_tokens,
+            num_quiet_allocations=self._num_quiet + builder.num_quiet,
         )
         added: set[int] = set()
         hashes: list[bytes] = []
         for row in builder.rows:
             request = row.request
-            appended = 0
+            appended = moved = 0
             if request and request.number not in added:
                 if not request.declared:
                     if row.operation not in _DECLARING:
                         raise NotFoundError("REQUEST_NOT_FOUND", f"the service has no request {request.request_id!r}")
-                    self._put_row(step, _Row(Operation.ADD, request, row.answer), request.num_tokens)
+                    self._put_row(step, Row(Operation.ADD, request, row.answer), request.num_tokens)
                     step.request_ids.append(request.request_id)
                     step.lora_names.append(request.extra_keys.lora_name or "")
                 else:
                     appended = request.num_tokens - request.num_sent_tokens
+                    moved = request.num_computed_tokens - request.num_sent_computed_tokens
                 added.add(request.number)
                 hashes += request.hashes[request.num_sent_hashes :]
                 if self._sends_tokens:
                     step.token_ids += request.token_ids[request.num_sent_tokens :]
-            self._put_row(step, row, appended)
+            self._put_row(step, row, appended, moved)
         step.block_hashes = b"".join(hashes)
         self._unanswered = (step, builder)
         return step
@@ -241,7 +135,8 @@ class StepBook:
 
     def fail(self, error: KvpoolError) -> None:
         """Takes note of what a step ended with: refused, it changed nothing; else it stays unanswered."""
-        if _is_refusal(error):
+        if self._unanswered and _is_refusal(error):
+            self._unanswered[1].undo_quiet()
             self._unanswered = None
 
     def note(self, error: KvpoolError) -> None:
@@ -262,18 +157,29 @@ class StepBook:
         check_result(step, result, *self._bounds)
         self._unanswered = None
         self.sequence = step.sequence
+        self._num_quiet -= step.num_quiet_allocations - builder.num_quiet
+        self.note_executed(step.executed_sequence)
+        if not _CACHING.isdisjoint(step.operations):
+            self._unpublished.append(step.sequence)
         block_ids = iter(result.block_ids)
         rows = iter(builder.rows)
         for i, operation in enumerate(step.operations):
             if operation != Operation.ADD:
                 self._read_row(next(rows), i, result, block_ids)
 
-    def _put_row(self, step: Step, row: _Row, appended: int) -> None:
+    def note_executed(self, executed_sequence: int) -> None:
+        """Takes note that the service was told which steps have run."""
+        while self._unpublished and self._unpublished[0] <= executed_sequence:
+            self._unpublished.popleft()
+
+    def _put_row(self, step: Step, row: Row, appended: int, moved: int = 0) -> None:
         step.operations.append(row.operation)
         step.request_numbers.append(row.request.number if row.request else 0)
         step.num_appended_tokens.append(appended)
         step.num_new_tokens.append(row.num_new_tokens)
-        step.num_rejected_tokens.append(row.num_rejected_tokens)
+        moved -= row.num_rejected_tokens
+        step.num_taken_tokens.append(max(moved, 0))
+        step.num_rejected_tokens.append(max(-moved, 0))
         step.num_lookahead_tokens.append(row.num_lookahead_tokens)
         step.num_encoder_tokens.append(row.num_encoder_tokens)
         step.delay_cache_blocks.append(row.delay_cache_blocks)
@@ -286,7 +192,7 @@ class StepBook:
             for ids in promised:
                 step.block_ids += ids
 
-    def _read_row(self, row: _Row, i: int, result: StepResult, block_ids: Iterator[int]) -> None:
+    def _read_row(self, row: Row, i: int, result: StepResult, block_ids: Iterator[int]) -> None:
         answer, request, groups = row.answer, row.request, self._num_groups
         answer.outcome = Outcome(result.outcomes[i]) if result.outcomes else Outcome.OK
         answer.num_hit_tokens = result.num_hit_tokens[i] if result.num_hit_tokens else 0
@@ -312,95 +218,38 @@ class StepBook:
             request.forget_blocks()
         elif row.operation in (Operation.ADMIT, Operation.ALLOCATE) and answer.ok:
             self._take_room(row, request)
+        request.num_sent_computed_tokens = request.num_computed_tokens
 
     def _skip_blocks(self, request: Request) -> None:
         """Does in the session's copy what the server did: blocks that nothing looks at any more stand null."""
-        for group_id, spec, span_tokens in self._windowed:
+        for group_id, room in self._windowed:
             table = request.block_ids[group_id]
-            i = min(spec.num_skipped_tokens(request.num_computed_tokens) // span_tokens, len(table)) - 1
+            i = min(room.spec.num_skipped_tokens(request.num_computed_tokens) // room.span_tokens, len(table)) - 1
             while i >= 0 and table[i] != NULL_BLOCK:
                 table[i] = NULL_BLOCK
                 i -= 1
 
-    @staticmethod
-    def _take_room(row: _Row, request: Request) -> None:
+    def _take_room(self, row: Row, request: Request) -> None:
         answer = row.answer
         hit: Sequence[Sequence[int]] = answer.hit_blocks
         if row.operation is Operation.ADMIT:
-            request.num_computed_tokens = answer.num_hit_tokens + answer.num_new_tokens
+            before_tokens = answer.num_hit_tokens
+            request.num_computed_tokens = before_tokens + answer.num_new_tokens
         else:
             hit = row.computed.block_ids if row.computed else hit
-            request.num_computed_tokens += row.num_new_tokens + (row.computed.num_tokens if row.computed else 0)
+            before_tokens = request.num_computed_tokens + (row.computed.num_tokens if row.computed else 0)
+            request.num_computed_tokens = before_tokens + row.num_new_tokens
         for table, hit_ids, new_ids in zip(request.block_ids, hit, answer.new_blocks, strict=True):
             table.extend(hit_ids)
             table.extend(new_ids)
+        request.quiet_tokens = 0 if row.delay_cache_blocks else self._quiet_tokens(request, before_tokens)
 
-
-Call = tuple[StepBuilder, Callable[[], ResultT]]
-"""A step of one operation, and what makes its result once it has been answered."""
-
-
-def call_get_computed_blocks(request: Request, *, counted: bool) -> Call[ComputedBlocks]:
-    """See `StepBuilder.get_computed_blocks`."""
-    builder = StepBuilder()
-    answer = builder.get_computed_blocks(request, counted=counted)
-    return builder, lambda: _computed(answer)
-
-
-def call_admit(
-    request: Request, max_new_tokens: int, num_lookahead_tokens: int, num_encoder_tokens: int
-) -> Call[Admission | None]:
-    """See `StepBuilder.admit`."""
-    builder = StepBuilder()
-    answer = builder.admit(
-        request, max_new_tokens, num_lookahead_tokens=num_lookahead_tokens, num_encoder_tokens=num_encoder_tokens
-    )
-    return (
-        builder,
-        lambda: (
-            Admission(answer.num_hit_tokens, answer.num_new_tokens, answer.hit_blocks, answer.new_blocks)
-            if answer.ok
-            else None
-        ),
-    )
-
-
-def call_allocate_slots(  # noqa: PLR0913 - the reference's own parameters
-    request: Request,
-    num_new_tokens: int,
-    computed: ComputedBlocks | None,
-    num_computed_tokens: int | None,
-    num_lookahead_tokens: int,
-    *,
-    num_encoder_tokens: int,
-    delay_cache_blocks: bool,
-) -> Call[Allocation | HitChanged | None]:
-    """See `StepBuilder.allocate_slots`."""
-    builder = StepBuilder()
-    answer = builder.allocate_slots(
-        request,
-        num_new_tokens,
-        computed=computed,
-        num_computed_tokens=num_computed_tokens,
-        num_lookahead_tokens=num_lookahead_tokens,
-        num_encoder_tokens=num_encoder_tokens,
-        delay_cache_blocks=delay_cache_blocks,
-    )
-
-    def read() -> Allocation | HitChanged | None:
-        if answer.outcome is Outcome.HIT_CHANGED:
-            return HitChanged(_computed(answer))
-        return Allocation(answer.new_blocks) if answer.ok else None
-
-    return builder, read
-
-
-def call_simply(fill: Callable[[StepBuilder], Answer]) -> Call[Answer]:
-    """One operation, whose answer is told as it is."""
-    builder = StepBuilder()
-    answer = fill(builder)
-    return builder, lambda: answer
-
-
-def _computed(answer: Answer) -> ComputedBlocks:
-    return ComputedBlocks(tuple([BlockId(b) for b in blocks] for blocks in answer.hit_blocks), answer.num_hit_tokens)
+    def _quiet_tokens(self, request: Request, before_tokens: int) -> int:
+        """What the server allows, or less: see `Pool.allocate`, which made room beyond `before_tokens` tokens."""
+        cached_tokens = min(request.num_computed_tokens, request.num_tokens)
+        bound = self._max_model_len
+        for room, table in zip(self._rooms, request.block_ids, strict=True):
+            span = room.span_tokens
+            num_skipped = min(room.spec.num_skipped_tokens(before_tokens) // span, len(table))
+            bound = min(bound, room.num_tokens(len(table), cached_tokens // span, num_skipped))
+        return bound

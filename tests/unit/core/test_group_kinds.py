@@ -1,7 +1,5 @@
 """Kinds that skip, reserve or look elsewhere, and mixes of them, through the pool and through steps."""
 
-from collections.abc import Iterable, Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest

@@ -171,20 +171,9 @@ class StepChecker:
         if appended:
             self._check_growth(i, row, seen, appended)
         if taken:
-            self._check_taken(i, seen, taken)
-            row.num_taken_tokens = taken
+            self._check_taken(i, row, seen, taken)
         if rejected:
-            if seen.allocated:
-                raise InvalidArgumentError(
-                    f"num_rejected_tokens[{i}]", "the request allocated in this step, which has not run yet"
-                )
-            check_range(f"num_rejected_tokens[{i}]", rejected, 0, seen.num_computed_tokens)
-            seen.num_computed_tokens -= rejected
-            if not self._pool.can_reject(seen.request, seen.num_computed_tokens):
-                raise InvalidArgumentError(
-                    f"num_rejected_tokens[{i}]", f"{rejected} reach back behind a window whose blocks are freed"
-                )
-            row.num_rejected_tokens = rejected
+            self._check_rejected(i, row, seen, rejected)
         if operation in _ALLOCATING:
             most = self._max_tokens
             least = 1 if operation is Operation.ALLOCATE else 0
@@ -300,13 +289,25 @@ class StepChecker:
             self._token_at = end
 
     @staticmethod
-    def _check_taken(i: int, seen: _Seen, taken: int) -> None:
+    def _check_taken(i: int, row: CheckedOperation, seen: _Seen, taken: int) -> None:
         request = seen.request
         if seen.is_again:
             raise InvalidArgumentError(f"num_taken_tokens[{i}]", "the request was named before in this step")
         room = max(request.quiet_tokens - request.num_computed_tokens, 0)
-        check_range(f"num_taken_tokens[{i}]", taken, 0, room)
+        if not 0 <= taken <= room:
+            check_range(f"num_taken_tokens[{i}]", taken, 0, room)
         seen.num_computed_tokens += taken
+        row.num_taken_tokens = taken
+
+    def _check_rejected(self, i: int, row: CheckedOperation, seen: _Seen, rejected: int) -> None:
+        where = f"num_rejected_tokens[{i}]"
+        if seen.allocated:
+            raise InvalidArgumentError(where, "the request allocated in this step, which has not run yet")
+        check_range(where, rejected, 0, seen.num_computed_tokens)
+        seen.num_computed_tokens -= rejected
+        if not self._pool.can_reject(seen.request, seen.num_computed_tokens):
+            raise InvalidArgumentError(where, f"{rejected} reach back behind a window whose blocks are freed")
+        row.num_rejected_tokens = rejected
 
     def _check_allocation(
         self, i: int, row: CheckedOperation, seen: _Seen, promised: tuple[list[BlockId], ...] | tuple[()]

@@ -1,7 +1,7 @@
 """How many tables each block stands in, and those in none, in the order in which they will be used again.
 
-1. One column by block id: the number of tables that a block stands in, 1 for a sink; or, of a free block, 0 or less: the
-   number of its chunk, negated. The null block is in no table and no chunk.
+1. One column by block id: the number of tables that a block stands in, 1 for a sink; or, of a free block, 0 or less:
+   the number of its chunk, negated. The null block is in no table and no chunk.
 2. A chunk is a run of blocks that became free together, given back in one splice. Chunks are used in their order, and
    blocks in their order in it. A block that is hit while it is free stays where it stands in its chunk, and is passed
    over there: it is free in a chunk exactly when the column says so. A block stands once in a chunk.
@@ -78,7 +78,7 @@ class FreeList:
     def num_free_among(self, block_ids: Iterable[BlockId]) -> int:
         """How many of these blocks are free, each counted as often as it is named."""
         column = self._column
-        return [column[block_id] <= 0 for block_id in block_ids].count(True)  # noqa: FBT003 - what is counted
+        return [column[block_id] <= 0 for block_id in block_ids].count(True)
 
     def take(self, count: int) -> list[BlockId]:
         """Takes the next `count` blocks, each for one table; the caller has checked that there are so many."""

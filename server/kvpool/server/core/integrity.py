@@ -75,7 +75,9 @@ def _check_free_list(pool: Pool, owners: Counter[BlockId]) -> None:
         _require(count == owners[block_id], f"block {block_id}: ref_cnt {count}, in {owners[block_id]} tables")
     _require(not set(free) & set(owners), "a block is both free and used")
     shared = sum(1 for count in owners.values() if count > 1)
-    _require(blocks.free_list.num_shared == shared, f"{shared} blocks are shared, {blocks.free_list.num_shared} counted")
+    _require(
+        blocks.free_list.num_shared == shared, f"{shared} blocks are shared, {blocks.free_list.num_shared} counted"
+    )
 
 
 def _check_quotas(pool: Pool, sessions: list[Session], owners: Counter[BlockId]) -> None:

@@ -62,6 +62,10 @@ class Admission:
     new_blocks: tuple[list[BlockId], ...]
 
 
+_Row = tuple[GroupManager, BlockTable, Sequence[BlockId]]
+"""A group's manager, the request's table in it, and its part of a hit."""
+
+
 class Pool:
     """The blocks of one model, and the managers of its groups.
 
@@ -278,18 +282,9 @@ class Pool:
             skipped = manager.skip(tables[manager.group_id], num_computed)
             if has_quota and skipped:
                 quotas.lost(request.holding, skipped)
-        rows = list(zip(self._managers, tables, hit, strict=True))
-        needed = num_hit = 0
-        for manager, table, blocks in rows:
-            num_hit += len(blocks)
-            needed += max(manager.num_missing(table, num_slots, num_encoder_tokens) - len(blocks), 0)
-        hit_blocks: list[BlockId] = []
-        num_free = self.blocks.num_free_blocks
-        if has_quota or needed + num_hit > num_free:  # else it does not matter how many of the hit are free
-            hit_blocks = [block_id for blocks in hit for block_id in blocks if block_id]
-            needed += self.blocks.free_list.num_free_among(hit_blocks)
-        forbidden = has_quota and not quotas.allows(request.holding, hit_blocks, needed)
-        if forbidden or needed > num_free:
+        rows: list[_Row] = list(zip(self._managers, tables, hit, strict=True))
+        hit_blocks = self._room(request, rows, num_slots, num_encoder_tokens)
+        if hit_blocks is None:
             self.activity.refusals += 1
             return None
         self.activity.allocations += 1
@@ -302,8 +297,27 @@ class Pool:
         request.num_computed_tokens = num_computed + num_new_tokens
         if self.config.enable_caching and not delay_cache_blocks:
             self.cache(request, request.num_computed_tokens, sequence=sequence)
-        request.quiet_tokens = min([manager.quiet_tokens(table) for manager, table, _ in rows])
+        quiet_tokens = [manager.quiet_tokens(table) for manager, table, _ in rows]
+        request.quiet_tokens = min(self.config.max_model_len, *quiet_tokens)
         return new
+
+    def _room(
+        self, request: Request, rows: Sequence[_Row], num_slots: int, num_encoder_tokens: int
+    ) -> Sequence[BlockId] | None:
+        """The hit's blocks, if they count in a quota; None if there are too few that the request may be given."""
+        needed = num_hit = 0
+        for manager, table, hit in rows:
+            num_hit += len(hit)
+            needed += max(manager.num_missing(table, num_slots, num_encoder_tokens) - len(hit), 0)
+        num_free = self.blocks.num_free_blocks
+        has_quota = self.quotas.applies_to(request.holding)
+        if not has_quota and needed + num_hit <= num_free:  # it does not matter how many of the hit are free
+            return ()
+        hit_blocks = [block_id for _, _, hit in rows for block_id in hit if block_id]
+        needed += self.blocks.free_list.num_free_among(hit_blocks)
+        if needed > num_free or (has_quota and not self.quotas.allows(request.holding, hit_blocks, needed)):
+            return None
+        return hit_blocks
 
     def cache(self, request: Request, num_computed_tokens: int, *, sequence: types.Sequence) -> None:
         """Caches the request's full blocks among its first `num_computed_tokens` tokens, never past those known."""

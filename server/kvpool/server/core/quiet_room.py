@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from kvpool.server.core.config import PoolConfig
-from kvpool.server.core.specs import CrossAttentionSpec, KVCacheSpec, allocation_spec, num_draft_blocks
+from kvpool.server.core.spec_base import KVCacheSpec
+from kvpool.server.core.specs import CrossAttentionSpec, allocation_spec, num_draft_blocks
 from kvpool.server.core.types import MAX_TOKENS, GroupId
 
 _UNBOUND_TOKENS: Final = 2 * MAX_TOKENS

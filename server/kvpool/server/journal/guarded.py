@@ -78,9 +78,7 @@ class FrozenChunks:
 
     def __init__(self, chunks: Mapping[int, Chunk]) -> None:
         self._pieces = [(chunk.block_ids, chunk.at, len(chunk.block_ids)) for chunk in chunks.values()]
-        self.heads = [
-            (number, end - start) for number, (_, start, end) in zip(chunks, self._pieces, strict=True)
-        ]
+        self.heads = [(number, end - start) for number, (_, start, end) in zip(chunks, self._pieces, strict=True)]
 
     def __len__(self) -> int:
         return sum(length for _, length in self.heads)

@@ -1,0 +1,200 @@
+"""Collects the operations of a step."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvpool.client.request import Request
+from kvpool.client.results import Answer, Decodes
+from kvpool.server.core.errors import InvalidArgumentError
+from kvpool.server.core.pool import ComputedBlocks
+from kvpool.server.core.step import Operation, Outcome
+
+
+@dataclass(slots=True)
+class Row:
+    """An operation that the service is asked for."""
+
+    operation: Operation
+    request: Request | None
+    answer: Answer
+    num_new_tokens: int = 0
+    num_rejected_tokens: int = 0
+    num_lookahead_tokens: int = 0
+    num_encoder_tokens: int = 0
+    delay_cache_blocks: bool = False
+    computed: ComputedBlocks | None = None
+    block_ids: Sequence[int] = ()
+
+
+class StepBuilder:
+    """The operations of one step, in the order in which they are asked for.
+
+    An allocation for which a request has quiet room is no operation: it is answered at once, from the session's own
+    copy of the tables. Each other answer is filled when the step has been sent and answered. After the first operation
+    that finds too few blocks (`Outcome.NO_BLOCKS`), or would pass the session's max_blocks (`Outcome.OVER_QUOTA`),
+    later ones that would take blocks are not tried (`Outcome.SKIPPED`).
+    """
+
+    def __init__(self, admission_budget_tokens: int = 0) -> None:
+        """Starts a step.
+
+        Args:
+            admission_budget_tokens: Tokens that all admissions together may make room for; 0 for no limit.
+        """
+        self.admission_budget_tokens = admission_budget_tokens
+        self.executed_sequence = 0
+        self.rows: list[Row] = []
+        self.num_quiet = 0
+        self._quiet: list[tuple[Request, int, Answer | None]] = []
+        self._named: set[int] = set()  # numbers of the requests that are in `rows`
+
+    def admit(
+        self,
+        request: Request,
+        max_new_tokens: int = 0,
+        *,
+        num_lookahead_tokens: int = 0,
+        num_encoder_tokens: int = 0,
+        delay_cache_blocks: bool = False,
+    ) -> Answer:
+        """Looks up, then makes room for as many of the tokens left as the budgets allow, atomically.
+
+        Args:
+            request: A request that holds no blocks.
+            max_new_tokens: Most tokens to make room for, beyond the hit; 0 for all that are left.
+            num_lookahead_tokens: Tokens beyond these to keep room for.
+            num_encoder_tokens: Tokens that the encoder puts out, for models with cross attention.
+            delay_cache_blocks: Leave full blocks uncached until `cache_blocks`.
+        """
+        return self._add(
+            Operation.ADMIT,
+            request,
+            num_new_tokens=max_new_tokens,
+            num_lookahead_tokens=num_lookahead_tokens,
+            num_encoder_tokens=num_encoder_tokens,
+            delay_cache_blocks=delay_cache_blocks,
+        )
+
+    def allocate_slots(  # noqa: PLR0913 - the reference's own parameters
+        self,
+        request: Request,
+        num_new_tokens: int,
+        *,
+        computed: ComputedBlocks | None = None,
+        num_computed_tokens: int | None = None,
+        num_lookahead_tokens: int = 0,
+        num_encoder_tokens: int = 0,
+        delay_cache_blocks: bool = False,
+    ) -> Answer:
+        """Makes room for more tokens of a request, and caches the blocks that become full.
+
+        Args:
+            request: The request.
+            num_new_tokens: Tokens to make room for, beyond the computed ones and the hit.
+            computed: What a look-up promised, for a request that holds no blocks.
+            num_computed_tokens: Computed tokens, if fewer than have room (drafts were rejected).
+            num_lookahead_tokens: Tokens beyond the new ones to keep room for (drafts).
+            num_encoder_tokens: Tokens that the encoder puts out, for models with cross attention; in the call that
+                finds the request without blocks.
+            delay_cache_blocks: Leave full blocks uncached until `cache_blocks`.
+        """
+        rejected = 0 if num_computed_tokens is None else request.num_computed_tokens - num_computed_tokens
+        if not (rejected or computed or num_encoder_tokens):
+            end_tokens = request.num_computed_tokens + num_new_tokens
+            if self._is_quiet(request, end_tokens + num_lookahead_tokens) and num_new_tokens > 0:
+                request.num_computed_tokens = end_tokens
+                answer = Answer(Outcome.OK, new_blocks=[[] for _ in request.block_ids])
+                self._quiet.append((request, num_new_tokens, answer))
+                self.num_quiet += 1
+                return answer
+        return self._add(
+            Operation.ALLOCATE,
+            request,
+            num_new_tokens=num_new_tokens,
+            num_rejected_tokens=rejected,
+            num_lookahead_tokens=num_lookahead_tokens,
+            num_encoder_tokens=num_encoder_tokens,
+            delay_cache_blocks=delay_cache_blocks,
+            computed=computed,
+        )
+
+    def decode(
+        self, requests: Sequence[Request], token_ids: Sequence[int] | None = None, *, num_lookahead_tokens: int = 0
+    ) -> Decodes:
+        """Makes room for one more token of each request: `allocate_slots` for a whole batch of running requests.
+
+        Most of it costs no operation: see `StepBuilder`.
+
+        Args:
+            requests: The requests, each once.
+            token_ids: Tokens by which they have grown, one each, which are appended first; None if that is done.
+            num_lookahead_tokens: Tokens beyond these to keep room for (drafts).
+        """
+        if token_ids is not None:
+            if len(token_ids) != len(requests):
+                raise InvalidArgumentError("token_ids", f"{len(token_ids)} for {len(requests)} requests")
+            for request, token_id in zip(requests, token_ids, strict=True):
+                request.token_ids.append(token_id)
+        asked: dict[int, Answer] = {}
+        quiet, named = self._quiet, self._named
+        for i, request in enumerate(requests):
+            end_tokens = request.num_computed_tokens + 1
+            if end_tokens + num_lookahead_tokens <= request.quiet_tokens and request.number not in named:
+                request.num_computed_tokens = end_tokens
+                quiet.append((request, 1, None))
+            else:
+                row = self._add(
+                    Operation.ALLOCATE, request, num_new_tokens=1, num_lookahead_tokens=num_lookahead_tokens
+                )
+                asked[i] = row
+        self.num_quiet += len(requests) - len(asked)
+        return Decodes(len(requests), len(requests[0].block_ids) if requests else 0, asked)
+
+    def undo_quiet(self) -> None:
+        """Takes back what was answered at once: the step was refused, or will not be sent."""
+        for request, num_new_tokens, answer in self._quiet:
+            request.num_computed_tokens -= num_new_tokens
+            if answer:
+                answer.outcome = None
+        self._quiet.clear()
+        self.num_quiet = 0
+
+    def get_computed_blocks(self, request: Request, *, counted: bool = True) -> Answer:
+        """Looks up the longest cached prefix of a request that holds no blocks; its last token is never hit."""
+        return self._add(Operation.LOOK_UP if counted else Operation.PEEK, request)
+
+    def cache_blocks(self, request: Request, num_computed_tokens: int) -> Answer:
+        """Caches the full blocks among the first `num_computed_tokens` tokens (after delay_cache_blocks)."""
+        return self._add(Operation.CACHE, request, num_new_tokens=num_computed_tokens)
+
+    def free(self, request: Request) -> Answer:
+        """Frees the request's blocks and forgets it. One that the server never heard of is just forgotten."""
+        if not request.declared and request.number not in self._named:
+            return Answer(Outcome.OK)
+        return self._add(Operation.FREE, request)
+
+    def preempt(self, request: Request) -> Answer:
+        """Frees the request's blocks; it keeps its tokens and will be admitted again."""
+        return self._add(Operation.PREEMPT, request)
+
+    def evict_blocks(self, block_ids: Sequence[int]) -> Answer:
+        """Drops the hashes of blocks."""
+        return self._add(Operation.EVICT, None, block_ids=block_ids)
+
+    def reset_prefix_cache(self) -> Answer:
+        """Drops all hashes, if no request of any session holds a block."""
+        return self._add(Operation.RESET, None)
+
+    def get_common_prefix_blocks(self, request: Request) -> Answer:
+        """Counts the leading blocks that all of the session's requests that hold blocks have in common."""
+        return self._add(Operation.COMMON_PREFIX, request)
+
+    def _add(self, operation: Operation, request: Request | None, **columns: object) -> Answer:
+        answer = Answer()
+        self.rows.append(Row(operation, request, answer, **columns))  # type: ignore[arg-type]
+        if request:
+            self._named.add(request.number)
+        return answer
+
+    def _is_quiet(self, request: Request, num_tokens: int) -> bool:
+        return num_tokens <= request.quiet_tokens and request.number not in self._named
