@@ -16,7 +16,7 @@ from crash.execution import Executor, Task
 from crash.memory import Progress, content
 from crash.records import Log
 from kvpool.client import Answer, ComputedBlocks, DeadlineError, Outcome, Request, Session, UnavailableError
-from kvpool.client.step_builder import StepBuilder
+from kvpool.client.step_builder import Row, StepBuilder
 from kvpool.server.core.step import Operation
 from kvpool.server.core.types import BlockId
 
@@ -238,7 +238,12 @@ class Player:
         new: set[int] = set()
         hits: dict[int, str] = {}
         for row in step.rows:
-            if row.request and row.answer.ok and row.operation in (Operation.ADMIT, Operation.ALLOCATE):
+            if (
+                isinstance(row, Row)
+                and row.request
+                and row.answer.ok
+                and row.operation in (Operation.ADMIT, Operation.ALLOCATE)
+            ):
                 found = row.computed.block_ids if row.computed else row.answer.hit_blocks
                 hits |= self._hit_cells(row.request, found)
                 for blocks in row.answer.new_blocks:

@@ -17,6 +17,7 @@ from typing import Final
 import cbor2
 import xxhash
 
+from kvpool.client.token_cbor import encoded_blocks
 from kvpool.server.core.config import HashScheme, KeyForm
 from kvpool.server.core.types import BlockHash
 
@@ -110,6 +111,9 @@ class ExtraKeys:
 NO_EXTRA_KEYS: Final = ExtraKeys()
 
 
+_NULL: Final = cbor2.dumps(None)
+
+
 class BlockHasher:
     """Hashes the blocks of a pool's requests."""
 
@@ -129,6 +133,8 @@ class BlockHasher:
         self._function = _FUNCTIONS[scheme.algorithm]
         self._form = scheme.key_form
         self._none_hash = scheme.none_hash
+        self._array = cbor2.dumps([0] * block_size)[:-block_size]  # what comes before so many items
+        self._heads: dict[int, bytes] = {}
 
     def hash_block(
         self, parent: BlockHash | None, token_ids: Sequence[int], extra_keys: list[object] | None
@@ -139,11 +145,22 @@ class BlockHasher:
 
     def extend(self, hashes: list[BlockHash], token_ids: Sequence[int], keys: ExtraKeys = NO_EXTRA_KEYS) -> None:
         """Appends to `hashes` those of the full blocks of `token_ids` that it lacks. O(new tokens)."""
-        size, function, dumps = self.block_size, self._function, cbor2.dumps
-        parent: bytes = hashes[-1] if hashes else self._none_hash
-        without = keys == NO_EXTRA_KEYS
+        size, function = self.block_size, self._function
         first = len(hashes) * size
-        for start in range(first, len(token_ids) - size + 1, size):
-            extra = None if without else keys.of_block(start, start + size, self._form, resumed_at=first)
-            parent = function(dumps([parent, token_ids[start : start + size], extra], canonical=True))
+        without = keys is NO_EXTRA_KEYS or keys == NO_EXTRA_KEYS
+        parent: bytes = hashes[-1] if hashes else self._none_hash
+        extra = _NULL
+        for i, block in enumerate(encoded_blocks(token_ids[first : len(token_ids) // size * size], size)):
+            if not without:
+                start = first + i * size
+                found = keys.of_block(start, start + size, self._form, resumed_at=first)
+                extra = cbor2.dumps(found, canonical=True)
+            head = self._heads.get(len(parent)) or self._head(len(parent))
+            parent = function(b"".join((head, parent, self._array, block, extra)))
             hashes.append(BlockHash(parent))
+
+    def _head(self, parent_bytes: int) -> bytes:
+        """What comes before a parent of so many bytes: an array of three, a string of bytes."""
+        head = cbor2.dumps([b"0" * parent_bytes, 0, 0])[: -parent_bytes - 2]
+        self._heads[parent_bytes] = head
+        return head

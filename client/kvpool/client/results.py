@@ -45,32 +45,17 @@ class Allocation:
     new_blocks: list[list[int]]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Decodes:
     """What became of a batch of decodes. Filled when the step has been answered.
 
     Attributes:
-        num_requests: How many there were.
-        num_groups: Groups of the pool.
-        asked: By place in the batch, the answers of those that the service was asked for; all others had room.
+        new_blocks: For each request its newly allocated blocks, group by group; none for most. Not to be changed.
+        refused: By place in the batch, why a request got no room: preempt, and ask again.
     """
 
-    num_requests: int
-    num_groups: int
-    asked: dict[int, Answer]
-
-    @property
-    def new_blocks(self) -> list[list[list[int]]]:
-        """For each request its newly allocated blocks, group by group; none for most. Not to be changed."""
-        new_blocks: list[list[list[int]]] = [[[]] * self.num_groups] * self.num_requests
-        for i, answer in self.asked.items():
-            new_blocks[i] = answer.new_blocks
-        return new_blocks
-
-    @property
-    def refused(self) -> list[int]:
-        """Places of the requests that got no room: preempt, and ask again."""
-        return [i for i, answer in self.asked.items() if not answer.ok]
+    new_blocks: list[list[list[int]]]
+    refused: dict[int, Outcome] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

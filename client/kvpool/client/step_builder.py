@@ -1,7 +1,7 @@
 """Collects the operations of a step."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvpool.client.request import Request
 from kvpool.client.results import Answer, Decodes
@@ -12,7 +12,12 @@ from kvpool.server.core.step import Operation, Outcome
 
 @dataclass(slots=True)
 class Row:
-    """An operation that the service is asked for."""
+    """An operation that the service is asked for.
+
+    Attributes:
+        num_sent_tokens: Tokens of the request that the service knows with the step.
+        num_sent_hashes: Hashes of it, likewise.
+    """
 
     operation: Operation
     request: Request | None
@@ -24,6 +29,29 @@ class Row:
     delay_cache_blocks: bool = False
     computed: ComputedBlocks | None = None
     block_ids: Sequence[int] = ()
+    num_sent_tokens: int = 0
+    num_sent_hashes: int = 0
+
+
+@dataclass(slots=True)
+class DecodeRow:
+    """Requests that the service is asked to make room for one token each.
+
+    Attributes:
+        requests: The requests, which it knows, each named here only so far.
+        places: Their places in the batch.
+        num_lookahead_tokens: Tokens beyond these to keep room for.
+        answer: The batch's.
+        num_sent_tokens: Of each, as in `Row`.
+        num_sent_hashes: Likewise.
+    """
+
+    requests: list[Request]
+    places: list[int]
+    num_lookahead_tokens: int
+    answer: Decodes
+    num_sent_tokens: list[int] = field(default_factory=list)
+    num_sent_hashes: list[int] = field(default_factory=list)
 
 
 class StepBuilder:
@@ -43,7 +71,7 @@ class StepBuilder:
         """
         self.admission_budget_tokens = admission_budget_tokens
         self.executed_sequence = 0
-        self.rows: list[Row] = []
+        self.rows: list[Row | DecodeRow] = []
         self.num_quiet = 0
         self._quiet: list[tuple[Request, int, Answer | None]] = []
         self._named: set[int] = set()  # numbers of the requests that are in `rows`
@@ -129,26 +157,39 @@ class StepBuilder:
             requests: The requests, each once.
             token_ids: Tokens by which they have grown, one each, which are appended first; None if that is done.
             num_lookahead_tokens: Tokens beyond these to keep room for (drafts).
+
+        Raises:
+            InvalidArgumentError: A request holds no blocks or was named before in this step; nothing was done.
         """
+        self._check_running(requests)
         if token_ids is not None:
             if len(token_ids) != len(requests):
                 raise InvalidArgumentError("token_ids", f"{len(token_ids)} for {len(requests)} requests")
             for request, token_id in zip(requests, token_ids, strict=True):
                 request.token_ids.append(token_id)
-        asked: dict[int, Answer] = {}
+        none: list[list[int]] = [[]] * (len(requests[0].block_ids) if requests else 0)
+        answer = Decodes([none] * len(requests))
+        row = DecodeRow([], [], num_lookahead_tokens, answer)
         quiet, named = self._quiet, self._named
         for i, request in enumerate(requests):
             end_tokens = request.num_computed_tokens + 1
-            if end_tokens + num_lookahead_tokens <= request.quiet_tokens and request.number not in named:
+            if end_tokens + num_lookahead_tokens <= request.quiet_tokens:
                 request.num_computed_tokens = end_tokens
                 quiet.append((request, 1, None))
             else:
-                row = self._add(
-                    Operation.ALLOCATE, request, num_new_tokens=1, num_lookahead_tokens=num_lookahead_tokens
-                )
-                asked[i] = row
-        self.num_quiet += len(requests) - len(asked)
-        return Decodes(len(requests), len(requests[0].block_ids) if requests else 0, asked)
+                row.requests.append(request)
+                row.places.append(i)
+                named.add(request.number)
+        self.num_quiet += len(requests) - len(row.requests)
+        if row.requests:
+            self.rows.append(row)
+        return answer
+
+    def _check_running(self, requests: Sequence[Request]) -> None:
+        if not all([request.num_computed_tokens for request in requests]):  # noqa: C419 - a generator takes longer
+            raise InvalidArgumentError("requests", "one is not running")
+        if self._named and not self._named.isdisjoint([request.number for request in requests]):
+            raise InvalidArgumentError("requests", "one was named before in this step")
 
     def undo_quiet(self) -> None:
         """Takes back what was answered at once: the step was refused, or will not be sent."""

@@ -14,7 +14,7 @@ from typing import Final
 
 from kvpool.client.check_result import check_result
 from kvpool.client.request import Request
-from kvpool.client.step_builder import Row, StepBuilder
+from kvpool.client.step_builder import DecodeRow, Row, StepBuilder
 from kvpool.server.core.config import PoolConfig
 from kvpool.server.core.errors import (
     AbortedError,
@@ -31,6 +31,13 @@ from kvpool.server.core.types import NULL_BLOCK, GroupId
 _REFUSALS: Final = (InvalidArgumentError, NotFoundError, WrongStateError, ExhaustedError)
 _DECLARING: Final = frozenset((Operation.LOOK_UP, Operation.PEEK, Operation.ADMIT, Operation.ALLOCATE))
 _CACHING: Final = frozenset((Operation.ADMIT, Operation.ALLOCATE, Operation.CACHE))
+_OFTEN_EMPTY: Final = (
+    "num_taken_tokens",
+    "num_rejected_tokens",
+    "num_lookahead_tokens",
+    "num_encoder_tokens",
+    "delay_cache_blocks",
+)
 _SKIPPING: Final = frozenset((Outcome.OK, Outcome.NO_BLOCKS, Outcome.OVER_QUOTA))
 """Outcomes of ALLOCATE before which blocks that slid out of a window were freed."""
 
@@ -56,7 +63,7 @@ class StepBook:
         self._bounds = (len(config.groups), config.num_blocks, config.max_model_len)
         self._sends_tokens = config.makes_events
         self._rooms = [QuietRoom.of(config, GroupId(i)) for i in range(len(config.groups))]
-        self._windowed = [(i, room) for i, room in enumerate(self._rooms) if not room.spec.keeps_all]
+        self._windowed = [(i, room) for i, room in enumerate(self._rooms) if room.skips]
         self._max_model_len = config.max_model_len
         self._num_quiet = 0  # since the last step
         self._unpublished: deque[int] = deque()  # steps that may have cached blocks and were not said to have run
@@ -101,8 +108,14 @@ class StepBook:
         added: set[int] = set()
         hashes: list[bytes] = []
         for row in builder.rows:
+            if isinstance(row, DecodeRow):
+                self._put_decodes(step, row, hashes)
+                added.update(step.request_numbers[-len(row.requests) :])
+                continue
             request = row.request
             appended = moved = 0
+            if request:
+                row.num_sent_hashes, row.num_sent_tokens = len(request.hashes), request.num_tokens
             if request and request.number not in added:
                 if not request.declared:
                     if row.operation not in _DECLARING:
@@ -119,6 +132,9 @@ class StepBook:
                     step.token_ids += request.token_ids[request.num_sent_tokens :]
             self._put_row(step, row, appended, moved)
         step.block_hashes = b"".join(hashes)
+        for name in _OFTEN_EMPTY:
+            if not any(getattr(step, name)):
+                setattr(step, name, [])
         self._unanswered = (step, builder)
         return step
 
@@ -162,10 +178,15 @@ class StepBook:
         if not _CACHING.isdisjoint(step.operations):
             self._unpublished.append(step.sequence)
         block_ids = iter(result.block_ids)
-        rows = iter(builder.rows)
-        for i, operation in enumerate(step.operations):
-            if operation != Operation.ADD:
-                self._read_row(next(rows), i, result, block_ids)
+        at = 0
+        for row in builder.rows:
+            if isinstance(row, DecodeRow):
+                self._read_decodes(row, at, result, block_ids)
+                at += len(row.requests)
+            else:
+                at += step.operations[at] == Operation.ADD
+                self._read_row(row, at, result, block_ids)
+                at += 1
 
     def note_executed(self, executed_sequence: int) -> None:
         """Takes note that the service was told which steps have run."""
@@ -192,6 +213,55 @@ class StepBook:
             for ids in promised:
                 step.block_ids += ids
 
+    def _put_decodes(self, step: Step, row: DecodeRow, hashes: list[bytes]) -> None:
+        requests, count = row.requests, len(row.requests)
+        row.num_sent_tokens = [len(request.token_ids) for request in requests]
+        for request in requests:
+            of_request = request.hashes
+            row.num_sent_hashes.append(len(of_request))
+            if len(of_request) > request.num_sent_hashes:
+                hashes += of_request[request.num_sent_hashes :]
+            if self._sends_tokens:
+                step.token_ids += request.token_ids[request.num_sent_tokens :]
+        moved = [request.num_computed_tokens - request.num_sent_computed_tokens for request in requests]
+        zeros = [0] * count
+        step.operations += [Operation.ALLOCATE] * count
+        step.request_numbers += [request.number for request in requests]
+        step.num_appended_tokens += [
+            num_tokens - request.num_sent_tokens
+            for num_tokens, request in zip(row.num_sent_tokens, requests, strict=True)
+        ]
+        step.num_new_tokens += [1] * count
+        step.num_taken_tokens += moved
+        step.num_rejected_tokens += zeros
+        step.num_lookahead_tokens += [row.num_lookahead_tokens] * count
+        step.num_encoder_tokens += zeros
+        step.delay_cache_blocks += [False] * count
+        if step.num_block_ids:
+            step.num_block_ids += zeros * self._num_groups
+
+    def _read_decodes(self, row: DecodeRow, at: int, result: StepResult, block_ids: Iterator[int]) -> None:
+        groups, answer = self._num_groups, row.answer
+        outcomes = result.outcomes[at : at + len(row.requests)]
+        counts = result.num_new_blocks[at * groups : (at + len(row.requests)) * groups]
+        for i, request in enumerate(row.requests):
+            request.num_sent_tokens, request.num_sent_hashes = row.num_sent_tokens[i], row.num_sent_hashes[i]
+            outcome = outcomes[i] if outcomes else 0
+            if self._windowed and outcome in _SKIPPING:
+                self._skip_blocks(request)
+            if outcome:
+                answer.refused[row.places[i]] = Outcome(outcome)
+            else:
+                if counts and any(counts[i * groups : (i + 1) * groups]):
+                    new = [list(islice(block_ids, count)) for count in counts[i * groups : (i + 1) * groups]]
+                    answer.new_blocks[row.places[i]] = new
+                    for table, new_ids in zip(request.block_ids, new, strict=True):
+                        table.extend(new_ids)
+                before_tokens = request.num_computed_tokens
+                request.num_computed_tokens = before_tokens + 1
+                request.quiet_tokens = self._quiet_tokens(request, before_tokens)
+            request.num_sent_computed_tokens = request.num_computed_tokens
+
     def _read_row(self, row: Row, i: int, result: StepResult, block_ids: Iterator[int]) -> None:
         answer, request, groups = row.answer, row.request, self._num_groups
         answer.outcome = Outcome(result.outcomes[i]) if result.outcomes else Outcome.OK
@@ -209,8 +279,8 @@ class StepBook:
             return
         gone = row.operation is Operation.FREE
         request.declared = not gone
-        request.num_sent_tokens = 0 if gone else request.num_tokens
-        request.num_sent_hashes = 0 if gone else len(request.hashes)
+        request.num_sent_tokens = 0 if gone else row.num_sent_tokens
+        request.num_sent_hashes = 0 if gone else row.num_sent_hashes
         request.num_computed_tokens -= row.num_rejected_tokens
         if row.operation is Operation.ALLOCATE and answer.outcome in _SKIPPING:
             self._skip_blocks(request)
@@ -246,10 +316,12 @@ class StepBook:
 
     def _quiet_tokens(self, request: Request, before_tokens: int) -> int:
         """What the server allows, or less: see `Pool.allocate`, which made room beyond `before_tokens` tokens."""
-        cached_tokens = min(request.num_computed_tokens, request.num_tokens)
+        cached_tokens = min(request.num_computed_tokens, len(request.token_ids))
         bound = self._max_model_len
         for room, table in zip(self._rooms, request.block_ids, strict=True):
-            span = room.span_tokens
-            num_skipped = min(room.spec.num_skipped_tokens(before_tokens) // span, len(table))
-            bound = min(bound, room.num_tokens(len(table), cached_tokens // span, num_skipped))
+            num_blocks, span, num_skipped = len(table), room.span_tokens, 0
+            if room.skips:
+                num_skipped = min(room.spec.num_skipped_tokens(before_tokens) // span, num_blocks)
+            tokens = room.num_tokens(num_blocks, cached_tokens // span, num_skipped)
+            bound = min(bound, tokens)
         return bound

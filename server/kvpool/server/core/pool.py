@@ -315,9 +315,9 @@ class Pool:
             return ()
         hit_blocks = [block_id for _, _, hit in rows for block_id in hit if block_id]
         needed += self.blocks.free_list.num_free_among(hit_blocks)
-        if needed > num_free or (has_quota and not self.quotas.allows(request.holding, hit_blocks, needed)):
+        if has_quota and not self.quotas.allows(request.holding, hit_blocks, needed):  # first, as it notes the maximum
             return None
-        return hit_blocks
+        return hit_blocks if needed <= num_free else None
 
     def cache(self, request: Request, num_computed_tokens: int, *, sequence: types.Sequence) -> None:
         """Caches the request's full blocks among its first `num_computed_tokens` tokens, never past those known."""

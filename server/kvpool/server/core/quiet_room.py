@@ -24,18 +24,29 @@ class QuietRoom:
         span_tokens: Tokens that a block covers.
         num_extra_blocks: Blocks of a table beyond those of its tokens.
         caches: Whether blocks that become full are cached.
+        skips: Whether blocks fall behind a window.
+        has_slots: Whether a request's tokens take room in its blocks; those of an encoder do not.
     """
 
     spec: KVCacheSpec
     span_tokens: int
     num_extra_blocks: int
     caches: bool
+    skips: bool
+    has_slots: bool
 
     @classmethod
     def of(cls, config: PoolConfig, group_id: GroupId) -> "QuietRoom":
         """The rule for a group of a pool."""
         spec = allocation_spec(config.groups[group_id].spec)
-        return cls(spec, config.span_tokens(group_id), num_draft_blocks(spec), config.enable_caching)
+        return cls(
+            spec,
+            config.span_tokens(group_id),
+            num_draft_blocks(spec),
+            config.enable_caching,
+            not spec.keeps_all,
+            not isinstance(spec, CrossAttentionSpec),
+        )
 
     def num_tokens(self, num_blocks: int, num_cached_blocks: int, num_skipped_blocks: int) -> int:
         """Up to how many computed tokens, look-ahead included, a request can go without a change of this group.
@@ -46,11 +57,9 @@ class QuietRoom:
             num_skipped_blocks: How many of the first stand null; if it is not known, fewer.
         """
         span = self.span_tokens
-        bound = _UNBOUND_TOKENS
-        if not isinstance(self.spec, CrossAttentionSpec):
-            bound = (num_blocks - self.num_extra_blocks) * span
-        if self.caches:
-            bound = min(bound, (num_cached_blocks + 1) * span - 1)
-        if not self.spec.keeps_all:
+        bound = (num_blocks - self.num_extra_blocks) * span if self.has_slots else _UNBOUND_TOKENS
+        if self.caches and num_cached_blocks * span + span <= bound:
+            bound = num_cached_blocks * span + span - 1
+        if self.skips:
             bound = min(bound, self.spec.num_computed_to_skip((num_skipped_blocks + 1) * span))
         return bound
