@@ -14,11 +14,11 @@ def decode(session: Session, requests: Sequence[Request], token_ids: Sequence[in
     Returns:
         Each request's new blocks; None of one that found too few.
     """
-    for request, token_id in zip(requests, token_ids, strict=True):
-        request.append([token_id])
     with session.step(executed_sequence=session.sequence) as step:
-        answers = [step.allocate_slots(request, 1) for request in requests]
-    return [answer.new_blocks if answer.ok else None for answer in answers]
+        answer = step.decode(requests, token_ids)
+    if answer.refused:
+        return [None if i in answer.refused else blocks for i, blocks in enumerate(answer.new_blocks)]
+    return answer.new_blocks
 
 
 class SessionTarget:

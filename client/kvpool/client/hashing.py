@@ -147,10 +147,14 @@ class BlockHasher:
         """Appends to `hashes` those of the full blocks of `token_ids` that it lacks. O(new tokens)."""
         size, function = self.block_size, self._function
         first = len(hashes) * size
+        new = token_ids[first : len(token_ids) // size * size]
         without = keys is NO_EXTRA_KEYS or keys == NO_EXTRA_KEYS
         parent: bytes = hashes[-1] if hashes else self._none_hash
+        if without and len(new) == size:  # a decode that fills a block
+            hashes.append(BlockHash(function(cbor2.dumps([parent, new, None]))))
+            return
         extra = _NULL
-        for i, block in enumerate(encoded_blocks(token_ids[first : len(token_ids) // size * size], size)):
+        for i, block in enumerate(encoded_blocks(new, size)):
             if not without:
                 start = first + i * size
                 found = keys.of_block(start, start + size, self._form, resumed_at=first)

@@ -94,7 +94,10 @@ class StepChecker:
         self._pool = pool
         self._session = session
         self._step = step
-        self._seen: dict[int, _Seen] = {}
+        self._seen: dict[int, _Seen | CheckedOperation] = {}
+        self._max_tokens = pool.config.max_model_len
+        self._hash_size_bytes = pool.config.hash_scheme.hash_size_bytes if pool.config.enable_caching else 0
+        self._makes_events = pool.config.makes_events
         self._ids: dict[RequestId, bool] = {}
         self._hash_at = 0
         self._token_at = 0
@@ -140,9 +143,36 @@ class StepChecker:
             step.delay_cache_blocks or [False] * count,
             strict=True,
         )
-        checked = [self._check_row(i, *row) for i, row in enumerate(rows)]
+        is_plain = not (
+            step.num_block_ids
+            or step.num_rejected_tokens
+            or step.num_lookahead_tokens
+            or step.num_encoder_tokens
+            or step.delay_cache_blocks
+        )
+        check = self._check_plain if is_plain else self._check_row
+        checked = [check(i, *row) for i, row in enumerate(rows)]
         self._check_all_used()
         return checked
+
+    def _check_plain(  # noqa: PLR0913, PLR0917 - one parameter a column
+        self, i: int, code: int, number: int, appended: int, new: int, taken: int, *_: int
+    ) -> CheckedOperation:
+        """Checks an operation of a step that has no column beside these; decodes, in short, which most are."""
+        request = self._session.by_number.get(RequestNumber(number))
+        if code != Operation.ALLOCATE or request is None or number in self._seen or not request.num_computed_tokens:
+            return self._check_row(i, code, number, appended, new, taken, 0, 0, 0, delay=False)
+        row = CheckedOperation(Operation.ALLOCATE, request)
+        if appended:
+            self._check_growth(i, row, request.num_tokens, appended)
+        if taken:
+            self._check_taken(i, row, request, taken)
+        num_computed = request.num_computed_tokens + taken
+        if not 1 <= new <= self._max_tokens - num_computed:
+            check_range(f"num_new_tokens[{i}]", new, 1, self._max_tokens - num_computed)
+        row.num_new_tokens = new
+        self._seen[number] = row
+        return row
 
     def _check_row(  # noqa: PLR0913, PLR0917 - one parameter a column
         self,
@@ -169,9 +199,15 @@ class StepChecker:
         seen = self._add(i, number) if operation is Operation.ADD else self._resolve(i, number)
         row = CheckedOperation(operation, seen.request)
         if appended:
-            self._check_growth(i, row, seen, appended)
+            if seen.num_tokens != seen.request.num_tokens:
+                raise InvalidArgumentError(f"num_appended_tokens[{i}]", "the request grew already in this step")
+            self._check_growth(i, row, seen.num_tokens, appended)
+            seen.num_tokens += appended
         if taken:
-            self._check_taken(i, row, seen, taken)
+            if seen.is_again:
+                raise InvalidArgumentError(f"num_taken_tokens[{i}]", "the request was named before in this step")
+            self._check_taken(i, row, seen.request, taken)
+            seen.num_computed_tokens += taken
         if rejected:
             self._check_rejected(i, row, seen, rejected)
         if operation in _ALLOCATING:
@@ -202,14 +238,10 @@ class StepChecker:
             if seen.gone:
                 self._ids[seen.request.request_id] = False
 
-    @property
-    def _max_tokens(self) -> int:
-        return self._pool.config.max_model_len
-
     def _add(self, i: int, number: int) -> _Seen:
         if number >= 0:  # negative: chosen by the server, for a request that steps cannot name
             check_range(f"request_numbers[{i}]", number, 1, MAX_REQUEST_NUMBER)
-        earlier = self._seen.get(number)
+        earlier = self._earlier(number)
         if not earlier.gone if earlier else RequestNumber(number) in self._session.by_number:
             raise InvalidArgumentError(f"request_numbers[{i}]", f"{number} is in use", reason="REQUEST_NUMBER_IN_USE")
         at, step = self._id_at, self._step
@@ -238,8 +270,18 @@ class StepChecker:
         seen = self._seen[number] = _Seen(request, 0, 0, holds_blocks=False)
         return seen
 
-    def _resolve(self, i: int, number: int) -> _Seen:
+    def _earlier(self, number: int) -> _Seen | None:
+        """What the step's operations so far do to a request; None if they do not name it."""
         seen = self._seen.get(number)
+        if isinstance(seen, CheckedOperation) and seen.request:
+            request = seen.request
+            num_computed = request.num_computed_tokens + seen.num_taken_tokens + seen.num_new_tokens
+            num_tokens = request.num_tokens + seen.num_appended_tokens
+            seen = self._seen[number] = _Seen(request, num_tokens, num_computed, holds_blocks=True, allocated=True)
+        return seen  # type: ignore[return-value]
+
+    def _resolve(self, i: int, number: int) -> _Seen:
+        seen = self._earlier(number)
         if seen is None:
             request = self._session.by_number.get(RequestNumber(number))
             if request is not None:
@@ -255,29 +297,21 @@ class StepChecker:
             )
         return seen
 
-    def _check_growth(self, i: int, row: CheckedOperation, seen: _Seen, appended: int) -> None:
-        config, step = self._pool.config, self._step
-        if seen.num_tokens != seen.request.num_tokens:
-            raise InvalidArgumentError(f"num_appended_tokens[{i}]", "the request grew already in this step")
-        before = seen.num_tokens
+    def _check_growth(self, i: int, row: CheckedOperation, before: int, appended: int) -> None:
+        step, hash_block_size = self._step, self._pool.hash_block_size
         if not 0 <= appended <= self._max_tokens - before:
             check_range(f"num_appended_tokens[{i}]", appended, 0, self._max_tokens - before)
-        seen.num_tokens = before + appended
         row.num_appended_tokens = appended
-        if config.enable_caching:
-            size_bytes = config.hash_scheme.hash_size_bytes
-            hash_block_size = self._pool.hash_block_size
-            count = seen.num_tokens // hash_block_size - before // hash_block_size
-            if count:
-                end = self._hash_at + count * size_bytes
-                if end > len(step.block_hashes):
-                    raise InvalidArgumentError(
-                        "block_hashes", f"{len(step.block_hashes)} bytes; the operations need more, {size_bytes} a hash"
-                    )
-                joined, at = step.block_hashes, self._hash_at
-                row.hashes = [BlockHash(joined[j : j + size_bytes]) for j in range(at, end, size_bytes)]
-                self._hash_at = end
-        if config.makes_events:
+        size_bytes = self._hash_size_bytes
+        count = (before + appended) // hash_block_size - before // hash_block_size if size_bytes else 0
+        if count:
+            joined, at = step.block_hashes, self._hash_at
+            self._hash_at = end = at + count * size_bytes
+            if end > len(joined):
+                message = f"{len(joined)} bytes; the operations need more, {size_bytes} a hash"
+                raise InvalidArgumentError("block_hashes", message)
+            row.hashes = [BlockHash(joined[j : j + size_bytes]) for j in range(at, end, size_bytes)]
+        if self._makes_events:
             end = self._token_at + appended
             if end > len(step.token_ids):
                 raise InvalidArgumentError("token_ids", f"{len(step.token_ids)} ids; the appended tokens are more")
@@ -289,14 +323,10 @@ class StepChecker:
             self._token_at = end
 
     @staticmethod
-    def _check_taken(i: int, row: CheckedOperation, seen: _Seen, taken: int) -> None:
-        request = seen.request
-        if seen.is_again:
-            raise InvalidArgumentError(f"num_taken_tokens[{i}]", "the request was named before in this step")
+    def _check_taken(i: int, row: CheckedOperation, request: Request, taken: int) -> None:
         room = max(request.quiet_tokens - request.num_computed_tokens, 0)
         if not 0 <= taken <= room:
             check_range(f"num_taken_tokens[{i}]", taken, 0, room)
-        seen.num_computed_tokens += taken
         row.num_taken_tokens = taken
 
     def _check_rejected(self, i: int, row: CheckedOperation, seen: _Seen, rejected: int) -> None:

@@ -96,14 +96,11 @@ class GroupManager:
         table.num_skipped = computed.count(NULL_BLOCK)
         self._counters.used_blocks += self._pool.touch(computed[table.num_skipped :])
 
-    def allocate(self, table: BlockTable, num_tokens: int, num_encoder_tokens: int) -> list[BlockId]:
-        """Gives the table room for `num_tokens` tokens; returns the new blocks. The caller has checked for room."""
-        missing = self.num_missing(table, num_tokens, num_encoder_tokens)
-        if missing <= 0:
-            return []
-        new = self._pool.take(missing)
-        self._counters.used_blocks += missing
-        self._counters.allocated_blocks += missing
+    def allocate(self, table: BlockTable, count: int) -> list[BlockId]:
+        """Gives the table `count` new blocks, at least 1; returns them. The caller has checked for room."""
+        new = self._pool.take(count)
+        self._counters.used_blocks += count
+        self._counters.allocated_blocks += count
         table.block_ids.extend(new)
         return new
 

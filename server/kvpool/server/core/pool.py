@@ -62,8 +62,8 @@ class Admission:
     new_blocks: tuple[list[BlockId], ...]
 
 
-_Row = tuple[GroupManager, BlockTable, Sequence[BlockId]]
-"""A group's manager, the request's table in it, and its part of a hit."""
+_Row = tuple[GroupManager, BlockTable, Sequence[BlockId], int]
+"""A group's manager, the request's table in it, its part of a hit, and blocks that the table lacks beyond that."""
 
 
 class Pool:
@@ -282,38 +282,38 @@ class Pool:
             skipped = manager.skip(tables[manager.group_id], num_computed)
             if has_quota and skipped:
                 quotas.lost(request.holding, skipped)
-        rows: list[_Row] = list(zip(self._managers, tables, hit, strict=True))
-        hit_blocks = self._room(request, rows, num_slots, num_encoder_tokens)
+        rows: list[_Row] = [
+            (manager, table, blocks, manager.num_missing(table, num_slots, num_encoder_tokens) - len(blocks))
+            for manager, table, blocks in zip(self._managers, tables, hit, strict=True)
+        ]
+        hit_blocks = self._room(request, rows, has_quota=has_quota)
         if hit_blocks is None:
             self.activity.refusals += 1
             return None
         self.activity.allocations += 1
         if computed:
-            for manager, table, blocks in rows:
+            for manager, table, blocks, _ in rows:
                 manager.adopt(table, blocks)
-        new = tuple([manager.allocate(table, num_slots, num_encoder_tokens) for manager, table, _ in rows])
+        new = tuple([manager.allocate(table, lacking) if lacking > 0 else [] for manager, table, _, lacking in rows])
         if has_quota:
             quotas.gained(request.holding, hit_blocks, [block_id for blocks in new for block_id in blocks])
         request.num_computed_tokens = num_computed + num_new_tokens
         if self.config.enable_caching and not delay_cache_blocks:
             self.cache(request, request.num_computed_tokens, sequence=sequence)
-        quiet_tokens = [manager.quiet_tokens(table) for manager, table, _ in rows]
-        request.quiet_tokens = min(self.config.max_model_len, *quiet_tokens)
+        request.quiet_tokens = min(self.config.max_model_len, *[m.quiet_tokens(table) for m, table, _, _ in rows])
         return new
 
-    def _room(
-        self, request: Request, rows: Sequence[_Row], num_slots: int, num_encoder_tokens: int
-    ) -> Sequence[BlockId] | None:
+    def _room(self, request: Request, rows: Sequence[_Row], *, has_quota: bool) -> Sequence[BlockId] | None:
         """The hit's blocks, if they count in a quota; None if there are too few that the request may be given."""
         needed = num_hit = 0
-        for manager, table, hit in rows:
+        for _, _, hit, lacking in rows:
             num_hit += len(hit)
-            needed += max(manager.num_missing(table, num_slots, num_encoder_tokens) - len(hit), 0)
+            if lacking > 0:
+                needed += lacking
         num_free = self.blocks.num_free_blocks
-        has_quota = self.quotas.applies_to(request.holding)
         if not has_quota and needed + num_hit <= num_free:  # it does not matter how many of the hit are free
             return ()
-        hit_blocks = [block_id for _, _, hit in rows for block_id in hit if block_id]
+        hit_blocks = [block_id for _, _, hit, _ in rows for block_id in hit if block_id]
         needed += self.blocks.free_list.num_free_among(hit_blocks)
         if has_quota and not self.quotas.allows(request.holding, hit_blocks, needed):  # first, as it notes the maximum
             return None

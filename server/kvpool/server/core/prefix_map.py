@@ -146,12 +146,15 @@ class PrefixMap:
         """Gives each block, which has no hash, its hash. `writer` fills them with its change `sequence`."""
         by_hash, hash_of, writer_of, group_of = self._by_hash[group_id], self._hash_of, self._writer_of, self._group_of
         num_before, count = len(by_hash), len(block_ids)
-        if by_hash.keys().isdisjoint(hashes):
+        if count == 1:
+            self._map_copies(group_id, block_ids, hashes)
+        elif by_hash.keys().isdisjoint(hashes):
             by_hash.update(zip(hashes, block_ids, strict=True))
-        if len(by_hash) - num_before != count:  # some are cached already, or stand twice in `hashes`
-            if len(by_hash) > num_before:
+            if len(by_hash) - num_before != count:  # some stand twice in `hashes`
                 for block_hash in hashes:
                     by_hash.pop(block_hash, None)
+                self._map_copies(group_id, block_ids, hashes)
+        else:
             self._map_copies(group_id, block_ids, hashes)
         for block_id, block_hash in zip(block_ids, hashes, strict=True):
             hash_of[block_id] = block_hash
