@@ -66,8 +66,14 @@ def _check_rows(step: Step, result: StepResult) -> None:
 def _num_taken(step: Step, result: StepResult, num_groups: int) -> int:
     """How many block ids the result's counts stand for."""
     hits, new, ids = result.num_prefix_blocks, result.num_new_blocks, result.block_ids
-    if not (any(hits) or any(new)):
-        return 0
+    if not any(hits):
+        if not any(new):
+            return 0
+        if num_groups == 1 and max(new) == 1 and not any(result.outcomes):  # decodes
+            _require(0 not in ids, "block_ids")
+            for i in [i for i, count in enumerate(new) if count]:
+                _require(step.operations[i] in _TAKING, "num_new_blocks", i)
+            return sum(new)
     at = 0
     for i, operation in enumerate(step.operations):
         first = i * num_groups

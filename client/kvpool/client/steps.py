@@ -242,25 +242,29 @@ class StepBook:
 
     def _read_decodes(self, row: DecodeRow, at: int, result: StepResult, block_ids: Iterator[int]) -> None:
         groups, answer = self._num_groups, row.answer
-        outcomes = result.outcomes[at : at + len(row.requests)]
-        counts = result.num_new_blocks[at * groups : (at + len(row.requests)) * groups]
+        outcomes, counts = result.outcomes, result.num_new_blocks
         for i, request in enumerate(row.requests):
             request.num_sent_tokens, request.num_sent_hashes = row.num_sent_tokens[i], row.num_sent_hashes[i]
-            outcome = outcomes[i] if outcomes else 0
+            outcome = outcomes[at + i] if outcomes else 0
             if self._windowed and outcome in _SKIPPING:
                 self._skip_blocks(request)
             if outcome:
                 answer.refused[row.places[i]] = Outcome(outcome)
-            else:
-                if counts and any(counts[i * groups : (i + 1) * groups]):
-                    new = [list(islice(block_ids, count)) for count in counts[i * groups : (i + 1) * groups]]
+                request.num_sent_computed_tokens = request.num_computed_tokens
+                continue
+            if counts:
+                new: list[list[int]] = []
+                for group_id in range(groups):
+                    count = counts[(at + i) * groups + group_id]
+                    if count:
+                        new = new or [[] for _ in range(groups)]
+                        new[group_id] = list(islice(block_ids, count))
+                        request.block_ids[group_id] += new[group_id]
+                if new:
                     answer.new_blocks[row.places[i]] = new
-                    for table, new_ids in zip(request.block_ids, new, strict=True):
-                        table.extend(new_ids)
-                before_tokens = request.num_computed_tokens
-                request.num_computed_tokens = before_tokens + 1
-                request.quiet_tokens = self._quiet_tokens(request, before_tokens)
-            request.num_sent_computed_tokens = request.num_computed_tokens
+            before_tokens = request.num_computed_tokens
+            request.num_computed_tokens = request.num_sent_computed_tokens = before_tokens + 1
+            request.quiet_tokens = self._quiet_tokens(request, before_tokens)
 
     def _read_row(self, row: Row, i: int, result: StepResult, block_ids: Iterator[int]) -> None:
         answer, request, groups = row.answer, row.request, self._num_groups
@@ -316,12 +320,15 @@ class StepBook:
 
     def _quiet_tokens(self, request: Request, before_tokens: int) -> int:
         """What the server allows, or less: see `Pool.allocate`, which made room beyond `before_tokens` tokens."""
-        cached_tokens = min(request.num_computed_tokens, len(request.token_ids))
-        bound = self._max_model_len
-        for room, table in zip(self._rooms, request.block_ids, strict=True):
-            num_blocks, span, num_skipped = len(table), room.span_tokens, 0
+        cached_tokens, num_tokens = request.num_computed_tokens, len(request.token_ids)
+        if num_tokens < cached_tokens:  # noqa: PLR1730 - min() takes longer than all else here
+            cached_tokens = num_tokens
+        bound, tables = self._max_model_len, request.block_ids
+        for group_id, room in enumerate(self._rooms):
+            num_blocks, span, num_skipped = len(tables[group_id]), room.span_tokens, 0
             if room.skips:
                 num_skipped = min(room.spec.num_skipped_tokens(before_tokens) // span, num_blocks)
             tokens = room.num_tokens(num_blocks, cached_tokens // span, num_skipped)
-            bound = min(bound, tokens)
+            if tokens < bound:  # noqa: PLR1730 - likewise
+                bound = tokens
         return bound

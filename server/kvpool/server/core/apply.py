@@ -147,11 +147,17 @@ class _Application:
         for i, row in enumerate(checked):
             if row.request is None:
                 self._on_pool(i, row)
-            else:
-                self._grow(row, row.request)
-                handler = _HANDLERS.get(row.operation)
-                if handler:
-                    handler(self, i, row, row.request)
+                continue
+            request = row.request
+            request.num_tokens += row.num_appended_tokens
+            request.num_computed_tokens += row.num_taken_tokens - row.num_rejected_tokens
+            if row.hashes:
+                request.hashes += row.hashes
+            if row.token_ids:
+                request.token_ids += row.token_ids
+            handler = _HANDLERS.get(row.operation)
+            if handler:
+                handler(self, i, row, request)
         free_blocks = self._pool.quotas.num_free_for(self._session.holding)
         result = StepResult(self._sequence, free_blocks, block_ids=list(self._block_ids))
         for name in _COLUMNS:
@@ -200,15 +206,6 @@ class _Application:
         running = (other for other in requests if other.holds_blocks)
         counts = self._pool.num_common_prefix_blocks(request, running)
         self._num_prefix_blocks[i * self._groups : (i + 1) * self._groups] = counts
-
-    @staticmethod
-    def _grow(row: CheckedOperation, request: Request) -> None:
-        request.num_tokens += row.num_appended_tokens
-        request.num_computed_tokens += row.num_taken_tokens - row.num_rejected_tokens
-        if row.hashes:
-            request.hashes += row.hashes
-        if row.token_ids:
-            request.token_ids += row.token_ids
 
     def allocate(self, i: int, row: CheckedOperation, request: Request) -> None:
         pool, promised = self._pool, row.promised

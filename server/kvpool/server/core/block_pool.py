@@ -89,7 +89,8 @@ class BlockPool:
     def take(self, count: int) -> list[BlockId]:
         """Takes the next `count` free blocks, evicting what they held. The caller has checked that they are there."""
         taken = self.free_list.take(count)
-        cached = self.prefix_map.hashed_among(taken)
+        is_bare = count == 1 and self.prefix_map.hash_of(taken[0]) is None  # as decodes take them
+        cached = () if is_bare else self.prefix_map.hashed_among(taken)
         if cached:
             self.num_evicted += len(cached)
             for group_id, num_evicted in Counter(map(self.prefix_map.group_of, cached)).items():

@@ -34,7 +34,6 @@ _COLUMNS: Final = (
 )
 
 
-@dataclass(slots=True)
 class CheckedOperation:
     """One operation, ready to be applied.
 
@@ -54,8 +53,7 @@ class CheckedOperation:
         block_ids: EVICT: the blocks.
     """
 
-    operation: Operation
-    request: Request | None
+    # Of the class until they are set: most are not.
     num_appended_tokens: int = 0
     hashes: list[BlockHash] | None = None
     token_ids: list[int] | None = None
@@ -67,6 +65,10 @@ class CheckedOperation:
     delay_cache_blocks: bool = False
     promised: ComputedBlocks | None = None
     block_ids: list[BlockId] | None = None
+
+    def __init__(self, operation: Operation, request: Request | None) -> None:
+        self.operation = operation
+        self.request = request
 
 
 @dataclass(slots=True)
@@ -159,7 +161,7 @@ class StepChecker:
         self, i: int, code: int, number: int, appended: int, new: int, taken: int, *_: int
     ) -> CheckedOperation:
         """Checks an operation of a step that has no column beside these; decodes, in short, which most are."""
-        request = self._session.by_number.get(RequestNumber(number))
+        request = self._session.by_number.get(number)  # type: ignore[call-overload]  # NewType's call takes its time
         if code != Operation.ALLOCATE or request is None or number in self._seen or not request.num_computed_tokens:
             return self._check_row(i, code, number, appended, new, taken, 0, 0, 0, delay=False)
         row = CheckedOperation(Operation.ALLOCATE, request)
@@ -194,22 +196,14 @@ class StepChecker:
         if operation in _WITHOUT_REQUEST:
             if number or appended or taken or rejected:
                 raise InvalidArgumentError(f"request_numbers[{i}]", f"{operation.name} names no request")
-            return CheckedOperation(operation, None, block_ids=list(block_ids[0]) if block_ids else [])
+            row = CheckedOperation(operation, None)
+            row.block_ids = block_ids[0] if block_ids else []
+            return row
 
         seen = self._add(i, number) if operation is Operation.ADD else self._resolve(i, number)
         row = CheckedOperation(operation, seen.request)
-        if appended:
-            if seen.num_tokens != seen.request.num_tokens:
-                raise InvalidArgumentError(f"num_appended_tokens[{i}]", "the request grew already in this step")
-            self._check_growth(i, row, seen.num_tokens, appended)
-            seen.num_tokens += appended
-        if taken:
-            if seen.is_again:
-                raise InvalidArgumentError(f"num_taken_tokens[{i}]", "the request was named before in this step")
-            self._check_taken(i, row, seen.request, taken)
-            seen.num_computed_tokens += taken
-        if rejected:
-            self._check_rejected(i, row, seen, rejected)
+        if appended or taken or rejected:
+            self._check_told(i, row, seen, appended, taken, rejected)
         if operation in _ALLOCATING:
             most = self._max_tokens
             least = 1 if operation is Operation.ALLOCATE else 0
@@ -224,6 +218,23 @@ class StepChecker:
         else:
             self._check_other(i, row, seen, new)
         return row
+
+    def _check_told(  # noqa: PLR0913, PLR0917 - one parameter a column
+        self, i: int, row: CheckedOperation, seen: _Seen, appended: int, taken: int, rejected: int
+    ) -> None:
+        """Checks what is told of a request beside the operation."""
+        if appended:
+            if seen.num_tokens != seen.request.num_tokens:
+                raise InvalidArgumentError(f"num_appended_tokens[{i}]", "the request grew already in this step")
+            self._check_growth(i, row, seen.num_tokens, appended)
+            seen.num_tokens += appended
+        if taken:
+            if seen.is_again:
+                raise InvalidArgumentError(f"num_taken_tokens[{i}]", "the request was named before in this step")
+            self._check_taken(i, row, seen.request, taken)
+            seen.num_computed_tokens += taken
+        if rejected:
+            self._check_rejected(i, row, seen, rejected)
 
     def _check_other(self, i: int, row: CheckedOperation, seen: _Seen, new: int) -> None:
         operation = row.operation
@@ -310,7 +321,10 @@ class StepChecker:
             if end > len(joined):
                 message = f"{len(joined)} bytes; the operations need more, {size_bytes} a hash"
                 raise InvalidArgumentError("block_hashes", message)
-            row.hashes = [BlockHash(joined[j : j + size_bytes]) for j in range(at, end, size_bytes)]
+            if count == 1:
+                row.hashes = [joined[at:end]]  # type: ignore[list-item]
+            else:
+                row.hashes = [joined[j : j + size_bytes] for j in range(at, end, size_bytes)]  # type: ignore[misc]
         if self._makes_events:
             end = self._token_at + appended
             if end > len(step.token_ids):
@@ -380,7 +394,7 @@ class StepChecker:
             lowest, num_blocks = int(operation is Operation.EVICT), self._pool.blocks.num_blocks
             if lowest:
                 check_range(f"num_block_ids[{i * groups + j}]", count, 0, num_blocks)
-            block_ids = [BlockId(block_id) for block_id in step.block_ids[self._block_at : end]]
+            block_ids: list[BlockId] = step.block_ids[self._block_at : end]  # type: ignore[assignment]
             if block_ids and not lowest <= min(block_ids) <= max(block_ids) < num_blocks:
                 for at, block_id in enumerate(block_ids, self._block_at):
                     check_range(f"block_ids[{at}]", block_id, lowest, num_blocks - 1)

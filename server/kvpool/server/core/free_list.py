@@ -83,6 +83,15 @@ class FreeList:
     def take(self, count: int) -> list[BlockId]:
         """Takes the next `count` blocks, each for one table; the caller has checked that there are so many."""
         column = self._column
+        if count == 1:
+            number, chunk = next(iter(self._chunks.items()))
+            block_id = chunk.block_ids[chunk.at]
+            if column[block_id] == -number:
+                chunk.at += 1
+                self._leave(number, chunk, 1)
+                column[block_id] = 1
+                self._len -= 1
+                return [block_id]
         taken: list[BlockId] = []
         while len(taken) < count:
             number, chunk = next(iter(self._chunks.items()))

@@ -123,11 +123,12 @@ class GroupManager:
         return skipped
 
     def cache(self, request: Request, num_tokens: int, sequence: types.Sequence) -> None:
-        """Caches the full blocks among the first `num_tokens` tokens, which the change `sequence` fills."""
+        """Caches the full blocks among the first `num_tokens` tokens, which the change `sequence` fills.
+
+        The caller has found some that are not.
+        """
         table = request.tables[self.group_id]
         end = num_tokens // self.span_tokens
-        if table.num_cached >= end:
-            return
         start = max(table.num_cached, table.num_skipped)
         table.num_cached = end
         if start >= end:

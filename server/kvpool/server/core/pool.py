@@ -273,34 +273,77 @@ class Pool:
                 request.num_computed_tokens = end_tokens
                 self.activity.allocations += 1
                 return self._no_blocks
-        hit = computed.block_ids if computed else self._no_hit
         num_computed = request.num_computed_tokens + (computed.num_tokens if computed else 0)
         num_slots = min(num_computed + num_new_tokens + num_lookahead_tokens, self.config.max_model_len)
-        quotas, tables = self.quotas, request.tables
-        has_quota = quotas.applies_to(request.holding)
+        has_quota = self.quotas.applies_to(request.holding)
         for manager in self._windowed:
-            skipped = manager.skip(tables[manager.group_id], num_computed)
+            skipped = manager.skip(request.tables[manager.group_id], num_computed)
             if has_quota and skipped:
-                quotas.lost(request.holding, skipped)
-        rows: list[_Row] = [
-            (manager, table, blocks, manager.num_missing(table, num_slots, num_encoder_tokens) - len(blocks))
-            for manager, table, blocks in zip(self._managers, tables, hit, strict=True)
-        ]
-        hit_blocks = self._room(request, rows, has_quota=has_quota)
-        if hit_blocks is None:
+                self.quotas.lost(request.holding, skipped)
+        if computed or has_quota:
+            new = self._take_with_hit(request, computed, num_slots, num_encoder_tokens, has_quota=has_quota)
+        else:
+            new = self._take(request, num_slots, num_encoder_tokens)
+        if new is None:
             self.activity.refusals += 1
             return None
         self.activity.allocations += 1
-        if computed:
-            for manager, table, blocks, _ in rows:
-                manager.adopt(table, blocks)
-        new = tuple([manager.allocate(table, lacking) if lacking > 0 else [] for manager, table, _, lacking in rows])
-        if has_quota:
-            quotas.gained(request.holding, hit_blocks, [block_id for blocks in new for block_id in blocks])
         request.num_computed_tokens = num_computed + num_new_tokens
         if self.config.enable_caching and not delay_cache_blocks:
             self.cache(request, request.num_computed_tokens, sequence=sequence)
-        request.quiet_tokens = min(self.config.max_model_len, *[m.quiet_tokens(table) for m, table, _, _ in rows])
+        request.quiet_tokens = self._quiet_tokens(request)
+        return new
+
+    def _quiet_tokens(self, request: Request) -> int:
+        quiet_tokens = self.config.max_model_len
+        for manager in self._managers:
+            bound_tokens = manager.quiet_tokens(request.tables[manager.group_id])
+            if bound_tokens < quiet_tokens:  # noqa: PLR1730 - min() takes longer than all else here
+                quiet_tokens = bound_tokens
+        return quiet_tokens
+
+    def _take(self, request: Request, num_slots: int, num_encoder_tokens: int) -> tuple[list[BlockId], ...] | None:
+        """Gives a request the blocks that it lacks, if there are enough; without a hit or a quota, as decodes are."""
+        tables, needed = request.tables, 0
+        for manager in self._managers:
+            lacking = manager.num_missing(tables[manager.group_id], num_slots, num_encoder_tokens)
+            if lacking > 0:
+                needed += lacking
+        if not needed:
+            return self._no_blocks
+        if needed > self.blocks.num_free_blocks:
+            return None
+        new = []
+        for manager in self._managers:
+            table = tables[manager.group_id]
+            lacking = manager.num_missing(table, num_slots, num_encoder_tokens)
+            new.append(manager.allocate(table, lacking) if lacking > 0 else [])
+        return tuple(new)
+
+    def _take_with_hit(
+        self,
+        request: Request,
+        computed: ComputedBlocks | None,
+        num_slots: int,
+        num_encoder_tokens: int,
+        *,
+        has_quota: bool,
+    ) -> tuple[list[BlockId], ...] | None:
+        """The same with a hit, which the request gets, too, or with quotas."""
+        hit = computed.block_ids if computed else self._no_hit
+        rows: list[_Row] = [
+            (manager, table, blocks, manager.num_missing(table, num_slots, num_encoder_tokens) - len(blocks))
+            for manager, table, blocks in zip(self._managers, request.tables, hit, strict=True)
+        ]
+        hit_blocks = self._room(request, rows, has_quota=has_quota)
+        if hit_blocks is None:
+            return None
+        for manager, table, blocks, _ in rows:
+            if blocks:
+                manager.adopt(table, blocks)
+        new = tuple([manager.allocate(table, lacking) if lacking > 0 else [] for manager, table, _, lacking in rows])
+        if has_quota:
+            self.quotas.gained(request.holding, hit_blocks, [block_id for blocks in new for block_id in blocks])
         return new
 
     def _room(self, request: Request, rows: Sequence[_Row], *, has_quota: bool) -> Sequence[BlockId] | None:
@@ -321,9 +364,12 @@ class Pool:
 
     def cache(self, request: Request, num_computed_tokens: int, *, sequence: types.Sequence) -> None:
         """Caches the request's full blocks among its first `num_computed_tokens` tokens, never past those known."""
-        num_tokens = min(num_computed_tokens, request.num_tokens)
+        num_tokens = request.num_tokens
+        if num_computed_tokens < num_tokens:  # noqa: PLR1730 - as above
+            num_tokens = num_computed_tokens
         for manager in self._managers:
-            manager.cache(request, num_tokens, sequence)
+            if request.tables[manager.group_id].num_cached < num_tokens // manager.span_tokens:
+                manager.cache(request, num_tokens, sequence)
 
     def free(self, request: Request) -> None:
         """Frees the request's blocks, the last first; the caller forgets it or admits it again from the start."""

@@ -145,24 +145,36 @@ class PrefixMap:
     ) -> None:
         """Gives each block, which has no hash, its hash. `writer` fills them with its change `sequence`."""
         by_hash, hash_of, writer_of, group_of = self._by_hash[group_id], self._hash_of, self._writer_of, self._group_of
+        by_sequence = self._unpublished.get(writer)
+        if by_sequence is None:
+            by_sequence = self._unpublished[writer] = {}
+        unpublished = by_sequence.get(sequence)
+        if unpublished is None:
+            unpublished = by_sequence[sequence] = set()
         num_before, count = len(by_hash), len(block_ids)
-        if count == 1:
+        self._num_cached[group_id] += count
+        if count == 1:  # a decode filled it
+            block_id, block_hash = block_ids[0], hashes[0]
+            if by_hash.setdefault(block_hash, block_id) is not block_id:
+                self._map_copies(group_id, block_ids, hashes)
+            hash_of[block_id], writer_of[block_id], group_of[block_id] = block_hash, writer, group_id
+            self._pending[block_id] = sequence
+            unpublished.add(block_id)
+            return
+        if not by_hash.keys().isdisjoint(hashes):
             self._map_copies(group_id, block_ids, hashes)
-        elif by_hash.keys().isdisjoint(hashes):
+        else:
             by_hash.update(zip(hashes, block_ids, strict=True))
             if len(by_hash) - num_before != count:  # some stand twice in `hashes`
                 for block_hash in hashes:
                     by_hash.pop(block_hash, None)
                 self._map_copies(group_id, block_ids, hashes)
-        else:
-            self._map_copies(group_id, block_ids, hashes)
         for block_id, block_hash in zip(block_ids, hashes, strict=True):
             hash_of[block_id] = block_hash
             writer_of[block_id] = writer
             group_of[block_id] = group_id
-        self._num_cached[group_id] += count
         self._pending.update(dict.fromkeys(block_ids, sequence))
-        self._unpublished.setdefault(writer, {}).setdefault(sequence, set()).update(block_ids)
+        unpublished.update(block_ids)
 
     def _map_copies(self, group_id: GroupId, block_ids: Sequence[BlockId], hashes: Sequence[BlockHash]) -> None:
         by_hash, several = self._by_hash[group_id], self._several[group_id]
