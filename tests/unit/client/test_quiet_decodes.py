@@ -1,0 +1,460 @@
+"""What a session answers by itself: nothing is sent, nothing is lost, and what is refused is taken back."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from math import inf
+from typing import Final
+
+import pytest
+
+from kvpool.client import (
+    AbortedError,
+    Allocation,
+    Answer,
+    DeadlineError,
+    FullAttentionSpec,
+    InvalidArgumentError,
+    KVCacheGroup,
+    NotFoundError,
+    Outcome,
+    PoolConfig,
+    PoolInfo,
+    Request,
+    Session,
+    SlidingWindowSpec,
+    StepBuilder,
+)
+from kvpool.client.lease import LeaseTimer
+from kvpool.client.transport import EmbeddedTransport
+from kvpool.server.core.quota import NO_QUOTA
+from kvpool.server.core.step import Operation, Step, StepResult
+from kvpool.server.core.types import PoolName
+from support_server import pool_config
+
+PROMPT: Final = list(range(5))  # a block of 4 tokens, and one in the next
+ALLOCATE: Final = Operation.ALLOCATE
+
+
+class CountingTransport(EmbeddedTransport):
+    """Keeps every step that is sent. Loses the answer to the next one, if told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sent: list[Step] = []
+        self.lose = False
+
+    def apply(self, session_id: str, step: Step) -> StepResult:
+        self.sent.append(step)
+        result = super().apply(session_id, step)
+        if self.lose:
+            self.lose = False
+            raise DeadlineError("DEADLINE", "lost")
+        return result
+
+    def take_sent(self) -> list[Step]:
+        """The steps since the last time."""
+        sent, self.sent = self.sent, []
+        return sent
+
+    def info(self) -> PoolInfo:
+        return self.get_pool("m")
+
+
+def open_session(transport: CountingTransport, lease_timer: LeaseTimer | None = None) -> Session:
+    opened = transport.open_session("m", "", 0.0, NO_QUOTA)
+    return Session(transport, replace(opened, lease_timer=lease_timer or opened.lease_timer))
+
+
+def running(session: Session, request_id: str = "r", num_tokens: int = 5) -> Request:
+    """A request of which all tokens have room."""
+    request = session.request(request_id, range(num_tokens))
+    assert session.admit(request)
+    return request
+
+
+@pytest.fixture
+def transport() -> CountingTransport:
+    transport = CountingTransport()
+    transport.create_pool(pool_config())
+    return transport
+
+
+@pytest.fixture
+def session(transport: CountingTransport) -> Session:
+    return open_session(transport)
+
+
+@pytest.fixture
+def request_(transport: CountingTransport, session: Session) -> Request:
+    request = running(session)
+    transport.take_sent()
+    return request
+
+
+def test_between_two_blocks_nothing_is_sent(transport: CountingTransport, session: Session, request_: Request) -> None:
+    request_.append([5])
+    assert session.allocate_slots(request_, 1) == Allocation([[]])
+    with session.step() as step:
+        answer = step.allocate_slots(request_, 1)
+    assert (answer.outcome, answer.new_blocks) == (Outcome.OK, [[]])
+    assert (transport.sent, session.sequence) == ([], 1)
+    assert (request_.num_computed_tokens, request_.block_ids) == (7, [[1, 2]])
+
+
+def test_a_batch_between_two_blocks_sends_nothing(transport: CountingTransport, session: Session) -> None:
+    requests = [running(session, f"r{i}") for i in range(3)]
+    transport.take_sent()
+    for token_id in (5, 6):
+        with session.step() as step:
+            decodes = step.decode(requests, [token_id] * 3)
+        assert (decodes.new_blocks, decodes.refused) == ([[[]]] * 3, {})
+    assert transport.sent == []
+    assert [(r.num_tokens, r.num_computed_tokens) for r in requests] == [(7, 7)] * 3
+
+
+def test_what_fills_a_block_is_sent_with_all_that_was_taken(
+    transport: CountingTransport, session: Session, request_: Request
+) -> None:
+    for token_id in (5, 6):
+        request_.append([token_id])
+        session.allocate_slots(request_, 1)
+    request_.append([7])
+    session.allocate_slots(request_, 1)
+    (step,) = transport.take_sent()
+    assert (step.operations, step.num_appended_tokens, step.num_taken_tokens) == ([ALLOCATE], [3], [2])
+    assert step.block_hashes == request_.hashes[1]
+    assert (step.num_quiet_allocations, transport.info().cached_blocks) == (2, 2)
+
+
+def test_what_crosses_into_a_new_block_is_sent(transport: CountingTransport, session: Session) -> None:
+    request_ = running(session, num_tokens=4)
+    transport.take_sent()
+    with session.step() as step:
+        decodes = step.decode([request_], [4])
+    (sent,) = transport.take_sent()
+    assert (sent.operations, sent.num_taken_tokens, sent.num_quiet_allocations) == ([ALLOCATE], [], 0)
+    assert (decodes.new_blocks, request_.block_ids) == ([[[2]]], [[1, 2]])
+
+
+def test_look_ahead_that_needs_a_block_is_sent(
+    transport: CountingTransport, session: Session, request_: Request
+) -> None:
+    session.allocate_slots(request_, 1, num_lookahead_tokens=1)
+    assert transport.take_sent() == []
+    assert session.allocate_slots(request_, 1, num_lookahead_tokens=2) == Allocation([[3]])
+    with session.step() as step:
+        assert step.decode([request_], num_lookahead_tokens=5).new_blocks == [[[]]]
+    assert len(transport.take_sent()) == 2
+    assert request_.block_ids == [[1, 2, 3, 4]]
+
+
+def test_without_caching_filling_a_block_is_quiet() -> None:
+    transport = CountingTransport()
+    transport.create_pool(pool_config(enable_caching=False))
+    session = open_session(transport)
+    request_ = running(session)
+    transport.take_sent()
+    session.allocate_slots(request_, 3)
+    assert transport.take_sent() == []
+    session.allocate_slots(request_, 1)
+    assert [step.num_taken_tokens for step in transport.take_sent()] == [[3]]
+
+
+def test_a_block_that_falls_behind_a_window_is_sent_for() -> None:
+    transport = CountingTransport()
+    groups = tuple(map(KVCacheGroup, (FullAttentionSpec(8), SlidingWindowSpec(8, sliding_window=5))))
+    transport.create_pool(PoolConfig(PoolName("m"), 16, 64, groups, enable_caching=False))
+    session = open_session(transport)
+    request_ = running(session, num_tokens=11)
+    transport.take_sent()
+    session.allocate_slots(request_, 1)  # 12 computed: the next sees from token 8 on
+    assert (transport.take_sent(), request_.block_ids) == ([], [[1, 2], [3, 4]])
+    session.allocate_slots(request_, 1)
+    assert (len(transport.take_sent()), request_.block_ids) == (1, [[1, 2], [0, 4]])
+
+
+def test_rejected_drafts_are_sent_net_of_what_was_taken(
+    transport: CountingTransport, session: Session, request_: Request
+) -> None:
+    session.allocate_slots(request_, 2)
+    session.allocate_slots(request_, 1, num_computed_tokens=6)
+    (step,) = transport.take_sent()
+    assert (step.num_taken_tokens, step.num_rejected_tokens) == ([1], [])
+    session.allocate_slots(request_, 1, num_computed_tokens=5)
+    (step,) = transport.take_sent()
+    assert (step.num_taken_tokens, step.num_rejected_tokens) == ([], [2])
+    assert request_.num_computed_tokens == 6
+
+
+def test_quiet_allocations_are_counted_once(transport: CountingTransport, session: Session, request_: Request) -> None:
+    before = transport.info().activity.allocations
+    with session.step() as step:
+        step.decode([request_])
+        step.allocate_slots(request_, 1)
+    session.allocate_slots(request_, 1)
+    session.free(request_)
+    assert [step.num_quiet_allocations for step in transport.take_sent()] == [2, 0]
+    assert transport.info().activity.allocations == before + 3
+
+
+def test_news_of_execution_wait_for_nothing_that_others_wait_for(transport: CountingTransport) -> None:
+    """The first step cached a block, so that it has run is told at once; that later ones ran tells nothing new."""
+    session, other = open_session(transport), open_session(transport)
+    request_ = running(session)
+    transport.take_sent()
+    with session.step() as step:
+        step.decode([request_], [5])
+    with session.step(executed_sequence=1) as step:
+        step.decode([request_], [6])
+    (told,) = transport.take_sent()
+    assert (told.executed_sequence, told.operations, told.num_quiet_allocations) == (1, [], 2)
+    assert other.get_computed_blocks(other.request("o", range(5))).num_tokens == 4
+    session.allocate_slots(request_, 1, num_computed_tokens=5)
+    transport.take_sent()
+    with session.step(executed_sequence=1) as step:
+        step.decode([request_])
+    assert transport.take_sent() == []
+
+
+def test_news_of_execution_ride_along(transport: CountingTransport, session: Session, request_: Request) -> None:
+    session.allocate_slots(request_, 2)
+    with session.step(executed_sequence=1) as step:
+        step.decode([request_], [5])
+    assert [(step.executed_sequence, step.operations) for step in transport.take_sent()] == [(1, [ALLOCATE])]
+
+
+def test_news_of_execution_alone_are_sent(transport: CountingTransport, session: Session, request_: Request) -> None:
+    assert request_.num_computed_tokens
+    with session.step(executed_sequence=1):
+        pass
+    assert [step.executed_sequence for step in transport.take_sent()] == [1]
+
+
+def test_a_session_whose_lease_may_have_run_out_asks(transport: CountingTransport) -> None:
+    over = LeaseTimer(0.0, 0.0)
+    session = open_session(transport, over)
+    request_ = running(session)
+    transport.take_sent()
+    session.allocate_slots(request_, 1)
+    with session.step() as step:
+        step.decode([request_])
+    assert [(step.operations, step.num_quiet_allocations) for step in transport.take_sent()] == [([], 1), ([], 1)]
+    assert (request_.num_computed_tokens, session.sequence) == (7, 3)
+
+
+def test_a_session_that_is_over_answers_nothing(transport: CountingTransport) -> None:
+    lease = LeaseTimer(inf, 0.0)
+    session = open_session(transport, lease)
+    request_ = running(session)
+    transport.take_sent()
+    session.close()
+    with pytest.raises(AbortedError), session.step() as step:
+        answer = step.allocate_slots(request_, 1)
+    with pytest.raises(AbortedError):
+        session.allocate_slots(request_, 1)
+    assert (answer.outcome, request_.num_computed_tokens, transport.take_sent()) == (None, 5, [])
+
+
+def test_a_refused_step_takes_back_what_was_answered(
+    transport: CountingTransport, session: Session, request_: Request
+) -> None:
+    other = running(session, "other")
+    session.allocate_slots(request_, 1)
+    with pytest.raises(NotFoundError), session.step() as step:  # noqa: PT012 - the step is what raises
+        answer = step.allocate_slots(request_, 1)
+        step.decode([other])
+        step.free(other)
+        step.preempt(other)
+    assert (answer.outcome, request_.num_computed_tokens, other.num_computed_tokens) == (None, 6, 5)
+    transport.take_sent()
+    session.allocate_slots(request_, 3)
+    (sent,) = transport.take_sent()
+    assert (sent.num_taken_tokens, sent.num_quiet_allocations) == ([1], 1)
+
+
+def test_a_step_that_cannot_be_sent_takes_back_what_was_answered(session: Session, request_: Request) -> None:
+    with pytest.raises(NotFoundError), session.step() as step:  # noqa: PT012 - likewise
+        answer = step.allocate_slots(request_, 1)
+        step.preempt(session.request("unknown", PROMPT))
+    assert (answer.outcome, request_.num_computed_tokens) == (None, 5)
+
+
+def test_what_raises_inside_a_step_takes_back_what_was_answered(
+    transport: CountingTransport, session: Session, request_: Request
+) -> None:
+    with pytest.raises(ZeroDivisionError), session.step() as step:  # noqa: PT012 - likewise
+        answer = step.allocate_slots(request_, 1)
+        step.decode([request_])
+        raise ZeroDivisionError
+    assert (answer.outcome, request_.num_computed_tokens) == (None, 5)
+    session.free(request_)
+    assert [step.num_quiet_allocations for step in transport.take_sent()] == [0]
+
+
+def test_while_a_step_has_no_answer_nothing_is_answered(
+    transport: CountingTransport, session: Session, request_: Request
+) -> None:
+    other = session.request("other", PROMPT)
+    transport.lose = True
+    with pytest.raises(DeadlineError), session.step() as step:  # noqa: PT012 - likewise
+        answer = step.allocate_slots(request_, 1)
+        step.admit(other)
+    assert (answer.outcome, request_.num_computed_tokens) == (Outcome.OK, 6), "it may have been applied"
+    with pytest.raises(Exception, match="settle"):
+        session.allocate_slots(request_, 1)
+    assert request_.num_computed_tokens == 6
+    session.settle()
+    session.allocate_slots(request_, 1)
+    session.free(request_)
+    first, again, freed = transport.take_sent()
+    assert first is again
+    assert (first.num_quiet_allocations, freed.num_quiet_allocations, freed.num_taken_tokens) == (1, 1, [2])
+
+
+def test_tokens_that_came_while_a_step_had_no_answer_are_sent_with_the_next(
+    transport: CountingTransport, session: Session, request_: Request
+) -> None:
+    transport.lose = True
+    with pytest.raises(DeadlineError):
+        session.allocate_slots(request_, 3)
+    request_.append([5, 6, 7, 8])
+    session.settle()
+    transport.take_sent()
+    session.allocate_slots(request_, 1)
+    (sent,) = transport.take_sent()
+    assert (sent.num_appended_tokens, sent.block_hashes) == ([4], request_.hashes[1])
+
+
+def test_tokens_of_a_batch_that_came_while_it_had_no_answer_are_sent_with_the_next(
+    transport: CountingTransport, session: Session, request_: Request
+) -> None:
+    session.allocate_slots(request_, 2)
+    transport.lose = True
+    with pytest.raises(DeadlineError), session.step() as step:
+        step.decode([request_], [5])
+    request_.append([6, 7])
+    session.settle()
+    transport.take_sent()
+    with session.step() as step:
+        step.decode([request_], [8])
+    (sent,) = transport.take_sent()
+    assert (sent.num_appended_tokens, sent.block_hashes) == ([3], request_.hashes[1])
+
+
+@pytest.mark.parametrize("token_ids", [[], [1], [1, 2, 3]])
+def test_a_batch_needs_a_token_a_request(session: Session, token_ids: list[int]) -> None:
+    requests = [running(session, "a"), running(session, "b", 8)]
+    check_refused(session, requests, token_ids, "token_ids")
+
+
+def test_a_batch_is_of_requests_that_run(session: Session) -> None:
+    preempted = running(session, "p")
+    session.preempt(preempted)
+    for idle in (preempted, session.request("new", PROMPT)):
+        check_refused(session, [running(session, f"before {idle.request_id}"), idle], None, "requests")
+
+
+def check_refused(session: Session, requests: list[Request], token_ids: list[int] | None, field: str) -> None:
+    before = [(r.num_tokens, r.num_computed_tokens) for r in requests]
+    with session.step() as step:
+        with pytest.raises(InvalidArgumentError) as caught:
+            step.decode(requests, token_ids)
+        assert (step.rows, step.num_quiet) == ([], 0)
+    assert caught.value.field == field
+    assert [(r.num_tokens, r.num_computed_tokens) for r in requests] == before
+
+
+@pytest.mark.parametrize("name", [StepBuilder.preempt, StepBuilder.free, StepBuilder.get_common_prefix_blocks])
+def test_a_batch_names_no_request_that_the_step_named_before(
+    session: Session, name: Callable[[StepBuilder, Request], Answer]
+) -> None:
+    request_, other = running(session), running(session, "other")
+    with session.step() as step:
+        name(step, request_)
+        with pytest.raises(InvalidArgumentError, match="named before"):
+            step.decode([other, request_], [7, 7])
+        assert (len(step.rows), step.num_quiet) == (1, 0)
+    assert (other.num_tokens, request_.num_tokens, other.num_computed_tokens) == (5, 5, 5)
+
+
+def test_a_batch_names_no_request_whose_decode_is_to_be_sent(session: Session) -> None:
+    request_ = running(session, num_tokens=4)
+    with session.step() as step:
+        step.decode([request_])
+        with pytest.raises(InvalidArgumentError, match="named before"):
+            step.decode([request_])
+    assert request_.num_computed_tokens == 5
+
+
+def test_a_batch_tells_new_blocks_and_refused_requests_by_place() -> None:
+    transport = CountingTransport()
+    transport.create_pool(pool_config(num_blocks=7, enable_caching=False))
+    session = open_session(transport)
+    sizes = (5, 4, 3, 4, 4)  # 6 blocks
+    requests = [running(session, f"r{i}", size) for i, size in enumerate(sizes)]
+    session.free(requests[3])
+    transport.take_sent()
+    batch = [requests[i] for i in (0, 1, 2, 4)]
+    with session.step() as step:
+        decodes = step.decode(batch, [7] * 4)
+    assert len(transport.take_sent()) == 1
+    assert decodes.new_blocks == [[[]], [[5]], [[]], [[]]]
+    assert decodes.refused == {3: Outcome.NO_BLOCKS}
+    assert [r.num_computed_tokens for r in batch] == [6, 5, 4, 4]
+    assert [len(r.block_ids[0]) for r in batch] == [2, 2, 1, 1]
+    session.free(requests[1])
+    with session.step() as step:
+        again = step.decode([batch[3]])
+    assert (again.refused, batch[3].num_computed_tokens, batch[3].num_tokens) == ({}, 5, 5)
+
+
+def test_after_the_first_refusal_those_that_need_no_block_still_go_on() -> None:
+    transport = CountingTransport()
+    transport.create_pool(pool_config(num_blocks=5, enable_caching=False))
+    session = open_session(transport)
+    requests = [running(session, f"r{i}", size) for i, size in enumerate((4, 4, 7))]
+    with session.step() as step:
+        decodes = step.decode(requests)
+    assert decodes.refused == {0: Outcome.NO_BLOCKS, 1: Outcome.SKIPPED}
+    assert [r.num_computed_tokens for r in requests] == [4, 4, 8]
+
+
+def test_an_empty_batch_is_nothing(transport: CountingTransport, session: Session) -> None:
+    with session.step() as step:
+        decodes = step.decode([], [])
+    assert (decodes.new_blocks, decodes.refused, transport.sent) == ([], {}, [])
+
+
+def test_after_a_preemption_in_the_same_step_an_allocation_is_sent(
+    transport: CountingTransport, session: Session, request_: Request
+) -> None:
+    with session.step() as step:
+        step.preempt(request_)
+        answer = step.allocate_slots(request_, 2)
+        assert answer.outcome is None
+    (sent,) = transport.take_sent()
+    assert (sent.operations, sent.num_new_tokens) == ([Operation.PREEMPT, ALLOCATE], [0, 2])
+    assert (answer.ok, request_.num_computed_tokens, len(request_.block_ids[0])) == (True, 2, 1)
+
+
+def test_after_it_was_freed_in_the_same_step_an_allocation_is_refused(session: Session, request_: Request) -> None:
+    with pytest.raises(NotFoundError), session.step() as step:  # noqa: PT012 - the step is what raises
+        step.free(request_)
+        answer = step.allocate_slots(request_, 1)
+    assert (answer.outcome, request_.num_computed_tokens) == (None, 5)
+
+
+def test_after_an_admission_in_the_same_step_an_allocation_is_refused(session: Session, request_: Request) -> None:
+    session.preempt(request_)
+    with pytest.raises(InvalidArgumentError), session.step() as step:  # noqa: PT012 - likewise
+        step.admit(request_)
+        answer = step.allocate_slots(request_, 1)
+    assert (answer.outcome, request_.num_computed_tokens) == (None, 0)
+
+
+def test_blocks_left_uncached_leave_no_room(transport: CountingTransport, session: Session) -> None:
+    request_ = session.request("r", PROMPT)
+    session.allocate_slots(request_, 5, delay_cache_blocks=True)
+    transport.take_sent()
+    assert session.allocate_slots(request_, 1) == Allocation([[]])
+    assert (len(transport.take_sent()), transport.info().cached_blocks) == (1, 1)
