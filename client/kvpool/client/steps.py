@@ -320,7 +320,7 @@ class StepBook:
 
     def _quiet_tokens(self, request: Request, before_tokens: int) -> int:
         """What the server allows, or less: see `Pool.allocate`, which made room beyond `before_tokens` tokens."""
-        cached_tokens, num_tokens = request.num_computed_tokens, len(request.token_ids)
+        cached_tokens, num_tokens = request.num_computed_tokens, request.num_sent_tokens  # not those that came since
         if num_tokens < cached_tokens:  # noqa: PLR1730 - min() takes longer than all else here
             cached_tokens = num_tokens
         bound, tables = self._max_model_len, request.block_ids

@@ -33,6 +33,7 @@ from support_server import pool_config
 
 PROMPT: Final = list(range(5))  # a block of 4 tokens, and one in the next
 ALLOCATE: Final = Operation.ALLOCATE
+Ask = Callable[[StepBuilder, Request, int], object]
 
 
 class CountingTransport(EmbeddedTransport):
@@ -339,6 +340,23 @@ def test_tokens_of_a_batch_that_came_while_it_had_no_answer_are_sent_with_the_ne
         step.decode([request_], [8])
     (sent,) = transport.take_sent()
     assert (sent.num_appended_tokens, sent.block_hashes) == ([3], request_.hashes[1])
+
+
+@pytest.mark.parametrize("ask", [StepBuilder.allocate_slots, lambda step, request, _: step.decode([request])])
+def test_room_counts_only_the_tokens_that_the_service_knew(
+    transport: CountingTransport, session: Session, request_: Request, ask: Ask
+) -> None:
+    """With those that came before its answer a block is full, which it has not cached yet."""
+    session.allocate_slots(request_, 2, num_lookahead_tokens=5)
+    transport.lose = True
+    with pytest.raises(DeadlineError), session.step() as step:
+        ask(step, request_, 1)
+    request_.append([5, 6, 7])
+    session.settle()
+    for token_id in range(8, 13):
+        request_.append([token_id])
+        session.allocate_slots(request_, 1)
+    assert (request_.num_computed_tokens, transport.info().cached_blocks) == (13, 3)
 
 
 @pytest.mark.parametrize("token_ids", [[], [1], [1, 2, 3]])
