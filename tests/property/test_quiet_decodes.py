@@ -1,0 +1,274 @@
+"""A session that answers decodes by itself, against a pool that is asked for every one of them, in full.
+
+After each round both pools must be the same: tables, computed tokens, the order of the free list, what is cached.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from kvpool.client import Answer, Decodes, KVCacheGroup, Outcome, PoolConfig, Request, StepBuilder
+from kvpool.client import Session as ClientSession
+from kvpool.client.transport import EmbeddedTransport
+from kvpool.server.core.allocator import Allocator
+from kvpool.server.core.integrity import check_integrity
+from kvpool.server.core.pool import Pool
+from kvpool.server.core.quota import NO_QUOTA
+from kvpool.server.core.session import Session
+from kvpool.server.core.specs import CrossAttentionSpec
+from kvpool.server.core.step import Operation, Step
+from kvpool.server.core.types import BlockId, RequestNumber, SessionId
+from property.mixes import MAX_TOKENS, configs, specs
+
+MAX_REQUESTS = 6
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """What a scheduler does at a time.
+
+    Attributes:
+        kind: What: see `Both.play`.
+        which: The request, of those there are.
+        count: Tokens.
+        num_lookahead_tokens: Tokens beyond these.
+        appends: Whether the tokens are known already, or will come later.
+    """
+
+    kind: str
+    which: int
+    count: int
+    num_lookahead_tokens: int
+    appends: bool
+
+
+KINDS = (
+    "admit",
+    "admit",
+    *("batch",) * 6,
+    *("allocate",) * 4,
+    "mixed",
+    "reject",
+    "preempt",
+    "free",
+    "executed",
+    "reset",
+)
+ROUNDS = st.builds(
+    Round,
+    st.sampled_from(KINDS),
+    st.integers(0, 7),
+    st.integers(1, 3),
+    st.sampled_from([0, 0, 0, 1, 4]),
+    st.sampled_from([True, True, True, False]),
+)
+
+
+@st.composite
+def wide_configs(draw: st.DrawFn) -> PoolConfig:
+    """Blocks of several tokens, so that there is room in most of them."""
+    config = draw(configs())
+    mix = draw(st.lists(specs(draw(st.sampled_from([(8,), (4,), (4, 8), (3, 6)])), 1), min_size=1, max_size=3))
+    if not config.enable_caching and draw(st.booleans()):
+        mix.append(CrossAttentionSpec(4))
+    groups = tuple(KVCacheGroup(spec, (f"layer.{i}",)) for i, spec in enumerate(mix))
+    num_blocks = draw(st.sampled_from([24, 40, 80]))
+    return replace(config, groups=groups, num_blocks=num_blocks, dcp_world_size=1, enable_events=False)
+
+
+class OpenTransport(EmbeddedTransport):
+    """Lets a test look at the pool and the session behind it."""
+
+    def behind(self, session_id: str) -> tuple[Pool, Session]:
+        return self._allocator.session(session_id, 0.0)
+
+
+class Asked:
+    """The pool that is asked for everything; one operation a step."""
+
+    def __init__(self, config: PoolConfig) -> None:
+        self._allocator = Allocator()
+        self.pool = self._allocator.create_pool(config, config.hash_scheme.none_hash)[0]
+        _, self.session = self._allocator.open_session(
+            config.name, "", 10.0, session_id=SessionId("s"), now_seconds=0.0, quota=NO_QUOTA
+        )
+        self._known: dict[int, tuple[int, int]] = {}
+
+    def ask(self, operation: Operation, request: Request | None = None, new: int = 0, **columns: int) -> Outcome:
+        """Asks, with what the request has grown by, and as if the pool knew of no room."""
+        number = request.number if request else 0
+        step = Step(self.session.sequence + 1, operations=[operation], request_numbers=[number], num_new_tokens=[new])
+        for name, value in columns.items():
+            setattr(step, name, [value])
+        if request:
+            num_tokens, num_hashes = self._known.get(number, (0, 0))
+            step.num_appended_tokens = [request.num_tokens - num_tokens]
+            step.block_hashes = b"".join(request.hashes[num_hashes:])
+            step.request_ids = [request.request_id] if operation is Operation.ADD else []
+            self._known[number] = (request.num_tokens, len(request.hashes))
+        for known in self.session.requests.values():
+            known.quiet_tokens = 0
+        result = self._allocator.apply(self.pool, self.session, step)
+        return Outcome(result.outcomes[0] if result.outcomes else 0)
+
+    def mark_executed(self) -> None:
+        self._allocator.mark_executed(self.pool, self.session, self.session.sequence)
+
+
+class Both:
+    """One scheduler's rounds, played to a session of the client's and to `Asked`."""
+
+    def __init__(self, config: PoolConfig) -> None:
+        self.transport = OpenTransport()
+        self.transport.create_pool(config)
+        opened = self.transport.open_session(config.name, "", 0.0, NO_QUOTA)
+        self.session = ClientSession(self.transport, opened)
+        self.asked = Asked(opened.config)
+        self.num_encoder_tokens = 5 if any(isinstance(g.spec, CrossAttentionSpec) for g in config.groups) else 0
+        self.requests: list[Request] = []
+        self.num_made = 0
+
+    def play(self, each: Round) -> None:
+        running = [request for request in self.requests if request.num_computed_tokens]
+        if each.kind == "admit":
+            self.admit(each)
+        elif each.kind == "reset":
+            assert self.session.reset_prefix_cache() == (self.asked.ask(Operation.RESET) is Outcome.OK)
+        elif each.kind == "executed":
+            self.session.mark_executed()
+            self.asked.mark_executed()
+        elif running:
+            picked = running[each.which % len(running)]
+            if each.kind == "batch":
+                self.decode(running, each)
+            elif each.kind == "mixed":
+                self.mixed(running, picked, each)
+            else:
+                {"allocate": self.allocate, "reject": self.reject, "preempt": self.leave, "free": self.leave}[
+                    each.kind
+                ](picked, each)
+
+    def admit(self, each: Round) -> None:
+        waiting = [request for request in self.requests if not request.num_computed_tokens]
+        if waiting and each.which % 2:
+            request = waiting[each.which % len(waiting)]
+        elif len(self.requests) < MAX_REQUESTS:
+            self.num_made += 1
+            prompt = [i % 5 * (each.which % 3) for i in range(1 + 7 * each.which // 2 + each.count)]
+            request = self.session.request(f"r{self.num_made}", prompt)
+            self.requests.append(request)
+            self.asked.ask(Operation.ADD, request)
+        else:
+            return
+        with self.session.step() as step:
+            answer = step.admit(
+                request, num_lookahead_tokens=each.num_lookahead_tokens, num_encoder_tokens=self.num_encoder_tokens
+            )
+        outcome = self.asked.ask(
+            Operation.ADMIT,
+            request,
+            num_lookahead_tokens=each.num_lookahead_tokens,
+            num_encoder_tokens=self.num_encoder_tokens,
+        )
+        assert answer.outcome is outcome
+
+    def decode(self, requests: Sequence[Request], each: Round) -> None:
+        requests = [r for r in requests if max(r.num_tokens, r.num_computed_tokens) < MAX_TOKENS]
+        with self.session.step() as step:
+            decodes = step.decode(
+                requests,
+                [each.which] * len(requests) if each.appends else None,
+                num_lookahead_tokens=each.num_lookahead_tokens,
+            )
+        self.check_decodes(requests, decodes, each)
+
+    def check_decodes(self, requests: Sequence[Request], decodes: Decodes, each: Round) -> None:
+        for i, request in enumerate(requests):
+            self.ask_alike(request, 1, decodes.refused.get(i, Outcome.OK), each)
+
+    def mixed(self, running: Sequence[Request], left: Request, each: Round) -> None:
+        """One is allocated more, others decode, and one leaves, all in one step; the pool without room stops none."""
+        requests = [r for r in running if r is not left and max(r.num_tokens, r.num_computed_tokens) < MAX_TOKENS - 3]
+        alone, batch = requests[:1], requests[1:]
+        with self.session.step() as step:
+            decodes = step.decode(batch, num_lookahead_tokens=each.num_lookahead_tokens)
+            answers = [self.allocate_in(step, request, each) for request in alone]
+            step.preempt(left)
+        self.check_decodes(batch, decodes, each)
+        for request, answer in zip(alone, answers, strict=True):
+            self.ask_alike(request, each.count, answer.outcome, each)
+        self.asked.ask(Operation.PREEMPT, left)
+
+    def allocate(self, request: Request, each: Round) -> None:
+        if max(request.num_tokens, request.num_computed_tokens) + each.count > MAX_TOKENS:
+            return
+        if each.appends:
+            request.append([each.which] * each.count)
+        with self.session.step() as step:
+            answer = self.allocate_in(step, request, each)
+        self.ask_alike(request, each.count, answer.outcome, each)
+
+    @staticmethod
+    def allocate_in(step: StepBuilder, request: Request, each: Round) -> Answer:
+        return step.allocate_slots(request, each.count, num_lookahead_tokens=each.num_lookahead_tokens)
+
+    def reject(self, request: Request, each: Round) -> None:
+        """Drafts are thrown away that have room, and were not known: so nothing that is cached."""
+        kept = request.num_computed_tokens - min(each.count, 3)
+        known = self.asked.session.by_number[RequestNumber(request.number)]
+        if kept < 1 or not self.asked.pool.can_reject(known, kept):
+            return
+        rejected = request.num_computed_tokens - kept
+        with self.session.step() as step:
+            answer = step.allocate_slots(request, 1, num_computed_tokens=kept)
+        outcome = self.asked.ask(Operation.ALLOCATE, request, 1, num_rejected_tokens=rejected)
+        assert answer.outcome is outcome
+
+    def leave(self, request: Request, each: Round) -> None:
+        if each.kind == "free":
+            self.session.free(request)
+            self.requests.remove(request)
+            self.asked.ask(Operation.FREE, request)
+        else:
+            self.session.preempt(request)
+            self.asked.ask(Operation.PREEMPT, request)
+
+    def ask_alike(self, request: Request, count: int, outcome: Outcome | None, each: Round) -> None:
+        """Asks for what the session answered `outcome`; not for what it was told not to have been tried."""
+        if outcome is not Outcome.SKIPPED:
+            columns = {"num_lookahead_tokens": each.num_lookahead_tokens}
+            assert self.asked.ask(Operation.ALLOCATE, request, count, **columns) is outcome
+
+    def check(self) -> None:
+        pool, session = self.transport.behind(self.session.session_id)
+        check_integrity(pool, [session])
+        check_integrity(self.asked.pool, [self.asked.session])
+        blocks, wanted = pool.blocks, self.asked.pool.blocks
+        assert list(blocks.free_list) == list(wanted.free_list)
+        for block_id in map(BlockId, range(blocks.num_blocks)):
+            assert blocks.ref_cnt(block_id) == wanted.ref_cnt(block_id)
+            assert blocks.prefix_map.hash_of(block_id) == wanted.prefix_map.hash_of(block_id)
+        assert blocks.prefix_map.pending().keys() == wanted.prefix_map.pending().keys()
+        for request in self.requests:
+            known = self.asked.session.by_number[RequestNumber(request.number)]
+            assert request.num_computed_tokens == known.num_computed_tokens
+            assert request.block_ids == [table.block_ids for table in known.tables]
+            behind = session.by_number.get(RequestNumber(request.number))  # not there if it was never admitted
+            if behind:
+                assert request.block_ids == [table.block_ids for table in behind.tables]
+                assert request.quiet_tokens <= behind.quiet_tokens
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@given(config=wide_configs(), rounds=st.lists(ROUNDS, min_size=25, max_size=60))
+def test_what_is_answered_in_silence_is_what_the_pool_would_have_answered(
+    config: PoolConfig, rounds: list[Round]
+) -> None:
+    both = Both(config)
+    for request in range(3):
+        both.play(Round("admit", 2 * request, 2, 0, appends=True))
+    for each in rounds:
+        both.play(each)
+        both.check()
