@@ -16,6 +16,8 @@ from kvpool.v1 import allocator_pb2, step_pb2
 _NUM_DOCUMENTS: Final = 3
 _MAX_REQUESTS: Final = 12
 _MAX_OPERATIONS: Final = 8
+_MAX_UINT32: Final = 2**32 - 1
+_NO_ROOM_TOKENS: Final = (1, 4, 2**31, _MAX_UINT32)
 _OF_NEW: Final = (Operation.LOOK_UP, Operation.PEEK, Operation.ADMIT, Operation.ADMIT, Operation.ALLOCATE)
 _OF_RUNNING: Final = (
     *(Operation.ALLOCATE,) * 6,
@@ -46,6 +48,7 @@ class _Row:
     number: int = 0
     appended: int = 0
     new: int = 0
+    taken: int = 0
     rejected: int = 0
     lookahead: int = 0
     encoder: int = 0
@@ -184,6 +187,7 @@ class RequestGrammar:
             sequence=session.sequence + 1,
             executed_sequence=max(session.sequence - self.rng.choice((0, 1, 4, 1000)), 0),
             admission_budget_tokens=self.rng.choice((0, 0, 0, 16, 64)),
+            num_quiet_allocations=self.rng.choice((0, 0, 1, 7, _MAX_UINT32)),
         )
         requests = [request for request in session.requests.values() if request.number > 0]
         self.rng.shuffle(requests)
@@ -223,20 +227,29 @@ class RequestGrammar:
         room = pool.config.max_model_len - request.num_tokens
         if operation not in (Operation.FREE, Operation.PREEMPT, Operation.COMMON_PREFIX):
             row.appended = min(self.rng.choice((0, 1, 1, 5)), max(room, 0))
+        row.taken = self._taken(request)
+        num_computed = request.num_computed_tokens + row.taken
         if operation is Operation.CACHE:
-            row.new = request.num_computed_tokens
+            row.new = min(num_computed, _MAX_UINT32)
         elif operation is Operation.ALLOCATE:
-            row.rejected = min(self.rng.choice((0, 0, 0, 1)), request.num_computed_tokens)
+            row.rejected = min(self.rng.choice((0, 0, 0, 1)), num_computed)
             hit = 0
             if not request.holds_blocks:
                 promise = pool.peek(request)
                 row.block_ids, hit = tuple(map(tuple, promise.block_ids)), promise.num_tokens
-            computed = request.num_computed_tokens - row.rejected + hit
+            computed = num_computed - row.rejected + hit
             row.new = max(request.num_tokens + row.appended - computed, 1)
             row.lookahead = self.rng.choice((0, 0, 0, 4))
         if not request.holds_blocks and operation in (Operation.ADMIT, Operation.ALLOCATE) and self._has_encoder(pool):
             row.encoder = 7
         return row
+
+    def _taken(self, request: Request) -> int:
+        """Up to all of the room that the request has; once in a while more than that."""
+        room = max(request.quiet_tokens - request.num_computed_tokens, 0)
+        if self.rng.random() < 0.02:
+            return min(room + self.rng.choice(_NO_ROOM_TOKENS), _MAX_UINT32)
+        return min(self.rng.choice((0, 0, 1, 2, room)), room)
 
     def _put(
         self, step: step_pb2.Step, pool: Pool, row: _Row, growth: tuple[bytes, Iterable[int]] | None = None
@@ -249,6 +262,7 @@ class RequestGrammar:
         step.request_numbers.append(row.number)
         step.num_appended_tokens.append(row.appended)
         step.num_new_tokens.append(row.new)
+        step.num_taken_tokens.append(row.taken)
         step.num_rejected_tokens.append(row.rejected)
         step.num_lookahead_tokens.append(row.lookahead)
         step.num_encoder_tokens.append(row.encoder)
