@@ -70,6 +70,7 @@ def test_the_last_line_is_one_object_with_every_figure(whole: subprocess.Complet
         "tcp",
         "vllm",
         "ratios",
+        "stages",
         "sessions",
         "pool_sizes",
         "growth",

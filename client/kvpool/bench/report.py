@@ -33,6 +33,7 @@ class Report:
         vllm: vLLM's manager in process; None if it was not measured.
         vllm_version: vLLM's version.
         ratios: By what is compared, figure by figure.
+        stages: Of a decode step through a server.
         sessions: By number of sessions at once.
         pool_sizes: By number of blocks.
         growth: By what grows, its size, and who does the work: a decode step.
@@ -48,6 +49,7 @@ class Report:
     vllm: Figures | None = None
     vllm_version: str = ""
     ratios: dict[str, Figures] = field(default_factory=dict)
+    stages: Figures = field(default_factory=dict)
     sessions: dict[str, Figures] = field(default_factory=dict)
     pool_sizes: dict[str, Figures] = field(default_factory=dict)
     growth: dict[str, dict[str, Figures]] = field(default_factory=dict)
@@ -63,7 +65,8 @@ class Report:
         told: dict[str, Numbers] = {name: self.side(name) for name in SIDES}
         if self.vllm is not None:
             told["vllm"] = self.vllm
-        return told | {"sessions": self.sessions, "pool_sizes": self.pool_sizes, "growth": self.growth}
+        told |= {"stages": self.stages, "sessions": self.sessions}
+        return told | {"pool_sizes": self.pool_sizes, "growth": self.growth}
 
     def as_json(self) -> dict[str, object]:
         """One object, figures rounded."""

@@ -30,6 +30,15 @@ _LABELS: Final = {
     "bytes_per_block": "memory, bytes a block",
     "traced_bytes_per_block": "of these, seen by tracemalloc",
 }
+_STAGE_LABELS: Final = {
+    "client": "client: what needs no message, columns, hashes; then the tables",
+    "encode_step": "client: encode the message",
+    "decode_step": "server: decode it",
+    "core": "server: check and apply",
+    "encode_result": "server: encode the result",
+    "decode_result": "client: decode it",
+    "transport": "gRPC, kernel, event loop, turns",
+}
 _HEADINGS: Final = {"core": "in process", "grpc": "unix socket", "tcp": "TCP"}
 _GROWTH_LABELS: Final = {"requests": "requests", "prompt_blocks": "blocks a request", "groups": "groups"}
 _DASH: Final = "-"
@@ -52,7 +61,14 @@ class Grid:
 
 def grids(report: Report) -> list[Grid]:
     """Makes a report's tables; those without figures are left out."""
-    made = [_main(report), _sessions(report), _pool_sizes(report), *_growth(report), *_compared(report)]
+    made = [
+        _main(report),
+        _stages(report),
+        _sessions(report),
+        _pool_sizes(report),
+        *_growth(report),
+        *_compared(report),
+    ]
     return [grid for grid in made if grid.rows]
 
 
@@ -86,6 +102,11 @@ def _main(report: Report) -> Grid:
             cells = [_figure(figures, name) for figures in sides.values()]
             rows.append((label, *cells, *(_ratio(figures, name) for figures in ratios.values())))
     return Grid("What calls cost, microseconds", ("", *sides, *ratios), tuple(rows))
+
+
+def _stages(report: Report) -> Grid:
+    rows = tuple((_STAGE_LABELS[name], _figure(report.stages, name)) for name in report.stages)
+    return Grid("Where a decode step of 256 requests goes, microseconds", ("stage", "unix socket"), rows)
 
 
 def _sessions(report: Report) -> Grid:

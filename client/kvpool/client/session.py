@@ -65,8 +65,9 @@ class SessionBase:
     def adopt(self, held: HeldRequest, token_ids: Sequence[int], *, extra_keys: ExtraKeys = NO_EXTRA_KEYS) -> Request:
         """Makes a request of what a resumed session holds: it goes on as if this process had made it.
 
-        If it is not known whether its last step has run, run that again before any other. Where a layer's state is
-        overwritten in place (Mamba), that cannot be: free the request, and begin it anew.
+        It goes on from where the service knows it to be, which may be up to a block's tokens back: what took room without
+        a message. If it is not known whether its last step has run, run that again before any other. Where a layer's
+        state is overwritten in place (Mamba), that cannot be: free the request, and begin it anew.
 
         Args:
             held: One of `held_requests`.
