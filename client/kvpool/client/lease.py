@@ -1,10 +1,15 @@
 """How long a session's lease is sure to last, as its client can know it."""
 
 import time
+from math import inf
 from typing import Final
 
 _CLOCK: Final[int | None] = getattr(time, "CLOCK_BOOTTIME", None)
 """Goes on while the machine sleeps, as the server's may; where there is none, the monotonic clock."""
+
+
+FRESH_SECONDS: Final = 1.0
+"""How long an answer of the server is good for answers in its place: it may have ended the session since."""
 
 
 def now_seconds() -> float:
@@ -35,6 +40,12 @@ class LeaseTimer:
     def end(self) -> None:
         """Takes note that the session is over: nothing renews it any more."""
         self._lease_seconds = 0.0
+
+    @property
+    def is_fresh(self) -> bool:
+        """Whether the session was there a moment ago, as far as this process knows: it may answer in its place."""
+        unheard_seconds = now_seconds() - self._sent_seconds
+        return self._lease_seconds == inf or unheard_seconds < min(self._lease_seconds, FRESH_SECONDS)
 
     @property
     def left_seconds(self) -> float:

@@ -65,9 +65,9 @@ class SessionBase:
     def adopt(self, held: HeldRequest, token_ids: Sequence[int], *, extra_keys: ExtraKeys = NO_EXTRA_KEYS) -> Request:
         """Makes a request of what a resumed session holds: it goes on as if this process had made it.
 
-        It goes on from where the service knows it to be, which may be up to a block's tokens back: what took room without
-        a message. If it is not known whether its last step has run, run that again before any other. Where a layer's
-        state is overwritten in place (Mamba), that cannot be: free the request, and begin it anew.
+        It goes on from where the service knows it to be, which may be up to a block's tokens back: what took room
+        without a message. If it is not known whether its last step has run, run that again before any other. Where a
+        layer's state is overwritten in place (Mamba), that cannot be: free the request, and begin it anew.
 
         Args:
             held: One of `held_requests`.
@@ -111,9 +111,9 @@ class SessionBase:
         )
 
     def _next_step(self, builder: StepBuilder) -> Step | None:
-        """The step to send; None if this process can answer it, whose lease is sure to last."""
+        """The step to send; None if this process can answer it, as the session was there a moment ago."""
         with self._undone(builder):
-            if self._book.must_send(builder, is_leased=self.lease_left_seconds > 0):
+            if self._book.must_send(builder, is_fresh=self._lease_timer.is_fresh):
                 return self._book.build(builder)
         return None
 

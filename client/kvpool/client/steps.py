@@ -71,12 +71,12 @@ class StepBook:
         self._over: KvpoolError | None = None
         self.sequence = sequence
 
-    def must_send(self, builder: StepBuilder, *, is_leased: bool) -> bool:
+    def must_send(self, builder: StepBuilder, *, is_fresh: bool) -> bool:
         """Whether the service has to be told of a step now; if not, it is answered, and counted.
 
         Args:
             builder: The step.
-            is_leased: Whether the session's lease is sure to last; if not, only the service can answer.
+            is_fresh: Whether the session was there a moment ago; if that is not known, only the service can answer.
 
         Raises:
             KvpoolError: As `check_settled`.
@@ -85,7 +85,7 @@ class StepBook:
         executed = builder.executed_sequence
         if builder.rows or (executed and not builder.num_quiet):
             return True
-        if builder.num_quiet and not is_leased:
+        if builder.num_quiet and not is_fresh:
             return True
         if self._unpublished and self._unpublished[0] <= executed:  # others wait for what it filled
             return True

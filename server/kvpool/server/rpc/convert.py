@@ -1,92 +1,46 @@
 """Between the wire's messages and the core's values, both ways. Shared by server and client."""
 
-from typing import assert_never
+from dataclasses import fields
+from typing import Final, assert_never
 
 from kvpool.server.core.events import AllBlocksCleared, BlockEvent, BlockRemoved, BlockStored, packed_token_ids
 from kvpool.server.core.step import Step, StepResult
 from kvpool.server.core.types import BlockHash, GroupId
 from kvpool.v1 import event_pb2, step_pb2
 
+# The core's values have the fields of the wire's, of the same names. With each, whether it is a list.
+_STEP_FIELDS: Final = [(field.name, field.default_factory is list) for field in fields(Step)]
+_RESULT_FIELDS: Final = [(field.name, field.default_factory is list) for field in fields(StepResult)]
+
 
 def step_from_proto(message: step_pb2.Step) -> Step:
     """Decodes a step; the core checks it."""
-    return Step(
-        sequence=message.sequence,
-        executed_sequence=message.executed_sequence,
-        admission_budget_tokens=message.admission_budget_tokens,
-        num_quiet_allocations=message.num_quiet_allocations,
-        operations=list(message.operations),
-        request_numbers=list(message.request_numbers),
-        num_appended_tokens=list(message.num_appended_tokens),
-        num_new_tokens=list(message.num_new_tokens),
-        num_taken_tokens=list(message.num_taken_tokens),
-        num_rejected_tokens=list(message.num_rejected_tokens),
-        num_lookahead_tokens=list(message.num_lookahead_tokens),
-        num_encoder_tokens=list(message.num_encoder_tokens),
-        delay_cache_blocks=list(message.delay_cache_blocks),
-        num_block_ids=list(message.num_block_ids),
-        block_ids=list(message.block_ids),
-        block_hashes=message.block_hashes,
-        token_ids=list(message.token_ids),
-        request_ids=list(message.request_ids),
-        lora_names=list(message.lora_names),
-    )
+    step = Step(message.sequence)
+    for name, is_list in _STEP_FIELDS:
+        value = getattr(message, name)
+        if value:  # most columns say nothing
+            setattr(step, name, list(value) if is_list else value)
+    return step
 
 
 def step_to_proto(step: Step, session_id: str) -> step_pb2.Step:
     """Encodes a step."""
-    return step_pb2.Step(
-        session_id=session_id,
-        sequence=step.sequence,
-        executed_sequence=step.executed_sequence,
-        admission_budget_tokens=step.admission_budget_tokens,
-        num_quiet_allocations=step.num_quiet_allocations,
-        operations=step.operations,  # type: ignore[arg-type]
-        request_numbers=step.request_numbers,
-        num_appended_tokens=step.num_appended_tokens,
-        num_new_tokens=step.num_new_tokens,
-        num_taken_tokens=step.num_taken_tokens,
-        num_rejected_tokens=step.num_rejected_tokens,
-        num_lookahead_tokens=step.num_lookahead_tokens,
-        num_encoder_tokens=step.num_encoder_tokens,
-        delay_cache_blocks=step.delay_cache_blocks,
-        num_block_ids=step.num_block_ids,
-        block_ids=step.block_ids,
-        block_hashes=step.block_hashes,
-        token_ids=step.token_ids,
-        request_ids=step.request_ids,
-        lora_names=step.lora_names,
-    )
+    return step_pb2.Step(session_id=session_id, **{name: v for name, _ in _STEP_FIELDS if (v := getattr(step, name))})
 
 
 def result_to_proto(result: StepResult) -> step_pb2.StepResult:
     """Encodes a step's result."""
-    return step_pb2.StepResult(
-        sequence=result.sequence,
-        free_blocks=result.free_blocks,
-        outcomes=result.outcomes,  # type: ignore[arg-type]
-        num_hit_tokens=result.num_hit_tokens,
-        num_shared_hit_tokens=result.num_shared_hit_tokens,
-        num_new_tokens=result.num_new_tokens,
-        num_prefix_blocks=result.num_prefix_blocks,
-        num_new_blocks=result.num_new_blocks,
-        block_ids=result.block_ids,
-    )
+    return step_pb2.StepResult(**{name: value for name, _ in _RESULT_FIELDS if (value := getattr(result, name))})
 
 
 def result_from_proto(message: step_pb2.StepResult) -> StepResult:
     """Decodes a step's result."""
-    return StepResult(
-        sequence=message.sequence,
-        free_blocks=message.free_blocks,
-        outcomes=list(message.outcomes),
-        num_hit_tokens=list(message.num_hit_tokens),
-        num_shared_hit_tokens=list(message.num_shared_hit_tokens),
-        num_new_tokens=list(message.num_new_tokens),
-        num_prefix_blocks=list(message.num_prefix_blocks),
-        num_new_blocks=list(message.num_new_blocks),
-        block_ids=list(message.block_ids),
-    )
+    result = StepResult(message.sequence)
+    for name, is_list in _RESULT_FIELDS:
+        value = getattr(message, name)
+        if value:
+            setattr(result, name, list(value) if is_list else value)
+    return result
 
 
 def event_to_proto(event: BlockEvent) -> event_pb2.BlockEvent:
