@@ -155,11 +155,12 @@ class StepBuilder:
 
         Args:
             requests: The requests, each once.
-            token_ids: Tokens by which they have grown, one each, which are appended first; None if that is done.
+            token_ids: Tokens by which they have grown, one each, which are appended first, and stay so whatever becomes of
+                the step; None if that is done.
             num_lookahead_tokens: Tokens beyond these to keep room for (drafts).
 
         Raises:
-            InvalidArgumentError: A request holds no blocks or was named before in this step; nothing was done.
+            InvalidArgumentError: A request holds no blocks or is named twice in this step; nothing was done.
         """
         self._check_running(requests)
         if token_ids is not None:
@@ -188,8 +189,9 @@ class StepBuilder:
     def _check_running(self, requests: Sequence[Request]) -> None:
         if not all([request.num_computed_tokens for request in requests]):  # noqa: C419 - a generator takes longer
             raise InvalidArgumentError("requests", "one is not running")
-        if self._named and not self._named.isdisjoint([request.number for request in requests]):
-            raise InvalidArgumentError("requests", "one was named before in this step")
+        numbers = {request.number for request in requests}
+        if len(numbers) < len(requests) or not self._named.isdisjoint(numbers):
+            raise InvalidArgumentError("requests", "one is named twice in this step")
 
     def undo_quiet(self) -> None:
         """Takes back what was answered at once: the step was refused, or will not be sent."""

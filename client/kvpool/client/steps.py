@@ -7,7 +7,6 @@
 4. A session that the server has told to be over stays so: every later step is told the same, unsent.
 """
 
-from collections import deque
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Final
@@ -66,7 +65,9 @@ class StepBook:
         self._windowed = [(i, room) for i, room in enumerate(self._rooms) if room.skips]
         self._max_model_len = config.max_model_len
         self._num_quiet = 0  # since the last step
-        self._unpublished: deque[int] = deque()  # steps that may have cached blocks and were not said to have run
+        self._caching_sequence = self._told_sequence = (
+            0  # of the last step that may have cached blocks, and said to run
+        )
         self._unanswered: tuple[Step, StepBuilder] | None = None
         self._over: KvpoolError | None = None
         self.sequence = sequence
@@ -87,7 +88,7 @@ class StepBook:
             return True
         if builder.num_quiet and not is_fresh:
             return True
-        if self._unpublished and self._unpublished[0] <= executed:  # others wait for what it filled
+        if self._told_sequence < min(executed, self._caching_sequence):  # others may wait for what was filled
             return True
         self._num_quiet += builder.num_quiet
         return False
@@ -176,7 +177,7 @@ class StepBook:
         self._num_quiet -= step.num_quiet_allocations - builder.num_quiet
         self.note_executed(step.executed_sequence)
         if not _CACHING.isdisjoint(step.operations):
-            self._unpublished.append(step.sequence)
+            self._caching_sequence = step.sequence
         block_ids = iter(result.block_ids)
         at = 0
         for row in builder.rows:
@@ -190,8 +191,7 @@ class StepBook:
 
     def note_executed(self, executed_sequence: int) -> None:
         """Takes note that the service was told which steps have run."""
-        while self._unpublished and self._unpublished[0] <= executed_sequence:
-            self._unpublished.popleft()
+        self._told_sequence = max(self._told_sequence, executed_sequence)
 
     def _put_row(self, step: Step, row: Row, appended: int, moved: int = 0) -> None:
         step.operations.append(row.operation)
