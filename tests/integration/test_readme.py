@@ -30,9 +30,10 @@ def test_python_examples(capsys: pytest.CaptureFixture[str]) -> None:
     finally:
         status, errors = server.stop()
     assert (status, errors) == (0, "")
-    table, hit = capsys.readouterr().out.splitlines()
+    table, hit, decoded = capsys.readouterr().out.splitlines()
     assert table == str([list(range(1, 64))])
     assert hit == "992"
+    assert decoded == "[[[]]] {}"
 
 
 def test_plan_command() -> None:

@@ -155,8 +155,8 @@ class StepBuilder:
 
         Args:
             requests: The requests, each once.
-            token_ids: Tokens by which they have grown, one each, which are appended first, and stay so whatever becomes of
-                the step; None if that is done.
+            token_ids: Tokens by which they have grown, one each, which are appended first and stay, even if the step is
+                refused; None if that is done.
             num_lookahead_tokens: Tokens beyond these to keep room for (drafts).
 
         Raises:
