@@ -113,7 +113,12 @@ class SchedulerProcess:
             if job is None or computed < 0 or (computed < held.num_computed_tokens and has_state):
                 await self._give_up(session, held)
                 continue
-            request = session.adopt(held, job.token_ids, extra_keys=ExtraKeys(cache_salt=job.salt or None))
+            request = session.adopt(
+                held,
+                job.token_ids,
+                extra_keys=ExtraKeys(cache_salt=job.salt or None),
+                num_computed_tokens=max(computed, held.num_computed_tokens),
+            )
             running = Running(job, request, [[] for _ in session.config.groups])
             (self._running if request.num_computed_tokens else self._waiting).append(running)
             if request.num_computed_tokens > computed:

@@ -292,8 +292,7 @@ class AsyncSession(SessionBase):
         """See `Session.step`."""
         builder = StepBuilder(admission_budget_tokens)
         builder.executed_sequence = executed_sequence
-        with self._undone(builder):
-            yield builder
+        yield builder
         await self._send(builder)
 
     async def settle(self) -> None:

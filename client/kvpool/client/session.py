@@ -12,7 +12,7 @@ from kvpool.client.results import Admission, Allocation, HitChanged
 from kvpool.client.step_builder import StepBuilder
 from kvpool.client.steps import StepBook
 from kvpool.client.transport import HeldRequest, OpenedSession, Transport
-from kvpool.server.core.errors import InvalidArgumentError, KvpoolError
+from kvpool.server.core.errors import InvalidArgumentError, KvpoolError, check_range
 from kvpool.server.core.pool import ComputedBlocks
 from kvpool.server.core.pool_info import PoolInfo
 from kvpool.server.core.session_ends import ended_error
@@ -62,17 +62,26 @@ class SessionBase:
         self._last_number += 1
         return self._make(request_id, self._last_number, token_ids, extra_keys)
 
-    def adopt(self, held: HeldRequest, token_ids: Sequence[int], *, extra_keys: ExtraKeys = NO_EXTRA_KEYS) -> Request:
+    def adopt(
+        self,
+        held: HeldRequest,
+        token_ids: Sequence[int],
+        *,
+        extra_keys: ExtraKeys = NO_EXTRA_KEYS,
+        num_computed_tokens: int = 0,
+    ) -> Request:
         """Makes a request of what a resumed session holds: it goes on as if this process had made it.
 
-        It goes on from where the service knows it to be, which may be up to a block's tokens back: what took room
-        without a message. If it is not known whether its last step has run, run that again before any other. Where a
-        layer's state is overwritten in place (Mamba), that cannot be: free the request, and begin it anew.
+        If it is not known whether its last step has run, run that again before any other. Where a layer's state is
+        overwritten in place (Mamba), that cannot be: free the request, and begin it anew.
 
         Args:
             held: One of `held_requests`.
             token_ids: Prompt and output, as far as the service was told of them or farther.
             extra_keys: Its LoRA, cache salt and multimodal items, as before.
+            num_computed_tokens: How many had room when the process before knew last, which may be more than the service
+                does: those that took room without a message. If it is 0, what the service knows, up to a block's tokens
+                fewer; they are to be computed again.
 
         Raises:
             InvalidArgumentError: These are not the request's tokens or keys, as hashes tell where the pool caches; or
@@ -87,6 +96,9 @@ class SessionBase:
         request = self._held(held, token_ids, extra_keys)
         if request.num_sent_hashes and request.hashes[request.num_sent_hashes - 1] != held.last_block_hash:
             raise InvalidArgumentError("token_ids", f"not those of {held.request_id!r}, by the hash of its last block")
+        if num_computed_tokens:
+            check_range("num_computed_tokens", num_computed_tokens, held.num_computed_tokens, self.config.max_model_len)
+            request.num_computed_tokens = num_computed_tokens
         return request
 
     def _held(self, held: HeldRequest, token_ids: Sequence[int], extra_keys: ExtraKeys = NO_EXTRA_KEYS) -> Request:
@@ -112,20 +124,9 @@ class SessionBase:
 
     def _next_step(self, builder: StepBuilder) -> Step | None:
         """The step to send; None if this process can answer it, as the session was there a moment ago."""
-        with self._undone(builder):
-            if self._book.must_send(builder, is_fresh=self._lease_timer.is_fresh):
-                return self._book.build(builder)
+        if self._book.must_send(builder, is_fresh=self._lease_timer.is_fresh):
+            return self._book.build(builder)
         return None
-
-    @staticmethod
-    @contextmanager
-    def _undone(builder: StepBuilder) -> Iterator[None]:
-        """Takes back what was answered here if the step is not sent."""
-        try:
-            yield
-        except BaseException:
-            builder.undo_quiet()
-            raise
 
     @contextmanager
     def _noted(self) -> Iterator[None]:
@@ -293,8 +294,7 @@ class Session(SessionBase):
         """
         builder = StepBuilder(admission_budget_tokens)
         builder.executed_sequence = executed_sequence
-        with self._undone(builder):
-            yield builder
+        yield builder
         self._send(builder)
 
     def settle(self) -> None:

@@ -57,8 +57,8 @@ class DecodeRow:
 class StepBuilder:
     """The operations of one step, in the order in which they are asked for.
 
-    An allocation for which a request has quiet room is no operation: it is answered at once, from the session's own
-    copy of the tables. Each other answer is filled when the step has been sent and answered. After the first operation
+    An allocation for which a request has quiet room is no operation: the session answers it from its own copy of the
+    tables. All answers are filled when the step has been answered. After the first operation
     that finds too few blocks (`Outcome.NO_BLOCKS`), or would pass the session's max_blocks (`Outcome.OVER_QUOTA`),
     later ones that would take blocks are not tried (`Outcome.SKIPPED`).
     """
@@ -72,8 +72,9 @@ class StepBuilder:
         self.admission_budget_tokens = admission_budget_tokens
         self.executed_sequence = 0
         self.rows: list[Row | DecodeRow] = []
-        self.num_quiet = 0
-        self._quiet: list[tuple[Request, int, Answer | None]] = []
+        self.quiet: dict[Request, int] = {}
+        """Requests that take room without asking, and how many tokens each."""
+        self._answers: list[Answer] = []  # of those that do so one by one
         self._named: set[int] = set()  # numbers of the requests that are in `rows`
 
     def admit(
@@ -127,13 +128,17 @@ class StepBuilder:
             delay_cache_blocks: Leave full blocks uncached until `cache_blocks`.
         """
         rejected = 0 if num_computed_tokens is None else request.num_computed_tokens - num_computed_tokens
-        if not (rejected or computed or num_encoder_tokens):
+        if rejected < 0:
+            message = f"{num_computed_tokens}; {request.num_computed_tokens} have room"
+            raise InvalidArgumentError("num_computed_tokens", message)
+        if request in self.quiet:
+            raise InvalidArgumentError("request", f"{request.request_id!r} allocated already in this step")
+        if num_new_tokens > 0 and not (rejected or computed or num_encoder_tokens or request.number in self._named):
             end_tokens = request.num_computed_tokens + num_new_tokens
-            if self._is_quiet(request, end_tokens + num_lookahead_tokens) and num_new_tokens > 0:
-                request.num_computed_tokens = end_tokens
-                answer = Answer(Outcome.OK, new_blocks=[[] for _ in request.block_ids])
-                self._quiet.append((request, num_new_tokens, answer))
-                self.num_quiet += 1
+            if end_tokens + num_lookahead_tokens <= request.quiet_tokens:
+                self.quiet[request] = num_new_tokens
+                answer = Answer(new_blocks=[[] for _ in request.block_ids])
+                self._answers.append(answer)
                 return answer
         return self._add(
             Operation.ALLOCATE,
@@ -171,17 +176,15 @@ class StepBuilder:
         none: list[list[int]] = [[]] * (len(requests[0].block_ids) if requests else 0)
         answer = Decodes([none] * len(requests))
         row = DecodeRow([], [], num_lookahead_tokens, answer)
-        quiet, named = self._quiet, self._named
+        quiet = self.quiet
+        last_tokens = -1 - num_lookahead_tokens
         for i, request in enumerate(requests):
-            end_tokens = request.num_computed_tokens + 1
-            if end_tokens + num_lookahead_tokens <= request.quiet_tokens:
-                request.num_computed_tokens = end_tokens
-                quiet.append((request, 1, None))
+            if request.num_computed_tokens <= request.quiet_tokens + last_tokens:
+                quiet[request] = 1
             else:
                 row.requests.append(request)
                 row.places.append(i)
-                named.add(request.number)
-        self.num_quiet += len(requests) - len(row.requests)
+                self._named.add(request.number)
         if row.requests:
             self.rows.append(row)
         return answer
@@ -190,17 +193,17 @@ class StepBuilder:
         if not all([request.num_computed_tokens for request in requests]):  # noqa: C419 - a generator takes longer
             raise InvalidArgumentError("requests", "one is not running")
         numbers = {request.number for request in requests}
-        if len(numbers) < len(requests) or not self._named.isdisjoint(numbers):
+        if len(numbers) < len(requests) or not (
+            self._named.isdisjoint(numbers) and self.quiet.keys().isdisjoint(requests)
+        ):
             raise InvalidArgumentError("requests", "one is named twice in this step")
 
-    def undo_quiet(self) -> None:
-        """Takes back what was answered at once: the step was refused, or will not be sent."""
-        for request, num_new_tokens, answer in self._quiet:
-            request.num_computed_tokens -= num_new_tokens
-            if answer:
-                answer.outcome = None
-        self._quiet.clear()
-        self.num_quiet = 0
+    def settle_quiet(self) -> None:
+        """Gives the requests the room that they take without asking: the step was answered, or need not be sent."""
+        for request, num_new_tokens in self.quiet.items():
+            request.num_computed_tokens += num_new_tokens
+        for answer in self._answers:
+            answer.outcome = Outcome.OK
 
     def get_computed_blocks(self, request: Request, *, counted: bool = True) -> Answer:
         """Looks up the longest cached prefix of a request that holds no blocks; its last token is never hit."""
@@ -238,6 +241,3 @@ class StepBuilder:
         if request:
             self._named.add(request.number)
         return answer
-
-    def _is_quiet(self, request: Request, num_tokens: int) -> bool:
-        return num_tokens <= request.quiet_tokens and request.number not in self._named

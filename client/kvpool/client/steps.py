@@ -24,6 +24,7 @@ from kvpool.server.core.errors import (
     WrongStateError,
 )
 from kvpool.server.core.quiet_room import QuietRoom
+from kvpool.server.core.specs import MambaSpec
 from kvpool.server.core.step import Operation, Outcome, Step, StepResult
 from kvpool.server.core.types import NULL_BLOCK, GroupId
 
@@ -63,7 +64,9 @@ class StepBook:
         self._sends_tokens = config.makes_events
         self._rooms = [QuietRoom.of(config, GroupId(i)) for i in range(len(config.groups))]
         self._windowed = [(i, room) for i, room in enumerate(self._rooms) if room.skips]
-        self._max_model_len = config.max_model_len
+        # Of a step that overwrites a state, whoever resumes the session must be able to tell that it may have run.
+        has_state = any(isinstance(room.spec, MambaSpec) for room in self._rooms)
+        self._most_quiet_tokens = 0 if has_state else config.max_model_len
         self._num_quiet = 0  # since the last step
         self._caching_sequence = self._told_sequence = (
             0  # of the last step that may have cached blocks, and said to run
@@ -84,13 +87,14 @@ class StepBook:
         """
         self.check_settled()
         executed = builder.executed_sequence
-        if builder.rows or (executed and not builder.num_quiet):
+        if builder.rows or executed > self.sequence or (executed and not builder.quiet):
             return True
-        if builder.num_quiet and not is_fresh:
+        if builder.quiet and not is_fresh:
             return True
         if self._told_sequence < min(executed, self._caching_sequence):  # others may wait for what was filled
             return True
-        self._num_quiet += builder.num_quiet
+        builder.settle_quiet()
+        self._num_quiet += len(builder.quiet)
         return False
 
     def build(self, builder: StepBuilder) -> Step:
@@ -104,7 +108,7 @@ class StepBook:
             self.sequence + 1,
             executed_sequence=builder.executed_sequence,
             admission_budget_tokens=builder.admission_budget_tokens,
-            num_quiet_allocations=self._num_quiet + builder.num_quiet,
+            num_quiet_allocations=self._num_quiet + len(builder.quiet),
         )
         added: set[int] = set()
         hashes: list[bytes] = []
@@ -127,6 +131,7 @@ class StepBook:
                 else:
                     appended = request.num_tokens - request.num_sent_tokens
                     moved = request.num_computed_tokens - request.num_sent_computed_tokens
+                    moved += builder.quiet.get(request, 0)
                 added.add(request.number)
                 hashes += request.hashes[request.num_sent_hashes :]
                 if self._sends_tokens:
@@ -152,8 +157,7 @@ class StepBook:
 
     def fail(self, error: KvpoolError) -> None:
         """Takes note of what a step ended with: refused, it changed nothing; else it stays unanswered."""
-        if self._unanswered and _is_refusal(error):
-            self._unanswered[1].undo_quiet()
+        if _is_refusal(error):
             self._unanswered = None
 
     def note(self, error: KvpoolError) -> None:
@@ -174,7 +178,8 @@ class StepBook:
         check_result(step, result, *self._bounds)
         self._unanswered = None
         self.sequence = step.sequence
-        self._num_quiet -= step.num_quiet_allocations - builder.num_quiet
+        self._num_quiet = 0
+        builder.settle_quiet()
         self.note_executed(step.executed_sequence)
         if not _CACHING.isdisjoint(step.operations):
             self._caching_sequence = step.sequence
@@ -323,7 +328,7 @@ class StepBook:
         cached_tokens, num_tokens = request.num_computed_tokens, request.num_sent_tokens  # not those that came since
         if num_tokens < cached_tokens:  # noqa: PLR1730 - min() takes longer than all else here
             cached_tokens = num_tokens
-        bound, tables = self._max_model_len, request.block_ids
+        bound, tables = self._most_quiet_tokens, request.block_ids
         for group_id, room in enumerate(self._rooms):
             num_blocks, span, num_skipped = len(tables[group_id]), room.span_tokens, 0
             if room.skips:

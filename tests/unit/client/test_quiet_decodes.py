@@ -15,6 +15,7 @@ from kvpool.client import (
     FullAttentionSpec,
     InvalidArgumentError,
     KVCacheGroup,
+    MambaSpec,
     NotFoundError,
     Outcome,
     PoolConfig,
@@ -191,6 +192,7 @@ def test_quiet_allocations_are_counted_once(transport: CountingTransport, sessio
     before = transport.info().activity.allocations
     with session.step() as step:
         step.decode([request_])
+    with session.step() as step:
         step.allocate_slots(request_, 1)
     session.allocate_slots(request_, 1)
     session.free(request_)
@@ -285,7 +287,6 @@ def test_what_raises_inside_a_step_takes_back_what_was_answered(
 ) -> None:
     with pytest.raises(ZeroDivisionError), session.step() as step:  # noqa: PT012 - likewise
         answer = step.allocate_slots(request_, 1)
-        step.decode([request_])
         raise ZeroDivisionError
     assert (answer.outcome, request_.num_computed_tokens) == (None, 5)
     session.free(request_)
@@ -300,11 +301,12 @@ def test_while_a_step_has_no_answer_nothing_is_answered(
     with pytest.raises(DeadlineError), session.step() as step:  # noqa: PT012 - likewise
         answer = step.allocate_slots(request_, 1)
         step.admit(other)
-    assert (answer.outcome, request_.num_computed_tokens) == (Outcome.OK, 6), "it may have been applied"
+    assert (answer.outcome, request_.num_computed_tokens) == (None, 5), "nothing is known of the step"
     with pytest.raises(Exception, match="settle"):
         session.allocate_slots(request_, 1)
-    assert request_.num_computed_tokens == 6
+    assert request_.num_computed_tokens == 5
     session.settle()
+    assert (answer.outcome, request_.num_computed_tokens) == (Outcome.OK, 6)
     session.allocate_slots(request_, 1)
     session.free(request_)
     first, again, freed = transport.take_sent()
@@ -377,7 +379,7 @@ def check_refused(session: Session, requests: list[Request], token_ids: list[int
     with session.step() as step:
         with pytest.raises(InvalidArgumentError) as caught:
             step.decode(requests, token_ids)
-        assert (step.rows, step.num_quiet) == ([], 0)
+        assert (step.rows, step.quiet) == ([], {})
     assert caught.value.field == field
     assert [(r.num_tokens, r.num_computed_tokens) for r in requests] == before
 
@@ -389,9 +391,9 @@ def test_a_batch_names_no_request_that_the_step_named_before(
     request_, other = running(session), running(session, "other")
     with session.step() as step:
         name(step, request_)
-        with pytest.raises(InvalidArgumentError, match="named before"):
+        with pytest.raises(InvalidArgumentError, match="named twice"):
             step.decode([other, request_], [7, 7])
-        assert (len(step.rows), step.num_quiet) == (1, 0)
+        assert (len(step.rows), step.quiet) == (1, {})
     assert (other.num_tokens, request_.num_tokens, other.num_computed_tokens) == (5, 5, 5)
 
 
@@ -399,7 +401,7 @@ def test_a_batch_names_no_request_whose_decode_is_to_be_sent(session: Session) -
     request_ = running(session, num_tokens=4)
     with session.step() as step:
         step.decode([request_])
-        with pytest.raises(InvalidArgumentError, match="named before"):
+        with pytest.raises(InvalidArgumentError, match="named twice"):
             step.decode([request_])
     assert request_.num_computed_tokens == 5
 
@@ -476,3 +478,51 @@ def test_blocks_left_uncached_leave_no_room(transport: CountingTransport, sessio
     transport.take_sent()
     assert session.allocate_slots(request_, 1) == Allocation([[]])
     assert (len(transport.take_sent()), transport.info().cached_blocks) == (1, 1)
+
+
+def test_a_request_allocates_once_in_a_step(session: Session, request_: Request) -> None:
+    with session.step() as step:
+        step.decode([request_])
+        with pytest.raises(InvalidArgumentError, match="already in this step"):
+            step.allocate_slots(request_, 1)
+        with pytest.raises(InvalidArgumentError, match="named twice"):
+            step.decode([request_])
+    assert request_.num_computed_tokens == 6
+
+
+def test_computed_tokens_that_have_no_room_are_refused(session: Session, request_: Request) -> None:
+    with session.step() as step, pytest.raises(InvalidArgumentError, match="num_computed_tokens: 6"):
+        step.allocate_slots(request_, 1, num_computed_tokens=6)
+    assert request_.num_computed_tokens == 5
+
+
+def test_a_pool_with_a_state_that_is_overwritten_asks_for_each_decode() -> None:
+    """Else who resumes the session could not tell that a step may have run."""
+    transport = CountingTransport()
+    groups = (KVCacheGroup(FullAttentionSpec(4), ("a",)), KVCacheGroup(MambaSpec(4), ("b",)))
+    transport.create_pool(PoolConfig(PoolName("m"), 20, 100, groups, enable_caching=False))
+    session = open_session(transport)
+    request = running(session)
+    transport.take_sent()
+    session.allocate_slots(request, 1)
+    with session.step() as step:
+        step.decode([request])
+    assert [list(sent.operations) for sent in transport.take_sent()] == [[ALLOCATE], [ALLOCATE]]
+
+
+def test_who_resumes_a_session_goes_on_from_the_tokens_that_had_room(
+    transport: CountingTransport, session: Session, request_: Request
+) -> None:
+    session.allocate_slots(request_, 1)
+    opened = transport.resume_session(session.session_id, session.sequence)
+    (held,) = opened.held
+    assert (held.num_computed_tokens, request_.num_computed_tokens) == (5, 6)
+    resumed = Session(transport, opened)
+    for wrong in (4, 10**9):
+        with pytest.raises(InvalidArgumentError, match="num_computed_tokens"):
+            resumed.adopt(held, range(6), num_computed_tokens=wrong)
+    request = resumed.adopt(held, range(6), num_computed_tokens=6)
+    transport.take_sent()
+    assert resumed.allocate_slots(request, 1) == Allocation([[]])
+    (sent,) = transport.take_sent()
+    assert (sent.num_taken_tokens, request.num_computed_tokens) == ([1], 7)
