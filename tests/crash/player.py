@@ -222,7 +222,8 @@ class Player:
                 answers = fill(step)
         except (UnavailableError, DeadlineError):
             self._settle()
-        self._write_told(step, sequence, sent_seconds)
+        if self.session.sequence == sequence:  # else the session answered it by itself
+            self._write_told(step, sequence, sent_seconds)
         self.place.progress.count(self.place.slot)
         return answers
 
