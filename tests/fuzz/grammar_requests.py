@@ -187,7 +187,7 @@ class RequestGrammar:
             sequence=session.sequence + 1,
             executed_sequence=max(session.sequence - self.rng.choice((0, 1, 4, 1000)), 0),
             admission_budget_tokens=self.rng.choice((0, 0, 0, 16, 64)),
-            num_quiet_allocations=self.rng.choice((0, 0, 1, 7, _MAX_UINT32)),
+            num_quiet_allocations=self.rng.choice((0, 1, 7, 2**24)) if self.rng.random() < 0.98 else _MAX_UINT32,
         )
         requests = [request for request in session.requests.values() if request.number > 0]
         self.rng.shuffle(requests)

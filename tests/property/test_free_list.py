@@ -3,6 +3,7 @@
 from collections import Counter
 from typing import Any
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -12,6 +13,7 @@ from kvpool.server.core.free_list import FreeList
 from kvpool.server.core.types import BlockId
 
 NUM_BLOCKS = 40
+SOME_BLOCKS = 2
 
 
 class FreeLists(RuleBasedStateMachine):
@@ -19,9 +21,15 @@ class FreeLists(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
+        self.patch = pytest.MonkeyPatch()
+        self.patch.setattr(free_list, "_SOME_BLOCKS", SOME_BLOCKS)
+        self.patch.setattr(free_list, "MOST_EXTENDED_BLOCKS", 12)
         self.mine = FreeList(NUM_BLOCKS)
         self.free = list(range(1, NUM_BLOCKS))
         self.tables: list[list[BlockId]] = []
+
+    def teardown(self) -> None:
+        self.patch.undo()
 
     @property
     def counts(self) -> Counter[int]:
@@ -67,8 +75,8 @@ class FreeLists(RuleBasedStateMachine):
         assert [self.mine.ref_cnt(BlockId(i)) for i in range(NUM_BLOCKS)] == [counts[i] for i in range(NUM_BLOCKS)]
         assert self.mine.num_shared == sum(count > 1 for count in counts.values())
         for chunk in self.mine._chunks.values():
-            held = len(chunk.block_ids) - chunk.at
-            assert 0 < chunk.num_free <= held <= 2 * chunk.num_free + free_list._SOME_BLOCKS
+            assert 0 < chunk.num_free <= len(chunk.block_ids) - chunk.at
+            assert len(chunk.block_ids) <= max(2 * chunk.num_free + SOME_BLOCKS, NUM_BLOCKS if chunk.at else 0)
 
 
 TestFreeLists = FreeLists.TestCase

@@ -58,9 +58,9 @@ class StepBuilder:
     """The operations of one step, in the order in which they are asked for.
 
     An allocation for which a request has quiet room is no operation: the session answers it from its own copy of the
-    tables. All answers are filled when the step has been answered. After the first operation
-    that finds too few blocks (`Outcome.NO_BLOCKS`), or would pass the session's max_blocks (`Outcome.OVER_QUOTA`),
-    later ones that would take blocks are not tried (`Outcome.SKIPPED`).
+    tables. All answers are filled when the step has been answered. After the first operation that finds too few blocks
+    (`Outcome.NO_BLOCKS`), or would pass the session's max_blocks (`Outcome.OVER_QUOTA`), later ones that would take
+    blocks are not tried (`Outcome.SKIPPED`). While it is collected, no other call may name its requests.
     """
 
     def __init__(self, admission_budget_tokens: int = 0) -> None:
@@ -131,6 +131,7 @@ class StepBuilder:
         if rejected < 0:
             message = f"{num_computed_tokens}; {request.num_computed_tokens} have room"
             raise InvalidArgumentError("num_computed_tokens", message)
+        _check_lookahead(num_lookahead_tokens)
         if request in self.quiet:
             raise InvalidArgumentError("request", f"{request.request_id!r} allocated already in this step")
         if num_new_tokens > 0 and not (rejected or computed or num_encoder_tokens or request.number in self._named):
@@ -167,6 +168,7 @@ class StepBuilder:
         Raises:
             InvalidArgumentError: A request holds no blocks or is named twice in this step; nothing was done.
         """
+        _check_lookahead(num_lookahead_tokens)
         self._check_running(requests)
         if token_ids is not None:
             if len(token_ids) != len(requests):
@@ -197,6 +199,13 @@ class StepBuilder:
             self._named.isdisjoint(numbers) and self.quiet.keys().isdisjoint(requests)
         ):
             raise InvalidArgumentError("requests", "one is named twice in this step")
+
+    def check_quiet(self) -> None:
+        """Raises InvalidArgumentError if a request that takes room without asking has no such room any more."""
+        for request, num_new_tokens in self.quiet.items():
+            if request.num_computed_tokens + num_new_tokens > request.quiet_tokens:
+                message = f"{request.request_id!r} was changed by another call while the step was collected"
+                raise InvalidArgumentError("request", message)
 
     def settle_quiet(self) -> None:
         """Gives the requests the room that they take without asking: the step was answered, or need not be sent."""
@@ -241,3 +250,8 @@ class StepBuilder:
         if request:
             self._named.add(request.number)
         return answer
+
+
+def _check_lookahead(num_lookahead_tokens: int) -> None:
+    if num_lookahead_tokens < 0:
+        raise InvalidArgumentError("num_lookahead_tokens", f"{num_lookahead_tokens} is negative")

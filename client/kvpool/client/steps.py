@@ -25,7 +25,7 @@ from kvpool.server.core.errors import (
 )
 from kvpool.server.core.quiet_room import QuietRoom
 from kvpool.server.core.specs import MambaSpec
-from kvpool.server.core.step import Operation, Outcome, Step, StepResult
+from kvpool.server.core.step import MAX_QUIET_ALLOCATIONS, Operation, Outcome, Step, StepResult
 from kvpool.server.core.types import NULL_BLOCK, GroupId
 
 _REFUSALS: Final = (InvalidArgumentError, NotFoundError, WrongStateError, ExhaustedError)
@@ -68,6 +68,12 @@ class StepBook:
         has_state = any(isinstance(room.spec, MambaSpec) for room in self._rooms)
         self._most_quiet_tokens = 0 if has_state else config.max_model_len
         self._num_quiet = 0  # since the last step
+        self._caching_sequence = sequence  # of the last step that may have cached blocks
+        self._told_sequence = 0  # of the last that was said to have run
+        # Of a step that overwrites a state, whoever resumes the session must be able to tell that it may have run.
+        has_state = any(isinstance(room.spec, MambaSpec) for room in self._rooms)
+        self._most_quiet_tokens = 0 if has_state else config.max_model_len
+        self._num_quiet = 0  # since the last step
         self._caching_sequence = self._told_sequence = (
             0  # of the last step that may have cached blocks, and said to run
         )
@@ -86,6 +92,7 @@ class StepBook:
             KvpoolError: As `check_settled`.
         """
         self.check_settled()
+        builder.check_quiet()
         executed = builder.executed_sequence
         if builder.rows or executed > self.sequence or (executed and not builder.quiet):
             return True
@@ -108,7 +115,7 @@ class StepBook:
             self.sequence + 1,
             executed_sequence=builder.executed_sequence,
             admission_budget_tokens=builder.admission_budget_tokens,
-            num_quiet_allocations=self._num_quiet + len(builder.quiet),
+            num_quiet_allocations=min(self._num_quiet + len(builder.quiet), MAX_QUIET_ALLOCATIONS),
         )
         added: set[int] = set()
         hashes: list[bytes] = []

@@ -191,7 +191,7 @@ class Step(_message.Message):
     admission_budget_tokens: _builtins.int
     """Tokens that all admissions of this step together may make room for. 0: no limit."""
     num_quiet_allocations: _builtins.int
-    """How often requests took room without asking since the last step, for statistics."""
+    """How often requests took room without asking since the last step, at most 2^24, for statistics."""
     block_hashes: _builtins.bytes
     """Queue: hashes of the blocks that the appended tokens filled, one after the other. Each request has one for every
     hash_block_size tokens when caching is on, none when it is off.

@@ -526,3 +526,33 @@ def test_who_resumes_a_session_goes_on_from_the_tokens_that_had_room(
     assert resumed.allocate_slots(request, 1) == Allocation([[]])
     (sent,) = transport.take_sent()
     assert (sent.num_taken_tokens, request.num_computed_tokens) == ([1], 7)
+
+
+def test_a_request_that_another_call_changes_meanwhile_is_refused(session: Session, request_: Request) -> None:
+    with pytest.raises(InvalidArgumentError, match="changed by another call"), session.step() as step:  # noqa: PT012
+        answer = step.allocate_slots(request_, 1)
+        session.preempt(request_)
+    assert (answer.outcome, request_.num_computed_tokens) == (None, 0)
+    assert session.admit(request_)
+    session.free(request_)
+
+
+def test_a_look_ahead_below_zero_is_refused(session: Session, request_: Request) -> None:
+    with session.step() as step:
+        with pytest.raises(InvalidArgumentError, match="num_lookahead_tokens"):
+            step.decode([request_], [5], num_lookahead_tokens=-1)
+        with pytest.raises(InvalidArgumentError, match="num_lookahead_tokens"):
+            step.allocate_slots(request_, 1, num_lookahead_tokens=-1)
+    assert (request_.num_tokens, request_.num_computed_tokens) == (5, 5)
+
+
+def test_a_resumed_session_tells_at_once_what_has_run(transport: CountingTransport, session: Session) -> None:
+    running(session)
+    opened = transport.resume_session(session.session_id, session.sequence)
+    resumed = Session(transport, opened)
+    request = resumed.adopt(opened.held[0], range(5))
+    resumed.allocate_slots(request, 1)
+    transport.take_sent()
+    with resumed.step(executed_sequence=1) as step:
+        step.allocate_slots(request, 1)
+    assert [sent.executed_sequence for sent in transport.take_sent()] == [1]

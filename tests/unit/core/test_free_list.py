@@ -12,8 +12,8 @@ def ids(*numbers: int) -> list[BlockId]:
 
 
 def num_kept(free: FreeList) -> int:
-    """Entries of chunks, those that are passed over included."""
-    return sum(len(chunk.block_ids) - chunk.at for chunk in free._chunks.values())
+    """Entries of chunks, those included that are passed over or were taken."""
+    return sum(len(chunk.block_ids) for chunk in free._chunks.values())
 
 
 def test_starts_with_all_but_the_null_block() -> None:
@@ -92,7 +92,7 @@ def test_rule_3_what_is_passed_over_does_not_pile_up() -> None:
         hit = ids(*range(1 + i % 900, 100 + i % 900))
         free.hold(hit)
         free.append(free.drop(hit))
-        assert num_kept(free) <= 3 * len(free) + 64 * len(free._chunks)
+        assert num_kept(free) <= 2 * len(free) + 8 * len(free._chunks)
     assert sorted(free) == list(range(1, 1001))
 
 
@@ -102,3 +102,20 @@ def test_a_chunk_that_is_large_is_extended_no_more(monkeypatch: pytest.MonkeyPat
     for block_id in free.take(8):
         free.append(free.drop([block_id]))
     assert (list(free), len(free._chunks)) == (list(range(1, 9)), 3)
+
+
+def test_rule_3_ids_that_were_taken_are_not_kept() -> None:
+    """Tables that are each a block shorter leave a chunk of one block behind, and take from it last."""
+    free = FreeList(401)
+    for count in range(400, 0, -1):
+        free.prepend(free.drop(free.take(count)))
+        assert num_kept(free) <= 2 * len(free) + 8 * len(free._chunks)
+
+
+def test_many_that_are_passed_over_are_so_at_once() -> None:
+    free = FreeList(201)
+    first, second = free.take(100), free.take(100)
+    free.append(free.drop(first))
+    free.append(free.drop(second))
+    free.hold(first)
+    assert free.take(1) == second[:1]

@@ -183,11 +183,15 @@ def test_what_was_taken_can_be_rejected(world: World, session: Session) -> None:
     assert computed_tokens(session, 1) == 0
 
 
-def test_quiet_allocations_of_any_number_change_statistics_alone(world: World, session: Session) -> None:
+def test_quiet_allocations_change_statistics_alone(world: World, session: Session) -> None:
     before, allocations = world.snapshot(), world.pool.activity.allocations
-    world.run(session, num_quiet_allocations=2**32 - 1)
+    for wrong in (-1, 2**24 + 1):
+        with pytest.raises(InvalidArgumentError, match="num_quiet_allocations"):
+            world.run(session, num_quiet_allocations=wrong)
+        assert world.snapshot() == before
+    world.run(session, num_quiet_allocations=2**24)
     activity = world.pool.activity
-    assert activity.allocations == allocations + 2**32 - 1
+    assert activity.allocations == allocations + 2**24
     activity.allocations, activity.steps, session.sequence = allocations, activity.steps - 1, Sequence(2)
     assert world.snapshot() == before
 

@@ -13,7 +13,7 @@ from kvpool.server.core.events import packed_token_ids
 from kvpool.server.core.pool import ComputedBlocks, Pool
 from kvpool.server.core.request import Request
 from kvpool.server.core.session import Session
-from kvpool.server.core.step import MAX_OPERATION_GROUPS, MAX_OPERATIONS, Operation, Step
+from kvpool.server.core.step import MAX_OPERATION_GROUPS, MAX_OPERATIONS, MAX_QUIET_ALLOCATIONS, Operation, Step
 from kvpool.server.core.types import MAX_TOKENS, BlockHash, BlockId, RequestId, RequestNumber
 
 MAX_REQUEST_NUMBER: Final = 2**31 - 1
@@ -131,6 +131,7 @@ class StepChecker:
             raise InvalidArgumentError("num_block_ids", f"{len(step.num_block_ids)} entries; needs 0 or {wanted}")
         self._session.check_executed(step.executed_sequence, self._session.sequence)
         check_range("admission_budget_tokens", step.admission_budget_tokens, 0, MAX_TOKENS)
+        check_range("num_quiet_allocations", step.num_quiet_allocations, 0, MAX_QUIET_ALLOCATIONS)
 
         zeros = [0] * count
         rows = zip(
@@ -162,16 +163,19 @@ class StepChecker:
     ) -> CheckedOperation:
         """Checks an operation of a step that has no column beside these; decodes, in short, which most are."""
         request = self._session.by_number.get(number)  # type: ignore[call-overload]  # NewType's call takes its time
-        if code != Operation.ALLOCATE or request is None or number in self._seen or not request.num_computed_tokens:
+        if (
+            code != Operation.ALLOCATE
+            or request is None
+            or number in self._seen
+            or not request.num_computed_tokens
+            or not 1 <= new <= self._max_tokens - request.num_computed_tokens - taken
+        ):
             return self._check_row(i, code, number, appended, new, taken, 0, 0, 0, delay=False)
         row = CheckedOperation(Operation.ALLOCATE, request)
         if appended:
             self._check_growth(i, row, request.num_tokens, appended)
         if taken:
             self._check_taken(i, row, request, taken)
-        num_computed = request.num_computed_tokens + taken
-        if not 1 <= new <= self._max_tokens - num_computed:
-            check_range(f"num_new_tokens[{i}]", new, 1, self._max_tokens - num_computed)
         row.num_new_tokens = new
         self._seen[number] = row
         return row

@@ -5,8 +5,7 @@
 2. A chunk is a run of blocks that became free together, given back in one splice. Chunks are used in their order, and
    blocks in their order in it. A block that is hit while it is free stays where it stands in its chunk, and is passed
    over there: it is free in a chunk exactly when the column says so. A block stands once in a chunk.
-3. A chunk that few blocks are left in is made anew, so that what is passed over is never more than what is free, and
-   some.
+3. A chunk that few blocks are left in is made anew: it never keeps more ids than twice those that are free, and some.
 4. Every operation costs O(blocks named), spread over operations; none O(blocks in the pool).
 """
 
@@ -18,7 +17,7 @@ from kvpool.server.core.types import BlockId
 
 MOST_EXTENDED_BLOCKS: Final = 2**15
 """A chunk that has so many is extended no more: to make it anew would take milliseconds."""
-_SOME_BLOCKS: Final = 64
+_SOME_BLOCKS: Final = 8
 
 
 class Chunk:
@@ -95,6 +94,8 @@ class FreeList:
         taken: list[BlockId] = []
         while len(taken) < count:
             number, chunk = next(iter(self._chunks.items()))
+            while column[chunk.block_ids[chunk.at]] != -number:
+                chunk.at += 1
             wanted = chunk.block_ids[chunk.at : chunk.at + count - len(taken)]
             is_whole = chunk.num_free == len(chunk.block_ids) - chunk.at
             chunk.at += len(wanted)
@@ -191,7 +192,9 @@ class FreeList:
         chunk.num_free -= num_gone
         if not chunk.num_free:
             del self._chunks[number]
-        elif len(chunk.block_ids) - chunk.at > 2 * chunk.num_free + _SOME_BLOCKS:
-            column = self._column
-            chunk.block_ids = [b for b in chunk.block_ids[chunk.at :] if column[b] == -number]
-            chunk.at = 0
+        elif len(chunk.block_ids) > 2 * chunk.num_free + _SOME_BLOCKS:
+            rest = chunk.block_ids[chunk.at :]
+            if chunk.num_free < len(rest):
+                column = self._column
+                rest = [block_id for block_id in rest if column[block_id] == -number]
+            chunk.block_ids, chunk.at = rest, 0

@@ -37,6 +37,9 @@ def check_integrity(pool: Pool, sessions: Iterable[Session]) -> None:
         config = pool.config
         wanted = request.num_tokens // config.hash_block_size if config.enable_caching else 0
         _require(len(request.hashes) == wanted, f"{request.request_id}: {len(request.hashes)} hashes, not {wanted}")
+        _require(
+            request.quiet_tokens <= max(pool.quiet_tokens(request), 0), f"{request.request_id}: too much quiet room"
+        )
         for group_id in range(len(request.tables)):
             _check_table(f"{request.request_id}, group {group_id}", request, pool, GroupId(group_id))
 

@@ -291,10 +291,11 @@ class Pool:
         request.num_computed_tokens = num_computed + num_new_tokens
         if self.config.enable_caching and not delay_cache_blocks:
             self.cache(request, request.num_computed_tokens, sequence=sequence)
-        request.quiet_tokens = self._quiet_tokens(request)
+        request.quiet_tokens = self.quiet_tokens(request)
         return new
 
-    def _quiet_tokens(self, request: Request) -> int:
+    def quiet_tokens(self, request: Request) -> int:
+        """Up to how many computed tokens a request can go without a change of the pool: see `quiet_room`."""
         quiet_tokens = self.config.max_model_len
         for manager in self._managers:
             bound_tokens = manager.quiet_tokens(request.tables[manager.group_id])

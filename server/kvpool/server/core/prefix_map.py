@@ -7,6 +7,7 @@
 3. A block that loses its hash is pending no more; what takes its place starts anew.
 """
 
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Final
 
@@ -35,9 +36,10 @@ class PrefixMap:
     )
 
     def __init__(self, num_blocks: int, num_groups: int) -> None:
-        # The first copy; where several blocks carry one hash, `_several` has them all, in order (a dict as a set).
+        # The first copy; where several blocks carry one hash, `_several` has them all, in order. (An OrderedDict finds
+        # its first key at once, however many before were deleted.)
         self._by_hash: list[dict[BlockHash, BlockId]] = [{} for _ in range(num_groups)]
-        self._several: list[dict[BlockHash, dict[BlockId, None]]] = [{} for _ in range(num_groups)]
+        self._several: list[dict[BlockHash, OrderedDict[BlockId, None]]] = [{} for _ in range(num_groups)]
         self._hash_of: list[BlockHash | None] = [None] * num_blocks
         self._group_of = bytearray(num_blocks)
         self._writer_of: list[WriterId] = [WriterId(0)] * num_blocks
@@ -181,7 +183,9 @@ class PrefixMap:
         for block_id, block_hash in zip(block_ids, hashes, strict=True):
             first_copy = by_hash.setdefault(block_hash, block_id)
             if first_copy is not block_id:
-                several.setdefault(block_hash, {first_copy: None})[block_id] = None
+                if block_hash not in several:
+                    several[block_hash] = OrderedDict({first_copy: None})
+                several[block_hash][block_id] = None
 
     def remove(self, block_id: BlockId) -> BlockHash:
         """Takes the hash of a block that has one away, and returns it."""

@@ -11,6 +11,8 @@ from typing import Final
 MAX_OPERATIONS: Final = 65_536
 MAX_OPERATION_GROUPS: Final = 2**18
 """Most entries of a column that has one an operation and group."""
+MAX_QUIET_ALLOCATIONS: Final = 2**24
+"""Most allocations without asking that a step tells of; a session that had more tells fewer."""
 MAX_STEP_WORK: Final = 2**18
 """Once a step has looked up hashes and answered block ids, so many together, operations that would are not tried.
 

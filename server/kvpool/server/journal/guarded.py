@@ -2,7 +2,8 @@
 
 1. Nothing is copied at that moment that grows with the pool: a column is guarded, and what is changed ahead of the
    writing is kept first, value by value. So a change costs more by what it changes, however large the pool.
-2. Chunks of the free list grow at their end or are replaced: where each begins and ends is enough.
+2. Chunks of the free list grow at their end or are replaced: where each begins and ends is enough. They are as many as
+   tables that were freed, or fewer.
 3. Of a request its numbers are copied; its lists only grow, so lengths are enough. Of a table that has skipped blocks,
    which changes in place, the blocks are copied that it still holds: those of its window.
 4. The core is told nothing of it: a guarded column stands in the column's place, and the column comes back as it is.
