@@ -45,8 +45,7 @@ bench: .venv/installed ## Speed, as tables, JSON and pictures; VLLM=.venv-vllm/b
 bench-vllm: ## An environment with vLLM's manager for that, in .venv-vllm; VLLM_VERSION=0.32.0 for another than 0.14.1
 	PYTHON=$(PYTHON) tests/bench/install_vllm.sh .venv-vllm $(VLLM_VERSION)
 
-bench-parts: .venv/installed ## What calls, ranks, metrics, events, the journal and unfair neighbours cost, each as JSON
-	$(BIN)/python tests/bench/bench_steps.py
+bench-parts: .venv/installed ## What ranks, metrics, events, the journal and unfair neighbours cost, each as JSON
 	$(BIN)/python tests/bench/bench_ranks.py
 	$(BIN)/python tests/bench/bench_metrics.py
 	$(BIN)/python tests/bench/bench_events.py

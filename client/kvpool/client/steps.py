@@ -70,13 +70,6 @@ class StepBook:
         self._num_quiet = 0  # since the last step
         self._caching_sequence = sequence  # of the last step that may have cached blocks
         self._told_sequence = 0  # of the last that was said to have run
-        # Of a step that overwrites a state, whoever resumes the session must be able to tell that it may have run.
-        has_state = any(isinstance(room.spec, MambaSpec) for room in self._rooms)
-        self._most_quiet_tokens = 0 if has_state else config.max_model_len
-        self._num_quiet = 0  # since the last step
-        self._caching_sequence = self._told_sequence = (
-            0  # of the last step that may have cached blocks, and said to run
-        )
         self._unanswered: tuple[Step, StepBuilder] | None = None
         self._over: KvpoolError | None = None
         self.sequence = sequence
