@@ -85,3 +85,17 @@ class Request:
         """Empties the block tables, when they were freed."""
         self.block_ids = [[] for _ in self.block_ids]
         self.num_computed_tokens = self.quiet_tokens = 0
+
+
+def hash_filled(requests: Sequence[Request]) -> None:
+    """Hashes together what many decodes of a session have filled: what `Request.hashes` would do one by one."""
+    hasher = requests[0]._hasher if requests else None  # noqa: SLF001 - of this file
+    if not hasher:
+        return
+    size = hasher.block_size
+    filled = []
+    for request in requests:
+        hashes, token_ids = request._hashes, request.token_ids  # noqa: SLF001 - of this file
+        if len(token_ids) // size == len(hashes) + 1 and request.extra_keys is NO_EXTRA_KEYS:
+            filled.append((hashes, token_ids))
+    hasher.extend_each(filled)

@@ -1,7 +1,7 @@
 """A scheduler's session, synchronous."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from types import TracebackType
 from typing import Self
 
@@ -284,8 +284,9 @@ class Session(SessionBase):
         """Counts the leading blocks, group by group, that all requests of this session that hold blocks share."""
         return self._call(calls.call_simply(lambda step: step.get_common_prefix_blocks(request))).num_common_blocks
 
-    @contextmanager
-    def step(self, *, admission_budget_tokens: int = 0, executed_sequence: int = 0) -> Iterator[StepBuilder]:
+    def step(
+        self, *, admission_budget_tokens: int = 0, executed_sequence: int = 0
+    ) -> AbstractContextManager[StepBuilder]:
         """Collects operations and sends them as one message when the block ends; then their answers are filled.
 
         Args:
@@ -294,11 +295,29 @@ class Session(SessionBase):
         """
         builder = StepBuilder(admission_budget_tokens)
         builder.executed_sequence = executed_sequence
-        yield builder
-        self._send(builder)
+        return _Collected(builder, self._send)
+
+    def begin_step(
+        self, *, admission_budget_tokens: int = 0, executed_sequence: int = 0
+    ) -> AbstractContextManager[StepBuilder]:
+        """As `step`, but the block ends without waiting for the service: `settle` does, and fills the answers.
+
+        For a scheduler that works a step ahead: the service allocates while it does something else. Until it settles,
+        this session answers no other call that makes a step; its requests may grow, which the next step tells.
+
+        Args:
+            admission_budget_tokens: See `step`.
+            executed_sequence: See `step`.
+        """
+        builder = StepBuilder(admission_budget_tokens)
+        builder.executed_sequence = executed_sequence
+        return _Collected(builder, self._begin)
 
     def settle(self) -> None:
-        """Sends a step again that had no answer in time, and fills its answers."""
+        """Waits for the answer of a step that was begun, or sends one again that had no answer in time; fills it in.
+
+        Does nothing if all steps are answered.
+        """
         step = self._book.unanswered()
         if step is not None:
             self._exchange(step)
@@ -336,6 +355,11 @@ class Session(SessionBase):
         if step:
             self._exchange(step)
 
+    def _begin(self, builder: StepBuilder) -> None:
+        step = self._next_step(builder)
+        if step:
+            self._transport.send(self.session_id, step)
+
     def _exchange(self, step: Step) -> None:
         try:
             result = self._transport.apply(self.session_id, step)
@@ -343,3 +367,22 @@ class Session(SessionBase):
             self._fail(error)
             raise
         self._book.finish(result)
+
+
+class _Collected(AbstractContextManager[StepBuilder]):
+    """A step that is sent when the block ends which collects it; every step goes through it, so it is no generator."""
+
+    __slots__ = ("_builder", "_send")
+
+    def __init__(self, builder: StepBuilder, send: Callable[[StepBuilder], None]) -> None:
+        self._builder = builder
+        self._send = send
+
+    def __enter__(self) -> StepBuilder:
+        return self._builder
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self._send(self._builder)

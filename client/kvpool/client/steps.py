@@ -12,7 +12,7 @@ from itertools import islice
 from typing import Final
 
 from kvpool.client.check_result import check_result
-from kvpool.client.request import Request
+from kvpool.client.request import Request, hash_filled
 from kvpool.client.step_builder import DecodeRow, Row, StepBuilder
 from kvpool.server.core.config import PoolConfig
 from kvpool.server.core.errors import (
@@ -62,6 +62,7 @@ class StepBook:
         self._num_groups = len(config.groups)
         self._bounds = (len(config.groups), config.num_blocks, config.max_model_len)
         self._sends_tokens = config.makes_events
+        self._hash_block_size = config.hash_block_size if config.enable_caching else 0
         self._rooms = [QuietRoom.of(config, GroupId(i)) for i in range(len(config.groups))]
         self._windowed = [(i, room) for i, room in enumerate(self._rooms) if room.skips]
         # Of a step that overwrites a state, whoever resumes the session must be able to tell that it may have run.
@@ -221,12 +222,18 @@ class StepBook:
     def _put_decodes(self, step: Step, row: DecodeRow, hashes: list[bytes]) -> None:
         requests, count = row.requests, len(row.requests)
         row.num_sent_tokens = [len(request.token_ids) for request in requests]
-        for request in requests:
-            of_request = request.hashes
-            row.num_sent_hashes.append(len(of_request))
-            if len(of_request) > request.num_sent_hashes:
-                hashes += of_request[request.num_sent_hashes :]
-            if self._sends_tokens:
+        if self._hash_block_size:
+            row.num_sent_hashes = [num_tokens // self._hash_block_size for num_tokens in row.num_sent_tokens]
+            filled = [
+                r for r, num_hashes in zip(requests, row.num_sent_hashes, strict=True) if num_hashes > r.num_sent_hashes
+            ]
+            hash_filled(filled)
+            for request in filled:
+                hashes += request.hashes[request.num_sent_hashes :]
+        else:
+            row.num_sent_hashes = [0] * count
+        if self._sends_tokens:
+            for request in requests:
                 step.token_ids += request.token_ids[request.num_sent_tokens :]
         moved = [request.num_computed_tokens - request.num_sent_computed_tokens for request in requests]
         zeros = [0] * count
@@ -257,16 +264,11 @@ class StepBook:
                 answer.refused[row.places[i]] = Outcome(outcome)
                 request.num_sent_computed_tokens = request.num_computed_tokens
                 continue
-            if counts:
-                new: list[list[int]] = []
-                for group_id in range(groups):
-                    count = counts[(at + i) * groups + group_id]
-                    if count:
-                        new = new or [[] for _ in range(groups)]
-                        new[group_id] = list(islice(block_ids, count))
-                        request.block_ids[group_id] += new[group_id]
-                if new:
-                    answer.new_blocks[row.places[i]] = new
+            first = (at + i) * groups
+            if counts and any(of_request := counts[first : first + groups]):
+                new = answer.new_blocks[row.places[i]] = [list(islice(block_ids, count)) for count in of_request]
+                for group_id, new_ids in enumerate(new):
+                    request.block_ids[group_id] += new_ids
             before_tokens = request.num_computed_tokens
             request.num_computed_tokens = request.num_sent_computed_tokens = before_tokens + 1
             request.quiet_tokens = self._quiet_tokens(request, before_tokens)

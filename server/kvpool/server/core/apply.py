@@ -113,14 +113,18 @@ def _free_requests(pool: Pool, session: Session) -> int:
     return len(requests)
 
 
-_COLUMNS: Final = (
-    "outcomes",
-    "num_hit_tokens",
-    "num_shared_hit_tokens",
-    "num_new_tokens",
-    "num_prefix_blocks",
-    "num_new_blocks",
+_COLUMNS: Final = tuple(
+    (name, f"_{name}")
+    for name in (
+        "outcomes",
+        "num_hit_tokens",
+        "num_shared_hit_tokens",
+        "num_new_tokens",
+        "num_prefix_blocks",
+        "num_new_blocks",
+    )
 )
+"""Columns of a result, and where they are made."""
 
 
 class _Application:
@@ -160,8 +164,8 @@ class _Application:
                 handler(self, i, row, request)
         free_blocks = self._pool.quotas.num_free_for(self._session.holding)
         result = StepResult(self._sequence, free_blocks, block_ids=list(self._block_ids))
-        for name in _COLUMNS:
-            column: list[int] = getattr(self, f"_{name}")
+        for name, attribute in _COLUMNS:
+            column: list[int] = getattr(self, attribute)
             if any(column):
                 setattr(result, name, column)
         return result
@@ -209,7 +213,7 @@ class _Application:
 
     def allocate(self, i: int, row: CheckedOperation, request: Request) -> None:
         pool, promised = self._pool, row.promised
-        if self._out_of_blocks or self._is_enough:
+        if self._out_of_blocks or self._work >= MAX_STEP_WORK:
             self._outcomes[i] = Outcome.SKIPPED
             return
         if promised:
@@ -230,7 +234,7 @@ class _Application:
         if new is None:
             self._refuse(i)
         else:
-            self._put_new(i, new)
+            self._put(self._num_new_blocks, i, new)
 
     def admit(self, i: int, row: CheckedOperation, request: Request) -> None:
         if self._out_of_blocks or self._is_enough or not self._budget_tokens:
@@ -250,7 +254,7 @@ class _Application:
         self._budget_tokens -= admission.num_new_tokens
         self._num_new_tokens[i] = admission.num_new_tokens
         self._put_hit(i, admission.computed)
-        self._put_new(i, admission.new_blocks)
+        self._put(self._num_new_blocks, i, admission.new_blocks)
 
     @property
     def _is_enough(self) -> bool:
@@ -266,9 +270,6 @@ class _Application:
         self._num_shared_hit_tokens[i] = computed.num_shared_tokens
         self._work += computed.num_probes
         self._put(self._num_prefix_blocks, i, computed.block_ids)
-
-    def _put_new(self, i: int, new: tuple[list[BlockId], ...]) -> None:
-        self._put(self._num_new_blocks, i, new)
 
     def _put(self, column: list[int], i: int, blocks: Sequence[Sequence[BlockId]]) -> None:
         for j, block_ids in enumerate(blocks):

@@ -75,7 +75,7 @@ class BlockPool:
     @property
     def num_free_blocks(self) -> int:
         """Blocks that can be taken, cached ones included."""
-        return len(self.free_list)
+        return self.free_list.num_free
 
     @property
     def usage(self) -> float:

@@ -121,13 +121,12 @@ class StepChecker:
         count = len(step.operations)
         groups = len(self._pool.config.groups)
         check_range("operations", count, 0, min(MAX_OPERATIONS, MAX_OPERATION_GROUPS // groups))
-        for column in _COLUMNS:
-            if len(getattr(step, column)) not in (0, count):
-                raise InvalidArgumentError(
-                    column, f"{len(getattr(step, column))} entries for {count} operations; needs 0 or {count}"
-                )
+        for name in _COLUMNS:
+            column = getattr(step, name)
+            if column and len(column) != count:
+                raise InvalidArgumentError(name, f"{len(column)} entries for {count} operations; needs 0 or {count}")
         wanted = count * groups
-        if len(step.num_block_ids) not in (0, wanted):
+        if step.num_block_ids and len(step.num_block_ids) != wanted:
             raise InvalidArgumentError("num_block_ids", f"{len(step.num_block_ids)} entries; needs 0 or {wanted}")
         self._session.check_executed(step.executed_sequence, self._session.sequence)
         check_range("admission_budget_tokens", step.admission_budget_tokens, 0, MAX_TOKENS)
@@ -342,9 +341,9 @@ class StepChecker:
 
     @staticmethod
     def _check_taken(i: int, row: CheckedOperation, request: Request, taken: int) -> None:
-        room = max(request.quiet_tokens - request.num_computed_tokens, 0)
+        room = request.quiet_tokens - request.num_computed_tokens
         if not 0 <= taken <= room:
-            check_range(f"num_taken_tokens[{i}]", taken, 0, room)
+            check_range(f"num_taken_tokens[{i}]", taken, 0, max(room, 0))
         row.num_taken_tokens = taken
 
     def _check_rejected(self, i: int, row: CheckedOperation, seen: _Seen, rejected: int) -> None:

@@ -42,23 +42,24 @@ class FreeList:
     """Free blocks, from next used to last used, and the counts of the others. New: all but the null block, ascending.
 
     Attributes:
+        num_free: Blocks in it.
         num_shared: Blocks that stand in more than one table.
     """
 
-    __slots__ = ("_chunks", "_column", "_last_number", "_len", "_tail", "num_shared")
+    __slots__ = ("_chunks", "_column", "_last_number", "_tail", "num_free", "num_shared")
 
     def __init__(self, num_blocks: int) -> None:
         self._column = [0] * num_blocks
         self._chunks: OrderedDict[int, Chunk] = OrderedDict()
-        self._len = num_blocks - 1
-        if self._len:
+        self.num_free = num_blocks - 1
+        if self.num_free:
             self._chunks[0] = Chunk(range(1, num_blocks))  # type: ignore[arg-type]  # ids that nobody has asked for yet
         self._last_number = 0
         self._tail = -1  # the chunk at the end, if it may be extended
         self.num_shared = 0
 
     def __len__(self) -> int:
-        return self._len
+        return self.num_free
 
     def __iter__(self) -> Iterator[BlockId]:
         column = self._column
@@ -89,7 +90,7 @@ class FreeList:
                 chunk.at += 1
                 self._leave(number, chunk, 1)
                 column[block_id] = 1
-                self._len -= 1
+                self.num_free -= 1
                 return [block_id]
         taken: list[BlockId] = []
         while len(taken) < count:
@@ -104,7 +105,7 @@ class FreeList:
             self._leave(number, chunk, len(found))
         for block_id in taken:
             column[block_id] = 1
-        self._len -= count
+        self.num_free -= count
         return taken
 
     def hold(self, block_ids: Iterable[BlockId]) -> int:
@@ -129,7 +130,7 @@ class FreeList:
             if -negated == self._tail:  # what comes back must not stand in it twice
                 self._tail = -1
         num_held = sum(gone.values())
-        self._len -= num_held
+        self.num_free -= num_held
         return num_held
 
     def drop(self, block_ids: Sequence[BlockId]) -> Sequence[BlockId]:
@@ -185,7 +186,7 @@ class FreeList:
         column, negated = self._column, -number
         for block_id in block_ids:
             column[block_id] = negated
-        self._len += len(block_ids)
+        self.num_free += len(block_ids)
 
     def _leave(self, number: int, chunk: Chunk, num_gone: int) -> None:
         """Counts blocks that are not free in a chunk any more."""

@@ -14,7 +14,6 @@ from kvpool.server.core import types
 from kvpool.server.core.block_pool import BlockPool
 from kvpool.server.core.config import PoolConfig
 from kvpool.server.core.events import BlockStored, packed_token_ids
-from kvpool.server.core.quiet_room import QuietRoom
 from kvpool.server.core.request import BlockTable, Request
 from kvpool.server.core.specs import CrossAttentionSpec, FullAttentionSpec, allocation_spec, num_draft_blocks
 from kvpool.server.core.types import NULL_BLOCK, BlockHash, BlockId, GroupId
@@ -46,7 +45,6 @@ class GroupManager:
         self.joins_hashes = self._hashes_per_block > 1
         self._num_extra_blocks = num_draft_blocks(self.spec)
         self._counts_encoder_tokens = isinstance(self.spec, CrossAttentionSpec)
-        self._quiet_room = QuietRoom.of(config, group_id)
         self._pool = block_pool
         self._makes_events = config.makes_events
 
@@ -104,10 +102,6 @@ class GroupManager:
         table.block_ids.extend(new)
         return new
 
-    def quiet_tokens(self, table: BlockTable) -> int:
-        """Up to how many computed tokens a request can go without a change of this group: see `QuietRoom`."""
-        return self._quiet_room.num_tokens(len(table.block_ids), table.num_cached, table.num_skipped)
-
     def skip(self, table: BlockTable, num_computed_tokens: int) -> list[BlockId]:
         """Frees the blocks that nothing looks at any more, the last first; null stands in their place. Returns them."""
         start, end = table.num_skipped, min(self.num_skipped_blocks(num_computed_tokens), len(table.block_ids))
@@ -129,7 +123,9 @@ class GroupManager:
         """
         table = request.tables[self.group_id]
         end = num_tokens // self.span_tokens
-        start = max(table.num_cached, table.num_skipped)
+        start = table.num_cached
+        if start < table.num_skipped:  # noqa: PLR1730 - max() takes longer, and this is done for each block
+            start = table.num_skipped
         table.num_cached = end
         if start >= end:
             return

@@ -18,6 +18,7 @@ from kvpool.server.core.errors import InvalidArgumentError, UnavailableError
 from kvpool.server.core.group_manager import GroupManager
 from kvpool.server.core.prefix_search import PrefixSearch
 from kvpool.server.core.quarantine import Quarantine
+from kvpool.server.core.quiet_room import QuietRoom
 from kvpool.server.core.quota import Quotas
 from kvpool.server.core.request import BlockTable, Request
 from kvpool.server.core.residency import Residency
@@ -109,6 +110,7 @@ class Pool:
         self._managers = [GroupManager(config, GroupId(i), self.blocks) for i in range(len(config.groups))]
         self._no_hit: tuple[Sequence[BlockId], ...] = ((),) * len(self._managers)
         self._no_blocks: tuple[list[BlockId], ...] = tuple([] for _ in self._managers)  # never changed
+        self._quiet_rooms = [QuietRoom.of(config, manager.group_id) for manager in self._managers]
         self._windowed = [manager for manager in self._managers if not manager.spec.keeps_all]
         self.quotas = Quotas(self.blocks, self.blocks.num_free_blocks)
         self._search = PrefixSearch(self._managers, self.blocks.prefix_map, config.hit_alignment)
@@ -274,7 +276,9 @@ class Pool:
                 self.activity.allocations += 1
                 return self._no_blocks
         num_computed = request.num_computed_tokens + (computed.num_tokens if computed else 0)
-        num_slots = min(num_computed + num_new_tokens + num_lookahead_tokens, self.config.max_model_len)
+        num_slots = num_computed + num_new_tokens + num_lookahead_tokens
+        if num_slots > self.config.max_model_len:  # noqa: PLR1730 - min() takes longer
+            num_slots = self.config.max_model_len
         has_quota = self.quotas.applies_to(request.holding)
         for manager in self._windowed:
             skipped = manager.skip(request.tables[manager.group_id], num_computed)
@@ -296,18 +300,20 @@ class Pool:
 
     def quiet_tokens(self, request: Request) -> int:
         """Up to how many computed tokens a request can go without a change of the pool: see `quiet_room`."""
-        quiet_tokens = self.config.max_model_len
-        for manager in self._managers:
-            bound_tokens = manager.quiet_tokens(request.tables[manager.group_id])
+        quiet_tokens, tables = self.config.max_model_len, request.tables
+        for room in self._quiet_rooms:
+            table = tables[room.group_id]
+            bound_tokens = room.num_tokens(len(table.block_ids), table.num_cached, table.num_skipped)
             if bound_tokens < quiet_tokens:  # noqa: PLR1730 - min() takes longer than all else here
                 quiet_tokens = bound_tokens
         return quiet_tokens
 
     def _take(self, request: Request, num_slots: int, num_encoder_tokens: int) -> tuple[list[BlockId], ...] | None:
         """Gives a request the blocks that it lacks, if there are enough; without a hit or a quota, as decodes are."""
-        tables, needed = request.tables, 0
+        tables, counts, needed = request.tables, [], 0
         for manager in self._managers:
             lacking = manager.num_missing(tables[manager.group_id], num_slots, num_encoder_tokens)
+            counts.append(lacking)
             if lacking > 0:
                 needed += lacking
         if not needed:
@@ -316,9 +322,8 @@ class Pool:
             return None
         new = []
         for manager in self._managers:
-            table = tables[manager.group_id]
-            lacking = manager.num_missing(table, num_slots, num_encoder_tokens)
-            new.append(manager.allocate(table, lacking) if lacking > 0 else [])
+            lacking = counts[manager.group_id]
+            new.append(manager.allocate(tables[manager.group_id], lacking) if lacking > 0 else [])
         return tuple(new)
 
     def _take_with_hit(

@@ -20,6 +20,7 @@ class QuietRoom:
     """The rule for one group.
 
     Attributes:
+        group_id: The group.
         spec: How its blocks are given.
         span_tokens: Tokens that a block covers.
         num_extra_blocks: Blocks of a table beyond those of its tokens.
@@ -28,6 +29,7 @@ class QuietRoom:
         has_slots: Whether a request's tokens take room in its blocks; those of an encoder do not.
     """
 
+    group_id: GroupId
     spec: KVCacheSpec
     span_tokens: int
     num_extra_blocks: int
@@ -40,6 +42,7 @@ class QuietRoom:
         """The rule for a group of a pool."""
         spec = allocation_spec(config.groups[group_id].spec)
         return cls(
+            group_id,
             spec,
             config.span_tokens(group_id),
             num_draft_blocks(spec),

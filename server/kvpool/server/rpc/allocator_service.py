@@ -22,7 +22,7 @@ from kvpool.server.rpc.errors import errors_sent, guarded, in_turn
 from kvpool.server.rpc.hub import Hub, Stream, session_fields
 from kvpool.server.rpc.ranks import Ranks
 from kvpool.server.rpc.remembered import remembered
-from kvpool.server.rpc.stalls import read_first, write
+from kvpool.server.rpc.stalls import Writer, read_first
 from kvpool.v1 import allocator_pb2, allocator_pb2_grpc, pool_pb2, step_pb2
 
 _log = logging.getLogger("kvpool.server")
@@ -210,6 +210,7 @@ class AllocatorService(allocator_pb2_grpc.AllocatorServiceServicer):
     async def _serve_steps(self, stream: Stream, context: _StepContext) -> None:
         with contextlib.ExitStack() as stack:
             session_id, stall_seconds = "", self._hub.limits.stall_seconds
+            writer = stack.enter_context(Writer(context, stall_seconds))
             silence = ExhaustedError("NOTHING_SENT", f"the stream sent nothing for {stall_seconds:g} s")
             while True:
                 with stream.wait():
@@ -228,7 +229,7 @@ class AllocatorService(allocator_pb2_grpc.AllocatorServiceServicer):
                     answer = self._apply(session_id, message)
                 finally:
                     self._hub.turns.end()
-                await write(context, answer, stall_seconds)
+                await writer.write(answer)
                 faults.reach("step.answered")
 
     def _apply(self, session_id: str, message: step_pb2.Step) -> step_pb2.StepResult:

@@ -3,44 +3,58 @@
 from dataclasses import fields
 from typing import Final, assert_never
 
+from google.protobuf.message import Message
+
 from kvpool.server.core.events import AllBlocksCleared, BlockEvent, BlockRemoved, BlockStored, packed_token_ids
 from kvpool.server.core.step import Step, StepResult
 from kvpool.server.core.types import BlockHash, GroupId
 from kvpool.v1 import event_pb2, step_pb2
 
-# The core's values have the fields of the wire's, of the same names. With each, whether it is a list.
-_STEP_FIELDS: Final = [(field.name, field.default_factory is list) for field in fields(Step)]
-_RESULT_FIELDS: Final = [(field.name, field.default_factory is list) for field in fields(StepResult)]
+# The core's values have the fields of the wire's, of the same names.
+_STEP_NAMES: Final = [field.name for field in fields(Step)]
+_RESULT_NAMES: Final = [field.name for field in fields(StepResult)]
+
+
+def _fields_read(message: type[Message], value: type[Step | StepResult]) -> dict[int, tuple[str, bool]]:
+    """By number on the wire, the fields that a value has of a message, and whether each is a list."""
+    is_list = {field.name: field.default_factory is list for field in fields(value)}
+    return {f.number: (f.name, is_list[f.name]) for f in message.DESCRIPTOR.fields if f.name in is_list}
+
+
+_STEP_FIELDS: Final = _fields_read(step_pb2.Step, Step)
+_RESULT_FIELDS: Final = _fields_read(step_pb2.StepResult, StepResult)
 
 
 def step_from_proto(message: step_pb2.Step) -> Step:
     """Decodes a step; the core checks it."""
-    step = Step(message.sequence)
-    for name, is_list in _STEP_FIELDS:
-        value = getattr(message, name)
-        if value:  # most columns say nothing
-            setattr(step, name, list(value) if is_list else value)
+    step = Step(0)
+    _read(message, _STEP_FIELDS, step)
     return step
 
 
 def step_to_proto(step: Step, session_id: str) -> step_pb2.Step:
     """Encodes a step."""
-    return step_pb2.Step(session_id=session_id, **{name: v for name, _ in _STEP_FIELDS if (v := getattr(step, name))})
+    return step_pb2.Step(session_id=session_id, **{name: v for name in _STEP_NAMES if (v := getattr(step, name))})
 
 
 def result_to_proto(result: StepResult) -> step_pb2.StepResult:
     """Encodes a step's result."""
-    return step_pb2.StepResult(**{name: value for name, _ in _RESULT_FIELDS if (value := getattr(result, name))})
+    return step_pb2.StepResult(**{name: value for name in _RESULT_NAMES if (value := getattr(result, name))})
 
 
 def result_from_proto(message: step_pb2.StepResult) -> StepResult:
     """Decodes a step's result."""
-    result = StepResult(message.sequence)
-    for name, is_list in _RESULT_FIELDS:
-        value = getattr(message, name)
-        if value:
-            setattr(result, name, list(value) if is_list else value)
+    result = StepResult(0)
+    _read(message, _RESULT_FIELDS, result)
     return result
+
+
+def _read(message: Message, numbers: dict[int, tuple[str, bool]], value: Step | StepResult) -> None:
+    """Sets what a message says, which is little of what it could."""
+    for descriptor, column in message.ListFields():
+        field = numbers.get(descriptor.number)
+        if field:
+            setattr(value, field[0], list(column) if field[1] else column)
 
 
 def event_to_proto(event: BlockEvent) -> event_pb2.BlockEvent:

@@ -18,7 +18,7 @@ from kvpool.server.rpc import convert
 from kvpool.server.rpc.errors import errors_sent
 from kvpool.server.rpc.hub import Hub, Stream
 from kvpool.server.rpc.room import Room
-from kvpool.server.rpc.stalls import write
+from kvpool.server.rpc.stalls import Writer
 from kvpool.v1 import event_pb2, event_pb2_grpc
 
 CHUNK_BLOCKS: Final = 256
@@ -31,6 +31,7 @@ _MIN_HEARTBEAT_SECONDS: Final = 0.1
 _MAX_HEARTBEAT_SECONDS: Final = 3600.0
 
 _WatchContext = grpc.aio.ServicerContext[event_pb2.WatchRequest, event_pb2.WatchResponse]
+_WatchWriter = Writer[event_pb2.WatchRequest, event_pb2.WatchResponse]
 
 
 class EventService(event_pb2_grpc.EventServiceServicer):
@@ -44,10 +45,14 @@ class EventService(event_pb2_grpc.EventServiceServicer):
 
     async def Watch(self, request: event_pb2.WatchRequest, context: _WatchContext) -> None:  # type: ignore[override]
         async with errors_sent(context, "Watch"):
-            with self._hub.streaming() as stream, self._room.taken():
-                await self._watch(request, stream, context).run()
+            with (
+                self._hub.streaming() as stream,
+                self._room.taken(),
+                Writer(context, self._hub.limits.stall_seconds) as writer,
+            ):
+                await self._watch(request, stream, writer).run()
 
-    def _watch(self, request: event_pb2.WatchRequest, stream: Stream, context: _WatchContext) -> "_Watch":
+    def _watch(self, request: event_pb2.WatchRequest, stream: Stream, writer: _WatchWriter) -> "_Watch":
         pool = self._hub.allocator.pool(request.pool_name)
         if not pool.config.makes_events:
             raise WrongStateError("EVENTS_DISABLED", "the pool publishes no events", field="pool_name")
@@ -72,9 +77,8 @@ class EventService(event_pb2_grpc.EventServiceServicer):
             request,
             sequence,
             shared=shared,
-            stall_seconds=self._hub.limits.stall_seconds,
             stream=stream,
-            context=context,
+            writer=writer,
         )
 
 
@@ -116,9 +120,8 @@ class _Watch:
         sequence: int,
         *,
         shared: tuple[_BatchMessages, Turns],
-        stall_seconds: float,
         stream: Stream,
-        context: _WatchContext,
+        writer: _WatchWriter,
     ) -> None:
         self._pool = pool
         self._log = log
@@ -127,9 +130,8 @@ class _Watch:
         self._heartbeat_seconds = request.heartbeat_seconds or None
         self._next = sequence
         self._messages, self._turns = shared
-        self._stall_seconds = stall_seconds
         self._stream = stream
-        self._context = context
+        self._writer = writer
 
     async def run(self) -> None:
         """Sends what there is and will be, for ever."""
@@ -173,8 +175,8 @@ class _Watch:
             boot_id=self._boot_id,
             time_seconds=time.time(),
         )
-        await write(self._context, message, self._stall_seconds)
+        await self._writer.write(message)
 
     async def _send_batch(self, batch: LoggedBatch) -> None:
-        await write(self._context, self._messages.of(batch), self._stall_seconds)
+        await self._writer.write(self._messages.of(batch))
         self._next = batch.sequence + 1

@@ -89,6 +89,11 @@ class _Level:
         flow.clock_seconds = self._now_seconds + seconds
 
     @property
+    def has_waiting(self) -> bool:
+        """Whether any is in line."""
+        return bool(self._heap)
+
+    @property
     def waiting(self) -> "list[_Flow]":
         """Those in line."""
         return [flow for _, _, flow in self._heap]
@@ -175,7 +180,7 @@ class FairTurns:
     def _put(self, pool_flow: _Flow, sessions: _Level, flow: _Flow) -> None:
         if flow.waiters:
             sessions.put(flow)
-        if sessions.waiting and not (self._current and self._current[0] is pool_flow):
+        if sessions.has_waiting and not (self._current and self._current[0] is pool_flow):
             self._pools.put(pool_flow)
 
     def _rest(self, loops: int) -> None:

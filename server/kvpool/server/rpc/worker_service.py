@@ -13,7 +13,7 @@ from kvpool.server.rpc.caller import check_pool
 from kvpool.server.rpc.errors import errors_sent
 from kvpool.server.rpc.hub import Hub, Stream
 from kvpool.server.rpc.ranks import RankLink, Ranks
-from kvpool.server.rpc.stalls import read_first, write
+from kvpool.server.rpc.stalls import Writer, read_first
 from kvpool.v1 import worker_pb2, worker_pb2_grpc
 
 _JoinContext = grpc.aio.ServicerContext[worker_pb2.JoinRequest, worker_pb2.JoinResponse]
@@ -91,9 +91,10 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
 
 
 async def _send(link: RankLink, context: _JoinContext, stall_seconds: float) -> None:
-    while (message := await link.outbox.get()) is not None:
-        try:
-            await write(context, message, stall_seconds)
-        except ExhaustedError as error:
-            link.end(error)
-            return
+    with Writer(context, stall_seconds) as writer:
+        while (message := await link.outbox.get()) is not None:
+            try:
+                await writer.write(message)
+            except ExhaustedError as error:
+                link.end(error)
+                return
