@@ -59,11 +59,13 @@ async def converse(address: str, pool: str) -> tuple[object, ...]:
 
 
 def converse_synchronously(address: str, pool: str) -> tuple[object, ...]:
+    """The same; the first step is sent ahead of its answer."""
     with connect(address, deadline_seconds=DEADLINE_SECONDS) as client:
         session = client.open_session(pool, client_name="c")
         first, second = session.request("a", PROMPT), session.request("b", PROMPT)
-        with session.step() as step:
+        with session.begin_step() as step:
             admitted = step.admit(first, 20)
+        session.settle()
         with session.step(executed_sequence=1) as step:
             hit, more = step.admit(second), step.allocate_slots(first, 21)
         first.append([7, 8, 9, 10])

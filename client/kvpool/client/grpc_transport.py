@@ -92,7 +92,15 @@ class GrpcTransport:
     def apply(self, session_id: str, step: Step) -> StepResult:
         """See `Transport`."""
         with self._noted(session_id):
-            return convert.result_from_proto(self._stream(session_id).exchange(convert.step_to_proto(step, session_id)))
+            stream = self._stream(session_id)
+            message = stream.sent_ahead(step.sequence) or convert.step_to_proto(step, session_id)
+            return convert.result_from_proto(stream.exchange(message))
+
+    def send(self, session_id: str, step: Step) -> None:
+        """See `Transport`."""
+        stream = self._streams.get(session_id)
+        if stream:
+            stream.send_ahead(convert.step_to_proto(step, session_id))
 
     def mark_executed(self, session_id: str, executed_sequence: int) -> None:
         """See `Transport`."""
@@ -177,11 +185,23 @@ class _StepStream:
         self._deadline_seconds = deadline_seconds
         self._outgoing: queue.SimpleQueue[step_pb2.Step | None] = queue.SimpleQueue()
         self._call: _Call[step_pb2.StepResult] | None = None
+        self._ahead: tuple[step_pb2.Step, float] | None = None  # sent then, and not waited for yet
         self._due_seconds = inf
         self._closed = threading.Event()
         self._ended_by: KvpoolError | None = None
         self._period_seconds = min(opened.lease_seconds / 3, deadline_seconds / 4)
         threading.Thread(target=self._keep_alive, name="kvpool-keepalive", daemon=True).start()
+
+    def send_ahead(self, message: step_pb2.Step) -> None:
+        """Sends a step, without an answer; `exchange` must follow with the same message, and tells what went wrong."""
+        if not (self._closed.is_set() or self._ended_by):
+            sent_seconds = now_seconds()
+            self._put(message)
+            self._ahead = message, sent_seconds
+
+    def sent_ahead(self, sequence: int) -> step_pb2.Step | None:
+        """The message of a step that was sent ahead; None if it was not."""
+        return self._ahead[0] if self._ahead and self._ahead[0].sequence == sequence else None
 
     def exchange(self, message: step_pb2.Step) -> step_pb2.StepResult:
         """Sends a step and waits for its result, over as many streams as that takes within the deadline."""
@@ -201,13 +221,14 @@ class _StepStream:
             raise _closed_error()
         if self._ended_by:  # nobody keeps a deadline any more
             raise self._ended_by
-        sent_seconds = now_seconds()
+        ahead, self._ahead = self._ahead, None
+        call, sent_seconds = self._call, now_seconds()
         try:
-            if self._call is None:
-                self._outgoing = queue.SimpleQueue()
-                self._call = self._stub.Schedule(iter(self._outgoing.get, None))
-            self._outgoing.put(message)
-            answer = next(self._call)
+            if call and ahead and ahead[0] is message:
+                sent_seconds = ahead[1]
+            else:
+                call = self._put(message)
+            answer = next(call)
         except BaseException as error:
             self._end_call()  # its answer, should it come yet, would be taken for the next step's
             if isinstance(error, grpc.RpcError | StopIteration):
@@ -215,6 +236,13 @@ class _StepStream:
             raise
         self.lease_timer.renew(sent_seconds)
         return answer
+
+    def _put(self, message: step_pb2.Step) -> _Call[step_pb2.StepResult]:
+        if self._call is None:
+            self._outgoing = queue.SimpleQueue()
+            self._call = self._stub.Schedule(iter(self._outgoing.get, None))
+        self._outgoing.put(message)
+        return self._call
 
     def _failure(self, error: grpc.RpcError | StopIteration, sequence: int) -> KvpoolError:
         if time.monotonic() >= self._due_seconds:

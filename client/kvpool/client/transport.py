@@ -160,6 +160,9 @@ class Transport(Protocol):
     def apply(self, session_id: str, step: Step) -> StepResult:
         """Sends a step and waits for its result."""
 
+    def send(self, session_id: str, step: Step) -> None:
+        """Sends a step ahead of `apply`, which must follow with it and waits for its result; tells no errors."""
+
     def mark_executed(self, session_id: str, executed_sequence: int) -> None:
         """Says which steps have run."""
 
@@ -229,6 +232,9 @@ class EmbeddedTransport:
             result = self._allocator.apply(pool, session, step)
             self._publish(pool)
             return result
+
+    def send(self, session_id: str, step: Step) -> None:
+        """See `Transport`. There is nobody who could work meanwhile."""
 
     def mark_executed(self, session_id: str, executed_sequence: int) -> None:
         """See `Transport`."""

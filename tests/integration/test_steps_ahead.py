@@ -1,0 +1,116 @@
+"""Steps that a scheduler sends ahead, to take their answers later."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from kvpool.client import Client, Session, connect
+from kvpool.client.errors import InvalidArgumentError, WrongStateError
+from kvpool.server.core.step import Outcome
+from support_server import pool_config, running_server
+
+PROMPT = list(range(41))
+
+
+@pytest.fixture(params=["embedded", "served"])
+def client(request: pytest.FixtureRequest) -> Iterator[Client]:
+    if request.param == "embedded":
+        with connect("embedded:") as client:
+            yield client
+    else:
+        with running_server() as address, connect(address) as client:
+            yield client
+
+
+@pytest.fixture
+def session(client: Client) -> Session:
+    client.create_pool(pool_config())
+    return client.open_session("m")
+
+
+def test_answers_come_when_the_step_is_settled(client: Client, session: Session) -> None:
+    first, second = session.request("a", PROMPT), session.request("b", PROMPT)
+    with session.begin_step() as step:
+        admitted = step.admit(first)
+    assert (admitted.outcome, session.sequence, first.num_computed_tokens) == (None, 0, 0)
+    session.settle()
+    assert (admitted.outcome, session.sequence, first.num_computed_tokens) == (Outcome.OK, 1, 41)
+    with session.begin_step(executed_sequence=1) as step:
+        hit = step.admit(second)
+    session.settle()
+    assert (hit.num_hit_tokens, hit.hit_blocks[0]) == (40, first.block_ids[0][:10])
+    assert client.get_pool("m").activity.steps == 2
+
+
+def test_requests_grow_while_a_step_is_on_its_way(client: Client, session: Session) -> None:
+    """As in a scheduler that works ahead: the token of this step is known when the next one is on its way."""
+    request = session.request("a", PROMPT)
+    session.admit(request)
+    plain = client.open_session("m")
+    twin = plain.request("a", PROMPT[::-1])
+    plain.admit(twin)
+    for token_id in range(60):
+        with session.begin_step(executed_sequence=session.sequence) as step:
+            ahead = step.decode([request])
+        request.append([token_id])
+        session.settle()
+        with plain.step(executed_sequence=plain.sequence) as step:
+            asked = step.decode([twin])
+        twin.append([token_id])
+        assert [len(ids) for ids in ahead.new_blocks[0]] == [len(ids) for ids in asked.new_blocks[0]]
+    assert request.num_computed_tokens == twin.num_computed_tokens == 101
+    assert [len(request.hashes), len(request.block_ids[0])] == [len(twin.hashes), len(twin.block_ids[0])]
+
+
+def test_nothing_else_is_asked_before_it_is_settled(client: Client, session: Session) -> None:
+    request = session.request("a", PROMPT)
+    with session.begin_step() as step:
+        step.admit(request)
+    for call in (lambda: session.free(request), lambda: session.begin_step().__exit__(None, None, None)):
+        with pytest.raises(WrongStateError, match="settle"):
+            call()
+    session.settle()
+    session.settle()  # does nothing
+    assert (client.get_pool("m").activity.steps, session.sequence) == (1, 1)
+    session.free(request)
+    assert client.get_pool("m").free_blocks == 99
+
+
+def test_a_refusal_is_told_when_it_is_settled(client: Client, session: Session) -> None:
+    with session.begin_step() as step:
+        step.evict_blocks([100])
+    with pytest.raises(InvalidArgumentError, match="block_ids"):
+        session.settle()
+    session.settle()
+    assert (client.get_pool("m").activity.steps, session.sequence) == (0, 0)
+
+
+def test_a_step_that_needs_no_message_is_answered_at_once(client: Client, session: Session) -> None:
+    request = session.request("a", PROMPT)
+    session.admit(request)
+    request.append([1])
+    with session.begin_step() as step:
+        decoded = step.allocate_slots(request, 1)
+    assert (decoded.outcome, request.num_computed_tokens) == (Outcome.OK, 42)
+    assert client.get_pool("m").activity.steps == 1
+
+
+def test_a_step_that_was_begun_may_be_given_up_with_its_session(client: Client, session: Session) -> None:
+    with session.begin_step() as step:
+        step.admit(session.request("a", PROMPT))
+    session.close()
+    assert client.get_pool("m").free_blocks == 99
+
+
+def test_the_service_works_while_the_scheduler_does() -> None:
+    with running_server() as address, connect(address) as client, connect(address) as other:
+        client.create_pool(pool_config())
+        session = client.open_session("m")
+        with session.begin_step() as step:
+            answer = step.admit(session.request("a", PROMPT))
+        while not other.get_pool("m").activity.steps:  # the test's time limit ends it
+            pass
+        assert answer.outcome is None
+        session.settle()
+        assert answer.ok
+        assert other.get_pool("m").activity.retries == 0
