@@ -91,10 +91,13 @@ class GrpcTransport:
 
     def apply(self, session_id: str, step: Step) -> StepResult:
         """See `Transport`."""
-        with self._noted(session_id):
+        try:
             stream = self._stream(session_id)
             message = stream.sent_ahead(step.sequence) or convert.step_to_proto(step, session_id)
             return convert.result_from_proto(stream.exchange(message))
+        except KvpoolError as error:
+            self._note(session_id, error)
+            raise
 
     def send(self, session_id: str, step: Step) -> None:
         """See `Transport`."""
@@ -136,13 +139,17 @@ class GrpcTransport:
 
     @contextlib.contextmanager
     def _noted(self, session_id: str) -> Iterator[None]:
-        """Keeps nothing of a session that the server says to have ended."""
+        """Takes note of what a call ends with that is no step."""
         try:
             yield
         except KvpoolError as error:
-            if steps.ends_session(error):
-                self._forget(session_id)
+            self._note(session_id, error)
             raise
+
+    def _note(self, session_id: str, error: KvpoolError) -> None:
+        """Keeps nothing of a session that the server says to have ended."""
+        if steps.ends_session(error):
+            self._forget(session_id)
 
     def _forget(self, session_id: str) -> None:
         stream = self._streams.pop(session_id, None)

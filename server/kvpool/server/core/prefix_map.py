@@ -99,7 +99,8 @@ class PrefixMap:
             found += piece  # type: ignore[arg-type]
             first += size
             size = min(_MORE_LOOKED_UP * size, _MOST_LOOKED_UP)
-        if self._pending and not self._pending.keys().isdisjoint(found):
+        pending, writer_of = self._pending, self._writer_of
+        if pending and [True for block_id in found if block_id in pending and writer_of[block_id] != reader]:
             return self._visible(group_id, found, reader)
         return found
 
