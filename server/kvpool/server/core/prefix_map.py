@@ -158,7 +158,7 @@ class PrefixMap:
         self._num_cached[group_id] += count
         if count == 1:  # a decode filled it
             block_id, block_hash = block_ids[0], hashes[0]
-            if by_hash.setdefault(block_hash, block_id) is not block_id:
+            if by_hash.setdefault(block_hash, block_id) != block_id:
                 self._map_copies(group_id, block_ids, hashes)
             hash_of[block_id], writer_of[block_id], group_of[block_id] = block_hash, writer, group_id
             self._pending[block_id] = sequence
@@ -183,7 +183,7 @@ class PrefixMap:
         by_hash, several = self._by_hash[group_id], self._several[group_id]
         for block_id, block_hash in zip(block_ids, hashes, strict=True):
             first_copy = by_hash.setdefault(block_hash, block_id)
-            if first_copy is not block_id:
+            if first_copy != block_id:
                 if block_hash not in several:
                     several[block_hash] = OrderedDict({first_copy: None})
                 several[block_hash][block_id] = None
