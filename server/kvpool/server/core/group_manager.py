@@ -96,10 +96,15 @@ class GroupManager:
 
     def allocate(self, table: BlockTable, count: int) -> list[BlockId]:
         """Gives the table `count` new blocks, at least 1; returns them. The caller has checked for room."""
+        new = self.take(count)
+        table.block_ids.extend(new)
+        return new
+
+    def take(self, count: int) -> list[BlockId]:
+        """Takes `count` blocks, at least 1, for the caller to put into tables. It has checked for room."""
         new = self._pool.take(count)
         self._counters.used_blocks += count
         self._counters.allocated_blocks += count
-        table.block_ids.extend(new)
         return new
 
     def skip(self, table: BlockTable, num_computed_tokens: int) -> list[BlockId]:

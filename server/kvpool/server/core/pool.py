@@ -76,6 +76,7 @@ class Pool:
         hash_block_size: The configuration's, worked out once.
         epoch: Goes up whenever the contents of blocks can no longer be trusted.
         blocks: The blocks.
+        plain_manager: The manager of the only group, if that keeps its blocks, has a slot for each token and no events.
         quotas: What its sessions can always have, and the most they may hold.
         stats: Counters of look-ups.
         recent_hit_rate: Hit rate over the last look-ups.
@@ -112,8 +113,16 @@ class Pool:
         self._no_blocks: tuple[list[BlockId], ...] = tuple([] for _ in self._managers)  # never changed
         self._quiet_rooms = [QuietRoom.of(config, manager.group_id) for manager in self._managers]
         self._windowed = [manager for manager in self._managers if not manager.spec.keeps_all]
+        self.plain_manager = self._find_plain()
         self.quotas = Quotas(self.blocks, self.blocks.num_free_blocks)
         self._search = PrefixSearch(self._managers, self.blocks.prefix_map, config.hit_alignment)
+
+    def _find_plain(self) -> GroupManager | None:
+        if len(self._managers) > 1 or self._windowed or self.config.makes_events:
+            return None
+        manager, room = self._managers[0], self._quiet_rooms[0]
+        is_plain = room.has_slots and not room.num_extra_blocks and not manager.joins_hashes
+        return manager if is_plain else None
 
     def __repr__(self) -> str:
         used = self.blocks.num_blocks - 1 - self.blocks.num_free_blocks

@@ -1,0 +1,155 @@
+"""Steps of nothing but plain allocations, as of running requests that decode, in columns: one by one each is ten calls.
+
+1. What is not plain, and what would find too few blocks, is not taken here, and nothing is changed: `check` and `apply`
+   do it operation by operation, and say what is wrong.
+2. State and answers are those of one by one. Blocks are taken in the order of the operations. A block that becomes full
+   is held, so nothing that is taken depends on whether it is cached before or after.
+3. Only for pools of one group whose blocks are kept and hold a slot a token, without events, and without quotas.
+"""
+
+from typing import Final, NamedTuple
+
+from kvpool.server.core import types
+from kvpool.server.core.pool import Pool
+from kvpool.server.core.request import Request
+from kvpool.server.core.session import Session
+from kvpool.server.core.step import (
+    MAX_OPERATIONS,
+    MAX_QUIET_ALLOCATIONS,
+    MAX_STEP_WORK,
+    Operation,
+    Step,
+    StepResult,
+)
+from kvpool.server.core.types import MAX_TOKENS, BlockHash, BlockId
+
+_NOT_PLAIN: Final = (
+    "num_block_ids",
+    "num_rejected_tokens",
+    "num_lookahead_tokens",
+    "num_encoder_tokens",
+    "delay_cache_blocks",
+    "block_ids",
+    "token_ids",
+    "request_ids",
+    "lora_names",
+)
+"""Columns and queues that plain allocations have nothing in."""
+
+
+class _Decode(NamedTuple):
+    """An allocation that can be done.
+
+    Attributes:
+        request: The request.
+        num_tokens: Tokens it has then.
+        num_computed_tokens: Those that have room then.
+        num_lacking_blocks: Blocks that its table lacks for them; not positive if it lacks none.
+        hashes: Those that it gains.
+    """
+
+    request: Request
+    num_tokens: int
+    num_computed_tokens: int
+    num_lacking_blocks: int
+    hashes: list[BlockHash] | None
+
+
+class Decodes:
+    """The allocations of one step, which can all be done."""
+
+    def __init__(self, rows: list[_Decode], num_lacking_blocks: int) -> None:
+        self._rows = rows
+        self._num_lacking_blocks = num_lacking_blocks
+
+    @classmethod
+    def of(cls, pool: Pool, session: Session, step: Step) -> "Decodes | None":
+        """Checks a step that is next in its session; None if it is not for this file. Changes nothing."""
+        count = len(step.operations)
+        if (
+            pool.plain_manager is None
+            or not 0 < count <= MAX_OPERATIONS
+            or step.operations.count(Operation.ALLOCATE) != count
+            or len(step.request_numbers) != count
+            or len(step.num_new_tokens) != count
+            or len(set(step.request_numbers)) != count
+            or pool.quotas.applies_to(session.holding)
+            or not 0 <= step.executed_sequence <= session.sequence
+            or not 0 <= step.admission_budget_tokens <= MAX_TOKENS
+            or not 0 <= step.num_quiet_allocations <= MAX_QUIET_ALLOCATIONS
+            or any([getattr(step, name) for name in _NOT_PLAIN])  # noqa: C419 - a generator takes longer
+        ):
+            return None
+        zeros = [0] * count
+        appended, taken = step.num_appended_tokens or zeros, step.num_taken_tokens or zeros
+        if len(appended) != count or len(taken) != count:
+            return None
+        return cls._of_columns(pool, session, step, appended, taken)
+
+    @classmethod
+    def _of_columns(
+        cls, pool: Pool, session: Session, step: Step, appended: list[int], taken: list[int]
+    ) -> "Decodes | None":
+        manager = pool.plain_manager
+        if manager is None:
+            return None
+        max_tokens, span, per_hash = pool.config.max_model_len, manager.span_tokens, pool.hash_block_size
+        by_number, joined = session.by_number, step.block_hashes
+        size_bytes = pool.config.hash_scheme.hash_size_bytes if pool.config.enable_caching else 0
+        rows: list[_Decode] = []
+        at = needed = 0
+        for number, grown, asked, quietly in zip(
+            step.request_numbers, appended, step.num_new_tokens, taken, strict=True
+        ):
+            request = by_number.get(number)  # type: ignore[call-overload]  # NewType's call takes its time
+            if request is None or not request.num_computed_tokens or grown < 0 or asked < 1 or quietly < 0:
+                return None
+            before_tokens, start_tokens = request.num_tokens, request.num_computed_tokens + quietly
+            num_tokens, end_tokens = before_tokens + grown, start_tokens + asked
+            if num_tokens > max_tokens or end_tokens > max_tokens or (quietly and start_tokens > request.quiet_tokens):
+                return None
+            hashes = None
+            if size_bytes and num_tokens // per_hash > before_tokens // per_hash:
+                end = at + (num_tokens // per_hash - before_tokens // per_hash) * size_bytes
+                hashes = [joined[i : i + size_bytes] for i in range(at, end, size_bytes)]
+                at = end
+            lacking = (end_tokens - 1) // span + 1 - len(request.tables[0].block_ids)
+            if lacking > 0:
+                needed += lacking
+            rows.append(_Decode(request, num_tokens, end_tokens, lacking, hashes))  # type: ignore[arg-type]
+        if at != len(joined) or needed > pool.blocks.num_free_blocks or needed >= MAX_STEP_WORK:
+            return None
+        return cls(rows, needed)
+
+    def apply(self, pool: Pool, session: Session, step: Step) -> StepResult:
+        """Does them."""
+        manager, sequence = pool.plain_manager, types.Sequence(step.sequence)
+        if manager is None:
+            raise RuntimeError("not a pool for this")
+        span, caches = manager.span_tokens, pool.config.enable_caching
+        new = manager.take(self._num_lacking_blocks) if self._num_lacking_blocks else []
+        counts = [0] * len(self._rows) if new else []
+        full_blocks: list[BlockId] = []
+        full_hashes: list[BlockHash] = []
+        at = 0
+        for i, (request, num_tokens, num_computed_tokens, lacking, hashes) in enumerate(self._rows):
+            table = request.tables[0]
+            request.num_tokens, request.num_computed_tokens = num_tokens, num_computed_tokens
+            if hashes:
+                request.hashes += hashes
+            if lacking > 0:
+                table.block_ids += new[at : at + lacking]
+                counts[i] = lacking
+                at += lacking
+            if caches:
+                num_full = min(num_tokens, num_computed_tokens) // span
+                if num_full > table.num_cached:
+                    full_blocks += table.block_ids[table.num_cached : num_full]
+                    full_hashes += request.hashes[table.num_cached : num_full]
+                    table.num_cached = num_full
+            request.quiet_tokens = pool.quiet_tokens(request)
+        if full_blocks:
+            pool.blocks.cache(manager.group_id, full_blocks, full_hashes, session.writer, sequence)
+        pool.activity.allocations += len(self._rows)
+        free_blocks = pool.quotas.num_free_for(session.holding)
+        return StepResult(sequence, free_blocks, num_new_blocks=counts, block_ids=list(new))
