@@ -178,26 +178,28 @@ class StepBuilder:
         none: list[list[int]] = [[]] * (len(requests[0].block_ids) if requests else 0)
         answer = Decodes([none] * len(requests))
         row = DecodeRow([], [], num_lookahead_tokens, answer)
-        quiet = self.quiet
         last_tokens = -1 - num_lookahead_tokens
+        quiet = dict.fromkeys(requests, 1)
         for i, request in enumerate(requests):
-            if request.num_computed_tokens <= request.quiet_tokens + last_tokens:
-                quiet[request] = 1
-            else:
+            if request.num_computed_tokens > request.quiet_tokens + last_tokens:
                 row.requests.append(request)
                 row.places.append(i)
-                self._named.add(request.number)
+                del quiet[request]
+        self.quiet.update(quiet)
         if row.requests:
+            self._named.update([request.number for request in row.requests])
             self.rows.append(row)
         return answer
 
     def _check_running(self, requests: Sequence[Request]) -> None:
-        if not all([request.num_computed_tokens for request in requests]):  # noqa: C419 - a generator takes longer
+        if 0 in [request.num_computed_tokens for request in requests]:
             raise InvalidArgumentError("requests", "one is not running")
-        numbers = {request.number for request in requests}
-        if len(numbers) < len(requests) or not (
-            self._named.isdisjoint(numbers) and self.quiet.keys().isdisjoint(requests)
-        ):
+        is_named_twice = (
+            len(set(requests)) < len(requests)
+            or (self.quiet and not self.quiet.keys().isdisjoint(requests))
+            or (self._named and not self._named.isdisjoint([request.number for request in requests]))
+        )
+        if is_named_twice:
             raise InvalidArgumentError("requests", "one is named twice in this step")
 
     def check_quiet(self) -> None:

@@ -255,20 +255,21 @@ class StepBook:
     def _read_decodes(self, row: DecodeRow, at: int, result: StepResult, block_ids: Iterator[int]) -> None:
         groups, answer = self._num_groups, row.answer
         outcomes, counts = result.outcomes, result.num_new_blocks
-        for i, request in enumerate(row.requests):
-            request.num_sent_tokens, request.num_sent_hashes = row.num_sent_tokens[i], row.num_sent_hashes[i]
-            outcome = outcomes[at + i] if outcomes else 0
+        sent = zip(row.requests, row.places, row.num_sent_tokens, row.num_sent_hashes, strict=True)
+        for i, (request, place, num_sent_tokens, num_sent_hashes) in enumerate(sent, at):
+            request.num_sent_tokens, request.num_sent_hashes = num_sent_tokens, num_sent_hashes
+            outcome = outcomes[i] if outcomes else 0
             if self._windowed and outcome in _SKIPPING:
                 self._skip_blocks(request)
             if outcome:
-                answer.refused[row.places[i]] = Outcome(outcome)
+                answer.refused[place] = Outcome(outcome)
                 request.num_sent_computed_tokens = request.num_computed_tokens
                 continue
-            first = (at + i) * groups
-            if counts and any(of_request := counts[first : first + groups]):
-                new = answer.new_blocks[row.places[i]] = [list(islice(block_ids, count)) for count in of_request]
-                for group_id, new_ids in enumerate(new):
-                    request.block_ids[group_id] += new_ids
+            of_request = counts[i * groups : (i + 1) * groups]
+            if any(of_request):
+                new = answer.new_blocks[place] = [list(islice(block_ids, count)) for count in of_request]
+                for table, new_ids in zip(request.block_ids, new, strict=True):
+                    table.extend(new_ids)
             before_tokens = request.num_computed_tokens
             request.num_computed_tokens = request.num_sent_computed_tokens = before_tokens + 1
             request.quiet_tokens = self._quiet_tokens(request, before_tokens)
