@@ -9,7 +9,7 @@ from kvpool.bench.echo import Echo, serve_echo
 from kvpool.bench.race import Figures, race
 from kvpool.bench.report import DEFAULT_HASH_SUFFIX, SIDES, Run
 from kvpool.bench.scale import Scale
-from kvpool.bench.session_target import SessionTarget
+from kvpool.bench.session_target import AheadTarget, SessionTarget
 from kvpool.bench.workloads import PROMPT_BLOCKS, Micros, Stopwatch, Task, Workload, open_workload
 from kvpool.client.connection import connect_as
 from kvpool.replay.children import LOOPBACK, server_child
@@ -18,6 +18,7 @@ from kvpool.server.access import Access
 GEMMA3_WINDOWED_GROUPS: Final = 5
 _GEMMA3_MAX_ROUNDS: Final = 20
 _DECODE_PROMPT_BLOCKS: Final = 4
+_AHEAD: Final = "decode_step_ahead_256_requests"
 _VLLM_DEFAULT_HASH: Final = "sha256"
 _HASHED: Final = {
     "prompts": ("hash_us_per_block", f"prompt_{PROMPT_BLOCKS}_end_to_end"),
@@ -63,6 +64,24 @@ def decodes(run: Run) -> None:
     _put(run, measured, _HASHED[task.kind])
 
 
+def decodes_ahead(run: Run) -> None:
+    """The same steps, sent ahead of their answers: what they take of the scheduler's own time.
+
+    Apart, as the sleeps between leave everything cold that is measured beside them. In vLLM all of a step is that.
+    """
+    task = Task("decodes", run.scale.num_blocks, prompt_blocks=_DECODE_PROMPT_BLOCKS)
+    with ExitStack() as stack:
+        turns: dict[str, Workload] = {"vllm": run.vllm.open(task)} if run.vllm else {}
+        for name, address in zip(("grpc", "tcp"), run.server.addresses, strict=True):
+            client = stack.enter_context(connect_as(Access(), address))
+            turns[name] = _DecodesAhead(AheadTarget(client, f"ahead-{name}", task), task)
+        measured = race(turns, run.scale.num_rounds, run.scale.steps_a_round, run.advance)
+    for name in ("grpc", "tcp"):
+        run.report.side(name)[_AHEAD] = measured[name][_AHEAD]
+    if run.report.vllm is not None:
+        run.report.vllm[_AHEAD] = measured["vllm"]["decode_step_256_requests"]
+
+
 def streams(run: Run) -> None:
     """Steps that ask nothing, beside what is the least that any message can cost."""
     with ExitStack() as stack:
@@ -75,6 +94,24 @@ def streams(run: Run) -> None:
         measured = race(turns, run.scale.num_rounds, run.scale.steps_a_round, run.advance)
     for (name, figure), figures in measured.items():
         run.report.side(name)[figure] = figures[figure]
+
+
+class _DecodesAhead:
+    """Decode steps that are sent ahead. See `Workload`."""
+
+    def __init__(self, target: AheadTarget, task: Task) -> None:
+        self._target = target
+        self._decodes = open_workload(target, task)
+
+    def round(self, count: int) -> Micros:
+        """See `Workload`."""
+        self._target.micros = []
+        self._decodes.round(count)
+        return {_AHEAD: self._target.micros}
+
+    def close(self) -> None:
+        """See `Workload`."""
+        self._decodes.close()
 
 
 class EmptySteps:

@@ -1,11 +1,16 @@
 """A server in another process, from the client's call to the client's result, through a synchronous session."""
 
+import time
 from collections.abc import Callable, Sequence
+from typing import Final
 
 from kvpool.bench.core_target import pool_config
 from kvpool.bench.workloads import NewBlocks, Task, WorkloadError
 from kvpool.client import Allocation, BlockHasher, Client, ComputedBlocks, Request, Session
+from kvpool.client.results import Decodes
 from kvpool.server.core.types import BlockHash
+
+_OTHER_WORK_SECONDS: Final = 0.005
 
 
 def decode(session: Session, requests: Sequence[Request], token_ids: Sequence[int]) -> Sequence[NewBlocks | None]:
@@ -16,6 +21,10 @@ def decode(session: Session, requests: Sequence[Request], token_ids: Sequence[in
     """
     with session.step(executed_sequence=session.sequence) as step:
         answer = step.decode(requests, token_ids)
+    return _told(answer)
+
+
+def _told(answer: Decodes) -> Sequence[NewBlocks | None]:
     if answer.refused:
         return [None if i in answer.refused else blocks for i, blocks in enumerate(answer.new_blocks)]
     return answer.new_blocks
@@ -81,3 +90,28 @@ class SessionTarget:
     def close(self) -> None:
         """See `Target`."""
         self._session.close()
+
+
+class AheadTarget(SessionTarget):
+    """The same, where a decode step is sent ahead of its answer. See `Target`.
+
+    Attributes:
+        micros: What each step took of the scheduler's own time, in microseconds: sending it, and taking its answer.
+    """
+
+    def __init__(self, client: Client, name: str, task: Task) -> None:
+        super().__init__(client, name, task)
+        self.micros: list[float] = []
+
+    def decode(self, requests: Sequence[Request], token_ids: Sequence[int]) -> Sequence[NewBlocks | None]:
+        """See `Target`. Between the two the scheduler sleeps, as if it did something else."""
+        session = self._session
+        began_ns = time.perf_counter_ns()
+        with session.begin_step(executed_sequence=session.sequence) as step:
+            answer = step.decode(requests, token_ids)
+        sent_ns = time.perf_counter_ns()
+        time.sleep(_OTHER_WORK_SECONDS)
+        back_ns = time.perf_counter_ns()
+        session.settle()
+        self.micros.append((sent_ns - began_ns + time.perf_counter_ns() - back_ns) / 1000)
+        return _told(answer)

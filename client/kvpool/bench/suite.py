@@ -31,6 +31,7 @@ SECTIONS: Final = {
     "evictions": Section(comparison.evictions, lambda scale: scale.num_rounds),
     "windows": Section(comparison.windows, comparison.windows_rounds),
     "decodes": Section(comparison.decodes, lambda scale: scale.num_rounds),
+    "ahead": Section(comparison.decodes_ahead, lambda scale: scale.num_rounds),
     "streams": Section(comparison.streams, lambda scale: scale.num_rounds),
     "stages": Section(stages.stages, lambda scale: scale.num_rounds),
     "memory": Section(memory.memory, lambda scale: scale.num_constructions),

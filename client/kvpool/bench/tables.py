@@ -18,6 +18,7 @@ _LABELS: Final = {
     "free_evict_256": "free 256 blocks, pool full",
     "prompt_256_end_to_end": "256-block prompt, hash to blocks",
     "decode_step_256_requests": "decode step, 256 requests",
+    "decode_step_ahead_256_requests": "sent ahead: the scheduler's time",
     f"hash_us_per_block{DEFAULT_HASH_SUFFIX}": "hash a block, vLLM's default",
     f"prompt_256_end_to_end{DEFAULT_HASH_SUFFIX}": "256-block prompt, with that",
     f"decode_step_256_requests{DEFAULT_HASH_SUFFIX}": "decode step, with that",
