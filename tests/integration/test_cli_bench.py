@@ -73,6 +73,7 @@ def test_the_last_line_is_one_object_with_every_figure(whole: subprocess.Complet
         "ratios",
         "stages",
         "sessions",
+        "pools",
         "pool_sizes",
         "growth",
     }
@@ -97,6 +98,18 @@ def test_sessions_pools_and_growth_are_told_by_size(whole: subprocess.CompletedP
         "server_cpu_us_per_request",
         "server_cpu_ratio_to_1_session",
     }
+    assert list(answer["pools"]) == ["1", "2"]
+    assert answer["pools"]["2"].keys() == {
+        f"{way}_{name}"
+        for way in ("one_process", "a_process_each")
+        for name in (
+            "steps_per_second",
+            "step_p50_us",
+            "step_p99_us",
+            "server_cpu_us_per_step",
+            "server_cpu_us_per_request",
+        )
+    }
     assert {"1000", "10000", "100000"} <= set(answer["pool_sizes"])
     assert answer["growth"].keys() == {"requests", "prompt_blocks", "groups"}
     assert all(figures.keys() == {"grpc"} for by_size in answer["growth"].values() for figures in by_size.values())
@@ -116,6 +129,7 @@ def test_what_is_saved_is_what_is_printed_and_the_tables_are_markdown(
     page = (files / "run.md").read_text()
     assert "| decode step, 256 requests |" in page
     assert "### Sessions at once" in page
+    assert "| 2 | a process each |" in page
 
 
 def test_a_later_run_is_compared_figure_by_figure(whole: subprocess.CompletedProcess[str], files: Path) -> None:

@@ -5,7 +5,7 @@ import signal
 import statistics
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +14,7 @@ from typing import Final
 from kvpool.bench.core_target import pool_config
 from kvpool.bench.race import Figures
 from kvpool.bench.report import Run
+from kvpool.bench.scale import Scale
 from kvpool.bench.session_target import decode
 from kvpool.bench.workloads import BLOCK_SIZE, VOCABULARY, Task
 from kvpool.client import KvpoolError, Request, Session
@@ -30,11 +31,12 @@ def many_sessions(run: Run) -> None:
     """Measures each number of sessions, one after the other, a few times."""
     scale = run.scale
     measured: dict[int, list[Figures]] = {count: [] for count in scale.sessions}
-    with connect_as(Access(), run.server.addresses[0]) as client, _processes(scale.session_processes) as pipes:
+    with connect_as(Access(), run.server.addresses[0]) as client, processes(scale.session_processes) as pipes:
         client.create_pool(pool_config(_POOL, Task("none", scale.num_blocks)))
         for _ in range(scale.session_rounds):
             for count in scale.sessions:
-                measured[count].append(_measure(run, pipes, count))
+                places = [Place(run.server.addresses[0], _POOL)] * count
+                measured[count].append(decode_at_once(scale, pipes, places, [run.server.pid]))
                 run.advance(1)
     for count, told in measured.items():
         run.report.sessions[str(count)] = {name: statistics.median(f[name] for f in told) for name in told[0]}
@@ -45,37 +47,55 @@ def many_sessions(run: Run) -> None:
 
 
 @dataclass(frozen=True, slots=True)
+class Place:
+    """Where a session is opened.
+
+    Attributes:
+        address: The server's.
+        pool: The pool, which is there.
+    """
+
+    address: str
+    pool: str
+
+
+@dataclass(frozen=True, slots=True)
 class _Share:
     """The sessions of one process.
 
     Attributes:
-        address: The server's.
-        numbers: Of its sessions, a thread each; tokens of different sessions differ.
+        places: By number, where each is opened; a thread each. Tokens of different numbers differ.
         num_requests: Running requests of each.
         seconds: How long they decode.
     """
 
-    address: str
-    numbers: range
+    places: dict[int, Place]
     num_requests: int
     seconds: float
 
 
-def _measure(run: Run, pipes: list[Pipe], count: int) -> Figures:
-    scale, address = run.scale, run.server.addresses[0]
-    used = pipes[:count]
+def decode_at_once(scale: Scale, pipes: Sequence[Pipe], places: Sequence[Place], pids: Collection[int]) -> Figures:
+    """Decodes in as many sessions as there are places, as fast as they are answered.
+
+    Args:
+        scale: How many requests, how long.
+        pipes: Those of `processes`, which share the sessions.
+        places: Where each session is opened.
+        pids: The servers' processes.
+    """
+    used = pipes[: len(places)]
     for i, pipe in enumerate(used):
-        numbers = range(i, count, len(pipes))
-        pipe.send(_Share(address, numbers, scale.session_requests, scale.session_seconds))
+        share = {number: places[number] for number in range(i, len(places), len(pipes))}
+        pipe.send(_Share(share, scale.session_requests, scale.session_seconds))
     for pipe in used:
         _receive(pipe)
-    before_us = _cpu_us(run.server.pid)
+    before_us = [_cpu_us(pid) for pid in pids]
     start = time.perf_counter()
     for pipe in used:
         pipe.send("go")
     micros = sorted(taken for pipe in used for taken in _receive(pipe))
     seconds = time.perf_counter() - start
-    after_us = _cpu_us(run.server.pid)
+    after_us = [_cpu_us(pid) for pid in pids]
     for pipe in used:
         pipe.send("close")
         _receive(pipe)
@@ -84,14 +104,15 @@ def _measure(run: Run, pipes: list[Pipe], count: int) -> Figures:
         "step_p50_us": statistics.median(micros),
         "step_p99_us": micros[int(len(micros) * 0.99)],
     }
-    if before_us is not None and after_us is not None:
-        told["server_cpu_us_per_step"] = (after_us - before_us) / len(micros)
+    spent_us = [after - before for before, after in zip(before_us, after_us, strict=True) if before and after]
+    if len(spent_us) == len(pids):
+        told["server_cpu_us_per_step"] = sum(spent_us) / len(micros)
         told["server_cpu_us_per_request"] = told["server_cpu_us_per_step"] / scale.session_requests
     return told
 
 
 @contextmanager
-def _processes(count: int) -> Iterator[list[Pipe]]:
+def processes(count: int) -> Iterator[list[Pipe]]:
     """Processes that play shares, each when it is sent one, until their pipe is closed."""
     with ExitStack() as stack:
         pipes = []
@@ -132,9 +153,9 @@ def _play(share: _Share, pipe: Pipe) -> None:
     """Opens the sessions, waits for the word, decodes, says what each step took, waits again, and closes them."""
     with ExitStack() as stack:
         decodings = []
-        for number in share.numbers:
-            client = stack.enter_context(connect_as(Access(), share.address))
-            session = stack.enter_context(client.open_session(_POOL))
+        for number, place in share.places.items():
+            client = stack.enter_context(connect_as(Access(), place.address))
+            session = stack.enter_context(client.open_session(place.pool))
             decodings.append(_Decoding(session, number, share.num_requests))
         pipe.send([])
         pipe.recv()

@@ -35,6 +35,7 @@ class Report:
         ratios: By what is compared, figure by figure.
         stages: Of a decode step through a server.
         sessions: By number of sessions at once.
+        pools: By number of pools at once.
         pool_sizes: By number of blocks.
         growth: By what grows, its size, and who does the work: a decode step.
         compare: By path of the figure: this run over an earlier one; None without one.
@@ -51,6 +52,7 @@ class Report:
     ratios: dict[str, Figures] = field(default_factory=dict)
     stages: Figures = field(default_factory=dict)
     sessions: dict[str, Figures] = field(default_factory=dict)
+    pools: dict[str, Figures] = field(default_factory=dict)
     pool_sizes: dict[str, Figures] = field(default_factory=dict)
     growth: dict[str, dict[str, Figures]] = field(default_factory=dict)
     compare: Figures | None = None
@@ -65,7 +67,7 @@ class Report:
         told: dict[str, Numbers] = {name: self.side(name) for name in SIDES}
         if self.vllm is not None:
             told["vllm"] = self.vllm
-        told |= {"stages": self.stages, "sessions": self.sessions}
+        told |= {"stages": self.stages, "sessions": self.sessions, "pools": self.pools}
         return told | {"pool_sizes": self.pool_sizes, "growth": self.growth}
 
     def as_json(self) -> dict[str, object]:

@@ -17,6 +17,7 @@ class Scale:
         large_blocks: Blocks of the pool whose memory and start are measured.
         num_constructions: How many times it is made, each in a fresh process.
         sessions: Numbers of sessions at once.
+        pools: Numbers of pools at once, one session each.
         session_processes: Most processes that they are spread over.
         session_rounds: How many times each is measured.
         session_seconds: How long.
@@ -36,6 +37,7 @@ class Scale:
     large_blocks: int = 1_000_000
     num_constructions: int = 3
     sessions: tuple[int, ...] = (1, 2, 8, 32)
+    pools: tuple[int, ...] = (1, 2, 4)
     session_processes: int = 4
     session_rounds: int = 3
     session_seconds: float = 1.5
@@ -54,6 +56,7 @@ QUICK: Final = Scale(
     steps_a_round=2,
     evicting_blocks=5_000,
     num_constructions=1,
+    pools=(1, 2),
     session_processes=2,
     session_rounds=1,
     session_seconds=0.1,

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from kvpool.bench import comparison, growing, many_sessions, memory, stages
+from kvpool.bench import comparison, growing, many_pools, many_sessions, memory, stages
 from kvpool.bench.machine import machine
 from kvpool.bench.report import Report, Run
 from kvpool.bench.scale import Scale
@@ -36,6 +36,7 @@ SECTIONS: Final = {
     "stages": Section(stages.stages, lambda scale: scale.num_rounds),
     "memory": Section(memory.memory, lambda scale: scale.num_constructions),
     "sessions": Section(many_sessions.many_sessions, lambda scale: scale.session_rounds * len(scale.sessions)),
+    "pools": Section(many_pools.many_pools, lambda scale: scale.session_rounds * len(scale.pools)),
     "pool-sizes": Section(growing.pool_sizes, lambda scale: scale.growth_rounds),
     "growth": Section(growing.growth, lambda scale: scale.growth_rounds),
 }

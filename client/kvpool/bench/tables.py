@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from kvpool.bench import many_pools
 from kvpool.bench.race import Figures
 from kvpool.bench.report import DEFAULT_HASH_SUFFIX, SIDES, Report
 
@@ -66,6 +67,7 @@ def grids(report: Report) -> list[Grid]:
         _main(report),
         _stages(report),
         _sessions(report),
+        _pools(report),
         _pool_sizes(report),
         *_growth(report),
         *_compared(report),
@@ -125,6 +127,22 @@ def _sessions(report: Report) -> Grid:
         rows.append((count, *cells))
     title = f"Sessions at once, each decoding {report.settings.session_requests} requests, microseconds"
     return Grid(title, ("sessions", *columns.values()), tuple(rows))
+
+
+def _pools(report: Report) -> Grid:
+    figures = {
+        "steps_per_second": "steps a second",
+        "step_p50_us": "p50",
+        "server_cpu_us_per_step": "server CPU a step",
+    }
+    ways = {many_pools.ONE_PROCESS: "one process", many_pools.A_PROCESS_EACH: "a process each"}
+    rows = tuple(
+        (count, of_way, *(_figure(found, f"{way}_{name}") for name in figures))
+        for count, found in report.pools.items()
+        for way, of_way in ways.items()
+    )
+    title = f"Pools at once, a session each that decodes {report.settings.session_requests} requests, microseconds"
+    return Grid(title, ("pools", "servers", *figures.values()), rows)
 
 
 def _pool_sizes(report: Report) -> Grid:
