@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from kvpool.server.core.check import CheckedOperation, StepChecker
-from kvpool.server.core.decodes import Decodes
+from kvpool.server.core.plain_step import PlainStep
 from kvpool.server.core.pool import ComputedBlocks, Pool
 from kvpool.server.core.quarantine import Quarantined
 from kvpool.server.core.request import Request
@@ -48,13 +48,13 @@ def apply_step(pool: Pool, session: Session, step: Step, source: object = None) 
         pool.activity.retries += 1
         return before
     pool.check_serving()
-    decodes = Decodes.of(pool, session, step)
-    checked = [] if decodes else StepChecker(pool, session, step).check()
+    plain = PlainStep.of(pool, session, step)
+    checked = [] if plain else StepChecker(pool, session, step).check()
     if pool.residency:
         pool.residency.now_seconds = session.heard_seconds
     mark_executed(pool, session, step.executed_sequence)
     session.num_tokens += sum(step.num_appended_tokens)
-    result = decodes.apply(pool, session, step) if decodes else _Application(pool, session, step).run(checked)
+    result = plain.apply(pool, session, step) if plain else _Application(pool, session, step).run(checked)
     num_kept = 0 if isinstance(source, bytes) else step.num_entries
     session.remember(source, result, num_kept + result.num_entries)
     pool.activity.steps += 1

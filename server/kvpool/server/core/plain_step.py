@@ -1,4 +1,4 @@
-"""Steps of nothing but plain allocations, as of running requests that decode, in columns: one by one each is ten calls.
+"""Steps of nothing but plain allocations, as of requests that decode, in columns: one by one each takes twenty calls.
 
 1. What is not plain, and what would find too few blocks, is not taken here, and nothing is changed: `check` and `apply`
    do it operation by operation, and say what is wrong.
@@ -7,7 +7,7 @@
 3. Only for pools of one group whose blocks are kept and hold a slot a token, without events, and without quotas.
 """
 
-from typing import Final, NamedTuple
+from typing import Final
 
 from kvpool.server.core import types
 from kvpool.server.core.pool import Pool
@@ -37,38 +37,25 @@ _NOT_PLAIN: Final = (
 """Columns and queues that plain allocations have nothing in."""
 
 
-class _Decode(NamedTuple):
-    """An allocation that can be done.
-
-    Attributes:
-        request: The request.
-        num_tokens: Tokens it has then.
-        num_computed_tokens: Those that have room then.
-        num_lacking_blocks: Blocks that its table lacks for them; not positive if it lacks none.
-        hashes: Those that it gains.
-    """
-
-    request: Request
-    num_tokens: int
-    num_computed_tokens: int
-    num_lacking_blocks: int
-    hashes: list[BlockHash] | None
+_Allocation = tuple[Request, int, int, int, list[BlockHash] | None]
+"""The request; the tokens it has then; those of them that have room then; blocks that its table lacks for them, not
+positive if it lacks none; hashes that it gains."""
 
 
-class Decodes:
+class PlainStep:
     """The allocations of one step, which can all be done."""
 
-    def __init__(self, rows: list[_Decode], num_lacking_blocks: int) -> None:
+    def __init__(self, rows: list[_Allocation], num_lacking_blocks: int) -> None:
         self._rows = rows
         self._num_lacking_blocks = num_lacking_blocks
 
     @classmethod
-    def of(cls, pool: Pool, session: Session, step: Step) -> "Decodes | None":
+    def of(cls, pool: Pool, session: Session, step: Step) -> "PlainStep | None":
         """Checks a step that is next in its session; None if it is not for this file. Changes nothing."""
         count = len(step.operations)
         if (
             pool.plain_manager is None
-            or not 0 < count <= MAX_OPERATIONS
+            or count > MAX_OPERATIONS
             or step.operations.count(Operation.ALLOCATE) != count
             or len(step.request_numbers) != count
             or len(step.num_new_tokens) != count
@@ -89,14 +76,14 @@ class Decodes:
     @classmethod
     def _of_columns(
         cls, pool: Pool, session: Session, step: Step, appended: list[int], taken: list[int]
-    ) -> "Decodes | None":
+    ) -> "PlainStep | None":
         manager = pool.plain_manager
         if manager is None:
             return None
         max_tokens, span, per_hash = pool.config.max_model_len, manager.span_tokens, pool.hash_block_size
         by_number, joined = session.by_number, step.block_hashes
         size_bytes = pool.config.hash_scheme.hash_size_bytes if pool.config.enable_caching else 0
-        rows: list[_Decode] = []
+        rows: list[_Allocation] = []
         at = needed = 0
         for number, grown, asked, quietly in zip(
             step.request_numbers, appended, step.num_new_tokens, taken, strict=True
@@ -111,12 +98,14 @@ class Decodes:
             hashes = None
             if size_bytes and num_tokens // per_hash > before_tokens // per_hash:
                 end = at + (num_tokens // per_hash - before_tokens // per_hash) * size_bytes
+                if end > len(joined):
+                    return None
                 hashes = [joined[i : i + size_bytes] for i in range(at, end, size_bytes)]
                 at = end
             lacking = (end_tokens - 1) // span + 1 - len(request.tables[0].block_ids)
             if lacking > 0:
                 needed += lacking
-            rows.append(_Decode(request, num_tokens, end_tokens, lacking, hashes))  # type: ignore[arg-type]
+            rows.append((request, num_tokens, end_tokens, lacking, hashes))  # type: ignore[arg-type]
         if at != len(joined) or needed > pool.blocks.num_free_blocks or needed >= MAX_STEP_WORK:
             return None
         return cls(rows, needed)

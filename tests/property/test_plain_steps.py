@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvpool.server.core.config import ReuseOrder
-from kvpool.server.core.decodes import Decodes
 from kvpool.server.core.errors import KvpoolError
 from kvpool.server.core.integrity import check_integrity
+from kvpool.server.core.plain_step import PlainStep
 from kvpool.server.core.session import Session
 from kvpool.server.core.step import Operation, Step, StepResult
 from support_core import BLOCK_SIZE, World, block_hashes
@@ -53,7 +53,7 @@ class Pair:
         for world, session in zip((self.together, self.one_by_one), self.sessions[at], strict=True):
             step = Step(session.sequence + 1, **columns)
             if world is self.together:
-                self.num_together += Decodes.of(world.pool, session, step) is not None
+                self.num_together += PlainStep.of(world.pool, session, step) is not None
             try:
                 answers.append(world.apply(session, step))
             except KvpoolError as error:
