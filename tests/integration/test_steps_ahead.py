@@ -49,15 +49,19 @@ def test_requests_grow_while_a_step_is_on_its_way(client: Client, session: Sessi
     plain = client.open_session("m")
     twin = plain.request("a", PROMPT[::-1])
     plain.admit(twin)
+    answered_at_once = []
     for token_id in range(60):
         with session.begin_step(executed_sequence=session.sequence) as step:
             ahead = step.decode([request])
         request.append([token_id])
+        answered_at_once.append(ahead.is_answered)
         session.settle()
+        assert ahead.is_answered
         with plain.step(executed_sequence=plain.sequence) as step:
             asked = step.decode([twin])
         twin.append([token_id])
         assert [len(ids) for ids in ahead.new_blocks[0]] == [len(ids) for ids in asked.new_blocks[0]]
+    assert set(answered_at_once) == {True, False}
     assert request.num_computed_tokens == twin.num_computed_tokens == 101
     assert [len(request.hashes), len(request.block_ids[0])] == [len(twin.hashes), len(twin.block_ids[0])]
 

@@ -52,10 +52,12 @@ class Decodes:
     Attributes:
         new_blocks: For each request its newly allocated blocks, group by group; none for most. Not to be changed.
         refused: By place in the batch, why a request got no room: preempt, and ask again.
+        is_answered: Whether the others mean something yet.
     """
 
     new_blocks: list[list[list[int]]]
     refused: dict[int, Outcome] = field(default_factory=dict)
+    is_answered: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -75,6 +75,7 @@ class StepBuilder:
         self.quiet: dict[Request, int] = {}
         """Requests that take room without asking, and how many tokens each."""
         self._answers: list[Answer] = []  # of those that do so one by one
+        self._decodes: list[Decodes] = []
         self._named: set[int] = set()  # numbers of the requests that are in `rows`
 
     def admit(
@@ -177,6 +178,7 @@ class StepBuilder:
                 request.token_ids.append(token_id)
         none: list[list[int]] = [[]] * (len(requests[0].block_ids) if requests else 0)
         answer = Decodes([none] * len(requests))
+        self._decodes.append(answer)
         row = DecodeRow([], [], num_lookahead_tokens, answer)
         last_tokens = -1 - num_lookahead_tokens
         quiet = dict.fromkeys(requests, 1)
@@ -215,6 +217,8 @@ class StepBuilder:
             request.num_computed_tokens += num_new_tokens
         for answer in self._answers:
             answer.outcome = Outcome.OK
+        for decodes in self._decodes:
+            decodes.is_answered = True
 
     def get_computed_blocks(self, request: Request, *, counted: bool = True) -> Answer:
         """Looks up the longest cached prefix of a request that holds no blocks; its last token is never hit."""
