@@ -69,16 +69,13 @@ class GroupManager:
         return len(request.hashes) - len(joined) * self._hashes_per_block
 
     def still_holds(self, promised: Sequence[BlockId], request: Request) -> bool:
-        """Whether every promised block still has the hash it was promised for, visible to the request's session."""
-        prefix_map, hashes = self._pool.prefix_map, self.hashes(request)
-        return len(promised) <= len(hashes) and all(
-            block_id == NULL_BLOCK
-            or (
-                prefix_map.hash_of(block_id) == block_hash
-                and prefix_map.group_of(block_id) == self.group_id
-                and prefix_map.is_visible(block_id, request.writer)
-            )
-            for block_id, block_hash in zip(promised, hashes, strict=False)
+        """Whether every promised block still has the hash it was promised for, visible to the request's session.
+
+        Nulls lead in what was promised.
+        """
+        hashes, first, end = self.hashes(request), promised.count(NULL_BLOCK), len(promised)
+        return end <= len(hashes) and self._pool.prefix_map.still_leads(
+            self.group_id, hashes[first:end], promised[first:], request.writer
         )
 
     def num_missing(self, table: BlockTable, num_tokens: int, num_encoder_tokens: int) -> int:

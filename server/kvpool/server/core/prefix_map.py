@@ -99,10 +99,22 @@ class PrefixMap:
             found += piece  # type: ignore[arg-type]
             first += size
             size = min(_MORE_LOOKED_UP * size, _MOST_LOOKED_UP)
+        return found if self._are_visible(found, reader) else self._visible(group_id, found, reader)
+
+    def still_leads(
+        self, group_id: GroupId, hashes: Sequence[BlockHash], block_ids: Sequence[BlockId], reader: WriterId
+    ) -> bool:
+        """Whether each block has its hash, in this group, and `reader` may use it; it need not be the first copy."""
+        hash_of, group_of = self._hash_of, self._group_of
+        return (
+            [hash_of[block_id] for block_id in block_ids] == list(hashes)
+            and [group_of[block_id] for block_id in block_ids].count(group_id) == len(block_ids)
+            and self._are_visible(block_ids, reader)
+        )
+
+    def _are_visible(self, block_ids: Sequence[BlockId], reader: WriterId) -> bool:
         pending, writer_of = self._pending, self._writer_of
-        if pending and [True for block_id in found if block_id in pending and writer_of[block_id] != reader]:
-            return self._visible(group_id, found, reader)
-        return found
+        return not pending or not [True for b in block_ids if b in pending and writer_of[b] != reader]
 
     def _visible(self, group_id: GroupId, found: Sequence[BlockId], reader: WriterId) -> list[BlockId]:
         """In place of each block its first copy that `reader` may read; ends where there is none."""
