@@ -6,7 +6,6 @@
 3. A free block keeps its hash, and so can be hit, until it is taken for something else.
 """
 
-from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from kvpool.server.core import types
@@ -93,8 +92,8 @@ class BlockPool:
         cached = () if is_bare else self.prefix_map.hashed_among(taken)
         if cached:
             self.num_evicted += len(cached)
-            for group_id, num_evicted in Counter(map(self.prefix_map.group_of, cached)).items():
-                self.group_counters[group_id].evicted_blocks += num_evicted
+            for counters, num_evicted in zip(self.group_counters, self.prefix_map.num_by_group(cached), strict=True):
+                counters.evicted_blocks += num_evicted
             self._forget(cached)
         if self.residency:
             self.residency.taken(taken)

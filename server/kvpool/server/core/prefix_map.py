@@ -64,6 +64,14 @@ class PrefixMap:
         hash_of = self._hash_of
         return [block_id for block_id in block_ids if hash_of[block_id] is not None]
 
+    def num_by_group(self, block_ids: Sequence[BlockId]) -> list[int]:
+        """Of these blocks, which have hashes, how many are cached under each group."""
+        num_groups, group_of = len(self._by_hash), self._group_of
+        if num_groups == 1:
+            return [len(block_ids)]
+        found = bytes([group_of[block_id] for block_id in block_ids])
+        return [found.count(group_id) for group_id in range(num_groups)]
+
     def group_of(self, block_id: BlockId) -> GroupId:
         """Group under which a block that has a hash is cached."""
         return GroupId(self._group_of[block_id])
@@ -221,9 +229,16 @@ class PrefixMap:
             self._forget_unpublished(block_id, sequence)
         return block_hash
 
-    def remove_all(self, block_ids: Iterable[BlockId]) -> None:
+    def remove_all(self, block_ids: Sequence[BlockId]) -> None:
         """Takes the hashes of these blocks away, which all have one."""
         hash_of, group_of, pending, num_cached = self._hash_of, self._group_of, self._pending, self._num_cached
+        if len(self._by_hash) == 1 and not self._several[0] and pending.keys().isdisjoint(block_ids):
+            by_hash = self._by_hash[0]
+            for block_id in block_ids:
+                del by_hash[hash_of[block_id]]  # type: ignore[arg-type]
+                hash_of[block_id] = None
+            num_cached[0] -= len(block_ids)
+            return
         for block_id in block_ids:
             group_id = group_of[block_id]
             if block_id in pending or self._several[group_id]:
