@@ -1,10 +1,12 @@
 """Steps that a scheduler sends ahead, to take their answers later."""
 
+import threading
 from collections.abc import Iterator
+from contextlib import nullcontext
 
 import pytest
 
-from kvpool.client import Client, Session, connect
+from kvpool.client import Client, Session, connect, grpc_transport, lease
 from kvpool.client.errors import InvalidArgumentError, WrongStateError
 from kvpool.server.core.step import Outcome
 from support_server import pool_config, running_server
@@ -90,6 +92,29 @@ def test_a_refusal_is_told_when_it_is_settled(client: Client, session: Session) 
     assert (client.get_pool("m").activity.steps, session.sequence) == (0, 0)
 
 
+@pytest.mark.parametrize("block_id", [-1, 2**40])
+def test_what_cannot_be_sent_is_refused_and_the_session_goes_on(
+    client: Client, session: Session, block_id: int
+) -> None:
+    for _ in range(2):
+        with session.begin_step() as step:
+            step.evict_blocks([block_id])
+        with pytest.raises(InvalidArgumentError, match="block_ids"):
+            session.settle()
+        with pytest.raises(InvalidArgumentError, match="block_ids"), session.step() as step:
+            step.evict_blocks([block_id])
+    assert (client.get_pool("m").activity.steps, session.sequence) == (0, 0)
+    assert session.admit(session.request("a", PROMPT))
+
+
+def test_a_step_is_collected_once(session: Session) -> None:
+    collected = session.begin_step()
+    with collected:
+        pass
+    with pytest.raises(RuntimeError, match="once"), collected:
+        pass
+
+
 def test_a_step_that_needs_no_message_is_answered_at_once(client: Client, session: Session) -> None:
     request = session.request("a", PROMPT)
     session.admit(request)
@@ -105,6 +130,37 @@ def test_a_step_that_was_begun_may_be_given_up_with_its_session(client: Client, 
         step.admit(session.request("a", PROMPT))
     session.close()
     assert client.get_pool("m").free_blocks == 99
+
+
+@pytest.mark.parametrize("during", ["begin", "settle"])
+def test_who_is_interrupted_takes_no_answer_for_another(during: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C between any two lines: the answer that is on its way is not the next step's."""
+    with running_server() as address, connect(address) as client:
+        client.create_pool(pool_config())
+        session = client.open_session("m")
+        interrupts = [KeyboardInterrupt()]
+
+        def interrupted() -> float:
+            if interrupts and threading.current_thread() is threading.main_thread():
+                raise interrupts.pop()
+            return lease.now_seconds()
+
+        if during == "begin":
+            monkeypatch.setattr(grpc_transport, "now_seconds", interrupted)
+        request = session.request("a", PROMPT)
+        expected = pytest.raises(KeyboardInterrupt) if during == "begin" else nullcontext()
+        with expected, session.begin_step() as step:
+            admitted = step.admit(request)
+        if during == "settle":
+            monkeypatch.setattr(grpc_transport, "now_seconds", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                session.settle()
+        for _ in range(3):
+            session.settle()
+        assert admitted.ok
+        with session.step() as step:
+            hit = step.admit(session.request("b", PROMPT))
+        assert (hit.num_hit_tokens, session.sequence) == (40, 2)
 
 
 def test_the_service_works_while_the_scheduler_does() -> None:

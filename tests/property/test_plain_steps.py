@@ -91,6 +91,17 @@ def free(pair: Pair, at: int, session: Session, rng: Random) -> None:
     pair.run(at, operations=[operation], request_numbers=[number], executed_sequence=rng.choice([0, session.sequence]))
 
 
+def cache(pair: Pair, at: int, session: Session, rng: Random) -> None:
+    """What was left uncached, as far as it may be."""
+    number, request = rng.choice(list(session.by_number.items()))
+    pair.run(
+        at,
+        operations=[Operation.CACHE],
+        request_numbers=[number],
+        num_new_tokens=[rng.randint(0, request.num_computed_tokens)],
+    )
+
+
 def decode(pair: Pair, at: int, session: Session, rng: Random) -> None:
     running = [number for number, request in session.by_number.items() if request.num_computed_tokens]
     numbers = rng.sample(running, rng.randint(0, len(running)))
@@ -113,6 +124,9 @@ def decode(pair: Pair, at: int, session: Session, rng: Random) -> None:
         **{name: column if any(column) else [] for name, column in columns.items()},
     }
     kind = rng.random()
+    if rng.random() < 0.1 and numbers:  # drafts that were rejected
+        step["num_rejected_tokens"] = [rng.randint(0, session.by_number[n].num_computed_tokens // 2) for n in numbers]
+        step["delay_cache_blocks"] = [rng.random() < 0.3 for _ in numbers]
     if kind < 0.1 and numbers:
         name, values = rng.choice(WRONG)
         if step[name]:
@@ -143,6 +157,8 @@ def test_done_together_is_as_done_one_by_one(
         if kind < 0.2 or not session.by_number:
             admit(pair, at, next_number, rng)
             next_number += 1
+        elif kind < 0.25:
+            cache(pair, at, session, rng)
         elif kind < 0.35:
             free(pair, at, session, rng)
         else:

@@ -104,7 +104,11 @@ def decode_at_once(scale: Scale, pipes: Sequence[Pipe], places: Sequence[Place],
         "step_p50_us": statistics.median(micros),
         "step_p99_us": micros[int(len(micros) * 0.99)],
     }
-    spent_us = [after - before for before, after in zip(before_us, after_us, strict=True) if before and after]
+    spent_us = [
+        after - before
+        for before, after in zip(before_us, after_us, strict=True)
+        if before is not None and after is not None
+    ]
     if len(spent_us) == len(pids):
         told["server_cpu_us_per_step"] = sum(spent_us) / len(micros)
         told["server_cpu_us_per_request"] = told["server_cpu_us_per_step"] / scale.session_requests

@@ -338,9 +338,9 @@ class AsyncSession(SessionBase):
             await self._exchange(step)
 
     async def _exchange(self, step: Step) -> None:
-        message = convert.step_to_proto(step, self.session_id)
         deadline_seconds = self._calls.deadline_seconds
         try:
+            message = convert.step_to_proto(step, self.session_id)
             async with asyncio.timeout(deadline_seconds):
                 result = await retries.call_async(lambda _: self._exchange_once(message), deadline_seconds)
         except TimeoutError:
@@ -358,6 +358,8 @@ class AsyncSession(SessionBase):
             self._end_stream()  # its answer, should it come yet, would be taken for the next step's
             raise
         self._lease_timer.renew(sent_seconds)
+        if answer.sequence != message.sequence:
+            self._end_stream()  # so that the next step's answer is not one that comes late, too
         return convert.result_from_proto(answer)
 
     async def _ask(self, message: step_pb2.Step) -> step_pb2.StepResult:

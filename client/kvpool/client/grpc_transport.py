@@ -11,7 +11,14 @@ from typing import Final, Protocol, TypeVar
 import grpc
 
 from kvpool.client import retries, steps, watching, wire
-from kvpool.client.errors import DeadlineError, KvpoolError, UnavailableError, WrongStateError, from_rpc_error
+from kvpool.client.errors import (
+    DeadlineError,
+    InvalidArgumentError,
+    KvpoolError,
+    UnavailableError,
+    WrongStateError,
+    from_rpc_error,
+)
 from kvpool.client.lease import now_seconds
 from kvpool.client.transport import EventBatch, OpenedSession, WatchOptions
 from kvpool.server.access import Access
@@ -102,8 +109,9 @@ class GrpcTransport:
     def send(self, session_id: str, step: Step) -> None:
         """See `Transport`."""
         stream = self._streams.get(session_id)
-        if stream:
-            stream.send_ahead(convert.step_to_proto(step, session_id))
+        with contextlib.suppress(InvalidArgumentError):
+            if stream:
+                stream.send_ahead(convert.step_to_proto(step, session_id))
 
     def mark_executed(self, session_id: str, executed_sequence: int) -> None:
         """See `Transport`."""
@@ -201,10 +209,15 @@ class _StepStream:
 
     def send_ahead(self, message: step_pb2.Step) -> None:
         """Sends a step, without an answer; `exchange` must follow with the same message, and tells what went wrong."""
-        if not (self._closed.is_set() or self._ended_by):
+        if self._closed.is_set() or self._ended_by:
+            return
+        try:
             sent_seconds = now_seconds()
             self._put(message)
             self._ahead = message, sent_seconds
+        except BaseException:
+            self._end_call()  # nobody knows whether an answer comes
+            raise
 
     def sent_ahead(self, sequence: int) -> step_pb2.Step | None:
         """The message of a step that was sent ahead; None if it was not."""
@@ -228,9 +241,9 @@ class _StepStream:
             raise _closed_error()
         if self._ended_by:  # nobody keeps a deadline any more
             raise self._ended_by
-        ahead, self._ahead = self._ahead, None
-        call, sent_seconds = self._call, now_seconds()
         try:
+            ahead, self._ahead = self._ahead, None
+            call, sent_seconds = self._call, now_seconds()
             if call and ahead and ahead[0] is message:
                 sent_seconds = ahead[1]
             else:
@@ -242,6 +255,8 @@ class _StepStream:
                 raise self._failure(error, message.sequence) from None
             raise
         self.lease_timer.renew(sent_seconds)
+        if answer.sequence != message.sequence:
+            self._end_call()  # so that the next step's answer is not one that comes late, too
         return answer
 
     def _put(self, message: step_pb2.Step) -> _Call[step_pb2.StepResult]:

@@ -49,6 +49,7 @@ class SessionBase:
             else None
         )
         self._book = StepBook(opened.config, opened.sequence)
+        self._adopted: set[int] = set()  # numbers
         self._last_number = max((held.number for held in opened.held), default=0)
 
     def request(self, request_id: str, token_ids: Sequence[int], *, extra_keys: ExtraKeys = NO_EXTRA_KEYS) -> Request:
@@ -85,6 +86,7 @@ class SessionBase:
 
         Raises:
             InvalidArgumentError: These are not the request's tokens or keys, as hashes tell where the pool caches; or
+                it was adopted already; or
                 it was declared by a unary call that gave it no number, and can neither be adopted nor freed by
                 this client. Free other requests that cannot be adopted: `free_held`.
         """
@@ -93,12 +95,15 @@ class SessionBase:
             raise InvalidArgumentError("token_ids", known)
         if (extra_keys.lora_name or "") != held.lora_name:
             raise InvalidArgumentError("extra_keys", f"the LoRA of {held.request_id!r} is {held.lora_name!r}")
+        if held.number in self._adopted:
+            raise InvalidArgumentError("held", f"{held.request_id!r} was adopted already")
         request = self._held(held, token_ids, extra_keys)
         if request.num_sent_hashes and request.hashes[request.num_sent_hashes - 1] != held.last_block_hash:
             raise InvalidArgumentError("token_ids", f"not those of {held.request_id!r}, by the hash of its last block")
         if num_computed_tokens:
             check_range("num_computed_tokens", num_computed_tokens, held.num_computed_tokens, self.config.max_model_len)
             request.num_computed_tokens = num_computed_tokens
+        self._adopted.add(held.number)
         return request
 
     def _held(self, held: HeldRequest, token_ids: Sequence[int], extra_keys: ExtraKeys = NO_EXTRA_KEYS) -> Request:
@@ -372,13 +377,17 @@ class Session(SessionBase):
 class _Collected(AbstractContextManager[StepBuilder]):
     """A step that is sent when the block ends which collects it; every step goes through it, so it is no generator."""
 
-    __slots__ = ("_builder", "_send")
+    __slots__ = ("_builder", "_is_begun", "_send")
 
     def __init__(self, builder: StepBuilder, send: Callable[[StepBuilder], None]) -> None:
         self._builder = builder
         self._send = send
+        self._is_begun = False
 
     def __enter__(self) -> StepBuilder:
+        if self._is_begun:
+            raise RuntimeError("a step is collected once")
+        self._is_begun = True
         return self._builder
 
     def __exit__(

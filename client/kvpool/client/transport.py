@@ -161,7 +161,7 @@ class Transport(Protocol):
         """Sends a step and waits for its result."""
 
     def send(self, session_id: str, step: Step) -> None:
-        """Sends a step ahead of `apply`, which must follow with it and waits for its result; tells no errors."""
+        """Sends a step ahead of `apply`, which must follow with it, waits for its result, and tells what went wrong."""
 
     def mark_executed(self, session_id: str, executed_sequence: int) -> None:
         """Says which steps have run."""

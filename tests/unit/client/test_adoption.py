@@ -105,6 +105,19 @@ def hit_of_another(client: Client) -> int:
         return other.get_computed_blocks(other.request("q", PROMPT)).num_tokens
 
 
+def test_a_request_is_adopted_once(client: Client) -> None:
+    """Two of one number would take the same slots."""
+    before = client.open_session("m")
+    before.admit(before.request("r", PROMPT))
+    after, held = resumed(client, before)
+    with pytest.raises(InvalidArgumentError, match="token_ids"):
+        after.adopt(held["r"], PROMPT[1:])
+    adopted = after.adopt(held["r"], PROMPT)
+    with pytest.raises(InvalidArgumentError, match="adopted already"):
+        after.adopt(held["r"], PROMPT)
+    after.free(adopted)
+
+
 def test_what_was_never_said_to_be_computed_goes_with_a_request_that_is_not_adopted(client: Client) -> None:
     session = client.open_session("m")
     request = session.request("r", PROMPT)

@@ -192,6 +192,7 @@ class _Application:
         if self._pool.config.enable_caching:
             num_tokens = min(row.num_new_tokens, request.num_computed_tokens)
             self._pool.cache(request, num_tokens, sequence=self._sequence)
+            request.quiet_tokens = self._pool.quiet_tokens(request)
 
     def preempt(self, _i: int, _row: CheckedOperation, request: Request) -> None:
         self._pool.withdraw(request, can_tell=self._session.can_tell)

@@ -4,12 +4,15 @@
    do it operation by operation, and say what is wrong.
 2. State and answers are those of one by one. Blocks are taken in the order of the operations. A block that becomes full
    is held, so nothing that is taken depends on whether it is cached before or after.
-3. Only for pools of one group whose blocks are kept and hold a slot a token, without events, and without quotas.
+3. Only for pools of one group whose blocks are kept and hold a slot a token, without events, where no quota applies.
+   There a block has one hash.
 """
 
+from collections.abc import Iterable
 from typing import Final
 
 from kvpool.server.core import types
+from kvpool.server.core.group_manager import GroupManager
 from kvpool.server.core.pool import Pool
 from kvpool.server.core.request import Request
 from kvpool.server.core.session import Session
@@ -45,16 +48,17 @@ positive if it lacks none; hashes that it gains."""
 class PlainStep:
     """The allocations of one step, which can all be done."""
 
-    def __init__(self, rows: list[_Allocation], num_lacking_blocks: int) -> None:
+    def __init__(self, manager: GroupManager, rows: list[_Allocation], num_lacking_blocks: int) -> None:
+        self._manager = manager
         self._rows = rows
         self._num_lacking_blocks = num_lacking_blocks
 
     @classmethod
     def of(cls, pool: Pool, session: Session, step: Step) -> "PlainStep | None":
         """Checks a step that is next in its session; None if it is not for this file. Changes nothing."""
-        count = len(step.operations)
+        manager, count = pool.plain_manager, len(step.operations)
         if (
-            pool.plain_manager is None
+            manager is None
             or count > MAX_OPERATIONS
             or step.operations.count(Operation.ALLOCATE) != count
             or len(step.request_numbers) != count
@@ -71,23 +75,19 @@ class PlainStep:
         appended, taken = step.num_appended_tokens or zeros, step.num_taken_tokens or zeros
         if len(appended) != count or len(taken) != count:
             return None
-        return cls._of_columns(pool, session, step, appended, taken)
+        found = cls._find(pool, manager.span_tokens, session, step, zip(appended, taken, strict=True))
+        return cls(manager, *found) if found else None
 
-    @classmethod
-    def _of_columns(
-        cls, pool: Pool, session: Session, step: Step, appended: list[int], taken: list[int]
-    ) -> "PlainStep | None":
-        manager = pool.plain_manager
-        if manager is None:
-            return None
-        max_tokens, span, per_hash = pool.config.max_model_len, manager.span_tokens, pool.hash_block_size
+    @staticmethod
+    def _find(
+        pool: Pool, span: int, session: Session, step: Step, told: Iterable[tuple[int, int]]
+    ) -> tuple[list[_Allocation], int] | None:
+        max_tokens = pool.config.max_model_len
         by_number, joined = session.by_number, step.block_hashes
         size_bytes = pool.config.hash_scheme.hash_size_bytes if pool.config.enable_caching else 0
         rows: list[_Allocation] = []
         at = needed = 0
-        for number, grown, asked, quietly in zip(
-            step.request_numbers, appended, step.num_new_tokens, taken, strict=True
-        ):
+        for number, asked, (grown, quietly) in zip(step.request_numbers, step.num_new_tokens, told, strict=True):
             request = by_number.get(number)  # type: ignore[call-overload]  # NewType's call takes its time
             if request is None or not request.num_computed_tokens or grown < 0 or asked < 1 or quietly < 0:
                 return None
@@ -96,8 +96,8 @@ class PlainStep:
             if num_tokens > max_tokens or end_tokens > max_tokens or (quietly and start_tokens > request.quiet_tokens):
                 return None
             hashes = None
-            if size_bytes and num_tokens // per_hash > before_tokens // per_hash:
-                end = at + (num_tokens // per_hash - before_tokens // per_hash) * size_bytes
+            if size_bytes and num_tokens // span > before_tokens // span:
+                end = at + (num_tokens // span - before_tokens // span) * size_bytes
                 if end > len(joined):
                     return None
                 hashes = [joined[i : i + size_bytes] for i in range(at, end, size_bytes)]
@@ -108,13 +108,11 @@ class PlainStep:
             rows.append((request, num_tokens, end_tokens, lacking, hashes))  # type: ignore[arg-type]
         if at != len(joined) or needed > pool.blocks.num_free_blocks or needed >= MAX_STEP_WORK:
             return None
-        return cls(rows, needed)
+        return rows, needed
 
     def apply(self, pool: Pool, session: Session, step: Step) -> StepResult:
         """Does them."""
-        manager, sequence = pool.plain_manager, types.Sequence(step.sequence)
-        if manager is None:
-            raise RuntimeError("not a pool for this")
+        manager, sequence = self._manager, types.Sequence(step.sequence)
         span, caches = manager.span_tokens, pool.config.enable_caching
         new = manager.take(self._num_lacking_blocks) if self._num_lacking_blocks else []
         counts = [0] * len(self._rows) if new else []
@@ -141,4 +139,4 @@ class PlainStep:
             pool.blocks.cache(manager.group_id, full_blocks, full_hashes, session.writer, sequence)
         pool.activity.allocations += len(self._rows)
         free_blocks = pool.quotas.num_free_for(session.holding)
-        return StepResult(sequence, free_blocks, num_new_blocks=counts, block_ids=list(new))
+        return StepResult(sequence, free_blocks, num_new_blocks=counts, block_ids=new)  # type: ignore[arg-type]  # nobody else has the list

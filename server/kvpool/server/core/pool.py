@@ -118,11 +118,8 @@ class Pool:
         self._search = PrefixSearch(self._managers, self.blocks.prefix_map, config.hit_alignment)
 
     def _find_plain(self) -> GroupManager | None:
-        if len(self._managers) > 1 or self._windowed or self.config.makes_events:
-            return None
-        manager, room = self._managers[0], self._quiet_rooms[0]
-        is_plain = room.has_slots and not room.num_extra_blocks and not manager.joins_hashes
-        return manager if is_plain else None
+        is_plain = len(self._managers) == 1 and not self._windowed and self._quiet_rooms[0].has_slots
+        return self._managers[0] if is_plain and not self.config.makes_events else None
 
     def __repr__(self) -> str:
         used = self.blocks.num_blocks - 1 - self.blocks.num_free_blocks

@@ -1,10 +1,11 @@
 """Between the wire's messages and the core's values, both ways. Shared by server and client."""
 
 from dataclasses import fields
-from typing import Final, assert_never
+from typing import Any, Final, assert_never
 
 from google.protobuf.message import Message
 
+from kvpool.server.core.errors import InvalidArgumentError
 from kvpool.server.core.events import AllBlocksCleared, BlockEvent, BlockRemoved, BlockStored, packed_token_ids
 from kvpool.server.core.step import Step, StepResult
 from kvpool.server.core.types import BlockHash, GroupId
@@ -16,9 +17,9 @@ _RESULT_NAMES: Final = [field.name for field in fields(StepResult)]
 
 
 def _fields_read(message: type[Message], value: type[Step | StepResult]) -> dict[int, tuple[str, bool]]:
-    """By number on the wire, the fields that a value has of a message, and whether each is a list."""
-    is_list = {field.name: field.default_factory is list for field in fields(value)}
-    return {f.number: (f.name, is_list[f.name]) for f in message.DESCRIPTOR.fields if f.name in is_list}
+    """By number on the wire, the fields of a value, and whether each is a list."""
+    numbers = {field.name: field.number for field in message.DESCRIPTOR.fields}
+    return {numbers[field.name]: (field.name, field.default_factory is list) for field in fields(value)}
 
 
 _STEP_FIELDS: Final = _fields_read(step_pb2.Step, Step)
@@ -33,8 +34,26 @@ def step_from_proto(message: step_pb2.Step) -> Step:
 
 
 def step_to_proto(step: Step, session_id: str) -> step_pb2.Step:
-    """Encodes a step."""
-    return step_pb2.Step(session_id=session_id, **{name: v for name in _STEP_NAMES if (v := getattr(step, name))})
+    """Encodes a step.
+
+    Raises:
+        InvalidArgumentError: A value is not of the kind that the wire has, or out of its range.
+    """
+    columns = {name: value for name in _STEP_NAMES if (value := getattr(step, name))}
+    try:
+        return step_pb2.Step(session_id=session_id, **columns)
+    except (TypeError, ValueError) as error:
+        raise _wrong_column(columns, error) from None
+
+
+def _wrong_column(columns: dict[str, Any], error: Exception) -> InvalidArgumentError:
+    """Names the column of a step that cannot be encoded."""
+    for name, value in columns.items():
+        try:
+            step_pb2.Step(**{name: value})
+        except (TypeError, ValueError) as its_error:
+            return InvalidArgumentError(name, str(its_error))
+    return InvalidArgumentError("step", str(error))
 
 
 def result_to_proto(result: StepResult) -> step_pb2.StepResult:

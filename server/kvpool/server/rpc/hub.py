@@ -45,7 +45,6 @@ class Stream:
 
     def __init__(self, task: "asyncio.Task[object]") -> None:
         self._task = task
-        self._wait = _Wait(self)
         self.caller = CALLER.get()
         self.waiting = False
         self.ended_by: KvpoolError | None = None
@@ -60,7 +59,7 @@ class Stream:
 
     def wait(self) -> "_Wait":
         """Marks, by `with`, the wait for the next message; raises what the call was ended by, before or meanwhile."""
-        return self._wait
+        return _Wait(self)
 
 
 class _Wait:

@@ -58,9 +58,8 @@ class Writer(Generic[_RequestT, _ResponseT]):
         try:
             await self._context.write(message)
         except asyncio.CancelledError:
-            if not self._is_stalled or self._task is None:
+            if not self._is_stalled or self._task is None or self._task.uncancel():  # somebody else cancels, too
                 raise
-            self._task.uncancel()
             text = f"nothing was read from this stream for {self._stall_seconds:g} s"
             raise ExhaustedError("NOT_READING", text, retry_seconds=NOT_READING_RETRY_SECONDS) from None
         except grpc.aio.BaseError:  # the client is gone: as if gRPC had cancelled the call a moment sooner
