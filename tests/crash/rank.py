@@ -7,6 +7,7 @@ import logging
 import sys
 import threading
 import time
+from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, Listener
 from pathlib import Path
 from typing import Any, Final
@@ -41,7 +42,10 @@ def main() -> None:
     path.unlink(missing_ok=True)
     with Worker(settings, {"layer": _SPEC}) as worker, Listener(str(path), "AF_UNIX", authkey=AUTHKEY) as listener:
         while True:
-            pipe = listener.accept()
+            try:
+                pipe = listener.accept()
+            except (AuthenticationError, EOFError, OSError):  # a scheduler that was killed as it came
+                continue
             threading.Thread(target=_serve, args=(pipe, worker, folder, rank), daemon=True).start()
 
 

@@ -162,12 +162,17 @@ class Site:
             time.sleep(0.01)
 
     def check_alive(self) -> None:
-        """Notes schedulers that ended by themselves, and starts others."""
+        """Notes schedulers and ranks that ended by themselves, and starts others."""
         for slot, process in list(self._schedulers.items()):
             if process.poll() is not None:
                 error = (self.folder / f"scheduler-{slot}.err").read_text()[-2000:]
                 self.log.write("violation", what="SCHEDULER_ENDED", status=process.returncode, error=error)
                 self.start_scheduler(slot)
+        for rank, child in list(self._ranks.items()):
+            status = child.process.poll()
+            if status not in (None, -signal.SIGKILL):
+                self.log.write("violation", what="RANK_ENDED", status=status, lines=child.lines[-30:])
+                self.start_rank(rank)
 
     def stop_schedulers(self) -> None:
         """Lets the schedulers close their sessions and end."""
