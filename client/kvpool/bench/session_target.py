@@ -11,6 +11,7 @@ from kvpool.client.results import Decodes
 from kvpool.server.core.types import BlockHash
 
 _OTHER_WORK_SECONDS: Final = 0.005
+"""Longer than the service needs for a step, so that its answer is there when the scheduler comes for it."""
 
 
 def decode(session: Session, requests: Sequence[Request], token_ids: Sequence[int]) -> Sequence[NewBlocks | None]:

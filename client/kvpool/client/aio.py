@@ -290,8 +290,7 @@ class AsyncSession(SessionBase):
     @asynccontextmanager
     async def step(self, *, admission_budget_tokens: int = 0, executed_sequence: int = 0) -> AsyncIterator[StepBuilder]:
         """See `Session.step`."""
-        builder = StepBuilder(admission_budget_tokens)
-        builder.executed_sequence = executed_sequence
+        builder = StepBuilder(admission_budget_tokens, executed_sequence)
         yield builder
         await self._send(builder)
 

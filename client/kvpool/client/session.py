@@ -298,9 +298,7 @@ class Session(SessionBase):
             admission_budget_tokens: Tokens that all admissions together may make room for; 0 for no limit.
             executed_sequence: Newest step whose execution has finished: see `mark_executed`.
         """
-        builder = StepBuilder(admission_budget_tokens)
-        builder.executed_sequence = executed_sequence
-        return _Collected(builder, self._send)
+        return _Collected(StepBuilder(admission_budget_tokens, executed_sequence), self._send)
 
     def begin_step(
         self, *, admission_budget_tokens: int = 0, executed_sequence: int = 0
@@ -314,9 +312,7 @@ class Session(SessionBase):
             admission_budget_tokens: See `step`.
             executed_sequence: See `step`.
         """
-        builder = StepBuilder(admission_budget_tokens)
-        builder.executed_sequence = executed_sequence
-        return _Collected(builder, self._begin)
+        return _Collected(StepBuilder(admission_budget_tokens, executed_sequence), self._begin)
 
     def settle(self) -> None:
         """Waits for the answer of a step that was begun, or sends one again that had no answer in time; fills it in.

@@ -63,14 +63,15 @@ class StepBuilder:
     blocks are not tried (`Outcome.SKIPPED`). While it is collected, no other call may name its requests.
     """
 
-    def __init__(self, admission_budget_tokens: int = 0) -> None:
+    def __init__(self, admission_budget_tokens: int = 0, executed_sequence: int = 0) -> None:
         """Starts a step.
 
         Args:
             admission_budget_tokens: Tokens that all admissions together may make room for; 0 for no limit.
+            executed_sequence: Newest step whose execution has finished; 0 for no news.
         """
         self.admission_budget_tokens = admission_budget_tokens
-        self.executed_sequence = 0
+        self.executed_sequence = executed_sequence
         self.rows: list[Row | DecodeRow] = []
         self.quiet: dict[Request, int] = {}
         """Requests that take room without asking, and how many tokens each."""

@@ -21,12 +21,12 @@ class Reader:
 
     async def write(self, message: object) -> None:
         await self.reads.wait()
-        await asyncio.sleep(0)
+        await asyncio.sleep(0)  # never at once, as in gRPC
         self.taken.append(message)
 
 
 def writer_to(reader: Reader) -> Writer[Any, Any]:
-    return Writer(reader, STALL_SECONDS)  # type: ignore[arg-type]
+    return Writer(reader, STALL_SECONDS)  # type: ignore[arg-type]  # it only writes
 
 
 async def test_messages_that_are_taken_are_written() -> None:
@@ -77,7 +77,7 @@ async def test_who_is_cancelled_meanwhile_ends_so(
             await writer.write("never")
 
     task = asyncio.create_task(write())
-    await asyncio.sleep(0)
+    await asyncio.sleep(0)  # until it writes
     if is_late:
         asyncio.get_running_loop().call_later(STALL_SECONDS, task.cancel)
     else:

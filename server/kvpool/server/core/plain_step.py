@@ -105,7 +105,7 @@ class PlainStep:
             lacking = (end_tokens - 1) // span + 1 - len(request.tables[0].block_ids)
             if lacking > 0:
                 needed += lacking
-            rows.append((request, num_tokens, end_tokens, lacking, hashes))  # type: ignore[arg-type]
+            rows.append((request, num_tokens, end_tokens, lacking, hashes))  # type: ignore[arg-type]  # likewise
         if at != len(joined) or needed > pool.blocks.num_free_blocks or needed >= MAX_STEP_WORK:
             return None
         return rows, needed

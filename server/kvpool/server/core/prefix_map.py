@@ -235,7 +235,7 @@ class PrefixMap:
         if len(self._by_hash) == 1 and not self._several[0] and pending.keys().isdisjoint(block_ids):
             by_hash = self._by_hash[0]
             for block_id in block_ids:
-                del by_hash[hash_of[block_id]]  # type: ignore[arg-type]
+                del by_hash[hash_of[block_id]]  # type: ignore[arg-type]  # has one
                 hash_of[block_id] = None
             num_cached[0] -= len(block_ids)
             return
@@ -244,7 +244,7 @@ class PrefixMap:
             if block_id in pending or self._several[group_id]:
                 self.remove(block_id)
                 continue
-            del self._by_hash[group_id][hash_of[block_id]]  # type: ignore[arg-type]
+            del self._by_hash[group_id][hash_of[block_id]]  # type: ignore[arg-type]  # has one
             hash_of[block_id] = None
             num_cached[group_id] -= 1
 
