@@ -38,7 +38,6 @@ def test_a_killed_worker_suspends_the_pool_and_its_successor_begins_a_new_epoch(
     failure.noticed()
     assert pool.ranks[1].state is RankState.LOST
     eventually("the metrics to miss it", lambda: missing_ranks(stack) == 1)
-    eventually("the alert", lambda: stack.prometheus.alert_states().get("KvpoolRankLost") == "firing")
     failure.repaired()
     stack.compose("start", "worker-1")
     pool = stack.wait_ready()
@@ -48,6 +47,22 @@ def test_a_killed_worker_suspends_the_pool_and_its_successor_begins_a_new_epoch(
     eventually("the metrics", lambda: stack.prometheus.value("kvpool_pool_epoch") == pool.epoch)
     assert stack.prometheus.increase_since("kvpool_pool_suspensions_total", suspended) >= 1
     assert stack.prometheus.increase_since(ENDED % "epoch_passed", ended) >= 2
+    stack.assert_no_block_lost()
+
+
+def test_a_worker_that_stays_away_fires_the_alert(stack: Stack, failures: list[Failure]) -> None:
+    """By then schedulers may have waited as long as they do, and closed their sessions."""
+    stack.wait_ready()
+    failure = Failure("worker-1 killed, started again after the alert")
+    failures.append(failure)
+    stack.compose("kill", "worker-1")
+    eventually("the alert", lambda: stack.prometheus.alert_states().get("KvpoolRankLost") == "firing")
+    failure.noticed()
+    failure.repaired()
+    stack.compose("start", "worker-1")
+    pool = stack.wait_ready()
+    stack.wait_played_on()
+    failure.recovered(f"epoch {pool.epoch}, the cache")
     eventually("the alert to end", lambda: "KvpoolRankLost" not in stack.prometheus.alert_states())
     stack.assert_no_block_lost()
 
