@@ -17,6 +17,8 @@ from kvpool.server.core.types import BlockId
 
 MOST_EXTENDED_BLOCKS: Final = 2**15
 """A chunk that has so many is extended no more: to make it anew would take milliseconds."""
+_MANY_BLOCKS: Final = 64
+"""So many become a chunk of their own, uncopied: what that takes is little for each of them."""
 _SOME_BLOCKS: Final = 8
 
 
@@ -101,7 +103,7 @@ class FreeList:
             is_whole = chunk.num_free == len(chunk.block_ids) - chunk.at
             chunk.at += len(wanted)
             found = wanted if is_whole else [block_id for block_id in wanted if column[block_id] == -number]
-            taken += found
+            taken = found if not taken and isinstance(found, list) else [*taken, *found]
             self._leave(number, chunk, len(found))
         for block_id in taken:
             column[block_id] = 1
@@ -158,13 +160,14 @@ class FreeList:
         return dropped
 
     def append(self, block_ids: Sequence[BlockId]) -> None:
-        """Puts blocks that are in no table, nor in the list, last, keeping their order."""
-        if not block_ids:
+        """Puts blocks that are in no table, nor in the list, last, in their order; keeps a list that it is given."""
+        count = len(block_ids)
+        if not count:
             return
-        chunk = self._chunks.get(self._tail)
+        chunk = self._chunks.get(self._tail) if count < _MANY_BLOCKS else None
         if chunk is not None and len(chunk.block_ids) < MOST_EXTENDED_BLOCKS:
             chunk.block_ids += block_ids  # type: ignore[operator]  # a list, but for the first, which is no tail
-            chunk.num_free += len(block_ids)
+            chunk.num_free += count
         else:
             self._tail = self._add_chunk(block_ids)
         self._mark(self._tail, block_ids)
@@ -179,7 +182,7 @@ class FreeList:
 
     def _add_chunk(self, block_ids: Sequence[BlockId]) -> int:
         self._last_number += 1
-        self._chunks[self._last_number] = Chunk(list(block_ids))
+        self._chunks[self._last_number] = Chunk(block_ids if isinstance(block_ids, list) else list(block_ids))
         return self._last_number
 
     def _mark(self, number: int, block_ids: Sequence[BlockId]) -> None:

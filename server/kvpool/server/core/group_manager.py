@@ -88,8 +88,10 @@ class GroupManager:
         """Puts a hit's blocks into an empty table."""
         table.block_ids.extend(computed)
         table.num_cached = len(computed)
-        table.num_skipped = computed.count(NULL_BLOCK)
-        self._counters.used_blocks += self._pool.touch(computed[table.num_skipped :])
+        if not self.spec.keeps_all:
+            table.num_skipped = computed.count(NULL_BLOCK)
+            computed = computed[table.num_skipped :]
+        self._counters.used_blocks += self._pool.touch(computed)
 
     def allocate(self, table: BlockTable, count: int) -> list[BlockId]:
         """Gives the table `count` new blocks, at least 1; returns them. The caller has checked for room."""
@@ -148,10 +150,10 @@ class GroupManager:
             )
 
     def free(self, table: BlockTable) -> list[BlockId]:
-        """Empties the table; returns what it held."""
-        held = table.held_block_ids
+        """Empties the table; returns what it held, the last first."""
+        held = table.block_ids[: table.num_skipped - 1 : -1] if table.num_skipped else table.block_ids[::-1]
         num_uncached = min(len(table.block_ids) - table.num_cached, len(held))
-        self._counters.used_blocks -= self._pool.release(held[::-1], num_uncached)
+        self._counters.used_blocks -= self._pool.release(held, num_uncached)
         table.clear()
         return held
 

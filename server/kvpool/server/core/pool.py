@@ -389,7 +389,7 @@ class Pool:
         for manager, table in zip(self._managers, request.tables, strict=True):
             freed = manager.free(table)
             if has_quota:
-                self.quotas.lost(request.holding, freed)
+                self.quotas.lost(request.holding, freed[::-1])
         request.num_computed_tokens = request.quiet_tokens = 0
 
     def preempt(self, request: Request) -> None:
