@@ -227,7 +227,7 @@ class RequestGrammar:
         room = pool.config.max_model_len - request.num_tokens
         if operation not in (Operation.FREE, Operation.PREEMPT, Operation.COMMON_PREFIX):
             row.appended = min(self.rng.choice((0, 1, 1, 5)), max(room, 0))
-        row.taken = self._taken(request)
+        row.taken = self._taken(pool, request)
         num_computed = request.num_computed_tokens + row.taken
         if operation is Operation.CACHE:
             row.new = min(num_computed, _MAX_UINT32)
@@ -244,9 +244,9 @@ class RequestGrammar:
             row.encoder = 7
         return row
 
-    def _taken(self, request: Request) -> int:
+    def _taken(self, pool: Pool, request: Request) -> int:
         """Up to all of the room that the request has; once in a while more than that."""
-        room = max(request.quiet_tokens - request.num_computed_tokens, 0)
+        room = max(pool.most_taken_tokens(request) - request.num_computed_tokens, 0)
         if self.rng.random() < 0.02:
             return min(room + self.rng.choice(_NO_ROOM_TOKENS), _MAX_UINT32)
         return min(self.rng.choice((0, 0, 1, 2, room)), room)

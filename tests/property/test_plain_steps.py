@@ -109,7 +109,8 @@ def decode(pair: Pair, at: int, session: Session, rng: Random) -> None:
     hashes = []
     for number in numbers:
         request = session.by_number[number]
-        room = max(request.quiet_tokens - request.num_computed_tokens, 0)
+        most = rng.choice([request.quiet_tokens, pair.together.pool.most_taken_tokens(request)])
+        room = max(most - request.num_computed_tokens, 0)
         grown = rng.choice([0, 1, 1, 1, rng.randint(0, 9)])
         columns["num_appended_tokens"].append(grown)
         columns["num_new_tokens"].append(rng.choice([1, 1, rng.randint(1, 6)]))

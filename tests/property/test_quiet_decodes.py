@@ -1,6 +1,7 @@
 """A session that answers decodes by itself, against a pool that is asked for every one of them, in full.
 
-After each round both pools must be the same: tables, computed tokens, the order of the free list, what is cached.
+After each round both pools must be the same: tables, computed tokens, the order of the free list, what is cached and in
+which order its copies are found; but for blocks that the session filled and tells of with its next step.
 """
 
 from collections.abc import Sequence
@@ -13,6 +14,7 @@ from kvpool.client import Answer, Decodes, KVCacheGroup, Outcome, PoolConfig, Re
 from kvpool.client import Session as ClientSession
 from kvpool.client.transport import EmbeddedTransport
 from kvpool.server.core.allocator import Allocator
+from kvpool.server.core.block_pool import BlockPool
 from kvpool.server.core.integrity import check_integrity
 from kvpool.server.core.pool import Pool
 from kvpool.server.core.quota import NO_QUOTA
@@ -157,6 +159,7 @@ class Both:
         elif len(self.requests) < MAX_REQUESTS:
             self.num_made += 1
             prompt = [i % 5 * (each.which % 3) for i in range(1 + 7 * each.which // 2 + each.count)]
+            prompt[0] = self.num_made if each.count > 1 else 0  # like no other, or like some
             request = self.session.request(f"r{self.num_made}", prompt)
             self.requests.append(request)
             self.asked.ask(Operation.ADD, request)
@@ -241,16 +244,24 @@ class Both:
             columns = {"num_lookahead_tokens": each.num_lookahead_tokens}
             assert self.asked.ask(Operation.ALLOCATE, request, count, **columns) is outcome
 
+    def untold(self) -> set[int]:
+        """Blocks that the session filled, and tells of with its next step."""
+        requests = self.session._book._filled.untold
+        return {r.block_ids[0][r.num_computed_tokens // self.session.config.hash_block_size - 1] for r in requests}
+
     def check(self) -> None:
         pool, session = self.transport.behind(self.session.session_id)
         check_integrity(pool, [session])
         check_integrity(self.asked.pool, [self.asked.session])
         blocks, wanted = pool.blocks, self.asked.pool.blocks
         assert list(blocks.free_list) == list(wanted.free_list)
+        untold = self.untold()
         for block_id in map(BlockId, range(blocks.num_blocks)):
             assert blocks.ref_cnt(block_id) == wanted.ref_cnt(block_id)
-            assert blocks.prefix_map.hash_of(block_id) == wanted.prefix_map.hash_of(block_id)
-        assert blocks.prefix_map.pending().keys() == wanted.prefix_map.pending().keys()
+            wanted_hash = None if block_id in untold else wanted.prefix_map.hash_of(block_id)
+            assert blocks.prefix_map.hash_of(block_id) == wanted_hash
+        assert blocks.prefix_map.pending().keys() == wanted.prefix_map.pending().keys() - untold
+        assert _copies(blocks, set()) == _copies(wanted, untold)
         for request in self.requests:
             known = self.asked.session.by_number[RequestNumber(request.number)]
             assert request.num_computed_tokens == known.num_computed_tokens
@@ -259,6 +270,15 @@ class Both:
             if behind:
                 assert request.block_ids == [table.block_ids for table in behind.tables]
                 assert request.quiet_tokens <= behind.quiet_tokens
+
+
+def _copies(blocks: BlockPool, left_out: set[int]) -> dict[tuple[int, bytes], list[int]]:
+    """By group and hash the blocks that have it, in the order in which they are found."""
+    copies: dict[tuple[int, bytes], list[int]] = {}
+    for group_id, block_hash, block_id in blocks.prefix_map.entries():
+        if block_id not in left_out:
+            copies.setdefault((group_id, block_hash), []).append(block_id)
+    return copies
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))

@@ -303,6 +303,9 @@ class AsyncSession(SessionBase):
     async def mark_executed(self, sequence: int | None = None) -> None:
         """See `Session.mark_executed`."""
         executed = self.sequence if sequence is None else sequence
+        if self._book.must_tell(executed):
+            await self._send(StepBuilder(executed_sequence=executed))
+            return
         request = allocator_pb2.MarkExecutedRequest(session_id=self.session_id, executed_sequence=executed)
         with self._noted():
             sent_seconds, _ = await self._calls.make_timed(self._stub.MarkExecuted, request)

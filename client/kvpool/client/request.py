@@ -14,23 +14,23 @@ class Request:
         number: Its number in steps, chosen by the session.
         token_ids: Prompt and output. Read it; grow it with `append`.
         block_ids: Its blocks, group by group, in the order of the tokens. Kept up to date by the session.
-        num_computed_tokens: Tokens that have room, hits included; the next allocation starts there.
-        quiet_tokens: Up to how many of them it can take without asking the service. Kept by the session.
+        num_quiet_tokens: How many more it can take room for without asking the service; none if negative. Kept by the
+            session, which counts it down: most decodes touch this and the tokens, and nothing else.
         extra_keys: What besides the tokens decides its contents.
     """
 
     __slots__ = (
         "_hasher",
         "_hashes",
+        "_quiet_tokens",
         "block_ids",
         "declared",
         "extra_keys",
-        "num_computed_tokens",
+        "num_quiet_tokens",
         "num_sent_computed_tokens",
         "num_sent_hashes",
         "num_sent_tokens",
         "number",
-        "quiet_tokens",
         "request_id",
         "token_ids",
     )
@@ -51,8 +51,8 @@ class Request:
         self.extra_keys = extra_keys
         self._hashes: list[BlockHash] = []
         self.block_ids: list[list[int]] = [[] for _ in range(num_groups)]
-        self.num_computed_tokens = 0
-        self.quiet_tokens = 0
+        self._quiet_tokens = 0
+        self.num_quiet_tokens = 0
         self.declared = False
         self.num_sent_computed_tokens = 0
         self.num_sent_tokens = 0
@@ -70,6 +70,25 @@ class Request:
         return len(self.token_ids)
 
     @property
+    def num_computed_tokens(self) -> int:
+        """Tokens that have room, hits included; the next allocation starts there. Kept by the session."""
+        return self._quiet_tokens - self.num_quiet_tokens
+
+    @num_computed_tokens.setter
+    def num_computed_tokens(self, num_tokens: int) -> None:
+        self.num_quiet_tokens = self._quiet_tokens - num_tokens
+
+    @property
+    def quiet_tokens(self) -> int:
+        """Up to how many computed tokens it can go without asking the service. Kept by the session."""
+        return self._quiet_tokens
+
+    @quiet_tokens.setter
+    def quiet_tokens(self, num_tokens: int) -> None:
+        self.num_quiet_tokens += num_tokens - self._quiet_tokens
+        self._quiet_tokens = num_tokens
+
+    @property
     def hashes(self) -> list[BlockHash]:
         """One for each full block of the tokens, if the pool caches. Computed once, the prompt's when it is made."""
         hashes, hasher = self._hashes, self._hasher
@@ -84,7 +103,19 @@ class Request:
     def forget_blocks(self) -> None:
         """Empties the block tables, when they were freed."""
         self.block_ids = [[] for _ in self.block_ids]
-        self.num_computed_tokens = self.quiet_tokens = 0
+        self._quiet_tokens = self.num_quiet_tokens = 0
+
+
+def have_other_parents(requests: Sequence[Request], block_size: int) -> bool:
+    """Whether the blocks that requests fill next come each after another one, so that no two are equal."""
+    parents = set()
+    for request in requests:
+        num_before = request.num_computed_tokens // block_size
+        hashes = request._hashes  # noqa: SLF001 - of this file
+        if num_before > len(hashes):
+            return False
+        parents.add(hashes[num_before - 1] if num_before else None)
+    return len(parents) == len(requests)
 
 
 def hash_filled(requests: Sequence[Request]) -> None:

@@ -330,6 +330,9 @@ class Session(SessionBase):
         the next step, without a message of its own: see `step`.
         """
         executed_sequence = self.sequence if sequence is None else sequence
+        if self._book.must_tell(executed_sequence):
+            self._send(StepBuilder(executed_sequence=executed_sequence))
+            return
         with self._noted():
             self._transport.mark_executed(self.session_id, executed_sequence)
         self._book.note_executed(executed_sequence)
@@ -352,14 +355,16 @@ class Session(SessionBase):
         return read()
 
     def _send(self, builder: StepBuilder) -> None:
-        step = self._next_step(builder)
+        step = self._begin(builder)
         if step:
             self._exchange(step)
 
-    def _begin(self, builder: StepBuilder) -> None:
+    def _begin(self, builder: StepBuilder) -> Step | None:
         step = self._next_step(builder)
         if step:
             self._transport.send(self.session_id, step)
+            self._book.work_ahead()
+        return step
 
     def _exchange(self, step: Step) -> None:
         try:
@@ -375,7 +380,7 @@ class _Collected(AbstractContextManager[StepBuilder]):
 
     __slots__ = ("_builder", "_is_begun", "_send")
 
-    def __init__(self, builder: StepBuilder, send: Callable[[StepBuilder], None]) -> None:
+    def __init__(self, builder: StepBuilder, send: Callable[[StepBuilder], object]) -> None:
         self._builder = builder
         self._send = send
         self._is_begun = False

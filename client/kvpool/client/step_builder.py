@@ -1,6 +1,6 @@
 """Collects the operations of a step."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvpool.client.request import Request
@@ -75,6 +75,8 @@ class StepBuilder:
         self.rows: list[Row | DecodeRow] = []
         self.quiet: dict[Request, int] = {}
         """Requests that take room without asking, and how many tokens each."""
+        self.filled: Sequence[Request] = ()
+        """Of these, those whose decode fills a block: see `FilledBlocks`."""
         self._answers: list[Answer] = []  # of those that do so one by one
         self._decodes: list[Decodes] = []
         self._named: set[int] = set()  # numbers of the requests that are in `rows`
@@ -136,13 +138,12 @@ class StepBuilder:
         _check_lookahead(num_lookahead_tokens)
         if request in self.quiet:
             raise InvalidArgumentError("request", f"{request.request_id!r} allocated already in this step")
-        if num_new_tokens > 0 and not (rejected or computed or num_encoder_tokens or request.number in self._named):
-            end_tokens = request.num_computed_tokens + num_new_tokens
-            if end_tokens + num_lookahead_tokens <= request.quiet_tokens:
-                self.quiet[request] = num_new_tokens
-                answer = Answer(new_blocks=[[] for _ in request.block_ids])
-                self._answers.append(answer)
-                return answer
+        is_told_more = rejected or computed or num_encoder_tokens or request.number in self._named
+        if not is_told_more and 0 < num_new_tokens <= request.num_quiet_tokens - num_lookahead_tokens:
+            self.quiet[request] = num_new_tokens
+            answer = Answer(new_blocks=[[] for _ in request.block_ids])
+            self._answers.append(answer)
+            return answer
         return self._add(
             Operation.ALLOCATE,
             request,
@@ -171,7 +172,11 @@ class StepBuilder:
             InvalidArgumentError: A request holds no blocks or is named twice in this step; nothing was done.
         """
         _check_lookahead(num_lookahead_tokens)
-        self._check_running(requests)
+        wanted = 1 + num_lookahead_tokens
+        places = [i for i, request in enumerate(requests) if request.num_quiet_tokens < wanted]
+        asking = [requests[i] for i in places]
+        quiet = dict.fromkeys(requests, 1)
+        self._check_running(asking, quiet, len(requests))
         if token_ids is not None:
             if len(token_ids) != len(requests):
                 raise InvalidArgumentError("token_ids", f"{len(token_ids)} for {len(requests)} requests")
@@ -180,42 +185,43 @@ class StepBuilder:
         none: list[list[int]] = [[]] * (len(requests[0].block_ids) if requests else 0)
         answer = Decodes([none] * len(requests))
         self._decodes.append(answer)
-        row = DecodeRow([], [], num_lookahead_tokens, answer)
-        last_tokens = -1 - num_lookahead_tokens
-        quiet = dict.fromkeys(requests, 1)
-        for i, request in enumerate(requests):
-            if request.num_computed_tokens > request.quiet_tokens + last_tokens:
-                row.requests.append(request)
-                row.places.append(i)
+        if asking:
+            for request in asking:
                 del quiet[request]
+            self._named.update([request.number for request in asking])
+            self.rows.append(DecodeRow(asking, places, num_lookahead_tokens, answer))
         self.quiet.update(quiet)
-        if row.requests:
-            self._named.update([request.number for request in row.requests])
-            self.rows.append(row)
         return answer
 
-    def _check_running(self, requests: Sequence[Request]) -> None:
-        if 0 in [request.num_computed_tokens for request in requests]:
+    def _check_running(self, asking: Sequence[Request], requests: Mapping[Request, int], count: int) -> None:
+        if 0 in [request.num_computed_tokens for request in asking]:
             raise InvalidArgumentError("requests", "one is not running")
         is_named_twice = (
-            len(set(requests)) < len(requests)
+            len(requests) < count
             or (self.quiet and not self.quiet.keys().isdisjoint(requests))
             or (self._named and not self._named.isdisjoint([request.number for request in requests]))
         )
         if is_named_twice:
             raise InvalidArgumentError("requests", "one is named twice in this step")
 
+    def fill(self, row: DecodeRow, filling: Sequence[Request]) -> None:
+        """Lets decodes of a batch that fill a block take their room without asking."""
+        self.filled = filling
+        self.quiet.update(dict.fromkeys(filling, 1))
+        kept = [(each, place) for each, place in zip(row.requests, row.places, strict=True) if each not in self.quiet]
+        row.requests, row.places = [each for each, _ in kept], [place for _, place in kept]
+
     def check_quiet(self) -> None:
         """Raises InvalidArgumentError if a request that takes room without asking has no such room any more."""
         for request, num_new_tokens in self.quiet.items():
-            if request.num_computed_tokens + num_new_tokens > request.quiet_tokens:
+            if request.num_quiet_tokens < num_new_tokens:
                 message = f"{request.request_id!r} was changed by another call while the step was collected"
                 raise InvalidArgumentError("request", message)
 
     def settle_quiet(self) -> None:
         """Gives the requests the room that they take without asking: the step was answered, or need not be sent."""
         for request, num_new_tokens in self.quiet.items():
-            request.num_computed_tokens += num_new_tokens
+            request.num_quiet_tokens -= num_new_tokens
         for answer in self._answers:
             answer.outcome = Outcome.OK
         for decodes in self._decodes:

@@ -12,6 +12,7 @@ from itertools import islice
 from typing import Final
 
 from kvpool.client.check_result import check_result
+from kvpool.client.filled import FilledBlocks
 from kvpool.client.request import Request, hash_filled
 from kvpool.client.step_builder import DecodeRow, Row, StepBuilder
 from kvpool.server.core.config import PoolConfig
@@ -69,7 +70,8 @@ class StepBook:
         has_state = any(isinstance(room.spec, MambaSpec) for room in self._rooms)
         self._most_quiet_tokens = 0 if has_state else config.max_model_len
         self._num_quiet = 0  # since the last step
-        self._caching_sequence = sequence  # of the last step that may have cached blocks
+        self._filled = FilledBlocks(config)
+        self._caching_sequence = sequence  # of the last step that may have cached or filled blocks
         self._told_sequence = 0  # of the last that was said to have run
         self._unanswered: tuple[Step, StepBuilder] | None = None
         self._over: KvpoolError | None = None
@@ -111,6 +113,8 @@ class StepBook:
             admission_budget_tokens=builder.admission_budget_tokens,
             num_quiet_allocations=min(self._num_quiet + len(builder.quiet), MAX_QUIET_ALLOCATIONS),
         )
+        self._filled.leave_out(builder)
+        builder.rows[:0] = self._filled.rows(builder)
         added: set[int] = set()
         hashes: list[bytes] = []
         for row in builder.rows:
@@ -182,7 +186,8 @@ class StepBook:
         self._num_quiet = 0
         builder.settle_quiet()
         self.note_executed(step.executed_sequence)
-        if not _CACHING.isdisjoint(step.operations):
+        self._filled.untold = builder.filled
+        if builder.filled or not _CACHING.isdisjoint(step.operations):
             self._caching_sequence = step.sequence
         block_ids = iter(result.block_ids)
         at = 0
@@ -195,6 +200,15 @@ class StepBook:
                 self._read_row(row, at, result, block_ids)
                 at += 1
 
+    def must_tell(self, executed_sequence: int) -> bool:
+        """Whether a step has to say that so much has run, since it also has to tell what was filled by then."""
+        return bool(self._filled.untold) and not self._unanswered and executed_sequence >= self.sequence
+
+    def work_ahead(self) -> None:
+        """Does what the next step will need, while the service is at this one."""
+        if self._unanswered:
+            hash_filled(self._unanswered[1].filled)
+
     def note_executed(self, executed_sequence: int) -> None:
         """Takes note that the service was told which steps have run."""
         self._told_sequence = max(self._told_sequence, executed_sequence)
@@ -204,9 +218,9 @@ class StepBook:
         step.request_numbers.append(row.request.number if row.request else 0)
         step.num_appended_tokens.append(appended)
         step.num_new_tokens.append(row.num_new_tokens)
-        moved -= row.num_rejected_tokens
-        step.num_taken_tokens.append(max(moved, 0))
-        step.num_rejected_tokens.append(max(-moved, 0))
+        both = 0 if row.request in self._filled.untold else min(moved, row.num_rejected_tokens)
+        step.num_taken_tokens.append(moved - both)
+        step.num_rejected_tokens.append(row.num_rejected_tokens - both)
         step.num_lookahead_tokens.append(row.num_lookahead_tokens)
         step.num_encoder_tokens.append(row.num_encoder_tokens)
         step.delay_cache_blocks.append(row.delay_cache_blocks)

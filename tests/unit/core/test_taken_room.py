@@ -16,20 +16,20 @@ CACHE, FREE, PREEMPT, APPEND = Operation.CACHE, Operation.FREE, Operation.PREEMP
 EVICT, RESET = Operation.EVICT, Operation.RESET
 HUGE = 2**40
 
-# Request 1 holds the blocks of 13 tokens, which leaves room for 2 more; 2 holds none. Each case: the field, the
+# Request 1 holds the blocks of 13 tokens, which leaves room for 3 more; 2 holds none. Each case: the field, the
 # operations, the columns.
 BAD_STEPS: dict[str, tuple[str, list[Operation], dict[str, Any]]] = {
     "more taken than there is room": (
         "num_taken_tokens[0]", [ALLOCATE],
-        {"request_numbers": [1], "num_new_tokens": [1], "num_taken_tokens": [3]},
+        {"request_numbers": [1], "num_new_tokens": [1], "num_taken_tokens": [4]},
     ),
     "more taken than there is room, beside rejected ones": (
         "num_taken_tokens[0]", [ALLOCATE],
-        {"request_numbers": [1], "num_new_tokens": [1], "num_taken_tokens": [3], "num_rejected_tokens": [2]},
+        {"request_numbers": [1], "num_new_tokens": [1], "num_taken_tokens": [4], "num_rejected_tokens": [2]},
     ),
     "more taken than there is room, to be freed": (
         "num_taken_tokens[1]", [ALLOCATE, FREE],
-        {"request_numbers": [2, 1], "num_new_tokens": [1, 0], "num_taken_tokens": [0, 3]},
+        {"request_numbers": [2, 1], "num_new_tokens": [1, 0], "num_taken_tokens": [0, 4]},
     ),
     "negative room taken": (
         "num_taken_tokens[0]", [CACHE], {"request_numbers": [1], "num_taken_tokens": [-1]},
@@ -175,7 +175,7 @@ def test_what_was_taken_stays_taken_though_no_blocks_were_found() -> None:
     result = world.run(session, ALLOCATE, request_numbers=[1], num_new_tokens=[2], num_taken_tokens=[1])
     assert (result.outcomes, computed_tokens(session, 1)) == ([Outcome.NO_BLOCKS], 7)
     with pytest.raises(InvalidArgumentError):
-        world.run(session, APPEND, request_numbers=[1], num_taken_tokens=[1])
+        world.run(session, APPEND, request_numbers=[1], num_taken_tokens=[2])
 
 
 def test_what_was_taken_can_be_rejected(world: World, session: Session) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from kvpool.server.core.check import CheckedOperation, StepChecker
+from kvpool.server.core.filled import Filled
 from kvpool.server.core.plain_step import PlainStep
 from kvpool.server.core.pool import ComputedBlocks, Pool
 from kvpool.server.core.quarantine import Quarantined
@@ -115,6 +116,14 @@ def _free_requests(pool: Pool, session: Session) -> int:
     return len(requests)
 
 
+def _grow(row: CheckedOperation, request: Request) -> None:
+    request.num_tokens += row.num_appended_tokens
+    if row.hashes:
+        request.hashes += row.hashes
+    if row.token_ids:
+        request.token_ids += row.token_ids
+
+
 _COLUMNS: Final = tuple(
     (name, f"_{name}")
     for name in (
@@ -150,17 +159,15 @@ class _Application:
         self._block_ids: list[BlockId] = []
 
     def run(self, checked: list[CheckedOperation]) -> StepResult:
+        self._take_note(checked)
         for i, row in enumerate(checked):
             if row.request is None:
                 self._on_pool(i, row)
                 continue
             request = row.request
-            request.num_tokens += row.num_appended_tokens
-            request.num_computed_tokens += row.num_taken_tokens - row.num_rejected_tokens
-            if row.hashes:
-                request.hashes += row.hashes
-            if row.token_ids:
-                request.token_ids += row.token_ids
+            if not row.num_taken_tokens:  # else it has
+                _grow(row, request)
+            request.num_computed_tokens -= row.num_rejected_tokens
             handler = _HANDLERS.get(row.operation)
             if handler:
                 handler(self, i, row, request)
@@ -171,6 +178,20 @@ class _Application:
             if any(column):
                 setattr(result, name, column)
         return result
+
+    def _take_note(self, checked: list[CheckedOperation]) -> None:
+        """Notes what was allocated without asking since the step before, and caches what that filled."""
+        filled = Filled(self._pool, self._session)
+        for row in checked:
+            request = row.request
+            if request and row.num_taken_tokens:
+                _grow(row, request)
+                request.num_computed_tokens += row.num_taken_tokens
+                if request.num_computed_tokens > request.quiet_tokens:
+                    num_tokens = min(request.num_tokens, request.num_computed_tokens)
+                    filled.add(request, num_tokens // self._pool.hash_block_size)
+                    request.quiet_tokens = self._pool.quiet_tokens(request)
+        filled.cache(SequenceNumber(self._sequence - 1))
 
     def _on_pool(self, i: int, row: CheckedOperation) -> None:
         if row.operation is Operation.EVICT:

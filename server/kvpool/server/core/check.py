@@ -339,9 +339,8 @@ class StepChecker:
                 raise InvalidArgumentError("token_ids", "an id is not in [0, 2^32)") from None
             self._token_at = end
 
-    @staticmethod
-    def _check_taken(i: int, row: CheckedOperation, request: Request, taken: int) -> None:
-        room = request.quiet_tokens - request.num_computed_tokens
+    def _check_taken(self, i: int, row: CheckedOperation, request: Request, taken: int) -> None:
+        room = self._pool.most_taken_tokens(request) - request.num_computed_tokens
         if not 0 <= taken <= room:
             check_range(f"num_taken_tokens[{i}]", taken, 0, max(room, 0))
         row.num_taken_tokens = taken

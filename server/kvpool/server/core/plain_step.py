@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from typing import Final
 
 from kvpool.server.core import types
+from kvpool.server.core.filled import Filled
 from kvpool.server.core.group_manager import GroupManager
 from kvpool.server.core.pool import Pool
 from kvpool.server.core.request import Request
@@ -24,7 +25,7 @@ from kvpool.server.core.step import (
     Step,
     StepResult,
 )
-from kvpool.server.core.types import MAX_TOKENS, BlockHash, BlockId
+from kvpool.server.core.types import MAX_TOKENS, BlockHash
 
 _NOT_PLAIN: Final = (
     "num_block_ids",
@@ -40,9 +41,9 @@ _NOT_PLAIN: Final = (
 """Columns and queues that plain allocations have nothing in."""
 
 
-_Allocation = tuple[Request, int, int, int, list[BlockHash] | None]
-"""The request; the tokens it has then; those of them that have room then; blocks that its table lacks for them, not
-positive if it lacks none; hashes that it gains."""
+_Allocation = tuple[Request, int, int, int, int, list[BlockHash] | None]
+"""The request; the tokens it has then; those of them that have room before, and then; blocks that its table lacks for
+them, not positive if it lacks none; hashes that it gains."""
 
 
 class PlainStep:
@@ -93,7 +94,10 @@ class PlainStep:
                 return None
             before_tokens, start_tokens = request.num_tokens, request.num_computed_tokens + quietly
             num_tokens, end_tokens = before_tokens + grown, start_tokens + asked
-            if num_tokens > max_tokens or end_tokens > max_tokens or (quietly and start_tokens > request.quiet_tokens):
+            num_blocks = len(request.tables[0].block_ids)
+            if num_tokens > max_tokens or end_tokens > max_tokens:
+                return None
+            if quietly and start_tokens > request.quiet_tokens and (not size_bytes or start_tokens > num_blocks * span):
                 return None
             hashes = None
             if size_bytes and num_tokens // span > before_tokens // span:
@@ -102,10 +106,10 @@ class PlainStep:
                     return None
                 hashes = [joined[i : i + size_bytes] for i in range(at, end, size_bytes)]
                 at = end
-            lacking = (end_tokens - 1) // span + 1 - len(request.tables[0].block_ids)
+            lacking = (end_tokens - 1) // span + 1 - num_blocks
             if lacking > 0:
                 needed += lacking
-            rows.append((request, num_tokens, end_tokens, lacking, hashes))  # type: ignore[arg-type]  # likewise
+            rows.append((request, num_tokens, start_tokens, end_tokens, lacking, hashes))  # type: ignore[arg-type]  # likewise
         if at != len(joined) or needed > pool.blocks.num_free_blocks or needed >= MAX_STEP_WORK:
             return None
         return rows, needed
@@ -116,27 +120,23 @@ class PlainStep:
         span, caches = manager.span_tokens, pool.config.enable_caching
         new = manager.take(self._num_lacking_blocks) if self._num_lacking_blocks else []
         counts = [0] * len(self._rows) if new else []
-        full_blocks: list[BlockId] = []
-        full_hashes: list[BlockHash] = []
+        before, now = Filled(pool, session), Filled(pool, session)
         at = 0
-        for i, (request, num_tokens, num_computed_tokens, lacking, hashes) in enumerate(self._rows):
-            table = request.tables[0]
-            request.num_tokens, request.num_computed_tokens = num_tokens, num_computed_tokens
+        for i, (request, num_tokens, start_tokens, end_tokens, lacking, hashes) in enumerate(self._rows):
             if hashes:
                 request.hashes += hashes
             if lacking > 0:
-                table.block_ids += new[at : at + lacking]
+                request.tables[0].block_ids += new[at : at + lacking]
                 counts[i] = lacking
                 at += lacking
             if caches:
-                num_full = min(num_tokens, num_computed_tokens) // span
-                if num_full > table.num_cached:
-                    full_blocks += table.block_ids[table.num_cached : num_full]
-                    full_hashes += request.hashes[table.num_cached : num_full]
-                    table.num_cached = num_full
+                if request.num_computed_tokens < start_tokens > request.quiet_tokens:  # it took room that it filled
+                    before.add(request, min(num_tokens, start_tokens) // span)
+                now.add(request, min(num_tokens, end_tokens) // span)
+            request.num_tokens, request.num_computed_tokens = num_tokens, end_tokens
             request.quiet_tokens = pool.quiet_tokens(request)
-        if full_blocks:
-            pool.blocks.cache(manager.group_id, full_blocks, full_hashes, session.writer, sequence)
+        before.cache(types.Sequence(sequence - 1))
+        now.cache(sequence)
         pool.activity.allocations += len(self._rows)
         free_blocks = pool.quotas.num_free_for(session.holding)
         return StepResult(sequence, free_blocks, num_new_blocks=counts, block_ids=new)  # type: ignore[arg-type]  # nobody else has the list

@@ -18,7 +18,7 @@ from kvpool.server.core.errors import InvalidArgumentError, UnavailableError
 from kvpool.server.core.group_manager import GroupManager
 from kvpool.server.core.prefix_search import PrefixSearch
 from kvpool.server.core.quarantine import Quarantine
-from kvpool.server.core.quiet_room import QuietRoom
+from kvpool.server.core.quiet_room import QuietRoom, is_plain
 from kvpool.server.core.quota import Quotas
 from kvpool.server.core.request import BlockTable, Request
 from kvpool.server.core.residency import Residency
@@ -113,13 +113,10 @@ class Pool:
         self._no_blocks: tuple[list[BlockId], ...] = tuple([] for _ in self._managers)  # never changed
         self._quiet_rooms = [QuietRoom.of(config, manager.group_id) for manager in self._managers]
         self._windowed = [manager for manager in self._managers if not manager.spec.keeps_all]
-        self.plain_manager = self._find_plain()
+        self.plain_manager = self._managers[0] if is_plain(config) else None
+        self._fills_quietly = is_plain(config) and config.enable_caching
         self.quotas = Quotas(self.blocks, self.blocks.num_free_blocks)
         self._search = PrefixSearch(self._managers, self.blocks.prefix_map, config.hit_alignment)
-
-    def _find_plain(self) -> GroupManager | None:
-        is_plain = len(self._managers) == 1 and not self._windowed and self._quiet_rooms[0].has_slots
-        return self._managers[0] if is_plain and not self.config.makes_events else None
 
     def __repr__(self) -> str:
         used = self.blocks.num_blocks - 1 - self.blocks.num_free_blocks
@@ -313,6 +310,15 @@ class Pool:
             if bound_tokens < quiet_tokens:  # noqa: PLR1730 - min() takes longer than all else here
                 quiet_tokens = bound_tokens
         return quiet_tokens
+
+    def most_taken_tokens(self, request: Request) -> int:
+        """Up to how many computed tokens a request may have gone without asking, when it tells so.
+
+        In a pool of plain steps that includes the last slot of a block: see `filled`.
+        """
+        if not self._fills_quietly:
+            return request.quiet_tokens
+        return min(len(request.tables[0].block_ids) * self.hash_block_size, self.config.max_model_len)
 
     def _take(self, request: Request, num_slots: int, num_encoder_tokens: int) -> tuple[list[BlockId], ...] | None:
         """Gives a request the blocks that it lacks, if there are enough; without a hit or a quota, as decodes are."""

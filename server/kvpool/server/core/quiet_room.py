@@ -51,6 +51,11 @@ class QuietRoom:
             not isinstance(spec, CrossAttentionSpec),
         )
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether blocks are kept as long as the request is there, and each of its tokens has a slot in one."""
+        return self.has_slots and not self.skips
+
     def num_tokens(self, num_blocks: int, num_cached_blocks: int, num_skipped_blocks: int) -> int:
         """Up to how many computed tokens, look-ahead included, a request can go without a change of this group.
 
@@ -66,3 +71,11 @@ class QuietRoom:
         if self.skips:
             bound = min(bound, self.spec.num_computed_to_skip((num_skipped_blocks + 1) * span))
         return bound
+
+
+def is_plain(config: PoolConfig) -> bool:
+    """Whether a pool has one group that is plain, and no events: there a decode that fills a block need not ask.
+
+    It allocates nothing, and what it filled can be told, and cached, with the session's next step: see `Filled`.
+    """
+    return len(config.groups) == 1 and QuietRoom.of(config, GroupId(0)).is_plain and not config.makes_events

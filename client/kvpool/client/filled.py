@@ -1,0 +1,73 @@
+"""Decodes that fill a block without asking, where a pool allows it: the step after tells of them.
+
+1. Only in a step that is sent for another reason: its number says which step fills the block.
+2. What is told so is cached before all else of the step that tells: see `kvpool.server.core.filled`. So only where
+   nothing after the decode could find the block, drop it, or be cached with its hash: every answer stays what it was.
+"""
+
+from collections.abc import Sequence
+from typing import Final
+
+from kvpool.client.request import Request, have_other_parents
+from kvpool.client.results import Answer
+from kvpool.client.step_builder import DecodeRow, Row, StepBuilder
+from kvpool.server.core.config import PoolConfig
+from kvpool.server.core.quiet_room import is_plain
+from kvpool.server.core.step import Operation
+
+_HARMLESS: Final = frozenset((Operation.FREE, Operation.PREEMPT, Operation.COMMON_PREFIX))
+
+
+class FilledBlocks:
+    """What decodes of one session filled without asking.
+
+    Attributes:
+        untold: The requests that filled a block in the last step that was answered.
+    """
+
+    def __init__(self, config: PoolConfig) -> None:
+        # A block of one token is filled by the decode that needs it, which asks.
+        self._allows = config.enable_caching and is_plain(config) and config.hash_block_size > 1
+        self._block_size = config.hash_block_size
+        self._max_tokens = config.max_model_len
+        self.untold: Sequence[Request] = ()
+
+    def leave_out(self, builder: StepBuilder) -> None:
+        """Takes out of a step's last batch the decodes that need not ask."""
+        after: list[Request | None] = []
+        for row in reversed(builder.rows if self._allows else ()):
+            if isinstance(row, DecodeRow):
+                filling = self._filling(row, after)
+                if filling and len(filling) < len(row.requests) + len(builder.rows) - 1:
+                    builder.fill(row, filling)
+                return
+            if row.operation not in _HARMLESS:
+                return
+            after.append(row.request)
+
+    def _filling(self, row: DecodeRow, named_after: Sequence[Request | None]) -> list[Request]:
+        """The requests of a batch that only fill a block; none if what they fill depends on the order of caching."""
+        filling, untold = [], set(self.untold)
+        for request in row.requests:
+            num_computed = request.num_computed_tokens
+            if request.num_quiet_tokens:
+                if request not in untold:  # its tokens came late: it caches what it may
+                    return []
+            elif num_computed % self._block_size == self._block_size - 1 and num_computed < self._max_tokens:
+                if row.num_lookahead_tokens or request.num_tokens <= num_computed or request in named_after:
+                    return []
+                filling.append(request)
+        return filling if have_other_parents(filling, self._block_size) else []
+
+    def rows(self, builder: StepBuilder) -> list[Row]:
+        """Operations that tell of what is untold and of no request that a step names: each of these tells it first."""
+        if not self.untold:
+            return []
+        named: set[Request | None] = set()
+        for row in builder.rows:
+            named.update(row.requests if isinstance(row, DecodeRow) else (row.request,))
+        return [
+            Row(Operation.CACHE, request, Answer(), num_new_tokens=request.num_computed_tokens)
+            for request in self.untold
+            if request not in named
+        ]

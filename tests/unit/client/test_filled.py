@@ -1,0 +1,235 @@
+"""Decodes that fill a block without asking: the step after tells of them, and every answer stays what it was."""
+
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from kvpool.client import (
+    FullAttentionSpec,
+    KVCacheGroup,
+    PoolConfig,
+    Request,
+    Session,
+    StepBuilder,
+    WrongStateError,
+)
+from kvpool.server.core.step import Operation
+from kvpool.server.core.types import PoolName
+from support_server import pool_config
+from unit.client.test_quiet_decodes import CountingTransport, open_session
+
+ALLOCATE, CACHE, FREE, PREEMPT = Operation.ALLOCATE, Operation.CACHE, Operation.FREE, Operation.PREEMPT
+
+
+@pytest.fixture
+def transport() -> CountingTransport:
+    transport = CountingTransport()
+    transport.create_pool(pool_config(num_blocks=40))
+    return transport
+
+
+@pytest.fixture
+def session(transport: CountingTransport) -> Session:
+    return open_session(transport)
+
+
+def admitted(session: Session, *sizes: int) -> list[Request]:
+    """Requests with prompts of so many tokens, no two alike."""
+    requests = [session.request(f"r{i}", [100 + i] * size) for i, size in enumerate(sizes)]
+    for request in requests:
+        assert session.admit(request)
+    return requests
+
+
+def decode(session: Session, requests: Sequence[Request], executed: int = 0) -> None:
+    with session.step(executed_sequence=executed) as step:
+        step.decode(requests, [7] * len(requests))
+
+
+def sent_numbers(transport: CountingTransport) -> list[tuple[list[Operation], list[int]]]:
+    return [([Operation(op) for op in sent.operations], sent.request_numbers) for sent in transport.take_sent()]
+
+
+@pytest.fixture
+def filling(transport: CountingTransport, session: Session) -> list[Request]:
+    """Request 1 needs a block with the next decode, 2 and 3 fill one, 4 does neither."""
+    requests = admitted(session, 8, 7, 11, 5)
+    transport.take_sent()
+    return requests
+
+
+def test_who_needs_a_block_is_sent_who_fills_one_is_told_of_later(
+    transport: CountingTransport, session: Session, filling: list[Request]
+) -> None:
+    cached = transport.info().cached_blocks
+    decode(session, filling)
+    assert sent_numbers(transport) == [([ALLOCATE], [1])]
+    assert [r.num_computed_tokens for r in filling] == [9, 8, 12, 6]
+    assert transport.info().cached_blocks == cached
+    decode(session, filling)
+    (sent,) = transport.take_sent()
+    assert (sent.operations, sent.request_numbers, sent.num_taken_tokens) == ([ALLOCATE] * 2, [2, 3], [1, 1])
+    assert sent.block_hashes == filling[1].hashes[1] + filling[2].hashes[2]
+    assert transport.info().cached_blocks == cached + 2
+    assert [len(r.block_ids[0]) for r in filling] == [3, 3, 4, 2]
+
+
+def test_one_that_only_fills_a_block_asks(transport: CountingTransport, session: Session) -> None:
+    """No step of another reason would say by its number when the block is filled."""
+    requests = admitted(session, 7, 5)
+    transport.take_sent()
+    decode(session, requests)
+    assert sent_numbers(transport) == [([ALLOCATE], [1])]
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda step, other: step.admit(other),
+        lambda step, other: step.get_computed_blocks(other),
+        lambda step, _: step.evict_blocks([1]),
+        lambda step, _: step.reset_prefix_cache(),
+    ],
+)
+def test_before_what_could_find_or_drop_the_block_it_is_asked_for(
+    transport: CountingTransport,
+    session: Session,
+    filling: list[Request],
+    ask: Callable[[StepBuilder, Request], object],
+) -> None:
+    other = session.request("other", [1, 2])
+    with session.step() as step:
+        step.decode(filling, [7] * 4)
+        ask(step, other)
+    ((_, numbers),) = sent_numbers(transport)
+    assert numbers[:3] == [1, 2, 3]
+
+
+def test_after_an_admission_it_is_not(transport: CountingTransport, session: Session, filling: list[Request]) -> None:
+    with session.step() as step:
+        step.admit(session.request("other", [1, 2]))
+        step.decode(filling, [7] * 4)
+    assert sent_numbers(transport) == [([Operation.ADD, Operation.ADMIT, ALLOCATE], [5, 5, 1])]
+
+
+@pytest.mark.parametrize("operation", [FREE, PREEMPT])
+def test_who_leaves_in_the_step_that_fills_its_block_asks(
+    operation: Operation, transport: CountingTransport, session: Session, filling: list[Request]
+) -> None:
+    with session.step() as step:
+        step.decode(filling, [7] * 4)
+        (step.free if operation is FREE else step.preempt)(filling[1])
+    assert sent_numbers(transport) == [([ALLOCATE] * 3 + [operation], [1, 2, 3, 2])]
+
+
+def test_blocks_that_may_be_equal_are_asked_for_in_their_order(transport: CountingTransport, session: Session) -> None:
+    requests = admitted(session, 8)
+    for i in range(2):
+        requests.append(session.request(f"twin{i}", range(7)))
+        session.admit(requests[-1])
+    transport.take_sent()
+    decode(session, requests)
+    assert sent_numbers(transport) == [([ALLOCATE] * 3, [1, 2, 3])]
+
+
+def test_who_is_told_of_by_no_operation_of_its_own_gets_one(
+    transport: CountingTransport, session: Session, filling: list[Request]
+) -> None:
+    decode(session, filling)
+    cached = transport.info().cached_blocks
+    transport.take_sent()
+    session.free(filling[0])
+    assert sent_numbers(transport) == [([CACHE, CACHE, FREE], [2, 3, 1])]
+    assert transport.info().cached_blocks == cached + 2
+    decode(session, filling[1:])
+    assert sent_numbers(transport) == [([ALLOCATE] * 2, [2, 3])]
+
+
+@pytest.mark.parametrize("leave", [Session.free, Session.preempt])
+def test_a_request_that_ends_on_a_full_block_leaves_it_to_others(
+    leave: Callable[[Session, Request], object], transport: CountingTransport, session: Session, filling: list[Request]
+) -> None:
+    decode(session, filling)
+    with session.step(executed_sequence=session.sequence):
+        pass
+    leave(session, filling[1])
+    other = open_session(transport)
+    assert other.get_computed_blocks(other.request("other", [*filling[1].token_ids, 1])).num_tokens == 8
+
+
+def test_what_has_run_is_told_with_what_it_filled(
+    transport: CountingTransport, session: Session, filling: list[Request]
+) -> None:
+    decode(session, filling)
+    transport.take_sent()
+    session.mark_executed()
+    (sent,) = transport.take_sent()
+    assert (sent.operations, sent.executed_sequence) == ([CACHE, CACHE], sent.sequence - 1)
+    other = open_session(transport)
+    assert other.get_computed_blocks(other.request("other", [*filling[1].token_ids, 1])).num_tokens == 8
+    transport.take_sent()
+    session.mark_executed()
+    assert transport.take_sent() == []
+
+
+def test_older_news_needs_no_step(transport: CountingTransport, session: Session, filling: list[Request]) -> None:
+    decode(session, filling)
+    transport.take_sent()
+    session.mark_executed(session.sequence - 1)
+    assert transport.take_sent() == []
+
+
+def test_a_step_that_is_refused_fills_nothing(
+    transport: CountingTransport, session: Session, filling: list[Request]
+) -> None:
+    session.preempt(filling[3])
+    with pytest.raises(WrongStateError), session.step() as step:  # noqa: PT012 - the step is what raises
+        step.admit(filling[2])
+        step.decode([filling[0], filling[1]], [7, 7])
+    assert [r.num_computed_tokens for r in filling[:2]] == [8, 7]
+    transport.take_sent()
+    decode(session, filling[:1])
+    assert sent_numbers(transport) == [([ALLOCATE], [1])]
+
+
+def test_what_a_lost_answer_filled_is_told_after_it_was_settled(
+    transport: CountingTransport, session: Session, filling: list[Request]
+) -> None:
+    transport.lose = True
+    with pytest.raises(Exception, match="lost"):
+        decode(session, filling)
+    session.settle()
+    transport.take_sent()
+    decode(session, filling)
+    assert sent_numbers(transport) == [([ALLOCATE] * 2, [2, 3])]
+
+
+def test_drafts_that_are_thrown_away_leave_what_was_filled(
+    transport: CountingTransport, session: Session, filling: list[Request]
+) -> None:
+    decode(session, filling)
+    cached = transport.info().cached_blocks
+    transport.take_sent()
+    session.allocate_slots(filling[1], 1, num_computed_tokens=6)
+    (sent,) = transport.take_sent()
+    assert (sent.num_taken_tokens, sent.num_rejected_tokens) == ([1, 1], [0, 2])
+    assert transport.info().cached_blocks == cached + 2
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"groups": (KVCacheGroup(FullAttentionSpec(4), ("a",)), KVCacheGroup(FullAttentionSpec(4), ("b",)))},
+        {"enable_events": True},
+        {"groups": (KVCacheGroup(FullAttentionSpec(1), ("a",)),)},
+    ],
+)
+def test_pools_where_more_hangs_on_a_full_block_are_asked(options: dict[str, object]) -> None:
+    transport = CountingTransport()
+    groups = (KVCacheGroup(FullAttentionSpec(4), ("a",)),)
+    transport.create_pool(PoolConfig(PoolName("m"), 60, 100, **{"groups": groups, **options}))  # type: ignore[arg-type]
+    session = open_session(transport)
+    requests = admitted(session, 8, 7)
+    transport.take_sent()
+    decode(session, requests)
+    assert sent_numbers(transport) == [([ALLOCATE] * 2, [1, 2])]
