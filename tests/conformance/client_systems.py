@@ -221,7 +221,7 @@ class UnarySystem(WatchedSystem):
             num_encoder_tokens=line["num_encoder_tokens"],
             delay_cache_blocks=line["delay_cache_blocks"],
         )
-        request.num_computed_tokens = line["num_computed_tokens"]
+        request.have_room(line["num_computed_tokens"], 0)
         for i, group in enumerate(self._config.groups):  # as the proto says of OPERATION_ALLOCATE
             skipped = group.spec.num_skipped_tokens(request.num_computed_tokens) // self._config.span_tokens(GroupId(i))
             table = request.block_ids[i]
@@ -229,7 +229,8 @@ class UnarySystem(WatchedSystem):
         if answer.outcome == step_pb2.OUTCOME_NO_BLOCKS:
             return None
         assert answer.outcome == step_pb2.OUTCOME_UNSPECIFIED
-        request.num_computed_tokens += line["num_new_computed_tokens"] + line["num_new_tokens"]
+        num_new_tokens = line["num_new_computed_tokens"] + line["num_new_tokens"]
+        request.have_room(request.num_computed_tokens + num_new_tokens, 0)
         hit = [list(group.block_ids) for group in computed.groups] if computed else [[] for _ in request.block_ids]
         new = [list(group.block_ids) for group in answer.new_blocks]
         for table, hit_ids, new_ids in zip(request.block_ids, hit, new, strict=True):

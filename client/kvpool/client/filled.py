@@ -8,7 +8,7 @@
 from collections.abc import Sequence
 from typing import Final
 
-from kvpool.client.request import Request, have_other_parents
+from kvpool.client.request import Request
 from kvpool.client.results import Answer
 from kvpool.client.step_builder import DecodeRow, Row, StepBuilder
 from kvpool.server.core.config import PoolConfig
@@ -47,9 +47,9 @@ class FilledBlocks:
 
     def _filling(self, row: DecodeRow, named_after: Sequence[Request | None]) -> list[Request]:
         """The requests of a batch that only fill a block; none if what they fill depends on the order of caching."""
-        filling, untold = [], set(self.untold)
+        filling, untold, contents = [], set(self.untold), set()
         for request in row.requests:
-            num_computed = request.num_computed_tokens
+            num_computed = request.quiet_tokens
             if request.num_quiet_tokens:
                 if request not in untold:  # its tokens came late: it caches what it may
                     return []
@@ -57,7 +57,8 @@ class FilledBlocks:
                 if row.num_lookahead_tokens or request.num_tokens <= num_computed or request in named_after:
                     return []
                 filling.append(request)
-        return filling if have_other_parents(filling, self._block_size) else []
+                contents.add((num_computed, request.token_ids[num_computed]))
+        return filling if len(contents) == len(filling) else []  # else some of the blocks may be equal
 
     def rows(self, builder: StepBuilder) -> list[Row]:
         """Operations that tell of what is untold and of no request that a step names: each of these tells it first."""

@@ -184,28 +184,6 @@ class GrpcTransport:
         return retries.call(attempt, self._deadline_seconds)
 
 
-class _Outgoing(Iterator[step_pb2.Step]):
-    """The messages of a stream, which a thread of gRPC's takes and sends."""
-
-    def __init__(self) -> None:
-        self._messages: queue.SimpleQueue[step_pb2.Step | None] = queue.SimpleQueue()
-        self._taken = threading.Semaphore(0)
-
-    def __next__(self) -> step_pb2.Step:
-        message = self._messages.get()
-        if message is None:
-            raise StopIteration
-        self._taken.release()
-        return message
-
-    def put(self, message: step_pb2.Step | None) -> None:
-        """Sends a message; None ends the stream."""
-        self._messages.put(message)
-
-    def wait_taken(self) -> None:
-        self._taken.acquire(timeout=1)
-
-
 class _StepStream:
     """One session's stream of steps, reopened when it breaks, and the thread that keeps the session alive.
 
@@ -220,7 +198,7 @@ class _StepStream:
         self._stub = stub
         self._session_id = opened.session_id
         self._deadline_seconds = deadline_seconds
-        self._outgoing = _Outgoing()
+        self._outgoing: queue.SimpleQueue[step_pb2.Step | None] = queue.SimpleQueue()
         self._call: _Call[step_pb2.StepResult] | None = None
         self._ahead: tuple[step_pb2.Step, float] | None = None  # sent then, and not waited for yet
         self._due_seconds = inf
@@ -236,7 +214,6 @@ class _StepStream:
         try:
             sent_seconds = now_seconds()
             self._put(message)
-            self._outgoing.wait_taken()
             self._ahead = message, sent_seconds
         except BaseException:
             self._end_call()  # nobody knows whether an answer comes
@@ -284,8 +261,8 @@ class _StepStream:
 
     def _put(self, message: step_pb2.Step) -> _Call[step_pb2.StepResult]:
         if self._call is None:
-            self._outgoing = _Outgoing()
-            self._call = self._stub.Schedule(self._outgoing)
+            self._outgoing = queue.SimpleQueue()
+            self._call = self._stub.Schedule(iter(self._outgoing.get, None))
         self._outgoing.put(message)
         return self._call
 

@@ -14,15 +14,15 @@ class Request:
         number: Its number in steps, chosen by the session.
         token_ids: Prompt and output. Read it; grow it with `append`.
         block_ids: Its blocks, group by group, in the order of the tokens. Kept up to date by the session.
-        num_quiet_tokens: How many more it can take room for without asking the service; none if negative. Kept by the
-            session, which counts it down: most decodes touch this and the tokens, and nothing else.
+        quiet_tokens: Up to how many computed tokens it can go without asking the service. Kept by the session.
+        num_quiet_tokens: How many that is from here; none if negative. Counted down: most decodes touch this and the
+            tokens, and nothing else.
         extra_keys: What besides the tokens decides its contents.
     """
 
     __slots__ = (
         "_hasher",
         "_hashes",
-        "_quiet_tokens",
         "block_ids",
         "declared",
         "extra_keys",
@@ -31,6 +31,7 @@ class Request:
         "num_sent_hashes",
         "num_sent_tokens",
         "number",
+        "quiet_tokens",
         "request_id",
         "token_ids",
     )
@@ -51,7 +52,7 @@ class Request:
         self.extra_keys = extra_keys
         self._hashes: list[BlockHash] = []
         self.block_ids: list[list[int]] = [[] for _ in range(num_groups)]
-        self._quiet_tokens = 0
+        self.quiet_tokens = 0
         self.num_quiet_tokens = 0
         self.declared = False
         self.num_sent_computed_tokens = 0
@@ -72,21 +73,12 @@ class Request:
     @property
     def num_computed_tokens(self) -> int:
         """Tokens that have room, hits included; the next allocation starts there. Kept by the session."""
-        return self._quiet_tokens - self.num_quiet_tokens
+        return self.quiet_tokens - self.num_quiet_tokens
 
-    @num_computed_tokens.setter
-    def num_computed_tokens(self, num_tokens: int) -> None:
-        self.num_quiet_tokens = self._quiet_tokens - num_tokens
-
-    @property
-    def quiet_tokens(self) -> int:
-        """Up to how many computed tokens it can go without asking the service. Kept by the session."""
-        return self._quiet_tokens
-
-    @quiet_tokens.setter
-    def quiet_tokens(self, num_tokens: int) -> None:
-        self.num_quiet_tokens += num_tokens - self._quiet_tokens
-        self._quiet_tokens = num_tokens
+    def have_room(self, num_computed_tokens: int, quiet_tokens: int) -> None:
+        """Takes note of how many tokens have room, and up to how many it can go so without asking."""
+        self.quiet_tokens = quiet_tokens
+        self.num_quiet_tokens = quiet_tokens - num_computed_tokens
 
     @property
     def hashes(self) -> list[BlockHash]:
@@ -103,19 +95,7 @@ class Request:
     def forget_blocks(self) -> None:
         """Empties the block tables, when they were freed."""
         self.block_ids = [[] for _ in self.block_ids]
-        self._quiet_tokens = self.num_quiet_tokens = 0
-
-
-def have_other_parents(requests: Sequence[Request], block_size: int) -> bool:
-    """Whether the blocks that requests fill next come each after another one, so that no two are equal."""
-    parents = set()
-    for request in requests:
-        num_before = request.num_computed_tokens // block_size
-        hashes = request._hashes  # noqa: SLF001 - of this file
-        if num_before > len(hashes):
-            return False
-        parents.add(hashes[num_before - 1] if num_before else None)
-    return len(parents) == len(requests)
+        self.quiet_tokens = self.num_quiet_tokens = 0
 
 
 def hash_filled(requests: Sequence[Request]) -> None:

@@ -102,7 +102,7 @@ class SessionBase:
             raise InvalidArgumentError("token_ids", f"not those of {held.request_id!r}, by the hash of its last block")
         if num_computed_tokens:
             check_range("num_computed_tokens", num_computed_tokens, held.num_computed_tokens, self.config.max_model_len)
-            request.num_computed_tokens = num_computed_tokens
+            request.have_room(num_computed_tokens, 0)
         self._adopted.add(held.number)
         return request
 
@@ -112,7 +112,8 @@ class SessionBase:
         request = self._make(held.request_id, held.number, token_ids, extra_keys)
         request.declared = True
         request.block_ids = [list(table) for table in held.block_ids]
-        request.num_computed_tokens = request.num_sent_computed_tokens = held.num_computed_tokens
+        request.num_sent_computed_tokens = held.num_computed_tokens
+        request.have_room(held.num_computed_tokens, 0)
         request.num_sent_tokens = min(held.num_tokens, request.num_tokens)  # fewer are known only of one to be freed
         request.num_sent_hashes = held.num_tokens // self.config.hash_block_size if self._hasher else 0
         return request
@@ -355,16 +356,14 @@ class Session(SessionBase):
         return read()
 
     def _send(self, builder: StepBuilder) -> None:
-        step = self._begin(builder)
+        step = self._next_step(builder)
         if step:
             self._exchange(step)
 
-    def _begin(self, builder: StepBuilder) -> Step | None:
+    def _begin(self, builder: StepBuilder) -> None:
         step = self._next_step(builder)
         if step:
             self._transport.send(self.session_id, step)
-            self._book.work_ahead()
-        return step
 
     def _exchange(self, step: Step) -> None:
         try:
@@ -380,7 +379,7 @@ class _Collected(AbstractContextManager[StepBuilder]):
 
     __slots__ = ("_builder", "_is_begun", "_send")
 
-    def __init__(self, builder: StepBuilder, send: Callable[[StepBuilder], object]) -> None:
+    def __init__(self, builder: StepBuilder, send: Callable[[StepBuilder], None]) -> None:
         self._builder = builder
         self._send = send
         self._is_begun = False

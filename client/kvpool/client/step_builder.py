@@ -190,7 +190,7 @@ class StepBuilder:
                 del quiet[request]
             self._named.update([request.number for request in asking])
             self.rows.append(DecodeRow(asking, places, num_lookahead_tokens, answer))
-        self.quiet.update(quiet)
+        self.quiet = self.quiet | quiet if self.quiet else quiet
         return answer
 
     def _check_running(self, asking: Sequence[Request], requests: Mapping[Request, int], count: int) -> None:

@@ -204,11 +204,6 @@ class StepBook:
         """Whether a step has to say that so much has run, since it also has to tell what was filled by then."""
         return bool(self._filled.untold) and not self._unanswered and executed_sequence >= self.sequence
 
-    def work_ahead(self) -> None:
-        """Does what the next step will need, while the service is at this one."""
-        if self._unanswered:
-            hash_filled(self._unanswered[1].filled)
-
     def note_executed(self, executed_sequence: int) -> None:
         """Takes note that the service was told which steps have run."""
         self._told_sequence = max(self._told_sequence, executed_sequence)
@@ -284,9 +279,9 @@ class StepBook:
                 new = answer.new_blocks[place] = [list(islice(block_ids, count)) for count in of_request]
                 for table, new_ids in zip(request.block_ids, new, strict=True):
                     table.extend(new_ids)
-            before_tokens = request.num_computed_tokens
-            request.num_computed_tokens = request.num_sent_computed_tokens = before_tokens + 1
-            request.quiet_tokens = self._quiet_tokens(request, before_tokens)
+            num_before = request.num_computed_tokens
+            request.num_sent_computed_tokens = num_before + 1
+            request.have_room(num_before + 1, self._quiet_tokens(request, num_before, num_before + 1))
 
     def _read_row(self, row: Row, i: int, result: StepResult, block_ids: Iterator[int]) -> None:
         answer, request, groups = row.answer, row.request, self._num_groups
@@ -307,7 +302,7 @@ class StepBook:
         request.declared = not gone
         request.num_sent_tokens = 0 if gone else row.num_sent_tokens
         request.num_sent_hashes = 0 if gone else row.num_sent_hashes
-        request.num_computed_tokens -= row.num_rejected_tokens
+        request.num_quiet_tokens += row.num_rejected_tokens
         if row.operation is Operation.ALLOCATE and answer.outcome in _SKIPPING:
             self._skip_blocks(request)
         if row.operation in (Operation.FREE, Operation.PREEMPT):
@@ -329,25 +324,26 @@ class StepBook:
         answer = row.answer
         hit: Sequence[Sequence[int]] = answer.hit_blocks
         if row.operation is Operation.ADMIT:
-            before_tokens = answer.num_hit_tokens
-            request.num_computed_tokens = before_tokens + answer.num_new_tokens
+            before_tokens, num_new_tokens = answer.num_hit_tokens, answer.num_new_tokens
         else:
             hit = row.computed.block_ids if row.computed else hit
             before_tokens = request.num_computed_tokens + (row.computed.num_tokens if row.computed else 0)
-            request.num_computed_tokens = before_tokens + row.num_new_tokens
+            num_new_tokens = row.num_new_tokens
         for table, hit_ids, new_ids in zip(request.block_ids, hit, answer.new_blocks, strict=True):
             table.extend(hit_ids)
             table.extend(new_ids)
-        request.quiet_tokens = 0 if row.delay_cache_blocks else self._quiet_tokens(request, before_tokens)
+        end_tokens = before_tokens + num_new_tokens
+        quiet_tokens = 0 if row.delay_cache_blocks else self._quiet_tokens(request, before_tokens, end_tokens)
+        request.have_room(end_tokens, quiet_tokens)
 
-    def _quiet_tokens(self, request: Request, before_tokens: int) -> int:
-        """What the server allows, or less: see `Pool.allocate`, which made room beyond `before_tokens` tokens."""
-        cached_tokens, num_tokens = request.num_computed_tokens, request.num_sent_tokens  # not those that came since
+    def _quiet_tokens(self, request: Request, before_tokens: int, end_tokens: int) -> int:
+        """What the server allows, or less: see `Pool.allocate`, which made room for tokens from `before_tokens` on."""
+        cached_tokens, num_tokens = end_tokens, request.num_sent_tokens  # not those that came since
         if num_tokens < cached_tokens:  # noqa: PLR1730 - min() takes longer than all else here
             cached_tokens = num_tokens
         bound, tables = self._most_quiet_tokens, request.block_ids
-        for group_id, room in enumerate(self._rooms):
-            num_blocks, span, num_skipped = len(tables[group_id]), room.span_tokens, 0
+        for room, table in zip(self._rooms, tables, strict=True):
+            num_blocks, span, num_skipped = len(table), room.span_tokens, 0
             if room.skips:
                 num_skipped = min(room.spec.num_skipped_tokens(before_tokens) // span, num_blocks)
             tokens = room.num_tokens(num_blocks, cached_tokens // span, num_skipped)
