@@ -14,6 +14,7 @@ from kvpool.server.core import types
 from kvpool.server.core.block_pool import BlockPool
 from kvpool.server.core.config import PoolConfig
 from kvpool.server.core.events import BlockStored, packed_token_ids
+from kvpool.server.core.quiet_room import QuietRoom
 from kvpool.server.core.request import BlockTable, Request
 from kvpool.server.core.specs import CrossAttentionSpec, FullAttentionSpec, allocation_spec, num_draft_blocks
 from kvpool.server.core.types import NULL_BLOCK, BlockHash, BlockId, GroupId
@@ -30,6 +31,7 @@ class GroupManager:
             into the last slot of a block depends on the token after it. Only kinds with a slot a token have any.
         sink_blocks: Blocks set aside for sinks, held from the start to the end.
         joins_hashes: Whether a block covers several hash blocks.
+        quiet_room: What a table has room for without a change of the pool.
     """
 
     def __init__(self, config: PoolConfig, group_id: GroupId, block_pool: BlockPool) -> None:
@@ -41,6 +43,7 @@ class GroupManager:
         self._counters = block_pool.group_counters[group_id]
         self._counters.used_blocks += len(self.sink_blocks)
         self._counters.allocated_blocks += len(self.sink_blocks)
+        self.quiet_room = QuietRoom.of(config, group_id)
         self._hashes_per_block = self.span_tokens // config.hash_block_size
         self.joins_hashes = self._hashes_per_block > 1
         self._num_extra_blocks = num_draft_blocks(self.spec)

@@ -121,20 +121,24 @@ class PlainStep:
         new = manager.take(self._num_lacking_blocks) if self._num_lacking_blocks else []
         counts = [0] * len(self._rows) if new else []
         before, now = Filled(pool, session), Filled(pool, session)
+        max_tokens, room = pool.config.max_model_len, manager.quiet_room
         at = 0
         for i, (request, num_tokens, start_tokens, end_tokens, lacking, hashes) in enumerate(self._rows):
+            table = request.tables[0]
             if hashes:
                 request.hashes += hashes
             if lacking > 0:
-                request.tables[0].block_ids += new[at : at + lacking]
+                table.block_ids += new[at : at + lacking]
                 counts[i] = lacking
                 at += lacking
             if caches:
                 if request.num_computed_tokens < start_tokens > request.quiet_tokens:  # it took room that it filled
                     before.add(request, min(num_tokens, start_tokens) // span)
-                now.add(request, min(num_tokens, end_tokens) // span)
+                if end_tokens // span > table.num_cached < num_tokens // span:
+                    now.add(request, min(num_tokens, end_tokens) // span)
             request.num_tokens, request.num_computed_tokens = num_tokens, end_tokens
-            request.quiet_tokens = pool.quiet_tokens(request)
+            bound_tokens = room.num_tokens(len(table.block_ids), table.num_cached, 0)
+            request.quiet_tokens = bound_tokens if bound_tokens < max_tokens else max_tokens
         before.cache(types.Sequence(sequence - 1))
         now.cache(sequence)
         pool.activity.allocations += len(self._rows)

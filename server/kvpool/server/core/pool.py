@@ -18,7 +18,7 @@ from kvpool.server.core.errors import InvalidArgumentError, UnavailableError
 from kvpool.server.core.group_manager import GroupManager
 from kvpool.server.core.prefix_search import PrefixSearch
 from kvpool.server.core.quarantine import Quarantine
-from kvpool.server.core.quiet_room import QuietRoom, is_plain
+from kvpool.server.core.quiet_room import is_plain
 from kvpool.server.core.quota import Quotas
 from kvpool.server.core.request import BlockTable, Request
 from kvpool.server.core.residency import Residency
@@ -111,7 +111,7 @@ class Pool:
         self._managers = [GroupManager(config, GroupId(i), self.blocks) for i in range(len(config.groups))]
         self._no_hit: tuple[Sequence[BlockId], ...] = ((),) * len(self._managers)
         self._no_blocks: tuple[list[BlockId], ...] = tuple([] for _ in self._managers)  # never changed
-        self._quiet_rooms = [QuietRoom.of(config, manager.group_id) for manager in self._managers]
+        self._quiet_rooms = [manager.quiet_room for manager in self._managers]
         self._windowed = [manager for manager in self._managers if not manager.spec.keeps_all]
         self.plain_manager = self._managers[0] if is_plain(config) else None
         self._fills_quietly = is_plain(config) and config.enable_caching
