@@ -233,3 +233,20 @@ def test_pools_where_more_hangs_on_a_full_block_are_asked(options: dict[str, obj
     transport.take_sent()
     decode(session, requests)
     assert sent_numbers(transport) == [([ALLOCATE] * 2, [1, 2])]
+
+
+def test_who_resumes_the_session_tells_of_what_was_filled(
+    transport: CountingTransport, session: Session, filling: list[Request]
+) -> None:
+    decode(session, filling)
+    cached = transport.info().cached_blocks
+    opened = transport.resume_session(session.session_id, session.sequence)
+    resumed = Session(transport, opened)
+    held = next(each for each in opened.held if each.request_id == "r1")
+    assert held.num_computed_tokens == 7
+    request = resumed.adopt(held, filling[1].token_ids, num_computed_tokens=8)
+    decode(resumed, [request], executed=opened.sequence)
+    assert (request.num_computed_tokens, len(request.block_ids[0])) == (9, 3)
+    assert transport.info().cached_blocks == cached + 1
+    other = open_session(transport)
+    assert other.get_computed_blocks(other.request("other", [*filling[1].token_ids, 1])).num_tokens == 8
