@@ -35,8 +35,6 @@ def prompts(run: Run) -> None:
     for figures in measured.values():
         figures["hash_us_per_block"] = figures.pop("hash") / PROMPT_BLOCKS
     _put(run, measured, _HASHED[task.kind])
-    for name in ("grpc", "tcp"):
-        del run.report.side(name)["hash_us_per_block"]
 
 
 def evictions(run: Run) -> None:
