@@ -303,6 +303,7 @@ class AsyncSession(SessionBase):
     async def mark_executed(self, sequence: int | None = None) -> None:
         """See `Session.mark_executed`."""
         executed = self.sequence if sequence is None else sequence
+        await self._settle_telling()
         if self._book.must_tell(executed):
             await self._send(StepBuilder(executed_sequence=executed))
             return
@@ -334,7 +335,12 @@ class AsyncSession(SessionBase):
         await self._send(builder)
         return read()
 
+    async def _settle_telling(self) -> None:
+        if self._book.is_telling:
+            await self.settle()
+
     async def _send(self, builder: StepBuilder) -> None:
+        await self._settle_telling()
         step = self._next_step(builder)
         if step:
             await self._exchange(step)

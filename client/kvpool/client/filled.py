@@ -12,7 +12,7 @@ from kvpool.client.request import Request
 from kvpool.client.results import Answer
 from kvpool.client.step_builder import DecodeRow, Row, StepBuilder
 from kvpool.server.core.config import PoolConfig
-from kvpool.server.core.quiet_room import is_plain
+from kvpool.server.core.quiet_room import fills_quietly
 from kvpool.server.core.step import Operation
 
 _HARMLESS: Final = frozenset((Operation.FREE, Operation.PREEMPT, Operation.COMMON_PREFIX))
@@ -22,12 +22,11 @@ class FilledBlocks:
     """What decodes of one session filled without asking.
 
     Attributes:
-        untold: The requests that filled a block in the last step that was answered.
+        untold: The requests that filled a block so in the last step that was answered.
     """
 
     def __init__(self, config: PoolConfig) -> None:
-        # A block of one token is filled by the decode that needs it, which asks.
-        self._allows = config.enable_caching and is_plain(config) and config.hash_block_size > 1
+        self._is_allowed = fills_quietly(config)
         self._block_size = config.hash_block_size
         self._max_tokens = config.max_model_len
         self.untold: Sequence[Request] = ()
@@ -35,7 +34,7 @@ class FilledBlocks:
     def leave_out(self, builder: StepBuilder) -> None:
         """Takes out of a step's last batch the decodes that need not ask."""
         after: list[Request | None] = []
-        for row in reversed(builder.rows if self._allows else ()):
+        for row in reversed(builder.rows if self._is_allowed else ()):
             if isinstance(row, DecodeRow):
                 filling = self._filling(row, after)
                 if filling and len(filling) < len(row.requests) + len(builder.rows) - 1:
@@ -67,8 +66,4 @@ class FilledBlocks:
         named: set[Request | None] = set()
         for row in builder.rows:
             named.update(row.requests if isinstance(row, DecodeRow) else (row.request,))
-        return [
-            Row(Operation.CACHE, request, Answer(), num_new_tokens=request.num_computed_tokens)
-            for request in self.untold
-            if request not in named
-        ]
+        return [Row(Operation.APPEND, request, Answer()) for request in self.untold if request not in named]

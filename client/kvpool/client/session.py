@@ -328,9 +328,11 @@ class Session(SessionBase):
         """Says that all steps up to `sequence` (None: the last) have run on the GPU.
 
         Until then the blocks that they filled are hit by this session's requests only. The number can also ride on
-        the next step, without a message of its own: see `step`.
+        the next step, without a message of its own: see `step`. If decodes of the last step filled blocks without
+        asking, this is a step, which tells of them and moves `sequence`; if it gets no answer, it can be called again.
         """
         executed_sequence = self.sequence if sequence is None else sequence
+        self._settle_telling()
         if self._book.must_tell(executed_sequence):
             self._send(StepBuilder(executed_sequence=executed_sequence))
             return
@@ -355,12 +357,18 @@ class Session(SessionBase):
         self._send(builder)
         return read()
 
+    def _settle_telling(self) -> None:
+        if self._book.is_telling:
+            self.settle()
+
     def _send(self, builder: StepBuilder) -> None:
+        self._settle_telling()
         step = self._next_step(builder)
         if step:
             self._exchange(step)
 
     def _begin(self, builder: StepBuilder) -> None:
+        self._settle_telling()
         step = self._next_step(builder)
         if step:
             self._transport.send(self.session_id, step)

@@ -210,6 +210,8 @@ class StepBuilder:
         self.quiet.update(dict.fromkeys(filling, 1))
         kept = [(each, place) for each, place in zip(row.requests, row.places, strict=True) if each not in self.quiet]
         row.requests, row.places = [each for each, _ in kept], [place for _, place in kept]
+        if not kept:
+            self.rows.remove(row)
 
     def check_quiet(self) -> None:
         """Raises InvalidArgumentError if a request that takes room without asking has no such room any more."""

@@ -74,6 +74,7 @@ class StepBook:
         self._caching_sequence = sequence  # of the last step that may have cached or filled blocks
         self._told_sequence = 0  # of the last that was said to have run
         self._unanswered: tuple[Step, StepBuilder] | None = None
+        self._is_telling = False
         self._over: KvpoolError | None = None
         self.sequence = sequence
 
@@ -96,6 +97,8 @@ class StepBook:
             return True
         if self._told_sequence < min(executed, self._caching_sequence):  # others may wait for what was filled
             return True
+        if self._filled.untold and executed >= self.sequence:  # likewise, if it was said by `mark_executed`
+            return True
         builder.settle_quiet()
         self._num_quiet += len(builder.quiet)
         return False
@@ -107,20 +110,21 @@ class StepBook:
             KvpoolError: As `check_settled`.
         """
         self.check_settled()
+        self._is_telling = not builder.rows and not builder.quiet and bool(self._filled.untold)
+        self._filled.leave_out(builder)
+        builder.rows[:0] = self._filled.rows(builder)
         step = Step(
             self.sequence + 1,
             executed_sequence=builder.executed_sequence,
             admission_budget_tokens=builder.admission_budget_tokens,
             num_quiet_allocations=min(self._num_quiet + len(builder.quiet), MAX_QUIET_ALLOCATIONS),
         )
-        self._filled.leave_out(builder)
-        builder.rows[:0] = self._filled.rows(builder)
         added: set[int] = set()
         hashes: list[bytes] = []
         for row in builder.rows:
             if isinstance(row, DecodeRow):
                 self._put_decodes(step, row, hashes)
-                added.update(step.request_numbers[-len(row.requests) :])
+                added.update([request.number for request in row.requests])
                 continue
             request = row.request
             appended = moved = 0
@@ -200,6 +204,11 @@ class StepBook:
                 self._read_row(row, at, result, block_ids)
                 at += 1
 
+    @property
+    def is_telling(self) -> bool:
+        """Whether the step without an answer only tells what was filled: nobody but the session knows of it."""
+        return self._is_telling and self._unanswered is not None
+
     def must_tell(self, executed_sequence: int) -> bool:
         """Whether a step has to say that so much has run, since it also has to tell what was filled by then."""
         return bool(self._filled.untold) and not self._unanswered and executed_sequence >= self.sequence
@@ -213,9 +222,12 @@ class StepBook:
         step.request_numbers.append(row.request.number if row.request else 0)
         step.num_appended_tokens.append(appended)
         step.num_new_tokens.append(row.num_new_tokens)
-        both = 0 if row.request in self._filled.untold else min(moved, row.num_rejected_tokens)
-        step.num_taken_tokens.append(moved - both)
-        step.num_rejected_tokens.append(row.num_rejected_tokens - both)
+        rejected = row.num_rejected_tokens
+        if rejected and row.request not in self._filled.untold:
+            both = min(moved, rejected)
+            moved, rejected = moved - both, rejected - both
+        step.num_taken_tokens.append(moved)
+        step.num_rejected_tokens.append(rejected)
         step.num_lookahead_tokens.append(row.num_lookahead_tokens)
         step.num_encoder_tokens.append(row.num_encoder_tokens)
         step.delay_cache_blocks.append(row.delay_cache_blocks)
@@ -307,6 +319,9 @@ class StepBook:
             self._skip_blocks(request)
         if row.operation in (Operation.FREE, Operation.PREEMPT):
             request.forget_blocks()
+        elif row.operation is Operation.APPEND:  # it tells what was filled
+            end_tokens = request.num_computed_tokens
+            request.have_room(end_tokens, self._quiet_tokens(request, end_tokens, end_tokens))
         elif row.operation in (Operation.ADMIT, Operation.ALLOCATE) and answer.ok:
             self._take_room(row, request)
         request.num_sent_computed_tokens = request.num_computed_tokens

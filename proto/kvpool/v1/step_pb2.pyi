@@ -222,8 +222,9 @@ class Step(_message.Message):
         none became full (where caching is on) and none fell behind a window. Most decodes are of this kind; a client that
         has the block tables answers them by itself. At the first naming of the request in the step, before all else. More
         than that room is refused.
-        In a pool of one group that keeps its blocks (no window, chunk or state), without events, blocks may become full,
-        too: what was filled counts as filled by the step before this one, and is cached before any operation of this one.
+        In a pool of one group that keeps its blocks (no window, chunk or state) of several tokens, without events, blocks
+        may become full, too: what was filled, or left uncached before, counts as filled by the step before this one, and is
+        cached before any operation of this one. So it must be told with the step after the one that fills it.
         """
 
     @_builtins.property

@@ -5,8 +5,10 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from kvpool.client import (
+    DeadlineError,
     FullAttentionSpec,
     KVCacheGroup,
+    Outcome,
     PoolConfig,
     Request,
     Session,
@@ -18,7 +20,7 @@ from kvpool.server.core.types import PoolName
 from support_server import pool_config
 from unit.client.test_quiet_decodes import CountingTransport, open_session
 
-ALLOCATE, CACHE, FREE, PREEMPT = Operation.ALLOCATE, Operation.CACHE, Operation.FREE, Operation.PREEMPT
+ALLOCATE, APPEND, FREE, PREEMPT = Operation.ALLOCATE, Operation.APPEND, Operation.FREE, Operation.PREEMPT
 
 
 @pytest.fixture
@@ -139,9 +141,12 @@ def test_who_is_told_of_by_no_operation_of_its_own_gets_one(
     cached = transport.info().cached_blocks
     transport.take_sent()
     session.free(filling[0])
-    assert sent_numbers(transport) == [([CACHE, CACHE, FREE], [2, 3, 1])]
+    assert sent_numbers(transport) == [([APPEND, APPEND, FREE], [2, 3, 1])]
     assert transport.info().cached_blocks == cached + 2
-    decode(session, filling[1:])
+    third = session.request("third", [9] * 7)
+    session.admit(third)
+    transport.take_sent()
+    decode(session, [*filling[1:], third])
     assert sent_numbers(transport) == [([ALLOCATE] * 2, [2, 3])]
 
 
@@ -164,12 +169,87 @@ def test_what_has_run_is_told_with_what_it_filled(
     transport.take_sent()
     session.mark_executed()
     (sent,) = transport.take_sent()
-    assert (sent.operations, sent.executed_sequence) == ([CACHE, CACHE], sent.sequence - 1)
+    assert (sent.operations, sent.executed_sequence) == ([APPEND, APPEND], sent.sequence - 1)
     other = open_session(transport)
     assert other.get_computed_blocks(other.request("other", [*filling[1].token_ids, 1])).num_tokens == 8
     transport.take_sent()
     session.mark_executed()
     assert transport.take_sent() == []
+
+
+def hit_of_another(transport: CountingTransport, request: Request) -> int:
+    other = open_session(transport)
+    return other.get_computed_blocks(other.request("other", [*request.token_ids, 1])).num_tokens
+
+
+def test_news_whose_answer_was_lost_can_be_told_again(
+    transport: CountingTransport, session: Session, filling: list[Request]
+) -> None:
+    decode(session, filling)
+    transport.lose = True
+    with pytest.raises(DeadlineError):
+        session.mark_executed()
+    session.mark_executed()
+    session.free(filling[3])
+    assert hit_of_another(transport, filling[1]) == 8
+
+
+def test_after_news_whose_answer_was_lost_the_session_goes_on(
+    transport: CountingTransport, session: Session, filling: list[Request]
+) -> None:
+    decode(session, filling)
+    transport.lose = True
+    with pytest.raises(DeadlineError):
+        session.mark_executed()
+    transport.take_sent()
+    decode(session, filling)
+    assert sent_numbers(transport) == [([APPEND] * 2, [2, 3]), ([ALLOCATE] * 2, [2, 3])]
+
+
+def test_news_of_a_step_while_the_next_is_on_its_way(
+    transport: CountingTransport, session: Session, filling: list[Request]
+) -> None:
+    decode(session, filling)
+    filled_by = session.sequence
+    with session.begin_step() as step:
+        step.free(filling[0])
+    session.mark_executed(filled_by)
+    session.settle()
+    assert hit_of_another(transport, filling[1]) == 8
+
+
+def test_news_of_a_step_whose_successor_is_refused(
+    transport: CountingTransport, session: Session, filling: list[Request]
+) -> None:
+    decode(session, filling)
+    filled_by = session.sequence
+    with session.begin_step() as step:
+        step.admit(filling[3])
+    session.mark_executed(filled_by)
+    with pytest.raises(WrongStateError):
+        session.settle()
+    with session.step(executed_sequence=filled_by):
+        pass
+    assert hit_of_another(transport, filling[1]) == 8
+
+
+def test_every_decode_is_counted(transport: CountingTransport, session: Session, filling: list[Request]) -> None:
+    before = transport.info().activity.allocations
+    for _ in range(3):
+        decode(session, filling)
+    session.free(filling[0])
+    assert transport.info().activity.allocations == before + 12
+
+
+def test_it_goes_on_though_no_block_is_found_for_another() -> None:
+    transport = CountingTransport()
+    transport.create_pool(pool_config(num_blocks=5))
+    session = open_session(transport)
+    requests = admitted(session, 8, 7)
+    with session.step() as step:
+        decodes = step.decode(requests, [7, 7])
+    assert decodes.refused == {0: Outcome.NO_BLOCKS}
+    assert [r.num_computed_tokens for r in requests] == [8, 8]
 
 
 def test_older_news_needs_no_step(transport: CountingTransport, session: Session, filling: list[Request]) -> None:

@@ -18,7 +18,7 @@ from kvpool.server.core.types import BlockId
 MOST_EXTENDED_BLOCKS: Final = 2**15
 """A chunk that has so many is extended no more: to make it anew would take milliseconds."""
 _MANY_BLOCKS: Final = 64
-"""So many become a chunk of their own, uncopied: what that takes is little for each of them."""
+"""So many become a chunk of their own, uncopied: the 300 bytes of a chunk are little for each of them."""
 _SOME_BLOCKS: Final = 8
 
 
@@ -103,7 +103,10 @@ class FreeList:
             is_whole = chunk.num_free == len(chunk.block_ids) - chunk.at
             chunk.at += len(wanted)
             found = wanted if is_whole else [block_id for block_id in wanted if column[block_id] == -number]
-            taken = found if not taken and isinstance(found, list) else [*taken, *found]
+            if taken or not isinstance(found, list):
+                taken += found
+            else:
+                taken = found
             self._leave(number, chunk, len(found))
         for block_id in taken:
             column[block_id] = 1
@@ -160,7 +163,7 @@ class FreeList:
         return dropped
 
     def append(self, block_ids: Sequence[BlockId]) -> None:
-        """Puts blocks that are in no table, nor in the list, last, in their order; keeps a list that it is given."""
+        """Puts blocks that are in no table, nor in the list, last, in their order. Keeps a list that it is given."""
         count = len(block_ids)
         if not count:
             return

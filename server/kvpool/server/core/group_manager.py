@@ -153,7 +153,7 @@ class GroupManager:
             )
 
     def free(self, table: BlockTable) -> list[BlockId]:
-        """Empties the table; returns what it held, the last first."""
+        """Empties the table; returns what it held, the last first, to be read at once: the list is the free list's."""
         held = table.block_ids[: table.num_skipped - 1 : -1] if table.num_skipped else table.block_ids[::-1]
         num_uncached = min(len(table.block_ids) - table.num_cached, len(held))
         self._counters.used_blocks -= self._pool.release(held, num_uncached)

@@ -138,7 +138,7 @@ class PlainStep:
                     now.add(request, min(num_tokens, end_tokens) // span)
             request.num_tokens, request.num_computed_tokens = num_tokens, end_tokens
             bound_tokens = room.num_tokens(len(table.block_ids), table.num_cached, 0)
-            request.quiet_tokens = bound_tokens if bound_tokens < max_tokens else max_tokens
+            request.quiet_tokens = bound_tokens if bound_tokens < max_tokens else max_tokens  # noqa: FURB136 - is faster
         before.cache(types.Sequence(sequence - 1))
         now.cache(sequence)
         pool.activity.allocations += len(self._rows)

@@ -18,7 +18,7 @@ from kvpool.server.core.errors import InvalidArgumentError, UnavailableError
 from kvpool.server.core.group_manager import GroupManager
 from kvpool.server.core.prefix_search import PrefixSearch
 from kvpool.server.core.quarantine import Quarantine
-from kvpool.server.core.quiet_room import is_plain
+from kvpool.server.core.quiet_room import fills_quietly, is_plain
 from kvpool.server.core.quota import Quotas
 from kvpool.server.core.request import BlockTable, Request
 from kvpool.server.core.residency import Residency
@@ -114,7 +114,7 @@ class Pool:
         self._quiet_rooms = [manager.quiet_room for manager in self._managers]
         self._windowed = [manager for manager in self._managers if not manager.spec.keeps_all]
         self.plain_manager = self._managers[0] if is_plain(config) else None
-        self._fills_quietly = is_plain(config) and config.enable_caching
+        self._fills_quietly = fills_quietly(config)
         self.quotas = Quotas(self.blocks, self.blocks.num_free_blocks)
         self._search = PrefixSearch(self._managers, self.blocks.prefix_map, config.hit_alignment)
 
@@ -314,7 +314,7 @@ class Pool:
     def most_taken_tokens(self, request: Request) -> int:
         """Up to how many computed tokens a request may have gone without asking, when it tells so.
 
-        In a pool of plain steps that includes the last slot of a block: see `filled`.
+        Where it fills blocks so, that is all of its blocks: see `filled`.
         """
         if not self._fills_quietly:
             return request.quiet_tokens

@@ -51,11 +51,6 @@ class QuietRoom:
             not isinstance(spec, CrossAttentionSpec),
         )
 
-    @property
-    def is_plain(self) -> bool:
-        """Whether blocks are kept as long as the request is there, and each of its tokens has a slot in one."""
-        return self.has_slots and not self.skips
-
     def num_tokens(self, num_blocks: int, num_cached_blocks: int, num_skipped_blocks: int) -> int:
         """Up to how many computed tokens, look-ahead included, a request can go without a change of this group.
 
@@ -74,8 +69,14 @@ class QuietRoom:
 
 
 def is_plain(config: PoolConfig) -> bool:
-    """Whether a pool has one group that is plain, and no events: there a decode that fills a block need not ask.
+    """Whether a pool has one group, whose blocks are kept and hold a slot a token, and no events."""
+    room = QuietRoom.of(config, GroupId(0))
+    return len(config.groups) == 1 and room.has_slots and not room.skips and not config.makes_events
 
-    It allocates nothing, and what it filled can be told, and cached, with the session's next step: see `Filled`.
+
+def fills_quietly(config: PoolConfig) -> bool:
+    """Whether a decode that fills a block need not ask: what it filled is cached by the next step, see `Filled`.
+
+    A block of one token is filled by the decode that needs it, which asks.
     """
-    return len(config.groups) == 1 and QuietRoom.of(config, GroupId(0)).is_plain and not config.makes_events
+    return config.enable_caching and config.hash_block_size > 1 and is_plain(config)

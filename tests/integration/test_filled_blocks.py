@@ -1,0 +1,64 @@
+"""Blocks that decodes filled without asking, found by others of a real server once their step is said to have run."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import pytest
+
+from kvpool.client import DeadlineError, aio, connect
+from kvpool.client.aio import AsyncSession
+from kvpool.server.core.step import StepResult
+from support_server import pool_config, running_server
+
+PROMPTS = ([1] * 8, [2] * 7)
+"""In blocks of 4 tokens: the first needs a block with its next token, the second fills one."""
+
+
+def test_of_a_synchronous_session() -> None:
+    with running_server() as address, connect(address) as client:
+        client.create_pool(pool_config())
+        session, other = client.open_session("m"), client.open_session("m")
+        requests = [session.request(f"r{i}", prompt) for i, prompt in enumerate(PROMPTS)]
+        for request in requests:
+            session.admit(request)
+        with session.step() as step:
+            step.decode(requests, [3, 3])
+        assert client.get_pool("m").cached_blocks == 3
+        assert other.get_computed_blocks(other.request("before", [*requests[1].token_ids, 0])).num_tokens == 0
+        session.mark_executed()
+        assert other.get_computed_blocks(other.request("after", [*requests[1].token_ids, 0])).num_tokens == 8
+        assert client.get_pool("m").cached_blocks == 4
+
+
+@pytest.mark.parametrize("goes_on", ["the news again", "the next step"])
+def test_of_an_asynchronous_session_whose_news_got_no_answer(goes_on: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    exchange = AsyncSession._exchange_once
+    lost: list[StepResult] = []
+
+    async def lose(self: AsyncSession, message: object) -> StepResult:
+        lost.append(await exchange(self, message))  # type: ignore[arg-type]
+        monkeypatch.setattr(AsyncSession, "_exchange_once", exchange)
+        raise DeadlineError("DEADLINE", "lost")
+
+    async def play(address: str) -> None:
+        async with aio.connect(address) as client:
+            session, other = await client.open_session("m"), await client.open_session("m")
+            requests = [session.request(f"r{i}", prompt) for i, prompt in enumerate(PROMPTS)]
+            for request in requests:
+                await session.admit(request)
+            async with session.step() as step:
+                step.decode(requests, [3, 3])
+            monkeypatch.setattr(AsyncSession, "_exchange_once", lose)
+            with pytest.raises(DeadlineError):
+                await session.mark_executed()
+            go_on: Callable[[], Awaitable[None]] = session.mark_executed
+            if goes_on == "the next step":
+                go_on = lambda: session.free(requests[0])  # noqa: E731 - one of two
+            await go_on()
+            found = await other.get_computed_blocks(other.request("after", [*requests[1].token_ids, 0]))
+            assert (len(lost), found.num_tokens) == (1, 8)
+
+    with running_server() as address:
+        with connect(address) as client:
+            client.create_pool(pool_config())
+        asyncio.run(play(address))
