@@ -1,13 +1,13 @@
 """Blocks that decodes filled without asking, found by others of a real server once their step is said to have run."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
 
 import pytest
 
 from kvpool.client import DeadlineError, aio, connect
 from kvpool.client.aio import AsyncSession
 from kvpool.server.core.step import StepResult
+from kvpool.v1 import step_pb2
 from support_server import pool_config, running_server
 
 PROMPTS = ([1] * 8, [2] * 7)
@@ -35,8 +35,8 @@ def test_of_an_asynchronous_session_whose_news_got_no_answer(goes_on: str, monke
     exchange = AsyncSession._exchange_once
     lost: list[StepResult] = []
 
-    async def lose(self: AsyncSession, message: object) -> StepResult:
-        lost.append(await exchange(self, message))  # type: ignore[arg-type]
+    async def lose(self: AsyncSession, message: step_pb2.Step) -> StepResult:
+        lost.append(await exchange(self, message))
         monkeypatch.setattr(AsyncSession, "_exchange_once", exchange)
         raise DeadlineError("DEADLINE", "lost")
 
@@ -51,10 +51,10 @@ def test_of_an_asynchronous_session_whose_news_got_no_answer(goes_on: str, monke
             monkeypatch.setattr(AsyncSession, "_exchange_once", lose)
             with pytest.raises(DeadlineError):
                 await session.mark_executed()
-            go_on: Callable[[], Awaitable[None]] = session.mark_executed
             if goes_on == "the next step":
-                go_on = lambda: session.free(requests[0])  # noqa: E731 - one of two
-            await go_on()
+                await session.free(requests[0])
+            else:
+                await session.mark_executed()
             found = await other.get_computed_blocks(other.request("after", [*requests[1].token_ids, 0]))
             assert (len(lost), found.num_tokens) == (1, 8)
 

@@ -95,9 +95,8 @@ class StepBook:
             return True
         if builder.quiet and not is_fresh:
             return True
-        if self._told_sequence < min(executed, self._caching_sequence):  # others may wait for what was filled
-            return True
-        if self._filled.untold and executed >= self.sequence:  # likewise, if it was said by `mark_executed`
+        # Others may wait for what was cached; or filled, and was said to have run before it could be told.
+        if self._told_sequence < min(executed, self._caching_sequence) or self.must_tell(executed):
             return True
         builder.settle_quiet()
         self._num_quiet += len(builder.quiet)

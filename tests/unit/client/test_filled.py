@@ -1,6 +1,7 @@
 """Decodes that fill a block without asking: the step after tells of them, and every answer stays what it was."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 
@@ -50,6 +51,12 @@ def decode(session: Session, requests: Sequence[Request], executed: int = 0) -> 
 
 def sent_numbers(transport: CountingTransport) -> list[tuple[list[Operation], list[int]]]:
     return [([Operation(op) for op in sent.operations], sent.request_numbers) for sent in transport.take_sent()]
+
+
+def hit_of_another(transport: CountingTransport, request: Request) -> int:
+    """Tokens that another session finds of it."""
+    other = open_session(transport)
+    return other.get_computed_blocks(other.request("other", [*request.token_ids, 1])).num_tokens
 
 
 @pytest.fixture
@@ -158,8 +165,7 @@ def test_a_request_that_ends_on_a_full_block_leaves_it_to_others(
     with session.step(executed_sequence=session.sequence):
         pass
     leave(session, filling[1])
-    other = open_session(transport)
-    assert other.get_computed_blocks(other.request("other", [*filling[1].token_ids, 1])).num_tokens == 8
+    assert hit_of_another(transport, filling[1]) == 8
 
 
 def test_what_has_run_is_told_with_what_it_filled(
@@ -170,16 +176,10 @@ def test_what_has_run_is_told_with_what_it_filled(
     session.mark_executed()
     (sent,) = transport.take_sent()
     assert (sent.operations, sent.executed_sequence) == ([APPEND, APPEND], sent.sequence - 1)
-    other = open_session(transport)
-    assert other.get_computed_blocks(other.request("other", [*filling[1].token_ids, 1])).num_tokens == 8
+    assert hit_of_another(transport, filling[1]) == 8
     transport.take_sent()
     session.mark_executed()
     assert transport.take_sent() == []
-
-
-def hit_of_another(transport: CountingTransport, request: Request) -> int:
-    other = open_session(transport)
-    return other.get_computed_blocks(other.request("other", [*request.token_ids, 1])).num_tokens
 
 
 def test_news_whose_answer_was_lost_can_be_told_again(
@@ -304,10 +304,10 @@ def test_drafts_that_are_thrown_away_leave_what_was_filled(
         {"groups": (KVCacheGroup(FullAttentionSpec(1), ("a",)),)},
     ],
 )
-def test_pools_where_more_hangs_on_a_full_block_are_asked(options: dict[str, object]) -> None:
+def test_pools_where_more_hangs_on_a_full_block_are_asked(options: dict[str, Any]) -> None:
     transport = CountingTransport()
     groups = (KVCacheGroup(FullAttentionSpec(4), ("a",)),)
-    transport.create_pool(PoolConfig(PoolName("m"), 60, 100, **{"groups": groups, **options}))  # type: ignore[arg-type]
+    transport.create_pool(PoolConfig(PoolName("m"), 60, 100, **{"groups": groups, **options}))
     session = open_session(transport)
     requests = admitted(session, 8, 7)
     transport.take_sent()
@@ -328,5 +328,4 @@ def test_who_resumes_the_session_tells_of_what_was_filled(
     decode(resumed, [request], executed=opened.sequence)
     assert (request.num_computed_tokens, len(request.block_ids[0])) == (9, 3)
     assert transport.info().cached_blocks == cached + 1
-    other = open_session(transport)
-    assert other.get_computed_blocks(other.request("other", [*filling[1].token_ids, 1])).num_tokens == 8
+    assert hit_of_another(transport, filling[1]) == 8

@@ -128,3 +128,17 @@ def test_where_more_hangs_on_a_full_block_it_is_refused(options: dict[str, Any])
     with pytest.raises(InvalidArgumentError, match=r"num_taken_tokens\[0\]: 1 is not in \[0, 0\]"):
         world.run(session, ALLOCATE, request_numbers=[1], num_new_tokens=[1], num_taken_tokens=[1])
     assert world.snapshot() == before
+
+
+def test_a_block_of_one_token_is_asked_for() -> None:
+    """By a decode alone, too, which is taken together with its like."""
+    world = World(block_size=1)
+    session = world.open()
+    world.run(
+        session, Operation.ADD, Operation.ADMIT, request_numbers=[1, 1], num_appended_tokens=[3, 0],
+        num_lookahead_tokens=[0, 2], block_hashes=block_hashes("abc", 3), request_ids=["r1"],
+    )  # fmt: skip
+    before = world.snapshot()
+    with pytest.raises(InvalidArgumentError, match=r"num_taken_tokens\[0\]: 1 is not in \[0, 0\]"):
+        world.run(session, ALLOCATE, request_numbers=[1], num_new_tokens=[1], num_taken_tokens=[1])
+    assert world.snapshot() == before

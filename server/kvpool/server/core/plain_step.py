@@ -97,7 +97,7 @@ class PlainStep:
             num_blocks = len(request.tables[0].block_ids)
             if num_tokens > max_tokens or end_tokens > max_tokens:
                 return None
-            if quietly and start_tokens > request.quiet_tokens and (not size_bytes or start_tokens > num_blocks * span):
+            if quietly and start_tokens > pool.most_taken_tokens(request):
                 return None
             hashes = None
             if size_bytes and num_tokens // span > before_tokens // span:
@@ -109,7 +109,8 @@ class PlainStep:
             lacking = (end_tokens - 1) // span + 1 - num_blocks
             if lacking > 0:
                 needed += lacking
-            rows.append((request, num_tokens, start_tokens, end_tokens, lacking, hashes))  # type: ignore[arg-type]  # likewise
+            # BlockHash's call, too, takes its time.
+            rows.append((request, num_tokens, start_tokens, end_tokens, lacking, hashes))  # type: ignore[arg-type]
         if at != len(joined) or needed > pool.blocks.num_free_blocks or needed >= MAX_STEP_WORK:
             return None
         return rows, needed
@@ -138,7 +139,7 @@ class PlainStep:
                     now.add(request, min(num_tokens, end_tokens) // span)
             request.num_tokens, request.num_computed_tokens = num_tokens, end_tokens
             bound_tokens = room.num_tokens(len(table.block_ids), table.num_cached, 0)
-            request.quiet_tokens = bound_tokens if bound_tokens < max_tokens else max_tokens  # noqa: FURB136 - is faster
+            request.quiet_tokens = bound_tokens if bound_tokens < max_tokens else max_tokens  # noqa: FURB136 - min() is slower
         before.cache(types.Sequence(sequence - 1))
         now.cache(sequence)
         pool.activity.allocations += len(self._rows)
