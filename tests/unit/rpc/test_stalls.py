@@ -1,6 +1,7 @@
 """Writes of a stream that nobody reads end; others are left alone."""
 
 import asyncio
+import time
 from typing import Any
 
 import pytest
@@ -79,7 +80,9 @@ async def test_who_is_cancelled_meanwhile_ends_so(
     task = asyncio.create_task(write())
     await asyncio.sleep(0)  # until it writes
     if is_late:
-        asyncio.get_running_loop().call_later(STALL_SECONDS, task.cancel)
+        loop = asyncio.get_running_loop()
+        loop.call_later(STALL_SECONDS / 2, time.sleep, STALL_SECONDS)  # so that both are due when it comes round
+        loop.call_later(STALL_SECONDS, task.cancel)
     else:
         task.cancel()
     with pytest.raises(asyncio.CancelledError):
