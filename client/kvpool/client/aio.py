@@ -288,9 +288,11 @@ class AsyncSession(SessionBase):
         return (await self._call(call)).num_common_blocks
 
     @asynccontextmanager
-    async def step(self, *, admission_budget_tokens: int = 0, executed_sequence: int = 0) -> AsyncIterator[StepBuilder]:
+    async def step(
+        self, *, admission_budget_tokens: int = 0, executed_sequence: int = 0, launched_sequence: int = 0
+    ) -> AsyncIterator[StepBuilder]:
         """See `Session.step`."""
-        builder = StepBuilder(admission_budget_tokens, executed_sequence)
+        builder = StepBuilder(admission_budget_tokens, executed_sequence, launched_sequence)
         yield builder
         await self._send(builder)
 

@@ -291,18 +291,20 @@ class Session(SessionBase):
         return self._call(calls.call_simply(lambda step: step.get_common_prefix_blocks(request))).num_common_blocks
 
     def step(
-        self, *, admission_budget_tokens: int = 0, executed_sequence: int = 0
+        self, *, admission_budget_tokens: int = 0, executed_sequence: int = 0, launched_sequence: int = 0
     ) -> AbstractContextManager[StepBuilder]:
         """Collects operations and sends them as one message when the block ends; then their answers are filled.
 
         Args:
             admission_budget_tokens: Tokens that all admissions together may make room for; 0 for no limit.
             executed_sequence: Newest step whose execution has finished: see `mark_executed`.
+            launched_sequence: Newest step whose execution is sure to come, before that of any later one: what was
+                filled up to there stays in the cache when its request is freed, though it was not yet executed.
         """
-        return _Collected(StepBuilder(admission_budget_tokens, executed_sequence), self._send)
+        return _Collected(StepBuilder(admission_budget_tokens, executed_sequence, launched_sequence), self._send)
 
     def begin_step(
-        self, *, admission_budget_tokens: int = 0, executed_sequence: int = 0
+        self, *, admission_budget_tokens: int = 0, executed_sequence: int = 0, launched_sequence: int = 0
     ) -> AbstractContextManager[StepBuilder]:
         """As `step`, but the block ends without waiting for the service: `settle` does, and fills the answers.
 
@@ -312,8 +314,9 @@ class Session(SessionBase):
         Args:
             admission_budget_tokens: See `step`.
             executed_sequence: See `step`.
+            launched_sequence: See `step`.
         """
-        return _Collected(StepBuilder(admission_budget_tokens, executed_sequence), self._begin)
+        return _Collected(StepBuilder(admission_budget_tokens, executed_sequence, launched_sequence), self._begin)
 
     def settle(self) -> None:
         """Waits for the answer of a step that was begun, or sends one again that had no answer in time; fills it in.

@@ -1,13 +1,14 @@
 """Collects the operations of a step."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from kvpool.client.request import Request
 from kvpool.client.results import Answer, Decodes
 from kvpool.server.core.errors import InvalidArgumentError
 from kvpool.server.core.pool import ComputedBlocks
 from kvpool.server.core.step import Operation, Outcome
+from kvpool.server.core.terms import USUAL_TERMS, Terms
 
 
 @dataclass(slots=True)
@@ -27,6 +28,7 @@ class Row:
     num_lookahead_tokens: int = 0
     num_encoder_tokens: int = 0
     delay_cache_blocks: bool = False
+    terms: Terms = USUAL_TERMS
     computed: ComputedBlocks | None = None
     block_ids: Sequence[int] = ()
     num_sent_tokens: int = 0
@@ -63,15 +65,19 @@ class StepBuilder:
     blocks are not tried (`Outcome.SKIPPED`). While it is collected, no other call may name its requests.
     """
 
-    def __init__(self, admission_budget_tokens: int = 0, executed_sequence: int = 0) -> None:
+    def __init__(
+        self, admission_budget_tokens: int = 0, executed_sequence: int = 0, launched_sequence: int = 0
+    ) -> None:
         """Starts a step.
 
         Args:
             admission_budget_tokens: Tokens that all admissions together may make room for; 0 for no limit.
             executed_sequence: Newest step whose execution has finished; 0 for no news.
+            launched_sequence: Newest step whose execution is sure to come, in order; 0 for no news.
         """
         self.admission_budget_tokens = admission_budget_tokens
         self.executed_sequence = executed_sequence
+        self.launched_sequence = launched_sequence
         self.rows: list[Row | DecodeRow] = []
         self.quiet: dict[Request, int] = {}
         """Requests that take room without asking, and how many tokens each."""
@@ -81,7 +87,7 @@ class StepBuilder:
         self._decodes: list[Decodes] = []
         self._named: set[int] = set()  # numbers of the requests that are in `rows`
 
-    def admit(
+    def admit(  # noqa: PLR0913 - the reference's own parameters
         self,
         request: Request,
         max_new_tokens: int = 0,
@@ -89,6 +95,7 @@ class StepBuilder:
         num_lookahead_tokens: int = 0,
         num_encoder_tokens: int = 0,
         delay_cache_blocks: bool = False,
+        terms: Terms = USUAL_TERMS,
     ) -> Answer:
         """Looks up, then makes room for as many of the tokens left as the budgets allow, atomically.
 
@@ -98,6 +105,7 @@ class StepBuilder:
             num_lookahead_tokens: Tokens beyond these to keep room for.
             num_encoder_tokens: Tokens that the encoder puts out, for models with cross attention.
             delay_cache_blocks: Leave full blocks uncached until `cache_blocks`.
+            terms: On what terms.
         """
         return self._add(
             Operation.ADMIT,
@@ -106,6 +114,7 @@ class StepBuilder:
             num_lookahead_tokens=num_lookahead_tokens,
             num_encoder_tokens=num_encoder_tokens,
             delay_cache_blocks=delay_cache_blocks,
+            terms=terms,
         )
 
     def allocate_slots(  # noqa: PLR0913 - the reference's own parameters
@@ -118,6 +127,7 @@ class StepBuilder:
         num_lookahead_tokens: int = 0,
         num_encoder_tokens: int = 0,
         delay_cache_blocks: bool = False,
+        terms: Terms = USUAL_TERMS,
     ) -> Answer:
         """Makes room for more tokens of a request, and caches the blocks that become full.
 
@@ -130,6 +140,7 @@ class StepBuilder:
             num_encoder_tokens: Tokens that the encoder puts out, for models with cross attention; in the call that
                 finds the request without blocks.
             delay_cache_blocks: Leave full blocks uncached until `cache_blocks`.
+            terms: On what terms.
         """
         rejected = 0 if num_computed_tokens is None else request.num_computed_tokens - num_computed_tokens
         if rejected < 0:
@@ -139,6 +150,10 @@ class StepBuilder:
         if request in self.quiet:
             raise InvalidArgumentError("request", f"{request.request_id!r} allocated already in this step")
         is_told_more = rejected or computed or num_encoder_tokens or request.number in self._named
+        # What makes no block fall behind a window does not care which tokens are in flight.
+        is_told_more = is_told_more or (
+            terms is not USUAL_TERMS and replace(terms, num_in_flight_tokens=0) != USUAL_TERMS
+        )
         if not is_told_more and 0 < num_new_tokens <= request.num_quiet_tokens - num_lookahead_tokens:
             self.quiet[request] = num_new_tokens
             answer = Answer(new_blocks=[[] for _ in request.block_ids])
@@ -152,6 +167,7 @@ class StepBuilder:
             num_lookahead_tokens=num_lookahead_tokens,
             num_encoder_tokens=num_encoder_tokens,
             delay_cache_blocks=delay_cache_blocks,
+            terms=terms,
             computed=computed,
         )
 
@@ -232,6 +248,10 @@ class StepBuilder:
     def get_computed_blocks(self, request: Request, *, counted: bool = True) -> Answer:
         """Looks up the longest cached prefix of a request that holds no blocks; its last token is never hit."""
         return self._add(Operation.LOOK_UP if counted else Operation.PEEK, request)
+
+    def find_computed_blocks(self, request: Request) -> Answer:
+        """As `get_computed_blocks`, counted once the request is given room, with the hit that it then gets."""
+        return self._add(Operation.FIND, request)
 
     def cache_blocks(self, request: Request, num_computed_tokens: int) -> Answer:
         """Caches the full blocks among the first `num_computed_tokens` tokens (after delay_cache_blocks)."""

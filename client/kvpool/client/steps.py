@@ -15,6 +15,7 @@ from kvpool.client.check_result import check_result
 from kvpool.client.filled import FilledBlocks
 from kvpool.client.request import Request, hash_filled
 from kvpool.client.step_builder import DecodeRow, Row, StepBuilder
+from kvpool.client.terms_columns import complete_terms, put_terms
 from kvpool.server.core.config import PoolConfig
 from kvpool.server.core.errors import (
     AbortedError,
@@ -27,10 +28,11 @@ from kvpool.server.core.errors import (
 from kvpool.server.core.quiet_room import QuietRoom
 from kvpool.server.core.specs import MambaSpec
 from kvpool.server.core.step import MAX_QUIET_ALLOCATIONS, Operation, Outcome, Step, StepResult
+from kvpool.server.core.terms import USUAL_TERMS
 from kvpool.server.core.types import NULL_BLOCK, GroupId
 
 _REFUSALS: Final = (InvalidArgumentError, NotFoundError, WrongStateError, ExhaustedError)
-_DECLARING: Final = frozenset((Operation.LOOK_UP, Operation.PEEK, Operation.ADMIT, Operation.ALLOCATE))
+_DECLARING: Final = frozenset((Operation.LOOK_UP, Operation.PEEK, Operation.FIND, Operation.ADMIT, Operation.ALLOCATE))
 _CACHING: Final = frozenset((Operation.ADMIT, Operation.ALLOCATE, Operation.CACHE))
 _OFTEN_EMPTY: Final = (
     "num_taken_tokens",
@@ -115,6 +117,7 @@ class StepBook:
         step = Step(
             self.sequence + 1,
             executed_sequence=builder.executed_sequence,
+            launched_sequence=builder.launched_sequence,
             admission_budget_tokens=builder.admission_budget_tokens,
             num_quiet_allocations=min(self._num_quiet + len(builder.quiet), MAX_QUIET_ALLOCATIONS),
         )
@@ -146,6 +149,7 @@ class StepBook:
                     step.token_ids += request.token_ids[request.num_sent_tokens :]
             self._put_row(step, row, appended, moved)
         step.block_hashes = b"".join(hashes)
+        complete_terms(step)
         for name in _OFTEN_EMPTY:
             if not any(getattr(step, name)):
                 setattr(step, name, [])
@@ -230,6 +234,8 @@ class StepBook:
         step.num_lookahead_tokens.append(row.num_lookahead_tokens)
         step.num_encoder_tokens.append(row.num_encoder_tokens)
         step.delay_cache_blocks.append(row.delay_cache_blocks)
+        if row.terms is not USUAL_TERMS:
+            put_terms(step, row.terms)
         promised: Sequence[Sequence[int]] = row.computed.block_ids if row.computed else (row.block_ids,)
         if step.num_block_ids or any(promised):
             before = (len(step.operations) - 1) * self._num_groups
@@ -314,8 +320,11 @@ class StepBook:
         request.num_sent_tokens = 0 if gone else row.num_sent_tokens
         request.num_sent_hashes = 0 if gone else row.num_sent_hashes
         request.num_quiet_tokens += row.num_rejected_tokens
-        if row.operation is Operation.ALLOCATE and answer.outcome in _SKIPPING:
-            self._skip_blocks(request)
+        is_unknown = (
+            row.terms.full_sequence_must_fit and not answer.ok
+        )  # whether it came as far: the next one will tell
+        if row.operation is Operation.ALLOCATE and answer.outcome in _SKIPPING and not is_unknown:
+            self._skip_blocks(request, row.terms.num_in_flight_tokens)
         if row.operation in (Operation.FREE, Operation.PREEMPT):
             request.forget_blocks()
         elif row.operation is Operation.APPEND:  # it tells what was filled
@@ -325,11 +334,12 @@ class StepBook:
             self._take_room(row, request)
         request.num_sent_computed_tokens = request.num_computed_tokens
 
-    def _skip_blocks(self, request: Request) -> None:
+    def _skip_blocks(self, request: Request, num_in_flight_tokens: int = 0) -> None:
         """Does in the session's copy what the server did: blocks that nothing looks at any more stand null."""
+        num_run_tokens = max(request.num_computed_tokens - num_in_flight_tokens, 0)
         for group_id, room in self._windowed:
             table = request.block_ids[group_id]
-            i = min(room.spec.num_skipped_tokens(request.num_computed_tokens) // room.span_tokens, len(table)) - 1
+            i = min(room.spec.num_skipped_tokens(num_run_tokens) // room.span_tokens, len(table)) - 1
             while i >= 0 and table[i] != NULL_BLOCK:
                 table[i] = NULL_BLOCK
                 i -= 1
@@ -343,12 +353,24 @@ class StepBook:
             hit = row.computed.block_ids if row.computed else hit
             before_tokens = request.num_computed_tokens + (row.computed.num_tokens if row.computed else 0)
             num_new_tokens = row.num_new_tokens
+        if row.terms.num_external_tokens:
+            before_tokens += row.terms.num_external_tokens
+            hit = self._moved_on(hit or [[]] * len(self._rooms), before_tokens)
         for table, hit_ids, new_ids in zip(request.block_ids, hit, answer.new_blocks, strict=True):
             table.extend(hit_ids)
             table.extend(new_ids)
         end_tokens = before_tokens + num_new_tokens
-        quiet_tokens = 0 if row.delay_cache_blocks else self._quiet_tokens(request, before_tokens, end_tokens)
+        num_run_tokens = max(before_tokens - row.terms.num_in_flight_tokens, 0)
+        quiet_tokens = 0 if row.delay_cache_blocks else self._quiet_tokens(request, num_run_tokens, end_tokens)
         request.have_room(end_tokens, quiet_tokens)
+
+    def _moved_on(self, hit: Sequence[Sequence[int]], num_computed_tokens: int) -> list[list[int]]:
+        """A hit's blocks where external tokens after it move windows on: what these leave behind stands null."""
+        moved = []
+        for room, ids in zip(self._rooms, hit, strict=True):
+            count = room.spec.num_skipped_tokens(num_computed_tokens) // room.span_tokens
+            moved.append([NULL_BLOCK] * count + list(ids[count:]))
+        return moved
 
     def _quiet_tokens(self, request: Request, before_tokens: int, end_tokens: int) -> int:
         """What the server allows, or less: see `Pool.allocate`, which made room for tokens from `before_tokens` on."""

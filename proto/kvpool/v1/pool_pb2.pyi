@@ -227,6 +227,7 @@ class PoolConfig(_message.Message):
     DCP_WORLD_SIZE_FIELD_NUMBER: _builtins.int
     ENABLE_EVENTS_FIELD_NUMBER: _builtins.int
     HASH_SCHEME_FIELD_NUMBER: _builtins.int
+    MAX_IN_FLIGHT_TOKENS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """The pool's name: 1 to 128 letters, digits, '.', '_', '-' or '/'."""
     num_blocks: _builtins.int
@@ -245,6 +246,11 @@ class PoolConfig(_message.Message):
     """
     enable_events: _builtins.bool
     """Publishes block events, if caching is on; sessions then send token ids too."""
+    max_in_flight_tokens: _builtins.int
+    """Most tokens of a request that its scheduler has in steps which were not yet executed, at most 2^31 - 1: a group with a
+    window then never needs more than the blocks of these and of the window, which is what full_sequence_must_fit of
+    a step reckons with. 0: max_model_len.
+    """
     @_builtins.property
     def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___KvCacheGroup]:
         """The layers, by group: 1 to 256 groups of any kinds, 4096 layers at most. Their blocks may cover up to 8 different
@@ -269,10 +275,11 @@ class PoolConfig(_message.Message):
         dcp_world_size: _builtins.int = ...,
         enable_events: _builtins.bool = ...,
         hash_scheme: Global___HashScheme | None = ...,
+        max_in_flight_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["hash_scheme", b"hash_scheme"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dcp_world_size", b"dcp_world_size", "disable_caching", b"disable_caching", "enable_events", b"enable_events", "groups", b"groups", "hash_scheme", b"hash_scheme", "max_model_len", b"max_model_len", "name", b"name", "num_blocks", b"num_blocks", "reuse_order", b"reuse_order", "use_eagle", b"use_eagle"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dcp_world_size", b"dcp_world_size", "disable_caching", b"disable_caching", "enable_events", b"enable_events", "groups", b"groups", "hash_scheme", b"hash_scheme", "max_in_flight_tokens", b"max_in_flight_tokens", "max_model_len", b"max_model_len", "name", b"name", "num_blocks", b"num_blocks", "reuse_order", b"reuse_order", "use_eagle", b"use_eagle"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

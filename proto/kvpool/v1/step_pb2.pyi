@@ -43,7 +43,8 @@ class _OperationEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Operation.V
     """Caches the full blocks among the first num_new_tokens tokens (after delay_cache_blocks)."""
     OPERATION_FREE: _Operation.ValueType  # 6
     """Frees the request's blocks, the last first, and forgets it. What it had cached and was not said to be executed by then
-    (executed_sequence) is found by nobody; or, in a session that never says so, by no other session.
+    (executed_sequence) is found by nobody; or, in a session that never says so, by no other session. In a session that
+    says what is launched (launched_sequence), it finds what is, and others do once that is said to be executed.
     """
     OPERATION_PREEMPT: _Operation.ValueType  # 7
     """As OPERATION_FREE, but it keeps its tokens and will be admitted again."""
@@ -59,6 +60,8 @@ class _OperationEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Operation.V
     """Only brings the request's new tokens and hashes."""
     OPERATION_PEEK: _Operation.ValueType  # 12
     """As OPERATION_LOOK_UP, but left out of the statistics."""
+    OPERATION_FIND: _Operation.ValueType  # 13
+    """As OPERATION_PEEK, and counted once the request is given room, with the hit that it then gets."""
 
 class Operation(_Operation, metaclass=_OperationEnumTypeWrapper):
     """A step: all that one scheduling round asks, in packed columns, and its result.
@@ -92,7 +95,8 @@ OPERATION_CACHE: Operation.ValueType  # 5
 """Caches the full blocks among the first num_new_tokens tokens (after delay_cache_blocks)."""
 OPERATION_FREE: Operation.ValueType  # 6
 """Frees the request's blocks, the last first, and forgets it. What it had cached and was not said to be executed by then
-(executed_sequence) is found by nobody; or, in a session that never says so, by no other session.
+(executed_sequence) is found by nobody; or, in a session that never says so, by no other session. In a session that
+says what is launched (launched_sequence), it finds what is, and others do once that is said to be executed.
 """
 OPERATION_PREEMPT: Operation.ValueType  # 7
 """As OPERATION_FREE, but it keeps its tokens and will be admitted again."""
@@ -108,6 +112,8 @@ OPERATION_APPEND: Operation.ValueType  # 11
 """Only brings the request's new tokens and hashes."""
 OPERATION_PEEK: Operation.ValueType  # 12
 """As OPERATION_LOOK_UP, but left out of the statistics."""
+OPERATION_FIND: Operation.ValueType  # 13
+"""As OPERATION_PEEK, and counted once the request is given room, with the hit that it then gets."""
 Global___Operation: _TypeAlias = Operation  # noqa: Y015
 
 class _Outcome:
@@ -163,6 +169,7 @@ class Step(_message.Message):
     SESSION_ID_FIELD_NUMBER: _builtins.int
     SEQUENCE_FIELD_NUMBER: _builtins.int
     EXECUTED_SEQUENCE_FIELD_NUMBER: _builtins.int
+    LAUNCHED_SEQUENCE_FIELD_NUMBER: _builtins.int
     ADMISSION_BUDGET_TOKENS_FIELD_NUMBER: _builtins.int
     NUM_QUIET_ALLOCATIONS_FIELD_NUMBER: _builtins.int
     OPERATIONS_FIELD_NUMBER: _builtins.int
@@ -174,6 +181,11 @@ class Step(_message.Message):
     NUM_LOOKAHEAD_TOKENS_FIELD_NUMBER: _builtins.int
     NUM_ENCODER_TOKENS_FIELD_NUMBER: _builtins.int
     DELAY_CACHE_BLOCKS_FIELD_NUMBER: _builtins.int
+    NUM_EXTERNAL_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_IN_FLIGHT_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_RESERVED_BLOCKS_FIELD_NUMBER: _builtins.int
+    NUM_WATERMARK_BLOCKS_FIELD_NUMBER: _builtins.int
+    FULL_SEQUENCE_MUST_FIT_FIELD_NUMBER: _builtins.int
     NUM_BLOCK_IDS_FIELD_NUMBER: _builtins.int
     BLOCK_IDS_FIELD_NUMBER: _builtins.int
     BLOCK_HASHES_FIELD_NUMBER: _builtins.int
@@ -187,6 +199,10 @@ class Step(_message.Message):
     executed_sequence: _builtins.int
     """Newest sequence number whose execution on the GPU has finished; below sequence. Blocks that were filled up to
     there may be hit by other sessions. 0, or lower than before: no news.
+    """
+    launched_sequence: _builtins.int
+    """Newest sequence number whose execution on the GPU is sure to come, in order, before that of any later one; below
+    sequence. What was filled up to there stays in the cache when its request is freed. 0, or lower than before: no news.
     """
     admission_budget_tokens: _builtins.int
     """Tokens that all admissions of this step together may make room for. 0: no limit."""
@@ -212,7 +228,8 @@ class Step(_message.Message):
 
     @_builtins.property
     def num_new_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Column: tokens to make room for. OPERATION_ADMIT: the most; 0: all that are left.
+        """Column: tokens to make room for. OPERATION_ADMIT: the most; 0: all that are left. OPERATION_ALLOCATE: at least 1; 0 if
+        only room for external tokens is asked for.
         OPERATION_CACHE: computed tokens up to which to cache.
         """
 
@@ -246,6 +263,30 @@ class Step(_message.Message):
         """Column: leave the new full blocks uncached until OPERATION_CACHE."""
 
     @_builtins.property
+    def num_external_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Column: OPERATION_ALLOCATE of a request that holds no blocks: tokens after the hit whose contents are brought from
+        elsewhere, not computed. They get room, beside the new ones, and count as computed.
+        """
+
+    @_builtins.property
+    def num_in_flight_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Column: of the computed tokens, those of steps that may be running yet: blocks that these look at do not fall behind a
+        window. 0: all have run.
+        """
+
+    @_builtins.property
+    def num_reserved_blocks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Column: blocks that must stay free beside what is given."""
+
+    @_builtins.property
+    def num_watermark_blocks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Column: the same, and beside what full_sequence_must_fit asks for."""
+
+    @_builtins.property
+    def full_sequence_must_fit(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bool]:
+        """Column: give nothing unless the blocks are free that all known tokens of the request take, most at a time."""
+
+    @_builtins.property
     def num_block_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Column, an operation and group: how many of block_ids belong to it. OPERATION_ALLOCATE: the blocks that its
         look-up promised. OPERATION_EVICT: the blocks to evict, in group 0's place.
@@ -273,6 +314,7 @@ class Step(_message.Message):
         session_id: _builtins.str = ...,
         sequence: _builtins.int = ...,
         executed_sequence: _builtins.int = ...,
+        launched_sequence: _builtins.int = ...,
         admission_budget_tokens: _builtins.int = ...,
         num_quiet_allocations: _builtins.int = ...,
         operations: _abc.Iterable[Global___Operation.ValueType] | None = ...,
@@ -284,6 +326,11 @@ class Step(_message.Message):
         num_lookahead_tokens: _abc.Iterable[_builtins.int] | None = ...,
         num_encoder_tokens: _abc.Iterable[_builtins.int] | None = ...,
         delay_cache_blocks: _abc.Iterable[_builtins.bool] | None = ...,
+        num_external_tokens: _abc.Iterable[_builtins.int] | None = ...,
+        num_in_flight_tokens: _abc.Iterable[_builtins.int] | None = ...,
+        num_reserved_blocks: _abc.Iterable[_builtins.int] | None = ...,
+        num_watermark_blocks: _abc.Iterable[_builtins.int] | None = ...,
+        full_sequence_must_fit: _abc.Iterable[_builtins.bool] | None = ...,
         num_block_ids: _abc.Iterable[_builtins.int] | None = ...,
         block_ids: _abc.Iterable[_builtins.int] | None = ...,
         block_hashes: _builtins.bytes = ...,
@@ -293,7 +340,7 @@ class Step(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["admission_budget_tokens", b"admission_budget_tokens", "block_hashes", b"block_hashes", "block_ids", b"block_ids", "delay_cache_blocks", b"delay_cache_blocks", "executed_sequence", b"executed_sequence", "lora_names", b"lora_names", "num_appended_tokens", b"num_appended_tokens", "num_block_ids", b"num_block_ids", "num_encoder_tokens", b"num_encoder_tokens", "num_lookahead_tokens", b"num_lookahead_tokens", "num_new_tokens", b"num_new_tokens", "num_quiet_allocations", b"num_quiet_allocations", "num_rejected_tokens", b"num_rejected_tokens", "num_taken_tokens", b"num_taken_tokens", "operations", b"operations", "request_ids", b"request_ids", "request_numbers", b"request_numbers", "sequence", b"sequence", "session_id", b"session_id", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["admission_budget_tokens", b"admission_budget_tokens", "block_hashes", b"block_hashes", "block_ids", b"block_ids", "delay_cache_blocks", b"delay_cache_blocks", "executed_sequence", b"executed_sequence", "full_sequence_must_fit", b"full_sequence_must_fit", "launched_sequence", b"launched_sequence", "lora_names", b"lora_names", "num_appended_tokens", b"num_appended_tokens", "num_block_ids", b"num_block_ids", "num_encoder_tokens", b"num_encoder_tokens", "num_external_tokens", b"num_external_tokens", "num_in_flight_tokens", b"num_in_flight_tokens", "num_lookahead_tokens", b"num_lookahead_tokens", "num_new_tokens", b"num_new_tokens", "num_quiet_allocations", b"num_quiet_allocations", "num_rejected_tokens", b"num_rejected_tokens", "num_reserved_blocks", b"num_reserved_blocks", "num_taken_tokens", b"num_taken_tokens", "num_watermark_blocks", b"num_watermark_blocks", "operations", b"operations", "request_ids", b"request_ids", "request_numbers", b"request_numbers", "sequence", b"sequence", "session_id", b"session_id", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

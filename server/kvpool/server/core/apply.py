@@ -5,8 +5,8 @@
 2. Nor does anything look for blocks or take some once that has made enough work (MAX_STEP_WORK): it is not tried, and
    can be asked again. What an operation costs is known when it is done, so the one that passes the bound is done whole.
 3. What a request grew by, and what it threw away, is taken note of whatever became of the operation itself.
-4. Nobody else ever finds what a request that is freed or preempted had cached and was not said to be computed: the step
-   that was to fill it may never run.
+4. Nobody else ever finds what a request that is freed or preempted had cached and was not said to be computed, nor that
+   its step is launched: it may never run.
 """
 
 from collections.abc import Callable, Sequence
@@ -54,6 +54,7 @@ def apply_step(pool: Pool, session: Session, step: Step, source: object = None) 
     if pool.residency:
         pool.residency.now_seconds = session.heard_seconds
     mark_executed(pool, session, step.executed_sequence)
+    session.launched_sequence = max(session.launched_sequence, SequenceNumber(step.launched_sequence))
     session.num_tokens += sum(step.num_appended_tokens)
     result = plain.apply(pool, session, step) if plain else _Application(pool, session, step).run(checked)
     num_kept = 0 if isinstance(source, bytes) else step.num_entries
@@ -206,8 +207,9 @@ class _Application:
         if self._is_enough:
             self._outcomes[i] = Outcome.SKIPPED
             return
-        find = self._pool.peek if row.operation is Operation.PEEK else self._pool.look_up
+        find = self._pool.look_up if row.operation is Operation.LOOK_UP else self._pool.peek
         self._put_hit(i, find(request))
+        request.is_found = row.operation is Operation.FIND
 
     def cache(self, _i: int, row: CheckedOperation, request: Request) -> None:
         if self._pool.config.enable_caching:
@@ -216,11 +218,11 @@ class _Application:
             request.quiet_tokens = self._pool.quiet_tokens(request)
 
     def preempt(self, _i: int, _row: CheckedOperation, request: Request) -> None:
-        self._pool.withdraw(request, can_tell=self._session.can_tell)
+        self._pool.withdraw(request, self._session.launched_sequence, can_tell=self._session.can_tell)
         self._pool.preempt(request)
 
     def free(self, _i: int, _row: CheckedOperation, request: Request) -> None:
-        self._pool.withdraw(request, can_tell=self._session.can_tell)
+        self._pool.withdraw(request, self._session.launched_sequence, can_tell=self._session.can_tell)
         self._pool.free(request)
         self._session.forget(request)
 
@@ -253,6 +255,7 @@ class _Application:
             promised,
             num_encoder_tokens=row.num_encoder_tokens,
             delay_cache_blocks=row.delay_cache_blocks,
+            terms=row.terms,
             sequence=self._sequence,
         )
         if new is None:
@@ -264,12 +267,14 @@ class _Application:
         if self._out_of_blocks or self._is_enough or not self._budget_tokens:
             self._outcomes[i] = Outcome.SKIPPED
             return
+        request.is_found = False
         admission = self._pool.admit(
             request,
             min(row.num_new_tokens or self._budget_tokens, self._budget_tokens),
             row.num_lookahead_tokens,
             num_encoder_tokens=row.num_encoder_tokens,
             delay_cache_blocks=row.delay_cache_blocks,
+            terms=row.terms,
             sequence=self._sequence,
         )
         if admission is None:
@@ -307,6 +312,7 @@ _HANDLERS: Final[dict[Operation, Callable[[_Application, int, CheckedOperation, 
     Operation.ADD: _Application.add,
     Operation.LOOK_UP: _Application.look_up,
     Operation.PEEK: _Application.look_up,
+    Operation.FIND: _Application.look_up,
     Operation.ADMIT: _Application.admit,
     Operation.ALLOCATE: _Application.allocate,
     Operation.CACHE: _Application.cache,

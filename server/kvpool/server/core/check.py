@@ -5,7 +5,7 @@
 3. In one step a request grows and allocates at most once, so that everything can be checked beforehand.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Final
 
 from kvpool.server.core.errors import InvalidArgumentError, NotFoundError, WrongStateError, check_range
@@ -14,14 +14,16 @@ from kvpool.server.core.pool import ComputedBlocks, Pool
 from kvpool.server.core.request import Request
 from kvpool.server.core.session import Session
 from kvpool.server.core.step import MAX_OPERATION_GROUPS, MAX_OPERATIONS, MAX_QUIET_ALLOCATIONS, Operation, Step
-from kvpool.server.core.types import MAX_TOKENS, BlockHash, BlockId, RequestId, RequestNumber
+from kvpool.server.core.terms import USUAL_TERMS, Terms
+from kvpool.server.core.types import MAX_BLOCKS, MAX_TOKENS, BlockHash, BlockId, RequestId, RequestNumber
 
 MAX_REQUEST_NUMBER: Final = 2**31 - 1
 _WITHOUT_REQUEST: Final = frozenset((Operation.EVICT, Operation.RESET))
 _ALLOCATING: Final = frozenset((Operation.ADMIT, Operation.ALLOCATE))
-_LOOKING_UP: Final = frozenset((Operation.LOOK_UP, Operation.PEEK))
+_LOOKING_UP: Final = frozenset((Operation.LOOK_UP, Operation.PEEK, Operation.FIND))
 _FREEING: Final = frozenset((Operation.FREE, Operation.PREEMPT))
 _OPERATIONS: Final = {int(operation): operation for operation in Operation}
+_TERMS: Final = tuple(field.name for field in fields(Terms))
 _COLUMNS: Final = (
     "request_numbers",
     "num_appended_tokens",
@@ -31,6 +33,7 @@ _COLUMNS: Final = (
     "num_lookahead_tokens",
     "num_encoder_tokens",
     "delay_cache_blocks",
+    *_TERMS,
 )
 
 
@@ -49,6 +52,7 @@ class CheckedOperation:
         num_lookahead_tokens: See `Step`.
         num_encoder_tokens: See `Step`.
         delay_cache_blocks: See `Step`.
+        terms: On what terms room is made.
         promised: ALLOCATE: the hit that its look-up promised.
         block_ids: EVICT: the blocks.
     """
@@ -63,6 +67,7 @@ class CheckedOperation:
     num_lookahead_tokens: int = 0
     num_encoder_tokens: int = 0
     delay_cache_blocks: bool = False
+    terms: Terms = USUAL_TERMS
     promised: ComputedBlocks | None = None
     block_ids: list[BlockId] | None = None
 
@@ -100,6 +105,7 @@ class StepChecker:
         self._max_tokens = pool.config.max_model_len
         self._hash_size_bytes = pool.config.hash_scheme.hash_size_bytes if pool.config.enable_caching else 0
         self._makes_events = pool.config.makes_events
+        self._has_terms = any([getattr(step, name) for name in _TERMS])  # noqa: C419 - a generator takes longer
         self._ids: dict[RequestId, bool] = {}
         self._hash_at = 0
         self._token_at = 0
@@ -129,6 +135,7 @@ class StepChecker:
         if step.num_block_ids and len(step.num_block_ids) != wanted:
             raise InvalidArgumentError("num_block_ids", f"{len(step.num_block_ids)} entries; needs 0 or {wanted}")
         self._session.check_executed(step.executed_sequence, self._session.sequence)
+        self._session.check_launched(step.launched_sequence)
         check_range("admission_budget_tokens", step.admission_budget_tokens, 0, MAX_TOKENS)
         check_range("num_quiet_allocations", step.num_quiet_allocations, 0, MAX_QUIET_ALLOCATIONS)
 
@@ -151,6 +158,7 @@ class StepChecker:
             or step.num_lookahead_tokens
             or step.num_encoder_tokens
             or step.delay_cache_blocks
+            or self._has_terms
         )
         check = self._check_plain if is_plain else self._check_row
         checked = [check(i, *row) for i, row in enumerate(rows)]
@@ -208,8 +216,10 @@ class StepChecker:
         if appended or taken or rejected:
             self._check_told(i, row, seen, appended, taken, rejected)
         if operation in _ALLOCATING:
+            if self._has_terms:
+                row.terms = self._terms(i, operation, seen)
             most = self._max_tokens
-            least = 1 if operation is Operation.ALLOCATE else 0
+            least = 1 if operation is Operation.ALLOCATE and not row.terms.num_external_tokens else 0
             if not least <= new <= most:  # the name is made only where it is needed
                 check_range(f"num_new_tokens[{i}]", new, least, most)
             if lookahead or encoder:
@@ -373,11 +383,28 @@ class StepChecker:
                 hit_tokens = self._pool.check_promise(lambda j: f"num_block_ids[{i * groups + j}]", promised)
                 check_range(f"num_block_ids[{i}]", hit_tokens, 0, seen.num_tokens - 1)
                 row.promised = ComputedBlocks(promised, hit_tokens)
+            hit_tokens += row.terms.num_external_tokens
+            check_range(f"num_external_tokens[{i}]", hit_tokens, 0, self._max_tokens - seen.num_computed_tokens)
             left = self._max_tokens - seen.num_computed_tokens - hit_tokens
             if row.num_new_tokens > left:
                 check_range(f"num_new_tokens[{i}]", row.num_new_tokens, 1, left)
             seen.num_computed_tokens += hit_tokens + row.num_new_tokens
         seen.allocated = seen.holds_blocks = True
+
+    def _terms(self, i: int, operation: Operation, seen: _Seen) -> Terms:
+        values = {name: column[i] for name in _TERMS if (column := getattr(self._step, name))}
+        if not any(values.values()):
+            return USUAL_TERMS
+        terms = Terms(**values)
+        if terms.num_external_tokens and (operation is Operation.ADMIT or seen.is_admitted):
+            raise InvalidArgumentError(
+                f"num_external_tokens[{i}]", "only an allocation for a request without blocks has any"
+            )
+        check_range(f"num_external_tokens[{i}]", terms.num_external_tokens, 0, self._max_tokens)
+        check_range(f"num_in_flight_tokens[{i}]", terms.num_in_flight_tokens, 0, self._max_tokens)
+        check_range(f"num_reserved_blocks[{i}]", terms.num_reserved_blocks, 0, MAX_BLOCKS)
+        check_range(f"num_watermark_blocks[{i}]", terms.num_watermark_blocks, 0, MAX_BLOCKS)
+        return terms
 
     def _take_block_ids(self, i: int, operation: Operation) -> tuple[list[BlockId], ...]:
         step, groups = self._step, len(self._pool.config.groups)

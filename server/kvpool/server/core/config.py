@@ -113,6 +113,7 @@ class PoolConfig:
         dcp_world_size: Ranks over which decode context parallelism spreads a request's tokens.
         enable_events: Whether block events are made.
         hash_scheme: How blocks are hashed.
+        max_in_flight_tokens: Most tokens of a request in steps that were not yet executed; 0 for max_model_len.
     """
 
     name: PoolName
@@ -125,6 +126,7 @@ class PoolConfig:
     dcp_world_size: int = 1
     enable_events: bool = False
     hash_scheme: HashScheme = HashScheme()
+    max_in_flight_tokens: int = 0
 
     def check(self) -> None:
         """Checks every number.
@@ -136,6 +138,7 @@ class PoolConfig:
         check_range("config.num_blocks", self.num_blocks, 2, MAX_BLOCKS)
         check_range("config.max_model_len", self.max_model_len, 1, MAX_TOKENS)
         check_range("config.dcp_world_size", self.dcp_world_size, 1, 1024)
+        check_range("config.max_in_flight_tokens", self.max_in_flight_tokens, 0, MAX_TOKENS)
         self.hash_scheme.check()
         self._check_groups()
 

@@ -31,6 +31,7 @@ class GroupManager:
             into the last slot of a block depends on the token after it. Only kinds with a slot a token have any.
         sink_blocks: Blocks set aside for sinks, held from the start to the end.
         joins_hashes: Whether a block covers several hash blocks.
+        counts_encoder_tokens: Whether its blocks hold what an encoder puts out, not the request's tokens.
         quiet_room: What a table has room for without a change of the pool.
     """
 
@@ -47,7 +48,7 @@ class GroupManager:
         self._hashes_per_block = self.span_tokens // config.hash_block_size
         self.joins_hashes = self._hashes_per_block > 1
         self._num_extra_blocks = num_draft_blocks(self.spec)
-        self._counts_encoder_tokens = isinstance(self.spec, CrossAttentionSpec)
+        self.counts_encoder_tokens = isinstance(self.spec, CrossAttentionSpec)
         self._pool = block_pool
         self._makes_events = config.makes_events
 
@@ -83,7 +84,7 @@ class GroupManager:
 
     def num_missing(self, table: BlockTable, num_tokens: int, num_encoder_tokens: int) -> int:
         """Blocks that the table lacks for `num_tokens` tokens; not positive if it lacks none."""
-        if self._counts_encoder_tokens:
+        if self.counts_encoder_tokens:
             num_tokens = num_encoder_tokens
         return -(-num_tokens // self.span_tokens) + self._num_extra_blocks - len(table.block_ids)
 

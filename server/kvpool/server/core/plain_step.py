@@ -33,6 +33,11 @@ _NOT_PLAIN: Final = (
     "num_lookahead_tokens",
     "num_encoder_tokens",
     "delay_cache_blocks",
+    "num_external_tokens",
+    "num_in_flight_tokens",
+    "num_reserved_blocks",
+    "num_watermark_blocks",
+    "full_sequence_must_fit",
     "block_ids",
     "token_ids",
     "request_ids",
@@ -67,6 +72,7 @@ class PlainStep:
             or len(set(step.request_numbers)) != count
             or pool.quotas.applies_to(session.holding)
             or not 0 <= step.executed_sequence <= session.sequence
+            or not 0 <= step.launched_sequence <= session.sequence
             or not 0 <= step.admission_budget_tokens <= MAX_TOKENS
             or not 0 <= step.num_quiet_allocations <= MAX_QUIET_ALLOCATIONS
             or any([getattr(step, name) for name in _NOT_PLAIN])  # noqa: C419 - a generator takes longer

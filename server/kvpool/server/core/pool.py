@@ -22,8 +22,10 @@ from kvpool.server.core.quiet_room import fills_quietly, is_plain
 from kvpool.server.core.quota import Quotas
 from kvpool.server.core.request import BlockTable, Request
 from kvpool.server.core.residency import Residency
+from kvpool.server.core.room import Room
 from kvpool.server.core.session import Session
 from kvpool.server.core.statistics import ActivityCounters, PrefixCacheStats, RecentHitRate
+from kvpool.server.core.terms import USUAL_TERMS, Terms
 from kvpool.server.core.types import NULL_BLOCK, BlockId, GroupId, SessionId, WriterId
 
 SUSPENDED_RETRY_SECONDS: Final = 0.5
@@ -61,10 +63,6 @@ class Admission:
     computed: ComputedBlocks
     num_new_tokens: int
     new_blocks: tuple[list[BlockId], ...]
-
-
-_Row = tuple[GroupManager, BlockTable, Sequence[BlockId], int]
-"""A group's manager, the request's table in it, its part of a hit, and blocks that the table lacks beyond that."""
 
 
 class Pool:
@@ -110,12 +108,12 @@ class Pool:
         self.blocks = BlockPool(config, self.residency)
         self._managers = [GroupManager(config, GroupId(i), self.blocks) for i in range(len(config.groups))]
         self._no_hit: tuple[Sequence[BlockId], ...] = ((),) * len(self._managers)
-        self._no_blocks: tuple[list[BlockId], ...] = tuple([] for _ in self._managers)  # never changed
         self._quiet_rooms = [manager.quiet_room for manager in self._managers]
         self._windowed = [manager for manager in self._managers if not manager.spec.keeps_all]
         self.plain_manager = self._managers[0] if is_plain(config) else None
         self._fills_quietly = fills_quietly(config)
         self.quotas = Quotas(self.blocks, self.blocks.num_free_blocks)
+        self._room = Room(config, self.blocks, self._managers, self.quotas)
         self._search = PrefixSearch(self._managers, self.blocks.prefix_map, config.hit_alignment)
 
     def __repr__(self) -> str:
@@ -178,6 +176,7 @@ class Pool:
         *,
         num_encoder_tokens: int = 0,
         delay_cache_blocks: bool = False,
+        terms: Terms = USUAL_TERMS,
         sequence: types.Sequence,
     ) -> Admission | None:
         """Looks up and allocates at once for a request that holds no blocks.
@@ -197,6 +196,7 @@ class Pool:
             computed,
             num_encoder_tokens=num_encoder_tokens,
             delay_cache_blocks=delay_cache_blocks,
+            terms=terms,
             sequence=sequence,
         )
         if new is None:
@@ -255,51 +255,83 @@ class Pool:
         *,
         num_encoder_tokens: int = 0,
         delay_cache_blocks: bool = False,
+        terms: Terms = USUAL_TERMS,
         sequence: types.Sequence,
     ) -> tuple[list[BlockId], ...] | None:
         """Gives a request room for more tokens, and caches the blocks that become full.
 
         Args:
-            request: The request; its num_computed_tokens move past the hit and the new tokens.
-            num_new_tokens: Tokens to make room for, at least 1.
+            request: The request; its num_computed_tokens move past the hit, external and the new tokens.
+            num_new_tokens: Tokens to make room for, at least 1; or 0, if there are external ones.
             num_lookahead_tokens: Tokens beyond these to keep room for; never past max_model_len.
             computed: A hit that is still all there, for a request that holds no blocks.
             num_encoder_tokens: Tokens that the encoder puts out, in the call that makes room for them.
             delay_cache_blocks: Leaves full blocks uncached until `cache`.
+            terms: On what terms.
             sequence: The session's change, whose execution fills the slots.
 
         Returns:
             The new blocks, group by group; None if there are too few that the session may be given: then nothing was
             changed, but that blocks which nothing looks at any more were freed.
         """
-        if computed is None and not num_encoder_tokens:
+        if computed is None and terms is USUAL_TERMS and not num_encoder_tokens:
             end_tokens = request.num_computed_tokens + num_new_tokens
             if end_tokens + num_lookahead_tokens <= request.quiet_tokens:
                 request.num_computed_tokens = end_tokens
                 self.activity.allocations += 1
-                return self._no_blocks
+                return self._room.no_blocks
         num_computed = request.num_computed_tokens + (computed.num_tokens if computed else 0)
+        num_computed += terms.num_external_tokens
         num_slots = num_computed + num_new_tokens + num_lookahead_tokens
         if num_slots > self.config.max_model_len:  # noqa: PLR1730 - min() takes longer
             num_slots = self.config.max_model_len
-        has_quota = self.quotas.applies_to(request.holding)
-        for manager in self._windowed:
-            skipped = manager.skip(request.tables[manager.group_id], num_computed)
-            if has_quota and skipped:
-                self.quotas.lost(request.holding, skipped)
-        if computed or has_quota:
-            new = self._take_with_hit(request, computed, num_slots, num_encoder_tokens, has_quota=has_quota)
-        else:
-            new = self._take(request, num_slots, num_encoder_tokens)
+        new = self._make_room(request, computed, num_computed, num_slots, num_encoder_tokens, terms)
         if new is None:
             self.activity.refusals += 1
             return None
         self.activity.allocations += 1
+        if request.is_found:
+            self._count(request, computed or ComputedBlocks(self._no_hit, 0))
+            request.is_found = False
         request.num_computed_tokens = num_computed + num_new_tokens
         if self.config.enable_caching and not delay_cache_blocks:
             self.cache(request, request.num_computed_tokens, sequence=sequence)
         request.quiet_tokens = self.quiet_tokens(request)
         return new
+
+    def _make_room(  # noqa: PLR0913, PLR0917 - what decides an allocation
+        self,
+        request: Request,
+        computed: ComputedBlocks | None,
+        num_computed: int,
+        num_slots: int,
+        num_encoder_tokens: int,
+        terms: Terms,
+    ) -> tuple[list[BlockId], ...] | None:
+        """Gives a request a hit, and the blocks that it lacks for `num_slots` tokens, of which so many are computed."""
+        has_quota = self.quotas.applies_to(request.holding)
+        is_usual = not (computed or has_quota) and terms is USUAL_TERMS
+        hit = self._no_hit if is_usual else self._hit(computed, terms, num_computed)
+        if terms.full_sequence_must_fit and not self._room.fits_whole(request, hit, num_encoder_tokens, terms):
+            return None
+        for manager in self._windowed:
+            skipped = manager.skip(request.tables[manager.group_id], num_computed - terms.num_in_flight_tokens)
+            if has_quota and skipped:
+                self.quotas.lost(request.holding, skipped)
+        if is_usual:
+            return self._room.take(request, num_slots, num_encoder_tokens)
+        num_before = num_computed if terms.num_external_tokens else 0
+        return self._room.take_on_terms(request, hit, num_before, num_slots, num_encoder_tokens, terms)
+
+    def _hit(
+        self, computed: ComputedBlocks | None, terms: Terms, num_computed_tokens: int
+    ) -> tuple[Sequence[BlockId], ...]:
+        """What a request gets of a hit: external tokens after it move windows on."""
+        hit = computed.block_ids if computed else self._no_hit
+        if not terms.num_external_tokens:
+            return hit
+        skipped = [manager.num_skipped_blocks(num_computed_tokens) for manager in self._managers]
+        return tuple([NULL_BLOCK] * count + list(blocks[count:]) for blocks, count in zip(hit, skipped, strict=True))
 
     def quiet_tokens(self, request: Request) -> int:
         """Up to how many computed tokens a request can go without a change of the pool: see `quiet_room`."""
@@ -319,66 +351,6 @@ class Pool:
         if not self._fills_quietly:
             return request.quiet_tokens
         return min(len(request.tables[0].block_ids) * self.hash_block_size, self.config.max_model_len)
-
-    def _take(self, request: Request, num_slots: int, num_encoder_tokens: int) -> tuple[list[BlockId], ...] | None:
-        """Gives a request the blocks that it lacks, if there are enough; without a hit or a quota, as decodes are."""
-        tables, counts, needed = request.tables, [], 0
-        for manager in self._managers:
-            lacking = manager.num_missing(tables[manager.group_id], num_slots, num_encoder_tokens)
-            counts.append(lacking)
-            if lacking > 0:
-                needed += lacking
-        if not needed:
-            return self._no_blocks
-        if needed > self.blocks.num_free_blocks:
-            return None
-        new = []
-        for manager in self._managers:
-            lacking = counts[manager.group_id]
-            new.append(manager.allocate(tables[manager.group_id], lacking) if lacking > 0 else [])
-        return tuple(new)
-
-    def _take_with_hit(
-        self,
-        request: Request,
-        computed: ComputedBlocks | None,
-        num_slots: int,
-        num_encoder_tokens: int,
-        *,
-        has_quota: bool,
-    ) -> tuple[list[BlockId], ...] | None:
-        """The same with a hit, which the request gets, too, or with quotas."""
-        hit = computed.block_ids if computed else self._no_hit
-        rows: list[_Row] = [
-            (manager, table, blocks, manager.num_missing(table, num_slots, num_encoder_tokens) - len(blocks))
-            for manager, table, blocks in zip(self._managers, request.tables, hit, strict=True)
-        ]
-        hit_blocks = self._room(request, rows, has_quota=has_quota)
-        if hit_blocks is None:
-            return None
-        for manager, table, blocks, _ in rows:
-            if blocks:
-                manager.adopt(table, blocks)
-        new = tuple([manager.allocate(table, lacking) if lacking > 0 else [] for manager, table, _, lacking in rows])
-        if has_quota:
-            self.quotas.gained(request.holding, hit_blocks, [block_id for blocks in new for block_id in blocks])
-        return new
-
-    def _room(self, request: Request, rows: Sequence[_Row], *, has_quota: bool) -> Sequence[BlockId] | None:
-        """The hit's blocks, if they count in a quota; None if there are too few that the request may be given."""
-        needed = num_hit = 0
-        for _, _, hit, lacking in rows:
-            num_hit += len(hit)
-            if lacking > 0:
-                needed += lacking
-        num_free = self.blocks.num_free_blocks
-        if not has_quota and needed + num_hit <= num_free:  # it does not matter how many of the hit are free
-            return ()
-        hit_blocks = [block_id for _, _, hit, _ in rows for block_id in hit if block_id]
-        needed += self.blocks.free_list.num_free_among(hit_blocks)
-        if has_quota and not self.quotas.allows(request.holding, hit_blocks, needed):  # first, as it notes the maximum
-            return None
-        return hit_blocks if needed <= num_free else None
 
     def cache(self, request: Request, num_computed_tokens: int, *, sequence: types.Sequence) -> None:
         """Caches the request's full blocks among its first `num_computed_tokens` tokens, never past those known."""
@@ -439,11 +411,12 @@ class Pool:
         blocks.evict([b for b in blocks.prefix_map.unpublished_by(writer) if not blocks.ref_cnt(b)])
         blocks.prefix_map.rename_writer(writer, new)
 
-    def withdraw(self, request: Request, *, can_tell: bool) -> None:
+    def withdraw(self, request: Request, launched: types.Sequence, *, can_tell: bool) -> None:
         """Keeps from all other sessions what a request had cached and was not said to be computed. O(its blocks).
 
         Args:
             request: About to be freed or preempted.
+            launched: What changes of its session up to this one fill will be computed: that stays as it is.
             can_tell: Its session says what was computed, so that it would not find this either. One that never did so
                 goes on finding it, as a scheduler does that has its blocks to itself.
         """
@@ -451,8 +424,8 @@ class Pool:
         if not prefix_map.has_unpublished(request.writer):
             return
         pending = prefix_map.pending()
-        found = [block_id for table in request.tables for block_id in table.held_block_ids if block_id in pending]
-        if can_tell:
+        found = [b for table in request.tables for b in table.held_block_ids if pending.get(b, launched) > launched]
+        if can_tell or launched:
             self.blocks.evict(found)
         else:
             prefix_map.withhold(request.writer, found)

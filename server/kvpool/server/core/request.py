@@ -81,6 +81,7 @@ class Request:
         num_computed_tokens: Tokens that have room, hits included. The next allocation starts there.
         quiet_tokens: Up to how many computed tokens it can go without a change of the pool.
         num_preemptions: Times its blocks were taken back.
+        is_found: Whether its newest look-up is to be counted once it is given room.
         hashes: One for each full hash block of the known tokens, if caching is on.
         joined_hashes: Hashes of larger blocks, by the hash blocks that each covers; made when they are needed.
         token_ids: The known tokens, if the pool makes events.
@@ -97,6 +98,7 @@ class Request:
     num_computed_tokens: int = 0
     quiet_tokens: int = 0
     num_preemptions: int = 0
+    is_found: bool = False
     hashes: list[BlockHash] = field(default_factory=list)
     joined_hashes: dict[int, list[BlockHash]] = field(default_factory=dict)
     token_ids: list[int] = field(default_factory=list)

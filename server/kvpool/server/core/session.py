@@ -95,6 +95,7 @@ class Session:
         open_streams: Streams that keep it alive.
         sequence: Number of its last change.
         executed_sequence: Newest change that it said to be executed.
+        launched_sequence: Newest change whose execution it said to be sure to come.
         num_tokens: Tokens known of its requests, together.
         requests: Its requests, in the order they were added.
         by_number: The same by number.
@@ -116,6 +117,7 @@ class Session:
     open_streams: int = 0
     sequence: Sequence = Sequence(0)  # noqa: RUF009 - a NewType of int is immutable
     executed_sequence: Sequence = Sequence(0)  # noqa: RUF009 - a NewType of int is immutable
+    launched_sequence: Sequence = Sequence(0)  # noqa: RUF009 - a NewType of int is immutable
     num_tokens: int = 0
     requests: dict[RequestId, Request] = field(default_factory=dict)
     by_number: dict[RequestNumber, Request] = field(default_factory=dict)
@@ -206,6 +208,11 @@ class Session:
         """
         if not 0 <= executed_sequence <= last:
             raise InvalidArgumentError("executed_sequence", f"{executed_sequence} is not in [0, {last}]")
+
+    def check_launched(self, launched_sequence: int) -> None:
+        """Raises InvalidArgumentError if it is said that changes are launched which were not made yet."""
+        if not 0 <= launched_sequence <= self.sequence:
+            raise InvalidArgumentError("launched_sequence", f"{launched_sequence} is not in [0, {self.sequence}]")
 
     def number_of(self, request_id: RequestId) -> RequestNumber | None:
         """The number of a request, if the session has it."""

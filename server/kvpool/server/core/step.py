@@ -35,6 +35,7 @@ class Operation(IntEnum):
     COMMON_PREFIX = 10
     APPEND = 11
     PEEK = 12
+    FIND = 13
 
 
 class Outcome(IntEnum):
@@ -55,6 +56,7 @@ class Step:
     Attributes:
         sequence: One more than the session's last change.
         executed_sequence: Newest change whose execution has finished; 0 for no news.
+        launched_sequence: Newest change whose execution is sure to come, in order; 0 for no news.
         admission_budget_tokens: Tokens that all admissions together may make room for; 0 for no limit.
         num_quiet_allocations: How often requests took room without asking since the step before.
         operations: The operations, values of `Operation`.
@@ -66,6 +68,11 @@ class Step:
         num_lookahead_tokens: Column: tokens beyond the new ones to keep room for.
         num_encoder_tokens: Column: tokens that the request's encoder puts out; needs room in groups of cross attention.
         delay_cache_blocks: Column: leave full blocks uncached until CACHE.
+        num_external_tokens: Column: see `Terms`; so are the next four.
+        num_in_flight_tokens: Column.
+        num_reserved_blocks: Column.
+        num_watermark_blocks: Column.
+        full_sequence_must_fit: Column.
         num_block_ids: Column, an operation and group: how many of block_ids are its.
         block_ids: Queue: promised blocks (ALLOCATE), blocks to evict (EVICT).
         block_hashes: Queue: hashes of the blocks that the appended tokens filled, joined.
@@ -76,6 +83,7 @@ class Step:
 
     sequence: int
     executed_sequence: int = 0
+    launched_sequence: int = 0
     admission_budget_tokens: int = 0
     num_quiet_allocations: int = 0
     operations: list[int] = field(default_factory=list)
@@ -87,6 +95,11 @@ class Step:
     num_lookahead_tokens: list[int] = field(default_factory=list)
     num_encoder_tokens: list[int] = field(default_factory=list)
     delay_cache_blocks: list[bool] = field(default_factory=list)
+    num_external_tokens: list[int] = field(default_factory=list)
+    num_in_flight_tokens: list[int] = field(default_factory=list)
+    num_reserved_blocks: list[int] = field(default_factory=list)
+    num_watermark_blocks: list[int] = field(default_factory=list)
+    full_sequence_must_fit: list[bool] = field(default_factory=list)
     num_block_ids: list[int] = field(default_factory=list)
     block_ids: list[int] = field(default_factory=list)
     block_hashes: bytes = b""

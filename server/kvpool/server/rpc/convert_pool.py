@@ -50,6 +50,7 @@ def config_from_proto(message: pool_pb2.PoolConfig) -> PoolConfig:
         dcp_world_size=message.dcp_world_size or 1,
         enable_events=message.enable_events,
         hash_scheme=hash_scheme_from_proto("config.hash_scheme", message.hash_scheme),
+        max_in_flight_tokens=message.max_in_flight_tokens,
     )
 
 
@@ -66,6 +67,7 @@ def config_to_proto(config: PoolConfig, *, with_none_hash: bool) -> pool_pb2.Poo
         dcp_world_size=config.dcp_world_size,
         enable_events=config.enable_events,
         hash_scheme=hash_scheme_to_proto(config.hash_scheme, with_none_hash=with_none_hash),
+        max_in_flight_tokens=config.max_in_flight_tokens,
     )
 
 
