@@ -62,6 +62,10 @@ class Request:
         if hasher:
             hasher.extend(self._hashes, self.token_ids, extra_keys)
 
+    def follow(self, token_ids: list[int], hashes: list[BlockHash]) -> None:
+        """Reads tokens and hashes where another keeps them: lists that grow, and are never changed from here."""
+        self.token_ids, self._hashes, self._hasher = token_ids, hashes, None
+
     def __repr__(self) -> str:
         return f"<Request {self.request_id!r}: {self.num_tokens} tokens, {self.num_computed_tokens} computed>"
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import cached_property
 from types import TracebackType
 from typing import Self
 
@@ -17,7 +18,7 @@ from kvpool.server.core.pool import ComputedBlocks
 from kvpool.server.core.pool_info import PoolInfo
 from kvpool.server.core.session_ends import ended_error
 from kvpool.server.core.step import Step
-from kvpool.server.core.types import TableLease
+from kvpool.server.core.types import BlockHash, TableLease
 
 
 class SessionBase:
@@ -43,11 +44,6 @@ class SessionBase:
         self.lease_seconds = opened.lease_seconds
         self.held_requests = opened.held
         self._lease_timer = opened.lease_timer
-        self._hasher = (
-            BlockHasher(opened.config.hash_scheme, opened.config.hash_block_size)
-            if opened.config.enable_caching
-            else None
-        )
         self._book = StepBook(opened.config, opened.sequence)
         self._adopted: set[int] = set()  # numbers
         self._last_number = max((held.number for held in opened.held), default=0)
@@ -62,6 +58,25 @@ class SessionBase:
         """
         self._last_number += 1
         return self._make(request_id, self._last_number, token_ids, extra_keys)
+
+    def request_hashed_elsewhere(
+        self, request_id: str, token_ids: list[int], hashes: list[BlockHash], *, lora_name: str | None = None
+    ) -> Request:
+        """Makes a request of an engine that hashes by itself: its lists are read as they grow, and not changed.
+
+        Args:
+            request_id: Its id, unique in the session.
+            token_ids: Prompt and output, which may only grow; then `hashes` must have grown already.
+            hashes: One for each full hash block of the tokens, as the pool's hash scheme says; none without caching.
+            lora_name: Its LoRA, for events.
+        """
+        self._last_number += 1
+        keys = ExtraKeys(lora_name=lora_name) if lora_name else NO_EXTRA_KEYS
+        request = Request(
+            request_id, self._last_number, (), num_groups=len(self.config.groups), hasher=None, extra_keys=keys
+        )
+        request.follow(token_ids, hashes)
+        return request
 
     def adopt(
         self,
@@ -105,6 +120,11 @@ class SessionBase:
             request.have_room(num_computed_tokens, 0)
         self._adopted.add(held.number)
         return request
+
+    @cached_property
+    def _hasher(self) -> BlockHasher | None:
+        config = self.config
+        return BlockHasher(config.hash_scheme, config.hash_block_size) if config.enable_caching else None
 
     def _held(self, held: HeldRequest, token_ids: Sequence[int], extra_keys: ExtraKeys = NO_EXTRA_KEYS) -> Request:
         if not held.number:
@@ -157,6 +177,11 @@ class SessionBase:
     def sequence(self) -> int:
         """Number of the last step that was answered."""
         return self._book.sequence
+
+    @property
+    def free_blocks(self) -> int:
+        """Blocks that it could be given when its last step was answered; 0 before the first."""
+        return self._book.free_blocks
 
     @property
     def lease_left_seconds(self) -> float:
@@ -317,6 +342,10 @@ class Session(SessionBase):
             launched_sequence: See `step`.
         """
         return _Collected(StepBuilder(admission_budget_tokens, executed_sequence, launched_sequence), self._begin)
+
+    def send(self, builder: StepBuilder) -> None:
+        """Sends a step that was collected on its own; then its answers are filled. What `step` does as its block ends."""
+        self._send(builder)
 
     def settle(self) -> None:
         """Waits for the answer of a step that was begun, or sends one again that had no answer in time; fills it in.

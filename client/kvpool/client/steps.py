@@ -79,6 +79,7 @@ class StepBook:
         self._is_telling = False
         self._over: KvpoolError | None = None
         self.sequence = sequence
+        self.free_blocks = 0
 
     def must_send(self, builder: StepBuilder, *, is_fresh: bool) -> bool:
         """Whether the service has to be told of a step now; if not, it is answered, and counted.
@@ -189,7 +190,7 @@ class StepBook:
         step, builder = self._unanswered
         check_result(step, result, *self._bounds)
         self._unanswered = None
-        self.sequence = step.sequence
+        self.sequence, self.free_blocks = step.sequence, result.free_blocks
         self._num_quiet = 0
         builder.settle_quiet()
         self.note_executed(step.executed_sequence)

@@ -1,0 +1,36 @@
+"""An engine's way to its pool: connect, declare, open a session."""
+
+import os
+import socket
+from typing import Any
+
+from kvpool.client.connection import Client, connect
+from kvpool.client.session import Session
+from kvpool.client.vllm.pool_config import pool_config
+from kvpool.client.vllm.settings import Settings
+
+
+def attach(scheduler: Any, settings: Settings) -> tuple[Client, Session]:  # noqa: ANN401 - vLLM's
+    """Declares the pool of an engine, from what its scheduler was made with, and opens the engine's session in it.
+
+    Raises:
+        UnsupportedError: The engine is configured to do what the service cannot.
+        KvpoolError: The service refuses the pool or the session, or is not there.
+    """
+    parallel = scheduler.vllm_config.parallel_config
+    pool = settings.pool if parallel.data_parallel_size == 1 else f"{settings.pool}.dp{parallel.data_parallel_index}"
+    config = pool_config(scheduler, pool)
+    client = connect(settings.address, deadline_seconds=settings.deadline_seconds)
+    try:
+        client.create_pool(config)
+        session = client.open_session(
+            pool,
+            client_name=settings.client_name or f"vllm@{socket.gethostname()}:{os.getpid()}",
+            lease_seconds=settings.lease_seconds,
+            min_blocks=settings.min_blocks,
+            max_blocks=settings.max_blocks,
+        )
+    except BaseException:
+        client.close()
+        raise
+    return client, session

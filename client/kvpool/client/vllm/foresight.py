@@ -1,0 +1,83 @@
+"""What a scheduling round is about to ask, told from the scheduler's state before it asks: so that one message asks all.
+
+1. Only what is sure is foreseen: calls that vLLM's scheduler will make, in its order, with the arguments that it will
+   give, as long as each before them is granted. Where one is refused, the service tries none after it.
+2. What is foreseen wrongly is undone, so that it costs a message, and never a result: see `KVCacheManager`.
+"""
+
+from collections.abc import Iterator
+from typing import Any, Final
+
+from vllm.v1.request import Request, RequestStatus
+
+_ADMISSIBLE: Final = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
+
+
+class Foresight:
+    """Reads a scheduler's queues. Changes nothing.
+
+    Attributes:
+        most_tokens: Most tokens of a round.
+    """
+
+    def __init__(self, scheduler: Any) -> None:  # noqa: ANN401 - vLLM's
+        self._scheduler = scheduler
+        config = scheduler.scheduler_config
+        vllm_config = scheduler.vllm_config
+        self.most_tokens = min(scheduler.max_num_scheduled_tokens, config.max_num_batched_tokens)
+        self._long_prefill_tokens = config.long_prefill_token_threshold
+        self._max_running = getattr(scheduler, "max_num_active_reqs", scheduler.max_num_running_reqs)
+        self._sampled = getattr(scheduler, "num_sampled_tokens_per_step", 1)
+        is_plain = (
+            vllm_config.speculative_config is None
+            and getattr(scheduler, "ec_connector", None) is None
+            and scheduler.connector is None
+            and not getattr(scheduler, "need_mamba_block_aligned_split", False)
+            and not getattr(scheduler, "is_encoder_decoder", False)
+            and not scheduler.use_pp
+        )
+        self._foresees_running = is_plain
+        self._foresees_waiting = is_plain and bool(config.enable_chunked_prefill) and not self._long_prefill_tokens
+
+    def decodes(self, running: list[Request], first: int) -> tuple[list[Request], bool]:
+        """The requests from a place in `running` on that will each ask for one token.
+
+        Returns:
+            They; and whether these are all that will ask.
+        """
+        if not self._foresees_running:
+            return [], False
+        decodes = []
+        most_tokens = self._scheduler.max_model_len - self._sampled
+        for request in running[first:]:
+            computed, placeholders = request.num_computed_tokens, request.num_output_placeholders
+            if placeholders and computed + 2 - placeholders >= request.num_prompt_tokens + request.max_tokens:
+                continue  # the step in flight is its last
+            new = request.num_tokens + placeholders - computed
+            if new != 1 or computed >= most_tokens or request.spec_token_ids or request.has_encoder_inputs:
+                return decodes, False
+            decodes.append(request)
+        return decodes, True
+
+    def admissions(self, num_more: int) -> Iterator[Request]:
+        """The requests that will be admitted next, at most `num_more`, if tokens and blocks are left for them."""
+        scheduler = self._scheduler
+        if not self._foresees_waiting or getattr(scheduler, "kv_holding_waiting", None):
+            return
+        if getattr(getattr(scheduler, "_pause_state", None), "name", "UNPAUSED") != "UNPAUSED":
+            return
+        room = self._max_running - len(scheduler.running) - getattr(scheduler, "num_waiting_for_streaming_input", 0)
+        for request in scheduler.waiting:
+            is_usual = (
+                request.status in _ADMISSIBLE
+                and request.num_computed_tokens == 0
+                and not request.lora_request
+                and not request.has_encoder_inputs
+                and not request.skip_reading_prefix_cache
+                and not getattr(request, "num_stale_output_tokens", 0)
+            )
+            if not is_usual or num_more <= 0 or room <= 0:
+                return
+            num_more -= 1
+            room -= 1
+            yield request

@@ -1,0 +1,156 @@
+"""From an engine's KV cache configuration to a pool's; what the service lacks is refused here, at the start."""
+
+from typing import Any, Final
+
+from kvpool.client.vllm.versions import REUSE_ORDER, SPECS, TAGS_KEYS, VERSION, block_hash_root
+from kvpool.server.core.config import HashScheme, KeyForm, KVCacheGroup, PoolConfig
+from kvpool.server.core.spec_base import DTYPE_SIZES_BYTES, KVCacheSpec
+from kvpool.server.core.specs import (
+    ChunkedLocalAttentionSpec,
+    CrossAttentionSpec,
+    FullAttentionSpec,
+    MambaSpec,
+    MLAAttentionSpec,
+    SinkFullAttentionSpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+)
+from kvpool.server.core.types import PoolName
+
+_HASHES: Final = {
+    "sha256": ("vllm_sha256", 32),  # over what pickle makes of a block
+    "sha256_cbor": ("sha256_cbor", 32),
+    "xxhash": ("vllm_xxhash", 16),  # likewise
+    "xxhash_cbor": ("xxhash_cbor", 16),
+}
+"""By what vLLM calls it: name in a pool's hash scheme, and length in bytes."""
+
+
+class UnsupportedError(ValueError):
+    """The engine is configured to do what the service cannot."""
+
+    def __init__(self, what: str, hint: str = "") -> None:
+        super().__init__(f"kvpool does not serve {what} of vLLM {VERSION}" + (f": {hint}" if hint else ""))
+
+
+def pool_config(scheduler: Any, pool: str) -> PoolConfig:  # noqa: ANN401 - vLLM's
+    """The pool of an engine, from what its scheduler was made with.
+
+    Raises:
+        UnsupportedError: The service lacks something that the engine is configured to use; says what.
+    """
+    vllm_config, kv_cache_config = scheduler.vllm_config, scheduler.kv_cache_config
+    check_supported(scheduler)
+    caches = bool(scheduler.cache_config.enable_prefix_caching)
+    return PoolConfig(
+        name=PoolName(pool),
+        num_blocks=kv_cache_config.num_blocks,
+        max_model_len=scheduler.max_model_len,
+        groups=tuple(
+            KVCacheGroup(spec_of(group.kv_cache_spec), tuple(group.layer_names))
+            for group in kv_cache_config.kv_cache_groups
+        ),
+        reuse_order=REUSE_ORDER,
+        enable_caching=caches,
+        use_eagle=_drops_eagle_block(scheduler),
+        dcp_world_size=scheduler.dcp_world_size,
+        hash_scheme=_hash_scheme(scheduler.cache_config.prefix_caching_hash_algo) if caches else HashScheme(),
+        max_in_flight_tokens=getattr(vllm_config, "max_in_flight_tokens", 0),
+    )
+
+
+def check_supported(scheduler: Any) -> None:  # noqa: ANN401 - vLLM's
+    """Raises UnsupportedError if the engine is configured to use what the service lacks."""
+    vllm_config, kv_cache_config = scheduler.vllm_config, scheduler.kv_cache_config
+    groups = kv_cache_config.kv_cache_groups
+    if not groups:
+        raise UnsupportedError("models without a KV cache")
+    if vllm_config.kv_transfer_config is not None:
+        raise UnsupportedError("kv_transfer_config", "KV connectors keep a view of vLLM's own block pool")
+    if scheduler.enable_kv_cache_events:
+        raise UnsupportedError("kv_events_config", "the service publishes the block events of its pools")
+    if scheduler.observability_config.kv_cache_metrics:
+        raise UnsupportedError("kv_cache_metrics", "the service samples how long blocks live")
+    if getattr(scheduler, "num_prefill_lookahead", 0) > 1:
+        raise UnsupportedError("multi-module MTP (num_prefill_lookahead > 1)")
+    if getattr(scheduler, "prefix_replay_tokens", 0):
+        raise UnsupportedError("bounded replay of sliding windows")
+    for group in groups:
+        if getattr(group, "host_resident", False) or getattr(group, "role", "default") != "default":
+            raise UnsupportedError("HiSparse groups")
+    flagged = {bool(getattr(group, "is_eagle_group", False)) for group in groups}
+    if _drops_eagle_block(scheduler) and len(flagged) > 1:
+        raise UnsupportedError("EAGLE in some groups only")
+
+
+def _drops_eagle_block(scheduler: Any) -> bool:  # noqa: ANN401 - vLLM's
+    return bool(getattr(scheduler, "use_eagle_block_drop", scheduler.use_eagle))
+
+
+def _hash_scheme(algorithm: str) -> HashScheme:
+    if algorithm not in _HASHES:
+        raise UnsupportedError(f"prefix_caching_hash_algo={algorithm!r}", f"known: {', '.join(_HASHES)}")
+    name, size_bytes = _HASHES[algorithm]
+    key_form = KeyForm.TAGGED if TAGS_KEYS else KeyForm.PLAIN
+    return HashScheme(name, size_bytes, block_hash_root(algorithm), key_form)
+
+
+def spec_of(spec: Any) -> KVCacheSpec:  # noqa: ANN401 - vLLM's
+    """A layer's spec; of a kind that allocates as the service does, or not at all.
+
+    Raises:
+        UnsupportedError: The service lacks its kind.
+    """
+    kind = type(spec)
+    if kind is SPECS.UniformTypeKVCacheSpecs:
+        layers = tuple((name, spec_of(layer)) for name, layer in spec.kv_cache_specs.items())
+        return UniformTypeKVCacheSpecs(spec.block_size, layers)
+    if kind is SPECS.MambaSpec:
+        return MambaSpec(
+            spec.block_size,
+            tuple(tuple(shape) for shape in spec.shapes),
+            tuple(_dtype(dtype) for dtype in spec.dtypes),
+            spec.page_size_padded or 0,
+            str(getattr(spec.mamba_type, "value", spec.mamba_type)),
+            spec.num_speculative_blocks,
+        )
+    if kind not in _ATTENTION:
+        raise UnsupportedError(f"{kind.__name__} groups")
+    if getattr(spec, "tokens_per_state", 1) != 1:
+        raise UnsupportedError(f"{kind.__name__} groups with tokens_per_state={spec.tokens_per_state}")
+    if getattr(spec, "extra_retained_tokens", 0):
+        raise UnsupportedError("sliding windows with extra_retained_tokens")
+    return _attention(kind, spec)
+
+
+def _attention(kind: type, spec: Any) -> KVCacheSpec:  # noqa: ANN401 - vLLM's
+    own_kind, extra = _ATTENTION[kind]
+    values = {name: getattr(spec, name) or 0 for name in extra}
+    known = {
+        "block_size": spec.block_size,
+        "num_kv_heads": spec.num_kv_heads,
+        "head_size": spec.head_size,
+        "dtype": _dtype(spec.dtype),
+        "head_size_v": getattr(spec, "head_size_v", 0) or 0,
+    }
+    made = own_kind(**known, **values)  # type: ignore[arg-type]
+    if spec.page_size_bytes == made.page_size_bytes:
+        return made
+    return own_kind(**known, **values, page_size_padded=spec.page_size_bytes)  # type: ignore[arg-type]
+
+
+def _dtype(dtype: object) -> str:
+    name = str(dtype).removeprefix("torch.")
+    if name not in DTYPE_SIZES_BYTES:
+        raise UnsupportedError(f"KV caches of {name}")
+    return name
+
+
+_ATTENTION: Final[dict[type, tuple[type[KVCacheSpec], tuple[str, ...]]]] = {
+    SPECS.FullAttentionSpec: (FullAttentionSpec, ("sliding_window", "attention_chunk_size")),
+    SPECS.MLAAttentionSpec: (MLAAttentionSpec, ()),
+    SPECS.SinkFullAttentionSpec: (SinkFullAttentionSpec, ("sink_len",)),
+    SPECS.SlidingWindowSpec: (SlidingWindowSpec, ("sliding_window",)),
+    SPECS.ChunkedLocalAttentionSpec: (ChunkedLocalAttentionSpec, ("attention_chunk_size",)),
+    SPECS.CrossAttentionSpec: (CrossAttentionSpec, ()),
+}

@@ -1,0 +1,62 @@
+"""vLLM's schedulers, unchanged but for where their blocks come from."""
+
+from collections import deque
+from typing import Any
+
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler as EngineAsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler as EngineScheduler
+
+from kvpool.client.connection import Client
+from kvpool.client.vllm.attach import attach
+from kvpool.client.vllm.manager import KVCacheManager
+from kvpool.client.vllm.settings import Settings
+
+
+class Scheduler(EngineScheduler):  # type: ignore[misc]  # vLLM has no types here
+    """vLLM's scheduler on a pool of the service; `AsyncScheduler` where the engine schedules a step ahead."""
+
+    kv_cache_manager: KVCacheManager
+
+    def __new__(cls, vllm_config: Any, *_: object, **__: object) -> "Scheduler":  # noqa: ANN401 - vLLM's
+        """Makes the kind that the engine is configured for."""
+        is_async = cls is Scheduler and vllm_config.scheduler_config.async_scheduling
+        return super().__new__(AsyncScheduler if is_async else cls)  # type: ignore[no-any-return]
+
+    def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - vLLM's
+        """Makes vLLM's scheduler, declares the pool, and opens a session in it.
+
+        Raises:
+            ValueError: The settings are wrong, or the engine is configured to do what the service cannot.
+            KvpoolError: The service refuses the pool or the session, or is not there.
+        """
+        super().__init__(vllm_config, *args, **kwargs)
+        self._kvpool_client: Client
+        self._kvpool_client, session = attach(self, Settings.of(vllm_config.additional_config))
+        self.kv_cache_manager = KVCacheManager(session, self)
+        self._rounds: deque[tuple[Any, int]] = deque()
+
+    def schedule(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - vLLM's
+        """Schedules a round, as vLLM does."""
+        self.kv_cache_manager.begin_round()
+        output = super().schedule(*args, **kwargs)
+        self._rounds.append((output, self.kv_cache_manager.end_round()))
+        return output
+
+    def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:  # noqa: ANN401 - vLLM's
+        """Takes the outputs of a round, as vLLM does; other sessions may find what it filled from now on."""
+        while self._rounds:
+            output, sequence = self._rounds.popleft()
+            if output is scheduler_output:
+                self.kv_cache_manager.note_executed(sequence)
+                break
+        return super().update_from_output(scheduler_output, model_runner_output)
+
+    def shutdown(self) -> None:
+        """Ends the session, so that its blocks are free at once."""
+        super().shutdown()
+        self.kv_cache_manager.session.close()
+        self._kvpool_client.close()
+
+
+class AsyncScheduler(Scheduler, EngineAsyncScheduler):  # type: ignore[misc]  # likewise
+    """The same for an engine that schedules a step ahead of its outputs."""
