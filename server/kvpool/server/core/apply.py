@@ -188,6 +188,7 @@ class _Application:
             if request and row.num_taken_tokens:
                 _grow(row, request)
                 request.num_computed_tokens += row.num_taken_tokens
+                request.filling_sequence = SequenceNumber(self._sequence - 1)
                 if request.num_computed_tokens > request.quiet_tokens:
                     num_tokens = min(request.num_tokens, request.num_computed_tokens)
                     filled.add(request, num_tokens // self._pool.hash_block_size)
@@ -214,7 +215,12 @@ class _Application:
     def cache(self, _i: int, row: CheckedOperation, request: Request) -> None:
         if self._pool.config.enable_caching:
             num_tokens = min(row.num_new_tokens, request.num_computed_tokens)
-            self._pool.cache(request, num_tokens, sequence=self._sequence)
+            session, sequence = self._session, self._sequence
+            if session.launched_sequence:  # it says of each step when it is run: also of the one that filled these
+                sequence = request.filling_sequence
+            self._pool.cache(request, num_tokens, sequence=sequence)
+            if sequence <= session.executed_sequence:
+                self._pool.blocks.prefix_map.publish(session.writer, session.executed_sequence)
             request.quiet_tokens = self._pool.quiet_tokens(request)
 
     def preempt(self, _i: int, _row: CheckedOperation, request: Request) -> None:

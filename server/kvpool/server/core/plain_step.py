@@ -144,6 +144,7 @@ class PlainStep:
                 if end_tokens // span > table.num_cached < num_tokens // span:
                     now.add(request, min(num_tokens, end_tokens) // span)
             request.num_tokens, request.num_computed_tokens = num_tokens, end_tokens
+            request.filling_sequence = sequence
             bound_tokens = room.num_tokens(len(table.block_ids), table.num_cached, 0)
             request.quiet_tokens = bound_tokens if bound_tokens < max_tokens else max_tokens  # noqa: FURB136 - min() is slower
         before.cache(types.Sequence(sequence - 1))

@@ -278,6 +278,7 @@ class Pool:
             end_tokens = request.num_computed_tokens + num_new_tokens
             if end_tokens + num_lookahead_tokens <= request.quiet_tokens:
                 request.num_computed_tokens = end_tokens
+                request.filling_sequence = sequence
                 self.activity.allocations += 1
                 return self._room.no_blocks
         num_computed = request.num_computed_tokens + (computed.num_tokens if computed else 0)
@@ -294,6 +295,7 @@ class Pool:
             self._count(request, computed or ComputedBlocks(self._no_hit, 0))
             request.is_found = False
         request.num_computed_tokens = num_computed + num_new_tokens
+        request.filling_sequence = sequence
         if self.config.enable_caching and not delay_cache_blocks:
             self.cache(request, request.num_computed_tokens, sequence=sequence)
         request.quiet_tokens = self.quiet_tokens(request)

@@ -7,7 +7,7 @@
 
 from dataclasses import dataclass, field
 
-from kvpool.server.core.types import BlockHash, BlockId, RequestId, RequestNumber, WriterId
+from kvpool.server.core.types import BlockHash, BlockId, RequestId, RequestNumber, Sequence, WriterId
 
 
 @dataclass(slots=True)
@@ -81,6 +81,7 @@ class Request:
         num_computed_tokens: Tokens that have room, hits included. The next allocation starts there.
         quiet_tokens: Up to how many computed tokens it can go without a change of the pool.
         num_preemptions: Times its blocks were taken back.
+        filling_sequence: Newest change of its session that gave it room, whose execution fills that.
         is_found: Whether its newest look-up is to be counted once it is given room.
         hashes: One for each full hash block of the known tokens, if caching is on.
         joined_hashes: Hashes of larger blocks, by the hash blocks that each covers; made when they are needed.
@@ -98,6 +99,7 @@ class Request:
     num_computed_tokens: int = 0
     quiet_tokens: int = 0
     num_preemptions: int = 0
+    filling_sequence: Sequence = Sequence(0)  # noqa: RUF009 - a NewType of int is immutable
     is_found: bool = False
     hashes: list[BlockHash] = field(default_factory=list)
     joined_hashes: dict[int, list[BlockHash]] = field(default_factory=dict)

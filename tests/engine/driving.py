@@ -1,0 +1,220 @@
+"""Drives vLLM's scheduler without a model: tokens are made up, the same whoever schedules them.
+
+Schedulers of one process can be compared so step by step, in milliseconds each, and over kinds of groups that no small
+model has. Works with any version of vLLM that can be imported, whether its engine runs here or not.
+"""
+
+import json
+import random
+from collections import deque
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from vllm.config import CacheConfig, ModelConfig, SchedulerConfig, VllmConfig
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1 import kv_cache_interface
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 256, "intermediate_size": 256,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2, "vocab_size": 512,
+    "max_position_embeddings": 131072, "torch_dtype": "float32",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What a scheduler is made with, beside its class.
+
+    Attributes:
+        windows: A group each: 0 for full attention, else a sliding window in tokens.
+        retention_tokens: vLLM's prefix_cache_retention_interval, where it has one.
+    """
+
+    num_blocks: int = 64
+    block_size: int = 16
+    windows: tuple[int, ...] = (0,)
+    max_num_seqs: int = 16
+    max_num_batched_tokens: int = 256
+    max_model_len: int = 1024
+    policy: str = "fcfs"
+    is_async: bool = False
+    enable_caching: bool = True
+    long_prefill_tokens: int = 0
+    watermark: float = 0.0
+    reserves_sequence: bool = True
+    retention_tokens: int | None = 0
+    hash_algorithm: str = "sha256"
+    additional_config: dict[str, Any] = field(default_factory=dict, hash=False)
+
+
+def _known(kind: Any, **values: Any) -> Any:
+    """Makes a configuration with those of the values that this version has."""
+    names = {f.name for f in kind.__dataclass_fields__.values()}
+    return kind(**{name: value for name, value in values.items() if name in names})
+
+
+def make_scheduler(scheduler_class: Any, setup: Setup, folder: Path) -> Any:
+    """Makes a scheduler of a class, with the groups of a setup."""
+    (folder / "config.json").write_text(json.dumps(LLAMA))
+    model_config = ModelConfig(
+        model=str(folder), skip_tokenizer_init=True, dtype="float32", max_model_len=setup.max_model_len, seed=0
+    )
+    scheduler_config = _known(
+        SchedulerConfig,
+        max_num_seqs=setup.max_num_seqs,
+        max_num_batched_tokens=setup.max_num_batched_tokens,
+        max_model_len=setup.max_model_len,
+        enable_chunked_prefill=True,
+        is_encoder_decoder=False,
+        policy=setup.policy,
+        async_scheduling=setup.is_async,
+        long_prefill_token_threshold=setup.long_prefill_tokens,
+        watermark=setup.watermark,
+        scheduler_reserve_full_isl=setup.reserves_sequence,
+    )
+    cache_config = _known(
+        CacheConfig,
+        block_size=setup.block_size,
+        gpu_memory_utilization=0.9,
+        swap_space=0,
+        cache_dtype="auto",
+        enable_prefix_caching=setup.enable_caching,
+        prefix_caching_hash_algo=setup.hash_algorithm,
+        prefix_cache_retention_interval=setup.retention_tokens,
+    )
+    vllm_config = VllmConfig(
+        scheduler_config=scheduler_config,
+        model_config=model_config,
+        cache_config=cache_config,
+        additional_config=setup.additional_config,
+    )
+    vllm_config.scheduler_config.async_scheduling = setup.is_async  # which the platform may have turned off
+    vllm_config.cache_config.num_gpu_blocks = setup.num_blocks
+    return scheduler_class(
+        vllm_config=vllm_config,
+        kv_cache_config=_kv_cache_config(setup),
+        structured_output_manager=StructuredOutputManager(vllm_config),
+        block_size=setup.block_size,
+        log_stats=True,
+    )
+
+
+def _kv_cache_config(setup: Setup) -> Any:
+    common = {"block_size": setup.block_size, "num_kv_heads": 2, "head_size": 64, "dtype": torch.float32}
+    groups = []
+    for i, window in enumerate(setup.windows):
+        spec = (
+            kv_cache_interface.SlidingWindowSpec(**common, sliding_window=window)
+            if window
+            else kv_cache_interface.FullAttentionSpec(**common)
+        )
+        groups.append(kv_cache_interface.KVCacheGroupSpec([f"layer{i}"], spec))
+    return _known(
+        kv_cache_interface.KVCacheConfig,
+        num_blocks=setup.num_blocks,
+        kv_cache_tensors=[],
+        kv_cache_groups=groups,
+        prefix_cache_retention_interval=setup.retention_tokens,
+    )
+
+
+class Driver:
+    """Puts requests into a scheduler and runs its steps, each token a function of its request and place."""
+
+    def __init__(self, scheduler: Any, setup: Setup) -> None:
+        self.scheduler = scheduler
+        self._lag = int(setup.is_async)
+        self._outputs: deque[Any] = deque()
+        self._hasher = None
+        if setup.enable_caching:
+            function = get_hash_fn_by_name(setup.hash_algorithm)
+            init_none_hash(function)
+            self._hasher = get_request_block_hasher(setup.block_size, function)
+        self.cached: dict[str, int] = {}
+        self.generated: dict[str, list[int]] = {}
+        self.requests: dict[str, Request] = {}
+
+    def add(self, request_id: str, prompt: list[int], max_tokens: int, **values: Any) -> None:
+        params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, **values.pop("sampling", {}))
+        if hasattr(params, "update_from_generation_config"):
+            params.update_from_generation_config({}, 2)
+        if "eos_token_id" in Request.__init__.__code__.co_varnames:
+            values["eos_token_id"] = None
+        request = Request(
+            request_id=request_id,
+            prompt_token_ids=list(prompt),
+            sampling_params=params,
+            pooling_params=None,
+            arrival_time=float(len(self.requests)),
+            block_hasher=self._hasher,
+            **values,
+        )
+        self.requests[request_id] = request
+        self.scheduler.add_request(request)
+
+    def abort(self, request_id: str) -> None:
+        self.scheduler.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
+
+    def step(self) -> dict[str, Any]:
+        """Runs a step; returns what was scheduled, to be compared."""
+        scheduled = self.scheduler.schedule()
+        self._outputs.append(scheduled)
+        if len(self._outputs) > self._lag:
+            self.settle()
+        return describe(scheduled)
+
+    def settle(self) -> None:
+        """Takes the outputs of the oldest step that has none."""
+        scheduled = self._outputs.popleft()
+        ids = list(scheduled.num_scheduled_tokens)
+        sampled = [self._sample(request_id, scheduled) for request_id in ids]
+        output = ModelRunnerOutput(
+            req_ids=ids, req_id_to_index={request_id: i for i, request_id in enumerate(ids)}, sampled_token_ids=sampled
+        )
+        for client in self.scheduler.update_from_output(scheduled, output).values():
+            for each in client.outputs:
+                self.generated.setdefault(each.request_id, []).extend(each.new_token_ids)
+
+    def _sample(self, request_id: str, scheduled: Any) -> list[int]:
+        request = self.requests[request_id]
+        new = next((each for each in scheduled.scheduled_new_reqs if each.req_id == request_id), None)
+        if new is not None:
+            computed = new.num_computed_tokens
+            self.cached[request_id] = computed
+        else:
+            cached = scheduled.scheduled_cached_reqs
+            computed = cached.num_computed_tokens[cached.req_ids.index(request_id)]
+        end = computed + scheduled.num_scheduled_tokens[request_id]
+        # What is known by then: what was put out already, and is yet to come.
+        if end < request.num_prompt_tokens + len(self.generated.get(request_id, ())):
+            return []
+        return [random.Random(f"{request_id} {end}").randrange(8)]  # noqa: S311 - made up
+
+    @property
+    def is_idle(self) -> bool:
+        return not self._outputs and not self.scheduler.has_unfinished_requests()
+
+    def drain(self) -> None:
+        while self._outputs:
+            self.settle()
+
+
+def describe(scheduled: Any) -> dict[str, Any]:
+    """What a step scheduled: requests, tokens, blocks, in their order."""
+    cached = scheduled.scheduled_cached_reqs
+    resumed = getattr(cached, "resumed_req_ids", None)
+    return {
+        "tokens": list(scheduled.num_scheduled_tokens.items()),
+        "new": [(r.req_id, r.num_computed_tokens, r.block_ids) for r in scheduled.scheduled_new_reqs],
+        "cached": list(zip(cached.req_ids, cached.num_computed_tokens, cached.new_block_ids, strict=True)),
+        "resumed": sorted(resumed or ()),
+        "preempted": sorted(getattr(scheduled, "preempted_req_ids", None) or ()),
+        "finished": sorted(scheduled.finished_req_ids),
+    }
