@@ -5,7 +5,8 @@ model has. Works with any version of vLLM that can be imported, whether its engi
 """
 
 import json
-import random
+import time
+import zlib
 from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,6 +27,9 @@ LLAMA = {
     "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2, "vocab_size": 512,
     "max_position_embeddings": 131072, "torch_dtype": "float32",
 }  # fmt: skip
+
+
+LOOK_UPS = ("requests", "queries", "hits", "preempted_requests", "preempted_queries", "preempted_hits")
 
 
 @dataclass(frozen=True)
@@ -140,6 +144,7 @@ class Driver:
         self.cached: dict[str, int] = {}
         self.generated: dict[str, list[int]] = {}
         self.requests: dict[str, Request] = {}
+        self.look_ups = dict.fromkeys(LOOK_UPS, 0)
 
     def add(self, request_id: str, prompt: list[int], max_tokens: int, **values: Any) -> None:
         params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, **values.pop("sampling", {}))
@@ -170,36 +175,49 @@ class Driver:
             self.settle()
         return describe(scheduled)
 
-    def settle(self) -> None:
-        """Takes the outputs of the oldest step that has none."""
+    def timed_step(self) -> tuple[float, float]:
+        """Runs a step; returns the seconds that the scheduler took to schedule it, and to take its outputs."""
+        started = time.perf_counter()
+        scheduled = self.scheduler.schedule()
+        took = time.perf_counter() - started
+        self._outputs.append(scheduled)
+        return took, self.settle()
+
+    def settle(self) -> float:
+        """Takes the outputs of the oldest step that has none; returns the seconds that the scheduler took."""
         scheduled = self._outputs.popleft()
         ids = list(scheduled.num_scheduled_tokens)
-        sampled = [self._sample(request_id, scheduled) for request_id in ids]
+        starts = {new.req_id: new.num_computed_tokens for new in scheduled.scheduled_new_reqs}
+        self.cached.update(starts)
+        again = scheduled.scheduled_cached_reqs
+        starts.update(zip(again.req_ids, again.num_computed_tokens, strict=True))
+        sampled = [self._sample(request_id, starts[request_id], scheduled) for request_id in ids]
         output = ModelRunnerOutput(
             req_ids=ids, req_id_to_index={request_id: i for i, request_id in enumerate(ids)}, sampled_token_ids=sampled
         )
-        for client in self.scheduler.update_from_output(scheduled, output).values():
+        started = time.perf_counter()
+        outputs = self.scheduler.update_from_output(scheduled, output)
+        took = time.perf_counter() - started
+        for client in outputs.values():
             for each in client.outputs:
                 self.generated.setdefault(each.request_id, []).extend(each.new_token_ids)
+            if client.scheduler_stats:
+                stats = client.scheduler_stats.prefix_cache_stats
+                for name in self.look_ups:
+                    self.look_ups[name] += getattr(stats, name)
+        return took
 
-    def _sample(self, request_id: str, scheduled: Any) -> list[int]:
-        request = self.requests[request_id]
-        new = next((each for each in scheduled.scheduled_new_reqs if each.req_id == request_id), None)
-        if new is not None:
-            computed = new.num_computed_tokens
-            self.cached[request_id] = computed
-        else:
-            cached = scheduled.scheduled_cached_reqs
-            computed = cached.num_computed_tokens[cached.req_ids.index(request_id)]
-        end = computed + scheduled.num_scheduled_tokens[request_id]
+    def _sample(self, request_id: str, num_computed_tokens: int, scheduled: Any) -> list[int]:
+        end = num_computed_tokens + scheduled.num_scheduled_tokens[request_id]
         # What is known by then: what was put out already, and is yet to come.
-        if end < request.num_prompt_tokens + len(self.generated.get(request_id, ())):
+        if end < self.requests[request_id].num_prompt_tokens + len(self.generated.get(request_id, ())):
             return []
-        return [random.Random(f"{request_id} {end}").randrange(8)]  # noqa: S311 - made up
+        return [zlib.crc32(f"{request_id} {end}".encode()) % 8]
 
     @property
     def is_idle(self) -> bool:
-        return not self._outputs and not self.scheduler.has_unfinished_requests()
+        """Whether nothing is left to schedule."""
+        return not self.scheduler.has_unfinished_requests()
 
     def drain(self) -> None:
         while self._outputs:

@@ -344,7 +344,7 @@ class Session(SessionBase):
         return _Collected(StepBuilder(admission_budget_tokens, executed_sequence, launched_sequence), self._begin)
 
     def send(self, builder: StepBuilder) -> None:
-        """Sends a step that was collected on its own; then its answers are filled. What `step` does as its block ends."""
+        """Sends a step that was collected on its own, and fills its answers: what `step` does as its block ends."""
         self._send(builder)
 
     def settle(self) -> None:

@@ -10,7 +10,7 @@ from kvpool.client.vllm.pool_config import pool_config
 from kvpool.client.vllm.settings import Settings
 
 
-def attach(scheduler: Any, settings: Settings) -> tuple[Client, Session]:  # noqa: ANN401 - vLLM's
+def attach(scheduler: Any, settings: Settings) -> tuple[Client, Session]:
     """Declares the pool of an engine, from what its scheduler was made with, and opens the engine's session in it.
 
     Raises:

@@ -37,7 +37,7 @@ class KVCacheBlocks:
         self,
         allow_none: bool = False,
         *,
-        group_ids: Sequence[int] | None = None,  # noqa: FBT001, FBT002 - vLLM's
+        group_ids: Sequence[int] | None = None,
     ) -> tuple[list[int], ...] | None:
         """Copies the ids, of all groups or some; None if there are none and that is allowed."""
         groups = self.block_ids if group_ids is None else [self.block_ids[i] for i in group_ids]

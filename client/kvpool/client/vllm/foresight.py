@@ -1,4 +1,4 @@
-"""What a scheduling round is about to ask, told from the scheduler's state before it asks: so that one message asks all.
+"""What a scheduling round will ask, told from the scheduler's state before it does: so that one message asks all.
 
 1. Only what is sure is foreseen: calls that vLLM's scheduler will make, in its order, with the arguments that it will
    give, as long as each before them is granted. Where one is refused, the service tries none after it.
@@ -20,7 +20,7 @@ class Foresight:
         most_tokens: Most tokens of a round.
     """
 
-    def __init__(self, scheduler: Any) -> None:  # noqa: ANN401 - vLLM's
+    def __init__(self, scheduler: Any) -> None:
         self._scheduler = scheduler
         config = scheduler.scheduler_config
         vllm_config = scheduler.vllm_config
@@ -47,7 +47,7 @@ class Foresight:
         """
         if not self._foresees_running:
             return [], False
-        decodes = []
+        decodes: list[Request] = []
         most_tokens = self._scheduler.max_model_len - self._sampled
         for request in running[first:]:
             computed, placeholders = request.num_computed_tokens, request.num_output_placeholders

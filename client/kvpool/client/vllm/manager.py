@@ -1,11 +1,11 @@
 """What vLLM's scheduler calls in the place of its KV cache manager: the same calls, answered by the service.
 
 1. Every answer is what vLLM's own manager would have given, block for block, as long as no other session takes part.
-2. A round asks with few messages: what it is sure to ask is foreseen and asked together, and what needs no answer (frees,
-   blocks to cache) goes with the next message that does, before it, in the order in which it came.
+2. A round asks with few messages: what it is sure to ask is foreseen and asked together, and what needs no answer
+   (frees, blocks to cache) goes with the next message that does, before it, in the order in which it came.
 3. What was foreseen and is not asked for is given back when the round ends. It should not happen.
-4. Steps run in the order in which they are scheduled. What the steps of earlier rounds fill may be found by this engine at
-   once, by other sessions when the step's output is there.
+4. Steps run in the order in which they are scheduled. What the steps of earlier rounds fill may be found by this engine
+   at once, by other sessions when the step's output is there.
 """
 
 import logging
@@ -46,7 +46,7 @@ class KVCacheManager:
 
     mamba_shared_prefix_checkpoint = False
 
-    def __init__(self, session: Session, scheduler: Any) -> None:  # noqa: ANN401 - vLLM's
+    def __init__(self, session: Session, scheduler: Any) -> None:
         config = session.config
         self.session = session
         self.enable_caching = config.enable_caching
@@ -152,11 +152,11 @@ class KVCacheManager:
         new_computed_blocks: KVCacheBlocks | None = None,
         num_lookahead_tokens: int = 0,
         num_external_computed_tokens: int = 0,
-        delay_cache_blocks: bool = False,  # noqa: FBT001, FBT002
+        delay_cache_blocks: bool = False,
         num_encoder_tokens: int = 0,
-        full_sequence_must_fit: bool = False,  # noqa: FBT001, FBT002
+        full_sequence_must_fit: bool = False,
         reserved_blocks: int = 0,
-        has_scheduled_reqs: bool = True,  # noqa: FBT001, FBT002
+        has_scheduled_reqs: bool = True,
         skip_zeroing_group_ids: tuple[int, ...] = (),
     ) -> KVCacheBlocks | None:
         """Makes room for more tokens; None if there is too little: see vLLM's manager."""
@@ -167,7 +167,8 @@ class KVCacheManager:
         computed = new_computed_blocks.computed if new_computed_blocks else None
         if request_id in self._admitted:
             answer = self._admitted[request_id][1]
-            if not answer.ok or answer.num_new_tokens == num_new_tokens:
+            gave = (answer.num_hit_tokens, answer.num_new_tokens)
+            if not answer.ok or gave == (num_new_computed_tokens, num_new_tokens):
                 del self._admitted[request_id]
                 return self._new_blocks(answer) if answer.ok else None
             self._give_back(request_id)
@@ -203,7 +204,7 @@ class KVCacheManager:
     def _ask_running(self, first: int) -> bool:
         """Asks for the running requests from a place on, as far as that is foreseen; whether the first is answered."""
         running = self._scheduler.running
-        asked: list[tuple[str, Request]] = []
+        asked: list[tuple[EngineRequest, Request]] = []
         decodes, _ = self._foresight.decodes(running, first)
         for request in decodes:
             if request.request_id in self._answers:
@@ -211,31 +212,48 @@ class KVCacheManager:
             known = self._requests.get(request.request_id)
             if known is None or known.num_computed_tokens != request.num_computed_tokens:
                 break
-            asked.append((request.request_id, known))
+            asked.append((request, known))
         del asked[self._tokens_left :]
         if not asked:
             return False
         if not all(self._builder.can_decode(known) for _, known in asked):
             self._send()
-        granted = self._ask_together([known for _, known in asked])
-        for (request_id, _), blocks in zip(asked, granted, strict=True):
+        ask = self._ask_each if self._windowed else self._ask_together
+        for (request, _), blocks in zip(asked, ask(asked), strict=True):
             if blocks is not _UNTRIED:
-                self._answers[request_id] = blocks
+                self._answers[request.request_id] = blocks
                 self._tokens_left -= blocks is not None
         return running[first].request_id in self._answers
 
-    def _ask_together(self, decoding: Sequence[Request]) -> list[KVCacheBlocks | None]:
+    def _ask_together(self, asked: Sequence[tuple[EngineRequest, Request]]) -> list[KVCacheBlocks | None]:
         """Asks for one token of each; `_UNTRIED` where one before was refused."""
-        decodes = self._builder.decode(decoding)
+        decodes = self._builder.decode([known for _, known in asked])
         if self._builder.rows:
             self._send()
-        granted: list[KVCacheBlocks | None] = [self.empty_kv_cache_blocks] * len(decoding)
+        granted: list[KVCacheBlocks | None] = [self.empty_kv_cache_blocks] * len(asked)
         if decodes.is_answered:
             for place, ids in enumerate(decodes.new_blocks):
                 if any(ids):
-                    granted[place] = self._noted(KVCacheBlocks(ids))
+                    granted[place] = KVCacheBlocks(ids)
             for place, outcome in decodes.refused.items():
                 granted[place] = _UNTRIED if outcome is Outcome.SKIPPED else None
+        return granted
+
+    def _ask_each(self, asked: Sequence[tuple[EngineRequest, Request]]) -> list[KVCacheBlocks | None]:
+        """The same where it matters which tokens are in flight."""
+        answers = []
+        for request, known in asked:
+            in_flight = getattr(request, "num_in_flight_tokens", 0)
+            terms = Terms(num_in_flight_tokens=in_flight) if in_flight else USUAL_TERMS
+            answers.append(self._builder.allocate_slots(known, 1, terms=terms))
+        if self._builder.rows:
+            self._send()
+        granted: list[KVCacheBlocks | None] = []
+        for answer in answers:
+            if answer.outcome is None or answer.ok:
+                granted.append(self._new_blocks(answer))
+            else:
+                granted.append(_UNTRIED if answer.outcome is Outcome.SKIPPED else None)
         return granted
 
     def _ask_waiting(self, request: EngineRequest) -> None:
@@ -244,7 +262,7 @@ class KVCacheManager:
         if not foreseen or foreseen[0] is not request or self._tokens_left <= 0:
             return
         is_first = not self._scheduler.running
-        asked = []
+        asked: list[tuple[EngineRequest, Request, Answer]] = []
         for each in foreseen:
             watermark = 0 if is_first and not asked else self.watermark_blocks
             terms = Terms(num_watermark_blocks=watermark, full_sequence_must_fit=self._reserves_sequence)
@@ -270,10 +288,7 @@ class KVCacheManager:
             del self._requests[request_id]
 
     def _new_blocks(self, answer: Answer) -> KVCacheBlocks:
-        return self._noted(KVCacheBlocks(answer.new_blocks)) if any(answer.new_blocks) else self.empty_kv_cache_blocks
-
-    def _noted(self, blocks: KVCacheBlocks) -> KVCacheBlocks:
-        return blocks
+        return KVCacheBlocks(answer.new_blocks) if any(answer.new_blocks) else self.empty_kv_cache_blocks
 
     # ---- what needs no answer
 
@@ -361,7 +376,7 @@ class KVCacheManager:
                 num_tokens=request.num_tokens, num_hits=num_hits, preempted=request.num_preemptions > 0
             )
 
-    def make_prefix_cache_stats(self) -> Any:  # noqa: ANN401 - vLLM's
+    def make_prefix_cache_stats(self) -> Any:
         """What was counted since the last call."""
         stats, self.prefix_cache_stats = self.prefix_cache_stats, PrefixCacheStats() if self.log_stats else None
         return stats

@@ -4,7 +4,7 @@ from typing import Any, Final
 
 from kvpool.client.vllm.versions import REUSE_ORDER, SPECS, TAGS_KEYS, VERSION, block_hash_root
 from kvpool.server.core.config import HashScheme, KeyForm, KVCacheGroup, PoolConfig
-from kvpool.server.core.spec_base import DTYPE_SIZES_BYTES, KVCacheSpec
+from kvpool.server.core.spec_base import DTYPE_SIZES_BYTES, AttentionSpec, KVCacheSpec
 from kvpool.server.core.specs import (
     ChunkedLocalAttentionSpec,
     CrossAttentionSpec,
@@ -33,7 +33,7 @@ class UnsupportedError(ValueError):
         super().__init__(f"kvpool does not serve {what} of vLLM {VERSION}" + (f": {hint}" if hint else ""))
 
 
-def pool_config(scheduler: Any, pool: str) -> PoolConfig:  # noqa: ANN401 - vLLM's
+def pool_config(scheduler: Any, pool: str) -> PoolConfig:
     """The pool of an engine, from what its scheduler was made with.
 
     Raises:
@@ -59,7 +59,7 @@ def pool_config(scheduler: Any, pool: str) -> PoolConfig:  # noqa: ANN401 - vLLM
     )
 
 
-def check_supported(scheduler: Any) -> None:  # noqa: ANN401 - vLLM's
+def check_supported(scheduler: Any) -> None:
     """Raises UnsupportedError if the engine is configured to use what the service lacks."""
     vllm_config, kv_cache_config = scheduler.vllm_config, scheduler.kv_cache_config
     groups = kv_cache_config.kv_cache_groups
@@ -83,7 +83,7 @@ def check_supported(scheduler: Any) -> None:  # noqa: ANN401 - vLLM's
         raise UnsupportedError("EAGLE in some groups only")
 
 
-def _drops_eagle_block(scheduler: Any) -> bool:  # noqa: ANN401 - vLLM's
+def _drops_eagle_block(scheduler: Any) -> bool:
     return bool(getattr(scheduler, "use_eagle_block_drop", scheduler.use_eagle))
 
 
@@ -95,7 +95,7 @@ def _hash_scheme(algorithm: str) -> HashScheme:
     return HashScheme(name, size_bytes, block_hash_root(algorithm), key_form)
 
 
-def spec_of(spec: Any) -> KVCacheSpec:  # noqa: ANN401 - vLLM's
+def spec_of(spec: Any) -> KVCacheSpec:
     """A layer's spec; of a kind that allocates as the service does, or not at all.
 
     Raises:
@@ -123,20 +123,20 @@ def spec_of(spec: Any) -> KVCacheSpec:  # noqa: ANN401 - vLLM's
     return _attention(kind, spec)
 
 
-def _attention(kind: type, spec: Any) -> KVCacheSpec:  # noqa: ANN401 - vLLM's
+def _attention(kind: type, spec: Any) -> AttentionSpec:
     own_kind, extra = _ATTENTION[kind]
-    values = {name: getattr(spec, name) or 0 for name in extra}
-    known = {
+    values: dict[str, Any] = {name: getattr(spec, name) or 0 for name in extra}
+    known: dict[str, Any] = {
         "block_size": spec.block_size,
         "num_kv_heads": spec.num_kv_heads,
         "head_size": spec.head_size,
         "dtype": _dtype(spec.dtype),
         "head_size_v": getattr(spec, "head_size_v", 0) or 0,
     }
-    made = own_kind(**known, **values)  # type: ignore[arg-type]
+    made = own_kind(**known, **values)
     if spec.page_size_bytes == made.page_size_bytes:
         return made
-    return own_kind(**known, **values, page_size_padded=spec.page_size_bytes)  # type: ignore[arg-type]
+    return own_kind(**known, **values, page_size_padded=spec.page_size_bytes)
 
 
 def _dtype(dtype: object) -> str:
@@ -146,7 +146,7 @@ def _dtype(dtype: object) -> str:
     return name
 
 
-_ATTENTION: Final[dict[type, tuple[type[KVCacheSpec], tuple[str, ...]]]] = {
+_ATTENTION: Final[dict[type, tuple[type[AttentionSpec], tuple[str, ...]]]] = {
     SPECS.FullAttentionSpec: (FullAttentionSpec, ("sliding_window", "attention_chunk_size")),
     SPECS.MLAAttentionSpec: (MLAAttentionSpec, ()),
     SPECS.SinkFullAttentionSpec: (SinkFullAttentionSpec, ("sink_len",)),

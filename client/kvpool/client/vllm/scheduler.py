@@ -1,7 +1,7 @@
 """vLLM's schedulers, unchanged but for where their blocks come from."""
 
 from collections import deque
-from typing import Any
+from typing import Any, Self
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler as EngineAsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler as EngineScheduler
@@ -17,12 +17,12 @@ class Scheduler(EngineScheduler):  # type: ignore[misc]  # vLLM has no types her
 
     kv_cache_manager: KVCacheManager
 
-    def __new__(cls, vllm_config: Any, *_: object, **__: object) -> "Scheduler":  # noqa: ANN401 - vLLM's
+    def __new__(cls, vllm_config: Any, *_: object, **__: object) -> Self:
         """Makes the kind that the engine is configured for."""
         is_async = cls is Scheduler and vllm_config.scheduler_config.async_scheduling
         return super().__new__(AsyncScheduler if is_async else cls)  # type: ignore[no-any-return]
 
-    def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - vLLM's
+    def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         """Makes vLLM's scheduler, declares the pool, and opens a session in it.
 
         Raises:
@@ -35,14 +35,14 @@ class Scheduler(EngineScheduler):  # type: ignore[misc]  # vLLM has no types her
         self.kv_cache_manager = KVCacheManager(session, self)
         self._rounds: deque[tuple[Any, int]] = deque()
 
-    def schedule(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - vLLM's
+    def schedule(self, *args: Any, **kwargs: Any) -> Any:
         """Schedules a round, as vLLM does."""
         self.kv_cache_manager.begin_round()
         output = super().schedule(*args, **kwargs)
         self._rounds.append((output, self.kv_cache_manager.end_round()))
         return output
 
-    def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:  # noqa: ANN401 - vLLM's
+    def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         """Takes the outputs of a round, as vLLM does; other sessions may find what it filled from now on."""
         while self._rounds:
             output, sequence = self._rounds.popleft()

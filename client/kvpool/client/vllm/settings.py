@@ -3,10 +3,11 @@
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Final
+from typing import Any, Final
 
 KEY: Final = "kvpool"
 """What `additional_config` has it under."""
+_ACCEPTED: Final[dict[type, tuple[type, ...]]] = {str: (str,), int: (int,), float: (int, float)}
 _FROM_ENVIRONMENT: Final = {"address": "KVPOOL_ADDRESS", "pool": "KVPOOL_POOL"}
 
 
@@ -22,8 +23,8 @@ class Settings:
         lease_seconds: How long the blocks of an engine that dies are kept; 0 for the server's default.
         min_blocks: Blocks that it can always have.
         max_blocks: Most blocks that it may hold; 0 for no limit but the server's.
-        deadline_seconds: How long a call may take, retries included: an engine waits so long for a service that restarts.
-        start_seconds: How long to wait at the start for the service, and for leases of engines before.
+        deadline_seconds: How long a call may take, retries included: how long an engine waits for a service that
+            restarts; and, at its start, for the lease of the engine before it.
     """
 
     address: str
@@ -33,7 +34,6 @@ class Settings:
     min_blocks: int = 0
     max_blocks: int = 0
     deadline_seconds: float = 30.0
-    start_seconds: float = 60.0
 
     @classmethod
     def of(cls, additional_config: object) -> "Settings":
@@ -44,19 +44,22 @@ class Settings:
         """
         given = additional_config.get(KEY, {}) if isinstance(additional_config, Mapping) else {}
         if not isinstance(given, Mapping):
-            raise ValueError(f"additional_config[{KEY!r}] must be an object, not {given!r}")  # noqa: TRY004 - a setting
-        values = {
+            raise ValueError(_where() + f" must be an object, not {given!r}")  # noqa: TRY004 - a setting is wrong
+        values: dict[str, Any] = {
             name: os.environ[variable] for name, variable in _FROM_ENVIRONMENT.items() if os.environ.get(variable)
         }
         values.update(given)
-        kinds = {field.name: field.type for field in fields(cls)}
+        kinds: dict[str, Any] = {field.name: field.type for field in fields(cls)}
         for name, value in values.items():
             if name not in kinds:
-                raise ValueError(f"additional_config[{KEY!r}] has no {name!r}; it has {', '.join(kinds)}")
-            wanted = (float, int) if kinds[name] is float else kinds[name]
-            if isinstance(value, bool) or not isinstance(value, wanted):  # type: ignore[arg-type]
-                raise ValueError(f"additional_config[{KEY!r}][{name!r}] must be {kinds[name].__name__}, not {value!r}")  # type: ignore[union-attr]
+                raise ValueError(_where(name) + f" is not known; known: {', '.join(kinds)}")
+            if isinstance(value, bool) or not isinstance(value, _ACCEPTED[kinds[name]]):
+                raise ValueError(_where(name) + f" must be {kinds[name].__name__}, not {value!r}")  # noqa: TRY004 - likewise
         for name, variable in _FROM_ENVIRONMENT.items():
             if not values.get(name):
-                raise ValueError(f"kvpool needs its {name}: set additional_config[{KEY!r}][{name!r}] or {variable}")
-        return cls(**values)  # type: ignore[arg-type]
+                raise ValueError(f"kvpool needs {_where(name)}, or {variable} in the environment")
+        return cls(**values)
+
+
+def _where(name: str = "") -> str:
+    return f"additional_config[{KEY!r}]" + (f"[{name!r}]" if name else "")

@@ -40,7 +40,7 @@ def block_hash_root(algorithm: str) -> bytes:
     kv_cache_utils.init_none_hash(function)
     root: bytes = kv_cache_utils.NONE_HASH
     kv_cache_utils.init_none_hash(function)  # as the engine does when its scheduler is there
-    if kv_cache_utils.NONE_HASH != root:
+    if root != kv_cache_utils.NONE_HASH:
         os.environ["PYTHONHASHSEED"] = "0"
         kv_cache_utils.init_none_hash(function)
         root = kv_cache_utils.NONE_HASH

@@ -1,0 +1,90 @@
+"""Time in the scheduler a step, with vLLM's own manager and with the service, in turns: prints JSON.
+
+    bench_scheduler.py ADDRESS [RUNNING...]     at 8, 64 and 256 running requests unless told
+
+A step is `schedule` and `update_from_output`; requests decode, and each that ends is followed by another of the same
+kind, whose prompt is half shared. No model runs.
+"""
+
+import json
+import os
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from vllm.v1.core.sched.scheduler import Scheduler as Plain
+
+from engine.driving import Driver, Setup, make_scheduler
+from kvpool.client.vllm import Scheduler
+
+PROMPT_TOKENS = 512
+OUTPUT_TOKENS = 256
+WARM_STEPS = 60
+STEPS = 40
+ROUNDS = 7
+
+
+class Load:
+    """A scheduler with so many requests running."""
+
+    def __init__(self, scheduler_class: Any, num_running: int, additional_config: dict[str, Any]) -> None:
+        self._folder = tempfile.TemporaryDirectory()
+        setup = Setup(
+            num_blocks=2 * num_running * (PROMPT_TOKENS + OUTPUT_TOKENS) // 16,
+            max_num_seqs=num_running,
+            max_num_batched_tokens=8192,
+            max_model_len=2048,
+            additional_config=additional_config,
+        )
+        self.scheduler = make_scheduler(scheduler_class, setup, Path(self._folder.name))
+        self._driver = Driver(self.scheduler, setup)
+        self._num_running = num_running
+        self._count = 0
+        for _ in range(WARM_STEPS):
+            self.step()
+
+    def step(self) -> tuple[float, float]:
+        """Runs a step; returns the seconds in `schedule` and in `update_from_output`."""
+        while len(self.scheduler.running) + len(self.scheduler.waiting) < self._num_running:
+            shared = [self._count % 4] * (PROMPT_TOKENS // 2)
+            prompt = shared + [(self._count * 31 + i) % 512 for i in range(PROMPT_TOKENS // 2)]
+            first = self._count < self._num_running
+            spread = 1 + self._count * OUTPUT_TOKENS // self._num_running if first else OUTPUT_TOKENS
+            self._driver.add(f"r{self._count}", prompt, max(spread, 2))
+            self._count += 1
+        return self._driver.timed_step()
+
+    def close(self) -> None:
+        self.scheduler.shutdown()
+        self._folder.cleanup()
+
+
+def measure(num_running: int, address: str) -> dict[str, Any]:
+    """Medians in microseconds, and the ratio of the sums, of rounds that take turns."""
+    kvpool = {"kvpool": {"address": address, "pool": f"bench.{os.getpid()}.{num_running}"}}
+    loads = {"vllm": Load(Plain, num_running, {}), "kvpool": Load(Scheduler, num_running, kvpool)}
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in loads}
+    for _ in range(ROUNDS):
+        for name, load in loads.items():
+            times[name] += [load.step() for _ in range(STEPS)]
+    for load in loads.values():
+        load.close()
+    result: dict[str, Any] = {"running": num_running}
+    for name, each in times.items():
+        result[name] = {
+            "schedule_us": round(1e6 * statistics.median(t for t, _ in each)),
+            "update_us": round(1e6 * statistics.median(t for _, t in each)),
+            "step_us": round(1e6 * statistics.median(a + b for a, b in each)),
+            "mean_step_us": round(1e6 * statistics.fmean(a + b for a, b in each)),
+        }
+    result["ratio"] = round(result["kvpool"]["step_us"] / result["vllm"]["step_us"], 3)
+    result["ratio_of_means"] = round(result["kvpool"]["mean_step_us"] / result["vllm"]["mean_step_us"], 3)
+    return result
+
+
+if __name__ == "__main__":
+    sizes = [int(arg) for arg in sys.argv[2:]] or [8, 64, 256]
+    for size in sizes:
+        print(json.dumps(measure(size, sys.argv[1])), flush=True)

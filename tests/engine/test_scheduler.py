@@ -1,0 +1,128 @@
+"""Every step that vLLM's scheduler makes on the service is the step that it makes by itself, block for block.
+
+Of vLLM's own tests of its scheduler these behaviours are covered so: adding and finishing requests; aborts of waiting
+and running ones; first come first served and priorities; preemption, resumption and its order; chunked prefill with
+token budgets and thresholds; prefix caching within and across steps; salts; resets of the prefix cache, with running
+requests too; admission of whole sequences; watermarks; scheduling a step ahead; sliding windows; caching turned off.
+"""
+
+import random
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler as PlainAsync
+from vllm.v1.core.sched.scheduler import Scheduler as Plain
+
+from engine.driving import Driver, Setup, make_scheduler
+from kvpool.client import connect
+from kvpool.client.vllm import AsyncScheduler, Scheduler
+
+KINDS: dict[str, dict[str, Any]] = {
+    "first_come": {},
+    "priority": {"policy": "priority"},
+    "a_step_ahead": {"is_async": True},
+    "without_caching": {"enable_caching": False},
+    "windows": {"windows": (0, 40, 40), "retention_tokens": None},
+    "windows_a_step_ahead": {"windows": (0, 40, 40), "retention_tokens": None, "is_async": True},
+    "one_window": {"windows": (40,), "retention_tokens": None},
+}
+SEEDS = range(12)
+MOST_STEPS = 3000
+
+
+@dataclass
+class Outcome:
+    """What a run of a workload comes to."""
+
+    steps: list[Any]
+    generated: dict[str, list[int]]
+    cached: dict[str, int]
+    look_ups: dict[str, int]
+    num_preemptions: int
+
+
+def setup_of(kind: str, seed: int) -> Setup:
+    rng = random.Random(f"setup {seed}")
+    drawn = Setup(
+        num_blocks=rng.choice([80, 120, 160, 400]),
+        max_num_seqs=rng.choice([4, 8, 16]),
+        max_num_batched_tokens=rng.choice([64, 256, 512]),
+        watermark=rng.choice([0, 0, 0.05]),
+        reserves_sequence=rng.random() < 0.7,
+        long_prefill_tokens=rng.choice([0, 0, 48]),
+    )
+    return replace(drawn, **KINDS[kind])
+
+
+def run(scheduler_class: Any, setup: Setup, seed: int, folder: Path, num_requests: int = 30) -> Outcome:
+    """Puts requests in at random, aborts some, resets the cache now and then, until all have ended."""
+    rng = random.Random(f"run {seed}")
+    scheduler = make_scheduler(scheduler_class, setup, folder)
+    driver = Driver(scheduler, setup)
+    prefixes = [[rng.randrange(512) for _ in range(rng.randrange(200))] for _ in range(3)]
+    steps: list[Any] = []
+    count = 0
+    while count < num_requests or not driver.is_idle:
+        assert len(steps) < MOST_STEPS, "nothing moves any more"
+        while count < num_requests and rng.random() < 0.4:
+            prompt = rng.choice(prefixes) + [rng.randrange(512) for _ in range(rng.randrange(1, 200))]
+            values: dict[str, Any] = {"cache_salt": rng.choice("ab")} if rng.random() < 0.2 else {}
+            if rng.random() < 0.05:
+                values["sampling"] = {"prompt_logprobs": 1}  # reads no cache
+            if setup.policy == "priority":
+                values["priority"] = rng.randrange(3)
+            driver.add(f"r{count}", prompt, rng.randrange(1, 60), **values)
+            count += 1
+        if count and rng.random() < 0.02:
+            driver.abort(f"r{rng.randrange(count)}")
+        if rng.random() < 0.01:
+            steps.append(scheduler.reset_prefix_cache(reset_running_requests=rng.random() < 0.3))
+        steps.append(driver.step())
+    driver.drain()
+    preemptions = sum(request.num_preemptions for request in driver.requests.values())
+    scheduler.shutdown()
+    return Outcome(steps, driver.generated, driver.cached, driver.look_ups, preemptions)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_steps_are_those_of_vllm(kind: str, address: str, tmp_path: Path) -> None:
+    preemptions = cached = 0
+    for seed in SEEDS:
+        setup = setup_of(kind, seed)
+        plain = run(PlainAsync if setup.is_async else Plain, setup, seed, tmp_path)
+        pool = f"{kind}.{seed}"
+        attached = replace(setup, additional_config={"kvpool": {"address": address, "pool": pool}})
+        served = run(Scheduler, attached, seed, tmp_path)
+        for i, (mine, theirs) in enumerate(zip(served.steps, plain.steps, strict=False)):
+            assert mine == theirs, f"seed {seed}, step {i}"
+        assert served == plain, f"seed {seed}"
+        with connect(address) as client:
+            info = client.get_pool(pool)
+        counted = info.prefix_cache
+        assert plain.look_ups == {
+            "requests": counted.requests,
+            "queries": counted.queries_tokens,
+            "hits": counted.hits_tokens,
+            "preempted_requests": counted.preempted_requests,
+            "preempted_queries": counted.preempted_queries_tokens,
+            "preempted_hits": counted.preempted_hits_tokens,
+        }
+        assert (info.sessions, info.free_blocks) == (0, setup.num_blocks - 1)
+        preemptions += plain.num_preemptions
+        cached += sum(plain.cached.values())
+    assert preemptions > 20
+    assert cached > 5000 or not setup.enable_caching
+
+
+def test_the_scheduler_is_of_the_kind_that_the_engine_asks_for(address: str, tmp_path: Path) -> None:
+    setup = Setup(additional_config={"kvpool": {"address": address, "pool": "kinds"}})
+    scheduler = make_scheduler(Scheduler, setup, tmp_path)
+    assert type(scheduler) is Scheduler
+    scheduler.shutdown()
+    attached = {"kvpool": {"address": address, "pool": "kinds.ahead"}}
+    ahead = make_scheduler(Scheduler, replace(setup, is_async=True, additional_config=attached), tmp_path)
+    assert type(ahead) is AsyncScheduler
+    assert isinstance(ahead, PlainAsync)
+    ahead.shutdown()
