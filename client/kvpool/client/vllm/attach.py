@@ -6,7 +6,8 @@ from typing import Any
 
 from kvpool.client.connection import Client, connect
 from kvpool.client.session import Session
-from kvpool.client.vllm.pool_config import pool_config
+from kvpool.client.vllm.drift import drifts
+from kvpool.client.vllm.pool_config import UnsupportedError, pool_config
 from kvpool.client.vllm.settings import Settings
 
 
@@ -17,6 +18,8 @@ def attach(scheduler: Any, settings: Settings) -> tuple[Client, Session]:
         UnsupportedError: The engine is configured to do what the service cannot.
         KvpoolError: The service refuses the pool or the session, or is not there.
     """
+    for sentence in drifts():
+        raise UnsupportedError("this version", sentence)
     parallel = scheduler.vllm_config.parallel_config
     pool = settings.pool if parallel.data_parallel_size == 1 else f"{settings.pool}.dp{parallel.data_parallel_index}"
     config = pool_config(scheduler, pool)

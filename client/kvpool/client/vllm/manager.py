@@ -10,6 +10,7 @@
 
 import logging
 from collections.abc import Iterable, Sequence
+from itertools import takewhile
 from types import SimpleNamespace
 from typing import Any, Final
 
@@ -25,6 +26,7 @@ from kvpool.client.vllm.blocks import KVCacheBlocks
 from kvpool.client.vllm.foresight import Foresight
 from kvpool.client.vllm.versions import COUNTS_ADMISSIONS
 from kvpool.server.core.pool import ComputedBlocks
+from kvpool.server.core.specs import FullAttentionSpec
 from kvpool.server.core.step import Outcome
 from kvpool.server.core.terms import USUAL_TERMS, Terms
 from kvpool.server.core.types import BlockId
@@ -353,9 +355,17 @@ class KVCacheManager:
         return self.get_blocks(request_id).get_block_ids()
 
     def get_num_common_prefix_blocks(self, running_request_id: str) -> list[int]:
-        """Leading blocks that all running requests share: none is told, as newer versions do not ask."""
-        del running_request_id
-        return [0] * self.num_kv_cache_groups
+        """Counts the leading blocks of each group of full attention that all requests share that hold blocks."""
+        counts = [0] * self.num_kv_cache_groups
+        if not self.enable_caching:
+            return counts
+        tables = [known.block_ids for known in self._requests.values() if any(known.block_ids)]
+        mine = self._requests[running_request_id].block_ids
+        for i, group in enumerate(self.session.config.groups):
+            if isinstance(group.spec, FullAttentionSpec):
+                shared = zip(mine[i], *[table[i] for table in tables], strict=False)
+                counts[i] = sum(1 for _ in takewhile(lambda ids: len(set(ids)) == 1, shared))
+        return counts
 
     def estimate_cached_tokens(self, request: EngineRequest) -> int:
         """Tokens of the request that stand in cached blocks."""

@@ -30,7 +30,7 @@ class UnsupportedError(ValueError):
     """The engine is configured to do what the service cannot."""
 
     def __init__(self, what: str, hint: str = "") -> None:
-        super().__init__(f"kvpool does not serve {what} of vLLM {VERSION}" + (f": {hint}" if hint else ""))
+        super().__init__(f"kvpool does not serve {what} of vLLM, {VERSION}" + (f": {hint}" if hint else ""))
 
 
 def pool_config(scheduler: Any, pool: str) -> PoolConfig:

@@ -1,0 +1,69 @@
+"""What the installed vLLM asks of its KV cache manager is what the one on the service answers."""
+
+import ast
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from vllm.v1.core import kv_cache_manager
+
+from engine.driving import Setup, make_scheduler
+from kvpool.client.vllm import Scheduler, drift
+from kvpool.client.vllm.manager import KVCacheManager
+from kvpool.client.vllm.pool_config import UnsupportedError
+
+CALLERS = ("vllm.v1.core.sched.scheduler", "vllm.v1.core.sched.async_scheduler", "vllm.v1.engine.core")
+
+
+def test_nothing_has_drifted() -> None:
+    assert drift.drifts() == []
+
+
+def _asked(path: Path) -> set[str]:
+    """Names of what a file reads of something called kv_cache_manager."""
+    nodes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)]
+    return {
+        node.attr
+        for node in nodes
+        if (isinstance(node.value, ast.Attribute) and node.value.attr == "kv_cache_manager")
+        or (isinstance(node.value, ast.Name) and node.value.id in ("kv_cache_manager", "cache_manager"))
+    }
+
+
+@pytest.mark.parametrize("module", CALLERS)
+def test_all_that_the_engine_reads_of_its_manager_is_there(module: str, address: str, tmp_path: Path) -> None:
+    spec = find_spec(module)
+    assert spec
+    assert spec.origin
+    setup = Setup(additional_config={"kvpool": {"address": address, "pool": f"signatures.{module}"}})
+    scheduler = make_scheduler(Scheduler, setup, tmp_path)
+    lacking = {name for name in _asked(Path(spec.origin)) if not hasattr(scheduler.kv_cache_manager, name)}
+    scheduler.shutdown()
+    assert lacking <= {*drift.NOT_CALLED, "block_pool"}  # which only frees what waits for a KV connector
+
+
+def test_an_engine_that_asks_for_more_is_refused(monkeypatch: pytest.MonkeyPatch, address: str, tmp_path: Path) -> None:
+    def allocate_slots(self: object, request: object, num_new_tokens: int, a_new_thing: int = 0) -> None:
+        """A newer one."""
+
+    monkeypatch.setattr(kv_cache_manager.KVCacheManager, "allocate_slots", allocate_slots)
+    setup = Setup(additional_config={"kvpool": {"address": address, "pool": "newer"}})
+    with pytest.raises(UnsupportedError, match=r"allocate_slots has a parameter 'a_new_thing', which is not known"):
+        make_scheduler(Scheduler, setup, tmp_path)
+
+
+def test_what_is_here_and_not_there_belongs_to_an_older_version() -> None:
+    own = {name for name in vars(KVCacheManager) if not name.startswith("_")}
+    theirs = {name for name in dir(kv_cache_manager.KVCacheManager) if not name.startswith("_")}
+    assert own - theirs <= {"begin_round", "end_round", "note_executed", "mamba_shared_prefix_checkpoint", *_LATER}
+
+
+_LATER = {
+    "estimate_cached_tokens",
+    "new_step_starts",
+    "record_prefix_cache_stats",
+    "take_boundary_state_offloads",
+    "take_kv_cache_block_copies",
+    "take_new_block_ids",
+}
+"""What 0.14.1 does not have yet."""
