@@ -87,7 +87,7 @@ def run(scheduler_class: Any, setup: Setup, seed: int, folder: Path, num_request
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_steps_are_those_of_vllm(kind: str, address: str, tmp_path: Path) -> None:
+def test_steps_are_those_of_vllm(kind: str, address: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     preemptions = cached = 0
     for seed in SEEDS:
         setup = setup_of(kind, seed)
@@ -112,6 +112,7 @@ def test_steps_are_those_of_vllm(kind: str, address: str, tmp_path: Path) -> Non
         assert (info.sessions, info.free_blocks) == (0, setup.num_blocks - 1)
         preemptions += plain.num_preemptions
         cached += sum(plain.cached.values())
+    assert not [record for record in caplog.records if record.name.startswith("kvpool")]  # nothing was foreseen wrongly
     assert preemptions > 20
     assert cached > 5000 or not setup.enable_caching
 

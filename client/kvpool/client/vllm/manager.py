@@ -9,7 +9,7 @@
 """
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from itertools import takewhile
 from types import SimpleNamespace
 from typing import Any, Final
@@ -22,6 +22,7 @@ from kvpool.client.request import Request
 from kvpool.client.results import Answer
 from kvpool.client.session import Session
 from kvpool.client.step_builder import StepBuilder
+from kvpool.client.vllm.ahead import Ahead
 from kvpool.client.vllm.blocks import KVCacheBlocks
 from kvpool.client.vllm.foresight import Foresight
 from kvpool.client.vllm.versions import COUNTS_ADMISSIONS
@@ -34,7 +35,6 @@ from kvpool.server.core.types import BlockId
 _log = logging.getLogger("kvpool.client.vllm")
 _FIRST_LOOK_AHEAD: Final = 4
 _MOST_LOOK_AHEAD: Final = 64
-_UNTRIED: Final = KVCacheBlocks(())
 _NOT_RUNNING: Final = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
 
 
@@ -73,7 +73,7 @@ class KVCacheManager:
         self._span_tokens = config.hash_block_size
         self._requests: dict[str, Request] = {}
         self._builder = StepBuilder()
-        self._executed = self._launched = 0
+        self._executed = self._told = self._launched = 0  # numbers of steps
         self._answers: dict[str, KVCacheBlocks | None] = {}  # of running requests, foreseen
         self._admitted: dict[str, tuple[Request, Answer]] = {}
         self._tokens_left = 0
@@ -85,7 +85,11 @@ class KVCacheManager:
     def begin_round(self) -> None:
         """Asks for what the round that begins is sure to ask."""
         self._tokens_left = self._foresight.most_tokens
-        self._ask_running(0)
+        ahead = Ahead()
+        is_all = self._decode_ahead(ahead, 0)
+        if is_all and ahead.num_decodes < self._tokens_left:
+            self._admit_ahead(ahead)
+        self._send_ahead(ahead)
 
     def end_round(self) -> int:
         """Gives back what was foreseen and not asked for, and sends what others wait for.
@@ -98,7 +102,8 @@ class KVCacheManager:
             for request_id in list(self._admitted):
                 self._give_back(request_id)
         self._answers.clear()
-        self._send()
+        if self._builder.rows or self._builder.quiet or self._executed > self._told:
+            self._send()
         self._launched = self.session.sequence
         return self._launched
 
@@ -205,83 +210,70 @@ class KVCacheManager:
 
     def _ask_running(self, first: int) -> bool:
         """Asks for the running requests from a place on, as far as that is foreseen; whether the first is answered."""
-        running = self._scheduler.running
+        ahead = Ahead()
+        self._decode_ahead(ahead, first)
+        self._send_ahead(ahead)
+        return self._scheduler.running[first].request_id in self._answers
+
+    def _decode_ahead(self, ahead: Ahead, first: int) -> bool:
+        """Adds the running requests from a place on, as far as that is foreseen; whether they are all that will ask."""
+        decodes, is_all = self._foresight.decodes(self._scheduler.running, first)
         asked: list[tuple[EngineRequest, Request]] = []
-        decodes, _ = self._foresight.decodes(running, first)
         for request in decodes:
+            known = self._requests.get(request.request_id)
             if request.request_id in self._answers:
                 continue
-            known = self._requests.get(request.request_id)
             if known is None or known.num_computed_tokens != request.num_computed_tokens:
+                is_all = False
                 break
             asked.append((request, known))
-        del asked[self._tokens_left :]
-        if not asked:
-            return False
-        if not all(self._builder.can_decode(known) for _, known in asked):
+        if len(asked) > self._tokens_left:
+            del asked[self._tokens_left :]
+        if asked and not all([self._builder.can_decode(known) for _, known in asked]):  # noqa: C419 - a generator is slower
             self._send()
-        ask = self._ask_each if self._windowed else self._ask_together
-        for (request, _), blocks in zip(asked, ask(asked), strict=True):
-            if blocks is not _UNTRIED:
-                self._answers[request.request_id] = blocks
-                self._tokens_left -= blocks is not None
-        return running[first].request_id in self._answers
-
-    def _ask_together(self, asked: Sequence[tuple[EngineRequest, Request]]) -> list[KVCacheBlocks | None]:
-        """Asks for one token of each; `_UNTRIED` where one before was refused."""
-        decodes = self._builder.decode([known for _, known in asked])
-        if self._builder.rows:
-            self._send()
-        granted: list[KVCacheBlocks | None] = [self.empty_kv_cache_blocks] * len(asked)
-        if decodes.is_answered:
-            for place, ids in enumerate(decodes.new_blocks):
-                if any(ids):
-                    granted[place] = KVCacheBlocks(ids)
-            for place, outcome in decodes.refused.items():
-                granted[place] = _UNTRIED if outcome is Outcome.SKIPPED else None
-        return granted
-
-    def _ask_each(self, asked: Sequence[tuple[EngineRequest, Request]]) -> list[KVCacheBlocks | None]:
-        """The same where it matters which tokens are in flight."""
-        answers = []
-        for request, known in asked:
-            in_flight = getattr(request, "num_in_flight_tokens", 0)
-            terms = Terms(num_in_flight_tokens=in_flight) if in_flight else USUAL_TERMS
-            answers.append(self._builder.allocate_slots(known, 1, terms=terms))
-        if self._builder.rows:
-            self._send()
-        granted: list[KVCacheBlocks | None] = []
-        for answer in answers:
-            if answer.outcome is None or answer.ok:
-                granted.append(self._new_blocks(answer))
-            else:
-                granted.append(_UNTRIED if answer.outcome is Outcome.SKIPPED else None)
-        return granted
+        if asked:
+            (ahead.decode_each if self._windowed else ahead.decode)(self._builder, asked)
+        return is_all
 
     def _ask_waiting(self, request: EngineRequest) -> None:
         """Admits a request and those behind it, in one message, if what they will ask is foreseen."""
-        foreseen = list(self._foresight.admissions(self._look_ahead))
-        if not foreseen or foreseen[0] is not request or self._tokens_left <= 0:
+        ahead = Ahead()
+        if self._tokens_left > 0:
+            self._admit_ahead(ahead, request)
+        self._send_ahead(ahead)
+
+    def _admit_ahead(self, ahead: Ahead, first: EngineRequest | None = None) -> None:
+        """Adds the admissions that are foreseen; only those from `first` on, if that is given."""
+        if not (COUNTS_ADMISSIONS and self.enable_caching):
             return
-        is_first = not self._scheduler.running
-        asked: list[tuple[EngineRequest, Request, Answer]] = []
-        for each in foreseen:
-            watermark = 0 if is_first and not asked else self.watermark_blocks
-            terms = Terms(num_watermark_blocks=watermark, full_sequence_must_fit=self._reserves_sequence)
-            known = self._known(each)
-            asked.append((each, known, self._builder.admit(known, terms=terms)))
-        self._builder.admission_budget_tokens = self._tokens_left
-        self._send()
+        foreseen = list(self._foresight.admissions(self._look_ahead))
+        if not foreseen or first not in (None, foreseen[0]):
+            return
+        reserves, watermark = self._reserves_sequence, self.watermark_blocks
+        terms = [Terms(num_watermark_blocks=watermark, full_sequence_must_fit=reserves)] * len(foreseen)
+        if not self._scheduler.running:  # the first of all may go below the watermark
+            terms[0] = Terms(full_sequence_must_fit=reserves)
+        known = [(request, self._known(request)) for request in foreseen]
+        ahead.admit(self._builder, known, self._tokens_left - ahead.num_decodes, terms)
+
+    def _send_ahead(self, ahead: Ahead) -> None:
+        """Sends what is asked ahead, if it needs an answer, and takes note of the answers."""
+        if self._builder.rows:
+            self._send()
+        for request_id, blocks in ahead.decoded(self.empty_kv_cache_blocks):
+            self._answers[request_id] = blocks
+            self._tokens_left -= blocks is not None
         num_admitted = 0
-        for each, known, answer in asked:
+        for request_id, known, answer in ahead.admissions:
             if answer.outcome is Outcome.SKIPPED:
                 break
-            self._admitted[each.request_id] = (known, answer)
+            self._admitted[request_id] = (known, answer)
             if answer.ok:
                 num_admitted += 1
                 self._tokens_left -= answer.num_new_tokens
-        more = 2 * self._look_ahead if num_admitted == len(asked) else num_admitted + 1
-        self._look_ahead = min(max(more, 1), _MOST_LOOK_AHEAD)
+        if ahead.admissions:
+            more = 2 * self._look_ahead if num_admitted == len(ahead.admissions) else num_admitted + 1
+            self._look_ahead = min(more, _MOST_LOOK_AHEAD)
 
     def _give_back(self, request_id: str) -> None:
         known, answer = self._admitted.pop(request_id)
@@ -424,4 +416,7 @@ class KVCacheManager:
     def _send(self) -> None:
         builder, self._builder = self._builder, StepBuilder()
         builder.executed_sequence, builder.launched_sequence = self._executed, self._launched
+        before = self.session.sequence
         self.session.send(builder)
+        if self.session.sequence > before:
+            self._told = builder.executed_sequence
