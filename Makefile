@@ -8,7 +8,7 @@ PROTOS := $(wildcard proto/kvpool/v1/*.proto)
 COMPILE := $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-header --no-annotate \
 	--no-emit-index-url
 
-.PHONY: demo test test-crash test-compose test-fuzz check bench bench-vllm bench-parts proto lock clean
+.PHONY: demo test test-crash test-compose test-vllm test-fuzz check bench bench-vllm bench-parts proto lock clean
 
 demo: .venv/installed ## A server, two schedulers that share its pool, two ranks that compute
 	$(BIN)/kvpool demo
@@ -24,6 +24,9 @@ test-crash: .venv/installed ## Real processes, killed and stopped at random; KIL
 test-compose: .venv/installed ## The images and the Compose stack, with real containers; needs Docker
 	$(BIN)/pip install -q --disable-pip-version-check --require-hashes -r tests/compose/requirements.lock
 	tests/compose/run.sh $(BIN)/pytest
+
+test-vllm: .venv-vllm-engine/installed ## A whole vLLM engine on kvpool and on its own manager, token for token; makes .venv-vllm-engine
+	.venv-vllm-engine/bin/pytest tests/engine
 
 test-fuzz: .venv/installed ## A million hostile messages, and a minute led by coverage; FUZZ="--inputs 50000 --seed 7 --jobs 4" for others
 	$(BIN)/python tests/fuzz/run.py $(FUZZ)
@@ -62,12 +65,18 @@ lock: .venv/installed ## Choose newest versions that pyproject.toml allows; of t
 	$(COMPILE) --group beside-torch -c requirements.lock -o deploy/requirements/beside-torch.lock
 	$(COMPILE) --group build -c requirements.lock -o deploy/requirements/build.lock
 	$(COMPILE) --upgrade --group compose -c requirements.lock -o tests/compose/requirements.lock
+	$(COMPILE) --upgrade --override tests/engine/overrides.txt --group beside-torch pyproject.toml \
+	    tests/engine/requirements.in -o tests/engine/requirements.lock
 
 .venv/installed: requirements.lock pyproject.toml
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install -q --disable-pip-version-check --require-hashes -r requirements.lock
 	$(BIN)/pip install -q --disable-pip-version-check $(TORCH)
 	$(BIN)/pip install -q --disable-pip-version-check --no-deps --no-build-isolation -e .
+	touch $@
+
+.venv-vllm-engine/installed: tests/engine/requirements.lock pyproject.toml
+	PYTHON=$(PYTHON) TORCH=$(TORCH) tests/engine/install.sh .venv-vllm-engine
 	touch $@
 
 clean:
