@@ -1,0 +1,71 @@
+"""Models so small that a CPU runs them: no more than a config.json; run_engine.py draws their weights.
+
+`LLAMA` has one group of full attention, `GEMMA` five of a sliding window and one of full attention, `LFM2` three of
+short convolutions, whose states vLLM keeps in blocks as it does those of Mamba, and one of full attention. vLLM 0.32.0
+on a CPU computes none of Mamba's own layers with prefix caching: Mamba's, also Jamba's, need the operator
+selective_scan_fwd, which its build for CPUs has not, and Mamba2's, also Granite's, fail where a state is kept in the
+middle of a prefill.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+VOCABULARY = 512
+WINDOW_TOKENS = 64
+
+_COMMON = {
+    "hidden_size": 256,
+    "intermediate_size": 256,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": VOCABULARY,
+    "max_position_embeddings": 1024,
+    "torch_dtype": "float32",
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+LLAMA: Mapping[str, object] = _COMMON | {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "num_hidden_layers": 2,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "hidden_act": "silu",
+}
+GEMMA: Mapping[str, object] = _COMMON | {
+    "architectures": ["Gemma3ForCausalLM"],
+    "model_type": "gemma3_text",
+    "num_hidden_layers": 6,
+    "head_dim": 64,
+    "query_pre_attn_scalar": 64,
+    "sliding_window": WINDOW_TOKENS,
+    "layer_types": ["sliding_attention"] * 5 + ["full_attention"],
+    "rms_norm_eps": 1e-6,
+    "hidden_activation": "gelu_pytorch_tanh",
+}
+LFM2: Mapping[str, object] = _COMMON | {
+    "architectures": ["Lfm2ForCausalLM"],
+    "model_type": "lfm2",
+    "num_hidden_layers": 4,
+    "layer_types": ["conv", "conv", "full_attention", "conv"],
+    "conv_dim": 256,
+    "conv_L_cache": 3,
+    "conv_bias": False,
+    "conv_use_xavier_init": True,
+    "block_dim": 256,
+    "block_ff_dim": 256,
+    "block_multiple_of": 32,
+    "block_ffn_dim_multiplier": 1.0,
+    "block_auto_adjust_ff_dim": False,
+    "norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+}
+
+
+def write_model(config: Mapping[str, object], folder: Path) -> None:
+    """Writes a folder that vLLM takes for a model."""
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))

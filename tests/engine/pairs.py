@@ -1,0 +1,122 @@
+"""Two engines that differ in nothing but their scheduler: vLLM's own, and kvpool's on a real service."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from engine.models import write_model
+from engine.results import Outcome, Results, Specification
+from engine.workloads import BLOCK_TOKENS, LONGEST_TOKENS
+
+SCHEDULER = "kvpool.client.vllm.Scheduler"
+POOLED_SCHEDULER = "kvpool.client.vllm.scheduler.Scheduler"
+PLAIN_SCHEDULER = "vllm.v1.core.sched.scheduler.Scheduler"
+_DEADLINE_SECONDS = 270
+_TESTS = Path(__file__).parents[1]
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """An engine to start twice.
+
+    Attributes:
+        model: config.json.
+        num_blocks: Of the pool.
+        groups: The kinds of KV cache that it has.
+        workloads: Their names, in the order in which they run.
+        options: More arguments of `vllm.LLM`.
+        unserved: Why the service cannot run it, if it cannot.
+    """
+
+    model: Mapping[str, object]
+    num_blocks: int
+    groups: frozenset[str]
+    workloads: tuple[str, ...]
+    options: Mapping[str, object] = field(default_factory=dict)
+    unserved: str = ""
+
+    def specification(self, folder: Path) -> Specification:
+        llm = {
+            "model": str(folder),
+            "dtype": "float32",
+            "enforce_eager": True,
+            "enable_prefix_caching": True,
+            "block_size": BLOCK_TOKENS,
+            "max_model_len": LONGEST_TOKENS,
+            "num_gpu_blocks_override": self.num_blocks,
+            **self.options,
+        }
+        return {"llm": llm, "workloads": list(self.workloads)}
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """What the two answered."""
+
+    plain: Results
+    pooled: Results
+
+    def outcomes(self, workload: str) -> tuple[Outcome, Outcome]:
+        return self.plain["outcomes"][workload], self.pooled["outcomes"][workload]
+
+
+class Pairs:
+    """Engines by name; both of a name are run when it is first asked for, and never again, also if one fails."""
+
+    def __init__(self, engines: Mapping[str, Engine], address: str, folder: Path) -> None:
+        self._engines = engines
+        self._address = address
+        self._folder = folder
+        self._done: dict[str, Pair | None] = {}
+
+    def run(self, name: str) -> Pair:
+        if name not in self._done:
+            self._done[name] = None
+            self._done[name] = _run_pair(self._engines[name], self._address, name, self._folder / name)
+        pair = self._done[name]
+        assert pair, "failed in an earlier test"
+        return pair
+
+
+def _run_pair(engine: Engine, address: str, pool: str, folder: Path) -> Pair:
+    """Runs both at once, each on one thread."""
+    folder.mkdir()
+    write_model(engine.model, folder / "model")
+    specification = engine.specification(folder / "model")
+    attached = {"scheduler_cls": SCHEDULER, "additional_config": {"kvpool": {"address": address, "pool": pool}}}
+    plain = _Process(specification, folder / "plain")
+    pooled = _Process({**specification, "llm": {**specification["llm"], **attached}}, folder / "pooled")
+    try:
+        return Pair(plain.results(), pooled.results())
+    finally:
+        plain.end()
+        pooled.end()
+
+
+class _Process:
+    """An engine at work; what it says goes to a file."""
+
+    def __init__(self, specification: Specification, folder: Path) -> None:
+        folder.mkdir()
+        self._results = folder / "results.json"
+        self._log = folder / "log"
+        (folder / "specification.json").write_text(json.dumps(specification))
+        command = [sys.executable, "-m", "engine.run_engine", str(folder / "specification.json"), str(self._results)]
+        with self._log.open("w") as log:
+            self._process = subprocess.Popen(
+                command, stdout=log, stderr=subprocess.STDOUT, env={**os.environ, "PYTHONPATH": str(_TESTS)}
+            )
+
+    def results(self) -> Results:
+        status = self._process.wait(_DEADLINE_SECONDS)
+        assert status == 0, self._log.read_text()
+        results: Results = json.loads(self._results.read_text())
+        return results
+
+    def end(self) -> None:
+        self._process.kill()
+        self._process.wait()

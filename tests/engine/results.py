@@ -1,0 +1,51 @@
+"""What run_engine.py is told, and what it answers, as JSON."""
+
+from typing import TypedDict
+
+
+class Specification(TypedDict):
+    """An engine and what it is to do, one workload after the other.
+
+    Attributes:
+        llm: Arguments of `vllm.LLM`.
+        workloads: Names; see workloads.py.
+    """
+
+    llm: dict[str, object]
+    workloads: list[str]
+
+
+class Answer(TypedDict):
+    """One of the answers to a request: as far as it came, if it was aborted (then without a finish_reason)."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    num_cached_tokens: int | None
+    finish_reason: str | None
+
+
+class Outcome(TypedDict):
+    """What a workload led to.
+
+    Attributes:
+        requests: For each request in order, its answers in order.
+        resets: Whether each reset was done.
+        counters: By how much vLLM's own counters grew.
+        steps: After each step, how many requests ran and how many waited, and the part of the pool in use.
+        tables: A digest of the block tables of all running requests after each step.
+    """
+
+    requests: list[list[Answer]]
+    resets: list[bool]
+    counters: dict[str, float]
+    steps: list[tuple[int, int, float]]
+    tables: str
+
+
+class Results(TypedDict):
+    """What an engine is, and what came of each of its workloads."""
+
+    scheduler: str
+    num_blocks: int
+    groups: list[tuple[str, int]]
+    outcomes: dict[str, Outcome]
