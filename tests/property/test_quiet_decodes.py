@@ -71,7 +71,8 @@ ROUNDS = st.builds(
 @st.composite
 def wide_configs(draw: st.DrawFn) -> PoolConfig:
     """Blocks of several tokens, so that there is room in most of them."""
-    config = replace(draw(configs()), enable_caching=draw(st.sampled_from([True, True, False])))
+    caching = draw(st.sampled_from([True, True, False]))
+    config = replace(draw(configs()), enable_caching=caching, retention_tokens=None)
     mix = draw(st.lists(specs(draw(st.sampled_from([(8,), (4,), (4, 8), (3, 6)])), 1), min_size=1, max_size=3))
     if not config.enable_caching and draw(st.booleans()):
         mix.append(CrossAttentionSpec(4))

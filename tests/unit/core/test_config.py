@@ -40,6 +40,7 @@ BAD = {
     ),
     "config.disable_caching": replace(config(), groups=groups(FullAttentionSpec(4), CrossAttentionSpec(4))),
     "config.groups[0].layer_names[1]": replace(config(), groups=group(FullAttentionSpec(4), "a", "a")),
+    "config.retention_tokens": replace(config(), retention_tokens=-1),
     "config.hash_scheme.algorithm": replace(config(), hash_scheme=HashScheme("")),
     "config.hash_scheme.size_bytes": replace(config(), hash_scheme=HashScheme("xxhash_cbor", 32)),
     "config.hash_scheme.none_hash": replace(config(), hash_scheme=HashScheme(none_hash=b"n" * 65)),
@@ -51,6 +52,24 @@ def test_names_the_field_that_is_out_of_range(field: str) -> None:
     with pytest.raises(InvalidArgumentError) as caught:
         BAD[field].check()
     assert caught.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("specs", "retention_tokens", "message"),
+    [
+        ([FullAttentionSpec(4)], 4, "without a sliding window"),
+        ([SlidingWindowSpec(4, sliding_window=8), FullAttentionSpec(6)], 18, "no multiple of 12"),
+        ([SlidingWindowSpec(4, sliding_window=8), MambaSpec(4)], 0, "states of Mamba groups"),
+    ],
+)
+def test_sparse_caching_needs_windows_and_whole_hits(
+    specs: list[KVCacheSpec], retention_tokens: int, message: str
+) -> None:
+    sparse = replace(config(), groups=groups(*specs), retention_tokens=retention_tokens)
+    with pytest.raises(InvalidArgumentError, match=message) as caught:
+        sparse.check()
+    assert caught.value.field == "config.retention_tokens"
+    replace(sparse, retention_tokens=None).check()
 
 
 def test_block_sizes_need_a_common_multiple() -> None:

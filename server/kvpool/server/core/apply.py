@@ -202,6 +202,7 @@ class _Application:
             self._outcomes[i] = Outcome.OK if self._pool.reset_prefix_cache() else Outcome.IN_USE
 
     def add(self, _i: int, _row: CheckedOperation, request: Request) -> None:
+        request.num_prompt_tokens = request.num_tokens
         self._session.add(request)
 
     def look_up(self, i: int, row: CheckedOperation, request: Request) -> None:
@@ -209,7 +210,7 @@ class _Application:
             self._outcomes[i] = Outcome.SKIPPED
             return
         find = self._pool.look_up if row.operation is Operation.LOOK_UP else self._pool.peek
-        self._put_hit(i, find(request))
+        self._put_promise(i, request, find(request))
         request.is_found = row.operation is Operation.FIND
 
     def cache(self, _i: int, row: CheckedOperation, request: Request) -> None:
@@ -252,7 +253,7 @@ class _Application:
             self._work += sum(map(len, promised.block_ids))
             if not pool.still_holds(request, promised):
                 self._outcomes[i] = Outcome.HIT_CHANGED
-                self._put_hit(i, pool.peek(request))
+                self._put_promise(i, request, pool.peek(request))
                 return
         new = pool.allocate(
             request,
@@ -299,6 +300,11 @@ class _Application:
         holding = self._session.holding
         self._outcomes[i] = Outcome.OVER_QUOTA if holding and holding.is_over else Outcome.NO_BLOCKS
         self._out_of_blocks = True
+
+    def _put_promise(self, i: int, request: Request, computed: ComputedBlocks) -> None:
+        """Answers a hit that a later step may name, by its blocks alone: the request keeps what else was found."""
+        request.junction_tokens = computed.junction_tokens or 0
+        self._put_hit(i, computed)
 
     def _put_hit(self, i: int, computed: ComputedBlocks) -> None:
         self._num_hit_tokens[i] = computed.num_tokens

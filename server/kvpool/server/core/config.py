@@ -14,6 +14,8 @@ from kvpool.server.core.specs import (
     SPEC_KINDS,
     CrossAttentionSpec,
     EncoderOnlyAttentionSpec,
+    MambaSpec,
+    SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
     allocation_spec,
     block_span_tokens,
@@ -114,6 +116,8 @@ class PoolConfig:
         enable_events: Whether block events are made.
         hash_scheme: How blocks are hashed.
         max_in_flight_tokens: Most tokens of a request in steps that were not yet executed; 0 for max_model_len.
+        retention_tokens: Of sliding windows, only what a hit at a multiple of so many tokens needs is cached, and what
+            requests that share a prefix need; 0 for the latter alone, None to cache all. See `retention`.
     """
 
     name: PoolName
@@ -127,6 +131,7 @@ class PoolConfig:
     enable_events: bool = False
     hash_scheme: HashScheme = HashScheme()
     max_in_flight_tokens: int = 0
+    retention_tokens: int | None = None
 
     def check(self) -> None:
         """Checks every number.
@@ -141,6 +146,7 @@ class PoolConfig:
         check_range("config.max_in_flight_tokens", self.max_in_flight_tokens, 0, MAX_TOKENS)
         self.hash_scheme.check()
         self._check_groups()
+        self._check_retention()
 
     def _check_groups(self) -> None:
         check_range("config.groups", len(self.groups), 1, MAX_GROUPS)
@@ -174,6 +180,19 @@ class PoolConfig:
                 "config.groups",
                 f"block sizes have no common multiple in [1, {MAX_TOKENS}]: no prefix could be found in all groups",
             )
+
+    def _check_retention(self) -> None:
+        where, tokens = "config.retention_tokens", self.retention_tokens
+        if tokens is None:
+            return
+        check_range(where, tokens, 0, MAX_TOKENS)
+        specs = [allocation_spec(group.spec) for group in self.groups]
+        if self.enable_caching and any(isinstance(spec, MambaSpec) for spec in specs):
+            raise InvalidArgumentError(where, "must be absent: states of Mamba groups are all cached")
+        if tokens and not any(isinstance(spec, SlidingWindowSpec) for spec in specs):
+            raise InvalidArgumentError(where, f"{tokens} without a sliding window, the only kind it applies to")
+        if tokens % self.hit_alignment:
+            raise InvalidArgumentError(where, f"{tokens} is no multiple of {self.hit_alignment}, as hits are")
 
     def _check_layers(self) -> None:
         names: set[str] = set()

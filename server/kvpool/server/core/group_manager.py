@@ -6,6 +6,7 @@
    It decides what a hit needs as well as what is freed behind a window, so a hit's nulls are those of its table.
 3. A table is freed from its last block to its first, so that what a prefix is reached through is evicted last.
 4. A group whose blocks cover several hash blocks finds a block by their hashes, joined.
+5. A full block has a hash, unless it was evicted, or `Retention` has no use for it.
 """
 
 from collections.abc import Iterable, Sequence
@@ -16,6 +17,7 @@ from kvpool.server.core.config import PoolConfig
 from kvpool.server.core.events import BlockStored, packed_token_ids
 from kvpool.server.core.quiet_room import QuietRoom
 from kvpool.server.core.request import BlockTable, Request
+from kvpool.server.core.retention import Retention
 from kvpool.server.core.specs import CrossAttentionSpec, FullAttentionSpec, allocation_spec, num_draft_blocks
 from kvpool.server.core.types import NULL_BLOCK, BlockHash, BlockId, GroupId
 
@@ -47,6 +49,7 @@ class GroupManager:
         self.quiet_room = QuietRoom.of(config, group_id)
         self._hashes_per_block = self.span_tokens // config.hash_block_size
         self.joins_hashes = self._hashes_per_block > 1
+        self._retention = Retention.of(config, group_id)
         self._num_extra_blocks = num_draft_blocks(self.spec)
         self.counts_encoder_tokens = isinstance(self.spec, CrossAttentionSpec)
         self._pool = block_pool
@@ -120,14 +123,14 @@ class GroupManager:
         skipped = table.block_ids[start:end]
         table.block_ids[start:end] = [NULL_BLOCK] * len(skipped)
         table.num_skipped = end
-        num_uncached = min(max(end - table.num_cached, 0), len(skipped))
+        num_uncached = None if self._retention else min(max(end - table.num_cached, 0), len(skipped))
         self._counters.used_blocks -= self._pool.release(skipped[::-1], num_uncached)
         return skipped
 
     def cache(self, request: Request, num_tokens: int, sequence: types.Sequence) -> None:
         """Caches the full blocks among the first `num_tokens` tokens, which the change `sequence` fills.
 
-        The caller has found some that are not.
+        Those that are not kept (see `retention`) are passed over. The caller has found some that are not.
         """
         table = request.tables[self.group_id]
         end = num_tokens // self.span_tokens
@@ -138,25 +141,34 @@ class GroupManager:
         if start >= end:
             return
         all_hashes = self.hashes(request)
-        hashes, block_ids = all_hashes[start:end], table.block_ids[start:end]
-        self._pool.cache(self.group_id, block_ids, hashes, request.writer, sequence)
-        if self._makes_events:
-            self._pool.record_stored(
-                block_ids,
-                BlockStored(
-                    block_hashes=tuple(hashes),
-                    parent_block_hash=all_hashes[start - 1] if start else None,
-                    token_ids=packed_token_ids(request.token_ids[start * self.span_tokens : end * self.span_tokens]),
-                    block_size=self.span_tokens,
-                    lora_name=request.lora_name,
-                    group_id=self.group_id,
-                ),
-            )
+        runs = ((start, end),) if self._retention is None else self._retention.runs(request, start, end)
+        for start, end in runs:
+            hashes, block_ids = all_hashes[start:end], table.block_ids[start:end]
+            self._pool.cache(self.group_id, block_ids, hashes, request.writer, sequence)
+            if self._makes_events:
+                self._record_stored(request, block_ids, hashes, start)
+
+    def _record_stored(
+        self, request: Request, block_ids: list[BlockId], hashes: Sequence[BlockHash], start: int
+    ) -> None:
+        """Tells of the request's blocks from number `start` on, which were cached: one run, named by its parent."""
+        span, end = self.span_tokens, start + len(block_ids)
+        self._pool.record_stored(
+            block_ids,
+            BlockStored(
+                block_hashes=tuple(hashes),
+                parent_block_hash=self.hashes(request)[start - 1] if start else None,
+                token_ids=packed_token_ids(request.token_ids[start * span : end * span]),
+                block_size=span,
+                lora_name=request.lora_name,
+                group_id=self.group_id,
+            ),
+        )
 
     def free(self, table: BlockTable) -> list[BlockId]:
         """Empties the table; returns what it held, the last first, to be read at once: the list is the free list's."""
         held = table.block_ids[: table.num_skipped - 1 : -1] if table.num_skipped else table.block_ids[::-1]
-        num_uncached = min(len(table.block_ids) - table.num_cached, len(held))
+        num_uncached = None if self._retention else min(len(table.block_ids) - table.num_cached, len(held))
         self._counters.used_blocks -= self._pool.release(held, num_uncached)
         table.clear()
         return held

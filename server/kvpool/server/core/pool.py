@@ -42,12 +42,15 @@ class ComputedBlocks:
         num_shared_tokens: Of these, tokens of blocks that another session filled, or this one before it was resumed, in
             the group that has most of them.
         num_probes: What the search cost, in hashes found.
+        junction_tokens: See `Request`, which takes note of it when it gets these blocks, or a step looked them up. None
+            for what an earlier step found.
     """
 
     block_ids: tuple[Sequence[BlockId], ...]
     num_tokens: int
     num_shared_tokens: int = 0
     num_probes: int = field(default=0, compare=False)
+    junction_tokens: int | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +117,12 @@ class Pool:
         self._fills_quietly = fills_quietly(config)
         self.quotas = Quotas(self.blocks, self.blocks.num_free_blocks)
         self._room = Room(config, self.blocks, self._managers, self.quotas)
-        self._search = PrefixSearch(self._managers, self.blocks.prefix_map, config.hit_alignment)
+        self._search = PrefixSearch(
+            self._managers,
+            self.blocks.prefix_map,
+            config.hit_alignment,
+            tells_junction=config.retention_tokens is not None and config.enable_caching,
+        )
 
     def __repr__(self) -> str:
         used = self.blocks.num_blocks - 1 - self.blocks.num_free_blocks
@@ -154,9 +162,9 @@ class Pool:
         """Finds the longest cached prefix of a request that holds no blocks; not counted."""
         if not self.config.enable_caching:
             return ComputedBlocks(self._no_hit, 0)
-        length, found, num_probes = self._search.find(request, max(request.num_tokens - 1, 0))
+        length, found, num_probes, junction = self._search.find(request, max(request.num_tokens - 1, 0))
         shared = max(self._num_shared_tokens(m, found[m.group_id], request.writer) for m in self._managers)
-        return ComputedBlocks(tuple(found), length, shared, num_probes)
+        return ComputedBlocks(tuple(found), length, shared, num_probes, junction)
 
     def _num_shared_tokens(self, manager: GroupManager, found: Sequence[BlockId], reader: WriterId) -> int:
         held = [block_id for block_id in found if block_id != NULL_BLOCK]
@@ -323,7 +331,10 @@ class Pool:
         if is_usual:
             return self._room.take(request, num_slots, num_encoder_tokens)
         num_before = num_computed if terms.num_external_tokens else 0
-        return self._room.take_on_terms(request, hit, num_before, num_slots, num_encoder_tokens, terms)
+        new = self._room.take_on_terms(request, hit, num_before, num_slots, num_encoder_tokens, terms)
+        if new is not None and computed and computed.junction_tokens is not None:
+            request.junction_tokens = computed.junction_tokens
+        return new
 
     def _hit(
         self, computed: ComputedBlocks | None, terms: Terms, num_computed_tokens: int

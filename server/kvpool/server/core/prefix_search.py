@@ -16,6 +16,10 @@ ends at or before it, since the number of skipped blocks never rises as n falls.
 the block before m) begins, and the search goes on from there. What was found stays found, so each block of a group is
 looked up once at most: O(blocks looked up) a group, whatever the others do, however long the request is.
 
+Where windows are cached sparsely, the leading groups, those of the first group's spec, tell the junction: the longest
+hit that they could serve alone, if that is longer; else 0. So the reference finds what a prefix has in common with
+others that was not kept of a window, and then is.
+
 A window of few blocks makes many tries of a long request that misses. A look-up that has made MAX_TRIES without an end
 finds nothing: a hit that is shorter than what is cached is still one.
 """
@@ -33,8 +37,8 @@ MAX_TRIES: Final = 2**17
 TRY_PROBES: Final = 4
 """What a try costs beside the hashes that it finds, in hashes found; a group costs as much before its first."""
 
-Hit = tuple[int, list[list[BlockId]], int]
-"""Tokens found; each group's blocks: nulls, then blocks; what the search cost, in hashes found."""
+Hit = tuple[int, list[list[BlockId]], int, int]
+"""Tokens found; each group's blocks: nulls, then blocks; what the search cost, in hashes found; the junction."""
 
 
 class _Run:
@@ -105,9 +109,21 @@ class _Run:
 class PrefixSearch:
     """Searches the caches of all groups of a pool. Changes nothing."""
 
-    def __init__(self, managers: Sequence[GroupManager], prefix_map: PrefixMap, alignment_tokens: int) -> None:
+    def __init__(
+        self,
+        managers: Sequence[GroupManager],
+        prefix_map: PrefixMap,
+        alignment_tokens: int,
+        *,
+        tells_junction: bool = False,
+    ) -> None:
         # What keeps every block comes first: it tells soonest that there is no hit.
         self._managers = sorted(managers, key=lambda manager: not manager.spec.keeps_all)
+        self._num_leading = 0
+        if tells_junction:
+            first = self._managers[0].spec
+            self._managers.sort(key=lambda manager: (not manager.spec.keeps_all, manager.spec != first))
+            self._num_leading = sum(manager.spec == first for manager in managers)
         self._joining = [manager for manager in managers if manager.joins_hashes]
         self._map = prefix_map
         self._alignment = alignment_tokens
@@ -120,9 +136,22 @@ class PrefixSearch:
         runs = [_Run(manager, manager.hashes(request), self._map, request.writer) for manager in self._managers]
         last_tokens = max_tokens if len(runs) == 1 else request.num_tokens
         bounds = [(last_tokens // run.span_tokens - run.extra) * run.span_tokens for run in runs]
-        length = max(min(max_tokens, *bounds), 0) // self._alignment * self._alignment
+        length, junction, tries_left = max_tokens, 0, MAX_TRIES
+        if self._num_leading:
+            leading = runs[: self._num_leading]
+            length, tries_left = self._agreed(leading, min(length, *bounds[: len(leading)]), tries_left)
+            junction = length
+        length, _ = self._agreed(runs, min(length, *bounds), tries_left)
 
-        tries_left = MAX_TRIES
+        found: list[list[BlockId]] = [[] for _ in runs]
+        for run in runs:
+            found[run.manager.group_id] = run.blocks(length)
+            num_probes += TRY_PROBES * run.num_tries + run.num_found
+        return length, found, num_probes, junction if junction > length else 0
+
+    def _agreed(self, runs: Sequence[_Run], length: int, tries_left: int) -> tuple[int, int]:
+        """The longest hit up to `length` that all these groups can serve, and how many tries are left then."""
+        length = max(length, 0) // self._alignment * self._alignment
         turn = agreed = 0
         while length and agreed < len(runs):
             run = runs[turn % len(runs)]
@@ -131,9 +160,4 @@ class PrefixSearch:
             tries_left -= run.num_tries - before
             agreed = agreed + 1 if shorter == length else 1
             length, turn = shorter, turn + 1
-
-        found: list[list[BlockId]] = [[] for _ in runs]
-        for run in runs:
-            found[run.manager.group_id] = run.blocks(length)
-            num_probes += TRY_PROBES * run.num_tries + run.num_found
-        return length, found, num_probes
+        return length, tries_left

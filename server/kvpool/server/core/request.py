@@ -17,7 +17,8 @@ class BlockTable:
     Attributes:
         block_ids: The blocks in the order of the tokens they hold, after as many nulls as were skipped. Changed in
             place, other than at its end, only once something was skipped.
-        num_cached: How many of the first blocks were cached by this request or hit; only grows while it holds blocks.
+        num_cached: How many of the first blocks were hit, or cached by this request when they became full, or passed
+            over then (see `retention`); only grows while it holds blocks.
         num_skipped: How many of the first stand null; only grows while it holds blocks.
     """
 
@@ -78,6 +79,9 @@ class Request:
         number: Its number in steps.
         writer: The session's number.
         num_tokens: Tokens known, prompt and output; caching never passes them.
+        num_prompt_tokens: Those it was declared with.
+        junction_tokens: Up to where the leading groups had its tokens cached at its newest look-up, if that is further
+            than all had; else 0. See `prefix_search`; only known where windows are cached sparsely.
         num_computed_tokens: Tokens that have room, hits included. The next allocation starts there.
         quiet_tokens: Up to how many computed tokens it can go without a change of the pool.
         num_preemptions: Times its blocks were taken back.
@@ -96,6 +100,8 @@ class Request:
     writer: WriterId
     tables: tuple[BlockTable, ...]
     num_tokens: int = 0
+    num_prompt_tokens: int = 0
+    junction_tokens: int = 0
     num_computed_tokens: int = 0
     quiet_tokens: int = 0
     num_preemptions: int = 0
