@@ -36,6 +36,9 @@ CONFIGS: Final[tuple[PoolConfig, ...]] = (
     _config("p4", 36, SinkFullAttentionSpec(4, sink_len=8), ChunkedLocalAttentionSpec(2, attention_chunk_size=8)),
     _config("p5", 40, MLAAttentionSpec(3), CrossAttentionSpec(4), enable_caching=False),
     _config("p6", 30, FullAttentionSpec(4), use_eagle=True, enable_events=True, hash_scheme=_OWN_HASH),
+    _config(
+        "p7", 52, FullAttentionSpec(4), SlidingWindowSpec(4, sliding_window=7), retention_tokens=0, enable_events=True
+    ),
 )
 POOL_NAMES: Final = tuple(config.name for config in CONFIGS)
 RANK_POOLS: Final = ("r0", "r1", "r2")

@@ -228,6 +228,7 @@ class PoolConfig(_message.Message):
     ENABLE_EVENTS_FIELD_NUMBER: _builtins.int
     HASH_SCHEME_FIELD_NUMBER: _builtins.int
     MAX_IN_FLIGHT_TOKENS_FIELD_NUMBER: _builtins.int
+    RETENTION_TOKENS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """The pool's name: 1 to 128 letters, digits, '.', '_', '-' or '/'."""
     num_blocks: _builtins.int
@@ -250,6 +251,13 @@ class PoolConfig(_message.Message):
     """Most tokens of a request that its scheduler has in steps which were not yet executed, at most 2^31 - 1: a group with a
     window then never needs more than the blocks of these and of the window, which is what full_sequence_must_fit of
     a step reckons with. 0: max_model_len.
+    """
+    retention_tokens: _builtins.int
+    """Caches sliding windows sparsely: of their full blocks only those that a hit needs at a multiple of so many tokens, at
+    the end of the prompt, and at the end of a prefix that others share. A multiple of every group's block, below 2^31. 0:
+    at the latter two alone, as vLLM's engine does since 0.32 unless told otherwise. Absent: all full blocks are cached.
+    Other kinds of attention cache all; a pool with Mamba groups that caches must leave it absent, and without a sliding
+    window it must be absent or 0.
     """
     @_builtins.property
     def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___KvCacheGroup]:
@@ -276,12 +284,15 @@ class PoolConfig(_message.Message):
         enable_events: _builtins.bool = ...,
         hash_scheme: Global___HashScheme | None = ...,
         max_in_flight_tokens: _builtins.int = ...,
+        retention_tokens: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["hash_scheme", b"hash_scheme"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_retention_tokens", b"_retention_tokens", "hash_scheme", b"hash_scheme", "retention_tokens", b"retention_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dcp_world_size", b"dcp_world_size", "disable_caching", b"disable_caching", "enable_events", b"enable_events", "groups", b"groups", "hash_scheme", b"hash_scheme", "max_in_flight_tokens", b"max_in_flight_tokens", "max_model_len", b"max_model_len", "name", b"name", "num_blocks", b"num_blocks", "reuse_order", b"reuse_order", "use_eagle", b"use_eagle"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_retention_tokens", b"_retention_tokens", "dcp_world_size", b"dcp_world_size", "disable_caching", b"disable_caching", "enable_events", b"enable_events", "groups", b"groups", "hash_scheme", b"hash_scheme", "max_in_flight_tokens", b"max_in_flight_tokens", "max_model_len", b"max_model_len", "name", b"name", "num_blocks", b"num_blocks", "retention_tokens", b"retention_tokens", "reuse_order", b"reuse_order", "use_eagle", b"use_eagle"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__retention_tokens: _TypeAlias = _typing.Literal["retention_tokens"]  # noqa: Y015
+    _WhichOneofArgType__retention_tokens: _TypeAlias = _typing.Literal["_retention_tokens", b"_retention_tokens"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__retention_tokens) -> _WhichOneofReturnType__retention_tokens | None: ...
 
 Global___PoolConfig: _TypeAlias = PoolConfig  # noqa: Y015
 

@@ -138,6 +138,7 @@ class WorldOptions(_message.Message):
     USE_EAGLE_FIELD_NUMBER: _builtins.int
     ENABLE_EVENTS_FIELD_NUMBER: _builtins.int
     HASH_SCHEME_FIELD_NUMBER: _builtins.int
+    RETENTION_TOKENS_FIELD_NUMBER: _builtins.int
     max_model_len: _builtins.int
     """Most tokens a request may have, prompt and output, [1, 2^31)."""
     auto_fit_max_model_len: _builtins.bool
@@ -160,6 +161,8 @@ class WorldOptions(_message.Message):
     """See PoolConfig."""
     enable_events: _builtins.bool
     """See PoolConfig."""
+    retention_tokens: _builtins.int
+    """See PoolConfig."""
     @_builtins.property
     def hash_scheme(self) -> _pool_pb2.HashScheme:
         """See PoolConfig."""
@@ -179,12 +182,15 @@ class WorldOptions(_message.Message):
         use_eagle: _builtins.bool = ...,
         enable_events: _builtins.bool = ...,
         hash_scheme: _pool_pb2.HashScheme | None = ...,
+        retention_tokens: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["hash_scheme", b"hash_scheme"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_retention_tokens", b"_retention_tokens", "hash_scheme", b"hash_scheme", "retention_tokens", b"retention_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["auto_fit_max_model_len", b"auto_fit_max_model_len", "decode_context_parallel_size", b"decode_context_parallel_size", "disable_caching", b"disable_caching", "disable_hybrid_kv_cache_manager", b"disable_hybrid_kv_cache_manager", "enable_events", b"enable_events", "hash_scheme", b"hash_scheme", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_encoder_input_tokens", b"max_num_encoder_input_tokens", "num_blocks_override", b"num_blocks_override", "reuse_order", b"reuse_order", "use_eagle", b"use_eagle"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_retention_tokens", b"_retention_tokens", "auto_fit_max_model_len", b"auto_fit_max_model_len", "decode_context_parallel_size", b"decode_context_parallel_size", "disable_caching", b"disable_caching", "disable_hybrid_kv_cache_manager", b"disable_hybrid_kv_cache_manager", "enable_events", b"enable_events", "hash_scheme", b"hash_scheme", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_encoder_input_tokens", b"max_num_encoder_input_tokens", "num_blocks_override", b"num_blocks_override", "retention_tokens", b"retention_tokens", "reuse_order", b"reuse_order", "use_eagle", b"use_eagle"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__retention_tokens: _TypeAlias = _typing.Literal["retention_tokens"]  # noqa: Y015
+    _WhichOneofArgType__retention_tokens: _TypeAlias = _typing.Literal["_retention_tokens", b"_retention_tokens"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__retention_tokens) -> _WhichOneofReturnType__retention_tokens | None: ...
 
 Global___WorldOptions: _TypeAlias = WorldOptions  # noqa: Y015
 

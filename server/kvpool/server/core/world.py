@@ -87,6 +87,7 @@ class WorldOptions:
         use_eagle: Whether the last block of a hit is computed again.
         enable_events: Whether block events are made.
         hash_scheme: How blocks are hashed.
+        retention_tokens: How sparsely sliding windows are cached; None for not at all.
     """
 
     max_model_len: int
@@ -101,6 +102,7 @@ class WorldOptions:
     use_eagle: bool = False
     enable_events: bool = False
     hash_scheme: HashScheme = field(default_factory=HashScheme)
+    retention_tokens: int | None = None
 
     def check(self) -> None:
         """Raises InvalidArgumentError if a number is out of range; names the field."""
@@ -140,6 +142,7 @@ class WorldOptions:
             dcp_world_size=self.decode_context_parallel_size,
             enable_events=self.enable_events,
             hash_scheme=self.hash_scheme,
+            retention_tokens=self.retention_tokens,
         )
 
     def difference(self, other: "WorldOptions") -> str:

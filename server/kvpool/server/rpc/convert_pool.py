@@ -51,6 +51,7 @@ def config_from_proto(message: pool_pb2.PoolConfig) -> PoolConfig:
         enable_events=message.enable_events,
         hash_scheme=hash_scheme_from_proto("config.hash_scheme", message.hash_scheme),
         max_in_flight_tokens=message.max_in_flight_tokens,
+        retention_tokens=message.retention_tokens if message.HasField("retention_tokens") else None,
     )
 
 
@@ -68,6 +69,7 @@ def config_to_proto(config: PoolConfig, *, with_none_hash: bool) -> pool_pb2.Poo
         enable_events=config.enable_events,
         hash_scheme=hash_scheme_to_proto(config.hash_scheme, with_none_hash=with_none_hash),
         max_in_flight_tokens=config.max_in_flight_tokens,
+        retention_tokens=config.retention_tokens,
     )
 
 

@@ -117,6 +117,7 @@ def _options_from_proto(message: worker_pb2.WorldOptions) -> WorldOptions:
         reuse_order=reuse_order_from_proto(f"{where}.reuse_order", order),
         enable_caching=not message.disable_caching,
         hash_scheme=hash_scheme_from_proto(f"{where}.hash_scheme", message.hash_scheme),
+        retention_tokens=message.retention_tokens if message.HasField("retention_tokens") else None,
     )
 
 
@@ -126,6 +127,7 @@ def _options_to_proto(options: WorldOptions) -> worker_pb2.WorldOptions:
         reuse_order=reuse_order_to_proto(options.reuse_order),
         disable_caching=not options.enable_caching,
         hash_scheme=hash_scheme_to_proto(options.hash_scheme, with_none_hash=True),
+        retention_tokens=options.retention_tokens,
     )
 
 
