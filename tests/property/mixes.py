@@ -1,6 +1,7 @@
 """Hypothesis strategies for pools of mixed KV cache groups, small enough that blocks run out and prefixes meet."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from hypothesis import strategies as st
 
@@ -47,7 +48,7 @@ def configs(draw: st.DrawFn) -> PoolConfig:
     caching = draw(st.sampled_from([True] * 9 + [False]))
     if not caching and draw(st.booleans()):
         mix = draw(st.permutations([*mix[:3], CrossAttentionSpec(draw(st.sampled_from(sizes)))]))
-    return PoolConfig(
+    config = PoolConfig(
         PoolName("m"),
         draw(st.sampled_from([120, 90, 60, 45, 30])),
         MAX_TOKENS,
@@ -58,3 +59,8 @@ def configs(draw: st.DrawFn) -> PoolConfig:
         dcp_world_size=dcp_world_size,
         enable_events=draw(st.booleans()),
     )
+    if caching and any(isinstance(spec, MambaSpec) for spec in mix):
+        return config
+    has_window = any(isinstance(spec, SlidingWindowSpec) for spec in mix)
+    times = draw(st.sampled_from([None, 0, 0, 1, 2, 3, 5] if has_window else [None, 0]))
+    return replace(config, retention_tokens=None if times is None else times * config.hit_alignment)

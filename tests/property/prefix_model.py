@@ -72,6 +72,8 @@ class Known:
         nulls: Leading nulls of each table.
         cached: Leading blocks of each table that were hit, cached, or skipped before they could be.
         num_encoder_tokens: For cross attention.
+        prompt: What it was declared with.
+        junction: What its newest look-up found that only some groups had, see `PrefixModel.junction`.
     """
 
     request: Request
@@ -79,6 +81,8 @@ class Known:
     num_encoder_tokens: int
     nulls: list[int]
     cached: list[int]
+    prompt: Tokens
+    junction: int = 0
     computed: int = 0
     floor: int = 0
 
@@ -151,26 +155,56 @@ class PrefixModel:
 
     def longest_hit(self, tokens: Tokens) -> int:
         """Tries every length."""
-        if not self.config.enable_caching:
-            return 0
-        found = set(self.findable.values())
-        return max(length for length in range(len(tokens)) if self._can_hit(length, tokens, found))
+        return self._longest(tokens, range(len(self.specs))) if self.config.enable_caching else 0
 
-    def _can_hit(self, length: int, tokens: Tokens, found: set[Content]) -> bool:
+    def junction(self, tokens: Tokens) -> int:
+        """Where windows are cached sparsely: what the leading groups have more than all, else 0.
+
+        They are the first that keeps all, or else the first, and those that are the same.
+        """
+        if not self.config.enable_caching or self.config.retention_tokens is None:
+            return 0
+        first = next((spec for spec in self.specs if isinstance(spec, FullAttentionSpec)), self.specs[0])
+        leading = self._longest(tokens, [group for group, spec in enumerate(self.specs) if spec == first])
+        return leading if leading > self.longest_hit(tokens) else 0
+
+    def _longest(self, tokens: Tokens, groups: Sequence[int]) -> int:
+        found = set(self.findable.values())
+        return max(length for length in range(len(tokens)) if self._can_hit(length, tokens, found, groups))
+
+    def _can_hit(self, length: int, tokens: Tokens, found: set[Content], groups: Sequence[int]) -> bool:
         if not length:
             return True
         if any(length % span for span in self.spans):
             return False
         last = len(tokens) - 1 if len(self.spans) == 1 else len(tokens)
-        for group, span in enumerate(self.spans):
-            needed = list(range(self.num_skipped(group, length), length // span))
-            if self.config.use_eagle and not isinstance(self.specs[group], MambaSpec):
-                if length + span > last:
-                    return False
-                needed.append(length // span)
+        for group in groups:
+            span, needed = self.spans[group], self._needed(group, length)
+            if needed[-1:] == [length // span] and length + span > last:
+                return False
             if any((group, tokens[: (i + 1) * span]) not in found for i in needed):
                 return False
         return True
+
+    def _needed(self, group: int, length: int) -> list[int]:
+        """The blocks that a hit needs, EAGLE's among them."""
+        eagle = self.config.use_eagle and not isinstance(self.specs[group], MambaSpec)
+        return list(range(self.num_skipped(group, length), length // self.spans[group] + eagle))
+
+    def is_kept(self, known: Known, group: int, index: int) -> bool:
+        """Whether a full block is cached: in a window, if some hit needs it that is to be found again."""
+        retention, alignment = self.config.retention_tokens, math.lcm(*self.spans)
+        if retention is None or not isinstance(self.specs[group], SlidingWindowSpec):
+            return True
+        if 0 < retention // self.spans[group] <= len(self._needed(group, 100 * alignment)):
+            return True
+        ends = [len(known.prompt) - 1]
+        if self.config.use_eagle:
+            ends = [max(end - alignment, 0) for end in (len(known.prompt) - 1, len(known.prompt))]
+        ends += [known.junction] if known.junction else []
+        kept = {end // alignment * alignment for end in ends}
+        kept |= {*range(retention, 3 * (len(known.tokens) + retention), retention)} if retention else set()
+        return any(index in self._needed(group, length) for length in kept)
 
     def num_new_blocks(self, known: Known, num_slots: int, hit: Sequence[Sequence[int]]) -> list[int]:
         """Blocks that each table lacks for room for so many tokens."""
@@ -196,7 +230,7 @@ class PrefixModel:
         for group, (span, table) in enumerate(zip(self.spans, known.tables, strict=True)):
             end = min(num_tokens, len(known.tokens)) // span
             for i in range(known.cached[group], end):
-                if table[i]:
+                if table[i] and self.is_kept(known, group, i):
                     content = (group, known.tokens[: (i + 1) * span])
                     self.findable[table[i]] = self.written[table[i]] = content
             known.cached[group] = max(known.cached[group], end)

@@ -167,7 +167,8 @@ class World:
         request = Request(
             RequestId(f"r{self.num_added}"), RequestNumber(self.num_added), self.session.writer, tables
         )  # fmt: skip
-        known = Known(request, (), num_encoder_tokens, [0] * len(tables), [0] * len(tables))
+        request.num_prompt_tokens = len(tokens)
+        known = Known(request, (), num_encoder_tokens, [0] * len(tables), [0] * len(tables), tokens)
         self.append(known, tokens)
         return known
 
@@ -184,6 +185,8 @@ class World:
         model = self.model
         computed = self.pool.peek(known.request)
         assert computed.num_tokens == model.longest_hit(known.tokens)
+        known.junction = model.junction(known.tokens)
+        assert (computed.junction_tokens or 0) == known.junction
         assert computed.num_shared_tokens == 0
         assert len(computed.block_ids) == len(model.spans)
         for group, (span, found) in enumerate(zip(model.spans, computed.block_ids, strict=True)):
