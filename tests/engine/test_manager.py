@@ -1,0 +1,71 @@
+"""Pools answer what vLLM's own KV cache manager answers, for thousands of random schedules.
+
+Run it with the interpreter that has vLLM 0.32: see tests/bench/install_vllm.sh.
+"""
+
+import os
+import warnings
+from collections import Counter
+from importlib.util import find_spec
+
+import pytest
+
+if find_spec("vllm") is None:
+    pytest.skip("vLLM is not installed here", allow_module_level=True)
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    from engine.manager_pair import Program, Shape
+
+SEEDS = int(os.environ.get("KVPOOL_ENGINE_SEEDS", "20"))
+RETENTIONS = (None, 0, 4, 8, 16, 32, 64)
+WINDOWS = (
+    (6,),
+    (20,),
+    (0, 4),
+    (0, 9),
+    (0, 24),
+    (9, 0),
+    (0, 12, 12, 12),
+    (0, 0, 7),
+    (0, 5, 21),
+    (9, 21),
+    (21, 9, 21),
+)
+WITH_CHUNKS = ((0, -16), (0, 9, -12))
+
+
+def _id(value: object) -> str:
+    return "_".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+def _run(windows: tuple[int, ...], retention_tokens: int | None, *, use_eagle: bool) -> None:
+    counts: Counter[str] = Counter()
+    for seed in range(SEEDS):
+        program = Program(Shape(windows, retention_tokens, use_eagle), seed)
+        try:
+            program.run(200)
+        except AssertionError as error:
+            error.add_note(f"seed {seed} of {windows}, retention {retention_tokens}, EAGLE {use_eagle}")
+            raise
+        counts.update(hits=program.num_hits, junctions=program.num_junctions, refusals=program.num_refusals)
+        counts["apart"] += program.is_apart
+    print(windows, retention_tokens, use_eagle, dict(counts))
+    assert counts["hits"]
+    assert counts["refusals"]
+    # Only where three kinds of groups have to agree, and then seldom.
+    assert counts["apart"] <= (SEEDS // 10 if use_eagle and len({*windows}) > 1 else 0)
+
+
+@pytest.mark.parametrize("retention_tokens", RETENTIONS, ids=_id)
+@pytest.mark.parametrize("windows", [*WINDOWS, *WITH_CHUNKS], ids=_id)
+def test_answers_are_those_of_the_manager(windows: tuple[int, ...], retention_tokens: int | None) -> None:
+    if retention_tokens and max(windows) <= 0:
+        pytest.skip("there is no window")
+    _run(windows, retention_tokens, use_eagle=False)
+
+
+@pytest.mark.parametrize("retention_tokens", RETENTIONS, ids=_id)
+@pytest.mark.parametrize("windows", WINDOWS, ids=_id)
+def test_answers_with_eagle_are_those_of_the_manager(windows: tuple[int, ...], retention_tokens: int | None) -> None:
+    _run(windows, retention_tokens, use_eagle=True)
