@@ -115,7 +115,7 @@ class Program:
     """
 
     def __init__(self, shape: Shape, seed: int) -> None:
-        self._random = random.Random(f"{shape}{seed}")  # noqa: S311 - drawn again from the same seed
+        self._random = random.Random(f"{shape}{seed}")
         num_blocks = self._random.choice([8, 12, 20, 40]) * len(shape.windows) + 1
         groups = tuple(KVCacheGroup(spec, (f"layer.{i}",)) for i, spec in enumerate(shape.specs))
         self._shape = shape

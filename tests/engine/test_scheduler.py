@@ -26,6 +26,9 @@ KINDS: dict[str, dict[str, Any]] = {
     "without_caching": {"enable_caching": False},
     "windows": {"windows": (0, 40, 40), "retention_tokens": None},
     "windows_a_step_ahead": {"windows": (0, 40, 40), "retention_tokens": None, "is_async": True},
+    "sparse_windows": {"windows": (0, 40, 40)},
+    "sparse_windows_a_step_ahead": {"windows": (0, 40, 100), "is_async": True},
+    "windows_in_segments": {"windows": (0, 40, 40), "retention_tokens": 64},
     "one_window": {"windows": (40,), "retention_tokens": None},
 }
 SEEDS = range(12)

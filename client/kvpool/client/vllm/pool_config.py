@@ -56,6 +56,7 @@ def pool_config(scheduler: Any, pool: str) -> PoolConfig:
         dcp_world_size=scheduler.dcp_world_size,
         hash_scheme=_hash_scheme(scheduler.cache_config.prefix_caching_hash_algo) if caches else HashScheme(),
         max_in_flight_tokens=getattr(vllm_config, "max_in_flight_tokens", 0),
+        retention_tokens=_retention_tokens(kv_cache_config) if caches else None,
     )
 
 
@@ -87,6 +88,13 @@ def _drops_eagle_block(scheduler: Any) -> bool:
     return bool(getattr(scheduler, "use_eagle_block_drop", scheduler.use_eagle))
 
 
+def _retention_tokens(kv_cache_config: Any) -> int | None:
+    """What of sliding windows is cached: all, in versions that know no better and where there are none."""
+    tokens: int | None = getattr(kv_cache_config, "prefix_cache_retention_interval", None)
+    kinds = [type(group.kv_cache_spec) for group in kv_cache_config.kv_cache_groups]
+    return tokens if SPECS.SlidingWindowSpec in kinds else None
+
+
 def _hash_scheme(algorithm: str) -> HashScheme:
     if algorithm not in _HASHES:
         raise UnsupportedError(f"prefix_caching_hash_algo={algorithm!r}", f"known: {', '.join(_HASHES)}")
@@ -111,7 +119,7 @@ def spec_of(spec: Any) -> KVCacheSpec:
             tuple(tuple(shape) for shape in spec.shapes),
             tuple(_dtype(dtype) for dtype in spec.dtypes),
             spec.page_size_padded or 0,
-            str(getattr(spec.mamba_type, "value", spec.mamba_type)),
+            str(getattr(spec.mamba_type, "name", spec.mamba_type)).lower(),
             spec.num_speculative_blocks,
         )
     if kind not in _ATTENTION:
