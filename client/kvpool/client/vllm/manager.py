@@ -25,7 +25,7 @@ from kvpool.client.step_builder import StepBuilder
 from kvpool.client.vllm.ahead import Ahead
 from kvpool.client.vllm.blocks import KVCacheBlocks
 from kvpool.client.vllm.foresight import Foresight
-from kvpool.client.vllm.versions import COUNTS_ADMISSIONS
+from kvpool.client.vllm.versions import COUNTS_ADMISSIONS, SPECS
 from kvpool.server.core.pool import ComputedBlocks
 from kvpool.server.core.specs import FullAttentionSpec
 from kvpool.server.core.step import Outcome
@@ -78,6 +78,12 @@ class KVCacheManager:
         self._admitted: dict[str, tuple[Request, Answer]] = {}
         self._tokens_left = 0
         self._look_ahead = _FIRST_LOOK_AHEAD
+        zeroes = getattr(scheduler, "needs_kv_cache_zeroing", False)
+        self._zeroed_groups = [
+            i
+            for i, group in enumerate(self.kv_cache_config.kv_cache_groups)
+            if zeroes and isinstance(group.kv_cache_spec, SPECS.AttentionSpec)
+        ]
         self._new_ids_to_zero: list[int] = []
 
     # ---- a round, as the scheduler above begins and ends it
@@ -261,7 +267,7 @@ class KVCacheManager:
         if self._builder.rows:
             self._send()
         for request_id, blocks in ahead.decoded(self.empty_kv_cache_blocks):
-            self._answers[request_id] = blocks
+            self._answers[request_id] = None if blocks is None else self._given(blocks)
             self._tokens_left -= blocks is not None
         num_admitted = 0
         for request_id, known, answer in ahead.admissions:
@@ -282,7 +288,13 @@ class KVCacheManager:
             del self._requests[request_id]
 
     def _new_blocks(self, answer: Answer) -> KVCacheBlocks:
-        return KVCacheBlocks(answer.new_blocks) if any(answer.new_blocks) else self.empty_kv_cache_blocks
+        return self._given(KVCacheBlocks(answer.new_blocks)) if any(answer.new_blocks) else self.empty_kv_cache_blocks
+
+    def _given(self, blocks: KVCacheBlocks) -> KVCacheBlocks:
+        """Takes note of new blocks that the engine wants to be zeroed."""
+        for group_id in self._zeroed_groups:
+            self._new_ids_to_zero += blocks.block_ids[group_id]
+        return blocks
 
     # ---- what needs no answer
 

@@ -2,7 +2,7 @@
 
 from typing import Any, Final
 
-from kvpool.client.vllm.versions import REUSE_ORDER, SPECS, TAGS_KEYS, VERSION, block_hash_root
+from kvpool.client.vllm.versions import COUNTS_ADMISSIONS, REUSE_ORDER, SPECS, TAGS_KEYS, VERSION, block_hash_root
 from kvpool.server.core.config import HashScheme, KeyForm, KVCacheGroup, PoolConfig
 from kvpool.server.core.spec_base import DTYPE_SIZES_BYTES, AttentionSpec, KVCacheSpec
 from kvpool.server.core.specs import (
@@ -62,10 +62,7 @@ def pool_config(scheduler: Any, pool: str) -> PoolConfig:
 
 def check_supported(scheduler: Any) -> None:
     """Raises UnsupportedError if the engine is configured to use what the service lacks."""
-    vllm_config, kv_cache_config = scheduler.vllm_config, scheduler.kv_cache_config
-    groups = kv_cache_config.kv_cache_groups
-    if not groups:
-        raise UnsupportedError("models without a KV cache")
+    vllm_config = scheduler.vllm_config
     if vllm_config.kv_transfer_config is not None:
         raise UnsupportedError("kv_transfer_config", "KV connectors keep a view of vLLM's own block pool")
     if scheduler.enable_kv_cache_events:
@@ -76,9 +73,18 @@ def check_supported(scheduler: Any) -> None:
         raise UnsupportedError("multi-module MTP (num_prefill_lookahead > 1)")
     if getattr(scheduler, "prefix_replay_tokens", 0):
         raise UnsupportedError("bounded replay of sliding windows")
+    _check_groups(scheduler, scheduler.kv_cache_config.kv_cache_groups)
+
+
+def _check_groups(scheduler: Any, groups: list[Any]) -> None:
+    if not groups:
+        raise UnsupportedError("models without a KV cache")
     for group in groups:
         if getattr(group, "host_resident", False) or getattr(group, "role", "default") != "default":
             raise UnsupportedError("HiSparse groups")
+    is_mamba = [isinstance(group.kv_cache_spec, SPECS.MambaSpec) for group in groups]
+    if COUNTS_ADMISSIONS and any(is_mamba) and scheduler.cache_config.enable_prefix_caching:
+        raise UnsupportedError("prefix caching of Mamba states", "set enable_prefix_caching=False")
     flagged = {bool(getattr(group, "is_eagle_group", False)) for group in groups}
     if _drops_eagle_block(scheduler) and len(flagged) > 1:
         raise UnsupportedError("EAGLE in some groups only")
