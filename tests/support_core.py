@@ -62,7 +62,7 @@ class World:
         self.now_seconds = 0.0
         self._opened = 0
 
-    def open(self, lease_seconds: float = 10.0, quota: Quota = NO_QUOTA) -> Session:
+    def open(self, lease_seconds: float = 10.0, quota: Quota = NO_QUOTA, memory_id: str = "") -> Session:
         self._opened += 1
         return self.allocator.open_session(
             "m",
@@ -71,6 +71,7 @@ class World:
             session_id=SessionId(f"s{self._opened}"),
             now_seconds=self.now_seconds,
             quota=quota,
+            memory_id=memory_id,
         )[1]
 
     def apply(self, session: Session, step: Step) -> StepResult:
@@ -130,4 +131,5 @@ def snapshot(pool: Pool, sessions: list[Session]) -> object:
             for s in sessions
         ],
         [repr(each) for each in pool.quarantine],
+        (pool.epoch, pool.memory_id, pool.is_suspended),
     )

@@ -212,7 +212,13 @@ class Traffic:
         name = SessionId(f"session-{self._opened}")
         key = f"key-{self._random.randint(1, 4)}"  # at times one that opened a session before
         opened = self.allocator.open_session(
-            "m", "client", 10.0, session_id=name, now_seconds=self.now_seconds, open_key=key
+            "m",
+            "client",
+            10.0,
+            session_id=name,
+            now_seconds=self.now_seconds,
+            open_key=key,
+            memory_id="other" if self._opened % 7 == 0 else "one",
         )
         return opened[1].writer
 

@@ -103,6 +103,7 @@ class Grammar(RequestGrammar):
             return None
         pools = self.served.pools()
         name = self.rng.choice(pools).config.name if pools and self.rng.random() < 0.9 else self._name()
+        memories = [pool.memory_id for pool in pools if pool.config.name == name and self.rng.random() < 0.8]
         return allocator_pb2.OpenSessionRequest(
             pool_name=name,
             client_name=f"fuzz {self.rng.randrange(100)}",
@@ -110,6 +111,7 @@ class Grammar(RequestGrammar):
             open_key=self.rng.choice(("", "", "again", str(self.rng.random()))),
             min_blocks=self.rng.choice((0, 0, 0, 3)),
             max_blocks=self.rng.choice((0, 0, 8, 20)),
+            memory_id=memories[0] if memories else self.rng.choice(("", "a", "b")),
         )
 
     def _resume_session(self) -> Message | None:

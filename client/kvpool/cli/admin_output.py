@@ -174,6 +174,7 @@ def pool_json(info: PoolInfo) -> dict[str, Any]:
         "name": info.config.name,
         "state": info.state.value,
         "epoch": info.epoch,
+        "memory_id": info.memory_id,
         "blocks": usable,
         "free_blocks": info.free_blocks,
         "used_blocks": usable - info.free_blocks,

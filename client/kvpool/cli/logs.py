@@ -20,7 +20,7 @@ from kvpool.cli.options import together
 from kvpool.gpu_worker.units import format_bytes
 
 FIELDS: Final = (
-    *("pool", "session", "session_before", "client", "rank", "epoch", "reason", "error", "method"),
+    *("pool", "session", "session_before", "client", "rank", "epoch", "memory", "reason", "error", "method"),
     *(
         "requests",
         "sessions",

@@ -109,7 +109,7 @@ class AsyncClient:
                 await asyncio.sleep(wire.wait_pause_seconds(error, due_seconds))
             left_seconds = max(due_seconds - time.monotonic(), 0.0)
 
-    async def open_session(
+    async def open_session(  # noqa: PLR0913 - what the wire asks
         self,
         pool: str,
         *,
@@ -117,9 +117,10 @@ class AsyncClient:
         lease_seconds: float = 0.0,
         min_blocks: int = 0,
         max_blocks: int = 0,
+        memory_id: str = "",
     ) -> "AsyncSession":
         """See `Client.open_session`. Cancelled, it may leave a session that ends with its lease."""
-        request = wire.open_session_request(pool, client_name, lease_seconds, Quota(min_blocks, max_blocks))
+        request = wire.open_session_request(pool, client_name, lease_seconds, Quota(min_blocks, max_blocks), memory_id)
         sent_seconds, response = await self._calls.make_timed(self._stub.OpenSession, request)
         return AsyncSession(self._stub, wire.read_session(response, sent_seconds), self._calls)
 

@@ -89,7 +89,7 @@ class Client:
         """
         return self._transport.wait_until_ready(name, timeout_seconds)
 
-    def open_session(
+    def open_session(  # noqa: PLR0913 - what the wire asks
         self,
         pool: str,
         *,
@@ -97,6 +97,7 @@ class Client:
         lease_seconds: float = 0.0,
         min_blocks: int = 0,
         max_blocks: int = 0,
+        memory_id: str = "",
     ) -> Session:
         """Attaches this scheduler to a pool.
 
@@ -106,12 +107,18 @@ class Client:
             lease_seconds: How long the session outlives its last sign of life; 0 for the server's default, 10.
             min_blocks: Blocks that it can always have, whatever others do; 0 for none.
             max_blocks: Most blocks that its requests may hold, each counted once; 0 for no limit but the server's.
+            memory_id: Names the memory that the engine holds the tensors in, at most 128 bytes: another whenever they
+                are allocated anew, the same in all processes that see them. Sessions in one memory share what is
+                cached; with another the pool begins anew, when those before have ended. Empty for one that ranks form.
 
         Raises:
             ExhaustedError: `min_blocks` cannot be guaranteed now, or the pool has as many sessions as it may.
+            UnavailableError: Sessions in another memory are open, or in quarantine (`OTHER_MEMORY`).
         """
         quota = Quota(min_blocks, max_blocks)
-        return Session(self._transport, self._transport.open_session(pool, client_name, lease_seconds, quota))
+        return Session(
+            self._transport, self._transport.open_session(pool, client_name, lease_seconds, quota, memory_id)
+        )
 
     def resume_session(self, session_id: str, *, sequence: int = 0) -> Session:
         """Takes a session up again within its lease: for a scheduler that was started anew and had stored these two.

@@ -84,9 +84,11 @@ class GrpcTransport:
                 time.sleep(wire.wait_pause_seconds(error, due_seconds))
             left_seconds = max(due_seconds - time.monotonic(), 0.0)
 
-    def open_session(self, pool: str, client_name: str, lease_seconds: float, quota: Quota) -> OpenedSession:
+    def open_session(
+        self, pool: str, client_name: str, lease_seconds: float, quota: Quota, memory_id: str = ""
+    ) -> OpenedSession:
         """See `Transport`. From here on a thread keeps the session alive."""
-        request = wire.open_session_request(pool, client_name, lease_seconds, quota)
+        request = wire.open_session_request(pool, client_name, lease_seconds, quota, memory_id)
         sent_seconds, response = self._call_timed(self._stub.OpenSession, request)
         return self._drive(wire.read_session(response, sent_seconds))
 

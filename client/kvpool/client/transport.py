@@ -151,7 +151,9 @@ class Transport(Protocol):
     def wait_until_ready(self, name: str, timeout_seconds: float) -> PoolInfo:
         """Waits until a pool is there and ready."""
 
-    def open_session(self, pool: str, client_name: str, lease_seconds: float, quota: Quota) -> OpenedSession:
+    def open_session(
+        self, pool: str, client_name: str, lease_seconds: float, quota: Quota, memory_id: str = ""
+    ) -> OpenedSession:
         """Attaches this process to a pool."""
 
     def resume_session(self, session_id: str, sequence: int) -> OpenedSession:
@@ -203,7 +205,9 @@ class EmbeddedTransport:
         del timeout_seconds
         return self.get_pool(name)
 
-    def open_session(self, pool: str, client_name: str, lease_seconds: float, quota: Quota) -> OpenedSession:
+    def open_session(
+        self, pool: str, client_name: str, lease_seconds: float, quota: Quota, memory_id: str = ""
+    ) -> OpenedSession:
         """See `Transport`."""
         with self._lock:
             found, session = self._allocator.open_session(
@@ -213,7 +217,9 @@ class EmbeddedTransport:
                 session_id=SessionId(secrets.token_urlsafe(24)),
                 now_seconds=time.monotonic(),
                 quota=quota,
+                memory_id=memory_id,
             )
+            self._publish(found)
             self._allocator.attach_stream(session)  # it dies with this process, so no lease is needed
             return _opened(found, session)
 

@@ -96,7 +96,7 @@ def check_ready(pool: PoolInfo, timeout_seconds: float) -> PoolInfo:
 
 
 def open_session_request(
-    pool: str, client_name: str, lease_seconds: float, quota: Quota
+    pool: str, client_name: str, lease_seconds: float, quota: Quota, memory_id: str = ""
 ) -> allocator_pb2.OpenSessionRequest:
     """Makes OpenSession's message, which may be sent again."""
     return allocator_pb2.OpenSessionRequest(
@@ -106,6 +106,7 @@ def open_session_request(
         open_key=secrets.token_urlsafe(24),
         min_blocks=quota.min_blocks,
         max_blocks=quota.max_blocks,
+        memory_id=memory_id,
     )
 
 

@@ -230,6 +230,7 @@ class OpenSessionRequest(_message.Message):
     OPEN_KEY_FIELD_NUMBER: _builtins.int
     MIN_BLOCKS_FIELD_NUMBER: _builtins.int
     MAX_BLOCKS_FIELD_NUMBER: _builtins.int
+    MEMORY_ID_FIELD_NUMBER: _builtins.int
     pool_name: _builtins.str
     """The pool."""
     client_name: _builtins.str
@@ -249,6 +250,14 @@ class OpenSessionRequest(_message.Message):
     """Most blocks that its requests may hold, each counted once however many share it; at least min_blocks. 0: no limit
     but the server's.
     """
+    memory_id: _builtins.str
+    """Names the memory that the caller's engine holds the tensors in, at most 128 bytes: another for each allocation of the
+    tensors, the same of processes that see the same memory. No secret: whoever names another is told it. Sessions in one
+    memory share what the pool has cached. A session in another waits until all that are open have ended and their
+    blocks are free (UNAVAILABLE, reason OTHER_MEMORY, with a RetryInfo); then the pool begins a new epoch, in which nothing
+    is cached, before the session is opened. Empty: the caller does not say, and is trusted to see the same memory as all
+    before it; whoever names one after that names another. Of a pool that ranks form: INVALID_ARGUMENT, as they say it.
+    """
     def __init__(
         self,
         *,
@@ -258,10 +267,11 @@ class OpenSessionRequest(_message.Message):
         open_key: _builtins.str = ...,
         min_blocks: _builtins.int = ...,
         max_blocks: _builtins.int = ...,
+        memory_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["client_name", b"client_name", "lease_seconds", b"lease_seconds", "max_blocks", b"max_blocks", "min_blocks", b"min_blocks", "open_key", b"open_key", "pool_name", b"pool_name"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["client_name", b"client_name", "lease_seconds", b"lease_seconds", "max_blocks", b"max_blocks", "memory_id", b"memory_id", "min_blocks", b"min_blocks", "open_key", b"open_key", "pool_name", b"pool_name"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -183,9 +183,10 @@ class AllocatorServiceServicer(object):
     def OpenSession(self, request, context):
         """Attaches a scheduler process to a pool, with a lease. INVALID_ARGUMENT, NOT_FOUND; FAILED_PRECONDITION while the
         pool's ranks are gathering; UNAVAILABLE while an operator has it drained (reason DRAINED), or while sessions that
-        the server lost with its journal may run a last step (SESSIONS_LOST); RESOURCE_EXHAUSTED if the pool, or the caller's
-        token, has as many sessions as it may, or the pool cannot guarantee min_blocks now; ABORTED if another process
-        resumed the session that the same open_key opened (SESSION_RESUMED).
+        the server lost with its journal may run a last step (SESSIONS_LOST), or while sessions in another memory are open or
+        in quarantine (OTHER_MEMORY, see memory_id); RESOURCE_EXHAUSTED if the pool, or the caller's token, has as many
+        sessions as it may, or the pool cannot guarantee min_blocks now; ABORTED if another process resumed the session that
+        the same open_key opened (SESSION_RESUMED).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

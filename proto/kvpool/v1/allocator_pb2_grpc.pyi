@@ -66,9 +66,10 @@ class AllocatorServiceStub:
     OpenSession: _grpc.UnaryUnaryMultiCallable[_allocator_pb2.OpenSessionRequest, _allocator_pb2.OpenSessionResponse]
     """Attaches a scheduler process to a pool, with a lease. INVALID_ARGUMENT, NOT_FOUND; FAILED_PRECONDITION while the
     pool's ranks are gathering; UNAVAILABLE while an operator has it drained (reason DRAINED), or while sessions that
-    the server lost with its journal may run a last step (SESSIONS_LOST); RESOURCE_EXHAUSTED if the pool, or the caller's
-    token, has as many sessions as it may, or the pool cannot guarantee min_blocks now; ABORTED if another process
-    resumed the session that the same open_key opened (SESSION_RESUMED).
+    the server lost with its journal may run a last step (SESSIONS_LOST), or while sessions in another memory are open or
+    in quarantine (OTHER_MEMORY, see memory_id); RESOURCE_EXHAUSTED if the pool, or the caller's token, has as many
+    sessions as it may, or the pool cannot guarantee min_blocks now; ABORTED if another process resumed the session that
+    the same open_key opened (SESSION_RESUMED).
     """
     ResumeSession: _grpc.UnaryUnaryMultiCallable[_allocator_pb2.ResumeSessionRequest, _allocator_pb2.ResumeSessionResponse]
     """Takes a session up again, within its lease: for a scheduler process that was started anew, or has lost its tables.
@@ -159,9 +160,10 @@ class AllocatorServiceAsyncStub(AllocatorServiceStub):
     OpenSession: _aio.UnaryUnaryMultiCallable[_allocator_pb2.OpenSessionRequest, _allocator_pb2.OpenSessionResponse]  # type: ignore[assignment]
     """Attaches a scheduler process to a pool, with a lease. INVALID_ARGUMENT, NOT_FOUND; FAILED_PRECONDITION while the
     pool's ranks are gathering; UNAVAILABLE while an operator has it drained (reason DRAINED), or while sessions that
-    the server lost with its journal may run a last step (SESSIONS_LOST); RESOURCE_EXHAUSTED if the pool, or the caller's
-    token, has as many sessions as it may, or the pool cannot guarantee min_blocks now; ABORTED if another process
-    resumed the session that the same open_key opened (SESSION_RESUMED).
+    the server lost with its journal may run a last step (SESSIONS_LOST), or while sessions in another memory are open or
+    in quarantine (OTHER_MEMORY, see memory_id); RESOURCE_EXHAUSTED if the pool, or the caller's token, has as many
+    sessions as it may, or the pool cannot guarantee min_blocks now; ABORTED if another process resumed the session that
+    the same open_key opened (SESSION_RESUMED).
     """
     ResumeSession: _aio.UnaryUnaryMultiCallable[_allocator_pb2.ResumeSessionRequest, _allocator_pb2.ResumeSessionResponse]  # type: ignore[assignment]
     """Takes a session up again, within its lease: for a scheduler process that was started anew, or has lost its tables.
@@ -273,9 +275,10 @@ class AllocatorServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_allocator_pb2.OpenSessionResponse, _abc.Awaitable[_allocator_pb2.OpenSessionResponse]]:
         """Attaches a scheduler process to a pool, with a lease. INVALID_ARGUMENT, NOT_FOUND; FAILED_PRECONDITION while the
         pool's ranks are gathering; UNAVAILABLE while an operator has it drained (reason DRAINED), or while sessions that
-        the server lost with its journal may run a last step (SESSIONS_LOST); RESOURCE_EXHAUSTED if the pool, or the caller's
-        token, has as many sessions as it may, or the pool cannot guarantee min_blocks now; ABORTED if another process
-        resumed the session that the same open_key opened (SESSION_RESUMED).
+        the server lost with its journal may run a last step (SESSIONS_LOST), or while sessions in another memory are open or
+        in quarantine (OTHER_MEMORY, see memory_id); RESOURCE_EXHAUSTED if the pool, or the caller's token, has as many
+        sessions as it may, or the pool cannot guarantee min_blocks now; ABORTED if another process resumed the session that
+        the same open_key opened (SESSION_RESUMED).
         """
 
     @_abc_1.abstractmethod

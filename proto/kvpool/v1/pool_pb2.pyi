@@ -528,6 +528,7 @@ class PoolInfo(_message.Message):
     QUARANTINED_BLOCKS_FIELD_NUMBER: _builtins.int
     QUARANTINED_SESSIONS_FIELD_NUMBER: _builtins.int
     RESERVED_BLOCKS_FIELD_NUMBER: _builtins.int
+    MEMORY_ID_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """Goes up whenever the contents of blocks can no longer be trusted. The first of a pool is above all that servers
     before may have given, which nobody remembers: `kvpool serve` begins at the seconds since 2025 began.
@@ -565,6 +566,10 @@ class PoolInfo(_message.Message):
     reserved_blocks: _builtins.int
     """Of free_blocks, those that only sessions with min_blocks can be given: what these hold fewer than that, and one for
     each block within it that others hold as well, who may keep it.
+    """
+    memory_id: _builtins.str
+    """The memory that all it holds is in, as its sessions named it when they were opened. Empty: that is not known, or its
+    ranks know.
     """
     @_builtins.property
     def config(self) -> Global___PoolConfig:
@@ -613,10 +618,11 @@ class PoolInfo(_message.Message):
         quarantined_blocks: _builtins.int = ...,
         quarantined_sessions: _builtins.int = ...,
         reserved_blocks: _builtins.int = ...,
+        memory_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["activity", b"activity", "config", b"config", "prefix_cache", b"prefix_cache"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["activity", b"activity", "cached_blocks", b"cached_blocks", "config", b"config", "epoch", b"epoch", "event_sequence", b"event_sequence", "evicted_blocks", b"evicted_blocks", "free_blocks", b"free_blocks", "groups", b"groups", "preemptions", b"preemptions", "prefix_cache", b"prefix_cache", "quarantined_blocks", b"quarantined_blocks", "quarantined_sessions", b"quarantined_sessions", "ranks", b"ranks", "recent_hit_rate", b"recent_hit_rate", "requests", b"requests", "reserved_blocks", b"reserved_blocks", "running_requests", b"running_requests", "sessions", b"sessions", "sink_blocks", b"sink_blocks", "state", b"state", "usage", b"usage", "world_size", b"world_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["activity", b"activity", "cached_blocks", b"cached_blocks", "config", b"config", "epoch", b"epoch", "event_sequence", b"event_sequence", "evicted_blocks", b"evicted_blocks", "free_blocks", b"free_blocks", "groups", b"groups", "memory_id", b"memory_id", "preemptions", b"preemptions", "prefix_cache", b"prefix_cache", "quarantined_blocks", b"quarantined_blocks", "quarantined_sessions", b"quarantined_sessions", "ranks", b"ranks", "recent_hit_rate", b"recent_hit_rate", "requests", b"requests", "reserved_blocks", b"reserved_blocks", "running_requests", b"running_requests", "sessions", b"sessions", "sink_blocks", b"sink_blocks", "state", b"state", "usage", b"usage", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

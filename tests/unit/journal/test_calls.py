@@ -12,6 +12,7 @@ from kvpool.server.journal.calls import NOT_RECORDED, RECORDED, JournaledAllocat
 from kvpool.server.journal.frames import DamageError, FrameKind
 from kvpool.server.rpc.convert_journal import WireMessages
 from support_core import World, block_hashes, config
+from support_journal import assert_alike
 
 
 class Recorder:
@@ -142,3 +143,23 @@ def _added(sequence: int, number: int) -> Step:
         block_hashes=hashes,
         request_ids=["r"],
     )
+
+
+def test_an_epoch_that_began_in_another_memory_begins_again() -> None:
+    recorder = Recorder()
+    for number, memory_id in enumerate(("", "a", "b"), start=1):
+        session = recorder.world.open(memory_id=memory_id)
+        recorder.world.admit(session, number, "abc", 9)
+        recorder.allocator.mark_executed(recorder.world.pool, session, 1)
+        recorder.allocator.close_session(session.session_id, 0.0)
+    recorder.world.open(memory_id="b")
+    before = len(recorder.records)
+    with pytest.raises(KvpoolError):
+        recorder.world.open(memory_id="c")
+    assert len(recorder.records) == before
+    again = JournaledAllocator(WireMessages())
+    for record in recorder.records:
+        again.replay(*record)
+    assert (again.pool("m").epoch, again.pool("m").memory_id) == (3, "b")
+    again.renew_leases(0.0)
+    assert_alike(again, recorder.allocator)

@@ -17,7 +17,7 @@ from kvpool.server.journal.journal import Journal
 from kvpool.server.journal.recovery import EPOCH_LEAP, Recovery
 from kvpool.server.journal.snapshot import Loader
 from kvpool.server.rpc.convert_journal import WireMessages
-from support_core import config
+from support_core import World, config
 from support_journal import (
     IDENTITY,
     assert_alike,
@@ -59,6 +59,21 @@ def test_all_of_it_comes_back(folder: Path, states: list[Allocator]) -> None:
     assert not found.dropped
     assert found.num_records
     assert_alike(states[-1], found.allocator)
+
+
+def test_a_snapshot_knows_in_which_memory_a_pool_is(tmp_path: Path) -> None:
+    journal = journal_in(tmp_path)
+    world = World(allocator=journal.allocator)
+    for memory_id in ("a", "b"):
+        session = world.open(memory_id=memory_id)
+        world.allocator.close_session(session.session_id, 0.0)
+    journal.begin(0.0)  # with a snapshot of all that
+    kill(journal)
+    found = recovered(tmp_path)
+    assert (found.num_records, found.dropped) == (1, "")  # leases begin anew
+    pool = found.allocator.pool("m")
+    assert (pool.epoch, pool.memory_id) == (2, "b")
+    assert_alike(world.allocator, found.allocator)
 
 
 def test_a_log_that_ends_anywhere_is_a_state_that_was(folder: Path, states: list[Allocator]) -> None:

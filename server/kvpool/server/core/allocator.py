@@ -10,6 +10,7 @@ from itertools import chain
 
 from kvpool.server.core import apply
 from kvpool.server.core.errors import InvalidArgumentError, NotFoundError, check_range
+from kvpool.server.core.memory import check_memory_id, must_forget
 from kvpool.server.core.pool import Pool
 from kvpool.server.core.pool_ledger import PoolLedger
 from kvpool.server.core.quarantine import Quarantined
@@ -69,8 +70,11 @@ class Allocator(PoolLedger):
         quota: Quota = NO_QUOTA,
         owner: str = "",
         salt: bytes = b"",
+        memory_id: str = "",
     ) -> tuple[Pool, Session]:
         """Attaches a scheduler process to a pool; or finds the session that the same key opened, if it lives.
+
+        A pool whose blocks are in another memory, that nobody uses any more, begins a new epoch first. O(num_blocks).
 
         Args:
             pool_name: The pool.
@@ -80,32 +84,39 @@ class Allocator(PoolLedger):
             now_seconds: The time.
             open_key: Drawn by the caller, so that the call can be repeated; empty for a new session in any case.
             asked_for: What the caller asked for, of which lease and quota were chosen; compared when the key comes
-                again, as are the pool and the client's name. Then lease and quota do not count.
+                again, as are the pool, the client's name and the memory. Then lease and quota do not count.
             quota: What it can always have, and the most it may hold.
             owner: Name of the token that it belongs to; empty for none.
             salt: Sets its hashes apart; empty for those of the pool.
+            memory_id: The memory that its engine holds the tensors in, see `memory`; empty if it does not say.
 
         Returns:
             The pool and the session, whose id is another than `session_id` if it was found; it is heard of by that.
 
         Raises:
-            InvalidArgumentError: The client's name, the key or the quota is out of range, or the key was
+            InvalidArgumentError: The client's name, the key, the memory or the quota is out of range, or the key was
                 used for something else.
             AbortedError: The session that the key opened was resumed by another process.
             NotFoundError: There is no such pool.
-            UnavailableError: The pool is drained or suspended.
+            UnavailableError: The pool is drained or suspended, or another memory is in use.
             ExhaustedError: The quota's minimum cannot be guaranteed now.
         """
         if len(client_name.encode("utf-8", "surrogatepass")) > 256:  # noqa: PLR2004 - the proto states it
             raise InvalidArgumentError("client_name", "longer than 256 bytes")
         check_key("open_key", open_key)
-        asked = (pool_name, client_name, *asked_for)
+        asked = (pool_name, client_name, memory_id, *asked_for)
         found = self._opened_before((owner, open_key), asked, now_seconds)
         if found:
             return found
         pool = self.pool(pool_name)
+        check_memory_id(memory_id, has_ranks=pool.config.name in self.worlds)
         self.intake.check(pool.config.name)
         pool.check_serving()
+        must_begin_anew = must_forget(pool, memory_id)
+        pool.quotas.check(quota)  # nothing is refused after this
+        if must_begin_anew:
+            pool.begin_epoch(pool.config, pool.epoch + 1)
+        pool.memory_id = memory_id
         holding = pool.quotas.open(quota)
         self._last_writer += 1
         writer = WriterId(self._last_writer)

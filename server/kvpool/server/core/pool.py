@@ -87,6 +87,7 @@ class Pool:
         quarantine: Those that were ended and still hold their blocks; kept by whoever ends them.
         ranks_fence: Whether every rank of the pool says when no step of an ended session is in flight.
         residency: How long its blocks keep what they hold; None if that is not sampled.
+        memory_id: The memory that all it holds is in, see `memory`; empty if that is not known.
         is_suspended: Whether nothing is allocated for now, as a rank is missing.
     """
 
@@ -100,6 +101,7 @@ class Pool:
         self.quarantine = Quarantine()
         self.ranks_fence = False
         self.residency = residency
+        self.memory_id = ""
         self.is_suspended = False
         self._start_over(config, epoch)
 

@@ -55,6 +55,7 @@ class PoolInfo:
         quarantined_blocks: Blocks that ended sessions held, not yet free since a step of theirs may still run.
         quarantined_sessions: Sessions that have ended, whose blocks are not yet free.
         reserved_blocks: Of free_blocks, those that only sessions with a minimum can be given.
+        memory_id: The memory that all it holds is in, as its sessions named it; empty if that is not known.
     """
 
     config: PoolConfig
@@ -78,6 +79,7 @@ class PoolInfo:
     quarantined_blocks: int = 0
     quarantined_sessions: int = 0
     reserved_blocks: int = 0
+    memory_id: str = ""
 
 
 def describe_pool(pool: Pool, state: PoolState, event_sequence: int) -> PoolInfo:
@@ -106,6 +108,7 @@ def describe_pool(pool: Pool, state: PoolState, event_sequence: int) -> PoolInfo
         quarantined_blocks=pool.quarantine.num_blocks,
         quarantined_sessions=len(pool.quarantine),
         reserved_blocks=pool.quotas.num_reserved,
+        memory_id=pool.memory_id,
     )
 
 

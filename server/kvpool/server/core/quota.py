@@ -72,11 +72,8 @@ class Quotas:
         """Free blocks that only sessions with a minimum can be given."""
         return self.min_blocks - self._num_only_covered
 
-    def open(self, quota: Quota) -> Holding | None:
-        """Takes a new session's quota in.
-
-        Returns:
-            What is to be kept of the blocks that its requests hold; None if it has no quota.
+    def check(self, quota: Quota) -> None:
+        """Checks that a session with this quota can be opened now.
 
         Raises:
             InvalidArgumentError: A number is out of range.
@@ -91,6 +88,18 @@ class Quotas:
                 field="min_blocks",
                 retry_seconds=QUOTA_RETRY_SECONDS,
             )
+
+    def open(self, quota: Quota) -> Holding | None:
+        """Takes a new session's quota in.
+
+        Returns:
+            What is to be kept of the blocks that its requests hold; None if it has no quota.
+
+        Raises:
+            InvalidArgumentError: As `check`.
+            ExhaustedError: Likewise.
+        """
+        self.check(quota)
         if quota == NO_QUOTA:
             return None
         self.min_blocks += quota.min_blocks

@@ -89,6 +89,7 @@ class AllocatorService(allocator_pb2_grpc.AllocatorServiceServicer):
             lease_seconds = self._hub.leases.choose(request.lease_seconds)
             quota = self._hub.limits.quota(request.min_blocks, request.max_blocks)
         session_id = SessionId(secrets.token_urlsafe(24))
+        epoch = self._hub.epoch_of(request.pool_name)
         pool, session = self._allocator.open_session(
             request.pool_name,
             request.client_name,
@@ -100,7 +101,12 @@ class AllocatorService(allocator_pb2_grpc.AllocatorServiceServicer):
             salt=caller.grant.salt if caller else b"",
             asked_for=(request.lease_seconds, request.min_blocks, request.max_blocks),
             quota=quota,
+            memory_id=request.memory_id,
         )
+        if pool.epoch != epoch:
+            self._hub.note_epoch(pool)
+            extra = {**session_fields(pool, session), "memory": request.memory_id}
+            _log.warning("epoch begun in another memory", extra=extra)
         faults.reach("session.opened")
         if session.session_id == session_id:  # else its key had opened it before
             _log.info("session opened", extra={**session_fields(pool, session), "seconds": session.lease_seconds})

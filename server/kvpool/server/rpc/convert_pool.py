@@ -150,6 +150,7 @@ def info_to_proto(info: PoolInfo) -> pool_pb2.PoolInfo:
         quarantined_blocks=info.quarantined_blocks,
         quarantined_sessions=info.quarantined_sessions,
         reserved_blocks=info.reserved_blocks,
+        memory_id=info.memory_id,
     )
 
 
@@ -177,6 +178,7 @@ def info_from_proto(message: pool_pb2.PoolInfo) -> PoolInfo:
         quarantined_blocks=message.quarantined_blocks,
         quarantined_sessions=message.quarantined_sessions,
         reserved_blocks=message.reserved_blocks,
+        memory_id=message.memory_id,
     )
 
 

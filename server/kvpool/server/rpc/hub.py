@@ -228,6 +228,15 @@ class Hub:
         self._tell_ready()
         return pool
 
+    def epoch_of(self, name: str) -> int | None:
+        """The epoch of a pool; None if there is none of this name."""
+        return self.allocator.pool(name).epoch if self.allocator.has_pool(PoolName(name)) else None
+
+    def note_epoch(self, pool: Pool) -> None:
+        """Takes note that a pool which a scheduler declared began a new epoch: watchers are told that all is gone."""
+        _spare_collector(pool)
+        self.publish(pool)
+
     def suspend(self, name: PoolName) -> None:
         """Lets nothing be allocated from a pool for now."""
         self.allocator.suspend(self.allocator.pool(name))

@@ -1,0 +1,172 @@
+"""Engines that hold the tensors themselves, over real sockets: they share what is cached in one memory alone."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from kvpool.client import (
+    Client,
+    InvalidArgumentError,
+    KvpoolError,
+    PoolInfo,
+    PrefixIndex,
+    Session,
+    UnavailableError,
+    aio,
+    connect,
+)
+from kvpool.client.errors import from_rpc_error
+from kvpool.v1 import allocator_pb2, allocator_pb2_grpc
+from support_ranks import registration
+from support_server import ServerProcess, pool_config, running_server
+from support_wire_ranks import WireRank
+
+PROMPT = list(range(41))  # ten full blocks and one token
+LEASE_SECONDS = 1.0
+
+
+@pytest.fixture(scope="module")
+def address() -> Iterator[str]:
+    with running_server(quarantine_seconds=0.5) as address:
+        yield address
+
+
+def fill(session: Session) -> None:
+    admission = session.admit(session.request("r", PROMPT))
+    assert admission
+    session.mark_executed()
+
+
+def num_hit_tokens(session: Session) -> int:
+    return session.get_computed_blocks(session.request("again", PROMPT)).num_tokens
+
+
+def open_and_die(address: str, pool: str, memory_id: str) -> None:
+    """Opens a session and caches ten blocks, as a process does that is killed then: nobody closes or renews it."""
+    with grpc.insecure_channel(address) as channel:
+        stub = allocator_pb2_grpc.AllocatorServiceStub(channel)
+        opened = stub.OpenSession(
+            allocator_pb2.OpenSessionRequest(pool_name=pool, lease_seconds=LEASE_SECONDS, memory_id=memory_id)
+        )
+        update = allocator_pb2.RequestUpdate(
+            request_id="r", num_appended_tokens=len(PROMPT), block_hashes=bytes(range(32)) * 10
+        )
+        stub.AllocateSlots(
+            allocator_pb2.AllocateSlotsRequest(
+                session_id=opened.session.session_id, sequence=1, request=update, num_new_tokens=len(PROMPT)
+            )
+        )
+
+
+def refusal(client: Client, pool: str, memory_id: str) -> tuple[KvpoolError, PoolInfo, PoolInfo]:
+    before = client.get_pool(pool)
+    with pytest.raises(KvpoolError) as caught:
+        client.open_session(pool, memory_id=memory_id)
+    return caught.value, before, client.get_pool(pool)
+
+
+def test_engines_in_one_memory_share_what_is_cached(client: Client, pool: str) -> None:
+    with client.open_session(pool, memory_id="a") as one, client.open_session(pool, memory_id="a") as other:
+        fill(one)
+        assert num_hit_tokens(other) == 40
+        assert (one.epoch, other.epoch, client.get_pool(pool).memory_id) == (1, 1, "a")
+
+
+def test_another_memory_is_refused_while_one_is_in_use(address: str, client: Client, pool: str) -> None:
+    with client.open_session(pool, memory_id="a") as session, connect(address, deadline_seconds=0.5) as hasty:
+        fill(session)
+        error, before, after = refusal(hasty, pool, "b")
+        assert isinstance(error, UnavailableError)
+        assert (error.reason, error.field, error.retry_seconds) == ("OTHER_MEMORY", "memory_id", 1.0)
+        assert "memory 'a', in use by 1 open sessions" in str(error)
+        assert after == before
+        assert num_hit_tokens(session) == 40
+
+
+def test_the_memory_of_a_killed_engine_gives_way_within_the_deadline(address: str, client: Client, pool: str) -> None:
+    open_and_die(address, pool, "a")
+    assert (client.get_pool(pool).sessions, client.get_pool(pool).cached_blocks) == (1, 10)
+    with client.open_session(pool, memory_id="b") as session:
+        info = client.get_pool(pool)
+        assert (info.epoch, info.memory_id, info.cached_blocks, session.epoch) == (2, "b", 0, 2)
+        assert (info.activity.leases_expired, info.quarantined_sessions) == (1, 0)
+        assert num_hit_tokens(session) == 0
+        fill(session)
+
+
+async def test_the_same_for_asyncio(address: str, client: Client, pool: str) -> None:
+    open_and_die(address, pool, "a")
+    async with (
+        aio.connect(address, deadline_seconds=10.0) as waiting,
+        await waiting.open_session(pool, memory_id="b") as session,
+    ):
+        assert (session.epoch, client.get_pool(pool).memory_id) == (2, "b")
+
+
+def test_a_key_that_named_another_memory_is_refused(
+    stub: allocator_pb2_grpc.AllocatorServiceStub, client: Client, pool: str
+) -> None:
+    def open_with(memory_id: str) -> Any:
+        return stub.OpenSession(
+            allocator_pb2.OpenSessionRequest(pool_name=pool, open_key="memory", memory_id=memory_id)
+        ).session
+
+    assert open_with("a") == open_with("a")
+    before = client.get_pool(pool)
+    with pytest.raises(grpc.RpcError) as caught:
+        open_with("b")
+    error = from_rpc_error(caught.value)
+    assert (error.reason, error.field) == ("OPEN_KEY_REUSED", "open_key")
+    assert client.get_pool(pool) == before
+
+
+def test_ranks_say_themselves_which_memory_is_theirs(address: str, client: Client) -> None:
+    WireRank(address).register(registration(world_size=1)).allocate().wait_for("ready")
+    error, before, after = refusal(client, "m", "a")
+    assert isinstance(error, InvalidArgumentError)
+    assert (error.field, after) == ("memory_id", before)
+
+
+@pytest.mark.parametrize("where", ["embedded", "served"])
+def test_who_follows_the_events_is_told_that_all_is_gone(where: str, address: str, pool_name: str) -> None:
+    with connect("embedded:" if where == "embedded" else address, deadline_seconds=10.0) as client:
+        client.create_pool(pool_config(pool_name, enable_events=True))
+        index, seen = PrefixIndex(), set()
+        with client.open_session(pool_name, memory_id="a") as session:
+            fill(session)
+        client.open_session(pool_name, memory_id="b").close()
+        for batch in client.watch(pool_name, from_sequence=1):
+            index.apply(batch)
+            seen.add((batch.epoch, len(index)))
+            if batch.epoch == 2:
+                break
+        assert seen == {(1, 10), (2, 0)}
+
+
+def test_a_memory_outlives_the_server_with_a_journal(tmp_path: Path) -> None:
+    address = f"unix:{tmp_path / 's'}"
+    settings: dict[str, Any] = {"journal": {"folder": str(tmp_path / "journal")}, "quarantine_seconds": 0.5}
+    server = ServerProcess(address, **settings)
+    try:
+        with connect(address, deadline_seconds=20.0) as client:
+            client.create_pool(pool_config())
+            for memory_id in ("a", "b"):
+                with client.open_session("m", memory_id=memory_id) as session:
+                    fill(session)
+            before = client.get_pool("m")
+            assert (before.epoch, before.memory_id, before.cached_blocks) == (2, "b", 10)
+            open_and_die(address, "m", "b")
+            server.process.kill()
+            server.process.communicate()
+            server = ServerProcess(address, **settings)
+            assert client.get_pool("m").memory_id == "b"
+            with client.open_session("m", memory_id="b") as session:
+                assert (session.epoch, num_hit_tokens(session)) == (2, 40)
+            with client.open_session("m", memory_id="c") as session:
+                assert (session.epoch, num_hit_tokens(session)) == (3, 0)
+    finally:
+        errors = server.stop_cleanly()
+    assert errors.count("epoch begun in another memory") == 1
