@@ -153,6 +153,8 @@ def test_what_was_taken_counts_as_if_it_had_been_asked_for(case: str) -> None:
         check_integrity(world.pool, world.sessions())
         # Steps are counted, and blocks that wait to be said to be executed tell theirs.
         session.sequence = session.executed_sequence = STEP
+        for request in session.requests.values():
+            request.filling_sequence = STEP
         world.pool.blocks.prefix_map.publish(session.writer, Sequence(9))
         world.pool.activity.steps = world.pool.activity.operations = 0
     assert telling.snapshot() == asking.snapshot()

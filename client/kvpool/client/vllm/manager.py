@@ -104,7 +104,7 @@ class KVCacheManager:
             Number of the step that the round ends with: what it scheduled has run when that has.
         """
         if self._admitted:
-            _log.warning("gave back %d requests that were foreseen and not admitted", len(self._admitted))
+            _log.warning("admissions foreseen wrongly", extra={"requests": len(self._admitted)})
             for request_id in list(self._admitted):
                 self._give_back(request_id)
         self._answers.clear()
