@@ -129,11 +129,12 @@ class Room:
 
     @staticmethod
     def _take_external(rows: Sequence[_Row], num_end_tokens: int) -> tuple[list[BlockId], ...]:
-        """Takes of what rows lack that for their first `num_end_tokens` tokens."""
+        """Takes of what rows lack that for their first `num_end_tokens` tokens, if any of these are looked at."""
         taken = []
         for row in rows:
             count = min(row.num_lacking, -(-num_end_tokens // row.manager.span_tokens) - len(row.table.block_ids))
-            is_some = count > 0 and not row.manager.counts_encoder_tokens
+            is_looked_at = row.manager.spec.num_skipped_tokens(num_end_tokens) < num_end_tokens
+            is_some = count > 0 and is_looked_at and not row.manager.counts_encoder_tokens
             taken.append(row.manager.allocate(row.table, count) if is_some else [])
             row.num_lacking -= len(taken[-1])
         return tuple(taken)
