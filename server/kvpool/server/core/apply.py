@@ -274,7 +274,7 @@ class _Application:
         if self._out_of_blocks or self._is_enough or not self._budget_tokens:
             self._outcomes[i] = Outcome.SKIPPED
             return
-        request.is_found = False
+        is_found, request.is_found = request.is_found, False  # it counts its own look-up
         admission = self._pool.admit(
             request,
             min(row.num_new_tokens or self._budget_tokens, self._budget_tokens),
@@ -285,6 +285,7 @@ class _Application:
             sequence=self._sequence,
         )
         if admission is None:
+            request.is_found = is_found
             self._refuse(i)
             return
         self._budget_tokens -= admission.num_new_tokens
