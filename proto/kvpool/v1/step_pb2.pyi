@@ -276,7 +276,7 @@ class Step(_message.Message):
 
     @_builtins.property
     def num_reserved_blocks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Column: blocks that must stay free beside what is given."""
+        """Column: blocks that must stay free beside what is given, of those that the session can be given."""
 
     @_builtins.property
     def num_watermark_blocks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:

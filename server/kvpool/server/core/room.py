@@ -3,6 +3,7 @@
 1. All or nothing: every group gets what it lacks, or none does.
 2. The blocks of a hit are held before any block is taken, in all groups: what one group takes is no other's hit.
 3. Room for external tokens is taken before that for new ones, in all groups.
+4. What must stay free is of the blocks that the session can be given: with a quota, it is as if it had a pool of its own.
 """
 
 from collections.abc import Sequence
@@ -152,6 +153,7 @@ class Room:
             return ()
         hit_blocks = [block_id for row in rows for block_id in row.hit if block_id]
         needed += self._blocks.free_list.num_free_among(hit_blocks)
-        if has_quota and not self._quotas.allows(request.holding, hit_blocks, needed):  # first, as it notes the maximum
+        # First, as it notes the maximum. What others' minima keep from the session is not free for it.
+        if has_quota and not self._quotas.allows(request.holding, hit_blocks, needed + num_spare_blocks):
             return None
         return hit_blocks if needed <= num_free else None

@@ -13,7 +13,7 @@ class Terms:
             blocks: they get room, and count as computed.
         num_in_flight_tokens: Of the computed tokens, those of steps that may be running yet: blocks that these look at
             do not fall behind a window.
-        num_reserved_blocks: Blocks that must stay free beside what is given.
+        num_reserved_blocks: Blocks that must stay free beside what is given, of those that the session can be given.
         num_watermark_blocks: The same, and beside what `full_sequence_must_fit` asks for.
         full_sequence_must_fit: Whether nothing is given unless the blocks are free that all known tokens of the request
             take, most at a time.
