@@ -137,8 +137,9 @@ class Session:
         return key == self._resume_keys[-1]
 
     def resume(self, key: str, writer: WriterId) -> None:
-        """Gives it its next id, and a number that is new. O(requests)."""
+        """Gives it its next id, and a number that is new; what was launched is not known any more. O(requests)."""
         self.writer_before, self.writer = self.writer, writer
+        self.launched_sequence = Sequence(0)
         for request in self.requests.values():
             request.writer = writer
         self._resumptions += 1
