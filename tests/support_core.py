@@ -125,6 +125,7 @@ def snapshot(pool: Pool, sessions: list[Session]) -> object:
                 s.session_id,
                 s.sequence,
                 s.executed_sequence,
+                s.launched_sequence,
                 repr(s.holding),
                 [repr(request) for request in s.requests.values()],
             )
