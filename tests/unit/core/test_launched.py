@@ -166,8 +166,10 @@ def test_what_got_room_in_the_step_that_caches_it_is_filled_by_that() -> None:
     world = World()
     session = world.open()
     delayed(world, session)
-    run(world, session, ALLOCATE, CACHE, request_numbers=[1, 1], num_appended_tokens=[3, 0], num_new_tokens=[3, 16],
-        block_hashes=block_hashes("abcd", 4)[-32:], delay_cache_blocks=[True, False], launched=1, executed=1)  # fmt: skip
+    run(
+        world, session, ALLOCATE, CACHE, request_numbers=[1, 1], num_appended_tokens=[3, 0], num_new_tokens=[3, 16],
+        block_hashes=block_hashes("abcd", 4)[-32:], delay_cache_blocks=[True, False], launched=1, executed=1,
+    )  # fmt: skip
     assert world.pool.blocks.prefix_map.pending() == dict.fromkeys(map(BlockId, (1, 2, 3, 4)), 2)
     leave(world, session, FREE, launched=1)
     assert num_found(world, session, "abcd") == 0

@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 
-from kvpool.server.core import types
 from kvpool.server.core.errors import InvalidArgumentError, KvpoolError
 from kvpool.server.core.integrity import check_integrity
 from kvpool.server.core.quota import Quota
@@ -14,7 +13,7 @@ from kvpool.server.core.session import Session
 from kvpool.server.core.spec_base import KVCacheSpec
 from kvpool.server.core.specs import ChunkedLocalAttentionSpec, FullAttentionSpec, MambaSpec, SlidingWindowSpec
 from kvpool.server.core.step import Operation, Outcome, Step, StepResult
-from kvpool.server.core.types import RequestNumber
+from kvpool.server.core.types import BlockId, RequestNumber
 from support_core import BLOCK_SIZE, World, block_hashes
 
 ADD, ADMIT, ALLOCATE, CACHE, FIND = (
@@ -46,19 +45,9 @@ def add(world: World, session: Session, number: int, content: str, num_tokens: i
     )
 
 
-def ask(
-    world: World, session: Session, operation: Operation, number: int, new: int, *, executed: int = 0, **columns: Any
-) -> StepResult:
+def ask(world: World, session: Session, operation: Operation, number: int, new: int, **columns: Any) -> StepResult:
     """One operation, its columns as single values."""
-    launched = columns.pop("launched", 0)
-    step = Step(
-        session.sequence + 1,
-        executed_sequence=executed,
-        launched_sequence=launched,
-        operations=[operation],
-        request_numbers=[number],
-        num_new_tokens=[new],
-    )
+    step = Step(session.sequence + 1, operations=[operation], request_numbers=[number], num_new_tokens=[new])
     hit: Sequence[Sequence[int]] = columns.pop("hit", ())
     if hit:
         step.num_block_ids = [len(ids) for ids in hit]
@@ -74,12 +63,17 @@ def outcome(result: StepResult) -> Outcome:
     return Outcome(result.outcomes[0] if result.outcomes else 0)
 
 
-def tables(session: Session, number: int) -> list[list[int]]:
+def tables(session: Session, number: int) -> list[list[BlockId]]:
     return [table.block_ids for table in the(session, number).tables]
 
 
 def the(session: Session, number: int) -> Request:
     return session.by_number[RequestNumber(number)]
+
+
+def num_counted(session: Session) -> int:
+    """Blocks that a session's quota counts."""
+    return len(session.holding.counts) if session.holding else -1
 
 
 def free_of(world: World) -> int:
@@ -279,13 +273,13 @@ def test_external_tokens_move_windows_on_and_leave_nulls() -> None:
     hit = tables(session, 1)
     promise = [hit[0][:2], [0, hit[1][1]]]
     add(world, session, 2, "abcdef", 24)
-    held = world.pool.blocks.ref_cnt(hit[1][1])  # type: ignore[arg-type]
+    held = world.pool.blocks.ref_cnt(hit[1][1])
     result = ask(world, session, ALLOCATE, 2, 4, num_external_tokens=12, hit=promise)
     assert outcome(result) is Outcome.OK
     full, window = tables(session, 2)
     assert (full[:2], len(full)) == (promise[0], 6)
     assert (window[:4], len(window)) == ([0, 0, 0, 0], 6)  # 20 are computed: the next looks at 16 to 20
-    assert world.pool.blocks.ref_cnt(hit[1][1]) == held  # type: ignore[arg-type]
+    assert world.pool.blocks.ref_cnt(hit[1][1]) == held
     assert result.num_new_blocks == [4, 2]
 
 
@@ -305,7 +299,7 @@ def test_delayed_external_blocks_are_cached_when_told_and_never_past_the_known()
     ask(world, session, ALLOCATE, 1, 0, num_external_tokens=12, delay_cache_blocks=True)
     assert len(world.pool.blocks.prefix_map) == 0
     ask(world, session, CACHE, 1, 8)
-    assert [world.pool.blocks.prefix_map.hash_of(types.BlockId(i)) is not None for i in (1, 2, 3)] == [
+    assert [world.pool.blocks.prefix_map.hash_of(BlockId(i)) is not None for i in (1, 2, 3)] == [
         True,
         True,
         False,
@@ -336,7 +330,7 @@ def test_a_quota_bounds_what_terms_allow() -> None:
     assert outcome(ask(world, session, ADMIT, 1, 4, full_sequence_must_fit=True)) is Outcome.OVER_QUOTA
     assert outcome(ask(world, session, ALLOCATE, 1, 0, num_external_tokens=24)) is Outcome.OVER_QUOTA
     assert outcome(ask(world, session, ALLOCATE, 1, 4, num_external_tokens=16)) is Outcome.OK
-    assert (session.holding and len(session.holding.counts)) == 5
+    assert num_counted(session) == 5
 
 
 def test_what_must_stay_free_is_of_what_the_session_can_be_given() -> None:
@@ -361,9 +355,9 @@ def test_a_window_gives_back_what_a_quota_counted() -> None:
     session = world.open(quota=Quota(0, 6))
     world.admit(session, 1, "abcd", 16)
     ask(world, session, ALLOCATE, 1, 4, num_in_flight_tokens=16)
-    assert session.holding and len(session.holding.counts) == 5
+    assert num_counted(session) == 5
     ask(world, session, ALLOCATE, 1, 4, num_in_flight_tokens=8)  # twelve of twenty have run
-    assert session.holding and len(session.holding.counts) == 4
+    assert num_counted(session) == 4
 
 
 @pytest.mark.parametrize("name", TERMS)
@@ -373,7 +367,8 @@ def test_a_column_of_another_length_is_refused(name: str) -> None:
     add(world, session, 1, "abc", 12)
     before = world.snapshot()
     for values in ([1, 1], [0] * 7):
-        step = Step(2, operations=[ALLOCATE], request_numbers=[1], num_new_tokens=[1], **{name: values})
+        step = Step(2, operations=[ALLOCATE], request_numbers=[1], num_new_tokens=[1])
+        setattr(step, name, values)
         with pytest.raises(InvalidArgumentError, match="needs 0 or 1") as raised:
             world.apply(session, step)
         assert raised.value.field == name

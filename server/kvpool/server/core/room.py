@@ -3,7 +3,7 @@
 1. All or nothing: every group gets what it lacks, or none does.
 2. The blocks of a hit are held before any block is taken, in all groups: what one group takes is no other's hit.
 3. Room for external tokens is taken before that for new ones, in all groups.
-4. What must stay free is of the blocks that the session can be given: with a quota, it is as if it had a pool of its own.
+4. What must stay free is of the blocks that the session can be given: with a quota, it is as if that were its own pool.
 """
 
 from collections.abc import Sequence
