@@ -34,6 +34,11 @@ ODD: list[dict[str, Any]] = [
     {"num_quiet_allocations": -1},
     {"num_new_tokens": [1]},
     {"num_lookahead_tokens": [1]},
+    {"launched_sequence": 10**6},
+    {"launched_sequence": -1},
+    {"num_external_tokens": [1]},
+    {"num_reserved_blocks": [1]},
+    {"full_sequence_must_fit": [True]},
 ]
 
 
@@ -88,7 +93,8 @@ def admit(pair: Pair, at: int, number: int, rng: Random) -> None:
 def free(pair: Pair, at: int, session: Session, rng: Random) -> None:
     number = rng.choice(list(session.by_number))
     operation = rng.choice([Operation.FREE, Operation.PREEMPT])
-    pair.run(at, operations=[operation], request_numbers=[number], executed_sequence=rng.choice([0, session.sequence]))
+    told = {name: rng.choice([0, 0, session.sequence]) for name in ("executed_sequence", "launched_sequence")}
+    pair.run(at, operations=[operation], request_numbers=[number], **told)
 
 
 def cache(pair: Pair, at: int, session: Session, rng: Random) -> None:
@@ -121,6 +127,7 @@ def decode(pair: Pair, at: int, session: Session, rng: Random) -> None:
         "request_numbers": list(numbers),
         "block_hashes": b"".join(hashes),
         "executed_sequence": rng.choice([0, session.sequence, session.sequence]),
+        "launched_sequence": rng.choice([0, 0, session.sequence]),
         "num_quiet_allocations": rng.choice([0, 5]),
         **{name: column if any(column) else [] for name, column in columns.items()},
     }
@@ -128,6 +135,10 @@ def decode(pair: Pair, at: int, session: Session, rng: Random) -> None:
     if rng.random() < 0.1 and numbers:  # drafts that were rejected
         step["num_rejected_tokens"] = [rng.randint(0, session.by_number[n].num_computed_tokens // 2) for n in numbers]
         step["delay_cache_blocks"] = [rng.random() < 0.3 for _ in numbers]
+    if rng.random() < 0.1:
+        step["num_in_flight_tokens"] = [rng.randint(0, 9) for _ in numbers]
+        step["num_reserved_blocks"] = [rng.choice([0, 0, 3, 50]) for _ in numbers]
+        step["full_sequence_must_fit"] = [rng.random() < 0.3 for _ in numbers]
     if kind < 0.1 and numbers:
         name, values = rng.choice(WRONG)
         if step[name]:

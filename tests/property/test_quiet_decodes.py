@@ -4,8 +4,9 @@ After each round both pools must be the same: tables, computed tokens, the order
 which order its copies are found; but for blocks that the session filled and tells of with its next step.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Final
 
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -16,15 +17,17 @@ from kvpool.client.transport import EmbeddedTransport
 from kvpool.server.core.allocator import Allocator
 from kvpool.server.core.block_pool import BlockPool
 from kvpool.server.core.integrity import check_integrity
-from kvpool.server.core.pool import Pool
+from kvpool.server.core.pool import ComputedBlocks, Pool
 from kvpool.server.core.quota import NO_QUOTA
 from kvpool.server.core.session import Session
 from kvpool.server.core.specs import CrossAttentionSpec
 from kvpool.server.core.step import Operation, Step
+from kvpool.server.core.terms import USUAL_TERMS, Terms
 from kvpool.server.core.types import BlockId, RequestNumber, SessionId
 from property.mixes import MAX_TOKENS, configs, specs
 
 MAX_REQUESTS = 6
+NO_HIT: Final[Mapping[str, object]] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +40,7 @@ class Round:
         count: Tokens.
         num_lookahead_tokens: Tokens beyond these.
         appends: Whether the tokens are known already, or will come later.
+        terms: On what terms; external tokens only for what holds no blocks, in a round of its own kind.
     """
 
     kind: str
@@ -44,11 +48,13 @@ class Round:
     count: int
     num_lookahead_tokens: int
     appends: bool
+    terms: Terms = USUAL_TERMS
 
 
 KINDS = (
     "admit",
     "admit",
+    "external",
     *("batch",) * 6,
     *("allocate",) * 4,
     "mixed",
@@ -65,6 +71,16 @@ ROUNDS = st.builds(
     st.integers(1, 3),
     st.sampled_from([0, 0, 0, 1, 4]),
     st.sampled_from([True, True, True, False]),
+    st.one_of(
+        st.just(USUAL_TERMS),
+        st.builds(
+            Terms,
+            num_external_tokens=st.integers(1, 20),
+            num_in_flight_tokens=st.sampled_from([0, 1, 4, 9, 40]),
+            num_reserved_blocks=st.sampled_from([0, 0, 2, 15]),
+            num_watermark_blocks=st.sampled_from([0, 0, 3]),
+        ),
+    ),
 )
 
 
@@ -79,6 +95,11 @@ def wide_configs(draw: st.DrawFn) -> PoolConfig:
     groups = tuple(KVCacheGroup(spec, (f"layer.{i}",)) for i, spec in enumerate(mix))
     num_blocks = draw(st.sampled_from([24, 40, 80]))
     return replace(config, groups=groups, num_blocks=num_blocks, dcp_world_size=1, enable_events=False)
+
+
+def running_terms(each: Round) -> Terms:
+    """A round's, as a request can have them that holds blocks."""
+    return replace(each.terms, num_external_tokens=0)
 
 
 class OpenTransport(EmbeddedTransport):
@@ -99,12 +120,21 @@ class Asked:
         )
         self._known: dict[int, tuple[int, int]] = {}
 
-    def ask(self, operation: Operation, request: Request | None = None, new: int = 0, **columns: int) -> Outcome:
+    def ask(
+        self,
+        operation: Operation,
+        request: Request | None = None,
+        new: int = 0,
+        hit: Mapping[str, object] = NO_HIT,
+        **columns: int,
+    ) -> Outcome:
         """Asks, with what the request has grown by, and as if the pool knew of no room."""
         number = request.number if request else 0
         step = Step(self.session.sequence + 1, operations=[operation], request_numbers=[number], num_new_tokens=[new])
         for name, value in columns.items():
             setattr(step, name, [value])
+        for name, values in hit.items():
+            setattr(step, name, values)
         if request:
             num_tokens, num_hashes = self._known.get(number, (0, 0))
             step.num_appended_tokens = [request.num_tokens - num_tokens]
@@ -115,6 +145,15 @@ class Asked:
             known.quiet_tokens = 0
         result = self._allocator.apply(self.pool, self.session, step)
         return Outcome(result.outcomes[0] if result.outcomes else 0)
+
+    def promise(self, request: Request) -> dict[str, object]:
+        """The hit that a request would get, as columns of a step that allocates it."""
+        known = self.session.by_number[RequestNumber(request.number)]
+        hit = self.pool.peek(known)
+        if not hit.num_tokens:
+            return {}
+        ids = [block_id for of_group in hit.block_ids for block_id in of_group]
+        return {"num_block_ids": [len(of_group) for of_group in hit.block_ids], "block_ids": ids}
 
     def mark_executed(self) -> None:
         self._allocator.mark_executed(self.pool, self.session, self.session.sequence)
@@ -135,7 +174,7 @@ class Both:
 
     def play(self, each: Round) -> None:
         running = [request for request in self.requests if request.num_computed_tokens]
-        if each.kind == "admit":
+        if each.kind in ("admit", "external"):
             self.admit(each)
         elif each.kind == "reset":
             assert self.session.reset_prefix_cache() == (self.asked.ask(Operation.RESET) is Outcome.OK)
@@ -166,6 +205,9 @@ class Both:
             self.asked.ask(Operation.ADD, request)
         else:
             return
+        if each.kind == "external":
+            self.bring(request, each)
+            return
         with self.session.step() as step:
             answer = step.admit(
                 request, num_lookahead_tokens=each.num_lookahead_tokens, num_encoder_tokens=self.num_encoder_tokens
@@ -177,6 +219,28 @@ class Both:
             num_encoder_tokens=self.num_encoder_tokens,
         )
         assert answer.outcome is outcome
+
+    def bring(self, request: Request, each: Round) -> None:
+        """Looked up, then given room for what is brought from elsewhere, and for none or some of the rest."""
+        with self.session.step() as step:
+            found = step.find_computed_blocks(request)
+        promise = self.asked.promise(request)
+        left = request.num_tokens - found.num_hit_tokens
+        terms = replace(each.terms, num_external_tokens=min(each.terms.num_external_tokens, left))
+        new = min(each.count, left - terms.num_external_tokens)
+        if not terms.num_external_tokens and not new:
+            return
+        ids = tuple([BlockId(block_id) for block_id in of_group] for of_group in found.hit_blocks)
+        with self.session.step() as step:
+            answer = step.allocate_slots(
+                request,
+                new,
+                computed=ComputedBlocks(ids, found.num_hit_tokens) if found.num_hit_tokens else None,
+                num_encoder_tokens=self.num_encoder_tokens,
+                terms=terms,
+            )
+        columns = {**asdict(terms), "num_encoder_tokens": self.num_encoder_tokens}
+        assert answer.outcome is self.asked.ask(Operation.ALLOCATE, request, new, promise, **columns)
 
     def decode(self, requests: Sequence[Request], each: Round) -> None:
         requests = [r for r in requests if max(r.num_tokens, r.num_computed_tokens) < MAX_TOKENS]
@@ -202,7 +266,7 @@ class Both:
             step.preempt(left)
         self.check_decodes(batch, decodes, each)
         for request, answer in zip(alone, answers, strict=True):
-            self.ask_alike(request, each.count, answer.outcome, each)
+            self.ask_alike(request, each.count, answer.outcome, each, running_terms(each))
         self.asked.ask(Operation.PREEMPT, left)
 
     def allocate(self, request: Request, each: Round) -> None:
@@ -212,11 +276,12 @@ class Both:
             request.append([each.which] * each.count)
         with self.session.step() as step:
             answer = self.allocate_in(step, request, each)
-        self.ask_alike(request, each.count, answer.outcome, each)
+        self.ask_alike(request, each.count, answer.outcome, each, running_terms(each))
 
     @staticmethod
     def allocate_in(step: StepBuilder, request: Request, each: Round) -> Answer:
-        return step.allocate_slots(request, each.count, num_lookahead_tokens=each.num_lookahead_tokens)
+        terms = running_terms(each)
+        return step.allocate_slots(request, each.count, num_lookahead_tokens=each.num_lookahead_tokens, terms=terms)
 
     def reject(self, request: Request, each: Round) -> None:
         """Drafts are thrown away that have room, and were not known: so nothing that is cached."""
@@ -239,10 +304,12 @@ class Both:
             self.session.preempt(request)
             self.asked.ask(Operation.PREEMPT, request)
 
-    def ask_alike(self, request: Request, count: int, outcome: Outcome | None, each: Round) -> None:
+    def ask_alike(
+        self, request: Request, count: int, outcome: Outcome | None, each: Round, terms: Terms = USUAL_TERMS
+    ) -> None:
         """Asks for what the session answered `outcome`; not for what it was told not to have been tried."""
         if outcome is not Outcome.SKIPPED:
-            columns = {"num_lookahead_tokens": each.num_lookahead_tokens}
+            columns = {"num_lookahead_tokens": each.num_lookahead_tokens, **asdict(terms)}
             assert self.asked.ask(Operation.ALLOCATE, request, count, **columns) is outcome
 
     def untold(self) -> set[int]:
