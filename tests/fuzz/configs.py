@@ -30,7 +30,14 @@ def _config(name: str, num_blocks: int, *specs: KVCacheSpec, **options: object) 
 
 CONFIGS: Final[tuple[PoolConfig, ...]] = (
     _config("p0", 40, FullAttentionSpec(4)),
-    _config("p1", 48, FullAttentionSpec(4), SlidingWindowSpec(4, sliding_window=10), enable_events=True),
+    _config(
+        "p1",
+        48,
+        FullAttentionSpec(4),
+        SlidingWindowSpec(4, sliding_window=10),
+        enable_events=True,
+        max_in_flight_tokens=16,
+    ),
     _config("p2", 32, FullAttentionSpec(2), enable_caching=False),
     _config("p3", 44, MambaSpec(8, num_speculative_blocks=1), FullAttentionSpec(4), reuse_order=ReuseOrder.LRU),
     _config("p4", 36, SinkFullAttentionSpec(4, sink_len=8), ChunkedLocalAttentionSpec(2, attention_chunk_size=8)),

@@ -11,6 +11,7 @@ from kvpool.server.core.pool import Pool
 from kvpool.server.core.request import Request
 from kvpool.server.core.session import Session
 from kvpool.server.core.step import Operation
+from kvpool.server.core.terms import USUAL_TERMS, Terms
 from kvpool.v1 import allocator_pb2, step_pb2
 
 _NUM_DOCUMENTS: Final = 3
@@ -18,7 +19,13 @@ _MAX_REQUESTS: Final = 12
 _MAX_OPERATIONS: Final = 8
 _MAX_UINT32: Final = 2**32 - 1
 _NO_ROOM_TOKENS: Final = (1, 4, 2**31, _MAX_UINT32)
-_OF_NEW: Final = (Operation.LOOK_UP, Operation.PEEK, Operation.ADMIT, Operation.ADMIT, Operation.ALLOCATE)
+_OF_NEW: Final = (
+    Operation.LOOK_UP,
+    Operation.PEEK,
+    Operation.FIND,
+    *(Operation.ADMIT,) * 3,
+    *(Operation.ALLOCATE,) * 2,
+)
 _OF_RUNNING: Final = (
     *(Operation.ALLOCATE,) * 6,
     Operation.CACHE,
@@ -53,6 +60,7 @@ class _Row:
     lookahead: int = 0
     encoder: int = 0
     delay: bool = False
+    terms: Terms = USUAL_TERMS
     block_ids: tuple[tuple[int, ...], ...] = ()
 
 
@@ -186,6 +194,7 @@ class RequestGrammar:
             session_id=session.current_id,
             sequence=session.sequence + 1,
             executed_sequence=max(session.sequence - self.rng.choice((0, 1, 4, 1000)), 0),
+            launched_sequence=max(session.sequence - self.rng.choice((0, 1, 1000, 1000)), 0),
             admission_budget_tokens=self.rng.choice((0, 0, 0, 16, 64)),
             num_quiet_allocations=self.rng.choice((0, 1, 7, 2**24)) if self.rng.random() < 0.98 else _MAX_UINT32,
         )
@@ -211,9 +220,26 @@ class RequestGrammar:
         operation = self.rng.choice(_OF_NEW)
         row = _Row(operation, number=number, lookahead=self.rng.choice((0, 0, 2)), delay=self.rng.random() < 0.1)
         row.new = tokens if operation is Operation.ALLOCATE else self.rng.choice((0, 0, 8))
-        if operation in (Operation.ADMIT, Operation.ALLOCATE) and self._has_encoder(pool):
-            row.encoder = 7
+        if operation in (Operation.ADMIT, Operation.ALLOCATE):
+            row.terms = self._terms(operation, holds_blocks=False)
+            row.new = max(row.new - row.terms.num_external_tokens, int(operation is Operation.ALLOCATE))
+            if self._has_encoder(pool):
+                row.encoder = 7
         self._put(step, pool, row)
+
+    def _terms(self, operation: Operation, *, holds_blocks: bool) -> Terms:
+        """Usual ones, ones that can be asked, and once in a while ones that cannot."""
+        rng = self.rng
+        if rng.random() < 0.6:
+            return USUAL_TERMS
+        can_bring = operation is Operation.ALLOCATE and not holds_blocks
+        return Terms(
+            num_external_tokens=rng.choice((0, 1, 8, 20)) if can_bring or rng.random() < 0.02 else 0,
+            num_in_flight_tokens=rng.choice((0, 1, 7, 96)),
+            num_reserved_blocks=rng.choice((0, 0, 0, 5, 2**20)),
+            num_watermark_blocks=rng.choice((0, 0, 2)) if rng.random() < 0.98 else _MAX_UINT32,
+            full_sequence_must_fit=rng.random() < 0.3,
+        )
 
     def _on_pool(self, pool: Pool) -> _Row:
         if self.rng.random() < 0.3:
@@ -240,6 +266,9 @@ class RequestGrammar:
             computed = num_computed - row.rejected + hit
             row.new = max(request.num_tokens + row.appended - computed, 1)
             row.lookahead = self.rng.choice((0, 0, 0, 4))
+            row.terms = self._terms(operation, holds_blocks=request.holds_blocks)
+            if row.terms.num_external_tokens:
+                row.new = max(row.new - row.terms.num_external_tokens, 0)
         if not request.holds_blocks and operation in (Operation.ADMIT, Operation.ALLOCATE) and self._has_encoder(pool):
             row.encoder = 7
         return row
@@ -267,6 +296,11 @@ class RequestGrammar:
         step.num_lookahead_tokens.append(row.lookahead)
         step.num_encoder_tokens.append(row.encoder)
         step.delay_cache_blocks.append(row.delay)
+        step.num_external_tokens.append(row.terms.num_external_tokens)
+        step.num_in_flight_tokens.append(row.terms.num_in_flight_tokens)
+        step.num_reserved_blocks.append(row.terms.num_reserved_blocks)
+        step.num_watermark_blocks.append(row.terms.num_watermark_blocks)
+        step.full_sequence_must_fit.append(row.terms.full_sequence_must_fit)
         for block_ids in row.block_ids or ((),) * len(pool.config.groups):
             step.num_block_ids.append(len(block_ids))
             step.block_ids.extend(block_ids)

@@ -15,17 +15,20 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from kvpool.client.terms_columns import complete_terms, put_terms
 from kvpool.server.core.config import ReuseOrder
 from kvpool.server.core.errors import AbortedError, KvpoolError
 from kvpool.server.core.integrity import check_integrity
 from kvpool.server.core.session import Session
 from kvpool.server.core.step import Operation, Outcome, Step, StepResult
+from kvpool.server.core.terms import USUAL_TERMS, Terms
 from kvpool.server.core.types import BlockId, RequestNumber
 from support_core import World
 
 WITHOUT_REQUEST = (Operation.EVICT, Operation.RESET)
 GROWING = (Operation.ADD, Operation.APPEND, Operation.ALLOCATE)
-BEFORE_BLOCKS = (Operation.LOOK_UP, Operation.PEEK, Operation.ADMIT)
+LOOKING_UP = (Operation.LOOK_UP, Operation.PEEK, Operation.FIND)
+BEFORE_BLOCKS = (*LOOKING_UP, Operation.ADMIT)
 OFTEN = [Operation.ADMIT, Operation.ADMIT, Operation.LOOK_UP, Operation.ALLOCATE, Operation.FREE]
 POSSIBLE = {
     Operation.ADMIT: (Outcome.OK, Outcome.NO_BLOCKS, Outcome.SKIPPED),  # skipped: the budget was used up
@@ -49,6 +52,7 @@ class Row:
     new: int
     extra: tuple[int, int, bool]
     ids: tuple[int, ...]
+    terms: Terms
     wild: bool
 
     @property
@@ -64,6 +68,7 @@ class Round:
     which: int
     rows: list[Row]
     not_executed: int
+    not_launched: int
     budget: int
 
 
@@ -104,6 +109,7 @@ class Answer:
     number: int
     num_appended: int
     num_rejected: int
+    num_external: int
     promised: list[int]
     outcome: Outcome
     num_prefix: int
@@ -125,6 +131,7 @@ def answers(step: Step, result: StepResult) -> Iterator[Answer]:
             step.request_numbers[i],
             step.num_appended_tokens[i],
             step.num_rejected_tokens[i],
+            (step.num_external_tokens or zeros)[i],
             take(named, step.num_block_ids[i]),
             Outcome((result.outcomes or zeros)[i]),
             num_prefix,
@@ -147,6 +154,15 @@ def num_common(tables: Sequence[list[int]]) -> int:
     )
 
 
+TERMS = st.builds(
+    Terms,
+    num_external_tokens=st.sampled_from([0, 1, 4, 7, 9, 300]),
+    num_in_flight_tokens=st.sampled_from([0, 0, 1, 9, 256]),
+    num_reserved_blocks=st.sampled_from([0, 0, 0, 1, 3, 2**20]),
+    num_watermark_blocks=st.sampled_from([0, 0, 0, 2]),
+    full_sequence_must_fit=st.booleans(),
+)
+
 rows = st.builds(
     Row,
     operation=st.sampled_from([*Operation, *OFTEN * 3]),
@@ -156,6 +172,7 @@ rows = st.builds(
     new=st.sampled_from([0, 0, 0, 1, 2, 7]),
     extra=st.sampled_from([(0, 0, False)] * 4 + [(2, 0, False), (0, 3, False), (0, 0, True), (1, 2, True)]),
     ids=st.sampled_from([(1,), (2,), (1, 2), (3, 1), (5,), (7, 8, 9), (0,)]),
+    terms=st.one_of(st.just(USUAL_TERMS), st.just(USUAL_TERMS), TERMS),
     wild=st.sampled_from([False] * 15 + [True]),
 )
 
@@ -164,6 +181,7 @@ rounds = st.builds(
     which=st.integers(0, 2),
     rows=st.lists(rows, min_size=1, max_size=5),
     not_executed=st.sampled_from([0, 0, 1, 3]),
+    not_launched=st.sampled_from([0, 1, 2, 100]),
     budget=st.sampled_from([0, 0, 0, 3, 9]),
 )
 
@@ -191,6 +209,10 @@ SPOILS: list[Callable[[Step], Step]] = [
     lambda step: replace(step, token_ids=[1]),
     lambda step: replace(step, executed_sequence=step.sequence),
     lambda step: replace(step, executed_sequence=-1),
+    lambda step: replace(step, launched_sequence=step.sequence),
+    lambda step: replace(step, launched_sequence=-1),
+    lambda step: replace(step, num_external_tokens=[0] * (len(step.operations) + 1)),
+    lambda step: replace(step, full_sequence_must_fit=[False] * (len(step.operations) + 1)),
     lambda step: replace(step, sequence=step.sequence + 1),
     lambda step: replace(step, sequence=0),
     lambda step: replace(step, operations=[*step.operations, 0]),
@@ -343,6 +365,7 @@ class RandomSteps(RuleBasedStateMachine):
         """Writes a step that names requests which are there; returns them with the tokens that they will have."""
         step = Step(scheduler.session.sequence + 1, admission_budget_tokens=asked.budget)
         step.executed_sequence = max(scheduler.session.sequence - asked.not_executed, 0)
+        step.launched_sequence = max(scheduler.session.sequence - asked.not_launched, 0)
         requests = deepcopy(scheduler.requests)
         gone: set[int] = set()
         for row in asked.rows:
@@ -358,6 +381,7 @@ class RandomSteps(RuleBasedStateMachine):
                 operation = row.operation if row.wild else tamed(row.operation, number, requests[number], step)
                 gone |= {number} if operation is Operation.FREE else set()
                 self.put(step, row, operation, number, requests[number])
+        complete_terms(step)
         return step, requests
 
     def put(self, step: Step, row: Row, operation: Operation, number: int, known: Known) -> None:
@@ -376,7 +400,10 @@ class RandomSteps(RuleBasedStateMachine):
         new = row.new
         if tame and operation is Operation.CACHE:
             new = min(new, known.computed - rejected)
-        elif tame and operation is Operation.ALLOCATE:
+        terms = row.terms
+        if tame and (operation is not Operation.ALLOCATE or known.blocks or known.computed):
+            terms = replace(terms, num_external_tokens=0)
+        if tame and operation is Operation.ALLOCATE and not terms.num_external_tokens:
             new = max(new, 1)
         step.operations.append(operation)
         step.request_numbers.append(number)
@@ -387,6 +414,7 @@ class RandomSteps(RuleBasedStateMachine):
         step.delay_cache_blocks.append(delay)
         step.num_block_ids.append(len(ids))
         step.block_ids += ids
+        put_terms(step, terms)
 
     def grow(self, known: Known, tokens: Sequence[int]) -> bytes:
         before = len(known.tokens) // self.size
@@ -431,7 +459,7 @@ class RandomSteps(RuleBasedStateMachine):
                 tables = [other.blocks for other in scheduler.requests.values() if other.blocks]
                 caching = self.world.pool.config.enable_caching
                 assert answer.num_prefix == (num_common([known.blocks, *tables]) if caching else 0)
-            case (Operation.LOOK_UP | Operation.PEEK, _) | (_, Outcome.HIT_CHANGED):
+            case (Operation.LOOK_UP | Operation.PEEK | Operation.FIND, _) | (_, Outcome.HIT_CHANGED):
                 assert answer.hit != answer.promised or not answer.hit
                 known.promise = answer.hit
             case Operation.ADMIT | Operation.ALLOCATE, Outcome.OK:
@@ -439,7 +467,7 @@ class RandomSteps(RuleBasedStateMachine):
                 adopted = answer.promised + answer.hit
                 known.blocks += adopted + answer.new
                 known.num_hit += len(adopted)
-                known.computed += len(adopted) * self.size + answer.num_new_tokens
+                known.computed += len(adopted) * self.size + answer.num_external + answer.num_new_tokens
                 known.promise = []
                 for block_id in answer.new:
                     self.filled[block_id] = Filled((), scheduler.session.writer, sequence)
