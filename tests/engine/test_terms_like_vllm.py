@@ -294,10 +294,10 @@ def play(both: Both, record_property: Callable[[str, object], None]) -> None:
 def test_terms_are_answered_as_vllm_answers_them(
     mix: str, seed: int, record_property: Callable[[str, object], None]
 ) -> None:
-    play(Both(Random(f"{mix} {seed}"), MIXES[mix]), record_property)  # noqa: S311 - made up
+    play(Both(Random(f"{mix} {seed}"), MIXES[mix]), record_property)
 
 
 @pytest.mark.parametrize("mix", UNCACHED)
 @pytest.mark.parametrize("seed", range(SEEDS))
 def test_they_are_without_caching(mix: str, seed: int, record_property: Callable[[str, object], None]) -> None:
-    play(Both(Random(f"uncached {mix} {seed}"), UNCACHED[mix], caches=False), record_property)  # noqa: S311 - made up
+    play(Both(Random(f"uncached {mix} {seed}"), UNCACHED[mix], caches=False), record_property)

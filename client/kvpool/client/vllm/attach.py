@@ -2,6 +2,7 @@
 
 import os
 import socket
+import uuid
 from typing import Any
 
 from kvpool.client.connection import Client, connect
@@ -30,6 +31,7 @@ def attach(scheduler: Any, settings: Settings) -> tuple[Client, Session]:
             pool,
             client_name=settings.client_name or f"vllm@{socket.gethostname()}:{os.getpid()}",
             lease_seconds=settings.lease_seconds,
+            memory_id=settings.memory_id or f"vllm-{uuid.uuid4()}",
             min_blocks=settings.min_blocks,
             max_blocks=settings.max_blocks,
         )

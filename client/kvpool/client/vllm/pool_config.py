@@ -82,12 +82,20 @@ def _check_groups(scheduler: Any, groups: list[Any]) -> None:
     for group in groups:
         if getattr(group, "host_resident", False) or getattr(group, "role", "default") != "default":
             raise UnsupportedError("HiSparse groups")
-    is_mamba = [isinstance(group.kv_cache_spec, SPECS.MambaSpec) for group in groups]
-    if COUNTS_ADMISSIONS and any(is_mamba) and scheduler.cache_config.enable_prefix_caching:
-        raise UnsupportedError("prefix caching of Mamba states", "set enable_prefix_caching=False")
     flagged = {bool(getattr(group, "is_eagle_group", False)) for group in groups}
     if _drops_eagle_block(scheduler) and len(flagged) > 1:
         raise UnsupportedError("EAGLE in some groups only")
+    if COUNTS_ADMISSIONS and scheduler.cache_config.enable_prefix_caching:
+        _check_cached([group.kv_cache_spec for group in groups])
+
+
+def _check_cached(specs: list[Any]) -> None:
+    """Refuses what newer versions cache by rules of their own."""
+    hint = "set enable_prefix_caching=False"
+    if any(isinstance(spec, SPECS.MambaSpec) for spec in specs):
+        raise UnsupportedError("prefix caching of Mamba states", hint)
+    if len({spec.block_size for spec in specs}) > 1:
+        raise UnsupportedError("prefix caching with blocks of different sizes", hint)
 
 
 def _drops_eagle_block(scheduler: Any) -> bool:

@@ -21,6 +21,8 @@ class Settings:
             its own pool: ".dp" and its index are added.
         client_name: Tells people which engine this is.
         lease_seconds: How long the blocks of an engine that dies are kept; 0 for the server's default.
+        memory_id: Which memory the engine keeps its blocks in. Engines that see the same memory share a pool under the
+            same name of it; if none is given, this engine's memory is its own, and gone with it.
         min_blocks: Blocks that it can always have.
         max_blocks: Most blocks that it may hold; 0 for no limit but the server's.
         deadline_seconds: How long a call may take, retries included: how long an engine waits for a service that
@@ -31,6 +33,7 @@ class Settings:
     pool: str
     client_name: str = ""
     lease_seconds: float = 0.0
+    memory_id: str = ""
     min_blocks: int = 0
     max_blocks: int = 0
     deadline_seconds: float = 30.0
