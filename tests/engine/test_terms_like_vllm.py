@@ -112,13 +112,15 @@ class Both:
         self.rng = rng
         num_blocks = rng.choice((8, 14, 20, 40, 80))
         in_flight = rng.choice((0, 0, 4, 16, 30))
+        has_window = any(isinstance(spec, SlidingWindowSpec) for spec in specs)
+        retention = rng.choice((None, None, 0, 8)) if caches and has_window else None
         groups = [interface.KVCacheGroupSpec([f"l{i}"], engine_spec(spec)) for i, spec in enumerate(specs)]
         self.manager = KVCacheManager(
             interface.KVCacheConfig(
                 num_blocks=num_blocks,
                 kv_cache_tensors=[],
                 kv_cache_groups=groups,
-                prefix_cache_retention_interval=None,
+                prefix_cache_retention_interval=retention,
             ),
             max_model_len=MAX_MODEL_LEN,
             scheduler_block_size=BLOCK_SIZE,
@@ -135,6 +137,7 @@ class Both:
                 reuse_order=ReuseOrder.UNCACHED_FIRST,
                 enable_caching=caches,
                 max_in_flight_tokens=in_flight,
+                retention_tokens=retention,
             )
         )
         self.caches, self.counts_alike = caches, CHUNK_6 not in specs
@@ -151,6 +154,7 @@ class Both:
             f"r{self.made}", document, SamplingParams(max_tokens=999), None, block_hasher=self.hasher
         )
         ours = Request(RequestId(theirs.request_id), RequestNumber(self.made), WriterId(1), self.pool.new_tables())
+        ours.num_prompt_tokens = len(document)
         twin = Twin(theirs, ours)
         twin.follow()
         self.requests.append(twin)
@@ -176,8 +180,9 @@ class Both:
     def admit(self, twin: Twin) -> None:
         """A waiting request: looked up, then given room."""
         rng = self.rng
-        blocks, num_hit, _ = self.manager.get_computed_blocks(twin.theirs)
+        blocks, num_hit, twin.theirs.shared_prefix_boundary = self.manager.get_computed_blocks(twin.theirs)
         found = self.pool.peek(twin.ours)
+        twin.ours.junction_tokens = found.junction_tokens or 0  # as a step that looks up notes it
         assert num_hit == found.num_tokens
         assert blocks.get_block_ids() == tuple([list(ids) for ids in found.block_ids])
         left = twin.num_tokens - num_hit
