@@ -535,3 +535,9 @@ def test_a_preempted_requests_look_up_is_counted_apart() -> None:
     ask(world, session, FIND, 1, 0)
     ask(world, session, ALLOCATE, 1, 13)
     assert (world.pool.stats.requests, world.pool.stats.preempted_requests) == (1, 1)
+
+
+def test_columns_of_terms_count_as_entries_that_are_remembered() -> None:
+    plain = Step(1, operations=[ALLOCATE] * 3).num_entries
+    with_terms = Step(1, operations=[ALLOCATE] * 3, num_reserved_blocks=[1] * 3, full_sequence_must_fit=[True] * 3)
+    assert with_terms.num_entries == plain + 6

@@ -111,8 +111,16 @@ class Step:
     def num_entries(self) -> int:
         """About how much it holds, in entries of 8 bytes."""
         named = 64 * len(self.request_ids)  # at most: an id and a LoRA name of 256 bytes
+        terms = (
+            len(self.num_external_tokens)
+            + len(self.num_in_flight_tokens)
+            + len(self.num_reserved_blocks)
+            + len(self.num_watermark_blocks)
+            + len(self.full_sequence_must_fit)
+        )
         return (
             9 * len(self.operations)
+            + terms
             + len(self.num_block_ids)
             + len(self.block_ids)
             + len(self.block_hashes) // 8
