@@ -1,27 +1,40 @@
-"""Pools on the wire and back: what is absent stays apart from what is 0."""
+"""What pools and steps are made of has the same names and numbers on the wire as in core, and survives it."""
+
+from dataclasses import replace
 
 import pytest
 
-from kvpool.server.core.specs import FullAttentionSpec, SlidingWindowSpec
-from kvpool.server.core.world import Rank, Registration, WorldOptions
+from kvpool.server.core.config import PoolConfig
+from kvpool.server.core.errors import InvalidArgumentError
+from kvpool.server.core.step import Operation, Outcome
+from kvpool.server.core.types import MAX_TOKENS
 from kvpool.server.rpc.convert_pool import config_from_proto, config_to_proto
-from kvpool.server.rpc.convert_world import registration_from_proto, registration_to_proto
+from kvpool.v1 import pool_pb2, step_pb2
 from support_core import config
 
-RETENTIONS = [None, 0, 16]
-SPECS = [FullAttentionSpec(4), SlidingWindowSpec(4, sliding_window=9)]
+
+def over_the_wire(declared: PoolConfig) -> PoolConfig:
+    encoded = config_to_proto(declared, with_none_hash=True).SerializeToString()
+    return config_from_proto(pool_pb2.PoolConfig.FromString(encoded))
 
 
-@pytest.mark.parametrize("retention_tokens", RETENTIONS)
-def test_pools_keep_how_sparsely_windows_are_cached(retention_tokens: int | None) -> None:
-    sparse = config(specs=SPECS, retention_tokens=retention_tokens)
-    again = config_from_proto(config_to_proto(sparse, with_none_hash=True))
-    assert again.retention_tokens == retention_tokens
-    assert not sparse.difference(again)
+@pytest.mark.parametrize("num_tokens", [0, 1, MAX_TOKENS])
+def test_the_most_tokens_in_flight_survive(num_tokens: int) -> None:
+    assert over_the_wire(config(max_in_flight_tokens=num_tokens)).max_in_flight_tokens == num_tokens
 
 
-@pytest.mark.parametrize("retention_tokens", RETENTIONS)
-def test_so_do_the_options_of_ranks(retention_tokens: int | None) -> None:
-    options = WorldOptions(256, retention_tokens=retention_tokens)
-    rank = Registration(Rank(0), 1, "12345678", options, {"layer.0": SPECS[0]}, 2**20)
-    assert registration_from_proto(registration_to_proto("m", rank)).options.retention_tokens == retention_tokens
+def test_too_many_tokens_in_flight_are_refused_by_name() -> None:
+    for num_tokens in (-1, MAX_TOKENS + 1):
+        with pytest.raises(InvalidArgumentError) as raised:
+            replace(config(), max_in_flight_tokens=num_tokens).check()
+        assert raised.value.field == "config.max_in_flight_tokens"
+
+
+def test_operations_and_outcomes_have_the_wires_numbers() -> None:
+    assert {f"OPERATION_{each.name}": int(each) for each in Operation} == {
+        name: number for name, number in step_pb2.Operation.items() if number
+    }
+    # 0 of the wire, UNSPECIFIED, is OK.
+    assert {f"OUTCOME_{each.name}": int(each) for each in Outcome if each} == {
+        name: number for name, number in step_pb2.Outcome.items() if number
+    }
