@@ -21,6 +21,9 @@ def attach(scheduler: Any, settings: Settings) -> tuple[Client, Session]:
     """
     for sentence in drifts():
         raise UnsupportedError("this version", sentence)
+    if settings.memory_id and scheduler.scheduler_config.async_scheduling:
+        # A step may be writing blocks yet when they are freed: no other engine must be given them before it ends.
+        raise UnsupportedError("async scheduling in memory that others see", "set async_scheduling=False")
     parallel = scheduler.vllm_config.parallel_config
     pool = settings.pool if parallel.data_parallel_size == 1 else f"{settings.pool}.dp{parallel.data_parallel_index}"
     config = pool_config(scheduler, pool)

@@ -26,6 +26,7 @@ from kvpool.client.vllm.ahead import Ahead
 from kvpool.client.vllm.blocks import KVCacheBlocks
 from kvpool.client.vllm.foresight import Foresight
 from kvpool.client.vllm.versions import COUNTS_ADMISSIONS, SPECS
+from kvpool.server.core.errors import AbortedError
 from kvpool.server.core.pool import ComputedBlocks
 from kvpool.server.core.specs import FullAttentionSpec
 from kvpool.server.core.step import Outcome
@@ -112,6 +113,12 @@ class KVCacheManager:
             self._send()
         self._launched = self.session.sequence
         return self._launched
+
+    def check_lease(self) -> None:
+        """Raises AbortedError if the blocks may have been given to others: what was scheduled must not run."""
+        if self.session.lease_left_seconds <= 0:
+            message = "the service was not heard of for as long as the lease; the blocks may be others': start anew"
+            raise AbortedError("LEASE_EXPIRED", message)
 
     def note_executed(self, sequence: int) -> None:
         """Takes note that the outputs of a round are there, which ended with a step of this number."""

@@ -40,6 +40,8 @@ class Scheduler(EngineScheduler):  # type: ignore[misc]  # vLLM has no types her
         self.kv_cache_manager.begin_round()
         output = super().schedule(*args, **kwargs)
         self._rounds.append((output, self.kv_cache_manager.end_round()))
+        if output.total_num_scheduled_tokens:
+            self.kv_cache_manager.check_lease()
         return output
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:

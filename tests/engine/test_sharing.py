@@ -1,0 +1,185 @@
+"""Engines that share a pool, that die, and whose service dies: schedulers without a model, on a real service."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm.v1.core.sched.scheduler import Scheduler as Plain
+
+from engine.driving import Driver, Setup, make_scheduler
+from kvpool.client import AbortedError, KvpoolError, NotFoundError, UnavailableError, WrongStateError, connect
+from kvpool.client.vllm import Scheduler
+from kvpool.client.vllm.pool_config import UnsupportedError
+from support_workers import LoggingProcess
+
+PROMPT = [i * 7 % 512 for i in range(100)]
+SETUP = Setup(num_blocks=64)
+WAIT_SECONDS = 60.0
+
+
+class Engine:
+    """A scheduler on a pool, driven without a model."""
+
+    def __init__(self, address: str, pool: str, folder: Path, setup: Setup = SETUP, **settings: Any) -> None:
+        attached = replace(setup, additional_config={"kvpool": {"address": address, "pool": pool, **settings}})
+        self.scheduler = make_scheduler(Scheduler, attached, folder)
+        self.driver = Driver(self.scheduler, attached)
+
+    def run(self, name: str, prompt: list[int], max_tokens: int = 20) -> int:
+        """Runs a request to its end; returns how many tokens of it were cached."""
+        self.driver.add(name, prompt, max_tokens)
+        while not self.driver.is_idle:
+            self.driver.step()
+        self.driver.step()  # tells what ended
+        return self.driver.cached[name]
+
+
+def test_engines_that_see_the_same_memory_share_what_is_cached(address: str, tmp_path: Path) -> None:
+    first = Engine(address, "shared", tmp_path, memory_id="gpu0")
+    second = Engine(address, "shared", tmp_path, memory_id="gpu0")
+    assert first.run("a", PROMPT) == 0
+    assert second.run("b", PROMPT) == 96
+    assert second.run("c", [*PROMPT[:50], *range(30)]) == 48
+    with connect(address) as client:
+        assert client.get_pool("shared").prefix_cache.shared_hits_tokens == 144
+    first.driver.add("d", [1] * 40, 9)
+    second.driver.add("e", [2] * 40, 9)
+    held = [engine.driver.step()["new"][0][2][0] for engine in (first, second)]
+    assert not set(held[0]) & set(held[1])
+    assert not first.scheduler.reset_prefix_cache()  # the other holds blocks
+    for engine in (first, second):
+        engine.scheduler.shutdown()
+
+
+def test_what_an_engine_has_scheduled_and_not_run_is_found_by_itself_alone(address: str, tmp_path: Path) -> None:
+    first = Engine(address, "unexecuted", tmp_path, memory_id="gpu0")
+    second = Engine(address, "unexecuted", tmp_path, memory_id="gpu0")
+    first.driver.add("a", PROMPT, 9)
+    first.scheduler.schedule()  # its output is not there
+    assert second.run("b", PROMPT) == 0
+    for engine in (first, second):
+        engine.scheduler.shutdown()
+
+
+def test_pools_of_their_own_on_one_server_know_nothing_of_each_other(address: str, tmp_path: Path) -> None:
+    engines = [Engine(address, f"own.{i}", tmp_path) for i in range(2)]
+    assert [engine.run("a", PROMPT) for engine in engines] == [0, 0]
+    with connect(address) as client:
+        assert [client.get_pool(f"own.{i}").sessions for i in range(2)] == [1, 1]
+    for engine in engines:
+        engine.scheduler.shutdown()
+
+
+def test_another_layout_is_refused_by_the_name_of_what_differs(address: str, tmp_path: Path) -> None:
+    first = Engine(address, "layout", tmp_path, memory_id="gpu0")
+    with pytest.raises(WrongStateError, match="num_blocks"):
+        Engine(address, "layout", tmp_path, replace(SETUP, num_blocks=65), memory_id="gpu0")
+    with pytest.raises(WrongStateError, match="groups"):
+        Engine(address, "layout", tmp_path, replace(SETUP, windows=(64,)), memory_id="gpu0")
+    first.scheduler.shutdown()
+
+
+def test_memory_that_differs_is_refused_while_an_engine_lives(address: str, tmp_path: Path) -> None:
+    first = Engine(address, "memory", tmp_path)
+    with pytest.raises(UnavailableError, match="memory"):
+        Engine(address, "memory", tmp_path, deadline_seconds=1.0)
+    first.scheduler.shutdown()
+
+
+def test_a_step_ahead_in_memory_that_others_see_is_refused(address: str, tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedError, match="async scheduling"):
+        Engine(address, "ahead", tmp_path, replace(SETUP, is_async=True), memory_id="gpu0")
+
+
+def test_the_next_engine_finds_nothing_of_one_whose_memory_is_gone(address: str, tmp_path: Path) -> None:
+    first = Engine(address, "next", tmp_path)
+    first.run("a", PROMPT)
+    first.scheduler.shutdown()
+    with connect(address) as client:
+        before = client.get_pool("next")
+        second = Engine(address, "next", tmp_path)
+        after = client.get_pool("next")
+        assert (before.cached_blocks, after.cached_blocks) == (7, 0)
+        assert after.epoch > before.epoch
+    assert second.run("b", PROMPT) == 0
+    second.scheduler.shutdown()
+
+
+def test_a_killed_engine_gives_its_blocks_back_to_the_next(address: str, tmp_path: Path) -> None:
+    command = [sys.executable, __file__, address, "killed", str(tmp_path)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert process.stdout
+    assert process.stdout.readline() == "running\n"
+    with connect(address) as client:
+        assert client.get_pool("killed").free_blocks < SETUP.num_blocks - 1
+        process.send_signal(signal.SIGKILL)
+        process.wait(WAIT_SECONDS)
+        second = Engine(address, "killed", tmp_path)  # waits for the lease
+        info = client.get_pool("killed")
+    assert (info.sessions, info.free_blocks, info.cached_blocks) == (1, SETUP.num_blocks - 1, 0)
+    assert second.run("b", PROMPT) == 0
+    second.scheduler.shutdown()
+
+
+def _serve(address: str, *options: str) -> LoggingProcess:
+    server = LoggingProcess(str(Path(sys.executable).parent / "kvpool"), "serve", "--listen", address, *options)
+    server.wait_for("server listening")
+    return server
+
+
+def _steps_of_both(served: Driver, plain: Driver) -> list[Any]:
+    steps = []
+    while not served.is_idle:
+        steps.append((served.step(), plain.step()))
+    return steps
+
+
+@pytest.mark.parametrize("keeps_journal", [False, True], ids=["no_journal", "journal"])
+def test_a_service_that_is_killed_costs_one_clear_error_or_nothing(tmp_path: Path, *, keeps_journal: bool) -> None:
+    address = f"unix:{tmp_path / 's'}"
+    options = ["--journal", str(tmp_path / "journal")] if keeps_journal else []
+    server = _serve(address, *options)
+    engine = Engine(address, "restarted", tmp_path, deadline_seconds=20.0)
+    (tmp_path / "plain").mkdir()
+    plain = Driver(make_scheduler(Plain, SETUP, tmp_path / "plain"), SETUP)
+    for driver in (engine.driver, plain):
+        driver.add("a", PROMPT, 60)
+    steps = [(engine.driver.step(), plain.step()) for _ in range(5)]
+    server.signal(signal.SIGKILL)
+    server.end()
+    server = _serve(address, *options)
+    try:
+        if keeps_journal:
+            steps += _steps_of_both(engine.driver, plain)
+            assert engine.driver.generated == plain.generated
+        else:
+            with pytest.raises((AbortedError, NotFoundError), match="session"):
+                _steps_of_both(engine.driver, plain)
+        assert all(mine == theirs for mine, theirs in steps)
+        try:
+            engine.scheduler.shutdown()
+        except KvpoolError:
+            assert not keeps_journal
+    finally:
+        server.signal(signal.SIGTERM)
+        server.end()
+
+
+def _run_until_killed(address: str, pool: str, folder: Path) -> None:
+    engine = Engine(address, pool, folder, lease_seconds=2.0)
+    engine.driver.add("a", PROMPT, 500)
+    for _ in range(5):
+        engine.driver.step()
+    print("running", flush=True)
+    time.sleep(WAIT_SECONDS)
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    _run_until_killed(sys.argv[1], sys.argv[2], Path(sys.argv[3]))
