@@ -10,6 +10,7 @@ from kvpool.client.session import Session
 from kvpool.client.vllm.drift import drifts
 from kvpool.client.vllm.pool_config import UnsupportedError, pool_config
 from kvpool.client.vllm.settings import Settings
+from kvpool.server.core.config import PoolConfig
 
 
 def attach(scheduler: Any, settings: Settings) -> tuple[Client, Session]:
@@ -38,7 +39,14 @@ def attach(scheduler: Any, settings: Settings) -> tuple[Client, Session]:
             min_blocks=settings.min_blocks,
             max_blocks=settings.max_blocks,
         )
+        _check_unsalted(session, config)
     except BaseException:
         client.close()
         raise
     return client, session
+
+
+def _check_unsalted(session: Session, config: PoolConfig) -> None:
+    if config.enable_caching and session.config.hash_scheme.none_hash != config.hash_scheme.none_hash:
+        session.close()
+        raise UnsupportedError("tokens with a salt", "vLLM hashes by itself: give requests a cache_salt")
