@@ -2,13 +2,19 @@
 
 import signal
 import sys
+import warnings
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
 
 from support_workers import LoggingProcess
+
+with warnings.catch_warnings(), suppress(ImportError):
+    warnings.simplefilter("ignore")  # what vLLM and torch say of themselves as they are imported
+    import vllm.v1.core.sched.async_scheduler  # noqa: F401
 
 
 @pytest.fixture(scope="session")

@@ -29,7 +29,6 @@ class Engine:
         groups: The kinds of KV cache that it has.
         workloads: Their names, in the order in which they run.
         options: More arguments of `vllm.LLM`.
-        unserved: Why the service cannot run it, if it cannot.
     """
 
     model: Mapping[str, object]
@@ -37,7 +36,11 @@ class Engine:
     groups: frozenset[str]
     workloads: tuple[str, ...]
     options: Mapping[str, object] = field(default_factory=dict)
-    unserved: str = ""
+
+    @property
+    def caches(self) -> bool:
+        """Whether prefixes are cached."""
+        return bool(self.options.get("enable_prefix_caching", True))
 
     def specification(self, folder: Path) -> Specification:
         llm = {

@@ -113,10 +113,13 @@ def test_the_next_engine_finds_nothing_of_one_whose_memory_is_gone(address: str,
 
 def test_a_killed_engine_gives_its_blocks_back_to_the_next(address: str, tmp_path: Path) -> None:
     command = [sys.executable, __file__, address, "killed", str(tmp_path)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    assert process.stdout
-    assert process.stdout.readline() == "running\n"
-    with connect(address) as client:
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    with (
+        subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env) as process,
+        connect(address) as client,
+    ):
+        assert process.stdout
+        assert process.stdout.readline() == "running\n"
         assert client.get_pool("killed").free_blocks < SETUP.num_blocks - 1
         process.send_signal(signal.SIGKILL)
         process.wait(WAIT_SECONDS)
