@@ -80,4 +80,4 @@ lock: .venv/installed ## Choose newest versions that pyproject.toml allows; of t
 	touch $@
 
 clean:
-	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis dist
+	rm -rf .venv .venv-vllm-engine .mypy_cache .ruff_cache .pytest_cache .hypothesis dist
