@@ -66,7 +66,7 @@ ENGINES = {
         LFM2,
         120,
         frozenset({"MambaSpec", _FULL}),
-        ("crowded", "aborts", "batch sizes"),
+        ("crowded", "aborts", "shared prefixes"),
         {"max_num_seqs": 64, "max_num_batched_tokens": 256, "enable_prefix_caching": False},
     ),
 }
