@@ -354,6 +354,8 @@ class KVCacheManager:
     @property
     def usage(self) -> float:
         """Fraction of the pool's blocks that this engine cannot be given, as its last step left it."""
+        if not self.session.sequence:  # nothing was answered yet
+            return self.session.pool().usage
         return 1.0 - self.session.free_blocks / (self.session.config.num_blocks - 1)
 
     def get_blocks(self, request_id: str) -> KVCacheBlocks:

@@ -1,0 +1,108 @@
+"""What an engine on the service is refused at its start, in a sentence that names it, and its settings."""
+
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.v1 import kv_cache_interface
+from vllm.v1.core.sched.scheduler import Scheduler as Plain
+
+from engine.driving import Setup, make_scheduler
+from kvpool.client import NotFoundError, connect
+from kvpool.client.vllm import Scheduler, Settings
+from kvpool.client.vllm.pool_config import UnsupportedError, pool_config
+from kvpool.client.vllm.versions import COUNTS_ADMISSIONS
+
+SET: dict[str, tuple[str, Any, str]] = {
+    "connector": ("vllm_config.kv_transfer_config", SimpleNamespace(), "kv_transfer_config"),
+    "events": ("enable_kv_cache_events", True, "kv_events_config"),
+    "block metrics": ("observability_config.kv_cache_metrics", True, "kv_cache_metrics"),
+    "multi-module MTP": ("num_prefill_lookahead", 3, "multi-module MTP"),
+    "replay": ("prefix_replay_tokens", 128, "bounded replay"),
+    "hash": ("cache_config.prefix_caching_hash_algo", "md5", "prefix_caching_hash_algo='md5'"),
+    "no groups": ("kv_cache_config.kv_cache_groups", [], "without a KV cache"),
+}
+
+
+def _set(target: Any, path: str, value: Any) -> None:
+    *parents, name = path.split(".")
+    for parent in parents:
+        target = getattr(target, parent)
+    object.__setattr__(target, name, value)
+
+
+@pytest.mark.parametrize("case", SET)
+def test_what_the_service_lacks_is_refused_by_name(case: str, tmp_path: Path) -> None:
+    path, value, message = SET[case]
+    scheduler = make_scheduler(Plain, Setup(), tmp_path)
+    assert pool_config(scheduler, "p").num_blocks == 64
+    _set(scheduler, path, value)
+    with pytest.raises(UnsupportedError, match=message):
+        pool_config(scheduler, "p")
+
+
+def _groups(*specs: Any) -> list[Any]:
+    return [kv_cache_interface.KVCacheGroupSpec([f"l{i}"], spec) for i, spec in enumerate(specs)]
+
+
+@pytest.mark.skipif(not COUNTS_ADMISSIONS, reason="older versions cache these as all others")
+def test_groups_that_newer_versions_cache_by_rules_of_their_own_are_refused(tmp_path: Path) -> None:
+    scheduler = make_scheduler(Plain, Setup(), tmp_path)
+    full = scheduler.kv_cache_config.kv_cache_groups[0].kv_cache_spec
+    state = kv_cache_interface.MambaSpec(block_size=16, shapes=((4,),), dtypes=(full.dtype,))
+    for specs, message in (((full, state), "Mamba"), ((full, replace(full, block_size=32)), "different sizes")):
+        scheduler.kv_cache_config.kv_cache_groups = _groups(*specs)
+        with pytest.raises(UnsupportedError, match=message):
+            pool_config(scheduler, "p")
+    scheduler.cache_config.enable_prefix_caching = False
+    scheduler.kv_cache_config.kv_cache_groups = _groups(full, state)
+    assert len(pool_config(scheduler, "p").groups) == 2
+
+
+def test_an_engine_that_is_refused_leaves_no_pool(
+    address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvpool.client.vllm.attach.drifts", lambda: ["KVCacheManager.new_thing is not known"])
+    attached = Setup(additional_config={"kvpool": {"address": address, "pool": "refused"}})
+    with pytest.raises(UnsupportedError, match="new_thing"):
+        make_scheduler(Scheduler, attached, tmp_path)
+    with connect(address) as client, pytest.raises(NotFoundError):
+        client.get_pool("refused")
+
+
+def test_settings_come_from_the_environment_and_before_it_from_the_configuration(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("KVPOOL_ADDRESS", "unix:/env")
+    monkeypatch.setenv("KVPOOL_POOL", "env")
+    assert Settings.of({}) == Settings("unix:/env", "env")
+    assert Settings.of(None) == Settings("unix:/env", "env")
+    given = {"kvpool": {"pool": "mine", "lease_seconds": 5, "max_blocks": 7, "memory_id": "m"}}
+    assert Settings.of(given) == Settings("unix:/env", "mine", lease_seconds=5, max_blocks=7, memory_id="m")
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({}, r"needs additional_config\['kvpool'\]\['address'\], or KVPOOL_ADDRESS in the environment"),
+        ({"kvpool": {"address": "a:1"}}, r"\['pool'\], or KVPOOL_POOL"),
+        ({"kvpool": {"address": "a:1", "pool": "p", "adress": 1}}, r"\['adress'\] is not known; known: address, pool,"),
+        ({"kvpool": {"address": "a:1", "pool": 7}}, r"\['pool'\] must be str, not 7"),
+        ({"kvpool": {"address": "a:1", "pool": "p", "max_blocks": True}}, r"\['max_blocks'\] must be int, not True"),
+        ({"kvpool": "unix:/s"}, r"\['kvpool'\] must be an object, not 'unix:/s'"),
+    ],
+)
+def test_wrong_settings_are_refused_by_name(given: Any, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("KVPOOL_ADDRESS", raising=False)
+    monkeypatch.delenv("KVPOOL_POOL", raising=False)
+    with pytest.raises(ValueError, match=message):
+        Settings.of(given)
+
+
+def test_usage_is_told_before_the_first_step(address: str, tmp_path: Path) -> None:
+    attached = Setup(additional_config={"kvpool": {"address": address, "pool": "usage"}})
+    scheduler = make_scheduler(Scheduler, attached, tmp_path)
+    assert scheduler.kv_cache_manager.usage == 0
+    scheduler.shutdown()
