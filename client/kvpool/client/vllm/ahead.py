@@ -19,55 +19,57 @@ class Ahead:
     """What one message asks ahead of the scheduler.
 
     Attributes:
-        num_decodes: Running requests that it asks one token for.
+        num_tokens: Tokens that it asks for running requests.
         admissions: Requests that it admits, in order; their answers are filled once it is sent.
     """
 
     def __init__(self) -> None:
-        self._ids: list[str] = []
-        self._decodes: Decodes | None = None
-        self._each: list[Answer] = []
-        self.num_decodes = 0
+        self._asked: list[tuple[list[str], Decodes] | tuple[str, Answer, int]] = []
+        self.num_tokens = 0
         self.admissions: list[tuple[str, Request, Answer]] = []
 
     def decode(self, builder: StepBuilder, asked: Asked) -> None:
         """Asks for one token of each, together."""
-        self._ids = [request.request_id for request, _ in asked]
-        self.num_decodes = len(asked)
-        self._decodes = builder.decode([known for _, known in asked])
+        if asked:
+            ids = [request.request_id for request, _ in asked]
+            self._asked.append((ids, builder.decode([known for _, known in asked])))
+            self.num_tokens += len(ids)
 
-    def decode_each(self, builder: StepBuilder, asked: Asked) -> None:
-        """The same where it matters which tokens are in flight."""
-        self._ids = [request.request_id for request, _ in asked]
-        self.num_decodes = len(asked)
-        for request, known in asked:
-            in_flight = getattr(request, "num_in_flight_tokens", 0)
-            terms = Terms(num_in_flight_tokens=in_flight) if in_flight else USUAL_TERMS
-            self._each.append(builder.allocate_slots(known, 1, terms=terms))
+    def allocate(self, builder: StepBuilder, request: EngineRequest, known: Request, num_tokens: int) -> None:
+        """Asks for tokens of one, where there are several, or it matters which are in flight."""
+        in_flight = getattr(request, "num_in_flight_tokens", 0)
+        terms = Terms(num_in_flight_tokens=in_flight) if in_flight else USUAL_TERMS
+        answer = builder.allocate_slots(known, num_tokens, terms=terms)
+        self._asked.append((request.request_id, answer, num_tokens))
+        self.num_tokens += num_tokens
 
-    def admit(self, builder: StepBuilder, asked: Asked, budget_tokens: int, terms: Sequence[Terms]) -> None:
-        """Admits requests as long as tokens are left, each on its terms."""
+    def admit(
+        self, builder: StepBuilder, asked: Asked, budget_tokens: int, most_tokens: int, terms: Sequence[Terms]
+    ) -> None:
+        """Admits requests as long as tokens are left, each with `most_tokens` at most (0: all), and on its terms."""
         for (request, known), of_it in zip(asked, terms, strict=True):
-            self.admissions.append((request.request_id, known, builder.admit(known, terms=of_it)))
+            self.admissions.append((request.request_id, known, builder.admit(known, most_tokens, terms=of_it)))
         builder.admission_budget_tokens = budget_tokens
 
-    def decoded(self, nothing: KVCacheBlocks) -> Iterator[tuple[str, KVCacheBlocks | None]]:
-        """Once it is sent, or need not be: what each running request got; None if it was refused.
+    def given(self, nothing: KVCacheBlocks) -> Iterator[tuple[str, KVCacheBlocks | None, int]]:
+        """Once it is sent, or need not be: what each running request got, and the tokens; None if it was refused.
 
         Those after one that was refused are left out: they were not tried.
 
         Args:
             nothing: What stands for no new blocks.
         """
-        if self._decodes is None:
-            for request_id, answer in zip(self._ids, self._each, strict=True):
+        for part in self._asked:
+            if len(part) == 3:  # noqa: PLR2004 - one request, not many
+                request_id, answer, num_tokens = part
+                new = KVCacheBlocks(answer.new_blocks) if any(answer.new_blocks) else nothing
                 if answer.outcome is not Outcome.SKIPPED:
-                    new = KVCacheBlocks(answer.new_blocks) if any(answer.new_blocks) else nothing
-                    yield request_id, new if answer.ok or answer.outcome is None else None
-            return
-        refused = self._decodes.refused
-        for place, (request_id, ids) in enumerate(zip(self._ids, self._decodes.new_blocks, strict=True)):
-            if place not in refused:
-                yield request_id, KVCacheBlocks(ids) if any(ids) else nothing
-            elif refused[place] is not Outcome.SKIPPED:
-                yield request_id, None
+                    is_given = answer.ok or answer.outcome is None
+                    yield request_id, new if is_given else None, num_tokens
+                continue
+            ids, decodes = part
+            for place, (each_id, block_ids) in enumerate(zip(ids, decodes.new_blocks, strict=True)):
+                if place not in decodes.refused:
+                    yield each_id, KVCacheBlocks(block_ids) if any(block_ids) else nothing, 1
+                elif decodes.refused[place] is not Outcome.SKIPPED:
+                    yield each_id, None, 1

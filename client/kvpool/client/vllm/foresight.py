@@ -35,29 +35,53 @@ class Foresight:
             and not getattr(scheduler, "need_mamba_block_aligned_split", False)
             and not getattr(scheduler, "is_encoder_decoder", False)
             and not scheduler.use_pp
+            and not getattr(config, "long_prefill_token_threshold_adaptive", False)
         )
-        self._foresees_running = is_plain
-        self._foresees_waiting = is_plain and bool(config.enable_chunked_prefill) and not self._long_prefill_tokens
+        self._is_plain = is_plain
+        self._foresees_waiting = is_plain and bool(config.enable_chunked_prefill)
+        self._is_for_several = hasattr(scheduler, "kv_holding_waiting")  # a lone request is not held back
 
-    def decodes(self, running: list[Request], first: int) -> tuple[list[Request], bool]:
-        """The requests from a place in `running` on that will each ask for one token.
+    def running(self, first: int, tokens_left: int) -> tuple[list[tuple[Request, int]], bool]:
+        """The requests from a place on that run and will ask for tokens, and for how many each.
+
+        Args:
+            first: Place in the scheduler's list of those that run.
+            tokens_left: Tokens that the round has left for them and others.
 
         Returns:
             They; and whether these are all that will ask.
         """
-        if not self._foresees_running:
+        if not self._is_plain:
             return [], False
-        decodes: list[Request] = []
-        most_tokens = self._scheduler.max_model_len - self._sampled
-        for request in running[first:]:
+        asking: list[tuple[Request, int]] = []
+        scheduler, most = self._scheduler, self.long_prefill_tokens()
+        most_tokens = scheduler.max_model_len - self._sampled
+        for request in scheduler.running[first:]:
+            if tokens_left <= 0:
+                break
             computed, placeholders = request.num_computed_tokens, request.num_output_placeholders
             if placeholders and computed + 2 - placeholders >= request.num_prompt_tokens + request.max_tokens:
                 continue  # the step in flight is its last
+            if request.spec_token_ids or request.has_encoder_inputs:
+                return asking, False
             new = request.num_tokens + placeholders - computed
-            if new != 1 or computed >= most_tokens or request.spec_token_ids or request.has_encoder_inputs:
-                return decodes, False
-            decodes.append(request)
-        return decodes, True
+            if new > 1:
+                new = min(new, tokens_left, most_tokens - computed, most or new)
+            elif computed >= most_tokens:
+                continue
+            if new > 0:
+                asking.append((request, new))
+                tokens_left -= new
+        return asking, True
+
+    def long_prefill_tokens(self) -> int:
+        """Most tokens of one request in this round; 0 for no limit but the round's."""
+        most: int = self._long_prefill_tokens
+        if most and self._is_for_several:
+            scheduler = self._scheduler
+            if len(scheduler.running) + len(scheduler.waiting) + len(scheduler.kv_holding_waiting) <= 1:
+                return 0
+        return most
 
     def admissions(self, num_more: int) -> Iterator[Request]:
         """The requests that will be admitted next, at most `num_more`, if tokens and blocks are left for them."""

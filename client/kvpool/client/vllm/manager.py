@@ -93,8 +93,8 @@ class KVCacheManager:
         """Asks for what the round that begins is sure to ask."""
         self._tokens_left = self._foresight.most_tokens
         ahead = Ahead()
-        is_all = self._decode_ahead(ahead, 0)
-        if is_all and ahead.num_decodes < self._tokens_left:
+        is_all = self._run_ahead(ahead, 0)
+        if is_all and ahead.num_tokens < self._tokens_left:
             self._admit_ahead(ahead)
         self._send_ahead(ahead)
 
@@ -109,10 +109,14 @@ class KVCacheManager:
             for request_id in list(self._admitted):
                 self._give_back(request_id)
         self._answers.clear()
-        if self._builder.rows or self._builder.quiet or self._executed > self._told:
-            self._send()
+        self.flush()
         self._launched = self.session.sequence
         return self._launched
+
+    def flush(self) -> None:
+        """Sends what others wait for: what was freed, and what has run."""
+        if self._builder.rows or self._builder.quiet or self._executed > self._told:
+            self._send()
 
     def check_lease(self) -> None:
         """Raises AbortedError if the blocks may have been given to others: what was scheduled must not run."""
@@ -224,28 +228,33 @@ class KVCacheManager:
     def _ask_running(self, first: int) -> bool:
         """Asks for the running requests from a place on, as far as that is foreseen; whether the first is answered."""
         ahead = Ahead()
-        self._decode_ahead(ahead, first)
+        self._run_ahead(ahead, first)
         self._send_ahead(ahead)
         return self._scheduler.running[first].request_id in self._answers
 
-    def _decode_ahead(self, ahead: Ahead, first: int) -> bool:
+    def _run_ahead(self, ahead: Ahead, first: int) -> bool:
         """Adds the running requests from a place on, as far as that is foreseen; whether they are all that will ask."""
-        decodes, is_all = self._foresight.decodes(self._scheduler.running, first)
-        asked: list[tuple[EngineRequest, Request]] = []
-        for request in decodes:
+        foreseen, is_all = self._foresight.running(first, self._tokens_left)
+        asked: list[tuple[EngineRequest, Request, int]] = []
+        for request, num_tokens in foreseen:
             known = self._requests.get(request.request_id)
             if request.request_id in self._answers:
                 continue
             if known is None or known.num_computed_tokens != request.num_computed_tokens:
                 is_all = False
                 break
-            asked.append((request, known))
-        if len(asked) > self._tokens_left:
-            del asked[self._tokens_left :]
-        if asked and not all([self._builder.can_decode(known) for _, known in asked]):  # noqa: C419 - a generator is slower
+            asked.append((request, known, num_tokens))
+        if asked and not all([self._builder.can_decode(known) for _, known, _ in asked]):  # noqa: C419 - a generator is slower
             self._send()
-        if asked:
-            (ahead.decode_each if self._windowed else ahead.decode)(self._builder, asked)
+        together: list[tuple[EngineRequest, Request]] = []
+        for request, known, num_tokens in asked:
+            if num_tokens == 1 and not self._windowed:
+                together.append((request, known))
+            else:
+                ahead.decode(self._builder, together)
+                together = []
+                ahead.allocate(self._builder, request, known, num_tokens)
+        ahead.decode(self._builder, together)
         return is_all
 
     def _ask_waiting(self, request: EngineRequest) -> None:
@@ -267,15 +276,19 @@ class KVCacheManager:
         if not self._scheduler.running:  # the first of all may go below the watermark
             terms[0] = Terms(full_sequence_must_fit=reserves)
         known = [(request, self._known(request)) for request in foreseen]
-        ahead.admit(self._builder, known, self._tokens_left - ahead.num_decodes, terms)
+        most_tokens = self._foresight.long_prefill_tokens()
+        ahead.admit(self._builder, known, self._tokens_left - ahead.num_tokens, most_tokens, terms)
 
     def _send_ahead(self, ahead: Ahead) -> None:
         """Sends what is asked ahead, if it needs an answer, and takes note of the answers."""
         if self._builder.rows:
             self._send()
-        for request_id, blocks in ahead.decoded(self.empty_kv_cache_blocks):
-            self._answers[request_id] = None if blocks is None else self._given(blocks)
-            self._tokens_left -= blocks is not None
+        for request_id, blocks, num_tokens in ahead.given(self.empty_kv_cache_blocks):
+            if blocks is None:
+                self._answers[request_id] = None
+            else:
+                self._answers[request_id] = self._given(blocks)
+                self._tokens_left -= num_tokens
         num_admitted = 0
         for request_id, known, answer in ahead.admissions:
             if answer.outcome is Outcome.SKIPPED:

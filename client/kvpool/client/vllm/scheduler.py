@@ -51,7 +51,20 @@ class Scheduler(EngineScheduler):  # type: ignore[misc]  # vLLM has no types her
             if output is scheduler_output:
                 self.kv_cache_manager.note_executed(sequence)
                 break
-        return super().update_from_output(scheduler_output, model_runner_output)
+        outputs = super().update_from_output(scheduler_output, model_runner_output)
+        self._flush_if_idle()
+        return outputs
+
+    def finish_requests(self, *args: Any, **kwargs: Any) -> Any:
+        """Ends requests from outside, as vLLM does."""
+        ended = super().finish_requests(*args, **kwargs)
+        self._flush_if_idle()
+        return ended
+
+    def _flush_if_idle(self) -> None:
+        """Gives back what ended requests held; if there are others, the next round does."""
+        if not self.has_unfinished_requests():
+            self.kv_cache_manager.flush()
 
     def shutdown(self) -> None:
         """Ends the session, so that its blocks are free at once."""
