@@ -170,6 +170,7 @@ class Both:
         self.asked = Asked(opened.config)
         self.num_encoder_tokens = 5 if any(isinstance(g.spec, CrossAttentionSpec) for g in config.groups) else 0
         self.requests: list[Request] = []
+        self.cached: set[int] = set()  # when they were checked last
         self.num_made = 0
 
     def play(self, each: Round) -> None:
@@ -313,9 +314,13 @@ class Both:
             assert self.asked.ask(Operation.ALLOCATE, request, count, **columns) is outcome
 
     def untold(self) -> set[int]:
-        """Blocks that the session filled, and tells of with its next step."""
+        """Blocks that the session filled, and tells of with its next step.
+
+        Not those that were filled and cached before, whose last tokens were thrown away since.
+        """
         requests = self.session._book._filled.untold
-        return {r.block_ids[0][r.num_computed_tokens // self.session.config.hash_block_size - 1] for r in requests}
+        span_tokens = self.session.config.hash_block_size
+        return {r.block_ids[0][r.num_computed_tokens // span_tokens - 1] for r in requests} - self.cached
 
     def check(self) -> None:
         pool, session = self.transport.behind(self.session.session_id)
@@ -328,6 +333,7 @@ class Both:
             assert blocks.ref_cnt(block_id) == wanted.ref_cnt(block_id)
             wanted_hash = None if block_id in untold else wanted.prefix_map.hash_of(block_id)
             assert blocks.prefix_map.hash_of(block_id) == wanted_hash
+        self.cached = {block_id for _, _, block_id in blocks.prefix_map.entries()}
         assert blocks.prefix_map.pending().keys() == wanted.prefix_map.pending().keys() - untold
         assert _copies(blocks, set()) == _copies(wanted, untold)
         for request in self.requests:
