@@ -1,5 +1,6 @@
 """vLLM's schedulers, unchanged but for where their blocks come from."""
 
+import logging
 from collections import deque
 from typing import Any, Self
 
@@ -10,6 +11,9 @@ from kvpool.client.connection import Client
 from kvpool.client.vllm.attach import attach
 from kvpool.client.vllm.manager import KVCacheManager
 from kvpool.client.vllm.settings import Settings
+from kvpool.server.core.errors import KvpoolError
+
+_log = logging.getLogger("kvpool.client.vllm")
 
 
 class Scheduler(EngineScheduler):  # type: ignore[misc]  # vLLM has no types here
@@ -67,9 +71,14 @@ class Scheduler(EngineScheduler):  # type: ignore[misc]  # vLLM has no types her
             self.kv_cache_manager.flush()
 
     def shutdown(self) -> None:
-        """Ends the session, so that its blocks are free at once."""
+        """Ends the session, so that its blocks are free at once; if the service is gone, its lease does."""
         super().shutdown()
-        self.kv_cache_manager.session.close()
+        session = self.kv_cache_manager.session
+        try:
+            session.close()
+        except KvpoolError as error:
+            said = {"pool": session.config.name, "reason": error.reason, "error": str(error)}
+            _log.warning("session not closed", extra=said)
         self._kvpool_client.close()
 
 
