@@ -18,6 +18,7 @@ from vllm.v1.core.sched.scheduler import Scheduler as Plain
 from engine.driving import Driver, Setup, make_scheduler
 from kvpool.client import connect
 from kvpool.client.vllm import AsyncScheduler, Scheduler
+from kvpool.client.vllm.foresight import Foresight
 
 KINDS: dict[str, dict[str, Any]] = {
     "first_come": {},
@@ -118,6 +119,38 @@ def test_steps_are_those_of_vllm(kind: str, address: str, tmp_path: Path, caplog
     assert not [record for record in caplog.records if record.name.startswith("kvpool")]  # nothing was foreseen wrongly
     assert preemptions > 20
     assert cached > 5000 or not setup.enable_caching
+
+
+def test_what_is_foreseen_wrongly_costs_messages_and_nothing_else(
+    address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half of each chunk is foreseen, a token too much of each decode, and of admissions seven tokens."""
+    foresee = Foresight.running
+
+    def foresee_wrongly(self: Foresight, *args: Any) -> tuple[list[tuple[Any, int]], bool]:
+        asking, is_all = foresee(self, *args)
+        return [(request, 2 if num_tokens == 1 else num_tokens // 2) for request, num_tokens in asking], is_all
+
+    setup = replace(setup_of("first_come", 1), num_blocks=80, max_num_batched_tokens=64)
+    plain = Driver(make_scheduler(Plain, setup, tmp_path), setup)
+    monkeypatch.setattr(Foresight, "running", foresee_wrongly)
+    monkeypatch.setattr(Foresight, "long_prefill_tokens", lambda _: 7)
+    attached = replace(setup, additional_config={"kvpool": {"address": address, "pool": "wrong"}})
+    served = Driver(make_scheduler(Scheduler, attached, tmp_path), attached)
+    for driver in (plain, served):
+        for i in range(12):
+            driver.add(f"r{i}", [(i // 2 + j) % 512 for j in range(90 + i)], 30)
+        while not driver.is_idle:
+            driver.step()
+            if driver is served:
+                requests = served.scheduler.kv_cache_manager.rounds.requests
+                for request in served.scheduler.running:
+                    room = len(requests[request.request_id].block_ids[0]) * setup.block_size
+                    assert room >= request.num_computed_tokens
+    assert served.generated == plain.generated
+    served.scheduler.shutdown()
+    with connect(address) as client:
+        assert client.get_pool("wrong").free_blocks == setup.num_blocks - 1
 
 
 def test_the_scheduler_is_of_the_kind_that_the_engine_asks_for(address: str, tmp_path: Path) -> None:

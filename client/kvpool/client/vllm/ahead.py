@@ -28,6 +28,11 @@ class Ahead:
         self.num_tokens = 0
         self.admissions: list[tuple[str, Request, Answer]] = []
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether it asks nothing."""
+        return not (self._asked or self.admissions)
+
     def decode(self, builder: StepBuilder, asked: Asked) -> None:
         """Asks for one token of each, together."""
         if asked:

@@ -5,7 +5,7 @@
 2. What is foreseen wrongly is undone, so that it costs a message, and never a result: see `KVCacheManager`.
 """
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from typing import Any, Final
 
 from vllm.v1.request import Request, RequestStatus
@@ -41,12 +41,13 @@ class Foresight:
         self._foresees_waiting = is_plain and bool(config.enable_chunked_prefill)
         self._is_for_several = hasattr(scheduler, "kv_holding_waiting")  # a lone request is not held back
 
-    def running(self, first: int, tokens_left: int) -> tuple[list[tuple[Request, int]], bool]:
+    def running(self, first: int, tokens_left: int, answered: Container[str]) -> tuple[list[tuple[Request, int]], bool]:
         """The requests from a place on that run and will ask for tokens, and for how many each.
 
         Args:
             first: Place in the scheduler's list of those that run.
             tokens_left: Tokens that the round has left for them and others.
+            answered: Ids of those that were foreseen before, whose tokens are no longer among these.
 
         Returns:
             They; and whether these are all that will ask.
@@ -59,6 +60,8 @@ class Foresight:
         for request in scheduler.running[first:]:
             if tokens_left <= 0:
                 break
+            if request.request_id in answered:
+                continue
             computed, placeholders = request.num_computed_tokens, request.num_output_placeholders
             if placeholders and computed + 2 - placeholders >= request.num_prompt_tokens + request.max_tokens:
                 continue  # the step in flight is its last

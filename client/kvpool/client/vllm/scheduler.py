@@ -41,11 +41,11 @@ class Scheduler(EngineScheduler):  # type: ignore[misc]  # vLLM has no types her
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         """Schedules a round, as vLLM does."""
-        self.kv_cache_manager.begin_round()
+        self.kv_cache_manager.rounds.begin()
         output = super().schedule(*args, **kwargs)
-        self._rounds.append((output, self.kv_cache_manager.end_round()))
+        self._rounds.append((output, self.kv_cache_manager.rounds.end()))
         if output.total_num_scheduled_tokens:
-            self.kv_cache_manager.check_lease()
+            self.kv_cache_manager.rounds.check_lease()
         return output
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
@@ -53,7 +53,7 @@ class Scheduler(EngineScheduler):  # type: ignore[misc]  # vLLM has no types her
         while self._rounds:
             output, sequence = self._rounds.popleft()
             if output is scheduler_output:
-                self.kv_cache_manager.note_executed(sequence)
+                self.kv_cache_manager.rounds.note_executed(sequence)
                 break
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         self._flush_if_idle()
@@ -68,7 +68,7 @@ class Scheduler(EngineScheduler):  # type: ignore[misc]  # vLLM has no types her
     def _flush_if_idle(self) -> None:
         """Gives back what ended requests held; if there are others, the next round does."""
         if not self.has_unfinished_requests():
-            self.kv_cache_manager.flush()
+            self.kv_cache_manager.rounds.flush()
 
     def shutdown(self) -> None:
         """Ends the session, so that its blocks are free at once; if the service is gone, its lease does."""

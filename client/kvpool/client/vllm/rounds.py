@@ -1,0 +1,217 @@
+"""What an engine asks of its session, round by round.
+
+1. A round asks with few messages: what it is sure to ask is foreseen and asked together, and what needs no answer
+   (frees, blocks to cache) goes with the next message that does, before it, in the order in which it came.
+2. What was foreseen and is not asked for, or otherwise, is given back. It should not happen.
+3. Steps run in the order in which they are scheduled. What the steps of earlier rounds fill may be found by this engine
+   at once, by other sessions when the step's output is there.
+"""
+
+import logging
+from typing import Any, Final
+
+from vllm.v1.request import Request as EngineRequest
+
+from kvpool.client.request import Request
+from kvpool.client.results import Answer
+from kvpool.client.session import Session
+from kvpool.client.step_builder import StepBuilder
+from kvpool.client.vllm.ahead import Ahead
+from kvpool.client.vllm.blocks import KVCacheBlocks
+from kvpool.client.vllm.foresight import Foresight
+from kvpool.client.vllm.versions import COUNTS_ADMISSIONS
+from kvpool.server.core.errors import AbortedError
+from kvpool.server.core.step import Outcome
+from kvpool.server.core.terms import Terms
+
+_log = logging.getLogger("kvpool.client.vllm")
+_FIRST_LOOK_AHEAD: Final = 4
+_MOST_LOOK_AHEAD: Final = 64
+
+
+class Rounds:
+    """The rounds of one scheduler.
+
+    Attributes:
+        requests: What the session knows the engine's requests as, by id.
+        builder: What goes with the next message.
+        admitted: Waiting requests that were admitted ahead, or refused, and not asked for yet.
+        tokens_left: Tokens that the round has left.
+        watermark_blocks: Blocks that admissions leave free.
+        windowed: Whether it matters which tokens are in flight.
+    """
+
+    def __init__(self, session: Session, scheduler: Any) -> None:
+        self.requests: dict[str, Request] = {}
+        self.builder = StepBuilder()
+        self.admitted: dict[str, tuple[Request, Answer]] = {}
+        self.tokens_left = 0
+        self.windowed = any(not group.spec.keeps_all for group in session.config.groups)
+        self._session = session
+        self._scheduler = scheduler
+        self._foresight = Foresight(scheduler)
+        self._admits_ahead = COUNTS_ADMISSIONS and session.config.enable_caching
+        self._reserves_sequence = bool(getattr(scheduler, "scheduler_reserve_full_isl", False))
+        watermark = getattr(scheduler.scheduler_config, "watermark", 0.0)
+        self.watermark_blocks = int(watermark * session.config.num_blocks)
+        self._nothing = KVCacheBlocks([()] * len(session.config.groups))
+        self._answers: dict[str, tuple[KVCacheBlocks | None, int]] = {}  # of running requests, and for how many tokens
+        self._executed = self._told = self._launched = 0  # numbers of steps
+        self._look_ahead = _FIRST_LOOK_AHEAD
+
+    def begin(self) -> None:
+        """Asks for what the round that begins is sure to ask."""
+        self.tokens_left = self._foresight.most_tokens
+        ahead = Ahead()
+        is_all = self._run_ahead(ahead, 0)
+        if is_all and ahead.num_tokens < self.tokens_left:
+            self._admit_ahead(ahead)
+        self._send_ahead(ahead)
+
+    def end(self) -> int:
+        """Gives back what was foreseen and not asked for, and sends what others wait for.
+
+        Returns:
+            Number of the step that the round ends with: what it scheduled has run when that has.
+        """
+        if self.admitted:
+            _log.warning("admissions foreseen wrongly", extra={"requests": len(self.admitted)})
+            for request_id in list(self.admitted):
+                self.give_back(request_id)
+        self._answers.clear()
+        self.flush()
+        self._launched = self._session.sequence
+        return self._launched
+
+    def note_executed(self, sequence: int) -> None:
+        """Takes note that the outputs of a round are there, which ended with a step of this number."""
+        self._executed = max(self._executed, sequence)
+
+    def check_lease(self) -> None:
+        """Raises AbortedError if the blocks may have been given to others: what was scheduled must not run."""
+        if self._session.lease_left_seconds <= 0:
+            message = "the service was not heard of for as long as the lease; the blocks may be others': start anew"
+            raise AbortedError("LEASE_EXPIRED", message)
+
+    def flush(self) -> None:
+        """Sends what others wait for: what was freed, and what has run."""
+        if self.builder.rows or self.builder.quiet or self._executed > self._told:
+            self.send()
+
+    def send(self) -> None:
+        """Sends what was collected, or answers it here, if that can be."""
+        builder, self.builder = self.builder, StepBuilder()
+        builder.executed_sequence, builder.launched_sequence = self._executed, self._launched
+        before = self._session.sequence
+        self._session.send(builder)
+        if self._session.sequence > before:
+            self._told = builder.executed_sequence
+
+    def known(self, request: EngineRequest) -> Request:
+        """What the session knows a request as; made when it is asked for first."""
+        known = self.requests.get(request.request_id)
+        if known is None:
+            lora_name = request.lora_request.lora_name if request.lora_request else None
+            known = self._session.request_hashed_elsewhere(
+                request.request_id,
+                request._all_token_ids,  # noqa: SLF001 - the list itself: its constant view takes long to measure
+                request.block_hashes,
+                lora_name=lora_name,
+            )
+            self.requests[request.request_id] = known
+        return known
+
+    def builder_for(self, known: Request) -> StepBuilder:
+        """What goes with the next message, a request's answers so far settled, so that it may be given room again."""
+        if known in self.builder.quiet:
+            self.send()
+        return self.builder
+
+    def answer(self, request: EngineRequest, num_tokens: int) -> tuple[KVCacheBlocks | None] | None:
+        """What a running request gets that asks for so many tokens, None if it is refused; None if not foreseen."""
+        if request.request_id not in self._answers:
+            ahead = Ahead()
+            self._run_ahead(ahead, self._scheduler.running.index(request))
+            self._send_ahead(ahead)
+        blocks, num_foreseen = self._answers.pop(request.request_id, (None, 0))
+        return (blocks,) if num_foreseen == num_tokens else None
+
+    def ask_waiting(self, request: EngineRequest) -> None:
+        """Admits a request and those behind it, in one message, if what they will ask is foreseen."""
+        ahead = Ahead()
+        if self.tokens_left > 0:
+            self._admit_ahead(ahead, request)
+        self._send_ahead(ahead)
+
+    def forget_answers(self, request_id: str) -> Request | None:
+        """Drops what was foreseen of a request that will not ask for it; returns what the session knows it as."""
+        self.admitted.pop(request_id, None)
+        self._answers.pop(request_id, None)
+        return self.requests.get(request_id)
+
+    def give_back(self, request_id: str) -> None:
+        """Takes an admission back; one that was refused stays known."""
+        known, answer = self.admitted.pop(request_id)
+        if answer.ok:
+            self.free(known)
+
+    def free(self, known: Request) -> None:
+        """Frees what a request holds, and forgets it."""
+        self.builder.free(known)
+        del self.requests[known.request_id]
+
+    def _run_ahead(self, ahead: Ahead, first: int) -> bool:
+        """Adds the running requests from a place on, as far as that is foreseen; whether they are all that will ask."""
+        foreseen, is_all = self._foresight.running(first, self.tokens_left, self._answers)
+        asked: list[tuple[EngineRequest, Request, int]] = []
+        for request, num_tokens in foreseen:
+            known = self.requests.get(request.request_id)
+            if known is None or known.num_computed_tokens != request.num_computed_tokens:
+                is_all = False
+                break
+            asked.append((request, known, num_tokens))
+        if not all([self.builder.can_decode(known) for _, known, _ in asked]):  # noqa: C419 - a generator is slower
+            self.send()
+        together: list[tuple[EngineRequest, Request]] = []
+        for request, known, num_tokens in asked:
+            if num_tokens == 1 and not self.windowed:
+                together.append((request, known))
+            else:
+                ahead.decode(self.builder, together)
+                together = []
+                ahead.allocate(self.builder, request, known, num_tokens)
+        ahead.decode(self.builder, together)
+        return is_all
+
+    def _admit_ahead(self, ahead: Ahead, first: EngineRequest | None = None) -> None:
+        """Adds the admissions that are foreseen; only those from `first` on, if that is given."""
+        foreseen = list(self._foresight.admissions(self._look_ahead)) if self._admits_ahead else []
+        if not foreseen or first not in (None, foreseen[0]):
+            return
+        reserves, watermark = self._reserves_sequence, self.watermark_blocks
+        terms = [Terms(num_watermark_blocks=watermark, full_sequence_must_fit=reserves)] * len(foreseen)
+        if not self._scheduler.running:  # the first of all may go below the watermark
+            terms[0] = Terms(full_sequence_must_fit=reserves)
+        known = [(request, self.known(request)) for request in foreseen]
+        most_tokens = self._foresight.long_prefill_tokens()
+        ahead.admit(self.builder, known, self.tokens_left - ahead.num_tokens, most_tokens, terms)
+
+    def _send_ahead(self, ahead: Ahead) -> None:
+        """Sends what is asked ahead, if it needs an answer, and takes note of the answers."""
+        if self.builder.rows and not ahead.is_empty:
+            self.send()
+        for request_id, blocks, num_tokens in ahead.given(self._nothing):
+            self._answers[request_id] = blocks, num_tokens
+            if blocks is not None:
+                self.tokens_left -= num_tokens
+        num_admitted = 0
+        for request_id, known, answer in ahead.admissions:
+            if answer.outcome is Outcome.SKIPPED:
+                break
+            self.admitted[request_id] = (known, answer)
+            if answer.ok:
+                num_admitted += 1
+                self.tokens_left -= answer.num_new_tokens
+        if ahead.admissions:
+            more = 2 * self._look_ahead if num_admitted == len(ahead.admissions) else num_admitted + 1
+            self._look_ahead = min(more, _MOST_LOOK_AHEAD)
