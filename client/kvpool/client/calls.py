@@ -8,7 +8,6 @@ from kvpool.client.results import Admission, Allocation, Answer, HitChanged
 from kvpool.client.step_builder import StepBuilder
 from kvpool.server.core.pool import ComputedBlocks
 from kvpool.server.core.step import Outcome
-from kvpool.server.core.types import BlockId
 
 ResultT = TypeVar("ResultT")
 
@@ -20,7 +19,7 @@ def call_get_computed_blocks(request: Request, *, counted: bool) -> Call[Compute
     """See `StepBuilder.get_computed_blocks`."""
     builder = StepBuilder()
     answer = builder.get_computed_blocks(request, counted=counted)
-    return builder, lambda: _computed(answer)
+    return builder, lambda: answer.computed
 
 
 def call_admit(
@@ -65,7 +64,7 @@ def call_allocate_slots(  # noqa: PLR0913 - the reference's own parameters
 
     def read() -> Allocation | HitChanged | None:
         if answer.outcome is Outcome.HIT_CHANGED:
-            return HitChanged(_computed(answer))
+            return HitChanged(answer.computed)
         return Allocation(answer.new_blocks) if answer.ok else None
 
     return builder, read
@@ -76,7 +75,3 @@ def call_simply(fill: Callable[[StepBuilder], Answer]) -> Call[Answer]:
     builder = StepBuilder()
     answer = fill(builder)
     return builder, lambda: answer
-
-
-def _computed(answer: Answer) -> ComputedBlocks:
-    return ComputedBlocks(tuple([BlockId(b) for b in blocks] for blocks in answer.hit_blocks), answer.num_hit_tokens)

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 from kvpool.server.core.pool import ComputedBlocks
 from kvpool.server.core.step import Outcome
+from kvpool.server.core.types import BlockId
 
 
 @dataclass(slots=True)
@@ -32,6 +33,11 @@ class Answer:
     def ok(self) -> bool:
         """Whether the operation did as asked."""
         return self.outcome is Outcome.OK
+
+    @property
+    def computed(self) -> ComputedBlocks:
+        """The hit, as an allocation is told of it."""
+        return ComputedBlocks(tuple([BlockId(b) for b in blocks] for blocks in self.hit_blocks), self.num_hit_tokens)
 
 
 @dataclass(frozen=True, slots=True)

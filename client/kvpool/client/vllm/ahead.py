@@ -1,6 +1,7 @@
 """The calls of a round that are foreseen, asked in one message: tokens for running requests, then admissions."""
 
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 from vllm.v1.request import Request as EngineRequest
 
@@ -15,6 +16,21 @@ Asked = Sequence[tuple[EngineRequest, Request]]
 """Requests of the engine, and what the session knows them as."""
 
 
+class _One(NamedTuple):
+    """One running request, and for how many tokens it asks."""
+
+    request_id: str
+    answer: Answer
+    num_tokens: int
+
+
+class _Together(NamedTuple):
+    """Many that ask for a token each."""
+
+    request_ids: list[str]
+    decodes: Decodes
+
+
 class Ahead:
     """What one message asks ahead of the scheduler.
 
@@ -24,7 +40,7 @@ class Ahead:
     """
 
     def __init__(self) -> None:
-        self._asked: list[tuple[list[str], Decodes] | tuple[str, Answer, int]] = []
+        self._asked: list[_One | _Together] = []
         self.num_tokens = 0
         self.admissions: list[tuple[str, Request, Answer]] = []
 
@@ -37,7 +53,7 @@ class Ahead:
         """Asks for one token of each, together."""
         if asked:
             ids = [request.request_id for request, _ in asked]
-            self._asked.append((ids, builder.decode([known for _, known in asked])))
+            self._asked.append(_Together(ids, builder.decode([known for _, known in asked])))
             self.num_tokens += len(ids)
 
     def allocate(self, builder: StepBuilder, request: EngineRequest, known: Request, num_tokens: int) -> None:
@@ -45,7 +61,7 @@ class Ahead:
         in_flight = getattr(request, "num_in_flight_tokens", 0)
         terms = Terms(num_in_flight_tokens=in_flight) if in_flight else USUAL_TERMS
         answer = builder.allocate_slots(known, num_tokens, terms=terms)
-        self._asked.append((request.request_id, answer, num_tokens))
+        self._asked.append(_One(request.request_id, answer, num_tokens))
         self.num_tokens += num_tokens
 
     def admit(
@@ -65,7 +81,7 @@ class Ahead:
             nothing: What stands for no new blocks.
         """
         for part in self._asked:
-            if len(part) == 3:  # noqa: PLR2004 - one request, not many
+            if isinstance(part, _One):
                 request_id, answer, num_tokens = part
                 new = KVCacheBlocks(answer.new_blocks) if any(answer.new_blocks) else nothing
                 if answer.outcome is not Outcome.SKIPPED:

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 
-from kvpool.client.results import Answer
 from kvpool.server.core.pool import ComputedBlocks
 
 
@@ -12,20 +11,13 @@ class KVCacheBlocks:
     Attributes:
         block_ids: Their ids, group by group.
         computed: The hit that they are, if a look-up found them.
-        admission: The admission that they are the hit of, if the request was looked up and given room at once.
     """
 
-    __slots__ = ("admission", "block_ids", "computed")
+    __slots__ = ("block_ids", "computed")
 
-    def __init__(
-        self,
-        block_ids: Sequence[Sequence[int]],
-        computed: ComputedBlocks | None = None,
-        admission: Answer | None = None,
-    ) -> None:
+    def __init__(self, block_ids: Sequence[Sequence[int]], computed: ComputedBlocks | None = None) -> None:
         self.block_ids = block_ids
         self.computed = computed
-        self.admission = admission
 
     def __repr__(self) -> str:
         return f"<KVCacheBlocks {self.block_ids}>"

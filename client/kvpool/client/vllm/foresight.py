@@ -2,7 +2,7 @@
 
 1. Only what is sure is foreseen: calls that vLLM's scheduler will make, in its order, with the arguments that it will
    give, as long as each before them is granted. Where one is refused, the service tries none after it.
-2. What is foreseen wrongly is undone, so that it costs a message, and never a result: see `KVCacheManager`.
+2. What is foreseen wrongly is undone, so that it costs a message, and never a result: see `Rounds`.
 """
 
 from collections.abc import Container, Iterator
@@ -28,7 +28,7 @@ class Foresight:
         self._long_prefill_tokens = config.long_prefill_token_threshold
         self._max_running = getattr(scheduler, "max_num_active_reqs", scheduler.max_num_running_reqs)
         self._sampled = getattr(scheduler, "num_sampled_tokens_per_step", 1)
-        is_plain = (
+        self._is_plain = (
             vllm_config.speculative_config is None
             and getattr(scheduler, "ec_connector", None) is None
             and scheduler.connector is None
@@ -37,8 +37,7 @@ class Foresight:
             and not scheduler.use_pp
             and not getattr(config, "long_prefill_token_threshold_adaptive", False)
         )
-        self._is_plain = is_plain
-        self._foresees_waiting = is_plain and bool(config.enable_chunked_prefill)
+        self._foresees_waiting = self._is_plain and bool(config.enable_chunked_prefill)
         self._is_for_several = hasattr(scheduler, "kv_holding_waiting")  # a lone request is not held back
 
     def running(self, first: int, tokens_left: int, answered: Container[str]) -> tuple[list[tuple[Request, int]], bool]:

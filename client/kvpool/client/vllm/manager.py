@@ -18,13 +18,9 @@ from kvpool.client.session import Session
 from kvpool.client.vllm.blocks import KVCacheBlocks
 from kvpool.client.vllm.rounds import Rounds
 from kvpool.client.vllm.versions import COUNTS_ADMISSIONS, SPECS
-from kvpool.server.core.pool import ComputedBlocks
 from kvpool.server.core.specs import FullAttentionSpec
 from kvpool.server.core.terms import USUAL_TERMS, Terms
-from kvpool.server.core.types import BlockId
 
-_FIRST_LOOK_AHEAD: Final = 4
-_MOST_LOOK_AHEAD: Final = 64
 _NOT_RUNNING: Final = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
 
 
@@ -57,7 +53,6 @@ class KVCacheManager:
         ]
         self.coordinator = SimpleNamespace(single_type_managers=managers, enable_partial_hash_hits=False)
         self.rounds = Rounds(session, scheduler)
-        self.watermark_blocks = self.rounds.watermark_blocks
         self._span_tokens = config.hash_block_size
         zeroes = getattr(scheduler, "needs_kv_cache_zeroing", False)
         self._zeroed_groups = [
@@ -84,7 +79,7 @@ class KVCacheManager:
             answer = admitted[request.request_id][1]
             if not answer.ok:
                 return self._looked_up(self.empty_kv_cache_blocks, 0)
-            return self._looked_up(KVCacheBlocks(answer.hit_blocks, admission=answer), answer.num_hit_tokens)
+            return self._looked_up(KVCacheBlocks(answer.hit_blocks), answer.num_hit_tokens)
         return self._look_up(request)
 
     def _look_up(self, request: EngineRequest) -> tuple[Any, ...]:
@@ -95,8 +90,7 @@ class KVCacheManager:
             self._count(request, answer.num_hit_tokens)
         if not answer.num_hit_tokens:
             return self._looked_up(self.empty_kv_cache_blocks, 0)
-        ids = tuple([BlockId(block_id) for block_id in group] for group in answer.hit_blocks)
-        blocks = KVCacheBlocks(ids, ComputedBlocks(ids, answer.num_hit_tokens))
+        blocks = KVCacheBlocks(answer.hit_blocks, answer.computed)
         return self._looked_up(blocks, answer.num_hit_tokens)
 
     @staticmethod
@@ -134,10 +128,9 @@ class KVCacheManager:
                 del self.rounds.admitted[request.request_id]
                 return self._new_blocks(answer) if answer.ok else None
             self.rounds.give_back(request.request_id)
-            ids = tuple([BlockId(block_id) for block_id in group] for group in answer.hit_blocks)
-            computed = ComputedBlocks(ids, answer.num_hit_tokens)
+            computed = answer.computed
         known = self.rounds.known(request)
-        watermark = self.watermark_blocks if has_scheduled_reqs and request.status in _NOT_RUNNING else 0
+        watermark = self.rounds.watermark_blocks if has_scheduled_reqs and request.status in _NOT_RUNNING else 0
         terms = Terms(
             num_external_computed_tokens,
             getattr(request, "num_in_flight_tokens", 0) if self.rounds.windowed else 0,
@@ -201,7 +194,7 @@ class KVCacheManager:
         """Nothing: the next call that makes room does it."""
 
     def new_step_starts(self) -> None:
-        """Nothing: `begin_round` does."""
+        """Nothing: `Rounds.begin` does."""
 
     # ---- what the scheduler asks beside it
 
