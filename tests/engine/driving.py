@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from vllm.config import CacheConfig, ModelConfig, SchedulerConfig, VllmConfig
+from vllm.config import CacheConfig, KVTransferConfig, ModelConfig, SchedulerConfig, VllmConfig
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1 import kv_cache_interface
@@ -39,6 +39,7 @@ class Setup:
     Attributes:
         windows: A group each: 0 for full attention, else a sliding window in tokens.
         retention_tokens: vLLM's prefix_cache_retention_interval, where it has one.
+        load_failures: Beside the connector of connector.py, what becomes of requests whose loads fail; none if empty.
     """
 
     num_blocks: int = 64
@@ -55,6 +56,7 @@ class Setup:
     reserves_sequence: bool = True
     retention_tokens: int | None = 0
     hash_algorithm: str = "sha256"
+    load_failures: str = ""
     additional_config: dict[str, Any] = field(default_factory=dict, hash=False)
 
 
@@ -82,6 +84,7 @@ def make_scheduler(scheduler_class: Any, setup: Setup, folder: Path) -> Any:
         long_prefill_token_threshold=setup.long_prefill_tokens,
         watermark=setup.watermark,
         scheduler_reserve_full_isl=setup.reserves_sequence,
+        disable_hybrid_kv_cache_manager=True if setup.load_failures else None,
     )
     cache_config = _known(
         CacheConfig,
@@ -97,6 +100,7 @@ def make_scheduler(scheduler_class: Any, setup: Setup, folder: Path) -> Any:
         scheduler_config=scheduler_config,
         model_config=model_config,
         cache_config=cache_config,
+        kv_transfer_config=_transfer(setup.load_failures) if setup.load_failures else None,
         additional_config=setup.additional_config,
     )
     vllm_config.scheduler_config.async_scheduling = setup.is_async  # which the platform may have turned off
@@ -107,6 +111,15 @@ def make_scheduler(scheduler_class: Any, setup: Setup, folder: Path) -> Any:
         structured_output_manager=StructuredOutputManager(vllm_config),
         block_size=setup.block_size,
         log_stats=True,
+    )
+
+
+def _transfer(failures: str) -> KVTransferConfig:
+    return KVTransferConfig(
+        kv_connector="ScriptedConnector",
+        kv_connector_module_path="engine.connector",
+        kv_role="kv_both",
+        kv_load_failure_policy=failures,
     )
 
 
@@ -195,6 +208,8 @@ class Driver:
         output = ModelRunnerOutput(
             req_ids=ids, req_id_to_index={request_id: i for i, request_id in enumerate(ids)}, sampled_token_ids=sampled
         )
+        if self.scheduler.connector is not None:
+            output.kv_connector_output = self.scheduler.connector.take_output(set(ids))
         started = time.perf_counter()
         outputs = self.scheduler.update_from_output(scheduled, output)
         took = time.perf_counter() - started

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.v1 import kv_cache_interface
 from vllm.v1.core.sched.scheduler import Scheduler as Plain
 
@@ -15,8 +16,20 @@ from kvpool.client.vllm import Scheduler, Settings
 from kvpool.client.vllm.pool_config import UnsupportedError, pool_config
 from kvpool.client.vllm.versions import COUNTS_ADMISSIONS
 
+
+class _Plain:
+    bind_kv_cache_manager = getattr(KVConnectorBase_V1, "bind_kv_cache_manager", None)
+    bind_gpu_block_pool = getattr(KVConnectorBase_V1, "bind_gpu_block_pool", None)
+
+
+class _Binding(_Plain):
+    def bind_gpu_block_pool(self, gpu_block_pool: object) -> None:
+        """Keeps it."""
+
+
 SET: dict[str, tuple[str, Any, str]] = {
-    "connector": ("vllm_config.kv_transfer_config", SimpleNamespace(), "kv_transfer_config"),
+    "a connector of the pool's": ("connector", _Binding(), "_Binding, which works on vLLM's own block pool"),
+    "such a one among others": ("connector", SimpleNamespace(_connectors=[_Plain(), _Binding()]), "_Binding, which"),
     "events": ("enable_kv_cache_events", True, "kv_events_config"),
     "block metrics": ("observability_config.kv_cache_metrics", True, "kv_cache_metrics"),
     "multi-module MTP": ("num_prefill_lookahead", 3, "multi-module MTP"),
@@ -38,6 +51,25 @@ def test_what_the_service_lacks_is_refused_by_name(case: str, tmp_path: Path) ->
     path, value, message = SET[case]
     scheduler = make_scheduler(Plain, Setup(), tmp_path)
     assert pool_config(scheduler, "p").num_blocks == 64
+    _set(scheduler, path, value)
+    with pytest.raises(UnsupportedError, match=message):
+        pool_config(scheduler, "p")
+
+
+@pytest.mark.parametrize(
+    ("windows", "path", "value", "message"),
+    [
+        ((0, 40), "max_model_len", 1024, "beside other groups than one of full attention"),
+        ((40,), "max_model_len", 1024, "beside other groups than one of full attention"),
+        ((0,), "needs_kv_cache_zeroing", True, "where blocks are zeroed"),
+        ((0,), "defer_block_free", True, "with async scheduling"),
+    ],
+)
+def test_connectors_are_refused_where_blocks_are_not_only_held(
+    windows: tuple[int, ...], path: str, value: Any, message: str, tmp_path: Path
+) -> None:
+    scheduler = make_scheduler(Plain, Setup(windows=windows), tmp_path)
+    scheduler.connector = _Plain()
     _set(scheduler, path, value)
     with pytest.raises(UnsupportedError, match=message):
         pool_config(scheduler, "p")
@@ -68,6 +100,14 @@ def test_an_engine_that_is_refused_leaves_no_pool(
     attached = Setup(additional_config={"kvpool": {"address": address, "pool": "refused"}})
     with pytest.raises(UnsupportedError, match="new_thing"):
         make_scheduler(Scheduler, attached, tmp_path)
+    with connect(address) as client, pytest.raises(NotFoundError):
+        client.get_pool("refused")
+
+
+def test_a_connector_is_refused_in_memory_that_others_see(address: str, tmp_path: Path) -> None:
+    attached = {"kvpool": {"address": address, "pool": "refused", "memory_id": "m"}}
+    with pytest.raises(UnsupportedError, match="KV connectors in memory that others see"):
+        make_scheduler(Scheduler, Setup(load_failures="fail", additional_config=attached), tmp_path)
     with connect(address) as client, pytest.raises(NotFoundError):
         client.get_pool("refused")
 

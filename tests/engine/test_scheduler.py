@@ -3,10 +3,12 @@
 Of vLLM's own tests of its scheduler these behaviours are covered so: adding and finishing requests; aborts of waiting
 and running ones; first come first served and priorities; preemption, resumption and its order; chunked prefill with
 token budgets and thresholds; prefix caching within and across steps; salts; resets of the prefix cache, with running
-requests too; admission of whole sequences; watermarks; scheduling a step ahead; sliding windows; caching turned off.
+requests too; admission of whole sequences; watermarks; scheduling a step ahead; sliding windows; caching turned off;
+KV connectors whose loads are waited for or not, fail, and are freed late.
 """
 
 import random
+from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ import pytest
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler as PlainAsync
 from vllm.v1.core.sched.scheduler import Scheduler as Plain
 
+from engine.connector import ENDS, Told
 from engine.driving import Driver, Setup, make_scheduler
 from kvpool.client import connect
 from kvpool.client.vllm import AsyncScheduler, Scheduler
@@ -31,6 +34,9 @@ KINDS: dict[str, dict[str, Any]] = {
     "sparse_windows_a_step_ahead": {"windows": (0, 40, 100), "is_async": True},
     "windows_in_segments": {"windows": (0, 40, 40), "retention_tokens": 64},
     "one_window": {"windows": (40,), "retention_tokens": None},
+    "connector": {"load_failures": "recompute", "num_blocks": 80},
+    "connector_that_fails_requests": {"load_failures": "fail", "num_blocks": 80},
+    "connector_without_caching": {"load_failures": "recompute", "num_blocks": 80, "enable_caching": False},
 }
 SEEDS = range(12)
 MOST_STEPS = 3000
@@ -45,6 +51,7 @@ class Outcome:
     cached: dict[str, int]
     look_ups: dict[str, int]
     num_preemptions: int
+    told: Told | None
 
 
 def setup_of(kind: str, seed: int) -> Setup:
@@ -82,17 +89,20 @@ def run(scheduler_class: Any, setup: Setup, seed: int, folder: Path, num_request
         if count and rng.random() < 0.02:
             driver.abort(f"r{rng.randrange(count)}")
         if rng.random() < 0.01:
-            steps.append(scheduler.reset_prefix_cache(reset_running_requests=rng.random() < 0.3))
+            resets_running = rng.random() < 0.3 and not setup.load_failures  # which vLLM has not beside connectors
+            steps.append(scheduler.reset_prefix_cache(reset_running_requests=resets_running))
         steps.append(driver.step())
     driver.drain()
     preemptions = sum(request.num_preemptions for request in driver.requests.values())
     scheduler.shutdown()
-    return Outcome(steps, driver.generated, driver.cached, driver.look_ups, preemptions)
+    told = scheduler.connector and scheduler.connector.told
+    return Outcome(steps, driver.generated, driver.cached, driver.look_ups, preemptions, told)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_steps_are_those_of_vllm(kind: str, address: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     preemptions = cached = 0
+    ends: Counter[str] = Counter()
     for seed in SEEDS:
         setup = setup_of(kind, seed)
         plain = run(PlainAsync if setup.is_async else Plain, setup, seed, tmp_path)
@@ -116,9 +126,11 @@ def test_steps_are_those_of_vllm(kind: str, address: str, tmp_path: Path, caplog
         assert (info.sessions, info.free_blocks) == (0, setup.num_blocks - 1)
         preemptions += plain.num_preemptions
         cached += sum(plain.cached.values())
+        ends.update(kind for kind, *_ in plain.told or ())
     assert not [record for record in caplog.records if record.name.startswith("kvpool")]  # nothing was foreseen wrongly
     assert preemptions > 20
     assert cached > 5000 or not setup.enable_caching
+    assert not setup.load_failures or min(ends[end] for end in ENDS) > 10, ends
 
 
 def test_what_is_foreseen_wrongly_costs_messages_and_nothing_else(

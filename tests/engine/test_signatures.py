@@ -60,6 +60,8 @@ def test_what_is_here_and_not_there_belongs_to_an_older_version() -> None:
 
 _LATER = {
     "estimate_cached_tokens",
+    "finalize_partial_tail_offloads",
+    "get_block_ids_for_computed_tokens",
     "mamba_shared_prefix_checkpoint",
     "new_step_starts",
     "record_prefix_cache_stats",

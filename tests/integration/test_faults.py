@@ -29,7 +29,7 @@ def test_a_server_dies_after_a_change_and_before_its_answer(tmp_path: Path, monk
     server = LoggingProcess(*KVPOOL, "serve", "--listen", address)
     server.wait_for("fault points armed: for tests only.*step.applied:kill:2")
     server.wait_for("server listening")
-    with connect(address, deadline_seconds=2.0) as client:
+    with connect(address, deadline_seconds=6.0) as client:
         client.create_pool(pool_config())
         session = client.open_session("m")
         request = session.request("r", range(20))

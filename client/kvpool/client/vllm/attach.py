@@ -25,6 +25,9 @@ def attach(scheduler: Any, settings: Settings) -> tuple[Client, Session]:
     if settings.memory_id and scheduler.scheduler_config.async_scheduling:
         # A step may be writing blocks yet when they are freed: no other engine must be given them before it ends.
         raise UnsupportedError("async scheduling in memory that others see", "set async_scheduling=False")
+    if settings.memory_id and scheduler.connector is not None:
+        # What it fails to load is found out after the step, when other engines may have found it already.
+        raise UnsupportedError("KV connectors in memory that others see", "set no memory_id")
     parallel = scheduler.vllm_config.parallel_config
     pool = settings.pool if parallel.data_parallel_size == 1 else f"{settings.pool}.dp{parallel.data_parallel_index}"
     config = pool_config(scheduler, pool)

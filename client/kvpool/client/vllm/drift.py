@@ -10,12 +10,10 @@ from kvpool.client.vllm.manager import KVCacheManager
 NOT_CALLED: Final = {
     "create_kv_cache_blocks": "by the manager itself only",
     "prefix_cache_lookup_enabled": "by the manager itself only",
-    "pop_blocks_for_free": "with a KV connector only",
-    "get_computed_blocks_for_connector": "with a KV connector only",
-    "truncate_computed_blocks": "with a KV connector only",
-    "get_block_ids_for_computed_tokens": "with a KV connector only",
-    "finalize_partial_tail_offloads": "with a KV connector only",
-    "record_blocks_for_zeroing": "with a KV connector only",
+    "pop_blocks_for_free": "where KV connectors load and steps are scheduled ahead",
+    "get_computed_blocks_for_connector": "where KV connectors complete hits of groups that end apart",
+    "truncate_computed_blocks": "where hits end within a block",
+    "record_blocks_for_zeroing": "where blocks are zeroed that KV connectors load",
 }
 """Methods that the scheduler does not call here, and who would."""
 

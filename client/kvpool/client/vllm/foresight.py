@@ -31,13 +31,16 @@ class Foresight:
         self._is_plain = (
             vllm_config.speculative_config is None
             and getattr(scheduler, "ec_connector", None) is None
-            and scheduler.connector is None
             and not getattr(scheduler, "need_mamba_block_aligned_split", False)
             and not getattr(scheduler, "is_encoder_decoder", False)
             and not scheduler.use_pp
             and not getattr(config, "long_prefill_token_threshold_adaptive", False)
         )
-        self._foresees_waiting = self._is_plain and bool(config.enable_chunked_prefill)
+        self._foresees_waiting = (
+            self._is_plain
+            and bool(config.enable_chunked_prefill)
+            and scheduler.connector is None  # which is asked between the look-up and the allocation
+        )
         self._is_for_several = hasattr(scheduler, "kv_holding_waiting")  # a lone request is not held back
 
     def running(self, first: int, tokens_left: int, answered: Container[str]) -> tuple[list[tuple[Request, int]], bool]:

@@ -9,13 +9,16 @@ from itertools import takewhile
 from types import SimpleNamespace
 from typing import Any, Final
 
+from vllm.utils.math_utils import cdiv
 from vllm.v1.metrics.stats import PrefixCacheStats
 from vllm.v1.request import Request as EngineRequest
 from vllm.v1.request import RequestStatus
 
+from kvpool.client.request import Request
 from kvpool.client.results import Answer
 from kvpool.client.session import Session
 from kvpool.client.vllm.blocks import KVCacheBlocks
+from kvpool.client.vllm.connectors import Coordinator
 from kvpool.client.vllm.rounds import Rounds
 from kvpool.client.vllm.versions import COUNTS_ADMISSIONS, SPECS
 from kvpool.server.core.specs import FullAttentionSpec
@@ -51,8 +54,10 @@ class KVCacheManager:
                 zip(config.spans_tokens, self.kv_cache_config.kv_cache_groups, strict=True)
             )
         ]
-        self.coordinator = SimpleNamespace(single_type_managers=managers, enable_partial_hash_hits=False)
         self.rounds = Rounds(session, scheduler)
+        self.coordinator = Coordinator(managers, self.rounds.requests)
+        self._has_connector = scheduler.connector is not None
+        self._cached_tokens: dict[str, int] = {}  # of requests whose contents a connector is bringing
         self._span_tokens = config.hash_block_size
         zeroes = getattr(scheduler, "needs_kv_cache_zeroing", False)
         self._zeroed_groups = [
@@ -152,6 +157,10 @@ class KVCacheManager:
         if not answer.ok:
             return None
         self.rounds.tokens_left -= num_new_tokens
+        if delay_cache_blocks:
+            self._cached_tokens[request.request_id] = num_new_computed_tokens
+        elif self._cached_tokens:
+            self._cached_tokens.pop(request.request_id, None)
         return self._new_blocks(answer)
 
     def _new_blocks(self, answer: Answer) -> KVCacheBlocks | None:
@@ -169,6 +178,7 @@ class KVCacheManager:
     def free(self, request: EngineRequest) -> None:
         """Frees a request's blocks, the last first; it is preempted, or has ended."""
         known = self.rounds.forget_answers(request.request_id)
+        self._cached_tokens.pop(request.request_id, None)
         if known is None:
             return
         if request.status is RequestStatus.RUNNING:
@@ -182,9 +192,15 @@ class KVCacheManager:
         if not self.enable_caching:
             return
         known = self.rounds.requests[request.request_id]
-        cached_tokens = min(known.num_sent_tokens, known.num_computed_tokens)
-        if num_computed_tokens // self._span_tokens > cached_tokens // self._span_tokens:
+        if num_computed_tokens // self._span_tokens > self._num_cached_blocks(known):
             self.rounds.builder.cache_blocks(known, num_computed_tokens)
+            if known.request_id in self._cached_tokens:
+                self._cached_tokens[known.request_id] = num_computed_tokens
+
+    def _num_cached_blocks(self, known: Request) -> int:
+        """Counts the hash blocks of a request that are cached, or were."""
+        num_tokens = min(known.num_sent_tokens, known.num_computed_tokens)
+        return self._cached_tokens.get(known.request_id, num_tokens) // self._span_tokens
 
     def evict_blocks(self, block_ids: Iterable[int]) -> None:
         """Drops the hashes of blocks."""
@@ -216,11 +232,21 @@ class KVCacheManager:
     def get_blocks(self, request_id: str) -> KVCacheBlocks:
         """All blocks of a request."""
         known = self.rounds.requests.get(request_id)
-        return KVCacheBlocks(known.block_ids) if known else self.empty_kv_cache_blocks
+        if known is None:
+            return self.empty_kv_cache_blocks
+        if not self._has_connector:
+            return KVCacheBlocks(known.block_ids)
+        return KVCacheBlocks(known.block_ids, hashes=known.hashes[: self._num_cached_blocks(known)])
 
     def get_block_ids(self, request_id: str) -> tuple[list[int], ...] | None:
         """Copies of their ids."""
         return self.get_blocks(request_id).get_block_ids()
+
+    def get_block_ids_for_computed_tokens(self, request_id: str, num_computed_tokens: int) -> tuple[list[int], ...]:
+        """Copies of the ids of those that computed tokens stand in."""
+        tables = self.get_blocks(request_id).block_ids
+        spans = self.session.config.spans_tokens
+        return tuple(list(ids[: cdiv(num_computed_tokens, span)]) for ids, span in zip(tables, spans, strict=True))
 
     def get_num_common_prefix_blocks(self, running_request_id: str) -> list[int]:
         """Counts the leading blocks of each group of full attention that all requests share that hold blocks."""
@@ -240,8 +266,7 @@ class KVCacheManager:
         known = self.rounds.requests.get(request.request_id)
         if known is None or not self.enable_caching:
             return 0
-        num_tokens = min(known.num_sent_tokens, known.num_computed_tokens)
-        return num_tokens // self._span_tokens * self._span_tokens
+        return self._num_cached_blocks(known) * self._span_tokens
 
     def record_prefix_cache_stats(self, request: EngineRequest, num_hits: int) -> None:
         """Counts the look-up of a request that was admitted."""
@@ -273,5 +298,10 @@ class KVCacheManager:
         return [], []
 
     def take_boundary_state_offloads(self) -> dict[str, Any]:
-        """None: there is no connector."""
+        """None: connectors are served beside no Mamba states."""
         return {}
+
+    def finalize_partial_tail_offloads(self, request: EngineRequest) -> list[tuple[int, int, int]]:
+        """None: likewise."""
+        del request
+        return []

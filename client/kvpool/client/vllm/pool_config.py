@@ -2,6 +2,7 @@
 
 from typing import Any, Final
 
+from kvpool.client.vllm.connectors import lacking
 from kvpool.client.vllm.versions import COUNTS_ADMISSIONS, REUSE_ORDER, SPECS, TAGS_KEYS, VERSION, block_hash_root
 from kvpool.server.core.config import HashScheme, KeyForm, KVCacheGroup, PoolConfig
 from kvpool.server.core.spec_base import DTYPE_SIZES_BYTES, AttentionSpec, KVCacheSpec
@@ -42,14 +43,17 @@ def pool_config(scheduler: Any, pool: str) -> PoolConfig:
     vllm_config, kv_cache_config = scheduler.vllm_config, scheduler.kv_cache_config
     check_supported(scheduler)
     caches = bool(scheduler.cache_config.enable_prefix_caching)
+    groups = tuple(
+        KVCacheGroup(spec_of(group.kv_cache_spec), tuple(group.layer_names))
+        for group in kv_cache_config.kv_cache_groups
+    )
+    if scheduler.connector is not None and (what := lacking(scheduler, groups)):
+        raise UnsupportedError(what)
     return PoolConfig(
         name=PoolName(pool),
         num_blocks=kv_cache_config.num_blocks,
         max_model_len=scheduler.max_model_len,
-        groups=tuple(
-            KVCacheGroup(spec_of(group.kv_cache_spec), tuple(group.layer_names))
-            for group in kv_cache_config.kv_cache_groups
-        ),
+        groups=groups,
         reuse_order=REUSE_ORDER,
         enable_caching=caches,
         use_eagle=_drops_eagle_block(scheduler),
@@ -62,9 +66,6 @@ def pool_config(scheduler: Any, pool: str) -> PoolConfig:
 
 def check_supported(scheduler: Any) -> None:
     """Raises UnsupportedError if the engine is configured to use what the service lacks."""
-    vllm_config = scheduler.vllm_config
-    if vllm_config.kv_transfer_config is not None:
-        raise UnsupportedError("kv_transfer_config", "KV connectors keep a view of vLLM's own block pool")
     if scheduler.enable_kv_cache_events:
         raise UnsupportedError("kv_events_config", "the service publishes the block events of its pools")
     if scheduler.observability_config.kv_cache_metrics:

@@ -1,0 +1,118 @@
+"""A KV connector that moves nothing: what it finds, when loads end and how, follows from each request's id.
+
+What it is told is kept, to be compared.
+"""
+
+import zlib
+from typing import Any, Final
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata
+from vllm.v1.outputs import KVConnectorOutput
+
+ENDS: Final = ("loaded", "loading", "sent", "kept", "failed", "unknown")
+Told = list[tuple[Any, ...]]
+
+
+class ScriptedConnector(KVConnectorBase_V1):  # type: ignore[misc] # untyped where vLLM is not installed
+    """The scheduler's half of a connector.
+
+    Attributes:
+        told: What became of each request, one of `ENDS` first, and what was told of its blocks.
+    """
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any = None) -> None:
+        try:
+            super().__init__(vllm_config, role, kv_cache_config)
+        except TypeError:  # older versions know no third
+            super().__init__(vllm_config, role)
+        self.told: Told = []
+        self._block_size = vllm_config.cache_config.block_size
+        self._asked: dict[str, int] = {}
+        self._loading: dict[str, tuple[int, set[int]]] = {}  # steps left, and blocks that will turn out invalid
+        self._invalid_at_once: dict[str, set[int]] = {}
+        self._sending: dict[str, int] = {}
+
+    # ---- the scheduler's half
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        times = self._asked[request.request_id] = self._asked.get(request.request_id, 0) + 1
+        draw = _draw(request.request_id)
+        left = request.num_tokens - num_computed_tokens
+        aligned = min(draw // 7 % 5, (left - 1) // self._block_size) * self._block_size
+        if draw % 6 == 0 and times == 1:
+            self.told.append(("unknown", request.request_id, num_computed_tokens))
+            return None, False
+        if draw % 6 in (0, 1):
+            return aligned, False
+        if draw % 6 in (2, 3) and times <= 2:
+            return aligned, aligned > 0
+        if draw % 6 == 4 and times == 1:  # all of the prompt
+            return left, left > 0
+        return 0, False
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        is_late = num_external_tokens and _draw(request.request_id) % 6 in (2, 3, 4)
+        (ids,) = blocks.get_block_ids()
+        unhashed = blocks.get_unhashed_block_ids()
+        assert unhashed == [block.block_id for block in blocks.blocks[0] if block.block_hash is None]
+        self.told.append(
+            ("loading" if is_late else "loaded", request.request_id, num_external_tokens, list(ids), unhashed)
+        )
+        if not num_external_tokens:
+            return
+        draw = _draw(f"{request.request_id} {self._asked[request.request_id]}")
+        first = (request.num_tokens - 1) // self._block_size // 2
+        invalid = set(ids[first : first + 1]) if draw % 3 == 0 and set(ids[first:]) & set(unhashed) else set()
+        if invalid and not invalid & set(unhashed):
+            invalid = set(unhashed[:1])
+        if invalid:
+            self.told.append(("failed", request.request_id, sorted(invalid)))
+        if is_late:
+            self._loading[request.request_id] = (draw % 4 + 1, invalid)
+        elif invalid:
+            self._invalid_at_once[request.request_id] = invalid
+
+    def build_connector_meta(self, _: Any) -> KVConnectorMetadata:
+        self._loading = {each: (steps - 1, invalid) for each, (steps, invalid) in self._loading.items()}
+        self._sending = {each: steps - 1 for each, steps in self._sending.items()}
+        return KVConnectorMetadata()
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        has_failed = any(told[:2] == ("failed", request.request_id) for told in self.told)
+        is_kept = _draw(request.request_id) % 3 == 0 and bool(block_ids) and not has_failed
+        is_kept = is_kept and request.request_id not in self._loading
+        self.told.append(("kept" if is_kept else "sent", request.request_id, list(block_ids)))
+        if is_kept:
+            self._sending[request.request_id] = _draw(request.request_id) % 5 + 1
+        return is_kept, None
+
+    # ---- what a worker would say
+
+    def take_output(self, scheduled: set[str]) -> KVConnectorOutput:
+        """What came of the loads and sends of a step."""
+        loaded = {each for each, (steps, _) in self._loading.items() if steps <= 0}
+        sent = {each for each, steps in self._sending.items() if steps <= 0}
+        invalid: set[int] = set().union(*[self._loading.pop(each)[1] for each in sorted(loaded)])
+        for each in scheduled & set(self._invalid_at_once):
+            invalid |= self._invalid_at_once.pop(each)
+        for each in sent:
+            del self._sending[each]
+        return KVConnectorOutput(finished_recving=loaded, finished_sending=sent, invalid_block_ids=invalid)
+
+    # ---- the worker's half, which no model calls here
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        raise NotImplementedError
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        raise NotImplementedError
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
+        raise NotImplementedError
+
+    def wait_for_save(self) -> None:
+        raise NotImplementedError
+
+
+def _draw(text: str) -> int:
+    return zlib.crc32(text.encode())
