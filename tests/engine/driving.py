@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from vllm.config import CacheConfig, KVTransferConfig, ModelConfig, SchedulerConfig, VllmConfig
+from vllm.config import CacheConfig, KVEventsConfig, KVTransferConfig, ModelConfig, SchedulerConfig, VllmConfig
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1 import kv_cache_interface
@@ -40,6 +40,7 @@ class Setup:
         windows: A group each: 0 for full attention, else a sliding window in tokens.
         retention_tokens: vLLM's prefix_cache_retention_interval, where it has one.
         load_failures: Beside the connector of connector.py, what becomes of requests whose loads fail; none if empty.
+        events_endpoint: Where block events are published, and their replay with ".replay"; nowhere if empty.
     """
 
     num_blocks: int = 64
@@ -57,6 +58,7 @@ class Setup:
     retention_tokens: int | None = 0
     hash_algorithm: str = "sha256"
     load_failures: str = ""
+    events_endpoint: str = ""
     additional_config: dict[str, Any] = field(default_factory=dict, hash=False)
 
 
@@ -100,6 +102,7 @@ def make_scheduler(scheduler_class: Any, setup: Setup, folder: Path) -> Any:
         scheduler_config=scheduler_config,
         model_config=model_config,
         cache_config=cache_config,
+        kv_events_config=_events(setup.events_endpoint) if setup.events_endpoint else None,
         kv_transfer_config=_transfer(setup.load_failures) if setup.load_failures else None,
         additional_config=setup.additional_config,
     )
@@ -120,6 +123,12 @@ def _transfer(failures: str) -> KVTransferConfig:
         kv_connector_module_path="engine.connector",
         kv_role="kv_both",
         kv_load_failure_policy=failures,
+    )
+
+
+def _events(endpoint: str) -> KVEventsConfig:
+    return KVEventsConfig(
+        enable_kv_cache_events=True, publisher="zmq", endpoint=endpoint, replay_endpoint=f"{endpoint}.replay"
     )
 
 

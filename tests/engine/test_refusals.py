@@ -30,7 +30,6 @@ class _Binding(_Plain):
 SET: dict[str, tuple[str, Any, str]] = {
     "a connector of the pool's": ("connector", _Binding(), "_Binding, which works on vLLM's own block pool"),
     "such a one among others": ("connector", SimpleNamespace(_connectors=[_Plain(), _Binding()]), "_Binding, which"),
-    "events": ("enable_kv_cache_events", True, "kv_events_config"),
     "block metrics": ("observability_config.kv_cache_metrics", True, "kv_cache_metrics"),
     "multi-module MTP": ("num_prefill_lookahead", 3, "multi-module MTP"),
     "replay": ("prefix_replay_tokens", 128, "bounded replay"),

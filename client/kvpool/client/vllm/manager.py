@@ -19,6 +19,7 @@ from kvpool.client.results import Answer
 from kvpool.client.session import Session
 from kvpool.client.vllm.blocks import KVCacheBlocks
 from kvpool.client.vllm.connectors import Coordinator
+from kvpool.client.vllm.events import EventForwarder
 from kvpool.client.vllm.rounds import Rounds
 from kvpool.client.vllm.versions import COUNTS_ADMISSIONS, SPECS
 from kvpool.server.core.specs import FullAttentionSpec
@@ -33,14 +34,16 @@ class KVCacheManager:
     Attributes:
         session: The engine's session.
         rounds: What is asked of it.
+        events: What publishes the pool's events, if the engine does.
         empty_kv_cache_blocks: No blocks.
     """
 
     mamba_shared_prefix_checkpoint = False
 
-    def __init__(self, session: Session, scheduler: Any) -> None:
+    def __init__(self, session: Session, scheduler: Any, events: EventForwarder | None = None) -> None:
         config = session.config
         self.session = session
+        self.events = events
         self.enable_caching = config.enable_caching
         self.log_stats = scheduler.log_stats
         self.max_model_len = config.max_model_len
@@ -82,21 +85,24 @@ class KVCacheManager:
             self.rounds.ask_waiting(request)
         if request.request_id in admitted:
             answer = admitted[request.request_id][1]
-            if not answer.ok:
-                return self._looked_up(self.empty_kv_cache_blocks, 0)
-            return self._looked_up(KVCacheBlocks(answer.hit_blocks), answer.num_hit_tokens)
-        return self._look_up(request)
+            blocks, num_tokens = self.empty_kv_cache_blocks, 0
+            if answer.ok:
+                blocks, num_tokens = KVCacheBlocks(answer.hit_blocks), answer.num_hit_tokens
+        else:
+            blocks, num_tokens = self._look_up(request)
+        if self.events and num_tokens and getattr(request, "kv_cache_report_mode", "") == "full":
+            self.events.tell_found(request, blocks.block_ids)
+        return self._looked_up(blocks, num_tokens)
 
-    def _look_up(self, request: EngineRequest) -> tuple[Any, ...]:
+    def _look_up(self, request: EngineRequest) -> tuple[KVCacheBlocks, int]:
         known, builder = self.rounds.known(request), self.rounds.builder
         answer = builder.find_computed_blocks(known) if COUNTS_ADMISSIONS else builder.get_computed_blocks(known)
         self.rounds.send()
         if not COUNTS_ADMISSIONS:
             self._count(request, answer.num_hit_tokens)
         if not answer.num_hit_tokens:
-            return self._looked_up(self.empty_kv_cache_blocks, 0)
-        blocks = KVCacheBlocks(answer.hit_blocks, answer.computed)
-        return self._looked_up(blocks, answer.num_hit_tokens)
+            return self.empty_kv_cache_blocks, 0
+        return KVCacheBlocks(answer.hit_blocks, answer.computed), answer.num_hit_tokens
 
     @staticmethod
     def _looked_up(blocks: KVCacheBlocks, num_tokens: int) -> tuple[Any, ...]:
@@ -285,7 +291,7 @@ class KVCacheManager:
         return stats
 
     def take_events(self) -> list[Any]:
-        """No events: the service publishes those of the pool."""
+        """None here: they are published as the service tells them."""
         return []
 
     def take_new_block_ids(self) -> list[int]:

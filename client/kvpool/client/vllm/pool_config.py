@@ -56,6 +56,7 @@ def pool_config(scheduler: Any, pool: str) -> PoolConfig:
         groups=groups,
         reuse_order=REUSE_ORDER,
         enable_caching=caches,
+        enable_events=bool(scheduler.enable_kv_cache_events),
         use_eagle=_drops_eagle_block(scheduler),
         dcp_world_size=scheduler.dcp_world_size,
         hash_scheme=_hash_scheme(scheduler.cache_config.prefix_caching_hash_algo) if caches else HashScheme(),
@@ -66,8 +67,6 @@ def pool_config(scheduler: Any, pool: str) -> PoolConfig:
 
 def check_supported(scheduler: Any) -> None:
     """Raises UnsupportedError if the engine is configured to use what the service lacks."""
-    if scheduler.enable_kv_cache_events:
-        raise UnsupportedError("kv_events_config", "the service publishes the block events of its pools")
     if scheduler.observability_config.kv_cache_metrics:
         raise UnsupportedError("kv_cache_metrics", "the service samples how long blocks live")
     if getattr(scheduler, "num_prefill_lookahead", 0) > 1:

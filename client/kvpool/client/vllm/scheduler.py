@@ -9,6 +9,7 @@ from vllm.v1.core.sched.scheduler import Scheduler as EngineScheduler
 
 from kvpool.client.connection import Client
 from kvpool.client.vllm.attach import attach
+from kvpool.client.vllm.events import EventForwarder
 from kvpool.client.vllm.manager import KVCacheManager
 from kvpool.client.vllm.settings import Settings
 from kvpool.server.core.errors import KvpoolError
@@ -36,7 +37,10 @@ class Scheduler(EngineScheduler):  # type: ignore[misc]  # vLLM has no types her
         super().__init__(vllm_config, *args, **kwargs)
         self._kvpool_client: Client
         self._kvpool_client, session = attach(self, Settings.of(vllm_config.additional_config))
-        self.kv_cache_manager = KVCacheManager(session, self)
+        events = None
+        if session.config.makes_events and self.enable_kv_cache_events:
+            events = EventForwarder(self._kvpool_client, session.config, self.kv_event_publisher)
+        self.kv_cache_manager = KVCacheManager(session, self, events)
         self._rounds: deque[tuple[Any, int]] = deque()
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
@@ -72,6 +76,8 @@ class Scheduler(EngineScheduler):  # type: ignore[misc]  # vLLM has no types her
 
     def shutdown(self) -> None:
         """Ends the session, so that its blocks are free at once; if the service is gone, its lease does."""
+        if self.kv_cache_manager.events:
+            self.kv_cache_manager.events.close()
         super().shutdown()
         session = self.kv_cache_manager.session
         try:

@@ -1,0 +1,107 @@
+"""The block events of an engine's pool, published where vLLM publishes those of its own.
+
+1. They are published as they happen, by a thread that follows the pool, whether the engine has steps to run or not.
+2. At first, and where the pool cannot be followed without a gap, all is told cleared, then what is cached.
+3. A prefix is told removed when its last copy is gone; each copy of it, as vLLM does, where a version cannot tell of
+   which group it was.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any, Final
+
+from vllm.distributed import kv_events
+from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
+
+from kvpool.client.connection import Client
+from kvpool.client.transport import EventBatch, WatchKind
+from kvpool.server.core.config import PoolConfig
+from kvpool.server.core.events import AllBlocksCleared, BlockEvent, BlockRemoved, BlockStored
+
+TELLS_GROUPS: Final = "group_idx" in kv_events.BlockRemoved.__struct_fields__
+"""Whether vLLM's events say which group a block is of."""
+
+_MEDIUM: Final = "GPU"
+
+_log = logging.getLogger("kvpool.client.vllm")
+
+
+class EventForwarder:
+    """Publishes a pool's events through an engine's publisher, until it is closed."""
+
+    def __init__(self, client: Client, config: PoolConfig, publisher: Any) -> None:
+        self._pool = config.name
+        self._hash_block_size = config.hash_block_size
+        self._publisher = publisher
+        self._is_closed = False
+        batches = client.watch(config.name, snapshot=True)
+        threading.Thread(target=self._forward, args=(batches,), name="kvpool-events", daemon=True).start()
+
+    def close(self) -> None:
+        """Publishes nothing more; the thread ends with the connection."""
+        self._is_closed = True
+
+    def tell_found(self, request: Any, block_ids: Sequence[Sequence[int]]) -> None:
+        """Tells what a look-up found, for a request that asks for it (`kv_cache_report_mode`)."""
+        size = self._hash_block_size
+        found = [
+            _known(
+                kv_events.BlockStored,
+                block_hashes=list(map(maybe_convert_block_hash, request.block_hashes[: len(ids)])),
+                parent_block_hash=None,
+                token_ids=list(request.all_token_ids[: len(ids) * size]),
+                block_size=size,
+                lora_name=request.lora_request.lora_name if request.lora_request else None,
+                group_idx=group_id,
+                session_id=getattr(request, "session_id", None),
+            )
+            for group_id, ids in enumerate(block_ids)
+            if ids
+        ]
+        self._publish(time.time(), found)
+
+    def _forward(self, batches: Iterator[EventBatch]) -> None:
+        try:
+            for batch in batches:
+                events = [told for event in batch.events if (told := _event(event)) is not None]
+                if batch.kind is WatchKind.START:
+                    events.insert(0, kv_events.AllBlocksCleared())
+                self._publish(batch.time_seconds, events)
+        except Exception as error:  # noqa: BLE001 - whatever ends them: the engine can do without, and must be told
+            if not self._is_closed:
+                _log.error("events no longer published", extra={"pool": self._pool, "error": str(error)})
+
+    def _publish(self, time_seconds: float, events: list[Any]) -> None:
+        if events and not self._is_closed:
+            self._publisher.publish(kv_events.KVEventBatch(ts=time_seconds, events=events))
+
+
+def _event(event: BlockEvent) -> Any:
+    """An event as vLLM's own; None for a copy that was removed, where others are left."""
+    match event:
+        case AllBlocksCleared():
+            return kv_events.AllBlocksCleared()
+        case BlockRemoved():
+            if event.copies_left and TELLS_GROUPS:
+                return None
+            block_hash = maybe_convert_block_hash(event.block_hash)
+            return _known(kv_events.BlockRemoved, block_hashes=[block_hash], group_idx=event.group_id)
+        case BlockStored():
+            parent = event.parent_block_hash
+            return _known(
+                kv_events.BlockStored,
+                block_hashes=list(map(maybe_convert_block_hash, event.block_hashes)),
+                parent_block_hash=None if parent is None else maybe_convert_block_hash(parent),
+                token_ids=event.token_ids.tolist(),
+                block_size=event.block_size,
+                lora_name=event.lora_name,
+                group_idx=event.group_id,
+            )
+
+
+def _known(kind: Any, **fields: object) -> Any:
+    """Makes an event with those of the fields that this version has."""
+    given = {"lora_id": None, "medium": _MEDIUM, **fields}
+    return kind(**{name: value for name, value in given.items() if name in kind.__struct_fields__})

@@ -1,0 +1,146 @@
+"""What an engine on the service publishes of its blocks is what vLLM publishes, as its consumers read it."""
+
+import time
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
+from vllm.v1.core.sched.scheduler import Scheduler as Plain
+from vllm.v1.request import Request
+
+from engine.driving import Driver, Setup, make_scheduler
+from kvpool.client.vllm import Scheduler
+from kvpool.client.vllm.events import TELLS_GROUPS
+
+WAIT_SECONDS = 20.0
+_REPORTS_FOUND = "kv_cache_report_mode" in Request.__init__.__code__.co_names
+SETUPS = {"plain": Setup(num_blocks=40), "windows": Setup(num_blocks=80, windows=(0, 40), retention_tokens=None)}
+
+
+def published(endpoint: str) -> list[Any]:
+    """All events so far, by the publisher's replay, as a consumer asks for it."""
+    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        socket.linger = 0
+        socket.rcvtimeo = int(WAIT_SECONDS * 1000)
+        socket.connect(f"{endpoint}.replay")
+        socket.send_multipart([b"", (0).to_bytes(8, "big")])
+        events: list[Any] = []
+        expected = 0
+        while True:
+            *_, number, payload = socket.recv_multipart()
+            if not payload:
+                return events
+            assert int.from_bytes(number, "big") == expected
+            expected += 1
+            events += msgspec.msgpack.decode(payload, type=KVEventBatch).events
+
+
+def stored(events: list[Any]) -> list[tuple[Any, ...]]:
+    """Each block that was told, in order; of windows not its tokens, which vLLM tells of more blocks than these."""
+    told: list[tuple[Any, ...]] = []
+    for event in events:
+        if isinstance(event, BlockStored):
+            parents = [event.parent_block_hash, *event.block_hashes]
+            group = getattr(event, "group_idx", None)
+            told += [(each, group, event.block_size, event.lora_name) for each in event.block_hashes]
+            if not group:
+                tokens = event.token_ids
+                assert len(tokens) == len(event.block_hashes) * event.block_size
+                size = event.block_size
+                told += [
+                    (each, parents[i], tuple(tokens[i * size : (i + 1) * size]))
+                    for i, each in enumerate(event.block_hashes)
+                ]
+    return told
+
+
+def held(events: list[Any], *, by_copy: bool) -> set[Any]:
+    """What a consumer thinks is cached, after all of them."""
+    copies: Counter[Any] = Counter()
+    for event in events:
+        if isinstance(event, AllBlocksCleared):
+            copies.clear()
+            continue
+        for each in event.block_hashes:
+            key = (getattr(event, "group_idx", None), each)
+            if isinstance(event, BlockRemoved):
+                copies[key] -= copies[key] if not by_copy else 1
+            else:
+                copies[key] += 1
+    return {key for key, count in copies.items() if count > 0}
+
+
+def both(setup: Setup, on_service: Setup) -> tuple[list[Any], list[Any]]:
+    """What each has published, once it comes to the same, or is not going to."""
+    due = time.monotonic() + WAIT_SECONDS
+    while True:
+        plain, served = published(setup.events_endpoint), published(on_service.events_endpoint)
+        is_same = len(stored(plain)) == len(stored(served))
+        is_same = is_same and held(plain, by_copy=True) == held(served, by_copy=not TELLS_GROUPS)
+        if is_same or time.monotonic() > due:
+            return plain, served
+        time.sleep(0.05)  # the last of them may be under way
+
+
+def play(scheduler_class: Any, setup: Setup, folder: Path) -> Driver:
+    """Requests that share prefixes, in a pool that must give most of what it caches up."""
+    driver = Driver(make_scheduler(scheduler_class, setup, folder), setup)
+    for i in range(24):
+        values: dict[str, Any] = {"cache_salt": "s"} if i % 7 == 3 else {}
+        if i % 3 == 1:
+            values["sampling"] = {"prompt_logprobs": 1}  # reads no cache, and so stores copies
+        driver.add(f"r{i}", [(i // 3 * 11 + j) % 512 for j in range(60 + 20 * (i % 3))], 20, **values)
+        if i % 3 == 2:
+            while not driver.is_idle:
+                driver.step()
+    return driver
+
+
+@pytest.mark.parametrize("name", SETUPS)
+def test_the_events_are_those_of_vllm(name: str, address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONHASHSEED", "0")  # older versions draw the root of hashes otherwise
+    setup = replace(SETUPS[name], events_endpoint=f"ipc://{tmp_path}/plain")
+    attached = {"kvpool": {"address": address, "pool": f"events.{name}"}}
+    on_service = replace(setup, events_endpoint=f"ipc://{tmp_path}/served", additional_config=attached)
+    drivers = [play(Plain, setup, tmp_path), play(Scheduler, on_service, tmp_path)]
+    plain, served = both(setup, on_service)
+    assert stored(served) == stored(plain)
+    assert held(served, by_copy=not TELLS_GROUPS) == held(plain, by_copy=True)
+    assert any(isinstance(event, BlockRemoved) for event in plain)
+
+    for driver in drivers:
+        assert driver.scheduler.reset_prefix_cache()
+        driver.add("again", [5] * 40, 4)
+        while not driver.is_idle:
+            driver.step()
+    plain, served = both(setup, on_service)
+    assert held(served, by_copy=not TELLS_GROUPS) == held(plain, by_copy=True)
+    assert len(held(plain, by_copy=True)) <= 2 * len(setup.windows)
+    for driver in drivers:
+        driver.scheduler.shutdown()
+
+
+@pytest.mark.skipif(not _REPORTS_FOUND, reason="only newer versions tell it")
+def test_a_request_may_ask_to_be_told_what_was_found(address: str, tmp_path: Path) -> None:
+    setup = Setup(events_endpoint=f"ipc://{tmp_path}/plain")
+    attached = {"kvpool": {"address": address, "pool": "events.found"}}
+    on_service = replace(setup, events_endpoint=f"ipc://{tmp_path}/served", additional_config=attached)
+    told = []
+    for kind, each in ((Plain, setup), (Scheduler, on_service)):
+        driver = Driver(make_scheduler(kind, each, tmp_path), each)
+        for i in range(2):
+            driver.add(f"r{i}", [7] * 50, 2, sampling={"extra_args": {"kv_cache_report_mode": "full"}})
+            while not driver.is_idle:
+                driver.step()
+        due = time.monotonic() + WAIT_SECONDS
+        while len(stored(published(each.events_endpoint))) < 12 and time.monotonic() < due:
+            time.sleep(0.05)
+        told.append(stored(published(each.events_endpoint)))
+        driver.scheduler.shutdown()
+    assert sorted(told[0], key=repr) == sorted(told[1], key=repr)
+    assert len(told[0]) == 12  # three blocks stored, and found, each with its tokens
