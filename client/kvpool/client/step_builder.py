@@ -220,9 +220,11 @@ class StepBuilder:
         if is_named_twice:
             raise InvalidArgumentError("requests", "one is named twice in this step")
 
-    def can_decode(self, request: Request) -> bool:
-        """Whether nothing in the step forbids a decode of a request: it is named by no operation, and runs."""
-        return request.number not in self._named and request not in self.quiet and request.num_computed_tokens > 0
+    def can_decode(self, requests: Sequence[Request]) -> bool:
+        """Whether nothing in the step forbids a decode of each: they are named by no operation, and run."""
+        if 0 in [request.num_computed_tokens for request in requests]:
+            return False
+        return self.quiet.keys().isdisjoint(requests) and self._named.isdisjoint([each.number for each in requests])
 
     def fill(self, row: DecodeRow, filling: Sequence[Request]) -> None:
         """Lets decodes of a batch that fill a block take their room without asking."""

@@ -1,6 +1,6 @@
 """The calls of a round that are foreseen, asked in one message: tokens for running requests, then admissions."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from vllm.v1.request import Request as EngineRequest
@@ -14,6 +14,9 @@ from kvpool.server.core.terms import USUAL_TERMS, Terms
 
 Asked = Sequence[tuple[EngineRequest, Request]]
 """Requests of the engine, and what the session knows them as."""
+
+Given = tuple[KVCacheBlocks | None, int]
+"""What a running request got, None if it was refused; and for how many tokens."""
 
 
 class _One(NamedTuple):
@@ -72,25 +75,35 @@ class Ahead:
             self.admissions.append((request.request_id, known, builder.admit(known, most_tokens, terms=of_it)))
         builder.admission_budget_tokens = budget_tokens
 
-    def given(self, nothing: KVCacheBlocks) -> Iterator[tuple[str, KVCacheBlocks | None, int]]:
-        """Once it is sent, or need not be: what each running request got, and the tokens; None if it was refused.
+    def given(self, nothing: KVCacheBlocks) -> dict[str, Given]:
+        """Once it is sent, or need not be: what each running request got.
 
         Those after one that was refused are left out: they were not tried.
 
         Args:
             nothing: What stands for no new blocks.
         """
+        given: dict[str, Given] = {}
         for part in self._asked:
-            if isinstance(part, _One):
-                request_id, answer, num_tokens = part
-                new = KVCacheBlocks(answer.new_blocks) if any(answer.new_blocks) else nothing
-                if answer.outcome is not Outcome.SKIPPED:
-                    is_given = answer.ok or answer.outcome is None
-                    yield request_id, new if is_given else None, num_tokens
+            if isinstance(part, _Together):
+                given.update(_given_together(part, nothing))
                 continue
-            ids, decodes = part
-            for place, (each_id, block_ids) in enumerate(zip(ids, decodes.new_blocks, strict=True)):
-                if place not in decodes.refused:
-                    yield each_id, KVCacheBlocks(block_ids) if any(block_ids) else nothing, 1
-                elif decodes.refused[place] is not Outcome.SKIPPED:
-                    yield each_id, None, 1
+            request_id, answer, num_tokens = part
+            if answer.outcome is not Outcome.SKIPPED:
+                new = KVCacheBlocks(answer.new_blocks) if any(answer.new_blocks) else nothing
+                given[request_id] = (new if answer.ok or answer.outcome is None else None, num_tokens)
+        return given
+
+
+def _given_together(part: _Together, nothing: KVCacheBlocks) -> dict[str, Given]:
+    ids, decodes = part
+    given: dict[str, Given] = dict.fromkeys(ids, (nothing, 1))
+    for each_id, new in zip(ids, decodes.new_blocks, strict=True):
+        if any(new):
+            given[each_id] = (KVCacheBlocks(new), 1)
+    for place, outcome in decodes.refused.items():
+        if outcome is Outcome.SKIPPED:
+            del given[ids[place]]
+        else:
+            given[ids[place]] = (None, 1)
+    return given

@@ -5,7 +5,7 @@
 2. What is foreseen wrongly is undone, so that it costs a message, and never a result: see `Rounds`.
 """
 
-from collections.abc import Container, Iterator
+from collections.abc import Collection, Iterator
 from typing import Any, Final
 
 from vllm.v1.request import Request, RequestStatus
@@ -43,7 +43,9 @@ class Foresight:
         )
         self._is_for_several = hasattr(scheduler, "kv_holding_waiting")  # a lone request is not held back
 
-    def running(self, first: int, tokens_left: int, answered: Container[str]) -> tuple[list[tuple[Request, int]], bool]:
+    def running(
+        self, first: int, tokens_left: int, answered: Collection[str]
+    ) -> tuple[list[tuple[Request, int]], bool]:
         """The requests from a place on that run and will ask for tokens, and for how many each.
 
         Args:
@@ -59,17 +61,17 @@ class Foresight:
         asking: list[tuple[Request, int]] = []
         scheduler, most = self._scheduler, self.long_prefill_tokens()
         most_tokens = scheduler.max_model_len - self._sampled
-        for request in scheduler.running[first:]:
+        for request in scheduler.running[first:] if first else scheduler.running:
             if tokens_left <= 0:
                 break
-            if request.request_id in answered:
+            if answered and request.request_id in answered:
                 continue
             computed, placeholders = request.num_computed_tokens, request.num_output_placeholders
             if placeholders and computed + 2 - placeholders >= request.num_prompt_tokens + request.max_tokens:
                 continue  # the step in flight is its last
-            if request.spec_token_ids or request.has_encoder_inputs:
+            if request.spec_token_ids or request.mm_features:
                 return asking, False
-            new = request.num_tokens + placeholders - computed
+            new = len(request._all_token_ids) + placeholders - computed  # noqa: SLF001 - its property takes long
             if new > 1:
                 new = min(new, tokens_left, most_tokens - computed, most or new)
             elif computed >= most_tokens:
@@ -101,7 +103,7 @@ class Foresight:
                 request.status in _ADMISSIBLE
                 and request.num_computed_tokens == 0
                 and not request.lora_request
-                and not request.has_encoder_inputs
+                and not request.mm_features
                 and not request.skip_reading_prefix_cache
                 and not getattr(request, "num_stale_output_tokens", 0)
             )

@@ -127,12 +127,12 @@ class KVCacheManager:
     ) -> KVCacheBlocks | None:
         """Makes room for more tokens; None if there is too little: see vLLM's manager."""
         del skip_zeroing_group_ids
-        computed = new_computed_blocks.computed if new_computed_blocks else None
         if request.status is RequestStatus.RUNNING:
-            answered = self.rounds.answer(request, num_new_tokens)
-            if answered:
-                return self._given(answered[0])
-        elif request.request_id in self.rounds.admitted:
+            given = self.rounds.answer(request, num_new_tokens)
+            if given:
+                return self._given(given[0]) if self._zeroed_groups else given[0]
+        computed = new_computed_blocks.computed if new_computed_blocks else None
+        if request.request_id in self.rounds.admitted:
             answer = self.rounds.admitted[request.request_id][1]
             got = (answer.num_hit_tokens, answer.num_new_tokens)
             if not answer.ok or got == (num_new_computed_tokens, num_new_tokens):

@@ -16,7 +16,7 @@ from kvpool.client.request import Request
 from kvpool.client.results import Answer
 from kvpool.client.session import Session
 from kvpool.client.step_builder import StepBuilder
-from kvpool.client.vllm.ahead import Ahead
+from kvpool.client.vllm.ahead import Ahead, Given
 from kvpool.client.vllm.blocks import KVCacheBlocks
 from kvpool.client.vllm.foresight import Foresight
 from kvpool.client.vllm.versions import COUNTS_ADMISSIONS
@@ -55,7 +55,7 @@ class Rounds:
         watermark = getattr(scheduler.scheduler_config, "watermark", 0.0)
         self.watermark_blocks = int(watermark * session.config.num_blocks)
         self._nothing = KVCacheBlocks([()] * len(session.config.groups))
-        self._answers: dict[str, tuple[KVCacheBlocks | None, int]] = {}  # of running requests, and for how many tokens
+        self._answers: dict[str, Given] = {}  # of running requests
         self._executed = self._told = self._launched = 0  # numbers of steps
         self._look_ahead = _FIRST_LOOK_AHEAD
 
@@ -127,14 +127,15 @@ class Rounds:
             self.send()
         return self.builder
 
-    def answer(self, request: EngineRequest, num_tokens: int) -> tuple[KVCacheBlocks | None] | None:
-        """What a running request gets that asks for so many tokens, None if it is refused; None if not foreseen."""
-        if request.request_id not in self._answers:
+    def answer(self, request: EngineRequest, num_tokens: int) -> Given | None:
+        """What a running request gets that asks for so many tokens; None if that was not foreseen."""
+        given = self._answers.pop(request.request_id, None)
+        if given is None:
             ahead = Ahead()
             self._run_ahead(ahead, self._scheduler.running.index(request))
             self._send_ahead(ahead)
-        blocks, num_foreseen = self._answers.pop(request.request_id, (None, 0))
-        return (blocks,) if num_foreseen == num_tokens else None
+            given = self._answers.pop(request.request_id, None)
+        return given if given and given[1] == num_tokens else None
 
     def ask_waiting(self, request: EngineRequest) -> None:
         """Admits a request and those behind it, in one message, if what they will ask is foreseen."""
@@ -164,13 +165,14 @@ class Rounds:
         """Adds the running requests from a place on, as far as that is foreseen; whether they are all that will ask."""
         foreseen, is_all = self._foresight.running(first, self.tokens_left, self._answers)
         asked: list[tuple[EngineRequest, Request, int]] = []
+        requests = self.requests
         for request, num_tokens in foreseen:
-            known = self.requests.get(request.request_id)
+            known = requests.get(request.request_id)
             if known is None or known.num_computed_tokens != request.num_computed_tokens:
                 is_all = False
                 break
             asked.append((request, known, num_tokens))
-        if not all([self.builder.can_decode(known) for _, known, _ in asked]):  # noqa: C419 - a generator is slower
+        if not self.builder.can_decode([known for _, known, _ in asked]):
             self.send()
         together: list[tuple[EngineRequest, Request]] = []
         for request, known, num_tokens in asked:
@@ -200,10 +202,9 @@ class Rounds:
         """Sends what is asked ahead, if it needs an answer, and takes note of the answers."""
         if self.builder.rows and not ahead.is_empty:
             self.send()
-        for request_id, blocks, num_tokens in ahead.given(self._nothing):
-            self._answers[request_id] = blocks, num_tokens
-            if blocks is not None:
-                self.tokens_left -= num_tokens
+        given = ahead.given(self._nothing)
+        self._answers.update(given)
+        self.tokens_left -= sum([num_tokens for blocks, num_tokens in given.values() if blocks is not None])
         num_admitted = 0
         for request_id, known, answer in ahead.admissions:
             if answer.outcome is Outcome.SKIPPED:
