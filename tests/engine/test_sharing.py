@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -115,7 +114,7 @@ def test_a_killed_engine_gives_its_blocks_back_to_the_next(address: str, tmp_pat
     command = [sys.executable, __file__, address, "killed", str(tmp_path)]
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
     with (
-        subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env) as process,
+        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env) as process,
         connect(address) as client,
     ):
         assert process.stdout
@@ -177,7 +176,7 @@ def _run_until_killed(address: str, pool: str, folder: Path) -> None:
     for _ in range(5):
         engine.driver.step()
     print("running", flush=True)
-    time.sleep(WAIT_SECONDS)
+    sys.stdin.read()  # until it is killed, or the test is gone
     os._exit(1)
 
 
