@@ -1,10 +1,12 @@
-"""The service that engines are attached to."""
+"""What stands before tests of vLLM: its import, where it is there, and the service that engines are attached to."""
 
 import signal
 import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import suppress
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -14,7 +16,21 @@ from support_workers import LoggingProcess
 
 with warnings.catch_warnings(), suppress(ImportError):
     warnings.simplefilter("ignore")  # what vLLM and torch say of themselves as they are imported
-    import vllm.v1.core.sched.async_scheduler  # noqa: F401
+    import_module("vllm.v1.core.sched.async_scheduler")
+
+
+class _NeedsVllm(pytest.Module):
+    """A file of tests that is not imported."""
+
+    def collect(self) -> Iterator[pytest.Item]:
+        pytest.skip("vLLM is not installed here")
+
+
+def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Module | None:
+    if find_spec("vllm"):
+        return None
+    skipped: pytest.Module = _NeedsVllm.from_parent(parent, path=module_path)
+    return skipped
 
 
 @pytest.fixture(scope="session")

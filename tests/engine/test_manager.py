@@ -4,18 +4,11 @@ Run it with the interpreter that has vLLM 0.32: see tests/bench/install_vllm.sh.
 """
 
 import os
-import warnings
 from collections import Counter
-from importlib.util import find_spec
 
 import pytest
 
-if find_spec("vllm") is None:
-    pytest.skip("vLLM is not installed here", allow_module_level=True)
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    from engine.manager_pair import Program, Shape
+from engine.manager_pair import Program, Shape
 
 SEEDS = int(os.environ.get("KVPOOL_ENGINE_SEEDS", "20"))
 RETENTIONS = (None, 0, 4, 8, 16, 32, 64)

@@ -11,31 +11,28 @@ from random import Random
 from typing import Any
 
 import pytest
+import torch
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1 import kv_cache_interface as interface
+from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.request import Request as EngineRequest
+from vllm.v1.request import RequestStatus
 
-torch = pytest.importorskip("torch", reason="vLLM's specs name torch's types")
-vllm = pytest.importorskip("vllm", reason="the reference is vLLM's own manager, of 0.32")
-
-from vllm.sampling_params import SamplingParams  # noqa: E402 - not before it is known to be there
-from vllm.utils.hashing import get_hash_fn_by_name  # noqa: E402
-from vllm.v1 import kv_cache_interface as interface  # noqa: E402
-from vllm.v1.core.kv_cache_manager import KVCacheManager  # noqa: E402
-from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash  # noqa: E402
-from vllm.v1.request import Request as EngineRequest  # noqa: E402
-from vllm.v1.request import RequestStatus  # noqa: E402
-
-from kvpool.server.core import types  # noqa: E402
-from kvpool.server.core.config import KVCacheGroup, PoolConfig, ReuseOrder  # noqa: E402
-from kvpool.server.core.integrity import check_integrity  # noqa: E402
-from kvpool.server.core.pool import ComputedBlocks, Pool  # noqa: E402
-from kvpool.server.core.request import Request  # noqa: E402
-from kvpool.server.core.spec_base import KVCacheSpec  # noqa: E402
-from kvpool.server.core.specs import (  # noqa: E402
+from kvpool.server.core import types
+from kvpool.server.core.config import KVCacheGroup, PoolConfig, ReuseOrder
+from kvpool.server.core.integrity import check_integrity
+from kvpool.server.core.pool import ComputedBlocks, Pool
+from kvpool.server.core.request import Request
+from kvpool.server.core.spec_base import KVCacheSpec
+from kvpool.server.core.specs import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
     SlidingWindowSpec,
 )
-from kvpool.server.core.terms import USUAL_TERMS, Terms  # noqa: E402
-from kvpool.server.core.types import BlockHash, BlockId, PoolName, RequestId, RequestNumber, WriterId  # noqa: E402
+from kvpool.server.core.terms import USUAL_TERMS, Terms
+from kvpool.server.core.types import BlockHash, BlockId, PoolName, RequestId, RequestNumber, WriterId
 
 if not hasattr(EngineRequest("r", [1], SamplingParams(), None), "num_in_flight_tokens"):
     pytest.skip("this vLLM knows no tokens in flight; 0.32 does", allow_module_level=True)
