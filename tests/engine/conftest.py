@@ -14,6 +14,8 @@ import pytest
 
 from support_workers import LoggingProcess
 
+pytest.register_assert_rewrite("engine.manager_pair", "engine.manager_program")  # what differs is shown
+
 with warnings.catch_warnings(), suppress(ImportError):
     warnings.simplefilter("ignore")  # what vLLM and torch say of themselves as they are imported
     import_module("vllm.v1.core.sched.async_scheduler")

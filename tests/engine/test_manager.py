@@ -8,7 +8,7 @@ from collections import Counter
 
 import pytest
 
-from engine.manager_pair import Program, Shape
+from engine.manager_program import Program, Shape
 
 SEEDS = int(os.environ.get("KVPOOL_ENGINE_SEEDS", "20"))
 RETENTIONS = (None, 0, 4, 8, 16, 32, 64)

@@ -1,0 +1,224 @@
+"""A schedule for vLLM's own manager and a pool. After each call all that can be seen of both is compared.
+
+Import it where vLLM 0.32 or later is installed.
+"""
+
+import random
+from dataclasses import dataclass
+from typing import Any, Final
+
+from engine.manager_pair import BLOCK_SIZE, WRITER, ManagerPair, RequestPair, make_groups
+from kvpool.server.core.config import PoolConfig
+from kvpool.server.core.integrity import check_integrity
+from kvpool.server.core.pool import ComputedBlocks
+from kvpool.server.core.session import Session
+from kvpool.server.core.spec_base import KVCacheSpec
+from kvpool.server.core.specs import ChunkedLocalAttentionSpec, FullAttentionSpec, SlidingWindowSpec
+from kvpool.server.core.types import BlockId, PoolName, Sequence, SessionId
+
+MAX_MODEL_LEN: Final = 160
+_STEP: Final = Sequence(1)
+_MAX_RUNNING: Final = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A pool. A group is what its window is: 0 for full attention, negative for chunks of so many tokens."""
+
+    windows: tuple[int, ...]
+    retention_tokens: int | None
+    use_eagle: bool
+
+    @property
+    def specs(self) -> list[KVCacheSpec]:
+        return [_spec(window) for window in self.windows]
+
+
+def _spec(window: int) -> KVCacheSpec:
+    if window < 0:
+        return ChunkedLocalAttentionSpec(BLOCK_SIZE, attention_chunk_size=-window)
+    return SlidingWindowSpec(BLOCK_SIZE, sliding_window=window) if window else FullAttentionSpec(BLOCK_SIZE)
+
+
+class Program:
+    """A schedule drawn from a seed, as a scheduler with too few blocks makes it.
+
+    Attributes:
+        num_hits: Look-ups that found something.
+        num_junctions: Look-ups that found a junction.
+        num_refusals: Allocations that found too few blocks.
+        is_apart: Whether vLLM found a hit with EAGLE that ours does not take, and why is known; then it ends there.
+    """
+
+    def __init__(self, shape: Shape, seed: int) -> None:
+        self._random = random.Random(f"{shape}{seed}")
+        num_blocks = self._random.choice([8, 12, 20, 40]) * len(shape.windows) + 1
+        self._shape = shape
+        self._pair = ManagerPair(
+            PoolConfig(
+                PoolName("m"),
+                num_blocks,
+                MAX_MODEL_LEN,
+                make_groups(shape.specs),
+                use_eagle=shape.use_eagle,
+                retention_tokens=shape.retention_tokens,
+            )
+        )
+        self._manager, self._pool = self._pair.manager, self._pair.pool
+        self._session = Session(SessionId("s"), WRITER, "", 10.0, 0.0)
+        self._families = [self._tokens(MAX_MODEL_LEN) for _ in range(3)]
+        self._waiting: list[RequestPair] = []
+        self._running: list[RequestPair] = []
+        self._count = 0
+        self.num_hits = self.num_junctions = self.num_refusals = 0
+        self.is_apart = False
+
+    def run(self, num_calls: int) -> None:
+        calls = (self._arrive, self._admit, self._go_on, self._preempt, self._finish, self._evict, self._reset)
+        weights = (4, 10, 30, 1, 2, 0.5, 0.5)
+        for i in range(num_calls):
+            self._random.choices(calls, weights)[0]()
+            if self.is_apart:
+                return
+            self._pair.compare(self._running)
+            if i % 20 == 0:
+                check_integrity(self._pool, [self._session])
+        for both in [*self._running]:
+            self._free(both)
+        self._pair.compare(self._running)
+        check_integrity(self._pool, [self._session])
+
+    def _tokens(self, count: int) -> list[int]:
+        return [self._random.randrange(1, 1000) for _ in range(count)]
+
+    def _arrive(self) -> None:
+        """A request whose prompt begins like others, or goes on where one of them ended."""
+        family = self._random.choice(self._families)
+        common = self._random.choice([self._random.randrange(1, 100), 4 * self._random.randrange(1, 25)])
+        own = self._random.choice([0, 0, 1, 4, self._random.randrange(40)])
+        prompt = family[:common] + self._tokens(own)
+        if self._random.random() < 0.1:  # a branch that others may take, too
+            self._families[self._random.randrange(len(self._families))] = prompt + self._tokens(MAX_MODEL_LEN)
+        self._count += 1
+        both = self._pair.make_request(self._count, prompt)
+        self._session.add(both.ours)
+        self._session.num_tokens += both.ours.num_tokens
+        self._waiting.append(both)
+
+    def _admit(self) -> None:
+        if not self._waiting or len(self._running) == _MAX_RUNNING:
+            return
+        both = self._waiting[0]
+        found, num_found, junction = self._manager.get_computed_blocks(both.theirs)
+        both.theirs.shared_prefix_boundary = junction
+        computed = self._pool.look_up(both.ours)
+        expected = [list(ids) for ids in found.get_block_ids()]
+        if computed.num_tokens < num_found and self._lacks_block_after(both, num_found):
+            self.is_apart = True
+            return
+        assert (computed.num_tokens, [list(ids) for ids in computed.block_ids]) == (num_found, expected)
+        if self._shape.retention_tokens is not None:
+            assert computed.junction_tokens == junction
+        self.num_hits += num_found > 0
+        self.num_junctions += junction > 0
+        if self._random.random() < 0.1:  # it waits, and is looked up again
+            return
+        if self._allocate(both, self._chunk(both, num_found), (found, computed)):
+            self._running.append(self._waiting.pop(0))
+        elif not self._running:  # it never fits
+            self._session.forget(self._waiting.pop(0).ours)
+        elif self._random.random() < 0.5:
+            self._free(self._running[0])
+
+    def _lacks_block_after(self, both: RequestPair, num_found: int) -> bool:
+        """Whether vLLM's hit rests on what an EAGLE draft may have meant for another token: see ADR 10.
+
+        It checks that of a group at the length that this group agreed to first, not at what others shortened that to.
+        """
+        at, hashes = num_found // BLOCK_SIZE, both.theirs.block_hashes
+        return self._shape.use_eagle and any(
+            not self._manager.block_pool.get_cached_block(hashes[at], [i]) for i in range(len(self._shape.windows))
+        )
+
+    def _chunk(self, both: RequestPair, num_found: int) -> int:
+        left = both.ours.num_tokens - both.ours.num_computed_tokens - num_found
+        return min(left, self._random.choice([3, 8, 16, 1000]))
+
+    def _go_on(self) -> None:
+        """The next chunk of a prompt, or a decode, with EAGLE of drafts of which some are thrown away."""
+        if not self._running:
+            return
+        both = self._random.choice(self._running)
+        ours = both.ours
+        if ours.num_tokens - ours.num_computed_tokens > 0:
+            if not self._allocate(both, self._chunk(both, 0)):
+                self._preempt()
+            return
+        if ours.num_tokens + 5 > MAX_MODEL_LEN:
+            self._free(both)
+            return
+        both.grow(self._tokens(1))
+        self._session.num_tokens += 1
+        drafts = self._random.randrange(4) if self._shape.use_eagle else 0
+        if not self._allocate(both, 1 + drafts):
+            self._preempt()
+            return
+        accepted = self._random.randint(0, drafts)
+        if not self._pool.can_reject(ours, ours.num_computed_tokens - (drafts - accepted)):
+            accepted = drafts
+        both.grow(self._tokens(accepted))
+        self._session.num_tokens += accepted
+        both.keep(ours.num_computed_tokens - (drafts - accepted))
+
+    def _allocate(self, both: RequestPair, count: int, hit: tuple[Any, ComputedBlocks] | None = None) -> bool:
+        found, computed = hit or (None, None)
+        num_found = computed.num_tokens if computed else 0
+        lookahead = self._random.randrange(3) if self._shape.use_eagle else 0
+        room = self._manager.allocate_slots(
+            both.theirs,
+            count,
+            num_new_computed_tokens=num_found,
+            new_computed_blocks=found,
+            num_lookahead_tokens=lookahead,
+        )
+        new = self._pool.allocate(both.ours, count, lookahead, computed, sequence=_STEP)
+        expected = None if room is None else [list(ids) for ids in room.get_block_ids()]
+        assert (None if new is None else [list(ids) for ids in new]) == expected
+        if new is None:
+            self.num_refusals += 1
+            return False
+        both.compute(num_found + count)
+        return True
+
+    def _preempt(self) -> None:
+        if not self._running:
+            return
+        both = self._running.pop()
+        self._pair.preempt(both)
+        self._waiting.insert(0, both)
+
+    def _finish(self) -> None:
+        if self._running:
+            self._free(self._random.choice(self._running))
+
+    def _free(self, both: RequestPair) -> None:
+        self._running.remove(both)
+        self._pair.free(both)
+        self._session.forget(both.ours)
+        if self._random.random() < 0.3:  # a chat that goes on
+            self._families[self._random.randrange(len(self._families))] = [
+                *both.theirs.all_token_ids,
+                *self._tokens(MAX_MODEL_LEN),
+            ]
+
+    def _evict(self) -> None:
+        num_blocks = self._pool.blocks.num_blocks
+        block_ids = set(self._random.sample(range(1, num_blocks), min(5, num_blocks - 1)))
+        self._manager.evict_blocks(block_ids)
+        self._pool.blocks.evict(map(BlockId, block_ids))
+
+    def _reset(self) -> None:
+        if self._random.random() < 0.3:
+            for both in [*self._running]:
+                self._free(both)
+        assert self._pool.reset_prefix_cache() == self._manager.reset_prefix_cache()
