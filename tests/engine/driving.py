@@ -13,12 +13,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from vllm.config import CacheConfig, KVEventsConfig, KVTransferConfig, ModelConfig, SchedulerConfig, VllmConfig
+from vllm.config import (
+    CacheConfig,
+    KVEventsConfig,
+    KVTransferConfig,
+    ModelConfig,
+    ParallelConfig,
+    SchedulerConfig,
+    SpeculativeConfig,
+    VllmConfig,
+)
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1 import kv_cache_interface
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
-from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
@@ -39,6 +48,8 @@ class Setup:
     Attributes:
         windows: A group each: 0 for full attention, else a sliding window in tokens.
         retention_tokens: vLLM's prefix_cache_retention_interval, where it has one.
+        num_drafts: Tokens that are drafted after each step, some of them right.
+        uses_eagle: Whether the drafter has a KV cache of its own, which room is kept for.
         load_failures: Beside the connector of connector.py, what becomes of requests whose loads fail; none if empty.
         events_endpoint: Where block events are published, and their replay with ".replay"; nowhere if empty.
     """
@@ -57,6 +68,8 @@ class Setup:
     reserves_sequence: bool = True
     retention_tokens: int | None = 0
     hash_algorithm: str = "sha256"
+    num_drafts: int = 0
+    uses_eagle: bool = False
     load_failures: str = ""
     events_endpoint: str = ""
     additional_config: dict[str, Any] = field(default_factory=dict, hash=False)
@@ -102,6 +115,7 @@ def make_scheduler(scheduler_class: Any, setup: Setup, folder: Path) -> Any:
         scheduler_config=scheduler_config,
         model_config=model_config,
         cache_config=cache_config,
+        speculative_config=_drafts(setup, model_config) if setup.num_drafts else None,
         kv_events_config=_events(setup.events_endpoint) if setup.events_endpoint else None,
         kv_transfer_config=_transfer(setup.load_failures) if setup.load_failures else None,
         additional_config=setup.additional_config,
@@ -115,6 +129,21 @@ def make_scheduler(scheduler_class: Any, setup: Setup, folder: Path) -> Any:
         block_size=setup.block_size,
         log_stats=True,
     )
+
+
+def _drafts(setup: Setup, model_config: ModelConfig) -> SpeculativeConfig:
+    config = SpeculativeConfig(
+        method="ngram",
+        num_speculative_tokens=setup.num_drafts,
+        prompt_lookup_max=2,
+        prompt_lookup_min=1,
+        target_model_config=model_config,
+        target_parallel_config=ParallelConfig(),
+    )
+    if setup.uses_eagle:  # which would need a model of its own
+        for name in ("use_eagle", "use_eagle_block_drop"):
+            object.__setattr__(config, name, lambda: True)
+    return config
 
 
 def _transfer(failures: str) -> KVTransferConfig:
@@ -157,6 +186,7 @@ class Driver:
     def __init__(self, scheduler: Any, setup: Setup) -> None:
         self.scheduler = scheduler
         self._lag = int(setup.is_async)
+        self._num_drafts = setup.num_drafts
         self._outputs: deque[Any] = deque()
         self._hasher = None
         if setup.enable_caching:
@@ -222,6 +252,8 @@ class Driver:
         started = time.perf_counter()
         outputs = self.scheduler.update_from_output(scheduled, output)
         took = time.perf_counter() - started
+        if self._num_drafts:
+            self.scheduler.update_draft_token_ids(DraftTokenIds(ids, [self._draft(request_id) for request_id in ids]))
         for client in outputs.values():
             for each in client.outputs:
                 self.generated.setdefault(each.request_id, []).extend(each.new_token_ids)
@@ -232,11 +264,26 @@ class Driver:
         return took
 
     def _sample(self, request_id: str, num_computed_tokens: int, scheduled: Any) -> list[int]:
-        end = num_computed_tokens + scheduled.num_scheduled_tokens[request_id]
+        drafts = scheduled.scheduled_spec_decode_tokens.get(request_id, [])
+        end = num_computed_tokens + scheduled.num_scheduled_tokens[request_id] - len(drafts)
         # What is known by then: what was put out already, and is yet to come.
         if end < self.requests[request_id].num_prompt_tokens + len(self.generated.get(request_id, ())):
             return []
-        return [zlib.crc32(f"{request_id} {end}".encode()) % 8]
+        tokens = [_token(request_id, end)]
+        for draft in drafts:
+            if draft != tokens[-1]:
+                break
+            tokens.append(_token(request_id, end + len(tokens)))
+        return tokens
+
+    def _draft(self, request_id: str) -> list[int]:
+        """Drafts what comes next, more or less: two in three are right."""
+        end = self.requests[request_id].num_tokens
+        places = range(end, end + self._num_drafts)
+        return [
+            _token(request_id, place) ^ (zlib.crc32(f"draft {request_id} {place}".encode()) % 3 == 0)
+            for place in places
+        ]
 
     @property
     def is_idle(self) -> bool:
@@ -248,12 +295,17 @@ class Driver:
             self.settle()
 
 
+def _token(request_id: str, place: int) -> int:
+    return zlib.crc32(f"{request_id} {place}".encode()) % 8
+
+
 def describe(scheduled: Any) -> dict[str, Any]:
     """What a step scheduled: requests, tokens, blocks, in their order."""
     cached = scheduled.scheduled_cached_reqs
     resumed = getattr(cached, "resumed_req_ids", None)
     return {
         "tokens": list(scheduled.num_scheduled_tokens.items()),
+        "drafts": scheduled.scheduled_spec_decode_tokens,
         "new": [(r.req_id, r.num_computed_tokens, r.block_ids) for r in scheduled.scheduled_new_reqs],
         "cached": list(zip(cached.req_ids, cached.num_computed_tokens, cached.new_block_ids, strict=True)),
         "resumed": sorted(resumed or ()),

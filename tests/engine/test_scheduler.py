@@ -4,7 +4,7 @@ Of vLLM's own tests of its scheduler these behaviours are covered so: adding and
 and running ones; first come first served and priorities; preemption, resumption and its order; chunked prefill with
 token budgets and thresholds; prefix caching within and across steps; salts; resets of the prefix cache, with running
 requests too; admission of whole sequences; watermarks; scheduling a step ahead; sliding windows; caching turned off;
-KV connectors whose loads are waited for or not, fail, and are freed late.
+drafts that are taken or thrown away; KV connectors whose loads are waited for or not, fail, and are freed late.
 """
 
 import random
@@ -23,6 +23,11 @@ from kvpool.client import connect
 from kvpool.client.vllm import AsyncScheduler, Scheduler
 from kvpool.client.vllm.foresight import Foresight
 
+
+def _names(values: dict[str, Any]) -> str:
+    return ".".join(values) or "no_drafts"
+
+
 KINDS: dict[str, dict[str, Any]] = {
     "first_come": {},
     "priority": {"policy": "priority"},
@@ -34,6 +39,9 @@ KINDS: dict[str, dict[str, Any]] = {
     "sparse_windows_a_step_ahead": {"windows": (0, 40, 100), "is_async": True},
     "windows_in_segments": {"windows": (0, 40, 40), "retention_tokens": 64},
     "one_window": {"windows": (40,), "retention_tokens": None},
+    "drafts": {"num_drafts": 3},
+    "drafts_with_eagle": {"num_drafts": 3, "uses_eagle": True},
+    "drafts_in_windows": {"num_drafts": 3, "windows": (0, 40, 40), "retention_tokens": None},
     "connector": {"load_failures": "recompute", "num_blocks": 80},
     "connector_that_fails_requests": {"load_failures": "fail", "num_blocks": 80},
     "connector_without_caching": {"load_failures": "recompute", "num_blocks": 80, "enable_caching": False},
@@ -163,6 +171,24 @@ def test_what_is_foreseen_wrongly_costs_messages_and_nothing_else(
     served.scheduler.shutdown()
     with connect(address) as client:
         assert client.get_pool("wrong").free_blocks == setup.num_blocks - 1
+
+
+@pytest.mark.parametrize("drafts", [{}, {"num_drafts": 3}, {"num_drafts": 3, "uses_eagle": True}], ids=_names)
+def test_a_round_of_running_requests_is_a_message_at_most(drafts: dict[str, Any], address: str, tmp_path: Path) -> None:
+    setup = Setup(num_blocks=400, additional_config={"kvpool": {"address": address, "pool": _names(drafts)}}, **drafts)
+    driver = Driver(make_scheduler(Scheduler, setup, tmp_path), setup)
+    for i in range(setup.max_num_seqs):
+        driver.add(f"r{i}", [i] * (10 + i), 200)
+    driver.step()
+    session = driver.scheduler.kv_cache_manager.session
+    assert len(driver.scheduler.running) == setup.max_num_seqs
+    assert driver.scheduler.num_lookahead_tokens == (3 if setup.uses_eagle else 0)
+    for _ in range(40):
+        before = session.sequence
+        driver.step()
+        assert session.sequence <= before + 1
+    assert not driver.is_idle
+    driver.scheduler.shutdown()
 
 
 def test_the_scheduler_is_of_the_kind_that_the_engine_asks_for(address: str, tmp_path: Path) -> None:

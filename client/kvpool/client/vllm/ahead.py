@@ -38,11 +38,13 @@ class Ahead:
     """What one message asks ahead of the scheduler.
 
     Attributes:
+        num_lookahead_tokens: Tokens beyond those of each running request to keep room for.
         num_tokens: Tokens that it asks for running requests.
         admissions: Requests that it admits, in order; their answers are filled once it is sent.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, num_lookahead_tokens: int) -> None:
+        self.num_lookahead_tokens = num_lookahead_tokens
         self._asked: list[_One | _Together] = []
         self.num_tokens = 0
         self.admissions: list[tuple[str, Request, Answer]] = []
@@ -56,14 +58,21 @@ class Ahead:
         """Asks for one token of each, together."""
         if asked:
             ids = [request.request_id for request, _ in asked]
-            self._asked.append(_Together(ids, builder.decode([known for _, known in asked])))
+            decodes = builder.decode([known for _, known in asked], num_lookahead_tokens=self.num_lookahead_tokens)
+            self._asked.append(_Together(ids, decodes))
             self.num_tokens += len(ids)
 
     def allocate(self, builder: StepBuilder, request: EngineRequest, known: Request, num_tokens: int) -> None:
-        """Asks for tokens of one, where there are several, or it matters which are in flight."""
+        """Asks for tokens of one: several, or after drafts thrown away, or where it matters which are in flight."""
         in_flight = getattr(request, "num_in_flight_tokens", 0)
         terms = Terms(num_in_flight_tokens=in_flight) if in_flight else USUAL_TERMS
-        answer = builder.allocate_slots(known, num_tokens, terms=terms)
+        answer = builder.allocate_slots(
+            known,
+            num_tokens,
+            num_computed_tokens=request.num_computed_tokens,
+            num_lookahead_tokens=self.num_lookahead_tokens,
+            terms=terms,
+        )
         self._asked.append(_One(request.request_id, answer, num_tokens))
         self.num_tokens += num_tokens
 

@@ -18,6 +18,7 @@ class Foresight:
 
     Attributes:
         most_tokens: Most tokens of a round.
+        num_lookahead_tokens: Tokens beyond those of a running request that room is kept for, for drafts.
     """
 
     def __init__(self, scheduler: Any) -> None:
@@ -28,8 +29,10 @@ class Foresight:
         self._long_prefill_tokens = config.long_prefill_token_threshold
         self._max_running = getattr(scheduler, "max_num_active_reqs", scheduler.max_num_running_reqs)
         self._sampled = getattr(scheduler, "num_sampled_tokens_per_step", 1)
+        self.num_lookahead_tokens = scheduler.num_lookahead_tokens
+        drafter = vllm_config.speculative_config
         self._is_plain = (
-            vllm_config.speculative_config is None
+            not getattr(drafter, "max_num_new_slots_for_drafting", 0)
             and getattr(scheduler, "ec_connector", None) is None
             and not getattr(scheduler, "need_mamba_block_aligned_split", False)
             and not getattr(scheduler, "is_encoder_decoder", False)
@@ -38,6 +41,7 @@ class Foresight:
         )
         self._foresees_waiting = (
             self._is_plain
+            and drafter is None  # whose slots admissions are counted with in ways of their own
             and bool(config.enable_chunked_prefill)
             and scheduler.connector is None  # which is asked between the look-up and the allocation
         )
@@ -69,9 +73,10 @@ class Foresight:
             computed, placeholders = request.num_computed_tokens, request.num_output_placeholders
             if placeholders and computed + 2 - placeholders >= request.num_prompt_tokens + request.max_tokens:
                 continue  # the step in flight is its last
-            if request.spec_token_ids or request.mm_features:
+            if request.mm_features:
                 return asking, False
             new = len(request._all_token_ids) + placeholders - computed  # noqa: SLF001 - its property takes long
+            new += len(request.spec_token_ids)
             if new > 1:
                 new = min(new, tokens_left, most_tokens - computed, most or new)
             elif computed >= most_tokens:

@@ -62,7 +62,7 @@ class Rounds:
     def begin(self) -> None:
         """Asks for what the round that begins is sure to ask."""
         self.tokens_left = self._foresight.most_tokens
-        ahead = Ahead()
+        ahead = Ahead(self._foresight.num_lookahead_tokens)
         is_all = self._run_ahead(ahead, 0)
         if is_all and ahead.num_tokens < self.tokens_left:
             self._admit_ahead(ahead)
@@ -131,7 +131,7 @@ class Rounds:
         """What a running request gets that asks for so many tokens; None if that was not foreseen."""
         given = self._answers.pop(request.request_id, None)
         if given is None:
-            ahead = Ahead()
+            ahead = Ahead(self._foresight.num_lookahead_tokens)
             self._run_ahead(ahead, self._scheduler.running.index(request))
             self._send_ahead(ahead)
             given = self._answers.pop(request.request_id, None)
@@ -139,7 +139,7 @@ class Rounds:
 
     def ask_waiting(self, request: EngineRequest) -> None:
         """Admits a request and those behind it, in one message, if what they will ask is foreseen."""
-        ahead = Ahead()
+        ahead = Ahead(self._foresight.num_lookahead_tokens)
         if self.tokens_left > 0:
             self._admit_ahead(ahead, request)
         self._send_ahead(ahead)
@@ -168,7 +168,7 @@ class Rounds:
         requests = self.requests
         for request, num_tokens in foreseen:
             known = requests.get(request.request_id)
-            if known is None or known.num_computed_tokens != request.num_computed_tokens:
+            if known is None or known.num_computed_tokens < request.num_computed_tokens:
                 is_all = False
                 break
             asked.append((request, known, num_tokens))
@@ -176,7 +176,8 @@ class Rounds:
             self.send()
         together: list[tuple[EngineRequest, Request]] = []
         for request, known, num_tokens in asked:
-            if num_tokens == 1 and not self.windowed:
+            is_usual = num_tokens == 1 and known.num_computed_tokens == request.num_computed_tokens
+            if is_usual and not self.windowed:
                 together.append((request, known))
             else:
                 ahead.decode(self.builder, together)
