@@ -1,7 +1,5 @@
 """What stands before tests of vLLM: its import, where it is there, and the service that engines are attached to."""
 
-import signal
-import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import suppress
@@ -12,7 +10,7 @@ from tempfile import TemporaryDirectory
 
 import pytest
 
-from support_workers import LoggingProcess
+from engine.service import service
 
 pytest.register_assert_rewrite("engine.manager_pair", "engine.manager_program")  # what differs is shown
 
@@ -37,16 +35,6 @@ def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> 
 
 @pytest.fixture(scope="session")
 def address() -> Iterator[str]:
-    """Where `kvpool serve` listens; fails if it logged a bug or did not stop cleanly."""
-    with TemporaryDirectory() as folder:
-        address = f"unix:{Path(folder) / 's'}"
-        server = LoggingProcess(str(Path(sys.executable).parent / "kvpool"), "serve", "--listen", address)
-        try:
-            server.wait_for("server listening")
-            yield address
-        finally:
-            server.signal(signal.SIGTERM)
-            status = server.end()
-        logged = "".join(server.lines)
-        assert status == 0, logged
-        assert "Traceback" not in logged, logged
+    """Where a service listens that all tests of the session share."""
+    with TemporaryDirectory() as folder, service(Path(folder)) as started:
+        yield started.address

@@ -12,10 +12,10 @@ import pytest
 from vllm.v1.core.sched.scheduler import Scheduler as Plain
 
 from engine.driving import Driver, Setup, make_scheduler
+from engine.service import service
 from kvpool.client import AbortedError, NotFoundError, UnavailableError, WrongStateError, connect
 from kvpool.client.vllm import Scheduler
 from kvpool.client.vllm.pool_config import UnsupportedError
-from support_workers import LoggingProcess
 
 PROMPT = [i * 7 % 512 for i in range(100)]
 SETUP = Setup(num_blocks=64)
@@ -33,10 +33,14 @@ class Engine:
     def run(self, name: str, prompt: list[int], max_tokens: int = 20) -> int:
         """Runs a request to its end; returns how many tokens of it were cached."""
         self.driver.add(name, prompt, max_tokens)
+        self.run_all()
+        return self.driver.cached[name]
+
+    def run_all(self) -> None:
+        """Runs what is there to its end."""
         while not self.driver.is_idle:
             self.driver.step()
         self.driver.step()  # tells what ended
-        return self.driver.cached[name]
 
 
 def test_engines_that_see_the_same_memory_share_what_is_cached(address: str, tmp_path: Path) -> None:
@@ -129,12 +133,6 @@ def test_a_killed_engine_gives_its_blocks_back_to_the_next(address: str, tmp_pat
     second.scheduler.shutdown()
 
 
-def _serve(address: str, *options: str) -> LoggingProcess:
-    server = LoggingProcess(str(Path(sys.executable).parent / "kvpool"), "serve", "--listen", address, *options)
-    server.wait_for("server listening")
-    return server
-
-
 def _steps_of_both(served: Driver, plain: Driver) -> list[Any]:
     steps = []
     while not served.is_idle:
@@ -144,30 +142,37 @@ def _steps_of_both(served: Driver, plain: Driver) -> list[Any]:
 
 @pytest.mark.parametrize("keeps_journal", [False, True], ids=["no_journal", "journal"])
 def test_a_service_that_is_killed_costs_one_clear_error_or_nothing(tmp_path: Path, *, keeps_journal: bool) -> None:
-    address = f"unix:{tmp_path / 's'}"
     options = ["--journal", str(tmp_path / "journal")] if keeps_journal else []
-    server = _serve(address, *options)
-    engine = Engine(address, "restarted", tmp_path, deadline_seconds=20.0)
     (tmp_path / "plain").mkdir()
     plain = Driver(make_scheduler(Plain, SETUP, tmp_path / "plain"), SETUP)
-    for driver in (engine.driver, plain):
-        driver.add("a", PROMPT, 60)
-    steps = [(engine.driver.step(), plain.step()) for _ in range(5)]
-    server.signal(signal.SIGKILL)
-    server.end()
-    server = _serve(address, *options)
-    try:
+    with service(tmp_path, *options) as server:
+        engine = Engine(server.address, "restarted", tmp_path, deadline_seconds=20.0)
+        for driver in (engine.driver, plain):
+            driver.add("a", PROMPT, 60)
+        steps = [(engine.driver.step(), plain.step()) for _ in range(5)]
+        server.kill()
+        server.start_again()
         if keeps_journal:
             steps += _steps_of_both(engine.driver, plain)
             assert engine.driver.generated == plain.generated
         else:
-            with pytest.raises((AbortedError, NotFoundError), match="session"):
+            with pytest.raises((AbortedError, NotFoundError), match="session") as raised:
                 _steps_of_both(engine.driver, plain)
+            assert "start the engine anew" in raised.value.__notes__[0]
         assert all(mine == theirs for mine, theirs in steps)
         engine.scheduler.shutdown()
-    finally:
-        server.signal(signal.SIGTERM)
-        server.end()
+
+
+def test_a_service_that_stays_away_is_told_by_its_address_and_what_to_do(tmp_path: Path) -> None:
+    with service(tmp_path) as server:
+        engine = Engine(server.address, "away", tmp_path, deadline_seconds=1.0)
+        engine.driver.add("a", PROMPT, 60)
+        engine.driver.step()
+        server.kill()
+        with pytest.raises(UnavailableError, match=server.address) as raised:
+            engine.run_all()
+        assert "start the engine anew" in raised.value.__notes__[0]
+        engine.scheduler.shutdown()
 
 
 def _run_until_killed(address: str, pool: str, folder: Path) -> None:

@@ -12,6 +12,7 @@ from typing import Any, Final
 
 from vllm.v1.request import Request as EngineRequest
 
+from kvpool.client.errors import DeadlineError
 from kvpool.client.request import Request
 from kvpool.client.results import Answer
 from kvpool.client.session import Session
@@ -20,11 +21,19 @@ from kvpool.client.vllm.ahead import Ahead, Given
 from kvpool.client.vllm.blocks import KVCacheBlocks
 from kvpool.client.vllm.foresight import Foresight
 from kvpool.client.vllm.versions import COUNTS_ADMISSIONS
-from kvpool.server.core.errors import AbortedError
+from kvpool.server.core.errors import AbortedError, NotFoundError, UnavailableError
 from kvpool.server.core.step import Outcome
 from kvpool.server.core.terms import Terms
 
 _log = logging.getLogger("kvpool.client.vllm")
+_SESSION_GONE: Final = (
+    "kvpool's service knows this engine's session no more, so its blocks may be others': start the engine anew. "
+    "A service that is to be restarted under its engines needs --journal."
+)
+_SERVICE_GONE: Final = (
+    "kvpool's service did not answer within deadline_seconds, so nobody knows which blocks this engine may use: "
+    "see that it runs, and start the engine anew."
+)
 _FIRST_LOOK_AHEAD: Final = 4
 _MOST_LOOK_AHEAD: Final = 64
 
@@ -99,11 +108,22 @@ class Rounds:
             self.send()
 
     def send(self) -> None:
-        """Sends what was collected, or answers it here, if that can be."""
+        """Sends what was collected, or answers it here, if that can be.
+
+        Raises:
+            KvpoolError: The engine cannot go on; a note says what to do.
+        """
         builder, self.builder = self.builder, StepBuilder()
         builder.executed_sequence, builder.launched_sequence = self._executed, self._launched
         before = self._session.sequence
-        self._session.send(builder)
+        try:
+            self._session.send(builder)
+        except (NotFoundError, AbortedError) as error:
+            error.add_note(_SESSION_GONE)
+            raise
+        except (UnavailableError, DeadlineError) as error:
+            error.add_note(_SERVICE_GONE)
+            raise
         if self._session.sequence > before:
             self._told = builder.executed_sequence
 
