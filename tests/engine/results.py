@@ -1,6 +1,6 @@
-"""What run_engine.py is told, and what it answers, as JSON."""
+"""What run_engine.py and follow_engine.py are told, and what they answer, as JSON."""
 
-from typing import TypedDict
+from typing import TypeAlias, TypedDict
 
 
 class Specification(TypedDict):
@@ -49,3 +49,28 @@ class Results(TypedDict):
     num_blocks: int
     groups: list[tuple[str, int]]
     outcomes: dict[str, Outcome]
+
+
+class Script(TypedDict):
+    """What follow_engine.py is told.
+
+    Attributes:
+        llm: Arguments of `vllm.LLM`.
+        workload: Its name; see workloads.py.
+        pauses: Steps before which the engine waits to be told to go on.
+    """
+
+    llm: dict[str, object]
+    workload: str
+    pauses: list[int]
+
+
+class NewTokens(TypedDict):
+    """What a step adds to an answer: tokens, each with its logprob."""
+
+    num_cached_tokens: int | None
+    tokens: list[tuple[int, float]]
+
+
+StepLine: TypeAlias = dict[str, NewTokens]
+"""What a step adds, by request."""
