@@ -4,6 +4,8 @@ BIN := .venv/bin
 TORCH := torch==2.13.0
 # One more than cores: tests of real processes wait a lot.
 TEST_PROCESSES = $(shell $(PYTHON) -c 'import os; print(min(8, os.cpu_count() + 1))')
+# Has no more than a scheduler here: of its build for CPUs the kernels are another torch's.
+OLDER_VLLM := .venv-vllm-engine/vllm-0.14.1
 PROTOS := $(wildcard proto/kvpool/v1/*.proto)
 COMPILE := $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-header --no-annotate \
 	--no-emit-index-url
@@ -25,8 +27,10 @@ test-compose: .venv/installed ## The images and the Compose stack, with real con
 	$(BIN)/pip install -q --disable-pip-version-check --require-hashes -r tests/compose/requirements.lock
 	tests/compose/run.sh $(BIN)/pytest
 
-test-vllm: .venv-vllm-engine/installed ## A whole vLLM engine on kvpool and on its own manager, token for token; makes .venv-vllm-engine
-	.venv-vllm-engine/bin/pytest tests/engine
+test-vllm: .venv-vllm-engine/installed $(OLDER_VLLM)/installed ## A whole vLLM engine on kvpool and on its own manager, token for token; makes .venv-vllm-engine
+	.venv-vllm-engine/bin/pytest -n 2 --dist loadfile tests/engine
+	PYTHONPATH=$(CURDIR)/$(OLDER_VLLM) .venv-vllm-engine/bin/pytest -n 2 --dist loadfile \
+	    $(patsubst %,tests/engine/test_%.py,signatures refusals scheduler sharing events)
 
 test-fuzz: .venv/installed ## A million hostile messages, and a minute led by coverage; FUZZ="--inputs 50000 --seed 7 --jobs 4" for others
 	$(BIN)/python tests/fuzz/run.py $(FUZZ)
@@ -67,12 +71,20 @@ lock: .venv/installed ## Choose newest versions that pyproject.toml allows; of t
 	$(COMPILE) --upgrade --group compose -c requirements.lock -o tests/compose/requirements.lock
 	$(COMPILE) --upgrade --override tests/engine/overrides.txt --group beside-torch pyproject.toml \
 	    tests/engine/requirements.in -o tests/engine/requirements.lock
+	$(COMPILE) --upgrade --no-deps tests/engine/requirements-0.14.1.in -o tests/engine/requirements-0.14.1.lock
 
 .venv/installed: requirements.lock pyproject.toml
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install -q --disable-pip-version-check --require-hashes -r requirements.lock
 	$(BIN)/pip install -q --disable-pip-version-check $(TORCH)
 	$(BIN)/pip install -q --disable-pip-version-check --no-deps --no-build-isolation -e .
+	touch $@
+
+# What the newest vLLM needs serves the older one, too, where the few that differ come before it on the path.
+$(OLDER_VLLM)/installed: tests/engine/requirements-0.14.1.lock .venv-vllm-engine/installed
+	rm -rf $(OLDER_VLLM)
+	.venv-vllm-engine/bin/pip install -q --disable-pip-version-check --require-hashes --no-deps \
+	    --target $(OLDER_VLLM) -r tests/engine/requirements-0.14.1.lock
 	touch $@
 
 .venv-vllm-engine/installed: tests/engine/requirements.lock pyproject.toml

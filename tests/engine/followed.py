@@ -9,10 +9,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from engine.environment import child_environment
 from engine.results import NewTokens, Script, StepLine
 
 _DEADLINE_SECONDS = 60
-_TESTS = Path(__file__).parents[1]
 
 
 class FollowedEngine:
@@ -34,8 +34,6 @@ class FollowedEngine:
         folder.mkdir()
         (folder / "script.json").write_text(json.dumps(script))
         self._log = folder / "log"
-        path = os.pathsep.join([str(_TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])
-        apart = str(int(core_apart))
         with self._log.open("w") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "engine.follow_engine", str(folder / "script.json")],
@@ -43,7 +41,7 @@ class FollowedEngine:
                 stdout=subprocess.PIPE,
                 stderr=log,
                 text=True,
-                env={**os.environ, "PYTHONPATH": path, "VLLM_ENABLE_V1_MULTIPROCESSING": apart},
+                env=child_environment(VLLM_ENABLE_V1_MULTIPROCESSING=str(int(core_apart))),
                 start_new_session=True,
             )
         self.answers: dict[str, NewTokens] = {}

@@ -1,13 +1,13 @@
 """Two engines that differ in nothing but their scheduler: vLLM's own, and kvpool's on a real service."""
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from engine.environment import child_environment
 from engine.models import write_model
 from engine.results import Outcome, Results, Specification
 from engine.workloads import BLOCK_TOKENS, LONGEST_TOKENS
@@ -16,7 +16,6 @@ SCHEDULER = "kvpool.client.vllm.Scheduler"
 POOLED_SCHEDULER = "kvpool.client.vllm.scheduler.Scheduler"
 PLAIN_SCHEDULER = "vllm.v1.core.sched.scheduler.Scheduler"
 _DEADLINE_SECONDS = 270
-_TESTS = Path(__file__).parents[1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,9 +109,7 @@ class _Process:
         (folder / "specification.json").write_text(json.dumps(specification))
         command = [sys.executable, "-m", "engine.run_engine", str(folder / "specification.json"), str(self._results)]
         with self._log.open("w") as log:
-            self._process = subprocess.Popen(
-                command, stdout=log, stderr=subprocess.STDOUT, env={**os.environ, "PYTHONPATH": str(_TESTS)}
-            )
+            self._process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=child_environment())
 
     def results(self) -> Results:
         status = self._process.wait(_DEADLINE_SECONDS)

@@ -10,7 +10,7 @@ import pytest
 
 from engine.manager_program import Program, Shape
 
-SEEDS = int(os.environ.get("KVPOOL_ENGINE_SEEDS", "20"))
+SEEDS = int(os.environ.get("KVPOOL_ENGINE_SEEDS", "10"))
 RETENTIONS = (None, 0, 4, 8, 16, 32, 64)
 WINDOWS = (
     (6,),

@@ -28,7 +28,7 @@ if not hasattr(VllmRequest("r", [1], SamplingParams(), None), "num_in_flight_tok
 
 MAX_MODEL_LEN = 96
 CALLS = 120
-SEEDS = int(os.environ.get("KVPOOL_ENGINE_SEEDS", "20"))
+SEEDS = int(os.environ.get("KVPOOL_ENGINE_SEEDS", "10"))
 FULL, WINDOW_5, WINDOW_12 = (
     FullAttentionSpec(BLOCK_SIZE),
     SlidingWindowSpec(BLOCK_SIZE, sliding_window=5),

@@ -47,6 +47,7 @@ class Rounds:
         admitted: Waiting requests that were admitted ahead, or refused, and not asked for yet.
         tokens_left: Tokens that the round has left.
         watermark_blocks: Blocks that admissions leave free.
+        has_failed: Whether the service could not be asked, so that nothing more can be.
         windowed: Whether it matters which tokens are in flight.
     """
 
@@ -55,6 +56,7 @@ class Rounds:
         self.builder = StepBuilder()
         self.admitted: dict[str, tuple[Request, Answer]] = {}
         self.tokens_left = 0
+        self.has_failed = False
         self.windowed = any(not group.spec.keeps_all for group in session.config.groups)
         self._session = session
         self._scheduler = scheduler
@@ -119,9 +121,11 @@ class Rounds:
         try:
             self._session.send(builder)
         except (NotFoundError, AbortedError) as error:
+            self.has_failed = True
             error.add_note(_SESSION_GONE)
             raise
         except (UnavailableError, DeadlineError) as error:
+            self.has_failed = True
             error.add_note(_SERVICE_GONE)
             raise
         if self._session.sequence > before:

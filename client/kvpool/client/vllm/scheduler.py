@@ -81,7 +81,8 @@ class Scheduler(EngineScheduler):  # type: ignore[misc]  # vLLM has no types her
         super().shutdown()
         session = self.kv_cache_manager.session
         try:
-            session.close()
+            if not self.kv_cache_manager.rounds.has_failed:  # else it would be waited for once more
+                session.close()
         except KvpoolError as error:
             said = {"pool": session.config.name, "reason": error.reason, "error": str(error)}
             _log.warning("session not closed", extra=said)
