@@ -321,9 +321,8 @@ class StepBook:
         request.num_sent_tokens = 0 if gone else row.num_sent_tokens
         request.num_sent_hashes = 0 if gone else row.num_sent_hashes
         request.num_quiet_tokens += row.num_rejected_tokens
-        is_unknown = (
-            row.terms.full_sequence_must_fit and not answer.ok
-        )  # whether it came as far: the next one will tell
+        # Whether it came as far as to skip blocks, the next one will tell.
+        is_unknown = row.terms.full_sequence_must_fit and not answer.ok
         if row.operation is Operation.ALLOCATE and answer.outcome in _SKIPPING and not is_unknown:
             self._skip_blocks(request, row.terms.num_in_flight_tokens)
         if row.operation in (Operation.FREE, Operation.PREEMPT):
