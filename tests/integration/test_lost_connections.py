@@ -136,9 +136,14 @@ async def test_wherever_the_connection_fails_all_is_done_exactly_once(
     sync: bool,  # noqa: FBT001 - a parameter of the test
     network: Network,
 ) -> None:
-    expected, proxy = await network.run(fault, sync=sync)
-    assert (len(proxy.links), network.retries, proxy.struck) == (1, 0, False)
+    runs = [await network.run(fault, sync=sync) for _ in range(3)]
+    expected = runs[0][0]
+    for told, proxy in runs:
+        assert told == expected
+        assert (len(proxy.links), network.retries, proxy.struck) == (1, 0, False)
     assert (expected.pool.free_blocks, expected.pool.activity.steps) == (99, 4)
-    tried = await network.run_all(fault, expected, proxy.links[0], stride=stride, sync=sync)
+    links = [proxy.links[0] for _, proxy in runs]  # gRPC's own frames make one longer at times
+    shortest = Link(min(link.to_server for link in links), min(link.to_client for link in links))
+    tried = await network.run_all(fault, expected, shortest, stride=stride, sync=sync)
     print(f"{tried} conversations, {network.retries} changes sent again")  # noqa: T201 - shown with -s
     assert (network.retries > 0) == (fault is not Fault.DELAY)
