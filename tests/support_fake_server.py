@@ -61,16 +61,19 @@ def degraded(epoch: int, *absent_ranks: int) -> worker_pb2.JoinResponse:
 
 
 class FakeStream:
-    """One rank's stream, seen from the server. Heartbeats are answered while `is_answering`."""
+    """A rank's stream, seen from the server. While `is_answering`, heartbeats are answered with what was said last."""
 
     def __init__(self) -> None:
         self.is_answering = True
         self.heartbeats: list[int] = []
+        self._status = worker_pb2.PoolStatus(state=pool_pb2.POOL_STATE_FORMING)
         self._said: queue.SimpleQueue[worker_pb2.JoinRequest | None] = queue.SimpleQueue()
         self._outgoing: queue.SimpleQueue[worker_pb2.JoinResponse | KvpoolError | None] = queue.SimpleQueue()
 
     def say(self, *responses: worker_pb2.JoinResponse) -> None:
         for response in responses:
+            if response.HasField("status"):
+                self._status = response.status
             self._outgoing.put(response)
 
     def end(self, error: KvpoolError | None = None) -> None:
@@ -122,9 +125,9 @@ class FakeStream:
                 if request.WhichOneof("message") == "heartbeat":
                     self.heartbeats.append(request.heartbeat.sequence)
                     if self.is_answering:
-                        status = worker_pb2.PoolStatus(
-                            state=pool_pb2.POOL_STATE_FORMING, heartbeat_sequence=request.heartbeat.sequence
-                        )
+                        status = worker_pb2.PoolStatus()
+                        status.CopyFrom(self._status)
+                        status.heartbeat_sequence = request.heartbeat.sequence
                         self._outgoing.put(worker_pb2.JoinResponse(status=status))
                 else:
                     self._said.put(request)
