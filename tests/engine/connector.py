@@ -31,6 +31,7 @@ class ScriptedConnector(KVConnectorBase_V1):  # type: ignore[misc] # untyped whe
         self._loading: dict[str, tuple[int, set[int]]] = {}  # steps left, and blocks that will turn out invalid
         self._invalid_at_once: dict[str, set[int]] = {}
         self._sending: dict[str, int] = {}
+        self._failed: set[str] = set()
 
     # ---- the scheduler's half
 
@@ -66,6 +67,7 @@ class ScriptedConnector(KVConnectorBase_V1):  # type: ignore[misc] # untyped whe
         if invalid and not invalid & set(unhashed):
             invalid = set(unhashed[:1])
         if invalid:
+            self._failed.add(request.request_id)
             self.told.append(("failed", request.request_id, sorted(invalid)))
         if is_late:
             self._loading[request.request_id] = (draw % 4 + 1, invalid)
@@ -78,9 +80,8 @@ class ScriptedConnector(KVConnectorBase_V1):  # type: ignore[misc] # untyped whe
         return KVConnectorMetadata()
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        has_failed = any(told[:2] == ("failed", request.request_id) for told in self.told)
-        is_kept = _draw(request.request_id) % 3 == 0 and bool(block_ids) and not has_failed
-        is_kept = is_kept and request.request_id not in self._loading
+        is_whole = request.request_id not in self._failed and request.request_id not in self._loading
+        is_kept = _draw(request.request_id) % 3 == 0 and bool(block_ids) and is_whole
         self.told.append(("kept" if is_kept else "sent", request.request_id, list(block_ids)))
         if is_kept:
             self._sending[request.request_id] = _draw(request.request_id) % 5 + 1
@@ -99,7 +100,7 @@ class ScriptedConnector(KVConnectorBase_V1):  # type: ignore[misc] # untyped whe
             del self._sending[each]
         return KVConnectorOutput(finished_recving=loaded, finished_sending=sent, invalid_block_ids=invalid)
 
-    # ---- the worker's half, which no model calls here
+    # ---- the worker's half, abstract in vLLM's class; nothing calls it where no model runs
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         raise NotImplementedError

@@ -290,6 +290,11 @@ class Driver:
         """Whether nothing is left to schedule."""
         return not self.scheduler.has_unfinished_requests()
 
+    def finish(self) -> None:
+        """Runs steps until nothing is left to schedule."""
+        while not self.is_idle:
+            self.step()
+
     def drain(self) -> None:
         while self._outputs:
             self.settle()

@@ -99,6 +99,13 @@ def _assert_begins_as(expected: Answers, answers: Answers) -> None:
         assert (request, answer) == (request, {**expected[request], "tokens": beginning})
 
 
+def _assert_stopped_in_time(engine: FollowedEngine, plain: Plain) -> None:
+    """Its log says what to do; it put out nothing wrong, and nothing more once it had to ask."""
+    assert START_ANEW in engine.log
+    _assert_begins_as(plain.answers, engine.answers)
+    assert EARLY <= engine.num_steps < EARLY + BLOCK_TOKENS
+
+
 def test_a_killed_engine_leaves_its_blocks_and_nothing_cached_to_the_next(
     plain: Plain, scripts: Scripts, address: str, tmp_path: Path
 ) -> None:
@@ -165,9 +172,7 @@ def test_an_engine_stops_with_one_error_if_its_session_is_gone(plain: Plain, scr
         engine.go_on()
         assert engine.end() == 1
     assert _errors(engine.log) == [NO_SESSION]
-    assert START_ANEW in engine.log
-    _assert_begins_as(plain.answers, engine.answers)
-    assert EARLY <= engine.num_steps < EARLY + BLOCK_TOKENS
+    _assert_stopped_in_time(engine, plain)
 
 
 def test_an_engine_stops_with_one_error_if_its_service_stays_away(
@@ -184,9 +189,7 @@ def test_an_engine_stops_with_one_error_if_its_service_stays_away(
     (error,) = _errors(engine.log)
     assert error.startswith(NO_SERVICE)
     assert server.address in error
-    assert START_ANEW in engine.log
-    _assert_begins_as(plain.answers, engine.answers)
-    assert EARLY <= engine.num_steps < EARLY + BLOCK_TOKENS
+    _assert_stopped_in_time(engine, plain)
 
 
 def test_a_core_of_its_own_says_why_it_stops_and_its_engine_that_it_did(

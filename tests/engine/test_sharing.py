@@ -39,8 +39,7 @@ class Engine:
 
     def run_all(self) -> None:
         """Runs what is there to its end."""
-        while not self.driver.is_idle:
-            self.driver.step()
+        self.driver.finish()
         self.driver.step()  # tells what ended
 
 

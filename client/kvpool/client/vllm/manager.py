@@ -165,7 +165,7 @@ class KVCacheManager:
         self.rounds.tokens_left -= num_new_tokens
         if delay_cache_blocks:
             self._cached_tokens[request.request_id] = num_new_computed_tokens
-        elif self._cached_tokens:
+        else:
             self._cached_tokens.pop(request.request_id, None)
         return self._new_blocks(answer)
 

@@ -120,13 +120,10 @@ class Rounds:
         before = self._session.sequence
         try:
             self._session.send(builder)
-        except (NotFoundError, AbortedError) as error:
+        except (NotFoundError, AbortedError, UnavailableError, DeadlineError) as error:
             self.has_failed = True
-            error.add_note(_SESSION_GONE)
-            raise
-        except (UnavailableError, DeadlineError) as error:
-            self.has_failed = True
-            error.add_note(_SERVICE_GONE)
+            is_session_gone = isinstance(error, NotFoundError | AbortedError)
+            error.add_note(_SESSION_GONE if is_session_gone else _SERVICE_GONE)
             raise
         if self._session.sequence > before:
             self._told = builder.executed_sequence
