@@ -1,7 +1,6 @@
 """The streams of ranks and what becomes of their pools, without a wire."""
 
 import asyncio
-import time
 
 import pytest
 
@@ -58,15 +57,42 @@ async def test_an_epoch_passes_for_more_sessions_than_are_remembered() -> None:
     assert (info.sessions, info.epoch, info.state) == (0, 2, PoolState.DEGRADED)
 
 
+class Clock:
+    """A time that passes only in the sleeps of who watches the ranks, each as long as asked for and `late` more."""
+
+    def __init__(self, place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._now_seconds = 0.0
+        self._late: asyncio.Queue[float] = asyncio.Queue()
+        self._sleep = asyncio.sleep
+        monkeypatch.setattr(place.hub, "now_seconds", lambda: self._now_seconds)
+        monkeypatch.setattr("kvpool.server.rpc.ranks.asyncio.sleep", self._sleep_of_watch)
+
+    async def _sleep_of_watch(self, seconds: float) -> None:
+        late_seconds = await self._late.get()
+        self._now_seconds += seconds + late_seconds
+        self._late.task_done()
+
+    async def wake(self, late_seconds: float = 0.0) -> float:
+        """Ends one sleep, `late_seconds` after its time, and says what the time is then."""
+        self._late.put_nowait(late_seconds)
+        await self._late.join()
+        await self._sleep(0)
+        return self._now_seconds
+
+
 @pytest.mark.parametrize("busy_seconds", [1.0, 3.0])
-async def test_no_rank_is_blamed_for_the_time_that_the_server_was_busy(busy_seconds: float) -> None:
+async def test_no_rank_is_blamed_for_the_time_that_the_server_was_busy(
+    busy_seconds: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     place = Place()
+    clock = Clock(place, monkeypatch)
     place.open()
     watch = asyncio.create_task(place.ranks.watch())
-    await asyncio.sleep(0)
-    time.sleep(busy_seconds)  # noqa: ASYNC251 - the loop is to stand still
-    await asyncio.sleep(0.05)
+    await clock.wake(busy_seconds)
     assert place.ranks.describe("m").state is PoolState.READY
-    await asyncio.sleep(TIMING.heartbeat_timeout_seconds)
+    heard_out_seconds = busy_seconds + TIMING.heartbeat_timeout_seconds
+    while (now_seconds := await clock.wake()) < heard_out_seconds - 1e-9:
+        assert place.ranks.describe("m").state is PoolState.READY, f"at {now_seconds} s"
+    await clock.wake()
     assert place.ranks.describe("m").state is PoolState.DEGRADED, "nothing is heard of it all the same"
     watch.cancel()

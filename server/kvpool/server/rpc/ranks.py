@@ -308,16 +308,18 @@ class Ranks:
 
         By as much as it is behind its time, the server's own process was busy or stopped: no rank is blamed for that.
         """
+        looked_seconds = self._hub.now_seconds()
         while True:
-            before = self._hub.now_seconds()
             due = min((m.next_deadline_seconds for m in self._memberships.values()), default=float("inf"))
-            wait_seconds = min(max(due - before, 0.005), _TICK_SECONDS)
+            wait_seconds = min(max(due - looked_seconds, 0.005), _TICK_SECONDS)
             await asyncio.sleep(wait_seconds)
-            late_seconds = self._hub.now_seconds() - before - wait_seconds
+            now_seconds = self._hub.now_seconds()
+            late_seconds = max(now_seconds - looked_seconds - wait_seconds, 0.0)
+            looked_seconds = now_seconds
             for membership in list(self._memberships.values()):
-                membership.forgive(max(late_seconds, 0.0))
+                membership.forgive(late_seconds)
                 known = set(membership.absent_ranks)
-                effects = membership.tick(self._hub.now_seconds())
+                effects = membership.tick(now_seconds)
                 for rank in membership.absent_ranks:
                     if rank not in known:
                         _log.warning("rank silent", extra={"pool": membership.name, "rank": rank})
