@@ -11,11 +11,12 @@ from typing import Final
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvpool.client import Answer, Decodes, KVCacheGroup, Outcome, PoolConfig, Request, StepBuilder
+from kvpool.client import Answer, Decodes, FullAttentionSpec, KVCacheGroup, Outcome, PoolConfig, Request, StepBuilder
 from kvpool.client import Session as ClientSession
 from kvpool.client.transport import EmbeddedTransport
 from kvpool.server.core.allocator import Allocator
 from kvpool.server.core.block_pool import BlockPool
+from kvpool.server.core.config import ReuseOrder
 from kvpool.server.core.integrity import check_integrity
 from kvpool.server.core.pool import ComputedBlocks, Pool
 from kvpool.server.core.quota import NO_QUOTA
@@ -23,7 +24,7 @@ from kvpool.server.core.session import Session
 from kvpool.server.core.specs import CrossAttentionSpec
 from kvpool.server.core.step import Operation, Step
 from kvpool.server.core.terms import USUAL_TERMS, Terms
-from kvpool.server.core.types import BlockId, RequestNumber, SessionId
+from kvpool.server.core.types import BlockId, PoolName, RequestNumber, SessionId
 from property.mixes import MAX_TOKENS, configs, specs
 
 MAX_REQUESTS = 6
@@ -81,6 +82,15 @@ ROUNDS = st.builds(
             num_watermark_blocks=st.sampled_from([0, 0, 3]),
         ),
     ),
+)
+
+ROUNDS_BESIDE = st.builds(
+    Round,
+    st.sampled_from(("admit", "batch", *("mixed",) * 4, "free", "executed")),
+    st.integers(0, 7),
+    st.integers(1, 3),
+    st.just(0),
+    st.just(True),  # noqa: FBT003 - it appends
 )
 
 
@@ -258,17 +268,40 @@ class Both:
             self.ask_alike(request, 1, decodes.refused.get(i, Outcome.OK), each)
 
     def mixed(self, running: Sequence[Request], left: Request, each: Round) -> None:
-        """One is allocated more, others decode, and one leaves, all in one step; the pool without room stops none."""
+        """Others decode, one is allocated more, one leaves, and one may come, all in one step.
+
+        A pool without room stops none.
+        """
         requests = [r for r in running if r is not left and max(r.num_tokens, r.num_computed_tokens) < MAX_TOKENS - 3]
         alone, batch = requests[:1], requests[1:]
+        coming = self.coming(running, each)
         with self.session.step() as step:
-            decodes = step.decode(batch, num_lookahead_tokens=each.num_lookahead_tokens)
+            token_ids = [each.which] * len(batch) if each.appends else None
+            decodes = step.decode(batch, token_ids, num_lookahead_tokens=each.num_lookahead_tokens)
             answers = [self.allocate_in(step, request, each) for request in alone]
             step.preempt(left)
+            admitted = step.admit(coming) if coming else None
         self.check_decodes(batch, decodes, each)
         for request, answer in zip(alone, answers, strict=True):
             self.ask_alike(request, each.count, answer.outcome, each, running_terms(each))
         self.asked.ask(Operation.PREEMPT, left)
+        if coming and admitted and admitted.outcome is not Outcome.SKIPPED:
+            assert admitted.outcome is self.asked.ask(Operation.ADMIT, coming)
+
+    def coming(self, running: Sequence[Request], each: Round) -> Request | None:
+        """A request for a step in which others decode: one that waits, one like those that run, or none."""
+        waiting = [request for request in self.requests if not request.num_computed_tokens]
+        if self.num_encoder_tokens or each.which < 3:
+            return None
+        if waiting or len(self.requests) >= MAX_REQUESTS:
+            return waiting[0] if waiting else None
+        self.num_made += 1
+        like = running[each.count % len(running)].token_ids[: MAX_TOKENS - 3]
+        prompt = [*like, each.which, 1] if each.which % 2 else [*like[1:], 2]
+        request = self.session.request(f"r{self.num_made}", prompt)
+        self.requests.append(request)
+        self.asked.ask(Operation.ADD, request)
+        return request
 
     def allocate(self, request: Request, each: Round) -> None:
         if max(request.num_tokens, request.num_computed_tokens) + each.count > MAX_TOKENS:
@@ -362,6 +395,19 @@ def test_what_is_answered_in_silence_is_what_the_pool_would_have_answered(
 ) -> None:
     both = Both(config)
     for request in range(3):
+        both.play(Round("admit", 2 * request, 2, 0, appends=True))
+    for each in rounds:
+        both.play(each)
+        both.check()
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
+@given(order=st.sampled_from(ReuseOrder), rounds=st.lists(ROUNDS_BESIDE, min_size=25, max_size=60))
+def test_blocks_are_filled_in_silence_beside_admissions(order: ReuseOrder, rounds: list[Round]) -> None:
+    """In pools where that may be, in rounds where it often could matter."""
+    groups = (KVCacheGroup(FullAttentionSpec(4), ("layer.0",)),)
+    both = Both(PoolConfig(PoolName("m"), 60, MAX_TOKENS, groups, reuse_order=order))
+    for request in range(4):
         both.play(Round("admit", 2 * request, 2, 0, appends=True))
     for each in rounds:
         both.play(each)

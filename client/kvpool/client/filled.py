@@ -15,7 +15,9 @@ from kvpool.server.core.config import PoolConfig
 from kvpool.server.core.quiet_room import fills_quietly
 from kvpool.server.core.step import Operation
 
-_HARMLESS: Final = frozenset((Operation.FREE, Operation.PREEMPT, Operation.COMMON_PREFIX))
+_DROPPING: Final = frozenset((Operation.EVICT, Operation.RESET))
+_BLIND: Final = frozenset((Operation.FREE, Operation.PREEMPT, Operation.COMMON_PREFIX))
+"""They find no block by its hash, and cache none."""
 
 
 class FilledBlocks:
@@ -33,20 +35,22 @@ class FilledBlocks:
 
     def leave_out(self, builder: StepBuilder) -> None:
         """Takes out of a step's last batch the decodes that need not ask."""
-        after: list[Request | None] = []
+        after: list[Row] = []
         for row in reversed(builder.rows if self._is_allowed else ()):
             if isinstance(row, DecodeRow):
                 filling = self._filling(row, after)
                 if filling and len(filling) < len(row.requests) + len(builder.rows) - 1:
                     builder.fill(row, filling)
                 return
-            if row.operation not in _HARMLESS:
+            if row.operation in _DROPPING:
                 return
-            after.append(row.request)
+            after.append(row)
 
-    def _filling(self, row: DecodeRow, named_after: Sequence[Request | None]) -> list[Request]:
+    def _filling(self, row: DecodeRow, after: Sequence[Row]) -> list[Request]:
         """The requests of a batch that only fill a block; none if what they fill depends on the order of caching."""
         filling, untold, contents = [], set(self.untold), set()
+        named_after = {each.request for each in after}
+        comparing = [each.request for each in after if each.request and each.operation not in _BLIND]
         for request in row.requests:
             num_computed = request.quiet_tokens
             if request.num_quiet_tokens:
@@ -55,9 +59,17 @@ class FilledBlocks:
             elif num_computed % self._block_size == self._block_size - 1 and num_computed < self._max_tokens:
                 if row.num_lookahead_tokens or request.num_tokens <= num_computed or request in named_after:
                     return []
+                if comparing and self._may_share(request, num_computed // self._block_size, comparing):
+                    return []
                 filling.append(request)
                 contents.add((num_computed, request.token_ids[num_computed]))
         return filling if len(contents) == len(filling) else []  # else some of the blocks may be equal
+
+    @staticmethod
+    def _may_share(request: Request, block: int, others: Sequence[Request]) -> bool:
+        """Whether the full block at a place of a request's may be one of others', by what they hold before it."""
+        before = request.hashes[block - 1] if block else None
+        return any(len(of := other.hashes) > block and (before is None or of[block - 1] == before) for other in others)
 
     def rows(self, builder: StepBuilder) -> list[Row]:
         """Operations that tell of what is untold and of no request that a step names: each of these tells it first."""

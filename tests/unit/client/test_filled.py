@@ -100,18 +100,51 @@ def test_one_that_only_fills_a_block_asks(transport: CountingTransport, session:
         lambda step, _: step.reset_prefix_cache(),
     ],
 )
+@pytest.mark.parametrize("shared", [1, 2])
 def test_before_what_could_find_or_drop_the_block_it_is_asked_for(
     transport: CountingTransport,
     session: Session,
     filling: list[Request],
+    shared: int,
     ask: Callable[[StepBuilder, Request], object],
 ) -> None:
-    other = session.request("other", [1, 2])
+    other = session.request("other", [*filling[shared].token_ids, 1, 2])  # it begins as one does that fills a block
     with session.step() as step:
         step.decode(filling, [7] * 4)
         ask(step, other)
     ((_, numbers),) = sent_numbers(transport)
     assert numbers[:3] == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("token_ids", "is_asked_for"),
+    [
+        ([101] * 7, False),  # too short for the block that request 2 fills
+        ([101] * 9, True),
+        ([100] * 40, False),
+        ([102] * 8 + [0] * 4, True),
+        ([102] * 7 + [0] * 5, False),
+    ],
+)
+def test_before_a_request_that_begins_otherwise_it_is_not(
+    transport: CountingTransport, session: Session, filling: list[Request], token_ids: list[int], *, is_asked_for: bool
+) -> None:
+    with session.step() as step:
+        step.decode(filling, [7] * 4)
+        step.admit(session.request("other", token_ids))
+    ((_, numbers),) = sent_numbers(transport)
+    assert numbers == ([1, 2, 3, 5, 5] if is_asked_for else [1, 5, 5])
+
+
+def test_before_a_request_that_has_a_block_none_fills_its_first(transport: CountingTransport, session: Session) -> None:
+    """Nothing before the first block says that it is another."""
+    requests = admitted(session, 8, 3)
+    transport.take_sent()
+    with session.step() as step:
+        step.decode(requests, [7] * 2)
+        step.admit(session.request("other", [1] * 5))
+    ((_, numbers),) = sent_numbers(transport)
+    assert numbers == [1, 2, 3, 3]
 
 
 def test_after_an_admission_it_is_not(transport: CountingTransport, session: Session, filling: list[Request]) -> None:

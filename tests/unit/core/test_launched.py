@@ -6,7 +6,7 @@ import pytest
 
 from kvpool.server.core.errors import InvalidArgumentError
 from kvpool.server.core.integrity import check_integrity
-from kvpool.server.core.plain_step import PlainStep
+from kvpool.server.core.plain_run import PlainRun
 from kvpool.server.core.session import Session
 from kvpool.server.core.step import Operation, Step, StepResult
 from kvpool.server.core.types import BlockId, RequestNumber
@@ -176,7 +176,7 @@ def test_what_got_room_in_the_step_that_caches_it_is_filled_by_that() -> None:
 
 
 @pytest.mark.parametrize("is_plain", [True, False])
-def test_plain_steps_note_which_change_fills(*, is_plain: bool) -> None:
+def test_plain_allocations_note_which_change_fills(*, is_plain: bool) -> None:
     world = World()
     session = world.open()
     world.admit(session, 1, "ab", 9)
@@ -185,7 +185,7 @@ def test_plain_steps_note_which_change_fills(*, is_plain: bool) -> None:
     columns: dict[str, Any] = {"operations": [ALLOCATE], "request_numbers": [1], "num_new_tokens": [1]}
     for launched in (1, 2):
         step = Step(session.sequence + 1, launched_sequence=launched, num_appended_tokens=[1], **columns)
-        assert (PlainStep.of(world.pool, session, step) is not None) is is_plain
+        assert (PlainRun.of(world.pool, session, step, 0, 0) is not None) is is_plain
         world.apply(session, step)
         request = session.by_number[RequestNumber(1)]
         assert (request.filling_sequence, session.launched_sequence) == (launched + 1, launched)

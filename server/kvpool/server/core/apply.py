@@ -14,7 +14,7 @@ from typing import Final
 
 from kvpool.server.core.check import CheckedOperation, StepChecker
 from kvpool.server.core.filled import Filled
-from kvpool.server.core.plain_step import PlainStep
+from kvpool.server.core.plain_run import PlainRun
 from kvpool.server.core.pool import ComputedBlocks, Pool
 from kvpool.server.core.quarantine import Quarantined
 from kvpool.server.core.request import Request
@@ -49,14 +49,13 @@ def apply_step(pool: Pool, session: Session, step: Step, source: object = None) 
         pool.activity.retries += 1
         return before
     pool.check_serving()
-    plain = PlainStep.of(pool, session, step)
-    checked = [] if plain else StepChecker(pool, session, step).check()
+    checked = StepChecker(pool, session, step).check()
     if pool.residency:
         pool.residency.now_seconds = session.heard_seconds
     mark_executed(pool, session, step.executed_sequence)
     session.launched_sequence = max(session.launched_sequence, SequenceNumber(step.launched_sequence))
     session.num_tokens += sum(step.num_appended_tokens)
-    result = plain.apply(pool, session, step) if plain else _Application(pool, session, step).run(checked)
+    result = _Application(pool, session, step).run(checked)
     num_kept = 0 if isinstance(source, bytes) else step.num_entries
     session.remember(source, result, num_kept + result.num_entries)
     pool.activity.steps += 1
@@ -159,19 +158,24 @@ class _Application:
         self._num_new_blocks = [0] * (count * groups)
         self._block_ids: list[BlockId] = []
 
-    def run(self, checked: list[CheckedOperation]) -> StepResult:
+    def run(self, checked: list[CheckedOperation | PlainRun]) -> StepResult:
         self._take_note(checked)
-        for i, row in enumerate(checked):
+        i = 0
+        for row in checked:
+            if isinstance(row, PlainRun):
+                self._do_together(i, row)
+                i += len(row)
+                continue
             if row.request is None:
                 self._on_pool(i, row)
-                continue
-            request = row.request
-            if not row.num_taken_tokens:  # else it has
-                _grow(row, request)
-            request.num_computed_tokens -= row.num_rejected_tokens
-            handler = _HANDLERS.get(row.operation)
-            if handler:
-                handler(self, i, row, request)
+            else:
+                if not row.num_taken_tokens:  # else it has
+                    _grow(row, row.request)
+                row.request.num_computed_tokens -= row.num_rejected_tokens
+                handler = _HANDLERS.get(row.operation)
+                if handler:
+                    handler(self, i, row, row.request)
+            i += 1
         free_blocks = self._pool.quotas.num_free_for(self._session.holding)
         result = StepResult(self._sequence, free_blocks, block_ids=list(self._block_ids))
         for name, attribute in _COLUMNS:
@@ -180,20 +184,37 @@ class _Application:
                 setattr(result, name, column)
         return result
 
-    def _take_note(self, checked: list[CheckedOperation]) -> None:
+    def _take_note(self, checked: list[CheckedOperation | PlainRun]) -> None:
         """Notes what was allocated without asking since the step before, and caches what that filled."""
-        filled = Filled(self._pool, self._session)
+        filled, before = Filled(self._pool, self._session), SequenceNumber(self._sequence - 1)
         for row in checked:
+            if isinstance(row, PlainRun):
+                row.take_note(filled, before)
+                continue
             request = row.request
             if request and row.num_taken_tokens:
                 _grow(row, request)
                 request.num_computed_tokens += row.num_taken_tokens
-                request.filling_sequence = SequenceNumber(self._sequence - 1)
+                request.filling_sequence = before
                 if request.num_computed_tokens > request.quiet_tokens:
                     num_tokens = min(request.num_tokens, request.num_computed_tokens)
                     filled.add(request, num_tokens // self._pool.hash_block_size)
                     request.quiet_tokens = self._pool.quiet_tokens(request)
-        filled.cache(SequenceNumber(self._sequence - 1))
+        filled.cache(before)
+
+    def _do_together(self, first: int, run: PlainRun) -> None:
+        work = self._work + run.num_lacking_blocks
+        if self._out_of_blocks or work >= MAX_STEP_WORK or run.num_lacking_blocks > self._pool.blocks.num_free_blocks:
+            for i, (request, num_new_tokens) in enumerate(run.one_by_one(), first):
+                row = CheckedOperation(Operation.ALLOCATE, request)
+                row.num_new_tokens = num_new_tokens
+                self.allocate(i, row, request)
+            return
+        counts, block_ids = run.apply(self._sequence)
+        if counts:
+            self._num_new_blocks[first : first + len(run)] = counts
+            self._block_ids += block_ids
+            self._work = work
 
     def _on_pool(self, i: int, row: CheckedOperation) -> None:
         if row.operation is Operation.EVICT:

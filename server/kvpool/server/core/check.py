@@ -10,6 +10,7 @@ from typing import Final
 
 from kvpool.server.core.errors import InvalidArgumentError, NotFoundError, WrongStateError, check_range
 from kvpool.server.core.events import packed_token_ids
+from kvpool.server.core.plain_run import PlainRun
 from kvpool.server.core.pool import ComputedBlocks, Pool
 from kvpool.server.core.request import Request
 from kvpool.server.core.session import Session
@@ -112,11 +113,11 @@ class StepChecker:
         self._id_at = 0
         self._block_at = 0
 
-    def check(self) -> list[CheckedOperation]:
+    def check(self) -> list[CheckedOperation | PlainRun]:
         """Checks the step.
 
         Returns:
-            Its operations, in order.
+            Its operations, in order; one after another those that can be done so.
 
         Raises:
             InvalidArgumentError: A field is malformed or out of range.
@@ -139,17 +140,32 @@ class StepChecker:
         check_range("admission_budget_tokens", step.admission_budget_tokens, 0, MAX_TOKENS)
         check_range("num_quiet_allocations", step.num_quiet_allocations, 0, MAX_QUIET_ALLOCATIONS)
 
-        zeros = [0] * count
+        at = step.operations.index(Operation.ALLOCATE) if Operation.ALLOCATE in step.operations else count
+        checked: list[CheckedOperation | PlainRun] = [*self._check_rows(0, at)]
+        run = PlainRun.of(self._pool, self._session, step, at, self._hash_at)
+        if run:
+            checked.append(run)
+            self._hash_at += run.num_hash_bytes
+            at += len(run)
+        checked += self._check_rows(at, count)
+        self._check_all_used()
+        return checked
+
+    def _check_rows(self, first: int, last: int) -> list[CheckedOperation]:
+        """Checks operations one by one."""
+        if first == last:
+            return []
+        step, zeros = self._step, [0] * (last - first)
         rows = zip(
-            step.operations,
-            step.request_numbers or zeros,
-            step.num_appended_tokens or zeros,
-            step.num_new_tokens or zeros,
-            step.num_taken_tokens or zeros,
-            step.num_rejected_tokens or zeros,
-            step.num_lookahead_tokens or zeros,
-            step.num_encoder_tokens or zeros,
-            step.delay_cache_blocks or [False] * count,
+            step.operations[first:last],
+            step.request_numbers[first:last] or zeros,
+            step.num_appended_tokens[first:last] or zeros,
+            step.num_new_tokens[first:last] or zeros,
+            step.num_taken_tokens[first:last] or zeros,
+            step.num_rejected_tokens[first:last] or zeros,
+            step.num_lookahead_tokens[first:last] or zeros,
+            step.num_encoder_tokens[first:last] or zeros,
+            step.delay_cache_blocks[first:last] or [False] * (last - first),
             strict=True,
         )
         is_plain = not (
@@ -161,9 +177,7 @@ class StepChecker:
             or self._has_terms
         )
         check = self._check_plain if is_plain else self._check_row
-        checked = [check(i, *row) for i, row in enumerate(rows)]
-        self._check_all_used()
-        return checked
+        return [check(i, *row) for i, row in enumerate(rows, first)]
 
     def _check_plain(  # noqa: PLR0913, PLR0917 - one parameter a column
         self, i: int, code: int, number: int, appended: int, new: int, taken: int, *_: int
