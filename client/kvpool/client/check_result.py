@@ -52,20 +52,18 @@ def check_result(step: Step, result: StepResult, num_groups: int, num_blocks: in
 
 
 def _check_rows(step: Step, result: StepResult) -> None:
-    zeros = [0] * len(step.operations)
-    rows = zip(
-        step.operations,
-        result.outcomes or zeros,
-        result.num_hit_tokens or zeros,
-        result.num_shared_hit_tokens or zeros,
-        result.num_new_tokens or zeros,
-        strict=True,
-    )
-    for i, (operation, outcome, hit, shared, new) in enumerate(rows):
-        _require(outcome in _OUTCOMES.get(operation, _OK), "outcomes", i)
-        _require(not hit or _has_hit(operation, outcome), "num_hit_tokens", i)
-        _require(shared <= hit, "num_shared_hit_tokens", i)
-        _require(not new or (operation == Operation.ADMIT and outcome == Outcome.OK), "num_new_tokens", i)
+    operations = step.operations
+    zeros = [0] * len(operations)
+    outcomes, hits = result.outcomes or zeros, result.num_hit_tokens or zeros
+    for i, outcome in enumerate(result.outcomes):
+        _require(outcome in _OUTCOMES.get(operations[i], _OK), "outcomes", i)
+    for i, hit in enumerate(result.num_hit_tokens):
+        _require(not hit or _has_hit(operations[i], outcomes[i]), "num_hit_tokens", i)
+    for i, shared in enumerate(result.num_shared_hit_tokens):
+        _require(shared <= hits[i], "num_shared_hit_tokens", i)
+    for i, new in enumerate(result.num_new_tokens):
+        is_admitted = operations[i] == Operation.ADMIT and outcomes[i] == Outcome.OK
+        _require(not new or is_admitted, "num_new_tokens", i)
 
 
 def _num_taken(step: Step, result: StepResult, num_groups: int) -> int:

@@ -59,11 +59,13 @@ class Decodes:
         new_blocks: For each request its newly allocated blocks, group by group; none for most. Not to be changed.
         refused: By place in the batch, why a request got no room: preempt, and ask again.
         is_answered: Whether the others mean something yet.
+        served: Places in the batch of those that got new blocks.
     """
 
     new_blocks: list[list[list[int]]]
     refused: dict[int, Outcome] = field(default_factory=dict)
     is_answered: bool = False
+    served: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)

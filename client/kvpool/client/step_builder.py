@@ -85,7 +85,7 @@ class StepBuilder:
         """Of these, those whose decode fills a block: see `FilledBlocks`."""
         self._answers: list[Answer] = []  # of those that do so one by one
         self._decodes: list[Decodes] = []
-        self._named: set[int] = set()  # numbers of the requests that are in `rows`
+        self._named: set[Request | None] = set()  # those that are in `rows`
 
     def admit(  # noqa: PLR0913 - the reference's own parameters
         self,
@@ -149,7 +149,7 @@ class StepBuilder:
         _check_lookahead(num_lookahead_tokens)
         if request in self.quiet:
             raise InvalidArgumentError("request", f"{request.request_id!r} allocated already in this step")
-        is_told_more = rejected or computed or num_encoder_tokens or request.number in self._named
+        is_told_more = rejected or computed or num_encoder_tokens or request in self._named
         # What makes no block fall behind a window does not care which tokens are in flight.
         is_told_more = is_told_more or (
             terms is not USUAL_TERMS and replace(terms, num_in_flight_tokens=0) != USUAL_TERMS
@@ -204,7 +204,7 @@ class StepBuilder:
         if asking:
             for request in asking:
                 del quiet[request]
-            self._named.update([request.number for request in asking])
+            self._named.update(asking)
             self.rows.append(DecodeRow(asking, places, num_lookahead_tokens, answer))
         self.quiet = self.quiet | quiet if self.quiet else quiet
         return answer
@@ -215,7 +215,7 @@ class StepBuilder:
         is_named_twice = (
             len(requests) < count
             or (self.quiet and not self.quiet.keys().isdisjoint(requests))
-            or (self._named and not self._named.isdisjoint([request.number for request in requests]))
+            or (self._named and not self._named.isdisjoint(requests))
         )
         if is_named_twice:
             raise InvalidArgumentError("requests", "one is named twice in this step")
@@ -224,7 +224,7 @@ class StepBuilder:
         """Whether nothing in the step forbids a decode of each: they are named by no operation, and run."""
         if 0 in [request.num_computed_tokens for request in requests]:
             return False
-        return self.quiet.keys().isdisjoint(requests) and self._named.isdisjoint([each.number for each in requests])
+        return self.quiet.keys().isdisjoint(requests) and self._named.isdisjoint(requests)
 
     def fill(self, row: DecodeRow, filling: Sequence[Request]) -> None:
         """Lets decodes of a batch that fill a block take their room without asking."""
@@ -265,7 +265,7 @@ class StepBuilder:
 
     def free(self, request: Request) -> Answer:
         """Frees the request's blocks and forgets it. One that the server never heard of is just forgotten."""
-        if not request.declared and request.number not in self._named:
+        if not request.declared and request not in self._named:
             return Answer(Outcome.OK)
         return self._add(Operation.FREE, request)
 
@@ -288,8 +288,7 @@ class StepBuilder:
     def _add(self, operation: Operation, request: Request | None, **columns: object) -> Answer:
         answer = Answer()
         self.rows.append(Row(operation, request, answer, **columns))  # type: ignore[arg-type]
-        if request:
-            self._named.add(request.number)
+        self._named.add(request)
         return answer
 
 

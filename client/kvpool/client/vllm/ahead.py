@@ -1,6 +1,6 @@
 """The calls of a round that are foreseen, asked in one message: tokens for running requests, then admissions."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from vllm.v1.request import Request as EngineRequest
@@ -54,13 +54,12 @@ class Ahead:
         """Whether it asks nothing."""
         return not (self._asked or self.admissions)
 
-    def decode(self, builder: StepBuilder, asked: Asked) -> None:
-        """Asks for one token of each, together."""
+    def decode(self, builder: StepBuilder, asked: Mapping[str, Request]) -> None:
+        """Asks for one token of each, by ids, together."""
         if asked:
-            ids = [request.request_id for request, _ in asked]
-            decodes = builder.decode([known for _, known in asked], num_lookahead_tokens=self.num_lookahead_tokens)
-            self._asked.append(_Together(ids, decodes))
-            self.num_tokens += len(ids)
+            decodes = builder.decode(list(asked.values()), num_lookahead_tokens=self.num_lookahead_tokens)
+            self._asked.append(_Together(list(asked), decodes))
+            self.num_tokens += len(asked)
 
     def allocate(self, builder: StepBuilder, request: EngineRequest, known: Request, num_tokens: int) -> None:
         """Asks for tokens of one: several, or after drafts thrown away, or where it matters which are in flight."""
@@ -107,9 +106,8 @@ class Ahead:
 def _given_together(part: _Together, nothing: KVCacheBlocks) -> dict[str, Given]:
     ids, decodes = part
     given: dict[str, Given] = dict.fromkeys(ids, (nothing, 1))
-    for each_id, new in zip(ids, decodes.new_blocks, strict=True):
-        if any(new):
-            given[each_id] = (KVCacheBlocks(new), 1)
+    for place in decodes.served:
+        given[ids[place]] = (KVCacheBlocks(decodes.new_blocks[place]), 1)
     for place, outcome in decodes.refused.items():
         if outcome is Outcome.SKIPPED:
             del given[ids[place]]

@@ -25,6 +25,7 @@ from kvpool.client.vllm.versions import COUNTS_ADMISSIONS, SPECS
 from kvpool.server.core.specs import FullAttentionSpec
 from kvpool.server.core.terms import USUAL_TERMS, Terms
 
+_RUNNING: Final = RequestStatus.RUNNING
 _NOT_RUNNING: Final = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
 
 
@@ -127,7 +128,7 @@ class KVCacheManager:
     ) -> KVCacheBlocks | None:
         """Makes room for more tokens; None if there is too little: see vLLM's manager."""
         del skip_zeroing_group_ids
-        if request.status is RequestStatus.RUNNING:
+        if request.status is _RUNNING:
             given = self.rounds.answer(request, num_new_tokens)
             if given:
                 return self._given(given[0]) if self._zeroed_groups else given[0]
@@ -187,7 +188,7 @@ class KVCacheManager:
         self._cached_tokens.pop(request.request_id, None)
         if known is None:
             return
-        if request.status is RequestStatus.RUNNING:
+        if request.status is _RUNNING:
             if known.declared:
                 self.rounds.builder.preempt(known)
         else:

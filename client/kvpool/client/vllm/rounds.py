@@ -185,24 +185,24 @@ class Rounds:
     def _run_ahead(self, ahead: Ahead, first: int) -> bool:
         """Adds the running requests from a place on, as far as that is foreseen; whether they are all that will ask."""
         foreseen, is_all = self._foresight.running(first, self.tokens_left, self._answers)
-        asked: list[tuple[EngineRequest, Request, int]] = []
+        found: list[Request] = []
         requests = self.requests
-        for request, num_tokens in foreseen:
+        for request, _ in foreseen:
             known = requests.get(request.request_id)
             if known is None or known.num_computed_tokens < request.num_computed_tokens:
                 is_all = False
                 break
-            asked.append((request, known, num_tokens))
-        if not self.builder.can_decode([known for _, known, _ in asked]):
+            found.append(known)
+        if not self.builder.can_decode(found):
             self.send()
-        together: list[tuple[EngineRequest, Request]] = []
-        for request, known, num_tokens in asked:
+        together: dict[str, Request] = {}
+        for (request, num_tokens), known in zip(foreseen, found, strict=False):
             is_usual = num_tokens == 1 and known.num_computed_tokens == request.num_computed_tokens
             if is_usual and not self.windowed:
-                together.append((request, known))
+                together[request.request_id] = known
             else:
                 ahead.decode(self.builder, together)
-                together = []
+                together = {}
                 ahead.allocate(self.builder, request, known, num_tokens)
         ahead.decode(self.builder, together)
         return is_all
