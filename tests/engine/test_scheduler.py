@@ -19,9 +19,10 @@ from vllm.v1.core.sched.scheduler import Scheduler as Plain
 
 from engine.connector import ENDS, Told
 from engine.driving import Driver, Setup, make_scheduler
-from kvpool.client import connect
+from kvpool.client import Session, connect
 from kvpool.client.vllm import AsyncScheduler, Scheduler
 from kvpool.client.vllm.foresight import Foresight
+from kvpool.client.vllm.manager import KVCacheManager
 
 
 def _names(values: dict[str, Any]) -> str:
@@ -189,6 +190,61 @@ def test_a_round_of_running_requests_is_a_message_at_most(drafts: dict[str, Any]
         assert session.sequence <= before + 1
     assert not driver.is_idle
     driver.scheduler.shutdown()
+
+
+def test_the_scheduler_goes_on_while_the_service_answers(
+    address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+    for kind, name in ((KVCacheManager, "allocate_slots"), (Session, "begin"), (Session, "settle")):
+        function = getattr(kind, name)
+
+        def noted(*args: Any, _name: str = name, _function: Any = function, **kwargs: Any) -> Any:
+            calls.append(_name)
+            return _function(*args, **kwargs)
+
+        monkeypatch.setattr(kind, name, noted)
+    setup = Setup(num_blocks=400, additional_config={"kvpool": {"address": address, "pool": "goes.on"}})
+    driver = Driver(make_scheduler(Scheduler, setup, tmp_path), setup)
+    for i in range(setup.max_num_seqs):
+        driver.add(f"r{i}", [i] * (10 + i), 200)
+    driver.step()
+    rounds = []
+    for _ in range(16):
+        calls.clear()
+        driver.step()
+        rounds.append(list(calls))
+    assert ["begin", *["allocate_slots"] * setup.max_num_seqs, "settle"] in rounds
+    driver.scheduler.shutdown()
+
+
+def test_a_round_that_was_given_too_much_begins_again(
+    address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The scheduler has gone on with blocks that there are not, once they are refused."""
+    setup = Setup(num_blocks=24)
+    plain = Driver(make_scheduler(Plain, setup, tmp_path), setup)
+    attached = replace(setup, additional_config={"kvpool": {"address": address, "pool": "begins.again"}})
+    served = Driver(make_scheduler(Scheduler, attached, tmp_path), attached)
+    num_begun = 0
+    schedule = Plain.schedule
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        nonlocal num_begun
+        num_begun += 1
+        return schedule(*args, **kwargs)
+
+    for driver in (plain, served):
+        for i in range(4):
+            driver.add(f"r{i}", [i] * 60, 60)
+    steps = []
+    while not plain.is_idle:
+        steps.append(plain.step())
+    monkeypatch.setattr(Plain, "schedule", counted)
+    assert [served.step() for _ in steps] == steps
+    assert served.is_idle
+    assert num_begun > len(steps)
+    served.scheduler.shutdown()
 
 
 def test_the_scheduler_is_of_the_kind_that_the_engine_asks_for(address: str, tmp_path: Path) -> None:

@@ -30,6 +30,8 @@ from kvpool.server.rpc import convert
 from kvpool.v1 import allocator_pb2, allocator_pb2_grpc, event_pb2_grpc, step_pb2
 
 _OPEN: Final = Access()
+_TAKING_SECONDS: Final = 0.002
+"""What the thread that sends may take for a message that is sent ahead."""
 _T = TypeVar("_T")
 _T_co = TypeVar("_T_co", covariant=True)
 _RequestT = TypeVar("_RequestT")
@@ -201,6 +203,7 @@ class _StepStream:
         self._session_id = opened.session_id
         self._deadline_seconds = deadline_seconds
         self._outgoing: queue.SimpleQueue[step_pb2.Step | None] = queue.SimpleQueue()
+        self._taken = threading.Event()  # by the thread that sends: the message that was put last
         self._call: _Call[step_pb2.StepResult] | None = None
         self._ahead: tuple[step_pb2.Step, float] | None = None  # sent then, and not waited for yet
         self._due_seconds = inf
@@ -215,8 +218,10 @@ class _StepStream:
             return
         try:
             sent_seconds = now_seconds()
+            self._taken.clear()
             self._put(message)
             self._ahead = message, sent_seconds
+            self._taken.wait(_TAKING_SECONDS)  # the thread that sends gets no turn while this one is busy
         except BaseException:
             self._end_call()  # nobody knows whether an answer comes
             raise
@@ -264,9 +269,15 @@ class _StepStream:
     def _put(self, message: step_pb2.Step) -> _Call[step_pb2.StepResult]:
         if self._call is None:
             self._outgoing = queue.SimpleQueue()
-            self._call = self._stub.Schedule(iter(self._outgoing.get, None))
+            self._call = self._stub.Schedule(self._messages(self._outgoing))
         self._outgoing.put(message)
         return self._call
+
+    def _messages(self, outgoing: "queue.SimpleQueue[step_pb2.Step | None]") -> Iterator[step_pb2.Step]:
+        """What a stream sends, in the thread that sends it."""
+        while (message := outgoing.get()) is not None:
+            self._taken.set()
+            yield message
 
     def _failure(self, error: grpc.RpcError | StopIteration, sequence: int) -> KvpoolError:
         if time.monotonic() >= self._due_seconds:

@@ -347,6 +347,10 @@ class Session(SessionBase):
         """Sends a step that was collected on its own, and fills its answers: what `step` does as its block ends."""
         self._send(builder)
 
+    def begin(self, builder: StepBuilder) -> None:
+        """Sends a step that was collected on its own, without waiting: what `begin_step` does as its block ends."""
+        self._begin(builder)
+
     def settle(self) -> None:
         """Waits for the answer of a step that was begun, or sends one again that had no answer in time; fills it in.
 

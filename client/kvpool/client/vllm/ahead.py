@@ -20,22 +20,26 @@ Given = tuple[KVCacheBlocks | None, int]
 
 
 class _One(NamedTuple):
-    """One running request, and for how many tokens it asks."""
+    """One running request, for how many tokens it asks, and what it is given."""
 
     request_id: str
     answer: Answer
     num_tokens: int
+    blocks: KVCacheBlocks
 
 
 class _Together(NamedTuple):
-    """Many that ask for a token each."""
+    """Many that ask for a token each; and, by their places, what those are given that may need a block."""
 
     request_ids: list[str]
     decodes: Decodes
+    blocks: dict[int, KVCacheBlocks]
 
 
 class Ahead:
     """What one message asks ahead of the scheduler.
+
+    What a request is given is there before the answer, so that the scheduler can go on with it; its blocks come later.
 
     Attributes:
         num_lookahead_tokens: Tokens beyond those of each running request to keep room for.
@@ -43,8 +47,10 @@ class Ahead:
         admissions: Requests that it admits, in order; their answers are filled once it is sent.
     """
 
-    def __init__(self, num_lookahead_tokens: int) -> None:
+    def __init__(self, num_lookahead_tokens: int, nothing: KVCacheBlocks) -> None:
+        """Starts one; `nothing` stands for no new blocks."""
         self.num_lookahead_tokens = num_lookahead_tokens
+        self._nothing = nothing
         self._asked: list[_One | _Together] = []
         self.num_tokens = 0
         self.admissions: list[tuple[str, Request, Answer]] = []
@@ -58,7 +64,8 @@ class Ahead:
         """Asks for one token of each, by ids, together."""
         if asked:
             decodes = builder.decode(list(asked.values()), num_lookahead_tokens=self.num_lookahead_tokens)
-            self._asked.append(_Together(list(asked), decodes))
+            blocks = {place: self._nothing.new_empty() for place in decodes.asking}
+            self._asked.append(_Together(list(asked), decodes, blocks))
             self.num_tokens += len(asked)
 
     def allocate(self, builder: StepBuilder, request: EngineRequest, known: Request, num_tokens: int) -> None:
@@ -72,7 +79,7 @@ class Ahead:
             num_lookahead_tokens=self.num_lookahead_tokens,
             terms=terms,
         )
-        self._asked.append(_One(request.request_id, answer, num_tokens))
+        self._asked.append(_One(request.request_id, answer, num_tokens, self._nothing.new_empty()))
         self.num_tokens += num_tokens
 
     def admit(
@@ -83,34 +90,31 @@ class Ahead:
             self.admissions.append((request.request_id, known, builder.admit(known, most_tokens, terms=of_it)))
         builder.admission_budget_tokens = budget_tokens
 
-    def given(self, nothing: KVCacheBlocks) -> dict[str, Given]:
-        """Once it is sent, or need not be: what each running request got.
-
-        Those after one that was refused are left out: they were not tried.
-
-        Args:
-            nothing: What stands for no new blocks.
-        """
-        given: dict[str, Given] = {}
+    def promised(self) -> dict[str, Given]:
+        """What each running request gets if none is refused; the blocks are none before `fill`."""
+        promised: dict[str, Given] = {}
         for part in self._asked:
-            if isinstance(part, _Together):
-                given.update(_given_together(part, nothing))
+            if isinstance(part, _One):
+                promised[part.request_id] = (part.blocks, part.num_tokens)
                 continue
-            request_id, answer, num_tokens = part
-            if answer.outcome is not Outcome.SKIPPED:
-                new = KVCacheBlocks(answer.new_blocks) if any(answer.new_blocks) else nothing
-                given[request_id] = (new if answer.ok or answer.outcome is None else None, num_tokens)
-        return given
+            promised.update(dict.fromkeys(part.request_ids, (self._nothing, 1)))
+            for place, blocks in part.blocks.items():
+                promised[part.request_ids[place]] = (blocks, 1)
+        return promised
 
-
-def _given_together(part: _Together, nothing: KVCacheBlocks) -> dict[str, Given]:
-    ids, decodes = part
-    given: dict[str, Given] = dict.fromkeys(ids, (nothing, 1))
-    for place in decodes.served:
-        given[ids[place]] = (KVCacheBlocks(decodes.new_blocks[place]), 1)
-    for place, outcome in decodes.refused.items():
-        if outcome is Outcome.SKIPPED:
-            del given[ids[place]]
-        else:
-            given[ids[place]] = (None, 1)
-    return given
+    def fill(self) -> dict[str, Outcome]:
+        """Fills in the blocks, once it is answered or need not be sent; returns whom it refused, and why."""
+        refused: dict[str, Outcome] = {}
+        for part in self._asked:
+            if isinstance(part, _One):
+                outcome = part.answer.outcome
+                if outcome:  # neither OK, nor not sent
+                    refused[part.request_id] = outcome
+                elif any(part.answer.new_blocks):
+                    part.blocks.block_ids = part.answer.new_blocks
+                continue
+            for place in part.decodes.served:
+                part.blocks[place].block_ids = part.decodes.new_blocks[place]
+            for place, outcome in part.decodes.refused.items():
+                refused[part.request_ids[place]] = outcome
+        return refused

@@ -20,7 +20,7 @@ class KVCacheBlock(NamedTuple):
 
 
 class KVCacheBlocks:
-    """Blocks of a request, as the scheduler hands them on. Never changed.
+    """Blocks of a request, as the scheduler hands them on. Never changed once the round has its answer.
 
     Attributes:
         block_ids: Their ids, group by group.

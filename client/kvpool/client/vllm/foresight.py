@@ -45,6 +45,9 @@ class Foresight:
             and bool(config.enable_chunked_prefill)
             and scheduler.connector is None  # which is asked between the look-up and the allocation
         )
+        self._begins_again = (
+            drafter is None and scheduler.connector is None and not getattr(scheduler, "needs_kv_cache_zeroing", False)
+        )
         self._is_for_several = hasattr(scheduler, "kv_holding_waiting")  # a lone request is not held back
 
     def running(
@@ -85,6 +88,19 @@ class Foresight:
                 asking.append((request, new))
                 tokens_left -= new
         return asking, True
+
+    def can_begin_again(self, *, is_admitting: bool) -> bool:
+        """Whether a round in which running requests are foreseen changes nothing before it asks for the first waiting.
+
+        Args:
+            is_admitting: Whether the first that waits is foreseen, too.
+        """
+        scheduler = self._scheduler
+        waiting = (
+            scheduler.waiting,
+            *(getattr(scheduler, name, ()) for name in ("kv_holding_waiting", "skipped_waiting")),
+        )
+        return self._begins_again and (is_admitting or not any(waiting))
 
     def long_prefill_tokens(self) -> int:
         """Most tokens of one request in this round; 0 for no limit but the round's."""

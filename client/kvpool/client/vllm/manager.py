@@ -79,6 +79,7 @@ class KVCacheManager:
         Returns:
             Blocks and tokens; where vLLM asks for it, 0 for the boundary that Mamba states are shared up to.
         """
+        self.rounds.settle()
         if not self.enable_caching or request.skip_reading_prefix_cache:
             return self._looked_up(self.empty_kv_cache_blocks, 0)
         admitted = self.rounds.admitted
@@ -238,6 +239,7 @@ class KVCacheManager:
 
     def get_blocks(self, request_id: str) -> KVCacheBlocks:
         """All blocks of a request."""
+        self.rounds.settle()
         known = self.rounds.requests.get(request_id)
         if known is None:
             return self.empty_kv_cache_blocks
@@ -257,6 +259,7 @@ class KVCacheManager:
 
     def get_num_common_prefix_blocks(self, running_request_id: str) -> list[int]:
         """Counts the leading blocks of each group of full attention that all requests share that hold blocks."""
+        self.rounds.settle()
         counts = [0] * self.num_kv_cache_groups
         if not self.enable_caching:
             return counts

@@ -2,12 +2,17 @@
 
 1. A round asks with few messages: what it is sure to ask is foreseen and asked together, and what needs no answer
    (frees, blocks to cache) goes with the next message that does, before it, in the order in which it came.
-2. What was foreseen and is not asked for, or otherwise, is given back. It should not happen.
-3. Steps run in the order in which they are scheduled. What the steps of earlier rounds fill may be found by this engine
+2. The scheduler goes on while the service is at the first message, as if all was granted: `settle` waits for the
+   answer, before anybody looks at blocks or anything is changed. Where some is refused that was given out, the
+   scheduler begins the round again, and is told what is known then.
+3. What was foreseen and is not asked for, or otherwise, is given back. It should not happen.
+4. Steps run in the order in which they are scheduled. What the steps of earlier rounds fill may be found by this engine
    at once, by other sessions when the step's output is there.
 """
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Final
 
 from vllm.v1.request import Request as EngineRequest
@@ -36,6 +41,10 @@ _SERVICE_GONE: Final = (
 )
 _FIRST_LOOK_AHEAD: Final = 4
 _MOST_LOOK_AHEAD: Final = 64
+
+
+class RefusedError(Exception):
+    """What a running request was given was refused: the scheduler must begin the round again."""
 
 
 class Rounds:
@@ -67,17 +76,40 @@ class Rounds:
         self.watermark_blocks = int(watermark * session.config.num_blocks)
         self._nothing = KVCacheBlocks([()] * len(session.config.groups))
         self._answers: dict[str, Given] = {}  # of running requests
+        self._begun: tuple[Ahead, StepBuilder, int] | None = None  # whose answer is not there; the sequence before it
         self._executed = self._told = self._launched = 0  # numbers of steps
         self._look_ahead = _FIRST_LOOK_AHEAD
 
     def begin(self) -> None:
         """Asks for what the round that begins is sure to ask."""
         self.tokens_left = self._foresight.most_tokens
-        ahead = Ahead(self._foresight.num_lookahead_tokens)
+        ahead = self._new_ahead()
         is_all = self._run_ahead(ahead, 0)
         if is_all and ahead.num_tokens < self.tokens_left:
             self._admit_ahead(ahead)
-        self._send_ahead(ahead)
+        if is_all and self.builder.rows and self._foresight.can_begin_again(is_admitting=bool(ahead.admissions)):
+            self._begin_ahead(ahead)
+        else:
+            self._send_ahead(ahead)
+
+    def settle(self) -> None:
+        """Waits for the answer of the message that the round began with; does nothing if that is there.
+
+        Raises:
+            RefusedError: A running request was given blocks that were refused.
+            KvpoolError: As `send`.
+        """
+        if self._begun is None:
+            return
+        (ahead, builder, before), self._begun = self._begun, None
+        with self._explained():
+            self._session.settle()
+        self._note_told(builder, before)
+        left, self._answers = self._answers, {}  # what was not given out yet
+        refused = self._take(ahead)
+        if not refused.keys() <= left.keys():
+            raise RefusedError
+        self._answers = {each: given for each, given in self._answers.items() if each in left} if left else {}
 
     def end(self) -> int:
         """Gives back what was foreseen and not asked for, and sends what others wait for.
@@ -85,6 +117,7 @@ class Rounds:
         Returns:
             Number of the step that the round ends with: what it scheduled has run when that has.
         """
+        self.settle()
         if self.admitted:
             _log.warning("admissions foreseen wrongly", extra={"requests": len(self.admitted)})
             for request_id in list(self.admitted):
@@ -115,18 +148,11 @@ class Rounds:
         Raises:
             KvpoolError: The engine cannot go on; a note says what to do.
         """
-        builder, self.builder = self.builder, StepBuilder()
-        builder.executed_sequence, builder.launched_sequence = self._executed, self._launched
-        before = self._session.sequence
-        try:
+        self.settle()
+        builder, before = self._next_builder()
+        with self._explained():
             self._session.send(builder)
-        except (NotFoundError, AbortedError, UnavailableError, DeadlineError) as error:
-            self.has_failed = True
-            is_session_gone = isinstance(error, NotFoundError | AbortedError)
-            error.add_note(_SESSION_GONE if is_session_gone else _SERVICE_GONE)
-            raise
-        if self._session.sequence > before:
-            self._told = builder.executed_sequence
+        self._note_told(builder, before)
 
     def known(self, request: EngineRequest) -> Request:
         """What the session knows a request as; made when it is asked for first."""
@@ -152,15 +178,19 @@ class Rounds:
         """What a running request gets that asks for so many tokens; None if that was not foreseen."""
         given = self._answers.pop(request.request_id, None)
         if given is None:
-            ahead = Ahead(self._foresight.num_lookahead_tokens)
+            self.settle()
+            ahead = self._new_ahead()
             self._run_ahead(ahead, self._scheduler.running.index(request))
             self._send_ahead(ahead)
             given = self._answers.pop(request.request_id, None)
-        return given if given and given[1] == num_tokens else None
+        if given and given[1] == num_tokens:
+            return given
+        self.settle()
+        return None
 
     def ask_waiting(self, request: EngineRequest) -> None:
         """Admits a request and those behind it, in one message, if what they will ask is foreseen."""
-        ahead = Ahead(self._foresight.num_lookahead_tokens)
+        ahead = self._new_ahead()
         if self.tokens_left > 0:
             self._admit_ahead(ahead, request)
         self._send_ahead(ahead)
@@ -220,11 +250,54 @@ class Rounds:
         most_tokens = self._foresight.long_prefill_tokens()
         ahead.admit(self.builder, known, self.tokens_left - ahead.num_tokens, most_tokens, terms)
 
+    def _new_ahead(self) -> Ahead:
+        return Ahead(self._foresight.num_lookahead_tokens, self._nothing)
+
+    def _begin_ahead(self, ahead: Ahead) -> None:
+        """Sends what is asked ahead; until that is answered, the scheduler is given what it will get if all is well."""
+        builder, before = self._next_builder()
+        with self._explained():
+            self._session.begin(builder)
+        self._begun = ahead, builder, before
+        self._answers = ahead.promised()
+
+    def _next_builder(self) -> tuple[StepBuilder, int]:
+        """What was collected, and which step the session was at before it."""
+        builder, self.builder = self.builder, StepBuilder()
+        builder.executed_sequence, builder.launched_sequence = self._executed, self._launched
+        return builder, self._session.sequence
+
+    def _note_told(self, builder: StepBuilder, before: int) -> None:
+        """Takes note of what the service was told, if it was sent a step."""
+        if self._session.sequence > before:
+            self._told = builder.executed_sequence
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Adds to what ends the engine what to do about it."""
+        try:
+            yield
+        except (NotFoundError, AbortedError, UnavailableError, DeadlineError) as error:
+            self.has_failed = True
+            is_session_gone = isinstance(error, NotFoundError | AbortedError)
+            error.add_note(_SESSION_GONE if is_session_gone else _SERVICE_GONE)
+            raise
+
     def _send_ahead(self, ahead: Ahead) -> None:
         """Sends what is asked ahead, if it needs an answer, and takes note of the answers."""
         if self.builder.rows and not ahead.is_empty:
             self.send()
-        given = ahead.given(self._nothing)
+        self._take(ahead)
+
+    def _take(self, ahead: Ahead) -> dict[str, Outcome]:
+        """Takes note of what was asked ahead, and answered; returns whom of those running it refused."""
+        refused = ahead.fill()
+        given = ahead.promised()
+        for request_id, outcome in refused.items():
+            if outcome is Outcome.SKIPPED:  # it was not tried
+                del given[request_id]
+            else:
+                given[request_id] = (None, given[request_id][1])
         self._answers.update(given)
         self.tokens_left -= sum([num_tokens for blocks, num_tokens in given.values() if blocks is not None])
         num_admitted = 0
@@ -238,3 +311,4 @@ class Rounds:
         if ahead.admissions:
             more = 2 * self._look_ahead if num_admitted == len(ahead.admissions) else num_admitted + 1
             self._look_ahead = min(more, _MOST_LOOK_AHEAD)
+        return refused

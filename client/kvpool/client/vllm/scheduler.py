@@ -11,6 +11,7 @@ from kvpool.client.connection import Client
 from kvpool.client.vllm.attach import attach
 from kvpool.client.vllm.events import EventForwarder
 from kvpool.client.vllm.manager import KVCacheManager
+from kvpool.client.vllm.rounds import RefusedError
 from kvpool.client.vllm.settings import Settings
 from kvpool.server.core.errors import KvpoolError
 
@@ -46,11 +47,19 @@ class Scheduler(EngineScheduler):  # type: ignore[misc]  # vLLM has no types her
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         """Schedules a round, as vLLM does."""
         self.kv_cache_manager.rounds.begin()
-        output = super().schedule(*args, **kwargs)
+        try:
+            output = super().schedule(*args, **kwargs)
+        except RefusedError:  # before it had changed anything
+            output = super().schedule(*args, **kwargs)
         self._rounds.append((output, self.kv_cache_manager.rounds.end()))
         if output.total_num_scheduled_tokens:
             self.kv_cache_manager.rounds.check_lease()
         return output
+
+    def _make_cached_request_data(self, *args: Any, **kwargs: Any) -> Any:
+        """Looks at the blocks of the round, as vLLM does; the first that does, if none is admitted."""
+        self.kv_cache_manager.rounds.settle()
+        return super()._make_cached_request_data(*args, **kwargs)
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         """Takes the outputs of a round, as vLLM does; other sessions may find what it filled from now on."""
