@@ -218,6 +218,21 @@ def test_the_scheduler_goes_on_while_the_service_answers(
     driver.scheduler.shutdown()
 
 
+def test_blocks_that_are_looked_at_too_early_end_the_engine(
+    address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a version of vLLM would that makes its output otherwise: an error, never wrong blocks."""
+    monkeypatch.delattr(Scheduler, "_make_cached_request_data")
+    setup = Setup(num_blocks=400, additional_config={"kvpool": {"address": address, "pool": "early"}})
+    driver = Driver(make_scheduler(Scheduler, setup, tmp_path), setup)
+    driver.add("r", [1] * 10, 100)
+    driver.step()
+    steps = (driver.step() for _ in range(16))
+    with pytest.raises(RuntimeError, match="before the round's answer"):
+        list(steps)
+    driver.scheduler.shutdown()
+
+
 def test_a_round_that_was_given_too_much_begins_again(
     address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -60,15 +60,13 @@ class Decodes:
         new_blocks: For each request its newly allocated blocks, group by group; none for most. Not to be changed.
         refused: By place in the batch, why a request got no room: preempt, and ask again.
         is_answered: Whether the others mean something yet.
-        asking: Places in the batch of those without room in the blocks that they hold: the others need no answer.
-        served: Places of those that got new blocks.
+        asking: Places in the batch of those without room in the blocks that they hold: the others get none, for sure.
     """
 
     new_blocks: list[list[list[int]]]
     refused: dict[int, Outcome] = field(default_factory=dict)
     is_answered: bool = False
     asking: Sequence[int] = ()
-    served: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)

@@ -294,7 +294,6 @@ class StepBook:
                 continue
             of_request = counts[i * groups : (i + 1) * groups]
             if any(of_request):
-                answer.served.append(place)
                 new = answer.new_blocks[place] = [list(islice(block_ids, count)) for count in of_request]
                 for table, new_ids in zip(request.block_ids, new, strict=True):
                     table.extend(new_ids)

@@ -64,7 +64,7 @@ class Ahead:
         """Asks for one token of each, by ids, together."""
         if asked:
             decodes = builder.decode(list(asked.values()), num_lookahead_tokens=self.num_lookahead_tokens)
-            blocks = {place: self._nothing.new_empty() for place in decodes.asking}
+            blocks = {place: KVCacheBlocks.promised() for place in decodes.asking}
             self._asked.append(_Together(list(asked), decodes, blocks))
             self.num_tokens += len(asked)
 
@@ -79,7 +79,7 @@ class Ahead:
             num_lookahead_tokens=self.num_lookahead_tokens,
             terms=terms,
         )
-        self._asked.append(_One(request.request_id, answer, num_tokens, self._nothing.new_empty()))
+        self._asked.append(_One(request.request_id, answer, num_tokens, KVCacheBlocks.promised()))
         self.num_tokens += num_tokens
 
     def admit(
@@ -91,7 +91,7 @@ class Ahead:
         builder.admission_budget_tokens = budget_tokens
 
     def promised(self) -> dict[str, Given]:
-        """What each running request gets if none is refused; the blocks are none before `fill`."""
+        """What each running request gets if none is refused; `fill` sets the ids of new blocks."""
         promised: dict[str, Given] = {}
         for part in self._asked:
             if isinstance(part, _One):
@@ -103,18 +103,17 @@ class Ahead:
         return promised
 
     def fill(self) -> dict[str, Outcome]:
-        """Fills in the blocks, once it is answered or need not be sent; returns whom it refused, and why."""
+        """Sets the ids, once it is answered or need not be sent; returns whom it refused, and why."""
         refused: dict[str, Outcome] = {}
         for part in self._asked:
             if isinstance(part, _One):
                 outcome = part.answer.outcome
                 if outcome:  # neither OK, nor not sent
                     refused[part.request_id] = outcome
-                elif any(part.answer.new_blocks):
-                    part.blocks.block_ids = part.answer.new_blocks
+                part.blocks.block_ids = part.answer.new_blocks or self._nothing.block_ids
                 continue
-            for place in part.decodes.served:
-                part.blocks[place].block_ids = part.decodes.new_blocks[place]
+            for place, blocks in part.blocks.items():
+                blocks.block_ids = part.decodes.new_blocks[place]
             for place, outcome in part.decodes.refused.items():
                 refused[part.request_ids[place]] = outcome
         return refused

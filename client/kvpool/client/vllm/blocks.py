@@ -1,7 +1,7 @@
 """What vLLM's scheduler is given for blocks: ids, group by group, in the place of its own objects."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 from kvpool.server.core.pool import ComputedBlocks
 from kvpool.server.core.types import NULL_BLOCK, BlockHash
@@ -20,7 +20,7 @@ class KVCacheBlock(NamedTuple):
 
 
 class KVCacheBlocks:
-    """Blocks of a request, as the scheduler hands them on. Never changed once the round has its answer.
+    """Blocks of a request, as the scheduler hands them on. Never changed, but see `promised`.
 
     Attributes:
         block_ids: Their ids, group by group.
@@ -39,6 +39,19 @@ class KVCacheBlocks:
         self.block_ids = block_ids
         self.computed = computed
         self.hashes = hashes
+
+    @classmethod
+    def promised(cls) -> "KVCacheBlocks":
+        """Blocks whose ids are set when the round has its answer."""
+        blocks = cls.__new__(cls)
+        blocks.computed, blocks.hashes = None, ()
+        return blocks
+
+    def __getattr__(self, name: str) -> NoReturn:
+        """Is asked for what is not set."""
+        if name == "block_ids":
+            raise RuntimeError("blocks were looked at before the round's answer was waited for")
+        raise AttributeError(name)
 
     def __repr__(self) -> str:
         return f"<KVCacheBlocks {self.block_ids}>"
