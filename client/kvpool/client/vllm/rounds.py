@@ -87,7 +87,8 @@ class Rounds:
         is_all = self._run_ahead(ahead, 0)
         if is_all and ahead.num_tokens < self.tokens_left:
             self._admit_ahead(ahead)
-        if is_all and self.builder.rows and self._foresight.can_begin_again(is_admitting=bool(ahead.admissions)):
+        is_asking = is_all and ahead.num_tokens and self.builder.rows
+        if is_asking and self._foresight.can_begin_again(is_admitting=bool(ahead.admissions)):
             self._begin_ahead(ahead)
         else:
             self._send_ahead(ahead)
