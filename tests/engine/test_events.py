@@ -136,7 +136,7 @@ def test_a_request_may_ask_to_be_told_what_was_found(address: str, tmp_path: Pat
             driver.finish()
         due = time.monotonic() + WAIT_SECONDS
         while len(stored(published(each.events_endpoint))) < 12 and time.monotonic() < due:
-            time.sleep(0.05)  # likewise
+            time.sleep(0.05)  # the publisher has a thread of its own
         told.append(stored(published(each.events_endpoint)))
         driver.scheduler.shutdown()
     assert sorted(told[0], key=repr) == sorted(told[1], key=repr)

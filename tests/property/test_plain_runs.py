@@ -16,6 +16,7 @@ from kvpool.server.core.integrity import check_integrity
 from kvpool.server.core.plain_run import PlainRun
 from kvpool.server.core.session import Session
 from kvpool.server.core.step import Operation, Outcome, Step, StepResult
+from kvpool.server.core.types import RequestNumber
 from support_core import BLOCK_SIZE, World, block_hashes
 
 MAX_TOKENS = 256
@@ -125,12 +126,12 @@ def other(pair: Pair, session: Session, number: int, rng: Random) -> Row:
         return {"operations": operation, "num_block_ids": 3, "block_ids": block_ids}
     row: Row = {"operations": operation, "request_numbers": number}
     if operation is Operation.CACHE:
-        row["num_new_tokens"] = rng.randint(0, session.by_number[number].num_computed_tokens)  # type: ignore[index]
+        row["num_new_tokens"] = rng.randint(0, session.by_number[RequestNumber(number)].num_computed_tokens)
     return row
 
 
 def decode(pair: Pair, at: int, session: Session, number: int, rng: Random) -> Row:
-    request = session.by_number[number]  # type: ignore[index]
+    request = session.by_number[RequestNumber(number)]
     most = rng.choice([request.quiet_tokens, pair.together.pool.most_taken_tokens(request)])
     grown = rng.choice([0, 1, 1, 1, rng.randint(0, 9)])
     return {
@@ -144,7 +145,7 @@ def decode(pair: Pair, at: int, session: Session, number: int, rng: Random) -> R
 
 
 def is_running(session: Session, number: int) -> bool:
-    return session.by_number[number].num_computed_tokens > 0  # type: ignore[index]
+    return session.by_number[RequestNumber(number)].num_computed_tokens > 0
 
 
 def round_of(pair: Pair, at: int, next_number: int, rng: Random) -> tuple[dict[str, Any], int]:

@@ -1,18 +1,13 @@
 """The columns of a step that say on what terms its allocations are made; most steps have none of them."""
 
-from dataclasses import fields
-from typing import Final
-
 from kvpool.server.core.step import Step
-from kvpool.server.core.terms import Terms
-
-_NAMES: Final = tuple(field.name for field in fields(Terms))
+from kvpool.server.core.terms import TERMS_COLUMNS, Terms
 
 
 def put_terms(step: Step, terms: Terms) -> None:
     """Writes the terms of a step's newest operation."""
     before = len(step.operations) - 1
-    for name in _NAMES:
+    for name in TERMS_COLUMNS:
         value = getattr(terms, name)
         if value:
             column = getattr(step, name)
@@ -22,7 +17,7 @@ def put_terms(step: Step, terms: Terms) -> None:
 
 def complete_terms(step: Step) -> None:
     """Gives the columns that are there an entry for every operation."""
-    for name in _NAMES:
+    for name in TERMS_COLUMNS:
         column = getattr(step, name)
         if column:
             column += [0] * (len(step.operations) - len(column))

@@ -76,7 +76,7 @@ class Clock:
         """Ends one sleep, `late_seconds` after its time, and says what the time is then."""
         self._late.put_nowait(late_seconds)
         await self._late.join()
-        await self._sleep(0)
+        await self._sleep(0)  # the watch has its turn, and sleeps again
         return self._now_seconds
 
 

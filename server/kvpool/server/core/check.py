@@ -5,7 +5,7 @@
 3. In one step a request grows and allocates at most once, so that everything can be checked beforehand.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Final
 
 from kvpool.server.core.errors import InvalidArgumentError, NotFoundError, WrongStateError, check_range
@@ -15,7 +15,7 @@ from kvpool.server.core.pool import ComputedBlocks, Pool
 from kvpool.server.core.request import Request
 from kvpool.server.core.session import Session
 from kvpool.server.core.step import MAX_OPERATION_GROUPS, MAX_OPERATIONS, MAX_QUIET_ALLOCATIONS, Operation, Step
-from kvpool.server.core.terms import USUAL_TERMS, Terms
+from kvpool.server.core.terms import TERMS_COLUMNS, USUAL_TERMS, Terms
 from kvpool.server.core.types import MAX_BLOCKS, MAX_TOKENS, BlockHash, BlockId, RequestId, RequestNumber
 
 MAX_REQUEST_NUMBER: Final = 2**31 - 1
@@ -24,7 +24,6 @@ _ALLOCATING: Final = frozenset((Operation.ADMIT, Operation.ALLOCATE))
 _LOOKING_UP: Final = frozenset((Operation.LOOK_UP, Operation.PEEK, Operation.FIND))
 _FREEING: Final = frozenset((Operation.FREE, Operation.PREEMPT))
 _OPERATIONS: Final = {int(operation): operation for operation in Operation}
-_TERMS: Final = tuple(field.name for field in fields(Terms))
 _COLUMNS: Final = (
     "request_numbers",
     "num_appended_tokens",
@@ -34,7 +33,7 @@ _COLUMNS: Final = (
     "num_lookahead_tokens",
     "num_encoder_tokens",
     "delay_cache_blocks",
-    *_TERMS,
+    *TERMS_COLUMNS,
 )
 
 
@@ -106,7 +105,7 @@ class StepChecker:
         self._max_tokens = pool.config.max_model_len
         self._hash_size_bytes = pool.config.hash_scheme.hash_size_bytes if pool.config.enable_caching else 0
         self._makes_events = pool.config.makes_events
-        self._has_terms = any([getattr(step, name) for name in _TERMS])  # noqa: C419 - a generator takes longer
+        self._has_terms = any([getattr(step, name) for name in TERMS_COLUMNS])  # noqa: C419 - a generator takes longer
         self._ids: dict[RequestId, bool] = {}
         self._hash_at = 0
         self._token_at = 0
@@ -406,7 +405,7 @@ class StepChecker:
         seen.allocated = seen.holds_blocks = True
 
     def _terms(self, i: int, operation: Operation, seen: _Seen) -> Terms:
-        values = {name: column[i] for name in _TERMS if (column := getattr(self._step, name))}
+        values = {name: column[i] for name in TERMS_COLUMNS if (column := getattr(self._step, name))}
         if not any(values.values()):
             return USUAL_TERMS
         terms = Terms(**values)

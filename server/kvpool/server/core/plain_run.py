@@ -18,6 +18,7 @@ from kvpool.server.core.pool import Pool
 from kvpool.server.core.request import Request
 from kvpool.server.core.session import Session
 from kvpool.server.core.step import Operation, Step
+from kvpool.server.core.terms import TERMS_COLUMNS
 from kvpool.server.core.types import BlockHash, BlockId, Sequence
 
 _NOT_PLAIN: Final = (
@@ -25,12 +26,8 @@ _NOT_PLAIN: Final = (
     "num_lookahead_tokens",
     "num_encoder_tokens",
     "delay_cache_blocks",
-    "num_external_tokens",
-    "num_in_flight_tokens",
-    "num_reserved_blocks",
-    "num_watermark_blocks",
-    "full_sequence_must_fit",
     "num_block_ids",
+    *TERMS_COLUMNS,
 )
 """Columns that plain allocations have nothing in; in a pool of one group each has one entry an operation."""
 

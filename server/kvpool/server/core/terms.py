@@ -1,6 +1,6 @@
 """On what terms an allocation is made, where they are not the usual ones."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Final
 
 
@@ -27,3 +27,5 @@ class Terms:
 
 
 USUAL_TERMS: Final = Terms()
+TERMS_COLUMNS: Final = tuple(field.name for field in fields(Terms))
+"""The columns of a step that they stand in."""
