@@ -46,18 +46,18 @@ check: .venv/installed ## First of all: generated code, lint, types, unit and pr
 	$(BIN)/pytest -q -n auto --dist worksteal --hypothesis-profile quick tests/unit tests/property
 
 bench: .venv/installed ## Speed, as tables, JSON and pictures; VLLM=.venv-vllm/bin/python for vLLM's manager in the same run
-	$(BIN)/kvpool bench --save docs/bench/bench.json --markdown docs/bench/bench.md --plots docs/images \
+	$(BIN)/python -m benchmarks --save docs/bench/bench.json --markdown docs/bench/bench.md --plots docs/images \
 	    $(if $(VLLM),--vllm $(VLLM)) $(BENCH)
 
 bench-vllm: ## An environment with vLLM's manager for that, in .venv-vllm; VLLM_VERSION=0.32.0 for another than 0.14.1
-	PYTHON=$(PYTHON) tests/bench/install_vllm.sh .venv-vllm $(VLLM_VERSION)
+	PYTHON=$(PYTHON) benchmarks/install_vllm.sh .venv-vllm $(VLLM_VERSION)
 
 bench-parts: .venv/installed ## What ranks, metrics, events, the journal and unfair neighbours cost, each as JSON
-	$(BIN)/python tests/bench/bench_ranks.py
-	$(BIN)/python tests/bench/bench_metrics.py
-	$(BIN)/python tests/bench/bench_events.py
-	$(BIN)/python tests/bench/bench_journal.py
-	$(BIN)/python tests/bench/bench_fairness.py
+	$(BIN)/python -m benchmarks.parts.bench_ranks
+	$(BIN)/python -m benchmarks.parts.bench_metrics
+	$(BIN)/python -m benchmarks.parts.bench_events
+	$(BIN)/python -m benchmarks.parts.bench_journal
+	$(BIN)/python -m benchmarks.parts.bench_fairness
 
 proto: .venv/installed ## Generate the Python of the protos
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python proto/generate.py

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from support_compose import Failure, Stack
+from support.compose import Failure, Stack
 
 _FAILURES = pytest.StashKey[list[Failure]]()
 

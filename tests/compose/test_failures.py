@@ -1,7 +1,7 @@
 """What is killed, cut off or restarted comes back by itself or with its successor, and no block is lost."""
 
 from kvpool.client import PoolInfo, PoolState, RankState
-from support_compose import POOL, PROJECT, SCHEDULERS, Failure, Stack, docker, eventually
+from support.compose import POOL, PROJECT, SCHEDULERS, Failure, Stack, docker, eventually
 
 LEASE_SECONDS = 10.0
 ENDED = f'kvpool_sessions_ended_total{{pool="{POOL}",reason="%s"}}'

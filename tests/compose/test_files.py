@@ -11,7 +11,8 @@ import pytest
 import yaml
 from cloudcoil.models.prometheus_operator.v1 import ServiceMonitor
 
-from support_compose import DEPLOY, ROOT, docker, prometheus_image
+from support.compose import DEPLOY, docker, prometheus_image
+from support.paths import ROOT
 
 KUBERNETES_VERSION = "1.32"
 RULES = DEPLOY / "prometheus" / "rules.yml"

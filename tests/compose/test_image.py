@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from support_compose import DEPLOY, Stack, docker
+from support.compose import DEPLOY, Stack, docker
 
 SERVER, WORKER = "kvpool-server", "kvpool-worker"
 INSTALLED = "import importlib.metadata as m; print(*(f'{d.name}=={d.version}' for d in m.distributions()))"

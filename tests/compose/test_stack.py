@@ -7,7 +7,7 @@ import time
 import pytest
 
 from kvpool.client import PoolState, RankState
-from support_compose import DEPLOY, POOL, SCHEDULERS, Stack, eventually
+from support.compose import DEPLOY, POOL, SCHEDULERS, Stack, eventually
 
 DASHBOARD = DEPLOY / "grafana" / "dashboards" / "kvpool.json"
 

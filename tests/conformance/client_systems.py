@@ -23,10 +23,10 @@ from kvpool.client import (
     Request,
     Session,
     aio,
-    wire,
 )
-from kvpool.server.core.quota import NO_QUOTA
-from kvpool.server.core.types import NULL_BLOCK, BlockHash, GroupId
+from kvpool.client.transports import messages
+from kvpool.core.blocks.quota import NO_QUOTA
+from kvpool.core.ids import NULL_BLOCK, BlockHash, GroupId
 from kvpool.v1 import allocator_pb2, allocator_pb2_grpc, event_pb2, event_pb2_grpc, step_pb2
 
 
@@ -159,18 +159,18 @@ class UnarySystem(WatchedSystem):
         self._hasher = BlockHasher(config.hash_scheme, config.hash_block_size) if config.enable_caching else None
         self._computed: dict[str, allocator_pb2.ComputedBlocks] = {}
         self._sequence = 0
-        self._stub.CreatePool(wire.create_pool_request(config))
-        opened = self._stub.OpenSession(wire.open_session_request(config.name, "", 0.0, NO_QUOTA))
+        self._stub.CreatePool(messages.create_pool_request(config))
+        opened = self._stub.OpenSession(messages.open_session_request(config.name, "", 0.0, NO_QUOTA))
         self._session_id = opened.session.session_id
 
     def info(self) -> PoolInfo:
-        return wire.read_pool(self._stub.GetPool(allocator_pb2.GetPoolRequest(pool_name=self._config.name)))
+        return messages.read_pool(self._stub.GetPool(allocator_pb2.GetPoolRequest(pool_name=self._config.name)))
 
     def watch(self, from_sequence: int) -> Iterator[EventBatch]:
         request = event_pb2.WatchRequest(pool_name=self._config.name, from_sequence=from_sequence)
         call = self._event_stub.Watch(request)
         assert next(call).sequence == from_sequence - 1
-        return map(wire.read_batch, call)
+        return map(messages.read_batch, call)
 
     def _send_twice(self, method: Callable[[Any], Any], kind: Callable[..., Any], **fields: Any) -> Any:
         self._sequence += 1

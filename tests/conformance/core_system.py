@@ -4,14 +4,14 @@ from collections.abc import Sequence
 
 from conformance.golden import Line, Stats
 from kvpool.client.hashing import BlockHasher, ExtraKeys
-from kvpool.server.core.config import PoolConfig
-from kvpool.server.core.events import AllBlocksCleared, BlockEvent, BlockRemoved, BlockStored
-from kvpool.server.core.integrity import check_integrity
-from kvpool.server.core.pool import ComputedBlocks, Pool
-from kvpool.server.core.request import Request
-from kvpool.server.core.session import Session
-from kvpool.server.core.types import BlockHash, BlockId, RequestId, RequestNumber, SessionId, WriterId
-from kvpool.server.core.types import Sequence as SequenceNumber
+from kvpool.core.blocks.kv_cache_manager import ComputedBlocks, Pool
+from kvpool.core.events import AllBlocksCleared, BlockEvent, BlockRemoved, BlockStored
+from kvpool.core.ids import BlockHash, BlockId, RequestId, RequestNumber, SessionId, WriterId
+from kvpool.core.ids import Sequence as SequenceNumber
+from kvpool.core.sessions.request import Request
+from kvpool.core.sessions.session import Session
+from kvpool.core.specs.pool_config import PoolConfig
+from support.integrity import check_integrity
 
 
 def hash_to_int(block_hash: BlockHash) -> int:

@@ -8,16 +8,16 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from kvpool.client.hashing import ExtraKeys, MultiModalItem
-from kvpool.server.core.config import (
+from kvpool.core.ids import BlockHash, PoolName
+from kvpool.core.specs.base import KVCacheSpec
+from kvpool.core.specs.kinds import SPEC_KINDS
+from kvpool.core.specs.pool_config import (
     HashScheme,
     KeyForm,
     KVCacheGroup,
     PoolConfig,
     ReuseOrder,
 )
-from kvpool.server.core.spec_base import KVCacheSpec
-from kvpool.server.core.specs import SPEC_KINDS
-from kvpool.server.core.types import BlockHash, PoolName
 
 Line = dict[str, Any]
 

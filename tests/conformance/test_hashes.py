@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from kvpool.client.hashing import BlockHasher
-from kvpool.server.core.config import HashScheme
-from kvpool.server.core.types import BlockHash
+from kvpool.core.ids import BlockHash
+from kvpool.core.specs.pool_config import HashScheme
 
 
 def vectors(folder: Path) -> list[dict[str, object]]:

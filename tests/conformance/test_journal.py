@@ -6,9 +6,9 @@ from pathlib import Path
 from conformance.client_systems import ClientSystem
 from conformance.golden import Driver, Schedule
 from kvpool.client import connect
-from kvpool.client.transport import EmbeddedTransport
-from kvpool.server.core.step import Step, StepResult
-from support_journal import journal_in, kill
+from kvpool.client.transports.embedded import EmbeddedTransport
+from kvpool.core.steps.columns import Step, StepResult
+from support.journal import journal_in, kill
 
 CHANGES_A_LIFE = 211
 

@@ -8,10 +8,10 @@ import pytest
 
 from conformance.conftest import golden_dir
 from conformance.golden import Line, spec
-from kvpool.server.core.plan import GIB, FitCheck, KVCacheConfig, Plan, PlanError, PlanOptions, RankMemory
-from kvpool.server.core.planner import get_kv_cache_configs
-from kvpool.server.core.spec_base import KVCacheSpec
-from kvpool.server.core.specs import UniformTypeKVCacheSpecs
+from kvpool.core.planning.plan import GIB, FitCheck, KVCacheConfig, Plan, PlanError, PlanOptions, RankMemory
+from kvpool.core.planning.planner import get_kv_cache_configs
+from kvpool.core.specs.base import KVCacheSpec
+from kvpool.core.specs.kinds import UniformTypeKVCacheSpecs
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -9,7 +9,7 @@ import pytest
 from conformance.client_systems import BlockingAio, ClientSystem, LoopThread, UnarySystem
 from conformance.golden import Driver, Schedule
 from kvpool.client import Client, aio, connect
-from support_server import running_server
+from support.server import running_server
 
 
 @pytest.fixture(scope="module")

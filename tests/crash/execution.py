@@ -8,7 +8,7 @@ from typing import Any, Final, Protocol
 
 from crash.memory import Memory, StepLock
 from kvpool.client import Session
-from kvpool.server.core.types import TableLease
+from kvpool.core.ids import TableLease
 
 AUTHKEY: Final = b"crash"
 

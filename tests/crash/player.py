@@ -17,8 +17,8 @@ from crash.memory import Progress, content
 from crash.records import Log
 from kvpool.client import Answer, ComputedBlocks, DeadlineError, Outcome, Request, Session, UnavailableError
 from kvpool.client.step_builder import Row, StepBuilder
-from kvpool.server.core.step import Operation
-from kvpool.server.core.types import BlockId
+from kvpool.core.ids import BlockId
+from kvpool.core.steps.columns import Operation
 
 MOST_RUNNING: Final = 4
 MOST_WAITING: Final = 3

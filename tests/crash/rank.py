@@ -15,11 +15,11 @@ from typing import Any, Final
 from crash.execution import AUTHKEY, Outcome, compute, rank_memory, rank_path
 from crash.memory import Memory
 from crash.scheduler import LONGEST_TOKENS, RANKED_POOL
+from kvpool.core.ranks.messages import WorldOptions
+from kvpool.core.specs.kinds import FullAttentionSpec
 from kvpool.gpu_worker.fence import StaleTablesError
 from kvpool.gpu_worker.settings import WorkerSettings
 from kvpool.gpu_worker.worker import Worker
-from kvpool.server.core.specs import FullAttentionSpec
-from kvpool.server.core.world import WorldOptions
 
 RANK_BLOCKS: Final = 64
 _SPEC: Final = FullAttentionSpec(4, 1, 16, "float32")

@@ -11,7 +11,7 @@ from crash.scheduler import incarnation
 from crash.site import DEADLINE_SECONDS, Site
 from kvpool.client import KvpoolError, PoolInfo, connect
 from kvpool.client.admin import AdminClient, BlockInfo, BlockState
-from kvpool.server.core.types import PoolName
+from kvpool.core.ids import PoolName
 
 _PAUSE_SECONDS: Final = 0.1
 

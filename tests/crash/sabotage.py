@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from kvpool.cli import main
-from kvpool.server.core.block_pool import BlockPool
-from kvpool.server.core.prefix_map import PrefixMap
-from kvpool.server.core.session import Session
-from kvpool.server.core.step import StepResult
-from kvpool.server.core.types import BlockId, GroupId
+from kvpool.core.blocks.block_pool import BlockPool
+from kvpool.core.blocks.prefix_map import PrefixMap
+from kvpool.core.ids import BlockId, GroupId
+from kvpool.core.sessions.session import Session
+from kvpool.core.steps.columns import StepResult
 from kvpool.server.journal.frames import FrameKind
 from kvpool.server.journal.journal import Journal
 

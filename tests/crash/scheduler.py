@@ -27,9 +27,9 @@ from kvpool.client import (
     UnavailableError,
     WrongStateError,
 )
-from kvpool.client.grpc_transport import GrpcTransport
-from kvpool.server.core.step import Step, StepResult
-from kvpool.server.core.types import PoolName
+from kvpool.client.transports.grpc import GrpcTransport
+from kvpool.core.ids import PoolName
+from kvpool.core.steps.columns import Step, StepResult
 
 LONGEST_TOKENS = 96
 DECLARED_POOL = "declared"

@@ -13,7 +13,7 @@ from typing import Final
 from crash.memory import Progress, StepLock
 from crash.records import Log
 from crash.scheduler import Settings
-from support_workers import LoggingProcess
+from support.workers import LoggingProcess
 
 KVPOOL: Final = (str(Path(sys.executable).parent / "kvpool"),)
 DEADLINE_SECONDS: Final = 90.0

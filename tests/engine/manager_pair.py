@@ -14,12 +14,12 @@ from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.request import Request as VllmRequest
 
-from kvpool.server.core.config import KVCacheGroup, PoolConfig
-from kvpool.server.core.pool import Pool
-from kvpool.server.core.request import Request
-from kvpool.server.core.spec_base import KVCacheSpec
-from kvpool.server.core.specs import ChunkedLocalAttentionSpec, FullAttentionSpec, SlidingWindowSpec
-from kvpool.server.core.types import NULL_BLOCK, BlockHash, BlockId, RequestId, RequestNumber, WriterId
+from kvpool.core.blocks.kv_cache_manager import Pool
+from kvpool.core.ids import NULL_BLOCK, BlockHash, BlockId, RequestId, RequestNumber, WriterId
+from kvpool.core.sessions.request import Request
+from kvpool.core.specs.base import KVCacheSpec
+from kvpool.core.specs.kinds import ChunkedLocalAttentionSpec, FullAttentionSpec, SlidingWindowSpec
+from kvpool.core.specs.pool_config import KVCacheGroup, PoolConfig
 
 BLOCK_SIZE: Final = 4
 WRITER: Final = WriterId(1)

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from engine.manager_pair import BLOCK_SIZE, WRITER, ManagerPair, RequestPair, make_groups
-from kvpool.server.core.config import PoolConfig
-from kvpool.server.core.integrity import check_integrity
-from kvpool.server.core.pool import ComputedBlocks
-from kvpool.server.core.session import Session
-from kvpool.server.core.spec_base import KVCacheSpec
-from kvpool.server.core.specs import ChunkedLocalAttentionSpec, FullAttentionSpec, SlidingWindowSpec
-from kvpool.server.core.types import BlockId, PoolName, Sequence, SessionId
+from kvpool.core.blocks.kv_cache_manager import ComputedBlocks
+from kvpool.core.ids import BlockId, PoolName, Sequence, SessionId
+from kvpool.core.sessions.session import Session
+from kvpool.core.specs.base import KVCacheSpec
+from kvpool.core.specs.kinds import ChunkedLocalAttentionSpec, FullAttentionSpec, SlidingWindowSpec
+from kvpool.core.specs.pool_config import PoolConfig
+from support.integrity import check_integrity
 
 MAX_MODEL_LEN: Final = 160
 _STEP: Final = Sequence(1)

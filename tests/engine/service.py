@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from support_workers import LoggingProcess
+from support.workers import LoggingProcess
 
 
 class Service:

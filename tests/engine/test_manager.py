@@ -1,6 +1,6 @@
 """Pools answer what vLLM's own KV cache manager answers, for thousands of random schedules.
 
-Run it with the interpreter that has vLLM 0.32: see tests/bench/install_vllm.sh.
+Run it with the interpreter that has vLLM 0.32: see benchmarks/install_vllm.sh.
 """
 
 import os

@@ -15,13 +15,13 @@ from vllm.v1.request import Request as VllmRequest
 from vllm.v1.request import RequestStatus
 
 from engine.manager_pair import BLOCK_SIZE, WRITER, ManagerPair, RequestPair, make_groups
-from kvpool.server.core.config import PoolConfig
-from kvpool.server.core.integrity import check_integrity
-from kvpool.server.core.pool import ComputedBlocks
-from kvpool.server.core.spec_base import KVCacheSpec
-from kvpool.server.core.specs import ChunkedLocalAttentionSpec, FullAttentionSpec, SlidingWindowSpec
-from kvpool.server.core.terms import USUAL_TERMS, Terms
-from kvpool.server.core.types import PoolName, Sequence
+from kvpool.core.blocks.kv_cache_manager import ComputedBlocks
+from kvpool.core.ids import PoolName, Sequence
+from kvpool.core.specs.base import KVCacheSpec
+from kvpool.core.specs.kinds import ChunkedLocalAttentionSpec, FullAttentionSpec, SlidingWindowSpec
+from kvpool.core.specs.pool_config import PoolConfig
+from kvpool.core.steps.options import USUAL_TERMS, Terms
+from support.integrity import check_integrity
 
 if not hasattr(VllmRequest("r", [1], SamplingParams(), None), "num_in_flight_tokens"):
     pytest.skip("this vLLM knows no tokens in flight; 0.32 does", allow_module_level=True)

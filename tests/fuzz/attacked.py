@@ -14,7 +14,7 @@ from typing import Any, Final, Self
 
 from kvpool.client import connect
 from kvpool.client.admin import AdminClient
-from support_server import pool_config
+from support.server import pool_config
 
 POOL: Final = "canary"
 _KVPOOL: Final = str(Path(sys.executable).parent / "kvpool")

@@ -12,8 +12,8 @@ import grpc
 from fuzz.attacked import POOL, Server
 from fuzz.attacks_bytes import PREFACE, SETTINGS, headers, raw, send
 from fuzz.contract import METHODS
-from kvpool.client.errors import from_rpc_error
 from kvpool.v1 import allocator_pb2, step_pb2
+from kvpool.wire.errors import from_rpc_error
 
 _DEADLINE_SECONDS: Final = 60.0
 _OPEN: Final = "/kvpool.v1.AllocatorService/OpenSession"

@@ -23,7 +23,7 @@ from fuzz.grammar import Grammar
 from fuzz.grammar_ranks import RankGrammar
 from fuzz.mutations import mutate_bytes, mutate_fields
 from fuzz.served import Ended, OpenCall, Served
-from kvpool.server.core.allocator import Allocator
+from kvpool.core.allocator import Allocator
 
 CHECK_EVERY: Final = 500
 """Inputs between two checks of all books, each after a comparison of all that can be seen."""

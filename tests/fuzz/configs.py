@@ -4,9 +4,9 @@ from functools import lru_cache
 from hashlib import sha256
 from typing import Final
 
-from kvpool.server.core.config import HashScheme, KVCacheGroup, PoolConfig, ReuseOrder
-from kvpool.server.core.spec_base import KVCacheSpec
-from kvpool.server.core.specs import (
+from kvpool.core.ids import PoolName
+from kvpool.core.specs.base import KVCacheSpec
+from kvpool.core.specs.kinds import (
     ChunkedLocalAttentionSpec,
     CrossAttentionSpec,
     FullAttentionSpec,
@@ -15,9 +15,9 @@ from kvpool.server.core.specs import (
     SinkFullAttentionSpec,
     SlidingWindowSpec,
 )
-from kvpool.server.core.types import PoolName
-from kvpool.server.rpc.convert_pool import config_to_proto
+from kvpool.core.specs.pool_config import HashScheme, KVCacheGroup, PoolConfig, ReuseOrder
 from kvpool.v1 import pool_pb2
+from kvpool.wire.pools import config_to_proto
 
 MAX_MODEL_LEN: Final = 96
 _OWN_HASH: Final = HashScheme("fuzz", 8)

@@ -5,9 +5,9 @@ from typing import Final
 
 from fuzz.configs import RANK_POOLS
 from fuzz.served import Served
-from kvpool.server.rpc.convert_world import registration_to_proto
 from kvpool.v1 import worker_pb2
-from support_ranks import registration
+from kvpool.wire.ranks import registration_to_proto
+from support.ranks import registration
 
 _WORLD_SIZES: Final = {"r0": 1, "r1": 2, "r2": 3}
 

@@ -7,11 +7,11 @@ from typing import Final
 
 from fuzz.configs import block_hash
 from fuzz.served import Served
-from kvpool.server.core.pool import Pool
-from kvpool.server.core.request import Request
-from kvpool.server.core.session import Session
-from kvpool.server.core.step import Operation
-from kvpool.server.core.terms import USUAL_TERMS, Terms
+from kvpool.core.blocks.kv_cache_manager import Pool
+from kvpool.core.sessions.request import Request
+from kvpool.core.sessions.session import Session
+from kvpool.core.steps.columns import Operation
+from kvpool.core.steps.options import USUAL_TERMS, Terms
 from kvpool.v1 import allocator_pb2, step_pb2
 
 _NUM_DOCUMENTS: Final = 3

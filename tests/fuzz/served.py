@@ -16,17 +16,17 @@ from google.protobuf.message import DecodeError, Message
 from google.rpc import error_details_pb2, status_pb2
 
 from fuzz.contract import Method
-from kvpool.server.core.allocator import Allocator
-from kvpool.server.core.integrity import check_integrity
-from kvpool.server.core.pool import Pool
-from kvpool.server.core.world import RankTiming
-from kvpool.server.rpc.admin_service import AdminService
-from kvpool.server.rpc.allocator_service import AllocatorService
-from kvpool.server.rpc.event_service import EventService
-from kvpool.server.rpc.hub import Hub
-from kvpool.server.rpc.ranks import Ranks
-from kvpool.server.rpc.worker_service import WorkerService
-from support_core import snapshot
+from kvpool.core.allocator import Allocator
+from kvpool.core.blocks.kv_cache_manager import Pool
+from kvpool.core.ranks.messages import RankTiming
+from kvpool.server.services.admin_service import AdminService
+from kvpool.server.services.allocator_service import AllocatorService
+from kvpool.server.services.event_service import EventService
+from kvpool.server.services.hub import Hub
+from kvpool.server.services.ranks import Ranks
+from kvpool.server.services.worker_service import WorkerService
+from support.core import snapshot
+from support.integrity import check_integrity
 
 MAX_POOL_BLOCKS: Final = 4096
 MAX_POOLS: Final = 12

@@ -16,16 +16,16 @@ from kvpool.client import PoolConfig, Session, WrongStateError
 from kvpool.client.errors import KvpoolError, ServerError
 from kvpool.client.request import Request
 from kvpool.client.step_builder import StepBuilder
-from kvpool.client.transport import EmbeddedTransport
+from kvpool.client.transports.embedded import EmbeddedTransport
+from kvpool.core.blocks.quota import NO_QUOTA
+from kvpool.core.steps.columns import Step, StepResult
 from kvpool.gpu_worker.fence import Fence
 from kvpool.gpu_worker.join import RankProtocol
 from kvpool.gpu_worker.messages import decode
-from kvpool.server.core.quota import NO_QUOTA
-from kvpool.server.core.step import Step, StepResult
-from kvpool.server.rpc.convert import result_from_proto, result_to_proto
 from kvpool.v1 import step_pb2, worker_pb2
-from support_fake_server import degraded, planned, ready, registered
-from support_ranks import registration
+from kvpool.wire.steps import result_from_proto, result_to_proto
+from support.fake_server import degraded, planned, ready, registered
+from support.ranks import registration
 
 _ROUNDS = 300
 _CONFIGS = [config for config in CONFIGS if config.enable_caching and config.hash_scheme.algorithm != "fuzz"]

@@ -12,12 +12,12 @@ import pytest
 
 from fuzz.campaign import Campaign
 from fuzz.mutations import mutate_bytes
-from kvpool.server.core.allocator import Allocator
-from kvpool.server.core.integrity import check_integrity
+from kvpool.core.allocator import Allocator
 from kvpool.server.journal.frames import MAGIC, Frame, FrameKind, FrameReader, encode_frame
 from kvpool.server.journal.recovery import Recovery
-from support_core import config
-from support_journal import assert_alike, files_of, is_alike, leave_journal, new_allocator, recovered, states_of
+from support.core import config
+from support.integrity import check_integrity
+from support.journal import assert_alike, files_of, is_alike, leave_journal, new_allocator, recovered, states_of
 
 _SEED = 9
 _CHANGES = 40

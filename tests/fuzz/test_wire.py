@@ -8,7 +8,7 @@ import pytest
 
 from fuzz import attacks_bytes, attacks_grpc
 from fuzz.attacked import Canary, Server, check_alive
-from support_wire_ranks import wait_until
+from support.wire_ranks import wait_until
 
 MAX_GROWTH_BYTES = 192 * 2**20
 """A message of the largest size, a few times over: as it came, as it was meant, and what the allocator keeps."""

@@ -8,7 +8,7 @@ import pytest
 
 from kvpool.client import Client, connect
 from kvpool.v1 import allocator_pb2_grpc
-from support_server import pool_config
+from support.server import pool_config
 
 
 @pytest.fixture

@@ -13,10 +13,10 @@ import grpc
 import pytest
 
 from kvpool.client import Client, NotFoundError, connect
-from kvpool.client.errors import from_rpc_error
 from kvpool.v1 import allocator_pb2, allocator_pb2_grpc
-from support_server import ServerProcess, pool_config, server_process
-from support_wire_ranks import wait_until
+from kvpool.wire.errors import from_rpc_error
+from support.server import ServerProcess, pool_config, server_process
+from support.wire_ranks import wait_until
 
 PROMPT = list(range(41))
 LEASE_SECONDS = 1.0

@@ -21,13 +21,13 @@ from kvpool.client import (
     connect,
 )
 from kvpool.client.admin import AdminClient, BlockState
-from kvpool.client.errors import from_rpc_error
-from kvpool.server.core.config import KVCacheGroup, PoolConfig
-from kvpool.server.core.types import PoolName
+from kvpool.core.ids import PoolName
+from kvpool.core.specs.pool_config import KVCacheGroup, PoolConfig
 from kvpool.v1 import admin_pb2, admin_pb2_grpc
-from support_ranks import registration
-from support_server import pool_config, running_server
-from support_wire_ranks import WireRank, wait_until
+from kvpool.wire.errors import from_rpc_error
+from support.ranks import registration
+from support.server import pool_config, running_server
+from support.wire_ranks import WireRank, wait_until
 
 PROMPT = list(range(41))  # ten full blocks and one token
 

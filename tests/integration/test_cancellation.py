@@ -10,8 +10,8 @@ import pytest
 
 from kvpool.client import Client, Request, WrongStateError, aio, connect
 from kvpool.client.aio import AsyncClient, AsyncSession
-from support_proxy import Fault, Proxy
-from support_server import pool_config, running_server
+from support.proxy import Fault, Proxy
+from support.server import pool_config, running_server
 
 PROMPT = list(range(41))
 MOST_AWAITS = 100

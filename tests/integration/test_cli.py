@@ -13,13 +13,14 @@ from typing import Any
 import pytest
 
 from kvpool.client import connect
+from kvpool.core.specs.pool_config import ReuseOrder
 from kvpool.replay.play import Console, PoolOptions, replay_shares, trace_shares
 from kvpool.replay.playing import SchedulerOptions
-from kvpool.server.core.config import ReuseOrder
-from support_server import pool_config, running_server
+from support.paths import ROOT
+from support.server import pool_config, running_server
 
 KVPOOL = [str(Path(sys.executable).parent / "kvpool")]
-TRACES = Path(os.environ.get("KVPOOL_TRACES", Path(__file__).parents[3] / "shared" / "traces"))
+TRACES = Path(os.environ.get("KVPOOL_TRACES", ROOT.parent / "shared" / "traces"))
 
 
 def run(*arguments: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:

@@ -14,9 +14,10 @@ import pytest
 
 from kvpool.cli import admin
 from kvpool.client import Client, Session, UnavailableError, connect
-from support_server import pool_config, running_server
-from support_terminal import Terminal
-from support_wire_ranks import wait_until
+from support.paths import DOCS
+from support.server import pool_config, running_server
+from support.terminal import Terminal
+from support.wire_ranks import wait_until
 
 KVPOOL = str(Path(sys.executable).parent / "kvpool")
 PROMPT = list(range(41))  # ten full blocks and one token
@@ -218,7 +219,7 @@ def test_an_unknown_pool_is_refused_in_a_line(command: tuple[str, ...]) -> None:
     assert "POOL_NOT_FOUND: pool_name: no pool 'x'" in refusal(*command)
 
 
-PAGE = Path(__file__).parents[2] / "docs" / "operators.md"
+PAGE = DOCS / "operators.md"
 
 
 @pytest.mark.usefixtures("session")

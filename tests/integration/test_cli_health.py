@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from support_server import ServerProcess
+from support.server import ServerProcess
 
 KVPOOL = str(Path(sys.executable).parent / "kvpool")
 
@@ -60,4 +60,9 @@ def test_nothing_is_imported_for_it_that_it_does_not_need() -> None:
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
     loaded = set(done.stdout.split())
     assert "kvpool.cli.health" in loaded
-    assert not loaded & {"kvpool.client", "kvpool.server.server", "kvpool.server.core.pool", "kvpool.replay.play"}
+    assert not loaded & {
+        "kvpool.client",
+        "kvpool.server.app",
+        "kvpool.core.blocks.kv_cache_manager",
+        "kvpool.replay.play",
+    }

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
+from support.paths import DOCS, MODEL_CONFIGS
+
 KVPOOL = str(Path(sys.executable).parent / "kvpool")
-CONFIGS = Path(__file__).parents[1] / "unit" / "models" / "configs"
 
 
 def run(*arguments: object) -> subprocess.CompletedProcess[str]:
@@ -25,7 +26,7 @@ def run(*arguments: object) -> subprocess.CompletedProcess[str]:
 
 
 def plan(config: str, *arguments: object) -> dict[str, Any]:
-    done = run(CONFIGS / f"{config}.json", *arguments, "--json")
+    done = run(MODEL_CONFIGS / f"{config}.json", *arguments, "--json")
     assert done.returncode == 0, done.stderr + done.stdout
     answer: dict[str, Any] = json.loads(done.stdout)
     return answer
@@ -60,13 +61,13 @@ def test_a_mixed_model_on_four_ranks_of_different_memory() -> None:
 
 def documented() -> list[list[str]]:
     """The rows of the documentation's table: config, layers by kind, and three figures in bytes."""
-    lines = (Path(__file__).parents[2] / "docs" / "models.md").read_text().splitlines()
+    lines = (DOCS / "models.md").read_text().splitlines()
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
-    return [row for row in rows if (CONFIGS / f"{row[0]}.json").exists()]
+    return [row for row in rows if (MODEL_CONFIGS / f"{row[0]}.json").exists()]
 
 
 def test_every_config_is_documented() -> None:
-    assert sorted(row[0] for row in documented()) == sorted(path.stem for path in CONFIGS.glob("*.json"))
+    assert sorted(row[0] for row in documented()) == sorted(path.stem for path in MODEL_CONFIGS.glob("*.json"))
 
 
 @pytest.mark.parametrize("row", documented(), ids=lambda row: row[0])
@@ -82,7 +83,7 @@ def test_every_model_is_planned_with_the_figures_of_the_documentation(row: list[
 
 
 def test_tables_say_what_json_says() -> None:
-    done = run(CONFIGS / "jamba-v0.1.json", "--memory", "40GB")
+    done = run(MODEL_CONFIGS / "jamba-v0.1.json", "--memory", "40GB")
     assert done.returncode == 0
     answer = plan("jamba-v0.1", "--memory", "40GB")
     shown = [f"{answer['num_blocks']:,}", f"{answer['max_concurrency']:.2f}", f"{answer['padding_fraction']:.2%}"]
@@ -105,10 +106,10 @@ def test_without_hybrid_management_all_tokens_are_kept() -> None:
 
 
 def test_what_does_not_fit_is_refused_with_all_figures() -> None:
-    done = run(CONFIGS / "llama-3.1-8b.json", "--memory", "1GiB")
+    done = run(MODEL_CONFIGS / "llama-3.1-8b.json", "--memory", "1GiB")
     assert done.returncode == 1
     assert "131072 tokens takes 16.00 GiB (8193 blocks), there are 1.00 GiB (512 blocks)" in done.stderr
-    done = run(CONFIGS / "llama-3.1-8b.json", "--memory", "1GiB", "--json")
+    done = run(MODEL_CONFIGS / "llama-3.1-8b.json", "--memory", "1GiB", "--json")
     error = json.loads(done.stdout)["error"]
     assert (done.returncode, error["reason"]) == (1, "ONE_REQUEST_DOES_NOT_FIT")
     assert (error["needed_bytes"], error["available_bytes"]) == (8193 * 2**21, 2**30)
@@ -148,7 +149,7 @@ def test_figures_of_a_rank_are_its_own() -> None:
 
 
 def test_tokens_are_spread_only_over_ranks_with_the_same_heads() -> None:
-    done = run(CONFIGS / "llama-3.1-8b.json", "--memory", "40GiB", "--tp", 8, "--dcp", 2)
+    done = run(MODEL_CONFIGS / "llama-3.1-8b.json", "--memory", "40GiB", "--tp", 8, "--dcp", 2)
     assert (done.returncode, done.stdout) == (1, "")
     assert "--dcp: 2 ranks (--dcp) cannot spread the tokens of a head" in done.stderr
     alone = plan("llama-3.1-8b", "--memory", "40GiB", "--tp", 16)
@@ -167,7 +168,7 @@ def test_tokens_are_spread_only_over_ranks_with_the_same_heads() -> None:
     ],
 )
 def test_a_config_at_fault_is_told_by_its_key(change: dict[str, Any], field: str, tmp_path: Path) -> None:
-    config = json.loads((CONFIGS / "llama-3.1-8b.json").read_text()) | change
+    config = json.loads((MODEL_CONFIGS / "llama-3.1-8b.json").read_text()) | change
     path = tmp_path / "config.json"
     path.write_text(json.dumps(config))
     done = run(path, "--memory", "80GiB", "--json")
@@ -197,7 +198,7 @@ def test_a_config_at_fault_is_told_by_its_key(change: dict[str, Any], field: str
     ],
 )
 def test_bad_arguments_are_refused_in_a_sentence(arguments: list[str], words: str) -> None:
-    done = run(CONFIGS / "llama-3.1-8b.json", *arguments)
+    done = run(MODEL_CONFIGS / "llama-3.1-8b.json", *arguments)
     assert done.returncode in (1, 2)
     assert words in done.stderr
     assert "Traceback" not in done.stderr
@@ -213,7 +214,7 @@ def test_a_file_that_is_no_json_object_is_refused(content: str, tmp_path: Path) 
 
 
 def test_odd_names_are_shown_as_they_are(tmp_path: Path) -> None:
-    config = json.loads((CONFIGS / "gemma-3-27b-it.json").read_text()) | {"architectures": ["[/red]x\ud800"]}
+    config = json.loads((MODEL_CONFIGS / "gemma-3-27b-it.json").read_text()) | {"architectures": ["[/red]x\ud800"]}
     path = tmp_path / "config.json"
     path.write_text(json.dumps(config), encoding="utf-8-sig")
     done = run(path, "--memory", "80GiB")

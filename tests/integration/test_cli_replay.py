@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from kvpool.client import Client, connect
-from support_server import ServerProcess, pool_config, running_server
-from support_workers import LoggingProcess, worker_processes
+from support.server import ServerProcess, pool_config, running_server
+from support.workers import LoggingProcess, worker_processes
 
 KVPOOL = str(Path(sys.executable).parent / "kvpool")
 

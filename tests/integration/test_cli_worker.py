@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from kvpool.client import connect
-from kvpool.server.core.world import PoolState
-from support_server import running_server
-from support_workers import BLOCK_BYTES, LAYER, Workers, worker_processes
+from kvpool.core.ranks.messages import PoolState
+from support.paths import MODEL_CONFIGS
+from support.server import running_server
+from support.workers import BLOCK_BYTES, LAYER, Workers, worker_processes
 
 KVPOOL = str(Path(sys.executable).parent / "kvpool")
-CONFIGS = Path(__file__).parents[1] / "unit" / "models" / "configs"
 
 
 @pytest.fixture
@@ -129,7 +129,7 @@ def refused(*arguments: object, program: str = "") -> tuple[int, str]:
         (["--pool", "a b"], 1, "--pool: needs 1 to 128 letters"),
         (["--server", "nowhere"], 1, "--server: address 'nowhere': needs host:port or unix:/path"),
         (["--layers", "/nobody/has/this"], 2, "/nobody/has/this: No such file or directory"),
-        (["--model", CONFIGS / "llama-3.1-8b.json"], 2, "--layers stands alone"),
+        (["--model", MODEL_CONFIGS / "llama-3.1-8b.json"], 2, "--layers stands alone"),
         (["--pp", 5], 1, "--pp: 5 is not in [1, 4]"),
         (["--metrics-listen", "9465"], 2, "--metrics-listen: address '9465': needs host:port"),
         (["--health-listen", "unix:h"], 2, "--health-listen: address 'unix:h': a unix socket needs an absolute path"),
@@ -148,7 +148,7 @@ def test_a_model_is_needed() -> None:
 
 def test_a_worker_of_another_wire_is_refused(server: str, arguments: list[object]) -> None:
     program = (
-        "from kvpool.server.rpc import convert_world; convert_world.PROTOCOL_VERSION = 2;"
+        "from kvpool.wire import ranks; ranks.PROTOCOL_VERSION = 2;"
         " from kvpool.cli import main; main(prog_name='kvpool')"
     )
     code, line = refused(*arguments, "--memory", "8MiB", "--server", server, program=program)

@@ -16,17 +16,17 @@ import pytest
 import torch
 
 from kvpool.client import connect
+from kvpool.core.ids import TableLease, WriterId
+from kvpool.core.planning.plan import PlanOptions, RankMemory
+from kvpool.core.planning.planner import get_kv_cache_configs
+from kvpool.core.specs.kinds import FullAttentionSpec, SlidingWindowSpec
 from kvpool.gpu_worker import layouts
 from kvpool.gpu_worker.attention_backends import PagedAttentionBackend
 from kvpool.gpu_worker.hooks import ReadyPool
-from kvpool.server.core.plan import PlanOptions, RankMemory
-from kvpool.server.core.planner import get_kv_cache_configs
-from kvpool.server.core.specs import FullAttentionSpec, SlidingWindowSpec
-from kvpool.server.core.types import TableLease, WriterId
-from support_server import pool_config, running_server
+from support.paths import DOCS, MODEL_CONFIGS
+from support.server import pool_config, running_server
 
-DOCS = Path(__file__).parents[2] / "docs"
-MODEL = Path(__file__).parents[1] / "unit" / "models" / "configs" / "llama-3.1-8b.json"
+MODEL = MODEL_CONFIGS / "llama-3.1-8b.json"
 WAIT_SECONDS = 60.0
 
 

@@ -15,12 +15,12 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from kvpool.client import AbortedError, DeniedError, KvpoolError, Session, UnauthenticatedError, connect
 from kvpool.client.admin import AdminClient
-from kvpool.client.errors import from_rpc_error
-from kvpool.server.doors.tokens import Role
-from kvpool.server.rpc.rules import RULES, Scope
+from kvpool.server.auth.permissions import RULES, Scope
+from kvpool.server.auth.tokens import Role
 from kvpool.v1 import admin_pb2, allocator_pb2, event_pb2, worker_pb2
-from support_doors import Entry, channel, secret_of, write_tokens
-from support_server import ServerProcess, pool_config
+from kvpool.wire.errors import from_rpc_error
+from support.doors import Entry, channel, secret_of, write_tokens
+from support.server import ServerProcess, pool_config
 
 METHODS: dict[str, MethodDescriptor] = {
     f"{service.full_name}/{method.name}": method

@@ -13,11 +13,12 @@ import pytest
 
 from kvpool.client import Client, Session, connect
 from kvpool.client.admin import AdminClient
-from kvpool.client.errors import InvalidArgumentError, UnavailableError, from_rpc_error
-from kvpool.server.core.world import PoolState
+from kvpool.client.errors import InvalidArgumentError, UnavailableError
+from kvpool.core.ranks.messages import PoolState
 from kvpool.v1 import admin_pb2, admin_pb2_grpc, allocator_pb2, allocator_pb2_grpc
-from support_server import ServerProcess, pool_config
-from support_wire_ranks import wait_until
+from kvpool.wire.errors import from_rpc_error
+from support.server import ServerProcess, pool_config
+from support.wire_ranks import wait_until
 
 KVPOOL = str(Path(sys.executable).with_name("kvpool"))
 

@@ -9,7 +9,7 @@ import pytest
 
 from kvpool.client import AbortedError, Client, Session, aio
 from kvpool.client.admin import AdminClient
-from support_server import running_server
+from support.server import running_server
 
 
 @pytest.fixture(scope="module")

@@ -18,14 +18,14 @@ import zmq.asyncio
 
 from kvpool.client import connect
 from kvpool.client.admin import AdminClient
+from kvpool.server.app import Server
+from kvpool.server.auth.config import DoorsConfig
 from kvpool.server.config import ServerConfig
-from kvpool.server.doors.config import DoorsConfig
-from kvpool.server.obs import event_publisher
-from kvpool.server.obs.event_config import EventsConfig, ReplayFraming
-from kvpool.server.server import Server
-from support_events import END, Subscriber, truth
-from support_publisher import Site, until
-from support_server import pool_config, running_server
+from kvpool.server.events import publisher
+from kvpool.server.events.config import EventsConfig, ReplayFraming
+from support.events import END, Subscriber, truth
+from support.publisher import Site, until
+from support.server import pool_config, running_server
 
 
 @pytest.fixture
@@ -155,7 +155,7 @@ async def ask(site: Site, request: bytes, endpoint: str = "") -> list[list[bytes
         while not answers or answers[-1][-1] != b"":
             async with asyncio.timeout(10):
                 answers.append(await socket.recv_multipart())
-            if answers[-1][1] == event_publisher.STATUS:
+            if answers[-1][1] == publisher.STATUS:
                 break
         return answers
 
@@ -183,10 +183,10 @@ async def test_the_first_message_says_that_nothing_is_cached_and_status_tells_th
     first, *_ = await ask(place, bytes(8))
     _, events, rank = msgspec.msgpack.decode(first[-1])
     assert (events, rank) == ([{"type": "AllBlocksCleared"}], 0)
-    ((_, kind, header),) = await ask(place, event_publisher.STATUS_REQUEST)
+    ((_, kind, header),) = await ask(place, publisher.STATUS_REQUEST)
     boot_id = place.server.hub.boot_id
     expected = {"pool": "m", "boot_id": boot_id, "epoch": 1, "sequence": 1, "oldest_sequence": 0}
-    assert (kind, msgspec.msgpack.decode(header)) == (event_publisher.STATUS, expected)
+    assert (kind, msgspec.msgpack.decode(header)) == (publisher.STATUS, expected)
 
 
 async def test_requests_that_are_none_are_left_alone(site: Callable[..., Site]) -> None:
@@ -212,7 +212,7 @@ async def test_a_request_of_no_known_kind_is_logged(
     ):
         socket.connect(place.events.replay_endpoint)
         await socket.send_multipart([b"", b"short"])
-        await socket.send_multipart([b"", event_publisher.STATUS_REQUEST])
+        await socket.send_multipart([b"", publisher.STATUS_REQUEST])
         await socket.recv_multipart()  # requests are begun in order
     assert [record.message for record in caplog.records].count("event request malformed") == 1
 

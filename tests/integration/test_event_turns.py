@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from kvpool.client import WatchKind, aio
-from kvpool.server.core.block_contents import ContentsWalk
-from kvpool.server.core.events import BlockStored
-from kvpool.server.obs.turns import Turns
-from support_publisher import Site
+from kvpool.core.events import BlockStored
+from kvpool.core.views.snapshot_cursor import SnapshotCursor
+from kvpool.server.limits.turns import Turns
+from support.publisher import Site
 
 
 class LoopCounter:
@@ -62,13 +62,13 @@ async def test_many_snapshots_take_no_more_of_a_turn_than_one(tmp_path: Path, mo
     await site.start()
     await site.work(20)
     loop = LoopCounter()
-    told = ContentsWalk.next_chunk
+    told = SnapshotCursor.next_chunk
 
-    def counted(walk: ContentsWalk, max_blocks: int) -> list[BlockStored]:
+    def counted(walk: SnapshotCursor, max_blocks: int) -> list[BlockStored]:
         chunks[loop.now] += 1
         return told(walk, min(max_blocks, 8))
 
-    monkeypatch.setattr(ContentsWalk, "next_chunk", counted)
+    monkeypatch.setattr(SnapshotCursor, "next_chunk", counted)
 
     async def watch(client: aio.AsyncClient) -> None:
         async for batch in client.watch("m", snapshot=True):

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from kvpool.server.obs.event_config import EventForm
-from support_events import truth
-from support_publisher import Site, until
+from kvpool.server.events.config import EventForm
+from support.events import truth
+from support.publisher import Site, until
 
 SUBSCRIBER = """
 import json, sys

@@ -29,10 +29,10 @@ from kvpool.client import (
     connect,
 )
 from kvpool.client.admin import AdminClient
-from kvpool.client.errors import from_rpc_error
-from kvpool.server.core.types import BlockHash, PoolName
+from kvpool.core.ids import BlockHash, PoolName
 from kvpool.v1 import event_pb2, event_pb2_grpc
-from support_server import ServerProcess, running_server
+from kvpool.wire.errors import from_rpc_error
+from support.server import ServerProcess, running_server
 
 GROUPS = (
     KVCacheGroup(FullAttentionSpec(4), ("layer.0",)),

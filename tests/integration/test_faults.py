@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from kvpool.client import UnavailableError, connect
-from support_server import pool_config
-from support_workers import LoggingProcess
+from support.server import pool_config
+from support.workers import LoggingProcess
 
 KVPOOL = [str(Path(sys.executable).parent / "kvpool")]
 

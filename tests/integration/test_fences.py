@@ -7,8 +7,8 @@ import pytest
 from kvpool.client import Client, InvalidArgumentError, Session, connect
 from kvpool.client.admin import AdminClient
 from kvpool.v1 import worker_pb2
-from support_server import pool_config, running_server
-from support_wire_ranks import WireRank, form, keep, wait_until
+from support.server import pool_config, running_server
+from support.wire_ranks import WireRank, form, keep, wait_until
 
 PROMPT = list(range(100))
 HELD_BLOCKS = 7

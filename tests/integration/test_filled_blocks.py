@@ -6,9 +6,9 @@ import pytest
 
 from kvpool.client import DeadlineError, aio, connect
 from kvpool.client.aio import AsyncSession
-from kvpool.server.core.step import StepResult
+from kvpool.core.steps.columns import StepResult
 from kvpool.v1 import step_pb2
-from support_server import pool_config, running_server
+from support.server import pool_config, running_server
 
 PROMPTS = ([1] * 8, [2] * 7)
 """In blocks of 4 tokens: the first needs a block with its next token, the second fills one."""

@@ -9,16 +9,16 @@ from dataclasses import replace
 import pytest
 import torch
 
+from examples.reference_engine.config import VARIANTS, ReferenceConfig
+from examples.reference_engine.deployment import Deployment, running_ranks
+from examples.reference_engine.generate import generate
+from examples.reference_engine.prompts import Prompts
+from examples.reference_engine.step_link import StepLink, StepRefusedError
 from kvpool.client import connect
-from kvpool.gpu_worker.reference.config import VARIANTS, ReferenceConfig
-from kvpool.gpu_worker.reference.deployment import Deployment, running_ranks
-from kvpool.gpu_worker.reference.generate import generate
-from kvpool.gpu_worker.reference.prompts import Prompts
-from kvpool.gpu_worker.reference.step_link import StepLink, StepRefusedError
 from kvpool.replay.child_error import ChildError
 from kvpool.replay.executor import Scheduled
 from kvpool.replay.result import Counts
-from support_server import running_server
+from support.server import running_server
 
 OUTPUT_TOKENS = 16
 SCARCE = {"full": 28, "sliding": 58, "chunked": 50, "mla": 28, "mamba": 46}

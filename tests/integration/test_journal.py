@@ -14,14 +14,14 @@ import pytest
 
 from kvpool.client import NotFoundError, connect
 from kvpool.client.admin import AdminClient
-from kvpool.client.errors import from_rpc_error
-from kvpool.server.core.world import HeldTensors, PoolState
+from kvpool.core.ranks.messages import HeldTensors, PoolState
 from kvpool.v1 import admin_pb2, admin_pb2_grpc, allocator_pb2, allocator_pb2_grpc, step_pb2
-from support_core import block_hashes
-from support_ranks import registration
-from support_server import ServerProcess, free_port, pool_config
-from support_wire_ranks import WireRank, wait_until
-from support_workers import worker_processes
+from kvpool.wire.errors import from_rpc_error
+from support.core import block_hashes
+from support.ranks import registration
+from support.server import ServerProcess, free_port, pool_config
+from support.wire_ranks import WireRank, wait_until
+from support.workers import worker_processes
 
 
 class Journaled:

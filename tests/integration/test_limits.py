@@ -8,11 +8,11 @@ import grpc
 import pytest
 
 from kvpool.client import Client, KvpoolError, Outcome, Session, connect
-from kvpool.client.errors import from_rpc_error
 from kvpool.client.results import Allocation
-from kvpool.server.core.types import PoolName
+from kvpool.core.ids import PoolName
 from kvpool.v1 import allocator_pb2, allocator_pb2_grpc, event_pb2, event_pb2_grpc, step_pb2
-from support_server import pool_config, running_server
+from kvpool.wire.errors import from_rpc_error
+from support.server import pool_config, running_server
 
 LIMITS = {
     "max_step_operations": 20,

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 from kvpool.client import KvpoolError, NotFoundError, connect
-from support_logs import documented_events
-from support_ranks import registration
-from support_server import pool_config
-from support_wire_ranks import WireRank
-from support_workers import LoggingProcess, Workers, ready, worker_processes
+from support.logs import documented_events
+from support.ranks import registration
+from support.server import pool_config
+from support.wire_ranks import WireRank
+from support.workers import LoggingProcess, Workers, ready, worker_processes
 
 KVPOOL = str(Path(sys.executable).parent / "kvpool")
 JSON = ("--log-format", "json")
@@ -169,7 +169,7 @@ def test_what_ends_a_command_is_an_object_too(server: LoggingProcess, address: s
 def test_a_bug_is_one_object_with_its_traceback(tmp_path: Path) -> None:
     address = f"unix:{tmp_path}/b"
     program = (
-        "from kvpool.server.rpc.ranks import Ranks; Ranks.describe = None;"
+        "from kvpool.server.services.ranks import Ranks; Ranks.describe = None;"
         f" from kvpool.cli import main; main(['serve', '--listen', {address!r}, '--log-format', 'json'])"
     )
     server = LoggingProcess(sys.executable, "-c", program)
@@ -186,7 +186,7 @@ def test_a_bug_is_one_object_with_its_traceback(tmp_path: Path) -> None:
 
 def test_an_uncaught_exception_is_one_object() -> None:
     program = (
-        "from kvpool.server import server; server.serve = None;"
+        "from kvpool.server import app; app.serve = None;"
         " from kvpool.cli import main; main(['serve', '--log-format', 'json'])"
     )
     done = subprocess.run(

@@ -10,8 +10,8 @@ from typing import Final
 import pytest
 
 from kvpool.client import Client, PoolInfo, aio, connect
-from support_proxy import Fault, Link, Proxy
-from support_server import pool_config, running_server
+from support.proxy import Fault, Link, Proxy
+from support.server import pool_config, running_server
 
 PROMPT: Final = list(range(41))
 STRIDE_BYTES: Final = 7

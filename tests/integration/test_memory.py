@@ -18,11 +18,11 @@ from kvpool.client import (
     aio,
     connect,
 )
-from kvpool.client.errors import from_rpc_error
 from kvpool.v1 import allocator_pb2, allocator_pb2_grpc
-from support_ranks import registration
-from support_server import ServerProcess, pool_config, running_server
-from support_wire_ranks import WireRank
+from kvpool.wire.errors import from_rpc_error
+from support.ranks import registration
+from support.server import ServerProcess, pool_config, running_server
+from support.wire_ranks import WireRank
 
 PROMPT = list(range(41))  # ten full blocks and one token
 LEASE_SECONDS = 1.0

@@ -18,11 +18,11 @@ from pathlib import Path
 import pytest
 from prometheus_client import CollectorRegistry
 
-from kvpool.server import metrics_http
-from kvpool.server.metrics_http import MetricsServer
-from kvpool.server.obs import exporter
-from kvpool.server.obs.exporter import LoopCollector
-from support_server import free_port
+from kvpool.server.metrics import exporter
+from kvpool.server.metrics.exporter import LoopCollector
+from kvpool.wire import metrics_http as wire_metrics_http
+from kvpool.wire.metrics_http import MetricsServer
+from support.server import free_port
 
 KVPOOL = str(Path(sys.executable).with_name("kvpool"))
 
@@ -54,7 +54,7 @@ def test_whoever_breaks_off_leaves_nothing_in_the_log_but_json(tmp_path: Path) -
 
 
 def test_a_peer_that_says_nothing_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metrics_http._Handler, "timeout", 0.05)
+    monkeypatch.setattr(wire_metrics_http._Handler, "timeout", 0.05)
     with metrics_of(CollectorRegistry()) as port, socket.create_connection(("127.0.0.1", port)) as peer:
         peer.settimeout(10)
         assert peer.recv(1) == b"", "closed"

@@ -11,11 +11,11 @@ from kvpool.client import (
     SlidingWindowSpec,
     connect,
 )
+from kvpool.core.ids import PoolName
 from kvpool.replay.result import Counts
 from kvpool.replay.scheduler import Scheduler
 from kvpool.replay.workload import ChatShare
-from kvpool.server.core.types import PoolName
-from support_server import running_server
+from support.server import running_server
 
 GROUPS = tuple(
     KVCacheGroup(spec, (f"layer.{i}",))

@@ -24,15 +24,15 @@ from kvpool.client import (
     aio,
     connect,
 )
-from kvpool.client.errors import from_rpc_error
-from kvpool.server.core.specs import FullAttentionSpec, UniformTypeKVCacheSpecs
-from kvpool.server.core.world import HeldTensors
-from kvpool.server.rpc.convert_spec import spec_to_proto
-from kvpool.server.rpc.convert_world import registration_to_proto
+from kvpool.core.ranks.messages import HeldTensors
+from kvpool.core.specs.kinds import FullAttentionSpec, UniformTypeKVCacheSpecs
 from kvpool.v1 import allocator_pb2, allocator_pb2_grpc, spec_pb2, worker_pb2
-from support_ranks import LAYERS, OPTIONS, registration
-from support_server import ServerProcess, pool_config, running_server
-from support_wire_ranks import WireRank, wait_until
+from kvpool.wire.errors import from_rpc_error
+from kvpool.wire.ranks import registration_to_proto
+from kvpool.wire.specs import spec_to_proto
+from support.ranks import LAYERS, OPTIONS, registration
+from support.server import ServerProcess, pool_config, running_server
+from support.wire_ranks import WireRank, wait_until
 
 TIMING = {"heartbeat_seconds": 0.2, "heartbeat_timeout_seconds": 60.0, "grace_seconds": 60.0}
 IMPATIENT = {"heartbeat_seconds": 0.1, "heartbeat_timeout_seconds": 0.5, "grace_seconds": 0.5}

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from support_server import ServerProcess
+from support.paths import MODEL_CONFIGS, ROOT
+from support.server import ServerProcess
 
-README = Path(__file__).parents[2] / "README.md"
+README = ROOT / "README.md"
 ADDRESS = "unix:/tmp/kvpool.sock"
 
 
@@ -38,7 +39,7 @@ def test_python_examples(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_plan_command() -> None:
     (command,) = re.findall(r"\$ kvpool (plan .*)", README.read_text())
-    config = Path(__file__).parents[1] / "unit" / "models" / "configs" / "gemma-3-27b-it.json"
+    config = MODEL_CONFIGS / "gemma-3-27b-it.json"
     arguments = command.replace("gemma-3-27b-it/config.json", str(config)).split()
     done = subprocess.run(
         [str(Path(sys.executable).parent / "kvpool"), *arguments],

@@ -11,14 +11,14 @@ import pytest
 
 from kvpool.client import AbortedError, Client, KvpoolError, Session, UnavailableError, connect
 from kvpool.client.admin import AdminClient
-from kvpool.client.errors import from_rpc_error
+from kvpool.core.ids import TableLease, WriterId
+from kvpool.core.ranks.messages import HeldTensors
 from kvpool.gpu_worker.fence import Fence, StaleTablesError
-from kvpool.server.core.types import TableLease, WriterId
-from kvpool.server.core.world import HeldTensors
 from kvpool.v1 import allocator_pb2, allocator_pb2_grpc, worker_pb2
-from support_ranks import registration
-from support_server import ServerProcess, running_server, server_process
-from support_wire_ranks import WireRank, form, keep, wait_until
+from kvpool.wire.errors import from_rpc_error
+from support.ranks import registration
+from support.server import ServerProcess, running_server, server_process
+from support.wire_ranks import WireRank, form, keep, wait_until
 
 PROMPT = list(range(100))
 SHORT_SECONDS = 1.0

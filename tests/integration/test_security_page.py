@@ -10,9 +10,10 @@ import pytest
 
 from kvpool.client import DeniedError, TlsConfig, connect
 from kvpool.client.admin import AdminClient
-from support_server import ServerProcess, pool_config
+from support.paths import DOCS
+from support.server import ServerProcess, pool_config
 
-PAGE = Path(__file__).parents[2] / "docs" / "security.md"
+PAGE = DOCS / "security.md"
 
 
 def test_certificates_and_tokens_are_made_as_written_and_let_in(tmp_path: Path) -> None:

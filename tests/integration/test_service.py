@@ -32,9 +32,9 @@ from kvpool.client import (
     aio,
     connect,
 )
-from kvpool.client.errors import from_rpc_error
 from kvpool.v1 import allocator_pb2, allocator_pb2_grpc, event_pb2, event_pb2_grpc, pool_pb2, spec_pb2, step_pb2
-from support_server import ServerProcess, pool_config, running_server
+from kvpool.wire.errors import from_rpc_error
+from support.server import ServerProcess, pool_config, running_server
 
 PROMPT = list(range(41))  # ten full blocks and one token
 

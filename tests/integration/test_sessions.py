@@ -8,10 +8,10 @@ import grpc
 import pytest
 
 from kvpool.client import AbortedError, Client, ExtraKeys, KvpoolError, aio, connect
-from kvpool.client.errors import from_rpc_error
 from kvpool.v1 import allocator_pb2, allocator_pb2_grpc, step_pb2
-from support_server import running_server
-from support_wire_ranks import wait_until
+from kvpool.wire.errors import from_rpc_error
+from support.server import running_server
+from support.wire_ranks import wait_until
 
 PROMPT = list(range(41))
 STARTERS = {"CreatePool", "GetPool", "WaitUntilReady", "OpenSession"}

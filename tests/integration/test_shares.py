@@ -10,12 +10,12 @@ import pytest
 
 from kvpool.client import Client, ExhaustedError, connect
 from kvpool.client.admin import AdminClient
-from kvpool.client.errors import from_rpc_error
-from kvpool.server.rpc.convert_world import registration_to_proto
 from kvpool.v1 import allocator_pb2, allocator_pb2_grpc, worker_pb2, worker_pb2_grpc
-from support_doors import Entry, Silent, channel, secret_of, write_tokens
-from support_ranks import registration
-from support_server import ServerProcess, pool_config
+from kvpool.wire.errors import from_rpc_error
+from kvpool.wire.ranks import registration_to_proto
+from support.doors import Entry, Silent, channel, secret_of, write_tokens
+from support.ranks import registration
+from support.server import ServerProcess, pool_config
 
 TOKENS: list[Entry] = [
     *({"name": name, "role": "scheduler", "pools": ["*"]} for name in ("a", "b")),

@@ -11,10 +11,10 @@ from tempfile import TemporaryDirectory
 import pytest
 
 from kvpool.client import Client, connect
-from support_engine import PROMPT, Engine, Scheduler
-from support_server import running_server
-from support_wire_ranks import wait_until
-from support_workers import Workers, worker_processes
+from support.engine import PROMPT, Engine, Scheduler
+from support.server import running_server
+from support.wire_ranks import wait_until
+from support.workers import Workers, worker_processes
 
 NEVER_SECONDS = 3600.0
 BLOCK_SIZE = 16

@@ -6,10 +6,11 @@ from contextlib import nullcontext
 
 import pytest
 
-from kvpool.client import Client, Session, connect, grpc_transport, lease
+from kvpool.client import Client, Session, connect, lease
 from kvpool.client.errors import InvalidArgumentError, WrongStateError
-from kvpool.server.core.step import Outcome
-from support_server import pool_config, running_server
+from kvpool.client.transports import grpc as grpc_transport
+from kvpool.core.steps.columns import Outcome
+from support.server import pool_config, running_server
 
 PROMPT = list(range(41))
 

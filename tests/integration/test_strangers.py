@@ -10,13 +10,13 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2
 
 from kvpool.client import connect
-from kvpool.client.errors import from_rpc_error
-from kvpool.server.rpc.rules import RULES
-from kvpool.server.rpc.standard_service import MAX_HEALTH_WATCHES, MAX_REFLECTION_STREAMS
-from kvpool.server.rpc.tolerance import MAX_WAITING_STRANGERS
+from kvpool.server.auth.permissions import RULES
+from kvpool.server.services.standard_service import MAX_HEALTH_WATCHES, MAX_REFLECTION_STREAMS
+from kvpool.server.services.tolerance import MAX_WAITING_STRANGERS
 from kvpool.v1 import allocator_pb2
-from support_doors import Entry, Silent, channel, secret_of, write_tokens
-from support_server import pool_config, server_process
+from kvpool.wire.errors import from_rpc_error
+from support.doors import Entry, Silent, channel, secret_of, write_tokens
+from support.server import pool_config, server_process
 
 CHECK = "grpc.health.v1.Health/Check"
 REFLECTION = "grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"

@@ -18,9 +18,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from kvpool.client import TlsConfig, aio, connect
 from kvpool.client.admin import AdminClient
-from support_doors import Authority, Pair, channel, secret_of, write_tokens
-from support_server import ServerProcess, pool_config, server_process
-from support_workers import ready, worker_processes
+from support.doors import Authority, Pair, channel, secret_of, write_tokens
+from support.server import ServerProcess, pool_config, server_process
+from support.workers import ready, worker_processes
 
 
 @pytest.fixture(scope="module")

@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 
 from kvpool.client import connect
-from support_ranks import registration
-from support_server import ServerProcess, pool_config
-from support_terminal import Terminal
-from support_wire_ranks import WireRank
+from support.ranks import registration
+from support.server import ServerProcess, pool_config
+from support.terminal import Terminal
+from support.wire_ranks import WireRank
 
 KVPOOL = str(Path(sys.executable).parent / "kvpool")
 

@@ -6,7 +6,7 @@ import pytest
 
 from kvpool.client import Client, InvalidArgumentError
 from kvpool.v1 import allocator_pb2, allocator_pb2_grpc
-from support_server import running_server
+from support.server import running_server
 
 
 @pytest.fixture(scope="module")

@@ -12,9 +12,9 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from prometheus_client.parser import text_string_to_metric_families
 
-from support_server import ServerProcess
-from support_wire_ranks import wait_until
-from support_workers import BLOCK_BYTES, WorkerProcess, Workers, ready, worker_processes
+from support.server import ServerProcess
+from support.wire_ranks import wait_until
+from support.workers import BLOCK_BYTES, WorkerProcess, Workers, ready, worker_processes
 
 TIMING = {"heartbeat_seconds": 0.1, "heartbeat_timeout_seconds": 2.0, "grace_seconds": 60.0}
 FLAGS = ("--metrics-listen", "127.0.0.1:0", "--health-listen", "127.0.0.1:0")

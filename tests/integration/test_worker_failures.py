@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from kvpool.client import AbortedError, Client, PoolInfo, PoolState, RankState, Session, UnavailableError, connect
-from support_server import ServerProcess
-from support_wire_ranks import wait_until
-from support_workers import Network, Workers, ready, worker_processes
+from support.server import ServerProcess
+from support.wire_ranks import wait_until
+from support.workers import Network, Workers, ready, worker_processes
 
 HEARTBEAT_TIMEOUT_SECONDS = 1.5
 PATIENT = {"heartbeat_seconds": 0.2, "heartbeat_timeout_seconds": HEARTBEAT_TIMEOUT_SECONDS, "grace_seconds": 60.0}

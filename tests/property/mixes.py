@@ -5,9 +5,9 @@ from dataclasses import replace
 
 from hypothesis import strategies as st
 
-from kvpool.server.core.config import KVCacheGroup, PoolConfig, ReuseOrder
-from kvpool.server.core.spec_base import KVCacheSpec
-from kvpool.server.core.specs import (
+from kvpool.core.ids import PoolName
+from kvpool.core.specs.base import KVCacheSpec
+from kvpool.core.specs.kinds import (
     ChunkedLocalAttentionSpec,
     CrossAttentionSpec,
     FullAttentionSpec,
@@ -16,7 +16,7 @@ from kvpool.server.core.specs import (
     SinkFullAttentionSpec,
     SlidingWindowSpec,
 )
-from kvpool.server.core.types import PoolName
+from kvpool.core.specs.pool_config import KVCacheGroup, PoolConfig, ReuseOrder
 
 MAX_TOKENS = 64
 SIZES = ((1, 2, 3, 4, 6, 8), (1, 2, 4), (2, 3), (2, 3, 6), (1, 3), (4, 8), (1,), (2,), (4,))

@@ -15,10 +15,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
 
-from kvpool.server.core.config import PoolConfig
-from kvpool.server.core.request import Request
-from kvpool.server.core.spec_base import KVCacheSpec
-from kvpool.server.core.specs import (
+from kvpool.core.ids import BlockHash
+from kvpool.core.sessions.request import Request
+from kvpool.core.specs.base import KVCacheSpec
+from kvpool.core.specs.kinds import (
     ChunkedLocalAttentionSpec,
     CrossAttentionSpec,
     FullAttentionSpec,
@@ -26,7 +26,7 @@ from kvpool.server.core.specs import (
     SinkFullAttentionSpec,
     SlidingWindowSpec,
 )
-from kvpool.server.core.types import BlockHash
+from kvpool.core.specs.pool_config import PoolConfig
 
 Tokens = tuple[int, ...]
 Content = tuple[int, Tokens]

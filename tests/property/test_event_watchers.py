@@ -15,24 +15,24 @@ from hypothesis import strategies as st
 from zmq import Again
 
 from kvpool.client.errors import KvpoolError, UnavailableError, WrongStateError
-from kvpool.client.following import Follower
 from kvpool.client.prefix_index import PrefixIndex
-from kvpool.client.transport import WatchOptions
-from kvpool.server.core.pool import Pool
-from kvpool.server.core.request import Request
-from kvpool.server.core.spec_base import KVCacheSpec
-from kvpool.server.core.specs import FullAttentionSpec, MambaSpec, SlidingWindowSpec
-from kvpool.server.core.types import BlockId
-from kvpool.server.obs import event_publisher
-from kvpool.server.obs.event_config import EventsConfig
-from kvpool.server.obs.event_publisher import EventPublisher
-from kvpool.server.obs.turns import Turns
-from kvpool.server.rpc import event_service
-from kvpool.server.rpc.event_service import EventService
-from kvpool.server.rpc.hub import Hub
+from kvpool.client.transports.embedded import WatchOptions
+from kvpool.client.transports.resumable_watch import Follower
+from kvpool.core.blocks.kv_cache_manager import Pool
+from kvpool.core.ids import BlockId
+from kvpool.core.sessions.request import Request
+from kvpool.core.specs.base import KVCacheSpec
+from kvpool.core.specs.kinds import FullAttentionSpec, MambaSpec, SlidingWindowSpec
+from kvpool.server.events import publisher
+from kvpool.server.events.config import EventsConfig
+from kvpool.server.events.publisher import EventPublisher
+from kvpool.server.limits.turns import Turns
+from kvpool.server.services import event_service
+from kvpool.server.services.event_service import EventService
+from kvpool.server.services.hub import Hub
 from kvpool.v1 import event_pb2
-from support_core import STEP, config, request_of
-from support_events import Subscriber, truth
+from support.core import STEP, config, request_of
+from support.events import Subscriber, truth
 
 MIXES: list[tuple[KVCacheSpec, ...]] = [
     (FullAttentionSpec(4),),
@@ -154,7 +154,7 @@ class LossyPublisher:
         self.chance, self.subscribers = server.chance, subscribers
         self._requests: asyncio.Queue[list[bytes]] = asyncio.Queue()
         self.is_lossy = True
-        sockets: Any = event_publisher.PublisherSockets(self, self)  # type: ignore[arg-type]
+        sockets: Any = publisher.PublisherSockets(self, self)  # type: ignore[arg-type]
         options = EventsConfig(buffer_batches=kept_batches, heartbeat_seconds=0.0)
         self.publisher = EventPublisher(server.pool, server.log, options, server.hub.boot_id, sockets, turns=Turns())
         works = (self.publisher.publish(), self.publisher.serve_requests())
@@ -193,8 +193,8 @@ class LossyPublisher:
 @pytest.fixture(autouse=True)
 def _small_and_impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(event_service, "CHUNK_BLOCKS", 2)
-    monkeypatch.setattr(event_publisher, "CHUNK_BLOCKS", 2)
-    monkeypatch.setattr(event_publisher, "_PAUSE_SECONDS", 0.0)
+    monkeypatch.setattr(publisher, "CHUNK_BLOCKS", 2)
+    monkeypatch.setattr(publisher, "_PAUSE_SECONDS", 0.0)
 
 
 def bounded(max_examples: int) -> settings:

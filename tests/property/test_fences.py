@@ -14,18 +14,18 @@ import hypothesis.strategies as st
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from kvpool.core.errors import KvpoolError, UnavailableError
+from kvpool.core.ids import PoolName, SessionId, TableLease, WriterId
+from kvpool.core.ranks import messages
+from kvpool.core.ranks.membership import Membership
+from kvpool.core.ranks.messages import Allocated, LinkId, PoolState, WorldOptions
+from kvpool.core.sessions.session import Session
 from kvpool.gpu_worker import words
 from kvpool.gpu_worker.fence import Fence, StaleTablesError, StepTicket
 from kvpool.gpu_worker.join import RankProtocol
-from kvpool.server.core import world
-from kvpool.server.core.errors import KvpoolError, UnavailableError
-from kvpool.server.core.integrity import check_integrity
-from kvpool.server.core.membership import Membership
-from kvpool.server.core.session import Session
-from kvpool.server.core.types import PoolName, SessionId, TableLease, WriterId
-from kvpool.server.core.world import Allocated, LinkId, PoolState, WorldOptions
-from support_core import World
-from support_ranks import BLOCK_BYTES, TIMING, registration
+from support.core import World
+from support.integrity import check_integrity
+from support.ranks import BLOCK_BYTES, TIMING, registration
 
 WORLD_SIZE = 2
 NUM_BLOCKS = 7
@@ -327,7 +327,7 @@ class Fencing(RuleBasedStateMachine):
                 case _:
                     pass
 
-    def _register(self, process: RankProcess, said: world.Registration) -> None:
+    def _register(self, process: RankProcess, said: messages.Registration) -> None:
         self.num_links += 1
         link = process.link = LinkId(self.num_links)
         self.by_link[link] = process
@@ -342,44 +342,44 @@ class Fencing(RuleBasedStateMachine):
         )
         self._do(effects)
 
-    def _do(self, effects: list[world.Effect]) -> None:
+    def _do(self, effects: list[messages.Effect]) -> None:
         """Does as the server does."""
         for effect in effects:
             self._change_pool(effect)
             match effect:
-                case world.PlanSent():
+                case messages.PlanSent():
                     planned = words.Planned(effect.epoch, effect.config, effect.max_model_len)
                     self._tell(effect.link, planned)
-                case world.ReadySent():
+                case messages.ReadySent():
                     self._tell(effect.link, words.Ready(effect.epoch, effect.num_blocks, effect.max_model_len))
                     self.must_fence = True
-                case world.StatusSent():
+                case messages.StatusSent():
                     absent = tuple(map(int, effect.absent_ranks))
                     status = words.Status(effect.state, effect.epoch, absent, effect.heartbeat_sequence)
                     self._tell(effect.link, status)
-                case world.FenceSent():
+                case messages.FenceSent():
                     fence = words.FenceSet(
                         effect.fence_sequence, effect.epoch, effect.last_session_number, effect.live_session_numbers
                     )
                     self._tell(effect.link, fence)
-                case world.LinkEnded():
+                case messages.LinkEnded():
                     self._tell(effect.link, effect.error)
 
-    def _change_pool(self, effect: world.Effect) -> None:
+    def _change_pool(self, effect: messages.Effect) -> None:
         allocator = self.world.allocator
         match effect:
-            case world.PoolOpened():
+            case messages.PoolOpened():
                 self.world.pool = allocator.open_epoch(
                     effect.config, b"n" * 32, effect.epoch, ranks_fence=effect.ranks_fence
                 )
-            case world.PoolSuspended():
+            case messages.PoolSuspended():
                 allocator.suspend(self.world.pool)
-            case world.PoolResumed():
+            case messages.PoolResumed():
                 allocator.resume(self.world.pool)
-            case world.EpochPassed():
+            case messages.EpochPassed():
                 allocator.pass_epoch(self.world.pool, effect.epoch)
                 self.resuming.clear()
-            case world.SessionsFenced():
+            case messages.SessionsFenced():
                 allocator.release("m", effect.numbers)
                 for number in effect.numbers:
                     self._resumed(number)

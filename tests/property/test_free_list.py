@@ -8,9 +8,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvpool.server.core import free_list
-from kvpool.server.core.free_list import FreeList
-from kvpool.server.core.types import BlockId
+from kvpool.core.blocks import free_list
+from kvpool.core.blocks.free_list import FreeList
+from kvpool.core.ids import BlockId
 
 NUM_BLOCKS = 40
 SOME_BLOCKS = 2

@@ -9,17 +9,17 @@ from typing import Any
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvpool.server.core.config import PoolConfig
-from kvpool.server.core.events import AllBlocksCleared, BlockRemoved, BlockStored, packed_token_ids
-from kvpool.server.core.integrity import check_integrity
-from kvpool.server.core.pool import ComputedBlocks, Pool
-from kvpool.server.core.request import Request
-from kvpool.server.core.session import Session
-from kvpool.server.core.specs import CrossAttentionSpec
-from kvpool.server.core.types import BlockHash, BlockId, RequestId, RequestNumber, SessionId, WriterId
-from kvpool.server.core.types import Sequence as SequenceNumber
+from kvpool.core.blocks.kv_cache_manager import ComputedBlocks, Pool
+from kvpool.core.events import AllBlocksCleared, BlockRemoved, BlockStored, packed_token_ids
+from kvpool.core.ids import BlockHash, BlockId, RequestId, RequestNumber, SessionId, WriterId
+from kvpool.core.ids import Sequence as SequenceNumber
+from kvpool.core.sessions.request import Request
+from kvpool.core.sessions.session import Session
+from kvpool.core.specs.kinds import CrossAttentionSpec
+from kvpool.core.specs.pool_config import PoolConfig
 from property.mixes import MAX_TOKENS, configs
 from property.prefix_model import Content, Known, PrefixModel, Tokens, attends
+from support.integrity import check_integrity
 
 NOW = SequenceNumber(1)
 

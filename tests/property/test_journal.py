@@ -9,12 +9,12 @@ from unittest.mock import patch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from kvpool.server.core.allocator import Allocator
-from kvpool.server.core.config import PoolConfig
+from kvpool.core.allocator import Allocator
+from kvpool.core.specs.pool_config import PoolConfig
 from kvpool.server.journal.folder import Header
 from kvpool.server.journal.frames import FrameKind
 from property.mixes import configs
-from support_journal import IDENTITY, Traffic, assert_alike, journal_in, kill, recovered
+from support.journal import IDENTITY, Traffic, assert_alike, journal_in, kill, recovered
 
 
 @settings(

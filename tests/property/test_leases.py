@@ -4,10 +4,10 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvpool.server.core.attentive_clock import LOOK_SECONDS, AttentiveClock
-from kvpool.server.core.errors import AbortedError
-from kvpool.server.core.integrity import check_integrity
-from support_core import World
+from kvpool.core.errors import AbortedError
+from kvpool.core.pause_tolerant_clock import LOOK_SECONDS, AttentiveClock
+from support.core import World
+from support.integrity import check_integrity
 
 LEASE_SECONDS = 4.0
 TURNS = [0.0, 0.25, 0.5, 1.0, 1.75, 2.0, 3.75, 4.0, 4.25]

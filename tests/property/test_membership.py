@@ -7,8 +7,8 @@ import hypothesis.strategies as st
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from kvpool.server.core.errors import AbortedError, KvpoolError, UnavailableError, WrongStateError
-from kvpool.server.core.world import (
+from kvpool.core.errors import AbortedError, KvpoolError, UnavailableError, WrongStateError
+from kvpool.core.ranks.messages import (
     Allocated,
     EpochPassed,
     HeldTensors,
@@ -20,7 +20,7 @@ from kvpool.server.core.world import (
     RankState,
     ReadySent,
 )
-from support_ranks import BLOCK_BYTES, Gathering, registration
+from support.ranks import BLOCK_BYTES, Gathering, registration
 
 WORLD_SIZE = 3
 BLOCKS_OF_ONE_REQUEST = 65

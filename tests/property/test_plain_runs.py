@@ -9,15 +9,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvpool.server.core import types
-from kvpool.server.core.config import ReuseOrder
-from kvpool.server.core.errors import KvpoolError
-from kvpool.server.core.integrity import check_integrity
-from kvpool.server.core.plain_run import PlainRun
-from kvpool.server.core.session import Session
-from kvpool.server.core.step import Operation, Outcome, Step, StepResult
-from kvpool.server.core.types import RequestNumber
-from support_core import BLOCK_SIZE, World, block_hashes
+from kvpool.core import ids
+from kvpool.core.errors import KvpoolError
+from kvpool.core.execution.allocate_batch import PlainRun
+from kvpool.core.ids import RequestNumber
+from kvpool.core.sessions.session import Session
+from kvpool.core.specs.pool_config import ReuseOrder
+from kvpool.core.steps.columns import Operation, Outcome, Step, StepResult
+from support.core import BLOCK_SIZE, World, block_hashes
+from support.integrity import check_integrity
 
 MAX_TOKENS = 256
 CONTENTS = ["a" * 64, "a" * 5 + "b" * 59, "c" * 64, "a" * 9 + "d" * 55]
@@ -218,7 +218,7 @@ def together(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     lengths: list[int] = []
     apply = PlainRun.apply
 
-    def counted(run: PlainRun, sequence: types.Sequence) -> tuple[list[int], list[types.BlockId]]:
+    def counted(run: PlainRun, sequence: ids.Sequence) -> tuple[list[int], list[ids.BlockId]]:
         lengths.append(len(run))
         return apply(run, sequence)
 
@@ -276,10 +276,10 @@ def test_decodes_that_make_too_much_work_are_done_one_by_one(
 ) -> None:
     pair = Pair(50, 1)
     outcomes(pair, *[row for number in range(1, 8) for row in full(pair, number)])
-    monkeypatch.setattr("kvpool.server.core.apply.MAX_STEP_WORK", 2)
+    monkeypatch.setattr("kvpool.core.execution.apply.MAX_STEP_WORK", 2)
     assert outcomes(pair, *decodes(1, 2, 3)) == [Outcome.OK, Outcome.OK, Outcome.SKIPPED]
     assert together == []
-    monkeypatch.setattr("kvpool.server.core.apply.MAX_STEP_WORK", 3)
+    monkeypatch.setattr("kvpool.core.execution.apply.MAX_STEP_WORK", 3)
     freed = {"operations": Operation.FREE, "request_numbers": 7}
     found = outcomes(pair, *decodes(3, 4), freed, *decodes(5, 6))
     assert found == [Outcome.OK] * 4 + [Outcome.SKIPPED]

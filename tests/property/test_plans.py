@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvpool.server.core.errors import InvalidArgumentError
-from kvpool.server.core.plan import Plan, PlanError, PlanOptions, RankMemory
-from kvpool.server.core.plan_groups import layer_specs
-from kvpool.server.core.planner import get_kv_cache_configs
-from kvpool.server.core.spec_base import KVCacheSpec
-from kvpool.server.core.specs import (
+from kvpool.core.errors import InvalidArgumentError
+from kvpool.core.planning.grouping import layer_specs
+from kvpool.core.planning.plan import Plan, PlanError, PlanOptions, RankMemory
+from kvpool.core.planning.planner import get_kv_cache_configs
+from kvpool.core.specs.base import KVCacheSpec
+from kvpool.core.specs.kinds import (
     ChunkedLocalAttentionSpec,
     EncoderOnlyAttentionSpec,
     FullAttentionSpec,

@@ -13,19 +13,19 @@ from hypothesis import strategies as st
 
 from kvpool.client import Answer, Decodes, FullAttentionSpec, KVCacheGroup, Outcome, PoolConfig, Request, StepBuilder
 from kvpool.client import Session as ClientSession
-from kvpool.client.transport import EmbeddedTransport
-from kvpool.server.core.allocator import Allocator
-from kvpool.server.core.block_pool import BlockPool
-from kvpool.server.core.config import ReuseOrder
-from kvpool.server.core.integrity import check_integrity
-from kvpool.server.core.pool import ComputedBlocks, Pool
-from kvpool.server.core.quota import NO_QUOTA
-from kvpool.server.core.session import Session
-from kvpool.server.core.specs import CrossAttentionSpec
-from kvpool.server.core.step import Operation, Step
-from kvpool.server.core.terms import USUAL_TERMS, Terms
-from kvpool.server.core.types import BlockId, PoolName, RequestNumber, SessionId
+from kvpool.client.transports.embedded import EmbeddedTransport
+from kvpool.core.allocator import Allocator
+from kvpool.core.blocks.block_pool import BlockPool
+from kvpool.core.blocks.kv_cache_manager import ComputedBlocks, Pool
+from kvpool.core.blocks.quota import NO_QUOTA
+from kvpool.core.ids import BlockId, PoolName, RequestNumber, SessionId
+from kvpool.core.sessions.session import Session
+from kvpool.core.specs.kinds import CrossAttentionSpec
+from kvpool.core.specs.pool_config import ReuseOrder
+from kvpool.core.steps.columns import Operation, Step
+from kvpool.core.steps.options import USUAL_TERMS, Terms
 from property.mixes import MAX_TOKENS, configs, specs
+from support.integrity import check_integrity
 
 MAX_REQUESTS = 6
 NO_HIT: Final[Mapping[str, object]] = {}

@@ -12,16 +12,16 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvpool.server.core.errors import ExhaustedError
-from kvpool.server.core.integrity import check_integrity
-from kvpool.server.core.quota import Quota
-from kvpool.server.core.request import Request
-from kvpool.server.core.session import Session
-from kvpool.server.core.spec_base import KVCacheSpec
-from kvpool.server.core.specs import FullAttentionSpec, SlidingWindowSpec
-from kvpool.server.core.step import Operation, Outcome, StepResult
-from kvpool.server.core.types import RequestNumber
-from support_core import BLOCK_SIZE, World, block_hashes
+from kvpool.core.blocks.quota import Quota
+from kvpool.core.errors import ExhaustedError
+from kvpool.core.ids import RequestNumber
+from kvpool.core.sessions.request import Request
+from kvpool.core.sessions.session import Session
+from kvpool.core.specs.base import KVCacheSpec
+from kvpool.core.specs.kinds import FullAttentionSpec, SlidingWindowSpec
+from kvpool.core.steps.columns import Operation, Outcome, StepResult
+from support.core import BLOCK_SIZE, World, block_hashes
+from support.integrity import check_integrity
 
 FULL, WINDOW = FullAttentionSpec(BLOCK_SIZE), SlidingWindowSpec(BLOCK_SIZE, sliding_window=5)
 CONTENTS = ("aaaaaaaa", "aaaaaabb", "cccccccc")

@@ -16,14 +16,14 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvpool.client.terms_columns import complete_terms, put_terms
-from kvpool.server.core.config import ReuseOrder
-from kvpool.server.core.errors import AbortedError, KvpoolError
-from kvpool.server.core.integrity import check_integrity
-from kvpool.server.core.session import Session
-from kvpool.server.core.step import Operation, Outcome, Step, StepResult
-from kvpool.server.core.terms import USUAL_TERMS, Terms
-from kvpool.server.core.types import BlockId, RequestNumber
-from support_core import World
+from kvpool.core.errors import AbortedError, KvpoolError
+from kvpool.core.ids import BlockId, RequestNumber
+from kvpool.core.sessions.session import Session
+from kvpool.core.specs.pool_config import ReuseOrder
+from kvpool.core.steps.columns import Operation, Outcome, Step, StepResult
+from kvpool.core.steps.options import USUAL_TERMS, Terms
+from support.core import World
+from support.integrity import check_integrity
 
 WITHOUT_REQUEST = (Operation.EVICT, Operation.RESET)
 GROWING = (Operation.ADD, Operation.APPEND, Operation.ALLOCATE)

@@ -12,10 +12,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from kvpool.server.core.config import ReuseOrder
-from kvpool.server.core.step import Operation, Outcome
-from kvpool.server.core.types import RequestNumber
-from support_core import World
+from kvpool.core.ids import RequestNumber
+from kvpool.core.specs.pool_config import ReuseOrder
+from kvpool.core.steps.columns import Operation, Outcome
+from support.core import World
 
 MAX_MODEL_LEN = 256
 which_one = st.integers(0, 7)

@@ -8,16 +8,16 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from kvpool.core.errors import InvalidArgumentError
+from kvpool.core.planning.grouping import layer_specs
+from kvpool.core.planning.plan import KVCacheConfig, PlanOptions, RankMemory
+from kvpool.core.planning.planner import get_kv_cache_configs
+from kvpool.core.specs.base import AttentionSpec, KVCacheSpec
+from kvpool.core.specs.kinds import MambaSpec, MLAAttentionSpec
 from kvpool.gpu_worker.layouts import LayerCache
 from kvpool.gpu_worker.tensors import allocate_buffers, reshape_kv_cache
-from kvpool.server.core.errors import InvalidArgumentError
-from kvpool.server.core.plan import KVCacheConfig, PlanOptions, RankMemory
-from kvpool.server.core.plan_groups import layer_specs
-from kvpool.server.core.planner import get_kv_cache_configs
-from kvpool.server.core.spec_base import AttentionSpec, KVCacheSpec
-from kvpool.server.core.specs import MambaSpec, MLAAttentionSpec
 from property.test_plans import rank_lists
-from support_torch import bytes_of, on_each_device
+from support.torch import bytes_of, on_each_device
 
 LAYOUTS = ["flash_attn", "flash_attn_hnd", "flashinfer_nhd", "flashinfer_hnd", "triton", "flex", "flash_attn_diffkv"]
 MARK = 0xA5

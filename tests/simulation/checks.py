@@ -11,13 +11,13 @@ from google.rpc import error_details_pb2, status_pb2
 from kvpool.client import aio
 from kvpool.client.errors import KvpoolError
 from kvpool.client.request import Request
-from kvpool.server.core.allocator import Allocator
-from kvpool.server.core.errors import IntegrityError
-from kvpool.server.core.integrity import check_integrity
-from kvpool.server.core.pool import Pool
-from kvpool.server.core.session import Session, first_id
+from kvpool.core.allocator import Allocator
+from kvpool.core.blocks.kv_cache_manager import Pool
+from kvpool.core.errors import IntegrityError
+from kvpool.core.sessions.session import Session, first_id
 from kvpool.v1 import allocator_pb2, step_pb2
 from simulation.fake_call import Call, Status
+from support.integrity import check_integrity
 
 _FOR_EVER = ("LEASE_EXPIRED", "EPOCH_PASSED", "SESSION_EVICTED", "SESSION_CLOSED")
 """Reasons after which a session never gets an answer again."""

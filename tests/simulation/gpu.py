@@ -7,9 +7,9 @@ what a real model would have put there. A state (Mamba) holds the content of the
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvpool.server.core.config import PoolConfig
-from kvpool.server.core.specs import MambaSpec, allocation_spec
-from kvpool.server.core.types import GroupId
+from kvpool.core.ids import GroupId
+from kvpool.core.specs.kinds import MambaSpec, allocation_spec
+from kvpool.core.specs.pool_config import PoolConfig
 
 _GROUP_SALT = 0x9E3779B97F4A7C15
 _MASK = 2**62 - 1

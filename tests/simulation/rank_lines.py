@@ -3,7 +3,7 @@
 import asyncio
 from random import Random
 
-from kvpool.server.core.types import TableLease
+from kvpool.core.ids import TableLease
 from simulation.gpu import Computation
 from simulation.network import Network, Pipe
 from simulation.rank_process import GpuStep, RankProcess

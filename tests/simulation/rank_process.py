@@ -10,7 +10,9 @@ from typing import cast
 
 import grpc
 
-from kvpool.client.errors import from_rpc_error
+from kvpool.core.errors import KvpoolError, UnavailableError
+from kvpool.core.ids import TableLease
+from kvpool.core.ranks.messages import Registration
 from kvpool.gpu_worker import messages
 from kvpool.gpu_worker.fence import Fence, StaleTablesError
 from kvpool.gpu_worker.join import RankProtocol
@@ -28,10 +30,8 @@ from kvpool.gpu_worker.words import (
     Ready,
     Say,
 )
-from kvpool.server.core.errors import KvpoolError, UnavailableError
-from kvpool.server.core.types import TableLease
-from kvpool.server.core.world import Registration
 from kvpool.v1 import worker_pb2, worker_pb2_grpc
+from kvpool.wire.errors import from_rpc_error
 from simulation.fake_channel import StreamCall
 from simulation.gpu import Computation, GroupLayout, Memory, Violation
 from simulation.virtual_loop import Process

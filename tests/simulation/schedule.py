@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 
-from kvpool.server.core.allocator import Allocator
-from kvpool.server.core.world import RankTiming
+from kvpool.core.allocator import Allocator
+from kvpool.core.ranks.messages import RankTiming
 from simulation.checks import Checks
 from simulation.fake_call import Wire
 from simulation.faults import Faults

@@ -8,7 +8,7 @@ from typing import Protocol
 from kvpool.client import aio
 from kvpool.client.errors import KvpoolError
 from kvpool.client.request import Request
-from kvpool.server.core.types import TableLease
+from kvpool.core.ids import TableLease
 from simulation.gpu import Computation, extend_contents
 
 

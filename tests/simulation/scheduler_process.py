@@ -23,7 +23,7 @@ from kvpool.client.errors import (
 from kvpool.client.hashing import ExtraKeys
 from kvpool.client.results import Answer, HitChanged
 from kvpool.client.step_builder import StepBuilder
-from kvpool.client.transport import HeldRequest
+from kvpool.client.transports.embedded import HeldRequest
 from simulation.gpu import Computation, layouts
 from simulation.scheduler_parts import (
     Running,

@@ -6,12 +6,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvpool.core.ranks.messages import RankTiming
+from kvpool.server.app import Server
 from kvpool.server.config import ServerConfig
-from kvpool.server.core.world import RankTiming
 from kvpool.server.journal import journal as journal_module
 from kvpool.server.journal.config import JournalConfig
 from kvpool.server.journal.folder import write_whole
-from kvpool.server.server import Server
 
 
 class Killed(BaseException):

@@ -14,7 +14,7 @@ from grpc_reflection.v1alpha import reflection
 
 from kvpool.server.journal import journal
 from kvpool.server.journal.folder import write_whole
-from kvpool.server.rpc import admin_service
+from kvpool.server.services import admin_service
 from simulation.fake_call import Wire
 from simulation.fake_channel import FakeChannel
 from simulation.fake_server import FakeServer

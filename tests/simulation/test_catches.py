@@ -6,18 +6,18 @@ from typing import Any
 
 import pytest
 
+from kvpool.core.blocks.block_pool import BlockPool
+from kvpool.core.blocks.group_manager import GroupManager
+from kvpool.core.blocks.kv_cache_manager import Pool
+from kvpool.core.blocks.prefix_map import PrefixMap
+from kvpool.core.execution import apply
+from kvpool.core.ids import WriterId
+from kvpool.core.ranks.membership import Membership
+from kvpool.core.sessions.quarantine import Quarantined
+from kvpool.core.sessions.session import Session
 from kvpool.gpu_worker.fence import Fence
-from kvpool.server.core import apply
-from kvpool.server.core.block_pool import BlockPool
-from kvpool.server.core.group_manager import GroupManager
-from kvpool.server.core.membership import Membership
-from kvpool.server.core.pool import Pool
-from kvpool.server.core.prefix_map import PrefixMap
-from kvpool.server.core.quarantine import Quarantined
-from kvpool.server.core.session import Session
-from kvpool.server.core.types import WriterId
 from kvpool.server.journal.journal import Journal
-from kvpool.server.rpc.fencing import Fencing
+from kvpool.server.services.fencing import Fencing
 from simulation.run import run_batch
 
 TRIES = 300

@@ -3,11 +3,11 @@
 from dataclasses import dataclass
 from random import Random
 
-from kvpool.server.core.config import KVCacheGroup, PoolConfig, ReuseOrder
-from kvpool.server.core.spec_base import KVCacheSpec
-from kvpool.server.core.specs import FullAttentionSpec, MambaSpec, SlidingWindowSpec
-from kvpool.server.core.types import PoolName
-from kvpool.server.core.world import Rank, Registration, WorldOptions
+from kvpool.core.ids import PoolName
+from kvpool.core.ranks.messages import Rank, Registration, WorldOptions
+from kvpool.core.specs.base import KVCacheSpec
+from kvpool.core.specs.kinds import FullAttentionSpec, MambaSpec, SlidingWindowSpec
+from kvpool.core.specs.pool_config import KVCacheGroup, PoolConfig, ReuseOrder
 from simulation.scheduler_parts import Job
 
 POOL = "m"

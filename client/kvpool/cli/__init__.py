@@ -8,11 +8,10 @@ from typing import Any, Final
 
 import click
 
+from kvpool.core.errors import KvpoolError
 from kvpool.replay.child_error import ChildError
-from kvpool.server.core.errors import KvpoolError
 
 _COMMANDS: Final = {
-    "bench": "kvpool.cli.bench:bench",
     "blocks": "kvpool.cli.admin:blocks",
     "demo": "kvpool.cli.demo:demo",
     "drain": "kvpool.cli.admin:drain",

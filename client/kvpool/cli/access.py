@@ -6,7 +6,7 @@ from typing import Any, Final
 import click
 
 from kvpool.cli.options import Option, together
-from kvpool.server.access import Access, TlsConfig
+from kvpool.wire.channels import Access, TlsConfig
 
 _KEY: Final = "kvpool.access"
 

@@ -18,7 +18,7 @@ from kvpool.cli.options import together
 from kvpool.cli.text import counted
 from kvpool.client.admin import DEFAULT_DEADLINE_SECONDS, AdminClient, BlockState, SessionInfo
 from kvpool.client.errors import UnavailableError
-from kvpool.server.config import DEFAULT_ADDRESS
+from kvpool.wire.address import DEFAULT_ADDRESS
 
 _POLL_SECONDS: Final = 0.25
 """How often a drain looks whether sessions are left."""

@@ -44,10 +44,10 @@ def _generate(address: str) -> bool:
     if not all(map(importlib.util.find_spec, ("torch", "numpy"))):
         click.echo('Without torch and numpy there are no ranks to show: pip install "kvpool[worker]".')
         return True
-    from kvpool.gpu_worker.reference.config import ReferenceConfig  # noqa: PLC0415 - clients have no torch
-    from kvpool.gpu_worker.reference.deployment import Deployment  # noqa: PLC0415 - likewise
-    from kvpool.gpu_worker.reference.generate import generate  # noqa: PLC0415 - likewise
-    from kvpool.gpu_worker.reference.prompts import Prompts  # noqa: PLC0415 - likewise
+    from examples.reference_engine.config import ReferenceConfig  # noqa: PLC0415 - clients have no torch
+    from examples.reference_engine.deployment import Deployment  # noqa: PLC0415 - likewise
+    from examples.reference_engine.generate import generate  # noqa: PLC0415 - likewise
+    from examples.reference_engine.prompts import Prompts  # noqa: PLC0415 - likewise
 
     config = ReferenceConfig("sliding")
     deployment = Deployment(config, tp_size=2, num_blocks=70)

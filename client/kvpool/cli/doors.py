@@ -6,8 +6,8 @@ from typing import Any, Final
 import click
 
 from kvpool.cli.options import Option, together
-from kvpool.server.address import DEFAULT_SOCKET_MODE
-from kvpool.server.doors.config import PLAINTEXT_KINDS, DoorsConfig
+from kvpool.server.auth.config import PLAINTEXT_KINDS, DoorsConfig
+from kvpool.wire.address import DEFAULT_SOCKET_MODE
 
 _NAMES: Final = ("tls_cert", "tls_key", "tls_client_ca", "tokens", "allow_plaintext", "socket_mode")
 

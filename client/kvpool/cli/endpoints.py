@@ -12,7 +12,7 @@ from prometheus_client.registry import Collector
 from kvpool.gpu_worker.status import WorkerStatus
 from kvpool.gpu_worker.worker_health import health_served
 from kvpool.gpu_worker.worker_metrics import metrics_served
-from kvpool.server.address import check_address, host_and_port, refuse_plaintext
+from kvpool.wire.address import check_address, host_and_port, refuse_plaintext
 
 _METRICS, _HEALTH = "--metrics-listen", "--health-listen"
 

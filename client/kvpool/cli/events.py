@@ -5,7 +5,7 @@ from typing import Any, Final
 import click
 
 from kvpool.cli.options import together
-from kvpool.server.obs.event_config import (
+from kvpool.server.events.config import (
     DEFAULT_TOPIC,
     EventForm,
     EventsConfig,

@@ -7,7 +7,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from kvpool.cli.access import access_options, current_access
-from kvpool.server.address import check_address
+from kvpool.wire.address import check_address
 
 
 @click.command()

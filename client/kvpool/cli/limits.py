@@ -6,7 +6,7 @@ from typing import Any, Final
 import click
 
 from kvpool.cli.options import Option, together
-from kvpool.server.limits import DEFAULT_LIMITS, Limits
+from kvpool.server.limits.config import DEFAULT_LIMITS, Limits
 
 _HELP: Final = {
     "max_step_operations": "Most operations of a step.",

@@ -9,10 +9,10 @@ from typing import Final
 import click
 
 from kvpool.cli.options import together
+from kvpool.core.ids import MAX_TOKENS
 from kvpool.models.config import Model, ModelOptions, derive_model
 from kvpool.models.context import DEFAULT_BLOCK_SIZE
 from kvpool.models.layers_file import model_of_layers, read_layers
-from kvpool.server.core.types import MAX_TOKENS
 
 _SIZE: Final = re.compile(r"\s*(-?\d{1,18}(?:\.\d{1,18})?)\s*([KMGT]i?)?B?\s*", re.IGNORECASE)
 _TOKENS: Final = re.compile(r"\d{1,11}", re.ASCII)

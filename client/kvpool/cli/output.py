@@ -13,7 +13,7 @@ from kvpool.replay.play import Console
 from kvpool.replay.result import Counts, Result
 
 if TYPE_CHECKING:  # clients have no torch
-    from kvpool.gpu_worker.reference.generate import Generation
+    from examples.reference_engine.generate import Generation
 
 
 @contextmanager

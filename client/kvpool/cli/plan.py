@@ -9,10 +9,10 @@ import click
 
 from kvpool.cli.model import FLAGS, ModelFlags, byte_size, model_options
 from kvpool.cli.plan_report import PlannedModel, as_json, error_as_json, print_tables
+from kvpool.core.errors import InvalidArgumentError
+from kvpool.core.planning.plan import FitCheck, PlanOptions, RankMemory
+from kvpool.core.planning.planner import get_kv_cache_configs
 from kvpool.models.config import Model, split_stages
-from kvpool.server.core.errors import InvalidArgumentError
-from kvpool.server.core.plan import FitCheck, PlanOptions, RankMemory
-from kvpool.server.core.planner import get_kv_cache_configs
 
 
 @click.command()

@@ -11,19 +11,19 @@ from rich.console import Console
 from rich.table import Table
 
 from kvpool.cli.output import two_columns
-from kvpool.models.config import Model
-from kvpool.server.core.config import KVCacheGroup
-from kvpool.server.core.errors import InvalidArgumentError
-from kvpool.server.core.plan import GIB, KVCacheConfig, Plan, PlanError, PlanOptions, RankMemory
-from kvpool.server.core.plan_groups import layer_specs
-from kvpool.server.core.spec_base import AttentionSpec, KVCacheSpec
-from kvpool.server.core.specs import (
+from kvpool.core.errors import InvalidArgumentError
+from kvpool.core.planning.grouping import layer_specs
+from kvpool.core.planning.plan import GIB, KVCacheConfig, Plan, PlanError, PlanOptions, RankMemory
+from kvpool.core.specs.base import AttentionSpec, KVCacheSpec
+from kvpool.core.specs.kinds import (
     CrossAttentionSpec,
     MambaSpec,
     UniformTypeKVCacheSpecs,
     allocation_spec,
     block_span_tokens,
 )
+from kvpool.core.specs.pool_config import KVCacheGroup
+from kvpool.models.config import Model
 
 _MIB = 2**20
 

@@ -14,9 +14,10 @@ from kvpool.cli.limits import limits_options, take_limits
 from kvpool.cli.logs import log_options, start_logging
 from kvpool.cli.options import Option
 from kvpool.cli.settings import config_option
-from kvpool.server import faults, server
+from kvpool.core.ranks.messages import RankTiming
+from kvpool.core.sessions.session import LeaseBounds
+from kvpool.server import app, faults
 from kvpool.server.config import (
-    DEFAULT_ADDRESS,
     DEFAULT_BLOCK_SAMPLE_RATE,
     DEFAULT_MAX_POOL_BLOCKS,
     DEFAULT_MAX_POOLS,
@@ -25,9 +26,8 @@ from kvpool.server.config import (
     MetricsConfig,
     ServerConfig,
 )
-from kvpool.server.core.session import LeaseBounds
-from kvpool.server.core.world import RankTiming
 from kvpool.server.journal.config import DEFAULT_MAX_BYTES, JournalConfig
+from kvpool.wire.address import DEFAULT_ADDRESS
 
 _log = logging.getLogger("kvpool.server")
 _LEASES = LeaseBounds()
@@ -168,7 +168,7 @@ def serve(log_level: str, log_format: str, **settings: Any) -> None:  # noqa: AN
     if armed:
         _log.warning("fault points armed: for tests only", extra={"faults": armed})
     try:
-        asyncio.run(server.serve(config, _say_ready if log_format == "console" else None))
+        asyncio.run(app.serve(config, _say_ready if log_format == "console" else None))
     except OSError as error:
         raise click.ClickException(str(error)) from error
 

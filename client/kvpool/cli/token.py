@@ -5,7 +5,7 @@ from datetime import datetime
 
 import click
 
-from kvpool.server.doors.tokens import Role, checked_grant, entry_text, new_token
+from kvpool.server.auth.tokens import Role, checked_grant, entry_text, new_token
 
 
 @click.group()

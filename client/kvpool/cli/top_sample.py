@@ -10,7 +10,7 @@ from typing import Any, Final
 from kvpool.cli import admin_output as output
 from kvpool.client import KvpoolError, PoolInfo
 from kvpool.client.admin import AdminClient, Overview, SessionInfo
-from kvpool.server.core.types import PoolName, WriterId
+from kvpool.core.ids import PoolName, WriterId
 
 MAX_SESSIONS: Final = 2000
 """Sessions that are asked for in one sample; pools count all."""

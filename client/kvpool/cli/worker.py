@@ -10,6 +10,11 @@ from kvpool.cli.endpoints import Endpoints
 from kvpool.cli.logs import log_options, start_logging
 from kvpool.cli.model import FLAGS, MODEL_OPTIONS, ModelFlags, byte_size, model_options
 from kvpool.cli.settings import config_option
+from kvpool.core.errors import InvalidArgumentError
+from kvpool.core.ranks.messages import WorldOptions
+from kvpool.core.specs.base import AttentionSpec, KVCacheSpec
+from kvpool.core.specs.kinds import EncoderOnlyAttentionSpec, MLAAttentionSpec
+from kvpool.core.specs.pool_config import ReuseOrder
 from kvpool.gpu_worker.settings import (
     DEFAULT_DEVICE,
     DEFAULT_GPU_MEMORY_UTILIZATION,
@@ -18,12 +23,7 @@ from kvpool.gpu_worker.settings import (
 )
 from kvpool.gpu_worker.worker_metrics import WorkerCollector
 from kvpool.models.config import Model, split_stages
-from kvpool.server.config import DEFAULT_ADDRESS, MIB
-from kvpool.server.core.config import ReuseOrder
-from kvpool.server.core.errors import InvalidArgumentError
-from kvpool.server.core.spec_base import AttentionSpec, KVCacheSpec
-from kvpool.server.core.specs import EncoderOnlyAttentionSpec, MLAAttentionSpec
-from kvpool.server.core.world import WorldOptions
+from kvpool.wire.address import DEFAULT_ADDRESS
 
 _FLAGS: Final = {
     **FLAGS,
@@ -60,7 +60,7 @@ _FLAGS: Final = {
 @click.option(
     "--reserve",
     type=byte_size,
-    default=f"{DEFAULT_RESERVE_BYTES // MIB}MiB",
+    default=f"{DEFAULT_RESERVE_BYTES // 2**20}MiB",
     show_default=True,
     metavar="SIZE",
     help="Left free on a CUDA device beside the KV cache.",

@@ -25,14 +25,12 @@ from kvpool.client.request import Request
 from kvpool.client.results import Admission, Allocation, Answer, Decodes, HitChanged
 from kvpool.client.session import Session
 from kvpool.client.step_builder import StepBuilder
-from kvpool.client.transport import EventBatch, HeldRequest, WatchKind
-from kvpool.server.access import TlsConfig
-from kvpool.server.core.config import HashScheme, KeyForm, KVCacheGroup, PoolConfig, ReuseOrder
-from kvpool.server.core.events import AllBlocksCleared, BlockRemoved, BlockStored
-from kvpool.server.core.pool import ComputedBlocks
-from kvpool.server.core.pool_info import PoolInfo
-from kvpool.server.core.spec_base import KVCacheSpec
-from kvpool.server.core.specs import (
+from kvpool.client.transports.embedded import EventBatch, HeldRequest, WatchKind
+from kvpool.core.blocks.kv_cache_manager import ComputedBlocks
+from kvpool.core.events import AllBlocksCleared, BlockRemoved, BlockStored
+from kvpool.core.ranks.messages import PoolState, RankInfo, RankState
+from kvpool.core.specs.base import KVCacheSpec
+from kvpool.core.specs.kinds import (
     ChunkedLocalAttentionSpec,
     CrossAttentionSpec,
     FullAttentionSpec,
@@ -42,8 +40,10 @@ from kvpool.server.core.specs import (
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
 )
-from kvpool.server.core.step import Outcome
-from kvpool.server.core.world import PoolState, RankInfo, RankState
+from kvpool.core.specs.pool_config import HashScheme, KeyForm, KVCacheGroup, PoolConfig, ReuseOrder
+from kvpool.core.steps.columns import Outcome
+from kvpool.core.views.pool_info import PoolInfo
+from kvpool.wire.channels import TlsConfig
 
 __all__ = [
     "AbortedError",

@@ -13,14 +13,15 @@ from typing import Final, Protocol, Self, TypeVar
 
 import grpc
 
-from kvpool.client import wire
-from kvpool.client.errors import from_rpc_error
-from kvpool.server.access import Access, TlsConfig
-from kvpool.server.address import check_address
-from kvpool.server.core.inspection import MAX_PAGE_SIZE, BlockInfo, BlockState, RequestInfo, SessionInfo
-from kvpool.server.core.pool_info import PoolInfo
-from kvpool.server.rpc import convert_admin, convert_pool
+from kvpool.core.views.inspection import MAX_PAGE_SIZE, BlockInfo, BlockState, RequestInfo, SessionInfo
+from kvpool.core.views.pool_info import PoolInfo
 from kvpool.v1 import admin_pb2, admin_pb2_grpc
+from kvpool.wire import admin as wire_admin
+from kvpool.wire import channels
+from kvpool.wire import pools as wire_pools
+from kvpool.wire.address import check_address
+from kvpool.wire.channels import Access, TlsConfig
+from kvpool.wire.errors import from_rpc_error
 
 __all__ = ["AdminClient", "BlockInfo", "BlockState", "Overview", "RequestInfo", "ServerInfo", "SessionInfo"]
 
@@ -92,7 +93,7 @@ class AdminClient:
         check_address(address)
         self._deadline_seconds = deadline_seconds
         access = Access.of(tls, token, allow_plaintext=allow_plaintext)
-        self._channel = access.channel(address, wire.CHANNEL_OPTIONS)
+        self._channel = access.channel(address, channels.CHANNEL_OPTIONS)
         self._stub = admin_pb2_grpc.AdminServiceStub(self._channel)
 
     def __enter__(self) -> Self:
@@ -108,7 +109,7 @@ class AdminClient:
         with _converted():
             answer = self._stub.ListPools(admin_pb2.ListPoolsRequest(), timeout=self._deadline_seconds)
         server = ServerInfo(answer.server.version, answer.server.uptime_seconds, answer.server.draining)
-        return Overview(server, tuple(map(convert_pool.info_from_proto, answer.pools)))
+        return Overview(server, tuple(map(wire_pools.info_from_proto, answer.pools)))
 
     def sessions(self, pool: str = "") -> Iterator[SessionInfo]:
         """Yields the sessions of a pool, or of all, in the order they were opened."""
@@ -119,7 +120,7 @@ class AdminClient:
             return self._stub.ListSessions(request, timeout=self._deadline_seconds)
 
         for page in _pages(ask):
-            yield from map(convert_admin.session_from_proto, page.sessions)
+            yield from map(wire_admin.session_from_proto, page.sessions)
 
     def requests(self, pool: str, session_number: int = 0) -> Iterator[RequestInfo]:
         """Yields the requests of a pool, or of one of its sessions, session by session, by id."""
@@ -130,12 +131,12 @@ class AdminClient:
             return self._stub.ListRequests(request, timeout=self._deadline_seconds)
 
         for page in _pages(ask):
-            yield from map(convert_admin.request_from_proto, page.requests)
+            yield from map(wire_admin.request_from_proto, page.requests)
 
     def blocks(self, pool: str, state: BlockState | None = None) -> Iterator[BlockInfo]:
         """Yields the blocks of a pool by id, the null block left out; only those in `state` if one is given."""
         request = admin_pb2.ListBlocksRequest(
-            pool_name=pool, state=convert_admin.block_state_to_proto(state), page_size=MAX_PAGE_SIZE
+            pool_name=pool, state=wire_admin.block_state_to_proto(state), page_size=MAX_PAGE_SIZE
         )
 
         def ask(token: str) -> admin_pb2.ListBlocksResponse:
@@ -143,7 +144,7 @@ class AdminClient:
             return self._stub.ListBlocks(request, timeout=self._deadline_seconds)
 
         for page in _pages(ask):
-            yield from map(convert_admin.block_from_proto, page.blocks)
+            yield from map(wire_admin.block_from_proto, page.blocks)
 
     def reset_prefix_cache(self, pool: str) -> tuple[SessionInfo, ...]:
         """Drops all hashes of a pool if no request holds a block.
@@ -154,14 +155,14 @@ class AdminClient:
         request = admin_pb2.AdminServiceResetPrefixCacheRequest(pool_name=pool)
         with _converted():
             answer = self._stub.ResetPrefixCache(request, timeout=self._deadline_seconds)
-        return tuple(map(convert_admin.session_from_proto, answer.holders))
+        return tuple(map(wire_admin.session_from_proto, answer.holders))
 
     def evict_session(self, pool: str, session_number: int) -> SessionInfo:
         """Ends a session of a pool and takes its blocks back; returns how it was."""
         request = admin_pb2.EvictSessionRequest(pool_name=pool, session_number=session_number)
         with _converted():
             answer = self._stub.EvictSession(request, timeout=self._deadline_seconds)
-        return convert_admin.session_from_proto(answer.session)
+        return wire_admin.session_from_proto(answer.session)
 
     def drain(self, pool: str = "") -> int:
         """Takes no new sessions in a pool, or in all; returns how many are open there."""

@@ -11,25 +11,28 @@ from typing import Protocol, Self, TypeVar
 
 import grpc
 
-from kvpool.client import calls, retries, steps, wire
-from kvpool.client.errors import DeadlineError, KvpoolError, UnavailableError, from_rpc_error
-from kvpool.client.following import Follower
+from kvpool.client import calls, retries, steps
+from kvpool.client.errors import DeadlineError, KvpoolError, UnavailableError
 from kvpool.client.lease import now_seconds
 from kvpool.client.request import Request
 from kvpool.client.results import Admission, Allocation, HitChanged
 from kvpool.client.session import SessionBase
 from kvpool.client.step_builder import StepBuilder
-from kvpool.client.transport import EventBatch, HeldRequest, OpenedSession, watch_options
-from kvpool.server.access import Access, TlsConfig
-from kvpool.server.address import check_address
-from kvpool.server.core.config import PoolConfig
-from kvpool.server.core.pool import ComputedBlocks
-from kvpool.server.core.pool_info import PoolInfo
-from kvpool.server.core.quota import Quota
-from kvpool.server.core.session_ends import ended_error
-from kvpool.server.core.step import Step, StepResult
-from kvpool.server.rpc import convert
+from kvpool.client.transports import messages
+from kvpool.client.transports.embedded import EventBatch, HeldRequest, OpenedSession, watch_options
+from kvpool.client.transports.resumable_watch import Follower
+from kvpool.core.blocks.kv_cache_manager import ComputedBlocks
+from kvpool.core.blocks.quota import Quota
+from kvpool.core.sessions.session_ends import ended_error
+from kvpool.core.specs.pool_config import PoolConfig
+from kvpool.core.steps.columns import Step, StepResult
+from kvpool.core.views.pool_info import PoolInfo
 from kvpool.v1 import allocator_pb2, allocator_pb2_grpc, event_pb2, event_pb2_grpc, step_pb2
+from kvpool.wire import channels
+from kvpool.wire import steps as wire_steps
+from kvpool.wire.address import check_address
+from kvpool.wire.channels import Access, TlsConfig
+from kvpool.wire.errors import from_rpc_error
 
 _T = TypeVar("_T")
 _T_co = TypeVar("_T_co", covariant=True)
@@ -46,7 +49,7 @@ class _Method(Protocol[_RequestT_contra, _T_co]):
 def connect(
     address: str,
     *,
-    deadline_seconds: float = wire.DEFAULT_DEADLINE_SECONDS,
+    deadline_seconds: float = messages.DEFAULT_DEADLINE_SECONDS,
     tls: TlsConfig | None = None,
     token: str | Path | None = None,
     allow_plaintext: bool = False,
@@ -72,7 +75,7 @@ class AsyncClient:
 
     def __init__(self, address: str, deadline_seconds: float, access: Access) -> None:
         self._calls = _Calls(deadline_seconds)
-        self._channel = access.aio_channel(address, wire.SESSION_CHANNEL_OPTIONS)
+        self._channel = access.aio_channel(address, channels.SESSION_CHANNEL_OPTIONS)
         self._stub: allocator_pb2_grpc.AllocatorServiceAsyncStub = allocator_pb2_grpc.AllocatorServiceStub(
             self._channel
         )
@@ -88,11 +91,13 @@ class AsyncClient:
 
     async def create_pool(self, config: PoolConfig) -> PoolInfo:
         """See `Client.create_pool`."""
-        return wire.read_pool(await self._calls.make(self._stub.CreatePool, wire.create_pool_request(config)))
+        return messages.read_pool(await self._calls.make(self._stub.CreatePool, messages.create_pool_request(config)))
 
     async def get_pool(self, name: str) -> PoolInfo:
         """See `Client.get_pool`."""
-        return wire.read_pool(await self._calls.make(self._stub.GetPool, allocator_pb2.GetPoolRequest(pool_name=name)))
+        return messages.read_pool(
+            await self._calls.make(self._stub.GetPool, allocator_pb2.GetPoolRequest(pool_name=name))
+        )
 
     async def wait_until_ready(self, name: str, *, timeout_seconds: float) -> PoolInfo:
         """See `Client.wait_until_ready`."""
@@ -101,12 +106,12 @@ class AsyncClient:
         while True:
             try:
                 async with _converted():
-                    request = wire.wait_request(name, left_seconds)
+                    request = messages.wait_request(name, left_seconds)
                     deadline_seconds = left_seconds + self._calls.deadline_seconds
                     answer = await self._stub.WaitUntilReady(request, timeout=deadline_seconds)
-                return wire.check_ready(wire.read_pool(answer), timeout_seconds)
+                return messages.check_ready(messages.read_pool(answer), timeout_seconds)
             except UnavailableError as error:
-                await asyncio.sleep(wire.wait_pause_seconds(error, due_seconds))
+                await asyncio.sleep(messages.wait_pause_seconds(error, due_seconds))
             left_seconds = max(due_seconds - time.monotonic(), 0.0)
 
     async def open_session(  # noqa: PLR0913 - what the wire asks
@@ -120,15 +125,17 @@ class AsyncClient:
         memory_id: str = "",
     ) -> "AsyncSession":
         """See `Client.open_session`. Cancelled, it may leave a session that ends with its lease."""
-        request = wire.open_session_request(pool, client_name, lease_seconds, Quota(min_blocks, max_blocks), memory_id)
+        request = messages.open_session_request(
+            pool, client_name, lease_seconds, Quota(min_blocks, max_blocks), memory_id
+        )
         sent_seconds, response = await self._calls.make_timed(self._stub.OpenSession, request)
-        return AsyncSession(self._stub, wire.read_session(response, sent_seconds), self._calls)
+        return AsyncSession(self._stub, messages.read_session(response, sent_seconds), self._calls)
 
     async def resume_session(self, session_id: str, *, sequence: int = 0) -> "AsyncSession":
         """See `Client.resume_session`. Cancelled, it may have taken the session over; it can be called again."""
-        request = wire.resume_session_request(session_id, sequence)
+        request = messages.resume_session_request(session_id, sequence)
         sent_seconds, response = await self._calls.make_timed(self._stub.ResumeSession, request)
-        return AsyncSession(self._stub, wire.read_session(response, sent_seconds), self._calls)
+        return AsyncSession(self._stub, messages.read_session(response, sent_seconds), self._calls)
 
     async def watch(
         self, pool: str, *, from_sequence: int = 0, snapshot: bool = False, heartbeat_seconds: float | None = None
@@ -136,16 +143,16 @@ class AsyncClient:
         """Yields a pool's block events, waiting for more. See `Client.watch`."""
         options = watch_options(pool, from_sequence, heartbeat_seconds, snapshot=snapshot)
         if not snapshot:
-            async with contextlib.aclosing(self._messages(wire.watch_request(options), None)) as messages:
-                await anext(messages)  # where the watch stands
-                async for message in messages:
-                    yield wire.read_batch(message)
+            async with contextlib.aclosing(self._messages(messages.watch_request(options), None)) as received:
+                await anext(received)  # where the watch stands
+                async for message in received:
+                    yield messages.read_batch(message)
             return
         follower = Follower(options)
         while True:
             try:
-                async with contextlib.aclosing(self._messages(follower.request(), follower)) as messages:
-                    async for message in messages:
+                async with contextlib.aclosing(self._messages(follower.request(), follower)) as received:
+                    async for message in received:
                         if batch := follower.read(message):
                             yield batch
             except KvpoolError as error:
@@ -319,7 +326,7 @@ class AsyncSession(SessionBase):
     async def pool(self) -> PoolInfo:
         """See `Session.pool`."""
         request = allocator_pb2.GetPoolRequest(pool_name=self.config.name)
-        return wire.read_pool(await self._calls.make(self._stub.GetPool, request))
+        return messages.read_pool(await self._calls.make(self._stub.GetPool, request))
 
     async def close(self) -> None:
         """See `Session.close`."""
@@ -351,7 +358,7 @@ class AsyncSession(SessionBase):
     async def _exchange(self, step: Step) -> None:
         deadline_seconds = self._calls.deadline_seconds
         try:
-            message = convert.step_to_proto(step, self.session_id)
+            message = wire_steps.step_to_proto(step, self.session_id)
             async with asyncio.timeout(deadline_seconds):
                 result = await retries.call_async(lambda _: self._exchange_once(message), deadline_seconds)
         except TimeoutError:
@@ -371,7 +378,7 @@ class AsyncSession(SessionBase):
         self._lease_timer.renew(sent_seconds)
         if answer.sequence != message.sequence:
             self._end_stream()  # so that the next step's answer is not one that comes late, too
-        return convert.result_from_proto(answer)
+        return wire_steps.result_from_proto(answer)
 
     async def _ask(self, message: step_pb2.Step) -> step_pb2.StepResult:
         async with _converted():

@@ -6,8 +6,8 @@ from typing import TypeVar
 from kvpool.client.request import Request
 from kvpool.client.results import Admission, Allocation, Answer, HitChanged
 from kvpool.client.step_builder import StepBuilder
-from kvpool.server.core.pool import ComputedBlocks
-from kvpool.server.core.step import Outcome
+from kvpool.core.blocks.kv_cache_manager import ComputedBlocks
+from kvpool.core.steps.columns import Outcome
 
 ResultT = TypeVar("ResultT")
 

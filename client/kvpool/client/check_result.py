@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping
 from typing import Final
 
 from kvpool.client.errors import ServerError
-from kvpool.server.core.step import Operation, Outcome, Step, StepResult
+from kvpool.core.steps.columns import Operation, Outcome, Step, StepResult
 
 _OK: Final = frozenset((Outcome.OK,))
 _OUTCOMES: Final[Mapping[int, Collection[int]]] = {

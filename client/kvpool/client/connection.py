@@ -6,13 +6,13 @@ from types import TracebackType
 from typing import Final, Self
 
 from kvpool.client.session import Session
-from kvpool.client.transport import EmbeddedTransport, EventBatch, Transport, watch_options
-from kvpool.client.wire import DEFAULT_DEADLINE_SECONDS
-from kvpool.server.access import Access, TlsConfig
-from kvpool.server.address import check_address
-from kvpool.server.core.config import PoolConfig
-from kvpool.server.core.pool_info import PoolInfo
-from kvpool.server.core.quota import Quota
+from kvpool.client.transports.embedded import EmbeddedTransport, EventBatch, Transport, watch_options
+from kvpool.client.transports.messages import DEFAULT_DEADLINE_SECONDS
+from kvpool.core.blocks.quota import Quota
+from kvpool.core.specs.pool_config import PoolConfig
+from kvpool.core.views.pool_info import PoolInfo
+from kvpool.wire.address import check_address
+from kvpool.wire.channels import Access, TlsConfig
 
 EMBEDDED: Final = "embedded:"
 
@@ -48,7 +48,7 @@ def connect_as(access: Access, address: str, deadline_seconds: float = DEFAULT_D
     if address == EMBEDDED:
         return Client(EmbeddedTransport())
     check_address(address)
-    from kvpool.client.grpc_transport import GrpcTransport  # noqa: PLC0415 - the embedded core needs no grpc
+    from kvpool.client.transports.grpc import GrpcTransport  # noqa: PLC0415 - the embedded core needs no grpc
 
     return Client(GrpcTransport(address, deadline_seconds, access))
 

@@ -1,8 +1,9 @@
 """Decodes that fill a block without asking, where a pool allows it: the step after tells of them.
 
 1. Only in a step that is sent for another reason: its number says which step fills the block.
-2. What is told so is cached before all else of the step that tells: see `kvpool.server.core.filled`. So only where
-   nothing after the decode could find the block, drop it, or be cached with its hash: every answer stays what it was.
+2. What is told so is cached before all else of the step that tells: see `kvpool.core.execution.deferred_caching`. So
+   only where nothing after the decode could find the block, drop it, or be cached with its hash: every answer stays
+   what it was.
 """
 
 from collections.abc import Sequence
@@ -11,9 +12,9 @@ from typing import Final
 from kvpool.client.request import Request
 from kvpool.client.results import Answer
 from kvpool.client.step_builder import DecodeRow, Row, StepBuilder
-from kvpool.server.core.config import PoolConfig
-from kvpool.server.core.quiet_room import fills_quietly
-from kvpool.server.core.step import Operation
+from kvpool.core.blocks.credit import fills_quietly
+from kvpool.core.specs.pool_config import PoolConfig
+from kvpool.core.steps.columns import Operation
 
 _DROPPING: Final = frozenset((Operation.EVICT, Operation.RESET))
 _BLIND: Final = frozenset((Operation.FREE, Operation.PREEMPT, Operation.COMMON_PREFIX))

@@ -18,8 +18,8 @@ import cbor2
 import xxhash
 
 from kvpool.client.token_cbor import encoded_blocks
-from kvpool.server.core.config import HashScheme, KeyForm
-from kvpool.server.core.types import BlockHash
+from kvpool.core.ids import BlockHash
+from kvpool.core.specs.pool_config import HashScheme, KeyForm
 
 HashFunction = Callable[[bytes], bytes]
 """From the CBOR of a block to its hash."""

@@ -11,9 +11,9 @@
 
 from collections.abc import Sequence
 
-from kvpool.client.transport import EventBatch, WatchKind
-from kvpool.server.core.events import AllBlocksCleared, BlockEvent, BlockStored
-from kvpool.server.core.types import BlockHash, GroupId
+from kvpool.client.transports.embedded import EventBatch, WatchKind
+from kvpool.core.events import AllBlocksCleared, BlockEvent, BlockStored
+from kvpool.core.ids import BlockHash, GroupId
 
 _Map = dict[GroupId, set[BlockHash]]
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from kvpool.client.hashing import NO_EXTRA_KEYS, BlockHasher, ExtraKeys
-from kvpool.server.core.types import BlockHash, RequestId, RequestNumber
+from kvpool.core.ids import BlockHash, RequestId, RequestNumber
 
 
 class Request:

@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from kvpool.server.core.pool import ComputedBlocks
-from kvpool.server.core.step import Outcome
-from kvpool.server.core.types import BlockId
+from kvpool.core.blocks.kv_cache_manager import ComputedBlocks
+from kvpool.core.ids import BlockId
+from kvpool.core.steps.columns import Outcome
 
 
 @dataclass(slots=True)

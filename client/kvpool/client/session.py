@@ -12,13 +12,13 @@ from kvpool.client.request import Request
 from kvpool.client.results import Admission, Allocation, HitChanged
 from kvpool.client.step_builder import StepBuilder
 from kvpool.client.steps import StepBook
-from kvpool.client.transport import HeldRequest, OpenedSession, Transport
-from kvpool.server.core.errors import InvalidArgumentError, KvpoolError, check_range
-from kvpool.server.core.pool import ComputedBlocks
-from kvpool.server.core.pool_info import PoolInfo
-from kvpool.server.core.session_ends import ended_error
-from kvpool.server.core.step import Step
-from kvpool.server.core.types import BlockHash, TableLease
+from kvpool.client.transports.embedded import HeldRequest, OpenedSession, Transport
+from kvpool.core.blocks.kv_cache_manager import ComputedBlocks
+from kvpool.core.errors import InvalidArgumentError, KvpoolError, check_range
+from kvpool.core.ids import BlockHash, TableLease
+from kvpool.core.sessions.session_ends import ended_error
+from kvpool.core.steps.columns import Step
+from kvpool.core.views.pool_info import PoolInfo
 
 
 class SessionBase:

@@ -5,10 +5,10 @@ from dataclasses import dataclass, field, replace
 
 from kvpool.client.request import Request
 from kvpool.client.results import Answer, Decodes
-from kvpool.server.core.errors import InvalidArgumentError
-from kvpool.server.core.pool import ComputedBlocks
-from kvpool.server.core.step import Operation, Outcome
-from kvpool.server.core.terms import USUAL_TERMS, Terms
+from kvpool.core.blocks.kv_cache_manager import ComputedBlocks
+from kvpool.core.errors import InvalidArgumentError
+from kvpool.core.steps.columns import Operation, Outcome
+from kvpool.core.steps.options import USUAL_TERMS, Terms
 
 
 @dataclass(slots=True)

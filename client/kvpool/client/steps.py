@@ -16,8 +16,8 @@ from kvpool.client.filled import FilledBlocks
 from kvpool.client.request import Request, hash_filled
 from kvpool.client.step_builder import DecodeRow, Row, StepBuilder
 from kvpool.client.terms_columns import complete_terms, put_terms
-from kvpool.server.core.config import PoolConfig
-from kvpool.server.core.errors import (
+from kvpool.core.blocks.credit import QuietRoom
+from kvpool.core.errors import (
     AbortedError,
     ExhaustedError,
     InvalidArgumentError,
@@ -25,11 +25,11 @@ from kvpool.server.core.errors import (
     NotFoundError,
     WrongStateError,
 )
-from kvpool.server.core.quiet_room import QuietRoom
-from kvpool.server.core.specs import MambaSpec
-from kvpool.server.core.step import MAX_QUIET_ALLOCATIONS, Operation, Outcome, Step, StepResult
-from kvpool.server.core.terms import USUAL_TERMS
-from kvpool.server.core.types import NULL_BLOCK, GroupId
+from kvpool.core.ids import NULL_BLOCK, GroupId
+from kvpool.core.specs.kinds import MambaSpec
+from kvpool.core.specs.pool_config import PoolConfig
+from kvpool.core.steps.columns import MAX_QUIET_ALLOCATIONS, Operation, Outcome, Step, StepResult
+from kvpool.core.steps.options import USUAL_TERMS
 
 _REFUSALS: Final = (InvalidArgumentError, NotFoundError, WrongStateError, ExhaustedError)
 _DECLARING: Final = frozenset((Operation.LOOK_UP, Operation.PEEK, Operation.FIND, Operation.ADMIT, Operation.ALLOCATE))

@@ -1,7 +1,7 @@
 """The columns of a step that say on what terms its allocations are made; most steps have none of them."""
 
-from kvpool.server.core.step import Step
-from kvpool.server.core.terms import TERMS_COLUMNS, Terms
+from kvpool.core.steps.columns import Step
+from kvpool.core.steps.options import TERMS_COLUMNS, Terms
 
 
 def put_terms(step: Step, terms: Terms) -> None:

@@ -18,8 +18,8 @@ from tempfile import TemporaryDirectory
 from typing import Any, Final, TypeAlias
 
 from kvpool.replay.child_error import ChildError
+from kvpool.server.app import serve
 from kvpool.server.config import ServerConfig
-from kvpool.server.server import serve
 
 Pipe: TypeAlias = "Connection[Any, Any]"
 

@@ -9,6 +9,7 @@ from typing import Protocol
 
 from kvpool.client import Client, FullAttentionSpec, KVCacheGroup, PoolConfig, PoolInfo, ReuseOrder
 from kvpool.client.connection import connect_as
+from kvpool.core.ids import PoolName
 from kvpool.replay.children import own_server
 from kvpool.replay.playing import SchedulerOptions
 from kvpool.replay.processes import play_concurrently
@@ -16,7 +17,6 @@ from kvpool.replay.result import Counts, Result
 from kvpool.replay.serial import play_serially
 from kvpool.replay.trace import TraceRequest
 from kvpool.replay.workload import TraceShare, Workload
-from kvpool.server.core.types import PoolName
 
 
 class PoolSource(Protocol):

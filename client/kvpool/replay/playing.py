@@ -9,7 +9,7 @@ from kvpool.client import Client, KvpoolError, Session
 from kvpool.replay.executor import Executor
 from kvpool.replay.scheduler import Scheduler
 from kvpool.replay.workload import Workload
-from kvpool.server.access import Access
+from kvpool.wire.channels import Access
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,11 +17,11 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from kvpool.client import Answer, Request, Session, StepBuilder
+from kvpool.core.specs.base import RequestLimits
+from kvpool.core.specs.kinds import allocation_spec, num_draft_blocks
 from kvpool.replay.executor import Executor, NoModel, Scheduled
 from kvpool.replay.result import Counts
 from kvpool.replay.workload import Work, Workload
-from kvpool.server.core.spec_base import RequestLimits
-from kvpool.server.core.specs import allocation_spec, num_draft_blocks
 
 _FIRST_PAUSE_SECONDS: Final = 0.001
 _LONGEST_PAUSE_SECONDS: Final = 0.05

@@ -13,7 +13,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Final
 
-from kvpool.server.core.types import MAX_TOKENS
+from kvpool.core.ids import MAX_TOKENS
 
 TRACE_BLOCK_TOKENS: Final = 512
 _MAX_TOKEN_ID: Final = 2**32 - 1

@@ -9,12 +9,12 @@ from typing import Final
 import numpy as np
 import torch
 
+from kvpool.core.errors import InvalidArgumentError
+from kvpool.core.specs.base import AttentionSpec
+from kvpool.core.specs.kinds import MambaSpec
 from kvpool.gpu_worker.attention_metadata import AttentionMetadataBuilder, BuilderContext, CommonAttentionMetadata
 from kvpool.gpu_worker.group_table import Integers, MambaStateIndices
 from kvpool.gpu_worker.staging import StagedArray
-from kvpool.server.core.errors import InvalidArgumentError
-from kvpool.server.core.spec_base import AttentionSpec
-from kvpool.server.core.specs import MambaSpec
 
 FLASHINFER_WORKSPACE_BYTES: Final = 128 * 2**20
 """What FlashInfer's documentation recommends for split-k."""

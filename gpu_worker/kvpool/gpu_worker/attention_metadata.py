@@ -15,15 +15,15 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from kvpool.core.errors import InvalidArgumentError, check_range
+from kvpool.core.ids import MAX_TOKENS
+from kvpool.core.planning.grouping import layer_specs
+from kvpool.core.specs.base import KVCacheSpec
+from kvpool.core.specs.pool_config import KVCacheGroup
 from kvpool.gpu_worker.block_table import BlockTables
 from kvpool.gpu_worker.group_table import BlockTableOptions, Integers, MambaStateIndices
 from kvpool.gpu_worker.staging import StagedArray
 from kvpool.gpu_worker.workspace import Workspace
-from kvpool.server.core.config import KVCacheGroup
-from kvpool.server.core.errors import InvalidArgumentError, check_range
-from kvpool.server.core.plan_groups import layer_specs
-from kvpool.server.core.spec_base import KVCacheSpec
-from kvpool.server.core.types import MAX_TOKENS
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,11 +14,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from kvpool.core.errors import InvalidArgumentError, check_range
+from kvpool.core.ids import MAX_TOKENS
+from kvpool.core.specs.pool_config import KVCacheGroup
 from kvpool.gpu_worker.group_table import BlockTableOptions, GroupTable, Integers, MambaStateIndices
 from kvpool.gpu_worker.tensors import group_kernel_block_sizes
-from kvpool.server.core.config import KVCacheGroup
-from kvpool.server.core.errors import InvalidArgumentError, check_range
-from kvpool.server.core.types import MAX_TOKENS
 
 BlockIds = Sequence[int] | npt.NDArray[np.integer]
 """Ids of the pool's blocks, as they come from the service."""

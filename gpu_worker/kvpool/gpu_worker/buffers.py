@@ -4,9 +4,9 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from kvpool.server.core.errors import InvalidArgumentError
-from kvpool.server.core.plan import KVCacheConfig
-from kvpool.server.core.plan_groups import layer_specs
+from kvpool.core.errors import InvalidArgumentError
+from kvpool.core.planning.grouping import layer_specs
+from kvpool.core.planning.plan import KVCacheConfig
 
 
 def page_sizes_bytes(config: KVCacheConfig) -> tuple[int, ...]:

@@ -5,11 +5,11 @@ from dataclasses import replace
 
 import torch
 
+from kvpool.core.errors import ExhaustedError
+from kvpool.core.planning.plan import KVCacheConfig
 from kvpool.gpu_worker.layouts import LayerCache
 from kvpool.gpu_worker.tensors import BufferAllocator, allocate_as_many, empty_buffer, reshape_kv_cache
 from kvpool.gpu_worker.words import Allocation
-from kvpool.server.core.errors import ExhaustedError
-from kvpool.server.core.plan import KVCacheConfig
 
 
 class HeldCache:

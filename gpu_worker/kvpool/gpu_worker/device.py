@@ -7,10 +7,10 @@ from typing import Final
 
 import torch
 
+from kvpool.core.errors import InvalidArgumentError
+from kvpool.core.specs.base import QUOTED_CHARACTERS
 from kvpool.gpu_worker.status import DeviceMemory
 from kvpool.gpu_worker.units import format_bytes
-from kvpool.server.core.errors import InvalidArgumentError
-from kvpool.server.core.spec_base import QUOTED_CHARACTERS
 
 _CGROUP_ROOT: Final = Path("/sys/fs/cgroup")
 

@@ -2,8 +2,8 @@
 
 import torch
 
-from kvpool.server.core.errors import InvalidArgumentError
-from kvpool.server.core.spec_base import DTYPE_SIZES_BYTES, dtype_size_bytes
+from kvpool.core.errors import InvalidArgumentError
+from kvpool.core.specs.base import DTYPE_SIZES_BYTES, dtype_size_bytes
 
 
 def torch_dtype(layer_name: str, dtype: str) -> torch.dtype:

@@ -15,8 +15,8 @@ from collections.abc import Callable, Collection
 from types import TracebackType
 from typing import Self
 
-from kvpool.server.core.errors import AbortedError
-from kvpool.server.core.types import TableLease
+from kvpool.core.errors import AbortedError
+from kvpool.core.ids import TableLease
 
 
 class StaleTablesError(AbortedError):

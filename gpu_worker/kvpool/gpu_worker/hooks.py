@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 import torch
 
+from kvpool.core.planning.plan import KVCacheConfig
 from kvpool.gpu_worker.layouts import LayerCache
 from kvpool.gpu_worker.status import WorkerStatus
-from kvpool.server.core.plan import KVCacheConfig
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -18,7 +18,16 @@ from dataclasses import replace
 from enum import Enum
 from typing import Final, assert_never
 
-from kvpool.client.errors import DeadlineError, ServerError
+from kvpool.core.errors import (
+    DeniedError,
+    ExhaustedError,
+    InvalidArgumentError,
+    KvpoolError,
+    NotFoundError,
+    UnauthenticatedError,
+    WrongStateError,
+)
+from kvpool.core.ranks.messages import HeldTensors, PoolState, Registration
 from kvpool.gpu_worker.fence import Fence
 from kvpool.gpu_worker.words import (
     Allocate,
@@ -42,16 +51,7 @@ from kvpool.gpu_worker.words import (
     Say,
     Status,
 )
-from kvpool.server.core.errors import (
-    DeniedError,
-    ExhaustedError,
-    InvalidArgumentError,
-    KvpoolError,
-    NotFoundError,
-    UnauthenticatedError,
-    WrongStateError,
-)
-from kvpool.server.core.world import HeldTensors, PoolState, Registration
+from kvpool.wire.errors import DeadlineError, ServerError
 
 REGISTER_TIMEOUT_SECONDS: Final = 10.0
 """How long the first word of the server is waited for, the connection included."""

@@ -17,10 +17,10 @@ from typing import Final, Literal, Protocol
 
 import torch
 
+from kvpool.core.errors import InvalidArgumentError
+from kvpool.core.specs.base import AttentionSpec, KVCacheSpec
+from kvpool.core.specs.kinds import FP8_DS_MLA, EncoderOnlyAttentionSpec, MambaSpec, MLAAttentionSpec, allocation_spec
 from kvpool.gpu_worker.dtypes import torch_dtype
-from kvpool.server.core.errors import InvalidArgumentError
-from kvpool.server.core.spec_base import AttentionSpec, KVCacheSpec
-from kvpool.server.core.specs import FP8_DS_MLA, EncoderOnlyAttentionSpec, MambaSpec, MLAAttentionSpec, allocation_spec
 
 LayerCache = torch.Tensor | tuple[torch.Tensor, ...]
 """What a layer reads and writes: one tensor, or one for each part of a state."""

@@ -2,6 +2,9 @@
 
 from typing import assert_never
 
+from kvpool.core.errors import InvalidArgumentError, check_range
+from kvpool.core.ids import MAX_BLOCKS
+from kvpool.core.ranks.messages import Registration
 from kvpool.gpu_worker.words import (
     Fenced,
     FenceSet,
@@ -15,12 +18,9 @@ from kvpool.gpu_worker.words import (
     Status,
     Word,
 )
-from kvpool.server.core.errors import InvalidArgumentError, check_range
-from kvpool.server.core.types import MAX_BLOCKS
-from kvpool.server.core.world import Registration
-from kvpool.server.rpc.convert_pool import pool_state_from_proto
-from kvpool.server.rpc.convert_world import plan_from_proto, registration_to_proto
 from kvpool.v1 import worker_pb2
+from kvpool.wire.pools import pool_state_from_proto
+from kvpool.wire.ranks import plan_from_proto, registration_to_proto
 
 
 def register(pool: str, registration: Registration) -> worker_pb2.JoinRequest:

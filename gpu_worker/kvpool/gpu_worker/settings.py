@@ -3,16 +3,15 @@
 from dataclasses import dataclass
 from typing import Final
 
-from kvpool.server.access import Access
-from kvpool.server.address import check_address
-from kvpool.server.config import MIB
-from kvpool.server.core.config import check_pool_name
-from kvpool.server.core.errors import InvalidArgumentError, check_range
-from kvpool.server.core.world import MAX_AVAILABLE_BYTES, MAX_WORLD_SIZE, WorldOptions
+from kvpool.core.errors import InvalidArgumentError, check_range
+from kvpool.core.ranks.messages import MAX_AVAILABLE_BYTES, MAX_WORLD_SIZE, WorldOptions
+from kvpool.core.specs.pool_config import check_pool_name
+from kvpool.wire.address import check_address
+from kvpool.wire.channels import Access
 
 DEFAULT_DEVICE: Final = "cuda:0"
 DEFAULT_GPU_MEMORY_UTILIZATION: Final = 0.9
-DEFAULT_RESERVE_BYTES: Final = 256 * MIB
+DEFAULT_RESERVE_BYTES: Final = 256 * 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import Final
 
+from kvpool.core.ranks.messages import PoolState
 from kvpool.gpu_worker.join import Phase
-from kvpool.server.core.world import PoolState
 
 _TOLD_RANKS: Final = 8
 

@@ -7,11 +7,10 @@ from typing import Final
 
 import grpc
 
-from kvpool.client.errors import from_rpc_error
-from kvpool.client.wire import CHANNEL_OPTIONS
-from kvpool.server.access import Access
-from kvpool.server.core.errors import KvpoolError, UnavailableError
+from kvpool.core.errors import KvpoolError, UnavailableError
 from kvpool.v1 import worker_pb2, worker_pb2_grpc
+from kvpool.wire.channels import CHANNEL_OPTIONS, Access
+from kvpool.wire.errors import from_rpc_error
 
 Incoming = worker_pb2.JoinResponse | KvpoolError
 """A message, or why none comes any more."""

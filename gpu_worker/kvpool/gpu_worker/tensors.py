@@ -12,13 +12,13 @@ from typing import Final, Protocol
 
 import torch
 
+from kvpool.core.errors import InvalidArgumentError
+from kvpool.core.planning.grouping import layer_specs
+from kvpool.core.planning.plan import KVCacheConfig
+from kvpool.core.specs.base import KVCacheSpec
 from kvpool.gpu_worker.buffers import buffers_by_layer, page_sizes_bytes
 from kvpool.gpu_worker.layouts import LayerCache, LayerPages, default_layout, get_layout
 from kvpool.gpu_worker.units import format_bytes
-from kvpool.server.core.errors import InvalidArgumentError
-from kvpool.server.core.plan import KVCacheConfig
-from kvpool.server.core.plan_groups import layer_specs
-from kvpool.server.core.spec_base import KVCacheSpec
 
 BufferAllocator = Callable[[int, torch.device], torch.Tensor]
 """Makes an int8 buffer (size_bytes,) of any content, or raises an error that `is_out_of_memory` knows."""

@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 
-from kvpool.server.core.errors import KvpoolError
-from kvpool.server.core.plan import KVCacheConfig
-from kvpool.server.core.world import PoolState, Registration
+from kvpool.core.errors import KvpoolError
+from kvpool.core.planning.plan import KVCacheConfig
+from kvpool.core.ranks.messages import PoolState, Registration
 
 
 @dataclass(frozen=True, slots=True)

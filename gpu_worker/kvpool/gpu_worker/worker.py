@@ -18,7 +18,10 @@ from functools import partial
 from types import TracebackType
 from typing import Final, Self, TypeVar, assert_never
 
-from kvpool.client.errors import DeadlineError
+from kvpool.core.errors import AbortedError, InvalidArgumentError, KvpoolError, UnavailableError
+from kvpool.core.ids import TableLease
+from kvpool.core.ranks.messages import Rank, Registration
+from kvpool.core.specs.base import KVCacheSpec
 from kvpool.gpu_worker import messages
 from kvpool.gpu_worker.cache import HeldCache
 from kvpool.gpu_worker.device import available_bytes, describe_device, device_memory, open_device
@@ -48,10 +51,7 @@ from kvpool.gpu_worker.words import (
     Word,
 )
 from kvpool.gpu_worker.worker_log import WorkerLog
-from kvpool.server.core.errors import AbortedError, InvalidArgumentError, KvpoolError, UnavailableError
-from kvpool.server.core.spec_base import KVCacheSpec
-from kvpool.server.core.types import TableLease
-from kvpool.server.core.world import Rank, Registration
+from kvpool.wire.errors import DeadlineError
 
 __all__ = ["ReadyPool", "Worker", "WorkerHooks", "WorkerSettings", "WorkerStatus"]
 

@@ -10,7 +10,7 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from kvpool.gpu_worker.status import WorkerStatus
-from kvpool.server.address import DEFAULT_SOCKET_MODE, refuse_live_socket, socket_mode
+from kvpool.wire.address import DEFAULT_SOCKET_MODE, refuse_live_socket, socket_mode
 
 _THREADS: Final = 2
 _STOP_SECONDS: Final = 1.0

@@ -3,10 +3,10 @@
 import logging
 from typing import Final
 
+from kvpool.core.errors import KvpoolError
+from kvpool.core.ranks.messages import PoolState
 from kvpool.gpu_worker.settings import WorkerSettings
 from kvpool.gpu_worker.words import Allocation, Heard, Planned, Ready, Registered, Status
-from kvpool.server.core.errors import KvpoolError
-from kvpool.server.core.world import PoolState
 
 _TOLD_RANKS: Final = 16
 

@@ -12,11 +12,11 @@ from typing import Protocol
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from kvpool.core.ranks.messages import PoolState
 from kvpool.gpu_worker.join import Phase
 from kvpool.gpu_worker.settings import WorkerSettings
 from kvpool.gpu_worker.status import DeviceMemory, WorkerStatus, WorkerUsage
-from kvpool.server.core.world import PoolState
-from kvpool.server.metrics_http import MetricsServer
+from kvpool.wire.metrics_http import MetricsServer
 
 _LABELS = ("pool", "rank")
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from kvpool.server.core.errors import InvalidArgumentError, WrongStateError
+from kvpool.core.errors import InvalidArgumentError, WrongStateError
 
 
 class Workspace:

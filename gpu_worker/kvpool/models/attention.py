@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from kvpool.core.errors import InvalidArgumentError
+from kvpool.core.specs.base import AttentionSpec
+from kvpool.core.specs.kinds import FP8_DS_MLA, ChunkedLocalAttentionSpec, FullAttentionSpec, SlidingWindowSpec
 from kvpool.models.context import Context, Layer, naming_layer
-from kvpool.server.core.errors import InvalidArgumentError
-from kvpool.server.core.spec_base import AttentionSpec
-from kvpool.server.core.specs import FP8_DS_MLA, ChunkedLocalAttentionSpec, FullAttentionSpec, SlidingWindowSpec
 
 FULL: Final = "full_attention"
 SLIDING: Final = "sliding_attention"

@@ -9,14 +9,14 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Final, NamedTuple
 
+from kvpool.core.errors import InvalidArgumentError
+from kvpool.core.specs.base import KVCacheSpec
+from kvpool.core.specs.kinds import MambaSpec
 from kvpool.models import attention, gemma3, latent, mamba, whisper
 from kvpool.models.context import DEFAULT_BLOCK_SIZE, Context, Layer, Model, ModelOptions
 from kvpool.models.dtypes import kv_dtype, model_dtype
 from kvpool.models.length import stated_length
 from kvpool.models.reader import Reader
-from kvpool.server.core.errors import InvalidArgumentError
-from kvpool.server.core.spec_base import KVCacheSpec
-from kvpool.server.core.specs import MambaSpec
 
 __all__ = ["FAMILIES", "Model", "ModelOptions", "derive_model", "split_stages"]
 

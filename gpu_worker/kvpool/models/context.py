@@ -5,10 +5,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Final
 
+from kvpool.core.errors import InvalidArgumentError, check_range
+from kvpool.core.ids import MAX_TOKENS
+from kvpool.core.specs.base import MAX_BLOCK_SIZE_TOKENS, KVCacheSpec
 from kvpool.models.reader import Reader
-from kvpool.server.core.errors import InvalidArgumentError, check_range
-from kvpool.server.core.spec_base import MAX_BLOCK_SIZE_TOKENS, KVCacheSpec
-from kvpool.server.core.types import MAX_TOKENS
 
 DEFAULT_BLOCK_SIZE: Final = 16
 

@@ -3,10 +3,10 @@
 from collections.abc import Mapping, Sequence
 from typing import Final
 
+from kvpool.core.errors import InvalidArgumentError
+from kvpool.core.specs.base import DTYPE_SIZES_BYTES, dtype_size_bytes
+from kvpool.core.specs.kinds import FP8_DS_MLA
 from kvpool.models.reader import Reader, typed
-from kvpool.server.core.errors import InvalidArgumentError
-from kvpool.server.core.spec_base import DTYPE_SIZES_BYTES, dtype_size_bytes
-from kvpool.server.core.specs import FP8_DS_MLA
 
 _DTYPE_KEYS: Final = ("torch_dtype", "dtype")
 _SPELLINGS: Final = {"half": "float16", "float": "float32"}

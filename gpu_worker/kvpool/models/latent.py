@@ -2,9 +2,9 @@
 
 from typing import Final
 
+from kvpool.core.errors import InvalidArgumentError
+from kvpool.core.specs.kinds import FP8_DS_MLA, MLAAttentionSpec
 from kvpool.models.context import Context, Layer, naming_layer
-from kvpool.server.core.errors import InvalidArgumentError
-from kvpool.server.core.specs import FP8_DS_MLA, MLAAttentionSpec
 
 _INDEXER_GROUP: Final = 128
 """Elements of an indexer's key that share one float32 scale."""

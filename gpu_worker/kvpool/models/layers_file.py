@@ -11,11 +11,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import fields
 from typing import Final, cast
 
+from kvpool.core.errors import InvalidArgumentError, check_range
+from kvpool.core.specs.base import KVCacheSpec
+from kvpool.core.specs.kinds import SPEC_KINDS
 from kvpool.models.context import Model
 from kvpool.models.reader import MAX_LAYERS, typed
-from kvpool.server.core.errors import InvalidArgumentError, check_range
-from kvpool.server.core.spec_base import KVCacheSpec
-from kvpool.server.core.specs import SPEC_KINDS
 
 _TYPE: Final = "type"
 _PAGE_SIZE: Final = "page_size_bytes"

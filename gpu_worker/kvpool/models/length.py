@@ -3,9 +3,9 @@
 import math
 from typing import Final
 
+from kvpool.core.errors import InvalidArgumentError, check_range
+from kvpool.core.ids import MAX_TOKENS
 from kvpool.models.reader import Reader, typed
-from kvpool.server.core.errors import InvalidArgumentError, check_range
-from kvpool.server.core.types import MAX_TOKENS
 
 _SCALING_KEYS: Final = ("rope_scaling", "rope_parameters")
 _STRETCHING: Final = ("linear", "dynamic", "yarn")

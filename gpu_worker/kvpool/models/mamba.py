@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Final
 
+from kvpool.core.errors import InvalidArgumentError
 from kvpool.models.attention import FULL, layer_types, read_heads
 from kvpool.models.context import Context, Layer
 from kvpool.models.state import (
@@ -14,7 +15,6 @@ from kvpool.models.state import (
     mamba2_state,
     state_layers,
 )
-from kvpool.server.core.errors import InvalidArgumentError
 
 LINEAR: Final = "linear_attention"
 _EXPAND: Final = 2

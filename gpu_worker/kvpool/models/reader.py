@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final, TypeVar
 
-from kvpool.server.core.errors import InvalidArgumentError, check_range
-from kvpool.server.core.spec_base import MAX_DIMENSION
-from kvpool.server.core.types import MAX_TOKENS
+from kvpool.core.errors import InvalidArgumentError, check_range
+from kvpool.core.ids import MAX_TOKENS
+from kvpool.core.specs.base import MAX_DIMENSION
 
 MAX_LAYERS: Final = 10_000
 """Most layers that a config may state."""

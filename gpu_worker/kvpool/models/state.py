@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
+from kvpool.core.errors import InvalidArgumentError
+from kvpool.core.specs.base import MAX_BLOCK_SIZE_TOKENS, dtype_size_bytes
+from kvpool.core.specs.kinds import MambaSpec, state_size_bytes
 from kvpool.models.attention import Heads
 from kvpool.models.context import Context, Layer, naming_layer
-from kvpool.server.core.errors import InvalidArgumentError
-from kvpool.server.core.spec_base import MAX_BLOCK_SIZE_TOKENS, dtype_size_bytes
-from kvpool.server.core.specs import MambaSpec, state_size_bytes
 
 _BLOCK_STEP: Final = 16
 """Attention kernels take blocks of a multiple of so many tokens."""

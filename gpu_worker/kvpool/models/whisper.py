@@ -1,9 +1,9 @@
 """Whisper: an encoder that keeps nothing, and a decoder that attends to itself and to what the encoder put out."""
 
+from kvpool.core.errors import InvalidArgumentError
+from kvpool.core.specs.kinds import CrossAttentionSpec, EncoderOnlyAttentionSpec
 from kvpool.models.attention import Heads, heads_dtype
 from kvpool.models.context import Context, Layer, naming_layer
-from kvpool.server.core.errors import InvalidArgumentError
-from kvpool.server.core.specs import CrossAttentionSpec, EncoderOnlyAttentionSpec
 
 
 def whisper(ctx: Context) -> list[Layer]:

@@ -3,16 +3,15 @@
 from dataclasses import dataclass
 from typing import Final
 
-from kvpool.server.address import check_address, host_and_port, refuse_plaintext
-from kvpool.server.core.session import LeaseBounds
-from kvpool.server.core.types import MAX_BLOCKS
-from kvpool.server.core.world import RankTiming
-from kvpool.server.doors.config import DoorsConfig
+from kvpool.core.ids import MAX_BLOCKS
+from kvpool.core.ranks.messages import RankTiming
+from kvpool.core.sessions.session import LeaseBounds
+from kvpool.server.auth.config import DoorsConfig
+from kvpool.server.events.config import EventsConfig
 from kvpool.server.journal.config import JournalConfig
-from kvpool.server.limits import DEFAULT_LIMITS, Limits
-from kvpool.server.obs.event_config import EventsConfig
+from kvpool.server.limits.config import DEFAULT_LIMITS, Limits
+from kvpool.wire.address import DEFAULT_ADDRESS, check_address, host_and_port, refuse_plaintext
 
-DEFAULT_ADDRESS: Final = "127.0.0.1:50051"
 DEFAULT_MAX_POOL_BLOCKS: Final = 2**24
 DEFAULT_MAX_POOLS: Final = 256
 DEFAULT_BLOCK_SAMPLE_RATE: Final = 0.01

@@ -7,8 +7,8 @@ from rich.console import Console
 
 from kvpool.cli import admin_output as output
 from kvpool.client.admin import BlockInfo, BlockState
-from kvpool.server.core.types import BlockHash, BlockId, GroupId, WriterId
-from support_operator import pool_info, session_info
+from kvpool.core.ids import BlockHash, BlockId, GroupId, WriterId
+from support.operator import pool_info, session_info
 
 
 def printed(columns: tuple[output.Column, ...], rows: list[tuple[str, ...]], width: int) -> list[str]:

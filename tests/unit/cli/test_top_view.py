@@ -10,10 +10,10 @@ from kvpool.cli import top_sample, top_view
 from kvpool.cli.top_sample import Interval, Sample
 from kvpool.cli.top_view import Screen
 from kvpool.client import PoolState, RankInfo, RankState
-from kvpool.server.core.statistics import ActivityCounters, PrefixCacheStats
-from kvpool.server.core.types import PoolName, WriterId
-from kvpool.server.core.world import Rank
-from support_operator import pool_info, sample, session_info
+from kvpool.core.ids import PoolName, WriterId
+from kvpool.core.ranks.messages import Rank
+from kvpool.core.statistics import ActivityCounters, PrefixCacheStats
+from support.operator import pool_info, sample, session_info
 
 
 def shown(screen: Screen, now: Sample, interval: Interval | None = None, trouble: str = "") -> list[str]:

@@ -18,8 +18,8 @@ from kvpool.client import (
     SlidingWindowSpec,
     connect,
 )
-from kvpool.server.core.types import PoolName
-from support_server import pool_config
+from kvpool.core.ids import PoolName
+from support.server import pool_config
 
 PROMPT = list(range(41))
 

@@ -4,7 +4,7 @@ import pytest
 
 from kvpool.client.check_result import check_result
 from kvpool.client.errors import ServerError
-from kvpool.server.core.step import Operation, Outcome, Step, StepResult
+from kvpool.core.steps.columns import Operation, Outcome, Step, StepResult
 
 STEP = Step(7, operations=[Operation.ADD, Operation.ADMIT, Operation.ALLOCATE, Operation.FREE])
 GOOD = {"num_hit_tokens": [0, 4, 0, 0], "num_prefix_blocks": [0, 1, 0, 0], "num_new_blocks": [0, 2, 1, 0]}

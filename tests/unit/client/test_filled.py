@@ -16,9 +16,9 @@ from kvpool.client import (
     StepBuilder,
     WrongStateError,
 )
-from kvpool.server.core.step import Operation
-from kvpool.server.core.types import PoolName
-from support_server import pool_config
+from kvpool.core.ids import PoolName
+from kvpool.core.steps.columns import Operation
+from support.server import pool_config
 from unit.client.test_quiet_decodes import CountingTransport, open_session
 
 ALLOCATE, APPEND, FREE, PREEMPT = Operation.ALLOCATE, Operation.APPEND, Operation.FREE, Operation.PREEMPT

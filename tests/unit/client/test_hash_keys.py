@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import pytest
 
 from kvpool.client.hashing import NO_EXTRA_KEYS, BlockHasher, ExtraKeys, MultiModalItem
-from kvpool.server.core.config import HashScheme, KeyForm
-from kvpool.server.core.types import BlockHash
+from kvpool.core.ids import BlockHash
+from kvpool.core.specs.pool_config import HashScheme, KeyForm
 
 SIZE = 4
 PROMPT = list(range(14))  # three full blocks and two tokens

@@ -5,7 +5,7 @@ import hashlib
 import pytest
 
 from kvpool.client import BlockHasher, ExtraKeys, HashScheme, KeyForm, MultiModalItem, register_hash
-from kvpool.server.core.types import BlockHash
+from kvpool.core.ids import BlockHash
 
 TOKENS = list(range(20))
 

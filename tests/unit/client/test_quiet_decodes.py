@@ -26,11 +26,11 @@ from kvpool.client import (
     StepBuilder,
 )
 from kvpool.client.lease import LeaseTimer
-from kvpool.client.transport import EmbeddedTransport
-from kvpool.server.core.quota import NO_QUOTA
-from kvpool.server.core.step import Operation, Step, StepResult
-from kvpool.server.core.types import PoolName
-from support_server import pool_config
+from kvpool.client.transports.embedded import EmbeddedTransport
+from kvpool.core.blocks.quota import NO_QUOTA
+from kvpool.core.ids import PoolName
+from kvpool.core.steps.columns import Operation, Step, StepResult
+from support.server import pool_config
 
 PROMPT: Final = list(range(5))  # a block of 4 tokens, and one in the next
 ALLOCATE: Final = Operation.ALLOCATE

@@ -21,11 +21,11 @@ from kvpool.client import (
     WrongStateError,
     connect,
 )
-from kvpool.client.transport import EmbeddedTransport
-from kvpool.server.core.quota import NO_QUOTA
-from kvpool.server.core.step import Step, StepResult
-from kvpool.server.core.types import PoolName
-from support_server import pool_config
+from kvpool.client.transports.embedded import EmbeddedTransport
+from kvpool.core.blocks.quota import NO_QUOTA
+from kvpool.core.ids import PoolName
+from kvpool.core.steps.columns import Step, StepResult
+from support.server import pool_config
 
 PROMPT = list(range(13))
 

@@ -7,15 +7,15 @@ import pytest
 from kvpool.client import Answer, KVCacheGroup, Outcome, Request, Session, SlidingWindowSpec
 from kvpool.client.hashing import BlockHasher
 from kvpool.client.step_builder import StepBuilder
-from kvpool.client.transport import EmbeddedTransport
-from kvpool.server.core.pool import ComputedBlocks
-from kvpool.server.core.quota import NO_QUOTA
-from kvpool.server.core.specs import FullAttentionSpec
-from kvpool.server.core.step import Operation, Step, StepResult
-from kvpool.server.core.terms import USUAL_TERMS, Terms
-from kvpool.server.core.types import BlockHash, BlockId, RequestNumber
-from kvpool.server.rpc.convert import step_from_proto, step_to_proto
-from support_server import pool_config
+from kvpool.client.transports.embedded import EmbeddedTransport
+from kvpool.core.blocks.kv_cache_manager import ComputedBlocks
+from kvpool.core.blocks.quota import NO_QUOTA
+from kvpool.core.ids import BlockHash, BlockId, RequestNumber
+from kvpool.core.specs.kinds import FullAttentionSpec
+from kvpool.core.steps.columns import Operation, Step, StepResult
+from kvpool.core.steps.options import USUAL_TERMS, Terms
+from kvpool.wire.steps import step_from_proto, step_to_proto
+from support.server import pool_config
 
 NAMES = (
     "num_external_tokens",

@@ -2,13 +2,13 @@
 
 import pytest
 
-from kvpool.server.core.config import ReuseOrder
-from kvpool.server.core.errors import AbortedError, IntegrityError, NotFoundError
-from kvpool.server.core.events import BlockRemoved, BlockStored
-from kvpool.server.core.integrity import check_integrity
-from kvpool.server.core.step import Operation
-from kvpool.server.core.types import BlockId
-from support_core import World, block_hashes
+from kvpool.core.errors import AbortedError, IntegrityError, NotFoundError
+from kvpool.core.events import BlockRemoved, BlockStored
+from kvpool.core.ids import BlockId
+from kvpool.core.specs.pool_config import ReuseOrder
+from kvpool.core.steps.columns import Operation
+from support.core import World, block_hashes
+from support.integrity import check_integrity
 
 
 def test_a_lease_is_renewed_by_being_heard_of() -> None:

@@ -2,8 +2,8 @@
 
 import pytest
 
-from kvpool.server.core import errors
-from kvpool.server.core.errors import InvalidArgumentError, KvpoolError, WrongStateError, check_range
+from kvpool.core import errors
+from kvpool.core.errors import InvalidArgumentError, KvpoolError, WrongStateError, check_range
 
 
 def test_an_error_names_its_field_before_its_message() -> None:

@@ -5,13 +5,13 @@ from dataclasses import replace
 
 import pytest
 
-from kvpool.server.core.allocator import Allocator
-from kvpool.server.core.config import HashScheme
-from kvpool.server.core.errors import AbortedError, InvalidArgumentError, NotFoundError, WrongStateError
-from kvpool.server.core.integrity import check_integrity
-from kvpool.server.core.session_ends import REMEMBERED_ENDS
-from kvpool.server.core.types import PoolName, SessionId
-from support_core import World, config
+from kvpool.core.allocator import Allocator
+from kvpool.core.errors import AbortedError, InvalidArgumentError, NotFoundError, WrongStateError
+from kvpool.core.ids import PoolName, SessionId
+from kvpool.core.sessions.session_ends import REMEMBERED_ENDS
+from kvpool.core.specs.pool_config import HashScheme
+from support.core import World, config
+from support.integrity import check_integrity
 
 DRAWN = b"n" * 32
 

@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
-from kvpool.server.core.errors import InvalidArgumentError, KvpoolError, NotFoundError, WrongStateError
-from kvpool.server.core.integrity import check_integrity
-from kvpool.server.core.session import REMEMBERED_RESULTS, Session
-from kvpool.server.core.step import MAX_OPERATIONS, Operation, Step
-from support_core import World, block_hashes
+from kvpool.core.errors import InvalidArgumentError, KvpoolError, NotFoundError, WrongStateError
+from kvpool.core.sessions.session import REMEMBERED_RESULTS, Session
+from kvpool.core.steps.columns import MAX_OPERATIONS, Operation, Step
+from support.core import World, block_hashes
+from support.integrity import check_integrity
 
 ADD, LOOK_UP, ADMIT, ALLOCATE = Operation.ADD, Operation.LOOK_UP, Operation.ADMIT, Operation.ALLOCATE
 CACHE, FREE, EVICT, RESET = Operation.CACHE, Operation.FREE, Operation.EVICT, Operation.RESET

@@ -4,11 +4,11 @@ import hashlib
 
 import pytest
 
-from kvpool.server.core.integrity import check_integrity
-from kvpool.server.core.session import Session
-from kvpool.server.core.step import Operation, Outcome, StepResult
-from kvpool.server.core.types import BlockId
-from support_core import World, block_hashes
+from kvpool.core.ids import BlockId
+from kvpool.core.sessions.session import Session
+from kvpool.core.steps.columns import Operation, Outcome, StepResult
+from support.core import World, block_hashes
+from support.integrity import check_integrity
 
 ADD, LOOK_UP, ADMIT, ALLOCATE = Operation.ADD, Operation.LOOK_UP, Operation.ADMIT, Operation.ALLOCATE
 

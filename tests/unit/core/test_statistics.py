@@ -1,8 +1,8 @@
 """The hit rate forgets what is old; admissions and preempted look-ups are counted as documented."""
 
-from kvpool.server.core.statistics import RECENT_REQUESTS, RecentHitRate
-from kvpool.server.core.step import Operation, Outcome
-from support_core import World, block_hashes
+from kvpool.core.statistics import RECENT_REQUESTS, RecentHitRate
+from kvpool.core.steps.columns import Operation, Outcome
+from support.core import World, block_hashes
 
 
 def test_the_rate_covers_the_last_thousand_look_ups() -> None:

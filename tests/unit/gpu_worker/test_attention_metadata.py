@@ -7,6 +7,15 @@ import numpy as np
 import pytest
 import torch
 
+from kvpool.core.errors import InvalidArgumentError, WrongStateError
+from kvpool.core.specs.kinds import (
+    CrossAttentionSpec,
+    FullAttentionSpec,
+    MambaSpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+)
+from kvpool.core.specs.pool_config import KVCacheGroup
 from kvpool.gpu_worker.attention_backends import (
     FLASHINFER_WORKSPACE_BYTES,
     FlashInferBackend,
@@ -29,16 +38,7 @@ from kvpool.gpu_worker.attention_metadata import (
 from kvpool.gpu_worker.block_table import BlockTables
 from kvpool.gpu_worker.group_table import BlockTableOptions
 from kvpool.gpu_worker.workspace import Workspace
-from kvpool.server.core.config import KVCacheGroup
-from kvpool.server.core.errors import InvalidArgumentError, WrongStateError
-from kvpool.server.core.specs import (
-    CrossAttentionSpec,
-    FullAttentionSpec,
-    MambaSpec,
-    SlidingWindowSpec,
-    UniformTypeKVCacheSpecs,
-)
-from support_torch import on_each_device
+from support.torch import on_each_device
 
 CPU = torch.device("cpu")
 FULL = FullAttentionSpec(4, 1, 8, "float16")

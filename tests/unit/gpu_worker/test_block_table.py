@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 import torch
 
+from kvpool.core.errors import InvalidArgumentError
+from kvpool.core.specs.base import KVCacheSpec
+from kvpool.core.specs.kinds import CrossAttentionSpec, FullAttentionSpec, MambaSpec, SlidingWindowSpec
+from kvpool.core.specs.pool_config import KVCacheGroup
 from kvpool.gpu_worker.block_table import BlockTables
 from kvpool.gpu_worker.group_table import PAD_SLOT_ID, BlockTableOptions
-from kvpool.server.core.config import KVCacheGroup
-from kvpool.server.core.errors import InvalidArgumentError
-from kvpool.server.core.spec_base import KVCacheSpec
-from kvpool.server.core.specs import CrossAttentionSpec, FullAttentionSpec, MambaSpec, SlidingWindowSpec
-from support_torch import on_each_device
+from support.torch import on_each_device
 
 CPU = torch.device("cpu")
 FULL = FullAttentionSpec(4, 1, 8, "float16")

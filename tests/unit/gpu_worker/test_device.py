@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from kvpool.core.errors import InvalidArgumentError
 from kvpool.gpu_worker import device as module
 from kvpool.gpu_worker.device import (
     available_bytes,
@@ -15,8 +16,7 @@ from kvpool.gpu_worker.device import (
     open_device,
 )
 from kvpool.gpu_worker.units import format_bytes
-from kvpool.server.core.errors import InvalidArgumentError
-from support_torch import on_each_device
+from support.torch import on_each_device
 
 GIB = 2**30
 CUDA = torch.device("cuda", 0)

@@ -4,8 +4,8 @@ import threading
 
 import pytest
 
+from kvpool.core.ids import TableLease, WriterId
 from kvpool.gpu_worker.fence import Fence, StaleTablesError
-from kvpool.server.core.types import TableLease, WriterId
 
 
 def lease(number: int, epoch: int = 1) -> TableLease:

@@ -4,7 +4,20 @@ from dataclasses import replace
 
 import pytest
 
-from kvpool.client.errors import DeadlineError, ServerError
+from kvpool.core.errors import (
+    AbortedError,
+    DeniedError,
+    ExhaustedError,
+    InvalidArgumentError,
+    KvpoolError,
+    NotFoundError,
+    UnauthenticatedError,
+    UnavailableError,
+    WrongStateError,
+)
+from kvpool.core.ids import TableLease, WriterId
+from kvpool.core.ranks.messages import HeldTensors, PoolState
+from kvpool.core.specs.kinds import SlidingWindowSpec
 from kvpool.gpu_worker.fence import Fence, StaleTablesError
 from kvpool.gpu_worker.join import (
     FIRST_PAUSE_SECONDS,
@@ -35,22 +48,9 @@ from kvpool.gpu_worker.words import (
     Say,
     Status,
 )
-from kvpool.server.core.errors import (
-    AbortedError,
-    DeniedError,
-    ExhaustedError,
-    InvalidArgumentError,
-    KvpoolError,
-    NotFoundError,
-    UnauthenticatedError,
-    UnavailableError,
-    WrongStateError,
-)
-from kvpool.server.core.specs import SlidingWindowSpec
-from kvpool.server.core.types import TableLease, WriterId
-from kvpool.server.core.world import HeldTensors, PoolState
-from support_fake_server import plan_config
-from support_ranks import registration
+from kvpool.wire.errors import DeadlineError, ServerError
+from support.fake_server import plan_config
+from support.ranks import registration
 
 BROKEN = UnavailableError("UNAVAILABLE", "gone")
 TIMING = Registered(1.0, 5.0, 30.0)

@@ -6,18 +6,9 @@ from typing import Any
 import pytest
 import torch
 
-from kvpool.gpu_worker.dtypes import torch_dtype
-from kvpool.gpu_worker.layouts import (
-    KeyValueLayout,
-    LayerCache,
-    LayerPages,
-    default_layout,
-    get_layout,
-    register_layout,
-)
-from kvpool.server.core.errors import InvalidArgumentError
-from kvpool.server.core.spec_base import DTYPE_SIZES_BYTES, KVCacheSpec
-from kvpool.server.core.specs import (
+from kvpool.core.errors import InvalidArgumentError
+from kvpool.core.specs.base import DTYPE_SIZES_BYTES, KVCacheSpec
+from kvpool.core.specs.kinds import (
     ChunkedLocalAttentionSpec,
     CrossAttentionSpec,
     EncoderOnlyAttentionSpec,
@@ -28,7 +19,16 @@ from kvpool.server.core.specs import (
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
 )
-from support_torch import on_each_device
+from kvpool.gpu_worker.dtypes import torch_dtype
+from kvpool.gpu_worker.layouts import (
+    KeyValueLayout,
+    LayerCache,
+    LayerPages,
+    default_layout,
+    get_layout,
+    register_layout,
+)
+from support.torch import on_each_device
 
 CPU = torch.device("cpu")
 HEADS: dict[str, Any] = {"num_kv_heads": 2, "head_size": 8, "dtype": "float16"}

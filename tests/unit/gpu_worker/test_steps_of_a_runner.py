@@ -6,6 +6,10 @@ import numpy as np
 import pytest
 import torch
 
+from kvpool.core.planning.plan import PlanOptions, RankMemory
+from kvpool.core.planning.planner import get_kv_cache_configs
+from kvpool.core.specs.base import KVCacheSpec
+from kvpool.core.specs.kinds import FullAttentionSpec, SlidingWindowSpec
 from kvpool.gpu_worker.attention_backends import PagedAttentionBackend
 from kvpool.gpu_worker.attention_metadata import (
     AttentionBackend,
@@ -21,11 +25,7 @@ from kvpool.gpu_worker.group_table import BlockTableOptions
 from kvpool.gpu_worker.layouts import LayerCache
 from kvpool.gpu_worker.tensors import allocate_as_many, bind_kv_cache, reshape_kv_cache
 from kvpool.gpu_worker.workspace import Workspace
-from kvpool.server.core.plan import PlanOptions, RankMemory
-from kvpool.server.core.planner import get_kv_cache_configs
-from kvpool.server.core.spec_base import KVCacheSpec
-from kvpool.server.core.specs import FullAttentionSpec, SlidingWindowSpec
-from support_torch import on_each_device
+from support.torch import on_each_device
 
 HEADS, HEAD_SIZE = 2, 8
 LAYERS: dict[str, KVCacheSpec] = {

@@ -7,6 +7,15 @@ from dataclasses import dataclass, field, replace
 import pytest
 import torch
 
+from kvpool.core.errors import InvalidArgumentError
+from kvpool.core.planning.plan import KVCacheConfig, KVCacheTensor
+from kvpool.core.specs.kinds import (
+    EncoderOnlyAttentionSpec,
+    FullAttentionSpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+)
+from kvpool.core.specs.pool_config import KVCacheGroup
 from kvpool.gpu_worker.layouts import LayerCache
 from kvpool.gpu_worker.tensors import (
     allocate_as_many,
@@ -16,16 +25,7 @@ from kvpool.gpu_worker.tensors import (
     is_out_of_memory,
     reshape_kv_cache,
 )
-from kvpool.server.core.config import KVCacheGroup
-from kvpool.server.core.errors import InvalidArgumentError
-from kvpool.server.core.plan import KVCacheConfig, KVCacheTensor
-from kvpool.server.core.specs import (
-    EncoderOnlyAttentionSpec,
-    FullAttentionSpec,
-    SlidingWindowSpec,
-    UniformTypeKVCacheSpecs,
-)
-from support_torch import on_each_device
+from support.torch import on_each_device
 
 CPU = torch.device("cpu")
 FULL = FullAttentionSpec(16, 2, 8, "float16")  # 1024 bytes a page
@@ -149,7 +149,7 @@ REAL_FAILURE = """
 import resource
 import torch
 from kvpool.gpu_worker.tensors import allocate_as_many, allocate_buffers
-from kvpool.server.core.plan import KVCacheConfig, KVCacheTensor
+from kvpool.core.planning.plan import KVCacheConfig, KVCacheTensor
 
 tensors = tuple(KVCacheTensor(256 * 2**20, (f"layer.{i}",)) for i in range(8))
 config = KVCacheConfig(1024, tensors, ())

@@ -2,16 +2,16 @@
 
 import re
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 
+from kvpool.core.specs.base import KVCacheSpec
+from kvpool.core.specs.kinds import FullAttentionSpec, MambaSpec, MLAAttentionSpec
 from kvpool.gpu_worker.layouts import LayerPages, get_layout, layout_names
-from kvpool.server.core.spec_base import KVCacheSpec
-from kvpool.server.core.specs import FullAttentionSpec, MambaSpec, MLAAttentionSpec
+from support.paths import DOCS
 
-PAGE = (Path(__file__).parents[3] / "docs" / "tensors.md").read_text()
+PAGE = (DOCS / "tensors.md").read_text()
 ROWS = dict(re.findall(r"^\| `(\w+)` \| (.*?) \| .* \|$", PAGE, re.MULTILINE))
 STRIDES = dict(re.findall(r"^\| `(\w+)` \| .*? \| (.*?) \| .* \|$", PAGE, re.MULTILINE))
 FULL = FullAttentionSpec(16, 3, 8, "float16", page_size_padded=2000)

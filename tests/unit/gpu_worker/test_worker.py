@@ -15,13 +15,7 @@ import grpc
 import pytest
 import torch
 
-from kvpool.client.errors import DeadlineError, ServerError
-from kvpool.gpu_worker.settings import WorkerSettings
-from kvpool.gpu_worker.status import WorkerStatus
-from kvpool.gpu_worker.tensors import BufferAllocator, empty_buffer, reshape_kv_cache
-from kvpool.gpu_worker.worker import ReadyPool, Worker, WorkerHooks
-from kvpool.server.access import Access
-from kvpool.server.core.errors import (
+from kvpool.core.errors import (
     AbortedError,
     ExhaustedError,
     InvalidArgumentError,
@@ -30,9 +24,15 @@ from kvpool.server.core.errors import (
     UnavailableError,
     WrongStateError,
 )
-from kvpool.server.core.types import TableLease, WriterId
-from kvpool.server.core.world import WorldOptions
-from support_fake_server import (
+from kvpool.core.ids import TableLease, WriterId
+from kvpool.core.ranks.messages import WorldOptions
+from kvpool.gpu_worker.settings import WorkerSettings
+from kvpool.gpu_worker.status import WorkerStatus
+from kvpool.gpu_worker.tensors import BufferAllocator, empty_buffer, reshape_kv_cache
+from kvpool.gpu_worker.worker import ReadyPool, Worker, WorkerHooks
+from kvpool.wire.channels import Access
+from kvpool.wire.errors import DeadlineError, ServerError
+from support.fake_server import (
     BLOCK_BYTES,
     LAYERS,
     WAIT_SECONDS,
@@ -45,7 +45,7 @@ from support_fake_server import (
     ready,
     registered,
 )
-from support_torch import on_each_device
+from support.torch import on_each_device
 
 SESSION = WriterId(1)
 

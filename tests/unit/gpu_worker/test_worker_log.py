@@ -4,10 +4,10 @@ import logging
 
 import pytest
 
+from kvpool.core.ranks.messages import PoolState, WorldOptions
 from kvpool.gpu_worker.settings import WorkerSettings
 from kvpool.gpu_worker.words import Ready, Status
 from kvpool.gpu_worker.worker_log import WorkerLog
-from kvpool.server.core.world import PoolState, WorldOptions
 
 
 def test_a_pool_is_degraded_for_people_while_a_rank_is_missing(caplog: pytest.LogCaptureFixture) -> None:

@@ -2,10 +2,9 @@
 
 import pytest
 
-from kvpool.models.config import FAMILIES, ModelOptions, derive_model
-from kvpool.server.core.errors import InvalidArgumentError
-from kvpool.server.core.spec_base import AttentionSpec
-from kvpool.server.core.specs import (
+from kvpool.core.errors import InvalidArgumentError
+from kvpool.core.specs.base import AttentionSpec
+from kvpool.core.specs.kinds import (
     ChunkedLocalAttentionSpec,
     CrossAttentionSpec,
     EncoderOnlyAttentionSpec,
@@ -13,9 +12,11 @@ from kvpool.server.core.specs import (
     MLAAttentionSpec,
     SlidingWindowSpec,
 )
-from support_models import CONFIGS, changed, config, derive, full_bytes_per_token, kinds, specs_of
+from kvpool.models.config import FAMILIES, ModelOptions, derive_model
+from support.models import changed, config, derive, full_bytes_per_token, kinds, specs_of
+from support.paths import MODEL_CONFIGS
 
-NAMES = sorted(path.stem for path in CONFIGS.glob("*.json"))
+NAMES = sorted(path.stem for path in MODEL_CONFIGS.glob("*.json"))
 
 
 @pytest.mark.parametrize("name", NAMES)

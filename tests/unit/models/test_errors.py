@@ -4,9 +4,10 @@ from collections.abc import Iterator
 
 import pytest
 
+from kvpool.core.errors import InvalidArgumentError
 from kvpool.models.config import FAMILIES, ModelOptions, derive_model
-from kvpool.server.core.errors import InvalidArgumentError
-from support_models import CONFIGS, DEFAULT_OPTIONS, changed, config, derive
+from support.models import DEFAULT_OPTIONS, changed, config, derive
+from support.paths import MODEL_CONFIGS
 
 
 def refusal(data: dict[str, object], options: ModelOptions = DEFAULT_OPTIONS) -> InvalidArgumentError:
@@ -201,7 +202,7 @@ def with_one_odd_value(name: str) -> Iterator[dict[str, object]]:
             yield data
 
 
-@pytest.mark.parametrize("name", sorted(path.stem for path in CONFIGS.glob("*.json")))
+@pytest.mark.parametrize("name", sorted(path.stem for path in MODEL_CONFIGS.glob("*.json")))
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_any_odd_value_is_read_or_refused_by_the_one_documented_error(name: str, ranks: int) -> None:
     fields: list[str] = []

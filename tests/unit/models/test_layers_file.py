@@ -5,11 +5,12 @@ from dataclasses import asdict
 
 import pytest
 
+from kvpool.core.errors import InvalidArgumentError
+from kvpool.core.specs.base import KVCacheSpec
+from kvpool.core.specs.kinds import SPEC_KINDS, FullAttentionSpec, MambaSpec, SinkFullAttentionSpec, SlidingWindowSpec
 from kvpool.models.layers_file import read_layers, spec_from_json
-from kvpool.server.core.errors import InvalidArgumentError
-from kvpool.server.core.spec_base import KVCacheSpec
-from kvpool.server.core.specs import SPEC_KINDS, FullAttentionSpec, MambaSpec, SinkFullAttentionSpec, SlidingWindowSpec
-from support_models import CONFIGS, derive
+from support.models import derive
+from support.paths import MODEL_CONFIGS
 
 NAME = "model.layers.0.self_attn"
 FULL = {"type": "FullAttentionSpec", "block_size": 16, "num_kv_heads": 8, "head_size": 128, "dtype": "bfloat16"}
@@ -43,7 +44,7 @@ def test_every_kind_can_be_read(kind: str) -> None:
     assert type(spec).__name__ == kind
 
 
-@pytest.mark.parametrize("name", sorted(path.stem for path in CONFIGS.glob("*.json")))
+@pytest.mark.parametrize("name", sorted(path.stem for path in MODEL_CONFIGS.glob("*.json")))
 def test_what_is_derived_can_be_written_and_read_back(name: str) -> None:
     def written(spec: KVCacheSpec) -> dict[str, object]:
         return {"type": type(spec).__name__, "page_size_bytes": spec.page_size_bytes, **asdict(spec)}

@@ -2,9 +2,9 @@
 
 import pytest
 
+from kvpool.core.specs.kinds import FullAttentionSpec, MambaSpec
 from kvpool.models.config import Model, ModelOptions, derive_model
-from kvpool.server.core.specs import FullAttentionSpec, MambaSpec
-from support_models import changed, derive, kinds, specs_of, state_bytes_per_request
+from support.models import changed, derive, kinds, specs_of, state_bytes_per_request
 
 HYBRIDS = ["jamba-v0.1", "bamba-9b", "granite-4.0-h-small", "nemotron-h-8b", "qwen3-next-80b-a3b"]
 

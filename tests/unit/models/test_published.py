@@ -1,14 +1,11 @@
 """Figures that papers and model cards state (docs/models.md names them), and the table of what is derived."""
 
-from pathlib import Path
-
 import pytest
 
+from kvpool.core.specs.base import AttentionSpec
+from kvpool.core.specs.kinds import FullAttentionSpec, MambaSpec, MLAAttentionSpec, SlidingWindowSpec
 from kvpool.models.config import ModelOptions, derive_model
-from kvpool.server.core.spec_base import AttentionSpec
-from kvpool.server.core.specs import FullAttentionSpec, MambaSpec, MLAAttentionSpec, SlidingWindowSpec
-from support_models import (
-    CONFIGS,
+from support.models import (
     changed,
     derive,
     full_bytes_per_token,
@@ -17,15 +14,16 @@ from support_models import (
     state_bytes_per_request,
     windowed_bytes_per_token,
 )
+from support.paths import DOCS, MODEL_CONFIGS
 
 GIB = 2**30
 CONTEXT_256K = 262_144
-DOCUMENT = Path(__file__).parents[3] / "docs" / "models.md"
+DOCUMENT = DOCS / "models.md"
 
 
 def documented_rows() -> list[list[str]]:
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in DOCUMENT.read_text().splitlines()]
-    return [row for row in cells if len(row) == 5 and (CONFIGS / f"{row[0]}.json").exists()]
+    return [row for row in cells if len(row) == 5 and (MODEL_CONFIGS / f"{row[0]}.json").exists()]
 
 
 @pytest.mark.parametrize("row", documented_rows(), ids=lambda row: row[0])
@@ -40,7 +38,7 @@ def test_the_table_of_the_documentation_is_what_is_derived(row: list[str]) -> No
 
 
 def test_the_table_has_every_config() -> None:
-    assert sorted(row[0] for row in documented_rows()) == sorted(path.stem for path in CONFIGS.glob("*.json"))
+    assert sorted(row[0] for row in documented_rows()) == sorted(path.stem for path in MODEL_CONFIGS.glob("*.json"))
 
 
 @pytest.mark.parametrize(

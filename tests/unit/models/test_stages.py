@@ -2,9 +2,10 @@
 
 import pytest
 
+from kvpool.core.errors import InvalidArgumentError
 from kvpool.models.config import split_stages
-from kvpool.server.core.errors import InvalidArgumentError
-from support_models import CONFIGS, derive
+from support.models import derive
+from support.paths import MODEL_CONFIGS
 
 
 @pytest.mark.parametrize(
@@ -24,7 +25,7 @@ def test_what_is_left_over_goes_to_the_last_stages_but_the_very_last(name: str, 
     assert [len(stage) for stage in split_stages(derive(name), stages)] == counts
 
 
-@pytest.mark.parametrize("name", sorted(path.stem for path in CONFIGS.glob("*.json")))
+@pytest.mark.parametrize("name", sorted(path.stem for path in MODEL_CONFIGS.glob("*.json")))
 @pytest.mark.parametrize("stages", [1, 2, 3, 7])
 def test_stages_hold_all_layers_once_and_in_order(name: str, stages: int) -> None:
     model = derive(name)

@@ -18,11 +18,11 @@ from kvpool.client import (
     SlidingWindowSpec,
     connect,
 )
+from kvpool.core.ids import PoolName
 from kvpool.replay.executor import NoModel, Scheduled
 from kvpool.replay.result import Counts
 from kvpool.replay.scheduler import Scheduler
 from kvpool.replay.workload import Work
-from kvpool.server.core.types import PoolName
 
 FULL = FullAttentionSpec(4)
 MIXES: dict[str, list[KVCacheSpec]] = {

@@ -16,9 +16,9 @@ from kvpool.client import (
     SlidingWindowSpec,
     connect,
 )
+from kvpool.core.ids import PoolName
 from kvpool.replay.scheduler import Scheduler
 from kvpool.replay.workload import ChatShare, Work
-from kvpool.server.core.types import PoolName
 
 
 class Fixed:

@@ -9,8 +9,8 @@ from kvpool.client.request import Request
 from kvpool.client.results import Answer, Decodes
 from kvpool.client.step_builder import StepBuilder
 from kvpool.client.vllm.blocks import KVCacheBlocks
-from kvpool.server.core.step import Outcome
-from kvpool.server.core.terms import USUAL_TERMS, Terms
+from kvpool.core.steps.columns import Outcome
+from kvpool.core.steps.options import USUAL_TERMS, Terms
 
 Asked = Sequence[tuple[EngineRequest, Request]]
 """Requests of the engine, and what the session knows them as."""

@@ -10,7 +10,7 @@ from kvpool.client.session import Session
 from kvpool.client.vllm.drift import drifts
 from kvpool.client.vllm.pool_config import UnsupportedError, pool_config
 from kvpool.client.vllm.settings import Settings
-from kvpool.server.core.config import PoolConfig
+from kvpool.core.specs.pool_config import PoolConfig
 
 
 def attach(scheduler: Any, settings: Settings) -> tuple[Client, Session]:

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from typing import NamedTuple, NoReturn
 
-from kvpool.server.core.pool import ComputedBlocks
-from kvpool.server.core.types import NULL_BLOCK, BlockHash
+from kvpool.core.blocks.kv_cache_manager import ComputedBlocks
+from kvpool.core.ids import NULL_BLOCK, BlockHash
 
 
 class KVCacheBlock(NamedTuple):

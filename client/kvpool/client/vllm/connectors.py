@@ -11,8 +11,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.utils.math_utils import cdiv
 
 from kvpool.client.request import Request
-from kvpool.server.core.config import KVCacheGroup
-from kvpool.server.core.specs import FullAttentionSpec
+from kvpool.core.specs.kinds import FullAttentionSpec
+from kvpool.core.specs.pool_config import KVCacheGroup
 
 _BINDS: Final = ("bind_kv_cache_manager", "bind_gpu_block_pool")
 

@@ -16,9 +16,9 @@ from vllm.distributed import kv_events
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
 from kvpool.client.connection import Client
-from kvpool.client.transport import EventBatch, WatchKind
-from kvpool.server.core.config import PoolConfig
-from kvpool.server.core.events import AllBlocksCleared, BlockEvent, BlockRemoved, BlockStored
+from kvpool.client.transports.embedded import EventBatch, WatchKind
+from kvpool.core.events import AllBlocksCleared, BlockEvent, BlockRemoved, BlockStored
+from kvpool.core.specs.pool_config import PoolConfig
 
 TELLS_GROUPS: Final = "group_idx" in kv_events.BlockRemoved.__struct_fields__
 """Whether vLLM's events say which group a block is of."""

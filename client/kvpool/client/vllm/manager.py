@@ -22,8 +22,8 @@ from kvpool.client.vllm.connectors import Coordinator
 from kvpool.client.vllm.events import EventForwarder
 from kvpool.client.vllm.rounds import Rounds
 from kvpool.client.vllm.versions import COUNTS_ADMISSIONS, SPECS
-from kvpool.server.core.specs import FullAttentionSpec
-from kvpool.server.core.terms import USUAL_TERMS, Terms
+from kvpool.core.specs.kinds import FullAttentionSpec
+from kvpool.core.steps.options import USUAL_TERMS, Terms
 
 _RUNNING: Final = RequestStatus.RUNNING
 _NOT_RUNNING: Final = (RequestStatus.WAITING, RequestStatus.PREEMPTED)

@@ -4,9 +4,9 @@ from typing import Any, Final
 
 from kvpool.client.vllm.connectors import lacking
 from kvpool.client.vllm.versions import COUNTS_ADMISSIONS, REUSE_ORDER, SPECS, TAGS_KEYS, VERSION, block_hash_root
-from kvpool.server.core.config import HashScheme, KeyForm, KVCacheGroup, PoolConfig
-from kvpool.server.core.spec_base import DTYPE_SIZES_BYTES, AttentionSpec, KVCacheSpec
-from kvpool.server.core.specs import (
+from kvpool.core.ids import PoolName
+from kvpool.core.specs.base import DTYPE_SIZES_BYTES, AttentionSpec, KVCacheSpec
+from kvpool.core.specs.kinds import (
     ChunkedLocalAttentionSpec,
     CrossAttentionSpec,
     FullAttentionSpec,
@@ -16,7 +16,7 @@ from kvpool.server.core.specs import (
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
 )
-from kvpool.server.core.types import PoolName
+from kvpool.core.specs.pool_config import HashScheme, KeyForm, KVCacheGroup, PoolConfig
 
 _HASHES: Final = {
     "sha256": ("vllm_sha256", 32),  # over what pickle makes of a block

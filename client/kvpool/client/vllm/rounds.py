@@ -26,9 +26,9 @@ from kvpool.client.vllm.ahead import Ahead, Given
 from kvpool.client.vllm.blocks import KVCacheBlocks
 from kvpool.client.vllm.foresight import Foresight
 from kvpool.client.vllm.versions import COUNTS_ADMISSIONS
-from kvpool.server.core.errors import AbortedError, NotFoundError, UnavailableError
-from kvpool.server.core.step import Outcome
-from kvpool.server.core.terms import Terms
+from kvpool.core.errors import AbortedError, NotFoundError, UnavailableError
+from kvpool.core.steps.columns import Outcome
+from kvpool.core.steps.options import Terms
 
 _log = logging.getLogger("kvpool.client.vllm")
 _SESSION_GONE: Final = (

@@ -13,7 +13,7 @@ from kvpool.client.vllm.events import EventForwarder
 from kvpool.client.vllm.manager import KVCacheManager
 from kvpool.client.vllm.rounds import RefusedError
 from kvpool.client.vllm.settings import Settings
-from kvpool.server.core.errors import KvpoolError
+from kvpool.core.errors import KvpoolError
 
 _log = logging.getLogger("kvpool.client.vllm")
 

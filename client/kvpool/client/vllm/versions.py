@@ -9,7 +9,7 @@ from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1 import kv_cache_interface
 from vllm.v1.core import kv_cache_manager, kv_cache_utils
 
-from kvpool.server.core.config import ReuseOrder
+from kvpool.core.specs.pool_config import ReuseOrder
 
 VERSION: Final[str] = vllm.__version__
 SPECS: Final[ModuleType] = kv_cache_interface

@@ -12,14 +12,14 @@ from collections.abc import Callable
 from typing import Any, Final, Protocol
 from zlib import crc32
 
-from kvpool.server.core.allocator import Allocator
-from kvpool.server.core.config import PoolConfig
-from kvpool.server.core.errors import KvpoolError
-from kvpool.server.core.pool import Pool
-from kvpool.server.core.residency import Residency
-from kvpool.server.core.session import Session
-from kvpool.server.core.step import Step, StepResult
-from kvpool.server.core.types import SessionId
+from kvpool.core.allocator import Allocator
+from kvpool.core.block_lifetimes import Residency
+from kvpool.core.blocks.kv_cache_manager import Pool
+from kvpool.core.errors import KvpoolError
+from kvpool.core.ids import SessionId
+from kvpool.core.sessions.session import Session
+from kvpool.core.specs.pool_config import PoolConfig
+from kvpool.core.steps.columns import Step, StepResult
 from kvpool.server.journal.codec import Decoder, Encoder, Messages, dumps, loads
 from kvpool.server.journal.frames import NONSENSE, DamageError, FrameKind
 

@@ -18,7 +18,7 @@ from typing import Any, Final, Protocol, TypeVar
 
 import cbor2
 
-import kvpool.server.core
+import kvpool.core
 from kvpool.server.journal.frames import NONSENSE, DamageError
 
 _Made = TypeVar("_Made")
@@ -55,11 +55,11 @@ class Messages(Protocol):
 def core_classes() -> dict[str, type[Any]]:
     """The classes of the core, by module and name."""
     found: dict[str, type[Any]] = {}
-    for module in pkgutil.iter_modules(kvpool.server.core.__path__):
-        members = vars(importlib.import_module(f"kvpool.server.core.{module.name}"))
-        for name, member in members.items():
-            if inspect.isclass(member) and member.__module__ == f"kvpool.server.core.{module.name}":
-                found[f"{module.name}.{name}"] = member
+    prefix = "kvpool.core."
+    for module in pkgutil.walk_packages(kvpool.core.__path__, prefix):
+        for name, member in vars(importlib.import_module(module.name)).items():
+            if inspect.isclass(member) and member.__module__ == module.name:
+                found[f"{module.name.removeprefix(prefix)}.{name}"] = member
     return found
 
 

@@ -14,9 +14,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from operator import attrgetter
 from typing import Any, Final
 
-from kvpool.server.core.free_list import Chunk
-from kvpool.server.core.request import BlockTable, Request
-from kvpool.server.core.types import NULL_BLOCK, BlockId
+from kvpool.core.blocks.free_list import Chunk
+from kvpool.core.ids import NULL_BLOCK, BlockId
+from kvpool.core.sessions.request import BlockTable, Request
 
 SLICE_BLOCKS: Final = 4096
 _REQUEST_FIELDS: Final[tuple[str, ...]] = tuple(Request.__dataclass_fields__)

@@ -18,8 +18,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final
 
+from kvpool.core.ids import PoolName
 from kvpool.server import faults
-from kvpool.server.core.types import PoolName
 from kvpool.server.journal.calls import JournaledAllocator, WireCodec
 from kvpool.server.journal.config import JournalConfig
 from kvpool.server.journal.counts import JournalCounts

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
-from kvpool.server.core.errors import KvpoolError
+from kvpool.core.errors import KvpoolError
 from kvpool.server.journal.calls import JournaledAllocator, MismatchError, WireCodec
 from kvpool.server.journal.folder import Folder, Identity, PastPool
 from kvpool.server.journal.frames import DamageError

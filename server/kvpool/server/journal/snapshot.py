@@ -16,17 +16,17 @@ from functools import cache
 from itertools import compress, islice
 from typing import Any, Final, cast
 
-from kvpool.server.core.allocator import Allocator
-from kvpool.server.core.block_contents import BlockContents
-from kvpool.server.core.block_pool import BlockPool
-from kvpool.server.core.config import HashScheme, KVCacheGroup, PoolConfig
-from kvpool.server.core.free_list import Chunk, FreeList
-from kvpool.server.core.pool import Pool
-from kvpool.server.core.prefix_map import PrefixMap
-from kvpool.server.core.request import Request
-from kvpool.server.core.session import Session
-from kvpool.server.core.specs import FullAttentionSpec
-from kvpool.server.core.types import BlockHash, BlockId, PoolName
+from kvpool.core.allocator import Allocator
+from kvpool.core.blocks.block_contents import BlockContents
+from kvpool.core.blocks.block_pool import BlockPool
+from kvpool.core.blocks.free_list import Chunk, FreeList
+from kvpool.core.blocks.kv_cache_manager import Pool
+from kvpool.core.blocks.prefix_map import PrefixMap
+from kvpool.core.ids import BlockHash, BlockId, PoolName
+from kvpool.core.sessions.request import Request
+from kvpool.core.sessions.session import Session
+from kvpool.core.specs.kinds import FullAttentionSpec
+from kvpool.core.specs.pool_config import HashScheme, KVCacheGroup, PoolConfig
 from kvpool.server.journal.calls import JournaledAllocator, WireCodec
 from kvpool.server.journal.codec import Decoder, Encoder, dumps, loads, packed_bytes, unpacked_bytes
 from kvpool.server.journal.frames import NONSENSE, DamageError, Frame, FrameKind, encode_frame

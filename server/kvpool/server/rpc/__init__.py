@@ -1,1 +1,1 @@
-"""The wire: decode, check, one call into the core, encode. The only code that sees protobuf and grpc."""
+"""Helpers around gRPC methods: handlers, guards that turn errors into statuses, tolerant decoding."""

@@ -1,0 +1,143 @@
+"""`kvpool bench`."""
+
+import importlib.util
+import json
+from pathlib import Path
+
+import click
+from rich.console import Console as RichConsole
+from rich.table import Table
+from rich.text import Text
+
+from benchmarks import suite
+from benchmarks.earlier import compare as compare_with
+from benchmarks.earlier import read_earlier
+from benchmarks.report import Report
+from benchmarks.scale import FULL, QUICK
+from benchmarks.tables import Grid, grids, markdown
+from benchmarks.vllm_side import VllmSide
+from benchmarks.workloads import WorkloadError
+from kvpool.cli.output import progress
+from kvpool.replay.child_error import ChildError
+
+_PIPED_WIDTH = 140
+
+
+@click.command()
+@click.option("--json", "as_json", is_flag=True, help="End with one JSON object, and print no tables.")
+@click.option(
+    "--vllm",
+    metavar="PYTHON",
+    help="An interpreter that can import vllm (0.14.1 or later): its manager does the same work, in turns with ours.",
+)
+@click.option(
+    "--compare",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="What --json printed in an earlier run: adds this run's figures over that one's.",
+)
+@click.option("--quick", is_flag=True, help="A few rounds only: shows that all works, and little of speed.")
+@click.option(
+    "--only", multiple=True, type=click.Choice(list(suite.SECTIONS)), help="Only this; several times for more."
+)
+@click.option("--save", type=click.Path(dir_okay=False, path_type=Path), help="Write the JSON object here, too.")
+@click.option("--markdown", "markdown_file", type=click.Path(dir_okay=False, path_type=Path), help="Write tables here.")
+@click.option(
+    "--plots", type=click.Path(file_okay=False, path_type=Path), help='Draw SVG pictures here; needs "kvpool[bench]".'
+)
+def bench(  # noqa: PLR0913 - one parameter an option
+    *,
+    as_json: bool,
+    vllm: str | None,
+    compare: Path | None,
+    quick: bool,
+    only: tuple[str, ...],
+    save: Path | None,
+    markdown_file: Path | None,
+    plots: Path | None,
+) -> None:
+    """Measure what allocator work costs: in process, through a server of our own, and by vLLM's manager.
+
+    Takes a few minutes and two free cores. All that is compared runs in turns. Machines are noisy: trust ratios within
+    one run, not times of two.
+    """
+    if plots and not importlib.util.find_spec("matplotlib"):
+        raise click.UsageError('--plots needs matplotlib, which is not installed: pip install "kvpool[bench]"')
+    try:
+        earlier = read_earlier(compare) if compare else None
+    except (ValueError, OSError) as error:
+        raise click.UsageError(f"--compare: {error}") from error
+    report = _measure(vllm, only or tuple(suite.SECTIONS), quick=quick)
+    if earlier is not None:
+        compare_with(report, earlier)
+    line = json.dumps(report.as_json())
+    try:
+        _write(save, line + "\n")
+        _write(markdown_file, markdown(report))
+        if plots:
+            _plot(report, plots)
+    except OSError as error:
+        raise click.ClickException(f"cannot write {error.filename}: {error.strerror}") from error
+    if as_json:
+        click.echo(line)
+    else:
+        _print(report)
+
+
+def _measure(python: str | None, sections: tuple[str, ...], *, quick: bool) -> Report:
+    scale = QUICK if quick else FULL
+    side = _vllm_side(python)
+    try:
+        with progress("measuring", suite.num_rounds(scale, sections)) as console:
+            return suite.measure(scale, sections, side, console.advance)
+    except WorkloadError as error:
+        raise click.ClickException(f"the work did not turn out as it was meant: {error}") from error
+    finally:
+        if side:
+            side.close()
+
+
+def _vllm_side(python: str | None) -> VllmSide | None:
+    if python is None:
+        click.echo("kvpool: without --vllm PYTHON vLLM's manager is not measured; its columns are skipped", err=True)
+        return None
+    try:
+        return VllmSide(python)
+    except ChildError as error:
+        raise click.UsageError(f"--vllm: {error}") from error
+
+
+def _write(path: Path | None, text: str) -> None:
+    if path:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+
+
+def _plot(report: Report, folder: Path) -> None:
+    from benchmarks.plots import plot  # noqa: PLC0415 - only now, as it imports matplotlib
+
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in plot(report, folder):
+        click.echo(f"kvpool: drew {path}", err=True)
+
+
+def _print(report: Report) -> None:
+    screen = RichConsole()
+    if not screen.is_terminal:
+        screen = RichConsole(width=_PIPED_WIDTH)
+    for grid in grids(report):
+        screen.print(_table(grid))
+
+
+def _table(grid: Grid) -> Table:
+    first, *others = grid.columns
+    table = Table(title=Text(grid.title))
+    table.add_column(first)
+    for heading in others:
+        table.add_column(heading, justify="right")
+    for row in grid.rows:
+        table.add_row(*row)
+    return table
+
+
+if __name__ == "__main__":
+    bench()

@@ -1,0 +1,204 @@
+"""vLLM's own manager under the same workloads. Runs as a file, under the interpreter that has vLLM; imports no kvpool.
+
+    python beside_vllm.py                Answers one JSON line a line: what `vllm_side` asks.
+    python beside_vllm.py NUM_BLOCKS     Says what a manager of so many blocks takes, and ends.
+
+For 0.14.1 and later: what a version's constructors take besides is found by their signatures.
+"""
+
+import gc
+import inspect
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from benchmarks.construction import construct
+    from benchmarks.workloads import (
+        BLOCK_SIZE,
+        MAX_MODEL_LEN,
+        WINDOW_TOKENS,
+        NewBlocks,
+        Task,
+        Workload,
+        WorkloadError,
+        open_workload,
+    )
+else:  # from this folder, which is then searched no more: names in it could stand for others' modules
+    from construction import construct
+    from workloads import (
+        BLOCK_SIZE,
+        MAX_MODEL_LEN,
+        WINDOW_TOKENS,
+        NewBlocks,
+        Task,
+        Workload,
+        WorkloadError,
+        open_workload,
+    )
+
+    sys.path.pop(0)
+
+_answers = os.fdopen(os.dup(1), "w", buffering=1)
+os.dup2(2, 1)  # what vLLM prints is no answer
+
+
+def _answer(**told: object) -> None:
+    print(json.dumps(told), file=_answers)
+
+
+try:
+    from vllm import __version__
+    from vllm.sampling_params import SamplingParams
+    from vllm.utils.hashing import get_hash_fn_by_name
+    from vllm.v1 import kv_cache_interface
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+    from vllm.v1.request import Request
+except Exception as error:  # noqa: BLE001 - whatever it is, whoever gave this interpreter is to know it
+    _answer(error=f"{type(error).__name__}: {error}")
+    sys.exit(1)
+
+_Request = Any
+_Hit = tuple[Any, ...]
+
+
+def _manager(num_blocks: int, num_windowed_groups: int) -> Any:  # noqa: ANN401 - vLLM may not be here to be looked at
+    shape = {"block_size": BLOCK_SIZE, "num_kv_heads": 1, "head_size": 1, "dtype": kv_cache_interface.torch.float32}
+    window = kv_cache_interface.SlidingWindowSpec(**shape, sliding_window=WINDOW_TOKENS)
+    specs = (kv_cache_interface.FullAttentionSpec(**shape), *[window] * num_windowed_groups)
+    groups = [kv_cache_interface.KVCacheGroupSpec([f"layer.{i}"], spec) for i, spec in enumerate(specs)]
+    config = kv_cache_interface.KVCacheConfig(num_blocks=num_blocks, kv_cache_tensors=[], kv_cache_groups=groups)
+    sizes = {"hash_block_size": BLOCK_SIZE, "scheduler_block_size": BLOCK_SIZE}
+    known = inspect.signature(KVCacheManager).parameters
+    options = {name: size for name, size in sizes.items() if name in known}
+    return KVCacheManager(config, max_model_len=MAX_MODEL_LEN, enable_caching=True, log_stats=True, **options)
+
+
+class VllmTarget:
+    """See `Target`."""
+
+    def __init__(self, task: Task) -> None:
+        self._manager = _manager(task.num_blocks, task.num_windowed_groups)
+        function = get_hash_fn_by_name(task.hash_name)
+        init_none_hash(function)
+        self._hasher = get_request_block_hasher(BLOCK_SIZE, function)
+        self._record_stats = getattr(self._manager, "record_prefix_cache_stats", None)
+        self._start_step = getattr(self._manager, "new_step_starts", lambda: None)
+        needs_eos = "eos_token_id" in inspect.signature(Request).parameters
+        self._request_options = {"eos_token_id": None} if needs_eos else {}
+        self._count = 0
+
+    def hashing(self, token_ids: list[int]) -> Callable[[], object]:
+        """See `Target`."""
+        request = self._request(token_ids, None)
+        return lambda: self._hasher(request)
+
+    def make(self, token_ids: list[int]) -> _Request:
+        """See `Target`."""
+        return self._request(token_ids, self._hasher)
+
+    def look_up(self, request: _Request) -> _Hit:
+        """See `Target`. Counts it, as later schedulers do beside the look-up."""
+        hit: _Hit = self._manager.get_computed_blocks(request)
+        if self._record_stats:
+            self._record_stats(request, hit[1])
+        return hit
+
+    def num_hit_tokens(self, hit: _Hit) -> int:
+        """See `Target`."""
+        return int(hit[1])
+
+    def allocate(self, request: _Request, num_new_tokens: int, hit: _Hit | None = None) -> NewBlocks | None:
+        """See `Target`."""
+        room = (
+            self._manager.allocate_slots(request, num_new_tokens, hit[1], hit[0])
+            if hit
+            else self._manager.allocate_slots(request, num_new_tokens)
+        )
+        new: NewBlocks | None = room and room.get_block_ids()
+        return new
+
+    def serve(self, token_ids: list[int]) -> _Request:
+        """See `Target`."""
+        request = self.make(token_ids)
+        hit = self.look_up(request)
+        if self.allocate(request, len(token_ids) - hit[1], hit) is None:
+            raise WorkloadError("a prompt found too few blocks")
+        request.num_computed_tokens = len(token_ids)
+        return request
+
+    def free(self, request: _Request) -> None:
+        """See `Target`."""
+        self._manager.free(request)
+
+    def decode(self, requests: Sequence[_Request], token_ids: Sequence[int]) -> Sequence[NewBlocks | None]:
+        """See `Target`."""
+        self._start_step()
+        allocate = self._manager.allocate_slots
+        new = []
+        for request, token_id in zip(requests, token_ids):  # noqa: B905 - as long as each other
+            request.append_output_token_ids(token_id)
+            new.append(allocate(request, 1).get_block_ids(allow_none=True))
+            request.num_computed_tokens += 1
+        return new
+
+    def settle(self) -> None:
+        """See `Target`. Here what is cached is hit at once."""
+
+    def reset(self) -> None:
+        """See `Target`."""
+        if not self._manager.reset_prefix_cache():
+            raise WorkloadError("the cache could not be reset")
+
+    def close(self) -> None:
+        """See `Target`."""
+
+    def _request(self, token_ids: list[int], hasher: object) -> _Request:
+        self._count += 1
+        sampling = SamplingParams(max_tokens=MAX_MODEL_LEN)
+        return Request(
+            request_id=f"r{self._count}",
+            prompt_token_ids=token_ids,
+            sampling_params=sampling,
+            pooling_params=None,
+            block_hasher=hasher,
+            **self._request_options,
+        )
+
+
+def _serve() -> None:
+    workloads: dict[str, Workload] = {}
+    _answer(version=__version__)
+    for line in sys.stdin:
+        asked = json.loads(line)
+        try:
+            if "open" in asked:
+                task = Task(**asked["task"])
+                workloads[asked["open"]] = open_workload(VllmTarget(task), task)
+                gc.collect()
+                gc.freeze()  # as vLLM's engine does when it is set up
+                _answer()
+            elif "round" in asked:
+                _answer(micros=workloads[asked["round"]].round(asked["count"]))
+            else:
+                del workloads[asked["close"]]
+                gc.unfreeze()
+                _answer()
+        except WorkloadError as error:
+            _answer(error=str(error))
+
+
+def main() -> None:
+    """Serves the other side, or says what a manager takes."""
+    if sys.argv[1:]:
+        num_blocks = int(sys.argv[1])
+        _answer(**construct(lambda: _manager(num_blocks, 0), num_blocks))
+    else:
+        _serve()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,63 @@
+"""The least that a step can cost: an empty message each way, on the same kind of stream as a session's."""
+
+import asyncio
+import queue
+from collections.abc import Callable
+from typing import Final
+
+import grpc
+
+from benchmarks.workloads import Micros, Stopwatch
+from kvpool.server.app import channel_options
+from kvpool.server.config import ServerConfig
+from kvpool.wire.channels import SESSION_CHANNEL_OPTIONS
+
+_SERVICE: Final = "benchmarks.Echo"
+_METHOD: Final = "Echo"
+
+
+async def serve_echo(addresses: tuple[str, ...], ready: Callable[[list[str]], None]) -> None:
+    """Serves a stream that sends back what it gets, and nothing else, with the channel options of our server."""
+    server = grpc.aio.server(options=channel_options(ServerConfig(addresses=addresses)))
+    handlers: dict[str, grpc.RpcMethodHandler[bytes, bytes]] = {_METHOD: grpc.stream_stream_rpc_method_handler(_echo)}
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(_SERVICE, handlers),))
+    bound = []
+    for address in addresses:
+        port = server.add_insecure_port(address)
+        bound.append(address if address.startswith("unix:") else f"{address.rpartition(':')[0]}:{port}")
+    await server.start()
+    ready(bound)
+    await asyncio.get_running_loop().create_future()
+
+
+async def _echo(_: object, context: "grpc.aio.ServicerContext[bytes, bytes]") -> None:
+    while isinstance(message := await context.read(), bytes):
+        await context.write(message)
+
+
+class Echo:
+    """Empty round trips on one stream of the synchronous client, which are timed. See `Workload`."""
+
+    def __init__(self, address: str) -> None:
+        self._channel = grpc.insecure_channel(address, options=SESSION_CHANNEL_OPTIONS)
+        self._outgoing: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        method: grpc.StreamStreamMultiCallable[bytes, bytes] = self._channel.stream_stream(f"/{_SERVICE}/{_METHOD}")
+        self._call = method(iter(self._outgoing.get, None))
+        self._exchange()
+
+    def round(self, count: int) -> Micros:
+        """See `Workload`."""
+        watch = Stopwatch()
+        for _ in range(count):
+            watch.time("echo_stream", self._exchange)
+        return watch.micros
+
+    def close(self) -> None:
+        """See `Workload`."""
+        self._outgoing.put(None)
+        self._call.cancel()
+        self._channel.close()
+
+    def _exchange(self) -> None:
+        self._outgoing.put(b"")
+        next(self._call)

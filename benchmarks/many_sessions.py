@@ -1,0 +1,219 @@
+"""What steps take, and what they cost the server, as more sessions decode at once."""
+
+import os
+import signal
+import statistics
+import threading
+import time
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from benchmarks.core_target import pool_config
+from benchmarks.race import Figures
+from benchmarks.report import Run
+from benchmarks.scale import Scale
+from benchmarks.session_target import decode
+from benchmarks.workloads import BLOCK_SIZE, VOCABULARY, Task
+from kvpool.client import KvpoolError, Request, Session
+from kvpool.client.connection import connect_as
+from kvpool.replay.child_error import ChildError
+from kvpool.replay.children import CONTEXT, STOP_SECONDS, Pipe
+from kvpool.wire.channels import Access
+
+_POOL: Final = "sessions"
+_PROMPT_BLOCKS: Final = 2
+
+
+def many_sessions(run: Run) -> None:
+    """Measures each number of sessions, one after the other, a few times."""
+    scale = run.scale
+    measured: dict[int, list[Figures]] = {count: [] for count in scale.sessions}
+    with connect_as(Access(), run.server.addresses[0]) as client, processes(scale.session_processes) as pipes:
+        client.create_pool(pool_config(_POOL, Task("none", scale.num_blocks)))
+        for _ in range(scale.session_rounds):
+            for count in scale.sessions:
+                places = [Place(run.server.addresses[0], _POOL)] * count
+                measured[count].append(decode_at_once(scale, pipes, places, [run.server.pid]))
+                run.advance(1)
+    for count, told in measured.items():
+        run.report.sessions[str(count)] = {name: statistics.median(f[name] for f in told) for name in told[0]}
+    one = run.report.sessions.get("1", {}).get("server_cpu_us_per_request")
+    for figures in run.report.sessions.values():
+        if one and "server_cpu_us_per_request" in figures:
+            figures["server_cpu_ratio_to_1_session"] = figures["server_cpu_us_per_request"] / one
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a session is opened.
+
+    Attributes:
+        address: The server's.
+        pool: The pool, which is there.
+    """
+
+    address: str
+    pool: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Share:
+    """The sessions of one process.
+
+    Attributes:
+        places: By number, where each is opened; a thread each. Tokens of different numbers differ.
+        num_requests: Running requests of each.
+        seconds: How long they decode.
+    """
+
+    places: dict[int, Place]
+    num_requests: int
+    seconds: float
+
+
+def decode_at_once(scale: Scale, pipes: Sequence[Pipe], places: Sequence[Place], pids: Collection[int]) -> Figures:
+    """Decodes in as many sessions as there are places, as fast as they are answered.
+
+    Args:
+        scale: How many requests, how long.
+        pipes: Those of `processes`, which share the sessions.
+        places: Where each session is opened.
+        pids: The servers' processes.
+    """
+    used = pipes[: len(places)]
+    for i, pipe in enumerate(used):
+        share = {number: places[number] for number in range(i, len(places), len(pipes))}
+        pipe.send(_Share(share, scale.session_requests, scale.session_seconds))
+    for pipe in used:
+        _receive(pipe)
+    before_us = [_cpu_us(pid) for pid in pids]
+    start = time.perf_counter()
+    for pipe in used:
+        pipe.send("go")
+    micros = sorted(taken for pipe in used for taken in _receive(pipe))
+    seconds = time.perf_counter() - start
+    after_us = [_cpu_us(pid) for pid in pids]
+    for pipe in used:
+        pipe.send("close")
+        _receive(pipe)
+    told = {
+        "steps_per_second": len(micros) / seconds,
+        "step_p50_us": statistics.median(micros),
+        "step_p99_us": micros[int(len(micros) * 0.99)],
+    }
+    spent_us = [
+        after - before
+        for before, after in zip(before_us, after_us, strict=True)
+        if before is not None and after is not None
+    ]
+    if len(spent_us) == len(pids):
+        told["server_cpu_us_per_step"] = sum(spent_us) / len(micros)
+        told["server_cpu_us_per_request"] = told["server_cpu_us_per_step"] / scale.session_requests
+    return told
+
+
+@contextmanager
+def processes(count: int) -> Iterator[list[Pipe]]:
+    """Processes that play shares, each when it is sent one, until their pipe is closed."""
+    with ExitStack() as stack:
+        pipes = []
+        for _ in range(count):
+            here, there = CONTEXT.Pipe()
+            child = CONTEXT.Process(target=_play_shares, args=(there,), name="kvpool-sessions", daemon=True)
+            child.start()
+            there.close()
+            stack.callback(child.join, STOP_SECONDS)
+            stack.callback(child.terminate)
+            stack.callback(here.close)
+            pipes.append(here)
+        yield pipes
+
+
+def _receive(pipe: Pipe) -> list[float]:
+    try:
+        told: list[float] | str = pipe.recv()
+    except EOFError:
+        raise ChildError("a process with sessions ended") from None
+    if isinstance(told, str):
+        raise ChildError(f"a process with sessions: {told}")
+    return told
+
+
+def _play_shares(pipe: Pipe) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    with suppress(EOFError, OSError):  # the parent is done, or gone
+        while True:
+            share: _Share = pipe.recv()
+            try:
+                _play(share, pipe)
+            except KvpoolError as error:
+                pipe.send(f"{error.reason}: {error}")
+
+
+def _play(share: _Share, pipe: Pipe) -> None:
+    """Opens the sessions, waits for the word, decodes, says what each step took, waits again, and closes them."""
+    with ExitStack() as stack:
+        decodings = []
+        for number, place in share.places.items():
+            client = stack.enter_context(connect_as(Access(), place.address))
+            session = stack.enter_context(client.open_session(place.pool))
+            decodings.append(_Decoding(session, number, share.num_requests))
+        pipe.send([])
+        pipe.recv()
+        threads = [threading.Thread(target=decoding.run, args=(share.seconds,)) for decoding in decodings]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        failures = [decoding.failure for decoding in decodings if decoding.failure]
+        pipe.send(failures[0] if failures else [taken for decoding in decodings for taken in decoding.micros])
+        pipe.recv()
+    pipe.send([])
+
+
+class _Decoding:
+    """One session that decodes as fast as it is answered.
+
+    Attributes:
+        micros: What each step took.
+        failure: What it ended with; empty if nothing was wrong.
+    """
+
+    def __init__(self, session: Session, number: int, num_requests: int) -> None:
+        self._session = session
+        self._tokens = [number * num_requests + i for i in range(num_requests)]
+        self._requests: list[Request] = []
+        self.micros: list[float] = []
+        self.failure = ""
+        with session.step() as step:
+            for i, token in enumerate(self._tokens):
+                length = _PROMPT_BLOCKS * BLOCK_SIZE + i % BLOCK_SIZE
+                prompt = [(token * 7919 + j) % VOCABULARY for j in range(length)]
+                self._requests.append(session.request(f"r{i}", prompt))
+                step.admit(self._requests[-1])
+
+    def run(self, seconds: float) -> None:
+        """Decodes for so long."""
+        end_seconds = time.monotonic() + seconds
+        try:
+            while time.monotonic() < end_seconds:
+                start_ns = time.perf_counter_ns()
+                new = decode(self._session, self._requests, self._tokens)
+                self.micros.append((time.perf_counter_ns() - start_ns) / 1000)
+                if None in new:
+                    self.failure = "a decode found too few blocks"
+                    return
+        except KvpoolError as error:
+            self.failure = f"{error.reason}: {error}"
+
+
+def _cpu_us(pid: int) -> float | None:
+    """CPU time of a process so far; None where there is no /proc."""
+    path = Path(f"/proc/{pid}/stat")
+    if not path.exists():
+        return None
+    fields = path.read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) * 1e6 / os.sysconf("SC_CLK_TCK")

@@ -1,0 +1,58 @@
+"""Memory and start of a large pool, ours and vLLM's, each in a process that does nothing else."""
+
+import statistics
+from typing import Final
+
+from benchmarks.construction import construct
+from benchmarks.core_target import pool_config
+from benchmarks.race import Figures
+from benchmarks.report import Run
+from benchmarks.workloads import Task
+from kvpool.core.blocks.kv_cache_manager import Pool
+from kvpool.replay.child_error import ChildError
+from kvpool.replay.children import CONTEXT, STOP_SECONDS, Pipe
+
+_NAMES: Final = {
+    "construct_ms": "construct_1M_ms",
+    "bytes_per_block": "bytes_per_block",
+    "traced_bytes_per_block": "traced_bytes_per_block",
+}
+
+
+def memory(run: Run) -> None:
+    """Makes the large pool a few times. The bytes are by how much the process's resident memory grew."""
+    num_blocks = run.scale.large_blocks
+    ours: list[Figures] = []
+    theirs: list[Figures] = []
+    for _ in range(run.scale.num_constructions):
+        ours.append(_construct_here(num_blocks))
+        if run.vllm:
+            theirs.append(run.vllm.construct(num_blocks))
+        run.advance(1)
+    run.report.core.update(_medians(ours))
+    if run.report.vllm is not None:
+        run.report.vllm.update(_medians(theirs))
+
+
+def _medians(told: list[Figures]) -> Figures:
+    return {_NAMES[name]: statistics.median(figures[name] for figures in told) for name in told[0]}
+
+
+def _construct_here(num_blocks: int) -> Figures:
+    here, there = CONTEXT.Pipe()
+    child = CONTEXT.Process(target=_construct, args=(num_blocks, there), name="kvpool-construction", daemon=True)
+    child.start()
+    there.close()
+    try:
+        told: Figures = here.recv()
+    except EOFError:
+        raise ChildError(f"the process that was to make a pool of {num_blocks:,} blocks ended") from None
+    finally:
+        child.join(STOP_SECONDS)
+        here.close()
+    return told
+
+
+def _construct(num_blocks: int, pipe: Pipe) -> None:
+    config = pool_config("bench", Task("none", num_blocks))
+    pipe.send(construct(lambda: Pool(config), num_blocks))

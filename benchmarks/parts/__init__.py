@@ -1,0 +1,1 @@
+"""Benchmarks of single parts: ranks, metrics, events, journal, fairness, devices. Each prints JSON."""

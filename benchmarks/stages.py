@@ -1,0 +1,72 @@
+"""Where the time of a decode step goes: client, messages and core in this process, and what is left for the transport.
+
+Everything runs in this process, one stage after the other, so that each stage's code and data are warm; in a server of
+its own they are less so, and that counts as transport here.
+"""
+
+from typing import Final
+
+from benchmarks.race import Figures, race
+from benchmarks.report import Run
+from benchmarks.session_target import SessionTarget
+from benchmarks.workloads import Micros, Stopwatch, Task, Workload, open_workload
+from kvpool.client import Client
+from kvpool.client.connection import connect_as
+from kvpool.client.transports.embedded import EmbeddedTransport
+from kvpool.core.steps.columns import Step, StepResult
+from kvpool.v1 import step_pb2
+from kvpool.wire import steps as wire_steps
+from kvpool.wire.channels import Access
+
+_STEP: Final = "decode_step_256_requests"
+IN_PROCESS: Final = ("client", "encode_step", "decode_step", "core", "encode_result", "decode_result")
+"""Stages in their order; the client's comes before the others, and again after them."""
+
+
+def stages(run: Run) -> None:
+    """A decode step of 256 requests, stage by stage, and through a server."""
+    task = Task("decodes", run.scale.num_blocks, prompt_blocks=4)
+    transport = _StagedTransport()
+    staged = _Staged(open_workload(SessionTarget(Client(transport), "stages", task), task), transport)
+    with connect_as(Access(), run.server.addresses[0]) as client:
+        served = open_workload(SessionTarget(client, "stages", task), task)
+        turns: dict[str, Workload] = {"staged": staged, "served": served}
+        measured = race(turns, run.scale.num_rounds, run.scale.steps_a_round, run.advance)
+    figures: Figures = measured["staged"]
+    figures["client"] = figures.pop(_STEP) - sum(figures[name] for name in IN_PROCESS[1:])
+    run.report.stages = {name: figures[name] for name in IN_PROCESS}
+    run.report.stages["transport"] = measured["served"][_STEP] - sum(run.report.stages.values())
+
+
+class _StagedTransport(EmbeddedTransport):
+    """The core in this process, behind the messages that would be sent."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stopwatch = Stopwatch()
+
+    def apply(self, session_id: str, step: Step) -> StepResult:
+        """See `Transport`."""
+        time = self.stopwatch.time
+        sent = time("encode_step", lambda: wire_steps.step_to_proto(step, session_id).SerializeToString())
+        received = time("decode_step", lambda: wire_steps.step_from_proto(step_pb2.Step.FromString(sent)))
+        result = time("core", super().apply, session_id, received)
+        answer = time("encode_result", lambda: wire_steps.result_to_proto(result).SerializeToString())
+        return time("decode_result", lambda: wire_steps.result_from_proto(step_pb2.StepResult.FromString(answer)))
+
+
+class _Staged:
+    """Decode steps, with the stages of each. See `Workload`."""
+
+    def __init__(self, decodes: Workload, transport: _StagedTransport) -> None:
+        self._decodes = decodes
+        self._transport = transport
+
+    def round(self, count: int) -> Micros:
+        """See `Workload`."""
+        self._transport.stopwatch = Stopwatch()
+        return self._decodes.round(count) | self._transport.stopwatch.micros
+
+    def close(self) -> None:
+        """See `Workload`."""
+        self._decodes.close()

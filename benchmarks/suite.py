@@ -1,0 +1,72 @@
+"""A run from beginning to end, section by section."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from benchmarks import comparison, growing, many_pools, many_sessions, memory, stages
+from benchmarks.machine import machine
+from benchmarks.report import Report, Run
+from benchmarks.scale import Scale
+from benchmarks.vllm_side import VllmSide
+from kvpool.client import __version__
+from kvpool.replay.children import LOOPBACK, serve_pools, server_child
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """A part of a run.
+
+    Attributes:
+        measure: Does it.
+        num_rounds: How often it says that it advanced.
+    """
+
+    measure: Callable[[Run], None]
+    num_rounds: Callable[[Scale], int]
+
+
+SECTIONS: Final = {
+    "prompts": Section(comparison.prompts, lambda scale: scale.num_rounds),
+    "evictions": Section(comparison.evictions, lambda scale: scale.num_rounds),
+    "windows": Section(comparison.windows, comparison.windows_rounds),
+    "decodes": Section(comparison.decodes, lambda scale: scale.num_rounds),
+    "ahead": Section(comparison.decodes_ahead, lambda scale: scale.num_rounds),
+    "streams": Section(comparison.streams, lambda scale: scale.num_rounds),
+    "stages": Section(stages.stages, lambda scale: scale.num_rounds),
+    "memory": Section(memory.memory, lambda scale: scale.num_constructions),
+    "sessions": Section(many_sessions.many_sessions, lambda scale: scale.session_rounds * len(scale.sessions)),
+    "pools": Section(many_pools.many_pools, lambda scale: scale.session_rounds * len(scale.pools)),
+    "pool-sizes": Section(growing.pool_sizes, lambda scale: scale.growth_rounds),
+    "growth": Section(growing.growth, lambda scale: scale.growth_rounds),
+}
+"""By name, in the order in which they run."""
+
+
+def num_rounds(scale: Scale, names: Sequence[str]) -> int:
+    """How often a run of these sections says that it advanced."""
+    return sum(SECTIONS[name].num_rounds(scale) for name in names)
+
+
+def measure(scale: Scale, names: Sequence[str], vllm: VllmSide | None, advance: Callable[[int], object]) -> Report:
+    """Measures sections.
+
+    Args:
+        scale: How much.
+        names: Which; keys of `SECTIONS`.
+        vllm: vLLM's manager, to be measured beside ours; None for ours alone.
+        advance: Called with 1 after each round.
+
+    Raises:
+        ChildError: A process that was started could not do its work.
+        WorkloadError: Some work turned out other than it was meant.
+    """
+    report = Report(__version__, machine(), scale)
+    if vllm:
+        report.vllm, report.vllm_version = {}, vllm.version
+    with server_child(serve_pools, LOOPBACK) as server:
+        run = Run(report, server, vllm, advance)
+        for name in names:
+            SECTIONS[name].measure(run)
+    report.work_out_ratios()
+    return report

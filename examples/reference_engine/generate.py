@@ -1,0 +1,90 @@
+"""A whole deployment of the reference model on a service: ranks, schedulers, and the check of what they generated."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import cast
+
+import torch
+
+from examples.reference_engine.dense import DenseModel
+from examples.reference_engine.deployment import Deployment, running_ranks
+from examples.reference_engine.prompts import Prompts
+from examples.reference_engine.rank import START_SECONDS
+from examples.reference_engine.step_link import StepLink
+from kvpool.client import PoolInfo, connect
+from kvpool.replay.child_error import ChildError
+from kvpool.replay.playing import SchedulerOptions
+from kvpool.replay.processes import play_concurrently
+from kvpool.replay.result import Counts
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """What was generated.
+
+    Attributes:
+        counts: All schedulers' counts: requests, tokens, hits, preemptions.
+        equal_requests: Requests all of whose tokens are those of the model without a cache.
+        outputs: Prompt and output of each request, scheduler by scheduler.
+        pool: The pool when all was done.
+    """
+
+    counts: Counts
+    equal_requests: int
+    outputs: list[tuple[list[int], list[int]]]
+    pool: PoolInfo
+
+    @property
+    def equal(self) -> bool:
+        """Whether every request of every scheduler ended, and with the right tokens."""
+        return 0 < self.counts.requests == self.equal_requests
+
+
+def generate(
+    address: str,
+    pool: str,
+    deployment: Deployment,
+    workloads: Sequence[Prompts],
+    advance: Callable[[int], object] = lambda _: None,
+) -> Generation:
+    """Has ranks form a pool, plays each workload in a scheduler process of its own, and checks all tokens.
+
+    A scheduler starts when the one before has done two requests, so that it may hit what they left.
+
+    Args:
+        address: The service.
+        pool: Name of a pool that is not there yet.
+        deployment: The ranks.
+        workloads: One for each scheduler.
+        advance: Called with how many more requests are done.
+
+    Raises:
+        ChildError: A rank did not start, or a scheduler ended too early; says why.
+        KvpoolError: The service refused something.
+    """
+    complaints: list[str] = []
+    with connect(address) as client, running_ranks(address, pool, deployment) as ranks:
+        client.wait_until_ready(pool, timeout_seconds=START_SECONDS)
+        options = SchedulerOptions(
+            address,
+            pool,
+            0.0,
+            deployment.max_num_seqs,
+            deployment.max_num_batched_tokens,
+            partial(StepLink.of_session, ranks.socket, ranks.authkey),
+            start_after_requests=2,
+        )
+        played = play_concurrently(workloads, options, advance, complaints.append)
+        info = client.get_pool(pool)
+    if complaints:
+        raise ChildError("; ".join(complaints))
+    counts = Counts()
+    outputs = []
+    for scheduler in played:
+        if scheduler:
+            counts.add(scheduler.counts)
+            outputs += cast("Prompts", scheduler.share).outputs
+    dense = DenseModel(deployment.config, torch.device(deployment.device))
+    right = [dense.greedy_tokens(prompt + output, len(prompt))[:-1] == output for prompt, output in outputs]
+    return Generation(counts, right.count(True), outputs, info)

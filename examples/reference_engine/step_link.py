@@ -1,0 +1,105 @@
+"""A scheduler's end of the link to the ranks: it tells them what they do not know yet. See `step_server` for theirs."""
+
+import uuid
+from collections.abc import Iterable, Sequence
+from multiprocessing.connection import Client, Connection
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TypeAlias
+
+from examples.reference_engine.step import RequestStep, StepInput, StepOutput
+from kvpool.client import KvpoolError, Request, Session, UnavailableError
+from kvpool.core.ids import TableLease
+from kvpool.replay.executor import Scheduled
+
+_Pipe: TypeAlias = "Connection[Any, Any]"
+
+
+class StepRefusedError(KvpoolError):
+    """The ranks did not run a step, and changed nothing: EPOCH_PASSED or SESSION_ENDED if its blocks may be others'."""
+
+
+class StepLink:
+    """A scheduler's end: runs its rounds on the ranks. A context manager."""
+
+    def __init__(self, path: Path, authkey: bytes, lease: TableLease) -> None:
+        """Connects.
+
+        Args:
+            path: Where rank 0 listens.
+            authkey: What it asks for.
+            lease: What the scheduler's session hands its blocks out under.
+        """
+        self._pipe: _Pipe = Client(str(path), "AF_UNIX", authkey)
+        self._lease = lease
+        self._session = uuid.uuid4().hex
+        self._known: dict[str, _Known] = {}
+
+    @classmethod
+    def of_session(cls, path: Path, authkey: bytes, session: Session) -> "StepLink":
+        """Connects for a session of the pool."""
+        return cls(path, authkey, session.table_lease)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def execute(self, scheduled: Sequence[Scheduled], released: Iterable[Request]) -> list[int]:
+        """See `kvpool.replay.executor.Executor`.
+
+        Raises:
+            StepRefusedError: The ranks did not run it.
+            UnavailableError: The ranks are gone.
+        """
+        step = StepInput(self._lease, self._session)
+        for request in released:
+            if self._known.pop(request.request_id, None):
+                step.released.append(request.request_id)
+        step.requests += (self._describe(entry) for entry in scheduled if entry.num_scheduled_tokens)
+        if not step.requests and not step.released:
+            return []
+        try:
+            self._pipe.send(step)
+            output: StepOutput = self._pipe.recv()
+        except (EOFError, OSError) as error:
+            raise UnavailableError("RANKS_GONE", "the ranks ended the link while a step ran") from error
+        if output.refusal:
+            raise StepRefusedError(*output.refusal)
+        return output.next_token_ids
+
+    def close(self) -> None:
+        """Ends the session on the ranks."""
+        self._pipe.close()
+
+    def _describe(self, entry: Scheduled) -> RequestStep:
+        """What the ranks do not know yet of a request."""
+        request = entry.request
+        known = self._known.get(request.request_id)
+        is_new = known is None
+        if known is None:
+            known = self._known[request.request_id] = _Known([0] * len(request.block_ids))
+        described = RequestStep(
+            request.request_id,
+            is_new,
+            entry.num_executed_tokens,
+            entry.num_scheduled_tokens,
+            request.token_ids[known.num_tokens :],
+            [table[count:] for table, count in zip(request.block_ids, known.num_blocks, strict=True)],
+        )
+        known.num_tokens = request.num_tokens
+        known.num_blocks = [len(table) for table in request.block_ids]
+        return described
+
+
+class _Known:
+    """What the ranks know of a request: so many tokens, and so many blocks of each group."""
+
+    __slots__ = ("num_blocks", "num_tokens")
+
+    def __init__(self, num_blocks: list[int]) -> None:
+        self.num_tokens = 0
+        self.num_blocks = num_blocks

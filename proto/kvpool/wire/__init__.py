@@ -1,0 +1,1 @@
+"""Conversions between protobuf messages and the core's values; addresses, channels and errors."""

@@ -1,0 +1,122 @@
+"""The table between the core's errors and gRPC status codes, and the conversions in both directions."""
+
+from collections.abc import Sequence
+from typing import Final, cast
+
+import grpc
+from google.protobuf import any_pb2, duration_pb2, message
+from google.rpc import error_details_pb2, status_pb2
+
+from kvpool.core.errors import (
+    AbortedError,
+    DeniedError,
+    ExhaustedError,
+    InvalidArgumentError,
+    KvpoolError,
+    NotFoundError,
+    UnauthenticatedError,
+    UnavailableError,
+    WrongStateError,
+)
+
+DOMAIN: Final = "kvpool"
+_DETAILS_KEY: Final = "grpc-status-details-bin"
+_BROKEN_WRITE: Final = "Internal error from Core"
+"""What grpc.aio calls a write on a stream whose connection has just broken; not what the server says."""
+
+
+class DeadlineError(KvpoolError):
+    """No answer came in time. The change may have been made: `Session.settle` finds out, or close the session."""
+
+
+class ServerError(KvpoolError):
+    """The server met a bug of its own, or is not a kvpool server."""
+
+
+CODES: Final[dict[type[KvpoolError], grpc.StatusCode]] = {
+    InvalidArgumentError: grpc.StatusCode.INVALID_ARGUMENT,
+    NotFoundError: grpc.StatusCode.NOT_FOUND,
+    WrongStateError: grpc.StatusCode.FAILED_PRECONDITION,
+    AbortedError: grpc.StatusCode.ABORTED,
+    UnavailableError: grpc.StatusCode.UNAVAILABLE,
+    ExhaustedError: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    UnauthenticatedError: grpc.StatusCode.UNAUTHENTICATED,
+    DeniedError: grpc.StatusCode.PERMISSION_DENIED,
+}
+"""The code of each error that a server sends. A client reads it the other way."""
+
+_ERRORS: Final[dict[grpc.StatusCode, type[KvpoolError]]] = {
+    **{code: error for error, code in CODES.items()},
+    grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineError,
+}
+
+
+def to_status(error: KvpoolError) -> status_pb2.Status:
+    """Writes an error as google.rpc.Status: ErrorInfo always; BadRequest and RetryInfo where they say something."""
+    details: list[message.Message] = [
+        error_details_pb2.ErrorInfo(
+            reason=error.reason, domain=DOMAIN, metadata={"field": error.field} if error.field else {}
+        )
+    ]
+    if isinstance(error, InvalidArgumentError):
+        violation = error_details_pb2.BadRequest.FieldViolation(field=error.field, description=error.message)
+        details.append(error_details_pb2.BadRequest(field_violations=[violation]))
+    if error.retry_seconds is not None:
+        delay = duration_pb2.Duration()
+        delay.FromNanoseconds(int(error.retry_seconds * 1e9))
+        details.append(error_details_pb2.RetryInfo(retry_delay=delay))
+    code = next(CODES[kind] for kind in type(error).__mro__ if kind in CODES)
+    return _status(code, str(error), details)
+
+
+def internal_status() -> status_pb2.Status:
+    """Makes the status of a call that met a bug of the server; it tells the caller nothing of the bug."""
+    info = error_details_pb2.ErrorInfo(reason="INTERNAL", domain=DOMAIN)
+    return _status(grpc.StatusCode.INTERNAL, "internal error; see the server's log", [info])
+
+
+def malformed_error() -> InvalidArgumentError:
+    """What a message that cannot be parsed is answered with."""
+    return InvalidArgumentError("message", "cannot be parsed", reason="MALFORMED")
+
+
+def from_rpc_error(error: grpc.RpcError) -> KvpoolError:
+    """Makes the core's error again of what came over the wire, with reason, field and retry time."""
+    code: grpc.StatusCode = error.code()
+    text: str = error.details() or code.name
+    reason, field, retry_seconds = code.name, "", None
+    for detail in _details(error):
+        info, retry = error_details_pb2.ErrorInfo(), error_details_pb2.RetryInfo()
+        if detail.Is(info.DESCRIPTOR):
+            detail.Unpack(info)
+            reason, field = info.reason, info.metadata.get("field", "")
+        elif detail.Is(retry.DESCRIPTOR):
+            detail.Unpack(retry)
+            retry_seconds = retry.retry_delay.ToNanoseconds() / 1e9
+    text = text.removeprefix(f"{field}: ")
+    if code is grpc.StatusCode.INTERNAL and text == _BROKEN_WRITE:
+        return UnavailableError("BROKEN", "the connection broke")
+    if code is grpc.StatusCode.INVALID_ARGUMENT:
+        return InvalidArgumentError(field, text, reason=reason)
+    return _ERRORS.get(code, ServerError)(reason, text, field=field, retry_seconds=retry_seconds)
+
+
+def _details(error: grpc.RpcError) -> Sequence[any_pb2.Any]:
+    encoded = b""
+    for entry in error.trailing_metadata() or ():
+        key, value = cast("tuple[str, bytes]", entry)
+        if key == _DETAILS_KEY:
+            encoded = value
+    try:
+        return tuple(status_pb2.Status.FromString(encoded).details)
+    except message.DecodeError:
+        return ()
+
+
+def _status(code: grpc.StatusCode, text: str, details: Sequence[message.Message]) -> status_pb2.Status:
+    status = status_pb2.Status(code=code.value[0], message=text)
+    for detail in details:
+        packed = any_pb2.Any()
+        packed.Pack(detail)
+        status.details.append(packed)
+    return status

@@ -1,0 +1,122 @@
+"""Between the wire's messages and the core's values, both ways. Shared by server and client."""
+
+from dataclasses import fields
+from typing import Any, Final, assert_never
+
+from google.protobuf.message import Message
+
+from kvpool.core.errors import InvalidArgumentError
+from kvpool.core.events import AllBlocksCleared, BlockEvent, BlockRemoved, BlockStored, packed_token_ids
+from kvpool.core.ids import BlockHash, GroupId
+from kvpool.core.steps.columns import Step, StepResult
+from kvpool.v1 import event_pb2, step_pb2
+
+# The core's values have the fields of the wire's, of the same names.
+_STEP_NAMES: Final = [field.name for field in fields(Step)]
+_RESULT_NAMES: Final = [field.name for field in fields(StepResult)]
+
+
+def _fields_read(message: type[Message], value: type[Step | StepResult]) -> dict[int, tuple[str, bool]]:
+    """By number on the wire, the fields of a value, and whether each is a list."""
+    numbers = {field.name: field.number for field in message.DESCRIPTOR.fields}
+    return {numbers[field.name]: (field.name, field.default_factory is list) for field in fields(value)}
+
+
+_STEP_FIELDS: Final = _fields_read(step_pb2.Step, Step)
+_RESULT_FIELDS: Final = _fields_read(step_pb2.StepResult, StepResult)
+
+
+def step_from_proto(message: step_pb2.Step) -> Step:
+    """Decodes a step; the core checks it."""
+    step = Step(0)
+    _read(message, _STEP_FIELDS, step)
+    return step
+
+
+def step_to_proto(step: Step, session_id: str) -> step_pb2.Step:
+    """Encodes a step.
+
+    Raises:
+        InvalidArgumentError: A value is not of the kind that the wire has, or out of its range.
+    """
+    columns = {name: value for name in _STEP_NAMES if (value := getattr(step, name))}
+    try:
+        return step_pb2.Step(session_id=session_id, **columns)
+    except (TypeError, ValueError) as error:
+        raise _wrong_column(columns, error) from None
+
+
+def _wrong_column(columns: dict[str, Any], error: Exception) -> InvalidArgumentError:
+    """Names the column of a step that cannot be encoded."""
+    for name, value in columns.items():
+        try:
+            step_pb2.Step(**{name: value})
+        except (TypeError, ValueError) as its_error:
+            return InvalidArgumentError(name, str(its_error))
+    return InvalidArgumentError("step", str(error))
+
+
+def result_to_proto(result: StepResult) -> step_pb2.StepResult:
+    """Encodes a step's result."""
+    return step_pb2.StepResult(**{name: value for name in _RESULT_NAMES if (value := getattr(result, name))})
+
+
+def result_from_proto(message: step_pb2.StepResult) -> StepResult:
+    """Decodes a step's result."""
+    result = StepResult(0)
+    _read(message, _RESULT_FIELDS, result)
+    return result
+
+
+def _read(message: Message, numbers: dict[int, tuple[str, bool]], value: Step | StepResult) -> None:
+    """Sets what a message says, which is little of what it could."""
+    for descriptor, column in message.ListFields():
+        field = numbers.get(descriptor.number)
+        if field:
+            setattr(value, field[0], list(column) if field[1] else column)
+
+
+def event_to_proto(event: BlockEvent) -> event_pb2.BlockEvent:
+    """Encodes a block event."""
+    match event:
+        case BlockStored():
+            stored = event_pb2.BlockStored(
+                block_hashes=event.block_hashes,
+                parent_block_hash=event.parent_block_hash or b"",
+                token_ids=event.token_ids,
+                block_size=event.block_size,
+                lora_name=event.lora_name or "",
+                group_id=event.group_id,
+            )
+            return event_pb2.BlockEvent(stored=stored)
+        case BlockRemoved():
+            removed = event_pb2.BlockRemoved(
+                block_hash=event.block_hash, group_id=event.group_id, copies_left=event.copies_left
+            )
+            return event_pb2.BlockEvent(removed=removed)
+        case AllBlocksCleared():
+            return event_pb2.BlockEvent(cleared=event_pb2.AllBlocksCleared())
+        case _:
+            assert_never(event)
+
+
+def event_from_proto(message: event_pb2.BlockEvent) -> BlockEvent | None:
+    """Decodes a block event; None for a kind that only a newer server knows."""
+    match message.WhichOneof("event"):
+        case "stored":
+            stored = message.stored
+            return BlockStored(
+                block_hashes=tuple(map(BlockHash, stored.block_hashes)),
+                parent_block_hash=BlockHash(stored.parent_block_hash) if stored.parent_block_hash else None,
+                token_ids=packed_token_ids(stored.token_ids),
+                block_size=stored.block_size,
+                lora_name=stored.lora_name or None,
+                group_id=GroupId(stored.group_id),
+            )
+        case "removed":
+            removed = message.removed
+            return BlockRemoved(BlockHash(removed.block_hash), GroupId(removed.group_id), removed.copies_left)
+        case "cleared":
+            return AllBlocksCleared()
+        case None:
+            return None

@@ -1,0 +1,1 @@
+"""Execution of a step: check the whole step, then apply it."""

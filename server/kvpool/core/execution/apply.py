@@ -1,0 +1,356 @@
+"""Applies a checked step, operation by operation, and writes down what became of each.
+
+1. After the first operation that finds too few blocks, or would pass the session's maximum, nothing takes blocks any
+   more in this step: as in a scheduler's loop that stops there to preempt.
+2. Nor does anything look for blocks or take some once that has made enough work (MAX_STEP_WORK): it is not tried, and
+   can be asked again. What an operation costs is known when it is done, so the one that passes the bound is done whole.
+3. What a request grew by, and what it threw away, is taken note of whatever became of the operation itself.
+4. Nobody else ever finds what a request that is freed or preempted had cached and was not said to be computed, nor that
+   its step is launched: it may never run.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from kvpool.core.blocks.kv_cache_manager import ComputedBlocks, Pool
+from kvpool.core.execution.allocate_batch import PlainRun
+from kvpool.core.execution.check import CheckedOperation, StepChecker
+from kvpool.core.execution.deferred_caching import Filled
+from kvpool.core.ids import BlockId
+from kvpool.core.ids import Sequence as SequenceNumber
+from kvpool.core.sessions.quarantine import Quarantined
+from kvpool.core.sessions.request import Request
+from kvpool.core.sessions.session import Session
+from kvpool.core.steps.columns import MAX_STEP_WORK, Operation, Outcome, Step, StepResult
+
+COMPARED_PER_HASH: Final = 64
+"""Blocks of two tables that are compared in the time that a hash takes to be looked up, at least."""
+
+
+def apply_step(pool: Pool, session: Session, step: Step, source: object = None) -> StepResult:
+    """Checks and applies a session's step, or gives the answer again that it got before.
+
+    Args:
+        pool: The session's pool.
+        session: The session.
+        step: The step.
+        source: What to compare with when the same sequence number comes again; None for the step itself. Bytes are a
+            digest, which keeps none of the step's entries.
+
+    Raises:
+        InvalidArgumentError: A field is malformed or out of range; nothing was changed.
+        NotFoundError: A request is unknown; nothing was changed.
+        WrongStateError: The step is out of sequence, or a request is not in the state for it; nothing was changed.
+        UnavailableError: The pool is suspended; nothing was changed.
+    """
+    source = step if source is None else source
+    before = session.answered(step.sequence, source)
+    if before is not None:
+        pool.activity.retries += 1
+        return before
+    pool.check_serving()
+    checked = StepChecker(pool, session, step).check()
+    if pool.residency:
+        pool.residency.now_seconds = session.heard_seconds
+    mark_executed(pool, session, step.executed_sequence)
+    session.launched_sequence = max(session.launched_sequence, SequenceNumber(step.launched_sequence))
+    session.num_tokens += sum(step.num_appended_tokens)
+    result = _Application(pool, session, step).run(checked)
+    num_kept = 0 if isinstance(source, bytes) else step.num_entries
+    session.remember(source, result, num_kept + result.num_entries)
+    pool.activity.steps += 1
+    pool.activity.operations += len(step.operations)
+    pool.activity.allocations += step.num_quiet_allocations
+    return result
+
+
+def mark_executed(pool: Pool, session: Session, executed_sequence: int) -> None:
+    """Lets others hit what the session filled with its changes up to `executed_sequence`, which the caller checked."""
+    if executed_sequence > session.executed_sequence:
+        session.executed_sequence = SequenceNumber(executed_sequence)
+        pool.blocks.prefix_map.publish(session.writer, session.executed_sequence)
+
+
+def end_session(pool: Pool, session: Session) -> int:
+    """Frees all that a session holds, the oldest request first, and withdraws what it never said to be executed.
+
+    Returns:
+        How many requests were freed.
+    """
+    _withdraw(pool, session)
+    return _free_requests(pool, session)
+
+
+def put_away(pool: Pool, session: Session, now_seconds: float, quarantine_seconds: float) -> None:
+    """Ends a session of which a step may still run: what it holds is freed, at once or from quarantine.
+
+    It is kept until `release`, for so many seconds, or where the pool's ranks fence until they have answered.
+    """
+    due_seconds = float("inf") if pool.ranks_fence else now_seconds + quarantine_seconds
+    if due_seconds <= now_seconds or not any(request.holds_blocks for request in session.requests.values()):
+        end_session(pool, session)
+        return
+    _withdraw(pool, session)
+    pool.quarantine.add(Quarantined(session, now_seconds, due_seconds))
+
+
+def release(pool: Pool, quarantined: Quarantined) -> None:
+    """Frees what an ended session held in quarantine."""
+    pool.quarantine.remove(quarantined)
+    _free_requests(pool, quarantined.session)
+
+
+def _withdraw(pool: Pool, session: Session) -> None:
+    """Withdraws what a session that has ended never said to be executed, and its quota."""
+    pool.end_writer(session.writer)
+    if session.holding:
+        pool.quotas.end(session.holding, session.requests.values())
+        session.holding = None
+
+
+def _free_requests(pool: Pool, session: Session) -> int:
+    requests = list(session.requests.values())
+    for request in requests:
+        pool.free(request)
+        session.forget(request)
+    return len(requests)
+
+
+def _grow(row: CheckedOperation, request: Request) -> None:
+    request.num_tokens += row.num_appended_tokens
+    if row.hashes:
+        request.hashes += row.hashes
+    if row.token_ids:
+        request.token_ids += row.token_ids
+
+
+_COLUMNS: Final = tuple(
+    (name, f"_{name}")
+    for name in (
+        "outcomes",
+        "num_hit_tokens",
+        "num_shared_hit_tokens",
+        "num_new_tokens",
+        "num_prefix_blocks",
+        "num_new_blocks",
+    )
+)
+"""Columns of a result, and where they are made."""
+
+
+class _Application:
+    """One step being applied; its result column by column."""
+
+    def __init__(self, pool: Pool, session: Session, step: Step) -> None:
+        self._pool = pool
+        self._session = session
+        self._sequence = SequenceNumber(step.sequence)
+        self._budget_tokens = step.admission_budget_tokens or pool.config.max_model_len * (len(step.operations) + 1)
+        self._out_of_blocks = False
+        self._work = 0
+        count, groups = len(step.operations), len(pool.config.groups)
+        self._groups = groups
+        self._outcomes = [0] * count
+        self._num_hit_tokens = [0] * count
+        self._num_shared_hit_tokens = [0] * count
+        self._num_new_tokens = [0] * count
+        self._num_prefix_blocks = [0] * (count * groups)
+        self._num_new_blocks = [0] * (count * groups)
+        self._block_ids: list[BlockId] = []
+
+    def run(self, checked: list[CheckedOperation | PlainRun]) -> StepResult:
+        self._take_note(checked)
+        i = 0
+        for row in checked:
+            if isinstance(row, PlainRun):
+                self._do_together(i, row)
+                i += len(row)
+                continue
+            if row.request is None:
+                self._on_pool(i, row)
+            else:
+                if not row.num_taken_tokens:  # else it has
+                    _grow(row, row.request)
+                row.request.num_computed_tokens -= row.num_rejected_tokens
+                handler = _HANDLERS.get(row.operation)
+                if handler:
+                    handler(self, i, row, row.request)
+            i += 1
+        free_blocks = self._pool.quotas.num_free_for(self._session.holding)
+        result = StepResult(self._sequence, free_blocks, block_ids=list(self._block_ids))
+        for name, attribute in _COLUMNS:
+            column: list[int] = getattr(self, attribute)
+            if any(column):
+                setattr(result, name, column)
+        return result
+
+    def _take_note(self, checked: list[CheckedOperation | PlainRun]) -> None:
+        """Notes what was allocated without asking since the step before, and caches what that filled."""
+        filled, before = Filled(self._pool, self._session), SequenceNumber(self._sequence - 1)
+        for row in checked:
+            if isinstance(row, PlainRun):
+                row.take_note(filled, before)
+                continue
+            request = row.request
+            if request and row.num_taken_tokens:
+                _grow(row, request)
+                request.num_computed_tokens += row.num_taken_tokens
+                request.filling_sequence = before
+                if request.num_computed_tokens > request.quiet_tokens:
+                    num_tokens = min(request.num_tokens, request.num_computed_tokens)
+                    filled.add(request, num_tokens // self._pool.hash_block_size)
+                    request.quiet_tokens = self._pool.quiet_tokens(request)
+        filled.cache(before)
+
+    def _do_together(self, first: int, run: PlainRun) -> None:
+        work = self._work + run.num_lacking_blocks
+        if self._out_of_blocks or work >= MAX_STEP_WORK or run.num_lacking_blocks > self._pool.blocks.num_free_blocks:
+            for i, (request, num_new_tokens) in enumerate(run.one_by_one(), first):
+                row = CheckedOperation(Operation.ALLOCATE, request)
+                row.num_new_tokens = num_new_tokens
+                self.allocate(i, row, request)
+            return
+        counts, block_ids = run.apply(self._sequence)
+        if counts:
+            self._num_new_blocks[first : first + len(run)] = counts
+            self._block_ids += block_ids
+            self._work = work
+
+    def _on_pool(self, i: int, row: CheckedOperation) -> None:
+        if row.operation is Operation.EVICT:
+            self._pool.blocks.evict(row.block_ids or ())
+        else:
+            self._outcomes[i] = Outcome.OK if self._pool.reset_prefix_cache() else Outcome.IN_USE
+
+    def add(self, _i: int, _row: CheckedOperation, request: Request) -> None:
+        request.num_prompt_tokens = request.num_tokens
+        self._session.add(request)
+
+    def look_up(self, i: int, row: CheckedOperation, request: Request) -> None:
+        if self._is_enough:
+            self._outcomes[i] = Outcome.SKIPPED
+            return
+        find = self._pool.look_up if row.operation is Operation.LOOK_UP else self._pool.peek
+        self._put_promise(i, request, find(request))
+        request.is_found = row.operation is Operation.FIND
+
+    def cache(self, _i: int, row: CheckedOperation, request: Request) -> None:
+        if self._pool.config.enable_caching:
+            num_tokens = min(row.num_new_tokens, request.num_computed_tokens)
+            session, sequence = self._session, self._sequence
+            if session.launched_sequence:  # it says of each step when it is run: also of the one that filled these
+                sequence = request.filling_sequence
+            self._pool.cache(request, num_tokens, sequence=sequence)
+            if sequence <= session.executed_sequence:
+                self._pool.blocks.prefix_map.publish(session.writer, session.executed_sequence)
+            request.quiet_tokens = self._pool.quiet_tokens(request)
+
+    def preempt(self, _i: int, _row: CheckedOperation, request: Request) -> None:
+        self._pool.withdraw(request, self._session.launched_sequence, can_tell=self._session.can_tell)
+        self._pool.preempt(request)
+
+    def free(self, _i: int, _row: CheckedOperation, request: Request) -> None:
+        self._pool.withdraw(request, self._session.launched_sequence, can_tell=self._session.can_tell)
+        self._pool.free(request)
+        self._session.forget(request)
+
+    def common_prefix(self, i: int, _row: CheckedOperation, request: Request) -> None:
+        if self._is_enough:
+            self._outcomes[i] = Outcome.SKIPPED
+            return
+        requests = self._session.requests.values()
+        num_blocks = sum(len(table.block_ids) for table in request.tables)
+        self._work += len(requests) * (1 + num_blocks // COMPARED_PER_HASH)
+        running = (other for other in requests if other.holds_blocks)
+        counts = self._pool.num_common_prefix_blocks(request, running)
+        self._num_prefix_blocks[i * self._groups : (i + 1) * self._groups] = counts
+
+    def allocate(self, i: int, row: CheckedOperation, request: Request) -> None:
+        pool, promised = self._pool, row.promised
+        if self._out_of_blocks or self._work >= MAX_STEP_WORK:
+            self._outcomes[i] = Outcome.SKIPPED
+            return
+        if promised:
+            self._work += sum(map(len, promised.block_ids))
+            if not pool.still_holds(request, promised):
+                self._outcomes[i] = Outcome.HIT_CHANGED
+                self._put_promise(i, request, pool.peek(request))
+                return
+        new = pool.allocate(
+            request,
+            row.num_new_tokens,
+            row.num_lookahead_tokens,
+            promised,
+            num_encoder_tokens=row.num_encoder_tokens,
+            delay_cache_blocks=row.delay_cache_blocks,
+            terms=row.terms,
+            sequence=self._sequence,
+        )
+        if new is None:
+            self._refuse(i)
+        else:
+            self._put(self._num_new_blocks, i, new)
+
+    def admit(self, i: int, row: CheckedOperation, request: Request) -> None:
+        if self._out_of_blocks or self._is_enough or not self._budget_tokens:
+            self._outcomes[i] = Outcome.SKIPPED
+            return
+        is_found, request.is_found = request.is_found, False  # it counts its own look-up
+        admission = self._pool.admit(
+            request,
+            min(row.num_new_tokens or self._budget_tokens, self._budget_tokens),
+            row.num_lookahead_tokens,
+            num_encoder_tokens=row.num_encoder_tokens,
+            delay_cache_blocks=row.delay_cache_blocks,
+            terms=row.terms,
+            sequence=self._sequence,
+        )
+        if admission is None:
+            request.is_found = is_found
+            self._refuse(i)
+            return
+        self._budget_tokens -= admission.num_new_tokens
+        self._num_new_tokens[i] = admission.num_new_tokens
+        self._put_hit(i, admission.computed)
+        self._put(self._num_new_blocks, i, admission.new_blocks)
+
+    @property
+    def _is_enough(self) -> bool:
+        return self._work >= MAX_STEP_WORK
+
+    def _refuse(self, i: int) -> None:
+        holding = self._session.holding
+        self._outcomes[i] = Outcome.OVER_QUOTA if holding and holding.is_over else Outcome.NO_BLOCKS
+        self._out_of_blocks = True
+
+    def _put_promise(self, i: int, request: Request, computed: ComputedBlocks) -> None:
+        """Answers a hit that a later step may name, by its blocks alone: the request keeps what else was found."""
+        request.junction_tokens = computed.junction_tokens or 0
+        self._put_hit(i, computed)
+
+    def _put_hit(self, i: int, computed: ComputedBlocks) -> None:
+        self._num_hit_tokens[i] = computed.num_tokens
+        self._num_shared_hit_tokens[i] = computed.num_shared_tokens
+        self._work += computed.num_probes
+        self._put(self._num_prefix_blocks, i, computed.block_ids)
+
+    def _put(self, column: list[int], i: int, blocks: Sequence[Sequence[BlockId]]) -> None:
+        for j, block_ids in enumerate(blocks):
+            if block_ids:
+                column[i * self._groups + j] = len(block_ids)
+                self._block_ids.extend(block_ids)
+                self._work += len(block_ids)
+
+
+_HANDLERS: Final[dict[Operation, Callable[[_Application, int, CheckedOperation, Request], None]]] = {
+    Operation.ADD: _Application.add,
+    Operation.LOOK_UP: _Application.look_up,
+    Operation.PEEK: _Application.look_up,
+    Operation.FIND: _Application.look_up,
+    Operation.ADMIT: _Application.admit,
+    Operation.ALLOCATE: _Application.allocate,
+    Operation.CACHE: _Application.cache,
+    Operation.FREE: _Application.free,
+    Operation.PREEMPT: _Application.preempt,
+    Operation.COMMON_PREFIX: _Application.common_prefix,
+}

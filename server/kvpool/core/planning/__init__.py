@@ -1,0 +1,1 @@
+"""Memory planning: from layer specs and free bytes to groups, tensors and num_blocks."""

@@ -1,0 +1,236 @@
+"""Lays out the memory of all ranks: from layer specs and free bytes to groups, tensors and num_blocks.
+
+1. All ranks get the same groups and the same num_blocks, for block ids are those of the whole pool: the rank with the
+   least room decides. A rank's tensors hold its own layers.
+2. Layers of different groups share tensors, since no block belongs to two groups at a time: tensor i is shared by layer
+   i of each group.
+3. A plan is refused unless one request of the longest length fits; the refusal says what would.
+
+Source: the results are those of vLLM's get_kv_cache_configs, but for
+`FitCheck.WHOLE_REQUEST`, the default here.
+"""
+
+from collections.abc import Callable, Sequence
+
+from kvpool.core.errors import check_range
+from kvpool.core.ids import MAX_BLOCKS, MAX_TOKENS
+from kvpool.core.planning.grouping import (
+    Layers,
+    block_size_bytes,
+    group_layers,
+    is_uniform_type,
+    layer_specs,
+    of_rank,
+    undeclared_field,
+)
+from kvpool.core.planning.plan import (
+    GIB,
+    FitCheck,
+    KVCacheConfig,
+    KVCacheTensor,
+    Plan,
+    PlanError,
+    PlanOptions,
+    RankMemory,
+)
+from kvpool.core.specs.base import KVCacheSpec, RequestLimits
+from kvpool.core.specs.kinds import (
+    block_span_tokens,
+    common_multiple_tokens,
+    differing_field,
+    num_sink_tokens,
+)
+from kvpool.core.specs.pool_config import KVCacheGroup
+
+
+def get_kv_cache_configs(ranks: Sequence[RankMemory], options: PlanOptions) -> Plan:
+    """Plans the memory of all ranks of a model.
+
+    Args:
+        ranks: The ranks: pipeline stages with layers of their own, tensor ranks with the same.
+        options: What is asked.
+
+    Raises:
+        PlanError: Ranks disagree on a layer, memory is missing, or one request does not fit; says what is at fault,
+            and of the last how much is needed, what there is, and the longest that fits.
+        InvalidArgumentError: The layers cannot be put into groups as asked.
+    """
+    check_range("ranks", len(ranks), 1, 65_536)
+    groups = group_layers(_merge_ranks(ranks), hybrid=not options.disable_hybrid_kv_cache_manager)
+    _check_alignment(groups, options)
+    by_rank = [of_rank(groups, rank.layers) for rank in ranks]
+    rooms = [_Room(i, own, ranks[i].available_bytes, options) for i, own in enumerate(by_rank) if block_size_bytes(own)]
+    max_model_len = _check_rooms(rooms, options)
+    num_blocks = min((room.available_bytes // room.block_size_bytes for room in rooms), default=1)
+    num_blocks = (options.num_blocks_override if groups else 0) or min(num_blocks, MAX_BLOCKS)
+    check_range("num_blocks", num_blocks, 1, MAX_BLOCKS)
+    return Plan(
+        tuple(KVCacheConfig(num_blocks, _tensors(own, num_blocks), own) for own in by_rank),
+        groups,
+        max_model_len,
+        _blocks_of_request(groups, options.limits(max_model_len)),
+        _longest(max_model_len, lambda length: _takes(groups, options.limits(length)) <= num_blocks),
+    )
+
+
+class _Room:
+    """What one rank can hold."""
+
+    def __init__(self, rank: int, groups: tuple[KVCacheGroup, ...], available_bytes: int, options: PlanOptions) -> None:
+        self.rank = rank
+        self.memory_field = f"ranks[{rank}].available_bytes"
+        self.available_bytes = available_bytes
+        self.block_size_bytes = block_size_bytes(groups)
+        self._groups = groups
+        self._options = options
+        self.field, self.usable_bytes = self.memory_field, available_bytes
+        if options.num_blocks_override and options.fit_check is FitCheck.WHOLE_REQUEST:
+            self.field = "num_blocks_override"
+            self.usable_bytes = options.num_blocks_override * self.block_size_bytes
+
+    def needed_bytes(self, length: int) -> int:
+        """Bytes that one request of this length takes, and what is set aside."""
+        limits = self._options.limits(length)
+        if self._options.fit_check is FitCheck.FIRST_GROUP:
+            return _blocks_of_request(self._groups[:1], limits) * self.block_size_bytes
+        return _takes(self._groups, limits) * self.block_size_bytes
+
+    def longest(self, max_model_len: int) -> int:
+        """The longest request that fits, at most this long; 0 if none does."""
+        return _longest(max_model_len, lambda length: self.needed_bytes(length) <= self.usable_bytes)
+
+    def refusal(self, length: int, estimate: int) -> PlanError:
+        """Says that a request of this length does not fit, and that one of the estimate does."""
+        needed_bytes = self.needed_bytes(length)
+        needed_blocks, blocks = (size // self.block_size_bytes for size in (needed_bytes, self.usable_bytes))
+        return PlanError(
+            "ONE_REQUEST_DOES_NOT_FIT",
+            self.field,
+            f"one request of {length} tokens takes {needed_bytes / GIB:.2f} GiB ({needed_blocks} blocks), there are"
+            f" {self.usable_bytes / GIB:.2f} GiB ({blocks} blocks); the longest that fits has {estimate} tokens: give"
+            " more memory, or lower max_model_len",
+            needed_bytes=needed_bytes,
+            available_bytes=self.usable_bytes,
+            max_model_len=length,
+            estimated_max_model_len=estimate,
+            rank=self.rank,
+        )
+
+
+def _check_rooms(rooms: Sequence[_Room], options: PlanOptions) -> int:
+    """Checks that one request fits every rank.
+
+    Returns:
+        The longest length in force.
+
+    Raises:
+        PlanError: There is no memory, or too little; of several ranks it tells of the one that holds least.
+    """
+    for room in rooms:
+        if room.available_bytes <= 0:
+            raise PlanError(
+                "NO_MEMORY",
+                room.memory_field,
+                f"{room.available_bytes}: no memory is left for the KV cache",
+                available_bytes=room.available_bytes,
+                rank=room.rank,
+            )
+    length = options.max_model_len
+    if not rooms:
+        return length
+    estimate, worst = min(((room.longest(length), room) for room in rooms), key=lambda entry: entry[0])
+    if estimate == length:
+        return length
+    if not options.auto_fit_max_model_len:
+        raise worst.refusal(length, estimate)
+    if not estimate:
+        raise PlanError(
+            "NOT_EVEN_ONE_TOKEN_FITS",
+            worst.field,
+            f"a request of one token takes {worst.needed_bytes(1)} bytes, there are {worst.usable_bytes}",
+            available_bytes=worst.usable_bytes,
+            needed_bytes=worst.needed_bytes(1),
+            rank=worst.rank,
+        )
+    return estimate
+
+
+def _merge_ranks(ranks: Sequence[RankMemory]) -> Layers:
+    merged: dict[str, tuple[int, KVCacheSpec]] = {}
+    for i, rank in enumerate(ranks):
+        for name, spec in rank.layers.items():
+            where = f'ranks[{i}].layers["{name}"]'
+            first, known = merged.setdefault(name, (i, spec))
+            field = differing_field(known, spec)
+            if field:
+                raise PlanError(
+                    "RANKS_DISAGREE_ON_A_LAYER",
+                    f"{where}.{field}",
+                    f"layer {name!r} differs in {field} between rank {first} ({_value(known, field)}) and rank {i}"
+                    f" ({_value(spec, field)})",
+                )
+            missing = undeclared_field(spec)
+            if missing:
+                raise PlanError("SIZE_NOT_DECLARED", f"{where}.{missing}", "is needed to plan, and not declared")
+    return {name: spec for name, (_, spec) in merged.items()}
+
+
+def _value(spec: KVCacheSpec, field: str) -> object:
+    return type(spec).__name__ if field == "type" else getattr(spec, field)
+
+
+def _check_alignment(groups: tuple[KVCacheGroup, ...], options: PlanOptions) -> None:
+    limits = options.limits(options.max_model_len)
+    spans = [block_span_tokens(group.spec, limits.context_parallel_size) for group in groups]
+    if common_multiple_tokens(spans, limits.max_model_len) > MAX_TOKENS:
+        raise PlanError(
+            "NO_COMMON_BLOCK_SIZE",
+            "block_size",
+            f"blocks of {sorted(set(spans))} tokens have no common multiple in [1, {MAX_TOKENS}]: no prefix could be"
+            " found in all groups",
+        )
+    for group, span in zip(groups, spans, strict=True):
+        sink_len = num_sink_tokens(group.spec)
+        if sink_len % span:
+            raise PlanError(
+                "SINKS_DO_NOT_FIT_BLOCKS", "sink_len", f"{sink_len} is no multiple of blocks of {span} tokens"
+            )
+
+
+def _takes(groups: tuple[KVCacheGroup, ...], limits: RequestLimits) -> int:
+    """Blocks that a pool needs for one request: its own, and those that none is given (the null block, sinks)."""
+    if not groups:
+        return 0
+    ranks = limits.context_parallel_size
+    sinks = (num_sink_tokens(group.spec) // block_span_tokens(group.spec, ranks) for group in groups)
+    return _blocks_of_request(groups, limits) + 1 + sum(sinks)
+
+
+def _longest(max_model_len: int, fits: Callable[[int], bool]) -> int:
+    """Finds the greatest length up to max_model_len that fits, 0 if none does. Costs logarithmically many tries.
+
+    What is longer than one that does not fit, does not fit either.
+    """
+    low, high = 0, max_model_len
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle - 1)
+    return low
+
+
+def _blocks_of_request(groups: tuple[KVCacheGroup, ...], limits: RequestLimits) -> int:
+    return sum(group.spec.max_blocks(limits) for group in groups)
+
+
+def _tensors(groups: tuple[KVCacheGroup, ...], num_blocks: int) -> tuple[KVCacheTensor, ...]:
+    if is_uniform_type(groups):
+        layers = layer_specs(groups[0])
+        return tuple(KVCacheTensor(spec.page_size_bytes * num_blocks, (name,)) for name, spec in layers)
+    count = max((len(group.layer_names) for group in groups), default=0)
+    return tuple(
+        KVCacheTensor(
+            groups[0].spec.page_size_bytes * num_blocks,
+            tuple(group.layer_names[i] for group in groups if i < len(group.layer_names)),
+        )
+        for i in range(count)
+    )

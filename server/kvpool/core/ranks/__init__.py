@@ -1,0 +1,1 @@
+"""Ranks of a pool: membership, registry, fences, messages."""

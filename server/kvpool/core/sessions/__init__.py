@@ -1,0 +1,1 @@
+"""Sessions: leases, requests with their block tables, quarantine."""

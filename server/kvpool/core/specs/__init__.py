@@ -1,0 +1,1 @@
+"""Attention kinds, groups, pool configuration and hash scheme."""

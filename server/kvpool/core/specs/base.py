@@ -1,0 +1,220 @@
+"""What all kinds of attention have in common: pages, and the interface that allocation and planning use.
+
+1. A spec checks its own numbers when it is made; the error's field is the attribute.
+2. A page is one layer's bytes of one block. Sizes of 0 stand for "not declared": such a spec can be allocated, not
+   planned, and its page_size_bytes is 0.
+3. All sizes are of one rank: heads are the rank's own, block_size the tokens (under context parallelism, the rank's
+   share of them) that a block holds.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar, Final, Self
+
+from kvpool.core.errors import InvalidArgumentError, check_range
+from kvpool.core.ids import MAX_TOKENS
+
+DTYPE_SIZES_BYTES: Final = {
+    "float64": 8,
+    "int64": 8,
+    "float32": 4,
+    "int32": 4,
+    "float16": 2,
+    "bfloat16": 2,
+    "float8_e4m3fn": 1,
+    "float8_e4m3fnuz": 1,
+    "float8_e5m2": 1,
+    "float8_e5m2fnuz": 1,
+    "int8": 1,
+    "uint8": 1,
+}
+"""Size of one element, by the name that torch gives its type."""
+
+MAX_BLOCK_SIZE_TOKENS: Final = 2**20
+MAX_DIMENSION: Final = 2**24
+MAX_PAGE_BYTES: Final = 2**48
+QUOTED_CHARACTERS: Final = 64
+"""Characters of a caller's text that an error repeats."""
+
+
+def dtype_size_bytes(field: str, dtype: str) -> int:
+    """Size of one element of a type.
+
+    Raises:
+        InvalidArgumentError: The type is unknown; names `field` and the known ones.
+    """
+    if dtype not in DTYPE_SIZES_BYTES:
+        raise InvalidArgumentError(
+            field, f"{dtype[:QUOTED_CHARACTERS]!r} is not known; known: {', '.join(DTYPE_SIZES_BYTES)}"
+        )
+    return DTYPE_SIZES_BYTES[dtype]
+
+
+def check_page(content_size_bytes: int, padded_size_bytes: int) -> None:
+    """Checks a page, its padding (0: none) included.
+
+    Raises:
+        InvalidArgumentError: It is too large, or padded to less than it holds.
+    """
+    if content_size_bytes > MAX_PAGE_BYTES:
+        raise InvalidArgumentError(
+            "page_size_bytes", f"one page takes {content_size_bytes} bytes, over {MAX_PAGE_BYTES}"
+        )
+    if padded_size_bytes:
+        check_range("page_size_padded", padded_size_bytes, content_size_bytes, MAX_PAGE_BYTES)
+
+
+@dataclass(frozen=True, slots=True)
+class RequestLimits:
+    """What bounds one request, and so the memory it may take.
+
+    Attributes:
+        max_model_len: Most tokens a request may have.
+        max_num_batched_tokens: Most tokens one step computes, over all requests.
+        max_num_encoder_input_tokens: Most tokens an encoder puts out for one request.
+        context_parallel_size: Ranks over which a request's tokens are spread (decode times prefill).
+    """
+
+    max_model_len: int
+    max_num_batched_tokens: int = 2048
+    max_num_encoder_input_tokens: int = 1500
+    context_parallel_size: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("max_model_len", "max_num_batched_tokens"):
+            check_range(name, getattr(self, name), 1, MAX_TOKENS)
+        check_range("max_num_encoder_input_tokens", self.max_num_encoder_input_tokens, 0, MAX_TOKENS)
+        check_range("context_parallel_size", self.context_parallel_size, 1, 65_536)
+
+
+@dataclass(frozen=True, slots=True)
+class KVCacheSpec:
+    """What all kinds have in common. Of none itself: the page and how it grows are each kind's own.
+
+    Attributes:
+        block_size: Tokens a block holds on one rank, [1, 2^20].
+    """
+
+    block_size: int
+
+    is_sharded: ClassVar[bool] = True
+    """Whether context parallelism spreads the tokens, so that a block of `n` ranks covers n * block_size."""
+    keeps_all: ClassVar[bool] = True
+    """Whether every token is looked at to the end: num_skipped_tokens is 0."""
+    keeps_tokens: ClassVar[bool] = True
+    """Whether anything is kept of the tokens of a request itself; not if only of an encoder's, or nothing at all."""
+    has_token_slots: ClassVar[bool] = True
+    """Whether each token has its own slot. What a draft model writes into the last one depends on the next token."""
+
+    def __post_init__(self) -> None:
+        check_range("block_size", self.block_size, 1, MAX_BLOCK_SIZE_TOKENS)
+
+    @property
+    def page_size_bytes(self) -> int:
+        """Bytes of one layer's share of a block; 0 if sizes are not declared."""
+        raise NotImplementedError
+
+    @property
+    def content_size_bytes(self) -> int:
+        """Bytes of a page that are used, its padding apart."""
+        return self.page_size_bytes
+
+    def num_skipped_tokens(self, num_computed_tokens: int) -> int:
+        """How many of the first tokens are looked at by none but themselves from `num_computed_tokens` on.
+
+        Never falls as `num_computed_tokens` rises.
+        """
+        del num_computed_tokens
+        return 0
+
+    def num_computed_to_skip(self, num_tokens: int) -> int:
+        """With how many computed tokens `num_tokens`, at least 1, are skipped first; more than there ever are if never.
+
+        The inverse of `num_skipped_tokens`.
+        """
+        del num_tokens
+        return 2 * MAX_TOKENS
+
+    def max_blocks(self, limits: RequestLimits) -> int:
+        """Most blocks that one request takes at a time."""
+        span = self.block_size * (limits.context_parallel_size if self.is_sharded else 1)
+        return -(-limits.max_model_len // span)
+
+    def max_memory_bytes(self, limits: RequestLimits) -> int:
+        """Most bytes that one request takes at a time in one layer."""
+        return self.max_blocks(limits) * self.page_size_bytes
+
+    def with_page_size(self, page_size_bytes: int) -> Self:
+        """Makes the spec whose page is this large: by more tokens a block as far as that goes, by padding for the rest.
+
+        Args:
+            page_size_bytes: At least as large as the page is.
+        """
+        raise NotImplementedError
+
+    def merged_with(self, others: Sequence["KVCacheSpec"]) -> "KVCacheSpec | None":
+        """Makes the one spec under which this layer and the others can share a group; None if there is none."""
+        return self if all(other == self for other in others) else None
+
+    def allocates_like(self, other: "KVCacheSpec") -> bool:
+        """Whether blocks are given and freed at the same tokens, so that one block table serves both."""
+        return type(self) is type(other) and self.block_size == other.block_size
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionSpec(KVCacheSpec):
+    """Keys and values of every token, (2, block_size, num_kv_heads, head_size) or as the backend lays them out.
+
+    Attributes:
+        num_kv_heads: Key and value heads on one rank; 0 if not declared.
+        head_size: Elements of a head's key; 0 if not declared.
+        dtype: Element type as torch spells it; empty if not declared.
+        head_size_v: Elements of a head's value; 0 for head_size.
+        page_size_padded: Bytes to which the page is padded; 0 for none.
+    """
+
+    num_kv_heads: int = 0
+    head_size: int = 0
+    dtype: str = ""
+    head_size_v: int = 0
+    page_size_padded: int = 0
+
+    def __post_init__(self) -> None:
+        KVCacheSpec.__post_init__(self)
+        for name in ("num_kv_heads", "head_size", "head_size_v"):
+            check_range(name, getattr(self, name), 0, MAX_DIMENSION)
+        if self.head_size_v == self.head_size:  # one way to say it, so that equal layers are equal
+            object.__setattr__(self, "head_size_v", 0)
+        if self.dtype:
+            dtype_size_bytes("dtype", self.dtype)
+        check_page(self.content_size_bytes, self.page_size_padded)
+
+    @property
+    def content_size_bytes(self) -> int:
+        """Bytes of the keys and values of block_size tokens."""
+        return self.block_size * self.token_size_bytes
+
+    @property
+    def token_size_bytes(self) -> int:
+        """Bytes of one token's key and value."""
+        elements = self.num_kv_heads * (self.head_size + (self.head_size_v or self.head_size))
+        return elements * DTYPE_SIZES_BYTES.get(self.dtype, 0)
+
+    @property
+    def page_size_bytes(self) -> int:
+        """See `KVCacheSpec`."""
+        return self.page_size_padded or self.content_size_bytes
+
+    def with_page_size(self, page_size_bytes: int) -> Self:
+        """See `KVCacheSpec`."""
+        times = min(page_size_bytes // self.content_size_bytes, MAX_BLOCK_SIZE_TOKENS // self.block_size)
+        while not self._can_have_blocks_of(self.block_size * times):
+            times -= 1
+        larger = replace(self, block_size=self.block_size * times, page_size_padded=0)
+        if larger.content_size_bytes == page_size_bytes:
+            return larger
+        return replace(larger, page_size_padded=page_size_bytes)
+
+    def _can_have_blocks_of(self, block_size: int) -> bool:
+        del block_size
+        return True

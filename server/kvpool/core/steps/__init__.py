@@ -1,0 +1,1 @@
+"""A scheduling step and its result, as columns."""

@@ -1,0 +1,1 @@
+"""Read-only views of pools, sessions, requests and blocks."""

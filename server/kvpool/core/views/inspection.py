@@ -1,0 +1,271 @@
+"""Looks at sessions, requests and blocks for people, page by page; changes nothing.
+
+1. A page's work is bounded, so that no look holds up the sessions' steps; what bounds it is said at each.
+2. A page begins after what its token names, whether that is still there or not: what is there all the time while
+   somebody pages is told exactly once.
+3. A session's secret id is never told.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from heapq import nsmallest
+from typing import Final
+
+from kvpool.core.blocks.kv_cache_manager import Pool
+from kvpool.core.errors import InvalidArgumentError
+from kvpool.core.ids import BlockHash, BlockId, GroupId, PoolName, RequestId, WriterId
+from kvpool.core.sessions.request import Request
+from kvpool.core.sessions.session import Session
+
+DEFAULT_PAGE_SIZE: Final = 100
+MAX_PAGE_SIZE: Final = 500
+COUNTED_REQUESTS: Final = 4096
+LOOKED_AT_BLOCKS: Final = 4096
+NAMED_NUMBERS: Final = 16
+_MAX_TOKEN_LENGTH: Final = 1024
+
+
+class BlockState(Enum):
+    """What becomes of a block next; see BlockState in admin.proto."""
+
+    USED = "used"
+    CACHED = "cached"
+    FREE = "free"
+
+
+@dataclass(frozen=True, slots=True)
+class SessionInfo:
+    """A session as it is at one moment; see SessionInfo in admin.proto."""
+
+    session_number: WriterId
+    client_name: str
+    pool_name: PoolName
+    lease_seconds: float
+    age_seconds: float
+    idle_seconds: float
+    streaming: bool
+    sequence: int
+    executed_sequence: int
+    requests: int
+    running_requests: int
+    held_blocks: tuple[int, ...]
+    min_blocks: int = 0
+    max_blocks: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class RequestInfo:
+    """A request as it is at one moment; see RequestInfo in admin.proto."""
+
+    request_id: RequestId
+    session_number: WriterId
+    num_tokens: int
+    num_computed_tokens: int
+    held_blocks: tuple[int, ...]
+    num_preemptions: int
+    lora_name: str
+
+
+@dataclass(frozen=True, slots=True)
+class BlockInfo:
+    """A block as it is at one moment; see BlockInfo in admin.proto."""
+
+    block_id: BlockId
+    state: BlockState
+    ref_cnt: int
+    block_hash: BlockHash
+    group_id: GroupId
+    writer: WriterId
+    pending: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """Where a page begins and how much it may hold.
+
+    Attributes:
+        size: Most entries, at least 1.
+        token: What the last page ended with; empty for the first.
+    """
+
+    size: int
+    token: str
+
+    @classmethod
+    def of(cls, size: int, token: str) -> "Page":
+        """Makes a page of what was asked for, size 0 being the default.
+
+        Raises:
+            InvalidArgumentError: It is too large, or the token is none of ours.
+        """
+        if size > MAX_PAGE_SIZE:
+            raise InvalidArgumentError("page_size", f"{size} is not in [0, {MAX_PAGE_SIZE}]")
+        if len(token) > _MAX_TOKEN_LENGTH:
+            raise _token_error()
+        return cls(size or DEFAULT_PAGE_SIZE, token)
+
+    @property
+    def after_number(self) -> int:
+        """The number that the token begins with; 0 for the first page.
+
+        Raises:
+            InvalidArgumentError: It begins with none.
+        """
+        number = self.token.partition(":")[0]
+        if not self.token:
+            return 0
+        if not (number.isascii() and number.isdigit() and len(number) <= 20):  # noqa: PLR2004 - digits of 2^64
+            raise _token_error()
+        return int(number)
+
+
+def describe_session(pool: Pool, session: Session, now_seconds: float) -> SessionInfo:
+    """Tells what a session is like. O(its requests)."""
+    requests = session.requests.values()
+    held = [held_blocks(request) for request in requests]
+    return SessionInfo(
+        session_number=session.writer,
+        client_name=session.client_name,
+        pool_name=pool.config.name,
+        lease_seconds=session.lease_seconds,
+        age_seconds=max(now_seconds - session.opened_seconds, 0.0),
+        idle_seconds=max(now_seconds - session.heard_seconds, 0.0),
+        streaming=session.open_streams > 0,
+        sequence=session.sequence,
+        executed_sequence=session.executed_sequence,
+        requests=len(requests),
+        running_requests=sum(1 for request in requests if request.num_computed_tokens),
+        held_blocks=tuple(map(sum, zip(*held, strict=True))) if held else (0,) * len(pool.config.groups),
+        min_blocks=session.holding.min_blocks if session.holding else 0,
+        max_blocks=session.holding.max_blocks if session.holding else 0,
+    )
+
+
+def held_blocks(request: Request) -> tuple[int, ...]:
+    """Blocks in a request's tables, group by group, the null block left out."""
+    return tuple(len(table.block_ids) - table.num_skipped for table in request.tables)
+
+
+def named(numbers: Sequence[int]) -> str:
+    """Lists numbers for a message; of many the first."""
+    if len(numbers) <= NAMED_NUMBERS:
+        return ", ".join(map(str, numbers))
+    return ", ".join(map(str, numbers[:NAMED_NUMBERS])) + f", ... ({len(numbers)} in all)"
+
+
+def holders(sessions: Iterable[Session]) -> list[Session]:
+    """The sessions whose requests hold blocks. O(requests)."""
+    return [session for session in sessions if any(request.holds_blocks for request in session.requests.values())]
+
+
+def page_of_sessions(
+    found: Iterable[tuple[Pool, Session]], page: Page, now_seconds: float
+) -> tuple[list[SessionInfo], str]:
+    """Tells of sessions, given in the order of their numbers, until 4,096 requests are counted. O(sessions + those).
+
+    Returns:
+        The sessions, and the next page's token; empty if there is none.
+
+    Raises:
+        InvalidArgumentError: The token is none of ours.
+    """
+    after = page.after_number
+    told: list[SessionInfo] = []
+    counted = 0
+    for pool, session in found:
+        if session.writer <= after:
+            continue
+        if len(told) == page.size or counted >= COUNTED_REQUESTS:
+            return told, str(told[-1].session_number)
+        told.append(describe_session(pool, session, now_seconds))
+        counted += len(session.requests)
+    return told, ""
+
+
+def page_of_requests(sessions: Sequence[Session], page: Page) -> tuple[list[RequestInfo], str]:
+    """Tells of the requests of sessions, given in the order of their numbers, by id. O(requests of those touched).
+
+    Returns:
+        The requests, and the next page's token; empty if there is none.
+
+    Raises:
+        InvalidArgumentError: The token is none of ours.
+    """
+    number = page.after_number
+    after_id = page.token.partition(":")[2]
+    told: list[RequestInfo] = []
+    for session in sessions:
+        if session.writer < number:
+            continue
+        ids: Iterable[RequestId] = session.requests
+        if session.writer == number:
+            ids = [request_id for request_id in ids if request_id > after_id]
+        missing = page.size - len(told)
+        first = nsmallest(missing + 1, ids)
+        told += [_describe_request(session.requests[request_id]) for request_id in first[:missing]]
+        if len(first) > missing:
+            last = told[-1]
+            return told, f"{last.session_number}:{last.request_id}"
+    return told, ""
+
+
+def page_of_blocks(pool: Pool, state: BlockState | None, page: Page) -> tuple[list[BlockInfo], str]:
+    """Tells of blocks by id, of those in a state if one is given. Looks at 4,096 blocks at most.
+
+    Returns:
+        The blocks, and the next page's token; empty if there is none.
+
+    Raises:
+        InvalidArgumentError: The token is none of ours.
+    """
+    num_blocks = pool.blocks.num_blocks
+    start = page.after_number + 1
+    end = min(start + LOOKED_AT_BLOCKS, num_blocks)
+    told: list[BlockInfo] = []
+    for block_id in map(BlockId, range(start, end)):
+        if len(told) == page.size:
+            return told, str(block_id - 1)
+        if state is None or _state_of(pool, block_id) is state:
+            told.append(_describe_block(pool, block_id))
+    return told, str(end - 1) if end < num_blocks else ""
+
+
+def _describe_request(request: Request) -> RequestInfo:
+    return RequestInfo(
+        request_id=request.request_id,
+        session_number=request.writer,
+        num_tokens=request.num_tokens,
+        num_computed_tokens=request.num_computed_tokens,
+        held_blocks=held_blocks(request),
+        num_preemptions=request.num_preemptions,
+        lora_name=request.lora_name or "",
+    )
+
+
+def _describe_block(pool: Pool, block_id: BlockId) -> BlockInfo:
+    prefix_map = pool.blocks.prefix_map
+    block_hash = prefix_map.hash_of(block_id)
+    ref_cnt = pool.blocks.ref_cnt(block_id)
+    state = _state_of(pool, block_id)
+    if block_hash is None:
+        return BlockInfo(block_id, state, ref_cnt, BlockHash(b""), GroupId(0), WriterId(0), pending=False)
+    return BlockInfo(
+        block_id,
+        state,
+        ref_cnt,
+        block_hash,
+        prefix_map.group_of(block_id),
+        prefix_map.writer_of(block_id),
+        pending=block_id in prefix_map.pending(),
+    )
+
+
+def _state_of(pool: Pool, block_id: BlockId) -> BlockState:
+    if pool.blocks.ref_cnt(block_id):
+        return BlockState.USED
+    return BlockState.FREE if pool.blocks.prefix_map.hash_of(block_id) is None else BlockState.CACHED
+
+
+def _token_error() -> InvalidArgumentError:
+    return InvalidArgumentError("page_token", "not the next_page_token of such a list")

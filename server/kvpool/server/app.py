@@ -1,0 +1,281 @@
+"""A server: starts the services on their addresses, stops them gracefully."""
+
+import asyncio
+import contextlib
+import logging
+import random
+import signal
+from collections.abc import Awaitable, Callable
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
+
+from kvpool.core.block_lifetimes import Residency
+from kvpool.core.ids import PoolName
+from kvpool.server.auth.certificates import server_credentials
+from kvpool.server.auth.interceptor import Doorkeeper
+from kvpool.server.config import MetricsConfig, ServerConfig
+from kvpool.server.journal.calls import JournaledAllocator
+from kvpool.server.journal.journal import Journal
+from kvpool.server.journal.messages import WireMessages
+from kvpool.server.limits.token_calls import TokenCalls
+from kvpool.server.metrics.exporter import Exporter
+from kvpool.server.metrics.observations import Observations
+from kvpool.server.metrics.rpc_observer import RpcObserver
+from kvpool.server.metrics.server_metrics import PoolSource, sampler
+from kvpool.server.services.admin_service import AdminService
+from kvpool.server.services.allocator_service import AllocatorService
+from kvpool.server.services.event_service import EventService
+from kvpool.server.services.hub import Hub
+from kvpool.server.services.ranks import Ranks
+from kvpool.server.services.standard_service import Health, Reflection
+from kvpool.server.services.tolerance import OneRequest
+from kvpool.server.services.worker_service import WorkerService
+from kvpool.v1 import (
+    admin_pb2,
+    admin_pb2_grpc,
+    allocator_pb2,
+    allocator_pb2_grpc,
+    event_pb2,
+    event_pb2_grpc,
+    worker_pb2,
+    worker_pb2_grpc,
+)
+from kvpool.wire.address import host_and_port, refuse_live_socket, socket_mode
+
+if TYPE_CHECKING:
+    from kvpool.server.events.publishers import EventPublishers
+
+_SERVICES = tuple(
+    descriptor.services_by_name[name].full_name
+    for descriptor, name in (
+        (admin_pb2.DESCRIPTOR, "AdminService"),
+        (allocator_pb2.DESCRIPTOR, "AllocatorService"),
+        (event_pb2.DESCRIPTOR, "EventService"),
+        (worker_pb2.DESCRIPTOR, "WorkerService"),
+    )
+)
+
+_log = logging.getLogger("kvpool.server")
+
+
+class Server:
+    """A kvpool server in the current event loop.
+
+    Raises:
+        OSError: A certificate or the file of tokens is no good.
+
+    Attributes:
+        hub: What its services share.
+        publishers: What publishes block events over ZeroMQ, if that is asked for.
+    """
+
+    def __init__(self, config: ServerConfig) -> None:
+        self._config = config
+        self._observations = Observations() if config.metrics.address else None
+        self._exporter: Exporter | None = None
+        self.publishers: EventPublishers | None = None
+        residency = _residency(config.metrics)
+        self._journal = _journal(config, residency)
+        recovered = self._journal.allocator if self._journal else None
+        self.hub = Hub(
+            config.max_pool_blocks, residency, config.leases, config.quarantine_seconds, recovered, config.limits
+        )
+        self.hub.past_epoch = config.past_epoch
+        self._ranks = Ranks(self.hub, config.rank_timing, config.max_pool_blocks, config.max_pools)
+        self._health = Health()
+        try:
+            self._credentials = server_credentials(config.doors)
+            self._doorkeeper = (
+                Doorkeeper(config.doors.tokens, self.hub, self._observations) if config.doors.tokens else None
+            )
+        except ValueError as error:
+            raise OSError(str(error)) from error
+        interceptors: list[grpc.aio.ServerInterceptor] = [OneRequest(config.limits.stall_seconds, self._observations)]
+        if self._observations:
+            interceptors.append(RpcObserver(self._observations))
+        if self._doorkeeper:
+            interceptors.append(self._doorkeeper)
+            interceptors.insert(0, TokenCalls(config.limits.max_token_calls, self._observations))
+        self._server = grpc.aio.server(
+            interceptors=interceptors,
+            options=channel_options(config),
+            maximum_concurrent_rpcs=config.limits.max_calls,
+        )
+        self._watches: list[asyncio.Task[None]] = []
+        allocator = AllocatorService(self.hub, self._ranks, self._observations)
+        allocator_pb2_grpc.add_AllocatorServiceServicer_to_server(allocator, self._server)
+        admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminService(self.hub, self._ranks), self._server)
+        event_pb2_grpc.add_EventServiceServicer_to_server(EventService(self.hub), self._server)
+        worker_pb2_grpc.add_WorkerServiceServicer_to_server(WorkerService(self.hub, self._ranks), self._server)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        names = (*_SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME)
+        reflection_pb2_grpc.add_ServerReflectionServicer_to_server(Reflection(names), self._server)
+
+    async def start(self) -> list[str]:
+        """Starts serving.
+
+        Returns:
+            The addresses it listens on, port 0 replaced by the port that was free.
+
+        Raises:
+            OSError: An address cannot be had.
+        """
+        addresses = [self._bind(address) for address in self._config.addresses]
+        if self._config.events.endpoint:
+            self.publishers = self._publish_events()
+        self._take_over()
+        if self._observations:
+            self._exporter = self._export(self._observations)
+            _log.info("metrics listening", extra={"address": self._exporter.address})
+        await self._server.start()
+        for name in ("", *_SERVICES):
+            await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
+        self._watches = [
+            asyncio.create_task(self.hub.expire_leases(), name="expire_leases"),
+            asyncio.create_task(self._ranks.watch(), name="watch_ranks"),
+        ]
+        if self._journal:
+            self._watches.append(asyncio.create_task(self._journal.run(), name="write_journal"))
+        if self._doorkeeper:
+            self._watches.append(asyncio.create_task(self._doorkeeper.watch(), name="watch_tokens"))
+        elif not all(address.startswith("unix:") for address in addresses):
+            _log.warning("whoever connects may do everything", extra={"addresses": addresses})
+        for task in self._watches:
+            task.add_done_callback(_log_end)
+        _log.info("server listening", extra={"addresses": addresses})
+        return addresses
+
+    async def stop(self) -> None:
+        """Stops accepting, lets calls in flight finish within the grace time, ends open streams."""
+        await self._health.enter_graceful_shutdown()
+        began_seconds = self.hub.now_seconds()
+        _log.info("drain begun", extra={"seconds": self._config.grace_seconds})
+        self.hub.drain()
+        await self._server.stop(self._config.grace_seconds)
+        _log.info("drain ended", extra={"seconds": round(self.hub.now_seconds() - began_seconds, 3)})
+        for watch in self._watches:
+            watch.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await watch
+        if self._exporter:
+            await self._exporter.stop()
+        if self.publishers:
+            await self.publishers.stop()
+        if self._journal:
+            self._journal.close()
+        _log.info("server stopped")
+
+    def _take_over(self) -> None:
+        """Goes on where the process before this one ended, if it left a journal."""
+        if self._journal:
+            self._journal.begin(self.hub.now_seconds())
+            self.hub.adopt_pools()
+            self._ranks.adopt()
+
+    def _export(self, observations: Observations) -> Exporter:
+        def describe(name: PoolName) -> PoolSource:
+            allocator = self.hub.allocator
+            publisher = self.publishers.by_pool.get(name) if self.publishers else None
+            return PoolSource(
+                self._ranks.describe(name),
+                allocator.pool(name).residency if allocator.has_pool(name) else None,
+                publisher.counts if publisher else None,
+            )
+
+        def describe_all() -> list[PoolSource]:
+            return [describe(name) for name in self._ranks.pool_names()]
+
+        journal = self._journal.counts if self._journal else None
+        sample = sampler(describe_all, observations, with_vllm=self._config.metrics.vllm_names, journal=journal)
+        try:
+            return Exporter(*host_and_port("metrics_listen", self._config.metrics.address), sample)
+        except OSError as error:
+            raise OSError(f"cannot serve metrics on {self._config.metrics.address}: {error.strerror}") from error
+
+    def _publish_events(self) -> "EventPublishers":
+        from kvpool.server.events.publishers import EventPublishers  # noqa: PLC0415 - needs packages of an extra
+
+        publishers = EventPublishers(self._config.events, self.hub.boot_id)
+        publishers.start()
+        self.hub.on_log, self.hub.on_log_closed = publishers.add, publishers.remove
+        return publishers
+
+    def _bind(self, address: str) -> str:
+        is_unix = address.startswith("unix:")
+        if is_unix:
+            refuse_live_socket(Path(address.removeprefix("unix:")))
+        try:
+            with socket_mode(address, self._config.doors.socket_mode):
+                if self._credentials and not is_unix:
+                    port = self._server.add_secure_port(address, self._credentials)
+                else:
+                    port = self._server.add_insecure_port(address)
+        except RuntimeError as error:
+            raise OSError(f"cannot listen on {address}") from error
+        return address if is_unix else f"{address.rpartition(':')[0]}:{port}"
+
+
+async def serve(config: ServerConfig, ready: Callable[[list[str]], Awaitable[None] | None] | None = None) -> None:
+    """Serves until SIGTERM or SIGINT, or until an operator's drain is over, then stops gracefully.
+
+    Args:
+        config: The settings.
+        ready: Called with the addresses once the server listens.
+    """
+    loop = asyncio.get_running_loop()
+    numbers = (signal.SIGTERM, signal.SIGINT)
+    for number in numbers:  # one that comes while a journal is read is heard afterwards, by what is set below
+        loop.add_signal_handler(number, lambda: None)
+    server = Server(config)
+    for number in numbers:
+        loop.add_signal_handler(number, server.hub.ending.signal, config.drain_seconds)
+    addresses = await server.start()
+    if ready:
+        waiting = ready(addresses)
+        if waiting is not None:
+            await waiting
+    await server.hub.ending.wait()
+    await server.stop()
+    for number in numbers:  # one more, while Python ends, would make a failure of it
+        loop.remove_signal_handler(number)
+        signal.signal(number, signal.SIG_IGN)
+
+
+def _journal(config: ServerConfig, residency: Callable[[], Residency | None]) -> Journal | None:
+    if not config.journal.folder:
+        return None
+    messages = WireMessages()
+    return Journal(config.journal, messages, partial(JournaledAllocator, messages, residency))
+
+
+def _residency(config: MetricsConfig) -> Callable[[], Residency | None]:
+    if not config.address or not config.block_sample_rate:
+        return lambda: None
+    return partial(Residency, max(round(1 / config.block_sample_rate), 1), random.randrange)
+
+
+def _log_end(watch: asyncio.Task[None]) -> None:
+    """Says that a watch met a bug: without it leases do not run out, or ranks that fall silent are not missed."""
+    if not watch.cancelled() and (error := watch.exception()):
+        _log.critical("bug: restart the server", extra={"method": watch.get_name()}, exc_info=error)
+
+
+def channel_options(config: ServerConfig) -> list[tuple[str, int]]:
+    """What the server asks of gRPC's channels."""
+    keepalive_ms = int(config.dead_peer_seconds * 1000 / 2)
+    return [
+        ("grpc.max_receive_message_length", config.max_message_bytes),
+        # An answer to what was applied must reach its caller; the core ends it soon after MAX_STEP_WORK.
+        ("grpc.max_send_message_length", -1),
+        ("grpc.so_reuseport", 0),  # a second server on the address is refused, rather than sharing it at random
+        ("grpc.keepalive_time_ms", keepalive_ms),
+        ("grpc.keepalive_timeout_ms", keepalive_ms),
+        ("grpc.http2.ping_timeout_ms", keepalive_ms),  # what an unanswered ping waits for; a minute if unset
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.min_ping_interval_without_data_ms", 1000),  # clients ask whether we are there every 3 s
+    ]

@@ -1,0 +1,1 @@
+"""Authentication and authorization: certificates, tokens, permissions per RPC."""

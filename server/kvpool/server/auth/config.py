@@ -1,0 +1,41 @@
+"""What a server's doors are: a frozen value, checked when it is made."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from kvpool.wire.address import DEFAULT_SOCKET_MODE
+
+PLAINTEXT_KINDS: Final = ("grpc", "metrics", "events")
+
+
+@dataclass(frozen=True, slots=True)
+class DoorsConfig:
+    """Settings of a server's doors. Files are read when the server starts, and again when they change.
+
+    Attributes:
+        tls_cert: PEM file of the server's certificate and those up to its authority; None: TCP is plaintext.
+        tls_key: PEM file of its key, without a passphrase.
+        tls_client_ca: PEM file of the authorities of clients; each client must then show a certificate of theirs.
+        tokens: TOML file of the tokens that are let in; None: whoever connects may do everything.
+        allow_plaintext: Which of `grpc`, `metrics` and `events` may be spoken without TLS over TCP beyond loopback.
+        socket_mode: File mode of unix sockets; who may write, may connect.
+    """
+
+    tls_cert: Path | None = None
+    tls_key: Path | None = None
+    tls_client_ca: Path | None = None
+    tokens: Path | None = None
+    allow_plaintext: frozenset[str] = frozenset()
+    socket_mode: int = DEFAULT_SOCKET_MODE
+
+    def __post_init__(self) -> None:
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise ValueError("tls_cert, tls_key: one needs the other")
+        if self.tls_client_ca and not self.tls_cert:
+            raise ValueError("tls_client_ca: needs tls_cert and tls_key")
+        unknown = sorted(self.allow_plaintext - set(PLAINTEXT_KINDS))
+        if unknown:
+            raise ValueError(f"allow_plaintext: {unknown[0]!r} is none of {', '.join(PLAINTEXT_KINDS)}")
+        if not 0 <= self.socket_mode <= 0o777:  # noqa: PLR2004 - the message states it
+            raise ValueError(f"socket_mode: {self.socket_mode:o} is not in [000, 777]")

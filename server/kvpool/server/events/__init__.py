@@ -1,0 +1,1 @@
+"""Block events: numbered logs and ZeroMQ publishers."""

@@ -1,0 +1,293 @@
+"""A pool's events over ZeroMQ, as one vLLM engine would publish them, and what vLLM has not: heartbeats and snapshots.
+
+1. Messages are numbered from 0 without gaps, heartbeats included. The first says that nothing is cached.
+2. All runs in the server's event loop, after the step that made the events was answered. A thread of its own would take
+   the interpreter's lock from the steps for as long, and hand it back later (switch interval, 5 ms).
+3. Nothing waits for a subscriber: ZeroMQ drops what one does not take, beyond `buffer_batches`. It sees the gap in the
+   numbers and asks for a replay or, if that is too late, for a snapshot.
+4. A snapshot begins when all that happened is published, so that all its parts, then all messages from the number that
+   it names, are the map (rule 2 of `block_contents`).
+"""
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from kvpool.core.blocks.kv_cache_manager import Pool
+from kvpool.core.errors import WrongStateError
+from kvpool.core.events import AllBlocksCleared, BlockEvent
+from kvpool.core.specs.pool_config import PoolConfig
+from kvpool.core.views.event_log import KEPT_BYTES
+from kvpool.core.views.snapshot_cursor import SnapshotCursor
+from kvpool.server.events.config import EventsConfig, ReplayFraming
+from kvpool.server.events.log import LiveEventLog
+from kvpool.server.events.vllm_format import EventEncoder
+from kvpool.server.limits.turns import Turns
+from kvpool.server.metrics.observations import PublisherCounts
+
+STATUS_REQUEST: Final = b"kvpool.status.v1"
+SNAPSHOT_REQUEST: Final = b"kvpool.snapshot.v1"
+"""What stands in the place of the start sequence; no vLLM client sends these, as they are not 8 bytes."""
+
+STATUS, SNAPSHOT_BEGIN, SNAPSHOT_BLOCKS, SNAPSHOT_END = b"status", b"begin", b"blocks", b"end"
+SEQUENCE_BYTES: Final = 8
+END_OF_REPLAY: Final = (-1).to_bytes(SEQUENCE_BYTES, "big", signed=True)
+CHUNK_BLOCKS: Final = 256
+_BATCHES_IN_A_GO: Final = 16
+_REPLIES_IN_A_GO: Final = 16
+_REQUESTS_AT_A_TIME: Final = 8
+_REQUEST_FRAMES: Final = 3
+_PAUSE_SECONDS: Final = 0.01
+_STUCK_SECONDS: Final = 10.0
+
+_log = logging.getLogger("kvpool.server")
+
+
+class PeerGoneError(Exception):
+    """Whoever asked went away, or takes no answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class PublisherSockets:
+    """A publisher's sockets, bound or connected.
+
+    Attributes:
+        publish: PUB.
+        replay: ROUTER, if replay and snapshots are served.
+    """
+
+    publish: zmq.Socket[bytes]
+    replay: zmq.asyncio.Socket | None
+
+
+class EventPublisher:
+    """One pool's publisher. Belongs to one event loop.
+
+    Attributes:
+        num_published: Messages published, heartbeats included; the next one's number.
+        num_heartbeats: Heartbeats among them.
+        num_dropped: Batches of the pool that were never published, as the publisher fell behind the log: the map was
+            told anew instead. What ZeroMQ drops for a slow subscriber, only that one can count.
+        num_replays: Replays served.
+        num_snapshots: Snapshots served.
+    """
+
+    def __init__(  # noqa: PLR0913 - made in one place
+        self,
+        pool: Pool,
+        log: LiveEventLog,
+        settings: EventsConfig,
+        boot_id: str,
+        sockets: PublisherSockets,
+        *,
+        turns: Turns,
+    ) -> None:
+        self.num_published = self.num_heartbeats = self.num_dropped = self.num_replays = self.num_snapshots = 0
+        self._pool = pool
+        self._log = log
+        self._settings = settings
+        self._boot_id = boot_id
+        self._turns = turns
+        self._publish_socket, self._replay_socket = sockets.publish, sockets.replay
+        self._name = pool.config.name
+        self._topic = settings.topic_of(pool.config.name).encode()
+        self._encoder = EventEncoder(settings)
+        self._kept: deque[bytes] = deque()
+        self._kept_bytes = 0
+        self._next = log.last_sequence + 1
+        self._requests: set[asyncio.Task[None]] = set()
+        self._free_requests = asyncio.Semaphore(_REQUESTS_AT_A_TIME)
+
+    @property
+    def counts(self) -> PublisherCounts:
+        """What it did so far, for metrics."""
+        return PublisherCounts(self.num_published, self.num_dropped, self.num_replays, self.num_snapshots)
+
+    async def publish(self) -> None:
+        """Publishes what happens, for ever."""
+        while True:
+            try:
+                await self._tell_all()
+                while True:
+                    await self._publish_next()
+            except WrongStateError:
+                behind = self._log.last_sequence + 1 - self._next
+                self.num_dropped += behind
+                _log.warning("event batches skipped", extra={"pool": self._name, "batches": behind})
+
+    async def serve_requests(self) -> None:
+        """Serves replays and snapshots, for ever."""
+        socket = self._replay_socket
+        if socket is None:
+            return
+        try:
+            while True:
+                await self._free_requests.acquire()
+                frames = await socket.recv_multipart()
+                task = asyncio.create_task(self._serve(socket, frames))
+                self._requests.add(task)
+                task.add_done_callback(self._requests.discard)
+                task.add_done_callback(lambda _: self._free_requests.release())
+        finally:
+            for task in self._requests:
+                task.cancel()
+
+    async def _publish_next(self) -> None:
+        """Waits for events and publishes them, or a heartbeat if none come."""
+        try:
+            async with asyncio.timeout(self._settings.heartbeat_seconds or None):
+                await self._log.wait(self._next)
+        except TimeoutError:
+            self._send(time.time(), (), self._pool.config)
+            self.num_heartbeats += 1
+        while self._is_behind:
+            self._publish_some()
+            await asyncio.sleep(0)
+
+    async def _tell_all(self) -> None:
+        """Says that nothing is cached, then all that is, in turns with what changes meanwhile."""
+        self._next = self._log.last_sequence + 1
+        self._send(time.time(), (AllBlocksCleared(),), self._pool.config)
+        if not len(self._pool.blocks.prefix_map):
+            return
+        walk = SnapshotCursor(self._pool)
+        while not walk.is_done:
+            self._send_chunk(walk.next_chunk(CHUNK_BLOCKS))
+            await self._turns.next()
+            while self._is_behind:
+                self._publish_some()
+
+    @property
+    def _is_behind(self) -> bool:
+        return self._next <= self._log.last_sequence
+
+    def _publish_some(self) -> None:
+        """Publishes the next batches of the log.
+
+        Raises:
+            WrongStateError: They are no longer kept.
+        """
+        for _ in range(min(_BATCHES_IN_A_GO, self._log.last_sequence + 1 - self._next)):
+            batch = self._log.kept(self._next)
+            self._send(batch.time_seconds, batch.events, batch.config)
+            self._next += 1
+
+    def _send_chunk(self, chunk: Sequence[BlockEvent]) -> None:
+        if chunk:
+            self._send(time.time(), chunk, self._pool.config)
+
+    def _send(self, time_seconds: float, events: Sequence[BlockEvent], config: PoolConfig) -> None:
+        payload = self._encoder.encode(time_seconds, events, config)
+        if payload is None:
+            return
+        self._keep(payload)
+        number = self.num_published.to_bytes(SEQUENCE_BYTES, "big")
+        self.num_published += 1
+        self._publish_socket.send_multipart((self._topic, number, payload), zmq.NOBLOCK)
+
+    def _keep(self, payload: bytes) -> None:
+        """Keeps a message for replay, and lets go of the oldest that are too many, or too large together."""
+        self._kept.append(payload)
+        self._kept_bytes += len(payload)
+        while len(self._kept) > self._settings.buffer_batches or (
+            self._kept_bytes > KEPT_BYTES and len(self._kept) > 1
+        ):
+            self._kept_bytes -= len(self._kept.popleft())
+
+    async def _serve(self, socket: zmq.asyncio.Socket, frames: list[bytes]) -> None:
+        if len(frames) != _REQUEST_FRAMES or frames[1]:
+            _log.debug("event request malformed", extra={"pool": self._name})
+            return
+        peer, _, asked = frames
+        try:
+            if asked == STATUS_REQUEST:
+                await _Peer(socket, peer).send(STATUS, self._header())
+            elif asked == SNAPSHOT_REQUEST:
+                await self._serve_snapshot(_Peer(socket, peer))
+            elif len(asked) == SEQUENCE_BYTES:
+                await self._serve_replay(_Peer(socket, peer), int.from_bytes(asked, "big"))
+            else:
+                _log.debug("event request malformed", extra={"pool": self._name})
+        except PeerGoneError:
+            _log.debug("event request abandoned", extra={"pool": self._name})
+
+    async def _serve_replay(self, peer: "_Peer", start: int) -> None:
+        """Sends the kept batches from `start` up to the newest there is now, then the end."""
+        has_topic = self._settings.replay_framing is ReplayFraming.TOPIC
+        self.num_replays += 1
+        end = self.num_published
+        at = start
+        while at < end:
+            at = max(at, self.num_published - len(self._kept))
+            number, payload = at.to_bytes(SEQUENCE_BYTES, "big"), self._kept[at - self.num_published]
+            await peer.send(*((self._topic,) if has_topic else ()), number, payload)
+            at += 1
+        await peer.send(*((b"",) if has_topic else ()), END_OF_REPLAY, b"")
+
+    async def _serve_snapshot(self, peer: "_Peer") -> None:
+        """Sends what is cached, with the number of the first message that is to be applied after it."""
+        while self._is_behind:  # noqa: ASYNC110 - for turns of the loop that publishes, not for a time
+            await asyncio.sleep(0)
+        self.num_snapshots += 1
+        walk = SnapshotCursor(self._pool)
+        await peer.send(SNAPSHOT_BEGIN, self._header())
+        while not walk.is_done:
+            chunk = walk.next_chunk(CHUNK_BLOCKS)
+            payload = self._encoder.encode(time.time(), chunk, self._pool.config) if chunk else None
+            if payload:
+                await peer.send(SNAPSHOT_BLOCKS, payload)
+            await self._turns.next()
+        await peer.send(SNAPSHOT_END, b"")
+
+    def _header(self) -> bytes:
+        """How things stand: `sequence` is the next message's number, `oldest_sequence` the first that is kept."""
+        return msgspec.msgpack.encode(
+            {
+                "pool": self._name,
+                "boot_id": self._boot_id,
+                "epoch": self._pool.epoch,
+                "sequence": self.num_published,
+                "oldest_sequence": self.num_published - len(self._kept),
+            }
+        )
+
+
+class _Peer:
+    """One that asked, and takes its answers at its own pace."""
+
+    def __init__(self, socket: zmq.asyncio.Socket, identity: bytes) -> None:
+        self._socket = socket
+        self._identity = identity
+        self._num_sent = 0
+
+    async def send(self, *frames: bytes) -> None:
+        """Sends an answer when there is room for it.
+
+        Raises:
+            PeerGoneError: The peer is not there any more, or takes nothing.
+        """
+        due_seconds = time.monotonic() + _STUCK_SECONDS
+        while True:
+            try:
+                await self._socket.send_multipart((self._identity, b"", *frames), zmq.NOBLOCK)
+            except zmq.Again:
+                if time.monotonic() > due_seconds:
+                    raise PeerGoneError from None
+                await asyncio.sleep(_PAUSE_SECONDS)
+            except zmq.ZMQError as error:
+                if error.errno != zmq.EHOSTUNREACH:
+                    raise
+                raise PeerGoneError from None
+            else:
+                break
+        self._num_sent += 1
+        if self._num_sent % _REPLIES_IN_A_GO == 0:
+            await asyncio.sleep(0)

@@ -1,0 +1,1 @@
+"""Limits on what clients can make the server hold or do."""

@@ -1,0 +1,1 @@
+"""gRPC services: decode, call the core, encode."""

@@ -1,0 +1,183 @@
+"""EventService: see proto/kvpool/v1/event.proto for what each call promises."""
+
+import asyncio
+import time
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Final
+
+import grpc
+
+from kvpool.core.blocks.kv_cache_manager import Pool
+from kvpool.core.errors import InvalidArgumentError, WrongStateError, check_range
+from kvpool.core.events import BlockEvent
+from kvpool.core.views.event_log import LoggedBatch
+from kvpool.core.views.snapshot_cursor import SnapshotCursor
+from kvpool.server.events.log import LiveEventLog
+from kvpool.server.limits.stalls import Writer
+from kvpool.server.limits.stream_slots import Room
+from kvpool.server.limits.turns import Turns
+from kvpool.server.rpc.guards import errors_sent
+from kvpool.server.services.hub import Hub, Stream
+from kvpool.v1 import event_pb2, event_pb2_grpc
+from kvpool.wire import steps as wire_steps
+
+CHUNK_BLOCKS: Final = 256
+"""Blocks of a snapshot told in one message; steps wait for no more than one, however many watches begin."""
+
+RECENT_MESSAGES: Final = 64
+"""Batches whose messages are kept, for watches that keep up."""
+
+_MIN_HEARTBEAT_SECONDS: Final = 0.1
+_MAX_HEARTBEAT_SECONDS: Final = 3600.0
+
+_WatchContext = grpc.aio.ServicerContext[event_pb2.WatchRequest, event_pb2.WatchResponse]
+_WatchWriter = Writer[event_pb2.WatchRequest, event_pb2.WatchResponse]
+
+
+class EventService(event_pb2_grpc.EventServiceServicer):
+    """The service, over a hub."""
+
+    def __init__(self, hub: Hub) -> None:
+        self._hub = hub
+        self._turns = Turns()
+        self._room = Room(hub.limits.max_watches, "TOO_MANY_WATCHES", "watches")
+        self._messages = _BatchMessages(hub.boot_id)
+
+    async def Watch(self, request: event_pb2.WatchRequest, context: _WatchContext) -> None:  # type: ignore[override]
+        async with errors_sent(context, "Watch"):
+            with (
+                self._hub.streaming() as stream,
+                self._room.taken(),
+                Writer(context, self._hub.limits.stall_seconds) as writer,
+            ):
+                await self._watch(request, stream, writer).run()
+
+    def _watch(self, request: event_pb2.WatchRequest, stream: Stream, writer: _WatchWriter) -> "_Watch":
+        pool = self._hub.allocator.pool(request.pool_name)
+        if not pool.config.makes_events:
+            raise WrongStateError("EVENTS_DISABLED", "the pool publishes no events", field="pool_name")
+        if request.heartbeat_seconds and not (
+            _MIN_HEARTBEAT_SECONDS <= request.heartbeat_seconds <= _MAX_HEARTBEAT_SECONDS
+        ):
+            message = f"{request.heartbeat_seconds} is neither 0 nor in [0.1, 3600]"
+            raise InvalidArgumentError("heartbeat_seconds", message)
+        log = self._hub.event_log(pool)
+        if request.snapshot:
+            check_range("from_sequence", request.from_sequence, 0, 0)
+        elif request.boot_id not in ("", self._hub.boot_id):
+            message = "the server was started anew; its batches are others"
+            raise WrongStateError("EVENTS_NOT_KEPT", message, field="boot_id")
+        sequence = request.from_sequence or log.last_sequence + 1
+        log.check_start(sequence)
+        shared = (self._messages, self._turns)
+        return _Watch(
+            pool,
+            log,
+            self._hub.boot_id,
+            request,
+            sequence,
+            shared=shared,
+            stream=stream,
+            writer=writer,
+        )
+
+
+class _BatchMessages:
+    """The newest batches as messages: made once, however many watches send them."""
+
+    def __init__(self, boot_id: str) -> None:
+        self._boot_id = boot_id
+        self._recent: OrderedDict[int, tuple[LoggedBatch, event_pb2.WatchResponse]] = OrderedDict()
+
+    def of(self, batch: LoggedBatch) -> event_pb2.WatchResponse:
+        """A batch's message; not to be changed."""
+        made = self._recent.get(id(batch))  # the batch is held beside it, so that its id is nobody else's
+        if made:
+            return made[1]
+        message = event_pb2.WatchResponse(
+            sequence=batch.sequence,
+            events=map(wire_steps.event_to_proto, batch.events),
+            kind=event_pb2.WATCH_RESPONSE_KIND_BATCH,
+            epoch=batch.epoch,
+            boot_id=self._boot_id,
+            time_seconds=batch.time_seconds,
+        )
+        self._recent[id(batch)] = batch, message
+        if len(self._recent) > RECENT_MESSAGES:
+            self._recent.popitem(last=False)
+        return message
+
+
+class _Watch:
+    """One watch."""
+
+    def __init__(  # noqa: PLR0913 - made in one place
+        self,
+        pool: Pool,
+        log: LiveEventLog,
+        boot_id: str,
+        request: event_pb2.WatchRequest,
+        sequence: int,
+        *,
+        shared: tuple[_BatchMessages, Turns],
+        stream: Stream,
+        writer: _WatchWriter,
+    ) -> None:
+        self._pool = pool
+        self._log = log
+        self._boot_id = boot_id
+        self._has_snapshot = request.snapshot
+        self._heartbeat_seconds = request.heartbeat_seconds or None
+        self._next = sequence
+        self._messages, self._turns = shared
+        self._stream = stream
+        self._writer = writer
+
+    async def run(self) -> None:
+        """Sends what there is and will be, for ever."""
+        await self._send_now(event_pb2.WATCH_RESPONSE_KIND_START)
+        if self._has_snapshot:
+            await self._send_snapshot()
+        while True:
+            try:
+                with self._stream.wait():
+                    async with asyncio.timeout(self._heartbeat_seconds):
+                        batch = await self._log.get(self._next)
+            except TimeoutError:
+                await self._send_now(event_pb2.WATCH_RESPONSE_KIND_HEARTBEAT)
+            else:
+                await self._send_batch(batch)
+
+    async def _send_snapshot(self) -> None:
+        """Sends all that is cached, in turns with what changes meanwhile.
+
+        A chunk is read when all batches so far are sent, and nothing is awaited in between.
+        """
+        walk = SnapshotCursor(self._pool)
+        while True:
+            with self._stream.wait():
+                await self._turns.next()  # a write to a peer that keeps up does not wait
+            while self._next <= self._log.last_sequence:
+                await self._send_batch(self._log.kept(self._next))
+            if walk.is_done:
+                break
+            chunk = walk.next_chunk(CHUNK_BLOCKS)
+            if chunk:
+                await self._send_now(event_pb2.WATCH_RESPONSE_KIND_SNAPSHOT, chunk)
+        await self._send_now(event_pb2.WATCH_RESPONSE_KIND_SNAPSHOT_END)
+
+    async def _send_now(self, kind: event_pb2.WatchResponseKind.ValueType, events: Sequence[BlockEvent] = ()) -> None:
+        message = event_pb2.WatchResponse(
+            sequence=self._next - 1,
+            events=map(wire_steps.event_to_proto, events),
+            kind=kind,
+            epoch=self._pool.epoch,
+            boot_id=self._boot_id,
+            time_seconds=time.time(),
+        )
+        await self._writer.write(message)
+
+    async def _send_batch(self, batch: LoggedBatch) -> None:
+        await self._writer.write(self._messages.of(batch))
+        self._next = batch.sequence + 1

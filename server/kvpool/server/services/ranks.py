@@ -1,0 +1,401 @@
+"""The ranks of all pools: their streams, and what a change of a membership does to its pool."""
+
+import asyncio
+import logging
+from dataclasses import replace
+from typing import Final, assert_never
+
+from kvpool.core.errors import ExhaustedError, InvalidArgumentError, KvpoolError, WrongStateError
+from kvpool.core.ids import PoolName
+from kvpool.core.ranks.membership import Membership
+from kvpool.core.ranks.messages import (
+    Allocated,
+    Effect,
+    EpochPassed,
+    FenceSent,
+    LinkEnded,
+    LinkId,
+    PlanSent,
+    PoolEffect,
+    PoolOpened,
+    PoolResumed,
+    PoolState,
+    PoolSuspended,
+    Rank,
+    RankState,
+    RankTiming,
+    ReadySent,
+    Registration,
+    SessionsFenced,
+    StatusSent,
+)
+from kvpool.core.specs.pool_config import PoolConfig, check_pool_name
+from kvpool.core.statistics import PrefixCacheStats
+from kvpool.core.views.inspection import named
+from kvpool.core.views.pool_info import PoolInfo
+from kvpool.server import faults
+from kvpool.server.auth.caller import token_name
+from kvpool.server.services.fencing import Fencing
+from kvpool.server.services.hub import Hub, Stream
+from kvpool.v1 import worker_pb2
+from kvpool.wire import ranks as wire_ranks
+
+MAX_WAIT_SECONDS: Final = 3600.0
+UNSENT_MESSAGES: Final = 256
+_TICK_SECONDS: Final = 0.25
+_TOLD_RANKS: Final = 16
+"""Most absent ranks that a line of the log names."""
+
+_log = logging.getLogger("kvpool.server.ranks")
+
+
+class RankLink:
+    """A rank's stream: what is to be sent on it, and how it is ended.
+
+    Attributes:
+        link_id: Its number.
+        rank: Whose it is; None until it has registered.
+        has_left: Whether the rank said goodbye.
+        outbox: What is still to be sent; None ends it.
+    """
+
+    def __init__(self, link_id: LinkId, stream: Stream) -> None:
+        self.link_id = link_id
+        self.rank: Rank | None = None
+        self.has_left = False
+        self.outbox: asyncio.Queue[worker_pb2.JoinResponse | None] = asyncio.Queue()
+        self._stream = stream
+
+    def send(self, message: worker_pb2.JoinResponse) -> None:
+        """Puts a message in line; ends a stream that takes none off."""
+        if self.outbox.qsize() >= UNSENT_MESSAGES:
+            self._stream.end(ExhaustedError("NOT_READING", f"{UNSENT_MESSAGES} messages wait to be read"))
+            return
+        self.outbox.put_nowait(message)
+
+    @property
+    def was_ended(self) -> bool:
+        """Whether we ended it."""
+        return self._stream.ended_by is not None
+
+    def end(self, error: KvpoolError) -> None:
+        """Ends the stream with an error."""
+        self._stream.end(error)
+
+
+class Ranks:
+    """The memberships of a server's pools, and the links of their ranks.
+
+    Attributes:
+        timing: How long ranks are waited for.
+        fencing: When they are told whose steps may run.
+    """
+
+    def __init__(self, hub: Hub, timing: RankTiming, max_pool_blocks: int, max_pools: int) -> None:
+        self._hub = hub
+        self.timing = timing
+        self._max_pool_blocks = max_pool_blocks
+        self._max_pools = max_pools
+        self._memberships: dict[PoolName, Membership] = {}
+        self._links: dict[LinkId, RankLink] = {}
+        self._last_link = 0
+        self.fencing = Fencing(hub.allocator, self._memberships, self._carry_out)
+        hub.on_session_ended = self.fencing.begin_soon
+
+    def membership(self, name: str) -> Membership | None:
+        """The ranks of a pool, if it has or awaits any."""
+        return self._memberships.get(PoolName(name))
+
+    def describe(self, name: str) -> PoolInfo:
+        """Tells what a pool is like, one that forms included.
+
+        Raises:
+            NotFoundError: There is none of this name.
+        """
+        membership = self.membership(name)
+        if membership and not membership.was_open:
+            config = PoolConfig(membership.name, 0, membership.options.max_model_len, ())
+            info = PoolInfo(config, membership.epoch, 0, 0, 0.0, PrefixCacheStats(), 0.0, 0, 0, 0, 0)
+        else:
+            info = self._hub.describe(name)
+        if membership:
+            info = replace(info, epoch=membership.epoch, state=membership.state, ranks=membership.rank_infos())
+        return info if self._hub.takes_sessions(info.config.name) else replace(info, state=PoolState.DRAINING)
+
+    def pool_names(self) -> list[PoolName]:
+        """Names of all pools, of those that form too, in their order."""
+        return sorted({*self._memberships, *(pool.config.name for pool in self._hub.allocator.pools())})
+
+    def check_pool(self, name: str) -> PoolName:
+        """Returns the name of a pool that is there or forms.
+
+        Raises:
+            NotFoundError: There is none of this name.
+        """
+        if self.membership(name) is None:
+            self._hub.allocator.pool(name)
+        return PoolName(name)
+
+    def remove_pool(self, name: str) -> None:
+        """Forgets a pool, and who its ranks were.
+
+        Raises:
+            NotFoundError: There is none of this name.
+            WrongStateError: Ranks of it are there or waited for, or it has sessions; names them.
+        """
+        membership = self.membership(name)
+        if membership and not membership.is_empty:
+            here = [rank.rank for rank in membership.rank_infos() if rank.state is not RankState.ABSENT]
+            message = f"ranks are there or waited for: {named(here)}"
+            raise WrongStateError("POOL_IN_USE", message, field="pool_name")
+        self._hub.remove_pool(name)
+        self._memberships.pop(PoolName(name), None)
+
+    def check_room(self, name: str, field: str) -> None:
+        """Raises ExhaustedError if a pool of a new name, in `field`, is one too many of all, or of its token's."""
+        names = self.pool_names()
+        if name in names:
+            return
+        owner = token_name()
+        if owner:
+            self._hub.limits.check_token_pools(owner, list(map(self._owner, names)).count(owner), field)
+        if len(names) >= self._max_pools:
+            raise ExhaustedError("TOO_MANY_POOLS", f"the server holds {len(names)} pools, as many as it may")
+
+    def _owner(self, name: PoolName) -> str:
+        allocator = self._hub.allocator
+        return allocator.pool(name).owner if allocator.has_pool(name) else self._memberships[name].owner
+
+    async def wait_until_ready(self, name: str, timeout_seconds: float) -> PoolInfo:
+        """Waits until a pool is there and ready, and tells what it is like; also when the time is up.
+
+        Raises:
+            InvalidArgumentError: The time is out of range.
+            NotFoundError: It is not there even then.
+        """
+        if not 0 <= timeout_seconds <= MAX_WAIT_SECONDS:
+            raise InvalidArgumentError("timeout_seconds", f"{timeout_seconds} is not in [0, {MAX_WAIT_SECONDS:g}]")
+        try:
+            async with asyncio.timeout(timeout_seconds):
+                while not self._is_ready(name):
+                    await self._hub.news.wait()
+        except TimeoutError:
+            pass
+        return self.describe(name)
+
+    def check_formed(self, name: str) -> None:
+        """Raises WrongStateError if the pool's ranks are gathering for the first time."""
+        membership = self.membership(name)
+        if membership and not membership.was_open:
+            raise _forming_error(membership)
+
+    def adopt(self) -> None:
+        """Waits for the ranks of the pools that a journal brought back, as for ranks that were lost just now."""
+        allocator = self._hub.allocator
+        for name, world in allocator.worlds.items():
+            if not allocator.has_pool(name):  # it ended in the moment in which the pool was to open
+                continue
+            pool = allocator.pool(name)
+            if pool.epoch < world.epoch:  # likewise
+                allocator.pass_epoch(pool, world.epoch)
+                world = replace(world, plan=None, members=())  # noqa: PLW2901 - what is left of it
+            elif not pool.is_suspended:
+                allocator.suspend(pool)
+            membership = self._memberships[name] = Membership(name, self.timing, self._max_pool_blocks)
+            links = [self._next_link() for _ in world.members]
+            membership.restore(world, links, self._hub.now_seconds())
+
+    def open_link(self, stream: Stream) -> RankLink:
+        """Gives a stream its number."""
+        link_id = self._next_link()
+        link = self._links[link_id] = RankLink(link_id, stream)
+        return link
+
+    def _next_link(self) -> LinkId:
+        self._last_link += 1
+        return LinkId(self._last_link)
+
+    def register(self, link: RankLink, pool_name: str, registration: Registration) -> Membership:
+        """Takes a rank in; see `Membership.register`.
+
+        Raises:
+            KvpoolError: It is refused; nothing was changed.
+        """
+        check_pool_name("register.pool_name", pool_name)
+        name = PoolName(pool_name)
+        membership = self._memberships.get(name)
+        if membership is None:
+            if self._hub.allocator.has_pool(name):
+                message = f"pool {name!r} was declared by a scheduler, and takes no ranks"
+                raise WrongStateError("POOL_DIFFERS", message, field="register.pool_name")
+            self.check_room(name, "register.pool_name")
+            past_epoch = self._hub.newest_past_epoch()
+            membership = Membership(name, self.timing, self._max_pool_blocks, past_epoch, owner=token_name())
+        effects = membership.register(link.link_id, registration, self._hub.now_seconds())
+        self._memberships[name] = membership
+        faults.reach("rank.registered")
+        link.rank = registration.rank
+        timing = self.timing
+        link.send(
+            worker_pb2.JoinResponse(
+                registered=worker_pb2.Registered(
+                    heartbeat_seconds=timing.heartbeat_seconds,
+                    heartbeat_timeout_seconds=timing.heartbeat_timeout_seconds,
+                    grace_seconds=timing.grace_seconds,
+                )
+            )
+        )
+        _log.info(
+            "rank registered",
+            extra={
+                "pool": name,
+                "rank": registration.rank,
+                "ranks": registration.world_size,
+                "bytes": registration.available_bytes,
+                "device": registration.device,
+                "host": registration.host,
+                "pid": registration.pid,
+            },
+        )
+        self._carry_out(membership, effects)
+        return membership
+
+    def initialized(self, membership: Membership, link: RankLink, allocated: Allocated) -> None:
+        """See `Membership.initialized`."""
+        effects = membership.initialized(link.link_id, allocated)
+        faults.reach("rank.initialized")
+        _log.info(
+            "rank allocated",
+            extra={
+                "pool": membership.name,
+                "rank": link.rank,
+                "epoch": allocated.epoch,
+                "blocks": allocated.num_blocks,
+                "bytes": allocated.allocated_bytes,
+            },
+        )
+        self._carry_out(membership, effects)
+
+    def heard(self, membership: Membership, link: RankLink, sequence: int) -> None:
+        """See `Membership.heard`."""
+        was_absent = link.rank is not None and membership.is_absent(link.rank)
+        effects = membership.heard(link.link_id, sequence, self._hub.now_seconds())
+        if was_absent:
+            _log.info("rank back", extra={"pool": membership.name, "rank": link.rank})
+        self._carry_out(membership, effects)
+
+    def fenced(self, membership: Membership, link: RankLink, sequence: int) -> None:
+        """See `Membership.fenced`."""
+        self._carry_out(membership, membership.fenced(link.link_id, sequence))
+
+    def leave(self, membership: Membership, link: RankLink) -> None:
+        """See `Membership.leave`."""
+        effects = membership.leave(link.link_id)
+        link.has_left = True
+        _log.info("rank left", extra={"pool": membership.name, "rank": link.rank})
+        self._carry_out(membership, effects)
+
+    def close_link(self, membership: Membership | None, link: RankLink) -> None:
+        """Notes that a stream has ended."""
+        del self._links[link.link_id]
+        if membership:
+            if not (link.has_left or link.was_ended):
+                _log.warning("rank lost", extra={"pool": membership.name, "rank": link.rank})
+            self._carry_out(membership, membership.link_broke(link.link_id, self._hub.now_seconds()))
+
+    async def watch(self) -> None:
+        """Finds ranks that fall silent, for ever.
+
+        By as much as it is behind its time, the server's own process was busy or stopped: no rank is blamed for that.
+        """
+        looked_seconds = self._hub.now_seconds()
+        while True:
+            due = min((m.next_deadline_seconds for m in self._memberships.values()), default=float("inf"))
+            wait_seconds = min(max(due - looked_seconds, 0.005), _TICK_SECONDS)
+            await asyncio.sleep(wait_seconds)
+            now_seconds = self._hub.now_seconds()
+            late_seconds = max(now_seconds - looked_seconds - wait_seconds, 0.0)
+            looked_seconds = now_seconds
+            for membership in list(self._memberships.values()):
+                membership.forgive(late_seconds)
+                known = set(membership.absent_ranks)
+                effects = membership.tick(now_seconds)
+                for rank in membership.absent_ranks:
+                    if rank not in known:
+                        _log.warning("rank silent", extra={"pool": membership.name, "rank": rank})
+                self._carry_out(membership, effects)
+
+    def _is_ready(self, name: str) -> bool:
+        if not self._hub.takes_sessions(PoolName(name)):
+            return False
+        membership = self.membership(name)
+        if membership:
+            return membership.state is PoolState.READY
+        return self._hub.allocator.has_pool(PoolName(name))
+
+    def _carry_out(self, membership: Membership, effects: list[Effect]) -> None:
+        for effect in effects:
+            match effect:
+                case PlanSent():
+                    self._send(effect.link, worker_pb2.JoinResponse(plan=wire_ranks.plan_to_proto(effect)))
+                case ReadySent():
+                    self._send(effect.link, worker_pb2.JoinResponse(ready=wire_ranks.ready_to_proto(effect)))
+                    self.fencing.begin_soon(membership.name)
+                case StatusSent():
+                    self._send(effect.link, worker_pb2.JoinResponse(status=wire_ranks.status_to_proto(effect)))
+                case FenceSent():
+                    self._send(effect.link, worker_pb2.JoinResponse(fence=wire_ranks.fence_to_proto(effect)))
+                case LinkEnded():
+                    self._end_link(membership, effect)
+                case _:
+                    self._change_pool(membership, effect)
+        if membership.is_empty and not membership.was_open and self.membership(membership.name) is membership:
+            del self._memberships[membership.name]
+            self._hub.allocator.undrain(membership.name)  # who forms it next knows nothing of this one's drain
+
+    def _change_pool(self, membership: Membership, effect: PoolEffect) -> None:
+        name = membership.name
+        match effect:
+            case PoolOpened():
+                self._hub.allocator.keep_world(name, membership.world())
+                self._hub.open_epoch(
+                    effect.config, effect.epoch, ranks_fence=effect.ranks_fence, owner=membership.owner
+                )
+                extra = {"pool": name, "epoch": effect.epoch, "ranks": membership.world_size}
+                _log.info("pool ready", extra={**extra, "blocks": effect.config.num_blocks})
+            case PoolSuspended():
+                self._hub.suspend(name)
+                absent = list(membership.absent_ranks[:_TOLD_RANKS])
+                _log.warning("pool degraded", extra={"pool": name, "epoch": membership.epoch, "absent_ranks": absent})
+            case PoolResumed():
+                self._hub.resume(name)
+                _log.info("pool resumed", extra={"pool": name, "epoch": membership.epoch})
+            case EpochPassed():
+                passed = self._hub.allocator.pool(name).epoch
+                self._hub.allocator.keep_world(name, membership.world())
+                count = self._hub.pass_epoch(name, effect.epoch)
+                _log.warning("epoch passed", extra={"pool": name, "epoch": passed, "sessions": count})
+            case SessionsFenced():
+                self._hub.release(name, effect.numbers)
+                self.fencing.answered(name, effect.numbers)
+            case _:
+                assert_never(effect)
+
+    def _end_link(self, membership: Membership, ended: LinkEnded) -> None:
+        link = self._links.get(ended.link)
+        if link is None:
+            return
+        extra = {"pool": membership.name, "rank": link.rank, "reason": ended.error.reason, "error": str(ended.error)}
+        _log.warning("rank turned away", extra=extra)
+        link.end(ended.error)
+
+    def _send(self, link_id: LinkId, message: worker_pb2.JoinResponse) -> None:
+        link = self._links.get(link_id)
+        if link:
+            link.send(message)
+
+
+def _forming_error(membership: Membership) -> WrongStateError:
+    here = membership.world_size - len(membership.absent_ranks)
+    message = f"{here} of {membership.world_size} ranks are there; wait until it is ready"
+    return WrongStateError("POOL_FORMING", message, field="pool_name")

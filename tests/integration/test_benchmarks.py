@@ -1,0 +1,200 @@
+"""`kvpool bench` as a person or a program runs it; what it measured is never looked at, only that it did."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.vllm import VERSION, write_vllm
+
+KVPOOL = str(Path(sys.executable).parent / "kvpool")
+
+CALLS = {
+    "lookup_miss_256",
+    "lookup_hit_256",
+    "allocate_cold_256",
+    "allocate_hit_256",
+    "allocate_evict_256",
+    "free_256",
+    "decode_step_256_requests",
+    "gemma3_lookup_miss_256",
+    "gemma3_allocate_256",
+    "gemma3_free_256",
+    "prompt_256_end_to_end",
+    "hash_us_per_block",
+}
+IN_PROCESS = {"bytes_per_block", "construct_1M_ms"}
+ON_A_STREAM = {"echo_stream", "empty_step"}
+AHEAD = {"decode_step_ahead_256_requests"}
+
+
+def run(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "benchmarks", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+        env={**os.environ, **environment},
+    )
+
+
+def last_line(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
+    assert done.returncode == 0, done.stderr
+    answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return answer
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("bench")
+
+
+@pytest.fixture(scope="module")
+def whole(files: Path) -> subprocess.CompletedProcess[str]:
+    """A run of everything, without vLLM."""
+    return run("--quick", "--json", "--save", files / "saved" / "run.json", "--markdown", files / "run.md")
+
+
+def test_the_last_line_is_one_object_with_every_figure(whole: subprocess.CompletedProcess[str]) -> None:
+    answer = last_line(whole)
+    assert set(answer) == {
+        "version",
+        "machine",
+        "settings",
+        "core",
+        "grpc",
+        "tcp",
+        "vllm",
+        "ratios",
+        "stages",
+        "sessions",
+        "pools",
+        "pool_sizes",
+        "growth",
+    }
+    assert {"python", "cores", "cpu", "grpcio", "protobuf"} <= set(answer["machine"])
+    assert answer["core"].keys() >= CALLS | IN_PROCESS
+    for side in ("grpc", "tcp"):
+        assert answer[side].keys() >= CALLS | AHEAD | ON_A_STREAM
+        assert not answer[side].keys() & IN_PROCESS
+    figures = [figure for side in ("core", "grpc", "tcp") for figure in answer[side].values()]
+    assert all(figure > 0 for figure in figures)
+    assert answer["ratios"].keys() == {"empty_step_to_echo", "pool_size_largest_to_smallest"}
+
+
+def test_sessions_pools_and_growth_are_told_by_size(whole: subprocess.CompletedProcess[str]) -> None:
+    answer = last_line(whole)
+    assert list(answer["sessions"]) == ["1", "2", "8", "32"]
+    assert answer["sessions"]["8"].keys() == {
+        "steps_per_second",
+        "step_p50_us",
+        "step_p99_us",
+        "server_cpu_us_per_step",
+        "server_cpu_us_per_request",
+        "server_cpu_ratio_to_1_session",
+    }
+    assert list(answer["pools"]) == ["1", "2"]
+    assert answer["pools"]["2"].keys() == {
+        f"{way}_{name}"
+        for way in ("one_process", "a_process_each")
+        for name in (
+            "steps_per_second",
+            "step_p50_us",
+            "step_p99_us",
+            "server_cpu_us_per_step",
+            "server_cpu_us_per_request",
+        )
+    }
+    assert {"1000", "10000", "100000"} <= set(answer["pool_sizes"])
+    assert answer["growth"].keys() == {"requests", "prompt_blocks", "groups"}
+    assert all(figures.keys() == {"grpc"} for by_size in answer["growth"].values() for figures in by_size.values())
+
+
+def test_without_vllm_one_line_says_that_its_columns_are_skipped(whole: subprocess.CompletedProcess[str]) -> None:
+    assert last_line(whole)["vllm"] is None
+    (line,) = whole.stderr.splitlines()
+    assert "--vllm" in line
+    assert "skipped" in line
+
+
+def test_what_is_saved_is_what_is_printed_and_the_tables_are_markdown(
+    whole: subprocess.CompletedProcess[str], files: Path
+) -> None:
+    assert json.loads((files / "saved" / "run.json").read_text()) == last_line(whole)
+    page = (files / "run.md").read_text()
+    assert "| decode step, 256 requests |" in page
+    assert "### Sessions at once" in page
+    assert "| 2 | a process each |" in page
+
+
+def test_a_later_run_is_compared_figure_by_figure(whole: subprocess.CompletedProcess[str], files: Path) -> None:
+    earlier = files / "earlier.txt"
+    earlier.write_text(f"something printed before\n{whole.stdout}")
+    answer = last_line(run("--quick", "--json", "--only", "streams", "--compare", earlier))
+    assert answer["compare"].keys() == {f"{side}.{name}" for side in ("grpc", "tcp") for name in ON_A_STREAM}
+    before, after = last_line(whole)["grpc"]["empty_step"], answer["grpc"]["empty_step"]
+    assert answer["compare"]["grpc.empty_step"] == pytest.approx(after / before, rel=0.01)
+    told = run("--quick", "--only", "streams", "--compare", earlier)
+    assert "this run / the earlier one" in told.stdout
+    assert "empty step" in told.stdout
+
+
+def test_vllm_does_the_same_work_beside_ours(tmp_path: Path) -> None:
+    path = os.pathsep.join(write_vllm(tmp_path))
+    sections = [option for name in ("prompts", "decodes", "memory", "growth") for option in ("--only", name)]
+    done = run("--quick", "--json", *sections, "--vllm", sys.executable, PYTHONPATH=path)
+    answer = last_line(done)
+    assert "skipped" not in done.stderr
+    vllm = answer["vllm"]
+    assert vllm["version"] == VERSION
+    assert {"lookup_miss_256", "prompt_256_end_to_end_sha256", "decode_step_256_requests", *IN_PROCESS} <= set(vllm)
+    ratio = answer["ratios"]["grpc_to_vllm"]["decode_step_256_requests"]
+    assert ratio == pytest.approx(
+        answer["grpc"]["decode_step_256_requests"] / vllm["decode_step_256_requests"], rel=0.01
+    )
+    assert set(answer["growth"]["requests"]["16"]) == {"grpc", "vllm"}
+
+
+@pytest.mark.parametrize("python", ["/no/such/python", sys.executable, "/bin/true"])
+def test_an_interpreter_without_vllm_is_refused_before_anything_is_measured(python: str, tmp_path: Path) -> None:
+    (tmp_path / "vllm.py").write_text("raise ImportError('no vLLM here')")
+    done = run("--quick", "--vllm", python, PYTHONPATH=os.pathsep.join([str(tmp_path), *sys.path]))
+    assert done.returncode == 2
+    assert "Error: --vllm: " in done.stderr
+    assert not done.stdout
+    if python == sys.executable:
+        assert "ImportError: no vLLM here" in done.stderr
+
+
+def test_a_file_that_is_no_run_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "other.json").write_text('{"version": 1}')
+    done = run("--quick", "--compare", tmp_path / "other.json")
+    assert done.returncode == 2
+    assert "--compare" in done.stderr
+
+
+def test_pictures_need_what_the_extra_brings(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(
+        "import importlib.util as util\n"
+        "find = util.find_spec\n"
+        "util.find_spec = lambda name, *rest: None if name == 'matplotlib' else find(name, *rest)\n"
+    )
+    done = run("--plots", tmp_path / "plots", PYTHONPATH=os.pathsep.join([str(tmp_path), *sys.path]))
+    assert done.returncode == 2
+    assert "--plots" in done.stderr
+    assert "kvpool[bench]" in done.stderr
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("matplotlib"), reason="needs the bench extra")
+def test_pictures_are_drawn(tmp_path: Path) -> None:
+    done = run("--quick", "--only", "sessions", "--only", "evictions", "--plots", tmp_path / "plots")
+    assert done.returncode == 0, done.stderr
+    pictures = sorted((tmp_path / "plots").iterdir())
+    assert [path.name for path in pictures] == ["bench-calls.svg", "bench-growth.svg"]
+    assert all(path.read_text().startswith("<?xml") for path in pictures)

@@ -1,0 +1,217 @@
+"""The Compose stack of deploy/, brought up with real containers, and what is asked of it."""
+
+import os
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Final, TypeVar
+
+from kvpool.client import Client, KvpoolError, PoolInfo, PoolState, connect
+from support.paths import ROOT
+from support.prometheus import Prometheus
+
+DEPLOY: Final = ROOT / "deploy"
+PROJECT: Final = "kvpool-test"
+POOL: Final = "demo"
+SCHEDULERS: Final = ("scheduler-0", "scheduler-1")
+WORKERS: Final = ("worker-0", "worker-1")
+SERVED: Final = ("server", *WORKERS, "prometheus")
+"""Services with a health check."""
+
+_POLL_SECONDS: Final = 0.1
+_PORTS: Final = ("KVPOOL_PORT", "KVPOOL_METRICS_PORT", "PROMETHEUS_PORT")
+
+_T = TypeVar("_T")
+
+
+def eventually(what: str, look: Callable[[], _T | None], timeout_seconds: float = 60.0) -> _T:
+    """Looks until there is something to see; false and a server that cannot be reached count as nothing."""
+    end = time.monotonic() + timeout_seconds
+    while True:
+        try:
+            seen, reason = look(), "nothing to see"
+        except KvpoolError as error:
+            seen, reason = None, str(error)
+        if seen:
+            return seen
+        assert time.monotonic() < end, f"{what}: not within {timeout_seconds:g} s ({reason})"
+        time.sleep(_POLL_SECONDS)
+
+
+def prometheus_image() -> str:
+    """The image that the stack uses."""
+    return os.environ.get("PROMETHEUS_IMAGE", "prom/prometheus:v3.5.0")
+
+
+def docker(*arguments: str, timeout_seconds: float = 120.0) -> str:
+    """Runs docker; returns what it wrote to stdout."""
+    return _run(["docker", *arguments], os.environ, timeout_seconds)
+
+
+@dataclass(slots=True)
+class Failure:
+    """Something that was done to the stack, and what came of it.
+
+    Attributes:
+        what: What was done.
+        noticed_seconds: Until the pool said that something was wrong; None if it is never to.
+        recovered_seconds: Until all was well again, from the moment when what was missing came back.
+        cost: What it cost.
+    """
+
+    what: str
+    noticed_seconds: float | None = None
+    recovered_seconds: float | None = None
+    cost: str = ""
+    _since: float = field(default_factory=time.monotonic)
+
+    def noticed(self) -> None:
+        """The failure shows."""
+        self.noticed_seconds = time.monotonic() - self._since
+
+    def repaired(self) -> None:
+        """What was missing is about to come back: recovery is timed from here."""
+        self._since = time.monotonic()
+
+    def recovered(self, cost: str) -> None:
+        """All is well again."""
+        self.recovered_seconds = time.monotonic() - self._since
+        self.cost = cost
+
+
+class Stack:
+    """The stack, under a project name and on ports of its own.
+
+    Attributes:
+        client: Connected to the server's published port.
+        prometheus: Prometheus' API.
+    """
+
+    def __init__(self) -> None:
+        ports = {name: str(_free_port()) for name in _PORTS}
+        self._environment = {**os.environ, **ports}
+        self._command = [*_compose(), "-p", PROJECT, "-f", str(DEPLOY / "docker-compose.yml")]
+        self._address = f"127.0.0.1:{ports['KVPOOL_PORT']}"
+        self.client: Client = connect(self._address, deadline_seconds=2.0)
+        self.prometheus = Prometheus(f"http://127.0.0.1:{ports['PROMETHEUS_PORT']}")
+
+    def compose(self, *arguments: str, timeout_seconds: float = 120.0) -> str:
+        """Runs Compose; returns what it wrote to stdout."""
+        return _run([*self._command, *arguments], self._environment, timeout_seconds)
+
+    def up(self) -> None:
+        """Builds the images and starts all, and waits until all is healthy and played on."""
+        self.compose("build", timeout_seconds=840)
+        self.compose("up", "-d", "--no-build")
+        self.wait_at_work()
+
+    def keep_journal(self) -> None:
+        """Gives the server a journal, from now on; it begins with nothing in it."""
+        if "KVPOOL_JOURNAL" not in self._environment:
+            self._environment["KVPOOL_JOURNAL"] = "/var/lib/kvpool"
+            self.compose("up", "-d", "--no-build", "--no-deps", "server")
+            self.wait_at_work()
+
+    def down(self) -> None:
+        """Removes all."""
+        self.client.close()
+        self.compose("down", "-v", "--remove-orphans")
+
+    def container(self, service: str) -> str:
+        """The id of a service's container."""
+        return self.compose("ps", "-q", service).strip()
+
+    def health(self, service: str) -> str:
+        """What the container's health check says."""
+        return docker("inspect", "--format", "{{.State.Health.Status}}", self.container(service)).strip()
+
+    def wait_healthy(self) -> None:
+        """Waits until all that serve say that they are healthy."""
+        wanted = dict.fromkeys(SERVED, "healthy")
+        eventually("all healthy", lambda: {service: self.health(service) for service in SERVED} == wanted, 120)
+
+    def wait_at_work(self) -> None:
+        """Waits until all are healthy, the pool is ready, and both schedulers play."""
+        self.wait_healthy()
+        self.wait_ready()
+        self.wait_played_on()
+
+    def wait_scraped(self) -> None:
+        """Waits until Prometheus knows how the server is now."""
+        now = time.time()
+        eventually("a scrape", lambda: self.prometheus.scraped_after(now, "kvpool_pool_epoch"))
+
+    def logs(self, *services: str) -> str:
+        """What services wrote."""
+        return self.compose("logs", "--no-color", *services)
+
+    def pool(self) -> PoolInfo:
+        """The pool, as the server tells it now."""
+        return self.client.get_pool(POOL)
+
+    def wait_state(self, state: PoolState, timeout_seconds: float = 60.0) -> PoolInfo:
+        """Waits for a state of the pool."""
+
+        def look() -> PoolInfo | None:
+            pool = self.pool()
+            return pool if pool.state is state else None
+
+        return eventually(f"pool {state.value}", look, timeout_seconds)
+
+    def wait_ready(self) -> PoolInfo:
+        """Waits until the pool is ready."""
+        return self.wait_state(PoolState.READY, 90)
+
+    def wait_played_on(self) -> PoolInfo:
+        """Waits until both schedulers have a session and get blocks: more are looked up than were at first."""
+        begin = eventually("two sessions", lambda: pool if (pool := self.pool()).sessions == len(SCHEDULERS) else None)
+
+        def look() -> PoolInfo | None:
+            pool = self.pool()
+            return pool if pool.prefix_cache.requests >= begin.prefix_cache.requests + 10 else None
+
+        return eventually("the schedulers to play", look)
+
+    def stop_schedulers(self) -> PoolInfo:
+        """Stops the schedulers, and waits until nobody holds anything."""
+        self.compose("stop", *SCHEDULERS)
+        return eventually("an idle pool", lambda: None if (pool := self.pool()).sessions or pool.requests else pool)
+
+    def assert_no_block_lost(self) -> None:
+        """When nobody plays all blocks are free; then the schedulers play again."""
+        pool = self.stop_schedulers()
+        assert pool.state is PoolState.READY
+        assert pool.free_blocks == pool.config.num_blocks - 1, "blocks were lost"
+        self.compose("start", *SCHEDULERS)
+        self.wait_played_on()
+
+
+def _compose() -> list[str]:
+    """Compose 2 is a plugin of docker's; 1.29 a program of its own."""
+    if (
+        shutil.which("docker")
+        and not subprocess.run(
+            ["docker", "compose", "version"],  # noqa: S607 - as a person would
+            capture_output=True,
+            check=False,
+        ).returncode
+    ):
+        return ["docker", "compose"]
+    return ["docker-compose"]
+
+
+def _run(command: list[str], environment: Mapping[str, str], timeout_seconds: float) -> str:
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, timeout=timeout_seconds, env=dict(environment)
+    )
+    assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+    return done.stdout
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port: int = listener.getsockname()[1]
+    return port

@@ -1,0 +1,136 @@
+"""Drives the core without a wire: one pool, sessions on it, and a snapshot of all that can be seen."""
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+from kvpool.core import ids
+from kvpool.core.allocator import Allocator
+from kvpool.core.blocks.kv_cache_manager import Pool
+from kvpool.core.blocks.quota import NO_QUOTA, Quota
+from kvpool.core.ids import BlockHash, BlockId, PoolName, RequestId, RequestNumber, SessionId, WriterId
+from kvpool.core.sessions.request import Request
+from kvpool.core.sessions.session import Session
+from kvpool.core.specs.base import KVCacheSpec
+from kvpool.core.specs.kinds import FullAttentionSpec
+from kvpool.core.specs.pool_config import KVCacheGroup, PoolConfig
+from kvpool.core.steps.columns import Operation, Step, StepResult
+
+BLOCK_SIZE = 4
+STEP = ids.Sequence(1)
+
+
+def config(
+    num_blocks: int = 20, block_size: int = BLOCK_SIZE, specs: Sequence[KVCacheSpec] = (), **options: Any
+) -> PoolConfig:
+    """A small pool: a group a spec; without specs one of full attention."""
+    specs = specs or [FullAttentionSpec(block_size)]
+    groups = tuple(KVCacheGroup(spec, (f"layer.{i}",)) for i, spec in enumerate(specs))
+    return PoolConfig(PoolName("m"), num_blocks, 256, groups, **options)
+
+
+def block_hashes(content: str, count: int) -> bytes:
+    """Hashes of the first `count` blocks of a request whose tokens are named by `content`, joined.
+
+    Contents that start with the same letters share the hashes of as many blocks.
+    """
+    return b"".join(hashlib.sha256(content[: i + 1].ljust(i + 1, "-").encode()).digest() for i in range(count))
+
+
+def request_of(pool: Pool, content: str, num_tokens: int) -> Request:
+    """A request, in no session, whose hash blocks hold `content`."""
+    request = Request(RequestId("r"), RequestNumber(1), WriterId(1), pool.new_tables(), num_tokens)
+    joined = block_hashes(content, num_tokens // pool.config.hash_block_size) if pool.config.enable_caching else b""
+    request.hashes = [BlockHash(joined[i : i + 32]) for i in range(0, len(joined), 32)]
+    request.token_ids = list(range(num_tokens))
+    return request
+
+
+def admit(pool: Pool, content: str, num_tokens: int) -> Request:
+    """Looks up and allocates all of such a request."""
+    request = request_of(pool, content, num_tokens)
+    assert pool.admit(request, num_tokens, sequence=STEP)
+    return request
+
+
+class World:
+    """One pool and its sessions."""
+
+    def __init__(self, num_blocks: int = 20, allocator: Allocator | None = None, **options: Any) -> None:
+        self.allocator = allocator or Allocator()
+        self.pool: Pool = self.allocator.create_pool(config(num_blocks, **options), b"n" * 32)[0]
+        self.now_seconds = 0.0
+        self._opened = 0
+
+    def open(self, lease_seconds: float = 10.0, quota: Quota = NO_QUOTA, memory_id: str = "") -> Session:
+        self._opened += 1
+        return self.allocator.open_session(
+            "m",
+            "",
+            lease_seconds,
+            session_id=SessionId(f"s{self._opened}"),
+            now_seconds=self.now_seconds,
+            quota=quota,
+            memory_id=memory_id,
+        )[1]
+
+    def apply(self, session: Session, step: Step) -> StepResult:
+        return self.allocator.apply(self.pool, session, step)
+
+    def run(self, session: Session, *operations: Operation, executed: int = 0, **columns: Any) -> StepResult:
+        """Applies a step with the next number."""
+        step = Step(
+            session.sequence + 1, executed_sequence=executed, operations=[int(op) for op in operations], **columns
+        )
+        return self.apply(session, step)
+
+    def admit(self, session: Session, number: int, content: str, num_tokens: int, executed: int = 0) -> StepResult:
+        """Declares and admits a request whose blocks hold `content`."""
+        return self.run(
+            session,
+            Operation.ADD,
+            Operation.ADMIT,
+            executed=executed,
+            request_numbers=[number, number],
+            num_appended_tokens=[num_tokens, 0],
+            block_hashes=block_hashes(content, num_tokens // BLOCK_SIZE) if self.pool.config.enable_caching else b"",
+            request_ids=[f"r{number}"],
+        )
+
+    def free(self, session: Session, number: int) -> StepResult:
+        return self.run(session, Operation.FREE, request_numbers=[number])
+
+    def sessions(self) -> list[Session]:
+        return self.allocator.sessions_of(self.pool)
+
+    def snapshot(self) -> object:
+        return snapshot(self.pool, self.sessions())
+
+
+def snapshot(pool: Pool, sessions: list[Session]) -> object:
+    """All that can be seen of a pool and its sessions, to be compared."""
+    blocks = pool.blocks
+    ids = [BlockId(i) for i in range(blocks.num_blocks)]
+    return (
+        list(blocks.free_list),
+        [blocks.ref_cnt(b) for b in ids],
+        [blocks.prefix_map.hash_of(b) for b in ids],
+        dict(blocks.prefix_map.pending()),
+        repr(pool.stats),
+        pool.recent_hit_rate.rate,
+        (pool.quotas.min_blocks, pool.quotas.num_left, dict(pool.quotas.num_covering)),
+        (blocks.num_evicted, pool.num_preemptions, repr(pool.activity), repr(blocks.group_counters)),
+        [
+            (
+                s.session_id,
+                s.sequence,
+                s.executed_sequence,
+                s.launched_sequence,
+                repr(s.holding),
+                [repr(request) for request in s.requests.values()],
+            )
+            for s in sessions
+        ],
+        [repr(each) for each in pool.quarantine],
+        (pool.epoch, pool.memory_id, pool.is_suspended),
+    )

@@ -1,0 +1,102 @@
+"""Certificates and tokens for tests of a server's doors."""
+
+import hashlib
+import queue
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+import trustme
+
+from kvpool.client import KvpoolError
+from kvpool.wire.channels import Access, TlsConfig
+from kvpool.wire.errors import from_rpc_error
+
+Entry = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A certificate and its key, as files."""
+
+    cert: Path
+    key: Path
+
+
+class Authority:
+    """An authority of certificates, with its own as a file."""
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self._ca = trustme.CA()
+        self._folder, self._name, self._count = folder, name, 0
+        self.path = folder / f"{name}.pem"
+        self._ca.cert_pem.write_to_path(str(self.path))
+
+    def issue(self, *names: str, days: float = 1.0) -> Pair:
+        """Makes a certificate for names; good for some days, or with less than none expired."""
+        self._count += 1
+        issued = self._ca.issue_cert(*names, not_after=datetime.now(UTC) + timedelta(days=days))
+        stem = f"{self._name}-{self._count}"
+        pair = Pair(self._folder / f"{stem}.pem", self._folder / f"{stem}.key")
+        pair.cert.write_bytes(b"".join(blob.bytes() for blob in issued.cert_chain_pems))
+        pair.key.write_bytes(issued.private_key_pem.bytes())
+        return pair
+
+    def trusted_by(self, pair: Pair | None = None, server_name: str = "") -> TlsConfig:
+        """What a client speaks TLS with that trusts this authority."""
+        return TlsConfig(self.path, pair.cert if pair else None, pair.key if pair else None, server_name)
+
+
+def secret_of(name: str) -> str:
+    """The token of an entry of `write_tokens`."""
+    return f"kvp_{name}-secret"
+
+
+def write_tokens(path: Path, entries: list[Entry]) -> None:
+    """Writes a file of tokens; each entry leaves its sha256 to this."""
+    lines = []
+    for entry in entries:
+        digest = hashlib.sha256(secret_of(entry["name"]).encode()).hexdigest()
+        lines.append("[[token]]")
+        lines += [f"{key} = {value!r}" for key, value in {"sha256": digest, **entry}.items() if key != "expires"]
+        if "expires" in entry:
+            lines.append(f"expires = {entry['expires']}")
+    fresh = path.with_suffix(".new")
+    fresh.write_text("\n".join(lines))
+    fresh.chmod(0o600)
+    fresh.replace(path)
+
+
+def channel(address: str, token: str | None = None, tls: TlsConfig | None = None) -> grpc.Channel:
+    """A channel of a client that shows a token."""
+    return Access(tls, token).channel(address, (("grpc.max_reconnect_backoff_ms", 200),))
+
+
+class Silent:
+    """A call whose request never comes, unless it is sent."""
+
+    def __init__(self, opened: grpc.Channel, method: str) -> None:
+        self._outgoing: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        begin: Any = opened.stream_stream(f"/{method}")
+        self._call = begin(iter(self._outgoing.get, None), timeout=20)
+
+    def send(self, message: bytes) -> None:
+        self._outgoing.put(message)
+
+    def answer(self) -> object:
+        """Waits for the next answer."""
+        return next(self._call)
+
+    def error(self) -> KvpoolError:
+        """Waits for what the call ends with."""
+        with pytest.raises(grpc.RpcError) as caught:
+            next(self._call)
+        self.close()
+        return from_rpc_error(caught.value)
+
+    def close(self) -> None:
+        self._outgoing.put(None)
+        self._call.cancel()

@@ -1,0 +1,165 @@
+"""A WorkerService that does what a test tells it, on a real socket; and small plans for it to send."""
+
+import contextlib
+import queue
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Final
+
+import grpc
+from grpc_status import rpc_status
+
+from kvpool.core.errors import KvpoolError
+from kvpool.core.planning.plan import KVCacheConfig, PlanOptions, RankMemory
+from kvpool.core.planning.planner import get_kv_cache_configs
+from kvpool.core.ranks.messages import LinkId, PlanSent
+from kvpool.core.specs.kinds import FullAttentionSpec, SlidingWindowSpec
+from kvpool.v1 import pool_pb2, worker_pb2, worker_pb2_grpc
+from kvpool.wire import ranks as wire_ranks
+from kvpool.wire.errors import to_status
+
+FULL: Final = FullAttentionSpec(16, 2, 8, "float32")
+WINDOW: Final = SlidingWindowSpec(16, 2, 8, "float32", sliding_window=64)
+LAYERS: Final = {"l.0": FULL, "l.1": WINDOW, "l.2": FULL, "l.3": WINDOW}
+"""Two groups of two layers, so two buffers with two layers in each."""
+BLOCK_BYTES: Final = 2 * FULL.page_size_bytes
+WAIT_SECONDS: Final = 20.0
+
+
+def plan_config(num_blocks: int) -> KVCacheConfig:
+    """What a rank with these layers is to allocate."""
+    ranks = [RankMemory(LAYERS, num_blocks * BLOCK_BYTES)]
+    config = get_kv_cache_configs(ranks, PlanOptions(16)).configs[0]
+    assert config.num_blocks == num_blocks
+    return config
+
+
+def registered(heartbeat: float = 0.05, timeout: float = 5.0) -> worker_pb2.JoinResponse:
+    timing = worker_pb2.Registered(heartbeat_seconds=heartbeat, heartbeat_timeout_seconds=timeout, grace_seconds=30.0)
+    return worker_pb2.JoinResponse(registered=timing)
+
+
+def planned(epoch: int, num_blocks: int, config: KVCacheConfig | None = None) -> worker_pb2.JoinResponse:
+    plan = wire_ranks.plan_to_proto(PlanSent(LinkId(1), epoch, config or plan_config(num_blocks), 1024))
+    return worker_pb2.JoinResponse(plan=plan)
+
+
+def ready(epoch: int, num_blocks: int) -> worker_pb2.JoinResponse:
+    return worker_pb2.JoinResponse(ready=worker_pb2.Ready(epoch=epoch, num_blocks=num_blocks, max_model_len=1024))
+
+
+def fence(sequence: int, epoch: int, last: int, *live: int) -> worker_pb2.JoinResponse:
+    told = worker_pb2.Fence(fence_sequence=sequence, epoch=epoch, last_session_number=last, live_session_numbers=live)
+    return worker_pb2.JoinResponse(fence=told)
+
+
+def degraded(epoch: int, *absent_ranks: int) -> worker_pb2.JoinResponse:
+    status = worker_pb2.PoolStatus(state=pool_pb2.POOL_STATE_DEGRADED, epoch=epoch, absent_ranks=absent_ranks)
+    return worker_pb2.JoinResponse(status=status)
+
+
+class FakeStream:
+    """A rank's stream, seen from the server. While `is_answering`, heartbeats are answered with what was said last."""
+
+    def __init__(self) -> None:
+        self.is_answering = True
+        self.heartbeats: list[int] = []
+        self._status = worker_pb2.PoolStatus(state=pool_pb2.POOL_STATE_FORMING)
+        self._said: queue.SimpleQueue[worker_pb2.JoinRequest | None] = queue.SimpleQueue()
+        self._outgoing: queue.SimpleQueue[worker_pb2.JoinResponse | KvpoolError | None] = queue.SimpleQueue()
+
+    def say(self, *responses: worker_pb2.JoinResponse) -> None:
+        for response in responses:
+            if response.HasField("status"):
+                self._status = response.status
+            self._outgoing.put(response)
+
+    def end(self, error: KvpoolError | None = None) -> None:
+        self._outgoing.put(error)
+
+    def next(self) -> worker_pb2.JoinRequest:
+        """What the rank says next, heartbeats apart."""
+        said = self._said.get(timeout=WAIT_SECONDS)
+        assert said is not None, "the rank is done sending"
+        return said
+
+    def register(self) -> worker_pb2.Register:
+        """Takes the registration, and answers it."""
+        said = self.next()
+        assert said.WhichOneof("message") == "register"
+        self.say(registered())
+        return said.register
+
+    def initialized(self) -> worker_pb2.Initialized:
+        said = self.next()
+        assert said.WhichOneof("message") == "initialized"
+        return said.initialized
+
+    def open(self, epoch: int, num_blocks: int) -> worker_pb2.Initialized:
+        """Plans, and says ready to what the rank then got."""
+        self.say(planned(epoch, num_blocks))
+        initialized = self.initialized()
+        self.say(ready(epoch, min(initialized.num_blocks, num_blocks)))
+        return initialized
+
+    def is_quiet(self) -> bool:
+        """Whether the rank has said nothing but heartbeats since."""
+        return self._said.empty()
+
+    def serve(
+        self, requests: Iterator[worker_pb2.JoinRequest], context: grpc.ServicerContext
+    ) -> Iterator[worker_pb2.JoinResponse]:
+        reader = threading.Thread(target=self._read, args=(requests,), daemon=True)
+        reader.start()
+        while (response := self._outgoing.get()) is not None:
+            if isinstance(response, KvpoolError):
+                context.abort_with_status(rpc_status.to_status(to_status(response)))
+            else:
+                yield response
+
+    def _read(self, requests: Iterator[worker_pb2.JoinRequest]) -> None:
+        with contextlib.suppress(grpc.RpcError):
+            for request in requests:
+                if request.WhichOneof("message") == "heartbeat":
+                    self.heartbeats.append(request.heartbeat.sequence)
+                    if self.is_answering:
+                        status = worker_pb2.PoolStatus()
+                        status.CopyFrom(self._status)
+                        status.heartbeat_sequence = request.heartbeat.sequence
+                        self._outgoing.put(worker_pb2.JoinResponse(status=status))
+                else:
+                    self._said.put(request)
+        self._said.put(None)
+        self._outgoing.put(None)
+
+
+class FakeServer(worker_pb2_grpc.WorkerServiceServicer):
+    """The service.
+
+    Attributes:
+        address: Where it listens.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.address = f"unix:{path}"
+        self._streams: queue.SimpleQueue[FakeStream] = queue.SimpleQueue()
+        self._server = grpc.server(ThreadPoolExecutor(8))
+        worker_pb2_grpc.add_WorkerServiceServicer_to_server(self, self._server)
+        self._server.add_insecure_port(self.address)
+        self._server.start()
+
+    def Join(  # noqa: N802 - the proto names it
+        self, request_iterator: Iterator[worker_pb2.JoinRequest], context: grpc.ServicerContext
+    ) -> Iterator[worker_pb2.JoinResponse]:
+        stream = FakeStream()
+        self._streams.put(stream)
+        return stream.serve(request_iterator, context)
+
+    def next_stream(self) -> FakeStream:
+        """Waits for a rank to join."""
+        return self._streams.get(timeout=WAIT_SECONDS)
+
+    def stop(self) -> None:
+        self._server.stop(None).wait()

@@ -1,0 +1,142 @@
+"""Checks that a pool's books balance: every counter against what it counts, every link from both ends."""
+
+from collections import Counter
+from collections.abc import Iterable
+
+from kvpool.core.blocks.kv_cache_manager import Pool
+from kvpool.core.errors import IntegrityError
+from kvpool.core.ids import NULL_BLOCK, BlockId, GroupId, WriterId
+from kvpool.core.sessions.request import Request
+from kvpool.core.sessions.session import Session
+from kvpool.core.specs.kinds import CrossAttentionSpec, allocation_spec
+
+
+def check_integrity(pool: Pool, sessions: Iterable[Session]) -> None:
+    """Checks a pool, its quarantine and all its sessions. O(num_blocks + blocks in tables); for tests and idle servers.
+
+    Raises:
+        IntegrityError: Something does not balance; says what.
+    """
+    sessions = list(sessions)
+    quarantined = [each.session for each in pool.quarantine]
+    requests = [request for session in sessions + quarantined for request in session.requests.values()]
+    owners = Counter(b for request in requests for table in request.tables for b in table.held_block_ids)
+    owners.update(pool.sink_blocks)
+    _check_free_list(pool, owners)
+    _check_group_counters(pool, requests)
+    _check_prefix_map(pool, {session.writer for session in sessions})
+    _check_quarantine(pool, quarantined)
+    _check_quotas(pool, sessions, owners)
+    for session in sessions + quarantined:
+        _require(
+            list(session.requests.values()) == list(session.by_number.values()), "requests by id and by number differ"
+        )
+        num_tokens = sum(request.num_tokens for request in session.requests.values())
+        _require(session.num_tokens == num_tokens, f"{session.num_tokens} tokens are counted, not {num_tokens}")
+    for request in requests:
+        config = pool.config
+        wanted = request.num_tokens // config.hash_block_size if config.enable_caching else 0
+        _require(len(request.hashes) == wanted, f"{request.request_id}: {len(request.hashes)} hashes, not {wanted}")
+        _require(
+            request.quiet_tokens <= max(pool.quiet_tokens(request), 0), f"{request.request_id}: too much quiet room"
+        )
+        for group_id in range(len(request.tables)):
+            _check_table(f"{request.request_id}, group {group_id}", request, pool, GroupId(group_id))
+
+
+def _check_quarantine(pool: Pool, quarantined: list[Session]) -> None:
+    held: set[BlockId] = set()
+    for session in quarantined:
+        blocks = {b for r in session.requests.values() for t in r.tables for b in t.held_block_ids}
+        _require(bool(blocks), f"session {session.writer} is in quarantine and holds nothing")
+        held |= blocks
+    counted = pool.quarantine.num_blocks
+    _require(counted == len(held), f"{counted} blocks are counted in quarantine, not {len(held)}")
+
+
+def _check_table(where: str, request: Request, pool: Pool, group_id: GroupId) -> None:
+    table = request.tables[group_id]
+    if not isinstance(allocation_spec(pool.config.groups[group_id].spec), CrossAttentionSpec):
+        room = len(table.block_ids) * pool.config.span_tokens(group_id)
+        _require(0 <= request.num_computed_tokens <= room, f"{where}: computed what has no room")
+    _require(not any(table.block_ids[: table.num_skipped]), f"{where}: holds what it skipped")
+    _require(all(table.held_block_ids), f"{where}: null within the blocks")
+    _require(table.num_cached <= len(table.block_ids), f"{where}: more cached than held")
+
+
+def _check_free_list(pool: Pool, owners: Counter[BlockId]) -> None:
+    blocks = pool.blocks
+    free = list(blocks.free_list)
+    _require(len(free) == len(set(free)) == blocks.num_free_blocks, "the free list's length is wrong")
+    _require(NULL_BLOCK not in free, "the null block is free")
+    _require(
+        len(free) + len(owners) + 1 == blocks.num_blocks,
+        f"{len(free)} free + {len(owners)} used + 1 null != {blocks.num_blocks}",
+    )
+    for block_id in map(BlockId, range(blocks.num_blocks)):
+        count = blocks.ref_cnt(block_id)
+        _require(count == owners[block_id], f"block {block_id}: ref_cnt {count}, in {owners[block_id]} tables")
+    _require(not set(free) & set(owners), "a block is both free and used")
+    shared = sum(1 for count in owners.values() if count > 1)
+    _require(
+        blocks.free_list.num_shared == shared, f"{shared} blocks are shared, {blocks.free_list.num_shared} counted"
+    )
+
+
+def _check_quotas(pool: Pool, sessions: list[Session], owners: Counter[BlockId]) -> None:
+    covering: Counter[BlockId] = Counter()
+    min_blocks = 0
+    for session in sessions:
+        holding, who = session.holding, f"session {session.writer}"
+        _require(all(r.holding is holding for r in session.requests.values()), f"{who}: another's holding")
+        if holding is None:
+            continue
+        tables = [table for request in session.requests.values() for table in request.tables]
+        counts = Counter(b for table in tables for b in table.held_block_ids)
+        _require(counts == holding.counts, f"{who}: holds other blocks than are counted")
+        _require(holding.uncovered.keys() <= counts.keys(), f"{who}: does not cover what it does not hold")
+        covered = counts.keys() - holding.uncovered.keys()
+        _require(len(covered) == min(len(counts), holding.min_blocks), f"{who}: covers {len(covered)} blocks")
+        _require(not holding.max_blocks or len(counts) <= holding.max_blocks, f"{who}: holds more than its maximum")
+        covering.update({block_id: counts[block_id] for block_id in covered})
+        min_blocks += holding.min_blocks
+    quotas = pool.quotas
+    only_covered = sum(1 for block_id, count in covering.items() if count == owners[block_id])
+    _require(quotas.min_blocks == min_blocks, f"minima of {min_blocks}, {quotas.min_blocks} are counted")
+    _require(quotas.num_covering == covering, "covering tables are counted wrong")
+    _require(quotas.num_reserved == min_blocks - only_covered, "what is only covered is counted wrong")
+    _require(quotas.num_left >= 0, "more is common than the minima leave")
+
+
+def _check_group_counters(pool: Pool, requests: list[Request]) -> None:
+    sinks = pool.config.num_sink_blocks
+    for group_id, counters in enumerate(pool.blocks.group_counters):
+        held = {b for r in requests for b in r.tables[group_id].held_block_ids}
+        used = len(held) + sinks[group_id]
+        _require(counters.used_blocks == used, f"group {group_id}: counts {counters.used_blocks} used, not {used}")
+    evicted = sum(counters.evicted_blocks for counters in pool.blocks.group_counters)
+    _require(evicted <= pool.blocks.num_evicted, "the groups evicted more than the pool")
+
+
+def _check_prefix_map(pool: Pool, writers: set[WriterId]) -> None:
+    prefix_map = pool.blocks.prefix_map
+    hashed = [b for b in map(BlockId, range(pool.blocks.num_blocks)) if prefix_map.hash_of(b) is not None]
+    mapped = list(prefix_map.entries())
+    _require(len(hashed) == len(mapped) == len(prefix_map), "hashed, mapped and counted blocks differ")
+    by_group = Counter(group_id for group_id, _, _ in mapped)
+    for group_id in map(GroupId, range(len(pool.config.groups))):
+        _require(by_group[group_id] == prefix_map.num_cached(group_id), f"group {group_id}: cached is counted wrong")
+    for group_id, block_hash, block_id in mapped:
+        back: tuple[GroupId, object] = (prefix_map.group_of(block_id), prefix_map.hash_of(block_id))
+        _require(back == (group_id, block_hash), f"block {block_id} does not point back to its hash")
+    pending = prefix_map.pending()
+    _require(pending.keys() <= set(hashed), "a block without a hash is pending")
+    _require(
+        sorted(pending) == sorted(b for w in writers for b in prefix_map.unpublished_by(w)),
+        "pending blocks and what open sessions have not published differ",
+    )
+
+
+def _require(holds: bool, message: str) -> None:  # noqa: FBT001 - a condition
+    if not holds:
+        raise IntegrityError(message)

@@ -1,0 +1,282 @@
+"""Journals for tests: random changes to write down, and a comparison of all that two allocators hold."""
+
+import hashlib
+import random
+from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
+from enum import Enum
+from pathlib import Path
+from types import FunctionType, MethodType
+from typing import Any
+
+from kvpool.core.allocator import Allocator
+from kvpool.core.blocks.free_list import FreeList
+from kvpool.core.errors import KvpoolError
+from kvpool.core.ids import BlockId, SessionId
+from kvpool.core.sessions.quarantine import Quarantine
+from kvpool.core.sessions.session import Session
+from kvpool.core.specs.kinds import CrossAttentionSpec
+from kvpool.core.specs.pool_config import PoolConfig
+from kvpool.core.steps.columns import Operation, Step
+from kvpool.server.journal.calls import JournaledAllocator
+from kvpool.server.journal.config import JournalConfig
+from kvpool.server.journal.folder import Folder, Identity
+from kvpool.server.journal.journal import Journal
+from kvpool.server.journal.messages import WireMessages
+from kvpool.server.journal.recovery import Recovery, recover
+from kvpool.server.journal.snapshot import LEFT_OUT
+from support.integrity import check_integrity
+
+IDENTITY = Identity("1 Python", "this-boot")
+NOT_RESTORED: dict[tuple[type, str], str] = {
+    (Session, "heard_seconds"): "leases begin anew with each process",
+    (Session, "open_streams"): "streams end with the process",
+    (Quarantine, "_num_blocks"): "is counted when somebody asks",
+    (FreeList, "_chunks"): "what is passed over in them is left out; the free blocks are compared in order",
+    **{place: reason for place, reason in LEFT_OUT.items() if place[1] not in {"_by_hash", "by_number"}},
+}
+"""Fields that a recovered allocator may hold otherwise, and why."""
+
+
+def new_allocator() -> JournaledAllocator:
+    """One with nothing in it."""
+    return JournaledAllocator(WireMessages())
+
+
+def journal_in(folder: Path, identity: Identity = IDENTITY, **settings: Any) -> Journal:
+    """A journal, not begun."""
+    return Journal(JournalConfig(str(folder), **settings), WireMessages(), new_allocator, identity)
+
+
+def recovered(folder: Path, identity: Identity = IDENTITY) -> Recovery:
+    """What a new process finds."""
+    opened = Folder(folder, identity)
+    try:
+        return recover(opened, WireMessages(), new_allocator)
+    finally:
+        opened.close()
+
+
+def kill(journal: Journal) -> None:
+    """Lets go of the folder as the end of the process does: nothing is written any more."""
+    journal.allocator.sink = None
+    journal._close_log()
+    journal._folder.close()
+
+
+def leave_journal(folder: Path, config: PoolConfig, seed: int, num_changes: int) -> None:
+    """Leaves a journal of so many changes of a `Traffic`, as a killed process does."""
+    journal = journal_in(folder)
+    journal.begin(0.0)
+    traffic = Traffic(journal.allocator, config, seed)
+    for _ in range(num_changes):
+        traffic.change()
+    kill(journal)
+
+
+def states_of(config: PoolConfig, seed: int, num_changes: int) -> list[Allocator]:
+    """What such a journal may bring back: nothing, then the state before the first change, and after each."""
+    found = [Allocator()]
+    for count in range(num_changes + 1):
+        allocator = Allocator()
+        traffic = Traffic(allocator, config, seed)
+        for _ in range(count):
+            traffic.change()
+        found.append(allocator)
+    return found
+
+
+def files_of(folder: Path) -> list[Path]:
+    """The files of a journal that say something."""
+    return [path for path in sorted(folder.iterdir()) if path.name != "lock"]
+
+
+def is_alike(mine: Any, theirs: Any) -> bool:
+    """Whether `assert_alike` finds no difference."""
+    try:
+        assert_alike(mine, theirs)
+    except AssertionError:
+        return False
+    return True
+
+
+def assert_alike(mine: Any, theirs: Any) -> None:
+    """Compares all that two allocators hold, field by field, whatever the fields are."""
+    _compare(_fields(Allocator, mine), _fields(Allocator, theirs), "allocator", set())
+    for pool, other in zip(mine.pools(), theirs.pools(), strict=True):
+        assert list(pool.blocks.free_list) == list(other.blocks.free_list)
+        check_integrity(other, theirs.sessions_of(other))
+
+
+def _fields(kind: type, value: Any) -> dict[str, Any]:
+    names = {name for each in type(value).__mro__ for name in getattr(each, "__slots__", ())}
+    names |= vars(kind()).keys() if kind is Allocator else vars(value).keys() if hasattr(value, "__dict__") else set()
+    return {name: getattr(value, name) for name in sorted(names) if (kind, name) not in NOT_RESTORED}
+
+
+def _compare(mine: Any, theirs: Any, where: str, seen: set[int]) -> None:
+    assert type(mine) is type(theirs), where
+    if id(mine) in seen:
+        return
+    if isinstance(mine, dict):
+        assert len(mine) == len(theirs), where
+        if "_by_hash" not in where:  # found by key alone
+            assert list(mine) == list(theirs), where
+        for key in mine:
+            _compare(mine[key], theirs[key], f"{where}[{key!r}]", seen)
+    elif isinstance(mine, list | tuple | deque):
+        assert len(mine) == len(theirs), where
+        if set(map(type, mine)) <= {int, bytes, type(None)}:
+            assert mine == theirs, where
+            return
+        for i, (one, other) in enumerate(zip(mine, theirs, strict=True)):
+            _compare(one, other, f"{where}[{i}]", seen)
+    elif type(mine).__module__.startswith("kvpool.core") and not isinstance(mine, Enum):
+        seen.add(id(mine))
+        kind = type(mine)
+        assert not isinstance(mine, FunctionType | MethodType)
+        _compare(_fields(kind, mine), _fields(kind, theirs), f"{where}.{kind.__name__}", seen)
+    else:
+        assert mine == theirs, where
+
+
+class Traffic:
+    """Random changes of one pool by two sessions that come and go, and are resumed; the same seed makes the same.
+
+    Attributes:
+        allocator: What is changed; may be replaced by one that is alike.
+        now_seconds: The time.
+    """
+
+    def __init__(self, allocator: Allocator, config: PoolConfig, seed: int) -> None:
+        self.allocator = allocator
+        self.now_seconds = 100.0
+        self._config = config
+        self._random = random.Random(seed)  # noqa: S311 - a workload
+        self._opened = 0
+        self._requests = 0
+        self._tokens: dict[tuple[str, int], list[int]] = {}
+        allocator.create_pool(config, b"n" * 32)
+
+    def change(self) -> object:
+        """Makes one change; returns its answer, or the reason it was refused for."""
+        self.now_seconds += 0.25
+        released = [each.session.writer for _, each in self.allocator.release_due(self.now_seconds)]
+        if released:
+            return released
+        choice = self._random.random()
+        sessions = [session for _, session in self.allocator.sessions()]
+        if not sessions or (len(sessions) < 3 and choice < 0.1):
+            return self._try(self._open)
+        session = self._random.choice(sessions)
+        if choice > 0.89:
+            return self._try(lambda: self._other_than_step(session, choice))
+        session.heard_seconds = self.now_seconds
+        step = self._step(session)
+        if choice > 0.85:
+            step = replace(step, sequence=session.sequence)  # used already, for something else
+        source = WireMessages().decode(1, WireMessages().encode_step(step)) if self._random.random() < 0.7 else None
+        answer = self._try(lambda: self.allocator.apply(self.allocator.pool("m"), session, step, source))
+        if choice > 0.8 and not isinstance(answer, str):
+            assert self.allocator.apply(self.allocator.pool("m"), session, step, source) == answer
+        return answer
+
+    def _other_than_step(self, session: Session, choice: float) -> object:
+        pool = self.allocator.pool("m")
+        if choice > 0.98:
+            return self.allocator.expire_session(session.session_id, self.now_seconds, 4.0)[2]
+        if choice > 0.96:
+            return self.allocator.close_session(session.current_id, self.now_seconds)[1]
+        if choice > 0.95:
+            return self._evict(session)
+        if choice > 0.94:
+            return self._resume(session)
+        if choice > 0.93:
+            return self.allocator.reset_prefix_cache(pool)
+        self.allocator.mark_executed(pool, session, self._random.randint(0, session.sequence))
+        return None
+
+    def _evict(self, session: Session) -> SessionId:
+        return self.allocator.evict_session("m", session.writer, self.now_seconds, quarantine_seconds=3.0)[1].session_id
+
+    def _resume(self, session: Session) -> int:
+        key = f"key-{self._random.randint(1, 2)}"  # at times that of the resumption before, or of one before that
+        found = self.allocator.resume_session(
+            session.session_id, session.sequence, resume_key=key, now_seconds=self.now_seconds
+        )
+        return found[1].writer
+
+    def _open(self) -> int:
+        self._opened += 1
+        name = SessionId(f"session-{self._opened}")
+        key = f"key-{self._random.randint(1, 4)}"  # at times one that opened a session before
+        opened = self.allocator.open_session(
+            "m",
+            "client",
+            10.0,
+            session_id=name,
+            now_seconds=self.now_seconds,
+            open_key=key,
+            memory_id="other" if self._opened % 7 == 0 else "one",
+        )
+        return opened[1].writer
+
+    def _try(self, change: Callable[[], object]) -> object:
+        try:
+            return change()
+        except KvpoolError as error:
+            return error.reason
+
+    def _step(self, session: Session) -> Step:
+        step = Step(session.sequence + 1, executed_sequence=self._random.randint(0, session.sequence))
+        step.admission_budget_tokens = self._random.choice([0, 0, 20])
+        named: set[int] = set()
+        for _ in range(self._random.randint(1, 4)):
+            there = sorted(set(session.by_number) - named)
+            if not there or self._random.random() < 0.35:
+                self._requests += 1
+                number = self._requests
+                self._put(step, session, Operation.ADD, number, self._random.randint(1, 40))
+                step.request_ids.append(f"r{number}")
+                self._put(step, session, Operation.ADMIT, number, 0)
+            else:
+                number = self._random.choice(there)
+                request = session.by_number[number]
+                running = request.num_computed_tokens > 0
+                if self._random.random() < 0.3:
+                    self._put(step, session, self._random.choice([Operation.FREE, Operation.PREEMPT]), number, 0)
+                elif running:
+                    self._put(step, session, Operation.ALLOCATE, number, self._random.randint(0, 9))
+                else:
+                    self._put(step, session, Operation.ADMIT, number, 0)
+            named.add(number)
+        if self._random.random() < 0.1:
+            self._put(step, session, Operation.EVICT, 0, 0)
+            step.block_ids = [BlockId(self._random.randrange(1, self._config.num_blocks))]
+            step.num_block_ids = [0] * ((len(step.operations) - 1) * len(self._config.groups))
+            step.num_block_ids += [1] + [0] * (len(self._config.groups) - 1)
+        return step
+
+    def _put(self, step: Step, session: Session, operation: Operation, number: int, grown: int) -> None:
+        tokens = self._tokens.setdefault((session.session_id, number), [])
+        request = session.by_number.get(number)  # type: ignore[call-overload]
+        del tokens[request.num_tokens if request and operation is not Operation.ADD else 0 :]
+        if operation is not Operation.ADD and request is None:  # its ADD stands before it in the step
+            grown, tokens = 0, []
+        grown = min(grown, self._config.max_model_len - len(tokens) - 2)
+        before = len(tokens)
+        story = self._random.choice([0, 0, 1])
+        tokens += [(story * 100 + i) % 250 for i in range(before, before + grown)]
+        step.operations.append(int(operation))
+        step.request_numbers.append(number)
+        step.num_appended_tokens.append(grown)
+        step.num_new_tokens.append(self._random.randint(1, 9) if operation is Operation.ALLOCATE else 0)
+        encoder = 8 if any(isinstance(group.spec, CrossAttentionSpec) for group in self._config.groups) else 0
+        step.num_encoder_tokens.append(encoder if operation is Operation.ADMIT else 0)
+        if self._config.makes_events:
+            step.token_ids += tokens[before:]
+        if self._config.enable_caching:
+            size = self._config.hash_block_size
+            for end in range((before // size + 1) * size, len(tokens) + 1, size):
+                step.block_hashes += hashlib.sha256(bytes(tokens[:end])).digest()

@@ -1,0 +1,51 @@
+"""Configs of public models, and the figures that papers state of them."""
+
+import json
+from collections import Counter
+
+from kvpool.core.specs.base import AttentionSpec, KVCacheSpec
+from kvpool.core.specs.kinds import ChunkedLocalAttentionSpec, FullAttentionSpec, MambaSpec, SlidingWindowSpec
+from kvpool.models.config import Model, ModelOptions, derive_model
+from support.paths import MODEL_CONFIGS
+
+DEFAULT_OPTIONS = ModelOptions()
+
+
+def config(name: str) -> dict[str, object]:
+    data = json.loads((MODEL_CONFIGS / f"{name}.json").read_text())
+    assert isinstance(data, dict)
+    return data
+
+
+def changed(name: str, **changes: object) -> dict[str, object]:
+    """A config with some keys changed; those changed to ... are left out."""
+    data = config(name) | changes
+    return {key: value for key, value in data.items() if value is not ...}
+
+
+def derive(name: str, options: ModelOptions = DEFAULT_OPTIONS) -> Model:
+    return derive_model(config(name), options)
+
+
+def kinds(model: Model) -> dict[str, int]:
+    return dict(Counter(type(spec).__name__ for _, spec in model.layers))
+
+
+def specs_of(model: Model, kind: type[KVCacheSpec]) -> list[KVCacheSpec]:
+    return [spec for _, spec in model.layers if isinstance(spec, kind)]
+
+
+def full_bytes_per_token(model: Model) -> int:
+    return _bytes_per_token(model, FullAttentionSpec)
+
+
+def windowed_bytes_per_token(model: Model) -> int:
+    return _bytes_per_token(model, SlidingWindowSpec, ChunkedLocalAttentionSpec)
+
+
+def state_bytes_per_request(model: Model) -> int:
+    return sum(spec.content_size_bytes for spec in specs_of(model, MambaSpec))
+
+
+def _bytes_per_token(model: Model, *wanted: type[AttentionSpec]) -> int:
+    return sum(spec.token_size_bytes for _, spec in model.layers if isinstance(spec, wanted))

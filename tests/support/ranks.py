@@ -1,0 +1,161 @@
+"""Drives a membership without a wire: ranks, their streams, a clock, and what each was told."""
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import replace
+
+from kvpool.core.errors import KvpoolError
+from kvpool.core.ids import PoolName
+from kvpool.core.ranks.membership import Membership
+from kvpool.core.ranks.messages import (
+    Allocated,
+    Effect,
+    EpochPassed,
+    FenceSent,
+    HeldTensors,
+    LinkEnded,
+    LinkId,
+    PlanSent,
+    PoolOpened,
+    PoolResumed,
+    PoolSuspended,
+    Rank,
+    RankTiming,
+    ReadySent,
+    Registration,
+    SessionsFenced,
+    StatusSent,
+    WorldOptions,
+)
+from kvpool.core.specs.base import KVCacheSpec
+from kvpool.core.specs.kinds import FullAttentionSpec
+
+LAYER = FullAttentionSpec(16, 2, 64, "bfloat16")
+LAYERS = {f"layer.{i}": LAYER for i in range(2)}
+BLOCK_BYTES = 2 * LAYER.page_size_bytes
+TIMING = RankTiming(heartbeat_seconds=1.0, heartbeat_timeout_seconds=5.0, grace_seconds=30.0)
+OPTIONS = WorldOptions(max_model_len=1024)
+
+
+def registration(  # noqa: PLR0913 - what a rank says
+    rank: int = 0,
+    world_size: int = 2,
+    *,
+    boot_id: str = "",
+    blocks: int = 100,
+    layers: Mapping[str, KVCacheSpec] = LAYERS,
+    options: WorldOptions = OPTIONS,
+    held: HeldTensors | None = None,
+    fences: bool = False,
+) -> Registration:
+    """What a rank says of itself, with room for so many blocks."""
+    return Registration(
+        Rank(rank),
+        world_size,
+        boot_id or f"process-{rank}",
+        options,
+        layers,
+        blocks * BLOCK_BYTES,
+        held,
+        last_epoch=held.epoch if held else 0,
+        fences=fences,
+    )
+
+
+class Gathering:
+    """A membership, and what became of it.
+
+    Attributes:
+        members: The membership.
+        now_seconds: The time.
+        told: What each link was told, in order; the error that it ended with comes last.
+        pool: What was done to the pool, in order.
+        epoch: The epoch that the pool is open in; 0 while it is not.
+        num_blocks: Blocks that it opened with.
+    """
+
+    def __init__(self, timing: RankTiming = TIMING, max_blocks: int = 2**24) -> None:
+        self.members = Membership(PoolName("m"), timing, max_blocks)
+        self.now_seconds = 1000.0
+        self.told: dict[LinkId, list[Effect | KvpoolError]] = defaultdict(list)
+        self.pool: list[Effect] = []
+        self.epoch = 0
+        self.num_blocks = 0
+        self.is_serving = False
+        self._last_link = 0
+
+    def register(self, said: Registration) -> LinkId:
+        """A new stream that registers; returns its link."""
+        self._last_link += 1
+        link = LinkId(self._last_link)
+        self.do(self.members.register(link, said, self.now_seconds))
+        return link
+
+    def allocate(self, link: LinkId, num_blocks: int | None = None) -> None:
+        """Answers the newest plan that a link was sent: with all blocks, or so many."""
+        plan = next(effect for effect in reversed(self.told[link]) if isinstance(effect, PlanSent))
+        got = plan.config.num_blocks if num_blocks is None else num_blocks
+        self.do(self.members.initialized(link, Allocated(plan.epoch, got, got * BLOCK_BYTES)))
+
+    def form(self, world_size: int = 2, **said: object) -> list[LinkId]:
+        """Forms a pool of equal ranks."""
+        base = replace(registration(), world_size=world_size, **said)  # type: ignore[arg-type]
+        links = [self.register(replace(base, rank=Rank(rank), boot_id=f"process-{rank}")) for rank in range(world_size)]
+        for link in links:
+            self.allocate(link)
+        return links
+
+    def beat(self, *links: LinkId) -> None:
+        """A heartbeat of each."""
+        for link in links:
+            self.do(self.members.heard(link, 7, self.now_seconds))
+
+    def break_link(self, link: LinkId) -> None:
+        """The stream ends."""
+        self.do(self.members.link_broke(link, self.now_seconds))
+
+    def wait(self, seconds: float) -> None:
+        """Lets time pass, then looks who is silent."""
+        self.now_seconds += seconds
+        self.do(self.members.tick(self.now_seconds))
+
+    def last(self, link: LinkId) -> Effect | KvpoolError:
+        """What a link was told last, answers to heartbeats apart."""
+        return next(
+            effect
+            for effect in reversed(self.told[link])
+            if not (isinstance(effect, StatusSent) and effect.heartbeat_sequence)
+        )
+
+    def snapshot(self) -> object:
+        """All that can be seen of the membership."""
+        members = self.members
+        return (members.epoch, members.state, members.world_size, members.options, members.rank_infos(), repr(members))
+
+    def do(self, effects: list[Effect]) -> None:
+        """Does as a server does."""
+        for effect in effects:
+            match effect:
+                case LinkEnded():
+                    self.told[effect.link].append(effect.error)
+                case PlanSent() | ReadySent() | StatusSent() | FenceSent():
+                    self.told[effect.link].append(effect)
+                case PoolOpened():
+                    self.pool.append(effect)
+                    assert effect.epoch > self.epoch, "an epoch opened twice"
+                    self.epoch, self.num_blocks, self.is_serving = effect.epoch, effect.config.num_blocks, True
+                case PoolSuspended():
+                    self.pool.append(effect)
+                    assert self.is_serving
+                    self.is_serving = False
+                case PoolResumed():
+                    self.pool.append(effect)
+                    assert not self.is_serving
+                    assert self.epoch == self.members.epoch, "resumed in an epoch that was not open"
+                    self.is_serving = True
+                case SessionsFenced():
+                    self.pool.append(effect)
+                case EpochPassed():
+                    self.pool.append(effect)
+                    assert effect.epoch > self.epoch
+                    self.is_serving = False

@@ -1,0 +1,104 @@
+"""Real servers for tests, each in a process of its own, on a unix socket."""
+
+import contextlib
+import json
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from kvpool.client import FullAttentionSpec, KVCacheGroup, PoolConfig
+from kvpool.core.ids import PoolName
+
+_PROGRAM = """
+import asyncio, json, sys
+from pathlib import Path
+from kvpool.server.config import MetricsConfig, ServerConfig
+from kvpool.core.sessions.session import LeaseBounds
+from kvpool.core.ranks.messages import RankTiming
+from kvpool.server.journal.config import JournalConfig
+from kvpool.server.auth.config import DoorsConfig
+from kvpool.server.limits.config import Limits
+from kvpool.server.events.config import EventsConfig
+from kvpool.server.app import serve
+settings = json.loads(sys.argv[1])
+settings["addresses"] = tuple(settings["addresses"])
+settings["leases"] = LeaseBounds(**settings.pop("leases", {}))
+settings["events"] = EventsConfig(**settings.pop("events", {}))
+settings["rank_timing"] = RankTiming(**settings.pop("rank_timing", {}))
+settings["journal"] = JournalConfig(**settings.pop("journal", {}))
+doors = {name: Path(value) for name, value in settings.pop("doors", {}).items()}
+settings["doors"] = DoorsConfig(**doors)
+settings["limits"] = Limits(**settings.pop("limits", {}))
+settings["metrics"] = MetricsConfig(**settings.pop("metrics", {}))
+asyncio.run(serve(ServerConfig(**settings), lambda addresses: print(json.dumps(addresses), flush=True)))
+"""
+
+
+def free_port() -> int:
+    """A TCP port of this machine that nobody listens on just now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+class ServerProcess:
+    """A server in its own process.
+
+    Attributes:
+        addresses: Where it listens.
+        process: The process.
+    """
+
+    def __init__(self, *addresses: str, **settings: object) -> None:
+        argument = json.dumps({"addresses": addresses, **settings})
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", _PROGRAM, argument], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        assert self.process.stdout
+        line = self.process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"the server did not start: {self.process.communicate()[1]}")
+        self.addresses: list[str] = json.loads(line)
+
+    def stop(self) -> tuple[int, str]:
+        """Sends SIGTERM; returns the exit status and what it wrote to stderr."""
+        self.process.terminate()
+        _, errors = self.process.communicate(timeout=30)
+        return self.process.returncode, errors
+
+    def stop_cleanly(self) -> str:
+        """Stops it, also if it is paused; fails if it logged a bug or ends badly; returns what it wrote to stderr."""
+        self.process.send_signal(signal.SIGCONT)
+        status, errors = self.stop()
+        assert status == 0, errors
+        assert "Traceback" not in errors, errors
+        return errors
+
+
+@contextlib.contextmanager
+def server_process(*addresses: str, **settings: object) -> Iterator[ServerProcess]:
+    """Runs a server, on a unix socket unless it is told where; fails if it logged a bug or did not stop cleanly."""
+    with TemporaryDirectory() as folder:
+        server = ServerProcess(*(addresses or [f"unix:{Path(folder) / 's'}"]), **settings)
+        try:
+            yield server
+        finally:
+            server.stop_cleanly()
+
+
+@contextlib.contextmanager
+def running_server(**settings: object) -> Iterator[str]:
+    """The address of a `server_process`."""
+    with server_process(**settings) as server:
+        yield server.addresses[0]
+
+
+def pool_config(name: str = "m", num_blocks: int = 100, **options: object) -> PoolConfig:
+    """A small pool of full attention, 4 tokens a block."""
+    groups = (KVCacheGroup(FullAttentionSpec(4), ("layer.0",)),)
+    return PoolConfig(PoolName(name), num_blocks, 1024, groups, **options)  # type: ignore[arg-type]

@@ -1,0 +1,113 @@
+"""A walk tells what every cached block holds, parents first, whatever changes meanwhile (rules 1 to 3)."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from kvpool.core.blocks.kv_cache_manager import Pool
+from kvpool.core.events import BlockRemoved, BlockStored
+from kvpool.core.ids import BlockHash, BlockId, GroupId
+from kvpool.core.specs.base import KVCacheSpec
+from kvpool.core.specs.kinds import FullAttentionSpec, SlidingWindowSpec
+from kvpool.core.views.snapshot_cursor import SnapshotCursor
+from support.core import STEP, admit, block_hashes, config, request_of
+
+FULL, WINDOW = FullAttentionSpec(4), SlidingWindowSpec(8, sliding_window=9)
+
+
+def pool_of(*specs: KVCacheSpec, num_blocks: int = 40, **options: Any) -> Pool:
+    return Pool(config(num_blocks, specs=specs or (FULL,), enable_events=True, **options))
+
+
+def chunks(walk: SnapshotCursor, max_blocks: int = 3) -> list[list[BlockStored]]:
+    told = []
+    while not walk.is_done:
+        told.append(walk.next_chunk(max_blocks))
+    return told
+
+
+def runs(pool: Pool, max_blocks: int = 3) -> list[BlockStored]:
+    return [run for chunk in chunks(SnapshotCursor(pool), max_blocks) for run in chunk]
+
+
+def truth(pool: Pool) -> set[tuple[GroupId, BlockHash]]:
+    return {(group_id, block_hash) for group_id, block_hash, _ in pool.blocks.prefix_map.entries()}
+
+
+def told(stored: Sequence[BlockStored]) -> set[tuple[GroupId, BlockHash]]:
+    return {(run.group_id, block_hash) for run in stored for block_hash in run.block_hashes}
+
+
+def test_a_pool_told_at_once_is_told_in_the_words_of_its_events() -> None:
+    pool = pool_of()
+    request = request_of(pool, "abc", 14)
+    request.lora_name = "adapter"
+    assert pool.admit(request, 14, sequence=STEP)
+    assert runs(pool, 40) == pool.blocks.take_events()
+
+
+@pytest.mark.parametrize("specs", [(FULL,), (FULL, WINDOW)])
+def test_every_cached_block_is_told_in_chunks_of_bounded_size(specs: tuple[KVCacheSpec, ...]) -> None:
+    pool = pool_of(*specs)
+    for content in ("abcdef", "abxy", "q"):
+        pool.free(admit(pool, content, 25))
+    told_chunks = chunks(SnapshotCursor(pool))
+    assert told([run for chunk in told_chunks for run in chunk]) == truth(pool) != set()
+    assert max(sum(len(run.block_hashes) for run in chunk) for chunk in told_chunks) <= 3
+    for chunk in told_chunks:
+        assert all(len(run.token_ids) == len(run.block_hashes) * run.block_size for run in chunk)
+
+
+def test_parents_come_first_though_their_blocks_come_last() -> None:
+    """Freed tables give their blocks back last first, so the next request's blocks run backwards."""
+    pool = pool_of(num_blocks=12)
+    pool.free(admit(pool, "zzzzzzzzzz", 40))
+    pool.free(admit(pool, "abcdefgh", 34))
+    known: set[BlockHash] = set()
+    for run in runs(pool):
+        assert run.parent_block_hash is None or run.parent_block_hash in known
+        known.update(run.block_hashes)
+    assert len(known) == len(truth(pool))
+
+
+def test_what_is_lost_or_cached_during_a_walk_is_for_the_events_to_tell() -> None:
+    pool = pool_of(num_blocks=20)
+    old = admit(pool, "abcdefghij", 40)
+    walk = SnapshotCursor(pool)
+    known = told(walk.next_chunk(3))
+    pool.blocks.take_events()
+    pool.blocks.evict([BlockId(2), BlockId(7)])
+    pool.free(old)
+    admit(pool, "xy", 8)
+    for event in pool.blocks.take_events():
+        match event:
+            case BlockStored():
+                known |= told([event])
+            case BlockRemoved(copies_left=0):
+                known.discard((event.group_id, event.block_hash))
+    while not walk.is_done:
+        known |= told(walk.next_chunk(3))
+    assert known == truth(pool)
+
+
+def test_a_walk_ends_with_its_epoch() -> None:
+    pool = pool_of()
+    admit(pool, "abcdef", 24)
+    walk = SnapshotCursor(pool)
+    walk.next_chunk(1)
+    pool.begin_epoch(pool.config, 2)
+    assert walk.is_done
+
+
+def test_a_removed_hash_says_how_many_copies_are_left() -> None:
+    pool = pool_of()
+    first, second = admit(pool, "ab", 8), admit(pool, "ab", 8)  # a hit leaves out the last token's block
+    pool.blocks.take_events()
+    pool.blocks.evict([first.tables[0].block_ids[1], second.tables[0].block_ids[1]])
+    last = BlockHash(block_hashes("ab", 2)[32:])
+    assert pool.blocks.take_events() == [BlockRemoved(last, GroupId(0), 1), BlockRemoved(last, GroupId(0), 0)]
+
+
+def test_a_pool_without_events_keeps_no_contents() -> None:
+    assert Pool(config()).blocks.contents is None

@@ -1,0 +1,238 @@
+"""Room that a request can take in silence, against what the pool does when every rule is gone through."""
+
+from collections.abc import Callable
+from copy import deepcopy
+from typing import Final
+
+import pytest
+
+from kvpool.core.blocks.kv_cache_manager import Pool
+from kvpool.core.ids import MAX_TOKENS
+from kvpool.core.sessions.request import Request
+from kvpool.core.specs.base import KVCacheSpec
+from kvpool.core.specs.kinds import (
+    ChunkedLocalAttentionSpec,
+    CrossAttentionSpec,
+    EncoderOnlyAttentionSpec,
+    FullAttentionSpec,
+    MambaSpec,
+    MLAAttentionSpec,
+    SinkFullAttentionSpec,
+    SlidingWindowSpec,
+)
+from support.core import STEP, config, request_of, snapshot
+
+SKIPPING: Final = [
+    *(SlidingWindowSpec(4, sliding_window=window) for window in (1, 2, 4, 5, 9)),
+    *(ChunkedLocalAttentionSpec(4, attention_chunk_size=chunk) for chunk in (1, 3, 4, 8, 10)),
+    MambaSpec(4),
+    MambaSpec(4, num_speculative_blocks=2),
+]
+KEEPING: Final = [
+    FullAttentionSpec(4),
+    FullAttentionSpec(4, sliding_window=6),
+    MLAAttentionSpec(4),
+    SinkFullAttentionSpec(4, sink_len=4),
+    CrossAttentionSpec(4),
+    EncoderOnlyAttentionSpec(4),
+]
+FULL, WINDOW, STATE = FullAttentionSpec(4), SlidingWindowSpec(4, sliding_window=6), MambaSpec(4)
+MIXES: Final[dict[str, list[KVCacheSpec]]] = {
+    "full": [FULL],
+    "latent": [MLAAttentionSpec(4)],
+    "window": [WINDOW],
+    "chunk": [ChunkedLocalAttentionSpec(4, attention_chunk_size=6)],
+    "state": [STATE],
+    "state with drafts": [MambaSpec(4, num_speculative_blocks=2)],
+    "sinks": [SinkFullAttentionSpec(4, sink_len=8)],
+    "full, window": [FULL, WINDOW],
+    "full, chunk": [FULL, ChunkedLocalAttentionSpec(4, attention_chunk_size=8)],
+    "window, state, other sizes": [SlidingWindowSpec(2, sliding_window=5), MambaSpec(8, num_speculative_blocks=1)],
+    "full, two windows": [FullAttentionSpec(8), SlidingWindowSpec(4, sliding_window=3), WINDOW],
+}
+ENCODING: Final[dict[str, list[KVCacheSpec]]] = {
+    "cross": [CrossAttentionSpec(4)],
+    "full, cross": [FULL, CrossAttentionSpec(4)],
+}
+NUM_TOKENS: Final = 32  # whole blocks of all sizes
+
+
+@pytest.mark.parametrize("spec", SKIPPING, ids=repr)
+def test_what_it_takes_to_skip_tokens_is_the_inverse_of_what_is_skipped(spec: KVCacheSpec) -> None:
+    for num_tokens in range(1, 100):
+        num_computed = spec.num_computed_to_skip(num_tokens)
+        assert spec.num_skipped_tokens(num_computed - 1) < num_tokens <= spec.num_skipped_tokens(num_computed)
+
+
+@pytest.mark.parametrize("spec", KEEPING, ids=repr)
+def test_kinds_that_keep_all_never_skip(spec: KVCacheSpec) -> None:
+    assert spec.num_skipped_tokens(MAX_TOKENS) == 0
+    assert spec.num_computed_to_skip(1) > MAX_TOKENS
+
+
+class Driven:
+    """A pool and one request of which so many tokens are known."""
+
+    def __init__(
+        self, specs: list[KVCacheSpec], *, num_known: int = NUM_TOKENS, num_blocks: int = 35, **options: bool
+    ) -> None:
+        self.pool = Pool(config(num_blocks, specs=specs, **options))
+        self.request: Request = request_of(self.pool, "abcdefghijklmnopqrstuvwxyz", num_known)
+
+    @property
+    def room(self) -> int:
+        """Tokens that it can take in silence."""
+        return self.request.quiet_tokens - self.request.num_computed_tokens
+
+    def view(self) -> tuple[object, ...]:
+        """All that can be seen but the request's computed tokens; its room included, which follows from the rest."""
+        return snapshot(self.pool, []), repr(self.request.tables), self.request.quiet_tokens
+
+    def allocate(self, num_new_tokens: int, num_lookahead_tokens: int = 0, num_encoder_tokens: int = 0) -> None:
+        new = self.pool.allocate(
+            self.request,
+            num_new_tokens,
+            num_lookahead_tokens,
+            num_encoder_tokens=num_encoder_tokens,
+            sequence=STEP,
+        )
+        assert new is not None
+
+    def changes(self, num_new_tokens: int, num_lookahead_tokens: int = 0, *, in_full: bool) -> bool:
+        """Whether an allocation would change more than the computed tokens and the counter of allocations.
+
+        Args:
+            num_new_tokens: Tokens to make room for.
+            num_lookahead_tokens: Tokens beyond these.
+            in_full: Whether the pool goes through all its rules, as if it knew of no room.
+        """
+        copy = deepcopy(self)
+        before, end_tokens = copy.view(), copy.request.num_computed_tokens + num_new_tokens
+        if in_full:
+            copy.request.quiet_tokens = 0
+        copy.allocate(num_new_tokens, num_lookahead_tokens)
+        assert copy.request.num_computed_tokens == end_tokens
+        assert copy.pool.activity.allocations == self.pool.activity.allocations + 1
+        copy.pool.activity.allocations -= 1
+        return copy.view() != before
+
+    def check_room(self, num_lookahead_tokens: int = 0) -> None:
+        """Whatever fits into the room changes nothing, answered at once or in full."""
+        for num_new_tokens in range(1, self.room - num_lookahead_tokens + 1):
+            assert not self.changes(num_new_tokens, num_lookahead_tokens, in_full=False)
+            assert not self.changes(num_new_tokens, num_lookahead_tokens, in_full=True)
+
+    def check_end(self) -> None:
+        """Once the room is taken, one token more changes something.
+
+        In one piece with the room it need not: windows move by what was computed before.
+        """
+        copy = deepcopy(self)
+        if copy.room > 0:
+            copy.allocate(copy.room)
+        assert copy.changes(1, in_full=False)
+
+    def go_on(self, num_lookahead_tokens: int = 0) -> None:
+        """Takes what there is of room, and what comes after it, so long as there are tokens."""
+        left = NUM_TOKENS - self.request.num_computed_tokens
+        self.allocate(min(max(self.room, 0) + 1, left), num_lookahead_tokens)
+
+    @property
+    def is_done(self) -> bool:
+        return self.request.num_computed_tokens >= NUM_TOKENS
+
+
+@pytest.mark.parametrize(("enable_caching", "use_eagle"), [(False, False), (True, False), (True, True)])
+@pytest.mark.parametrize("mix", MIXES)
+def test_the_room_is_all_that_changes_nothing(mix: str, *, enable_caching: bool, use_eagle: bool) -> None:
+    """Exactly: one token more takes a block, caches one or leaves one behind a window."""
+    for num_prompt_tokens in (3, 8):
+        driven = Driven(MIXES[mix], enable_caching=enable_caching, use_eagle=use_eagle)
+        driven.allocate(num_prompt_tokens)
+        while not driven.is_done:
+            driven.check_room()
+            driven.check_end()
+            driven.go_on()
+
+
+@pytest.mark.parametrize("enable_caching", [False, True])
+@pytest.mark.parametrize("mix", MIXES)
+@pytest.mark.parametrize("num_lookahead_tokens", [1, 3, 6])
+def test_with_look_ahead_the_room_is_a_lower_bound(
+    mix: str, num_lookahead_tokens: int, *, enable_caching: bool
+) -> None:
+    """Of the tokens ahead none is cached and no window moves by them, yet they count as if."""
+    driven = Driven(MIXES[mix], enable_caching=enable_caching)
+    driven.allocate(5, num_lookahead_tokens)
+    while not driven.is_done:
+        driven.check_room()
+        driven.check_room(num_lookahead_tokens)
+        driven.go_on(num_lookahead_tokens)
+
+
+@pytest.mark.parametrize("mix", MIXES)
+def test_with_tokens_that_are_not_known_yet_the_room_is_a_lower_bound(mix: str) -> None:
+    """A block that they would fill is not cached, yet ends the room."""
+    driven = Driven(MIXES[mix], num_known=6)
+    driven.allocate(5)
+    while not driven.is_done:
+        driven.check_room()
+        driven.go_on()
+
+
+@pytest.mark.parametrize("mix", MIXES)
+def test_after_a_hit_the_room_is_all_that_changes_nothing(mix: str) -> None:
+    driven = Driven(MIXES[mix])
+    driven.allocate(26)
+    driven.pool.free(driven.request)
+    assert driven.pool.admit(driven.request, 1, sequence=STEP)
+    assert driven.request.num_computed_tokens > 1
+    while not driven.is_done:
+        driven.check_room()
+        driven.check_end()
+        driven.go_on()
+
+
+@pytest.mark.parametrize("mix", MIXES)
+@pytest.mark.parametrize("num_rejected_tokens", [1, 3])
+def test_after_a_rejection_the_room_is_all_that_changes_nothing(mix: str, num_rejected_tokens: int) -> None:
+    driven = Driven(MIXES[mix])
+    driven.allocate(21)
+    driven.request.num_computed_tokens -= num_rejected_tokens
+    if not driven.pool.can_reject(driven.request, driven.request.num_computed_tokens):
+        return
+    driven.check_room()
+    driven.check_end()
+
+
+@pytest.mark.parametrize("mix", ENCODING)
+def test_what_an_encoder_put_out_bounds_no_room(mix: str) -> None:
+    driven = Driven(ENCODING[mix], enable_caching=False)
+    driven.allocate(5, num_encoder_tokens=7)
+    driven.check_room()
+    assert driven.request.quiet_tokens == (8 if FULL in ENCODING[mix] else driven.pool.config.max_model_len)
+
+
+def test_blocks_left_uncached_leave_no_room_until_they_are_cached() -> None:
+    driven = Driven([FULL])
+    driven.pool.allocate(driven.request, 9, delay_cache_blocks=True, sequence=STEP)
+    assert driven.room < 0
+    assert driven.changes(1, in_full=False)
+    driven.allocate(1)
+    assert driven.request.quiet_tokens == 11
+
+
+def test_no_room_is_left_where_a_request_ends() -> None:
+    driven = Driven([FULL], num_known=256, num_blocks=80, enable_caching=False)
+    driven.allocate(190, num_lookahead_tokens=100)
+    assert driven.request.quiet_tokens == 256
+
+
+@pytest.mark.parametrize("leave", [Pool.free, Pool.preempt])
+def test_a_request_without_blocks_has_no_room(leave: Callable[[Pool, Request], None]) -> None:
+    driven = Driven([FULL])
+    assert driven.request.quiet_tokens == 0
+    driven.allocate(5)
+    assert driven.room == 2
+    leave(driven.pool, driven.request)
+    assert driven.request.quiet_tokens == 0

@@ -1,0 +1,121 @@
+"""Rules 1 to 4 of free_list."""
+
+import pytest
+
+from kvpool.core.blocks import free_list
+from kvpool.core.blocks.free_list import FreeList
+from kvpool.core.ids import BlockId
+
+
+def ids(*numbers: int) -> list[BlockId]:
+    return [BlockId(number) for number in numbers]
+
+
+def num_kept(free: FreeList) -> int:
+    """Entries of chunks, those included that are passed over or were taken."""
+    return sum(len(chunk.block_ids) for chunk in free._chunks.values())
+
+
+def test_starts_with_all_but_the_null_block() -> None:
+    free = FreeList(4)
+    assert (list(free), len(free)) == ([1, 2, 3], 3)
+    assert [free.ref_cnt(BlockId(i)) for i in range(4)] == [0] * 4
+
+
+def test_takes_from_the_head_and_appends_at_the_tail_in_order() -> None:
+    free = FreeList(6)
+    assert free.take(2) == [1, 2]
+    free.append(free.drop(ids(2, 1)))
+    assert (list(free), len(free)) == ([3, 4, 5, 2, 1], 5)
+
+
+def test_prepends_keeping_the_order() -> None:
+    free = FreeList(6)
+    free.take(3)
+    free.prepend(free.drop(ids(3, 1)))
+    assert list(free) == [3, 1, 4, 5]
+    assert free.take(3) == [3, 1, 4]
+
+
+def test_free_blocks_are_held_from_anywhere() -> None:
+    free = FreeList(6)
+    assert free.hold(ids(3, 1, 5)) == 3
+    assert (list(free), len(free)) == ([2, 4], 2)
+    assert free.take(2) == [2, 4]
+
+
+def test_counts_tables_and_shared_blocks() -> None:
+    free = FreeList(6)
+    free.take(3)
+    assert free.hold(ids(1, 2, 4, 2)) == 1
+    assert [free.ref_cnt(BlockId(i)) for i in range(6)] == [0, 2, 3, 1, 1, 0]
+    assert (free.num_shared, free.num_free_among(ids(1, 4, 5, 5))) == (2, 2)
+    assert free.drop(ids(4, 2, 1)) == [4]
+    free.append(ids(4))
+    assert free.drop(ids(2, 2, 1)) == [2, 1]
+    free.append(ids(2, 1))
+    assert (free.num_shared, list(free)) == (0, [5, 4, 2, 1])
+
+
+def test_survives_being_emptied() -> None:
+    free = FreeList(3)
+    assert free.take(2) == [1, 2]
+    assert list(free) == []
+    free.append(ids(2))
+    free.prepend(ids(1))
+    assert (list(free), free.take(2)) == ([1, 2], [1, 2])
+
+
+def test_taking_or_adding_nothing_changes_nothing() -> None:
+    free = FreeList(3)
+    free.append([])
+    free.prepend([])
+    assert free.take(0) == []
+    assert list(free) == [1, 2]
+
+
+def test_rule_2_what_is_hit_and_comes_back_stands_last_and_once() -> None:
+    free = FreeList(4)
+    free.append(free.drop(free.take(3)))
+    free.hold(ids(2))
+    assert list(free) == [1, 3]
+    free.append(ids(2))
+    assert (list(free), len(free)) == ([1, 3, 2], 3)
+    assert free.take(3) == [1, 3, 2]
+
+
+def test_rule_3_what_is_passed_over_does_not_pile_up() -> None:
+    """A prefix that is hit and freed for ever, while nothing is taken."""
+    free = FreeList(1001)
+    free.append(free.drop(free.take(1000)))
+    for i in range(2000):
+        hit = ids(*range(1 + i % 900, 100 + i % 900))
+        free.hold(hit)
+        free.append(free.drop(hit))
+        assert num_kept(free) <= 2 * len(free) + 8 * len(free._chunks)
+    assert sorted(free) == list(range(1, 1001))
+
+
+def test_a_chunk_that_is_large_is_extended_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(free_list, "MOST_EXTENDED_BLOCKS", 3)
+    free = FreeList(9)
+    for block_id in free.take(8):
+        free.append(free.drop([block_id]))
+    assert (list(free), len(free._chunks)) == (list(range(1, 9)), 3)
+
+
+def test_rule_3_ids_that_were_taken_are_not_kept() -> None:
+    """Tables that are each a block shorter leave a chunk of one block behind, and take from it last."""
+    free = FreeList(401)
+    for count in range(400, 0, -1):
+        free.prepend(free.drop(free.take(count)))
+        assert num_kept(free) <= 2 * len(free) + 8 * len(free._chunks)
+
+
+def test_many_that_are_passed_over_are_so_at_once() -> None:
+    free = FreeList(201)
+    first, second = free.take(100), free.take(100)
+    free.append(free.drop(first))
+    free.append(free.drop(second))
+    free.hold(first)
+    assert free.take(1) == second[:1]

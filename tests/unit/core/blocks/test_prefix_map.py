@@ -1,0 +1,152 @@
+"""Rules 1 to 3 of prefix_map."""
+
+import pytest
+
+from kvpool.core.blocks.prefix_map import PrefixMap
+from kvpool.core.ids import BlockHash, BlockId, GroupId, Sequence, WriterId
+
+GROUP, OTHER_GROUP = GroupId(0), GroupId(1)
+WRITER, READER = WriterId(1), WriterId(2)
+
+
+@pytest.fixture
+def prefix_map() -> PrefixMap:
+    return PrefixMap(num_blocks=10, num_groups=2)
+
+
+def hashes(names: str) -> list[BlockHash]:
+    return [BlockHash(name.encode()) for name in names]
+
+
+def insert(
+    prefix_map: PrefixMap, names: str, *ids: int, writer: WriterId = WRITER, sequence: int = 1, group: GroupId = GROUP
+) -> None:
+    prefix_map.insert(group, [BlockId(i) for i in ids], hashes(names), writer, Sequence(sequence))
+
+
+def find(prefix_map: PrefixMap, names: str, reader: WriterId, group: GroupId) -> list[BlockId]:
+    return prefix_map.find(group, hashes(names), 0, len(names), reader)
+
+
+def test_finds_the_longest_prefix_that_is_cached(prefix_map: PrefixMap) -> None:
+    insert(prefix_map, "abd", 3, 1, 2)
+    assert find(prefix_map, "abcd", WRITER, GROUP) == [3, 1]
+    assert find(prefix_map, "xab", WRITER, GROUP) == []
+
+
+def test_groups_do_not_share_hashes(prefix_map: PrefixMap) -> None:
+    insert(prefix_map, "a", 1)
+    insert(prefix_map, "a", 2, group=OTHER_GROUP)
+    assert find(prefix_map, "a", WRITER, GROUP) == [1]
+    assert find(prefix_map, "a", WRITER, OTHER_GROUP) == [2]
+    assert (prefix_map.group_of(BlockId(1)), prefix_map.group_of(BlockId(2))) == (GROUP, OTHER_GROUP)
+
+
+def test_of_several_copies_the_one_cached_first_is_found_until_it_goes(prefix_map: PrefixMap) -> None:
+    for block_id in (5, 2, 7):
+        insert(prefix_map, "a", block_id)
+    assert len(prefix_map) == 3
+    found = []
+    while block_ids := find(prefix_map, "a", WRITER, GROUP):
+        found += block_ids
+        prefix_map.remove(block_ids[0])
+    assert found == [5, 2, 7]
+    assert len(prefix_map) == 0
+
+
+def test_one_batch_may_carry_one_hash_twice(prefix_map: PrefixMap) -> None:
+    insert(prefix_map, "aa", 1, 2)
+    assert [block_id for _, _, block_id in prefix_map.entries()] == [1, 2]
+
+
+def test_a_block_is_its_writers_until_published(prefix_map: PrefixMap) -> None:
+    insert(prefix_map, "ab", 1, 2)
+    assert find(prefix_map, "ab", WRITER, GROUP) == [1, 2]
+    assert find(prefix_map, "ab", READER, GROUP) == []
+    prefix_map.publish(WRITER, Sequence(1))
+    assert find(prefix_map, "ab", READER, GROUP) == [1, 2]
+
+
+def test_publishing_reaches_only_the_changes_that_were_executed(prefix_map: PrefixMap) -> None:
+    insert(prefix_map, "a", 1, sequence=3)
+    insert(prefix_map, "b", 2, sequence=4)
+    insert(prefix_map, "c", 3, sequence=6)
+    prefix_map.publish(WRITER, Sequence(5))
+    prefix_map.publish(WRITER, Sequence(4))
+    assert find(prefix_map, "abc", READER, GROUP) == [1, 2]
+    assert prefix_map.pending() == {3: 6}
+    assert prefix_map.unpublished_by(WRITER) == [3]
+
+
+def test_publishing_reaches_only_the_writers_blocks(prefix_map: PrefixMap) -> None:
+    insert(prefix_map, "a", 1)
+    insert(prefix_map, "b", 2, writer=READER)
+    prefix_map.publish(READER, Sequence(9))
+    prefix_map.publish(WriterId(3), Sequence(9))
+    assert prefix_map.pending() == {1: 1}
+
+
+def test_a_copy_that_may_be_read_is_found_behind_one_that_may_not(prefix_map: PrefixMap) -> None:
+    insert(prefix_map, "ab", 1, 2)
+    insert(prefix_map, "ab", 3, 4, writer=READER)
+    assert find(prefix_map, "ab", READER, GROUP) == [3, 4]
+    assert find(prefix_map, "ab", WRITER, GROUP) == [1, 2]
+
+
+def test_a_prefix_ends_at_the_first_block_that_may_not_be_read(prefix_map: PrefixMap) -> None:
+    insert(prefix_map, "ac", 1, 3, sequence=1)
+    insert(prefix_map, "b", 2, sequence=2)
+    prefix_map.publish(WRITER, Sequence(1))
+    assert find(prefix_map, "abc", READER, GROUP) == [1]
+
+
+def test_removing_returns_the_hash_once(prefix_map: PrefixMap) -> None:
+    insert(prefix_map, "a", 1)
+    assert prefix_map.remove(BlockId(1)) == b"a"
+    assert prefix_map.hash_of(BlockId(1)) is None
+    with pytest.raises(KeyError):
+        prefix_map.remove(BlockId(1))
+
+
+def test_what_takes_a_pending_blocks_place_starts_anew(prefix_map: PrefixMap) -> None:
+    insert(prefix_map, "a", 1, sequence=1)
+    prefix_map.remove(BlockId(1))
+    assert prefix_map.unpublished_by(WRITER) == []
+    insert(prefix_map, "b", 1, writer=READER, sequence=7)
+    prefix_map.publish(WRITER, Sequence(9))
+    assert prefix_map.pending() == {1: 7}
+    assert find(prefix_map, "b", WRITER, GROUP) == []
+
+
+def test_counts_the_blocks_a_writer_filled(prefix_map: PrefixMap) -> None:
+    insert(prefix_map, "ab", 1, 2)
+    insert(prefix_map, "c", 3, writer=READER)
+    assert prefix_map.num_written_by([BlockId(1), BlockId(2), BlockId(3)], WRITER) == 2
+
+
+def test_what_a_writer_has_not_published_goes_on_under_another_number(prefix_map: PrefixMap) -> None:
+    new, next_after = WriterId(3), WriterId(4)
+    insert(prefix_map, "a", 1, sequence=1)
+    insert(prefix_map, "bc", 2, 3, sequence=2)
+    insert(prefix_map, "d", 4, sequence=3)
+    prefix_map.publish(WRITER, Sequence(1))
+    for writer, renamed in ((WRITER, new), (READER, next_after)):  # the second has filled nothing
+        prefix_map.rename_writer(writer, renamed)
+    assert find(prefix_map, "abcd", new, GROUP) == [1, 2, 3, 4]
+    assert find(prefix_map, "abcd", WRITER, GROUP) == [1]
+    assert [prefix_map.writer_of(BlockId(i)) for i in range(1, 5)] == [WRITER, new, new, new]
+    prefix_map.remove(BlockId(3))
+    prefix_map.publish(new, Sequence(2))
+    assert (prefix_map.unpublished_by(new), prefix_map.unpublished_by(next_after)) == ([4], [])
+    assert find(prefix_map, "ab", READER, GROUP) == [1, 2]
+
+
+def test_a_cleared_map_holds_nothing_and_can_be_filled_again(prefix_map: PrefixMap) -> None:
+    insert(prefix_map, "aab", 1, 2, 3)
+    prefix_map.clear()
+    assert (len(prefix_map), list(prefix_map.entries()), dict(prefix_map.pending())) == (0, [], {})
+    assert prefix_map.unpublished_by(WRITER) == []
+    insert(prefix_map, "a", 2, sequence=2)
+    prefix_map.publish(WRITER, Sequence(1))
+    assert list(prefix_map.entries()) == [(GROUP, b"a", 2)]
+    assert prefix_map.pending() == {2: 2}

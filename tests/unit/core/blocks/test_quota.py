@@ -1,0 +1,273 @@
+"""Quotas of sessions: what each can always have, and the most it may hold."""
+
+import pytest
+
+from kvpool.core.blocks.quota import Quota
+from kvpool.core.errors import ExhaustedError, InvalidArgumentError
+from kvpool.core.ids import BlockId, RequestNumber
+from kvpool.core.sessions.session import Session
+from kvpool.core.specs.kinds import SinkFullAttentionSpec, SlidingWindowSpec
+from kvpool.core.steps.columns import Operation, Outcome
+from support.core import World, block_hashes
+from support.integrity import check_integrity
+
+
+def outcome(world: World, session: Session, number: int, content: str, num_tokens: int) -> Outcome:
+    """Declares and admits a request; tells what became of it."""
+    result = world.admit(session, number, content, num_tokens, executed=session.sequence)
+    check_integrity(world.pool, world.sessions())
+    return Outcome(result.outcomes[1] if result.outcomes else 0)
+
+
+def grow(world: World, session: Session, number: int, num_tokens: int) -> Outcome:
+    """Allocates more tokens, which are known."""
+    result = world.run(session, Operation.ALLOCATE, request_numbers=[number], num_new_tokens=[num_tokens])
+    check_integrity(world.pool, world.sessions())
+    return Outcome(result.outcomes[0] if result.outcomes else 0)
+
+
+@pytest.mark.parametrize(
+    ("quota", "field"),
+    [
+        (Quota(-1), "min_blocks"),
+        (Quota(20), "min_blocks"),  # the null block is none to be had
+        (Quota(5, 4), "max_blocks"),
+        (Quota(0, -1), "max_blocks"),
+        (Quota(0, 2**31), "max_blocks"),
+    ],
+)
+def test_out_of_range(quota: Quota, field: str) -> None:
+    world = World(num_blocks=20)
+    before = world.snapshot()
+    with pytest.raises(InvalidArgumentError) as caught:
+        world.open(quota=quota)
+    assert (caught.value.field, world.snapshot()) == (field, before)
+
+
+def test_sinks_are_none_to_be_had() -> None:
+    world = World(num_blocks=20, specs=[SinkFullAttentionSpec(4, sink_len=8)])
+    with pytest.raises(InvalidArgumentError, match="18 is not in"):
+        world.open(quota=Quota(18))
+    world.open(quota=Quota(17))
+
+
+def test_a_minimum_that_cannot_be_kept_now_is_refused() -> None:
+    world = World(num_blocks=20)
+    world.open(quota=Quota(10))
+    other = world.open()
+    assert outcome(world, other, 1, "a" * 5, 20) is Outcome.OK
+    before = world.snapshot()
+    with pytest.raises(ExhaustedError, match="5 blocks cannot be guaranteed now, at most 4") as caught:
+        world.open(quota=Quota(5))
+    assert (caught.value.reason, caught.value.field) == ("QUOTA_UNAVAILABLE", "min_blocks")
+    assert caught.value.retry_seconds
+    assert world.snapshot() == before
+    world.free(other, 1)
+    world.open(quota=Quota(9))
+
+
+def test_what_is_kept_for_others_is_not_given() -> None:
+    world = World(num_blocks=20)
+    kept, other = world.open(quota=Quota(10)), world.open()
+    assert outcome(world, other, 1, "a" * 10, 40) is Outcome.NO_BLOCKS
+    assert outcome(world, other, 2, "b" * 9, 36) is Outcome.OK
+    assert outcome(world, other, 3, "c", 1) is Outcome.NO_BLOCKS
+    assert outcome(world, kept, 1, "d" * 10, 40) is Outcome.OK
+    assert world.pool.blocks.num_free_blocks == 0
+
+
+def test_free_blocks_are_those_that_the_session_can_be_given() -> None:
+    world = World(num_blocks=20)
+    kept, capped, other = world.open(quota=Quota(10)), world.open(quota=Quota(0, 3)), world.open()
+    assert [world.run(session).free_blocks for session in (kept, capped, other)] == [19, 3, 9]
+    info = world.allocator.describe(world.pool)
+    assert (info.free_blocks, info.reserved_blocks) == (19, 10)
+    assert outcome(world, kept, 1, "a" * 4, 16) is Outcome.OK
+    assert outcome(world, capped, 1, "b" * 2, 8) is Outcome.OK
+    assert [world.run(session).free_blocks for session in (kept, capped, other)] == [13, 1, 7]
+    assert world.allocator.describe(world.pool).reserved_blocks == 6
+
+
+def test_a_maximum_is_never_passed_and_later_operations_are_skipped() -> None:
+    world = World(num_blocks=20)
+    session = world.open(quota=Quota(0, 5))
+    assert outcome(world, session, 1, "a" * 4, 16) is Outcome.OK
+    for number in (2, 3):
+        world.run(
+            session,
+            Operation.ADD,
+            request_numbers=[number],
+            num_appended_tokens=[5],
+            block_hashes=bytes([number]) * 32,
+            request_ids=[f"r{number}"],
+        )
+    result = world.run(session, Operation.ADMIT, Operation.ADMIT, Operation.PREEMPT, request_numbers=[2, 3, 3])
+    assert result.outcomes == [Outcome.OVER_QUOTA, Outcome.SKIPPED, Outcome.OK]
+    assert result.free_blocks == 1
+    assert world.pool.blocks.num_free_blocks == 15
+    world.free(session, 1)
+    assert world.run(session, Operation.ADMIT, request_numbers=[2]).outcomes == []
+
+
+def test_over_the_maximum_is_told_even_if_no_block_is_free() -> None:
+    world = World(num_blocks=4)
+    capped, other = world.open(quota=Quota(0, 1)), world.open()
+    assert outcome(world, other, 1, "abc", 12) is Outcome.OK
+    assert outcome(world, capped, 1, "de", 8) is Outcome.OVER_QUOTA
+    assert outcome(world, capped, 2, "f", 4) is Outcome.NO_BLOCKS
+
+
+def test_a_block_counts_once_however_many_requests_share_it() -> None:
+    world = World(num_blocks=20)
+    session = world.open(quota=Quota(0, 5))
+    assert outcome(world, session, 1, "aaa", 13) is Outcome.OK
+    assert outcome(world, session, 2, "aaa", 13) is Outcome.OK  # three shared, one of its own
+    assert outcome(world, session, 3, "aaa", 13) is Outcome.OVER_QUOTA
+    world.free(session, 1)
+    assert world.run(session, Operation.ADMIT, request_numbers=[3]).outcomes == []
+    check_integrity(world.pool, world.sessions())
+
+
+def test_blocks_shared_with_others_do_not_take_a_minimum_away() -> None:
+    """Rule 2: the other keeps the shared blocks, and the session still gets its minimum."""
+    world = World(num_blocks=20)
+    kept, other = world.open(quota=Quota(10)), world.open()
+    assert outcome(world, kept, 1, "a" * 10, 40) is Outcome.OK
+    world.run(kept, executed=kept.sequence)
+    assert outcome(world, other, 1, "a" * 9, 37) is Outcome.NO_BLOCKS  # nine to keep, one more: of nine that are left
+    assert outcome(world, other, 2, "a" * 8, 33) is Outcome.OK
+    assert world.allocator.describe(world.pool).reserved_blocks == 8
+    world.free(kept, 1)
+    assert outcome(world, kept, 2, "z" * 10, 40) is Outcome.OK
+
+
+def test_hits_on_what_others_hold_are_had_within_the_minimum() -> None:
+    """Rule 2, from the other side: to share another's blocks never fails within one's own minimum."""
+    world = World(num_blocks=20)
+    one, two = world.open(quota=Quota(10)), world.open(quota=Quota(9))
+    assert outcome(world, one, 1, "a" * 10, 40) is Outcome.OK
+    world.run(one, executed=one.sequence)
+    assert outcome(world, two, 1, "a" * 9, 36) is Outcome.OK
+    world.free(one, 1)
+    assert outcome(world, one, 2, "z" * 10, 40) is Outcome.OK
+
+
+def test_blocks_behind_a_window_no_longer_count() -> None:
+    world = World(num_blocks=20, specs=[SlidingWindowSpec(4, sliding_window=4)])
+    session = world.open(quota=Quota(3, 3))
+    assert outcome(world, session, 1, "abc", 12) is Outcome.OK
+    world.run(
+        session,
+        Operation.APPEND,
+        request_numbers=[1],
+        num_appended_tokens=[8],
+        block_hashes=b"d" * 32 + b"e" * 32,
+    )
+    assert grow(world, session, 1, 8) is Outcome.OK  # two slid out, two came
+    assert session.holding
+    assert len(session.holding.counts) == 3
+
+
+def test_lookahead_counts() -> None:
+    world = World(num_blocks=20)
+    session = world.open(quota=Quota(0, 3))
+    assert outcome(world, session, 1, "a", 4) is Outcome.OK
+    world.run(session, Operation.PREEMPT, request_numbers=[1])
+    beyond = world.run(session, Operation.ADMIT, request_numbers=[1], num_lookahead_tokens=[9])
+    assert beyond.outcomes == [Outcome.OVER_QUOTA]
+    within = world.run(session, Operation.ADMIT, request_numbers=[1], num_lookahead_tokens=[8])
+    assert within.outcomes == []
+
+
+def test_a_promised_hit_is_checked_when_it_is_taken() -> None:
+    world = World(num_blocks=20)
+    writer, reader = world.open(), world.open(quota=Quota(0, 2))
+    outcome(world, writer, 1, "abc", 12)
+    world.run(writer, executed=writer.sequence)
+    found = world.run(
+        reader,
+        Operation.ADD,
+        Operation.LOOK_UP,
+        request_numbers=[1, 1],
+        num_appended_tokens=[13, 0],
+        block_hashes=b"".join(world.pool.blocks.prefix_map.hash_of(b) or b"" for b in table_of(writer, 1)),
+        request_ids=["r"],
+    )
+    assert found.block_ids == table_of(writer, 1)
+    taken = world.run(
+        reader,
+        Operation.ALLOCATE,
+        request_numbers=[1],
+        num_new_tokens=[1],
+        num_block_ids=[3],
+        block_ids=table_of(writer, 1),
+    )
+    assert taken.outcomes == [Outcome.OVER_QUOTA]
+    assert table_of(reader, 1) == []
+
+
+def table_of(session: Session, number: int) -> list[BlockId]:
+    return list(session.by_number[RequestNumber(number)].tables[0].block_ids)
+
+
+def test_a_session_that_ends_gives_its_minimum_back() -> None:
+    world = World(num_blocks=20)
+    kept, other = world.open(quota=Quota(10)), world.open()
+    outcome(world, kept, 1, "a" * 12, 48)
+    world.run(kept, executed=kept.sequence)
+    assert outcome(world, other, 1, "a" * 6, 25) is Outcome.OK
+    world.allocator.close_session(kept.session_id, 0.0)
+    check_integrity(world.pool, world.sessions())
+    assert world.pool.quotas.num_left == world.pool.blocks.num_free_blocks
+    assert not world.pool.quotas.num_covering
+
+
+def test_blocks_in_quarantine_count_to_no_quota() -> None:
+    world = World(num_blocks=20)
+    kept, other = world.open(quota=Quota(10, 12)), world.open()
+    outcome(world, kept, 1, "a" * 12, 48)
+    world.allocator.evict_session("m", kept.writer, 0.0, quarantine_seconds=5.0)
+    check_integrity(world.pool, world.sessions())
+    assert world.pool.blocks.num_free_blocks == world.pool.quotas.num_left == 7
+    world.open(quota=Quota(7))
+    assert world.run(other).free_blocks == 0
+    world.allocator.release_due(5.0)
+    check_integrity(world.pool, world.sessions())
+    assert world.run(other).free_blocks == 12
+
+
+def test_an_epoch_that_ends_takes_all_quotas_with_it() -> None:
+    world = World(num_blocks=20)
+    outcome(world, world.open(quota=Quota(10, 12)), 1, "a" * 3, 12)
+    world.allocator.pass_epoch(world.pool, 2)
+    check_integrity(world.pool, [])
+    assert world.pool.quotas.num_left == 19
+
+
+@pytest.mark.parametrize("quota", [Quota(), Quota(1), Quota(5), Quota(2, 6), Quota(0, 3)])
+def test_a_block_that_one_table_has_twice_counts_once(quota: Quota) -> None:
+    """No honest client's hashes repeat, but any client's may."""
+    world = World(num_blocks=20)
+    world.open(quota=Quota(3))
+    filler, reader = world.open(quota=Quota(2)), world.open(quota=quota)
+    assert outcome(world, filler, 1, "a", 5) is Outcome.OK
+    world.run(filler, Operation.COMMON_PREFIX, request_numbers=[1], executed=filler.sequence)
+    for _ in range(2):
+        world.run(
+            reader,
+            Operation.ADD,
+            Operation.ADMIT,
+            request_numbers=[2, 2],
+            num_appended_tokens=[13, 0],
+            block_hashes=block_hashes("a", 1) * 3,
+            request_ids=["r2"],
+        )
+        check_integrity(world.pool, world.sessions())
+        table = table_of(reader, 2)
+        assert len(table) == 4
+        assert len(set(table)) == 2
+        world.free(reader, 2)
+        check_integrity(world.pool, world.sessions())
+    world.free(filler, 1)
+    check_integrity(world.pool, world.sessions())
+    assert world.pool.quotas.num_reserved == 5 + quota.min_blocks

@@ -1,0 +1,230 @@
+"""Sliding windows cached sparsely: which blocks are, in what order the others are used again, what is told."""
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+from kvpool.core.blocks.kv_cache_manager import Pool
+from kvpool.core.blocks.retention import Retention
+from kvpool.core.events import BlockStored
+from kvpool.core.ids import GroupId
+from kvpool.core.sessions.request import Request
+from kvpool.core.specs.kinds import ChunkedLocalAttentionSpec, FullAttentionSpec, MambaSpec, SlidingWindowSpec
+from kvpool.core.specs.pool_config import ReuseOrder
+from kvpool.core.steps.columns import Operation
+from support.core import STEP, World, admit, config, request_of
+
+FULL = FullAttentionSpec(4)
+WINDOW = SlidingWindowSpec(4, sliding_window=9)
+"""A hit needs two blocks of it."""
+WINDOW_GROUP = GroupId(1)
+
+
+def kept(num_prompt_tokens: int, end: int, *, junction_tokens: int = 0, first: int = 0, **options: Any) -> list[int]:
+    """Of the window's blocks [first, end), those that are cached."""
+    pool_config = config(specs=[FULL, options.pop("window", WINDOW)], **options)
+    rule = Retention.of(pool_config, WINDOW_GROUP)
+    assert rule
+    request = request_of(Pool(pool_config), "a", num_prompt_tokens)
+    request.num_prompt_tokens, request.junction_tokens = num_prompt_tokens, junction_tokens
+    runs = rule.runs(request, first, end)
+    assert all(start < stop for start, stop in runs)
+    assert all(before[1] < after[0] for before, after in pairwise(runs))
+    return [block for start, stop in runs for block in range(start, stop)]
+
+
+@pytest.mark.parametrize(
+    ("num_prompt_tokens", "blocks"),
+    [(1, []), (4, []), (5, [0]), (8, [0]), (9, [0, 1]), (40, [7, 8]), (41, [8, 9]), (43, [8, 9])],
+)
+def test_a_prompt_is_taken_up_again_before_its_last_token(num_prompt_tokens: int, blocks: list[int]) -> None:
+    assert kept(num_prompt_tokens, 20, retention_tokens=0) == blocks
+
+
+@pytest.mark.parametrize(
+    ("num_prompt_tokens", "blocks"),
+    [(3, [0]), (8, [0, 1]), (39, [6, 7, 8]), (40, [6, 7, 8, 9]), (41, [7, 8, 9])],
+)
+def test_with_eagle_whole_prompts_are_taken_up_at_two_places(num_prompt_tokens: int, blocks: list[int]) -> None:
+    assert kept(num_prompt_tokens, 20, retention_tokens=0, use_eagle=True) == blocks
+
+
+def test_a_tail_ends_at_each_segment() -> None:
+    assert kept(1, 13, retention_tokens=16) == [2, 3, 6, 7, 10, 11]
+    assert kept(1, 12, retention_tokens=16, first=7) == [7, 10, 11]
+    assert kept(1, 15, retention_tokens=16) == [2, 3, 6, 7, 10, 11, 14]  # of the tail that is yet to be filled
+    assert kept(30, 13, retention_tokens=32) == [5, 6, 7]
+    assert kept(1, 13, retention_tokens=16, use_eagle=True) == [0, 2, 3, 4, 6, 7, 8, 10, 11, 12]
+
+
+def test_a_tail_ends_where_a_shared_prefix_does() -> None:
+    assert kept(60, 20, retention_tokens=0, junction_tokens=22) == [3, 4, 12, 13]
+    assert kept(60, 20, retention_tokens=0, junction_tokens=57) == [12, 13]
+    assert kept(60, 20, retention_tokens=0, junction_tokens=20, use_eagle=True) == [3, 4, 5, 11, 12, 13, 14]
+
+
+def test_lengths_are_whole_hits() -> None:
+    """Hits of blocks of 4 and 12 tokens are multiples of 12."""
+    rule = Retention.of(config(specs=[FullAttentionSpec(12), WINDOW], retention_tokens=0), WINDOW_GROUP)
+    assert rule
+    assert rule.alignment_tokens == 12
+    request = request_of(Pool(config()), "a", 40)
+    request.num_prompt_tokens, request.junction_tokens = 23, 40
+    assert rule.runs(request, 0, 20) == [(1, 3), (7, 9)]
+
+
+@pytest.mark.parametrize(
+    ("specs", "options"),
+    [
+        ([FULL, WINDOW], {}),
+        ([FULL, WINDOW], {"retention_tokens": 0, "enable_caching": False}),
+        ([FULL, WINDOW], {"retention_tokens": 8}),
+        ([FULL, WINDOW], {"retention_tokens": 12, "use_eagle": True}),
+        ([FULL, FULL], {"retention_tokens": 0}),
+        ([FULL, ChunkedLocalAttentionSpec(4, attention_chunk_size=8)], {"retention_tokens": 0}),
+    ],
+)
+def test_there_is_no_rule_where_all_is_kept(specs: list[Any], options: dict[str, Any]) -> None:
+    assert Retention.of(config(specs=specs, **options), WINDOW_GROUP) is None
+
+
+def hashed(pool: Pool, request: Request, group_id: int = 1) -> list[bool]:
+    return [pool.blocks.prefix_map.hash_of(block_id) is not None for block_id in request.tables[group_id].block_ids]
+
+
+def prompt(pool: Pool, content: str, num_tokens: int) -> Request:
+    request = request_of(pool, content, num_tokens)
+    request.num_prompt_tokens = num_tokens
+    assert pool.admit(request, num_tokens, sequence=STEP)
+    return request
+
+
+def test_what_is_not_kept_is_used_again_first() -> None:
+    pool = Pool(config(40, specs=[FULL, WINDOW], retention_tokens=0))
+    request = prompt(pool, "abcdef", 24)
+    table = list(request.tables[1].block_ids)
+    assert hashed(pool, request, 0) == [True] * 6
+    assert hashed(pool, request) == [False, False, False, True, True, False]
+    pool.free(request)
+    free = list(pool.blocks.free_list)
+    assert free[:4] == [table[5], *table[2::-1]]
+    assert free[-2:] == [table[4], table[3]]
+
+
+def test_what_leaves_the_window_is_used_again_in_the_same_order() -> None:
+    pool = Pool(config(40, specs=[FULL, WINDOW], retention_tokens=0))
+    request = prompt(pool, "abcdef", 24)
+    table = list(request.tables[1].block_ids)
+    new = pool.allocate(request, 12, sequence=STEP)
+    assert new
+    assert request.tables[1].block_ids[:5] == [0, 0, 0, 0, table[4]]
+    assert new[0] == table[2::-1]
+    assert list(pool.blocks.free_list)[-1] == table[3]
+
+
+def test_in_the_lru_order_it_makes_no_difference() -> None:
+    pool = Pool(config(40, specs=[FULL, WINDOW], retention_tokens=0, reuse_order=ReuseOrder.LRU))
+    request = prompt(pool, "abcdef", 24)
+    table = list(request.tables[1].block_ids)
+    pool.free(request)
+    assert list(pool.blocks.free_list)[-6:] == table[::-1]
+
+
+def test_the_second_of_three_that_share_a_prefix_keeps_its_end() -> None:
+    """The first did not know of it; the second finds that full attention has more of it, and the third hits it."""
+    pool = Pool(config(80, specs=[FULL, WINDOW], retention_tokens=0))
+    for content, num_hit_tokens, junction_tokens in (("abcdef1", 0, 0), ("abcdef2", 0, 24), ("abcdef3", 24, 0)):
+        request = request_of(pool, f"{content}xyz", 40)
+        request.num_prompt_tokens = 40
+        computed = pool.look_up(request)
+        assert (computed.num_tokens, computed.junction_tokens) == (num_hit_tokens, junction_tokens)
+        assert pool.allocate(request, 40 - num_hit_tokens, 0, computed, sequence=STEP)
+        pool.free(request)
+
+
+def test_groups_that_are_the_same_tell_one_junction() -> None:
+    """What one of them lost, none of them has."""
+    pool = Pool(config(80, specs=[WINDOW, SlidingWindowSpec(4, sliding_window=17), WINDOW], retention_tokens=0))
+    request = prompt(pool, "abcdefgh", 30)
+    pool.free(request)
+    again = request_of(pool, "abcdefgh", 30)
+    found = pool.look_up(again)
+    assert (found.num_tokens, found.junction_tokens) == (28, 0)
+    pool.blocks.evict(found.block_ids[1][-1:])
+    lost = pool.look_up(again)
+    assert (lost.num_tokens, lost.junction_tokens) == (0, 28)
+    pool.blocks.evict(found.block_ids[2][-1:])
+    lost = pool.look_up(again)
+    assert (lost.num_tokens, lost.junction_tokens) == (0, 0)
+
+
+def test_a_refused_admission_takes_note_of_no_junction() -> None:
+    pool = Pool(config(16, specs=[FULL, WINDOW], retention_tokens=0))
+    pool.free(prompt(pool, "abcde", 20))
+    request = request_of(pool, "abc-ef", 24)
+    assert prompt(pool, "zz", 8)
+    assert pool.admit(request, 24, sequence=STEP) is None
+    assert request.junction_tokens == 0
+    found = pool.peek(request)
+    assert (found.num_tokens, found.junction_tokens) == (0, 12)
+
+
+def test_events_tell_of_runs_with_the_parent_of_each() -> None:
+    pool = Pool(config(40, specs=[FULL, WINDOW], retention_tokens=16, enable_events=True))
+    request = admit(pool, "abcdefghijk", 41)
+    stored = [event for event in pool.blocks.take_events() if isinstance(event, BlockStored) and event.group_id == 1]
+    assert [event.block_hashes for event in stored] == [
+        tuple(request.hashes[2:4]),
+        tuple(request.hashes[6:8]),
+    ]
+    assert [event.parent_block_hash for event in stored] == [request.hashes[1], request.hashes[5]]
+    assert [list(event.token_ids) for event in stored] == [list(range(8, 16)), list(range(24, 32))]
+    for event in stored:
+        for block_hash in event.block_hashes:
+            block_id = pool.blocks.prefix_map.first_copy(WINDOW_GROUP, block_hash)
+            assert block_id
+            assert pool.blocks.contents
+            assert pool.blocks.contents.get(block_id)
+
+
+def test_a_promise_of_an_earlier_step_has_the_junction_of_its_look_up() -> None:
+    world = World(80, specs=[FULL, WINDOW], retention_tokens=0)
+    session = world.open()
+    world.admit(session, 1, "abcdef1xyz", 40)
+    world.free(session, 1)
+    world.run(
+        session,
+        Operation.ADD,
+        Operation.LOOK_UP,
+        request_numbers=[2, 2],
+        num_appended_tokens=[40, 0],
+        block_hashes=b"".join(request_of(world.pool, "abcdef2xyz", 40).hashes),
+        request_ids=["r2"],
+    )
+    world.run(session, Operation.ALLOCATE, request_numbers=[2], num_new_tokens=[40])
+    request = session.requests[next(iter(session.requests))]
+    assert (request.num_prompt_tokens, request.junction_tokens) == (40, 24)
+    assert hashed(world.pool, request) == [block in {4, 5, 7, 8} for block in range(10)]
+
+
+def test_what_was_generated_is_not_part_of_the_prompt() -> None:
+    world = World(80, specs=[FULL, WINDOW], retention_tokens=0)
+    session = world.open()
+    world.admit(session, 1, "abcdefghij", 38)
+    more = request_of(world.pool, "abcdefghij", 40).hashes[-1]
+    world.run(
+        session,
+        Operation.ALLOCATE,
+        request_numbers=[1],
+        num_appended_tokens=[2],
+        num_new_tokens=[2],
+        block_hashes=more,
+    )
+    (request,) = session.requests.values()
+    assert request.num_prompt_tokens == 38
+    assert hashed(world.pool, request) == [block in {7, 8} for block in range(10)]
+
+
+def test_mamba_needs_all_of_its_states() -> None:
+    config(specs=[MambaSpec(4), WINDOW], retention_tokens=0, enable_caching=False).check()

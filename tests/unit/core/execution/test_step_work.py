@@ -1,0 +1,107 @@
+"""What the look-ups and admissions of one step may cost those who wait for it."""
+
+from typing import Any
+
+import pytest
+
+from kvpool.core.blocks import prefix_search
+from kvpool.core.blocks.kv_cache_manager import Pool
+from kvpool.core.blocks.prefix_search import TRY_PROBES
+from kvpool.core.execution import apply
+from kvpool.core.ids import BlockHash, RequestId, RequestNumber, WriterId
+from kvpool.core.sessions.request import Request
+from kvpool.core.sessions.session import Session
+from kvpool.core.specs.base import KVCacheSpec
+from kvpool.core.specs.kinds import FullAttentionSpec, MambaSpec, SlidingWindowSpec
+from kvpool.core.steps.columns import MAX_STEP_WORK, Operation, Outcome
+from support.core import World, admit, block_hashes, config, request_of
+
+
+def declared(world: World, num_tokens: int, num_hashes: int) -> Session:
+    """A session with one request, number 1, of so many tokens and hashes, that holds nothing."""
+    session = world.open()
+    world.run(
+        session,
+        Operation.ADD,
+        request_numbers=[1],
+        num_appended_tokens=[num_tokens],
+        block_hashes=block_hashes("", num_hashes),
+        request_ids=["r"],
+    )
+    return session
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [FullAttentionSpec(1), SlidingWindowSpec(1, sliding_window=250), MambaSpec(1)],
+)
+def test_a_look_up_that_misses_touches_no_more_hashes_than_it_looks_up(spec: KVCacheSpec) -> None:
+    class Hashes(list[BlockHash]):
+        touched = 0
+
+        def __getitem__(self, at: Any) -> Any:
+            Hashes.touched += len(range(*at.indices(len(self)))) if isinstance(at, slice) else 1
+            return super().__getitem__(at)
+
+    pool = Pool(config(specs=[spec]))
+    request = Request(RequestId("r"), RequestNumber(1), WriterId(1), pool.new_tables(), 2**10)
+    request.hashes = Hashes([BlockHash(b"x" * 32)] * 2**10)
+    computed = pool.peek(request)
+    tries = (computed.num_probes - TRY_PROBES) // TRY_PROBES
+    assert (computed.num_tokens, computed.block_ids) == (0, ([],))
+    assert Hashes.touched <= tries
+
+
+def test_look_ups_that_miss_everywhere_end_a_step_before_they_cost_others_much() -> None:
+    world = World(specs=[MambaSpec(1)])
+    session = declared(world, 250, 250)
+    cost = world.pool.peek(session.by_number[RequestNumber(1)]).num_probes
+    assert cost == TRY_PROBES * 250  # one try a block of the first 249, and one for the group
+    tried = -(-MAX_STEP_WORK // cost)
+    result = world.run(session, *[Operation.PEEK] * (tried + 2), request_numbers=[1] * (tried + 2))
+    assert result.outcomes == [Outcome.OK] * tried + [Outcome.SKIPPED] * 2
+
+
+def test_a_step_of_many_short_look_ups_and_admissions_is_done_whole() -> None:
+    world = World(specs=[FullAttentionSpec(1)] * 4, num_blocks=4 * 4096 + 1)
+    session, numbers = world.open(), range(1, 4097)
+    world.run(
+        session,
+        *[Operation.ADD] * 4096,
+        request_numbers=[*numbers],
+        num_appended_tokens=[2] * 4096,
+        block_hashes=b"".join(i.to_bytes(32, "big") for i in range(2 * 4096)),
+        request_ids=[f"r{number}" for number in numbers],
+    )
+    result = world.run(session, *[Operation.ADMIT] * 4096, request_numbers=[*numbers], num_new_tokens=[1] * 4096)
+    assert result.outcomes == []
+
+
+def test_a_long_look_up_of_a_narrow_window_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = Pool(config(300, specs=[MambaSpec(1)]))
+    request = admit(pool, "", 250)
+    pool.blocks.evict(request.tables[0].block_ids[100:])
+    assert pool.peek(request_of(pool, "", 250)).num_tokens == 100
+    monkeypatch.setattr(prefix_search, "MAX_TRIES", 149)
+    assert pool.peek(request_of(pool, "", 250)).num_tokens == 0
+    monkeypatch.setattr(prefix_search, "MAX_TRIES", 150)
+    assert pool.peek(request_of(pool, "", 250)).num_tokens == 100
+
+
+def test_hashes_that_are_joined_for_a_look_up_count_once() -> None:
+    world = World(specs=[FullAttentionSpec(4), FullAttentionSpec(8)])
+    session = declared(world, 80, 20)
+    request = session.by_number[RequestNumber(1)]
+    first = world.pool.peek(request).num_probes
+    assert first - world.pool.peek(request).num_probes == 20
+
+
+def test_common_prefixes_count_as_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World()
+    session = world.open()
+    for number in (1, 2, 3):
+        world.admit(session, number, "abc", 12)
+    monkeypatch.setattr(apply, "MAX_STEP_WORK", 4)
+    result = world.run(session, *[Operation.COMMON_PREFIX] * 3, request_numbers=[1] * 3)
+    assert result.outcomes == [0, 0, Outcome.SKIPPED]
+    assert result.num_prefix_blocks == [2, 2, 0]

@@ -1,0 +1,216 @@
+"""Numbers in names of rules are those of core/memory.py."""
+
+from dataclasses import replace
+
+import pytest
+
+from kvpool.core.blocks.quota import Quota
+from kvpool.core.errors import ExhaustedError, InvalidArgumentError, KvpoolError, UnavailableError
+from kvpool.core.events import AllBlocksCleared
+from kvpool.core.ids import PoolName, SessionId
+from kvpool.core.ranks.messages import World as Ranks
+from kvpool.core.ranks.messages import WorldOptions
+from kvpool.core.sessions.session import Session
+from kvpool.core.steps.columns import Operation
+from support.core import World, block_hashes, config, request_of
+from support.integrity import check_integrity
+
+QUARANTINE_SECONDS = 5.0
+
+
+@pytest.fixture
+def world() -> World:
+    return World(enable_events=True)
+
+
+def fill(world: World, session: Session, number: int = 1, content: str = "abc") -> None:
+    """Caches three blocks, which others may hit."""
+    num_tokens = 13
+    world.run(
+        session,
+        *(Operation.ADD, Operation.ADMIT),
+        request_numbers=[number, number],
+        num_appended_tokens=[num_tokens, 0],
+        token_ids=list(range(num_tokens)),
+        block_hashes=block_hashes(content, 3),
+        request_ids=[f"r{number}"],
+    )
+    world.allocator.mark_executed(world.pool, session, session.sequence)
+
+
+def filled(world: World, memory_id: str) -> None:
+    """Leaves three cached blocks of a session that has ended."""
+    session = world.open(memory_id=memory_id)
+    fill(world, session)
+    world.allocator.close_session(session.session_id, world.now_seconds)
+    world.pool.blocks.take_events()
+
+
+def hit_tokens(world: World) -> int:
+    return world.pool.peek(request_of(world.pool, "abc", 13)).num_tokens
+
+
+def refused(world: World, memory_id: str, quota: Quota = Quota()) -> KvpoolError:  # noqa: B008 - frozen
+    """A refusal to open a session, after which all is as it was."""
+    before = world.snapshot(), world.allocator.last_session_number, world.allocator.num_sessions
+    with pytest.raises(KvpoolError) as caught:
+        world.open(memory_id=memory_id, quota=quota)
+    assert (world.snapshot(), world.allocator.last_session_number, world.allocator.num_sessions) == before
+    assert world.pool.blocks.take_events() == []
+    return caught.value
+
+
+def check_other_memory(error: KvpoolError, *said: str) -> None:
+    assert isinstance(error, UnavailableError)
+    assert (error.reason, error.field, error.retry_seconds) == ("OTHER_MEMORY", "memory_id", 1.0)
+    assert all(each in error.message for each in said), error.message
+
+
+def check_began_anew(world: World, epoch: int, memory_id: str) -> None:
+    assert (world.pool.epoch, world.pool.memory_id, hit_tokens(world)) == (epoch, memory_id, 0)
+    assert world.allocator.describe(world.pool).memory_id == memory_id
+    assert world.pool.blocks.take_events() == [AllBlocksCleared()]
+    check_integrity(world.pool, world.sessions())
+
+
+def test_rule_1_the_first_to_name_a_memory_names_the_pools(world: World) -> None:
+    session = world.open(memory_id="a")
+    assert (world.pool.memory_id, world.pool.epoch, world.sessions()) == ("a", 1, [session])
+    assert world.pool.blocks.take_events() == []
+
+
+def test_rule_1_who_does_not_say_makes_it_unknown(world: World) -> None:
+    """It may be another, so that nothing it cached is told to whoever names the one before."""
+    named = world.open(memory_id="a")
+    fill(world, named)
+    silent = world.open()
+    assert (world.pool.memory_id, world.pool.epoch, hit_tokens(world)) == ("", 1, 12)
+    world.pool.blocks.take_events()
+    check_other_memory(refused(world, "a"), "a memory that was not named", "2 open sessions")
+    for session in (named, silent):
+        world.allocator.close_session(session.session_id, 0.0)
+    world.open(memory_id="a")
+    check_began_anew(world, 2, "a")
+
+
+def test_rule_2_who_names_the_same_shares_what_is_cached(world: World) -> None:
+    filled(world, "a")
+    one, other = world.open(memory_id="a"), world.open(memory_id="a")
+    assert (world.pool.epoch, world.sessions(), hit_tokens(world)) == (1, [one, other], 12)
+    assert world.pool.blocks.take_events() == []
+
+
+def test_rule_2_another_memory_waits_for_open_sessions_and_their_quarantine(world: World) -> None:
+    fill(world, world.open(memory_id="a"))
+    world.open(memory_id="a")
+    world.pool.blocks.take_events()
+    check_other_memory(refused(world, "b"), "'a'", "2 open sessions", "0 in quarantine")
+    world.now_seconds = 10.0
+    world.allocator.expire(world.now_seconds, quarantine_seconds=QUARANTINE_SECONDS)
+    world.pool.blocks.take_events()
+    check_other_memory(refused(world, "b"), "'a'", "0 open sessions", "1 in quarantine")
+    assert hit_tokens(world) == 12
+    world.allocator.release_due(15.0)
+    world.open(memory_id="b")
+    check_began_anew(world, 2, "b")
+
+
+def test_rule_2_the_same_memory_waits_for_nothing(world: World) -> None:
+    fill(world, world.open(memory_id="a"))
+    world.allocator.expire(10.0, quarantine_seconds=QUARANTINE_SECONDS)
+    world.open(memory_id="a")
+    assert (world.pool.epoch, len(world.pool.quarantine), hit_tokens(world)) == (1, 1, 12)
+
+
+def test_rule_2_a_new_epoch_has_the_same_configuration_and_goes_on_counting(world: World) -> None:
+    filled(world, "a")
+    before = world.allocator.describe(world.pool)
+    session = world.open(memory_id="b")
+    after = world.allocator.describe(world.pool)
+    assert (after.config, after.config.hash_scheme.none_hash) == (before.config, b"n" * 32)
+    assert (after.free_blocks, after.cached_blocks) == (19, 0)
+    assert (after.activity.allocations, after.activity.sessions_opened) == (before.activity.allocations, 2)
+    assert after.activity.epoch_ends == 0
+    assert after.groups[0].allocated_blocks == before.groups[0].allocated_blocks
+    assert session.writer == 2
+
+
+def test_rule_2_epochs_go_up_with_each_memory_also_back_to_the_first(world: World) -> None:
+    for epoch, memory_id in enumerate(("a", "b", "a"), start=1):
+        filled(world, memory_id)
+        assert (world.pool.epoch, world.pool.memory_id) == (epoch, memory_id)
+    world.allocator.remove_pool("m")
+    assert world.allocator.past_epoch == 3
+
+
+def test_rule_3_what_was_cached_by_who_did_not_say_is_forgotten(world: World) -> None:
+    filled(world, "")
+    world.open(memory_id="a")
+    check_began_anew(world, 2, "a")
+
+
+def test_rule_3_another_memory_waits_for_who_did_not_say(world: World) -> None:
+    world.open()
+    check_other_memory(refused(world, "a"), "a memory that was not named", "1 open sessions")
+
+
+def test_rule_3_who_does_not_say_is_answered_as_ever(world: World) -> None:
+    filled(world, "a")
+    world.open()
+    world.open()
+    assert (world.pool.epoch, hit_tokens(world), len(world.sessions())) == (1, 12, 2)
+
+
+def test_rule_4_pools_of_ranks_are_named_no_memory(world: World) -> None:
+    world.allocator.keep_world(world.pool.config.name, Ranks(1, WorldOptions(256)))
+    error = refused(world, "a")
+    assert isinstance(error, InvalidArgumentError)
+    assert error.field == "memory_id"
+    world.open()
+
+
+@pytest.mark.parametrize("memory_id", ["m" * 129, "ü" * 65, "\ud800" * 43])
+def test_a_memory_has_a_longest_name(world: World, memory_id: str) -> None:
+    error = refused(world, memory_id)
+    assert (type(error), error.field) == (InvalidArgumentError, "memory_id")
+    world.open(memory_id="m" * 128)
+
+
+@pytest.mark.parametrize("quota", [Quota(20), Quota(5, 4), Quota(-1)])
+def test_a_quota_that_is_refused_begins_no_epoch(world: World, quota: Quota) -> None:
+    filled(world, "a")
+    assert isinstance(refused(world, "b", quota), InvalidArgumentError)
+    assert hit_tokens(world) == 12
+    world.open(memory_id="b", quota=Quota(19, 19))
+    check_began_anew(world, 2, "b")
+    assert isinstance(refused(world, "b", Quota(1)), ExhaustedError)
+
+
+def test_a_drained_pool_begins_no_epoch(world: World) -> None:
+    filled(world, "a")
+    world.allocator.drain(None)
+    assert refused(world, "b").reason == "DRAINED"
+
+
+def test_a_key_that_named_another_memory_is_refused(world: World) -> None:
+    def open_with(memory_id: str) -> Session:
+        drawn = SessionId(f"id{world.allocator.last_session_number}")
+        return world.allocator.open_session(
+            "m", "", 10.0, session_id=drawn, now_seconds=0.0, open_key="k", memory_id=memory_id
+        )[1]
+
+    session = open_with("a")
+    assert open_with("a") is session
+    before = world.snapshot()
+    for memory_id in ("b", ""):
+        with pytest.raises(InvalidArgumentError) as caught:
+            open_with(memory_id)
+        assert (caught.value.field, caught.value.reason) == ("open_key", "OPEN_KEY_REUSED")
+    assert world.snapshot() == before
+
+
+def test_other_pools_are_left_alone(world: World) -> None:
+    other = world.allocator.create_pool(replace(config(), name=PoolName("n")), b"n" * 32, 7)[0]
+    filled(world, "a")
+    world.open(memory_id="b")
+    assert (other.epoch, other.memory_id, world.pool.epoch) == (7, "", 2)

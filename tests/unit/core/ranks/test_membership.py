@@ -1,0 +1,551 @@
+"""Numbers in names of rules are those of core/membership.py."""
+
+from dataclasses import replace
+
+import pytest
+
+from kvpool.core.errors import (
+    AbortedError,
+    InvalidArgumentError,
+    KvpoolError,
+    UnavailableError,
+    WrongStateError,
+)
+from kvpool.core.ranks.messages import (
+    Allocated,
+    EpochPassed,
+    HeldTensors,
+    PlanSent,
+    PoolOpened,
+    PoolResumed,
+    PoolState,
+    PoolSuspended,
+    Rank,
+    RankState,
+    ReadySent,
+    Registration,
+    StatusSent,
+)
+from kvpool.core.specs.kinds import FullAttentionSpec
+from kvpool.core.specs.pool_config import HashScheme, ReuseOrder
+from support.ranks import BLOCK_BYTES, LAYER, LAYERS, OPTIONS, TIMING, Gathering, registration
+
+
+def held(epoch: int = 1, num_blocks: int = 100) -> HeldTensors:
+    return HeldTensors(epoch, num_blocks)
+
+
+def test_a_pool_opens_when_all_ranks_have_allocated() -> None:
+    world = Gathering()
+    first = world.register(registration(0))
+    assert isinstance(world.last(first), StatusSent)
+    assert not world.members.was_open
+    second = world.register(registration(1))
+    plans = [world.last(first), world.last(second)]
+    assert all(isinstance(plan, PlanSent) and plan.config.num_blocks == 100 and plan.epoch == 1 for plan in plans)
+    world.allocate(first)
+    assert not world.pool, "rule 1"
+    world.allocate(second)
+    assert world.members.state is PoolState.READY
+    assert (world.epoch, world.num_blocks) == (1, 100)
+    assert [world.last(first), world.last(second)] == [ReadySent(link, 1, 100, 1024) for link in (first, second)]
+
+
+def test_the_rank_with_the_least_memory_decides_the_plan() -> None:
+    world = Gathering()
+    links = [world.register(registration(rank, blocks=blocks)) for rank, blocks in enumerate((500, 80))]
+    for link in links:
+        world.allocate(link)
+    assert world.num_blocks == 80
+
+
+def test_the_pool_shrinks_to_what_the_poorest_rank_really_got() -> None:
+    world = Gathering()
+    links = [world.register(registration(rank)) for rank in range(2)]
+    world.allocate(links[0])
+    world.allocate(links[1], 77)
+    assert world.num_blocks == 77
+    ready = world.last(links[0])
+    assert isinstance(ready, ReadySent)
+    assert ready.num_blocks == 77
+
+
+def test_a_pool_that_shrank_below_one_request_fits_a_shorter_one_if_it_may() -> None:
+    world = Gathering()
+    options = replace(OPTIONS, auto_fit_max_model_len=True)
+    links = [world.register(registration(rank, options=options)) for rank in range(2)]
+    world.allocate(links[0], 21)
+    world.allocate(links[1])
+    opened = world.pool[-1]
+    assert isinstance(opened, PoolOpened)
+    assert (opened.config.num_blocks, opened.config.max_model_len) == (21, 320)
+
+
+def test_a_pool_that_shrank_below_one_request_is_refused_to_all() -> None:
+    world = Gathering()
+    links = [world.register(registration(rank)) for rank in range(2)]
+    world.allocate(links[0], 21)
+    world.allocate(links[1])
+    for link in links:
+        error = world.last(link)
+        assert isinstance(error, InvalidArgumentError)
+        assert error.reason == "ONE_REQUEST_DOES_NOT_FIT"
+    assert world.members.is_empty
+    assert not world.pool
+
+
+def test_a_plan_that_cannot_be_made_ends_all_ranks_with_the_planners_error() -> None:
+    world = Gathering()
+    links = [world.register(registration(rank, blocks=3 if rank else 100)) for rank in range(2)]
+    errors = [world.last(link) for link in links]
+    assert all(isinstance(e, InvalidArgumentError) and e.field == "ranks[1].available_bytes" for e in errors)
+    assert world.members.is_empty
+
+
+def test_more_blocks_than_the_server_gives_are_refused() -> None:
+    world = Gathering(max_blocks=90)
+    link = world.register(registration(0, 1))
+    error = world.last(link)
+    assert isinstance(error, InvalidArgumentError)
+    assert error.reason == "TOO_MANY_BLOCKS"
+    link = world.register(registration(0, 1, options=replace(OPTIONS, num_blocks_override=90)))
+    world.allocate(link)
+    assert world.num_blocks == 90
+
+
+def test_pipeline_stages_bring_layers_of_their_own() -> None:
+    world = Gathering()
+    links = [world.register(registration(rank, layers={f"layer.{rank}": LAYER})) for rank in range(2)]
+    plan = world.last(links[1])
+    assert isinstance(plan, PlanSent)
+    assert [group.layer_names for group in plan.config.groups] == [("layer.1",)]
+    for link in links:
+        world.allocate(link)
+    opened = world.pool[-1]
+    assert isinstance(opened, PoolOpened)
+    assert opened.config.groups[0].layer_names == ("layer.0", "layer.1")
+
+
+LOSSES = pytest.mark.parametrize("by", ["break", "silence"])
+
+
+def lose(world: Gathering, lost: object, others: list, by: str) -> None:  # type: ignore[type-arg]
+    if by == "break":
+        world.break_link(lost)  # type: ignore[arg-type]
+        return
+    world.now_seconds += 4.0
+    world.beat(*others)
+    world.wait(1.5)
+
+
+@LOSSES
+def test_a_lost_rank_suspends_the_pool_and_keeps_the_epoch(by: str) -> None:
+    world = Gathering()
+    links = world.form()
+    lose(world, links[1], links[:1], by)
+    assert world.members.state is PoolState.DEGRADED
+    assert isinstance(world.pool[-1], PoolSuspended)
+    assert world.members.epoch == 1
+    told = world.last(links[0])
+    assert isinstance(told, StatusSent)
+    assert (told.state, told.absent_ranks) == (PoolState.DEGRADED, (1,))
+    state = RankState.LOST if by == "break" else RankState.SILENT
+    assert [info.state for info in world.members.rank_infos()] == [RankState.READY, state]
+
+
+@LOSSES
+def test_rule_4_the_same_process_back_in_time_loses_nothing(by: str) -> None:
+    world = Gathering()
+    links = world.form()
+    lose(world, links[1], links[:1], by)
+    world.now_seconds += 3.0
+    world.beat(links[0])
+    if by == "silence":
+        world.beat(links[1])
+    else:
+        world.register(registration(1, held=held()))
+    assert [type(effect) for effect in world.pool] == [PoolOpened, PoolSuspended, PoolResumed]
+    assert world.members.state is PoolState.READY
+    ready = world.last(links[0])
+    assert isinstance(ready, ReadySent)
+    assert ready.epoch == 1
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        registration(1),
+        registration(1, held=held(epoch=2)),
+        registration(1, held=held(num_blocks=99)),
+        registration(1, held=held(), layers={**LAYERS, "layer.2": LAYER}),
+    ],
+    ids=["without tensors", "of another epoch", "other tensors", "other layers"],
+)
+def test_rule_3_the_same_process_without_its_contents_begins_a_new_epoch(said: Registration) -> None:
+    world = Gathering()
+    links = world.form()
+    world.break_link(links[1])
+    back = world.register(said)
+    assert world.pool[-1] == EpochPassed(2)
+    for link in (links[0], back):
+        world.allocate(link)
+    assert world.epoch == max(2, said.held.epoch + 1 if said.held else 0)
+    assert world.is_serving
+
+
+@LOSSES
+def test_rule_3_a_rank_that_does_not_come_back_is_given_up_after_the_grace_time(by: str) -> None:
+    world = Gathering()
+    links = world.form()
+    lose(world, links[1], links[:1], by)
+    for _ in range(7):
+        world.now_seconds += 4.0
+        world.beat(links[0])
+        world.wait(0.0)
+    assert EpochPassed(2) not in world.pool
+    world.now_seconds += 4.0
+    world.beat(links[0])
+    world.wait(0.0)
+    assert world.pool[-1] == EpochPassed(2)
+    assert world.members.state is PoolState.DEGRADED
+    assert [info.state for info in world.members.rank_infos()] == [RankState.REGISTERED, RankState.ABSENT]
+    if by == "silence":
+        assert isinstance(world.last(links[1]), AbortedError)
+        with pytest.raises(AbortedError):
+            world.members.heard(links[1], 1, world.now_seconds)
+
+
+def test_a_successor_gets_a_new_plan_and_all_others_too() -> None:
+    world = Gathering()
+    links = world.form()
+    world.break_link(links[1])
+    successor = world.register(registration(1, boot_id="successor", blocks=80))
+    assert world.pool[-1] == EpochPassed(2)
+    plan = world.last(links[0])
+    assert isinstance(plan, PlanSent)
+    assert (plan.epoch, plan.config.num_blocks) == (2, 80)
+    world.allocate(links[0], 100)  # it keeps the tensors that it had
+    world.allocate(successor)
+    assert (world.epoch, world.num_blocks, world.is_serving) == (2, 80, True)
+
+
+def test_a_successor_that_cannot_be_planned_with_is_refused_alone() -> None:
+    world = Gathering()
+    links = world.form()
+    world.break_link(links[1])
+    successor = world.register(registration(1, boot_id="successor", blocks=3))
+    assert isinstance(world.last(successor), InvalidArgumentError)
+    assert world.members.state is PoolState.DEGRADED
+    world.beat(links[0])
+    again = world.register(registration(1, boot_id="another-one"))
+    for link in (links[0], again):
+        world.allocate(link)
+    assert world.is_serving
+
+
+def test_of_ranks_that_cannot_be_planned_with_the_one_at_fault_is_refused_whoever_came_last() -> None:
+    world = Gathering()
+    links = world.form(3)
+    for link in links[1:]:
+        world.break_link(link)
+    poor = world.register(registration(1, 3, boot_id="poor-one", blocks=3))
+    last = world.register(registration(2, 3, boot_id="last-one"))
+    error = world.last(poor)
+    assert isinstance(error, InvalidArgumentError)
+    assert error.field == "ranks[1].available_bytes"
+    better = world.register(registration(1, 3, boot_id="better-one"))
+    for link in (links[0], better, last):
+        world.allocate(link)
+    assert world.is_serving
+
+
+def test_a_rank_lost_while_others_allocate_is_waited_for_and_planned_anew() -> None:
+    world = Gathering()
+    links = [world.register(registration(rank)) for rank in range(2)]
+    world.allocate(links[0])
+    world.break_link(links[1])
+    assert [info.state for info in world.members.rank_infos()] == [RankState.REGISTERED, RankState.ABSENT]
+    back = world.register(registration(1))
+    plan = world.last(links[0])
+    assert isinstance(plan, PlanSent)
+    assert plan.epoch == 2
+    for link in (links[0], back):
+        world.allocate(link)
+    assert (world.epoch, world.is_serving) == (2, True)
+
+
+def test_an_answer_to_an_earlier_plan_is_passed_over() -> None:
+    world = Gathering()
+    links = [world.register(registration(rank)) for rank in range(2)]
+    world.break_link(links[1])
+    world.register(registration(1))
+    before = world.snapshot()
+    world.do(world.members.initialized(links[0], Allocated(1, 50, 1)))
+    assert world.snapshot() == before
+
+
+def test_rule_3_ranks_carry_the_epoch_over_a_restart_of_the_server() -> None:
+    world = Gathering()
+    links = [world.register(registration(rank, held=held(epoch=6 + rank))) for rank in range(2)]
+    for link in links:
+        world.allocate(link)
+    assert world.epoch == 8
+
+
+def test_rule_3_also_when_the_server_went_while_no_rank_held_tensors() -> None:
+    world = Gathering()
+    links = [world.register(replace(registration(rank), last_epoch=6 * rank)) for rank in range(2)]
+    for link in links:
+        world.allocate(link)
+    assert world.epoch == 7
+
+
+def test_a_silent_rank_that_is_heard_after_another_was_replaced_is_planned_with() -> None:
+    world = Gathering()
+    links = world.form()
+    lose(world, links[0], links[1:], "silence")
+    world.break_link(links[1])
+    successor = world.register(registration(1, boot_id="successor"))
+    assert isinstance(world.last(successor), StatusSent)
+    world.beat(links[0])
+    for link in (links[0], successor):
+        world.allocate(link)
+    assert (world.epoch, world.is_serving) == (2, True)
+
+
+def test_when_one_lost_rank_is_given_up_the_others_that_are_lost_are_too() -> None:
+    world = Gathering()
+    links = world.form(3)
+    world.break_link(links[1])
+    world.break_link(links[2])
+    successor = world.register(registration(1, 3, boot_id="successor"))
+    infos = world.members.rank_infos()
+    assert [info.state for info in infos] == [RankState.REGISTERED, RankState.REGISTERED, RankState.ABSENT]
+    assert [info.num_blocks for info in infos] == [0, 0, 0]
+    assert isinstance(world.last(successor), StatusSent), "nobody may be sent a plan while a rank is absent"
+
+
+def test_who_leaves_is_not_waited_for() -> None:
+    world = Gathering()
+    links = world.form()
+    world.do(world.members.leave(links[0]))
+    assert world.pool[-1] == EpochPassed(2)
+    world.break_link(links[0])
+    assert world.members.rank_infos()[0].state is RankState.ABSENT
+
+
+def test_a_world_that_all_have_left_can_be_formed_otherwise() -> None:
+    world = Gathering()
+    for link in world.form():
+        world.do(world.members.leave(link))
+    options = replace(OPTIONS, max_model_len=512)
+    link = world.register(registration(0, 1, options=options))
+    world.allocate(link)
+    assert (world.epoch, world.members.world_size, world.members.options) == (2, 1, options)
+
+
+def test_a_world_whose_ranks_are_all_lost_can_be_formed_otherwise_at_once() -> None:
+    world = Gathering()
+    for link in world.form():
+        world.break_link(link)
+    options = replace(OPTIONS, max_model_len=512)
+    first = world.register(registration(2, 3, boot_id="another-2", options=options))
+    assert world.pool[-1] == EpochPassed(2)
+    refuse(world, registration(0, held=held()), WrongStateError, "RANKS_DISAGREE", "register.world_size")
+    others = [world.register(registration(rank, 3, boot_id=f"another-{rank}", options=options)) for rank in range(2)]
+    for link in (first, *others):
+        world.allocate(link)
+    assert (world.epoch, world.is_serving, world.members.options) == (2, True, options)
+
+
+def test_while_a_rank_lives_the_successor_of_a_lost_one_must_agree_with_it() -> None:
+    world = Gathering()
+    world.break_link(world.form()[1])
+    options = replace(OPTIONS, max_model_len=512)
+    said = registration(1, boot_id="successor", options=options)
+    refuse(world, said, WrongStateError, "RANKS_DISAGREE", "register.options.max_model_len")
+
+
+def test_ranks_that_fall_silent_together_are_told_of_in_one_message_a_rank() -> None:
+    world = Gathering()
+    links = world.form(100)
+    told = {link: len(world.told[link]) for link in links}
+    world.now_seconds += 4.0
+    world.beat(*links[:10])
+    world.wait(2.0)
+    assert world.members.absent_ranks == tuple(range(10, 100))
+    for link in links[:10]:
+        answer, status = world.told[link][told[link] :]
+        assert isinstance(answer, StatusSent)
+        assert isinstance(status, StatusSent)
+        assert status.absent_ranks == tuple(range(10, 74)), "the first 64 of them"
+    world.break_link(links[0])
+    assert isinstance(world.told[links[1]][-1], StatusSent)
+    assert len(world.told[links[1]]) == told[links[1]] + 2, "the next heartbeat's answer tells of more"
+
+
+def test_a_new_stream_of_the_same_process_takes_over() -> None:
+    world = Gathering()
+    links = world.form()
+    others = len(world.told[links[1]])
+    newer = world.register(registration(0, held=held()))
+    assert world.last(newer) == ReadySent(newer, 1, 100, 1024)
+    assert len(world.told[links[1]]) == others, "nothing has changed for them"
+    old = world.last(links[0])
+    assert isinstance(old, AbortedError)
+    assert old.reason == "STREAM_SUPERSEDED"
+    world.break_link(links[0])
+    assert world.is_serving
+    world.beat(newer)
+
+
+def test_nobody_is_blamed_for_the_time_that_the_server_was_stopped() -> None:
+    world = Gathering()
+    world.form()
+    world.members.forgive(60.0)
+    world.wait(60.0)
+    assert world.is_serving
+    world.wait(6.0)
+    assert not world.is_serving
+
+
+def test_a_forming_rank_that_falls_silent_is_given_up() -> None:
+    world = Gathering()
+    link = world.register(registration(0))
+    world.wait(6.0)
+    assert isinstance(world.last(link), AbortedError)
+    assert world.members.is_empty
+
+
+def test_the_next_deadline_is_the_nearest() -> None:
+    world = Gathering()
+    assert world.members.next_deadline_seconds == float("inf")
+    links = world.form()
+    assert world.members.next_deadline_seconds == world.now_seconds + 5.0
+    world.break_link(links[0])
+    world.now_seconds += 4.0
+    world.beat(links[1])
+    assert world.members.next_deadline_seconds == world.now_seconds + 5.0
+
+
+def refuse(world: Gathering, said: Registration, kind: type[KvpoolError], reason: str, field: str) -> None:
+    before = world.snapshot()
+    with pytest.raises(kind) as caught:
+        world.register(said)
+    assert (caught.value.reason, caught.value.field) == (reason, field)
+    assert world.snapshot() == before
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"world_size": 0}, "world_size"),
+        ({"world_size": 5000}, "world_size"),
+        ({"rank": Rank(2)}, "rank"),
+        ({"rank": Rank(-1)}, "rank"),
+        ({"boot_id": "short"}, "boot_id"),
+        ({"layers": {}}, "layers"),
+        ({"available_bytes": 2**61}, "available_bytes"),
+        ({"last_epoch": 2**53 + 1}, "last_epoch"),
+        ({"held": HeldTensors(0, 5), "last_epoch": 1}, "held.epoch"),
+        ({"held": HeldTensors(2, 5), "last_epoch": 1}, "held.epoch"),
+        ({"held": HeldTensors(1, 1), "last_epoch": 1}, "held.num_blocks"),
+        ({"device": "x" * 257}, "device"),
+        ({"options": replace(OPTIONS, max_model_len=0)}, "options.max_model_len"),
+        ({"options": replace(OPTIONS, max_num_batched_tokens=0)}, "options.max_num_batched_tokens"),
+        ({"options": replace(OPTIONS, decode_context_parallel_size=2000)}, "options.decode_context_parallel_size"),
+        ({"options": replace(OPTIONS, num_blocks_override=-1)}, "options.num_blocks_override"),
+        ({"options": replace(OPTIONS, hash_scheme=HashScheme(size_bytes=3))}, "options.hash_scheme.size_bytes"),
+    ],
+)
+def test_what_is_out_of_range_is_refused(changes: dict[str, object], field: str) -> None:
+    world = Gathering()
+    world.register(registration(0))
+    said = replace(registration(1), **changes)  # type: ignore[arg-type]
+    refuse(world, said, InvalidArgumentError, "INVALID_VALUE", field)
+
+
+def test_no_memory_is_refused() -> None:
+    world = Gathering()
+    world.register(registration(0))
+    refuse(world, registration(1, blocks=0), InvalidArgumentError, "NO_MEMORY", "available_bytes")
+
+
+@pytest.mark.parametrize(
+    ("said", "reason", "field"),
+    [
+        (registration(1, 3), "RANKS_DISAGREE", "register.world_size"),
+        (
+            registration(1, options=replace(OPTIONS, max_model_len=2048)),
+            "RANKS_DISAGREE",
+            "register.options.max_model_len",
+        ),
+        (
+            registration(1, options=replace(OPTIONS, reuse_order=ReuseOrder.LRU)),
+            "RANKS_DISAGREE",
+            "register.options.reuse_order",
+        ),
+        (
+            registration(1, layers={**LAYERS, "layer.1": FullAttentionSpec(16, 4, 64, "bfloat16")}),
+            "RANKS_DISAGREE_ON_A_LAYER",
+            'register.layers["layer.1"].num_kv_heads',
+        ),
+        (registration(0, boot_id="another-one"), "RANK_TAKEN", "register.rank"),
+    ],
+)
+def test_a_rank_that_differs_or_is_taken_is_refused(said: Registration, reason: str, field: str) -> None:
+    world = Gathering()
+    world.register(registration(0))
+    refuse(world, said, WrongStateError, reason, field)
+
+
+def test_rule_2_a_second_process_is_refused_while_the_first_is_alive_or_silent() -> None:
+    world = Gathering()
+    links = world.form()
+    refuse(world, registration(1, boot_id="another-one"), WrongStateError, "RANK_TAKEN", "register.rank")
+    lose(world, links[1], links[:1], "silence")
+    refuse(world, registration(1, boot_id="another-one"), UnavailableError, "RANK_SILENT", "")
+
+
+def test_a_process_that_comes_before_the_last_one_is_missed_is_told_to_wait() -> None:
+    """Its host was cut off and restarted it: it is not for good that the server believes the last one alive."""
+    world = Gathering()
+    links = world.form()
+    world.wait(2 * TIMING.heartbeat_seconds + 0.01)
+    refuse(world, registration(1, boot_id="another-one"), UnavailableError, "RANK_SILENT", "")
+    world.beat(links[1])
+    refuse(world, registration(1, boot_id="another-one"), WrongStateError, "RANK_TAKEN", "register.rank")
+
+
+def test_a_rank_may_change_its_own_layers_but_not_those_of_others() -> None:
+    world = Gathering()
+    world.register(registration(0))
+    other = {"layer.0": FullAttentionSpec(16, 4, 64, "bfloat16")}
+    world.register(registration(0, layers=other))
+    refuse(
+        world, registration(1), WrongStateError, "RANKS_DISAGREE_ON_A_LAYER", 'register.layers["layer.0"].num_kv_heads'
+    )
+
+
+@pytest.mark.parametrize(
+    ("allocated", "field"),
+    [(Allocated(1, 1, 1), "initialized.num_blocks"), (Allocated(9, 100, 1), "initialized.epoch")],
+)
+def test_a_report_out_of_range_is_refused(allocated: Allocated, field: str) -> None:
+    world = Gathering()
+    links = [world.register(registration(rank)) for rank in range(2)]
+    before = world.snapshot()
+    with pytest.raises(InvalidArgumentError) as caught:
+        world.members.initialized(links[0], allocated)
+    assert caught.value.field == field
+    assert world.snapshot() == before
+
+
+def test_it_tells_how_its_ranks_are() -> None:
+    world = Gathering()
+    links = [world.register(registration(rank)) for rank in range(2)]
+    world.allocate(links[0], 90)
+    first, second = world.members.rank_infos()
+    assert (first.state, first.num_blocks, first.allocated_bytes) == (RankState.READY, 90, 90 * BLOCK_BYTES)
+    assert (second.state, second.num_blocks) == (RankState.ALLOCATING, 0)
+    assert repr(world.members) == "<Membership 'm': 2 of 2 ranks, forming, epoch 1>"

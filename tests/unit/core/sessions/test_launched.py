@@ -1,0 +1,200 @@
+"""What a session says to be launched: it will be computed, in order, though it was not yet; see rule 4 of apply."""
+
+from typing import Any
+
+import pytest
+
+from kvpool.core.errors import InvalidArgumentError
+from kvpool.core.execution.allocate_batch import PlainRun
+from kvpool.core.ids import BlockId, RequestNumber
+from kvpool.core.sessions.session import Session
+from kvpool.core.steps.columns import Operation, Step, StepResult
+from support.core import BLOCK_SIZE, World, block_hashes
+from support.integrity import check_integrity
+
+ADD, ADMIT, ALLOCATE, CACHE, FREE, PREEMPT = (
+    Operation.ADD,
+    Operation.ADMIT,
+    Operation.ALLOCATE,
+    Operation.CACHE,
+    Operation.FREE,
+    Operation.PREEMPT,
+)
+LEAVING = pytest.mark.parametrize("leaving", [FREE, PREEMPT])
+
+
+def run(world: World, session: Session, *operations: Operation, launched: int = 0, **columns: Any) -> StepResult:
+    result = world.run(session, *operations, launched_sequence=launched, **columns)
+    check_integrity(world.pool, world.sessions())
+    return result
+
+
+def leave(world: World, session: Session, leaving: Operation, number: int = 1, **columns: Any) -> None:
+    run(world, session, leaving, request_numbers=[number], **columns)
+
+
+def num_found(world: World, session: Session, content: str, number: int = 99) -> int:
+    """Tokens of a prompt that a session would hit; leaves nothing behind but two steps."""
+    num_tokens = BLOCK_SIZE * len(content) + 1
+    result = world.run(
+        session, ADD, Operation.PEEK, FREE, request_numbers=[number] * 3, num_appended_tokens=[num_tokens, 0, 0],
+        block_hashes=block_hashes(content, len(content)), request_ids=[f"r{number}"],
+    )  # fmt: skip
+    return result.num_hit_tokens[1] if result.num_hit_tokens else 0
+
+
+@LEAVING
+def test_what_launched_steps_fill_is_found_again_by_its_session_and_by_others_once_it_has_run(
+    leaving: Operation,
+) -> None:
+    world = World()
+    one, other = world.open(), world.open()
+    world.admit(one, 1, "abc", 13)
+    leave(world, one, leaving, launched=1)
+    assert (num_found(world, one, "abc"), num_found(world, other, "abc")) == (12, 0)
+    run(world, one, executed=1)
+    assert (num_found(world, one, "abc"), num_found(world, other, "abc")) == (12, 12)
+
+
+@LEAVING
+def test_what_is_not_launched_is_found_by_nobody(leaving: Operation) -> None:
+    world = World()
+    one, other = world.open(), world.open()
+    world.admit(one, 1, "ab", 9)  # change 1
+    run(world, one, ALLOCATE, request_numbers=[1], num_appended_tokens=[4], num_new_tokens=[4],
+        block_hashes=block_hashes("abc", 3)[-32:], launched=1)  # change 2  # fmt: skip
+    leave(world, one, leaving, launched=1)
+    assert (num_found(world, one, "abc"), num_found(world, other, "abc")) == (8, 0)
+    run(world, one, executed=one.sequence)
+    assert num_found(world, other, "abc") == 8
+
+
+def test_a_lower_number_is_no_news() -> None:
+    world = World()
+    session = world.open()
+    world.admit(session, 1, "abc", 13)
+    run(world, session, launched=1)
+    leave(world, session, FREE, launched=0)
+    assert num_found(world, session, "abc") == 12
+
+
+def test_a_session_that_says_only_what_has_run_does_not_find_what_had_not() -> None:
+    world = World()
+    session = world.open()
+    world.admit(session, 1, "abc", 13)
+    run(world, session, executed=1)
+    world.admit(session, 2, "xyz", 13)
+    leave(world, session, FREE, number=2)
+    assert (num_found(world, session, "abc"), num_found(world, session, "xyz")) == (12, 0)
+
+
+@pytest.mark.parametrize("launched", [-1, 2, 2**40, 2**64])
+@pytest.mark.parametrize("operations", [[], [ALLOCATE], [FREE]])
+def test_what_was_not_sent_cannot_be_launched(launched: int, operations: list[Operation]) -> None:
+    world = World()
+    session = world.open()
+    world.admit(session, 1, "abc", 13)
+    before = world.snapshot()
+    step = Step(2, launched_sequence=launched, operations=[int(operation) for operation in operations])
+    step.request_numbers = step.num_new_tokens = [1] * len(operations)
+    with pytest.raises(InvalidArgumentError) as raised:
+        world.apply(session, step)
+    assert raised.value.field == "launched_sequence"
+    assert (world.snapshot(), session.launched_sequence) == (before, 0)
+
+
+def test_the_end_of_a_session_withdraws_what_was_launched_and_not_said_to_have_run() -> None:
+    world = World()
+    one, other = world.open(), world.open()
+    world.admit(one, 1, "abc", 13)
+    world.admit(one, 2, "xyz", 13)
+    leave(world, one, FREE, launched=2)
+    world.allocator.close_session(one.session_id, 0.0)
+    check_integrity(world.pool, world.sessions())
+    assert (num_found(world, other, "abc"), num_found(world, other, "xyz")) == (0, 0)
+
+
+def test_who_resumes_a_session_does_not_take_over_what_the_one_before_launched() -> None:
+    """The process that launched it may have died before it was handed to the ranks."""
+    world = World()
+    session = world.open()
+    world.admit(session, 1, "abc", 13)
+    run(world, session, launched=1)
+    world.allocator.resume_session(session.session_id, 2, resume_key="k", now_seconds=0.0)
+    leave(world, session, FREE)
+    assert num_found(world, session, "abc") == 0
+
+
+def delayed(world: World, session: Session) -> None:
+    """A request of three blocks that are full, of change 1, and not cached."""
+    run(
+        world, session, ADD, ADMIT, request_numbers=[1, 1], num_appended_tokens=[13, 0],
+        block_hashes=block_hashes("abc", 3), request_ids=["r1"], delay_cache_blocks=[False, True],
+    )  # fmt: skip
+
+
+def test_what_is_cached_late_counts_as_filled_when_it_got_room() -> None:
+    world = World()
+    one, other = world.open(), world.open()
+    delayed(world, one)
+    run(world, one, CACHE, FREE, request_numbers=[1, 1], num_new_tokens=[12, 0], launched=1)
+    assert (num_found(world, one, "abc"), num_found(world, other, "abc")) == (12, 0)
+    run(world, one, executed=1)
+    assert num_found(world, other, "abc") == 12
+
+
+def test_what_is_cached_after_it_has_run_is_found_by_others_at_once() -> None:
+    world = World()
+    one, other = world.open(), world.open()
+    delayed(world, one)
+    run(world, one, CACHE, request_numbers=[1], num_new_tokens=[12], launched=1, executed=1)
+    assert num_found(world, other, "abc") == 12
+    assert not world.pool.blocks.prefix_map.pending()
+
+
+def test_without_news_of_launches_it_counts_as_filled_when_it_is_cached() -> None:
+    world = World()
+    one, other = world.open(), world.open()
+    delayed(world, one)
+    run(world, one, CACHE, request_numbers=[1], num_new_tokens=[12], executed=1)
+    assert num_found(world, other, "abc") == 0
+    run(world, one, executed=2)
+    assert num_found(world, other, "abc") == 12
+
+
+def test_what_got_room_in_the_step_that_caches_it_is_filled_by_that() -> None:
+    world = World()
+    session = world.open()
+    delayed(world, session)
+    run(
+        world, session, ALLOCATE, CACHE, request_numbers=[1, 1], num_appended_tokens=[3, 0], num_new_tokens=[3, 16],
+        block_hashes=block_hashes("abcd", 4)[-32:], delay_cache_blocks=[True, False], launched=1, executed=1,
+    )  # fmt: skip
+    assert world.pool.blocks.prefix_map.pending() == dict.fromkeys(map(BlockId, (1, 2, 3, 4)), 2)
+    leave(world, session, FREE, launched=1)
+    assert num_found(world, session, "abcd") == 0
+
+
+@pytest.mark.parametrize("is_plain", [True, False])
+def test_plain_allocations_note_which_change_fills(*, is_plain: bool) -> None:
+    world = World()
+    session = world.open()
+    world.admit(session, 1, "ab", 9)
+    if not is_plain:
+        world.pool.plain_manager = None
+    columns: dict[str, Any] = {"operations": [ALLOCATE], "request_numbers": [1], "num_new_tokens": [1]}
+    for launched in (1, 2):
+        step = Step(session.sequence + 1, launched_sequence=launched, num_appended_tokens=[1], **columns)
+        assert (PlainRun.of(world.pool, session, step, 0, 0) is not None) is is_plain
+        world.apply(session, step)
+        request = session.by_number[RequestNumber(1)]
+        assert (request.filling_sequence, session.launched_sequence) == (launched + 1, launched)
+
+
+def test_room_taken_without_asking_is_filled_by_the_step_before() -> None:
+    world = World()
+    session = world.open()
+    world.admit(session, 1, "ab", 9)
+    run(world, session)
+    run(world, session, Operation.APPEND, request_numbers=[1], num_taken_tokens=[2], num_appended_tokens=[2])
+    assert session.by_number[RequestNumber(1)].filling_sequence == 2

@@ -1,0 +1,198 @@
+"""Numbers in names of rules are those of core/quarantine.py."""
+
+import pytest
+
+from kvpool.core.errors import IntegrityError, NotFoundError, WrongStateError
+from kvpool.core.ids import BlockId, WriterId
+from kvpool.core.sessions.quarantine import Quarantined
+from kvpool.core.sessions.session import Session
+from kvpool.core.specs.pool_config import ReuseOrder
+from kvpool.core.steps.columns import Operation, Outcome
+from support.core import World, config
+from support.integrity import check_integrity
+
+LEASE_SECONDS = 10.0
+QUARANTINE_SECONDS = 5.0
+NEVER = float("inf")
+
+
+@pytest.fixture
+def world() -> World:
+    return World(num_blocks=9)
+
+
+def expire(world: World) -> None:
+    """Lets all leases run out, in time 10."""
+    world.now_seconds += LEASE_SECONDS
+    world.allocator.expire(world.now_seconds, quarantine_seconds=QUARANTINE_SECONDS)
+    check_integrity(world.pool, world.sessions())
+
+
+def fence(world: World) -> None:
+    """Opens the pool anew, with ranks that fence."""
+    world.allocator.pass_epoch(world.pool, 2)
+    world.allocator.open_epoch(config(9), b"n" * 32, 3, ranks_fence=True)
+
+
+def quarantined(world: World) -> tuple[int, int]:
+    info = world.allocator.describe(world.pool)
+    assert info.quarantined_blocks <= info.config.num_blocks - 1 - info.free_blocks
+    return info.quarantined_sessions, info.quarantined_blocks
+
+
+def released(world: World, now_seconds: float) -> list[Session]:
+    done = [each.session for _, each in world.allocator.release_due(now_seconds)]
+    check_integrity(world.pool, world.sessions())
+    return done
+
+
+def test_rule_1_nobody_is_given_what_a_session_held_whose_lease_ran_out(world: World) -> None:
+    world.admit(world.open(), 1, "abc", 13)
+    expire(world)
+    assert quarantined(world) == (1, 4)
+    other = world.open()
+    assert world.admit(other, 1, "vwxyz", 17).outcomes == [Outcome.OK, Outcome.NO_BLOCKS]
+    assert set(world.admit(other, 2, "vwxy", 16).block_ids) == {5, 6, 7, 8}
+
+
+def test_rule_1_what_was_published_is_hit_and_what_was_not_is_withdrawn(world: World) -> None:
+    one = world.open()
+    world.admit(one, 1, "abc", 13)
+    world.run(one, executed=1)
+    world.admit(one, 2, "xy", 9)
+    expire(world)
+    other = world.open()
+    assert world.admit(other, 1, "abc", 13).num_hit_tokens == [0, 12]
+    assert world.admit(other, 2, "xy", 9).num_hit_tokens == []
+    assert released(world, 15.0) == [one]
+    assert [world.pool.blocks.ref_cnt(BlockId(b)) for b in (1, 2, 3, 4)] == [1, 1, 1, 0]
+
+
+def test_rule_2_without_ranks_blocks_are_free_when_their_time_is_up(world: World) -> None:
+    session = world.open()
+    world.admit(session, 1, "abc", 13)
+    expire(world)
+    assert world.allocator.next_expiry_seconds() == 15.0
+    assert released(world, 14.9) == []
+    assert released(world, 15.0) == [session]
+    assert quarantined(world) == (0, 0)
+    assert world.pool.blocks.usage == 0.0
+    assert world.allocator.next_expiry_seconds() == NEVER
+
+
+def test_rule_2_on_another_clock_they_wait_all_of_their_time(world: World) -> None:
+    session = world.open()
+    world.admit(session, 1, "abc", 13)
+    expire(world)
+    world.allocator.renew_leases(3.0)
+    assert released(world, 7.9) == []
+    assert released(world, 8.0) == [session]
+
+
+def test_rule_2_with_ranks_that_fence_no_time_frees_them(world: World) -> None:
+    fence(world)
+    one, two = world.open(), world.open()
+    for session in (one, two):
+        world.admit(session, 1, "ab", 8)
+    expire(world)
+    assert world.pool.quarantine.awaiting_ranks == (one.writer, two.writer)
+    assert world.allocator.next_expiry_seconds() == NEVER
+    assert released(world, 1e9) == []
+    found = world.allocator.release("m", [two.writer, WriterId(100)])
+    assert [each.session for each in found] == [two]
+    assert quarantined(world) == (1, 2)
+    assert world.allocator.release("m", [two.writer]) == []
+    check_integrity(world.pool, [])
+
+
+def test_rule_2_no_quarantine_seconds_means_free_at_once_but_not_where_ranks_fence(world: World) -> None:
+    for blocks in (0, 4):
+        session = world.open()
+        world.admit(session, 1, "abc", 13)
+        world.allocator.evict_session("m", session.writer, world.now_seconds)
+        assert quarantined(world) == (int(blocks > 0), blocks)
+        if not blocks:
+            fence(world)
+
+
+def test_rule_2_an_epoch_that_passes_drops_the_quarantine(world: World) -> None:
+    world.admit(world.open(), 1, "abc", 13)
+    expire(world)
+    world.allocator.pass_epoch(world.pool, 2)
+    assert quarantined(world) == (0, 0)
+    assert world.pool.blocks.usage == 0.0
+    check_integrity(world.pool, [])
+
+
+def test_rule_3_a_session_that_holds_nothing_is_not_kept(world: World) -> None:
+    session = world.open()
+    world.admit(session, 1, "abc", 13)
+    world.run(session, Operation.PREEMPT, request_numbers=[1])
+    expire(world)
+    assert quarantined(world) == (0, 0)
+
+
+def test_rule_4_blocks_are_freed_as_by_a_session_that_closes() -> None:
+    orders = []
+    for quarantine_seconds in (0.0, QUARANTINE_SECONDS):
+        world = World(num_blocks=8, enable_caching=False, reuse_order=ReuseOrder.LRU)
+        session = world.open()
+        world.admit(session, 1, "", 9)
+        world.admit(session, 2, "", 5)
+        world.allocator.expire(LEASE_SECONDS, quarantine_seconds=quarantine_seconds)
+        world.allocator.release_due(LEASE_SECONDS + QUARANTINE_SECONDS)
+        orders.append(list(world.pool.blocks.free_list))
+    assert orders[0] == orders[1] == [6, 7, 3, 2, 1, 5, 4]
+
+
+def test_a_session_that_closes_is_not_quarantined(world: World) -> None:
+    session = world.open()
+    world.admit(session, 1, "abc", 13)
+    world.allocator.close_session(session.session_id, 0.0)
+    assert (quarantined(world), world.pool.blocks.usage) == ((0, 0), 0.0)
+
+
+def test_blocks_that_ended_sessions_share_count_once(world: World) -> None:
+    one, two = world.open(), world.open()
+    world.admit(one, 1, "abc", 13)
+    world.run(one, executed=1)
+    world.admit(two, 1, "abc", 13)
+    expire(world)
+    assert quarantined(world) == (2, 5)
+
+
+def test_the_prefix_cache_is_not_reset_under_a_quarantine(world: World) -> None:
+    session = world.open()
+    world.admit(session, 1, "abc", 13)
+    world.run(session, executed=1)
+    expire(world)
+    before = world.snapshot()
+    assert not world.pool.reset_prefix_cache()
+    assert world.snapshot() == before
+    released(world, 15.0)
+    assert world.pool.reset_prefix_cache()
+
+
+def test_a_pool_is_not_removed_under_a_quarantine(world: World) -> None:
+    """Another of its name would give the same blocks of the same tensors to others."""
+    world.admit(world.open(), 1, "abc", 13)
+    expire(world)
+    before = world.snapshot()
+    with pytest.raises(WrongStateError, match="quarantine: 1") as caught:
+        world.allocator.remove_pool("m")
+    assert (caught.value.reason, world.snapshot()) == ("POOL_IN_USE", before)
+    released(world, 15.0)
+    world.allocator.remove_pool("m")
+    with pytest.raises(NotFoundError):
+        world.allocator.release("m", [])
+
+
+def test_cooked_books_of_a_quarantine_are_found(world: World) -> None:
+    world.admit(world.open(), 1, "abc", 13)
+    expire(world)
+    world.pool.quarantine.add(Quarantined(world.open(), 0.0, NEVER))
+    with pytest.raises(IntegrityError, match="session 2 is in quarantine and holds nothing"):
+        check_integrity(world.pool, world.sessions())
+    world.pool.quarantine.clear()
+    with pytest.raises(IntegrityError, match="free"):
+        check_integrity(world.pool, world.sessions())

@@ -1,0 +1,225 @@
+"""Each kind's page, its most memory for one request, what it skips, with whom it merges, and what it refuses."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from kvpool.core.errors import InvalidArgumentError
+from kvpool.core.specs.base import KVCacheSpec, RequestLimits
+from kvpool.core.specs.kinds import (
+    ChunkedLocalAttentionSpec,
+    CrossAttentionSpec,
+    EncoderOnlyAttentionSpec,
+    FullAttentionSpec,
+    MambaSpec,
+    MLAAttentionSpec,
+    SinkFullAttentionSpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+    differing_field,
+)
+
+HEADS: dict[str, Any] = {"num_kv_heads": 8, "head_size": 128, "dtype": "bfloat16"}
+STATES: dict[str, Any] = {"shapes": ((4, 1024), (32, 64, 128)), "dtypes": ("bfloat16", "float32")}
+LIMITS = RequestLimits(8192, max_num_batched_tokens=2048, max_num_encoder_input_tokens=1500)
+
+
+@pytest.mark.parametrize(
+    ("spec", "page_bytes"),
+    [
+        (FullAttentionSpec(16, **HEADS), 65_536),
+        (FullAttentionSpec(16, **HEADS, head_size_v=64), 49_152),
+        (FullAttentionSpec(16, **HEADS | {"dtype": "float8_e4m3fn"}), 32_768),
+        (FullAttentionSpec(16, **HEADS, page_size_padded=70_000), 70_000),
+        (FullAttentionSpec(16), 0),
+        (MLAAttentionSpec(64, head_size=576, dtype="bfloat16"), 73_728),
+        (MLAAttentionSpec(64, head_size=576, dtype="uint8", cache_dtype_str="fp8_ds_mla"), 41_984),
+        (SinkFullAttentionSpec(16, **HEADS, sink_len=128), 65_536),
+        (SlidingWindowSpec(16, **HEADS, sliding_window=1024), 65_536),
+        (MambaSpec(8192, **STATES), 1_056_768),
+        (MambaSpec(8192, **STATES, page_size_padded=2_228_224), 2_228_224),
+        (CrossAttentionSpec(16, num_kv_heads=12, head_size=64, dtype="bfloat16"), 49_152),
+        (EncoderOnlyAttentionSpec(16, **HEADS), 65_536),
+    ],
+)
+def test_page(spec: KVCacheSpec, page_bytes: int) -> None:
+    assert spec.page_size_bytes == page_bytes
+    assert UniformTypeKVCacheSpecs(spec.block_size, (("a", spec), ("b", spec))).page_size_bytes == 2 * page_bytes
+
+
+@pytest.mark.parametrize(
+    ("spec", "blocks"),
+    [
+        (FullAttentionSpec(16, **HEADS), 512),
+        (MLAAttentionSpec(64), 128),
+        (SinkFullAttentionSpec(16, sink_len=128), 512),
+        (SlidingWindowSpec(16, sliding_window=1024), 193),
+        (SlidingWindowSpec(16, sliding_window=100_000), 513),
+        (ChunkedLocalAttentionSpec(16, attention_chunk_size=1024), 192),
+        (ChunkedLocalAttentionSpec(16, attention_chunk_size=8192), 512),
+        (ChunkedLocalAttentionSpec(16, attention_chunk_size=1000), 192),
+        (ChunkedLocalAttentionSpec(16, attention_chunk_size=8200), 512),
+        (MambaSpec(544), 16),
+        (MambaSpec(8192, num_speculative_blocks=2), 3),
+        (CrossAttentionSpec(16), 94),
+        (EncoderOnlyAttentionSpec(16), 0),
+    ],
+)
+def test_most_blocks_of_one_request(spec: KVCacheSpec, blocks: int) -> None:
+    assert spec.max_blocks(LIMITS) == blocks
+    assert spec.max_memory_bytes(LIMITS) == blocks * spec.page_size_bytes
+
+
+@pytest.mark.parametrize(
+    ("spec", "blocks"),
+    [
+        (FullAttentionSpec(16), 256),
+        (SlidingWindowSpec(16, sliding_window=1024), 97),
+        (ChunkedLocalAttentionSpec(16, attention_chunk_size=1024), 96),
+        (MambaSpec(1024), 8),
+        (CrossAttentionSpec(16), 94),
+    ],
+)
+def test_context_parallelism_spreads_tokens_not_states(spec: KVCacheSpec, blocks: int) -> None:
+    assert spec.max_blocks(RequestLimits(8192, context_parallel_size=2)) == blocks
+
+
+@pytest.mark.parametrize(
+    ("spec", "skipped"),
+    [
+        (FullAttentionSpec(4), [0, 0, 0, 0, 0, 0]),
+        (SlidingWindowSpec(4, sliding_window=1), [0, 1, 3, 4, 5, 100]),
+        (SlidingWindowSpec(4, sliding_window=4), [0, 0, 0, 1, 2, 97]),
+        (ChunkedLocalAttentionSpec(4, attention_chunk_size=4), [0, 0, 0, 4, 4, 100]),
+        (ChunkedLocalAttentionSpec(4, attention_chunk_size=3), [0, 0, 3, 3, 3, 99]),
+        (MambaSpec(4), [0, 0, 2, 3, 4, 99]),
+        (CrossAttentionSpec(4), [0, 0, 0, 0, 0, 0]),
+    ],
+)
+def test_tokens_that_nobody_looks_back_at(spec: KVCacheSpec, skipped: list[int]) -> None:
+    assert [spec.num_skipped_tokens(n) for n in (0, 1, 3, 4, 5, 100)] == skipped
+    assert spec.keeps_all == (not any(skipped))
+
+
+def test_full_attention_merges_with_one_remembered_window() -> None:
+    plain, window = FullAttentionSpec(16, **HEADS), FullAttentionSpec(16, **HEADS, sliding_window=1024)
+    chunk = FullAttentionSpec(16, **HEADS, attention_chunk_size=1024)
+    assert plain.merged_with([window, plain]) == window
+    assert plain.merged_with([chunk]) == chunk
+    assert plain.merged_with([FullAttentionSpec(16, **HEADS | {"head_size": 64})]) is None
+    assert window.merged_with([FullAttentionSpec(16, **HEADS, sliding_window=512)]) is None
+    assert window.merged_with([chunk]) is None
+    assert plain.merged_with([SlidingWindowSpec(16, **HEADS, sliding_window=1024)]) is None
+    assert FullAttentionSpec(16, **HEADS, head_size_v=128) == plain
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "alike"),
+    [
+        (FullAttentionSpec(16), FullAttentionSpec(16, **HEADS), True),
+        (FullAttentionSpec(16), MLAAttentionSpec(16), True),
+        (FullAttentionSpec(16), FullAttentionSpec(32), False),
+        (FullAttentionSpec(16), SinkFullAttentionSpec(16, sink_len=16), False),
+        (SlidingWindowSpec(16, sliding_window=8), SlidingWindowSpec(16, **HEADS, sliding_window=8), True),
+        (SlidingWindowSpec(16, sliding_window=8), SlidingWindowSpec(16, sliding_window=9), False),
+        (
+            ChunkedLocalAttentionSpec(16, attention_chunk_size=8),
+            ChunkedLocalAttentionSpec(16, attention_chunk_size=9),
+            False,
+        ),
+        (MambaSpec(16), MambaSpec(16, **STATES), True),
+        (MambaSpec(16), MambaSpec(16, num_speculative_blocks=1), False),
+        (CrossAttentionSpec(16), CrossAttentionSpec(16, **HEADS), True),
+        (CrossAttentionSpec(16), FullAttentionSpec(16), False),
+    ],
+)
+def test_layers_that_can_share_a_block_table(left: KVCacheSpec, right: KVCacheSpec, alike: bool) -> None:  # noqa: FBT001
+    assert (left.allocates_like(right), right.allocates_like(left)) == (alike, alike)
+
+
+def test_a_page_grows_by_whole_blocks_and_is_padded_for_the_rest() -> None:
+    small = SlidingWindowSpec(16, num_kv_heads=4, head_size=128, dtype="bfloat16", sliding_window=9)  # 32 KiB
+    twice = small.with_page_size(65_536)
+    assert (twice.block_size, twice.page_size_padded) == (32, 0)
+    padded = small.with_page_size(49_152)
+    assert (padded.block_size, padded.page_size_bytes, padded.content_size_bytes) == (16, 49_152, 32_768)
+    again = padded.with_page_size(65_536)
+    assert (again.block_size, again.page_size_padded) == (32, 0)
+    state = MambaSpec(16, **STATES).with_page_size(2_000_000)
+    assert (state.block_size, state.page_size_bytes, state.content_size_bytes) == (16, 2_000_000, 1_056_768)
+
+
+BAD: dict[str, Callable[[], KVCacheSpec]] = {
+    "block_size": lambda: FullAttentionSpec(0),
+    "num_kv_heads": lambda: FullAttentionSpec(4, num_kv_heads=-1),
+    "head_size": lambda: MLAAttentionSpec(4, head_size=2**25),
+    "head_size_v": lambda: SlidingWindowSpec(4, sliding_window=4, head_size_v=-1),
+    "dtype": lambda: FullAttentionSpec(4, dtype="int3"),
+    "page_size_padded": lambda: FullAttentionSpec(16, **HEADS, page_size_padded=65_535),
+    "attention_chunk_size": lambda: FullAttentionSpec(4, sliding_window=4, attention_chunk_size=4),
+    "cache_dtype_str": lambda: MLAAttentionSpec(4, cache_dtype_str="fp7"),
+    "sink_len": lambda: SinkFullAttentionSpec(4, sink_len=0),
+    "sliding_window": lambda: SlidingWindowSpec(4, sliding_window=0),
+    "dtypes": lambda: MambaSpec(4, ((1,),), ()),
+    "dtypes[0]": lambda: MambaSpec(4, ((1,),), ("int3",)),
+    "shapes[0][1]": lambda: MambaSpec(4, ((1, 0),), ("float32",)),
+    "shapes": lambda: MambaSpec(4, ((1,),) * 17, ("float32",) * 17),
+    "shapes[0]": lambda: MambaSpec(4, ((1,) * 9,), ("float32",)),
+    "page_size_bytes": lambda: MambaSpec(4, ((2**24,) * 8,), ("float32",)),
+    "num_speculative_blocks": lambda: MambaSpec(4, num_speculative_blocks=-1),
+    "mamba_type": lambda: MambaSpec(4, mamba_type="x" * 65),
+    "layers": lambda: UniformTypeKVCacheSpecs(4),
+    "layers[1]": lambda: UniformTypeKVCacheSpecs(4, (("a", FullAttentionSpec(4)), ("a", FullAttentionSpec(4)))),
+    "layers[1].block_size": lambda: UniformTypeKVCacheSpecs(4, (("a", MambaSpec(4)), ("b", MambaSpec(8)))),
+    "layers[0].block_size": lambda: UniformTypeKVCacheSpecs(4, (("a", MambaSpec(8)),)),
+}
+
+
+@pytest.mark.parametrize("field", BAD)
+def test_a_constructor_names_what_it_refuses(field: str) -> None:
+    with pytest.raises(InvalidArgumentError) as caught:
+        BAD[field]()
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize("make", [lambda: SinkFullAttentionSpec(4, sink_len=6), lambda: ChunkedLocalAttentionSpec(4)])
+def test_windows_and_sinks_must_be_given(make: Callable[[], KVCacheSpec]) -> None:
+    with pytest.raises(InvalidArgumentError):
+        make()
+
+
+def test_layers_of_two_kinds_are_no_uniform_type() -> None:
+    with pytest.raises(InvalidArgumentError, match="cannot share a block table") as caught:
+        UniformTypeKVCacheSpecs(4, (("a", FullAttentionSpec(4)), ("b", SlidingWindowSpec(4, sliding_window=8))))
+    assert caught.value.field == "layers[1]"
+
+
+def test_an_unknown_type_is_told_the_known_ones() -> None:
+    with pytest.raises(InvalidArgumentError, match=r"'bf16' is not known; known: float64, .*bfloat16"):
+        FullAttentionSpec(4, dtype="bf16")
+
+
+def test_long_text_is_not_repeated() -> None:
+    with pytest.raises(InvalidArgumentError) as caught:
+        FullAttentionSpec(4, dtype="x" * 20_000)
+    assert len(caught.value.message) < 300
+    with pytest.raises(InvalidArgumentError) as caught:
+        UniformTypeKVCacheSpecs(4, (("x" * 20_000, MambaSpec(4)), ("x" * 20_000, MambaSpec(4))))
+    assert len(caught.value.message) < 300
+
+
+def test_sinks_keep_to_whole_blocks_when_a_page_grows() -> None:
+    sinks = SinkFullAttentionSpec(16, **HEADS, sink_len=48)
+    assert sinks.with_page_size(4 * 65_536) == SinkFullAttentionSpec(48, **HEADS, sink_len=48, page_size_padded=2**18)
+
+
+def test_latent_attention_has_one_head() -> None:
+    assert MLAAttentionSpec(4, num_kv_heads=0) == MLAAttentionSpec(4)
+
+
+def test_the_first_difference_is_named() -> None:
+    spec = FullAttentionSpec(16, **HEADS)
+    assert differing_field(spec, spec) == ""
+    assert differing_field(spec, FullAttentionSpec(16, **HEADS | {"num_kv_heads": 4})) == "num_kv_heads"
+    assert differing_field(spec, MLAAttentionSpec(16)) == "type"

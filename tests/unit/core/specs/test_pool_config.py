@@ -1,0 +1,149 @@
+"""Configurations check themselves, and say in what two differ."""
+
+from dataclasses import replace
+
+import pytest
+
+from kvpool.core.errors import InvalidArgumentError
+from kvpool.core.ids import GroupId, PoolName
+from kvpool.core.specs.base import AttentionSpec, KVCacheSpec
+from kvpool.core.specs.kinds import (
+    CrossAttentionSpec,
+    EncoderOnlyAttentionSpec,
+    FullAttentionSpec,
+    MambaSpec,
+    SinkFullAttentionSpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+)
+from kvpool.core.specs.pool_config import HashScheme, KVCacheGroup, PoolConfig, ReuseOrder
+from support.core import config
+
+
+def group(spec: KVCacheSpec, *names: str) -> tuple[KVCacheGroup, ...]:
+    return (KVCacheGroup(spec, names),)
+
+
+def groups(*specs: KVCacheSpec) -> tuple[KVCacheGroup, ...]:
+    return tuple(map(KVCacheGroup, specs))
+
+
+BAD = {
+    "config.name": replace(config(), name=PoolName("a b")),
+    "config.num_blocks": replace(config(), num_blocks=2**31),
+    "config.max_model_len": replace(config(), max_model_len=-1),
+    "config.dcp_world_size": replace(config(), dcp_world_size=0),
+    "config.groups": replace(config(), groups=()),
+    "config.groups[0].spec": replace(config(), groups=groups(EncoderOnlyAttentionSpec(4))),
+    "config.groups[0].spec.sink_len": replace(
+        config(), groups=groups(SinkFullAttentionSpec(4, sink_len=4)), dcp_world_size=2
+    ),
+    "config.disable_caching": replace(config(), groups=groups(FullAttentionSpec(4), CrossAttentionSpec(4))),
+    "config.groups[0].layer_names[1]": replace(config(), groups=group(FullAttentionSpec(4), "a", "a")),
+    "config.retention_tokens": replace(config(), retention_tokens=-1),
+    "config.hash_scheme.algorithm": replace(config(), hash_scheme=HashScheme("")),
+    "config.hash_scheme.size_bytes": replace(config(), hash_scheme=HashScheme("xxhash_cbor", 32)),
+    "config.hash_scheme.none_hash": replace(config(), hash_scheme=HashScheme(none_hash=b"n" * 65)),
+}
+
+
+@pytest.mark.parametrize("field", BAD)
+def test_names_the_field_that_is_out_of_range(field: str) -> None:
+    with pytest.raises(InvalidArgumentError) as caught:
+        BAD[field].check()
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("specs", "retention_tokens", "message"),
+    [
+        ([FullAttentionSpec(4)], 4, "without a sliding window"),
+        ([SlidingWindowSpec(4, sliding_window=8), FullAttentionSpec(6)], 18, "no multiple of 12"),
+        ([SlidingWindowSpec(4, sliding_window=8), MambaSpec(4)], 0, "states of Mamba groups"),
+    ],
+)
+def test_sparse_caching_needs_windows_and_whole_hits(
+    specs: list[KVCacheSpec], retention_tokens: int, message: str
+) -> None:
+    sparse = replace(config(), groups=groups(*specs), retention_tokens=retention_tokens)
+    with pytest.raises(InvalidArgumentError, match=message) as caught:
+        sparse.check()
+    assert caught.value.field == "config.retention_tokens"
+    replace(sparse, retention_tokens=None).check()
+
+
+def test_block_sizes_need_a_common_multiple() -> None:
+    odd = replace(config(), groups=groups(*map(FullAttentionSpec, (2**20, 2**20 - 1))), max_model_len=2**21)
+    with pytest.raises(InvalidArgumentError, match="no common multiple") as caught:
+        odd.check()
+    assert caught.value.field == "config.groups"
+    replace(odd, enable_caching=False).check()
+    replace(odd, max_model_len=2**20).check()  # where a block holds a whole request
+
+
+def test_blocks_may_be_of_eight_sizes() -> None:
+    sizes = [2**i for i in range(9)]
+    replace(config(), groups=groups(*map(FullAttentionSpec, sizes[:8]))).check()
+    with pytest.raises(InvalidArgumentError, match="blocks of 9 different sizes, at most 8") as caught:
+        replace(config(), groups=groups(*map(FullAttentionSpec, sizes))).check()
+    assert caught.value.field == "config.groups"
+
+
+UNIFORM = UniformTypeKVCacheSpecs(4, (("a", FullAttentionSpec(4)), ("b", FullAttentionSpec(4, 2))))
+
+
+@pytest.mark.parametrize(
+    ("layers", "field"),
+    [
+        (group(UNIFORM, "a"), "config.groups[0].layer_names"),
+        (group(UNIFORM, "b", "a") + group(FullAttentionSpec(4), "a"), "config.groups[1].layer_names[0]"),
+        (group(FullAttentionSpec(4), "b") + group(UNIFORM), "config.groups[1].layer_names[1]"),
+        (group(UniformTypeKVCacheSpecs(4, (("", FullAttentionSpec(4)),))), "config.groups[0].layer_names[0]"),
+        (group(FullAttentionSpec(4), *map(str, range(4097))), "config.groups[0].layer_names"),
+    ],
+)
+def test_layers_of_all_groups_are_checked(layers: tuple[KVCacheGroup, ...], field: str) -> None:
+    with pytest.raises(InvalidArgumentError) as caught:
+        replace(config(), groups=layers).check()
+    assert caught.value.field == field
+    replace(config(), groups=group(UNIFORM, "b", "a")).check()
+
+
+def test_a_spec_must_be_of_some_kind() -> None:
+    with pytest.raises(InvalidArgumentError, match="AttentionSpec is no kind of attention") as caught:
+        replace(config(), groups=groups(AttentionSpec(4))).check()
+    assert caught.value.field == "config.groups[0].spec"
+
+
+def test_sinks_must_leave_blocks_to_give() -> None:
+    replace(config(4), groups=groups(SinkFullAttentionSpec(4, sink_len=8))).check()
+    with pytest.raises(InvalidArgumentError) as caught:
+        replace(config(3), groups=groups(SinkFullAttentionSpec(4, sink_len=8))).check()
+    assert caught.value.field == "config.num_blocks"
+
+
+def test_context_parallelism_spreads_tokens_but_no_state() -> None:
+    mixed = replace(config(), groups=groups(SlidingWindowSpec(4, sliding_window=9), MambaSpec(4)), dcp_world_size=2)
+    assert [mixed.span_tokens(group_id) for group_id in (GroupId(0), GroupId(1))] == [8, 4]
+    assert (mixed.hash_block_size, mixed.hit_alignment) == (4, 8)
+
+
+def test_one_hash_covers_a_block_of_all_ranks() -> None:
+    assert replace(config(), dcp_world_size=2).hash_block_size == 8
+
+
+@pytest.mark.parametrize(
+    ("other", "field"),
+    [
+        (config(), ""),
+        (config(21), "num_blocks"),
+        (config(block_size=8), "groups"),
+        (replace(config(), reuse_order=ReuseOrder.LRU), "reuse_order"),
+        (replace(config(), hash_scheme=HashScheme(size_bytes=32)), ""),
+        (replace(config(), hash_scheme=HashScheme("mine")), "hash_scheme.algorithm"),
+        (replace(config(), hash_scheme=HashScheme(none_hash=b"other")), "hash_scheme.none_hash"),
+    ],
+)
+def test_names_the_first_difference(other: PoolConfig, field: str) -> None:
+    drawn = replace(config(), hash_scheme=HashScheme(none_hash=b"n" * 32))
+    assert drawn.difference(other) == field

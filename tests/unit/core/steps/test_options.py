@@ -1,0 +1,543 @@
+"""On what terms room is made: each alone and together, refusals that change nothing, and the hits that come with it."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from kvpool.core.blocks.quota import Quota
+from kvpool.core.errors import InvalidArgumentError, KvpoolError
+from kvpool.core.ids import BlockId, RequestNumber
+from kvpool.core.sessions.request import Request
+from kvpool.core.sessions.session import Session
+from kvpool.core.specs.base import KVCacheSpec
+from kvpool.core.specs.kinds import ChunkedLocalAttentionSpec, FullAttentionSpec, MambaSpec, SlidingWindowSpec
+from kvpool.core.steps.columns import Operation, Outcome, Step, StepResult
+from support.core import BLOCK_SIZE, World, block_hashes
+from support.integrity import check_integrity
+
+ADD, ADMIT, ALLOCATE, CACHE, FIND = (
+    Operation.ADD,
+    Operation.ADMIT,
+    Operation.ALLOCATE,
+    Operation.CACHE,
+    Operation.FIND,
+)
+FULL, WINDOW = FullAttentionSpec(BLOCK_SIZE), SlidingWindowSpec(BLOCK_SIZE, sliding_window=5)
+"""A window of 5 tokens needs the block that holds the 4 before the next one."""
+TERMS = (
+    "num_external_tokens",
+    "num_in_flight_tokens",
+    "num_reserved_blocks",
+    "num_watermark_blocks",
+    "full_sequence_must_fit",
+)
+
+
+def add(world: World, session: Session, number: int, content: str, num_tokens: int) -> None:
+    world.run(
+        session,
+        ADD,
+        request_numbers=[number],
+        num_appended_tokens=[num_tokens],
+        block_hashes=block_hashes(content, num_tokens // BLOCK_SIZE) if world.pool.config.enable_caching else b"",
+        request_ids=[f"r{number}"],
+    )
+
+
+def ask(world: World, session: Session, operation: Operation, number: int, new: int, **columns: Any) -> StepResult:
+    """One operation, its columns as single values."""
+    step = Step(session.sequence + 1, operations=[operation], request_numbers=[number], num_new_tokens=[new])
+    hit: Sequence[Sequence[int]] = columns.pop("hit", ())
+    if hit:
+        step.num_block_ids = [len(ids) for ids in hit]
+        step.block_ids = [block_id for ids in hit for block_id in ids]
+    for name, value in columns.items():
+        setattr(step, name, [value])
+    result = world.apply(session, step)
+    check_integrity(world.pool, world.sessions())
+    return result
+
+
+def outcome(result: StepResult) -> Outcome:
+    return Outcome(result.outcomes[0] if result.outcomes else 0)
+
+
+def tables(session: Session, number: int) -> list[list[BlockId]]:
+    return [table.block_ids for table in the(session, number).tables]
+
+
+def the(session: Session, number: int) -> Request:
+    return session.by_number[RequestNumber(number)]
+
+
+def num_counted(session: Session) -> int:
+    """Blocks that a session's quota counts."""
+    return len(session.holding.counts) if session.holding else -1
+
+
+def free_of(world: World) -> int:
+    return world.pool.blocks.num_free_blocks
+
+
+@pytest.mark.parametrize("name", ["num_reserved_blocks", "num_watermark_blocks"])
+@pytest.mark.parametrize("operation", [ADMIT, ALLOCATE])
+def test_blocks_that_must_stay_free_do(operation: Operation, name: str) -> None:
+    world = World(num_blocks=11)
+    session = world.open()
+    add(world, session, 1, "abc", 12)  # takes three of ten
+    before = world.snapshot()
+    assert outcome(ask(world, session, operation, 1, 12, **{name: 8})) is Outcome.NO_BLOCKS
+    assert (free_of(world), tables(session, 1)) == (10, [[]])
+    assert before != world.snapshot()  # the refusal is counted, and the step
+    assert outcome(ask(world, session, operation, 1, 12, **{name: 7})) is Outcome.OK
+    assert tables(session, 1) == [[1, 2, 3]]
+
+
+def test_reserve_and_watermark_add_up() -> None:
+    world = World(num_blocks=11)
+    session = world.open()
+    add(world, session, 1, "abc", 12)
+    refused = ask(world, session, ADMIT, 1, 0, num_reserved_blocks=4, num_watermark_blocks=4)
+    assert outcome(refused) is Outcome.NO_BLOCKS
+    assert outcome(ask(world, session, ADMIT, 1, 0, num_reserved_blocks=4, num_watermark_blocks=3)) is Outcome.OK
+
+
+def test_even_what_takes_no_block_is_refused_below_the_reserve() -> None:
+    world = World(num_blocks=4)
+    session = world.open()
+    world.admit(session, 1, "ab", 5)  # two of three; room for three tokens more
+    assert outcome(ask(world, session, ALLOCATE, 1, 1, num_reserved_blocks=2)) is Outcome.NO_BLOCKS
+    assert the(session, 1).num_computed_tokens == 5
+    assert outcome(ask(world, session, ALLOCATE, 1, 1, num_reserved_blocks=1)) is Outcome.OK
+
+
+def test_a_free_hit_is_taken_from_what_must_stay_free_and_a_held_one_is_not() -> None:
+    world = World(num_blocks=8)
+    session = world.open()
+    world.admit(session, 1, "abc", 13)  # four of seven
+    add(world, session, 2, "abc", 13)  # three of them, and one new
+    assert outcome(ask(world, session, ADMIT, 2, 0, num_reserved_blocks=3)) is Outcome.NO_BLOCKS
+    assert outcome(ask(world, session, ADMIT, 2, 0, num_reserved_blocks=2)) is Outcome.OK
+    assert tables(session, 2) == [[1, 2, 3, 5]]
+    for number in (1, 2):
+        world.free(session, number)
+    add(world, session, 3, "abc", 13)  # seven free, three of which are the hit
+    assert outcome(ask(world, session, ADMIT, 3, 0, num_reserved_blocks=4)) is Outcome.NO_BLOCKS
+    assert outcome(ask(world, session, ADMIT, 3, 0, num_reserved_blocks=3)) is Outcome.OK
+
+
+def test_a_whole_sequence_must_fit_though_a_piece_would() -> None:
+    world = World(num_blocks=6)
+    session = world.open()
+    add(world, session, 1, "abcdefg", 24)  # six of five
+    assert outcome(ask(world, session, ADMIT, 1, 4, full_sequence_must_fit=True)) is Outcome.NO_BLOCKS
+    assert (free_of(world), world.pool.stats.requests) == (5, 0)
+    assert outcome(ask(world, session, ADMIT, 1, 4)) is Outcome.OK
+    assert tables(session, 1) == [[1]]
+
+
+def test_a_watermark_counts_for_the_whole_sequence_a_reserve_does_not() -> None:
+    world = World(num_blocks=8)
+    session = world.open()
+    add(world, session, 1, "abcdef", 20)  # five of seven, one at first
+    whole = {"full_sequence_must_fit": True}
+    assert outcome(ask(world, session, ADMIT, 1, 4, num_watermark_blocks=3, **whole)) is Outcome.NO_BLOCKS
+    assert outcome(ask(world, session, ADMIT, 1, 4, num_reserved_blocks=6, **whole)) is Outcome.OK
+    world.run(session, Operation.PREEMPT, request_numbers=[1])
+    assert outcome(ask(world, session, ADMIT, 1, 4, num_watermark_blocks=2, **whole)) is Outcome.OK
+
+
+def test_what_is_held_of_a_hit_need_not_fit_and_what_is_free_must() -> None:
+    world = World(num_blocks=8)  # seven to give
+    session = world.open()
+    world.admit(session, 1, "abc", 12)
+    add(world, session, 2, "abcdefg", 28)  # three of the other's, four more
+    assert outcome(ask(world, session, ADMIT, 2, 1, full_sequence_must_fit=True)) is Outcome.OK
+    world.free(session, 2)
+    add(world, session, 3, "abcdefgh", 32)  # five more
+    assert outcome(ask(world, session, ADMIT, 3, 1, full_sequence_must_fit=True)) is Outcome.NO_BLOCKS
+    world.free(session, 1)
+    assert outcome(ask(world, session, ADMIT, 3, 1, full_sequence_must_fit=True)) is Outcome.NO_BLOCKS
+    add(world, session, 4, "abcdefg", 28)  # three free ones of the hit, four more
+    assert outcome(ask(world, session, ADMIT, 4, 1, full_sequence_must_fit=True)) is Outcome.OK
+
+
+def test_a_running_request_goes_on_if_what_it_lacks_of_the_whole_is_free() -> None:
+    world = World(num_blocks=6)
+    session = world.open()
+    add(world, session, 1, "abcde", 20)
+    assert outcome(ask(world, session, ADMIT, 1, 4, full_sequence_must_fit=True)) is Outcome.OK
+    assert outcome(ask(world, session, ALLOCATE, 1, 4, full_sequence_must_fit=True)) is Outcome.OK
+    world.admit(session, 2, "x", 4)  # two are left, three lack
+    assert outcome(ask(world, session, ALLOCATE, 1, 4, full_sequence_must_fit=True)) is Outcome.NO_BLOCKS
+    assert tables(session, 1) == [[1, 2]]
+
+
+@pytest.mark.parametrize(("in_flight", "fits"), [(4, True), (8, True), (9, False), (0, False)])
+def test_a_window_is_counted_with_the_most_tokens_in_flight(in_flight: int, *, fits: bool) -> None:
+    """Window - 1 and the tokens in flight, in blocks, and one for a window within a block: 3, 4, 5; 10 for all."""
+    world = World(num_blocks=5, specs=[WINDOW], max_in_flight_tokens=in_flight)
+    session = world.open()
+    add(world, session, 1, "abcdefghij", 40)
+    result = ask(world, session, ADMIT, 1, 4, full_sequence_must_fit=True)
+    assert outcome(result) is (Outcome.OK if fits else Outcome.NO_BLOCKS)
+
+
+def test_a_chunk_is_counted_with_the_most_tokens_in_flight() -> None:
+    for num_blocks, fits in ((4, False), (5, True)):
+        world = World(
+            num_blocks,
+            specs=[ChunkedLocalAttentionSpec(BLOCK_SIZE, attention_chunk_size=8)],
+            max_in_flight_tokens=8,
+            enable_caching=False,
+        )
+        session = world.open()
+        add(world, session, 1, "abcdefghij", 40)
+        assert (outcome(ask(world, session, ADMIT, 1, 4, full_sequence_must_fit=True)) is Outcome.OK) is fits
+
+
+def test_tokens_in_flight_keep_blocks_before_a_window() -> None:
+    world = World(specs=[WINDOW])
+    session = world.open()
+    world.admit(session, 1, "abcd", 16)
+    ask(world, session, ALLOCATE, 1, 1, num_in_flight_tokens=16)  # 16 are computed, none has run
+    assert tables(session, 1) == [[1, 2, 3, 4, 5]]
+    ask(world, session, ALLOCATE, 1, 1, num_in_flight_tokens=9)  # 8 have run: the next looks at 4 to 8
+    assert tables(session, 1) == [[0, 2, 3, 4, 5]]
+    ask(world, session, ALLOCATE, 1, 1, num_in_flight_tokens=200)  # what is freed is freed
+    assert tables(session, 1) == [[0, 2, 3, 4, 5]]
+    ask(world, session, ALLOCATE, 1, 1)
+    assert tables(session, 1) == [[0, 0, 0, 4, 5]]
+
+
+@pytest.mark.parametrize(
+    "spec", [ChunkedLocalAttentionSpec(BLOCK_SIZE, attention_chunk_size=8), MambaSpec(BLOCK_SIZE), FULL, WINDOW]
+)
+def test_more_tokens_may_be_in_flight_than_are_computed(spec: KVCacheSpec) -> None:
+    world = World(specs=[spec], enable_caching=False)
+    session = world.open()
+    world.admit(session, 1, "", 12)
+    assert outcome(ask(world, session, ALLOCATE, 1, 1, num_in_flight_tokens=256)) is Outcome.OK
+    assert tables(session, 1) == [[1, 2, 3, 4]]
+
+
+def test_a_refusal_frees_behind_the_window_of_what_has_run_and_no_more() -> None:
+    world = World(num_blocks=6, specs=[WINDOW])
+    session = world.open()
+    world.admit(session, 1, "abcd", 16)
+    refused = ask(world, session, ALLOCATE, 1, 8, num_in_flight_tokens=8, num_reserved_blocks=4)
+    assert outcome(refused) is Outcome.NO_BLOCKS
+    assert tables(session, 1) == [[0, 2, 3, 4]]
+    refused = ask(world, session, ALLOCATE, 1, 4, full_sequence_must_fit=True, num_watermark_blocks=5)
+    assert outcome(refused) is Outcome.NO_BLOCKS
+    assert tables(session, 1) == [[0, 2, 3, 4]]  # it did not come as far
+
+
+def test_external_tokens_get_room_and_count_as_computed() -> None:
+    world = World()
+    session = world.open()
+    add(world, session, 1, "abcd", 17)
+    result = ask(world, session, ALLOCATE, 1, 5, num_external_tokens=12)
+    assert result.block_ids == [1, 2, 3, 4, 5]
+    assert the(session, 1).num_computed_tokens == 17
+    assert len(world.pool.blocks.prefix_map) == 4
+
+
+def test_external_tokens_can_come_alone_after_a_hit() -> None:
+    world = World()
+    session = world.open()
+    world.admit(session, 1, "ab", 9)
+    add(world, session, 2, "abcd", 17)
+    result = ask(world, session, ALLOCATE, 2, 0, num_external_tokens=9, hit=[[1, 2]])
+    assert (result.block_ids, tables(session, 2)) == ([4, 5, 6], [[1, 2, 4, 5, 6]])
+    assert the(session, 2).num_computed_tokens == 17
+    assert outcome(ask(world, session, ALLOCATE, 2, 3)) is Outcome.OK
+    assert the(session, 2).num_computed_tokens == 20
+
+
+def test_all_groups_take_external_room_before_any_takes_new() -> None:
+    world = World(specs=[FULL, FULL])
+    session = world.open()
+    add(world, session, 1, "abcd", 16)
+    result = ask(world, session, ALLOCATE, 1, 8, num_external_tokens=8)
+    assert tables(session, 1) == [[1, 2, 5, 6], [3, 4, 7, 8]]
+    assert result.block_ids == [1, 2, 5, 6, 3, 4, 7, 8]
+    assert result.num_new_blocks == [4, 4]
+
+
+def test_external_tokens_move_windows_on_and_leave_nulls() -> None:
+    world = World(specs=[FULL, WINDOW])
+    session = world.open()
+    world.admit(session, 1, "ab", 9)
+    hit = tables(session, 1)
+    promise = [hit[0][:2], [0, hit[1][1]]]
+    add(world, session, 2, "abcdef", 24)
+    held = world.pool.blocks.ref_cnt(hit[1][1])
+    result = ask(world, session, ALLOCATE, 2, 4, num_external_tokens=12, hit=promise)
+    assert outcome(result) is Outcome.OK
+    full, window = tables(session, 2)
+    assert (full[:2], len(full)) == (promise[0], 6)
+    assert (window[:4], len(window)) == ([0, 0, 0, 0], 6)  # 20 are computed: the next looks at 16 to 20
+    assert world.pool.blocks.ref_cnt(hit[1][1]) == held
+    assert result.num_new_blocks == [4, 2]
+
+
+def test_no_room_is_taken_for_external_tokens_that_nothing_looks_at() -> None:
+    """The block that they share with new tokens is taken with those, after the external ones of all groups."""
+    world = World(specs=[SlidingWindowSpec(BLOCK_SIZE, sliding_window=1), FULL], enable_caching=False)
+    session = world.open()
+    add(world, session, 1, "", 8)
+    ask(world, session, ALLOCATE, 1, 2, num_external_tokens=6)
+    assert tables(session, 1) == [[0, 3], [1, 2]]
+
+
+def test_delayed_external_blocks_are_cached_when_told_and_never_past_the_known() -> None:
+    world = World()
+    session = world.open()
+    add(world, session, 1, "abc", 12)
+    ask(world, session, ALLOCATE, 1, 0, num_external_tokens=12, delay_cache_blocks=True)
+    assert len(world.pool.blocks.prefix_map) == 0
+    ask(world, session, CACHE, 1, 8)
+    assert [world.pool.blocks.prefix_map.hash_of(BlockId(i)) is not None for i in (1, 2, 3)] == [
+        True,
+        True,
+        False,
+    ]
+    ask(world, session, CACHE, 1, 12)
+    assert len(world.pool.blocks.prefix_map) == 3
+
+
+def test_terms_hold_together() -> None:
+    """Five external and new blocks beyond a hit of two, free; a watermark of two and a reserve of one: ten."""
+    for num_blocks, fits in ((10, False), (11, True)):
+        world = World(num_blocks)
+        session = world.open()
+        world.admit(session, 1, "ab", 8)
+        world.free(session, 1)
+        add(world, session, 2, "abcdefg", 28)
+        result = ask(
+            world, session, ALLOCATE, 2, 8, hit=[[1, 2]], num_external_tokens=12, num_in_flight_tokens=3,
+            num_reserved_blocks=1, num_watermark_blocks=2, full_sequence_must_fit=True,
+        )  # fmt: skip
+        assert (outcome(result) is Outcome.OK) is fits
+
+
+def test_a_quota_bounds_what_terms_allow() -> None:
+    world = World(num_blocks=20)
+    session = world.open(quota=Quota(2, 5))
+    add(world, session, 1, "abcdef", 24)
+    assert outcome(ask(world, session, ADMIT, 1, 4, full_sequence_must_fit=True)) is Outcome.OVER_QUOTA
+    assert outcome(ask(world, session, ALLOCATE, 1, 0, num_external_tokens=24)) is Outcome.OVER_QUOTA
+    assert outcome(ask(world, session, ALLOCATE, 1, 4, num_external_tokens=16)) is Outcome.OK
+    assert num_counted(session) == 5
+
+
+def test_what_must_stay_free_is_of_what_the_session_can_be_given() -> None:
+    world = World(num_blocks=20)  # nineteen to give
+    one, other = world.open(quota=Quota(10, 0)), world.open(quota=Quota(0, 5))
+    for session, content in ((one, "abc"), (other, "xyz")):
+        add(world, session, 1, content, 12)  # takes three
+    assert outcome(ask(world, other, ADMIT, 1, 0, num_reserved_blocks=3)) is Outcome.OVER_QUOTA
+    assert outcome(ask(world, other, ADMIT, 1, 0, num_watermark_blocks=2)) is Outcome.OK  # the rest of its five
+    third = world.open()  # six are left beside the first one's
+    add(world, third, 1, "uvw", 12)
+    before = free_of(world)
+    assert outcome(ask(world, third, ADMIT, 1, 0, num_reserved_blocks=4)) is Outcome.NO_BLOCKS
+    assert free_of(world) == before
+    assert outcome(ask(world, third, ADMIT, 1, 0, num_reserved_blocks=3)) is Outcome.OK
+    assert outcome(ask(world, one, ADMIT, 1, 0, num_reserved_blocks=11)) is Outcome.NO_BLOCKS
+    assert outcome(ask(world, one, ADMIT, 1, 0, num_reserved_blocks=10)) is Outcome.OK
+
+
+def test_a_window_gives_back_what_a_quota_counted() -> None:
+    world = World(num_blocks=20, specs=[WINDOW])
+    session = world.open(quota=Quota(0, 6))
+    world.admit(session, 1, "abcd", 16)
+    ask(world, session, ALLOCATE, 1, 4, num_in_flight_tokens=16)
+    assert num_counted(session) == 5
+    ask(world, session, ALLOCATE, 1, 4, num_in_flight_tokens=8)  # twelve of twenty have run
+    assert num_counted(session) == 4
+
+
+@pytest.mark.parametrize("name", TERMS)
+def test_a_column_of_another_length_is_refused(name: str) -> None:
+    world = World()
+    session = world.open()
+    add(world, session, 1, "abc", 12)
+    before = world.snapshot()
+    for values in ([1, 1], [0] * 7):
+        step = Step(2, operations=[ALLOCATE], request_numbers=[1], num_new_tokens=[1])
+        setattr(step, name, values)
+        with pytest.raises(InvalidArgumentError, match="needs 0 or 1") as raised:
+            world.apply(session, step)
+        assert raised.value.field == name
+    assert world.snapshot() == before
+
+
+@pytest.mark.parametrize("name", TERMS[:4])
+@pytest.mark.parametrize("value", [-1, 2**31, 2**40, 2**64])
+def test_a_term_out_of_range_is_refused_by_name(name: str, value: int) -> None:
+    world = World()
+    session = world.open()
+    add(world, session, 1, "abc", 12)
+    before = world.snapshot()
+    with pytest.raises(InvalidArgumentError) as raised:
+        ask(world, session, ALLOCATE, 1, 1, **{name: value})
+    assert raised.value.field == f"{name}[0]"
+    assert world.snapshot() == before
+
+
+@pytest.mark.parametrize(
+    ("columns", "field"),
+    [
+        ({"num_external_tokens": 257, "new": 0}, "num_external_tokens[0]"),
+        ({"num_external_tokens": 250, "new": 7}, "num_new_tokens[0]"),
+        ({"num_external_tokens": 249, "new": 0, "hit": [[1, 2]]}, "num_external_tokens[0]"),
+        ({"num_in_flight_tokens": 1, "new": 0}, "num_new_tokens[0]"),
+        ({"num_in_flight_tokens": 257, "new": 1}, "num_in_flight_tokens[0]"),
+        ({"operation": ADMIT, "num_external_tokens": 4, "new": 0}, "num_external_tokens[0]"),
+    ],
+)
+def test_what_terms_cannot_be_asked_together_is_refused_by_name(columns: dict[str, Any], field: str) -> None:
+    world = World()
+    session = world.open()
+    world.admit(session, 1, "ab", 9)
+    add(world, session, 2, "abc", 12)
+    before = world.snapshot()
+    operation = columns.pop("operation", ALLOCATE)
+    with pytest.raises(InvalidArgumentError) as raised:
+        ask(world, session, operation, 2, columns.pop("new"), **columns)
+    assert raised.value.field == field
+    assert world.snapshot() == before
+
+
+def test_external_tokens_fill_a_request_up_to_the_last() -> None:
+    world = World(num_blocks=80, enable_caching=False)
+    session = world.open()
+    add(world, session, 1, "", 256)
+    assert outcome(ask(world, session, ALLOCATE, 1, 0, num_external_tokens=256)) is Outcome.OK
+    assert the(session, 1).num_computed_tokens == 256
+
+
+def test_a_request_that_holds_blocks_has_no_external_tokens() -> None:
+    world = World()
+    session = world.open()
+    world.admit(session, 1, "ab", 9)
+    before = world.snapshot()
+    with pytest.raises(InvalidArgumentError, match="without blocks") as raised:
+        ask(world, session, ALLOCATE, 1, 1, num_external_tokens=4)
+    assert raised.value.field == "num_external_tokens[0]"
+    assert world.snapshot() == before
+
+
+def test_a_request_preempted_in_the_step_can_have_external_tokens() -> None:
+    world = World()
+    session = world.open()
+    world.admit(session, 1, "ab", 9)
+    result = world.run(
+        session, Operation.PREEMPT, ALLOCATE, request_numbers=[1, 1], num_new_tokens=[0, 0], num_external_tokens=[0, 9]
+    )
+    assert result.outcomes == []
+    assert the(session, 1).num_computed_tokens == 9
+
+
+def test_a_refusal_for_terms_ends_what_the_step_takes() -> None:
+    world = World()
+    session = world.open()
+    for number in (1, 2):
+        add(world, session, number, "abc", 12)
+    result = world.run(session, ADMIT, ADMIT, request_numbers=[1, 2], num_reserved_blocks=[17, 0])
+    assert result.outcomes == [Outcome.NO_BLOCKS, Outcome.SKIPPED]
+
+
+def test_terms_of_one_operation_are_not_anothers() -> None:
+    world = World()
+    session = world.open()
+    for number in (1, 2):
+        add(world, session, number, "abc"[number:], 8)
+    result = world.run(
+        session, ALLOCATE, ALLOCATE, request_numbers=[1, 2], num_new_tokens=[4, 0], num_external_tokens=[0, 8]
+    )
+    assert (result.outcomes, result.num_new_blocks) == ([], [1, 2])
+
+
+def test_a_look_up_is_counted_once_room_is_given_with_the_hit_that_it_then_gets() -> None:
+    world = World(num_blocks=12)
+    session = world.open()
+    world.admit(session, 1, "abc", 13)
+    stats = world.pool.stats
+    counted = (stats.requests, stats.queries_tokens, stats.hits_tokens)
+    add(world, session, 2, "abcd", 17)
+    found = ask(world, session, FIND, 2, 0)
+    assert (found.num_hit_tokens, found.block_ids) == ([12], [1, 2, 3])
+    assert outcome(ask(world, session, ALLOCATE, 2, 5, hit=[[1, 2, 3]], num_reserved_blocks=9)) is Outcome.NO_BLOCKS
+    assert counted == (stats.requests, stats.queries_tokens, stats.hits_tokens)
+    assert outcome(ask(world, session, ALLOCATE, 2, 5, hit=[[1, 2]])) is Outcome.OK
+    assert (stats.requests, stats.queries_tokens, stats.hits_tokens) == (counted[0] + 1, counted[1] + 17, 8)
+    ask(world, session, ALLOCATE, 2, 4)
+    assert stats.requests == counted[0] + 1
+
+
+def test_a_look_up_is_counted_as_a_miss_if_nothing_of_it_is_taken() -> None:
+    world = World()
+    session = world.open()
+    add(world, session, 1, "abc", 13)
+    ask(world, session, FIND, 1, 0)
+    ask(world, session, ALLOCATE, 1, 13)
+    assert (world.pool.stats.requests, world.pool.stats.hits_tokens) == (1, 0)
+
+
+@pytest.mark.parametrize(("second", "count"), [(FIND, 1), (Operation.PEEK, 0), (Operation.LOOK_UP, 1)])
+def test_the_newest_look_up_decides_whether_it_is_counted(second: Operation, count: int) -> None:
+    world = World()
+    session = world.open()
+    add(world, session, 1, "abc", 13)
+    ask(world, session, FIND, 1, 0)
+    ask(world, session, second, 1, 0)
+    ask(world, session, ALLOCATE, 1, 13)
+    assert world.pool.stats.requests == count
+
+
+def test_an_admission_counts_a_look_up_that_was_to_be_counted_not_again() -> None:
+    world = World()
+    session = world.open()
+    add(world, session, 1, "abc", 13)
+    ask(world, session, FIND, 1, 0)
+    ask(world, session, ADMIT, 1, 0)
+    assert world.pool.stats.requests == 1
+
+
+def test_a_refused_admission_leaves_a_look_up_to_be_counted() -> None:
+    world = World(num_blocks=5)
+    session = world.open()
+    add(world, session, 1, "abc", 13)
+    ask(world, session, FIND, 1, 0)
+    assert outcome(ask(world, session, ADMIT, 1, 0, num_reserved_blocks=1)) is Outcome.NO_BLOCKS
+    assert world.pool.stats.requests == 0
+    ask(world, session, ALLOCATE, 1, 13)
+    assert world.pool.stats.requests == 1
+
+
+def test_a_look_up_to_be_counted_is_for_requests_without_blocks() -> None:
+    world = World()
+    session = world.open()
+    world.admit(session, 1, "abc", 13)
+    with pytest.raises(KvpoolError, match="holds blocks"):
+        ask(world, session, FIND, 1, 0)
+
+
+def test_a_preempted_requests_look_up_is_counted_apart() -> None:
+    world = World()
+    session = world.open()
+    world.admit(session, 1, "abc", 13)
+    world.run(session, Operation.PREEMPT, request_numbers=[1])
+    ask(world, session, FIND, 1, 0)
+    ask(world, session, ALLOCATE, 1, 13)
+    assert (world.pool.stats.requests, world.pool.stats.preempted_requests) == (1, 1)
+
+
+def test_columns_of_terms_count_as_entries_that_are_remembered() -> None:
+    plain = Step(1, operations=[ALLOCATE] * 3).num_entries
+    with_terms = Step(1, operations=[ALLOCATE] * 3, num_reserved_blocks=[1] * 3, full_sequence_must_fit=[True] * 3)
+    assert with_terms.num_entries == plain + 6

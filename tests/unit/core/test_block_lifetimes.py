@@ -1,0 +1,101 @@
+"""Rules 1 and 2 of residency, alone and in a pool."""
+
+import random
+
+from kvpool.core.allocator import Allocator
+from kvpool.core.block_lifetimes import Residency
+from kvpool.core.blocks.block_pool import BlockPool
+from kvpool.core.ids import BlockHash, BlockId, GroupId, Sequence, SessionId, WriterId
+from kvpool.core.statistics import Histogram
+from kvpool.core.steps.columns import Operation, Step
+from support.core import block_hashes, config
+
+
+def ids(*numbers: int) -> list[BlockId]:
+    return [BlockId(number) for number in numbers]
+
+
+def all_followed() -> Residency:
+    return Residency(1, lambda _: 0)
+
+
+def measured(histogram: Histogram) -> tuple[int, float]:
+    return sum(histogram.counts), round(histogram.total, 6)
+
+
+def test_lifetime_runs_from_being_taken_and_idle_time_from_the_last_access() -> None:
+    kept = all_followed()
+    kept.now_seconds = 10.0
+    kept.taken(ids(1, 2))
+    kept.now_seconds = 13.0
+    kept.accessed(ids(2, 3))
+    kept.now_seconds = 20.0
+    kept.accessed(ids(2))
+    kept.now_seconds = 21.5
+    kept.evicted(ids(2))
+    assert measured(kept.reuse_gap) == (2, 3.0 + 7.0)
+    assert measured(kept.lifetime) == (1, 11.5)
+    assert measured(kept.idle) == (1, 1.5)
+    assert list(kept.followed) == [1]
+
+
+def test_a_block_that_is_taken_again_starts_anew_and_was_not_evicted() -> None:
+    kept = all_followed()
+    kept.taken(ids(1))
+    kept.now_seconds = 5.0
+    kept.taken(ids(1))
+    kept.now_seconds = 6.0
+    kept.evicted(ids(1))
+    assert measured(kept.lifetime) == (1, 1.0)
+
+
+def test_one_block_in_so_many_is_followed_however_they_are_taken() -> None:
+    for batch in (1, 7, 1000):
+        kept = Residency(100, random.Random(1).randrange)  # noqa: S311 - which blocks are followed
+        for start in range(0, 100_000, batch):
+            kept.taken([BlockId(i) for i in range(start, min(start + batch, 100_000))])
+        assert 900 < len(kept.followed) < 1100
+        if batch == 1:
+            first = sorted(kept.followed)
+        assert sorted(kept.followed) == first
+
+
+def test_a_pool_tells_evictions_of_followed_blocks_and_forgets_all_on_reset() -> None:
+    kept = all_followed()
+    pool = BlockPool(config(4), kept)
+    pool.take(2)
+    pool.cache(GroupId(0), ids(1, 2), [BlockHash(b"1"), BlockHash(b"2")], WriterId(1), Sequence(1))
+    pool.release(ids(2, 1))
+    kept.now_seconds = 4.0
+    assert pool.take(2) == [3, 2]
+    assert measured(kept.lifetime) == (1, 4.0)
+    pool.release(ids(3, 2))
+    assert pool.reset()
+    assert not kept.followed
+
+
+def test_the_time_of_a_change_is_when_its_session_was_heard() -> None:
+    kept = all_followed()
+    allocator = Allocator(lambda: kept)
+    pool, _ = allocator.create_pool(config(3), b"n")
+    _, session = allocator.open_session("m", "", 60.0, session_id=SessionId("s"), now_seconds=0.0)
+    for sequence, at_seconds in ((1, 7.0), (2, 9.0)):
+        _, session = allocator.session("s", at_seconds)
+        step = Step(sequence, operations=[Operation.ADD, Operation.ADMIT, Operation.FREE])
+        step.request_numbers = [sequence] * 3
+        step.request_ids = [f"r{sequence}"]
+        step.num_appended_tokens = [8, 0, 0]
+        step.block_hashes = block_hashes("ab" if sequence == 1 else "xy", 2)
+        allocator.apply(pool, session, step)
+    assert pool.blocks.num_evicted == 2
+    assert measured(kept.lifetime) == (2, 2 * 2.0)
+
+
+def test_an_epoch_that_begins_evicts_nothing() -> None:
+    kept = all_followed()
+    allocator = Allocator(lambda: kept)
+    pool, _ = allocator.create_pool(config(6), b"n")
+    pool.blocks.take(3)
+    allocator.pass_epoch(pool, 2)
+    assert (measured(kept.lifetime), kept.followed) == ((0, 0.0), {})
+    assert pool.blocks.residency is kept

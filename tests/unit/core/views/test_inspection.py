@@ -1,0 +1,235 @@
+"""What operators are told: sessions, requests and blocks, page by page."""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import pytest
+
+from kvpool.core.errors import AbortedError, InvalidArgumentError, NotFoundError, WrongStateError
+from kvpool.core.ids import BlockId
+from kvpool.core.sessions.session import Session
+from kvpool.core.specs.kinds import FullAttentionSpec, SlidingWindowSpec
+from kvpool.core.steps.columns import Operation
+from kvpool.core.views import inspection
+from kvpool.core.views.inspection import BlockState, Page
+from support.core import World
+from support.integrity import check_integrity
+
+_T = TypeVar("_T")
+
+
+def all_pages(look: Callable[[Page], tuple[list[_T], str]], size: int = 0) -> list[list[_T]]:
+    """All pages of a list."""
+    told, token = look(Page.of(size, ""))
+    pages = [told]
+    while token:
+        told, token = look(Page.of(size, token))
+        pages.append(told)
+    return pages
+
+
+def declare(world: World, session: Session, count: int) -> None:
+    """Adds requests of no tokens."""
+    numbers = list(range(1, count + 1))
+    world.run(
+        session,
+        *([Operation.ADD] * count),
+        request_numbers=numbers,
+        num_appended_tokens=[0] * count,
+        request_ids=[f"r{number}" for number in numbers],
+    )
+
+
+def test_a_session_is_told_with_the_blocks_of_each_group() -> None:
+    world = World(100, specs=[FullAttentionSpec(4), SlidingWindowSpec(4, sliding_window=8)])
+    world.now_seconds = 100.0
+    session = world.open(lease_seconds=30.0)
+    world.admit(session, 1, "abcdefgh", 32)
+    world.run(
+        session,
+        Operation.ALLOCATE,
+        Operation.ADD,
+        request_numbers=[1, 2],
+        num_appended_tokens=[4, 9],
+        num_new_tokens=[4, 0],
+        block_hashes=b"i" * 32 + b"x" * 64,
+        request_ids=["r2"],
+        executed=1,
+    )
+    session.heard_seconds = 105.0
+    info = inspection.describe_session(world.pool, session, 107.0)
+    assert (info.session_number, info.pool_name, info.lease_seconds) == (1, "m", 30.0)
+    assert (info.age_seconds, info.idle_seconds, info.streaming) == (7.0, 2.0, False)
+    assert (info.sequence, info.executed_sequence) == (2, 1)
+    assert (info.requests, info.running_requests, info.held_blocks) == (2, 1, (9, 3))
+    assert "s1" not in repr(info).split("'")
+    (first, second), token = inspection.page_of_requests([session], Page.of(0, ""))
+    assert token == ""
+    assert (first.request_id, first.num_tokens, first.num_computed_tokens, first.held_blocks) == ("r1", 36, 36, (9, 3))
+    assert (second.request_id, second.num_tokens, second.num_computed_tokens, second.held_blocks) == (
+        "r2",
+        9,
+        0,
+        (0, 0),
+    )
+
+
+def test_a_preempted_request_waits_and_says_how_often() -> None:
+    world = World()
+    session = world.open()
+    world.admit(session, 1, "ab", 8)
+    world.run(session, Operation.PREEMPT, request_numbers=[1])
+    (request,) = inspection.page_of_requests([session], Page.of(0, ""))[0]
+    assert (request.num_preemptions, request.num_computed_tokens, request.held_blocks) == (1, 0, (0,))
+    assert inspection.describe_session(world.pool, session, 0.0).running_requests == 0
+    assert inspection.holders(world.sessions()) == []
+
+
+def test_sessions_page_by_page_each_once_however_others_come_and_go() -> None:
+    world = World()
+    opened = [world.open() for _ in range(7)]
+
+    def look(page: Page) -> tuple[list[Any], str]:
+        return inspection.page_of_sessions(world.allocator.sessions(), page, 0.0)
+
+    assert [[s.session_number for s in page] for page in all_pages(look, 3)] == [[1, 2, 3], [4, 5, 6], [7]]
+    first, token = look(Page.of(3, ""))
+    world.allocator.close_session(opened[2].session_id, 0.0)
+    world.allocator.close_session(opened[3].session_id, 0.0)
+    world.open()
+    rest, token = look(Page.of(100, token))
+    assert ([s.session_number for s in first + rest], token) == ([1, 2, 3, 5, 6, 7, 8], "")
+
+
+def test_a_page_of_sessions_ends_once_enough_requests_are_counted() -> None:
+    world = World()
+    for _ in range(3):
+        declare(world, world.open(), inspection.COUNTED_REQUESTS)
+    pages = all_pages(lambda page: inspection.page_of_sessions(world.allocator.sessions(), page, 0.0), 500)
+    assert [[(s.session_number, s.requests) for s in page] for page in pages] == [
+        [(number, inspection.COUNTED_REQUESTS)] for number in (1, 2, 3)
+    ]
+
+
+def test_ten_thousand_requests_are_told_each_once() -> None:
+    world = World()
+    for _ in range(2):
+        declare(world, world.open(), 5000)
+    pages = all_pages(lambda page: inspection.page_of_requests(world.sessions(), page), 499)
+    assert [len(page) for page in pages] == [499] * 20 + [20]
+    told = [(request.session_number, request.request_id) for page in pages for request in page]
+    assert told == sorted((number, f"r{i}") for number in (1, 2) for i in range(1, 5001))
+
+
+def test_a_page_goes_on_behind_a_request_and_a_session_that_are_gone() -> None:
+    world = World()
+    first, second = world.open(), world.open()
+    declare(world, first, 4)
+    declare(world, second, 2)
+    _, token = inspection.page_of_requests(world.sessions(), Page.of(2, ""))
+    world.free(first, 2)
+    told, end = inspection.page_of_requests(world.sessions(), Page.of(100, token))
+    assert [(r.session_number, r.request_id) for r in told] == [(1, "r3"), (1, "r4"), (2, "r1"), (2, "r2")]
+    world.allocator.evict_session("m", first.writer, 0.0)
+    told, end = inspection.page_of_requests(world.sessions(), Page.of(100, token))
+    assert ([(r.session_number, r.request_id) for r in told], end) == ([(2, "r1"), (2, "r2")], "")
+
+
+def test_blocks_are_told_with_what_becomes_of_them() -> None:
+    world = World(20)
+    session, other = world.open(), world.open()
+    world.admit(session, 1, "abc", 12)
+    world.admit(other, 1, "xy", 10, executed=0)
+    world.run(session, Operation.FREE, request_numbers=[1], executed=1)
+    (told,) = all_pages(lambda page: inspection.page_of_blocks(world.pool, None, page))
+    assert [block.block_id for block in told] == list(range(1, 20))
+    by_state = {state: [b for b in told if b.state is state] for state in BlockState}
+    assert {state: len(blocks) for state, blocks in by_state.items()} == {
+        BlockState.USED: 3, BlockState.CACHED: 3, BlockState.FREE: 13
+    }  # fmt: skip
+    assert all((b.writer, b.pending, b.ref_cnt) == (session.writer, False, 0) for b in by_state[BlockState.CACHED])
+    pending = [b for b in by_state[BlockState.USED] if b.pending]
+    assert [(b.writer, b.ref_cnt, len(b.block_hash)) for b in pending] == [(other.writer, 1, 32)] * 2
+    assert not any(b.block_hash for b in by_state[BlockState.FREE])
+    for state, blocks in by_state.items():
+        pages = all_pages(lambda page, state=state: inspection.page_of_blocks(world.pool, state, page), 2)  # type: ignore[misc]
+        assert [block for page in pages for block in page] == blocks
+
+
+def test_a_page_of_blocks_looks_at_so_many_and_no_more() -> None:
+    looked_at = inspection.LOOKED_AT_BLOCKS
+    world = World(3 * looked_at)
+    pages = all_pages(lambda page: inspection.page_of_blocks(world.pool, BlockState.USED, page), 500)
+    assert pages == [[], [], []]
+    world.admit(world.open(), 1, "abc", 12)
+    pages = all_pages(lambda page: inspection.page_of_blocks(world.pool, BlockState.USED, page), 500)
+    assert [[block.block_id for block in page] for page in pages] == [[1, 2, 3], [], []]
+    last = inspection.page_of_blocks(world.pool, None, Page.of(5, str(3 * looked_at - 3)))
+    assert ([block.block_id for block in last[0]], last[1]) == ([3 * looked_at - 2, 3 * looked_at - 1], "")
+
+
+@pytest.mark.parametrize("token", ["x", "-1", "1.5", ":", "٣", "9" * 21, "1" * 2000])
+def test_a_token_of_ones_own_is_refused(token: str) -> None:
+    world = World()
+    with pytest.raises(InvalidArgumentError, match="page_token"):
+        inspection.page_of_blocks(world.pool, None, Page.of(0, token))
+    with pytest.raises(InvalidArgumentError, match="page_token"):
+        inspection.page_of_requests([], Page.of(0, token))
+
+
+def test_a_token_from_beyond_the_end_ends_the_list() -> None:
+    world = World()
+    assert inspection.page_of_blocks(world.pool, None, Page.of(0, "9" * 20)) == ([], "")
+
+
+def test_a_page_too_large_is_refused() -> None:
+    with pytest.raises(InvalidArgumentError, match="page_size: 501 is not in"):
+        Page.of(501, "")
+
+
+def test_an_evicted_session_gives_its_blocks_back_and_is_told() -> None:
+    world = World()
+    session, other = world.open(), world.open()
+    world.admit(session, 1, "abc", 12)
+    world.admit(other, 1, "xy", 8)
+    assert world.allocator.evict_session("m", session.writer, 0.0)[1] is session
+    check_integrity(world.pool, world.sessions())
+    assert (world.sessions(), world.pool.blocks.num_free_blocks) == ([other], 17)
+    assert world.pool.blocks.prefix_map.hash_of(BlockId(1)) is None  # it never said that its step had run
+    assert world.pool.activity.evicted_sessions == 1
+    with pytest.raises(AbortedError, match="operator") as ended:
+        world.allocator.session(session.session_id, 0.0)
+    assert ended.value.reason == "SESSION_EVICTED"
+
+
+def test_what_is_not_there_is_not_evicted() -> None:
+    world = World()
+    session = world.open()
+    before = (world.snapshot(), repr(world.pool.activity))
+    for pool, number in (("m", session.writer + 1), ("m", 0), ("other", session.writer)):
+        with pytest.raises(NotFoundError):
+            world.allocator.evict_session(pool, number, 0.0)
+    assert (world.snapshot(), repr(world.pool.activity)) == before
+
+
+def test_a_pool_is_removed_only_without_sessions_and_its_name_is_free() -> None:
+    world = World()
+    session = world.open()
+    world.allocator.intake.close(world.pool.config.name)
+    before = (world.snapshot(), repr(world.allocator))
+    with pytest.raises(WrongStateError, match="sessions are open: 1") as refused:
+        world.allocator.remove_pool("m")
+    assert refused.value.reason == "POOL_IN_USE"
+    assert (world.snapshot(), repr(world.allocator)) == before
+    assert not world.allocator.intake.takes(world.pool.config.name)
+    world.allocator.close_session(session.session_id, 0.0)
+    world.allocator.remove_pool("m")
+    with pytest.raises(NotFoundError):
+        world.allocator.remove_pool("m")
+    pool, created = world.allocator.create_pool(world.pool.config, b"n" * 32)
+    assert (created, pool is world.pool, world.allocator.intake.takes(pool.config.name)) == (True, False, True)
+
+
+def test_of_many_numbers_a_message_lists_the_first() -> None:
+    assert inspection.named([3, 4]) == "3, 4"
+    assert inspection.named(list(range(40))).endswith("14, 15, ... (40 in all)")

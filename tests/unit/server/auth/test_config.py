@@ -1,0 +1,68 @@
+"""What may be spoken without TLS, and which settings belong together."""
+
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvpool.server.auth.config import DoorsConfig
+from kvpool.server.config import MetricsConfig, ServerConfig
+from kvpool.server.events.config import EventsConfig
+from kvpool.wire.address import socket_mode
+
+TLS = DoorsConfig(Path("cert"), Path("key"))
+
+
+@pytest.mark.parametrize(
+    ("doors", "words"),
+    [
+        ({"tls_cert": Path("c")}, "tls_cert, tls_key: one needs the other"),
+        ({"tls_client_ca": Path("c")}, "tls_client_ca: needs tls_cert"),
+        ({"allow_plaintext": frozenset(["http"])}, "allow_plaintext: 'http' is none of grpc, metrics, events"),
+        ({"socket_mode": 0o1777}, r"socket_mode: 1777 is not in \[000, 777\]"),
+    ],
+)
+def test_doors_that_make_no_sense_are_refused(doors: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        DoorsConfig(**doors)
+
+
+@pytest.mark.parametrize("address", ["0.0.0.0:1", "[::]:1", "192.0.2.1:1", "no-such-host.invalid:1"])
+def test_plaintext_beyond_this_machine_is_refused_unless_it_is_asked_for(address: str) -> None:
+    with pytest.raises(ValueError, match=r"^listen: .* allow_plaintext grpc$"):
+        ServerConfig(addresses=(address,))
+    ServerConfig(addresses=(address,), doors=TLS)
+    ServerConfig(addresses=(address,), doors=DoorsConfig(allow_plaintext=frozenset(["grpc"])))
+    metrics = MetricsConfig(address)
+    with pytest.raises(ValueError, match=r"^metrics_listen: .* allow_plaintext metrics$"):
+        ServerConfig(metrics=metrics, doors=TLS)
+    ServerConfig(metrics=metrics, doors=DoorsConfig(allow_plaintext=frozenset(["metrics"])))
+
+
+@pytest.mark.parametrize("endpoint", ["tcp://*:5557", "tcp://192.0.2.1:5557"])
+def test_events_beyond_this_machine_are_asked_for(endpoint: str) -> None:
+    for events in (EventsConfig(endpoint), EventsConfig("ipc:///tmp/x", endpoint)):
+        with pytest.raises(ValueError, match=r"^events_(replay_)?endpoint: .* allow_plaintext events$"):
+            ServerConfig(events=events)
+        ServerConfig(events=events, doors=DoorsConfig(allow_plaintext=frozenset(["events"])))
+
+
+@pytest.mark.parametrize(
+    "address", ["127.0.0.1:1", "127.8.9.1:1", "[::1]:1", "[::ffff:127.0.0.1]:1", "localhost:1", "unix:/s"]
+)
+def test_what_stays_on_this_machine_may_be_plaintext(address: str) -> None:
+    ServerConfig(addresses=(address,))
+
+
+def test_a_socket_has_its_mode_whatever_the_umask(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        with socket_mode(f"unix:{tmp_path / 's'}", 0o640):
+            (tmp_path / "s").touch(0o666)
+            assert stat.S_IMODE((tmp_path / "s").stat().st_mode) & ~0o640 == 0
+        assert stat.S_IMODE((tmp_path / "s").stat().st_mode) == 0o640
+        assert os.umask(0) == 0
+    finally:
+        os.umask(before)

@@ -1,0 +1,165 @@
+"""Rule 1 of journal/calls.py: no change of an allocator goes unrecorded."""
+
+import inspect
+
+import pytest
+
+from kvpool.core.allocator import Allocator
+from kvpool.core.errors import KvpoolError
+from kvpool.core.ids import SessionId
+from kvpool.core.steps.columns import Operation, Step
+from kvpool.server.journal.calls import NOT_RECORDED, RECORDED, JournaledAllocator, MismatchError
+from kvpool.server.journal.frames import DamageError, FrameKind
+from kvpool.server.journal.messages import WireMessages
+from support.core import World, block_hashes, config
+from support.journal import assert_alike
+
+
+class Recorder:
+    """A world whose changes are recorded."""
+
+    def __init__(self) -> None:
+        self.allocator = JournaledAllocator(WireMessages())
+        self.records: list[tuple[FrameKind, bytes]] = []
+        self.allocator.sink = lambda kind, payload: self.records.append((kind, payload))
+        self.world = World(allocator=self.allocator)
+
+
+def test_every_method_is_a_record_or_has_a_reason_not_to_be() -> None:
+    methods = {name for name, _ in inspect.getmembers(Allocator, inspect.isfunction) if not name.startswith("_")}
+    assert methods == {*RECORDED, *NOT_RECORDED}
+    assert not set(RECORDED) & set(NOT_RECORDED)
+
+
+def test_a_refusal_is_no_record() -> None:
+    recorder = Recorder()
+    session = recorder.world.open()
+    before = len(recorder.records)
+    with pytest.raises(KvpoolError):
+        recorder.world.run(session, Operation.FREE, request_numbers=[7])
+    with pytest.raises(KvpoolError):
+        recorder.allocator.remove_pool("m")
+    assert len(recorder.records) == before
+
+
+def test_a_bug_within_a_change_is_told_as_the_state_is_not_what_was_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorder = Recorder()
+    session = recorder.world.open()
+    bugs: list[str] = []
+    recorder.allocator.on_bug = lambda: bugs.append("told")
+
+    def broken(*_: object, **__: object) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(type(recorder.world.pool), "admit", broken)
+    with pytest.raises(ZeroDivisionError):
+        recorder.world.admit(session, 1, "abc", 9)
+    monkeypatch.setattr(type(recorder.world.pool), "reset_prefix_cache", broken)
+    with pytest.raises(ZeroDivisionError):
+        recorder.allocator.reset_prefix_cache(recorder.world.pool)
+    assert bugs == ["told", "told"]
+
+
+def test_a_change_that_cannot_be_written_down_is_told_as_one() -> None:
+    recorder = Recorder()
+    bugs: list[str] = []
+    recorder.allocator.on_bug = lambda: bugs.append("told")
+    with pytest.raises(UnicodeEncodeError):
+        recorder.allocator.open_session("m", "\ud800", 10.0, session_id=SessionId("s1"), now_seconds=0.0)
+    assert bugs == ["told"]
+
+
+def test_another_answer_than_the_first_time_is_found() -> None:
+    recorder = Recorder()
+    session = recorder.world.open()
+    recorder.world.admit(session, 1, "abc", 9)
+    again = JournaledAllocator(WireMessages())
+    again.create_pool(config(num_blocks=21), b"n" * 32)  # a block more
+    opened, stepped = recorder.records[1:]
+    again.replay(*opened)
+    with pytest.raises(MismatchError):
+        again.replay(*stepped)
+
+
+@pytest.mark.parametrize("kind", [FrameKind.STEP, FrameKind.CALL])
+@pytest.mark.parametrize(
+    "payload",
+    [
+        b"",
+        b"\x00" * 40,
+        b"\x80",
+        b"\x84\x64pool\x80\x80\x00",
+        b"\x84\x66resume\x00\x80\x00",
+        b"\x84\x66resume\x80\x01\x00",
+    ],
+)
+def test_what_is_no_record_is_damage(kind: FrameKind, payload: bytes) -> None:
+    with pytest.raises(DamageError):
+        JournaledAllocator(WireMessages()).replay(kind, payload)
+
+
+def test_a_record_of_a_session_that_is_not_there_is_damage() -> None:
+    recorder = Recorder()
+    session = recorder.world.open()
+    recorder.allocator.apply(recorder.world.pool, session, Step(1))
+    again = JournaledAllocator(WireMessages())
+    with pytest.raises(DamageError):
+        again.replay(*recorder.records[-1])
+
+
+def test_a_lease_that_ran_out_before_its_session_was_closed_is_no_hindrance() -> None:
+    """The time at which sessions are heard of is no record: only what came of it is."""
+    recorder = Recorder()
+    session = recorder.world.open(lease_seconds=1.0)
+    recorder.world.now_seconds = 5.0
+    session.heard_seconds = 4.5
+    recorder.allocator.close_session(SessionId("s1"), 5.0)
+    again = JournaledAllocator(WireMessages())
+    for record in recorder.records:
+        again.replay(*record)
+    assert list(again.sessions()) == []
+
+
+def test_a_request_that_steps_cannot_name_is_a_record_like_any_other() -> None:
+    """A unary call that gives its request no number is given one below 0, which the wire's steps do not have."""
+    recorder = Recorder()
+    session = recorder.world.open()
+    number = session.free_number()
+    assert number < 0
+    recorder.allocator.apply(recorder.world.pool, session, _added(session.sequence + 1, number), "the unary message")
+    again = JournaledAllocator(WireMessages())
+    for record in recorder.records:
+        again.replay(*record)
+    assert next(again.sessions())[1].by_number.keys() == {number}
+
+
+def _added(sequence: int, number: int) -> Step:
+    hashes = block_hashes("ab", 2)
+    return Step(
+        sequence,
+        operations=[Operation.ADD, Operation.ADMIT],
+        request_numbers=[number, number],
+        num_appended_tokens=[9, 0],
+        block_hashes=hashes,
+        request_ids=["r"],
+    )
+
+
+def test_an_epoch_that_began_in_another_memory_begins_again() -> None:
+    recorder = Recorder()
+    for number, memory_id in enumerate(("", "a", "b"), start=1):
+        session = recorder.world.open(memory_id=memory_id)
+        recorder.world.admit(session, number, "abc", 9)
+        recorder.allocator.mark_executed(recorder.world.pool, session, 1)
+        recorder.allocator.close_session(session.session_id, 0.0)
+    recorder.world.open(memory_id="b")
+    before = len(recorder.records)
+    with pytest.raises(KvpoolError):
+        recorder.world.open(memory_id="c")
+    assert len(recorder.records) == before
+    again = JournaledAllocator(WireMessages())
+    for record in recorder.records:
+        again.replay(*record)
+    assert (again.pool("m").epoch, again.pool("m").memory_id) == (3, "b")
+    again.renew_leases(0.0)
+    assert_alike(again, recorder.allocator)

@@ -1,0 +1,243 @@
+"""Rules are those of journal/journal.py."""
+
+import asyncio
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvpool.core.allocator import Allocator
+from kvpool.server import faults
+from kvpool.server.journal.journal import Journal
+from support.core import config
+from support.journal import Traffic, assert_alike, journal_in, kill, recovered
+
+CONFIG = config(60)
+
+
+@pytest.fixture(autouse=True)
+def disarmed() -> Iterator[None]:
+    yield
+    faults.arm("")
+
+
+def begun(folder: Path, **settings: Any) -> tuple[Journal, Traffic]:
+    journal = journal_in(folder, **settings)
+    journal.begin(0.0)
+    return journal, Traffic(journal.allocator, CONFIG, seed=1)
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def dies(journal: Journal, folder: Path) -> Allocator:
+    """The state that the next process finds."""
+    kill(journal)
+    return recovered(folder).allocator
+
+
+def test_files_are_their_users_alone(tmp_path: Path) -> None:
+    journal, _ = begun(tmp_path / "new")
+    assert (tmp_path / "new").stat().st_mode & 0o777 == 0o700
+    assert {path.stat().st_mode & 0o777 for path in (tmp_path / "new").iterdir()} == {0o600}
+    kill(journal)
+
+
+def test_a_second_one_is_refused(tmp_path: Path) -> None:
+    journal, _ = begun(tmp_path)
+    with pytest.raises(OSError, match="another server keeps its journal"):
+        journal_in(tmp_path)
+    kill(journal)
+    journal_in(tmp_path).close()
+
+
+@pytest.mark.parametrize(
+    "point", ["snapshot.begun", "snapshot.slice_written", "snapshot.before_rename", "snapshot.before_delete"]
+)
+async def test_an_end_at_any_point_of_a_snapshot_loses_nothing(tmp_path: Path, point: str) -> None:
+    journal, traffic = begun(tmp_path)
+    for _ in range(20):
+        traffic.change()
+    faults.arm(f"{point}:error:1")
+    with pytest.raises(OSError, match="armed to fail"):
+        await journal._snapshot()
+    traffic.change()
+    state = journal.allocator
+    assert_alike(state, dies(journal, tmp_path))
+
+
+async def test_changes_during_a_snapshot_are_in_the_next_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvpool.server.journal.guarded.SLICE_BLOCKS", 7)
+    journal, traffic = begun(tmp_path)
+    for _ in range(20):
+        traffic.change()
+    snapshot = asyncio.create_task(journal._snapshot())
+    turns = 0
+    while not snapshot.done():
+        traffic.change()
+        turns += 1
+        await asyncio.sleep(0)
+    assert turns > 20
+    assert names(tmp_path) == ["lock", "log-2", "pools", "snapshot-2"]
+    assert_alike(journal.allocator, dies(journal, tmp_path))
+
+
+async def test_a_log_that_has_grown_long_is_followed_by_a_snapshot(tmp_path: Path) -> None:
+    journal, traffic = begun(tmp_path, max_bytes=2**20)
+    running = asyncio.create_task(journal.run())
+    while journal.counts.snapshots < 3:
+        traffic.change()
+        await asyncio.sleep(0)
+    running.cancel()
+    assert journal.counts.is_up
+    assert journal.counts.size_bytes < 2**20
+    assert_alike(journal.allocator, dies(journal, tmp_path))
+
+
+async def test_a_write_that_fails_deletes_all_and_a_new_journal_begins(tmp_path: Path) -> None:
+    journal, traffic = begun(tmp_path, retry_seconds=0.01)
+    for _ in range(20):
+        traffic.change()
+    faults.arm("journal.before_write:error:1,snapshot.slice_written:error:1")
+    while journal.counts.is_up:
+        traffic.change()
+    assert names(tmp_path) == ["lock", "pools"]
+    assert not journal.allocator.sink
+    traffic.change()  # goes on serving
+    running = asyncio.create_task(journal.run())
+    while not journal.counts.is_up:
+        traffic.change()
+        await asyncio.sleep(0.005)
+    running.cancel()
+    assert journal.counts.failures == 2  # the first snapshot of the new one failed, too
+    traffic.change()
+    assert_alike(journal.allocator, dies(journal, tmp_path))
+
+
+class DeathError(BaseException):
+    """The end of the process."""
+
+
+@pytest.mark.parametrize("num_deleted", range(5))
+@pytest.mark.parametrize("flipped_bits", [0, 1])
+async def test_a_death_at_any_point_of_the_deletion_leaves_nothing_that_is_out_of_date(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_deleted: int, flipped_bits: int
+) -> None:
+    """What is found is the newest state, as if nothing had been deleted yet, or nothing; of a damaged one nothing."""
+    journal, traffic = begun(tmp_path)
+    for _ in range(20):
+        traffic.change()
+    faults.arm("snapshot.before_delete:error:1")
+    with pytest.raises(OSError, match="armed to fail"):
+        await journal._snapshot()
+    for _ in range(20):
+        traffic.change()
+    assert names(tmp_path) == ["lock", "log-1", "log-2", "pools", "snapshot-1", "snapshot-2"]
+    content = bytearray((tmp_path / "log-2").read_bytes())
+    content[-1] ^= flipped_bits
+    (tmp_path / "log-2").write_bytes(content)
+    unlink, left = Path.unlink, [num_deleted]
+
+    def die_after(path: Path) -> None:
+        if not left[0]:
+            raise DeathError
+        left[0] -= 1
+        unlink(path)
+
+    monkeypatch.setattr(Path, "unlink", die_after)
+    with contextlib.suppress(DeathError):
+        journal._folder.invalidate()
+    monkeypatch.undo()
+    kill(journal)
+    found = recovered(tmp_path)
+    if num_deleted > 1 or flipped_bits:
+        assert found.dropped
+    else:
+        assert not found.dropped
+        assert_alike(journal.allocator, found.allocator)
+
+
+def test_while_there_is_no_journal_the_next_process_knows_that_there_was_one(tmp_path: Path) -> None:
+    journal, traffic = begun(tmp_path)
+    traffic.change()
+    faults.arm("journal.before_write:error:1")
+    while journal.counts.is_up:
+        traffic.change()
+    kill(journal)
+    assert recovered(tmp_path).dropped == "NOT_WHOLE"
+
+
+def test_one_that_is_given_up_before_its_first_pool_is_known_to_have_been(tmp_path: Path) -> None:
+    journal = journal_in(tmp_path)
+    journal.begin(0.0)
+    faults.arm("journal.before_write:error:1")
+    Traffic(journal.allocator, CONFIG, seed=1)
+    assert not journal.counts.is_up
+    kill(journal)
+    assert recovered(tmp_path).dropped == "NOT_WHOLE"
+
+
+def test_a_journal_that_grows_past_its_bound_is_given_up(tmp_path: Path) -> None:
+    journal, traffic = begun(tmp_path, max_bytes=2**20)
+    while journal.counts.is_up:  # nobody writes snapshots
+        traffic.change()
+        assert journal.counts.size_bytes <= 2**20
+    assert journal.counts.failures == 1
+    kill(journal)
+
+
+def test_one_that_cannot_be_deleted_is_spoilt_in_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    journal, traffic = begun(tmp_path)
+    traffic.change()
+    faults.arm("journal.before_write:error:1")
+
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr(Path, "unlink", refuse)
+    while journal.counts.is_up:
+        traffic.change()
+    monkeypatch.undo()
+    kill(journal)
+    assert recovered(tmp_path).dropped == "DAMAGED"
+
+
+def test_one_that_can_neither_be_deleted_nor_spoilt_ends_the_process_before_it_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    journal, traffic = begun(tmp_path)
+    traffic.change()
+
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError
+
+    class EndError(BaseException):
+        pass
+
+    def end(status: int) -> None:
+        raise EndError(status)
+
+    monkeypatch.setattr(journal._folder, "invalidate", refuse)
+    monkeypatch.setattr(os, "_exit", end)
+    faults.arm("journal.before_write:error:1")
+    with pytest.raises(EndError, match="70"):
+        journal.allocator.drain(None)
+    kill(journal)
+
+
+def test_a_change_that_ended_half_made_ends_the_journal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    journal, _ = begun(tmp_path)
+    pool = next(journal.allocator.pools())
+
+    def broken(*_: object) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(type(pool), "reset_prefix_cache", broken)
+    with pytest.raises(ZeroDivisionError):
+        journal.allocator.reset_prefix_cache(pool)
+    assert not journal.counts.is_up
+    kill(journal)

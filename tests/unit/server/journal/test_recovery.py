@@ -1,0 +1,258 @@
+"""Rules are those of journal/recovery.py."""
+
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from kvpool.core.allocator import Allocator
+from kvpool.core.errors import AbortedError
+from kvpool.core.ids import PoolName
+from kvpool.server.journal.codec import dumps
+from kvpool.server.journal.folder import Header
+from kvpool.server.journal.frames import MAGIC, DamageError, Frame, FrameKind, encode_frame
+from kvpool.server.journal.journal import Journal
+from kvpool.server.journal.messages import WireMessages
+from kvpool.server.journal.recovery import EPOCH_LEAP, Recovery
+from kvpool.server.journal.snapshot import Loader
+from support.core import World, config
+from support.journal import (
+    IDENTITY,
+    assert_alike,
+    files_of,
+    is_alike,
+    journal_in,
+    kill,
+    leave_journal,
+    new_allocator,
+    recovered,
+    states_of,
+)
+
+COUNT = 8
+SEED = 4
+CONFIG = config(12)
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small journal of a few changes, as a killed process leaves it."""
+    folder = tmp_path_factory.mktemp("journal")
+    leave_journal(folder, CONFIG, SEED, COUNT)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def states() -> list[Allocator]:
+    return states_of(CONFIG, SEED, COUNT)
+
+
+@pytest.fixture
+def folder(written: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(written, tmp_path / "copy"))
+
+
+def test_all_of_it_comes_back(folder: Path, states: list[Allocator]) -> None:
+    found = recovered(folder)
+    assert not found.dropped
+    assert found.num_records
+    assert_alike(states[-1], found.allocator)
+
+
+def test_a_snapshot_knows_in_which_memory_a_pool_is(tmp_path: Path) -> None:
+    journal = journal_in(tmp_path)
+    world = World(allocator=journal.allocator)
+    for memory_id in ("a", "b"):
+        session = world.open(memory_id=memory_id)
+        world.allocator.close_session(session.session_id, 0.0)
+    journal.begin(0.0)  # with a snapshot of all that
+    kill(journal)
+    found = recovered(tmp_path)
+    assert (found.num_records, found.dropped) == (1, "")  # leases begin anew
+    pool = found.allocator.pool("m")
+    assert (pool.epoch, pool.memory_id) == (2, "b")
+    assert_alike(world.allocator, found.allocator)
+
+
+def test_a_log_that_ends_anywhere_is_a_state_that_was(folder: Path, states: list[Allocator]) -> None:
+    log = folder / "log-1"
+    content = log.read_bytes()
+    seen = []
+    for size in range(len(Header("log-1", IDENTITY).encode()), len(content)):
+        log.write_bytes(content[:size])
+        found = recovered(folder)
+        assert not found.dropped
+        if not found.cut_bytes:
+            seen.append(next(i for i, state in enumerate(states) if is_alike(state, found.allocator)))
+    assert seen == sorted(seen)
+    assert set(seen) <= set(range(len(states)))
+
+
+def test_a_byte_that_changed_anywhere_drops_all_or_changes_nothing(folder: Path, states: list[Allocator]) -> None:
+    for path in files_of(folder):
+        content = path.read_bytes()
+        for i in range(len(content)):
+            changed = bytearray(content)
+            changed[i] ^= 1 << i % 8
+            path.write_bytes(changed)
+            found = recovered(folder)
+            if path.name == "pools":  # is read only when the rest is dropped
+                assert_alike(states[-1], found.allocator)
+            else:
+                assert found.dropped == "DAMAGED", (path.name, i)
+                assert_dropped(found)
+        path.write_bytes(content)
+
+
+def assert_dropped(found: Recovery) -> None:
+    pools = list(found.allocator.pools())
+    assert [pool.epoch for pool in pools] == [1 + EPOCH_LEAP]
+    assert not pools[0].config.difference(CONFIG)
+    assert pools[0].config.hash_scheme.none_hash == b"n" * 32
+    assert not pools[0].sessions
+    assert not len(pools[0].blocks.prefix_map)
+    with pytest.raises(AbortedError) as caught:
+        found.allocator.session("session-1", 0.0)
+    assert caught.value.reason == "JOURNAL_DROPPED"
+
+
+def _cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def _cut_middle(folder: Path) -> None:
+    _cut(folder / "log-1")
+    (folder / "log-2").write_bytes(b"")
+
+
+WAYS: dict[str, tuple[Callable[[Path], object], str]] = {
+    "no snapshot": (lambda folder: (folder / "snapshot-1").rename(folder / "gone"), "NOT_WHOLE"),
+    "no log nor snapshot": (lambda folder: [path.rename(folder / "gone") for path in folder.glob("*-1")], "NOT_WHOLE"),
+    "a snapshot alone": (lambda folder: (folder / "log-1").unlink(), "NOT_WHOLE"),
+    "a snapshot whose log has no header": (lambda folder: (folder / "log-1").write_bytes(MAGIC), "DAMAGED"),
+    "a log is missing": (lambda folder: (folder / "log-1").rename(folder / "log-2"), "NOT_WHOLE"),
+    "a log under another name": (lambda folder: shutil.copy(folder / "log-1", folder / "log-2"), "DAMAGED"),
+    "a snapshot cut short": (lambda folder: _cut(folder / "snapshot-1"), "DAMAGED"),
+    "a log cut short that is not the last": (_cut_middle, "DAMAGED"),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_is_not_whole_is_dropped(folder: Path, way: str) -> None:
+    spoil, reason = WAYS[way]
+    spoil(folder)
+    found = recovered(folder)
+    assert found.dropped == reason
+    assert_dropped(found)
+
+
+NONSENSE = [None, 7, "abc", [], [1, 2, 3], [[], [], ["t"]], [["_pools"], [], ["t", 1]], [7, "b", b"\1", b"", b""]]
+
+
+@pytest.mark.parametrize("node", NONSENSE)
+@pytest.mark.parametrize("kind", [FrameKind.GRAPH, FrameKind.SLICE, FrameKind.REQUESTS, FrameKind.CALL])
+def test_a_snapshot_of_whole_frames_that_hold_nonsense_is_damage(kind: FrameKind, node: object) -> None:
+    with pytest.raises(DamageError):
+        _load(Frame(kind, dumps(node), 0), Frame(FrameKind.END, b"", 0))
+
+
+def _load(*frames: Frame) -> None:
+    loader = Loader(new_allocator(), WireMessages())
+    for frame in frames:
+        loader.take(frame)
+
+
+@pytest.mark.parametrize("node", [*NONSENSE, [["m", "1", b""]], [[["m"], 1, b""]], [["m", 1, 7]], {"m": 1}])
+def test_a_list_of_pools_that_is_nonsense_keeps_no_server_from_starting(folder: Path, node: object) -> None:
+    (folder / "snapshot-1").unlink()
+    (folder / "pools").write_bytes(Header("pools", IDENTITY).encode() + encode_frame(FrameKind.POOLS, dumps(node)))
+    found = recovered(folder)
+    assert found.dropped == "NOT_WHOLE"
+    assert not list(found.allocator.pools())
+    assert not found.allocator.past_epoch
+
+
+@pytest.mark.parametrize("node", [None, [], ["snapshot-1", 1], ["snapshot-1", 1, "1 Python", 7]])
+def test_a_header_that_is_nonsense_is_damage(folder: Path, node: object) -> None:
+    (folder / "snapshot-1").write_bytes(MAGIC + encode_frame(FrameKind.HEADER, dumps(node)))
+    found = recovered(folder)
+    assert found.dropped == "DAMAGED"
+    assert_dropped(found)
+
+
+def test_another_boot_of_the_machine_drops_all(folder: Path) -> None:
+    found = recovered(folder, replace(IDENTITY, boot_id="another"))
+    assert found.dropped == "MACHINE_RESTARTED"
+    assert_dropped(found)
+
+
+def test_another_version_reads_a_snapshot_but_makes_no_changes_again(folder: Path, states: list[Allocator]) -> None:
+    newer = replace(IDENTITY, version="2")
+    assert recovered(folder, newer).dropped == "OTHER_VERSION"
+    journal = journal_in(folder)
+    journal.begin(0.0)
+    journal.close()
+    found = recovered(folder, newer)
+    assert not found.dropped
+    assert_alike(states[-1], found.allocator)
+
+
+def test_dropped_without_pools_there_is_nothing_but_the_knowledge_of_it(folder: Path) -> None:
+    (folder / "snapshot-1").unlink()
+    (folder / "pools").unlink()
+    found = recovered(folder)
+    assert found.dropped
+    assert not list(found.allocator.pools())
+    with pytest.raises(AbortedError):
+        found.allocator.session("session-1", 0.0)
+
+
+def test_dropped_with_pools_that_were_removed_new_ones_begin_above_them(tmp_path: Path) -> None:
+    journal = journal_in(tmp_path)
+    journal.begin(0.0)
+    for name, epoch in ("high", 7), ("low", 3):
+        journal.allocator.create_pool(replace(CONFIG, name=PoolName(name)), b"n" * 32, epoch)
+        journal.allocator.remove_pool(name)
+    kill(journal)
+    (tmp_path / "snapshot-1").unlink()
+    found = recovered(tmp_path)
+    assert found.dropped
+    assert not list(found.allocator.pools())
+    assert found.allocator.past_epoch == 7 + EPOCH_LEAP
+
+
+def test_a_dropped_journal_begins_again_above_what_was(folder: Path) -> None:
+    (folder / "snapshot-1").unlink()
+    journal = journal_in(folder)
+    journal.begin(0.0)
+    state = journal.allocator
+    kill(journal)
+    found = recovered(folder)
+    assert not found.dropped
+    assert_alike(state, found.allocator)
+    assert_dropped(found)
+
+
+def test_it_recovers_after_each_of_many_deaths(folder: Path, states: list[Allocator]) -> None:
+    """Also before the first snapshot of a process is whole: the older one and all logs count."""
+    for _ in range(3):
+        journal: Journal = journal_in(folder)
+        assert not journal.recovery.dropped
+        journal.begin(0.0)
+        kill(journal)
+    assert_alike(states[-1], recovered(folder).allocator)
+
+
+@pytest.mark.parametrize("size", [0, 3, len(MAGIC) + 5])
+def test_a_death_while_a_log_is_made_leaves_no_gap_for_the_next(
+    folder: Path, states: list[Allocator], size: int
+) -> None:
+    (folder / "log-2").write_bytes(Header("log-2", IDENTITY).encode()[:size])
+    journal = journal_in(folder)
+    journal.begin(0.0)
+    kill(journal)  # before its first snapshot is whole
+    found = recovered(folder)
+    assert not found.dropped, found.detail
+    assert_alike(states[-1], found.allocator)

@@ -1,0 +1,137 @@
+"""What limits refuse, and what they leave as it was."""
+
+import pytest
+
+from kvpool.cli.limits import _HELP
+from kvpool.core.blocks.quota import Quota
+from kvpool.core.errors import ExhaustedError
+from kvpool.core.steps.columns import Operation, Step
+from kvpool.server.limits.config import MAX_COMMON_PREFIXES, MAX_EVICTED_BLOCKS, MAX_PROMISED_BLOCKS, Limits
+from support.core import World
+from support.paths import DOCS
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("max_step_operations", 0),
+        ("max_step_operations", 65_537),
+        ("max_sessions", 0),
+        ("max_pool_sessions", 0),
+        ("max_token_sessions", 0),
+        ("max_token_pools", 0),
+        ("max_token_calls", 0),
+        ("max_session_requests", 0),
+        ("max_session_tokens", 0),
+        ("max_session_blocks", -1),
+        ("max_session_blocks", 2**31),
+        ("max_watches", 0),
+        ("max_waiting_steps", 0),
+        ("max_calls", 0),
+        ("stall_seconds", 0.0),
+        ("stall_seconds", 3601.0),
+    ],
+)
+def test_out_of_range(field: str, value: float) -> None:
+    with pytest.raises(ValueError, match=f"{field}: {value} is not in"):
+        Limits(**{field: value})  # type: ignore[arg-type]
+
+
+def test_every_limit_has_help() -> None:
+    assert _HELP.keys() == set(Limits.__slots__)
+
+
+def test_every_limit_is_on_its_page() -> None:
+    page = (DOCS / "limits.md").read_text(encoding="utf-8")
+    assert [name for name in Limits.__slots__ if f"`--{name.replace('_', '-')}`" not in page] == []
+
+
+@pytest.mark.parametrize(("num_sessions", "num_pool_sessions", "field"), [(4, 0, ""), (3, 2, "pool_name")])
+def test_one_session_too_many(num_sessions: int, num_pool_sessions: int, field: str) -> None:
+    limits = Limits(max_sessions=4, max_pool_sessions=2)
+    limits.check_sessions(3, 1)
+    with pytest.raises(ExhaustedError, match="as many as it may") as caught:
+        limits.check_sessions(num_sessions, num_pool_sessions)
+    assert (caught.value.reason, caught.value.field) == ("TOO_MANY_SESSIONS", field)
+    assert caught.value.retry_seconds
+
+
+def test_blocks_of_a_session() -> None:
+    assert Limits().quota(3, 0) == Quota(3, 0)
+    limits = Limits(max_session_blocks=10)
+    assert [limits.quota(0, 0), limits.quota(2, 5), limits.quota(10, 10)] == [Quota(0, 10), Quota(2, 5), Quota(10, 10)]
+    for asked, field in (((11, 0), "min_blocks"), ((0, 11), "max_blocks")):
+        with pytest.raises(ExhaustedError, match="the server lets a session hold 10") as caught:
+            limits.quota(*asked)
+        assert (caught.value.reason, caught.value.field) == ("TOO_MANY_BLOCKS", field)
+
+
+def test_requests_of_a_session_less_those_that_the_step_frees() -> None:
+    world = World(num_blocks=20)
+    session = world.open()
+    world.admit(session, 1, "a", 4)
+    limits = Limits(max_session_requests=2)
+    add = Step(2, operations=[Operation.ADD], request_numbers=[2], num_appended_tokens=[1], request_ids=["b"])
+    limits.check_step(world.pool, session, add)
+    add_two = Step(2, operations=[Operation.ADD] * 2, request_numbers=[2, 3], request_ids=["b", "c"])
+    with pytest.raises(ExhaustedError) as caught:
+        limits.check_step(world.pool, session, add_two)
+    assert (caught.value.reason, caught.value.field) == ("TOO_MANY_REQUESTS", "request_ids")
+    add_two.operations.append(Operation.FREE)
+    limits.check_step(world.pool, session, add_two)
+
+
+def test_tokens_of_a_session() -> None:
+    world = World(num_blocks=20)
+    session = world.open()
+    world.admit(session, 1, "abc", 12)
+    limits = Limits(max_session_tokens=20)
+    grow = Step(2, operations=[Operation.APPEND], request_numbers=[1], num_appended_tokens=[8])
+    limits.check_step(world.pool, session, grow)
+    grow.num_appended_tokens = [9]
+    with pytest.raises(ExhaustedError, match="more than 20 tokens") as caught:
+        limits.check_step(world.pool, session, grow)
+    assert (caught.value.reason, caught.value.field) == ("TOO_MANY_TOKENS", "num_appended_tokens")
+    grow.num_appended_tokens = [world.pool.config.max_model_len + 1]  # malformed, which the core says
+    limits.check_step(world.pool, session, grow)
+    world.free(session, 1)
+    assert session.num_tokens == 0
+
+
+def test_common_prefixes_of_a_step() -> None:
+    world = World(num_blocks=20)
+    session = world.open()
+    step = Step(1, operations=[Operation.COMMON_PREFIX] * MAX_COMMON_PREFIXES)
+    Limits().check_step(world.pool, session, step)
+    step.operations.append(Operation.COMMON_PREFIX)
+    with pytest.raises(ExhaustedError, match="64 times") as caught:
+        Limits().check_step(world.pool, session, step)
+    assert caught.value.reason == "STEP_TOO_LARGE"
+
+
+@pytest.mark.parametrize(
+    ("operation", "most"), [(Operation.EVICT, MAX_EVICTED_BLOCKS), (Operation.ALLOCATE, MAX_PROMISED_BLOCKS)]
+)
+def test_block_ids_of_a_step(operation: Operation, most: int) -> None:
+    world = World(num_blocks=20)
+    session = world.open()
+    step = Step(1, operations=[operation], num_block_ids=[most], block_ids=[1] * most)
+    Limits().check_step(world.pool, session, step)
+    before = world.snapshot()
+    step.block_ids.append(1)
+    with pytest.raises(ExhaustedError, match=f"{most + 1} block ids, this step may have {most}") as caught:
+        Limits().check_step(world.pool, session, step)
+    assert (caught.value.reason, caught.value.field) == ("STEP_TOO_LARGE", "block_ids")
+    assert world.snapshot() == before
+
+
+def test_a_step_that_comes_again_is_answered_whatever_the_limits_are_now() -> None:
+    world = World(num_blocks=20)
+    session = world.open()
+    world.admit(session, 1, "abc", 12)
+    step = Step(1, operations=[Operation.APPEND] * 5)
+    Limits(max_step_operations=4).check_step(world.pool, session, step)
+    step.sequence = 2
+    with pytest.raises(ExhaustedError, match="5 operations, a step may have 4") as caught:
+        Limits(max_step_operations=4).check_step(world.pool, session, step)
+    assert (caught.value.reason, caught.value.field) == ("STEP_TOO_LARGE", "operations")

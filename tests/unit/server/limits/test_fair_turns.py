@@ -1,0 +1,177 @@
+"""Turns of many sessions: shares, order, who is turned away, and that the loop goes on in between."""
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable
+
+import pytest
+
+from kvpool.core.errors import ExhaustedError
+from kvpool.server.limits.fair_turns import KNOWN_FLOWS, FairTurns
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """What `perf_counter` says, the last being now."""
+    now = [0.0]
+    monkeypatch.setattr("kvpool.server.limits.fair_turns.time.perf_counter", lambda: now[-1])
+    return now
+
+
+Work = Callable[[str, str, float, int], Awaitable[None]]
+
+
+@pytest.fixture
+def served() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def turns() -> FairTurns:
+    return FairTurns(max_waiting=100)
+
+
+@pytest.fixture
+def work(turns: FairTurns, clock: list[float], served: list[str]) -> Work:
+    """One session that takes turns of so many seconds, back to back."""
+
+    async def run(pool: str, session: str, seconds: float, count: int) -> None:
+        for _ in range(count):
+            await turns.take(pool, session)
+            served.append(session)
+            clock.append(clock[-1] + seconds)
+            turns.end()
+
+    return run
+
+
+async def test_alone_nobody_waits(turns: FairTurns) -> None:
+    taking = turns.take("m", 1)
+    with pytest.raises(StopIteration):
+        taking.send(None)
+    turns.end()
+
+
+async def test_a_turn_that_was_not_taken_is_not_ended(turns: FairTurns) -> None:
+    with pytest.raises(RuntimeError):
+        turns.end()
+
+
+async def test_time_is_shared_not_turns(work: Work, served: list[str]) -> None:
+    await asyncio.gather(work("m", "greedy", 1.0, 4), work("m", "modest", 0.1, 20))
+    assert served.index("modest") <= 1
+    second = [i for i, who in enumerate(served) if who == "greedy"][2]
+    assert served[:second].count("modest") >= 10, "as much time as two long turns"
+
+
+async def test_pools_share_alike_however_many_sessions_they_have(work: Work, served: list[str]) -> None:
+    many = [work("big", f"big{i}", 1.0, 10) for i in range(10)]
+    await asyncio.gather(*many, work("small", "small", 1.0, 10))
+    assert 9 <= served[:20].count("small") <= 10
+
+
+async def test_nothing_is_saved_up_in_a_pause(work: Work, served: list[str]) -> None:
+    await work("m", "idle", 0.1, 1)
+    await work("m", "busy", 1.0, 10)
+    served.clear()
+    await asyncio.gather(work("m", "busy", 1.0, 5), work("m", "idle", 1.0, 5))
+    assert 2 <= served[:5].count("idle") <= 3
+
+
+async def test_waiters_of_one_session_are_served_as_they_came(turns: FairTurns) -> None:
+    order: list[int] = []
+
+    async def one(number: int) -> None:
+        await turns.take("m", "s")
+        order.append(number)
+        turns.end()
+
+    await asyncio.gather(*map(one, range(20)))
+    assert order == list(range(20))
+    assert turns.num_waiting == 0
+
+
+async def test_the_loop_comes_round_between_turns(work: Work) -> None:
+    rounds = 0
+    done = asyncio.Event()
+
+    async def count() -> None:
+        nonlocal rounds
+        while not done.is_set():
+            rounds += 1
+            await asyncio.sleep(0)
+
+    counting = asyncio.create_task(count())
+    await asyncio.gather(*(work("m", f"s{i}", 1.0, 5) for i in range(4)))
+    done.set()
+    await counting
+    assert rounds >= 2 * 20
+
+
+async def test_who_gives_up_holds_up_nobody(turns: FairTurns) -> None:
+    await turns.take("m", 0)
+    waiting = [asyncio.create_task(turns.take("m", number)) for number in range(1, 5)]
+    await asyncio.sleep(0)
+    waiting[0].cancel()
+    turns.end()
+    await waiting[1]
+    turns.end()
+    await waiting[2]
+    turns.end()
+    async with asyncio.timeout(10):
+        await waiting[3]
+    turns.end()
+    assert turns.num_waiting == 0
+
+
+async def test_a_turn_that_is_given_and_not_wanted_goes_to_the_next(turns: FairTurns) -> None:
+    await turns.take("m", 0)
+    unwilling, willing = (asyncio.create_task(turns.take("m", number)) for number in (1, 2))
+    await asyncio.sleep(0)
+    granted = False
+
+    def cancel_when_granted() -> None:
+        nonlocal granted
+        granted = turns._current is not None
+        if granted:
+            unwilling.cancel()
+        else:
+            asyncio.get_running_loop().call_soon(cancel_when_granted)
+
+    turns.end()
+    cancel_when_granted()
+    async with asyncio.timeout(10):
+        await willing
+    turns.end()
+    with contextlib.suppress(asyncio.CancelledError):
+        await unwilling
+    assert unwilling.cancelled()
+
+
+async def test_beyond_the_limit_who_has_most_waiting_is_turned_away() -> None:
+    turns = FairTurns(max_waiting=5)
+    await turns.take("m", "running")
+    greedy = [asyncio.create_task(turns.take("m", "greedy")) for _ in range(5)]
+    await asyncio.sleep(0)
+    with pytest.raises(ExhaustedError, match="5 calls and steps wait") as caught:
+        await turns.take("m", "greedy")
+    assert (caught.value.reason, caught.value.retry_seconds) == ("TOO_MANY_WAITING", 0.1)
+    modest = asyncio.create_task(turns.take("m", "modest"))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert isinstance(greedy[-1].exception(), ExhaustedError)
+    assert not any(task.done() for task in (*greedy[:-1], modest))
+    for task in (*greedy, modest):
+        task.cancel()
+    await asyncio.gather(*greedy, modest, return_exceptions=True)
+    assert turns.num_waiting == 0
+    turns.end()
+
+
+async def test_flows_that_come_and_go_are_forgotten(work: Work, turns: FairTurns) -> None:
+    for i in range(2 * KNOWN_FLOWS):
+        await work("m", f"s{i}", 0.1, 1)
+        await work(f"p{i}", "s", 0.1, 1)
+    known = turns._pools._flows
+    assert len(known) <= KNOWN_FLOWS
+    assert all(len(flow.sessions._flows) <= KNOWN_FLOWS for flow in known.values() if flow.sessions)

@@ -1,0 +1,98 @@
+"""Writes of a stream that nobody reads end; others are left alone."""
+
+import asyncio
+import time
+from typing import Any
+
+import pytest
+
+from kvpool.core.errors import ExhaustedError
+from kvpool.server.limits.stalls import Writer
+
+STALL_SECONDS = 0.05
+
+
+class Reader:
+    """A stream's context: takes a message at once, or when it is let."""
+
+    def __init__(self) -> None:
+        self.taken: list[object] = []
+        self.reads = asyncio.Event()
+        self.reads.set()
+
+    async def write(self, message: object) -> None:
+        await self.reads.wait()
+        await asyncio.sleep(0)  # never at once, as in gRPC
+        self.taken.append(message)
+
+
+def writer_to(reader: Reader) -> Writer[Any, Any]:
+    return Writer(reader, STALL_SECONDS)  # type: ignore[arg-type]  # it only writes
+
+
+async def test_messages_that_are_taken_are_written() -> None:
+    reader = Reader()
+    with writer_to(reader) as writer:
+        for i in range(20):
+            await writer.write(i)
+    assert reader.taken == list(range(20))
+
+
+async def test_a_message_that_is_not_taken_in_time_ends_the_stream() -> None:
+    """Though the timer was set for one before; and the task that writes goes on uncancelled."""
+    reader = Reader()
+    with writer_to(reader) as writer:
+        await writer.write("first")
+        await asyncio.sleep(STALL_SECONDS / 2)
+        reader.reads.clear()
+        began = asyncio.get_running_loop().time()
+        with pytest.raises(ExhaustedError) as caught:
+            await writer.write("second")
+        assert asyncio.get_running_loop().time() - began >= STALL_SECONDS * 0.9
+    assert (caught.value.reason, caught.value.retry_seconds) == ("NOT_READING", 0.1)
+    task = asyncio.current_task()
+    assert task is not None
+    assert not task.cancelling()
+    assert reader.taken == ["first"]
+
+
+async def test_a_wait_between_messages_is_no_stall() -> None:
+    reader = Reader()
+    with writer_to(reader) as writer:
+        for i in range(3):
+            await writer.write(i)
+            await asyncio.sleep(STALL_SECONDS * 1.5)
+    assert reader.taken == [0, 1, 2]
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+async def test_who_is_cancelled_meanwhile_ends_so(
+    is_late: bool,  # noqa: FBT001 - a parameter of the test
+) -> None:
+    """Even in the round of the loop in which the time is up."""
+    reader = Reader()
+    reader.reads.clear()
+
+    async def write() -> None:
+        with writer_to(reader) as writer:
+            await writer.write("never")
+
+    task = asyncio.create_task(write())
+    await asyncio.sleep(0)  # until it writes
+    if is_late:
+        loop = asyncio.get_running_loop()
+        loop.call_later(STALL_SECONDS / 2, time.sleep, STALL_SECONDS)  # so that both are due when it comes round
+        loop.call_later(STALL_SECONDS, task.cancel)
+    else:
+        task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+async def test_nothing_is_left_behind() -> None:
+    reader = Reader()
+    with writer_to(reader) as writer:
+        await writer.write(1)
+        timer = writer._timer
+        assert timer is not None
+    assert timer.cancelled()

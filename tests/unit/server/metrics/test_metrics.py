@@ -1,0 +1,191 @@
+"""What Prometheus is told, parsed back as Prometheus would."""
+
+from dataclasses import replace
+
+from prometheus_client import CollectorRegistry, Metric, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.registry import Collector
+
+from kvpool.core.block_lifetimes import Residency
+from kvpool.core.ids import PoolName
+from kvpool.core.ranks.messages import PoolState, Rank, RankInfo, RankState
+from kvpool.core.statistics import Histogram
+from kvpool.core.views.pool_info import PoolInfo
+from kvpool.server.journal.counts import JournalCounts
+from kvpool.server.metrics.observations import Observations, PublisherCounts
+from kvpool.server.metrics.server_metrics import PoolSource, sampler
+from support.core import World
+from support.paths import DOCS
+
+PAGE = DOCS / "metrics.md"
+Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
+
+
+class _Fixed(Collector):
+    def __init__(self, metrics: list[Metric]) -> None:
+        self._metrics = metrics
+
+    def collect(self) -> list[Metric]:
+        return self._metrics
+
+
+def scrape(pools: list[tuple[PoolInfo, Residency | None]], seen: Observations, *, with_vllm: bool = False) -> str:
+    journal = JournalCounts(is_up=True, size_bytes=7, records=3)
+    found = [PoolSource(info, kept, PublisherCounts(5, 4, 3, 2)) for info, kept in pools]
+    registry = CollectorRegistry()
+    registry.register(_Fixed(list(sampler(lambda: found, seen, with_vllm=with_vllm, journal=journal)()())))
+    return generate_latest(registry).decode()
+
+
+def samples_of(text: str) -> Samples:
+    return {
+        (sample.name, frozenset(sample.labels.items())): sample.value
+        for metric in text_string_to_metric_families(text)
+        for sample in metric.samples
+    }
+
+
+def busy_world() -> World:
+    world = World(12)
+    session = world.open()
+    world.admit(session, 1, "ab", 8)
+    world.admit(session, 2, "xyz", 12)
+    world.free(session, 1)
+    return world
+
+
+def info_of(world: World) -> PoolInfo:
+    return world.allocator.describe(world.pool, 3)
+
+
+def test_every_sample_of_a_pool_says_what_the_pool_says() -> None:
+    info = replace(info_of(busy_world()), ranks=(RankInfo(Rank(0), RankState.READY), RankInfo(Rank(1), RankState.LOST)))
+    samples = samples_of(scrape([(info, None)], Observations()))
+
+    def value(name: str, **labels: str) -> float:
+        return samples[name, frozenset({"pool": "m", **labels}.items())]
+
+    assert value("kvpool_pool_blocks") == 11
+    assert value("kvpool_pool_free_blocks") == info.free_blocks == 8
+    assert value("kvpool_pool_used_blocks") == 3
+    assert value("kvpool_pool_cached_blocks") == info.cached_blocks == 5
+    assert value("kvpool_pool_usage_ratio") == info.usage
+    assert value("kvpool_group_used_blocks", group="0", kind="full_attention") == 3
+    assert value("kvpool_group_allocated_blocks_total", group="0", kind="full_attention") == 5
+    assert value("kvpool_allocations_total") == 2
+    assert value("kvpool_requests", state="running") == 1
+    assert value("kvpool_requests", state="waiting") == 0
+    assert value("kvpool_sessions_opened_total") == 1
+    assert value("kvpool_ranks", state="ready") == value("kvpool_ranks", state="lost") == 1
+    assert [value("kvpool_pool_state", state=state.value) for state in PoolState] == [0, 1, 0, 0]
+    assert value("kvpool_block_event_batches_total") == 3
+    assert value("kvpool_event_messages_total") == 5
+    journal = {name: samples[f"kvpool_journal_{name}", frozenset()] for name in ("up", "bytes", "records_total")}
+    assert journal == {"up": 1, "bytes": 7, "records_total": 3}
+    assert value("kvpool_event_batches_skipped_total") == 4
+    assert value("kvpool_event_replays_total") == 3
+    assert value("kvpool_event_snapshots_total") == 2
+
+
+def test_a_pool_whose_events_are_not_published_has_no_sample_of_a_publisher() -> None:
+    metrics = sampler(lambda: [PoolSource(info_of(World()))], Observations(), with_vllm=False)()()
+    assert not [s for metric in metrics for s in metric.samples if s.name.startswith("kvpool_event_")]
+
+
+def test_a_pool_that_forms_is_told_of_with_nothing_in_it() -> None:
+    info = info_of(busy_world())
+    forming = replace(
+        info, config=replace(info.config, num_blocks=0, groups=()), free_blocks=0, groups=(), state=PoolState.FORMING
+    )
+    samples = samples_of(scrape([(forming, None)], Observations()))
+    assert samples["kvpool_pool_blocks", frozenset({("pool", "m")})] == 0
+    assert samples["kvpool_pool_used_blocks", frozenset({("pool", "m")})] == 0
+
+
+def test_histograms_are_cumulative_and_there_from_the_start() -> None:
+    seen = Observations()
+    for seconds in (0.00004, 0.0001, 0.3, 99.0):
+        seen.step(PoolName("m"), 256, seconds)
+    samples = samples_of(scrape([(info_of(World()), None)], seen))
+
+    def bucket(name: str, bound: str) -> float:
+        return samples[f"{name}_bucket", frozenset({("pool", "m"), ("le", bound)})]
+
+    steps = "kvpool_step_seconds"
+    assert [bucket(steps, bound) for bound in ("5e-05", "0.0001", "0.2", "0.5", "5.0", "+Inf")] == [1, 2, 2, 3, 3, 4]
+    assert [bucket("kvpool_step_operations", bound) for bound in ("128.0", "256.0")] == [0, 4]
+    assert samples["kvpool_block_lifetime_seconds_count", frozenset({("pool", "m")})] == 0
+
+
+def test_calls_are_told_by_method_and_code() -> None:
+    seen = Observations()
+    seen.rpc("kvpool.v1.AllocatorService/GetPool", "NOT_FOUND", 0.001)
+    seen.rpc("kvpool.v1.AllocatorService/Schedule", "ABORTED", None)
+    samples = samples_of(scrape([], seen))
+    method = ("method", "kvpool.v1.AllocatorService/GetPool")
+    assert samples["kvpool_rpcs_total", frozenset({method, ("code", "NOT_FOUND")})] == 1
+    assert samples["kvpool_rpc_seconds_count", frozenset({method})] == 1
+    streams = [name for name, labels in samples if ("method", "kvpool.v1.AllocatorService/Schedule") in labels]
+    assert streams == ["kvpool_rpcs_total"]
+
+
+def test_what_was_measured_of_a_pool_that_is_gone_is_forgotten() -> None:
+    seen = Observations()
+    seen.step(PoolName("gone"), 1, 0.1)
+    assert "gone" not in scrape([(info_of(World()), None)], seen)
+    assert not seen.step_seconds
+
+
+def test_a_sample_does_not_change_with_what_comes_after_it() -> None:
+    seen = Observations()
+    seen.step(PoolName("m"), 1, 0.1)
+    render = sampler(lambda: [PoolSource(info_of(World()))], seen, with_vllm=False)()
+    seen.step(PoolName("m"), 1, 0.1)
+    counts = [s.value for m in render() for s in m.samples if s.name == "kvpool_step_seconds_count"]
+    assert counts == [1]
+
+
+def test_vllms_names_say_the_same() -> None:
+    world = busy_world()
+    kept = Residency(1, lambda _: 0)
+    kept.lifetime.observe(3.0)
+    text = scrape([(info_of(world), kept)], Observations(), with_vllm=True)
+    samples = samples_of(text)
+    of_model = frozenset({("model_name", "m")})
+    assert samples["vllm:kv_cache_usage_perc", of_model] == info_of(world).usage
+    assert samples["vllm:prefix_cache_queries_total", of_model] == 20
+    assert samples["vllm:prefix_cache_hits_total", of_model] == 0
+    assert samples["vllm:num_preemptions_total", of_model] == 0
+    assert samples["vllm:kv_block_lifetime_seconds_sum", of_model] == 3.0
+    assert ("vllm:kv_block_idle_before_evict_seconds_count", of_model) in samples
+    assert ("vllm:kv_block_reuse_gap_seconds_count", of_model) in samples
+    assert "vllm:" not in scrape([(info_of(world), kept)], Observations())
+
+
+def test_the_page_lists_what_is_told_and_nothing_else() -> None:
+    seen = Observations()
+    seen.rpc("m", "OK", 0.1)
+    text = scrape([(info_of(busy_world()), None)], seen, with_vllm=True)
+    told = {line.split()[2] for line in text.splitlines() if line.startswith("# TYPE")}
+    listed = {word for line in PAGE.read_text().splitlines() for word in _names(line)}
+    assert {name for name in listed if not name.startswith("kvpool_worker_")} == told
+
+
+def test_every_help_text_is_a_sentence_and_every_name_fits_the_conventions() -> None:
+    for line in scrape([(info_of(busy_world()), None)], Observations()).splitlines():
+        if line.startswith("# HELP"):
+            _, _, name, text = line.split(" ", 3)
+            assert text[0].isupper() or text[0].isdigit(), line
+            assert text.endswith("."), line
+            assert name.startswith("kvpool_"), line
+
+
+def test_histogram_copies_do_not_change() -> None:
+    histogram = Histogram((1.0, 2.0))
+    copy = histogram.copy()
+    histogram.observe(2.0)
+    assert (histogram.counts, histogram.total, copy.counts, copy.total) == ([0, 1, 0], 2.0, [0, 0, 0], 0.0)
+
+
+def _names(line: str) -> list[str]:
+    return [line.split("`")[1]] if line.startswith(("| `kvpool_", "| `vllm:")) else []

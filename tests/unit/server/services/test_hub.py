@@ -1,0 +1,155 @@
+"""A hub's time: its own absence and wall-clock steps end no lease, and what is told to be over is over."""
+
+import logging
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import pytest
+
+from kvpool.core.errors import AbortedError, UnavailableError
+from kvpool.core.ids import SessionId
+from kvpool.server.journal.calls import JournaledAllocator
+from kvpool.server.journal.frames import FrameKind
+from kvpool.server.services import hub as hub_module
+from kvpool.server.services.hub import Hub
+from support.journal import assert_alike, new_allocator
+from support.server import pool_config
+
+LEASE_SECONDS = 10.0
+
+
+@dataclass
+class Clocks:
+    """What the machine's clocks show."""
+
+    monotonic_seconds: float = 1000.0
+    wall_seconds: float = 1e9
+
+
+@pytest.fixture
+def clocks(monkeypatch: pytest.MonkeyPatch) -> Clocks:
+    clocks = Clocks()
+    shown = SimpleNamespace(monotonic=lambda: clocks.monotonic_seconds, time=lambda: clocks.wall_seconds)
+    monkeypatch.setattr(hub_module, "time", shown)
+    return clocks
+
+
+@pytest.fixture
+def hub(clocks: Clocks) -> Hub:
+    del clocks  # it starts with them
+    hub = Hub(1000)
+    hub.create_pool(pool_config())
+    hub.allocator.open_session("m", "", LEASE_SECONDS, session_id=SessionId("s"), now_seconds=hub.now_seconds())
+    return hub
+
+
+def pass_time(hub: Hub, clocks: Clocks, seconds: float) -> None:
+    """Lets a server that is well look at its clock all the time."""
+    for _ in range(round(seconds * 4)):
+        clocks.monotonic_seconds += 0.25
+        hub.now_seconds()
+
+
+def test_a_call_that_comes_first_after_an_absence_finds_its_session(hub: Hub, clocks: Clocks) -> None:
+    pass_time(hub, clocks, 9.0)
+    clocks.monotonic_seconds += 3600.0
+    assert hub.session("s")[1].session_id == "s"
+    clocks.monotonic_seconds += 3600.0
+    assert hub.resume_session("s", 0, "")[1].session_id == "s"
+
+
+def test_an_absence_is_not_made_up_for_either(hub: Hub, clocks: Clocks) -> None:
+    pass_time(hub, clocks, 5.0)
+    clocks.monotonic_seconds += 3600.0
+    pass_time(hub, clocks, 5.0)
+    with pytest.raises(AbortedError):
+        hub.session("s")
+
+
+@pytest.mark.parametrize("step_seconds", [-1e8, 1e8])
+def test_steps_of_the_wall_clock_do_no_harm(hub: Hub, clocks: Clocks, step_seconds: float) -> None:
+    clocks.wall_seconds += step_seconds
+    pass_time(hub, clocks, 9.5)
+    assert hub.session("s")
+    clocks.wall_seconds -= 2 * step_seconds
+    pass_time(hub, clocks, 10.0)
+    with pytest.raises(AbortedError):
+        hub.session("s")
+
+
+def test_who_is_told_that_a_lease_ran_out_is_told_of_a_session_that_has_ended(
+    hub: Hub, clocks: Clocks, caplog: pytest.LogCaptureFixture
+) -> None:
+    pass_time(hub, clocks, LEASE_SECONDS)
+    with caplog.at_level(logging.WARNING, "kvpool.server"), pytest.raises(AbortedError) as caught:
+        hub.session("s")
+    assert caught.value.reason == "LEASE_EXPIRED"
+    assert [record.msg for record in caplog.records] == ["lease expired"]
+    assert hub.describe("m").sessions == 0
+
+
+def open_with_key(hub: Hub, session_id: str) -> str:
+    _, session = hub.allocator.open_session(
+        "m",
+        "",
+        LEASE_SECONDS,
+        session_id=SessionId(session_id),
+        now_seconds=hub.now_seconds_to_open("key", ""),
+        open_key="key",
+    )
+    return session.session_id
+
+
+def test_a_key_that_comes_again_as_the_lease_has_run_out_opens_the_same_session_when_made_again(clocks: Clocks) -> None:
+    records: list[tuple[FrameKind, bytes]] = []
+    allocator: JournaledAllocator = new_allocator()
+    allocator.sink = lambda kind, payload: records.append((kind, payload))
+    hub = Hub(1000, allocator=allocator)
+    hub.create_pool(pool_config())
+    assert [open_with_key(hub, "first"), open_with_key(hub, "not drawn")] == ["first", "first"]
+    pass_time(hub, clocks, LEASE_SECONDS)
+    assert open_with_key(hub, "second") == "second"
+    again = new_allocator()
+    for record in records:
+        again.replay(*record)
+    assert_alike(again, allocator)
+    assert [session.session_id for _, session in again.sessions()] == ["second"]
+
+
+def test_while_steps_of_lost_sessions_may_run_only_ranks_that_fence_let_sessions_open(clocks: Clocks) -> None:
+    allocator = new_allocator()
+    allocator.lose_sessions()
+    hub = Hub(1000, quarantine_seconds=5.0, allocator=allocator)
+    hub.create_pool(pool_config())
+    hub.open_epoch(pool_config("fenced"), 2, ranks_fence=True)
+    hub.check_takes_session("fenced", "")
+    pass_time(hub, clocks, 3.0)
+    hub.expire_now()
+    with pytest.raises(UnavailableError) as caught:
+        hub.check_takes_session("m", "")
+    refused = caught.value
+    assert (refused.reason, refused.field, refused.retry_seconds) == ("SESSIONS_LOST", "pool_name", 2.0)
+    pass_time(hub, clocks, 2.0)
+    hub.check_takes_session("m", "")
+    assert allocator.lost_may_run
+    hub.expire_now()
+    assert not allocator.lost_may_run
+
+
+def test_a_server_that_lost_no_session_waits_for_nothing(clocks: Clocks) -> None:
+    del clocks
+    hub = Hub(1000, quarantine_seconds=5.0, allocator=new_allocator())
+    hub.create_pool(pool_config())
+    hub.check_takes_session("m", "")
+
+
+def test_a_pool_of_whatever_name_begins_above_all_that_were_removed() -> None:
+    hub = Hub(1000)
+    hub.past_epoch = 10
+    kept, _ = hub.create_pool(pool_config("kept"))
+    epochs = []
+    for name in ("a", "a", "b", "a"):
+        pool, _ = hub.create_pool(pool_config(name))
+        epochs.append(pool.epoch)
+        hub.remove_pool(name)
+    assert (kept.epoch, epochs) == (11, [11, 12, 13, 14])

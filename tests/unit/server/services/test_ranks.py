@@ -1,0 +1,98 @@
+"""The streams of ranks and what becomes of their pools, without a wire."""
+
+import asyncio
+
+import pytest
+
+from kvpool.core.ids import SessionId
+from kvpool.core.ranks.membership import Membership
+from kvpool.core.ranks.messages import Allocated, PoolState, RankTiming
+from kvpool.core.sessions.session_ends import REMEMBERED_ENDS
+from kvpool.server.services.hub import Hub, Stream
+from kvpool.server.services.ranks import RankLink, Ranks
+from support.ranks import BLOCK_BYTES, registration
+
+TIMING = RankTiming(heartbeat_seconds=0.1, heartbeat_timeout_seconds=0.4, grace_seconds=60.0)
+
+
+class Place:
+    """A hub and its ranks, whose streams are those of the current task."""
+
+    def __init__(self) -> None:
+        self.hub = Hub(2**24)
+        self.ranks = Ranks(self.hub, TIMING, 2**24, 256)
+
+    def join(self, rank: int, world_size: int = 2) -> tuple[Membership, RankLink]:
+        """A stream that registers."""
+        task = asyncio.current_task()
+        assert task
+        link = self.ranks.open_link(Stream(task))
+        return self.ranks.register(link, "m", registration(rank, world_size)), link
+
+    def open(self) -> tuple[Membership, RankLink]:
+        """A pool of one rank."""
+        membership, link = self.join(0, 1)
+        self.ranks.initialized(membership, link, Allocated(1, 100, 100 * BLOCK_BYTES))
+        assert membership.state is PoolState.READY
+        return membership, link
+
+
+async def test_the_end_of_an_old_stream_takes_nothing_from_a_pool_that_forms_anew() -> None:
+    place = Place()
+    before, old = place.join(0)
+    place.ranks.leave(before, old)
+    assert place.ranks.membership("m") is None
+    now, _ = place.join(1)
+    place.ranks.close_link(before, old)
+    assert place.ranks.membership("m") is now
+
+
+async def test_an_epoch_passes_for_more_sessions_than_are_remembered() -> None:
+    place = Place()
+    membership, link = place.open()
+    for i in range(REMEMBERED_ENDS + 1):
+        place.hub.allocator.open_session("m", "", 60.0, session_id=SessionId(str(i)), now_seconds=0.0)
+    place.ranks.leave(membership, link)
+    info = place.ranks.describe("m")
+    assert (info.sessions, info.epoch, info.state) == (0, 2, PoolState.DEGRADED)
+
+
+class Clock:
+    """A time that passes only in the sleeps of who watches the ranks, each as long as asked for and `late` more."""
+
+    def __init__(self, place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._now_seconds = 0.0
+        self._late: asyncio.Queue[float] = asyncio.Queue()
+        self._sleep = asyncio.sleep
+        monkeypatch.setattr(place.hub, "now_seconds", lambda: self._now_seconds)
+        monkeypatch.setattr("kvpool.server.services.ranks.asyncio.sleep", self._sleep_of_watch)
+
+    async def _sleep_of_watch(self, seconds: float) -> None:
+        late_seconds = await self._late.get()
+        self._now_seconds += seconds + late_seconds
+        self._late.task_done()
+
+    async def wake(self, late_seconds: float = 0.0) -> float:
+        """Ends one sleep, `late_seconds` after its time, and says what the time is then."""
+        self._late.put_nowait(late_seconds)
+        await self._late.join()
+        await self._sleep(0)  # the watch has its turn, and sleeps again
+        return self._now_seconds
+
+
+@pytest.mark.parametrize("busy_seconds", [1.0, 3.0])
+async def test_no_rank_is_blamed_for_the_time_that_the_server_was_busy(
+    busy_seconds: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = Place()
+    clock = Clock(place, monkeypatch)
+    place.open()
+    watch = asyncio.create_task(place.ranks.watch())
+    await clock.wake(busy_seconds)
+    assert place.ranks.describe("m").state is PoolState.READY
+    heard_out_seconds = busy_seconds + TIMING.heartbeat_timeout_seconds
+    while (now_seconds := await clock.wake()) < heard_out_seconds - 1e-9:
+        assert place.ranks.describe("m").state is PoolState.READY, f"at {now_seconds} s"
+    await clock.wake()
+    assert place.ranks.describe("m").state is PoolState.DEGRADED, "nothing is heard of it all the same"
+    watch.cancel()

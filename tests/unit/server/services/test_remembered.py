@@ -1,0 +1,106 @@
+"""Changes that are sent again are told from others without keeping all that was sent."""
+
+import pytest
+
+from kvpool.core.errors import InvalidArgumentError
+from kvpool.core.sessions.session import Session
+from kvpool.core.steps.columns import StepResult
+from kvpool.server.journal.calls import JournaledAllocator
+from kvpool.server.journal.frames import FrameKind
+from kvpool.server.journal.messages import WireMessages
+from kvpool.server.limits.config import Limits
+from kvpool.server.services import unary
+from kvpool.server.services.remembered import KEPT_BYTES, remembered
+from kvpool.v1 import allocator_pb2, step_pb2
+from kvpool.wire import steps as wire_steps
+from support.core import World
+
+LONG = KEPT_BYTES + 1
+"""Block ids, a byte each, that make a message long."""
+
+
+def declaring(num_blocks: int, byte: bytes = b"h") -> step_pb2.Step:
+    """Declares a request of so many blocks of 4 tokens."""
+    return step_pb2.Step(
+        sequence=1,
+        operations=[step_pb2.OPERATION_ADD],
+        request_numbers=[1],
+        num_appended_tokens=[4 * num_blocks],
+        block_hashes=byte * 32 * num_blocks,
+        request_ids=["r"],
+    )
+
+
+def evicting(count: int) -> step_pb2.Step:
+    evict = step_pb2.OPERATION_EVICT
+    return step_pb2.Step(sequence=1, operations=[evict], num_block_ids=[count], block_ids=[1] * count)
+
+
+def applied(world: World, session: Session, message: step_pb2.Step) -> StepResult:
+    step = wire_steps.step_from_proto(message)
+    return world.allocator.apply(world.pool, session, step, remembered(message))
+
+
+def test_short_messages_are_kept_and_long_ones_are_not() -> None:
+    short, long = declaring(2), declaring(3000)
+    assert remembered(short) is short
+    kept = remembered(long)
+    assert isinstance(kept, bytes)
+    assert len(kept) == 32
+    assert kept == remembered(declaring(3000))
+    assert kept != remembered(declaring(3000, b"g"))
+
+
+def test_messages_of_two_kinds_are_never_the_same_change() -> None:
+    free = allocator_pb2.FreeRequest(session_id="s" * KEPT_BYTES)
+    reset = allocator_pb2.ResetPrefixCacheRequest.FromString(free.SerializeToString())
+    assert free.SerializeToString() == reset.SerializeToString()
+    assert remembered(free) != remembered(reset)
+
+
+@pytest.mark.parametrize("count", [1, LONG])
+def test_a_step_that_comes_again_is_answered_again_and_another_is_refused(count: int) -> None:
+    world = World(num_blocks=LONG + 2)
+    session = world.open()
+    result = applied(world, session, evicting(count))
+    before = world.snapshot(), session.sequence
+    with pytest.raises(InvalidArgumentError) as caught:
+        applied(world, session, evicting(count + 1))
+    assert caught.value.reason == "SEQUENCE_REUSED"
+    assert (world.snapshot(), session.sequence) == before
+    assert applied(world, session, evicting(count)) is result
+
+
+@pytest.mark.parametrize("count", [1, LONG])
+def test_a_unary_change_that_comes_again_is_answered_again(count: int) -> None:
+    world = World(num_blocks=LONG + 2)
+    session = world.open()
+
+    def run(block_ids: list[int]) -> unary.Answer:
+        message = allocator_pb2.EvictBlocksRequest(session_id="s1", sequence=1, block_ids=block_ids)
+        return unary.run(world.allocator, Limits(), world.pool, session, message, lambda *_: unary.eviction(message, 1))
+
+    first = run([1] * count)
+    assert run([1] * count) == first
+    assert world.pool.activity.retries == 1
+    with pytest.raises(InvalidArgumentError) as caught:
+        run([2] * count)
+    assert caught.value.reason == "SEQUENCE_REUSED"
+
+
+@pytest.mark.parametrize("count", [1, LONG])
+def test_a_server_that_came_back_knows_what_was_sent_before(count: int) -> None:
+    records: list[tuple[FrameKind, bytes]] = []
+    allocator = JournaledAllocator(WireMessages())
+    allocator.sink = lambda kind, payload: records.append((kind, payload))
+    world = World(num_blocks=LONG + 2, allocator=allocator)
+    result = applied(world, world.open(), evicting(count))
+
+    again = JournaledAllocator(WireMessages())
+    for record in records:
+        again.replay(*record)
+    session = again.sessions_of(again.pool("m"))[0]
+    step = wire_steps.step_from_proto(evicting(count))
+    assert again.apply(again.pool("m"), session, step, remembered(evicting(count))) == result
+    with pytest.raises(InvalidArgumentError):
+        again.apply(again.pool("m"), session, step, remembered(evicting(count + 1)))

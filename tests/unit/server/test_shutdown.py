@@ -1,0 +1,90 @@
+"""When a server stops: see kvpool.server.shutdown."""
+
+import asyncio
+
+import pytest
+
+from kvpool.core.errors import UnavailableError
+from kvpool.server.shutdown import Ending
+
+
+class Situation:
+    """An ending, with sessions and a clock that the test moves."""
+
+    def __init__(self) -> None:
+        self.sessions = 1
+        self.now_seconds = 100.0
+        self.ending = Ending(lambda: self.sessions, lambda: self.now_seconds)
+
+    async def has_ended(self) -> bool:
+        """Whether the wait is over, after the loop has gone round often enough for it to notice."""
+        waiting = asyncio.create_task(self.ending.wait())
+        done, _ = await asyncio.wait([waiting], timeout=0.3)
+        waiting.cancel()
+        return bool(done)
+
+
+async def test_a_server_goes_on_until_somebody_asks() -> None:
+    s = Situation()
+    s.sessions = 0
+    s.ending.check_not_asked()
+    assert not await s.has_ended()
+
+
+async def test_it_stops_when_the_last_session_is_closed() -> None:
+    s = Situation()
+    s.ending.ask(10)
+    assert not await s.has_ended()
+    waiting = asyncio.create_task(s.ending.wait())
+    await asyncio.sleep(0)
+    s.sessions = 0
+    await asyncio.wait_for(waiting, 5)
+
+
+async def test_it_stops_when_the_time_is_up_whoever_is_left() -> None:
+    s = Situation()
+    s.ending.ask(10)
+    s.now_seconds = 110.0
+    assert await s.has_ended()
+
+
+async def test_the_last_operator_decides_and_may_take_it_back() -> None:
+    s = Situation()
+    s.ending.ask(0)
+    s.ending.ask(50)
+    s.now_seconds = 120.0
+    assert not await s.has_ended()
+    with pytest.raises(UnavailableError, match="about to stop") as refused:
+        s.ending.check_not_asked()
+    assert (refused.value.reason, refused.value.retry_seconds) == ("DRAINED", 5.0)
+    s.ending.take_back()
+    s.now_seconds = 1000.0
+    assert not s.ending.is_asked
+    assert not await s.has_ended()
+
+
+async def test_a_signal_is_not_taken_back_nor_put_off() -> None:
+    s = Situation()
+    s.ending.signal(10)
+    s.ending.take_back()
+    s.ending.ask(1000)
+    assert not await s.has_ended()
+    s.now_seconds = 110.0
+    assert await s.has_ended()
+
+
+async def test_a_signal_may_come_sooner_than_an_operators_stop_but_not_later() -> None:
+    s = Situation()
+    s.ending.ask(5)
+    s.ending.signal(1000)
+    s.now_seconds = 105.0
+    assert await s.has_ended()
+
+
+async def test_a_second_signal_stops_at_once() -> None:
+    s = Situation()
+    s.ending.signal(1000)
+    waiting = asyncio.create_task(s.ending.wait())
+    await asyncio.sleep(0)
+    s.ending.signal(1000)
+    await asyncio.wait_for(waiting, 5)

@@ -1,0 +1,65 @@
+"""The core rests on the standard library alone, and so does nothing but decide; tensors are one package's affair."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import kvpool.core
+import kvpool.gpu_worker
+from support.paths import ROOT
+
+ALLOWED = sys.stdlib_module_names - {"asyncio", "time", "os", "socket", "threading", "random", "secrets"}
+WORKER_ONLY = {"torch", "numpy"}
+"""What `pip install kvpool` does not bring: only the worker extra does."""
+
+
+def imports(path: Path) -> Iterator[str]:
+    """The modules that a file imports."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0
+            yield node.module or ""
+
+
+def test_core_imports_the_standard_library_only() -> None:
+    (folder,) = kvpool.core.__path__
+    paths = sorted(Path(folder).rglob("*.py"))
+    assert len(paths) > 10
+    for path in paths:
+        for name in imports(path):
+            assert name.startswith("kvpool.core") or name.partition(".")[0] in ALLOWED, (path.name, name)
+
+
+def test_tensors_are_the_workers_alone() -> None:
+    worker = ROOT / "gpu_worker" / "kvpool" / "gpu_worker"
+    users = set()
+    paths = [path for part in ("proto", "server", "client", "gpu_worker") for path in (ROOT / part).rglob("*.py")]
+    assert len(paths) > 60
+    for path in paths:
+        if WORKER_ONLY & {name.partition(".")[0] for name in imports(path)}:
+            assert path.is_relative_to(worker), path
+            users.add(path.name)
+    assert "tensors.py" in users
+
+
+def test_the_wire_of_the_worker_is_in_two_files() -> None:
+    """Health apart: a service of its own, by a protocol that is not ours."""
+    users = {path.name for path in Path(*kvpool.gpu_worker.__path__).rglob("*.py") if uses_the_wire(path)}
+    assert users == {"messages.py", "stream.py", "worker_health.py"}
+
+
+def test_what_watches_a_rank_needs_no_torch() -> None:
+    modules = "status", "worker_health", "worker_metrics"
+    program = f"import sys; [__import__('kvpool.gpu_worker.' + name) for name in {modules}]; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
+    loaded = set(done.stdout.split())
+    assert "kvpool.gpu_worker.worker_metrics" in loaded
+    assert not loaded & WORKER_ONLY
+
+
+def uses_the_wire(path: Path) -> bool:
+    return any(name.split(".")[0] in ("grpc", "google") or name.startswith("kvpool.v1") for name in imports(path))

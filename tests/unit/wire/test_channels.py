@@ -1,0 +1,59 @@
+"""What a client shows at a server's door, and to whom not."""
+
+from pathlib import Path
+
+import pytest
+
+from kvpool.client import connect
+from kvpool.wire.channels import Access, TlsConfig
+
+REMOTE = ["10.0.0.7:1", "server:1", "localhost.example:1", "ipv4:127.0.0.1:1,10.0.0.7:2"]
+
+
+@pytest.mark.parametrize("address", REMOTE)
+def test_a_token_is_not_sent_in_plaintext_beyond_this_machine(address: str) -> None:
+    with pytest.raises(ValueError, match=r"^token: .* others could read the token"):
+        connect(address, token="secret")  # noqa: S106 - a test's
+    connect(address, token="secret", allow_plaintext=True).close()  # noqa: S106 - likewise
+    connect(address, token="secret", tls=TlsConfig()).close()  # noqa: S106 - likewise
+    connect(address).close()
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "[::1]:1", "localhost:1", "unix:/s"])
+def test_a_token_is_sent_to_this_machine(address: str) -> None:
+    Access(token="secret").check(address)  # noqa: S106 - a test's
+
+
+def test_what_is_left_open_comes_from_the_environment(tmp_path: Path) -> None:
+    environment = {
+        "KVPOOL_TLS_CA": "ca",
+        "KVPOOL_TLS_CERT": "cert",
+        "KVPOOL_TLS_KEY": "key",
+        "KVPOOL_TLS_SERVER_NAME": "name",
+        "KVPOOL_TOKEN": "secret",
+    }
+    tls = TlsConfig(Path("ca"), Path("cert"), Path("key"), "name")
+    found = Access.of(None, None, allow_plaintext=False, environment=environment)
+    assert found == Access(tls, "secret")
+    assert "secret" not in repr(found)
+    file = {**environment, "KVPOOL_TOKEN_FILE": str(tmp_path)}
+    assert Access.of(None, None, allow_plaintext=False, environment=file).token == tmp_path
+    mine = Access.of(TlsConfig(), "mine", allow_plaintext=True, environment=file)
+    assert mine == Access(TlsConfig(), "mine", allow_plaintext=True)
+
+
+@pytest.mark.parametrize("text", ["", "two words", "line\nline", "dör"])
+def test_what_is_no_token_is_refused(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "token"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=r"^token: needs one line"):
+        Access(token=path).check("unix:/s")
+
+
+def test_files_that_are_not_there_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"^token_file: .*none: No such file"):
+        Access(token=tmp_path / "none").check("unix:/s")
+    with pytest.raises(ValueError, match=r"^tls_ca: .*none: No such file"):
+        Access(TlsConfig(tmp_path / "none")).check("server:1")
+    with pytest.raises(ValueError, match=r"^tls_cert, tls_key: one needs the other"):
+        TlsConfig(cert=tmp_path)

@@ -1,0 +1,32 @@
+"""How a call ends with a status that cannot be sent."""
+
+import asyncio
+from typing import Any, NoReturn
+
+import grpc
+import pytest
+
+from kvpool.core.errors import NotFoundError
+from kvpool.server.rpc.guards import abort, abort_internal
+
+
+class EndedCall:
+    """The context of a call whose connection is gone."""
+
+    async def abort(self, *_: object) -> NoReturn:
+        raise grpc.aio.InternalError("Failed execute_batch")
+
+
+_METHOD = "/kvpool.v1.AllocatorService/GetPool"
+_ENDED: Any = EndedCall()
+
+
+async def test_a_refusal_of_a_call_that_has_just_ended_is_told_to_nobody() -> None:
+    with pytest.raises(asyncio.CancelledError):
+        await abort(_ENDED, NotFoundError("pool_name", "no pool 'm'"), _METHOD)
+
+
+async def test_a_bug_in_a_call_that_has_just_ended_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(asyncio.CancelledError):
+        await abort_internal(_ENDED, _METHOD)
+    assert [record.message for record in caplog.records] == ["bug"]

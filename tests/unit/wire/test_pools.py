@@ -1,0 +1,40 @@
+"""What pools and steps are made of has the same names and numbers on the wire as in core, and survives it."""
+
+from dataclasses import replace
+
+import pytest
+
+from kvpool.core.errors import InvalidArgumentError
+from kvpool.core.ids import MAX_TOKENS
+from kvpool.core.specs.pool_config import PoolConfig
+from kvpool.core.steps.columns import Operation, Outcome
+from kvpool.v1 import pool_pb2, step_pb2
+from kvpool.wire.pools import config_from_proto, config_to_proto
+from support.core import config
+
+
+def over_the_wire(declared: PoolConfig) -> PoolConfig:
+    encoded = config_to_proto(declared, with_none_hash=True).SerializeToString()
+    return config_from_proto(pool_pb2.PoolConfig.FromString(encoded))
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1, MAX_TOKENS])
+def test_the_most_tokens_in_flight_survive(num_tokens: int) -> None:
+    assert over_the_wire(config(max_in_flight_tokens=num_tokens)).max_in_flight_tokens == num_tokens
+
+
+def test_too_many_tokens_in_flight_are_refused_by_name() -> None:
+    for num_tokens in (-1, MAX_TOKENS + 1):
+        with pytest.raises(InvalidArgumentError) as raised:
+            replace(config(), max_in_flight_tokens=num_tokens).check()
+        assert raised.value.field == "config.max_in_flight_tokens"
+
+
+def test_operations_and_outcomes_have_the_wires_numbers() -> None:
+    assert {f"OPERATION_{each.name}": int(each) for each in Operation} == {
+        name: number for name, number in step_pb2.Operation.items() if number
+    }
+    # 0 of the wire, UNSPECIFIED, is OK.
+    assert {f"OUTCOME_{each.name}": int(each) for each in Outcome if each} == {
+        name: number for name, number in step_pb2.Outcome.items() if number
+    }
