@@ -100,7 +100,7 @@ class VllmTarget:
         """See `Target`."""
         return self._request(token_ids, self._hasher)
 
-    def look_up(self, request: _Request) -> _Hit:
+    def lookup(self, request: _Request) -> _Hit:
         """See `Target`. Counts it, as later schedulers do beside the look-up."""
         hit: _Hit = self._manager.get_computed_blocks(request)
         if self._record_stats:
@@ -124,7 +124,7 @@ class VllmTarget:
     def serve(self, token_ids: list[int]) -> _Request:
         """See `Target`."""
         request = self.make(token_ids)
-        hit = self.look_up(request)
+        hit = self.lookup(request)
         if self.allocate(request, len(token_ids) - hit[1], hit) is None:
             raise WorkloadError("a prompt found too few blocks")
         request.num_computed_tokens = len(token_ids)

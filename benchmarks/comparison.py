@@ -117,7 +117,7 @@ class EmptySteps:
 
     def __init__(self, target: SessionTarget) -> None:
         self._target = target
-        target.look_up(target.make([0]))
+        target.lookup(target.make([0]))
         target.settle()
 
     def round(self, count: int) -> Micros:

@@ -7,13 +7,13 @@ from typing import Final
 from benchmarks.workloads import BLOCK_SIZE, MAX_MODEL_LEN, WINDOW_TOKENS, NewBlocks, Task, WorkloadError
 from kvpool.client.hashing import BlockHasher
 from kvpool.core import ids
-from kvpool.core.blocks.kv_cache_manager import ComputedBlocks, Pool
-from kvpool.core.ids import BlockHash, PoolName, RequestId, RequestNumber, WriterId
+from kvpool.core.blocks.kv_cache_manager import ComputedBlocks, KVCacheManager
+from kvpool.core.ids import BlockHash, PoolName, RequestId, RequestNumber, SessionNumber
 from kvpool.core.sessions import request as core
 from kvpool.core.specs.kinds import FullAttentionSpec, SlidingWindowSpec
 from kvpool.core.specs.pool_config import HashScheme, KVCacheGroup, PoolConfig
 
-_WRITER: Final = WriterId(1)
+_WRITER: Final = SessionNumber(1)
 
 
 def pool_config(name: str, task: Task) -> PoolConfig:
@@ -45,9 +45,9 @@ class CoreTarget:
 
     def __init__(self, task: Task) -> None:
         config = pool_config("bench", task)
-        self.pool = Pool(config)
+        self.pool = KVCacheManager(config)
         self._hasher = BlockHasher(config.hash_scheme, config.hash_block_size)
-        self._sequence = ids.Sequence(1)
+        self._sequence = ids.StepNumber(1)
         self._count = 0
 
     def hashing(self, token_ids: list[int]) -> Callable[[], object]:
@@ -63,9 +63,9 @@ class CoreTarget:
         self._hasher.extend(known.hashes, token_ids)
         return CoreRequest(token_ids, known)
 
-    def look_up(self, request: CoreRequest) -> ComputedBlocks:
+    def lookup(self, request: CoreRequest) -> ComputedBlocks:
         """See `Target`."""
-        return self.pool.look_up(request.known)
+        return self.pool.lookup(request.known)
 
     def num_hit_tokens(self, hit: ComputedBlocks) -> int:
         """See `Target`."""
@@ -80,7 +80,7 @@ class CoreTarget:
     def serve(self, token_ids: list[int]) -> CoreRequest:
         """See `Target`."""
         request = self.make(token_ids)
-        hit = self.pool.look_up(request.known)
+        hit = self.pool.lookup(request.known)
         num_new_tokens = len(token_ids) - hit.num_tokens
         if self.pool.allocate(request.known, num_new_tokens, computed=hit, sequence=self._sequence) is None:
             raise WorkloadError("a prompt found too few blocks")
@@ -107,7 +107,7 @@ class CoreTarget:
     def settle(self) -> None:
         """See `Target`."""
         self.pool.blocks.prefix_map.publish(_WRITER, self._sequence)
-        self._sequence = ids.Sequence(self._sequence + 1)
+        self._sequence = ids.StepNumber(self._sequence + 1)
 
     def reset(self) -> None:
         """See `Target`."""

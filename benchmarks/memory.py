@@ -8,7 +8,7 @@ from benchmarks.core_target import pool_config
 from benchmarks.race import Figures
 from benchmarks.report import Run
 from benchmarks.workloads import Task
-from kvpool.core.blocks.kv_cache_manager import Pool
+from kvpool.core.blocks.kv_cache_manager import KVCacheManager
 from kvpool.replay.child_error import ChildError
 from kvpool.replay.children import CONTEXT, STOP_SECONDS, Pipe
 
@@ -55,4 +55,4 @@ def _construct_here(num_blocks: int) -> Figures:
 
 def _construct(num_blocks: int, pipe: Pipe) -> None:
     config = pool_config("bench", Task("none", num_blocks))
-    pipe.send(construct(lambda: Pool(config), num_blocks))
+    pipe.send(construct(lambda: KVCacheManager(config), num_blocks))

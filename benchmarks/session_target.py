@@ -50,7 +50,7 @@ class SessionTarget:
         self._count += 1
         return self._session.request(f"r{self._count}", token_ids)
 
-    def look_up(self, request: Request) -> ComputedBlocks:
+    def lookup(self, request: Request) -> ComputedBlocks:
         """See `Target`."""
         return self._session.get_computed_blocks(request)
 

@@ -73,7 +73,7 @@ class Target(Protocol[RequestT, HitT]):
     def make(self, token_ids: list[int]) -> RequestT:
         """Makes a request; its full blocks are hashed."""
 
-    def look_up(self, request: RequestT) -> HitT:
+    def lookup(self, request: RequestT) -> HitT:
         """Finds its longest cached prefix."""
 
     def num_hit_tokens(self, hit: HitT) -> int:
@@ -187,9 +187,9 @@ class Prompts(_Repeated[RequestT, HitT]):
         prompt = self._prompt(size)
         time_("hash", target.hashing(prompt))
         cold, warm = target.make(prompt), target.make(prompt)
-        self._expect_hit(time_(f"lookup_miss_{size}", target.look_up, cold), 0)
+        self._expect_hit(time_(f"lookup_miss_{size}", target.lookup, cold), 0)
         _had(time_(f"allocate_cold_{size}", target.allocate, cold, len(prompt)), size + 1)
-        hit = time_(f"lookup_hit_{size}", target.look_up, warm)
+        hit = time_(f"lookup_hit_{size}", target.lookup, warm)
         self._expect_hit(hit, size * BLOCK_SIZE)
         _had(time_(f"allocate_hit_{size}", target.allocate, warm, 1, hit), 1)
         self._free(warm)
@@ -218,7 +218,7 @@ class Evictions(_Repeated[RequestT, HitT]):
         target, size = self._target, self._task.prompt_blocks
         prompt = self._prompt(size, 0)
         request = target.make(prompt)
-        self._expect_hit(target.look_up(request), 0)
+        self._expect_hit(target.lookup(request), 0)
         _had(self._watch.time(f"allocate_evict_{size}", target.allocate, request, len(prompt)), size)
         target.settle()
         self._watch.time(f"free_evict_{size}", target.free, request)
@@ -231,7 +231,7 @@ class Windows(_Repeated[RequestT, HitT]):
         target, time_, size = self._target, self._watch.time, self._task.prompt_blocks
         prompt = self._prompt(size)
         request = target.make(prompt)
-        self._expect_hit(time_(f"gemma3_lookup_miss_{size}", target.look_up, request), 0)
+        self._expect_hit(time_(f"gemma3_lookup_miss_{size}", target.lookup, request), 0)
         _had(time_(f"gemma3_allocate_{size}", target.allocate, request, len(prompt)), size + 1)
         target.settle()
         time_(f"gemma3_free_{size}", target.free, request)

@@ -102,7 +102,7 @@ async def _greedy(address: str) -> None:
         opened = await stub.OpenSession(allocator_pb2.OpenSessionRequest(pool_name="bench"))
         call = stub.Schedule()
         in_flight = 0
-        for step in _steps(opened.session.session_id, step_pb2.OPERATION_PEEK, OPERATIONS):
+        for step in _steps(opened.session.session_id, step_pb2.OPERATION_LOOKUP_UNCOUNTED, OPERATIONS):
             await call.write(step)
             in_flight += 1
             if in_flight == IN_FLIGHT:
@@ -122,7 +122,7 @@ def deaf(address: str) -> None:
     deque(kept, maxlen=0)
     while True:
         stub = _stub(address)
-        call = stub.Schedule(itertools.islice(_steps(_open(stub), step_pb2.OPERATION_PEEK, 10_000), 50))
+        call = stub.Schedule(itertools.islice(_steps(_open(stub), step_pb2.OPERATION_LOOKUP_UNCOUNTED, 10_000), 50))
         while call.is_active():
             time.sleep(0.5)
 
@@ -172,7 +172,7 @@ def greedy_step_ms(address: str) -> float:
     sent: deque[float] = deque()
 
     def steps() -> Iterator[step_pb2.Step]:
-        for step in itertools.islice(_steps(_open(stub), step_pb2.OPERATION_PEEK, OPERATIONS), 6):
+        for step in itertools.islice(_steps(_open(stub), step_pb2.OPERATION_LOOKUP_UNCOUNTED, OPERATIONS), 6):
             while len(times) < len(sent):
                 time.sleep(0.001)
             sent.append(time.perf_counter())

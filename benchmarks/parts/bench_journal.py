@@ -23,7 +23,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from kvpool.client import connect
-from kvpool.core.blocks.kv_cache_manager import Pool
+from kvpool.core.blocks.kv_cache_manager import KVCacheManager
 from kvpool.core.ids import PoolName, SessionId
 from kvpool.core.sessions.session import Session
 from kvpool.core.specs.kinds import FullAttentionSpec
@@ -70,7 +70,7 @@ class FullPool:
         group = KVCacheGroup(FullAttentionSpec(BLOCK_SIZE), ("layer.0",))
         config = PoolConfig(PoolName("bench"), num_blocks, 65_536, (group,))
         self._allocator = allocator
-        self._pool: Pool = allocator.create_pool(config, b"n" * 32)[0]
+        self._pool: KVCacheManager = allocator.create_pool(config, b"n" * 32)[0]
         opened = allocator.open_session("bench", "", 10.0, session_id=SessionId("s"), now_seconds=0.0)
         self._session: Session = opened[1]
         for number in range(1, num_blocks // 4000 + 1):

@@ -31,7 +31,7 @@ ADDRESS = "unix:/tmp/kvpool.sock"
 POOL = PoolOptions("llama-3.1-8b", 4000, 16, 8192, ReuseOrder.UNCACHED_FIRST)
 RANKED = "gemma-3-27b"
 COLUMNS, LINES = 80, 16
-LOOK_UPS = 400
+LOOKUPS = 400
 """Before the picture is taken: by then conversations come back."""
 
 
@@ -77,7 +77,7 @@ def sampled_at_work() -> tuple[Sample, Sample]:
     chat = threading.Thread(target=play.replay_shares, args=(ADDRESS, POOL, shares, how, console))
     chat.start()
     with AdminClient(ADDRESS) as admin:
-        wait_until(lambda: look_ups(admin) >= LOOK_UPS, "prompts are looked up", seconds=60)
+        wait_until(lambda: lookups(admin) >= LOOKUPS, "prompts are looked up", seconds=60)
         before = top_sample.take(admin)
         time.sleep(1)
         now = top_sample.take(admin)
@@ -85,7 +85,7 @@ def sampled_at_work() -> tuple[Sample, Sample]:
     return before, now
 
 
-def look_ups(admin: AdminClient) -> int:
+def lookups(admin: AdminClient) -> int:
     """Prompts that were looked up so far."""
     return sum(info.prefix_cache.requests for info in admin.overview().pools)
 

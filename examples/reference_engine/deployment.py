@@ -15,7 +15,7 @@ from examples.reference_engine.rank import START_SECONDS, RankOptions, run_rank
 from examples.reference_engine.weights import Placement
 from kvpool.core.planning.plan import GIB, PlanOptions, RankMemory
 from kvpool.core.planning.planner import get_kv_cache_configs
-from kvpool.core.ranks.messages import WorldOptions
+from kvpool.core.ranks.messages import RankGroupOptions
 from kvpool.gpu_worker.settings import WorkerSettings
 from kvpool.replay.child_error import ChildError
 
@@ -98,7 +98,7 @@ def running_ranks(address: str, pool: str, deployment: Deployment) -> Iterator[R
     """
     link_key = os.urandom(32)
     with TemporaryDirectory(prefix="kvpool-ranks-") as folder:
-        options = WorldOptions(deployment.max_model_len, max_num_batched_tokens=deployment.max_num_batched_tokens)
+        options = RankGroupOptions(deployment.max_model_len, max_num_batched_tokens=deployment.max_num_batched_tokens)
         ranks = []
         for rank, memory_bytes in enumerate(deployment.memory_bytes()):
             settings = WorkerSettings(

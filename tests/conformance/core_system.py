@@ -4,10 +4,9 @@ from collections.abc import Sequence
 
 from conformance.golden import Line, Stats
 from kvpool.client.hashing import BlockHasher, ExtraKeys
-from kvpool.core.blocks.kv_cache_manager import ComputedBlocks, Pool
+from kvpool.core.blocks.kv_cache_manager import ComputedBlocks, KVCacheManager
 from kvpool.core.events import AllBlocksCleared, BlockEvent, BlockRemoved, BlockStored
-from kvpool.core.ids import BlockHash, BlockId, RequestId, RequestNumber, SessionId, WriterId
-from kvpool.core.ids import Sequence as SequenceNumber
+from kvpool.core.ids import BlockHash, BlockId, RequestId, RequestNumber, SessionId, SessionNumber, StepNumber
 from kvpool.core.sessions.request import Request
 from kvpool.core.sessions.session import Session
 from kvpool.core.specs.pool_config import PoolConfig
@@ -48,9 +47,9 @@ class CoreSystem:
     """One pool and one session's requests."""
 
     def __init__(self, config: PoolConfig) -> None:
-        self.pool = Pool(config)
+        self.pool = KVCacheManager(config)
         self._hasher = BlockHasher(config.hash_scheme, config.hash_block_size)
-        self._session = Session(SessionId("s"), WriterId(1), "", 10.0, 0.0)
+        self._session = Session(SessionId("s"), SessionNumber(1), "", 10.0, 0.0)
         self._tokens: dict[str, tuple[list[int], ExtraKeys]] = {}
         self._computed: dict[str, ComputedBlocks] = {}
 
@@ -60,7 +59,7 @@ class CoreSystem:
     def request(self, request_id: str, token_ids: list[int], keys: ExtraKeys) -> Sequence[BlockHash]:
         number = RequestNumber(len(self._tokens) + 1)
         self._tokens[request_id] = ([], keys)
-        request = Request(RequestId(request_id), number, self._session.writer, self.pool.new_tables())
+        request = Request(RequestId(request_id), number, self._session.session_number, self.pool.new_tables())
         request.lora_name = keys.lora_name
         self._session.add(request)
         return self.append(request_id, token_ids)
@@ -78,8 +77,8 @@ class CoreSystem:
         return request.hashes[before:]
 
     def get_computed_blocks(self, request_id: str, *, counted: bool) -> tuple[list[list[int]], int]:
-        look_up = self.pool.look_up if counted else self.pool.peek
-        computed = self._computed[request_id] = look_up(self._get(request_id))
+        lookup = self.pool.lookup if counted else self.pool.lookup_uncounted
+        computed = self._computed[request_id] = lookup(self._get(request_id))
         return [list(blocks) for blocks in computed.block_ids], computed.num_tokens
 
     def allocate_slots(self, line: Line) -> list[list[int]] | None:
@@ -93,7 +92,7 @@ class CoreSystem:
             computed,
             num_encoder_tokens=line["num_encoder_tokens"],
             delay_cache_blocks=line["delay_cache_blocks"],
-            sequence=SequenceNumber(1),
+            sequence=StepNumber(1),
         )
         return None if new is None else [list(blocks) for blocks in new]
 
@@ -101,7 +100,7 @@ class CoreSystem:
         return [list(table.block_ids) for table in self._get(request_id).tables]
 
     def cache_blocks(self, request_id: str, num_computed_tokens: int) -> None:
-        self.pool.cache(self._get(request_id), num_computed_tokens, sequence=SequenceNumber(1))
+        self.pool.cache(self._get(request_id), num_computed_tokens, sequence=StepNumber(1))
 
     def free(self, request_id: str) -> None:
         request = self._get(request_id)

@@ -15,7 +15,7 @@ from typing import Any, Final
 from crash.execution import AUTHKEY, Outcome, compute, rank_memory, rank_path
 from crash.memory import Memory
 from crash.scheduler import LONGEST_TOKENS, RANKED_POOL
-from kvpool.core.ranks.messages import WorldOptions
+from kvpool.core.ranks.messages import RankGroupOptions
 from kvpool.core.specs.kinds import FullAttentionSpec
 from kvpool.gpu_worker.fence import StaleTablesError
 from kvpool.gpu_worker.settings import WorkerSettings
@@ -34,7 +34,7 @@ def main() -> None:
         RANKED_POOL,
         rank,
         world_size,
-        WorldOptions(max_model_len=LONGEST_TOKENS, max_num_batched_tokens=LONGEST_TOKENS),
+        RankGroupOptions(max_model_len=LONGEST_TOKENS, max_num_batched_tokens=LONGEST_TOKENS),
         device="cpu",
         memory_bytes=RANK_BLOCKS * _SPEC.page_size_bytes,
     )

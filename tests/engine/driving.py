@@ -38,7 +38,7 @@ LLAMA = {
 }  # fmt: skip
 
 
-LOOK_UPS = ("requests", "queries", "hits", "preempted_requests", "preempted_queries", "preempted_hits")
+LOOKUPS = ("requests", "queries", "hits", "preempted_requests", "preempted_queries", "preempted_hits")
 
 
 @dataclass(frozen=True)
@@ -196,7 +196,7 @@ class Driver:
         self.cached: dict[str, int] = {}
         self.generated: dict[str, list[int]] = {}
         self.requests: dict[str, Request] = {}
-        self.look_ups = dict.fromkeys(LOOK_UPS, 0)
+        self.lookups = dict.fromkeys(LOOKUPS, 0)
 
     def add(self, request_id: str, prompt: list[int], max_tokens: int, **values: Any) -> None:
         params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, **values.pop("sampling", {}))
@@ -259,8 +259,8 @@ class Driver:
                 self.generated.setdefault(each.request_id, []).extend(each.new_token_ids)
             if client.scheduler_stats:
                 stats = client.scheduler_stats.prefix_cache_stats
-                for name in self.look_ups:
-                    self.look_ups[name] += getattr(stats, name)
+                for name in self.lookups:
+                    self.lookups[name] += getattr(stats, name)
         return took
 
     def _sample(self, request_id: str, num_computed_tokens: int, scheduled: Any) -> list[int]:

@@ -10,19 +10,19 @@ from typing import Any, Final
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1 import kv_cache_interface
-from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.core.kv_cache_manager import KVCacheManager as VllmManager
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.request import Request as VllmRequest
 
-from kvpool.core.blocks.kv_cache_manager import Pool
-from kvpool.core.ids import NULL_BLOCK, BlockHash, BlockId, RequestId, RequestNumber, WriterId
+from kvpool.core.blocks.kv_cache_manager import KVCacheManager
+from kvpool.core.ids import NULL_BLOCK, BlockHash, BlockId, RequestId, RequestNumber, SessionNumber
 from kvpool.core.sessions.request import Request
 from kvpool.core.specs.base import KVCacheSpec
 from kvpool.core.specs.kinds import ChunkedLocalAttentionSpec, FullAttentionSpec, SlidingWindowSpec
 from kvpool.core.specs.pool_config import KVCacheGroup, PoolConfig
 
 BLOCK_SIZE: Final = 4
-WRITER: Final = WriterId(1)
+SESSION_NUMBER: Final = SessionNumber(1)
 _HASH: Final = get_hash_fn_by_name("sha256_cbor")
 init_none_hash(_HASH)
 
@@ -50,7 +50,7 @@ def _manager(config: PoolConfig) -> Any:
     groups = [
         kv_cache_interface.KVCacheGroupSpec([*group.layer_names], _vllm_spec(group.spec)) for group in config.groups
     ]
-    return KVCacheManager(
+    return VllmManager(
         kv_cache_interface.KVCacheConfig(
             num_blocks=config.num_blocks,
             kv_cache_tensors=[],
@@ -104,7 +104,7 @@ class ManagerPair:
     def __init__(self, config: PoolConfig) -> None:
         self.config = config
         self.manager = _manager(config)
-        self.pool = Pool(config)
+        self.pool = KVCacheManager(config)
         self._hasher = get_request_block_hasher(BLOCK_SIZE, _HASH) if config.enable_caching else None
 
     def make_request(self, number: int, prompt: list[int]) -> RequestPair:
@@ -116,7 +116,7 @@ class ManagerPair:
             pooling_params=None,
             block_hasher=self._hasher,
         )
-        ours = Request(RequestId(theirs.request_id), RequestNumber(number), WRITER, self.pool.new_tables())
+        ours = Request(RequestId(theirs.request_id), RequestNumber(number), SESSION_NUMBER, self.pool.new_tables())
         ours.num_prompt_tokens = len(prompt)
         both = RequestPair(theirs, ours)
         both.follow()

@@ -7,9 +7,9 @@ import random
 from dataclasses import dataclass
 from typing import Any, Final
 
-from engine.manager_pair import BLOCK_SIZE, WRITER, ManagerPair, RequestPair, make_groups
+from engine.manager_pair import BLOCK_SIZE, SESSION_NUMBER, ManagerPair, RequestPair, make_groups
 from kvpool.core.blocks.kv_cache_manager import ComputedBlocks
-from kvpool.core.ids import BlockId, PoolName, Sequence, SessionId
+from kvpool.core.ids import BlockId, PoolName, SessionId, StepNumber
 from kvpool.core.sessions.session import Session
 from kvpool.core.specs.base import KVCacheSpec
 from kvpool.core.specs.kinds import ChunkedLocalAttentionSpec, FullAttentionSpec, SlidingWindowSpec
@@ -17,7 +17,7 @@ from kvpool.core.specs.pool_config import PoolConfig
 from support.integrity import check_integrity
 
 MAX_MODEL_LEN: Final = 160
-_STEP: Final = Sequence(1)
+_STEP: Final = StepNumber(1)
 _MAX_RUNNING: Final = 8
 
 
@@ -45,7 +45,7 @@ class Program:
 
     Attributes:
         num_hits: Look-ups that found something.
-        num_junctions: Look-ups that found a junction.
+        num_shared_prefix_boundaries: Look-ups that found a junction.
         num_refusals: Allocations that found too few blocks.
         is_apart: Whether vLLM found a hit with EAGLE that ours does not take, and why is known; then it ends there.
     """
@@ -65,12 +65,12 @@ class Program:
             )
         )
         self._manager, self._pool = self._pair.manager, self._pair.pool
-        self._session = Session(SessionId("s"), WRITER, "", 10.0, 0.0)
+        self._session = Session(SessionId("s"), SESSION_NUMBER, "", 10.0, 0.0)
         self._families = [self._tokens(MAX_MODEL_LEN) for _ in range(3)]
         self._waiting: list[RequestPair] = []
         self._running: list[RequestPair] = []
         self._count = 0
-        self.num_hits = self.num_junctions = self.num_refusals = 0
+        self.num_hits = self.num_shared_prefix_boundaries = self.num_refusals = 0
         self.is_apart = False
 
     def run(self, num_calls: int) -> None:
@@ -111,16 +111,16 @@ class Program:
         both = self._waiting[0]
         found, num_found, junction = self._manager.get_computed_blocks(both.theirs)
         both.theirs.shared_prefix_boundary = junction
-        computed = self._pool.look_up(both.ours)
+        computed = self._pool.lookup(both.ours)
         expected = [list(ids) for ids in found.get_block_ids()]
         if computed.num_tokens < num_found and self._lacks_block_after(both, num_found):
             self.is_apart = True
             return
         assert (computed.num_tokens, [list(ids) for ids in computed.block_ids]) == (num_found, expected)
         if self._shape.retention_tokens is not None:
-            assert computed.junction_tokens == junction
+            assert computed.shared_prefix_boundary_tokens == junction
         self.num_hits += num_found > 0
-        self.num_junctions += junction > 0
+        self.num_shared_prefix_boundaries += junction > 0
         if self._random.random() < 0.1:  # it waits, and is looked up again
             return
         if self._allocate(both, self._chunk(both, num_found), (found, computed)):

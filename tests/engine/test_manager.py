@@ -41,7 +41,9 @@ def _run(windows: tuple[int, ...], retention_tokens: int | None, *, use_eagle: b
         except AssertionError as error:
             error.add_note(f"seed {seed} of {windows}, retention {retention_tokens}, EAGLE {use_eagle}")
             raise
-        counts.update(hits=program.num_hits, junctions=program.num_junctions, refusals=program.num_refusals)
+        counts.update(
+            hits=program.num_hits, junctions=program.num_shared_prefix_boundaries, refusals=program.num_refusals
+        )
         counts["apart"] += program.is_apart
     print(windows, retention_tokens, use_eagle, dict(counts))
     assert counts["hits"]

@@ -95,7 +95,7 @@ def test_groups_that_newer_versions_cache_by_rules_of_their_own_are_refused(tmp_
 def test_an_engine_that_is_refused_leaves_no_pool(
     address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvpool.client.vllm.attach.drifts", lambda: ["KVCacheManager.new_thing is not known"])
+    monkeypatch.setattr("kvpool.client.vllm.attach.missing_methods", lambda: ["KVCacheManager.new_thing is not known"])
     attached = Setup(additional_config={"kvpool": {"address": address, "pool": "refused"}})
     with pytest.raises(UnsupportedError, match="new_thing"):
         make_scheduler(Scheduler, attached, tmp_path)

@@ -21,8 +21,8 @@ from engine.connector import ENDS, Told
 from engine.driving import Driver, Setup, make_scheduler
 from kvpool.client import Session, connect
 from kvpool.client.vllm import AsyncScheduler, Scheduler
-from kvpool.client.vllm.foresight import Foresight
 from kvpool.client.vllm.manager import KVCacheManager
+from kvpool.client.vllm.schedule_predictor import SchedulePredictor
 
 
 def _names(values: dict[str, Any]) -> str:
@@ -58,7 +58,7 @@ class Outcome:
     steps: list[Any]
     generated: dict[str, list[int]]
     cached: dict[str, int]
-    look_ups: dict[str, int]
+    lookups: dict[str, int]
     num_preemptions: int
     told: Told | None
 
@@ -105,7 +105,7 @@ def run(scheduler_class: Any, setup: Setup, seed: int, folder: Path, num_request
     preemptions = sum(request.num_preemptions for request in driver.requests.values())
     scheduler.shutdown()
     told = scheduler.connector and scheduler.connector.told
-    return Outcome(steps, driver.generated, driver.cached, driver.look_ups, preemptions, told)
+    return Outcome(steps, driver.generated, driver.cached, driver.lookups, preemptions, told)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -124,7 +124,7 @@ def test_steps_are_those_of_vllm(kind: str, address: str, tmp_path: Path, caplog
         with connect(address) as client:
             info = client.get_pool(pool)
         counted = info.prefix_cache
-        assert plain.look_ups == {
+        assert plain.lookups == {
             "requests": counted.requests,
             "queries": counted.queries_tokens,
             "hits": counted.hits_tokens,
@@ -146,16 +146,16 @@ def test_what_is_foreseen_wrongly_costs_messages_and_nothing_else(
     address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Half of each chunk is foreseen, a token too much of each decode, and of admissions seven tokens."""
-    foresee = Foresight.running
+    foresee = SchedulePredictor.running
 
-    def foresee_wrongly(self: Foresight, *args: Any) -> tuple[list[tuple[Any, int]], bool]:
+    def foresee_wrongly(self: SchedulePredictor, *args: Any) -> tuple[list[tuple[Any, int]], bool]:
         asking, is_all = foresee(self, *args)
         return [(request, 2 if num_tokens == 1 else num_tokens // 2) for request, num_tokens in asking], is_all
 
     setup = replace(setup_of("first_come", 1), num_blocks=80, max_num_batched_tokens=64)
     plain = Driver(make_scheduler(Plain, setup, tmp_path), setup)
-    monkeypatch.setattr(Foresight, "running", foresee_wrongly)
-    monkeypatch.setattr(Foresight, "long_prefill_tokens", lambda _: 7)
+    monkeypatch.setattr(SchedulePredictor, "running", foresee_wrongly)
+    monkeypatch.setattr(SchedulePredictor, "long_prefill_tokens", lambda _: 7)
     attached = replace(setup, additional_config={"kvpool": {"address": address, "pool": "wrong"}})
     served = Driver(make_scheduler(Scheduler, attached, tmp_path), attached)
     for driver in (plain, served):

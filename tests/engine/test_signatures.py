@@ -8,7 +8,7 @@ import pytest
 from vllm.v1.core import kv_cache_manager
 
 from engine.driving import Setup, make_scheduler
-from kvpool.client.vllm import Scheduler, drift
+from kvpool.client.vllm import Scheduler, missing_methods
 from kvpool.client.vllm.manager import KVCacheManager
 from kvpool.client.vllm.pool_config import UnsupportedError
 
@@ -16,7 +16,7 @@ CALLERS = ("vllm.v1.core.sched.scheduler", "vllm.v1.core.sched.async_scheduler",
 
 
 def test_nothing_has_drifted() -> None:
-    assert drift.drifts() == []
+    assert missing_methods.missing_methods() == []
 
 
 def _asked(path: Path) -> set[str]:
@@ -39,7 +39,7 @@ def test_all_that_the_engine_reads_of_its_manager_is_there(module: str, address:
     scheduler = make_scheduler(Scheduler, setup, tmp_path)
     lacking = {name for name in _asked(Path(spec.origin)) if not hasattr(scheduler.kv_cache_manager, name)}
     scheduler.shutdown()
-    assert lacking <= {*drift.NOT_CALLED, "block_pool"}  # which only frees what waits for a KV connector
+    assert lacking <= {*missing_methods.NOT_CALLED, "block_pool"}  # which only frees what waits for a KV connector
 
 
 def test_an_engine_that_asks_for_more_is_refused(monkeypatch: pytest.MonkeyPatch, address: str, tmp_path: Path) -> None:

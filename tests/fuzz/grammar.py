@@ -88,7 +88,7 @@ class Grammar(RequestGrammar):
 
     def _number(self) -> int:
         found = self.session()
-        return found[1].writer if found and self.rng.random() < 0.5 else 0
+        return found[1].session_number if found and self.rng.random() < 0.5 else 0
 
     def _paged(self, key: str, message: _Paged) -> _Paged:
         message.page_size = self.rng.choice((0, 1, 2, 7, 100, 500))
@@ -129,7 +129,7 @@ class Grammar(RequestGrammar):
         found = self.session()
         if found is None:
             return None
-        return admin_pb2.EvictSessionRequest(pool_name=found[0].config.name, session_number=found[1].writer)
+        return admin_pb2.EvictSessionRequest(pool_name=found[0].config.name, session_number=found[1].session_number)
 
     def _drain(self) -> Message:
         if self.rng.random() < 0.2:
@@ -137,7 +137,7 @@ class Grammar(RequestGrammar):
         return admin_pb2.DrainRequest(pool_name=self._name_or_all())
 
     def _undrain(self) -> Message:
-        closed = [*self.served.hub.allocator.intake.closed_pools, ""]
+        closed = [*self.served.hub.allocator.drain_state.closed_pools, ""]
         return admin_pb2.UndrainRequest(pool_name=self.rng.choice(closed))
 
     def _remove_pool(self) -> Message:

@@ -7,11 +7,11 @@ from typing import Final
 
 from fuzz.configs import block_hash
 from fuzz.served import Served
-from kvpool.core.blocks.kv_cache_manager import Pool
+from kvpool.core.blocks.kv_cache_manager import KVCacheManager
 from kvpool.core.sessions.request import Request
 from kvpool.core.sessions.session import Session
+from kvpool.core.steps.allocation_options import DEFAULT_OPTIONS, AllocationOptions
 from kvpool.core.steps.columns import Operation
-from kvpool.core.steps.options import USUAL_TERMS, Terms
 from kvpool.v1 import allocator_pb2, step_pb2
 
 _NUM_DOCUMENTS: Final = 3
@@ -20,9 +20,9 @@ _MAX_OPERATIONS: Final = 8
 _MAX_UINT32: Final = 2**32 - 1
 _NO_ROOM_TOKENS: Final = (1, 4, 2**31, _MAX_UINT32)
 _OF_NEW: Final = (
-    Operation.LOOK_UP,
-    Operation.PEEK,
-    Operation.FIND,
+    Operation.LOOKUP,
+    Operation.LOOKUP_UNCOUNTED,
+    Operation.LOOKUP_COUNTED_ON_ADMIT,
     *(Operation.ADMIT,) * 3,
     *(Operation.ALLOCATE,) * 2,
 )
@@ -37,7 +37,7 @@ _OF_RUNNING: Final = (
 )
 
 
-def hashes_of(pool: Pool, request_id: str, before: int, after: int) -> bytes:
+def hashes_of(pool: KVCacheManager, request_id: str, before: int, after: int) -> bytes:
     """Hashes of the blocks that a request fills as it grows from `before` to `after` tokens; its id tells its text."""
     if not pool.config.enable_caching:
         return b""
@@ -60,7 +60,7 @@ class _Row:
     lookahead: int = 0
     encoder: int = 0
     delay: bool = False
-    terms: Terms = USUAL_TERMS
+    options: AllocationOptions = DEFAULT_OPTIONS
     block_ids: tuple[tuple[int, ...], ...] = ()
 
 
@@ -72,7 +72,7 @@ class RequestGrammar:
         self.served = served
         self._last_number = 0
 
-    def session(self) -> tuple[Pool, Session] | None:
+    def session(self) -> tuple[KVCacheManager, Session] | None:
         """Any open session."""
         sessions = list(self.served.hub.allocator.sessions())
         return self.rng.choice(sessions) if sessions else None
@@ -109,7 +109,7 @@ class RequestGrammar:
         )
         computed = request.num_computed_tokens if request else 0
         if request and not request.holds_blocks and self.rng.random() < 0.7:
-            hit = pool.peek(request)
+            hit = pool.lookup_uncounted(request)
             message.computed.num_tokens = hit.num_tokens
             for block_ids in hit.block_ids:
                 message.computed.groups.add(block_ids=block_ids)
@@ -189,14 +189,14 @@ class RequestGrammar:
         found = found or self.session()
         return self._step(*found) if found else None
 
-    def _step(self, pool: Pool, session: Session) -> step_pb2.Step:
+    def _step(self, pool: KVCacheManager, session: Session) -> step_pb2.Step:
         step = step_pb2.Step(
             session_id=session.current_id,
             sequence=session.sequence + 1,
             executed_sequence=max(session.sequence - self.rng.choice((0, 1, 4, 1000)), 0),
             launched_sequence=max(session.sequence - self.rng.choice((0, 1, 1000, 1000)), 0),
             admission_budget_tokens=self.rng.choice((0, 0, 0, 16, 64)),
-            num_quiet_allocations=self.rng.choice((0, 1, 7, 2**24)) if self.rng.random() < 0.98 else _MAX_UINT32,
+            num_credit_allocations=self.rng.choice((0, 1, 7, 2**24)) if self.rng.random() < 0.98 else _MAX_UINT32,
         )
         requests = [request for request in session.requests.values() if request.number > 0]
         self.rng.shuffle(requests)
@@ -209,7 +209,7 @@ class RequestGrammar:
                 self._add(step, pool)
         return step
 
-    def _add(self, step: step_pb2.Step, pool: Pool) -> None:
+    def _add(self, step: step_pb2.Step, pool: KVCacheManager) -> None:
         """A new request, and the operation that it came for."""
         number, request_id = self._new()
         tokens = self.rng.randint(1, min(60, pool.config.max_model_len))
@@ -221,19 +221,19 @@ class RequestGrammar:
         row = _Row(operation, number=number, lookahead=self.rng.choice((0, 0, 2)), delay=self.rng.random() < 0.1)
         row.new = tokens if operation is Operation.ALLOCATE else self.rng.choice((0, 0, 8))
         if operation in (Operation.ADMIT, Operation.ALLOCATE):
-            row.terms = self._terms(operation, holds_blocks=False)
-            row.new = max(row.new - row.terms.num_external_tokens, int(operation is Operation.ALLOCATE))
+            row.options = self._options_of(operation, holds_blocks=False)
+            row.new = max(row.new - row.options.num_external_tokens, int(operation is Operation.ALLOCATE))
             if self._has_encoder(pool):
                 row.encoder = 7
         self._put(step, pool, row)
 
-    def _terms(self, operation: Operation, *, holds_blocks: bool) -> Terms:
+    def _options_of(self, operation: Operation, *, holds_blocks: bool) -> AllocationOptions:
         """Usual ones, ones that can be asked, and once in a while ones that cannot."""
         rng = self.rng
         if rng.random() < 0.6:
-            return USUAL_TERMS
+            return DEFAULT_OPTIONS
         can_bring = operation is Operation.ALLOCATE and not holds_blocks
-        return Terms(
+        return AllocationOptions(
             num_external_tokens=rng.choice((0, 1, 8, 20)) if can_bring or rng.random() < 0.02 else 0,
             num_in_flight_tokens=rng.choice((0, 1, 7, 96)),
             num_reserved_blocks=rng.choice((0, 0, 0, 5, 2**20)),
@@ -241,13 +241,13 @@ class RequestGrammar:
             full_sequence_must_fit=rng.random() < 0.3,
         )
 
-    def _on_pool(self, pool: Pool) -> _Row:
+    def _on_pool(self, pool: KVCacheManager) -> _Row:
         if self.rng.random() < 0.3:
             return _Row(Operation.RESET)
         empty: tuple[tuple[int, ...], ...] = ((),) * (len(pool.config.groups) - 1)
         return _Row(Operation.EVICT, block_ids=(tuple(self._any_blocks(pool)), *empty))
 
-    def _on_request(self, pool: Pool, request: Request) -> _Row:
+    def _on_request(self, pool: KVCacheManager, request: Request) -> _Row:
         operation = self.rng.choice(_OF_RUNNING if request.holds_blocks else (*_OF_NEW, Operation.FREE))
         row = _Row(operation, request, request.number)
         room = pool.config.max_model_len - request.num_tokens
@@ -261,19 +261,19 @@ class RequestGrammar:
             row.rejected = min(self.rng.choice((0, 0, 0, 1)), num_computed)
             hit = 0
             if not request.holds_blocks:
-                promise = pool.peek(request)
+                promise = pool.lookup_uncounted(request)
                 row.block_ids, hit = tuple(map(tuple, promise.block_ids)), promise.num_tokens
             computed = num_computed - row.rejected + hit
             row.new = max(request.num_tokens + row.appended - computed, 1)
             row.lookahead = self.rng.choice((0, 0, 0, 4))
-            row.terms = self._terms(operation, holds_blocks=request.holds_blocks)
-            if row.terms.num_external_tokens:
-                row.new = max(row.new - row.terms.num_external_tokens, 0)
+            row.options = self._options_of(operation, holds_blocks=request.holds_blocks)
+            if row.options.num_external_tokens:
+                row.new = max(row.new - row.options.num_external_tokens, 0)
         if not request.holds_blocks and operation in (Operation.ADMIT, Operation.ALLOCATE) and self._has_encoder(pool):
             row.encoder = 7
         return row
 
-    def _taken(self, pool: Pool, request: Request) -> int:
+    def _taken(self, pool: KVCacheManager, request: Request) -> int:
         """Up to all of the room that the request has; once in a while more than that."""
         room = max(pool.most_taken_tokens(request) - request.num_computed_tokens, 0)
         if self.rng.random() < 0.02:
@@ -281,7 +281,7 @@ class RequestGrammar:
         return min(self.rng.choice((0, 0, 1, 2, room)), room)
 
     def _put(
-        self, step: step_pb2.Step, pool: Pool, row: _Row, growth: tuple[bytes, Iterable[int]] | None = None
+        self, step: step_pb2.Step, pool: KVCacheManager, row: _Row, growth: tuple[bytes, Iterable[int]] | None = None
     ) -> None:
         if row.request:
             before = row.request.num_tokens
@@ -296,18 +296,18 @@ class RequestGrammar:
         step.num_lookahead_tokens.append(row.lookahead)
         step.num_encoder_tokens.append(row.encoder)
         step.delay_cache_blocks.append(row.delay)
-        step.num_external_tokens.append(row.terms.num_external_tokens)
-        step.num_in_flight_tokens.append(row.terms.num_in_flight_tokens)
-        step.num_reserved_blocks.append(row.terms.num_reserved_blocks)
-        step.num_watermark_blocks.append(row.terms.num_watermark_blocks)
-        step.full_sequence_must_fit.append(row.terms.full_sequence_must_fit)
+        step.num_external_tokens.append(row.options.num_external_tokens)
+        step.num_in_flight_tokens.append(row.options.num_in_flight_tokens)
+        step.num_reserved_blocks.append(row.options.num_reserved_blocks)
+        step.num_watermark_blocks.append(row.options.num_watermark_blocks)
+        step.full_sequence_must_fit.append(row.options.full_sequence_must_fit)
         for block_ids in row.block_ids or ((),) * len(pool.config.groups):
             step.num_block_ids.append(len(block_ids))
             step.block_ids.extend(block_ids)
         step.block_hashes += hashes
         step.token_ids.extend(token_ids)
 
-    def _update(self, pool: Pool, session: Session, request: Request | None) -> allocator_pb2.RequestUpdate:
+    def _update(self, pool: KVCacheManager, session: Session, request: Request | None) -> allocator_pb2.RequestUpdate:
         """What is new of a request; None for one that was not seen before."""
         if request is None:
             number, request_id = self._new()
@@ -327,7 +327,7 @@ class RequestGrammar:
             lora_name=self.rng.choice(("", "", "lora")) if request is None else "",
         )
 
-    def _growth(self, pool: Pool, request_id: str, before: int, after: int) -> tuple[bytes, Iterable[int]]:
+    def _growth(self, pool: KVCacheManager, request_id: str, before: int, after: int) -> tuple[bytes, Iterable[int]]:
         token_ids = range(before, after) if pool.config.makes_events else ()
         return hashes_of(pool, request_id, before, after), token_ids
 
@@ -339,15 +339,15 @@ class RequestGrammar:
         requests = list(session.requests.values())
         return self.rng.choice(requests) if requests and self.rng.random() < 0.7 else None
 
-    def _running(self) -> tuple[Pool, Session, Request] | None:
+    def _running(self) -> tuple[KVCacheManager, Session, Request] | None:
         found = self.session()
         if found is None or not found[1].requests:
             return None
         return (*found, self.rng.choice(list(found[1].requests.values())))
 
-    def _any_blocks(self, pool: Pool) -> list[int]:
+    def _any_blocks(self, pool: KVCacheManager) -> list[int]:
         return [self.rng.randrange(1, pool.blocks.num_blocks) for _ in range(self.rng.randrange(6))]
 
     @staticmethod
-    def _has_encoder(pool: Pool) -> bool:
+    def _has_encoder(pool: KVCacheManager) -> bool:
         return pool.config.name == "p5"

@@ -17,7 +17,7 @@ from google.rpc import error_details_pb2, status_pb2
 
 from fuzz.contract import Method
 from kvpool.core.allocator import Allocator
-from kvpool.core.blocks.kv_cache_manager import Pool
+from kvpool.core.blocks.kv_cache_manager import KVCacheManager
 from kvpool.core.ranks.messages import RankTiming
 from kvpool.server.services.admin_service import AdminService
 from kvpool.server.services.allocator_service import AllocatorService
@@ -209,7 +209,7 @@ class Served:
         """What serves an RPC."""
         return getattr(self._services[method.service], method.name)
 
-    def pools(self) -> list[Pool]:
+    def pools(self) -> list[KVCacheManager]:
         """All pools."""
         return list(self.hub.allocator.pools())
 
@@ -251,11 +251,14 @@ class Served:
                     pool.quarantine.num_blocks,
                     repr(pool.stats),
                     repr(pool.activity),
-                    [(s.writer, s.sequence, s.executed_sequence, len(s.requests)) for s in pool.sessions.values()],
+                    [
+                        (s.session_number, s.sequence, s.executed_sequence, len(s.requests))
+                        for s in pool.sessions.values()
+                    ],
                 )
                 for pool in allocator.pools()
             ],
-            (allocator.intake.is_closed, sorted(allocator.intake.closed_pools), self.hub.ending.is_asked),
+            (allocator.drain_state.is_closed, sorted(allocator.drain_state.closed_pools), self.hub.ending.is_asked),
             [(name, repr(membership)) for name, membership in self.ranks._memberships.items()],
         )
 
@@ -273,5 +276,5 @@ class Served:
         """What was logged of a bug last."""
         return self._bugs.told[-1] if self._bugs.told else ""
 
-    def _sessions(self, pool: Pool) -> list[Any]:
+    def _sessions(self, pool: KVCacheManager) -> list[Any]:
         return self.hub.allocator.sessions_of(pool)

@@ -93,7 +93,7 @@ def test_sessions_requests_and_blocks_of_schedulers_at_work(client: Client, admi
         assert list(admin.requests(pool, second.session_number)) == told[1:]
         used = list(admin.blocks(pool, BlockState.USED))
         assert (len(used), sorted(block.ref_cnt for block in used)) == (12, [1, 1, *[2] * 10])
-        assert {block.writer for block in used if block.block_hash} == {first.session_number}
+        assert {block.session_number for block in used if block.block_hash} == {first.session_number}
         assert len(list(admin.blocks(pool))) == 99
         overview = admin.overview()
         assert next(info for info in overview.pools if info.config.name == pool) == client.get_pool(pool)

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from kvpool.client import connect
-from kvpool.core.ids import TableLease, WriterId
+from kvpool.core.ids import SessionNumber, TableLease
 from kvpool.core.planning.plan import PlanOptions, RankMemory
 from kvpool.core.planning.planner import get_kv_cache_configs
 from kvpool.core.specs.kinds import FullAttentionSpec, SlidingWindowSpec
@@ -78,7 +78,7 @@ def test_ranks_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     names = {
         "bind": bound.append,
         "unbind": lambda: unbound.append(None),
-        "lease": TableLease(1, WriterId(1)),
+        "lease": TableLease(1, SessionNumber(1)),
         "run": lambda _: None,
         "step": None,
         "stay": lambda: all_are_through.wait(WAIT_SECONDS),

@@ -19,7 +19,7 @@ import zmq.asyncio
 from kvpool.client import connect
 from kvpool.client.admin import AdminClient
 from kvpool.server.app import Server
-from kvpool.server.auth.config import DoorsConfig
+from kvpool.server.auth.config import AuthConfig
 from kvpool.server.config import ServerConfig
 from kvpool.server.events import publisher
 from kvpool.server.events.config import EventsConfig, ReplayFraming
@@ -359,8 +359,8 @@ def test_a_removed_pool_has_its_own_endpoints_again(tmp_path: Path) -> None:
 
 
 async def test_an_endpoint_that_cannot_be_connected_to_is_named(tmp_path: Path) -> None:
-    events, doors = EventsConfig("tcp://no host:5557"), DoorsConfig(allow_plaintext=frozenset(["events"]))
-    server = Server(ServerConfig(addresses=(f"unix:{tmp_path / 's'}",), events=events, doors=doors))
+    events, auth = EventsConfig("tcp://no host:5557"), AuthConfig(allow_plaintext=frozenset(["events"]))
+    server = Server(ServerConfig(addresses=(f"unix:{tmp_path / 's'}",), events=events, auth=auth))
     with pytest.raises(OSError, match="no host:5557"):
         await server.start()
     await server.stop()

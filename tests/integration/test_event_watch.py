@@ -161,7 +161,7 @@ def test_fields_that_do_not_fit_are_refused_by_name(client: Client, address: str
             assert (type(error), error.field) == (kind, field)
 
 
-class Follower:
+class ResumableWatch:
     """A router: an index that a thread keeps."""
 
     def __init__(self, client: Client, pool: str) -> None:
@@ -206,7 +206,7 @@ def test_an_index_survives_a_restart_of_the_server(tmp_path: Path) -> None:
     server = ServerProcess(where, first)
     with connect(where, deadline_seconds=10.0) as client:
         serve_requests(first, 30)
-        router = Follower(client, "m")
+        router = ResumableWatch(client, "m")
         router.wait(expected("m", 30))
         boot_id = router.index.boot_id
         server.process.kill()

@@ -157,7 +157,7 @@ class Deaf:
         added = {"num_appended_tokens": [num_tokens] + [0] * count, "block_hashes": hashes, "request_ids": ["x"]}
         for sequence in range(1, 200):
             first = [step_pb2.OPERATION_ADD] if sequence == 1 else []
-            operations = first + [step_pb2.OPERATION_PEEK] * count
+            operations = first + [step_pb2.OPERATION_LOOKUP_UNCOUNTED] * count
             self._outgoing.put(
                 step_pb2.Step(
                     session_id=opened.session.session_id,

@@ -11,7 +11,7 @@ import pytest
 
 from kvpool.client import AbortedError, Client, KvpoolError, Session, UnavailableError, connect
 from kvpool.client.admin import AdminClient
-from kvpool.core.ids import TableLease, WriterId
+from kvpool.core.ids import SessionNumber, TableLease
 from kvpool.core.ranks.messages import HeldTensors
 from kvpool.gpu_worker.fence import Fence, StaleTablesError
 from kvpool.v1 import allocator_pb2, allocator_pb2_grpc, worker_pb2
@@ -84,19 +84,19 @@ def test_it_is_answered_when_every_rank_keeps_the_process_before_out(
     fences = [fence_of(rank, 2) for rank in ranks]
     assert [list(fence.live_session_numbers) for fence in fences] == [[2], [2]]
     gpu.narrow(fences[0].last_session_number, fences[0].live_session_numbers)
-    assert not gpu.is_quiet
+    assert not gpu.is_within_credit
     keep(ranks[0], fences[0])
     listened(ranks[0])
     assert not call.done()
     step.done()
-    assert gpu.is_quiet
+    assert gpu.is_within_credit
     keep(ranks[1], fences[1])
     told = call.result(timeout=20)
     assert (told.session.session_number, told.session.epoch) == (2, before.epoch)
     with pytest.raises(StaleTablesError) as caught:
         gpu.step(before.table_lease)
     assert caught.value.reason == "SESSION_ENDED"
-    gpu.step(TableLease(told.session.epoch, WriterId(told.session.session_number))).done()
+    gpu.step(TableLease(told.session.epoch, SessionNumber(told.session.session_number))).done()
     assert client.get_pool("m").quarantined_blocks == 0
 
 
@@ -179,7 +179,7 @@ def test_ranks_of_which_one_does_not_fence_are_not_waited_for() -> None:
         fencing, _ = form(address, 2, 1)
         before = fill(client)
         after = client.resume_session(before.session_id)
-        assert (after.session_number, after.table_lease) == (2, TableLease(before.epoch, WriterId(2)))
+        assert (after.session_number, after.table_lease) == (2, TableLease(before.epoch, SessionNumber(2)))
         assert list(fence_of(fencing, 2).live_session_numbers) == [2]
         after.close()
 

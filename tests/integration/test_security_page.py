@@ -28,8 +28,8 @@ def test_certificates_and_tokens_are_made_as_written_and_let_in(tmp_path: Path) 
         environment = {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}"}
         environment["PYTHONPATH"] = os.pathsep.join(map(os.path.abspath, filter(None, sys.path)))
         subprocess.run(["/bin/sh", "-e", "-c", script], cwd=tmp_path, env=environment, check=True, capture_output=True)
-    doors = {"tls_cert": "server.pem", "tls_key": "server.key", "tokens": "tokens.toml"}
-    server = ServerProcess("127.0.0.1:0", doors={name: str(tmp_path / file) for name, file in doors.items()})
+    auth = {"tls_cert": "server.pem", "tls_key": "server.key", "tokens": "tokens.toml"}
+    server = ServerProcess("127.0.0.1:0", auth={name: str(tmp_path / file) for name, file in auth.items()})
     address, tls = server.addresses[0], TlsConfig(tmp_path / "ca.pem", server_name="kvpool-server")
     with connect(address, tls=tls, token=tmp_path / "a.token") as client:
         client.create_pool(pool_config("llama-8b"))

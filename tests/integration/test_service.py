@@ -456,7 +456,7 @@ def test_a_new_stream_takes_over_and_the_same_number_gets_the_same_answer(
 def test_a_number_used_again_for_something_else_is_refused(client: Client, pool: str) -> None:
     with client.open_session(pool) as session:
         session.get_computed_blocks(session.request("r", PROMPT))
-        session._book.sequence = 0
+        session._protocol.sequence = 0
         before = client.get_pool(pool)
         with pytest.raises(InvalidArgumentError, match="something else"):
             session.get_computed_blocks(session.request("s", PROMPT))

@@ -13,7 +13,7 @@ from kvpool.client.admin import AdminClient
 from kvpool.v1 import allocator_pb2, allocator_pb2_grpc, worker_pb2, worker_pb2_grpc
 from kvpool.wire.errors import from_rpc_error
 from kvpool.wire.ranks import registration_to_proto
-from support.doors import Entry, Silent, channel, secret_of, write_tokens
+from support.auth import Entry, Silent, channel, secret_of, write_tokens
 from support.ranks import registration
 from support.server import ServerProcess, pool_config
 
@@ -36,7 +36,7 @@ class House:
     def start(self) -> ServerProcess:
         return ServerProcess(
             self.address,
-            doors={"tokens": str(self.folder / "tokens.toml")},
+            auth={"tokens": str(self.folder / "tokens.toml")},
             limits={"max_token_sessions": 3, "max_token_pools": 2, "max_token_calls": 5},
             journal={"folder": str(self.folder / "journal")},
         )

@@ -15,7 +15,7 @@ from kvpool.server.services.standard_service import MAX_HEALTH_WATCHES, MAX_REFL
 from kvpool.server.services.tolerance import MAX_WAITING_STRANGERS
 from kvpool.v1 import allocator_pb2
 from kvpool.wire.errors import from_rpc_error
-from support.doors import Entry, Silent, channel, secret_of, write_tokens
+from support.auth import Entry, Silent, channel, secret_of, write_tokens
 from support.server import pool_config, server_process
 
 CHECK = "grpc.health.v1.Health/Check"
@@ -29,7 +29,7 @@ FOREVER = {"stall_seconds": 3600.0}
 def guarded_server(folder: Path, **limits: float) -> Iterator[str]:
     write_tokens(folder / "tokens.toml", TOKENS)
     address = f"unix:{folder / 's'}"
-    with server_process(address, doors={"tokens": str(folder / "tokens.toml")}, limits=limits):
+    with server_process(address, auth={"tokens": str(folder / "tokens.toml")}, limits=limits):
         yield address
 
 
@@ -86,9 +86,9 @@ def test_requests_without_a_token_that_do_not_come_make_room_for_one_that_does(t
 def test_requests_that_do_not_come_push_out_none_of_another_host(tmp_path: Path) -> None:
     write_tokens(tmp_path / "tokens.toml", TOKENS)
     addresses = (f"unix:{tmp_path / 's'}", "127.0.0.1:0")
-    doors = {"tokens": str(tmp_path / "tokens.toml")}
+    auth = {"tokens": str(tmp_path / "tokens.toml")}
     with (
-        server_process(*addresses, doors=doors, limits=FOREVER) as server,
+        server_process(*addresses, auth=auth, limits=FOREVER) as server,
         channel(server.addresses[0]) as near,
         channel(server.addresses[1]) as far,
     ):

@@ -18,7 +18,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from kvpool.client import TlsConfig, aio, connect
 from kvpool.client.admin import AdminClient
-from support.doors import Authority, Pair, channel, secret_of, write_tokens
+from support.auth import Authority, Pair, channel, secret_of, write_tokens
 from support.server import ServerProcess, pool_config, server_process
 from support.workers import ready, worker_processes
 
@@ -34,8 +34,8 @@ def stranger(tmp_path_factory: pytest.TempPathFactory) -> Authority:
 
 
 @contextmanager
-def serving(pair: Pair, address: str = "127.0.0.1:0", **doors: str) -> Iterator[str]:
-    with server_process(address, doors={"tls_cert": str(pair.cert), "tls_key": str(pair.key), **doors}) as server:
+def serving(pair: Pair, address: str = "127.0.0.1:0", **auth: str) -> Iterator[str]:
+    with server_process(address, auth={"tls_cert": str(pair.cert), "tls_key": str(pair.key), **auth}) as server:
         yield server.addresses[0]
 
 
@@ -153,9 +153,9 @@ def test_new_connections_get_new_certificates_and_old_ones_live_on(
 
 
 def test_a_server_does_not_start_with_a_key_that_is_not_its_certificates(authority: Authority) -> None:
-    doors = {"tls_cert": str(authority.issue("a").cert), "tls_key": str(authority.issue("a").key)}
+    auth = {"tls_cert": str(authority.issue("a").cert), "tls_key": str(authority.issue("a").key)}
     with pytest.raises(RuntimeError, match="tls_cert, tls_key: no pair, or not PEM"):
-        ServerProcess("127.0.0.1:0", doors=doors)
+        ServerProcess("127.0.0.1:0", auth=auth)
 
 
 def test_tls_and_tokens_over_the_command_line(tmp_path: Path, authority: Authority) -> None:

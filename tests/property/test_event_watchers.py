@@ -17,8 +17,8 @@ from zmq import Again
 from kvpool.client.errors import KvpoolError, UnavailableError, WrongStateError
 from kvpool.client.prefix_index import PrefixIndex
 from kvpool.client.transports.embedded import WatchOptions
-from kvpool.client.transports.resumable_watch import Follower
-from kvpool.core.blocks.kv_cache_manager import Pool
+from kvpool.client.transports.resumable_watch import ResumableWatch
+from kvpool.core.blocks.kv_cache_manager import KVCacheManager
 from kvpool.core.ids import BlockId
 from kvpool.core.sessions.request import Request
 from kvpool.core.specs.base import KVCacheSpec
@@ -76,7 +76,7 @@ class RandomServer:
         self.hub.publish(pool)
 
 
-def _specs(pool: Pool) -> tuple[KVCacheSpec, ...]:
+def _specs(pool: KVCacheManager) -> tuple[KVCacheSpec, ...]:
     return tuple(group.spec for group in pool.config.groups)
 
 
@@ -111,7 +111,7 @@ class Watcher:
         self.num_snapshots = 0
         self._servers = servers
         self._chance = chance
-        self._follower = Follower(WatchOptions("m", snapshot=True))
+        self._resumable_watch = ResumableWatch(WatchOptions("m", snapshot=True))
 
     async def run(self) -> None:
         while True:
@@ -119,22 +119,22 @@ class Watcher:
                 await self._call()
             except KvpoolError as error:
                 if self.index.boot_id:
-                    self._follower.pause_seconds(error)
+                    self._resumable_watch.pause_seconds(error)
                 else:  # it never got through, of which the caller is told: who calls again begins anew
-                    self._follower = Follower(WatchOptions("m", snapshot=True))
+                    self._resumable_watch = ResumableWatch(WatchOptions("m", snapshot=True))
                 await asyncio.sleep(0)
 
     async def _call(self) -> None:
         server, inbox = self._servers[-1], asyncio.Queue[event_pb2.WatchResponse]()
         context: Any = FakeContext(self._chance, inbox)
-        call = asyncio.create_task(EventService(server.hub).Watch(self._follower.request(), context))
+        call = asyncio.create_task(EventService(server.hub).Watch(self._resumable_watch.request(), context))
         try:
             while server is self._servers[-1] and (self._chance.random() > 0.01 or not self.index.is_whole):
                 while inbox.empty() and not call.done() and server is self._servers[-1]:  # noqa: ASYNC110 - turns
                     await asyncio.sleep(0)
                 if inbox.empty():
                     break
-                batch = self._follower.read(inbox.get_nowait())
+                batch = self._resumable_watch.read(inbox.get_nowait())
                 if batch:
                     self.index.apply(batch)
                     self.num_snapshots += batch.kind.value == "snapshot_end"

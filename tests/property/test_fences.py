@@ -15,10 +15,10 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from kvpool.core.errors import KvpoolError, UnavailableError
-from kvpool.core.ids import PoolName, SessionId, TableLease, WriterId
+from kvpool.core.ids import PoolName, SessionId, SessionNumber, TableLease
 from kvpool.core.ranks import messages
 from kvpool.core.ranks.membership import Membership
-from kvpool.core.ranks.messages import Allocated, LinkId, PoolState, WorldOptions
+from kvpool.core.ranks.messages import Allocated, LinkId, PoolState, RankGroupOptions
 from kvpool.core.sessions.session import Session
 from kvpool.gpu_worker import words
 from kvpool.gpu_worker.fence import Fence, StaleTablesError, StepTicket
@@ -31,7 +31,7 @@ WORLD_SIZE = 2
 NUM_BLOCKS = 7
 BLOCK_SIZE = 16
 LEASE_SECONDS = 10.0
-OPTIONS = WorldOptions(max_model_len=4 * BLOCK_SIZE, enable_caching=False)
+OPTIONS = RankGroupOptions(max_model_len=4 * BLOCK_SIZE, enable_caching=False)
 BROKEN = UnavailableError("UNAVAILABLE", "gone")
 MOST_SCHEDULERS = 3
 ACTIONS = (
@@ -95,7 +95,7 @@ class Fencing(RuleBasedStateMachine):
         self.members = Membership(PoolName("m"), TIMING)
         self.by_link: dict[LinkId, RankProcess] = {}
         self.schedulers: list[Scheduler] = []
-        self.resuming: dict[WriterId, Scheduler] = {}
+        self.resuming: dict[SessionNumber, Scheduler] = {}
         self.must_fence = False
         self.ranks = [self._boot(rank) for rank in range(WORLD_SIZE)]
         self.settle()
@@ -159,7 +159,7 @@ class Fencing(RuleBasedStateMachine):
             _, session = self.world.allocator.resume_session(
                 before.session_id, 0, resume_key="", now_seconds=self.now_seconds
             )
-            self.resuming[session.writer_before] = before
+            self.resuming[session.previous_number] = before
             self.must_fence = True
 
     def close(self, which: int, _rank: int) -> None:
@@ -182,7 +182,7 @@ class Fencing(RuleBasedStateMachine):
         if self.must_fence and self.members.was_open:
             self.must_fence = False
             pool, allocator = self.world.pool, self.world.allocator
-            live = [session.writer for session in self.world.sessions()]
+            live = [session.session_number for session in self.world.sessions()]
             awaiting = [*pool.quarantine.awaiting_ranks, *self.resuming]
             self._do(self.members.fence(allocator.last_session_number, live, awaiting))
 
@@ -219,7 +219,7 @@ class Fencing(RuleBasedStateMachine):
         if not hasattr(self, "members"):
             return
         for _ in self.world.sessions():
-            self.world.allocator.evict_session("m", self.world.sessions()[0].writer, self.now_seconds)
+            self.world.allocator.evict_session("m", self.world.sessions()[0].session_number, self.now_seconds)
         self.must_fence = True
         for process in self.ranks:
             while process.steps:
@@ -239,16 +239,16 @@ class Fencing(RuleBasedStateMachine):
 
     def _drive(self, session: Session) -> None:
         """A process that was told what a session holds, and may free it."""
-        lease = TableLease(self.world.pool.epoch, session.writer)
+        lease = TableLease(self.world.pool.epoch, session.session_number)
         held: set[int] = {b for r in session.requests.values() for table in r.tables for b in table.block_ids}
         self.schedulers.append(Scheduler(session, session.current_id, lease, held))
 
-    def _resumed(self, number: WriterId) -> None:
+    def _resumed(self, number: SessionNumber) -> None:
         before = self.resuming.pop(number, None)
         if before is None:
             return
         assert not any(process.may_write(before) for process in self._in_epoch()), "told while the one before may write"
-        if before.session in self.world.sessions() and before.session.writer_before == number:
+        if before.session in self.world.sessions() and before.session.previous_number == number:
             self._drive(before.session)
 
     def _steps_of(self, scheduler: Scheduler) -> Iterator[StepTicket]:
@@ -380,7 +380,7 @@ class Fencing(RuleBasedStateMachine):
                 allocator.pass_epoch(self.world.pool, effect.epoch)
                 self.resuming.clear()
             case messages.SessionsFenced():
-                allocator.release("m", effect.numbers)
+                allocator.end_quarantine("m", effect.numbers)
                 for number in effect.numbers:
                     self._resumed(number)
 

@@ -9,10 +9,9 @@ from typing import Any
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvpool.core.blocks.kv_cache_manager import ComputedBlocks, Pool
+from kvpool.core.blocks.kv_cache_manager import ComputedBlocks, KVCacheManager
 from kvpool.core.events import AllBlocksCleared, BlockRemoved, BlockStored, packed_token_ids
-from kvpool.core.ids import BlockHash, BlockId, RequestId, RequestNumber, SessionId, WriterId
-from kvpool.core.ids import Sequence as SequenceNumber
+from kvpool.core.ids import BlockHash, BlockId, RequestId, RequestNumber, SessionId, SessionNumber, StepNumber
 from kvpool.core.sessions.request import Request
 from kvpool.core.sessions.session import Session
 from kvpool.core.specs.kinds import CrossAttentionSpec
@@ -21,7 +20,7 @@ from property.mixes import MAX_TOKENS, configs
 from property.prefix_model import Content, Known, PrefixModel, Tokens, attends
 from support.integrity import check_integrity
 
-NOW = SequenceNumber(1)
+NOW = StepNumber(1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,9 +67,9 @@ class World:
     """One pool and the requests of one session, for whom all that it caches is visible at once."""
 
     def __init__(self, config: PoolConfig) -> None:
-        self.pool = Pool(config)
+        self.pool = KVCacheManager(config)
         self.model = PrefixModel(config)
-        self.session = Session(SessionId("s"), WriterId(1), "", 10.0, 0.0)
+        self.session = Session(SessionId("s"), SessionNumber(1), "", 10.0, 0.0)
         self.requests: list[Known] = []
         self.num_added = 0
         self.stored: Counter[tuple[int, BlockHash]] = Counter()
@@ -103,7 +102,7 @@ class World:
             self.check_all()
             self.free(known)
 
-    def look_up(self, tokens: Tokens, step: int) -> None:
+    def lookup(self, tokens: Tokens, step: int) -> None:
         for length in range(len(tokens), 0, -step):
             self.check_hit(self.new_request(tokens[:length], 1))
 
@@ -165,7 +164,7 @@ class World:
         self.num_added += 1
         tables = self.pool.new_tables()
         request = Request(
-            RequestId(f"r{self.num_added}"), RequestNumber(self.num_added), self.session.writer, tables
+            RequestId(f"r{self.num_added}"), RequestNumber(self.num_added), self.session.session_number, tables
         )  # fmt: skip
         request.num_prompt_tokens = len(tokens)
         known = Known(request, (), num_encoder_tokens, [0] * len(tables), [0] * len(tables), tokens)
@@ -183,10 +182,10 @@ class World:
     def check_hit(self, known: Known) -> ComputedBlocks:
         """The hit is the longest there is, of blocks that hold just these tokens, null where none is needed."""
         model = self.model
-        computed = self.pool.peek(known.request)
+        computed = self.pool.lookup_uncounted(known.request)
         assert computed.num_tokens == model.longest_hit(known.tokens)
         known.junction = model.junction(known.tokens)
-        assert (computed.junction_tokens or 0) == known.junction
+        assert (computed.shared_prefix_boundary_tokens or 0) == known.junction
         assert computed.num_shared_tokens == 0
         assert len(computed.block_ids) == len(model.spans)
         for group, (span, found) in enumerate(zip(model.spans, computed.block_ids, strict=True)):
@@ -374,7 +373,7 @@ def actions() -> st.SearchStrategy[Action]:
         (1, World.cache, {"which": WHICH, "short": st.just(0) | SMALL}),
         (2, World.free_or_preempt, {"which": WHICH, "forget": st.booleans()}),
         (3, World.serve, {"prompts": st.lists(prompts(), min_size=1, max_size=3), "call": CALLS}),
-        (2, World.look_up, {"tokens": prompts(), "step": SMALL}),
+        (2, World.lookup, {"tokens": prompts(), "step": SMALL}),
         (2, World.evict, {"first": st.integers(0, 40), "stride": st.sampled_from(range(2, 40))}),
         (1, World.reset, {}),
     )

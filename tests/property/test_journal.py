@@ -69,7 +69,7 @@ def test_it_goes_on_as_if_nothing_had_been(
 def test_a_snapshot_is_of_one_moment_whatever_happens_while_it_is_written(
     config: PoolConfig, seed: int, count: int, slice_blocks: int
 ) -> None:
-    with tempfile.TemporaryDirectory() as name, patch("kvpool.server.journal.guarded.SLICE_BLOCKS", slice_blocks):
+    with tempfile.TemporaryDirectory() as name, patch("kvpool.server.journal.copy_on_write.SLICE_BLOCKS", slice_blocks):
         folder = Path(name)
         changes, after = asyncio.run(_write_amid_changes(folder, config, seed, count))
         found = recovered(folder)  # the snapshot and the log that began with it

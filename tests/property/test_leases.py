@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvpool.core.errors import AbortedError
-from kvpool.core.pause_tolerant_clock import LOOK_SECONDS, AttentiveClock
+from kvpool.core.pause_tolerant_clock import LOOK_SECONDS, PauseTolerantClock
 from support.core import World
 from support.integrity import check_integrity
 
@@ -23,16 +23,16 @@ class Leases(RuleBasedStateMachine):
         self.session = self.world.open(LEASE_SECONDS)
         self.world.admit(self.session, 1, "abc", 13)
         self.now_seconds = 0.0
-        self.heard_seconds = 0.0
+        self.last_seen_seconds = 0.0
         self.streams = 0
         self.told_over = False
 
     @property
     def is_over(self) -> bool:
-        return self.told_over or (not self.streams and self.now_seconds >= self.heard_seconds + LEASE_SECONDS)
+        return self.told_over or (not self.streams and self.now_seconds >= self.last_seen_seconds + LEASE_SECONDS)
 
     def heard(self) -> None:
-        self.heard_seconds = self.now_seconds
+        self.last_seen_seconds = self.now_seconds
 
     @rule(turn=st.sampled_from(TURNS))
     def pass_time(self, turn: float) -> None:
@@ -94,7 +94,7 @@ class Absences(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.shown_seconds = 0.0
-        self.clock = AttentiveClock(0.0)
+        self.clock = PauseTolerantClock(0.0)
         self.read_seconds = 0.0
 
     @rule(seconds=st.floats(0, 2 * LOOK_SECONDS - 1e-6))

@@ -111,12 +111,12 @@ class Quotas(RuleBasedStateMachine):
     @rule(which=SESSIONS, seconds=st.sampled_from([0.0, 10.0]))
     def end(self, which: int, seconds: float) -> None:
         """At once, or into quarantine."""
-        now_seconds, number = self.world.now_seconds, self.session(which).writer
+        now_seconds, number = self.world.now_seconds, self.session(which).session_number
         self.world.allocator.evict_session("m", number, now_seconds, quarantine_seconds=seconds)
 
     @rule()
     def release(self) -> None:
-        self.world.allocator.release_due(self.world.now_seconds + 10.0)
+        self.world.allocator.end_due_quarantines(self.world.now_seconds + 10.0)
 
     @rule()
     def lose_all(self) -> None:
@@ -151,8 +151,8 @@ class Quotas(RuleBasedStateMachine):
         num_groups = len(world.pool.config.groups)
         num_blocks = session.holding.num_lacking // num_groups
         if num_blocks:
-            number = 1_000_000 + session.writer
-            result = self.ask(world, session, number, chr(0x100 + session.writer), num_blocks * BLOCK_SIZE, 0)
+            number = 1_000_000 + session.session_number
+            result = self.ask(world, session, number, chr(0x100 + session.session_number), num_blocks * BLOCK_SIZE, 0)
             assert outcome_of(result) is Outcome.OK
             assert session.holding.num_lacking < num_groups
 

@@ -15,21 +15,21 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvpool.client.terms_columns import complete_terms, put_terms
+from kvpool.client.option_columns import complete_options, put_options
 from kvpool.core.errors import AbortedError, KvpoolError
 from kvpool.core.ids import BlockId, RequestNumber
 from kvpool.core.sessions.session import Session
 from kvpool.core.specs.pool_config import ReuseOrder
+from kvpool.core.steps.allocation_options import DEFAULT_OPTIONS, AllocationOptions
 from kvpool.core.steps.columns import Operation, Outcome, Step, StepResult
-from kvpool.core.steps.options import USUAL_TERMS, Terms
 from support.core import World
 from support.integrity import check_integrity
 
 WITHOUT_REQUEST = (Operation.EVICT, Operation.RESET)
 GROWING = (Operation.ADD, Operation.APPEND, Operation.ALLOCATE)
-LOOKING_UP = (Operation.LOOK_UP, Operation.PEEK, Operation.FIND)
+LOOKING_UP = (Operation.LOOKUP, Operation.LOOKUP_UNCOUNTED, Operation.LOOKUP_COUNTED_ON_ADMIT)
 BEFORE_BLOCKS = (*LOOKING_UP, Operation.ADMIT)
-OFTEN = [Operation.ADMIT, Operation.ADMIT, Operation.LOOK_UP, Operation.ALLOCATE, Operation.FREE]
+OFTEN = [Operation.ADMIT, Operation.ADMIT, Operation.LOOKUP, Operation.ALLOCATE, Operation.FREE]
 POSSIBLE = {
     Operation.ADMIT: (Outcome.OK, Outcome.NO_BLOCKS, Outcome.SKIPPED),  # skipped: the budget was used up
     Operation.ALLOCATE: (Outcome.OK, Outcome.NO_BLOCKS, Outcome.HIT_CHANGED),
@@ -52,7 +52,7 @@ class Row:
     new: int
     extra: tuple[int, int, bool]
     ids: tuple[int, ...]
-    terms: Terms
+    options: AllocationOptions
     wild: bool
 
     @property
@@ -84,11 +84,11 @@ class Known:
 
 
 @dataclass
-class Filled:
+class DeferredBlocks:
     """What a block's slots were last given to hold, by whom and when."""
 
     content: tuple[int, ...]
-    writer: int
+    session_number: int
     sequence: int
 
 
@@ -155,7 +155,7 @@ def num_common(tables: Sequence[list[int]]) -> int:
 
 
 TERMS = st.builds(
-    Terms,
+    AllocationOptions,
     num_external_tokens=st.sampled_from([0, 1, 4, 7, 9, 300]),
     num_in_flight_tokens=st.sampled_from([0, 0, 1, 9, 256]),
     num_reserved_blocks=st.sampled_from([0, 0, 0, 1, 3, 2**20]),
@@ -172,7 +172,7 @@ rows = st.builds(
     new=st.sampled_from([0, 0, 0, 1, 2, 7]),
     extra=st.sampled_from([(0, 0, False)] * 4 + [(2, 0, False), (0, 3, False), (0, 0, True), (1, 2, True)]),
     ids=st.sampled_from([(1,), (2,), (1, 2), (3, 1), (5,), (7, 8, 9), (0,)]),
-    terms=st.one_of(st.just(USUAL_TERMS), st.just(USUAL_TERMS), TERMS),
+    options=st.one_of(st.just(DEFAULT_OPTIONS), st.just(DEFAULT_OPTIONS), TERMS),
     wild=st.sampled_from([False] * 15 + [True]),
 )
 
@@ -240,7 +240,7 @@ class RandomSteps(RuleBasedStateMachine):
         )
         self.size = block_size
         self.schedulers: list[Scheduler] = []
-        self.filled: dict[int, Filled] = {}
+        self.filled: dict[int, DeferredBlocks] = {}
         self.executed: dict[int, int] = {}
         self.numbers = count(1)
         self.kept: list[tuple[float, set[int]]] = []
@@ -303,7 +303,7 @@ class RandomSteps(RuleBasedStateMachine):
         scheduler = self.schedulers[which % len(self.schedulers)]
         session, now_seconds = scheduler.session, self.world.now_seconds
         ended = self.world.allocator.evict_session(
-            "m", session.writer, now_seconds, quarantine_seconds=quarantine_seconds
+            "m", session.session_number, now_seconds, quarantine_seconds=quarantine_seconds
         )
         assert ended[1] is session
         self.keep([scheduler], quarantine_seconds)
@@ -315,12 +315,12 @@ class RandomSteps(RuleBasedStateMachine):
     def wait(self, seconds: float, quarantine_seconds: float) -> None:
         self.world.now_seconds += seconds
         allocator, now_seconds = self.world.allocator, self.world.now_seconds
-        assert len(allocator.release_due(now_seconds)) == sum(1 for due, _ in self.kept if due <= now_seconds)
+        assert len(allocator.end_due_quarantines(now_seconds)) == sum(1 for due, _ in self.kept if due <= now_seconds)
         self.kept = [(due, blocks) for due, blocks in self.kept if due > now_seconds]
         expired = allocator.expire(now_seconds, quarantine_seconds=quarantine_seconds)
         ended = [session for _, session, _ in expired]
         due = self.world.now_seconds - LEASE_SECONDS
-        assert ended == [s.session for s in self.schedulers if s.session.heard_seconds <= due]
+        assert ended == [s.session for s in self.schedulers if s.session.last_seen_seconds <= due]
         for session in ended:
             with pytest.raises(AbortedError):
                 self.world.allocator.session(session.session_id, self.world.now_seconds)
@@ -381,7 +381,7 @@ class RandomSteps(RuleBasedStateMachine):
                 operation = row.operation if row.wild else tamed(row.operation, number, requests[number], step)
                 gone |= {number} if operation is Operation.FREE else set()
                 self.put(step, row, operation, number, requests[number])
-        complete_terms(step)
+        complete_options(step)
         return step, requests
 
     def put(self, step: Step, row: Row, operation: Operation, number: int, known: Known) -> None:
@@ -400,10 +400,10 @@ class RandomSteps(RuleBasedStateMachine):
         new = row.new
         if tame and operation is Operation.CACHE:
             new = min(new, known.computed - rejected)
-        terms = row.terms
+        options = row.options
         if tame and (operation is not Operation.ALLOCATE or known.blocks or known.computed):
-            terms = replace(terms, num_external_tokens=0)
-        if tame and operation is Operation.ALLOCATE and not terms.num_external_tokens:
+            options = replace(options, num_external_tokens=0)
+        if tame and operation is Operation.ALLOCATE and not options.num_external_tokens:
             new = max(new, 1)
         step.operations.append(operation)
         step.request_numbers.append(number)
@@ -414,7 +414,7 @@ class RandomSteps(RuleBasedStateMachine):
         step.delay_cache_blocks.append(delay)
         step.num_block_ids.append(len(ids))
         step.block_ids += ids
-        put_terms(step, terms)
+        put_options(step, options)
 
     def grow(self, known: Known, tokens: Sequence[int]) -> bytes:
         before = len(known.tokens) // self.size
@@ -424,8 +424,8 @@ class RandomSteps(RuleBasedStateMachine):
 
     def read(self, scheduler: Scheduler, step: Step, result: StepResult, requests: dict[int, Known]) -> None:
         """Reads a result as a scheduler does, operation by operation, with what it knew before."""
-        writer = scheduler.session.writer
-        self.executed[writer] = max(self.executed.get(writer, 0), step.executed_sequence)
+        session_number = scheduler.session.session_number
+        self.executed[session_number] = max(self.executed.get(session_number, 0), step.executed_sequence)
         length = {number: len(known.tokens) for number, known in scheduler.requests.items()}
         scheduler.requests = requests
         out_of_blocks = False
@@ -444,7 +444,7 @@ class RandomSteps(RuleBasedStateMachine):
                 assert answer.outcome in possible
                 out_of_blocks = out_of_blocks or answer.outcome is Outcome.NO_BLOCKS
             self.follow(scheduler, known, answer, step.sequence)
-            self.fill(known, length[answer.number], writer, step.sequence)
+            self.fill(known, length[answer.number], session_number, step.sequence)
         assert not step.admission_budget_tokens or sum(result.num_new_tokens) <= step.admission_budget_tokens
         assert result.free_blocks == self.world.pool.blocks.num_blocks - 1 - len(self.held())
 
@@ -459,7 +459,10 @@ class RandomSteps(RuleBasedStateMachine):
                 tables = [other.blocks for other in scheduler.requests.values() if other.blocks]
                 caching = self.world.pool.config.enable_caching
                 assert answer.num_prefix == (num_common([known.blocks, *tables]) if caching else 0)
-            case (Operation.LOOK_UP | Operation.PEEK | Operation.FIND, _) | (_, Outcome.HIT_CHANGED):
+            case (Operation.LOOKUP | Operation.LOOKUP_UNCOUNTED | Operation.LOOKUP_COUNTED_ON_ADMIT, _) | (
+                _,
+                Outcome.HIT_CHANGED,
+            ):
                 assert answer.hit != answer.promised or not answer.hit
                 known.promise = answer.hit
             case Operation.ADMIT | Operation.ALLOCATE, Outcome.OK:
@@ -470,32 +473,34 @@ class RandomSteps(RuleBasedStateMachine):
                 known.computed += len(adopted) * self.size + answer.num_external + answer.num_new_tokens
                 known.promise = []
                 for block_id in answer.new:
-                    self.filled[block_id] = Filled((), scheduler.session.writer, sequence)
+                    self.filled[block_id] = DeferredBlocks((), scheduler.session.session_number, sequence)
 
     def held(self) -> set[int]:
         held = {block_id for s in self.schedulers for known in s.requests.values() for block_id in known.blocks}
         return held.union(*(blocks for _, blocks in self.kept))
 
-    def fill(self, known: Known, length: int, writer: int, sequence: int) -> None:
+    def fill(self, known: Known, length: int, session_number: int, sequence: int) -> None:
         """The blocks that a request did not hit hold its tokens once they are full."""
         for i in range(known.num_hit, min(known.computed, length) // self.size):
             filled = self.filled[known.blocks[i]]
             if filled.content != self.content(known, i):
-                self.filled[known.blocks[i]] = Filled(self.content(known, i), writer, sequence)
+                self.filled[known.blocks[i]] = DeferredBlocks(self.content(known, i), session_number, sequence)
 
     def check_hit(self, scheduler: Scheduler, known: Known, hit: Sequence[int]) -> None:
         assert len(hit) * self.size < max(len(known.tokens), 1), "a hit of the last token"
-        writer = scheduler.session.writer
+        session_number = scheduler.session.session_number
         for i, block_id in enumerate(hit):
             filled = self.filled[block_id]
             assert filled.content == self.content(known, i), "a hit of other contents"
-            assert filled.writer == writer or filled.sequence <= self.executed.get(filled.writer, 0), "not computed yet"
+            assert filled.session_number == session_number or filled.sequence <= self.executed.get(
+                filled.session_number, 0
+            ), "not computed yet"
 
     def teardown(self) -> None:
         """When all sessions have ended every block is free."""
         if hasattr(self, "world"):
             self.world.allocator.expire(self.world.now_seconds + LEASE_SECONDS)
-            self.world.allocator.release_due(float("inf"))
+            self.world.allocator.end_due_quarantines(float("inf"))
             check_integrity(self.world.pool, [])
             assert self.world.pool.blocks.usage == 0.0
 

@@ -12,7 +12,7 @@ from kvpool.client import aio
 from kvpool.client.errors import KvpoolError
 from kvpool.client.request import Request
 from kvpool.core.allocator import Allocator
-from kvpool.core.blocks.kv_cache_manager import Pool
+from kvpool.core.blocks.kv_cache_manager import KVCacheManager
 from kvpool.core.errors import IntegrityError
 from kvpool.core.sessions.session import Session, first_id
 from kvpool.v1 import allocator_pb2, step_pb2
@@ -151,7 +151,7 @@ class Checks:
             except IntegrityError as error:
                 self._fail(str(error))
 
-    def is_quiet(self) -> bool:
+    def is_within_credit(self) -> bool:
         """Whether no session is open and no block is held."""
         allocator = self._allocator()
         return allocator is not None and not any(pool.sessions or held_blocks(pool) for pool in allocator.pools())
@@ -182,7 +182,7 @@ class _Told:
         return text_format.MessageToString(self._what, as_one_line=True)[:400]
 
 
-def held_blocks(pool: Pool) -> int:
+def held_blocks(pool: KVCacheManager) -> int:
     """Blocks that are neither free nor set aside."""
     return pool.blocks.num_blocks - 1 - len(pool.sink_blocks) - pool.blocks.num_free_blocks
 

@@ -8,10 +8,10 @@ import pytest
 
 from kvpool.core.blocks.block_pool import BlockPool
 from kvpool.core.blocks.group_manager import GroupManager
-from kvpool.core.blocks.kv_cache_manager import Pool
+from kvpool.core.blocks.kv_cache_manager import KVCacheManager
 from kvpool.core.blocks.prefix_map import PrefixMap
 from kvpool.core.execution import apply
-from kvpool.core.ids import WriterId
+from kvpool.core.ids import SessionNumber
 from kvpool.core.ranks.membership import Membership
 from kvpool.core.sessions.quarantine import Quarantined
 from kvpool.core.sessions.session import Session
@@ -56,11 +56,11 @@ def _skips_one_more(real: Callable[..., int]) -> Callable[..., int]:
     return lambda self, num_computed: real(self, num_computed) + (not self.spec.keeps_all and num_computed > 0)
 
 
-def _frees_nothing(pool: Pool, quarantined: Quarantined) -> None:
+def _frees_nothing(pool: KVCacheManager, quarantined: Quarantined) -> None:
     pool.quarantine.remove(quarantined)
 
 
-def _frees_at_once(pool: Pool, session: Session, *_: float) -> None:
+def _frees_at_once(pool: KVCacheManager, session: Session, *_: float) -> None:
     apply.end_session(pool, session)
 
 
@@ -78,7 +78,7 @@ def _lives(*_: object) -> bool:
     return True
 
 
-async def _waits_for_nobody(_self: Fencing, _pool: Pool, _number: WriterId) -> None:
+async def _waits_for_nobody(_self: Fencing, _pool: KVCacheManager, _number: SessionNumber) -> None:
     pass
 
 
@@ -93,12 +93,12 @@ PLANTED: dict[str, tuple[Any, str, Any]] = {
         "num_skipped_blocks",
         _skips_one_more(GroupManager.num_skipped_blocks),
     ),
-    "what is released from quarantine stays held": (apply, "release", _frees_nothing),
+    "what is released from quarantine stays held": (apply, "end_quarantine", _frees_nothing),
     "a rank lets the steps of all sessions through": (Fence, "_lives", _lives),
-    "a rank answers while a step is in flight": (Fence, "is_quiet", property(_lives)),
+    "a rank answers while a step is in flight": (Fence, "is_within_credit", property(_lives)),
     "a session is resumed while a step of the process before runs": (Fencing, "keep_out", _waits_for_nobody),
     "a change is in the journal after it was answered": (Journal, "append", _writes_later(Journal.append)),
-    "what a session held is given to others at once": (apply, "put_away", _frees_at_once),
+    "what a session held is given to others at once": (apply, "quarantine_session", _frees_at_once),
 }
 
 

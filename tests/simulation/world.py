@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from random import Random
 
 from kvpool.core.ids import PoolName
-from kvpool.core.ranks.messages import Rank, Registration, WorldOptions
+from kvpool.core.ranks.messages import Rank, RankGroupOptions, Registration
 from kvpool.core.specs.base import KVCacheSpec
 from kvpool.core.specs.kinds import FullAttentionSpec, MambaSpec, SlidingWindowSpec
 from kvpool.core.specs.pool_config import KVCacheGroup, PoolConfig, ReuseOrder
@@ -34,7 +34,7 @@ class Draw:
     def registration(self, rank: int) -> Registration:
         """What a rank says of itself."""
         layers = {group.layer_names[0]: group.spec for group in self.config.groups}
-        options = WorldOptions(
+        options = RankGroupOptions(
             MAX_TOKENS, num_blocks_override=self.config.num_blocks, reuse_order=self.config.reuse_order
         )
         return Registration(Rank(rank), self.num_ranks, "", options, layers, 2**40)

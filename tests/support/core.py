@@ -6,9 +6,9 @@ from typing import Any
 
 from kvpool.core import ids
 from kvpool.core.allocator import Allocator
-from kvpool.core.blocks.kv_cache_manager import Pool
+from kvpool.core.blocks.kv_cache_manager import KVCacheManager
 from kvpool.core.blocks.quota import NO_QUOTA, Quota
-from kvpool.core.ids import BlockHash, BlockId, PoolName, RequestId, RequestNumber, SessionId, WriterId
+from kvpool.core.ids import BlockHash, BlockId, PoolName, RequestId, RequestNumber, SessionId, SessionNumber
 from kvpool.core.sessions.request import Request
 from kvpool.core.sessions.session import Session
 from kvpool.core.specs.base import KVCacheSpec
@@ -17,7 +17,7 @@ from kvpool.core.specs.pool_config import KVCacheGroup, PoolConfig
 from kvpool.core.steps.columns import Operation, Step, StepResult
 
 BLOCK_SIZE = 4
-STEP = ids.Sequence(1)
+STEP = ids.StepNumber(1)
 
 
 def config(
@@ -37,16 +37,16 @@ def block_hashes(content: str, count: int) -> bytes:
     return b"".join(hashlib.sha256(content[: i + 1].ljust(i + 1, "-").encode()).digest() for i in range(count))
 
 
-def request_of(pool: Pool, content: str, num_tokens: int) -> Request:
+def request_of(pool: KVCacheManager, content: str, num_tokens: int) -> Request:
     """A request, in no session, whose hash blocks hold `content`."""
-    request = Request(RequestId("r"), RequestNumber(1), WriterId(1), pool.new_tables(), num_tokens)
+    request = Request(RequestId("r"), RequestNumber(1), SessionNumber(1), pool.new_tables(), num_tokens)
     joined = block_hashes(content, num_tokens // pool.config.hash_block_size) if pool.config.enable_caching else b""
     request.hashes = [BlockHash(joined[i : i + 32]) for i in range(0, len(joined), 32)]
     request.token_ids = list(range(num_tokens))
     return request
 
 
-def admit(pool: Pool, content: str, num_tokens: int) -> Request:
+def admit(pool: KVCacheManager, content: str, num_tokens: int) -> Request:
     """Looks up and allocates all of such a request."""
     request = request_of(pool, content, num_tokens)
     assert pool.admit(request, num_tokens, sequence=STEP)
@@ -58,7 +58,7 @@ class World:
 
     def __init__(self, num_blocks: int = 20, allocator: Allocator | None = None, **options: Any) -> None:
         self.allocator = allocator or Allocator()
-        self.pool: Pool = self.allocator.create_pool(config(num_blocks, **options), b"n" * 32)[0]
+        self.pool: KVCacheManager = self.allocator.create_pool(config(num_blocks, **options), b"n" * 32)[0]
         self.now_seconds = 0.0
         self._opened = 0
 
@@ -107,7 +107,7 @@ class World:
         return snapshot(self.pool, self.sessions())
 
 
-def snapshot(pool: Pool, sessions: list[Session]) -> object:
+def snapshot(pool: KVCacheManager, sessions: list[Session]) -> object:
     """All that can be seen of a pool and its sessions, to be compared."""
     blocks = pool.blocks
     ids = [BlockId(i) for i in range(blocks.num_blocks)]

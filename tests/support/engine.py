@@ -4,6 +4,7 @@ A step writes its mark into every block of its table, when it starts and again w
 """
 
 import contextlib
+import os
 import sys
 import threading
 from collections.abc import Callable
@@ -11,9 +12,12 @@ from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 from typing import Any, TypeAlias, cast
 
+from support.paths import TESTS
 from support.workers import DEADLINE_SECONDS, LAYER, LAYERS, LoggingProcess
 
 PROMPT = list(range(100))
+_PROGRAM = sys.executable, "-m", "support.engine"
+_PATH = {"PYTHONPATH": os.pathsep.join(filter(None, (str(TESTS), os.environ.get("PYTHONPATH"))))}
 
 _Pipe: TypeAlias = "Connection[Any, Any]"
 
@@ -23,7 +27,7 @@ class Engine(LoggingProcess):
 
     def __init__(self, server: str, world_size: int, folder: Path) -> None:
         self._path = folder / "steps"
-        super().__init__(sys.executable, "-m", "support.engine", "engine", server, str(world_size), str(self._path))
+        super().__init__(*_PROGRAM, "engine", server, str(world_size), str(self._path), environment=_PATH)
 
     def wait_ready(self) -> None:
         """Waits until it takes steps."""
@@ -64,7 +68,7 @@ class Scheduler(LoggingProcess):
     """A scheduler with one request and a lease of a second, which hands its tables to the engine twice."""
 
     def __init__(self, server: str, folder: Path) -> None:
-        super().__init__(sys.executable, "-m", "support.engine", "scheduler", server, str(folder / "steps"))
+        super().__init__(*_PROGRAM, "scheduler", server, str(folder / "steps"), environment=_PATH)
 
 
 def _tell(*words: object) -> None:
@@ -91,14 +95,14 @@ def _schedule(server: str, path: str) -> None:
 
 
 def _run_engine(server: str, world_size: str, path: str) -> None:
-    from kvpool.core.ranks.messages import WorldOptions  # noqa: PLC0415
+    from kvpool.core.ranks.messages import RankGroupOptions  # noqa: PLC0415
     from kvpool.core.specs.kinds import FullAttentionSpec  # noqa: PLC0415
     from kvpool.gpu_worker.fence import StaleTablesError  # noqa: PLC0415 - schedulers have no torch
     from kvpool.gpu_worker.worker import Worker, WorkerSettings  # noqa: PLC0415
 
     spec = FullAttentionSpec(*(cast("Any", value) for name, value in LAYER.items() if name != "type"))
     settings = WorkerSettings(
-        server, "m", 0, int(world_size), WorldOptions(512), device="cpu", memory_bytes=100 * 2**14
+        server, "m", 0, int(world_size), RankGroupOptions(512), device="cpu", memory_bytes=100 * 2**14
     )
     free, held = threading.Event(), threading.Event()
     free.set()

@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 
-from kvpool.core.blocks.kv_cache_manager import Pool
+from kvpool.core.blocks.kv_cache_manager import KVCacheManager
 from kvpool.core.ids import BlockHash
 from kvpool.server.events import publisher
 
@@ -17,7 +17,7 @@ def as_integer(block_hash: BlockHash) -> int:
     return int.from_bytes(block_hash[-8:], "big")
 
 
-def truth(pool: Pool) -> set[Entry]:
+def truth(pool: KVCacheManager) -> set[Entry]:
     """The pool's map, as a subscriber knows it."""
     return {(group_id, as_integer(block_hash)) for group_id, block_hash, _ in pool.blocks.prefix_map.entries()}
 

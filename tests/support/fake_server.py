@@ -104,7 +104,7 @@ class FakeStream:
         self.say(ready(epoch, min(initialized.num_blocks, num_blocks)))
         return initialized
 
-    def is_quiet(self) -> bool:
+    def is_within_credit(self) -> bool:
         """Whether the rank has said nothing but heartbeats since."""
         return self._said.empty()
 

@@ -3,15 +3,15 @@
 from collections import Counter
 from collections.abc import Iterable
 
-from kvpool.core.blocks.kv_cache_manager import Pool
+from kvpool.core.blocks.kv_cache_manager import KVCacheManager
 from kvpool.core.errors import IntegrityError
-from kvpool.core.ids import NULL_BLOCK, BlockId, GroupId, WriterId
+from kvpool.core.ids import NULL_BLOCK, BlockId, GroupId, SessionNumber
 from kvpool.core.sessions.request import Request
 from kvpool.core.sessions.session import Session
 from kvpool.core.specs.kinds import CrossAttentionSpec, allocation_spec
 
 
-def check_integrity(pool: Pool, sessions: Iterable[Session]) -> None:
+def check_integrity(pool: KVCacheManager, sessions: Iterable[Session]) -> None:
     """Checks a pool, its quarantine and all its sessions. O(num_blocks + blocks in tables); for tests and idle servers.
 
     Raises:
@@ -24,7 +24,7 @@ def check_integrity(pool: Pool, sessions: Iterable[Session]) -> None:
     owners.update(pool.sink_blocks)
     _check_free_list(pool, owners)
     _check_group_counters(pool, requests)
-    _check_prefix_map(pool, {session.writer for session in sessions})
+    _check_prefix_map(pool, {session.session_number for session in sessions})
     _check_quarantine(pool, quarantined)
     _check_quotas(pool, sessions, owners)
     for session in sessions + quarantined:
@@ -38,23 +38,23 @@ def check_integrity(pool: Pool, sessions: Iterable[Session]) -> None:
         wanted = request.num_tokens // config.hash_block_size if config.enable_caching else 0
         _require(len(request.hashes) == wanted, f"{request.request_id}: {len(request.hashes)} hashes, not {wanted}")
         _require(
-            request.quiet_tokens <= max(pool.quiet_tokens(request), 0), f"{request.request_id}: too much quiet room"
+            request.credit_tokens <= max(pool.credit_tokens(request), 0), f"{request.request_id}: too much quiet room"
         )
         for group_id in range(len(request.tables)):
             _check_table(f"{request.request_id}, group {group_id}", request, pool, GroupId(group_id))
 
 
-def _check_quarantine(pool: Pool, quarantined: list[Session]) -> None:
+def _check_quarantine(pool: KVCacheManager, quarantined: list[Session]) -> None:
     held: set[BlockId] = set()
     for session in quarantined:
         blocks = {b for r in session.requests.values() for t in r.tables for b in t.held_block_ids}
-        _require(bool(blocks), f"session {session.writer} is in quarantine and holds nothing")
+        _require(bool(blocks), f"session {session.session_number} is in quarantine and holds nothing")
         held |= blocks
     counted = pool.quarantine.num_blocks
     _require(counted == len(held), f"{counted} blocks are counted in quarantine, not {len(held)}")
 
 
-def _check_table(where: str, request: Request, pool: Pool, group_id: GroupId) -> None:
+def _check_table(where: str, request: Request, pool: KVCacheManager, group_id: GroupId) -> None:
     table = request.tables[group_id]
     if not isinstance(allocation_spec(pool.config.groups[group_id].spec), CrossAttentionSpec):
         room = len(table.block_ids) * pool.config.span_tokens(group_id)
@@ -64,7 +64,7 @@ def _check_table(where: str, request: Request, pool: Pool, group_id: GroupId) ->
     _require(table.num_cached <= len(table.block_ids), f"{where}: more cached than held")
 
 
-def _check_free_list(pool: Pool, owners: Counter[BlockId]) -> None:
+def _check_free_list(pool: KVCacheManager, owners: Counter[BlockId]) -> None:
     blocks = pool.blocks
     free = list(blocks.free_list)
     _require(len(free) == len(set(free)) == blocks.num_free_blocks, "the free list's length is wrong")
@@ -83,11 +83,11 @@ def _check_free_list(pool: Pool, owners: Counter[BlockId]) -> None:
     )
 
 
-def _check_quotas(pool: Pool, sessions: list[Session], owners: Counter[BlockId]) -> None:
+def _check_quotas(pool: KVCacheManager, sessions: list[Session], owners: Counter[BlockId]) -> None:
     covering: Counter[BlockId] = Counter()
     min_blocks = 0
     for session in sessions:
-        holding, who = session.holding, f"session {session.writer}"
+        holding, who = session.holding, f"session {session.session_number}"
         _require(all(r.holding is holding for r in session.requests.values()), f"{who}: another's holding")
         if holding is None:
             continue
@@ -108,7 +108,7 @@ def _check_quotas(pool: Pool, sessions: list[Session], owners: Counter[BlockId])
     _require(quotas.num_left >= 0, "more is common than the minima leave")
 
 
-def _check_group_counters(pool: Pool, requests: list[Request]) -> None:
+def _check_group_counters(pool: KVCacheManager, requests: list[Request]) -> None:
     sinks = pool.config.num_sink_blocks
     for group_id, counters in enumerate(pool.blocks.group_counters):
         held = {b for r in requests for b in r.tables[group_id].held_block_ids}
@@ -118,7 +118,7 @@ def _check_group_counters(pool: Pool, requests: list[Request]) -> None:
     _require(evicted <= pool.blocks.num_evicted, "the groups evicted more than the pool")
 
 
-def _check_prefix_map(pool: Pool, writers: set[WriterId]) -> None:
+def _check_prefix_map(pool: KVCacheManager, writers: set[SessionNumber]) -> None:
     prefix_map = pool.blocks.prefix_map
     hashed = [b for b in map(BlockId, range(pool.blocks.num_blocks)) if prefix_map.hash_of(b) is not None]
     mapped = list(prefix_map.entries())

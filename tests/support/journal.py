@@ -30,7 +30,7 @@ from support.integrity import check_integrity
 
 IDENTITY = Identity("1 Python", "this-boot")
 NOT_RESTORED: dict[tuple[type, str], str] = {
-    (Session, "heard_seconds"): "leases begin anew with each process",
+    (Session, "last_seen_seconds"): "leases begin anew with each process",
     (Session, "open_streams"): "streams end with the process",
     (Quarantine, "_num_blocks"): "is counted when somebody asks",
     (FreeList, "_chunks"): "what is passed over in them is left out; the free blocks are compared in order",
@@ -162,7 +162,7 @@ class Traffic:
     def change(self) -> object:
         """Makes one change; returns its answer, or the reason it was refused for."""
         self.now_seconds += 0.25
-        released = [each.session.writer for _, each in self.allocator.release_due(self.now_seconds)]
+        released = [each.session.session_number for _, each in self.allocator.end_due_quarantines(self.now_seconds)]
         if released:
             return released
         choice = self._random.random()
@@ -172,7 +172,7 @@ class Traffic:
         session = self._random.choice(sessions)
         if choice > 0.89:
             return self._try(lambda: self._other_than_step(session, choice))
-        session.heard_seconds = self.now_seconds
+        session.last_seen_seconds = self.now_seconds
         step = self._step(session)
         if choice > 0.85:
             step = replace(step, sequence=session.sequence)  # used already, for something else
@@ -198,14 +198,16 @@ class Traffic:
         return None
 
     def _evict(self, session: Session) -> SessionId:
-        return self.allocator.evict_session("m", session.writer, self.now_seconds, quarantine_seconds=3.0)[1].session_id
+        return self.allocator.evict_session("m", session.session_number, self.now_seconds, quarantine_seconds=3.0)[
+            1
+        ].session_id
 
     def _resume(self, session: Session) -> int:
         key = f"key-{self._random.randint(1, 2)}"  # at times that of the resumption before, or of one before that
         found = self.allocator.resume_session(
             session.session_id, session.sequence, resume_key=key, now_seconds=self.now_seconds
         )
-        return found[1].writer
+        return found[1].session_number
 
     def _open(self) -> int:
         self._opened += 1
@@ -220,7 +222,7 @@ class Traffic:
             open_key=key,
             memory_id="other" if self._opened % 7 == 0 else "one",
         )
-        return opened[1].writer
+        return opened[1].session_number
 
     def _try(self, change: Callable[[], object]) -> object:
         try:

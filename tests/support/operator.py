@@ -5,7 +5,7 @@ from typing import Any
 from kvpool.cli.top_sample import Sample
 from kvpool.client import FullAttentionSpec, KVCacheGroup, PoolConfig, PoolInfo, PoolState
 from kvpool.client.admin import Overview, ServerInfo, SessionInfo
-from kvpool.core.ids import PoolName, WriterId
+from kvpool.core.ids import PoolName, SessionNumber
 from kvpool.core.statistics import ActivityCounters, PrefixCacheStats
 
 
@@ -35,7 +35,7 @@ def pool_info(name: str = "m", num_blocks: int = 101, free_blocks: int = 60, **f
 def session_info(**fields: Any) -> SessionInfo:
     """A session at work."""
     defaults: dict[str, Any] = {
-        "session_number": WriterId(1),
+        "session_number": SessionNumber(1),
         "client_name": "scheduler",
         "pool_name": PoolName("m"),
         "lease_seconds": 10.0,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from kvpool.client import aio
 from kvpool.client.aio import AsyncClient, AsyncSession
-from kvpool.core.blocks.kv_cache_manager import Pool
+from kvpool.core.blocks.kv_cache_manager import KVCacheManager
 from kvpool.core.ids import PoolName
 from kvpool.server.app import Server
 from kvpool.server.config import ServerConfig
@@ -45,7 +45,7 @@ class Site:
         await self.server.stop()
 
     @property
-    def pool(self) -> Pool:
+    def pool(self) -> KVCacheManager:
         return self.server.hub.allocator.pool("m")
 
     @property

@@ -20,12 +20,12 @@ from kvpool.core.ranks.messages import (
     PoolResumed,
     PoolSuspended,
     Rank,
+    RankGroupOptions,
     RankTiming,
     ReadySent,
     Registration,
     SessionsFenced,
     StatusSent,
-    WorldOptions,
 )
 from kvpool.core.specs.base import KVCacheSpec
 from kvpool.core.specs.kinds import FullAttentionSpec
@@ -34,7 +34,7 @@ LAYER = FullAttentionSpec(16, 2, 64, "bfloat16")
 LAYERS = {f"layer.{i}": LAYER for i in range(2)}
 BLOCK_BYTES = 2 * LAYER.page_size_bytes
 TIMING = RankTiming(heartbeat_seconds=1.0, heartbeat_timeout_seconds=5.0, grace_seconds=30.0)
-OPTIONS = WorldOptions(max_model_len=1024)
+OPTIONS = RankGroupOptions(max_model_len=1024)
 
 
 def registration(  # noqa: PLR0913 - what a rank says
@@ -44,7 +44,7 @@ def registration(  # noqa: PLR0913 - what a rank says
     boot_id: str = "",
     blocks: int = 100,
     layers: Mapping[str, KVCacheSpec] = LAYERS,
-    options: WorldOptions = OPTIONS,
+    options: RankGroupOptions = OPTIONS,
     held: HeldTensors | None = None,
     fences: bool = False,
 ) -> Registration:

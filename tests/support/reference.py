@@ -10,7 +10,7 @@ from examples.reference_engine.config import ReferenceConfig
 from examples.reference_engine.model import PagedBatch, ReferenceModel
 from examples.reference_engine.runner import ModelRunner, RunnerLimits
 from examples.reference_engine.step import RequestStep, StepInput
-from kvpool.core.ids import NULL_BLOCK, TableLease, WriterId
+from kvpool.core.ids import NULL_BLOCK, SessionNumber, TableLease
 from kvpool.core.planning.plan import GIB, PlanOptions, RankMemory
 from kvpool.core.planning.planner import get_kv_cache_configs
 from kvpool.core.specs.kinds import allocation_spec
@@ -21,7 +21,7 @@ torch.set_num_threads(1)  # tensors are tiny: threads would wait for each other 
 
 NUM_BLOCKS = 120
 EPOCH = 3
-LEASE = TableLease(EPOCH, WriterId(1))
+LEASE = TableLease(EPOCH, SessionNumber(1))
 LIMITS = RunnerLimits(max_num_reqs=6, max_model_len=64, max_num_batched_tokens=48)
 
 

@@ -20,7 +20,7 @@ from kvpool.server.config import MetricsConfig, ServerConfig
 from kvpool.core.sessions.session import LeaseBounds
 from kvpool.core.ranks.messages import RankTiming
 from kvpool.server.journal.config import JournalConfig
-from kvpool.server.auth.config import DoorsConfig
+from kvpool.server.auth.config import AuthConfig
 from kvpool.server.limits.config import Limits
 from kvpool.server.events.config import EventsConfig
 from kvpool.server.app import serve
@@ -30,8 +30,8 @@ settings["leases"] = LeaseBounds(**settings.pop("leases", {}))
 settings["events"] = EventsConfig(**settings.pop("events", {}))
 settings["rank_timing"] = RankTiming(**settings.pop("rank_timing", {}))
 settings["journal"] = JournalConfig(**settings.pop("journal", {}))
-doors = {name: Path(value) for name, value in settings.pop("doors", {}).items()}
-settings["doors"] = DoorsConfig(**doors)
+auth = {name: Path(value) for name, value in settings.pop("auth", {}).items()}
+settings["auth"] = AuthConfig(**auth)
 settings["limits"] = Limits(**settings.pop("limits", {}))
 settings["metrics"] = MetricsConfig(**settings.pop("metrics", {}))
 asyncio.run(serve(ServerConfig(**settings), lambda addresses: print(json.dumps(addresses), flush=True)))

@@ -93,7 +93,7 @@ class KVCacheManager:
         self._target = CoreTarget(Task("", config.num_blocks, len(config.kv_cache_groups) - 1))
 
     def get_computed_blocks(self, request: Request) -> tuple[ComputedBlocks, int]:
-        hit = self._target.look_up(self._known(request))
+        hit = self._target.lookup(self._known(request))
         return hit, hit.num_tokens
 
     def allocate_slots(

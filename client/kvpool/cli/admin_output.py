@@ -44,7 +44,7 @@ REQUEST_COLUMNS = (
     Column("COMPUTED"), Column("BLOCKS"), Column("PREEMPTED"), Column("LORA", is_text=True),
 )  # fmt: skip
 BLOCK_COLUMNS = (
-    Column("BLOCK"), Column("STATE", is_text=True), Column("REFS"), Column("GROUP"), Column("WRITER"),
+    Column("BLOCK"), Column("STATE", is_text=True), Column("REFS"), Column("GROUP"), Column("SESSION_NUMBER"),
     Column("PENDING"), Column("HASH", is_text=True),
 )  # fmt: skip
 
@@ -115,7 +115,7 @@ def block_row(info: BlockInfo) -> tuple[str, ...]:
         info.state.value,
         str(info.ref_cnt),
         str(info.group_id) if has_contents else "-",
-        str(info.writer) if has_contents else "-",
+        str(info.session_number) if has_contents else "-",
         "yes" if info.pending else "-",
         info.block_hash.hex(),
     )
@@ -211,7 +211,7 @@ def block_json(info: BlockInfo) -> dict[str, Any]:
     named = {"block_id": info.block_id, "state": info.state.value, "ref_cnt": info.ref_cnt}
     if not info.block_hash:
         return named
-    contents = {"block_hash": info.block_hash.hex(), "group_id": info.group_id, "writer": info.writer}
+    contents = {"block_hash": info.block_hash.hex(), "group_id": info.group_id, "session_number": info.session_number}
     return {**named, **contents, "pending": info.pending}
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from kvpool.cli.doors import doors_options, take_doors_config
+from kvpool.cli.auth import auth_options, take_auth_config
 from kvpool.cli.events import events_options, take_events_config
 from kvpool.cli.limits import limits_options, take_limits
 from kvpool.cli.logs import log_options, start_logging
@@ -117,7 +117,7 @@ def _seconds_option(flag: str, default: float, text: str) -> Option:
     show_default=True,
     help="Most that the journal's files may take.",
 )
-@doors_options
+@auth_options
 @click.option(
     "--past-epoch",
     type=int,
@@ -147,7 +147,7 @@ def serve(log_level: str, log_format: str, **settings: Any) -> None:  # noqa: AN
             settings.pop("min_lease_seconds"), settings.pop("max_lease_seconds"), settings.pop("default_lease_seconds")
         )
         journal = JournalConfig(settings.pop("journal"), settings.pop("journal_max_bytes"))
-        events, doors, limits = take_events_config(settings), take_doors_config(settings), take_limits(settings)
+        events, auth, limits = take_events_config(settings), take_auth_config(settings), take_limits(settings)
         past_epoch = settings.pop("past_epoch")
         config = ServerConfig(
             addresses=settings.pop("listen"),
@@ -157,7 +157,7 @@ def serve(log_level: str, log_format: str, **settings: Any) -> None:  # noqa: AN
             limits=limits,
             leases=leases,
             journal=journal,
-            doors=doors,
+            auth=auth,
             past_epoch=_seconds_since_2025() if past_epoch is None else past_epoch,
             **settings,
         )

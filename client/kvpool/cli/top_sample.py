@@ -10,7 +10,7 @@ from typing import Any, Final
 from kvpool.cli import admin_output as output
 from kvpool.client import KvpoolError, PoolInfo
 from kvpool.client.admin import AdminClient, Overview, SessionInfo
-from kvpool.core.ids import PoolName, WriterId
+from kvpool.core.ids import PoolName, SessionNumber
 
 MAX_SESSIONS: Final = 2000
 """Sessions that are asked for in one sample; pools count all."""
@@ -57,7 +57,7 @@ class Interval:
 
     seconds: float = 0.0
     pools: Mapping[PoolName, PoolRates] = field(default_factory=dict)
-    session_steps: Mapping[WriterId, float] = field(default_factory=dict)
+    session_steps: Mapping[SessionNumber, float] = field(default_factory=dict)
 
 
 def take(client: AdminClient) -> Sample:

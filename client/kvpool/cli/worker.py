@@ -11,7 +11,7 @@ from kvpool.cli.logs import log_options, start_logging
 from kvpool.cli.model import FLAGS, MODEL_OPTIONS, ModelFlags, byte_size, model_options
 from kvpool.cli.settings import config_option
 from kvpool.core.errors import InvalidArgumentError
-from kvpool.core.ranks.messages import WorldOptions
+from kvpool.core.ranks.messages import RankGroupOptions
 from kvpool.core.specs.base import AttentionSpec, KVCacheSpec
 from kvpool.core.specs.kinds import EncoderOnlyAttentionSpec, MLAAttentionSpec
 from kvpool.core.specs.pool_config import ReuseOrder
@@ -118,7 +118,7 @@ def _settings(flags: ModelFlags, model: Model, options: dict[str, Any]) -> Worke
         pool=options["pool"],
         rank=options["rank"],
         world_size=count,
-        options=WorldOptions(
+        options=RankGroupOptions(
             max_model_len=model.max_model_len,
             auto_fit_max_model_len=flags.auto_fit_max_model_len,
             max_num_batched_tokens=flags.max_num_batched_tokens,

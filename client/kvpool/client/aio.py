@@ -20,7 +20,7 @@ from kvpool.client.session import SessionBase
 from kvpool.client.step_builder import StepBuilder
 from kvpool.client.transports import messages
 from kvpool.client.transports.embedded import EventBatch, HeldRequest, OpenedSession, watch_options
-from kvpool.client.transports.resumable_watch import Follower
+from kvpool.client.transports.resumable_watch import ResumableWatch
 from kvpool.core.blocks.kv_cache_manager import ComputedBlocks
 from kvpool.core.blocks.quota import Quota
 from kvpool.core.sessions.session_ends import ended_error
@@ -148,7 +148,7 @@ class AsyncClient:
                 async for message in received:
                     yield messages.read_batch(message)
             return
-        follower = Follower(options)
+        follower = ResumableWatch(options)
         while True:
             try:
                 async with contextlib.aclosing(self._messages(follower.request(), follower)) as received:
@@ -159,7 +159,7 @@ class AsyncClient:
                 await asyncio.sleep(follower.pause_seconds(error))
 
     async def _messages(
-        self, request: event_pb2.WatchRequest, follower: Follower | None
+        self, request: event_pb2.WatchRequest, follower: ResumableWatch | None
     ) -> AsyncGenerator[event_pb2.WatchResponse]:
         call = self._events.Watch(request)
         try:
@@ -306,7 +306,7 @@ class AsyncSession(SessionBase):
 
     async def settle(self) -> None:
         """See `Session.settle`."""
-        step = self._book.unanswered()
+        step = self._protocol.unanswered()
         if step is not None:
             await self._exchange(step)
 
@@ -314,13 +314,13 @@ class AsyncSession(SessionBase):
         """See `Session.mark_executed`."""
         executed = self.sequence if sequence is None else sequence
         await self._settle_telling()
-        if self._book.must_tell(executed):
+        if self._protocol.must_tell(executed):
             await self._send(StepBuilder(executed_sequence=executed))
             return
         request = allocator_pb2.MarkExecutedRequest(session_id=self.session_id, executed_sequence=executed)
         with self._noted():
             sent_seconds, _ = await self._calls.make_timed(self._stub.MarkExecuted, request)
-        self._book.note_executed(executed)
+        self._protocol.note_executed(executed)
         self._lease_timer.renew(sent_seconds)
 
     async def pool(self) -> PoolInfo:
@@ -346,7 +346,7 @@ class AsyncSession(SessionBase):
         return read()
 
     async def _settle_telling(self) -> None:
-        if self._book.is_telling:
+        if self._protocol.is_telling:
             await self.settle()
 
     async def _send(self, builder: StepBuilder) -> None:
@@ -366,7 +366,7 @@ class AsyncSession(SessionBase):
         except KvpoolError as error:
             self._fail(error)
             raise
-        self._book.finish(result)
+        self._protocol.finish(result)
 
     async def _exchange_once(self, message: step_pb2.Step) -> StepResult:
         sent_seconds = now_seconds()

@@ -12,15 +12,17 @@ from kvpool.core.steps.columns import Operation, Outcome, Step, StepResult
 
 _OK: Final = frozenset((Outcome.OK,))
 _OUTCOMES: Final[Mapping[int, Collection[int]]] = {
-    Operation.LOOK_UP: _OK | {Outcome.SKIPPED},
-    Operation.PEEK: _OK | {Outcome.SKIPPED},
-    Operation.FIND: _OK | {Outcome.SKIPPED},
+    Operation.LOOKUP: _OK | {Outcome.SKIPPED},
+    Operation.LOOKUP_UNCOUNTED: _OK | {Outcome.SKIPPED},
+    Operation.LOOKUP_COUNTED_ON_ADMIT: _OK | {Outcome.SKIPPED},
     Operation.ADMIT: _OK | {Outcome.NO_BLOCKS, Outcome.OVER_QUOTA, Outcome.SKIPPED},
     Operation.ALLOCATE: _OK | {Outcome.NO_BLOCKS, Outcome.OVER_QUOTA, Outcome.SKIPPED, Outcome.HIT_CHANGED},
     Operation.RESET: _OK | {Outcome.IN_USE},
     Operation.COMMON_PREFIX: _OK | {Outcome.SKIPPED},
 }
-_FINDING: Final = frozenset((Operation.LOOK_UP, Operation.PEEK, Operation.FIND, Operation.ADMIT))
+_FINDING: Final = frozenset(
+    (Operation.LOOKUP, Operation.LOOKUP_UNCOUNTED, Operation.LOOKUP_COUNTED_ON_ADMIT, Operation.ADMIT)
+)
 _TAKING: Final = frozenset((Operation.ADMIT, Operation.ALLOCATE))
 _COLUMNS: Final = ("outcomes", "num_hit_tokens", "num_shared_hit_tokens", "num_new_tokens")
 _GROUP_COLUMNS: Final = ("num_prefix_blocks", "num_new_blocks")

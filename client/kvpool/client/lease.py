@@ -44,8 +44,8 @@ class LeaseTimer:
     @property
     def is_fresh(self) -> bool:
         """Whether the session was there a moment ago, as far as this process knows: it may answer in its place."""
-        unheard_seconds = now_seconds() - self._sent_seconds
-        return self._lease_seconds == inf or unheard_seconds < min(self._lease_seconds, FRESH_SECONDS)
+        unseen_seconds = now_seconds() - self._sent_seconds
+        return self._lease_seconds == inf or unseen_seconds < min(self._lease_seconds, FRESH_SECONDS)
 
     @property
     def left_seconds(self) -> float:

@@ -14,8 +14,8 @@ class Request:
         number: Its number in steps, chosen by the session.
         token_ids: Prompt and output. Read it; grow it with `append`.
         block_ids: Its blocks, group by group, in the order of the tokens. Kept up to date by the session.
-        quiet_tokens: Up to how many computed tokens it can go without asking the service. Kept by the session.
-        num_quiet_tokens: How many that is from here; none if negative. Counted down: most decodes touch this and the
+        credit_tokens: Up to how many computed tokens it can go without asking the service. Kept by the session.
+        num_credit_tokens: How many that is from here; none if negative. Counted down: most decodes touch this and the
             tokens, and nothing else.
         extra_keys: What besides the tokens decides its contents.
     """
@@ -24,14 +24,14 @@ class Request:
         "_hasher",
         "_hashes",
         "block_ids",
+        "credit_tokens",
         "declared",
         "extra_keys",
-        "num_quiet_tokens",
+        "num_credit_tokens",
         "num_sent_computed_tokens",
         "num_sent_hashes",
         "num_sent_tokens",
         "number",
-        "quiet_tokens",
         "request_id",
         "token_ids",
     )
@@ -52,8 +52,8 @@ class Request:
         self.extra_keys = extra_keys
         self._hashes: list[BlockHash] = []
         self.block_ids: list[list[int]] = [[] for _ in range(num_groups)]
-        self.quiet_tokens = 0
-        self.num_quiet_tokens = 0
+        self.credit_tokens = 0
+        self.num_credit_tokens = 0
         self.declared = False
         self.num_sent_computed_tokens = 0
         self.num_sent_tokens = 0
@@ -77,12 +77,12 @@ class Request:
     @property
     def num_computed_tokens(self) -> int:
         """Tokens that have room, hits included; the next allocation starts there. Kept by the session."""
-        return self.quiet_tokens - self.num_quiet_tokens
+        return self.credit_tokens - self.num_credit_tokens
 
-    def have_room(self, num_computed_tokens: int, quiet_tokens: int) -> None:
+    def have_room(self, num_computed_tokens: int, credit_tokens: int) -> None:
         """Takes note of how many tokens have room, and up to how many it can go so without asking."""
-        self.quiet_tokens = quiet_tokens
-        self.num_quiet_tokens = quiet_tokens - num_computed_tokens
+        self.credit_tokens = credit_tokens
+        self.num_credit_tokens = credit_tokens - num_computed_tokens
 
     @property
     def hashes(self) -> list[BlockHash]:
@@ -99,7 +99,7 @@ class Request:
     def forget_blocks(self) -> None:
         """Empties the block tables, when they were freed."""
         self.block_ids = [[] for _ in self.block_ids]
-        self.quiet_tokens = self.num_quiet_tokens = 0
+        self.credit_tokens = self.num_credit_tokens = 0
 
 
 def hash_filled(requests: Sequence[Request]) -> None:

@@ -11,7 +11,7 @@ from kvpool.client.hashing import NO_EXTRA_KEYS, BlockHasher, ExtraKeys
 from kvpool.client.request import Request
 from kvpool.client.results import Admission, Allocation, HitChanged
 from kvpool.client.step_builder import StepBuilder
-from kvpool.client.steps import StepBook
+from kvpool.client.steps import SessionProtocol
 from kvpool.client.transports.embedded import HeldRequest, OpenedSession, Transport
 from kvpool.core.blocks.kv_cache_manager import ComputedBlocks
 from kvpool.core.errors import InvalidArgumentError, KvpoolError, check_range
@@ -44,7 +44,7 @@ class SessionBase:
         self.lease_seconds = opened.lease_seconds
         self.held_requests = opened.held
         self._lease_timer = opened.lease_timer
-        self._book = StepBook(opened.config, opened.sequence)
+        self._protocol = SessionProtocol(opened.config, opened.sequence)
         self._adopted: set[int] = set()  # numbers
         self._last_number = max((held.number for held in opened.held), default=0)
 
@@ -150,8 +150,8 @@ class SessionBase:
 
     def _next_step(self, builder: StepBuilder) -> Step | None:
         """The step to send; None if this process can answer it, as the session was there a moment ago."""
-        if self._book.must_send(builder, is_fresh=self._lease_timer.is_fresh):
-            return self._book.build(builder)
+        if self._protocol.must_send(builder, is_fresh=self._lease_timer.is_fresh):
+            return self._protocol.build(builder)
         return None
 
     @contextmanager
@@ -165,23 +165,23 @@ class SessionBase:
 
     def _fail(self, error: KvpoolError) -> None:
         """Takes note of what a step ends with."""
-        self._book.fail(error)
+        self._protocol.fail(error)
         self._note(error)
 
     def _note(self, error: KvpoolError) -> None:
-        self._book.note(error)
+        self._protocol.note(error)
         if steps.ends_session(error):
             self._lease_timer.end()
 
     @property
     def sequence(self) -> int:
         """Number of the last step that was answered."""
-        return self._book.sequence
+        return self._protocol.sequence
 
     @property
     def free_blocks(self) -> int:
         """Blocks that it could be given when its last step was answered; 0 before the first."""
-        return self._book.free_blocks
+        return self._protocol.free_blocks
 
     @property
     def lease_left_seconds(self) -> float:
@@ -356,7 +356,7 @@ class Session(SessionBase):
 
         Does nothing if all steps are answered.
         """
-        step = self._book.unanswered()
+        step = self._protocol.unanswered()
         if step is not None:
             self._exchange(step)
 
@@ -369,12 +369,12 @@ class Session(SessionBase):
         """
         executed_sequence = self.sequence if sequence is None else sequence
         self._settle_telling()
-        if self._book.must_tell(executed_sequence):
+        if self._protocol.must_tell(executed_sequence):
             self._send(StepBuilder(executed_sequence=executed_sequence))
             return
         with self._noted():
             self._transport.mark_executed(self.session_id, executed_sequence)
-        self._book.note_executed(executed_sequence)
+        self._protocol.note_executed(executed_sequence)
 
     def pool(self) -> PoolInfo:
         """Tells what the pool is like now."""
@@ -394,7 +394,7 @@ class Session(SessionBase):
         return read()
 
     def _settle_telling(self) -> None:
-        if self._book.is_telling:
+        if self._protocol.is_telling:
             self.settle()
 
     def _send(self, builder: StepBuilder) -> None:
@@ -415,7 +415,7 @@ class Session(SessionBase):
         except KvpoolError as error:
             self._fail(error)
             raise
-        self._book.finish(result)
+        self._protocol.finish(result)
 
 
 class _Collected(AbstractContextManager[StepBuilder]):

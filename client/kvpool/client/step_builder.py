@@ -7,8 +7,8 @@ from kvpool.client.request import Request
 from kvpool.client.results import Answer, Decodes
 from kvpool.core.blocks.kv_cache_manager import ComputedBlocks
 from kvpool.core.errors import InvalidArgumentError
+from kvpool.core.steps.allocation_options import DEFAULT_OPTIONS, AllocationOptions
 from kvpool.core.steps.columns import Operation, Outcome
-from kvpool.core.steps.options import USUAL_TERMS, Terms
 
 
 @dataclass(slots=True)
@@ -28,7 +28,7 @@ class Row:
     num_lookahead_tokens: int = 0
     num_encoder_tokens: int = 0
     delay_cache_blocks: bool = False
-    terms: Terms = USUAL_TERMS
+    options: AllocationOptions = DEFAULT_OPTIONS
     computed: ComputedBlocks | None = None
     block_ids: Sequence[int] = ()
     num_sent_tokens: int = 0
@@ -82,7 +82,7 @@ class StepBuilder:
         self.quiet: dict[Request, int] = {}
         """Requests that take room without asking, and how many tokens each."""
         self.filled: Sequence[Request] = ()
-        """Of these, those whose decode fills a block: see `FilledBlocks`."""
+        """Of these, those whose decode fills a block: see `DeferredCaching`."""
         self._answers: list[Answer] = []  # of those that do so one by one
         self._decodes: list[Decodes] = []
         self._named: set[Request | None] = set()  # those that are in `rows`
@@ -95,7 +95,7 @@ class StepBuilder:
         num_lookahead_tokens: int = 0,
         num_encoder_tokens: int = 0,
         delay_cache_blocks: bool = False,
-        terms: Terms = USUAL_TERMS,
+        options: AllocationOptions = DEFAULT_OPTIONS,
     ) -> Answer:
         """Looks up, then makes room for as many of the tokens left as the budgets allow, atomically.
 
@@ -105,7 +105,7 @@ class StepBuilder:
             num_lookahead_tokens: Tokens beyond these to keep room for.
             num_encoder_tokens: Tokens that the encoder puts out, for models with cross attention.
             delay_cache_blocks: Leave full blocks uncached until `cache_blocks`.
-            terms: On what terms.
+            options: On what terms.
         """
         return self._add(
             Operation.ADMIT,
@@ -114,7 +114,7 @@ class StepBuilder:
             num_lookahead_tokens=num_lookahead_tokens,
             num_encoder_tokens=num_encoder_tokens,
             delay_cache_blocks=delay_cache_blocks,
-            terms=terms,
+            options=options,
         )
 
     def allocate_slots(  # noqa: PLR0913 - the reference's own parameters
@@ -127,7 +127,7 @@ class StepBuilder:
         num_lookahead_tokens: int = 0,
         num_encoder_tokens: int = 0,
         delay_cache_blocks: bool = False,
-        terms: Terms = USUAL_TERMS,
+        options: AllocationOptions = DEFAULT_OPTIONS,
     ) -> Answer:
         """Makes room for more tokens of a request, and caches the blocks that become full.
 
@@ -140,7 +140,7 @@ class StepBuilder:
             num_encoder_tokens: Tokens that the encoder puts out, for models with cross attention; in the call that
                 finds the request without blocks.
             delay_cache_blocks: Leave full blocks uncached until `cache_blocks`.
-            terms: On what terms.
+            options: On what terms.
         """
         rejected = 0 if num_computed_tokens is None else request.num_computed_tokens - num_computed_tokens
         if rejected < 0:
@@ -152,9 +152,9 @@ class StepBuilder:
         is_told_more = rejected or computed or num_encoder_tokens or request in self._named
         # What makes no block fall behind a window does not care which tokens are in flight.
         is_told_more = is_told_more or (
-            terms is not USUAL_TERMS and replace(terms, num_in_flight_tokens=0) != USUAL_TERMS
+            options is not DEFAULT_OPTIONS and replace(options, num_in_flight_tokens=0) != DEFAULT_OPTIONS
         )
-        if not is_told_more and 0 < num_new_tokens <= request.num_quiet_tokens - num_lookahead_tokens:
+        if not is_told_more and 0 < num_new_tokens <= request.num_credit_tokens - num_lookahead_tokens:
             self.quiet[request] = num_new_tokens
             answer = Answer(new_blocks=[[] for _ in request.block_ids])
             self._answers.append(answer)
@@ -167,7 +167,7 @@ class StepBuilder:
             num_lookahead_tokens=num_lookahead_tokens,
             num_encoder_tokens=num_encoder_tokens,
             delay_cache_blocks=delay_cache_blocks,
-            terms=terms,
+            options=options,
             computed=computed,
         )
 
@@ -189,7 +189,7 @@ class StepBuilder:
         """
         _check_lookahead(num_lookahead_tokens)
         wanted = 1 + num_lookahead_tokens
-        places = [i for i, request in enumerate(requests) if request.num_quiet_tokens < wanted]
+        places = [i for i, request in enumerate(requests) if request.num_credit_tokens < wanted]
         asking = [requests[i] for i in places]
         quiet = dict.fromkeys(requests, 1)
         self._check_running(asking, quiet, len(requests))
@@ -235,17 +235,17 @@ class StepBuilder:
         if not kept:
             self.rows.remove(row)
 
-    def check_quiet(self) -> None:
+    def check_credit(self) -> None:
         """Raises InvalidArgumentError if a request that takes room without asking has no such room any more."""
         for request, num_new_tokens in self.quiet.items():
-            if request.num_quiet_tokens < num_new_tokens:
+            if request.num_credit_tokens < num_new_tokens:
                 message = f"{request.request_id!r} was changed by another call while the step was collected"
                 raise InvalidArgumentError("request", message)
 
-    def settle_quiet(self) -> None:
+    def settle_credit(self) -> None:
         """Gives the requests the room that they take without asking: the step was answered, or need not be sent."""
         for request, num_new_tokens in self.quiet.items():
-            request.num_quiet_tokens -= num_new_tokens
+            request.num_credit_tokens -= num_new_tokens
         for answer in self._answers:
             answer.outcome = Outcome.OK
         for decodes in self._decodes:
@@ -253,11 +253,11 @@ class StepBuilder:
 
     def get_computed_blocks(self, request: Request, *, counted: bool = True) -> Answer:
         """Looks up the longest cached prefix of a request that holds no blocks; its last token is never hit."""
-        return self._add(Operation.LOOK_UP if counted else Operation.PEEK, request)
+        return self._add(Operation.LOOKUP if counted else Operation.LOOKUP_UNCOUNTED, request)
 
     def find_computed_blocks(self, request: Request) -> Answer:
         """As `get_computed_blocks`, counted once the request is given room, with the hit that it then gets."""
-        return self._add(Operation.FIND, request)
+        return self._add(Operation.LOOKUP_COUNTED_ON_ADMIT, request)
 
     def cache_blocks(self, request: Request, num_computed_tokens: int) -> Answer:
         """Caches the full blocks among the first `num_computed_tokens` tokens (after delay_cache_blocks)."""

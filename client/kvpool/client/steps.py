@@ -12,11 +12,11 @@ from itertools import islice
 from typing import Final
 
 from kvpool.client.check_result import check_result
-from kvpool.client.filled import FilledBlocks
+from kvpool.client.deferred_caching import DeferredCaching
+from kvpool.client.option_columns import complete_options, put_options
 from kvpool.client.request import Request, hash_filled
 from kvpool.client.step_builder import DecodeRow, Row, StepBuilder
-from kvpool.client.terms_columns import complete_terms, put_terms
-from kvpool.core.blocks.credit import QuietRoom
+from kvpool.core.blocks.credit import Credit
 from kvpool.core.errors import (
     AbortedError,
     ExhaustedError,
@@ -28,11 +28,19 @@ from kvpool.core.errors import (
 from kvpool.core.ids import NULL_BLOCK, GroupId
 from kvpool.core.specs.kinds import MambaSpec
 from kvpool.core.specs.pool_config import PoolConfig
-from kvpool.core.steps.columns import MAX_QUIET_ALLOCATIONS, Operation, Outcome, Step, StepResult
-from kvpool.core.steps.options import USUAL_TERMS
+from kvpool.core.steps.allocation_options import DEFAULT_OPTIONS
+from kvpool.core.steps.columns import MAX_CREDIT_ALLOCATIONS, Operation, Outcome, Step, StepResult
 
 _REFUSALS: Final = (InvalidArgumentError, NotFoundError, WrongStateError, ExhaustedError)
-_DECLARING: Final = frozenset((Operation.LOOK_UP, Operation.PEEK, Operation.FIND, Operation.ADMIT, Operation.ALLOCATE))
+_DECLARING: Final = frozenset(
+    (
+        Operation.LOOKUP,
+        Operation.LOOKUP_UNCOUNTED,
+        Operation.LOOKUP_COUNTED_ON_ADMIT,
+        Operation.ADMIT,
+        Operation.ALLOCATE,
+    )
+)
 _CACHING: Final = frozenset((Operation.ADMIT, Operation.ALLOCATE, Operation.CACHE))
 _OFTEN_EMPTY: Final = (
     "num_taken_tokens",
@@ -58,7 +66,7 @@ def ends_session(error: KvpoolError) -> bool:
     return isinstance(error, AbortedError) or error.reason == "SESSION_NOT_FOUND"
 
 
-class StepBook:
+class SessionProtocol:
     """A session's numbers: builds its steps, reads their results."""
 
     def __init__(self, config: PoolConfig, sequence: int = 0) -> None:
@@ -66,13 +74,13 @@ class StepBook:
         self._bounds = (len(config.groups), config.num_blocks, config.max_model_len)
         self._sends_tokens = config.makes_events
         self._hash_block_size = config.hash_block_size if config.enable_caching else 0
-        self._rooms = [QuietRoom.of(config, GroupId(i)) for i in range(len(config.groups))]
+        self._rooms = [Credit.of(config, GroupId(i)) for i in range(len(config.groups))]
         self._windowed = [(i, room) for i, room in enumerate(self._rooms) if room.skips]
         # Of a step that overwrites a state, whoever resumes the session must be able to tell that it may have run.
         has_state = any(isinstance(room.spec, MambaSpec) for room in self._rooms)
-        self._most_quiet_tokens = 0 if has_state else config.max_model_len
-        self._num_quiet = 0  # since the last step
-        self._filled = FilledBlocks(config)
+        self._max_credit_tokens = 0 if has_state else config.max_model_len
+        self._num_on_credit = 0  # since the last step
+        self._deferred = DeferredCaching(config)
         self._caching_sequence = sequence  # of the last step that may have cached or filled blocks
         self._told_sequence = 0  # of the last that was said to have run
         self._unanswered: tuple[Step, StepBuilder] | None = None
@@ -92,7 +100,7 @@ class StepBook:
             KvpoolError: As `check_settled`.
         """
         self.check_settled()
-        builder.check_quiet()
+        builder.check_credit()
         executed = builder.executed_sequence
         if builder.rows or executed > self.sequence or (executed and not builder.quiet):
             return True
@@ -101,8 +109,8 @@ class StepBook:
         # Others may wait for what was cached; or filled, and was said to have run before it could be told.
         if self._told_sequence < min(executed, self._caching_sequence) or self.must_tell(executed):
             return True
-        builder.settle_quiet()
-        self._num_quiet += len(builder.quiet)
+        builder.settle_credit()
+        self._num_on_credit += len(builder.quiet)
         return False
 
     def build(self, builder: StepBuilder) -> Step:
@@ -112,15 +120,15 @@ class StepBook:
             KvpoolError: As `check_settled`.
         """
         self.check_settled()
-        self._is_telling = not builder.rows and not builder.quiet and bool(self._filled.untold)
-        self._filled.leave_out(builder)
-        builder.rows[:0] = self._filled.rows(builder)
+        self._is_telling = not builder.rows and not builder.quiet and bool(self._deferred.untold)
+        self._deferred.leave_out(builder)
+        builder.rows[:0] = self._deferred.rows(builder)
         step = Step(
             self.sequence + 1,
             executed_sequence=builder.executed_sequence,
             launched_sequence=builder.launched_sequence,
             admission_budget_tokens=builder.admission_budget_tokens,
-            num_quiet_allocations=min(self._num_quiet + len(builder.quiet), MAX_QUIET_ALLOCATIONS),
+            num_credit_allocations=min(self._num_on_credit + len(builder.quiet), MAX_CREDIT_ALLOCATIONS),
         )
         added: set[int] = set()
         hashes: list[bytes] = []
@@ -150,7 +158,7 @@ class StepBook:
                     step.token_ids += request.token_ids[request.num_sent_tokens :]
             self._put_row(step, row, appended, moved)
         step.block_hashes = b"".join(hashes)
-        complete_terms(step)
+        complete_options(step)
         for name in _OFTEN_EMPTY:
             if not any(getattr(step, name)):
                 setattr(step, name, [])
@@ -191,10 +199,10 @@ class StepBook:
         check_result(step, result, *self._bounds)
         self._unanswered = None
         self.sequence, self.free_blocks = step.sequence, result.free_blocks
-        self._num_quiet = 0
-        builder.settle_quiet()
+        self._num_on_credit = 0
+        builder.settle_credit()
         self.note_executed(step.executed_sequence)
-        self._filled.untold = builder.filled
+        self._deferred.untold = builder.filled
         if builder.filled or not _CACHING.isdisjoint(step.operations):
             self._caching_sequence = step.sequence
         block_ids = iter(result.block_ids)
@@ -215,7 +223,7 @@ class StepBook:
 
     def must_tell(self, executed_sequence: int) -> bool:
         """Whether a step has to say that so much has run, since it also has to tell what was filled by then."""
-        return bool(self._filled.untold) and not self._unanswered and executed_sequence >= self.sequence
+        return bool(self._deferred.untold) and not self._unanswered and executed_sequence >= self.sequence
 
     def note_executed(self, executed_sequence: int) -> None:
         """Takes note that the service was told which steps have run."""
@@ -227,7 +235,7 @@ class StepBook:
         step.num_appended_tokens.append(appended)
         step.num_new_tokens.append(row.num_new_tokens)
         rejected = row.num_rejected_tokens
-        if rejected and row.request not in self._filled.untold:
+        if rejected and row.request not in self._deferred.untold:
             both = min(moved, rejected)
             moved, rejected = moved - both, rejected - both
         step.num_taken_tokens.append(moved)
@@ -235,8 +243,8 @@ class StepBook:
         step.num_lookahead_tokens.append(row.num_lookahead_tokens)
         step.num_encoder_tokens.append(row.num_encoder_tokens)
         step.delay_cache_blocks.append(row.delay_cache_blocks)
-        if row.terms is not USUAL_TERMS:
-            put_terms(step, row.terms)
+        if row.options is not DEFAULT_OPTIONS:
+            put_options(step, row.options)
         promised: Sequence[Sequence[int]] = row.computed.block_ids if row.computed else (row.block_ids,)
         if step.num_block_ids or any(promised):
             before = (len(step.operations) - 1) * self._num_groups
@@ -299,7 +307,7 @@ class StepBook:
                     table.extend(new_ids)
             num_before = request.num_computed_tokens
             request.num_sent_computed_tokens = num_before + 1
-            request.have_room(num_before + 1, self._quiet_tokens(request, num_before, num_before + 1))
+            request.have_room(num_before + 1, self._credit_tokens(request, num_before, num_before + 1))
 
     def _read_row(self, row: Row, i: int, result: StepResult, block_ids: Iterator[int]) -> None:
         answer, request, groups = row.answer, row.request, self._num_groups
@@ -320,16 +328,16 @@ class StepBook:
         request.declared = not gone
         request.num_sent_tokens = 0 if gone else row.num_sent_tokens
         request.num_sent_hashes = 0 if gone else row.num_sent_hashes
-        request.num_quiet_tokens += row.num_rejected_tokens
+        request.num_credit_tokens += row.num_rejected_tokens
         # Whether it came as far as to skip blocks, the next one will tell.
-        is_unknown = row.terms.full_sequence_must_fit and not answer.ok
+        is_unknown = row.options.full_sequence_must_fit and not answer.ok
         if row.operation is Operation.ALLOCATE and answer.outcome in _SKIPPING and not is_unknown:
-            self._skip_blocks(request, row.terms.num_in_flight_tokens)
+            self._skip_blocks(request, row.options.num_in_flight_tokens)
         if row.operation in (Operation.FREE, Operation.PREEMPT):
             request.forget_blocks()
         elif row.operation is Operation.APPEND:  # it tells what was filled
             end_tokens = request.num_computed_tokens
-            request.have_room(end_tokens, self._quiet_tokens(request, end_tokens, end_tokens))
+            request.have_room(end_tokens, self._credit_tokens(request, end_tokens, end_tokens))
         elif row.operation in (Operation.ADMIT, Operation.ALLOCATE) and answer.ok:
             self._take_room(row, request)
         request.num_sent_computed_tokens = request.num_computed_tokens
@@ -353,16 +361,16 @@ class StepBook:
             hit = row.computed.block_ids if row.computed else hit
             before_tokens = request.num_computed_tokens + (row.computed.num_tokens if row.computed else 0)
             num_new_tokens = row.num_new_tokens
-        if row.terms.num_external_tokens:
-            before_tokens += row.terms.num_external_tokens
+        if row.options.num_external_tokens:
+            before_tokens += row.options.num_external_tokens
             hit = self._moved_on(hit or [[]] * len(self._rooms), before_tokens)
         for table, hit_ids, new_ids in zip(request.block_ids, hit, answer.new_blocks, strict=True):
             table.extend(hit_ids)
             table.extend(new_ids)
         end_tokens = before_tokens + num_new_tokens
-        num_run_tokens = max(before_tokens - row.terms.num_in_flight_tokens, 0)
-        quiet_tokens = 0 if row.delay_cache_blocks else self._quiet_tokens(request, num_run_tokens, end_tokens)
-        request.have_room(end_tokens, quiet_tokens)
+        num_run_tokens = max(before_tokens - row.options.num_in_flight_tokens, 0)
+        credit_tokens = 0 if row.delay_cache_blocks else self._credit_tokens(request, num_run_tokens, end_tokens)
+        request.have_room(end_tokens, credit_tokens)
 
     def _moved_on(self, hit: Sequence[Sequence[int]], num_computed_tokens: int) -> list[list[int]]:
         """A hit's blocks where external tokens after it move windows on: what these leave behind stands null."""
@@ -372,12 +380,12 @@ class StepBook:
             moved.append([NULL_BLOCK] * count + list(ids[count:]))
         return moved
 
-    def _quiet_tokens(self, request: Request, before_tokens: int, end_tokens: int) -> int:
-        """What the server allows, or less: see `Pool.allocate`, which made room for tokens from `before_tokens` on."""
+    def _credit_tokens(self, request: Request, before_tokens: int, end_tokens: int) -> int:
+        """The server's credit, or less, after room was made for tokens from `before_tokens` on."""
         cached_tokens, num_tokens = end_tokens, request.num_sent_tokens  # not those that came since
         if num_tokens < cached_tokens:  # noqa: PLR1730 - min() takes longer than all else here
             cached_tokens = num_tokens
-        bound, tables = self._most_quiet_tokens, request.block_ids
+        bound, tables = self._max_credit_tokens, request.block_ids
         for room, table in zip(self._rooms, tables, strict=True):
             num_blocks, span, num_skipped = len(table), room.span_tokens, 0
             if room.skips:

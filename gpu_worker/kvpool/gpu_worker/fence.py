@@ -58,13 +58,13 @@ class StepTicket:
 class Fence:
     """Admits the steps of one rank."""
 
-    def __init__(self, on_quiet: Callable[[], object] = lambda: None) -> None:
+    def __init__(self, on_idle: Callable[[], object] = lambda: None) -> None:
         """Begins with no epoch.
 
         Args:
-            on_quiet: Called when the last step in flight that would no longer be admitted is done; must return at once.
+            on_idle: Called when the last step in flight that would no longer be admitted is done; must return at once.
         """
-        self._on_quiet = on_quiet
+        self._on_idle = on_idle
         self._lock = threading.Lock()
         self._epoch = 0
         self._is_open = False
@@ -78,7 +78,7 @@ class Fence:
         return self._in_flight.total()
 
     @property
-    def is_quiet(self) -> bool:
+    def is_within_credit(self) -> bool:
         """Whether no step is in flight that would not be admitted now."""
         with self._lock:
             return self._quiet()
@@ -133,7 +133,7 @@ class Fence:
                 del self._in_flight[lease]
             tells = not self._admits(lease) and self._quiet()
         if tells:
-            self._on_quiet()
+            self._on_idle()
 
     def _quiet(self) -> bool:
         return all(map(self._admits, self._in_flight))

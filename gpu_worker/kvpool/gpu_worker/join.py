@@ -117,7 +117,7 @@ class RankProtocol:
         """The newest plan of this stream, until its epoch begins."""
         self._is_allocating = False
         self._timing: Registered | None = None
-        self._heard_seconds = 0.0
+        self._last_seen_seconds = 0.0
         self._heartbeat_due_seconds = 0.0
         self._join_due_seconds = 0.0
         self._sequence = 0
@@ -142,7 +142,7 @@ class RankProtocol:
     @property
     def _silent_at_seconds(self) -> float:
         patience = self._timing.heartbeat_timeout_seconds if self._timing else REGISTER_TIMEOUT_SECONDS
-        return self._heard_seconds + patience
+        return self._last_seen_seconds + patience
 
     def tick(self, now_seconds: float) -> list[Effect]:
         """Does what is due: joins, sends a heartbeat, or gives up a stream on which nothing comes."""
@@ -151,14 +151,14 @@ class RankProtocol:
         if self.phase is Phase.REJOINING:
             return self._join(now_seconds)
         if now_seconds >= self._silent_at_seconds:
-            silent_seconds = now_seconds - self._heard_seconds
+            silent_seconds = now_seconds - self._last_seen_seconds
             error = DeadlineError("SERVER_SILENT", f"nothing came from the server for {silent_seconds:.1f} s")
             return [CloseStream(), *self.stream_ended(error, now_seconds)]
         return self._beat(now_seconds)
 
     def heard(self, message: Heard, now_seconds: float) -> list[Effect]:
         """Takes in what the server says."""
-        self._heard_seconds = now_seconds
+        self._last_seen_seconds = now_seconds
         match message:
             case Registered():
                 self._timing = message
@@ -230,7 +230,7 @@ class RankProtocol:
     def _join(self, now_seconds: float) -> list[Effect]:
         self.phase = Phase.JOINING
         self._timing = None
-        self._heard_seconds = now_seconds
+        self._last_seen_seconds = now_seconds
         self._sequence = 0
         held = HeldTensors(self._held_epoch, self.held.num_blocks) if self.held else None
         return [OpenStream(replace(self._registration, held=held, last_epoch=self._last_epoch))]
@@ -247,7 +247,7 @@ class RankProtocol:
         if planned is None:
             return []
         self.phase = Phase.ALLOCATING
-        if self._is_allocating or not self._fence.is_quiet:
+        if self._is_allocating or not self._fence.is_within_credit:
             return []
         if self.held and self.held.fits(planned.config):
             self._held_epoch = planned.epoch
@@ -298,7 +298,7 @@ class RankProtocol:
 
     def _answer_fence(self) -> list[Effect]:
         sequence = self._unanswered_fence
-        if not sequence or not self._fence.is_quiet:
+        if not sequence or not self._fence.is_within_credit:
             return []
         self._unanswered_fence = 0
         return [Say(Fenced(sequence))]

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from kvpool.core.errors import InvalidArgumentError, check_range
-from kvpool.core.ranks.messages import MAX_AVAILABLE_BYTES, MAX_WORLD_SIZE, WorldOptions
+from kvpool.core.ranks.messages import MAX_AVAILABLE_BYTES, MAX_WORLD_SIZE, RankGroupOptions
 from kvpool.core.specs.pool_config import check_pool_name
 from kvpool.wire.address import check_address
 from kvpool.wire.channels import Access
@@ -35,7 +35,7 @@ class WorkerSettings:
     pool: str
     rank: int
     world_size: int
-    options: WorldOptions
+    options: RankGroupOptions
     device: str = DEFAULT_DEVICE
     memory_bytes: int | None = None
     gpu_memory_utilization: float = DEFAULT_GPU_MEMORY_UTILIZATION

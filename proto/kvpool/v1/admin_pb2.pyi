@@ -215,7 +215,7 @@ class BlockInfo(_message.Message):
     REF_CNT_FIELD_NUMBER: _builtins.int
     BLOCK_HASH_FIELD_NUMBER: _builtins.int
     GROUP_ID_FIELD_NUMBER: _builtins.int
-    WRITER_FIELD_NUMBER: _builtins.int
+    SESSION_NUMBER_FIELD_NUMBER: _builtins.int
     PENDING_FIELD_NUMBER: _builtins.int
     block_id: _builtins.int
     """Its id."""
@@ -224,10 +224,10 @@ class BlockInfo(_message.Message):
     ref_cnt: _builtins.int
     """Block tables that it stands in, 1 for a sink."""
     block_hash: _builtins.bytes
-    """What its contents are found by. Empty: they cannot be found, and group_id, writer and pending say nothing."""
+    """What its contents are found by. Empty: they cannot be found, and group_id, session_number and pending say nothing."""
     group_id: _builtins.int
     """Group whose layers its contents are of."""
-    writer: _builtins.int
+    session_number: _builtins.int
     """Number of the session that filled it, which may have ended, or have got another, since."""
     pending: _builtins.bool
     """Its writer has not yet said that the step which fills it has run: others do not find it."""
@@ -239,12 +239,12 @@ class BlockInfo(_message.Message):
         ref_cnt: _builtins.int = ...,
         block_hash: _builtins.bytes = ...,
         group_id: _builtins.int = ...,
-        writer: _builtins.int = ...,
+        session_number: _builtins.int = ...,
         pending: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hash", b"block_hash", "block_id", b"block_id", "group_id", b"group_id", "pending", b"pending", "ref_cnt", b"ref_cnt", "state", b"state", "writer", b"writer"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hash", b"block_hash", "block_id", b"block_id", "group_id", b"group_id", "pending", b"pending", "ref_cnt", b"ref_cnt", "session_number", b"session_number", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

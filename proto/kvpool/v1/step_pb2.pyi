@@ -29,7 +29,7 @@ class _OperationEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Operation.V
     """Refused."""
     OPERATION_ADD: _Operation.ValueType  # 1
     """Declares a request: takes its id from request_ids, its tokens and hashes as every operation does."""
-    OPERATION_LOOK_UP: _Operation.ValueType  # 2
+    OPERATION_LOOKUP: _Operation.ValueType  # 2
     """Looks up the longest cached prefix of a request that holds no blocks. The last token is never hit."""
     OPERATION_ADMIT: _Operation.ValueType  # 3
     """Looks up, then makes room for as many of the tokens left as the budgets allow, atomically."""
@@ -58,10 +58,10 @@ class _OperationEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Operation.V
     """
     OPERATION_APPEND: _Operation.ValueType  # 11
     """Only brings the request's new tokens and hashes."""
-    OPERATION_PEEK: _Operation.ValueType  # 12
-    """As OPERATION_LOOK_UP, but left out of the statistics."""
-    OPERATION_FIND: _Operation.ValueType  # 13
-    """As OPERATION_PEEK, and counted once the request is given room, with the hit that it then gets."""
+    OPERATION_LOOKUP_UNCOUNTED: _Operation.ValueType  # 12
+    """As OPERATION_LOOKUP, but left out of the statistics."""
+    OPERATION_LOOKUP_COUNTED_ON_ADMIT: _Operation.ValueType  # 13
+    """As OPERATION_LOOKUP_UNCOUNTED, and counted once the request is given room, with the hit that it then gets."""
 
 class Operation(_Operation, metaclass=_OperationEnumTypeWrapper):
     """A step: all that one scheduling round asks, in packed columns, and its result.
@@ -81,7 +81,7 @@ OPERATION_UNSPECIFIED: Operation.ValueType  # 0
 """Refused."""
 OPERATION_ADD: Operation.ValueType  # 1
 """Declares a request: takes its id from request_ids, its tokens and hashes as every operation does."""
-OPERATION_LOOK_UP: Operation.ValueType  # 2
+OPERATION_LOOKUP: Operation.ValueType  # 2
 """Looks up the longest cached prefix of a request that holds no blocks. The last token is never hit."""
 OPERATION_ADMIT: Operation.ValueType  # 3
 """Looks up, then makes room for as many of the tokens left as the budgets allow, atomically."""
@@ -110,10 +110,10 @@ times a step at most.
 """
 OPERATION_APPEND: Operation.ValueType  # 11
 """Only brings the request's new tokens and hashes."""
-OPERATION_PEEK: Operation.ValueType  # 12
-"""As OPERATION_LOOK_UP, but left out of the statistics."""
-OPERATION_FIND: Operation.ValueType  # 13
-"""As OPERATION_PEEK, and counted once the request is given room, with the hit that it then gets."""
+OPERATION_LOOKUP_UNCOUNTED: Operation.ValueType  # 12
+"""As OPERATION_LOOKUP, but left out of the statistics."""
+OPERATION_LOOKUP_COUNTED_ON_ADMIT: Operation.ValueType  # 13
+"""As OPERATION_LOOKUP_UNCOUNTED, and counted once the request is given room, with the hit that it then gets."""
 Global___Operation: _TypeAlias = Operation  # noqa: Y015
 
 class _Outcome:
@@ -171,7 +171,7 @@ class Step(_message.Message):
     EXECUTED_SEQUENCE_FIELD_NUMBER: _builtins.int
     LAUNCHED_SEQUENCE_FIELD_NUMBER: _builtins.int
     ADMISSION_BUDGET_TOKENS_FIELD_NUMBER: _builtins.int
-    NUM_QUIET_ALLOCATIONS_FIELD_NUMBER: _builtins.int
+    NUM_CREDIT_ALLOCATIONS_FIELD_NUMBER: _builtins.int
     OPERATIONS_FIELD_NUMBER: _builtins.int
     REQUEST_NUMBERS_FIELD_NUMBER: _builtins.int
     NUM_APPENDED_TOKENS_FIELD_NUMBER: _builtins.int
@@ -206,7 +206,7 @@ class Step(_message.Message):
     """
     admission_budget_tokens: _builtins.int
     """Tokens that all admissions of this step together may make room for. 0: no limit."""
-    num_quiet_allocations: _builtins.int
+    num_credit_allocations: _builtins.int
     """How often requests took room without asking since the last step, at most 2^24, for statistics."""
     block_hashes: _builtins.bytes
     """Queue: hashes of the blocks that the appended tokens filled, one after the other. Each request has one for every
@@ -316,7 +316,7 @@ class Step(_message.Message):
         executed_sequence: _builtins.int = ...,
         launched_sequence: _builtins.int = ...,
         admission_budget_tokens: _builtins.int = ...,
-        num_quiet_allocations: _builtins.int = ...,
+        num_credit_allocations: _builtins.int = ...,
         operations: _abc.Iterable[Global___Operation.ValueType] | None = ...,
         request_numbers: _abc.Iterable[_builtins.int] | None = ...,
         num_appended_tokens: _abc.Iterable[_builtins.int] | None = ...,
@@ -340,7 +340,7 @@ class Step(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["admission_budget_tokens", b"admission_budget_tokens", "block_hashes", b"block_hashes", "block_ids", b"block_ids", "delay_cache_blocks", b"delay_cache_blocks", "executed_sequence", b"executed_sequence", "full_sequence_must_fit", b"full_sequence_must_fit", "launched_sequence", b"launched_sequence", "lora_names", b"lora_names", "num_appended_tokens", b"num_appended_tokens", "num_block_ids", b"num_block_ids", "num_encoder_tokens", b"num_encoder_tokens", "num_external_tokens", b"num_external_tokens", "num_in_flight_tokens", b"num_in_flight_tokens", "num_lookahead_tokens", b"num_lookahead_tokens", "num_new_tokens", b"num_new_tokens", "num_quiet_allocations", b"num_quiet_allocations", "num_rejected_tokens", b"num_rejected_tokens", "num_reserved_blocks", b"num_reserved_blocks", "num_taken_tokens", b"num_taken_tokens", "num_watermark_blocks", b"num_watermark_blocks", "operations", b"operations", "request_ids", b"request_ids", "request_numbers", b"request_numbers", "sequence", b"sequence", "session_id", b"session_id", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["admission_budget_tokens", b"admission_budget_tokens", "block_hashes", b"block_hashes", "block_ids", b"block_ids", "delay_cache_blocks", b"delay_cache_blocks", "executed_sequence", b"executed_sequence", "full_sequence_must_fit", b"full_sequence_must_fit", "launched_sequence", b"launched_sequence", "lora_names", b"lora_names", "num_appended_tokens", b"num_appended_tokens", "num_block_ids", b"num_block_ids", "num_credit_allocations", b"num_credit_allocations", "num_encoder_tokens", b"num_encoder_tokens", "num_external_tokens", b"num_external_tokens", "num_in_flight_tokens", b"num_in_flight_tokens", "num_lookahead_tokens", b"num_lookahead_tokens", "num_new_tokens", b"num_new_tokens", "num_rejected_tokens", b"num_rejected_tokens", "num_reserved_blocks", b"num_reserved_blocks", "num_taken_tokens", b"num_taken_tokens", "num_watermark_blocks", b"num_watermark_blocks", "operations", b"operations", "request_ids", b"request_ids", "request_numbers", b"request_numbers", "sequence", b"sequence", "session_id", b"session_id", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -121,7 +121,7 @@ class JoinResponse(_message.Message):
 Global___JoinResponse: _TypeAlias = JoinResponse  # noqa: Y015
 
 @_typing.final
-class WorldOptions(_message.Message):
+class RankGroupOptions(_message.Message):
     """What all ranks of a pool must say alike: how the model is planned, and how the pool answers."""
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -192,7 +192,7 @@ class WorldOptions(_message.Message):
     _WhichOneofArgType__retention_tokens: _TypeAlias = _typing.Literal["_retention_tokens", b"_retention_tokens"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__retention_tokens) -> _WhichOneofReturnType__retention_tokens | None: ...
 
-Global___WorldOptions: _TypeAlias = WorldOptions  # noqa: Y015
+Global___RankGroupOptions: _TypeAlias = RankGroupOptions  # noqa: Y015
 
 @_typing.final
 class HeldTensors(_message.Message):
@@ -265,7 +265,7 @@ class Register(_message.Message):
     pool with a rank that does not, they are kept back for a set time.
     """
     @_builtins.property
-    def options(self) -> Global___WorldOptions:
+    def options(self) -> Global___RankGroupOptions:
         """The same in all ranks."""
 
     @_builtins.property
@@ -284,7 +284,7 @@ class Register(_message.Message):
         rank: _builtins.int = ...,
         world_size: _builtins.int = ...,
         boot_id: _builtins.str = ...,
-        options: Global___WorldOptions | None = ...,
+        options: Global___RankGroupOptions | None = ...,
         layers: _abc.Iterable[_spec_pb2.LayerSpec] | None = ...,
         available_bytes: _builtins.int = ...,
         held: Global___HeldTensors | None = ...,

@@ -4,7 +4,7 @@ from dataclasses import fields
 from typing import Final
 
 from kvpool.core.errors import InvalidArgumentError
-from kvpool.core.ids import BlockHash, BlockId, GroupId, PoolName, RequestId, WriterId
+from kvpool.core.ids import BlockHash, BlockId, GroupId, PoolName, RequestId, SessionNumber
 from kvpool.core.views.inspection import BlockInfo, BlockState, RequestInfo, SessionInfo
 from kvpool.v1 import admin_pb2
 
@@ -19,7 +19,7 @@ def session_to_proto(info: SessionInfo) -> admin_pb2.SessionInfo:
 def session_from_proto(message: admin_pb2.SessionInfo) -> SessionInfo:
     """Decodes what a session is like."""
     return SessionInfo(
-        session_number=WriterId(message.session_number),
+        session_number=SessionNumber(message.session_number),
         client_name=message.client_name,
         pool_name=PoolName(message.pool_name),
         lease_seconds=message.lease_seconds,
@@ -45,7 +45,7 @@ def request_from_proto(message: admin_pb2.RequestInfo) -> RequestInfo:
     """Decodes what a request is like."""
     return RequestInfo(
         request_id=RequestId(message.request_id),
-        session_number=WriterId(message.session_number),
+        session_number=SessionNumber(message.session_number),
         num_tokens=message.num_tokens,
         num_computed_tokens=message.num_computed_tokens,
         held_blocks=tuple(message.held_blocks),
@@ -62,7 +62,7 @@ def block_to_proto(info: BlockInfo) -> admin_pb2.BlockInfo:
         ref_cnt=info.ref_cnt,
         block_hash=info.block_hash,
         group_id=info.group_id,
-        writer=info.writer,
+        session_number=info.session_number,
         pending=info.pending,
     )
 
@@ -75,7 +75,7 @@ def block_from_proto(message: admin_pb2.BlockInfo) -> BlockInfo:
         ref_cnt=message.ref_cnt,
         block_hash=BlockHash(message.block_hash),
         group_id=GroupId(message.group_id),
-        writer=WriterId(message.writer),
+        session_number=SessionNumber(message.session_number),
         pending=message.pending,
     )
 

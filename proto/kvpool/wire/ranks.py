@@ -10,10 +10,10 @@ from kvpool.core.ranks.messages import (
     HeldTensors,
     PlanSent,
     Rank,
+    RankGroupOptions,
     ReadySent,
     Registration,
     StatusSent,
-    WorldOptions,
 )
 from kvpool.core.specs.base import KVCacheSpec
 from kvpool.v1 import pool_pb2, spec_pb2, worker_pb2
@@ -109,10 +109,10 @@ def registration_to_proto(pool_name: str, registration: Registration) -> worker_
     )
 
 
-def _options_from_proto(message: worker_pb2.WorldOptions) -> WorldOptions:
+def _options_from_proto(message: worker_pb2.RankGroupOptions) -> RankGroupOptions:
     where = "register.options"
     order = message.reuse_order or pool_pb2.REUSE_ORDER_UNCACHED_FIRST
-    return WorldOptions(
+    return RankGroupOptions(
         **{name: getattr(message, name) or _DEFAULTS.get(name, getattr(message, name)) for name in _SAME_NAME},
         reuse_order=reuse_order_from_proto(f"{where}.reuse_order", order),
         enable_caching=not message.disable_caching,
@@ -121,8 +121,8 @@ def _options_from_proto(message: worker_pb2.WorldOptions) -> WorldOptions:
     )
 
 
-def _options_to_proto(options: WorldOptions) -> worker_pb2.WorldOptions:
-    return worker_pb2.WorldOptions(
+def _options_to_proto(options: RankGroupOptions) -> worker_pb2.RankGroupOptions:
+    return worker_pb2.RankGroupOptions(
         **{name: getattr(options, name) for name in _SAME_NAME},
         reuse_order=reuse_order_to_proto(options.reuse_order),
         disable_caching=not options.enable_caching,

@@ -2,33 +2,33 @@
 
 from dataclasses import replace
 
-from kvpool.core.blocks.kv_cache_manager import Pool
+from kvpool.core.blocks.kv_cache_manager import KVCacheManager
 from kvpool.core.sessions.request import Request
 from kvpool.core.sessions.session import Session
 from kvpool.v1 import allocator_pb2, pool_pb2
 from kvpool.wire import pools as wire_pools
 
 
-def session_to_proto(pool: Pool, session: Session) -> allocator_pb2.Session:
+def session_to_proto(pool: KVCacheManager, session: Session) -> allocator_pb2.Session:
     """Encodes a session for the process that drives it."""
     return allocator_pb2.Session(
         session_id=session.current_id,
         pool_name=pool.config.name,
         lease_seconds=session.lease_seconds,
         epoch=pool.epoch,
-        session_number=session.writer,
+        session_number=session.session_number,
         min_blocks=session.holding.min_blocks if session.holding else 0,
         max_blocks=session.holding.max_blocks if session.holding else 0,
     )
 
 
-def config_to_proto(pool: Pool, session: Session) -> pool_pb2.PoolConfig:
+def config_to_proto(pool: KVCacheManager, session: Session) -> pool_pb2.PoolConfig:
     """Encodes a pool's configuration as a session is told of it: with the none_hash of its salt."""
     scheme = pool.config.hash_scheme.salted(session.salt)
     return wire_pools.config_to_proto(replace(pool.config, hash_scheme=scheme), with_none_hash=True)
 
 
-def resumption_to_proto(pool: Pool, session: Session) -> allocator_pb2.ResumeSessionResponse:
+def resumption_to_proto(pool: KVCacheManager, session: Session) -> allocator_pb2.ResumeSessionResponse:
     """Encodes all that a session holds. O(its blocks)."""
     return allocator_pb2.ResumeSessionResponse(
         session=session_to_proto(pool, session),

@@ -8,42 +8,42 @@
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 
-from kvpool.core.block_lifetimes import Residency
-from kvpool.core.blocks.kv_cache_manager import Pool
+from kvpool.core.block_lifetimes import BlockLifetimes
+from kvpool.core.blocks.kv_cache_manager import KVCacheManager
 from kvpool.core.blocks.quota import NO_QUOTA, Quota
 from kvpool.core.errors import InvalidArgumentError, NotFoundError, check_range
 from kvpool.core.execution import apply
-from kvpool.core.ids import PoolName, SessionId, WriterId
+from kvpool.core.ids import PoolName, SessionId, SessionNumber
 from kvpool.core.pools.memory_identity import check_memory_id, must_forget
-from kvpool.core.pools.registry import PoolLedger
+from kvpool.core.pools.registry import PoolRegistry
 from kvpool.core.sessions.quarantine import Quarantined
 from kvpool.core.sessions.session import Session, check_key, first_id
 from kvpool.core.sessions.session_ends import SessionEnds, ended_error
 from kvpool.core.steps.columns import Step, StepResult
 
 
-class Allocator(PoolLedger):
+class Allocator(PoolRegistry):
     """Pools by name and sessions by id.
 
     Args:
-        new_residency: Makes what samples how long the blocks of a new pool keep what they hold.
+        new_block_lifetimes: Makes what samples how long the blocks of a new pool keep what they hold.
 
     Attributes:
         lost_may_run: Whether sessions of which nothing is known any more may run a last step yet.
     """
 
-    def __init__(self, new_residency: Callable[[], Residency | None] = lambda: None) -> None:
-        super().__init__(new_residency)
+    def __init__(self, new_block_lifetimes: Callable[[], BlockLifetimes | None] = lambda: None) -> None:
+        super().__init__(new_block_lifetimes)
         self.lost_may_run = False
-        self._sessions: dict[SessionId, tuple[Pool, Session]] = {}
+        self._sessions: dict[SessionId, tuple[KVCacheManager, Session]] = {}
         self._by_open_key: dict[tuple[str, str], Session] = {}
         self._ends = SessionEnds()
-        self._last_writer = 0
+        self._last_number = 0
 
     def __repr__(self) -> str:
         return f"<Allocator: {len(self._pools)} pools, {len(self._sessions)} sessions>"
 
-    def pass_epoch(self, pool: Pool, epoch: int) -> list[Session]:
+    def pass_epoch(self, pool: KVCacheManager, epoch: int) -> list[Session]:
         """Ends all sessions of a pool that lost a rank, and drops what its blocks held; it stays suspended.
 
         Returns:
@@ -71,7 +71,7 @@ class Allocator(PoolLedger):
         owner: str = "",
         salt: bytes = b"",
         memory_id: str = "",
-    ) -> tuple[Pool, Session]:
+    ) -> tuple[KVCacheManager, Session]:
         """Attaches a scheduler process to a pool; or finds the session that the same key opened, if it lives.
 
         A pool whose blocks are in another memory, that nobody uses any more, begins a new epoch first. O(num_blocks).
@@ -109,8 +109,8 @@ class Allocator(PoolLedger):
         if found:
             return found
         pool = self.pool(pool_name)
-        check_memory_id(memory_id, has_ranks=pool.config.name in self.worlds)
-        self.intake.check(pool.config.name)
+        check_memory_id(memory_id, has_ranks=pool.config.name in self.rank_groups)
+        self.drain_state.check(pool.config.name)
         pool.check_serving()
         must_begin_anew = must_forget(pool, memory_id)
         pool.quotas.check(quota)  # nothing is refused after this
@@ -118,10 +118,10 @@ class Allocator(PoolLedger):
             pool.begin_epoch(pool.config, pool.epoch + 1)
         pool.memory_id = memory_id
         holding = pool.quotas.open(quota)
-        self._last_writer += 1
-        writer = WriterId(self._last_writer)
+        self._last_number += 1
+        session_number = SessionNumber(self._last_number)
         said = (client_name, lease_seconds, now_seconds, open_key, asked, holding)
-        session = Session(session_id, writer, *said, owner=owner, salt=salt)
+        session = Session(session_id, session_number, *said, owner=owner, salt=salt)
         self._sessions[session_id] = (pool, session)
         if open_key:
             self._by_open_key[owner, open_key] = session
@@ -136,7 +136,7 @@ class Allocator(PoolLedger):
 
     def resume_session(
         self, session_id: str, sequence: int, *, resume_key: str, now_seconds: float
-    ) -> tuple[Pool, Session]:
+    ) -> tuple[KVCacheManager, Session]:
         """Lets another process drive a session, which gets another id and number, and is heard of by that.
 
         O(its requests and unpublished blocks). What it had published before counts as another's where it hits that.
@@ -162,16 +162,16 @@ class Allocator(PoolLedger):
         if is_newest:
             pool.activity.retries += 1
         else:
-            self._last_writer += 1
-            session.resume(resume_key, WriterId(self._last_writer))
-            pool.resume_writer(session.writer_before, session.writer)
+            self._last_number += 1
+            session.resume(resume_key, SessionNumber(self._last_number))
+            pool.resume_session(session.previous_number, session.session_number)
             key = session.session_id
             self._sessions[key] = self._sessions.pop(key)  # last, as both are in the order of their numbers
             pool.sessions[key] = pool.sessions.pop(key)
-        session.heard_seconds = now_seconds
+        session.last_seen_seconds = now_seconds
         return pool, session
 
-    def session(self, session_id: str, now_seconds: float) -> tuple[Pool, Session]:
+    def session(self, session_id: str, now_seconds: float) -> tuple[KVCacheManager, Session]:
         """Finds a session for the process that drives it; it is heard of by that.
 
         Raises:
@@ -182,7 +182,7 @@ class Allocator(PoolLedger):
         found = self._live_session(session_id, now_seconds)
         if found[1].current_id != session_id:
             raise ended_error("SESSION_RESUMED")
-        found[1].heard_seconds = now_seconds
+        found[1].last_seen_seconds = now_seconds
         return found
 
     def is_overdue(self, session_id: str, now_seconds: float) -> bool:
@@ -197,22 +197,22 @@ class Allocator(PoolLedger):
     def detach_stream(self, session: Session, now_seconds: float) -> None:
         """Notes that such a stream has ended: the lease counts from now."""
         session.open_streams -= 1
-        session.heard_seconds = now_seconds
+        session.last_seen_seconds = now_seconds
 
     def owner(self, session_id: str) -> tuple[PoolName, str] | None:
         """The pool and the owner of an open session, which is not heard of by that; None if there is none."""
         found = self._sessions.get(first_id(session_id))
         return (found[0].config.name, found[1].owner) if found else None
 
-    def apply(self, pool: Pool, session: Session, step: Step, source: object = None) -> StepResult:
+    def apply(self, pool: KVCacheManager, session: Session, step: Step, source: object = None) -> StepResult:
         """Applies a step of a session that `session` found; see `apply_step`."""
         return apply.apply_step(pool, session, step, source)
 
-    def count_retry(self, pool: Pool) -> None:
+    def count_retry(self, pool: KVCacheManager) -> None:
         """Counts a change that came again, and was answered from memory by the caller."""
         pool.activity.retries += 1
 
-    def mark_executed(self, pool: Pool, session: Session, executed_sequence: int) -> None:
+    def mark_executed(self, pool: KVCacheManager, session: Session, executed_sequence: int) -> None:
         """Lets others hit what the session filled up to a change that it says was executed.
 
         Raises:
@@ -221,7 +221,7 @@ class Allocator(PoolLedger):
         session.check_executed(executed_sequence, session.sequence)
         apply.mark_executed(pool, session, executed_sequence)
 
-    def close_session(self, session_id: str, now_seconds: float) -> tuple[Pool, int]:
+    def close_session(self, session_id: str, now_seconds: float) -> tuple[KVCacheManager, int]:
         """Frees a session's requests and forgets it.
 
         Returns:
@@ -242,7 +242,7 @@ class Allocator(PoolLedger):
 
     def evict_session(
         self, pool_name: str, number: int, now_seconds: float, *, quarantine_seconds: float = 0.0
-    ) -> tuple[Pool, Session]:
+    ) -> tuple[KVCacheManager, Session]:
         """Ends a session as an operator asks; what it holds is freed, at once or from quarantine.
 
         Args:
@@ -260,23 +260,25 @@ class Allocator(PoolLedger):
         pool, session = self.find_session(pool_name, number)
         self._end(session.session_id, "SESSION_EVICTED")
         pool.activity.evicted_sessions += 1
-        apply.put_away(pool, session, now_seconds, quarantine_seconds)
+        apply.quarantine_session(pool, session, now_seconds, quarantine_seconds)
         return pool, session
 
-    def find_session(self, pool_name: str, number: int) -> tuple[Pool, Session]:
+    def find_session(self, pool_name: str, number: int) -> tuple[KVCacheManager, Session]:
         """Finds a session by its number, which is not heard of by that. O(sessions).
 
         Raises:
             NotFoundError: There is no such pool, or no session of this number in it.
         """
         pool = self.pool(pool_name)
-        session = next((session for session in self.sessions_of(pool) if session.writer == number), None)
+        session = next((session for session in self.sessions_of(pool) if session.session_number == number), None)
         if session is None:
             message = f"pool {pool_name!r} has no session {number}"
             raise NotFoundError("SESSION_NOT_FOUND", message, field="session_number")
         return pool, session
 
-    def expire(self, now_seconds: float, *, quarantine_seconds: float = 0.0) -> list[tuple[Pool, Session, int]]:
+    def expire(
+        self, now_seconds: float, *, quarantine_seconds: float = 0.0
+    ) -> list[tuple[KVCacheManager, Session, int]]:
         """Ends the sessions whose lease has run out; what they hold is freed, at once or from quarantine.
 
         Args:
@@ -292,20 +294,20 @@ class Allocator(PoolLedger):
 
     def expire_session(
         self, session_id: SessionId, now_seconds: float, quarantine_seconds: float
-    ) -> tuple[Pool, Session, int]:
+    ) -> tuple[KVCacheManager, Session, int]:
         """Ends an open session as its lease has run out; see `expire`."""
         pool, session = self._end(session_id, "LEASE_EXPIRED")
         pool.activity.leases_expired += 1
         count = len(session.requests)
-        apply.put_away(pool, session, now_seconds, quarantine_seconds)
+        apply.quarantine_session(pool, session, now_seconds, quarantine_seconds)
         return pool, session, count
 
-    def release_due(self, now_seconds: float) -> list[tuple[Pool, Quarantined]]:
+    def end_due_quarantines(self, now_seconds: float) -> list[tuple[KVCacheManager, Quarantined]]:
         """Frees what was in quarantine for long enough; returns the sessions that held it, with their pools."""
         due = [(pool, pool.quarantine.due(now_seconds)) for pool in self._pools.values() if pool.quarantine]
-        return [(pool, each) for pool, numbers in due for each in self.release(pool.config.name, numbers)]
+        return [(pool, each) for pool, numbers in due for each in self.end_quarantine(pool.config.name, numbers)]
 
-    def release(self, pool_name: str, numbers: Sequence[WriterId]) -> list[Quarantined]:
+    def end_quarantine(self, pool_name: str, numbers: Sequence[SessionNumber]) -> list[Quarantined]:
         """Frees what ended sessions hold in quarantine, as no step of theirs can be in flight any more.
 
         Args:
@@ -321,7 +323,7 @@ class Allocator(PoolLedger):
         pool = self.pool(pool_name)
         found = [each for each in map(pool.quarantine.find, numbers) if each]
         for each in found:
-            apply.release(pool, each)
+            apply.end_quarantine(pool, each)
         return found
 
     def lose_sessions(self) -> None:
@@ -340,7 +342,7 @@ class Allocator(PoolLedger):
         """
         for _, session in self._sessions.values():
             session.open_streams = 0
-            session.heard_seconds = now_seconds
+            session.last_seen_seconds = now_seconds
         for pool in self._pools.values():
             pool.quarantine.begin_anew(now_seconds)
 
@@ -351,9 +353,9 @@ class Allocator(PoolLedger):
         return min(chain(leases, quarantines), default=float("inf"))
 
     @property
-    def last_session_number(self) -> WriterId:
+    def last_session_number(self) -> SessionNumber:
         """The number that was given last to a session of any pool; 0 before the first."""
-        return WriterId(self._last_writer)
+        return SessionNumber(self._last_number)
 
     @property
     def num_sessions(self) -> int:
@@ -364,11 +366,11 @@ class Allocator(PoolLedger):
         """Open sessions of an owner, in all pools. O(sessions)."""
         return [session.owner for _, session in self._sessions.values()].count(owner)
 
-    def sessions(self) -> Iterator[tuple[Pool, Session]]:
+    def sessions(self) -> Iterator[tuple[KVCacheManager, Session]]:
         """All open sessions with their pools, in the order they were opened or resumed: that of their numbers."""
         return iter(self._sessions.values())
 
-    def _end(self, session_id: SessionId, reason: str, num_freed_requests: int = 0) -> tuple[Pool, Session]:
+    def _end(self, session_id: SessionId, reason: str, num_freed_requests: int = 0) -> tuple[KVCacheManager, Session]:
         pool, session = self._sessions.pop(session_id)
         self._ends.remember(session.current_id, reason, num_freed_requests)
         key = (session.owner, session.open_key)
@@ -377,7 +379,7 @@ class Allocator(PoolLedger):
         del pool.sessions[session_id]
         return pool, session
 
-    def _live_session(self, session_id: str, now_seconds: float) -> tuple[Pool, Session]:
+    def _live_session(self, session_id: str, now_seconds: float) -> tuple[KVCacheManager, Session]:
         found = self._sessions.get(first_id(session_id))
         if found is None:
             raise self._ends.error(session_id)
@@ -387,7 +389,7 @@ class Allocator(PoolLedger):
 
     def _opened_before(
         self, owner_and_key: tuple[str, str], asked_for: tuple[object, ...], now_seconds: float
-    ) -> tuple[Pool, Session] | None:
+    ) -> tuple[KVCacheManager, Session] | None:
         session = self._by_open_key.get(owner_and_key)
         if session is None or session.expires_seconds <= now_seconds:
             return None
@@ -398,5 +400,5 @@ class Allocator(PoolLedger):
             raise ended_error("SESSION_RESUMED")
         pool = self._sessions[session.session_id][0]
         pool.activity.retries += 1
-        session.heard_seconds = now_seconds
+        session.last_seen_seconds = now_seconds
         return pool, session

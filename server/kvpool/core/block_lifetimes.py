@@ -25,7 +25,7 @@ class _Followed:
     accessed_seconds: float
 
 
-class Residency:
+class BlockLifetimes:
     """The sampled blocks of a pool, and what was learned of them.
 
     Args:

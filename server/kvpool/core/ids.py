@@ -15,7 +15,7 @@ GroupId = NewType("GroupId", int)
 PoolName = NewType("PoolName", str)
 SessionId = NewType("SessionId", str)
 
-WriterId = NewType("WriterId", int)
+SessionNumber = NewType("SessionNumber", int)
 """A session's number in its pool, never used again: says who filled a block."""
 
 RequestId = NewType("RequestId", str)
@@ -24,7 +24,7 @@ RequestId = NewType("RequestId", str)
 RequestNumber = NewType("RequestNumber", int)
 """A request's number in the columns of a step, unique in its session."""
 
-Sequence = NewType("Sequence", int)
+StepNumber = NewType("StepNumber", int)
 """Number of a session's change, from 1, without gaps."""
 
 
@@ -38,7 +38,7 @@ class TableLease:
     """
 
     epoch: int
-    session_number: WriterId
+    session_number: SessionNumber
 
 
 NULL_BLOCK: Final = BlockId(0)

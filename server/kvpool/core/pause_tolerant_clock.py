@@ -12,7 +12,7 @@ from typing import Final
 LOOK_SECONDS: Final = 0.25
 
 
-class AttentiveClock:
+class PauseTolerantClock:
     """The clock; it starts at what the other shows."""
 
     def __init__(self, shown_seconds: float) -> None:

@@ -14,10 +14,10 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 
-from kvpool.core.block_lifetimes import Residency
+from kvpool.core.block_lifetimes import BlockLifetimes
 from kvpool.core.ids import PoolName
 from kvpool.server.auth.certificates import server_credentials
-from kvpool.server.auth.interceptor import Doorkeeper
+from kvpool.server.auth.interceptor import AuthInterceptor
 from kvpool.server.config import MetricsConfig, ServerConfig
 from kvpool.server.journal.calls import JournaledAllocator
 from kvpool.server.journal.journal import Journal
@@ -79,27 +79,27 @@ class Server:
         self._observations = Observations() if config.metrics.address else None
         self._exporter: Exporter | None = None
         self.publishers: EventPublishers | None = None
-        residency = _residency(config.metrics)
-        self._journal = _journal(config, residency)
+        block_lifetimes = _block_lifetimes(config.metrics)
+        self._journal = _journal(config, block_lifetimes)
         recovered = self._journal.allocator if self._journal else None
         self.hub = Hub(
-            config.max_pool_blocks, residency, config.leases, config.quarantine_seconds, recovered, config.limits
+            config.max_pool_blocks, block_lifetimes, config.leases, config.quarantine_seconds, recovered, config.limits
         )
         self.hub.past_epoch = config.past_epoch
         self._ranks = Ranks(self.hub, config.rank_timing, config.max_pool_blocks, config.max_pools)
         self._health = Health()
         try:
-            self._credentials = server_credentials(config.doors)
-            self._doorkeeper = (
-                Doorkeeper(config.doors.tokens, self.hub, self._observations) if config.doors.tokens else None
+            self._credentials = server_credentials(config.auth)
+            self._auth_interceptor = (
+                AuthInterceptor(config.auth.tokens, self.hub, self._observations) if config.auth.tokens else None
             )
         except ValueError as error:
             raise OSError(str(error)) from error
         interceptors: list[grpc.aio.ServerInterceptor] = [OneRequest(config.limits.stall_seconds, self._observations)]
         if self._observations:
             interceptors.append(RpcObserver(self._observations))
-        if self._doorkeeper:
-            interceptors.append(self._doorkeeper)
+        if self._auth_interceptor:
+            interceptors.append(self._auth_interceptor)
             interceptors.insert(0, TokenCalls(config.limits.max_token_calls, self._observations))
         self._server = grpc.aio.server(
             interceptors=interceptors,
@@ -141,8 +141,8 @@ class Server:
         ]
         if self._journal:
             self._watches.append(asyncio.create_task(self._journal.run(), name="write_journal"))
-        if self._doorkeeper:
-            self._watches.append(asyncio.create_task(self._doorkeeper.watch(), name="watch_tokens"))
+        if self._auth_interceptor:
+            self._watches.append(asyncio.create_task(self._auth_interceptor.watch(), name="watch_tokens"))
         elif not all(address.startswith("unix:") for address in addresses):
             _log.warning("whoever connects may do everything", extra={"addresses": addresses})
         for task in self._watches:
@@ -183,7 +183,7 @@ class Server:
             publisher = self.publishers.by_pool.get(name) if self.publishers else None
             return PoolSource(
                 self._ranks.describe(name),
-                allocator.pool(name).residency if allocator.has_pool(name) else None,
+                allocator.pool(name).block_lifetimes if allocator.has_pool(name) else None,
                 publisher.counts if publisher else None,
             )
 
@@ -210,7 +210,7 @@ class Server:
         if is_unix:
             refuse_live_socket(Path(address.removeprefix("unix:")))
         try:
-            with socket_mode(address, self._config.doors.socket_mode):
+            with socket_mode(address, self._config.auth.socket_mode):
                 if self._credentials and not is_unix:
                     port = self._server.add_secure_port(address, self._credentials)
                 else:
@@ -246,17 +246,17 @@ async def serve(config: ServerConfig, ready: Callable[[list[str]], Awaitable[Non
         signal.signal(number, signal.SIG_IGN)
 
 
-def _journal(config: ServerConfig, residency: Callable[[], Residency | None]) -> Journal | None:
+def _journal(config: ServerConfig, block_lifetimes: Callable[[], BlockLifetimes | None]) -> Journal | None:
     if not config.journal.folder:
         return None
     messages = WireMessages()
-    return Journal(config.journal, messages, partial(JournaledAllocator, messages, residency))
+    return Journal(config.journal, messages, partial(JournaledAllocator, messages, block_lifetimes))
 
 
-def _residency(config: MetricsConfig) -> Callable[[], Residency | None]:
+def _block_lifetimes(config: MetricsConfig) -> Callable[[], BlockLifetimes | None]:
     if not config.address or not config.block_sample_rate:
         return lambda: None
-    return partial(Residency, max(round(1 / config.block_sample_rate), 1), random.randrange)
+    return partial(BlockLifetimes, max(round(1 / config.block_sample_rate), 1), random.randrange)
 
 
 def _log_end(watch: asyncio.Task[None]) -> None:

@@ -6,7 +6,7 @@ from typing import Final
 from kvpool.core.ids import MAX_BLOCKS
 from kvpool.core.ranks.messages import RankTiming
 from kvpool.core.sessions.session import LeaseBounds
-from kvpool.server.auth.config import DoorsConfig
+from kvpool.server.auth.config import AuthConfig
 from kvpool.server.events.config import EventsConfig
 from kvpool.server.journal.config import JournalConfig
 from kvpool.server.limits.config import DEFAULT_LIMITS, Limits
@@ -76,7 +76,7 @@ class ServerConfig:
             each pool is above it.
         leases: How long sessions' leases may be.
         journal: Where changes are written down, so that a server that is killed comes back as it was.
-        doors: Who gets in, and what may go without encryption.
+        auth: Who gets in, and what may go without encryption.
     """
 
     addresses: tuple[str, ...] = (DEFAULT_ADDRESS,)
@@ -94,7 +94,7 @@ class ServerConfig:
     past_epoch: int = 0
     leases: LeaseBounds = LeaseBounds()  # noqa: RUF009 - frozen
     journal: JournalConfig = JournalConfig()  # noqa: RUF009 - frozen
-    doors: DoorsConfig = DoorsConfig()  # noqa: RUF009 - frozen
+    auth: AuthConfig = AuthConfig()  # noqa: RUF009 - frozen
 
     def __post_init__(self) -> None:
         if not self.addresses:
@@ -111,11 +111,11 @@ class ServerConfig:
             ("metrics_listen", "metrics", self.metrics.address),
             ("events_endpoint", "events", self.events.endpoint),
             ("events_replay_endpoint", "events", self.events.replay_endpoint),
-            *(("listen", "grpc", address) for address in self.addresses if not self.doors.tls_cert),
+            *(("listen", "grpc", address) for address in self.addresses if not self.auth.tls_cert),
         ]
         for name, what, address in spoken:
             if address:
-                refuse_plaintext(name, what, address, self.doors.allow_plaintext)
+                refuse_plaintext(name, what, address, self.auth.allow_plaintext)
 
 
 def _check_listen(address: str) -> None:

@@ -52,7 +52,7 @@ def test_decodes_grow_every_request_by_one_token_a_step(num_windowed_groups: int
 class Lying(CoreTarget):
     """Finds what is not there, and crosses into no block."""
 
-    def look_up(self, request: CoreRequest) -> ComputedBlocks:
+    def lookup(self, request: CoreRequest) -> ComputedBlocks:
         return ComputedBlocks(((),), BLOCK_SIZE if request else 0)
 
     def decode(self, requests: Sequence[CoreRequest], token_ids: Sequence[int]) -> Sequence[NewBlocks | None]:

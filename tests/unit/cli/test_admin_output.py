@@ -7,7 +7,7 @@ from rich.console import Console
 
 from kvpool.cli import admin_output as output
 from kvpool.client.admin import BlockInfo, BlockState
-from kvpool.core.ids import BlockHash, BlockId, GroupId, WriterId
+from kvpool.core.ids import BlockHash, BlockId, GroupId, SessionNumber
 from support.operator import pool_info, session_info
 
 
@@ -55,6 +55,6 @@ def test_a_pool_as_json_adds_up_and_keeps_its_secret() -> None:
 
 
 def test_a_block_without_contents_has_neither_hash_nor_writer() -> None:
-    block = BlockInfo(BlockId(3), BlockState.FREE, 0, BlockHash(b""), GroupId(0), WriterId(0), pending=False)
+    block = BlockInfo(BlockId(3), BlockState.FREE, 0, BlockHash(b""), GroupId(0), SessionNumber(0), pending=False)
     assert output.block_json(block) == {"block_id": 3, "state": "free", "ref_cnt": 0}
     assert output.block_row(block)[3:] == ("-", "-", "-", "")

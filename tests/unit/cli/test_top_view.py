@@ -10,7 +10,7 @@ from kvpool.cli import top_sample, top_view
 from kvpool.cli.top_sample import Interval, Sample
 from kvpool.cli.top_view import Screen
 from kvpool.client import PoolState, RankInfo, RankState
-from kvpool.core.ids import PoolName, WriterId
+from kvpool.core.ids import PoolName, SessionNumber
 from kvpool.core.ranks.messages import Rank
 from kvpool.core.statistics import ActivityCounters, PrefixCacheStats
 from support.operator import pool_info, sample, session_info
@@ -32,7 +32,7 @@ def many(num_pools: int, num_sessions: int, name: str = "pool") -> Sample:
         for i in range(num_pools)
     ]
     sessions = [
-        session_info(session_number=WriterId(i + 1), pool_name=PoolName(f"{name}000"), client_name="模型" * 40)
+        session_info(session_number=SessionNumber(i + 1), pool_name=PoolName(f"{name}000"), client_name="模型" * 40)
         for i in range(num_sessions)
     ]
     return sample(*pools, sessions=tuple(sessions))
@@ -141,9 +141,9 @@ def test_a_bar_shows_used_then_cached_then_free(usage: float, cached: float, bar
 
 def test_sessions_come_busiest_first() -> None:
     sessions = (
-        session_info(session_number=WriterId(1), running_requests=1, held_blocks=(10,)),
-        session_info(session_number=WriterId(2), running_requests=9, held_blocks=(10,)),
-        session_info(session_number=WriterId(3), running_requests=1, held_blocks=(10, 5)),
+        session_info(session_number=SessionNumber(1), running_requests=1, held_blocks=(10,)),
+        session_info(session_number=SessionNumber(2), running_requests=9, held_blocks=(10,)),
+        session_info(session_number=SessionNumber(3), running_requests=1, held_blocks=(10, 5)),
     )
     assert [info.session_number for info in top_sample.busiest(sessions)] == [2, 3, 1]
 

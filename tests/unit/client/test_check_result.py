@@ -50,8 +50,8 @@ def test_what_it_cannot_have_is_refused_by_name(field: str, value: object, told:
 
 def test_any_operation_that_looks_for_blocks_can_be_skipped() -> None:
     looking = [
-        Operation.LOOK_UP,
-        Operation.PEEK,
+        Operation.LOOKUP,
+        Operation.LOOKUP_UNCOUNTED,
         Operation.ADMIT,
         Operation.ALLOCATE,
         Operation.COMMON_PREFIX,

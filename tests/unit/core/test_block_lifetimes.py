@@ -3,9 +3,9 @@
 import random
 
 from kvpool.core.allocator import Allocator
-from kvpool.core.block_lifetimes import Residency
+from kvpool.core.block_lifetimes import BlockLifetimes
 from kvpool.core.blocks.block_pool import BlockPool
-from kvpool.core.ids import BlockHash, BlockId, GroupId, Sequence, SessionId, WriterId
+from kvpool.core.ids import BlockHash, BlockId, GroupId, SessionId, SessionNumber, StepNumber
 from kvpool.core.statistics import Histogram
 from kvpool.core.steps.columns import Operation, Step
 from support.core import block_hashes, config
@@ -15,8 +15,8 @@ def ids(*numbers: int) -> list[BlockId]:
     return [BlockId(number) for number in numbers]
 
 
-def all_followed() -> Residency:
-    return Residency(1, lambda _: 0)
+def all_followed() -> BlockLifetimes:
+    return BlockLifetimes(1, lambda _: 0)
 
 
 def measured(histogram: Histogram) -> tuple[int, float]:
@@ -51,7 +51,7 @@ def test_a_block_that_is_taken_again_starts_anew_and_was_not_evicted() -> None:
 
 def test_one_block_in_so_many_is_followed_however_they_are_taken() -> None:
     for batch in (1, 7, 1000):
-        kept = Residency(100, random.Random(1).randrange)  # noqa: S311 - which blocks are followed
+        kept = BlockLifetimes(100, random.Random(1).randrange)  # noqa: S311 - which blocks are followed
         for start in range(0, 100_000, batch):
             kept.taken([BlockId(i) for i in range(start, min(start + batch, 100_000))])
         assert 900 < len(kept.followed) < 1100
@@ -64,7 +64,7 @@ def test_a_pool_tells_evictions_of_followed_blocks_and_forgets_all_on_reset() ->
     kept = all_followed()
     pool = BlockPool(config(4), kept)
     pool.take(2)
-    pool.cache(GroupId(0), ids(1, 2), [BlockHash(b"1"), BlockHash(b"2")], WriterId(1), Sequence(1))
+    pool.cache(GroupId(0), ids(1, 2), [BlockHash(b"1"), BlockHash(b"2")], SessionNumber(1), StepNumber(1))
     pool.release(ids(2, 1))
     kept.now_seconds = 4.0
     assert pool.take(2) == [3, 2]
@@ -98,4 +98,4 @@ def test_an_epoch_that_begins_evicts_nothing() -> None:
     pool.blocks.take(3)
     allocator.pass_epoch(pool, 2)
     assert (measured(kept.lifetime), kept.followed) == ((0, 0.0), {})
-    assert pool.blocks.residency is kept
+    assert pool.blocks.block_lifetimes is kept

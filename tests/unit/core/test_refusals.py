@@ -11,7 +11,7 @@ from kvpool.core.steps.columns import MAX_OPERATIONS, Operation, Step
 from support.core import World, block_hashes
 from support.integrity import check_integrity
 
-ADD, LOOK_UP, ADMIT, ALLOCATE = Operation.ADD, Operation.LOOK_UP, Operation.ADMIT, Operation.ALLOCATE
+ADD, LOOKUP, ADMIT, ALLOCATE = Operation.ADD, Operation.LOOKUP, Operation.ADMIT, Operation.ALLOCATE
 CACHE, FREE, EVICT, RESET = Operation.CACHE, Operation.FREE, Operation.EVICT, Operation.RESET
 HUGE = 2**40
 
@@ -72,7 +72,7 @@ BAD_STEPS: dict[str, tuple[type[KvpoolError], str, list[int], dict[str, Any]]] =
         InvalidArgumentError, "request_numbers[1]", [ALLOCATE, ALLOCATE],
         {"request_numbers": [1, 1], "num_new_tokens": [1, 1]},
     ),
-    "look-up of a running request": (WrongStateError, "request_numbers[0]", [LOOK_UP], {"request_numbers": [1]}),
+    "look-up of a running request": (WrongStateError, "request_numbers[0]", [LOOKUP], {"request_numbers": [1]}),
     "admission of a running request": (WrongStateError, "request_numbers[0]", [ADMIT], {"request_numbers": [1]}),
     "hit for a running request": (
         WrongStateError, "request_numbers[0]", [ALLOCATE],

@@ -10,7 +10,7 @@ from kvpool.core.steps.columns import Operation, Outcome, StepResult
 from support.core import World, block_hashes
 from support.integrity import check_integrity
 
-ADD, LOOK_UP, ADMIT, ALLOCATE = Operation.ADD, Operation.LOOK_UP, Operation.ADMIT, Operation.ALLOCATE
+ADD, LOOKUP, ADMIT, ALLOCATE = Operation.ADD, Operation.LOOKUP, Operation.ADMIT, Operation.ALLOCATE
 
 
 @pytest.fixture
@@ -28,10 +28,10 @@ def other(world: World) -> Session:
     return world.open()
 
 
-def look_up(world: World, session: Session, number: int, content: str) -> StepResult:
+def lookup(world: World, session: Session, number: int, content: str) -> StepResult:
     """Declares a request that ends a token after its content, and looks it up."""
     return world.run(
-        session, ADD, LOOK_UP, request_numbers=[number] * 2, num_appended_tokens=[4 * len(content) + 1, 0],
+        session, ADD, LOOKUP, request_numbers=[number] * 2, num_appended_tokens=[4 * len(content) + 1, 0],
         block_hashes=block_hashes(content, len(content)), request_ids=[f"r{number}"],
     )  # fmt: skip
 
@@ -53,7 +53,7 @@ def salted(salt: str, content: str) -> bytes:
 def test_a_promise_that_still_holds_is_kept(world: World, one: Session, other: Session) -> None:
     world.admit(one, 1, "abc", 13)
     world.run(one, Operation.FREE, executed=1, request_numbers=[1])
-    promised = look_up(world, other, 1, "abc").block_ids
+    promised = lookup(world, other, 1, "abc").block_ids
     result = allocate(world, other, 1, promised)
     assert (promised, result.outcomes, result.num_new_blocks) == ([1, 2, 3], [], [1])
     assert [world.pool.blocks.ref_cnt(BlockId(b)) for b in promised] == [1, 1, 1]
@@ -62,7 +62,7 @@ def test_a_promise_that_still_holds_is_kept(world: World, one: Session, other: S
 def test_a_promise_that_was_evicted_whole_is_answered_with_no_hit(world: World, one: Session, other: Session) -> None:
     world.admit(one, 1, "abc", 13)
     world.run(one, executed=1)
-    promised = look_up(world, other, 1, "abc").block_ids
+    promised = lookup(world, other, 1, "abc").block_ids
     world.run(one, Operation.EVICT, num_block_ids=[3], block_ids=promised)
     free = list(world.pool.blocks.free_list)
     result = allocate(world, other, 1, promised)
@@ -74,7 +74,7 @@ def test_a_promise_that_was_evicted_whole_is_answered_with_no_hit(world: World, 
 def test_blocks_that_were_never_promised_are_not_given(world: World, one: Session, other: Session) -> None:
     world.admit(one, 1, "xyz", 13)
     world.run(one, executed=1)
-    look_up(world, other, 1, "abc")
+    lookup(world, other, 1, "abc")
     for promised in ([1], [2, 1, 3], [4], [9]):
         assert allocate(world, other, 1, promised).outcomes == [Outcome.HIT_CHANGED]
     assert [world.pool.blocks.ref_cnt(BlockId(b)) for b in (1, 2, 3, 4, 9)] == [1, 1, 1, 1, 0]
@@ -84,7 +84,7 @@ def test_a_pending_block_of_another_session_cannot_be_named_into_a_hit(
     world: World, one: Session, other: Session
 ) -> None:
     world.admit(one, 1, "abc", 13)
-    look_up(world, other, 1, "abc")
+    lookup(world, other, 1, "abc")
     assert allocate(world, other, 1, [1, 2, 3]).outcomes == [Outcome.HIT_CHANGED]
     world.run(one, executed=1)
     assert allocate(world, other, 1, [1, 2, 3]).outcomes == []
@@ -92,7 +92,7 @@ def test_a_pending_block_of_another_session_cannot_be_named_into_a_hit(
 
 def test_a_changed_hit_stops_nobody_behind_it(world: World, one: Session, other: Session) -> None:
     world.admit(one, 1, "abc", 13)
-    look_up(world, other, 1, "abc")
+    lookup(world, other, 1, "abc")
     result = world.run(
         other, ALLOCATE, ADD, ADMIT, request_numbers=[1, 2, 2], num_appended_tokens=[0, 3, 0],
         num_new_tokens=[1, 0, 0], num_block_ids=[1, 0, 0], block_ids=[1], request_ids=["r2"],
@@ -102,7 +102,7 @@ def test_a_changed_hit_stops_nobody_behind_it(world: World, one: Session, other:
 
 def test_looking_up_and_allocating_in_one_admission_needs_no_promise(world: World, one: Session) -> None:
     world.admit(one, 1, "abc", 13)
-    look_up(world, one, 2, "abc")
+    lookup(world, one, 2, "abc")
     world.run(one, Operation.EVICT, num_block_ids=[1], block_ids=[3])
     result = world.run(one, ADMIT, request_numbers=[2])
     assert (result.outcomes, result.num_hit_tokens) == ([], [8])
@@ -122,16 +122,16 @@ def test_a_block_filled_by_two_steps_waits_for_the_second(world: World, one: Ses
         block_hashes=block_hashes("a", 1),
     )
     world.run(one, executed=1)
-    assert look_up(world, other, 1, "a").num_hit_tokens == []
+    assert lookup(world, other, 1, "a").num_hit_tokens == []
     world.run(one, executed=2)
-    assert look_up(world, other, 2, "a").num_hit_tokens == [0, 4]
+    assert lookup(world, other, 2, "a").num_hit_tokens == [0, 4]
 
 
 def test_a_freed_block_is_still_its_writers_alone(world: World, one: Session, other: Session) -> None:
     world.admit(one, 1, "abc", 13)
     world.free(one, 1)
-    assert look_up(world, other, 1, "abc").num_hit_tokens == []
-    assert look_up(world, one, 2, "abc").num_hit_tokens == [0, 12]
+    assert lookup(world, other, 1, "abc").num_hit_tokens == []
+    assert lookup(world, one, 2, "abc").num_hit_tokens == [0, 12]
 
 
 def test_another_session_may_take_a_pending_block_for_something_else(
@@ -142,9 +142,9 @@ def test_another_session_may_take_a_pending_block_for_something_else(
     world.run(other, ADD, ADMIT, request_numbers=[1, 1], num_appended_tokens=[76, 0],
               block_hashes=block_hashes("x" * 19, 19), request_ids=["r1"])  # all blocks there are  # fmt: skip
     world.run(one, executed=2)
-    assert world.pool.blocks.prefix_map.unpublished_by(other.writer) != []
-    assert look_up(world, one, 2, "xx").num_hit_tokens == []
-    assert look_up(world, one, 3, "a").num_hit_tokens == []
+    assert world.pool.blocks.prefix_map.unpublished_by(other.session_number) != []
+    assert lookup(world, one, 2, "xx").num_hit_tokens == []
+    assert lookup(world, one, 3, "a").num_hit_tokens == []
     check_integrity(world.pool, world.sessions())
 
 
@@ -152,7 +152,7 @@ def test_a_pending_block_may_be_evicted_by_anyone(world: World, one: Session, ot
     world.admit(one, 1, "abc", 13)
     world.run(other, Operation.EVICT, num_block_ids=[1], block_ids=[2])
     world.run(one, executed=1)
-    assert look_up(world, other, 1, "abc").num_hit_tokens == [0, 4]
+    assert lookup(world, other, 1, "abc").num_hit_tokens == [0, 4]
     check_integrity(world.pool, world.sessions())
 
 
@@ -162,7 +162,7 @@ def test_a_session_that_dies_leaves_what_it_published(world: World, one: Session
     world.allocator.expire(10.0)
     third = world.open()
     assert other not in world.sessions()
-    assert look_up(world, third, 1, "abcxy").num_hit_tokens == [0, 12]
+    assert lookup(world, third, 1, "abcxy").num_hit_tokens == [0, 12]
     check_integrity(world.pool, world.sessions())
 
 

@@ -44,7 +44,7 @@ def test_a_peek_is_not_counted() -> None:
     world = World()
     session = world.open()
     result = world.run(
-        session, Operation.ADD, Operation.PEEK, request_numbers=[1, 1], num_appended_tokens=[4, 0],
+        session, Operation.ADD, Operation.LOOKUP_UNCOUNTED, request_numbers=[1, 1], num_appended_tokens=[4, 0],
         block_hashes=block_hashes("a", 1), request_ids=["r"],
     )  # fmt: skip
     assert result.outcomes == []

@@ -15,7 +15,7 @@ from kvpool.core.errors import (
     UnavailableError,
     WrongStateError,
 )
-from kvpool.core.ids import TableLease, WriterId
+from kvpool.core.ids import SessionNumber, TableLease
 from kvpool.core.ranks.messages import HeldTensors, PoolState
 from kvpool.core.specs.kinds import SlidingWindowSpec
 from kvpool.gpu_worker.fence import Fence, StaleTablesError
@@ -54,7 +54,7 @@ from support.ranks import registration
 
 BROKEN = UnavailableError("UNAVAILABLE", "gone")
 TIMING = Registered(1.0, 5.0, 30.0)
-ONE, TWO = TableLease(1, WriterId(1)), TableLease(1, WriterId(2))
+ONE, TWO = TableLease(1, SessionNumber(1)), TableLease(1, SessionNumber(2))
 
 
 class Driver:
@@ -395,7 +395,7 @@ def test_a_fence_of_another_epoch_changes_nothing(driver: Driver, epoch: int) ->
     driver.join()
     driver.open(2)
     assert driver.hear(FenceSet(1, epoch, 9, ())) == []
-    driver.fence.step(TableLease(2, WriterId(1)))
+    driver.fence.step(TableLease(2, SessionNumber(1)))
 
 
 @pytest.mark.parametrize("num_blocks", [100, 200])

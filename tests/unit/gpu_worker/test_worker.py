@@ -24,8 +24,8 @@ from kvpool.core.errors import (
     UnavailableError,
     WrongStateError,
 )
-from kvpool.core.ids import TableLease, WriterId
-from kvpool.core.ranks.messages import WorldOptions
+from kvpool.core.ids import SessionNumber, TableLease
+from kvpool.core.ranks.messages import RankGroupOptions
 from kvpool.gpu_worker.settings import WorkerSettings
 from kvpool.gpu_worker.status import WorkerStatus
 from kvpool.gpu_worker.tensors import BufferAllocator, empty_buffer, reshape_kv_cache
@@ -47,7 +47,7 @@ from support.fake_server import (
 )
 from support.torch import on_each_device
 
-SESSION = WriterId(1)
+SESSION = SessionNumber(1)
 
 
 @pytest.fixture
@@ -63,7 +63,9 @@ def server(path: Path) -> Iterator[FakeServer]:
 
 
 def settings(path: Path, device: str = "cpu") -> WorkerSettings:
-    return WorkerSettings(f"unix:{path}", "m", 0, 2, WorldOptions(1024), device=device, memory_bytes=100 * BLOCK_BYTES)
+    return WorkerSettings(
+        f"unix:{path}", "m", 0, 2, RankGroupOptions(1024), device=device, memory_bytes=100 * BLOCK_BYTES
+    )
 
 
 class Runner:
@@ -213,7 +215,7 @@ def test_heartbeats_go_on_while_memory_is_allocated(server: FakeServer, path: Pa
         wait_until(lambda: worker.status.phase.value == "allocating")
         before = len(stream.heartbeats)
         wait_until(lambda: len(stream.heartbeats) >= before + 5)
-        assert stream.is_quiet()
+        assert stream.is_within_credit()
         may_go_on.set()
         assert stream.initialized().num_blocks == 10
         assert stream.heartbeats == list(range(1, len(stream.heartbeats) + 1))
@@ -285,13 +287,13 @@ def test_an_unasked_plan_of_the_same_layout_keeps_the_tensors(server: FakeServer
 def test_a_fence_is_answered_by_the_end_of_the_last_step_that_it_keeps_out(server: FakeServer, path: Path) -> None:
     with Worker(settings(path), LAYERS) as worker:
         stream = opened(server, worker)
-        step, other = worker.step(TableLease(1, SESSION)), worker.step(TableLease(1, WriterId(2)))
+        step, other = worker.step(TableLease(1, SESSION)), worker.step(TableLease(1, SessionNumber(2)))
         stream.say(fence(1, 1, 2, 2))
         stream.say(fence(2, 1, 2, 2))
         wait_until(lambda: refuses(worker, TableLease(1, SESSION)))
         beats = len(stream.heartbeats)
         wait_until(lambda: len(stream.heartbeats) > beats + 1)
-        assert stream.is_quiet()
+        assert stream.is_within_credit()
         assert worker.usage.steps_in_flight == 2
         threading.Thread(target=step.done).start()
         assert stream.next().fenced.fence_sequence == 2
@@ -309,7 +311,7 @@ def test_a_new_plan_is_answered_when_the_steps_of_the_old_epoch_are_done(server:
             wait_until(lambda: refuses(worker, TableLease(1, SESSION)))
             beats = len(stream.heartbeats)
             wait_until(lambda: len(stream.heartbeats) > beats + 1)
-            assert (stream.is_quiet(), runner.told) == (True, ["epoch 1"])
+            assert (stream.is_within_credit(), runner.told) == (True, ["epoch 1"])
         assert stream.initialized().epoch == 2
         assert runner.told == ["epoch 1", "release"]
 
@@ -554,7 +556,7 @@ def test_a_runner_may_see_the_pages_as_kernel_blocks(server: FakeServer, path: P
         ({"gpu_memory_utilization": 1.1}, "gpu_memory_utilization"),
         ({"gpu_memory_utilization": float("nan")}, "gpu_memory_utilization"),
         ({"reserve_bytes": -1}, "reserve_bytes"),
-        ({"options": WorldOptions(0)}, "max_model_len"),
+        ({"options": RankGroupOptions(0)}, "max_model_len"),
     ],
 )
 def test_settings_refuse_what_is_out_of_range(path: Path, change: dict[str, object], field: str) -> None:
@@ -565,5 +567,5 @@ def test_settings_refuse_what_is_out_of_range(path: Path, change: dict[str, obje
 
 def test_a_token_that_others_could_read_is_refused_before_anything_is_tried() -> None:
     with pytest.raises(InvalidArgumentError, match="others could read the token") as raised:
-        WorkerSettings("host:1", "m", 0, 2, WorldOptions(1024), access=Access(token=Path("token")))
+        WorkerSettings("host:1", "m", 0, 2, RankGroupOptions(1024), access=Access(token=Path("token")))
     assert raised.value.field == "access"

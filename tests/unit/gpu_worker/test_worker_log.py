@@ -4,14 +4,14 @@ import logging
 
 import pytest
 
-from kvpool.core.ranks.messages import PoolState, WorldOptions
+from kvpool.core.ranks.messages import PoolState, RankGroupOptions
 from kvpool.gpu_worker.settings import WorkerSettings
 from kvpool.gpu_worker.words import Ready, Status
 from kvpool.gpu_worker.worker_log import WorkerLog
 
 
 def test_a_pool_is_degraded_for_people_while_a_rank_is_missing(caplog: pytest.LogCaptureFixture) -> None:
-    log = WorkerLog(WorkerSettings("host:1", "m", rank=1, world_size=2, options=WorldOptions(64), device="cpu"))
+    log = WorkerLog(WorkerSettings("host:1", "m", rank=1, world_size=2, options=RankGroupOptions(64), device="cpu"))
     with caplog.at_level(logging.INFO, "kvpool.worker"):
         log.heard(Status(PoolState.DEGRADED, 2, ()))  # all are back, and this one has yet to allocate
         log.heard(Ready(2, 100, 64))

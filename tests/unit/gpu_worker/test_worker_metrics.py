@@ -10,14 +10,14 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvpool.core.ranks.messages import PoolState, WorldOptions
+from kvpool.core.ranks.messages import PoolState, RankGroupOptions
 from kvpool.gpu_worker.join import Phase
 from kvpool.gpu_worker.settings import WorkerSettings
 from kvpool.gpu_worker.status import DeviceMemory, WorkerStatus, WorkerUsage
 from kvpool.gpu_worker.worker_health import health_served
 from kvpool.gpu_worker.worker_metrics import WorkerCollector, metrics_served
 
-SETTINGS = WorkerSettings("unix:/s", "m", 3, 4, WorldOptions(16))
+SETTINGS = WorkerSettings("unix:/s", "m", 3, 4, RankGroupOptions(16))
 READY = WorkerStatus(Phase.READY, 7, 100, PoolState.READY)
 
 

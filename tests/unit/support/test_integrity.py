@@ -4,15 +4,15 @@ from collections.abc import Callable
 
 import pytest
 
-from kvpool.core.blocks.kv_cache_manager import Pool
+from kvpool.core.blocks.kv_cache_manager import KVCacheManager
 from kvpool.core.blocks.quota import Quota
 from kvpool.core.errors import IntegrityError
-from kvpool.core.ids import NULL_BLOCK, BlockHash, BlockId, GroupId, RequestNumber, Sequence, WriterId
+from kvpool.core.ids import NULL_BLOCK, BlockHash, BlockId, GroupId, RequestNumber, SessionNumber, StepNumber
 from kvpool.core.sessions.session import Session
 from support.core import World
 from support.integrity import check_integrity
 
-Cook = Callable[[Pool, Session], object]
+Cook = Callable[[KVCacheManager, Session], object]
 
 
 @pytest.fixture
@@ -23,32 +23,32 @@ def world() -> World:
     return world
 
 
-def cook_hash_of_nobody(pool: Pool, _: Session) -> None:
-    pool.blocks.cache(GroupId(0), [BlockId(4)], [BlockHash(b"h")], WriterId(99), Sequence(1))
+def cook_hash_of_nobody(pool: KVCacheManager, _: Session) -> None:
+    pool.blocks.cache(GroupId(0), [BlockId(4)], [BlockHash(b"h")], SessionNumber(99), StepNumber(1))
 
 
-def cook_computed_without_room(pool: Pool, session: Session) -> None:
+def cook_computed_without_room(pool: KVCacheManager, session: Session) -> None:
     del pool
     session.by_number[RequestNumber(1)].num_computed_tokens = 17
 
 
-def cook_null_block_in_a_table(_: Pool, session: Session) -> None:
+def cook_null_block_in_a_table(_: KVCacheManager, session: Session) -> None:
     session.by_number[RequestNumber(1)].tables[0].block_ids[0] = NULL_BLOCK
 
 
-def cook_more_cached_than_held(_: Pool, session: Session) -> None:
+def cook_more_cached_than_held(_: KVCacheManager, session: Session) -> None:
     session.by_number[RequestNumber(1)].tables[0].num_cached = 5
 
 
-def cook_used_blocks(pool: Pool, _: Session) -> None:
+def cook_used_blocks(pool: KVCacheManager, _: Session) -> None:
     pool.blocks.group_counters[0].used_blocks += 1
 
 
-def cook_evicted_blocks(pool: Pool, _: Session) -> None:
+def cook_evicted_blocks(pool: KVCacheManager, _: Session) -> None:
     pool.blocks.group_counters[0].evicted_blocks += 1
 
 
-def cook_cached_blocks(pool: Pool, _: Session) -> None:
+def cook_cached_blocks(pool: KVCacheManager, _: Session) -> None:
     pool.blocks.prefix_map._num_cached[0] -= 1
     pool.blocks.prefix_map._num_cached.append(1)
 

@@ -11,11 +11,11 @@ from typing import Final, Protocol
 
 from kvpool.client.lease import LeaseTimer
 from kvpool.core.allocator import Allocator
-from kvpool.core.blocks.kv_cache_manager import Pool
+from kvpool.core.blocks.kv_cache_manager import KVCacheManager
 from kvpool.core.blocks.quota import Quota
 from kvpool.core.errors import InvalidArgumentError
 from kvpool.core.events import BlockEvent
-from kvpool.core.ids import PoolName, SessionId, WriterId
+from kvpool.core.ids import PoolName, SessionId, SessionNumber
 from kvpool.core.sessions.session import LeaseBounds, Session
 from kvpool.core.specs.pool_config import PoolConfig
 from kvpool.core.steps.columns import Step, StepResult
@@ -66,7 +66,7 @@ class OpenedSession:
     config: PoolConfig
     lease_seconds: float
     epoch: int
-    session_number: WriterId
+    session_number: SessionNumber
     lease_timer: LeaseTimer
     sequence: int = 0
     held: tuple[HeldRequest, ...] = ()
@@ -274,20 +274,20 @@ class EmbeddedTransport:
     def close(self) -> None:
         """See `Transport`."""
 
-    def _describe(self, pool: Pool) -> PoolInfo:
+    def _describe(self, pool: KVCacheManager) -> PoolInfo:
         return self._allocator.describe(pool, self._logs[pool.config.name].last_sequence)
 
-    def _snapshot(self, pool: Pool, sequence: int) -> list[EventBatch]:
+    def _snapshot(self, pool: KVCacheManager, sequence: int) -> list[EventBatch]:
         walk, now = SnapshotCursor(pool), time.time()
         events = () if walk.is_done else tuple(walk.next_chunk(pool.blocks.num_blocks))
         kinds = ((WatchKind.START, ()), (WatchKind.SNAPSHOT, events), (WatchKind.SNAPSHOT_END, ()))
         return [EventBatch(sequence, told, kind, pool.epoch, time_seconds=now) for kind, told in kinds]
 
-    def _publish(self, pool: Pool) -> None:
+    def _publish(self, pool: KVCacheManager) -> None:
         self._logs[pool.config.name].take_from(pool, time.time())
 
 
-def _opened(pool: Pool, session: Session) -> OpenedSession:
+def _opened(pool: KVCacheManager, session: Session) -> OpenedSession:
     held = (
         HeldRequest(
             request.request_id,
@@ -305,7 +305,7 @@ def _opened(pool: Pool, session: Session) -> OpenedSession:
         pool.config,
         session.lease_seconds,
         pool.epoch,
-        session.writer,
+        session.session_number,
         LeaseTimer(inf, 0.0),
         session.sequence,
         tuple(held),

@@ -201,7 +201,7 @@ class _StepStream:
         self._outgoing: queue.SimpleQueue[step_pb2.Step | None] = queue.SimpleQueue()
         self._taken = threading.Event()  # by the thread that sends: the message that was put last
         self._call: _Call[step_pb2.StepResult] | None = None
-        self._ahead: tuple[step_pb2.Step, float] | None = None  # sent then, and not waited for yet
+        self._batched: tuple[step_pb2.Step, float] | None = None  # sent then, and not waited for yet
         self._due_seconds = inf
         self._closed = threading.Event()
         self._ended_by: KvpoolError | None = None
@@ -216,7 +216,7 @@ class _StepStream:
             sent_seconds = now_seconds()
             self._taken.clear()
             self._put(message)
-            self._ahead = message, sent_seconds
+            self._batched = message, sent_seconds
             self._taken.wait(_TAKING_SECONDS)  # the thread that sends gets no turn while this one is busy
         except BaseException:
             self._end_call()  # nobody knows whether an answer comes
@@ -224,7 +224,7 @@ class _StepStream:
 
     def sent_ahead(self, sequence: int) -> step_pb2.Step | None:
         """The message of a step that was sent ahead; None if it was not."""
-        return self._ahead[0] if self._ahead and self._ahead[0].sequence == sequence else None
+        return self._batched[0] if self._batched and self._batched[0].sequence == sequence else None
 
     def exchange(self, message: step_pb2.Step) -> step_pb2.StepResult:
         """Sends a step and waits for its result, over as many streams as that takes within the deadline."""
@@ -245,7 +245,7 @@ class _StepStream:
         if self._ended_by:  # nobody keeps a deadline any more
             raise self._ended_by
         try:
-            ahead, self._ahead = self._ahead, None
+            ahead, self._batched = self._batched, None
             call, sent_seconds = self._call, now_seconds()
             if call and ahead and ahead[0] is message:
                 sent_seconds = ahead[1]

@@ -9,7 +9,7 @@ from kvpool.client.errors import DeadlineError, UnavailableError
 from kvpool.client.lease import LeaseTimer
 from kvpool.client.transports.embedded import EventBatch, HeldRequest, OpenedSession, WatchKind, WatchOptions
 from kvpool.core.blocks.quota import Quota
-from kvpool.core.ids import WriterId
+from kvpool.core.ids import SessionNumber
 from kvpool.core.ranks.messages import PoolState, RankState
 from kvpool.core.specs.pool_config import PoolConfig
 from kvpool.core.views.pool_info import PoolInfo
@@ -109,7 +109,7 @@ def read_session(
         wire_pools.config_from_proto(response.config),
         session.lease_seconds,
         session.epoch,
-        WriterId(session.session_number),
+        SessionNumber(session.session_number),
         LeaseTimer(session.lease_seconds, sent_seconds),
     )
     if isinstance(response, allocator_pb2.OpenSessionResponse):

@@ -17,7 +17,7 @@ SILENT_HEARTBEATS: Final = 3
 """After so many heartbeats that did not come the connection counts as broken."""
 
 
-class Follower:
+class ResumableWatch:
     """State of one such watch, over as many calls as it takes."""
 
     def __init__(self, options: WatchOptions) -> None:

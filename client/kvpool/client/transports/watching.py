@@ -11,7 +11,7 @@ import grpc
 from kvpool.client.errors import KvpoolError, UnavailableError
 from kvpool.client.transports import messages
 from kvpool.client.transports.embedded import EventBatch, WatchOptions
-from kvpool.client.transports.resumable_watch import Follower
+from kvpool.client.transports.resumable_watch import ResumableWatch
 from kvpool.v1 import event_pb2, event_pb2_grpc
 from kvpool.wire.errors import from_rpc_error
 
@@ -31,7 +31,7 @@ def watch(stub: event_pb2_grpc.EventServiceStub, options: WatchOptions) -> Itera
         KvpoolError: It was refused; or, from the iterator, ended.
     """
     if options.snapshot:
-        follower = Follower(options)
+        follower = ResumableWatch(options)
         call: _Call = stub.Watch(follower.request())
         return _follow(stub, follower, call, _next(call))
     call = stub.Watch(messages.watch_request(options))
@@ -48,7 +48,7 @@ def _batches(call: _Call) -> Iterator[EventBatch]:
 
 
 def _follow(
-    stub: event_pb2_grpc.EventServiceStub, follower: Follower, call: _Call, first: event_pb2.WatchResponse
+    stub: event_pb2_grpc.EventServiceStub, follower: ResumableWatch, call: _Call, first: event_pb2.WatchResponse
 ) -> Iterator[EventBatch]:
     message: event_pb2.WatchResponse | None = first
     while True:
@@ -67,16 +67,16 @@ def _follow(
 class _Silence:
     """Gives a call up, from a thread, when nothing is heard on it for too long."""
 
-    def __init__(self, call: _Call, follower: Follower) -> None:
+    def __init__(self, call: _Call, follower: ResumableWatch) -> None:
         self._call = call
-        self._follower = follower
+        self._resumable_watch = follower
         self._waits_since_seconds = float("inf")
         self._ended = threading.Event()
         self._was_silent = False
 
     def __enter__(self) -> Self:
-        if self._follower.silence_seconds:
-            limit_seconds = self._follower.silence_seconds
+        if self._resumable_watch.silence_seconds:
+            limit_seconds = self._resumable_watch.silence_seconds
             threading.Thread(target=self._listen, args=(limit_seconds,), name="kvpool-watch", daemon=True).start()
         return self
 
@@ -91,7 +91,7 @@ class _Silence:
             return _next(self._call)
         except KvpoolError:
             if self._was_silent:
-                raise self._follower.silent() from None
+                raise self._resumable_watch.silent() from None
             raise
         finally:
             self._waits_since_seconds = float("inf")

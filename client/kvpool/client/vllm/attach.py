@@ -7,7 +7,7 @@ from typing import Any
 
 from kvpool.client.connection import Client, connect
 from kvpool.client.session import Session
-from kvpool.client.vllm.drift import drifts
+from kvpool.client.vllm.missing_methods import missing_methods
 from kvpool.client.vllm.pool_config import UnsupportedError, pool_config
 from kvpool.client.vllm.settings import Settings
 from kvpool.core.specs.pool_config import PoolConfig
@@ -20,7 +20,7 @@ def attach(scheduler: Any, settings: Settings) -> tuple[Client, Session]:
         UnsupportedError: The engine is configured to do what the service cannot.
         KvpoolError: The service refuses the pool or the session, or is not there.
     """
-    for sentence in drifts():
+    for sentence in missing_methods():
         raise UnsupportedError("this version", sentence)
     if settings.memory_id and scheduler.scheduler_config.async_scheduling:
         # A step may be writing blocks yet when they are freed: no other engine must be given them before it ends.

@@ -20,10 +20,10 @@ from kvpool.client.session import Session
 from kvpool.client.vllm.blocks import KVCacheBlocks
 from kvpool.client.vllm.connectors import Coordinator
 from kvpool.client.vllm.events import EventForwarder
-from kvpool.client.vllm.rounds import Rounds
+from kvpool.client.vllm.step_batcher import StepBatcher
 from kvpool.client.vllm.versions import COUNTS_ADMISSIONS, SPECS
 from kvpool.core.specs.kinds import FullAttentionSpec
-from kvpool.core.steps.options import USUAL_TERMS, Terms
+from kvpool.core.steps.allocation_options import DEFAULT_OPTIONS, AllocationOptions
 
 _RUNNING: Final = RequestStatus.RUNNING
 _NOT_RUNNING: Final = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
@@ -58,7 +58,7 @@ class KVCacheManager:
                 zip(config.spans_tokens, self.kv_cache_config.kv_cache_groups, strict=True)
             )
         ]
-        self.rounds = Rounds(session, scheduler)
+        self.rounds = StepBatcher(session, scheduler)
         self.coordinator = Coordinator(managers, self.rounds.requests)
         self._has_connector = scheduler.connector is not None
         self._cached_tokens: dict[str, int] = {}  # of requests whose contents a connector is bringing
@@ -91,12 +91,12 @@ class KVCacheManager:
             if answer.ok:
                 blocks, num_tokens = KVCacheBlocks(answer.hit_blocks), answer.num_hit_tokens
         else:
-            blocks, num_tokens = self._look_up(request)
+            blocks, num_tokens = self._lookup(request)
         if self.events and num_tokens and getattr(request, "kv_cache_report_mode", "") == "full":
             self.events.tell_found(request, blocks.block_ids)
         return self._looked_up(blocks, num_tokens)
 
-    def _look_up(self, request: EngineRequest) -> tuple[KVCacheBlocks, int]:
+    def _lookup(self, request: EngineRequest) -> tuple[KVCacheBlocks, int]:
         known, builder = self.rounds.known(request), self.rounds.builder
         answer = builder.find_computed_blocks(known) if COUNTS_ADMISSIONS else builder.get_computed_blocks(known)
         self.rounds.send()
@@ -144,7 +144,7 @@ class KVCacheManager:
             computed = answer.computed
         known = self.rounds.known(request)
         watermark = self.rounds.watermark_blocks if has_scheduled_reqs and request.status in _NOT_RUNNING else 0
-        terms = Terms(
+        options = AllocationOptions(
             num_external_computed_tokens,
             getattr(request, "num_in_flight_tokens", 0) if self.rounds.windowed else 0,
             reserved_blocks,
@@ -159,7 +159,7 @@ class KVCacheManager:
             num_lookahead_tokens=num_lookahead_tokens,
             num_encoder_tokens=num_encoder_tokens,
             delay_cache_blocks=delay_cache_blocks,
-            terms=USUAL_TERMS if terms == USUAL_TERMS else terms,
+            options=DEFAULT_OPTIONS if options == DEFAULT_OPTIONS else options,
         )
         self.rounds.send()
         if not answer.ok:
@@ -218,7 +218,7 @@ class KVCacheManager:
         """Nothing: the next call that makes room does it."""
 
     def new_step_starts(self) -> None:
-        """Nothing: `Rounds.begin` does."""
+        """Nothing: `StepBatcher.begin` does."""
 
     # ---- what the scheduler asks beside it
 

@@ -11,8 +11,8 @@ from kvpool.client.connection import Client
 from kvpool.client.vllm.attach import attach
 from kvpool.client.vllm.events import EventForwarder
 from kvpool.client.vllm.manager import KVCacheManager
-from kvpool.client.vllm.rounds import RefusedError
 from kvpool.client.vllm.settings import Settings
+from kvpool.client.vllm.step_batcher import RefusedError
 from kvpool.core.errors import KvpoolError
 
 _log = logging.getLogger("kvpool.client.vllm")

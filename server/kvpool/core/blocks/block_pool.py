@@ -9,12 +9,12 @@
 from collections.abc import Iterable, Sequence
 
 from kvpool.core import ids
-from kvpool.core.block_lifetimes import Residency
+from kvpool.core.block_lifetimes import BlockLifetimes
 from kvpool.core.blocks.block_contents import BlockContents
 from kvpool.core.blocks.free_list import FreeList
 from kvpool.core.blocks.prefix_map import PrefixMap
 from kvpool.core.events import AllBlocksCleared, BlockEvent, BlockRemoved, BlockStored
-from kvpool.core.ids import BlockHash, BlockId, GroupId, WriterId
+from kvpool.core.ids import BlockHash, BlockId, GroupId, SessionNumber
 from kvpool.core.specs.pool_config import PoolConfig, ReuseOrder
 from kvpool.core.statistics import GroupCounters
 
@@ -25,7 +25,7 @@ class BlockPool:
     Attributes:
         num_evicted: Cached blocks that were given up to make room, since the start.
         group_counters: What is counted of each group; kept by its manager, but for evictions.
-        residency: How long blocks keep what they hold; None if that is not sampled.
+        block_lifetimes: How long blocks keep what they hold; None if that is not sampled.
         free_list: The free blocks. Read it; change it through this class.
         prefix_map: The cached blocks. Read it; change it through this class.
         contents: What the cached blocks were stored with; None if the pool makes no events. Read it likewise.
@@ -35,20 +35,20 @@ class BlockPool:
         "_bare",
         "_events",
         "_uncached_first",
+        "block_lifetimes",
         "contents",
         "free_list",
         "group_counters",
         "num_evicted",
         "prefix_map",
-        "residency",
     )
 
-    def __init__(self, config: PoolConfig, residency: Residency | None = None) -> None:
+    def __init__(self, config: PoolConfig, block_lifetimes: BlockLifetimes | None = None) -> None:
         self.free_list = FreeList(config.num_blocks)
         self.prefix_map = PrefixMap(config.num_blocks, len(config.groups))
         self.num_evicted = 0
         self.group_counters = [GroupCounters() for _ in config.groups]
-        self.residency = residency
+        self.block_lifetimes = block_lifetimes
         self._bare: set[BlockId] = set()  # blocks that lost their hash while they were held
         self._uncached_first = config.reuse_order is ReuseOrder.UNCACHED_FIRST
         self.contents = BlockContents(config.num_blocks) if config.makes_events else None
@@ -61,8 +61,8 @@ class BlockPool:
             for mine, theirs in zip(self.group_counters, before.group_counters, strict=True):
                 mine.allocated_blocks += theirs.allocated_blocks
                 mine.evicted_blocks = theirs.evicted_blocks
-        if self.residency:
-            self.residency.forget()
+        if self.block_lifetimes:
+            self.block_lifetimes.forget()
         self._events = before.take_events()
         self._record(AllBlocksCleared())
 
@@ -95,15 +95,15 @@ class BlockPool:
             for counters, num_evicted in zip(self.group_counters, self.prefix_map.num_by_group(cached), strict=True):
                 counters.evicted_blocks += num_evicted
             self._forget(cached)
-        if self.residency:
-            self.residency.taken(taken)
+        if self.block_lifetimes:
+            self.block_lifetimes.taken(taken)
         return taken
 
     def touch(self, block_ids: Sequence[BlockId]) -> int:
         """Counts one more table for each block, free ones leaving the free list; returns how many did."""
         num_freed = self.free_list.hold(block_ids)
-        if self.residency:
-            self.residency.accessed(block_ids)
+        if self.block_lifetimes:
+            self.block_lifetimes.accessed(block_ids)
         return num_freed
 
     def release(self, block_ids: Sequence[BlockId], num_uncached: int | None = None) -> int:
@@ -138,11 +138,11 @@ class BlockPool:
         group_id: GroupId,
         block_ids: Sequence[BlockId],
         hashes: Sequence[BlockHash],
-        writer: WriterId,
-        sequence: ids.Sequence,
+        session_number: SessionNumber,
+        sequence: ids.StepNumber,
     ) -> None:
         """Gives held blocks without a hash their hashes."""
-        self.prefix_map.insert(group_id, block_ids, hashes, writer, sequence)
+        self.prefix_map.insert(group_id, block_ids, hashes, session_number, sequence)
 
     def evict(self, block_ids: Iterable[BlockId]) -> None:
         """Takes the hashes of these blocks away, of those that have one."""
@@ -151,8 +151,8 @@ class BlockPool:
         self._forget(cached)
 
     def _forget(self, cached: Sequence[BlockId]) -> None:
-        if self.residency:
-            self.residency.evicted(cached)
+        if self.block_lifetimes:
+            self.block_lifetimes.evicted(cached)
         if self.contents:
             for block_id in cached:
                 self._drop_contents(block_id, self.contents)
@@ -167,8 +167,8 @@ class BlockPool:
         if self.num_free_blocks != self.num_blocks - 1:
             return False
         self.prefix_map.clear()
-        if self.residency:
-            self.residency.forget()
+        if self.block_lifetimes:
+            self.block_lifetimes.forget()
         if self.contents:
             self.contents.clear()
         self._record(AllBlocksCleared())

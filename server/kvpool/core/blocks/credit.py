@@ -16,7 +16,7 @@ _UNBOUND_TOKENS: Final = 2 * MAX_TOKENS
 
 
 @dataclass(frozen=True, slots=True)
-class QuietRoom:
+class Credit:
     """The rule for one group.
 
     Attributes:
@@ -38,7 +38,7 @@ class QuietRoom:
     has_slots: bool
 
     @classmethod
-    def of(cls, config: PoolConfig, group_id: GroupId) -> "QuietRoom":
+    def of(cls, config: PoolConfig, group_id: GroupId) -> "Credit":
         """The rule for a group of a pool."""
         spec = allocation_spec(config.groups[group_id].spec)
         return cls(
@@ -70,12 +70,12 @@ class QuietRoom:
 
 def is_plain(config: PoolConfig) -> bool:
     """Whether a pool has one group, whose blocks are kept and hold a slot a token, and no events."""
-    room = QuietRoom.of(config, GroupId(0))
+    room = Credit.of(config, GroupId(0))
     return len(config.groups) == 1 and room.has_slots and not room.skips and not config.makes_events
 
 
-def fills_quietly(config: PoolConfig) -> bool:
-    """Whether a decode that fills a block need not ask: what it filled is cached by the next step, see `Filled`.
+def fills_on_credit(config: PoolConfig) -> bool:
+    """Whether a decode that fills a block need not ask: the next step caches the block, see `DeferredBlocks`.
 
     A block of one token is filled by the decode that needs it, which asks.
     """

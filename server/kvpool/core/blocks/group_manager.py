@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 
 from kvpool.core import ids
 from kvpool.core.blocks.block_pool import BlockPool
-from kvpool.core.blocks.credit import QuietRoom
+from kvpool.core.blocks.credit import Credit
 from kvpool.core.blocks.retention import Retention
 from kvpool.core.events import BlockStored, packed_token_ids
 from kvpool.core.ids import NULL_BLOCK, BlockHash, BlockId, GroupId
@@ -34,7 +34,7 @@ class GroupManager:
         sink_blocks: Blocks set aside for sinks, held from the start to the end.
         joins_hashes: Whether a block covers several hash blocks.
         counts_encoder_tokens: Whether its blocks hold what an encoder puts out, not the request's tokens.
-        quiet_room: What a table has room for without a change of the pool.
+        credit: What a table has room for without a change of the pool.
     """
 
     def __init__(self, config: PoolConfig, group_id: GroupId, block_pool: BlockPool) -> None:
@@ -46,7 +46,7 @@ class GroupManager:
         self._counters = block_pool.group_counters[group_id]
         self._counters.used_blocks += len(self.sink_blocks)
         self._counters.allocated_blocks += len(self.sink_blocks)
-        self.quiet_room = QuietRoom.of(config, group_id)
+        self.credit = Credit.of(config, group_id)
         self._hashes_per_block = self.span_tokens // config.hash_block_size
         self.joins_hashes = self._hashes_per_block > 1
         self._retention = Retention.of(config, group_id)
@@ -81,8 +81,8 @@ class GroupManager:
         Nulls lead in what was promised.
         """
         hashes, first, end = self.hashes(request), promised.count(NULL_BLOCK), len(promised)
-        return end <= len(hashes) and self._pool.prefix_map.still_leads(
-            self.group_id, hashes[first:end], promised[first:], request.writer
+        return end <= len(hashes) and self._pool.prefix_map.holds_all(
+            self.group_id, hashes[first:end], promised[first:], request.session_number
         )
 
     def num_missing(self, table: BlockTable, num_tokens: int, num_encoder_tokens: int) -> int:
@@ -127,7 +127,7 @@ class GroupManager:
         self._counters.used_blocks -= self._pool.release(skipped[::-1], num_uncached)
         return skipped
 
-    def cache(self, request: Request, num_tokens: int, sequence: ids.Sequence) -> None:
+    def cache(self, request: Request, num_tokens: int, sequence: ids.StepNumber) -> None:
         """Caches the full blocks among the first `num_tokens` tokens, which the change `sequence` fills.
 
         Those that are not kept (see `retention`) are passed over. The caller has found some that are not.
@@ -144,7 +144,7 @@ class GroupManager:
         runs = ((start, end),) if self._retention is None else self._retention.runs(request, start, end)
         for start, end in runs:
             hashes, block_ids = all_hashes[start:end], table.block_ids[start:end]
-            self._pool.cache(self.group_id, block_ids, hashes, request.writer, sequence)
+            self._pool.cache(self.group_id, block_ids, hashes, request.session_number, sequence)
             if self._makes_events:
                 self._record_stored(request, block_ids, hashes, start)
 

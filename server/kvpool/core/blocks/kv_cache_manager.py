@@ -12,21 +12,21 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from kvpool.core import ids
-from kvpool.core.block_lifetimes import Residency
-from kvpool.core.blocks.allocation import Room
+from kvpool.core.block_lifetimes import BlockLifetimes
 from kvpool.core.blocks.block_pool import BlockPool
-from kvpool.core.blocks.credit import fills_quietly, is_plain
+from kvpool.core.blocks.credit import fills_on_credit, is_plain
 from kvpool.core.blocks.group_manager import GroupManager
 from kvpool.core.blocks.prefix_search import PrefixSearch
 from kvpool.core.blocks.quota import Quotas
+from kvpool.core.blocks.slot_allocator import SlotAllocator
 from kvpool.core.errors import InvalidArgumentError, UnavailableError
-from kvpool.core.ids import NULL_BLOCK, BlockId, GroupId, SessionId, WriterId
+from kvpool.core.ids import NULL_BLOCK, BlockId, GroupId, SessionId, SessionNumber
 from kvpool.core.sessions.quarantine import Quarantine
 from kvpool.core.sessions.request import BlockTable, Request
 from kvpool.core.sessions.session import Session
 from kvpool.core.specs.pool_config import PoolConfig
 from kvpool.core.statistics import ActivityCounters, PrefixCacheStats, RecentHitRate
-from kvpool.core.steps.options import USUAL_TERMS, Terms
+from kvpool.core.steps.allocation_options import DEFAULT_OPTIONS, AllocationOptions
 
 SUSPENDED_RETRY_SECONDS: Final = 0.5
 
@@ -42,15 +42,15 @@ class ComputedBlocks:
         num_shared_tokens: Of these, tokens of blocks that another session filled, or this one before it was resumed, in
             the group that has most of them.
         num_probes: What the search cost, in hashes found.
-        junction_tokens: See `Request`, which takes note of it when it gets these blocks, or a step looked them up. None
-            for what an earlier step found.
+        shared_prefix_boundary_tokens: See `Request`, which copies it when it gets these blocks or a step looked
+            them up. None for a result of an earlier step.
     """
 
     block_ids: tuple[Sequence[BlockId], ...]
     num_tokens: int
     num_shared_tokens: int = 0
     num_probes: int = field(default=0, compare=False)
-    junction_tokens: int | None = field(default=None, compare=False)
+    shared_prefix_boundary_tokens: int | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ class Admission:
     new_blocks: tuple[list[BlockId], ...]
 
 
-class Pool:
+class KVCacheManager:
     """The blocks of one model, and the managers of its groups.
 
     Attributes:
@@ -86,12 +86,14 @@ class Pool:
         sessions: Those that are open, in the order of their numbers; kept by whoever opens them.
         quarantine: Those that were ended and still hold their blocks; kept by whoever ends them.
         ranks_fence: Whether every rank of the pool says when no step of an ended session is in flight.
-        residency: How long its blocks keep what they hold; None if that is not sampled.
+        block_lifetimes: How long its blocks keep what they hold; None if that is not sampled.
         memory_id: The memory that all it holds is in, see `memory`; empty if that is not known.
         is_suspended: Whether nothing is allocated for now, as a rank is missing.
     """
 
-    def __init__(self, config: PoolConfig, epoch: int = 1, residency: Residency | None = None, owner: str = "") -> None:
+    def __init__(
+        self, config: PoolConfig, epoch: int = 1, block_lifetimes: BlockLifetimes | None = None, owner: str = ""
+    ) -> None:
         self.owner = owner
         self.stats = PrefixCacheStats()
         self.recent_hit_rate = RecentHitRate()
@@ -100,7 +102,7 @@ class Pool:
         self.sessions: dict[SessionId, Session] = {}
         self.quarantine = Quarantine()
         self.ranks_fence = False
-        self.residency = residency
+        self.block_lifetimes = block_lifetimes
         self.memory_id = ""
         self.is_suspended = False
         self._start_over(config, epoch)
@@ -110,20 +112,20 @@ class Pool:
         self.config = config
         self.hash_block_size = config.hash_block_size
         self.epoch = epoch
-        self.blocks = BlockPool(config, self.residency)
+        self.blocks = BlockPool(config, self.block_lifetimes)
         self._managers = [GroupManager(config, GroupId(i), self.blocks) for i in range(len(config.groups))]
         self._no_hit: tuple[Sequence[BlockId], ...] = ((),) * len(self._managers)
-        self._quiet_rooms = [manager.quiet_room for manager in self._managers]
+        self._credits = [manager.credit for manager in self._managers]
         self._windowed = [manager for manager in self._managers if not manager.spec.keeps_all]
         self.plain_manager = self._managers[0] if is_plain(config) else None
-        self._fills_quietly = fills_quietly(config)
+        self._fills_on_credit = fills_on_credit(config)
         self.quotas = Quotas(self.blocks, self.blocks.num_free_blocks)
-        self._room = Room(config, self.blocks, self._managers, self.quotas)
+        self._slot_allocator = SlotAllocator(config, self.blocks, self._managers, self.quotas)
         self._search = PrefixSearch(
             self._managers,
             self.blocks.prefix_map,
             config.hit_alignment,
-            tells_junction=config.retention_tokens is not None and config.enable_caching,
+            finds_shared_prefix_boundary=config.retention_tokens is not None and config.enable_caching,
         )
 
     def __repr__(self) -> str:
@@ -160,21 +162,21 @@ class Pool:
         """Makes the empty tables of a request."""
         return tuple(BlockTable() for _ in self._managers)
 
-    def peek(self, request: Request) -> ComputedBlocks:
+    def lookup_uncounted(self, request: Request) -> ComputedBlocks:
         """Finds the longest cached prefix of a request that holds no blocks; not counted."""
         if not self.config.enable_caching:
             return ComputedBlocks(self._no_hit, 0)
         length, found, num_probes, junction = self._search.find(request, max(request.num_tokens - 1, 0))
-        shared = max(self._num_shared_tokens(m, found[m.group_id], request.writer) for m in self._managers)
+        shared = max(self._num_shared_tokens(m, found[m.group_id], request.session_number) for m in self._managers)
         return ComputedBlocks(tuple(found), length, shared, num_probes, junction)
 
-    def _num_shared_tokens(self, manager: GroupManager, found: Sequence[BlockId], reader: WriterId) -> int:
+    def _num_shared_tokens(self, manager: GroupManager, found: Sequence[BlockId], reader: SessionNumber) -> int:
         held = [block_id for block_id in found if block_id != NULL_BLOCK]
         return (len(held) - self.blocks.prefix_map.num_written_by(held, reader)) * manager.span_tokens
 
-    def look_up(self, request: Request) -> ComputedBlocks:
+    def lookup(self, request: Request) -> ComputedBlocks:
         """Finds the longest cached prefix of a request that holds no blocks, and counts the look-up."""
-        computed = self.peek(request)
+        computed = self.lookup_uncounted(request)
         self._count(request, computed)
         return computed
 
@@ -186,8 +188,8 @@ class Pool:
         *,
         num_encoder_tokens: int = 0,
         delay_cache_blocks: bool = False,
-        terms: Terms = USUAL_TERMS,
-        sequence: ids.Sequence,
+        options: AllocationOptions = DEFAULT_OPTIONS,
+        sequence: ids.StepNumber,
     ) -> Admission | None:
         """Looks up and allocates at once for a request that holds no blocks.
 
@@ -197,7 +199,7 @@ class Pool:
         Returns:
             What it got; None if there are too few free blocks, and nothing was changed.
         """
-        computed = self.peek(request)
+        computed = self.lookup_uncounted(request)
         num_new_tokens = min(request.num_tokens - computed.num_tokens, max_new_tokens)
         new = self.allocate(
             request,
@@ -206,7 +208,7 @@ class Pool:
             computed,
             num_encoder_tokens=num_encoder_tokens,
             delay_cache_blocks=delay_cache_blocks,
-            terms=terms,
+            options=options,
             sequence=sequence,
         )
         if new is None:
@@ -265,8 +267,8 @@ class Pool:
         *,
         num_encoder_tokens: int = 0,
         delay_cache_blocks: bool = False,
-        terms: Terms = USUAL_TERMS,
-        sequence: ids.Sequence,
+        options: AllocationOptions = DEFAULT_OPTIONS,
+        sequence: ids.StepNumber,
     ) -> tuple[list[BlockId], ...] | None:
         """Gives a request room for more tokens, and caches the blocks that become full.
 
@@ -277,38 +279,38 @@ class Pool:
             computed: A hit that is still all there, for a request that holds no blocks.
             num_encoder_tokens: Tokens that the encoder puts out, in the call that makes room for them.
             delay_cache_blocks: Leaves full blocks uncached until `cache`.
-            terms: On what terms.
+            options: On what terms.
             sequence: The session's change, whose execution fills the slots.
 
         Returns:
             The new blocks, group by group; None if there are too few that the session may be given: then nothing was
             changed, but that blocks which nothing looks at any more were freed.
         """
-        if computed is None and terms is USUAL_TERMS and not num_encoder_tokens:
+        if computed is None and options is DEFAULT_OPTIONS and not num_encoder_tokens:
             end_tokens = request.num_computed_tokens + num_new_tokens
-            if end_tokens + num_lookahead_tokens <= request.quiet_tokens:
+            if end_tokens + num_lookahead_tokens <= request.credit_tokens:
                 request.num_computed_tokens = end_tokens
                 request.filling_sequence = sequence
                 self.activity.allocations += 1
-                return self._room.no_blocks
+                return self._slot_allocator.no_blocks
         num_computed = request.num_computed_tokens + (computed.num_tokens if computed else 0)
-        num_computed += terms.num_external_tokens
+        num_computed += options.num_external_tokens
         num_slots = num_computed + num_new_tokens + num_lookahead_tokens
         if num_slots > self.config.max_model_len:  # noqa: PLR1730 - min() takes longer
             num_slots = self.config.max_model_len
-        new = self._make_room(request, computed, num_computed, num_slots, num_encoder_tokens, terms)
+        new = self._make_room(request, computed, num_computed, num_slots, num_encoder_tokens, options)
         if new is None:
             self.activity.refusals += 1
             return None
         self.activity.allocations += 1
-        if request.is_found:
+        if request.is_uncounted:
             self._count(request, computed or ComputedBlocks(self._no_hit, 0))
-            request.is_found = False
+            request.is_uncounted = False
         request.num_computed_tokens = num_computed + num_new_tokens
         request.filling_sequence = sequence
         if self.config.enable_caching and not delay_cache_blocks:
             self.cache(request, request.num_computed_tokens, sequence=sequence)
-        request.quiet_tokens = self.quiet_tokens(request)
+        request.credit_tokens = self.credit_tokens(request)
         return new
 
     def _make_room(  # noqa: PLR0913, PLR0917 - what decides an allocation
@@ -318,56 +320,58 @@ class Pool:
         num_computed: int,
         num_slots: int,
         num_encoder_tokens: int,
-        terms: Terms,
+        options: AllocationOptions,
     ) -> tuple[list[BlockId], ...] | None:
         """Gives a request a hit, and the blocks that it lacks for `num_slots` tokens, of which so many are computed."""
         has_quota = self.quotas.applies_to(request.holding)
-        is_usual = not (computed or has_quota) and terms is USUAL_TERMS
-        hit = self._no_hit if is_usual else self._hit(computed, terms, num_computed)
-        if terms.full_sequence_must_fit and not self._room.fits_whole(request, hit, num_encoder_tokens, terms):
+        is_usual = not (computed or has_quota) and options is DEFAULT_OPTIONS
+        hit = self._no_hit if is_usual else self._hit(computed, options, num_computed)
+        if options.full_sequence_must_fit and not self._slot_allocator.fits_whole(
+            request, hit, num_encoder_tokens, options
+        ):
             return None
         for manager in self._windowed:
-            skipped = manager.skip(request.tables[manager.group_id], num_computed - terms.num_in_flight_tokens)
+            skipped = manager.skip(request.tables[manager.group_id], num_computed - options.num_in_flight_tokens)
             if has_quota and skipped:
                 self.quotas.lost(request.holding, skipped)
         if is_usual:
-            return self._room.take(request, num_slots, num_encoder_tokens)
-        num_before = num_computed if terms.num_external_tokens else 0
-        new = self._room.take_on_terms(request, hit, num_before, num_slots, num_encoder_tokens, terms)
-        if new is not None and computed and computed.junction_tokens is not None:
-            request.junction_tokens = computed.junction_tokens
+            return self._slot_allocator.take(request, num_slots, num_encoder_tokens)
+        num_before = num_computed if options.num_external_tokens else 0
+        new = self._slot_allocator.take_with_options(request, hit, num_before, num_slots, num_encoder_tokens, options)
+        if new is not None and computed and computed.shared_prefix_boundary_tokens is not None:
+            request.shared_prefix_boundary_tokens = computed.shared_prefix_boundary_tokens
         return new
 
     def _hit(
-        self, computed: ComputedBlocks | None, terms: Terms, num_computed_tokens: int
+        self, computed: ComputedBlocks | None, options: AllocationOptions, num_computed_tokens: int
     ) -> tuple[Sequence[BlockId], ...]:
         """What a request gets of a hit: external tokens after it move windows on."""
         hit = computed.block_ids if computed else self._no_hit
-        if not terms.num_external_tokens:
+        if not options.num_external_tokens:
             return hit
         skipped = [manager.num_skipped_blocks(num_computed_tokens) for manager in self._managers]
         return tuple([NULL_BLOCK] * count + list(blocks[count:]) for blocks, count in zip(hit, skipped, strict=True))
 
-    def quiet_tokens(self, request: Request) -> int:
-        """Up to how many computed tokens a request can go without a change of the pool: see `quiet_room`."""
-        quiet_tokens, tables = self.config.max_model_len, request.tables
-        for room in self._quiet_rooms:
+    def credit_tokens(self, request: Request) -> int:
+        """Up to how many computed tokens a request can go without a change of the pool: see `credit`."""
+        credit_tokens, tables = self.config.max_model_len, request.tables
+        for room in self._credits:
             table = tables[room.group_id]
             bound_tokens = room.num_tokens(len(table.block_ids), table.num_cached, table.num_skipped)
-            if bound_tokens < quiet_tokens:  # noqa: PLR1730 - min() takes longer than all else here
-                quiet_tokens = bound_tokens
-        return quiet_tokens
+            if bound_tokens < credit_tokens:  # noqa: PLR1730 - min() takes longer than all else here
+                credit_tokens = bound_tokens
+        return credit_tokens
 
     def most_taken_tokens(self, request: Request) -> int:
         """Up to how many computed tokens a request may have gone without asking, when it tells so.
 
         Where it fills blocks so, that is all of its blocks: see `filled`.
         """
-        if not self._fills_quietly:
-            return request.quiet_tokens
+        if not self._fills_on_credit:
+            return request.credit_tokens
         return min(len(request.tables[0].block_ids) * self.hash_block_size, self.config.max_model_len)
 
-    def cache(self, request: Request, num_computed_tokens: int, *, sequence: ids.Sequence) -> None:
+    def cache(self, request: Request, num_computed_tokens: int, *, sequence: ids.StepNumber) -> None:
         """Caches the request's full blocks among its first `num_computed_tokens` tokens, never past those known."""
         num_tokens = request.num_tokens
         if num_computed_tokens < num_tokens:  # noqa: PLR1730 - as above
@@ -383,7 +387,7 @@ class Pool:
             freed = manager.free(table)
             if has_quota:
                 self.quotas.lost(request.holding, freed[::-1])
-        request.num_computed_tokens = request.quiet_tokens = 0
+        request.num_computed_tokens = request.credit_tokens = 0
 
     def preempt(self, request: Request) -> None:
         """Frees the request's blocks, and counts that they were taken back, if it held any."""
@@ -413,37 +417,37 @@ class Pool:
             for manager, table in zip(self._managers, request.tables, strict=True)
         )
 
-    def end_writer(self, writer: WriterId) -> None:
+    def end_session(self, session_number: SessionNumber) -> None:
         """Forgets what a session that has ended had cached and never said to be computed."""
-        self.blocks.evict(self.blocks.prefix_map.unpublished_by(writer))
+        self.blocks.evict(self.blocks.prefix_map.unpublished_by(session_number))
 
-    def resume_writer(self, writer: WriterId, new: WriterId) -> None:
+    def resume_session(self, session_number: SessionNumber, new: SessionNumber) -> None:
         """Gives what a session had cached and never said to be computed to the process that drives it now.
 
         That can compute again what a request holds. The rest is forgotten: nobody would know whether it was computed.
         """
         blocks = self.blocks
-        blocks.evict([b for b in blocks.prefix_map.unpublished_by(writer) if not blocks.ref_cnt(b)])
-        blocks.prefix_map.rename_writer(writer, new)
+        blocks.evict([b for b in blocks.prefix_map.unpublished_by(session_number) if not blocks.ref_cnt(b)])
+        blocks.prefix_map.renumber_session(session_number, new)
 
-    def withdraw(self, request: Request, launched: ids.Sequence, *, can_tell: bool) -> None:
+    def withdraw(self, request: Request, launched: ids.StepNumber, *, reports_execution: bool) -> None:
         """Keeps from all other sessions what a request had cached and was not said to be computed. O(its blocks).
 
         Args:
             request: About to be freed or preempted.
             launched: What changes of its session up to this one fill will be computed: that stays as it is.
-            can_tell: Its session says what was computed, so that it would not find this either. One that never did so
-                goes on finding it, as a scheduler does that has its blocks to itself.
+            reports_execution: Its session says what was computed, so that it would not find this either. A session that
+                never did so goes on finding it, as a scheduler does that has its blocks to itself.
         """
         prefix_map = self.blocks.prefix_map
-        if not prefix_map.has_unpublished(request.writer):
+        if not prefix_map.has_unpublished(request.session_number):
             return
         pending = prefix_map.pending()
         found = [b for table in request.tables for b in table.held_block_ids if pending.get(b, launched) > launched]
-        if can_tell or launched:
+        if reports_execution or launched:
             self.blocks.evict(found)
         else:
-            prefix_map.withhold(request.writer, found)
+            prefix_map.hide(request.session_number, found)
 
     def _count(self, request: Request, computed: ComputedBlocks) -> None:
         if not self.config.enable_caching:

@@ -12,9 +12,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Final
 
 from kvpool.core import ids
-from kvpool.core.ids import BlockHash, BlockId, GroupId, WriterId
+from kvpool.core.ids import BlockHash, BlockId, GroupId, SessionNumber
 
-_NEVER: Final = ids.Sequence(2**62)
+_NEVER: Final = ids.StepNumber(2**62)
 """After every change that a session can make."""
 _MORE_LOOKED_UP: Final = 8
 _MOST_LOOKED_UP: Final = 512
@@ -26,25 +26,25 @@ class PrefixMap:
 
     __slots__ = (
         "_by_hash",
+        "_duplicates",
         "_group_of",
         "_hash_of",
         "_num_cached",
+        "_number_of_writer",
         "_pending",
-        "_several",
         "_unpublished",
-        "_writer_of",
     )
 
     def __init__(self, num_blocks: int, num_groups: int) -> None:
-        # The first copy; where several blocks carry one hash, `_several` has them all, in order. (An OrderedDict finds
-        # its first key at once, however many before were deleted.)
+        # The first copy; where several blocks carry one hash, `_duplicates` has them all, in order. An OrderedDict
+        # finds its first key at once, however many before were deleted.
         self._by_hash: list[dict[BlockHash, BlockId]] = [{} for _ in range(num_groups)]
-        self._several: list[dict[BlockHash, OrderedDict[BlockId, None]]] = [{} for _ in range(num_groups)]
+        self._duplicates: list[dict[BlockHash, OrderedDict[BlockId, None]]] = [{} for _ in range(num_groups)]
         self._hash_of: list[BlockHash | None] = [None] * num_blocks
         self._group_of = bytearray(num_blocks)
-        self._writer_of: list[WriterId] = [WriterId(0)] * num_blocks
-        self._pending: dict[BlockId, ids.Sequence] = {}
-        self._unpublished: dict[WriterId, dict[ids.Sequence, set[BlockId]]] = {}
+        self._number_of_writer: list[SessionNumber] = [SessionNumber(0)] * num_blocks
+        self._pending: dict[BlockId, ids.StepNumber] = {}
+        self._unpublished: dict[SessionNumber, dict[ids.StepNumber, set[BlockId]]] = {}
         self._num_cached = [0] * num_groups
 
     def __len__(self) -> int:
@@ -76,20 +76,20 @@ class PrefixMap:
         """Group under which a block that has a hash is cached."""
         return GroupId(self._group_of[block_id])
 
-    def writer_of(self, block_id: BlockId) -> WriterId:
+    def number_of_writer(self, block_id: BlockId) -> SessionNumber:
         """Session that filled a block that has a hash, by the number that it had when that was published."""
-        return self._writer_of[block_id]
+        return self._number_of_writer[block_id]
 
-    def pending(self) -> dict[BlockId, ids.Sequence]:
+    def pending(self) -> dict[BlockId, ids.StepNumber]:
         """The blocks that only their writer finds, and the change that fills each. Not to be changed."""
         return self._pending
 
-    def is_visible(self, block_id: BlockId, reader: WriterId) -> bool:
+    def is_visible(self, block_id: BlockId, reader: SessionNumber) -> bool:
         """Whether `reader` may use the contents of a block that has a hash."""
-        return block_id not in self._pending or self._writer_of[block_id] == reader
+        return block_id not in self._pending or self._number_of_writer[block_id] == reader
 
     def find(
-        self, group_id: GroupId, hashes: Sequence[BlockHash], first: int, end: int, reader: WriterId
+        self, group_id: GroupId, hashes: Sequence[BlockHash], first: int, end: int, reader: SessionNumber
     ) -> list[BlockId]:
         """Finds the blocks of the longest prefix of `hashes[first:end]` that is cached and visible to `reader`.
 
@@ -109,8 +109,8 @@ class PrefixMap:
             size = min(_MORE_LOOKED_UP * size, _MOST_LOOKED_UP)
         return found if self._are_visible(found, reader) else self._visible(group_id, found, reader)
 
-    def still_leads(
-        self, group_id: GroupId, hashes: Sequence[BlockHash], block_ids: Sequence[BlockId], reader: WriterId
+    def holds_all(
+        self, group_id: GroupId, hashes: Sequence[BlockHash], block_ids: Sequence[BlockId], reader: SessionNumber
     ) -> bool:
         """Whether each block has its hash, in this group, and `reader` may use it; it need not be the first copy."""
         hash_of, group_of = self._hash_of, self._group_of
@@ -120,11 +120,11 @@ class PrefixMap:
             and self._are_visible(block_ids, reader)
         )
 
-    def _are_visible(self, block_ids: Sequence[BlockId], reader: WriterId) -> bool:
-        pending, writer_of = self._pending, self._writer_of
-        return not pending or not [True for b in block_ids if b in pending and writer_of[b] != reader]
+    def _are_visible(self, block_ids: Sequence[BlockId], reader: SessionNumber) -> bool:
+        pending, number_of_writer = self._pending, self._number_of_writer
+        return not pending or not [True for b in block_ids if b in pending and number_of_writer[b] != reader]
 
-    def _visible(self, group_id: GroupId, found: Sequence[BlockId], reader: WriterId) -> list[BlockId]:
+    def _visible(self, group_id: GroupId, found: Sequence[BlockId], reader: SessionNumber) -> list[BlockId]:
         """In place of each block its first copy that `reader` may read; ends where there is none."""
         visible: list[BlockId] = []
         for block_id in found:
@@ -135,7 +135,7 @@ class PrefixMap:
         return visible
 
     def _copies(self, group_id: GroupId, first_copy: BlockId) -> Iterable[BlockId]:
-        return self._several[group_id].get(self._hash_of[first_copy], (first_copy,))  # type: ignore[arg-type]
+        return self._duplicates[group_id].get(self._hash_of[first_copy], (first_copy,))  # type: ignore[arg-type]
 
     def entries(self) -> Iterator[tuple[GroupId, BlockHash, BlockId]]:
         """All that the maps lead to. O(cached blocks)."""
@@ -150,27 +150,32 @@ class PrefixMap:
 
     def num_copies(self, group_id: GroupId, block_hash: BlockHash) -> int:
         """How many blocks carry this hash."""
-        copies = self._several[group_id].get(block_hash)
+        copies = self._duplicates[group_id].get(block_hash)
         return len(copies) if copies else int(block_hash in self._by_hash[group_id])
 
-    def num_written_by(self, block_ids: Iterable[BlockId], writer: WriterId) -> int:
-        """How many of these blocks, which have hashes, `writer` filled."""
-        writer_of = self._writer_of
-        return [writer_of[block_id] for block_id in block_ids].count(writer)
+    def num_written_by(self, block_ids: Iterable[BlockId], session_number: SessionNumber) -> int:
+        """How many of these blocks, which have hashes, `session_number` filled."""
+        number_of_writer = self._number_of_writer
+        return [number_of_writer[block_id] for block_id in block_ids].count(session_number)
 
     def insert(
         self,
         group_id: GroupId,
         block_ids: Sequence[BlockId],
         hashes: Sequence[BlockHash],
-        writer: WriterId,
-        sequence: ids.Sequence,
+        session_number: SessionNumber,
+        sequence: ids.StepNumber,
     ) -> None:
-        """Gives each block, which has no hash, its hash. `writer` fills them with its change `sequence`."""
-        by_hash, hash_of, writer_of, group_of = self._by_hash[group_id], self._hash_of, self._writer_of, self._group_of
-        by_sequence = self._unpublished.get(writer)
+        """Gives each block, which has no hash, its hash. `session_number` fills them with its change `sequence`."""
+        by_hash, hash_of, number_of_writer, group_of = (
+            self._by_hash[group_id],
+            self._hash_of,
+            self._number_of_writer,
+            self._group_of,
+        )
+        by_sequence = self._unpublished.get(session_number)
         if by_sequence is None:
-            by_sequence = self._unpublished[writer] = {}
+            by_sequence = self._unpublished[session_number] = {}
         unpublished = by_sequence.get(sequence)
         if unpublished is None:
             unpublished = by_sequence[sequence] = set()
@@ -180,7 +185,7 @@ class PrefixMap:
             block_id, block_hash = block_ids[0], hashes[0]
             if by_hash.setdefault(block_hash, block_id) != block_id:
                 self._map_copies(group_id, block_ids, hashes)
-            hash_of[block_id], writer_of[block_id], group_of[block_id] = block_hash, writer, group_id
+            hash_of[block_id], number_of_writer[block_id], group_of[block_id] = block_hash, session_number, group_id
             self._pending[block_id] = sequence
             unpublished.add(block_id)
             return
@@ -194,13 +199,13 @@ class PrefixMap:
                 self._map_copies(group_id, block_ids, hashes)
         for block_id, block_hash in zip(block_ids, hashes, strict=True):
             hash_of[block_id] = block_hash
-            writer_of[block_id] = writer
+            number_of_writer[block_id] = session_number
             group_of[block_id] = group_id
         self._pending.update(dict.fromkeys(block_ids, sequence))
         unpublished.update(block_ids)
 
     def _map_copies(self, group_id: GroupId, block_ids: Sequence[BlockId], hashes: Sequence[BlockHash]) -> None:
-        by_hash, several = self._by_hash[group_id], self._several[group_id]
+        by_hash, several = self._by_hash[group_id], self._duplicates[group_id]
         for block_id, block_hash in zip(block_ids, hashes, strict=True):
             first_copy = by_hash.setdefault(block_hash, block_id)
             if first_copy != block_id:
@@ -214,12 +219,12 @@ class PrefixMap:
         if block_hash is None:
             raise KeyError(block_id)
         group_id = self._group_of[block_id]
-        copies = self._several[group_id].get(block_hash)
+        copies = self._duplicates[group_id].get(block_hash)
         if copies:
             del copies[block_id]
             self._by_hash[group_id][block_hash] = next(iter(copies))
             if len(copies) == 1:
-                del self._several[group_id][block_hash]
+                del self._duplicates[group_id][block_hash]
         else:
             del self._by_hash[group_id][block_hash]
         self._hash_of[block_id] = None
@@ -232,7 +237,7 @@ class PrefixMap:
     def remove_all(self, block_ids: Sequence[BlockId]) -> None:
         """Takes the hashes of these blocks away, which all have one."""
         hash_of, group_of, pending, num_cached = self._hash_of, self._group_of, self._pending, self._num_cached
-        if len(self._by_hash) == 1 and not self._several[0] and pending.keys().isdisjoint(block_ids):
+        if len(self._by_hash) == 1 and not self._duplicates[0] and pending.keys().isdisjoint(block_ids):
             by_hash = self._by_hash[0]
             for block_id in block_ids:
                 del by_hash[hash_of[block_id]]  # type: ignore[arg-type]  # has one
@@ -241,51 +246,51 @@ class PrefixMap:
             return
         for block_id in block_ids:
             group_id = group_of[block_id]
-            if block_id in pending or self._several[group_id]:
+            if block_id in pending or self._duplicates[group_id]:
                 self.remove(block_id)
                 continue
             del self._by_hash[group_id][hash_of[block_id]]  # type: ignore[arg-type]  # has one
             hash_of[block_id] = None
             num_cached[group_id] -= 1
 
-    def publish(self, writer: WriterId, executed: ids.Sequence) -> None:
-        """Makes visible to all what `writer` filled with its changes up to `executed`."""
-        by_sequence = self._unpublished.get(writer)
+    def publish(self, session_number: SessionNumber, executed: ids.StepNumber) -> None:
+        """Makes visible to all what `session_number` filled with its changes up to `executed`."""
+        by_sequence = self._unpublished.get(session_number)
         if not by_sequence:
             return
         for sequence in [sequence for sequence in by_sequence if sequence <= executed]:
             for block_id in by_sequence.pop(sequence):
                 del self._pending[block_id]
         if not by_sequence:
-            del self._unpublished[writer]
+            del self._unpublished[session_number]
 
-    def rename_writer(self, writer: WriterId, new: WriterId) -> None:
-        """Gives what only `writer` finds to `new`, who has filled nothing yet. O(those blocks)."""
-        by_sequence = self._unpublished.pop(writer, None)
+    def renumber_session(self, session_number: SessionNumber, new: SessionNumber) -> None:
+        """Gives what only `session_number` finds to `new`, who has filled nothing yet. O(those blocks)."""
+        by_sequence = self._unpublished.pop(session_number, None)
         if by_sequence:
             self._unpublished[new] = by_sequence
             for blocks in by_sequence.values():
                 for block_id in blocks:
-                    self._writer_of[block_id] = new
+                    self._number_of_writer[block_id] = new
 
-    def withhold(self, writer: WriterId, block_ids: Iterable[BlockId]) -> None:
-        """Lets blocks that only `writer` finds never be published."""
+    def hide(self, session_number: SessionNumber, block_ids: Iterable[BlockId]) -> None:
+        """Lets blocks that only `session_number` finds never be published."""
         for block_id in block_ids:
             self._forget_unpublished(block_id, self._pending[block_id])
             self._pending[block_id] = _NEVER
-            self._unpublished.setdefault(writer, {}).setdefault(_NEVER, set()).add(block_id)
+            self._unpublished.setdefault(session_number, {}).setdefault(_NEVER, set()).add(block_id)
 
-    def has_unpublished(self, writer: WriterId) -> bool:
-        """Whether there are blocks that only `writer` finds."""
-        return writer in self._unpublished
+    def has_unpublished(self, session_number: SessionNumber) -> bool:
+        """Whether there are blocks that only `session_number` finds."""
+        return session_number in self._unpublished
 
-    def unpublished_by(self, writer: WriterId) -> list[BlockId]:
-        """The blocks that only `writer` finds, in the order they were cached."""
-        return [b for blocks in self._unpublished.get(writer, {}).values() for b in sorted(blocks)]
+    def unpublished_by(self, session_number: SessionNumber) -> list[BlockId]:
+        """The blocks that only `session_number` finds, in the order they were cached."""
+        return [b for blocks in self._unpublished.get(session_number, {}).values() for b in sorted(blocks)]
 
     def clear(self) -> None:
         """Takes every block's hash away. O(num_blocks)."""
-        for by_hash, several in zip(self._by_hash, self._several, strict=True):
+        for by_hash, several in zip(self._by_hash, self._duplicates, strict=True):
             by_hash.clear()
             several.clear()
         self._hash_of = [None] * len(self._hash_of)
@@ -293,11 +298,11 @@ class PrefixMap:
         self._unpublished.clear()
         self._num_cached = [0] * len(self._by_hash)
 
-    def _forget_unpublished(self, block_id: BlockId, sequence: ids.Sequence) -> None:
-        writer = self._writer_of[block_id]
-        by_sequence = self._unpublished[writer]
+    def _forget_unpublished(self, block_id: BlockId, sequence: ids.StepNumber) -> None:
+        session_number = self._number_of_writer[block_id]
+        by_sequence = self._unpublished[session_number]
         by_sequence[sequence].discard(block_id)
         if not by_sequence[sequence]:
             del by_sequence[sequence]
             if not by_sequence:
-                del self._unpublished[writer]
+                del self._unpublished[session_number]

@@ -29,7 +29,7 @@ from typing import Final
 
 from kvpool.core.blocks.group_manager import GroupManager
 from kvpool.core.blocks.prefix_map import PrefixMap
-from kvpool.core.ids import NULL_BLOCK, BlockHash, BlockId, WriterId
+from kvpool.core.ids import NULL_BLOCK, BlockHash, BlockId, SessionNumber
 from kvpool.core.sessions.request import Request
 
 MAX_TRIES: Final = 2**17
@@ -58,7 +58,7 @@ class _Run:
     )
 
     def __init__(
-        self, manager: GroupManager, hashes: Sequence[BlockHash], prefix_map: PrefixMap, reader: WriterId
+        self, manager: GroupManager, hashes: Sequence[BlockHash], prefix_map: PrefixMap, reader: SessionNumber
     ) -> None:
         self.manager = manager
         self.span_tokens = manager.span_tokens
@@ -115,12 +115,12 @@ class PrefixSearch:
         prefix_map: PrefixMap,
         alignment_tokens: int,
         *,
-        tells_junction: bool = False,
+        finds_shared_prefix_boundary: bool = False,
     ) -> None:
         # What keeps every block comes first: it tells soonest that there is no hit.
         self._managers = sorted(managers, key=lambda manager: not manager.spec.keeps_all)
         self._num_leading = 0
-        if tells_junction:
+        if finds_shared_prefix_boundary:
             first = self._managers[0].spec
             self._managers.sort(key=lambda manager: (not manager.spec.keeps_all, manager.spec != first))
             self._num_leading = sum(manager.spec == first for manager in managers)
@@ -133,7 +133,7 @@ class PrefixSearch:
         num_probes = TRY_PROBES * len(self._managers)
         for manager in self._joining:
             num_probes += manager.num_hashes_to_join(request)
-        runs = [_Run(manager, manager.hashes(request), self._map, request.writer) for manager in self._managers]
+        runs = [_Run(manager, manager.hashes(request), self._map, request.session_number) for manager in self._managers]
         last_tokens = max_tokens if len(runs) == 1 else request.num_tokens
         bounds = [(last_tokens // run.span_tokens - run.extra) * run.span_tokens for run in runs]
         length, junction, tries_left = max_tokens, 0, MAX_TRIES

@@ -4,7 +4,7 @@
    the one after. What lies in no tail that is hit takes a hash, and a place among what is evicted last, for nothing.
 2. Kept are the tails of the multiples of `PoolConfig.retention_tokens`, if that is not 0; of where the prompt can be
    taken up again when it is sent again, or goes on; and of where a shared prefix ends that other groups had cached,
-   which the request's newest look-up told (`Request.junction_tokens`). All rounded down to whole hits.
+   which the request's newest look-up told (`Request.shared_prefix_boundary_tokens`). All rounded down to whole hits.
 3. What was decided of a block when it became full is not looked at again.
 """
 
@@ -71,8 +71,8 @@ class Retention:
             yield from range(max(first // per_segment, 1) * per_segment, end + per_segment, per_segment)
         for num_tokens in self._resumed_at(request.num_prompt_tokens):
             yield num_tokens // self.span_tokens
-        if request.junction_tokens:
-            yield self._aligned(request.junction_tokens) // self.span_tokens
+        if request.shared_prefix_boundary_tokens:
+            yield self._aligned(request.shared_prefix_boundary_tokens) // self.span_tokens
 
     def _resumed_at(self, num_prompt_tokens: int) -> Iterable[int]:
         """The hits of the same prompt sent again, whose last token is never hit, and with EAGLE of one that goes on.

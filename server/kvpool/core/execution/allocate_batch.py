@@ -13,13 +13,13 @@ from collections.abc import Iterator
 from typing import Final
 
 from kvpool.core.blocks.group_manager import GroupManager
-from kvpool.core.blocks.kv_cache_manager import Pool
-from kvpool.core.execution.deferred_caching import Filled
-from kvpool.core.ids import BlockHash, BlockId, Sequence
+from kvpool.core.blocks.kv_cache_manager import KVCacheManager
+from kvpool.core.execution.deferred_caching import DeferredBlocks
+from kvpool.core.ids import BlockHash, BlockId, StepNumber
 from kvpool.core.sessions.request import Request
 from kvpool.core.sessions.session import Session
+from kvpool.core.steps.allocation_options import OPTION_COLUMNS
 from kvpool.core.steps.columns import Operation, Step
-from kvpool.core.steps.options import TERMS_COLUMNS
 
 _NOT_PLAIN: Final = (
     "num_rejected_tokens",
@@ -27,7 +27,7 @@ _NOT_PLAIN: Final = (
     "num_encoder_tokens",
     "delay_cache_blocks",
     "num_block_ids",
-    *TERMS_COLUMNS,
+    *OPTION_COLUMNS,
 )
 """Columns that plain allocations have nothing in; in a pool of one group each has one entry an operation."""
 
@@ -37,7 +37,7 @@ _Allocation = tuple[Request, int, int, int, int, list[BlockHash]]
 them, not positive if it lacks none; hashes that it gains."""
 
 
-class PlainRun:
+class AllocationBatch:
     """Allocations of a step that stand one after another.
 
     Attributes:
@@ -46,7 +46,12 @@ class PlainRun:
     """
 
     def __init__(
-        self, pool: Pool, session: Session, manager: GroupManager, rows: list[_Allocation], num_hash_bytes: int
+        self,
+        pool: KVCacheManager,
+        session: Session,
+        manager: GroupManager,
+        rows: list[_Allocation],
+        num_hash_bytes: int,
     ) -> None:
         self.num_hash_bytes = num_hash_bytes
         self.num_lacking_blocks = sum([row[4] for row in rows if row[4] > 0])
@@ -60,7 +65,9 @@ class PlainRun:
         return len(self._rows)
 
     @classmethod
-    def of(cls, pool: Pool, session: Session, step: Step, first: int, hash_at: int) -> "PlainRun | None":
+    def of(
+        cls, pool: KVCacheManager, session: Session, step: Step, first: int, hash_at: int
+    ) -> "AllocationBatch | None":
         """Checks the allocations that begin with a step's operation `first`, whose hashes begin at a place.
 
         The step's columns are of one length, or empty. Changes nothing.
@@ -83,7 +90,7 @@ class PlainRun:
             return None
         return cls(pool, session, manager, rows, end_hash_at - hash_at)
 
-    def take_note(self, filled: Filled, sequence: Sequence) -> None:
+    def take_note(self, filled: DeferredBlocks, sequence: StepNumber) -> None:
         """Notes what the requests grew by, and took room for without asking, and adds what that filled."""
         span = self._manager.span_tokens
         for request, num_tokens, start_tokens, _, _, hashes in self._rows:
@@ -93,21 +100,21 @@ class PlainRun:
             if start_tokens > request.num_computed_tokens:
                 request.num_computed_tokens = start_tokens
                 request.filling_sequence = sequence
-                if start_tokens > request.quiet_tokens:  # it took room that it filled
+                if start_tokens > request.credit_tokens:  # it took room that it filled
                     filled.add(request, min(num_tokens, start_tokens) // span)
-                    request.quiet_tokens = self._pool.quiet_tokens(request)
+                    request.credit_tokens = self._pool.credit_tokens(request)
 
-    def apply(self, sequence: Sequence) -> tuple[list[int], list[BlockId]]:
+    def apply(self, sequence: StepNumber) -> tuple[list[int], list[BlockId]]:
         """Does them. They have been taken note of, and there are blocks enough.
 
         Returns:
             How many blocks each got, or nothing if none got any; and the blocks.
         """
         pool, manager, max_tokens = self._pool, self._manager, self._pool.config.max_model_len
-        span, room, caches = manager.span_tokens, manager.quiet_room, pool.config.enable_caching
+        span, room, caches = manager.span_tokens, manager.credit, pool.config.enable_caching
         new = manager.take(self.num_lacking_blocks) if self.num_lacking_blocks else []
         counts = [0] * len(self._rows) if new else []
-        filled = Filled(pool, self._session)
+        filled = DeferredBlocks(pool, self._session)
         at = 0
         for i, (request, num_tokens, _, end_tokens, lacking, _) in enumerate(self._rows):
             table = request.tables[0]
@@ -120,7 +127,7 @@ class PlainRun:
             request.num_computed_tokens = end_tokens
             request.filling_sequence = sequence
             bound_tokens = room.num_tokens(len(table.block_ids), table.num_cached, 0)
-            request.quiet_tokens = bound_tokens if bound_tokens < max_tokens else max_tokens  # noqa: FURB136 - min() is slower
+            request.credit_tokens = bound_tokens if bound_tokens < max_tokens else max_tokens  # noqa: FURB136 - min() is slower
         filled.cache(sequence)
         pool.activity.allocations += len(self._rows)
         return counts, new
@@ -131,7 +138,7 @@ class PlainRun:
 
 
 def _find(  # noqa: PLR0913, PLR0917 - whose, of what, and from where
-    pool: Pool, span: int, session: Session, step: Step, first: int, hash_at: int
+    pool: KVCacheManager, span: int, session: Session, step: Step, first: int, hash_at: int
 ) -> tuple[list[_Allocation], int]:
     """The plain allocations from a place on, but for what `_NOT_PLAIN` says of them, and where their hashes end."""
     max_tokens = pool.config.max_model_len

@@ -12,12 +12,11 @@
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from kvpool.core.blocks.kv_cache_manager import ComputedBlocks, Pool
-from kvpool.core.execution.allocate_batch import PlainRun
+from kvpool.core.blocks.kv_cache_manager import ComputedBlocks, KVCacheManager
+from kvpool.core.execution.allocate_batch import AllocationBatch
 from kvpool.core.execution.check import CheckedOperation, StepChecker
-from kvpool.core.execution.deferred_caching import Filled
-from kvpool.core.ids import BlockId
-from kvpool.core.ids import Sequence as SequenceNumber
+from kvpool.core.execution.deferred_caching import DeferredBlocks
+from kvpool.core.ids import BlockId, StepNumber
 from kvpool.core.sessions.quarantine import Quarantined
 from kvpool.core.sessions.request import Request
 from kvpool.core.sessions.session import Session
@@ -27,7 +26,7 @@ COMPARED_PER_HASH: Final = 64
 """Blocks of two tables that are compared in the time that a hash takes to be looked up, at least."""
 
 
-def apply_step(pool: Pool, session: Session, step: Step, source: object = None) -> StepResult:
+def apply_step(pool: KVCacheManager, session: Session, step: Step, source: object = None) -> StepResult:
     """Checks and applies a session's step, or gives the answer again that it got before.
 
     Args:
@@ -50,28 +49,28 @@ def apply_step(pool: Pool, session: Session, step: Step, source: object = None) 
         return before
     pool.check_serving()
     checked = StepChecker(pool, session, step).check()
-    if pool.residency:
-        pool.residency.now_seconds = session.heard_seconds
+    if pool.block_lifetimes:
+        pool.block_lifetimes.now_seconds = session.last_seen_seconds
     mark_executed(pool, session, step.executed_sequence)
-    session.launched_sequence = max(session.launched_sequence, SequenceNumber(step.launched_sequence))
+    session.launched_sequence = max(session.launched_sequence, StepNumber(step.launched_sequence))
     session.num_tokens += sum(step.num_appended_tokens)
     result = _Application(pool, session, step).run(checked)
     num_kept = 0 if isinstance(source, bytes) else step.num_entries
     session.remember(source, result, num_kept + result.num_entries)
     pool.activity.steps += 1
     pool.activity.operations += len(step.operations)
-    pool.activity.allocations += step.num_quiet_allocations
+    pool.activity.allocations += step.num_credit_allocations
     return result
 
 
-def mark_executed(pool: Pool, session: Session, executed_sequence: int) -> None:
+def mark_executed(pool: KVCacheManager, session: Session, executed_sequence: int) -> None:
     """Lets others hit what the session filled with its changes up to `executed_sequence`, which the caller checked."""
     if executed_sequence > session.executed_sequence:
-        session.executed_sequence = SequenceNumber(executed_sequence)
-        pool.blocks.prefix_map.publish(session.writer, session.executed_sequence)
+        session.executed_sequence = StepNumber(executed_sequence)
+        pool.blocks.prefix_map.publish(session.session_number, session.executed_sequence)
 
 
-def end_session(pool: Pool, session: Session) -> int:
+def end_session(pool: KVCacheManager, session: Session) -> int:
     """Frees all that a session holds, the oldest request first, and withdraws what it never said to be executed.
 
     Returns:
@@ -81,10 +80,10 @@ def end_session(pool: Pool, session: Session) -> int:
     return _free_requests(pool, session)
 
 
-def put_away(pool: Pool, session: Session, now_seconds: float, quarantine_seconds: float) -> None:
+def quarantine_session(pool: KVCacheManager, session: Session, now_seconds: float, quarantine_seconds: float) -> None:
     """Ends a session of which a step may still run: what it holds is freed, at once or from quarantine.
 
-    It is kept until `release`, for so many seconds, or where the pool's ranks fence until they have answered.
+    It is kept until `end_quarantine`, for so many seconds, or where the pool's ranks fence until they have answered.
     """
     due_seconds = float("inf") if pool.ranks_fence else now_seconds + quarantine_seconds
     if due_seconds <= now_seconds or not any(request.holds_blocks for request in session.requests.values()):
@@ -94,21 +93,21 @@ def put_away(pool: Pool, session: Session, now_seconds: float, quarantine_second
     pool.quarantine.add(Quarantined(session, now_seconds, due_seconds))
 
 
-def release(pool: Pool, quarantined: Quarantined) -> None:
+def end_quarantine(pool: KVCacheManager, quarantined: Quarantined) -> None:
     """Frees what an ended session held in quarantine."""
     pool.quarantine.remove(quarantined)
     _free_requests(pool, quarantined.session)
 
 
-def _withdraw(pool: Pool, session: Session) -> None:
+def _withdraw(pool: KVCacheManager, session: Session) -> None:
     """Withdraws what a session that has ended never said to be executed, and its quota."""
-    pool.end_writer(session.writer)
+    pool.end_session(session.session_number)
     if session.holding:
         pool.quotas.end(session.holding, session.requests.values())
         session.holding = None
 
 
-def _free_requests(pool: Pool, session: Session) -> int:
+def _free_requests(pool: KVCacheManager, session: Session) -> int:
     requests = list(session.requests.values())
     for request in requests:
         pool.free(request)
@@ -141,10 +140,10 @@ _COLUMNS: Final = tuple(
 class _Application:
     """One step being applied; its result column by column."""
 
-    def __init__(self, pool: Pool, session: Session, step: Step) -> None:
+    def __init__(self, pool: KVCacheManager, session: Session, step: Step) -> None:
         self._pool = pool
         self._session = session
-        self._sequence = SequenceNumber(step.sequence)
+        self._sequence = StepNumber(step.sequence)
         self._budget_tokens = step.admission_budget_tokens or pool.config.max_model_len * (len(step.operations) + 1)
         self._out_of_blocks = False
         self._work = 0
@@ -158,11 +157,11 @@ class _Application:
         self._num_new_blocks = [0] * (count * groups)
         self._block_ids: list[BlockId] = []
 
-    def run(self, checked: list[CheckedOperation | PlainRun]) -> StepResult:
+    def run(self, checked: list[CheckedOperation | AllocationBatch]) -> StepResult:
         self._take_note(checked)
         i = 0
         for row in checked:
-            if isinstance(row, PlainRun):
+            if isinstance(row, AllocationBatch):
                 self._do_together(i, row)
                 i += len(row)
                 continue
@@ -184,11 +183,11 @@ class _Application:
                 setattr(result, name, column)
         return result
 
-    def _take_note(self, checked: list[CheckedOperation | PlainRun]) -> None:
+    def _take_note(self, checked: list[CheckedOperation | AllocationBatch]) -> None:
         """Notes what was allocated without asking since the step before, and caches what that filled."""
-        filled, before = Filled(self._pool, self._session), SequenceNumber(self._sequence - 1)
+        filled, before = DeferredBlocks(self._pool, self._session), StepNumber(self._sequence - 1)
         for row in checked:
-            if isinstance(row, PlainRun):
+            if isinstance(row, AllocationBatch):
                 row.take_note(filled, before)
                 continue
             request = row.request
@@ -196,13 +195,13 @@ class _Application:
                 _grow(row, request)
                 request.num_computed_tokens += row.num_taken_tokens
                 request.filling_sequence = before
-                if request.num_computed_tokens > request.quiet_tokens:
+                if request.num_computed_tokens > request.credit_tokens:
                     num_tokens = min(request.num_tokens, request.num_computed_tokens)
                     filled.add(request, num_tokens // self._pool.hash_block_size)
-                    request.quiet_tokens = self._pool.quiet_tokens(request)
+                    request.credit_tokens = self._pool.credit_tokens(request)
         filled.cache(before)
 
-    def _do_together(self, first: int, run: PlainRun) -> None:
+    def _do_together(self, first: int, run: AllocationBatch) -> None:
         work = self._work + run.num_lacking_blocks
         if self._out_of_blocks or work >= MAX_STEP_WORK or run.num_lacking_blocks > self._pool.blocks.num_free_blocks:
             for i, (request, num_new_tokens) in enumerate(run.one_by_one(), first):
@@ -226,13 +225,13 @@ class _Application:
         request.num_prompt_tokens = request.num_tokens
         self._session.add(request)
 
-    def look_up(self, i: int, row: CheckedOperation, request: Request) -> None:
+    def lookup(self, i: int, row: CheckedOperation, request: Request) -> None:
         if self._is_enough:
             self._outcomes[i] = Outcome.SKIPPED
             return
-        find = self._pool.look_up if row.operation is Operation.LOOK_UP else self._pool.peek
+        find = self._pool.lookup if row.operation is Operation.LOOKUP else self._pool.lookup_uncounted
         self._put_promise(i, request, find(request))
-        request.is_found = row.operation is Operation.FIND
+        request.is_uncounted = row.operation is Operation.LOOKUP_COUNTED_ON_ADMIT
 
     def cache(self, _i: int, row: CheckedOperation, request: Request) -> None:
         if self._pool.config.enable_caching:
@@ -242,15 +241,15 @@ class _Application:
                 sequence = request.filling_sequence
             self._pool.cache(request, num_tokens, sequence=sequence)
             if sequence <= session.executed_sequence:
-                self._pool.blocks.prefix_map.publish(session.writer, session.executed_sequence)
-            request.quiet_tokens = self._pool.quiet_tokens(request)
+                self._pool.blocks.prefix_map.publish(session.session_number, session.executed_sequence)
+            request.credit_tokens = self._pool.credit_tokens(request)
 
     def preempt(self, _i: int, _row: CheckedOperation, request: Request) -> None:
-        self._pool.withdraw(request, self._session.launched_sequence, can_tell=self._session.can_tell)
+        self._pool.withdraw(request, self._session.launched_sequence, reports_execution=self._session.reports_execution)
         self._pool.preempt(request)
 
     def free(self, _i: int, _row: CheckedOperation, request: Request) -> None:
-        self._pool.withdraw(request, self._session.launched_sequence, can_tell=self._session.can_tell)
+        self._pool.withdraw(request, self._session.launched_sequence, reports_execution=self._session.reports_execution)
         self._pool.free(request)
         self._session.forget(request)
 
@@ -274,7 +273,7 @@ class _Application:
             self._work += sum(map(len, promised.block_ids))
             if not pool.still_holds(request, promised):
                 self._outcomes[i] = Outcome.HIT_CHANGED
-                self._put_promise(i, request, pool.peek(request))
+                self._put_promise(i, request, pool.lookup_uncounted(request))
                 return
         new = pool.allocate(
             request,
@@ -283,7 +282,7 @@ class _Application:
             promised,
             num_encoder_tokens=row.num_encoder_tokens,
             delay_cache_blocks=row.delay_cache_blocks,
-            terms=row.terms,
+            options=row.options,
             sequence=self._sequence,
         )
         if new is None:
@@ -295,18 +294,18 @@ class _Application:
         if self._out_of_blocks or self._is_enough or not self._budget_tokens:
             self._outcomes[i] = Outcome.SKIPPED
             return
-        is_found, request.is_found = request.is_found, False  # it counts its own look-up
+        is_uncounted, request.is_uncounted = request.is_uncounted, False  # it counts its own look-up
         admission = self._pool.admit(
             request,
             min(row.num_new_tokens or self._budget_tokens, self._budget_tokens),
             row.num_lookahead_tokens,
             num_encoder_tokens=row.num_encoder_tokens,
             delay_cache_blocks=row.delay_cache_blocks,
-            terms=row.terms,
+            options=row.options,
             sequence=self._sequence,
         )
         if admission is None:
-            request.is_found = is_found
+            request.is_uncounted = is_uncounted
             self._refuse(i)
             return
         self._budget_tokens -= admission.num_new_tokens
@@ -325,7 +324,7 @@ class _Application:
 
     def _put_promise(self, i: int, request: Request, computed: ComputedBlocks) -> None:
         """Answers a hit that a later step may name, by its blocks alone: the request keeps what else was found."""
-        request.junction_tokens = computed.junction_tokens or 0
+        request.shared_prefix_boundary_tokens = computed.shared_prefix_boundary_tokens or 0
         self._put_hit(i, computed)
 
     def _put_hit(self, i: int, computed: ComputedBlocks) -> None:
@@ -344,9 +343,9 @@ class _Application:
 
 _HANDLERS: Final[dict[Operation, Callable[[_Application, int, CheckedOperation, Request], None]]] = {
     Operation.ADD: _Application.add,
-    Operation.LOOK_UP: _Application.look_up,
-    Operation.PEEK: _Application.look_up,
-    Operation.FIND: _Application.look_up,
+    Operation.LOOKUP: _Application.lookup,
+    Operation.LOOKUP_UNCOUNTED: _Application.lookup,
+    Operation.LOOKUP_COUNTED_ON_ADMIT: _Application.lookup,
     Operation.ADMIT: _Application.admit,
     Operation.ALLOCATE: _Application.allocate,
     Operation.CACHE: _Application.cache,

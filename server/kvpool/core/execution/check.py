@@ -8,20 +8,20 @@
 from dataclasses import dataclass
 from typing import Final
 
-from kvpool.core.blocks.kv_cache_manager import ComputedBlocks, Pool
+from kvpool.core.blocks.kv_cache_manager import ComputedBlocks, KVCacheManager
 from kvpool.core.errors import InvalidArgumentError, NotFoundError, WrongStateError, check_range
 from kvpool.core.events import packed_token_ids
-from kvpool.core.execution.allocate_batch import PlainRun
+from kvpool.core.execution.allocate_batch import AllocationBatch
 from kvpool.core.ids import MAX_BLOCKS, MAX_TOKENS, BlockHash, BlockId, RequestId, RequestNumber
 from kvpool.core.sessions.request import Request
 from kvpool.core.sessions.session import Session
-from kvpool.core.steps.columns import MAX_OPERATION_GROUPS, MAX_OPERATIONS, MAX_QUIET_ALLOCATIONS, Operation, Step
-from kvpool.core.steps.options import TERMS_COLUMNS, USUAL_TERMS, Terms
+from kvpool.core.steps.allocation_options import DEFAULT_OPTIONS, OPTION_COLUMNS, AllocationOptions
+from kvpool.core.steps.columns import MAX_CREDIT_ALLOCATIONS, MAX_OPERATION_GROUPS, MAX_OPERATIONS, Operation, Step
 
 MAX_REQUEST_NUMBER: Final = 2**31 - 1
 _WITHOUT_REQUEST: Final = frozenset((Operation.EVICT, Operation.RESET))
 _ALLOCATING: Final = frozenset((Operation.ADMIT, Operation.ALLOCATE))
-_LOOKING_UP: Final = frozenset((Operation.LOOK_UP, Operation.PEEK, Operation.FIND))
+_LOOKING_UP: Final = frozenset((Operation.LOOKUP, Operation.LOOKUP_UNCOUNTED, Operation.LOOKUP_COUNTED_ON_ADMIT))
 _FREEING: Final = frozenset((Operation.FREE, Operation.PREEMPT))
 _OPERATIONS: Final = {int(operation): operation for operation in Operation}
 _COLUMNS: Final = (
@@ -33,7 +33,7 @@ _COLUMNS: Final = (
     "num_lookahead_tokens",
     "num_encoder_tokens",
     "delay_cache_blocks",
-    *TERMS_COLUMNS,
+    *OPTION_COLUMNS,
 )
 
 
@@ -52,7 +52,7 @@ class CheckedOperation:
         num_lookahead_tokens: See `Step`.
         num_encoder_tokens: See `Step`.
         delay_cache_blocks: See `Step`.
-        terms: On what terms room is made.
+        options: On what terms room is made.
         promised: ALLOCATE: the hit that its look-up promised.
         block_ids: EVICT: the blocks.
     """
@@ -67,7 +67,7 @@ class CheckedOperation:
     num_lookahead_tokens: int = 0
     num_encoder_tokens: int = 0
     delay_cache_blocks: bool = False
-    terms: Terms = USUAL_TERMS
+    options: AllocationOptions = DEFAULT_OPTIONS
     promised: ComputedBlocks | None = None
     block_ids: list[BlockId] | None = None
 
@@ -97,7 +97,7 @@ class _Seen:
 class StepChecker:
     """Checks one step against its session and pool."""
 
-    def __init__(self, pool: Pool, session: Session, step: Step) -> None:
+    def __init__(self, pool: KVCacheManager, session: Session, step: Step) -> None:
         self._pool = pool
         self._session = session
         self._step = step
@@ -105,14 +105,14 @@ class StepChecker:
         self._max_tokens = pool.config.max_model_len
         self._hash_size_bytes = pool.config.hash_scheme.hash_size_bytes if pool.config.enable_caching else 0
         self._makes_events = pool.config.makes_events
-        self._has_terms = any([getattr(step, name) for name in TERMS_COLUMNS])  # noqa: C419 - a generator takes longer
+        self._has_options = any([getattr(step, name) for name in OPTION_COLUMNS])  # noqa: C419 - a generator takes longer
         self._ids: dict[RequestId, bool] = {}
         self._hash_at = 0
         self._token_at = 0
         self._id_at = 0
         self._block_at = 0
 
-    def check(self) -> list[CheckedOperation | PlainRun]:
+    def check(self) -> list[CheckedOperation | AllocationBatch]:
         """Checks the step.
 
         Returns:
@@ -137,11 +137,11 @@ class StepChecker:
         self._session.check_executed(step.executed_sequence, self._session.sequence)
         self._session.check_launched(step.launched_sequence)
         check_range("admission_budget_tokens", step.admission_budget_tokens, 0, MAX_TOKENS)
-        check_range("num_quiet_allocations", step.num_quiet_allocations, 0, MAX_QUIET_ALLOCATIONS)
+        check_range("num_credit_allocations", step.num_credit_allocations, 0, MAX_CREDIT_ALLOCATIONS)
 
         at = step.operations.index(Operation.ALLOCATE) if Operation.ALLOCATE in step.operations else count
-        checked: list[CheckedOperation | PlainRun] = [*self._check_rows(0, at)]
-        run = PlainRun.of(self._pool, self._session, step, at, self._hash_at)
+        checked: list[CheckedOperation | AllocationBatch] = [*self._check_rows(0, at)]
+        run = AllocationBatch.of(self._pool, self._session, step, at, self._hash_at)
         if run:
             checked.append(run)
             self._hash_at += run.num_hash_bytes
@@ -173,7 +173,7 @@ class StepChecker:
             or step.num_lookahead_tokens
             or step.num_encoder_tokens
             or step.delay_cache_blocks
-            or self._has_terms
+            or self._has_options
         )
         check = self._check_plain if is_plain else self._check_row
         return [check(i, *row) for i, row in enumerate(rows, first)]
@@ -229,10 +229,10 @@ class StepChecker:
         if appended or taken or rejected:
             self._check_told(i, row, seen, appended, taken, rejected)
         if operation in _ALLOCATING:
-            if self._has_terms:
-                row.terms = self._terms(i, operation, seen)
+            if self._has_options:
+                row.options = self._options_of(i, operation, seen)
             most = self._max_tokens
-            least = 1 if operation is Operation.ALLOCATE and not row.terms.num_external_tokens else 0
+            least = 1 if operation is Operation.ALLOCATE and not row.options.num_external_tokens else 0
             if not least <= new <= most:  # the name is made only where it is needed
                 check_range(f"num_new_tokens[{i}]", new, least, most)
             if lookahead or encoder:
@@ -299,7 +299,7 @@ class StepChecker:
         request = Request(
             request_id,
             RequestNumber(number),
-            self._session.writer,
+            self._session.session_number,
             self._pool.new_tables(),
             lora_name=lora_name,
             holding=self._session.holding,
@@ -396,7 +396,7 @@ class StepChecker:
                 hit_tokens = self._pool.check_promise(lambda j: f"num_block_ids[{i * groups + j}]", promised)
                 check_range(f"num_block_ids[{i}]", hit_tokens, 0, seen.num_tokens - 1)
                 row.promised = ComputedBlocks(promised, hit_tokens)
-            hit_tokens += row.terms.num_external_tokens
+            hit_tokens += row.options.num_external_tokens
             check_range(f"num_external_tokens[{i}]", hit_tokens, 0, self._max_tokens - seen.num_computed_tokens)
             left = self._max_tokens - seen.num_computed_tokens - hit_tokens
             if row.num_new_tokens > left:
@@ -404,20 +404,20 @@ class StepChecker:
             seen.num_computed_tokens += hit_tokens + row.num_new_tokens
         seen.allocated = seen.holds_blocks = True
 
-    def _terms(self, i: int, operation: Operation, seen: _Seen) -> Terms:
-        values = {name: column[i] for name in TERMS_COLUMNS if (column := getattr(self._step, name))}
+    def _options_of(self, i: int, operation: Operation, seen: _Seen) -> AllocationOptions:
+        values = {name: column[i] for name in OPTION_COLUMNS if (column := getattr(self._step, name))}
         if not any(values.values()):
-            return USUAL_TERMS
-        terms = Terms(**values)
-        if terms.num_external_tokens and (operation is Operation.ADMIT or seen.is_admitted):
+            return DEFAULT_OPTIONS
+        options = AllocationOptions(**values)
+        if options.num_external_tokens and (operation is Operation.ADMIT or seen.is_admitted):
             raise InvalidArgumentError(
                 f"num_external_tokens[{i}]", "only an allocation for a request without blocks has any"
             )
-        check_range(f"num_external_tokens[{i}]", terms.num_external_tokens, 0, self._max_tokens)
-        check_range(f"num_in_flight_tokens[{i}]", terms.num_in_flight_tokens, 0, self._max_tokens)
-        check_range(f"num_reserved_blocks[{i}]", terms.num_reserved_blocks, 0, MAX_BLOCKS)
-        check_range(f"num_watermark_blocks[{i}]", terms.num_watermark_blocks, 0, MAX_BLOCKS)
-        return terms
+        check_range(f"num_external_tokens[{i}]", options.num_external_tokens, 0, self._max_tokens)
+        check_range(f"num_in_flight_tokens[{i}]", options.num_in_flight_tokens, 0, self._max_tokens)
+        check_range(f"num_reserved_blocks[{i}]", options.num_reserved_blocks, 0, MAX_BLOCKS)
+        check_range(f"num_watermark_blocks[{i}]", options.num_watermark_blocks, 0, MAX_BLOCKS)
+        return options
 
     def _take_block_ids(self, i: int, operation: Operation) -> tuple[list[BlockId], ...]:
         step, groups = self._step, len(self._pool.config.groups)

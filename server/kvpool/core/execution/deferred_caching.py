@@ -6,7 +6,7 @@ block is cached before all else, as filled by the step before.
 """
 
 from kvpool.core import ids
-from kvpool.core.blocks.kv_cache_manager import Pool
+from kvpool.core.blocks.kv_cache_manager import KVCacheManager
 from kvpool.core.ids import BlockHash, BlockId, GroupId
 from kvpool.core.sessions.request import Request
 from kvpool.core.sessions.session import Session
@@ -14,10 +14,10 @@ from kvpool.core.sessions.session import Session
 _ONLY_GROUP = GroupId(0)
 
 
-class Filled:
+class DeferredBlocks:
     """What one change of a session filled, in the order in which it is added."""
 
-    def __init__(self, pool: Pool, session: Session) -> None:
+    def __init__(self, pool: KVCacheManager, session: Session) -> None:
         self._pool = pool
         self._session = session
         self._block_ids: list[BlockId] = []
@@ -31,11 +31,15 @@ class Filled:
             self._hashes += request.hashes[table.num_cached : num_full_blocks]
             table.num_cached = num_full_blocks
 
-    def cache(self, sequence: ids.Sequence) -> None:
+    def cache(self, sequence: ids.StepNumber) -> None:
         """Caches all, as filled by the change `sequence`; others find them at once if that is said to have run."""
         if not self._block_ids:
             return
-        blocks, writer, executed = self._pool.blocks, self._session.writer, self._session.executed_sequence
-        blocks.cache(_ONLY_GROUP, self._block_ids, self._hashes, writer, sequence)
+        blocks, session_number, executed = (
+            self._pool.blocks,
+            self._session.session_number,
+            self._session.executed_sequence,
+        )
+        blocks.cache(_ONLY_GROUP, self._block_ids, self._hashes, session_number, sequence)
         if sequence <= executed:
-            blocks.prefix_map.publish(writer, executed)
+            blocks.prefix_map.publish(session_number, executed)

@@ -12,7 +12,7 @@ from kvpool.core.ids import PoolName
 DRAINED_RETRY_SECONDS: Final = 5.0
 
 
-class Intake:
+class DrainState:
     """What is drained.
 
     Attributes:

@@ -10,7 +10,7 @@
 
 from typing import Final
 
-from kvpool.core.blocks.kv_cache_manager import Pool
+from kvpool.core.blocks.kv_cache_manager import KVCacheManager
 from kvpool.core.errors import InvalidArgumentError, UnavailableError
 
 MAX_MEMORY_ID_BYTES: Final = 128
@@ -25,7 +25,7 @@ def check_memory_id(memory_id: str, *, has_ranks: bool) -> None:
         raise InvalidArgumentError("memory_id", "the pool's ranks say themselves which memory is theirs")
 
 
-def must_forget(pool: Pool, memory_id: str) -> bool:
+def must_forget(pool: KVCacheManager, memory_id: str) -> bool:
     """Whether a pool must begin anew before a session in this memory is opened in it.
 
     Raises:

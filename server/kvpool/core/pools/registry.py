@@ -7,40 +7,40 @@
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from kvpool.core.block_lifetimes import Residency
-from kvpool.core.blocks.kv_cache_manager import Pool
+from kvpool.core.block_lifetimes import BlockLifetimes
+from kvpool.core.blocks.kv_cache_manager import KVCacheManager
 from kvpool.core.errors import NotFoundError, WrongStateError
 from kvpool.core.ids import PoolName
-from kvpool.core.pools.drain_state import Intake
-from kvpool.core.ranks.messages import PoolState, World
+from kvpool.core.pools.drain_state import DrainState
+from kvpool.core.ranks.messages import PoolState, RankGroup
 from kvpool.core.sessions.session import Session
 from kvpool.core.specs.pool_config import PoolConfig
 from kvpool.core.views.inspection import named
 from kvpool.core.views.pool_info import PoolInfo, describe_pool
 
 
-class PoolLedger:
+class PoolRegistry:
     """Pools by name.
 
     Args:
-        new_residency: Makes what samples how long the blocks of a new pool keep what they hold.
+        new_block_lifetimes: Makes what samples how long the blocks of a new pool keep what they hold.
 
     Attributes:
-        intake: Which pools take new sessions.
+        drain_state: Which pools take new sessions.
         past_epoch: Highest epoch of the pools that were removed; any new one is to be above it.
-        worlds: What is to be known of a pool's ranks when the process that holds the pool is another one.
+        rank_groups: What is to be known of a pool's ranks when the process that holds the pool is another one.
     """
 
-    def __init__(self, new_residency: Callable[[], Residency | None]) -> None:
-        self.intake = Intake()
+    def __init__(self, new_block_lifetimes: Callable[[], BlockLifetimes | None]) -> None:
+        self.drain_state = DrainState()
         self.past_epoch = 0
-        self.worlds: dict[PoolName, World] = {}
-        self._new_residency = new_residency
-        self._pools: dict[PoolName, Pool] = {}
+        self.rank_groups: dict[PoolName, RankGroup] = {}
+        self._new_block_lifetimes = new_block_lifetimes
+        self._pools: dict[PoolName, KVCacheManager] = {}
 
     def create_pool(
         self, config: PoolConfig, none_hash: bytes, epoch: int = 1, *, owner: str = ""
-    ) -> tuple[Pool, bool]:
+    ) -> tuple[KVCacheManager, bool]:
         """Makes a pool, or finds the one that was declared alike. O(num_blocks).
 
         Args:
@@ -61,7 +61,7 @@ class PoolLedger:
         if pool is None:
             if not config.hash_scheme.none_hash:
                 config = replace(config, hash_scheme=replace(config.hash_scheme, none_hash=none_hash))
-            pool = self._pools[config.name] = Pool(config, epoch, self._new_residency(), owner)
+            pool = self._pools[config.name] = KVCacheManager(config, epoch, self._new_block_lifetimes(), owner)
             return pool, True
         difference = pool.config.difference(config)
         if difference:
@@ -74,7 +74,7 @@ class PoolLedger:
 
     def open_epoch(
         self, config: PoolConfig, none_hash: bytes, epoch: int, *, ranks_fence: bool = False, owner: str = ""
-    ) -> Pool:
+    ) -> KVCacheManager:
         """Opens a pool that ranks have formed, or opens it anew, with nothing in it. O(num_blocks).
 
         Args:
@@ -91,7 +91,7 @@ class PoolLedger:
             config = replace(config, hash_scheme=replace(config.hash_scheme, none_hash=none_hash))
         pool = self._pools.get(config.name)
         if pool is None:
-            pool = self._pools[config.name] = Pool(config, epoch, self._new_residency(), owner)
+            pool = self._pools[config.name] = KVCacheManager(config, epoch, self._new_block_lifetimes(), owner)
         else:
             pool.begin_epoch(config, epoch)
         pool.is_suspended = False
@@ -109,46 +109,46 @@ class PoolLedger:
         pool = self.pool(name)
         sessions = self.sessions_of(pool)
         if sessions:
-            message = f"sessions are open: {named([session.writer for session in sessions])}"
+            message = f"sessions are open: {named([session.session_number for session in sessions])}"
             raise WrongStateError("POOL_IN_USE", message, field="pool_name")
         if pool.quarantine:
             message = f"blocks of sessions that ended are in quarantine: {named(pool.quarantine.numbers)}"
             raise WrongStateError("POOL_IN_USE", message, field="pool_name")
         del self._pools[pool.config.name]
         self.past_epoch = max(self.past_epoch, pool.epoch)
-        self.worlds.pop(pool.config.name, None)
-        self.intake.open(pool.config.name)
+        self.rank_groups.pop(pool.config.name, None)
+        self.drain_state.open(pool.config.name)
 
-    def keep_world(self, name: PoolName, world: World) -> None:
+    def keep_rank_group(self, name: PoolName, rank_group: RankGroup) -> None:
         """Keeps what is to be known of a pool's ranks; said before what goes with it is done to the pool."""
-        self.worlds[name] = world
+        self.rank_groups[name] = rank_group
 
-    def suspend(self, pool: Pool) -> None:
+    def suspend(self, pool: KVCacheManager) -> None:
         """Lets nothing be allocated from a pool for now, as a rank is missing."""
         pool.is_suspended = True
         pool.activity.suspensions += 1
 
-    def resume(self, pool: Pool) -> None:
+    def resume(self, pool: KVCacheManager) -> None:
         """Lets a suspended pool go on."""
         pool.is_suspended = False
 
-    def reset_prefix_cache(self, pool: Pool) -> bool:
-        """Forgets what a pool has cached, as an operator asks; see `Pool.reset_prefix_cache`."""
+    def reset_prefix_cache(self, pool: KVCacheManager) -> bool:
+        """Forgets what a pool has cached, as an operator asks; see `KVCacheManager.reset_prefix_cache`."""
         return pool.reset_prefix_cache()
 
     def drain(self, name: PoolName | None) -> None:
-        """Takes no new sessions; see `Intake.close`."""
-        self.intake.close(name)
+        """Takes no new sessions; see `DrainState.close`."""
+        self.drain_state.close(name)
 
     def undrain(self, name: PoolName | None) -> None:
-        """Takes sessions again; see `Intake.open`."""
-        self.intake.open(name)
+        """Takes sessions again; see `DrainState.open`."""
+        self.drain_state.open(name)
 
     def has_pool(self, name: PoolName) -> bool:
         """Whether there is a pool of this name."""
         return name in self._pools
 
-    def pool(self, name: str) -> Pool:
+    def pool(self, name: str) -> KVCacheManager:
         """Finds a pool.
 
         Raises:
@@ -159,17 +159,17 @@ class PoolLedger:
             raise NotFoundError("POOL_NOT_FOUND", f"no pool {name!r}", field="pool_name")
         return pool
 
-    def pools(self) -> Iterator[Pool]:
+    def pools(self) -> Iterator[KVCacheManager]:
         """All pools, in the order they were made."""
         return iter(self._pools.values())
 
-    def sessions_of(self, pool: Pool) -> list[Session]:
+    def sessions_of(self, pool: KVCacheManager) -> list[Session]:
         """The open sessions of a pool, in the order they were opened or resumed: that of their numbers."""
         return list(pool.sessions.values())
 
-    def describe(self, pool: Pool, event_sequence: int = 0) -> PoolInfo:
+    def describe(self, pool: KVCacheManager, event_sequence: int = 0) -> PoolInfo:
         """Tells what a pool is like now. O(its sessions and requests)."""
         state = PoolState.DEGRADED if pool.is_suspended else PoolState.READY
-        if not self.intake.takes(pool.config.name):
+        if not self.drain_state.takes(pool.config.name):
             state = PoolState.DRAINING
         return describe_pool(pool, state, event_sequence)

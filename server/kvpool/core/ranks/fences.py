@@ -9,31 +9,33 @@
 from collections.abc import Iterable, Sequence
 
 from kvpool.core.errors import InvalidArgumentError
-from kvpool.core.ids import WriterId
+from kvpool.core.ids import SessionNumber
 from kvpool.core.ranks.messages import Effect, FenceSent, SessionsFenced
-from kvpool.core.ranks.registry import Member, Roster
+from kvpool.core.ranks.registry import Member, RankRegistry
 
 
 class Fences:
     """The fences of one pool."""
 
-    def __init__(self, roster: Roster) -> None:
-        self._roster = roster
+    def __init__(self, roster: RankRegistry) -> None:
+        self._registry = roster
         self._sequence = 0
-        self._named_by: dict[WriterId, int] = {}
+        self._named_by: dict[SessionNumber, int] = {}
 
     @property
     def are_answered(self) -> bool:
         """Whether every rank answers them."""
-        return all(member.registration.fences for member in self._roster)
+        return all(member.registration.fences for member in self._registry)
 
-    def begin(self, epoch: int, last: WriterId, live: Sequence[WriterId], awaiting: Iterable[WriterId]) -> list[Effect]:
+    def begin(
+        self, epoch: int, last: SessionNumber, live: Sequence[SessionNumber], awaiting: Iterable[SessionNumber]
+    ) -> list[Effect]:
         """Begins the next; see `Membership.fence`."""
         self._sequence += 1
         for number in awaiting:
             self._named_by.setdefault(number, self._sequence)
         effects: list[Effect] = []
-        for member in self._roster:
+        for member in self._registry:
             if member.registration.fences and not member.is_away:
                 member.fence_sent = self._sequence
                 effects.append(FenceSent(member.link, self._sequence, epoch, last, tuple(live)))
@@ -45,7 +47,7 @@ class Fences:
             message = f"{sequence} was not sent; the newest is {member.fence_sent}"
             raise InvalidArgumentError("fenced.fence_sequence", message)
         member.fence_answered = max(member.fence_answered, sequence)
-        by_all = min(other.fence_answered for other in self._roster)
+        by_all = min(other.fence_answered for other in self._registry)
         done = tuple(number for number, named_by in self._named_by.items() if named_by <= by_all)
         for number in done:
             del self._named_by[number]

@@ -20,7 +20,7 @@ from kvpool.core.errors import (
     WrongStateError,
     check_range,
 )
-from kvpool.core.ids import MAX_BLOCKS, PoolName, WriterId
+from kvpool.core.ids import MAX_BLOCKS, PoolName, SessionNumber
 from kvpool.core.planning.plan import Plan, PlanError, RankMemory
 from kvpool.core.planning.planner import get_kv_cache_configs
 from kvpool.core.ranks.fences import Fences
@@ -36,16 +36,16 @@ from kvpool.core.ranks.messages import (
     PoolState,
     PoolSuspended,
     Rank,
+    RankGroup,
+    RankGroupOptions,
     RankInfo,
     RankState,
     RankTiming,
     ReadySent,
     Registration,
     StatusSent,
-    World,
-    WorldOptions,
 )
-from kvpool.core.ranks.registry import Member, Roster
+from kvpool.core.ranks.registry import Member, RankRegistry
 
 TOLD_ABSENT_RANKS: Final = 64
 
@@ -78,31 +78,31 @@ class Membership:
         self.owner = owner
         self._timing = timing
         self._max_blocks = max_blocks
-        self._roster = Roster()
-        self._fences = Fences(self._roster)
+        self._registry = RankRegistry()
+        self._fences = Fences(self._registry)
         self._plan: Plan | None = None
         """Of this epoch; None until it is made."""
         self._has_contents = False
         """Whether the pool opened in this epoch."""
 
     def __repr__(self) -> str:
-        here = self.world_size - self._roster.num_absent
+        here = self.world_size - self._registry.num_absent
         return f"<Membership {self.name!r}: {here} of {self.world_size} ranks, {self.state.value}, epoch {self.epoch}>"
 
     @property
     def world_size(self) -> int:
         """Ranks that the pool takes."""
-        return self._roster.world_size
+        return self._registry.world_size
 
     @property
-    def options(self) -> WorldOptions:
+    def options(self) -> RankGroupOptions:
         """What they all said."""
-        return self._roster.options
+        return self._registry.options
 
     @property
     def is_empty(self) -> bool:
         """Whether no rank is there or may come back."""
-        return not self._roster
+        return not self._registry
 
     @property
     def was_open(self) -> bool:
@@ -112,20 +112,20 @@ class Membership:
     @property
     def absent_ranks(self) -> tuple[Rank, ...]:
         """Ranks that are not there, in order."""
-        return self._roster.first_absent(self.world_size)
+        return self._registry.first_absent(self.world_size)
 
     def is_absent(self, rank: Rank) -> bool:
         """Whether a rank is not there."""
-        return self._roster.is_absent(rank)
+        return self._registry.is_absent(rank)
 
     @property
     def next_deadline_seconds(self) -> float:
         """When `tick` is due next, as things stand; infinity if nobody is there."""
-        return min((self._due_seconds(member) for member in self._roster), default=float("inf"))
+        return min((self._due_seconds(member) for member in self._registry), default=float("inf"))
 
     def rank_infos(self) -> tuple[RankInfo, ...]:
         """How each rank is."""
-        return self._roster.rank_infos()
+        return self._registry.rank_infos()
 
     def register(self, link: LinkId, registration: Registration, now_seconds: float) -> list[Effect]:
         """Takes a rank in: a new one, one that comes back, or the successor of one that was lost.
@@ -139,12 +139,12 @@ class Membership:
             UnavailableError: The rank is silent, and may come back.
         """
         registration.check()
-        before = self._roster.of_rank(registration.rank)
+        before = self._registry.of_rank(registration.rank)
         member = Member(registration, link, now_seconds)
         comes_back = before is not None and before.registration.boot_id == registration.boot_id
-        if not comes_back and all(other.state is RankState.LOST for other in self._roster):
+        if not comes_back and all(other.state is RankState.LOST for other in self._registry):
             return self._start_over(member)
-        self._roster.check_alike(registration)
+        self._registry.check_alike(registration)
         if before is None:
             return self._take_in(member)
         if not comes_back:
@@ -167,7 +167,7 @@ class Membership:
             return []  # what it answers is no longer asked
         member.allocated = allocated
         member.state = RankState.READY
-        if all(other.state is RankState.READY for other in self._roster):
+        if all(other.state is RankState.READY for other in self._registry):
             return self._open(self._plan)
         return []
 
@@ -178,15 +178,15 @@ class Membership:
             AbortedError: The rank was given up.
         """
         member = self._member_of(link)
-        member.heard_seconds = now_seconds
+        member.last_seen_seconds = now_seconds
         effects: list[Effect] = []
         if member.state is RankState.SILENT:
-            self._roster.is_back(member, RankState.READY if self._has_contents else RankState.REGISTERED)
+            self._registry.is_back(member, RankState.READY if self._has_contents else RankState.REGISTERED)
             effects = self._resume_if_complete() if self._has_contents else self._plan_if_complete(member)
         return [*effects, self._status(member, sequence)]
 
     def fence(
-        self, last_session_number: WriterId, live: Sequence[WriterId], awaiting: Iterable[WriterId]
+        self, last_session_number: SessionNumber, live: Sequence[SessionNumber], awaiting: Iterable[SessionNumber]
     ) -> list[Effect]:
         """Tells ranks whose steps may run: to be called when they were told "ready", and when sessions have ended.
 
@@ -218,7 +218,7 @@ class Membership:
 
     def link_broke(self, link: LinkId, now_seconds: float) -> list[Effect]:
         """Notes that a stream ended: the rank is waited for if it held contents, else forgotten."""
-        member = self._roster.of_link(link)
+        member = self._registry.of_link(link)
         if member is None or member.state is RankState.LOST:
             return []
         if not self._has_contents:
@@ -230,12 +230,12 @@ class Membership:
 
     def tick(self, now_seconds: float) -> list[Effect]:
         """Finds the ranks that fell silent, and gives up those that were waited for long enough."""
-        due = [member for member in self._roster if self._due_seconds(member) <= now_seconds]
+        due = [member for member in self._registry if self._due_seconds(member) <= now_seconds]
         waited_for = [member for member in due if not self._has_contents or member.is_away]
         fell_silent = [member for member in due if self._has_contents and not member.is_away]
         effects = self._go_away(fell_silent, RankState.SILENT, now_seconds) if fell_silent else []
         for member in waited_for:
-            if self._roster.of_link(member.link) is not member:
+            if self._registry.of_link(member.link) is not member:
                 continue  # forgotten with one before it
             if member.state is not RankState.LOST:
                 message = f"nothing was heard of rank {member.registration.rank}"
@@ -243,52 +243,52 @@ class Membership:
             effects += self._give_up(member)
         return effects
 
-    def world(self) -> World:
+    def rank_group(self) -> RankGroup:
         """What another process of the server must know to take the ranks back."""
         if not self._has_contents:
-            return World(self.epoch, self._roster.options)
-        members = sorted(self._roster, key=lambda member: member.registration.rank)
+            return RankGroup(self.epoch, self._registry.options)
+        members = sorted(self._registry, key=lambda member: member.registration.rank)
         told = tuple((member.registration, member.allocated) for member in members if member.allocated)
-        return World(self.epoch, self._roster.options, self._plan, told)
+        return RankGroup(self.epoch, self._registry.options, self._plan, told)
 
-    def restore(self, world: World, links: Iterable[LinkId], now_seconds: float) -> None:
+    def restore(self, rank_group: RankGroup, links: Iterable[LinkId], now_seconds: float) -> None:
         """Begins where the server's process before this one ended: the ranks are lost, and may come back.
 
         Args:
-            world: What it knew of them.
+            rank_group: What it knew of them.
             links: A new number for each, under which no stream will ever be.
             now_seconds: The time, from which on they are waited for.
         """
-        self.epoch, self.state = world.epoch, PoolState.DEGRADED
-        if world.plan is None:
+        self.epoch, self.state = rank_group.epoch, PoolState.DEGRADED
+        if rank_group.plan is None:
             return
-        self._plan, self._has_contents = world.plan, True
-        self._roster.start_over(len(world.members), world.options)
-        for (registration, allocated), link in zip(world.members, links, strict=False):
+        self._plan, self._has_contents = rank_group.plan, True
+        self._registry.start_over(len(rank_group.members), rank_group.options)
+        for (registration, allocated), link in zip(rank_group.members, links, strict=False):
             member = Member(registration, link, now_seconds, allocated=allocated)
-            self._roster.add(member)
-            self._roster.goes_away(member, RankState.LOST, now_seconds)
+            self._registry.add(member)
+            self._registry.goes_away(member, RankState.LOST, now_seconds)
 
     def forgive(self, seconds: float) -> None:
         """Prolongs all waits, as nobody was listened to for so long: the server's own process was busy or stopped."""
-        for member in self._roster:
-            member.heard_seconds += seconds
+        for member in self._registry:
+            member.last_seen_seconds += seconds
             member.away_seconds += seconds
 
     def _due_seconds(self, member: Member) -> float:
         if member.is_away:
             return member.away_seconds + self._timing.grace_seconds
-        return member.heard_seconds + self._timing.heartbeat_timeout_seconds
+        return member.last_seen_seconds + self._timing.heartbeat_timeout_seconds
 
     def _member_of(self, link: LinkId) -> Member:
-        member = self._roster.of_link(link)
+        member = self._registry.of_link(link)
         if member is None:
             raise AbortedError("RANK_GIVEN_UP", "this stream's rank was given up; join again")
         return member
 
     def _check_successor(self, before: Member, now_seconds: float) -> None:
         who = f"rank {before.registration.rank} of pool {self.name!r}"
-        missed = now_seconds - before.heard_seconds > 2 * self._timing.heartbeat_seconds
+        missed = now_seconds - before.last_seen_seconds > 2 * self._timing.heartbeat_seconds
         if before.state is RankState.SILENT or (missed and before.state is not RankState.LOST):
             left = max(self._due_seconds(before) - now_seconds, 0.0)
             message = f"{who} is silent, and is waited for {left:.1f} s more"
@@ -313,43 +313,43 @@ class Membership:
             return effects + self._give_up(before) + self._take_in(member)
         member.allocated, member.state = got, RankState.READY
         member.fence_sent, member.fence_answered = before.fence_sent, before.fence_answered
-        self._roster.remove(before)
-        self._roster.add(member)
+        self._registry.remove(before)
+        self._registry.add(member)
         if self._plan and self.state is PoolState.READY:  # a second stream, and nobody was missed meanwhile
             return [*effects, self._ready(member, self._plan)]
         return effects + (self._resume_if_complete() or [self._status(member)])
 
     def _start_over(self, first: Member) -> list[Effect]:
         """Takes in a rank with which none must agree, as all others are lost; what it says the next must say too."""
-        lost = next(iter(self._roster), None)
+        lost = next(iter(self._registry), None)
         effects = self._give_up(lost) if lost else []
-        self._roster.start_over(first.registration.world_size, first.registration.options)
+        self._registry.start_over(first.registration.world_size, first.registration.options)
         return effects + self._take_in(first)
 
     def _take_in(self, member: Member) -> list[Effect]:
-        self._roster.add(member)
+        self._registry.add(member)
         return self._plan_if_complete(member) or [self._status(member)]
 
     def _plan_if_complete(self, newest: Member) -> list[Effect]:
-        if not self._roster.is_complete:
+        if not self._registry.is_complete:
             return []
         try:
             plan = self._make_plan()
         except KvpoolError as error:
             return self._fail(error, self._at_fault(error, newest))
-        told = (member.registration.last_epoch for member in self._roster)
+        told = (member.registration.last_epoch for member in self._registry)
         next_epoch = self.epoch + 1 if self._plan else self.epoch
         self.epoch = max(next_epoch, max(told) + 1)
         self._plan = plan
         effects: list[Effect] = []
-        members = sorted(self._roster, key=lambda member: member.registration.rank)
+        members = sorted(self._registry, key=lambda member: member.registration.rank)
         for member, config in zip(members, plan.configs, strict=True):
             member.state = RankState.ALLOCATING
             effects.append(PlanSent(member.link, self.epoch, config, plan.max_model_len))
         return effects
 
     def _make_plan(self, num_blocks: int = 0) -> Plan:
-        said = self._roster.registrations()
+        said = self._registry.registrations()
         ranks = [RankMemory(registration.layers, registration.available_bytes) for registration in said]
         plan = get_kv_cache_configs(ranks, self.options.plan_options(num_blocks))
         if plan.num_blocks > self._max_blocks:
@@ -360,7 +360,7 @@ class Membership:
 
     def _open(self, plan: Plan) -> list[Effect]:
         """Opens the pool with as many blocks as every rank got."""
-        got = [(member, member.allocated.num_blocks) for member in self._roster if member.allocated]
+        got = [(member, member.allocated.num_blocks) for member in self._registry if member.allocated]
         fewest = min(num_blocks for _, num_blocks in got)
         if fewest < plan.num_blocks:
             try:
@@ -372,14 +372,14 @@ class Membership:
         self._has_contents = True
         self.state = PoolState.READY
         opened = PoolOpened(self.options.pool_config(self.name, plan), self.epoch, self._fences.are_answered)
-        return [opened, *(self._ready(member, plan) for member in self._roster)]
+        return [opened, *(self._ready(member, plan) for member in self._registry)]
 
     def _at_fault(self, error: KvpoolError, newest: Member) -> list[Member]:
         """Whose streams end when no plan can be made; of a pool that was open, the others keep what they hold."""
         if not self.was_open:
-            return list(self._roster)
+            return list(self._registry)
         rank = error.rank if isinstance(error, PlanError) else None
-        named = None if rank is None else self._roster.of_rank(rank)
+        named = None if rank is None else self._registry.of_rank(rank)
         return [named or newest]
 
     def _fail(self, error: KvpoolError, at_fault: Iterable[Member]) -> list[Effect]:
@@ -392,28 +392,28 @@ class Membership:
     def _go_away(self, members: Iterable[Member], state: RankState, now_seconds: float) -> list[Effect]:
         """Notes that ranks are silent or lost. The others are told of the first; of more, in answer to heartbeats."""
         for member in members:
-            self._roster.goes_away(member, state, now_seconds)
+            self._registry.goes_away(member, state, now_seconds)
         if self.state is not PoolState.READY:
             return []
         self.state = PoolState.DEGRADED
         return [PoolSuspended(), *self._statuses()]
 
     def _resume_if_complete(self) -> list[Effect]:
-        if self._plan is None or not self._roster.is_complete:
+        if self._plan is None or not self._registry.is_complete:
             return []
         plan = self._plan
         self.state = PoolState.READY
-        return [PoolResumed(), *(self._ready(member, plan) for member in self._roster)]
+        return [PoolResumed(), *(self._ready(member, plan) for member in self._registry)]
 
     def _give_up(self, member: Member) -> list[Effect]:
         """Forgets a rank; what all ranks held in this epoch is worth nothing without it.
 
         Others that are lost need not be waited for any more; one that is silent may still answer the next plan.
         """
-        self._roster.remove(member)
-        for other in self._roster:
+        self._registry.remove(member)
+        for other in self._registry:
             if other.state is RankState.LOST:
-                self._roster.remove(other)
+                self._registry.remove(other)
             elif other.state is not RankState.SILENT:
                 other.state = RankState.REGISTERED
             other.allocated = None
@@ -430,8 +430,8 @@ class Membership:
         return ReadySent(member.link, self.epoch, plan.num_blocks, plan.max_model_len)
 
     def _status(self, member: Member, sequence: int = 0) -> Effect:
-        absent = self._roster.first_absent(TOLD_ABSENT_RANKS)
+        absent = self._registry.first_absent(TOLD_ABSENT_RANKS)
         return StatusSent(member.link, self.state, self.epoch, absent, sequence)
 
     def _statuses(self) -> list[Effect]:
-        return [self._status(member) for member in self._roster if member.state is not RankState.LOST]
+        return [self._status(member) for member in self._registry if member.state is not RankState.LOST]

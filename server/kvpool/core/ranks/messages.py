@@ -6,7 +6,7 @@ from enum import Enum
 from typing import Final, NewType
 
 from kvpool.core.errors import InvalidArgumentError, KvpoolError, check_range
-from kvpool.core.ids import MAX_BLOCKS, MAX_TOKENS, PoolName, WriterId
+from kvpool.core.ids import MAX_BLOCKS, MAX_TOKENS, PoolName, SessionNumber
 from kvpool.core.planning.plan import FitCheck, KVCacheConfig, Plan, PlanOptions
 from kvpool.core.specs.base import KVCacheSpec
 from kvpool.core.specs.kinds import MAX_LAYERS
@@ -71,7 +71,7 @@ class RankTiming:
 
 
 @dataclass(frozen=True, slots=True)
-class WorldOptions:
+class RankGroupOptions:
     """What all ranks of a pool say alike: how the model is planned, and how the pool answers.
 
     Attributes:
@@ -145,7 +145,7 @@ class WorldOptions:
             retention_tokens=self.retention_tokens,
         )
 
-    def difference(self, other: "WorldOptions") -> str:
+    def difference(self, other: "RankGroupOptions") -> str:
         """Names the first field in which two ranks differ; empty if none does."""
         return next((f.name for f in fields(self) if getattr(self, f.name) != getattr(other, f.name)), "")
 
@@ -185,7 +185,7 @@ class Registration:
     rank: Rank
     world_size: int
     boot_id: str
-    options: WorldOptions
+    options: RankGroupOptions
     layers: Mapping[str, KVCacheSpec]
     available_bytes: int
     held: HeldTensors | None = None
@@ -236,7 +236,7 @@ class Allocated:
 
 
 @dataclass(frozen=True, slots=True)
-class World:
+class RankGroup:
     """The ranks of a pool as another process of the server must know them to take them back.
 
     Attributes:
@@ -247,7 +247,7 @@ class World:
     """
 
     epoch: int
-    options: WorldOptions
+    options: RankGroupOptions
     plan: Plan | None = None
     members: tuple[tuple[Registration, Allocated], ...] = ()
 
@@ -304,8 +304,8 @@ class FenceSent:
     link: LinkId
     fence_sequence: int
     epoch: int
-    last_session_number: WriterId
-    live_session_numbers: tuple[WriterId, ...]
+    last_session_number: SessionNumber
+    live_session_numbers: tuple[SessionNumber, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -346,7 +346,7 @@ class EpochPassed:
 class SessionsFenced:
     """Effect: no step under these numbers of sessions, which have ended, is in flight on any rank, or will be."""
 
-    numbers: tuple[WriterId, ...]
+    numbers: tuple[SessionNumber, ...]
 
 
 RankEffect = PlanSent | ReadySent | StatusSent | FenceSent | LinkEnded

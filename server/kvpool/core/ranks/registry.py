@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from kvpool.core.errors import WrongStateError
-from kvpool.core.ranks.messages import Allocated, LinkId, Rank, RankInfo, RankState, Registration, WorldOptions
+from kvpool.core.ranks.messages import Allocated, LinkId, Rank, RankGroupOptions, RankInfo, RankState, Registration
 from kvpool.core.specs.base import KVCacheSpec
 from kvpool.core.specs.kinds import differing_field
 
@@ -21,7 +21,7 @@ class Member:
     Attributes:
         registration: What it said of itself.
         link: Its stream; the last one if it is lost.
-        heard_seconds: When it was last heard of.
+        last_seen_seconds: When it was last heard of.
         state: How it is.
         away_seconds: Since when it is silent or lost.
         allocated: What it got in this epoch.
@@ -31,7 +31,7 @@ class Member:
 
     registration: Registration
     link: LinkId
-    heard_seconds: float
+    last_seen_seconds: float
     state: RankState = RankState.REGISTERED
     away_seconds: float = 0.0
     allocated: Allocated | None = None
@@ -44,7 +44,7 @@ class Member:
         return self.state in (RankState.SILENT, RankState.LOST)
 
 
-class Roster:
+class RankRegistry:
     """The members of one pool.
 
     Attributes:
@@ -54,7 +54,7 @@ class Roster:
 
     def __init__(self) -> None:
         self.world_size = 0
-        self.options = WorldOptions(1)
+        self.options = RankGroupOptions(1)
         self._members: dict[Rank, Member] = {}
         self._by_link: dict[LinkId, Member] = {}
         self._absent: set[Rank] = set()
@@ -101,7 +101,7 @@ class Roster:
         """How each rank is."""
         return tuple(self._rank_info(Rank(rank)) for rank in range(self.world_size))
 
-    def start_over(self, world_size: int, options: WorldOptions) -> None:
+    def start_over(self, world_size: int, options: RankGroupOptions) -> None:
         """Takes other ranks from now on; there is no member left."""
         self.world_size, self.options = world_size, options
         self._absent = set(map(Rank, range(world_size)))

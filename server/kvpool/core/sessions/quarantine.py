@@ -11,7 +11,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from kvpool.core.ids import BlockId, WriterId
+from kvpool.core.ids import BlockId, SessionNumber
 from kvpool.core.sessions.session import Session
 
 
@@ -36,7 +36,7 @@ class Quarantine:
     __slots__ = ("_by_number", "_num_blocks")
 
     def __init__(self) -> None:
-        self._by_number: dict[WriterId, Quarantined] = {}
+        self._by_number: dict[SessionNumber, Quarantined] = {}
         self._num_blocks: int | None = 0
         """None if that is to be counted anew."""
 
@@ -54,7 +54,7 @@ class Quarantine:
         return self._num_blocks
 
     @property
-    def numbers(self) -> tuple[WriterId, ...]:
+    def numbers(self) -> tuple[SessionNumber, ...]:
         """The sessions' numbers."""
         return tuple(self._by_number)
 
@@ -64,26 +64,26 @@ class Quarantine:
         return min((each.due_seconds for each in self._by_number.values()), default=float("inf"))
 
     @property
-    def awaiting_ranks(self) -> tuple[WriterId, ...]:
+    def awaiting_ranks(self) -> tuple[SessionNumber, ...]:
         """Numbers of those that are released when all ranks have answered."""
         return tuple(number for number, each in self._by_number.items() if each.due_seconds == float("inf"))
 
-    def due(self, now_seconds: float) -> list[WriterId]:
+    def due(self, now_seconds: float) -> list[SessionNumber]:
         """Numbers of those whose time is up."""
         return [number for number, each in self._by_number.items() if each.due_seconds <= now_seconds]
 
-    def find(self, number: WriterId) -> Quarantined | None:
+    def find(self, number: SessionNumber) -> Quarantined | None:
         """A session by its number, if it is here."""
         return self._by_number.get(number)
 
     def add(self, quarantined: Quarantined) -> None:
         """Takes a session in, whose unpublished blocks are withdrawn."""
-        self._by_number[quarantined.session.writer] = quarantined
+        self._by_number[quarantined.session.session_number] = quarantined
         self._num_blocks = None
 
     def remove(self, quarantined: Quarantined) -> None:
         """Lets a session go, whose requests are freed."""
-        del self._by_number[quarantined.session.writer]
+        del self._by_number[quarantined.session.session_number]
         self._num_blocks = None
 
     def begin_anew(self, now_seconds: float) -> None:

@@ -7,7 +7,7 @@
 
 from dataclasses import dataclass, field
 
-from kvpool.core.ids import BlockHash, BlockId, RequestId, RequestNumber, Sequence, WriterId
+from kvpool.core.ids import BlockHash, BlockId, RequestId, RequestNumber, SessionNumber, StepNumber
 
 
 @dataclass(slots=True)
@@ -77,16 +77,16 @@ class Request:
     Attributes:
         request_id: Its name.
         number: Its number in steps.
-        writer: The session's number.
+        session_number: The session's number.
         num_tokens: Tokens known, prompt and output; caching never passes them.
         num_prompt_tokens: Those it was declared with.
-        junction_tokens: Up to where the leading groups had its tokens cached at its newest look-up, if that is further
-            than all had; else 0. See `prefix_search`; only known where windows are cached sparsely.
+        shared_prefix_boundary_tokens: Up to where the leading groups had its tokens cached at its newest look-up, if
+            that is further than all had; else 0. See `prefix_search`; only known where windows are cached sparsely.
         num_computed_tokens: Tokens that have room, hits included. The next allocation starts there.
-        quiet_tokens: Up to how many computed tokens it can go without a change of the pool.
+        credit_tokens: Up to how many computed tokens it can go without a change of the pool.
         num_preemptions: Times its blocks were taken back.
         filling_sequence: Newest change of its session that gave it room, whose execution fills that.
-        is_found: Whether its newest look-up is to be counted once it is given room.
+        is_uncounted: Whether its newest look-up is to be counted once it is given room.
         hashes: One for each full hash block of the known tokens, if caching is on.
         joined_hashes: Hashes of larger blocks, by the hash blocks that each covers; made when they are needed.
         token_ids: The known tokens, if the pool makes events.
@@ -97,16 +97,16 @@ class Request:
 
     request_id: RequestId
     number: RequestNumber
-    writer: WriterId
+    session_number: SessionNumber
     tables: tuple[BlockTable, ...]
     num_tokens: int = 0
     num_prompt_tokens: int = 0
-    junction_tokens: int = 0
+    shared_prefix_boundary_tokens: int = 0
     num_computed_tokens: int = 0
-    quiet_tokens: int = 0
+    credit_tokens: int = 0
     num_preemptions: int = 0
-    filling_sequence: Sequence = Sequence(0)  # noqa: RUF009 - a NewType of int is immutable
-    is_found: bool = False
+    filling_sequence: StepNumber = StepNumber(0)  # noqa: RUF009 - a NewType of int is immutable
+    is_uncounted: bool = False
     hashes: list[BlockHash] = field(default_factory=list)
     joined_hashes: dict[int, list[BlockHash]] = field(default_factory=dict)
     token_ids: list[int] = field(default_factory=list)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from kvpool.core.errors import InvalidArgumentError, WrongStateError
-from kvpool.core.ids import RequestId, RequestNumber, Sequence, SessionId, WriterId
+from kvpool.core.ids import RequestId, RequestNumber, SessionId, SessionNumber, StepNumber
 from kvpool.core.sessions.request import Holding, Request
 from kvpool.core.steps.columns import StepResult
 
@@ -80,16 +80,16 @@ class Session:
 
     Attributes:
         session_id: Its name, a secret between client and server, as it was opened.
-        writer: Its number, which no other has or had; another each time that it is resumed.
+        session_number: Its number, which no other has or had; another each time that it is resumed.
         client_name: What it says it is.
         lease_seconds: How long it outlives its stream and its last call.
-        heard_seconds: When it was last heard of, on the server's monotonic clock.
+        last_seen_seconds: When it was last heard of, on the server's monotonic clock.
         open_key: What made opening it repeatable; empty for nothing.
         asked_for: What it was opened with, compared when the key comes again.
         holding: The blocks that its requests hold, if it has a quota.
         opened_seconds: When it was opened, on the same clock.
         current_id: The id that the process which drives it has.
-        writer_before: The number that it had before it was resumed last; 0 if it never was.
+        previous_number: The number that it had before it was resumed last; 0 if it never was.
         owner: Name of the token that opened it; empty where none was asked for.
         salt: Sets its hashes apart from those of sessions with another; a secret.
         open_streams: Streams that keep it alive.
@@ -102,22 +102,22 @@ class Session:
     """
 
     session_id: SessionId = field(repr=False)
-    writer: WriterId
+    session_number: SessionNumber
     client_name: str
     lease_seconds: float
-    heard_seconds: float
+    last_seen_seconds: float
     open_key: str = field(default="", repr=False)
     asked_for: tuple[object, ...] = ()
     holding: Holding | None = None
     opened_seconds: float = field(init=False)
     current_id: SessionId = field(init=False, repr=False)
-    writer_before: WriterId = field(init=False, default=WriterId(0))
+    previous_number: SessionNumber = field(init=False, default=SessionNumber(0))
     owner: str = ""
     salt: bytes = field(default=b"", repr=False)
     open_streams: int = 0
-    sequence: Sequence = Sequence(0)  # noqa: RUF009 - a NewType of int is immutable
-    executed_sequence: Sequence = Sequence(0)  # noqa: RUF009 - a NewType of int is immutable
-    launched_sequence: Sequence = Sequence(0)  # noqa: RUF009 - a NewType of int is immutable
+    sequence: StepNumber = StepNumber(0)  # noqa: RUF009 - a NewType of int is immutable
+    executed_sequence: StepNumber = StepNumber(0)  # noqa: RUF009 - a NewType of int is immutable
+    launched_sequence: StepNumber = StepNumber(0)  # noqa: RUF009 - a NewType of int is immutable
     num_tokens: int = 0
     requests: dict[RequestId, Request] = field(default_factory=dict)
     by_number: dict[RequestNumber, Request] = field(default_factory=dict)
@@ -127,7 +127,7 @@ class Session:
     _resume_keys: deque[str] = field(default_factory=lambda: deque(maxlen=REMEMBERED_RESUME_KEYS))
 
     def __post_init__(self) -> None:
-        self.opened_seconds = self.heard_seconds
+        self.opened_seconds = self.last_seen_seconds
         self.current_id = self.session_id
 
     def resumed_by(self, key: str) -> bool | None:
@@ -136,26 +136,26 @@ class Session:
             return None
         return key == self._resume_keys[-1]
 
-    def resume(self, key: str, writer: WriterId) -> None:
+    def resume(self, key: str, session_number: SessionNumber) -> None:
         """Gives it its next id, and a number that is new; what was launched is not known any more. O(requests)."""
-        self.writer_before, self.writer = self.writer, writer
-        self.launched_sequence = Sequence(0)
+        self.previous_number, self.session_number = self.session_number, session_number
+        self.launched_sequence = StepNumber(0)
         for request in self.requests.values():
-            request.writer = writer
+            request.session_number = session_number
         self._resumptions += 1
         self.current_id = SessionId(f"{self.session_id}{_RESUMPTION_MARK}{self._resumptions}")
         if key:
             self._resume_keys.append(key)
 
     @property
-    def can_tell(self) -> bool:
+    def reports_execution(self) -> bool:
         """Whether what it did not say to be executed may not have been: it does say so, or another drives it."""
-        return self.executed_sequence > 0 or self.writer_before > 0
+        return self.executed_sequence > 0 or self.previous_number > 0
 
     @property
     def expires_seconds(self) -> float:
         """When the lease runs out; infinity while a stream is open."""
-        return float("inf") if self.open_streams else self.heard_seconds + self.lease_seconds
+        return float("inf") if self.open_streams else self.last_seen_seconds + self.lease_seconds
 
     def answered(self, sequence: int, source: object) -> StepResult | None:
         """Returns the result of a change that is sent again, None for the next new one.
@@ -194,7 +194,7 @@ class Session:
             result: What became of it.
             num_entries: Entries of columns and queues that both keep.
         """
-        self.sequence = Sequence(result.sequence)
+        self.sequence = StepNumber(result.sequence)
         results = self._results
         results[result.sequence] = (source, result, num_entries)
         self._remembered_entries += num_entries

@@ -11,7 +11,7 @@ from typing import Final
 MAX_OPERATIONS: Final = 65_536
 MAX_OPERATION_GROUPS: Final = 2**18
 """Most entries of a column that has one an operation and group."""
-MAX_QUIET_ALLOCATIONS: Final = 2**24
+MAX_CREDIT_ALLOCATIONS: Final = 2**24
 """Most allocations without asking that a step tells of; a session that had more tells fewer."""
 MAX_STEP_WORK: Final = 2**18
 """Once a step has looked up hashes and answered block ids, so many together, operations that would are not tried.
@@ -24,7 +24,7 @@ class Operation(IntEnum):
     """What is asked for one request; numbers as on the wire."""
 
     ADD = 1
-    LOOK_UP = 2
+    LOOKUP = 2
     ADMIT = 3
     ALLOCATE = 4
     CACHE = 5
@@ -34,8 +34,8 @@ class Operation(IntEnum):
     RESET = 9
     COMMON_PREFIX = 10
     APPEND = 11
-    PEEK = 12
-    FIND = 13
+    LOOKUP_UNCOUNTED = 12
+    LOOKUP_COUNTED_ON_ADMIT = 13
 
 
 class Outcome(IntEnum):
@@ -58,17 +58,17 @@ class Step:
         executed_sequence: Newest change whose execution has finished; 0 for no news.
         launched_sequence: Newest change whose execution is sure to come, in order; 0 for no news.
         admission_budget_tokens: Tokens that all admissions together may make room for; 0 for no limit.
-        num_quiet_allocations: How often requests took room without asking since the step before.
+        num_credit_allocations: How often requests took room without asking since the step before.
         operations: The operations, values of `Operation`.
         request_numbers: Column: the request.
         num_appended_tokens: Column: tokens the request has grown by.
         num_new_tokens: Column: ALLOCATE: tokens to make room for; ADMIT: the most, 0 for all; CACHE: up to where.
-        num_taken_tokens: Column: tokens that the request has taken room for without asking, see `quiet_room`.
+        num_taken_tokens: Column: tokens that the request has taken room for without asking, see `credit`.
         num_rejected_tokens: Column: tokens given room earlier whose contents were thrown away.
         num_lookahead_tokens: Column: tokens beyond the new ones to keep room for.
         num_encoder_tokens: Column: tokens that the request's encoder puts out; needs room in groups of cross attention.
         delay_cache_blocks: Column: leave full blocks uncached until CACHE.
-        num_external_tokens: Column: see `Terms`; so are the next four.
+        num_external_tokens: Column: see `AllocationOptions`; so are the next four.
         num_in_flight_tokens: Column.
         num_reserved_blocks: Column.
         num_watermark_blocks: Column.
@@ -85,7 +85,7 @@ class Step:
     executed_sequence: int = 0
     launched_sequence: int = 0
     admission_budget_tokens: int = 0
-    num_quiet_allocations: int = 0
+    num_credit_allocations: int = 0
     operations: list[int] = field(default_factory=list)
     request_numbers: list[int] = field(default_factory=list)
     num_appended_tokens: list[int] = field(default_factory=list)
@@ -111,7 +111,7 @@ class Step:
     def num_entries(self) -> int:
         """About how much it holds, in entries of 8 bytes."""
         named = 64 * len(self.request_ids)  # at most: an id and a LoRA name of 256 bytes
-        terms = (
+        options = (
             len(self.num_external_tokens)
             + len(self.num_in_flight_tokens)
             + len(self.num_reserved_blocks)
@@ -120,7 +120,7 @@ class Step:
         )
         return (
             9 * len(self.operations)
-            + terms
+            + options
             + len(self.num_block_ids)
             + len(self.block_ids)
             + len(self.block_hashes) // 8
@@ -137,7 +137,7 @@ class StepResult:
         sequence: The step's.
         free_blocks: Blocks that the session can be given now.
         outcomes: Column: how each operation ended, values of `Outcome`.
-        num_hit_tokens: Column: tokens found (LOOK_UP, ADMIT, changed hit).
+        num_hit_tokens: Column: tokens found (LOOKUP, ADMIT, changed hit).
         num_shared_hit_tokens: Column: of num_hit_tokens, those of blocks that another session filled.
         num_new_tokens: Column: tokens that an admission made room for beyond the hit.
         num_prefix_blocks: Column, an operation and group: blocks of the hit; COMMON_PREFIX: the count alone.

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from kvpool.core.blocks.kv_cache_manager import Pool
+from kvpool.core.blocks.kv_cache_manager import KVCacheManager
 from kvpool.core.errors import InvalidArgumentError, WrongStateError
 from kvpool.core.events import BlockEvent, BlockStored
 from kvpool.core.specs.pool_config import PoolConfig
@@ -61,7 +61,7 @@ class EventLog:
         """Number of the newest batch, or the number before the first batch."""
         return self._last
 
-    def take_from(self, pool: Pool, time_seconds: float) -> bool:
+    def take_from(self, pool: KVCacheManager, time_seconds: float) -> bool:
         """Adds the events of a pool's last change.
 
         Args:

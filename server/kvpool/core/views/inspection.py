@@ -12,9 +12,9 @@ from enum import Enum
 from heapq import nsmallest
 from typing import Final
 
-from kvpool.core.blocks.kv_cache_manager import Pool
+from kvpool.core.blocks.kv_cache_manager import KVCacheManager
 from kvpool.core.errors import InvalidArgumentError
-from kvpool.core.ids import BlockHash, BlockId, GroupId, PoolName, RequestId, WriterId
+from kvpool.core.ids import BlockHash, BlockId, GroupId, PoolName, RequestId, SessionNumber
 from kvpool.core.sessions.request import Request
 from kvpool.core.sessions.session import Session
 
@@ -38,7 +38,7 @@ class BlockState(Enum):
 class SessionInfo:
     """A session as it is at one moment; see SessionInfo in admin.proto."""
 
-    session_number: WriterId
+    session_number: SessionNumber
     client_name: str
     pool_name: PoolName
     lease_seconds: float
@@ -59,7 +59,7 @@ class RequestInfo:
     """A request as it is at one moment; see RequestInfo in admin.proto."""
 
     request_id: RequestId
-    session_number: WriterId
+    session_number: SessionNumber
     num_tokens: int
     num_computed_tokens: int
     held_blocks: tuple[int, ...]
@@ -76,7 +76,7 @@ class BlockInfo:
     ref_cnt: int
     block_hash: BlockHash
     group_id: GroupId
-    writer: WriterId
+    session_number: SessionNumber
     pending: bool
 
 
@@ -120,17 +120,17 @@ class Page:
         return int(number)
 
 
-def describe_session(pool: Pool, session: Session, now_seconds: float) -> SessionInfo:
+def describe_session(pool: KVCacheManager, session: Session, now_seconds: float) -> SessionInfo:
     """Tells what a session is like. O(its requests)."""
     requests = session.requests.values()
     held = [held_blocks(request) for request in requests]
     return SessionInfo(
-        session_number=session.writer,
+        session_number=session.session_number,
         client_name=session.client_name,
         pool_name=pool.config.name,
         lease_seconds=session.lease_seconds,
         age_seconds=max(now_seconds - session.opened_seconds, 0.0),
-        idle_seconds=max(now_seconds - session.heard_seconds, 0.0),
+        idle_seconds=max(now_seconds - session.last_seen_seconds, 0.0),
         streaming=session.open_streams > 0,
         sequence=session.sequence,
         executed_sequence=session.executed_sequence,
@@ -160,7 +160,7 @@ def holders(sessions: Iterable[Session]) -> list[Session]:
 
 
 def page_of_sessions(
-    found: Iterable[tuple[Pool, Session]], page: Page, now_seconds: float
+    found: Iterable[tuple[KVCacheManager, Session]], page: Page, now_seconds: float
 ) -> tuple[list[SessionInfo], str]:
     """Tells of sessions, given in the order of their numbers, until 4,096 requests are counted. O(sessions + those).
 
@@ -174,7 +174,7 @@ def page_of_sessions(
     told: list[SessionInfo] = []
     counted = 0
     for pool, session in found:
-        if session.writer <= after:
+        if session.session_number <= after:
             continue
         if len(told) == page.size or counted >= COUNTED_REQUESTS:
             return told, str(told[-1].session_number)
@@ -196,10 +196,10 @@ def page_of_requests(sessions: Sequence[Session], page: Page) -> tuple[list[Requ
     after_id = page.token.partition(":")[2]
     told: list[RequestInfo] = []
     for session in sessions:
-        if session.writer < number:
+        if session.session_number < number:
             continue
         ids: Iterable[RequestId] = session.requests
-        if session.writer == number:
+        if session.session_number == number:
             ids = [request_id for request_id in ids if request_id > after_id]
         missing = page.size - len(told)
         first = nsmallest(missing + 1, ids)
@@ -210,7 +210,7 @@ def page_of_requests(sessions: Sequence[Session], page: Page) -> tuple[list[Requ
     return told, ""
 
 
-def page_of_blocks(pool: Pool, state: BlockState | None, page: Page) -> tuple[list[BlockInfo], str]:
+def page_of_blocks(pool: KVCacheManager, state: BlockState | None, page: Page) -> tuple[list[BlockInfo], str]:
     """Tells of blocks by id, of those in a state if one is given. Looks at 4,096 blocks at most.
 
     Returns:
@@ -234,7 +234,7 @@ def page_of_blocks(pool: Pool, state: BlockState | None, page: Page) -> tuple[li
 def _describe_request(request: Request) -> RequestInfo:
     return RequestInfo(
         request_id=request.request_id,
-        session_number=request.writer,
+        session_number=request.session_number,
         num_tokens=request.num_tokens,
         num_computed_tokens=request.num_computed_tokens,
         held_blocks=held_blocks(request),
@@ -243,25 +243,25 @@ def _describe_request(request: Request) -> RequestInfo:
     )
 
 
-def _describe_block(pool: Pool, block_id: BlockId) -> BlockInfo:
+def _describe_block(pool: KVCacheManager, block_id: BlockId) -> BlockInfo:
     prefix_map = pool.blocks.prefix_map
     block_hash = prefix_map.hash_of(block_id)
     ref_cnt = pool.blocks.ref_cnt(block_id)
     state = _state_of(pool, block_id)
     if block_hash is None:
-        return BlockInfo(block_id, state, ref_cnt, BlockHash(b""), GroupId(0), WriterId(0), pending=False)
+        return BlockInfo(block_id, state, ref_cnt, BlockHash(b""), GroupId(0), SessionNumber(0), pending=False)
     return BlockInfo(
         block_id,
         state,
         ref_cnt,
         block_hash,
         prefix_map.group_of(block_id),
-        prefix_map.writer_of(block_id),
+        prefix_map.number_of_writer(block_id),
         pending=block_id in prefix_map.pending(),
     )
 
 
-def _state_of(pool: Pool, block_id: BlockId) -> BlockState:
+def _state_of(pool: KVCacheManager, block_id: BlockId) -> BlockState:
     if pool.blocks.ref_cnt(block_id):
         return BlockState.USED
     return BlockState.FREE if pool.blocks.prefix_map.hash_of(block_id) is None else BlockState.CACHED

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field, replace
 
-from kvpool.core.blocks.kv_cache_manager import Pool
+from kvpool.core.blocks.kv_cache_manager import KVCacheManager
 from kvpool.core.ids import GroupId
 from kvpool.core.ranks.messages import PoolState, RankInfo
 from kvpool.core.specs.kinds import KIND_NAMES, allocation_spec
@@ -82,7 +82,7 @@ class PoolInfo:
     memory_id: str = ""
 
 
-def describe_pool(pool: Pool, state: PoolState, event_sequence: int) -> PoolInfo:
+def describe_pool(pool: KVCacheManager, state: PoolState, event_sequence: int) -> PoolInfo:
     """Tells what a pool is like now. O(its sessions and requests)."""
     sessions = list(pool.sessions.values())
     return PoolInfo(
@@ -112,7 +112,7 @@ def describe_pool(pool: Pool, state: PoolState, event_sequence: int) -> PoolInfo
     )
 
 
-def _describe_group(pool: Pool, group_id: GroupId) -> GroupInfo:
+def _describe_group(pool: KVCacheManager, group_id: GroupId) -> GroupInfo:
     counters = pool.blocks.group_counters[group_id]
     return GroupInfo(
         kind=KIND_NAMES[type(allocation_spec(pool.config.groups[group_id].spec))],

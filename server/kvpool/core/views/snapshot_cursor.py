@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Final
 
-from kvpool.core.blocks.kv_cache_manager import Pool
+from kvpool.core.blocks.kv_cache_manager import KVCacheManager
 from kvpool.core.events import BlockStored, packed_token_ids
 from kvpool.core.ids import BlockHash, BlockId, GroupId
 
@@ -20,7 +20,7 @@ _LOOKED_AT_PER_TOLD: Final = 8
 class SnapshotCursor:
     """One walk over the cached blocks of a pool that makes events. Takes a byte a block of memory."""
 
-    def __init__(self, pool: Pool) -> None:
+    def __init__(self, pool: KVCacheManager) -> None:
         self._pool = pool
         self._blocks = pool.blocks
         self._seen = bytearray(pool.blocks.num_blocks)

@@ -11,21 +11,21 @@ from pathlib import Path
 
 import grpc
 
-from kvpool.server.auth.config import DoorsConfig
+from kvpool.server.auth.config import AuthConfig
 from kvpool.server.auth.files import Reloaded
 
-_log = logging.getLogger("kvpool.server.doors")
+_log = logging.getLogger("kvpool.server.auth")
 
 
-def server_credentials(doors: DoorsConfig) -> grpc.ServerCredentials | None:
+def server_credentials(auth: AuthConfig) -> grpc.ServerCredentials | None:
     """Makes what a TCP port listens with; None for plaintext.
 
     Raises:
         ValueError: A file cannot be read, or they do not belong together; names them.
     """
-    if doors.tls_cert is None or doors.tls_key is None:
+    if auth.tls_cert is None or auth.tls_key is None:
         return None
-    files = Reloaded(_paths(doors), lambda: _read(doors))
+    files = Reloaded(_paths(auth), lambda: _read(auth))
     lock = threading.Lock()
 
     def current() -> grpc.ServerCertificateConfiguration | None:
@@ -37,19 +37,19 @@ def server_credentials(doors: DoorsConfig) -> grpc.ServerCredentials | None:
             except ValueError as error:
                 _log.error("certificates not taken", extra={"error": str(error)})
                 return None
-            _log.info("certificates exchanged", extra={"path": str(doors.tls_cert)})
+            _log.info("certificates exchanged", extra={"path": str(auth.tls_cert)})
             return _configuration(files.value)
 
     first = _configuration(files.value)
     return grpc.dynamic_ssl_server_credentials(
         first,
         current,  # type: ignore[arg-type]  # grpc documents that None may be returned
-        require_client_authentication=bool(doors.tls_client_ca),
+        require_client_authentication=bool(auth.tls_client_ca),
     )
 
 
-def _paths(doors: DoorsConfig) -> tuple[Path, ...]:
-    return tuple(path for path in (doors.tls_key, doors.tls_cert, doors.tls_client_ca) if path)
+def _paths(auth: AuthConfig) -> tuple[Path, ...]:
+    return tuple(path for path in (auth.tls_key, auth.tls_cert, auth.tls_client_ca) if path)
 
 
 def _configuration(contents: tuple[bytes, ...]) -> grpc.ServerCertificateConfiguration:
@@ -57,15 +57,15 @@ def _configuration(contents: tuple[bytes, ...]) -> grpc.ServerCertificateConfigu
     return grpc.ssl_server_certificate_configuration([(key, chain)], client_ca[0] if client_ca else None)
 
 
-def _read(doors: DoorsConfig) -> tuple[bytes, ...]:
+def _read(auth: AuthConfig) -> tuple[bytes, ...]:
     """Returns key, certificates and, if asked for, the clients' authorities."""
-    paths = _paths(doors)
+    paths = _paths(auth)
     try:
         before = tuple(path.read_bytes() for path in paths)
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.load_cert_chain(paths[1], paths[0], password=_no_passphrase)
-        if doors.tls_client_ca:
-            context.load_verify_locations(doors.tls_client_ca)
+        if auth.tls_client_ca:
+            context.load_verify_locations(auth.tls_client_ca)
         if before != tuple(path.read_bytes() for path in paths):
             raise ValueError("tls_cert, tls_key: they change while they are read")
     except ssl.SSLError as error:

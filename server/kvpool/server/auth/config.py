@@ -10,7 +10,7 @@ PLAINTEXT_KINDS: Final = ("grpc", "metrics", "events")
 
 
 @dataclass(frozen=True, slots=True)
-class DoorsConfig:
+class AuthConfig:
     """Settings of a server's doors. Files are read when the server starts, and again when they change.
 
     Attributes:

@@ -34,7 +34,7 @@ _BEARER: Final = "bearer "
 
 _Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
-_log = logging.getLogger("kvpool.server.doors")
+_log = logging.getLogger("kvpool.server.auth")
 
 
 def utc_today() -> date:
@@ -79,7 +79,7 @@ class OpenStreams(Protocol):
         """The long-lived calls that are open now."""
 
 
-class Doorkeeper(grpc.aio.ServerInterceptor):
+class AuthInterceptor(grpc.aio.ServerInterceptor):
     """An interceptor over a file of tokens.
 
     Args:

@@ -8,7 +8,7 @@ import asyncio
 import time
 from typing import Final
 
-from kvpool.core.blocks.kv_cache_manager import Pool
+from kvpool.core.blocks.kv_cache_manager import KVCacheManager
 from kvpool.core.errors import KvpoolError
 from kvpool.core.ids import PoolName
 from kvpool.core.views.event_log import KEPT_BATCHES, KEPT_BYTES, EventLog, LoggedBatch
@@ -24,7 +24,7 @@ class LiveEventLog(EventLog):
         self._news = asyncio.Event()
         self._closed_by: KvpoolError | None = None
 
-    def publish(self, pool: Pool) -> None:
+    def publish(self, pool: KVCacheManager) -> None:
         """Adds the events of a pool's last change, if there are any, and wakes the watchers."""
         if self.take_from(pool, time.time()):
             self._wake()

@@ -21,7 +21,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from kvpool.core.blocks.kv_cache_manager import Pool
+from kvpool.core.blocks.kv_cache_manager import KVCacheManager
 from kvpool.core.errors import WrongStateError
 from kvpool.core.events import AllBlocksCleared, BlockEvent
 from kvpool.core.specs.pool_config import PoolConfig
@@ -82,7 +82,7 @@ class EventPublisher:
 
     def __init__(  # noqa: PLR0913 - made in one place
         self,
-        pool: Pool,
+        pool: KVCacheManager,
         log: LiveEventLog,
         settings: EventsConfig,
         boot_id: str,

@@ -13,7 +13,7 @@ from typing import Final
 import zmq
 import zmq.asyncio
 
-from kvpool.core.blocks.kv_cache_manager import Pool
+from kvpool.core.blocks.kv_cache_manager import KVCacheManager
 from kvpool.core.ids import PoolName
 from kvpool.server.events.config import EventsConfig, is_bound, numbered
 from kvpool.server.events.log import LiveEventLog
@@ -57,7 +57,7 @@ class EventPublishers:
             self._close()
             raise
 
-    def add(self, pool: Pool, log: LiveEventLog) -> None:
+    def add(self, pool: KVCacheManager, log: LiveEventLog) -> None:
         """Begins to publish a pool, if it makes events and is to be published. Does nothing if it is published."""
         name = pool.config.name
         if name in self.by_pool or not pool.config.makes_events:

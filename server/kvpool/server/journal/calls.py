@@ -13,8 +13,8 @@ from typing import Any, Final, Protocol
 from zlib import crc32
 
 from kvpool.core.allocator import Allocator
-from kvpool.core.block_lifetimes import Residency
-from kvpool.core.blocks.kv_cache_manager import Pool
+from kvpool.core.block_lifetimes import BlockLifetimes
+from kvpool.core.blocks.kv_cache_manager import KVCacheManager
 from kvpool.core.errors import KvpoolError
 from kvpool.core.ids import SessionId
 from kvpool.core.sessions.session import Session
@@ -29,15 +29,15 @@ RECORDED: Final = (
     "create_pool",
     "drain",
     "end_lost_steps",
+    "end_quarantine",
     "evict_session",
     "expire_session",
-    "keep_world",
+    "keep_rank_group",
     "mark_executed",
     "open_epoch",
     "open_session",
     "pass_epoch",
     "remove_pool",
-    "release",
     "renew_leases",
     "reset_prefix_cache",
     "resume",
@@ -51,7 +51,7 @@ NOT_RECORDED: Final = {
     "attach_stream": "streams end with the process",
     "detach_stream": "likewise",
     "lose_sessions": "is done before anything is recorded",
-    "release_due": "decides by the clock, and calls release",
+    "end_due_quarantines": "decides by the clock, and calls end_quarantine",
     "session": "hearing of a session moves its lease, and leases begin anew with each process",
     "closed_count": "changes nothing",
     "describe": "changes nothing",
@@ -101,15 +101,15 @@ class JournaledAllocator(Allocator):
     def __init__(
         self,
         messages: WireCodec,
-        new_residency: Callable[[], Residency | None] = lambda: None,
+        new_block_lifetimes: Callable[[], BlockLifetimes | None] = lambda: None,
     ) -> None:
-        super().__init__(new_residency)
+        super().__init__(new_block_lifetimes)
         self.sink: Sink | None = None
         self.on_bug: Callable[[], None] = lambda: None
         self.is_inside = False
         self._messages = messages
 
-    def apply(self, pool: Pool, session: Session, step: Step, source: object = None) -> StepResult:
+    def apply(self, pool: KVCacheManager, session: Session, step: Step, source: object = None) -> StepResult:
         """See `Allocator.apply`."""
         try:
             result = super().apply(pool, session, step, source)
@@ -137,9 +137,9 @@ class JournaledAllocator(Allocator):
         for pool in self.pools():
             pool.blocks.take_events()
 
-    def new_residency(self) -> Residency | None:
+    def new_block_lifetimes(self) -> BlockLifetimes | None:
         """Makes what samples a pool's blocks in this process."""
-        return self._new_residency()
+        return self._new_block_lifetimes()
 
     def hold_leases(self) -> None:
         """Keeps sessions from running out while changes are made again: those that did are records themselves."""
@@ -216,7 +216,7 @@ def _checksum(result: StepResult) -> int:
 
 
 def _reference(value: object) -> list[object] | None:
-    if isinstance(value, Pool):
+    if isinstance(value, KVCacheManager):
         return ["pool", value.config.name]
     return ["session", value.session_id] if isinstance(value, Session) else None
 

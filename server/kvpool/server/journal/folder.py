@@ -23,7 +23,7 @@ from typing import Final
 from kvpool.server.journal.codec import dumps, loads
 from kvpool.server.journal.frames import MAGIC, DamageError, FrameKind, FrameReader, encode_frame
 
-FORMAT: Final = 2
+FORMAT: Final = 3
 """Goes up when files of an older code would be understood wrongly."""
 _BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
 _NAME: Final = re.compile(r"(log|snapshot)-(\d+)(\.part)?")

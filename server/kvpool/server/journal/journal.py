@@ -212,7 +212,7 @@ class Journal:
         past = [PastPool("", self.allocator.past_epoch)]
         for pool in self.allocator.pools():
             name = pool.config.name
-            formed = name in self.allocator.worlds
+            formed = name in self.allocator.rank_groups
             past.append(PastPool(name, pool.epoch, b"" if formed else self._messages.encode_config(pool.config)))
         self._folder.write_pools(past)
         self._known_pools = pools

@@ -20,7 +20,7 @@ from kvpool.core.allocator import Allocator
 from kvpool.core.blocks.block_contents import BlockContents
 from kvpool.core.blocks.block_pool import BlockPool
 from kvpool.core.blocks.free_list import Chunk, FreeList
-from kvpool.core.blocks.kv_cache_manager import Pool
+from kvpool.core.blocks.kv_cache_manager import KVCacheManager
 from kvpool.core.blocks.prefix_map import PrefixMap
 from kvpool.core.ids import BlockHash, BlockId, PoolName
 from kvpool.core.sessions.request import Request
@@ -29,15 +29,15 @@ from kvpool.core.specs.kinds import FullAttentionSpec
 from kvpool.core.specs.pool_config import HashScheme, KVCacheGroup, PoolConfig
 from kvpool.server.journal.calls import JournaledAllocator, WireCodec
 from kvpool.server.journal.codec import Decoder, Encoder, dumps, loads, packed_bytes, unpacked_bytes
+from kvpool.server.journal.copy_on_write import CopyOnWriteColumn, FrozenChunks, FrozenRequests
 from kvpool.server.journal.frames import NONSENSE, DamageError, Frame, FrameKind, encode_frame
-from kvpool.server.journal.guarded import FrozenChunks, FrozenRequests, GuardedColumn
 
 LEFT_OUT: Final = {
-    (Allocator, "_new_residency"): "is given to each process",
-    (Pool, "residency"): "a sample is drawn anew by each process; no answer depends on it",
-    (BlockPool, "residency"): "likewise",
+    (Allocator, "_new_block_lifetimes"): "is given to each process",
+    (KVCacheManager, "block_lifetimes"): "a sample is drawn anew by each process; no answer depends on it",
+    (BlockPool, "block_lifetimes"): "likewise",
     (BlockPool, "_events"): "events that were not told yet: watchers of a new process begin with a snapshot",
-    (PrefixMap, "_by_hash"): "follows from _hash_of, _group_of and _several",
+    (PrefixMap, "_by_hash"): "follows from _hash_of, _group_of and _duplicates",
     (Session, "by_number"): "follows from requests",
 }
 _COLUMNS: Final = {
@@ -45,7 +45,7 @@ _COLUMNS: Final = {
     (FreeList, "_column"),
     (PrefixMap, "_group_of"),
     (PrefixMap, "_hash_of"),
-    (PrefixMap, "_writer_of"),
+    (PrefixMap, "_number_of_writer"),
     (BlockContents, "_contents_of"),
 }
 _COLUMN: Final = "column"
@@ -90,7 +90,7 @@ class Frozen(AbstractContextManager["Frozen"]):
 
     def __init__(self, allocator: Allocator, messages: WireCodec) -> None:
         self._messages = messages
-        self._columns: list[GuardedColumn | FrozenChunks] = []
+        self._columns: list[CopyOnWriteColumn | FrozenChunks] = []
         self._requests = FrozenRequests()
         encoder = Encoder(messages, field=self._field)
         had_collector = gc.isenabled()
@@ -118,9 +118,9 @@ class Frozen(AbstractContextManager["Frozen"]):
             self._columns.append(chunks)
             return ((_CHUNKS, len(self._columns) - 1, len(chunks)), chunks.heads)
         if here in _COLUMNS:
-            if isinstance(value, GuardedColumn):
+            if isinstance(value, CopyOnWriteColumn):
                 raise RuntimeError("an allocator is frozen twice at a time")
-            self._columns.append(GuardedColumn(owner, name))
+            self._columns.append(CopyOnWriteColumn(owner, name))
             return (_COLUMN, len(self._columns) - 1, len(value))
         if here == (Session, "requests"):
             return (_REQUESTS, *self._requests.add(value.values()))
@@ -227,7 +227,7 @@ class Loader:
         for session in decoder.made(Session):
             self._complete_session(session)
         for pool in self._allocator.pools():
-            pool.residency = pool.blocks.residency = self._allocator.new_residency()
+            pool.block_lifetimes = pool.blocks.block_lifetimes = self._allocator.new_block_lifetimes()
             _complete(pool.blocks, self._column)
         self._allocator.hold_leases()
 
@@ -284,8 +284,8 @@ def _map(prefix_map: PrefixMap, column_at: Callable[[object], list[Any]], ids: S
     hashes: list[BlockHash | None] = column_at(prefix_map._hash_of)
     prefix_map._hash_of = hashes
     prefix_map._group_of = bytearray(column_at(prefix_map._group_of))
-    prefix_map._writer_of = column_at(prefix_map._writer_of)
-    several = prefix_map._several
+    prefix_map._number_of_writer = column_at(prefix_map._number_of_writer)
+    several = prefix_map._duplicates
     by_hash: list[dict[BlockHash, BlockId]] = [{} for _ in several]
     for block_id, block_hash, group_id in zip(ids, hashes, prefix_map._group_of, strict=True):
         if block_hash is not None:

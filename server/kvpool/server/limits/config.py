@@ -3,7 +3,7 @@
 from dataclasses import dataclass, fields
 from typing import Final
 
-from kvpool.core.blocks.kv_cache_manager import Pool
+from kvpool.core.blocks.kv_cache_manager import KVCacheManager
 from kvpool.core.blocks.quota import Quota
 from kvpool.core.errors import ExhaustedError
 from kvpool.core.ids import MAX_BLOCKS
@@ -89,7 +89,7 @@ class Limits:
             message = f"the token {owner!r} has {num_pools} pools, as many as it may"
             raise ExhaustedError("TOO_MANY_TOKEN_POOLS", message, field=field, retry_seconds=RETRY_SECONDS)
 
-    def check_step(self, pool: Pool, session: Session, step: Step) -> None:
+    def check_step(self, pool: KVCacheManager, session: Session, step: Step) -> None:
         """Raises ExhaustedError if a change that is new is too large, or would make the session so.
 
         What is malformed passes: the core says so.

@@ -8,7 +8,7 @@ from typing import Final
 
 from prometheus_client import Metric
 
-from kvpool.core.block_lifetimes import Residency
+from kvpool.core.block_lifetimes import BlockLifetimes
 from kvpool.core.ids import PoolName
 from kvpool.core.statistics import Histogram
 from kvpool.core.views.pool_info import PoolInfo
@@ -26,12 +26,12 @@ class PoolSource:
 
     Attributes:
         info: How it is.
-        residency: How long its blocks keep what they hold, if that is sampled.
+        block_lifetimes: How long its blocks keep what they hold, if that is sampled.
         published: What its publisher did, if its events are published.
     """
 
     info: PoolInfo
-    residency: Residency | None = None
+    block_lifetimes: BlockLifetimes | None = None
     published: PublisherCounts | None = None
 
 
@@ -62,7 +62,9 @@ def sampler(
 
     def sample() -> Callable[[], Iterable[Metric]]:
         pools = [
-            PoolSample(found.info, _measures(found.info.config.name, found.residency, observations), found.published)
+            PoolSample(
+                found.info, _measures(found.info.config.name, found.block_lifetimes, observations), found.published
+            )
             for found in describe()
         ]
         observations.forget_pools_but({pool.info.config.name for pool in pools})
@@ -74,7 +76,7 @@ def sampler(
     return sample
 
 
-def _measures(name: PoolName, kept: Residency | None, observations: Observations) -> Measures:
+def _measures(name: PoolName, kept: BlockLifetimes | None, observations: Observations) -> Measures:
     def copy(histogram: Histogram | None) -> Histogram | None:
         return histogram.copy() if histogram else None
 

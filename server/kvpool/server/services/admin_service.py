@@ -5,7 +5,7 @@ import time
 from importlib.metadata import version
 from typing import Final
 
-from kvpool.core.blocks.kv_cache_manager import Pool
+from kvpool.core.blocks.kv_cache_manager import KVCacheManager
 from kvpool.core.errors import InvalidArgumentError, WrongStateError
 from kvpool.core.ids import PoolName
 from kvpool.core.views import inspection
@@ -48,7 +48,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
             server=admin_pb2.ServerInfo(
                 version=self._version,
                 uptime_seconds=time.monotonic() - self._started_seconds,
-                draining=self._allocator.intake.is_closed or self._hub.ending.is_asked or self._hub.is_draining,
+                draining=self._allocator.drain_state.is_closed or self._hub.ending.is_asked or self._hub.is_draining,
             ),
             pools=[
                 wire_pools.info_to_proto(self._ranks.describe(name)) for name in self._ranks.pool_names() if sees(name)
@@ -138,9 +138,11 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
     @in_turn
     def Undrain(self, request: admin_pb2.UndrainRequest) -> admin_pb2.UndrainResponse:
         name = PoolName(request.pool_name) if request.pool_name else None
-        if name and name not in self._allocator.intake.closed_pools:  # a journal's drain is back before the ranks are
+        if (
+            name and name not in self._allocator.drain_state.closed_pools
+        ):  # a journal's drain is back before the ranks are
             self._ranks.check_pool(name)
-        self._hub.open_intake(name)
+        self._hub.open_drain_state(name)
         _log.warning("no longer drained", extra={"pool": name or ""})
         asked_for = self._ranks.pool_names() if name is None else [name]
         still = [pool_name for pool_name in asked_for if not self._hub.takes_sessions(pool_name)]
@@ -152,6 +154,6 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         _log.warning("pool removed by an operator", extra={"pool": request.pool_name})
         return admin_pb2.RemovePoolResponse()
 
-    def _open_pool(self, name: str) -> Pool:
+    def _open_pool(self, name: str) -> KVCacheManager:
         self._ranks.check_formed(name)
         return self._allocator.pool(name)

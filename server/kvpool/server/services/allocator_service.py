@@ -8,7 +8,7 @@ import time
 import grpc
 from google.protobuf.message import Message
 
-from kvpool.core.blocks.kv_cache_manager import Pool
+from kvpool.core.blocks.kv_cache_manager import KVCacheManager
 from kvpool.core.blocks.quota import NO_QUOTA
 from kvpool.core.errors import ExhaustedError, InvalidArgumentError, KvpoolError
 from kvpool.core.ids import SessionId
@@ -51,7 +51,7 @@ class AllocatorService(allocator_pb2_grpc.AllocatorServiceServicer):
         if session_id:
             with contextlib.suppress(KvpoolError):  # the method itself says so
                 found = self._hub.session(session_id)
-                pool, session = found[0].config.name, found[1].writer
+                pool, session = found[0].config.name, found[1].session_number
         await self._hub.turns.take(pool, session)
 
     def end_turn(self) -> None:
@@ -131,12 +131,12 @@ class AllocatorService(allocator_pb2_grpc.AllocatorServiceServicer):
                 finally:
                     self.end_turn()
                 with self._hub.resuming(session, stream), stream.wait():
-                    await self._ranks.fencing.keep_out(pool, session.writer_before)
+                    await self._ranks.fencing.keep_out(pool, session.previous_number)
         return response
 
-    def _resume(self, request: allocator_pb2.ResumeSessionRequest) -> tuple[Pool, Session]:
+    def _resume(self, request: allocator_pb2.ResumeSessionRequest) -> tuple[KVCacheManager, Session]:
         pool, session = self._hub.resume_session(request.session_id, request.sequence, request.resume_key)
-        extra = {"session_before": session.writer_before, "requests": len(session.requests)}
+        extra = {"session_before": session.previous_number, "requests": len(session.requests)}
         _log.info("session resumed", extra={**session_fields(pool, session), **extra})
         return pool, session
 
@@ -157,7 +157,7 @@ class AllocatorService(allocator_pb2_grpc.AllocatorServiceServicer):
     def GetComputedBlocks(
         self, request: allocator_pb2.GetComputedBlocksRequest
     ) -> allocator_pb2.GetComputedBlocksResponse:
-        operation = Operation.PEEK if request.uncounted else Operation.LOOK_UP
+        operation = Operation.LOOKUP_UNCOUNTED if request.uncounted else Operation.LOOKUP
         answer = self._run(
             request, lambda _, session: unary.step_for(session, request, request.request, operation, may_declare=True)
         )
@@ -219,7 +219,7 @@ class AllocatorService(allocator_pb2_grpc.AllocatorServiceServicer):
     async def _serve_steps(self, stream: Stream, context: _StepContext) -> None:
         with contextlib.ExitStack() as stack:
             session_id, stall_seconds = "", self._hub.limits.stall_seconds
-            writer = stack.enter_context(Writer(context, stall_seconds))
+            session_number = stack.enter_context(Writer(context, stall_seconds))
             silence = ExhaustedError("NOTHING_SENT", f"the stream sent nothing for {stall_seconds:g} s")
             while True:
                 with stream.wait():
@@ -233,12 +233,12 @@ class AllocatorService(allocator_pb2_grpc.AllocatorServiceServicer):
                     stack.enter_context(self._hub.attached(session, stream))
                 elif message.session_id not in ("", session_id):
                     raise InvalidArgumentError("session_id", "differs from the stream's first step")
-                await self._hub.turns.take(pool.config.name, session.writer)
+                await self._hub.turns.take(pool.config.name, session.session_number)
                 try:
                     answer = self._apply(session_id, message)
                 finally:
                     self._hub.turns.end()
-                await writer.write(answer)
+                await session_number.write(answer)
                 faults.reach("step.answered")
 
     def _apply(self, session_id: str, message: step_pb2.Step) -> step_pb2.StepResult:

@@ -8,7 +8,7 @@ from typing import Final
 
 import grpc
 
-from kvpool.core.blocks.kv_cache_manager import Pool
+from kvpool.core.blocks.kv_cache_manager import KVCacheManager
 from kvpool.core.errors import InvalidArgumentError, WrongStateError, check_range
 from kvpool.core.events import BlockEvent
 from kvpool.core.views.event_log import LoggedBatch
@@ -49,11 +49,11 @@ class EventService(event_pb2_grpc.EventServiceServicer):
             with (
                 self._hub.streaming() as stream,
                 self._room.taken(),
-                Writer(context, self._hub.limits.stall_seconds) as writer,
+                Writer(context, self._hub.limits.stall_seconds) as session_number,
             ):
-                await self._watch(request, stream, writer).run()
+                await self._watch(request, stream, session_number).run()
 
-    def _watch(self, request: event_pb2.WatchRequest, stream: Stream, writer: _WatchWriter) -> "_Watch":
+    def _watch(self, request: event_pb2.WatchRequest, stream: Stream, session_number: _WatchWriter) -> "_Watch":
         pool = self._hub.allocator.pool(request.pool_name)
         if not pool.config.makes_events:
             raise WrongStateError("EVENTS_DISABLED", "the pool publishes no events", field="pool_name")
@@ -79,7 +79,7 @@ class EventService(event_pb2_grpc.EventServiceServicer):
             sequence,
             shared=shared,
             stream=stream,
-            writer=writer,
+            session_number=session_number,
         )
 
 
@@ -114,7 +114,7 @@ class _Watch:
 
     def __init__(  # noqa: PLR0913 - made in one place
         self,
-        pool: Pool,
+        pool: KVCacheManager,
         log: LiveEventLog,
         boot_id: str,
         request: event_pb2.WatchRequest,
@@ -122,7 +122,7 @@ class _Watch:
         *,
         shared: tuple[_BatchMessages, Turns],
         stream: Stream,
-        writer: _WatchWriter,
+        session_number: _WatchWriter,
     ) -> None:
         self._pool = pool
         self._log = log
@@ -132,7 +132,7 @@ class _Watch:
         self._next = sequence
         self._messages, self._turns = shared
         self._stream = stream
-        self._writer = writer
+        self._writer = session_number
 
     async def run(self) -> None:
         """Sends what there is and will be, for ever."""

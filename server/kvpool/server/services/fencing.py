@@ -8,8 +8,8 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 
 from kvpool.core.allocator import Allocator
-from kvpool.core.blocks.kv_cache_manager import Pool
-from kvpool.core.ids import PoolName, WriterId
+from kvpool.core.blocks.kv_cache_manager import KVCacheManager
+from kvpool.core.ids import PoolName, SessionNumber
 from kvpool.core.ranks.membership import Membership
 from kvpool.core.ranks.messages import Effect
 
@@ -33,7 +33,7 @@ class Fencing:
         self._memberships = memberships
         self._carry_out = carry_out
         self._due: set[PoolName] = set()
-        self._waiters: dict[tuple[PoolName, WriterId], list[asyncio.Future[None]]] = {}
+        self._waiters: dict[tuple[PoolName, SessionNumber], list[asyncio.Future[None]]] = {}
 
     def begin_soon(self, name: PoolName) -> None:
         """Tells a pool's ranks whose steps may run, at the end of this turn of the loop."""
@@ -41,7 +41,7 @@ class Fencing:
             self._due.add(name)
             asyncio.get_running_loop().call_soon(self._begin, name)
 
-    async def keep_out(self, pool: Pool, number: WriterId) -> None:
+    async def keep_out(self, pool: KVCacheManager, number: SessionNumber) -> None:
         """Has a pool's ranks keep out a number that a session had; waits until no step under it is in flight on any.
 
         Waits for none if one does not answer fences, or there are none. Does not end while a rank is away: the caller
@@ -61,7 +61,7 @@ class Fencing:
             if not waiters:
                 del self._waiters[key]
 
-    def answered(self, name: PoolName, numbers: Sequence[WriterId]) -> None:
+    def answered(self, name: PoolName, numbers: Sequence[SessionNumber]) -> None:
         """Lets those go who wait for numbers that all ranks keep out now."""
         for number in numbers:
             for waiter in self._waiters.get((name, number), ()):
@@ -74,7 +74,7 @@ class Fencing:
         if membership is None or not self._allocator.has_pool(name):
             return
         pool = self._allocator.pool(name)
-        live = [session.writer for session in self._allocator.sessions_of(pool)]
+        live = [session.session_number for session in self._allocator.sessions_of(pool)]
         awaited = [number for pool_name, number in self._waiters if pool_name == name]
         awaiting = [*pool.quarantine.awaiting_ranks, *awaited]
         self._carry_out(membership, membership.fence(self._allocator.last_session_number, live, awaiting))

@@ -11,11 +11,11 @@ from types import TracebackType
 from typing import Final
 
 from kvpool.core.allocator import Allocator
-from kvpool.core.block_lifetimes import Residency
-from kvpool.core.blocks.kv_cache_manager import Pool
+from kvpool.core.block_lifetimes import BlockLifetimes
+from kvpool.core.blocks.kv_cache_manager import KVCacheManager
 from kvpool.core.errors import AbortedError, KvpoolError, UnavailableError, check_range
-from kvpool.core.ids import PoolName, SessionId, WriterId
-from kvpool.core.pause_tolerant_clock import LOOK_SECONDS, AttentiveClock
+from kvpool.core.ids import PoolName, SessionId, SessionNumber
+from kvpool.core.pause_tolerant_clock import LOOK_SECONDS, PauseTolerantClock
 from kvpool.core.sessions.quarantine import Quarantined
 from kvpool.core.sessions.session import LeaseBounds, Session
 from kvpool.core.sessions.session_ends import ended_error
@@ -89,14 +89,14 @@ class Hub:
     def __init__(  # noqa: PLR0913, PLR0917 - a server's settings
         self,
         max_pool_blocks: int,
-        new_residency: Callable[[], Residency | None] = lambda: None,
+        new_block_lifetimes: Callable[[], BlockLifetimes | None] = lambda: None,
         leases: LeaseBounds = LeaseBounds(),  # noqa: B008 - frozen
         quarantine_seconds: float = 0.0,
         allocator: Allocator | None = None,
         limits: Limits = DEFAULT_LIMITS,
     ) -> None:
-        self.allocator = allocator or Allocator(new_residency)
-        self._clock = AttentiveClock(time.monotonic())
+        self.allocator = allocator or Allocator(new_block_lifetimes)
+        self._clock = PauseTolerantClock(time.monotonic())
         self._max_pool_blocks = max_pool_blocks
         self._quarantine_seconds = quarantine_seconds
         self._lost_until_seconds = self.now_seconds() + quarantine_seconds
@@ -115,7 +115,7 @@ class Hub:
         """Newest epoch that a server before this one may have given, which nobody remembers."""
         self.news = asyncio.Event()
         """Set, and replaced, when a pool becomes ready."""
-        self.on_log: Callable[[Pool, LiveEventLog], None] = lambda _pool, _log: None
+        self.on_log: Callable[[KVCacheManager, LiveEventLog], None] = lambda _pool, _log: None
         """Called when a pool is there, or is there anew."""
         self.on_log_closed: Callable[[PoolName], None] = lambda _name: None
         """Called when a pool is removed."""
@@ -126,11 +126,11 @@ class Hub:
         """The time, by the monotonic clock without what this process was stopped or late."""
         return self._clock.read(time.monotonic())
 
-    def session(self, session_id: str) -> tuple[Pool, Session]:
+    def session(self, session_id: str) -> tuple[KVCacheManager, Session]:
         """See `Allocator.session`. A session that is told that its lease ran out has ended by then."""
         return self.allocator.session(session_id, self._now_seconds_for(session_id))
 
-    def resume_session(self, session_id: str, sequence: int, resume_key: str) -> tuple[Pool, Session]:
+    def resume_session(self, session_id: str, sequence: int, resume_key: str) -> tuple[KVCacheManager, Session]:
         """See `Allocator.resume_session`; ends what the process that drove the session before waits for."""
         now_seconds = self._now_seconds_for(session_id)
         pool, session = self.allocator.resume_session(
@@ -189,14 +189,14 @@ class Hub:
             self.limits.check_token_sessions(owner, self.allocator.num_sessions_of(owner))
         self.limits.check_sessions(self.allocator.num_sessions, len(pool.sessions))
 
-    def _check_lost_steps(self, pool: Pool) -> None:
+    def _check_lost_steps(self, pool: KVCacheManager) -> None:
         """Lets a quarantine pass from the start on; ranks that fence let no step of before through."""
         left_seconds = self._lost_until_seconds - self.now_seconds()
         if self.allocator.lost_may_run and left_seconds > 0 and not pool.ranks_fence:
             message = f"sessions that the server lost may run a last step for {left_seconds:.1f} s more"
             raise UnavailableError("SESSIONS_LOST", message, field="pool_name", retry_seconds=left_seconds)
 
-    def create_pool(self, config: PoolConfig, owner: str = "") -> tuple[Pool, bool]:
+    def create_pool(self, config: PoolConfig, owner: str = "") -> tuple[KVCacheManager, bool]:
         """See `Allocator.create_pool`; refuses what would take more memory than the server was given for a pool."""
         check_range("config.num_blocks", config.num_blocks, 0, self._max_pool_blocks)
         epoch = self.newest_past_epoch() + 1
@@ -219,7 +219,7 @@ class Hub:
         for pool in self.allocator.pools():
             self._keep_log(pool)
 
-    def open_epoch(self, config: PoolConfig, epoch: int, *, ranks_fence: bool, owner: str = "") -> Pool:
+    def open_epoch(self, config: PoolConfig, epoch: int, *, ranks_fence: bool, owner: str = "") -> KVCacheManager:
         """See `Allocator.open_epoch`."""
         pool = self.allocator.open_epoch(config, _new_none_hash(config), epoch, ranks_fence=ranks_fence, owner=owner)
         faults.reach("epoch.opened")
@@ -232,7 +232,7 @@ class Hub:
         """The epoch of a pool; None if there is none of this name."""
         return self.allocator.pool(name).epoch if self.allocator.has_pool(PoolName(name)) else None
 
-    def note_epoch(self, pool: Pool) -> None:
+    def note_epoch(self, pool: KVCacheManager) -> None:
         """Takes note that a pool which a scheduler declared began a new epoch: watchers are told that all is gone."""
         _spare_collector(pool)
         self.publish(pool)
@@ -265,10 +265,10 @@ class Hub:
         self._tell_ended(pool, session)
         return session
 
-    def release(self, name: PoolName, numbers: Sequence[WriterId]) -> None:
-        """See `Allocator.release`."""
+    def end_quarantine(self, name: PoolName, numbers: Sequence[SessionNumber]) -> None:
+        """See `Allocator.end_quarantine`."""
         pool = self.allocator.pool(name)
-        for quarantined in self.allocator.release(name, numbers):
+        for quarantined in self.allocator.end_quarantine(name, numbers):
             self._tell_released(pool, quarantined)
 
     def remove_pool(self, name: str) -> None:
@@ -279,9 +279,9 @@ class Hub:
 
     def takes_sessions(self, name: PoolName) -> bool:
         """Whether a pool takes new sessions, as far as it is not for its ranks to say."""
-        return self.allocator.intake.takes(name) and not self.ending.is_asked and not self.is_draining
+        return self.allocator.drain_state.takes(name) and not self.ending.is_asked and not self.is_draining
 
-    def open_intake(self, name: PoolName | None) -> None:
+    def open_drain_state(self, name: PoolName | None) -> None:
         """See `Allocator.undrain`; without a name a stop is taken back, too. Those who wait for a pool are told."""
         self.allocator.undrain(name)
         if name is None:
@@ -297,11 +297,11 @@ class Hub:
         pool = self.allocator.pool(name)
         return self.allocator.describe(pool, self.event_log(pool).last_sequence)
 
-    def event_log(self, pool: Pool) -> LiveEventLog:
+    def event_log(self, pool: KVCacheManager) -> LiveEventLog:
         """The pool's events."""
         return self._logs[pool.config.name]
 
-    def publish(self, pool: Pool) -> None:
+    def publish(self, pool: KVCacheManager) -> None:
         """Logs the events of the change just made."""
         self._logs[pool.config.name].publish(pool)
 
@@ -344,7 +344,7 @@ class Hub:
             if self._by_session.get(session.session_id) is stream:
                 del self._by_session[session.session_id]
 
-    def close_session(self, session_id: str) -> tuple[int, tuple[Pool, Session] | None]:
+    def close_session(self, session_id: str) -> tuple[int, tuple[KVCacheManager, Session] | None]:
         """See `Allocator.close_session`; ends the session's stream.
 
         Returns:
@@ -379,7 +379,7 @@ class Hub:
         if self.allocator.lost_may_run and now_seconds >= self._lost_until_seconds:
             self.allocator.end_lost_steps()
         self._expire(now_seconds)
-        for pool, quarantined in self.allocator.release_due(now_seconds):
+        for pool, quarantined in self.allocator.end_due_quarantines(now_seconds):
             self._tell_released(pool, quarantined)
 
     def _expire(self, now_seconds: float) -> None:
@@ -392,21 +392,21 @@ class Hub:
     def drain(self) -> None:
         """Refuses new work from now on, and ends open streams once they have answered what they are at.
 
-        This is the server stopping. What an operator drains is `Allocator.intake`.
+        This is the server stopping. What an operator drains is `Allocator.drain_state`.
         """
         self.is_draining = True
         for stream in self.streams():
             stream.end(_draining_error())
 
-    def _tell_ended(self, pool: Pool, session: Session) -> None:
+    def _tell_ended(self, pool: KVCacheManager, session: Session) -> None:
         """Says that blocks of a session that was ended are in quarantine, if they are."""
-        if pool.quarantine.find(session.writer):
+        if pool.quarantine.find(session.session_number):
             _log.info(
                 "session quarantined", extra={**session_fields(pool, session), "blocks": pool.quarantine.num_blocks}
             )
         self.on_session_ended(pool.config.name)
 
-    def _tell_released(self, pool: Pool, quarantined: Quarantined) -> None:
+    def _tell_released(self, pool: KVCacheManager, quarantined: Quarantined) -> None:
         extra = {
             **session_fields(pool, quarantined.session),
             "seconds": round(self.now_seconds() - quarantined.since_seconds, 3),
@@ -414,7 +414,7 @@ class Hub:
         }
         _log.info("quarantine released", extra=extra)
 
-    def _keep_log(self, pool: Pool) -> None:
+    def _keep_log(self, pool: KVCacheManager) -> None:
         """Keeps the events of a pool that is there, or is there anew."""
         _spare_collector(pool)
         self.on_log(pool, self._logs.open(pool.config.name))
@@ -424,7 +424,7 @@ class Hub:
         self.news = asyncio.Event()
 
 
-def _spare_collector(pool: Pool) -> None:
+def _spare_collector(pool: KVCacheManager) -> None:
     """Keeps the garbage collector from the columns of a large pool.
 
     To walk those of a million blocks stops all for 35 ms, 70 with events, and finds nothing: they hold ints and bytes.
@@ -434,11 +434,11 @@ def _spare_collector(pool: Pool) -> None:
         gc.freeze()
 
 
-def session_fields(pool: Pool, session: Session) -> dict[str, object]:
+def session_fields(pool: KVCacheManager, session: Session) -> dict[str, object]:
     """What the log says of a session; its id is a secret."""
     return {
         "pool": pool.config.name,
-        "session": session.writer,
+        "session": session.session_number,
         "client": session.client_name,
         "epoch": pool.epoch,
     }

@@ -192,18 +192,18 @@ class Ranks:
     def adopt(self) -> None:
         """Waits for the ranks of the pools that a journal brought back, as for ranks that were lost just now."""
         allocator = self._hub.allocator
-        for name, world in allocator.worlds.items():
+        for name, rank_group in allocator.rank_groups.items():
             if not allocator.has_pool(name):  # it ended in the moment in which the pool was to open
                 continue
             pool = allocator.pool(name)
-            if pool.epoch < world.epoch:  # likewise
-                allocator.pass_epoch(pool, world.epoch)
-                world = replace(world, plan=None, members=())  # noqa: PLW2901 - what is left of it
+            if pool.epoch < rank_group.epoch:  # likewise
+                allocator.pass_epoch(pool, rank_group.epoch)
+                rank_group = replace(rank_group, plan=None, members=())  # noqa: PLW2901 - what is left of it
             elif not pool.is_suspended:
                 allocator.suspend(pool)
             membership = self._memberships[name] = Membership(name, self.timing, self._max_pool_blocks)
-            links = [self._next_link() for _ in world.members]
-            membership.restore(world, links, self._hub.now_seconds())
+            links = [self._next_link() for _ in rank_group.members]
+            membership.restore(rank_group, links, self._hub.now_seconds())
 
     def open_link(self, stream: Stream) -> RankLink:
         """Gives a stream its number."""
@@ -357,7 +357,7 @@ class Ranks:
         name = membership.name
         match effect:
             case PoolOpened():
-                self._hub.allocator.keep_world(name, membership.world())
+                self._hub.allocator.keep_rank_group(name, membership.rank_group())
                 self._hub.open_epoch(
                     effect.config, effect.epoch, ranks_fence=effect.ranks_fence, owner=membership.owner
                 )
@@ -372,11 +372,11 @@ class Ranks:
                 _log.info("pool resumed", extra={"pool": name, "epoch": membership.epoch})
             case EpochPassed():
                 passed = self._hub.allocator.pool(name).epoch
-                self._hub.allocator.keep_world(name, membership.world())
+                self._hub.allocator.keep_rank_group(name, membership.rank_group())
                 count = self._hub.pass_epoch(name, effect.epoch)
                 _log.warning("epoch passed", extra={"pool": name, "epoch": passed, "sessions": count})
             case SessionsFenced():
-                self._hub.release(name, effect.numbers)
+                self._hub.end_quarantine(name, effect.numbers)
                 self.fencing.answered(name, effect.numbers)
             case _:
                 assert_never(effect)

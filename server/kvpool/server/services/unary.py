@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Final, Protocol
 
 from kvpool.core.allocator import Allocator
-from kvpool.core.blocks.kv_cache_manager import Pool
+from kvpool.core.blocks.kv_cache_manager import KVCacheManager
 from kvpool.core.errors import InvalidArgumentError, KvpoolError, NotFoundError
 from kvpool.core.ids import BlockId, RequestId, RequestNumber
 from kvpool.core.sessions.session import Session
@@ -33,7 +33,7 @@ class Change(Sent, Protocol):
     sequence: int
 
 
-Build = Callable[[Pool, Session], Step]
+Build = Callable[[KVCacheManager, Session], Step]
 """Makes the step of a unary change."""
 
 
@@ -57,7 +57,7 @@ class Answer:
 
 
 def run(  # noqa: PLR0913, PLR0917 - what a change is made of
-    allocator: Allocator, limits: Limits, pool: Pool, session: Session, message: Change, build: Build
+    allocator: Allocator, limits: Limits, pool: KVCacheManager, session: Session, message: Change, build: Build
 ) -> Answer:
     """Runs a unary change: once, however often it is sent.
 
@@ -127,7 +127,7 @@ def step_for(
     return step
 
 
-def allocation(pool: Pool, session: Session, message: allocator_pb2.AllocateSlotsRequest) -> Step:
+def allocation(pool: KVCacheManager, session: Session, message: allocator_pb2.AllocateSlotsRequest) -> Step:
     """Makes the step of AllocateSlots.
 
     Raises:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from kvpool.core.blocks.kv_cache_manager import Pool
+from kvpool.core.blocks.kv_cache_manager import KVCacheManager
 from kvpool.core.events import BlockRemoved, BlockStored
 from kvpool.core.ids import BlockHash, BlockId, GroupId
 from kvpool.core.specs.base import KVCacheSpec
@@ -16,8 +16,8 @@ from support.core import STEP, admit, block_hashes, config, request_of
 FULL, WINDOW = FullAttentionSpec(4), SlidingWindowSpec(8, sliding_window=9)
 
 
-def pool_of(*specs: KVCacheSpec, num_blocks: int = 40, **options: Any) -> Pool:
-    return Pool(config(num_blocks, specs=specs or (FULL,), enable_events=True, **options))
+def pool_of(*specs: KVCacheSpec, num_blocks: int = 40, **options: Any) -> KVCacheManager:
+    return KVCacheManager(config(num_blocks, specs=specs or (FULL,), enable_events=True, **options))
 
 
 def chunks(walk: SnapshotCursor, max_blocks: int = 3) -> list[list[BlockStored]]:
@@ -27,11 +27,11 @@ def chunks(walk: SnapshotCursor, max_blocks: int = 3) -> list[list[BlockStored]]
     return told
 
 
-def runs(pool: Pool, max_blocks: int = 3) -> list[BlockStored]:
+def runs(pool: KVCacheManager, max_blocks: int = 3) -> list[BlockStored]:
     return [run for chunk in chunks(SnapshotCursor(pool), max_blocks) for run in chunk]
 
 
-def truth(pool: Pool) -> set[tuple[GroupId, BlockHash]]:
+def truth(pool: KVCacheManager) -> set[tuple[GroupId, BlockHash]]:
     return {(group_id, block_hash) for group_id, block_hash, _ in pool.blocks.prefix_map.entries()}
 
 
@@ -110,4 +110,4 @@ def test_a_removed_hash_says_how_many_copies_are_left() -> None:
 
 
 def test_a_pool_without_events_keeps_no_contents() -> None:
-    assert Pool(config()).blocks.contents is None
+    assert KVCacheManager(config()).blocks.contents is None

@@ -6,7 +6,7 @@ import pytest
 
 from kvpool.core.blocks.block_pool import BlockPool
 from kvpool.core.events import AllBlocksCleared, BlockRemoved
-from kvpool.core.ids import BlockHash, BlockId, GroupId, Sequence, WriterId
+from kvpool.core.ids import BlockHash, BlockId, GroupId, SessionNumber, StepNumber
 from kvpool.core.specs.pool_config import ReuseOrder
 from support.core import config
 
@@ -22,7 +22,7 @@ def pool_of(num_blocks: int, **options: Any) -> BlockPool:
 def cache(pool: BlockPool, *numbers: int) -> None:
     """Gives each block a hash that spells its id."""
     hashes = [BlockHash(b"%d" % number) for number in numbers]
-    pool.cache(GroupId(0), ids(*numbers), hashes, WriterId(1), Sequence(1))
+    pool.cache(GroupId(0), ids(*numbers), hashes, SessionNumber(1), StepNumber(1))
 
 
 def test_a_taken_block_counts_once_and_is_not_free() -> None:

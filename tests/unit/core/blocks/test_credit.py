@@ -6,7 +6,7 @@ from typing import Final
 
 import pytest
 
-from kvpool.core.blocks.kv_cache_manager import Pool
+from kvpool.core.blocks.kv_cache_manager import KVCacheManager
 from kvpool.core.ids import MAX_TOKENS
 from kvpool.core.sessions.request import Request
 from kvpool.core.specs.base import KVCacheSpec
@@ -76,17 +76,17 @@ class Driven:
     def __init__(
         self, specs: list[KVCacheSpec], *, num_known: int = NUM_TOKENS, num_blocks: int = 35, **options: bool
     ) -> None:
-        self.pool = Pool(config(num_blocks, specs=specs, **options))
+        self.pool = KVCacheManager(config(num_blocks, specs=specs, **options))
         self.request: Request = request_of(self.pool, "abcdefghijklmnopqrstuvwxyz", num_known)
 
     @property
     def room(self) -> int:
         """Tokens that it can take in silence."""
-        return self.request.quiet_tokens - self.request.num_computed_tokens
+        return self.request.credit_tokens - self.request.num_computed_tokens
 
     def view(self) -> tuple[object, ...]:
         """All that can be seen but the request's computed tokens; its room included, which follows from the rest."""
-        return snapshot(self.pool, []), repr(self.request.tables), self.request.quiet_tokens
+        return snapshot(self.pool, []), repr(self.request.tables), self.request.credit_tokens
 
     def allocate(self, num_new_tokens: int, num_lookahead_tokens: int = 0, num_encoder_tokens: int = 0) -> None:
         new = self.pool.allocate(
@@ -109,7 +109,7 @@ class Driven:
         copy = deepcopy(self)
         before, end_tokens = copy.view(), copy.request.num_computed_tokens + num_new_tokens
         if in_full:
-            copy.request.quiet_tokens = 0
+            copy.request.credit_tokens = 0
         copy.allocate(num_new_tokens, num_lookahead_tokens)
         assert copy.request.num_computed_tokens == end_tokens
         assert copy.pool.activity.allocations == self.pool.activity.allocations + 1
@@ -210,7 +210,7 @@ def test_what_an_encoder_put_out_bounds_no_room(mix: str) -> None:
     driven = Driven(ENCODING[mix], enable_caching=False)
     driven.allocate(5, num_encoder_tokens=7)
     driven.check_room()
-    assert driven.request.quiet_tokens == (8 if FULL in ENCODING[mix] else driven.pool.config.max_model_len)
+    assert driven.request.credit_tokens == (8 if FULL in ENCODING[mix] else driven.pool.config.max_model_len)
 
 
 def test_blocks_left_uncached_leave_no_room_until_they_are_cached() -> None:
@@ -219,20 +219,20 @@ def test_blocks_left_uncached_leave_no_room_until_they_are_cached() -> None:
     assert driven.room < 0
     assert driven.changes(1, in_full=False)
     driven.allocate(1)
-    assert driven.request.quiet_tokens == 11
+    assert driven.request.credit_tokens == 11
 
 
 def test_no_room_is_left_where_a_request_ends() -> None:
     driven = Driven([FULL], num_known=256, num_blocks=80, enable_caching=False)
     driven.allocate(190, num_lookahead_tokens=100)
-    assert driven.request.quiet_tokens == 256
+    assert driven.request.credit_tokens == 256
 
 
-@pytest.mark.parametrize("leave", [Pool.free, Pool.preempt])
-def test_a_request_without_blocks_has_no_room(leave: Callable[[Pool, Request], None]) -> None:
+@pytest.mark.parametrize("leave", [KVCacheManager.free, KVCacheManager.preempt])
+def test_a_request_without_blocks_has_no_room(leave: Callable[[KVCacheManager, Request], None]) -> None:
     driven = Driven([FULL])
-    assert driven.request.quiet_tokens == 0
+    assert driven.request.credit_tokens == 0
     driven.allocate(5)
     assert driven.room == 2
     leave(driven.pool, driven.request)
-    assert driven.request.quiet_tokens == 0
+    assert driven.request.credit_tokens == 0

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from kvpool.core.blocks.kv_cache_manager import Pool
+from kvpool.core.blocks.kv_cache_manager import KVCacheManager
 from kvpool.core.events import BlockStored
 from kvpool.core.ids import PoolName
 from kvpool.core.specs.kinds import MLAAttentionSpec
@@ -12,15 +12,15 @@ from kvpool.core.specs.pool_config import KVCacheGroup, PoolConfig
 from support.core import BLOCK_SIZE, STEP, admit, config, request_of
 
 
-def pool_of(num_blocks: int = 20, **options: Any) -> Pool:
-    return Pool(config(num_blocks, **options))
+def pool_of(num_blocks: int = 20, **options: Any) -> KVCacheManager:
+    return KVCacheManager(config(num_blocks, **options))
 
 
 @pytest.mark.parametrize(("num_tokens", "hit"), [(1, []), (4, []), (5, [1]), (8, [1]), (9, [1, 2]), (40, [1, 2, 3])])
 def test_a_hit_leaves_a_token_to_compute(num_tokens: int, hit: list[int]) -> None:
     pool = pool_of()
     admit(pool, "abc", 13)
-    computed = pool.peek(request_of(pool, "abcdefghij", num_tokens))
+    computed = pool.lookup_uncounted(request_of(pool, "abcdefghij", num_tokens))
     assert (list(computed.block_ids[0]), computed.num_tokens) == (hit, len(hit) * BLOCK_SIZE)
 
 
@@ -28,13 +28,13 @@ def test_a_hit_leaves_a_token_to_compute(num_tokens: int, hit: list[int]) -> Non
 def test_eagle_gives_up_the_last_block_of_a_hit(num_tokens: int, hit: list[int]) -> None:
     pool = pool_of(use_eagle=True)
     admit(pool, "abc", 13)
-    assert pool.peek(request_of(pool, "abcdefghij", num_tokens)).block_ids == (hit,)
+    assert pool.lookup_uncounted(request_of(pool, "abcdefghij", num_tokens)).block_ids == (hit,)
 
 
 def test_nothing_is_found_without_caching() -> None:
     pool = pool_of(enable_caching=False)
     admit(pool, "abc", 13)
-    computed = pool.look_up(request_of(pool, "abc", 13))
+    computed = pool.lookup(request_of(pool, "abc", 13))
     assert (computed.block_ids, computed.num_tokens) == (((),), 0)
     assert (len(pool.blocks.prefix_map), pool.stats.requests) == (0, 0)
 
@@ -55,7 +55,7 @@ def test_lookahead_keeps_room_that_later_tokens_use() -> None:
 
 
 def test_lookahead_ends_with_the_longest_request() -> None:
-    pool = Pool(PoolConfig(PoolName("p"), 20, 10, config().groups))
+    pool = KVCacheManager(PoolConfig(PoolName("p"), 20, 10, config().groups))
     assert pool.allocate(request_of(pool, "ab", 9), 9, 10, sequence=STEP) == ([1, 2, 3],)
 
 
@@ -74,7 +74,7 @@ def test_a_hit_that_is_free_uses_up_free_blocks() -> None:
     pool = pool_of(4)  # three to give
     pool.free(admit(pool, "abc", 12))
     request = request_of(pool, "abx", 13)
-    assert pool.peek(request).num_tokens == 8
+    assert pool.lookup_uncounted(request).num_tokens == 8
     assert pool.admit(request, 13, sequence=STEP) is None  # two of the hit and two new
     assert pool.admit(request, 4, sequence=STEP)
     assert request.tables[0].block_ids == [1, 2, 3]
@@ -106,20 +106,20 @@ def test_a_preempted_request_starts_over_and_finds_its_own_blocks() -> None:
     pool.preempt(request)
     assert (request.holds_blocks, request.num_computed_tokens) == (False, 0)
     assert (request.num_preemptions, pool.num_preemptions) == (1, 1)
-    assert pool.peek(request).num_tokens == 12
+    assert pool.lookup_uncounted(request).num_tokens == 12
 
 
 def test_ranks_of_context_parallelism_make_a_block_hold_more_tokens() -> None:
     pool = pool_of(dcp_world_size=2)
     request = admit(pool, "ab", 17)
     assert request.tables[0].block_ids == [1, 2, 3]
-    assert pool.peek(request_of(pool, "ab", 17)).num_tokens == 16
+    assert pool.lookup_uncounted(request_of(pool, "ab", 17)).num_tokens == 16
 
 
 def test_latent_attention_is_managed_as_full_attention() -> None:
-    pool = Pool(PoolConfig(PoolName("p"), 9, 64, (KVCacheGroup(MLAAttentionSpec(4, head_size=576)),)))
+    pool = KVCacheManager(PoolConfig(PoolName("p"), 9, 64, (KVCacheGroup(MLAAttentionSpec(4, head_size=576)),)))
     admit(pool, "ab", 9)
-    assert pool.peek(request_of(pool, "ab", 9)).block_ids == ([1, 2],)
+    assert pool.lookup_uncounted(request_of(pool, "ab", 9)).block_ids == ([1, 2],)
 
 
 @pytest.mark.parametrize(("others", "expected"), [([], 4), (["abc"], 3), (["abc", "aXc"], 1), (["Xbc"], 0)])

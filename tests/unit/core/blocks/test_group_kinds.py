@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from kvpool.core.blocks.kv_cache_manager import Pool
+from kvpool.core.blocks.kv_cache_manager import KVCacheManager
 from kvpool.core.errors import InvalidArgumentError, WrongStateError
 from kvpool.core.events import BlockStored
 from kvpool.core.execution import apply
@@ -32,11 +32,11 @@ CHUNK = ChunkedLocalAttentionSpec(4, attention_chunk_size=8)
 STATE = MambaSpec(4)
 
 
-def pool_of(*specs: KVCacheSpec, num_blocks: int = 40, **options: Any) -> Pool:
-    return Pool(config(num_blocks, specs=specs, **options))
+def pool_of(*specs: KVCacheSpec, num_blocks: int = 40, **options: Any) -> KVCacheManager:
+    return KVCacheManager(config(num_blocks, specs=specs, **options))
 
 
-def fill(pool: Pool, content: str, num_tokens: int) -> Request:
+def fill(pool: KVCacheManager, content: str, num_tokens: int) -> Request:
     """As `admit`, but without a look-up."""
     request = request_of(pool, content, num_tokens)
     assert pool.allocate(request, num_tokens, sequence=STEP)
@@ -59,7 +59,7 @@ def tables(request: Request) -> list[list[int]]:
 def test_a_hit_names_only_the_blocks_that_are_looked_back_at(spec: KVCacheSpec, hit: list[int]) -> None:
     pool = pool_of(spec)
     fill(pool, "abcdef", 24)
-    computed = pool.peek(request_of(pool, "abcdeXYZ", 21))
+    computed = pool.lookup_uncounted(request_of(pool, "abcdeXYZ", 21))
     assert (list(computed.block_ids[0]), computed.num_tokens) == (hit, 20)
 
 
@@ -97,7 +97,7 @@ def test_too_few_blocks_frees_what_slid_out_and_nothing_else() -> None:
 
 def test_a_chunk_that_is_over_needs_nothing_so_even_what_was_never_seen_hits() -> None:
     pool = pool_of(CHUNK)
-    computed = pool.peek(request_of(pool, "abcdefgh", 22))
+    computed = pool.lookup_uncounted(request_of(pool, "abcdefgh", 22))
     assert (list(computed.block_ids[0]), computed.num_tokens) == ([0, 0, 0, 0], 16)
 
 
@@ -105,18 +105,18 @@ def test_chunks_need_not_begin_with_a_block() -> None:
     pool = pool_of(ChunkedLocalAttentionSpec(4, attention_chunk_size=6))
     fill(pool, "ab", 8)
     # 8 tokens: the next one looks back to token 6, in block 1; 12: to none before it
-    assert pool.peek(request_of(pool, "abX", 12)).block_ids == ([0, 2],)
-    assert pool.peek(request_of(pool, "XYZ", 12)).num_tokens == 0
-    assert pool.peek(request_of(pool, "XYZU", 14)).num_tokens == 12
+    assert pool.lookup_uncounted(request_of(pool, "abX", 12)).block_ids == ([0, 2],)
+    assert pool.lookup_uncounted(request_of(pool, "XYZ", 12)).num_tokens == 0
+    assert pool.lookup_uncounted(request_of(pool, "XYZU", 14)).num_tokens == 12
 
 
 def test_a_state_alone_serves_a_hit() -> None:
     pool = pool_of(STATE)
     request = admit(pool, "abcd", 17)
     pool.blocks.evict(request.tables[0].block_ids[:2])
-    assert pool.peek(request_of(pool, "abcd", 17)).block_ids == ([0, 0, 0, 4],)
+    assert pool.lookup_uncounted(request_of(pool, "abcd", 17)).block_ids == ([0, 0, 0, 4],)
     pool.blocks.evict(request.tables[0].block_ids[3:])
-    assert pool.peek(request_of(pool, "abcd", 17)).block_ids == ([0, 0, 3],)
+    assert pool.lookup_uncounted(request_of(pool, "abcd", 17)).block_ids == ([0, 0, 3],)
 
 
 def test_speculative_blocks_follow_the_last_token() -> None:
@@ -144,16 +144,16 @@ def test_sinks_take_the_first_blocks_for_good() -> None:
     assert tables(request) == [[3, 4, 5]]
     pool.free(request)
     assert not pool.reset_prefix_cache()
-    pool.end_writer(request.writer)
+    pool.end_session(request.session_number)
     check_integrity(pool, [])
 
 
 def test_layers_with_pages_of_different_sizes_share_a_table() -> None:
     wide = SlidingWindowSpec(4, 2, sliding_window=6)
     spec = UniformTypeKVCacheSpecs(4, (("a", WINDOW), ("b", wide)))
-    pool = Pool(PoolConfig(PoolName("m"), 40, 256, (KVCacheGroup(spec, ("a", "b")),)))
+    pool = KVCacheManager(PoolConfig(PoolName("m"), 40, 256, (KVCacheGroup(spec, ("a", "b")),)))
     admit(pool, "abcdef", 24)
-    assert pool.peek(request_of(pool, "abcdef", 24)).block_ids == ([0, 0, 0, 4, 5],)
+    assert pool.lookup_uncounted(request_of(pool, "abcdef", 24)).block_ids == ([0, 0, 0, 4, 5],)
 
 
 @pytest.mark.parametrize(
@@ -176,7 +176,7 @@ def test_a_hit_is_the_longest_that_all_groups_can_serve(
     request = admit(pool, "abcdefg", length)
     for group_id, indices in lost.items():
         pool.blocks.evict([request.tables[group_id].block_ids[i] for i in indices])
-    computed = pool.peek(request_of(pool, "abcdefg", length))
+    computed = pool.lookup_uncounted(request_of(pool, "abcdefg", length))
     assert [list(blocks) for blocks in computed.block_ids] == hit
     assert computed.num_tokens == 4 * len(hit[0])
 
@@ -186,7 +186,7 @@ def test_the_order_of_groups_does_not_matter(first: int) -> None:
     specs = [FULL, SlidingWindowSpec(8, sliding_window=9)]
     pool = pool_of(*(specs if first == 0 else reversed(specs)))
     admit(pool, "abcdef", 24)
-    assert pool.peek(request_of(pool, "abcdeX", 24)).num_tokens == 16
+    assert pool.lookup_uncounted(request_of(pool, "abcdeX", 24)).num_tokens == 16
 
 
 def test_a_larger_block_is_found_by_the_hashes_of_its_parts_joined() -> None:
@@ -195,34 +195,34 @@ def test_a_larger_block_is_found_by_the_hashes_of_its_parts_joined() -> None:
     stored = [event for event in pool.blocks.take_events() if isinstance(event, BlockStored)]
     assert [(event.group_id, event.block_size, len(event.block_hashes)) for event in stored] == [(0, 4, 5), (1, 8, 2)]
     assert stored[1].block_hashes[1] == request.hashes[2] + request.hashes[3]
-    assert pool.peek(request_of(pool, "abcdeX", 24)).block_ids == ([1, 2, 3, 4], [0, 8])
+    assert pool.lookup_uncounted(request_of(pool, "abcdeX", 24)).block_ids == ([1, 2, 3, 4], [0, 8])
 
 
 def test_eagle_needs_the_block_after_the_hit_in_every_kind_with_token_slots() -> None:
     pool = pool_of(FULL, WINDOW, STATE, use_eagle=True)
     request = admit(pool, "abcde", 20)
     again = request_of(pool, "abcde", 20)
-    assert pool.peek(again).num_tokens == 16
+    assert pool.lookup_uncounted(again).num_tokens == 16
     pool.blocks.evict(request.tables[1].block_ids[4:])
-    assert pool.peek(again).num_tokens == 12
+    assert pool.lookup_uncounted(again).num_tokens == 12
     pool.blocks.evict(request.tables[2].block_ids[2:3])
-    assert pool.peek(again).num_tokens == 8
+    assert pool.lookup_uncounted(again).num_tokens == 8
     pool.blocks.evict(request.tables[1].block_ids[2:3])
-    assert pool.peek(again).num_tokens == 4
+    assert pool.lookup_uncounted(again).num_tokens == 4
 
 
 def test_eagle_over_chunks_gives_up_what_follows_no_cached_block() -> None:
     pool = pool_of(CHUNK, use_eagle=True)
-    assert pool.peek(request_of(pool, "abcdef", 22)).num_tokens == 0
+    assert pool.lookup_uncounted(request_of(pool, "abcdef", 22)).num_tokens == 0
     fill(pool, "abcdef", 24)
-    assert pool.peek(request_of(pool, "abcdeX", 24)).num_tokens == 16
+    assert pool.lookup_uncounted(request_of(pool, "abcdeX", 24)).num_tokens == 16
 
 
 def test_context_parallelism_over_mixed_kinds() -> None:
     pool = pool_of(FULL, STATE, dcp_world_size=2)
     request = admit(pool, "abcdef", 21)
     assert tables(request) == [[1, 2, 3], [4, 5, 6, 7, 8, 9]]
-    assert pool.peek(request_of(pool, "abcdef", 21)).block_ids == ([1, 2], [0, 0, 0, 7])
+    assert pool.lookup_uncounted(request_of(pool, "abcdef", 21)).block_ids == ([1, 2], [0, 0, 0, 7])
 
 
 def test_only_kinds_that_keep_all_have_a_common_prefix() -> None:
@@ -250,11 +250,11 @@ def mixed_world() -> tuple[World, Session]:
     return world, session
 
 
-def look_up(world: World, session: Session, number: int, content: str, num_tokens: int) -> list[list[int]]:
+def lookup(world: World, session: Session, number: int, content: str, num_tokens: int) -> list[list[int]]:
     result = world.run(
         session,
         Operation.ADD,
-        Operation.LOOK_UP,
+        Operation.LOOKUP,
         request_numbers=[number] * 2,
         num_appended_tokens=[num_tokens, 0],
         block_hashes=block_hashes(content, num_tokens // 4),
@@ -276,7 +276,7 @@ def look_up(world: World, session: Session, number: int, content: str, num_token
 )
 def test_a_promise_that_no_look_up_can_have_made_is_refused(promised: list[list[int]], words: str) -> None:
     world, session = mixed_world()
-    assert look_up(world, session, 2, "abcdeX", 24) == [[1, 2, 3, 4, 5], [0, 0, 0, 10, 11]]
+    assert lookup(world, session, 2, "abcdeX", 24) == [[1, 2, 3, 4, 5], [0, 0, 0, 10, 11]]
     before = world.snapshot()
     with pytest.raises(InvalidArgumentError, match=words):
         world.run(
@@ -293,7 +293,7 @@ def test_a_promise_that_no_look_up_can_have_made_is_refused(promised: list[list[
 @pytest.mark.parametrize("group_id", [0, 1])
 def test_a_promise_that_was_lost_in_any_group_is_a_changed_hit(group_id: int) -> None:
     world, session = mixed_world()
-    promised = look_up(world, session, 2, "abcdeX", 24)
+    promised = lookup(world, session, 2, "abcdeX", 24)
     world.run(session, Operation.EVICT, num_block_ids=[1, 0], block_ids=[promised[group_id][4]])
     result = world.run(
         session,
@@ -330,10 +330,10 @@ def test_encoder_tokens_out_of_range_are_refused() -> None:
 def test_another_session_hits_a_mix_only_when_it_was_executed() -> None:
     world, session = mixed_world()
     other = world.open()
-    assert look_up(world, other, 1, "abcdeX", 24) == [[], []]
+    assert lookup(world, other, 1, "abcdeX", 24) == [[], []]
     world.run(session, Operation.APPEND, request_numbers=[1], executed=1)
-    assert look_up(world, other, 2, "abcdeX", 24) == [[1, 2, 3, 4, 5], [0, 0, 0, 10, 11]]
-    result = world.run(other, Operation.LOOK_UP, request_numbers=[2])
+    assert lookup(world, other, 2, "abcdeX", 24) == [[1, 2, 3, 4, 5], [0, 0, 0, 10, 11]]
+    result = world.run(other, Operation.LOOKUP, request_numbers=[2])
     assert (result.num_hit_tokens, result.num_shared_hit_tokens) == ([20], [20])
 
 
@@ -343,7 +343,7 @@ def test_a_session_that_ends_withdraws_what_it_never_executed_from_all_groups() 
     world.run(session, Operation.ALLOCATE, request_numbers=[1], num_new_tokens=[1])
     world.allocator.close_session(session.session_id, world.now_seconds)
     assert (len(world.pool.blocks.prefix_map), world.pool.blocks.num_free_blocks) == (0, 39)
-    assert look_up(world, other, 1, "abcdeX", 24) == [[], []]
+    assert lookup(world, other, 1, "abcdeX", 24) == [[], []]
     check_integrity(world.pool, world.sessions())
 
 
@@ -351,7 +351,7 @@ def test_a_promise_of_another_groups_block_is_a_changed_hit() -> None:
     world = World(40, specs=[FULL, FULL])
     session = world.open()
     world.admit(session, 1, "abc", 12)
-    assert look_up(world, session, 2, "abX", 12) == [[1, 2], [4, 5]]
+    assert lookup(world, session, 2, "abX", 12) == [[1, 2], [4, 5]]
     result = world.run(
         session,
         Operation.ALLOCATE,
@@ -368,7 +368,7 @@ def test_a_request_of_cross_attention_alone_is_admitted_once() -> None:
     session = world.open()
     world.admit(session, 1, "", 100)  # no encoder tokens: admitted, and holds no block
     before = world.snapshot()
-    for operation in (Operation.ADMIT, Operation.LOOK_UP):
+    for operation in (Operation.ADMIT, Operation.LOOKUP):
         with pytest.raises(WrongStateError, match="holds blocks already"):
             world.run(session, operation, request_numbers=[1])
     assert world.snapshot() == before
@@ -391,9 +391,15 @@ def test_operations_times_groups_are_bounded() -> None:
 def test_a_step_that_has_made_enough_work_looks_for_no_more_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(apply, "MAX_STEP_WORK", 10)
     world, session = mixed_world()
-    look_up(world, session, 2, "abcdeX", 24)
+    lookup(world, session, 2, "abcdeX", 24)
     requests = world.pool.stats.requests
-    peeks = [Operation.PEEK, Operation.PEEK, Operation.LOOK_UP, Operation.ADMIT, Operation.APPEND]
+    peeks = [
+        Operation.LOOKUP_UNCOUNTED,
+        Operation.LOOKUP_UNCOUNTED,
+        Operation.LOOKUP,
+        Operation.ADMIT,
+        Operation.APPEND,
+    ]
     result = world.run(session, *peeks, request_numbers=[2] * 5)
     assert result.outcomes == [0, *[Outcome.SKIPPED] * 3, 0]
     assert (len(result.block_ids), world.pool.stats.requests) == (10, requests)
@@ -425,5 +431,5 @@ def test_windows_that_shorten_a_hit_by_turns_do_not_make_another_look_again() ->
 
     request = request_of(pool, "", 250)
     request.hashes = Counted(request.hashes)
-    assert pool.peek(request).num_tokens == 0
+    assert pool.lookup_uncounted(request).num_tokens == 0
     assert 250 <= looked_up <= 3 * 250

@@ -3,10 +3,10 @@
 import pytest
 
 from kvpool.core.blocks.prefix_map import PrefixMap
-from kvpool.core.ids import BlockHash, BlockId, GroupId, Sequence, WriterId
+from kvpool.core.ids import BlockHash, BlockId, GroupId, SessionNumber, StepNumber
 
 GROUP, OTHER_GROUP = GroupId(0), GroupId(1)
-WRITER, READER = WriterId(1), WriterId(2)
+SESSION_NUMBER, READER = SessionNumber(1), SessionNumber(2)
 
 
 @pytest.fixture
@@ -19,26 +19,31 @@ def hashes(names: str) -> list[BlockHash]:
 
 
 def insert(
-    prefix_map: PrefixMap, names: str, *ids: int, writer: WriterId = WRITER, sequence: int = 1, group: GroupId = GROUP
+    prefix_map: PrefixMap,
+    names: str,
+    *ids: int,
+    session_number: SessionNumber = SESSION_NUMBER,
+    sequence: int = 1,
+    group: GroupId = GROUP,
 ) -> None:
-    prefix_map.insert(group, [BlockId(i) for i in ids], hashes(names), writer, Sequence(sequence))
+    prefix_map.insert(group, [BlockId(i) for i in ids], hashes(names), session_number, StepNumber(sequence))
 
 
-def find(prefix_map: PrefixMap, names: str, reader: WriterId, group: GroupId) -> list[BlockId]:
+def find(prefix_map: PrefixMap, names: str, reader: SessionNumber, group: GroupId) -> list[BlockId]:
     return prefix_map.find(group, hashes(names), 0, len(names), reader)
 
 
 def test_finds_the_longest_prefix_that_is_cached(prefix_map: PrefixMap) -> None:
     insert(prefix_map, "abd", 3, 1, 2)
-    assert find(prefix_map, "abcd", WRITER, GROUP) == [3, 1]
-    assert find(prefix_map, "xab", WRITER, GROUP) == []
+    assert find(prefix_map, "abcd", SESSION_NUMBER, GROUP) == [3, 1]
+    assert find(prefix_map, "xab", SESSION_NUMBER, GROUP) == []
 
 
 def test_groups_do_not_share_hashes(prefix_map: PrefixMap) -> None:
     insert(prefix_map, "a", 1)
     insert(prefix_map, "a", 2, group=OTHER_GROUP)
-    assert find(prefix_map, "a", WRITER, GROUP) == [1]
-    assert find(prefix_map, "a", WRITER, OTHER_GROUP) == [2]
+    assert find(prefix_map, "a", SESSION_NUMBER, GROUP) == [1]
+    assert find(prefix_map, "a", SESSION_NUMBER, OTHER_GROUP) == [2]
     assert (prefix_map.group_of(BlockId(1)), prefix_map.group_of(BlockId(2))) == (GROUP, OTHER_GROUP)
 
 
@@ -47,7 +52,7 @@ def test_of_several_copies_the_one_cached_first_is_found_until_it_goes(prefix_ma
         insert(prefix_map, "a", block_id)
     assert len(prefix_map) == 3
     found = []
-    while block_ids := find(prefix_map, "a", WRITER, GROUP):
+    while block_ids := find(prefix_map, "a", SESSION_NUMBER, GROUP):
         found += block_ids
         prefix_map.remove(block_ids[0])
     assert found == [5, 2, 7]
@@ -61,9 +66,9 @@ def test_one_batch_may_carry_one_hash_twice(prefix_map: PrefixMap) -> None:
 
 def test_a_block_is_its_writers_until_published(prefix_map: PrefixMap) -> None:
     insert(prefix_map, "ab", 1, 2)
-    assert find(prefix_map, "ab", WRITER, GROUP) == [1, 2]
+    assert find(prefix_map, "ab", SESSION_NUMBER, GROUP) == [1, 2]
     assert find(prefix_map, "ab", READER, GROUP) == []
-    prefix_map.publish(WRITER, Sequence(1))
+    prefix_map.publish(SESSION_NUMBER, StepNumber(1))
     assert find(prefix_map, "ab", READER, GROUP) == [1, 2]
 
 
@@ -71,32 +76,32 @@ def test_publishing_reaches_only_the_changes_that_were_executed(prefix_map: Pref
     insert(prefix_map, "a", 1, sequence=3)
     insert(prefix_map, "b", 2, sequence=4)
     insert(prefix_map, "c", 3, sequence=6)
-    prefix_map.publish(WRITER, Sequence(5))
-    prefix_map.publish(WRITER, Sequence(4))
+    prefix_map.publish(SESSION_NUMBER, StepNumber(5))
+    prefix_map.publish(SESSION_NUMBER, StepNumber(4))
     assert find(prefix_map, "abc", READER, GROUP) == [1, 2]
     assert prefix_map.pending() == {3: 6}
-    assert prefix_map.unpublished_by(WRITER) == [3]
+    assert prefix_map.unpublished_by(SESSION_NUMBER) == [3]
 
 
 def test_publishing_reaches_only_the_writers_blocks(prefix_map: PrefixMap) -> None:
     insert(prefix_map, "a", 1)
-    insert(prefix_map, "b", 2, writer=READER)
-    prefix_map.publish(READER, Sequence(9))
-    prefix_map.publish(WriterId(3), Sequence(9))
+    insert(prefix_map, "b", 2, session_number=READER)
+    prefix_map.publish(READER, StepNumber(9))
+    prefix_map.publish(SessionNumber(3), StepNumber(9))
     assert prefix_map.pending() == {1: 1}
 
 
 def test_a_copy_that_may_be_read_is_found_behind_one_that_may_not(prefix_map: PrefixMap) -> None:
     insert(prefix_map, "ab", 1, 2)
-    insert(prefix_map, "ab", 3, 4, writer=READER)
+    insert(prefix_map, "ab", 3, 4, session_number=READER)
     assert find(prefix_map, "ab", READER, GROUP) == [3, 4]
-    assert find(prefix_map, "ab", WRITER, GROUP) == [1, 2]
+    assert find(prefix_map, "ab", SESSION_NUMBER, GROUP) == [1, 2]
 
 
 def test_a_prefix_ends_at_the_first_block_that_may_not_be_read(prefix_map: PrefixMap) -> None:
     insert(prefix_map, "ac", 1, 3, sequence=1)
     insert(prefix_map, "b", 2, sequence=2)
-    prefix_map.publish(WRITER, Sequence(1))
+    prefix_map.publish(SESSION_NUMBER, StepNumber(1))
     assert find(prefix_map, "abc", READER, GROUP) == [1]
 
 
@@ -111,32 +116,32 @@ def test_removing_returns_the_hash_once(prefix_map: PrefixMap) -> None:
 def test_what_takes_a_pending_blocks_place_starts_anew(prefix_map: PrefixMap) -> None:
     insert(prefix_map, "a", 1, sequence=1)
     prefix_map.remove(BlockId(1))
-    assert prefix_map.unpublished_by(WRITER) == []
-    insert(prefix_map, "b", 1, writer=READER, sequence=7)
-    prefix_map.publish(WRITER, Sequence(9))
+    assert prefix_map.unpublished_by(SESSION_NUMBER) == []
+    insert(prefix_map, "b", 1, session_number=READER, sequence=7)
+    prefix_map.publish(SESSION_NUMBER, StepNumber(9))
     assert prefix_map.pending() == {1: 7}
-    assert find(prefix_map, "b", WRITER, GROUP) == []
+    assert find(prefix_map, "b", SESSION_NUMBER, GROUP) == []
 
 
 def test_counts_the_blocks_a_writer_filled(prefix_map: PrefixMap) -> None:
     insert(prefix_map, "ab", 1, 2)
-    insert(prefix_map, "c", 3, writer=READER)
-    assert prefix_map.num_written_by([BlockId(1), BlockId(2), BlockId(3)], WRITER) == 2
+    insert(prefix_map, "c", 3, session_number=READER)
+    assert prefix_map.num_written_by([BlockId(1), BlockId(2), BlockId(3)], SESSION_NUMBER) == 2
 
 
 def test_what_a_writer_has_not_published_goes_on_under_another_number(prefix_map: PrefixMap) -> None:
-    new, next_after = WriterId(3), WriterId(4)
+    new, next_after = SessionNumber(3), SessionNumber(4)
     insert(prefix_map, "a", 1, sequence=1)
     insert(prefix_map, "bc", 2, 3, sequence=2)
     insert(prefix_map, "d", 4, sequence=3)
-    prefix_map.publish(WRITER, Sequence(1))
-    for writer, renamed in ((WRITER, new), (READER, next_after)):  # the second has filled nothing
-        prefix_map.rename_writer(writer, renamed)
+    prefix_map.publish(SESSION_NUMBER, StepNumber(1))
+    for session_number, renamed in ((SESSION_NUMBER, new), (READER, next_after)):  # the second has filled nothing
+        prefix_map.renumber_session(session_number, renamed)
     assert find(prefix_map, "abcd", new, GROUP) == [1, 2, 3, 4]
-    assert find(prefix_map, "abcd", WRITER, GROUP) == [1]
-    assert [prefix_map.writer_of(BlockId(i)) for i in range(1, 5)] == [WRITER, new, new, new]
+    assert find(prefix_map, "abcd", SESSION_NUMBER, GROUP) == [1]
+    assert [prefix_map.number_of_writer(BlockId(i)) for i in range(1, 5)] == [SESSION_NUMBER, new, new, new]
     prefix_map.remove(BlockId(3))
-    prefix_map.publish(new, Sequence(2))
+    prefix_map.publish(new, StepNumber(2))
     assert (prefix_map.unpublished_by(new), prefix_map.unpublished_by(next_after)) == ([4], [])
     assert find(prefix_map, "ab", READER, GROUP) == [1, 2]
 
@@ -145,8 +150,8 @@ def test_a_cleared_map_holds_nothing_and_can_be_filled_again(prefix_map: PrefixM
     insert(prefix_map, "aab", 1, 2, 3)
     prefix_map.clear()
     assert (len(prefix_map), list(prefix_map.entries()), dict(prefix_map.pending())) == (0, [], {})
-    assert prefix_map.unpublished_by(WRITER) == []
+    assert prefix_map.unpublished_by(SESSION_NUMBER) == []
     insert(prefix_map, "a", 2, sequence=2)
-    prefix_map.publish(WRITER, Sequence(1))
+    prefix_map.publish(SESSION_NUMBER, StepNumber(1))
     assert list(prefix_map.entries()) == [(GROUP, b"a", 2)]
     assert prefix_map.pending() == {2: 2}

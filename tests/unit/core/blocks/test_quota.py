@@ -181,26 +181,26 @@ def test_lookahead_counts() -> None:
 
 def test_a_promised_hit_is_checked_when_it_is_taken() -> None:
     world = World(num_blocks=20)
-    writer, reader = world.open(), world.open(quota=Quota(0, 2))
-    outcome(world, writer, 1, "abc", 12)
-    world.run(writer, executed=writer.sequence)
+    session_number, reader = world.open(), world.open(quota=Quota(0, 2))
+    outcome(world, session_number, 1, "abc", 12)
+    world.run(session_number, executed=session_number.sequence)
     found = world.run(
         reader,
         Operation.ADD,
-        Operation.LOOK_UP,
+        Operation.LOOKUP,
         request_numbers=[1, 1],
         num_appended_tokens=[13, 0],
-        block_hashes=b"".join(world.pool.blocks.prefix_map.hash_of(b) or b"" for b in table_of(writer, 1)),
+        block_hashes=b"".join(world.pool.blocks.prefix_map.hash_of(b) or b"" for b in table_of(session_number, 1)),
         request_ids=["r"],
     )
-    assert found.block_ids == table_of(writer, 1)
+    assert found.block_ids == table_of(session_number, 1)
     taken = world.run(
         reader,
         Operation.ALLOCATE,
         request_numbers=[1],
         num_new_tokens=[1],
         num_block_ids=[3],
-        block_ids=table_of(writer, 1),
+        block_ids=table_of(session_number, 1),
     )
     assert taken.outcomes == [Outcome.OVER_QUOTA]
     assert table_of(reader, 1) == []
@@ -226,12 +226,12 @@ def test_blocks_in_quarantine_count_to_no_quota() -> None:
     world = World(num_blocks=20)
     kept, other = world.open(quota=Quota(10, 12)), world.open()
     outcome(world, kept, 1, "a" * 12, 48)
-    world.allocator.evict_session("m", kept.writer, 0.0, quarantine_seconds=5.0)
+    world.allocator.evict_session("m", kept.session_number, 0.0, quarantine_seconds=5.0)
     check_integrity(world.pool, world.sessions())
     assert world.pool.blocks.num_free_blocks == world.pool.quotas.num_left == 7
     world.open(quota=Quota(7))
     assert world.run(other).free_blocks == 0
-    world.allocator.release_due(5.0)
+    world.allocator.end_due_quarantines(5.0)
     check_integrity(world.pool, world.sessions())
     assert world.run(other).free_blocks == 12
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from kvpool.core.blocks.kv_cache_manager import Pool
+from kvpool.core.blocks.kv_cache_manager import KVCacheManager
 from kvpool.core.blocks.retention import Retention
 from kvpool.core.events import BlockStored
 from kvpool.core.ids import GroupId
@@ -21,13 +21,15 @@ WINDOW = SlidingWindowSpec(4, sliding_window=9)
 WINDOW_GROUP = GroupId(1)
 
 
-def kept(num_prompt_tokens: int, end: int, *, junction_tokens: int = 0, first: int = 0, **options: Any) -> list[int]:
+def kept(
+    num_prompt_tokens: int, end: int, *, shared_prefix_boundary_tokens: int = 0, first: int = 0, **options: Any
+) -> list[int]:
     """Of the window's blocks [first, end), those that are cached."""
     pool_config = config(specs=[FULL, options.pop("window", WINDOW)], **options)
     rule = Retention.of(pool_config, WINDOW_GROUP)
     assert rule
-    request = request_of(Pool(pool_config), "a", num_prompt_tokens)
-    request.num_prompt_tokens, request.junction_tokens = num_prompt_tokens, junction_tokens
+    request = request_of(KVCacheManager(pool_config), "a", num_prompt_tokens)
+    request.num_prompt_tokens, request.shared_prefix_boundary_tokens = num_prompt_tokens, shared_prefix_boundary_tokens
     runs = rule.runs(request, first, end)
     assert all(start < stop for start, stop in runs)
     assert all(before[1] < after[0] for before, after in pairwise(runs))
@@ -59,9 +61,17 @@ def test_a_tail_ends_at_each_segment() -> None:
 
 
 def test_a_tail_ends_where_a_shared_prefix_does() -> None:
-    assert kept(60, 20, retention_tokens=0, junction_tokens=22) == [3, 4, 12, 13]
-    assert kept(60, 20, retention_tokens=0, junction_tokens=57) == [12, 13]
-    assert kept(60, 20, retention_tokens=0, junction_tokens=20, use_eagle=True) == [3, 4, 5, 11, 12, 13, 14]
+    assert kept(60, 20, retention_tokens=0, shared_prefix_boundary_tokens=22) == [3, 4, 12, 13]
+    assert kept(60, 20, retention_tokens=0, shared_prefix_boundary_tokens=57) == [12, 13]
+    assert kept(60, 20, retention_tokens=0, shared_prefix_boundary_tokens=20, use_eagle=True) == [
+        3,
+        4,
+        5,
+        11,
+        12,
+        13,
+        14,
+    ]
 
 
 def test_lengths_are_whole_hits() -> None:
@@ -69,8 +79,8 @@ def test_lengths_are_whole_hits() -> None:
     rule = Retention.of(config(specs=[FullAttentionSpec(12), WINDOW], retention_tokens=0), WINDOW_GROUP)
     assert rule
     assert rule.alignment_tokens == 12
-    request = request_of(Pool(config()), "a", 40)
-    request.num_prompt_tokens, request.junction_tokens = 23, 40
+    request = request_of(KVCacheManager(config()), "a", 40)
+    request.num_prompt_tokens, request.shared_prefix_boundary_tokens = 23, 40
     assert rule.runs(request, 0, 20) == [(1, 3), (7, 9)]
 
 
@@ -89,11 +99,11 @@ def test_there_is_no_rule_where_all_is_kept(specs: list[Any], options: dict[str,
     assert Retention.of(config(specs=specs, **options), WINDOW_GROUP) is None
 
 
-def hashed(pool: Pool, request: Request, group_id: int = 1) -> list[bool]:
+def hashed(pool: KVCacheManager, request: Request, group_id: int = 1) -> list[bool]:
     return [pool.blocks.prefix_map.hash_of(block_id) is not None for block_id in request.tables[group_id].block_ids]
 
 
-def prompt(pool: Pool, content: str, num_tokens: int) -> Request:
+def prompt(pool: KVCacheManager, content: str, num_tokens: int) -> Request:
     request = request_of(pool, content, num_tokens)
     request.num_prompt_tokens = num_tokens
     assert pool.admit(request, num_tokens, sequence=STEP)
@@ -101,7 +111,7 @@ def prompt(pool: Pool, content: str, num_tokens: int) -> Request:
 
 
 def test_what_is_not_kept_is_used_again_first() -> None:
-    pool = Pool(config(40, specs=[FULL, WINDOW], retention_tokens=0))
+    pool = KVCacheManager(config(40, specs=[FULL, WINDOW], retention_tokens=0))
     request = prompt(pool, "abcdef", 24)
     table = list(request.tables[1].block_ids)
     assert hashed(pool, request, 0) == [True] * 6
@@ -113,7 +123,7 @@ def test_what_is_not_kept_is_used_again_first() -> None:
 
 
 def test_what_leaves_the_window_is_used_again_in_the_same_order() -> None:
-    pool = Pool(config(40, specs=[FULL, WINDOW], retention_tokens=0))
+    pool = KVCacheManager(config(40, specs=[FULL, WINDOW], retention_tokens=0))
     request = prompt(pool, "abcdef", 24)
     table = list(request.tables[1].block_ids)
     new = pool.allocate(request, 12, sequence=STEP)
@@ -124,7 +134,7 @@ def test_what_leaves_the_window_is_used_again_in_the_same_order() -> None:
 
 
 def test_in_the_lru_order_it_makes_no_difference() -> None:
-    pool = Pool(config(40, specs=[FULL, WINDOW], retention_tokens=0, reuse_order=ReuseOrder.LRU))
+    pool = KVCacheManager(config(40, specs=[FULL, WINDOW], retention_tokens=0, reuse_order=ReuseOrder.LRU))
     request = prompt(pool, "abcdef", 24)
     table = list(request.tables[1].block_ids)
     pool.free(request)
@@ -133,45 +143,54 @@ def test_in_the_lru_order_it_makes_no_difference() -> None:
 
 def test_the_second_of_three_that_share_a_prefix_keeps_its_end() -> None:
     """The first did not know of it; the second finds that full attention has more of it, and the third hits it."""
-    pool = Pool(config(80, specs=[FULL, WINDOW], retention_tokens=0))
-    for content, num_hit_tokens, junction_tokens in (("abcdef1", 0, 0), ("abcdef2", 0, 24), ("abcdef3", 24, 0)):
+    pool = KVCacheManager(config(80, specs=[FULL, WINDOW], retention_tokens=0))
+    for content, num_hit_tokens, shared_prefix_boundary_tokens in (
+        ("abcdef1", 0, 0),
+        ("abcdef2", 0, 24),
+        ("abcdef3", 24, 0),
+    ):
         request = request_of(pool, f"{content}xyz", 40)
         request.num_prompt_tokens = 40
-        computed = pool.look_up(request)
-        assert (computed.num_tokens, computed.junction_tokens) == (num_hit_tokens, junction_tokens)
+        computed = pool.lookup(request)
+        assert (computed.num_tokens, computed.shared_prefix_boundary_tokens) == (
+            num_hit_tokens,
+            shared_prefix_boundary_tokens,
+        )
         assert pool.allocate(request, 40 - num_hit_tokens, 0, computed, sequence=STEP)
         pool.free(request)
 
 
 def test_groups_that_are_the_same_tell_one_junction() -> None:
     """What one of them lost, none of them has."""
-    pool = Pool(config(80, specs=[WINDOW, SlidingWindowSpec(4, sliding_window=17), WINDOW], retention_tokens=0))
+    pool = KVCacheManager(
+        config(80, specs=[WINDOW, SlidingWindowSpec(4, sliding_window=17), WINDOW], retention_tokens=0)
+    )
     request = prompt(pool, "abcdefgh", 30)
     pool.free(request)
     again = request_of(pool, "abcdefgh", 30)
-    found = pool.look_up(again)
-    assert (found.num_tokens, found.junction_tokens) == (28, 0)
+    found = pool.lookup(again)
+    assert (found.num_tokens, found.shared_prefix_boundary_tokens) == (28, 0)
     pool.blocks.evict(found.block_ids[1][-1:])
-    lost = pool.look_up(again)
-    assert (lost.num_tokens, lost.junction_tokens) == (0, 28)
+    lost = pool.lookup(again)
+    assert (lost.num_tokens, lost.shared_prefix_boundary_tokens) == (0, 28)
     pool.blocks.evict(found.block_ids[2][-1:])
-    lost = pool.look_up(again)
-    assert (lost.num_tokens, lost.junction_tokens) == (0, 0)
+    lost = pool.lookup(again)
+    assert (lost.num_tokens, lost.shared_prefix_boundary_tokens) == (0, 0)
 
 
 def test_a_refused_admission_takes_note_of_no_junction() -> None:
-    pool = Pool(config(16, specs=[FULL, WINDOW], retention_tokens=0))
+    pool = KVCacheManager(config(16, specs=[FULL, WINDOW], retention_tokens=0))
     pool.free(prompt(pool, "abcde", 20))
     request = request_of(pool, "abc-ef", 24)
     assert prompt(pool, "zz", 8)
     assert pool.admit(request, 24, sequence=STEP) is None
-    assert request.junction_tokens == 0
-    found = pool.peek(request)
-    assert (found.num_tokens, found.junction_tokens) == (0, 12)
+    assert request.shared_prefix_boundary_tokens == 0
+    found = pool.lookup_uncounted(request)
+    assert (found.num_tokens, found.shared_prefix_boundary_tokens) == (0, 12)
 
 
 def test_events_tell_of_runs_with_the_parent_of_each() -> None:
-    pool = Pool(config(40, specs=[FULL, WINDOW], retention_tokens=16, enable_events=True))
+    pool = KVCacheManager(config(40, specs=[FULL, WINDOW], retention_tokens=16, enable_events=True))
     request = admit(pool, "abcdefghijk", 41)
     stored = [event for event in pool.blocks.take_events() if isinstance(event, BlockStored) and event.group_id == 1]
     assert [event.block_hashes for event in stored] == [
@@ -196,7 +215,7 @@ def test_a_promise_of_an_earlier_step_has_the_junction_of_its_look_up() -> None:
     world.run(
         session,
         Operation.ADD,
-        Operation.LOOK_UP,
+        Operation.LOOKUP,
         request_numbers=[2, 2],
         num_appended_tokens=[40, 0],
         block_hashes=b"".join(request_of(world.pool, "abcdef2xyz", 40).hashes),
@@ -204,7 +223,7 @@ def test_a_promise_of_an_earlier_step_has_the_junction_of_its_look_up() -> None:
     )
     world.run(session, Operation.ALLOCATE, request_numbers=[2], num_new_tokens=[40])
     request = session.requests[next(iter(session.requests))]
-    assert (request.num_prompt_tokens, request.junction_tokens) == (40, 24)
+    assert (request.num_prompt_tokens, request.shared_prefix_boundary_tokens) == (40, 24)
     assert hashed(world.pool, request) == [block in {4, 5, 7, 8} for block in range(10)]
 
 

@@ -4,7 +4,7 @@ from kvpool.core.specs.pool_config import ReuseOrder
 from kvpool.core.steps.columns import Operation, Outcome
 from support.core import World, block_hashes
 
-ADD, LOOK_UP, ADMIT, ALLOCATE = Operation.ADD, Operation.LOOK_UP, Operation.ADMIT, Operation.ALLOCATE
+ADD, LOOKUP, ADMIT, ALLOCATE = Operation.ADD, Operation.LOOKUP, Operation.ADMIT, Operation.ALLOCATE
 
 
 def test_after_the_first_refusal_nothing_more_takes_blocks_but_frees_go_on() -> None:
@@ -110,7 +110,7 @@ def test_a_hit_evicted_before_it_is_allocated_is_answered_as_changed() -> None:
     world.run(one, executed=1)
     world.free(one, 1)
     looked = world.run(
-        other, ADD, LOOK_UP, request_numbers=[1, 1], num_appended_tokens=[13, 0],
+        other, ADD, LOOKUP, request_numbers=[1, 1], num_appended_tokens=[13, 0],
         block_hashes=block_hashes("abc", 3), request_ids=["x"],
     )  # fmt: skip
     assert looked.block_ids == [1, 2, 3]
@@ -131,7 +131,7 @@ def test_a_promised_block_that_holds_something_else_now_is_never_used() -> None:
     world.free(one, 1)
     world.run(one, executed=2)
     world.run(
-        other, ADD, LOOK_UP, request_numbers=[1, 1], num_appended_tokens=[5, 0],
+        other, ADD, LOOKUP, request_numbers=[1, 1], num_appended_tokens=[5, 0],
         block_hashes=block_hashes("a", 1), request_ids=["x"],
     )  # fmt: skip
     world.admit(one, 2, "wxyz", 16)
@@ -187,7 +187,7 @@ def test_a_promised_block_filled_anew_by_another_is_its_writers_until_executed()
     world.admit(one, 1, "a", 4)  # block 1
     world.run(one, executed=1)
     world.run(
-        other, ADD, LOOK_UP, request_numbers=[1, 1], num_appended_tokens=[5, 0],
+        other, ADD, LOOKUP, request_numbers=[1, 1], num_appended_tokens=[5, 0],
         block_hashes=block_hashes("a", 1), request_ids=["x"],
     )  # fmt: skip
     world.run(one, Operation.EVICT, num_block_ids=[1], block_ids=[1])

@@ -89,7 +89,7 @@ def test_no_more_is_rejected_than_an_allocation_of_the_same_step_got(operation: 
     assert computed_tokens(session, 1) >= 0
 
 
-@pytest.mark.parametrize("operation", [Operation.LOOK_UP, Operation.PEEK])
+@pytest.mark.parametrize("operation", [Operation.LOOKUP, Operation.LOOKUP_UNCOUNTED])
 def test_a_request_without_tokens_finds_nothing(operation: Operation) -> None:
     world = World()
     session = world.open()

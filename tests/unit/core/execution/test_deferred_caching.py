@@ -48,7 +48,7 @@ def hit_tokens(world: World, content: str = "ab") -> int:
         other, Operation.ADD, request_numbers=[9], num_appended_tokens=[12], request_ids=["other"],
         block_hashes=block_hashes(content, 3),
     )  # fmt: skip
-    result = world.run(other, Operation.PEEK, request_numbers=[9])
+    result = world.run(other, Operation.LOOKUP_UNCOUNTED, request_numbers=[9])
     return sum(result.num_hit_tokens)
 
 
@@ -84,7 +84,8 @@ def test_what_was_said_to_have_run_before_it_was_told_is_found_at_once() -> None
 def test_it_is_found_by_operations_before_the_one_that_tells() -> None:
     world, session = two_blocks()
     result = world.run(
-        session, Operation.ADD, Operation.PEEK, ALLOCATE, request_numbers=[3, 3, 1], num_appended_tokens=[12, 0, 1],
+        session, Operation.ADD, Operation.LOOKUP_UNCOUNTED, ALLOCATE,
+        request_numbers=[3, 3, 1], num_appended_tokens=[12, 0, 1],
         num_new_tokens=[0, 0, 1], num_taken_tokens=[0, 0, 1], request_ids=["third"],
         block_hashes=block_hashes("ab", 3) + FILLED,
     )  # fmt: skip

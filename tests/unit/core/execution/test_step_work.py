@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 
 from kvpool.core.blocks import prefix_search
-from kvpool.core.blocks.kv_cache_manager import Pool
+from kvpool.core.blocks.kv_cache_manager import KVCacheManager
 from kvpool.core.blocks.prefix_search import TRY_PROBES
 from kvpool.core.execution import apply
-from kvpool.core.ids import BlockHash, RequestId, RequestNumber, WriterId
+from kvpool.core.ids import BlockHash, RequestId, RequestNumber, SessionNumber
 from kvpool.core.sessions.request import Request
 from kvpool.core.sessions.session import Session
 from kvpool.core.specs.base import KVCacheSpec
@@ -43,10 +43,10 @@ def test_a_look_up_that_misses_touches_no_more_hashes_than_it_looks_up(spec: KVC
             Hashes.touched += len(range(*at.indices(len(self)))) if isinstance(at, slice) else 1
             return super().__getitem__(at)
 
-    pool = Pool(config(specs=[spec]))
-    request = Request(RequestId("r"), RequestNumber(1), WriterId(1), pool.new_tables(), 2**10)
+    pool = KVCacheManager(config(specs=[spec]))
+    request = Request(RequestId("r"), RequestNumber(1), SessionNumber(1), pool.new_tables(), 2**10)
     request.hashes = Hashes([BlockHash(b"x" * 32)] * 2**10)
-    computed = pool.peek(request)
+    computed = pool.lookup_uncounted(request)
     tries = (computed.num_probes - TRY_PROBES) // TRY_PROBES
     assert (computed.num_tokens, computed.block_ids) == (0, ([],))
     assert Hashes.touched <= tries
@@ -55,10 +55,10 @@ def test_a_look_up_that_misses_touches_no_more_hashes_than_it_looks_up(spec: KVC
 def test_look_ups_that_miss_everywhere_end_a_step_before_they_cost_others_much() -> None:
     world = World(specs=[MambaSpec(1)])
     session = declared(world, 250, 250)
-    cost = world.pool.peek(session.by_number[RequestNumber(1)]).num_probes
+    cost = world.pool.lookup_uncounted(session.by_number[RequestNumber(1)]).num_probes
     assert cost == TRY_PROBES * 250  # one try a block of the first 249, and one for the group
     tried = -(-MAX_STEP_WORK // cost)
-    result = world.run(session, *[Operation.PEEK] * (tried + 2), request_numbers=[1] * (tried + 2))
+    result = world.run(session, *[Operation.LOOKUP_UNCOUNTED] * (tried + 2), request_numbers=[1] * (tried + 2))
     assert result.outcomes == [Outcome.OK] * tried + [Outcome.SKIPPED] * 2
 
 
@@ -78,22 +78,22 @@ def test_a_step_of_many_short_look_ups_and_admissions_is_done_whole() -> None:
 
 
 def test_a_long_look_up_of_a_narrow_window_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    pool = Pool(config(300, specs=[MambaSpec(1)]))
+    pool = KVCacheManager(config(300, specs=[MambaSpec(1)]))
     request = admit(pool, "", 250)
     pool.blocks.evict(request.tables[0].block_ids[100:])
-    assert pool.peek(request_of(pool, "", 250)).num_tokens == 100
+    assert pool.lookup_uncounted(request_of(pool, "", 250)).num_tokens == 100
     monkeypatch.setattr(prefix_search, "MAX_TRIES", 149)
-    assert pool.peek(request_of(pool, "", 250)).num_tokens == 0
+    assert pool.lookup_uncounted(request_of(pool, "", 250)).num_tokens == 0
     monkeypatch.setattr(prefix_search, "MAX_TRIES", 150)
-    assert pool.peek(request_of(pool, "", 250)).num_tokens == 100
+    assert pool.lookup_uncounted(request_of(pool, "", 250)).num_tokens == 100
 
 
 def test_hashes_that_are_joined_for_a_look_up_count_once() -> None:
     world = World(specs=[FullAttentionSpec(4), FullAttentionSpec(8)])
     session = declared(world, 80, 20)
     request = session.by_number[RequestNumber(1)]
-    first = world.pool.peek(request).num_probes
-    assert first - world.pool.peek(request).num_probes == 20
+    first = world.pool.lookup_uncounted(request).num_probes
+    assert first - world.pool.lookup_uncounted(request).num_probes == 20
 
 
 def test_common_prefixes_count_as_work(monkeypatch: pytest.MonkeyPatch) -> None:

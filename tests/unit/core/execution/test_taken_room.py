@@ -5,13 +5,13 @@ from typing import Any
 import pytest
 
 from kvpool.core.errors import InvalidArgumentError
-from kvpool.core.ids import RequestNumber, Sequence
+from kvpool.core.ids import RequestNumber, StepNumber
 from kvpool.core.sessions.session import Session
 from kvpool.core.steps.columns import Operation, Outcome
 from support.core import STEP, World, block_hashes
 from support.integrity import check_integrity
 
-ADD, LOOK_UP, ADMIT, ALLOCATE = Operation.ADD, Operation.LOOK_UP, Operation.ADMIT, Operation.ALLOCATE
+ADD, LOOKUP, ADMIT, ALLOCATE = Operation.ADD, Operation.LOOKUP, Operation.ADMIT, Operation.ALLOCATE
 CACHE, FREE, PREEMPT, APPEND = Operation.CACHE, Operation.FREE, Operation.PREEMPT, Operation.APPEND
 EVICT, RESET = Operation.EVICT, Operation.RESET
 HUGE = 2**40
@@ -66,7 +66,7 @@ BAD_STEPS: dict[str, tuple[str, list[Operation], dict[str, Any]]] = {
         },
     ),
     "room taken by a request without blocks": (
-        "num_taken_tokens[0]", [LOOK_UP], {"request_numbers": [2], "num_taken_tokens": [1]},
+        "num_taken_tokens[0]", [LOOKUP], {"request_numbers": [2], "num_taken_tokens": [1]},
     ),
     "allocation of a request without blocks that took room": (
         "num_taken_tokens[0]", [ALLOCATE],
@@ -106,7 +106,7 @@ def test_what_was_not_there_to_take_is_refused(case: str, world: World, session:
     field, operations, columns = BAD_STEPS[case]
     before = world.snapshot()
     with pytest.raises(InvalidArgumentError) as caught:
-        world.run(session, *operations, **columns, num_quiet_allocations=7)
+        world.run(session, *operations, **columns, num_credit_allocations=7)
     assert caught.value.field == field
     assert world.snapshot() == before
     check_integrity(world.pool, world.sessions())
@@ -140,7 +140,7 @@ def test_what_was_taken_counts_as_if_it_had_been_asked_for(case: str) -> None:
     operation, columns = TELLING[case]
     telling, teller = running_world()
     told = telling.run(
-        teller, operation, request_numbers=[1], num_taken_tokens=[2], num_quiet_allocations=2, **columns
+        teller, operation, request_numbers=[1], num_taken_tokens=[2], num_credit_allocations=2, **columns
     )  # fmt: skip
     asking, asker = running_world()
     for _ in range(2):
@@ -155,7 +155,7 @@ def test_what_was_taken_counts_as_if_it_had_been_asked_for(case: str) -> None:
         session.sequence = session.executed_sequence = STEP
         for request in session.requests.values():
             request.filling_sequence = STEP
-        world.pool.blocks.prefix_map.publish(session.writer, Sequence(9))
+        world.pool.blocks.prefix_map.publish(session.session_number, StepNumber(9))
         world.pool.activity.steps = world.pool.activity.operations = 0
     assert telling.snapshot() == asking.snapshot()
 
@@ -188,13 +188,13 @@ def test_what_was_taken_can_be_rejected(world: World, session: Session) -> None:
 def test_quiet_allocations_change_statistics_alone(world: World, session: Session) -> None:
     before, allocations = world.snapshot(), world.pool.activity.allocations
     for wrong in (-1, 2**24 + 1):
-        with pytest.raises(InvalidArgumentError, match="num_quiet_allocations"):
-            world.run(session, num_quiet_allocations=wrong)
+        with pytest.raises(InvalidArgumentError, match="num_credit_allocations"):
+            world.run(session, num_credit_allocations=wrong)
         assert world.snapshot() == before
-    world.run(session, num_quiet_allocations=2**24)
+    world.run(session, num_credit_allocations=2**24)
     activity = world.pool.activity
     assert activity.allocations == allocations + 2**24
-    activity.allocations, activity.steps, session.sequence = allocations, activity.steps - 1, Sequence(2)
+    activity.allocations, activity.steps, session.sequence = allocations, activity.steps - 1, StepNumber(2)
     assert world.snapshot() == before
 
 

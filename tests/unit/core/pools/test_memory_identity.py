@@ -8,8 +8,8 @@ from kvpool.core.blocks.quota import Quota
 from kvpool.core.errors import ExhaustedError, InvalidArgumentError, KvpoolError, UnavailableError
 from kvpool.core.events import AllBlocksCleared
 from kvpool.core.ids import PoolName, SessionId
-from kvpool.core.ranks.messages import World as Ranks
-from kvpool.core.ranks.messages import WorldOptions
+from kvpool.core.ranks.messages import RankGroup as Ranks
+from kvpool.core.ranks.messages import RankGroupOptions
 from kvpool.core.sessions.session import Session
 from kvpool.core.steps.columns import Operation
 from support.core import World, block_hashes, config, request_of
@@ -47,7 +47,7 @@ def filled(world: World, memory_id: str) -> None:
 
 
 def hit_tokens(world: World) -> int:
-    return world.pool.peek(request_of(world.pool, "abc", 13)).num_tokens
+    return world.pool.lookup_uncounted(request_of(world.pool, "abc", 13)).num_tokens
 
 
 def refused(world: World, memory_id: str, quota: Quota = Quota()) -> KvpoolError:  # noqa: B008 - frozen
@@ -110,7 +110,7 @@ def test_rule_2_another_memory_waits_for_open_sessions_and_their_quarantine(worl
     world.pool.blocks.take_events()
     check_other_memory(refused(world, "b"), "'a'", "0 open sessions", "1 in quarantine")
     assert hit_tokens(world) == 12
-    world.allocator.release_due(15.0)
+    world.allocator.end_due_quarantines(15.0)
     world.open(memory_id="b")
     check_began_anew(world, 2, "b")
 
@@ -132,7 +132,7 @@ def test_rule_2_a_new_epoch_has_the_same_configuration_and_goes_on_counting(worl
     assert (after.activity.allocations, after.activity.sessions_opened) == (before.activity.allocations, 2)
     assert after.activity.epoch_ends == 0
     assert after.groups[0].allocated_blocks == before.groups[0].allocated_blocks
-    assert session.writer == 2
+    assert session.session_number == 2
 
 
 def test_rule_2_epochs_go_up_with_each_memory_also_back_to_the_first(world: World) -> None:
@@ -162,7 +162,7 @@ def test_rule_3_who_does_not_say_is_answered_as_ever(world: World) -> None:
 
 
 def test_rule_4_pools_of_ranks_are_named_no_memory(world: World) -> None:
-    world.allocator.keep_world(world.pool.config.name, Ranks(1, WorldOptions(256)))
+    world.allocator.keep_rank_group(world.pool.config.name, Ranks(1, RankGroupOptions(256)))
     error = refused(world, "a")
     assert isinstance(error, InvalidArgumentError)
     assert error.field == "memory_id"

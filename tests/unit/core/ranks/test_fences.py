@@ -3,7 +3,7 @@
 import pytest
 
 from kvpool.core.errors import AbortedError, InvalidArgumentError
-from kvpool.core.ids import WriterId
+from kvpool.core.ids import SessionNumber
 from kvpool.core.ranks.messages import (
     EpochPassed,
     FenceSent,
@@ -15,7 +15,7 @@ from kvpool.core.ranks.messages import (
 )
 from support.ranks import Gathering, registration
 
-ONE, TWO, THREE = WriterId(1), WriterId(2), WriterId(3)
+ONE, TWO, THREE = SessionNumber(1), SessionNumber(2), SessionNumber(3)
 
 
 @pytest.fixture
@@ -23,14 +23,14 @@ def world() -> Gathering:
     return Gathering()
 
 
-def fence(world: Gathering, *awaiting: WriterId, live: tuple[WriterId, ...] = (THREE,)) -> list[FenceSent]:
+def fence(world: Gathering, *awaiting: SessionNumber, live: tuple[SessionNumber, ...] = (THREE,)) -> list[FenceSent]:
     """Fences, with session 3 opened last; returns what was sent."""
     effects = world.members.fence(THREE, live, awaiting)
     world.do(effects)
     return [effect for effect in effects if isinstance(effect, FenceSent)]
 
 
-def answer(world: Gathering, link: LinkId, sequence: int) -> tuple[WriterId, ...]:
+def answer(world: Gathering, link: LinkId, sequence: int) -> tuple[SessionNumber, ...]:
     """An answer; returns the sessions that it lets go."""
     effects = world.members.fenced(link, sequence)
     world.do(effects)

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from kvpool.core.errors import InvalidArgumentError
-from kvpool.core.execution.allocate_batch import PlainRun
+from kvpool.core.execution.allocate_batch import AllocationBatch
 from kvpool.core.ids import BlockId, RequestNumber
 from kvpool.core.sessions.session import Session
 from kvpool.core.steps.columns import Operation, Step, StepResult
@@ -37,7 +37,8 @@ def num_found(world: World, session: Session, content: str, number: int = 99) ->
     """Tokens of a prompt that a session would hit; leaves nothing behind but two steps."""
     num_tokens = BLOCK_SIZE * len(content) + 1
     result = world.run(
-        session, ADD, Operation.PEEK, FREE, request_numbers=[number] * 3, num_appended_tokens=[num_tokens, 0, 0],
+        session, ADD, Operation.LOOKUP_UNCOUNTED, FREE,
+        request_numbers=[number] * 3, num_appended_tokens=[num_tokens, 0, 0],
         block_hashes=block_hashes(content, len(content)), request_ids=[f"r{number}"],
     )  # fmt: skip
     return result.num_hit_tokens[1] if result.num_hit_tokens else 0
@@ -185,7 +186,7 @@ def test_plain_allocations_note_which_change_fills(*, is_plain: bool) -> None:
     columns: dict[str, Any] = {"operations": [ALLOCATE], "request_numbers": [1], "num_new_tokens": [1]}
     for launched in (1, 2):
         step = Step(session.sequence + 1, launched_sequence=launched, num_appended_tokens=[1], **columns)
-        assert (PlainRun.of(world.pool, session, step, 0, 0) is not None) is is_plain
+        assert (AllocationBatch.of(world.pool, session, step, 0, 0) is not None) is is_plain
         world.apply(session, step)
         request = session.by_number[RequestNumber(1)]
         assert (request.filling_sequence, session.launched_sequence) == (launched + 1, launched)

@@ -3,7 +3,7 @@
 import pytest
 
 from kvpool.core.errors import IntegrityError, NotFoundError, WrongStateError
-from kvpool.core.ids import BlockId, WriterId
+from kvpool.core.ids import BlockId, SessionNumber
 from kvpool.core.sessions.quarantine import Quarantined
 from kvpool.core.sessions.session import Session
 from kvpool.core.specs.pool_config import ReuseOrder
@@ -41,7 +41,7 @@ def quarantined(world: World) -> tuple[int, int]:
 
 
 def released(world: World, now_seconds: float) -> list[Session]:
-    done = [each.session for _, each in world.allocator.release_due(now_seconds)]
+    done = [each.session for _, each in world.allocator.end_due_quarantines(now_seconds)]
     check_integrity(world.pool, world.sessions())
     return done
 
@@ -95,13 +95,13 @@ def test_rule_2_with_ranks_that_fence_no_time_frees_them(world: World) -> None:
     for session in (one, two):
         world.admit(session, 1, "ab", 8)
     expire(world)
-    assert world.pool.quarantine.awaiting_ranks == (one.writer, two.writer)
+    assert world.pool.quarantine.awaiting_ranks == (one.session_number, two.session_number)
     assert world.allocator.next_expiry_seconds() == NEVER
     assert released(world, 1e9) == []
-    found = world.allocator.release("m", [two.writer, WriterId(100)])
+    found = world.allocator.end_quarantine("m", [two.session_number, SessionNumber(100)])
     assert [each.session for each in found] == [two]
     assert quarantined(world) == (1, 2)
-    assert world.allocator.release("m", [two.writer]) == []
+    assert world.allocator.end_quarantine("m", [two.session_number]) == []
     check_integrity(world.pool, [])
 
 
@@ -109,7 +109,7 @@ def test_rule_2_no_quarantine_seconds_means_free_at_once_but_not_where_ranks_fen
     for blocks in (0, 4):
         session = world.open()
         world.admit(session, 1, "abc", 13)
-        world.allocator.evict_session("m", session.writer, world.now_seconds)
+        world.allocator.evict_session("m", session.session_number, world.now_seconds)
         assert quarantined(world) == (int(blocks > 0), blocks)
         if not blocks:
             fence(world)
@@ -140,7 +140,7 @@ def test_rule_4_blocks_are_freed_as_by_a_session_that_closes() -> None:
         world.admit(session, 1, "", 9)
         world.admit(session, 2, "", 5)
         world.allocator.expire(LEASE_SECONDS, quarantine_seconds=quarantine_seconds)
-        world.allocator.release_due(LEASE_SECONDS + QUARANTINE_SECONDS)
+        world.allocator.end_due_quarantines(LEASE_SECONDS + QUARANTINE_SECONDS)
         orders.append(list(world.pool.blocks.free_list))
     assert orders[0] == orders[1] == [6, 7, 3, 2, 1, 5, 4]
 
@@ -184,7 +184,7 @@ def test_a_pool_is_not_removed_under_a_quarantine(world: World) -> None:
     released(world, 15.0)
     world.allocator.remove_pool("m")
     with pytest.raises(NotFoundError):
-        world.allocator.release("m", [])
+        world.allocator.end_quarantine("m", [])
 
 
 def test_cooked_books_of_a_quarantine_are_found(world: World) -> None:

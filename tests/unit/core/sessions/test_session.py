@@ -80,7 +80,7 @@ def test_numbers_that_no_client_chose_are_negative_and_unused(world: World, sess
     for expected in (-1, -2):
         number = session.free_number()
         assert number == expected
-        session.add(Request(RequestId(f"unnamed{number}"), number, session.writer, world.pool.new_tables()))
+        session.add(Request(RequestId(f"unnamed{number}"), number, session.session_number, world.pool.new_tables()))
     assert session.number_of(RequestId("unnamed-2")) == -2
     assert session.number_of(RequestId("r7")) == RequestNumber(7)
     assert session.number_of(RequestId("r8")) is None

@@ -50,7 +50,7 @@ def refusal(call: Callable[[], object]) -> tuple[type[KvpoolError], str, str]:
 def test_the_same_key_finds_the_session_it_opened(world: Keyed) -> None:
     session = world.open_with("k")
     assert world.open_with("k", now_seconds=7.0) is session
-    assert (session.heard_seconds, world.pool.activity.sessions_opened, world.pool.activity.retries) == (7.0, 1, 1)
+    assert (session.last_seen_seconds, world.pool.activity.sessions_opened, world.pool.activity.retries) == (7.0, 1, 1)
     assert world.open_with("other") is not session
     assert world.open_with("") is not world.open_with("")
 
@@ -58,11 +58,11 @@ def test_the_same_key_finds_the_session_it_opened(world: Keyed) -> None:
 @pytest.mark.parametrize("change", [{"pool": "n"}, {"client": "d"}, {"lease_seconds": 11.0}])
 def test_a_key_used_for_something_else_is_refused(world: Keyed, change: dict[str, object]) -> None:
     session = world.open_with("k")
-    before = world.snapshot(), session.heard_seconds
+    before = world.snapshot(), session.last_seen_seconds
     assert refusal(lambda: world.open_with("k", now_seconds=1.0, **change)) == (  # type: ignore[arg-type]
         InvalidArgumentError, "open_key", "OPEN_KEY_REUSED",
     )  # fmt: skip
-    assert (world.snapshot(), session.heard_seconds) == before
+    assert (world.snapshot(), session.last_seen_seconds) == before
 
 
 def test_a_key_is_free_again_when_its_session_has_ended(world: Keyed) -> None:
@@ -78,7 +78,7 @@ def test_a_key_is_free_again_when_its_session_has_ended(world: Keyed) -> None:
 
 def test_a_drained_pool_still_finds_a_session_that_is_open(world: Keyed) -> None:
     session = world.open_with("k")
-    world.allocator.intake.close(None)
+    world.allocator.drain_state.close(None)
     assert world.open_with("k") is session
     assert refusal(lambda: world.open_with("l"))[2] == "DRAINED"
 
@@ -97,7 +97,7 @@ def test_resuming_gives_another_id_and_fences_the_ones_before(world: Keyed) -> N
     world.admit(session, 1, "abc", 13)
     assert world.resume("id1", "a", sequence=1, now_seconds=9.0) is session
     first = session.current_id
-    assert (first != "id1", session.heard_seconds) == (True, 9.0)
+    assert (first != "id1", session.last_seen_seconds) == (True, 9.0)
     held = [request.tables for request in session.requests.values()]
     assert world.resume("id1", "b") is session  # by any id that it ever had
     second = session.current_id
@@ -106,7 +106,7 @@ def test_resuming_gives_another_id_and_fences_the_ones_before(world: Keyed) -> N
     for stale in ("id1", first):
         for call in (world.allocator.session, world.allocator.close_session):
             assert refusal(partial(call, stale, 1.0)) == (AbortedError, "session_id", "SESSION_RESUMED")
-    assert (world.snapshot(), session.heard_seconds) == (before, 0.0)
+    assert (world.snapshot(), session.last_seen_seconds) == (before, 0.0)
     assert world.allocator.session(second, 1.0) == (world.pool, session)
     assert refusal(lambda: world.open_with("k")) == (AbortedError, "session_id", "SESSION_RESUMED")
 
@@ -115,17 +115,23 @@ def test_resuming_gives_the_next_number_and_keeps_all_else(world: Keyed) -> None
     session, other = world.open_with("k"), world.open_with("l")
     world.admit(session, 1, "abc", 13)
     world.resume("id1", "a")
-    assert (session.writer_before, session.writer, world.allocator.last_session_number) == (1, 3, 3)
-    assert [each.writer for each in world.sessions()] == [2, 3] == [s.writer for _, s in world.allocator.sessions()]
-    assert {request.writer for request in session.requests.values()} == {3}
+    assert (session.previous_number, session.session_number, world.allocator.last_session_number) == (1, 3, 3)
+    assert (
+        [each.session_number for each in world.sessions()]
+        == [2, 3]
+        == [s.session_number for _, s in world.allocator.sessions()]
+    )
+    assert {request.session_number for request in session.requests.values()} == {3}
     assert world.allocator.find_session("m", 3)[1] is session
     assert refusal(lambda: world.allocator.find_session("m", 1))[2] == "SESSION_NOT_FOUND"
     check_integrity(world.pool, world.sessions())
     world.resume("id1", "a")
-    assert (session.writer_before, session.writer, world.allocator.last_session_number) == (1, 3, 3), "a repeat"
+    assert (session.previous_number, session.session_number, world.allocator.last_session_number) == (1, 3, 3), (
+        "a repeat"
+    )
     for sequence, key in ((2, "b"), (0, "k" * 65)):
         refusal(partial(world.resume, "id1", key, sequence))
-    assert (session.writer, world.open_with("m").writer, other.writer) == (3, 4, 2)
+    assert (session.session_number, world.open_with("m").session_number, other.session_number) == (3, 4, 2)
 
 
 def test_what_was_not_computed_yet_stays_its_own_and_is_published_under_the_new_number(world: Keyed) -> None:
@@ -158,7 +164,7 @@ def test_a_resumed_session_that_is_evicted_is_quarantined_under_its_new_number(w
     session = world.open_with("k")
     world.admit(session, 1, "abc", 13)
     world.resume("id1")
-    world.allocator.evict_session("m", session.writer, 0.0, quarantine_seconds=5.0)
+    world.allocator.evict_session("m", session.session_number, 0.0, quarantine_seconds=5.0)
     assert world.pool.quarantine.numbers == (2,)
     assert world.pool.blocks.prefix_map.pending() == {}
     check_integrity(world.pool, world.sessions())

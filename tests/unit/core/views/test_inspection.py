@@ -56,7 +56,7 @@ def test_a_session_is_told_with_the_blocks_of_each_group() -> None:
         request_ids=["r2"],
         executed=1,
     )
-    session.heard_seconds = 105.0
+    session.last_seen_seconds = 105.0
     info = inspection.describe_session(world.pool, session, 107.0)
     assert (info.session_number, info.pool_name, info.lease_seconds) == (1, "m", 30.0)
     assert (info.age_seconds, info.idle_seconds, info.streaming) == (7.0, 2.0, False)
@@ -130,7 +130,7 @@ def test_a_page_goes_on_behind_a_request_and_a_session_that_are_gone() -> None:
     world.free(first, 2)
     told, end = inspection.page_of_requests(world.sessions(), Page.of(100, token))
     assert [(r.session_number, r.request_id) for r in told] == [(1, "r3"), (1, "r4"), (2, "r1"), (2, "r2")]
-    world.allocator.evict_session("m", first.writer, 0.0)
+    world.allocator.evict_session("m", first.session_number, 0.0)
     told, end = inspection.page_of_requests(world.sessions(), Page.of(100, token))
     assert ([(r.session_number, r.request_id) for r in told], end) == ([(2, "r1"), (2, "r2")], "")
 
@@ -147,9 +147,12 @@ def test_blocks_are_told_with_what_becomes_of_them() -> None:
     assert {state: len(blocks) for state, blocks in by_state.items()} == {
         BlockState.USED: 3, BlockState.CACHED: 3, BlockState.FREE: 13
     }  # fmt: skip
-    assert all((b.writer, b.pending, b.ref_cnt) == (session.writer, False, 0) for b in by_state[BlockState.CACHED])
+    assert all(
+        (b.session_number, b.pending, b.ref_cnt) == (session.session_number, False, 0)
+        for b in by_state[BlockState.CACHED]
+    )
     pending = [b for b in by_state[BlockState.USED] if b.pending]
-    assert [(b.writer, b.ref_cnt, len(b.block_hash)) for b in pending] == [(other.writer, 1, 32)] * 2
+    assert [(b.session_number, b.ref_cnt, len(b.block_hash)) for b in pending] == [(other.session_number, 1, 32)] * 2
     assert not any(b.block_hash for b in by_state[BlockState.FREE])
     for state, blocks in by_state.items():
         pages = all_pages(lambda page, state=state: inspection.page_of_blocks(world.pool, state, page), 2)  # type: ignore[misc]
@@ -192,7 +195,7 @@ def test_an_evicted_session_gives_its_blocks_back_and_is_told() -> None:
     session, other = world.open(), world.open()
     world.admit(session, 1, "abc", 12)
     world.admit(other, 1, "xy", 8)
-    assert world.allocator.evict_session("m", session.writer, 0.0)[1] is session
+    assert world.allocator.evict_session("m", session.session_number, 0.0)[1] is session
     check_integrity(world.pool, world.sessions())
     assert (world.sessions(), world.pool.blocks.num_free_blocks) == ([other], 17)
     assert world.pool.blocks.prefix_map.hash_of(BlockId(1)) is None  # it never said that its step had run
@@ -206,7 +209,7 @@ def test_what_is_not_there_is_not_evicted() -> None:
     world = World()
     session = world.open()
     before = (world.snapshot(), repr(world.pool.activity))
-    for pool, number in (("m", session.writer + 1), ("m", 0), ("other", session.writer)):
+    for pool, number in (("m", session.session_number + 1), ("m", 0), ("other", session.session_number)):
         with pytest.raises(NotFoundError):
             world.allocator.evict_session(pool, number, 0.0)
     assert (world.snapshot(), repr(world.pool.activity)) == before
@@ -215,19 +218,19 @@ def test_what_is_not_there_is_not_evicted() -> None:
 def test_a_pool_is_removed_only_without_sessions_and_its_name_is_free() -> None:
     world = World()
     session = world.open()
-    world.allocator.intake.close(world.pool.config.name)
+    world.allocator.drain_state.close(world.pool.config.name)
     before = (world.snapshot(), repr(world.allocator))
     with pytest.raises(WrongStateError, match="sessions are open: 1") as refused:
         world.allocator.remove_pool("m")
     assert refused.value.reason == "POOL_IN_USE"
     assert (world.snapshot(), repr(world.allocator)) == before
-    assert not world.allocator.intake.takes(world.pool.config.name)
+    assert not world.allocator.drain_state.takes(world.pool.config.name)
     world.allocator.close_session(session.session_id, 0.0)
     world.allocator.remove_pool("m")
     with pytest.raises(NotFoundError):
         world.allocator.remove_pool("m")
     pool, created = world.allocator.create_pool(world.pool.config, b"n" * 32)
-    assert (created, pool is world.pool, world.allocator.intake.takes(pool.config.name)) == (True, False, True)
+    assert (created, pool is world.pool, world.allocator.drain_state.takes(pool.config.name)) == (True, False, True)
 
 
 def test_of_many_numbers_a_message_lists_the_first() -> None:

@@ -17,11 +17,11 @@ from examples.reference_engine.step_link import StepLink, StepRefusedError
 from examples.reference_engine.step_server import StepServer
 from kvpool.client import FullAttentionSpec, KVCacheGroup, PoolConfig, Session, connect
 from kvpool.core.errors import AbortedError
-from kvpool.core.ids import PoolName, TableLease, WriterId
+from kvpool.core.ids import PoolName, SessionNumber, TableLease
 from kvpool.replay.executor import Scheduled
 
 KEY = b"key"
-LEASE = TableLease(1, WriterId(1))
+LEASE = TableLease(1, SessionNumber(1))
 
 
 class Ranks:

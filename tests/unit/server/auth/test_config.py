@@ -7,16 +7,16 @@ from typing import Any
 
 import pytest
 
-from kvpool.server.auth.config import DoorsConfig
+from kvpool.server.auth.config import AuthConfig
 from kvpool.server.config import MetricsConfig, ServerConfig
 from kvpool.server.events.config import EventsConfig
 from kvpool.wire.address import socket_mode
 
-TLS = DoorsConfig(Path("cert"), Path("key"))
+TLS = AuthConfig(Path("cert"), Path("key"))
 
 
 @pytest.mark.parametrize(
-    ("doors", "words"),
+    ("auth", "words"),
     [
         ({"tls_cert": Path("c")}, "tls_cert, tls_key: one needs the other"),
         ({"tls_client_ca": Path("c")}, "tls_client_ca: needs tls_cert"),
@@ -24,21 +24,21 @@ TLS = DoorsConfig(Path("cert"), Path("key"))
         ({"socket_mode": 0o1777}, r"socket_mode: 1777 is not in \[000, 777\]"),
     ],
 )
-def test_doors_that_make_no_sense_are_refused(doors: dict[str, Any], words: str) -> None:
+def test_doors_that_make_no_sense_are_refused(auth: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        DoorsConfig(**doors)
+        AuthConfig(**auth)
 
 
 @pytest.mark.parametrize("address", ["0.0.0.0:1", "[::]:1", "192.0.2.1:1", "no-such-host.invalid:1"])
 def test_plaintext_beyond_this_machine_is_refused_unless_it_is_asked_for(address: str) -> None:
     with pytest.raises(ValueError, match=r"^listen: .* allow_plaintext grpc$"):
         ServerConfig(addresses=(address,))
-    ServerConfig(addresses=(address,), doors=TLS)
-    ServerConfig(addresses=(address,), doors=DoorsConfig(allow_plaintext=frozenset(["grpc"])))
+    ServerConfig(addresses=(address,), auth=TLS)
+    ServerConfig(addresses=(address,), auth=AuthConfig(allow_plaintext=frozenset(["grpc"])))
     metrics = MetricsConfig(address)
     with pytest.raises(ValueError, match=r"^metrics_listen: .* allow_plaintext metrics$"):
-        ServerConfig(metrics=metrics, doors=TLS)
-    ServerConfig(metrics=metrics, doors=DoorsConfig(allow_plaintext=frozenset(["metrics"])))
+        ServerConfig(metrics=metrics, auth=TLS)
+    ServerConfig(metrics=metrics, auth=AuthConfig(allow_plaintext=frozenset(["metrics"])))
 
 
 @pytest.mark.parametrize("endpoint", ["tcp://*:5557", "tcp://192.0.2.1:5557"])
@@ -46,7 +46,7 @@ def test_events_beyond_this_machine_are_asked_for(endpoint: str) -> None:
     for events in (EventsConfig(endpoint), EventsConfig("ipc:///tmp/x", endpoint)):
         with pytest.raises(ValueError, match=r"^events_(replay_)?endpoint: .* allow_plaintext events$"):
             ServerConfig(events=events)
-        ServerConfig(events=events, doors=DoorsConfig(allow_plaintext=frozenset(["events"])))
+        ServerConfig(events=events, auth=AuthConfig(allow_plaintext=frozenset(["events"])))
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from kvpool.core.blocks.kv_cache_manager import Pool
+from kvpool.core.blocks.kv_cache_manager import KVCacheManager
 from kvpool.core.errors import AbortedError, InvalidArgumentError, WrongStateError
 from kvpool.core.events import AllBlocksCleared
 from kvpool.core.ids import PoolName
@@ -12,16 +12,16 @@ from kvpool.server.events.log import EventLogs, LiveEventLog
 from support.core import admit, config
 
 
-def changed_pool() -> Pool:
+def changed_pool() -> KVCacheManager:
     """A pool that has one event to tell."""
-    pool = Pool(config(enable_events=True), epoch=3)
+    pool = KVCacheManager(config(enable_events=True), epoch=3)
     assert pool.reset_prefix_cache()
     return pool
 
 
 def test_batches_are_numbered_without_gaps_and_the_oldest_go() -> None:
     log = LiveEventLog(kept_batches=2)
-    log.publish(Pool(config(enable_events=True)))
+    log.publish(KVCacheManager(config(enable_events=True)))
     assert log.last_sequence == 0
     for _ in range(3):
         log.publish(changed_pool())
@@ -77,7 +77,7 @@ async def test_a_closed_log_is_read_to_its_end_and_then_says_why() -> None:
 
 
 def test_what_is_kept_is_bounded_by_its_size_too() -> None:
-    pool = Pool(config(100, enable_events=True))
+    pool = KVCacheManager(config(100, enable_events=True))
     log = LiveEventLog(kept_bytes=2500)
     for number in range(6):
         pool.blocks.take_events()

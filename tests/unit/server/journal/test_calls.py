@@ -112,7 +112,7 @@ def test_a_lease_that_ran_out_before_its_session_was_closed_is_no_hindrance() ->
     recorder = Recorder()
     session = recorder.world.open(lease_seconds=1.0)
     recorder.world.now_seconds = 5.0
-    session.heard_seconds = 4.5
+    session.last_seen_seconds = 4.5
     recorder.allocator.close_session(SessionId("s1"), 5.0)
     again = JournaledAllocator(WireMessages())
     for record in recorder.records:

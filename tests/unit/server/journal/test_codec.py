@@ -85,7 +85,7 @@ def test_what_is_not_the_cores_is_not_written() -> None:
         [["request.BlockTable", ["block_ids", "num_cached"]]],
         [["request.BlockTable", ["block_ids", "num_cached", "num_skipped", "more"]]],
         [["pathlib.Path", []]],
-        [["allocator.Allocator", ["intake"]]],
+        [["allocator.Allocator", ["drain_state"]]],
     ],
 )
 def test_classes_that_are_otherwise_here_are_refused(classes: list[list[Any]]) -> None:

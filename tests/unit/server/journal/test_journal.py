@@ -71,7 +71,7 @@ async def test_an_end_at_any_point_of_a_snapshot_loses_nothing(tmp_path: Path, p
 
 
 async def test_changes_during_a_snapshot_are_in_the_next_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvpool.server.journal.guarded.SLICE_BLOCKS", 7)
+    monkeypatch.setattr("kvpool.server.journal.copy_on_write.SLICE_BLOCKS", 7)
     journal, traffic = begun(tmp_path)
     for _ in range(20):
         traffic.change()

@@ -6,7 +6,7 @@ from prometheus_client import CollectorRegistry, Metric, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
-from kvpool.core.block_lifetimes import Residency
+from kvpool.core.block_lifetimes import BlockLifetimes
 from kvpool.core.ids import PoolName
 from kvpool.core.ranks.messages import PoolState, Rank, RankInfo, RankState
 from kvpool.core.statistics import Histogram
@@ -29,7 +29,7 @@ class _Fixed(Collector):
         return self._metrics
 
 
-def scrape(pools: list[tuple[PoolInfo, Residency | None]], seen: Observations, *, with_vllm: bool = False) -> str:
+def scrape(pools: list[tuple[PoolInfo, BlockLifetimes | None]], seen: Observations, *, with_vllm: bool = False) -> str:
     journal = JournalCounts(is_up=True, size_bytes=7, records=3)
     found = [PoolSource(info, kept, PublisherCounts(5, 4, 3, 2)) for info, kept in pools]
     registry = CollectorRegistry()
@@ -147,7 +147,7 @@ def test_a_sample_does_not_change_with_what_comes_after_it() -> None:
 
 def test_vllms_names_say_the_same() -> None:
     world = busy_world()
-    kept = Residency(1, lambda _: 0)
+    kept = BlockLifetimes(1, lambda _: 0)
     kept.lifetime.observe(3.0)
     text = scrape([(info_of(world), kept)], Observations(), with_vllm=True)
     samples = samples_of(text)

@@ -4,7 +4,7 @@ import pytest
 
 from kvpool.core.errors import AbortedError
 from kvpool.core.ids import PoolName, SessionId
-from kvpool.core.ranks.messages import PoolState, RankState, World
+from kvpool.core.ranks.messages import PoolState, RankGroup, RankState
 from kvpool.server.services.hub import Hub
 from kvpool.server.services.ranks import Ranks
 from support.core import config
@@ -13,12 +13,12 @@ from support.ranks import OPTIONS, TIMING, Gathering
 NAME = PoolName("m")
 
 
-async def adopted(world: World) -> tuple[Hub, Ranks]:
+async def adopted(world: RankGroup) -> tuple[Hub, Ranks]:
     """What is there when a pool in epoch 1, with a session, was left with a world."""
     hub = Hub(100)
     hub.allocator.open_epoch(config(), b"n" * 32, 1)
     hub.allocator.open_session("m", "", 10.0, session_id=SessionId("s"), now_seconds=hub.now_seconds())
-    hub.allocator.keep_world(NAME, world)
+    hub.allocator.keep_rank_group(NAME, world)
     hub.adopt_pools()
     ranks = Ranks(hub, TIMING, 100, 10)
     ranks.adopt()
@@ -28,7 +28,7 @@ async def adopted(world: World) -> tuple[Hub, Ranks]:
 async def test_ranks_are_lost_until_they_are_back() -> None:
     gathering = Gathering()
     gathering.form()
-    hub, ranks = await adopted(gathering.members.world())
+    hub, ranks = await adopted(gathering.members.rank_group())
     assert [rank.state for rank in ranks.describe("m").ranks] == [RankState.LOST] * 2
     assert ranks.describe("m").state is PoolState.DEGRADED
     assert hub.allocator.pool("m").is_suspended
@@ -36,7 +36,7 @@ async def test_ranks_are_lost_until_they_are_back() -> None:
 
 
 async def test_an_epoch_that_had_passed_is_passed() -> None:
-    hub, ranks = await adopted(World(2, OPTIONS))
+    hub, ranks = await adopted(RankGroup(2, OPTIONS))
     assert hub.allocator.pool("m").epoch == ranks.describe("m").epoch == 2
     with pytest.raises(AbortedError, match="rank"):
         hub.allocator.session("s", hub.now_seconds())
@@ -45,15 +45,15 @@ async def test_an_epoch_that_had_passed_is_passed() -> None:
 async def test_an_epoch_that_was_about_to_open_begins_with_nobody() -> None:
     gathering = Gathering()
     gathering.form()
-    world = gathering.members.world()
-    hub, ranks = await adopted(World(2, world.options, world.plan, world.members))
+    world = gathering.members.rank_group()
+    hub, ranks = await adopted(RankGroup(2, world.options, world.plan, world.members))
     assert hub.allocator.pool("m").epoch == 2
     assert ranks.describe("m").ranks == ()
 
 
 async def test_a_pool_that_never_opened_is_none() -> None:
     hub = Hub(100)
-    hub.allocator.keep_world(NAME, World(1, OPTIONS))
+    hub.allocator.keep_rank_group(NAME, RankGroup(1, OPTIONS))
     ranks = Ranks(hub, TIMING, 100, 10)
     ranks.adopt()
     assert ranks.pool_names() == []

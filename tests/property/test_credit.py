@@ -16,14 +16,14 @@ from kvpool.client import Session as ClientSession
 from kvpool.client.transports.embedded import EmbeddedTransport
 from kvpool.core.allocator import Allocator
 from kvpool.core.blocks.block_pool import BlockPool
-from kvpool.core.blocks.kv_cache_manager import ComputedBlocks, Pool
+from kvpool.core.blocks.kv_cache_manager import ComputedBlocks, KVCacheManager
 from kvpool.core.blocks.quota import NO_QUOTA
 from kvpool.core.ids import BlockId, PoolName, RequestNumber, SessionId
 from kvpool.core.sessions.session import Session
 from kvpool.core.specs.kinds import CrossAttentionSpec
 from kvpool.core.specs.pool_config import ReuseOrder
+from kvpool.core.steps.allocation_options import DEFAULT_OPTIONS, AllocationOptions
 from kvpool.core.steps.columns import Operation, Step
-from kvpool.core.steps.options import USUAL_TERMS, Terms
 from property.mixes import MAX_TOKENS, configs, specs
 from support.integrity import check_integrity
 
@@ -41,7 +41,7 @@ class Round:
         count: Tokens.
         num_lookahead_tokens: Tokens beyond these.
         appends: Whether the tokens are known already, or will come later.
-        terms: On what terms; external tokens only for what holds no blocks, in a round of its own kind.
+        options: On what terms; external tokens only for what holds no blocks, in a round of its own kind.
     """
 
     kind: str
@@ -49,7 +49,7 @@ class Round:
     count: int
     num_lookahead_tokens: int
     appends: bool
-    terms: Terms = USUAL_TERMS
+    options: AllocationOptions = DEFAULT_OPTIONS
 
 
 KINDS = (
@@ -73,9 +73,9 @@ ROUNDS = st.builds(
     st.sampled_from([0, 0, 0, 1, 4]),
     st.sampled_from([True, True, True, False]),
     st.one_of(
-        st.just(USUAL_TERMS),
+        st.just(DEFAULT_OPTIONS),
         st.builds(
-            Terms,
+            AllocationOptions,
             num_external_tokens=st.integers(1, 20),
             num_in_flight_tokens=st.sampled_from([0, 1, 4, 9, 40]),
             num_reserved_blocks=st.sampled_from([0, 0, 2, 15]),
@@ -107,15 +107,15 @@ def wide_configs(draw: st.DrawFn) -> PoolConfig:
     return replace(config, groups=groups, num_blocks=num_blocks, dcp_world_size=1, enable_events=False)
 
 
-def running_terms(each: Round) -> Terms:
+def running_options(each: Round) -> AllocationOptions:
     """A round's, as a request can have them that holds blocks."""
-    return replace(each.terms, num_external_tokens=0)
+    return replace(each.options, num_external_tokens=0)
 
 
 class OpenTransport(EmbeddedTransport):
     """Lets a test look at the pool and the session behind it."""
 
-    def behind(self, session_id: str) -> tuple[Pool, Session]:
+    def behind(self, session_id: str) -> tuple[KVCacheManager, Session]:
         return self._allocator.session(session_id, 0.0)
 
 
@@ -152,14 +152,14 @@ class Asked:
             step.request_ids = [request.request_id] if operation is Operation.ADD else []
             self._known[number] = (request.num_tokens, len(request.hashes))
         for known in self.session.requests.values():
-            known.quiet_tokens = 0
+            known.credit_tokens = 0
         result = self._allocator.apply(self.pool, self.session, step)
         return Outcome(result.outcomes[0] if result.outcomes else 0)
 
     def promise(self, request: Request) -> dict[str, object]:
         """The hit that a request would get, as columns of a step that allocates it."""
         known = self.session.by_number[RequestNumber(request.number)]
-        hit = self.pool.peek(known)
+        hit = self.pool.lookup_uncounted(known)
         if not hit.num_tokens:
             return {}
         ids = [block_id for of_group in hit.block_ids for block_id in of_group]
@@ -237,9 +237,9 @@ class Both:
             found = step.find_computed_blocks(request)
         promise = self.asked.promise(request)
         left = request.num_tokens - found.num_hit_tokens
-        terms = replace(each.terms, num_external_tokens=min(each.terms.num_external_tokens, left))
-        new = min(each.count, left - terms.num_external_tokens)
-        if not terms.num_external_tokens and not new:
+        options = replace(each.options, num_external_tokens=min(each.options.num_external_tokens, left))
+        new = min(each.count, left - options.num_external_tokens)
+        if not options.num_external_tokens and not new:
             return
         ids = tuple([BlockId(block_id) for block_id in of_group] for of_group in found.hit_blocks)
         with self.session.step() as step:
@@ -248,9 +248,9 @@ class Both:
                 new,
                 computed=ComputedBlocks(ids, found.num_hit_tokens) if found.num_hit_tokens else None,
                 num_encoder_tokens=self.num_encoder_tokens,
-                terms=terms,
+                options=options,
             )
-        columns = {**asdict(terms), "num_encoder_tokens": self.num_encoder_tokens}
+        columns = {**asdict(options), "num_encoder_tokens": self.num_encoder_tokens}
         assert answer.outcome is self.asked.ask(Operation.ALLOCATE, request, new, promise, **columns)
 
     def decode(self, requests: Sequence[Request], each: Round) -> None:
@@ -283,7 +283,7 @@ class Both:
             admitted = step.admit(coming) if coming else None
         self.check_decodes(batch, decodes, each)
         for request, answer in zip(alone, answers, strict=True):
-            self.ask_alike(request, each.count, answer.outcome, each, running_terms(each))
+            self.ask_alike(request, each.count, answer.outcome, each, running_options(each))
         self.asked.ask(Operation.PREEMPT, left)
         if coming and admitted and admitted.outcome is not Outcome.SKIPPED:
             assert admitted.outcome is self.asked.ask(Operation.ADMIT, coming)
@@ -310,12 +310,12 @@ class Both:
             request.append([each.which] * each.count)
         with self.session.step() as step:
             answer = self.allocate_in(step, request, each)
-        self.ask_alike(request, each.count, answer.outcome, each, running_terms(each))
+        self.ask_alike(request, each.count, answer.outcome, each, running_options(each))
 
     @staticmethod
     def allocate_in(step: StepBuilder, request: Request, each: Round) -> Answer:
-        terms = running_terms(each)
-        return step.allocate_slots(request, each.count, num_lookahead_tokens=each.num_lookahead_tokens, terms=terms)
+        options = running_options(each)
+        return step.allocate_slots(request, each.count, num_lookahead_tokens=each.num_lookahead_tokens, options=options)
 
     def reject(self, request: Request, each: Round) -> None:
         """Drafts are thrown away that have room, and were not known: so nothing that is cached."""
@@ -339,11 +339,16 @@ class Both:
             self.asked.ask(Operation.PREEMPT, request)
 
     def ask_alike(
-        self, request: Request, count: int, outcome: Outcome | None, each: Round, terms: Terms = USUAL_TERMS
+        self,
+        request: Request,
+        count: int,
+        outcome: Outcome | None,
+        each: Round,
+        options: AllocationOptions = DEFAULT_OPTIONS,
     ) -> None:
         """Asks for what the session answered `outcome`; not for what it was told not to have been tried."""
         if outcome is not Outcome.SKIPPED:
-            columns = {"num_lookahead_tokens": each.num_lookahead_tokens, **asdict(terms)}
+            columns = {"num_lookahead_tokens": each.num_lookahead_tokens, **asdict(options)}
             assert self.asked.ask(Operation.ALLOCATE, request, count, **columns) is outcome
 
     def untold(self) -> set[int]:
@@ -351,7 +356,7 @@ class Both:
 
         Not those that were filled and cached before, whose last tokens were thrown away since.
         """
-        requests = self.session._book._filled.untold
+        requests = self.session._protocol._deferred.untold
         span_tokens = self.session.config.hash_block_size
         return {r.block_ids[0][r.num_computed_tokens // span_tokens - 1] for r in requests} - self.cached
 
@@ -376,7 +381,7 @@ class Both:
             behind = session.by_number.get(RequestNumber(request.number))  # not there if it was never admitted
             if behind:
                 assert request.block_ids == [table.block_ids for table in behind.tables]
-                assert request.quiet_tokens <= behind.quiet_tokens
+                assert request.credit_tokens <= behind.credit_tokens
 
 
 def _copies(blocks: BlockPool, left_out: set[int]) -> dict[tuple[int, bytes], list[int]]:

@@ -19,7 +19,7 @@ from kvpool.server.auth.permissions import RULES, Scope
 from kvpool.server.auth.tokens import Role
 from kvpool.v1 import admin_pb2, allocator_pb2, event_pb2, worker_pb2
 from kvpool.wire.errors import from_rpc_error
-from support.doors import Entry, channel, secret_of, write_tokens
+from support.auth import Entry, channel, secret_of, write_tokens
 from support.server import ServerProcess, pool_config
 
 METHODS: dict[str, MethodDescriptor] = {
@@ -43,7 +43,7 @@ class House:
     def __init__(self, folder: Path) -> None:
         self.tokens = folder / "tokens.toml"
         write_tokens(self.tokens, TOKENS)
-        self.server = ServerProcess(f"unix:{folder / 's'}", "127.0.0.1:0", doors={"tokens": str(self.tokens)})
+        self.server = ServerProcess(f"unix:{folder / 's'}", "127.0.0.1:0", auth={"tokens": str(self.tokens)})
         self.address = self.server.addresses[0]
         self.client = connect(self.address, token=secret_of("scheduler-a"))
         self.client.create_pool(pool_config("a-pool", enable_events=True))
@@ -242,7 +242,7 @@ def test_sessions_of_another_salt_find_nothing_and_those_of_the_same_do(tmp_path
         for name, salt in salts.items()
     ]
     write_tokens(tokens, entries)
-    server = ServerProcess(f"unix:{tmp_path / 's'}", doors={"tokens": str(tokens)})
+    server = ServerProcess(f"unix:{tmp_path / 's'}", auth={"tokens": str(tokens)})
     prompt, address = list(range(40)), server.addresses[0]
     found, seeds = {}, {}
     for name in salts:
@@ -268,7 +268,7 @@ def test_a_session_keeps_its_owner_and_its_salt_over_a_killed_server(tmp_path: P
     entries: list[Entry] = [{"name": name, "role": "scheduler", "pools": ["*"]} for name in ("mine", "other")]
     entries[0]["salt"] = "s" * 16
     write_tokens(tokens, entries)
-    settings = {"doors": {"tokens": str(tokens)}, "journal": {"folder": str(folder)}}
+    settings = {"auth": {"tokens": str(tokens)}, "journal": {"folder": str(folder)}}
     server = ServerProcess(f"unix:{tmp_path / 's'}", **settings)
     with connect(server.addresses[0], token=secret_of("mine")) as client:
         client.create_pool(pool_config())

@@ -18,7 +18,7 @@ NOT_CALLED: Final = {
 """Methods that the scheduler does not call here, and who would."""
 
 
-def drifts() -> list[str]:
+def missing_methods() -> list[str]:
     """Sentences, one for each method and parameter of vLLM's manager that is not known here."""
     found = []
     for name, theirs in inspect.getmembers(kv_cache_manager.KVCacheManager):

@@ -19,7 +19,7 @@ from kvpool.client import (
 from kvpool.core.ids import PoolName
 from kvpool.core.steps.columns import Operation
 from support.server import pool_config
-from unit.client.test_quiet_decodes import CountingTransport, open_session
+from unit.client.test_credit import CountingTransport, open_session
 
 ALLOCATE, APPEND, FREE, PREEMPT = Operation.ALLOCATE, Operation.APPEND, Operation.FREE, Operation.PREEMPT
 

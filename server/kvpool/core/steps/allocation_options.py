@@ -5,7 +5,7 @@ from typing import Final
 
 
 @dataclass(frozen=True, slots=True)
-class Terms:
+class AllocationOptions:
     """The terms of one allocation.
 
     Attributes:
@@ -26,6 +26,6 @@ class Terms:
     full_sequence_must_fit: bool = False
 
 
-USUAL_TERMS: Final = Terms()
-TERMS_COLUMNS: Final = tuple(field.name for field in fields(Terms))
+DEFAULT_OPTIONS: Final = AllocationOptions()
+OPTION_COLUMNS: Final = tuple(field.name for field in fields(AllocationOptions))
 """The columns of a step that they stand in."""

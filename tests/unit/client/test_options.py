@@ -12,8 +12,8 @@ from kvpool.core.blocks.kv_cache_manager import ComputedBlocks
 from kvpool.core.blocks.quota import NO_QUOTA
 from kvpool.core.ids import BlockHash, BlockId, RequestNumber
 from kvpool.core.specs.kinds import FullAttentionSpec
+from kvpool.core.steps.allocation_options import DEFAULT_OPTIONS, AllocationOptions
 from kvpool.core.steps.columns import Operation, Step, StepResult
-from kvpool.core.steps.options import USUAL_TERMS, Terms
 from kvpool.wire.steps import step_from_proto, step_to_proto
 from support.server import pool_config
 
@@ -46,7 +46,7 @@ class OpenTransport(EmbeddedTransport):
 
     def tables(self, session: Session, request: Request) -> list[list[int]]:
         behind = self._allocator.session(session.session_id, 0.0)[1].by_number[RequestNumber(request.number)]
-        assert request.quiet_tokens <= behind.quiet_tokens
+        assert request.credit_tokens <= behind.credit_tokens
         return [list(table.block_ids) for table in behind.tables]
 
 
@@ -65,16 +65,20 @@ def columns(step: Step) -> dict[str, list[int]]:
 
 
 def allocate(
-    session: Session, request: Request, new: int, terms: Terms, computed: ComputedBlocks | None = None
+    session: Session,
+    request: Request,
+    new: int,
+    options: AllocationOptions,
+    computed: ComputedBlocks | None = None,
 ) -> Answer:
     with session.step() as step:
-        return step.allocate_slots(request, new, computed=computed, terms=terms)  # answered as the block ends
+        return step.allocate_slots(request, new, computed=computed, options=options)  # answered as the block ends
 
 
 def test_usual_terms_have_no_columns(transport: OpenTransport, session: Session) -> None:
-    for terms in (USUAL_TERMS, Terms()):
+    for options in (DEFAULT_OPTIONS, AllocationOptions()):
         with session.step() as step:
-            step.admit(session.request(f"r{len(transport.sent)}", range(5)), terms=terms)
+            step.admit(session.request(f"r{len(transport.sent)}", range(5)), options=options)
         assert columns(transport.sent[-1]) == {}
 
 
@@ -82,7 +86,7 @@ def test_a_column_is_there_for_all_operations_if_one_has_the_term(transport: Ope
     requests = [session.request(f"r{i}", range(i, i + 5)) for i in range(3)]
     with session.step() as step:
         step.admit(requests[0])
-        step.admit(requests[1], terms=Terms(num_reserved_blocks=1, full_sequence_must_fit=True))
+        step.admit(requests[1], options=AllocationOptions(num_reserved_blocks=1, full_sequence_must_fit=True))
         step.admit(requests[2])
     sent = transport.sent[-1]
     assert sent.operations == [Operation.ADD, Operation.ADMIT] * 3
@@ -95,7 +99,7 @@ def test_batches_have_entries_too(transport: OpenTransport, session: Session) ->
         session.admit(request)
     with session.step() as step:
         step.decode(requests[:2], [7, 7])
-        step.allocate_slots(requests[2], 1, terms=Terms(num_watermark_blocks=2))
+        step.allocate_slots(requests[2], 1, options=AllocationOptions(num_watermark_blocks=2))
     assert len(transport.sent[-1].operations) == 3
     assert columns(transport.sent[-1]) == {"num_watermark_blocks": [0, 0, 2]}
 
@@ -120,20 +124,25 @@ def test_tokens_in_flight_do_not_make_a_quiet_decode_loud(transport: OpenTranspo
     session.admit(request)
     num_sent = len(transport.sent)
     request.append([5])
-    assert allocate(session, request, 1, Terms(num_in_flight_tokens=1)).ok
+    assert allocate(session, request, 1, AllocationOptions(num_in_flight_tokens=1)).ok
     assert (len(transport.sent), request.num_computed_tokens) == (num_sent, 6)
 
 
 @pytest.mark.parametrize(
-    "terms", [Terms(num_reserved_blocks=1), Terms(num_watermark_blocks=1), Terms(full_sequence_must_fit=True)]
+    "options",
+    [
+        AllocationOptions(num_reserved_blocks=1),
+        AllocationOptions(num_watermark_blocks=1),
+        AllocationOptions(full_sequence_must_fit=True),
+    ],
 )
 def test_other_terms_are_asked_also_where_there_is_room(
-    transport: OpenTransport, session: Session, terms: Terms
+    transport: OpenTransport, session: Session, options: AllocationOptions
 ) -> None:
     request = session.request("r", range(5))
     session.admit(request)
     num_sent = len(transport.sent)
-    assert allocate(session, request, 1, terms).ok
+    assert allocate(session, request, 1, options).ok
     assert len(transport.sent) == num_sent + 1
 
 
@@ -153,11 +162,11 @@ def test_tables_with_external_tokens_are_the_pools(
     assert found.num_hit_tokens == num_hit_tokens
     hit = tuple([BlockId(block_id) for block_id in ids] for ids in found.hit_blocks)
     computed = ComputedBlocks(hit, num_hit_tokens) if num_hit_tokens else None
-    assert allocate(session, request, num_new_tokens, Terms(num_external_tokens), computed).ok
+    assert allocate(session, request, num_new_tokens, AllocationOptions(num_external_tokens), computed).ok
     assert request.block_ids == transport.tables(session, request)
     assert request.num_computed_tokens == num_hit_tokens + num_external_tokens + num_new_tokens
     for _ in range(8):
-        allocate(session, request, 1, USUAL_TERMS)
+        allocate(session, request, 1, DEFAULT_OPTIONS)
         assert request.block_ids == transport.tables(session, request)
 
 
@@ -167,7 +176,7 @@ def test_tables_with_tokens_in_flight_are_the_pools() -> None:
     request = session.request("r", range(40))
     session.allocate_slots(request, 9)
     for num_in_flight in (9, 9, 4, 12, 2, 0, 30):
-        assert allocate(session, request, 3, Terms(num_in_flight_tokens=num_in_flight)).ok
+        assert allocate(session, request, 3, AllocationOptions(num_in_flight_tokens=num_in_flight)).ok
         assert request.block_ids == transport.tables(session, request)
 
 
@@ -176,16 +185,20 @@ def test_after_a_refusal_tables_are_the_pools_again_with_the_next_answer() -> No
     session = transport.open()
     request = session.request("r", range(40))
     session.allocate_slots(request, 16)
-    refused = allocate(session, request, 4, Terms(num_reserved_blocks=10**4, num_in_flight_tokens=8))
+    refused = allocate(session, request, 4, AllocationOptions(num_reserved_blocks=10**4, num_in_flight_tokens=8))
     assert refused.outcome is Outcome.NO_BLOCKS
     assert request.block_ids == transport.tables(session, request) == [[0, 2, 3, 4]]
-    whole = Terms(num_watermark_blocks=10**4, full_sequence_must_fit=True)  # refused before anything is freed
+    whole = AllocationOptions(
+        num_watermark_blocks=10**4, full_sequence_must_fit=True
+    )  # refused before anything is freed
     assert allocate(session, request, 4, whole).outcome is Outcome.NO_BLOCKS
     assert request.block_ids == transport.tables(session, request) == [[0, 2, 3, 4]]
-    whole = Terms(num_reserved_blocks=10**4, full_sequence_must_fit=True)  # refused after: the session cannot tell
+    whole = AllocationOptions(
+        num_reserved_blocks=10**4, full_sequence_must_fit=True
+    )  # refused after: the session cannot tell
     assert allocate(session, request, 4, whole).outcome is Outcome.NO_BLOCKS
     assert transport.tables(session, request) == [[0, 0, 0, 4]]
-    assert allocate(session, request, 4, USUAL_TERMS).ok
+    assert allocate(session, request, 4, DEFAULT_OPTIONS).ok
     assert request.block_ids == transport.tables(session, request)
 
 
@@ -221,7 +234,7 @@ def test_a_request_hashed_elsewhere_is_read_as_it_grows(transport: OpenTransport
     assert (transport.sent[-1].lora_names, transport.sent[-1].block_hashes) == (["l"], hashes[0])
     for i in range(11):
         grow([5 + i])
-        assert allocate(session, request, 1, USUAL_TERMS).ok
+        assert allocate(session, request, 1, DEFAULT_OPTIONS).ok
     with session.step() as step:
         step.decode([request])
     grow([16])

@@ -23,7 +23,7 @@ _REQUEST_FIELDS: Final[tuple[str, ...]] = tuple(Request.__dataclass_fields__)
 _values_of: Final = attrgetter(*_REQUEST_FIELDS)
 
 
-class GuardedColumn:
+class CopyOnWriteColumn:
     """Stands in the place of a column by block id while it is written; reads and changes go on to the column.
 
     Args:

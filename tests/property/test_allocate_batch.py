@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kvpool.core import ids
 from kvpool.core.errors import KvpoolError
-from kvpool.core.execution.allocate_batch import PlainRun
+from kvpool.core.execution.allocate_batch import AllocationBatch
 from kvpool.core.ids import RequestNumber
 from kvpool.core.sessions.session import Session
 from kvpool.core.specs.pool_config import ReuseOrder
@@ -35,7 +35,7 @@ ODD: list[dict[str, Any]] = [
     {"executed_sequence": 10**6},
     {"executed_sequence": -1},
     {"admission_budget_tokens": -1},
-    {"num_quiet_allocations": -1},
+    {"num_credit_allocations": -1},
     {"num_new_tokens": [1]},
     {"num_lookahead_tokens": [1]},
     {"launched_sequence": 10**6},
@@ -116,7 +116,7 @@ def admission(pair: Pair, at: int, number: int, rng: Random) -> list[Row]:
 def other(pair: Pair, session: Session, number: int, rng: Random) -> Row:
     """Of a request that the session has, and may run, or of none."""
     operation = rng.choice([
-        Operation.FREE, Operation.FREE, Operation.PREEMPT, Operation.CACHE, Operation.PEEK, Operation.ADMIT,
+        Operation.FREE, Operation.FREE, Operation.PREEMPT, Operation.CACHE, Operation.LOOKUP_UNCOUNTED, Operation.ADMIT,
         Operation.COMMON_PREFIX, Operation.APPEND, Operation.EVICT, Operation.RESET,
     ])  # fmt: skip
     if operation is Operation.RESET:
@@ -132,7 +132,7 @@ def other(pair: Pair, session: Session, number: int, rng: Random) -> Row:
 
 def decode(pair: Pair, at: int, session: Session, number: int, rng: Random) -> Row:
     request = session.by_number[RequestNumber(number)]
-    most = rng.choice([request.quiet_tokens, pair.together.pool.most_taken_tokens(request)])
+    most = rng.choice([request.credit_tokens, pair.together.pool.most_taken_tokens(request)])
     grown = rng.choice([0, 1, 1, 1, rng.randint(0, 9)])
     return {
         "operations": Operation.ALLOCATE,
@@ -173,7 +173,7 @@ def round_of(pair: Pair, at: int, next_number: int, rng: Random) -> tuple[dict[s
     step = columns(rows + [row for rows in around[num_before:] for row in rows])
     step["executed_sequence"] = rng.choice([0, session.sequence, session.sequence])
     step["launched_sequence"] = rng.choice([0, 0, session.sequence])
-    step["num_quiet_allocations"] = rng.choice([0, 5])
+    step["num_credit_allocations"] = rng.choice([0, 5])
     return step, len(added)
 
 
@@ -216,13 +216,13 @@ def test_done_together_is_as_done_one_by_one(
 def together(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many operations were done together, each time that some were."""
     lengths: list[int] = []
-    apply = PlainRun.apply
+    apply = AllocationBatch.apply
 
-    def counted(run: PlainRun, sequence: ids.Sequence) -> tuple[list[int], list[ids.BlockId]]:
+    def counted(run: AllocationBatch, sequence: ids.StepNumber) -> tuple[list[int], list[ids.BlockId]]:
         lengths.append(len(run))
         return apply(run, sequence)
 
-    monkeypatch.setattr(PlainRun, "apply", counted)
+    monkeypatch.setattr(AllocationBatch, "apply", counted)
     return lengths
 
 

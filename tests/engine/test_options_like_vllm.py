@@ -14,13 +14,13 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.request import Request as VllmRequest
 from vllm.v1.request import RequestStatus
 
-from engine.manager_pair import BLOCK_SIZE, WRITER, ManagerPair, RequestPair, make_groups
+from engine.manager_pair import BLOCK_SIZE, SESSION_NUMBER, ManagerPair, RequestPair, make_groups
 from kvpool.core.blocks.kv_cache_manager import ComputedBlocks
-from kvpool.core.ids import PoolName, Sequence
+from kvpool.core.ids import PoolName, StepNumber
 from kvpool.core.specs.base import KVCacheSpec
 from kvpool.core.specs.kinds import ChunkedLocalAttentionSpec, FullAttentionSpec, SlidingWindowSpec
 from kvpool.core.specs.pool_config import PoolConfig
-from kvpool.core.steps.options import USUAL_TERMS, Terms
+from kvpool.core.steps.allocation_options import DEFAULT_OPTIONS, AllocationOptions
 from support.integrity import check_integrity
 
 if not hasattr(VllmRequest("r", [1], SamplingParams(), None), "num_in_flight_tokens"):
@@ -119,8 +119,10 @@ class Program:
         """A waiting request: looked up, then given room."""
         rng = self.rng
         blocks, num_hit, both.theirs.shared_prefix_boundary = self.manager.get_computed_blocks(both.theirs)
-        found = self.pool.peek(both.ours)
-        both.ours.junction_tokens = found.junction_tokens or 0  # as a step that looks up notes it
+        found = self.pool.lookup_uncounted(both.ours)
+        both.ours.shared_prefix_boundary_tokens = (
+            found.shared_prefix_boundary_tokens or 0
+        )  # as a step that looks up notes it
         assert num_hit == found.num_tokens
         assert blocks.get_block_ids() == tuple([list(ids) for ids in found.block_ids])
         left = both.ours.num_tokens - num_hit
@@ -168,7 +170,7 @@ class Program:
             has_scheduled_reqs=has_scheduled,
         )
         watermark = self.manager.watermark_blocks if is_waiting and has_scheduled else 0
-        terms = Terms(external, theirs.num_in_flight_tokens, reserved, watermark, must_fit)
+        options = AllocationOptions(external, theirs.num_in_flight_tokens, reserved, watermark, must_fit)
         self.sequence += 1
         given = self.pool.allocate(
             ours,
@@ -176,10 +178,10 @@ class Program:
             lookahead,
             found,
             delay_cache_blocks=delay,
-            terms=USUAL_TERMS if terms == USUAL_TERMS else terms,
-            sequence=Sequence(self.sequence),
+            options=DEFAULT_OPTIONS if options == DEFAULT_OPTIONS else options,
+            sequence=StepNumber(self.sequence),
         )
-        assert (given is None) == (granted is None), (terms, new, lookahead, delay)
+        assert (given is None) == (granted is None), (options, new, lookahead, delay)
         if granted is None:
             self.refused += 1
             return
@@ -190,8 +192,8 @@ class Program:
     def cache(self, both: RequestPair) -> None:
         num_tokens = min(self.rng.randint(0, both.ours.num_computed_tokens), both.ours.num_tokens)
         self.manager.cache_blocks(both.theirs, num_tokens)
-        self.pool.cache(both.ours, num_tokens, sequence=Sequence(self.sequence))
-        both.ours.quiet_tokens = self.pool.quiet_tokens(both.ours)
+        self.pool.cache(both.ours, num_tokens, sequence=StepNumber(self.sequence))
+        both.ours.credit_tokens = self.pool.credit_tokens(both.ours)
 
     def free(self, both: RequestPair) -> None:
         self.pair.free(both)
@@ -205,7 +207,7 @@ def play(program: Program, record_property: Callable[[str, object], None]) -> No
     for both in list(program.requests):
         program.free(both)
     program.pair.compare([])
-    program.pool.end_writer(WRITER)
+    program.pool.end_session(SESSION_NUMBER)
     check_integrity(program.pool, [])
     for name in ("granted", "refused", "num_external"):
         record_property(name, getattr(program, name))

@@ -16,12 +16,12 @@ from kvpool.core.steps.columns import Operation, Outcome, Step, StepResult
 from support.core import BLOCK_SIZE, World, block_hashes
 from support.integrity import check_integrity
 
-ADD, ADMIT, ALLOCATE, CACHE, FIND = (
+ADD, ADMIT, ALLOCATE, CACHE, LOOKUP_COUNTED_ON_ADMIT = (
     Operation.ADD,
     Operation.ADMIT,
     Operation.ALLOCATE,
     Operation.CACHE,
-    Operation.FIND,
+    Operation.LOOKUP_COUNTED_ON_ADMIT,
 )
 FULL, WINDOW = FullAttentionSpec(BLOCK_SIZE), SlidingWindowSpec(BLOCK_SIZE, sliding_window=5)
 """A window of 5 tokens needs the block that holds the 4 before the next one."""
@@ -469,7 +469,7 @@ def test_a_look_up_is_counted_once_room_is_given_with_the_hit_that_it_then_gets(
     stats = world.pool.stats
     counted = (stats.requests, stats.queries_tokens, stats.hits_tokens)
     add(world, session, 2, "abcd", 17)
-    found = ask(world, session, FIND, 2, 0)
+    found = ask(world, session, LOOKUP_COUNTED_ON_ADMIT, 2, 0)
     assert (found.num_hit_tokens, found.block_ids) == ([12], [1, 2, 3])
     assert outcome(ask(world, session, ALLOCATE, 2, 5, hit=[[1, 2, 3]], num_reserved_blocks=9)) is Outcome.NO_BLOCKS
     assert counted == (stats.requests, stats.queries_tokens, stats.hits_tokens)
@@ -483,17 +483,19 @@ def test_a_look_up_is_counted_as_a_miss_if_nothing_of_it_is_taken() -> None:
     world = World()
     session = world.open()
     add(world, session, 1, "abc", 13)
-    ask(world, session, FIND, 1, 0)
+    ask(world, session, LOOKUP_COUNTED_ON_ADMIT, 1, 0)
     ask(world, session, ALLOCATE, 1, 13)
     assert (world.pool.stats.requests, world.pool.stats.hits_tokens) == (1, 0)
 
 
-@pytest.mark.parametrize(("second", "count"), [(FIND, 1), (Operation.PEEK, 0), (Operation.LOOK_UP, 1)])
+@pytest.mark.parametrize(
+    ("second", "count"), [(LOOKUP_COUNTED_ON_ADMIT, 1), (Operation.LOOKUP_UNCOUNTED, 0), (Operation.LOOKUP, 1)]
+)
 def test_the_newest_look_up_decides_whether_it_is_counted(second: Operation, count: int) -> None:
     world = World()
     session = world.open()
     add(world, session, 1, "abc", 13)
-    ask(world, session, FIND, 1, 0)
+    ask(world, session, LOOKUP_COUNTED_ON_ADMIT, 1, 0)
     ask(world, session, second, 1, 0)
     ask(world, session, ALLOCATE, 1, 13)
     assert world.pool.stats.requests == count
@@ -503,7 +505,7 @@ def test_an_admission_counts_a_look_up_that_was_to_be_counted_not_again() -> Non
     world = World()
     session = world.open()
     add(world, session, 1, "abc", 13)
-    ask(world, session, FIND, 1, 0)
+    ask(world, session, LOOKUP_COUNTED_ON_ADMIT, 1, 0)
     ask(world, session, ADMIT, 1, 0)
     assert world.pool.stats.requests == 1
 
@@ -512,7 +514,7 @@ def test_a_refused_admission_leaves_a_look_up_to_be_counted() -> None:
     world = World(num_blocks=5)
     session = world.open()
     add(world, session, 1, "abc", 13)
-    ask(world, session, FIND, 1, 0)
+    ask(world, session, LOOKUP_COUNTED_ON_ADMIT, 1, 0)
     assert outcome(ask(world, session, ADMIT, 1, 0, num_reserved_blocks=1)) is Outcome.NO_BLOCKS
     assert world.pool.stats.requests == 0
     ask(world, session, ALLOCATE, 1, 13)
@@ -524,7 +526,7 @@ def test_a_look_up_to_be_counted_is_for_requests_without_blocks() -> None:
     session = world.open()
     world.admit(session, 1, "abc", 13)
     with pytest.raises(KvpoolError, match="holds blocks"):
-        ask(world, session, FIND, 1, 0)
+        ask(world, session, LOOKUP_COUNTED_ON_ADMIT, 1, 0)
 
 
 def test_a_preempted_requests_look_up_is_counted_apart() -> None:
@@ -532,12 +534,12 @@ def test_a_preempted_requests_look_up_is_counted_apart() -> None:
     session = world.open()
     world.admit(session, 1, "abc", 13)
     world.run(session, Operation.PREEMPT, request_numbers=[1])
-    ask(world, session, FIND, 1, 0)
+    ask(world, session, LOOKUP_COUNTED_ON_ADMIT, 1, 0)
     ask(world, session, ALLOCATE, 1, 13)
     assert (world.pool.stats.requests, world.pool.stats.preempted_requests) == (1, 1)
 
 
 def test_columns_of_terms_count_as_entries_that_are_remembered() -> None:
     plain = Step(1, operations=[ALLOCATE] * 3).num_entries
-    with_terms = Step(1, operations=[ALLOCATE] * 3, num_reserved_blocks=[1] * 3, full_sequence_must_fit=[True] * 3)
-    assert with_terms.num_entries == plain + 6
+    with_options = Step(1, operations=[ALLOCATE] * 3, num_reserved_blocks=[1] * 3, full_sequence_must_fit=[True] * 3)
+    assert with_options.num_entries == plain + 6

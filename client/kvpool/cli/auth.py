@@ -6,7 +6,7 @@ from typing import Any, Final
 import click
 
 from kvpool.cli.options import Option, together
-from kvpool.server.auth.config import PLAINTEXT_KINDS, DoorsConfig
+from kvpool.server.auth.config import PLAINTEXT_KINDS, AuthConfig
 from kvpool.wire.address import DEFAULT_SOCKET_MODE
 
 _NAMES: Final = ("tls_cert", "tls_key", "tls_client_ca", "tokens", "allow_plaintext", "socket_mode")
@@ -24,7 +24,7 @@ def _file_option(flag: str, text: str) -> Option:
     return click.option(flag, type=click.Path(path_type=Path), metavar="FILE", help=text)
 
 
-doors_options: Final = together(
+auth_options: Final = together(
     _file_option("--tls-cert", "Listen with TLS on TCP: our certificate, then those up to its authority. PEM."),
     _file_option("--tls-key", "Its key, without a passphrase. The files are read again when they change."),
     _file_option("--tls-client-ca", "Let in only clients with a certificate of the authorities in here."),
@@ -44,14 +44,14 @@ doors_options: Final = together(
         help="File mode of unix sockets: who may write, may connect.",
     ),
 )
-"""Adds the options; `take_doors_config` makes a config of them."""
+"""Adds the options; `take_auth_config` makes a config of them."""
 
 
-def take_doors_config(settings: dict[str, Any]) -> DoorsConfig:
+def take_auth_config(settings: dict[str, Any]) -> AuthConfig:
     """Takes the options of the doors out of a command's settings.
 
     Raises:
         ValueError: They contradict each other; names the field.
     """
     taken = {name: settings.pop(name) for name in _NAMES}
-    return DoorsConfig(**{**taken, "allow_plaintext": frozenset(taken["allow_plaintext"])})
+    return AuthConfig(**{**taken, "allow_plaintext": frozenset(taken["allow_plaintext"])})

@@ -16,7 +16,7 @@ from kvpool.core.ids import BlockId
 from kvpool.core.sessions.request import BlockTable, Request
 from kvpool.core.specs.base import RequestLimits
 from kvpool.core.specs.pool_config import PoolConfig
-from kvpool.core.steps.options import Terms
+from kvpool.core.steps.allocation_options import AllocationOptions
 
 
 @dataclass(slots=True)
@@ -36,7 +36,7 @@ class _Row:
     num_lacking: int
 
 
-class Room:
+class SlotAllocator:
     """Gives the requests of a pool the blocks that they lack.
 
     Attributes:
@@ -75,14 +75,14 @@ class Room:
             new.append(manager.allocate(tables[manager.group_id], lacking) if lacking > 0 else [])
         return tuple(new)
 
-    def take_on_terms(  # noqa: PLR0913, PLR0917 - what decides an allocation
+    def take_with_options(  # noqa: PLR0913, PLR0917 - what decides an allocation
         self,
         request: Request,
         hit: Sequence[Sequence[BlockId]],
         num_external_end: int,
         num_slots: int,
         num_encoder_tokens: int,
-        terms: Terms,
+        options: AllocationOptions,
     ) -> tuple[list[BlockId], ...] | None:
         """The same with a hit, which the request gets, too, with quotas, or on terms.
 
@@ -92,13 +92,13 @@ class Room:
             num_external_end: Tokens up to which external ones reach; 0 if there are none.
             num_slots: Tokens to have room for.
             num_encoder_tokens: Of its encoder, likewise.
-            terms: Blocks to be left free.
+            options: Blocks to be left free.
         """
         rows = [
             _Row(m, table, blocks, m.num_missing(table, num_slots, num_encoder_tokens) - len(blocks))
             for m, table, blocks in zip(self._managers, request.tables, hit, strict=True)
         ]
-        held = self._hit_to_hold(request, rows, terms.num_reserved_blocks + terms.num_watermark_blocks)
+        held = self._hit_to_hold(request, rows, options.num_reserved_blocks + options.num_watermark_blocks)
         if held is None:
             return None
         for row in rows:
@@ -116,7 +116,11 @@ class Room:
         return new
 
     def fits_whole(
-        self, request: Request, hit: Sequence[Sequence[BlockId]], num_encoder_tokens: int, terms: Terms
+        self,
+        request: Request,
+        hit: Sequence[Sequence[BlockId]],
+        num_encoder_tokens: int,
+        options: AllocationOptions,
     ) -> bool:
         """Whether the blocks are free that all known tokens of a request take, most at a time."""
         num_tokens = min(request.num_tokens, self._max_tokens)
@@ -126,7 +130,7 @@ class Room:
             if most is not None and num_blocks > most:
                 num_blocks = most
             rows.append(_Row(manager, table, blocks, num_blocks - len(table.block_ids) - len(blocks)))
-        return self._hit_to_hold(request, rows, terms.num_watermark_blocks) is not None
+        return self._hit_to_hold(request, rows, options.num_watermark_blocks) is not None
 
     @staticmethod
     def _take_external(rows: Sequence[_Row], num_end_tokens: int) -> tuple[list[BlockId], ...]:

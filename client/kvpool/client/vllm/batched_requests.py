@@ -9,8 +9,8 @@ from kvpool.client.request import Request
 from kvpool.client.results import Answer, Decodes
 from kvpool.client.step_builder import StepBuilder
 from kvpool.client.vllm.blocks import KVCacheBlocks
+from kvpool.core.steps.allocation_options import DEFAULT_OPTIONS, AllocationOptions
 from kvpool.core.steps.columns import Outcome
-from kvpool.core.steps.options import USUAL_TERMS, Terms
 
 Asked = Sequence[tuple[EngineRequest, Request]]
 """Requests of the engine, and what the session knows them as."""
@@ -36,7 +36,7 @@ class _Together(NamedTuple):
     blocks: dict[int, KVCacheBlocks]
 
 
-class Ahead:
+class BatchedRequests:
     """What one message asks ahead of the scheduler.
 
     What a request is given is there before the answer, so that the scheduler can go on with it; its blocks come later.
@@ -71,23 +71,28 @@ class Ahead:
     def allocate(self, builder: StepBuilder, request: EngineRequest, known: Request, num_tokens: int) -> None:
         """Asks for tokens of one: several, or after drafts thrown away, or where it matters which are in flight."""
         in_flight = getattr(request, "num_in_flight_tokens", 0)
-        terms = Terms(num_in_flight_tokens=in_flight) if in_flight else USUAL_TERMS
+        options = AllocationOptions(num_in_flight_tokens=in_flight) if in_flight else DEFAULT_OPTIONS
         answer = builder.allocate_slots(
             known,
             num_tokens,
             num_computed_tokens=request.num_computed_tokens,
             num_lookahead_tokens=self.num_lookahead_tokens,
-            terms=terms,
+            options=options,
         )
         self._asked.append(_One(request.request_id, answer, num_tokens, KVCacheBlocks.promised()))
         self.num_tokens += num_tokens
 
     def admit(
-        self, builder: StepBuilder, asked: Asked, budget_tokens: int, most_tokens: int, terms: Sequence[Terms]
+        self,
+        builder: StepBuilder,
+        asked: Asked,
+        budget_tokens: int,
+        most_tokens: int,
+        options: Sequence[AllocationOptions],
     ) -> None:
         """Admits requests as long as tokens are left, each with `most_tokens` at most (0: all), and on its terms."""
-        for (request, known), of_it in zip(asked, terms, strict=True):
-            self.admissions.append((request.request_id, known, builder.admit(known, most_tokens, terms=of_it)))
+        for (request, known), of_it in zip(asked, options, strict=True):
+            self.admissions.append((request.request_id, known, builder.admit(known, most_tokens, options=of_it)))
         builder.admission_budget_tokens = budget_tokens
 
     def promised(self) -> dict[str, Given]:

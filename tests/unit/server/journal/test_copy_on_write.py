@@ -1,14 +1,14 @@
-"""Rules are those of journal/guarded.py."""
+"""Rules are those of journal/copy_on_write.py."""
 
 import random
 from itertools import chain
 
 import pytest
 
-from kvpool.core.ids import NULL_BLOCK, BlockHash, BlockId, RequestId, RequestNumber, WriterId
+from kvpool.core.ids import NULL_BLOCK, BlockHash, BlockId, RequestId, RequestNumber, SessionNumber
 from kvpool.core.sessions.request import BlockTable, Request
-from kvpool.server.journal import guarded
-from kvpool.server.journal.guarded import FrozenRequests, GuardedColumn
+from kvpool.server.journal import copy_on_write
+from kvpool.server.journal.copy_on_write import CopyOnWriteColumn, FrozenRequests
 from support.core import config
 from support.journal import Traffic, new_allocator
 
@@ -20,7 +20,7 @@ class Owner:
 
 @pytest.fixture(autouse=True)
 def _small_slices(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(guarded, "SLICE_BLOCKS", 7)
+    monkeypatch.setattr(copy_on_write, "SLICE_BLOCKS", 7)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -29,7 +29,7 @@ def test_rule_1_a_column_is_told_as_it_was_whatever_is_changed_between_slices(se
     column = [rng.randrange(100) for _ in range(rng.randrange(60))]
     owner, before, expected = Owner(column), column.copy(), column.copy()
     told: list[int] = []
-    for piece in chain([[]], GuardedColumn(owner, "column").slices()):
+    for piece in chain([[]], CopyOnWriteColumn(owner, "column").slices()):
         told += piece
         for _ in range(rng.randrange(90) if column else 0):
             at, value = rng.randrange(len(column)), rng.randrange(100)
@@ -43,7 +43,7 @@ def test_rule_1_a_column_is_told_as_it_was_whatever_is_changed_between_slices(se
 def test_rule_4_a_column_comes_back_if_it_is_not_written_to_its_end() -> None:
     column = list(range(20))
     owner = Owner(column)
-    guard = GuardedColumn(owner, "column")
+    guard = CopyOnWriteColumn(owner, "column")
     next(guard.slices())
     owner.column[9] = 0
     guard.give_back()
@@ -54,7 +54,7 @@ def test_rule_4_a_column_comes_back_if_it_is_not_written_to_its_end() -> None:
 
 def test_a_column_that_was_set_anew_stays_so_and_the_old_one_is_told() -> None:
     owner = Owner(list(range(20)))
-    pieces = GuardedColumn(owner, "column").slices()
+    pieces = CopyOnWriteColumn(owner, "column").slices()
     told = next(pieces)
     owner.column = new = [0] * 20
     assert told + [value for piece in pieces for value in piece] == list(range(20))
@@ -69,9 +69,9 @@ def test_what_changes_columns_changes_them_one_by_one_or_sets_them_anew() -> Non
         blocks = allocator.pool("m").blocks
         owners = [blocks, blocks.free_list, blocks.prefix_map, blocks.contents]
         columns = [
-            GuardedColumn(owner, name)
+            CopyOnWriteColumn(owner, name)
             for owner in owners
-            for name in ("_column", "_hash_of", "_writer_of", "_group_of", "_contents_of")
+            for name in ("_column", "_hash_of", "_number_of_writer", "_group_of", "_contents_of")
             if hasattr(owner, name)
         ]
         assert len(columns) == 5
@@ -85,7 +85,7 @@ def test_rule_3_requests_are_told_as_they_were() -> None:
         BlockTable([BlockId(1), BlockId(2)], 1, 0),
         BlockTable([NULL_BLOCK, BlockId(3), BlockId(4)], 2, 1),
     )
-    request = Request(RequestId("r"), RequestNumber(1), WriterId(1), (table, skipping), num_tokens=9)
+    request = Request(RequestId("r"), RequestNumber(1), SessionNumber(1), (table, skipping), num_tokens=9)
     request.hashes, request.token_ids, request.joined_hashes = [BlockHash(b"a")] * 2, [1, 2], {2: [BlockHash(b"aa")]}
     frozen = FrozenRequests()
     places = [frozen.add([request]), frozen.add([]), frozen.add([request] * 3)]

@@ -22,13 +22,13 @@ from kvpool.client.request import Request
 from kvpool.client.results import Answer
 from kvpool.client.session import Session
 from kvpool.client.step_builder import StepBuilder
-from kvpool.client.vllm.ahead import Ahead, Given
+from kvpool.client.vllm.batched_requests import BatchedRequests, Given
 from kvpool.client.vllm.blocks import KVCacheBlocks
-from kvpool.client.vllm.foresight import Foresight
+from kvpool.client.vllm.schedule_predictor import SchedulePredictor
 from kvpool.client.vllm.versions import COUNTS_ADMISSIONS
 from kvpool.core.errors import AbortedError, NotFoundError, UnavailableError
+from kvpool.core.steps.allocation_options import AllocationOptions
 from kvpool.core.steps.columns import Outcome
-from kvpool.core.steps.options import Terms
 
 _log = logging.getLogger("kvpool.client.vllm")
 _SESSION_GONE: Final = (
@@ -47,7 +47,7 @@ class RefusedError(Exception):
     """What a running request was given was refused: the scheduler must begin the round again."""
 
 
-class Rounds:
+class StepBatcher:
     """The rounds of one scheduler.
 
     Attributes:
@@ -69,26 +69,28 @@ class Rounds:
         self.windowed = any(not group.spec.keeps_all for group in session.config.groups)
         self._session = session
         self._scheduler = scheduler
-        self._foresight = Foresight(scheduler)
+        self._predictor = SchedulePredictor(scheduler)
         self._admits_ahead = COUNTS_ADMISSIONS and session.config.enable_caching
         self._reserves_sequence = bool(getattr(scheduler, "scheduler_reserve_full_isl", False))
         watermark = getattr(scheduler.scheduler_config, "watermark", 0.0)
         self.watermark_blocks = int(watermark * session.config.num_blocks)
         self._nothing = KVCacheBlocks([()] * len(session.config.groups))
         self._answers: dict[str, Given] = {}  # of running requests
-        self._begun: tuple[Ahead, StepBuilder, int] | None = None  # whose answer is not there; the sequence before it
+        self._begun: tuple[BatchedRequests, StepBuilder, int] | None = (
+            None  # whose answer is not there; the sequence before it
+        )
         self._executed = self._told = self._launched = 0  # numbers of steps
         self._look_ahead = _FIRST_LOOK_AHEAD
 
     def begin(self) -> None:
         """Asks for what the round that begins is sure to ask."""
-        self.tokens_left = self._foresight.most_tokens
+        self.tokens_left = self._predictor.most_tokens
         ahead = self._new_ahead()
         is_all = self._run_ahead(ahead, 0)
         if is_all and ahead.num_tokens < self.tokens_left:
             self._admit_ahead(ahead)
         is_asking = is_all and ahead.num_tokens and self.builder.rows
-        if is_asking and self._foresight.can_begin_again(is_admitting=bool(ahead.admissions)):
+        if is_asking and self._predictor.can_begin_again(is_admitting=bool(ahead.admissions)):
             self._begin_ahead(ahead)
         else:
             self._send_ahead(ahead)
@@ -213,9 +215,9 @@ class Rounds:
         self.builder.free(known)
         del self.requests[known.request_id]
 
-    def _run_ahead(self, ahead: Ahead, first: int) -> bool:
+    def _run_ahead(self, ahead: BatchedRequests, first: int) -> bool:
         """Adds the running requests from a place on, as far as that is foreseen; whether they are all that will ask."""
-        foreseen, is_all = self._foresight.running(first, self.tokens_left, self._answers)
+        foreseen, is_all = self._predictor.running(first, self.tokens_left, self._answers)
         found: list[Request] = []
         requests = self.requests
         for request, _ in foreseen:
@@ -238,23 +240,23 @@ class Rounds:
         ahead.decode(self.builder, together)
         return is_all
 
-    def _admit_ahead(self, ahead: Ahead, first: EngineRequest | None = None) -> None:
+    def _admit_ahead(self, ahead: BatchedRequests, first: EngineRequest | None = None) -> None:
         """Adds the admissions that are foreseen; only those from `first` on, if that is given."""
-        foreseen = list(self._foresight.admissions(self._look_ahead)) if self._admits_ahead else []
+        foreseen = list(self._predictor.admissions(self._look_ahead)) if self._admits_ahead else []
         if not foreseen or first not in (None, foreseen[0]):
             return
         reserves, watermark = self._reserves_sequence, self.watermark_blocks
-        terms = [Terms(num_watermark_blocks=watermark, full_sequence_must_fit=reserves)] * len(foreseen)
+        options = [AllocationOptions(num_watermark_blocks=watermark, full_sequence_must_fit=reserves)] * len(foreseen)
         if not self._scheduler.running:  # the first of all may go below the watermark
-            terms[0] = Terms(full_sequence_must_fit=reserves)
+            options[0] = AllocationOptions(full_sequence_must_fit=reserves)
         known = [(request, self.known(request)) for request in foreseen]
-        most_tokens = self._foresight.long_prefill_tokens()
-        ahead.admit(self.builder, known, self.tokens_left - ahead.num_tokens, most_tokens, terms)
+        most_tokens = self._predictor.long_prefill_tokens()
+        ahead.admit(self.builder, known, self.tokens_left - ahead.num_tokens, most_tokens, options)
 
-    def _new_ahead(self) -> Ahead:
-        return Ahead(self._foresight.num_lookahead_tokens, self._nothing)
+    def _new_ahead(self) -> BatchedRequests:
+        return BatchedRequests(self._predictor.num_lookahead_tokens, self._nothing)
 
-    def _begin_ahead(self, ahead: Ahead) -> None:
+    def _begin_ahead(self, ahead: BatchedRequests) -> None:
         """Sends what is asked ahead; until that is answered, the scheduler is given what it will get if all is well."""
         builder, before = self._next_builder()
         with self._explained():
@@ -284,13 +286,13 @@ class Rounds:
             error.add_note(_SESSION_GONE if is_session_gone else _SERVICE_GONE)
             raise
 
-    def _send_ahead(self, ahead: Ahead) -> None:
+    def _send_ahead(self, ahead: BatchedRequests) -> None:
         """Sends what is asked ahead, if it needs an answer, and takes note of the answers."""
         if self.builder.rows and not ahead.is_empty:
             self.send()
         self._take(ahead)
 
-    def _take(self, ahead: Ahead) -> dict[str, Outcome]:
+    def _take(self, ahead: BatchedRequests) -> dict[str, Outcome]:
         """Takes note of what was asked ahead, and answered; returns whom of those running it refused."""
         refused = ahead.fill()
         given = ahead.promised()

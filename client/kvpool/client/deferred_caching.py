@@ -12,7 +12,7 @@ from typing import Final
 from kvpool.client.request import Request
 from kvpool.client.results import Answer
 from kvpool.client.step_builder import DecodeRow, Row, StepBuilder
-from kvpool.core.blocks.credit import fills_quietly
+from kvpool.core.blocks.credit import fills_on_credit
 from kvpool.core.specs.pool_config import PoolConfig
 from kvpool.core.steps.columns import Operation
 
@@ -21,7 +21,7 @@ _BLIND: Final = frozenset((Operation.FREE, Operation.PREEMPT, Operation.COMMON_P
 """They find no block by its hash, and cache none."""
 
 
-class FilledBlocks:
+class DeferredCaching:
     """What decodes of one session filled without asking.
 
     Attributes:
@@ -29,7 +29,7 @@ class FilledBlocks:
     """
 
     def __init__(self, config: PoolConfig) -> None:
-        self._is_allowed = fills_quietly(config)
+        self._is_allowed = fills_on_credit(config)
         self._block_size = config.hash_block_size
         self._max_tokens = config.max_model_len
         self.untold: Sequence[Request] = ()
@@ -53,8 +53,8 @@ class FilledBlocks:
         named_after = {each.request for each in after}
         comparing = [each.request for each in after if each.request and each.operation not in _BLIND]
         for request in row.requests:
-            num_computed = request.quiet_tokens
-            if request.num_quiet_tokens:
+            num_computed = request.credit_tokens
+            if request.num_credit_tokens:
                 if request not in untold:  # its tokens came late: it caches what it may
                     return []
             elif num_computed % self._block_size == self._block_size - 1 and num_computed < self._max_tokens:

@@ -2,7 +2,7 @@
 
 1. Only what is sure is foreseen: calls that vLLM's scheduler will make, in its order, with the arguments that it will
    give, as long as each before them is granted. Where one is refused, the service tries none after it.
-2. What is foreseen wrongly is undone, so that it costs a message, and never a result: see `Rounds`.
+2. What is foreseen wrongly is undone, so that it costs a message, and never a result: see `StepBatcher`.
 """
 
 from collections.abc import Collection, Iterator
@@ -13,7 +13,7 @@ from vllm.v1.request import Request, RequestStatus
 _ADMISSIBLE: Final = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
 
 
-class Foresight:
+class SchedulePredictor:
     """Reads a scheduler's queues. Changes nothing.
 
     Attributes:

@@ -125,7 +125,7 @@ def test_what_fills_a_block_is_sent_with_all_that_was_taken(
     (step,) = transport.take_sent()
     assert (step.operations, step.num_appended_tokens, step.num_taken_tokens) == ([ALLOCATE], [3], [2])
     assert step.block_hashes == request_.hashes[1]
-    assert (step.num_quiet_allocations, transport.info().cached_blocks) == (2, 2)
+    assert (step.num_credit_allocations, transport.info().cached_blocks) == (2, 2)
 
 
 def test_what_crosses_into_a_new_block_is_sent(transport: CountingTransport, session: Session) -> None:
@@ -134,7 +134,7 @@ def test_what_crosses_into_a_new_block_is_sent(transport: CountingTransport, ses
     with session.step() as step:
         decodes = step.decode([request_], [4])
     (sent,) = transport.take_sent()
-    assert (sent.operations, sent.num_taken_tokens, sent.num_quiet_allocations) == ([ALLOCATE], [], 0)
+    assert (sent.operations, sent.num_taken_tokens, sent.num_credit_allocations) == ([ALLOCATE], [], 0)
     assert (decodes.new_blocks, request_.block_ids) == ([[[2]]], [[1, 2]])
 
 
@@ -196,7 +196,7 @@ def test_quiet_allocations_are_counted_once(transport: CountingTransport, sessio
         step.allocate_slots(request_, 1)
     session.allocate_slots(request_, 1)
     session.free(request_)
-    assert [step.num_quiet_allocations for step in transport.take_sent()] == [2, 0]
+    assert [step.num_credit_allocations for step in transport.take_sent()] == [2, 0]
     assert transport.info().activity.allocations == before + 3
 
 
@@ -210,7 +210,7 @@ def test_news_of_execution_wait_for_nothing_that_others_wait_for(transport: Coun
     with session.step(executed_sequence=1) as step:
         step.decode([request_], [6])
     (told,) = transport.take_sent()
-    assert (told.executed_sequence, told.operations, told.num_quiet_allocations) == (1, [], 2)
+    assert (told.executed_sequence, told.operations, told.num_credit_allocations) == (1, [], 2)
     assert other.get_computed_blocks(other.request("o", range(5))).num_tokens == 4
     session.allocate_slots(request_, 1, num_computed_tokens=5)
     transport.take_sent()
@@ -241,7 +241,7 @@ def test_a_session_whose_lease_may_have_run_out_asks(transport: CountingTranspor
     session.allocate_slots(request_, 1)
     with session.step() as step:
         step.decode([request_])
-    assert [(step.operations, step.num_quiet_allocations) for step in transport.take_sent()] == [([], 1), ([], 1)]
+    assert [(step.operations, step.num_credit_allocations) for step in transport.take_sent()] == [([], 1), ([], 1)]
     assert (request_.num_computed_tokens, session.sequence) == (7, 3)
 
 
@@ -272,7 +272,7 @@ def test_a_refused_step_takes_back_what_was_answered(
     transport.take_sent()
     session.allocate_slots(request_, 3)
     (sent,) = transport.take_sent()
-    assert (sent.num_taken_tokens, sent.num_quiet_allocations) == ([1], 1)
+    assert (sent.num_taken_tokens, sent.num_credit_allocations) == ([1], 1)
 
 
 def test_a_step_that_cannot_be_sent_takes_back_what_was_answered(session: Session, request_: Request) -> None:
@@ -290,7 +290,7 @@ def test_what_raises_inside_a_step_takes_back_what_was_answered(
         raise ZeroDivisionError
     assert (answer.outcome, request_.num_computed_tokens) == (None, 5)
     session.free(request_)
-    assert [step.num_quiet_allocations for step in transport.take_sent()] == [0]
+    assert [step.num_credit_allocations for step in transport.take_sent()] == [0]
 
 
 def test_while_a_step_has_no_answer_nothing_is_answered(
@@ -311,7 +311,7 @@ def test_while_a_step_has_no_answer_nothing_is_answered(
     session.free(request_)
     first, again, freed = transport.take_sent()
     assert first is again
-    assert (first.num_quiet_allocations, freed.num_quiet_allocations, freed.num_taken_tokens) == (1, 1, [2])
+    assert (first.num_credit_allocations, freed.num_credit_allocations, freed.num_taken_tokens) == (1, 1, [2])
 
 
 def test_tokens_that_came_while_a_step_had_no_answer_are_sent_with_the_next(
