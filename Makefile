@@ -10,13 +10,25 @@ PROTOS := $(wildcard proto/kvpool/v1/*.proto)
 COMPILE := $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-header --no-annotate \
 	--no-emit-index-url
 
-.PHONY: demo test test-crash test-compose test-vllm test-fuzz check bench bench-vllm bench-parts proto lock clean
+.PHONY: demo test test-slow test-all test-crash test-compose test-vllm test-fuzz coverage check bench bench-vllm bench-parts proto lock clean
 
 demo: .venv/installed ## A server, two schedulers that share its pool, two ranks that compute
 	$(BIN)/kvpool demo
 
-test: .venv/installed ## All tests that need only Python
-	$(BIN)/pytest -n $(TEST_PROCESSES) --dist loadfile
+test: .venv/installed ## Tests that need only Python, without those that take long
+	$(BIN)/pytest -n $(TEST_PROCESSES) --dist worksteal --hypothesis-profile quick -m "not slow"
+
+test-slow: .venv/installed ## The tests that `make test` leaves out: whole traces, all golden files through all transports, many examples
+	$(BIN)/pytest -n $(TEST_PROCESSES) --dist worksteal -m slow
+	$(BIN)/pytest -n $(TEST_PROCESSES) --dist worksteal tests/property
+
+test-all: test test-slow test-crash test-compose test-vllm ## Every test
+
+coverage: .venv/installed ## Line and branch coverage of `make test` and `make test-slow`, processes that tests start included
+	$(BIN)/coverage erase
+	$(BIN)/coverage run -m pytest -q -n $(TEST_PROCESSES) --dist worksteal
+	$(BIN)/coverage combine -q
+	$(BIN)/coverage report
 
 test-crash: .venv/installed ## Real processes, killed and stopped at random; KILLS=1000 for a long run
 	$(BIN)/pytest tests/crash
@@ -43,7 +55,8 @@ check: .venv/installed ## First of all: generated code, lint, types, unit and pr
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
-	$(BIN)/pytest -q -n auto --dist worksteal --hypothesis-profile quick tests/unit tests/property
+	$(BIN)/lint-imports --no-cache
+	$(BIN)/pytest -q -n auto --dist worksteal --hypothesis-profile smoke tests/unit tests/property
 
 bench: .venv/installed ## Speed, as tables, JSON and pictures; VLLM=.venv-vllm/bin/python for vLLM's manager in the same run
 	$(BIN)/python -m benchmarks --save docs/bench/bench.json --markdown docs/bench/bench.md --plots docs/images \
@@ -92,4 +105,4 @@ $(OLDER_VLLM)/installed: tests/engine/requirements-0.14.1.lock .venv-vllm-engine
 	touch $@
 
 clean:
-	rm -rf .venv .venv-vllm-engine .mypy_cache .ruff_cache .pytest_cache .hypothesis dist
+	rm -rf .venv .venv-docs .venv-vllm-engine site .coverage .import_linter_cache .mypy_cache .ruff_cache .pytest_cache .hypothesis dist

@@ -239,6 +239,7 @@ def test_demo_shows_its_table() -> None:
         assert row in done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "num_blocks", "hit_rate", "hit_tokens"),
     [

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Final
 
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvpool.client import Answer, Decodes, FullAttentionSpec, KVCacheGroup, Outcome, PoolConfig, Request, StepBuilder
@@ -393,7 +393,7 @@ def _copies(blocks: BlockPool, left_out: set[int]) -> dict[tuple[int, bytes], li
     return copies
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=settings().max_examples * 6 // 10)
 @given(config=wide_configs(), rounds=st.lists(ROUNDS, min_size=25, max_size=60))
 def test_what_is_answered_in_silence_is_what_the_pool_would_have_answered(
     config: PoolConfig, rounds: list[Round]
@@ -406,7 +406,6 @@ def test_what_is_answered_in_silence_is_what_the_pool_would_have_answered(
         both.check()
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
 @given(order=st.sampled_from(ReuseOrder), rounds=st.lists(ROUNDS_BESIDE, min_size=25, max_size=60))
 def test_blocks_are_filled_in_silence_beside_admissions(order: ReuseOrder, rounds: list[Round]) -> None:
     """In pools where that may be, in rounds where it often could matter."""

@@ -391,6 +391,4 @@ class Fencing(RuleBasedStateMachine):
 
 
 TestFencing = Fencing.TestCase
-TestFencing.settings = settings(
-    max_examples=settings().max_examples * 5 // 2, stateful_step_count=10, deadline=None, derandomize=True
-)
+TestFencing.settings = settings(max_examples=settings().max_examples * 5 // 2, stateful_step_count=10, derandomize=True)

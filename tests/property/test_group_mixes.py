@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvpool.core.blocks.kv_cache_manager import ComputedBlocks, KVCacheManager
@@ -382,7 +382,7 @@ def actions() -> st.SearchStrategy[Action]:
     )
 
 
-@settings(max_examples=settings().max_examples * 5, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=settings().max_examples * 5)
 @given(config=configs(), acts=st.lists(actions(), min_size=10, max_size=40))
 def test_any_mix_of_groups_answers_as_whole_prefixes_do(config: PoolConfig, acts: list[Action]) -> None:
     world = World(config)

@@ -220,4 +220,4 @@ class Ranks(RuleBasedStateMachine):
 
 
 TestRanks = Ranks.TestCase
-TestRanks.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
+TestRanks.settings = settings(max_examples=settings().max_examples * 3 // 2, stateful_step_count=30)
