@@ -142,7 +142,7 @@ def test_another_session_may_take_a_pending_block_for_something_else(
     world.run(other, ADD, ADMIT, request_numbers=[1, 1], num_appended_tokens=[76, 0],
               block_hashes=block_hashes("x" * 19, 19), request_ids=["r1"])  # all blocks there are  # fmt: skip
     world.run(one, executed=2)
-    assert world.pool.blocks.prefix_map.unpublished_by(other.session_number) != []
+    assert world.pool.blocks.prefix_map.unpublished_blocks(other.session_number) != []
     assert lookup(world, one, 2, "xx").num_hit_tokens == []
     assert lookup(world, one, 3, "a").num_hit_tokens == []
     check_integrity(world.pool, world.sessions())

@@ -54,7 +54,7 @@ class BlockPool:
         self.contents = BlockContents(config.num_blocks) if config.makes_events else None
         self._events: list[BlockEvent] = []
 
-    def follow(self, before: "BlockPool") -> None:
+    def continue_from(self, before: "BlockPool") -> None:
         """Goes on counting where a pool ended whose blocks are all gone, and tells that they are."""
         self.num_evicted = before.num_evicted
         if len(self.group_counters) == len(before.group_counters):
@@ -62,7 +62,7 @@ class BlockPool:
                 mine.allocated_blocks += theirs.allocated_blocks
                 mine.evicted_blocks = theirs.evicted_blocks
         if self.block_lifetimes:
-            self.block_lifetimes.forget()
+            self.block_lifetimes.clear()
         self._events = before.take_events()
         self._record(AllBlocksCleared())
 
@@ -85,10 +85,10 @@ class BlockPool:
         """Number of block tables that the block stands in."""
         return self.free_list.ref_cnt(block_id)
 
-    def take(self, count: int) -> list[BlockId]:
+    def get_new_blocks(self, count: int) -> list[BlockId]:
         """Takes the next `count` free blocks, evicting what they held. The caller has checked that they are there."""
         taken = self.free_list.take(count)
-        is_bare = count == 1 and self.prefix_map.hash_of(taken[0]) is None  # as decodes take them
+        is_bare = count == 1 and self.prefix_map.block_hash(taken[0]) is None  # as decodes take them
         cached = () if is_bare else self.prefix_map.hashed_among(taken)
         if cached:
             self.num_evicted += len(cached)
@@ -96,17 +96,17 @@ class BlockPool:
                 counters.evicted_blocks += num_evicted
             self._forget(cached)
         if self.block_lifetimes:
-            self.block_lifetimes.taken(taken)
+            self.block_lifetimes.record_taken(taken)
         return taken
 
     def touch(self, block_ids: Sequence[BlockId]) -> int:
         """Counts one more table for each block, free ones leaving the free list; returns how many did."""
         num_freed = self.free_list.hold(block_ids)
         if self.block_lifetimes:
-            self.block_lifetimes.accessed(block_ids)
+            self.block_lifetimes.record_accessed(block_ids)
         return num_freed
 
-    def release(self, block_ids: Sequence[BlockId], num_uncached: int | None = None) -> int:
+    def free_blocks(self, block_ids: Sequence[BlockId], num_uncached: int | None = None) -> int:
         """Counts one table less for each block. Those that no table counts on become free, in this order.
 
         Args:
@@ -133,7 +133,7 @@ class BlockPool:
             self._bare.difference_update(freed)
         return len(freed)
 
-    def cache(
+    def cache_full_blocks(
         self,
         group_id: GroupId,
         block_ids: Sequence[BlockId],
@@ -144,7 +144,7 @@ class BlockPool:
         """Gives held blocks without a hash their hashes."""
         self.prefix_map.insert(group_id, block_ids, hashes, session_number, sequence)
 
-    def evict(self, block_ids: Iterable[BlockId]) -> None:
+    def evict_blocks(self, block_ids: Iterable[BlockId]) -> None:
         """Takes the hashes of these blocks away, of those that have one."""
         cached = self.prefix_map.hashed_among(dict.fromkeys(block_ids))
         self._bare.update(block_id for block_id in cached if self.free_list.ref_cnt(block_id))
@@ -152,14 +152,14 @@ class BlockPool:
 
     def _forget(self, cached: Sequence[BlockId]) -> None:
         if self.block_lifetimes:
-            self.block_lifetimes.evicted(cached)
+            self.block_lifetimes.record_evicted(cached)
         if self.contents:
             for block_id in cached:
                 self._drop_contents(block_id, self.contents)
         else:
             self.prefix_map.remove_all(cached)
 
-    def reset(self) -> bool:
+    def reset_prefix_cache(self) -> bool:
         """Takes all hashes away if every block is free; returns whether it did. O(num_blocks).
 
         Sinks are never free, so a pool with sinks is never reset, as in the reference.
@@ -168,7 +168,7 @@ class BlockPool:
             return False
         self.prefix_map.clear()
         if self.block_lifetimes:
-            self.block_lifetimes.forget()
+            self.block_lifetimes.clear()
         if self.contents:
             self.contents.clear()
         self._record(AllBlocksCleared())
@@ -186,7 +186,7 @@ class BlockPool:
         return events
 
     def _drop_contents(self, block_id: BlockId, contents: BlockContents) -> None:
-        group_id = self.prefix_map.group_of(block_id)
+        group_id = self.prefix_map.group_id(block_id)
         block_hash = self.prefix_map.remove(block_id)
         contents.drop(block_id)
         self._events.append(BlockRemoved(block_hash, group_id, self.prefix_map.num_copies(group_id, block_hash)))

@@ -38,7 +38,7 @@ class Credit:
     has_slots: bool
 
     @classmethod
-    def of(cls, config: PoolConfig, group_id: GroupId) -> "Credit":
+    def for_group(cls, config: PoolConfig, group_id: GroupId) -> "Credit":
         """The rule for a group of a pool."""
         spec = allocation_spec(config.groups[group_id].spec)
         return cls(
@@ -70,7 +70,7 @@ class Credit:
 
 def is_plain(config: PoolConfig) -> bool:
     """Whether a pool has one group, whose blocks are kept and hold a slot a token, and no events."""
-    room = Credit.of(config, GroupId(0))
+    room = Credit.for_group(config, GroupId(0))
     return len(config.groups) == 1 and room.has_slots and not room.skips and not config.makes_events
 
 

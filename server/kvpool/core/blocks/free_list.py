@@ -15,7 +15,7 @@ from typing import Final
 
 from kvpool.core.ids import BlockId
 
-MOST_EXTENDED_BLOCKS: Final = 2**15
+MAX_EXTENDED_BLOCKS: Final = 2**15
 """A chunk that has so many is extended no more: to make it anew would take milliseconds."""
 _MANY_BLOCKS: Final = 64
 """So many become a chunk of their own, uncopied: the 300 bytes of a chunk are little for each of them."""
@@ -168,7 +168,7 @@ class FreeList:
         if not count:
             return
         chunk = self._chunks.get(self._tail) if count < _MANY_BLOCKS else None
-        if chunk is not None and len(chunk.block_ids) < MOST_EXTENDED_BLOCKS:
+        if chunk is not None and len(chunk.block_ids) < MAX_EXTENDED_BLOCKS:
             chunk.block_ids += block_ids  # type: ignore[operator]  # a list, but for the first, which is no tail
             chunk.num_free += count
         else:

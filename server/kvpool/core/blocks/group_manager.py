@@ -42,14 +42,14 @@ class GroupManager:
         self.spec = allocation_spec(config.groups[group_id].spec)
         self.span_tokens = config.span_tokens(group_id)
         self.num_eagle_blocks = int(config.use_eagle and self.spec.has_token_slots)
-        self.sink_blocks = block_pool.take(config.num_sink_blocks[group_id])
+        self.sink_blocks = block_pool.get_new_blocks(config.num_sink_blocks[group_id])
         self._counters = block_pool.group_counters[group_id]
         self._counters.used_blocks += len(self.sink_blocks)
         self._counters.allocated_blocks += len(self.sink_blocks)
-        self.credit = Credit.of(config, group_id)
+        self.credit = Credit.for_group(config, group_id)
         self._hashes_per_block = self.span_tokens // config.hash_block_size
         self.joins_hashes = self._hashes_per_block > 1
-        self._retention = Retention.of(config, group_id)
+        self._retention = Retention.for_group(config, group_id)
         self._num_extra_blocks = num_draft_blocks(self.spec)
         self.counts_encoder_tokens = isinstance(self.spec, CrossAttentionSpec)
         self._pool = block_pool
@@ -75,7 +75,7 @@ class GroupManager:
         joined = request.joined_hashes.get(self._hashes_per_block, ())
         return len(request.hashes) - len(joined) * self._hashes_per_block
 
-    def still_holds(self, promised: Sequence[BlockId], request: Request) -> bool:
+    def is_still_cached(self, promised: Sequence[BlockId], request: Request) -> bool:
         """Whether every promised block still has the hash it was promised for, visible to the request's session.
 
         Nulls lead in what was promised.
@@ -85,13 +85,13 @@ class GroupManager:
             self.group_id, hashes[first:end], promised[first:], request.session_number
         )
 
-    def num_missing(self, table: BlockTable, num_tokens: int, num_encoder_tokens: int) -> int:
+    def num_missing_blocks(self, table: BlockTable, num_tokens: int, num_encoder_tokens: int) -> int:
         """Blocks that the table lacks for `num_tokens` tokens; not positive if it lacks none."""
         if self.counts_encoder_tokens:
             num_tokens = num_encoder_tokens
         return -(-num_tokens // self.span_tokens) + self._num_extra_blocks - len(table.block_ids)
 
-    def adopt(self, table: BlockTable, computed: Sequence[BlockId]) -> None:
+    def add_hit_blocks(self, table: BlockTable, computed: Sequence[BlockId]) -> None:
         """Puts a hit's blocks into an empty table."""
         table.block_ids.extend(computed)
         table.num_cached = len(computed)
@@ -100,20 +100,20 @@ class GroupManager:
             computed = computed[table.num_skipped :]
         self._counters.used_blocks += self._pool.touch(computed)
 
-    def allocate(self, table: BlockTable, count: int) -> list[BlockId]:
+    def allocate_new_blocks(self, table: BlockTable, count: int) -> list[BlockId]:
         """Gives the table `count` new blocks, at least 1; returns them. The caller has checked for room."""
-        new = self.take(count)
+        new = self.get_new_blocks(count)
         table.block_ids.extend(new)
         return new
 
-    def take(self, count: int) -> list[BlockId]:
+    def get_new_blocks(self, count: int) -> list[BlockId]:
         """Takes `count` blocks, at least 1, for the caller to put into tables. It has checked for room."""
-        new = self._pool.take(count)
+        new = self._pool.get_new_blocks(count)
         self._counters.used_blocks += count
         self._counters.allocated_blocks += count
         return new
 
-    def skip(self, table: BlockTable, num_computed_tokens: int) -> list[BlockId]:
+    def remove_skipped_blocks(self, table: BlockTable, num_computed_tokens: int) -> list[BlockId]:
         """Frees the blocks that nothing looks at any more, the last first; null stands in their place. Returns them."""
         start, end = table.num_skipped, min(self.num_skipped_blocks(num_computed_tokens), len(table.block_ids))
         if start >= end:
@@ -124,10 +124,10 @@ class GroupManager:
         table.block_ids[start:end] = [NULL_BLOCK] * len(skipped)
         table.num_skipped = end
         num_uncached = None if self._retention else min(max(end - table.num_cached, 0), len(skipped))
-        self._counters.used_blocks -= self._pool.release(skipped[::-1], num_uncached)
+        self._counters.used_blocks -= self._pool.free_blocks(skipped[::-1], num_uncached)
         return skipped
 
-    def cache(self, request: Request, num_tokens: int, sequence: ids.StepNumber) -> None:
+    def cache_blocks(self, request: Request, num_tokens: int, sequence: ids.StepNumber) -> None:
         """Caches the full blocks among the first `num_tokens` tokens, which the change `sequence` fills.
 
         Those that are not kept (see `retention`) are passed over. The caller has found some that are not.
@@ -144,7 +144,7 @@ class GroupManager:
         runs = ((start, end),) if self._retention is None else self._retention.runs(request, start, end)
         for start, end in runs:
             hashes, block_ids = all_hashes[start:end], table.block_ids[start:end]
-            self._pool.cache(self.group_id, block_ids, hashes, request.session_number, sequence)
+            self._pool.cache_full_blocks(self.group_id, block_ids, hashes, request.session_number, sequence)
             if self._makes_events:
                 self._record_stored(request, block_ids, hashes, start)
 
@@ -169,11 +169,11 @@ class GroupManager:
         """Empties the table; returns what it held, the last first, to be read at once: the list is the free list's."""
         held = table.block_ids[: table.num_skipped - 1 : -1] if table.num_skipped else table.block_ids[::-1]
         num_uncached = None if self._retention else min(len(table.block_ids) - table.num_cached, len(held))
-        self._counters.used_blocks -= self._pool.release(held, num_uncached)
+        self._counters.used_blocks -= self._pool.free_blocks(held, num_uncached)
         table.clear()
         return held
 
-    def num_common_prefix_blocks(self, table: BlockTable, others: Iterable[BlockTable]) -> int:
+    def get_num_common_prefix_blocks(self, table: BlockTable, others: Iterable[BlockTable]) -> int:
         """Leading blocks that the table has in common with all others; 0 for kinds that skip or hold no tokens.
 
         O(others x blocks in common).

@@ -144,7 +144,7 @@ class KVCacheManager:
         before = self.blocks
         self._start_over(config, epoch)
         self.quarantine.clear()
-        self.blocks.follow(before)
+        self.blocks.continue_from(before)
         self.recent_hit_rate.reset()
 
     def check_serving(self) -> None:
@@ -162,7 +162,7 @@ class KVCacheManager:
         """Makes the empty tables of a request."""
         return tuple(BlockTable() for _ in self._managers)
 
-    def lookup_uncounted(self, request: Request) -> ComputedBlocks:
+    def find_longest_cache_hit(self, request: Request) -> ComputedBlocks:
         """Finds the longest cached prefix of a request that holds no blocks; not counted."""
         if not self.config.enable_caching:
             return ComputedBlocks(self._no_hit, 0)
@@ -174,9 +174,9 @@ class KVCacheManager:
         held = [block_id for block_id in found if block_id != NULL_BLOCK]
         return (len(held) - self.blocks.prefix_map.num_written_by(held, reader)) * manager.span_tokens
 
-    def lookup(self, request: Request) -> ComputedBlocks:
+    def get_computed_blocks(self, request: Request) -> ComputedBlocks:
         """Finds the longest cached prefix of a request that holds no blocks, and counts the look-up."""
-        computed = self.lookup_uncounted(request)
+        computed = self.find_longest_cache_hit(request)
         self._count(request, computed)
         return computed
 
@@ -199,9 +199,9 @@ class KVCacheManager:
         Returns:
             What it got; None if there are too few free blocks, and nothing was changed.
         """
-        computed = self.lookup_uncounted(request)
+        computed = self.find_longest_cache_hit(request)
         num_new_tokens = min(request.num_tokens - computed.num_tokens, max_new_tokens)
-        new = self.allocate(
+        new = self.allocate_slots(
             request,
             num_new_tokens,
             num_lookahead_tokens,
@@ -216,14 +216,14 @@ class KVCacheManager:
         self._count(request, computed)
         return Admission(computed, num_new_tokens, new)
 
-    def still_holds(self, request: Request, computed: ComputedBlocks) -> bool:
+    def is_still_cached(self, request: Request, computed: ComputedBlocks) -> bool:
         """Whether what a look-up promised the request is still all there."""
         return all(
-            manager.still_holds(promised, request)
+            manager.is_still_cached(promised, request)
             for manager, promised in zip(self._managers, computed.block_ids, strict=True)
         )
 
-    def check_promise(self, where: Callable[[int], str], block_ids: Sequence[Sequence[BlockId]]) -> int:
+    def check_computed_blocks(self, where: Callable[[int], str], block_ids: Sequence[Sequence[BlockId]]) -> int:
         """Checks that blocks are of the form of a hit: equally long in all groups, null where none is needed.
 
         Args:
@@ -258,7 +258,7 @@ class KVCacheManager:
             for manager, table in zip(self._managers, request.tables, strict=True)
         )
 
-    def allocate(  # noqa: PLR0913 - the reference's own parameters
+    def allocate_slots(  # noqa: PLR0913 - the reference's own parameters
         self,
         request: Request,
         num_new_tokens: int,
@@ -303,13 +303,13 @@ class KVCacheManager:
             self.activity.refusals += 1
             return None
         self.activity.allocations += 1
-        if request.is_uncounted:
+        if request.has_uncounted_lookup:
             self._count(request, computed or ComputedBlocks(self._no_hit, 0))
-            request.is_uncounted = False
+            request.has_uncounted_lookup = False
         request.num_computed_tokens = num_computed + num_new_tokens
         request.filling_sequence = sequence
         if self.config.enable_caching and not delay_cache_blocks:
-            self.cache(request, request.num_computed_tokens, sequence=sequence)
+            self.cache_blocks(request, request.num_computed_tokens, sequence=sequence)
         request.credit_tokens = self.credit_tokens(request)
         return new
 
@@ -331,9 +331,11 @@ class KVCacheManager:
         ):
             return None
         for manager in self._windowed:
-            skipped = manager.skip(request.tables[manager.group_id], num_computed - options.num_in_flight_tokens)
+            skipped = manager.remove_skipped_blocks(
+                request.tables[manager.group_id], num_computed - options.num_in_flight_tokens
+            )
             if has_quota and skipped:
-                self.quotas.lost(request.holding, skipped)
+                self.quotas.record_lost(request.holding, skipped)
         if is_usual:
             return self._slot_allocator.take(request, num_slots, num_encoder_tokens)
         num_before = num_computed if options.num_external_tokens else 0
@@ -362,7 +364,7 @@ class KVCacheManager:
                 credit_tokens = bound_tokens
         return credit_tokens
 
-    def most_taken_tokens(self, request: Request) -> int:
+    def max_tokens_on_credit(self, request: Request) -> int:
         """Up to how many computed tokens a request may have gone without asking, when it tells so.
 
         Where it fills blocks so, that is all of its blocks: see `filled`.
@@ -371,14 +373,14 @@ class KVCacheManager:
             return request.credit_tokens
         return min(len(request.tables[0].block_ids) * self.hash_block_size, self.config.max_model_len)
 
-    def cache(self, request: Request, num_computed_tokens: int, *, sequence: ids.StepNumber) -> None:
+    def cache_blocks(self, request: Request, num_computed_tokens: int, *, sequence: ids.StepNumber) -> None:
         """Caches the request's full blocks among its first `num_computed_tokens` tokens, never past those known."""
         num_tokens = request.num_tokens
         if num_computed_tokens < num_tokens:  # noqa: PLR1730 - as above
             num_tokens = num_computed_tokens
         for manager in self._managers:
             if request.tables[manager.group_id].num_cached < num_tokens // manager.span_tokens:
-                manager.cache(request, num_tokens, sequence)
+                manager.cache_blocks(request, num_tokens, sequence)
 
     def free(self, request: Request) -> None:
         """Frees the request's blocks, the last first; the caller forgets it or admits it again from the start."""
@@ -386,7 +388,7 @@ class KVCacheManager:
         for manager, table in zip(self._managers, request.tables, strict=True):
             freed = manager.free(table)
             if has_quota:
-                self.quotas.lost(request.holding, freed[::-1])
+                self.quotas.record_lost(request.holding, freed[::-1])
         request.num_computed_tokens = request.credit_tokens = 0
 
     def preempt(self, request: Request) -> None:
@@ -398,13 +400,13 @@ class KVCacheManager:
 
     def reset_prefix_cache(self) -> bool:
         """Forgets all hashes if no request holds a block and there are no sinks; returns whether it did."""
-        if not self.blocks.reset():
+        if not self.blocks.reset_prefix_cache():
             return False
         self.stats.resets += 1
         self.recent_hit_rate.reset()
         return True
 
-    def num_common_prefix_blocks(self, request: Request, running: Iterable[Request]) -> tuple[int, ...]:
+    def get_num_common_prefix_blocks(self, request: Request, running: Iterable[Request]) -> tuple[int, ...]:
         """Leading blocks, group by group, that the request has in common with all `running` requests.
 
         Without caching nothing is shared, and 0 is told even of a request that runs alone.
@@ -413,24 +415,24 @@ class KVCacheManager:
             return (0,) * len(self._managers)
         others = [other for other in running if other is not request]
         return tuple(
-            manager.num_common_prefix_blocks(table, (other.tables[manager.group_id] for other in others))
+            manager.get_num_common_prefix_blocks(table, (other.tables[manager.group_id] for other in others))
             for manager, table in zip(self._managers, request.tables, strict=True)
         )
 
-    def end_session(self, session_number: SessionNumber) -> None:
+    def evict_unpublished(self, session_number: SessionNumber) -> None:
         """Forgets what a session that has ended had cached and never said to be computed."""
-        self.blocks.evict(self.blocks.prefix_map.unpublished_by(session_number))
+        self.blocks.evict_blocks(self.blocks.prefix_map.unpublished_blocks(session_number))
 
-    def resume_session(self, session_number: SessionNumber, new: SessionNumber) -> None:
+    def renumber_session(self, session_number: SessionNumber, new: SessionNumber) -> None:
         """Gives what a session had cached and never said to be computed to the process that drives it now.
 
         That can compute again what a request holds. The rest is forgotten: nobody would know whether it was computed.
         """
         blocks = self.blocks
-        blocks.evict([b for b in blocks.prefix_map.unpublished_by(session_number) if not blocks.ref_cnt(b)])
+        blocks.evict_blocks([b for b in blocks.prefix_map.unpublished_blocks(session_number) if not blocks.ref_cnt(b)])
         blocks.prefix_map.renumber_session(session_number, new)
 
-    def withdraw(self, request: Request, launched: ids.StepNumber, *, reports_execution: bool) -> None:
+    def withdraw_unpublished(self, request: Request, launched: ids.StepNumber, *, reports_execution: bool) -> None:
         """Keeps from all other sessions what a request had cached and was not said to be computed. O(its blocks).
 
         Args:
@@ -445,7 +447,7 @@ class KVCacheManager:
         pending = prefix_map.pending()
         found = [b for table in request.tables for b in table.held_block_ids if pending.get(b, launched) > launched]
         if reports_execution or launched:
-            self.blocks.evict(found)
+            self.blocks.evict_blocks(found)
         else:
             prefix_map.hide(request.session_number, found)
 

@@ -25,13 +25,13 @@ class PrefixMap:
     """Maps (group, hash) to blocks, with the block's hash, group and writer in columns by block id."""
 
     __slots__ = (
+        "_block_hashes",
         "_by_hash",
         "_duplicates",
-        "_group_of",
-        "_hash_of",
+        "_group_ids",
         "_num_cached",
-        "_number_of_writer",
         "_pending",
+        "_session_numbers",
         "_unpublished",
     )
 
@@ -40,9 +40,9 @@ class PrefixMap:
         # finds its first key at once, however many before were deleted.
         self._by_hash: list[dict[BlockHash, BlockId]] = [{} for _ in range(num_groups)]
         self._duplicates: list[dict[BlockHash, OrderedDict[BlockId, None]]] = [{} for _ in range(num_groups)]
-        self._hash_of: list[BlockHash | None] = [None] * num_blocks
-        self._group_of = bytearray(num_blocks)
-        self._number_of_writer: list[SessionNumber] = [SessionNumber(0)] * num_blocks
+        self._block_hashes: list[BlockHash | None] = [None] * num_blocks
+        self._group_ids = bytearray(num_blocks)
+        self._session_numbers: list[SessionNumber] = [SessionNumber(0)] * num_blocks
         self._pending: dict[BlockId, ids.StepNumber] = {}
         self._unpublished: dict[SessionNumber, dict[ids.StepNumber, set[BlockId]]] = {}
         self._num_cached = [0] * num_groups
@@ -55,30 +55,30 @@ class PrefixMap:
         """Blocks of a group that have a hash."""
         return self._num_cached[group_id]
 
-    def hash_of(self, block_id: BlockId) -> BlockHash | None:
+    def block_hash(self, block_id: BlockId) -> BlockHash | None:
         """The block's hash, if it has one."""
-        return self._hash_of[block_id]
+        return self._block_hashes[block_id]
 
     def hashed_among(self, block_ids: Iterable[BlockId]) -> list[BlockId]:
         """Those of the blocks that have a hash, in their order."""
-        hash_of = self._hash_of
-        return [block_id for block_id in block_ids if hash_of[block_id] is not None]
+        block_hashes = self._block_hashes
+        return [block_id for block_id in block_ids if block_hashes[block_id] is not None]
 
     def num_by_group(self, block_ids: Sequence[BlockId]) -> list[int]:
         """Of these blocks, which have hashes, how many are cached under each group."""
-        num_groups, group_of = len(self._by_hash), self._group_of
+        num_groups, group_ids = len(self._by_hash), self._group_ids
         if num_groups == 1:
             return [len(block_ids)]
-        found = bytes([group_of[block_id] for block_id in block_ids])
+        found = bytes([group_ids[block_id] for block_id in block_ids])
         return [found.count(group_id) for group_id in range(num_groups)]
 
-    def group_of(self, block_id: BlockId) -> GroupId:
+    def group_id(self, block_id: BlockId) -> GroupId:
         """Group under which a block that has a hash is cached."""
-        return GroupId(self._group_of[block_id])
+        return GroupId(self._group_ids[block_id])
 
-    def number_of_writer(self, block_id: BlockId) -> SessionNumber:
+    def session_number(self, block_id: BlockId) -> SessionNumber:
         """Session that filled a block that has a hash, by the number that it had when that was published."""
-        return self._number_of_writer[block_id]
+        return self._session_numbers[block_id]
 
     def pending(self) -> dict[BlockId, ids.StepNumber]:
         """The blocks that only their writer finds, and the change that fills each. Not to be changed."""
@@ -86,7 +86,7 @@ class PrefixMap:
 
     def is_visible(self, block_id: BlockId, reader: SessionNumber) -> bool:
         """Whether `reader` may use the contents of a block that has a hash."""
-        return block_id not in self._pending or self._number_of_writer[block_id] == reader
+        return block_id not in self._pending or self._session_numbers[block_id] == reader
 
     def find(
         self, group_id: GroupId, hashes: Sequence[BlockHash], first: int, end: int, reader: SessionNumber
@@ -113,16 +113,16 @@ class PrefixMap:
         self, group_id: GroupId, hashes: Sequence[BlockHash], block_ids: Sequence[BlockId], reader: SessionNumber
     ) -> bool:
         """Whether each block has its hash, in this group, and `reader` may use it; it need not be the first copy."""
-        hash_of, group_of = self._hash_of, self._group_of
+        block_hashes, group_ids = self._block_hashes, self._group_ids
         return (
-            [hash_of[block_id] for block_id in block_ids] == list(hashes)
-            and [group_of[block_id] for block_id in block_ids].count(group_id) == len(block_ids)
+            [block_hashes[block_id] for block_id in block_ids] == list(hashes)
+            and [group_ids[block_id] for block_id in block_ids].count(group_id) == len(block_ids)
             and self._are_visible(block_ids, reader)
         )
 
     def _are_visible(self, block_ids: Sequence[BlockId], reader: SessionNumber) -> bool:
-        pending, number_of_writer = self._pending, self._number_of_writer
-        return not pending or not [True for b in block_ids if b in pending and number_of_writer[b] != reader]
+        pending, session_numbers = self._pending, self._session_numbers
+        return not pending or not [True for b in block_ids if b in pending and session_numbers[b] != reader]
 
     def _visible(self, group_id: GroupId, found: Sequence[BlockId], reader: SessionNumber) -> list[BlockId]:
         """In place of each block its first copy that `reader` may read; ends where there is none."""
@@ -135,7 +135,7 @@ class PrefixMap:
         return visible
 
     def _copies(self, group_id: GroupId, first_copy: BlockId) -> Iterable[BlockId]:
-        return self._duplicates[group_id].get(self._hash_of[first_copy], (first_copy,))  # type: ignore[arg-type]
+        return self._duplicates[group_id].get(self._block_hashes[first_copy], (first_copy,))  # type: ignore[arg-type]
 
     def entries(self) -> Iterator[tuple[GroupId, BlockHash, BlockId]]:
         """All that the maps lead to. O(cached blocks)."""
@@ -155,8 +155,8 @@ class PrefixMap:
 
     def num_written_by(self, block_ids: Iterable[BlockId], session_number: SessionNumber) -> int:
         """How many of these blocks, which have hashes, `session_number` filled."""
-        number_of_writer = self._number_of_writer
-        return [number_of_writer[block_id] for block_id in block_ids].count(session_number)
+        session_numbers = self._session_numbers
+        return [session_numbers[block_id] for block_id in block_ids].count(session_number)
 
     def insert(
         self,
@@ -167,11 +167,11 @@ class PrefixMap:
         sequence: ids.StepNumber,
     ) -> None:
         """Gives each block, which has no hash, its hash. `session_number` fills them with its change `sequence`."""
-        by_hash, hash_of, number_of_writer, group_of = (
+        by_hash, block_hashes, session_numbers, group_ids = (
             self._by_hash[group_id],
-            self._hash_of,
-            self._number_of_writer,
-            self._group_of,
+            self._block_hashes,
+            self._session_numbers,
+            self._group_ids,
         )
         by_sequence = self._unpublished.get(session_number)
         if by_sequence is None:
@@ -185,7 +185,11 @@ class PrefixMap:
             block_id, block_hash = block_ids[0], hashes[0]
             if by_hash.setdefault(block_hash, block_id) != block_id:
                 self._map_copies(group_id, block_ids, hashes)
-            hash_of[block_id], number_of_writer[block_id], group_of[block_id] = block_hash, session_number, group_id
+            block_hashes[block_id], session_numbers[block_id], group_ids[block_id] = (
+                block_hash,
+                session_number,
+                group_id,
+            )
             self._pending[block_id] = sequence
             unpublished.add(block_id)
             return
@@ -198,27 +202,27 @@ class PrefixMap:
                     by_hash.pop(block_hash, None)
                 self._map_copies(group_id, block_ids, hashes)
         for block_id, block_hash in zip(block_ids, hashes, strict=True):
-            hash_of[block_id] = block_hash
-            number_of_writer[block_id] = session_number
-            group_of[block_id] = group_id
+            block_hashes[block_id] = block_hash
+            session_numbers[block_id] = session_number
+            group_ids[block_id] = group_id
         self._pending.update(dict.fromkeys(block_ids, sequence))
         unpublished.update(block_ids)
 
     def _map_copies(self, group_id: GroupId, block_ids: Sequence[BlockId], hashes: Sequence[BlockHash]) -> None:
-        by_hash, several = self._by_hash[group_id], self._duplicates[group_id]
+        by_hash, duplicates = self._by_hash[group_id], self._duplicates[group_id]
         for block_id, block_hash in zip(block_ids, hashes, strict=True):
             first_copy = by_hash.setdefault(block_hash, block_id)
             if first_copy != block_id:
-                if block_hash not in several:
-                    several[block_hash] = OrderedDict({first_copy: None})
-                several[block_hash][block_id] = None
+                if block_hash not in duplicates:
+                    duplicates[block_hash] = OrderedDict({first_copy: None})
+                duplicates[block_hash][block_id] = None
 
     def remove(self, block_id: BlockId) -> BlockHash:
         """Takes the hash of a block that has one away, and returns it."""
-        block_hash = self._hash_of[block_id]
+        block_hash = self._block_hashes[block_id]
         if block_hash is None:
             raise KeyError(block_id)
-        group_id = self._group_of[block_id]
+        group_id = self._group_ids[block_id]
         copies = self._duplicates[group_id].get(block_hash)
         if copies:
             del copies[block_id]
@@ -227,7 +231,7 @@ class PrefixMap:
                 del self._duplicates[group_id][block_hash]
         else:
             del self._by_hash[group_id][block_hash]
-        self._hash_of[block_id] = None
+        self._block_hashes[block_id] = None
         self._num_cached[group_id] -= 1
         sequence = self._pending.pop(block_id, None)
         if sequence is not None:
@@ -236,21 +240,26 @@ class PrefixMap:
 
     def remove_all(self, block_ids: Sequence[BlockId]) -> None:
         """Takes the hashes of these blocks away, which all have one."""
-        hash_of, group_of, pending, num_cached = self._hash_of, self._group_of, self._pending, self._num_cached
+        block_hashes, group_ids, pending, num_cached = (
+            self._block_hashes,
+            self._group_ids,
+            self._pending,
+            self._num_cached,
+        )
         if len(self._by_hash) == 1 and not self._duplicates[0] and pending.keys().isdisjoint(block_ids):
             by_hash = self._by_hash[0]
             for block_id in block_ids:
-                del by_hash[hash_of[block_id]]  # type: ignore[arg-type]  # has one
-                hash_of[block_id] = None
+                del by_hash[block_hashes[block_id]]  # type: ignore[arg-type]  # has one
+                block_hashes[block_id] = None
             num_cached[0] -= len(block_ids)
             return
         for block_id in block_ids:
-            group_id = group_of[block_id]
+            group_id = group_ids[block_id]
             if block_id in pending or self._duplicates[group_id]:
                 self.remove(block_id)
                 continue
-            del self._by_hash[group_id][hash_of[block_id]]  # type: ignore[arg-type]  # has one
-            hash_of[block_id] = None
+            del self._by_hash[group_id][block_hashes[block_id]]  # type: ignore[arg-type]  # has one
+            block_hashes[block_id] = None
             num_cached[group_id] -= 1
 
     def publish(self, session_number: SessionNumber, executed: ids.StepNumber) -> None:
@@ -271,7 +280,7 @@ class PrefixMap:
             self._unpublished[new] = by_sequence
             for blocks in by_sequence.values():
                 for block_id in blocks:
-                    self._number_of_writer[block_id] = new
+                    self._session_numbers[block_id] = new
 
     def hide(self, session_number: SessionNumber, block_ids: Iterable[BlockId]) -> None:
         """Lets blocks that only `session_number` finds never be published."""
@@ -284,22 +293,22 @@ class PrefixMap:
         """Whether there are blocks that only `session_number` finds."""
         return session_number in self._unpublished
 
-    def unpublished_by(self, session_number: SessionNumber) -> list[BlockId]:
+    def unpublished_blocks(self, session_number: SessionNumber) -> list[BlockId]:
         """The blocks that only `session_number` finds, in the order they were cached."""
         return [b for blocks in self._unpublished.get(session_number, {}).values() for b in sorted(blocks)]
 
     def clear(self) -> None:
         """Takes every block's hash away. O(num_blocks)."""
-        for by_hash, several in zip(self._by_hash, self._duplicates, strict=True):
+        for by_hash, duplicates in zip(self._by_hash, self._duplicates, strict=True):
             by_hash.clear()
-            several.clear()
-        self._hash_of = [None] * len(self._hash_of)
+            duplicates.clear()
+        self._block_hashes = [None] * len(self._block_hashes)
         self._pending.clear()
         self._unpublished.clear()
         self._num_cached = [0] * len(self._by_hash)
 
     def _forget_unpublished(self, block_id: BlockId, sequence: ids.StepNumber) -> None:
-        session_number = self._number_of_writer[block_id]
+        session_number = self._session_numbers[block_id]
         by_sequence = self._unpublished[session_number]
         by_sequence[sequence].discard(block_id)
         if not by_sequence[sequence]:

@@ -146,7 +146,7 @@ class Quotas:
         num_joining = num_taken + sum(1 for block_id in hit if covering.get(block_id) == ref_cnt(block_id))
         return num_joining - (holding.num_lacking if holding else 0) <= self.num_left
 
-    def gained(self, holding: Holding | None, hit: Sequence[BlockId], taken: Sequence[BlockId]) -> None:
+    def record_gained(self, holding: Holding | None, hit: Sequence[BlockId], taken: Sequence[BlockId]) -> None:
         """Takes note that one more table of a session has the blocks of a hit, and ones that were free; it has."""
         alone, shared = list(taken), list[BlockId]()
         counts = dict.fromkeys(taken, 1)
@@ -170,7 +170,7 @@ class Quotas:
             holding.uncovered.update(dict.fromkeys(new))
             self._cover(holding)
 
-    def lost(self, holding: Holding | None, block_ids: Sequence[BlockId]) -> None:
+    def record_lost(self, holding: Holding | None, block_ids: Sequence[BlockId]) -> None:
         """Takes note that one table less of a session has these blocks; it has."""
         for block_id, num_later in _with_repeats(block_ids):
             ref_cnt = self._blocks.ref_cnt(block_id) + num_later

@@ -39,7 +39,7 @@ class Retention:
     num_segment_blocks: int
 
     @classmethod
-    def of(cls, config: PoolConfig, group_id: GroupId) -> "Retention | None":
+    def for_group(cls, config: PoolConfig, group_id: GroupId) -> "Retention | None":
         """The rule for a group of a pool; None if all of its blocks are kept."""
         spec = allocation_spec(config.groups[group_id].spec)
         if config.retention_tokens is None or not config.enable_caching or not isinstance(spec, SlidingWindowSpec):

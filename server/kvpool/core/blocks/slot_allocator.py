@@ -51,7 +51,7 @@ class SlotAllocator:
         self._max_tokens = config.max_model_len
         in_flight = config.max_in_flight_tokens or config.max_model_len
         limits = RequestLimits(config.max_model_len, in_flight, context_parallel_size=config.dcp_world_size)
-        self._most_blocks = [None if m.spec.keeps_all else m.spec.max_blocks(limits) for m in managers]
+        self._max_blocks = [None if m.spec.keeps_all else m.spec.max_blocks(limits) for m in managers]
 
     def take(self, request: Request, num_slots: int, num_encoder_tokens: int) -> tuple[list[BlockId], ...] | None:
         """Gives a request the blocks that it lacks for `num_slots` tokens, as decodes do: no hit, quota or terms.
@@ -61,7 +61,7 @@ class SlotAllocator:
         """
         tables, counts, needed = request.tables, [], 0
         for manager in self._managers:
-            lacking = manager.num_missing(tables[manager.group_id], num_slots, num_encoder_tokens)
+            lacking = manager.num_missing_blocks(tables[manager.group_id], num_slots, num_encoder_tokens)
             counts.append(lacking)
             if lacking > 0:
                 needed += lacking
@@ -72,7 +72,7 @@ class SlotAllocator:
         new = []
         for manager in self._managers:
             lacking = counts[manager.group_id]
-            new.append(manager.allocate(tables[manager.group_id], lacking) if lacking > 0 else [])
+            new.append(manager.allocate_new_blocks(tables[manager.group_id], lacking) if lacking > 0 else [])
         return tuple(new)
 
     def take_with_options(  # noqa: PLR0913, PLR0917 - what decides an allocation
@@ -95,7 +95,7 @@ class SlotAllocator:
             options: Blocks to be left free.
         """
         rows = [
-            _Row(m, table, blocks, m.num_missing(table, num_slots, num_encoder_tokens) - len(blocks))
+            _Row(m, table, blocks, m.num_missing_blocks(table, num_slots, num_encoder_tokens) - len(blocks))
             for m, table, blocks in zip(self._managers, request.tables, hit, strict=True)
         ]
         held = self._hit_to_hold(request, rows, options.num_reserved_blocks + options.num_watermark_blocks)
@@ -103,16 +103,16 @@ class SlotAllocator:
             return None
         for row in rows:
             if row.hit:
-                row.manager.adopt(row.table, row.hit)
+                row.manager.add_hit_blocks(row.table, row.hit)
         first = self._take_external(rows, num_external_end) if num_external_end else self.no_blocks
         new = tuple(
             [
-                external + (row.manager.allocate(row.table, row.num_lacking) if row.num_lacking > 0 else [])
+                external + (row.manager.allocate_new_blocks(row.table, row.num_lacking) if row.num_lacking > 0 else [])
                 for external, row in zip(first, rows, strict=True)
             ]
         )
         if self._quotas.applies_to(request.holding):
-            self._quotas.gained(request.holding, held, [block_id for blocks in new for block_id in blocks])
+            self._quotas.record_gained(request.holding, held, [block_id for blocks in new for block_id in blocks])
         return new
 
     def fits_whole(
@@ -125,8 +125,8 @@ class SlotAllocator:
         """Whether the blocks are free that all known tokens of a request take, most at a time."""
         num_tokens = min(request.num_tokens, self._max_tokens)
         rows = []
-        for manager, table, blocks, most in zip(self._managers, request.tables, hit, self._most_blocks, strict=True):
-            num_blocks = manager.num_missing(table, num_tokens, num_encoder_tokens) + len(table.block_ids)
+        for manager, table, blocks, most in zip(self._managers, request.tables, hit, self._max_blocks, strict=True):
+            num_blocks = manager.num_missing_blocks(table, num_tokens, num_encoder_tokens) + len(table.block_ids)
             if most is not None and num_blocks > most:
                 num_blocks = most
             rows.append(_Row(manager, table, blocks, num_blocks - len(table.block_ids) - len(blocks)))
@@ -140,7 +140,7 @@ class SlotAllocator:
             count = min(row.num_lacking, -(-num_end_tokens // row.manager.span_tokens) - len(row.table.block_ids))
             is_looked_at = row.manager.spec.num_skipped_tokens(num_end_tokens) < num_end_tokens
             is_some = count > 0 and is_looked_at and not row.manager.counts_encoder_tokens
-            taken.append(row.manager.allocate(row.table, count) if is_some else [])
+            taken.append(row.manager.allocate_new_blocks(row.table, count) if is_some else [])
             row.num_lacking -= len(taken[-1])
         return tuple(taken)
 

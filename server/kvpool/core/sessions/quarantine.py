@@ -86,7 +86,7 @@ class Quarantine:
         del self._by_number[quarantined.session.session_number]
         self._num_blocks = None
 
-    def begin_anew(self, now_seconds: float) -> None:
+    def restart_waits(self, now_seconds: float) -> None:
         """Lets each wait all of its time from now, on a clock that was never looked at before."""
         for number, each in self._by_number.items():
             wait_seconds = each.due_seconds - each.since_seconds

@@ -86,7 +86,7 @@ class Request:
         credit_tokens: Up to how many computed tokens it can go without a change of the pool.
         num_preemptions: Times its blocks were taken back.
         filling_sequence: Newest change of its session that gave it room, whose execution fills that.
-        is_uncounted: Whether its newest look-up is to be counted once it is given room.
+        has_uncounted_lookup: Whether its newest look-up is to be counted once it is given room.
         hashes: One for each full hash block of the known tokens, if caching is on.
         joined_hashes: Hashes of larger blocks, by the hash blocks that each covers; made when they are needed.
         token_ids: The known tokens, if the pool makes events.
@@ -106,7 +106,7 @@ class Request:
     credit_tokens: int = 0
     num_preemptions: int = 0
     filling_sequence: StepNumber = StepNumber(0)  # noqa: RUF009 - a NewType of int is immutable
-    is_uncounted: bool = False
+    has_uncounted_lookup: bool = False
     hashes: list[BlockHash] = field(default_factory=list)
     joined_hashes: dict[int, list[BlockHash]] = field(default_factory=dict)
     token_ids: list[int] = field(default_factory=list)

@@ -69,7 +69,7 @@ def check_key(field_name: str, key: str) -> None:
         raise InvalidArgumentError(field_name, f"longer than {MAX_KEY_BYTES} bytes")
 
 
-def first_id(session_id: str) -> SessionId:
+def original_id(session_id: str) -> SessionId:
     """The id that a session was opened with, of any that it had."""
     return SessionId(session_id.partition(_RESUMPTION_MARK)[0])
 
@@ -130,7 +130,7 @@ class Session:
         self.opened_seconds = self.last_seen_seconds
         self.current_id = self.session_id
 
-    def resumed_by(self, key: str) -> bool | None:
+    def is_newest_resumption(self, key: str) -> bool | None:
         """Whether a key is that of the newest resumption (True), of an older one (False), or new (None)."""
         if key not in self._resume_keys:
             return None
@@ -157,7 +157,7 @@ class Session:
         """When the lease runs out; infinity while a stream is open."""
         return float("inf") if self.open_streams else self.last_seen_seconds + self.lease_seconds
 
-    def answered(self, sequence: int, source: object) -> StepResult | None:
+    def remembered_result(self, sequence: int, source: object) -> StepResult | None:
         """Returns the result of a change that is sent again, None for the next new one.
 
         Args:
@@ -215,7 +215,7 @@ class Session:
         if not 0 <= launched_sequence <= self.sequence:
             raise InvalidArgumentError("launched_sequence", f"{launched_sequence} is not in [0, {self.sequence}]")
 
-    def number_of(self, request_id: RequestId) -> RequestNumber | None:
+    def request_number(self, request_id: RequestId) -> RequestNumber | None:
         """The number of a request, if the session has it."""
         request = self.requests.get(request_id)
         return request.number if request else None

@@ -11,7 +11,7 @@ from typing import Final
 
 from kvpool.core.errors import AbortedError, KvpoolError, NotFoundError
 from kvpool.core.ids import SessionId
-from kvpool.core.sessions.session import first_id
+from kvpool.core.sessions.session import original_id
 
 REMEMBERED_ENDS: Final = 4096
 _ENDS: Final = {
@@ -37,7 +37,7 @@ class SessionEnds:
 
     def __init__(self) -> None:
         self._ends: OrderedDict[SessionId, _End] = OrderedDict()
-        self._are_lost = False
+        self._is_incomplete = False
 
     def remember(self, last_id: SessionId, reason: str, num_freed_requests: int = 0) -> None:
         """Notes that a session has ended.
@@ -47,26 +47,26 @@ class SessionEnds:
             reason: One of the reasons that are known here.
             num_freed_requests: What closing it is answered with.
         """
-        self._ends[first_id(last_id)] = _End(reason, last_id, num_freed_requests)
+        self._ends[original_id(last_id)] = _End(reason, last_id, num_freed_requests)
         if len(self._ends) > REMEMBERED_ENDS:
             self._ends.popitem(last=False)
 
-    def lose(self) -> None:
+    def mark_incomplete(self) -> None:
         """Notes that there may have been sessions of which nothing is known."""
-        self._are_lost = True
+        self._is_incomplete = True
 
     def error(self, session_id: str) -> KvpoolError:
         """What a call is told whose session is not open."""
-        end = self._ends.get(first_id(session_id))
+        end = self._ends.get(original_id(session_id))
         if end:
             return ended_error(end.reason)
-        if self._are_lost:
+        if self._is_incomplete:
             return ended_error("JOURNAL_DROPPED")
         return NotFoundError("SESSION_NOT_FOUND", "no such session", field="session_id")
 
-    def closed_count(self, session_id: str) -> int | None:
+    def num_freed_by_close(self, session_id: str) -> int | None:
         """What closing a session was answered with; None if it was not closed by whoever had this id."""
-        end = self._ends.get(first_id(session_id))
+        end = self._ends.get(original_id(session_id))
         return end.num_freed_requests if end and (end.reason, end.last_id) == ("SESSION_CLOSED", session_id) else None
 
 

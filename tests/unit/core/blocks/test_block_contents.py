@@ -77,7 +77,7 @@ def test_what_is_lost_or_cached_during_a_walk_is_for_the_events_to_tell() -> Non
     walk = SnapshotCursor(pool)
     known = told(walk.next_chunk(3))
     pool.blocks.take_events()
-    pool.blocks.evict([BlockId(2), BlockId(7)])
+    pool.blocks.evict_blocks([BlockId(2), BlockId(7)])
     pool.free(old)
     admit(pool, "xy", 8)
     for event in pool.blocks.take_events():
@@ -104,7 +104,7 @@ def test_a_removed_hash_says_how_many_copies_are_left() -> None:
     pool = pool_of()
     first, second = admit(pool, "ab", 8), admit(pool, "ab", 8)  # a hit leaves out the last token's block
     pool.blocks.take_events()
-    pool.blocks.evict([first.tables[0].block_ids[1], second.tables[0].block_ids[1]])
+    pool.blocks.evict_blocks([first.tables[0].block_ids[1], second.tables[0].block_ids[1]])
     last = BlockHash(block_hashes("ab", 2)[32:])
     assert pool.blocks.take_events() == [BlockRemoved(last, GroupId(0), 1), BlockRemoved(last, GroupId(0), 0)]
 

@@ -89,7 +89,7 @@ class Driven:
         return snapshot(self.pool, []), repr(self.request.tables), self.request.credit_tokens
 
     def allocate(self, num_new_tokens: int, num_lookahead_tokens: int = 0, num_encoder_tokens: int = 0) -> None:
-        new = self.pool.allocate(
+        new = self.pool.allocate_slots(
             self.request,
             num_new_tokens,
             num_lookahead_tokens,
@@ -215,7 +215,7 @@ def test_what_an_encoder_put_out_bounds_no_room(mix: str) -> None:
 
 def test_blocks_left_uncached_leave_no_room_until_they_are_cached() -> None:
     driven = Driven([FULL])
-    driven.pool.allocate(driven.request, 9, delay_cache_blocks=True, sequence=STEP)
+    driven.pool.allocate_slots(driven.request, 9, delay_cache_blocks=True, sequence=STEP)
     assert driven.room < 0
     assert driven.changes(1, in_full=False)
     driven.allocate(1)

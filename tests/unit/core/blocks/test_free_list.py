@@ -97,7 +97,7 @@ def test_rule_3_what_is_passed_over_does_not_pile_up() -> None:
 
 
 def test_a_chunk_that_is_large_is_extended_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(free_list, "MOST_EXTENDED_BLOCKS", 3)
+    monkeypatch.setattr(free_list, "MAX_EXTENDED_BLOCKS", 3)
     free = FreeList(9)
     for block_id in free.take(8):
         free.append(free.drop([block_id]))

@@ -39,7 +39,7 @@ def pool_of(*specs: KVCacheSpec, num_blocks: int = 40, **options: Any) -> KVCach
 def fill(pool: KVCacheManager, content: str, num_tokens: int) -> Request:
     """As `admit`, but without a look-up."""
     request = request_of(pool, content, num_tokens)
-    assert pool.allocate(request, num_tokens, sequence=STEP)
+    assert pool.allocate_slots(request, num_tokens, sequence=STEP)
     return request
 
 
@@ -59,7 +59,7 @@ def tables(request: Request) -> list[list[int]]:
 def test_a_hit_names_only_the_blocks_that_are_looked_back_at(spec: KVCacheSpec, hit: list[int]) -> None:
     pool = pool_of(spec)
     fill(pool, "abcdef", 24)
-    computed = pool.lookup_uncounted(request_of(pool, "abcdeXYZ", 21))
+    computed = pool.find_longest_cache_hit(request_of(pool, "abcdeXYZ", 21))
     assert (list(computed.block_ids[0]), computed.num_tokens) == (hit, 20)
 
 
@@ -75,8 +75,8 @@ def test_a_hit_names_only_the_blocks_that_are_looked_back_at(spec: KVCacheSpec, 
 def test_what_slides_out_is_freed_and_stands_null(spec: KVCacheSpec, table: list[int]) -> None:
     pool = pool_of(spec)
     request = request_of(pool, "abcdef", 24)
-    assert pool.allocate(request, 20, sequence=STEP)
-    assert pool.allocate(request, 4, sequence=STEP)
+    assert pool.allocate_slots(request, 20, sequence=STEP)
+    assert pool.allocate_slots(request, 4, sequence=STEP)
     assert tables(request) == [table]
     held = [block_id for block_id in table if block_id]
     assert pool.blocks.num_free_blocks == 39 - len(held)
@@ -86,18 +86,18 @@ def test_what_slides_out_is_freed_and_stands_null(spec: KVCacheSpec, table: list
 def test_too_few_blocks_frees_what_slid_out_and_nothing_else() -> None:
     pool = pool_of(WINDOW, num_blocks=7)
     request = request_of(pool, "abcdefghij", 40)
-    assert pool.allocate(request, 20, sequence=STEP)
+    assert pool.allocate_slots(request, 20, sequence=STEP)
     assert pool.blocks.num_free_blocks == 1
-    assert pool.allocate(request, 20, sequence=STEP) is None  # five more: one, and the three that slide out
+    assert pool.allocate_slots(request, 20, sequence=STEP) is None  # five more: one, and the three that slide out
     assert (tables(request), request.num_computed_tokens) == ([[0, 0, 0, 4, 5]], 20)
     assert list(pool.blocks.free_list) == [6, 3, 2, 1]
     assert len(pool.blocks.prefix_map) == 5
-    assert pool.allocate(request, 16, sequence=STEP) == ([6, 3, 2, 1],)
+    assert pool.allocate_slots(request, 16, sequence=STEP) == ([6, 3, 2, 1],)
 
 
 def test_a_chunk_that_is_over_needs_nothing_so_even_what_was_never_seen_hits() -> None:
     pool = pool_of(CHUNK)
-    computed = pool.lookup_uncounted(request_of(pool, "abcdefgh", 22))
+    computed = pool.find_longest_cache_hit(request_of(pool, "abcdefgh", 22))
     assert (list(computed.block_ids[0]), computed.num_tokens) == ([0, 0, 0, 0], 16)
 
 
@@ -105,36 +105,36 @@ def test_chunks_need_not_begin_with_a_block() -> None:
     pool = pool_of(ChunkedLocalAttentionSpec(4, attention_chunk_size=6))
     fill(pool, "ab", 8)
     # 8 tokens: the next one looks back to token 6, in block 1; 12: to none before it
-    assert pool.lookup_uncounted(request_of(pool, "abX", 12)).block_ids == ([0, 2],)
-    assert pool.lookup_uncounted(request_of(pool, "XYZ", 12)).num_tokens == 0
-    assert pool.lookup_uncounted(request_of(pool, "XYZU", 14)).num_tokens == 12
+    assert pool.find_longest_cache_hit(request_of(pool, "abX", 12)).block_ids == ([0, 2],)
+    assert pool.find_longest_cache_hit(request_of(pool, "XYZ", 12)).num_tokens == 0
+    assert pool.find_longest_cache_hit(request_of(pool, "XYZU", 14)).num_tokens == 12
 
 
 def test_a_state_alone_serves_a_hit() -> None:
     pool = pool_of(STATE)
     request = admit(pool, "abcd", 17)
-    pool.blocks.evict(request.tables[0].block_ids[:2])
-    assert pool.lookup_uncounted(request_of(pool, "abcd", 17)).block_ids == ([0, 0, 0, 4],)
-    pool.blocks.evict(request.tables[0].block_ids[3:])
-    assert pool.lookup_uncounted(request_of(pool, "abcd", 17)).block_ids == ([0, 0, 3],)
+    pool.blocks.evict_blocks(request.tables[0].block_ids[:2])
+    assert pool.find_longest_cache_hit(request_of(pool, "abcd", 17)).block_ids == ([0, 0, 0, 4],)
+    pool.blocks.evict_blocks(request.tables[0].block_ids[3:])
+    assert pool.find_longest_cache_hit(request_of(pool, "abcd", 17)).block_ids == ([0, 0, 3],)
 
 
 def test_speculative_blocks_follow_the_last_token() -> None:
     pool = pool_of(MambaSpec(4, num_speculative_blocks=2))
     request = admit(pool, "a", 5)
     assert tables(request) == [[1, 2, 3, 4]]
-    assert pool.allocate(request, 3, sequence=STEP) == ([],)
-    assert pool.allocate(request, 1, sequence=STEP) == ([5],)
+    assert pool.allocate_slots(request, 3, sequence=STEP) == ([],)
+    assert pool.allocate_slots(request, 1, sequence=STEP) == ([5],)
     assert tables(request) == [[0, 2, 3, 4, 5]]
 
 
 def test_cross_attention_has_room_for_the_encoders_tokens() -> None:
     pool = pool_of(FULL, CrossAttentionSpec(4), enable_caching=False)
     request = request_of(pool, "ab", 5)
-    assert pool.allocate(request, 5, num_encoder_tokens=9, sequence=STEP) == ([1, 2], [3, 4, 5])
-    assert pool.allocate(request, 4, sequence=STEP) == ([6], [])
+    assert pool.allocate_slots(request, 5, num_encoder_tokens=9, sequence=STEP) == ([1, 2], [3, 4, 5])
+    assert pool.allocate_slots(request, 4, sequence=STEP) == ([6], [])
     small = pool_of(CrossAttentionSpec(4), enable_caching=False, num_blocks=4)
-    assert small.allocate(request_of(small, "ab", 5), 5, num_encoder_tokens=13, sequence=STEP) is None
+    assert small.allocate_slots(request_of(small, "ab", 5), 5, num_encoder_tokens=13, sequence=STEP) is None
 
 
 def test_sinks_take_the_first_blocks_for_good() -> None:
@@ -144,7 +144,7 @@ def test_sinks_take_the_first_blocks_for_good() -> None:
     assert tables(request) == [[3, 4, 5]]
     pool.free(request)
     assert not pool.reset_prefix_cache()
-    pool.end_session(request.session_number)
+    pool.evict_unpublished(request.session_number)
     check_integrity(pool, [])
 
 
@@ -153,7 +153,7 @@ def test_layers_with_pages_of_different_sizes_share_a_table() -> None:
     spec = UniformTypeKVCacheSpecs(4, (("a", WINDOW), ("b", wide)))
     pool = KVCacheManager(PoolConfig(PoolName("m"), 40, 256, (KVCacheGroup(spec, ("a", "b")),)))
     admit(pool, "abcdef", 24)
-    assert pool.lookup_uncounted(request_of(pool, "abcdef", 24)).block_ids == ([0, 0, 0, 4, 5],)
+    assert pool.find_longest_cache_hit(request_of(pool, "abcdef", 24)).block_ids == ([0, 0, 0, 4, 5],)
 
 
 @pytest.mark.parametrize(
@@ -175,8 +175,8 @@ def test_a_hit_is_the_longest_that_all_groups_can_serve(
     pool = pool_of(FULL, WINDOW)
     request = admit(pool, "abcdefg", length)
     for group_id, indices in lost.items():
-        pool.blocks.evict([request.tables[group_id].block_ids[i] for i in indices])
-    computed = pool.lookup_uncounted(request_of(pool, "abcdefg", length))
+        pool.blocks.evict_blocks([request.tables[group_id].block_ids[i] for i in indices])
+    computed = pool.find_longest_cache_hit(request_of(pool, "abcdefg", length))
     assert [list(blocks) for blocks in computed.block_ids] == hit
     assert computed.num_tokens == 4 * len(hit[0])
 
@@ -186,7 +186,7 @@ def test_the_order_of_groups_does_not_matter(first: int) -> None:
     specs = [FULL, SlidingWindowSpec(8, sliding_window=9)]
     pool = pool_of(*(specs if first == 0 else reversed(specs)))
     admit(pool, "abcdef", 24)
-    assert pool.lookup_uncounted(request_of(pool, "abcdeX", 24)).num_tokens == 16
+    assert pool.find_longest_cache_hit(request_of(pool, "abcdeX", 24)).num_tokens == 16
 
 
 def test_a_larger_block_is_found_by_the_hashes_of_its_parts_joined() -> None:
@@ -195,48 +195,48 @@ def test_a_larger_block_is_found_by_the_hashes_of_its_parts_joined() -> None:
     stored = [event for event in pool.blocks.take_events() if isinstance(event, BlockStored)]
     assert [(event.group_id, event.block_size, len(event.block_hashes)) for event in stored] == [(0, 4, 5), (1, 8, 2)]
     assert stored[1].block_hashes[1] == request.hashes[2] + request.hashes[3]
-    assert pool.lookup_uncounted(request_of(pool, "abcdeX", 24)).block_ids == ([1, 2, 3, 4], [0, 8])
+    assert pool.find_longest_cache_hit(request_of(pool, "abcdeX", 24)).block_ids == ([1, 2, 3, 4], [0, 8])
 
 
 def test_eagle_needs_the_block_after_the_hit_in_every_kind_with_token_slots() -> None:
     pool = pool_of(FULL, WINDOW, STATE, use_eagle=True)
     request = admit(pool, "abcde", 20)
     again = request_of(pool, "abcde", 20)
-    assert pool.lookup_uncounted(again).num_tokens == 16
-    pool.blocks.evict(request.tables[1].block_ids[4:])
-    assert pool.lookup_uncounted(again).num_tokens == 12
-    pool.blocks.evict(request.tables[2].block_ids[2:3])
-    assert pool.lookup_uncounted(again).num_tokens == 8
-    pool.blocks.evict(request.tables[1].block_ids[2:3])
-    assert pool.lookup_uncounted(again).num_tokens == 4
+    assert pool.find_longest_cache_hit(again).num_tokens == 16
+    pool.blocks.evict_blocks(request.tables[1].block_ids[4:])
+    assert pool.find_longest_cache_hit(again).num_tokens == 12
+    pool.blocks.evict_blocks(request.tables[2].block_ids[2:3])
+    assert pool.find_longest_cache_hit(again).num_tokens == 8
+    pool.blocks.evict_blocks(request.tables[1].block_ids[2:3])
+    assert pool.find_longest_cache_hit(again).num_tokens == 4
 
 
 def test_eagle_over_chunks_gives_up_what_follows_no_cached_block() -> None:
     pool = pool_of(CHUNK, use_eagle=True)
-    assert pool.lookup_uncounted(request_of(pool, "abcdef", 22)).num_tokens == 0
+    assert pool.find_longest_cache_hit(request_of(pool, "abcdef", 22)).num_tokens == 0
     fill(pool, "abcdef", 24)
-    assert pool.lookup_uncounted(request_of(pool, "abcdeX", 24)).num_tokens == 16
+    assert pool.find_longest_cache_hit(request_of(pool, "abcdeX", 24)).num_tokens == 16
 
 
 def test_context_parallelism_over_mixed_kinds() -> None:
     pool = pool_of(FULL, STATE, dcp_world_size=2)
     request = admit(pool, "abcdef", 21)
     assert tables(request) == [[1, 2, 3], [4, 5, 6, 7, 8, 9]]
-    assert pool.lookup_uncounted(request_of(pool, "abcdef", 21)).block_ids == ([1, 2], [0, 0, 0, 7])
+    assert pool.find_longest_cache_hit(request_of(pool, "abcdef", 21)).block_ids == ([1, 2], [0, 0, 0, 7])
 
 
 def test_only_kinds_that_keep_all_have_a_common_prefix() -> None:
     pool = pool_of(FULL, WINDOW, STATE)
     one, two = admit(pool, "abc", 12), admit(pool, "abX", 12)
-    assert pool.num_common_prefix_blocks(one, [one, two]) == (2, 0, 0)
+    assert pool.get_num_common_prefix_blocks(one, [one, two]) == (2, 0, 0)
 
 
 def test_events_of_a_window_tell_only_blocks_that_are_held() -> None:
     pool = pool_of(WINDOW, enable_events=True)
     request = request_of(pool, "abcdef", 24)
-    pool.allocate(request, 20, delay_cache_blocks=True, sequence=STEP)
-    pool.allocate(request, 4, delay_cache_blocks=True, sequence=STEP)
-    pool.cache(request, 24, sequence=STEP)
+    pool.allocate_slots(request, 20, delay_cache_blocks=True, sequence=STEP)
+    pool.allocate_slots(request, 4, delay_cache_blocks=True, sequence=STEP)
+    pool.cache_blocks(request, 24, sequence=STEP)
     (stored,) = pool.blocks.take_events()
     assert isinstance(stored, BlockStored)
     assert (stored.block_hashes, stored.parent_block_hash) == (tuple(request.hashes[3:]), request.hashes[2])
@@ -419,7 +419,7 @@ def test_windows_that_shorten_a_hit_by_turns_do_not_make_another_look_again() ->
     )
     request = fill(pool, "", 250)
     for group_id, odd in ((1, 1), (2, 0)):
-        pool.blocks.evict(request.tables[group_id].block_ids[odd::2])
+        pool.blocks.evict_blocks(request.tables[group_id].block_ids[odd::2])
     looked_up = 0
 
     class Counted(list[BlockHash]):
@@ -431,5 +431,5 @@ def test_windows_that_shorten_a_hit_by_turns_do_not_make_another_look_again() ->
 
     request = request_of(pool, "", 250)
     request.hashes = Counted(request.hashes)
-    assert pool.lookup_uncounted(request).num_tokens == 0
+    assert pool.find_longest_cache_hit(request).num_tokens == 0
     assert 250 <= looked_up <= 3 * 250

@@ -44,7 +44,7 @@ def test_groups_do_not_share_hashes(prefix_map: PrefixMap) -> None:
     insert(prefix_map, "a", 2, group=OTHER_GROUP)
     assert find(prefix_map, "a", SESSION_NUMBER, GROUP) == [1]
     assert find(prefix_map, "a", SESSION_NUMBER, OTHER_GROUP) == [2]
-    assert (prefix_map.group_of(BlockId(1)), prefix_map.group_of(BlockId(2))) == (GROUP, OTHER_GROUP)
+    assert (prefix_map.group_id(BlockId(1)), prefix_map.group_id(BlockId(2))) == (GROUP, OTHER_GROUP)
 
 
 def test_of_several_copies_the_one_cached_first_is_found_until_it_goes(prefix_map: PrefixMap) -> None:
@@ -80,7 +80,7 @@ def test_publishing_reaches_only_the_changes_that_were_executed(prefix_map: Pref
     prefix_map.publish(SESSION_NUMBER, StepNumber(4))
     assert find(prefix_map, "abc", READER, GROUP) == [1, 2]
     assert prefix_map.pending() == {3: 6}
-    assert prefix_map.unpublished_by(SESSION_NUMBER) == [3]
+    assert prefix_map.unpublished_blocks(SESSION_NUMBER) == [3]
 
 
 def test_publishing_reaches_only_the_writers_blocks(prefix_map: PrefixMap) -> None:
@@ -108,7 +108,7 @@ def test_a_prefix_ends_at_the_first_block_that_may_not_be_read(prefix_map: Prefi
 def test_removing_returns_the_hash_once(prefix_map: PrefixMap) -> None:
     insert(prefix_map, "a", 1)
     assert prefix_map.remove(BlockId(1)) == b"a"
-    assert prefix_map.hash_of(BlockId(1)) is None
+    assert prefix_map.block_hash(BlockId(1)) is None
     with pytest.raises(KeyError):
         prefix_map.remove(BlockId(1))
 
@@ -116,7 +116,7 @@ def test_removing_returns_the_hash_once(prefix_map: PrefixMap) -> None:
 def test_what_takes_a_pending_blocks_place_starts_anew(prefix_map: PrefixMap) -> None:
     insert(prefix_map, "a", 1, sequence=1)
     prefix_map.remove(BlockId(1))
-    assert prefix_map.unpublished_by(SESSION_NUMBER) == []
+    assert prefix_map.unpublished_blocks(SESSION_NUMBER) == []
     insert(prefix_map, "b", 1, session_number=READER, sequence=7)
     prefix_map.publish(SESSION_NUMBER, StepNumber(9))
     assert prefix_map.pending() == {1: 7}
@@ -139,10 +139,10 @@ def test_what_a_writer_has_not_published_goes_on_under_another_number(prefix_map
         prefix_map.renumber_session(session_number, renamed)
     assert find(prefix_map, "abcd", new, GROUP) == [1, 2, 3, 4]
     assert find(prefix_map, "abcd", SESSION_NUMBER, GROUP) == [1]
-    assert [prefix_map.number_of_writer(BlockId(i)) for i in range(1, 5)] == [SESSION_NUMBER, new, new, new]
+    assert [prefix_map.session_number(BlockId(i)) for i in range(1, 5)] == [SESSION_NUMBER, new, new, new]
     prefix_map.remove(BlockId(3))
     prefix_map.publish(new, StepNumber(2))
-    assert (prefix_map.unpublished_by(new), prefix_map.unpublished_by(next_after)) == ([4], [])
+    assert (prefix_map.unpublished_blocks(new), prefix_map.unpublished_blocks(next_after)) == ([4], [])
     assert find(prefix_map, "ab", READER, GROUP) == [1, 2]
 
 
@@ -150,7 +150,7 @@ def test_a_cleared_map_holds_nothing_and_can_be_filled_again(prefix_map: PrefixM
     insert(prefix_map, "aab", 1, 2, 3)
     prefix_map.clear()
     assert (len(prefix_map), list(prefix_map.entries()), dict(prefix_map.pending())) == (0, [], {})
-    assert prefix_map.unpublished_by(SESSION_NUMBER) == []
+    assert prefix_map.unpublished_blocks(SESSION_NUMBER) == []
     insert(prefix_map, "a", 2, sequence=2)
     prefix_map.publish(SESSION_NUMBER, StepNumber(1))
     assert list(prefix_map.entries()) == [(GROUP, b"a", 2)]

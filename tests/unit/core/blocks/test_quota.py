@@ -190,7 +190,7 @@ def test_a_promised_hit_is_checked_when_it_is_taken() -> None:
         Operation.LOOKUP,
         request_numbers=[1, 1],
         num_appended_tokens=[13, 0],
-        block_hashes=b"".join(world.pool.blocks.prefix_map.hash_of(b) or b"" for b in table_of(session_number, 1)),
+        block_hashes=b"".join(world.pool.blocks.prefix_map.block_hash(b) or b"" for b in table_of(session_number, 1)),
         request_ids=["r"],
     )
     assert found.block_ids == table_of(session_number, 1)

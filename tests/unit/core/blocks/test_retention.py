@@ -26,7 +26,7 @@ def kept(
 ) -> list[int]:
     """Of the window's blocks [first, end), those that are cached."""
     pool_config = config(specs=[FULL, options.pop("window", WINDOW)], **options)
-    rule = Retention.of(pool_config, WINDOW_GROUP)
+    rule = Retention.for_group(pool_config, WINDOW_GROUP)
     assert rule
     request = request_of(KVCacheManager(pool_config), "a", num_prompt_tokens)
     request.num_prompt_tokens, request.shared_prefix_boundary_tokens = num_prompt_tokens, shared_prefix_boundary_tokens
@@ -76,7 +76,7 @@ def test_a_tail_ends_where_a_shared_prefix_does() -> None:
 
 def test_lengths_are_whole_hits() -> None:
     """Hits of blocks of 4 and 12 tokens are multiples of 12."""
-    rule = Retention.of(config(specs=[FullAttentionSpec(12), WINDOW], retention_tokens=0), WINDOW_GROUP)
+    rule = Retention.for_group(config(specs=[FullAttentionSpec(12), WINDOW], retention_tokens=0), WINDOW_GROUP)
     assert rule
     assert rule.alignment_tokens == 12
     request = request_of(KVCacheManager(config()), "a", 40)
@@ -96,11 +96,11 @@ def test_lengths_are_whole_hits() -> None:
     ],
 )
 def test_there_is_no_rule_where_all_is_kept(specs: list[Any], options: dict[str, Any]) -> None:
-    assert Retention.of(config(specs=specs, **options), WINDOW_GROUP) is None
+    assert Retention.for_group(config(specs=specs, **options), WINDOW_GROUP) is None
 
 
 def hashed(pool: KVCacheManager, request: Request, group_id: int = 1) -> list[bool]:
-    return [pool.blocks.prefix_map.hash_of(block_id) is not None for block_id in request.tables[group_id].block_ids]
+    return [pool.blocks.prefix_map.block_hash(block_id) is not None for block_id in request.tables[group_id].block_ids]
 
 
 def prompt(pool: KVCacheManager, content: str, num_tokens: int) -> Request:
@@ -126,7 +126,7 @@ def test_what_leaves_the_window_is_used_again_in_the_same_order() -> None:
     pool = KVCacheManager(config(40, specs=[FULL, WINDOW], retention_tokens=0))
     request = prompt(pool, "abcdef", 24)
     table = list(request.tables[1].block_ids)
-    new = pool.allocate(request, 12, sequence=STEP)
+    new = pool.allocate_slots(request, 12, sequence=STEP)
     assert new
     assert request.tables[1].block_ids[:5] == [0, 0, 0, 0, table[4]]
     assert new[0] == table[2::-1]
@@ -151,12 +151,12 @@ def test_the_second_of_three_that_share_a_prefix_keeps_its_end() -> None:
     ):
         request = request_of(pool, f"{content}xyz", 40)
         request.num_prompt_tokens = 40
-        computed = pool.lookup(request)
+        computed = pool.get_computed_blocks(request)
         assert (computed.num_tokens, computed.shared_prefix_boundary_tokens) == (
             num_hit_tokens,
             shared_prefix_boundary_tokens,
         )
-        assert pool.allocate(request, 40 - num_hit_tokens, 0, computed, sequence=STEP)
+        assert pool.allocate_slots(request, 40 - num_hit_tokens, 0, computed, sequence=STEP)
         pool.free(request)
 
 
@@ -168,13 +168,13 @@ def test_groups_that_are_the_same_tell_one_junction() -> None:
     request = prompt(pool, "abcdefgh", 30)
     pool.free(request)
     again = request_of(pool, "abcdefgh", 30)
-    found = pool.lookup(again)
+    found = pool.get_computed_blocks(again)
     assert (found.num_tokens, found.shared_prefix_boundary_tokens) == (28, 0)
-    pool.blocks.evict(found.block_ids[1][-1:])
-    lost = pool.lookup(again)
+    pool.blocks.evict_blocks(found.block_ids[1][-1:])
+    lost = pool.get_computed_blocks(again)
     assert (lost.num_tokens, lost.shared_prefix_boundary_tokens) == (0, 28)
-    pool.blocks.evict(found.block_ids[2][-1:])
-    lost = pool.lookup(again)
+    pool.blocks.evict_blocks(found.block_ids[2][-1:])
+    lost = pool.get_computed_blocks(again)
     assert (lost.num_tokens, lost.shared_prefix_boundary_tokens) == (0, 0)
 
 
@@ -185,7 +185,7 @@ def test_a_refused_admission_takes_note_of_no_junction() -> None:
     assert prompt(pool, "zz", 8)
     assert pool.admit(request, 24, sequence=STEP) is None
     assert request.shared_prefix_boundary_tokens == 0
-    found = pool.lookup_uncounted(request)
+    found = pool.find_longest_cache_hit(request)
     assert (found.num_tokens, found.shared_prefix_boundary_tokens) == (0, 12)
 
 

@@ -81,9 +81,9 @@ def test_numbers_that_no_client_chose_are_negative_and_unused(world: World, sess
         number = session.free_number()
         assert number == expected
         session.add(Request(RequestId(f"unnamed{number}"), number, session.session_number, world.pool.new_tables()))
-    assert session.number_of(RequestId("unnamed-2")) == -2
-    assert session.number_of(RequestId("r7")) == RequestNumber(7)
-    assert session.number_of(RequestId("r8")) is None
+    assert session.request_number(RequestId("unnamed-2")) == -2
+    assert session.request_number(RequestId("r7")) == RequestNumber(7)
+    assert session.request_number(RequestId("r8")) is None
 
 
 def test_a_number_and_an_id_are_free_again_after_their_request_even_in_one_step(world: World, session: Session) -> None:
