@@ -7,7 +7,8 @@ from typing import Final
 from benchmarks.workloads import BLOCK_SIZE, MAX_MODEL_LEN, WINDOW_TOKENS, NewBlocks, Task, WorkloadError
 from kvpool.client.hashing import BlockHasher
 from kvpool.core import ids
-from kvpool.core.blocks.kv_cache_manager import ComputedBlocks, KVCacheManager
+from kvpool.core.blocks.kv_cache_manager import KVCacheManager
+from kvpool.core.blocks.prefix_search import ComputedBlocks
 from kvpool.core.ids import BlockHash, PoolName, RequestId, RequestNumber, SessionNumber
 from kvpool.core.sessions import request as core
 from kvpool.core.specs.kinds import FullAttentionSpec, SlidingWindowSpec

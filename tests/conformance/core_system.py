@@ -4,7 +4,8 @@ from collections.abc import Sequence
 
 from conformance.golden import Line, Stats
 from kvpool.client.hashing import BlockHasher, ExtraKeys
-from kvpool.core.blocks.kv_cache_manager import ComputedBlocks, KVCacheManager
+from kvpool.core.blocks.kv_cache_manager import KVCacheManager
+from kvpool.core.blocks.prefix_search import ComputedBlocks
 from kvpool.core.events import AllBlocksCleared, BlockEvent, BlockRemoved, BlockStored
 from kvpool.core.ids import BlockHash, BlockId, RequestId, RequestNumber, SessionId, SessionNumber, StepNumber
 from kvpool.core.sessions.request import Request

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from engine.manager_pair import BLOCK_SIZE, SESSION_NUMBER, ManagerPair, RequestPair, make_groups
-from kvpool.core.blocks.kv_cache_manager import ComputedBlocks
+from kvpool.core.blocks.prefix_search import ComputedBlocks
 from kvpool.core.ids import BlockId, PoolName, SessionId, StepNumber
 from kvpool.core.sessions.session import Session
 from kvpool.core.specs.base import KVCacheSpec

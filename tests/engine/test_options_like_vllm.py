@@ -15,7 +15,7 @@ from vllm.v1.request import Request as VllmRequest
 from vllm.v1.request import RequestStatus
 
 from engine.manager_pair import BLOCK_SIZE, SESSION_NUMBER, ManagerPair, RequestPair, make_groups
-from kvpool.core.blocks.kv_cache_manager import ComputedBlocks
+from kvpool.core.blocks.prefix_search import ComputedBlocks
 from kvpool.core.ids import PoolName, StepNumber
 from kvpool.core.specs.base import KVCacheSpec
 from kvpool.core.specs.kinds import ChunkedLocalAttentionSpec, FullAttentionSpec, SlidingWindowSpec

@@ -16,7 +16,8 @@ from kvpool.client import Session as ClientSession
 from kvpool.client.transports.embedded import EmbeddedTransport
 from kvpool.core.allocator import Allocator
 from kvpool.core.blocks.block_pool import BlockPool
-from kvpool.core.blocks.kv_cache_manager import ComputedBlocks, KVCacheManager
+from kvpool.core.blocks.kv_cache_manager import KVCacheManager
+from kvpool.core.blocks.prefix_search import ComputedBlocks
 from kvpool.core.blocks.quota import NO_QUOTA
 from kvpool.core.ids import BlockId, PoolName, RequestNumber, SessionId
 from kvpool.core.sessions.session import Session

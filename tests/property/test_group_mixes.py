@@ -9,7 +9,8 @@ from typing import Any
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvpool.core.blocks.kv_cache_manager import ComputedBlocks, KVCacheManager
+from kvpool.core.blocks.kv_cache_manager import KVCacheManager
+from kvpool.core.blocks.prefix_search import ComputedBlocks
 from kvpool.core.events import AllBlocksCleared, BlockRemoved, BlockStored, packed_token_ids
 from kvpool.core.ids import BlockHash, BlockId, RequestId, RequestNumber, SessionId, SessionNumber, StepNumber
 from kvpool.core.sessions.request import Request

@@ -1,9 +1,10 @@
-"""How long blocks keep what they hold, by a sample of them.
+"""Lifetimes of block contents, measured on a sample of the blocks.
 
-1. One block in `sample_every` is sampled, from when it is taken until its contents are evicted, or until it is taken
-   again without having been cached.
-2. An access is being taken or being hit while free or held, as vLLM counts its metrics of the same names.
-3. Costs a set operation a call where nothing is sampled, and nothing on blocks that are not.
+1. One block in `sample_every` is sampled, from when it is taken from the free list until its contents are evicted, or
+   until it is taken again without having been cached.
+2. An access is an allocation of the block or a hit on it, while the block is free or held. vLLM's metrics of the same
+   names count in the same way.
+3. A call costs one set operation if none of its blocks is sampled. Blocks that are not sampled cost nothing.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,18 +27,18 @@ class _SampledBlock:
 
 
 class BlockLifetimes:
-    """The sampled blocks of a pool, and what was learned of them.
+    """The sampled blocks of a pool, and histograms of their lifetimes.
 
     Args:
-        sample_every: Of how many blocks one is sampled, at least 1.
-        randrange: Draws an int in [0, n), as `random.randrange`.
+        sample_every: One of this many blocks is sampled, at least 1.
+        randrange: Returns a random int in [0, n), like `random.randrange`.
 
     Attributes:
-        now_seconds: Time of the change being made; set by whoever makes it.
-        lifetime: Seconds from being taken to eviction.
+        now_seconds: Time of the change in progress; set by the caller.
+        lifetime: Seconds from allocation to eviction.
         idle: Seconds from the last access to eviction.
         reuse_gap: Seconds between two accesses.
-        sampled: The blocks being sampled. Read it; change it through this class.
+        sampled: The sampled blocks. Read-only; change it through this class.
     """
 
     __slots__ = (
@@ -62,7 +63,7 @@ class BlockLifetimes:
         self._num_to_next_sample = self._draw_gap()
 
     def record_taken(self, block_ids: Sequence[BlockId]) -> None:
-        """Chooses among blocks that were just taken; forgets those that were sampled and never evicted."""
+        """Samples among blocks that were just taken. Drops sampled blocks that are taken again without an eviction."""
         sampled = self.sampled
         if sampled and not sampled.keys().isdisjoint(block_ids):
             for block_id in block_ids:
@@ -74,7 +75,7 @@ class BlockLifetimes:
         self._num_to_next_sample -= count
 
     def record_accessed(self, block_ids: Sequence[BlockId]) -> None:
-        """Notes that blocks were hit."""
+        """Records hits on blocks."""
         sampled = self.sampled
         if not sampled or sampled.keys().isdisjoint(block_ids):
             return
@@ -85,7 +86,7 @@ class BlockLifetimes:
                 block.accessed_seconds = self.now_seconds
 
     def record_evicted(self, block_ids: Sequence[BlockId]) -> None:
-        """Notes that blocks lost their contents."""
+        """Records that blocks lost their contents."""
         if not self.sampled or self.sampled.keys().isdisjoint(block_ids):
             return
         for block_id in block_ids:
@@ -95,9 +96,9 @@ class BlockLifetimes:
                 self.idle.observe(self.now_seconds - block.accessed_seconds)
 
     def clear(self) -> None:
-        """Follows no block any more, as all lost their contents at once."""
+        """Drops all sampled blocks, because all blocks lost their contents at once."""
         self.sampled.clear()
 
     def _draw_gap(self) -> int:
-        """Blocks to let pass before the next one to follow: sample_every - 1 on average."""
+        """Returns the number of blocks to skip before the next sample: sample_every - 1 on average."""
         return self._randrange(2 * self._sample_every - 1)

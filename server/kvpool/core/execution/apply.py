@@ -12,7 +12,8 @@
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from kvpool.core.blocks.kv_cache_manager import ComputedBlocks, KVCacheManager
+from kvpool.core.blocks.kv_cache_manager import KVCacheManager
+from kvpool.core.blocks.prefix_search import ComputedBlocks
 from kvpool.core.execution.allocate_batch import AllocationBatch
 from kvpool.core.execution.check import CheckedOperation, StepChecker
 from kvpool.core.execution.deferred_caching import DeferredBlocks

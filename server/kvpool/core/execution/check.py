@@ -8,7 +8,8 @@
 from dataclasses import dataclass
 from typing import Final
 
-from kvpool.core.blocks.kv_cache_manager import ComputedBlocks, KVCacheManager
+from kvpool.core.blocks.kv_cache_manager import KVCacheManager
+from kvpool.core.blocks.prefix_search import ComputedBlocks
 from kvpool.core.errors import InvalidArgumentError, NotFoundError, WrongStateError, check_range
 from kvpool.core.events import packed_token_ids
 from kvpool.core.execution.allocate_batch import AllocationBatch
