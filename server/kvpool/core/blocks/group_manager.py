@@ -163,7 +163,7 @@ class GroupManager:
     def _record_stored(
         self, request: Request, block_ids: list[BlockId], hashes: Sequence[BlockHash], start: int
     ) -> None:
-        """Records the event for blocks that were cached: one run of the request's blocks that begins at index `start`."""
+        """Records the event for a run of cached blocks of the request, which begins at index `start`."""
         span, end = self.span_tokens, start + len(block_ids)
         self._pool.record_stored(
             block_ids,

@@ -54,7 +54,7 @@ class Retention:
         return cls(span, config.hit_alignment, num_tail, num_eagle, num_segment)
 
     def runs(self, request: Request, first: int, end: int) -> list[Run]:
-        """Returns the request's blocks in [first, end) that are to be cached, as ascending runs with gaps between them."""
+        """Returns the blocks in [first, end) that are to be cached, as ascending runs with gaps between them."""
         runs: list[Run] = []
         for block in sorted(self._ends(request, first, end)):
             start = max(block - self.num_tail_blocks, first)

@@ -17,8 +17,7 @@ from itertools import compress, islice
 from typing import Any, Final, cast
 
 from kvpool.core.allocator import Allocator
-from kvpool.core.blocks.block_contents import BlockContents
-from kvpool.core.blocks.block_pool import BlockPool
+from kvpool.core.blocks.block_pool import BlockContents, BlockPool
 from kvpool.core.blocks.free_list import Chunk, FreeList
 from kvpool.core.blocks.kv_cache_manager import KVCacheManager
 from kvpool.core.blocks.prefix_map import PrefixMap
