@@ -385,7 +385,7 @@ def actions() -> st.SearchStrategy[Action]:
 
 @settings(max_examples=settings().max_examples * 5, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(config=configs(), acts=st.lists(actions(), min_size=10, max_size=40))
-def test_any_mix_of_groups_answers_as_whole_prefixes_do(config: PoolConfig, acts: list[Action]) -> None:
+def test_any_mix_of_groups_answers_like_the_model(config: PoolConfig, acts: list[Action]) -> None:
     world = World(config)
     for act in acts:
         act(world)

@@ -23,7 +23,7 @@ def measured(histogram: Histogram) -> tuple[int, float]:
     return sum(histogram.counts), round(histogram.total, 6)
 
 
-def test_lifetime_runs_from_being_taken_and_idle_time_from_the_last_access() -> None:
+def test_lifetime_starts_at_allocation_and_idle_time_at_the_last_access() -> None:
     kept = sample_all()
     kept.now_seconds = 10.0
     kept.record_taken(ids(1, 2))
@@ -39,7 +39,7 @@ def test_lifetime_runs_from_being_taken_and_idle_time_from_the_last_access() -> 
     assert list(kept.sampled) == [1]
 
 
-def test_a_block_that_is_taken_again_starts_anew_and_was_not_evicted() -> None:
+def test_a_block_that_is_taken_again_restarts_without_an_eviction() -> None:
     kept = sample_all()
     kept.record_taken(ids(1))
     kept.now_seconds = 5.0
@@ -49,7 +49,7 @@ def test_a_block_that_is_taken_again_starts_anew_and_was_not_evicted() -> None:
     assert measured(kept.lifetime) == (1, 1.0)
 
 
-def test_one_block_in_so_many_is_followed_however_they_are_taken() -> None:
+def test_the_sample_is_independent_of_the_size_of_allocations() -> None:
     for batch in (1, 7, 1000):
         kept = BlockLifetimes(100, random.Random(1).randrange)  # noqa: S311 - which blocks are followed
         for start in range(0, 100_000, batch):
@@ -60,7 +60,7 @@ def test_one_block_in_so_many_is_followed_however_they_are_taken() -> None:
         assert sorted(kept.sampled) == first
 
 
-def test_a_pool_tells_evictions_of_followed_blocks_and_forgets_all_on_reset() -> None:
+def test_a_pool_records_evictions_of_sampled_blocks_and_clears_them_on_reset() -> None:
     kept = sample_all()
     pool = BlockPool(config(4), kept)
     pool.get_new_blocks(2)
@@ -74,7 +74,7 @@ def test_a_pool_tells_evictions_of_followed_blocks_and_forgets_all_on_reset() ->
     assert not kept.sampled
 
 
-def test_the_time_of_a_change_is_when_its_session_was_heard() -> None:
+def test_the_time_of_a_step_is_the_time_of_its_call() -> None:
     kept = sample_all()
     allocator = Allocator(lambda: kept)
     pool, _ = allocator.create_pool(config(3), b"n")
@@ -91,7 +91,7 @@ def test_the_time_of_a_change_is_when_its_session_was_heard() -> None:
     assert measured(kept.lifetime) == (2, 2 * 2.0)
 
 
-def test_an_epoch_that_begins_evicts_nothing() -> None:
+def test_a_new_epoch_records_no_evictions() -> None:
     kept = sample_all()
     allocator = Allocator(lambda: kept)
     pool, _ = allocator.create_pool(config(6), b"n")

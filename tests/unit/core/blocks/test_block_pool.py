@@ -25,14 +25,14 @@ def cache(pool: BlockPool, *numbers: int) -> None:
     pool.cache_full_blocks(GroupId(0), ids(*numbers), hashes, SessionNumber(1), StepNumber(1))
 
 
-def test_a_taken_block_counts_once_and_is_not_free() -> None:
+def test_a_new_block_has_one_reference_and_is_not_free() -> None:
     pool = pool_of(5)
     assert pool.get_new_blocks(2) == [1, 2]
     assert [pool.ref_cnt(block_id) for block_id in ids(1, 2, 3)] == [1, 1, 0]
     assert (list(pool.free_list), pool.num_free_blocks, pool.usage) == ([3, 4], 2, 0.5)
 
 
-def test_a_free_block_keeps_its_hash_until_it_is_taken() -> None:
+def test_a_free_block_keeps_its_hash_until_it_is_allocated() -> None:
     pool = pool_of(3)
     pool.get_new_blocks(2)
     cache(pool, 1, 2)
@@ -43,7 +43,7 @@ def test_a_free_block_keeps_its_hash_until_it_is_taken() -> None:
     assert pool.prefix_map.block_hash(BlockId(1)) == b"1"
 
 
-def test_touching_takes_a_free_block_out_and_counts_a_held_one() -> None:
+def test_touch_removes_a_free_block_from_the_list_and_counts_a_held_one() -> None:
     pool = pool_of(5)
     pool.get_new_blocks(1)
     assert pool.free_list.num_free_among(ids(1, 3, 4)) == 2
@@ -52,7 +52,7 @@ def test_touching_takes_a_free_block_out_and_counts_a_held_one() -> None:
     assert list(pool.free_list) == [2, 4]
 
 
-def test_a_shared_block_is_free_when_the_last_table_lets_go() -> None:
+def test_a_shared_block_is_free_after_its_last_reference() -> None:
     pool = pool_of(3)
     pool.get_new_blocks(1)
     pool.touch(ids(1))
@@ -65,7 +65,7 @@ def test_a_shared_block_is_free_when_the_last_table_lets_go() -> None:
 @pytest.mark.parametrize(
     ("order", "expected"), [(ReuseOrder.UNCACHED_FIRST, [4, 2, 5, 3, 1]), (ReuseOrder.LRU, [5, 4, 3, 2, 1])]
 )
-def test_blocks_freed_together_go_where_the_reuse_order_says(order: ReuseOrder, expected: list[int]) -> None:
+def test_freed_blocks_are_placed_by_the_reuse_order(order: ReuseOrder, expected: list[int]) -> None:
     pool = pool_of(6, reuse_order=order)
     pool.get_new_blocks(4)
     cache(pool, 1, 3)
@@ -86,7 +86,7 @@ def test_a_reset_needs_every_block_to_be_free() -> None:
     assert (len(pool.prefix_map), list(pool.free_list)) == (0, before)
 
 
-def test_evicting_takes_hashes_and_nothing_else() -> None:
+def test_evict_blocks_removes_only_hashes() -> None:
     pool = pool_of(5)
     pool.get_new_blocks(3)
     cache(pool, 1, 2)
@@ -97,7 +97,7 @@ def test_evicting_takes_hashes_and_nothing_else() -> None:
     assert (list(pool.free_list), pool.ref_cnt(BlockId(1))) == (before, 1)
 
 
-def test_each_lost_hash_is_one_event_in_order() -> None:
+def test_each_removed_hash_is_one_event_in_order() -> None:
     pool = pool_of(4, enable_events=True)
     pool.get_new_blocks(3)
     cache(pool, 1, 2)
@@ -112,7 +112,7 @@ def test_each_lost_hash_is_one_event_in_order() -> None:
 
 
 @pytest.mark.parametrize("options", [{"enable_events": False}, {"enable_events": True, "enable_caching": False}])
-def test_a_pool_that_makes_no_events_keeps_none(options: dict[str, bool]) -> None:
+def test_a_pool_without_events_records_none(options: dict[str, bool]) -> None:
     pool = pool_of(3, **options)
     assert pool.reset_prefix_cache()
     assert pool.take_events() == []

@@ -31,7 +31,7 @@ def given(request: Request) -> list[list[BlockId]]:
     return [table.block_ids for table in request.tables]
 
 
-def test_it_gives_every_group_or_none() -> None:
+def test_all_groups_get_blocks_or_none() -> None:
     """Rule 1."""
     pool, room = made(6, FULL, WINDOW)
     request = request_of(pool, "", 12)
@@ -42,7 +42,7 @@ def test_it_gives_every_group_or_none() -> None:
     assert room.allocate_plain(request, 8, 0) is room.no_blocks
 
 
-def test_on_the_usual_terms_it_gives_the_same() -> None:
+def test_both_ways_allocate_the_same_with_default_options() -> None:
     for num_slots in range(1, 30):
         plain, options = made(12, FULL, WINDOW), made(12, FULL, WINDOW)
         requests = [request_of(pool, "", 30) for pool, _ in (plain, options)]
@@ -53,7 +53,7 @@ def test_on_the_usual_terms_it_gives_the_same() -> None:
         assert list(plain[0].blocks.free_list) == list(options[0].blocks.free_list)
 
 
-def test_what_a_group_takes_is_no_others_hit() -> None:
+def test_a_group_does_not_take_blocks_of_another_groups_hit() -> None:
     """Rule 2: blocks 1 to 4 hold the hit, and would be the first to be taken."""
     pool = KVCacheManager(config(8, specs=[FULL, FULL], reuse_order=ReuseOrder.LRU))
     request = admit(pool, "ab", 8)
@@ -78,7 +78,7 @@ def test_what_a_group_takes_is_no_others_hit() -> None:
     assert (new, given(taker)) == (([7], [8]), [[1, 2, 7], [3, 4, 8]])
 
 
-def test_external_room_is_taken_first_in_all_groups() -> None:
+def test_external_tokens_get_blocks_first_in_all_groups() -> None:
     """Rule 3."""
     pool, room = made(20, FULL, MambaSpec(BLOCK_SIZE), FULL)
     request = request_of(pool, "", 16)
@@ -94,7 +94,7 @@ def test_the_encoders_tokens_are_not_external() -> None:
 
 
 @pytest.mark.parametrize(("num_spare", "fits"), [(0, True), (3, True), (4, False), (20, False)])
-def test_reserve_and_watermark_are_left(num_spare: int, *, fits: bool) -> None:
+def test_reserved_and_watermark_blocks_stay_free(num_spare: int, *, fits: bool) -> None:
     pool, room = made(6, FULL)
     for options in (
         AllocationOptions(num_reserved_blocks=num_spare),
@@ -105,7 +105,7 @@ def test_reserve_and_watermark_are_left(num_spare: int, *, fits: bool) -> None:
         pool.free(request)
 
 
-def test_whether_a_whole_fits_changes_nothing() -> None:
+def test_fits_full_sequence_changes_nothing() -> None:
     pool, room = made(8, FULL, WINDOW)
     request = request_of(pool, "", 20)  # five, and as many: a window may have all tokens in flight
     assert not room.fits_full_sequence(request, no_hit(pool), 0, DEFAULT_OPTIONS)
@@ -115,14 +115,14 @@ def test_whether_a_whole_fits_changes_nothing() -> None:
     assert given(request) == [[], []]
 
 
-def test_the_encoders_tokens_count_for_a_whole() -> None:
+def test_encoder_tokens_count_for_the_full_sequence() -> None:
     pool, room = made(6, CrossAttentionSpec(BLOCK_SIZE), FULL)
     request = request_of(pool, "", 12)
     assert room.fits_full_sequence(request, no_hit(pool), 8, DEFAULT_OPTIONS)
     assert not room.fits_full_sequence(request, no_hit(pool), 9, DEFAULT_OPTIONS)
 
 
-def test_no_more_than_the_longest_sequence_counts_for_a_whole() -> None:
+def test_the_full_sequence_is_limited_to_max_model_len() -> None:
     pool, room = made(66, FULL)
     request = request_of(pool, "", 257)
     assert room.fits_full_sequence(request, no_hit(pool), 0, AllocationOptions(num_watermark_blocks=1))
