@@ -7,7 +7,8 @@ from typing import Final
 from benchmarks.workloads import BLOCK_SIZE, MAX_MODEL_LEN, WINDOW_TOKENS, NewBlocks, Task, WorkloadError
 from kvpool.client.hashing import BlockHasher
 from kvpool.core import ids
-from kvpool.core.blocks.kv_cache_manager import ComputedBlocks, KVCacheManager
+from kvpool.core.blocks.kv_cache_manager import KVCacheManager
+from kvpool.core.blocks.prefix_search import ComputedBlocks
 from kvpool.core.ids import BlockHash, PoolName, RequestId, RequestNumber, SessionNumber
 from kvpool.core.sessions import request as core
 from kvpool.core.specs.kinds import FullAttentionSpec, SlidingWindowSpec
@@ -65,7 +66,7 @@ class CoreTarget:
 
     def lookup(self, request: CoreRequest) -> ComputedBlocks:
         """See `Target`."""
-        return self.pool.lookup(request.known)
+        return self.pool.get_computed_blocks(request.known)
 
     def num_hit_tokens(self, hit: ComputedBlocks) -> int:
         """See `Target`."""
@@ -75,14 +76,14 @@ class CoreTarget:
         self, request: CoreRequest, num_new_tokens: int, hit: ComputedBlocks | None = None
     ) -> NewBlocks | None:
         """See `Target`."""
-        return self.pool.allocate(request.known, num_new_tokens, computed=hit, sequence=self._sequence)
+        return self.pool.allocate_slots(request.known, num_new_tokens, computed=hit, sequence=self._sequence)
 
     def serve(self, token_ids: list[int]) -> CoreRequest:
         """See `Target`."""
         request = self.make(token_ids)
-        hit = self.pool.lookup(request.known)
+        hit = self.pool.get_computed_blocks(request.known)
         num_new_tokens = len(token_ids) - hit.num_tokens
-        if self.pool.allocate(request.known, num_new_tokens, computed=hit, sequence=self._sequence) is None:
+        if self.pool.allocate_slots(request.known, num_new_tokens, computed=hit, sequence=self._sequence) is None:
             raise WorkloadError("a prompt found too few blocks")
         return request
 
@@ -93,7 +94,7 @@ class CoreTarget:
     def decode(self, requests: Sequence[CoreRequest], token_ids: Sequence[int]) -> Sequence[NewBlocks | None]:
         """See `Target`."""
         self.settle()
-        allocate, sequence = self.pool.allocate, self._sequence
+        allocate, sequence = self.pool.allocate_slots, self._sequence
         new = []
         for request, token_id in zip(requests, token_ids, strict=True):
             known, tokens = request.known, request.token_ids

@@ -132,7 +132,7 @@ def other(pair: Pair, session: Session, number: int, rng: Random) -> Row:
 
 def decode(pair: Pair, at: int, session: Session, number: int, rng: Random) -> Row:
     request = session.by_number[RequestNumber(number)]
-    most = rng.choice([request.credit_tokens, pair.together.pool.most_taken_tokens(request)])
+    most = rng.choice([request.credit_tokens, pair.together.pool.max_tokens_on_credit(request)])
     grown = rng.choice([0, 1, 1, 1, rng.randint(0, 9)])
     return {
         "operations": Operation.ALLOCATE,

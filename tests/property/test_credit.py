@@ -16,7 +16,8 @@ from kvpool.client import Session as ClientSession
 from kvpool.client.transports.embedded import EmbeddedTransport
 from kvpool.core.allocator import Allocator
 from kvpool.core.blocks.block_pool import BlockPool
-from kvpool.core.blocks.kv_cache_manager import ComputedBlocks, KVCacheManager
+from kvpool.core.blocks.kv_cache_manager import KVCacheManager
+from kvpool.core.blocks.prefix_search import ComputedBlocks
 from kvpool.core.blocks.quota import NO_QUOTA
 from kvpool.core.ids import BlockId, PoolName, RequestNumber, SessionId
 from kvpool.core.sessions.session import Session
@@ -159,7 +160,7 @@ class Asked:
     def promise(self, request: Request) -> dict[str, object]:
         """The hit that a request would get, as columns of a step that allocates it."""
         known = self.session.by_number[RequestNumber(request.number)]
-        hit = self.pool.lookup_uncounted(known)
+        hit = self.pool.find_longest_cache_hit(known)
         if not hit.num_tokens:
             return {}
         ids = [block_id for of_group in hit.block_ids for block_id in of_group]
@@ -369,8 +370,8 @@ class Both:
         untold = self.untold()
         for block_id in map(BlockId, range(blocks.num_blocks)):
             assert blocks.ref_cnt(block_id) == wanted.ref_cnt(block_id)
-            wanted_hash = None if block_id in untold else wanted.prefix_map.hash_of(block_id)
-            assert blocks.prefix_map.hash_of(block_id) == wanted_hash
+            wanted_hash = None if block_id in untold else wanted.prefix_map.block_hash(block_id)
+            assert blocks.prefix_map.block_hash(block_id) == wanted_hash
         self.cached = {block_id for _, _, block_id in blocks.prefix_map.entries()}
         assert blocks.prefix_map.pending().keys() == wanted.prefix_map.pending().keys() - untold
         assert _copies(blocks, set()) == _copies(wanted, untold)

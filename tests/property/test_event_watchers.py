@@ -65,7 +65,7 @@ class RandomServer:
             case "free" if self._requests:
                 pool.free(self._requests.pop(chance.randrange(len(self._requests))))
             case "evict":
-                pool.blocks.evict([BlockId(chance.randrange(1, pool.blocks.num_blocks)) for _ in range(3)])
+                pool.blocks.evict_blocks([BlockId(chance.randrange(1, pool.blocks.num_blocks)) for _ in range(3)])
             case "reset":
                 pool.reset_prefix_cache()
             case "epoch" if chance.random() < 0.2:

@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.core_target import CoreRequest, CoreTarget
 from benchmarks.workloads import BLOCK_SIZE, NewBlocks, Task, WorkloadError, open_workload
-from kvpool.core.blocks.kv_cache_manager import ComputedBlocks
+from kvpool.core.blocks.prefix_search import ComputedBlocks
 
 
 def test_prompts_miss_then_hit_and_give_everything_back() -> None:

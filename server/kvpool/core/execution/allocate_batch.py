@@ -112,7 +112,7 @@ class AllocationBatch:
         """
         pool, manager, max_tokens = self._pool, self._manager, self._pool.config.max_model_len
         span, room, caches = manager.span_tokens, manager.credit, pool.config.enable_caching
-        new = manager.take(self.num_lacking_blocks) if self.num_lacking_blocks else []
+        new = manager.get_new_blocks(self.num_lacking_blocks) if self.num_lacking_blocks else []
         counts = [0] * len(self._rows) if new else []
         filled = DeferredBlocks(pool, self._session)
         at = 0
@@ -169,7 +169,7 @@ def _find(  # noqa: PLR0913, PLR0917 - whose, of what, and from where
         num_tokens, end_tokens = before_tokens + grown, start_tokens + asked
         if num_tokens > max_tokens or end_tokens > max_tokens:
             break
-        if quietly and start_tokens > pool.most_taken_tokens(request):
+        if quietly and start_tokens > pool.max_tokens_on_credit(request):
             break
         hashes: list[bytes] = []
         if size_bytes and num_tokens // span > before_tokens // span:

@@ -12,7 +12,8 @@
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from kvpool.core.blocks.kv_cache_manager import ComputedBlocks, KVCacheManager
+from kvpool.core.blocks.kv_cache_manager import KVCacheManager
+from kvpool.core.blocks.prefix_search import ComputedBlocks
 from kvpool.core.execution.allocate_batch import AllocationBatch
 from kvpool.core.execution.check import CheckedOperation, StepChecker
 from kvpool.core.execution.deferred_caching import DeferredBlocks
@@ -43,7 +44,7 @@ def apply_step(pool: KVCacheManager, session: Session, step: Step, source: objec
         UnavailableError: The pool is suspended; nothing was changed.
     """
     source = step if source is None else source
-    before = session.answered(step.sequence, source)
+    before = session.remembered_result(step.sequence, source)
     if before is not None:
         pool.activity.retries += 1
         return before
@@ -101,7 +102,7 @@ def end_quarantine(pool: KVCacheManager, quarantined: Quarantined) -> None:
 
 def _withdraw(pool: KVCacheManager, session: Session) -> None:
     """Withdraws what a session that has ended never said to be executed, and its quota."""
-    pool.end_session(session.session_number)
+    pool.evict_unpublished(session.session_number)
     if session.holding:
         pool.quotas.end(session.holding, session.requests.values())
         session.holding = None
@@ -217,7 +218,7 @@ class _Application:
 
     def _on_pool(self, i: int, row: CheckedOperation) -> None:
         if row.operation is Operation.EVICT:
-            self._pool.blocks.evict(row.block_ids or ())
+            self._pool.blocks.evict_blocks(row.block_ids or ())
         else:
             self._outcomes[i] = Outcome.OK if self._pool.reset_prefix_cache() else Outcome.IN_USE
 
@@ -229,9 +230,11 @@ class _Application:
         if self._is_enough:
             self._outcomes[i] = Outcome.SKIPPED
             return
-        find = self._pool.lookup if row.operation is Operation.LOOKUP else self._pool.lookup_uncounted
+        find = (
+            self._pool.get_computed_blocks if row.operation is Operation.LOOKUP else self._pool.find_longest_cache_hit
+        )
         self._put_promise(i, request, find(request))
-        request.is_uncounted = row.operation is Operation.LOOKUP_COUNTED_ON_ADMIT
+        request.has_uncounted_lookup = row.operation is Operation.LOOKUP_COUNTED_ON_ADMIT
 
     def cache(self, _i: int, row: CheckedOperation, request: Request) -> None:
         if self._pool.config.enable_caching:
@@ -239,17 +242,21 @@ class _Application:
             session, sequence = self._session, self._sequence
             if session.launched_sequence:  # it says of each step when it is run: also of the one that filled these
                 sequence = request.filling_sequence
-            self._pool.cache(request, num_tokens, sequence=sequence)
+            self._pool.cache_blocks(request, num_tokens, sequence=sequence)
             if sequence <= session.executed_sequence:
                 self._pool.blocks.prefix_map.publish(session.session_number, session.executed_sequence)
             request.credit_tokens = self._pool.credit_tokens(request)
 
     def preempt(self, _i: int, _row: CheckedOperation, request: Request) -> None:
-        self._pool.withdraw(request, self._session.launched_sequence, reports_execution=self._session.reports_execution)
+        self._pool.withdraw_unpublished(
+            request, self._session.launched_sequence, reports_execution=self._session.reports_execution
+        )
         self._pool.preempt(request)
 
     def free(self, _i: int, _row: CheckedOperation, request: Request) -> None:
-        self._pool.withdraw(request, self._session.launched_sequence, reports_execution=self._session.reports_execution)
+        self._pool.withdraw_unpublished(
+            request, self._session.launched_sequence, reports_execution=self._session.reports_execution
+        )
         self._pool.free(request)
         self._session.forget(request)
 
@@ -261,7 +268,7 @@ class _Application:
         num_blocks = sum(len(table.block_ids) for table in request.tables)
         self._work += len(requests) * (1 + num_blocks // COMPARED_PER_HASH)
         running = (other for other in requests if other.holds_blocks)
-        counts = self._pool.num_common_prefix_blocks(request, running)
+        counts = self._pool.get_num_common_prefix_blocks(request, running)
         self._num_prefix_blocks[i * self._groups : (i + 1) * self._groups] = counts
 
     def allocate(self, i: int, row: CheckedOperation, request: Request) -> None:
@@ -271,11 +278,11 @@ class _Application:
             return
         if promised:
             self._work += sum(map(len, promised.block_ids))
-            if not pool.still_holds(request, promised):
+            if not pool.is_still_cached(request, promised):
                 self._outcomes[i] = Outcome.HIT_CHANGED
-                self._put_promise(i, request, pool.lookup_uncounted(request))
+                self._put_promise(i, request, pool.find_longest_cache_hit(request))
                 return
-        new = pool.allocate(
+        new = pool.allocate_slots(
             request,
             row.num_new_tokens,
             row.num_lookahead_tokens,
@@ -294,7 +301,8 @@ class _Application:
         if self._out_of_blocks or self._is_enough or not self._budget_tokens:
             self._outcomes[i] = Outcome.SKIPPED
             return
-        is_uncounted, request.is_uncounted = request.is_uncounted, False  # it counts its own look-up
+        had_uncounted_lookup = request.has_uncounted_lookup
+        request.has_uncounted_lookup = False  # `admit` counts its own look-up
         admission = self._pool.admit(
             request,
             min(row.num_new_tokens or self._budget_tokens, self._budget_tokens),
@@ -305,7 +313,7 @@ class _Application:
             sequence=self._sequence,
         )
         if admission is None:
-            request.is_uncounted = is_uncounted
+            request.has_uncounted_lookup = had_uncounted_lookup
             self._refuse(i)
             return
         self._budget_tokens -= admission.num_new_tokens

@@ -8,7 +8,8 @@
 from dataclasses import dataclass
 from typing import Final
 
-from kvpool.core.blocks.kv_cache_manager import ComputedBlocks, KVCacheManager
+from kvpool.core.blocks.kv_cache_manager import KVCacheManager
+from kvpool.core.blocks.prefix_search import ComputedBlocks
 from kvpool.core.errors import InvalidArgumentError, NotFoundError, WrongStateError, check_range
 from kvpool.core.events import packed_token_ids
 from kvpool.core.execution.allocate_batch import AllocationBatch
@@ -363,7 +364,7 @@ class StepChecker:
             self._token_at = end
 
     def _check_taken(self, i: int, row: CheckedOperation, request: Request, taken: int) -> None:
-        room = self._pool.most_taken_tokens(request) - request.num_computed_tokens
+        room = self._pool.max_tokens_on_credit(request) - request.num_computed_tokens
         if not 0 <= taken <= room:
             check_range(f"num_taken_tokens[{i}]", taken, 0, max(room, 0))
         row.num_taken_tokens = taken
@@ -393,7 +394,7 @@ class StepChecker:
             hit_tokens = 0
             if any(promised):
                 groups = len(promised)
-                hit_tokens = self._pool.check_promise(lambda j: f"num_block_ids[{i * groups + j}]", promised)
+                hit_tokens = self._pool.check_computed_blocks(lambda j: f"num_block_ids[{i * groups + j}]", promised)
                 check_range(f"num_block_ids[{i}]", hit_tokens, 0, seen.num_tokens - 1)
                 row.promised = ComputedBlocks(promised, hit_tokens)
             hit_tokens += row.options.num_external_tokens

@@ -40,6 +40,6 @@ class DeferredBlocks:
             self._session.session_number,
             self._session.executed_sequence,
         )
-        blocks.cache(_ONLY_GROUP, self._block_ids, self._hashes, session_number, sequence)
+        blocks.cache_full_blocks(_ONLY_GROUP, self._block_ids, self._hashes, session_number, sequence)
         if sequence <= executed:
             blocks.prefix_map.publish(session_number, executed)

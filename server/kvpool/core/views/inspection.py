@@ -245,7 +245,7 @@ def _describe_request(request: Request) -> RequestInfo:
 
 def _describe_block(pool: KVCacheManager, block_id: BlockId) -> BlockInfo:
     prefix_map = pool.blocks.prefix_map
-    block_hash = prefix_map.hash_of(block_id)
+    block_hash = prefix_map.block_hash(block_id)
     ref_cnt = pool.blocks.ref_cnt(block_id)
     state = _state_of(pool, block_id)
     if block_hash is None:
@@ -255,8 +255,8 @@ def _describe_block(pool: KVCacheManager, block_id: BlockId) -> BlockInfo:
         state,
         ref_cnt,
         block_hash,
-        prefix_map.group_of(block_id),
-        prefix_map.number_of_writer(block_id),
+        prefix_map.group_id(block_id),
+        prefix_map.session_number(block_id),
         pending=block_id in prefix_map.pending(),
     )
 
@@ -264,7 +264,7 @@ def _describe_block(pool: KVCacheManager, block_id: BlockId) -> BlockInfo:
 def _state_of(pool: KVCacheManager, block_id: BlockId) -> BlockState:
     if pool.blocks.ref_cnt(block_id):
         return BlockState.USED
-    return BlockState.FREE if pool.blocks.prefix_map.hash_of(block_id) is None else BlockState.CACHED
+    return BlockState.FREE if pool.blocks.prefix_map.block_hash(block_id) is None else BlockState.CACHED
 
 
 def _token_error() -> InvalidArgumentError:

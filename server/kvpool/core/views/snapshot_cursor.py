@@ -59,17 +59,17 @@ class SnapshotCursor:
         while at is not None and not self._seen[at] and contents and (held := contents.get(at)):
             self._seen[at] = True
             self._chain.append(at)
-            at = None if held[0] is None else prefix_map.first_copy(prefix_map.group_of(at), held[0])
+            at = None if held[0] is None else prefix_map.first_copy(prefix_map.group_id(at), held[0])
 
     def _runs(self, block_ids: list[BlockId]) -> Iterator["_Run"]:
         contents, prefix_map = self._blocks.contents, self._blocks.prefix_map
         run: _Run | None = None
         for block_id in block_ids:
-            block_hash, held = prefix_map.hash_of(block_id), contents.get(block_id) if contents else None
+            block_hash, held = prefix_map.block_hash(block_id), contents.get(block_id) if contents else None
             if block_hash is None or held is None:  # lost since it was put on the chain
                 continue
             parent, packed, lora_name = held
-            group_id = prefix_map.group_of(block_id)
+            group_id = prefix_map.group_id(block_id)
             if run is None or (parent, group_id, lora_name) != (run.hashes[-1], run.group_id, run.lora_name):
                 if run:
                     yield run

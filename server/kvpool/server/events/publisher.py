@@ -6,7 +6,7 @@
 3. Nothing waits for a subscriber: ZeroMQ drops what one does not take, beyond `buffer_batches`. It sees the gap in the
    numbers and asks for a replay or, if that is too late, for a snapshot.
 4. A snapshot begins when all that happened is published, so that all its parts, then all messages from the number that
-   it names, are the map (rule 2 of `block_contents`).
+   it names, are the map (rule 1 of `snapshot_cursor`).
 """
 
 import asyncio

@@ -17,8 +17,7 @@ from itertools import compress, islice
 from typing import Any, Final, cast
 
 from kvpool.core.allocator import Allocator
-from kvpool.core.blocks.block_contents import BlockContents
-from kvpool.core.blocks.block_pool import BlockPool
+from kvpool.core.blocks.block_pool import BlockContents, BlockPool
 from kvpool.core.blocks.free_list import Chunk, FreeList
 from kvpool.core.blocks.kv_cache_manager import KVCacheManager
 from kvpool.core.blocks.prefix_map import PrefixMap
@@ -37,16 +36,16 @@ LEFT_OUT: Final = {
     (KVCacheManager, "block_lifetimes"): "a sample is drawn anew by each process; no answer depends on it",
     (BlockPool, "block_lifetimes"): "likewise",
     (BlockPool, "_events"): "events that were not told yet: watchers of a new process begin with a snapshot",
-    (PrefixMap, "_by_hash"): "follows from _hash_of, _group_of and _duplicates",
+    (PrefixMap, "_by_hash"): "follows from _block_hashes, _group_ids and _duplicates",
     (Session, "by_number"): "follows from requests",
 }
 _COLUMNS: Final = {
     (FreeList, "_chunks"),
     (FreeList, "_column"),
-    (PrefixMap, "_group_of"),
-    (PrefixMap, "_hash_of"),
-    (PrefixMap, "_number_of_writer"),
-    (BlockContents, "_contents_of"),
+    (PrefixMap, "_group_ids"),
+    (PrefixMap, "_block_hashes"),
+    (PrefixMap, "_session_numbers"),
+    (BlockContents, "_contents"),
 }
 _COLUMN: Final = "column"
 _CHUNKS: Final = "chunks"
@@ -264,7 +263,7 @@ def _complete(blocks: BlockPool, column_at: Callable[..., list[Any]]) -> None:
     _line_up(blocks.free_list, column_at, ids)
     _map(blocks.prefix_map, column_at, ids)
     if blocks.contents:
-        blocks.contents._contents_of = column_at(blocks.contents._contents_of)
+        blocks.contents._contents = column_at(blocks.contents._contents)
 
 
 def _line_up(free_list: FreeList, column_at: Callable[..., list[Any]], ids: Sequence[BlockId]) -> None:
@@ -281,13 +280,13 @@ def _line_up(free_list: FreeList, column_at: Callable[..., list[Any]], ids: Sequ
 
 
 def _map(prefix_map: PrefixMap, column_at: Callable[[object], list[Any]], ids: Sequence[BlockId]) -> None:
-    hashes: list[BlockHash | None] = column_at(prefix_map._hash_of)
-    prefix_map._hash_of = hashes
-    prefix_map._group_of = bytearray(column_at(prefix_map._group_of))
-    prefix_map._number_of_writer = column_at(prefix_map._number_of_writer)
+    hashes: list[BlockHash | None] = column_at(prefix_map._block_hashes)
+    prefix_map._block_hashes = hashes
+    prefix_map._group_ids = bytearray(column_at(prefix_map._group_ids))
+    prefix_map._session_numbers = column_at(prefix_map._session_numbers)
     several = prefix_map._duplicates
     by_hash: list[dict[BlockHash, BlockId]] = [{} for _ in several]
-    for block_id, block_hash, group_id in zip(ids, hashes, prefix_map._group_of, strict=True):
+    for block_id, block_hash, group_id in zip(ids, hashes, prefix_map._group_ids, strict=True):
         if block_hash is not None:
             by_hash[group_id][block_hash] = block_id
     for mapped, many in zip(by_hash, several, strict=True):

@@ -15,7 +15,7 @@ from kvpool.core.block_lifetimes import BlockLifetimes
 from kvpool.core.blocks.kv_cache_manager import KVCacheManager
 from kvpool.core.errors import AbortedError, KvpoolError, UnavailableError, check_range
 from kvpool.core.ids import PoolName, SessionId, SessionNumber
-from kvpool.core.pause_tolerant_clock import LOOK_SECONDS, PauseTolerantClock
+from kvpool.core.pause_tolerant_clock import READ_INTERVAL_SECONDS, PauseTolerantClock
 from kvpool.core.sessions.quarantine import Quarantined
 from kvpool.core.sessions.session import LeaseBounds, Session
 from kvpool.core.sessions.session_ends import ended_error
@@ -370,7 +370,7 @@ class Hub:
         """Ends sessions as their leases run out, and their quarantine, for ever."""
         while True:
             left = self.allocator.next_expiry_seconds() - self.now_seconds()
-            await asyncio.sleep(min(max(left, 0.001), LOOK_SECONDS))
+            await asyncio.sleep(min(max(left, 0.001), READ_INTERVAL_SECONDS))
             self.expire_now()
 
     def expire_now(self) -> None:

@@ -198,7 +198,7 @@ def test_an_evicted_session_gives_its_blocks_back_and_is_told() -> None:
     assert world.allocator.evict_session("m", session.session_number, 0.0)[1] is session
     check_integrity(world.pool, world.sessions())
     assert (world.sessions(), world.pool.blocks.num_free_blocks) == ([other], 17)
-    assert world.pool.blocks.prefix_map.hash_of(BlockId(1)) is None  # it never said that its step had run
+    assert world.pool.blocks.prefix_map.block_hash(BlockId(1)) is None  # it never said that its step had run
     assert world.pool.activity.evicted_sessions == 1
     with pytest.raises(AbortedError, match="operator") as ended:
         world.allocator.session(session.session_id, 0.0)
