@@ -42,7 +42,7 @@ class AllocationBatch:
 
     Attributes:
         num_hash_bytes: How much of the step's hashes is theirs.
-        num_lacking_blocks: Blocks that they take.
+        num_missing_blocks: Blocks that they take.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class AllocationBatch:
         num_hash_bytes: int,
     ) -> None:
         self.num_hash_bytes = num_hash_bytes
-        self.num_lacking_blocks = sum([row[4] for row in rows if row[4] > 0])
+        self.num_missing_blocks = sum([row[4] for row in rows if row[4] > 0])
         self._pool = pool
         self._session = session
         self._manager = manager
@@ -65,7 +65,7 @@ class AllocationBatch:
         return len(self._rows)
 
     @classmethod
-    def of(
+    def from_step(
         cls, pool: KVCacheManager, session: Session, step: Step, first: int, hash_at: int
     ) -> "AllocationBatch | None":
         """Checks the allocations that begin with a step's operation `first`, whose hashes begin at a place.
@@ -78,7 +78,7 @@ class AllocationBatch:
         manager = pool.plain_manager
         if manager is None or pool.quotas.applies_to(session.holding):
             return None
-        rows, end_hash_at = _find(pool, manager.span_tokens, session, step, first, hash_at)
+        rows, end_hash_at = _plain_rows(pool, manager.span_tokens, session, step, first, hash_at)
         last, numbers = first + len(rows), step.request_numbers
         named = set(numbers[first:last])
         if (
@@ -90,7 +90,7 @@ class AllocationBatch:
             return None
         return cls(pool, session, manager, rows, end_hash_at - hash_at)
 
-    def take_note(self, filled: DeferredBlocks, sequence: StepNumber) -> None:
+    def record_growth(self, filled: DeferredBlocks, sequence: StepNumber) -> None:
         """Notes what the requests grew by, and took room for without asking, and adds what that filled."""
         span = self._manager.span_tokens
         for request, num_tokens, start_tokens, _, _, hashes in self._rows:
@@ -112,16 +112,16 @@ class AllocationBatch:
         """
         pool, manager, max_tokens = self._pool, self._manager, self._pool.config.max_model_len
         span, room, caches = manager.span_tokens, manager.credit, pool.config.enable_caching
-        new = manager.take(self.num_lacking_blocks) if self.num_lacking_blocks else []
+        new = manager.take(self.num_missing_blocks) if self.num_missing_blocks else []
         counts = [0] * len(self._rows) if new else []
         filled = DeferredBlocks(pool, self._session)
         at = 0
-        for i, (request, num_tokens, _, end_tokens, lacking, _) in enumerate(self._rows):
+        for i, (request, num_tokens, _, end_tokens, missing, _) in enumerate(self._rows):
             table = request.tables[0]
-            if lacking > 0:
-                table.block_ids += new[at : at + lacking]
-                counts[i] = lacking
-                at += lacking
+            if missing > 0:
+                table.block_ids += new[at : at + missing]
+                counts[i] = missing
+                at += missing
             if caches and end_tokens // span > table.num_cached < num_tokens // span:
                 filled.add(request, min(num_tokens, end_tokens) // span)
             request.num_computed_tokens = end_tokens
@@ -132,12 +132,12 @@ class AllocationBatch:
         pool.activity.allocations += len(self._rows)
         return counts, new
 
-    def one_by_one(self) -> Iterator[tuple[Request, int]]:
+    def operations(self) -> Iterator[tuple[Request, int]]:
         """Each request, and the tokens that it asks room for."""
         return ((request, end_tokens - start_tokens) for request, _, start_tokens, end_tokens, _, _ in self._rows)
 
 
-def _find(  # noqa: PLR0913, PLR0917 - whose, of what, and from where
+def _plain_rows(  # noqa: PLR0913, PLR0917 - whose, of what, and from where
     pool: KVCacheManager, span: int, session: Session, step: Step, first: int, hash_at: int
 ) -> tuple[list[_Allocation], int]:
     """The plain allocations from a place on, but for what `_NOT_PLAIN` says of them, and where their hashes end."""
@@ -154,22 +154,22 @@ def _find(  # noqa: PLR0913, PLR0917 - whose, of what, and from where
         strict=False,  # without numbers or new tokens none is plain
     )
     rows: list[_Allocation] = []
-    for operation, number, asked, grown, quietly in columns:
+    for operation, number, new, appended, taken in columns:
         request = by_number.get(number)  # type: ignore[call-overload]  # NewType's call takes its time
         if (
             operation != Operation.ALLOCATE
             or request is None
             or not request.num_computed_tokens
-            or grown < 0
-            or asked < 1
-            or quietly < 0
+            or appended < 0
+            or new < 1
+            or taken < 0
         ):
             break
-        before_tokens, start_tokens = request.num_tokens, request.num_computed_tokens + quietly
-        num_tokens, end_tokens = before_tokens + grown, start_tokens + asked
+        before_tokens, start_tokens = request.num_tokens, request.num_computed_tokens + taken
+        num_tokens, end_tokens = before_tokens + appended, start_tokens + new
         if num_tokens > max_tokens or end_tokens > max_tokens:
             break
-        if quietly and start_tokens > pool.most_taken_tokens(request):
+        if taken and start_tokens > pool.most_taken_tokens(request):
             break
         hashes: list[bytes] = []
         if size_bytes and num_tokens // span > before_tokens // span:
@@ -178,7 +178,7 @@ def _find(  # noqa: PLR0913, PLR0917 - whose, of what, and from where
                 break
             hashes = [joined[i : i + size_bytes] for i in range(hash_at, end, size_bytes)]
             hash_at = end
-        lacking = (end_tokens - 1) // span + 1 - len(request.tables[0].block_ids)
+        missing = (end_tokens - 1) // span + 1 - len(request.tables[0].block_ids)
         # BlockHash's call, too, takes its time.
-        rows.append((request, num_tokens, start_tokens, end_tokens, lacking, hashes))  # type: ignore[arg-type]
+        rows.append((request, num_tokens, start_tokens, end_tokens, missing, hashes))  # type: ignore[arg-type]
     return rows, hash_at

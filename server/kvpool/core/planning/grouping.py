@@ -107,7 +107,7 @@ def _groups_of_one_size(layers: Layers) -> tuple[KVCacheGroup, ...]:
     return tuple(groups)
 
 
-def of_rank(groups: tuple[KVCacheGroup, ...], layers: Layers) -> tuple[KVCacheGroup, ...]:
+def groups_on_rank(groups: tuple[KVCacheGroup, ...], layers: Layers) -> tuple[KVCacheGroup, ...]:
     """The groups with the layers that one rank has.
 
     Groups without any stay as they are, but for the names: their blocks are taken all the same.

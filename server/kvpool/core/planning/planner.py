@@ -1,7 +1,7 @@
 """Lays out the memory of all ranks: from layer specs and free bytes to groups, tensors and num_blocks.
 
 1. All ranks get the same groups and the same num_blocks, for block ids are those of the whole pool: the rank with the
-   least room decides. A rank's tensors hold its own layers.
+   least capacity decides. A rank's tensors hold its own layers.
 2. Layers of different groups share tensors, since no block belongs to two groups at a time: tensor i is shared by layer
    i of each group.
 3. A plan is refused unless one request of the longest length fits; the refusal says what would.
@@ -18,9 +18,9 @@ from kvpool.core.planning.grouping import (
     Layers,
     block_size_bytes,
     group_layers,
+    groups_on_rank,
     is_uniform_type,
     layer_specs,
-    of_rank,
     undeclared_field,
 )
 from kvpool.core.planning.plan import (
@@ -58,22 +58,28 @@ def get_kv_cache_configs(ranks: Sequence[RankMemory], options: PlanOptions) -> P
     check_range("ranks", len(ranks), 1, 65_536)
     groups = group_layers(_merge_ranks(ranks), hybrid=not options.disable_hybrid_kv_cache_manager)
     _check_alignment(groups, options)
-    by_rank = [of_rank(groups, rank.layers) for rank in ranks]
-    rooms = [_Room(i, own, ranks[i].available_bytes, options) for i, own in enumerate(by_rank) if block_size_bytes(own)]
-    max_model_len = _check_rooms(rooms, options)
-    num_blocks = min((room.available_bytes // room.block_size_bytes for room in rooms), default=1)
+    by_rank = [groups_on_rank(groups, rank.layers) for rank in ranks]
+    capacities = [
+        _RankCapacity(i, own, ranks[i].available_bytes, options)
+        for i, own in enumerate(by_rank)
+        if block_size_bytes(own)
+    ]
+    max_model_len = _check_capacities(capacities, options)
+    num_blocks = min((capacity.available_bytes // capacity.block_size_bytes for capacity in capacities), default=1)
     num_blocks = (options.num_blocks_override if groups else 0) or min(num_blocks, MAX_BLOCKS)
     check_range("num_blocks", num_blocks, 1, MAX_BLOCKS)
     return Plan(
         tuple(KVCacheConfig(num_blocks, _tensors(own, num_blocks), own) for own in by_rank),
         groups,
         max_model_len,
-        _blocks_of_request(groups, options.limits(max_model_len)),
-        _longest(max_model_len, lambda length: _takes(groups, options.limits(length)) <= num_blocks),
+        _blocks_per_request(groups, options.limits(max_model_len)),
+        _longest_fitting(
+            max_model_len, lambda length: _pool_blocks_for_request(groups, options.limits(length)) <= num_blocks
+        ),
     )
 
 
-class _Room:
+class _RankCapacity:
     """What one rank can hold."""
 
     def __init__(self, rank: int, groups: tuple[KVCacheGroup, ...], available_bytes: int, options: PlanOptions) -> None:
@@ -92,12 +98,12 @@ class _Room:
         """Bytes that one request of this length takes, and what is set aside."""
         limits = self._options.limits(length)
         if self._options.fit_check is FitCheck.FIRST_GROUP:
-            return _blocks_of_request(self._groups[:1], limits) * self.block_size_bytes
-        return _takes(self._groups, limits) * self.block_size_bytes
+            return _blocks_per_request(self._groups[:1], limits) * self.block_size_bytes
+        return _pool_blocks_for_request(self._groups, limits) * self.block_size_bytes
 
     def longest(self, max_model_len: int) -> int:
         """The longest request that fits, at most this long; 0 if none does."""
-        return _longest(max_model_len, lambda length: self.needed_bytes(length) <= self.usable_bytes)
+        return _longest_fitting(max_model_len, lambda length: self.needed_bytes(length) <= self.usable_bytes)
 
     def refusal(self, length: int, estimate: int) -> PlanError:
         """Says that a request of this length does not fit, and that one of the estimate does."""
@@ -117,7 +123,7 @@ class _Room:
         )
 
 
-def _check_rooms(rooms: Sequence[_Room], options: PlanOptions) -> int:
+def _check_capacities(capacities: Sequence[_RankCapacity], options: PlanOptions) -> int:
     """Checks that one request fits every rank.
 
     Returns:
@@ -126,19 +132,19 @@ def _check_rooms(rooms: Sequence[_Room], options: PlanOptions) -> int:
     Raises:
         PlanError: There is no memory, or too little; of several ranks it tells of the one that holds least.
     """
-    for room in rooms:
-        if room.available_bytes <= 0:
+    for capacity in capacities:
+        if capacity.available_bytes <= 0:
             raise PlanError(
                 "NO_MEMORY",
-                room.memory_field,
-                f"{room.available_bytes}: no memory is left for the KV cache",
-                available_bytes=room.available_bytes,
-                rank=room.rank,
+                capacity.memory_field,
+                f"{capacity.available_bytes}: no memory is left for the KV cache",
+                available_bytes=capacity.available_bytes,
+                rank=capacity.rank,
             )
     length = options.max_model_len
-    if not rooms:
+    if not capacities:
         return length
-    estimate, worst = min(((room.longest(length), room) for room in rooms), key=lambda entry: entry[0])
+    estimate, worst = min(((capacity.longest(length), capacity) for capacity in capacities), key=lambda entry: entry[0])
     if estimate == length:
         return length
     if not options.auto_fit_max_model_len:
@@ -197,16 +203,16 @@ def _check_alignment(groups: tuple[KVCacheGroup, ...], options: PlanOptions) -> 
             )
 
 
-def _takes(groups: tuple[KVCacheGroup, ...], limits: RequestLimits) -> int:
+def _pool_blocks_for_request(groups: tuple[KVCacheGroup, ...], limits: RequestLimits) -> int:
     """Blocks that a pool needs for one request: its own, and those that none is given (the null block, sinks)."""
     if not groups:
         return 0
     ranks = limits.context_parallel_size
     sinks = (num_sink_tokens(group.spec) // block_span_tokens(group.spec, ranks) for group in groups)
-    return _blocks_of_request(groups, limits) + 1 + sum(sinks)
+    return _blocks_per_request(groups, limits) + 1 + sum(sinks)
 
 
-def _longest(max_model_len: int, fits: Callable[[int], bool]) -> int:
+def _longest_fitting(max_model_len: int, fits: Callable[[int], bool]) -> int:
     """Finds the greatest length up to max_model_len that fits, 0 if none does. Costs logarithmically many tries.
 
     What is longer than one that does not fit, does not fit either.
@@ -218,7 +224,7 @@ def _longest(max_model_len: int, fits: Callable[[int], bool]) -> int:
     return low
 
 
-def _blocks_of_request(groups: tuple[KVCacheGroup, ...], limits: RequestLimits) -> int:
+def _blocks_per_request(groups: tuple[KVCacheGroup, ...], limits: RequestLimits) -> int:
     return sum(group.spec.max_blocks(limits) for group in groups)
 
 

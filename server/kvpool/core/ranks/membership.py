@@ -27,27 +27,27 @@ from kvpool.core.ranks.fences import Fences
 from kvpool.core.ranks.messages import (
     Allocated,
     Effect,
-    EpochPassed,
-    LinkEnded,
+    EndEpoch,
+    EndLink,
     LinkId,
-    PlanSent,
-    PoolOpened,
-    PoolResumed,
+    OpenPool,
     PoolState,
-    PoolSuspended,
     Rank,
     RankGroup,
     RankGroupOptions,
     RankInfo,
     RankState,
     RankTiming,
-    ReadySent,
     Registration,
-    StatusSent,
+    ResumePool,
+    SendPlan,
+    SendReady,
+    SendStatus,
+    SuspendPool,
 )
 from kvpool.core.ranks.registry import Member, RankRegistry
 
-TOLD_ABSENT_RANKS: Final = 64
+MAX_REPORTED_ABSENT_RANKS: Final = 64
 
 
 class Membership:
@@ -144,13 +144,13 @@ class Membership:
         comes_back = before is not None and before.registration.boot_id == registration.boot_id
         if not comes_back and all(other.state is RankState.LOST for other in self._registry):
             return self._start_over(member)
-        self._registry.check_alike(registration)
+        self._registry.check_agreement(registration)
         if before is None:
-            return self._take_in(member)
+            return self._add_member(member)
         if not comes_back:
             self._check_successor(before, now_seconds)
-            return self._give_up(before) + self._take_in(member)
-        return self._come_back(before, member)
+            return self._give_up(before) + self._add_member(member)
+        return self._reconnect(before, member)
 
     def initialized(self, link: LinkId, allocated: Allocated) -> list[Effect]:
         """Notes what a rank got; opens the pool when all have told.
@@ -171,7 +171,7 @@ class Membership:
             return self._open(self._plan)
         return []
 
-    def heard(self, link: LinkId, sequence: int, now_seconds: float) -> list[Effect]:
+    def heartbeat(self, link: LinkId, sequence: int, now_seconds: float) -> list[Effect]:
         """Notes a sign of life; a silent rank is back.
 
         Raises:
@@ -181,7 +181,7 @@ class Membership:
         member.last_seen_seconds = now_seconds
         effects: list[Effect] = []
         if member.state is RankState.SILENT:
-            self._registry.is_back(member, RankState.READY if self._has_contents else RankState.REGISTERED)
+            self._registry.mark_present(member, RankState.READY if self._has_contents else RankState.REGISTERED)
             effects = self._resume_if_complete() if self._has_contents else self._plan_if_complete(member)
         return [*effects, self._status(member, sequence)]
 
@@ -226,20 +226,20 @@ class Membership:
         if member.state is RankState.SILENT:
             member.state = RankState.LOST
             return []
-        return self._go_away([member], RankState.LOST, now_seconds)
+        return self._mark_away([member], RankState.LOST, now_seconds)
 
     def tick(self, now_seconds: float) -> list[Effect]:
         """Finds the ranks that fell silent, and gives up those that were waited for long enough."""
         due = [member for member in self._registry if self._due_seconds(member) <= now_seconds]
         waited_for = [member for member in due if not self._has_contents or member.is_away]
         fell_silent = [member for member in due if self._has_contents and not member.is_away]
-        effects = self._go_away(fell_silent, RankState.SILENT, now_seconds) if fell_silent else []
+        effects = self._mark_away(fell_silent, RankState.SILENT, now_seconds) if fell_silent else []
         for member in waited_for:
             if self._registry.of_link(member.link) is not member:
                 continue  # forgotten with one before it
             if member.state is not RankState.LOST:
                 message = f"nothing was heard of rank {member.registration.rank}"
-                effects.append(LinkEnded(member.link, AbortedError("RANK_GIVEN_UP", message)))
+                effects.append(EndLink(member.link, AbortedError("RANK_GIVEN_UP", message)))
             effects += self._give_up(member)
         return effects
 
@@ -263,13 +263,13 @@ class Membership:
         if rank_group.plan is None:
             return
         self._plan, self._has_contents = rank_group.plan, True
-        self._registry.start_over(len(rank_group.members), rank_group.options)
+        self._registry.reset(len(rank_group.members), rank_group.options)
         for (registration, allocated), link in zip(rank_group.members, links, strict=False):
             member = Member(registration, link, now_seconds, allocated=allocated)
             self._registry.add(member)
-            self._registry.goes_away(member, RankState.LOST, now_seconds)
+            self._registry.mark_away(member, RankState.LOST, now_seconds)
 
-    def forgive(self, seconds: float) -> None:
+    def extend_deadlines(self, seconds: float) -> None:
         """Prolongs all waits, as nobody was listened to for so long: the server's own process was busy or stopped."""
         for member in self._registry:
             member.last_seen_seconds += seconds
@@ -300,17 +300,17 @@ class Membership:
                 field="register.rank",
             )
 
-    def _come_back(self, before: Member, member: Member) -> list[Effect]:
+    def _reconnect(self, before: Member, member: Member) -> list[Effect]:
         effects: list[Effect] = []
         if before.state is not RankState.LOST:
             error = AbortedError("STREAM_SUPERSEDED", "another stream of this rank took over")
-            effects.append(LinkEnded(before.link, error))
+            effects.append(EndLink(before.link, error))
         registration, earlier = member.registration, before.registration
         got, held = before.allocated, registration.held
         has_all = self._has_contents and got and held and (held.epoch, held.num_blocks) == (self.epoch, got.num_blocks)
         is_as_before = (registration.layers, registration.fences) == (earlier.layers, earlier.fences)
         if not has_all or not is_as_before:
-            return effects + self._give_up(before) + self._take_in(member)
+            return effects + self._give_up(before) + self._add_member(member)
         member.allocated, member.state = got, RankState.READY
         member.fence_sent, member.fence_answered = before.fence_sent, before.fence_answered
         self._registry.remove(before)
@@ -323,10 +323,10 @@ class Membership:
         """Takes in a rank with which none must agree, as all others are lost; what it says the next must say too."""
         lost = next(iter(self._registry), None)
         effects = self._give_up(lost) if lost else []
-        self._registry.start_over(first.registration.world_size, first.registration.options)
-        return effects + self._take_in(first)
+        self._registry.reset(first.registration.world_size, first.registration.options)
+        return effects + self._add_member(first)
 
-    def _take_in(self, member: Member) -> list[Effect]:
+    def _add_member(self, member: Member) -> list[Effect]:
         self._registry.add(member)
         return self._plan_if_complete(member) or [self._status(member)]
 
@@ -336,7 +336,7 @@ class Membership:
         try:
             plan = self._make_plan()
         except KvpoolError as error:
-            return self._fail(error, self._at_fault(error, newest))
+            return self._end_streams(error, self._at_fault(error, newest))
         told = (member.registration.last_epoch for member in self._registry)
         next_epoch = self.epoch + 1 if self._plan else self.epoch
         self.epoch = max(next_epoch, max(told) + 1)
@@ -345,7 +345,7 @@ class Membership:
         members = sorted(self._registry, key=lambda member: member.registration.rank)
         for member, config in zip(members, plan.configs, strict=True):
             member.state = RankState.ALLOCATING
-            effects.append(PlanSent(member.link, self.epoch, config, plan.max_model_len))
+            effects.append(SendPlan(member.link, self.epoch, config, plan.max_model_len))
         return effects
 
     def _make_plan(self, num_blocks: int = 0) -> Plan:
@@ -367,11 +367,11 @@ class Membership:
                 plan = self._make_plan(fewest)
             except KvpoolError as error:
                 at_fault = [member for member, blocks in got if blocks == fewest or not self.was_open]
-                return self._fail(error, at_fault)
+                return self._end_streams(error, at_fault)
         self._plan = plan
         self._has_contents = True
         self.state = PoolState.READY
-        opened = PoolOpened(self.options.pool_config(self.name, plan), self.epoch, self._fences.are_answered)
+        opened = OpenPool(self.options.pool_config(self.name, plan), self.epoch, self._fences.are_answered)
         return [opened, *(self._ready(member, plan) for member in self._registry)]
 
     def _at_fault(self, error: KvpoolError, newest: Member) -> list[Member]:
@@ -382,28 +382,28 @@ class Membership:
         named = None if rank is None else self._registry.of_rank(rank)
         return [named or newest]
 
-    def _fail(self, error: KvpoolError, at_fault: Iterable[Member]) -> list[Effect]:
+    def _end_streams(self, error: KvpoolError, at_fault: Iterable[Member]) -> list[Effect]:
         """Ends the streams of ranks that cannot be planned with."""
         effects: list[Effect] = []
         for member in at_fault:
-            effects += [LinkEnded(member.link, error), *self._give_up(member)]
+            effects += [EndLink(member.link, error), *self._give_up(member)]
         return effects
 
-    def _go_away(self, members: Iterable[Member], state: RankState, now_seconds: float) -> list[Effect]:
+    def _mark_away(self, members: Iterable[Member], state: RankState, now_seconds: float) -> list[Effect]:
         """Notes that ranks are silent or lost. The others are told of the first; of more, in answer to heartbeats."""
         for member in members:
-            self._registry.goes_away(member, state, now_seconds)
+            self._registry.mark_away(member, state, now_seconds)
         if self.state is not PoolState.READY:
             return []
         self.state = PoolState.DEGRADED
-        return [PoolSuspended(), *self._statuses()]
+        return [SuspendPool(), *self._statuses()]
 
     def _resume_if_complete(self) -> list[Effect]:
         if self._plan is None or not self._registry.is_complete:
             return []
         plan = self._plan
         self.state = PoolState.READY
-        return [PoolResumed(), *(self._ready(member, plan) for member in self._registry)]
+        return [ResumePool(), *(self._ready(member, plan) for member in self._registry)]
 
     def _give_up(self, member: Member) -> list[Effect]:
         """Forgets a rank; what all ranks held in this epoch is worth nothing without it.
@@ -424,14 +424,14 @@ class Membership:
         self._has_contents = False
         self._fences.clear()
         self.state = PoolState.DEGRADED
-        return [EpochPassed(self.epoch), *self._statuses()]
+        return [EndEpoch(self.epoch), *self._statuses()]
 
     def _ready(self, member: Member, plan: Plan) -> Effect:
-        return ReadySent(member.link, self.epoch, plan.num_blocks, plan.max_model_len)
+        return SendReady(member.link, self.epoch, plan.num_blocks, plan.max_model_len)
 
     def _status(self, member: Member, sequence: int = 0) -> Effect:
-        absent = self._registry.first_absent(TOLD_ABSENT_RANKS)
-        return StatusSent(member.link, self.state, self.epoch, absent, sequence)
+        absent = self._registry.first_absent(MAX_REPORTED_ABSENT_RANKS)
+        return SendStatus(member.link, self.state, self.epoch, absent, sequence)
 
     def _statuses(self) -> list[Effect]:
         return [self._status(member) for member in self._registry if member.state is not RankState.LOST]

@@ -267,7 +267,7 @@ class RankInfo:
 
 
 @dataclass(frozen=True, slots=True)
-class PlanSent:
+class SendPlan:
     """Effect: a rank is told what to allocate."""
 
     link: LinkId
@@ -277,7 +277,7 @@ class PlanSent:
 
 
 @dataclass(frozen=True, slots=True)
-class ReadySent:
+class SendReady:
     """Effect: a rank is told that the pool is open."""
 
     link: LinkId
@@ -287,7 +287,7 @@ class ReadySent:
 
 
 @dataclass(frozen=True, slots=True)
-class StatusSent:
+class SendStatus:
     """Effect: a rank is told how the pool is; `heartbeat_sequence` 0 if unasked."""
 
     link: LinkId
@@ -298,7 +298,7 @@ class StatusSent:
 
 
 @dataclass(frozen=True, slots=True)
-class FenceSent:
+class SendFence:
     """Effect: a rank is told whose steps may run; see Fence in worker.proto."""
 
     link: LinkId
@@ -309,7 +309,7 @@ class FenceSent:
 
 
 @dataclass(frozen=True, slots=True)
-class LinkEnded:
+class EndLink:
     """Effect: a rank's stream ends with an error."""
 
     link: LinkId
@@ -317,7 +317,7 @@ class LinkEnded:
 
 
 @dataclass(frozen=True, slots=True)
-class PoolOpened:
+class OpenPool:
     """Effect: the pool opens in a new epoch, with nothing in it; `ranks_fence` if every rank answers fences."""
 
     config: PoolConfig
@@ -326,33 +326,33 @@ class PoolOpened:
 
 
 @dataclass(frozen=True, slots=True)
-class PoolSuspended:
+class SuspendPool:
     """Effect: nothing is allocated for now; blocks and sessions stay as they are."""
 
 
 @dataclass(frozen=True, slots=True)
-class PoolResumed:
+class ResumePool:
     """Effect: the pool goes on as if nothing had been."""
 
 
 @dataclass(frozen=True, slots=True)
-class EpochPassed:
+class EndEpoch:
     """Effect: what blocks held is gone; sessions end."""
 
     epoch: int
 
 
 @dataclass(frozen=True, slots=True)
-class SessionsFenced:
+class ReleaseSessions:
     """Effect: no step under these numbers of sessions, which have ended, is in flight on any rank, or will be."""
 
     numbers: tuple[SessionNumber, ...]
 
 
-RankEffect = PlanSent | ReadySent | StatusSent | FenceSent | LinkEnded
+RankEffect = SendPlan | SendReady | SendStatus | SendFence | EndLink
 """What is done to one rank's stream."""
 
-PoolEffect = PoolOpened | PoolSuspended | PoolResumed | EpochPassed | SessionsFenced
+PoolEffect = OpenPool | SuspendPool | ResumePool | EndEpoch | ReleaseSessions
 """What is done to the pool."""
 
 Effect = RankEffect | PoolEffect

@@ -101,7 +101,7 @@ class RankRegistry:
         """How each rank is."""
         return tuple(self._rank_info(Rank(rank)) for rank in range(self.world_size))
 
-    def start_over(self, world_size: int, options: RankGroupOptions) -> None:
+    def reset(self, world_size: int, options: RankGroupOptions) -> None:
         """Takes other ranks from now on; there is no member left."""
         self.world_size, self.options = world_size, options
         self._absent = set(map(Rank, range(world_size)))
@@ -126,17 +126,17 @@ class RankRegistry:
             if not self._layers[name]:
                 del self._layers[name]
 
-    def goes_away(self, member: Member, state: RankState, now_seconds: float) -> None:
+    def mark_away(self, member: Member, state: RankState, now_seconds: float) -> None:
         """Notes that a member is silent or lost."""
         member.state, member.away_seconds = state, now_seconds
         self._absent.add(member.registration.rank)
 
-    def is_back(self, member: Member, state: RankState) -> None:
+    def mark_present(self, member: Member, state: RankState) -> None:
         """Notes that a silent member is heard of again."""
         member.state = state
         self._absent.discard(member.registration.rank)
 
-    def check_alike(self, registration: Registration) -> None:
+    def check_agreement(self, registration: Registration) -> None:
         """Checks that a rank says what the others say.
 
         Raises:
