@@ -14,7 +14,7 @@ from kvpool.core.blocks.quota import NO_QUOTA, Quota
 from kvpool.core.errors import InvalidArgumentError, NotFoundError, check_range
 from kvpool.core.execution import apply
 from kvpool.core.ids import PoolName, SessionId, SessionNumber
-from kvpool.core.pools.memory_identity import check_memory_id, must_forget
+from kvpool.core.pools.memory_identity import check_memory_id, needs_new_epoch
 from kvpool.core.pools.registry import PoolRegistry
 from kvpool.core.sessions.quarantine import Quarantined
 from kvpool.core.sessions.session import Session, check_key, original_id
@@ -112,9 +112,9 @@ class Allocator(PoolRegistry):
         check_memory_id(memory_id, has_ranks=pool.config.name in self.rank_groups)
         self.drain_state.check(pool.config.name)
         pool.check_serving()
-        must_begin_anew = must_forget(pool, memory_id)
+        starts_epoch = needs_new_epoch(pool, memory_id)
         pool.quotas.check(quota)  # nothing is refused after this
-        if must_begin_anew:
+        if starts_epoch:
             pool.begin_epoch(pool.config, pool.epoch + 1)
         pool.memory_id = memory_id
         holding = pool.quotas.open(quota)

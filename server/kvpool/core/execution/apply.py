@@ -23,7 +23,7 @@ from kvpool.core.sessions.request import Request
 from kvpool.core.sessions.session import Session
 from kvpool.core.steps.columns import MAX_STEP_WORK, Operation, Outcome, Step, StepResult
 
-COMPARED_PER_HASH: Final = 64
+BLOCKS_COMPARED_PER_HASH: Final = 64
 """Blocks of two tables that are compared in the time that a hash takes to be looked up, at least."""
 
 
@@ -77,7 +77,7 @@ def end_session(pool: KVCacheManager, session: Session) -> int:
     Returns:
         How many requests were freed.
     """
-    _withdraw(pool, session)
+    _hide_unexecuted(pool, session)
     return _free_requests(pool, session)
 
 
@@ -90,7 +90,7 @@ def quarantine_session(pool: KVCacheManager, session: Session, now_seconds: floa
     if due_seconds <= now_seconds or not any(request.holds_blocks for request in session.requests.values()):
         end_session(pool, session)
         return
-    _withdraw(pool, session)
+    _hide_unexecuted(pool, session)
     pool.quarantine.add(Quarantined(session, now_seconds, due_seconds))
 
 
@@ -100,7 +100,7 @@ def end_quarantine(pool: KVCacheManager, quarantined: Quarantined) -> None:
     _free_requests(pool, quarantined.session)
 
 
-def _withdraw(pool: KVCacheManager, session: Session) -> None:
+def _hide_unexecuted(pool: KVCacheManager, session: Session) -> None:
     """Withdraws what a session that has ended never said to be executed, and its quota."""
     pool.evict_unpublished(session.session_number)
     if session.holding:
@@ -159,11 +159,11 @@ class _Application:
         self._block_ids: list[BlockId] = []
 
     def run(self, checked: list[CheckedOperation | AllocationBatch]) -> StepResult:
-        self._take_note(checked)
+        self._record_growth(checked)
         i = 0
         for row in checked:
             if isinstance(row, AllocationBatch):
-                self._do_together(i, row)
+                self._allocate_batch(i, row)
                 i += len(row)
                 continue
             if row.request is None:
@@ -184,12 +184,12 @@ class _Application:
                 setattr(result, name, column)
         return result
 
-    def _take_note(self, checked: list[CheckedOperation | AllocationBatch]) -> None:
+    def _record_growth(self, checked: list[CheckedOperation | AllocationBatch]) -> None:
         """Notes what was allocated without asking since the step before, and caches what that filled."""
         filled, before = DeferredBlocks(self._pool, self._session), StepNumber(self._sequence - 1)
         for row in checked:
             if isinstance(row, AllocationBatch):
-                row.take_note(filled, before)
+                row.record_growth(filled, before)
                 continue
             request = row.request
             if request and row.num_taken_tokens:
@@ -202,17 +202,17 @@ class _Application:
                     request.credit_tokens = self._pool.credit_tokens(request)
         filled.cache(before)
 
-    def _do_together(self, first: int, run: AllocationBatch) -> None:
-        work = self._work + run.num_lacking_blocks
-        if self._out_of_blocks or work >= MAX_STEP_WORK or run.num_lacking_blocks > self._pool.blocks.num_free_blocks:
-            for i, (request, num_new_tokens) in enumerate(run.one_by_one(), first):
+    def _allocate_batch(self, first: int, batch: AllocationBatch) -> None:
+        work = self._work + batch.num_missing_blocks
+        if self._out_of_blocks or work >= MAX_STEP_WORK or batch.num_missing_blocks > self._pool.blocks.num_free_blocks:
+            for i, (request, num_new_tokens) in enumerate(batch.operations(), first):
                 row = CheckedOperation(Operation.ALLOCATE, request)
                 row.num_new_tokens = num_new_tokens
                 self.allocate(i, row, request)
             return
-        counts, block_ids = run.apply(self._sequence)
+        counts, block_ids = batch.apply(self._sequence)
         if counts:
-            self._num_new_blocks[first : first + len(run)] = counts
+            self._num_new_blocks[first : first + len(batch)] = counts
             self._block_ids += block_ids
             self._work = work
 
@@ -227,7 +227,7 @@ class _Application:
         self._session.add(request)
 
     def lookup(self, i: int, row: CheckedOperation, request: Request) -> None:
-        if self._is_enough:
+        if self._is_work_exhausted:
             self._outcomes[i] = Outcome.SKIPPED
             return
         find = (
@@ -261,12 +261,12 @@ class _Application:
         self._session.forget(request)
 
     def common_prefix(self, i: int, _row: CheckedOperation, request: Request) -> None:
-        if self._is_enough:
+        if self._is_work_exhausted:
             self._outcomes[i] = Outcome.SKIPPED
             return
         requests = self._session.requests.values()
         num_blocks = sum(len(table.block_ids) for table in request.tables)
-        self._work += len(requests) * (1 + num_blocks // COMPARED_PER_HASH)
+        self._work += len(requests) * (1 + num_blocks // BLOCKS_COMPARED_PER_HASH)
         running = (other for other in requests if other.holds_blocks)
         counts = self._pool.get_num_common_prefix_blocks(request, running)
         self._num_prefix_blocks[i * self._groups : (i + 1) * self._groups] = counts
@@ -298,7 +298,7 @@ class _Application:
             self._put(self._num_new_blocks, i, new)
 
     def admit(self, i: int, row: CheckedOperation, request: Request) -> None:
-        if self._out_of_blocks or self._is_enough or not self._budget_tokens:
+        if self._out_of_blocks or self._is_work_exhausted or not self._budget_tokens:
             self._outcomes[i] = Outcome.SKIPPED
             return
         had_uncounted_lookup = request.has_uncounted_lookup
@@ -322,7 +322,7 @@ class _Application:
         self._put(self._num_new_blocks, i, admission.new_blocks)
 
     @property
-    def _is_enough(self) -> bool:
+    def _is_work_exhausted(self) -> bool:
         return self._work >= MAX_STEP_WORK
 
     def _refuse(self, i: int) -> None:

@@ -20,9 +20,9 @@ from kvpool.core.sessions.session import Session
 
 DEFAULT_PAGE_SIZE: Final = 100
 MAX_PAGE_SIZE: Final = 500
-COUNTED_REQUESTS: Final = 4096
-LOOKED_AT_BLOCKS: Final = 4096
-NAMED_NUMBERS: Final = 16
+MAX_COUNTED_REQUESTS: Final = 4096
+MAX_SCANNED_BLOCKS: Final = 4096
+MAX_LISTED_NUMBERS: Final = 16
 _MAX_TOKEN_LENGTH: Final = 1024
 
 
@@ -147,14 +147,14 @@ def held_blocks(request: Request) -> tuple[int, ...]:
     return tuple(len(table.block_ids) - table.num_skipped for table in request.tables)
 
 
-def named(numbers: Sequence[int]) -> str:
+def list_numbers(numbers: Sequence[int]) -> str:
     """Lists numbers for a message; of many the first."""
-    if len(numbers) <= NAMED_NUMBERS:
+    if len(numbers) <= MAX_LISTED_NUMBERS:
         return ", ".join(map(str, numbers))
-    return ", ".join(map(str, numbers[:NAMED_NUMBERS])) + f", ... ({len(numbers)} in all)"
+    return ", ".join(map(str, numbers[:MAX_LISTED_NUMBERS])) + f", ... ({len(numbers)} in all)"
 
 
-def holders(sessions: Iterable[Session]) -> list[Session]:
+def block_holders(sessions: Iterable[Session]) -> list[Session]:
     """The sessions whose requests hold blocks. O(requests)."""
     return [session for session in sessions if any(request.holds_blocks for request in session.requests.values())]
 
@@ -176,7 +176,7 @@ def page_of_sessions(
     for pool, session in found:
         if session.session_number <= after:
             continue
-        if len(told) == page.size or counted >= COUNTED_REQUESTS:
+        if len(told) == page.size or counted >= MAX_COUNTED_REQUESTS:
             return told, str(told[-1].session_number)
         told.append(describe_session(pool, session, now_seconds))
         counted += len(session.requests)
@@ -221,7 +221,7 @@ def page_of_blocks(pool: KVCacheManager, state: BlockState | None, page: Page) -
     """
     num_blocks = pool.blocks.num_blocks
     start = page.after_number + 1
-    end = min(start + LOOKED_AT_BLOCKS, num_blocks)
+    end = min(start + MAX_SCANNED_BLOCKS, num_blocks)
     told: list[BlockInfo] = []
     for block_id in map(BlockId, range(start, end)):
         if len(told) == page.size:

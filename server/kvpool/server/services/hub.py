@@ -279,7 +279,7 @@ class Hub:
 
     def takes_sessions(self, name: PoolName) -> bool:
         """Whether a pool takes new sessions, as far as it is not for its ranks to say."""
-        return self.allocator.drain_state.takes(name) and not self.ending.is_asked and not self.is_draining
+        return self.allocator.drain_state.accepts_sessions(name) and not self.ending.is_asked and not self.is_draining
 
     def open_drain_state(self, name: PoolName | None) -> None:
         """See `Allocator.undrain`; without a name a stop is taken back, too. Those who wait for a pool are told."""

@@ -186,7 +186,7 @@ def test_plain_allocations_record_the_filling_step(*, is_plain: bool) -> None:
     columns: dict[str, Any] = {"operations": [ALLOCATE], "request_numbers": [1], "num_new_tokens": [1]}
     for launched in (1, 2):
         step = Step(session.sequence + 1, launched_sequence=launched, num_appended_tokens=[1], **columns)
-        assert (AllocationBatch.of(world.pool, session, step, 0, 0) is not None) is is_plain
+        assert (AllocationBatch.from_step(world.pool, session, step, 0, 0) is not None) is is_plain
         world.apply(session, step)
         request = session.by_number[RequestNumber(1)]
         assert (request.filling_sequence, session.launched_sequence) == (launched + 1, launched)

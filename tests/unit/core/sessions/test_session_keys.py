@@ -78,7 +78,7 @@ def test_a_key_can_be_reused_after_its_session_ended(world: Keyed) -> None:
 
 def test_a_drained_pool_still_finds_a_session_that_is_open(world: Keyed) -> None:
     session = world.open_with("k")
-    world.allocator.drain_state.close(None)
+    world.allocator.drain_state.drain(None)
     assert world.open_with("k") is session
     assert refusal(lambda: world.open_with("l"))[2] == "DRAINED"
 
