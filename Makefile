@@ -61,7 +61,7 @@ bench-parts: .venv/installed ## What ranks, metrics, events, the journal and unf
 
 .PHONY: docs diagrams
 docs: .venv-docs/installed ## The documentation as a site, in site/; a broken link is an error
-	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --quiet --strict
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict
 
 diagrams: ## Draw the diagrams of the documentation again
 	$(PYTHON) docs/images/diagrams.py
