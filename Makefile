@@ -72,6 +72,13 @@ bench-parts: .venv/installed ## What ranks, metrics, events, the journal and unf
 	$(BIN)/python -m benchmarks.parts.bench_journal
 	$(BIN)/python -m benchmarks.parts.bench_fairness
 
+.PHONY: docs diagrams
+docs: .venv-docs/installed ## The documentation as a site, in site/; a broken link is an error
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict
+
+diagrams: ## Draw the diagrams of the documentation again
+	$(PYTHON) docs/images/diagrams.py
+
 proto: .venv/installed ## Generate the Python of the protos
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python proto/generate.py
 
@@ -81,6 +88,7 @@ lock: .venv/installed ## Choose newest versions that pyproject.toml allows; of t
 	$(COMPILE) --extra events pyproject.toml -c requirements.lock -o deploy/requirements/server.lock
 	$(COMPILE) --group beside-torch -c requirements.lock -o deploy/requirements/beside-torch.lock
 	$(COMPILE) --group build -c requirements.lock -o deploy/requirements/build.lock
+	$(COMPILE) --upgrade --group docs -o docs/requirements.lock
 	$(COMPILE) --upgrade --group compose -c requirements.lock -o tests/compose/requirements.lock
 	$(COMPILE) --upgrade --override tests/engine/overrides.txt --group beside-torch pyproject.toml \
 	    tests/engine/requirements.in -o tests/engine/requirements.lock
@@ -91,6 +99,11 @@ lock: .venv/installed ## Choose newest versions that pyproject.toml allows; of t
 	$(BIN)/pip install -q --disable-pip-version-check --require-hashes -r requirements.lock
 	$(BIN)/pip install -q --disable-pip-version-check $(TORCH)
 	$(BIN)/pip install -q --disable-pip-version-check --no-deps --no-build-isolation -e .
+	touch $@
+
+.venv-docs/installed: docs/requirements.lock
+	$(PYTHON) -m venv .venv-docs
+	.venv-docs/bin/pip install -q --disable-pip-version-check --require-hashes -r docs/requirements.lock
 	touch $@
 
 # What the newest vLLM needs serves the older one, too, where the few that differ come before it on the path.

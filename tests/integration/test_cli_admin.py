@@ -219,7 +219,7 @@ def test_an_unknown_pool_is_refused_in_a_line(command: tuple[str, ...]) -> None:
     assert "POOL_NOT_FOUND: pool_name: no pool 'x'" in refusal(*command)
 
 
-PAGE = DOCS / "operators.md"
+PAGE = DOCS / "how-to/operate.md"
 
 
 @pytest.mark.usefixtures("session")

@@ -43,7 +43,7 @@ def run(code: str, names: dict[str, Any]) -> None:
 def test_tensors_page(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layouts, "_LAYOUTS", dict(layouts._LAYOUTS))
     layouts._LAYOUTS.pop("tokens_last", None)
-    own_layout, once, each_step = examples("tensors.md")
+    own_layout, once, each_step = examples("reference/tensors.md")
     run(own_layout, {})
     full = FullAttentionSpec(16, 2, 16, "float32")
     specs = {"l.0": full, "l.1": SlidingWindowSpec(16, 2, 16, "float32", sliding_window=64)}
@@ -71,7 +71,7 @@ def test_tensors_page(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_ranks_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("config.json").write_text(json.dumps(json.loads(MODEL.read_text()) | {"num_hidden_layers": 2}))
-    embedding, watching = examples("ranks.md")
+    embedding, watching = examples("explanation/ranks.md")
     bound: list[ReadyPool] = []
     unbound: list[None] = []
     all_are_through = threading.Barrier(2)  # a rank that leaves takes the epoch from the other
@@ -112,7 +112,7 @@ os._exit(0)  # the watch goes on for ever
 
 
 def test_events_page() -> None:
-    (router,) = examples("events.md")
+    (router,) = examples("how-to/block-events.md")
     with running_server() as address, connect(address) as client:
         client.create_pool(pool_config("llama", enable_events=True))
         with client.open_session("llama") as session:

@@ -1,4 +1,4 @@
-"""Every message that is published, decoded by vLLM's own classes; see docs/events.md for how to have a vLLM here.
+"""Every message that is published, decoded by vLLM's own classes; see docs/how-to/block-events.md for how to have a vLLM here.
 
 Runs where `import vllm` works, or with the Python that KVPOOL_VLLM_PYTHON names, which looks for it in the folder
 KVPOOL_VLLM_PATH first, if that is set.

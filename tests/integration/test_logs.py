@@ -1,4 +1,4 @@
-"""What servers and workers write to stderr over their life, in JSON, compared with docs/logs.md."""
+"""What servers and workers write to stderr over their life, in JSON, compared with docs/reference/logs.md."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""The README's examples run as shown."""
+"""The Python examples of the README and of the pages for scheduler authors run as shown."""
 
 import re
 import socket
@@ -8,37 +8,36 @@ from pathlib import Path
 
 import pytest
 
-from support.paths import MODEL_CONFIGS, ROOT
+from support.paths import DOCS, MODEL_CONFIGS, ROOT
 from support.server import ServerProcess
 
 README = ROOT / "README.md"
+PAGES = (README, DOCS / "tutorials" / "first-pool.md", DOCS / "how-to" / "write-a-scheduler.md")
 ADDRESS = "unix:/tmp/kvpool.sock"
 
 
 def test_python_examples(capsys: pytest.CaptureFixture[str]) -> None:
-    text = README.read_text()
-    assert f"--listen {ADDRESS}" in text
-    examples = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-    assert len(examples) == 3
+    texts = [page.read_text() for page in PAGES]
+    assert f"--listen {ADDRESS}" in texts[0]
+    examples = [code for text in texts for code in re.findall(r"```python\n(.*?)```", text, re.DOTALL)]
+    assert len(examples) == 4
     path = ADDRESS.removeprefix("unix:")
     with socket.socket(socket.AF_UNIX) as probe:
         if probe.connect_ex(path) == 0:
-            pytest.skip(f"a server of somebody's listens on {ADDRESS}")
+            pytest.skip(f"another server listens on {ADDRESS}")
     server = ServerProcess(ADDRESS)
     try:
         for code in examples:
-            exec(compile(code, str(README), "exec"), {})  # noqa: S102 - our own README
+            exec(compile(code, "docs", "exec"), {})  # noqa: S102 - our own pages
     finally:
         status, errors = server.stop()
     assert (status, errors) == (0, "")
-    table, hit, decoded = capsys.readouterr().out.splitlines()
-    assert table == str([list(range(1, 64))])
-    assert hit == "992"
-    assert decoded == "[[[]]] {}"
+    table = str([list(range(1, 64))])
+    assert capsys.readouterr().out.splitlines() == [table, "992", table, "992", "[[[]]] {}"]
 
 
 def test_plan_command() -> None:
-    (command,) = re.findall(r"\$ kvpool (plan .*)", README.read_text())
+    (command,) = re.findall(r"\$ kvpool (plan .*)", (DOCS / "how-to" / "plan-and-replay.md").read_text())
     config = MODEL_CONFIGS / "gemma-3-27b-it.json"
     arguments = command.replace("gemma-3-27b-it/config.json", str(config)).split()
     done = subprocess.run(

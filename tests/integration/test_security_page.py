@@ -1,4 +1,4 @@
-"""The commands of docs/security.md do what it says."""
+"""The commands of docs/how-to/secure.md do what it says."""
 
 import os
 import re
@@ -13,7 +13,7 @@ from kvpool.client.admin import AdminClient
 from support.paths import DOCS
 from support.server import ServerProcess, pool_config
 
-PAGE = DOCS / "security.md"
+PAGE = DOCS / "how-to/secure.md"
 
 
 def test_certificates_and_tokens_are_made_as_written_and_let_in(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A router's side of the ZeroMQ transport, as docs/events.md says to write one; does no I/O."""
+"""A router's side of the ZeroMQ transport, as docs/how-to/block-events.md says to write one; does no I/O."""
 
 from collections import deque
 from typing import Any

@@ -1,10 +1,10 @@
-"""What docs/logs.md says of the events of the log."""
+"""What docs/reference/logs.md says of the events of the log."""
 
 from dataclasses import dataclass
 
 from support.paths import DOCS
 
-_PAGE = DOCS / "logs.md"
+_PAGE = DOCS / "reference/logs.md"
 
 
 @dataclass(frozen=True, slots=True)

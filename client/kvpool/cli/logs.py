@@ -1,6 +1,6 @@
 """How commands that run for long write their log: for people, or one JSON object a line.
 
-Library code logs fixed phrases with what varies in `extra`; docs/logs.md lists both. Everything goes to stderr:
+Library code logs fixed phrases with what varies in `extra`; docs/reference/logs.md lists both. Everything goes to stderr:
 warnings, what other libraries log, and exceptions that nobody caught, too.
 """
 

@@ -1,6 +1,6 @@
 """Builders for backends whose kernels others bring: what each needs beyond `CommonAttentionMetadata`.
 
-A backend that is not here is a name, a layout and a builder: see docs/tensors.md.
+A backend that is not here is a name, a layout and a builder: see docs/reference/tensors.md.
 """
 
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""The log of a rank: what an operator wants to read, each thing once. docs/logs.md lists the events."""
+"""The log of a rank: what an operator wants to read, each thing once. docs/reference/logs.md lists the events."""
 
 import logging
 from typing import Final

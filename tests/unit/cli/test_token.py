@@ -1,4 +1,4 @@
-"""What `kvpool token new` refuses; what it makes is tried by docs/security.md's commands."""
+"""What `kvpool token new` refuses; what it makes is tried by docs/how-to/secure.md's commands."""
 
 import pytest
 from click.testing import CliRunner

@@ -1,4 +1,4 @@
-"""Every line that the code can log is in docs/logs.md, and every event there is in the code."""
+"""Every line that the code can log is in docs/reference/logs.md, and every event there is in the code."""
 
 import ast
 from collections.abc import Iterator
@@ -84,7 +84,7 @@ def test_what_is_logged_is_documented(logged: list[Logged]) -> None:
     events = documented_events()
     for call in logged:
         event = events.get((call.logger, call.message))
-        assert event, f"{call.where}: {call.message!r} of {call.logger} is not in docs/logs.md"
+        assert event, f"{call.where}: {call.message!r} of {call.logger} is not in docs/reference/logs.md"
         assert call.level is None or call.level in event.levels, call.where
         assert call.fields <= event.fields, call.where
 

@@ -1,4 +1,4 @@
-"""From a plan to steps, as docs/tensors.md has it: what is written by slots is read back through block tables."""
+"""From a plan to steps, as docs/reference/tensors.md has it: what is written by slots is read back through block tables."""
 
 from dataclasses import dataclass
 

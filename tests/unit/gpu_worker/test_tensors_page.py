@@ -1,4 +1,4 @@
-"""docs/tensors.md says what is so."""
+"""docs/reference/tensors.md says what is so."""
 
 import re
 from dataclasses import replace
@@ -11,7 +11,7 @@ from kvpool.core.specs.kinds import FullAttentionSpec, MambaSpec, MLAAttentionSp
 from kvpool.gpu_worker.layouts import LayerPages, get_layout, layout_names
 from support.paths import DOCS
 
-PAGE = (DOCS / "tensors.md").read_text()
+PAGE = (DOCS / "reference/tensors.md").read_text()
 ROWS = dict(re.findall(r"^\| `(\w+)` \| (.*?) \| .* \|$", PAGE, re.MULTILINE))
 STRIDES = dict(re.findall(r"^\| `(\w+)` \| .*? \| (.*?) \| .* \|$", PAGE, re.MULTILINE))
 FULL = FullAttentionSpec(16, 3, 8, "float16", page_size_padded=2000)

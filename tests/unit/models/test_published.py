@@ -1,4 +1,4 @@
-"""Figures that papers and model cards state (docs/models.md names them), and the table of what is derived."""
+"""Figures that papers and model cards state (docs/reference/models.md names them), and the table of what is derived."""
 
 import pytest
 
@@ -18,7 +18,7 @@ from support.paths import DOCS, MODEL_CONFIGS
 
 GIB = 2**30
 CONTEXT_256K = 262_144
-DOCUMENT = DOCS / "models.md"
+DOCUMENT = DOCS / "reference/models.md"
 
 
 def documented_rows() -> list[list[str]]:

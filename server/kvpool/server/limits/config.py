@@ -1,4 +1,4 @@
-"""What a client can make a server hold or do at most; docs/limits.md tells what each limit protects."""
+"""What a client can make a server hold or do at most; docs/reference/limits.md tells what each limit protects."""
 
 from dataclasses import dataclass, fields
 from typing import Final

@@ -1,4 +1,4 @@
-"""What Prometheus is told of pools. Names, units and help texts stand here; docs/metrics.md lists them.
+"""What Prometheus is told of pools. Names, units and help texts stand here; docs/reference/metrics.md lists them.
 
 Label values are bounded: pools by `--max-pools`, groups by their pool, all others are listed in the code.
 """

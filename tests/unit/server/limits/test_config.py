@@ -42,7 +42,7 @@ def test_every_limit_has_help() -> None:
 
 
 def test_every_limit_is_on_its_page() -> None:
-    page = (DOCS / "limits.md").read_text(encoding="utf-8")
+    page = (DOCS / "reference/limits.md").read_text(encoding="utf-8")
     assert [name for name in Limits.__slots__ if f"`--{name.replace('_', '-')}`" not in page] == []
 
 

@@ -17,7 +17,7 @@ from kvpool.server.metrics.server_metrics import PoolSource, sampler
 from support.core import World
 from support.paths import DOCS
 
-PAGE = DOCS / "metrics.md"
+PAGE = DOCS / "reference/metrics.md"
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
 
 

@@ -1,0 +1,193 @@
+"""Draws the diagrams of the documentation; `make diagrams` writes them, and a test compares them with this source.
+
+A diagram is a list of boxes and arrows. Coordinates are pixels, with the origin at the top left.
+"""
+
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+from typing import Final
+
+LINE_HEIGHT: Final = 17
+FILLS: Final = {"client": "#e3f2fd", "server": "#ede7f6", "core": "#d1c4e9", "rank": "#e8f5e9", "other": "#f5f5f5"}
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """A rectangle with a title and lines of text below it."""
+
+    x: int
+    y: int
+    width: int
+    height: int
+    fill: str
+    title: str
+    lines: tuple[str, ...] = ()
+
+    def svg(self) -> str:
+        """The box as SVG."""
+        middle = self.x + self.width // 2
+        text_y = self.y + 21
+        position = f'x="{self.x}" y="{self.y}" width="{self.width}" height="{self.height}"'
+        parts = [
+            f'<rect {position} rx="6" fill="{FILLS[self.fill]}" stroke="#5f6368"/>',
+            f'<text x="{middle}" y="{text_y}" class="title">{escape(self.title)}</text>',
+        ]
+        parts += [
+            f'<text x="{middle}" y="{text_y + LINE_HEIGHT * number}">{escape(line)}</text>'
+            for number, line in enumerate(self.lines, 1)
+        ]
+        return "\n".join(parts)
+
+
+@dataclass(frozen=True, slots=True)
+class Arrow:
+    """An arrow along points, with a label beside its middle; `both` gives it two heads, `shift` moves the label."""
+
+    points: tuple[tuple[int, int], ...]
+    label: str = ""
+    both: bool = False
+    shift: tuple[int, int] = (8, 4)
+
+    def svg(self) -> str:
+        """The arrow as SVG."""
+        heads = ' marker-start="url(#head)"' if self.both else ""
+        corners = " ".join(f"{x},{y}" for x, y in self.points)
+        line = f'<polyline points="{corners}" fill="none" stroke="#5f6368" marker-end="url(#head)"{heads}/>'
+        if not self.label:
+            return line
+        (x1, y1), (x2, y2) = self.points[0], self.points[-1]
+        x, y = (x1 + x2) // 2 + self.shift[0], (y1 + y2) // 2 + self.shift[1]
+        return f'{line}\n<text x="{x}" y="{y}" class="label">{escape(self.label)}</text>'
+
+
+def diagram(width: int, height: int, description: str, parts: list[Box | Arrow]) -> str:
+    """A whole SVG file."""
+    body = "\n".join(part.svg() for part in parts)
+    return f"""<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img"
+    width="{width}" height="{height}">
+<title>{escape(description)}</title>
+<style>
+text {{ font: 12px sans-serif; fill: #202124; text-anchor: middle; }}
+.title {{ font-weight: bold; font-size: 13px; }}
+.label {{ font-style: italic; text-anchor: start; }}
+</style>
+<defs><marker id="head" viewBox="0 0 8 8" refX="8" refY="4" markerWidth="8" markerHeight="8"
+    orient="auto-start-reverse">
+<path d="M0 0 L8 4 L0 8 z" fill="#5f6368"/></marker></defs>
+<rect width="{width}" height="{height}" fill="#ffffff"/>
+{body}
+</svg>
+"""
+
+
+def architecture() -> str:
+    """Schedulers, the server, ranks, routers and Prometheus."""
+    return diagram(
+        820,
+        360,
+        "Schedulers ask the kvpool server for blocks; ranks hold the memory; routers and Prometheus watch.",
+        [
+            Box(20, 20, 230, 62, "client", "scheduler A", (
+                "vLLM with kvpool.client.vllm,",
+                "or any user of kvpool.client",
+            )),
+            Box(20, 100, 230, 45, "client", "scheduler B", ("another process, the same pool",)),
+            Box(20, 163, 230, 45, "other", "router", ("block events: gRPC or ZeroMQ",)),
+            Box(20, 226, 230, 45, "other", "Prometheus, kvpool top", ("metrics, lists, drain, reset",)),
+            Box(400, 20, 400, 250, "server", "kvpool server: one process, one event loop", (
+                "decode, authenticate, wait for a fair turn",
+            )),
+            Box(420, 75, 360, 115, "core", "core: no I/O, no clock", (
+                "sessions: leases, requests, block tables",
+                "blocks: free list, prefix map, reference counts",
+                "groups: full, sliding window, MLA, Mamba, ...",
+                "ranks: membership, epochs, fences",
+            )),
+            Box(420, 205, 360, 45, "other", "journal (optional)", ("encoded calls and snapshots, in files",)),
+            Arrow(((250, 51), (400, 51)), "AllocatorService", both=True, shift=(-52, -6)),
+            Arrow(((250, 122), (400, 122)), "AllocatorService", both=True, shift=(-52, -6)),
+            Arrow(((400, 185), (250, 185)), "EventService", shift=(-40, -6)),
+            Arrow(((400, 248), (250, 248)), "AdminService, HTTP", shift=(-56, -6)),
+            Box(400, 310, 190, 45, "rank", "rank 0 (GPU worker)", ("memory of its layers or heads",)),
+            Box(610, 310, 190, 45, "rank", "rank 1 (GPU worker)", ("the same block ids",)),
+            Arrow(((495, 270), (495, 310)), "WorkerService", both=True),
+            Arrow(((705, 270), (705, 310)), "WorkerService", both=True),
+            Arrow(
+                ((20, 51), (8, 51), (8, 333), (400, 333)),
+                "steps and block tables, sent by the engine itself",
+                shift=(-165, 135),
+            ),
+        ],
+    )  # fmt: skip
+
+
+def life_of_a_request() -> str:
+    """The way of one allocation through the code."""
+    left, right = 20, 440
+    return diagram(
+        840,
+        470,
+        "The way of one allocation from the client session to the core and back.",
+        [
+            Box(left, 20, 360, 62, "client", "1  Session.step() / allocate_slots()", (
+                "client/session.py, step_builder.py",
+                "rows: operation, request, number of tokens",
+            )),
+            Box(left, 110, 360, 62, "client", "2  SessionProtocol.must_send() / build()", (
+                "client/steps.py: decodes with credit stop here;",
+                "all other rows become the columns of a Step",
+            )),
+            Box(left, 200, 360, 62, "client", "3  GrpcTransport.apply()", (
+                "wire/steps.py: columns to a protobuf Step",
+                "client/transports/grpc.py: the session's stream",
+            )),
+            Box(right, 200, 380, 62, "server", "4  AllocatorService.Schedule()", (
+                "read, wait for a fair turn, check limits",
+                "server/services/allocator_service.py, limits/",
+            )),
+            Box(right, 290, 380, 62, "core", "5  apply_step(): validate, then apply", (
+                "core/execution/check.py: the whole step, no change",
+                "core/execution/apply.py, allocate_batch.py",
+            )),
+            Box(right, 380, 380, 78, "core", "6  KVCacheManager.allocate()", (
+                "prefix_search: hit; group_manager: free behind windows",
+                "slot_allocator, block_pool: take, evict, cache",
+                "credit: tokens that need no further message",
+            )),
+            Box(right, 110, 380, 62, "server", "7  journal, events, StepResult", (
+                "record the call, publish block events, encode",
+                "server/journal, server/events, wire/steps.py",
+            )),
+            Box(left, 290, 360, 62, "client", "8  check_result(), then finish()", (
+                "client/check_result.py: believe nothing unchecked",
+                "client/steps.py: new block ids into the tables",
+            )),
+            Box(left, 380, 360, 78, "rank", "9  the engine runs the step", (
+                "Worker.step(lease) checks epoch and session;",
+                "then mark_executed(): other sessions may hit",
+                "the blocks that the step filled",
+            )),
+            Arrow(((200, 82), (200, 110))),
+            Arrow(((200, 172), (200, 200))),
+            Arrow(((380, 220), (440, 220))),
+            Arrow(((630, 262), (630, 290))),
+            Arrow(((630, 352), (630, 380))),
+            Arrow(((440, 415), (425, 415), (425, 150), (440, 150))),
+            Arrow(((440, 130), (400, 130), (400, 320), (380, 320))),
+            Arrow(((200, 352), (200, 380))),
+        ],
+    )  # fmt: skip
+
+
+DIAGRAMS: Final = {"architecture.svg": architecture, "life-of-a-request.svg": life_of_a_request}
+
+
+def main() -> None:
+    """Writes all diagrams beside this file."""
+    for name, draw in DIAGRAMS.items():
+        (Path(__file__).parent / name).write_text(draw(), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
