@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Final
 
 from kvpool.core.ids import PoolName
-from kvpool.server import faults
+from kvpool.server.fault_points import NO_FAULTS, FaultPoints
 from kvpool.server.journal.calls import JournaledAllocator, WireCodec
 from kvpool.server.journal.config import JournalConfig
 from kvpool.server.journal.counts import JournalCounts
@@ -41,6 +41,7 @@ class Journal:
         messages: Encodes what only `rpc` knows.
         make: Makes an allocator with nothing in it.
         identity: Who writes; None for this process.
+        faults: Armed by tests.
 
     Attributes:
         allocator: The state. It is journaled from `begin` on.
@@ -57,9 +58,11 @@ class Journal:
         messages: WireCodec,
         make: Callable[[], JournaledAllocator],
         identity: Identity | None = None,
+        faults: FaultPoints = NO_FAULTS,
     ) -> None:
         self.counts = JournalCounts()
         self._config = config
+        self._faults = faults
         self._messages = messages
         self._folder = Folder(Path(config.folder), identity or Identity.of_this_process())
         self.recovery: Recovery = recover(self._folder, messages, make)
@@ -119,11 +122,11 @@ class Journal:
         """Writes a change; gives the journal up if that fails."""
         frame = encode_frame(kind, payload)
         try:
-            faults.reach("journal.before_write")
-            if faults.is_armed("journal.half_written"):
+            self._faults.reach("journal.before_write")
+            if self._faults.is_armed("journal.half_written"):
                 half = len(frame) // 2
                 self._write(self._descriptor, frame[:half])
-                faults.reach("journal.half_written")
+                self._faults.reach("journal.half_written")
                 self._write(self._descriptor, frame[half:])
             else:
                 self._write(self._descriptor, frame)
@@ -144,10 +147,10 @@ class Journal:
             self.counts.stopped_seconds = time.perf_counter() - start
             number = self._number
             with self._new_part() as descriptor:
-                faults.reach("snapshot.begun")
+                self._faults.reach("snapshot.begun")
                 for frame in frozen.frames():
                     self._write(descriptor, frame)
-                    faults.reach("snapshot.slice_written")
+                    self._faults.reach("snapshot.slice_written")
                     await asyncio.sleep(0)
                     if number != self._number:
                         return  # the journal was given up meanwhile
@@ -172,9 +175,9 @@ class Journal:
             part.unlink(missing_ok=True)
 
     def _finish(self, number: int, start: float) -> None:
-        faults.reach("snapshot.before_rename")
+        self._faults.reach("snapshot.before_rename")
         self._part(number).rename(self._folder.snapshot(number))
-        faults.reach("snapshot.before_delete")
+        self._faults.reach("snapshot.before_delete")
         self._folder.delete_before(number)
         self.counts.snapshots += 1
         self.counts.snapshot_seconds = time.perf_counter() - start
