@@ -1,7 +1,7 @@
 """Named points in the server's code at which a test can make the process fail.
 
-The product passes these points, and `FaultPoints` does nothing there. Tests pass a subclass of `FaultPoints` to the server
-(`tests/support/faults.py`), which kills, stops or delays the process, or raises OSError.
+The product passes these points, and `FaultPoints` does nothing at them. Tests give the server a subclass
+(`tests/support/faults.py`) that kills, stops or delays the process, or raises OSError.
 """
 
 from typing import Final
