@@ -19,9 +19,9 @@ from kvpool.core.sessions.session import Session
 from kvpool.core.specs.kinds import CrossAttentionSpec
 from kvpool.core.specs.pool_config import PoolConfig
 from kvpool.core.steps.columns import Operation, Step
+from kvpool.server.config import JournalConfig
 from kvpool.server.fault_points import NO_FAULTS, FaultPoints
 from kvpool.server.journal.calls import JournaledAllocator
-from kvpool.server.journal.config import JournalConfig
 from kvpool.server.journal.folder import Folder, Identity
 from kvpool.server.journal.journal import Journal
 from kvpool.server.journal.messages import WireMessages

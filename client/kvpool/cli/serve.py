@@ -17,14 +17,15 @@ from kvpool.core.sessions.session import LeaseBounds
 from kvpool.server import app
 from kvpool.server.config import (
     DEFAULT_BLOCK_SAMPLE_RATE,
+    DEFAULT_MAX_JOURNAL_BYTES,
     DEFAULT_MAX_POOL_BLOCKS,
     DEFAULT_MAX_POOLS,
     DEFAULT_QUARANTINE_SECONDS,
     MIB,
+    JournalConfig,
     MetricsConfig,
     ServerConfig,
 )
-from kvpool.server.journal.config import DEFAULT_MAX_BYTES, JournalConfig
 from kvpool.wire.address import DEFAULT_ADDRESS
 
 _LEASES = LeaseBounds()
@@ -110,7 +111,7 @@ def _seconds_option(flag: str, default: float, text: str) -> Option:
 @click.option(
     "--journal-max-bytes",
     type=int,
-    default=DEFAULT_MAX_BYTES,
+    default=DEFAULT_MAX_JOURNAL_BYTES,
     show_default=True,
     help="Most that the journal's files may take.",
 )

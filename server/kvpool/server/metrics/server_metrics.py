@@ -12,8 +12,7 @@ from kvpool.core.block_lifetimes import BlockLifetimes
 from kvpool.core.ids import PoolName
 from kvpool.core.statistics import Histogram
 from kvpool.core.views.pool_info import PoolInfo
-from kvpool.server.journal.counts import JournalCounts
-from kvpool.server.metrics.observations import Observations, PublisherCounts
+from kvpool.server.metrics.observations import JournalCounts, Observations, PublisherCounts
 from kvpool.server.metrics.pool_metrics import Measures, PoolSample, family, histogram_family, pool_metrics
 from kvpool.server.metrics.vllm_metrics import vllm_metrics
 

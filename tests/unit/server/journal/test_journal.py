@@ -48,7 +48,7 @@ def test_files_are_their_users_alone(tmp_path: Path) -> None:
 
 def test_a_second_one_is_refused(tmp_path: Path) -> None:
     journal, _ = begun(tmp_path)
-    with pytest.raises(OSError, match="another server keeps its journal"):
+    with pytest.raises(OSError, match="another server uses the journal"):
         journal_in(tmp_path)
     kill(journal)
     journal_in(tmp_path).close()
