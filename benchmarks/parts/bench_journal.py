@@ -29,8 +29,8 @@ from kvpool.core.sessions.session import Session
 from kvpool.core.specs.kinds import FullAttentionSpec
 from kvpool.core.specs.pool_config import KVCacheGroup, PoolConfig
 from kvpool.core.steps.columns import Operation, Step
+from kvpool.server.config import JournalConfig
 from kvpool.server.journal.calls import JournaledAllocator
-from kvpool.server.journal.config import JournalConfig
 from kvpool.server.journal.frames import FrameKind, encode_frame
 from kvpool.server.journal.journal import Journal
 from kvpool.server.journal.messages import WireMessages

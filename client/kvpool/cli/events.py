@@ -7,7 +7,6 @@ import click
 from kvpool.cli.options import together
 from kvpool.server.events.config import (
     DEFAULT_TOPIC,
-    EventForm,
     EventsConfig,
     HashForm,
     RemovedForm,
@@ -36,13 +35,6 @@ events_options: Final = together(
     ),
     click.option(
         "--events-topic", default=DEFAULT_TOPIC, show_default=True, help="Topic; {pool} and {host} are replaced."
-    ),
-    click.option(
-        "--events-wire",
-        type=click.Choice([kind.value for kind in EventForm]),
-        default=EventForm.MAP.value,
-        show_default=True,
-        help="Each event as vLLM writes it since 0.24, or as before.",
     ),
     click.option(
         "--replay-framing",
@@ -94,7 +86,6 @@ def take_events_config(settings: dict[str, Any]) -> EventsConfig:
         replay_endpoint=settings.pop("events_replay_endpoint"),
         pools=tuple(settings.pop("events_pool")),
         topic=settings.pop("events_topic"),
-        form=EventForm(settings.pop("events_wire")),
         replay_framing=ReplayFraming(settings.pop("replay_framing")),
         hashes=HashForm(settings.pop("events_hashes")),
         removed=RemovedForm(settings.pop("events_removed")),

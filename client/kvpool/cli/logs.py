@@ -35,7 +35,7 @@ FIELDS: Final = (
         "seconds",
     ),
     *("calls", "tokens", "token_name", "peer", "path"),
-    *("device", "host", "pid", "server", "address", "addresses", "faults"),
+    *("device", "host", "pid", "server", "address", "addresses"),
 )
 """All fields of our own events, in the order in which they are written."""
 

@@ -1,8 +1,6 @@
 """`kvpool serve`."""
 
 import asyncio
-import logging
-import os
 import time
 from typing import Any
 
@@ -16,20 +14,20 @@ from kvpool.cli.options import Option
 from kvpool.cli.settings import config_option
 from kvpool.core.ranks.messages import RankTiming
 from kvpool.core.sessions.session import LeaseBounds
-from kvpool.server import app, faults
+from kvpool.server import app
 from kvpool.server.config import (
     DEFAULT_BLOCK_SAMPLE_RATE,
+    DEFAULT_MAX_JOURNAL_BYTES,
     DEFAULT_MAX_POOL_BLOCKS,
     DEFAULT_MAX_POOLS,
     DEFAULT_QUARANTINE_SECONDS,
     MIB,
+    JournalConfig,
     MetricsConfig,
     ServerConfig,
 )
-from kvpool.server.journal.config import DEFAULT_MAX_BYTES, JournalConfig
 from kvpool.wire.address import DEFAULT_ADDRESS
 
-_log = logging.getLogger("kvpool.server")
 _LEASES = LeaseBounds()
 _YEAR_2025_SECONDS = 1_735_689_600
 
@@ -113,7 +111,7 @@ def _seconds_option(flag: str, default: float, text: str) -> Option:
 @click.option(
     "--journal-max-bytes",
     type=int,
-    default=DEFAULT_MAX_BYTES,
+    default=DEFAULT_MAX_JOURNAL_BYTES,
     show_default=True,
     help="Most that the journal's files may take.",
 )
@@ -161,12 +159,8 @@ def serve(log_level: str, log_format: str, **settings: Any) -> None:  # noqa: AN
             past_epoch=_seconds_since_2025() if past_epoch is None else past_epoch,
             **settings,
         )
-        armed = os.environ.get(faults.VARIABLE, "")
-        faults.arm(armed)
     except ValueError as error:
         raise click.UsageError(str(error)) from error
-    if armed:
-        _log.warning("fault points armed: for tests only", extra={"faults": armed})
     try:
         asyncio.run(app.serve(config, _say_ready if log_format == "console" else None))
     except OSError as error:

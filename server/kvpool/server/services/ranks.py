@@ -33,7 +33,6 @@ from kvpool.core.specs.pool_config import PoolConfig, check_pool_name
 from kvpool.core.statistics import PrefixCacheStats
 from kvpool.core.views.inspection import list_numbers
 from kvpool.core.views.pool_info import PoolInfo
-from kvpool.server import faults
 from kvpool.server.auth.caller import token_name
 from kvpool.server.services.fencing import Fencing
 from kvpool.server.services.hub import Hub, Stream
@@ -233,7 +232,7 @@ class Ranks:
             membership = Membership(name, self.timing, self._max_pool_blocks, past_epoch, owner=token_name())
         effects = membership.register(link.link_id, registration, self._hub.now_seconds())
         self._memberships[name] = membership
-        faults.reach("rank.registered")
+        self._hub.faults.reach("rank.registered")
         link.rank = registration.rank
         timing = self.timing
         link.send(
@@ -263,7 +262,7 @@ class Ranks:
     def initialized(self, membership: Membership, link: RankLink, allocated: Allocated) -> None:
         """See `Membership.initialized`."""
         effects = membership.initialized(link.link_id, allocated)
-        faults.reach("rank.initialized")
+        self._hub.faults.reach("rank.initialized")
         _log.info(
             "rank allocated",
             extra={
