@@ -1,4 +1,4 @@
-"""vLLM's own classes decode every published message; docs/how-to/block-events.md says how to install vLLM for this test.
+"""vLLM's own classes decode every published message. docs/how-to/block-events.md says how to install vLLM for it.
 
 The test runs where `import vllm` works, or with the Python interpreter KVPOOL_VLLM_PYTHON. If KVPOOL_VLLM_PATH is set,
 that interpreter looks for vLLM in this folder first.

@@ -28,7 +28,9 @@ auth_options: Final = together(
     _file_option("--tls-cert", "Listen with TLS on TCP: our certificate, then those up to its authority. PEM."),
     _file_option("--tls-key", "Its key, without a passphrase. The files are read again when they change."),
     _file_option("--tls-client-ca", "Let in only clients with a certificate of the authorities in here."),
-    _file_option("--tokens", "Let in only calls with a token of this file, each for its own; see docs/how-to/secure.md."),
+    _file_option(
+        "--tokens", "Let in only calls with a token of this file, each for its own; see docs/how-to/secure.md."
+    ),
     click.option(
         "--allow-plaintext",
         type=click.Choice(PLAINTEXT_KINDS),

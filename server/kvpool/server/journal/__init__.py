@@ -1,1 +1,1 @@
-"""The journal: changes written to files, from which a killed server recovers its state. See docs/explanation/journal.md."""
+"""The journal: changes written to files, from which a killed server recovers. See docs/explanation/journal.md."""

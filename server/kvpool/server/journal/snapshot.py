@@ -36,7 +36,7 @@ LEFT_OUT: Final = {
     (KVCacheManager, "block_lifetimes"): "each process draws its own sample; no result depends on it",
     (BlockPool, "block_lifetimes"): "each process draws its own sample; no result depends on it",
     (BlockPool, "_events"): "unpublished events: watchers of a new process begin with a snapshot",
-    (PrefixMap, "_by_hash"): "follows from _hash_of, _group_of and _duplicates",
+    (PrefixMap, "_by_hash"): "follows from _block_hashes, _group_ids and _duplicates",
     (Session, "by_number"): "follows from requests",
 }
 _COLUMNS: Final = {
@@ -280,10 +280,10 @@ def _restore_free_list(free_list: FreeList, column_at: Callable[..., list[Any]],
 
 
 def _restore_prefixes(prefix_map: PrefixMap, column_at: Callable[[object], list[Any]], ids: Sequence[BlockId]) -> None:
-    hashes: list[BlockHash | None] = column_at(prefix_map._hash_of)
-    prefix_map._hash_of = hashes
-    prefix_map._group_of = bytearray(column_at(prefix_map._group_of))
-    prefix_map._number_of_writer = column_at(prefix_map._number_of_writer)
+    hashes: list[BlockHash | None] = column_at(prefix_map._block_hashes)
+    prefix_map._block_hashes = hashes
+    prefix_map._group_ids = bytearray(column_at(prefix_map._group_ids))
+    prefix_map._session_numbers = column_at(prefix_map._session_numbers)
     several = prefix_map._duplicates
     by_hash: list[dict[BlockHash, BlockId]] = [{} for _ in several]
     for block_id, block_hash, group_id in zip(ids, hashes, prefix_map._group_ids, strict=True):
