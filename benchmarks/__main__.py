@@ -17,8 +17,8 @@ from benchmarks.scale import FULL, QUICK
 from benchmarks.tables import Grid, grids, markdown
 from benchmarks.vllm_side import VllmSide
 from benchmarks.workloads import WorkloadError
-from kvpool.cli.output import progress
-from kvpool.replay.child_error import ChildError
+from kvpool.cli.progress import progress
+from kvpool.replay import ChildError
 
 _PIPED_WIDTH = 140
 

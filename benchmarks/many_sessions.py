@@ -19,7 +19,7 @@ from benchmarks.session_target import decode
 from benchmarks.workloads import BLOCK_SIZE, VOCABULARY, Task
 from kvpool.client import KvpoolError, Request, Session
 from kvpool.client.connection import connect_as
-from kvpool.replay.child_error import ChildError
+from kvpool.replay import ChildError
 from kvpool.replay.children import CONTEXT, STOP_SECONDS, Pipe
 from kvpool.wire.channels import Access
 

@@ -9,7 +9,7 @@ from benchmarks.race import Figures
 from benchmarks.report import Run
 from benchmarks.workloads import Task
 from kvpool.core.blocks.kv_cache_manager import KVCacheManager
-from kvpool.replay.child_error import ChildError
+from kvpool.replay import ChildError
 from kvpool.replay.children import CONTEXT, STOP_SECONDS, Pipe
 
 _NAMES: Final = {

@@ -11,7 +11,7 @@ from tempfile import TemporaryFile
 from typing import IO, Any, Final
 
 from benchmarks.workloads import Micros, Task
-from kvpool.replay.child_error import ChildError
+from kvpool.replay import ChildError
 
 _SCRIPT: Final = Path(__file__).with_name("beside_vllm.py")
 _QUIET: Final = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "PYTHONHASHSEED": "0"}

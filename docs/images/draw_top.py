@@ -21,7 +21,7 @@ from kvpool.client import PoolState, ReuseOrder, connect
 from kvpool.client.admin import AdminClient
 from kvpool.replay import play
 from kvpool.replay.play import PoolOptions
-from kvpool.replay.playing import SchedulerOptions
+from kvpool.replay.scheduler import SchedulerOptions
 from kvpool.replay.workload import ChatShare, Workload
 from support.ranks import registration
 from support.server import ServerProcess

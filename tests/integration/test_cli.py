@@ -15,7 +15,7 @@ import pytest
 from kvpool.client import connect
 from kvpool.core.specs.pool_config import ReuseOrder
 from kvpool.replay.play import Console, PoolOptions, replay_shares, trace_shares
-from kvpool.replay.playing import SchedulerOptions
+from kvpool.replay.scheduler import SchedulerOptions
 from support.paths import ROOT
 from support.server import pool_config, running_server
 
@@ -235,7 +235,7 @@ def test_a_scheduler_killed_in_mid_replay_is_freed_after_its_lease_and_the_other
 def test_demo_shows_its_table() -> None:
     done = run("demo")
     assert (done.returncode, done.stderr) == (0, "")
-    for row in ("requests", "hit rate", "evictions", "preemptions", "steps a second", "second scheduler's reuse"):
+    for row in ("requests", "hit rate", "evictions", "preemptions", "steps per second", "second scheduler's reuse"):
         assert row in done.stdout
 
 

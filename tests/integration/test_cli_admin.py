@@ -12,7 +12,7 @@ from typing import Any
 import click
 import pytest
 
-from kvpool.cli import admin
+from kvpool.cli import main
 from kvpool.client import Client, Session, UnavailableError, connect
 from support.paths import DOCS
 from support.server import pool_config, running_server
@@ -194,8 +194,8 @@ def test_nobody_at_the_address_is_said_in_a_line(command: tuple[str, ...], tmp_p
     [
         (("pools", "--address", "nowhere"), "--address: address 'nowhere': needs host:port or unix:/path"),
         (("requests", "--session", "1"), "--session needs --pool"),
-        (("drain", "--undo", "--wait"), "--undo: goes with neither --wait nor --stop"),
-        (("drain", "--stop", "--pool", "m"), "--stop: the whole server stops, leave out --pool"),
+        (("drain", "--undo", "--wait"), "--undo: cannot be combined with --wait or --stop"),
+        (("drain", "--stop", "--pool", "m"), "--stop: stops the whole server, leave out --pool"),
         (("reset",), "Missing option '--pool'"),
         (("evict-session", "--pool", "m", "x"), "'x' is not a valid integer"),
         (("evict-session", "--pool", "m", "0"), "0 is not in the range"),
@@ -226,8 +226,14 @@ PAGE = DOCS / "operators.md"
 def test_the_page_names_every_command_and_every_key() -> None:
     text = PAGE.read_text()
     listed = set(re.findall(r"^\| `kvpool ([a-z-]+)", text, re.MULTILINE))
-    of_operators = {command.name for command in vars(admin).values() if isinstance(command, click.Command)}
-    assert listed == {"top", *of_operators}
+    context = click.Context(main)
+    named = {name: main.get_command(context, name) for name in main.list_commands(context)}
+    with_address = {
+        name
+        for name, command in named.items()
+        if command and any(option.name == "address" and option.envvar == "KVPOOL_ADDRESS" for option in command.params)
+    }
+    assert listed == with_address
     for found in (
         answer("pools"), answer("sessions"), answer("requests"), answer("blocks", "--pool", "m"),
         answer("top", "--once", "--interval", "0.1"),

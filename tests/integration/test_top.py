@@ -139,7 +139,7 @@ def test_it_goes_on_when_the_server_is_killed_and_comes_back(tmp_path: Path, sho
             client.create_pool(pool_config("second"))
         terminal.wait_for("second")
         server.process.send_signal(signal.SIGSTOP)
-        terminal.wait_for("no answer since 3 s: it was asked")
+        terminal.wait_for("no answer since 3 s: the last call has not returned")
         server.process.send_signal(signal.SIGCONT)
         assert "second" in terminal.wait_for(lambda text: "no answer" not in text)
         terminal.press("q")

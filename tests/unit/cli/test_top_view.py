@@ -54,7 +54,7 @@ def test_a_pool_and_its_session_on_eighty_columns() -> None:
         "m                      ready    e1    ███████▒▒▒▒▒▒····· 40.0% used 70.0% cached",
         "  hit 37.3% now 41.0%  1.2k steps/s   410 alloc/s     3 refused/s    12 evict/s",
         "  100 blocks, 1 session, 3 running, 2 waiting, 1.5 preempted/s",
-        "  NO. POOL CLIENT                         RUN  WAIT  BLOCKS STEP/S    AGE  HEARD",
+        "  NO. POOL CLIENT                         RUN  WAIT  BLOCKS STEP/S    AGE   IDLE",
         "    1 m    scheduler                        3     2      40     50  1m40s    now",
     ]
 
