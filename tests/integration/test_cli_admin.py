@@ -120,7 +120,7 @@ def test_on_a_terminal_lists_fit_eighty_columns(command: tuple[str, ...]) -> Non
         terminal.close()
 
 
-def test_reset_says_who_holds_blocks_or_resets(client: Client, session: Session) -> None:
+def test_reset_lists_holders_or_resets(client: Client, session: Session) -> None:
     done = run("reset", "--pool", "m")
     assert (done.returncode, "front-end" in done.stdout) == (1, True)
     assert done.stderr == "pool m is in use, nothing was dropped; these hold blocks:\n"
@@ -136,7 +136,7 @@ def test_reset_says_who_holds_blocks_or_resets(client: Client, session: Session)
     assert answer("reset", "--pool", "m") == {"reset": True, "holders": []}
 
 
-def test_evict_session_gives_its_blocks_back(client: Client) -> None:
+def test_evict_session_frees_its_blocks(client: Client) -> None:
     session = client.open_session("m", client_name="hangs", lease_seconds=3600)
     session.admit(session.request("r", PROMPT))
     refused = refusal("evict-session", "--pool", "m", "7")
@@ -185,7 +185,7 @@ COMMANDS = [
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_nobody_at_the_address_is_said_in_a_line(command: tuple[str, ...], tmp_path: Path) -> None:
+def test_an_unreachable_server_is_reported_on_one_line(command: tuple[str, ...], tmp_path: Path) -> None:
     assert "UNAVAILABLE" in refusal(*command, "--address", f"unix:{tmp_path}/nobody")
 
 
@@ -202,7 +202,7 @@ def test_nobody_at_the_address_is_said_in_a_line(command: tuple[str, ...], tmp_p
         (("blocks", "--pool", "m", "--state", "lost"), "'lost' is not one of"),
     ],
 )
-def test_wrong_calls_are_refused_before_anything_is_asked(arguments: tuple[str, ...], message: str) -> None:
+def test_usage_errors_are_reported_before_a_connection(arguments: tuple[str, ...], message: str) -> None:
     done = run(*arguments)
     assert done.returncode == 2
     assert message in done.stderr
@@ -215,7 +215,7 @@ def test_wrong_calls_are_refused_before_anything_is_asked(arguments: tuple[str, 
     [("sessions", "--pool", "x"), ("requests", "--pool", "x"), ("blocks", "--pool", "x"), ("drain", "--pool", "x"),
      ("drain", "--undo", "--pool", "x"), ("reset", "--pool", "x")],
 )  # fmt: skip
-def test_an_unknown_pool_is_refused_in_a_line(command: tuple[str, ...]) -> None:
+def test_an_unknown_pool_is_refused_on_one_line(command: tuple[str, ...]) -> None:
     assert "POOL_NOT_FOUND: pool_name: no pool 'x'" in refusal(*command)
 
 
