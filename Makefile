@@ -1,6 +1,7 @@
 # Each target makes .venv with what is locked, if it is not there yet.
 PYTHON ?= python3
 BIN := .venv/bin
+INSTALL := $(BIN)/pip install --disable-pip-version-check
 TORCH := torch==2.13.0
 # One more than cores: tests of real processes wait a lot.
 TEST_PROCESSES = $(shell $(PYTHON) -c 'import os; print(min(8, os.cpu_count() + 1))')
@@ -12,8 +13,11 @@ COMPILE := $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --gen
 
 .PHONY: demo test test-slow test-all test-crash test-compose test-vllm test-fuzz coverage check bench bench-vllm bench-parts proto lock clean
 
-demo: .venv/installed ## A server, two schedulers that share its pool, two ranks that compute
-	$(BIN)/kvpool demo
+demo: .venv/demo-installed ## A server, two schedulers that share its pool, two ranks that compute
+	@printf '\n=== 1 of 2: kvpool demo, two schedulers share the pool of a server ===\n\n'
+	@$(BIN)/kvpool demo
+	@printf '\n=== 2 of 2: python -m examples.reference_engine, two ranks on CPU generate ===\n\n'
+	@$(BIN)/python -m examples.reference_engine
 
 test: .venv/installed ## Tests that need only Python, without those that take long
 	$(BIN)/pytest -n $(TEST_PROCESSES) --dist worksteal --hypothesis-profile quick -m "not slow"
@@ -58,14 +62,16 @@ check: .venv/installed ## First of all: generated code, lint, types, unit and pr
 	$(BIN)/lint-imports --no-cache
 	$(BIN)/pytest -q -n auto --dist worksteal --hypothesis-profile smoke tests/unit tests/property
 
-bench: .venv/installed ## Speed, as tables, JSON and pictures; VLLM=.venv-vllm/bin/python for vLLM's manager in the same run
+bench: .venv/installed ## Speed, as tables, JSON (last line) and pictures; VLLM=.venv-vllm/bin/python adds vLLM's manager
 	$(BIN)/python -m benchmarks --save docs/bench/bench.json --markdown docs/bench/bench.md --plots docs/images \
 	    $(if $(VLLM),--vllm $(VLLM)) $(BENCH)
 
-bench-vllm: ## An environment with vLLM's manager for that, in .venv-vllm; VLLM_VERSION=0.32.0 for another than 0.14.1
+bench-vllm: ## Make .venv-vllm, an environment with vLLM's manager for make bench; VLLM_VERSION=0.32.0 for another than 0.14.1
 	PYTHON=$(PYTHON) benchmarks/install_vllm.sh .venv-vllm $(VLLM_VERSION)
 
-bench-parts: .venv/installed ## What ranks, metrics, events, the journal and unfair neighbours cost, each as JSON
+# The parts use the helpers in tests/support.
+bench-parts: export PYTHONPATH := tests
+bench-parts: .venv/installed ## Cost of ranks, metrics, events, the journal and unfair neighbours, each as JSON
 	$(BIN)/python -m benchmarks.parts.bench_ranks
 	$(BIN)/python -m benchmarks.parts.bench_metrics
 	$(BIN)/python -m benchmarks.parts.bench_events
@@ -84,7 +90,7 @@ proto: .venv/installed ## Generate the Python of the protos
 
 lock: .venv/installed ## Choose newest versions that pyproject.toml allows; of the images' the same
 	$(BIN)/pip install -q uv
-	$(COMPILE) --upgrade --extra dev --extra bench --group beside-torch pyproject.toml -o requirements.lock
+	$(COMPILE) --upgrade --extra dev --group bench --group beside-torch pyproject.toml -o requirements.lock
 	$(COMPILE) --extra events pyproject.toml -c requirements.lock -o deploy/requirements/server.lock
 	$(COMPILE) --group beside-torch -c requirements.lock -o deploy/requirements/beside-torch.lock
 	$(COMPILE) --group build -c requirements.lock -o deploy/requirements/build.lock
@@ -94,11 +100,19 @@ lock: .venv/installed ## Choose newest versions that pyproject.toml allows; of t
 	    tests/engine/requirements.in -o tests/engine/requirements.lock
 	$(COMPILE) --upgrade --no-deps tests/engine/requirements-0.14.1.in -o tests/engine/requirements-0.14.1.lock
 
-.venv/installed: requirements.lock pyproject.toml
+# The demo needs the runtime and torch alone. A build of torch for CPUs only is small:
+#   PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make demo
+.venv/demo-installed: $(addprefix deploy/requirements/,server.lock beside-torch.lock build.lock) pyproject.toml
+	@echo "Installing kvpool and $(TORCH) into .venv. Downloads: about 50 MB of packages, then torch, which is about"
+	@echo "200 MB as a build for CPUs, and about 3 GB with CUDA (the default of PyPI on Linux)."
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install -q --disable-pip-version-check --require-hashes -r requirements.lock
-	$(BIN)/pip install -q --disable-pip-version-check $(TORCH)
-	$(BIN)/pip install -q --disable-pip-version-check --no-deps --no-build-isolation -e .
+	$(INSTALL) --require-hashes $(addprefix -r deploy/requirements/,server.lock beside-torch.lock build.lock)
+	$(INSTALL) $(TORCH)
+	$(INSTALL) --no-deps --no-build-isolation -e .
+	touch $@
+
+.venv/installed: .venv/demo-installed requirements.lock
+	$(INSTALL) --require-hashes -r requirements.lock
 	touch $@
 
 .venv-docs/installed: docs/requirements.lock

@@ -1,4 +1,4 @@
-"""The core in this process, called directly, as vLLM's scheduler calls its manager."""
+"""The core in process, called directly, as vLLM's scheduler calls its manager."""
 
 import secrets
 from collections.abc import Callable, Sequence
@@ -14,11 +14,11 @@ from kvpool.core.sessions import request as core
 from kvpool.core.specs.kinds import FullAttentionSpec, SlidingWindowSpec
 from kvpool.core.specs.pool_config import HashScheme, KVCacheGroup, PoolConfig
 
-_WRITER: Final = SessionNumber(1)
+_SESSION: Final = SessionNumber(1)
 
 
 def pool_config(name: str, task: Task) -> PoolConfig:
-    """The pool of a task."""
+    """Returns the configuration of a task's pool."""
     window = SlidingWindowSpec(BLOCK_SIZE, sliding_window=WINDOW_TOKENS)
     specs = (FullAttentionSpec(BLOCK_SIZE), *[window] * task.num_windowed_groups)
     groups = tuple(KVCacheGroup(spec, (f"layer.{i}",)) for i, spec in enumerate(specs))
@@ -27,11 +27,11 @@ def pool_config(name: str, task: Task) -> PoolConfig:
 
 
 class CoreRequest:
-    """A request, with the tokens that its scheduler has.
+    """A request and the tokens that its scheduler holds.
 
     Attributes:
         token_ids: Prompt and output.
-        known: What the pool knows of it.
+        known: The core's request.
     """
 
     __slots__ = ("known", "token_ids")
@@ -60,7 +60,7 @@ class CoreTarget:
         """See `Target`."""
         self._count += 1
         number, tables = RequestNumber(self._count), self.pool.new_tables()
-        known = core.Request(RequestId(f"r{number}"), number, _WRITER, tables, num_tokens=len(token_ids))
+        known = core.Request(RequestId(f"r{number}"), number, _SESSION, tables, num_tokens=len(token_ids))
         self._hasher.extend(known.hashes, token_ids)
         return CoreRequest(token_ids, known)
 
@@ -107,7 +107,7 @@ class CoreTarget:
 
     def settle(self) -> None:
         """See `Target`."""
-        self.pool.blocks.prefix_map.publish(_WRITER, self._sequence)
+        self.pool.blocks.prefix_map.publish(_SESSION, self._sequence)
         self._sequence = ids.StepNumber(self._sequence + 1)
 
     def reset(self) -> None:

@@ -1,7 +1,7 @@
 """Types of identifiers, one `NewType` for each kind of id."""
 
 from dataclasses import dataclass
-from typing import Final, NewType
+from typing import Final, NewType, TypeAlias
 
 BlockId = NewType("BlockId", int)
 """Index of a block in its pool, [0, num_blocks)."""
@@ -12,7 +12,7 @@ BlockHash = NewType("BlockHash", bytes)
 GroupId = NewType("GroupId", int)
 """Index of a KV cache group in its pool."""
 
-PoolName = NewType("PoolName", str)
+PoolName: TypeAlias = str  # an alias, so that callers pass plain strings
 SessionId = NewType("SessionId", str)
 
 SessionNumber = NewType("SessionNumber", int)
