@@ -100,11 +100,10 @@ lock: .venv/installed ## Choose newest versions that pyproject.toml allows; of t
 	    tests/engine/requirements.in -o tests/engine/requirements.lock
 	$(COMPILE) --upgrade --no-deps tests/engine/requirements-0.14.1.in -o tests/engine/requirements-0.14.1.lock
 
-# The demo needs the runtime and torch alone. A build of torch for CPUs only is small:
-#   PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make demo
+# The demo needs the runtime and torch alone.
 .venv/demo-installed: $(addprefix deploy/requirements/,server.lock beside-torch.lock build.lock) pyproject.toml
 	@echo "Installing kvpool and $(TORCH) into .venv. Downloads: about 50 MB of packages, then torch, which is about"
-	@echo "200 MB as a build for CPUs, and about 3 GB with CUDA (the default of PyPI on Linux)."
+	@echo "200 MB as a build for CPUs, and about 3 GB with CUDA."
 	$(PYTHON) -m venv .venv
 	$(INSTALL) --require-hashes $(addprefix -r deploy/requirements/,server.lock beside-torch.lock build.lock)
 	$(INSTALL) $(TORCH)

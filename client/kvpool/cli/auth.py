@@ -28,7 +28,7 @@ auth_options: Final = together(
     _file_option("--tls-cert", "Serve TLS on TCP with this certificate chain (PEM, the server's certificate first)."),
     _file_option("--tls-key", "Private key of --tls-cert, without a passphrase. Changed files are reloaded."),
     _file_option("--tls-client-ca", "Require client certificates that these authorities signed."),
-    _file_option("--tokens", "Require a token of this file for each call; see docs/security.md."),
+    _file_option("--tokens", "Require a token of this file for each call; see docs/how-to/secure.md."),
     click.option(
         "--allow-plaintext",
         type=click.Choice(PLAINTEXT_KINDS),

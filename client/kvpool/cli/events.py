@@ -40,13 +40,6 @@ events_options: Final = together(
         help="Topic of the messages; {pool} and {host} are replaced.",
     ),
     click.option(
-        "--events-wire",
-        type=click.Choice([kind.value for kind in EventForm]),
-        default=EventForm.MAP.value,
-        show_default=True,
-        help="Encoding of an event: map as in vLLM 0.24 and later, or as in earlier versions.",
-    ),
-    click.option(
         "--replay-framing",
         type=click.Choice([kind.value for kind in ReplayFraming]),
         default=ReplayFraming.TOPIC.value,

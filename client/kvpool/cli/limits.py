@@ -32,7 +32,7 @@ def _option(name: str) -> Option:
 
 
 limits_options: Final = together(*(_option(field.name) for field in fields(Limits)))
-"""Adds the options; `take_limits` reads them. See docs/limits.md."""
+"""Adds the options; `take_limits` reads them. See docs/reference/limits.md."""
 
 
 def take_limits(settings: dict[str, Any]) -> Limits:

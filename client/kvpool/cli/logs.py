@@ -1,7 +1,7 @@
 """Logging of the long-running commands: lines for people, or one JSON object per line.
 
-Library code logs fixed phrases and passes variable values in `extra`; docs/logs.md lists both. Everything goes to
-stderr, including warnings, logs of other libraries and uncaught exceptions.
+Library code logs fixed phrases and passes variable values in `extra`; docs/reference/logs.md lists both. Everything
+goes to stderr, including warnings, logs of other libraries and uncaught exceptions.
 """
 
 import json
