@@ -1,7 +1,7 @@
-"""Serves metrics by HTTP, in threads of its own, to a network on which anything may come.
+"""Serves metrics over HTTP in its own threads. Peers are untrusted.
 
-1. A peer that says nothing, or takes nothing, is let go: each has a thread.
-2. Nothing that a peer does is worth a line above debug, or anything on stderr but a line of the log.
+1. A peer that neither sends nor receives is disconnected, because each connection occupies a thread.
+2. Requests are logged at debug level only, and write nothing to stderr except log records.
 """
 
 import io
@@ -20,25 +20,25 @@ from prometheus_client.registry import Collector
 if TYPE_CHECKING:
     from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
 
-SILENCE_SECONDS: Final = 10.0
-"""How long a peer may say or take nothing."""
+IDLE_TIMEOUT_SECONDS: Final = 10.0
+"""Maximum time for which a peer may neither send nor receive."""
 
 _log = logging.getLogger("kvpool.metrics")
 
 
 class MetricsServer:
-    """Serves a collector's metrics, and the process's own, from its making until it is stopped.
+    """Serves the metrics of a collector and of the process, from its creation until `stop`.
 
     Args:
-        collector: What there is to tell.
-        host: Where to listen: an address or a name.
-        port: Likewise; 0 for a free one.
+        collector: The collector.
+        host: IP address or host name to listen on.
+        port: Port to listen on; 0 for a free one.
 
     Attributes:
-        port: The port.
+        port: The port that the server listens on.
 
     Raises:
-        OSError: The address cannot be had.
+        OSError: The address cannot be bound.
     """
 
     def __init__(self, collector: Collector, host: str, port: int) -> None:
@@ -55,7 +55,7 @@ class MetricsServer:
         self._thread.start()
 
     def stop(self) -> None:
-        """Stops listening; answers that are being written are not waited for."""
+        """Stops listening. Does not wait for responses that are being written."""
         self._http.shutdown()
         self._http.server_close()
         self._thread.join()
@@ -65,23 +65,23 @@ class _HTTPServer(socketserver.ThreadingMixIn, WSGIServer):
     daemon_threads = True
 
     def handle_error(self, request: Any, client_address: Any) -> None:  # noqa: ANN401, ARG002 - socketserver's
-        """Takes note of a connection that broke, or was let go."""
+        """Logs a connection that broke or was disconnected."""
         _log.debug("connection ended", extra={"error": repr(sys.exception())})
 
 
 class _Handler(WSGIRequestHandler):
-    timeout = SILENCE_SECONDS
+    timeout = IDLE_TIMEOUT_SECONDS
 
     def log_message(self, *_: object) -> None:
-        """Writes nothing of a request."""
+        """Does not log requests."""
 
     def get_stderr(self) -> Any:  # noqa: ANN401 - wsgiref's type is its own
-        """What else would hold a trace when a peer takes nothing."""
+        """Discards tracebacks, for example of a peer that does not read."""
         return io.StringIO()
 
 
 def _guarded(app: "WSGIApplication") -> "WSGIApplication":
-    """Answers for an app that fails, and logs why."""
+    """Wraps an app so that errors are logged and answered with a status."""
 
     def call(environ: "WSGIEnvironment", start_response: "StartResponse") -> Iterable[bytes]:
         start: Callable[..., object] = start_response
