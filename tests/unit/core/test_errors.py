@@ -1,4 +1,4 @@
-"""Errors carry what a transport needs, and nothing else."""
+"""Errors carry the hints that a transport needs."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Bad steps are refused by name, change nothing, and do not count."""
+"""Invalid steps are refused with the field's name, change nothing, and do not count."""
 
 from collections.abc import Callable
 from typing import Any

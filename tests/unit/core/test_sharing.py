@@ -1,4 +1,4 @@
-"""What sharing adds, rule by rule of the design, where two sessions meet on one pool."""
+"""Rules of sharing between two sessions of one pool."""
 
 import hashlib
 
@@ -29,7 +29,7 @@ def other(world: World) -> Session:
 
 
 def lookup(world: World, session: Session, number: int, content: str) -> StepResult:
-    """Declares a request that ends a token after its content, and looks it up."""
+    """Adds a request that ends one token after its content, and looks it up."""
     return world.run(
         session, ADD, LOOKUP, request_numbers=[number] * 2, num_appended_tokens=[4 * len(content) + 1, 0],
         block_hashes=block_hashes(content, len(content)), request_ids=[f"r{number}"],
@@ -59,9 +59,7 @@ def test_a_hit_that_is_still_cached_is_allocated(world: World, one: Session, oth
     assert [world.pool.blocks.ref_cnt(BlockId(b)) for b in promised] == [1, 1, 1]
 
 
-def test_a_hit_that_was_evicted_completely_is_answered_with_an_empty_hit(
-    world: World, one: Session, other: Session
-) -> None:
+def test_a_completely_evicted_hit_is_answered_with_an_empty_hit(world: World, one: Session, other: Session) -> None:
     world.admit(one, 1, "abc", 13)
     world.run(one, executed=1)
     promised = lookup(world, other, 1, "abc").block_ids
@@ -138,7 +136,7 @@ def test_another_session_can_allocate_a_free_pending_block(world: World, one: Se
     world.admit(one, 1, "a", 4)
     world.run(one, Operation.FREE, request_numbers=[1])
     world.run(other, ADD, ADMIT, request_numbers=[1, 1], num_appended_tokens=[76, 0],
-              block_hashes=block_hashes("x" * 19, 19), request_ids=["r1"])  # all blocks there are  # fmt: skip
+              block_hashes=block_hashes("x" * 19, 19), request_ids=["r1"])  # all blocks of the pool  # fmt: skip
     world.run(one, executed=2)
     assert world.pool.blocks.prefix_map.unpublished_blocks(other.session_number) != []
     assert lookup(world, one, 2, "xx").num_hit_tokens == []

@@ -1,4 +1,4 @@
-"""Kinds that skip, reserve or look elsewhere, and mixes of them, through the pool and through steps."""
+"""Kinds that skip tokens, reserve sinks or hold encoder tokens, and mixes of them, directly and through steps."""
 
 from typing import Any
 
@@ -27,7 +27,7 @@ from support.core import STEP, World, admit, block_hashes, config, request_of
 from support.integrity import check_integrity
 
 FULL = FullAttentionSpec(4)
-WINDOW = SlidingWindowSpec(4, sliding_window=6)  # two blocks before the next token, at most
+WINDOW = SlidingWindowSpec(4, sliding_window=6)  # at most two blocks before the next token
 CHUNK = ChunkedLocalAttentionSpec(4, attention_chunk_size=8)
 STATE = MambaSpec(4)
 
@@ -37,7 +37,7 @@ def pool_of(*specs: KVCacheSpec, num_blocks: int = 40, **options: Any) -> KVCach
 
 
 def fill(pool: KVCacheManager, content: str, num_tokens: int) -> Request:
-    """As `admit`, but without a look-up."""
+    """Admits a request without a look-up."""
     request = request_of(pool, content, num_tokens)
     assert pool.allocate_slots(request, num_tokens, sequence=STEP)
     return request
@@ -80,7 +80,7 @@ def test_skipped_blocks_are_freed_and_replaced_by_null(spec: KVCacheSpec, table:
     assert tables(request) == [table]
     held = [block_id for block_id in table if block_id]
     assert pool.blocks.num_free_blocks == 39 - len(held)
-    assert len(pool.blocks.prefix_map) == 6  # what was freed can still be hit
+    assert len(pool.blocks.prefix_map) == 6  # freed blocks can still be hit
 
 
 def test_a_refusal_frees_only_blocks_behind_the_window() -> None:
@@ -88,7 +88,7 @@ def test_a_refusal_frees_only_blocks_behind_the_window() -> None:
     request = request_of(pool, "abcdefghij", 40)
     assert pool.allocate_slots(request, 20, sequence=STEP)
     assert pool.blocks.num_free_blocks == 1
-    assert pool.allocate_slots(request, 20, sequence=STEP) is None  # five more: one, and the three that slide out
+    assert pool.allocate_slots(request, 20, sequence=STEP) is None  # needs five: one is free, three leave the window
     assert (tables(request), request.num_computed_tokens) == ([[0, 0, 0, 4, 5]], 20)
     assert list(pool.blocks.free_list) == [6, 3, 2, 1]
     assert len(pool.blocks.prefix_map) == 5
@@ -409,7 +409,7 @@ def test_a_step_over_its_work_limit_allocates_no_more_blocks(monkeypatch: pytest
 
 
 def test_windows_that_shorten_a_hit_in_turn_do_not_repeat_look_ups() -> None:
-    """The number of look-ups grows with the blocks, not with their square."""
+    """The number of look-ups is linear in the number of blocks, not quadratic."""
     num_blocks = 400
     pool = pool_of(
         SlidingWindowSpec(1, sliding_window=100),

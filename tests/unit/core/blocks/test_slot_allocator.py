@@ -1,4 +1,4 @@
-"""Taking blocks: all groups or none, a hit held before anything is taken, external room first. Numbers are room's."""
+"""Rules of slot_allocator, by number."""
 
 from collections.abc import Sequence
 
@@ -54,7 +54,7 @@ def test_both_ways_allocate_the_same_with_default_options() -> None:
 
 
 def test_a_group_does_not_take_blocks_of_another_groups_hit() -> None:
-    """Rule 2: blocks 1 to 4 hold the hit, and would be the first to be taken."""
+    """Rule 2: blocks 1 to 4 hold the hit, and are next in the free list."""
     pool = KVCacheManager(config(8, specs=[FULL, FULL], reuse_order=ReuseOrder.LRU))
     request = admit(pool, "ab", 8)
     hit = tuple(list(ids) for ids in given(request))
@@ -107,7 +107,7 @@ def test_reserved_and_watermark_blocks_stay_free(num_spare: int, *, fits: bool) 
 
 def test_fits_full_sequence_changes_nothing() -> None:
     pool, room = made(8, FULL, WINDOW)
-    request = request_of(pool, "", 20)  # five, and as many: a window may have all tokens in flight
+    request = request_of(pool, "", 20)  # five blocks in each group: a window can have all tokens in flight
     assert not room.fits_full_sequence(request, no_hit(pool), 0, DEFAULT_OPTIONS)
     request.num_tokens = 12
     assert room.fits_full_sequence(request, no_hit(pool), 0, DEFAULT_OPTIONS)
