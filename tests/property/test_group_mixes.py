@@ -37,7 +37,7 @@ class Call:
         return {"delay_cache_blocks": self.delay, "sequence": NOW}
 
 
-def tell(story: int, start: int, end: int) -> Tokens:
+def story_tokens(story: int, start: int, end: int) -> Tokens:
     """Returns the story's tokens [start, end)."""
     return tuple(story * 10 + i % 7 for i in range(start, end))
 
@@ -47,7 +47,7 @@ def prompts(draw: st.DrawFn) -> Tokens:
     """Prefixes of two stories, some with a different end, so that most of them share a prefix."""
     story, length = draw(st.integers(0, 1)), draw(st.sampled_from([*range(13, MAX_TOKENS - 2), *range(1, 13)]))
     turn, end = draw(st.one_of(st.just(length), st.integers(0, length))), draw(st.integers(2, 3))
-    return (*tell(story, 0, turn), *tell(end, turn, length))
+    return (*story_tokens(story, 0, turn), *story_tokens(end, turn, length))
 
 
 CALLS = st.builds(
@@ -112,7 +112,7 @@ class World:
         known = pick(self.running(), which)
         if not known:
             return
-        self.append(known, tell(story, len(known.tokens), len(known.tokens) + count))
+        self.append(known, story_tokens(story, len(known.tokens), len(known.tokens) + count))
         left = min(MAX_TOKENS, len(known.tokens) + 3) - known.computed
         if left > 0:
             self.allocate(known, min(call.max_new_tokens, left), call, None, at_once=False)
@@ -153,7 +153,7 @@ class World:
             self.model.evict(block_id)
 
     def reset(self) -> None:
-        # As it stands, sinks count as used: a pool that has some is never reset.
+        # Sinks count as used: a pool that has some is never reset.
         done = not self.running() and not self.model.num_sink_blocks
         assert self.pool.reset_prefix_cache() == done
         if done:
@@ -282,12 +282,12 @@ class World:
     # What holds after every step.
 
     def check_all(self) -> None:
-        self.check_books()
+        self.check_integrity_of_pool()
         self.check_tables()
         self.check_sharing()
         self.check_events()
 
-    def check_books(self) -> None:
+    def check_integrity_of_pool(self) -> None:
         check_integrity(self.pool, [self.session])
         blocks = self.pool.blocks
         assert set(blocks.free_list) == self.unheld()
@@ -329,7 +329,7 @@ class World:
         for event in self.pool.blocks.take_events():
             match event:
                 case BlockStored():
-                    assert any(self.tells_of(event, known) for known in self.requests)
+                    assert any(self.describes(event, known) for known in self.requests)
                     self.stored.update((event.group_id, block_hash) for block_hash in event.block_hashes)
                 case BlockRemoved():
                     self.stored[event.group_id, event.block_hash] -= 1
@@ -338,7 +338,7 @@ class World:
         if model.config.enable_events:
             assert +self.stored == Counter((c[0], model.block_hash(c)) for c in model.findable.values())
 
-    def tells_of(self, event: BlockStored, known: Known) -> bool:
+    def describes(self, event: BlockStored, known: Known) -> bool:
         """Whether an event exactly describes a run of this request's blocks."""
         model, group = self.model, event.group_id
         span, tokens = model.spans[group], known.tokens

@@ -80,7 +80,7 @@ class Known:
     blocks: list[int] = field(default_factory=list)
     num_hit: int = 0
     computed: int = 0
-    promise: list[int] = field(default_factory=list)
+    hit_to_allocate: list[int] = field(default_factory=list)
 
 
 @dataclass
@@ -110,7 +110,7 @@ class Answer:
     num_appended: int
     num_rejected: int
     num_external: int
-    promised: list[int]
+    hit_allocated: list[int]
     outcome: Outcome
     num_prefix: int
     num_hit_tokens: int
@@ -194,8 +194,8 @@ def tamed(operation: Operation, number: int, known: Known, step: Step) -> Operat
         return Operation.COMMON_PREFIX
     if operation in BEFORE_BLOCKS and may_hold:
         return Operation.ALLOCATE if operation is Operation.ADMIT else Operation.COMMON_PREFIX
-    if operation is Operation.ADMIT and (known.promise or not known.tokens):
-        return Operation.ALLOCATE if known.promise else Operation.APPEND
+    if operation is Operation.ADMIT and (known.hit_to_allocate or not known.tokens):
+        return Operation.ALLOCATE if known.hit_to_allocate else Operation.APPEND
     if operation is Operation.CACHE and Operation.PREEMPT in earlier:
         return Operation.COMMON_PREFIX
     return operation
@@ -252,9 +252,9 @@ class RandomSteps(RuleBasedStateMachine):
         self.schedulers.append(Scheduler(self.world.open(LEASE_SECONDS)))
 
     @precondition(lambda self: self.schedulers)
-    @rule(asked=st.lists(rounds, min_size=1, max_size=6))
-    def send(self, asked: list[Round]) -> None:
-        for sent in asked:
+    @rule(round_=st.lists(rounds, min_size=1, max_size=6))
+    def send(self, round_: list[Round]) -> None:
+        for sent in round_:
             scheduler = self.touch_session(sent.which)
             step, requests = self.build(scheduler, sent)
             before = self.world.snapshot()
@@ -268,10 +268,10 @@ class RandomSteps(RuleBasedStateMachine):
             self.books_balance()
 
     @precondition(lambda self: self.schedulers)
-    @rule(asked=rounds, change=st.sampled_from(INVALID_CHANGES))
-    def send_invalid(self, asked: Round, change: Callable[[Step], Step]) -> None:
-        scheduler = self.touch_session(asked.which)
-        step = change(self.build(scheduler, asked)[0])
+    @rule(round_=rounds, change=st.sampled_from(INVALID_CHANGES))
+    def send_invalid(self, round_: Round, change: Callable[[Step], Step]) -> None:
+        scheduler = self.touch_session(round_.which)
+        step = change(self.build(scheduler, round_)[0])
         before = self.world.snapshot()
         with pytest.raises(KvpoolError):
             self.world.apply(scheduler.session, step)
@@ -361,14 +361,14 @@ class RandomSteps(RuleBasedStateMachine):
     def content(self, known: Known, block: int) -> tuple[int, ...]:
         return tuple(known.tokens[: (block + 1) * self.size])
 
-    def build(self, scheduler: Scheduler, asked: Round) -> tuple[Step, dict[int, Known]]:
+    def build(self, scheduler: Scheduler, round_: Round) -> tuple[Step, dict[int, Known]]:
         """Builds a step for existing requests; returns it with the tokens that they will have."""
-        step = Step(scheduler.session.sequence + 1, admission_budget_tokens=asked.budget)
-        step.executed_sequence = max(scheduler.session.sequence - asked.not_executed, 0)
-        step.launched_sequence = max(scheduler.session.sequence - asked.not_launched, 0)
+        step = Step(scheduler.session.sequence + 1, admission_budget_tokens=round_.budget)
+        step.executed_sequence = max(scheduler.session.sequence - round_.not_executed, 0)
+        step.launched_sequence = max(scheduler.session.sequence - round_.not_launched, 0)
         requests = deepcopy(scheduler.requests)
         gone: set[int] = set()
-        for row in asked.rows:
+        for row in round_.rows:
             there = sorted(requests.keys() - gone)
             if row.operation in WITHOUT_REQUEST:
                 self.put(step, row, row.operation, 0, Known())
@@ -396,7 +396,7 @@ class RandomSteps(RuleBasedStateMachine):
         if operation is Operation.EVICT or (row.wild and operation is Operation.ALLOCATE):
             ids = [1 + block_id % (self.world.pool.blocks.num_blocks - 1) for block_id in row.ids]
         elif operation is Operation.ALLOCATE and not known.blocks:
-            ids = known.promise
+            ids = known.hit_to_allocate
         new = row.new
         if tame and operation is Operation.CACHE:
             new = min(new, known.computed - rejected)
@@ -454,7 +454,7 @@ class RandomSteps(RuleBasedStateMachine):
             case Operation.FREE, _:
                 del scheduler.requests[answer.number]
             case Operation.PREEMPT, _:
-                known.blocks, known.num_hit, known.computed, known.promise = [], 0, 0, []
+                known.blocks, known.num_hit, known.computed, known.hit_to_allocate = [], 0, 0, []
             case Operation.COMMON_PREFIX, _:
                 tables = [other.blocks for other in scheduler.requests.values() if other.blocks]
                 caching = self.world.pool.config.enable_caching
@@ -463,15 +463,15 @@ class RandomSteps(RuleBasedStateMachine):
                 _,
                 Outcome.HIT_CHANGED,
             ):
-                assert answer.hit != answer.promised or not answer.hit
-                known.promise = answer.hit
+                assert answer.hit != answer.hit_allocated or not answer.hit
+                known.hit_to_allocate = answer.hit
             case Operation.ADMIT | Operation.ALLOCATE, Outcome.OK:
-                self.check_hit(scheduler, known, answer.promised)
-                adopted = answer.promised + answer.hit
-                known.blocks += adopted + answer.new
-                known.num_hit += len(adopted)
-                known.computed += len(adopted) * self.size + answer.num_external + answer.num_new_tokens
-                known.promise = []
+                self.check_hit(scheduler, known, answer.hit_allocated)
+                hit_blocks = answer.hit_allocated + answer.hit
+                known.blocks += hit_blocks + answer.new
+                known.num_hit += len(hit_blocks)
+                known.computed += len(hit_blocks) * self.size + answer.num_external + answer.num_new_tokens
+                known.hit_to_allocate = []
                 for block_id in answer.new:
                     self.filled[block_id] = DeferredBlocks((), scheduler.session.session_number, sequence)
 

@@ -136,18 +136,22 @@ class Comparison(RuleBasedStateMachine):
             block_hashes=self.hashes(request, 0), request_ids=[f"r{self.added}"],
         )  # fmt: skip
 
-    @rule(which=which_one, most=st.sampled_from([0, 0, 0, 2, 7]), lookahead=st.integers(0, 5), delay=st.booleans())
-    def admit(self, *, which: int, most: int, lookahead: int, delay: bool) -> None:
+    @rule(
+        which=which_one, max_tokens=st.sampled_from([0, 0, 0, 2, 7]), lookahead=st.integers(0, 5), delay=st.booleans()
+    )
+        which=which_one, max_tokens=st.sampled_from([0, 0, 0, 2, 7]), lookahead=st.integers(0, 5), delay=st.booleans()
+    )
+    def admit(self, *, which: int, max_tokens: int, lookahead: int, delay: bool) -> None:
         picked = self.pick(which, running=False)
         if not picked:
             return
         number, request = picked
         hit = self.model.hit(request)
         left = len(request.tokens) - len(hit) * self.model.block_size
-        new = min(left, most) if most else left
+        new = min(left, max_tokens) if max_tokens else left
         expected = self.model.allocate(request, hit, new, lookahead, delay=delay)
         result = self.world.run(
-            self.session, Operation.ADMIT, request_numbers=[number], num_new_tokens=[most],
+            self.session, Operation.ADMIT, request_numbers=[number], num_new_tokens=[max_tokens],
             num_lookahead_tokens=[lookahead], delay_cache_blocks=[delay],
         )  # fmt: skip
         if expected is None:
@@ -159,7 +163,7 @@ class Comparison(RuleBasedStateMachine):
     @rule(bits=bits, length=lengths)
     def add_and_admit(self, bits: int, length: int) -> None:
         self.add(bits, length)
-        self.admit(which=-1, most=0, lookahead=0, delay=False)
+        self.admit(which=-1, max_tokens=0, lookahead=0, delay=False)
 
     @rule(which=which_one, grown=st.lists(st.integers(0, 1), max_size=4), new=st.integers(1, 5), delay=st.booleans())
     def decode(self, *, which: int, grown: list[int], new: int, delay: bool) -> None:

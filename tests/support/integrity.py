@@ -55,8 +55,8 @@ def _check_quarantine(pool: KVCacheManager, quarantined: list[Session]) -> None:
 def _check_table(where: str, request: Request, pool: KVCacheManager, group_id: GroupId) -> None:
     table = request.tables[group_id]
     if not isinstance(allocation_spec(pool.config.groups[group_id].spec), CrossAttentionSpec):
-        room = len(table.block_ids) * pool.config.span_tokens(group_id)
-        _require(0 <= request.num_computed_tokens <= room, f"{where}: computed tokens without slots")
+        num_slots = len(table.block_ids) * pool.config.span_tokens(group_id)
+        _require(0 <= request.num_computed_tokens <= num_slots, f"{where}: computed tokens without slots")
     _require(not any(table.block_ids[: table.num_skipped]), f"{where}: holds skipped blocks")
     _require(all(table.held_block_ids), f"{where}: null block after others")
     _require(table.num_cached <= len(table.block_ids), f"{where}: more cached than held")
@@ -86,9 +86,7 @@ def _check_quotas(pool: KVCacheManager, sessions: list[Session], owners: Counter
     min_blocks = 0
     for session in sessions:
         holding, where = session.holding, f"session {session.session_number}"
-        _require(
-            all(r.holding is holding for r in session.requests.values()), f"{where}: a different holding"
-        )
+        _require(all(r.holding is holding for r in session.requests.values()), f"{where}: a different holding")
         if holding is None:
             continue
         tables = [table for request in session.requests.values() for table in request.tables]
@@ -125,9 +123,7 @@ def _check_prefix_map(pool: KVCacheManager, writers: set[SessionNumber]) -> None
     _require(len(hashed) == len(mapped) == len(prefix_map), "hashed, mapped and counted blocks differ")
     by_group = Counter(group_id for group_id, _, _ in mapped)
     for group_id in map(GroupId, range(len(pool.config.groups))):
-        _require(
-            by_group[group_id] == prefix_map.num_cached(group_id), f"group {group_id}: cached miscounted"
-        )
+        _require(by_group[group_id] == prefix_map.num_cached(group_id), f"group {group_id}: cached miscounted")
     for group_id, block_hash, block_id in mapped:
         back: tuple[GroupId, object] = (prefix_map.group_id(block_id), prefix_map.block_hash(block_id))
         _require(back == (group_id, block_hash), f"block {block_id} does not point back to its hash")

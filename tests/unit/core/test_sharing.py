@@ -36,10 +36,10 @@ def lookup(world: World, session: Session, number: int, content: str) -> StepRes
     )  # fmt: skip
 
 
-def allocate(world: World, session: Session, number: int, promised: list[int], executed: int = 0) -> StepResult:
+def allocate(world: World, session: Session, number: int, hit_blocks: list[int], executed: int = 0) -> StepResult:
     return world.run(
         session, ALLOCATE, executed=executed, request_numbers=[number], num_new_tokens=[1],
-        num_block_ids=[len(promised)], block_ids=promised,
+        num_block_ids=[len(hit_blocks)], block_ids=hit_blocks,
     )  # fmt: skip
 
 
@@ -53,19 +53,19 @@ def salted(salt: str, content: str) -> bytes:
 def test_a_hit_that_is_still_cached_is_allocated(world: World, one: Session, other: Session) -> None:
     world.admit(one, 1, "abc", 13)
     world.run(one, Operation.FREE, executed=1, request_numbers=[1])
-    promised = lookup(world, other, 1, "abc").block_ids
-    result = allocate(world, other, 1, promised)
-    assert (promised, result.outcomes, result.num_new_blocks) == ([1, 2, 3], [], [1])
-    assert [world.pool.blocks.ref_cnt(BlockId(b)) for b in promised] == [1, 1, 1]
+    hit_blocks = lookup(world, other, 1, "abc").block_ids
+    result = allocate(world, other, 1, hit_blocks)
+    assert (hit_blocks, result.outcomes, result.num_new_blocks) == ([1, 2, 3], [], [1])
+    assert [world.pool.blocks.ref_cnt(BlockId(b)) for b in hit_blocks] == [1, 1, 1]
 
 
 def test_a_completely_evicted_hit_is_answered_with_an_empty_hit(world: World, one: Session, other: Session) -> None:
     world.admit(one, 1, "abc", 13)
     world.run(one, executed=1)
-    promised = lookup(world, other, 1, "abc").block_ids
-    world.run(one, Operation.EVICT, num_block_ids=[3], block_ids=promised)
+    hit_blocks = lookup(world, other, 1, "abc").block_ids
+    world.run(one, Operation.EVICT, num_block_ids=[3], block_ids=hit_blocks)
     free = list(world.pool.blocks.free_list)
-    result = allocate(world, other, 1, promised)
+    result = allocate(world, other, 1, hit_blocks)
     assert (result.outcomes, result.num_hit_tokens, result.block_ids) == ([Outcome.HIT_CHANGED], [], [])
     assert list(world.pool.blocks.free_list) == free
     assert allocate(world, other, 1, []).outcomes == []
@@ -75,8 +75,8 @@ def test_blocks_that_were_never_a_hit_are_not_allocated_as_one(world: World, one
     world.admit(one, 1, "xyz", 13)
     world.run(one, executed=1)
     lookup(world, other, 1, "abc")
-    for promised in ([1], [2, 1, 3], [4], [9]):
-        assert allocate(world, other, 1, promised).outcomes == [Outcome.HIT_CHANGED]
+    for hit_blocks in ([1], [2, 1, 3], [4], [9]):
+        assert allocate(world, other, 1, hit_blocks).outcomes == [Outcome.HIT_CHANGED]
     assert [world.pool.blocks.ref_cnt(BlockId(b)) for b in (1, 2, 3, 4, 9)] == [1, 1, 1, 1, 0]
 
 

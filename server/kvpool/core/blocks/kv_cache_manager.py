@@ -150,7 +150,7 @@ class KVCacheManager:
         self._count_lookup(request, computed)
         return computed
 
-    def admit(  # noqa: PLR0913 - the reference's own parameters
+    def admit(  # noqa: PLR0913 - vLLM's parameters
         self,
         request: Request,
         max_new_tokens: int,
@@ -228,7 +228,7 @@ class KVCacheManager:
             for manager, table in zip(self._managers, request.tables, strict=True)
         )
 
-    def allocate_slots(  # noqa: PLR0913 - the reference's own parameters
+    def allocate_slots(  # noqa: PLR0913 - vLLM's parameters
         self,
         request: Request,
         num_new_tokens: int,

@@ -265,7 +265,7 @@ def lookup(world: World, session: Session, number: int, content: str, num_tokens
 
 
 @pytest.mark.parametrize(
-    ("promised", "words"),
+    ("hit_blocks", "words"),
     [
         ([[1, 2, 3], [0, 0]], "group 0 covers 12 tokens"),
         ([[1, 2, 3, 4, 5], [0, 0, 10, 10, 11]], "has 3 null blocks"),
@@ -274,7 +274,7 @@ def lookup(world: World, session: Session, number: int, content: str, num_tokens
         ([[1, 2, 3, 4, 5], []], "group 0 covers 20 tokens"),
     ],
 )
-def test_blocks_that_cannot_be_a_hit_are_refused(promised: list[list[int]], words: str) -> None:
+def test_blocks_that_cannot_be_a_hit_are_refused(hit_blocks: list[list[int]], words: str) -> None:
     world, session = mixed_world()
     assert lookup(world, session, 2, "abcdeX", 24) == [[1, 2, 3, 4, 5], [0, 0, 0, 10, 11]]
     before = world.snapshot()
@@ -284,8 +284,8 @@ def test_blocks_that_cannot_be_a_hit_are_refused(promised: list[list[int]], word
             Operation.ALLOCATE,
             request_numbers=[2],
             num_new_tokens=[4],
-            num_block_ids=[len(ids) for ids in promised],
-            block_ids=[block_id for ids in promised for block_id in ids],
+            num_block_ids=[len(ids) for ids in hit_blocks],
+            block_ids=[block_id for ids in hit_blocks for block_id in ids],
         )
     assert world.snapshot() == before
 
@@ -293,15 +293,15 @@ def test_blocks_that_cannot_be_a_hit_are_refused(promised: list[list[int]], word
 @pytest.mark.parametrize("group_id", [0, 1])
 def test_a_hit_evicted_in_any_group_is_a_changed_hit(group_id: int) -> None:
     world, session = mixed_world()
-    promised = lookup(world, session, 2, "abcdeX", 24)
-    world.run(session, Operation.EVICT, num_block_ids=[1, 0], block_ids=[promised[group_id][4]])
+    hit_blocks = lookup(world, session, 2, "abcdeX", 24)
+    world.run(session, Operation.EVICT, num_block_ids=[1, 0], block_ids=[hit_blocks[group_id][4]])
     result = world.run(
         session,
         Operation.ALLOCATE,
         request_numbers=[2],
         num_new_tokens=[4],
-        num_block_ids=[len(ids) for ids in promised],
-        block_ids=[block_id for ids in promised for block_id in ids],
+        num_block_ids=[len(ids) for ids in hit_blocks],
+        block_ids=[block_id for ids in hit_blocks for block_id in ids],
     )
     assert (result.outcomes, result.num_hit_tokens) == ([Outcome.HIT_CHANGED], [16])
     check_integrity(world.pool, world.sessions())
