@@ -139,8 +139,6 @@ class Comparison(RuleBasedStateMachine):
     @rule(
         which=which_one, max_tokens=st.sampled_from([0, 0, 0, 2, 7]), lookahead=st.integers(0, 5), delay=st.booleans()
     )
-        which=which_one, max_tokens=st.sampled_from([0, 0, 0, 2, 7]), lookahead=st.integers(0, 5), delay=st.booleans()
-    )
     def admit(self, *, which: int, max_tokens: int, lookahead: int, delay: bool) -> None:
         picked = self.pick(which, running=False)
         if not picked:
