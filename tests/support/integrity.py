@@ -4,11 +4,14 @@ from collections import Counter
 from collections.abc import Iterable
 
 from kvpool.core.blocks.kv_cache_manager import KVCacheManager
-from kvpool.core.errors import IntegrityError
 from kvpool.core.ids import NULL_BLOCK, BlockId, GroupId, SessionNumber
 from kvpool.core.sessions.request import Request
 from kvpool.core.sessions.session import Session
 from kvpool.core.specs.kinds import CrossAttentionSpec, allocation_spec
+
+
+class IntegrityError(AssertionError):
+    """An invariant of the core is violated: a bug in kvpool."""
 
 
 def check_integrity(pool: KVCacheManager, sessions: Iterable[Session]) -> None:

@@ -6,11 +6,11 @@ import pytest
 
 from kvpool.core.blocks.kv_cache_manager import KVCacheManager
 from kvpool.core.blocks.quota import Quota
-from kvpool.core.errors import IntegrityError
+from kvpool.core.errors import KvpoolError
 from kvpool.core.ids import NULL_BLOCK, BlockHash, BlockId, GroupId, RequestNumber, SessionNumber, StepNumber
 from kvpool.core.sessions.session import Session
 from support.core import World
-from support.integrity import check_integrity
+from support.integrity import IntegrityError, check_integrity
 
 Cook = Callable[[KVCacheManager, Session], object]
 
@@ -134,3 +134,7 @@ def test_cooked_quotas(cook: Callable[[World, Session], None], found: str) -> No
     cook(world, session)
     with pytest.raises(IntegrityError, match=found):
         check_integrity(world.pool, world.sessions())
+
+
+def test_an_integrity_error_is_not_a_kvpool_error() -> None:
+    assert not issubclass(IntegrityError, KvpoolError)

@@ -85,7 +85,7 @@ class Session:
         lease_seconds: How long the session outlives its stream and its last call.
         last_seen_seconds: Time of the last call, on the server's monotonic clock.
         open_key: Idempotency key of the open call; empty for none.
-        asked_for: Arguments of the open call, compared when the key is used again.
+        open_arguments: Arguments of the open call, compared when the key is used again.
         holding: The blocks that the session's requests hold, if it has a quota.
         opened_seconds: When the session was opened, on the same clock.
         current_id: Id of the process that drives the session now.
@@ -107,7 +107,7 @@ class Session:
     lease_seconds: float
     last_seen_seconds: float
     open_key: str = field(default="", repr=False)
-    asked_for: tuple[object, ...] = ()
+    open_arguments: tuple[object, ...] = ()
     holding: Holding | None = None
     opened_seconds: float = field(init=False)
     current_id: SessionId = field(init=False, repr=False)

@@ -2,14 +2,14 @@
 
 import pytest
 
-from kvpool.core.errors import IntegrityError, NotFoundError, WrongStateError
+from kvpool.core.errors import NotFoundError, WrongStateError
 from kvpool.core.ids import BlockId, SessionNumber
 from kvpool.core.sessions.quarantine import Quarantined
 from kvpool.core.sessions.session import Session
 from kvpool.core.specs.pool_config import ReuseOrder
 from kvpool.core.steps.columns import Operation, Outcome
 from support.core import World, config
-from support.integrity import check_integrity
+from support.integrity import IntegrityError, check_integrity
 
 LEASE_SECONDS = 10.0
 QUARANTINE_SECONDS = 5.0
