@@ -61,10 +61,9 @@ def test_a_group_does_not_take_blocks_of_another_groups_hit() -> None:
     admit(pool, "x", 4)
     pool.free(request)
     taker = request_of(pool, "ab", 13)
-    assert (
-        pool._slot_allocator.allocate_with_options(taker, hit, 9, 12, 0, AllocationOptions(num_external_tokens=1))
-        is None
-    )  # two lack, one is free
+    options = AllocationOptions(num_external_tokens=1)
+    new = pool._slot_allocator.allocate_with_options(taker, hit, 9, 12, 0, options)
+    assert new is None  # lacks two blocks; one is free
     assert list(pool.blocks.free_list) == [7, 2, 1, 4, 3]
     with_one_more = KVCacheManager(config(9, specs=[FULL, FULL], reuse_order=ReuseOrder.LRU))
     request = admit(with_one_more, "ab", 8)
