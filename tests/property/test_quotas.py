@@ -29,7 +29,7 @@ SESSIONS = st.integers(0, 3)
 REQUESTS = st.integers(0, 5)
 
 
-def outcome_of(result: StepResult) -> Outcome:
+def last_outcome(result: StepResult) -> Outcome:
     return Outcome(result.outcomes[-1] if result.outcomes else 0)
 
 
@@ -68,7 +68,7 @@ class Quotas(RuleBasedStateMachine):
             number = next(self.numbers)
             self.contents[number] = content
             result = self.ask(self.world, session, number, content, num_tokens, ahead)
-            assert outcome_of(result) in (Outcome.OK, Outcome.NO_BLOCKS, Outcome.OVER_QUOTA)
+            assert last_outcome(result) in (Outcome.OK, Outcome.NO_BLOCKS, Outcome.OVER_QUOTA)
 
     @precondition(lambda self: self.world.sessions())
     @rule(which=SESSIONS, request=REQUESTS, ahead=st.integers(0, 5))
@@ -153,7 +153,7 @@ class Quotas(RuleBasedStateMachine):
         if num_blocks:
             number = 1_000_000 + session.session_number
             result = self.ask(world, session, number, chr(0x100 + session.session_number), num_blocks * BLOCK_SIZE, 0)
-            assert outcome_of(result) is Outcome.OK
+            assert last_outcome(result) is Outcome.OK
             assert session.holding.num_lacking < num_groups
 
     @staticmethod
@@ -174,7 +174,7 @@ class Quotas(RuleBasedStateMachine):
         )
         needed = -(-(num_tokens + ahead) // BLOCK_SIZE) * len(world.pool.config.groups)
         if needed <= lacking:
-            assert outcome_of(result) is Outcome.OK, "refused within its minimum"
+            assert last_outcome(result) is Outcome.OK, "refused within its minimum"
         world.run(session, executed=session.sequence)  # other sessions can hit it
         return result
 
@@ -182,7 +182,7 @@ class Quotas(RuleBasedStateMachine):
         request = session.by_number[RequestNumber(number)]
         held = self.held(request)
         result = self.world.run(session, operation, request_numbers=[number], **columns)
-        if outcome_of(result) is not Outcome.OK:
+        if last_outcome(result) is not Outcome.OK:
             assert set(self.held(request)) <= set(held), "a refusal takes nothing"
         self.world.run(session, executed=session.sequence)
 

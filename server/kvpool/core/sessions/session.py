@@ -4,7 +4,7 @@
 2. Steps are numbered from 1 without gaps. A step that is sent again gets the same result again and changes nothing. A
    number that is too high, or that was used for a different step, is refused.
 3. A session lives while its stream is open, and for the duration of its lease after its last call.
-4. One process drives a session. Resuming the session gives it a new id and a new number. Earlier ids can only be used
+4. One process drives a session. Resuming the session assigns a new id and a new number. Earlier ids can only be used
    to resume it. Earlier numbers count as ended sessions, for ranks that hold block tables with them.
 """
 
