@@ -1,4 +1,4 @@
-"""Hypothesis strategies for pools of mixed KV cache groups, small enough that blocks run out and prefixes meet."""
+"""Strategies for pools of mixed KV cache groups, small enough that blocks run out and requests share prefixes."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -20,11 +20,11 @@ from kvpool.core.specs.pool_config import KVCacheGroup, PoolConfig, ReuseOrder
 
 MAX_TOKENS = 64
 SIZES = ((1, 2, 3, 4, 6, 8), (1, 2, 4), (2, 3), (2, 3, 6), (1, 3), (4, 8), (1,), (2,), (4,))
-"""Block sizes that a pool's groups draw from: few at a time, so that short prefixes end in whole blocks of all."""
+"""Block sizes of a pool's groups: few per pool, so that short prefixes end in whole blocks of all groups."""
 
 
 def specs(sizes: Sequence[int], dcp_world_size: int) -> st.SearchStrategy[KVCacheSpec]:
-    """All kinds but cross attention."""
+    """All kinds except cross attention."""
     size = st.sampled_from(sizes)
     return st.one_of(
         st.builds(FullAttentionSpec, size),

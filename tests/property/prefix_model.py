@@ -1,12 +1,12 @@
-"""What a cache of mixed groups must hold and answer, worked out by brute force from whole token prefixes.
+"""A brute-force model of a cache of mixed groups, based on whole token prefixes.
 
-1. A block that a request is given at index i of a group's table holds that request's tokens [i * span, (i + 1) * span),
-   read after all before them: its content is the group and the prefix [0, (i + 1) * span).
-2. It can be found from when it is cached, which a request does once with each block, until it is given again or
-   evicted; and as long as it is held it keeps its content, found or not.
-3. What is looked at is said token by token (`attends`); what is skipped, needed and hit is counted out from there.
+1. The block at index i of a group's table holds the request's tokens [i * span, (i + 1) * span), which depend on all
+   tokens before them. Its content is the group and the prefix [0, (i + 1) * span).
+2. A block can be found from when it is cached until it is allocated again or evicted. A request caches each block once.
+   A held block keeps its content, whether or not it can be found.
+3. Attention is defined token by token (`attends`); skipped, needed and hit blocks are derived by enumeration.
 
-Nothing here is the allocator's, but the specs and numbers that a pool is declared with.
+The model uses nothing of the allocator except the specs and numbers of the pool's configuration.
 """
 
 import hashlib
@@ -30,17 +30,17 @@ from kvpool.core.specs.pool_config import PoolConfig
 
 Tokens = tuple[int, ...]
 Content = tuple[int, Tokens]
-"""A group, and the prefix whose last tokens a block of it holds."""
+"""A group, and the prefix whose last tokens a block of the group holds."""
 
 
 @cache
 def hash_of(prefix: Tokens) -> BlockHash:
-    """Any function of the whole prefix."""
+    """Returns a hash of the whole prefix."""
     return BlockHash(hashlib.sha256(bytes(prefix)).digest())
 
 
 def attends(spec: KVCacheSpec, earlier: int, position: int) -> bool:
-    """Whether the token at `position` looks at what an earlier token left behind."""
+    """Whether the token at `position` attends to an earlier token."""
     match spec:
         case SlidingWindowSpec():
             return position - earlier < spec.sliding_window
@@ -56,7 +56,7 @@ def attends(spec: KVCacheSpec, earlier: int, position: int) -> bool:
 
 @cache
 def first_needed(spec: KVCacheSpec, position: int) -> int:
-    """The first token that the one at `position` looks at; itself if there is none."""
+    """Returns the first token that the token at `position` attends to; `position` if there is none."""
     return next((earlier for earlier in range(position) if attends(spec, earlier, position)), position)
 
 
@@ -65,15 +65,15 @@ class Known:
     """A request as the model knows it.
 
     Attributes:
-        request: The pool's.
-        tokens: Prompt and output.
-        computed: Tokens that have room.
-        floor: Tokens that can not be rejected: what was computed when blocks were last freed behind windows.
-        nulls: Leading nulls of each table.
-        cached: Leading blocks of each table that were hit, cached, or skipped before they could be.
-        num_encoder_tokens: For cross attention.
-        prompt: What it was declared with.
-        junction: What its newest look-up found that only some groups had, see `PrefixModel.junction`.
+        request: The pool's request.
+        tokens: Prompt and output tokens.
+        computed: Number of tokens with slots.
+        floor: Number of tokens that cannot be rejected: those computed when blocks were last freed behind windows.
+        nulls: Number of leading null blocks of each table.
+        cached: Number of leading blocks of each table that were hit, cached, or skipped before they could be cached.
+        num_encoder_tokens: Encoder tokens, for cross attention.
+        prompt: Tokens that the request was declared with.
+        shared_boundary: Boundary that the most recent look-up found, see `PrefixModel.shared_prefix_boundary`.
     """
 
     request: Request
@@ -82,7 +82,7 @@ class Known:
     nulls: list[int]
     cached: list[int]
     prompt: Tokens
-    junction: int = 0
+    shared_boundary: int = 0
     computed: int = 0
     floor: int = 0
 
@@ -101,15 +101,15 @@ class Known:
 
 @dataclass(slots=True)
 class PrefixModel:
-    """What every block of a pool holds, and which can be found.
+    """The contents of every block of a pool, and the blocks that can be found.
 
     Attributes:
-        config: The pool's.
-        specs: Its groups' specs.
-        spans: Tokens that a block covers, by group.
+        config: Configuration of the pool.
+        specs: Specs of the groups.
+        spans: Tokens per block, by group.
         findable: Content of each block that can be found.
-        written: Content of each block that was ever cached and not given again.
-        given: For which request's table and at which index a block was last given.
+        written: Content of each block that was cached and not allocated again since.
+        given: The request, group and table index for which a block was last allocated.
     """
 
     config: PoolConfig
@@ -135,32 +135,34 @@ class PrefixModel:
         )
 
     def hashes(self, tokens: Tokens) -> list[BlockHash]:
-        """The hashes that a request of these tokens is declared with."""
+        """Returns the hashes that a request with these tokens is declared with."""
         if not self.config.enable_caching:
             return []
         size = math.gcd(*self.spans)
         return [hash_of(tokens[:end]) for end in range(size, len(tokens) + 1, size)]
 
     def block_hash(self, content: Content) -> BlockHash:
-        """What events call a block: the hashes of its tokens, joined."""
+        """Returns the hash of a block in events: the joined hashes of its tokens."""
         group, prefix = content
         count = self.spans[group] // math.gcd(*self.spans)
         return BlockHash(b"".join(self.hashes(prefix)[-count:]))
 
     def num_skipped(self, group: int, position: int) -> int:
-        """Leading blocks of which the token at `position` and those after it need nothing."""
+        """Number of leading blocks that the token at `position` and later tokens do not need."""
         if isinstance(self.specs[group], CrossAttentionSpec):
             return 0
         return first_needed(self.specs[group], position) // self.spans[group]
 
     def longest_hit(self, tokens: Tokens) -> int:
-        """Tries every length."""
+        """Returns the longest hit, by trying every length."""
         return self._longest(tokens, range(len(self.specs))) if self.config.enable_caching else 0
 
-    def junction(self, tokens: Tokens) -> int:
-        """Where windows are cached sparsely: what the leading groups have more than all, else 0.
+    def shared_prefix_boundary(self, tokens: Tokens) -> int:
+        """With sparse caching: the longest hit of the leading groups, if it is longer than the hit of all groups; else
+        0.
 
-        They are the first that keeps all, or else the first, and those that are the same.
+        The leading groups are the first group that keeps all tokens, or else the first group, and all groups with its
+        spec.
         """
         if not self.config.enable_caching or self.config.retention_tokens is None:
             return 0
@@ -187,12 +189,12 @@ class PrefixModel:
         return True
 
     def _needed(self, group: int, length: int) -> list[int]:
-        """The blocks that a hit needs, EAGLE's among them."""
+        """Returns the blocks that a hit needs, including the block for EAGLE."""
         eagle = self.config.use_eagle and not isinstance(self.specs[group], MambaSpec)
         return list(range(self.num_skipped(group, length), length // self.spans[group] + eagle))
 
     def is_kept(self, known: Known, group: int, index: int) -> bool:
-        """Whether a full block is cached: in a window, if some hit needs it that is to be found again."""
+        """Whether a full block is cached: in a window, only if a hit that must be found needs it."""
         retention, alignment = self.config.retention_tokens, math.lcm(*self.spans)
         if retention is None or not isinstance(self.specs[group], SlidingWindowSpec):
             return True
@@ -201,13 +203,13 @@ class PrefixModel:
         ends = [len(known.prompt) - 1]
         if self.config.use_eagle:
             ends = [max(end - alignment, 0) for end in (len(known.prompt) - 1, len(known.prompt))]
-        ends += [known.junction] if known.junction else []
+        ends += [known.shared_boundary] if known.shared_boundary else []
         kept = {end // alignment * alignment for end in ends}
         kept |= {*range(retention, 3 * (len(known.tokens) + retention), retention)} if retention else set()
         return any(index in self._needed(group, length) for length in kept)
 
     def num_new_blocks(self, known: Known, num_slots: int, hit: Sequence[Sequence[int]]) -> list[int]:
-        """Blocks that each table lacks for room for so many tokens."""
+        """Number of blocks that each table lacks for `num_slots` tokens."""
         lacking = []
         for group, (spec, span) in enumerate(zip(self.specs, self.spans, strict=True)):
             if isinstance(spec, CrossAttentionSpec):
@@ -220,13 +222,13 @@ class PrefixModel:
         return lacking
 
     def give(self, known: Known, group: int, index: int, block_id: int) -> None:
-        """Notes that a block is given for an index of a request's table."""
+        """Records that a block is allocated for an index of a request's table."""
         self.findable.pop(block_id, None)
         self.written.pop(block_id, None)
         self.given[block_id] = (known, group, index)
 
     def cache(self, known: Known, num_tokens: int) -> None:
-        """Notes that what is full of a request's first tokens can be found, of the blocks it holds by now."""
+        """Records that the full blocks of a request's first tokens, which it still holds, can be found."""
         for group, (span, table) in enumerate(zip(self.spans, known.tables, strict=True)):
             end = min(num_tokens, len(known.tokens)) // span
             for i in range(known.cached[group], end):
@@ -239,7 +241,7 @@ class PrefixModel:
         self.findable.pop(block_id, None)
 
     def owns_or_shares(self, known: Known, group: int, index: int, block_id: int) -> bool:
-        """Whether a block is the very one given for this place, or holds what this place is to hold."""
+        """Whether a block was allocated for this place, or has the content of this place."""
         end = (index + 1) * self.spans[group]
         shared = end <= len(known.tokens) and self.written.get(block_id) == (group, known.tokens[:end])
         return shared or self.given.get(block_id) == (known, group, index)

@@ -1,4 +1,4 @@
-"""A free list in chunks against one in a plain list, whatever is done to both."""
+"""The free list compared with a plain list, under random operations."""
 
 from collections import Counter
 from typing import Any
@@ -17,7 +17,7 @@ SOME_BLOCKS = 2
 
 
 class FreeLists(RuleBasedStateMachine):
-    """Tables take, share and give back."""
+    """Tables that take, share and free blocks."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Random mixes of KV cache groups against a model of whole token prefixes: hits, tables, refusals and what is freed."""
+"""Random mixes of KV cache groups compared with a model of whole token prefixes: hits, tables, refusals, frees."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -26,7 +26,7 @@ NOW = StepNumber(1)
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """How an allocation is asked for."""
+    """Arguments of an allocation."""
 
     max_new_tokens: int
     num_lookahead_tokens: int
@@ -37,17 +37,17 @@ class Call:
         return {"delay_cache_blocks": self.delay, "sequence": NOW}
 
 
-def tell(story: int, start: int, end: int) -> Tokens:
-    """The story's tokens [start, end)."""
+def story_tokens(story: int, start: int, end: int) -> Tokens:
+    """Returns the story's tokens [start, end)."""
     return tuple(story * 10 + i % 7 for i in range(start, end))
 
 
 @st.composite
 def prompts(draw: st.DrawFn) -> Tokens:
-    """Prefixes of two stories, at times with another end, so that most share something."""
+    """Prefixes of two stories, some with a different end, so that most of them share a prefix."""
     story, length = draw(st.integers(0, 1)), draw(st.sampled_from([*range(13, MAX_TOKENS - 2), *range(1, 13)]))
     turn, end = draw(st.one_of(st.just(length), st.integers(0, length))), draw(st.integers(2, 3))
-    return (*tell(story, 0, turn), *tell(end, turn, length))
+    return (*story_tokens(story, 0, turn), *story_tokens(end, turn, length))
 
 
 CALLS = st.builds(
@@ -65,7 +65,7 @@ def pick(requests: list[Known], which: int) -> Known | None:
 
 
 class World:
-    """One pool and the requests of one session, for whom all that it caches is visible at once."""
+    """One pool and the requests of one session, to which all its cached blocks are visible at once."""
 
     def __init__(self, config: PoolConfig) -> None:
         self.pool = KVCacheManager(config)
@@ -97,7 +97,7 @@ class World:
             self.admit(known, call, at_once=at_once)
 
     def serve(self, prompts: list[Tokens], call: Call) -> None:
-        """Whole requests one after the other, of which the cache alone is left."""
+        """Runs whole requests one after the other, which leave only cached blocks."""
         for tokens in prompts:
             known = self.admit_new(tokens, call, 3, at_once=True)
             self.check_all()
@@ -108,11 +108,11 @@ class World:
             self.check_hit(self.new_request(tokens[:length], 1))
 
     def grow(self, which: int, call: Call, story: int, count: int) -> None:
-        """The next chunk of a prompt, or tokens generated, and up to three drafts."""
+        """Computes the next chunk of a prompt, or generated tokens and up to three drafts."""
         known = pick(self.running(), which)
         if not known:
             return
-        self.append(known, tell(story, len(known.tokens), len(known.tokens) + count))
+        self.append(known, story_tokens(story, len(known.tokens), len(known.tokens) + count))
         left = min(MAX_TOKENS, len(known.tokens) + 3) - known.computed
         if left > 0:
             self.allocate(known, min(call.max_new_tokens, left), call, None, at_once=False)
@@ -147,13 +147,13 @@ class World:
         self.requests.remove(known)
 
     def evict(self, first: int, stride: int) -> None:
-        """Makes holes in what is cached."""
+        """Evicts some cached blocks."""
         for block_id in sorted(self.model.findable)[first::stride]:
             self.pool.blocks.evict_blocks([BlockId(block_id)])
             self.model.evict(block_id)
 
     def reset(self) -> None:
-        # As it stands, sinks count as used: a pool that has some is never reset.
+        # Sinks count as used: a pool that has some is never reset.
         done = not self.running() and not self.model.num_sink_blocks
         assert self.pool.reset_prefix_cache() == done
         if done:
@@ -181,12 +181,15 @@ class World:
         known.request.hashes = self.model.hashes(known.tokens)
 
     def check_hit(self, known: Known) -> ComputedBlocks:
-        """The hit is the longest there is, of blocks that hold just these tokens, null where none is needed."""
+        """The hit is the longest possible one.
+
+        Its blocks hold exactly these tokens, and are null where none is needed.
+        """
         model = self.model
         computed = self.pool.find_longest_cache_hit(known.request)
         assert computed.num_tokens == model.longest_hit(known.tokens)
-        known.junction = model.junction(known.tokens)
-        assert (computed.shared_prefix_boundary_tokens or 0) == known.junction
+        known.shared_boundary = model.shared_prefix_boundary(known.tokens)
+        assert (computed.shared_prefix_boundary_tokens or 0) == known.shared_boundary
         assert computed.num_shared_tokens == 0
         assert len(computed.block_ids) == len(model.spans)
         for group, (span, found) in enumerate(zip(model.spans, computed.block_ids, strict=True)):
@@ -209,7 +212,7 @@ class World:
     def allocate(
         self, known: Known, num_new_tokens: int, call: Call, hit: ComputedBlocks | None, *, at_once: bool
     ) -> None:
-        """Predicts what becomes of the request's tables, and that there is room or not; then asks the pool."""
+        """Predicts the request's tables, and whether enough blocks are free; then compares with the pool."""
         model, before = self.model, known.tables
         found = [list(blocks) for blocks in hit.block_ids] if hit else [[] for _ in before]
         start = known.computed + (hit.num_tokens if hit else 0)
@@ -260,12 +263,12 @@ class World:
         return admission.new_blocks
 
     def unheld(self, *apart: Known) -> set[int]:
-        """The blocks that no table holds, some requests' own apart."""
+        """Returns the blocks that no table holds, except tables of the given requests."""
         held = {b for known in self.requests if known not in apart for table in known.tables for b in table}
         return set(range(1, self.model.config.num_blocks)) - set(self.pool.sink_blocks) - held
 
     def kept(self, known: Known) -> object:
-        """All that a refusal changes nothing of: every hash, every counter, all but the refused request's tables."""
+        """Returns the state that a refusal must not change: everything except the refused request's tables."""
         blocks, request = self.pool.blocks, known.request
         return (
             [blocks.prefix_map.block_hash(BlockId(i)) for i in range(blocks.num_blocks)],
@@ -279,12 +282,12 @@ class World:
     # What holds after every step.
 
     def check_all(self) -> None:
-        self.check_books()
+        self.check_integrity_of_pool()
         self.check_tables()
         self.check_sharing()
         self.check_events()
 
-    def check_books(self) -> None:
+    def check_integrity_of_pool(self) -> None:
         check_integrity(self.pool, [self.session])
         blocks = self.pool.blocks
         assert set(blocks.free_list) == self.unheld()
@@ -326,7 +329,7 @@ class World:
         for event in self.pool.blocks.take_events():
             match event:
                 case BlockStored():
-                    assert any(self.tells_of(event, known) for known in self.requests)
+                    assert any(self.describes(event, known) for known in self.requests)
                     self.stored.update((event.group_id, block_hash) for block_hash in event.block_hashes)
                 case BlockRemoved():
                     self.stored[event.group_id, event.block_hash] -= 1
@@ -335,8 +338,8 @@ class World:
         if model.config.enable_events:
             assert +self.stored == Counter((c[0], model.block_hash(c)) for c in model.findable.values())
 
-    def tells_of(self, event: BlockStored, known: Known) -> bool:
-        """Whether an event is of a run of this request's blocks, word for word."""
+    def describes(self, event: BlockStored, known: Known) -> bool:
+        """Whether an event exactly describes a run of this request's blocks."""
         model, group = self.model, event.group_id
         span, tokens = model.spans[group], known.tokens
         names = [model.block_hash((group, tokens[:end])) for end in range(span, len(tokens) + 1, span)]
@@ -361,7 +364,7 @@ Action = Callable[[World], object]
 
 
 def actions() -> st.SearchStrategy[Action]:
-    """What happens in one step; what keeps requests and caches full is the most frequent."""
+    """Random actions; those that keep requests and caches full are the most frequent."""
     weights: tuple[tuple[int, Callable[..., object], dict[str, st.SearchStrategy[Any]]], ...] = (
         (
             4,

@@ -1,6 +1,6 @@
-"""Random sessions with quotas on one pool: the minima can always be had, the maxima are never passed.
+"""Random sessions with quotas on one pool: minima are always available, maxima are never exceeded.
 
-Whatever sessions share, keep and give back, at any moment all of them could claim their minima at once.
+Whatever sessions share, hold and free, all of them could claim their minima at once at any moment.
 """
 
 from copy import deepcopy
@@ -29,12 +29,12 @@ SESSIONS = st.integers(0, 3)
 REQUESTS = st.integers(0, 5)
 
 
-def outcome_of(result: StepResult) -> Outcome:
+def last_outcome(result: StepResult) -> Outcome:
     return Outcome(result.outcomes[-1] if result.outcomes else 0)
 
 
 class Quotas(RuleBasedStateMachine):
-    """Sessions, each with up to six requests."""
+    """Up to four sessions, each with up to six requests."""
 
     @initialize(
         num_blocks=st.sampled_from([9, 14, 21]),
@@ -49,11 +49,11 @@ class Quotas(RuleBasedStateMachine):
         self.world.open()
 
     @precondition(lambda self: len(self.world.sessions()) < 4)
-    @rule(least=st.sampled_from([0, 0, 1, 3, 8]), beyond=st.sampled_from([None, 0, 2, 5]))
-    def open(self, least: int, beyond: int | None) -> None:
-        quota = Quota(least, 0 if beyond is None else least + beyond)
+    @rule(min_blocks=st.sampled_from([0, 0, 1, 3, 8]), beyond=st.sampled_from([None, 0, 2, 5]))
+    def open(self, min_blocks: int, beyond: int | None) -> None:
+        quota = Quota(min_blocks, 0 if beyond is None else min_blocks + beyond)
         before, left = self.world.snapshot(), self.world.pool.quotas.num_left
-        if least <= left:
+        if min_blocks <= left:
             self.world.open(quota=quota)
             return
         with pytest.raises(ExhaustedError):
@@ -68,7 +68,7 @@ class Quotas(RuleBasedStateMachine):
             number = next(self.numbers)
             self.contents[number] = content
             result = self.ask(self.world, session, number, content, num_tokens, ahead)
-            assert outcome_of(result) in (Outcome.OK, Outcome.NO_BLOCKS, Outcome.OVER_QUOTA)
+            assert last_outcome(result) in (Outcome.OK, Outcome.NO_BLOCKS, Outcome.OVER_QUOTA)
 
     @precondition(lambda self: self.world.sessions())
     @rule(which=SESSIONS, request=REQUESTS, ahead=st.integers(0, 5))
@@ -110,7 +110,7 @@ class Quotas(RuleBasedStateMachine):
     @precondition(lambda self: self.world.sessions())
     @rule(which=SESSIONS, seconds=st.sampled_from([0.0, 10.0]))
     def end(self, which: int, seconds: float) -> None:
-        """At once, or into quarantine."""
+        """Ends a session at once, or with a quarantine."""
         now_seconds, number = self.world.now_seconds, self.session(which).session_number
         self.world.allocator.evict_session("m", number, now_seconds, quarantine_seconds=seconds)
 
@@ -129,8 +129,8 @@ class Quotas(RuleBasedStateMachine):
             check_integrity(self.world.pool, self.world.sessions())
 
     @invariant()
-    def minima_can_be_had(self) -> None:
-        """By each as things stand, and by all at once if each preempts its own."""
+    def minima_are_available(self) -> None:
+        """Each session can get its minimum now, and all of them at once if each preempts its own requests."""
         if not hasattr(self, "world"):
             return
         for session in self.world.sessions():
@@ -146,14 +146,14 @@ class Quotas(RuleBasedStateMachine):
         check_integrity(world.pool, world.sessions())
 
     def claim(self, world: World, session: Session) -> None:
-        """Takes what is lacking of the minimum, with a prompt that nobody shares."""
+        """Takes the lacking blocks of the minimum, with a prompt that no other session uses."""
         assert session.holding
         num_groups = len(world.pool.config.groups)
         num_blocks = session.holding.num_lacking // num_groups
         if num_blocks:
             number = 1_000_000 + session.session_number
             result = self.ask(world, session, number, chr(0x100 + session.session_number), num_blocks * BLOCK_SIZE, 0)
-            assert outcome_of(result) is Outcome.OK
+            assert last_outcome(result) is Outcome.OK
             assert session.holding.num_lacking < num_groups
 
     @staticmethod
@@ -174,15 +174,15 @@ class Quotas(RuleBasedStateMachine):
         )
         needed = -(-(num_tokens + ahead) // BLOCK_SIZE) * len(world.pool.config.groups)
         if needed <= lacking:
-            assert outcome_of(result) is Outcome.OK, "refused within its minimum"
-        world.run(session, executed=session.sequence)  # others may hit it
+            assert last_outcome(result) is Outcome.OK, "refused within its minimum"
+        world.run(session, executed=session.sequence)  # other sessions can hit it
         return result
 
     def run_allocating(self, session: Session, operation: Operation, number: int, **columns: Any) -> None:
         request = session.by_number[RequestNumber(number)]
         held = self.held(request)
         result = self.world.run(session, operation, request_numbers=[number], **columns)
-        if outcome_of(result) is not Outcome.OK:
+        if last_outcome(result) is not Outcome.OK:
             assert set(self.held(request)) <= set(held), "a refusal takes nothing"
         self.world.run(session, executed=session.sequence)
 

@@ -1,7 +1,7 @@
-"""Steps of random operations, several sessions at once, as schedulers that keep their own books would send them.
+"""Random steps of several concurrent sessions, as sent by schedulers that keep their own state.
 
-Each scheduler here believes only what results tell it. After every step its block tables must be the pool's, and every
-block it was given as a hit must hold the very tokens that it asked for, filled by itself or published.
+Each scheduler here knows only what step results contain. After every step its block tables must equal the pool's. Every
+block of a hit must hold exactly the requested tokens, filled by the session itself or published.
 """
 
 import hashlib
@@ -40,9 +40,9 @@ QUARANTINES = st.sampled_from([0.0, 3.0])
 
 @dataclass(frozen=True)
 class Row:
-    """One operation, its request yet to be chosen.
+    """One operation whose request is chosen later.
 
-    A tame one is bent to what the request can be asked for; a wild one is sent as it is.
+    A tame operation is adapted to one that the request allows; a wild one is sent unchanged.
     """
 
     operation: Operation
@@ -57,13 +57,13 @@ class Row:
 
     @property
     def tokens(self) -> list[int]:
-        """Few different ones, so that prefixes meet."""
+        """Tokens from a small alphabet, so that prefixes are shared."""
         return [self.bits >> (i // 4) & 1 for i in range(self.length)]
 
 
 @dataclass(frozen=True)
 class Round:
-    """What one scheduler asks in one step."""
+    """The operations of one scheduler in one step."""
 
     which: int
     rows: list[Row]
@@ -80,12 +80,12 @@ class Known:
     blocks: list[int] = field(default_factory=list)
     num_hit: int = 0
     computed: int = 0
-    promise: list[int] = field(default_factory=list)
+    hit_to_allocate: list[int] = field(default_factory=list)
 
 
 @dataclass
 class DeferredBlocks:
-    """What a block's slots were last given to hold, by whom and when."""
+    """The contents that a block's slots were last allocated for, with the session and the step."""
 
     content: tuple[int, ...]
     session_number: int
@@ -94,7 +94,7 @@ class DeferredBlocks:
 
 @dataclass
 class Scheduler:
-    """A session, its requests by number, and the steps it sent."""
+    """A session, its requests by number, and the steps that it sent."""
 
     session: Session
     requests: dict[int, Known] = field(default_factory=dict)
@@ -103,14 +103,14 @@ class Scheduler:
 
 @dataclass(frozen=True)
 class Answer:
-    """What a step asked with one operation, and what became of it."""
+    """One operation of a step, and its result."""
 
     operation: Operation
     number: int
     num_appended: int
     num_rejected: int
     num_external: int
-    promised: list[int]
+    hit_allocated: list[int]
     outcome: Outcome
     num_prefix: int
     num_hit_tokens: int
@@ -120,7 +120,7 @@ class Answer:
 
 
 def answers(step: Step, result: StepResult) -> Iterator[Answer]:
-    """Takes a result's columns and queue apart. Uses the queues up."""
+    """Yields one answer per operation of a step."""
     zeros = [0] * len(step.operations)
     named, given = iter(step.block_ids), iter(result.block_ids)
     for i, code in enumerate(step.operations):
@@ -148,13 +148,13 @@ def take(ids: Iterator[int], num: int) -> list[int]:
 
 
 def num_common(tables: Sequence[list[int]]) -> int:
-    """Leading blocks that all tables have in common."""
+    """Number of leading blocks that all tables share."""
     return next(
         (i for i, column in enumerate(zip(*tables, strict=False)) if len(set(column)) > 1), min(map(len, tables))
     )
 
 
-TERMS = st.builds(
+OPTIONS = st.builds(
     AllocationOptions,
     num_external_tokens=st.sampled_from([0, 1, 4, 7, 9, 300]),
     num_in_flight_tokens=st.sampled_from([0, 0, 1, 9, 256]),
@@ -172,7 +172,7 @@ rows = st.builds(
     new=st.sampled_from([0, 0, 0, 1, 2, 7]),
     extra=st.sampled_from([(0, 0, False)] * 4 + [(2, 0, False), (0, 3, False), (0, 0, True), (1, 2, True)]),
     ids=st.sampled_from([(1,), (2,), (1, 2), (3, 1), (5,), (7, 8, 9), (0,)]),
-    options=st.one_of(st.just(DEFAULT_OPTIONS), st.just(DEFAULT_OPTIONS), TERMS),
+    options=st.one_of(st.just(DEFAULT_OPTIONS), st.just(DEFAULT_OPTIONS), OPTIONS),
     wild=st.sampled_from([False] * 15 + [True]),
 )
 
@@ -187,22 +187,22 @@ rounds = st.builds(
 
 
 def tamed(operation: Operation, number: int, known: Known, step: Step) -> Operation:
-    """An operation that the request can be asked for, given what the step asked of it before."""
+    """Returns an operation that the request allows, given the step's earlier operations on it."""
     earlier = [Operation(op) for op, n in zip(step.operations, step.request_numbers, strict=True) if n == number]
     may_hold = known.blocks or not POSSIBLE.keys().isdisjoint(earlier)
     if operation in POSSIBLE and not POSSIBLE.keys().isdisjoint(earlier):
         return Operation.COMMON_PREFIX
     if operation in BEFORE_BLOCKS and may_hold:
         return Operation.ALLOCATE if operation is Operation.ADMIT else Operation.COMMON_PREFIX
-    if operation is Operation.ADMIT and (known.promise or not known.tokens):
-        return Operation.ALLOCATE if known.promise else Operation.APPEND
+    if operation is Operation.ADMIT and (known.hit_to_allocate or not known.tokens):
+        return Operation.ALLOCATE if known.hit_to_allocate else Operation.APPEND
     if operation is Operation.CACHE and Operation.PREEMPT in earlier:
         return Operation.COMMON_PREFIX
     return operation
 
 
-# Ways to spoil a step so that it must be refused.
-SPOILS: list[Callable[[Step], Step]] = [
+# Ways to change a step so that it must be refused.
+INVALID_CHANGES: list[Callable[[Step], Step]] = [
     lambda step: replace(step, block_hashes=step.block_hashes + b"x"),
     lambda step: replace(step, block_ids=[*step.block_ids, 1]),
     lambda step: replace(step, request_ids=[*step.request_ids, "unused"]),
@@ -225,7 +225,7 @@ SPOILS: list[Callable[[Step], Step]] = [
 
 
 class RandomSteps(RuleBasedStateMachine):
-    """Schedulers of one pool, on a clock that is told."""
+    """Schedulers of one pool, with a clock that the test sets."""
 
     @initialize(
         num_blocks=st.sampled_from([16, 12, 9, 7, 5, 3, 2]),
@@ -252,10 +252,10 @@ class RandomSteps(RuleBasedStateMachine):
         self.schedulers.append(Scheduler(self.world.open(LEASE_SECONDS)))
 
     @precondition(lambda self: self.schedulers)
-    @rule(asked=st.lists(rounds, min_size=1, max_size=6))
-    def send(self, asked: list[Round]) -> None:
-        for sent in asked:
-            scheduler = self.hear_of(sent.which)
+    @rule(round_=st.lists(rounds, min_size=1, max_size=6))
+    def send(self, round_: list[Round]) -> None:
+        for sent in round_:
+            scheduler = self.touch_session(sent.which)
             step, requests = self.build(scheduler, sent)
             before = self.world.snapshot()
             try:
@@ -268,10 +268,10 @@ class RandomSteps(RuleBasedStateMachine):
             self.books_balance()
 
     @precondition(lambda self: self.schedulers)
-    @rule(asked=rounds, spoil=st.sampled_from(SPOILS))
-    def send_spoilt(self, asked: Round, spoil: Callable[[Step], Step]) -> None:
-        scheduler = self.hear_of(asked.which)
-        step = spoil(self.build(scheduler, asked)[0])
+    @rule(round_=rounds, change=st.sampled_from(INVALID_CHANGES))
+    def send_invalid(self, round_: Round, change: Callable[[Step], Step]) -> None:
+        scheduler = self.touch_session(round_.which)
+        step = change(self.build(scheduler, round_)[0])
         before = self.world.snapshot()
         with pytest.raises(KvpoolError):
             self.world.apply(scheduler.session, step)
@@ -280,19 +280,19 @@ class RandomSteps(RuleBasedStateMachine):
     @precondition(lambda self: any(s.sent for s in self.schedulers))
     @rule(which=st.integers(0, 2), back=st.integers(1, 16))
     def send_again(self, which: int, back: int) -> None:
-        """Rule 2 of session: the same number again gets the same answer again, and changes nothing."""
+        """Rule 2 of session: a step sent again gets the same result again, and changes nothing."""
         senders = [s for s in self.schedulers if s.sent]
         scheduler = senders[which % len(senders)]
         step, result = scheduler.sent[-min(back, len(scheduler.sent))]
         before, activity = self.world.snapshot(), self.world.pool.activity
         assert self.world.apply(scheduler.session, deepcopy(step)) == result
-        activity.retries -= 1  # is counted, and nothing else
+        activity.retries -= 1  # the only change
         assert self.world.snapshot() == before
 
     @precondition(lambda self: len(self.schedulers) > 1)
     @rule(which=st.integers(0, 2))
     def close(self, which: int) -> None:
-        scheduler = self.hear_of(which)
+        scheduler = self.touch_session(which)
         _, count = self.world.allocator.close_session(scheduler.session.session_id, self.world.now_seconds)
         assert count == len(scheduler.requests)
         self.schedulers.remove(scheduler)
@@ -328,7 +328,7 @@ class RandomSteps(RuleBasedStateMachine):
         self.schedulers = [s for s in self.schedulers if s.session not in ended]
 
     def keep(self, ended: list[Scheduler], quarantine_seconds: float) -> None:
-        """Notes what ended schedulers held, which is given to nobody until then."""
+        """Records the blocks of ended schedulers, which must not be allocated until their quarantine ends."""
         for scheduler in ended:
             blocks = {block_id for known in scheduler.requests.values() for block_id in known.blocks}
             if blocks and quarantine_seconds:
@@ -352,7 +352,7 @@ class RandomSteps(RuleBasedStateMachine):
                     assert index == i, "shared at different places"
                     assert known is other or self.content(known, i) == self.content(other, i), "shared, but different"
 
-    def hear_of(self, which: int) -> Scheduler:
+    def touch_session(self, which: int) -> Scheduler:
         scheduler = self.schedulers[which % len(self.schedulers)]
         found = self.world.allocator.session(scheduler.session.session_id, self.world.now_seconds)
         assert found == (self.world.pool, scheduler.session)
@@ -361,14 +361,14 @@ class RandomSteps(RuleBasedStateMachine):
     def content(self, known: Known, block: int) -> tuple[int, ...]:
         return tuple(known.tokens[: (block + 1) * self.size])
 
-    def build(self, scheduler: Scheduler, asked: Round) -> tuple[Step, dict[int, Known]]:
-        """Writes a step that names requests which are there; returns them with the tokens that they will have."""
-        step = Step(scheduler.session.sequence + 1, admission_budget_tokens=asked.budget)
-        step.executed_sequence = max(scheduler.session.sequence - asked.not_executed, 0)
-        step.launched_sequence = max(scheduler.session.sequence - asked.not_launched, 0)
+    def build(self, scheduler: Scheduler, round_: Round) -> tuple[Step, dict[int, Known]]:
+        """Builds a step for existing requests; returns it with the tokens that they will have."""
+        step = Step(scheduler.session.sequence + 1, admission_budget_tokens=round_.budget)
+        step.executed_sequence = max(scheduler.session.sequence - round_.not_executed, 0)
+        step.launched_sequence = max(scheduler.session.sequence - round_.not_launched, 0)
         requests = deepcopy(scheduler.requests)
         gone: set[int] = set()
-        for row in asked.rows:
+        for row in round_.rows:
             there = sorted(requests.keys() - gone)
             if row.operation in WITHOUT_REQUEST:
                 self.put(step, row, row.operation, 0, Known())
@@ -396,7 +396,7 @@ class RandomSteps(RuleBasedStateMachine):
         if operation is Operation.EVICT or (row.wild and operation is Operation.ALLOCATE):
             ids = [1 + block_id % (self.world.pool.blocks.num_blocks - 1) for block_id in row.ids]
         elif operation is Operation.ALLOCATE and not known.blocks:
-            ids = known.promise
+            ids = known.hit_to_allocate
         new = row.new
         if tame and operation is Operation.CACHE:
             new = min(new, known.computed - rejected)
@@ -423,7 +423,7 @@ class RandomSteps(RuleBasedStateMachine):
         return b"".join(hashlib.sha256(repr(self.content(known, block)).encode()).digest() for block in blocks)
 
     def read(self, scheduler: Scheduler, step: Step, result: StepResult, requests: dict[int, Known]) -> None:
-        """Reads a result as a scheduler does, operation by operation, with what it knew before."""
+        """Reads a result as a scheduler does, operation by operation, with its earlier state."""
         session_number = scheduler.session.session_number
         self.executed[session_number] = max(self.executed.get(session_number, 0), step.executed_sequence)
         length = {number: len(known.tokens) for number, known in scheduler.requests.items()}
@@ -449,12 +449,12 @@ class RandomSteps(RuleBasedStateMachine):
         assert result.free_blocks == self.world.pool.blocks.num_blocks - 1 - len(self.held())
 
     def follow(self, scheduler: Scheduler, known: Known, answer: Answer, sequence: int) -> None:
-        """Does to a request what the pool says it did."""
+        """Applies an answer to the scheduler's request."""
         match answer.operation, answer.outcome:
             case Operation.FREE, _:
                 del scheduler.requests[answer.number]
             case Operation.PREEMPT, _:
-                known.blocks, known.num_hit, known.computed, known.promise = [], 0, 0, []
+                known.blocks, known.num_hit, known.computed, known.hit_to_allocate = [], 0, 0, []
             case Operation.COMMON_PREFIX, _:
                 tables = [other.blocks for other in scheduler.requests.values() if other.blocks]
                 caching = self.world.pool.config.enable_caching
@@ -463,15 +463,15 @@ class RandomSteps(RuleBasedStateMachine):
                 _,
                 Outcome.HIT_CHANGED,
             ):
-                assert answer.hit != answer.promised or not answer.hit
-                known.promise = answer.hit
+                assert answer.hit != answer.hit_allocated or not answer.hit
+                known.hit_to_allocate = answer.hit
             case Operation.ADMIT | Operation.ALLOCATE, Outcome.OK:
-                self.check_hit(scheduler, known, answer.promised)
-                adopted = answer.promised + answer.hit
-                known.blocks += adopted + answer.new
-                known.num_hit += len(adopted)
-                known.computed += len(adopted) * self.size + answer.num_external + answer.num_new_tokens
-                known.promise = []
+                self.check_hit(scheduler, known, answer.hit_allocated)
+                hit_blocks = answer.hit_allocated + answer.hit
+                known.blocks += hit_blocks + answer.new
+                known.num_hit += len(hit_blocks)
+                known.computed += len(hit_blocks) * self.size + answer.num_external + answer.num_new_tokens
+                known.hit_to_allocate = []
                 for block_id in answer.new:
                     self.filled[block_id] = DeferredBlocks((), scheduler.session.session_number, sequence)
 
@@ -480,7 +480,7 @@ class RandomSteps(RuleBasedStateMachine):
         return held.union(*(blocks for _, blocks in self.kept))
 
     def fill(self, known: Known, length: int, session_number: int, sequence: int) -> None:
-        """The blocks that a request did not hit hold its tokens once they are full."""
+        """Records that full blocks which the request did not hit hold its tokens."""
         for i in range(known.num_hit, min(known.computed, length) // self.size):
             filled = self.filled[known.blocks[i]]
             if filled.content != self.content(known, i):
@@ -497,7 +497,7 @@ class RandomSteps(RuleBasedStateMachine):
             ), "not computed yet"
 
     def teardown(self) -> None:
-        """When all sessions have ended every block is free."""
+        """After all sessions have ended, every block is free."""
         if hasattr(self, "world"):
             self.world.allocator.expire(self.world.now_seconds + LEASE_SECONDS)
             self.world.allocator.end_due_quarantines(float("inf"))

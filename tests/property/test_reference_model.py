@@ -1,7 +1,7 @@
-"""One session of the core answers, block id for block id, as a model that counts everything anew each time.
+"""One session of the core compared, block id for block id, with a model that recomputes everything at each operation.
 
-The model knows plain lists only: the free blocks in order, what each block is known to hold, who holds which blocks.
-It is written from the design and the docstrings of pool, block_pool and free_list, and shares no code with them.
+The model has only plain lists: the free blocks in order, the contents of each cached block, and the blocks of each
+request. It is written from the docstrings of kv_cache_manager, block_pool and free_list, and shares no code with them.
 """
 
 import hashlib
@@ -30,12 +30,12 @@ class NaiveRequest:
     blocks: list[int] = field(default_factory=list)
     computed: int = 0
     known: int = 0
-    """Leading blocks that it cached or hit."""
+    """Number of leading blocks that were cached or hit."""
 
 
 @dataclass
 class NaivePool:
-    """What a pool does, O(everything)."""
+    """A model of a pool whose operations cost O(everything)."""
 
     num_blocks: int
     block_size: int
@@ -45,7 +45,7 @@ class NaivePool:
 
     def __post_init__(self) -> None:
         self.free = list(range(1, self.num_blocks))
-        self.cached: list[tuple[Content, int]] = []  # the block cached first stands first
+        self.cached: list[tuple[Content, int]] = []  # in the order of caching
         self.requests: dict[int, NaiveRequest] = {}
 
     def prefix(self, request: NaiveRequest, i: int) -> Content:
@@ -100,7 +100,7 @@ class NaivePool:
 
 
 class Comparison(RuleBasedStateMachine):
-    """The core and the model, asked the same."""
+    """The core and the model, with the same operations."""
 
     @initialize(
         num_blocks=st.sampled_from([12, 9, 7, 5, 3, 2]),
@@ -129,25 +129,27 @@ class Comparison(RuleBasedStateMachine):
     @rule(bits=bits, length=lengths)
     def add(self, bits: int, length: int) -> None:
         self.added += 1
-        tokens = [bits >> (i // 4) & 1 for i in range(length)]  # few different ones, so that prefixes meet
+        tokens = [bits >> (i // 4) & 1 for i in range(length)]  # a small alphabet, so that prefixes are shared
         request = self.model.requests[self.added] = NaiveRequest(tokens)
         self.world.run(
             self.session, Operation.ADD, request_numbers=[self.added], num_appended_tokens=[len(tokens)],
             block_hashes=self.hashes(request, 0), request_ids=[f"r{self.added}"],
         )  # fmt: skip
 
-    @rule(which=which_one, most=st.sampled_from([0, 0, 0, 2, 7]), lookahead=st.integers(0, 5), delay=st.booleans())
-    def admit(self, *, which: int, most: int, lookahead: int, delay: bool) -> None:
+    @rule(
+        which=which_one, max_tokens=st.sampled_from([0, 0, 0, 2, 7]), lookahead=st.integers(0, 5), delay=st.booleans()
+    )
+    def admit(self, *, which: int, max_tokens: int, lookahead: int, delay: bool) -> None:
         picked = self.pick(which, running=False)
         if not picked:
             return
         number, request = picked
         hit = self.model.hit(request)
         left = len(request.tokens) - len(hit) * self.model.block_size
-        new = min(left, most) if most else left
+        new = min(left, max_tokens) if max_tokens else left
         expected = self.model.allocate(request, hit, new, lookahead, delay=delay)
         result = self.world.run(
-            self.session, Operation.ADMIT, request_numbers=[number], num_new_tokens=[most],
+            self.session, Operation.ADMIT, request_numbers=[number], num_new_tokens=[max_tokens],
             num_lookahead_tokens=[lookahead], delay_cache_blocks=[delay],
         )  # fmt: skip
         if expected is None:
@@ -159,7 +161,7 @@ class Comparison(RuleBasedStateMachine):
     @rule(bits=bits, length=lengths)
     def add_and_admit(self, bits: int, length: int) -> None:
         self.add(bits, length)
-        self.admit(which=-1, most=0, lookahead=0, delay=False)
+        self.admit(which=-1, max_tokens=0, lookahead=0, delay=False)
 
     @rule(which=which_one, grown=st.lists(st.integers(0, 1), max_size=4), new=st.integers(1, 5), delay=st.booleans())
     def decode(self, *, which: int, grown: list[int], new: int, delay: bool) -> None:

@@ -13,11 +13,10 @@ from kvpool.client.errors import KvpoolError
 from kvpool.client.request import Request
 from kvpool.core.allocator import Allocator
 from kvpool.core.blocks.kv_cache_manager import KVCacheManager
-from kvpool.core.errors import IntegrityError
 from kvpool.core.sessions.session import Session, original_id
 from kvpool.v1 import allocator_pb2, step_pb2
 from simulation.fake_call import Call, Status
-from support.integrity import check_integrity
+from support.integrity import IntegrityError, check_integrity
 
 _FOR_EVER = ("LEASE_EXPIRED", "EPOCH_PASSED", "SESSION_EVICTED", "SESSION_CLOSED")
 """Reasons after which a session never gets an answer again."""

@@ -1,4 +1,4 @@
-"""Drives the core without a wire: one pool, sessions on it, and a snapshot of all that can be seen."""
+"""Drives the core without a transport: one pool, its sessions, and a snapshot of the visible state."""
 
 import hashlib
 from collections.abc import Sequence
@@ -23,22 +23,22 @@ STEP = ids.StepNumber(1)
 def config(
     num_blocks: int = 20, block_size: int = BLOCK_SIZE, specs: Sequence[KVCacheSpec] = (), **options: Any
 ) -> PoolConfig:
-    """A small pool: a group a spec; without specs one of full attention."""
+    """Returns a small pool configuration with one group per spec; by default one group of full attention."""
     specs = specs or [FullAttentionSpec(block_size)]
     groups = tuple(KVCacheGroup(spec, (f"layer.{i}",)) for i, spec in enumerate(specs))
     return PoolConfig(PoolName("m"), num_blocks, 256, groups, **options)
 
 
 def block_hashes(content: str, count: int) -> bytes:
-    """Hashes of the first `count` blocks of a request whose tokens are named by `content`, joined.
+    """Returns the joined hashes of the first `count` blocks of a request with tokens named by `content`.
 
-    Contents that start with the same letters share the hashes of as many blocks.
+    Contents with the same first letters share the hashes of that many blocks.
     """
     return b"".join(hashlib.sha256(content[: i + 1].ljust(i + 1, "-").encode()).digest() for i in range(count))
 
 
 def request_of(pool: KVCacheManager, content: str, num_tokens: int) -> Request:
-    """A request, in no session, whose hash blocks hold `content`."""
+    """Returns a request without a session, whose hash blocks hold `content`."""
     request = Request(RequestId("r"), RequestNumber(1), SessionNumber(1), pool.new_tables(), num_tokens)
     joined = block_hashes(content, num_tokens // pool.config.hash_block_size) if pool.config.enable_caching else b""
     request.hashes = [BlockHash(joined[i : i + 32]) for i in range(0, len(joined), 32)]
@@ -47,7 +47,7 @@ def request_of(pool: KVCacheManager, content: str, num_tokens: int) -> Request:
 
 
 def admit(pool: KVCacheManager, content: str, num_tokens: int) -> Request:
-    """Looks up and allocates all of such a request."""
+    """Admits a request for `content`: looks it up and allocates slots for all tokens."""
     request = request_of(pool, content, num_tokens)
     assert pool.admit(request, num_tokens, sequence=STEP)
     return request
@@ -78,14 +78,14 @@ class World:
         return self.allocator.apply(self.pool, session, step)
 
     def run(self, session: Session, *operations: Operation, executed: int = 0, **columns: Any) -> StepResult:
-        """Applies a step with the next number."""
+        """Applies a step with the next step number."""
         step = Step(
             session.sequence + 1, executed_sequence=executed, operations=[int(op) for op in operations], **columns
         )
         return self.apply(session, step)
 
     def admit(self, session: Session, number: int, content: str, num_tokens: int, executed: int = 0) -> StepResult:
-        """Declares and admits a request whose blocks hold `content`."""
+        """Adds and admits a request whose blocks hold `content`."""
         return self.run(
             session,
             Operation.ADD,
@@ -108,7 +108,7 @@ class World:
 
 
 def snapshot(pool: KVCacheManager, sessions: list[Session]) -> object:
-    """All that can be seen of a pool and its sessions, to be compared."""
+    """Returns the visible state of a pool and its sessions, for comparisons."""
     blocks = pool.blocks
     ids = [BlockId(i) for i in range(blocks.num_blocks)]
     return (

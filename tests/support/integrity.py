@@ -1,21 +1,24 @@
-"""Checks that a pool's books balance: every counter against what it counts, every link from both ends."""
+"""Integrity checks of a pool: every counter against the counted objects, every link from both ends."""
 
 from collections import Counter
 from collections.abc import Iterable
 
 from kvpool.core.blocks.kv_cache_manager import KVCacheManager
-from kvpool.core.errors import IntegrityError
 from kvpool.core.ids import NULL_BLOCK, BlockId, GroupId, SessionNumber
 from kvpool.core.sessions.request import Request
 from kvpool.core.sessions.session import Session
 from kvpool.core.specs.kinds import CrossAttentionSpec, allocation_spec
 
 
+class IntegrityError(AssertionError):
+    """An invariant of the core is violated: a bug in kvpool."""
+
+
 def check_integrity(pool: KVCacheManager, sessions: Iterable[Session]) -> None:
     """Checks a pool, its quarantine and all its sessions. O(num_blocks + blocks in tables); for tests and idle servers.
 
     Raises:
-        IntegrityError: Something does not balance; says what.
+        IntegrityError: An invariant is violated; the message names it.
     """
     sessions = list(sessions)
     quarantined = [each.session for each in pool.quarantine]
@@ -37,9 +40,7 @@ def check_integrity(pool: KVCacheManager, sessions: Iterable[Session]) -> None:
         config = pool.config
         wanted = request.num_tokens // config.hash_block_size if config.enable_caching else 0
         _require(len(request.hashes) == wanted, f"{request.request_id}: {len(request.hashes)} hashes, not {wanted}")
-        _require(
-            request.credit_tokens <= max(pool.credit_tokens(request), 0), f"{request.request_id}: too much quiet room"
-        )
+        _require(request.credit_tokens <= max(pool.credit_tokens(request), 0), f"{request.request_id}: too much credit")
         for group_id in range(len(request.tables)):
             _check_table(f"{request.request_id}, group {group_id}", request, pool, GroupId(group_id))
 
@@ -48,7 +49,7 @@ def _check_quarantine(pool: KVCacheManager, quarantined: list[Session]) -> None:
     held: set[BlockId] = set()
     for session in quarantined:
         blocks = {b for r in session.requests.values() for t in r.tables for b in t.held_block_ids}
-        _require(bool(blocks), f"session {session.session_number} is in quarantine and holds nothing")
+        _require(bool(blocks), f"session {session.session_number} is in quarantine without blocks")
         held |= blocks
     counted = pool.quarantine.num_blocks
     _require(counted == len(held), f"{counted} blocks are counted in quarantine, not {len(held)}")
@@ -57,10 +58,10 @@ def _check_quarantine(pool: KVCacheManager, quarantined: list[Session]) -> None:
 def _check_table(where: str, request: Request, pool: KVCacheManager, group_id: GroupId) -> None:
     table = request.tables[group_id]
     if not isinstance(allocation_spec(pool.config.groups[group_id].spec), CrossAttentionSpec):
-        room = len(table.block_ids) * pool.config.span_tokens(group_id)
-        _require(0 <= request.num_computed_tokens <= room, f"{where}: computed what has no room")
-    _require(not any(table.block_ids[: table.num_skipped]), f"{where}: holds what it skipped")
-    _require(all(table.held_block_ids), f"{where}: null within the blocks")
+        num_slots = len(table.block_ids) * pool.config.span_tokens(group_id)
+        _require(0 <= request.num_computed_tokens <= num_slots, f"{where}: computed tokens without slots")
+    _require(not any(table.block_ids[: table.num_skipped]), f"{where}: holds skipped blocks")
+    _require(all(table.held_block_ids), f"{where}: null block after others")
     _require(table.num_cached <= len(table.block_ids), f"{where}: more cached than held")
 
 
@@ -87,25 +88,25 @@ def _check_quotas(pool: KVCacheManager, sessions: list[Session], owners: Counter
     covering: Counter[BlockId] = Counter()
     min_blocks = 0
     for session in sessions:
-        holding, who = session.holding, f"session {session.session_number}"
-        _require(all(r.holding is holding for r in session.requests.values()), f"{who}: another's holding")
+        holding, where = session.holding, f"session {session.session_number}"
+        _require(all(r.holding is holding for r in session.requests.values()), f"{where}: a different holding")
         if holding is None:
             continue
         tables = [table for request in session.requests.values() for table in request.tables]
         counts = Counter(b for table in tables for b in table.held_block_ids)
-        _require(counts == holding.counts, f"{who}: holds other blocks than are counted")
-        _require(holding.uncovered.keys() <= counts.keys(), f"{who}: does not cover what it does not hold")
+        _require(counts == holding.counts, f"{where}: held and counted blocks differ")
+        _require(holding.uncovered.keys() <= counts.keys(), f"{where}: uncovered blocks that it does not hold")
         covered = counts.keys() - holding.uncovered.keys()
-        _require(len(covered) == min(len(counts), holding.min_blocks), f"{who}: covers {len(covered)} blocks")
-        _require(not holding.max_blocks or len(counts) <= holding.max_blocks, f"{who}: holds more than its maximum")
+        _require(len(covered) == min(len(counts), holding.min_blocks), f"{where}: covers {len(covered)} blocks")
+        _require(not holding.max_blocks or len(counts) <= holding.max_blocks, f"{where}: holds more than its maximum")
         covering.update({block_id: counts[block_id] for block_id in covered})
         min_blocks += holding.min_blocks
     quotas = pool.quotas
     only_covered = sum(1 for block_id, count in covering.items() if count == owners[block_id])
     _require(quotas.min_blocks == min_blocks, f"minima of {min_blocks}, {quotas.min_blocks} are counted")
-    _require(quotas.num_covering == covering, "covering tables are counted wrong")
-    _require(quotas.num_reserved == min_blocks - only_covered, "what is only covered is counted wrong")
-    _require(quotas.num_left >= 0, "more is common than the minima leave")
+    _require(quotas.num_covering == covering, "covering tables are miscounted")
+    _require(quotas.num_reserved == min_blocks - only_covered, "blocks only in covering tables are miscounted")
+    _require(quotas.num_left >= 0, "common blocks exceed the pool minus all minima")
 
 
 def _check_group_counters(pool: KVCacheManager, requests: list[Request]) -> None:
@@ -115,7 +116,7 @@ def _check_group_counters(pool: KVCacheManager, requests: list[Request]) -> None
         used = len(held) + sinks[group_id]
         _require(counters.used_blocks == used, f"group {group_id}: counts {counters.used_blocks} used, not {used}")
     evicted = sum(counters.evicted_blocks for counters in pool.blocks.group_counters)
-    _require(evicted <= pool.blocks.num_evicted, "the groups evicted more than the pool")
+    _require(evicted <= pool.blocks.num_evicted, "the groups evicted more blocks than the pool")
 
 
 def _check_prefix_map(pool: KVCacheManager, writers: set[SessionNumber]) -> None:
@@ -125,7 +126,7 @@ def _check_prefix_map(pool: KVCacheManager, writers: set[SessionNumber]) -> None
     _require(len(hashed) == len(mapped) == len(prefix_map), "hashed, mapped and counted blocks differ")
     by_group = Counter(group_id for group_id, _, _ in mapped)
     for group_id in map(GroupId, range(len(pool.config.groups))):
-        _require(by_group[group_id] == prefix_map.num_cached(group_id), f"group {group_id}: cached is counted wrong")
+        _require(by_group[group_id] == prefix_map.num_cached(group_id), f"group {group_id}: cached miscounted")
     for group_id, block_hash, block_id in mapped:
         back: tuple[GroupId, object] = (prefix_map.group_id(block_id), prefix_map.block_hash(block_id))
         _require(back == (group_id, block_hash), f"block {block_id} does not point back to its hash")
@@ -133,7 +134,7 @@ def _check_prefix_map(pool: KVCacheManager, writers: set[SessionNumber]) -> None
     _require(pending.keys() <= set(hashed), "a block without a hash is pending")
     _require(
         sorted(pending) == sorted(b for w in writers for b in prefix_map.unpublished_blocks(w)),
-        "pending blocks and what open sessions have not published differ",
+        "pending blocks differ from the unpublished blocks of open sessions",
     )
 
 

@@ -393,7 +393,7 @@ class Allocator(PoolRegistry):
         session = self._by_open_key.get(owner_and_key)
         if session is None or session.expires_seconds <= now_seconds:
             return None
-        if session.asked_for != asked_for:
+        if session.open_arguments != asked_for:
             message = "opened a session with other arguments before"
             raise InvalidArgumentError("open_key", message, reason="OPEN_KEY_REUSED")
         if session.current_id != session.session_id:

@@ -66,10 +66,6 @@ class DeniedError(KvpoolError):
     """The caller is authenticated, but not permitted. The message does not reveal whether the resource exists."""
 
 
-class IntegrityError(AssertionError):
-    """An internal invariant is violated: a bug in this package. Only checks in tests and idle servers raise it."""
-
-
 def check_range(field: str, value: int, low: int, high: int) -> int:
     """Returns `value` if it is in [low, high].
 

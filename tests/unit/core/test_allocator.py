@@ -2,13 +2,13 @@
 
 import pytest
 
-from kvpool.core.errors import AbortedError, IntegrityError, NotFoundError
+from kvpool.core.errors import AbortedError, NotFoundError
 from kvpool.core.events import BlockRemoved, BlockStored
 from kvpool.core.ids import BlockId
 from kvpool.core.specs.pool_config import ReuseOrder
 from kvpool.core.steps.columns import Operation
 from support.core import World, block_hashes
-from support.integrity import check_integrity
+from support.integrity import IntegrityError, check_integrity
 
 
 def test_a_lease_is_renewed_by_being_heard_of() -> None:

@@ -1,4 +1,4 @@
-"""Rules 1 and 2 of residency, alone and in a pool."""
+"""Rules 1 and 2 of block_lifetimes, alone and in a pool."""
 
 import random
 

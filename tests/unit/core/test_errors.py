@@ -1,9 +1,8 @@
-"""Errors carry what a transport needs, and nothing else."""
+"""Errors carry the hints that a transport needs."""
 
 import pytest
 
-from kvpool.core import errors
-from kvpool.core.errors import InvalidArgumentError, KvpoolError, WrongStateError, check_range
+from kvpool.core.errors import InvalidArgumentError, WrongStateError, check_range
 
 
 def test_an_error_names_its_field_before_its_message() -> None:
@@ -29,7 +28,3 @@ def test_ranges_include_both_ends(value: int) -> None:
 def test_values_out_of_range_are_refused(value: int) -> None:
     with pytest.raises(InvalidArgumentError, match=rf"f: {value} is not in \[0, 3\]"):
         check_range("f", value, 0, 3)
-
-
-def test_an_integrity_error_is_not_a_kvpool_error() -> None:
-    assert not issubclass(errors.IntegrityError, KvpoolError)

@@ -1,4 +1,4 @@
-"""Rules of attentive_clock."""
+"""Rules of pause_tolerant_clock."""
 
 from kvpool.core.pause_tolerant_clock import READ_INTERVAL_SECONDS, PauseTolerantClock
 

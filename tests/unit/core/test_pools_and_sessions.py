@@ -1,4 +1,4 @@
-"""Rules 1 and 2 of allocator: what is found, what differs, what is over."""
+"""Rules 1 and 2 of allocator: finding pools and sessions, different declarations, ended sessions."""
 
 from collections.abc import Callable
 from dataclasses import replace

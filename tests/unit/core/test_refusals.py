@@ -1,4 +1,4 @@
-"""Bad steps are refused by name, change nothing, and do not count."""
+"""Invalid steps are refused with the field's name, change nothing, and do not count."""
 
 from collections.abc import Callable
 from typing import Any
@@ -101,7 +101,7 @@ BAD_STEPS: dict[str, tuple[type[KvpoolError], str, list[int], dict[str, Any]]] =
         InvalidArgumentError, "token_ids", [ALLOCATE],
         {"request_numbers": [1], "num_new_tokens": [1], "num_appended_tokens": [1], "token_ids": [5]},
     ),
-    "promised block of no pool": (
+    "hit with a block outside the pool": (
         InvalidArgumentError, "block_ids[0]", [ADD, ALLOCATE],
         {
             "request_numbers": [2, 2], "request_ids": ["x"], "num_appended_tokens": [5, 0],
@@ -109,7 +109,7 @@ BAD_STEPS: dict[str, tuple[type[KvpoolError], str, list[int], dict[str, Any]]] =
             "block_ids": [20],
         },
     ),
-    "promise of the whole request": (
+    "hit of the whole request": (
         InvalidArgumentError, "num_block_ids[1]", [ADD, ALLOCATE],
         {
             "request_numbers": [2, 2], "request_ids": ["x"], "num_appended_tokens": [4, 0],

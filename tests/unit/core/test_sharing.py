@@ -1,4 +1,4 @@
-"""What sharing adds, rule by rule of the design, where two sessions meet on one pool."""
+"""Rules of sharing between two sessions of one pool."""
 
 import hashlib
 
@@ -29,17 +29,17 @@ def other(world: World) -> Session:
 
 
 def lookup(world: World, session: Session, number: int, content: str) -> StepResult:
-    """Declares a request that ends a token after its content, and looks it up."""
+    """Adds a request that ends one token after its content, and looks it up."""
     return world.run(
         session, ADD, LOOKUP, request_numbers=[number] * 2, num_appended_tokens=[4 * len(content) + 1, 0],
         block_hashes=block_hashes(content, len(content)), request_ids=[f"r{number}"],
     )  # fmt: skip
 
 
-def allocate(world: World, session: Session, number: int, promised: list[int], executed: int = 0) -> StepResult:
+def allocate(world: World, session: Session, number: int, hit_blocks: list[int], executed: int = 0) -> StepResult:
     return world.run(
         session, ALLOCATE, executed=executed, request_numbers=[number], num_new_tokens=[1],
-        num_block_ids=[len(promised)], block_ids=promised,
+        num_block_ids=[len(hit_blocks)], block_ids=hit_blocks,
     )  # fmt: skip
 
 
@@ -53,21 +53,19 @@ def salted(salt: str, content: str) -> bytes:
 def test_a_hit_that_is_still_cached_is_allocated(world: World, one: Session, other: Session) -> None:
     world.admit(one, 1, "abc", 13)
     world.run(one, Operation.FREE, executed=1, request_numbers=[1])
-    promised = lookup(world, other, 1, "abc").block_ids
-    result = allocate(world, other, 1, promised)
-    assert (promised, result.outcomes, result.num_new_blocks) == ([1, 2, 3], [], [1])
-    assert [world.pool.blocks.ref_cnt(BlockId(b)) for b in promised] == [1, 1, 1]
+    hit_blocks = lookup(world, other, 1, "abc").block_ids
+    result = allocate(world, other, 1, hit_blocks)
+    assert (hit_blocks, result.outcomes, result.num_new_blocks) == ([1, 2, 3], [], [1])
+    assert [world.pool.blocks.ref_cnt(BlockId(b)) for b in hit_blocks] == [1, 1, 1]
 
 
-def test_a_hit_that_was_evicted_completely_is_answered_with_an_empty_hit(
-    world: World, one: Session, other: Session
-) -> None:
+def test_a_completely_evicted_hit_is_answered_with_an_empty_hit(world: World, one: Session, other: Session) -> None:
     world.admit(one, 1, "abc", 13)
     world.run(one, executed=1)
-    promised = lookup(world, other, 1, "abc").block_ids
-    world.run(one, Operation.EVICT, num_block_ids=[3], block_ids=promised)
+    hit_blocks = lookup(world, other, 1, "abc").block_ids
+    world.run(one, Operation.EVICT, num_block_ids=[3], block_ids=hit_blocks)
     free = list(world.pool.blocks.free_list)
-    result = allocate(world, other, 1, promised)
+    result = allocate(world, other, 1, hit_blocks)
     assert (result.outcomes, result.num_hit_tokens, result.block_ids) == ([Outcome.HIT_CHANGED], [], [])
     assert list(world.pool.blocks.free_list) == free
     assert allocate(world, other, 1, []).outcomes == []
@@ -77,8 +75,8 @@ def test_blocks_that_were_never_a_hit_are_not_allocated_as_one(world: World, one
     world.admit(one, 1, "xyz", 13)
     world.run(one, executed=1)
     lookup(world, other, 1, "abc")
-    for promised in ([1], [2, 1, 3], [4], [9]):
-        assert allocate(world, other, 1, promised).outcomes == [Outcome.HIT_CHANGED]
+    for hit_blocks in ([1], [2, 1, 3], [4], [9]):
+        assert allocate(world, other, 1, hit_blocks).outcomes == [Outcome.HIT_CHANGED]
     assert [world.pool.blocks.ref_cnt(BlockId(b)) for b in (1, 2, 3, 4, 9)] == [1, 1, 1, 1, 0]
 
 
@@ -138,7 +136,7 @@ def test_another_session_can_allocate_a_free_pending_block(world: World, one: Se
     world.admit(one, 1, "a", 4)
     world.run(one, Operation.FREE, request_numbers=[1])
     world.run(other, ADD, ADMIT, request_numbers=[1, 1], num_appended_tokens=[76, 0],
-              block_hashes=block_hashes("x" * 19, 19), request_ids=["r1"])  # all blocks there are  # fmt: skip
+              block_hashes=block_hashes("x" * 19, 19), request_ids=["r1"])  # all blocks of the pool  # fmt: skip
     world.run(one, executed=2)
     assert world.pool.blocks.prefix_map.unpublished_blocks(other.session_number) != []
     assert lookup(world, one, 2, "xx").num_hit_tokens == []

@@ -1,4 +1,4 @@
-"""The hit rate forgets what is old; admissions and preempted look-ups are counted as documented."""
+"""The hit rate covers recent look-ups only; admissions and look-ups of preempted requests are counted as documented."""
 
 from kvpool.core.statistics import RECENT_REQUESTS, RecentHitRate
 from kvpool.core.steps.columns import Operation, Outcome

@@ -1,4 +1,4 @@
-"""Cooked books are found, each for what is wrong with them."""
+"""The integrity check finds each kind of corrupted state, with a specific message."""
 
 from collections.abc import Callable
 
@@ -6,11 +6,11 @@ import pytest
 
 from kvpool.core.blocks.kv_cache_manager import KVCacheManager
 from kvpool.core.blocks.quota import Quota
-from kvpool.core.errors import IntegrityError
+from kvpool.core.errors import KvpoolError
 from kvpool.core.ids import NULL_BLOCK, BlockHash, BlockId, GroupId, RequestNumber, SessionNumber, StepNumber
 from kvpool.core.sessions.session import Session
 from support.core import World
-from support.integrity import check_integrity
+from support.integrity import IntegrityError, check_integrity
 
 Cook = Callable[[KVCacheManager, Session], object]
 
@@ -60,13 +60,13 @@ COOKED: dict[str, tuple[Cook, str]] = {
     "freed under a table": (lambda pool, _: pool.blocks.free_blocks([BlockId(4)]), "free"),
     "free though held": (lambda pool, _: pool.blocks.free_list.append([BlockId(2)]), "free"),
     "cached by nobody": (cook_hash_of_nobody, "pending"),
-    "computed without room": (cook_computed_without_room, "computed what has no room"),
+    "computed without room": (cook_computed_without_room, "computed tokens without slots"),
     "null block in a table": (cook_null_block_in_a_table, "block 0: ref_cnt 0, in 1 tables"),
     "more cached than held": (cook_more_cached_than_held, "more cached than held"),
     "hash missing": (lambda _, session: session.by_number[RequestNumber(1)].hashes.pop(), "2 hashes, not 3"),
     "used counted wrong": (cook_used_blocks, "group 0: counts 5 used, not 4"),
-    "evicted counted wrong": (cook_evicted_blocks, "evicted more than the pool"),
-    "cached counted in another group": (cook_cached_blocks, "group 0: cached is counted wrong"),
+    "evicted counted wrong": (cook_evicted_blocks, "evicted more blocks than the pool"),
+    "cached counted in another group": (cook_cached_blocks, "group 0: cached miscounted"),
     "number missing": (lambda _, session: session.by_number.clear(), "by id and by number"),
 }
 
@@ -118,11 +118,11 @@ def cook_maximum(world: World, session: Session) -> None:
 @pytest.mark.parametrize(
     ("cook", "found"),
     [
-        (cook_counted_blocks, "holds other blocks"),
+        (cook_counted_blocks, "held and counted blocks differ"),
         (cook_uncovered, "covers 2 blocks"),
         (cook_minima, "minima of 3, 4 are counted"),
         (cook_covering, "covering tables"),
-        (cook_only_covered, "only covered"),
+        (cook_only_covered, "only in covering tables"),
         (cook_maximum, "more than its maximum"),
     ],
 )
@@ -134,3 +134,7 @@ def test_cooked_quotas(cook: Callable[[World, Session], None], found: str) -> No
     cook(world, session)
     with pytest.raises(IntegrityError, match=found):
         check_integrity(world.pool, world.sessions())
+
+
+def test_an_integrity_error_is_not_a_kvpool_error() -> None:
+    assert not issubclass(IntegrityError, KvpoolError)

@@ -66,8 +66,8 @@ class BlockPool:
     """
 
     __slots__ = (
-        "_bare",
         "_events",
+        "_evicted_held",
         "_uncached_first",
         "block_lifetimes",
         "contents",
@@ -83,7 +83,7 @@ class BlockPool:
         self.num_evicted = 0
         self.group_counters = [GroupCounters() for _ in config.groups]
         self.block_lifetimes = block_lifetimes
-        self._bare: set[BlockId] = set()  # held blocks that lost their hash
+        self._evicted_held: set[BlockId] = set()  # held blocks that lost their hash
         self._uncached_first = config.reuse_order is ReuseOrder.UNCACHED_FIRST
         self.contents = BlockContents(config.num_blocks) if config.makes_events else None
         self._events: list[BlockEvent] = []
@@ -125,13 +125,13 @@ class BlockPool:
     def get_new_blocks(self, count: int) -> list[BlockId]:
         """Takes the next `count` free blocks and evicts their contents. The caller has checked that enough are free."""
         taken = self.free_list.take(count)
-        is_bare = count == 1 and self.prefix_map.block_hash(taken[0]) is None  # the usual case of a decode
-        cached = () if is_bare else self.prefix_map.hashed_among(taken)
+        is_uncached = count == 1 and self.prefix_map.block_hash(taken[0]) is None  # the usual case of a decode
+        cached = () if is_uncached else self.prefix_map.hashed_among(taken)
         if cached:
             self.num_evicted += len(cached)
             for counters, num_evicted in zip(self.group_counters, self.prefix_map.num_by_group(cached), strict=True):
                 counters.evicted_blocks += num_evicted
-            self._forget(cached)
+            self._remove_hashes(cached)
         if self.block_lifetimes:
             self.block_lifetimes.record_taken(taken)
         return taken
@@ -157,7 +157,7 @@ class BlockPool:
         freed = free_list.drop(block_ids)
         if not self._uncached_first:
             free_list.append(freed)
-        elif num_uncached is not None and freed is block_ids and not self._bare:
+        elif num_uncached is not None and freed is block_ids and not self._evicted_held:
             free_list.prepend(block_ids[:num_uncached])
             free_list.append(block_ids[num_uncached:])
         else:
@@ -166,8 +166,8 @@ class BlockPool:
                 hashed = set(cached)
                 free_list.prepend([block_id for block_id in freed if block_id not in hashed])
             free_list.append(cached)
-        if self._bare:
-            self._bare.difference_update(freed)
+        if self._evicted_held:
+            self._evicted_held.difference_update(freed)
         return len(freed)
 
     def cache_full_blocks(
@@ -184,10 +184,10 @@ class BlockPool:
     def evict_blocks(self, block_ids: Iterable[BlockId]) -> None:
         """Removes the hashes of those blocks that have one."""
         cached = self.prefix_map.hashed_among(dict.fromkeys(block_ids))
-        self._bare.update(block_id for block_id in cached if self.free_list.ref_cnt(block_id))
-        self._forget(cached)
+        self._evicted_held.update(block_id for block_id in cached if self.free_list.ref_cnt(block_id))
+        self._remove_hashes(cached)
 
-    def _forget(self, cached: Sequence[BlockId]) -> None:
+    def _remove_hashes(self, cached: Sequence[BlockId]) -> None:
         if self.block_lifetimes:
             self.block_lifetimes.record_evicted(cached)
         if self.contents:
@@ -199,7 +199,7 @@ class BlockPool:
     def reset_prefix_cache(self) -> bool:
         """Removes all hashes if every block is free; returns whether it did. O(num_blocks).
 
-        Sinks are never free, so a pool with sinks is never reset, as in the reference.
+        Sinks are never free, so a pool with sinks is never reset, as in vLLM.
         """
         if self.num_free_blocks != self.num_blocks - 1:
             return False

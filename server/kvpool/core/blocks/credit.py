@@ -71,8 +71,8 @@ class Credit:
 
 def is_plain(config: PoolConfig) -> bool:
     """Whether a pool has one group, which keeps its blocks and has a slot per token, and makes no events."""
-    room = Credit.for_group(config, GroupId(0))
-    return len(config.groups) == 1 and room.has_slots and not room.skips and not config.makes_events
+    credit = Credit.for_group(config, GroupId(0))
+    return len(config.groups) == 1 and credit.has_slots and not credit.skips and not config.makes_events
 
 
 def fills_on_credit(config: PoolConfig) -> bool:

@@ -1,4 +1,6 @@
-"""The KV cache manager of a pool: answers as vLLM's, block id for block id, for the requests of any number of sessions.
+"""The KV cache manager of a pool, for the requests of any number of sessions.
+
+It returns the same block ids as vLLM's KV cache manager.
 
 1. Every method is all or nothing. Too few free blocks is a result (None), not an error. Even then, blocks behind a
    window are freed.
@@ -150,7 +152,7 @@ class KVCacheManager:
         self._count_lookup(request, computed)
         return computed
 
-    def admit(  # noqa: PLR0913 - the reference's own parameters
+    def admit(  # noqa: PLR0913 - vLLM's parameters
         self,
         request: Request,
         max_new_tokens: int,
@@ -228,7 +230,7 @@ class KVCacheManager:
             for manager, table in zip(self._managers, request.tables, strict=True)
         )
 
-    def allocate_slots(  # noqa: PLR0913 - the reference's own parameters
+    def allocate_slots(  # noqa: PLR0913 - vLLM's parameters
         self,
         request: Request,
         num_new_tokens: int,
@@ -253,8 +255,8 @@ class KVCacheManager:
             sequence: Number of the session's step whose execution fills the slots.
 
         Returns:
-            The new blocks, group by group. None if there are too few that the session can be given; then nothing was
-            changed, except that blocks behind a window were freed.
+            The new blocks, group by group. None if too few are available to the session; then nothing was changed,
+            except that blocks behind a window were freed.
         """
         if computed is None and options is DEFAULT_OPTIONS and not num_encoder_tokens:
             end_tokens = request.num_computed_tokens + num_new_tokens

@@ -8,8 +8,8 @@ A group can serve a hit of n tokens exactly when both conditions hold:
    slot of the hit can depend on a different next token. Kinds without a slot per token (state space) do not need it.
 
 A hit is the longest n within the bound that all groups can serve. The block after the hit may hold the request's last
-token, which itself is never part of a hit. A pool with one group does not look that far: the reference does not, and
-kvpool returns the same hits.
+token, which itself is never part of a hit. A pool with one group does not look that far: vLLM does not, and kvpool
+returns the same hits.
 
 Each group in turn shortens n to the longest length that the group can serve. The search ends because n only shrinks.
 When no group shortens n any more, n is the longest hit: no group shortens n below a length that all groups can serve.

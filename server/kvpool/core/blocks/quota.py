@@ -66,12 +66,12 @@ class Quotas:
 
     @property
     def num_left(self) -> int:
-        """Number of free blocks that a session without a minimum can be given."""
+        """Number of free blocks that are available to a session without a minimum."""
         return self._blocks.num_free_blocks + self._num_only_covered - self.min_blocks
 
     @property
     def num_reserved(self) -> int:
-        """Number of free blocks that only sessions with a minimum can be given."""
+        """Number of free blocks that are reserved for sessions with a minimum."""
         return self.min_blocks - self._num_only_covered
 
     def check(self, quota: Quota) -> None:
@@ -122,7 +122,7 @@ class Quotas:
         self.min_blocks -= holding.min_blocks
 
     def num_free_for(self, holding: Holding | None) -> int:
-        """Number of free blocks that a session can be given."""
+        """Number of free blocks that are available to a session."""
         if holding is None:
             return self.num_left
         num_free = self.num_left + holding.num_lacking

@@ -84,7 +84,7 @@ class Retention:
 
         The last token of a prompt is never part of a hit. With EAGLE the hit is one alignment shorter, because the
         block after the hit must be cached too. Without EAGLE, a prompt that is continued from whole blocks could hit
-        all of them, but finds one alignment less, as in the reference.
+        all of them, but finds one alignment less, as in vLLM.
         """
         if not self.num_eagle_blocks:
             return (self._aligned(num_prompt_tokens - 1),)

@@ -4,7 +4,7 @@
 2. The blocks of a hit are held before any block is taken, in all groups. A group never takes a block of another
    group's hit.
 3. Blocks for external tokens are taken before blocks for new tokens, in all groups.
-4. Reserved and watermark blocks count against the blocks that the session can be given. With a quota, the session
+4. Reserved and watermark blocks count against the blocks that are available to the session. With a quota, the session
    allocates as if those blocks were its own pool.
 """
 
@@ -68,7 +68,7 @@ class SlotAllocator:
         num_encoder_tokens: int,
         options: AllocationOptions,
     ) -> tuple[list[BlockId], ...] | None:
-        """Gives a request a hit, and the blocks that it lacks for `num_slots` tokens.
+        """Allocates a hit and the blocks that a request lacks for `num_slots` tokens.
 
         Args:
             request: The request.
@@ -180,7 +180,7 @@ class SlotAllocator:
         num_encoder_tokens: int,
         options: AllocationOptions,
     ) -> bool:
-        """Whether enough blocks are free for all known tokens of a request, at the time when it holds most blocks."""
+        """Whether enough blocks are free for all known tokens of a request, when it holds the most blocks."""
         num_tokens = min(request.num_tokens, self._max_tokens)
         demands = []
         for manager, table, blocks, limit in zip(self._managers, request.tables, hit, self._max_blocks, strict=True):

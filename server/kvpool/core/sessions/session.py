@@ -4,7 +4,7 @@
 2. Steps are numbered from 1 without gaps. A step that is sent again gets the same result again and changes nothing. A
    number that is too high, or that was used for a different step, is refused.
 3. A session lives while its stream is open, and for the duration of its lease after its last call.
-4. One process drives a session. Resuming the session gives it a new id and a new number. Earlier ids can only be used
+4. One process drives a session. Resuming the session assigns a new id and a new number. Earlier ids can only be used
    to resume it. Earlier numbers count as ended sessions, for ranks that hold block tables with them.
 """
 
@@ -85,7 +85,7 @@ class Session:
         lease_seconds: How long the session outlives its stream and its last call.
         last_seen_seconds: Time of the last call, on the server's monotonic clock.
         open_key: Idempotency key of the open call; empty for none.
-        asked_for: Arguments of the open call, compared when the key is used again.
+        open_arguments: Arguments of the open call, compared when the key is used again.
         holding: The blocks that the session's requests hold, if it has a quota.
         opened_seconds: When the session was opened, on the same clock.
         current_id: Id of the process that drives the session now.
@@ -107,7 +107,7 @@ class Session:
     lease_seconds: float
     last_seen_seconds: float
     open_key: str = field(default="", repr=False)
-    asked_for: tuple[object, ...] = ()
+    open_arguments: tuple[object, ...] = ()
     holding: Holding | None = None
     opened_seconds: float = field(init=False)
     current_id: SessionId = field(init=False, repr=False)

@@ -257,7 +257,7 @@ class MambaSpec(KVCacheSpec):
         return num_tokens + 1
 
     def max_blocks(self, limits: RequestLimits) -> int:
-        """One state per block, plus the speculative ones. As in the reference, although most states are freed early."""
+        """One state per block, plus the speculative ones. As in vLLM, although most states are freed early."""
         return -(-limits.max_model_len // self.block_size) + self.num_speculative_blocks
 
     def with_page_size(self, page_size_bytes: int) -> Self:

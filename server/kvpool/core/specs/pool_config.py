@@ -82,7 +82,7 @@ class HashScheme:
         check_range("config.hash_scheme.none_hash", len(self.none_hash), 0, 64)
         known = _HASH_SIZES_BYTES.get(self.algorithm, self.hash_size_bytes)
         if known != self.hash_size_bytes:
-            raise InvalidArgumentError("config.hash_scheme.size_bytes", f"{self.algorithm} gives {known} bytes")
+            raise InvalidArgumentError("config.hash_scheme.size_bytes", f"{self.algorithm} hashes have {known} bytes")
 
     @property
     def hash_size_bytes(self) -> int:

@@ -20,7 +20,7 @@ def pool_of(num_blocks: int, **options: Any) -> BlockPool:
 
 
 def cache(pool: BlockPool, *numbers: int) -> None:
-    """Gives each block a hash that spells its id."""
+    """Assigns each block a hash derived from its id."""
     hashes = [BlockHash(b"%d" % number) for number in numbers]
     pool.cache_full_blocks(GroupId(0), ids(*numbers), hashes, SessionNumber(1), StepNumber(1))
 

@@ -1,4 +1,4 @@
-"""Room that a request can take in silence, against what the pool does when every rule is gone through."""
+"""Credit of requests, compared with the changes that a full allocation makes."""
 
 from collections.abc import Callable
 from copy import deepcopy
@@ -71,7 +71,7 @@ def test_kinds_that_keep_all_never_skip(spec: KVCacheSpec) -> None:
 
 
 class Driven:
-    """A pool and one request of which so many tokens are known."""
+    """A pool and one request with a given number of known tokens."""
 
     def __init__(
         self, specs: list[KVCacheSpec], *, num_known: int = NUM_TOKENS, num_blocks: int = 35, **options: bool
@@ -80,12 +80,12 @@ class Driven:
         self.request: Request = request_of(self.pool, "abcdefghijklmnopqrstuvwxyz", num_known)
 
     @property
-    def room(self) -> int:
-        """Tokens that it can take in silence."""
+    def credit(self) -> int:
+        """Number of tokens that the request can compute on credit."""
         return self.request.credit_tokens - self.request.num_computed_tokens
 
     def view(self) -> tuple[object, ...]:
-        """All that can be seen but the request's computed tokens; its room included, which follows from the rest."""
+        """The visible state, including the request's credit, without its computed tokens."""
         return snapshot(self.pool, []), repr(self.request.tables), self.request.credit_tokens
 
     def allocate(self, num_new_tokens: int, num_lookahead_tokens: int = 0, num_encoder_tokens: int = 0) -> None:
@@ -102,9 +102,9 @@ class Driven:
         """Whether an allocation would change more than the computed tokens and the counter of allocations.
 
         Args:
-            num_new_tokens: Tokens to make room for.
-            num_lookahead_tokens: Tokens beyond these.
-            in_full: Whether the pool goes through all its rules, as if it knew of no room.
+            num_new_tokens: Tokens that need a slot.
+            num_lookahead_tokens: Further tokens that need a slot.
+            in_full: Whether the pool allocates without using the credit.
         """
         copy = deepcopy(self)
         before, end_tokens = copy.view(), copy.request.num_computed_tokens + num_new_tokens
@@ -116,26 +116,26 @@ class Driven:
         copy.pool.activity.allocations -= 1
         return copy.view() != before
 
-    def check_room(self, num_lookahead_tokens: int = 0) -> None:
-        """Whatever fits into the room changes nothing, answered at once or in full."""
-        for num_new_tokens in range(1, self.room - num_lookahead_tokens + 1):
+    def check_credit(self, num_lookahead_tokens: int = 0) -> None:
+        """Tokens within the credit change nothing, whether the pool uses the credit or allocates in full."""
+        for num_new_tokens in range(1, self.credit - num_lookahead_tokens + 1):
             assert not self.changes(num_new_tokens, num_lookahead_tokens, in_full=False)
             assert not self.changes(num_new_tokens, num_lookahead_tokens, in_full=True)
 
     def check_end(self) -> None:
-        """Once the room is taken, one token more changes something.
+        """After the credit is used up, one more token changes something.
 
-        In one piece with the room it need not: windows move by what was computed before.
+        In one allocation together with the credit it need not: windows move by the tokens that were computed before.
         """
         copy = deepcopy(self)
-        if copy.room > 0:
-            copy.allocate(copy.room)
+        if copy.credit > 0:
+            copy.allocate(copy.credit)
         assert copy.changes(1, in_full=False)
 
-    def go_on(self, num_lookahead_tokens: int = 0) -> None:
-        """Takes what there is of room, and what comes after it, so long as there are tokens."""
+    def advance(self, num_lookahead_tokens: int = 0) -> None:
+        """Uses up the credit and one more token, as long as tokens remain."""
         left = NUM_TOKENS - self.request.num_computed_tokens
-        self.allocate(min(max(self.room, 0) + 1, left), num_lookahead_tokens)
+        self.allocate(min(max(self.credit, 0) + 1, left), num_lookahead_tokens)
 
     @property
     def is_done(self) -> bool:
@@ -145,14 +145,14 @@ class Driven:
 @pytest.mark.parametrize(("enable_caching", "use_eagle"), [(False, False), (True, False), (True, True)])
 @pytest.mark.parametrize("mix", MIXES)
 def test_the_credit_is_exact(mix: str, *, enable_caching: bool, use_eagle: bool) -> None:
-    """Exactly: one token more takes a block, caches one or leaves one behind a window."""
+    """One more token takes a block, caches one or leaves one behind a window."""
     for num_prompt_tokens in (3, 8):
         driven = Driven(MIXES[mix], enable_caching=enable_caching, use_eagle=use_eagle)
         driven.allocate(num_prompt_tokens)
         while not driven.is_done:
-            driven.check_room()
+            driven.check_credit()
             driven.check_end()
-            driven.go_on()
+            driven.advance()
 
 
 @pytest.mark.parametrize("enable_caching", [False, True])
@@ -161,23 +161,23 @@ def test_the_credit_is_exact(mix: str, *, enable_caching: bool, use_eagle: bool)
 def test_with_look_ahead_the_credit_is_a_lower_bound(
     mix: str, num_lookahead_tokens: int, *, enable_caching: bool
 ) -> None:
-    """Of the tokens ahead none is cached and no window moves by them, yet they count as if."""
+    """Look-ahead tokens are not cached and move no window, but count as if they did."""
     driven = Driven(MIXES[mix], enable_caching=enable_caching)
     driven.allocate(5, num_lookahead_tokens)
     while not driven.is_done:
-        driven.check_room()
-        driven.check_room(num_lookahead_tokens)
-        driven.go_on(num_lookahead_tokens)
+        driven.check_credit()
+        driven.check_credit(num_lookahead_tokens)
+        driven.advance(num_lookahead_tokens)
 
 
 @pytest.mark.parametrize("mix", MIXES)
 def test_with_unknown_tokens_the_credit_is_a_lower_bound(mix: str) -> None:
-    """A block that they would fill is not cached, yet ends the room."""
+    """A block of unknown tokens is not cached, but ends the credit."""
     driven = Driven(MIXES[mix], num_known=6)
     driven.allocate(5)
     while not driven.is_done:
-        driven.check_room()
-        driven.go_on()
+        driven.check_credit()
+        driven.advance()
 
 
 @pytest.mark.parametrize("mix", MIXES)
@@ -188,9 +188,9 @@ def test_the_credit_is_exact_after_a_hit(mix: str) -> None:
     assert driven.pool.admit(driven.request, 1, sequence=STEP)
     assert driven.request.num_computed_tokens > 1
     while not driven.is_done:
-        driven.check_room()
+        driven.check_credit()
         driven.check_end()
-        driven.go_on()
+        driven.advance()
 
 
 @pytest.mark.parametrize("mix", MIXES)
@@ -201,7 +201,7 @@ def test_the_credit_is_exact_after_a_rejection(mix: str, num_rejected_tokens: in
     driven.request.num_computed_tokens -= num_rejected_tokens
     if not driven.pool.can_reject(driven.request, driven.request.num_computed_tokens):
         return
-    driven.check_room()
+    driven.check_credit()
     driven.check_end()
 
 
@@ -209,14 +209,14 @@ def test_the_credit_is_exact_after_a_rejection(mix: str, num_rejected_tokens: in
 def test_encoder_tokens_do_not_bound_the_credit(mix: str) -> None:
     driven = Driven(ENCODING[mix], enable_caching=False)
     driven.allocate(5, num_encoder_tokens=7)
-    driven.check_room()
+    driven.check_credit()
     assert driven.request.credit_tokens == (8 if FULL in ENCODING[mix] else driven.pool.config.max_model_len)
 
 
 def test_uncached_full_blocks_leave_no_credit_until_they_are_cached() -> None:
     driven = Driven([FULL])
     driven.pool.allocate_slots(driven.request, 9, delay_cache_blocks=True, sequence=STEP)
-    assert driven.room < 0
+    assert driven.credit < 0
     assert driven.changes(1, in_full=False)
     driven.allocate(1)
     assert driven.request.credit_tokens == 11
@@ -233,6 +233,6 @@ def test_a_request_without_blocks_has_no_credit(leave: Callable[[KVCacheManager,
     driven = Driven([FULL])
     assert driven.request.credit_tokens == 0
     driven.allocate(5)
-    assert driven.room == 2
+    assert driven.credit == 2
     leave(driven.pool, driven.request)
     assert driven.request.credit_tokens == 0

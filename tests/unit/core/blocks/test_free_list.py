@@ -12,7 +12,7 @@ def ids(*numbers: int) -> list[BlockId]:
 
 
 def num_kept(free: FreeList) -> int:
-    """Entries of chunks, those included that are passed over or were taken."""
+    """Number of entries in all chunks, including skipped and taken ones."""
     return sum(len(chunk.block_ids) for chunk in free._chunks.values())
 
 
@@ -85,7 +85,7 @@ def test_rule_2_a_block_that_is_hit_and_freed_again_is_last_and_occurs_once() ->
 
 
 def test_rule_3_skipped_entries_do_not_accumulate() -> None:
-    """A prefix that is hit and freed for ever, while nothing is taken."""
+    """A prefix is hit and freed repeatedly, while no block is taken."""
     free = FreeList(1001)
     free.append(free.drop(free.take(1000)))
     for i in range(2000):
@@ -105,7 +105,7 @@ def test_a_large_chunk_is_not_extended(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_rule_3_ids_of_taken_blocks_are_not_kept() -> None:
-    """Tables that are each a block shorter leave a chunk of one block behind, and take from it last."""
+    """Tables that are each one block shorter leave chunks of one block, from which blocks are taken last."""
     free = FreeList(401)
     for count in range(400, 0, -1):
         free.prepend(free.drop(free.take(count)))

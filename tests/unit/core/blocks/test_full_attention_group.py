@@ -1,4 +1,4 @@
-"""Rules of group_manager and pool, with one group that keeps every token."""
+"""Rules of group_manager and kv_cache_manager, with one group that keeps every token."""
 
 from typing import Any
 
@@ -71,11 +71,11 @@ def test_too_few_blocks_is_a_result_that_changes_nothing() -> None:
 
 
 def test_free_blocks_of_a_hit_count_as_taken() -> None:
-    pool = pool_of(4)  # three to give
+    pool = pool_of(4)  # three usable blocks
     pool.free(admit(pool, "abc", 12))
     request = request_of(pool, "abx", 13)
     assert pool.find_longest_cache_hit(request).num_tokens == 8
-    assert pool.admit(request, 13, sequence=STEP) is None  # two of the hit and two new
+    assert pool.admit(request, 13, sequence=STEP) is None  # two blocks of the hit and two new ones
     assert pool.admit(request, 4, sequence=STEP)
     assert request.tables[0].block_ids == [1, 2, 3]
 

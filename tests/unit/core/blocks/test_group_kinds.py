@@ -1,4 +1,4 @@
-"""Kinds that skip, reserve or look elsewhere, and mixes of them, through the pool and through steps."""
+"""Kinds that skip tokens, reserve sinks or hold encoder tokens, and mixes of them, directly and through steps."""
 
 from typing import Any
 
@@ -27,7 +27,7 @@ from support.core import STEP, World, admit, block_hashes, config, request_of
 from support.integrity import check_integrity
 
 FULL = FullAttentionSpec(4)
-WINDOW = SlidingWindowSpec(4, sliding_window=6)  # two blocks before the next token, at most
+WINDOW = SlidingWindowSpec(4, sliding_window=6)  # at most two blocks before the next token
 CHUNK = ChunkedLocalAttentionSpec(4, attention_chunk_size=8)
 STATE = MambaSpec(4)
 
@@ -37,7 +37,7 @@ def pool_of(*specs: KVCacheSpec, num_blocks: int = 40, **options: Any) -> KVCach
 
 
 def fill(pool: KVCacheManager, content: str, num_tokens: int) -> Request:
-    """As `admit`, but without a look-up."""
+    """Admits a request without a look-up."""
     request = request_of(pool, content, num_tokens)
     assert pool.allocate_slots(request, num_tokens, sequence=STEP)
     return request
@@ -80,7 +80,7 @@ def test_skipped_blocks_are_freed_and_replaced_by_null(spec: KVCacheSpec, table:
     assert tables(request) == [table]
     held = [block_id for block_id in table if block_id]
     assert pool.blocks.num_free_blocks == 39 - len(held)
-    assert len(pool.blocks.prefix_map) == 6  # what was freed can still be hit
+    assert len(pool.blocks.prefix_map) == 6  # freed blocks can still be hit
 
 
 def test_a_refusal_frees_only_blocks_behind_the_window() -> None:
@@ -88,7 +88,7 @@ def test_a_refusal_frees_only_blocks_behind_the_window() -> None:
     request = request_of(pool, "abcdefghij", 40)
     assert pool.allocate_slots(request, 20, sequence=STEP)
     assert pool.blocks.num_free_blocks == 1
-    assert pool.allocate_slots(request, 20, sequence=STEP) is None  # five more: one, and the three that slide out
+    assert pool.allocate_slots(request, 20, sequence=STEP) is None  # needs five: one is free, three leave the window
     assert (tables(request), request.num_computed_tokens) == ([[0, 0, 0, 4, 5]], 20)
     assert list(pool.blocks.free_list) == [6, 3, 2, 1]
     assert len(pool.blocks.prefix_map) == 5
@@ -265,7 +265,7 @@ def lookup(world: World, session: Session, number: int, content: str, num_tokens
 
 
 @pytest.mark.parametrize(
-    ("promised", "words"),
+    ("hit_blocks", "words"),
     [
         ([[1, 2, 3], [0, 0]], "group 0 covers 12 tokens"),
         ([[1, 2, 3, 4, 5], [0, 0, 10, 10, 11]], "has 3 null blocks"),
@@ -274,7 +274,7 @@ def lookup(world: World, session: Session, number: int, content: str, num_tokens
         ([[1, 2, 3, 4, 5], []], "group 0 covers 20 tokens"),
     ],
 )
-def test_blocks_that_cannot_be_a_hit_are_refused(promised: list[list[int]], words: str) -> None:
+def test_blocks_that_cannot_be_a_hit_are_refused(hit_blocks: list[list[int]], words: str) -> None:
     world, session = mixed_world()
     assert lookup(world, session, 2, "abcdeX", 24) == [[1, 2, 3, 4, 5], [0, 0, 0, 10, 11]]
     before = world.snapshot()
@@ -284,8 +284,8 @@ def test_blocks_that_cannot_be_a_hit_are_refused(promised: list[list[int]], word
             Operation.ALLOCATE,
             request_numbers=[2],
             num_new_tokens=[4],
-            num_block_ids=[len(ids) for ids in promised],
-            block_ids=[block_id for ids in promised for block_id in ids],
+            num_block_ids=[len(ids) for ids in hit_blocks],
+            block_ids=[block_id for ids in hit_blocks for block_id in ids],
         )
     assert world.snapshot() == before
 
@@ -293,15 +293,15 @@ def test_blocks_that_cannot_be_a_hit_are_refused(promised: list[list[int]], word
 @pytest.mark.parametrize("group_id", [0, 1])
 def test_a_hit_evicted_in_any_group_is_a_changed_hit(group_id: int) -> None:
     world, session = mixed_world()
-    promised = lookup(world, session, 2, "abcdeX", 24)
-    world.run(session, Operation.EVICT, num_block_ids=[1, 0], block_ids=[promised[group_id][4]])
+    hit_blocks = lookup(world, session, 2, "abcdeX", 24)
+    world.run(session, Operation.EVICT, num_block_ids=[1, 0], block_ids=[hit_blocks[group_id][4]])
     result = world.run(
         session,
         Operation.ALLOCATE,
         request_numbers=[2],
         num_new_tokens=[4],
-        num_block_ids=[len(ids) for ids in promised],
-        block_ids=[block_id for ids in promised for block_id in ids],
+        num_block_ids=[len(ids) for ids in hit_blocks],
+        block_ids=[block_id for ids in hit_blocks for block_id in ids],
     )
     assert (result.outcomes, result.num_hit_tokens) == ([Outcome.HIT_CHANGED], [16])
     check_integrity(world.pool, world.sessions())
@@ -409,7 +409,7 @@ def test_a_step_over_its_work_limit_allocates_no_more_blocks(monkeypatch: pytest
 
 
 def test_windows_that_shorten_a_hit_in_turn_do_not_repeat_look_ups() -> None:
-    """The number of look-ups grows with the blocks, not with their square."""
+    """The number of look-ups is linear in the number of blocks, not quadratic."""
     num_blocks = 400
     pool = pool_of(
         SlidingWindowSpec(1, sliding_window=100),

@@ -135,7 +135,7 @@ def test_unpublished_blocks_move_to_another_session_number(prefix_map: PrefixMap
     insert(prefix_map, "bc", 2, 3, sequence=2)
     insert(prefix_map, "d", 4, sequence=3)
     prefix_map.publish(SESSION_NUMBER, StepNumber(1))
-    for session_number, renamed in ((SESSION_NUMBER, new), (READER, next_after)):  # the second has filled nothing
+    for session_number, renamed in ((SESSION_NUMBER, new), (READER, next_after)):  # READER has no blocks
         prefix_map.renumber_session(session_number, renamed)
     assert find(prefix_map, "abcd", new, GROUP) == [1, 2, 3, 4]
     assert find(prefix_map, "abcd", SESSION_NUMBER, GROUP) == [1]

@@ -1,4 +1,4 @@
-"""Quotas of sessions: what each can always have, and the most it may hold."""
+"""Quotas of sessions: guaranteed minimum and enforced maximum numbers of blocks."""
 
 import pytest
 
@@ -13,14 +13,14 @@ from support.integrity import check_integrity
 
 
 def outcome(world: World, session: Session, number: int, content: str, num_tokens: int) -> Outcome:
-    """Declares and admits a request; tells what became of it."""
+    """Adds and admits a request; returns the outcome."""
     result = world.admit(session, number, content, num_tokens, executed=session.sequence)
     check_integrity(world.pool, world.sessions())
     return Outcome(result.outcomes[1] if result.outcomes else 0)
 
 
 def grow(world: World, session: Session, number: int, num_tokens: int) -> Outcome:
-    """Allocates more tokens, which are known."""
+    """Allocates slots for more known tokens."""
     result = world.run(session, Operation.ALLOCATE, request_numbers=[number], num_new_tokens=[num_tokens])
     check_integrity(world.pool, world.sessions())
     return Outcome(result.outcomes[0] if result.outcomes else 0)
@@ -30,7 +30,7 @@ def grow(world: World, session: Session, number: int, num_tokens: int) -> Outcom
     ("quota", "field"),
     [
         (Quota(-1), "min_blocks"),
-        (Quota(20), "min_blocks"),  # the null block is none to be had
+        (Quota(20), "min_blocks"),  # the null block is not available
         (Quota(5, 4), "max_blocks"),
         (Quota(0, -1), "max_blocks"),
         (Quota(0, 2**31), "max_blocks"),
@@ -121,7 +121,7 @@ def test_a_block_shared_by_requests_counts_once() -> None:
     world = World(num_blocks=20)
     session = world.open(quota=Quota(0, 5))
     assert outcome(world, session, 1, "aaa", 13) is Outcome.OK
-    assert outcome(world, session, 2, "aaa", 13) is Outcome.OK  # three shared, one of its own
+    assert outcome(world, session, 2, "aaa", 13) is Outcome.OK  # three shared blocks and one of its own
     assert outcome(world, session, 3, "aaa", 13) is Outcome.OVER_QUOTA
     world.free(session, 1)
     assert world.run(session, Operation.ADMIT, request_numbers=[3]).outcomes == []
@@ -129,12 +129,12 @@ def test_a_block_shared_by_requests_counts_once() -> None:
 
 
 def test_shared_blocks_do_not_reduce_a_minimum() -> None:
-    """Rule 2: the other keeps the shared blocks, and the session still gets its minimum."""
+    """Rule 2: the other session keeps the shared blocks, and this session still gets its minimum."""
     world = World(num_blocks=20)
     kept, other = world.open(quota=Quota(10)), world.open()
     assert outcome(world, kept, 1, "a" * 10, 40) is Outcome.OK
     world.run(kept, executed=kept.sequence)
-    assert outcome(world, other, 1, "a" * 9, 37) is Outcome.NO_BLOCKS  # nine to keep, one more: of nine that are left
+    assert outcome(world, other, 1, "a" * 9, 37) is Outcome.NO_BLOCKS  # needs nine to hold and one more; nine are left
     assert outcome(world, other, 2, "a" * 8, 33) is Outcome.OK
     assert world.allocator.describe(world.pool).reserved_blocks == 8
     world.free(kept, 1)
@@ -142,7 +142,7 @@ def test_shared_blocks_do_not_reduce_a_minimum() -> None:
 
 
 def test_hits_on_blocks_of_other_sessions_fit_the_minimum() -> None:
-    """Rule 2, from the other side: to share another's blocks never fails within one's own minimum."""
+    """Rule 2, from the other side: sharing another session's blocks never fails within the own minimum."""
     world = World(num_blocks=20)
     one, two = world.open(quota=Quota(10)), world.open(quota=Quota(9))
     assert outcome(world, one, 1, "a" * 10, 40) is Outcome.OK
@@ -163,7 +163,7 @@ def test_blocks_behind_a_window_no_longer_count() -> None:
         num_appended_tokens=[8],
         block_hashes=b"d" * 32 + b"e" * 32,
     )
-    assert grow(world, session, 1, 8) is Outcome.OK  # two slid out, two came
+    assert grow(world, session, 1, 8) is Outcome.OK  # two blocks fell behind the window, two were allocated
     assert session.holding
     assert len(session.holding.counts) == 3
 
@@ -246,7 +246,7 @@ def test_a_new_epoch_removes_all_quotas() -> None:
 
 @pytest.mark.parametrize("quota", [Quota(), Quota(1), Quota(5), Quota(2, 6), Quota(0, 3)])
 def test_a_block_twice_in_one_table_counts_once(quota: Quota) -> None:
-    """No honest client's hashes repeat, but any client's may."""
+    """The hashes of a correct client do not repeat, but those of a faulty client can."""
     world = World(num_blocks=20)
     world.open(quota=Quota(3))
     filler, reader = world.open(quota=Quota(2)), world.open(quota=quota)

@@ -1,4 +1,4 @@
-"""Sliding windows cached sparsely: which blocks are, in what order the others are used again, what is told."""
+"""Sparse caching of sliding windows: cached blocks, reuse order of the others, and events."""
 
 from itertools import pairwise
 from typing import Any
@@ -24,7 +24,7 @@ WINDOW_GROUP = GroupId(1)
 def kept(
     num_prompt_tokens: int, end: int, *, shared_prefix_boundary_tokens: int = 0, first: int = 0, **options: Any
 ) -> list[int]:
-    """Of the window's blocks [first, end), those that are cached."""
+    """Returns the blocks of the window in [first, end) that are cached."""
     pool_config = config(specs=[FULL, options.pop("window", WINDOW)], **options)
     rule = Retention.for_group(pool_config, WINDOW_GROUP)
     assert rule
@@ -55,7 +55,7 @@ def test_with_eagle_aligned_prompts_resume_at_two_positions(num_prompt_tokens: i
 def test_a_tail_ends_at_each_segment() -> None:
     assert kept(1, 13, retention_tokens=16) == [2, 3, 6, 7, 10, 11]
     assert kept(1, 12, retention_tokens=16, first=7) == [7, 10, 11]
-    assert kept(1, 15, retention_tokens=16) == [2, 3, 6, 7, 10, 11, 14]  # of the tail that is yet to be filled
+    assert kept(1, 15, retention_tokens=16) == [2, 3, 6, 7, 10, 11, 14]  # part of a tail that is not filled yet
     assert kept(30, 13, retention_tokens=32) == [5, 6, 7]
     assert kept(1, 13, retention_tokens=16, use_eagle=True) == [0, 2, 3, 4, 6, 7, 8, 10, 11, 12]
 
@@ -142,7 +142,7 @@ def test_sparse_caching_does_not_change_the_lru_order() -> None:
 
 
 def test_the_second_of_three_requests_caches_the_end_of_a_shared_prefix() -> None:
-    """The first did not know of it; the second finds that full attention has more of it, and the third hits it."""
+    """The first request does not know the prefix. The second finds more of it in full attention. The third hits it."""
     pool = KVCacheManager(config(80, specs=[FULL, WINDOW], retention_tokens=0))
     for content, num_hit_tokens, shared_prefix_boundary_tokens in (
         ("abcdef1", 0, 0),
@@ -161,7 +161,7 @@ def test_the_second_of_three_requests_caches_the_end_of_a_shared_prefix() -> Non
 
 
 def test_groups_with_the_same_spec_have_one_shared_prefix_boundary() -> None:
-    """What one of them lost, none of them has."""
+    """A block evicted in one of the groups limits all of them."""
     pool = KVCacheManager(
         config(80, specs=[WINDOW, SlidingWindowSpec(4, sliding_window=17), WINDOW], retention_tokens=0)
     )

@@ -458,7 +458,7 @@ def refuse(world: Gathering, said: Registration, kind: type[KvpoolError], reason
         ({"options": replace(OPTIONS, hash_scheme=HashScheme(size_bytes=3))}, "options.hash_scheme.size_bytes"),
     ],
 )
-def test_values_out_of_range_are_refused(changes: dict[str, object], field: str) -> None:
+def test_what_is_out_of_range_is_refused(changes: dict[str, object], field: str) -> None:
     world = Gathering()
     world.register(registration(0))
     said = replace(registration(1), **changes)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""What a session says to be launched: it will be computed, in order, though it was not yet; see rule 4 of apply."""
+"""Launched steps: certain to be executed, in order, but not executed yet; see rule 4 of apply."""
 
 from typing import Any
 
@@ -34,7 +34,7 @@ def leave(world: World, session: Session, leaving: Operation, number: int = 1, *
 
 
 def num_found(world: World, session: Session, content: str, number: int = 99) -> int:
-    """Tokens of a prompt that a session would hit; leaves nothing behind but two steps."""
+    """Returns the number of tokens of a prompt that a session would hit; makes two steps, but changes nothing else."""
     num_tokens = BLOCK_SIZE * len(content) + 1
     result = world.run(
         session, ADD, Operation.LOOKUP_UNCOUNTED, FREE,
@@ -61,9 +61,9 @@ def test_blocks_of_launched_steps_are_hit_by_their_session_and_after_execution_b
 def test_blocks_of_steps_not_launched_are_hit_by_no_session(leaving: Operation) -> None:
     world = World()
     one, other = world.open(), world.open()
-    world.admit(one, 1, "ab", 9)  # change 1
+    world.admit(one, 1, "ab", 9)  # step 1
     run(world, one, ALLOCATE, request_numbers=[1], num_appended_tokens=[4], num_new_tokens=[4],
-        block_hashes=block_hashes("abc", 3)[-32:], launched=1)  # change 2  # fmt: skip
+        block_hashes=block_hashes("abc", 3)[-32:], launched=1)  # step 2  # fmt: skip
     leave(world, one, leaving, launched=1)
     assert (num_found(world, one, "abc"), num_found(world, other, "abc")) == (8, 0)
     run(world, one, executed=one.sequence)
@@ -116,7 +116,7 @@ def test_the_end_of_a_session_withdraws_launched_but_unexecuted_blocks() -> None
 
 
 def test_a_resumed_session_does_not_keep_launched_steps() -> None:
-    """The process that launched it may have died before it was handed to the ranks."""
+    """The process that launched the step may have died before the ranks received it."""
     world = World()
     session = world.open()
     world.admit(session, 1, "abc", 13)
@@ -127,7 +127,7 @@ def test_a_resumed_session_does_not_keep_launched_steps() -> None:
 
 
 def delayed(world: World, session: Session) -> None:
-    """A request of three blocks that are full, of change 1, and not cached."""
+    """Adds a request of three full blocks, filled by step 1 and not cached."""
     run(
         world, session, ADD, ADMIT, request_numbers=[1, 1], num_appended_tokens=[13, 0],
         block_hashes=block_hashes("abc", 3), request_ids=["r1"], delay_cache_blocks=[False, True],

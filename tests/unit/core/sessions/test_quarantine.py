@@ -1,15 +1,15 @@
-"""Numbers in names of rules are those of core/quarantine.py."""
+"""Rules of quarantine, by number."""
 
 import pytest
 
-from kvpool.core.errors import IntegrityError, NotFoundError, WrongStateError
+from kvpool.core.errors import NotFoundError, WrongStateError
 from kvpool.core.ids import BlockId, SessionNumber
 from kvpool.core.sessions.quarantine import Quarantined
 from kvpool.core.sessions.session import Session
 from kvpool.core.specs.pool_config import ReuseOrder
 from kvpool.core.steps.columns import Operation, Outcome
 from support.core import World, config
-from support.integrity import check_integrity
+from support.integrity import IntegrityError, check_integrity
 
 LEASE_SECONDS = 10.0
 QUARANTINE_SECONDS = 5.0
@@ -22,14 +22,14 @@ def world() -> World:
 
 
 def expire(world: World) -> None:
-    """Lets all leases run out, in time 10."""
+    """Lets all leases expire, at time 10."""
     world.now_seconds += LEASE_SECONDS
     world.allocator.expire(world.now_seconds, quarantine_seconds=QUARANTINE_SECONDS)
     check_integrity(world.pool, world.sessions())
 
 
 def fence(world: World) -> None:
-    """Opens the pool anew, with ranks that fence."""
+    """Opens the pool again, with ranks that answer fences."""
     world.allocator.pass_epoch(world.pool, 2)
     world.allocator.open_epoch(config(9), b"n" * 32, 3, ranks_fence=True)
 
@@ -174,7 +174,7 @@ def test_the_prefix_cache_is_not_reset_during_a_quarantine(world: World) -> None
 
 
 def test_a_pool_is_not_removed_during_a_quarantine(world: World) -> None:
-    """Another of its name would give the same blocks of the same tensors to others."""
+    """Another pool of the same name would allocate the same blocks of the same tensors to other sessions."""
     world.admit(world.open(), 1, "abc", 13)
     expire(world)
     before = world.snapshot()
@@ -191,7 +191,7 @@ def test_the_integrity_check_finds_a_wrong_quarantine(world: World) -> None:
     world.admit(world.open(), 1, "abc", 13)
     expire(world)
     world.pool.quarantine.add(Quarantined(world.open(), 0.0, NEVER))
-    with pytest.raises(IntegrityError, match="session 2 is in quarantine and holds nothing"):
+    with pytest.raises(IntegrityError, match="session 2 is in quarantine without blocks"):
         check_integrity(world.pool, world.sessions())
     world.pool.quarantine.clear()
     with pytest.raises(IntegrityError, match="free"):

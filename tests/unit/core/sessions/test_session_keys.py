@@ -1,4 +1,4 @@
-"""Rule 4 of session: calls that can be repeated, and one driver at a time."""
+"""Rule 4 of session: calls that can be repeated, and one driving process at a time."""
 
 from collections.abc import Callable
 from functools import partial
@@ -70,7 +70,7 @@ def test_a_key_can_be_reused_after_its_session_ended(world: Keyed) -> None:
     world.allocator.close_session(closed.session_id, 0.0)
     overdue = world.open_with("k", client="d")
     assert overdue is not closed
-    again = world.open_with("k", now_seconds=10.0)  # though nobody has ended it yet
+    again = world.open_with("k", now_seconds=10.0)  # although the session was not ended yet
     assert again is not overdue
     world.allocator.expire(10.0)
     assert world.open_with("k", now_seconds=10.0) is again
@@ -99,7 +99,7 @@ def test_resuming_assigns_a_new_id_and_fences_earlier_ids(world: Keyed) -> None:
     first = session.current_id
     assert (first != "id1", session.last_seen_seconds) == (True, 9.0)
     held = [request.tables for request in session.requests.values()]
-    assert world.resume("id1", "b") is session  # by any id that it ever had
+    assert world.resume("id1", "b") is session  # by any of its ids
     second = session.current_id
     assert [request.tables for request in session.requests.values()] == held
     before = world.snapshot()

@@ -1,4 +1,4 @@
-"""Each kind's page, its most memory for one request, what it skips, with whom it merges, and what it refuses."""
+"""For each kind: its page, its maximum memory per request, skipped tokens, merging, and validation."""
 
 from collections.abc import Callable
 from typing import Any

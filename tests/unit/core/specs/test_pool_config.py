@@ -1,4 +1,4 @@
-"""Configurations check themselves, and say in what two differ."""
+"""Configurations validate themselves, and report in which field two of them differ."""
 
 from dataclasses import replace
 
@@ -78,7 +78,7 @@ def test_block_sizes_need_a_common_multiple() -> None:
         odd.check()
     assert caught.value.field == "config.groups"
     replace(odd, enable_caching=False).check()
-    replace(odd, max_model_len=2**20).check()  # where a block holds a whole request
+    replace(odd, max_model_len=2**20).check()  # a block holds a whole request
 
 
 def test_at_most_eight_block_sizes() -> None:

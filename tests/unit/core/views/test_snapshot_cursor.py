@@ -1,4 +1,4 @@
-"""A walk tells what every cached block holds, parents first, whatever changes meanwhile (rules 1 to 3)."""
+"""Rules of snapshot_cursor: all cached blocks, parents first, regardless of concurrent changes."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -60,7 +60,7 @@ def test_every_cached_block_is_in_a_chunk_of_bounded_size(specs: tuple[KVCacheSp
 
 
 def test_parents_precede_children_even_if_their_block_ids_are_higher() -> None:
-    """Freed tables give their blocks back last first, so the next request's blocks run backwards."""
+    """Tables are freed last block first, so the blocks of the next request have descending ids."""
     pool = pool_of(num_blocks=12)
     pool.free(admit(pool, "zzzzzzzzzz", 40))
     pool.free(admit(pool, "abcdefgh", 34))
@@ -102,7 +102,7 @@ def test_a_snapshot_ends_with_its_epoch() -> None:
 
 def test_a_removal_event_has_the_number_of_copies_left() -> None:
     pool = pool_of()
-    first, second = admit(pool, "ab", 8), admit(pool, "ab", 8)  # a hit leaves out the last token's block
+    first, second = admit(pool, "ab", 8), admit(pool, "ab", 8)  # a hit excludes the last token's block
     pool.blocks.take_events()
     pool.blocks.evict_blocks([first.tables[0].block_ids[1], second.tables[0].block_ids[1]])
     last = BlockHash(block_hashes("ab", 2)[32:])
