@@ -1,8 +1,8 @@
 """Deferred caching: full blocks are collected and cached together.
 
-In a pool with one full-attention group, one slot per token and no events, a session does not send a decode that fills a
-block, as nothing is allocated. The next step reports the tokens (`Step.num_taken_tokens`). The block is then cached
-before all other operations, as filled by the previous step.
+This applies to pools with one group, which keeps all blocks (full attention), one slot per token and no events. There a
+session does not send a decode that fills a block, as nothing is allocated. The next step reports the tokens
+(`Step.num_taken_tokens`). The block is then cached before all other operations, as filled by the previous step.
 """
 
 from kvpool.core import ids
@@ -32,7 +32,7 @@ class DeferredBlocks:
             table.num_cached = num_full_blocks
 
     def cache(self, sequence: ids.StepNumber) -> None:
-        """Caches the blocks as filled by step `sequence`; publishes them at once if that step was reported as executed."""
+        """Caches the blocks as filled by step `sequence`; publishes them if that step was reported as executed."""
         if not self._block_ids:
             return
         blocks, session_number, executed = (

@@ -86,7 +86,7 @@ def test_rule_1_who_does_not_say_makes_it_unknown(world: World) -> None:
     silent = world.open()
     assert (world.pool.memory_id, world.pool.epoch, hit_tokens(world)) == ("", 1, 12)
     world.pool.blocks.take_events()
-    check_other_memory(refused(world, "a"), "a memory that was not named", "2 open sessions")
+    check_other_memory(refused(world, "a"), "a memory without a name", "2 open sessions")
     for session in (named, silent):
         world.allocator.close_session(session.session_id, 0.0)
     world.open(memory_id="a")
@@ -151,7 +151,7 @@ def test_rule_3_what_was_cached_by_who_did_not_say_is_forgotten(world: World) ->
 
 def test_rule_3_another_memory_waits_for_who_did_not_say(world: World) -> None:
     world.open()
-    check_other_memory(refused(world, "a"), "a memory that was not named", "1 open sessions")
+    check_other_memory(refused(world, "a"), "a memory without a name", "1 open sessions")
 
 
 def test_rule_3_who_does_not_say_is_answered_as_ever(world: World) -> None:
