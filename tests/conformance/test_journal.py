@@ -44,7 +44,7 @@ class MortalTransport(EmbeddedTransport):
         self.lives += 1
 
 
-def test_it_answers_as_the_reference_over_many_lives(schedule: Schedule, tmp_path: Path) -> None:
+def test_the_core_answers_as_the_reference_across_restarts(schedule: Schedule, tmp_path: Path) -> None:
     with connect("embedded:") as client:
         transport = client._transport = MortalTransport(tmp_path)
         system = ClientSystem(client, schedule.pool_config("journal"))

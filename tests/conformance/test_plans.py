@@ -83,7 +83,7 @@ def check_error(error: PlanError, golden: Line) -> None:
     assert facts == golden
 
 
-def test_plan_as_the_reference(case: dict[str, Any]) -> None:
+def test_plans_equal_the_reference(case: dict[str, Any]) -> None:
     if case.get("error", {}).get("reason") == "page_sizes_do_not_divide":  # where the reference gives up
         padded = plan(case, FitCheck.FIRST_GROUP).configs[0]
         assert padded.block_size_bytes == 8 * 49152
@@ -106,7 +106,7 @@ BEYOND = {
 """By case: the longest request that the pool can really serve, where the reference says another length."""
 
 
-def test_counting_the_whole_request_differs_only_in_what_the_reference_leaves_out(case: dict[str, Any]) -> None:
+def test_whole_request_plans_differ_only_where_the_reference_undercounts(case: dict[str, Any]) -> None:
     golden = case.get("result") or case["error"]
     if case["name"].startswith("auto_fit") and case["name"] in BEYOND:
         answer = plan(case, FitCheck.WHOLE_REQUEST)

@@ -194,7 +194,7 @@ def spoil(step: dict[str, Any], rng: Random) -> None:
 @pytest.mark.parametrize("caching", [True, False])
 @settings(deadline=None)
 @given(rng=st.randoms(use_true_random=False), num_blocks=st.integers(8, 60), num_sessions=st.integers(1, 3))
-def test_done_together_is_as_done_one_by_one(
+def test_a_batch_equals_one_operation_at_a_time(
     order: ReuseOrder,
     caching: bool,  # noqa: FBT001 - a parameter of the test
     rng: Random,
@@ -243,7 +243,7 @@ def outcomes(pair: Pair, *rows: Row) -> list[int]:
     return result.outcomes or [Outcome.OK] * len(rows)
 
 
-def test_decodes_are_done_together(together: list[int]) -> None:
+def test_decodes_are_batched(together: list[int]) -> None:
     """What the test above compares is not one way with itself."""
     pair = Pair(50, 1)
     outcomes(pair, *full(pair, 1), *full(pair, 2))
@@ -253,7 +253,7 @@ def test_decodes_are_done_together(together: list[int]) -> None:
     assert together == [2] * 20
 
 
-def test_decodes_between_other_operations_are_done_together(together: list[int]) -> None:
+def test_decodes_between_other_operations_are_batched(together: list[int]) -> None:
     pair = Pair(50, 1)
     outcomes(pair, *full(pair, 1), *full(pair, 2), *full(pair, 3))
     freed = {"operations": Operation.FREE, "request_numbers": 3}
@@ -264,14 +264,14 @@ def test_decodes_between_other_operations_are_done_together(together: list[int])
     assert together == [2]
 
 
-def test_decodes_that_find_too_few_blocks_are_done_one_by_one(together: list[int]) -> None:
+def test_decodes_with_too_few_blocks_are_applied_one_by_one(together: list[int]) -> None:
     pair = Pair(4, 1)
     outcomes(pair, *full(pair, 1), *full(pair, 2))
     assert outcomes(pair, *decodes(1, 2)) == [Outcome.OK, Outcome.NO_BLOCKS]
     assert together == []
 
 
-def test_decodes_that_make_too_much_work_are_done_one_by_one(
+def test_decodes_beyond_the_work_limit_are_applied_one_by_one(
     together: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pair = Pair(50, 1)

@@ -395,9 +395,7 @@ def _copies(blocks: BlockPool, left_out: set[int]) -> dict[tuple[int, bytes], li
 
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 @given(config=wide_configs(), rounds=st.lists(ROUNDS, min_size=25, max_size=60))
-def test_what_is_answered_in_silence_is_what_the_pool_would_have_answered(
-    config: PoolConfig, rounds: list[Round]
-) -> None:
+def test_answers_on_credit_equal_the_answers_of_the_pool(config: PoolConfig, rounds: list[Round]) -> None:
     both = Both(config)
     for request in range(3):
         both.play(Round("admit", 2 * request, 2, 0, appends=True))
@@ -408,7 +406,7 @@ def test_what_is_answered_in_silence_is_what_the_pool_would_have_answered(
 
 @settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
 @given(order=st.sampled_from(ReuseOrder), rounds=st.lists(ROUNDS_BESIDE, min_size=25, max_size=60))
-def test_blocks_are_filled_in_silence_beside_admissions(order: ReuseOrder, rounds: list[Round]) -> None:
+def test_blocks_are_filled_on_credit_beside_admissions(order: ReuseOrder, rounds: list[Round]) -> None:
     """In pools where that may be, in rounds where it often could matter."""
     groups = (KVCacheGroup(FullAttentionSpec(4), ("layer.0",)),)
     both = Both(PoolConfig(PoolName("m"), 60, MAX_TOKENS, groups, reuse_order=order))

@@ -285,7 +285,7 @@ def test_a_map_kept_over_zeromq_is_the_servers(seed: int, specs: tuple[KVCacheSp
     asyncio.run(asyncio.wait_for(subscribe(seed, specs, kept_batches), 10))
 
 
-async def test_what_is_random_reaches_every_way_to_recover() -> None:
+async def test_the_random_runs_cover_every_way_to_recover() -> None:
     """Snapshots taken again and replays both happen: without them the tests above would say little."""
     watchers = [w for seed in range(5) for w in await watch_grpc(seed, MIXES[1], 5)]
     assert max(watcher.num_snapshots for watcher in watchers) > 1

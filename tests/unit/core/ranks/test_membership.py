@@ -1,4 +1,4 @@
-"""Numbers in names of rules are those of core/membership.py."""
+"""Rule numbers are those of core/ranks/membership.py."""
 
 from dataclasses import replace
 
@@ -59,7 +59,7 @@ def test_the_rank_with_the_least_memory_decides_the_plan() -> None:
     assert world.num_blocks == 80
 
 
-def test_the_pool_shrinks_to_what_the_poorest_rank_really_got() -> None:
+def test_the_pool_shrinks_to_the_smallest_allocation_of_a_rank() -> None:
     world = Gathering()
     links = [world.register(registration(rank)) for rank in range(2)]
     world.allocate(links[0])
@@ -70,7 +70,7 @@ def test_the_pool_shrinks_to_what_the_poorest_rank_really_got() -> None:
     assert ready.num_blocks == 77
 
 
-def test_a_pool_that_shrank_below_one_request_fits_a_shorter_one_if_it_may() -> None:
+def test_a_pool_too_small_for_one_request_fits_a_shorter_one_if_allowed() -> None:
     world = Gathering()
     options = replace(OPTIONS, auto_fit_max_model_len=True)
     links = [world.register(registration(rank, options=options)) for rank in range(2)]
@@ -81,7 +81,7 @@ def test_a_pool_that_shrank_below_one_request_fits_a_shorter_one_if_it_may() -> 
     assert (opened.config.num_blocks, opened.config.max_model_len) == (21, 320)
 
 
-def test_a_pool_that_shrank_below_one_request_is_refused_to_all() -> None:
+def test_a_pool_too_small_for_one_request_is_refused_to_all_ranks() -> None:
     world = Gathering()
     links = [world.register(registration(rank)) for rank in range(2)]
     world.allocate(links[0], 21)
@@ -102,7 +102,7 @@ def test_a_plan_that_cannot_be_made_ends_all_ranks_with_the_planners_error() -> 
     assert world.members.is_empty
 
 
-def test_more_blocks_than_the_server_gives_are_refused() -> None:
+def test_more_blocks_than_the_servers_limit_are_refused() -> None:
     world = Gathering(max_blocks=90)
     link = world.register(registration(0, 1))
     error = world.last(link)
@@ -113,7 +113,7 @@ def test_more_blocks_than_the_server_gives_are_refused() -> None:
     assert world.num_blocks == 90
 
 
-def test_pipeline_stages_bring_layers_of_their_own() -> None:
+def test_pipeline_stages_register_different_layers() -> None:
     world = Gathering()
     links = [world.register(registration(rank, layers={f"layer.{rank}": LAYER})) for rank in range(2)]
     plan = world.last(links[1])
@@ -154,7 +154,7 @@ def test_a_lost_rank_suspends_the_pool_and_keeps_the_epoch(by: str) -> None:
 
 
 @LOSSES
-def test_rule_4_the_same_process_back_in_time_loses_nothing(by: str) -> None:
+def test_rule_4_a_process_that_returns_in_time_loses_nothing(by: str) -> None:
     world = Gathering()
     links = world.form()
     lose(world, links[1], links[:1], by)
@@ -181,7 +181,7 @@ def test_rule_4_the_same_process_back_in_time_loses_nothing(by: str) -> None:
     ],
     ids=["without tensors", "of another epoch", "other tensors", "other layers"],
 )
-def test_rule_3_the_same_process_without_its_contents_begins_a_new_epoch(said: Registration) -> None:
+def test_rule_3_a_process_that_returns_without_contents_starts_a_new_epoch(said: Registration) -> None:
     world = Gathering()
     links = world.form()
     world.break_link(links[1])
@@ -194,7 +194,7 @@ def test_rule_3_the_same_process_without_its_contents_begins_a_new_epoch(said: R
 
 
 @LOSSES
-def test_rule_3_a_rank_that_does_not_come_back_is_given_up_after_the_grace_time(by: str) -> None:
+def test_rule_3_a_rank_that_does_not_return_is_given_up_after_the_grace_time(by: str) -> None:
     world = Gathering()
     links = world.form()
     lose(world, links[1], links[:1], by)
@@ -224,7 +224,7 @@ def test_a_successor_gets_a_new_plan_and_all_others_too() -> None:
     plan = world.last(links[0])
     assert isinstance(plan, SendPlan)
     assert (plan.epoch, plan.config.num_blocks) == (2, 80)
-    world.allocate(links[0], 100)  # it keeps the tensors that it had
+    world.allocate(links[0], 100)  # it keeps its tensors
     world.allocate(successor)
     assert (world.epoch, world.num_blocks, world.is_serving) == (2, 80, True)
 
@@ -243,7 +243,7 @@ def test_a_successor_that_cannot_be_planned_with_is_refused_alone() -> None:
     assert world.is_serving
 
 
-def test_of_ranks_that_cannot_be_planned_with_the_one_at_fault_is_refused_whoever_came_last() -> None:
+def test_the_rank_at_fault_is_refused_not_the_newest_one() -> None:
     world = Gathering()
     links = world.form(3)
     for link in links[1:]:
@@ -259,7 +259,7 @@ def test_of_ranks_that_cannot_be_planned_with_the_one_at_fault_is_refused_whoeve
     assert world.is_serving
 
 
-def test_a_rank_lost_while_others_allocate_is_waited_for_and_planned_anew() -> None:
+def test_a_rank_lost_while_others_allocate_can_return_and_gets_a_new_plan() -> None:
     world = Gathering()
     links = [world.register(registration(rank)) for rank in range(2)]
     world.allocate(links[0])
@@ -274,7 +274,7 @@ def test_a_rank_lost_while_others_allocate_is_waited_for_and_planned_anew() -> N
     assert (world.epoch, world.is_serving) == (2, True)
 
 
-def test_an_answer_to_an_earlier_plan_is_passed_over() -> None:
+def test_an_answer_to_an_earlier_plan_is_ignored() -> None:
     world = Gathering()
     links = [world.register(registration(rank)) for rank in range(2)]
     world.break_link(links[1])
@@ -292,7 +292,7 @@ def test_rule_3_ranks_carry_the_epoch_over_a_restart_of_the_server() -> None:
     assert world.epoch == 8
 
 
-def test_rule_3_also_when_the_server_went_while_no_rank_held_tensors() -> None:
+def test_rule_3_holds_if_the_server_restarts_while_no_rank_holds_tensors() -> None:
     world = Gathering()
     links = [world.register(replace(registration(rank), last_epoch=6 * rank)) for rank in range(2)]
     for link in links:
@@ -300,7 +300,7 @@ def test_rule_3_also_when_the_server_went_while_no_rank_held_tensors() -> None:
     assert world.epoch == 7
 
 
-def test_a_silent_rank_that_is_heard_after_another_was_replaced_is_planned_with() -> None:
+def test_a_silent_rank_that_returns_after_another_was_replaced_gets_a_plan() -> None:
     world = Gathering()
     links = world.form()
     lose(world, links[0], links[1:], "silence")
@@ -313,7 +313,7 @@ def test_a_silent_rank_that_is_heard_after_another_was_replaced_is_planned_with(
     assert (world.epoch, world.is_serving) == (2, True)
 
 
-def test_when_one_lost_rank_is_given_up_the_others_that_are_lost_are_too() -> None:
+def test_giving_up_one_lost_rank_gives_up_all_lost_ranks() -> None:
     world = Gathering()
     links = world.form(3)
     world.break_link(links[1])
@@ -322,10 +322,10 @@ def test_when_one_lost_rank_is_given_up_the_others_that_are_lost_are_too() -> No
     infos = world.members.rank_infos()
     assert [info.state for info in infos] == [RankState.REGISTERED, RankState.REGISTERED, RankState.ABSENT]
     assert [info.num_blocks for info in infos] == [0, 0, 0]
-    assert isinstance(world.last(successor), SendStatus), "nobody may be sent a plan while a rank is absent"
+    assert isinstance(world.last(successor), SendStatus), "no plan may be sent while a rank is absent"
 
 
-def test_who_leaves_is_not_waited_for() -> None:
+def test_a_rank_that_leaves_is_given_up_at_once() -> None:
     world = Gathering()
     links = world.form()
     world.do(world.members.leave(links[0]))
@@ -334,7 +334,7 @@ def test_who_leaves_is_not_waited_for() -> None:
     assert world.members.rank_infos()[0].state is RankState.ABSENT
 
 
-def test_a_world_that_all_have_left_can_be_formed_otherwise() -> None:
+def test_a_group_that_all_ranks_left_can_be_formed_with_other_options() -> None:
     world = Gathering()
     for link in world.form():
         world.do(world.members.leave(link))
@@ -344,7 +344,7 @@ def test_a_world_that_all_have_left_can_be_formed_otherwise() -> None:
     assert (world.epoch, world.members.world_size, world.members.options) == (2, 1, options)
 
 
-def test_a_world_whose_ranks_are_all_lost_can_be_formed_otherwise_at_once() -> None:
+def test_a_group_whose_ranks_are_all_lost_can_be_formed_with_other_options() -> None:
     world = Gathering()
     for link in world.form():
         world.break_link(link)
@@ -366,7 +366,7 @@ def test_while_a_rank_lives_the_successor_of_a_lost_one_must_agree_with_it() -> 
     refuse(world, said, WrongStateError, "RANKS_DISAGREE", "register.options.max_model_len")
 
 
-def test_ranks_that_fall_silent_together_are_told_of_in_one_message_a_rank() -> None:
+def test_ranks_that_fall_silent_together_are_reported_in_one_message_per_rank() -> None:
     world = Gathering()
     links = world.form(100)
     told = {link: len(world.told[link]) for link in links}
@@ -378,10 +378,10 @@ def test_ranks_that_fall_silent_together_are_told_of_in_one_message_a_rank() -> 
         answer, status = world.told[link][told[link] :]
         assert isinstance(answer, SendStatus)
         assert isinstance(status, SendStatus)
-        assert status.absent_ranks == tuple(range(10, 74)), "the first 64 of them"
+        assert status.absent_ranks == tuple(range(10, 74)), "the first 64 absent ranks"
     world.break_link(links[0])
     assert isinstance(world.told[links[1]][-1], SendStatus)
-    assert len(world.told[links[1]]) == told[links[1]] + 2, "the next heartbeat's answer tells of more"
+    assert len(world.told[links[1]]) == told[links[1]] + 2, "the answer to the next heartbeat reports the others"
 
 
 def test_a_new_stream_of_the_same_process_takes_over() -> None:
@@ -390,7 +390,7 @@ def test_a_new_stream_of_the_same_process_takes_over() -> None:
     others = len(world.told[links[1]])
     newer = world.register(registration(0, held=held()))
     assert world.last(newer) == SendReady(newer, 1, 100, 1024)
-    assert len(world.told[links[1]]) == others, "nothing has changed for them"
+    assert len(world.told[links[1]]) == others, "nothing changed for the others"
     old = world.last(links[0])
     assert isinstance(old, AbortedError)
     assert old.reason == "STREAM_SUPERSEDED"
@@ -399,7 +399,7 @@ def test_a_new_stream_of_the_same_process_takes_over() -> None:
     world.beat(newer)
 
 
-def test_nobody_is_blamed_for_the_time_that_the_server_was_stopped() -> None:
+def test_no_rank_is_silent_because_the_server_was_stopped() -> None:
     world = Gathering()
     world.form()
     world.members.extend_deadlines(60.0)
@@ -458,7 +458,7 @@ def refuse(world: Gathering, said: Registration, kind: type[KvpoolError], reason
         ({"options": replace(OPTIONS, hash_scheme=HashScheme(size_bytes=3))}, "options.hash_scheme.size_bytes"),
     ],
 )
-def test_what_is_out_of_range_is_refused(changes: dict[str, object], field: str) -> None:
+def test_a_registration_out_of_range_is_refused(changes: dict[str, object], field: str) -> None:
     world = Gathering()
     world.register(registration(0))
     said = replace(registration(1), **changes)  # type: ignore[arg-type]
@@ -507,8 +507,8 @@ def test_rule_2_a_second_process_is_refused_while_the_first_is_alive_or_silent()
     refuse(world, registration(1, boot_id="another-one"), UnavailableError, "RANK_SILENT", "")
 
 
-def test_a_process_that_comes_before_the_last_one_is_missed_is_told_to_wait() -> None:
-    """Its host was cut off and restarted it: it is not for good that the server believes the last one alive."""
+def test_a_process_that_registers_before_its_predecessor_is_missed_must_retry() -> None:
+    """Its host lost the connection and restarted it; the server considers the old process alive only until its timeout."""
     world = Gathering()
     links = world.form()
     world.wait(2 * TIMING.heartbeat_seconds + 0.01)
@@ -541,7 +541,7 @@ def test_a_report_out_of_range_is_refused(allocated: Allocated, field: str) -> N
     assert world.snapshot() == before
 
 
-def test_it_tells_how_its_ranks_are() -> None:
+def test_rank_infos_describe_the_ranks() -> None:
     world = Gathering()
     links = [world.register(registration(rank)) for rank in range(2)]
     world.allocate(links[0], 90)

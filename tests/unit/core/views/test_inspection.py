@@ -40,7 +40,7 @@ def declare(world: World, session: Session, count: int) -> None:
     )
 
 
-def test_a_session_is_told_with_the_blocks_of_each_group() -> None:
+def test_a_session_is_described_with_the_blocks_of_each_group() -> None:
     world = World(100, specs=[FullAttentionSpec(4), SlidingWindowSpec(4, sliding_window=8)])
     world.now_seconds = 100.0
     session = world.open(lease_seconds=30.0)
@@ -74,7 +74,7 @@ def test_a_session_is_told_with_the_blocks_of_each_group() -> None:
     )
 
 
-def test_a_preempted_request_waits_and_says_how_often() -> None:
+def test_a_preempted_request_waits_and_counts_its_preemptions() -> None:
     world = World()
     session = world.open()
     world.admit(session, 1, "ab", 8)
@@ -85,7 +85,7 @@ def test_a_preempted_request_waits_and_says_how_often() -> None:
     assert inspection.block_holders(world.sessions()) == []
 
 
-def test_sessions_page_by_page_each_once_however_others_come_and_go() -> None:
+def test_pages_list_each_session_once_while_others_open_and_end() -> None:
     world = World()
     opened = [world.open() for _ in range(7)]
 
@@ -111,7 +111,7 @@ def test_a_page_of_sessions_ends_once_enough_requests_are_counted() -> None:
     ]
 
 
-def test_ten_thousand_requests_are_told_each_once() -> None:
+def test_ten_thousand_requests_are_listed_once_each() -> None:
     world = World()
     for _ in range(2):
         declare(world, world.open(), 5000)
@@ -121,7 +121,7 @@ def test_ten_thousand_requests_are_told_each_once() -> None:
     assert told == sorted((number, f"r{i}") for number in (1, 2) for i in range(1, 5001))
 
 
-def test_a_page_goes_on_behind_a_request_and_a_session_that_are_gone() -> None:
+def test_a_page_continues_after_a_request_and_a_session_that_ended() -> None:
     world = World()
     first, second = world.open(), world.open()
     declare(world, first, 4)
@@ -135,7 +135,7 @@ def test_a_page_goes_on_behind_a_request_and_a_session_that_are_gone() -> None:
     assert ([(r.session_number, r.request_id) for r in told], end) == ([(2, "r1"), (2, "r2")], "")
 
 
-def test_blocks_are_told_with_what_becomes_of_them() -> None:
+def test_blocks_are_listed_with_their_state() -> None:
     world = World(20)
     session, other = world.open(), world.open()
     world.admit(session, 1, "abc", 12)
@@ -159,7 +159,7 @@ def test_blocks_are_told_with_what_becomes_of_them() -> None:
         assert [block for page in pages for block in page] == blocks
 
 
-def test_a_page_of_blocks_looks_at_so_many_and_no_more() -> None:
+def test_a_page_scans_a_limited_number_of_blocks() -> None:
     looked_at = inspection.MAX_SCANNED_BLOCKS
     world = World(3 * looked_at)
     pages = all_pages(lambda page: inspection.page_of_blocks(world.pool, BlockState.USED, page), 500)
@@ -172,7 +172,7 @@ def test_a_page_of_blocks_looks_at_so_many_and_no_more() -> None:
 
 
 @pytest.mark.parametrize("token", ["x", "-1", "1.5", ":", "٣", "9" * 21, "1" * 2000])
-def test_a_token_of_ones_own_is_refused(token: str) -> None:
+def test_a_malformed_page_token_is_refused(token: str) -> None:
     world = World()
     with pytest.raises(InvalidArgumentError, match="page_token"):
         inspection.page_of_blocks(world.pool, None, Page.of(0, token))
@@ -190,7 +190,7 @@ def test_a_page_too_large_is_refused() -> None:
         Page.of(501, "")
 
 
-def test_an_evicted_session_gives_its_blocks_back_and_is_told() -> None:
+def test_an_evicted_session_frees_its_blocks_and_gets_an_error() -> None:
     world = World()
     session, other = world.open(), world.open()
     world.admit(session, 1, "abc", 12)
@@ -205,7 +205,7 @@ def test_an_evicted_session_gives_its_blocks_back_and_is_told() -> None:
     assert ended.value.reason == "SESSION_EVICTED"
 
 
-def test_what_is_not_there_is_not_evicted() -> None:
+def test_an_unknown_session_is_not_evicted() -> None:
     world = World()
     session = world.open()
     before = (world.snapshot(), repr(world.pool.activity))
@@ -237,6 +237,6 @@ def test_a_pool_is_removed_only_without_sessions_and_its_name_is_free() -> None:
     )
 
 
-def test_of_many_numbers_a_message_lists_the_first() -> None:
+def test_a_message_lists_only_the_first_numbers() -> None:
     assert inspection.list_numbers([3, 4]) == "3, 4"
     assert inspection.list_numbers(list(range(40))).endswith("14, 15, ... (40 in all)")
