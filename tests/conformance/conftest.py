@@ -1,4 +1,4 @@
-"""Where the golden files are, and which of them are asked for."""
+"""Location and selection of the golden files."""
 
 from pathlib import Path
 

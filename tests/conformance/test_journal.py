@@ -1,4 +1,4 @@
-"""The core gives every answer of the reference while it dies and comes back from its journal, again and again."""
+"""The core gives every answer of the reference while it is repeatedly killed and restored from its journal."""
 
 import time
 from pathlib import Path
@@ -14,7 +14,7 @@ CHANGES_A_LIFE = 211
 
 
 class MortalTransport(EmbeddedTransport):
-    """Dies after every so many changes: every second time without a last snapshot."""
+    """Dies after a fixed number of changes, every second time without a final snapshot."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Leases, in time that is told."""
+"""Leases, ended sessions, events and the integrity check, in explicit time."""
 
 import pytest
 

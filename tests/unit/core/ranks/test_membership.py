@@ -508,7 +508,7 @@ def test_rule_2_a_second_process_is_refused_while_the_first_is_alive_or_silent()
 
 
 def test_a_process_that_registers_before_its_predecessor_is_missed_must_retry() -> None:
-    """Its host lost the connection and restarted it; the server considers the old process alive only until its timeout."""
+    """A host that lost its connection restarts the rank; the old process counts as alive until its timeout."""
     world = Gathering()
     links = world.form()
     world.wait(2 * TIMING.heartbeat_seconds + 0.01)

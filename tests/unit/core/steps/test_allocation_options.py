@@ -1,4 +1,4 @@
-"""On what terms room is made: each alone and together, refusals that change nothing, and the hits that come with it."""
+"""Allocation options: each alone and combined, refusals that change nothing, and hits of the same allocation."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -24,7 +24,7 @@ ADD, ADMIT, ALLOCATE, CACHE, LOOKUP_COUNTED_ON_ADMIT = (
     Operation.LOOKUP_COUNTED_ON_ADMIT,
 )
 FULL, WINDOW = FullAttentionSpec(BLOCK_SIZE), SlidingWindowSpec(BLOCK_SIZE, sliding_window=5)
-"""A window of 5 tokens needs the block that holds the 4 before the next one."""
+"""A window of 5 tokens needs the block that holds the 4 tokens before the next one."""
 TERMS = (
     "num_external_tokens",
     "num_in_flight_tokens",
@@ -46,7 +46,7 @@ def add(world: World, session: Session, number: int, content: str, num_tokens: i
 
 
 def ask(world: World, session: Session, operation: Operation, number: int, new: int, **columns: Any) -> StepResult:
-    """One operation, its columns as single values."""
+    """Applies one operation, with its columns as single values."""
     step = Step(session.sequence + 1, operations=[operation], request_numbers=[number], num_new_tokens=[new])
     hit: Sequence[Sequence[int]] = columns.pop("hit", ())
     if hit:
@@ -72,7 +72,7 @@ def the(session: Session, number: int) -> Request:
 
 
 def num_counted(session: Session) -> int:
-    """Blocks that a session's quota counts."""
+    """Number of blocks that a session's quota counts."""
     return len(session.holding.counts) if session.holding else -1
 
 
@@ -85,11 +85,11 @@ def free_of(world: World) -> int:
 def test_reserved_and_watermark_blocks_stay_free(operation: Operation, name: str) -> None:
     world = World(num_blocks=11)
     session = world.open()
-    add(world, session, 1, "abc", 12)  # takes three of ten
+    add(world, session, 1, "abc", 12)  # takes three of ten blocks
     before = world.snapshot()
     assert outcome(ask(world, session, operation, 1, 12, **{name: 8})) is Outcome.NO_BLOCKS
     assert (free_of(world), tables(session, 1)) == (10, [[]])
-    assert before != world.snapshot()  # the refusal is counted, and the step
+    assert before != world.snapshot()  # the refusal and the step are counted
     assert outcome(ask(world, session, operation, 1, 12, **{name: 7})) is Outcome.OK
     assert tables(session, 1) == [[1, 2, 3]]
 
@@ -106,7 +106,7 @@ def test_reserve_and_watermark_add_up() -> None:
 def test_an_allocation_without_new_blocks_is_refused_below_the_reserve() -> None:
     world = World(num_blocks=4)
     session = world.open()
-    world.admit(session, 1, "ab", 5)  # two of three; room for three tokens more
+    world.admit(session, 1, "ab", 5)  # two of three blocks, with three free slots
     assert outcome(ask(world, session, ALLOCATE, 1, 1, num_reserved_blocks=2)) is Outcome.NO_BLOCKS
     assert the(session, 1).num_computed_tokens == 5
     assert outcome(ask(world, session, ALLOCATE, 1, 1, num_reserved_blocks=1)) is Outcome.OK
@@ -115,14 +115,14 @@ def test_an_allocation_without_new_blocks_is_refused_below_the_reserve() -> None
 def test_a_free_hit_counts_against_the_reserve_and_a_hit_in_use_does_not() -> None:
     world = World(num_blocks=8)
     session = world.open()
-    world.admit(session, 1, "abc", 13)  # four of seven
-    add(world, session, 2, "abc", 13)  # three of them, and one new
+    world.admit(session, 1, "abc", 13)  # four of seven blocks
+    add(world, session, 2, "abc", 13)  # three of these blocks, and one new
     assert outcome(ask(world, session, ADMIT, 2, 0, num_reserved_blocks=3)) is Outcome.NO_BLOCKS
     assert outcome(ask(world, session, ADMIT, 2, 0, num_reserved_blocks=2)) is Outcome.OK
     assert tables(session, 2) == [[1, 2, 3, 5]]
     for number in (1, 2):
         world.free(session, number)
-    add(world, session, 3, "abc", 13)  # seven free, three of which are the hit
+    add(world, session, 3, "abc", 13)  # seven free blocks, three of them the hit
     assert outcome(ask(world, session, ADMIT, 3, 0, num_reserved_blocks=4)) is Outcome.NO_BLOCKS
     assert outcome(ask(world, session, ADMIT, 3, 0, num_reserved_blocks=3)) is Outcome.OK
 
@@ -130,7 +130,7 @@ def test_a_free_hit_counts_against_the_reserve_and_a_hit_in_use_does_not() -> No
 def test_the_full_sequence_must_fit_even_if_a_chunk_fits() -> None:
     world = World(num_blocks=6)
     session = world.open()
-    add(world, session, 1, "abcdefg", 24)  # six of five
+    add(world, session, 1, "abcdefg", 24)  # six blocks of five
     assert outcome(ask(world, session, ADMIT, 1, 4, full_sequence_must_fit=True)) is Outcome.NO_BLOCKS
     assert (free_of(world), world.pool.stats.requests) == (5, 0)
     assert outcome(ask(world, session, ADMIT, 1, 4)) is Outcome.OK
@@ -140,7 +140,7 @@ def test_the_full_sequence_must_fit_even_if_a_chunk_fits() -> None:
 def test_a_watermark_applies_to_the_full_sequence_and_a_reserve_does_not() -> None:
     world = World(num_blocks=8)
     session = world.open()
-    add(world, session, 1, "abcdef", 20)  # five of seven, one at first
+    add(world, session, 1, "abcdef", 20)  # five blocks of seven, one at first
     whole = {"full_sequence_must_fit": True}
     assert outcome(ask(world, session, ADMIT, 1, 4, num_watermark_blocks=3, **whole)) is Outcome.NO_BLOCKS
     assert outcome(ask(world, session, ADMIT, 1, 4, num_reserved_blocks=6, **whole)) is Outcome.OK
@@ -149,17 +149,17 @@ def test_a_watermark_applies_to_the_full_sequence_and_a_reserve_does_not() -> No
 
 
 def test_blocks_of_a_hit_in_use_need_not_fit_and_free_ones_must() -> None:
-    world = World(num_blocks=8)  # seven to give
+    world = World(num_blocks=8)  # seven usable blocks
     session = world.open()
     world.admit(session, 1, "abc", 12)
-    add(world, session, 2, "abcdefg", 28)  # three of the other's, four more
+    add(world, session, 2, "abcdefg", 28)  # three shared blocks, four new
     assert outcome(ask(world, session, ADMIT, 2, 1, full_sequence_must_fit=True)) is Outcome.OK
     world.free(session, 2)
-    add(world, session, 3, "abcdefgh", 32)  # five more
+    add(world, session, 3, "abcdefgh", 32)  # five new blocks
     assert outcome(ask(world, session, ADMIT, 3, 1, full_sequence_must_fit=True)) is Outcome.NO_BLOCKS
     world.free(session, 1)
     assert outcome(ask(world, session, ADMIT, 3, 1, full_sequence_must_fit=True)) is Outcome.NO_BLOCKS
-    add(world, session, 4, "abcdefg", 28)  # three free ones of the hit, four more
+    add(world, session, 4, "abcdefg", 28)  # three free blocks of the hit, four new
     assert outcome(ask(world, session, ADMIT, 4, 1, full_sequence_must_fit=True)) is Outcome.OK
 
 
@@ -169,14 +169,14 @@ def test_a_running_request_continues_if_its_missing_blocks_are_free() -> None:
     add(world, session, 1, "abcde", 20)
     assert outcome(ask(world, session, ADMIT, 1, 4, full_sequence_must_fit=True)) is Outcome.OK
     assert outcome(ask(world, session, ALLOCATE, 1, 4, full_sequence_must_fit=True)) is Outcome.OK
-    world.admit(session, 2, "x", 4)  # two are left, three lack
+    world.admit(session, 2, "x", 4)  # two blocks are free, three are missing
     assert outcome(ask(world, session, ALLOCATE, 1, 4, full_sequence_must_fit=True)) is Outcome.NO_BLOCKS
     assert tables(session, 1) == [[1, 2]]
 
 
 @pytest.mark.parametrize(("in_flight", "fits"), [(4, True), (8, True), (9, False), (0, False)])
 def test_a_window_is_counted_with_the_maximum_tokens_in_flight(in_flight: int, *, fits: bool) -> None:
-    """Window - 1 and the tokens in flight, in blocks, and one for a window within a block: 3, 4, 5; 10 for all."""
+    """Blocks of window - 1 and the tokens in flight, plus one for an unaligned window: 3, 4, 5; 10 for all."""
     world = World(num_blocks=5, specs=[WINDOW], max_in_flight_tokens=in_flight)
     session = world.open()
     add(world, session, 1, "abcdefghij", 40)
@@ -201,11 +201,11 @@ def test_tokens_in_flight_keep_blocks_before_a_window() -> None:
     world = World(specs=[WINDOW])
     session = world.open()
     world.admit(session, 1, "abcd", 16)
-    ask(world, session, ALLOCATE, 1, 1, num_in_flight_tokens=16)  # 16 are computed, none has run
+    ask(world, session, ALLOCATE, 1, 1, num_in_flight_tokens=16)  # 16 are computed, none is executed
     assert tables(session, 1) == [[1, 2, 3, 4, 5]]
-    ask(world, session, ALLOCATE, 1, 1, num_in_flight_tokens=9)  # 8 have run: the next looks at 4 to 8
+    ask(world, session, ALLOCATE, 1, 1, num_in_flight_tokens=9)  # 8 are executed: the next token attends to 4 to 8
     assert tables(session, 1) == [[0, 2, 3, 4, 5]]
-    ask(world, session, ALLOCATE, 1, 1, num_in_flight_tokens=200)  # what is freed is freed
+    ask(world, session, ALLOCATE, 1, 1, num_in_flight_tokens=200)  # freed blocks stay freed
     assert tables(session, 1) == [[0, 2, 3, 4, 5]]
     ask(world, session, ALLOCATE, 1, 1)
     assert tables(session, 1) == [[0, 0, 0, 4, 5]]
@@ -231,7 +231,7 @@ def test_a_refusal_frees_only_blocks_behind_the_window_of_executed_tokens() -> N
     assert tables(session, 1) == [[0, 2, 3, 4]]
     refused = ask(world, session, ALLOCATE, 1, 4, full_sequence_must_fit=True, num_watermark_blocks=5)
     assert outcome(refused) is Outcome.NO_BLOCKS
-    assert tables(session, 1) == [[0, 2, 3, 4]]  # it did not come as far
+    assert tables(session, 1) == [[0, 2, 3, 4]]  # the refused allocation did not advance the window
 
 
 def test_external_tokens_get_slots_and_count_as_computed() -> None:
@@ -278,13 +278,13 @@ def test_external_tokens_advance_windows_and_leave_null_blocks() -> None:
     assert outcome(result) is Outcome.OK
     full, window = tables(session, 2)
     assert (full[:2], len(full)) == (promise[0], 6)
-    assert (window[:4], len(window)) == ([0, 0, 0, 0], 6)  # 20 are computed: the next looks at 16 to 20
+    assert (window[:4], len(window)) == ([0, 0, 0, 0], 6)  # 20 are computed: the next token attends to 16 to 20
     assert world.pool.blocks.ref_cnt(hit[1][1]) == held
     assert result.num_new_blocks == [4, 2]
 
 
 def test_external_tokens_outside_the_window_take_no_blocks() -> None:
-    """The block that they share with new tokens is taken with those, after the external ones of all groups."""
+    """A block shared with new tokens is allocated with these, after the external blocks of all groups."""
     world = World(specs=[SlidingWindowSpec(BLOCK_SIZE, sliding_window=1), FULL], enable_caching=False)
     session = world.open()
     add(world, session, 1, "", 8)
@@ -309,7 +309,7 @@ def test_delayed_external_blocks_are_cached_by_cache_and_never_beyond_known_toke
 
 
 def test_options_apply_together() -> None:
-    """Five external and new blocks beyond a hit of two, free; a watermark of two and a reserve of one: ten."""
+    """Five external and new blocks, a free hit of two blocks, a watermark of two and a reserve of one: ten blocks."""
     for num_blocks, fits in ((10, False), (11, True)):
         world = World(num_blocks)
         session = world.open()
@@ -334,13 +334,13 @@ def test_a_quota_limits_an_allocation_with_options() -> None:
 
 
 def test_reserves_count_blocks_available_to_the_session() -> None:
-    world = World(num_blocks=20)  # nineteen to give
+    world = World(num_blocks=20)  # nineteen usable blocks
     one, other = world.open(quota=Quota(10, 0)), world.open(quota=Quota(0, 5))
     for session, content in ((one, "abc"), (other, "xyz")):
-        add(world, session, 1, content, 12)  # takes three
+        add(world, session, 1, content, 12)  # takes three blocks
     assert outcome(ask(world, other, ADMIT, 1, 0, num_reserved_blocks=3)) is Outcome.OVER_QUOTA
-    assert outcome(ask(world, other, ADMIT, 1, 0, num_watermark_blocks=2)) is Outcome.OK  # the rest of its five
-    third = world.open()  # six are left beside the first one's
+    assert outcome(ask(world, other, ADMIT, 1, 0, num_watermark_blocks=2)) is Outcome.OK  # the rest of its five blocks
+    third = world.open()  # six blocks are free beside those of the first session
     add(world, third, 1, "uvw", 12)
     before = free_of(world)
     assert outcome(ask(world, third, ADMIT, 1, 0, num_reserved_blocks=4)) is Outcome.NO_BLOCKS
@@ -356,7 +356,7 @@ def test_blocks_freed_behind_a_window_leave_the_quota() -> None:
     world.admit(session, 1, "abcd", 16)
     ask(world, session, ALLOCATE, 1, 4, num_in_flight_tokens=16)
     assert num_counted(session) == 5
-    ask(world, session, ALLOCATE, 1, 4, num_in_flight_tokens=8)  # twelve of twenty have run
+    ask(world, session, ALLOCATE, 1, 4, num_in_flight_tokens=8)  # twelve of twenty tokens are executed
     assert num_counted(session) == 4
 
 

@@ -1,4 +1,4 @@
-"""What operators are told: sessions, requests and blocks, page by page."""
+"""Paged inspection of sessions, requests and blocks."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -19,17 +19,17 @@ _T = TypeVar("_T")
 
 
 def all_pages(look: Callable[[Page], tuple[list[_T], str]], size: int = 0) -> list[list[_T]]:
-    """All pages of a list."""
-    told, token = look(Page.of(size, ""))
-    pages = [told]
+    """Returns all pages of a list."""
+    infos, token = look(Page.of(size, ""))
+    pages = [infos]
     while token:
-        told, token = look(Page.of(size, token))
-        pages.append(told)
+        infos, token = look(Page.of(size, token))
+        pages.append(infos)
     return pages
 
 
 def declare(world: World, session: Session, count: int) -> None:
-    """Adds requests of no tokens."""
+    """Adds requests without tokens."""
     numbers = list(range(1, count + 1))
     world.run(
         session,
@@ -117,8 +117,8 @@ def test_ten_thousand_requests_are_listed_once_each() -> None:
         declare(world, world.open(), 5000)
     pages = all_pages(lambda page: inspection.page_of_requests(world.sessions(), page), 499)
     assert [len(page) for page in pages] == [499] * 20 + [20]
-    told = [(request.session_number, request.request_id) for page in pages for request in page]
-    assert told == sorted((number, f"r{i}") for number in (1, 2) for i in range(1, 5001))
+    infos = [(request.session_number, request.request_id) for page in pages for request in page]
+    assert infos == sorted((number, f"r{i}") for number in (1, 2) for i in range(1, 5001))
 
 
 def test_a_page_continues_after_a_request_and_a_session_that_ended() -> None:
@@ -128,11 +128,11 @@ def test_a_page_continues_after_a_request_and_a_session_that_ended() -> None:
     declare(world, second, 2)
     _, token = inspection.page_of_requests(world.sessions(), Page.of(2, ""))
     world.free(first, 2)
-    told, end = inspection.page_of_requests(world.sessions(), Page.of(100, token))
-    assert [(r.session_number, r.request_id) for r in told] == [(1, "r3"), (1, "r4"), (2, "r1"), (2, "r2")]
+    infos, end = inspection.page_of_requests(world.sessions(), Page.of(100, token))
+    assert [(r.session_number, r.request_id) for r in infos] == [(1, "r3"), (1, "r4"), (2, "r1"), (2, "r2")]
     world.allocator.evict_session("m", first.session_number, 0.0)
-    told, end = inspection.page_of_requests(world.sessions(), Page.of(100, token))
-    assert ([(r.session_number, r.request_id) for r in told], end) == ([(2, "r1"), (2, "r2")], "")
+    infos, end = inspection.page_of_requests(world.sessions(), Page.of(100, token))
+    assert ([(r.session_number, r.request_id) for r in infos], end) == ([(2, "r1"), (2, "r2")], "")
 
 
 def test_blocks_are_listed_with_their_state() -> None:
@@ -141,9 +141,9 @@ def test_blocks_are_listed_with_their_state() -> None:
     world.admit(session, 1, "abc", 12)
     world.admit(other, 1, "xy", 10, executed=0)
     world.run(session, Operation.FREE, request_numbers=[1], executed=1)
-    (told,) = all_pages(lambda page: inspection.page_of_blocks(world.pool, None, page))
-    assert [block.block_id for block in told] == list(range(1, 20))
-    by_state = {state: [b for b in told if b.state is state] for state in BlockState}
+    (infos,) = all_pages(lambda page: inspection.page_of_blocks(world.pool, None, page))
+    assert [block.block_id for block in infos] == list(range(1, 20))
+    by_state = {state: [b for b in infos if b.state is state] for state in BlockState}
     assert {state: len(blocks) for state, blocks in by_state.items()} == {
         BlockState.USED: 3, BlockState.CACHED: 3, BlockState.FREE: 13
     }  # fmt: skip
@@ -198,7 +198,7 @@ def test_an_evicted_session_frees_its_blocks_and_gets_an_error() -> None:
     assert world.allocator.evict_session("m", session.session_number, 0.0)[1] is session
     check_integrity(world.pool, world.sessions())
     assert (world.sessions(), world.pool.blocks.num_free_blocks) == ([other], 17)
-    assert world.pool.blocks.prefix_map.hash_of(BlockId(1)) is None  # it never said that its step had run
+    assert world.pool.blocks.prefix_map.hash_of(BlockId(1)) is None  # its step was never reported as executed
     assert world.pool.activity.evicted_sessions == 1
     with pytest.raises(AbortedError, match="operator") as ended:
         world.allocator.session(session.session_id, 0.0)
