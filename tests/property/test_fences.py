@@ -59,13 +59,13 @@ class RankProcess:
     def __init__(self, rank: int, boot: int) -> None:
         self.rank = rank
         self.fence = Fence(self._steps_ended)
-        said = registration(
+        registered = registration(
             rank, WORLD_SIZE, boot_id=f"process-{boot:04}", blocks=NUM_BLOCKS, options=OPTIONS, fences=True
         )
-        self.protocol = RankProtocol(said, lambda: 0.0, self.fence)
+        self.protocol = RankProtocol(registered, lambda: 0.0, self.fence)
         self.link: LinkId | None = None
-        self.said: deque[words.Word] = deque()
-        self.heard: deque[words.Heard | KvpoolError] = deque()
+        self.outbox: deque[words.Word] = deque()
+        self.inbox: deque[words.Heard | KvpoolError] = deque()
         self.steps: list[tuple[StepTicket, Scheduler]] = []
         self.effects: list[words.Effect] = []
 
@@ -209,7 +209,7 @@ class Fencing(RuleBasedStateMachine):
             self.now_seconds += 0.25
             for process in self.ranks:
                 self._carry_out(process, process.protocol.tick(self.now_seconds))
-                while process.said or process.heard:
+                while process.outbox or process.inbox:
                     self._to_server(process)
                     self._to_rank(process)
             self.turn()
@@ -260,19 +260,21 @@ class Fencing(RuleBasedStateMachine):
         """The processes that hold the pool's blocks."""
         ready = (process.protocol.ready for process in self.ranks)
         epoch = self.world.pool.epoch
-        return [process for process, said in zip(self.ranks, ready, strict=True) if said and said.epoch == epoch]
+        return [
+            process for process, message in zip(self.ranks, ready, strict=True) if message and message.epoch == epoch
+        ]
 
     def _boot(self, rank: int) -> RankProcess:
         self.num_boots += 1
         return RankProcess(rank, self.num_boots)
 
     def _to_server(self, process: RankProcess) -> None:
-        if not process.said or process.link is None:
-            process.said.clear()
+        if not process.outbox or process.link is None:
+            process.outbox.clear()
             return
         link, members = process.link, self.members
         try:
-            match process.said.popleft():
+            match process.outbox.popleft():
                 case words.Initialized(epoch, got):
                     self._do(members.initialized(link, Allocated(epoch, got.num_blocks, got.allocated_bytes)))
                 case words.Heartbeat(sequence):
@@ -282,11 +284,11 @@ class Fencing(RuleBasedStateMachine):
                 case words.Leave():
                     self._do(members.leave(link))
         except KvpoolError as error:
-            process.heard.append(error)
+            process.inbox.append(error)
 
     def _to_rank(self, process: RankProcess) -> None:
-        if process.heard:
-            message = process.heard.popleft()
+        if process.inbox:
+            message = process.inbox.popleft()
             if isinstance(message, KvpoolError):
                 self._break(process, message)
             else:
@@ -300,8 +302,8 @@ class Fencing(RuleBasedStateMachine):
     def _hang_up(self, process: RankProcess) -> bool:
         """Ends the stream at the server; returns whether there was one."""
         link, process.link = process.link, None
-        process.said.clear()
-        process.heard.clear()
+        process.outbox.clear()
+        process.inbox.clear()
         if link is None:
             return False
         del self.by_link[link]
@@ -313,12 +315,12 @@ class Fencing(RuleBasedStateMachine):
         process.effects += effects or []
         while process.effects:
             match process.effects.pop(0):
-                case words.OpenStream(said):
-                    self._register(process, said)
+                case words.OpenStream(registered):
+                    self._register(process, registered)
                 case words.CloseStream():
                     self._hang_up(process)
                 case words.Say(word):
-                    process.said.append(word)
+                    process.outbox.append(word)
                 case words.Allocate(planned):
                     got = words.Allocation(planned.config, planned.config.num_blocks, NUM_BLOCKS * BLOCK_BYTES)
                     process.effects += process.protocol.allocated(planned, got)
@@ -329,17 +331,17 @@ class Fencing(RuleBasedStateMachine):
                 case _:
                     pass
 
-    def _register(self, process: RankProcess, said: messages.Registration) -> None:
+    def _register(self, process: RankProcess, registered: messages.Registration) -> None:
         self.num_links += 1
         link = process.link = LinkId(self.num_links)
         self.by_link[link] = process
         try:
-            effects = self.members.register(link, said, self.now_seconds)
+            effects = self.members.register(link, registered, self.now_seconds)
         except KvpoolError as error:
-            process.heard.append(error)
+            process.inbox.append(error)
             return
         timing = TIMING
-        process.heard.append(
+        process.inbox.append(
             words.Registered(timing.heartbeat_seconds, timing.heartbeat_timeout_seconds, timing.grace_seconds)
         )
         self._do(effects)
@@ -389,7 +391,7 @@ class Fencing(RuleBasedStateMachine):
     def _tell(self, link: LinkId, message: words.Heard | KvpoolError) -> None:
         process = self.by_link.get(link)
         if process:
-            process.heard.append(message)
+            process.inbox.append(message)
 
 
 TestFencing = Fencing.TestCase

@@ -162,8 +162,8 @@ class Ranks(RuleBasedStateMachine):
         for process in self.processes:
             if process.link is None:
                 continue
-            told = self.world.told[process.link]
-            for effect in told[self.seen.get(process.link, 0) :]:
+            sent = self.world.sent[process.link]
+            for effect in sent[self.seen.get(process.link, 0) :]:
                 if isinstance(effect, SendReady):
                     assert effect.num_blocks <= process.got, "more blocks than the rank has"
                     process.held = HeldTensors(effect.epoch, process.got)
@@ -171,13 +171,13 @@ class Ranks(RuleBasedStateMachine):
                     process.link = None
                     break
             else:
-                self.seen[process.link] = len(told)
+                self.seen[process.link] = len(sent)
 
     @invariant()
     def nothing_is_sent_after_the_end(self) -> None:
-        for told in self.world.told.values():
-            errors = [i for i, effect in enumerate(told) if isinstance(effect, KvpoolError)]
-            assert errors in ([], [len(told) - 1])
+        for sent in self.world.sent.values():
+            errors = [i for i, effect in enumerate(sent) if isinstance(effect, KvpoolError)]
+            assert errors in ([], [len(sent) - 1])
 
     @invariant()
     def the_pool_serves_only_when_all_ranks_are_present(self) -> None:
@@ -215,8 +215,8 @@ class Ranks(RuleBasedStateMachine):
             return None
 
     def _newest_plan(self, process: Process) -> SendPlan | None:
-        told = self.world.told[process.link] if process.link is not None else []
-        return next((effect for effect in reversed(told) if isinstance(effect, SendPlan)), None)
+        sent = self.world.sent[process.link] if process.link is not None else []
+        return next((effect for effect in reversed(sent) if isinstance(effect, SendPlan)), None)
 
 
 TestRanks = Ranks.TestCase

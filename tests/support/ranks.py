@@ -68,7 +68,7 @@ class Gathering:
     Attributes:
         members: The membership.
         now_seconds: The time.
-        told: What each link was told, in order; the error that it ended with comes last.
+        sent: Effects sent to each link, in order; the error that ended it comes last.
         pool: What was done to the pool, in order.
         epoch: The epoch that the pool is open in; 0 while it is not.
         num_blocks: Blocks that it opened with.
@@ -77,7 +77,7 @@ class Gathering:
     def __init__(self, timing: RankTiming = TIMING, max_blocks: int = 2**24) -> None:
         self.members = Membership(PoolName("m"), timing, max_blocks)
         self.now_seconds = 1000.0
-        self.told: dict[LinkId, list[Effect | KvpoolError]] = defaultdict(list)
+        self.sent: dict[LinkId, list[Effect | KvpoolError]] = defaultdict(list)
         self.pool: list[Effect] = []
         self.epoch = 0
         self.num_blocks = 0
@@ -93,7 +93,7 @@ class Gathering:
 
     def allocate(self, link: LinkId, num_blocks: int | None = None) -> None:
         """Answers the newest plan that a link was sent: with all blocks, or so many."""
-        plan = next(effect for effect in reversed(self.told[link]) if isinstance(effect, SendPlan))
+        plan = next(effect for effect in reversed(self.sent[link]) if isinstance(effect, SendPlan))
         got = plan.config.num_blocks if num_blocks is None else num_blocks
         self.do(self.members.initialized(link, Allocated(plan.epoch, got, got * BLOCK_BYTES)))
 
@@ -123,7 +123,7 @@ class Gathering:
         """What a link was told last, answers to heartbeats apart."""
         return next(
             effect
-            for effect in reversed(self.told[link])
+            for effect in reversed(self.sent[link])
             if not (isinstance(effect, SendStatus) and effect.heartbeat_sequence)
         )
 
@@ -137,9 +137,9 @@ class Gathering:
         for effect in effects:
             match effect:
                 case EndLink():
-                    self.told[effect.link].append(effect.error)
+                    self.sent[effect.link].append(effect.error)
                 case SendPlan() | SendReady() | SendStatus() | SendFence():
-                    self.told[effect.link].append(effect)
+                    self.sent[effect.link].append(effect)
                 case OpenPool():
                     self.pool.append(effect)
                     assert effect.epoch > self.epoch, "an epoch opened twice"

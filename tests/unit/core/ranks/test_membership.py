@@ -146,9 +146,9 @@ def test_a_lost_rank_suspends_the_pool_and_keeps_the_epoch(by: str) -> None:
     assert world.members.state is PoolState.DEGRADED
     assert isinstance(world.pool[-1], SuspendPool)
     assert world.members.epoch == 1
-    told = world.last(links[0])
-    assert isinstance(told, SendStatus)
-    assert (told.state, told.absent_ranks) == (PoolState.DEGRADED, (1,))
+    status = world.last(links[0])
+    assert isinstance(status, SendStatus)
+    assert (status.state, status.absent_ranks) == (PoolState.DEGRADED, (1,))
     state = RankState.LOST if by == "break" else RankState.SILENT
     assert [info.state for info in world.members.rank_infos()] == [RankState.READY, state]
 
@@ -172,7 +172,7 @@ def test_rule_4_a_process_that_returns_in_time_loses_nothing(by: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "said",
+    "registered",
     [
         registration(1),
         registration(1, held=held(epoch=2)),
@@ -181,15 +181,15 @@ def test_rule_4_a_process_that_returns_in_time_loses_nothing(by: str) -> None:
     ],
     ids=["without tensors", "of another epoch", "other tensors", "other layers"],
 )
-def test_rule_3_a_process_that_returns_without_contents_starts_a_new_epoch(said: Registration) -> None:
+def test_rule_3_a_process_that_returns_without_contents_starts_a_new_epoch(registered: Registration) -> None:
     world = Gathering()
     links = world.form()
     world.break_link(links[1])
-    back = world.register(said)
+    back = world.register(registered)
     assert world.pool[-1] == EndEpoch(2)
     for link in (links[0], back):
         world.allocate(link)
-    assert world.epoch == max(2, said.held.epoch + 1 if said.held else 0)
+    assert world.epoch == max(2, registered.held.epoch + 1 if registered.held else 0)
     assert world.is_serving
 
 
@@ -362,35 +362,35 @@ def test_while_a_rank_lives_the_successor_of_a_lost_one_must_agree_with_it() -> 
     world = Gathering()
     world.break_link(world.form()[1])
     options = replace(OPTIONS, max_model_len=512)
-    said = registration(1, boot_id="successor", options=options)
-    refuse(world, said, WrongStateError, "RANKS_DISAGREE", "register.options.max_model_len")
+    registered = registration(1, boot_id="successor", options=options)
+    refuse(world, registered, WrongStateError, "RANKS_DISAGREE", "register.options.max_model_len")
 
 
 def test_ranks_that_fall_silent_together_are_reported_in_one_message_per_rank() -> None:
     world = Gathering()
     links = world.form(100)
-    told = {link: len(world.told[link]) for link in links}
+    sent = {link: len(world.sent[link]) for link in links}
     world.now_seconds += 4.0
     world.beat(*links[:10])
     world.wait(2.0)
     assert world.members.absent_ranks == tuple(range(10, 100))
     for link in links[:10]:
-        answer, status = world.told[link][told[link] :]
+        answer, status = world.sent[link][sent[link] :]
         assert isinstance(answer, SendStatus)
         assert isinstance(status, SendStatus)
         assert status.absent_ranks == tuple(range(10, 74)), "the first 64 absent ranks"
     world.break_link(links[0])
-    assert isinstance(world.told[links[1]][-1], SendStatus)
-    assert len(world.told[links[1]]) == told[links[1]] + 2, "the answer to the next heartbeat reports the others"
+    assert isinstance(world.sent[links[1]][-1], SendStatus)
+    assert len(world.sent[links[1]]) == sent[links[1]] + 2, "the answer to the next heartbeat reports the others"
 
 
 def test_a_new_stream_of_the_same_process_takes_over() -> None:
     world = Gathering()
     links = world.form()
-    others = len(world.told[links[1]])
+    others = len(world.sent[links[1]])
     newer = world.register(registration(0, held=held()))
     assert world.last(newer) == SendReady(newer, 1, 100, 1024)
-    assert len(world.told[links[1]]) == others, "nothing changed for the others"
+    assert len(world.sent[links[1]]) == others, "nothing changed for the others"
     old = world.last(links[0])
     assert isinstance(old, AbortedError)
     assert old.reason == "STREAM_SUPERSEDED"
@@ -428,10 +428,10 @@ def test_the_next_deadline_is_the_nearest() -> None:
     assert world.members.next_deadline_seconds == world.now_seconds + 5.0
 
 
-def refuse(world: Gathering, said: Registration, kind: type[KvpoolError], reason: str, field: str) -> None:
+def refuse(world: Gathering, registered: Registration, kind: type[KvpoolError], reason: str, field: str) -> None:
     before = world.snapshot()
     with pytest.raises(kind) as caught:
-        world.register(said)
+        world.register(registered)
     assert (caught.value.reason, caught.value.field) == (reason, field)
     assert world.snapshot() == before
 
@@ -461,8 +461,8 @@ def refuse(world: Gathering, said: Registration, kind: type[KvpoolError], reason
 def test_a_registration_out_of_range_is_refused(changes: dict[str, object], field: str) -> None:
     world = Gathering()
     world.register(registration(0))
-    said = replace(registration(1), **changes)  # type: ignore[arg-type]
-    refuse(world, said, InvalidArgumentError, "INVALID_VALUE", field)
+    registered = replace(registration(1), **changes)  # type: ignore[arg-type]
+    refuse(world, registered, InvalidArgumentError, "INVALID_VALUE", field)
 
 
 def test_no_memory_is_refused() -> None:
@@ -472,7 +472,7 @@ def test_no_memory_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "reason", "field"),
+    ("registered", "reason", "field"),
     [
         (registration(1, 3), "RANKS_DISAGREE", "register.world_size"),
         (
@@ -493,10 +493,10 @@ def test_no_memory_is_refused() -> None:
         (registration(0, boot_id="another-one"), "RANK_TAKEN", "register.rank"),
     ],
 )
-def test_a_rank_that_differs_or_is_taken_is_refused(said: Registration, reason: str, field: str) -> None:
+def test_a_rank_that_differs_or_is_taken_is_refused(registered: Registration, reason: str, field: str) -> None:
     world = Gathering()
     world.register(registration(0))
-    refuse(world, said, WrongStateError, reason, field)
+    refuse(world, registered, WrongStateError, reason, field)
 
 
 def test_rule_2_a_second_process_is_refused_while_the_first_is_alive_or_silent() -> None:
