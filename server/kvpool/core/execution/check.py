@@ -16,9 +16,16 @@ from kvpool.core.ids import MAX_BLOCKS, MAX_TOKENS, BlockHash, BlockId, RequestI
 from kvpool.core.sessions.request import Request
 from kvpool.core.sessions.session import Session
 from kvpool.core.steps.allocation_options import DEFAULT_OPTIONS, OPTION_COLUMNS, AllocationOptions
-from kvpool.core.steps.columns import MAX_CREDIT_ALLOCATIONS, MAX_OPERATION_GROUPS, MAX_OPERATIONS, Operation, Step
+from kvpool.core.steps.columns import (
+    MAX_CREDIT_ALLOCATIONS,
+    MAX_ID_BYTES,
+    MAX_OPERATION_GROUPS,
+    MAX_OPERATIONS,
+    MAX_REQUEST_NUMBER,
+    Operation,
+    Step,
+)
 
-MAX_REQUEST_NUMBER: Final = 2**31 - 1
 _WITHOUT_REQUEST: Final = frozenset((Operation.EVICT, Operation.RESET))
 _ALLOCATING: Final = frozenset((Operation.ADMIT, Operation.ALLOCATE))
 _LOOKING_UP: Final = frozenset((Operation.LOOKUP, Operation.LOOKUP_UNCOUNTED, Operation.LOOKUP_COUNTED_ON_ADMIT))
@@ -285,7 +292,7 @@ class StepChecker:
         if at >= len(step.request_ids):
             raise InvalidArgumentError("request_ids", f"{len(step.request_ids)} ids, the operations need more")
         request_id = RequestId(step.request_ids[at])
-        check_range(f"request_ids[{at}]", len(request_id.encode("utf-8", "surrogatepass")), 1, 256)
+        check_range(f"request_ids[{at}]", len(request_id.encode("utf-8", "surrogatepass")), 1, MAX_ID_BYTES)
         if self._ids.get(request_id, request_id in self._session.requests):
             raise InvalidArgumentError(f"request_ids[{at}]", f"{request_id!r} is in use", reason="REQUEST_ID_IN_USE")
         lora_name = None
@@ -293,7 +300,7 @@ class StepChecker:
             if at >= len(step.lora_names):
                 raise InvalidArgumentError("lora_names", "needs 0 entries or one for each added request")
             lora_name = step.lora_names[at] or None
-            check_range(f"lora_names[{at}]", len((lora_name or "").encode("utf-8", "surrogatepass")), 0, 256)
+            check_range(f"lora_names[{at}]", len((lora_name or "").encode("utf-8", "surrogatepass")), 0, MAX_ID_BYTES)
         self._id_at += 1
         self._ids[request_id] = True
         request = Request(
