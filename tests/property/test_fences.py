@@ -64,8 +64,8 @@ class RankProcess:
         )
         self.protocol = RankProtocol(registered, lambda: 0.0, self.fence)
         self.link: LinkId | None = None
-        self.outbox: deque[words.Word] = deque()
-        self.inbox: deque[words.Heard | KvpoolError] = deque()
+        self.said: deque[words.Word] = deque()
+        self.heard: deque[words.Heard | KvpoolError] = deque()
         self.steps: list[tuple[StepTicket, Scheduler]] = []
         self.effects: list[words.Effect] = []
 
@@ -209,7 +209,7 @@ class Fencing(RuleBasedStateMachine):
             self.now_seconds += 0.25
             for process in self.ranks:
                 self._carry_out(process, process.protocol.tick(self.now_seconds))
-                while process.outbox or process.inbox:
+                while process.said or process.heard:
                     self._to_server(process)
                     self._to_rank(process)
             self.turn()
@@ -269,12 +269,12 @@ class Fencing(RuleBasedStateMachine):
         return RankProcess(rank, self.num_boots)
 
     def _to_server(self, process: RankProcess) -> None:
-        if not process.outbox or process.link is None:
-            process.outbox.clear()
+        if not process.said or process.link is None:
+            process.said.clear()
             return
         link, members = process.link, self.members
         try:
-            match process.outbox.popleft():
+            match process.said.popleft():
                 case words.Initialized(epoch, got):
                     self._do(members.initialized(link, Allocated(epoch, got.num_blocks, got.allocated_bytes)))
                 case words.Heartbeat(sequence):
@@ -284,11 +284,11 @@ class Fencing(RuleBasedStateMachine):
                 case words.Leave():
                     self._do(members.leave(link))
         except KvpoolError as error:
-            process.inbox.append(error)
+            process.heard.append(error)
 
     def _to_rank(self, process: RankProcess) -> None:
-        if process.inbox:
-            message = process.inbox.popleft()
+        if process.heard:
+            message = process.heard.popleft()
             if isinstance(message, KvpoolError):
                 self._break(process, message)
             else:
@@ -302,8 +302,8 @@ class Fencing(RuleBasedStateMachine):
     def _hang_up(self, process: RankProcess) -> bool:
         """Ends the stream at the server; returns whether there was one."""
         link, process.link = process.link, None
-        process.outbox.clear()
-        process.inbox.clear()
+        process.said.clear()
+        process.heard.clear()
         if link is None:
             return False
         del self.by_link[link]
@@ -315,12 +315,12 @@ class Fencing(RuleBasedStateMachine):
         process.effects += effects or []
         while process.effects:
             match process.effects.pop(0):
-                case words.OpenStream(registered):
-                    self._register(process, registered)
+                case words.OpenStream(said):
+                    self._register(process, said)
                 case words.CloseStream():
                     self._hang_up(process)
                 case words.Say(word):
-                    process.outbox.append(word)
+                    process.said.append(word)
                 case words.Allocate(planned):
                     got = words.Allocation(planned.config, planned.config.num_blocks, NUM_BLOCKS * BLOCK_BYTES)
                     process.effects += process.protocol.allocated(planned, got)
@@ -338,10 +338,10 @@ class Fencing(RuleBasedStateMachine):
         try:
             effects = self.members.register(link, registered, self.now_seconds)
         except KvpoolError as error:
-            process.inbox.append(error)
+            process.heard.append(error)
             return
         timing = TIMING
-        process.inbox.append(
+        process.heard.append(
             words.Registered(timing.heartbeat_seconds, timing.heartbeat_timeout_seconds, timing.grace_seconds)
         )
         self._do(effects)
@@ -351,39 +351,39 @@ class Fencing(RuleBasedStateMachine):
         for effect in effects:
             self._change_pool(effect)
             match effect:
-                case messages.SendPlan():
+                case messages.PlanSent():
                     planned = words.Planned(effect.epoch, effect.config, effect.max_model_len)
                     self._tell(effect.link, planned)
-                case messages.SendReady():
+                case messages.ReadySent():
                     self._tell(effect.link, words.Ready(effect.epoch, effect.num_blocks, effect.max_model_len))
                     self.must_fence = True
-                case messages.SendStatus():
+                case messages.StatusSent():
                     absent = tuple(map(int, effect.absent_ranks))
                     status = words.Status(effect.state, effect.epoch, absent, effect.heartbeat_sequence)
                     self._tell(effect.link, status)
-                case messages.SendFence():
+                case messages.FenceSent():
                     fence = words.FenceSet(
                         effect.fence_sequence, effect.epoch, effect.last_session_number, effect.live_session_numbers
                     )
                     self._tell(effect.link, fence)
-                case messages.EndLink():
+                case messages.LinkEnded():
                     self._tell(effect.link, effect.error)
 
     def _change_pool(self, effect: messages.Effect) -> None:
         allocator = self.world.allocator
         match effect:
-            case messages.OpenPool():
+            case messages.PoolOpened():
                 self.world.pool = allocator.open_epoch(
                     effect.config, b"n" * 32, effect.epoch, ranks_fence=effect.ranks_fence
                 )
-            case messages.SuspendPool():
+            case messages.PoolSuspended():
                 allocator.suspend(self.world.pool)
-            case messages.ResumePool():
+            case messages.PoolResumed():
                 allocator.resume(self.world.pool)
-            case messages.EndEpoch():
+            case messages.EpochPassed():
                 allocator.pass_epoch(self.world.pool, effect.epoch)
                 self.resuming.clear()
-            case messages.ReleaseSessions():
+            case messages.SessionsFenced():
                 allocator.end_quarantine("m", effect.numbers)
                 for number in effect.numbers:
                     self._resumed(number)
@@ -391,7 +391,7 @@ class Fencing(RuleBasedStateMachine):
     def _tell(self, link: LinkId, message: words.Heard | KvpoolError) -> None:
         process = self.by_link.get(link)
         if process:
-            process.inbox.append(message)
+            process.heard.append(message)
 
 
 TestFencing = Fencing.TestCase

@@ -10,15 +10,15 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from kvpool.core.errors import AbortedError, KvpoolError, UnavailableError, WrongStateError
 from kvpool.core.ranks.messages import (
     Allocated,
-    EndEpoch,
+    EpochPassed,
     HeldTensors,
     LinkId,
-    OpenPool,
+    PlanSent,
+    PoolOpened,
+    PoolResumed,
     PoolState,
     RankState,
-    ResumePool,
-    SendPlan,
-    SendReady,
+    ReadySent,
 )
 from support.ranks import BLOCK_BYTES, Gathering, registration
 
@@ -164,7 +164,7 @@ class Ranks(RuleBasedStateMachine):
                 continue
             sent = self.world.sent[process.link]
             for effect in sent[self.seen.get(process.link, 0) :]:
-                if isinstance(effect, SendReady):
+                if isinstance(effect, ReadySent):
                     assert effect.num_blocks <= process.got, "more blocks than the rank has"
                     process.held = HeldTensors(effect.epoch, process.got)
                 elif isinstance(effect, KvpoolError):
@@ -196,11 +196,11 @@ class Ranks(RuleBasedStateMachine):
     @invariant()
     def contents_belong_to_the_processes_that_opened_the_epoch(self) -> None:
         for effect in self.world.pool[self.seen_pool :]:
-            if isinstance(effect, OpenPool):
+            if isinstance(effect, PoolOpened):
                 self.in_epoch = [process.boot_id for process in self.processes]
-            elif isinstance(effect, EndEpoch):
+            elif isinstance(effect, EpochPassed):
                 self.in_epoch = []
-            elif isinstance(effect, ResumePool):
+            elif isinstance(effect, PoolResumed):
                 assert self.in_epoch == [process.boot_id for process in self.processes], "rules 3 and 4"
         self.seen_pool = len(self.world.pool)
 
@@ -214,9 +214,9 @@ class Ranks(RuleBasedStateMachine):
             assert self.world.snapshot() == before, "rule 5"
             return None
 
-    def _newest_plan(self, process: Process) -> SendPlan | None:
+    def _newest_plan(self, process: Process) -> PlanSent | None:
         sent = self.world.sent[process.link] if process.link is not None else []
-        return next((effect for effect in reversed(sent) if isinstance(effect, SendPlan)), None)
+        return next((effect for effect in reversed(sent) if isinstance(effect, PlanSent)), None)
 
 
 TestRanks = Ranks.TestCase

@@ -10,22 +10,22 @@ from kvpool.core.ranks.membership import Membership
 from kvpool.core.ranks.messages import (
     Allocated,
     Effect,
-    EndEpoch,
-    EndLink,
+    EpochPassed,
+    FenceSent,
     HeldTensors,
+    LinkEnded,
     LinkId,
-    OpenPool,
+    PlanSent,
+    PoolOpened,
+    PoolResumed,
+    PoolSuspended,
     Rank,
     RankGroupOptions,
     RankTiming,
+    ReadySent,
     Registration,
-    ReleaseSessions,
-    ResumePool,
-    SendFence,
-    SendPlan,
-    SendReady,
-    SendStatus,
-    SuspendPool,
+    SessionsFenced,
+    StatusSent,
 )
 from kvpool.core.specs.base import KVCacheSpec
 from kvpool.core.specs.kinds import FullAttentionSpec
@@ -93,7 +93,7 @@ class Gathering:
 
     def allocate(self, link: LinkId, num_blocks: int | None = None) -> None:
         """Answers the newest plan that a link was sent: with all blocks, or so many."""
-        plan = next(effect for effect in reversed(self.sent[link]) if isinstance(effect, SendPlan))
+        plan = next(effect for effect in reversed(self.sent[link]) if isinstance(effect, PlanSent))
         got = plan.config.num_blocks if num_blocks is None else num_blocks
         self.do(self.members.initialized(link, Allocated(plan.epoch, got, got * BLOCK_BYTES)))
 
@@ -124,7 +124,7 @@ class Gathering:
         return next(
             effect
             for effect in reversed(self.sent[link])
-            if not (isinstance(effect, SendStatus) and effect.heartbeat_sequence)
+            if not (isinstance(effect, StatusSent) and effect.heartbeat_sequence)
         )
 
     def snapshot(self) -> object:
@@ -136,26 +136,26 @@ class Gathering:
         """Does as a server does."""
         for effect in effects:
             match effect:
-                case EndLink():
+                case LinkEnded():
                     self.sent[effect.link].append(effect.error)
-                case SendPlan() | SendReady() | SendStatus() | SendFence():
+                case PlanSent() | ReadySent() | StatusSent() | FenceSent():
                     self.sent[effect.link].append(effect)
-                case OpenPool():
+                case PoolOpened():
                     self.pool.append(effect)
                     assert effect.epoch > self.epoch, "an epoch opened twice"
                     self.epoch, self.num_blocks, self.is_serving = effect.epoch, effect.config.num_blocks, True
-                case SuspendPool():
+                case PoolSuspended():
                     self.pool.append(effect)
                     assert self.is_serving
                     self.is_serving = False
-                case ResumePool():
+                case PoolResumed():
                     self.pool.append(effect)
                     assert not self.is_serving
                     assert self.epoch == self.members.epoch, "resumed in an epoch that was not open"
                     self.is_serving = True
-                case ReleaseSessions():
+                case SessionsFenced():
                     self.pool.append(effect)
-                case EndEpoch():
+                case EpochPassed():
                     self.pool.append(effect)
                     assert effect.epoch > self.epoch
                     self.is_serving = False

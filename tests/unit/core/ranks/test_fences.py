@@ -5,13 +5,13 @@ import pytest
 from kvpool.core.errors import AbortedError, InvalidArgumentError
 from kvpool.core.ids import SessionNumber
 from kvpool.core.ranks.messages import (
-    EndEpoch,
+    EpochPassed,
+    FenceSent,
     HeldTensors,
     LinkId,
-    OpenPool,
+    PoolOpened,
     RankState,
-    ReleaseSessions,
-    SendFence,
+    SessionsFenced,
 )
 from support.ranks import Gathering, registration
 
@@ -23,18 +23,18 @@ def world() -> Gathering:
     return Gathering()
 
 
-def fence(world: Gathering, *awaiting: SessionNumber, live: tuple[SessionNumber, ...] = (THREE,)) -> list[SendFence]:
+def fence(world: Gathering, *awaiting: SessionNumber, live: tuple[SessionNumber, ...] = (THREE,)) -> list[FenceSent]:
     """Sends a fence, with 3 as the newest session; returns the messages."""
     effects = world.members.fence(THREE, live, awaiting)
     world.do(effects)
-    return [effect for effect in effects if isinstance(effect, SendFence)]
+    return [effect for effect in effects if isinstance(effect, FenceSent)]
 
 
 def answer(world: Gathering, link: LinkId, sequence: int) -> tuple[SessionNumber, ...]:
     """Answers a fence; returns the sessions that are released."""
     effects = world.members.fenced(link, sequence)
     world.do(effects)
-    return tuple(n for effect in effects if isinstance(effect, ReleaseSessions) for n in effect.numbers)
+    return tuple(n for effect in effects if isinstance(effect, SessionsFenced) for n in effect.numbers)
 
 
 @pytest.mark.parametrize("fences", [True, False])
@@ -43,14 +43,14 @@ def test_a_pool_opens_with_ranks_that_fence_if_all_do(world: Gathering, *, fence
     for link in links:
         world.allocate(link)
     (opened,) = world.pool
-    assert isinstance(opened, OpenPool)
+    assert isinstance(opened, PoolOpened)
     assert opened.ranks_fence is fences
     assert [sent.link for sent in fence(world)] == (links if fences else links[:1])
 
 
 def test_a_fence_lists_the_open_sessions(world: Gathering) -> None:
     links = world.form(fences=True)
-    assert fence(world, ONE, TWO) == [SendFence(link, 1, 1, THREE, (THREE,)) for link in links]
+    assert fence(world, ONE, TWO) == [FenceSent(link, 1, 1, THREE, (THREE,)) for link in links]
 
 
 def test_no_fence_is_sent_before_the_pool_is_open(world: Gathering) -> None:
@@ -136,7 +136,7 @@ def test_a_rank_that_returns_without_fences_is_a_new_rank(world: Gathering) -> N
     _, second = world.form(fences=True)
     world.break_link(second)
     world.register(registration(1, fences=False, held=HeldTensors(1, 100)))
-    assert [type(effect) for effect in world.pool][-1] is EndEpoch
+    assert [type(effect) for effect in world.pool][-1] is EpochPassed
 
 
 def test_the_end_of_an_epoch_waits_for_no_rank(world: Gathering) -> None:

@@ -13,18 +13,18 @@ from kvpool.core.errors import (
 )
 from kvpool.core.ranks.messages import (
     Allocated,
-    EndEpoch,
+    EpochPassed,
     HeldTensors,
-    OpenPool,
+    PlanSent,
+    PoolOpened,
+    PoolResumed,
     PoolState,
+    PoolSuspended,
     Rank,
     RankState,
+    ReadySent,
     Registration,
-    ResumePool,
-    SendPlan,
-    SendReady,
-    SendStatus,
-    SuspendPool,
+    StatusSent,
 )
 from kvpool.core.specs.kinds import FullAttentionSpec
 from kvpool.core.specs.pool_config import HashScheme, ReuseOrder
@@ -38,17 +38,17 @@ def held(epoch: int = 1, num_blocks: int = 100) -> HeldTensors:
 def test_a_pool_opens_when_all_ranks_have_allocated() -> None:
     world = Gathering()
     first = world.register(registration(0))
-    assert isinstance(world.last(first), SendStatus)
+    assert isinstance(world.last(first), StatusSent)
     assert not world.members.was_open
     second = world.register(registration(1))
     plans = [world.last(first), world.last(second)]
-    assert all(isinstance(plan, SendPlan) and plan.config.num_blocks == 100 and plan.epoch == 1 for plan in plans)
+    assert all(isinstance(plan, PlanSent) and plan.config.num_blocks == 100 and plan.epoch == 1 for plan in plans)
     world.allocate(first)
     assert not world.pool, "rule 1"
     world.allocate(second)
     assert world.members.state is PoolState.READY
     assert (world.epoch, world.num_blocks) == (1, 100)
-    assert [world.last(first), world.last(second)] == [SendReady(link, 1, 100, 1024) for link in (first, second)]
+    assert [world.last(first), world.last(second)] == [ReadySent(link, 1, 100, 1024) for link in (first, second)]
 
 
 def test_the_rank_with_the_least_memory_decides_the_plan() -> None:
@@ -66,7 +66,7 @@ def test_the_pool_shrinks_to_the_smallest_allocation_of_a_rank() -> None:
     world.allocate(links[1], 77)
     assert world.num_blocks == 77
     ready = world.last(links[0])
-    assert isinstance(ready, SendReady)
+    assert isinstance(ready, ReadySent)
     assert ready.num_blocks == 77
 
 
@@ -77,7 +77,7 @@ def test_a_pool_too_small_for_one_request_fits_a_shorter_one_if_allowed() -> Non
     world.allocate(links[0], 21)
     world.allocate(links[1])
     opened = world.pool[-1]
-    assert isinstance(opened, OpenPool)
+    assert isinstance(opened, PoolOpened)
     assert (opened.config.num_blocks, opened.config.max_model_len) == (21, 320)
 
 
@@ -117,12 +117,12 @@ def test_pipeline_stages_register_different_layers() -> None:
     world = Gathering()
     links = [world.register(registration(rank, layers={f"layer.{rank}": LAYER})) for rank in range(2)]
     plan = world.last(links[1])
-    assert isinstance(plan, SendPlan)
+    assert isinstance(plan, PlanSent)
     assert [group.layer_names for group in plan.config.groups] == [("layer.1",)]
     for link in links:
         world.allocate(link)
     opened = world.pool[-1]
-    assert isinstance(opened, OpenPool)
+    assert isinstance(opened, PoolOpened)
     assert opened.config.groups[0].layer_names == ("layer.0", "layer.1")
 
 
@@ -144,10 +144,10 @@ def test_a_lost_rank_suspends_the_pool_and_keeps_the_epoch(by: str) -> None:
     links = world.form()
     lose(world, links[1], links[:1], by)
     assert world.members.state is PoolState.DEGRADED
-    assert isinstance(world.pool[-1], SuspendPool)
+    assert isinstance(world.pool[-1], PoolSuspended)
     assert world.members.epoch == 1
     status = world.last(links[0])
-    assert isinstance(status, SendStatus)
+    assert isinstance(status, StatusSent)
     assert (status.state, status.absent_ranks) == (PoolState.DEGRADED, (1,))
     state = RankState.LOST if by == "break" else RankState.SILENT
     assert [info.state for info in world.members.rank_infos()] == [RankState.READY, state]
@@ -164,10 +164,10 @@ def test_rule_4_a_process_that_returns_in_time_loses_nothing(by: str) -> None:
         world.beat(links[1])
     else:
         world.register(registration(1, held=held()))
-    assert [type(effect) for effect in world.pool] == [OpenPool, SuspendPool, ResumePool]
+    assert [type(effect) for effect in world.pool] == [PoolOpened, PoolSuspended, PoolResumed]
     assert world.members.state is PoolState.READY
     ready = world.last(links[0])
-    assert isinstance(ready, SendReady)
+    assert isinstance(ready, ReadySent)
     assert ready.epoch == 1
 
 
@@ -186,7 +186,7 @@ def test_rule_3_a_process_that_returns_without_contents_starts_a_new_epoch(regis
     links = world.form()
     world.break_link(links[1])
     back = world.register(registered)
-    assert world.pool[-1] == EndEpoch(2)
+    assert world.pool[-1] == EpochPassed(2)
     for link in (links[0], back):
         world.allocate(link)
     assert world.epoch == max(2, registered.held.epoch + 1 if registered.held else 0)
@@ -202,11 +202,11 @@ def test_rule_3_a_rank_that_does_not_return_is_given_up_after_the_grace_time(by:
         world.now_seconds += 4.0
         world.beat(links[0])
         world.wait(0.0)
-    assert EndEpoch(2) not in world.pool
+    assert EpochPassed(2) not in world.pool
     world.now_seconds += 4.0
     world.beat(links[0])
     world.wait(0.0)
-    assert world.pool[-1] == EndEpoch(2)
+    assert world.pool[-1] == EpochPassed(2)
     assert world.members.state is PoolState.DEGRADED
     assert [info.state for info in world.members.rank_infos()] == [RankState.REGISTERED, RankState.ABSENT]
     if by == "silence":
@@ -220,9 +220,9 @@ def test_a_successor_gets_a_new_plan_and_all_others_too() -> None:
     links = world.form()
     world.break_link(links[1])
     successor = world.register(registration(1, boot_id="successor", blocks=80))
-    assert world.pool[-1] == EndEpoch(2)
+    assert world.pool[-1] == EpochPassed(2)
     plan = world.last(links[0])
-    assert isinstance(plan, SendPlan)
+    assert isinstance(plan, PlanSent)
     assert (plan.epoch, plan.config.num_blocks) == (2, 80)
     world.allocate(links[0], 100)  # it keeps its tensors
     world.allocate(successor)
@@ -267,7 +267,7 @@ def test_a_rank_lost_while_others_allocate_can_return_and_gets_a_new_plan() -> N
     assert [info.state for info in world.members.rank_infos()] == [RankState.REGISTERED, RankState.ABSENT]
     back = world.register(registration(1))
     plan = world.last(links[0])
-    assert isinstance(plan, SendPlan)
+    assert isinstance(plan, PlanSent)
     assert plan.epoch == 2
     for link in (links[0], back):
         world.allocate(link)
@@ -306,7 +306,7 @@ def test_a_silent_rank_that_returns_after_another_was_replaced_gets_a_plan() -> 
     lose(world, links[0], links[1:], "silence")
     world.break_link(links[1])
     successor = world.register(registration(1, boot_id="successor"))
-    assert isinstance(world.last(successor), SendStatus)
+    assert isinstance(world.last(successor), StatusSent)
     world.beat(links[0])
     for link in (links[0], successor):
         world.allocate(link)
@@ -322,14 +322,14 @@ def test_giving_up_one_lost_rank_gives_up_all_lost_ranks() -> None:
     infos = world.members.rank_infos()
     assert [info.state for info in infos] == [RankState.REGISTERED, RankState.REGISTERED, RankState.ABSENT]
     assert [info.num_blocks for info in infos] == [0, 0, 0]
-    assert isinstance(world.last(successor), SendStatus), "no plan may be sent while a rank is absent"
+    assert isinstance(world.last(successor), StatusSent), "no plan may be sent while a rank is absent"
 
 
 def test_a_rank_that_leaves_is_given_up_at_once() -> None:
     world = Gathering()
     links = world.form()
     world.do(world.members.leave(links[0]))
-    assert world.pool[-1] == EndEpoch(2)
+    assert world.pool[-1] == EpochPassed(2)
     world.break_link(links[0])
     assert world.members.rank_infos()[0].state is RankState.ABSENT
 
@@ -350,7 +350,7 @@ def test_a_group_whose_ranks_are_all_lost_can_be_formed_with_other_options() -> 
         world.break_link(link)
     options = replace(OPTIONS, max_model_len=512)
     first = world.register(registration(2, 3, boot_id="another-2", options=options))
-    assert world.pool[-1] == EndEpoch(2)
+    assert world.pool[-1] == EpochPassed(2)
     refuse(world, registration(0, held=held()), WrongStateError, "RANKS_DISAGREE", "register.world_size")
     others = [world.register(registration(rank, 3, boot_id=f"another-{rank}", options=options)) for rank in range(2)]
     for link in (first, *others):
@@ -376,11 +376,11 @@ def test_ranks_that_fall_silent_together_are_reported_in_one_message_per_rank() 
     assert world.members.absent_ranks == tuple(range(10, 100))
     for link in links[:10]:
         answer, status = world.sent[link][sent[link] :]
-        assert isinstance(answer, SendStatus)
-        assert isinstance(status, SendStatus)
+        assert isinstance(answer, StatusSent)
+        assert isinstance(status, StatusSent)
         assert status.absent_ranks == tuple(range(10, 74)), "the first 64 absent ranks"
     world.break_link(links[0])
-    assert isinstance(world.sent[links[1]][-1], SendStatus)
+    assert isinstance(world.sent[links[1]][-1], StatusSent)
     assert len(world.sent[links[1]]) == sent[links[1]] + 2, "the answer to the next heartbeat reports the others"
 
 
@@ -389,7 +389,7 @@ def test_a_new_stream_of_the_same_process_takes_over() -> None:
     links = world.form()
     others = len(world.sent[links[1]])
     newer = world.register(registration(0, held=held()))
-    assert world.last(newer) == SendReady(newer, 1, 100, 1024)
+    assert world.last(newer) == ReadySent(newer, 1, 100, 1024)
     assert len(world.sent[links[1]]) == others, "nothing changed for the others"
     old = world.last(links[0])
     assert isinstance(old, AbortedError)
