@@ -1,4 +1,4 @@
-"""The core, called directly."""
+"""The core as a system under test, called directly."""
 
 from collections.abc import Sequence
 
@@ -19,7 +19,7 @@ def hash_to_int(block_hash: BlockHash) -> int:
 
 
 def event_to_line(event: BlockEvent) -> Line:
-    """Writes an event as the golden files do."""
+    """Formats an event as in the golden files."""
     match event:
         case BlockStored():
             parent = event.parent_block_hash
@@ -45,7 +45,7 @@ def event_to_line(event: BlockEvent) -> Line:
 
 
 class CoreSystem:
-    """One pool and one session's requests."""
+    """One pool with the requests of one session."""
 
     def __init__(self, config: PoolConfig) -> None:
         self.pool = KVCacheManager(config)

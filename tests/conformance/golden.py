@@ -1,4 +1,4 @@
-"""Golden files: what vLLM's own KV cache manager answers, and how to ask the same of a system of ours."""
+"""Golden files with the answers of vLLM's KV cache manager, and a driver that compares them with those of a system."""
 
 import gzip
 import json
@@ -68,7 +68,7 @@ def read_schedules(folder: Path) -> list[Schedule]:
 
 
 def spec(golden: Line) -> KVCacheSpec:
-    """Reads a spec, leaving out fields of the reference that ours have no use for."""
+    """Reads a spec, without the fields of the reference that our specs do not have."""
     kind = SPEC_KINDS[golden["type"]]
     names = [f.name for f in fields(kind)]
     return kind(**{name: frozen(golden[name]) for name in names if golden.get(name) is not None})
@@ -97,7 +97,7 @@ class Stats:
 
 
 class System(Protocol):
-    """What is driven through a schedule."""
+    """A system under test."""
 
     def request(self, request_id: str, token_ids: list[int], keys: ExtraKeys) -> Sequence[BlockHash]:
         """Declares a request; returns its hashes."""
@@ -139,8 +139,8 @@ class Driver:
     def __init__(self, system: System, schedule: Schedule) -> None:
         self._system = system
         self._schedule = schedule
-        # 0.14.1 counts a look-up when it is made and names no group in its events; 0.32.0 leaves counting to a call
-        # of the scheduler's, which was not made when the files were recorded: there every count is 0.
+        # vLLM 0.14.1 counts a look-up at once and names no group in its events. In 0.32.0 the scheduler counts look-ups
+        # with a separate call, which was not made when the files were recorded; there every count is 0.
         self._counted = "0.14.1" in schedule.config["recorded_from"]
         self._with_group = not self._counted
         self._taken = Stats(0, 0, 0, 0, 0, 0, 0)
@@ -178,7 +178,7 @@ class Driver:
         if op == "cache_blocks":
             system.cache_blocks(request_id, line["num_computed_tokens"])
         elif op == "evict_blocks":
-            # The reference takes a set; ours evicts in the order given, and so gets the set's.
+            # The reference takes a set. We evict in the given order, so pass the order of the set.
             system.evict(list(set(line["block_ids"])))
         elif op == "free" and line["preempted"]:
             system.preempt(request_id)

@@ -4,5 +4,5 @@ from conformance.core_system import CoreSystem
 from conformance.golden import Driver, Schedule
 
 
-def test_core_answers_as_the_reference(schedule: Schedule) -> None:
+def test_the_core_answers_as_the_reference(schedule: Schedule) -> None:
     Driver(CoreSystem(schedule.pool_config()), schedule).run()

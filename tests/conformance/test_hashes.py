@@ -17,7 +17,7 @@ def vectors(folder: Path) -> list[dict[str, object]]:
     return [vector for path in paths for vector in json.loads(path.read_text())]
 
 
-def test_every_vector(golden_folder: Path) -> None:
+def test_every_hash_vector_matches(golden_folder: Path) -> None:
     for vector in vectors(golden_folder):
         scheme = HashScheme(str(vector["algorithm"]), none_hash=bytes.fromhex(str(vector["none_hash"])))
         hasher = BlockHasher(scheme, block_size=16)

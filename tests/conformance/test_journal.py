@@ -1,4 +1,4 @@
-"""The core gives every answer of the reference while it dies and comes back from its journal, again and again."""
+"""The core gives every answer of the reference while it is repeatedly killed and restored from its journal."""
 
 import time
 from pathlib import Path
@@ -14,7 +14,7 @@ CHANGES_A_LIFE = 211
 
 
 class MortalTransport(EmbeddedTransport):
-    """Dies after every so many changes: every second time without a last snapshot."""
+    """Dies after a fixed number of changes, every second time without a final snapshot."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class MortalTransport(EmbeddedTransport):
         self.lives += 1
 
 
-def test_it_answers_as_the_reference_over_many_lives(schedule: Schedule, tmp_path: Path) -> None:
+def test_the_core_answers_as_the_reference_across_restarts(schedule: Schedule, tmp_path: Path) -> None:
     with connect("embedded:") as client:
         transport = client._transport = MortalTransport(tmp_path)
         system = ClientSystem(client, schedule.pool_config("journal"))

@@ -1,4 +1,4 @@
-"""The planner makes the plans of the reference, in every number and name, and refuses with the same facts."""
+"""The planner makes the plans of the reference, with equal numbers and names, and refuses with the same facts."""
 
 import gzip
 import json
@@ -42,7 +42,7 @@ def config_to_line(config: KVCacheConfig) -> Line:
 
 
 def spec_to_line(value: KVCacheSpec) -> Line:
-    """The numbers that a spec of the golden files can be made of, and its page."""
+    """The numbers of a spec that the golden files contain, and its page size."""
     line: Line = {"page_size_bytes": value.page_size_bytes, "spec": value}
     if isinstance(value, UniformTypeKVCacheSpecs):
         line["spec"] = {name: spec_to_line(layer) for name, layer in value.layers}
@@ -83,8 +83,8 @@ def check_error(error: PlanError, golden: Line) -> None:
     assert facts == golden
 
 
-def test_plan_as_the_reference(case: dict[str, Any]) -> None:
-    if case.get("error", {}).get("reason") == "page_sizes_do_not_divide":  # where the reference gives up
+def test_plans_equal_the_reference(case: dict[str, Any]) -> None:
+    if case.get("error", {}).get("reason") == "page_sizes_do_not_divide":  # the reference cannot plan this
         padded = plan(case, FitCheck.FIRST_GROUP).configs[0]
         assert padded.block_size_bytes == 8 * 49152
         assert padded.padding_bytes_per_block == (0, 8 * 16384, 8 * 16384)
@@ -97,16 +97,16 @@ def test_plan_as_the_reference(case: dict[str, Any]) -> None:
 
 
 BEYOND = {
-    "auto_fit": 16_384 - 16,  # of 1,024 blocks the null block is never given
+    "auto_fit": 16_384 - 16,  # the null block of 1,024 blocks is never allocated
     "not_enough_memory": 8192 - 16,
     "dcp2": 30_464 - 128,
-    "auto_fit_gemma": (4915 - 1 - 6 * 193) * 16,  # all groups take blocks, not the first alone
+    "auto_fit_gemma": (4915 - 1 - 6 * 193) * 16,  # all groups take blocks, not only the first
     "not_enough_memory_gemma": (4096 - 1 - 6 * 193) * 16,
 }
-"""By case: the longest request that the pool can really serve, where the reference says another length."""
+"""The longest request that the pool can serve, by case, where the reference gives another length."""
 
 
-def test_counting_the_whole_request_differs_only_in_what_the_reference_leaves_out(case: dict[str, Any]) -> None:
+def test_whole_request_plans_differ_only_where_the_reference_undercounts(case: dict[str, Any]) -> None:
     golden = case.get("result") or case["error"]
     if case["name"].startswith("auto_fit") and case["name"] in BEYOND:
         answer = plan(case, FitCheck.WHOLE_REQUEST)

@@ -1,4 +1,4 @@
-"""The service gives every answer of the reference, through every door, over real sockets."""
+"""The service gives every answer of the reference through every API, over real sockets."""
 
 import asyncio
 from collections.abc import Iterator

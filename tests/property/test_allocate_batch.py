@@ -1,4 +1,4 @@
-"""Plain allocations of a step, done together, against the same steps done operation by operation."""
+"""Batched allocations, compared with the same steps applied operation by operation."""
 
 from functools import reduce
 from operator import add
@@ -47,18 +47,18 @@ ODD: list[dict[str, Any]] = [
 
 
 class Pair:
-    """The same sessions twice: in a pool that does such allocations together, and in one that does none so."""
+    """The same sessions twice: in a pool with batches, and in a pool without."""
 
     def __init__(self, num_blocks: int, num_sessions: int, **options: Any) -> None:
-        self.together, self.one_by_one = World(num_blocks, **options), World(num_blocks, **options)
+        self.batched, self.one_by_one = World(num_blocks, **options), World(num_blocks, **options)
         self.one_by_one.pool.plain_manager = None
-        self.sessions = [(self.together.open(), self.one_by_one.open()) for _ in range(num_sessions)]
+        self.sessions = [(self.batched.open(), self.one_by_one.open()) for _ in range(num_sessions)]
         self.contents: dict[tuple[int, int], str] = {}
 
     def run(self, at: int, **columns: Any) -> StepResult | None:
-        """Applies a step to both, which must answer and be the same; None if they refuse it."""
+        """Applies a step to both pools; results and states must be equal. Returns None if they refuse it."""
         answers: list[object] = []
-        for world, session in zip((self.together, self.one_by_one), self.sessions[at], strict=True):
+        for world, session in zip((self.batched, self.one_by_one), self.sessions[at], strict=True):
             step = Step(session.sequence + 1, **columns)
             try:
                 answers.append(world.apply(session, step))
@@ -66,23 +66,23 @@ class Pair:
                 answers.append((type(error), str(error)))
             check_integrity(world.pool, world.sessions())
         assert answers[0] == answers[1]
-        assert self.together.snapshot() == self.one_by_one.snapshot()
+        assert self.batched.snapshot() == self.one_by_one.snapshot()
         return answers[0] if isinstance(answers[0], StepResult) else None
 
-    def hashes(self, at: int, number: int, before: int, grown: int) -> bytes:
-        if not self.together.pool.config.enable_caching:
+    def hashes(self, at: int, number: int, before: int, appended: int) -> bytes:
+        if not self.batched.pool.config.enable_caching:
             return b""
-        joined = block_hashes(self.contents[at, number], (before + grown) // BLOCK_SIZE)
+        joined = block_hashes(self.contents[at, number], (before + appended) // BLOCK_SIZE)
         return joined[before // BLOCK_SIZE * 32 :]
 
 
 Row = dict[str, Any]
-"""An operation: its entry of each column that has one, and what it has in queues."""
+"""An operation: its entries in columns, and its entries in queues."""
 QUEUES: Row = {"block_hashes": b"", "block_ids": [], "request_ids": []}
 
 
 def columns(rows: list[Row]) -> dict[str, Any]:
-    """A step of these operations."""
+    """The columns of a step with these operations."""
     step: dict[str, Any] = {}
     for name in sorted({name for row in rows for name in row}):
         if name in QUEUES:
@@ -114,7 +114,7 @@ def admission(pair: Pair, at: int, number: int, rng: Random) -> list[Row]:
 
 
 def other(pair: Pair, session: Session, number: int, rng: Random) -> Row:
-    """Of a request that the session has, and may run, or of none."""
+    """Another operation, of a request of the session, running or not, or of no request."""
     operation = rng.choice([
         Operation.FREE, Operation.FREE, Operation.PREEMPT, Operation.CACHE, Operation.LOOKUP_UNCOUNTED, Operation.ADMIT,
         Operation.COMMON_PREFIX, Operation.APPEND, Operation.EVICT, Operation.RESET,
@@ -122,7 +122,7 @@ def other(pair: Pair, session: Session, number: int, rng: Random) -> Row:
     if operation is Operation.RESET:
         return {"operations": operation}
     if operation is Operation.EVICT:
-        block_ids = rng.sample(range(1, pair.together.pool.blocks.num_blocks), 3)
+        block_ids = rng.sample(range(1, pair.batched.pool.blocks.num_blocks), 3)
         return {"operations": operation, "num_block_ids": 3, "block_ids": block_ids}
     row: Row = {"operations": operation, "request_numbers": number}
     if operation is Operation.CACHE:
@@ -132,15 +132,15 @@ def other(pair: Pair, session: Session, number: int, rng: Random) -> Row:
 
 def decode(pair: Pair, at: int, session: Session, number: int, rng: Random) -> Row:
     request = session.by_number[RequestNumber(number)]
-    most = rng.choice([request.credit_tokens, pair.together.pool.max_tokens_on_credit(request)])
-    grown = rng.choice([0, 1, 1, 1, rng.randint(0, 9)])
+    most = rng.choice([request.credit_tokens, pair.batched.pool.max_tokens_on_credit(request)])
+    appended = rng.choice([0, 1, 1, 1, rng.randint(0, 9)])
     return {
         "operations": Operation.ALLOCATE,
         "request_numbers": number,
-        "num_appended_tokens": grown,
+        "num_appended_tokens": appended,
         "num_new_tokens": rng.choice([1, 1, rng.randint(1, 6)]),
         "num_taken_tokens": rng.randint(0, max(most - request.num_computed_tokens, 0)),
-        "block_hashes": pair.hashes(at, number, request.num_tokens, grown),
+        "block_hashes": pair.hashes(at, number, request.num_tokens, appended),
     }
 
 
@@ -149,7 +149,7 @@ def is_running(session: Session, number: int) -> bool:
 
 
 def round_of(pair: Pair, at: int, next_number: int, rng: Random) -> tuple[dict[str, Any], int]:
-    """Decodes, and often other operations before and after them; and how many requests are added."""
+    """Returns decodes, often with other operations before and after, and the number of added requests."""
     session = pair.sessions[at][0]
     numbers = rng.sample(list(session.by_number), rng.randint(0, len(session.by_number)))
     decoding = [number for number in numbers if is_running(session, number) and rng.random() < 0.8]
@@ -178,7 +178,7 @@ def round_of(pair: Pair, at: int, next_number: int, rng: Random) -> tuple[dict[s
 
 
 def spoil(step: dict[str, Any], rng: Random) -> None:
-    """Does something wrong to a step."""
+    """Makes a step invalid."""
     kind = rng.random()
     if kind < 0.5:
         name, values = rng.choice(WRONG)
@@ -193,7 +193,7 @@ def spoil(step: dict[str, Any], rng: Random) -> None:
 @pytest.mark.parametrize("order", ReuseOrder)
 @pytest.mark.parametrize("caching", [True, False])
 @given(rng=st.randoms(use_true_random=False), num_blocks=st.integers(8, 60), num_sessions=st.integers(1, 3))
-def test_done_together_is_as_done_one_by_one(
+def test_a_batch_equals_one_operation_at_a_time(
     order: ReuseOrder,
     caching: bool,  # noqa: FBT001 - a parameter of the test
     rng: Random,
@@ -212,8 +212,8 @@ def test_done_together_is_as_done_one_by_one(
 
 
 @pytest.fixture
-def together(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many operations were done together, each time that some were."""
+def batch_lengths(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The length of each applied batch."""
     lengths: list[int] = []
     apply = AllocationBatch.apply
 
@@ -230,7 +230,7 @@ def decodes(*numbers: int) -> list[Row]:
 
 
 def full(pair: Pair, number: int) -> list[Row]:
-    """A request comes that fills a block, so that its decode needs one."""
+    """Adds and admits a request that fills a block, so that its decode needs a new block."""
     added, admitted = admission(pair, 0, number, Random(number))  # noqa: S311 - a test
     added |= {"num_appended_tokens": BLOCK_SIZE, "block_hashes": pair.hashes(0, number, 0, BLOCK_SIZE)}
     return [added, {"operations": admitted["operations"], "request_numbers": number}]
@@ -242,44 +242,44 @@ def outcomes(pair: Pair, *rows: Row) -> list[int]:
     return result.outcomes or [Outcome.OK] * len(rows)
 
 
-def test_decodes_are_done_together(together: list[int]) -> None:
-    """What the test above compares is not one way with itself."""
+def test_decodes_are_batched(batch_lengths: list[int]) -> None:
+    """Shows that the test above really compares two paths."""
     pair = Pair(50, 1)
     outcomes(pair, *full(pair, 1), *full(pair, 2))
-    assert together == []
+    assert batch_lengths == []
     for _ in range(20):
         outcomes(pair, *decodes(1, 2))
-    assert together == [2] * 20
+    assert batch_lengths == [2] * 20
 
 
-def test_decodes_between_other_operations_are_done_together(together: list[int]) -> None:
+def test_decodes_between_other_operations_are_batched(batch_lengths: list[int]) -> None:
     pair = Pair(50, 1)
     outcomes(pair, *full(pair, 1), *full(pair, 2), *full(pair, 3))
     freed = {"operations": Operation.FREE, "request_numbers": 3}
     assert outcomes(pair, freed, *decodes(1, 2), *full(pair, 4)) == [Outcome.OK] * 5
-    assert together == [2]
+    assert batch_lengths == [2]
     cached = {"operations": Operation.CACHE, "request_numbers": 1}
     assert outcomes(pair, *decodes(1, 2), cached) == [Outcome.OK] * 3
-    assert together == [2]
+    assert batch_lengths == [2]
 
 
-def test_decodes_that_find_too_few_blocks_are_done_one_by_one(together: list[int]) -> None:
+def test_decodes_with_too_few_blocks_are_applied_one_by_one(batch_lengths: list[int]) -> None:
     pair = Pair(4, 1)
     outcomes(pair, *full(pair, 1), *full(pair, 2))
     assert outcomes(pair, *decodes(1, 2)) == [Outcome.OK, Outcome.NO_BLOCKS]
-    assert together == []
+    assert batch_lengths == []
 
 
-def test_decodes_that_make_too_much_work_are_done_one_by_one(
-    together: list[int], monkeypatch: pytest.MonkeyPatch
+def test_decodes_beyond_the_work_limit_are_applied_one_by_one(
+    batch_lengths: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pair = Pair(50, 1)
     outcomes(pair, *[row for number in range(1, 8) for row in full(pair, number)])
     monkeypatch.setattr("kvpool.core.execution.apply.MAX_STEP_WORK", 2)
     assert outcomes(pair, *decodes(1, 2, 3)) == [Outcome.OK, Outcome.OK, Outcome.SKIPPED]
-    assert together == []
+    assert batch_lengths == []
     monkeypatch.setattr("kvpool.core.execution.apply.MAX_STEP_WORK", 3)
     freed = {"operations": Operation.FREE, "request_numbers": 7}
     found = outcomes(pair, *decodes(3, 4), freed, *decodes(5, 6))
     assert found == [Outcome.OK] * 4 + [Outcome.SKIPPED]
-    assert together == [2]
+    assert batch_lengths == [2]

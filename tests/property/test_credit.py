@@ -1,7 +1,7 @@
-"""A session that answers decodes by itself, against a pool that is asked for every one of them, in full.
+"""A session that answers decodes on credit, compared with a pool that gets every operation.
 
-After each round both pools must be the same: tables, computed tokens, the order of the free list, what is cached and in
-which order its copies are found; but for blocks that the session filled and tells of with its next step.
+After each round both pools must be equal: tables, computed tokens, the order of the free list, the cached blocks and
+the order of their copies. Blocks that the session filled and reports with its next step are excepted.
 """
 
 from collections.abc import Mapping, Sequence
@@ -34,15 +34,15 @@ NO_HIT: Final[Mapping[str, object]] = {}
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """What a scheduler does at a time.
+    """One action of a scheduler.
 
     Attributes:
-        kind: What: see `Both.play`.
-        which: The request, of those there are.
-        count: Tokens.
-        num_lookahead_tokens: Tokens beyond these.
-        appends: Whether the tokens are known already, or will come later.
-        options: On what terms; external tokens only for what holds no blocks, in a round of its own kind.
+        kind: Kind of the action, see `Both.play`.
+        which: Selects a request.
+        count: Number of tokens.
+        num_lookahead_tokens: Number of lookahead tokens.
+        appends: Whether the tokens are already known, or are appended later.
+        options: Allocation options; external tokens only for requests without blocks, in rounds of their own kind.
     """
 
     kind: str
@@ -97,7 +97,7 @@ ROUNDS_BESIDE = st.builds(
 
 @st.composite
 def wide_configs(draw: st.DrawFn) -> PoolConfig:
-    """Blocks of several tokens, so that there is room in most of them."""
+    """Configurations with several tokens per block, so that most blocks have free slots."""
     caching = draw(st.sampled_from([True, True, False]))
     config = replace(draw(configs()), enable_caching=caching, retention_tokens=None)
     mix = draw(st.lists(specs(draw(st.sampled_from([(8,), (4,), (4, 8), (3, 6)])), 1), min_size=1, max_size=3))
@@ -109,19 +109,19 @@ def wide_configs(draw: st.DrawFn) -> PoolConfig:
 
 
 def running_options(each: Round) -> AllocationOptions:
-    """A round's, as a request can have them that holds blocks."""
+    """The options of a round, as allowed for a request with blocks."""
     return replace(each.options, num_external_tokens=0)
 
 
 class OpenTransport(EmbeddedTransport):
-    """Lets a test look at the pool and the session behind it."""
+    """Gives a test access to the pool and the session."""
 
     def behind(self, session_id: str) -> tuple[KVCacheManager, Session]:
         return self._allocator.session(session_id, 0.0)
 
 
 class Asked:
-    """The pool that is asked for everything; one operation a step."""
+    """The pool that gets every operation, one per step."""
 
     def __init__(self, config: PoolConfig) -> None:
         self._allocator = Allocator()
@@ -139,7 +139,7 @@ class Asked:
         hit: Mapping[str, object] = NO_HIT,
         **columns: int,
     ) -> Outcome:
-        """Asks, with what the request has grown by, and as if the pool knew of no room."""
+        """Sends an operation with the appended tokens of the request, and with all credits set to zero."""
         number = request.number if request else 0
         step = Step(self.session.sequence + 1, operations=[operation], request_numbers=[number], num_new_tokens=[new])
         for name, value in columns.items():
@@ -158,7 +158,7 @@ class Asked:
         return Outcome(result.outcomes[0] if result.outcomes else 0)
 
     def promise(self, request: Request) -> dict[str, object]:
-        """The hit that a request would get, as columns of a step that allocates it."""
+        """The current hit of a request, as columns of a step that allocates it."""
         known = self.session.by_number[RequestNumber(request.number)]
         hit = self.pool.find_longest_cache_hit(known)
         if not hit.num_tokens:
@@ -171,7 +171,7 @@ class Asked:
 
 
 class Both:
-    """One scheduler's rounds, played to a session of the client's and to `Asked`."""
+    """Plays the rounds of one scheduler to a client session and to `Asked`."""
 
     def __init__(self, config: PoolConfig) -> None:
         self.transport = OpenTransport()
@@ -181,7 +181,7 @@ class Both:
         self.asked = Asked(opened.config)
         self.num_encoder_tokens = 5 if any(isinstance(g.spec, CrossAttentionSpec) for g in config.groups) else 0
         self.requests: list[Request] = []
-        self.cached: set[int] = set()  # when they were checked last
+        self.cached: set[int] = set()  # at the last check
         self.num_made = 0
 
     def play(self, each: Round) -> None:
@@ -211,7 +211,7 @@ class Both:
         elif len(self.requests) < MAX_REQUESTS:
             self.num_made += 1
             prompt = [i % 5 * (each.which % 3) for i in range(1 + 7 * each.which // 2 + each.count)]
-            prompt[0] = self.num_made if each.count > 1 else 0  # like no other, or like some
+            prompt[0] = self.num_made if each.count > 1 else 0  # unique, or shared with others
             request = self.session.request(f"r{self.num_made}", prompt)
             self.requests.append(request)
             self.asked.ask(Operation.ADD, request)
@@ -233,7 +233,7 @@ class Both:
         assert answer.outcome is outcome
 
     def bring(self, request: Request, each: Round) -> None:
-        """Looked up, then given room for what is brought from elsewhere, and for none or some of the rest."""
+        """Looks up a request, then allocates its external tokens, and none or some of the other tokens."""
         with self.session.step() as step:
             found = step.find_computed_blocks(request)
         promise = self.asked.promise(request)
@@ -266,16 +266,16 @@ class Both:
 
     def check_decodes(self, requests: Sequence[Request], decodes: Decodes, each: Round) -> None:
         for i, request in enumerate(requests):
-            self.ask_alike(request, 1, decodes.refused.get(i, Outcome.OK), each)
+            self.repeat_allocation(request, 1, decodes.refused.get(i, Outcome.OK), each)
 
     def mixed(self, running: Sequence[Request], left: Request, each: Round) -> None:
-        """Others decode, one is allocated more, one leaves, and one may come, all in one step.
+        """Requests decode, one allocates, one is preempted, and one may be admitted, all in one step.
 
-        A pool without room stops none.
+        A lack of blocks stops none of the decodes.
         """
         requests = [r for r in running if r is not left and max(r.num_tokens, r.num_computed_tokens) < MAX_TOKENS - 3]
         alone, batch = requests[:1], requests[1:]
-        coming = self.coming(running, each)
+        coming = self.newcomer(running, each)
         with self.session.step() as step:
             token_ids = [each.which] * len(batch) if each.appends else None
             decodes = step.decode(batch, token_ids, num_lookahead_tokens=each.num_lookahead_tokens)
@@ -284,13 +284,13 @@ class Both:
             admitted = step.admit(coming) if coming else None
         self.check_decodes(batch, decodes, each)
         for request, answer in zip(alone, answers, strict=True):
-            self.ask_alike(request, each.count, answer.outcome, each, running_options(each))
+            self.repeat_allocation(request, each.count, answer.outcome, each, running_options(each))
         self.asked.ask(Operation.PREEMPT, left)
         if coming and admitted and admitted.outcome is not Outcome.SKIPPED:
             assert admitted.outcome is self.asked.ask(Operation.ADMIT, coming)
 
-    def coming(self, running: Sequence[Request], each: Round) -> Request | None:
-        """A request for a step in which others decode: one that waits, one like those that run, or none."""
+    def newcomer(self, running: Sequence[Request], each: Round) -> Request | None:
+        """A request to admit beside decodes: a waiting one, one similar to a running one, or None."""
         waiting = [request for request in self.requests if not request.num_computed_tokens]
         if self.num_encoder_tokens or each.which < 3:
             return None
@@ -311,7 +311,7 @@ class Both:
             request.append([each.which] * each.count)
         with self.session.step() as step:
             answer = self.allocate_in(step, request, each)
-        self.ask_alike(request, each.count, answer.outcome, each, running_options(each))
+        self.repeat_allocation(request, each.count, answer.outcome, each, running_options(each))
 
     @staticmethod
     def allocate_in(step: StepBuilder, request: Request, each: Round) -> Answer:
@@ -319,7 +319,7 @@ class Both:
         return step.allocate_slots(request, each.count, num_lookahead_tokens=each.num_lookahead_tokens, options=options)
 
     def reject(self, request: Request, each: Round) -> None:
-        """Drafts are thrown away that have room, and were not known: so nothing that is cached."""
+        """Rejects allocated draft tokens, which were never known and so are not cached."""
         kept = request.num_computed_tokens - min(each.count, 3)
         known = self.asked.session.by_number[RequestNumber(request.number)]
         if kept < 1 or not self.asked.pool.can_reject(known, kept):
@@ -339,7 +339,7 @@ class Both:
             self.session.preempt(request)
             self.asked.ask(Operation.PREEMPT, request)
 
-    def ask_alike(
+    def repeat_allocation(
         self,
         request: Request,
         count: int,
@@ -347,15 +347,15 @@ class Both:
         each: Round,
         options: AllocationOptions = DEFAULT_OPTIONS,
     ) -> None:
-        """Asks for what the session answered `outcome`; not for what it was told not to have been tried."""
+        """Repeats an allocation that the session answered with `outcome`, unless it was skipped."""
         if outcome is not Outcome.SKIPPED:
             columns = {"num_lookahead_tokens": each.num_lookahead_tokens, **asdict(options)}
             assert self.asked.ask(Operation.ALLOCATE, request, count, **columns) is outcome
 
-    def untold(self) -> set[int]:
-        """Blocks that the session filled, and tells of with its next step.
+    def unreported(self) -> set[int]:
+        """Blocks that the session filled and reports with its next step.
 
-        Not those that were filled and cached before, whose last tokens were thrown away since.
+        Excludes blocks that were cached earlier and whose last tokens were rejected since.
         """
         requests = self.session._protocol._deferred.untold
         span_tokens = self.session.config.hash_block_size
@@ -367,26 +367,26 @@ class Both:
         check_integrity(self.asked.pool, [self.asked.session])
         blocks, wanted = pool.blocks, self.asked.pool.blocks
         assert list(blocks.free_list) == list(wanted.free_list)
-        untold = self.untold()
+        unreported = self.unreported()
         for block_id in map(BlockId, range(blocks.num_blocks)):
             assert blocks.ref_cnt(block_id) == wanted.ref_cnt(block_id)
-            wanted_hash = None if block_id in untold else wanted.prefix_map.block_hash(block_id)
+            wanted_hash = None if block_id in unreported else wanted.prefix_map.block_hash(block_id)
             assert blocks.prefix_map.block_hash(block_id) == wanted_hash
         self.cached = {block_id for _, _, block_id in blocks.prefix_map.entries()}
-        assert blocks.prefix_map.pending().keys() == wanted.prefix_map.pending().keys() - untold
-        assert _copies(blocks, set()) == _copies(wanted, untold)
+        assert blocks.prefix_map.pending().keys() == wanted.prefix_map.pending().keys() - unreported
+        assert _copies(blocks, set()) == _copies(wanted, unreported)
         for request in self.requests:
             known = self.asked.session.by_number[RequestNumber(request.number)]
             assert request.num_computed_tokens == known.num_computed_tokens
             assert request.block_ids == [table.block_ids for table in known.tables]
-            behind = session.by_number.get(RequestNumber(request.number))  # not there if it was never admitted
+            behind = session.by_number.get(RequestNumber(request.number))  # None if it was never admitted
             if behind:
                 assert request.block_ids == [table.block_ids for table in behind.tables]
                 assert request.credit_tokens <= behind.credit_tokens
 
 
 def _copies(blocks: BlockPool, left_out: set[int]) -> dict[tuple[int, bytes], list[int]]:
-    """By group and hash the blocks that have it, in the order in which they are found."""
+    """The blocks by group and hash, in the order in which they are found."""
     copies: dict[tuple[int, bytes], list[int]] = {}
     for group_id, block_hash, block_id in blocks.prefix_map.entries():
         if block_id not in left_out:
@@ -396,9 +396,7 @@ def _copies(blocks: BlockPool, left_out: set[int]) -> dict[tuple[int, bytes], li
 
 @settings(max_examples=settings().max_examples * 6 // 10)
 @given(config=wide_configs(), rounds=st.lists(ROUNDS, min_size=25, max_size=60))
-def test_what_is_answered_in_silence_is_what_the_pool_would_have_answered(
-    config: PoolConfig, rounds: list[Round]
-) -> None:
+def test_answers_on_credit_equal_the_answers_of_the_pool(config: PoolConfig, rounds: list[Round]) -> None:
     both = Both(config)
     for request in range(3):
         both.play(Round("admit", 2 * request, 2, 0, appends=True))
@@ -408,8 +406,8 @@ def test_what_is_answered_in_silence_is_what_the_pool_would_have_answered(
 
 
 @given(order=st.sampled_from(ReuseOrder), rounds=st.lists(ROUNDS_BESIDE, min_size=25, max_size=60))
-def test_blocks_are_filled_in_silence_beside_admissions(order: ReuseOrder, rounds: list[Round]) -> None:
-    """In pools where that may be, in rounds where it often could matter."""
+def test_blocks_are_filled_on_credit_beside_admissions(order: ReuseOrder, rounds: list[Round]) -> None:
+    """Uses a pool with deferred caching, and rounds in which the order of caching often matters."""
     groups = (KVCacheGroup(FullAttentionSpec(4), ("layer.0",)),)
     both = Both(PoolConfig(PoolName("m"), 60, MAX_TOKENS, groups, reuse_order=order))
     for request in range(4):

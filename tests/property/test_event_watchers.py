@@ -1,7 +1,7 @@
-"""Watchers that join at any time, lag, lose messages and see the server start anew end with exactly the server's map.
+"""Watchers that join late, lag, lose messages and see server restarts end with exactly the server's prefix map.
 
-The services and the publisher are the real ones, in one event loop; what is random is the pool's work, when who gets a
-turn, what the network loses, and how little is kept.
+Services and publisher are the real ones, in one event loop. The changes of the pool, the order of turns, the lost
+messages, and the number of kept batches are random.
 """
 
 import asyncio
@@ -43,7 +43,7 @@ MIXES: list[tuple[KVCacheSpec, ...]] = [
 
 
 class RandomServer:
-    """A hub with one pool, and requests that come and go."""
+    """A hub with one pool, and requests that are added and freed."""
 
     def __init__(self, chance: random.Random, specs: tuple[KVCacheSpec, ...], kept_batches: int) -> None:
         self.chance = chance
@@ -54,7 +54,7 @@ class RandomServer:
         self._requests: list[Request] = []
 
     def change(self) -> None:
-        """Does one thing, and publishes its events as the services do."""
+        """Makes one random change, and publishes its events as the services do."""
         chance, pool = self.chance, self.pool
         match chance.choice(["admit"] * 6 + ["free"] * 4 + ["evict", "reset", "epoch"]):
             case "admit":
@@ -81,11 +81,11 @@ def _specs(pool: KVCacheManager) -> tuple[KVCacheSpec, ...]:
 
 
 class Aborted(grpc.aio.AbortError):
-    """How a call ends with an error."""
+    """Ends a call with an error."""
 
 
 class FakeContext:
-    """One call's context: each write takes as many turns of the loop as chance has it, as with a slow peer."""
+    """The context of one call; each write takes a random number of turns of the loop, as with a slow peer."""
 
     def __init__(self, chance: random.Random, inbox: "asyncio.Queue[event_pb2.WatchResponse]") -> None:
         self._chance = chance
@@ -104,7 +104,7 @@ class FakeContext:
 
 
 class Watcher:
-    """A client's follower and index on the real service, cut off now and then."""
+    """A client's watch and index on the real service, whose connection is cut at times."""
 
     def __init__(self, servers: list[RandomServer], chance: random.Random) -> None:
         self.index = PrefixIndex()
@@ -120,7 +120,7 @@ class Watcher:
             except KvpoolError as error:
                 if self.index.boot_id:
                     self._resumable_watch.pause_seconds(error)
-                else:  # it never got through, of which the caller is told: who calls again begins anew
+                else:  # no attempt succeeded, so the caller gets an error and starts a new watch
                     self._resumable_watch = ResumableWatch(WatchOptions("m", snapshot=True))
                 await asyncio.sleep(0)
 
@@ -148,7 +148,7 @@ class Watcher:
 
 
 class LossyPublisher:
-    """A publisher whose sockets are lists, with subscribers that miss messages."""
+    """A publisher with lists as sockets, and subscribers that miss messages."""
 
     def __init__(self, server: RandomServer, subscribers: list[Subscriber], kept_batches: int) -> None:
         self.chance, self.subscribers = server.chance, subscribers
@@ -181,7 +181,7 @@ class LossyPublisher:
         return await self._requests.get()
 
     def carry(self) -> None:
-        """Brings what the subscribers ask for."""
+        """Delivers the requests of the subscribers."""
         for i, subscriber in enumerate(self.subscribers):
             while subscriber.asks:
                 self._requests.put_nowait([str(i).encode(), b"", subscriber.asks.popleft()])
@@ -193,7 +193,7 @@ class LossyPublisher:
 
 
 @pytest.fixture(autouse=True)
-def _small_and_impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+def _small_chunks_without_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(event_service, "CHUNK_BLOCKS", 2)
     monkeypatch.setattr(publisher, "CHUNK_BLOCKS", 2)
     monkeypatch.setattr(publisher, "_PAUSE_SECONDS", 0.0)
@@ -260,7 +260,7 @@ async def subscribe(seed: int, specs: tuple[KVCacheSpec, ...], kept_batches: int
             server = RandomServer(chance, specs, kept_batches)
             wire = LossyPublisher(server, subscribers, kept_batches)
             for subscriber in subscribers:
-                subscriber.ask_again()  # as whoever sees its connection lost does
+                subscriber.ask_again()  # as a subscriber does that loses its connection
         if chance.random() < 0.5:
             wire.carry()
         await turns(chance.choice([0, 1, 2, 8]))
@@ -270,7 +270,7 @@ async def subscribe(seed: int, specs: tuple[KVCacheSpec, ...], kept_batches: int
         wire.carry()
         await turns(20)
         published = wire.publisher.num_published
-        await turns(100)  # in which a publisher that is telling all anew would tell more
+        await turns(100)  # a publisher that repeats its snapshot would send more in these turns
         following = server.log.last_sequence + 1 == wire.publisher._next and published == wire.publisher.num_published
         if following and all(s.is_settled and s.next == wire.publisher.num_published for s in subscribers):
             break
@@ -286,8 +286,8 @@ def test_a_map_kept_over_zeromq_is_the_servers(seed: int, specs: tuple[KVCacheSp
     asyncio.run(asyncio.wait_for(subscribe(seed, specs, kept_batches), 10))
 
 
-async def test_what_is_random_reaches_every_way_to_recover() -> None:
-    """Snapshots taken again and replays both happen: without them the tests above would say little."""
+async def test_the_random_runs_cover_every_way_to_recover() -> None:
+    """Both repeated snapshots and replays must happen; without them the tests above would cover little."""
     watchers = [w for seed in range(5) for w in await watch_grpc(seed, MIXES[1], 5)]
     assert max(watcher.num_snapshots for watcher in watchers) > 1
     subscribers = [s for seed in range(5) for s in await subscribe(seed, MIXES[1], 50)]

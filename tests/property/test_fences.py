@@ -1,8 +1,8 @@
-"""Sessions that open, are resumed and end, steps that last, ranks that fence and are cut off, messages that are late.
+"""Fences under random traffic: sessions open, are resumed and end, steps run, and ranks lose connections.
 
-The server's core on one side, each rank's protocol and fence on the other, and between them streams that keep the order
-and nothing else. Whatever happens, nobody is given a block that a step of another session is writing, or that a rank
-would still let one write.
+The test connects the server's core and the protocol and fence of each rank by streams that only keep the order of
+messages. Invariants: no session gets a block that a step of another session is writing, or that a rank would let such a
+step write. When everything has settled, no block stays in quarantine.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ BLOCK_SIZE = 16
 LEASE_SECONDS = 10.0
 OPTIONS = RankGroupOptions(max_model_len=4 * BLOCK_SIZE, enable_caching=False)
 BROKEN = UnavailableError("UNAVAILABLE", "gone")
-MOST_SCHEDULERS = 3
+MAX_SCHEDULERS = 3
 ACTIONS = (
     *("open_session", "admit", "admit", "begin_step", "begin_step", "end_step", "evict", "evict", "close", "resume"),
     *("turn", "turn", "deliver", "deliver", "deliver"),
@@ -44,7 +44,7 @@ ANY = st.integers(0, 7)
 
 @dataclass
 class Scheduler:
-    """A scheduler process: what it believes, whether its session lives and is still its own or not."""
+    """A scheduler process, with its view of a session that may have ended or been resumed by another process."""
 
     session: Session
     session_id: SessionId
@@ -54,26 +54,26 @@ class Scheduler:
 
 
 class RankProcess:
-    """A rank's process: its protocol, its fence, the steps that it is at, and its end of a stream."""
+    """The process of a rank: its protocol, its fence, its running steps, and its end of the stream."""
 
     def __init__(self, rank: int, boot: int) -> None:
         self.rank = rank
-        self.fence = Fence(self._fell_quiet)
-        said = registration(
+        self.fence = Fence(self._steps_ended)
+        registered = registration(
             rank, WORLD_SIZE, boot_id=f"process-{boot:04}", blocks=NUM_BLOCKS, options=OPTIONS, fences=True
         )
-        self.protocol = RankProtocol(said, lambda: 0.0, self.fence)
+        self.protocol = RankProtocol(registered, lambda: 0.0, self.fence)
         self.link: LinkId | None = None
         self.said: deque[words.Word] = deque()
         self.heard: deque[words.Heard | KvpoolError] = deque()
         self.steps: list[tuple[StepTicket, Scheduler]] = []
         self.effects: list[words.Effect] = []
 
-    def _fell_quiet(self) -> None:
+    def _steps_ended(self) -> None:
         self.effects += self.protocol.steps_ended()
 
     def may_write(self, scheduler: Scheduler) -> bool:
-        """Whether a step of a scheduler is at it, or would be let through."""
+        """Whether a step of a scheduler runs on this rank, or would be accepted."""
         if any(each is scheduler for _, each in self.steps):
             return True
         with contextlib.suppress(StaleTablesError):
@@ -83,7 +83,7 @@ class RankProcess:
 
 
 class Fencing(RuleBasedStateMachine):
-    """A server that tells its ranks in its own time, as rpc/ranks.py does."""
+    """A server that sends fences at the end of a turn, as server/services/ranks.py does."""
 
     @initialize()
     def form(self) -> None:
@@ -102,17 +102,17 @@ class Fencing(RuleBasedStateMachine):
         assert self.members.state is PoolState.READY
         assert self.world.pool.ranks_fence
 
-    # What schedulers do.
+    # Actions of schedulers.
 
     @rule(actions=st.lists(st.tuples(st.sampled_from(ACTIONS), ANY, RANKS), min_size=30, max_size=80))
     def traffic(self, actions: list[tuple[str, int, int]]) -> None:
-        """What schedulers do, and what reaches whom meanwhile."""
+        """Actions of schedulers, and delivery of messages between them."""
         for action, which, rank in actions:
             if self.schedulers or action == "open_session":
                 getattr(self, action)(which, rank)
 
     def open_session(self, _which: int, _rank: int) -> None:
-        if len(self.schedulers) == MOST_SCHEDULERS:
+        if len(self.schedulers) == MAX_SCHEDULERS:
             return
         self.world.now_seconds = self.now_seconds
         with contextlib.suppress(UnavailableError):
@@ -131,11 +131,11 @@ class Fencing(RuleBasedStateMachine):
         for process in self._in_epoch():
             for other in self.schedulers:
                 if other is not scheduler and other.blocks & new:
-                    assert not process.may_write(other), "given to another while a rank may run a step of its old owner"
+                    assert not process.may_write(other), "allocated while a rank may run a step of the old owner"
         scheduler.blocks |= new
 
     def begin_step(self, which: int, rank: int) -> None:
-        """Hands tables to a rank, of a session that lives or does not."""
+        """Starts a step on a rank, of a session that is open or has ended."""
         process, scheduler = self.ranks[rank], self._scheduler(which)
         with contextlib.suppress(StaleTablesError):
             process.steps.append((process.fence.step(scheduler.lease), scheduler))
@@ -153,7 +153,7 @@ class Fencing(RuleBasedStateMachine):
         self.must_fence = True
 
     def resume(self, which: int, _rank: int) -> None:
-        """Another process takes a session over; it is answered when the ranks keep the one before out."""
+        """Another process resumes a session; the result is sent when the ranks reject the old process."""
         before = self._scheduler(which)
         with contextlib.suppress(KvpoolError):
             _, session = self.world.allocator.resume_session(
@@ -163,7 +163,7 @@ class Fencing(RuleBasedStateMachine):
             self.must_fence = True
 
     def close(self, which: int, _rank: int) -> None:
-        """A scheduler closes when its steps are done; then it is gone, as is one that finds its session ended."""
+        """A scheduler closes its session when its steps are done, and exits, also if its session has already ended."""
         scheduler = self._scheduler(which)
         if not any(self._steps_of(scheduler)):
             with contextlib.suppress(KvpoolError):
@@ -172,13 +172,13 @@ class Fencing(RuleBasedStateMachine):
             self.must_fence = True
 
     def deliver(self, which: int, rank: int) -> None:
-        """Some messages arrive, both ways."""
+        """Delivers some messages in both directions."""
         for _ in range(which + 1):
             self._to_rank(self.ranks[rank])
             self._to_server(self.ranks[rank])
 
     def turn(self, _which: int = 0, _rank: int = 0) -> None:
-        """The end of a turn of the server's loop."""
+        """Ends a turn of the server's loop."""
         if self.must_fence and self.members.was_open:
             self.must_fence = False
             pool, allocator = self.world.pool, self.world.allocator
@@ -188,7 +188,7 @@ class Fencing(RuleBasedStateMachine):
 
     @rule(rank=RANKS, dies=st.booleans())
     def lose_stream(self, rank: int, dies: bool) -> None:  # noqa: FBT001 - a strategy's
-        """A rank is cut off, or its process dies with its steps and another takes its place."""
+        """A rank loses its connection, or its process dies with its steps and is restarted."""
         self._break(self.ranks[rank], BROKEN)
         if dies:
             self.ranks[rank] = self._boot(rank)
@@ -204,7 +204,7 @@ class Fencing(RuleBasedStateMachine):
 
     @rule()
     def settle(self) -> None:
-        """Everybody is heard of until nothing is left to say."""
+        """Delivers heartbeats and messages until no message is left."""
         for _ in range(60):
             self.now_seconds += 0.25
             for process in self.ranks:
@@ -215,7 +215,7 @@ class Fencing(RuleBasedStateMachine):
             self.turn()
 
     def teardown(self) -> None:
-        """When all sessions have ended and all steps are done, every block is free again, whatever happened before."""
+        """Checks that all blocks are free after all sessions have ended and all steps are done."""
         if not hasattr(self, "members"):
             return
         for _ in self.world.sessions():
@@ -230,7 +230,7 @@ class Fencing(RuleBasedStateMachine):
         assert self.world.pool.blocks.usage == 0.0
 
     @invariant()
-    def books_balance(self) -> None:
+    def pool_is_consistent(self) -> None:
         if hasattr(self, "members"):
             check_integrity(self.world.pool, self.world.sessions())
 
@@ -238,7 +238,7 @@ class Fencing(RuleBasedStateMachine):
         return self.schedulers[which % len(self.schedulers)]
 
     def _drive(self, session: Session) -> None:
-        """A process that was told what a session holds, and may free it."""
+        """Adds a process that knows the blocks of a session and may free them."""
         lease = TableLease(self.world.pool.epoch, session.session_number)
         held: set[int] = {b for r in session.requests.values() for table in r.tables for b in table.block_ids}
         self.schedulers.append(Scheduler(session, session.current_id, lease, held))
@@ -247,7 +247,9 @@ class Fencing(RuleBasedStateMachine):
         before = self.resuming.pop(number, None)
         if before is None:
             return
-        assert not any(process.may_write(before) for process in self._in_epoch()), "told while the one before may write"
+        assert not any(process.may_write(before) for process in self._in_epoch()), (
+            "resumed while the old process may write"
+        )
         if before.session in self.world.sessions() and before.session.previous_number == number:
             self._drive(before.session)
 
@@ -258,7 +260,9 @@ class Fencing(RuleBasedStateMachine):
         """The processes that hold the pool's blocks."""
         ready = (process.protocol.ready for process in self.ranks)
         epoch = self.world.pool.epoch
-        return [process for process, said in zip(self.ranks, ready, strict=True) if said and said.epoch == epoch]
+        return [
+            process for process, message in zip(self.ranks, ready, strict=True) if message and message.epoch == epoch
+        ]
 
     def _boot(self, rank: int) -> RankProcess:
         self.num_boots += 1
@@ -291,12 +295,12 @@ class Fencing(RuleBasedStateMachine):
                 self._carry_out(process, process.protocol.heard(message, self.now_seconds))
 
     def _break(self, process: RankProcess, error: KvpoolError) -> None:
-        """The stream is no more, at both ends."""
+        """Ends the stream at both ends."""
         if self._hang_up(process):
             self._carry_out(process, process.protocol.stream_ended(error, self.now_seconds))
 
     def _hang_up(self, process: RankProcess) -> bool:
-        """Ends the stream as the server sees it; returns whether there was one."""
+        """Ends the stream at the server; returns whether there was one."""
         link, process.link = process.link, None
         process.said.clear()
         process.heard.clear()
@@ -307,7 +311,7 @@ class Fencing(RuleBasedStateMachine):
         return True
 
     def _carry_out(self, process: RankProcess, effects: list[words.Effect] | None = None) -> None:
-        """Does as a worker does; what it allocates is there at once."""
+        """Carries out the effects of the protocol as a worker does; allocations succeed at once."""
         process.effects += effects or []
         while process.effects:
             match process.effects.pop(0):
@@ -323,16 +327,16 @@ class Fencing(RuleBasedStateMachine):
                 case words.EpochBegan(ready):
                     process.fence.open(ready.epoch)
                 case words.Failed(error):
-                    raise AssertionError("a rank of ours is refused for good") from error
+                    raise AssertionError("a valid rank is refused permanently") from error
                 case _:
                     pass
 
-    def _register(self, process: RankProcess, said: messages.Registration) -> None:
+    def _register(self, process: RankProcess, registered: messages.Registration) -> None:
         self.num_links += 1
         link = process.link = LinkId(self.num_links)
         self.by_link[link] = process
         try:
-            effects = self.members.register(link, said, self.now_seconds)
+            effects = self.members.register(link, registered, self.now_seconds)
         except KvpoolError as error:
             process.heard.append(error)
             return
@@ -343,43 +347,43 @@ class Fencing(RuleBasedStateMachine):
         self._do(effects)
 
     def _do(self, effects: list[messages.Effect]) -> None:
-        """Does as the server does."""
+        """Carries out the effects of the membership as the server does."""
         for effect in effects:
             self._change_pool(effect)
             match effect:
-                case messages.SendPlan():
+                case messages.PlanSent():
                     planned = words.Planned(effect.epoch, effect.config, effect.max_model_len)
                     self._tell(effect.link, planned)
-                case messages.SendReady():
+                case messages.ReadySent():
                     self._tell(effect.link, words.Ready(effect.epoch, effect.num_blocks, effect.max_model_len))
                     self.must_fence = True
-                case messages.SendStatus():
+                case messages.StatusSent():
                     absent = tuple(map(int, effect.absent_ranks))
                     status = words.Status(effect.state, effect.epoch, absent, effect.heartbeat_sequence)
                     self._tell(effect.link, status)
-                case messages.SendFence():
+                case messages.FenceSent():
                     fence = words.FenceSet(
                         effect.fence_sequence, effect.epoch, effect.last_session_number, effect.live_session_numbers
                     )
                     self._tell(effect.link, fence)
-                case messages.EndLink():
+                case messages.LinkEnded():
                     self._tell(effect.link, effect.error)
 
     def _change_pool(self, effect: messages.Effect) -> None:
         allocator = self.world.allocator
         match effect:
-            case messages.OpenPool():
+            case messages.PoolOpened():
                 self.world.pool = allocator.open_epoch(
                     effect.config, b"n" * 32, effect.epoch, ranks_fence=effect.ranks_fence
                 )
-            case messages.SuspendPool():
+            case messages.PoolSuspended():
                 allocator.suspend(self.world.pool)
-            case messages.ResumePool():
+            case messages.PoolResumed():
                 allocator.resume(self.world.pool)
-            case messages.EndEpoch():
+            case messages.EpochPassed():
                 allocator.pass_epoch(self.world.pool, effect.epoch)
                 self.resuming.clear()
-            case messages.ReleaseSessions():
+            case messages.SessionsFenced():
                 allocator.end_quarantine("m", effect.numbers)
                 for number in effect.numbers:
                     self._resumed(number)

@@ -1,4 +1,4 @@
-"""Rule 3 of session: at any instant a lease has run out for all or for none, and what was told stays told."""
+"""Rule 3 of session.py: a lease has expired for all observers or for none, and an ended session stays ended."""
 
 import pytest
 from hypothesis import strategies as st
@@ -11,11 +11,11 @@ from support.integrity import check_integrity
 
 LEASE_SECONDS = 4.0
 TURNS = [0.0, 0.25, 0.5, 1.0, 1.75, 2.0, 3.75, 4.0, 4.25]
-"""Binary fractions, so that sums hit the lease's end exactly."""
+"""Binary fractions, so that sums equal the end of the lease exactly."""
 
 
 class Leases(RuleBasedStateMachine):
-    """One session, in time that is told: it is heard of, streams, is resumed, and expires."""
+    """One session in explicit time: calls, streams, resumption and expiry."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class Leases(RuleBasedStateMachine):
     def is_over(self) -> bool:
         return self.told_over or (not self.streams and self.now_seconds >= self.last_seen_seconds + LEASE_SECONDS)
 
-    def heard(self) -> None:
+    def renew(self) -> None:
         self.last_seen_seconds = self.now_seconds
 
     @rule(turn=st.sampled_from(TURNS))
@@ -50,7 +50,7 @@ class Leases(RuleBasedStateMachine):
             self.told_over = True
         else:
             self.ask(resumes=resumes)
-            self.heard()
+            self.renew()
 
     def ask(self, *, resumes: bool) -> None:
         allocator, session_id = self.world.allocator, self.session.current_id
@@ -77,10 +77,10 @@ class Leases(RuleBasedStateMachine):
     def detach(self) -> None:
         self.world.allocator.detach_stream(self.session, self.now_seconds)
         self.streams -= 1
-        self.heard()
+        self.renew()
 
     @invariant()
-    def it_holds_blocks_while_it_is_there(self) -> None:
+    def it_holds_blocks_while_it_is_open(self) -> None:
         assert (self.world.pool.blocks.usage > 0) == bool(self.world.sessions())
         check_integrity(self.world.pool, self.world.sessions())
 
@@ -89,7 +89,7 @@ TestLeases = Leases.TestCase
 
 
 class Absences(RuleBasedStateMachine):
-    """A server that looks at the clock, and is stopped now and then."""
+    """A server that reads its clock and is stopped at times."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -105,7 +105,7 @@ class Absences(RuleBasedStateMachine):
         self.read_seconds = read_seconds
 
     @rule(seconds=st.floats(2 * READ_INTERVAL_SECONDS + 1e-6, 1e5))
-    def be_away(self, seconds: float) -> None:
+    def pause(self, seconds: float) -> None:
         self.shown_seconds += seconds
         read_seconds = self.clock.read(self.shown_seconds)
         assert read_seconds - self.read_seconds == pytest.approx(READ_INTERVAL_SECONDS, abs=1e-6)

@@ -1,4 +1,4 @@
-"""Ranks that come, go, fall silent and are replaced in any order, against what must hold whatever happens."""
+"""Ranks that join, leave, fall silent and are replaced in any order; the rules of membership must always hold."""
 
 import contextlib
 from dataclasses import dataclass
@@ -10,15 +10,15 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from kvpool.core.errors import AbortedError, KvpoolError, UnavailableError, WrongStateError
 from kvpool.core.ranks.messages import (
     Allocated,
-    EndEpoch,
+    EpochPassed,
     HeldTensors,
     LinkId,
-    OpenPool,
+    PlanSent,
+    PoolOpened,
+    PoolResumed,
     PoolState,
     RankState,
-    ResumePool,
-    SendPlan,
-    SendReady,
+    ReadySent,
 )
 from support.ranks import BLOCK_BYTES, Gathering, registration
 
@@ -29,7 +29,7 @@ RANKS = st.integers(0, WORLD_SIZE - 1)
 
 @dataclass(slots=True, eq=False)
 class Process:
-    """The process that is a rank, as far as it knows: what it holds lives and dies with it."""
+    """The process of a rank, with its own view; its tensors are lost when it ends."""
 
     rank: int
     boot_id: str
@@ -40,7 +40,7 @@ class Process:
 
 
 class Ranks(RuleBasedStateMachine):
-    """Rule numbers are those of core/membership.py."""
+    """Rule numbers are those of core/ranks/membership.py."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -138,15 +138,15 @@ class Ranks(RuleBasedStateMachine):
 
     @rule()
     def recover(self) -> None:
-        """When all are heard of, join and allocate, the pool serves, whatever was before."""
+        """Checks that the pool serves once all ranks send heartbeats, join and allocate."""
         self.wait(set(), 40)
         for rank in range(WORLD_SIZE):
-            self.what_was_told_is_taken_note_of()
+            self.processes_read_their_messages()
             if self.processes[rank].link is None:
                 self.join(rank)
-        for _ in range(2):  # too few blocks for one request end a rank, which then joins with more
+        for _ in range(2):  # a rank with too few blocks for one request is refused, and then joins with more
             self.all_allocate()
-            self.what_was_told_is_taken_note_of()
+            self.processes_read_their_messages()
             for rank in range(WORLD_SIZE):
                 if self.processes[rank].link is None:
                     self.processes[rank] = self._new(rank)
@@ -158,29 +158,29 @@ class Ranks(RuleBasedStateMachine):
         self.recover()
 
     @invariant()
-    def what_was_told_is_taken_note_of(self) -> None:
+    def processes_read_their_messages(self) -> None:
         for process in self.processes:
             if process.link is None:
                 continue
-            told = self.world.told[process.link]
-            for effect in told[self.seen.get(process.link, 0) :]:
-                if isinstance(effect, SendReady):
+            sent = self.world.sent[process.link]
+            for effect in sent[self.seen.get(process.link, 0) :]:
+                if isinstance(effect, ReadySent):
                     assert effect.num_blocks <= process.got, "more blocks than the rank has"
                     process.held = HeldTensors(effect.epoch, process.got)
                 elif isinstance(effect, KvpoolError):
                     process.link = None
                     break
             else:
-                self.seen[process.link] = len(told)
+                self.seen[process.link] = len(sent)
 
     @invariant()
-    def nothing_is_told_after_the_end(self) -> None:
-        for told in self.world.told.values():
-            errors = [i for i, effect in enumerate(told) if isinstance(effect, KvpoolError)]
-            assert errors in ([], [len(told) - 1])
+    def nothing_is_sent_after_the_end(self) -> None:
+        for sent in self.world.sent.values():
+            errors = [i for i, effect in enumerate(sent) if isinstance(effect, KvpoolError)]
+            assert errors in ([], [len(sent) - 1])
 
     @invariant()
-    def it_serves_only_when_all_are_there(self) -> None:
+    def the_pool_serves_only_when_all_ranks_are_present(self) -> None:
         states = {info.state for info in self.world.members.rank_infos()}
         assert self.world.is_serving == (self.world.members.state is PoolState.READY)
         if self.world.is_serving:
@@ -188,19 +188,19 @@ class Ranks(RuleBasedStateMachine):
         assert self.world.members.epoch >= self.world.epoch
 
     @invariant()
-    def who_is_absent_is_who_is_not_there(self) -> None:
+    def absent_ranks_match_the_rank_states(self) -> None:
         away = (RankState.ABSENT, RankState.SILENT, RankState.LOST)
         infos = self.world.members.rank_infos()
         assert self.world.members.absent_ranks == tuple(info.rank for info in infos if info.state in away)
 
     @invariant()
-    def contents_are_those_of_the_processes_that_opened_the_epoch(self) -> None:
+    def contents_belong_to_the_processes_that_opened_the_epoch(self) -> None:
         for effect in self.world.pool[self.seen_pool :]:
-            if isinstance(effect, OpenPool):
+            if isinstance(effect, PoolOpened):
                 self.in_epoch = [process.boot_id for process in self.processes]
-            elif isinstance(effect, EndEpoch):
+            elif isinstance(effect, EpochPassed):
                 self.in_epoch = []
-            elif isinstance(effect, ResumePool):
+            elif isinstance(effect, PoolResumed):
                 assert self.in_epoch == [process.boot_id for process in self.processes], "rules 3 and 4"
         self.seen_pool = len(self.world.pool)
 
@@ -214,9 +214,9 @@ class Ranks(RuleBasedStateMachine):
             assert self.world.snapshot() == before, "rule 5"
             return None
 
-    def _newest_plan(self, process: Process) -> SendPlan | None:
-        told = self.world.told[process.link] if process.link is not None else []
-        return next((effect for effect in reversed(told) if isinstance(effect, SendPlan)), None)
+    def _newest_plan(self, process: Process) -> PlanSent | None:
+        sent = self.world.sent[process.link] if process.link is not None else []
+        return next((effect for effect in reversed(sent) if isinstance(effect, PlanSent)), None)
 
 
 TestRanks = Ranks.TestCase

@@ -1,4 +1,4 @@
-"""Whatever layers and memory ranks bring, a plan is consistent, fits, and is as large as it can be."""
+"""For any layers and memory of the ranks, a plan is consistent, fits, and is as large as possible."""
 
 from collections import Counter
 from dataclasses import replace
@@ -45,7 +45,7 @@ kinds = st.lists(st.one_of(full, latent, window, chunk, state, encoder), min_siz
 
 @st.composite
 def rank_lists(draw: st.DrawFn) -> list[RankMemory]:
-    """Pipeline stages of one or two tensor ranks each, with layers of up to three specs."""
+    """Pipeline stages of one or two tensor-parallel ranks, with layers of up to three specs."""
     specs = draw(kinds)
     ranks = []
     for stage in range(draw(st.integers(1, 3))):

@@ -10,22 +10,22 @@ from kvpool.core.ranks.membership import Membership
 from kvpool.core.ranks.messages import (
     Allocated,
     Effect,
-    EndEpoch,
-    EndLink,
+    EpochPassed,
+    FenceSent,
     HeldTensors,
+    LinkEnded,
     LinkId,
-    OpenPool,
+    PlanSent,
+    PoolOpened,
+    PoolResumed,
+    PoolSuspended,
     Rank,
     RankGroupOptions,
     RankTiming,
+    ReadySent,
     Registration,
-    ReleaseSessions,
-    ResumePool,
-    SendFence,
-    SendPlan,
-    SendReady,
-    SendStatus,
-    SuspendPool,
+    SessionsFenced,
+    StatusSent,
 )
 from kvpool.core.specs.base import KVCacheSpec
 from kvpool.core.specs.kinds import FullAttentionSpec
@@ -68,7 +68,7 @@ class Gathering:
     Attributes:
         members: The membership.
         now_seconds: The time.
-        told: What each link was told, in order; the error that it ended with comes last.
+        sent: Effects sent to each link, in order; the error that ended it comes last.
         pool: What was done to the pool, in order.
         epoch: The epoch that the pool is open in; 0 while it is not.
         num_blocks: Blocks that it opened with.
@@ -77,7 +77,7 @@ class Gathering:
     def __init__(self, timing: RankTiming = TIMING, max_blocks: int = 2**24) -> None:
         self.members = Membership(PoolName("m"), timing, max_blocks)
         self.now_seconds = 1000.0
-        self.told: dict[LinkId, list[Effect | KvpoolError]] = defaultdict(list)
+        self.sent: dict[LinkId, list[Effect | KvpoolError]] = defaultdict(list)
         self.pool: list[Effect] = []
         self.epoch = 0
         self.num_blocks = 0
@@ -93,7 +93,7 @@ class Gathering:
 
     def allocate(self, link: LinkId, num_blocks: int | None = None) -> None:
         """Answers the newest plan that a link was sent: with all blocks, or so many."""
-        plan = next(effect for effect in reversed(self.told[link]) if isinstance(effect, SendPlan))
+        plan = next(effect for effect in reversed(self.sent[link]) if isinstance(effect, PlanSent))
         got = plan.config.num_blocks if num_blocks is None else num_blocks
         self.do(self.members.initialized(link, Allocated(plan.epoch, got, got * BLOCK_BYTES)))
 
@@ -123,8 +123,8 @@ class Gathering:
         """What a link was told last, answers to heartbeats apart."""
         return next(
             effect
-            for effect in reversed(self.told[link])
-            if not (isinstance(effect, SendStatus) and effect.heartbeat_sequence)
+            for effect in reversed(self.sent[link])
+            if not (isinstance(effect, StatusSent) and effect.heartbeat_sequence)
         )
 
     def snapshot(self) -> object:
@@ -136,26 +136,26 @@ class Gathering:
         """Does as a server does."""
         for effect in effects:
             match effect:
-                case EndLink():
-                    self.told[effect.link].append(effect.error)
-                case SendPlan() | SendReady() | SendStatus() | SendFence():
-                    self.told[effect.link].append(effect)
-                case OpenPool():
+                case LinkEnded():
+                    self.sent[effect.link].append(effect.error)
+                case PlanSent() | ReadySent() | StatusSent() | FenceSent():
+                    self.sent[effect.link].append(effect)
+                case PoolOpened():
                     self.pool.append(effect)
                     assert effect.epoch > self.epoch, "an epoch opened twice"
                     self.epoch, self.num_blocks, self.is_serving = effect.epoch, effect.config.num_blocks, True
-                case SuspendPool():
+                case PoolSuspended():
                     self.pool.append(effect)
                     assert self.is_serving
                     self.is_serving = False
-                case ResumePool():
+                case PoolResumed():
                     self.pool.append(effect)
                     assert not self.is_serving
                     assert self.epoch == self.members.epoch, "resumed in an epoch that was not open"
                     self.is_serving = True
-                case ReleaseSessions():
+                case SessionsFenced():
                     self.pool.append(effect)
-                case EndEpoch():
+                case EpochPassed():
                     self.pool.append(effect)
                     assert effect.epoch > self.epoch
                     self.is_serving = False

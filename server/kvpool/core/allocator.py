@@ -1,8 +1,8 @@
-"""All sessions of a server, over its pools: the one way in for whatever changes what a server holds.
+"""The sessions and pools of a server; every change of the server's state is a method call on `Allocator`.
 
-1. A session id names one session for ever; one that was ended is told apart from one that never was.
-2. Time, ids, random bytes and what a server's settings decide come in as arguments: the same calls in the same order
-   give the same answers, also under other settings.
+1. A session id is never reused. Ended sessions and unknown sessions are refused with different errors.
+2. Time, ids, random bytes and values from the server's settings are arguments. The same calls in the same order give
+   the same results, also under other settings.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -26,10 +26,10 @@ class Allocator(PoolRegistry):
     """Pools by name and sessions by id.
 
     Args:
-        new_block_lifetimes: Makes what samples how long the blocks of a new pool keep what they hold.
+        new_block_lifetimes: Creates the sampler of block lifetimes for a new pool; may return None.
 
     Attributes:
-        lost_may_run: Whether sessions of which nothing is known any more may run a last step yet.
+        lost_may_run: Whether a last step of sessions whose state was lost may still run.
     """
 
     def __init__(self, new_block_lifetimes: Callable[[], BlockLifetimes | None] = lambda: None) -> None:
@@ -44,7 +44,7 @@ class Allocator(PoolRegistry):
         return f"<Allocator: {len(self._pools)} pools, {len(self._sessions)} sessions>"
 
     def pass_epoch(self, pool: KVCacheManager, epoch: int) -> list[Session]:
-        """Ends all sessions of a pool that lost a rank, and drops what its blocks held; it stays suspended.
+        """Ends all sessions of a pool that lost a rank, and clears its blocks; the pool stays suspended.
 
         Returns:
             The sessions that were open.
@@ -57,7 +57,7 @@ class Allocator(PoolRegistry):
         pool.begin_epoch(pool.config, epoch)
         return sessions
 
-    def open_session(  # noqa: PLR0913 - what the wire asks
+    def open_session(  # noqa: PLR0913 - the fields of the request
         self,
         pool_name: str,
         client_name: str,
@@ -72,32 +72,32 @@ class Allocator(PoolRegistry):
         salt: bytes = b"",
         memory_id: str = "",
     ) -> tuple[KVCacheManager, Session]:
-        """Attaches a scheduler process to a pool; or finds the session that the same key opened, if it lives.
+        """Opens a session in a pool, or finds the open session that the same key opened.
 
-        A pool whose blocks are in another memory, that nobody uses any more, begins a new epoch first. O(num_blocks).
+        If the pool's blocks are in another, unused memory, the pool first starts a new epoch. O(num_blocks).
 
         Args:
             pool_name: The pool.
-            client_name: What the process calls itself.
-            lease_seconds: The lease, as `LeaseBounds.choose` gives it.
-            session_id: The id of a session that is new.
-            now_seconds: The time.
-            open_key: Drawn by the caller, so that the call can be repeated; empty for a new session in any case.
-            asked_for: What the caller asked for, of which lease and quota were chosen; compared when the key comes
-                again, as are the pool, the client's name and the memory. Then lease and quota do not count.
-            quota: What it can always have, and the most it may hold.
-            owner: Name of the token that it belongs to; empty for none.
-            salt: Sets its hashes apart; empty for those of the pool.
-            memory_id: The memory that its engine holds the tensors in, see `memory`; empty if it does not say.
+            client_name: Name that the client gives itself.
+            lease_seconds: The lease, as chosen by `LeaseBounds.choose`.
+            session_id: Id for a new session.
+            now_seconds: The current time.
+            open_key: Random key of the caller, so that it can retry the call; empty to always open a new session.
+            asked_for: The requested values from which lease and quota were chosen. With a known key they are compared,
+                as are the pool, the client's name and the memory; lease and quota are then ignored.
+            quota: Guaranteed and maximum number of blocks.
+            owner: Name of the token that owns the session; empty for none.
+            salt: Separates the session's hashes from others; empty for the hashes of the pool.
+            memory_id: The memory that holds the engine's tensors, see `memory_identity`; empty if not given.
 
         Returns:
-            The pool and the session, whose id is another than `session_id` if it was found; it is heard of by that.
+            The pool and the session. The id of a found session differs from `session_id`. The call renews the lease.
 
         Raises:
             InvalidArgumentError: The client's name, the key, the memory or the quota is out of range, or the key was
-                used for something else.
+                used with other arguments.
             AbortedError: The session that the key opened was resumed by another process.
-            NotFoundError: There is no such pool.
+            NotFoundError: The pool does not exist.
             UnavailableError: The pool is drained or suspended, or another memory is in use.
             ExhaustedError: The quota's minimum cannot be guaranteed now.
         """
@@ -120,8 +120,8 @@ class Allocator(PoolRegistry):
         holding = pool.quotas.open(quota)
         self._last_number += 1
         session_number = SessionNumber(self._last_number)
-        said = (client_name, lease_seconds, now_seconds, open_key, asked, holding)
-        session = Session(session_id, session_number, *said, owner=owner, salt=salt)
+        values = (client_name, lease_seconds, now_seconds, open_key, asked, holding)
+        session = Session(session_id, session_number, *values, owner=owner, salt=salt)
         self._sessions[session_id] = (pool, session)
         if open_key:
             self._by_open_key[owner, open_key] = session
@@ -130,28 +130,27 @@ class Allocator(PoolRegistry):
         return pool, session
 
     def opened_by(self, open_key: str, owner: str = "") -> SessionId | None:
-        """The session that is there and was opened with this key, by this owner."""
+        """The id of the open session that this owner opened with this key; None if there is none."""
         session = self._by_open_key.get((owner, open_key))
         return session.session_id if session else None
 
     def resume_session(
         self, session_id: str, sequence: int, *, resume_key: str, now_seconds: float
     ) -> tuple[KVCacheManager, Session]:
-        """Lets another process drive a session, which gets another id and number, and is heard of by that.
+        """Moves a session to another process, with a new id and number. The call renews the lease.
 
-        O(its requests and unpublished blocks). What it had published before counts as another's where it hits that.
+        O(requests and unpublished blocks of the session). Blocks published before count as shared hits afterwards.
 
         Args:
-            session_id: Any id that the session ever had.
-            sequence: A change that the process knows to have been answered; 0 for none.
-            resume_key: Drawn by the caller: the same key again finds the session as it was resumed by it. Empty for a
-                new resumption in any case.
-            now_seconds: The time.
+            session_id: Any id that the session has had.
+            sequence: A change whose result the process has received; 0 for none.
+            resume_key: Random key of the caller, so that it can retry the call; empty to always resume again.
+            now_seconds: The current time.
 
         Raises:
-            InvalidArgumentError: The sequence is of a change that was never made, or the key is too long.
-            NotFoundError: There never was a session of this id.
-            AbortedError: The session has ended, or was resumed with another key since this one.
+            InvalidArgumentError: The sequence is newer than the session's last change, or the key is too long.
+            NotFoundError: No session ever had this id.
+            AbortedError: The session has ended, or was later resumed with another key.
         """
         pool, session = self._live_session(session_id, now_seconds)
         check_range("sequence", sequence, 0, session.sequence)
@@ -166,18 +165,18 @@ class Allocator(PoolRegistry):
             session.resume(resume_key, SessionNumber(self._last_number))
             pool.renumber_session(session.previous_number, session.session_number)
             key = session.session_id
-            self._sessions[key] = self._sessions.pop(key)  # last, as both are in the order of their numbers
+            self._sessions[key] = self._sessions.pop(key)  # to the end, as both are ordered by number
             pool.sessions[key] = pool.sessions.pop(key)
         session.last_seen_seconds = now_seconds
         return pool, session
 
     def session(self, session_id: str, now_seconds: float) -> tuple[KVCacheManager, Session]:
-        """Finds a session for the process that drives it; it is heard of by that.
+        """Finds a session for its client. The call renews the lease.
 
         Raises:
-            NotFoundError: There never was one of this id.
-            AbortedError: It was closed, its lease ran out, the epoch passed, an operator ended it, another process
-                resumed it, or the server that had it lost its journal.
+            NotFoundError: No session ever had this id.
+            AbortedError: The session was closed, its lease expired, the epoch ended, an operator ended it, another
+                process resumed it, or its server lost its journal.
         """
         found = self._live_session(session_id, now_seconds)
         if found[1].current_id != session_id:
@@ -186,50 +185,50 @@ class Allocator(PoolRegistry):
         return found
 
     def is_overdue(self, session_id: str, now_seconds: float) -> bool:
-        """Whether `expire` would end a session."""
+        """Whether the lease of a session has expired, so that `expire` will end it."""
         found = self._sessions.get(original_id(session_id))
         return found is not None and found[1].expires_seconds <= now_seconds
 
     def attach_stream(self, session: Session) -> None:
-        """Notes a stream that keeps a session alive."""
+        """Records a stream, which keeps the session alive."""
         session.open_streams += 1
 
     def detach_stream(self, session: Session, now_seconds: float) -> None:
-        """Notes that such a stream has ended: the lease counts from now."""
+        """Records the end of a stream; the lease starts now."""
         session.open_streams -= 1
         session.last_seen_seconds = now_seconds
 
     def owner(self, session_id: str) -> tuple[PoolName, str] | None:
-        """The pool and the owner of an open session, which is not heard of by that; None if there is none."""
+        """The pool and the owner of an open session; None if there is none. Does not renew the lease."""
         found = self._sessions.get(original_id(session_id))
         return (found[0].config.name, found[1].owner) if found else None
 
     def apply(self, pool: KVCacheManager, session: Session, step: Step, source: object = None) -> StepResult:
-        """Applies a step of a session that `session` found; see `apply_step`."""
+        """Applies a step of a session found with `session`; see `apply_step`."""
         return apply.apply_step(pool, session, step, source)
 
     def count_retry(self, pool: KVCacheManager) -> None:
-        """Counts a change that came again, and was answered from memory by the caller."""
+        """Counts a retried change that the caller answered from its memory."""
         pool.activity.retries += 1
 
     def mark_executed(self, pool: KVCacheManager, session: Session, executed_sequence: int) -> None:
-        """Lets others hit what the session filled up to a change that it says was executed.
+        """Publishes the blocks that a session filled up to an executed change.
 
         Raises:
-            InvalidArgumentError: It was not sent yet.
+            InvalidArgumentError: The change was not sent yet.
         """
         session.check_executed(executed_sequence, session.sequence)
         apply.mark_executed(pool, session, executed_sequence)
 
     def close_session(self, session_id: str, now_seconds: float) -> tuple[KVCacheManager, int]:
-        """Frees a session's requests and forgets it.
+        """Frees a session's requests and ends it.
 
         Returns:
-            Its pool, and how many requests were freed.
+            The pool, and the number of freed requests.
 
         Raises:
-            NotFoundError: There is no such session.
-            AbortedError: It has ended already; if it was closed, `closed_count` tells the answer again.
+            NotFoundError: The session does not exist.
+            AbortedError: The session has already ended; if it was closed, `closed_count` gives the result.
         """
         pool, session = self.session(session_id, now_seconds)
         self._end(session.session_id, "SESSION_CLOSED", len(session.requests))
@@ -237,25 +236,25 @@ class Allocator(PoolRegistry):
         return pool, apply.end_session(pool, session)
 
     def closed_count(self, session_id: str) -> int | None:
-        """How many requests closing a session freed; None if it was not closed, or that is forgotten."""
+        """Number of requests freed when a session was closed; None if it was not closed or is no longer remembered."""
         return self._ends.num_freed_by_close(session_id)
 
     def evict_session(
         self, pool_name: str, number: int, now_seconds: float, *, quarantine_seconds: float = 0.0
     ) -> tuple[KVCacheManager, Session]:
-        """Ends a session as an operator asks; what it holds is freed, at once or from quarantine.
+        """Ends a session at an operator's request; its blocks are freed at once or after a quarantine.
 
         Args:
             pool_name: The pool.
-            number: The session's number.
-            now_seconds: The time.
+            number: Number of the session.
+            now_seconds: The current time.
             quarantine_seconds: See `expire`.
 
         Returns:
-            Its pool, and the session.
+            The pool and the session.
 
         Raises:
-            NotFoundError: There is no such pool, or no session of this number in it.
+            NotFoundError: The pool does not exist, or has no session of this number.
         """
         pool, session = self.find_session(pool_name, number)
         self._end(session.session_id, "SESSION_EVICTED")
@@ -264,10 +263,10 @@ class Allocator(PoolRegistry):
         return pool, session
 
     def find_session(self, pool_name: str, number: int) -> tuple[KVCacheManager, Session]:
-        """Finds a session by its number, which is not heard of by that. O(sessions).
+        """Finds a session by its number. Does not renew the lease. O(sessions).
 
         Raises:
-            NotFoundError: There is no such pool, or no session of this number in it.
+            NotFoundError: The pool does not exist, or has no session of this number.
         """
         pool = self.pool(pool_name)
         session = next((session for session in self.sessions_of(pool) if session.session_number == number), None)
@@ -279,15 +278,15 @@ class Allocator(PoolRegistry):
     def expire(
         self, now_seconds: float, *, quarantine_seconds: float = 0.0
     ) -> list[tuple[KVCacheManager, Session, int]]:
-        """Ends the sessions whose lease has run out; what they hold is freed, at once or from quarantine.
+        """Ends sessions with an expired lease; their blocks are freed at once or after a quarantine.
 
         Args:
-            now_seconds: The time.
-            quarantine_seconds: How long blocks are kept back in pools whose ranks do not all answer fences. 0: free at
+            now_seconds: The current time.
+            quarantine_seconds: Duration of the quarantine in pools where not all ranks answer fences; 0 to free at
                 once.
 
         Returns:
-            For each its pool, itself, and how many requests it had.
+            For each ended session: its pool, the session, and its number of requests.
         """
         due = [sid for sid, (_, session) in self._sessions.items() if session.expires_seconds <= now_seconds]
         return [self.expire_session(session_id, now_seconds, quarantine_seconds) for session_id in due]
@@ -295,7 +294,7 @@ class Allocator(PoolRegistry):
     def expire_session(
         self, session_id: SessionId, now_seconds: float, quarantine_seconds: float
     ) -> tuple[KVCacheManager, Session, int]:
-        """Ends an open session as its lease has run out; see `expire`."""
+        """Ends one open session with an expired lease; see `expire`."""
         pool, session = self._end(session_id, "LEASE_EXPIRED")
         pool.activity.leases_expired += 1
         count = len(session.requests)
@@ -303,22 +302,22 @@ class Allocator(PoolRegistry):
         return pool, session, count
 
     def end_due_quarantines(self, now_seconds: float) -> list[tuple[KVCacheManager, Quarantined]]:
-        """Frees what was in quarantine for long enough; returns the sessions that held it, with their pools."""
+        """Frees the blocks whose quarantine has passed; returns the ended sessions that held them, with their pools."""
         due = [(pool, pool.quarantine.due(now_seconds)) for pool in self._pools.values() if pool.quarantine]
         return [(pool, each) for pool, numbers in due for each in self.end_quarantine(pool.config.name, numbers)]
 
     def end_quarantine(self, pool_name: str, numbers: Sequence[SessionNumber]) -> list[Quarantined]:
-        """Frees what ended sessions hold in quarantine, as no step of theirs can be in flight any more.
+        """Frees the quarantined blocks of ended sessions, as none of their steps can be in flight.
 
         Args:
             pool_name: The pool.
-            numbers: The sessions; those that are in quarantine no more do not count.
+            numbers: Numbers of the sessions; those not in quarantine are ignored.
 
         Returns:
-            Those that were.
+            The sessions that were in quarantine.
 
         Raises:
-            NotFoundError: There is no such pool.
+            NotFoundError: The pool does not exist.
         """
         pool = self.pool(pool_name)
         found = [each for each in map(pool.quarantine.find, numbers) if each]
@@ -327,18 +326,18 @@ class Allocator(PoolRegistry):
         return found
 
     def lose_sessions(self) -> None:
-        """Notes that there were sessions of which nothing is known any more."""
+        """Records that the state of earlier sessions was lost."""
         self._ends.mark_incomplete()
         self.lost_may_run = True
 
     def end_lost_steps(self) -> None:
-        """Notes that no step of such a session can be running any more."""
+        """Records that no step of a lost session can still run."""
         self.lost_may_run = False
 
     def renew_leases(self, now_seconds: float) -> None:
-        """Gives every open session its whole lease from now, without a stream: this process did not listen before.
+        """Restarts the lease of every open session, without streams, as this process has just started.
 
-        What waits in quarantine for its time waits all of it from now.
+        Quarantines with a duration restart, too.
         """
         for _, session in self._sessions.values():
             session.open_streams = 0
@@ -347,34 +346,34 @@ class Allocator(PoolRegistry):
             pool.quarantine.restart_waits(now_seconds)
 
     def next_expiry_seconds(self) -> float:
-        """When the next lease or quarantine runs out, as things stand; infinity if none does."""
+        """When the next lease or quarantine expires, in seconds; infinity if none does."""
         leases = (session.expires_seconds for _, session in self._sessions.values())
         quarantines = (pool.quarantine.next_due_seconds for pool in self._pools.values())
         return min(chain(leases, quarantines), default=float("inf"))
 
     @property
     def last_session_number(self) -> SessionNumber:
-        """The number that was given last to a session of any pool; 0 before the first."""
+        """The newest session number in any pool; 0 before the first session."""
         return SessionNumber(self._last_number)
 
     @property
     def num_sessions(self) -> int:
-        """Open sessions of all pools."""
+        """Number of open sessions in all pools."""
         return len(self._sessions)
 
     def num_sessions_of(self, owner: str) -> int:
-        """Open sessions of an owner, in all pools. O(sessions)."""
+        """Number of open sessions of an owner in all pools. O(sessions)."""
         return [session.owner for _, session in self._sessions.values()].count(owner)
 
     def sessions(self) -> Iterator[tuple[KVCacheManager, Session]]:
-        """All open sessions with their pools, in the order they were opened or resumed: that of their numbers."""
+        """All open sessions with their pools, ordered by session number."""
         return iter(self._sessions.values())
 
     def _end(self, session_id: SessionId, reason: str, num_freed_requests: int = 0) -> tuple[KVCacheManager, Session]:
         pool, session = self._sessions.pop(session_id)
         self._ends.remember(session.current_id, reason, num_freed_requests)
         key = (session.owner, session.open_key)
-        if self._by_open_key.get(key) is session:  # else its key opened another after it was overdue
+        if self._by_open_key.get(key) is session:  # otherwise the key opened another session after this one expired
             del self._by_open_key[key]
         del pool.sessions[session_id]
         return pool, session
@@ -383,7 +382,7 @@ class Allocator(PoolRegistry):
         found = self._sessions.get(original_id(session_id))
         if found is None:
             raise self._ends.error(session_id)
-        if found[1].expires_seconds <= now_seconds:  # `expire` will free its blocks, and tell
+        if found[1].expires_seconds <= now_seconds:  # `expire` will free its blocks and report it
             raise ended_error("LEASE_EXPIRED")
         return found
 
@@ -394,7 +393,7 @@ class Allocator(PoolRegistry):
         if session is None or session.expires_seconds <= now_seconds:
             return None
         if session.open_arguments != asked_for:
-            message = "opened a session with other arguments before"
+            message = "already opened a session with other arguments"
             raise InvalidArgumentError("open_key", message, reason="OPEN_KEY_REUSED")
         if session.current_id != session.session_id:
             raise ended_error("SESSION_RESUMED")

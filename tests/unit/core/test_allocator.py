@@ -1,4 +1,4 @@
-"""Leases, in time that is told."""
+"""Leases, ended sessions, events and the integrity check, in explicit time."""
 
 import pytest
 
@@ -11,7 +11,7 @@ from support.core import World, block_hashes
 from support.integrity import IntegrityError, check_integrity
 
 
-def test_a_lease_is_renewed_by_being_heard_of() -> None:
+def test_a_call_renews_the_lease() -> None:
     world = World()
     session = world.open(lease_seconds=5.0)
     for now_seconds in (4.0, 8.0, 12.9):
@@ -21,7 +21,7 @@ def test_a_lease_is_renewed_by_being_heard_of() -> None:
     assert [expired for _, expired, _ in world.allocator.expire(17.9)] == [session]
 
 
-def test_an_expired_session_is_told_apart_from_one_that_never_was() -> None:
+def test_an_expired_session_is_distinguished_from_an_unknown_one() -> None:
     world = World()
     session = world.open()
     for _ in range(2):  # before and after its blocks are freed
@@ -34,7 +34,7 @@ def test_an_expired_session_is_told_apart_from_one_that_never_was() -> None:
     assert world.sessions() == []
 
 
-def test_an_open_stream_keeps_a_session() -> None:
+def test_an_open_stream_keeps_a_session_alive() -> None:
     world = World()
     session = world.open()
     session.open_streams = 1
@@ -52,7 +52,7 @@ def test_requests_of_an_expired_session_are_freed_the_oldest_first_and_each_from
     check_integrity(world.pool, world.sessions())
 
 
-def test_events_tell_what_was_stored_and_withdrawn() -> None:
+def test_events_report_stored_and_removed_blocks() -> None:
     world = World(enable_events=True)
     session = world.open()
     step_tokens = list(range(8))
@@ -67,7 +67,7 @@ def test_events_tell_what_was_stored_and_withdrawn() -> None:
     assert [type(event) for event in world.pool.blocks.take_events()] == [BlockRemoved, BlockRemoved]
 
 
-def test_books_that_do_not_balance_are_found() -> None:
+def test_the_integrity_check_finds_inconsistencies() -> None:
     world = World()
     session = world.open()
     world.admit(session, 1, "abc", 13)

@@ -4,8 +4,8 @@
    also process the operations of a batch if there are too few free blocks when it is applied.
 2. State and results equal those of one operation at a time. Blocks are taken in the order of the operations. A block
    that becomes full is in use, so the time of its caching does not change which blocks are taken.
-3. A pool must have one full-attention group, one slot per token, no events, and no quota that applies to the session.
-   Each block then has one hash.
+3. The pool must have one group, which keeps all blocks (full attention), one slot per token, no events, and no quota
+   that applies to the session. Each block then has one hash.
 4. The rest of the step names no request of the batch.
 """
 
@@ -33,8 +33,8 @@ _NOT_PLAIN: Final = (
 
 
 _Allocation = tuple[Request, int, int, int, int, list[BlockHash]]
-"""Request, num_tokens after the step, computed tokens before and after the allocation, missing blocks of the table
-(zero or negative if none), and new block hashes."""
+"""Request, num_tokens after the step, computed tokens before and after the allocation, missing blocks of its table
+(zero or negative if none), new block hashes."""
 
 
 class AllocationBatch:
@@ -85,7 +85,7 @@ class AllocationBatch:
             not rows
             or len(named) < len(rows)
             or not named.isdisjoint(numbers[:first] + numbers[last:])
-            or any([any(column[first:last]) for name in _NOT_PLAIN if (column := getattr(step, name))])  # noqa: C419 - a generator takes longer
+            or any([any(column[first:last]) for name in _NOT_PLAIN if (column := getattr(step, name))])  # noqa: C419 - a generator is slower
         ):
             return None
         return cls(pool, session, manager, rows, end_hash_at - hash_at)

@@ -1,12 +1,12 @@
-"""Applies a checked step, operation by operation, and writes down what became of each.
+"""Application of a validated step, operation by operation, into a result.
 
-1. After the first operation that finds too few blocks, or would pass the session's maximum, nothing takes blocks any
-   more in this step: as in a scheduler's loop that stops there to preempt.
-2. Nor does anything look for blocks or take some once that has made enough work (MAX_STEP_WORK): it is not tried, and
-   can be asked again. What an operation costs is known when it is done, so the one that passes the bound is done whole.
-3. What a request grew by, and what it threw away, is taken note of whatever became of the operation itself.
-4. Nobody else ever finds what a request that is freed or preempted had cached and was not said to be computed, nor that
-   its step is launched: it may never run.
+1. After the first operation that finds too few blocks or would exceed the session's maximum, no operation of the step
+   takes blocks, as a scheduler's loop stops there to preempt.
+2. After MAX_STEP_WORK look-ups and block ids, operations that look up or take blocks are skipped; the client can send
+   them again. The cost of an operation is known afterwards, so the operation that exceeds the limit is completed.
+3. Appended and rejected tokens are recorded even if the operation itself fails.
+4. When a request is freed or preempted, its cached blocks stay hidden from other sessions unless their step was
+   reported as executed or launched, since an unlaunched step may never run.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,18 +24,18 @@ from kvpool.core.sessions.session import Session
 from kvpool.core.steps.columns import MAX_STEP_WORK, Operation, Outcome, Step, StepResult
 
 BLOCKS_COMPARED_PER_HASH: Final = 64
-"""Blocks of two tables that are compared in the time that a hash takes to be looked up, at least."""
+"""Minimum number of block comparisons between two tables in the time of one hash look-up."""
 
 
 def apply_step(pool: KVCacheManager, session: Session, step: Step, source: object = None) -> StepResult:
-    """Checks and applies a session's step, or gives the answer again that it got before.
+    """Validates and applies a step, or returns the earlier result if the step is a retry.
 
     Args:
         pool: The session's pool.
         session: The session.
         step: The step.
-        source: What to compare with when the same sequence number comes again; None for the step itself. Bytes are a
-            digest, which keeps none of the step's entries.
+        source: The value to compare if the same sequence number is sent again; None for the step itself. Bytes are a
+            digest, which needs none of the step's entries in memory.
 
     Raises:
         InvalidArgumentError: A field is malformed or out of range; nothing was changed.
@@ -65,26 +65,26 @@ def apply_step(pool: KVCacheManager, session: Session, step: Step, source: objec
 
 
 def mark_executed(pool: KVCacheManager, session: Session, executed_sequence: int) -> None:
-    """Lets others hit what the session filled with its changes up to `executed_sequence`, which the caller checked."""
+    """Publishes the blocks that the session filled up to `executed_sequence`, which the caller has checked."""
     if executed_sequence > session.executed_sequence:
         session.executed_sequence = StepNumber(executed_sequence)
         pool.blocks.prefix_map.publish(session.session_number, session.executed_sequence)
 
 
 def end_session(pool: KVCacheManager, session: Session) -> int:
-    """Frees all that a session holds, the oldest request first, and withdraws what it never said to be executed.
+    """Frees a session's requests, oldest first, and hides its cached blocks that were not reported as executed.
 
     Returns:
-        How many requests were freed.
+        The number of freed requests.
     """
     _hide_unexecuted(pool, session)
     return _free_requests(pool, session)
 
 
 def quarantine_session(pool: KVCacheManager, session: Session, now_seconds: float, quarantine_seconds: float) -> None:
-    """Ends a session of which a step may still run: what it holds is freed, at once or from quarantine.
+    """Ends a session whose last step may still run; its blocks are freed at once or after a quarantine.
 
-    It is kept until `end_quarantine`, for so many seconds, or where the pool's ranks fence until they have answered.
+    The quarantine lasts `quarantine_seconds`, or until all ranks have answered a fence if the pool's ranks fence.
     """
     due_seconds = float("inf") if pool.ranks_fence else now_seconds + quarantine_seconds
     if due_seconds <= now_seconds or not any(request.holds_blocks for request in session.requests.values()):
@@ -95,13 +95,13 @@ def quarantine_session(pool: KVCacheManager, session: Session, now_seconds: floa
 
 
 def end_quarantine(pool: KVCacheManager, quarantined: Quarantined) -> None:
-    """Frees what an ended session held in quarantine."""
+    """Frees the blocks of an ended session in quarantine."""
     pool.quarantine.remove(quarantined)
     _free_requests(pool, quarantined.session)
 
 
 def _hide_unexecuted(pool: KVCacheManager, session: Session) -> None:
-    """Withdraws what a session that has ended never said to be executed, and its quota."""
+    """Hides the cached blocks of an ended session that were not reported as executed, and ends its quota."""
     pool.evict_unpublished(session.session_number)
     if session.holding:
         pool.quotas.end(session.holding, session.requests.values())
@@ -135,11 +135,11 @@ _COLUMNS: Final = tuple(
         "num_new_blocks",
     )
 )
-"""Columns of a result, and where they are made."""
+"""Columns of a result, and the attributes of `_Application` that collect them."""
 
 
 class _Application:
-    """One step being applied; its result column by column."""
+    """The application of one step; collects the columns of the result."""
 
     def __init__(self, pool: KVCacheManager, session: Session, step: Step) -> None:
         self._pool = pool
@@ -169,7 +169,7 @@ class _Application:
             if row.request is None:
                 self._on_pool(i, row)
             else:
-                if not row.num_taken_tokens:  # else it has
+                if not row.num_taken_tokens:  # otherwise it already grew
                     _grow(row, row.request)
                 row.request.num_computed_tokens -= row.num_rejected_tokens
                 handler = _HANDLERS.get(row.operation)
@@ -185,7 +185,7 @@ class _Application:
         return result
 
     def _record_growth(self, checked: list[CheckedOperation | AllocationBatch]) -> None:
-        """Notes what was allocated without asking since the step before, and caches what that filled."""
+        """Records the tokens taken on credit since the previous step, and caches the blocks that they filled."""
         filled, before = DeferredBlocks(self._pool, self._session), StepNumber(self._sequence - 1)
         for row in checked:
             if isinstance(row, AllocationBatch):
@@ -240,7 +240,7 @@ class _Application:
         if self._pool.config.enable_caching:
             num_tokens = min(row.num_new_tokens, request.num_computed_tokens)
             session, sequence = self._session, self._sequence
-            if session.launched_sequence:  # it says of each step when it is run: also of the one that filled these
+            if session.launched_sequence:  # every step is reported, also the one that filled these blocks
                 sequence = request.filling_sequence
             self._pool.cache_blocks(request, num_tokens, sequence=sequence)
             if sequence <= session.executed_sequence:
@@ -302,7 +302,7 @@ class _Application:
             self._outcomes[i] = Outcome.SKIPPED
             return
         had_uncounted_lookup = request.has_uncounted_lookup
-        request.has_uncounted_lookup = False  # `admit` counts its own look-up
+        request.has_uncounted_lookup = False  # an admission counts its own look-up
         admission = self._pool.admit(
             request,
             min(row.num_new_tokens or self._budget_tokens, self._budget_tokens),
@@ -331,7 +331,7 @@ class _Application:
         self._out_of_blocks = True
 
     def _put_promise(self, i: int, request: Request, computed: ComputedBlocks) -> None:
-        """Answers a hit that a later step may name, by its blocks alone: the request keeps what else was found."""
+        """Returns a hit that a later step can name by its blocks; the request keeps the other data of the hit."""
         request.shared_prefix_boundary_tokens = computed.shared_prefix_boundary_tokens or 0
         self._put_hit(i, computed)
 

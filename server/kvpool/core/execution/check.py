@@ -1,8 +1,8 @@
-"""Checks a step whole, before anything is changed, and resolves what it names.
+"""Validation of a step: checks the whole step before any change, and resolves its requests.
 
-1. Nothing here changes a pool, a session or a request that they know.
-2. What passes can be applied: `apply` meets no error.
-3. In one step a request grows and allocates at most once, so that everything can be checked beforehand.
+1. Validation changes no pool, no session and no request in a session.
+2. A step that passes can be applied without an error.
+3. A request grows and allocates at most once per step, so that all operations can be checked in advance.
 """
 
 from dataclasses import dataclass
@@ -17,9 +17,16 @@ from kvpool.core.ids import MAX_BLOCKS, MAX_TOKENS, BlockHash, BlockId, RequestI
 from kvpool.core.sessions.request import Request
 from kvpool.core.sessions.session import Session
 from kvpool.core.steps.allocation_options import DEFAULT_OPTIONS, OPTION_COLUMNS, AllocationOptions
-from kvpool.core.steps.columns import MAX_CREDIT_ALLOCATIONS, MAX_OPERATION_GROUPS, MAX_OPERATIONS, Operation, Step
+from kvpool.core.steps.columns import (
+    MAX_CREDIT_ALLOCATIONS,
+    MAX_ID_BYTES,
+    MAX_OPERATION_GROUPS,
+    MAX_OPERATIONS,
+    MAX_REQUEST_NUMBER,
+    Operation,
+    Step,
+)
 
-MAX_REQUEST_NUMBER: Final = 2**31 - 1
 _WITHOUT_REQUEST: Final = frozenset((Operation.EVICT, Operation.RESET))
 _ALLOCATING: Final = frozenset((Operation.ADMIT, Operation.ALLOCATE))
 _LOOKING_UP: Final = frozenset((Operation.LOOKUP, Operation.LOOKUP_UNCOUNTED, Operation.LOOKUP_COUNTED_ON_ADMIT))
@@ -39,26 +46,26 @@ _COLUMNS: Final = (
 
 
 class CheckedOperation:
-    """One operation, ready to be applied.
+    """One valid operation, ready to be applied.
 
     Attributes:
-        operation: What to do.
-        request: The request, if the operation has one; for ADD not yet in its session.
-        num_appended_tokens: Tokens that it grows by first.
-        hashes: Hashes that it gains with them.
-        token_ids: The tokens, if the pool makes events.
+        operation: Kind of the operation.
+        request: The request, if the operation has one; for ADD it is not yet in its session.
+        num_appended_tokens: Tokens to append before the operation.
+        hashes: Hashes of the blocks that these tokens fill.
+        token_ids: The appended tokens, if the pool makes events.
         num_new_tokens: See `Step`.
         num_taken_tokens: See `Step`.
         num_rejected_tokens: See `Step`.
         num_lookahead_tokens: See `Step`.
         num_encoder_tokens: See `Step`.
         delay_cache_blocks: See `Step`.
-        options: On what terms room is made.
-        promised: ALLOCATE: the hit that its look-up promised.
+        options: Options of the allocation.
+        promised: ALLOCATE: the hit that an earlier look-up returned.
         block_ids: EVICT: the blocks.
     """
 
-    # Of the class until they are set: most are not.
+    # Class attributes as defaults, since most are never set.
     num_appended_tokens: int = 0
     hashes: list[BlockHash] | None = None
     token_ids: list[int] | None = None
@@ -79,7 +86,7 @@ class CheckedOperation:
 
 @dataclass(slots=True)
 class _Seen:
-    """What earlier operations of the step do to a request: its size, whether it will hold blocks, and be there."""
+    """The state of a request after the earlier operations of the step."""
 
     request: Request
     num_tokens: int
@@ -91,12 +98,12 @@ class _Seen:
 
     @property
     def is_admitted(self) -> bool:
-        """Whether it has room: of cross attention alone it may hold no block for it."""
+        """Whether the request has slots. With cross attention only, it can have slots without blocks."""
         return self.holds_blocks or self.num_computed_tokens > 0
 
 
 class StepChecker:
-    """Checks one step against its session and pool."""
+    """Validates one step against its session and pool."""
 
     def __init__(self, pool: KVCacheManager, session: Session, step: Step) -> None:
         self._pool = pool
@@ -106,7 +113,7 @@ class StepChecker:
         self._max_tokens = pool.config.max_model_len
         self._hash_size_bytes = pool.config.hash_scheme.hash_size_bytes if pool.config.enable_caching else 0
         self._makes_events = pool.config.makes_events
-        self._has_options = any([getattr(step, name) for name in OPTION_COLUMNS])  # noqa: C419 - a generator takes longer
+        self._has_options = any([getattr(step, name) for name in OPTION_COLUMNS])  # noqa: C419 - a generator is slower
         self._ids: dict[RequestId, bool] = {}
         self._hash_at = 0
         self._token_at = 0
@@ -114,15 +121,15 @@ class StepChecker:
         self._block_at = 0
 
     def check(self) -> list[CheckedOperation | AllocationBatch]:
-        """Checks the step.
+        """Validates the step.
 
         Returns:
-            Its operations, in order; one after another those that can be done so.
+            The operations, in order. Consecutive plain allocations are one `AllocationBatch`.
 
         Raises:
             InvalidArgumentError: A field is malformed or out of range.
             NotFoundError: A request is unknown.
-            WrongStateError: A request holds blocks where it must not, or the other way round.
+            WrongStateError: A request holds blocks where it must not, or holds none where it must.
         """
         step = self._step
         count = len(step.operations)
@@ -152,7 +159,7 @@ class StepChecker:
         return checked
 
     def _check_rows(self, first: int, last: int) -> list[CheckedOperation]:
-        """Checks operations one by one."""
+        """Checks the operations [first, last) one by one."""
         if first == last:
             return []
         step, zeros = self._step, [0] * (last - first)
@@ -179,11 +186,11 @@ class StepChecker:
         check = self._check_plain if is_plain else self._check_row
         return [check(i, *row) for i, row in enumerate(rows, first)]
 
-    def _check_plain(  # noqa: PLR0913, PLR0917 - one parameter a column
+    def _check_plain(  # noqa: PLR0913, PLR0917 - one parameter per column
         self, i: int, code: int, number: int, appended: int, new: int, taken: int, *_: int
     ) -> CheckedOperation:
-        """Checks an operation of a step that has no column beside these; decodes, in short, which most are."""
-        request = self._session.by_number.get(number)  # type: ignore[call-overload]  # NewType's call takes its time
+        """Checks an operation of a step that has no other columns; most are decodes, with a short check."""
+        request = self._session.by_number.get(number)  # type: ignore[call-overload]  # a call of NewType is slow
         if (
             code != Operation.ALLOCATE
             or request is None
@@ -201,7 +208,7 @@ class StepChecker:
         self._seen[number] = row
         return row
 
-    def _check_row(  # noqa: PLR0913, PLR0917 - one parameter a column
+    def _check_row(  # noqa: PLR0913, PLR0917 - one parameter per column
         self,
         i: int,
         code: int,
@@ -216,7 +223,7 @@ class StepChecker:
     ) -> CheckedOperation:
         operation = _OPERATIONS.get(code)
         if operation is None:
-            raise InvalidArgumentError(f"operations[{i}]", f"{code} is no operation")
+            raise InvalidArgumentError(f"operations[{i}]", f"{code} is not an operation")
         block_ids = self._take_block_ids(i, operation) if self._step.num_block_ids else ()
         if operation in _WITHOUT_REQUEST:
             if number or appended or taken or rejected:
@@ -234,7 +241,7 @@ class StepChecker:
                 row.options = self._options_of(i, operation, seen)
             maximum = self._max_tokens
             minimum = 1 if operation is Operation.ALLOCATE and not row.options.num_external_tokens else 0
-            if not minimum <= new <= maximum:  # the name is made only where it is needed
+            if not minimum <= new <= maximum:  # the field name is formatted only for an error
                 check_range(f"num_new_tokens[{i}]", new, minimum, maximum)
             if lookahead or encoder:
                 check_range(f"num_lookahead_tokens[{i}]", lookahead, 0, maximum)
@@ -246,18 +253,18 @@ class StepChecker:
             self._check_other(i, row, seen, new)
         return row
 
-    def _check_growth_columns(  # noqa: PLR0913, PLR0917 - one parameter a column
+    def _check_growth_columns(  # noqa: PLR0913, PLR0917 - one parameter per column
         self, i: int, row: CheckedOperation, seen: _Seen, appended: int, taken: int, rejected: int
     ) -> None:
-        """Checks what is told of a request beside the operation."""
+        """Checks the columns that change a request before its operation."""
         if appended:
             if seen.num_tokens != seen.request.num_tokens:
-                raise InvalidArgumentError(f"num_appended_tokens[{i}]", "the request grew already in this step")
+                raise InvalidArgumentError(f"num_appended_tokens[{i}]", "the request already grew in this step")
             self._check_growth(i, row, seen.num_tokens, appended)
             seen.num_tokens += appended
         if taken:
             if seen.is_repeated:
-                raise InvalidArgumentError(f"num_taken_tokens[{i}]", "the request was named before in this step")
+                raise InvalidArgumentError(f"num_taken_tokens[{i}]", "an earlier operation names the request")
             self._check_taken(i, row, seen.request, taken)
             seen.num_computed_tokens += taken
         if rejected:
@@ -286,7 +293,7 @@ class StepChecker:
         if at >= len(step.request_ids):
             raise InvalidArgumentError("request_ids", f"{len(step.request_ids)} ids, the operations need more")
         request_id = RequestId(step.request_ids[at])
-        check_range(f"request_ids[{at}]", len(request_id.encode("utf-8", "surrogatepass")), 1, 256)
+        check_range(f"request_ids[{at}]", len(request_id.encode("utf-8", "surrogatepass")), 1, MAX_ID_BYTES)
         if self._ids.get(request_id, request_id in self._session.requests):
             raise InvalidArgumentError(f"request_ids[{at}]", f"{request_id!r} is in use", reason="REQUEST_ID_IN_USE")
         lora_name = None
@@ -294,7 +301,7 @@ class StepChecker:
             if at >= len(step.lora_names):
                 raise InvalidArgumentError("lora_names", "needs 0 entries or one for each added request")
             lora_name = step.lora_names[at] or None
-            check_range(f"lora_names[{at}]", len((lora_name or "").encode("utf-8", "surrogatepass")), 0, 256)
+            check_range(f"lora_names[{at}]", len((lora_name or "").encode("utf-8", "surrogatepass")), 0, MAX_ID_BYTES)
         self._id_at += 1
         self._ids[request_id] = True
         request = Request(
@@ -309,7 +316,7 @@ class StepChecker:
         return seen
 
     def _earlier(self, number: int) -> _Seen | None:
-        """What the step's operations so far do to a request; None if they do not name it."""
+        """The state of a request after the earlier operations of the step; None if they do not name it."""
         seen = self._seen.get(number)
         if isinstance(seen, CheckedOperation) and seen.request:
             request = seen.request
@@ -376,7 +383,7 @@ class StepChecker:
         check_range(where, rejected, 0, seen.num_computed_tokens)
         seen.num_computed_tokens -= rejected
         if not self._pool.can_reject(seen.request, seen.num_computed_tokens):
-            raise InvalidArgumentError(where, f"{rejected} reach back behind a window whose blocks are freed")
+            raise InvalidArgumentError(where, f"{rejected} tokens reach back behind a window whose blocks are freed")
         row.num_rejected_tokens = rejected
 
     def _check_allocation(
@@ -384,12 +391,12 @@ class StepChecker:
     ) -> None:
         admit = row.operation is Operation.ADMIT
         if seen.allocated:
-            raise InvalidArgumentError(f"request_numbers[{i}]", "the request allocated already in this step")
+            raise InvalidArgumentError(f"request_numbers[{i}]", "the request already allocated in this step")
         if seen.is_admitted and (admit or any(promised)):
             raise _holds_blocks(i, seen.request)
         if admit:
             check_range(f"num_appended_tokens[{i}]", seen.num_tokens, 1, self._max_tokens)
-            seen.num_computed_tokens = seen.num_tokens  # at most; apply holds a later CACHE to what it got
+            seen.num_computed_tokens = seen.num_tokens  # the maximum; apply bounds a later CACHE
         else:
             hit_tokens = 0
             if any(promised):
@@ -412,7 +419,7 @@ class StepChecker:
         options = AllocationOptions(**values)
         if options.num_external_tokens and (operation is Operation.ADMIT or seen.is_admitted):
             raise InvalidArgumentError(
-                f"num_external_tokens[{i}]", "only an allocation for a request without blocks has any"
+                f"num_external_tokens[{i}]", "allowed only in an allocation for a request without blocks"
             )
         check_range(f"num_external_tokens[{i}]", options.num_external_tokens, 0, self._max_tokens)
         check_range(f"num_in_flight_tokens[{i}]", options.num_in_flight_tokens, 0, self._max_tokens)
@@ -462,6 +469,6 @@ class StepChecker:
 def _holds_blocks(i: int, request: Request) -> WrongStateError:
     return WrongStateError(
         "REQUEST_HOLDS_BLOCKS",
-        f"request {request.request_id!r} holds blocks already; it takes no hit",
+        f"request {request.request_id!r} holds blocks already and cannot take a hit",
         field=f"request_numbers[{i}]",
     )

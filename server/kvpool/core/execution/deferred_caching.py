@@ -1,8 +1,8 @@
 """Deferred caching: full blocks are collected and cached together.
 
-In a pool with one full-attention group, one slot per token and no events, a session does not send a decode that fills a
-block, as nothing is allocated. The next step reports the tokens (`Step.num_taken_tokens`). The block is then cached
-before all other operations, as filled by the previous step.
+This applies to pools with one group, which keeps all blocks (full attention), one slot per token and no events. There a
+session does not send a decode that fills a block, as nothing is allocated. The next step reports the tokens
+(`Step.num_taken_tokens`). The block is then cached before all other operations, as filled by the previous step.
 """
 
 from kvpool.core import ids

@@ -114,8 +114,8 @@ class _RankCapacity:
             "ONE_REQUEST_DOES_NOT_FIT",
             self.field,
             f"one request of {length} tokens takes {needed_bytes / GIB:.2f} GiB ({needed_blocks} blocks), there are"
-            f" {self.usable_bytes / GIB:.2f} GiB ({blocks} blocks); the longest request that fits has {estimate}"
-            " tokens: add memory, or lower max_model_len",
+            f" {self.usable_bytes / GIB:.2f} GiB ({blocks} blocks); the longest that fits has {estimate} tokens: add"
+            " memory, or lower max_model_len",
             needed_bytes=needed_bytes,
             available_bytes=self.usable_bytes,
             max_model_len=length,

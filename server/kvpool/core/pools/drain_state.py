@@ -1,7 +1,7 @@
-"""Which pools take new sessions: an operator may drain one, or all.
+"""Draining of pools: an operator can stop one pool, or all, from accepting new sessions.
 
-1. A pool takes sessions when neither it nor the whole server is drained.
-2. Sessions that are open notice nothing: only opening one is refused.
+1. A pool accepts sessions if neither the pool nor the server is drained.
+2. Draining does not affect open sessions; only opening a session is refused.
 """
 
 from typing import Final
@@ -13,11 +13,11 @@ DRAINED_RETRY_SECONDS: Final = 5.0
 
 
 class DrainState:
-    """What is drained.
+    """The drained pools.
 
     Attributes:
-        is_server_drained: Whether the whole server is.
-        drained_pools: The pools that are drained by name. Read it; change it through this class.
+        is_server_drained: Whether the whole server is drained.
+        drained_pools: Pools that are drained by name. Read-only for users of this class.
     """
 
     def __init__(self) -> None:
@@ -25,26 +25,26 @@ class DrainState:
         self.drained_pools: set[PoolName] = set()
 
     def drain(self, name: PoolName | None) -> None:
-        """Takes no new sessions any more, in a pool or, without a name, in all."""
+        """Stops accepting new sessions in a pool or, without a name, in all pools."""
         if name is None:
             self.is_server_drained = True
         else:
             self.drained_pools.add(name)
 
     def undrain(self, name: PoolName | None) -> None:
-        """Takes sessions again, in a pool or, without a name, in all that are not drained by name."""
+        """Accepts sessions again in a pool or, without a name, in all pools that are not drained by name."""
         if name is None:
             self.is_server_drained = False
         else:
             self.drained_pools.discard(name)
 
     def accepts_sessions(self, name: PoolName) -> bool:
-        """Whether a pool takes new sessions."""
+        """Whether a pool accepts new sessions."""
         return not self.is_server_drained and name not in self.drained_pools
 
     def check(self, name: PoolName) -> None:
-        """Raises UnavailableError if a pool takes no new sessions."""
+        """Raises UnavailableError if a pool accepts no new sessions."""
         if not self.accepts_sessions(name):
-            who = "the server" if self.is_server_drained else f"pool {name!r}"
-            message = f"{who} is drained and takes no new sessions"
+            drained = "the server" if self.is_server_drained else f"pool {name!r}"
+            message = f"{drained} is drained and takes no new sessions"
             raise UnavailableError("DRAINED", message, field="pool_name", retry_seconds=DRAINED_RETRY_SECONDS)

@@ -1,7 +1,7 @@
-"""The pools of a server: which there are, and what is known of them beside what they hold.
+"""The pools of a server, with the state that the server keeps beside each pool.
 
-1. A pool's name stands for one configuration until it is removed, or until its ranks form it anew.
-2. What comes after a pool that is no more has a higher epoch.
+1. A pool's name stands for one configuration until the pool is removed, or until its ranks form it again.
+2. A pool created after a removed pool has a higher epoch.
 """
 
 from collections.abc import Callable, Iterator
@@ -23,12 +23,12 @@ class PoolRegistry:
     """Pools by name.
 
     Args:
-        new_block_lifetimes: Makes what samples how long the blocks of a new pool keep what they hold.
+        new_block_lifetimes: Creates the sampler of block lifetimes for a new pool; may return None.
 
     Attributes:
-        drain_state: Which pools take new sessions.
-        past_epoch: Highest epoch of the pools that were removed; any new one is to be above it.
-        rank_groups: What is to be known of a pool's ranks when the process that holds the pool is another one.
+        drain_state: The drained pools.
+        past_epoch: Highest epoch of the removed pools; the epoch of a new pool must be higher.
+        rank_groups: The state of each pool's ranks that a restarted server needs.
     """
 
     def __init__(self, new_block_lifetimes: Callable[[], BlockLifetimes | None]) -> None:
@@ -41,20 +41,20 @@ class PoolRegistry:
     def create_pool(
         self, config: PoolConfig, none_hash: bytes, epoch: int = 1, *, owner: str = ""
     ) -> tuple[KVCacheManager, bool]:
-        """Makes a pool, or finds the one that was declared alike. O(num_blocks).
+        """Creates a pool, or finds an existing one with the same configuration. O(num_blocks).
 
         Args:
-            config: The pool.
-            none_hash: Random bytes, for a pool that leaves its none_hash open.
-            epoch: The epoch that a new one begins in.
-            owner: Name of the token that a new one belongs to; empty for none.
+            config: Configuration of the pool.
+            none_hash: Random bytes, used if the configuration has no none_hash.
+            epoch: First epoch of a new pool.
+            owner: Name of the token that owns a new pool; empty for none.
 
         Returns:
             The pool, and whether it is new.
 
         Raises:
             InvalidArgumentError: The configuration is out of range.
-            WrongStateError: The name is taken by a pool that differs; names the field.
+            WrongStateError: A pool of this name has another configuration; names the field.
         """
         config.check()
         pool = self._pools.get(config.name)
@@ -67,7 +67,7 @@ class PoolRegistry:
         if difference:
             raise WrongStateError(
                 "POOL_DIFFERS",
-                f"pool {config.name!r} is there already and differs in this field",
+                f"pool {config.name!r} already exists and differs in this field",
                 field=f"config.{difference}",
             )
         return pool, False
@@ -75,14 +75,14 @@ class PoolRegistry:
     def open_epoch(
         self, config: PoolConfig, none_hash: bytes, epoch: int, *, ranks_fence: bool = False, owner: str = ""
     ) -> KVCacheManager:
-        """Opens a pool that ranks have formed, or opens it anew, with nothing in it. O(num_blocks).
+        """Opens a pool formed by ranks, or reopens it, empty in both cases. O(num_blocks).
 
         Args:
-            config: The pool; of one opened anew it may differ from before.
-            none_hash: Random bytes, for a pool that leaves its none_hash open.
-            epoch: The epoch that begins, higher than any before.
-            ranks_fence: Whether every rank says when no step of an ended session is in flight.
-            owner: Name of the token that a new one belongs to; empty for none.
+            config: Configuration of the pool; when a pool is reopened, it may differ from the earlier one.
+            none_hash: Random bytes, used if the configuration has no none_hash.
+            epoch: The new epoch, higher than all earlier ones.
+            ranks_fence: Whether every rank reports when no step of an ended session is in flight.
+            owner: Name of the token that owns a new pool; empty for none.
 
         Raises:
             InvalidArgumentError: The configuration is out of range.
@@ -99,12 +99,12 @@ class PoolRegistry:
         return pool
 
     def remove_pool(self, name: str) -> None:
-        """Forgets a pool; the caller has made sure that no rank of it is there or waited for.
+        """Removes a pool. The caller must check that the pool has no ranks, not even silent or lost ones.
 
         Raises:
-            NotFoundError: There is none of this name.
-            WrongStateError: It has sessions, which are named, or blocks in quarantine: a pool of the same name must
-                not give these out while a step may still write them.
+            NotFoundError: No pool has this name.
+            WrongStateError: The pool has open sessions or blocks in quarantine; names the sessions. A new pool of the
+                same name must not allocate blocks that a step may still write.
         """
         pool = self.pool(name)
         sessions = self.sessions_of(pool)
@@ -120,39 +120,39 @@ class PoolRegistry:
         self.drain_state.undrain(pool.config.name)
 
     def keep_rank_group(self, name: PoolName, rank_group: RankGroup) -> None:
-        """Keeps what is to be known of a pool's ranks; said before what goes with it is done to the pool."""
+        """Stores the state of a pool's ranks. Call this before the effects of the change are applied to the pool."""
         self.rank_groups[name] = rank_group
 
     def suspend(self, pool: KVCacheManager) -> None:
-        """Lets nothing be allocated from a pool for now, as a rank is missing."""
+        """Suspends allocation in a pool while a rank is absent."""
         pool.is_suspended = True
         pool.activity.suspensions += 1
 
     def resume(self, pool: KVCacheManager) -> None:
-        """Lets a suspended pool go on."""
+        """Ends the suspension of a pool."""
         pool.is_suspended = False
 
     def reset_prefix_cache(self, pool: KVCacheManager) -> bool:
-        """Forgets what a pool has cached, as an operator asks; see `KVCacheManager.reset_prefix_cache`."""
+        """Clears the prefix cache at an operator's request; see `KVCacheManager.reset_prefix_cache`."""
         return pool.reset_prefix_cache()
 
     def drain(self, name: PoolName | None) -> None:
-        """Takes no new sessions; see `DrainState.close`."""
+        """Stops accepting new sessions; see `DrainState.drain`."""
         self.drain_state.drain(name)
 
     def undrain(self, name: PoolName | None) -> None:
-        """Takes sessions again; see `DrainState.open`."""
+        """Accepts sessions again; see `DrainState.undrain`."""
         self.drain_state.undrain(name)
 
     def has_pool(self, name: PoolName) -> bool:
-        """Whether there is a pool of this name."""
+        """Whether a pool has this name."""
         return name in self._pools
 
     def pool(self, name: str) -> KVCacheManager:
         """Finds a pool.
 
         Raises:
-            NotFoundError: There is none of this name.
+            NotFoundError: No pool has this name.
         """
         pool = self._pools.get(PoolName(name))
         if pool is None:
@@ -160,15 +160,15 @@ class PoolRegistry:
         return pool
 
     def pools(self) -> Iterator[KVCacheManager]:
-        """All pools, in the order they were made."""
+        """All pools, in the order of their creation."""
         return iter(self._pools.values())
 
     def sessions_of(self, pool: KVCacheManager) -> list[Session]:
-        """The open sessions of a pool, in the order they were opened or resumed: that of their numbers."""
+        """The open sessions of a pool, ordered by session number."""
         return list(pool.sessions.values())
 
     def describe(self, pool: KVCacheManager, event_sequence: int = 0) -> PoolInfo:
-        """Tells what a pool is like now. O(its sessions and requests)."""
+        """Describes the current state of a pool. O(its sessions and requests)."""
         state = PoolState.DEGRADED if pool.is_suspended else PoolState.READY
         if not self.drain_state.accepts_sessions(pool.config.name):
             state = PoolState.DRAINING

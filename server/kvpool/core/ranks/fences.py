@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 
 from kvpool.core.errors import InvalidArgumentError
 from kvpool.core.ids import SessionNumber
-from kvpool.core.ranks.messages import Effect, ReleaseSessions, SendFence
+from kvpool.core.ranks.messages import Effect, FenceSent, SessionsFenced
 from kvpool.core.ranks.registry import Member, RankRegistry
 
 
@@ -39,7 +39,7 @@ class Fences:
         for member in self._registry:
             if member.registration.fences and not member.is_away:
                 member.fence_sent = self._sequence
-                effects.append(SendFence(member.link, self._sequence, epoch, last, tuple(live)))
+                effects.append(FenceSent(member.link, self._sequence, epoch, last, tuple(live)))
         return effects
 
     def answered(self, member: Member, sequence: int) -> list[Effect]:
@@ -52,7 +52,7 @@ class Fences:
         done = tuple(number for number, named_by in self._named_by.items() if named_by <= by_all)
         for number in done:
             del self._named_by[number]
-        return [ReleaseSessions(done)] if done else []
+        return [SessionsFenced(done)] if done else []
 
     def clear(self) -> None:
         """Forgets the pending sessions, as the epoch has ended."""

@@ -29,23 +29,23 @@ from kvpool.core.ranks.fences import Fences
 from kvpool.core.ranks.messages import (
     Allocated,
     Effect,
-    EndEpoch,
-    EndLink,
+    EpochPassed,
+    LinkEnded,
     LinkId,
-    OpenPool,
+    PlanSent,
+    PoolOpened,
+    PoolResumed,
     PoolState,
+    PoolSuspended,
     Rank,
     RankGroup,
     RankGroupOptions,
     RankInfo,
     RankState,
     RankTiming,
+    ReadySent,
     Registration,
-    ResumePool,
-    SendPlan,
-    SendReady,
-    SendStatus,
-    SuspendPool,
+    StatusSent,
 )
 from kvpool.core.ranks.registry import Member, RankRegistry
 
@@ -244,7 +244,7 @@ class Membership:
                 continue  # removed together with an earlier one
             if member.state is not RankState.LOST:
                 message = f"no heartbeat from rank {member.registration.rank}"
-                effects.append(EndLink(member.link, AbortedError("RANK_GIVEN_UP", message)))
+                effects.append(LinkEnded(member.link, AbortedError("RANK_GIVEN_UP", message)))
             effects += self._give_up(member)
         return effects
 
@@ -309,7 +309,7 @@ class Membership:
         effects: list[Effect] = []
         if before.state is not RankState.LOST:
             error = AbortedError("STREAM_SUPERSEDED", "a newer stream of this rank replaced this one")
-            effects.append(EndLink(before.link, error))
+            effects.append(LinkEnded(before.link, error))
         registration, earlier = member.registration, before.registration
         allocated, held = before.allocated, registration.held
         is_intact = (
@@ -355,7 +355,7 @@ class Membership:
         members = sorted(self._registry, key=lambda member: member.registration.rank)
         for member, config in zip(members, plan.configs, strict=True):
             member.state = RankState.ALLOCATING
-            effects.append(SendPlan(member.link, self.epoch, config, plan.max_model_len))
+            effects.append(PlanSent(member.link, self.epoch, config, plan.max_model_len))
         return effects
 
     def _make_plan(self, num_blocks: int = 0) -> Plan:
@@ -382,7 +382,7 @@ class Membership:
         self._plan = plan
         self._has_contents = True
         self.state = PoolState.READY
-        opened = OpenPool(self.options.pool_config(self.name, plan), self.epoch, self._fences.are_answered)
+        opened = PoolOpened(self.options.pool_config(self.name, plan), self.epoch, self._fences.are_answered)
         return [opened, *(self._ready(member, plan) for member in self._registry)]
 
     def _at_fault(self, error: KvpoolError, newest: Member) -> list[Member]:
@@ -397,7 +397,7 @@ class Membership:
         """Ends the streams of ranks for which no plan can be made, and gives the ranks up."""
         effects: list[Effect] = []
         for member in at_fault:
-            effects += [EndLink(member.link, error), *self._give_up(member)]
+            effects += [LinkEnded(member.link, error), *self._give_up(member)]
         return effects
 
     def _mark_away(self, members: Iterable[Member], state: RankState, now_seconds: float) -> list[Effect]:
@@ -407,14 +407,14 @@ class Membership:
         if self.state is not PoolState.READY:
             return []
         self.state = PoolState.DEGRADED
-        return [SuspendPool(), *self._statuses()]
+        return [PoolSuspended(), *self._statuses()]
 
     def _resume_if_complete(self) -> list[Effect]:
         if self._plan is None or not self._registry.is_complete:
             return []
         plan = self._plan
         self.state = PoolState.READY
-        return [ResumePool(), *(self._ready(member, plan) for member in self._registry)]
+        return [PoolResumed(), *(self._ready(member, plan) for member in self._registry)]
 
     def _give_up(self, member: Member) -> list[Effect]:
         """Removes a rank. The contents of all ranks in this epoch become invalid.
@@ -435,14 +435,14 @@ class Membership:
         self._has_contents = False
         self._fences.clear()
         self.state = PoolState.DEGRADED
-        return [EndEpoch(self.epoch), *self._statuses()]
+        return [EpochPassed(self.epoch), *self._statuses()]
 
     def _ready(self, member: Member, plan: Plan) -> Effect:
-        return SendReady(member.link, self.epoch, plan.num_blocks, plan.max_model_len)
+        return ReadySent(member.link, self.epoch, plan.num_blocks, plan.max_model_len)
 
     def _status(self, member: Member, sequence: int = 0) -> Effect:
         absent = self._registry.first_absent(MAX_REPORTED_ABSENT_RANKS)
-        return SendStatus(member.link, self.state, self.epoch, absent, sequence)
+        return StatusSent(member.link, self.state, self.epoch, absent, sequence)
 
     def _statuses(self) -> list[Effect]:
         return [self._status(member) for member in self._registry if member.state is not RankState.LOST]

@@ -233,7 +233,7 @@ class RankInfo:
 
 
 @dataclass(frozen=True, slots=True)
-class SendPlan:
+class PlanSent:
     """Effect: send a rank its plan, which says what to allocate."""
 
     link: LinkId
@@ -243,7 +243,7 @@ class SendPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class SendReady:
+class ReadySent:
     """Effect: send a rank the message that the pool is open."""
 
     link: LinkId
@@ -253,7 +253,7 @@ class SendReady:
 
 
 @dataclass(frozen=True, slots=True)
-class SendStatus:
+class StatusSent:
     """Effect: send a rank the state of the pool; `heartbeat_sequence` is 0 unless this answers a heartbeat."""
 
     link: LinkId
@@ -264,7 +264,7 @@ class SendStatus:
 
 
 @dataclass(frozen=True, slots=True)
-class SendFence:
+class FenceSent:
     """Effect: send a rank the sessions whose steps may run; see Fence in worker.proto."""
 
     link: LinkId
@@ -275,7 +275,7 @@ class SendFence:
 
 
 @dataclass(frozen=True, slots=True)
-class EndLink:
+class LinkEnded:
     """Effect: end a rank's stream with an error."""
 
     link: LinkId
@@ -283,7 +283,7 @@ class EndLink:
 
 
 @dataclass(frozen=True, slots=True)
-class OpenPool:
+class PoolOpened:
     """Effect: open the pool, empty, in a new epoch; `ranks_fence` is true if every rank answers fences."""
 
     config: PoolConfig
@@ -292,33 +292,33 @@ class OpenPool:
 
 
 @dataclass(frozen=True, slots=True)
-class SuspendPool:
+class PoolSuspended:
     """Effect: refuse allocations for now; keep blocks and sessions unchanged."""
 
 
 @dataclass(frozen=True, slots=True)
-class ResumePool:
+class PoolResumed:
     """Effect: continue a suspended pool; blocks and sessions are unchanged."""
 
 
 @dataclass(frozen=True, slots=True)
-class EndEpoch:
+class EpochPassed:
     """Effect: drop the contents of all blocks and end all sessions; `epoch` is the next epoch."""
 
     epoch: int
 
 
 @dataclass(frozen=True, slots=True)
-class ReleaseSessions:
+class SessionsFenced:
     """Effect: end the quarantine of these ended sessions; no step of theirs is in flight on any rank, or will be."""
 
     numbers: tuple[SessionNumber, ...]
 
 
-RankEffect = SendPlan | SendReady | SendStatus | SendFence | EndLink
+RankEffect = PlanSent | ReadySent | StatusSent | FenceSent | LinkEnded
 """An effect on the stream of one rank."""
 
-PoolEffect = OpenPool | SuspendPool | ResumePool | EndEpoch | ReleaseSessions
+PoolEffect = PoolOpened | PoolSuspended | PoolResumed | EpochPassed | SessionsFenced
 """An effect on the pool."""
 
 Effect = RankEffect | PoolEffect

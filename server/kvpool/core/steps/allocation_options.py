@@ -11,8 +11,8 @@ class AllocationOptions:
     Attributes:
         num_external_tokens: Tokens after the hit whose KV is loaded from elsewhere, for a request without blocks. They
             get slots and count as computed.
-        num_in_flight_tokens: The last computed tokens, whose steps may still run. Blocks that these tokens attend to do
-            not fall behind a window.
+        num_in_flight_tokens: Computed tokens of steps that may still run. Blocks that these tokens attend to do not
+            fall behind a window.
         num_reserved_blocks: Blocks that must stay free after the allocation, of those available to the session.
         num_watermark_blocks: The same; these are also required in addition to the blocks of `full_sequence_must_fit`.
         full_sequence_must_fit: Whether to allocate only if there are enough free blocks for all known tokens of the

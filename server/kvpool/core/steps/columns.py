@@ -10,6 +10,9 @@ from enum import IntEnum
 from typing import Final
 
 MAX_OPERATIONS: Final = 65_536
+MAX_REQUEST_NUMBER: Final = 2**31 - 1
+MAX_ID_BYTES: Final = 256
+"""Maximum length of a request id and of a LoRA name, in bytes of UTF-8."""
 MAX_OPERATION_GROUPS: Final = 2**18
 """Maximum number of entries of a column per operation and group."""
 MAX_CREDIT_ALLOCATIONS: Final = 2**24
@@ -111,7 +114,7 @@ class Step:
     @property
     def num_entries(self) -> int:
         """Approximate size, in entries of 8 bytes."""
-        named = 64 * len(self.request_ids)  # at most: an id and a LoRA name of 256 bytes
+        named = 64 * len(self.request_ids)  # at most: an id and a LoRA name of MAX_ID_BYTES each
         options = (
             len(self.num_external_tokens)
             + len(self.num_in_flight_tokens)

@@ -27,11 +27,11 @@ class LoggedBatch:
     """The events of one change of a pool.
 
     Attributes:
-        sequence: Its number.
+        sequence: Number of the batch.
         events: The events, in order; at least one.
-        time_seconds: When, in seconds since 1970.
+        time_seconds: Time of the change, in seconds since 1970.
         epoch: The pool's epoch after the change.
-        config: The pool's configuration likewise.
+        config: The pool's configuration after the change.
     """
 
     sequence: int
@@ -108,7 +108,7 @@ class EventLog:
 
 
 def _size_bytes(events: Sequence[BlockEvent]) -> int:
-    """About how much memory a batch takes. O(events)."""
+    """Approximate memory of a batch, in bytes. O(events)."""
     stored = [event for event in events if isinstance(event, BlockStored)]
     tokens_bytes = sum(len(event.token_ids) * event.token_ids.itemsize for event in stored)
     return tokens_bytes + sum(len(event.block_hashes) for event in stored) * _HASH_BYTES + len(events) * _EVENT_BYTES

@@ -1,9 +1,9 @@
-"""Looks at sessions, requests and blocks for people, page by page; changes nothing.
+"""Paged inspection of sessions, requests and blocks for operators. Read-only.
 
-1. A page's work is bounded, so that no look holds up the sessions' steps; what bounds it is said at each.
-2. A page begins after what its token names, whether that is still there or not: what is there all the time while
-   somebody pages is told exactly once.
-3. A session's secret id is never told.
+1. The work of a page is bounded, so that inspection does not delay steps. Each function states its bound.
+2. A page starts after the entry that its token names, even if that entry no longer exists. An entry that exists during
+   the whole listing is returned exactly once.
+3. The id of a session is secret and is never returned.
 """
 
 from collections.abc import Iterable, Sequence
@@ -27,7 +27,7 @@ _MAX_TOKEN_LENGTH: Final = 1024
 
 
 class BlockState(Enum):
-    """What becomes of a block next; see BlockState in admin.proto."""
+    """State of a block; see BlockState in admin.proto."""
 
     USED = "used"
     CACHED = "cached"
@@ -36,7 +36,7 @@ class BlockState(Enum):
 
 @dataclass(frozen=True, slots=True)
 class SessionInfo:
-    """A session as it is at one moment; see SessionInfo in admin.proto."""
+    """The state of a session at one moment; see SessionInfo in admin.proto."""
 
     session_number: SessionNumber
     client_name: str
@@ -56,7 +56,7 @@ class SessionInfo:
 
 @dataclass(frozen=True, slots=True)
 class RequestInfo:
-    """A request as it is at one moment; see RequestInfo in admin.proto."""
+    """The state of a request at one moment; see RequestInfo in admin.proto."""
 
     request_id: RequestId
     session_number: SessionNumber
@@ -69,7 +69,7 @@ class RequestInfo:
 
 @dataclass(frozen=True, slots=True)
 class BlockInfo:
-    """A block as it is at one moment; see BlockInfo in admin.proto."""
+    """The state of a block at one moment; see BlockInfo in admin.proto."""
 
     block_id: BlockId
     state: BlockState
@@ -82,11 +82,11 @@ class BlockInfo:
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """Where a page begins and how much it may hold.
+    """Start and size of a page.
 
     Attributes:
-        size: Most entries, at least 1.
-        token: What the last page ended with; empty for the first.
+        size: Maximum number of entries, at least 1.
+        token: Token returned with the previous page; empty for the first page.
     """
 
     size: int
@@ -94,10 +94,10 @@ class Page:
 
     @classmethod
     def of(cls, size: int, token: str) -> "Page":
-        """Makes a page of what was asked for, size 0 being the default.
+        """Creates a page from the fields of a request; size 0 is the default size.
 
         Raises:
-            InvalidArgumentError: It is too large, or the token is none of ours.
+            InvalidArgumentError: The size is too large, or the token is malformed.
         """
         if size > MAX_PAGE_SIZE:
             raise InvalidArgumentError("page_size", f"{size} is not in [0, {MAX_PAGE_SIZE}]")
@@ -107,10 +107,10 @@ class Page:
 
     @property
     def after_number(self) -> int:
-        """The number that the token begins with; 0 for the first page.
+        """The number at the start of the token; 0 for the first page.
 
         Raises:
-            InvalidArgumentError: It begins with none.
+            InvalidArgumentError: The token does not start with a number.
         """
         number = self.token.partition(":")[0]
         if not self.token:
@@ -121,7 +121,7 @@ class Page:
 
 
 def describe_session(pool: KVCacheManager, session: Session, now_seconds: float) -> SessionInfo:
-    """Tells what a session is like. O(its requests)."""
+    """Describes a session. O(its requests)."""
     requests = session.requests.values()
     held = [held_blocks(request) for request in requests]
     return SessionInfo(
@@ -143,12 +143,12 @@ def describe_session(pool: KVCacheManager, session: Session, now_seconds: float)
 
 
 def held_blocks(request: Request) -> tuple[int, ...]:
-    """Blocks in a request's tables, group by group, the null block left out."""
+    """Number of blocks in a request's tables per group, without null blocks."""
     return tuple(len(table.block_ids) - table.num_skipped for table in request.tables)
 
 
 def list_numbers(numbers: Sequence[int]) -> str:
-    """Lists numbers for a message; of many the first."""
+    """Formats numbers for a message, at most the first MAX_LISTED_NUMBERS."""
     if len(numbers) <= MAX_LISTED_NUMBERS:
         return ", ".join(map(str, numbers))
     return ", ".join(map(str, numbers[:MAX_LISTED_NUMBERS])) + f", ... ({len(numbers)} in all)"
@@ -162,73 +162,73 @@ def block_holders(sessions: Iterable[Session]) -> list[Session]:
 def page_of_sessions(
     found: Iterable[tuple[KVCacheManager, Session]], page: Page, now_seconds: float
 ) -> tuple[list[SessionInfo], str]:
-    """Tells of sessions, given in the order of their numbers, until 4,096 requests are counted. O(sessions + those).
+    """Returns a page of sessions, ordered by number, with at most about 4,096 requests. O(sessions + requests).
 
     Returns:
-        The sessions, and the next page's token; empty if there is none.
+        The sessions, and the token of the next page; empty on the last page.
 
     Raises:
-        InvalidArgumentError: The token is none of ours.
+        InvalidArgumentError: The token is malformed.
     """
     after = page.after_number
-    told: list[SessionInfo] = []
+    infos: list[SessionInfo] = []
     counted = 0
     for pool, session in found:
         if session.session_number <= after:
             continue
-        if len(told) == page.size or counted >= MAX_COUNTED_REQUESTS:
-            return told, str(told[-1].session_number)
-        told.append(describe_session(pool, session, now_seconds))
+        if len(infos) == page.size or counted >= MAX_COUNTED_REQUESTS:
+            return infos, str(infos[-1].session_number)
+        infos.append(describe_session(pool, session, now_seconds))
         counted += len(session.requests)
-    return told, ""
+    return infos, ""
 
 
 def page_of_requests(sessions: Sequence[Session], page: Page) -> tuple[list[RequestInfo], str]:
-    """Tells of the requests of sessions, given in the order of their numbers, by id. O(requests of those touched).
+    """Returns a page of requests, ordered by session number and request id. O(requests of the sessions on the page).
 
     Returns:
-        The requests, and the next page's token; empty if there is none.
+        The requests, and the token of the next page; empty on the last page.
 
     Raises:
-        InvalidArgumentError: The token is none of ours.
+        InvalidArgumentError: The token is malformed.
     """
     number = page.after_number
     after_id = page.token.partition(":")[2]
-    told: list[RequestInfo] = []
+    infos: list[RequestInfo] = []
     for session in sessions:
         if session.session_number < number:
             continue
         ids: Iterable[RequestId] = session.requests
         if session.session_number == number:
             ids = [request_id for request_id in ids if request_id > after_id]
-        missing = page.size - len(told)
+        missing = page.size - len(infos)
         first = nsmallest(missing + 1, ids)
-        told += [_describe_request(session.requests[request_id]) for request_id in first[:missing]]
+        infos += [_describe_request(session.requests[request_id]) for request_id in first[:missing]]
         if len(first) > missing:
-            last = told[-1]
-            return told, f"{last.session_number}:{last.request_id}"
-    return told, ""
+            last = infos[-1]
+            return infos, f"{last.session_number}:{last.request_id}"
+    return infos, ""
 
 
 def page_of_blocks(pool: KVCacheManager, state: BlockState | None, page: Page) -> tuple[list[BlockInfo], str]:
-    """Tells of blocks by id, of those in a state if one is given. Looks at 4,096 blocks at most.
+    """Returns a page of blocks by id, filtered by state if one is given. Scans at most 4,096 blocks.
 
     Returns:
-        The blocks, and the next page's token; empty if there is none.
+        The blocks, and the token of the next page; empty on the last page.
 
     Raises:
-        InvalidArgumentError: The token is none of ours.
+        InvalidArgumentError: The token is malformed.
     """
     num_blocks = pool.blocks.num_blocks
     start = page.after_number + 1
     end = min(start + MAX_SCANNED_BLOCKS, num_blocks)
-    told: list[BlockInfo] = []
+    infos: list[BlockInfo] = []
     for block_id in map(BlockId, range(start, end)):
-        if len(told) == page.size:
-            return told, str(block_id - 1)
+        if len(infos) == page.size:
+            return infos, str(block_id - 1)
         if state is None or _state_of(pool, block_id) is state:
-            told.append(_describe_block(pool, block_id))
-    return told, str(end - 1) if end < num_blocks else ""
+            infos.append(_describe_block(pool, block_id))
+    return infos, str(end - 1) if end < num_blocks else ""
 
 
 def _describe_request(request: Request) -> RequestInfo:
@@ -268,4 +268,4 @@ def _state_of(pool: KVCacheManager, block_id: BlockId) -> BlockState:
 
 
 def _token_error() -> InvalidArgumentError:
-    return InvalidArgumentError("page_token", "not the next_page_token of such a list")
+    return InvalidArgumentError("page_token", "not a next_page_token of this list")

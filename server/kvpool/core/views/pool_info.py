@@ -1,4 +1,4 @@
-"""What a pool is like at one moment, for all who only look."""
+"""Snapshots of a pool's state, for readers."""
 
 from dataclasses import dataclass, field, replace
 
@@ -12,14 +12,14 @@ from kvpool.core.statistics import ActivityCounters, PrefixCacheStats
 
 @dataclass(frozen=True, slots=True)
 class GroupInfo:
-    """A group of a pool as it is at one moment.
+    """The state of a group at one moment.
 
     Attributes:
-        kind: What kind of attention it is, as vLLM's events call it.
-        used_blocks: Held by requests or set aside for sinks; each once, however many requests share it.
-        cached_blocks: Blocks whose contents can be found by hash.
-        allocated_blocks: Blocks taken from the free list, since the pool was created.
-        evicted_blocks: Cached blocks given up to make room, since the pool was created.
+        kind: Kind of attention, named as in vLLM's events.
+        used_blocks: Blocks held by requests or reserved for sinks; a shared block counts once.
+        cached_blocks: Blocks that can be found by hash.
+        allocated_blocks: Blocks taken from the free list since the pool was created.
+        evicted_blocks: Cached blocks evicted since the pool was created.
     """
 
     kind: str
@@ -31,31 +31,31 @@ class GroupInfo:
 
 @dataclass(frozen=True, slots=True)
 class PoolInfo:
-    """A pool as it is at one moment.
+    """The state of a pool at one moment.
 
     Attributes:
-        config: What it was declared with.
-        epoch: Goes up whenever the contents of blocks can no longer be trusted.
-        free_blocks: Blocks that can be given, cached ones included.
-        cached_blocks: Blocks whose contents can be found by hash.
-        usage: Fraction of the blocks, the null block apart, that requests hold or that are set aside for sinks.
+        config: Configuration of the pool.
+        epoch: The epoch; increases whenever the contents of blocks become invalid.
+        free_blocks: Blocks that can be allocated, including cached ones.
+        cached_blocks: Blocks that can be found by hash.
+        usage: Fraction of the blocks, without the null block, that requests hold or that are reserved for sinks.
         prefix_cache: Counters of look-ups.
         recent_hit_rate: Hit rate over the last 1,000 look-ups.
-        evicted_blocks: Cached blocks given up to make room.
-        preemptions: Times that a request's blocks were taken back.
-        sessions: Open sessions.
-        requests: Requests of all sessions.
+        evicted_blocks: Number of evicted cached blocks.
+        preemptions: Number of preemptions.
+        sessions: Number of open sessions.
+        requests: Number of requests of all sessions.
         event_sequence: Number of the newest batch of events; 0 if there was none.
-        sink_blocks: Blocks set aside for sinks: 1, 2, ..., group by group.
-        state: Whether it serves.
-        ranks: How its ranks are; none if a scheduler declared it.
-        running_requests: Of the requests, those that hold blocks.
-        activity: What it did so far.
-        groups: Its groups, in their order.
-        quarantined_blocks: Blocks that ended sessions held, not yet free since a step of theirs may still run.
-        quarantined_sessions: Sessions that have ended, whose blocks are not yet free.
-        reserved_blocks: Of free_blocks, those that only sessions with a minimum can be given.
-        memory_id: The memory that all it holds is in, as its sessions named it; empty if that is not known.
+        sink_blocks: Number of blocks reserved for sinks; their ids are 1, 2, ..., by group.
+        state: State of the pool.
+        ranks: State of each rank; empty if a scheduler declared the pool.
+        running_requests: Number of requests that hold blocks.
+        activity: Counters of the pool's activity.
+        groups: State of each group, in order.
+        quarantined_blocks: Blocks of ended sessions that are not yet free, since a last step may still run.
+        quarantined_sessions: Ended sessions whose blocks are not yet free.
+        reserved_blocks: Blocks of free_blocks that are available only to sessions with a minimum.
+        memory_id: The memory that holds the blocks, as named by sessions; empty if it is unknown.
     """
 
     config: PoolConfig
@@ -83,7 +83,7 @@ class PoolInfo:
 
 
 def describe_pool(pool: KVCacheManager, state: PoolState, event_sequence: int) -> PoolInfo:
-    """Tells what a pool is like now. O(its sessions and requests)."""
+    """Describes the current state of a pool. O(its sessions and requests)."""
     sessions = list(pool.sessions.values())
     return PoolInfo(
         config=pool.config,

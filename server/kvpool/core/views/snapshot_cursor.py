@@ -18,29 +18,29 @@ _SCANNED_PER_REPORTED: Final = 8
 
 
 class SnapshotCursor:
-    """One walk over the cached blocks of a pool that makes events. Takes a byte a block of memory."""
+    """One walk over the cached blocks of a pool that makes events. Uses one byte of memory per block."""
 
     def __init__(self, pool: KVCacheManager) -> None:
         self._pool = pool
         self._blocks = pool.blocks
         self._seen = bytearray(pool.blocks.num_blocks)
         self._next = 1
-        self._chain: list[BlockId] = []  # blocks that are to be told next, from the last to the first
+        self._chain: list[BlockId] = []  # blocks to report next, in reverse order
 
     @property
     def is_done(self) -> bool:
-        """Whether all blocks were looked at and reported, or are all gone, as an event said."""
+        """Whether all blocks were reported, or were dropped with an epoch, which an event reported."""
         is_at_end = not self._chain and self._next >= len(self._seen)
         return is_at_end or self._pool.blocks is not self._blocks
 
     def next_chunk(self, max_blocks: int) -> list[BlockStored]:
-        """Looks at the next blocks, as they are now.
+        """Reads the next blocks in their current state.
 
         Args:
-            max_blocks: How many to tell of at most; several times as many may be looked at.
+            max_blocks: Maximum number of blocks to return; up to 8 times as many are scanned.
 
         Returns:
-            Runs of what they hold, perhaps none.
+            Runs of consecutive blocks of a prefix; may be empty.
         """
         reported: list[BlockId] = []
         end = min(self._next + _SCANNED_PER_REPORTED * max_blocks, len(self._seen))
@@ -53,7 +53,7 @@ class SnapshotCursor:
         return [run.stored() for run in self._runs(reported)]
 
     def _climb(self, block_id: BlockId) -> None:
-        """Puts on the chain the block and those that lead to it, up to one that was told already."""
+        """Adds a block and its ancestors to the chain, up to the first that was already added."""
         contents, prefix_map = self._blocks.contents, self._blocks.prefix_map
         at: BlockId | None = block_id
         while at is not None and not self._seen[at] and contents and (held := contents.get(at)):
@@ -66,7 +66,7 @@ class SnapshotCursor:
         run: _Run | None = None
         for block_id in block_ids:
             block_hash, held = prefix_map.block_hash(block_id), contents.get(block_id) if contents else None
-            if block_hash is None or held is None:  # lost since it was put on the chain
+            if block_hash is None or held is None:  # evicted since it was added to the chain
                 continue
             parent, packed, lora_name = held
             group_id = prefix_map.group_id(block_id)

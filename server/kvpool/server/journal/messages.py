@@ -5,9 +5,8 @@ from typing import Final
 
 from google.protobuf.message import DecodeError, Message
 
-from kvpool.core.execution.check import MAX_REQUEST_NUMBER
 from kvpool.core.specs.pool_config import PoolConfig
-from kvpool.core.steps.columns import Step
+from kvpool.core.steps.columns import MAX_REQUEST_NUMBER, Step
 from kvpool.v1 import allocator_pb2, pool_pb2, step_pb2
 from kvpool.wire.pools import config_from_proto, config_to_proto
 from kvpool.wire.steps import step_from_proto, step_to_proto

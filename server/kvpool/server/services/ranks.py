@@ -11,23 +11,23 @@ from kvpool.core.ranks.membership import Membership
 from kvpool.core.ranks.messages import (
     Allocated,
     Effect,
-    EndEpoch,
-    EndLink,
+    EpochPassed,
+    FenceSent,
+    LinkEnded,
     LinkId,
-    OpenPool,
+    PlanSent,
     PoolEffect,
+    PoolOpened,
+    PoolResumed,
     PoolState,
+    PoolSuspended,
     Rank,
     RankState,
     RankTiming,
+    ReadySent,
     Registration,
-    ReleaseSessions,
-    ResumePool,
-    SendFence,
-    SendPlan,
-    SendReady,
-    SendStatus,
-    SuspendPool,
+    SessionsFenced,
+    StatusSent,
 )
 from kvpool.core.specs.pool_config import PoolConfig, check_pool_name
 from kvpool.core.statistics import PrefixCacheStats
@@ -335,16 +335,16 @@ class Ranks:
     def _carry_out(self, membership: Membership, effects: list[Effect]) -> None:
         for effect in effects:
             match effect:
-                case SendPlan():
+                case PlanSent():
                     self._send(effect.link, worker_pb2.JoinResponse(plan=wire_ranks.plan_to_proto(effect)))
-                case SendReady():
+                case ReadySent():
                     self._send(effect.link, worker_pb2.JoinResponse(ready=wire_ranks.ready_to_proto(effect)))
                     self.fencing.schedule(membership.name)
-                case SendStatus():
+                case StatusSent():
                     self._send(effect.link, worker_pb2.JoinResponse(status=wire_ranks.status_to_proto(effect)))
-                case SendFence():
+                case FenceSent():
                     self._send(effect.link, worker_pb2.JoinResponse(fence=wire_ranks.fence_to_proto(effect)))
-                case EndLink():
+                case LinkEnded():
                     self._end_link(membership, effect)
                 case _:
                     self._change_pool(membership, effect)
@@ -355,32 +355,32 @@ class Ranks:
     def _change_pool(self, membership: Membership, effect: PoolEffect) -> None:
         name = membership.name
         match effect:
-            case OpenPool():
+            case PoolOpened():
                 self._hub.allocator.keep_rank_group(name, membership.rank_group())
                 self._hub.open_epoch(
                     effect.config, effect.epoch, ranks_fence=effect.ranks_fence, owner=membership.owner
                 )
                 extra = {"pool": name, "epoch": effect.epoch, "ranks": membership.world_size}
                 _log.info("pool ready", extra={**extra, "blocks": effect.config.num_blocks})
-            case SuspendPool():
+            case PoolSuspended():
                 self._hub.suspend(name)
                 absent = list(membership.absent_ranks[:_MAX_LOGGED_RANKS])
                 _log.warning("pool degraded", extra={"pool": name, "epoch": membership.epoch, "absent_ranks": absent})
-            case ResumePool():
+            case PoolResumed():
                 self._hub.resume(name)
                 _log.info("pool resumed", extra={"pool": name, "epoch": membership.epoch})
-            case EndEpoch():
+            case EpochPassed():
                 passed = self._hub.allocator.pool(name).epoch
                 self._hub.allocator.keep_rank_group(name, membership.rank_group())
                 count = self._hub.pass_epoch(name, effect.epoch)
                 _log.warning("epoch passed", extra={"pool": name, "epoch": passed, "sessions": count})
-            case ReleaseSessions():
+            case SessionsFenced():
                 self._hub.end_quarantine(name, effect.numbers)
                 self.fencing.release(name, effect.numbers)
             case _:
                 assert_never(effect)
 
-    def _end_link(self, membership: Membership, ended: EndLink) -> None:
+    def _end_link(self, membership: Membership, ended: LinkEnded) -> None:
         link = self._links.get(ended.link)
         if link is None:
             return

@@ -1,4 +1,4 @@
-"""What steps do: outcomes, budgets, and the section "what sharing adds" of the design."""
+"""Application of steps: outcomes, budgets, and visibility of blocks to other sessions."""
 
 from kvpool.core.specs.pool_config import ReuseOrder
 from kvpool.core.steps.columns import Operation, Outcome
@@ -7,8 +7,8 @@ from support.core import World, block_hashes
 ADD, LOOKUP, ADMIT, ALLOCATE = Operation.ADD, Operation.LOOKUP, Operation.ADMIT, Operation.ALLOCATE
 
 
-def test_after_the_first_refusal_nothing_more_takes_blocks_but_frees_go_on() -> None:
-    world = World(num_blocks=7)  # six to give
+def test_after_the_first_refusal_no_operation_takes_blocks_but_frees_continue() -> None:
+    world = World(num_blocks=7)  # six usable blocks
     session = world.open()
     for number, content in ((1, "abc"), (2, "def")):
         world.admit(session, number, content, 11)
@@ -42,7 +42,7 @@ def test_a_hit_is_not_charged_to_the_budget() -> None:
     assert result.block_ids == [1, 2, 3, 5]
 
 
-def test_delayed_blocks_are_cached_when_told() -> None:
+def test_delayed_blocks_are_cached_by_the_cache_operation() -> None:
     world = World()
     session = world.open()
     world.run(
@@ -56,7 +56,7 @@ def test_delayed_blocks_are_cached_when_told() -> None:
     assert world.admit(session, 3, "abc", 13).num_hit_tokens == [0, 8]
 
 
-def test_rejected_tokens_make_room_again() -> None:
+def test_slots_of_rejected_tokens_are_reused() -> None:
     world = World()
     session = world.open()
     world.admit(session, 1, "a", 6)
@@ -66,7 +66,7 @@ def test_rejected_tokens_make_room_again() -> None:
     assert session.requests[next(iter(session.requests))].num_computed_tokens == 10
 
 
-def test_reset_waits_until_nothing_is_held() -> None:
+def test_reset_is_refused_while_blocks_are_in_use() -> None:
     world = World()
     session = world.open()
     world.admit(session, 1, "abc", 13)
@@ -87,7 +87,7 @@ def test_common_prefix_counts_the_sessions_own_requests_only() -> None:
     assert world.run(one, Operation.COMMON_PREFIX, request_numbers=[1]).num_prefix_blocks == [4]
 
 
-def test_uncached_blocks_are_used_again_before_cached_ones() -> None:
+def test_uncached_blocks_are_reused_before_cached_blocks() -> None:
     world = World(num_blocks=6)
     session = world.open()
     world.admit(session, 1, "ab", 10)
@@ -103,8 +103,8 @@ def test_lru_puts_all_freed_blocks_last() -> None:
     assert list(world.pool.blocks.free_list) == [4, 5, 3, 2, 1]
 
 
-def test_a_hit_evicted_before_it_is_allocated_is_answered_as_changed() -> None:
-    world = World(num_blocks=6)  # five to give
+def test_a_hit_evicted_before_allocation_is_reported_as_changed() -> None:
+    world = World(num_blocks=6)  # five usable blocks
     one, other = world.open(), world.open()
     world.admit(one, 1, "abc", 12)
     world.run(one, executed=1)
@@ -114,7 +114,7 @@ def test_a_hit_evicted_before_it_is_allocated_is_answered_as_changed() -> None:
         block_hashes=block_hashes("abc", 3), request_ids=["x"],
     )  # fmt: skip
     assert looked.block_ids == [1, 2, 3]
-    world.admit(one, 2, "xyz", 12)  # takes two free blocks and evicts the hit's last
+    world.admit(one, 2, "xyz", 12)  # takes two free blocks and evicts the last block of the hit
     before = list(world.pool.blocks.free_list)
     changed = world.run(
         other, ALLOCATE, request_numbers=[1], num_new_tokens=[1], num_block_ids=[3], block_ids=[1, 2, 3]
@@ -124,7 +124,7 @@ def test_a_hit_evicted_before_it_is_allocated_is_answered_as_changed() -> None:
     assert not other.by_number[next(iter(other.by_number))].holds_blocks
 
 
-def test_a_promised_block_that_holds_something_else_now_is_never_used() -> None:
+def test_a_block_of_a_hit_with_other_contents_now_is_never_used() -> None:
     world = World(num_blocks=5)
     one, other = world.open(), world.open()
     world.admit(one, 1, "a", 4)
@@ -141,7 +141,7 @@ def test_a_promised_block_that_holds_something_else_now_is_never_used() -> None:
     assert (changed.outcomes, changed.block_ids) == ([Outcome.HIT_CHANGED], [])
 
 
-def test_blocks_are_their_writers_until_their_step_has_run() -> None:
+def test_blocks_are_private_to_their_session_until_their_step_is_executed() -> None:
     world = World()
     one, other = world.open(), world.open()
     world.admit(one, 1, "abc", 13)  # change 1
@@ -151,7 +151,7 @@ def test_blocks_are_their_writers_until_their_step_has_run() -> None:
     assert world.admit(other, 1, "abcd", 17).num_hit_tokens == []
     world.run(one, executed=1)
     world.free(other, 1)
-    assert world.admit(other, 2, "abcd", 17).num_hit_tokens == [0, 16]  # its own copies, all of them
+    assert world.admit(other, 2, "abcd", 17).num_hit_tokens == [0, 16]  # its own copies of all blocks
     world.run(other, Operation.PREEMPT, request_numbers=[2])
     third = world.open()
     assert world.admit(third, 1, "abcd", 17).num_hit_tokens == [0, 12]
@@ -159,7 +159,7 @@ def test_blocks_are_their_writers_until_their_step_has_run() -> None:
     assert world.admit(third, 2, "abcd", 17).num_hit_tokens == [0, 16]
 
 
-def test_a_session_that_ends_withdraws_what_it_never_said_to_be_executed() -> None:
+def test_ending_a_session_hides_its_unexecuted_blocks() -> None:
     world = World()
     one, other = world.open(), world.open()
     world.admit(one, 1, "abc", 13)
@@ -170,7 +170,7 @@ def test_a_session_that_ends_withdraws_what_it_never_said_to_be_executed() -> No
     assert world.admit(other, 2, "xyz", 13).num_hit_tokens == []
 
 
-def test_execution_news_do_not_publish_what_took_an_evicted_blocks_place() -> None:
+def test_reported_execution_does_not_publish_the_new_contents_of_an_evicted_block() -> None:
     world = World()
     one, other = world.open(), world.open()
     world.admit(one, 1, "a", 4)  # block 1, change 1
@@ -181,7 +181,7 @@ def test_execution_news_do_not_publish_what_took_an_evicted_blocks_place() -> No
     assert world.admit(other, 1, "b", 5).num_hit_tokens == []
 
 
-def test_a_promised_block_filled_anew_by_another_is_its_writers_until_executed() -> None:
+def test_a_block_of_a_hit_refilled_by_another_session_is_private_until_executed() -> None:
     world = World(num_blocks=3)
     one, other = world.open(), world.open()
     world.admit(one, 1, "a", 4)  # block 1
@@ -192,6 +192,6 @@ def test_a_promised_block_filled_anew_by_another_is_its_writers_until_executed()
     )  # fmt: skip
     world.run(one, Operation.EVICT, num_block_ids=[1], block_ids=[1])
     world.free(one, 1)
-    world.admit(one, 2, "a", 4)  # block 1 again, with the same contents, not computed yet
+    world.admit(one, 2, "a", 4)  # block 1 again, with the same contents, not yet executed
     changed = world.run(other, ALLOCATE, request_numbers=[1], num_new_tokens=[1], num_block_ids=[1], block_ids=[1])
     assert (changed.outcomes, changed.block_ids) == ([Outcome.HIT_CHANGED], [])

@@ -1,4 +1,4 @@
-"""Rules 1 and 2 of check: what passes can be applied, whatever becomes of the operations before it."""
+"""Rules 1 and 2 of check.py: a valid step can be applied, whatever the outcome of its earlier operations."""
 
 import pytest
 
@@ -23,7 +23,7 @@ def test_a_step_may_be_as_long_as_documented() -> None:
     assert world.apply(session, Step(1, operations=[Operation.RESET] * MAX_OPERATIONS)).sequence == 1
 
 
-def test_one_step_may_hold_a_requests_whole_life() -> None:
+def test_one_step_can_hold_the_whole_life_of_a_request() -> None:
     world = World()
     session = world.open()
     result = world.run(
@@ -36,7 +36,7 @@ def test_one_step_may_hold_a_requests_whole_life() -> None:
 
 
 @pytest.mark.parametrize("gone", [FREE, PREEMPT])
-def test_rejecting_what_this_step_took_back_is_refused(gone: Operation) -> None:
+def test_rejecting_tokens_of_a_request_freed_or_preempted_in_the_step_is_refused(gone: Operation) -> None:
     world = World()
     session = world.open()
     world.admit(session, 1, "abc", 13)
@@ -47,8 +47,8 @@ def test_rejecting_what_this_step_took_back_is_refused(gone: Operation) -> None:
     assert world.snapshot() == before
 
 
-def test_rejected_and_appended_tokens_count_though_no_blocks_were_found() -> None:
-    """Rule 2 of apply: the scheduler need not say them again with its next try."""
+def test_rejected_and_appended_tokens_count_when_there_are_too_few_blocks() -> None:
+    """Rule 3 of apply.py: the scheduler does not repeat them when it retries."""
     world = World(num_blocks=3)
     session = world.open()
     world.admit(session, 1, "a", 6)
@@ -61,7 +61,7 @@ def test_rejected_and_appended_tokens_count_though_no_blocks_were_found() -> Non
     assert (session.by_number[RequestNumber(1)].num_tokens, computed_tokens(session, 1)) == (9, 7)
 
 
-def test_caching_what_an_allocation_did_not_get_caches_what_there_is() -> None:
+def test_caching_beyond_the_allocation_caches_only_allocated_tokens() -> None:
     world = World(num_blocks=3)
     session = world.open()
     world.run(
@@ -75,7 +75,7 @@ def test_caching_what_an_allocation_did_not_get_caches_what_there_is() -> None:
 
 
 @pytest.mark.parametrize(("operation", "num_new_tokens"), [(ALLOCATE, 20), (ADMIT, 6)])
-def test_no_more_is_rejected_than_an_allocation_of_the_same_step_got(operation: Operation, num_new_tokens: int) -> None:
+def test_rejections_never_exceed_the_allocated_tokens(operation: Operation, num_new_tokens: int) -> None:
     world = World(num_blocks=3)
     session = world.open()
     try:
@@ -97,7 +97,7 @@ def test_a_request_without_tokens_finds_nothing(operation: Operation) -> None:
     assert (result.outcomes, result.num_hit_tokens, result.block_ids) == ([], [], [])
 
 
-def test_without_caching_no_block_can_be_named_into_a_hit() -> None:
+def test_without_caching_no_hit_can_be_named() -> None:
     world = World(enable_caching=False)
     one, other = world.open(), world.open()
     world.admit(one, 1, "", 13)
@@ -112,7 +112,7 @@ def test_without_caching_no_block_can_be_named_into_a_hit() -> None:
     assert [world.pool.blocks.ref_cnt(BlockId(b)) for b in (1, 2)] == [1, 1]
 
 
-def test_a_hash_given_twice_in_one_request_does_not_unbalance_the_books() -> None:
+def test_a_hash_given_twice_in_one_request_keeps_the_pool_consistent() -> None:
     world = World()
     session = world.open()
     for number in (1, 2):
@@ -126,8 +126,8 @@ def test_a_hash_given_twice_in_one_request_does_not_unbalance_the_books() -> Non
     check_integrity(world.pool, world.sessions())
 
 
-def test_an_id_that_is_no_unicode_is_measured_like_any_other() -> None:
-    """No wire carries it, but a caller in the same process can."""
+def test_an_id_with_invalid_unicode_is_measured_in_bytes() -> None:
+    """The wire cannot carry such an id, but a caller in the same process can pass it."""
     world = World()
     session = world.open()
     with pytest.raises(InvalidArgumentError) as caught:
@@ -161,7 +161,7 @@ def test_lora_names_come_with_added_requests_only() -> None:
     assert [request.lora_name for request in session.requests.values()] == [None, "l"]
 
 
-def test_a_pool_with_events_wants_every_token() -> None:
+def test_a_pool_with_events_requires_every_token() -> None:
     world = World(enable_events=True)
     session = world.open()
     for token_ids in ([], [1, 2], [1, 2, 3, 4]):
@@ -174,7 +174,7 @@ def test_a_pool_with_events_wants_every_token() -> None:
     assert session.by_number[RequestNumber(1)].token_ids == [1, 2, 3]
 
 
-def test_a_refused_step_makes_no_events_and_reads_no_news() -> None:
+def test_a_refused_step_makes_no_events_and_publishes_nothing() -> None:
     world = World(enable_events=True)
     session = world.open()
     world.run(
@@ -188,7 +188,7 @@ def test_a_refused_step_makes_no_events_and_reads_no_news() -> None:
     assert (session.executed_sequence, list(world.pool.blocks.prefix_map.pending())) == (0, [1])
 
 
-def test_without_caching_a_request_brings_no_hashes() -> None:
+def test_without_caching_a_request_has_no_hashes() -> None:
     world = World(enable_caching=False)
     session = world.open()
     with pytest.raises(InvalidArgumentError) as caught:

@@ -1,4 +1,4 @@
-"""Blocks that decodes filled without asking: told with the next step, cached before all else of it."""
+"""Deferred caching: blocks that decodes on credit fill are cached at the start of the next step."""
 
 from typing import Any
 
@@ -13,19 +13,19 @@ from support.integrity import check_integrity
 
 ALLOCATE, FREE, PREEMPT, CACHE = Operation.ALLOCATE, Operation.FREE, Operation.PREEMPT, Operation.CACHE
 FILLED = block_hashes("ab", 2)[32:]
-"""The hash of the second block of request 1, which is what it fills."""
-TELLING: dict[str, tuple[list[Operation], dict[str, Any]]] = {
+"""The hash of the second block of request 1, which the request fills."""
+REPORTS: dict[str, tuple[list[Operation], dict[str, Any]]] = {
     "the decode that needs the next block": ([ALLOCATE], {"num_new_tokens": [1]}),
-    "an allocation that looks ahead": ([ALLOCATE], {"num_new_tokens": [1], "num_lookahead_tokens": [1]}),
-    "a call to cache": ([CACHE], {"num_new_tokens": [8]}),
-    "growth": ([Operation.APPEND], {}),
+    "an allocation with lookahead": ([ALLOCATE], {"num_new_tokens": [1], "num_lookahead_tokens": [1]}),
+    "a cache operation": ([CACHE], {"num_new_tokens": [8]}),
+    "an append": ([Operation.APPEND], {}),
     "a preemption": ([PREEMPT], {}),
-    "the end": ([FREE], {}),
+    "a free": ([FREE], {}),
 }
 
 
 def two_blocks(executed: int = 0, **options: Any) -> tuple[World, Session]:
-    """A pool and a session, whose change 2 fills the second block of its request 1 without asking."""
+    """A pool and a session, whose change 2 fills the second block of request 1 on credit."""
     world = World(**options)
     session = world.open()
     world.admit(session, 1, "ab", 2 * BLOCK_SIZE - 1)
@@ -33,7 +33,7 @@ def two_blocks(executed: int = 0, **options: Any) -> tuple[World, Session]:
     return world, session
 
 
-def tell(world: World, session: Session, operations: list[Operation], executed: int, **columns: Any) -> None:
+def report(world: World, session: Session, operations: list[Operation], executed: int, **columns: Any) -> None:
     world.run(
         session, *operations, executed=executed, request_numbers=[1], num_appended_tokens=[1], num_taken_tokens=[1],
         block_hashes=FILLED, **columns,
@@ -42,7 +42,7 @@ def tell(world: World, session: Session, operations: list[Operation], executed: 
 
 
 def hit_tokens(world: World, content: str = "ab") -> int:
-    """What another session finds."""
+    """The number of hit tokens of another session."""
     other = world.open()
     world.run(
         other, Operation.ADD, request_numbers=[9], num_appended_tokens=[12], request_ids=["other"],
@@ -52,36 +52,36 @@ def hit_tokens(world: World, content: str = "ab") -> int:
     return sum(result.num_hit_tokens)
 
 
-@pytest.mark.parametrize("case", TELLING)
-def test_others_find_what_was_filled_once_the_step_before_is_said_to_have_run(case: str) -> None:
+@pytest.mark.parametrize("case", REPORTS)
+def test_other_sessions_find_the_block_once_the_previous_step_is_reported_as_executed(case: str) -> None:
     world, session = two_blocks()
-    tell(world, session, TELLING[case][0], 2, **TELLING[case][1])
+    report(world, session, REPORTS[case][0], 2, **REPORTS[case][1])
     assert hit_tokens(world) == 2 * BLOCK_SIZE
 
 
-@pytest.mark.parametrize("case", ["the decode that needs the next block", "a call to cache"])
-def test_others_find_nothing_before(case: str) -> None:
+@pytest.mark.parametrize("case", ["the decode that needs the next block", "a cache operation"])
+def test_other_sessions_do_not_find_the_block_before_it_is_executed(case: str) -> None:
     world, session = two_blocks()
-    tell(world, session, TELLING[case][0], 1, **TELLING[case][1])
+    report(world, session, REPORTS[case][0], 1, **REPORTS[case][1])
     assert hit_tokens(world) == BLOCK_SIZE
     world.allocator.mark_executed(world.pool, session, 2)
     assert hit_tokens(world) == 2 * BLOCK_SIZE
 
 
-def test_what_is_freed_before_it_has_run_is_found_by_nobody() -> None:
+def test_a_block_freed_before_execution_is_never_found() -> None:
     world, session = two_blocks(executed=1)
-    tell(world, session, [FREE], 1)
+    report(world, session, [FREE], 1)
     assert hit_tokens(world) == BLOCK_SIZE
 
 
-def test_what_was_said_to_have_run_before_it_was_told_is_found_at_once() -> None:
+def test_a_block_reported_after_its_execution_is_found_at_once() -> None:
     world, session = two_blocks()
     world.allocator.mark_executed(world.pool, session, 2)
-    tell(world, session, [CACHE], 0, num_new_tokens=[0])
+    report(world, session, [CACHE], 0, num_new_tokens=[0])
     assert hit_tokens(world) == 2 * BLOCK_SIZE
 
 
-def test_it_is_found_by_operations_before_the_one_that_tells() -> None:
+def test_the_block_is_found_by_earlier_operations_of_the_same_step() -> None:
     world, session = two_blocks()
     result = world.run(
         session, Operation.ADD, Operation.LOOKUP_UNCOUNTED, ALLOCATE,
@@ -92,7 +92,7 @@ def test_it_is_found_by_operations_before_the_one_that_tells() -> None:
     assert result.num_hit_tokens == [0, 2 * BLOCK_SIZE, 0]
 
 
-def test_it_is_cached_though_no_blocks_are_found() -> None:
+def test_the_block_is_cached_even_if_the_operation_finds_too_few_blocks() -> None:
     world, session = two_blocks(num_blocks=4)
     result = world.run(
         session, ALLOCATE, executed=2, request_numbers=[1], num_appended_tokens=[1], num_taken_tokens=[1],
@@ -102,7 +102,7 @@ def test_it_is_cached_though_no_blocks_are_found() -> None:
     assert hit_tokens(world) == 2 * BLOCK_SIZE
 
 
-def test_tokens_that_are_not_known_fill_nothing() -> None:
+def test_unknown_tokens_fill_no_block() -> None:
     world, session = two_blocks()
     world.run(session, ALLOCATE, executed=2, request_numbers=[1], num_taken_tokens=[1], num_new_tokens=[1])
     check_integrity(world.pool, world.sessions())
@@ -117,7 +117,7 @@ def test_tokens_that_are_not_known_fill_nothing() -> None:
         {"enable_events": True},
     ],
 )
-def test_where_more_hangs_on_a_full_block_it_is_refused(options: dict[str, Any]) -> None:
+def test_pools_without_deferred_caching_refuse_a_filled_block(options: dict[str, Any]) -> None:
     world = World(**options)
     session = world.open()
     tokens: dict[str, Any] = {"token_ids": list(range(7))} if world.pool.config.makes_events else {}
@@ -131,8 +131,8 @@ def test_where_more_hangs_on_a_full_block_it_is_refused(options: dict[str, Any])
     assert world.snapshot() == before
 
 
-def test_a_block_of_one_token_is_asked_for() -> None:
-    """By a decode alone, too, which is taken together with its like."""
+def test_blocks_of_one_token_are_never_filled_on_credit() -> None:
+    """This also holds for a single decode, which is applied as a batch."""
     world = World(block_size=1)
     session = world.open()
     world.run(

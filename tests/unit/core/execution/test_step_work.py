@@ -1,4 +1,4 @@
-"""What the look-ups and admissions of one step may cost those who wait for it."""
+"""The limit on the work of one step, during which other sessions wait."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ from support.core import World, admit, block_hashes, config, request_of
 
 
 def declared(world: World, num_tokens: int, num_hashes: int) -> Session:
-    """A session with one request, number 1, of so many tokens and hashes, that holds nothing."""
+    """A session with one request, number 1, with the given numbers of tokens and hashes, without blocks."""
     session = world.open()
     world.run(
         session,
@@ -35,7 +35,7 @@ def declared(world: World, num_tokens: int, num_hashes: int) -> Session:
     "spec",
     [FullAttentionSpec(1), SlidingWindowSpec(1, sliding_window=250), MambaSpec(1)],
 )
-def test_a_look_up_that_misses_touches_no_more_hashes_than_it_looks_up(spec: KVCacheSpec) -> None:
+def test_a_lookup_that_misses_counts_every_probe(spec: KVCacheSpec) -> None:
     class Hashes(list[BlockHash]):
         touched = 0
 
@@ -52,17 +52,17 @@ def test_a_look_up_that_misses_touches_no_more_hashes_than_it_looks_up(spec: KVC
     assert Hashes.touched <= tries
 
 
-def test_look_ups_that_miss_everywhere_end_a_step_before_they_cost_others_much() -> None:
+def test_lookups_that_miss_are_skipped_after_the_work_limit() -> None:
     world = World(specs=[MambaSpec(1)])
     session = declared(world, 250, 250)
     cost = world.pool.find_longest_cache_hit(session.by_number[RequestNumber(1)]).num_probes
-    assert cost == TRY_PROBES * 250  # one try a block of the first 249, and one for the group
+    assert cost == TRY_PROBES * 250  # one try per block of the first 249, and one for the group
     tried = -(-MAX_STEP_WORK // cost)
     result = world.run(session, *[Operation.LOOKUP_UNCOUNTED] * (tried + 2), request_numbers=[1] * (tried + 2))
     assert result.outcomes == [Outcome.OK] * tried + [Outcome.SKIPPED] * 2
 
 
-def test_a_step_of_many_short_look_ups_and_admissions_is_done_whole() -> None:
+def test_a_step_of_many_short_lookups_and_admissions_is_completed() -> None:
     world = World(specs=[FullAttentionSpec(1)] * 4, num_blocks=4 * 4096 + 1)
     session, numbers = world.open(), range(1, 4097)
     world.run(
@@ -77,7 +77,7 @@ def test_a_step_of_many_short_look_ups_and_admissions_is_done_whole() -> None:
     assert result.outcomes == []
 
 
-def test_a_long_look_up_of_a_narrow_window_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_lookup_of_a_narrow_window_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     pool = KVCacheManager(config(300, specs=[MambaSpec(1)]))
     request = admit(pool, "", 250)
     pool.blocks.evict_blocks(request.tables[0].block_ids[100:])
@@ -88,7 +88,7 @@ def test_a_long_look_up_of_a_narrow_window_is_given_up(monkeypatch: pytest.Monke
     assert pool.find_longest_cache_hit(request_of(pool, "", 250)).num_tokens == 100
 
 
-def test_hashes_that_are_joined_for_a_look_up_count_once() -> None:
+def test_hashes_joined_for_a_lookup_count_once() -> None:
     world = World(specs=[FullAttentionSpec(4), FullAttentionSpec(8)])
     session = declared(world, 80, 20)
     request = session.by_number[RequestNumber(1)]

@@ -1,4 +1,4 @@
-"""Plans beyond the recorded ones: odd stages, padded pages, and every refusal."""
+"""Plans beyond the golden files: uneven stages, padded pages, and every error."""
 
 from typing import Any
 
@@ -51,7 +51,7 @@ def test_encoder_only_layers_are_in_no_group() -> None:
     assert answer.blocks_per_request == 94
 
 
-def test_pages_that_do_not_divide_are_padded_and_the_waste_is_told() -> None:
+def test_pages_that_do_not_divide_are_padded_and_the_padding_is_reported() -> None:
     wide = FullAttentionSpec(16, **HEADS | {"num_kv_heads": 6})  # 48 KiB
     narrow = SlidingWindowSpec(16, **HEADS | {"num_kv_heads": 4}, sliding_window=1024)  # 32 KiB
     (config,) = plan(rank(1, a=wide, b=narrow)).configs
@@ -69,7 +69,7 @@ def test_a_state_is_padded_to_a_page_of_attention_and_the_other_way_round() -> N
     assert config.padding_bytes_per_block == (200_000 - 3 * 65_536, 0)
 
 
-def test_groups_with_fewer_layers_are_padded_and_the_waste_is_told() -> None:
+def test_groups_with_fewer_layers_are_padded_and_the_padding_is_reported() -> None:
     layers = {f"w{i}": WINDOW for i in range(3)} | {f"f{i}": FULL for i in range(2)}
     (config,) = plan(rank(1, **layers)).configs
     assert [group.layer_names for group in config.groups] == [("w0", "w2"), ("w1",), ("f0", "f1")]
@@ -102,7 +102,7 @@ def test_sinks_of_layers_with_pages_of_several_sizes_are_set_aside_too() -> None
     assert answer.max_model_len == (64 - 1 - 10) * 16
 
 
-def test_an_override_that_holds_nothing_is_named() -> None:
+def test_an_override_too_small_for_one_token_is_named() -> None:
     with pytest.raises(PlanError) as caught:
         plan(rank(1, a=FULL), num_blocks_override=1, auto_fit_max_model_len=True)
     assert (caught.value.reason, caught.value.field) == ("NOT_EVEN_ONE_TOKEN_FITS", "num_blocks_override")
@@ -120,7 +120,7 @@ def test_more_memory_than_blocks_can_be_numbered_is_left_over() -> None:
     assert plan(rank(2**40, a=tiny)).num_blocks == 2**31 - 1
 
 
-def test_every_group_counts_unless_the_first_alone_is_asked_for() -> None:
+def test_every_group_counts_unless_only_the_first_is_requested() -> None:
     layers = {"w": WINDOW, "f": FULL}
     with pytest.raises(PlanError) as caught:
         plan(rank(0.5, **layers), max_model_len=131_072)
@@ -141,7 +141,7 @@ def test_no_memory_is_refused(gib: int) -> None:
     assert caught.value.available_bytes == gib * GIB
 
 
-def test_ranks_that_disagree_are_told_layer_ranks_and_field() -> None:
+def test_disagreeing_ranks_get_an_error_with_layer_ranks_and_field() -> None:
     other = FullAttentionSpec(16, **HEADS | {"num_kv_heads": 4})
     with pytest.raises(PlanError) as caught:
         plan(rank(1, a=FULL, b=FULL), rank(1, a=FULL, b=FULL), rank(1, a=FULL, b=other))
@@ -174,10 +174,10 @@ def test_block_sizes_need_a_common_multiple_in_range() -> None:
     with pytest.raises(PlanError, match="no common multiple") as caught:
         plan(rank(64, a=odd, b=even, c=FULL), max_model_len=2**22)
     assert caught.value.reason == "NO_COMMON_BLOCK_SIZE"
-    assert plan(rank(64, a=odd, b=even, c=FULL), max_model_len=2**19)  # where a block holds the whole request
+    assert plan(rank(64, a=odd, b=even, c=FULL), max_model_len=2**19)  # one block holds the whole request
 
 
-def test_what_cannot_be_one_kind_needs_hybrid_management() -> None:
+def test_layers_that_cannot_be_one_kind_need_hybrid_management() -> None:
     with pytest.raises(InvalidArgumentError, match="FullAttentionSpec, MambaSpec cannot be managed as one") as caught:
         plan(rank(1, a=FULL, m=STATE), disable_hybrid_kv_cache_manager=True)
     assert caught.value.field == "disable_hybrid_kv_cache_manager"

@@ -9,7 +9,7 @@ from support.core import World
 A, B = PoolName("a"), PoolName("b")
 
 
-def test_a_pool_takes_sessions_when_neither_it_nor_the_server_is_drained() -> None:
+def test_a_pool_accepts_sessions_if_neither_it_nor_the_server_is_drained() -> None:
     drain_state = DrainState()
     drain_state.drain(A)
     assert (drain_state.accepts_sessions(A), drain_state.accepts_sessions(B)) == (False, True)
@@ -21,7 +21,7 @@ def test_a_pool_takes_sessions_when_neither_it_nor_the_server_is_drained() -> No
     assert drain_state.accepts_sessions(A)
 
 
-def test_a_refusal_says_what_is_drained_and_when_to_try_again() -> None:
+def test_a_refusal_names_the_drained_pool_or_server_and_the_retry_time() -> None:
     drain_state = DrainState()
     drain_state.drain(A)
     with pytest.raises(UnavailableError, match="pool 'a' is drained") as refused:
@@ -32,7 +32,7 @@ def test_a_refusal_says_what_is_drained_and_when_to_try_again() -> None:
         drain_state.check(B)
 
 
-def test_a_drained_pool_lets_open_sessions_go_on_and_refuses_new_ones_changing_nothing() -> None:
+def test_a_drained_pool_serves_open_sessions_and_refuses_new_ones_without_a_change() -> None:
     world = World()
     session = world.open()
     world.allocator.drain_state.drain(world.pool.config.name)

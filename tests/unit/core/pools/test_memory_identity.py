@@ -1,4 +1,4 @@
-"""Numbers in names of rules are those of core/memory.py."""
+"""Rule numbers are those of core/pools/memory_identity.py."""
 
 from dataclasses import replace
 
@@ -24,7 +24,7 @@ def world() -> World:
 
 
 def fill(world: World, session: Session, number: int = 1, content: str = "abc") -> None:
-    """Caches three blocks, which others may hit."""
+    """Caches three blocks that other sessions can hit."""
     num_tokens = 13
     world.run(
         session,
@@ -39,7 +39,7 @@ def fill(world: World, session: Session, number: int = 1, content: str = "abc") 
 
 
 def filled(world: World, memory_id: str) -> None:
-    """Leaves three cached blocks of a session that has ended."""
+    """Leaves three cached blocks of an ended session."""
     session = world.open(memory_id=memory_id)
     fill(world, session)
     world.allocator.close_session(session.session_id, world.now_seconds)
@@ -51,7 +51,7 @@ def hit_tokens(world: World) -> int:
 
 
 def refused(world: World, memory_id: str, quota: Quota = Quota()) -> KvpoolError:  # noqa: B008 - frozen
-    """A refusal to open a session, after which all is as it was."""
+    """Returns the error of a refused session; the refusal must change nothing."""
     before = world.snapshot(), world.allocator.last_session_number, world.allocator.num_sessions
     with pytest.raises(KvpoolError) as caught:
         world.open(memory_id=memory_id, quota=quota)
@@ -60,40 +60,40 @@ def refused(world: World, memory_id: str, quota: Quota = Quota()) -> KvpoolError
     return caught.value
 
 
-def check_other_memory(error: KvpoolError, *said: str) -> None:
+def check_other_memory(error: KvpoolError, *phrases: str) -> None:
     assert isinstance(error, UnavailableError)
     assert (error.reason, error.field, error.retry_seconds) == ("OTHER_MEMORY", "memory_id", 1.0)
-    assert all(each in error.message for each in said), error.message
+    assert all(each in error.message for each in phrases), error.message
 
 
-def check_began_anew(world: World, epoch: int, memory_id: str) -> None:
+def check_new_epoch(world: World, epoch: int, memory_id: str) -> None:
     assert (world.pool.epoch, world.pool.memory_id, hit_tokens(world)) == (epoch, memory_id, 0)
     assert world.allocator.describe(world.pool).memory_id == memory_id
     assert world.pool.blocks.take_events() == [AllBlocksCleared()]
     check_integrity(world.pool, world.sessions())
 
 
-def test_rule_1_the_first_to_name_a_memory_names_the_pools(world: World) -> None:
+def test_rule_1_the_first_named_memory_becomes_the_pools(world: World) -> None:
     session = world.open(memory_id="a")
     assert (world.pool.memory_id, world.pool.epoch, world.sessions()) == ("a", 1, [session])
     assert world.pool.blocks.take_events() == []
 
 
-def test_rule_1_who_does_not_say_makes_it_unknown(world: World) -> None:
-    """It may be another, so that nothing it cached is told to whoever names the one before."""
+def test_rule_1_a_session_without_a_memory_makes_it_unknown(world: World) -> None:
+    """The memory may be another one, so sessions that name the earlier one must not hit the cached blocks."""
     named = world.open(memory_id="a")
     fill(world, named)
-    silent = world.open()
+    unnamed = world.open()
     assert (world.pool.memory_id, world.pool.epoch, hit_tokens(world)) == ("", 1, 12)
     world.pool.blocks.take_events()
-    check_other_memory(refused(world, "a"), "a memory that was not named", "2 open sessions")
-    for session in (named, silent):
+    check_other_memory(refused(world, "a"), "a memory without a name", "2 open sessions")
+    for session in (named, unnamed):
         world.allocator.close_session(session.session_id, 0.0)
     world.open(memory_id="a")
-    check_began_anew(world, 2, "a")
+    check_new_epoch(world, 2, "a")
 
 
-def test_rule_2_who_names_the_same_shares_what_is_cached(world: World) -> None:
+def test_rule_2_sessions_in_the_same_memory_share_cached_blocks(world: World) -> None:
     filled(world, "a")
     one, other = world.open(memory_id="a"), world.open(memory_id="a")
     assert (world.pool.epoch, world.sessions(), hit_tokens(world)) == (1, [one, other], 12)
@@ -112,17 +112,17 @@ def test_rule_2_another_memory_waits_for_open_sessions_and_their_quarantine(worl
     assert hit_tokens(world) == 12
     world.allocator.end_due_quarantines(15.0)
     world.open(memory_id="b")
-    check_began_anew(world, 2, "b")
+    check_new_epoch(world, 2, "b")
 
 
-def test_rule_2_the_same_memory_waits_for_nothing(world: World) -> None:
+def test_rule_2_the_same_memory_is_never_refused(world: World) -> None:
     fill(world, world.open(memory_id="a"))
     world.allocator.expire(10.0, quarantine_seconds=QUARANTINE_SECONDS)
     world.open(memory_id="a")
     assert (world.pool.epoch, len(world.pool.quarantine), hit_tokens(world)) == (1, 1, 12)
 
 
-def test_rule_2_a_new_epoch_has_the_same_configuration_and_goes_on_counting(world: World) -> None:
+def test_rule_2_a_new_epoch_keeps_the_configuration_and_the_counters(world: World) -> None:
     filled(world, "a")
     before = world.allocator.describe(world.pool)
     session = world.open(memory_id="b")
@@ -143,25 +143,25 @@ def test_rule_2_epochs_go_up_with_each_memory_also_back_to_the_first(world: Worl
     assert world.allocator.past_epoch == 3
 
 
-def test_rule_3_what_was_cached_by_who_did_not_say_is_forgotten(world: World) -> None:
+def test_rule_3_blocks_cached_in_an_unknown_memory_are_dropped(world: World) -> None:
     filled(world, "")
     world.open(memory_id="a")
-    check_began_anew(world, 2, "a")
+    check_new_epoch(world, 2, "a")
 
 
-def test_rule_3_another_memory_waits_for_who_did_not_say(world: World) -> None:
+def test_rule_3_a_named_memory_waits_for_sessions_without_one(world: World) -> None:
     world.open()
-    check_other_memory(refused(world, "a"), "a memory that was not named", "1 open sessions")
+    check_other_memory(refused(world, "a"), "a memory without a name", "1 open sessions")
 
 
-def test_rule_3_who_does_not_say_is_answered_as_ever(world: World) -> None:
+def test_rule_3_a_session_without_a_memory_is_served_as_before(world: World) -> None:
     filled(world, "a")
     world.open()
     world.open()
     assert (world.pool.epoch, hit_tokens(world), len(world.sessions())) == (1, 12, 2)
 
 
-def test_rule_4_pools_of_ranks_are_named_no_memory(world: World) -> None:
+def test_rule_4_sessions_of_rank_pools_cannot_name_a_memory(world: World) -> None:
     world.allocator.keep_rank_group(world.pool.config.name, Ranks(1, RankGroupOptions(256)))
     error = refused(world, "a")
     assert isinstance(error, InvalidArgumentError)
@@ -170,7 +170,7 @@ def test_rule_4_pools_of_ranks_are_named_no_memory(world: World) -> None:
 
 
 @pytest.mark.parametrize("memory_id", ["m" * 129, "ü" * 65, "\ud800" * 43])
-def test_a_memory_has_a_longest_name(world: World, memory_id: str) -> None:
+def test_the_length_of_a_memory_name_is_limited(world: World, memory_id: str) -> None:
     error = refused(world, memory_id)
     assert (type(error), error.field) == (InvalidArgumentError, "memory_id")
     world.open(memory_id="m" * 128)
@@ -182,7 +182,7 @@ def test_a_quota_that_is_refused_begins_no_epoch(world: World, quota: Quota) -> 
     assert isinstance(refused(world, "b", quota), InvalidArgumentError)
     assert hit_tokens(world) == 12
     world.open(memory_id="b", quota=Quota(19, 19))
-    check_began_anew(world, 2, "b")
+    check_new_epoch(world, 2, "b")
     assert isinstance(refused(world, "b", Quota(1)), ExhaustedError)
 
 
@@ -209,7 +209,7 @@ def test_a_key_that_named_another_memory_is_refused(world: World) -> None:
     assert world.snapshot() == before
 
 
-def test_other_pools_are_left_alone(world: World) -> None:
+def test_other_pools_are_unchanged(world: World) -> None:
     other = world.allocator.create_pool(replace(config(), name=PoolName("n")), b"n" * 32, 7)[0]
     filled(world, "a")
     world.open(memory_id="b")

@@ -1,17 +1,17 @@
-"""Numbers in names of rules are those of core/fences.py."""
+"""Rule numbers are those of core/ranks/fences.py."""
 
 import pytest
 
 from kvpool.core.errors import AbortedError, InvalidArgumentError
 from kvpool.core.ids import SessionNumber
 from kvpool.core.ranks.messages import (
-    EndEpoch,
+    EpochPassed,
+    FenceSent,
     HeldTensors,
     LinkId,
-    OpenPool,
+    PoolOpened,
     RankState,
-    ReleaseSessions,
-    SendFence,
+    SessionsFenced,
 )
 from support.ranks import Gathering, registration
 
@@ -23,18 +23,18 @@ def world() -> Gathering:
     return Gathering()
 
 
-def fence(world: Gathering, *awaiting: SessionNumber, live: tuple[SessionNumber, ...] = (THREE,)) -> list[SendFence]:
-    """Fences, with session 3 opened last; returns what was sent."""
+def fence(world: Gathering, *awaiting: SessionNumber, live: tuple[SessionNumber, ...] = (THREE,)) -> list[FenceSent]:
+    """Sends a fence, with 3 as the newest session; returns the messages."""
     effects = world.members.fence(THREE, live, awaiting)
     world.do(effects)
-    return [effect for effect in effects if isinstance(effect, SendFence)]
+    return [effect for effect in effects if isinstance(effect, FenceSent)]
 
 
 def answer(world: Gathering, link: LinkId, sequence: int) -> tuple[SessionNumber, ...]:
-    """An answer; returns the sessions that it lets go."""
+    """Answers a fence; returns the sessions that are released."""
     effects = world.members.fenced(link, sequence)
     world.do(effects)
-    return tuple(n for effect in effects if isinstance(effect, ReleaseSessions) for n in effect.numbers)
+    return tuple(n for effect in effects if isinstance(effect, SessionsFenced) for n in effect.numbers)
 
 
 @pytest.mark.parametrize("fences", [True, False])
@@ -43,22 +43,22 @@ def test_a_pool_opens_with_ranks_that_fence_if_all_do(world: Gathering, *, fence
     for link in links:
         world.allocate(link)
     (opened,) = world.pool
-    assert isinstance(opened, OpenPool)
+    assert isinstance(opened, PoolOpened)
     assert opened.ranks_fence is fences
     assert [sent.link for sent in fence(world)] == (links if fences else links[:1])
 
 
-def test_a_fence_says_which_sessions_live(world: Gathering) -> None:
+def test_a_fence_lists_the_open_sessions(world: Gathering) -> None:
     links = world.form(fences=True)
-    assert fence(world, ONE, TWO) == [SendFence(link, 1, 1, THREE, (THREE,)) for link in links]
+    assert fence(world, ONE, TWO) == [FenceSent(link, 1, 1, THREE, (THREE,)) for link in links]
 
 
-def test_nothing_is_fenced_before_the_pool_is_open(world: Gathering) -> None:
+def test_no_fence_is_sent_before_the_pool_is_open(world: Gathering) -> None:
     world.register(registration(0, fences=True))
     assert fence(world) == []
 
 
-def test_rule_2_and_3_a_session_is_let_go_when_all_ranks_have_answered_the_fence_that_named_it(
+def test_rule_2_and_3_a_session_is_released_when_all_ranks_have_answered_its_fence(
     world: Gathering,
 ) -> None:
     first, second = world.form(fences=True)
@@ -67,21 +67,21 @@ def test_rule_2_and_3_a_session_is_let_go_when_all_ranks_have_answered_the_fence
     assert answer(world, first, 1) == ()
     assert answer(world, second, 1) == (ONE,)
     assert answer(world, first, 2) == ()
-    assert answer(world, first, 2) == (), "said again, it changes nothing"
+    assert answer(world, first, 2) == (), "a repeated answer changes nothing"
     assert answer(world, second, 2) == (TWO,)
 
 
-def test_rule_1_an_answer_answers_all_before_it(world: Gathering) -> None:
+def test_rule_1_an_answer_covers_all_earlier_fences(world: Gathering) -> None:
     first, second = world.form(fences=True)
     for _ in range(3):
         fence(world, ONE, TWO)
     assert answer(world, first, 3) == ()
-    assert answer(world, first, 1) == (), "an old one takes nothing back"
+    assert answer(world, first, 1) == (), "an old answer changes nothing"
     assert answer(world, second, 2) == (ONE, TWO)
 
 
 @pytest.mark.parametrize("sequence", [0, 2, 2**63])
-def test_an_answer_to_what_was_never_sent_is_refused(world: Gathering, sequence: int) -> None:
+def test_an_answer_to_a_fence_that_was_never_sent_is_refused(world: Gathering, sequence: int) -> None:
     first, second = world.form(fences=True)
     fence(world, ONE)
     answer(world, second, 1)
@@ -89,7 +89,7 @@ def test_an_answer_to_what_was_never_sent_is_refused(world: Gathering, sequence:
     with pytest.raises(InvalidArgumentError) as caught:
         answer(world, first, sequence)
     assert (caught.value.field, world.snapshot()) == ("fenced.fence_sequence", before)
-    assert answer(world, first, 1) == (ONE,), "it was not taken for an answer"
+    assert answer(world, first, 1) == (ONE,), "the refused answer did not count"
 
 
 def test_a_rank_that_does_not_fence_cannot_answer(world: Gathering) -> None:
@@ -103,7 +103,7 @@ def test_a_rank_that_does_not_fence_cannot_answer(world: Gathering) -> None:
 
 
 @pytest.mark.parametrize("how", ["lost", "silent"])
-def test_rule_3_a_rank_that_is_away_holds_a_session_up_until_it_is_back(world: Gathering, how: str) -> None:
+def test_rule_3_an_absent_rank_delays_the_release_until_it_returns(world: Gathering, how: str) -> None:
     first, second = world.form(fences=True)
     if how == "lost":
         world.break_link(second)
@@ -120,10 +120,10 @@ def test_rule_3_a_rank_that_is_away_holds_a_session_up_until_it_is_back(world: G
         world.beat(second)
     assert world.is_serving
     assert [sent.link for sent in fence(world, ONE)] == [first, second]
-    assert answer(world, second, 2) == (ONE,), "the first rank's answer holds still"
+    assert answer(world, second, 2) == (ONE,), "the answer of the first rank still counts"
 
 
-def test_what_a_rank_answered_on_one_stream_it_keeps_on_the_next(world: Gathering) -> None:
+def test_the_answers_of_a_rank_are_kept_on_its_next_stream(world: Gathering) -> None:
     first, second = world.form(fences=True)
     fence(world, ONE)
     answer(world, second, 1)
@@ -132,18 +132,18 @@ def test_what_a_rank_answered_on_one_stream_it_keeps_on_the_next(world: Gatherin
     assert answer(world, first, 1) == (ONE,)
 
 
-def test_a_rank_that_comes_back_and_fences_no_more_is_another(world: Gathering) -> None:
+def test_a_rank_that_returns_without_fences_is_a_new_rank(world: Gathering) -> None:
     _, second = world.form(fences=True)
     world.break_link(second)
     world.register(registration(1, fences=False, held=HeldTensors(1, 100)))
-    assert [type(effect) for effect in world.pool][-1] is EndEpoch
+    assert [type(effect) for effect in world.pool][-1] is EpochPassed
 
 
-def test_an_epoch_that_passes_waits_for_nobody(world: Gathering) -> None:
+def test_the_end_of_an_epoch_waits_for_no_rank(world: Gathering) -> None:
     first, second = world.form(fences=True)
     fence(world, ONE)
     world.do(world.members.leave(second))
     with pytest.raises(AbortedError):
         answer(world, second, 1)
     assert answer(world, first, 1) == ()
-    assert fence(world, ONE) == [], "nobody is fenced between epochs"
+    assert fence(world, ONE) == [], "no fence is sent between epochs"

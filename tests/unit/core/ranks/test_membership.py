@@ -1,4 +1,4 @@
-"""Numbers in names of rules are those of core/membership.py."""
+"""Rule numbers are those of core/ranks/membership.py."""
 
 from dataclasses import replace
 
@@ -13,18 +13,18 @@ from kvpool.core.errors import (
 )
 from kvpool.core.ranks.messages import (
     Allocated,
-    EndEpoch,
+    EpochPassed,
     HeldTensors,
-    OpenPool,
+    PlanSent,
+    PoolOpened,
+    PoolResumed,
     PoolState,
+    PoolSuspended,
     Rank,
     RankState,
+    ReadySent,
     Registration,
-    ResumePool,
-    SendPlan,
-    SendReady,
-    SendStatus,
-    SuspendPool,
+    StatusSent,
 )
 from kvpool.core.specs.kinds import FullAttentionSpec
 from kvpool.core.specs.pool_config import HashScheme, ReuseOrder
@@ -38,17 +38,17 @@ def held(epoch: int = 1, num_blocks: int = 100) -> HeldTensors:
 def test_a_pool_opens_when_all_ranks_have_allocated() -> None:
     world = Gathering()
     first = world.register(registration(0))
-    assert isinstance(world.last(first), SendStatus)
+    assert isinstance(world.last(first), StatusSent)
     assert not world.members.was_open
     second = world.register(registration(1))
     plans = [world.last(first), world.last(second)]
-    assert all(isinstance(plan, SendPlan) and plan.config.num_blocks == 100 and plan.epoch == 1 for plan in plans)
+    assert all(isinstance(plan, PlanSent) and plan.config.num_blocks == 100 and plan.epoch == 1 for plan in plans)
     world.allocate(first)
     assert not world.pool, "rule 1"
     world.allocate(second)
     assert world.members.state is PoolState.READY
     assert (world.epoch, world.num_blocks) == (1, 100)
-    assert [world.last(first), world.last(second)] == [SendReady(link, 1, 100, 1024) for link in (first, second)]
+    assert [world.last(first), world.last(second)] == [ReadySent(link, 1, 100, 1024) for link in (first, second)]
 
 
 def test_the_rank_with_the_least_memory_decides_the_plan() -> None:
@@ -59,29 +59,29 @@ def test_the_rank_with_the_least_memory_decides_the_plan() -> None:
     assert world.num_blocks == 80
 
 
-def test_the_pool_shrinks_to_what_the_poorest_rank_really_got() -> None:
+def test_the_pool_shrinks_to_the_smallest_allocation_of_a_rank() -> None:
     world = Gathering()
     links = [world.register(registration(rank)) for rank in range(2)]
     world.allocate(links[0])
     world.allocate(links[1], 77)
     assert world.num_blocks == 77
     ready = world.last(links[0])
-    assert isinstance(ready, SendReady)
+    assert isinstance(ready, ReadySent)
     assert ready.num_blocks == 77
 
 
-def test_a_pool_that_shrank_below_one_request_fits_a_shorter_one_if_it_may() -> None:
+def test_a_pool_too_small_for_one_request_fits_a_shorter_one_if_allowed() -> None:
     world = Gathering()
     options = replace(OPTIONS, auto_fit_max_model_len=True)
     links = [world.register(registration(rank, options=options)) for rank in range(2)]
     world.allocate(links[0], 21)
     world.allocate(links[1])
     opened = world.pool[-1]
-    assert isinstance(opened, OpenPool)
+    assert isinstance(opened, PoolOpened)
     assert (opened.config.num_blocks, opened.config.max_model_len) == (21, 320)
 
 
-def test_a_pool_that_shrank_below_one_request_is_refused_to_all() -> None:
+def test_a_pool_too_small_for_one_request_is_refused_to_all_ranks() -> None:
     world = Gathering()
     links = [world.register(registration(rank)) for rank in range(2)]
     world.allocate(links[0], 21)
@@ -102,7 +102,7 @@ def test_a_plan_that_cannot_be_made_ends_all_ranks_with_the_planners_error() -> 
     assert world.members.is_empty
 
 
-def test_more_blocks_than_the_server_gives_are_refused() -> None:
+def test_more_blocks_than_the_servers_limit_are_refused() -> None:
     world = Gathering(max_blocks=90)
     link = world.register(registration(0, 1))
     error = world.last(link)
@@ -113,16 +113,16 @@ def test_more_blocks_than_the_server_gives_are_refused() -> None:
     assert world.num_blocks == 90
 
 
-def test_pipeline_stages_bring_layers_of_their_own() -> None:
+def test_pipeline_stages_register_different_layers() -> None:
     world = Gathering()
     links = [world.register(registration(rank, layers={f"layer.{rank}": LAYER})) for rank in range(2)]
     plan = world.last(links[1])
-    assert isinstance(plan, SendPlan)
+    assert isinstance(plan, PlanSent)
     assert [group.layer_names for group in plan.config.groups] == [("layer.1",)]
     for link in links:
         world.allocate(link)
     opened = world.pool[-1]
-    assert isinstance(opened, OpenPool)
+    assert isinstance(opened, PoolOpened)
     assert opened.config.groups[0].layer_names == ("layer.0", "layer.1")
 
 
@@ -144,17 +144,17 @@ def test_a_lost_rank_suspends_the_pool_and_keeps_the_epoch(by: str) -> None:
     links = world.form()
     lose(world, links[1], links[:1], by)
     assert world.members.state is PoolState.DEGRADED
-    assert isinstance(world.pool[-1], SuspendPool)
+    assert isinstance(world.pool[-1], PoolSuspended)
     assert world.members.epoch == 1
-    told = world.last(links[0])
-    assert isinstance(told, SendStatus)
-    assert (told.state, told.absent_ranks) == (PoolState.DEGRADED, (1,))
+    status = world.last(links[0])
+    assert isinstance(status, StatusSent)
+    assert (status.state, status.absent_ranks) == (PoolState.DEGRADED, (1,))
     state = RankState.LOST if by == "break" else RankState.SILENT
     assert [info.state for info in world.members.rank_infos()] == [RankState.READY, state]
 
 
 @LOSSES
-def test_rule_4_the_same_process_back_in_time_loses_nothing(by: str) -> None:
+def test_rule_4_a_process_that_returns_in_time_loses_nothing(by: str) -> None:
     world = Gathering()
     links = world.form()
     lose(world, links[1], links[:1], by)
@@ -164,15 +164,15 @@ def test_rule_4_the_same_process_back_in_time_loses_nothing(by: str) -> None:
         world.beat(links[1])
     else:
         world.register(registration(1, held=held()))
-    assert [type(effect) for effect in world.pool] == [OpenPool, SuspendPool, ResumePool]
+    assert [type(effect) for effect in world.pool] == [PoolOpened, PoolSuspended, PoolResumed]
     assert world.members.state is PoolState.READY
     ready = world.last(links[0])
-    assert isinstance(ready, SendReady)
+    assert isinstance(ready, ReadySent)
     assert ready.epoch == 1
 
 
 @pytest.mark.parametrize(
-    "said",
+    "registered",
     [
         registration(1),
         registration(1, held=held(epoch=2)),
@@ -181,20 +181,20 @@ def test_rule_4_the_same_process_back_in_time_loses_nothing(by: str) -> None:
     ],
     ids=["without tensors", "of another epoch", "other tensors", "other layers"],
 )
-def test_rule_3_the_same_process_without_its_contents_begins_a_new_epoch(said: Registration) -> None:
+def test_rule_3_a_process_that_returns_without_contents_starts_a_new_epoch(registered: Registration) -> None:
     world = Gathering()
     links = world.form()
     world.break_link(links[1])
-    back = world.register(said)
-    assert world.pool[-1] == EndEpoch(2)
+    back = world.register(registered)
+    assert world.pool[-1] == EpochPassed(2)
     for link in (links[0], back):
         world.allocate(link)
-    assert world.epoch == max(2, said.held.epoch + 1 if said.held else 0)
+    assert world.epoch == max(2, registered.held.epoch + 1 if registered.held else 0)
     assert world.is_serving
 
 
 @LOSSES
-def test_rule_3_a_rank_that_does_not_come_back_is_given_up_after_the_grace_time(by: str) -> None:
+def test_rule_3_a_rank_that_does_not_return_is_given_up_after_the_grace_time(by: str) -> None:
     world = Gathering()
     links = world.form()
     lose(world, links[1], links[:1], by)
@@ -202,11 +202,11 @@ def test_rule_3_a_rank_that_does_not_come_back_is_given_up_after_the_grace_time(
         world.now_seconds += 4.0
         world.beat(links[0])
         world.wait(0.0)
-    assert EndEpoch(2) not in world.pool
+    assert EpochPassed(2) not in world.pool
     world.now_seconds += 4.0
     world.beat(links[0])
     world.wait(0.0)
-    assert world.pool[-1] == EndEpoch(2)
+    assert world.pool[-1] == EpochPassed(2)
     assert world.members.state is PoolState.DEGRADED
     assert [info.state for info in world.members.rank_infos()] == [RankState.REGISTERED, RankState.ABSENT]
     if by == "silence":
@@ -220,11 +220,11 @@ def test_a_successor_gets_a_new_plan_and_all_others_too() -> None:
     links = world.form()
     world.break_link(links[1])
     successor = world.register(registration(1, boot_id="successor", blocks=80))
-    assert world.pool[-1] == EndEpoch(2)
+    assert world.pool[-1] == EpochPassed(2)
     plan = world.last(links[0])
-    assert isinstance(plan, SendPlan)
+    assert isinstance(plan, PlanSent)
     assert (plan.epoch, plan.config.num_blocks) == (2, 80)
-    world.allocate(links[0], 100)  # it keeps the tensors that it had
+    world.allocate(links[0], 100)  # it keeps its tensors
     world.allocate(successor)
     assert (world.epoch, world.num_blocks, world.is_serving) == (2, 80, True)
 
@@ -243,7 +243,7 @@ def test_a_successor_that_cannot_be_planned_with_is_refused_alone() -> None:
     assert world.is_serving
 
 
-def test_of_ranks_that_cannot_be_planned_with_the_one_at_fault_is_refused_whoever_came_last() -> None:
+def test_the_rank_at_fault_is_refused_not_the_newest_one() -> None:
     world = Gathering()
     links = world.form(3)
     for link in links[1:]:
@@ -259,7 +259,7 @@ def test_of_ranks_that_cannot_be_planned_with_the_one_at_fault_is_refused_whoeve
     assert world.is_serving
 
 
-def test_a_rank_lost_while_others_allocate_is_waited_for_and_planned_anew() -> None:
+def test_a_rank_lost_while_others_allocate_can_return_and_gets_a_new_plan() -> None:
     world = Gathering()
     links = [world.register(registration(rank)) for rank in range(2)]
     world.allocate(links[0])
@@ -267,14 +267,14 @@ def test_a_rank_lost_while_others_allocate_is_waited_for_and_planned_anew() -> N
     assert [info.state for info in world.members.rank_infos()] == [RankState.REGISTERED, RankState.ABSENT]
     back = world.register(registration(1))
     plan = world.last(links[0])
-    assert isinstance(plan, SendPlan)
+    assert isinstance(plan, PlanSent)
     assert plan.epoch == 2
     for link in (links[0], back):
         world.allocate(link)
     assert (world.epoch, world.is_serving) == (2, True)
 
 
-def test_an_answer_to_an_earlier_plan_is_passed_over() -> None:
+def test_an_answer_to_an_earlier_plan_is_ignored() -> None:
     world = Gathering()
     links = [world.register(registration(rank)) for rank in range(2)]
     world.break_link(links[1])
@@ -292,7 +292,7 @@ def test_rule_3_ranks_carry_the_epoch_over_a_restart_of_the_server() -> None:
     assert world.epoch == 8
 
 
-def test_rule_3_also_when_the_server_went_while_no_rank_held_tensors() -> None:
+def test_rule_3_holds_if_the_server_restarts_while_no_rank_holds_tensors() -> None:
     world = Gathering()
     links = [world.register(replace(registration(rank), last_epoch=6 * rank)) for rank in range(2)]
     for link in links:
@@ -300,20 +300,20 @@ def test_rule_3_also_when_the_server_went_while_no_rank_held_tensors() -> None:
     assert world.epoch == 7
 
 
-def test_a_silent_rank_that_is_heard_after_another_was_replaced_is_planned_with() -> None:
+def test_a_silent_rank_that_returns_after_another_was_replaced_gets_a_plan() -> None:
     world = Gathering()
     links = world.form()
     lose(world, links[0], links[1:], "silence")
     world.break_link(links[1])
     successor = world.register(registration(1, boot_id="successor"))
-    assert isinstance(world.last(successor), SendStatus)
+    assert isinstance(world.last(successor), StatusSent)
     world.beat(links[0])
     for link in (links[0], successor):
         world.allocate(link)
     assert (world.epoch, world.is_serving) == (2, True)
 
 
-def test_when_one_lost_rank_is_given_up_the_others_that_are_lost_are_too() -> None:
+def test_giving_up_one_lost_rank_gives_up_all_lost_ranks() -> None:
     world = Gathering()
     links = world.form(3)
     world.break_link(links[1])
@@ -322,19 +322,19 @@ def test_when_one_lost_rank_is_given_up_the_others_that_are_lost_are_too() -> No
     infos = world.members.rank_infos()
     assert [info.state for info in infos] == [RankState.REGISTERED, RankState.REGISTERED, RankState.ABSENT]
     assert [info.num_blocks for info in infos] == [0, 0, 0]
-    assert isinstance(world.last(successor), SendStatus), "nobody may be sent a plan while a rank is absent"
+    assert isinstance(world.last(successor), StatusSent), "no plan may be sent while a rank is absent"
 
 
-def test_who_leaves_is_not_waited_for() -> None:
+def test_a_rank_that_leaves_is_given_up_at_once() -> None:
     world = Gathering()
     links = world.form()
     world.do(world.members.leave(links[0]))
-    assert world.pool[-1] == EndEpoch(2)
+    assert world.pool[-1] == EpochPassed(2)
     world.break_link(links[0])
     assert world.members.rank_infos()[0].state is RankState.ABSENT
 
 
-def test_a_world_that_all_have_left_can_be_formed_otherwise() -> None:
+def test_a_group_that_all_ranks_left_can_be_formed_with_other_options() -> None:
     world = Gathering()
     for link in world.form():
         world.do(world.members.leave(link))
@@ -344,13 +344,13 @@ def test_a_world_that_all_have_left_can_be_formed_otherwise() -> None:
     assert (world.epoch, world.members.world_size, world.members.options) == (2, 1, options)
 
 
-def test_a_world_whose_ranks_are_all_lost_can_be_formed_otherwise_at_once() -> None:
+def test_a_group_whose_ranks_are_all_lost_can_be_formed_with_other_options() -> None:
     world = Gathering()
     for link in world.form():
         world.break_link(link)
     options = replace(OPTIONS, max_model_len=512)
     first = world.register(registration(2, 3, boot_id="another-2", options=options))
-    assert world.pool[-1] == EndEpoch(2)
+    assert world.pool[-1] == EpochPassed(2)
     refuse(world, registration(0, held=held()), WrongStateError, "RANKS_DISAGREE", "register.world_size")
     others = [world.register(registration(rank, 3, boot_id=f"another-{rank}", options=options)) for rank in range(2)]
     for link in (first, *others):
@@ -362,35 +362,35 @@ def test_while_a_rank_lives_the_successor_of_a_lost_one_must_agree_with_it() -> 
     world = Gathering()
     world.break_link(world.form()[1])
     options = replace(OPTIONS, max_model_len=512)
-    said = registration(1, boot_id="successor", options=options)
-    refuse(world, said, WrongStateError, "RANKS_DISAGREE", "register.options.max_model_len")
+    registered = registration(1, boot_id="successor", options=options)
+    refuse(world, registered, WrongStateError, "RANKS_DISAGREE", "register.options.max_model_len")
 
 
-def test_ranks_that_fall_silent_together_are_told_of_in_one_message_a_rank() -> None:
+def test_ranks_that_fall_silent_together_are_reported_in_one_message_per_rank() -> None:
     world = Gathering()
     links = world.form(100)
-    told = {link: len(world.told[link]) for link in links}
+    sent = {link: len(world.sent[link]) for link in links}
     world.now_seconds += 4.0
     world.beat(*links[:10])
     world.wait(2.0)
     assert world.members.absent_ranks == tuple(range(10, 100))
     for link in links[:10]:
-        answer, status = world.told[link][told[link] :]
-        assert isinstance(answer, SendStatus)
-        assert isinstance(status, SendStatus)
-        assert status.absent_ranks == tuple(range(10, 74)), "the first 64 of them"
+        answer, status = world.sent[link][sent[link] :]
+        assert isinstance(answer, StatusSent)
+        assert isinstance(status, StatusSent)
+        assert status.absent_ranks == tuple(range(10, 74)), "the first 64 absent ranks"
     world.break_link(links[0])
-    assert isinstance(world.told[links[1]][-1], SendStatus)
-    assert len(world.told[links[1]]) == told[links[1]] + 2, "the next heartbeat's answer tells of more"
+    assert isinstance(world.sent[links[1]][-1], StatusSent)
+    assert len(world.sent[links[1]]) == sent[links[1]] + 2, "the answer to the next heartbeat reports the others"
 
 
 def test_a_new_stream_of_the_same_process_takes_over() -> None:
     world = Gathering()
     links = world.form()
-    others = len(world.told[links[1]])
+    others = len(world.sent[links[1]])
     newer = world.register(registration(0, held=held()))
-    assert world.last(newer) == SendReady(newer, 1, 100, 1024)
-    assert len(world.told[links[1]]) == others, "nothing has changed for them"
+    assert world.last(newer) == ReadySent(newer, 1, 100, 1024)
+    assert len(world.sent[links[1]]) == others, "nothing changed for the others"
     old = world.last(links[0])
     assert isinstance(old, AbortedError)
     assert old.reason == "STREAM_SUPERSEDED"
@@ -399,7 +399,7 @@ def test_a_new_stream_of_the_same_process_takes_over() -> None:
     world.beat(newer)
 
 
-def test_nobody_is_blamed_for_the_time_that_the_server_was_stopped() -> None:
+def test_no_rank_is_silent_because_the_server_was_stopped() -> None:
     world = Gathering()
     world.form()
     world.members.extend_deadlines(60.0)
@@ -428,10 +428,10 @@ def test_the_next_deadline_is_the_nearest() -> None:
     assert world.members.next_deadline_seconds == world.now_seconds + 5.0
 
 
-def refuse(world: Gathering, said: Registration, kind: type[KvpoolError], reason: str, field: str) -> None:
+def refuse(world: Gathering, registered: Registration, kind: type[KvpoolError], reason: str, field: str) -> None:
     before = world.snapshot()
     with pytest.raises(kind) as caught:
-        world.register(said)
+        world.register(registered)
     assert (caught.value.reason, caught.value.field) == (reason, field)
     assert world.snapshot() == before
 
@@ -458,11 +458,11 @@ def refuse(world: Gathering, said: Registration, kind: type[KvpoolError], reason
         ({"options": replace(OPTIONS, hash_scheme=HashScheme(size_bytes=3))}, "options.hash_scheme.size_bytes"),
     ],
 )
-def test_what_is_out_of_range_is_refused(changes: dict[str, object], field: str) -> None:
+def test_a_registration_out_of_range_is_refused(changes: dict[str, object], field: str) -> None:
     world = Gathering()
     world.register(registration(0))
-    said = replace(registration(1), **changes)  # type: ignore[arg-type]
-    refuse(world, said, InvalidArgumentError, "INVALID_VALUE", field)
+    registered = replace(registration(1), **changes)  # type: ignore[arg-type]
+    refuse(world, registered, InvalidArgumentError, "INVALID_VALUE", field)
 
 
 def test_no_memory_is_refused() -> None:
@@ -472,7 +472,7 @@ def test_no_memory_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "reason", "field"),
+    ("registered", "reason", "field"),
     [
         (registration(1, 3), "RANKS_DISAGREE", "register.world_size"),
         (
@@ -493,10 +493,10 @@ def test_no_memory_is_refused() -> None:
         (registration(0, boot_id="another-one"), "RANK_TAKEN", "register.rank"),
     ],
 )
-def test_a_rank_that_differs_or_is_taken_is_refused(said: Registration, reason: str, field: str) -> None:
+def test_a_rank_that_differs_or_is_taken_is_refused(registered: Registration, reason: str, field: str) -> None:
     world = Gathering()
     world.register(registration(0))
-    refuse(world, said, WrongStateError, reason, field)
+    refuse(world, registered, WrongStateError, reason, field)
 
 
 def test_rule_2_a_second_process_is_refused_while_the_first_is_alive_or_silent() -> None:
@@ -507,8 +507,8 @@ def test_rule_2_a_second_process_is_refused_while_the_first_is_alive_or_silent()
     refuse(world, registration(1, boot_id="another-one"), UnavailableError, "RANK_SILENT", "")
 
 
-def test_a_process_that_comes_before_the_last_one_is_missed_is_told_to_wait() -> None:
-    """Its host was cut off and restarted it: it is not for good that the server believes the last one alive."""
+def test_a_process_that_registers_before_its_predecessor_is_missed_must_retry() -> None:
+    """A host that lost its connection restarts the rank; the old process counts as alive until its timeout."""
     world = Gathering()
     links = world.form()
     world.wait(2 * TIMING.heartbeat_seconds + 0.01)
@@ -541,7 +541,7 @@ def test_a_report_out_of_range_is_refused(allocated: Allocated, field: str) -> N
     assert world.snapshot() == before
 
 
-def test_it_tells_how_its_ranks_are() -> None:
+def test_rank_infos_describe_the_ranks() -> None:
     world = Gathering()
     links = [world.register(registration(rank)) for rank in range(2)]
     world.allocate(links[0], 90)

@@ -1,4 +1,4 @@
-"""On what terms room is made: each alone and together, refusals that change nothing, and the hits that come with it."""
+"""Allocation options: each alone and combined, refusals that change nothing, and hits of the same allocation."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -24,7 +24,7 @@ ADD, ADMIT, ALLOCATE, CACHE, LOOKUP_COUNTED_ON_ADMIT = (
     Operation.LOOKUP_COUNTED_ON_ADMIT,
 )
 FULL, WINDOW = FullAttentionSpec(BLOCK_SIZE), SlidingWindowSpec(BLOCK_SIZE, sliding_window=5)
-"""A window of 5 tokens needs the block that holds the 4 before the next one."""
+"""A window of 5 tokens needs the block that holds the 4 tokens before the next one."""
 TERMS = (
     "num_external_tokens",
     "num_in_flight_tokens",
@@ -46,7 +46,7 @@ def add(world: World, session: Session, number: int, content: str, num_tokens: i
 
 
 def ask(world: World, session: Session, operation: Operation, number: int, new: int, **columns: Any) -> StepResult:
-    """One operation, its columns as single values."""
+    """Applies one operation, with its columns as single values."""
     step = Step(session.sequence + 1, operations=[operation], request_numbers=[number], num_new_tokens=[new])
     hit: Sequence[Sequence[int]] = columns.pop("hit", ())
     if hit:
@@ -72,7 +72,7 @@ def the(session: Session, number: int) -> Request:
 
 
 def num_counted(session: Session) -> int:
-    """Blocks that a session's quota counts."""
+    """Number of blocks that a session's quota counts."""
     return len(session.holding.counts) if session.holding else -1
 
 
@@ -82,14 +82,14 @@ def free_of(world: World) -> int:
 
 @pytest.mark.parametrize("name", ["num_reserved_blocks", "num_watermark_blocks"])
 @pytest.mark.parametrize("operation", [ADMIT, ALLOCATE])
-def test_blocks_that_must_stay_free_do(operation: Operation, name: str) -> None:
+def test_reserved_and_watermark_blocks_stay_free(operation: Operation, name: str) -> None:
     world = World(num_blocks=11)
     session = world.open()
-    add(world, session, 1, "abc", 12)  # takes three of ten
+    add(world, session, 1, "abc", 12)  # takes three of ten blocks
     before = world.snapshot()
     assert outcome(ask(world, session, operation, 1, 12, **{name: 8})) is Outcome.NO_BLOCKS
     assert (free_of(world), tables(session, 1)) == (10, [[]])
-    assert before != world.snapshot()  # the refusal is counted, and the step
+    assert before != world.snapshot()  # the refusal and the step are counted
     assert outcome(ask(world, session, operation, 1, 12, **{name: 7})) is Outcome.OK
     assert tables(session, 1) == [[1, 2, 3]]
 
@@ -103,44 +103,44 @@ def test_reserve_and_watermark_add_up() -> None:
     assert outcome(ask(world, session, ADMIT, 1, 0, num_reserved_blocks=4, num_watermark_blocks=3)) is Outcome.OK
 
 
-def test_even_what_takes_no_block_is_refused_below_the_reserve() -> None:
+def test_an_allocation_without_new_blocks_is_refused_below_the_reserve() -> None:
     world = World(num_blocks=4)
     session = world.open()
-    world.admit(session, 1, "ab", 5)  # two of three; room for three tokens more
+    world.admit(session, 1, "ab", 5)  # two of three blocks, with three free slots
     assert outcome(ask(world, session, ALLOCATE, 1, 1, num_reserved_blocks=2)) is Outcome.NO_BLOCKS
     assert the(session, 1).num_computed_tokens == 5
     assert outcome(ask(world, session, ALLOCATE, 1, 1, num_reserved_blocks=1)) is Outcome.OK
 
 
-def test_a_free_hit_is_taken_from_what_must_stay_free_and_a_held_one_is_not() -> None:
+def test_a_free_hit_counts_against_the_reserve_and_a_hit_in_use_does_not() -> None:
     world = World(num_blocks=8)
     session = world.open()
-    world.admit(session, 1, "abc", 13)  # four of seven
-    add(world, session, 2, "abc", 13)  # three of them, and one new
+    world.admit(session, 1, "abc", 13)  # four of seven blocks
+    add(world, session, 2, "abc", 13)  # three of these blocks, and one new
     assert outcome(ask(world, session, ADMIT, 2, 0, num_reserved_blocks=3)) is Outcome.NO_BLOCKS
     assert outcome(ask(world, session, ADMIT, 2, 0, num_reserved_blocks=2)) is Outcome.OK
     assert tables(session, 2) == [[1, 2, 3, 5]]
     for number in (1, 2):
         world.free(session, number)
-    add(world, session, 3, "abc", 13)  # seven free, three of which are the hit
+    add(world, session, 3, "abc", 13)  # seven free blocks, three of them the hit
     assert outcome(ask(world, session, ADMIT, 3, 0, num_reserved_blocks=4)) is Outcome.NO_BLOCKS
     assert outcome(ask(world, session, ADMIT, 3, 0, num_reserved_blocks=3)) is Outcome.OK
 
 
-def test_a_whole_sequence_must_fit_though_a_piece_would() -> None:
+def test_the_full_sequence_must_fit_even_if_a_chunk_fits() -> None:
     world = World(num_blocks=6)
     session = world.open()
-    add(world, session, 1, "abcdefg", 24)  # six of five
+    add(world, session, 1, "abcdefg", 24)  # six blocks of five
     assert outcome(ask(world, session, ADMIT, 1, 4, full_sequence_must_fit=True)) is Outcome.NO_BLOCKS
     assert (free_of(world), world.pool.stats.requests) == (5, 0)
     assert outcome(ask(world, session, ADMIT, 1, 4)) is Outcome.OK
     assert tables(session, 1) == [[1]]
 
 
-def test_a_watermark_counts_for_the_whole_sequence_a_reserve_does_not() -> None:
+def test_a_watermark_applies_to_the_full_sequence_and_a_reserve_does_not() -> None:
     world = World(num_blocks=8)
     session = world.open()
-    add(world, session, 1, "abcdef", 20)  # five of seven, one at first
+    add(world, session, 1, "abcdef", 20)  # five blocks of seven, one at first
     whole = {"full_sequence_must_fit": True}
     assert outcome(ask(world, session, ADMIT, 1, 4, num_watermark_blocks=3, **whole)) is Outcome.NO_BLOCKS
     assert outcome(ask(world, session, ADMIT, 1, 4, num_reserved_blocks=6, **whole)) is Outcome.OK
@@ -148,35 +148,35 @@ def test_a_watermark_counts_for_the_whole_sequence_a_reserve_does_not() -> None:
     assert outcome(ask(world, session, ADMIT, 1, 4, num_watermark_blocks=2, **whole)) is Outcome.OK
 
 
-def test_what_is_held_of_a_hit_need_not_fit_and_what_is_free_must() -> None:
-    world = World(num_blocks=8)  # seven to give
+def test_blocks_of_a_hit_in_use_need_not_fit_and_free_ones_must() -> None:
+    world = World(num_blocks=8)  # seven usable blocks
     session = world.open()
     world.admit(session, 1, "abc", 12)
-    add(world, session, 2, "abcdefg", 28)  # three of the other's, four more
+    add(world, session, 2, "abcdefg", 28)  # three shared blocks, four new
     assert outcome(ask(world, session, ADMIT, 2, 1, full_sequence_must_fit=True)) is Outcome.OK
     world.free(session, 2)
-    add(world, session, 3, "abcdefgh", 32)  # five more
+    add(world, session, 3, "abcdefgh", 32)  # five new blocks
     assert outcome(ask(world, session, ADMIT, 3, 1, full_sequence_must_fit=True)) is Outcome.NO_BLOCKS
     world.free(session, 1)
     assert outcome(ask(world, session, ADMIT, 3, 1, full_sequence_must_fit=True)) is Outcome.NO_BLOCKS
-    add(world, session, 4, "abcdefg", 28)  # three free ones of the hit, four more
+    add(world, session, 4, "abcdefg", 28)  # three free blocks of the hit, four new
     assert outcome(ask(world, session, ADMIT, 4, 1, full_sequence_must_fit=True)) is Outcome.OK
 
 
-def test_a_running_request_goes_on_if_what_it_lacks_of_the_whole_is_free() -> None:
+def test_a_running_request_continues_if_its_missing_blocks_are_free() -> None:
     world = World(num_blocks=6)
     session = world.open()
     add(world, session, 1, "abcde", 20)
     assert outcome(ask(world, session, ADMIT, 1, 4, full_sequence_must_fit=True)) is Outcome.OK
     assert outcome(ask(world, session, ALLOCATE, 1, 4, full_sequence_must_fit=True)) is Outcome.OK
-    world.admit(session, 2, "x", 4)  # two are left, three lack
+    world.admit(session, 2, "x", 4)  # two blocks are free, three are missing
     assert outcome(ask(world, session, ALLOCATE, 1, 4, full_sequence_must_fit=True)) is Outcome.NO_BLOCKS
     assert tables(session, 1) == [[1, 2]]
 
 
 @pytest.mark.parametrize(("in_flight", "fits"), [(4, True), (8, True), (9, False), (0, False)])
-def test_a_window_is_counted_with_the_most_tokens_in_flight(in_flight: int, *, fits: bool) -> None:
-    """Window - 1 and the tokens in flight, in blocks, and one for a window within a block: 3, 4, 5; 10 for all."""
+def test_a_window_is_counted_with_the_maximum_tokens_in_flight(in_flight: int, *, fits: bool) -> None:
+    """Blocks of window - 1 and the tokens in flight, plus one for an unaligned window: 3, 4, 5; 10 for all."""
     world = World(num_blocks=5, specs=[WINDOW], max_in_flight_tokens=in_flight)
     session = world.open()
     add(world, session, 1, "abcdefghij", 40)
@@ -184,7 +184,7 @@ def test_a_window_is_counted_with_the_most_tokens_in_flight(in_flight: int, *, f
     assert outcome(result) is (Outcome.OK if fits else Outcome.NO_BLOCKS)
 
 
-def test_a_chunk_is_counted_with_the_most_tokens_in_flight() -> None:
+def test_a_chunk_is_counted_with_the_maximum_tokens_in_flight() -> None:
     for num_blocks, fits in ((4, False), (5, True)):
         world = World(
             num_blocks,
@@ -201,11 +201,11 @@ def test_tokens_in_flight_keep_blocks_before_a_window() -> None:
     world = World(specs=[WINDOW])
     session = world.open()
     world.admit(session, 1, "abcd", 16)
-    ask(world, session, ALLOCATE, 1, 1, num_in_flight_tokens=16)  # 16 are computed, none has run
+    ask(world, session, ALLOCATE, 1, 1, num_in_flight_tokens=16)  # 16 are computed, none is executed
     assert tables(session, 1) == [[1, 2, 3, 4, 5]]
-    ask(world, session, ALLOCATE, 1, 1, num_in_flight_tokens=9)  # 8 have run: the next looks at 4 to 8
+    ask(world, session, ALLOCATE, 1, 1, num_in_flight_tokens=9)  # 8 are executed: the next token attends to 4 to 8
     assert tables(session, 1) == [[0, 2, 3, 4, 5]]
-    ask(world, session, ALLOCATE, 1, 1, num_in_flight_tokens=200)  # what is freed is freed
+    ask(world, session, ALLOCATE, 1, 1, num_in_flight_tokens=200)  # freed blocks stay freed
     assert tables(session, 1) == [[0, 2, 3, 4, 5]]
     ask(world, session, ALLOCATE, 1, 1)
     assert tables(session, 1) == [[0, 0, 0, 4, 5]]
@@ -222,7 +222,7 @@ def test_more_tokens_may_be_in_flight_than_are_computed(spec: KVCacheSpec) -> No
     assert tables(session, 1) == [[1, 2, 3, 4]]
 
 
-def test_a_refusal_frees_behind_the_window_of_what_has_run_and_no_more() -> None:
+def test_a_refusal_frees_only_blocks_behind_the_window_of_executed_tokens() -> None:
     world = World(num_blocks=6, specs=[WINDOW])
     session = world.open()
     world.admit(session, 1, "abcd", 16)
@@ -231,10 +231,10 @@ def test_a_refusal_frees_behind_the_window_of_what_has_run_and_no_more() -> None
     assert tables(session, 1) == [[0, 2, 3, 4]]
     refused = ask(world, session, ALLOCATE, 1, 4, full_sequence_must_fit=True, num_watermark_blocks=5)
     assert outcome(refused) is Outcome.NO_BLOCKS
-    assert tables(session, 1) == [[0, 2, 3, 4]]  # it did not come as far
+    assert tables(session, 1) == [[0, 2, 3, 4]]  # the refused allocation did not advance the window
 
 
-def test_external_tokens_get_room_and_count_as_computed() -> None:
+def test_external_tokens_get_slots_and_count_as_computed() -> None:
     world = World()
     session = world.open()
     add(world, session, 1, "abcd", 17)
@@ -244,7 +244,7 @@ def test_external_tokens_get_room_and_count_as_computed() -> None:
     assert len(world.pool.blocks.prefix_map) == 4
 
 
-def test_external_tokens_can_come_alone_after_a_hit() -> None:
+def test_external_tokens_can_follow_a_hit_without_new_tokens() -> None:
     world = World()
     session = world.open()
     world.admit(session, 1, "ab", 9)
@@ -256,7 +256,7 @@ def test_external_tokens_can_come_alone_after_a_hit() -> None:
     assert the(session, 2).num_computed_tokens == 20
 
 
-def test_all_groups_take_external_room_before_any_takes_new() -> None:
+def test_all_groups_allocate_external_tokens_before_new_tokens() -> None:
     world = World(specs=[FULL, FULL])
     session = world.open()
     add(world, session, 1, "abcd", 16)
@@ -266,7 +266,7 @@ def test_all_groups_take_external_room_before_any_takes_new() -> None:
     assert result.num_new_blocks == [4, 4]
 
 
-def test_external_tokens_move_windows_on_and_leave_nulls() -> None:
+def test_external_tokens_advance_windows_and_leave_null_blocks() -> None:
     world = World(specs=[FULL, WINDOW])
     session = world.open()
     world.admit(session, 1, "ab", 9)
@@ -278,13 +278,13 @@ def test_external_tokens_move_windows_on_and_leave_nulls() -> None:
     assert outcome(result) is Outcome.OK
     full, window = tables(session, 2)
     assert (full[:2], len(full)) == (promise[0], 6)
-    assert (window[:4], len(window)) == ([0, 0, 0, 0], 6)  # 20 are computed: the next looks at 16 to 20
+    assert (window[:4], len(window)) == ([0, 0, 0, 0], 6)  # 20 are computed: the next token attends to 16 to 20
     assert world.pool.blocks.ref_cnt(hit[1][1]) == held
     assert result.num_new_blocks == [4, 2]
 
 
-def test_no_room_is_taken_for_external_tokens_that_nothing_looks_at() -> None:
-    """The block that they share with new tokens is taken with those, after the external ones of all groups."""
+def test_external_tokens_outside_the_window_take_no_blocks() -> None:
+    """A block shared with new tokens is allocated with these, after the external blocks of all groups."""
     world = World(specs=[SlidingWindowSpec(BLOCK_SIZE, sliding_window=1), FULL], enable_caching=False)
     session = world.open()
     add(world, session, 1, "", 8)
@@ -292,7 +292,7 @@ def test_no_room_is_taken_for_external_tokens_that_nothing_looks_at() -> None:
     assert tables(session, 1) == [[0, 3], [1, 2]]
 
 
-def test_delayed_external_blocks_are_cached_when_told_and_never_past_the_known() -> None:
+def test_delayed_external_blocks_are_cached_by_cache_and_never_beyond_known_tokens() -> None:
     world = World()
     session = world.open()
     add(world, session, 1, "abc", 12)
@@ -308,8 +308,8 @@ def test_delayed_external_blocks_are_cached_when_told_and_never_past_the_known()
     assert len(world.pool.blocks.prefix_map) == 3
 
 
-def test_terms_hold_together() -> None:
-    """Five external and new blocks beyond a hit of two, free; a watermark of two and a reserve of one: ten."""
+def test_options_apply_together() -> None:
+    """Five external and new blocks, a free hit of two blocks, a watermark of two and a reserve of one: ten blocks."""
     for num_blocks, fits in ((10, False), (11, True)):
         world = World(num_blocks)
         session = world.open()
@@ -323,7 +323,7 @@ def test_terms_hold_together() -> None:
         assert (outcome(result) is Outcome.OK) is fits
 
 
-def test_a_quota_bounds_what_terms_allow() -> None:
+def test_a_quota_limits_an_allocation_with_options() -> None:
     world = World(num_blocks=20)
     session = world.open(quota=Quota(2, 5))
     add(world, session, 1, "abcdef", 24)
@@ -333,14 +333,14 @@ def test_a_quota_bounds_what_terms_allow() -> None:
     assert num_counted(session) == 5
 
 
-def test_what_must_stay_free_is_of_what_the_session_can_be_given() -> None:
-    world = World(num_blocks=20)  # nineteen to give
+def test_reserves_count_blocks_available_to_the_session() -> None:
+    world = World(num_blocks=20)  # nineteen usable blocks
     one, other = world.open(quota=Quota(10, 0)), world.open(quota=Quota(0, 5))
     for session, content in ((one, "abc"), (other, "xyz")):
-        add(world, session, 1, content, 12)  # takes three
+        add(world, session, 1, content, 12)  # takes three blocks
     assert outcome(ask(world, other, ADMIT, 1, 0, num_reserved_blocks=3)) is Outcome.OVER_QUOTA
-    assert outcome(ask(world, other, ADMIT, 1, 0, num_watermark_blocks=2)) is Outcome.OK  # the rest of its five
-    third = world.open()  # six are left beside the first one's
+    assert outcome(ask(world, other, ADMIT, 1, 0, num_watermark_blocks=2)) is Outcome.OK  # the rest of its five blocks
+    third = world.open()  # six blocks are free beside those of the first session
     add(world, third, 1, "uvw", 12)
     before = free_of(world)
     assert outcome(ask(world, third, ADMIT, 1, 0, num_reserved_blocks=4)) is Outcome.NO_BLOCKS
@@ -350,13 +350,13 @@ def test_what_must_stay_free_is_of_what_the_session_can_be_given() -> None:
     assert outcome(ask(world, one, ADMIT, 1, 0, num_reserved_blocks=10)) is Outcome.OK
 
 
-def test_a_window_gives_back_what_a_quota_counted() -> None:
+def test_blocks_freed_behind_a_window_leave_the_quota() -> None:
     world = World(num_blocks=20, specs=[WINDOW])
     session = world.open(quota=Quota(0, 6))
     world.admit(session, 1, "abcd", 16)
     ask(world, session, ALLOCATE, 1, 4, num_in_flight_tokens=16)
     assert num_counted(session) == 5
-    ask(world, session, ALLOCATE, 1, 4, num_in_flight_tokens=8)  # twelve of twenty have run
+    ask(world, session, ALLOCATE, 1, 4, num_in_flight_tokens=8)  # twelve of twenty tokens are executed
     assert num_counted(session) == 4
 
 
@@ -377,7 +377,7 @@ def test_a_column_of_another_length_is_refused(name: str) -> None:
 
 @pytest.mark.parametrize("name", TERMS[:4])
 @pytest.mark.parametrize("value", [-1, 2**31, 2**40, 2**64])
-def test_a_term_out_of_range_is_refused_by_name(name: str, value: int) -> None:
+def test_an_option_out_of_range_is_refused_by_name(name: str, value: int) -> None:
     world = World()
     session = world.open()
     add(world, session, 1, "abc", 12)
@@ -399,7 +399,7 @@ def test_a_term_out_of_range_is_refused_by_name(name: str, value: int) -> None:
         ({"operation": ADMIT, "num_external_tokens": 4, "new": 0}, "num_external_tokens[0]"),
     ],
 )
-def test_what_terms_cannot_be_asked_together_is_refused_by_name(columns: dict[str, Any], field: str) -> None:
+def test_options_that_exclude_each_other_are_refused_by_name(columns: dict[str, Any], field: str) -> None:
     world = World()
     session = world.open()
     world.admit(session, 1, "ab", 9)
@@ -412,7 +412,7 @@ def test_what_terms_cannot_be_asked_together_is_refused_by_name(columns: dict[st
     assert world.snapshot() == before
 
 
-def test_external_tokens_fill_a_request_up_to_the_last() -> None:
+def test_external_tokens_can_fill_a_request_completely() -> None:
     world = World(num_blocks=80, enable_caching=False)
     session = world.open()
     add(world, session, 1, "", 256)
@@ -442,7 +442,7 @@ def test_a_request_preempted_in_the_step_can_have_external_tokens() -> None:
     assert the(session, 1).num_computed_tokens == 9
 
 
-def test_a_refusal_for_terms_ends_what_the_step_takes() -> None:
+def test_a_refusal_due_to_options_stops_further_allocations_of_the_step() -> None:
     world = World()
     session = world.open()
     for number in (1, 2):
@@ -451,7 +451,7 @@ def test_a_refusal_for_terms_ends_what_the_step_takes() -> None:
     assert result.outcomes == [Outcome.NO_BLOCKS, Outcome.SKIPPED]
 
 
-def test_terms_of_one_operation_are_not_anothers() -> None:
+def test_options_apply_to_their_operation_only() -> None:
     world = World()
     session = world.open()
     for number in (1, 2):
@@ -462,7 +462,7 @@ def test_terms_of_one_operation_are_not_anothers() -> None:
     assert (result.outcomes, result.num_new_blocks) == ([], [1, 2])
 
 
-def test_a_look_up_is_counted_once_room_is_given_with_the_hit_that_it_then_gets() -> None:
+def test_a_lookup_is_counted_at_allocation_with_the_allocated_hit() -> None:
     world = World(num_blocks=12)
     session = world.open()
     world.admit(session, 1, "abc", 13)
@@ -479,7 +479,7 @@ def test_a_look_up_is_counted_once_room_is_given_with_the_hit_that_it_then_gets(
     assert stats.requests == counted[0] + 1
 
 
-def test_a_look_up_is_counted_as_a_miss_if_nothing_of_it_is_taken() -> None:
+def test_a_lookup_whose_hit_is_not_used_counts_as_a_miss() -> None:
     world = World()
     session = world.open()
     add(world, session, 1, "abc", 13)
@@ -491,7 +491,7 @@ def test_a_look_up_is_counted_as_a_miss_if_nothing_of_it_is_taken() -> None:
 @pytest.mark.parametrize(
     ("second", "count"), [(LOOKUP_COUNTED_ON_ADMIT, 1), (Operation.LOOKUP_UNCOUNTED, 0), (Operation.LOOKUP, 1)]
 )
-def test_the_newest_look_up_decides_whether_it_is_counted(second: Operation, count: int) -> None:
+def test_the_newest_lookup_decides_whether_it_is_counted(second: Operation, count: int) -> None:
     world = World()
     session = world.open()
     add(world, session, 1, "abc", 13)
@@ -501,7 +501,7 @@ def test_the_newest_look_up_decides_whether_it_is_counted(second: Operation, cou
     assert world.pool.stats.requests == count
 
 
-def test_an_admission_counts_a_look_up_that_was_to_be_counted_not_again() -> None:
+def test_an_admission_does_not_count_a_deferred_lookup_again() -> None:
     world = World()
     session = world.open()
     add(world, session, 1, "abc", 13)
@@ -510,7 +510,7 @@ def test_an_admission_counts_a_look_up_that_was_to_be_counted_not_again() -> Non
     assert world.pool.stats.requests == 1
 
 
-def test_a_refused_admission_leaves_a_look_up_to_be_counted() -> None:
+def test_a_refused_admission_keeps_a_deferred_lookup() -> None:
     world = World(num_blocks=5)
     session = world.open()
     add(world, session, 1, "abc", 13)
@@ -521,7 +521,7 @@ def test_a_refused_admission_leaves_a_look_up_to_be_counted() -> None:
     assert world.pool.stats.requests == 1
 
 
-def test_a_look_up_to_be_counted_is_for_requests_without_blocks() -> None:
+def test_a_deferred_lookup_requires_a_request_without_blocks() -> None:
     world = World()
     session = world.open()
     world.admit(session, 1, "abc", 13)
@@ -529,7 +529,7 @@ def test_a_look_up_to_be_counted_is_for_requests_without_blocks() -> None:
         ask(world, session, LOOKUP_COUNTED_ON_ADMIT, 1, 0)
 
 
-def test_a_preempted_requests_look_up_is_counted_apart() -> None:
+def test_the_lookup_of_a_preempted_request_is_counted_separately() -> None:
     world = World()
     session = world.open()
     world.admit(session, 1, "abc", 13)
@@ -539,7 +539,7 @@ def test_a_preempted_requests_look_up_is_counted_apart() -> None:
     assert (world.pool.stats.requests, world.pool.stats.preempted_requests) == (1, 1)
 
 
-def test_columns_of_terms_count_as_entries_that_are_remembered() -> None:
+def test_option_columns_count_as_remembered_entries() -> None:
     plain = Step(1, operations=[ALLOCATE] * 3).num_entries
     with_options = Step(1, operations=[ALLOCATE] * 3, num_reserved_blocks=[1] * 3, full_sequence_must_fit=[True] * 3)
     assert with_options.num_entries == plain + 6

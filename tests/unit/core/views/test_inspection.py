@@ -1,4 +1,4 @@
-"""What operators are told: sessions, requests and blocks, page by page."""
+"""Paged inspection of sessions, requests and blocks."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -19,17 +19,17 @@ _T = TypeVar("_T")
 
 
 def all_pages(look: Callable[[Page], tuple[list[_T], str]], size: int = 0) -> list[list[_T]]:
-    """All pages of a list."""
-    told, token = look(Page.of(size, ""))
-    pages = [told]
+    """Returns all pages of a list."""
+    infos, token = look(Page.of(size, ""))
+    pages = [infos]
     while token:
-        told, token = look(Page.of(size, token))
-        pages.append(told)
+        infos, token = look(Page.of(size, token))
+        pages.append(infos)
     return pages
 
 
 def declare(world: World, session: Session, count: int) -> None:
-    """Adds requests of no tokens."""
+    """Adds requests without tokens."""
     numbers = list(range(1, count + 1))
     world.run(
         session,
@@ -40,7 +40,7 @@ def declare(world: World, session: Session, count: int) -> None:
     )
 
 
-def test_a_session_is_told_with_the_blocks_of_each_group() -> None:
+def test_a_session_is_described_with_the_blocks_of_each_group() -> None:
     world = World(100, specs=[FullAttentionSpec(4), SlidingWindowSpec(4, sliding_window=8)])
     world.now_seconds = 100.0
     session = world.open(lease_seconds=30.0)
@@ -74,7 +74,7 @@ def test_a_session_is_told_with_the_blocks_of_each_group() -> None:
     )
 
 
-def test_a_preempted_request_waits_and_says_how_often() -> None:
+def test_a_preempted_request_waits_and_counts_its_preemptions() -> None:
     world = World()
     session = world.open()
     world.admit(session, 1, "ab", 8)
@@ -85,7 +85,7 @@ def test_a_preempted_request_waits_and_says_how_often() -> None:
     assert inspection.block_holders(world.sessions()) == []
 
 
-def test_sessions_page_by_page_each_once_however_others_come_and_go() -> None:
+def test_pages_list_each_session_once_while_others_open_and_end() -> None:
     world = World()
     opened = [world.open() for _ in range(7)]
 
@@ -111,39 +111,39 @@ def test_a_page_of_sessions_ends_once_enough_requests_are_counted() -> None:
     ]
 
 
-def test_ten_thousand_requests_are_told_each_once() -> None:
+def test_ten_thousand_requests_are_listed_once_each() -> None:
     world = World()
     for _ in range(2):
         declare(world, world.open(), 5000)
     pages = all_pages(lambda page: inspection.page_of_requests(world.sessions(), page), 499)
     assert [len(page) for page in pages] == [499] * 20 + [20]
-    told = [(request.session_number, request.request_id) for page in pages for request in page]
-    assert told == sorted((number, f"r{i}") for number in (1, 2) for i in range(1, 5001))
+    infos = [(request.session_number, request.request_id) for page in pages for request in page]
+    assert infos == sorted((number, f"r{i}") for number in (1, 2) for i in range(1, 5001))
 
 
-def test_a_page_goes_on_behind_a_request_and_a_session_that_are_gone() -> None:
+def test_a_page_continues_after_a_request_and_a_session_that_ended() -> None:
     world = World()
     first, second = world.open(), world.open()
     declare(world, first, 4)
     declare(world, second, 2)
     _, token = inspection.page_of_requests(world.sessions(), Page.of(2, ""))
     world.free(first, 2)
-    told, end = inspection.page_of_requests(world.sessions(), Page.of(100, token))
-    assert [(r.session_number, r.request_id) for r in told] == [(1, "r3"), (1, "r4"), (2, "r1"), (2, "r2")]
+    infos, end = inspection.page_of_requests(world.sessions(), Page.of(100, token))
+    assert [(r.session_number, r.request_id) for r in infos] == [(1, "r3"), (1, "r4"), (2, "r1"), (2, "r2")]
     world.allocator.evict_session("m", first.session_number, 0.0)
-    told, end = inspection.page_of_requests(world.sessions(), Page.of(100, token))
-    assert ([(r.session_number, r.request_id) for r in told], end) == ([(2, "r1"), (2, "r2")], "")
+    infos, end = inspection.page_of_requests(world.sessions(), Page.of(100, token))
+    assert ([(r.session_number, r.request_id) for r in infos], end) == ([(2, "r1"), (2, "r2")], "")
 
 
-def test_blocks_are_told_with_what_becomes_of_them() -> None:
+def test_blocks_are_listed_with_their_state() -> None:
     world = World(20)
     session, other = world.open(), world.open()
     world.admit(session, 1, "abc", 12)
     world.admit(other, 1, "xy", 10, executed=0)
     world.run(session, Operation.FREE, request_numbers=[1], executed=1)
-    (told,) = all_pages(lambda page: inspection.page_of_blocks(world.pool, None, page))
-    assert [block.block_id for block in told] == list(range(1, 20))
-    by_state = {state: [b for b in told if b.state is state] for state in BlockState}
+    (infos,) = all_pages(lambda page: inspection.page_of_blocks(world.pool, None, page))
+    assert [block.block_id for block in infos] == list(range(1, 20))
+    by_state = {state: [b for b in infos if b.state is state] for state in BlockState}
     assert {state: len(blocks) for state, blocks in by_state.items()} == {
         BlockState.USED: 3, BlockState.CACHED: 3, BlockState.FREE: 13
     }  # fmt: skip
@@ -159,7 +159,7 @@ def test_blocks_are_told_with_what_becomes_of_them() -> None:
         assert [block for page in pages for block in page] == blocks
 
 
-def test_a_page_of_blocks_looks_at_so_many_and_no_more() -> None:
+def test_a_page_scans_a_limited_number_of_blocks() -> None:
     looked_at = inspection.MAX_SCANNED_BLOCKS
     world = World(3 * looked_at)
     pages = all_pages(lambda page: inspection.page_of_blocks(world.pool, BlockState.USED, page), 500)
@@ -172,7 +172,7 @@ def test_a_page_of_blocks_looks_at_so_many_and_no_more() -> None:
 
 
 @pytest.mark.parametrize("token", ["x", "-1", "1.5", ":", "٣", "9" * 21, "1" * 2000])
-def test_a_token_of_ones_own_is_refused(token: str) -> None:
+def test_a_malformed_page_token_is_refused(token: str) -> None:
     world = World()
     with pytest.raises(InvalidArgumentError, match="page_token"):
         inspection.page_of_blocks(world.pool, None, Page.of(0, token))
@@ -190,7 +190,7 @@ def test_a_page_too_large_is_refused() -> None:
         Page.of(501, "")
 
 
-def test_an_evicted_session_gives_its_blocks_back_and_is_told() -> None:
+def test_an_evicted_session_frees_its_blocks_and_gets_an_error() -> None:
     world = World()
     session, other = world.open(), world.open()
     world.admit(session, 1, "abc", 12)
@@ -198,14 +198,14 @@ def test_an_evicted_session_gives_its_blocks_back_and_is_told() -> None:
     assert world.allocator.evict_session("m", session.session_number, 0.0)[1] is session
     check_integrity(world.pool, world.sessions())
     assert (world.sessions(), world.pool.blocks.num_free_blocks) == ([other], 17)
-    assert world.pool.blocks.prefix_map.block_hash(BlockId(1)) is None  # it never said that its step had run
+    assert world.pool.blocks.prefix_map.block_hash(BlockId(1)) is None  # its step was never reported as executed
     assert world.pool.activity.evicted_sessions == 1
     with pytest.raises(AbortedError, match="operator") as ended:
         world.allocator.session(session.session_id, 0.0)
     assert ended.value.reason == "SESSION_EVICTED"
 
 
-def test_what_is_not_there_is_not_evicted() -> None:
+def test_an_unknown_session_is_not_evicted() -> None:
     world = World()
     session = world.open()
     before = (world.snapshot(), repr(world.pool.activity))
@@ -237,6 +237,6 @@ def test_a_pool_is_removed_only_without_sessions_and_its_name_is_free() -> None:
     )
 
 
-def test_of_many_numbers_a_message_lists_the_first() -> None:
+def test_a_message_lists_only_the_first_numbers() -> None:
     assert inspection.list_numbers([3, 4]) == "3, 4"
     assert inspection.list_numbers(list(range(40))).endswith("14, 15, ... (40 in all)")
