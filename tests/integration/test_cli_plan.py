@@ -60,7 +60,7 @@ def test_a_mixed_model_on_four_ranks_of_different_memory() -> None:
 
 
 def documented() -> list[list[str]]:
-    """Returns the rows of the table in the documentation: config, layers by kind, and three figures in bytes."""
+    """The rows of the documentation's table: config, layers by kind, and three figures in bytes."""
     lines = (DOCS / "models.md").read_text().splitlines()
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     return [row for row in rows if (MODEL_CONFIGS / f"{row[0]}.json").exists()]
