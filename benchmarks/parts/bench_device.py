@@ -1,11 +1,11 @@
-"""A device's memory as a rank lays it out, as JSON: large plans allocated and checked, and what a step's tables cost.
+"""Measures the allocation of large plans on a device, and the cost of a step's block tables. Prints one JSON object.
 
     PYTHONPATH=tests python -m benchmarks.parts.bench_device --device cuda:0 --memory-gib 100
-    PYTHONPATH=tests python -m benchmarks.parts.bench_device --device cpu --memory-gib 1
+    PYTHONPATH=tests python -m benchmarks.parts.bench_device --device cpu --memory-gib 4
 
-For plans like those of Llama 3 70B and Gemma 3 27B on one rank: allocate, see each layer as its backend does, check
-shapes and strides, and that layers which share a buffer see each other's bytes. Then the block tables of 256 running
-requests: what it takes until the device has them, when all rows are new and when a sixteenth got a block.
+Plans are like those of Llama 3 70B and Gemma 3 27B on one rank. For each plan: allocate the buffers, view each layer as
+its backend does, check shapes and strides, and check that layers which share a buffer see each other's bytes. Then the
+block tables of 256 running requests: the time until the device has them, with all rows new and with one in 16 changed.
 """
 
 import argparse
@@ -33,7 +33,7 @@ LAYOUTS = ("flash_attn", "flash_attn_hnd", "flashinfer_nhd", "flashinfer_hnd", "
 
 
 def models() -> dict[str, dict[str, KVCacheSpec]]:
-    """Layers of one rank."""
+    """Returns the layers of one rank."""
     llama = FullAttentionSpec(16, 8, 128, "bfloat16")
     full = FullAttentionSpec(16, 16, 128, "bfloat16")
     window = SlidingWindowSpec(16, 16, 128, "bfloat16", sliding_window=1024)
@@ -44,7 +44,7 @@ def models() -> dict[str, dict[str, KVCacheSpec]]:
 
 
 def measure_allocation(layers: Mapping[str, KVCacheSpec], device: torch.device, memory_bytes: int) -> dict[str, object]:
-    """Allocates a plan, and checks every layer's view in every layout."""
+    """Allocates a plan and checks the view of each layer in each layout."""
     options = PlanOptions(max_model_len=MAX_MODEL_LEN)
     config = get_kv_cache_configs([RankMemory(layers, memory_bytes)], options).configs[0]
     start = time.perf_counter()
@@ -65,7 +65,7 @@ def measure_allocation(layers: Mapping[str, KVCacheSpec], device: torch.device, 
 
 
 def check_views(config: KVCacheConfig, layout: str, views: Mapping[str, torch.Tensor]) -> None:
-    """Checks shapes, strides and, by writing the last block of one layer and reading the others', who shares what."""
+    """Checks shapes, strides and sharing: writes the last block of one layer and reads the same block of the others."""
     block = config.num_blocks - 1
     keys_first = layout.startswith("flash_attn")
     for tensor in config.tensors:
@@ -86,7 +86,7 @@ def check_views(config: KVCacheConfig, layout: str, views: Mapping[str, torch.Te
 
 
 def measure_tables(device: torch.device) -> dict[str, float]:
-    """What it takes until the device has the tables of 256 requests, in microseconds."""
+    """Returns the time until the device has the block tables of 256 requests, in microseconds."""
     options = BlockTableOptions(2**20, NUM_REQUESTS, MAX_MODEL_LEN, MAX_MODEL_LEN)
     layers = models()["gemma_3_27b_like"]
     config = get_kv_cache_configs([RankMemory(layers, 8 * GIB)], PlanOptions(max_model_len=MAX_MODEL_LEN)).configs[0]
@@ -113,7 +113,7 @@ def measure_tables(device: torch.device) -> dict[str, float]:
 
 
 def median_us(call: Callable[[], None], before: Callable[[], None]) -> float:
-    """Median time of a call, after one that is not measured."""
+    """Returns the median time of a call."""
     times = []
     for _ in range(ROUNDS):
         before()
@@ -124,13 +124,13 @@ def median_us(call: Callable[[], None], before: Callable[[], None]) -> float:
 
 
 def wait_for(device: torch.device) -> None:
-    """Waits until the device has done what it was asked."""
+    """Waits until the device has completed its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
-def require(condition: bool, message: str) -> None:  # noqa: FBT001 - what is required
-    """Ends the program unless the condition holds."""
+def require(condition: bool, message: str) -> None:  # noqa: FBT001 - the condition
+    """Exits unless the condition holds."""
     if not condition:
         raise SystemExit(message)
 
@@ -139,7 +139,7 @@ def main() -> None:
     """Prints the figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--memory-gib", type=float, default=1.0)
+    parser.add_argument("--memory-gib", type=float, default=4.0)
     arguments = parser.parse_args()
     device = open_device(arguments.device)
     figures: dict[str, object] = {"device": describe_device(device), "torch": torch.__version__}

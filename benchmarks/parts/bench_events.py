@@ -1,8 +1,7 @@
-"""What block events cost: steps while a snapshot is told, the publisher's share of a step; prints one JSON object.
+"""Measures the cost of block events: steps during a snapshot, and steps with a publisher. Prints one JSON object.
 
-A pool of 1,000,000 blocks of 16 tokens, all of them cached; an asyncio server with its clients beside it, in processes
-of their own. A step admits a prompt of 16 blocks that is not cached, which evicts as many, and frees it. Machines are
-noisy: compare within one run only.
+A pool has 1,000,000 blocks of 16 tokens, all cached. Server and clients are separate processes. A step admits an
+uncached prompt of 16 blocks, which evicts 16 blocks, and frees it. Machines are noisy: compare within one run only.
 """
 
 import json
@@ -31,14 +30,14 @@ def config(name: str, *, events: bool) -> PoolConfig:
 
 
 class Load:
-    """A session that fills the pool and then keeps it changing."""
+    """A session that fills the pool and then evicts blocks."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
         self._count = 0
 
     def serve(self, num_blocks: int) -> float:
-        """Serves one request; returns the seconds its admission took."""
+        """Serves one request; returns the time of its admission in seconds."""
         self._count += 1
         request = self._session.request(f"r{self._count}", [self._count] * (num_blocks * BLOCK_SIZE))
         start = time.perf_counter()
@@ -57,35 +56,35 @@ def summary(seconds: list[float]) -> dict[str, float]:
     return {name: round(value * 1000, 2) for name, value in picks.items()}
 
 
-def watch_over_grpc(address: str, told: Any) -> None:
+def watch_over_grpc(address: str, sizes: Any) -> None:
     with connect(address) as client:
         index, start = PrefixIndex(), time.perf_counter()
         for batch in client.watch("m", snapshot=True):
             index.apply(batch)
             if index.is_whole:
-                told.put((len(index), time.perf_counter() - start))
+                sizes.put((len(index), time.perf_counter() - start))
                 return
 
 
-def watch_over_zeromq(endpoint: str, told: Any) -> None:
+def watch_over_zeromq(endpoint: str, sizes: Any) -> None:
     subscriber, start = Subscriber(), time.perf_counter()
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
         socket.connect(endpoint)
         socket.send_multipart([b"", subscriber.asks.popleft()])
         while not subscriber.is_settled:
             subscriber.answer(socket.recv_multipart()[1:])
-    told.put((len(subscriber.known), time.perf_counter() - start))
+    sizes.put((len(subscriber.known), time.perf_counter() - start))
 
 
 def during(load: Load, watch: Any, where: str) -> dict[str, Any]:
-    """Steps while another process takes a snapshot."""
-    told: Any = multiprocessing.Queue()
-    process = multiprocessing.Process(target=watch, args=(where, told))
+    """Measures steps while another process takes a snapshot."""
+    sizes: Any = multiprocessing.Queue()
+    process = multiprocessing.Process(target=watch, args=(where, sizes))
     process.start()
     seconds: list[float] = []
-    while told.empty():
+    while sizes.empty():
         seconds += load.serve_for(5)
-    num_blocks, took_seconds = told.get()
+    num_blocks, took_seconds = sizes.get()
     process.join()
     return {"steps": summary(seconds), "blocks": num_blocks, "snapshot_seconds": round(took_seconds, 2)}
 

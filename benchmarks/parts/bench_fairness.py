@@ -1,13 +1,13 @@
-"""What steps of 8 modest sessions take alone, and beside one that is greedy, deaf or restless; prints one JSON object.
+"""Measures steps of 8 modest sessions alone and beside an aggressive client. Prints one JSON object.
 
     PYTHONPATH=tests python -m benchmarks.parts.bench_fairness [SECONDS]
 
-A modest session sends a decode step of 32 requests every 20 ms; told are the median and the 99th percentile of the time
-from call to result, in milliseconds, and how many steps there were. The others, each in a process of its own:
+A modest session sends a decode step of 32 requests every 20 ms. The output has the median and the 99th percentile of
+the time from call to result in milliseconds, and the number of steps. Aggressive clients, each in its own process:
 
-- greedy: one session that keeps four steps of 16,384 operations in flight; `greedy_step_ms` is what one of them takes.
-- deaf: one that sends steps with long answers, and reads none.
-- restless: 64 that open and close streams as fast as they can.
+- greedy: one session with four steps of 16,384 operations in flight; `greedy_step_ms` is the time of one such step.
+- deaf: a session that sends steps with long answers and reads none.
+- restless: 64 sessions that open and close streams without pauses.
 
 Machines are noisy: compare within one run only.
 """
@@ -38,7 +38,7 @@ Aggressor = Callable[[str], None]
 
 
 async def modest(address: str, seconds: float) -> list[float]:
-    """Milliseconds that each step took, of all sessions."""
+    """Returns the times of all steps of all sessions in milliseconds."""
     taken: list[float] = []
     async with aio.connect(address) as client:
         await asyncio.gather(*(_decode(client, number, seconds, taken) for number in range(SESSIONS)))
@@ -73,7 +73,7 @@ def _open(stub: allocator_pb2_grpc.AllocatorServiceStub) -> str:
 
 
 def _steps(session_id: str, operation: step_pb2.Operation.ValueType, count: int) -> Iterator[step_pb2.Step]:
-    """A request, then for ever steps of one operation on it."""
+    """Yields a step that adds a request, then steps of one operation on it without end."""
     tokens = PROMPT_TOKENS
     first = step_pb2.Step(session_id=session_id, sequence=1, operations=[step_pb2.OPERATION_ADD], request_numbers=[1])
     first.num_appended_tokens.append(tokens)
@@ -89,7 +89,7 @@ def _steps(session_id: str, operation: step_pb2.Operation.ValueType, count: int)
 
 
 def greedy(address: str) -> None:
-    """Keeps maximal steps in flight, for ever."""
+    """Keeps steps of maximum size in flight, without end."""
     asyncio.run(_greedy(address))
 
 
@@ -108,7 +108,7 @@ async def _greedy(address: str) -> None:
 
 
 def deaf(address: str) -> None:
-    """Sends steps with long answers, reads none, and comes back when it is cut off; for ever."""
+    """Sends steps with long answers and reads none; reconnects when it is disconnected, without end."""
     filler = _stub(address)
     steps = _steps(_open(filler), step_pb2.OPERATION_CACHE, 1)
     fill = next(steps)
@@ -125,7 +125,7 @@ def deaf(address: str) -> None:
 
 
 def restless(address: str) -> None:
-    """Opens and closes streams as fast as it can, for ever."""
+    """Opens and closes streams without pauses and without end."""
     asyncio.run(_restless(address))
 
 
@@ -148,13 +148,13 @@ async def _restless(address: str) -> None:
 
 @contextlib.asynccontextmanager
 async def beside(address: str, aggressor: Aggressor | None) -> AsyncIterator[None]:
-    """Runs an aggressor in a process of its own meanwhile."""
+    """Runs an aggressive client in another process."""
     if aggressor is None:
         yield
         return
     process = multiprocessing.get_context("spawn").Process(target=aggressor, args=(address,), daemon=True)
     process.start()
-    await asyncio.sleep(2.0)  # until it is at work
+    await asyncio.sleep(2.0)  # until it has started
     try:
         yield
     finally:
@@ -163,7 +163,7 @@ async def beside(address: str, aggressor: Aggressor | None) -> AsyncIterator[Non
 
 
 def greedy_step_ms(address: str) -> float:
-    """What a maximal step takes, one at a time."""
+    """Returns the time of a step of maximum size, one at a time."""
     stub = _stub(address)
     times: list[float] = []
     sent: deque[float] = deque()
@@ -176,7 +176,7 @@ def greedy_step_ms(address: str) -> float:
             yield step
 
     for _ in stub.Schedule(steps()):
-        times.append((time.perf_counter() - sent[-1]) * 1000)  # noqa: PERF401 - steps() looks at it
+        times.append((time.perf_counter() - sent[-1]) * 1000)  # noqa: PERF401 - steps() reads the list
     return statistics.median(times[1:])
 
 
@@ -193,16 +193,16 @@ async def measure(address: str, aggressor: Aggressor | None, seconds: float) -> 
 
 def main() -> None:
     seconds = float(sys.argv[1]) if len(sys.argv) > 1 else 10.0
-    told: dict[str, object] = {}
+    answer: dict[str, object] = {}
     group = KVCacheGroup(FullAttentionSpec(16), ("layer.0",))
     for name, aggressor in (("alone", None), ("greedy", greedy), ("deaf", deaf), ("restless", restless)):
         with running_server() as address:
             with connect(address) as client:
                 client.create_pool(PoolConfig(PoolName("bench"), 100_000, 65_536, (group,)))
             if aggressor is greedy:
-                told["greedy_step_ms"] = round(greedy_step_ms(address), 1)
-            told[name] = asyncio.run(measure(address, aggressor, seconds))
-    print(json.dumps(told))  # noqa: T201 - what it is for
+                answer["greedy_step_ms"] = round(greedy_step_ms(address), 1)
+            answer[name] = asyncio.run(measure(address, aggressor, seconds))
+    print(json.dumps(answer))  # noqa: T201 - the program's output
 
 
 if __name__ == "__main__":

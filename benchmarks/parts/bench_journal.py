@@ -1,9 +1,9 @@
-"""What a journal costs: a step, a snapshot of a full pool, a restart, and other stores; prints one JSON object.
+"""Measures the cost of a journal: steps, a snapshot of a full pool, a restart, other stores. Prints one JSON object.
 
-Steps: two servers, one with a journal and one without, take turns in one run, decode steps of 256 requests through a
-unix socket. Snapshot and restart: a pool of 1,000,000 blocks, all cached, then a log of decode steps as long as one
-gets. Stores: microseconds a record, of a decode step of 256 requests and of a prompt of 256 blocks; lmdb if it is
-installed. Machines are noisy: compare within one run only.
+Steps: decode steps of 256 requests through a unix socket, in turns on a server with a journal and one without. Snapshot
+and restart: a pool of 1,000,000 blocks, all cached, then a log of decode steps of maximum length. Stores: microseconds
+per record, for a decode step of 256 requests and a prompt of 256 blocks; with lmdb if it is installed. Machines are
+noisy: compare within one run only.
 """
 
 import argparse
@@ -42,7 +42,7 @@ WIRE = WireMessages()
 
 
 def cost_of_a_step(rounds: int) -> dict[str, float]:
-    """Decode steps with a journal and without, in turns."""
+    """Measures decode steps with and without a journal, in turns."""
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(TemporaryDirectory())
         addresses = {
@@ -60,7 +60,7 @@ def cost_of_a_step(rounds: int) -> dict[str, float]:
 
 
 class FullPool:
-    """A session that fills a pool with cached blocks, then decodes, in this process."""
+    """A session in this process that fills a pool with cached blocks, then decodes."""
 
     def __init__(self, allocator: JournaledAllocator, num_blocks: int, num_requests: int) -> None:
         self._random = random.Random(0)  # noqa: S311 - a workload
@@ -89,7 +89,7 @@ class FullPool:
         )
 
     def decode(self) -> None:
-        """Gives each request a token; a sixteenth of them fills a block."""
+        """Appends a token to each request; one in 16 requests fills a block."""
         requests = list(self._session.requests.values())
         full = sum((request.num_tokens + 1) % BLOCK_SIZE == 0 for request in requests)
         self._apply(
@@ -112,7 +112,7 @@ class FullPool:
 
 
 async def cost_of_a_snapshot(num_blocks: int, num_requests: int, log_bytes: int, folder: str) -> dict[str, float]:
-    """A snapshot while the loop looks at its clocks, then a log as long as one gets, then a restart."""
+    """Measures a snapshot and the pauses of the event loop, then a log of maximum length, then a restart."""
     journal = _journal(folder)
     journal.begin(0.0)
     pool = FullPool(journal.allocator, num_blocks, num_requests)
@@ -185,7 +185,7 @@ def _journal(folder: str) -> Journal:
 
 
 def cost_of_stores(rounds: int) -> dict[str, float]:
-    """Microseconds to write one record, checksum included where the store has none."""
+    """Measures the time to write a record in microseconds, with a checksum if the store has none."""
     records = {"decode": random.Random(0).randbytes(2_300), "prompt": random.Random(0).randbytes(8_400)}  # noqa: S311
     result: dict[str, float] = {}
     with TemporaryDirectory() as folder:
@@ -241,7 +241,7 @@ def _sqlite(path: Path) -> Iterator[_Write]:
 @contextlib.contextmanager
 def _lmdb(path: Path) -> Iterator[_Write]:
     try:
-        import lmdb  # type: ignore[import-not-found]  # noqa: PLC0415 - measured where it is installed
+        import lmdb  # type: ignore[import-not-found]  # noqa: PLC0415 - optional
     except ImportError:
         yield None
         return
@@ -262,7 +262,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=1000)
     parser.add_argument("--num-blocks", type=int, default=1_000_000)
-    parser.add_argument("--num-requests", type=int, default=256, help="running in the pool of a snapshot")
+    parser.add_argument("--num-requests", type=int, default=256, help="running requests in the pool of the snapshot")
     parser.add_argument("--log-bytes", type=int, default=JournalConfig().log_bytes)
     arguments = parser.parse_args()
     with TemporaryDirectory() as folder:
@@ -274,7 +274,7 @@ def main() -> None:
             "step": cost_of_a_step(arguments.rounds),
         }
     rounded = {part: {name: round(value, 3) for name, value in figures.items()} for part, figures in result.items()}
-    print(json.dumps(rounded))  # noqa: T201 - what it is for
+    print(json.dumps(rounded))  # noqa: T201 - the program's output
 
 
 if __name__ == "__main__":

@@ -1,9 +1,8 @@
-"""What metrics cost: a step with them on and off, and a scrape of a full pool under load; prints one JSON object.
+"""Measures the cost of metrics: steps with and without them, and scrapes of a full pool. Prints one JSON object.
 
-Steps: two servers, one with metrics and one without, take turns in one run, decode steps of 256 requests through a
-unix socket; a Prometheus' worth of scrapes goes on meanwhile (one a second; real ones are rarer). Scrape: a pool of
-1,000,000 blocks, all used or cached, under steps without pause; how long each scrape took, how long steps took while
-one was in flight and while none was.
+Steps: decode steps of 256 requests through a unix socket, in turns on a server with metrics and one without. A scraper
+runs at the same time, once per second, more often than a real one. Scrapes: a pool of 1,000,000 blocks, all used or
+cached, under steps without pauses; times of scrapes, and of steps during and between scrapes.
 """
 
 import argparse
@@ -53,7 +52,7 @@ class Decodes:
         return self._session.request(f"r{self._count}", self._tokens(num_tokens))
 
     def fill(self, num_blocks: int) -> None:
-        """Fills the pool with cached blocks, half of them held."""
+        """Fills the pool with cached blocks, half of which are held by requests."""
         for i in range(num_blocks // 4000):
             request = self._new(4000 * BLOCK_SIZE)
             if self._session.admit(request) is None:
@@ -63,7 +62,7 @@ class Decodes:
                 self._session.free(request)
 
     def step(self) -> float:
-        """Runs a decode step; returns its milliseconds."""
+        """Runs a decode step; returns its time in milliseconds."""
         self._left -= 1
         if not self._left:
             self._start()
@@ -77,7 +76,7 @@ class Decodes:
 
 
 def scrapes(port: int, pause_seconds: float, stop: "EventType", spans: "Queue[list[tuple[float, float]]]") -> None:
-    """Scrapes until told to stop, in a process of its own; then tells when each scrape began and ended."""
+    """Scrapes until `stop` is set, then sends the start and end of each scrape. Runs in a process of its own."""
     done = []
     while not stop.wait(pause_seconds):
         start = time.perf_counter()
@@ -89,7 +88,7 @@ def scrapes(port: int, pause_seconds: float, stop: "EventType", spans: "Queue[li
 
 @contextlib.contextmanager
 def scraping(port: int, pause_seconds: float) -> Iterator[list[tuple[float, float]]]:
-    """Scrapes meanwhile; what it yields is filled at the end."""
+    """Scrapes in another process. The list that it yields is filled at the end."""
     context = multiprocessing.get_context("spawn")
     stop, spans = context.Event(), context.Queue()
     process = context.Process(target=scrapes, args=(port, pause_seconds, stop, spans), daemon=True)
@@ -103,7 +102,7 @@ def scraping(port: int, pause_seconds: float) -> Iterator[list[tuple[float, floa
 
 @contextlib.contextmanager
 def bench_server(*, metrics: bool) -> Iterator[tuple[str, int]]:
-    """A server; yields its address, and the port of its metrics."""
+    """Runs a server; yields its address and the port of its metrics."""
     port = free_port()
     settings = {"metrics": {"address": f"127.0.0.1:{port}"}} if metrics else {}
     with running_server(**settings) as address:
@@ -111,7 +110,7 @@ def bench_server(*, metrics: bool) -> Iterator[tuple[str, int]]:
 
 
 def cost_of_a_step(rounds: int) -> dict[str, float]:
-    """Decode steps with metrics and without, in turns."""
+    """Measures decode steps with and without metrics, in turns."""
     with contextlib.ExitStack() as stack:
         (with_metrics, port), (without, _) = (stack.enter_context(bench_server(metrics=on)) for on in (True, False))
         sides = {
@@ -136,7 +135,7 @@ def cost_of_a_step(rounds: int) -> dict[str, float]:
 
 
 def cost_of_a_scrape(num_blocks: int, seconds: float) -> dict[str, float]:
-    """Scrapes of a full pool under load."""
+    """Measures scrapes of a full pool under load."""
     with bench_server(metrics=True) as (address, port), connect(address) as client:
         decodes = Decodes(client, num_blocks)
         decodes.fill(num_blocks)
@@ -175,7 +174,7 @@ def main() -> None:
         "scrape": cost_of_a_scrape(arguments.num_blocks, arguments.seconds),
     }
     rounded = {part: {name: round(value, 3) for name, value in figures.items()} for part, figures in result.items()}
-    print(json.dumps(rounded))  # noqa: T201 - what it is for
+    print(json.dumps(rounded))  # noqa: T201 - the program's output
 
 
 if __name__ == "__main__":

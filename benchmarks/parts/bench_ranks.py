@@ -1,14 +1,13 @@
-"""How long a pool takes to form, as JSON: from the last rank's Register to ready, with real worker processes on CPU.
+"""Measures how long a pool takes to form: from the registration of the last rank to ready. Prints one JSON object.
 
     PYTHONPATH=tests python -m benchmarks.parts.bench_ranks [WORLD_SIZE ...]
 
-Read off the server's log: the last "registered" before "pool ready". What lies between is the plan, each rank's
-allocation, and the messages; starting Python and torch is not in it.
+The times come from the server's log: the last "rank registered" before "pool ready". They include the plan, the
+allocation of each rank and the messages, but not the start of Python and torch. Workers are processes on CPU.
 """
 
 import json
 import os
-import re
 import subprocess
 import sys
 import tempfile
@@ -24,7 +23,7 @@ MEMORY_BYTES = 2**28
 
 
 def milliseconds_to_ready(world_size: int, folder: Path) -> float:
-    """Forms a pool of Llama-3-8B-like layers once."""
+    """Forms a pool with the layers of a model like Llama 3 8B, once."""
     address = f"unix:{folder / 'socket'}"
     with subprocess.Popen([KVPOOL, "serve", "--listen", address], stderr=subprocess.PIPE, text=True) as server:
         assert server.stderr
@@ -34,7 +33,7 @@ def milliseconds_to_ready(world_size: int, folder: Path) -> float:
         registered, ready = None, None
         for line in server.stderr:
             at = datetime.fromisoformat(line[:23].replace(",", "."))
-            if re.search(r"rank \d+ of pool \S+ registered", line):
+            if "rank registered" in line:
                 registered = at
             if "pool ready" in line:
                 ready = at
@@ -50,7 +49,7 @@ def milliseconds_to_ready(world_size: int, folder: Path) -> float:
 
 
 def start_worker(address: str, rank: int, world_size: int, layers: Path) -> "subprocess.Popen[bytes]":
-    """Starts one tensor rank; the higher its number, the less memory it has."""
+    """Starts a tensor rank. Ranks with higher numbers have less memory."""
     flags = {
         "server": address,
         "pool": "bench",

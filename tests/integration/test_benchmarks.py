@@ -141,6 +141,7 @@ def test_a_later_run_is_compared_figure_by_figure(whole: subprocess.CompletedPro
     printed = run("--quick", "--only", "streams", "--compare", earlier)
     assert "this run / the earlier run" in printed.stdout
     assert "empty step" in printed.stdout
+    assert last_line(printed)["compare"].keys() == answer["compare"].keys()
 
 
 def test_vllm_does_the_same_work_beside_ours(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The command as a person runs it: real processes, real sockets, real signals."""
+"""The commands serve, replay and demo, with real processes, sockets and signals."""
 
 import json
 import os
@@ -42,7 +42,7 @@ def last_json(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
 
 @pytest.fixture
 def trace(tmp_path: Path) -> Path:
-    """Forty requests over four prefixes, of two to five blocks of 512 tokens."""
+    """Forty requests with four prefixes, of two to five blocks of 512 tokens."""
     path = tmp_path / "trace.jsonl"
     lines = []
     for i in range(40):
@@ -54,7 +54,7 @@ def trace(tmp_path: Path) -> Path:
 
 
 def expected_hit_tokens(trace: Path) -> int:
-    """With blocks of 512 tokens and room for all: the longest prefix of full blocks seen before."""
+    """Returns the hits of an unlimited cache with blocks of 512 tokens."""
     seen: set[tuple[int, ...]] = set()
     hits = 0
     for entry in map(json.loads, trace.read_text().splitlines()):
@@ -81,7 +81,7 @@ def wait_until_listening(process: subprocess.Popen[str]) -> str:
     for line in process.stderr:
         if line.startswith("kvpool: listening on "):
             return line.removeprefix("kvpool: listening on ").strip()
-    raise AssertionError("it never listened")
+    raise AssertionError("the server did not listen")
 
 
 def test_serve_listens_on_all_addresses_and_stops_on_sigterm(server: tuple[subprocess.Popen[str], str]) -> None:

@@ -1,4 +1,4 @@
-"""The operator's commands as a person runs them, against a real server with sessions at work."""
+"""The operator's commands against a real server with open sessions."""
 
 import json
 import os
@@ -39,7 +39,7 @@ def fixture_client(address: str) -> Iterator[Client]:
 
 @pytest.fixture(name="session")
 def fixture_session(client: Client) -> Iterator[Session]:
-    """A session that holds the blocks of one request and has another waiting."""
+    """A session with one running and one waiting request."""
     with client.open_session("m", client_name="front-end \x1b[2J模", lease_seconds=60) as session:
         session.admit(session.request("r1", PROMPT))
         with session.step() as step:
@@ -55,21 +55,21 @@ def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]
 
 
 def refusal(*arguments: str) -> str:
-    """What a command says that is refused: a line, and status 1."""
+    """Returns the error of a refused command: one line, with status 1."""
     done = run(*arguments)
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1), done
     assert done.stderr.startswith("Error: ")
     return done.stderr
 
 
-def said(*arguments: str) -> str:
+def output_of(*arguments: str) -> str:
     done = run(*arguments)
     assert (done.returncode, done.stderr) == (0, ""), done
     return done.stdout
 
 
 def answer(*arguments: str) -> dict[str, Any]:
-    (line,) = said(*arguments, "--json").splitlines()
+    (line,) = output_of(*arguments, "--json").splitlines()
     found: dict[str, Any] = json.loads(line)
     return found
 
@@ -80,7 +80,7 @@ def words(line: str) -> list[str]:
 
 @pytest.mark.usefixtures("session")
 def test_lists_for_people_and_for_scripts() -> None:
-    heading, row = said("pools").splitlines()
+    heading, row = output_of("pools").splitlines()
     assert words(heading)[:4] == ["POOL", "STATE", "EPOCH", "BLOCKS"]
     assert words(row) == ["m", "ready", "1", "99", "11.1%", "10.1%", "0.0%", "1", "1", "1", "-"]
     pools = answer("pools")
@@ -88,19 +88,19 @@ def test_lists_for_people_and_for_scripts() -> None:
     (pool,) = pools["pools"]
     assert (pool["name"], pool["used_blocks"], pool["waiting_requests"]) == ("m", 11, 1)
 
-    _, row = said("sessions").splitlines()
+    _, row = output_of("sessions").splitlines()
     assert "\x1b" not in row
     assert words(row)[:8] == ["1", "m", "front-end", "?[2J模", "1", "1", "11", "2"]
     (session,) = answer("sessions", "--pool", "m")["sessions"]
     assert (session["client_name"], session["held_blocks"]) == ("front-end \x1b[2J模", [11])
     assert "session_id" not in session
 
-    _, *rows = said("requests").splitlines()
+    _, *rows = output_of("requests").splitlines()
     assert [words(row)[:6] for row in rows] == [["1", "m", "r1", "41", "41", "11"], ["1", "m", "r2", "500", "0", "0"]]
     requests = answer("requests", "--pool", "m", "--session", "1", "--limit", "1")["requests"]
     assert [(request["request_id"], request["pool_name"]) for request in requests] == [("r1", "m")]
 
-    _, *rows = said("blocks", "--pool", "m", "--state", "used").splitlines()
+    _, *rows = output_of("blocks", "--pool", "m", "--state", "used").splitlines()
     assert len(rows) == 11
     assert re.fullmatch(r" *1 used +1 +0 +1 +yes +[0-9a-f]{64}", rows[0].rstrip())
     blocks = answer("blocks", "--pool", "m", "--limit", "12")["blocks"]
@@ -131,7 +131,7 @@ def test_reset_lists_holders_or_resets(client: Client, session: Session) -> None
     session.mark_executed()
     session.close()
     assert client.get_pool("m").cached_blocks == 10
-    assert said("reset", "--pool", "m") == "pool m: prefix cache reset\n"
+    assert output_of("reset", "--pool", "m") == "pool m: prefix cache reset\n"
     assert client.get_pool("m").cached_blocks == 0
     assert answer("reset", "--pool", "m") == {"reset": True, "holders": []}
 
@@ -142,7 +142,7 @@ def test_evict_session_frees_its_blocks(client: Client) -> None:
     refused = refusal("evict-session", "--pool", "m", "7")
     assert refused == "Error: SESSION_NOT_FOUND: session_number: pool 'm' has no session 7\n"
     assert client.get_pool("m").free_blocks == 88
-    sentence = said("evict-session", "--pool", "m", "1")
+    sentence = output_of("evict-session", "--pool", "m", "1")
     assert sentence == "session 1 ('hangs') of pool m ended: 1 request, 11 blocks\n"
     wait_until(lambda: client.get_pool("m").free_blocks == 99, "its blocks leave the quarantine")
     assert "SESSION_NOT_FOUND" in refusal("evict-session", "--pool", "m", "1")
@@ -163,7 +163,7 @@ def test_drain_waits_until_the_last_session_is_closed(client: Client, session: S
     done = run("pools")
     assert done.stderr == "the server takes no new sessions: it is drained, or stops\n"
     assert answer("drain", "--undo") == {"still_drained": ["m"]}
-    assert said("drain", "--undo", "--pool", "m") == "pool m takes new sessions again\n"
+    assert output_of("drain", "--undo", "--pool", "m") == "pool m takes new sessions again\n"
     with client.open_session("m"):
         pass
 
@@ -172,7 +172,7 @@ def test_remove_pool_frees_the_name(client: Client) -> None:
     with client.open_session("m"):
         assert "POOL_IN_USE: pool_name: sessions are open: 1" in refusal("remove-pool", "m")
         assert client.get_pool("m").sessions == 1
-    assert said("remove-pool", "m") == "pool m removed\n"
+    assert output_of("remove-pool", "m") == "pool m removed\n"
     assert "POOL_NOT_FOUND" in refusal("remove-pool", "m")
     assert answer("pools")["pools"] == []
     assert client.create_pool(pool_config(num_blocks=7)).free_blocks == 6
@@ -243,11 +243,11 @@ def test_the_page_names_every_command_and_every_key() -> None:
 
 
 COUNTERS = ("prefix_cache", "activity", "groups", "ranks")
-"""Keys under which stands what pool.proto names."""
+"""Keys whose contents are documented in pool.proto."""
 
 
 def keys(found: object) -> Iterator[str]:
-    """The keys of an answer, down to those of pools, sessions and the like."""
+    """Yields the keys of an answer, including those of pools and sessions."""
     if isinstance(found, dict):
         yield from found
         for key, value in found.items():
@@ -262,6 +262,6 @@ def test_the_pages_example(address: str, client: Client, capsys: pytest.CaptureF
     (code,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     with client.open_session("m") as session:
         session.admit(session.request("r", PROMPT))
-        exec(compile(code.replace("unix:/run/kvpool.sock", address), "docs", "exec"), {})  # noqa: S102 - our own page
+        exec(compile(code.replace("unix:/run/kvpool.sock", address), "docs", "exec"), {})  # noqa: S102 - our documentation
         assert client.get_pool("m").sessions == 1
     assert capsys.readouterr().out == "m ready 11%\n"

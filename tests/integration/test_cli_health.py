@@ -1,4 +1,4 @@
-"""`kvpool health` as a container runs it."""
+"""`kvpool health`, as container health checks run it."""
 
 import signal
 import subprocess

@@ -1,4 +1,4 @@
-"""`kvpool plan` as a person runs it: public models' configs in, a plan or one clear sentence out."""
+"""`kvpool plan` with the configs of public models: a plan, or one clear error message."""
 
 import json
 import os
@@ -132,7 +132,7 @@ def test_first_group_check_plans_an_unservable_length_with_a_warning() -> None:
 def test_more_blocks_than_fit_are_planned_with_a_warning() -> None:
     answer = plan("llama-3.1-8b", "--memory", "40GiB", "--num-blocks", 100_000)
     assert answer["num_blocks"] == 100_000
-    assert answer["warnings"] == ["rank 0 has 40.00 GiB, and 100,000 blocks take 195.31 GiB"]
+    assert answer["warnings"] == ["rank 0 has 40.0 GiB, and 100,000 blocks need 195.3 GiB"]
     answer = plan("llama-3.1-8b", "--memory", "40GiB", "--num-blocks", 101, "--max-model-len", "auto")
     assert answer["max_model_len"] == 1600
 
@@ -184,7 +184,7 @@ def test_errors_name_the_key_of_the_config(change: dict[str, Any], field: str, t
     [
         (["--memory", "much"], "is not a size such as 80GiB"),
         (["--memory", "-5"], "no memory is left"),
-        (["--memory", "1GiB", "--memory", "2GiB"], "needs once, or once a rank"),
+        (["--memory", "1GiB", "--memory", "2GiB"], "give it once, or once per rank"),
         (["--memory", "9" * 400 + "9.5"], "is not a size such as 80GiB"),
         (["--memory", "80GiB", "--kv-dtype", "int3"], "--kv-dtype: 'int3' is not known; known: auto, fp8"),
         (["--memory", "80GiB", "--max-model-len", "1" * 5000], "neither a number of tokens"),
@@ -193,7 +193,7 @@ def test_errors_name_the_key_of_the_config(change: dict[str, Any], field: str, t
         (["--memory", "80GiB", "--dcp", "2"], "does not divide --tp"),
         (["--memory", "80GiB", "--max-model-len", "0"], "neither a number of tokens"),
         (["--memory", "80GiB", "--block-size", "0"], "--block-size"),
-        (["--memory", "80GiB", "--layers", "x.json"], "--layers stands alone"),
+        (["--memory", "80GiB", "--layers", "x.json"], "--layers cannot be combined"),
         ([], "--memory"),
     ],
 )

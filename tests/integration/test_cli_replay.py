@@ -1,4 +1,4 @@
-"""`kvpool replay` of generated chats, on pools of others, and for ever."""
+"""`kvpool replay` of generated chats, on existing pools, and with --forever."""
 
 import json
 import signal
@@ -32,7 +32,7 @@ def result_of(*arguments: object) -> dict[str, Any]:
 
 @pytest.fixture
 def endless() -> Iterator[list[LoggingProcess]]:
-    """Schedulers that play for ever: killed at the end, if a test did not end them."""
+    """Schedulers with --forever; killed after the test if they still run."""
     started: list[LoggingProcess] = []
     yield started
     for program in started:
@@ -79,8 +79,11 @@ def test_an_existing_pool_is_used_unchanged(tmp_path: Path) -> None:
     ]
     trace.write_text("\n".join(map(json.dumps, entries)))
     with running_server() as address, connect(address) as client:
-        client.create_pool(pool_config(num_blocks=400))  # 4 tokens a block, 1,024 tokens a request
-        for sessions, played in (((), 2), (("--sessions", 1), 1)):  # with outputs, the second is too long as well
+        client.create_pool(pool_config(num_blocks=400))  # 4 tokens per block, at most 1,024 per request
+        for sessions, played in (
+            ((), 2),
+            (("--sessions", 1), 1),
+        ):  # with its output, the second request is too long as well
             result = result_of(trace, "--address", address, "--pool", "m", *sessions)
             assert (result["requests"], result["rejected_requests"]) == (played, 3 - played)
         assert client.get_pool("m").config.num_blocks == 400
@@ -124,7 +127,7 @@ def test_forever_continues_after_a_restart_of_the_server(
 
 def test_forever_continues_after_the_end_of_an_epoch(tmp_path: Path, endless: list[LoggingProcess]) -> None:
     with running_server() as address, connect(address) as client, worker_processes(tmp_path) as workers:
-        options = ("--max-model-len", "4096")  # room for what a conversation grows to
+        options = ("--max-model-len", "4096")  # enough for a whole conversation
         ranks = [workers.start(address, rank, 2, *options, blocks=400) for rank in range(2)]
         endless.append(play_forever("--address", address, "--pool", "m"))
         endless[0].wait_for("a session on pool 'm', epoch 1")
@@ -153,7 +156,7 @@ def test_a_pool_that_is_too_small_for_all_requests_is_reported(endless: list[Log
         (("--chats", 1, "--num-blocks", 10), "both --num-blocks and --block-size"),
         (("--chats", 1), "without --address"),
         (("--chats", 1, "--forever", "--num-blocks", 10, "--block-size", 16), "without --address"),
-        (("--chats", 1, "--forever", "--address", "unix:/x", "--sessions", 2), "--forever is one scheduler"),
+        (("--chats", 1, "--forever", "--address", "unix:/x", "--sessions", 2), "--forever runs one scheduler"),
         (("--chats", 1, "--address", "nowhere"), "needs host:port or unix:/path"),
     ],
 )

@@ -113,7 +113,7 @@ def refused(*arguments: object, program: str = "") -> tuple[int, str]:
 @pytest.mark.parametrize(
     ("flags", "status", "words"),
     [
-        (["--tp", 2, "--world-size", 3], 1, "--world-size: 3 ranks are not --tp 2 times --pp 1, which makes 2"),
+        (["--tp", 2, "--world-size", 3], 1, "--world-size: 3 is not --tp 2 times --pp 1, which is 2"),
         (["--tp", 2, "--rank", 2], 1, "--rank: 2 is not in [0, 1]"),
         (["--rank", -1], 1, "--rank: -1 is not in [0, 0]"),
         (["--memory", 0], 1, "--memory: 0 is not in [1,"),
@@ -124,16 +124,16 @@ def refused(*arguments: object, program: str = "") -> tuple[int, str]:
         (["--memory", "1GiB", "--layout", "none"], 1, "--layout: layer 'l.0': 'none' is not known; known: flash_attn,"),
         (["--memory", "1GiB", "--layout", "mla"], 1, "--layout: 'mla' for layer 'l.0': a FullAttentionSpec keeps no"),
         (["--gpu-memory-utilization", "1.5"], 1, "--gpu-memory-utilization: 1.5 is not in (0, 1]"),
-        (["--gpu-memory-utilization", "0.5", "--memory", 1], 2, "give one of them"),
+        (["--gpu-memory-utilization", "0.5", "--memory", 1], 2, "exclude each other"),
         (["--memory", "much"], 2, "is not a size such as 80GiB"),
         (["--pool", "a b"], 1, "--pool: needs 1 to 128 letters"),
         (["--server", "nowhere"], 1, "--server: address 'nowhere': needs host:port or unix:/path"),
         (["--layers", "/nobody/has/this"], 2, "/nobody/has/this: No such file or directory"),
-        (["--model", MODEL_CONFIGS / "llama-3.1-8b.json"], 2, "--layers stands alone"),
+        (["--model", MODEL_CONFIGS / "llama-3.1-8b.json"], 2, "--layers cannot be combined"),
         (["--pp", 5], 1, "--pp: 5 is not in [1, 4]"),
         (["--metrics-listen", "9465"], 2, "--metrics-listen: address '9465': needs host:port"),
         (["--health-listen", "unix:h"], 2, "--health-listen: address 'unix:h': a unix socket needs an absolute path"),
-        (["--max-model-len", "auto"], 2, "--layers needs --max-model-len in tokens"),
+        (["--max-model-len", "auto"], 2, "--layers needs --max-model-len with a number"),
     ],
 )
 def test_bad_input_is_refused_in_a_line(arguments: list[object], flags: list[object], status: int, words: str) -> None:

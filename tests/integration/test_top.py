@@ -1,4 +1,4 @@
-"""`kvpool top` on a real pseudo terminal, over real sessions, and while the server goes away and comes back."""
+"""`kvpool top` on a pseudo terminal, with real sessions, and while the server stops and returns."""
 
 import contextlib
 import json
@@ -32,7 +32,7 @@ def fixture_address(tmp_path: Path) -> Iterator[str]:
 
 @pytest.fixture(name="show")
 def fixture_show() -> Iterator[Callable[..., Terminal]]:
-    """Starts `kvpool top` on a terminal."""
+    """A function that starts `kvpool top` on a terminal."""
     with contextlib.ExitStack() as stack:
 
         def start(address: str, *arguments: str, **options: Any) -> Terminal:
@@ -46,7 +46,7 @@ def fixture_show() -> Iterator[Callable[..., Terminal]]:
 
 @contextlib.contextmanager
 def schedulers_at_work(address: str, pool: str = "m") -> Iterator[None]:
-    """Has two sessions admit, decode and free requests over the same prompts until the end."""
+    """Runs two sessions that admit and free requests with the same prompts."""
     ending = threading.Event()
     failures: list[BaseException] = []
 
@@ -61,7 +61,7 @@ def schedulers_at_work(address: str, pool: str = "m") -> Iterator[None]:
                     session.mark_executed()
                     ending.wait(0.002)
                     session.free(request)
-        except BaseException as error:  # noqa: BLE001 - told by the test
+        except BaseException as error:  # noqa: BLE001 - checked by the test
             failures.append(error)
 
     threads = [threading.Thread(target=work, args=(name,)) for name in ("front-end", "模型-replica")]

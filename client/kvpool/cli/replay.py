@@ -2,6 +2,7 @@
 
 import functools
 import threading
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
@@ -14,6 +15,7 @@ from kvpool.cli.progress import progress
 from kvpool.cli.tables import print_json, two_columns
 from kvpool.cli.terminal import Wakeup
 from kvpool.client import KvpoolError, ReuseOrder
+from kvpool.replay.children import own_server
 from kvpool.replay.endless import play_until
 from kvpool.replay.executor import paced
 from kvpool.replay.play import (
@@ -22,7 +24,6 @@ from kvpool.replay.play import (
     PoolSource,
     replay_serially,
     replay_shares,
-    service,
     trace_shares,
 )
 from kvpool.replay.result import Result
@@ -209,11 +210,16 @@ class _Work:
 
 def _play(source: PoolSource, work: _Work, options: SchedulerOptions, sessions: int | None) -> Result:
     count = sessions or 1
-    with service(options.address or None) as address, progress("replaying", work.num_requests(count)) as console:
+    with _server(options.address) as address, progress("replaying", work.num_requests(count)) as console:
         if sessions is None and work.trace:
             requests = work.requests * (work.num_rounds or 1)
             return replay_serially(source, requests, replace(options, address=address), console)
         return replay_shares(source, work.shares(count), replace(options, address=address), console)
+
+
+def _server(address: str) -> AbstractContextManager[str]:
+    """Returns the address, or starts a server if it is empty."""
+    return nullcontext(address) if address else own_server()
 
 
 def _play_until_signal(source: PoolSource, share: Workload, options: SchedulerOptions) -> None:

@@ -1,8 +1,7 @@
 """A whole replay: the pool, the schedulers, the result."""
 
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -20,7 +19,6 @@ from kvpool.client import (
 )
 from kvpool.client.connection import connect_as
 from kvpool.core.ids import PoolName
-from kvpool.replay.children import own_server
 from kvpool.replay.processes import play_concurrently
 from kvpool.replay.result import Counts, Result
 from kvpool.replay.scheduler import SchedulerOptions
@@ -101,16 +99,6 @@ class Console:
     advance: Callable[[int], object]
     complain: Callable[[str], object]
     started: Callable[[list[int]], object] = lambda _: None
-
-
-@contextmanager
-def service(address: str | None) -> Iterator[str]:
-    """Yields the given address, or that of a server that runs for the time of the block."""
-    if address is not None:
-        yield address
-        return
-    with own_server() as own:
-        yield own
 
 
 def replay_serially(pool: PoolSource, trace: list[TraceRequest], options: SchedulerOptions, console: Console) -> Result:

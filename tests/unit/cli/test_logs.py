@@ -1,4 +1,4 @@
-"""How records are written. That whole processes write so is in tests/integration/test_logs.py."""
+"""Formats of log records. tests/integration/test_logs.py tests the logs of whole processes."""
 
 import io
 import json
@@ -27,7 +27,7 @@ def record(message: str = "pool ready", error: BaseException | None = None, **fi
 
 
 def console(made: logging.LogRecord) -> str:
-    """The line, its local time apart."""
+    """Returns the line without its local time."""
     line = ConsoleLines().format(made)
     assert line[10] == " "
     assert line[19:23] == ",789"
@@ -104,7 +104,7 @@ def test_a_bug_is_one_record_with_its_traceback() -> None:
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, str], io.StringIO]]:
-    """Starts logging to a buffer; puts all back at the end."""
+    """A function that starts logging to a buffer; logging is restored afterwards."""
     root = logging.getLogger()
     before = root.handlers[:], root.level
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
@@ -114,7 +114,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, str], io
         buffer = io.StringIO()
         monkeypatch.setattr(sys, "stderr", buffer)
         for handler in root.handlers[:]:
-            root.removeHandler(handler)  # `force` would close those of pytest
+            root.removeHandler(handler)  # `force` would close pytest's handlers
         start_logging(level, log_format)
         return buffer
 

@@ -1,4 +1,4 @@
-"""A screen of `kvpool top`: what it says, and that it fits whatever it has to show and wherever."""
+"""Screens of `kvpool top`: their contents, and that they fit every terminal."""
 
 from dataclasses import replace
 from itertools import product

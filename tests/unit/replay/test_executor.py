@@ -1,6 +1,6 @@
-"""What a scheduler gives its executor to read has been computed: an executor without a model keeps the books.
+"""Executors read only computed tokens, checked by an executor that records the contents of every slot.
 
-It notes what each slot of each block holds, and before a round runs it looks at every token that a request reads.
+Before each round it checks every token that a request reads.
 """
 
 import random
@@ -38,7 +38,7 @@ def next_token(tokens: Sequence[int]) -> int:
 
 
 class Bookkeeper:
-    """Remembers what each slot holds: the tokens up to its own, and the group."""
+    """Records the contents of each slot: the tokens up to its own, and the group."""
 
     def __init__(self, specs: Sequence[KVCacheSpec]) -> None:
         self.specs = specs
@@ -128,13 +128,13 @@ def test_executors_read_only_computed_tokens(mix: str, seed: int) -> None:
 
 
 def test_a_preempted_request_got_no_slots_in_the_same_round() -> None:
-    """In one round `a` finds no block, and `b`, behind it, could fill its last block without one.
+    """In one round `a` finds no block, while `b` after it could fill its last block without a new one.
 
     If it did, and was preempted then, `c` would hit blocks that nothing computed.
     """
     prompt = [0, 1, 2, 3, 4, 0, 1]
     works = Works(
-        Work("short0", [2], 2),  # these two leave blocks without hashes, which are used again first
+        Work("short0", [2], 2),  # these two leave blocks without hashes, which are reused first
         Work("short1", [4], 2),
         Work("a", [3, 3, 3, 3], 2),
         Work("b", prompt, 2),
@@ -144,7 +144,7 @@ def test_a_preempted_request_got_no_slots_in_the_same_round() -> None:
     counts, executor = play(specs, 10, works, max_num_batched_tokens=64)
     assert executor.rounds[1] == (["short0", "short1", "a"], ["b"])
     assert executor.rounds[2][0] == ["b", "c"]
-    assert counts.hit_tokens == 8  # of c, all that b filled
+    assert counts.hit_tokens == 8  # c hits all blocks that b filled
 
 
 def test_no_model_gives_different_requests_different_tokens() -> None:
@@ -155,4 +155,4 @@ def test_no_model_gives_different_requests_different_tokens() -> None:
             for request in requests:
                 assert session.admit(request, 3 if request is requests[1] else 0)
             tokens = NoModel().execute([Scheduled(request) for request in requests], [])
-    assert len(set(tokens)) == len(tokens) == 2  # the second has tokens to compute yet
+    assert len(set(tokens)) == len(tokens) == 2  # the second still has tokens to compute

@@ -1,4 +1,4 @@
-"""The scheduler plays everything to its end, whatever the pool's size, and leaves nothing behind."""
+"""The scheduler completes all requests with any pool size, and frees all blocks."""
 
 from collections.abc import Sequence
 
@@ -22,7 +22,7 @@ from kvpool.replay.workload import ChatShare, Work
 
 
 class Fixed:
-    """Requests that are all there from the start."""
+    """Requests that are all ready at the start."""
 
     def __init__(self, *works: Work) -> None:
         self._works = works
@@ -77,7 +77,7 @@ def test_rejects_requests_that_are_too_large_for_the_pool() -> None:
 
 def test_the_blocks_of_all_groups_count_for_the_size_of_a_request() -> None:
     with connect("embedded:") as client:
-        make_pool(client, 12, MIXES["windows"])  # 11 to give; 12 tokens take 3 blocks in each of four groups
+        make_pool(client, 12, MIXES["windows"])  # 11 usable; 12 tokens need 3 blocks in each of four groups
         with client.open_session("p") as session:
             counts = Scheduler(session, Fixed(Work("large", [1] * 8, 4), Work("small", [1] * 4, 4))).run()
     assert (counts.rejected_requests, counts.requests) == (1, 1)

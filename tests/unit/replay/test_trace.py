@@ -1,4 +1,4 @@
-"""A trace is read whole or refused, naming the line."""
+"""A trace is read in full, or refused with the number of the bad line."""
 
 import gzip
 import json

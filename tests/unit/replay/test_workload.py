@@ -1,4 +1,4 @@
-"""What schedulers are given to do, once or again and again."""
+"""Workloads, with one, several and unlimited rounds."""
 
 import json
 from itertools import pairwise
@@ -10,7 +10,7 @@ from kvpool.replay.workload import ChatShare, TraceShare, Work, Workload
 
 
 def played(workload: Workload, most: int = 1000) -> list[Work]:
-    """All requests in the order in which they come, each answered by as many tokens as it wants."""
+    """Plays all requests in order, each with as many output tokens as it asks for."""
     waiting = workload.start()
     done: list[Work] = []
     while waiting and len(done) < most:

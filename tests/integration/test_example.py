@@ -1,0 +1,39 @@
+"""`python -m examples.reference_engine`, the second half of `make demo`."""
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from examples.reference_engine import __main__ as example
+from examples.reference_engine.generate import Generation
+from kvpool.replay.result import Counts
+from support.operator import pool_info
+from support.paths import ROOT
+from support.server import running_server
+
+
+def test_two_ranks_generate_the_tokens_of_a_model_without_a_cache() -> None:
+    with running_server() as address:
+        done = subprocess.run(
+            [sys.executable, "-m", "examples.reference_engine", "--server", address],
+            cwd=ROOT, capture_output=True, text=True, timeout=280, check=False,
+        )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "32 of 32" in done.stdout
+
+
+@pytest.mark.parametrize(("equal_requests", "status"), [(32, 0), (31, 1)])
+def test_the_exit_status_is_1_if_tokens_differ(
+    equal_requests: int, status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done = Generation(Counts(requests=32), equal_requests, [], pool_info())
+
+    def generate(*_: Any) -> Generation:
+        return done
+
+    monkeypatch.setattr(example, "generate", generate)
+    result = CliRunner().invoke(example.main, ["--server", "unix:/unused"])
+    assert (result.exit_code, f"{equal_requests} of 32" in result.output) == (status, True), result.output
