@@ -1,6 +1,7 @@
 # Each target makes .venv with what is locked, if it is not there yet.
 PYTHON ?= python3
 BIN := .venv/bin
+INSTALL := $(BIN)/pip install --disable-pip-version-check
 TORCH := torch==2.13.0
 # One more than cores: tests of real processes wait a lot.
 TEST_PROCESSES = $(shell $(PYTHON) -c 'import os; print(min(8, os.cpu_count() + 1))')
@@ -10,13 +11,28 @@ PROTOS := $(wildcard proto/kvpool/v1/*.proto)
 COMPILE := $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-header --no-annotate \
 	--no-emit-index-url
 
-.PHONY: demo test test-crash test-compose test-vllm test-fuzz check bench bench-vllm bench-parts proto lock clean
+.PHONY: demo test test-slow test-all test-crash test-compose test-vllm test-fuzz coverage check bench bench-vllm bench-parts proto lock clean
 
-demo: .venv/installed ## A server, two schedulers that share its pool, two ranks that compute
-	$(BIN)/kvpool demo
+demo: .venv/demo-installed ## A server, two schedulers that share its pool, two ranks that compute
+	@printf '\n=== 1 of 2: kvpool demo, two schedulers share the pool of a server ===\n\n'
+	@$(BIN)/kvpool demo
+	@printf '\n=== 2 of 2: python -m examples.reference_engine, two ranks on CPU generate ===\n\n'
+	@$(BIN)/python -m examples.reference_engine
 
-test: .venv/installed ## All tests that need only Python
-	$(BIN)/pytest -n $(TEST_PROCESSES) --dist loadfile
+test: .venv/installed ## Tests that need only Python, without those that take long
+	$(BIN)/pytest -n $(TEST_PROCESSES) --dist worksteal --hypothesis-profile quick -m "not slow"
+
+test-slow: .venv/installed ## The tests that `make test` leaves out: whole traces, all golden files through all transports, many examples
+	$(BIN)/pytest -n $(TEST_PROCESSES) --dist worksteal -m slow
+	$(BIN)/pytest -n $(TEST_PROCESSES) --dist worksteal tests/property
+
+test-all: test test-slow test-crash test-compose test-vllm ## Every test
+
+coverage: .venv/installed ## Line and branch coverage of `make test` and `make test-slow`, processes that tests start included
+	$(BIN)/coverage erase
+	$(BIN)/coverage run -m pytest -q -n $(TEST_PROCESSES) --dist worksteal
+	$(BIN)/coverage combine -q
+	$(BIN)/coverage report
 
 test-crash: .venv/installed ## Real processes, killed and stopped at random; KILLS=1000 for a long run
 	$(BIN)/pytest tests/crash
@@ -43,16 +59,19 @@ check: .venv/installed ## First of all: generated code, lint, types, unit and pr
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
-	$(BIN)/pytest -q -n auto --dist worksteal --hypothesis-profile quick tests/unit tests/property
+	$(BIN)/lint-imports --no-cache
+	$(BIN)/pytest -q -n auto --dist worksteal --hypothesis-profile smoke tests/unit tests/property
 
-bench: .venv/installed ## Speed, as tables, JSON and pictures; VLLM=.venv-vllm/bin/python for vLLM's manager in the same run
+bench: .venv/installed ## Speed, as tables, JSON (last line) and pictures; VLLM=.venv-vllm/bin/python adds vLLM's manager
 	$(BIN)/python -m benchmarks --save docs/bench/bench.json --markdown docs/bench/bench.md --plots docs/images \
 	    $(if $(VLLM),--vllm $(VLLM)) $(BENCH)
 
-bench-vllm: ## An environment with vLLM's manager for that, in .venv-vllm; VLLM_VERSION=0.32.0 for another than 0.14.1
+bench-vllm: ## Make .venv-vllm, an environment with vLLM's manager for make bench; VLLM_VERSION=0.32.0 for another than 0.14.1
 	PYTHON=$(PYTHON) benchmarks/install_vllm.sh .venv-vllm $(VLLM_VERSION)
 
-bench-parts: .venv/installed ## What ranks, metrics, events, the journal and unfair neighbours cost, each as JSON
+# The parts use the helpers in tests/support.
+bench-parts: export PYTHONPATH := tests
+bench-parts: .venv/installed ## Cost of ranks, metrics, events, the journal and unfair neighbours, each as JSON
 	$(BIN)/python -m benchmarks.parts.bench_ranks
 	$(BIN)/python -m benchmarks.parts.bench_metrics
 	$(BIN)/python -m benchmarks.parts.bench_events
@@ -71,7 +90,7 @@ proto: .venv/installed ## Generate the Python of the protos
 
 lock: .venv/installed ## Choose newest versions that pyproject.toml allows; of the images' the same
 	$(BIN)/pip install -q uv
-	$(COMPILE) --upgrade --extra dev --extra bench --group beside-torch pyproject.toml -o requirements.lock
+	$(COMPILE) --upgrade --extra dev --group bench --group beside-torch pyproject.toml -o requirements.lock
 	$(COMPILE) --extra events pyproject.toml -c requirements.lock -o deploy/requirements/server.lock
 	$(COMPILE) --group beside-torch -c requirements.lock -o deploy/requirements/beside-torch.lock
 	$(COMPILE) --group build -c requirements.lock -o deploy/requirements/build.lock
@@ -81,11 +100,18 @@ lock: .venv/installed ## Choose newest versions that pyproject.toml allows; of t
 	    tests/engine/requirements.in -o tests/engine/requirements.lock
 	$(COMPILE) --upgrade --no-deps tests/engine/requirements-0.14.1.in -o tests/engine/requirements-0.14.1.lock
 
-.venv/installed: requirements.lock pyproject.toml
+# The demo needs the runtime and torch alone.
+.venv/demo-installed: $(addprefix deploy/requirements/,server.lock beside-torch.lock build.lock) pyproject.toml
+	@echo "Installing kvpool and $(TORCH) into .venv. Downloads: about 50 MB of packages, then torch, which is about"
+	@echo "200 MB as a build for CPUs, and about 3 GB with CUDA."
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install -q --disable-pip-version-check --require-hashes -r requirements.lock
-	$(BIN)/pip install -q --disable-pip-version-check $(TORCH)
-	$(BIN)/pip install -q --disable-pip-version-check --no-deps --no-build-isolation -e .
+	$(INSTALL) --require-hashes $(addprefix -r deploy/requirements/,server.lock beside-torch.lock build.lock)
+	$(INSTALL) $(TORCH)
+	$(INSTALL) --no-deps --no-build-isolation -e .
+	touch $@
+
+.venv/installed: .venv/demo-installed requirements.lock
+	$(INSTALL) --require-hashes -r requirements.lock
 	touch $@
 
 .venv-docs/installed: docs/requirements.lock
@@ -105,4 +131,4 @@ $(OLDER_VLLM)/installed: tests/engine/requirements-0.14.1.lock .venv-vllm-engine
 	touch $@
 
 clean:
-	rm -rf .venv .venv-vllm-engine .mypy_cache .ruff_cache .pytest_cache .hypothesis dist
+	rm -rf .venv .venv-docs .venv-vllm-engine site .coverage .import_linter_cache .mypy_cache .ruff_cache .pytest_cache .hypothesis dist

@@ -1,4 +1,4 @@
-"""`kvpool bench`."""
+"""`python -m benchmarks`: measures what allocator work costs."""
 
 import importlib.util
 import json
@@ -17,34 +17,43 @@ from benchmarks.scale import FULL, QUICK
 from benchmarks.tables import Grid, grids, markdown
 from benchmarks.vllm_side import VllmSide
 from benchmarks.workloads import WorkloadError
-from kvpool.cli.output import progress
-from kvpool.replay.child_error import ChildError
+from kvpool.cli.progress import progress
+from kvpool.replay import ChildError
 
 _PIPED_WIDTH = 140
 
 
 @click.command()
-@click.option("--json", "as_json", is_flag=True, help="End with one JSON object, and print no tables.")
+@click.option("--json", "as_json", is_flag=True, help="Print only the JSON object.")
 @click.option(
     "--vllm",
     metavar="PYTHON",
-    help="An interpreter that can import vllm (0.14.1 or later): its manager does the same work, in turns with ours.",
+    help="An interpreter with vllm (0.14.1 or later). Its KV cache manager does the same work, in turns with kvpool.",
 )
 @click.option(
     "--compare",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="What --json printed in an earlier run: adds this run's figures over that one's.",
+    help="Output of an earlier run: adds the ratios of this run's figures to it.",
 )
-@click.option("--quick", is_flag=True, help="A few rounds only: shows that all works, and little of speed.")
+@click.option("--quick", is_flag=True, help="Run a few rounds only, to check that everything works. Not a measurement.")
 @click.option(
-    "--only", multiple=True, type=click.Choice(list(suite.SECTIONS)), help="Only this; several times for more."
+    "--only", multiple=True, type=click.Choice(list(suite.SECTIONS)), help="Run only this section. Can be repeated."
 )
-@click.option("--save", type=click.Path(dir_okay=False, path_type=Path), help="Write the JSON object here, too.")
-@click.option("--markdown", "markdown_file", type=click.Path(dir_okay=False, path_type=Path), help="Write tables here.")
 @click.option(
-    "--plots", type=click.Path(file_okay=False, path_type=Path), help='Draw SVG pictures here; needs "kvpool[bench]".'
+    "--save", type=click.Path(dir_okay=False, path_type=Path), help="Also write the JSON object to this file."
 )
-def bench(  # noqa: PLR0913 - one parameter an option
+@click.option(
+    "--markdown",
+    "markdown_file",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Write the tables to this file.",
+)
+@click.option(
+    "--plots",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Draw SVG pictures into this folder; needs matplotlib.",
+)
+def bench(  # noqa: PLR0913 - one parameter per option
     *,
     as_json: bool,
     vllm: str | None,
@@ -55,13 +64,13 @@ def bench(  # noqa: PLR0913 - one parameter an option
     markdown_file: Path | None,
     plots: Path | None,
 ) -> None:
-    """Measure what allocator work costs: in process, through a server of our own, and by vLLM's manager.
+    """Measure what allocator work costs: in process, through a server, and in vLLM's KV cache manager.
 
-    Takes a few minutes and two free cores. All that is compared runs in turns. Machines are noisy: trust ratios within
-    one run, not times of two.
+    Prints tables, then one JSON object as the last line. Takes a few minutes and needs two free cores. Targets that
+    are compared run in turns. Machines are noisy: compare ratios within one run, not times of two runs.
     """
     if plots and not importlib.util.find_spec("matplotlib"):
-        raise click.UsageError('--plots needs matplotlib, which is not installed: pip install "kvpool[bench]"')
+        raise click.UsageError("--plots needs matplotlib: pip install matplotlib, or run make bench")
     try:
         earlier = read_earlier(compare) if compare else None
     except (ValueError, OSError) as error:
@@ -77,10 +86,9 @@ def bench(  # noqa: PLR0913 - one parameter an option
             _plot(report, plots)
     except OSError as error:
         raise click.ClickException(f"cannot write {error.filename}: {error.strerror}") from error
-    if as_json:
-        click.echo(line)
-    else:
+    if not as_json:
         _print(report)
+    click.echo(line)
 
 
 def _measure(python: str | None, sections: tuple[str, ...], *, quick: bool) -> Report:
@@ -90,7 +98,7 @@ def _measure(python: str | None, sections: tuple[str, ...], *, quick: bool) -> R
         with progress("measuring", suite.num_rounds(scale, sections)) as console:
             return suite.measure(scale, sections, side, console.advance)
     except WorkloadError as error:
-        raise click.ClickException(f"the work did not turn out as it was meant: {error}") from error
+        raise click.ClickException(f"a workload did not do the intended work: {error}") from error
     finally:
         if side:
             side.close()
@@ -98,7 +106,9 @@ def _measure(python: str | None, sections: tuple[str, ...], *, quick: bool) -> R
 
 def _vllm_side(python: str | None) -> VllmSide | None:
     if python is None:
-        click.echo("kvpool: without --vllm PYTHON vLLM's manager is not measured; its columns are skipped", err=True)
+        click.echo(
+            "benchmarks: without --vllm PYTHON, vLLM's manager is not measured; its columns are skipped", err=True
+        )
         return None
     try:
         return VllmSide(python)
@@ -113,11 +123,11 @@ def _write(path: Path | None, text: str) -> None:
 
 
 def _plot(report: Report, folder: Path) -> None:
-    from benchmarks.plots import plot  # noqa: PLC0415 - only now, as it imports matplotlib
+    from benchmarks.plots import plot  # noqa: PLC0415 - imports matplotlib
 
     folder.mkdir(parents=True, exist_ok=True)
     for path in plot(report, folder):
-        click.echo(f"kvpool: drew {path}", err=True)
+        click.echo(f"benchmarks: drew {path}", err=True)
 
 
 def _print(report: Report) -> None:
@@ -140,4 +150,4 @@ def _table(grid: Grid) -> Table:
 
 
 if __name__ == "__main__":
-    bench()
+    bench(prog_name="python -m benchmarks")

@@ -1,9 +1,9 @@
-"""vLLM's own manager under the same workloads. Runs as a file, under the interpreter that has vLLM; imports no kvpool.
+"""Runs the workloads on vLLM's KV cache manager. A script for an interpreter with vLLM; it does not import kvpool.
 
-    python beside_vllm.py                Answers one JSON line a line: what `vllm_side` asks.
-    python beside_vllm.py NUM_BLOCKS     Says what a manager of so many blocks takes, and ends.
+    python beside_vllm.py                Answers each JSON line of `vllm_side` with one JSON line.
+    python beside_vllm.py NUM_BLOCKS     Prints time and memory of a manager of this many blocks.
 
-For 0.14.1 and later: what a version's constructors take besides is found by their signatures.
+Supports vLLM 0.14.1 and later. Signatures tell which further arguments the constructors of a version take.
 """
 
 import gc
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
         WorkloadError,
         open_workload,
     )
-else:  # from this folder, which is then searched no more: names in it could stand for others' modules
+else:  # import from this folder, then remove it from the path: its module names could hide others
     from construction import construct
     from workloads import (
         BLOCK_SIZE,
@@ -42,11 +42,11 @@ else:  # from this folder, which is then searched no more: names in it could sta
     sys.path.pop(0)
 
 _answers = os.fdopen(os.dup(1), "w", buffering=1)
-os.dup2(2, 1)  # what vLLM prints is no answer
+os.dup2(2, 1)  # keeps vLLM's prints out of the answers
 
 
-def _answer(**told: object) -> None:
-    print(json.dumps(told), file=_answers)
+def _answer(**fields: object) -> None:
+    print(json.dumps(fields), file=_answers)
 
 
 try:
@@ -57,7 +57,7 @@ try:
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
     from vllm.v1.request import Request
-except Exception as error:  # noqa: BLE001 - whatever it is, whoever gave this interpreter is to know it
+except Exception as error:  # noqa: BLE001 - reported to the user who chose this interpreter
     _answer(error=f"{type(error).__name__}: {error}")
     sys.exit(1)
 
@@ -65,7 +65,7 @@ _Request = Any
 _Hit = tuple[Any, ...]
 
 
-def _manager(num_blocks: int, num_windowed_groups: int) -> Any:  # noqa: ANN401 - vLLM may not be here to be looked at
+def _manager(num_blocks: int, num_windowed_groups: int) -> Any:  # noqa: ANN401 - vLLM may not be installed
     shape = {"block_size": BLOCK_SIZE, "num_kv_heads": 1, "head_size": 1, "dtype": kv_cache_interface.torch.float32}
     window = kv_cache_interface.SlidingWindowSpec(**shape, sliding_window=WINDOW_TOKENS)
     specs = (kv_cache_interface.FullAttentionSpec(**shape), *[window] * num_windowed_groups)
@@ -101,7 +101,7 @@ class VllmTarget:
         return self._request(token_ids, self._hasher)
 
     def lookup(self, request: _Request) -> _Hit:
-        """See `Target`. Counts it, as later schedulers do beside the look-up."""
+        """See `Target`. Records the statistics, as schedulers of later versions do after a look-up."""
         hit: _Hit = self._manager.get_computed_blocks(request)
         if self._record_stats:
             self._record_stats(request, hit[1])
@@ -113,12 +113,12 @@ class VllmTarget:
 
     def allocate(self, request: _Request, num_new_tokens: int, hit: _Hit | None = None) -> NewBlocks | None:
         """See `Target`."""
-        room = (
+        blocks = (
             self._manager.allocate_slots(request, num_new_tokens, hit[1], hit[0])
             if hit
             else self._manager.allocate_slots(request, num_new_tokens)
         )
-        new: NewBlocks | None = room and room.get_block_ids()
+        new: NewBlocks | None = blocks and blocks.get_block_ids()
         return new
 
     def serve(self, token_ids: list[int]) -> _Request:
@@ -139,14 +139,14 @@ class VllmTarget:
         self._start_step()
         allocate = self._manager.allocate_slots
         new = []
-        for request, token_id in zip(requests, token_ids):  # noqa: B905 - as long as each other
+        for request, token_id in zip(requests, token_ids):  # noqa: B905 - equal lengths
             request.append_output_token_ids(token_id)
             new.append(allocate(request, 1).get_block_ids(allow_none=True))
             request.num_computed_tokens += 1
         return new
 
     def settle(self) -> None:
-        """See `Target`. Here what is cached is hit at once."""
+        """See `Target`. vLLM's cached blocks can be hit at once."""
 
     def reset(self) -> None:
         """See `Target`."""
@@ -179,7 +179,7 @@ def _serve() -> None:
                 task = Task(**asked["task"])
                 workloads[asked["open"]] = open_workload(VllmTarget(task), task)
                 gc.collect()
-                gc.freeze()  # as vLLM's engine does when it is set up
+                gc.freeze()  # as vLLM's engine does after its start
                 _answer()
             elif "round" in asked:
                 _answer(micros=workloads[asked["round"]].round(asked["count"]))
@@ -192,7 +192,7 @@ def _serve() -> None:
 
 
 def main() -> None:
-    """Serves the other side, or says what a manager takes."""
+    """Answers requests, or measures the construction of a manager."""
     if sys.argv[1:]:
         num_blocks = int(sys.argv[1])
         _answer(**construct(lambda: _manager(num_blocks, 0), num_blocks))

@@ -1,4 +1,4 @@
-"""The same work in process, through a server, and by vLLM's manager, in turns."""
+"""The same work in process, through a server, and in vLLM's manager, in turns."""
 
 from contextlib import ExitStack
 from dataclasses import replace
@@ -24,11 +24,11 @@ _HASHED: Final = {
     "prompts": ("hash_us_per_block", f"prompt_{PROMPT_BLOCKS}_end_to_end"),
     "decodes": ("decode_step_256_requests",),
 }
-"""By kind of work: figures that the hash decides."""
+"""For each kind of work, the figures that depend on the hash function."""
 
 
 def prompts(run: Run) -> None:
-    """Look-ups, allocations and frees of prompts, and hashes."""
+    """Measures look-ups, allocations and frees of prompts, and hashing."""
     scale = run.scale
     task = Task("prompts", scale.num_blocks)
     measured = _race(run, task, scale.num_rounds, scale.prompts_a_round)
@@ -38,34 +38,35 @@ def prompts(run: Run) -> None:
 
 
 def evictions(run: Run) -> None:
-    """Allocations for which cached blocks are evicted."""
+    """Measures allocations that evict cached blocks."""
     scale = run.scale
     measured = _race(run, Task("evictions", scale.evicting_blocks), scale.num_rounds, scale.prompts_a_round)
     _put(run, measured)
 
 
 def windows(run: Run) -> None:
-    """Prompts of a model most of whose layers look at a sliding window. Few enough that no block is evicted."""
+    """Measures prompts of a model with mostly sliding-window layers. Few enough rounds that no block is evicted."""
     task = Task("windows", run.scale.num_blocks, num_windowed_groups=GEMMA3_WINDOWED_GROUPS)
     _put(run, _race(run, task, windows_rounds(run.scale), run.scale.prompts_a_round))
 
 
 def windows_rounds(scale: Scale) -> int:
-    """How many rounds `windows` has."""
+    """Returns the number of rounds of `windows`."""
     return min(scale.num_rounds, _GEMMA3_MAX_ROUNDS)
 
 
 def decodes(run: Run) -> None:
-    """Decode steps of 256 requests."""
+    """Measures decode steps of 256 requests."""
     task = Task("decodes", run.scale.num_blocks, prompt_blocks=_DECODE_PROMPT_BLOCKS)
     measured = _race(run, task, run.scale.num_rounds, run.scale.steps_a_round)
     _put(run, measured, _HASHED[task.kind])
 
 
 def decodes_ahead(run: Run) -> None:
-    """The same steps, sent ahead of their answers: what they take of the scheduler's own time.
+    """Measures the scheduler's own time of the same steps when they are sent ahead of their answers.
 
-    Apart, as the sleeps between leave everything cold that is measured beside them. In vLLM all of a step is that.
+    A section of its own, since its sleeps let caches go cold for targets in the same rounds. In vLLM the whole step is
+    the scheduler's own time.
     """
     task = Task("decodes", run.scale.num_blocks, prompt_blocks=_DECODE_PROMPT_BLOCKS)
     with ExitStack() as stack:
@@ -81,7 +82,7 @@ def decodes_ahead(run: Run) -> None:
 
 
 def streams(run: Run) -> None:
-    """Steps that ask nothing, beside what is the least that any message can cost."""
+    """Measures empty steps, and an echo on the same kind of stream as the lower bound."""
     with ExitStack() as stack:
         echo = stack.enter_context(server_child(serve_echo, LOOPBACK))
         turns: dict[tuple[str, str], Workload] = {}
@@ -95,7 +96,7 @@ def streams(run: Run) -> None:
 
 
 class _DecodesAhead:
-    """Decode steps that are sent ahead. See `Workload`."""
+    """Decode steps that are sent ahead of their answers. See `Workload`."""
 
     def __init__(self, target: AheadTarget, task: Task) -> None:
         self._target = target
@@ -113,7 +114,7 @@ class _DecodesAhead:
 
 
 class EmptySteps:
-    """Steps that say only what was executed. See `Workload`."""
+    """Steps that only report execution. See `Workload`."""
 
     def __init__(self, target: SessionTarget) -> None:
         self._target = target

@@ -1,4 +1,4 @@
-"""The core in this process, called directly, as vLLM's scheduler calls its manager."""
+"""The core in process, called directly, as vLLM's scheduler calls its manager."""
 
 import secrets
 from collections.abc import Callable, Sequence
@@ -7,17 +7,18 @@ from typing import Final
 from benchmarks.workloads import BLOCK_SIZE, MAX_MODEL_LEN, WINDOW_TOKENS, NewBlocks, Task, WorkloadError
 from kvpool.client.hashing import BlockHasher
 from kvpool.core import ids
-from kvpool.core.blocks.kv_cache_manager import ComputedBlocks, KVCacheManager
+from kvpool.core.blocks.kv_cache_manager import KVCacheManager
+from kvpool.core.blocks.prefix_search import ComputedBlocks
 from kvpool.core.ids import BlockHash, PoolName, RequestId, RequestNumber, SessionNumber
 from kvpool.core.sessions import request as core
 from kvpool.core.specs.kinds import FullAttentionSpec, SlidingWindowSpec
 from kvpool.core.specs.pool_config import HashScheme, KVCacheGroup, PoolConfig
 
-_WRITER: Final = SessionNumber(1)
+_SESSION: Final = SessionNumber(1)
 
 
 def pool_config(name: str, task: Task) -> PoolConfig:
-    """The pool of a task."""
+    """Returns the configuration of a task's pool."""
     window = SlidingWindowSpec(BLOCK_SIZE, sliding_window=WINDOW_TOKENS)
     specs = (FullAttentionSpec(BLOCK_SIZE), *[window] * task.num_windowed_groups)
     groups = tuple(KVCacheGroup(spec, (f"layer.{i}",)) for i, spec in enumerate(specs))
@@ -26,11 +27,11 @@ def pool_config(name: str, task: Task) -> PoolConfig:
 
 
 class CoreRequest:
-    """A request, with the tokens that its scheduler has.
+    """A request and the tokens that its scheduler holds.
 
     Attributes:
         token_ids: Prompt and output.
-        known: What the pool knows of it.
+        known: The core's request.
     """
 
     __slots__ = ("known", "token_ids")
@@ -59,13 +60,13 @@ class CoreTarget:
         """See `Target`."""
         self._count += 1
         number, tables = RequestNumber(self._count), self.pool.new_tables()
-        known = core.Request(RequestId(f"r{number}"), number, _WRITER, tables, num_tokens=len(token_ids))
+        known = core.Request(RequestId(f"r{number}"), number, _SESSION, tables, num_tokens=len(token_ids))
         self._hasher.extend(known.hashes, token_ids)
         return CoreRequest(token_ids, known)
 
     def lookup(self, request: CoreRequest) -> ComputedBlocks:
         """See `Target`."""
-        return self.pool.lookup(request.known)
+        return self.pool.get_computed_blocks(request.known)
 
     def num_hit_tokens(self, hit: ComputedBlocks) -> int:
         """See `Target`."""
@@ -75,14 +76,14 @@ class CoreTarget:
         self, request: CoreRequest, num_new_tokens: int, hit: ComputedBlocks | None = None
     ) -> NewBlocks | None:
         """See `Target`."""
-        return self.pool.allocate(request.known, num_new_tokens, computed=hit, sequence=self._sequence)
+        return self.pool.allocate_slots(request.known, num_new_tokens, computed=hit, sequence=self._sequence)
 
     def serve(self, token_ids: list[int]) -> CoreRequest:
         """See `Target`."""
         request = self.make(token_ids)
-        hit = self.pool.lookup(request.known)
+        hit = self.pool.get_computed_blocks(request.known)
         num_new_tokens = len(token_ids) - hit.num_tokens
-        if self.pool.allocate(request.known, num_new_tokens, computed=hit, sequence=self._sequence) is None:
+        if self.pool.allocate_slots(request.known, num_new_tokens, computed=hit, sequence=self._sequence) is None:
             raise WorkloadError("a prompt found too few blocks")
         return request
 
@@ -93,7 +94,7 @@ class CoreTarget:
     def decode(self, requests: Sequence[CoreRequest], token_ids: Sequence[int]) -> Sequence[NewBlocks | None]:
         """See `Target`."""
         self.settle()
-        allocate, sequence = self.pool.allocate, self._sequence
+        allocate, sequence = self.pool.allocate_slots, self._sequence
         new = []
         for request, token_id in zip(requests, token_ids, strict=True):
             known, tokens = request.known, request.token_ids
@@ -106,7 +107,7 @@ class CoreTarget:
 
     def settle(self) -> None:
         """See `Target`."""
-        self.pool.blocks.prefix_map.publish(_WRITER, self._sequence)
+        self.pool.blocks.prefix_map.publish(_SESSION, self._sequence)
         self._sequence = ids.StepNumber(self._sequence + 1)
 
     def reset(self) -> None:

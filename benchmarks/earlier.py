@@ -1,4 +1,4 @@
-"""An earlier run, to compare with."""
+"""Comparison with an earlier run."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -9,24 +9,24 @@ from benchmarks.report import Report
 
 
 def read_earlier(path: Path) -> dict[str, object]:
-    """Reads what `--json` printed, whatever was printed before it.
+    """Reads the JSON object on the last line of an earlier run's output.
 
     Raises:
-        ValueError: The file's last line is not such an object.
-        OSError: It cannot be read.
+        ValueError: The last line of the file is not such an object.
+        OSError: The file cannot be read.
     """
     lines = path.read_text().strip().splitlines()
     try:
-        told = json.loads(lines[-1] if lines else "")
+        found = json.loads(lines[-1] if lines else "")
     except json.JSONDecodeError:
-        told = None
-    if not isinstance(told, dict) or "machine" not in told:
-        raise ValueError(f"{path}: the last line is not what kvpool bench --json prints")
-    return told
+        found = None
+    if not isinstance(found, dict) or "machine" not in found:
+        raise ValueError(f"{path}: the last line is not the JSON of python -m benchmarks")
+    return found
 
 
 def compare(report: Report, earlier: Mapping[str, object]) -> None:
-    """Puts into the report, for every figure that both have, this run's over the earlier one's."""
+    """Adds to the report the ratio of this run to the earlier one, for each figure of both runs."""
     before = dict(_flat("", earlier))
     now: Figures = dict(_flat("", report.numbers()))
     report.compare = {path: figure / before[path] for path, figure in now.items() if before.get(path)}

@@ -1,4 +1,4 @@
-"""The least that a step can cost: an empty message each way, on the same kind of stream as a session's."""
+"""The lower bound of a step's cost: empty messages both ways, on the same kind of stream as a session's."""
 
 import asyncio
 import queue
@@ -17,7 +17,7 @@ _METHOD: Final = "Echo"
 
 
 async def serve_echo(addresses: tuple[str, ...], ready: Callable[[list[str]], None]) -> None:
-    """Serves a stream that sends back what it gets, and nothing else, with the channel options of our server."""
+    """Serves a stream that echoes messages, with the channel options of a kvpool server."""
     server = grpc.aio.server(options=channel_options(ServerConfig(addresses=addresses)))
     handlers: dict[str, grpc.RpcMethodHandler[bytes, bytes]] = {_METHOD: grpc.stream_stream_rpc_method_handler(_echo)}
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(_SERVICE, handlers),))
@@ -36,7 +36,7 @@ async def _echo(_: object, context: "grpc.aio.ServicerContext[bytes, bytes]") ->
 
 
 class Echo:
-    """Empty round trips on one stream of the synchronous client, which are timed. See `Workload`."""
+    """Timed empty round trips on one stream of the synchronous client. See `Workload`."""
 
     def __init__(self, address: str) -> None:
         self._channel = grpc.insecure_channel(address, options=SESSION_CHANNEL_OPTIONS)

@@ -1,4 +1,4 @@
-"""What a decode step costs as pools, requests, prompts and groups grow."""
+"""Cost of a decode step as pools, requests, prompts and groups grow."""
 
 from collections.abc import Iterator
 
@@ -14,11 +14,11 @@ from kvpool.wire.channels import Access
 
 _REQUESTS = 64
 _SMALL_PROMPT_BLOCKS = 32
-_STEPS_A_ROUND = 4
+_STEPS_PER_ROUND = 4
 
 
 def pool_sizes(run: Run) -> None:
-    """A decode step through a server, and prompts in process for which cached blocks are evicted."""
+    """Measures, per pool size, a decode step through a server, and prompts in process that evict cached blocks."""
     with connect_as(Access(), run.server.addresses[0]) as client:
         turns: dict[tuple[int, str], Workload] = {}
         for num_blocks in run.scale.pool_sizes_blocks:
@@ -26,21 +26,21 @@ def pool_sizes(run: Run) -> None:
             turns[num_blocks, "grpc"] = _through(client, f"sizes-{num_blocks}", decodes)
             evictions = Task("evictions", num_blocks, prompt_blocks=_SMALL_PROMPT_BLOCKS)
             turns[num_blocks, "core"] = open_workload(CoreTarget(evictions), evictions)
-        measured = race(turns, run.scale.growth_rounds, _STEPS_A_ROUND, run.advance)
+        measured = race(turns, run.scale.growth_rounds, _STEPS_PER_ROUND, run.advance)
     for (num_blocks, side), figures in measured.items():
-        told = run.report.pool_sizes.setdefault(str(num_blocks), {})
-        told |= {f"{side}_{name}": figure for name, figure in figures.items()}
+        by_name = run.report.pool_sizes.setdefault(str(num_blocks), {})
+        by_name |= {f"{side}_{name}": figure for name, figure in figures.items()}
 
 
 def growth(run: Run) -> None:
-    """A decode step through a server, and by vLLM's manager, as one thing grows and all else stays."""
+    """Measures a decode step through a server and in vLLM's manager while one parameter grows."""
     with connect_as(Access(), run.server.addresses[0]) as client:
         turns: dict[tuple[str, int, str], Workload] = {}
         for axis, size, task in _tasks(run.scale):
             turns[axis, size, "grpc"] = _through(client, f"{axis}-{size}", task)
             if run.vllm:
                 turns[axis, size, "vllm"] = run.vllm.open(task)
-        measured = race(turns, run.scale.growth_rounds, _STEPS_A_ROUND, run.advance)
+        measured = race(turns, run.scale.growth_rounds, _STEPS_PER_ROUND, run.advance)
     for (axis, size, side), figures in measured.items():
         (figure,) = figures.values()
         run.report.growth.setdefault(axis, {}).setdefault(str(size), {})[side] = figure

@@ -1,4 +1,4 @@
-"""What a run ran on."""
+"""Description of the machine."""
 
 import os
 import platform
@@ -9,7 +9,7 @@ _CPUINFO = Path("/proc/cpuinfo")
 
 
 def machine() -> dict[str, str | int]:
-    """Describes this machine and what decides how fast it is here."""
+    """Returns the hardware and the versions that determine speed."""
     return {
         "python": f"{platform.python_implementation()} {platform.python_version()}",
         "system": f"{platform.system()} {platform.release()}",

@@ -1,4 +1,4 @@
-"""Pools at once, one session each: all in one server process, and each in a process of its own."""
+"""Concurrent pools, one session each: in one server process, and in a process per pool."""
 
 import statistics
 from contextlib import ExitStack
@@ -18,13 +18,13 @@ A_PROCESS_EACH: Final = "a_process_each"
 
 
 def many_pools(run: Run) -> None:
-    """Measures each number of pools both ways in turns, a few times."""
+    """Measures each number of pools both ways, in turns, several times."""
     scale = run.scale
-    most = max(scale.pools)
+    max_pools = max(scale.pools)
     with ExitStack() as stack:
-        servers = [stack.enter_context(server_child(serve_pools)) for _ in range(most)]
-        pipes = stack.enter_context(processes(min(scale.session_processes, most)))
-        names = [f"pools-{i}" for i in range(most)]
+        servers = [stack.enter_context(server_child(serve_pools)) for _ in range(max_pools)]
+        pipes = stack.enter_context(processes(min(scale.session_processes, max_pools)))
+        names = [f"pools-{i}" for i in range(max_pools)]
         for i, server in enumerate(servers):
             with connect_as(Access(), server.addresses[0]) as client:
                 for name in names if not i else names[i : i + 1]:
@@ -39,7 +39,7 @@ def many_pools(run: Run) -> None:
                     measured[way].append(decode_at_once(scale, pipes, places, pids))
                 run.advance(1)
             run.report.pools[str(count)] = {
-                f"{way}_{name}": statistics.median(f[name] for f in told)
-                for way, told in measured.items()
-                for name in told[0]
+                f"{way}_{name}": statistics.median(f[name] for f in figures)
+                for way, figures in measured.items()
+                for name in figures[0]
             }

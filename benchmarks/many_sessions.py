@@ -1,4 +1,4 @@
-"""What steps take, and what they cost the server, as more sessions decode at once."""
+"""Latency of steps, and their cost for the server, with a growing number of concurrent sessions."""
 
 import os
 import signal
@@ -19,7 +19,7 @@ from benchmarks.session_target import decode
 from benchmarks.workloads import BLOCK_SIZE, VOCABULARY, Task
 from kvpool.client import KvpoolError, Request, Session
 from kvpool.client.connection import connect_as
-from kvpool.replay.child_error import ChildError
+from kvpool.replay import ChildError
 from kvpool.replay.children import CONTEXT, STOP_SECONDS, Pipe
 from kvpool.wire.channels import Access
 
@@ -28,7 +28,7 @@ _PROMPT_BLOCKS: Final = 2
 
 
 def many_sessions(run: Run) -> None:
-    """Measures each number of sessions, one after the other, a few times."""
+    """Measures each number of sessions in turn, several times."""
     scale = run.scale
     measured: dict[int, list[Figures]] = {count: [] for count in scale.sessions}
     with connect_as(Access(), run.server.addresses[0]) as client, processes(scale.session_processes) as pipes:
@@ -38,8 +38,8 @@ def many_sessions(run: Run) -> None:
                 places = [Place(run.server.addresses[0], _POOL)] * count
                 measured[count].append(decode_at_once(scale, pipes, places, [run.server.pid]))
                 run.advance(1)
-    for count, told in measured.items():
-        run.report.sessions[str(count)] = {name: statistics.median(f[name] for f in told) for name in told[0]}
+    for count, rounds in measured.items():
+        run.report.sessions[str(count)] = {name: statistics.median(f[name] for f in rounds) for name in rounds[0]}
     one = run.report.sessions.get("1", {}).get("server_cpu_us_per_request")
     for figures in run.report.sessions.values():
         if one and "server_cpu_us_per_request" in figures:
@@ -48,11 +48,11 @@ def many_sessions(run: Run) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a session is opened.
+    """Server and pool of a session.
 
     Attributes:
-        address: The server's.
-        pool: The pool, which is there.
+        address: Address of the server.
+        pool: Name of the pool, which exists.
     """
 
     address: str
@@ -64,9 +64,9 @@ class _Share:
     """The sessions of one process.
 
     Attributes:
-        places: By number, where each is opened; a thread each. Tokens of different numbers differ.
-        num_requests: Running requests of each.
-        seconds: How long they decode.
+        places: The place of each session by number. Each session has a thread, and tokens depend on its number.
+        num_requests: Running requests per session.
+        seconds: Time to decode.
     """
 
     places: dict[int, Place]
@@ -75,13 +75,13 @@ class _Share:
 
 
 def decode_at_once(scale: Scale, pipes: Sequence[Pipe], places: Sequence[Place], pids: Collection[int]) -> Figures:
-    """Decodes in as many sessions as there are places, as fast as they are answered.
+    """Decodes in one session per place, without pauses between steps.
 
     Args:
-        scale: How many requests, how long.
-        pipes: Those of `processes`, which share the sessions.
-        places: Where each session is opened.
-        pids: The servers' processes.
+        scale: Number of requests, and time.
+        pipes: The pipes of `processes`, which share the sessions.
+        places: The place of each session.
+        pids: Process ids of the servers.
     """
     used = pipes[: len(places)]
     for i, pipe in enumerate(used):
@@ -99,7 +99,7 @@ def decode_at_once(scale: Scale, pipes: Sequence[Pipe], places: Sequence[Place],
     for pipe in used:
         pipe.send("close")
         _receive(pipe)
-    told = {
+    figures = {
         "steps_per_second": len(micros) / seconds,
         "step_p50_us": statistics.median(micros),
         "step_p99_us": micros[int(len(micros) * 0.99)],
@@ -110,14 +110,14 @@ def decode_at_once(scale: Scale, pipes: Sequence[Pipe], places: Sequence[Place],
         if before is not None and after is not None
     ]
     if len(spent_us) == len(pids):
-        told["server_cpu_us_per_step"] = sum(spent_us) / len(micros)
-        told["server_cpu_us_per_request"] = told["server_cpu_us_per_step"] / scale.session_requests
-    return told
+        figures["server_cpu_us_per_step"] = sum(spent_us) / len(micros)
+        figures["server_cpu_us_per_request"] = figures["server_cpu_us_per_step"] / scale.session_requests
+    return figures
 
 
 @contextmanager
 def processes(count: int) -> Iterator[list[Pipe]]:
-    """Processes that play shares, each when it is sent one, until their pipe is closed."""
+    """Yields the pipes of processes that play each share they receive, until their pipe is closed."""
     with ExitStack() as stack:
         pipes = []
         for _ in range(count):
@@ -134,17 +134,17 @@ def processes(count: int) -> Iterator[list[Pipe]]:
 
 def _receive(pipe: Pipe) -> list[float]:
     try:
-        told: list[float] | str = pipe.recv()
+        answer: list[float] | str = pipe.recv()
     except EOFError:
         raise ChildError("a process with sessions ended") from None
-    if isinstance(told, str):
-        raise ChildError(f"a process with sessions: {told}")
-    return told
+    if isinstance(answer, str):
+        raise ChildError(f"a process with sessions: {answer}")
+    return answer
 
 
 def _play_shares(pipe: Pipe) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
-    with suppress(EOFError, OSError):  # the parent is done, or gone
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
+    with suppress(EOFError, OSError):  # the parent has ended
         while True:
             share: _Share = pipe.recv()
             try:
@@ -154,7 +154,7 @@ def _play_shares(pipe: Pipe) -> None:
 
 
 def _play(share: _Share, pipe: Pipe) -> None:
-    """Opens the sessions, waits for the word, decodes, says what each step took, waits again, and closes them."""
+    """Opens the sessions, waits for a message, decodes, sends the times of steps, waits again, and closes them."""
     with ExitStack() as stack:
         decodings = []
         for number, place in share.places.items():
@@ -175,11 +175,11 @@ def _play(share: _Share, pipe: Pipe) -> None:
 
 
 class _Decoding:
-    """One session that decodes as fast as it is answered.
+    """One session that decodes without pauses.
 
     Attributes:
-        micros: What each step took.
-        failure: What it ended with; empty if nothing was wrong.
+        micros: Time of each step in microseconds.
+        failure: The error that ended it; empty without an error.
     """
 
     def __init__(self, session: Session, number: int, num_requests: int) -> None:
@@ -196,7 +196,7 @@ class _Decoding:
                 step.admit(self._requests[-1])
 
     def run(self, seconds: float) -> None:
-        """Decodes for so long."""
+        """Decodes for `seconds`."""
         end_seconds = time.monotonic() + seconds
         try:
             while time.monotonic() < end_seconds:
@@ -211,7 +211,7 @@ class _Decoding:
 
 
 def _cpu_us(pid: int) -> float | None:
-    """CPU time of a process so far; None where there is no /proc."""
+    """Returns the CPU time of a process; None without /proc."""
     path = Path(f"/proc/{pid}/stat")
     if not path.exists():
         return None

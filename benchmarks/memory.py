@@ -1,4 +1,4 @@
-"""Memory and start of a large pool, ours and vLLM's, each in a process that does nothing else."""
+"""Memory and construction time of a large pool, in kvpool and vLLM, each in a fresh process."""
 
 import statistics
 from typing import Final
@@ -9,7 +9,7 @@ from benchmarks.race import Figures
 from benchmarks.report import Run
 from benchmarks.workloads import Task
 from kvpool.core.blocks.kv_cache_manager import KVCacheManager
-from kvpool.replay.child_error import ChildError
+from kvpool.replay import ChildError
 from kvpool.replay.children import CONTEXT, STOP_SECONDS, Pipe
 
 _NAMES: Final = {
@@ -20,7 +20,7 @@ _NAMES: Final = {
 
 
 def memory(run: Run) -> None:
-    """Makes the large pool a few times. The bytes are by how much the process's resident memory grew."""
+    """Makes the large pool several times. Bytes are the growth of the process's resident memory."""
     num_blocks = run.scale.large_blocks
     ours: list[Figures] = []
     theirs: list[Figures] = []
@@ -34,8 +34,8 @@ def memory(run: Run) -> None:
         run.report.vllm.update(_medians(theirs))
 
 
-def _medians(told: list[Figures]) -> Figures:
-    return {_NAMES[name]: statistics.median(figures[name] for figures in told) for name in told[0]}
+def _medians(rounds: list[Figures]) -> Figures:
+    return {_NAMES[name]: statistics.median(figures[name] for figures in rounds) for name in rounds[0]}
 
 
 def _construct_here(num_blocks: int) -> Figures:
@@ -44,13 +44,13 @@ def _construct_here(num_blocks: int) -> Figures:
     child.start()
     there.close()
     try:
-        told: Figures = here.recv()
+        figures: Figures = here.recv()
     except EOFError:
-        raise ChildError(f"the process that was to make a pool of {num_blocks:,} blocks ended") from None
+        raise ChildError(f"the process that makes a pool of {num_blocks:,} blocks ended") from None
     finally:
         child.join(STOP_SECONDS)
         here.close()
-    return told
+    return figures
 
 
 def _construct(num_blocks: int, pipe: Pipe) -> None:

@@ -1,4 +1,4 @@
-"""A report as pictures. Imports matplotlib: `pip install "kvpool[bench]"`."""
+"""A report as SVG pictures. Imports matplotlib, the dependency group `bench`."""
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
@@ -26,20 +26,20 @@ _CALLS: Final = {
 _COLORS: Final = {"core": "#1b6ca8", "grpc": "#3aa6a1", "tcp": "#9bd1c4", "vllm": "#d1495b"}
 _NAMES: Final = {"core": "kvpool in process", "grpc": "kvpool, unix socket", "tcp": "kvpool, TCP", "vllm": "vLLM"}
 _MIN_SPAN: Final = 30
-"""A panel shows at least so large a ratio, so that small differences look small."""
+"""Minimum ratio of a panel's axis, so that small differences look small."""
 
 _AXES: Final = {
-    "requests": "running requests of the step",
-    "prompt_blocks": "blocks of each of 64 requests",
+    "requests": "running requests in the step",
+    "prompt_blocks": "blocks per request, 64 requests",
     "groups": "groups (one full, the others windows)",
 }
 
 
 def plot(report: Report, folder: Path) -> list[Path]:
-    """Draws what was measured, into a folder that is there.
+    """Draws the report into an existing folder.
 
     Returns:
-        The pictures; those without figures are left out.
+        The files. Pictures without figures are left out.
     """
     pictures = {"bench-calls.svg": _calls(report), "bench-growth.svg": _growth(report)}
     drawn = []
@@ -53,13 +53,13 @@ def plot(report: Report, folder: Path) -> list[Path]:
 
 
 def _style() -> AbstractContextManager[None]:
-    """Makes equal pictures of equal figures, with text that can be searched."""
+    """Makes pictures reproducible, with searchable text."""
     style: AbstractContextManager[None] = rc_context({"svg.hashsalt": "kvpool", "svg.fonttype": "none", "font.size": 9})
     return style
 
 
 def _calls(report: Report) -> Figure | None:
-    """What calls cost: a group of bars each."""
+    """Draws the cost of calls: a group of bars per call."""
     sides = {name: report.side(name) for name in _COLORS}
     names = [name for name in _CALLS if any(name in figures for figures in sides.values())]
     if not names:
@@ -79,13 +79,13 @@ def _calls(report: Report) -> Figure | None:
         axes.tick_params(axis="x", rotation=30)
         axes.set_yscale("log")
         axes.set_ylabel("microseconds")
-        axes.set_title("What calls cost (256 blocks of 16 tokens)")
+        axes.set_title("Cost of calls (256 blocks of 16 tokens)")
         _finish(axes)
     return figure
 
 
 def _growth(report: Report) -> Figure | None:
-    """How the cost of a decode step grows, a panel for each thing that grows."""
+    """Draws the cost of a decode step: a panel per growing parameter."""
     panels = [axis for axis in _AXES if axis in report.growth]
     panels += [name for name in ("sessions", "pool_sizes") if getattr(report, name)]
     if not panels:
@@ -93,7 +93,7 @@ def _growth(report: Report) -> Figure | None:
     with _style():
         columns = min(len(panels), 3)
         figure = Figure(figsize=(3.4 * columns, 3 * -(-len(panels) // columns)), layout="constrained")
-        figure.suptitle("What a decode step costs as things grow")
+        figure.suptitle("Cost of a decode step")
         for i, panel in enumerate(panels, 1):
             axes = figure.add_subplot(-(-len(panels) // columns), columns, i)
             if panel == "sessions":
@@ -112,8 +112,8 @@ def _growth(report: Report) -> Figure | None:
 def _sessions(axes: Axes, report: Report) -> None:
     _line(axes, report.sessions, "step_p50_us", "step, median", _COLORS["grpc"])
     _line(axes, report.sessions, "step_p99_us", "step, 99th percentile", _COLORS["tcp"])
-    _line(axes, report.sessions, "server_cpu_us_per_step", "server CPU a step", _COLORS["core"])
-    axes.set_xlabel("sessions at once")
+    _line(axes, report.sessions, "server_cpu_us_per_step", "server CPU per step", _COLORS["core"])
+    axes.set_xlabel("concurrent sessions")
 
 
 def _pool_sizes(axes: Axes, report: Report) -> None:
@@ -126,7 +126,7 @@ def _line(axes: Axes, by_size: Mapping[str, Mapping[str, float]], name: str, lab
     points = [(int(size), figures[name]) for size, figures in by_size.items() if name in figures]
     if points:
         axes.plot([x for x, _ in points], [y for _, y in points], marker="o", label=label, color=color)
-        axes.set_xscale("log", base=10 if points[-1][0] > 10_000 else 2)  # noqa: PLR2004 - sizes go up by tens there
+        axes.set_xscale("log", base=10 if points[-1][0] > 10_000 else 2)  # noqa: PLR2004 - pool sizes grow by powers of ten
         axes.set_yscale("log")
         axes.set_xticks([x for x, _ in points], [f"{x:,}" for x, _ in points])
 

@@ -1,4 +1,4 @@
-"""Does the same work on several targets in turn, so that what else the machine does hits all alike."""
+"""Runs the same work on several targets in turns, so that other load on the machine affects all of them."""
 
 import gc
 import statistics
@@ -9,22 +9,22 @@ from benchmarks.workloads import Micros, Workload
 
 _KeyT = TypeVar("_KeyT")
 Figures = dict[str, float]
-"""By figure: what it takes."""
+"""Values by name of the figure."""
 
 
 def race(
     workloads: Mapping[_KeyT, Workload], num_rounds: int, count: int, advance: Callable[[int], object]
 ) -> dict[_KeyT, Figures]:
-    """Lets each do its work so many times, then the next, round after round; closes them. The first round is not timed.
+    """Runs workloads in turns, round by round, then closes them. The first round is not timed.
 
     Args:
-        workloads: Who takes part, in the order of their turns.
-        num_rounds: Rounds, beside the first.
-        count: How many times each does its work in a round.
+        workloads: The workloads in the order of their turns.
+        num_rounds: Number of timed rounds.
+        count: Repetitions of each workload per round.
         advance: Called with 1 after each round.
 
     Returns:
-        Of each the medians, in microseconds.
+        The medians of each workload in microseconds.
     """
     micros: dict[_KeyT, Micros] = {key: {} for key in workloads}
     gc.collect()

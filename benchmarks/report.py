@@ -1,4 +1,4 @@
-"""What a run measured."""
+"""The results of a run."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
@@ -10,13 +10,13 @@ from benchmarks.vllm_side import VllmSide
 from kvpool.replay.children import ServerChild
 
 Numbers: TypeAlias = "float | Mapping[str, Numbers]"
-"""Figures, as deep as they are nested."""
+"""Figures, or nested mappings of figures."""
 
 SIDES = ("core", "grpc", "tcp")
-"""Ways to call kvpool: in process, through a server on a unix socket, and over TCP."""
+"""Ways to call kvpool: in process, through a unix socket, and over TCP."""
 
 DEFAULT_HASH_SUFFIX = "_sha256"
-"""Marks figures of vLLM with the hash that it uses if nothing is set; all others are of kvpool's."""
+"""Suffix of figures with vLLM's default hash. All other figures use kvpool's hash."""
 
 
 @dataclass(slots=True)
@@ -24,21 +24,21 @@ class Report:
     """Figures, medians in microseconds unless their names say otherwise.
 
     Attributes:
-        version: kvpool's.
-        machine: Where it ran.
-        settings: How much was done.
-        core: The core in process.
-        grpc: Through a server on a unix socket.
-        tcp: The same over 127.0.0.1.
-        vllm: vLLM's manager in process; None if it was not measured.
-        vllm_version: vLLM's version.
-        ratios: By what is compared, figure by figure.
-        stages: Of a decode step through a server.
-        sessions: By number of sessions at once.
-        pools: By number of pools at once.
-        pool_sizes: By number of blocks.
-        growth: By what grows, its size, and who does the work: a decode step.
-        compare: By path of the figure: this run over an earlier one; None without one.
+        version: Version of kvpool.
+        machine: Description of the machine.
+        settings: The scale of the run.
+        core: Figures of the core in process.
+        grpc: Figures through a server on a unix socket.
+        tcp: Figures through a server on 127.0.0.1.
+        vllm: Figures of vLLM's manager in process; None if it was not measured.
+        vllm_version: Version of vLLM.
+        ratios: Ratios of figures, by comparison.
+        stages: Stages of a decode step through a server.
+        sessions: Figures by number of concurrent sessions.
+        pools: Figures by number of concurrent pools.
+        pool_sizes: Figures by number of blocks.
+        growth: Cost of a decode step by growing parameter, its value, and target.
+        compare: Ratio of this run to an earlier one, by path of the figure; None without an earlier run.
     """
 
     version: str
@@ -58,36 +58,36 @@ class Report:
     compare: Figures | None = None
 
     def side(self, name: str) -> Figures:
-        """The figures of a way to call kvpool, or of vLLM."""
+        """Returns the figures of one of `SIDES`, or of vLLM."""
         figures: Figures | None = getattr(self, name)
         return {} if figures is None else figures
 
     def numbers(self) -> dict[str, Numbers]:
-        """All that a later run can be compared with."""
-        told: dict[str, Numbers] = {name: self.side(name) for name in SIDES}
+        """Returns all figures that a later run can be compared with."""
+        numbers: dict[str, Numbers] = {name: self.side(name) for name in SIDES}
         if self.vllm is not None:
-            told["vllm"] = self.vllm
-        told |= {"stages": self.stages, "sessions": self.sessions, "pools": self.pools}
-        return told | {"pool_sizes": self.pool_sizes, "growth": self.growth}
+            numbers["vllm"] = self.vllm
+        numbers |= {"stages": self.stages, "sessions": self.sessions, "pools": self.pools}
+        return numbers | {"pool_sizes": self.pool_sizes, "growth": self.growth}
 
     def as_json(self) -> dict[str, object]:
-        """One object, figures rounded."""
-        told: dict[str, object] = {
+        """Returns the report as JSON with rounded figures."""
+        answer: dict[str, object] = {
             "version": self.version,
             "machine": self.machine,
             "settings": asdict(self.settings),
             "vllm": None,
         }
-        told |= {name: _rounded(numbers) for name, numbers in self.numbers().items()}
+        answer |= {name: _rounded(numbers) for name, numbers in self.numbers().items()}
         if self.vllm is not None:
-            told["vllm"] = {"version": self.vllm_version, **{name: round(v, 3) for name, v in self.vllm.items()}}
-        told["ratios"] = _rounded(self.ratios)
+            answer["vllm"] = {"version": self.vllm_version, **{name: round(v, 3) for name, v in self.vllm.items()}}
+        answer["ratios"] = _rounded(self.ratios)
         if self.compare is not None:
-            told["compare"] = _rounded(self.compare)
-        return told
+            answer["compare"] = _rounded(self.compare)
+        return answer
 
     def work_out_ratios(self) -> None:
-        """Compares what was measured in this run."""
+        """Computes the ratios between figures of this run."""
         if self.vllm is not None:
             for name in SIDES:
                 self._put_ratios(f"{name}_to_vllm", _over(self.side(name), self.vllm))
@@ -106,12 +106,12 @@ class Report:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What the sections of a run have in common.
+    """Shared state of the sections of a run.
 
     Attributes:
-        report: Where they put their figures.
-        server: A server that listens on a unix socket and over TCP on this machine.
-        vllm: vLLM's manager beside ours, if there is one.
+        report: Receives the figures.
+        server: A server that listens on a unix socket and on TCP.
+        vllm: vLLM's manager; None if it is not measured.
         advance: Called with 1 after each round.
     """
 
@@ -122,12 +122,12 @@ class Run:
 
     @property
     def scale(self) -> Scale:
-        """How much is to be done."""
+        """The scale of the run."""
         return self.report.settings
 
 
 def _over(ours: Figures, theirs: Figures) -> Figures:
-    """Ratios of what both have; with vLLM's default hash, too."""
+    """Returns the ratios of common figures, including those with vLLM's default hash."""
     ratios = {name: figure / theirs[name] for name, figure in ours.items() if theirs.get(name)}
     for name, figure in ours.items():
         with_default = name + DEFAULT_HASH_SUFFIX

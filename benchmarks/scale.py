@@ -1,4 +1,4 @@
-"""How much is measured."""
+"""Amount of work of a run."""
 
 from dataclasses import dataclass
 from typing import Final
@@ -6,27 +6,27 @@ from typing import Final
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """How much is measured.
+    """Amount of work of a run.
 
     Attributes:
         num_rounds: Rounds of each section in which targets take turns.
-        prompts_a_round: Prompts of each target in a round.
-        steps_a_round: Decode steps, empty steps and echoes of each target in a round.
+        prompts_a_round: Prompts per target and round.
+        steps_a_round: Decode steps, empty steps and echoes per target and round.
         num_blocks: Blocks of the pools.
         evicting_blocks: Blocks of the pools that are full of cached blocks.
-        large_blocks: Blocks of the pool whose memory and start are measured.
-        num_constructions: How many times it is made, each in a fresh process.
-        sessions: Numbers of sessions at once.
-        pools: Numbers of pools at once, one session each.
-        session_processes: Most processes that they are spread over.
-        session_rounds: How many times each is measured.
-        session_seconds: How long.
-        session_requests: Running requests of each session.
+        large_blocks: Blocks of the pool whose memory and construction are measured.
+        num_constructions: Number of constructions, each in a fresh process.
+        sessions: Numbers of concurrent sessions.
+        pools: Numbers of concurrent pools, with one session each.
+        session_processes: Maximum number of client processes for these sessions.
+        session_rounds: Measurements per number of sessions.
+        session_seconds: Time per measurement.
+        session_requests: Running requests per session.
         pool_sizes_blocks: Sizes of pools.
-        growth_rounds: Rounds in which a decode step is measured as things grow.
-        growth_requests: Running requests.
-        growth_prompt_blocks: Blocks of each request.
-        growth_groups: Groups of the pool.
+        growth_rounds: Rounds of a decode step per growing parameter.
+        growth_requests: Numbers of running requests.
+        growth_prompt_blocks: Numbers of blocks per request.
+        growth_groups: Numbers of groups.
     """
 
     num_rounds: int = 40
@@ -67,4 +67,4 @@ QUICK: Final = Scale(
     growth_prompt_blocks=(16, 64),
     growth_groups=(1, 2),
 )
-"""Shows that everything works; of speed it says little."""
+"""Checks that everything works; not a measurement."""

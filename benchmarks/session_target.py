@@ -1,4 +1,4 @@
-"""A server in another process, from the client's call to the client's result, through a synchronous session."""
+"""A server in another process, called through a synchronous session; times include the client."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -11,21 +11,21 @@ from kvpool.client.results import Decodes
 from kvpool.core.ids import BlockHash
 
 _OTHER_WORK_SECONDS: Final = 0.005
-"""Longer than the service needs for a step, so that its answer is there when the scheduler comes for it."""
+"""Longer than the service needs for a step, so that the answer has arrived when the scheduler takes it."""
 
 
 def decode(session: Session, requests: Sequence[Request], token_ids: Sequence[int]) -> Sequence[NewBlocks | None]:
-    """Gives each running request one token and room for it, in one step that also says that the last one has run.
+    """Appends one token to each request and allocates slots, in one step that reports the last one as executed.
 
     Returns:
-        Each request's new blocks; None of one that found too few.
+        The new blocks of each request; None for a request that found too few.
     """
     with session.step(executed_sequence=session.sequence) as step:
         answer = step.decode(requests, token_ids)
-    return _told(answer)
+    return _new_blocks(answer)
 
 
-def _told(answer: Decodes) -> Sequence[NewBlocks | None]:
+def _new_blocks(answer: Decodes) -> Sequence[NewBlocks | None]:
     if answer.refused:
         return [None if i in answer.refused else blocks for i, blocks in enumerate(answer.new_blocks)]
     return answer.new_blocks
@@ -60,11 +60,11 @@ class SessionTarget:
 
     def allocate(self, request: Request, num_new_tokens: int, hit: ComputedBlocks | None = None) -> NewBlocks | None:
         """See `Target`."""
-        room = self._session.allocate_slots(request, num_new_tokens, computed=hit)
-        return room.new_blocks if isinstance(room, Allocation) else None
+        allocation = self._session.allocate_slots(request, num_new_tokens, computed=hit)
+        return allocation.new_blocks if isinstance(allocation, Allocation) else None
 
     def serve(self, token_ids: list[int]) -> Request:
-        """See `Target`. One message: an admission."""
+        """See `Target`. One message, which admits the request."""
         request = self.make(token_ids)
         if self._session.admit(request) is None:
             raise WorkloadError("a prompt found too few blocks")
@@ -79,7 +79,7 @@ class SessionTarget:
         return decode(self._session, requests, token_ids)
 
     def settle(self) -> None:
-        """See `Target`. A step that asks nothing."""
+        """See `Target`. An empty step."""
         with self._session.step(executed_sequence=self._session.sequence):
             pass
 
@@ -94,10 +94,10 @@ class SessionTarget:
 
 
 class AheadTarget(SessionTarget):
-    """The same, where a decode step is sent ahead of its answer. See `Target`.
+    """A `SessionTarget` that sends decode steps ahead of their answers. See `Target`.
 
     Attributes:
-        micros: What each step took of the scheduler's own time, in microseconds: sending it, and taking its answer.
+        micros: The scheduler's own time per step, in microseconds: sending the step and taking its answer.
     """
 
     def __init__(self, client: Client, name: str, task: Task) -> None:
@@ -105,7 +105,7 @@ class AheadTarget(SessionTarget):
         self.micros: list[float] = []
 
     def decode(self, requests: Sequence[Request], token_ids: Sequence[int]) -> Sequence[NewBlocks | None]:
-        """See `Target`. Between the two the scheduler sleeps, as if it did something else."""
+        """See `Target`. Sleeps between sending and taking the answer, in place of other work of a scheduler."""
         session = self._session
         began_ns = time.perf_counter_ns()
         with session.begin_step(executed_sequence=session.sequence) as step:
@@ -115,4 +115,4 @@ class AheadTarget(SessionTarget):
         back_ns = time.perf_counter_ns()
         session.settle()
         self.micros.append((sent_ns - began_ns + time.perf_counter_ns() - back_ns) / 1000)
-        return _told(answer)
+        return _new_blocks(answer)

@@ -1,7 +1,7 @@
-"""Where the time of a decode step goes: client, messages and core in this process, and what is left for the transport.
+"""Stages of a decode step: client, messages and core in this process, and the rest, which counts as transport.
 
-Everything runs in this process, one stage after the other, so that each stage's code and data are warm; in a server of
-its own they are less so, and that counts as transport here.
+All stages run in this process one after another, so that code and data of each stage are warm. In a separate server
+process they are less warm; that difference counts as transport.
 """
 
 from typing import Final
@@ -20,11 +20,11 @@ from kvpool.wire.channels import Access
 
 _STEP: Final = "decode_step_256_requests"
 IN_PROCESS: Final = ("client", "encode_step", "decode_step", "core", "encode_result", "decode_result")
-"""Stages in their order; the client's comes before the others, and again after them."""
+"""The stages in order. The client works before and after the others."""
 
 
 def stages(run: Run) -> None:
-    """A decode step of 256 requests, stage by stage, and through a server."""
+    """Measures a decode step of 256 requests by stage and through a server."""
     task = Task("decodes", run.scale.num_blocks, prompt_blocks=4)
     transport = _StagedTransport()
     staged = _Staged(open_workload(SessionTarget(Client(transport), "stages", task), task), transport)
@@ -39,7 +39,7 @@ def stages(run: Run) -> None:
 
 
 class _StagedTransport(EmbeddedTransport):
-    """The core in this process, behind the messages that would be sent."""
+    """The core in process, called through encoded and decoded messages."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class _StagedTransport(EmbeddedTransport):
 
 
 class _Staged:
-    """Decode steps, with the stages of each. See `Workload`."""
+    """Decode steps with times of their stages. See `Workload`."""
 
     def __init__(self, decodes: Workload, transport: _StagedTransport) -> None:
         self._decodes = decodes

@@ -1,4 +1,4 @@
-"""A run from beginning to end, section by section."""
+"""A whole run, section by section."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,8 +18,8 @@ class Section:
     """A part of a run.
 
     Attributes:
-        measure: Does it.
-        num_rounds: How often it says that it advanced.
+        measure: Runs the section.
+        num_rounds: Returns how often the section calls `advance`.
     """
 
     measure: Callable[[Run], None]
@@ -40,11 +40,11 @@ SECTIONS: Final = {
     "pool-sizes": Section(growing.pool_sizes, lambda scale: scale.growth_rounds),
     "growth": Section(growing.growth, lambda scale: scale.growth_rounds),
 }
-"""By name, in the order in which they run."""
+"""The sections by name, in the order in which they run."""
 
 
 def num_rounds(scale: Scale, names: Sequence[str]) -> int:
-    """How often a run of these sections says that it advanced."""
+    """Returns how often a run of these sections calls `advance`."""
     return sum(SECTIONS[name].num_rounds(scale) for name in names)
 
 
@@ -52,14 +52,14 @@ def measure(scale: Scale, names: Sequence[str], vllm: VllmSide | None, advance: 
     """Measures sections.
 
     Args:
-        scale: How much.
-        names: Which; keys of `SECTIONS`.
-        vllm: vLLM's manager, to be measured beside ours; None for ours alone.
+        scale: Amount of work.
+        names: Names of sections, keys of `SECTIONS`.
+        vllm: vLLM's manager to measure in turns with kvpool; None for kvpool alone.
         advance: Called with 1 after each round.
 
     Raises:
-        ChildError: A process that was started could not do its work.
-        WorkloadError: Some work turned out other than it was meant.
+        ChildError: A child process failed.
+        WorkloadError: A workload did not do the intended work.
     """
     report = Report(__version__, machine(), scale)
     if vllm:

@@ -1,4 +1,4 @@
-"""The process beside ours in which vLLM's manager does the same work."""
+"""The child process in which vLLM's manager does the same work."""
 
 import contextlib
 import json
@@ -11,7 +11,7 @@ from tempfile import TemporaryFile
 from typing import IO, Any, Final
 
 from benchmarks.workloads import Micros, Task
-from kvpool.replay.child_error import ChildError
+from kvpool.replay import ChildError
 
 _SCRIPT: Final = Path(__file__).with_name("beside_vllm.py")
 _QUIET: Final = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "PYTHONHASHSEED": "0"}
@@ -24,14 +24,14 @@ class VllmSide:
 
     Attributes:
         python: Its interpreter.
-        version: vLLM's version.
+        version: Version of vLLM.
     """
 
     def __init__(self, python: str) -> None:
-        """Starts it, which takes as long as to import vLLM.
+        """Starts the process. Takes as long as the import of vLLM.
 
         Raises:
-            ChildError: The interpreter cannot be run, or has no vLLM that this works with; says why.
+            ChildError: The interpreter cannot be run, or has no supported vLLM.
         """
         self.python = python
         self._errors = TemporaryFile()  # noqa: SIM115 - closed with the process
@@ -44,32 +44,32 @@ class VllmSide:
             raise
 
     def open(self, task: Task) -> "VllmWorkload":
-        """Makes it ready for a task."""
+        """Opens the workload of a task."""
         self._count += 1
         name = str(self._count)
         self.ask(open=name, task=asdict(task))
         return VllmWorkload(self, name)
 
-    def ask(self, **asked: object) -> dict[str, Any]:
+    def ask(self, **request: object) -> dict[str, Any]:
         """Sends one line and waits for the answer.
 
         Raises:
-            ChildError: It could not do it, or has ended; says why.
+            ChildError: The process could not do it, or has ended.
         """
-        assert self._process.stdin  # noqa: S101 - it was made with pipes
+        assert self._process.stdin  # noqa: S101 - started with pipes
         with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.write(json.dumps(asked) + "\n")
+            self._process.stdin.write(json.dumps(request) + "\n")
             self._process.stdin.flush()
         return self._read()
 
     def construct(self, num_blocks: int) -> dict[str, float]:
-        """Says what a manager of so many blocks takes, in a fresh process: see `construction.construct`."""
+        """Measures the construction of a manager in a fresh process: see `construction.construct`."""
         with TemporaryFile() as errors, _start(self.python, errors, [str(num_blocks)]) as process:
-            told = _answer(process, errors)
-        return {name: float(value) for name, value in told.items()}
+            figures = _answer(process, errors)
+        return {name: float(value) for name, value in figures.items()}
 
     def close(self) -> None:
-        """Ends it."""
+        """Ends the process."""
         if self._process.stdin:
             with contextlib.suppress(BrokenPipeError):
                 self._process.stdin.close()
@@ -105,7 +105,7 @@ class VllmWorkload:
 
 def _start(python: str, errors: IO[bytes], arguments: list[str]) -> "subprocess.Popen[str]":
     try:
-        return subprocess.Popen(  # noqa: S603 - the user's own interpreter
+        return subprocess.Popen(  # noqa: S603 - the interpreter that the user chose
             [python, str(_SCRIPT), *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -118,21 +118,21 @@ def _start(python: str, errors: IO[bytes], arguments: list[str]) -> "subprocess.
 
 
 def _answer(process: "subprocess.Popen[str]", errors: IO[bytes]) -> dict[str, Any]:
-    assert process.stdout  # noqa: S101 - it was made with pipes
+    assert process.stdout  # noqa: S101 - started with pipes
     if not select.select([process.stdout], [], [], _ANSWER_SECONDS)[0]:
-        raise ChildError(f"vLLM's side did not answer within {_ANSWER_SECONDS:g} s")
+        raise ChildError(f"vLLM's process did not answer within {_ANSWER_SECONDS:g} s")
     line = process.stdout.readline()
     try:
-        told: dict[str, Any] = json.loads(line)
-        error = told.get("error")
+        answer: dict[str, Any] = json.loads(line)
+        error = answer.get("error")
     except (ValueError, AttributeError):
-        raise ChildError(f"vLLM's side ended, or is no Python that has vLLM: {_last_line(errors)}") from None
+        raise ChildError(f"vLLM's process ended, or is not a Python with vLLM: {_last_line(errors)}") from None
     if error:
-        raise ChildError(f"vLLM's side: {error}")
-    return told
+        raise ChildError(f"vLLM's process: {error}")
+    return answer
 
 
 def _last_line(errors: IO[bytes]) -> str:
     errors.seek(0)
     lines = errors.read().decode(errors="replace").strip().splitlines()
-    return lines[-1] if lines else "it said nothing"
+    return lines[-1] if lines else "no output"

@@ -1,12 +1,10 @@
-"""The work that is timed, the same for kvpool and for vLLM's manager.
+"""The timed workloads, the same for kvpool and for vLLM's manager.
 
-This file also runs under the interpreter that has vLLM, which need not have kvpool: it imports the standard library
-only.
+This file also runs under the interpreter with vLLM, which need not have kvpool. It imports the standard library only.
 
-1. Only calls of the target are timed. What a scheduler gets from elsewhere (token ids) is there before.
-2. Every round leaves the target as it found it, but for what is cached and for what running requests grew by.
-3. Work that turns out other than meant (a hit where a miss was to be timed) raises `WorkloadError`: no figure is better
-   than one of something else.
+1. Only calls of the target are timed. Inputs of a scheduler, such as token ids, are made before.
+2. A round leaves the target as it was, except for cached blocks and the growth of running requests.
+3. Unintended work (a hit where a miss is to be timed) raises `WorkloadError`, so that no wrong figure is reported.
 """
 
 import random
@@ -23,10 +21,10 @@ VOCABULARY = 100_000
 _FILLER_BLOCKS = 2048
 
 Micros = dict[str, list[float]]
-"""By figure: what each time took, in microseconds."""
+"""Times in microseconds, by name of the figure."""
 
 NewBlocks = Sequence[Sequence[int]]
-"""New block ids, group by group."""
+"""New block ids per group."""
 
 RequestT = TypeVar("RequestT")
 HitT = TypeVar("HitT")
@@ -35,20 +33,20 @@ _Parameters = ParamSpec("_Parameters")
 
 
 class WorkloadError(RuntimeError):
-    """The work did not turn out as it was meant."""
+    """A workload did not do the intended work."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """What is to be done; goes as JSON to another interpreter.
+    """Parameters of a workload; sent as JSON to vLLM's interpreter.
 
     Attributes:
-        kind: Which work: a key of `WORKLOADS`.
+        kind: Kind of work, a key of `WORKLOADS`.
         num_blocks: Blocks of the pool.
-        num_windowed_groups: Groups with a sliding window of WINDOW_TOKENS, beside one of full attention.
-        num_requests: Running requests, for decodes.
-        prompt_blocks: Full blocks of each prompt.
-        hash_name: The hash that vLLM uses, by vLLM's name; kvpool's is always sha256_cbor.
+        num_windowed_groups: Groups with a sliding window of WINDOW_TOKENS, besides one group of full attention.
+        num_requests: Running requests of decodes.
+        prompt_blocks: Full blocks per prompt.
+        hash_name: vLLM's name of the hash that vLLM uses; kvpool always uses sha256_cbor.
     """
 
     kind: str
@@ -60,62 +58,62 @@ class Task:
 
     @property
     def num_groups(self) -> int:
-        """Groups of the pool."""
+        """Number of groups of the pool."""
         return 1 + self.num_windowed_groups
 
 
 class Target(Protocol[RequestT, HitT]):
-    """A manager of KV-cache blocks, as a scheduler calls it."""
+    """A KV cache manager, as a scheduler calls it."""
 
     def hashing(self, token_ids: list[int]) -> Callable[[], object]:
-        """Makes what hashes the full blocks of these tokens, and does nothing else."""
+        """Returns a function that only hashes the full blocks of these tokens."""
 
     def make(self, token_ids: list[int]) -> RequestT:
-        """Makes a request; its full blocks are hashed."""
+        """Makes a request and hashes its full blocks."""
 
     def lookup(self, request: RequestT) -> HitT:
-        """Finds its longest cached prefix."""
+        """Looks up the longest cached prefix of a request."""
 
     def num_hit_tokens(self, hit: HitT) -> int:
-        """Length of a prefix that was found."""
+        """Returns the length of a hit in tokens."""
 
     def allocate(self, request: RequestT, num_new_tokens: int, hit: HitT | None = None) -> NewBlocks | None:
-        """Makes room for tokens beyond the hit, and caches blocks that become full; None if there is none."""
+        """Allocates slots for tokens after the hit and caches full blocks; None if there are too few blocks."""
 
     def serve(self, token_ids: list[int]) -> RequestT:
-        """Makes a request and makes room for all of it beyond what is cached, in the way that is fastest."""
+        """Makes a request and allocates slots for all its tokens after the cached prefix, in the fastest way."""
 
     def free(self, request: RequestT) -> None:
-        """Frees its blocks and forgets it."""
+        """Frees the blocks of a request and removes it."""
 
     def decode(self, requests: Sequence[RequestT], token_ids: Sequence[int]) -> Sequence[NewBlocks | None]:
-        """Gives each running request one more token, and room for it; tells each one's new blocks."""
+        """Appends one token to each running request and allocates slots; returns the new blocks of each."""
 
     def settle(self) -> None:
-        """Says that all that was allocated has been computed."""
+        """Reports all allocated blocks as executed."""
 
     def reset(self) -> None:
-        """Forgets all that is cached."""
+        """Drops all cached blocks."""
 
     def close(self) -> None:
-        """Gives everything back."""
+        """Frees all resources."""
 
 
 class Workload(Protocol):
-    """Work that is done again and again."""
+    """Repeated work."""
 
     def round(self, count: int) -> Micros:
-        """Does it so many times."""
+        """Does the work `count` times."""
 
     def close(self) -> None:
-        """Gives everything back."""
+        """Frees all resources."""
 
 
 class Stopwatch:
-    """Takes times.
+    """Measures times.
 
     Attributes:
-        micros: What it took so far.
+        micros: The times so far.
     """
 
     def __init__(self) -> None:
@@ -124,7 +122,7 @@ class Stopwatch:
     def time(
         self, name: str, work: Callable[_Parameters, _ResultT], *args: _Parameters.args, **kwargs: _Parameters.kwargs
     ) -> _ResultT:
-        """Calls `work`, and adds what it took to a figure."""
+        """Calls `work`, and adds its time to a figure."""
         start_ns = time.perf_counter_ns()
         result = work(*args, **kwargs)
         self.micros.setdefault(name, []).append((time.perf_counter_ns() - start_ns) / 1000)
@@ -132,7 +130,7 @@ class Stopwatch:
 
 
 class _Repeated(Generic[RequestT, HitT]):
-    """Work on one target, and what all kinds of it have in common."""
+    """Base of all kinds of work on one target."""
 
     def __init__(self, target: Target[RequestT, HitT], task: Task) -> None:
         self._target = target
@@ -169,35 +167,35 @@ class _Repeated(Generic[RequestT, HitT]):
         self._target.free(request)
 
 
-def _had(room: NewBlocks | None, num_blocks: int) -> None:
-    """Checks that there was room, and in the first group for so many blocks."""
-    if room is None or len(room[0]) != num_blocks:
-        raise WorkloadError(f"{'nothing' if room is None else len(room[0])} was allocated, not {num_blocks} blocks")
+def _expect_blocks(new: NewBlocks | None, num_blocks: int) -> None:
+    """Checks the number of blocks that were allocated in the first group."""
+    if new is None or len(new[0]) != num_blocks:
+        raise WorkloadError(f"{'no' if new is None else len(new[0])} blocks were allocated, not {num_blocks}")
 
 
 class Prompts(_Repeated[RequestT, HitT]):
-    """Prompts that nothing is cached of, and the same again."""
+    """Prompts without cached blocks, then the same prompts with hits."""
 
     def _set_up(self) -> None:
         self._num_cold_blocks = self._task.num_blocks - 1
 
     def _once(self) -> None:
         target, time_, size = self._target, self._watch.time, self._task.prompt_blocks
-        self._have_cold_blocks(2 * (size + 1) + 1)
+        self._ensure_cold_blocks(2 * (size + 1) + 1)
         prompt = self._prompt(size)
         time_("hash", target.hashing(prompt))
         cold, warm = target.make(prompt), target.make(prompt)
         self._expect_hit(time_(f"lookup_miss_{size}", target.lookup, cold), 0)
-        _had(time_(f"allocate_cold_{size}", target.allocate, cold, len(prompt)), size + 1)
+        _expect_blocks(time_(f"allocate_cold_{size}", target.allocate, cold, len(prompt)), size + 1)
         hit = time_(f"lookup_hit_{size}", target.lookup, warm)
         self._expect_hit(hit, size * BLOCK_SIZE)
-        _had(time_(f"allocate_hit_{size}", target.allocate, warm, 1, hit), 1)
+        _expect_blocks(time_(f"allocate_hit_{size}", target.allocate, warm, 1, hit), 1)
         self._free(warm)
         time_(f"free_{size}", target.free, cold)
         self._free(time_(f"prompt_{size}_end_to_end", target.serve, self._prompt(size)))
 
-    def _have_cold_blocks(self, count: int) -> None:
-        """Forgets what is cached, when there is nothing else left to be taken."""
+    def _ensure_cold_blocks(self, count: int) -> None:
+        """Drops cached blocks if there are too few free blocks without a hash."""
         if self._num_cold_blocks < count:
             self._target.reset()
             self._num_cold_blocks = self._task.num_blocks - 1
@@ -205,7 +203,7 @@ class Prompts(_Repeated[RequestT, HitT]):
 
 
 class Evictions(_Repeated[RequestT, HitT]):
-    """Prompts for which cached blocks are evicted: all free blocks have a hash."""
+    """Prompts that evict cached blocks: all free blocks have a hash."""
 
     def _set_up(self) -> None:
         left = self._task.num_blocks - 1
@@ -219,26 +217,26 @@ class Evictions(_Repeated[RequestT, HitT]):
         prompt = self._prompt(size, 0)
         request = target.make(prompt)
         self._expect_hit(target.lookup(request), 0)
-        _had(self._watch.time(f"allocate_evict_{size}", target.allocate, request, len(prompt)), size)
+        _expect_blocks(self._watch.time(f"allocate_evict_{size}", target.allocate, request, len(prompt)), size)
         target.settle()
         self._watch.time(f"free_evict_{size}", target.free, request)
 
 
 class Windows(_Repeated[RequestT, HitT]):
-    """Cold prompts, where most groups look at a window only."""
+    """Cold prompts in a pool with mostly sliding-window groups."""
 
     def _once(self) -> None:
         target, time_, size = self._target, self._watch.time, self._task.prompt_blocks
         prompt = self._prompt(size)
         request = target.make(prompt)
         self._expect_hit(time_(f"gemma3_lookup_miss_{size}", target.lookup, request), 0)
-        _had(time_(f"gemma3_allocate_{size}", target.allocate, request, len(prompt)), size + 1)
+        _expect_blocks(time_(f"gemma3_allocate_{size}", target.allocate, request, len(prompt)), size + 1)
         target.settle()
         time_(f"gemma3_free_{size}", target.free, request)
 
 
 class Decodes(_Repeated[RequestT, HitT]):
-    """Steps in which every running request gets one token; one in BLOCK_SIZE of them crosses into a new block."""
+    """Steps that append one token to each running request; one in BLOCK_SIZE of them enters a new block."""
 
     def _set_up(self) -> None:
         size = self._task.prompt_blocks
@@ -251,12 +249,12 @@ class Decodes(_Repeated[RequestT, HitT]):
         new = self._watch.time(f"decode_step_{count}_requests", self._target.decode, self._running, tokens)
         grown = sum(1 for blocks in new if blocks and any(blocks))
         if grown != count // BLOCK_SIZE:
-            raise WorkloadError(f"{grown} of {count} requests crossed into a new block, not one in {BLOCK_SIZE}")
+            raise WorkloadError(f"{grown} of {count} requests entered a new block, not one in {BLOCK_SIZE}")
 
 
 WORKLOADS = {"prompts": Prompts, "evictions": Evictions, "windows": Windows, "decodes": Decodes}
 
 
 def open_workload(target: Target[RequestT, HitT], task: Task) -> Workload:
-    """Makes the target ready for a task."""
+    """Prepares the workload of a task on a target."""
     return WORKLOADS[task.kind](target, task)

@@ -4,10 +4,14 @@ import os
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 os.environ.setdefault("KVPOOL_SERVE_PAST_EPOCH", "0")  # small numbers to compare with; without it they follow the time
-settings.register_profile("quick", max_examples=30)  # of 100; the tests that take long follow it
+# A slow machine fails no test: no deadline per example, no health check on speed.
+settings.register_profile("thorough", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+for name, max_examples in (("quick", 30), ("smoke", 10)):  # of 100; a test that asks for a multiple follows
+    settings.register_profile(name, settings.get_profile("thorough"), max_examples=max_examples)
+settings.load_profile("thorough")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

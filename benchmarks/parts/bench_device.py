@@ -1,7 +1,7 @@
 """A device's memory as a rank lays it out, as JSON: large plans allocated and checked, and what a step's tables cost.
 
-    python benchmarks/parts/bench_device.py --device cuda:0 --memory-gib 100
-    python benchmarks/parts/bench_device.py --device cpu --memory-gib 1
+    PYTHONPATH=tests python -m benchmarks.parts.bench_device --device cuda:0 --memory-gib 100
+    PYTHONPATH=tests python -m benchmarks.parts.bench_device --device cpu --memory-gib 1
 
 For plans like those of Llama 3 70B and Gemma 3 27B on one rank: allocate, see each layer as its backend does, check
 shapes and strides, and that layers which share a buffer see each other's bytes. Then the block tables of 256 running

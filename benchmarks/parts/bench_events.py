@@ -8,7 +8,6 @@ noisy: compare within one run only.
 import json
 import multiprocessing
 import statistics
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,8 +18,6 @@ import zmq
 
 from kvpool.client import FullAttentionSpec, KVCacheGroup, PoolConfig, PrefixIndex, Session, connect
 from kvpool.core.ids import PoolName
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
 from support.events import Subscriber
 from support.server import ServerProcess
 

@@ -1,6 +1,6 @@
 """What steps of 8 modest sessions take alone, and beside one that is greedy, deaf or restless; prints one JSON object.
 
-    python benchmarks/parts/bench_fairness.py [SECONDS]
+    PYTHONPATH=tests python -m benchmarks.parts.bench_fairness [SECONDS]
 
 A modest session sends a decode step of 32 requests every 20 ms; told are the median and the 99th percentile of the time
 from call to result, in milliseconds, and how many steps there were. The others, each in a process of its own:
@@ -22,15 +22,12 @@ import sys
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
-from pathlib import Path
 
 import grpc
 
 from kvpool.client import FullAttentionSpec, KVCacheGroup, PoolConfig, aio, connect
 from kvpool.core.ids import PoolName
 from kvpool.v1 import allocator_pb2, allocator_pb2_grpc, step_pb2
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
 from support.server import running_server
 
 SESSIONS, REQUESTS, PERIOD_SECONDS = 8, 32, 0.02

@@ -16,12 +16,12 @@ import os
 import random
 import sqlite3
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from benchmarks.parts.bench_metrics import Decodes
 from kvpool.client import connect
 from kvpool.core.blocks.kv_cache_manager import KVCacheManager
 from kvpool.core.ids import PoolName, SessionId
@@ -29,15 +29,12 @@ from kvpool.core.sessions.session import Session
 from kvpool.core.specs.kinds import FullAttentionSpec
 from kvpool.core.specs.pool_config import KVCacheGroup, PoolConfig
 from kvpool.core.steps.columns import Operation, Step
+from kvpool.server.config import JournalConfig
 from kvpool.server.journal.calls import JournaledAllocator
-from kvpool.server.journal.config import JournalConfig
 from kvpool.server.journal.frames import FrameKind, encode_frame
 from kvpool.server.journal.journal import Journal
 from kvpool.server.journal.messages import WireMessages
 from kvpool.server.journal.snapshot import Frozen
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from benchmarks.parts.bench_metrics import Decodes
 from support.server import running_server
 
 BLOCK_SIZE = 16

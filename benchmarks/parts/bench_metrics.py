@@ -12,18 +12,14 @@ import json
 import multiprocessing
 import random
 import statistics
-import sys
 import time
 import urllib.request
 from collections.abc import Iterator
 from multiprocessing import Queue
 from multiprocessing.synchronize import Event as EventType
-from pathlib import Path
 
 from kvpool.client import Client, FullAttentionSpec, KVCacheGroup, PoolConfig, Request, Session, connect
 from kvpool.core.ids import PoolName
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
 from support.server import free_port, running_server
 
 BLOCK_SIZE, NUM_REQUESTS = 16, 256

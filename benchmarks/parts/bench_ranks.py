@@ -1,6 +1,6 @@
 """How long a pool takes to form, as JSON: from the last rank's Register to ready, with real worker processes on CPU.
 
-    python benchmarks/parts/bench_ranks.py [WORLD_SIZE ...]
+    PYTHONPATH=tests python -m benchmarks.parts.bench_ranks [WORLD_SIZE ...]
 
 Read off the server's log: the last "registered" before "pool ready". What lies between is the plan, each rank's
 allocation, and the messages; starting Python and torch is not in it.

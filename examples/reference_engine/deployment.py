@@ -17,7 +17,7 @@ from kvpool.core.planning.plan import GIB, PlanOptions, RankMemory
 from kvpool.core.planning.planner import get_kv_cache_configs
 from kvpool.core.ranks.messages import RankGroupOptions
 from kvpool.gpu_worker.settings import WorkerSettings
-from kvpool.replay.child_error import ChildError
+from kvpool.replay import ChildError
 
 _CONTEXT: Final = multiprocessing.get_context("spawn")
 _STOP_SECONDS: Final = 15.0

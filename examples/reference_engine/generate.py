@@ -13,10 +13,10 @@ from examples.reference_engine.prompts import Prompts
 from examples.reference_engine.rank import START_SECONDS
 from examples.reference_engine.step_link import StepLink
 from kvpool.client import PoolInfo, connect
-from kvpool.replay.child_error import ChildError
-from kvpool.replay.playing import SchedulerOptions
+from kvpool.replay import ChildError
 from kvpool.replay.processes import play_concurrently
 from kvpool.replay.result import Counts
+from kvpool.replay.scheduler import SchedulerOptions
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,7 @@
-"""Where the golden files are, and which of them are asked for."""
+"""The golden files, and which of them a quick run replays through which transport.
+
+The core replays all. Every other way in replays a file per mechanism in a quick run and all in a slow one.
+"""
 
 from pathlib import Path
 
@@ -6,12 +9,28 @@ import pytest
 
 from conformance.golden import read_schedules
 
+QUICK = {
+    "vllm-0.14.1/encdec",
+    "vllm-0.14.1/full_keys",
+    "vllm-0.14.1/full_mamba",
+    "vllm-0.14.1/mamba_spec",
+    "vllm-0.32.0/full",
+    "vllm-0.32.0/full_spec_lookahead",
+    "vllm-0.32.0/llama4",
+    "vllm-0.32.0/sliding_eagle",
+}
+"""Full attention with LoRA, salt and image keys; windows with EAGLE; chunks; states; cross attention; look-ahead."""
+
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "schedule" not in metafunc.fixturenames:
         return
     schedules = read_schedules(golden_dir(metafunc.config))
-    metafunc.parametrize("schedule", [pytest.param(s, id=s.name) for s in schedules])
+    is_quick = metafunc.module.__name__.endswith("test_core")
+    metafunc.parametrize(
+        "schedule",
+        [pytest.param(s, id=s.name, marks=() if is_quick or s.name in QUICK else pytest.mark.slow) for s in schedules],
+    )
 
 
 def golden_dir(config: pytest.Config) -> Path:

@@ -4,7 +4,8 @@ from collections.abc import Sequence
 
 from conformance.golden import Line, Stats
 from kvpool.client.hashing import BlockHasher, ExtraKeys
-from kvpool.core.blocks.kv_cache_manager import ComputedBlocks, KVCacheManager
+from kvpool.core.blocks.kv_cache_manager import KVCacheManager
+from kvpool.core.blocks.prefix_search import ComputedBlocks
 from kvpool.core.events import AllBlocksCleared, BlockEvent, BlockRemoved, BlockStored
 from kvpool.core.ids import BlockHash, BlockId, RequestId, RequestNumber, SessionId, SessionNumber, StepNumber
 from kvpool.core.sessions.request import Request
@@ -77,7 +78,7 @@ class CoreSystem:
         return request.hashes[before:]
 
     def get_computed_blocks(self, request_id: str, *, counted: bool) -> tuple[list[list[int]], int]:
-        lookup = self.pool.lookup if counted else self.pool.lookup_uncounted
+        lookup = self.pool.get_computed_blocks if counted else self.pool.find_longest_cache_hit
         computed = self._computed[request_id] = lookup(self._get(request_id))
         return [list(blocks) for blocks in computed.block_ids], computed.num_tokens
 
@@ -85,7 +86,7 @@ class CoreSystem:
         request = self._get(line["request_id"])
         request.num_computed_tokens = line["num_computed_tokens"]
         computed = self._computed.pop(request.request_id, None) if line["with_computed_blocks"] else None
-        new = self.pool.allocate(
+        new = self.pool.allocate_slots(
             request,
             line["num_new_tokens"],
             line["num_lookahead_tokens"],
@@ -100,7 +101,7 @@ class CoreSystem:
         return [list(table.block_ids) for table in self._get(request_id).tables]
 
     def cache_blocks(self, request_id: str, num_computed_tokens: int) -> None:
-        self.pool.cache(self._get(request_id), num_computed_tokens, sequence=StepNumber(1))
+        self.pool.cache_blocks(self._get(request_id), num_computed_tokens, sequence=StepNumber(1))
 
     def free(self, request_id: str) -> None:
         request = self._get(request_id)
@@ -112,10 +113,10 @@ class CoreSystem:
 
     def common_prefix_blocks(self, request_id: str) -> list[int]:
         running = [request for request in self._session.requests.values() if request.holds_blocks]
-        return list(self.pool.num_common_prefix_blocks(self._get(request_id), running))
+        return list(self.pool.get_num_common_prefix_blocks(self._get(request_id), running))
 
     def evict(self, block_ids: list[int]) -> None:
-        self.pool.blocks.evict(map(BlockId, block_ids))
+        self.pool.blocks.evict_blocks(map(BlockId, block_ids))
 
     def reset(self) -> bool:
         return self.pool.reset_prefix_cache()

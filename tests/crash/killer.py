@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Final
 
 from crash.site import DEAD_PEER_SECONDS, Site
-from kvpool.server import faults
+from support.faults import POINTS
 
 _MARGIN_SECONDS: Final = 1.0
 _FAULT_SECONDS: Final = 4.0
@@ -21,7 +21,7 @@ class Killer:
         self._site = site
         self._chance = random.Random(site.plan.seed)  # noqa: S311 - a test's dice
         journaled = site.plan.journaled
-        self._points = [p for p in sorted(faults.POINTS) if journaled or not p.startswith(("journal.", "snapshot."))]
+        self._points = [p for p in sorted(POINTS) if journaled or not p.startswith(("journal.", "snapshot."))]
         self._stopped: list[tuple[float, int]] = []
         self._acts: list[tuple[Callable[[], None], int]] = [
             (self._kill_server, 6),

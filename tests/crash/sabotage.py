@@ -17,7 +17,7 @@ from kvpool.server.journal.journal import Journal
 
 def give_held_blocks() -> None:
     """Gives a block a second time once in a while, which its first owner holds still."""
-    take, passings = BlockPool.take, itertools.count(1)
+    take, passings = BlockPool.get_new_blocks, itertools.count(1)
     given: list[BlockId] = []
 
     def faulty(pool: BlockPool, count: int) -> list[BlockId]:
@@ -28,7 +28,7 @@ def give_held_blocks() -> None:
         given.extend(taken)
         return taken
 
-    BlockPool.take = faulty  # type: ignore[method-assign, assignment]
+    BlockPool.get_new_blocks = faulty  # type: ignore[method-assign, assignment]
 
 
 def mix_up_hits() -> None:
@@ -52,23 +52,23 @@ def publish_at_once() -> None:
 
 def forget_answers() -> None:
     """Answers a step that is sent again as if it had asked for nothing."""
-    answered = Session.answered
+    answered = Session.remembered_result
 
     def faulty(session: Session, sequence: int, source: object) -> StepResult | None:
         result = answered(session, sequence, source)
         return result and StepResult(result.sequence, result.free_blocks)
 
-    Session.answered = faulty  # type: ignore[method-assign, assignment]
+    Session.remembered_result = faulty  # type: ignore[method-assign, assignment]
 
 
 def leak_blocks() -> None:
     """Loses a freed block once in a while."""
-    release, passings = BlockPool.release, itertools.count(1)
+    release, passings = BlockPool.free_blocks, itertools.count(1)
 
     def faulty(pool: BlockPool, block_ids: Sequence[BlockId], _num_uncached: int | None = None) -> int:
         return release(pool, block_ids[1:] if next(passings) % 200 == 0 else block_ids)
 
-    BlockPool.release = faulty  # type: ignore[method-assign, assignment]
+    BlockPool.free_blocks = faulty  # type: ignore[method-assign, assignment]
 
 
 def lose_records() -> None:

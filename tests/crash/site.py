@@ -13,6 +13,7 @@ from typing import Final
 from crash.memory import Progress, StepLock
 from crash.records import Log
 from crash.scheduler import Settings
+from support import faults as fault_points
 from support.workers import LoggingProcess
 
 KVPOOL: Final = (str(Path(sys.executable).parent / "kvpool"),)
@@ -85,11 +86,12 @@ class Site:
     def start_server(self, faults: str = "") -> bool:
         """Starts the server; returns whether it listened, or died before by a fault point."""
         self.log.write("starting", target="server", faults=faults)
-        command = [*self.plan.command, "serve", "--listen", self.address, "--grace-seconds", "2", *_RANK_TIMING]
+        program = fault_points.COMMAND if faults else self.plan.command
+        command = [*program, "serve", "--listen", self.address, "--grace-seconds", "2", *_RANK_TIMING]
         command += ["--dead-peer-seconds", str(DEAD_PEER_SECONDS)]
         if self.plan.journaled:
             command += ["--journal", str(self.folder / "journal")]
-        self.server = LoggingProcess(*command, environment={**_PATH, "KVPOOL_FAULTS": faults})
+        self.server = LoggingProcess(*command, environment=fault_points.environment(faults))
         self._servers.append(self.server)
         try:
             self.server.wait_for("server listening")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from engine.manager_pair import BLOCK_SIZE, SESSION_NUMBER, ManagerPair, RequestPair, make_groups
-from kvpool.core.blocks.kv_cache_manager import ComputedBlocks
+from kvpool.core.blocks.prefix_search import ComputedBlocks
 from kvpool.core.ids import BlockId, PoolName, SessionId, StepNumber
 from kvpool.core.sessions.session import Session
 from kvpool.core.specs.base import KVCacheSpec
@@ -111,7 +111,7 @@ class Program:
         both = self._waiting[0]
         found, num_found, junction = self._manager.get_computed_blocks(both.theirs)
         both.theirs.shared_prefix_boundary = junction
-        computed = self._pool.lookup(both.ours)
+        computed = self._pool.get_computed_blocks(both.ours)
         expected = [list(ids) for ids in found.get_block_ids()]
         if computed.num_tokens < num_found and self._lacks_block_after(both, num_found):
             self.is_apart = True
@@ -181,7 +181,7 @@ class Program:
             new_computed_blocks=found,
             num_lookahead_tokens=lookahead,
         )
-        new = self._pool.allocate(both.ours, count, lookahead, computed, sequence=_STEP)
+        new = self._pool.allocate_slots(both.ours, count, lookahead, computed, sequence=_STEP)
         expected = None if room is None else [list(ids) for ids in room.get_block_ids()]
         assert (None if new is None else [list(ids) for ids in new]) == expected
         if new is None:
@@ -215,7 +215,7 @@ class Program:
         num_blocks = self._pool.blocks.num_blocks
         block_ids = set(self._random.sample(range(1, num_blocks), min(5, num_blocks - 1)))
         self._manager.evict_blocks(block_ids)
-        self._pool.blocks.evict(map(BlockId, block_ids))
+        self._pool.blocks.evict_blocks(map(BlockId, block_ids))
 
     def _reset(self) -> None:
         if self._random.random() < 0.3:

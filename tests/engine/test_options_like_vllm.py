@@ -15,7 +15,7 @@ from vllm.v1.request import Request as VllmRequest
 from vllm.v1.request import RequestStatus
 
 from engine.manager_pair import BLOCK_SIZE, SESSION_NUMBER, ManagerPair, RequestPair, make_groups
-from kvpool.core.blocks.kv_cache_manager import ComputedBlocks
+from kvpool.core.blocks.prefix_search import ComputedBlocks
 from kvpool.core.ids import PoolName, StepNumber
 from kvpool.core.specs.base import KVCacheSpec
 from kvpool.core.specs.kinds import ChunkedLocalAttentionSpec, FullAttentionSpec, SlidingWindowSpec
@@ -119,7 +119,7 @@ class Program:
         """A waiting request: looked up, then given room."""
         rng = self.rng
         blocks, num_hit, both.theirs.shared_prefix_boundary = self.manager.get_computed_blocks(both.theirs)
-        found = self.pool.lookup_uncounted(both.ours)
+        found = self.pool.find_longest_cache_hit(both.ours)
         both.ours.shared_prefix_boundary_tokens = (
             found.shared_prefix_boundary_tokens or 0
         )  # as a step that looks up notes it
@@ -172,7 +172,7 @@ class Program:
         watermark = self.manager.watermark_blocks if is_waiting and has_scheduled else 0
         options = AllocationOptions(external, theirs.num_in_flight_tokens, reserved, watermark, must_fit)
         self.sequence += 1
-        given = self.pool.allocate(
+        given = self.pool.allocate_slots(
             ours,
             new,
             lookahead,
@@ -192,7 +192,7 @@ class Program:
     def cache(self, both: RequestPair) -> None:
         num_tokens = min(self.rng.randint(0, both.ours.num_computed_tokens), both.ours.num_tokens)
         self.manager.cache_blocks(both.theirs, num_tokens)
-        self.pool.cache(both.ours, num_tokens, sequence=StepNumber(self.sequence))
+        self.pool.cache_blocks(both.ours, num_tokens, sequence=StepNumber(self.sequence))
         both.ours.credit_tokens = self.pool.credit_tokens(both.ours)
 
     def free(self, both: RequestPair) -> None:
@@ -207,7 +207,7 @@ def play(program: Program, record_property: Callable[[str, object], None]) -> No
     for both in list(program.requests):
         program.free(both)
     program.pair.compare([])
-    program.pool.end_session(SESSION_NUMBER)
+    program.pool.evict_unpublished(SESSION_NUMBER)
     check_integrity(program.pool, [])
     for name in ("granted", "refused", "num_external"):
         record_property(name, getattr(program, name))

@@ -137,7 +137,7 @@ class Grammar(RequestGrammar):
         return admin_pb2.DrainRequest(pool_name=self._name_or_all())
 
     def _undrain(self) -> Message:
-        closed = [*self.served.hub.allocator.drain_state.closed_pools, ""]
+        closed = [*self.served.hub.allocator.drain_state.drained_pools, ""]
         return admin_pb2.UndrainRequest(pool_name=self.rng.choice(closed))
 
     def _remove_pool(self) -> Message:

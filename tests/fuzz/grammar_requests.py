@@ -109,7 +109,7 @@ class RequestGrammar:
         )
         computed = request.num_computed_tokens if request else 0
         if request and not request.holds_blocks and self.rng.random() < 0.7:
-            hit = pool.lookup_uncounted(request)
+            hit = pool.find_longest_cache_hit(request)
             message.computed.num_tokens = hit.num_tokens
             for block_ids in hit.block_ids:
                 message.computed.groups.add(block_ids=block_ids)
@@ -261,7 +261,7 @@ class RequestGrammar:
             row.rejected = min(self.rng.choice((0, 0, 0, 1)), num_computed)
             hit = 0
             if not request.holds_blocks:
-                promise = pool.lookup_uncounted(request)
+                promise = pool.find_longest_cache_hit(request)
                 row.block_ids, hit = tuple(map(tuple, promise.block_ids)), promise.num_tokens
             computed = num_computed - row.rejected + hit
             row.new = max(request.num_tokens + row.appended - computed, 1)
@@ -275,7 +275,7 @@ class RequestGrammar:
 
     def _taken(self, pool: KVCacheManager, request: Request) -> int:
         """Up to all of the room that the request has; once in a while more than that."""
-        room = max(pool.most_taken_tokens(request) - request.num_computed_tokens, 0)
+        room = max(pool.max_tokens_on_credit(request) - request.num_computed_tokens, 0)
         if self.rng.random() < 0.02:
             return min(room + self.rng.choice(_NO_ROOM_TOKENS), _MAX_UINT32)
         return min(self.rng.choice((0, 0, 1, 2, room)), room)

@@ -258,7 +258,11 @@ class Served:
                 )
                 for pool in allocator.pools()
             ],
-            (allocator.drain_state.is_closed, sorted(allocator.drain_state.closed_pools), self.hub.ending.is_asked),
+            (
+                allocator.drain_state.is_server_drained,
+                sorted(allocator.drain_state.drained_pools),
+                self.hub.ending.is_asked,
+            ),
             [(name, repr(membership)) for name, membership in self.ranks._memberships.items()],
         )
 

@@ -15,6 +15,7 @@ import pytest
 from kvpool.client import Client, NotFoundError, connect
 from kvpool.v1 import allocator_pb2, allocator_pb2_grpc
 from kvpool.wire.errors import from_rpc_error
+from support import faults
 from support.server import ServerProcess, pool_config, server_process
 from support.wire_ranks import wait_until
 
@@ -129,10 +130,10 @@ def test_a_killed_server_is_survived_as_far_as_the_next_one_knows(tmp_path: Path
     assert restarted[0].stop()[0] == 0
 
 
-def serve(address: str, journal: Path, faults: str = "") -> subprocess.Popen[bytes]:
-    """Starts `kvpool serve` with a journal, to die at a fault point."""
-    command = [str(Path(sys.executable).parent / "kvpool"), "serve", "--listen", address, "--journal", str(journal)]
-    return subprocess.Popen(command, env={**os.environ, "KVPOOL_FAULTS": faults}, stderr=subprocess.DEVNULL)
+def serve(address: str, journal: Path, armed: str = "") -> subprocess.Popen[bytes]:
+    """Starts a server with a journal, which dies at a fault point if one is armed."""
+    command = [*faults.COMMAND, "serve", "--listen", address, "--journal", str(journal)]
+    return subprocess.Popen(command, env={**os.environ, **faults.environment(armed)}, stderr=subprocess.DEVNULL)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ import pytest
 from kvpool.client import connect
 from kvpool.core.specs.pool_config import ReuseOrder
 from kvpool.replay.play import Console, PoolOptions, replay_shares, trace_shares
-from kvpool.replay.playing import SchedulerOptions
+from kvpool.replay.scheduler import SchedulerOptions
 from support.paths import ROOT
 from support.server import pool_config, running_server
 
@@ -93,7 +93,7 @@ def test_serve_listens_on_all_addresses_and_stops_on_sigterm(server: tuple[subpr
     assert process.wait(timeout=20) == 0
 
 
-def test_a_pools_first_epoch_is_above_those_of_servers_that_nobody_remembers(tmp_path: Path) -> None:
+def test_a_pools_first_epoch_is_above_those_of_earlier_servers(tmp_path: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "KVPOOL_SERVE_PAST_EPOCH"}
     epochs = []
     for arguments in ((), ("--past-epoch", "41")):
@@ -107,7 +107,7 @@ def test_a_pools_first_epoch_is_above_those_of_servers_that_nobody_remembers(tmp
     assert epochs[1] == 42
 
 
-def test_serve_takes_flags_before_environment_before_file(tmp_path: Path) -> None:
+def test_flags_override_environment_and_environment_overrides_file(tmp_path: Path) -> None:
     config = tmp_path / "kvpool.toml"
     config.write_text(f'listen = ["unix:{tmp_path}/file"]\nmax_message_bytes = 1\ngrace_seconds = 0.5\n')
     refused = run("serve", "--config", str(config))
@@ -139,7 +139,7 @@ def test_serve_takes_flags_before_environment_before_file(tmp_path: Path) -> Non
         (("--grace-seconds", "-1"), "", {}, "grace_seconds: -1.0 is not in"),
     ],
 )
-def test_serve_refuses_bad_settings_in_a_line(
+def test_serve_refuses_bad_settings_on_one_line(
     arguments: tuple[str, ...], file: str, environment: dict[str, str], message: str, tmp_path: Path
 ) -> None:
     config = tmp_path / "kvpool.toml"
@@ -150,7 +150,7 @@ def test_serve_refuses_bad_settings_in_a_line(
     assert "Traceback" not in done.stderr
 
 
-def test_serve_says_when_an_address_is_taken(server: tuple[subprocess.Popen[str], str]) -> None:
+def test_serve_reports_an_address_in_use(server: tuple[subprocess.Popen[str], str]) -> None:
     for address in server[1].split(", "):
         done = run("serve", "--listen", address)
         assert done.returncode == 1
@@ -158,7 +158,7 @@ def test_serve_says_when_an_address_is_taken(server: tuple[subprocess.Popen[str]
         assert address in done.stderr
 
 
-def test_replay_finds_what_a_plain_count_finds(trace: Path) -> None:
+def test_replay_hits_equal_a_plain_count(trace: Path) -> None:
     arguments = ("replay", str(trace), "--num-blocks", "1000", "--block-size", "512", "--json")
     result = last_json(run(*arguments))
     assert (result["requests"], result["evicted_blocks"]) == (40, 0)
@@ -192,14 +192,14 @@ def test_a_bad_trace_plays_nothing(trace: Path, server: tuple[subprocess.Popen[s
         client.get_pool("replay")
 
 
-def test_nobody_at_the_address_is_said_in_a_line(trace: Path, tmp_path: Path) -> None:
+def test_an_unreachable_server_is_reported_on_one_line(trace: Path, tmp_path: Path) -> None:
     done = run(
         "replay", str(trace), "--num-blocks", "60", "--block-size", "512", "--address", f"unix:{tmp_path}/nobody"
     )
     assert (done.returncode, "UNAVAILABLE" in done.stderr, "Traceback" in done.stderr) == (1, True, False)
 
 
-def test_a_scheduler_killed_in_mid_replay_is_freed_after_its_lease_and_the_other_goes_on(tmp_path: Path) -> None:
+def test_a_killed_scheduler_is_freed_after_its_lease_and_the_other_continues(tmp_path: Path) -> None:
     path = tmp_path / "long.jsonl"
     entry = {"timestamp": 0, "input_length": 1000, "output_length": 400, "hash_ids": [1, 2]}
     path.write_text("\n".join(json.dumps({**entry, "hash_ids": [i, 9000 + i]}) for i in range(400)))
@@ -232,13 +232,14 @@ def test_a_scheduler_killed_in_mid_replay_is_freed_after_its_lease_and_the_other
         assert client.get_pool("replay").free_blocks == 699
 
 
-def test_demo_shows_its_table() -> None:
+def test_demo_prints_its_table() -> None:
     done = run("demo")
     assert (done.returncode, done.stderr) == (0, "")
-    for row in ("requests", "hit rate", "evictions", "preemptions", "steps a second", "second scheduler's reuse"):
+    for row in ("requests", "hit rate", "evictions", "preemptions", "steps per second", "second scheduler's reuse"):
         assert row in done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "num_blocks", "hit_rate", "hit_tokens"),
     [

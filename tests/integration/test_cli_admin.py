@@ -12,7 +12,7 @@ from typing import Any
 import click
 import pytest
 
-from kvpool.cli import admin
+from kvpool.cli import main
 from kvpool.client import Client, Session, UnavailableError, connect
 from support.paths import DOCS
 from support.server import pool_config, running_server
@@ -120,7 +120,7 @@ def test_on_a_terminal_lists_fit_eighty_columns(command: tuple[str, ...]) -> Non
         terminal.close()
 
 
-def test_reset_says_who_holds_blocks_or_resets(client: Client, session: Session) -> None:
+def test_reset_lists_holders_or_resets(client: Client, session: Session) -> None:
     done = run("reset", "--pool", "m")
     assert (done.returncode, "front-end" in done.stdout) == (1, True)
     assert done.stderr == "pool m is in use, nothing was dropped; these hold blocks:\n"
@@ -136,7 +136,7 @@ def test_reset_says_who_holds_blocks_or_resets(client: Client, session: Session)
     assert answer("reset", "--pool", "m") == {"reset": True, "holders": []}
 
 
-def test_evict_session_gives_its_blocks_back(client: Client) -> None:
+def test_evict_session_frees_its_blocks(client: Client) -> None:
     session = client.open_session("m", client_name="hangs", lease_seconds=3600)
     session.admit(session.request("r", PROMPT))
     refused = refusal("evict-session", "--pool", "m", "7")
@@ -185,7 +185,7 @@ COMMANDS = [
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_nobody_at_the_address_is_said_in_a_line(command: tuple[str, ...], tmp_path: Path) -> None:
+def test_an_unreachable_server_is_reported_on_one_line(command: tuple[str, ...], tmp_path: Path) -> None:
     assert "UNAVAILABLE" in refusal(*command, "--address", f"unix:{tmp_path}/nobody")
 
 
@@ -194,15 +194,15 @@ def test_nobody_at_the_address_is_said_in_a_line(command: tuple[str, ...], tmp_p
     [
         (("pools", "--address", "nowhere"), "--address: address 'nowhere': needs host:port or unix:/path"),
         (("requests", "--session", "1"), "--session needs --pool"),
-        (("drain", "--undo", "--wait"), "--undo: goes with neither --wait nor --stop"),
-        (("drain", "--stop", "--pool", "m"), "--stop: the whole server stops, leave out --pool"),
+        (("drain", "--undo", "--wait"), "--undo: cannot be combined with --wait or --stop"),
+        (("drain", "--stop", "--pool", "m"), "--stop: stops the whole server, leave out --pool"),
         (("reset",), "Missing option '--pool'"),
         (("evict-session", "--pool", "m", "x"), "'x' is not a valid integer"),
         (("evict-session", "--pool", "m", "0"), "0 is not in the range"),
         (("blocks", "--pool", "m", "--state", "lost"), "'lost' is not one of"),
     ],
 )
-def test_wrong_calls_are_refused_before_anything_is_asked(arguments: tuple[str, ...], message: str) -> None:
+def test_usage_errors_are_reported_before_a_connection(arguments: tuple[str, ...], message: str) -> None:
     done = run(*arguments)
     assert done.returncode == 2
     assert message in done.stderr
@@ -215,7 +215,7 @@ def test_wrong_calls_are_refused_before_anything_is_asked(arguments: tuple[str, 
     [("sessions", "--pool", "x"), ("requests", "--pool", "x"), ("blocks", "--pool", "x"), ("drain", "--pool", "x"),
      ("drain", "--undo", "--pool", "x"), ("reset", "--pool", "x")],
 )  # fmt: skip
-def test_an_unknown_pool_is_refused_in_a_line(command: tuple[str, ...]) -> None:
+def test_an_unknown_pool_is_refused_on_one_line(command: tuple[str, ...]) -> None:
     assert "POOL_NOT_FOUND: pool_name: no pool 'x'" in refusal(*command)
 
 
@@ -226,8 +226,14 @@ PAGE = DOCS / "how-to/operate.md"
 def test_the_page_names_every_command_and_every_key() -> None:
     text = PAGE.read_text()
     listed = set(re.findall(r"^\| `kvpool ([a-z-]+)", text, re.MULTILINE))
-    of_operators = {command.name for command in vars(admin).values() if isinstance(command, click.Command)}
-    assert listed == {"top", *of_operators}
+    context = click.Context(main)
+    named = {name: main.get_command(context, name) for name in main.list_commands(context)}
+    with_address = {
+        name
+        for name, command in named.items()
+        if command and any(option.name == "address" and option.envvar == "KVPOOL_ADDRESS" for option in command.params)
+    }
+    assert listed == with_address
     for found in (
         answer("pools"), answer("sessions"), answer("requests"), answer("blocks", "--pool", "m"),
         answer("top", "--once", "--interval", "0.1"),

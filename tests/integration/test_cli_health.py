@@ -29,7 +29,7 @@ def server(tmp_path: Path) -> Iterator[ServerProcess]:
         assert server.stop() == (0, "")
 
 
-def test_a_server_serves_until_it_is_gone(server: ServerProcess) -> None:
+def test_a_server_serves_until_it_stops(server: ServerProcess) -> None:
     (address,) = server.addresses
     assert health(address) == (0, f"{address}: SERVING")
     assert health(address, "--service", "kvpool.v1.WorkerService") == (0, f"{address}: SERVING")
@@ -50,12 +50,12 @@ def test_a_server_serves_until_it_is_gone(server: ServerProcess) -> None:
         ([], "Missing argument 'ADDRESS'"),
     ],
 )
-def test_bad_input_is_refused_in_a_line(arguments: list[str], words: str) -> None:
+def test_bad_input_is_refused_on_one_line(arguments: list[str], words: str) -> None:
     status, line = health(*arguments)
     assert (status, words in line) == (2, True), line
 
 
-def test_nothing_is_imported_for_it_that_it_does_not_need() -> None:
+def test_health_imports_only_what_it_needs() -> None:
     program = "import sys, kvpool.cli.health; print(*[name for name in sys.modules if name.startswith('kvpool.')])"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
     loaded = set(done.stdout.split())

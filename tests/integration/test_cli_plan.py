@@ -82,7 +82,7 @@ def test_every_model_is_planned_with_the_figures_of_the_documentation(row: list[
     assert len(layers) == len(set(layers)) == kept
 
 
-def test_tables_say_what_json_says() -> None:
+def test_tables_and_json_agree() -> None:
     done = run(MODEL_CONFIGS / "jamba-v0.1.json", "--memory", "40GB")
     assert done.returncode == 0
     answer = plan("jamba-v0.1", "--memory", "40GB")
@@ -105,7 +105,7 @@ def test_without_hybrid_management_all_tokens_are_kept() -> None:
     assert len(group["layer_names"]) == 62
 
 
-def test_what_does_not_fit_is_refused_with_all_figures() -> None:
+def test_a_model_that_does_not_fit_is_refused_with_all_figures() -> None:
     done = run(MODEL_CONFIGS / "llama-3.1-8b.json", "--memory", "1GiB")
     assert done.returncode == 1
     assert "131072 tokens takes 16.00 GiB (8193 blocks), there are 1.00 GiB (512 blocks)" in done.stderr
@@ -117,19 +117,19 @@ def test_what_does_not_fit_is_refused_with_all_figures() -> None:
     assert "the longest that fits has 8176 tokens" in error["message"]
 
 
-def test_the_longest_that_fits_is_found() -> None:
+def test_auto_finds_the_longest_length_that_fits() -> None:
     answer = plan("llama-3.1-8b", "--memory", "2GiB", "--max-model-len", "auto")
     assert answer["max_model_len"] == answer["longest_request_tokens"] == 1023 * 16
     assert answer["warnings"] == []
 
 
-def test_the_reference_plans_a_length_that_cannot_be_served_and_is_told() -> None:
+def test_first_group_check_plans_an_unservable_length_with_a_warning() -> None:
     answer = plan("llama-3.1-8b", "--memory", "2GiB", "--max-model-len", "auto", "--fit-check", "first_group")
     assert (answer["max_model_len"], answer["longest_request_tokens"]) == (1024 * 16, 1023 * 16)
     assert "16,368 tokens" in answer["warnings"][0]
 
 
-def test_more_blocks_than_there_is_room_for_are_planned_with_a_warning() -> None:
+def test_more_blocks_than_fit_are_planned_with_a_warning() -> None:
     answer = plan("llama-3.1-8b", "--memory", "40GiB", "--num-blocks", 100_000)
     assert answer["num_blocks"] == 100_000
     assert answer["warnings"] == ["rank 0 has 40.00 GiB, and 100,000 blocks take 195.31 GiB"]
@@ -167,7 +167,7 @@ def test_tokens_are_spread_only_over_ranks_with_the_same_heads() -> None:
         ({"num_hidden_layers": "many"}, "num_hidden_layers"),
     ],
 )
-def test_a_config_at_fault_is_told_by_its_key(change: dict[str, Any], field: str, tmp_path: Path) -> None:
+def test_errors_name_the_key_of_the_config(change: dict[str, Any], field: str, tmp_path: Path) -> None:
     config = json.loads((MODEL_CONFIGS / "llama-3.1-8b.json").read_text()) | change
     path = tmp_path / "config.json"
     path.write_text(json.dumps(config))
@@ -197,7 +197,7 @@ def test_a_config_at_fault_is_told_by_its_key(change: dict[str, Any], field: str
         ([], "--memory"),
     ],
 )
-def test_bad_arguments_are_refused_in_a_sentence(arguments: list[str], words: str) -> None:
+def test_bad_arguments_are_refused_on_one_line(arguments: list[str], words: str) -> None:
     done = run(MODEL_CONFIGS / "llama-3.1-8b.json", *arguments)
     assert done.returncode in (1, 2)
     assert words in done.stderr
@@ -205,7 +205,7 @@ def test_bad_arguments_are_refused_in_a_sentence(arguments: list[str], words: st
 
 
 @pytest.mark.parametrize("content", ["", "[1]", "{", '{"a": 1, "a": 2}', '{"a": ' + "1" * 5000 + "}", "[" * 10**5])
-def test_a_file_that_is_no_json_object_is_refused(content: str, tmp_path: Path) -> None:
+def test_a_file_without_a_json_object_is_refused(content: str, tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text(content)
     done = run(path, "--memory", "1GiB")
@@ -213,7 +213,7 @@ def test_a_file_that_is_no_json_object_is_refused(content: str, tmp_path: Path) 
     assert str(path) in done.stderr
 
 
-def test_odd_names_are_shown_as_they_are(tmp_path: Path) -> None:
+def test_odd_names_are_shown_unchanged(tmp_path: Path) -> None:
     config = json.loads((MODEL_CONFIGS / "gemma-3-27b-it.json").read_text()) | {"architectures": ["[/red]x\ud800"]}
     path = tmp_path / "config.json"
     path.write_text(json.dumps(config), encoding="utf-8-sig")

@@ -51,7 +51,7 @@ def assert_idle(client: Client, pool: str) -> None:
     assert (info.sessions, info.requests, info.free_blocks) == (0, 0, info.config.num_blocks - 1)
 
 
-def test_chats_are_the_same_for_a_seed_and_hit_what_they_share() -> None:
+def test_chats_are_reproducible_and_hit_shared_prompts() -> None:
     options = ("--chats", 3, "--num-blocks", 3000, "--block-size", 16)
     first, again = result_of(*options), result_of(*options)
     assert (first["requests"], first["sessions"], first["rejected_requests"]) == (15, 1, 0)
@@ -71,7 +71,7 @@ def test_repeated_chats_are_new_conversations_and_a_repeated_trace_is_the_same(t
         assert (twice["requests"], twice["hit_tokens"]) == (2, 512)
 
 
-def test_a_pool_that_is_there_is_played_on_as_it_is(tmp_path: Path) -> None:
+def test_an_existing_pool_is_used_unchanged(tmp_path: Path) -> None:
     trace = tmp_path / "trace.jsonl"
     entries = [
         {"timestamp": 0, "input_length": length, "output_length": 9, "hash_ids": list(range(-(-length // 512)))}
@@ -87,7 +87,7 @@ def test_a_pool_that_is_there_is_played_on_as_it_is(tmp_path: Path) -> None:
         assert_idle(client, "m")
 
 
-def test_a_pool_that_is_not_there_is_waited_for(endless: list[LoggingProcess]) -> None:
+def test_replay_waits_for_a_missing_pool(endless: list[LoggingProcess]) -> None:
     with running_server() as address, connect(address) as client:
         done = run("--chats", 1, "--address", address, "--pool", "m", "--wait-seconds", 0.2)
         assert (done.returncode, "NOT_FOUND" in done.stderr or "NO_POOL" in done.stderr) == (1, True), done.stderr
@@ -101,7 +101,7 @@ def test_a_pool_that_is_not_there_is_waited_for(endless: list[LoggingProcess]) -
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
-def test_for_ever_means_over_a_restart_of_the_server(
+def test_forever_continues_after_a_restart_of_the_server(
     how: signal.Signals, tmp_path: Path, endless: list[LoggingProcess]
 ) -> None:
     address = f"unix:{tmp_path}/s"
@@ -122,7 +122,7 @@ def test_for_ever_means_over_a_restart_of_the_server(
         assert server.stop()[0] == 0
 
 
-def test_for_ever_means_over_the_end_of_an_epoch(tmp_path: Path, endless: list[LoggingProcess]) -> None:
+def test_forever_continues_after_the_end_of_an_epoch(tmp_path: Path, endless: list[LoggingProcess]) -> None:
     with running_server() as address, connect(address) as client, worker_processes(tmp_path) as workers:
         options = ("--max-model-len", "4096")  # room for what a conversation grows to
         ranks = [workers.start(address, rank, 2, *options, blocks=400) for rank in range(2)]
@@ -138,7 +138,7 @@ def test_for_ever_means_over_the_end_of_an_epoch(tmp_path: Path, endless: list[L
         assert_idle(client, "m")
 
 
-def test_a_pool_that_is_too_small_for_everything_is_said(endless: list[LoggingProcess]) -> None:
+def test_a_pool_that_is_too_small_for_all_requests_is_reported(endless: list[LoggingProcess]) -> None:
     with running_server() as address:
         endless.append(play_forever("--address", address, "--num-blocks", 3, "--block-size", 16))
         assert endless[0].end() == 1
@@ -157,6 +157,6 @@ def test_a_pool_that_is_too_small_for_everything_is_said(endless: list[LoggingPr
         (("--chats", 1, "--address", "nowhere"), "needs host:port or unix:/path"),
     ],
 )
-def test_options_that_do_not_go_together_are_refused_in_a_line(arguments: tuple[object, ...], message: str) -> None:
+def test_contradicting_options_are_refused_on_one_line(arguments: tuple[object, ...], message: str) -> None:
     done = run(*arguments)
     assert (done.returncode, message in done.stderr, "Traceback" in done.stderr) == (2, True, False), done.stderr

@@ -299,7 +299,6 @@ def test_serve_takes_the_settings_of_events_from_a_file(tmp_path: Path) -> None:
         "events_replay_endpoint": "tcp://*:5657",
         "events_pool": ["a", "b"],
         "events_topic": "kv@{host}@{pool}",
-        "events_wire": "array",
         "replay_framing": "legacy",
         "events_hashes": "bytes",
         "events_removed": "every-copy",

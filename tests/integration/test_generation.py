@@ -15,7 +15,7 @@ from examples.reference_engine.generate import generate
 from examples.reference_engine.prompts import Prompts
 from examples.reference_engine.step_link import StepLink, StepRefusedError
 from kvpool.client import connect
-from kvpool.replay.child_error import ChildError
+from kvpool.replay import ChildError
 from kvpool.replay.executor import Scheduled
 from kvpool.replay.result import Counts
 from support.server import running_server

@@ -245,7 +245,7 @@ def test_two_servers_do_not_share_a_journal(journaled: Journaled, tmp_path: Path
     ]
     ended = subprocess.run([*command, "--journal", str(journaled.folder)], capture_output=True, text=True, check=False)
     assert ended.returncode == 1
-    assert "another server keeps its journal in" in ended.stderr
+    assert "another server uses the journal in" in ended.stderr
 
 
 @pytest.mark.parametrize("damage", ["flip", "boot"])

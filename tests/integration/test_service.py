@@ -350,7 +350,7 @@ def test_news_of_execution_ride_on_the_next_step(client: Client, pool: str) -> N
         assert other.get_computed_blocks(other.request("b", PROMPT)).num_tokens == 40
 
 
-def test_sessions_share_only_what_they_salt_alike(client: Client, pool: str) -> None:
+def test_sessions_share_only_blocks_with_the_same_salt(client: Client, pool: str) -> None:
     with client.open_session(pool) as one, client.open_session(pool) as other:
         one.admit(one.request("a", PROMPT, extra_keys=ExtraKeys(cache_salt="x")))
         one.mark_executed()

@@ -76,9 +76,7 @@ def schedulers_at_work(address: str, pool: str = "m") -> Iterator[None]:
     assert failures == []
 
 
-def test_it_shows_pools_and_sessions_at_work_and_q_leaves_the_terminal_as_it_was(
-    address: str, show: Callable[..., Terminal]
-) -> None:
+def test_top_shows_pools_and_sessions_and_q_restores_the_terminal(address: str, show: Callable[..., Terminal]) -> None:
     with connect(address) as client:
         client.create_pool(pool_config())
         terminal = show(address)
@@ -105,7 +103,7 @@ def test_it_shows_pools_and_sessions_at_work_and_q_leaves_the_terminal_as_it_was
 
 
 @pytest.mark.parametrize("end", ["\x03", signal.SIGTERM, signal.SIGHUP])
-def test_every_other_end_leaves_the_terminal_as_it_was_too(
+def test_ctrl_c_and_signals_restore_the_terminal(
     end: str | signal.Signals, address: str, show: Callable[..., Terminal]
 ) -> None:
     terminal = show(address)
@@ -121,7 +119,7 @@ def test_every_other_end_leaves_the_terminal_as_it_was_too(
     assert b"Traceback" not in terminal.raw
 
 
-def test_it_goes_on_when_the_server_is_killed_and_comes_back(tmp_path: Path, show: Callable[..., Terminal]) -> None:
+def test_top_continues_when_the_server_is_killed_and_returns(tmp_path: Path, show: Callable[..., Terminal]) -> None:
     address = f"unix:{tmp_path / 's'}"
     server = ServerProcess(address)
     with connect(address) as client:
@@ -139,7 +137,7 @@ def test_it_goes_on_when_the_server_is_killed_and_comes_back(tmp_path: Path, sho
             client.create_pool(pool_config("second"))
         terminal.wait_for("second")
         server.process.send_signal(signal.SIGSTOP)
-        terminal.wait_for("no answer since 3 s: it was asked")
+        terminal.wait_for("no answer since 3 s: the last call has not returned")
         server.process.send_signal(signal.SIGCONT)
         assert "second" in terminal.wait_for(lambda text: "no answer" not in text)
         terminal.press("q")
@@ -149,7 +147,7 @@ def test_it_goes_on_when_the_server_is_killed_and_comes_back(tmp_path: Path, sho
         server.stop()
 
 
-def test_it_waits_for_a_server_that_is_not_there_yet(tmp_path: Path, show: Callable[..., Terminal]) -> None:
+def test_top_waits_for_a_server_that_has_not_started(tmp_path: Path, show: Callable[..., Terminal]) -> None:
     address = f"unix:{tmp_path / 's'}"
     terminal = show(address)
     terminal.wait_for("no answer since")
@@ -160,7 +158,7 @@ def test_it_waits_for_a_server_that_is_not_there_yet(tmp_path: Path, show: Calla
         server.stop()
 
 
-def test_it_follows_the_size_of_the_terminal(address: str, show: Callable[..., Terminal]) -> None:
+def test_top_follows_the_size_of_the_terminal(address: str, show: Callable[..., Terminal]) -> None:
     with connect(address) as client:
         for i in range(12):
             client.create_pool(pool_config(f"pool-{i:02}"))
@@ -173,7 +171,7 @@ def test_it_follows_the_size_of_the_terminal(address: str, show: Callable[..., T
         terminal.wait_for(lambda text: text.count("pool-") == 12 and "more pools" not in text)
 
 
-def test_a_rank_that_is_missing_is_shown(address: str, show: Callable[..., Terminal]) -> None:
+def test_an_absent_rank_is_shown(address: str, show: Callable[..., Terminal]) -> None:
     rank = WireRank(address).register(registration(0), "ranked")
     rank.wait_for("registered")
     terminal = show(address)
@@ -189,7 +187,7 @@ def run(*arguments: str, seconds: float = 60, **environment: str) -> subprocess.
     )  # fmt: skip
 
 
-def test_once_prints_a_view_that_fits_and_once_json_an_object(address: str) -> None:
+def test_once_prints_a_view_or_a_json_object(address: str) -> None:
     with connect(address) as client:
         client.create_pool(pool_config())
         with schedulers_at_work(address):
@@ -211,13 +209,13 @@ def test_once_prints_a_view_that_fits_and_once_json_an_object(address: str) -> N
     assert all(session["steps_per_second"] > 0 for session in answer["sessions"])
 
 
-def test_once_says_in_a_line_that_nobody_answers(tmp_path: Path) -> None:
+def test_once_reports_an_unreachable_server_on_one_line(tmp_path: Path) -> None:
     done = run("--once", "--address", f"unix:{tmp_path}/nobody")
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1)
     assert "UNAVAILABLE" in done.stderr
 
 
-def test_without_a_terminal_it_prints_a_view_a_look(address: str) -> None:
+def test_without_a_terminal_top_prints_a_view_per_sample(address: str) -> None:
     for arguments, first in (((), "kvpool "), (("--json",), '{"address"')):
         process = subprocess.Popen(
             [KVPOOL, "top", "--address", address, "--interval", "0.1", *arguments], stdout=subprocess.PIPE,
@@ -247,7 +245,7 @@ def test_a_dumb_terminal_gets_no_escape_sequences(address: str, show: Callable[.
     ("arguments", "message"),
     [(("--interval", "0"), "0.1<=x<=3600"), (("--address", "nowhere"), "needs host:port or unix:/path")],
 )
-def test_bad_options_are_refused_in_a_line(arguments: tuple[str, ...], message: str) -> None:
+def test_bad_options_are_refused_on_one_line(arguments: tuple[str, ...], message: str) -> None:
     done = run("--once", *arguments)
     assert done.returncode == 2
     assert message in done.stderr

@@ -6,7 +6,7 @@ from random import Random
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvpool.core import ids
@@ -132,7 +132,7 @@ def other(pair: Pair, session: Session, number: int, rng: Random) -> Row:
 
 def decode(pair: Pair, at: int, session: Session, number: int, rng: Random) -> Row:
     request = session.by_number[RequestNumber(number)]
-    most = rng.choice([request.credit_tokens, pair.together.pool.most_taken_tokens(request)])
+    most = rng.choice([request.credit_tokens, pair.together.pool.max_tokens_on_credit(request)])
     grown = rng.choice([0, 1, 1, 1, rng.randint(0, 9)])
     return {
         "operations": Operation.ALLOCATE,
@@ -192,7 +192,6 @@ def spoil(step: dict[str, Any], rng: Random) -> None:
 
 @pytest.mark.parametrize("order", ReuseOrder)
 @pytest.mark.parametrize("caching", [True, False])
-@settings(deadline=None)
 @given(rng=st.randoms(use_true_random=False), num_blocks=st.integers(8, 60), num_sessions=st.integers(1, 3))
 def test_done_together_is_as_done_one_by_one(
     order: ReuseOrder,

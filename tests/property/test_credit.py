@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Final
 
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvpool.client import Answer, Decodes, FullAttentionSpec, KVCacheGroup, Outcome, PoolConfig, Request, StepBuilder
@@ -16,7 +16,8 @@ from kvpool.client import Session as ClientSession
 from kvpool.client.transports.embedded import EmbeddedTransport
 from kvpool.core.allocator import Allocator
 from kvpool.core.blocks.block_pool import BlockPool
-from kvpool.core.blocks.kv_cache_manager import ComputedBlocks, KVCacheManager
+from kvpool.core.blocks.kv_cache_manager import KVCacheManager
+from kvpool.core.blocks.prefix_search import ComputedBlocks
 from kvpool.core.blocks.quota import NO_QUOTA
 from kvpool.core.ids import BlockId, PoolName, RequestNumber, SessionId
 from kvpool.core.sessions.session import Session
@@ -159,7 +160,7 @@ class Asked:
     def promise(self, request: Request) -> dict[str, object]:
         """The hit that a request would get, as columns of a step that allocates it."""
         known = self.session.by_number[RequestNumber(request.number)]
-        hit = self.pool.lookup_uncounted(known)
+        hit = self.pool.find_longest_cache_hit(known)
         if not hit.num_tokens:
             return {}
         ids = [block_id for of_group in hit.block_ids for block_id in of_group]
@@ -369,8 +370,8 @@ class Both:
         untold = self.untold()
         for block_id in map(BlockId, range(blocks.num_blocks)):
             assert blocks.ref_cnt(block_id) == wanted.ref_cnt(block_id)
-            wanted_hash = None if block_id in untold else wanted.prefix_map.hash_of(block_id)
-            assert blocks.prefix_map.hash_of(block_id) == wanted_hash
+            wanted_hash = None if block_id in untold else wanted.prefix_map.block_hash(block_id)
+            assert blocks.prefix_map.block_hash(block_id) == wanted_hash
         self.cached = {block_id for _, _, block_id in blocks.prefix_map.entries()}
         assert blocks.prefix_map.pending().keys() == wanted.prefix_map.pending().keys() - untold
         assert _copies(blocks, set()) == _copies(wanted, untold)
@@ -393,7 +394,7 @@ def _copies(blocks: BlockPool, left_out: set[int]) -> dict[tuple[int, bytes], li
     return copies
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=settings().max_examples * 6 // 10)
 @given(config=wide_configs(), rounds=st.lists(ROUNDS, min_size=25, max_size=60))
 def test_what_is_answered_in_silence_is_what_the_pool_would_have_answered(
     config: PoolConfig, rounds: list[Round]
@@ -406,7 +407,6 @@ def test_what_is_answered_in_silence_is_what_the_pool_would_have_answered(
         both.check()
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
 @given(order=st.sampled_from(ReuseOrder), rounds=st.lists(ROUNDS_BESIDE, min_size=25, max_size=60))
 def test_blocks_are_filled_in_silence_beside_admissions(order: ReuseOrder, rounds: list[Round]) -> None:
     """In pools where that may be, in rounds where it often could matter."""

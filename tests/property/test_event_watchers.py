@@ -65,7 +65,7 @@ class RandomServer:
             case "free" if self._requests:
                 pool.free(self._requests.pop(chance.randrange(len(self._requests))))
             case "evict":
-                pool.blocks.evict([BlockId(chance.randrange(1, pool.blocks.num_blocks)) for _ in range(3)])
+                pool.blocks.evict_blocks([BlockId(chance.randrange(1, pool.blocks.num_blocks)) for _ in range(3)])
             case "reset":
                 pool.reset_prefix_cache()
             case "epoch" if chance.random() < 0.2:
@@ -201,7 +201,6 @@ def bounded(max_examples: int) -> settings:
     return settings(
         max_examples=max_examples,
         derandomize=True,
-        deadline=None,
         suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
     )
 
@@ -239,7 +238,7 @@ async def watch_grpc(seed: int, specs: tuple[KVCacheSpec, ...], kept_batches: in
     return watchers
 
 
-@bounded(120)
+@bounded(settings().max_examples * 6 // 5)
 @given(seed=st.integers(0, 2**32), specs=st.sampled_from(MIXES), kept_batches=st.sampled_from([2, 5, 50]))
 def test_an_index_over_grpc_is_the_servers_map(seed: int, specs: tuple[KVCacheSpec, ...], kept_batches: int) -> None:
     asyncio.run(asyncio.wait_for(watch_grpc(seed, specs, kept_batches), 10))
@@ -279,7 +278,7 @@ async def subscribe(seed: int, specs: tuple[KVCacheSpec, ...], kept_batches: int
     return subscribers
 
 
-@bounded(120)
+@bounded(settings().max_examples * 6 // 5)
 @given(seed=st.integers(0, 2**32), specs=st.sampled_from(MIXES), kept_batches=st.sampled_from([2, 5, 50]))
 def test_a_map_kept_over_zeromq_is_the_servers(seed: int, specs: tuple[KVCacheSpec, ...], kept_batches: int) -> None:
     asyncio.run(asyncio.wait_for(subscribe(seed, specs, kept_batches), 10))

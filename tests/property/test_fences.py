@@ -274,7 +274,7 @@ class Fencing(RuleBasedStateMachine):
                 case words.Initialized(epoch, got):
                     self._do(members.initialized(link, Allocated(epoch, got.num_blocks, got.allocated_bytes)))
                 case words.Heartbeat(sequence):
-                    self._do(members.heard(link, sequence, self.now_seconds))
+                    self._do(members.heartbeat(link, sequence, self.now_seconds))
                 case words.Fenced(sequence):
                     self._do(members.fenced(link, sequence))
                 case words.Leave():
@@ -347,39 +347,39 @@ class Fencing(RuleBasedStateMachine):
         for effect in effects:
             self._change_pool(effect)
             match effect:
-                case messages.PlanSent():
+                case messages.SendPlan():
                     planned = words.Planned(effect.epoch, effect.config, effect.max_model_len)
                     self._tell(effect.link, planned)
-                case messages.ReadySent():
+                case messages.SendReady():
                     self._tell(effect.link, words.Ready(effect.epoch, effect.num_blocks, effect.max_model_len))
                     self.must_fence = True
-                case messages.StatusSent():
+                case messages.SendStatus():
                     absent = tuple(map(int, effect.absent_ranks))
                     status = words.Status(effect.state, effect.epoch, absent, effect.heartbeat_sequence)
                     self._tell(effect.link, status)
-                case messages.FenceSent():
+                case messages.SendFence():
                     fence = words.FenceSet(
                         effect.fence_sequence, effect.epoch, effect.last_session_number, effect.live_session_numbers
                     )
                     self._tell(effect.link, fence)
-                case messages.LinkEnded():
+                case messages.EndLink():
                     self._tell(effect.link, effect.error)
 
     def _change_pool(self, effect: messages.Effect) -> None:
         allocator = self.world.allocator
         match effect:
-            case messages.PoolOpened():
+            case messages.OpenPool():
                 self.world.pool = allocator.open_epoch(
                     effect.config, b"n" * 32, effect.epoch, ranks_fence=effect.ranks_fence
                 )
-            case messages.PoolSuspended():
+            case messages.SuspendPool():
                 allocator.suspend(self.world.pool)
-            case messages.PoolResumed():
+            case messages.ResumePool():
                 allocator.resume(self.world.pool)
-            case messages.EpochPassed():
+            case messages.EndEpoch():
                 allocator.pass_epoch(self.world.pool, effect.epoch)
                 self.resuming.clear()
-            case messages.SessionsFenced():
+            case messages.ReleaseSessions():
                 allocator.end_quarantine("m", effect.numbers)
                 for number in effect.numbers:
                     self._resumed(number)
@@ -391,6 +391,4 @@ class Fencing(RuleBasedStateMachine):
 
 
 TestFencing = Fencing.TestCase
-TestFencing.settings = settings(
-    max_examples=settings().max_examples * 5 // 2, stateful_step_count=10, deadline=None, derandomize=True
-)
+TestFencing.settings = settings(max_examples=settings().max_examples * 5 // 2, stateful_step_count=10, derandomize=True)

@@ -23,7 +23,7 @@ class FreeLists(RuleBasedStateMachine):
         super().__init__()
         self.patch = pytest.MonkeyPatch()
         self.patch.setattr(free_list, "_SOME_BLOCKS", SOME_BLOCKS)
-        self.patch.setattr(free_list, "MOST_EXTENDED_BLOCKS", 12)
+        self.patch.setattr(free_list, "MAX_EXTENDED_BLOCKS", 12)
         self.mine = FreeList(NUM_BLOCKS)
         self.free = list(range(1, NUM_BLOCKS))
         self.tables: list[list[BlockId]] = []

@@ -6,7 +6,7 @@ import tempfile
 from pathlib import Path
 from unittest.mock import patch
 
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from kvpool.core.allocator import Allocator
@@ -19,11 +19,9 @@ from support.journal import IDENTITY, Traffic, assert_alike, journal_in, kill, r
 
 @settings(
     max_examples=40,
-    deadline=None,
     derandomize=True,
     report_multiple_bugs=False,
     phases=[Phase.explicit, Phase.generate],
-    suppress_health_check=[HealthCheck.too_slow],
 )
 @given(
     config=configs(),
@@ -59,11 +57,9 @@ def test_it_goes_on_as_if_nothing_had_been(
 
 @settings(
     max_examples=settings().max_examples * 6 // 10,
-    deadline=None,
     derandomize=True,
     report_multiple_bugs=False,
     phases=[Phase.explicit, Phase.generate],
-    suppress_health_check=[HealthCheck.too_slow],
 )
 @given(config=configs(), seed=st.integers(0, 2**32), count=st.integers(0, 120), slice_blocks=st.integers(1, 9))
 def test_a_snapshot_is_of_one_moment_whatever_happens_while_it_is_written(

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvpool.core.errors import AbortedError
-from kvpool.core.pause_tolerant_clock import LOOK_SECONDS, PauseTolerantClock
+from kvpool.core.pause_tolerant_clock import READ_INTERVAL_SECONDS, PauseTolerantClock
 from support.core import World
 from support.integrity import check_integrity
 
@@ -97,18 +97,18 @@ class Absences(RuleBasedStateMachine):
         self.clock = PauseTolerantClock(0.0)
         self.read_seconds = 0.0
 
-    @rule(seconds=st.floats(0, 2 * LOOK_SECONDS - 1e-6))
+    @rule(seconds=st.floats(0, 2 * READ_INTERVAL_SECONDS - 1e-6))
     def look(self, seconds: float) -> None:
         self.shown_seconds += seconds
         read_seconds = self.clock.read(self.shown_seconds)
         assert read_seconds - self.read_seconds == pytest.approx(seconds, abs=1e-6)
         self.read_seconds = read_seconds
 
-    @rule(seconds=st.floats(2 * LOOK_SECONDS + 1e-6, 1e5))
+    @rule(seconds=st.floats(2 * READ_INTERVAL_SECONDS + 1e-6, 1e5))
     def be_away(self, seconds: float) -> None:
         self.shown_seconds += seconds
         read_seconds = self.clock.read(self.shown_seconds)
-        assert read_seconds - self.read_seconds == pytest.approx(LOOK_SECONDS, abs=1e-6)
+        assert read_seconds - self.read_seconds == pytest.approx(READ_INTERVAL_SECONDS, abs=1e-6)
         self.read_seconds = read_seconds
 
 

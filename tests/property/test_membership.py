@@ -10,15 +10,15 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from kvpool.core.errors import AbortedError, KvpoolError, UnavailableError, WrongStateError
 from kvpool.core.ranks.messages import (
     Allocated,
-    EpochPassed,
+    EndEpoch,
     HeldTensors,
     LinkId,
-    PlanSent,
-    PoolOpened,
-    PoolResumed,
+    OpenPool,
     PoolState,
     RankState,
-    ReadySent,
+    ResumePool,
+    SendPlan,
+    SendReady,
 )
 from support.ranks import BLOCK_BYTES, Gathering, registration
 
@@ -164,7 +164,7 @@ class Ranks(RuleBasedStateMachine):
                 continue
             told = self.world.told[process.link]
             for effect in told[self.seen.get(process.link, 0) :]:
-                if isinstance(effect, ReadySent):
+                if isinstance(effect, SendReady):
                     assert effect.num_blocks <= process.got, "more blocks than the rank has"
                     process.held = HeldTensors(effect.epoch, process.got)
                 elif isinstance(effect, KvpoolError):
@@ -196,11 +196,11 @@ class Ranks(RuleBasedStateMachine):
     @invariant()
     def contents_are_those_of_the_processes_that_opened_the_epoch(self) -> None:
         for effect in self.world.pool[self.seen_pool :]:
-            if isinstance(effect, PoolOpened):
+            if isinstance(effect, OpenPool):
                 self.in_epoch = [process.boot_id for process in self.processes]
-            elif isinstance(effect, EpochPassed):
+            elif isinstance(effect, EndEpoch):
                 self.in_epoch = []
-            elif isinstance(effect, PoolResumed):
+            elif isinstance(effect, ResumePool):
                 assert self.in_epoch == [process.boot_id for process in self.processes], "rules 3 and 4"
         self.seen_pool = len(self.world.pool)
 
@@ -214,10 +214,10 @@ class Ranks(RuleBasedStateMachine):
             assert self.world.snapshot() == before, "rule 5"
             return None
 
-    def _newest_plan(self, process: Process) -> PlanSent | None:
+    def _newest_plan(self, process: Process) -> SendPlan | None:
         told = self.world.told[process.link] if process.link is not None else []
-        return next((effect for effect in reversed(told) if isinstance(effect, PlanSent)), None)
+        return next((effect for effect in reversed(told) if isinstance(effect, SendPlan)), None)
 
 
 TestRanks = Ranks.TestCase
-TestRanks.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
+TestRanks.settings = settings(max_examples=settings().max_examples * 3 // 2, stateful_step_count=30)

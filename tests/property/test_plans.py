@@ -91,7 +91,7 @@ def check(plan: Plan, ranks: list[RankMemory], options: PlanOptions) -> None:
     assert plan.longest_request_tokens <= plan.max_model_len
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=settings().max_examples * 3)
 @given(ranks=rank_lists(), auto=st.booleans(), hybrid_off=st.booleans(), max_model_len=st.sampled_from([64, 5000]))
 def test_a_plan_is_consistent_and_fills_the_smallest_rank(
     ranks: list[RankMemory],

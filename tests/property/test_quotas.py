@@ -8,7 +8,7 @@ from itertools import count
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -197,10 +197,8 @@ class Quotas(RuleBasedStateMachine):
 
 Quotas.TestCase.settings = settings(
     report_multiple_bugs=False,
-    max_examples=60,
+    max_examples=settings().max_examples * 6 // 10,
     stateful_step_count=20,
     derandomize=True,
-    deadline=None,
-    suppress_health_check=[HealthCheck.too_slow],
 )
 TestQuotas = Quotas.TestCase

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from itertools import count
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -510,7 +510,5 @@ RandomSteps.TestCase.settings = settings(
     max_examples=settings().max_examples * 3,
     stateful_step_count=30,
     derandomize=True,
-    deadline=None,
-    suppress_health_check=[HealthCheck.too_slow],
 )
 TestRandomSteps = RandomSteps.TestCase

@@ -224,6 +224,6 @@ class Comparison(RuleBasedStateMachine):
 
 
 Comparison.TestCase.settings = settings(
-    max_examples=settings().max_examples * 5 // 2, stateful_step_count=40, derandomize=True, deadline=None
+    max_examples=settings().max_examples * 5 // 2, stateful_step_count=40, derandomize=True
 )
 TestComparison = Comparison.TestCase

@@ -71,7 +71,7 @@ def kernel_blocks_of(spec: KVCacheSpec, size: int) -> int:
 
 
 @on_each_device
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=settings().max_examples * 2)
 @given(data=st.data(), config=small_configs())
 def test_a_layer_sees_its_pages_and_nothing_else(
     device: torch.device, data: st.DataObject, config: KVCacheConfig
@@ -98,7 +98,6 @@ def test_a_layer_sees_its_pages_and_nothing_else(
             buffer_of[name].zero_()
 
 
-@settings(max_examples=100, deadline=None)
 @given(data=st.data(), config=small_configs())
 def test_layers_that_share_a_buffer_keep_apart_by_their_blocks(data: st.DataObject, config: KVCacheConfig) -> None:
     """Blocks of several groups are written in turn; each still holds what its group wrote, though pages are shared."""
@@ -118,7 +117,6 @@ def test_layers_that_share_a_buffer_keep_apart_by_their_blocks(data: st.DataObje
         assert torch.equal(buffer.view(torch.uint8), bytes_expected)
 
 
-@settings(max_examples=100, deadline=None)
 @given(config=small_configs(), missing_bytes=st.integers(1, 4096))
 def test_buffers_a_little_too_small_are_refused_by_layer(config: KVCacheConfig, missing_bytes: int) -> None:
     buffers = list(allocate_buffers(config, torch.device("cpu")))

@@ -14,7 +14,7 @@ from kvpool.client.request import Request
 from kvpool.core.allocator import Allocator
 from kvpool.core.blocks.kv_cache_manager import KVCacheManager
 from kvpool.core.errors import IntegrityError
-from kvpool.core.sessions.session import Session, first_id
+from kvpool.core.sessions.session import Session, original_id
 from kvpool.v1 import allocator_pb2, step_pb2
 from simulation.fake_call import Call, Status
 from support.integrity import check_integrity
@@ -72,12 +72,12 @@ class Checks:
         if call.was_ended and not call.method.endswith("CloseSession"):
             self._fail(f"{call.method} was answered after the session had ended with {call.was_ended}")
         if isinstance(message, step_pb2.StepResult):
-            self._check_result(first_id(call.session_id), message)
+            self._check_result(original_id(call.session_id), message)
 
     def _why_ended(self, call: Call) -> str:
         if call.session_id in self._resumed and not call.method.endswith("ResumeSession"):
             return "SESSION_RESUMED"
-        return self._ended.get(first_id(call.session_id), "")
+        return self._ended.get(original_id(call.session_id), "")
 
     def _check_epoch(self, epoch: int) -> None:
         if epoch < self._told_epoch():
@@ -108,14 +108,14 @@ class Checks:
             if reason == "SESSION_RESUMED" and not call.method.endswith("ResumeSession"):
                 self._resumed.add(call.session_id)
             elif reason in _FOR_EVER:
-                self._ended[first_id(call.session_id)] = reason
+                self._ended[original_id(call.session_id)] = reason
 
     # At the scheduler.
 
     def settled(self, session: aio.AsyncSession, running: list[Request]) -> None:
         """See `Watcher`: the server holds for the session what the scheduler believes."""
         allocator = self._allocator()
-        found = allocator._sessions.get(first_id(session.session_id)) if allocator else None
+        found = allocator._sessions.get(original_id(session.session_id)) if allocator else None
         if found is None:
             return
         held = found[1]
@@ -138,7 +138,7 @@ class Checks:
     def session_ended(self, session: aio.AsyncSession, error: KvpoolError) -> None:
         """See `Watcher`."""
         if error.reason in _FOR_EVER:
-            self._ended.setdefault(first_id(session.session_id), error.reason)
+            self._ended.setdefault(original_id(session.session_id), error.reason)
 
     # In the server's memory.
 

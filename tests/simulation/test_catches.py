@@ -38,7 +38,7 @@ def _no_answer(_self: Session, sequence: int, _source: object) -> None:
 
 
 def _keeps_hash(self: PrefixMap, block_id: Any) -> Any:
-    return self.hash_of(block_id)
+    return self.block_hash(block_id)
 
 
 def _knows_no_epoch(real: Callable[..., Any]) -> Callable[..., Any]:
@@ -83,7 +83,7 @@ async def _waits_for_nobody(_self: Fencing, _pool: KVCacheManager, _number: Sess
 
 
 PLANTED: dict[str, tuple[Any, str, Any]] = {
-    "a change that is sent again is made again": (Session, "answered", _no_answer),
+    "a change that is sent again is made again": (Session, "remembered_result", _no_answer),
     "a block is hit by others before it was filled": (PrefixMap, "is_visible", lambda *_: True),
     "a block that is given away keeps its hash": (PrefixMap, "remove", _keeps_hash),
     "a server that starts anew counts epochs from 1": (Membership, "register", _knows_no_epoch(Membership.register)),

@@ -120,19 +120,19 @@ def _check_group_counters(pool: KVCacheManager, requests: list[Request]) -> None
 
 def _check_prefix_map(pool: KVCacheManager, writers: set[SessionNumber]) -> None:
     prefix_map = pool.blocks.prefix_map
-    hashed = [b for b in map(BlockId, range(pool.blocks.num_blocks)) if prefix_map.hash_of(b) is not None]
+    hashed = [b for b in map(BlockId, range(pool.blocks.num_blocks)) if prefix_map.block_hash(b) is not None]
     mapped = list(prefix_map.entries())
     _require(len(hashed) == len(mapped) == len(prefix_map), "hashed, mapped and counted blocks differ")
     by_group = Counter(group_id for group_id, _, _ in mapped)
     for group_id in map(GroupId, range(len(pool.config.groups))):
         _require(by_group[group_id] == prefix_map.num_cached(group_id), f"group {group_id}: cached is counted wrong")
     for group_id, block_hash, block_id in mapped:
-        back: tuple[GroupId, object] = (prefix_map.group_of(block_id), prefix_map.hash_of(block_id))
+        back: tuple[GroupId, object] = (prefix_map.group_id(block_id), prefix_map.block_hash(block_id))
         _require(back == (group_id, block_hash), f"block {block_id} does not point back to its hash")
     pending = prefix_map.pending()
     _require(pending.keys() <= set(hashed), "a block without a hash is pending")
     _require(
-        sorted(pending) == sorted(b for w in writers for b in prefix_map.unpublished_by(w)),
+        sorted(pending) == sorted(b for w in writers for b in prefix_map.unpublished_blocks(w)),
         "pending blocks and what open sessions have not published differ",
     )
 

@@ -19,8 +19,9 @@ from kvpool.core.sessions.session import Session
 from kvpool.core.specs.kinds import CrossAttentionSpec
 from kvpool.core.specs.pool_config import PoolConfig
 from kvpool.core.steps.columns import Operation, Step
+from kvpool.server.config import JournalConfig
+from kvpool.server.fault_points import NO_FAULTS, FaultPoints
 from kvpool.server.journal.calls import JournaledAllocator
-from kvpool.server.journal.config import JournalConfig
 from kvpool.server.journal.folder import Folder, Identity
 from kvpool.server.journal.journal import Journal
 from kvpool.server.journal.messages import WireMessages
@@ -44,9 +45,11 @@ def new_allocator() -> JournaledAllocator:
     return JournaledAllocator(WireMessages())
 
 
-def journal_in(folder: Path, identity: Identity = IDENTITY, **settings: Any) -> Journal:
+def journal_in(
+    folder: Path, identity: Identity = IDENTITY, faults: FaultPoints = NO_FAULTS, **settings: Any
+) -> Journal:
     """A journal, not begun."""
-    return Journal(JournalConfig(str(folder), **settings), WireMessages(), new_allocator, identity)
+    return Journal(JournalConfig(str(folder), **settings), WireMessages(), new_allocator, identity, faults)
 
 
 def recovered(folder: Path, identity: Identity = IDENTITY) -> Recovery:

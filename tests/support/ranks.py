@@ -10,22 +10,22 @@ from kvpool.core.ranks.membership import Membership
 from kvpool.core.ranks.messages import (
     Allocated,
     Effect,
-    EpochPassed,
-    FenceSent,
+    EndEpoch,
+    EndLink,
     HeldTensors,
-    LinkEnded,
     LinkId,
-    PlanSent,
-    PoolOpened,
-    PoolResumed,
-    PoolSuspended,
+    OpenPool,
     Rank,
     RankGroupOptions,
     RankTiming,
-    ReadySent,
     Registration,
-    SessionsFenced,
-    StatusSent,
+    ReleaseSessions,
+    ResumePool,
+    SendFence,
+    SendPlan,
+    SendReady,
+    SendStatus,
+    SuspendPool,
 )
 from kvpool.core.specs.base import KVCacheSpec
 from kvpool.core.specs.kinds import FullAttentionSpec
@@ -93,7 +93,7 @@ class Gathering:
 
     def allocate(self, link: LinkId, num_blocks: int | None = None) -> None:
         """Answers the newest plan that a link was sent: with all blocks, or so many."""
-        plan = next(effect for effect in reversed(self.told[link]) if isinstance(effect, PlanSent))
+        plan = next(effect for effect in reversed(self.told[link]) if isinstance(effect, SendPlan))
         got = plan.config.num_blocks if num_blocks is None else num_blocks
         self.do(self.members.initialized(link, Allocated(plan.epoch, got, got * BLOCK_BYTES)))
 
@@ -108,7 +108,7 @@ class Gathering:
     def beat(self, *links: LinkId) -> None:
         """A heartbeat of each."""
         for link in links:
-            self.do(self.members.heard(link, 7, self.now_seconds))
+            self.do(self.members.heartbeat(link, 7, self.now_seconds))
 
     def break_link(self, link: LinkId) -> None:
         """The stream ends."""
@@ -124,7 +124,7 @@ class Gathering:
         return next(
             effect
             for effect in reversed(self.told[link])
-            if not (isinstance(effect, StatusSent) and effect.heartbeat_sequence)
+            if not (isinstance(effect, SendStatus) and effect.heartbeat_sequence)
         )
 
     def snapshot(self) -> object:
@@ -136,26 +136,26 @@ class Gathering:
         """Does as a server does."""
         for effect in effects:
             match effect:
-                case LinkEnded():
+                case EndLink():
                     self.told[effect.link].append(effect.error)
-                case PlanSent() | ReadySent() | StatusSent() | FenceSent():
+                case SendPlan() | SendReady() | SendStatus() | SendFence():
                     self.told[effect.link].append(effect)
-                case PoolOpened():
+                case OpenPool():
                     self.pool.append(effect)
                     assert effect.epoch > self.epoch, "an epoch opened twice"
                     self.epoch, self.num_blocks, self.is_serving = effect.epoch, effect.config.num_blocks, True
-                case PoolSuspended():
+                case SuspendPool():
                     self.pool.append(effect)
                     assert self.is_serving
                     self.is_serving = False
-                case PoolResumed():
+                case ResumePool():
                     self.pool.append(effect)
                     assert not self.is_serving
                     assert self.epoch == self.members.epoch, "resumed in an epoch that was not open"
                     self.is_serving = True
-                case SessionsFenced():
+                case ReleaseSessions():
                     self.pool.append(effect)
-                case EpochPassed():
+                case EndEpoch():
                     self.pool.append(effect)
                     assert effect.epoch > self.epoch
                     self.is_serving = False

@@ -1,4 +1,4 @@
-"""A terminal as a person has it: a real pseudo terminal, and what its screen shows."""
+"""A program on a real pseudo terminal, and the contents of its screen."""
 
 import fcntl
 import os
@@ -25,11 +25,11 @@ os.execv(sys.argv[1], sys.argv[1:])
 
 
 class Terminal:
-    """A program on a terminal of its own, which sends it the signals of its keys and of its size.
+    """A program on a pseudo terminal of its own, which sends it the signals of keys and of size changes.
 
     Attributes:
         process: The program.
-        raw: All that it wrote.
+        raw: The bytes that it wrote.
     """
 
     def __init__(self, *command: str, columns: int = 80, lines: int = 24, **environment: str) -> None:
@@ -49,24 +49,24 @@ class Terminal:
 
     @property
     def text(self) -> str:
-        """What the screen shows."""
+        """The text of the screen."""
         return "\n".join(line.rstrip() for line in self._screen.display)
 
     @property
     def attributes(self) -> list[Any]:
-        """How the terminal is set."""
+        """The attributes of the terminal."""
         return termios.tcgetattr(self._slave)
 
-    def wait_for(self, what: str | Callable[[str], object]) -> str:
-        """Waits until the screen shows a text, or something else is true of what it shows; returns that."""
-        holds = (lambda text: what in text) if isinstance(what, str) else what
+    def wait_for(self, expected: str | Callable[[str], object]) -> str:
+        """Waits until the screen contains a text or satisfies a condition; returns the text of the screen."""
+        holds = (lambda text: expected in text) if isinstance(expected, str) else expected
         due = time.monotonic() + DEADLINE_SECONDS
         while not holds(self.text):
-            assert self._read(due), f"the screen does not show {what}:\n{self.text}"
+            assert self._read(due), f"the screen does not show {expected}:\n{self.text}"
         return self.text
 
     def press(self, keys: str) -> None:
-        """Types."""
+        """Types keys."""
         os.write(self._master, keys.encode())
 
     def resize(self, columns: int, lines: int) -> None:
@@ -75,7 +75,7 @@ class Terminal:
         self._set_size(columns, lines)
 
     def wait_ended(self) -> int:
-        """Waits until the program has ended, taking in what it writes to the last; returns its status."""
+        """Waits until the program has ended and reads all its output; returns its exit status."""
         due = time.monotonic() + DEADLINE_SECONDS
         while self.process.poll() is None:
             self._read(min(due, time.monotonic() + 0.1))
@@ -85,7 +85,7 @@ class Terminal:
         return self.process.returncode
 
     def close(self) -> None:
-        """Ends the program, and the terminal."""
+        """Kills the program and closes the terminal."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGKILL)
             self.process.wait()
@@ -96,7 +96,7 @@ class Terminal:
         fcntl.ioctl(self._master, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
 
     def _read(self, due: float) -> bool:
-        """Takes in what was written next; returns whether anything was, in time."""
+        """Reads the next output until a deadline; returns whether there was any."""
         readable, _, _ = select.select([self._master], [], [], max(due - time.monotonic(), 0.0))
         if not readable:
             return False

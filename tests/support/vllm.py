@@ -10,7 +10,7 @@ from typing import Any
 
 from benchmarks.core_target import CoreRequest, CoreTarget
 from benchmarks.workloads import NewBlocks, Task
-from kvpool.core.blocks.kv_cache_manager import ComputedBlocks
+from kvpool.core.blocks.prefix_search import ComputedBlocks
 
 VERSION = "0.14.1.stand-in"
 

@@ -1,4 +1,4 @@
-"""The `kvpool` command."""
+"""The `kvpool` command: one module per subcommand."""
 
 import importlib
 import logging
@@ -9,31 +9,17 @@ from typing import Any, Final
 import click
 
 from kvpool.core.errors import KvpoolError
-from kvpool.replay.child_error import ChildError
+from kvpool.replay import ChildError
 
-_COMMANDS: Final = {
-    "blocks": "kvpool.cli.admin:blocks",
-    "demo": "kvpool.cli.demo:demo",
-    "drain": "kvpool.cli.admin:drain",
-    "evict-session": "kvpool.cli.admin:evict_session",
-    "health": "kvpool.cli.health:health",
-    "plan": "kvpool.cli.plan:plan",
-    "pools": "kvpool.cli.admin:pools",
-    "remove-pool": "kvpool.cli.admin:remove_pool",
-    "replay": "kvpool.cli.replay:replay",
-    "requests": "kvpool.cli.admin:requests",
-    "reset": "kvpool.cli.admin:reset",
-    "serve": "kvpool.cli.serve:serve",
-    "sessions": "kvpool.cli.admin:sessions",
-    "token": "kvpool.cli.token:token",
-    "top": "kvpool.cli.top:top",
-    "worker": "kvpool.cli.worker:worker",
-}
-"""By name: where the command is. It is imported when it is run, so that `health` does not wait for the others."""
+_COMMANDS: Final = (
+    *("blocks", "demo", "drain", "evict-session", "health", "plan", "pools", "remove-pool", "replay", "requests"),
+    *("reset", "serve", "sessions", "token", "top", "worker"),
+)
+"""Each is a function in a module of its name, which is imported when the command runs, so that `health` is fast."""
 
 
 class _Group(click.Group):
-    """Imports commands when they are needed, and turns the errors that are expected into one line each."""
+    """Imports commands on demand and prints expected errors as one line."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return sorted({*super().list_commands(ctx), *_COMMANDS})
@@ -41,14 +27,13 @@ class _Group(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in _COMMANDS:
             return super().get_command(ctx, cmd_name)
-        # grpc's core, which reads this as it is imported, would write lines of its own to stderr, some with bytes that
-        # any peer can choose.
+        # gRPC's C core reads this on import. By default it writes lines to stderr, some with bytes that a peer chooses.
         os.environ.setdefault("GRPC_VERBOSITY", "NONE")
-        module, _, name = _COMMANDS[cmd_name].partition(":")
-        command: click.Command = getattr(importlib.import_module(module), name)
+        name = cmd_name.replace("-", "_")
+        command: click.Command = getattr(importlib.import_module(f"kvpool.cli.{name}"), name)
         return command
 
-    def invoke(self, ctx: click.Context) -> Any:  # noqa: ANN401 - as click has it
+    def invoke(self, ctx: click.Context) -> Any:  # noqa: ANN401 - click's signature
         try:
             try:
                 return super().invoke(ctx)
@@ -57,7 +42,7 @@ class _Group(click.Group):
             except ChildError as error:
                 raise click.ClickException(str(error)) from error
         except click.ClickException as error:
-            from kvpool.cli.logs import report  # noqa: PLC0415 - only now, so that `health` does not wait for it
+            from kvpool.cli.logs import report  # noqa: PLC0415 - imported late, so that `health` is fast
 
             if not report(error):
                 raise

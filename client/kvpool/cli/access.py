@@ -1,4 +1,4 @@
-"""The options by which a command gets into a server. Cheap to import, for `kvpool health`."""
+"""Options of TLS and authentication for commands that connect to a server. Cheap to import, for `kvpool health`."""
 
 from pathlib import Path
 from typing import Any, Final
@@ -16,16 +16,16 @@ def _keep(ctx: click.Context, param: click.Parameter, value: object) -> None:
 
 
 def access_options(*listens: str) -> Option:
-    """Adds the options; `current_access` and `allowed_plaintext` tell what they say.
+    """Adds the options; `current_access` and `allowed_plaintext` return their values.
 
     Args:
-        listens: What the command itself listens with, that may be asked to be plaintext beside the token.
+        listens: The command's own listeners that --allow-plaintext accepts besides "token".
     """
     allowed = click.Choice(["token", *listens])
     return together(
-        _file_option("--tls-ca", "Speak TLS; the server's certificate is checked against the authorities in here."),
-        _file_option("--tls-cert", "Our own certificate, for a server that asks for one."),
-        _file_option("--tls-key", "Its key."),
+        _file_option("--tls-ca", "Use TLS, and verify the server's certificate with these authorities."),
+        _file_option("--tls-cert", "Client certificate, for a server that requires one."),
+        _file_option("--tls-key", "Private key of --tls-cert."),
         click.option(
             "--tls-server-name",
             envvar="KVPOOL_TLS_SERVER_NAME",
@@ -34,16 +34,16 @@ def access_options(*listens: str) -> Option:
             metavar="NAME",
             expose_value=False,
             callback=_keep,
-            help="Name in the server's certificate; default: the address's.",
+            help="Host name in the server's certificate; default: the host of the address.",
         ),
-        _file_option("--token-file", "Holds our token; KVPOOL_TOKEN may hold it itself."),
+        _file_option("--token-file", "File that holds the token. KVPOOL_TOKEN can hold the token itself."),
         click.option(
             "--allow-plaintext",
             type=allowed,
             multiple=True,
             expose_value=False,
             callback=_keep,
-            help="Over TCP beyond this machine, let this go without TLS; may be given several times.",
+            help="Allow this without TLS over TCP to other machines. Can be repeated.",
         ),
     )
 
@@ -62,7 +62,7 @@ def _file_option(flag: str, text: str) -> Option:
 
 
 def current_access() -> Access:
-    """What the running command is to show at a server's door.
+    """Returns TLS and token of the running command.
 
     Raises:
         click.UsageError: The options contradict each other.
@@ -77,6 +77,6 @@ def current_access() -> Access:
 
 
 def allowed_plaintext() -> tuple[str, ...]:
-    """What may listen without TLS beyond this machine."""
+    """Returns the values of --allow-plaintext."""
     found: tuple[str, ...] = click.get_current_context().meta[_KEY]["allow_plaintext"]
     return found

@@ -1,4 +1,4 @@
-"""The options of a server's doors."""
+"""Options of `kvpool serve` for TLS and authentication."""
 
 from pathlib import Path
 from typing import Any, Final
@@ -13,11 +13,11 @@ _NAMES: Final = ("tls_cert", "tls_key", "tls_client_ca", "tokens", "allow_plaint
 
 
 def _file_mode(text: str) -> int:
-    """Reads a mode in octal digits."""
+    """Parses a file mode in octal digits."""
     try:
         return int(str(text), 8)
     except ValueError:
-        raise click.BadParameter(f"{text!r} is no file mode, such as 0660") from None
+        raise click.BadParameter(f"{text!r} is not a file mode such as 0660") from None
 
 
 def _file_option(flag: str, text: str) -> Option:
@@ -25,15 +25,15 @@ def _file_option(flag: str, text: str) -> Option:
 
 
 auth_options: Final = together(
-    _file_option("--tls-cert", "Listen with TLS on TCP: our certificate, then those up to its authority. PEM."),
-    _file_option("--tls-key", "Its key, without a passphrase. The files are read again when they change."),
-    _file_option("--tls-client-ca", "Let in only clients with a certificate of the authorities in here."),
-    _file_option("--tokens", "Let in only calls with a token of this file, each for its own; see docs/how-to/secure.md."),
+    _file_option("--tls-cert", "Serve TLS on TCP with this certificate chain (PEM, the server's certificate first)."),
+    _file_option("--tls-key", "Private key of --tls-cert, without a passphrase. Changed files are reloaded."),
+    _file_option("--tls-client-ca", "Require client certificates that these authorities signed."),
+    _file_option("--tokens", "Require a token of this file for each call; see docs/how-to/secure.md."),
     click.option(
         "--allow-plaintext",
         type=click.Choice(PLAINTEXT_KINDS),
         multiple=True,
-        help="Listen beyond this machine without TLS, for this; may be given several times.",
+        help="Allow this without TLS on addresses that other machines reach. Can be repeated.",
     ),
     click.option(
         "--socket-mode",
@@ -41,17 +41,17 @@ auth_options: Final = together(
         default=f"{DEFAULT_SOCKET_MODE:04o}",
         show_default=True,
         metavar="MODE",
-        help="File mode of unix sockets: who may write, may connect.",
+        help="File mode of unix sockets. Users with write permission can connect.",
     ),
 )
-"""Adds the options; `take_auth_config` makes a config of them."""
+"""Adds the options; `take_auth_config` reads them."""
 
 
 def take_auth_config(settings: dict[str, Any]) -> AuthConfig:
-    """Takes the options of the doors out of a command's settings.
+    """Removes these options from a command's settings and returns them as a config.
 
     Raises:
-        ValueError: They contradict each other; names the field.
+        ValueError: The options contradict each other; the message names the field.
     """
     taken = {name: settings.pop(name) for name in _NAMES}
     return AuthConfig(**{**taken, "allow_plaintext": frozenset(taken["allow_plaintext"])})

@@ -1,71 +1,55 @@
 """`kvpool demo`."""
 
-import importlib.util
-import random
 from typing import Final
 
 import click
+from rich.console import Console as RichConsole
 
-from kvpool.cli.output import demo_table, generation_table, progress
+from kvpool.cli.progress import progress
+from kvpool.cli.tables import two_columns
 from kvpool.client import ReuseOrder
-from kvpool.replay.play import PoolOptions, replay_shares, service
-from kvpool.replay.playing import SchedulerOptions
+from kvpool.replay.children import own_server
+from kvpool.replay.play import PoolOptions, replay_shares
+from kvpool.replay.result import Counts, Result
+from kvpool.replay.scheduler import SchedulerOptions
 from kvpool.replay.workload import ChatShare, Workload
 
 _POOL: Final = PoolOptions("demo", 2500, 16, 8192, ReuseOrder.UNCACHED_FIRST)
 _CONVERSATIONS, _TURNS = 120, 5
-_RANKS_POOL: Final = "demo-ranks"
-_PROMPTS, _BEGINNINGS, _OUTPUT_TOKENS = 16, 2, 16
 
 
 @click.command()
 @click.pass_context
 def demo(ctx: click.Context) -> None:
-    """Show two scheduler processes sharing one pool, then a small model that generates on two ranks.
+    """Show two scheduler processes that share one pool.
 
-    One command, nothing to configure: a server, generated chats, and with torch the ranks.
+    Starts a server and plays generated chats. Nothing needs to be configured.
     """
     shares: list[Workload] = [ChatShare(2026, index, _CONVERSATIONS, _TURNS) for index in range(2)]
     click.echo(
-        f"A server with a pool of {_POOL.num_blocks:,} blocks of {_POOL.block_size} tokens; two scheduler processes, "
-        f"each with {_CONVERSATIONS} conversations of {_TURNS} turns over the same system prompts and documents."
+        f"A server has a pool of {_POOL.num_blocks:,} blocks of {_POOL.block_size} tokens.\n"
+        f"Two scheduler processes share it. Each plays {_CONVERSATIONS} conversations of {_TURNS} turns over the same "
+        "system prompts and documents."
     )
-    with service(None) as address:
-        with progress("chatting", 2 * _CONVERSATIONS * _TURNS) as console:
-            how = SchedulerOptions(address, _POOL.name, 0.0, max_num_seqs=48, max_num_batched_tokens=2048)
-            result = replay_shares(_POOL, shares, how, console)
-        demo_table(result)
-        equal = _generate(address)
-    ctx.exit(1 if result.failed_sessions or not equal else 0)
+    with own_server() as address, progress("chatting", 2 * _CONVERSATIONS * _TURNS) as console:
+        options = SchedulerOptions(address, _POOL.name, 0.0, max_num_seqs=48, max_num_batched_tokens=2048)
+        result = replay_shares(_POOL, shares, options, console)
+    _print(result)
+    ctx.exit(1 if result.failed_sessions else 0)
 
 
-def _generate(address: str) -> bool:
-    """Has two ranks generate, if there is what ranks need; returns whether nothing was wrong."""
-    if not all(map(importlib.util.find_spec, ("torch", "numpy"))):
-        click.echo('Without torch and numpy there are no ranks to show: pip install "kvpool[worker]".')
-        return True
-    from examples.reference_engine.config import ReferenceConfig  # noqa: PLC0415 - clients have no torch
-    from examples.reference_engine.deployment import Deployment  # noqa: PLC0415 - likewise
-    from examples.reference_engine.generate import generate  # noqa: PLC0415 - likewise
-    from examples.reference_engine.prompts import Prompts  # noqa: PLC0415 - likewise
-
-    config = ReferenceConfig("sliding")
-    deployment = Deployment(config, tp_size=2, num_blocks=70)
-    source = random.Random(2026)  # noqa: S311 - prompts
-
-    def tokens(count: int) -> list[int]:
-        return [source.randrange(config.vocab_size) for _ in range(count)]
-
-    beginnings = [tokens(24) for _ in range(_BEGINNINGS)]
-    workloads = [
-        Prompts([beginnings[i % _BEGINNINGS] + tokens(3 + i) for i in range(_PROMPTS)], _OUTPUT_TOKENS)
-        for _ in range(2)
+def _print(result: Result) -> None:
+    counts, second = result.counts, result.by_session[1] or Counts()
+    share = second.shared_hit_tokens / second.input_tokens if second.input_tokens else 0.0
+    rows = [
+        ("requests", f"{counts.requests:,}"),
+        ("hit rate", f"{result.hit_rate:.1%} of {counts.input_tokens:,} prompt tokens"),
+        ("evictions", f"{result.evicted_blocks:,} blocks"),
+        ("preemptions", f"{counts.preemptions:,}"),
+        ("steps per second", f"{counts.steps / result.seconds:,.0f}"),
+        (
+            "second scheduler's reuse of the first's blocks",
+            f"{second.shared_hit_tokens:,} tokens ({share:.1%} of its prompts)",
+        ),
     ]
-    click.echo(
-        "Two ranks on CPU that form a pool, half the heads of a small transformer (full and sliding-window attention) "
-        f"each; two scheduler processes, each with {_PROMPTS} prompts, {_OUTPUT_TOKENS} tokens to generate for each."
-    )
-    with progress("generating", 2 * _PROMPTS) as console:
-        done = generate(address, _RANKS_POOL, deployment, workloads, console.advance)
-    generation_table(done)
-    return done.equal
+    RichConsole().print(two_columns("two schedulers, one pool", rows))

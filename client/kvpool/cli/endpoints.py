@@ -1,4 +1,4 @@
-"""Where a worker answers others than its server: metrics and health."""
+"""The endpoints of a worker: metrics and health."""
 
 import logging
 from collections.abc import Callable, Collection, Iterator
@@ -23,19 +23,22 @@ _BoundT = TypeVar("_BoundT")
 
 @dataclass(frozen=True, slots=True)
 class Endpoints:
-    """The addresses asked for; None for what is not wanted."""
+    """Addresses of the endpoints; None for an endpoint that is off."""
 
     metrics: str | None
     health: str | None
 
     @classmethod
     def parse(cls, metrics: str | None, health: str | None, allowed_plaintext: Collection[str] = ()) -> Self:
-        """Checks them; raises click.UsageError that names the flag.
+        """Checks the addresses.
 
         Args:
             metrics: `host:port`.
             health: `host:port` or `unix:/path`.
-            allowed_plaintext: Which of the two, by name, may listen beyond this machine.
+            allowed_plaintext: Names of the endpoints that other machines may reach without TLS.
+
+        Raises:
+            click.UsageError: An address is refused; the message names the flag.
         """
         try:
             if metrics is not None:
@@ -57,7 +60,7 @@ class Endpoints:
 
     @contextmanager
     def health_served(self) -> Iterator[Callable[[WorkerStatus], None]]:
-        """Answers health checks, if wanted; yields what is to be told of the rank's status."""
+        """Serves health checks if enabled; yields a function to call with each new status of the rank."""
         if self.health is None:
             yield lambda _: None
             return
@@ -67,7 +70,7 @@ class Endpoints:
 
     @contextmanager
     def metrics_served(self, collector: Collector) -> Iterator[None]:
-        """Serves metrics, if wanted."""
+        """Serves metrics if enabled."""
         if self.metrics is None:
             yield
             return
@@ -79,7 +82,7 @@ class Endpoints:
 
 @contextmanager
 def _named(flag: str, address: str, server: AbstractContextManager[_BoundT]) -> Iterator[_BoundT]:
-    """Names the flag whose address cannot be had."""
+    """Enters `server`; an error names the flag of the address."""
     with ExitStack() as stack:
         try:
             bound = stack.enter_context(server)

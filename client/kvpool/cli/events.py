@@ -1,4 +1,4 @@
-"""The options of `kvpool serve` that say how block events are published over ZeroMQ."""
+"""Options of `kvpool serve` for publishing block events over ZeroMQ."""
 
 from typing import Any, Final
 
@@ -7,7 +7,6 @@ import click
 from kvpool.cli.options import together
 from kvpool.server.events.config import (
     DEFAULT_TOPIC,
-    EventForm,
     EventsConfig,
     HashForm,
     RemovedForm,
@@ -19,82 +18,77 @@ events_options: Final = together(
         "--events-endpoint",
         default="",
         metavar="ENDPOINT",
-        help="Publish block events here over ZeroMQ, as vLLM does. tcp://*:5557 or ipc://PATH is bound, and a second "
-        "pool takes the next port, and so on; tcp://HOST:5557 is connected to. Off by default; needs kvpool[events].",
+        help="Publish block events over ZeroMQ, as vLLM does. tcp://*:5557 and ipc://PATH are bound, and each further "
+        "pool uses the next port; tcp://HOST:5557 is connected to. Off by default. Needs kvpool[events].",
     ),
     click.option(
         "--events-replay-endpoint",
         default="",
         metavar="ENDPOINT",
-        help="Serve replays and snapshots of them here: tcp://*:5657. Off by default.",
+        help="Serve replays and snapshots of events, for example on tcp://*:5657. Off by default.",
     ),
     click.option(
         "--events-pool",
         multiple=True,
         metavar="POOL",
-        help="Publish this pool; may be given several times, in the order of their ports. Default: all, as they come.",
+        help="Publish this pool. Can be repeated, in the order of ports. Default: all pools, in order of creation.",
     ),
     click.option(
-        "--events-topic", default=DEFAULT_TOPIC, show_default=True, help="Topic; {pool} and {host} are replaced."
-    ),
-    click.option(
-        "--events-wire",
-        type=click.Choice([kind.value for kind in EventForm]),
-        default=EventForm.MAP.value,
+        "--events-topic",
+        default=DEFAULT_TOPIC,
         show_default=True,
-        help="Each event as vLLM writes it since 0.24, or as before.",
+        help="Topic of the messages; {pool} and {host} are replaced.",
     ),
     click.option(
         "--replay-framing",
         type=click.Choice([kind.value for kind in ReplayFraming]),
         default=ReplayFraming.TOPIC.value,
         show_default=True,
-        help="Replayed batches with their topic, as vLLM since 0.26, or without.",
+        help="Replay batches with their topic, as in vLLM 0.26 and later, or without.",
     ),
     click.option(
         "--events-hashes",
         type=click.Choice([kind.value for kind in HashForm]),
         default=HashForm.INTEGER.value,
         show_default=True,
-        help="Block hashes as the integer of their last 8 bytes, or whole.",
+        help="Block hashes as the integer of their last 8 bytes, or in full.",
     ),
     click.option(
         "--events-removed",
         type=click.Choice([kind.value for kind in RemovedForm]),
         default=RemovedForm.LAST_COPY.value,
         show_default=True,
-        help="A hash is removed with the last block that has it, or, as in vLLM, with each.",
+        help="Report a hash as removed with its last block or, as in vLLM, with each block.",
     ),
     click.option(
         "--events-buffer-batches",
         type=int,
         default=10_000,
         show_default=True,
-        help="Newest batches kept for replay, and at most queued for a slow subscriber.",
+        help="Number of batches kept for replay, and limit of the queue of a slow subscriber.",
     ),
     click.option(
         "--events-heartbeat-seconds",
         type=float,
         default=10.0,
         show_default=True,
-        help="After how long without events to publish an empty batch; 0: never.",
+        help="Publish an empty batch after this time without events; 0: never.",
     ),
 )
-"""Gives a command these options."""
+"""Adds the options; `take_events_config` reads them."""
 
 
 def take_events_config(settings: dict[str, Any]) -> EventsConfig:
-    """Takes them out of a command's settings.
+    """Removes these options from a command's settings and returns them as a config.
 
     Raises:
-        ValueError: One is malformed or out of range, or what they need is not installed.
+        ValueError: An option is malformed or out of range, or a required package is not installed.
     """
     return EventsConfig(
         endpoint=settings.pop("events_endpoint"),
         replay_endpoint=settings.pop("events_replay_endpoint"),
         pools=tuple(settings.pop("events_pool")),
         topic=settings.pop("events_topic"),
-        form=EventForm(settings.pop("events_wire")),
         replay_framing=ReplayFraming(settings.pop("replay_framing")),
         hashes=HashForm(settings.pop("events_hashes")),
         removed=RemovedForm(settings.pop("events_removed")),

@@ -1,4 +1,4 @@
-"""`kvpool health`. Run every few seconds by whatever watches a container, so it imports little."""
+"""`kvpool health`. Container health checks run it every few seconds, so it imports little."""
 
 from dataclasses import replace
 
@@ -12,24 +12,24 @@ from kvpool.wire.address import check_address
 
 @click.command()
 @click.argument("address")
-@click.option("--service", default="", metavar="NAME", help="One service, such as kvpool.v1.AllocatorService.")
+@click.option("--service", default="", metavar="NAME", help="Check one service, such as kvpool.v1.AllocatorService.")
 @click.option(
     "--timeout-seconds",
     type=click.FloatRange(0, 3600, min_open=True),
     default=3.0,
     show_default=True,
-    help="How long an answer is waited for.",
+    help="How long to wait for an answer.",
 )
 @access_options()
 @click.pass_context
 def health(ctx: click.Context, *, address: str, service: str, timeout_seconds: float) -> None:
-    """Ask a server or worker at ADDRESS (host:port or unix:/path) whether it serves; exit with 0 if it does, else 1.
+    """Check whether the server or worker at ADDRESS (host:port or unix:/path) serves; exit with 0 if so, else 1.
 
-    A server serves until it is told to stop; a worker (--health-listen) while its pool is ready.
+    A server serves until it begins to stop. A worker (--health-listen) serves while its pool is ready.
     """
     try:
         check_address(address)
-        opened = replace(current_access(), token=None).channel(address, ())  # health is told without a token
+        opened = replace(current_access(), token=None).channel(address, ())  # health checks need no token
     except ValueError as error:
         raise click.UsageError(str(error)) from error
     with opened as channel:

@@ -1,4 +1,4 @@
-"""Options of `kvpool serve` for what clients can make the server hold or do at most."""
+"""Options of `kvpool serve` that limit the resources of clients."""
 
 from dataclasses import fields
 from typing import Any, Final
@@ -9,19 +9,19 @@ from kvpool.cli.options import Option, together
 from kvpool.server.limits.config import DEFAULT_LIMITS, Limits
 
 _HELP: Final = {
-    "max_step_operations": "Most operations of a step.",
-    "max_sessions": "Most sessions, in all pools together.",
-    "max_pool_sessions": "Most sessions of a pool.",
-    "max_token_sessions": "Most sessions of one token, by its name, in all pools together.",
-    "max_token_pools": "Most pools that one token, by its name, has declared or formed.",
-    "max_token_calls": "Most calls in flight of one token, by its name, streams included.",
-    "max_session_requests": "Most requests of a session.",
-    "max_session_tokens": "Most tokens of a session's requests together.",
-    "max_session_blocks": "Most blocks that a session may hold or be guaranteed; 0: no limit.",
-    "max_watches": "Most watches of block events at a time.",
-    "max_waiting_steps": "Most steps and calls that wait for their turn.",
-    "max_calls": "Most calls in flight, streams included.",
-    "stall_seconds": "How long a client may read nothing that waits for it, or send no first message of a call.",
+    "max_step_operations": "Maximum operations of a step.",
+    "max_sessions": "Maximum sessions of all pools together.",
+    "max_pool_sessions": "Maximum sessions of a pool.",
+    "max_token_sessions": "Maximum sessions of a token (by name) in all pools together.",
+    "max_token_pools": "Maximum pools that a token (by name) has created or formed.",
+    "max_token_calls": "Maximum concurrent calls of a token (by name), including streams.",
+    "max_session_requests": "Maximum requests of a session.",
+    "max_session_tokens": "Maximum tokens of all requests of a session together.",
+    "max_session_blocks": "Maximum blocks that a session may hold or be guaranteed; 0: no limit.",
+    "max_watches": "Maximum concurrent watches of block events.",
+    "max_waiting_steps": "Maximum queued steps and calls.",
+    "max_calls": "Maximum concurrent calls, including streams.",
+    "stall_seconds": "How long a client may leave messages unread, or delay the first message of a call.",
 }
 
 
@@ -32,13 +32,13 @@ def _option(name: str) -> Option:
 
 
 limits_options: Final = together(*(_option(field.name) for field in fields(Limits)))
-"""Adds the options to a command; see docs/reference/limits.md."""
+"""Adds the options; `take_limits` reads them. See docs/reference/limits.md."""
 
 
 def take_limits(settings: dict[str, Any]) -> Limits:
-    """Takes the options' values out of a command's settings.
+    """Removes these options from a command's settings and returns them as limits.
 
     Raises:
-        ValueError: One is out of range; names it.
+        ValueError: A limit is out of range; the message names it.
     """
     return Limits(**{field.name: settings.pop(field.name) for field in fields(Limits)})

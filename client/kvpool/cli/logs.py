@@ -1,7 +1,7 @@
-"""How commands that run for long write their log: for people, or one JSON object a line.
+"""Logging of the long-running commands: lines for people, or one JSON object per line.
 
-Library code logs fixed phrases with what varies in `extra`; docs/reference/logs.md lists both. Everything goes to stderr:
-warnings, what other libraries log, and exceptions that nobody caught, too.
+Library code logs fixed phrases and passes variable values in `extra`; docs/reference/logs.md lists both. Everything
+goes to stderr, including warnings, logs of other libraries and uncaught exceptions.
 """
 
 import json
@@ -35,9 +35,9 @@ FIELDS: Final = (
         "seconds",
     ),
     *("calls", "tokens", "token_name", "peer", "path"),
-    *("device", "host", "pid", "server", "address", "addresses", "faults"),
+    *("device", "host", "pid", "server", "address", "addresses"),
 )
-"""All fields of our own events, in the order in which they are written."""
+"""All fields of kvpool's log events, in the order of output."""
 
 _OWN: Final = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 _ORDER: Final = {name: place for place, name in enumerate(FIELDS)}
@@ -50,37 +50,37 @@ log_options: Final = together(
         type=click.Choice(["debug", "info", "warning", "error"]),
         default="info",
         show_default=True,
-        help="Least severe messages to log.",
+        help="Minimum severity of logged messages.",
     ),
     click.option(
         "--log-format",
         type=click.Choice(["console", "json"]),
         default="console",
         show_default=True,
-        help="Lines for people, or a JSON object a line.",
+        help="Lines for people, or one JSON object per line.",
     ),
 )
-"""Gives a command the options that `start_logging` takes."""
+"""Adds the options of `start_logging`."""
 
 
 def start_logging(level: str, log_format: str) -> None:
-    """Has everything of this level and above written to stderr, from now on.
+    """Logs messages of at least this level to stderr.
 
     Args:
-        level: Its name.
+        level: Name of the level.
         log_format: "console" or "json".
     """
     handler = logging.StreamHandler()
     handler.setFormatter(JsonLines() if log_format == "json" else ConsoleLines())
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
-    logging.getLogger("grpc").setLevel(max(logging.getLogger().level, logging.INFO))  # its debug drowns all else
+    logging.getLogger("grpc").setLevel(max(logging.getLogger().level, logging.INFO))  # its debug messages are too many
     logging.captureWarnings(capture=True)
     sys.excepthook = _log_uncaught
     threading.excepthook = _log_uncaught_in_thread
 
 
 def report(error: click.ClickException) -> bool:
-    """Logs why a command ends, if it logs JSON; returns whether it did, else the error is still to be shown."""
+    """Logs the error that ends a command, if the log is JSON; returns False if the caller must print the error."""
     if not any(isinstance(handler.formatter, JsonLines) for handler in logging.getLogger().handlers):
         return False
     _log.critical("command failed", extra={"error": error.format_message()})
@@ -88,19 +88,19 @@ def report(error: click.ClickException) -> bool:
 
 
 class ConsoleLines(logging.Formatter):
-    """Time, level, logger, message, then the fields as key=value; sizes for people."""
+    """Formats time, level, logger, message, then the fields as key=value, with human-readable sizes."""
 
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s")
 
-    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - logging names it
-        """Writes the line, what a traceback needs apart."""
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - the name in logging
+        """Formats the line without a traceback."""
         fields = (f" {name}={_for_people(name, value)}" for name, value in _fields(vars(record)))
         return super().formatMessage(record) + "".join(fields)
 
 
 class JsonLines(JsonFormatter):
-    """One object a line: time, level, logger, message, the fields, and the traceback of an exception."""
+    """Formats one JSON object: time, level, logger, message, the fields, and the traceback of an exception."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -109,7 +109,7 @@ class JsonLines(JsonFormatter):
         )
 
     def add_fields(self, log_data: LogData, record: logging.LogRecord, message_dict: dict[str, Any]) -> None:
-        """Puts the time first and the fields in order."""
+        """Orders the entries: the time first, then the fields."""
         moment = datetime.fromtimestamp(record.created, UTC)
         log_data["time"] = moment.isoformat(timespec="milliseconds").replace("+00:00", "Z")
         super().add_fields(log_data, record, message_dict)
@@ -121,7 +121,7 @@ class JsonLines(JsonFormatter):
 
 
 def _fields(attributes: dict[str, object]) -> list[tuple[str, object]]:
-    """What a record holds beside logging's own, our own fields first."""
+    """Returns the extra fields of a record, those of `FIELDS` first."""
     extras = [(name, value) for name, value in attributes.items() if name not in _OWN]
     return sorted(extras, key=lambda field: (_ORDER.get(field[0], len(_ORDER)), field[0]))
 
@@ -135,7 +135,7 @@ def _for_people(name: str, value: object) -> str:
         text = str(value)
     if text and text.isprintable() and not set(text) & set(' "='):
         return text
-    return json.dumps(text, ensure_ascii=not text.isprintable())  # a line stays one, whatever a client calls itself
+    return json.dumps(text, ensure_ascii=not text.isprintable())  # one line per record, even if a name has newlines
 
 
 def _log_uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

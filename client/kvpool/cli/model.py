@@ -1,10 +1,10 @@
-"""Which model, on how many ranks: the options that `plan` and `worker` share, and what is read of them."""
+"""Options of the model and its ranks, which `plan` and `worker` share."""
 
 import json
 import re
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import click
 
@@ -29,11 +29,11 @@ FLAGS: Final = {
     "num_blocks_override": "--num-blocks",
     "disable_hybrid_kv_cache_manager": "--no-hybrid",
 }
-"""By the name that the planner gives it: the flag of an option at fault."""
+"""The flag of each field that an error of the planner can name."""
 
 
 def byte_size(text: str) -> int:
-    """Reads a size: 80GiB (powers of 1024), 80GB (powers of 1000), or a number of bytes, which a file may give bare."""
+    """Parses a size: 80GiB (powers of 1024), 80GB (powers of 1000), or a number of bytes, as text or integer."""
     found = _SIZE.fullmatch(str(text))
     if not found:
         raise click.BadParameter(f"{text!r} is not a size such as 80GiB, 80GB or 85899345920")
@@ -43,7 +43,7 @@ def byte_size(text: str) -> int:
 
 
 def length_or_auto(text: str) -> int | str:
-    """Reads a number of tokens, or "auto"."""
+    """Parses a number of tokens, or "auto"."""
     text = str(text)
     if text == _AUTO:
         return _AUTO
@@ -53,48 +53,50 @@ def length_or_auto(text: str) -> int | str:
 
 
 model_options: Final = together(
-    click.option("--layers", type=click.Path(path_type=Path), help="JSON file of layer specs, instead of CONFIG.json."),
-    click.option("--tp", type=click.IntRange(1), default=1, show_default=True, help="Tensor-parallel ranks."),
-    click.option("--pp", type=click.IntRange(1), default=1, show_default=True, help="Pipeline stages."),
-    click.option("--dcp", type=click.IntRange(1, 1024), default=1, show_default=True, help="Context-parallel ranks."),
     click.option(
-        "--block-size", type=click.IntRange(1), default=None, help="Tokens a block of attention; default: 16."
+        "--layers", type=click.Path(path_type=Path), help="JSON file of layer specs, instead of a config.json."
     ),
-    click.option("--kv-dtype", metavar="DTYPE", help="fp8, fp8_ds_mla, or a torch dtype; default: the model's own."),
+    click.option("--tp", type=click.IntRange(1), default=1, show_default=True, help="Tensor-parallel ranks per stage."),
+    click.option("--pp", type=click.IntRange(1), default=1, show_default=True, help="Pipeline stages."),
+    click.option(
+        "--dcp", type=click.IntRange(1, 1024), default=1, show_default=True, help="Ranks of decode context parallelism."
+    ),
+    click.option("--block-size", type=click.IntRange(1), default=None, help="Tokens per attention block; default: 16."),
+    click.option("--kv-dtype", metavar="DTYPE", help="fp8, fp8_ds_mla, or a torch dtype; default: the model's dtype."),
     click.option(
         "--max-model-len",
         type=length_or_auto,
         metavar="TOKENS|auto",
-        help='Most tokens of a request; "auto": the longest that fits; default: what the config states.',
+        help='Maximum tokens of a request; "auto": the longest that fits; default: the limit in the config.',
     ),
     click.option(
         "--max-num-batched-tokens",
         type=click.IntRange(1),
         default=2048,
         show_default=True,
-        help="Most tokens of a step.",
+        help="Maximum tokens of a step.",
     ),
     click.option(
         "--max-encoder-tokens",
         type=click.IntRange(0),
-        help="Most tokens of an encoder's output; default: what the config states, else 1500.",
+        help="Maximum output tokens of an encoder; default: the limit in the config, else 1500.",
     ),
-    click.option("--num-blocks", type=click.IntRange(1), help="Blocks to make; default: as many as there is room for."),
+    click.option("--num-blocks", type=click.IntRange(1), help="Number of blocks; default: as many as fit."),
     click.option(
         "--num-speculative-tokens",
         type=click.IntRange(0, 1024),
         default=0,
-        help="Draft tokens of a step, each with a Mamba state of its own. Layers of the draft model are not counted.",
+        help="Draft tokens per step; each has its own Mamba state. Layers of a draft model are not counted.",
     ),
-    click.option("--mamba-caching", is_flag=True, help="Keep Mamba states at block boundaries, to be found again."),
-    click.option("--no-hybrid", is_flag=True, help="Keep all tokens of all layers: one kind of group."),
+    click.option("--mamba-caching", is_flag=True, help="Cache Mamba states at block boundaries."),
+    click.option("--no-hybrid", is_flag=True, help="Keep all tokens of all layers, in groups of one kind."),
 )
-"""Gives a command the options whose values make up `ModelFlags`."""
+"""Adds the options of `ModelFlags`."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelFlags:
-    """The values of `model_options`; each attribute is the option of its name."""
+    """Values of `model_options`; each attribute has the name of its option."""
 
     layers: Path | None
     tp: int
@@ -114,21 +116,16 @@ class ModelFlags:
         if self.tp % self.dcp:
             raise click.UsageError(f"--dcp {self.dcp} does not divide --tp {self.tp}")
 
-    @property
-    def auto_fit_max_model_len(self) -> bool:
-        """Whether the longest length that fits is wanted."""
-        return self.max_model_len == _AUTO
-
     def read_model(self, config: Path | None, config_option: str) -> Model:
         """Reads the model from its config.json, or from the file of layers.
 
         Args:
-            config: The config.json, if one was given.
-            config_option: How it is given, for errors.
+            config: Path of the config.json, if given.
+            config_option: Name of its option, for errors.
 
         Raises:
-            click.UsageError: Neither or both are given, or a file is no JSON object.
-            InvalidArgumentError: The file's content is at fault, or at odds with an option.
+            click.UsageError: Neither or both files are given, or a file is not a JSON object.
+            InvalidArgumentError: The content of the file is invalid, or contradicts an option.
         """
         length = self.max_model_len if isinstance(self.max_model_len, int) else 0
         if self.layers is None:
@@ -136,16 +133,25 @@ class ModelFlags:
                 raise click.UsageError(f"give {config_option}, or --layers FILE")
             return derive_model(_read_object(config), self._model_options(length))
         if config or self.block_size or self.kv_dtype or self.mamba_caching or self.num_speculative_tokens:
-            raise click.UsageError("--layers stands alone: the file says itself how each layer is kept")
+            raise click.UsageError("--layers cannot be combined with options of the cache: the file defines each layer")
         if not length:
-            raise click.UsageError("--layers needs --max-model-len in tokens")
+            raise click.UsageError("--layers needs --max-model-len with a number of tokens")
         return model_of_layers(read_layers(_read_object(self.layers)), length)
 
-    def encoder_tokens(self, model: Model) -> int:
-        """Most tokens that an encoder puts out for a request."""
-        if self.max_encoder_tokens is not None:
-            return self.max_encoder_tokens
-        return model.max_encoder_tokens or _ENCODER_TOKENS
+    def plan_arguments(self, model: Model) -> dict[str, Any]:
+        """Returns the arguments that `PlanOptions` and `RankGroupOptions` have in common."""
+        encoder_tokens = self.max_encoder_tokens
+        if encoder_tokens is None:
+            encoder_tokens = model.max_encoder_tokens or _ENCODER_TOKENS
+        return {
+            "max_model_len": model.max_model_len,
+            "auto_fit_max_model_len": self.max_model_len == _AUTO,
+            "max_num_batched_tokens": self.max_num_batched_tokens,
+            "max_num_encoder_input_tokens": encoder_tokens,
+            "num_blocks_override": self.num_blocks or 0,
+            "disable_hybrid_kv_cache_manager": self.no_hybrid,
+            "decode_context_parallel_size": self.dcp,
+        }
 
     def _model_options(self, max_model_len: int) -> ModelOptions:
         return ModelOptions(
@@ -160,21 +166,21 @@ class ModelFlags:
 
 
 MODEL_OPTIONS: Final = tuple(field.name for field in fields(ModelFlags))
-"""Names of the options that `model_options` gives."""
+"""Names of the options of `model_options`."""
 
 
 def _read_object(path: Path) -> dict[str, object]:
     try:
         text = path.read_text(encoding="utf-8-sig")
         if not text.strip():
-            raise click.UsageError(f"{path}: is empty")
+            raise click.UsageError(f"{path}: empty file")
         data = json.loads(text, object_pairs_hook=_without_repeats)
     except OSError as error:
         raise click.UsageError(f"{path}: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
         raise click.UsageError(f"{str(path)!r}: not JSON: {error}") from error
     if not isinstance(data, dict):
-        raise click.UsageError(f"{path}: holds no JSON object")
+        raise click.UsageError(f"{path}: not a JSON object")
     return data
 
 
@@ -182,5 +188,5 @@ def _without_repeats(pairs: list[tuple[str, object]]) -> dict[str, object]:
     entries = dict(pairs)
     if len(entries) < len(pairs):
         names = [name for name, _ in pairs]
-        raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} stands twice in an object")
+        raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} occurs twice in an object")
     return entries

@@ -1,4 +1,4 @@
-"""Options that stand together. Cheap to import, for `kvpool health`."""
+"""Groups of options. Cheap to import, for `kvpool health`."""
 
 from collections.abc import Callable
 from typing import Protocol, TypeVar
@@ -7,14 +7,14 @@ _CommandT = TypeVar("_CommandT", bound=Callable[..., object])
 
 
 class Option(Protocol):
-    """What `click.option` makes: adds one option to a command, or what `together` makes of several."""
+    """A decorator that adds options to a command: a result of `click.option` or `together`."""
 
     def __call__(self, command: _CommandT, /) -> _CommandT:
-        """Adds it."""
+        """Adds the options."""
 
 
 def together(*options: Option) -> Option:
-    """Makes one of several options; `--help` lists them in this order."""
+    """Combines options into one decorator; `--help` lists them in this order."""
 
     def decorate(command: _CommandT) -> _CommandT:
         for option in reversed(options):

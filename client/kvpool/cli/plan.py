@@ -1,6 +1,5 @@
 """`kvpool plan`."""
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -9,6 +8,7 @@ import click
 
 from kvpool.cli.model import FLAGS, ModelFlags, byte_size, model_options
 from kvpool.cli.plan_report import PlannedModel, as_json, error_as_json, print_tables
+from kvpool.cli.tables import print_json
 from kvpool.core.errors import InvalidArgumentError
 from kvpool.core.planning.plan import FitCheck, PlanOptions, RankMemory
 from kvpool.core.planning.planner import get_kv_cache_configs
@@ -23,7 +23,7 @@ from kvpool.models.config import Model, split_stages
     metavar="SIZE",
     multiple=True,
     required=True,
-    help="Memory for the KV cache of each rank (80GiB), or once for every rank, stage by stage.",
+    help="Memory for the KV cache of each rank, such as 80GiB. Repeat it once per rank, in order of stages.",
 )
 @model_options
 @click.option(
@@ -31,7 +31,7 @@ from kvpool.models.config import Model, split_stages
     type=click.Choice([check.value for check in FitCheck]),
     default=FitCheck.WHOLE_REQUEST.value,
     show_default=True,
-    help="What counts when the longest request must fit; first_group is vLLM 0.14.1's way.",
+    help="Blocks that count when the longest request must fit; first_group is the rule of vLLM 0.14.1.",
 )
 @click.option("--json", "json_wanted", is_flag=True, help="Print one JSON object.")
 @click.pass_context
@@ -45,43 +45,34 @@ def plan(
     json_wanted: bool,
     **options: Any,  # noqa: ANN401 - named and checked by ModelFlags
 ) -> None:
-    """Plan a model's KV cache: groups, tensors and num_blocks, from its config.json and the memory of a rank.
+    """Plan a model's KV cache (groups, tensors and num_blocks) from its config.json and the memory of each rank.
 
-    Nothing is loaded and no server is asked. Tensor-parallel ranks are taken to be alike; --memory is what is left of
-    a rank's memory for the KV cache, after weights and activations.
+    Loads no model and contacts no server. Assumes that tensor-parallel ranks are equal. --memory is the part of a
+    rank's memory that weights and activations leave for the KV cache.
     """
     flags = ModelFlags(**options)
     try:
         model = flags.read_model(config, "CONFIG.json")
         ranks = _ranks(model, memory, flags.tp, flags.pp)
-        asked = PlanOptions(
-            model.max_model_len,
-            auto_fit_max_model_len=flags.auto_fit_max_model_len,
-            max_num_batched_tokens=flags.max_num_batched_tokens,
-            max_num_encoder_input_tokens=flags.encoder_tokens(model),
-            num_blocks_override=flags.num_blocks or 0,
-            disable_hybrid_kv_cache_manager=flags.no_hybrid,
-            decode_context_parallel_size=flags.dcp,
-            fit_check=FitCheck(fit_check),
-        )
-        planned = PlannedModel(model, ranks, asked, get_kv_cache_configs(ranks, asked), flags.tp)
+        plan_options = PlanOptions(**flags.plan_arguments(model), fit_check=FitCheck(fit_check))
+        planned = PlannedModel(model, ranks, plan_options, get_kv_cache_configs(ranks, plan_options), flags.tp)
     except InvalidArgumentError as error:
         error.rename_field(FLAGS.get(error.field, error.field))
         if not json_wanted:
             raise
-        click.echo(json.dumps(error_as_json(error)))
+        print_json(error_as_json(error))
         ctx.exit(1)
     if json_wanted:
-        click.echo(json.dumps(as_json(planned)))
+        print_json(as_json(planned))
     else:
         print_tables(planned)
 
 
 def _ranks(model: Model, memory: Sequence[int], tp: int, pp: int) -> tuple[RankMemory, ...]:
-    """Every rank's layers and memory: tensor ranks within pipeline stages."""
+    """Returns the layers and memory of each rank: tensor ranks within pipeline stages."""
     count = tp * pp
     if len(memory) not in (1, count):
-        raise click.UsageError(f"--memory is given {len(memory)} times: needs once, or once a rank ({count})")
+        raise click.UsageError(f"--memory: given {len(memory)} times; give it once, or once per rank ({count})")
     stages = split_stages(model, pp)
     memory = [*memory] * (count // len(memory))
     return tuple(RankMemory(stages[rank // tp], memory[rank]) for rank in range(count))

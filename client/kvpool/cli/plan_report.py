@@ -1,4 +1,4 @@
-"""What `kvpool plan` tells of a plan, as tables and as JSON."""
+"""A plan as tables and as JSON, for `kvpool plan`."""
 
 import math
 from collections import Counter
@@ -10,10 +10,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from kvpool.cli.output import two_columns
+from kvpool.cli.tables import two_columns
 from kvpool.core.errors import InvalidArgumentError
 from kvpool.core.planning.grouping import layer_specs
-from kvpool.core.planning.plan import GIB, KVCacheConfig, Plan, PlanError, PlanOptions, RankMemory
+from kvpool.core.planning.plan import KVCacheConfig, Plan, PlanError, PlanOptions, RankMemory
 from kvpool.core.specs.base import AttentionSpec, KVCacheSpec
 from kvpool.core.specs.kinds import (
     CrossAttentionSpec,
@@ -23,9 +23,8 @@ from kvpool.core.specs.kinds import (
     block_span_tokens,
 )
 from kvpool.core.specs.pool_config import KVCacheGroup
+from kvpool.gpu_worker.units import format_bytes
 from kvpool.models.config import Model
-
-_MIB = 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,10 +33,10 @@ class PlannedModel:
 
     Attributes:
         model: The model, as on one tensor-parallel rank.
-        ranks: What each rank brought.
-        options: What was asked.
-        plan: What came out.
-        tensor_parallel_size: Ranks of a pipeline stage.
+        ranks: Layers and memory of each rank.
+        options: The options of the plan.
+        plan: The plan.
+        tensor_parallel_size: Ranks per pipeline stage.
     """
 
     model: Model
@@ -48,7 +47,7 @@ class PlannedModel:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that the blocks hold if every group gets as many: what vLLM logs as the size of its KV cache."""
+        """Tokens that the blocks hold if all groups get equally many. vLLM logs this as its KV cache size."""
         groups = self.plan.groups
         if not groups:
             return 0
@@ -56,34 +55,34 @@ class PlannedModel:
         return self.plan.num_blocks // len(groups) * min(spans)
 
     def blocks_per_request(self, group: KVCacheGroup) -> int:
-        """Blocks that a request of the longest length takes in a group."""
+        """Returns the blocks of a group that a request of maximum length needs."""
         return group.spec.max_blocks(self.options.limits(self.plan.max_model_len))
 
     @property
     def padding_fraction(self) -> float:
-        """Of the bytes that a request of the longest length takes on the worst rank, those that hold nothing."""
+        """Fraction of padding in the bytes of a request of maximum length, on the rank with most padding."""
         blocks = [self.blocks_per_request(group) for group in self.plan.groups]
         return max(_padding_fraction(blocks, config) for config in self.plan.configs)
 
     def request_bytes(self, config: KVCacheConfig) -> int:
-        """Bytes that a request of the longest length takes on a rank."""
+        """Returns the bytes that a request of maximum length needs on a rank."""
         return self.plan.blocks_per_request * config.block_size_bytes
 
     def warnings(self) -> list[str]:
-        """What a user should know before running this."""
+        """Returns warnings for the user of this plan."""
         plan = self.plan
         sentences = []
         if plan.longest_request_tokens < plan.max_model_len:
             sentences.append(
-                f"a request of {plan.max_model_len:,} tokens takes {plan.blocks_per_request:,} blocks, and the pool has"
-                f" {plan.num_blocks:,}, the null block and sinks among them: the longest that it can serve has"
+                f"a request of {plan.max_model_len:,} tokens needs {plan.blocks_per_request:,} blocks, and the pool has"
+                f" {plan.num_blocks:,}, including the null block and sinks: the longest request that it can serve has"
                 f" {plan.longest_request_tokens:,} tokens"
             )
-        for rank, (brought, config) in enumerate(zip(self.ranks, plan.configs, strict=True)):
-            if used_bytes(config) > brought.available_bytes:
+        for rank, (memory, config) in enumerate(zip(self.ranks, plan.configs, strict=True)):
+            if used_bytes(config) > memory.available_bytes:
                 sentences.append(
-                    f"rank {rank} has {_size(brought.available_bytes)}, and {plan.num_blocks:,} blocks take"
-                    f" {_size(used_bytes(config))}"
+                    f"rank {rank} has {format_bytes(memory.available_bytes)}, and {plan.num_blocks:,} blocks need"
+                    f" {format_bytes(used_bytes(config))}"
                 )
         return sentences
 
@@ -95,15 +94,15 @@ def _padding_fraction(blocks: list[int], config: KVCacheConfig) -> float:
 
 
 def used_bytes(config: KVCacheConfig) -> int:
-    """Bytes of a rank's tensors."""
+    """Returns the bytes of a rank's tensors."""
     return sum(tensor.size_bytes for tensor in config.tensors)
 
 
 def bytes_by_use(specs: Iterable[KVCacheSpec]) -> dict[str, int]:
-    """Bytes of some layers of one tensor rank, padding apart, for a token that the rank holds.
+    """Returns the bytes, without padding, that layers of one tensor rank need for a token that the rank holds.
 
-    What every token adds for good, what windows hold of it while it is within, what states take of a request however
-    long it is (those of drafts included), and what every token of an encoder's output adds.
+    Four figures: bytes per token that stay, bytes per token while it is in a window, bytes of states per request of
+    any length (including states of drafts), and bytes per token of an encoder's output.
     """
     kept = windowed = state = encoder = 0
     for spec in specs:
@@ -125,17 +124,17 @@ def bytes_by_use(specs: Iterable[KVCacheSpec]) -> dict[str, int]:
 
 
 def kv_dtypes(model: Model) -> list[str]:
-    """Element types of keys and values."""
+    """Returns the element types of keys and values."""
     return sorted({spec.dtype for _, spec in model.layers if isinstance(spec, AttentionSpec)})
 
 
 def layers_by_kind(model: Model) -> dict[str, int]:
-    """How many layers there are of each kind."""
+    """Returns the number of layers of each kind."""
     return dict(Counter(type(spec).__name__ for _, spec in model.layers))
 
 
 def as_json(planned: PlannedModel) -> dict[str, Any]:
-    """The whole plan. Figures of the model are those of all its layers on one tensor rank; a rank's are its own."""
+    """Returns the whole plan. The model's figures cover all its layers on one tensor rank."""
     model, plan, options = planned.model, planned.plan, planned.options
     concurrency = plan.max_concurrency if math.isfinite(plan.max_concurrency) else None
     return {
@@ -174,13 +173,13 @@ def _group_as_json(planned: PlannedModel, group_id: int) -> dict[str, Any]:
 
 
 def _rank_as_json(planned: PlannedModel, rank: int) -> dict[str, Any]:
-    brought, config = planned.ranks[rank], planned.plan.configs[rank]
+    memory, config = planned.ranks[rank], planned.plan.configs[rank]
     return {
         "rank": rank,
         "pipeline_stage": rank // planned.tensor_parallel_size,
         "tensor_rank": rank % planned.tensor_parallel_size,
-        **bytes_by_use(brought.layers.values()),
-        "available_bytes": brought.available_bytes,
+        **bytes_by_use(memory.layers.values()),
+        "available_bytes": memory.available_bytes,
         "used_bytes": used_bytes(config),
         "request_bytes": planned.request_bytes(config),
         "num_blocks": config.num_blocks,
@@ -194,7 +193,7 @@ def _rank_as_json(planned: PlannedModel, rank: int) -> dict[str, Any]:
 
 
 def error_as_json(error: InvalidArgumentError) -> dict[str, Any]:
-    """Why there is no plan."""
+    """Returns the reason why there is no plan."""
     facts: dict[str, Any] = {"reason": error.reason, "field": error.field, "message": error.message}
     if isinstance(error, PlanError) and error.needed_bytes:
         names = ("needed_bytes", "available_bytes", "max_model_len", "estimated_max_model_len")
@@ -210,7 +209,7 @@ def _spec_as_json(spec: KVCacheSpec) -> dict[str, Any]:
 
 
 def print_tables(planned: PlannedModel) -> None:
-    """Prints the plan for a reader."""
+    """Prints the plan as tables."""
     console = Console(highlight=False)
     console.print(_summary(planned))
     if planned.plan.groups:
@@ -225,28 +224,28 @@ def print_tables(planned: PlannedModel) -> None:
 def _summary(planned: PlannedModel) -> Table:
     model, plan = planned.model, planned.plan
     kinds = ", ".join(f"{count} {kind.removesuffix('Spec')}" for kind, count in layers_by_kind(model).items())
-    rows = [("layers", kinds or "none that keep anything"), ("elements", ", ".join(kv_dtypes(model)) or "states only")]
+    rows = [("layers", kinds or "none with a cache"), ("elements", ", ".join(kv_dtypes(model)) or "states only")]
     labels = {
-        "kv_bytes_per_token": "bytes a token, all stages, one tensor rank",
-        "windowed_kv_bytes_per_token": "... while in a window",
-        "state_bytes_per_request": "... of states, a request",
-        "encoder_kv_bytes_per_token": "... an encoder token",
+        "kv_bytes_per_token": "bytes per token, all stages, one tensor rank",
+        "windowed_kv_bytes_per_token": "... per token in a window",
+        "state_bytes_per_request": "... of states, per request",
+        "encoder_kv_bytes_per_token": "... per encoder token",
     }
     rows += [(labels[name], f"{n:,}") for name, n in bytes_by_use(spec for _, spec in model.layers).items() if n]
     rows += [
-        ("blocks, the null block among them", f"{plan.num_blocks:,}"),
-        ("tokens, shared evenly by the groups", f"{planned.num_tokens:,}"),
+        ("blocks, including the null block", f"{plan.num_blocks:,}"),
+        ("tokens, if groups get equal shares", f"{planned.num_tokens:,}"),
         ("longest request", f"{plan.max_model_len:,} tokens, {plan.blocks_per_request:,} blocks"),
     ]
     if plan.groups:
-        rows.append(("such requests at a time", f"{plan.max_concurrency:.2f}"))
-        rows.append(("padding, of what such a request takes", f"{planned.padding_fraction:.2%}"))
+        rows.append(("such requests at the same time", f"{plan.max_concurrency:.2f}"))
+        rows.append(("padding in the memory of such a request", f"{planned.padding_fraction:.2%}"))
     return two_columns(model.architecture.encode("utf-8", "backslashreplace").decode(), rows)
 
 
 def _group_table(planned: PlannedModel) -> Table:
-    """A row for groups in a row that are alike but for the number of their layers."""
-    table = Table(title="groups; a block's tokens and page, a request's blocks")
+    """Makes a table with one row per run of groups that have equal specs."""
+    table = Table(title="groups: tokens and page size per block, blocks per request")
     table.add_column("group", no_wrap=True)
     table.add_column("kind")
     table.add_column("layers", justify="right")
@@ -259,24 +258,24 @@ def _group_table(planned: PlannedModel) -> Table:
             _kind(spec),
             " ".join(str(len(group.layer_names)) for _, group in numbered),
             f"{block_span_tokens(spec, planned.options.decode_context_parallel_size):,}",
-            _size(spec.page_size_bytes),
+            format_bytes(spec.page_size_bytes),
             f"{planned.blocks_per_request(numbered[0][1]):,}",
         )
     return table
 
 
 def _rank_table(planned: PlannedModel) -> Table:
-    """A row for ranks in a row that are alike."""
+    """Makes a table with one row per run of equal ranks."""
     table = Table(title="ranks")
-    for name in ("ranks", "stage", "layers", "tensors", "memory", "a request"):
+    for name in ("ranks", "stage", "layers", "tensors", "memory", "per request"):
         table.add_column(name, justify="right", no_wrap=True)
     rows = [
         (
             str(rank // planned.tensor_parallel_size),
             str(sum(len(layer_specs(group)) for group in config.groups)),
             _tensors(config),
-            _size(planned.ranks[rank].available_bytes),
-            _size(planned.request_bytes(config)),
+            format_bytes(planned.ranks[rank].available_bytes),
+            format_bytes(planned.request_bytes(config)),
         )
         for rank, config in enumerate(planned.plan.configs)
     ]
@@ -292,7 +291,7 @@ def _span(numbers: list[int]) -> str:
 
 def _tensors(config: KVCacheConfig) -> str:
     sizes = {tensor.size_bytes for tensor in config.tensors}
-    each = f" x {_size(sizes.pop())}" if len(sizes) == 1 else ""
+    each = f" x {format_bytes(sizes.pop())}" if len(sizes) == 1 else ""
     return f"{len(config.tensors)}{each}"
 
 
@@ -302,11 +301,3 @@ def _kind(spec: KVCacheSpec) -> str:
     tokens = next((value for name in windows if (value := getattr(first, name, 0))), 0)
     sizes = ", several sizes" if isinstance(spec, UniformTypeKVCacheSpecs) else ""
     return type(first).__name__.removesuffix("Spec") + (f", {tokens:,} tokens" if tokens else "") + sizes
-
-
-def _size(size_bytes: int) -> str:
-    if abs(size_bytes) >= GIB:
-        return f"{size_bytes / GIB:,.2f} GiB"
-    if abs(size_bytes) >= _MIB:
-        return f"{size_bytes / _MIB:,.2f} MiB"
-    return f"{size_bytes / 1024:,.2f} KiB" if size_bytes else "0"

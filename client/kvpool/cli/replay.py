@@ -1,17 +1,18 @@
 """`kvpool replay`."""
 
 import functools
-import json
 import threading
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
 import click
+from rich.console import Console as RichConsole
 
 from kvpool.cli.access import access_options, current_access
-from kvpool.cli.output import progress, result_table
-from kvpool.cli.wakeup import Wakeup
+from kvpool.cli.progress import progress
+from kvpool.cli.tables import print_json, two_columns
+from kvpool.cli.terminal import Wakeup
 from kvpool.client import KvpoolError, ReuseOrder
 from kvpool.replay.endless import play_until
 from kvpool.replay.executor import paced
@@ -24,8 +25,8 @@ from kvpool.replay.play import (
     service,
     trace_shares,
 )
-from kvpool.replay.playing import SchedulerOptions
 from kvpool.replay.result import Result
+from kvpool.replay.scheduler import SchedulerOptions
 from kvpool.replay.trace import TraceError, TraceRequest, read_trace
 from kvpool.replay.workload import ChatShare, Workload
 
@@ -39,75 +40,81 @@ _STOP_SECONDS: Final = 5.0
 @click.option(
     "--chats",
     type=click.IntRange(1),
-    help=f"Instead of TRACE: so many generated conversations at a time for each scheduler, of {_TURNS} turns.",
+    help=f"Instead of TRACE: number of concurrent generated conversations per scheduler, of {_TURNS} turns.",
 )
-@click.option("--seed", type=int, default=2026, show_default=True, help="With --chats: equal seeds give equal chats.")
+@click.option(
+    "--seed",
+    type=int,
+    default=2026,
+    show_default=True,
+    help="With --chats: seed of the generator. Equal seeds give equal chats.",
+)
 @click.option(
     "--share",
     type=click.IntRange(0),
     default=0,
     show_default=True,
-    help="With --chats: number of the first scheduler. Schedulers of one seed with other numbers have other "
-    "conversations over the same system prompts and documents.",
+    help="With --chats: number of the first scheduler. With the same seed, schedulers with different numbers have "
+    "different conversations over the same system prompts and documents.",
 )
 @click.option(
     "--num-blocks",
     type=click.IntRange(2, 2**31 - 1),
-    help="Blocks of the pool, null block included; default: the pool is there already, or ranks form it.",
+    help="Create a pool of this many blocks, including the null block. Default: wait for an existing pool.",
 )
-@click.option("--block-size", type=click.IntRange(1, 65_536), help="Tokens a block; goes with --num-blocks.")
-@click.option("--address", metavar="ADDRESS", help="A running server; default: one of our own.")
+@click.option("--block-size", type=click.IntRange(1, 65_536), help="Tokens per block; required with --num-blocks.")
+@click.option("--address", metavar="ADDRESS", help="A running server; default: start one.")
 @click.option(
     "--sessions",
     type=click.IntRange(1, 256),
-    help="Schedulers that play concurrently, outputs included; default: with --chats 1; with TRACE none, its prompts "
-    "are played serially.",
+    help="Number of concurrent schedulers, which also generate outputs. Default: 1 with --chats; with TRACE, play the "
+    "prompts one after another.",
 )
-@click.option("--repeat", type=click.IntRange(1), default=1, show_default=True, help="Play everything so many times.")
+@click.option("--repeat", type=click.IntRange(1), default=1, show_default=True, help="How often to play the workload.")
 @click.option(
     "--forever",
     is_flag=True,
-    help="Play until SIGTERM, as one scheduler. When its session ends, as the server restarts or a rank is lost, it "
-    "waits for the pool and opens another.",
+    help="Play until SIGTERM, as one scheduler. When its session ends, because the server restarts or a rank is lost, "
+    "it waits for the pool and opens another.",
 )
-@click.option("--json", "as_json", is_flag=True, help="End with one JSON object.")
+@click.option("--json", "as_json", is_flag=True, help="Print the result as one JSON object.")
 @click.option(
     "--reuse-order",
     type=click.Choice([order.value for order in ReuseOrder]),
     default=ReuseOrder.LRU.value,
     show_default=True,
-    help="The order in which freed blocks are used again.",
+    help="Order in which freed blocks are reused.",
 )
 @click.option("--pool", default="replay", show_default=True, help="Name of the pool.")
-@click.option("--limit", type=click.IntRange(1), help="Only the first requests of the trace.")
+@click.option("--limit", type=click.IntRange(1), help="Number of requests of the trace to play; default: all.")
 @click.option(
-    "--max-num-seqs", type=click.IntRange(1), default=256, show_default=True, help="Most requests running at once."
+    "--max-num-seqs", type=click.IntRange(1), default=256, show_default=True, help="Maximum number of running requests."
 )
 @click.option(
     "--max-num-batched-tokens",
     type=click.IntRange(1),
     default=8192,
     show_default=True,
-    help="Most tokens of a scheduling round.",
+    help="Maximum tokens of a scheduling round.",
 )
 @click.option(
     "--step-seconds",
     type=click.FloatRange(0, 60),
     default=0.0,
     show_default=True,
-    help="How long a scheduling round takes to compute, as it would on a GPU.",
+    help="Time to sleep per scheduling round, in place of a GPU's computation.",
 )
-@click.option("--lease-seconds", type=float, default=0.0, help="Lease of the sessions; default: the server's.")
+@click.option("--lease-seconds", type=float, default=0.0, help="Lease of the sessions; default: the server's default.")
 @click.option(
     "--wait-seconds",
     type=click.FloatRange(0, 3600),
     default=60.0,
     show_default=True,
-    help="Without --num-blocks: how long the pool is waited for.",
+    help="Without --num-blocks: how long to wait for the pool.",
 )
 @access_options()
 @click.pass_context
-def replay(  # noqa: PLR0913 - one parameter an option
+def replay(  # noqa: PLR0913 - one parameter per option
     ctx: click.Context,
     *,
     trace: Path | None,
@@ -130,9 +137,9 @@ def replay(  # noqa: PLR0913 - one parameter an option
     lease_seconds: float,
     wait_seconds: float,
 ) -> None:
-    """Replay a request trace (.jsonl or .jsonl.gz, in the format of the Mooncake traces), or chats, through a service.
+    """Replay a request trace (.jsonl or .jsonl.gz, in the format of the Mooncake traces) or generated chats.
 
-    Every option can also be set in the environment, as KVPOOL_REPLAY_ADDRESS and so on.
+    Every option can also be set in the environment (KVPOOL_REPLAY_ADDRESS and so on).
     """
     work = _Work(trace, limit, chats, seed, share, None if forever else repeat)
     if (num_blocks is None) != (block_size is None):
@@ -140,32 +147,32 @@ def replay(  # noqa: PLR0913 - one parameter an option
     if address is None and (forever or num_blocks is None):
         raise click.UsageError("without --address, give --num-blocks and --block-size, and not --forever")
     if forever and sessions is not None:
-        raise click.UsageError("--forever is one scheduler: give no --sessions, start it several times")
+        raise click.UsageError("--forever runs one scheduler: leave out --sessions, or start it several times")
     source: PoolSource = ExistingPool(pool, wait_seconds)
     if num_blocks is not None and block_size is not None:
         source = PoolOptions(pool, num_blocks, block_size, work.max_model_len, ReuseOrder(reuse_order))
     else:
-        click.echo(f"kvpool: waits for pool {pool!r}, at most {wait_seconds:g} s", err=True)
+        click.echo(f"kvpool: waiting for pool {pool!r}, at most {wait_seconds:g} s", err=True)
     executor = functools.partial(paced, step_seconds) if step_seconds else None
     try:
         limits = (lease_seconds, max_num_seqs, max_num_batched_tokens)
-        how = SchedulerOptions(address or "", pool, *limits, executor, access=current_access())
+        options = SchedulerOptions(address or "", pool, *limits, executor, access=current_access())
         if forever:
-            _play_until_told_to_end(source, work.shares(1)[0], how)
+            _play_until_signal(source, work.shares(1)[0], options)
             return
-        result = _play(source, work, how, sessions)
+        result = _play(source, work, options, sessions)
     except ValueError as error:
         raise click.UsageError(str(error)) from error
     if as_json:
-        click.echo(json.dumps(result.as_json()))
+        print_json(result.as_json())
     else:
-        result_table(result)
+        RichConsole().print(two_columns("replay", _rows(result)))
     ctx.exit(1 if result.failed_sessions else 0)
 
 
 @dataclass
 class _Work:
-    """What there is to play; each attribute is the option of its name, num_rounds is None for ever."""
+    """The workload. Attributes have the names of options; `num_rounds` is None with --forever."""
 
     trace: Path | None
     limit: int | None
@@ -184,11 +191,11 @@ class _Work:
 
     @property
     def max_model_len(self) -> int:
-        """Most tokens of a request."""
+        """Maximum tokens of a request."""
         return max((entry.input_length + entry.output_length for entry in self.requests), default=_MAX_CHAT_TOKENS)
 
     def shares(self, count: int) -> list[Workload]:
-        """Deals it out to schedulers."""
+        """Splits the workload between schedulers."""
         if self.trace:
             return trace_shares(self.trace, self.limit, count, self.num_rounds)
         return [
@@ -196,28 +203,28 @@ class _Work:
         ]
 
     def num_requests(self, sessions: int) -> int:
-        """How many requests so many schedulers play."""
+        """Returns the number of requests that this many schedulers play."""
         return (len(self.requests) or sessions * (self.chats or 0) * _TURNS) * (self.num_rounds or 1)
 
 
-def _play(source: PoolSource, work: _Work, how: SchedulerOptions, sessions: int | None) -> Result:
+def _play(source: PoolSource, work: _Work, options: SchedulerOptions, sessions: int | None) -> Result:
     count = sessions or 1
-    with service(how.address or None) as at, progress("replaying", work.num_requests(count)) as console:
+    with service(options.address or None) as address, progress("replaying", work.num_requests(count)) as console:
         if sessions is None and work.trace:
             requests = work.requests * (work.num_rounds or 1)
-            return replay_serially(source, requests, replace(how, address=at), console)
-        return replay_shares(source, work.shares(count), replace(how, address=at), console)
+            return replay_serially(source, requests, replace(options, address=address), console)
+        return replay_shares(source, work.shares(count), replace(options, address=address), console)
 
 
-def _play_until_told_to_end(source: PoolSource, share: Workload, how: SchedulerOptions) -> None:
-    """Plays in a thread: signals reach the main one, also while the other waits for a server that does not answer."""
+def _play_until_signal(source: PoolSource, share: Workload, options: SchedulerOptions) -> None:
+    """Plays in a thread, so that the main thread handles signals while a call to the server blocks."""
     stopping = threading.Event()
     failures: list[Exception] = []
     with Wakeup() as wakeup:
 
         def play() -> None:
             try:
-                play_until(stopping, source, share, how, lambda sentence: click.echo(f"kvpool: {sentence}", err=True))
+                play_until(stopping, source, share, options, _report)
             except (KvpoolError, ValueError) as error:
                 failures.append(error)
             finally:
@@ -230,3 +237,28 @@ def _play_until_told_to_end(source: PoolSource, share: Workload, how: SchedulerO
         player.join(_STOP_SECONDS)
     for failure in failures:
         raise failure
+
+
+def _report(sentence: str) -> None:
+    click.echo(f"kvpool: {sentence}", err=True)
+
+
+def _rows(result: Result) -> list[tuple[str, str]]:
+    counts = result.counts
+    rows = [
+        ("requests", f"{counts.requests:,}"),
+        ("prompt tokens", f"{counts.input_tokens:,}"),
+        ("hit tokens", f"{counts.hit_tokens:,}"),
+        ("hit rate", f"{result.hit_rate:.2%}"),
+        ("evictions", f"{result.evicted_blocks:,} blocks"),
+    ]
+    if counts.output_tokens:
+        rows += [
+            ("generated tokens", f"{counts.output_tokens:,}"),
+            ("preemptions", f"{counts.preemptions:,}"),
+            ("reused from other sessions", f"{counts.shared_hit_tokens:,} tokens"),
+        ]
+    if counts.rejected_requests:
+        rows.append(("requests that do not fit the pool", f"{counts.rejected_requests:,}"))
+    rows += [("steps per second", f"{counts.steps / result.seconds:,.0f}"), ("seconds", f"{result.seconds:.1f}")]
+    return rows

@@ -1,8 +1,6 @@
 """`kvpool serve`."""
 
 import asyncio
-import logging
-import os
 import time
 from typing import Any
 
@@ -16,20 +14,20 @@ from kvpool.cli.options import Option
 from kvpool.cli.settings import config_option
 from kvpool.core.ranks.messages import RankTiming
 from kvpool.core.sessions.session import LeaseBounds
-from kvpool.server import app, faults
+from kvpool.server import app
 from kvpool.server.config import (
     DEFAULT_BLOCK_SAMPLE_RATE,
+    DEFAULT_MAX_JOURNAL_BYTES,
     DEFAULT_MAX_POOL_BLOCKS,
     DEFAULT_MAX_POOLS,
     DEFAULT_QUARANTINE_SECONDS,
     MIB,
+    JournalConfig,
     MetricsConfig,
     ServerConfig,
 )
-from kvpool.server.journal.config import DEFAULT_MAX_BYTES, JournalConfig
 from kvpool.wire.address import DEFAULT_ADDRESS
 
-_log = logging.getLogger("kvpool.server")
 _LEASES = LeaseBounds()
 _YEAR_2025_SECONDS = 1_735_689_600
 
@@ -47,83 +45,82 @@ def _seconds_option(flag: str, default: float, text: str) -> Option:
     default=(DEFAULT_ADDRESS,),
     show_default=True,
     metavar="ADDRESS",
-    help="host:port (port 0: a free one) or unix:/path; may be given several times.",
+    help="Address to listen on: host:port (port 0: a free port) or unix:/path. Can be repeated.",
 )
-@click.option("--max-message-bytes", type=int, default=16 * MIB, show_default=True, help="Largest message taken.")
+@click.option("--max-message-bytes", type=int, default=16 * MIB, show_default=True, help="Maximum size of a message.")
 @click.option(
     "--max-pool-blocks",
     type=int,
     default=DEFAULT_MAX_POOL_BLOCKS,
     show_default=True,
-    help="Most blocks of one pool; each takes about 65 bytes of memory.",
+    help="Maximum blocks of a pool; each takes about 65 bytes of memory.",
 )
-@click.option("--max-pools", type=int, default=DEFAULT_MAX_POOLS, show_default=True, help="Most pools at a time.")
+@click.option("--max-pools", type=int, default=DEFAULT_MAX_POOLS, show_default=True, help="Maximum number of pools.")
 @click.option(
     "--metrics-listen",
     default="",
     metavar="HOST:PORT",
-    help="Where Prometheus finds /metrics (port 0: a free one); default: nowhere. 9464 is a usual port.",
+    help="Serve /metrics for Prometheus at this address (port 0: a free port). Off by default; usual port: 9464.",
 )
-@click.option("--vllm-metrics", is_flag=True, help="Tell them under the names of vLLM's dashboards, too.")
+@click.option("--vllm-metrics", is_flag=True, help="Also export metrics under the names that vLLM's dashboards use.")
 @click.option(
     "--block-sample-rate",
     type=float,
     default=DEFAULT_BLOCK_SAMPLE_RATE,
     show_default=True,
-    help="Share of the blocks that is followed, for the metrics of how long contents are kept.",
+    help="Share of blocks sampled for the metrics of block lifetimes.",
 )
-@_seconds_option("--grace-seconds", 10.0, "How long a stopping server waits for calls in flight.")
+@_seconds_option("--grace-seconds", 10.0, "How long a stopping server waits for running calls.")
 @_seconds_option(
     "--drain-seconds",
     0.0,
-    "How long SIGTERM lets open sessions go on, while no new ones are taken; a second one stops at once.",
+    "How long open sessions may continue after SIGTERM; no new sessions are accepted. A second SIGTERM stops at once.",
 )
 @_seconds_option(
-    "--dead-peer-seconds", 10.0, "How long a peer may be silent on the network before its stream counts as broken."
+    "--dead-peer-seconds", 10.0, "How long a peer may be silent on the network before its stream is closed."
 )
 @_seconds_option(
     "--default-lease-seconds",
     _LEASES.default_lease_seconds,
-    "How long a session that asks for no lease of its own outlives its last sign of life.",
+    "Lease of sessions that request none: how long a session lives after its last message.",
 )
-@_seconds_option("--min-lease-seconds", _LEASES.min_lease_seconds, "Shortest lease that a session may ask for.")
-@_seconds_option("--max-lease-seconds", _LEASES.max_lease_seconds, "Longest lease that a session may ask for.")
-@_seconds_option("--heartbeat-seconds", 1.0, "How often ranks are to be heard of.")
+@_seconds_option("--min-lease-seconds", _LEASES.min_lease_seconds, "Minimum lease that a session may request.")
+@_seconds_option("--max-lease-seconds", _LEASES.max_lease_seconds, "Maximum lease that a session may request.")
+@_seconds_option("--heartbeat-seconds", 1.0, "Interval of the ranks' heartbeats.")
 @_seconds_option(
     "--heartbeat-timeout-seconds",
     5.0,
-    "After how long without a heartbeat a rank counts as silent, and its pool as degraded.",
+    "Time without a heartbeat after which a rank is silent and its pool degraded.",
 )
 @_seconds_option(
-    "--rank-grace-seconds", 30.0, "How long a rank that is silent or lost may come back with nothing lost."
+    "--rank-grace-seconds", 30.0, "How long a silent or lost rank may take to return before the epoch ends."
 )
 @_seconds_option(
     "--quarantine-seconds",
     DEFAULT_QUARANTINE_SECONDS,
-    "How long the blocks of a session whose lease ran out, or that was evicted, are given to nobody, since a step "
-    "of it may still run. Only for pools without ranks that answer fences; longer than your longest step. 0: not at "
-    "all.",
+    "How long the blocks of an expired or evicted session are not reused, since one of its steps may still run. Only "
+    "for pools without ranks that answer fences. Choose more than the longest step takes; 0: no quarantine.",
 )
 @click.option(
     "--journal",
     default="",
     metavar="FOLDER",
-    help="Write down here what changes, so that a server that is killed comes back as it was. Default: nowhere.",
+    help="Write a journal of all changes to this folder, so that a killed server keeps its state. Off by default.",
 )
 @click.option(
     "--journal-max-bytes",
     type=int,
-    default=DEFAULT_MAX_BYTES,
+    default=DEFAULT_MAX_JOURNAL_BYTES,
     show_default=True,
-    help="Most that the journal's files may take.",
+    help="Maximum size of the journal's files.",
 )
 @auth_options
 @click.option(
     "--past-epoch",
     type=int,
     metavar="EPOCH",
-    help="Pools begin in an epoch above this. Default: the seconds since 2025 began, so that servers which know "
-    "nothing of each other give none twice.",
+    help="New pools get epochs above this one. Default: the seconds since the beginning of 2025, so that servers which "
+    "do not share state never use the same epoch.",
 )
 @limits_options
 @events_options
@@ -131,7 +128,7 @@ def _seconds_option(flag: str, default: float, text: str) -> Option:
 def serve(log_level: str, log_format: str, **settings: Any) -> None:  # noqa: ANN401 - named and checked by ServerConfig
     """Serve pools until SIGTERM.
 
-    Every option can also be set in the environment, as KVPOOL_SERVE_LISTEN and so on, or in the file.
+    Every option can also be set in the environment (KVPOOL_SERVE_LISTEN and so on) or in the file of --config.
     """
     start_logging(log_level, log_format)
     try:
@@ -161,12 +158,8 @@ def serve(log_level: str, log_format: str, **settings: Any) -> None:  # noqa: AN
             past_epoch=_seconds_since_2025() if past_epoch is None else past_epoch,
             **settings,
         )
-        armed = os.environ.get(faults.VARIABLE, "")
-        faults.arm(armed)
     except ValueError as error:
         raise click.UsageError(str(error)) from error
-    if armed:
-        _log.warning("fault points armed: for tests only", extra={"faults": armed})
     try:
         asyncio.run(app.serve(config, _say_ready if log_format == "console" else None))
     except OSError as error:

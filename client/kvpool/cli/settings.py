@@ -1,6 +1,6 @@
-"""Settings from a TOML file and the environment, checked against a command's own options.
+"""Settings from a TOML file and the environment, checked against a command's options.
 
-Flags come before the environment, that before the file, that before the defaults.
+Precedence: flags, environment, file, defaults.
 """
 
 import difflib
@@ -14,10 +14,10 @@ import click
 
 
 def load_config(ctx: click.Context, _: click.Parameter, path: Path | None) -> Path | None:
-    """Callback of an eager `--config` option: takes the file's values as the command's defaults.
+    """Callback of an eager `--config` option: makes the file's values the command's defaults.
 
     Raises:
-        click.UsageError: The file cannot be read, or holds a key that is no option; likewise the environment.
+        click.UsageError: The file cannot be read, or a key of the file or the environment is not an option.
     """
     known = {param.name: param for param in ctx.command.params if param.name and param.name not in ("config", "help")}
     prefix = f"{ctx.auto_envvar_prefix}_"
@@ -51,9 +51,9 @@ config_option = click.option(
     is_eager=True,
     expose_value=False,
     callback=load_config,
-    help="TOML file; its keys are the other options, with underscores.",
+    help="TOML file. Its keys are the names of the other options, with underscores.",
 )
-"""Lets a command take its settings from a file."""
+"""Adds --config, a file of settings."""
 
 
 def _refuse_unknown(

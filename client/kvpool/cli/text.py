@@ -1,4 +1,4 @@
-"""Words and figures for people: short, of known width, and free of what could upset a terminal."""
+"""Text and figures for people: short, of known width, and safe for a terminal."""
 
 from typing import Final
 
@@ -8,14 +8,14 @@ _UNITS: Final = ("", "k", "M", "G", "T")
 
 
 def clean(text: str, *, ascii_only: bool = False) -> str:
-    """Replaces what does not print, escape sequences above all, in a name that somebody else chose."""
+    """Replaces characters that do not print, such as escape sequences, in a name that a client chose."""
     if ascii_only:
         text = text.encode("ascii", "replace").decode("ascii")
     return "".join(char if char.isprintable() else "?" for char in text)
 
 
 def fit(text: str, width: int, *, ascii_only: bool = False) -> str:
-    """Fills a text up with blanks to so many cells of a terminal, or cuts it to them and marks the cut."""
+    """Pads a text with blanks to `width` terminal cells, or cuts it and marks the cut."""
     if width <= 0:
         return ""
     if cell_len(text) <= width:
@@ -24,32 +24,32 @@ def fit(text: str, width: int, *, ascii_only: bool = False) -> str:
 
 
 def short(value: float) -> str:
-    """Writes a number in at most five characters: 0, 0.3, 42, 1.2k, 350k, 12.0M."""
-    if value < 9.95 and value != int(value):  # noqa: PLR2004 - below it a digit after the point tells something
+    """Formats a number in at most five characters: 0, 0.3, 42, 1.2k, 350k, 12.0M."""
+    if value < 9.95 and value != int(value):  # noqa: PLR2004 - smaller numbers get a decimal
         return f"{value:.1f}"
     unit = 0
-    while value >= 999.5 and unit < len(_UNITS) - 1:  # noqa: PLR2004 - which rounds to four digits
+    while value >= 999.5 and unit < len(_UNITS) - 1:  # noqa: PLR2004 - rounds to four digits
         value /= 1000
         unit += 1
-    digits = 1 if unit and value < 99.95 else 0  # noqa: PLR2004 - which rounds to three digits
+    digits = 1 if unit and value < 99.95 else 0  # noqa: PLR2004 - rounds to three digits
     return f"{value:.{digits}f}{_UNITS[unit]}"
 
 
-def counted(number: int, what: str) -> str:
-    """Writes how many there are of something."""
-    return f"{number:,} {what}" if number == 1 else f"{number:,} {what}s"
+def counted(number: int, noun: str) -> str:
+    """Formats a number and its noun: "1 session", "2 sessions"."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
 def percent(share: float | None) -> str:
-    """Writes a share in at most five characters; a dash if there is none."""
+    """Formats a ratio in at most five characters; a dash for None."""
     if share is None:
         return "-"
-    return "100%" if share >= 0.9995 else f"{share:.1%}"  # noqa: PLR2004 - which rounds to it
+    return "100%" if share >= 0.9995 else f"{share:.1%}"  # noqa: PLR2004 - rounds to 100%
 
 
 def duration(seconds: float) -> str:
-    """Writes a time in at most six characters: 0.4s, 12s, 3m04s, 2h03m, 5d04h, 400d."""
-    if seconds < 9.95:  # noqa: PLR2004 - below it tenths tell something
+    """Formats a time in at most six characters: 0.4s, 12s, 3m04s, 2h03m, 5d04h, 400d."""
+    if seconds < 9.95:  # noqa: PLR2004 - shorter times get a decimal
         return f"{seconds:.1f}s"
     minutes, rest_seconds = divmod(round(seconds), 60)
     hours, rest_minutes = divmod(minutes, 60)

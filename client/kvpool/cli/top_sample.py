@@ -1,4 +1,4 @@
-"""What `kvpool top` shows: samples of a server, and what happened between two of them."""
+"""Samples of a server, and rates between two of them, for `kvpool top`."""
 
 import threading
 import time
@@ -7,25 +7,26 @@ from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
 from typing import Any, Final
 
-from kvpool.cli import admin_output as output
+from kvpool.cli.pools import pool_json, server_json
+from kvpool.cli.sessions import session_json
 from kvpool.client import KvpoolError, PoolInfo
 from kvpool.client.admin import AdminClient, Overview, SessionInfo
 from kvpool.core.ids import PoolName, SessionNumber
 
 MAX_SESSIONS: Final = 2000
-"""Sessions that are asked for in one sample; pools count all."""
+"""Maximum number of sessions in a sample; the counts of pools include all."""
 
 _STOP_SECONDS: Final = 2.0
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A server at one moment.
+    """The state of a server at one moment.
 
     Attributes:
-        taken_seconds: When, on the monotonic clock.
+        taken_seconds: Time of the sample, on the monotonic clock.
         overview: The server and its pools.
-        sessions: Its sessions, the first 2,000.
+        sessions: Its first `MAX_SESSIONS` sessions.
     """
 
     taken_seconds: float
@@ -35,7 +36,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class PoolRates:
-    """What a pool did between two samples: times a second, and the share of tokens asked for that were found."""
+    """Rates of a pool between two samples, per second, and its hit ratio in tokens."""
 
     steps: float
     allocations: float
@@ -47,12 +48,12 @@ class PoolRates:
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """What happened between two samples; nothing is known of what was not there in both.
+    """Rates between two samples. Only pools and sessions in both samples have rates.
 
     Attributes:
-        seconds: Its length; 0 if there is only one sample.
-        pools: Of each pool.
-        session_steps: Steps a second of each session.
+        seconds: Length of the interval; 0 if there is only one sample.
+        pools: Rates of each pool.
+        session_steps: Steps per second of each session.
     """
 
     seconds: float = 0.0
@@ -61,14 +62,14 @@ class Interval:
 
 
 def take(client: AdminClient) -> Sample:
-    """Asks a server how it is."""
+    """Takes a sample of a server."""
     overview = client.overview()
     sessions = tuple(islice(client.sessions(), MAX_SESSIONS))
     return Sample(time.monotonic(), overview, sessions)
 
 
 def between(before: Sample | None, now: Sample) -> Interval:
-    """Works out what happened between two samples; nothing if the server was started anew meanwhile."""
+    """Computes the rates between two samples; none if the server has restarted in between."""
     if before is None or before.overview.server.uptime_seconds > now.overview.server.uptime_seconds:
         return Interval()
     seconds = now.taken_seconds - before.taken_seconds
@@ -90,18 +91,18 @@ def between(before: Sample | None, now: Sample) -> Interval:
 
 
 def as_json(address: str, sample: Sample, interval: Interval) -> dict[str, Any]:
-    """A sample as JSON has it; rates are null where nothing is known."""
+    """Returns a sample as JSON; unknown rates are null."""
     pools = []
     for info in sample.overview.pools:
         rates = interval.pools.get(info.config.name)
-        pools.append({**output.pool_json(info), "per_second": _rates_json(rates) if rates else None})
+        pools.append({**pool_json(info), "per_second": asdict(rates) if rates else None})
     sessions = [
-        {**output.session_json(info), "steps_per_second": interval.session_steps.get(info.session_number)}
+        {**session_json(info), "steps_per_second": interval.session_steps.get(info.session_number)}
         for info in busiest(sample.sessions)
     ]
     return {
         "address": address,
-        "server": output.server_json(sample.overview.server),
+        "server": server_json(sample.overview.server),
         "interval_seconds": interval.seconds or None,
         "pools": pools,
         "sessions": sessions,
@@ -109,19 +110,19 @@ def as_json(address: str, sample: Sample, interval: Interval) -> dict[str, Any]:
 
 
 def busiest(sessions: tuple[SessionInfo, ...]) -> list[SessionInfo]:
-    """The sessions, those with most running requests first, then those that hold most blocks."""
+    """Sorts sessions by running requests, then by held blocks, largest first."""
     return sorted(sessions, key=lambda info: (-info.running_requests, -sum(info.held_blocks), info.session_number))
 
 
 @dataclass(frozen=True, slots=True)
-class Heard:
-    """What a feed has heard so far.
+class Latest:
+    """The latest sample of a feed.
 
     Attributes:
-        answered_seconds: When the last answer came, or the feed began; on the monotonic clock.
+        answered_seconds: Time of the last answer, or of the feed's start, on the monotonic clock.
         now: The newest sample; None before the first.
-        interval: What happened before it.
-        error: Why the newest question had no answer; None if it had.
+        interval: The rates before the newest sample.
+        error: The error of the newest call; None after a success.
     """
 
     answered_seconds: float
@@ -131,48 +132,48 @@ class Heard:
 
 
 class Feed:
-    """Asks a server again and again, on a thread of its own, so that who shows it never waits.
+    """Takes samples of a server on a thread of its own, so that the display never waits.
 
     Attributes:
-        heard: What it has heard so far; replaced as a whole.
-        interval_seconds: From one question to the next.
+        latest: The latest sample; replaced as a whole.
+        interval_seconds: Interval between samples.
     """
 
-    def __init__(self, client: AdminClient, interval_seconds: float, tell: Callable[[], object]) -> None:
-        """Begins to ask.
+    def __init__(self, client: AdminClient, interval_seconds: float, notify: Callable[[], object]) -> None:
+        """Starts the thread.
 
         Args:
             client: The connection.
-            interval_seconds: From one question to the next.
-            tell: Called on the feed's thread after each answer, and each error.
+            interval_seconds: Interval between samples.
+            notify: Called on the feed's thread after each answer and each error.
         """
-        self.heard = Heard(time.monotonic())
+        self.latest = Latest(time.monotonic())
         self.interval_seconds = interval_seconds
         self._client = client
-        self._tell = tell
+        self._notify = notify
         self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._ask, name="kvpool-top", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="kvpool-top", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
-        """Asks no more. Closes the connection, which ends a question that waits for its answer."""
+        """Stops the thread. Closes the connection, which ends a waiting call."""
         self._stopped.set()
         self._client.close()
         self._thread.join(_STOP_SECONDS)
 
-    def _ask(self) -> None:
+    def _run(self) -> None:
         due_seconds = time.monotonic()
         while not self._stopped.wait(max(due_seconds - time.monotonic(), 0.0)):
             due_seconds = time.monotonic() + self.interval_seconds
             try:
                 sample = take(self._client)
             except KvpoolError as error:
-                self.heard = replace(self.heard, error=error)
+                self.latest = replace(self.latest, error=error)
             except ValueError:  # the connection was closed
                 return
             else:
-                self.heard = Heard(sample.taken_seconds, sample, between(self.heard.now, sample))
-            self._tell()
+                self.latest = Latest(sample.taken_seconds, sample, between(self.latest.now, sample))
+            self._notify()
 
 
 def _rates(before: PoolInfo, now: PoolInfo, seconds: float) -> PoolRates:
@@ -186,7 +187,3 @@ def _rates(before: PoolInfo, now: PoolInfo, seconds: float) -> PoolRates:
         preemptions=(now.preemptions - before.preemptions) / seconds,
         hit_ratio=hit / queried if queried else None,
     )
-
-
-def _rates_json(rates: PoolRates) -> dict[str, Any]:
-    return asdict(rates)

@@ -1,7 +1,7 @@
-"""One screen of `kvpool top`, as lines that fit it: pure, from samples to text.
+"""A screen of `kvpool top` as lines of text that fit the terminal. Pure functions of samples.
 
-The server first, then the pools, those in trouble before the others, then as many sessions as there is room for.
-A pool takes three lines, two or one, as many as fit for all.
+The server comes first, then the pools (those that are not ready before the others), then as many sessions as fit. A
+pool has three, two or one lines: as many as fit for all pools.
 """
 
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from typing import Final
 
 from rich.text import Text
 
-from kvpool.cli.admin_output import usable_blocks
+from kvpool.cli.pools import usable_blocks
 from kvpool.cli.text import clean, counted, duration, fit, percent, short
 from kvpool.cli.top_sample import MAX_SESSIONS, Interval, PoolRates, Sample, busiest
 from kvpool.client import PoolInfo, PoolState, RankInfo, RankState
@@ -29,21 +29,21 @@ _POOL_LINES: Final = 3
 _MIN_NAME_CELLS: Final = 12
 _MIN_BAR_CELLS: Final = 4
 _SESSION_FIGURES: Final = 48
-"""Cells of a session's line that hold no names."""
+"""Cells of a session's line without names."""
 
 _KEPT_SESSION_LINES: Final = 4
-"""Lines that pools leave to sessions, if there are any: their heading and three of them."""
+"""Lines reserved for sessions, if there are any: a heading and three sessions."""
 
 
 @dataclass(frozen=True, slots=True)
 class Screen:
-    """What the lines are to fit.
+    """Size and options of the display.
 
     Attributes:
-        width: Cells of a line.
-        height: Lines; None for any number.
-        ascii_only: Whether it shows nothing but ASCII.
-        all_ranks: Whether ranks that are ready have their line, too.
+        width: Cells per line.
+        height: Number of lines; None for no limit.
+        ascii_only: Whether to use ASCII only.
+        all_ranks: Whether to show ranks that are ready.
     """
 
     width: int = 80
@@ -52,31 +52,31 @@ class Screen:
     all_ranks: bool = False
 
     def fit(self, text: str, width: int | None = None) -> str:
-        """Fits a text to so many cells, or to a line."""
+        """Pads or cuts a text to `width` cells; None for the width of a line."""
         cleaned = clean(text, ascii_only=self.ascii_only)
         return fit(cleaned, self.width if width is None else width, ascii_only=self.ascii_only)
 
 
 def waiting_lines(screen: Screen, address: str, trouble: str) -> list[Text]:
-    """The lines before the first answer."""
+    """Returns the lines to show before the first answer."""
     lines = [_line(screen, f"kvpool top, {address}", "bold")]
-    return [*lines, _line(screen, trouble or "asking ...", "reverse red" if trouble else "")]
+    return [*lines, _line(screen, trouble or "waiting for an answer", "reverse red" if trouble else "")]
 
 
 def lines(screen: Screen, address: str, sample: Sample, interval: Interval, trouble: str = "") -> list[Text]:
-    """The lines of a screen.
+    """Returns the lines of a screen.
 
     Args:
-        screen: What they are to fit.
-        address: The server's.
-        sample: How it is, or was when it last answered.
-        interval: What happened before that.
-        trouble: Why it is not known how it is now; empty if it is.
+        screen: Size and options of the display.
+        address: Address of the server.
+        sample: The newest sample.
+        interval: The rates before the sample.
+        trouble: Why the sample is not current; empty if it is.
     """
     head = _head(screen, address, sample, trouble)
     room = None if screen.height is None else max(screen.height - len(head), 0)
-    wanted = min(len(sample.sessions) + 1, _KEPT_SESSION_LINES) if sample.sessions else 0
-    pools = _pools(screen, sample.overview.pools, interval, None if room is None else max(room - wanted, 1))
+    reserved = min(len(sample.sessions) + 1, _KEPT_SESSION_LINES) if sample.sessions else 0
+    pools = _pools(screen, sample.overview.pools, interval, None if room is None else max(room - reserved, 1))
     sessions = _sessions(screen, sample, interval, None if room is None else room - len(pools))
     every = [*head, *pools, *sessions]
     return every if screen.height is None else every[: screen.height]
@@ -152,7 +152,7 @@ def _pool(screen: Screen, info: PoolInfo, rates: PoolRates | None) -> list[Text]
 
 
 def _bar(screen: Screen, usage: float, cached: float, width: int) -> Text:
-    """Used, then free but surely cached, then the rest; what is used and cached is taken to be all that is used."""
+    """Makes a bar: used blocks, free cached blocks, other free blocks. Assumes that all used blocks are cached."""
     used_cells = round(usage * width) if usage < 1 else width
     if usage > 0:
         used_cells = min(max(used_cells, 1), width)
@@ -168,14 +168,14 @@ def _bar(screen: Screen, usage: float, cached: float, width: int) -> Text:
 
 
 def _rank(screen: Screen, rank: RankInfo) -> Text:
-    said = [f"rank {rank.rank} {rank.state.value}"]
+    parts = [f"rank {rank.rank} {rank.state.value}"]
     if rank.host or rank.device:
-        said.append(" ".join(filter(None, (rank.host, rank.device))))
+        parts.append(" ".join(filter(None, (rank.host, rank.device))))
     if rank.pid:
-        said.append(f"process {rank.pid}")
+        parts.append(f"process {rank.pid}")
     if rank.num_blocks:
-        said.append(f"{rank.num_blocks:,} blocks, {format_bytes(rank.allocated_bytes)}")
-    return _line(screen, f"    {', '.join(said)}", "" if rank.state is RankState.READY else "yellow")
+        parts.append(f"{rank.num_blocks:,} blocks, {format_bytes(rank.allocated_bytes)}")
+    return _line(screen, f"    {', '.join(parts)}", "" if rank.state is RankState.READY else "yellow")
 
 
 def _rank_counts(ranks: Sequence[RankInfo]) -> str:
@@ -194,7 +194,7 @@ def _sessions(screen: Screen, sample: Sample, interval: Interval, room: int | No
     client_width = names_width - pool_width
     heading = (
         f"{'NO.':>5} {'POOL':<{pool_width}} {'CLIENT':<{client_width}} {'RUN':>5} {'WAIT':>5} {'BLOCKS':>7}"
-        f" {'STEP/S':>6} {'AGE':>6} {'HEARD':>6}"
+        f" {'STEP/S':>6} {'AGE':>6} {'IDLE':>6}"
     )
     rows = [_session(screen, info, interval, pool_width, client_width) for info in ordered]
     if room is None:
@@ -205,23 +205,23 @@ def _sessions(screen: Screen, sample: Sample, interval: Interval, room: int | No
 
 def _session(screen: Screen, info: SessionInfo, interval: Interval, pool_width: int, client_width: int) -> Text:
     steps = interval.session_steps.get(info.session_number)
-    heard = "now" if info.streaming else duration(info.idle_seconds)
+    idle = "now" if info.streaming else duration(info.idle_seconds)
     blocks = sum(info.held_blocks)
     return _line(
         screen,
         f"{info.session_number:>5} {screen.fit(info.pool_name, pool_width)}"
         f" {screen.fit(info.client_name, client_width)} {short(info.running_requests):>5}"
         f" {short(info.requests - info.running_requests):>5} {f'{blocks:,}' if blocks < 10**6 else short(blocks):>7}"
-        f" {_rate(steps):>6} {duration(info.age_seconds):>6} {heard:>6}",
+        f" {_rate(steps):>6} {duration(info.age_seconds):>6} {idle:>6}",
     )
 
 
-def _cut(rows: list[Text], room: int, screen: Screen, what: str, more: int = 0) -> list[Text]:
-    """As many rows as there is room for; the last line says how many are not shown."""
+def _cut(rows: list[Text], room: int, screen: Screen, noun: str, more: int = 0) -> list[Text]:
+    """Returns the rows that fit. If rows are left out, the last line gives their number."""
     if len(rows) <= room and not more:
         return rows
     kept = rows[: max(room - 1, 0)]
-    return [*kept, _line(screen, f"and {len(rows) + more - len(kept):,} more {what}", "dim")]
+    return [*kept, _line(screen, f"and {len(rows) + more - len(kept):,} more {noun}", "dim")]
 
 
 def _is_shown(screen: Screen, rank: RankInfo) -> bool:

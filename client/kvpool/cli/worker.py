@@ -44,39 +44,50 @@ _FLAGS: Final = {
 @click.option(
     "--server", default=DEFAULT_ADDRESS, show_default=True, metavar="ADDRESS", help="host:port or unix:/path."
 )
-@click.option("--pool", required=True, metavar="NAME", help="The pool that the rank is of; its first rank makes it.")
-@click.option("--rank", type=int, required=True, help="Which rank this is, from 0; stage by stage.")
-@click.option("--world-size", type=int, help="Ranks of the pool, which are --tp times --pp.")
-@click.option("--model", type=click.Path(path_type=Path), metavar="CONFIG.json", help="The model's config.json.")
+@click.option("--pool", required=True, metavar="NAME", help="Pool of the rank. The first rank to register creates it.")
+@click.option("--rank", type=int, required=True, help="Number of this rank, from 0, in order of stages.")
+@click.option("--world-size", type=int, help="Number of ranks of the pool: --tp times --pp.")
+@click.option("--model", type=click.Path(path_type=Path), metavar="CONFIG.json", help="config.json of the model.")
 @model_options
 @click.option("--device", default=DEFAULT_DEVICE, show_default=True, help='A CUDA device, or "cpu".')
 @click.option(
     "--gpu-memory-utilization",
     type=float,
     metavar="SHARE",
-    help=f"Share of the device's memory that may be in use in all; default: {DEFAULT_GPU_MEMORY_UTILIZATION}.",
+    help=f"Share of the device's memory that may be in use in total; default: {DEFAULT_GPU_MEMORY_UTILIZATION}.",
 )
-@click.option("--memory", type=byte_size, metavar="SIZE", help="Memory for the KV cache (8GiB), instead of a share.")
+@click.option(
+    "--memory",
+    type=byte_size,
+    metavar="SIZE",
+    help="Memory for the KV cache, such as 8GiB, instead of a share of the device.",
+)
 @click.option(
     "--reserve",
     type=byte_size,
     default=f"{DEFAULT_RESERVE_BYTES // 2**20}MiB",
     show_default=True,
     metavar="SIZE",
-    help="Left free on a CUDA device beside the KV cache.",
+    help="Memory to leave free on a CUDA device besides the KV cache.",
 )
 @click.option(
     "--reuse-order",
     type=click.Choice([order.value for order in ReuseOrder]),
     default=ReuseOrder.UNCACHED_FIRST.value,
     show_default=True,
-    help="In which order freed blocks are used again.",
+    help="Order in which freed blocks are reused.",
 )
 @click.option("--no-caching", is_flag=True, help="Turn prefix caching off.")
 @click.option("--events", is_flag=True, help="Publish block events.")
-@click.option("--layout", metavar="NAME", help="How keys and values lie in a page; default: that of their kind.")
-@click.option("--metrics-listen", metavar="HOST:PORT", help="Serve metrics for Prometheus here; usual port: 9465.")
-@click.option("--health-listen", metavar="ADDRESS", help="Answer gRPC health checks here: host:port or unix:/path.")
+@click.option(
+    "--layout", metavar="NAME", help="Layout of keys and values in a page; default: that of the layer's kind."
+)
+@click.option(
+    "--metrics-listen", metavar="HOST:PORT", help="Serve metrics for Prometheus at this address; usual port: 9465."
+)
+@click.option(
+    "--health-listen", metavar="ADDRESS", help="Serve gRPC health checks at this address: host:port or unix:/path."
+)
 @access_options("metrics", "health")
 @log_options
 def worker(
@@ -85,11 +96,11 @@ def worker(
     model: Path | None,
     **options: Any,  # noqa: ANN401 - named and checked by dataclasses
 ) -> None:
-    """Hold one rank's part of a pool until SIGTERM.
+    """Run one rank of a pool until SIGTERM.
 
-    The layers are those of the rank's pipeline stage, with its share of the heads. All ranks of a pool must be given
-    the same model and options. Every option can also be set in the environment, as KVPOOL_WORKER_POOL and so on, or in
-    the file.
+    The rank holds the layers of its pipeline stage, with its share of the heads. All ranks of a pool need the same
+    model and options. Every option can also be set in the environment (KVPOOL_WORKER_POOL and so on) or in the file of
+    --config.
     """
     start_logging(log_level, log_format)
     flags = ModelFlags(**{name: options.pop(name) for name in MODEL_OPTIONS})
@@ -108,24 +119,18 @@ def worker(
 def _settings(flags: ModelFlags, model: Model, options: dict[str, Any]) -> WorkerSettings:
     world_size, count = options["world_size"], flags.tp * flags.pp
     if world_size not in (None, count):
-        message = f"{world_size} ranks are not --tp {flags.tp} times --pp {flags.pp}, which makes {count}"
+        message = f"{world_size} is not --tp {flags.tp} times --pp {flags.pp}, which is {count}"
         raise InvalidArgumentError("world_size", message)
     share = options["gpu_memory_utilization"]
     if share is not None and options["memory"] is not None:
-        raise click.UsageError("--memory and --gpu-memory-utilization: give one of them")
+        raise click.UsageError("--memory and --gpu-memory-utilization exclude each other")
     return WorkerSettings(
         server=options["server"],
         pool=options["pool"],
         rank=options["rank"],
         world_size=count,
         options=RankGroupOptions(
-            max_model_len=model.max_model_len,
-            auto_fit_max_model_len=flags.auto_fit_max_model_len,
-            max_num_batched_tokens=flags.max_num_batched_tokens,
-            max_num_encoder_input_tokens=flags.encoder_tokens(model),
-            num_blocks_override=flags.num_blocks or 0,
-            disable_hybrid_kv_cache_manager=flags.no_hybrid,
-            decode_context_parallel_size=flags.dcp,
+            **flags.plan_arguments(model),
             reuse_order=ReuseOrder(options["reuse_order"]),
             enable_caching=not options["no_caching"],
             enable_events=options["events"],
@@ -140,7 +145,7 @@ def _settings(flags: ModelFlags, model: Model, options: dict[str, Any]) -> Worke
 
 def _run(settings: WorkerSettings, layers: dict[str, KVCacheSpec], layout: str | None, endpoints: Endpoints) -> None:
     try:
-        from kvpool.gpu_worker.worker import Worker, WorkerHooks  # noqa: PLC0415 - clients have no torch
+        from kvpool.gpu_worker.worker import Worker, WorkerHooks  # noqa: PLC0415 - torch is optional
     except ModuleNotFoundError as error:
         if error.name not in ("torch", "numpy"):
             raise

@@ -26,7 +26,7 @@ from kvpool.client.results import Admission, Allocation, Answer, Decodes, HitCha
 from kvpool.client.session import Session
 from kvpool.client.step_builder import StepBuilder
 from kvpool.client.transports.embedded import EventBatch, HeldRequest, WatchKind
-from kvpool.core.blocks.kv_cache_manager import ComputedBlocks
+from kvpool.core.blocks.prefix_search import ComputedBlocks
 from kvpool.core.events import AllBlocksCleared, BlockRemoved, BlockStored
 from kvpool.core.ranks.messages import PoolState, RankInfo, RankState
 from kvpool.core.specs.base import KVCacheSpec

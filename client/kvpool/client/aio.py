@@ -21,7 +21,7 @@ from kvpool.client.step_builder import StepBuilder
 from kvpool.client.transports import messages
 from kvpool.client.transports.embedded import EventBatch, HeldRequest, OpenedSession, watch_options
 from kvpool.client.transports.resumable_watch import ResumableWatch
-from kvpool.core.blocks.kv_cache_manager import ComputedBlocks
+from kvpool.core.blocks.prefix_search import ComputedBlocks
 from kvpool.core.blocks.quota import Quota
 from kvpool.core.sessions.session_ends import ended_error
 from kvpool.core.specs.pool_config import PoolConfig

@@ -6,7 +6,7 @@ from typing import TypeVar
 from kvpool.client.request import Request
 from kvpool.client.results import Admission, Allocation, Answer, HitChanged
 from kvpool.client.step_builder import StepBuilder
-from kvpool.core.blocks.kv_cache_manager import ComputedBlocks
+from kvpool.core.blocks.prefix_search import ComputedBlocks
 from kvpool.core.steps.columns import Outcome
 
 ResultT = TypeVar("ResultT")

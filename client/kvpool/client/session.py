@@ -13,7 +13,7 @@ from kvpool.client.results import Admission, Allocation, HitChanged
 from kvpool.client.step_builder import StepBuilder
 from kvpool.client.steps import SessionProtocol
 from kvpool.client.transports.embedded import HeldRequest, OpenedSession, Transport
-from kvpool.core.blocks.kv_cache_manager import ComputedBlocks
+from kvpool.core.blocks.prefix_search import ComputedBlocks
 from kvpool.core.errors import InvalidArgumentError, KvpoolError, check_range
 from kvpool.core.ids import BlockHash, TableLease
 from kvpool.core.sessions.session_ends import ended_error

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 
 from kvpool.client.request import Request
 from kvpool.client.results import Answer, Decodes
-from kvpool.core.blocks.kv_cache_manager import ComputedBlocks
+from kvpool.core.blocks.prefix_search import ComputedBlocks
 from kvpool.core.errors import InvalidArgumentError
 from kvpool.core.steps.allocation_options import DEFAULT_OPTIONS, AllocationOptions
 from kvpool.core.steps.columns import Operation, Outcome

@@ -74,7 +74,7 @@ class SessionProtocol:
         self._bounds = (len(config.groups), config.num_blocks, config.max_model_len)
         self._sends_tokens = config.makes_events
         self._hash_block_size = config.hash_block_size if config.enable_caching else 0
-        self._rooms = [Credit.of(config, GroupId(i)) for i in range(len(config.groups))]
+        self._rooms = [Credit.for_group(config, GroupId(i)) for i in range(len(config.groups))]
         self._windowed = [(i, room) for i, room in enumerate(self._rooms) if room.skips]
         # Of a step that overwrites a state, whoever resumes the session must be able to tell that it may have run.
         has_state = any(isinstance(room.spec, MambaSpec) for room in self._rooms)

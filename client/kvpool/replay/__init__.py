@@ -1,1 +1,5 @@
-"""Workloads and what plays them: public traces and generated chats, one by one or by concurrent schedulers."""
+"""Workloads (traces of requests, generated chats) and the schedulers that play them on a pool."""
+
+
+class ChildError(RuntimeError):
+    """A child process failed; the message says why."""

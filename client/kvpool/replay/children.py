@@ -1,6 +1,6 @@
-"""Child processes that end with their parent, and servers of one's own among them.
+"""Child processes that end with their parent, and a server as such a process.
 
-Every child ends with its parent, however that ends: each watches its end of a pipe.
+A child holds one end of a pipe. When the parent ends, however it ends, the pipe closes and the child ends itself.
 """
 
 import asyncio
@@ -17,14 +17,14 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Final, TypeAlias
 
-from kvpool.replay.child_error import ChildError
+from kvpool.replay import ChildError
 from kvpool.server.app import serve
 from kvpool.server.config import ServerConfig
 
 Pipe: TypeAlias = "Connection[Any, Any]"
 
 Serve: TypeAlias = Callable[[tuple[str, ...], Callable[[list[str]], None]], Coroutine[Any, Any, None]]
-"""What a server process runs: where to listen, and what to call with the addresses once it does."""
+"""What a server process runs. Arguments: the addresses to listen on, and a function to call with the bound ones."""
 
 CONTEXT: Final = multiprocessing.get_context("spawn")
 STOP_SECONDS: Final = 15.0
@@ -37,7 +37,7 @@ class ServerChild:
     """A server in a process of its own.
 
     Attributes:
-        addresses: Where it listens.
+        addresses: The addresses it listens on.
         pid: Its process id.
     """
 
@@ -47,10 +47,10 @@ class ServerChild:
 
 @contextlib.contextmanager
 def own_server() -> Iterator[str]:
-    """Runs a server in a process of its own on a unix socket; yields its address.
+    """Runs a server in a child process, on a unix socket; yields its address.
 
     Raises:
-        ChildError: It did not start.
+        ChildError: The server did not start.
     """
     with server_child(serve_pools) as server:
         yield server.addresses[0]
@@ -58,14 +58,14 @@ def own_server() -> Iterator[str]:
 
 @contextlib.contextmanager
 def server_child(serve_there: Serve, *more_addresses: str) -> Iterator[ServerChild]:
-    """Runs a server in a process of its own on a unix socket.
+    """Runs a server in a child process, on a unix socket.
 
     Args:
-        serve_there: What it runs; a function of a module.
-        more_addresses: Where it listens besides.
+        serve_there: The function that the child runs; at the top level of a module, so that it can be pickled.
+        more_addresses: Addresses to listen on besides the socket.
 
     Raises:
-        ChildError: It did not start.
+        ChildError: The server did not start.
     """
     with TemporaryDirectory(prefix="kvpool-") as folder:
         addresses = (f"unix:{Path(folder) / 'socket'}", *more_addresses)
@@ -85,16 +85,16 @@ def server_child(serve_there: Serve, *more_addresses: str) -> Iterator[ServerChi
 
 
 async def serve_pools(addresses: tuple[str, ...], ready: Callable[[list[str]], None]) -> None:
-    """Serves pools, as `kvpool serve` does with nothing set."""
+    """Serves pools with the default settings of `kvpool serve`."""
     await serve(ServerConfig(addresses=addresses, grace_seconds=1.0), ready)
 
 
 def end_with_parent(pipe: Pipe) -> None:
-    """Sends this process SIGTERM as soon as the other end of the pipe is closed."""
+    """Sends this process SIGTERM when the parent's end of the pipe is closed."""
 
     def watch() -> None:
         with contextlib.suppress(EOFError, OSError):
-            pipe.recv()  # the parent sends nothing: this returns when it is gone
+            pipe.recv()  # the parent sends nothing: this returns when it has ended
         os.kill(os.getpid(), signal.SIGTERM)
 
     threading.Thread(target=watch, daemon=True).start()
@@ -112,7 +112,7 @@ def _await_ready(pipe: Pipe) -> tuple[str, ...]:
 
 def _run(serve_there: Serve, addresses: tuple[str, ...], pipe: Pipe) -> None:
     logging.basicConfig(level=logging.ERROR)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
 
     def ready(bound: list[str]) -> None:
         asyncio.get_running_loop().remove_signal_handler(signal.SIGINT)

@@ -1,10 +1,10 @@
-"""A scheduler that goes on for ever, as an engine's does.
+"""A scheduler that runs until it is stopped, as an engine's does.
 
-1. What ends a session does not end the scheduler: an epoch that passed, a lease that ran out, a server that is away or
-   was started anew. It says so in a line, waits for the pool and opens another session.
-2. Its requests begin anew with it: what they had computed is in the cache, or it is gone. They begin anew as well if
-   all have outgrown the pool.
-3. Pauses grow while nothing succeeds, up to a bound, and spread, so that many schedulers do not come at once.
+1. The end of a session does not end the scheduler: a past epoch, an expired lease, a server that cannot be reached or
+   was restarted. The scheduler reports the reason, waits for the pool and opens another session.
+2. Requests restart with each session. Tokens that they had computed are hits if they are still cached. Requests also
+   restart if all of them have outgrown the pool.
+3. Pauses grow up to a bound while nothing succeeds. They are randomized, so that schedulers do not retry together.
 """
 
 import random
@@ -17,8 +17,8 @@ from typing import Final
 from kvpool.client import Client, InvalidArgumentError, KvpoolError
 from kvpool.client.connection import connect_as
 from kvpool.replay.play import PoolSource
-from kvpool.replay.playing import SchedulerOptions, scheduler_on
 from kvpool.replay.result import Counts
+from kvpool.replay.scheduler import SchedulerOptions, open_scheduler
 from kvpool.replay.workload import Workload
 
 _FIRST_PAUSE_SECONDS: Final = 0.5
@@ -31,37 +31,37 @@ def play_until(
     pool: PoolSource,
     share: Workload,
     options: SchedulerOptions,
-    say: Callable[[str], object],
+    report: Callable[[str], object],
 ) -> None:
-    """Plays a workload that does not end, on one session after the other, until told to stop.
+    """Plays an unbounded workload on one session after another until `stopping` is set.
 
     Args:
-        stopping: Set to stop: after the round, or the pause; nothing is held then.
-        pool: Where.
-        share: What to play.
-        options: How.
-        say: Called with a sentence whenever a session begins, ends, or has played for another minute.
+        stopping: Set it to stop after the current round or pause. No blocks are held afterwards.
+        pool: The pool to play on.
+        share: The workload.
+        options: The scheduler's options.
+        report: Called with a sentence when a session begins or ends, and every minute.
 
     Raises:
-        InvalidArgumentError: The service refuses what it is asked for, and always would; or nothing fits the pool.
+        InvalidArgumentError: The service refuses a request that can never succeed, or no request fits the pool.
     """
     pauses = _Pauses()
     with connect_as(options.access, options.address) as client:
         while not stopping.is_set():
             try:
                 pool.prepare(client)
-                _play(client, share, options, _Hooks(say, pauses.reset, stopping.is_set))
+                _play(client, share, options, _Hooks(report, pauses.reset, stopping.is_set))
             except InvalidArgumentError:
                 raise
             except KvpoolError as error:
                 seconds = pauses.next(error.retry_seconds)
-                say(f"{error.reason}: {error}; a new session in {seconds:.1f} s")
+                report(f"{error.reason}: {error}; a new session in {seconds:.1f} s")
                 stopping.wait(seconds)
 
 
 @dataclass(frozen=True, slots=True)
 class _Hooks:
-    say: Callable[[str], object]
+    report: Callable[[str], object]
     advance: Callable[[], object]
     stopped: Callable[[], bool]
 
@@ -74,14 +74,14 @@ def _play(client: Client, share: Workload, options: SchedulerOptions, hooks: _Ho
         hooks.advance()
         if time.monotonic() >= due_seconds:
             due_seconds += _REPORT_SECONDS
-            hooks.say(_summary(scheduler.counts))
+            hooks.report(_summary(scheduler.counts))
 
-    with scheduler_on(client, share, options, "kvpool-replay", count) as scheduler:
-        hooks.say(f"a session on pool {options.pool!r}, epoch {scheduler.epoch}")
+    with open_scheduler(client, share, options, "kvpool-replay", count) as scheduler:
+        hooks.report(f"a session on pool {options.pool!r}, epoch {scheduler.epoch}")
         try:
             scheduler.run(hooks.stopped)
         finally:
-            hooks.say(_summary(scheduler.counts))
+            hooks.report(_summary(scheduler.counts))
     if not scheduler.counts.requests and not hooks.stopped():
         raise InvalidArgumentError("pool", f"{options.pool!r} is too small for every request of the workload")
 
@@ -92,18 +92,18 @@ def _summary(counts: Counts) -> str:
 
 
 class _Pauses:
-    """How long to wait before each further try."""
+    """The pauses before retries."""
 
     def __init__(self) -> None:
-        self._random = random.Random()  # noqa: S311 - spreads pauses
+        self._random = random.Random()  # noqa: S311 - randomizes pauses
         self._seconds = _FIRST_PAUSE_SECONDS
 
     def next(self, asked_seconds: float | None) -> float:
-        """The next pause: what the service asked for, or twice the last one, spread; either bounded."""
+        """Returns the next pause: the one that the service asked for, or the doubled last one, randomized; bounded."""
         seconds = self._seconds * self._random.uniform(0.5, 1.0) if asked_seconds is None else asked_seconds
         self._seconds = min(2 * self._seconds, _LONGEST_PAUSE_SECONDS)
         return min(seconds, _LONGEST_PAUSE_SECONDS)
 
     def reset(self) -> None:
-        """Something succeeded: begin with short pauses again."""
+        """Returns to short pauses, after a success."""
         self._seconds = _FIRST_PAUSE_SECONDS

@@ -1,9 +1,9 @@
-"""What runs a scheduler's rounds: nothing at all in a replay, a model where one is driven.
+"""Executors run a scheduler's rounds: in a replay they compute nothing, in an engine they run a model.
 
-1. A round is run after the service has answered it, and before the next is asked for. So all that the next step says
-   was executed has been: what it filled may be hit by other sessions.
-2. Requests are given in the order in which they were given room. One may hit what another before it fills in the same
-   round.
+1. A round runs after the service has answered its step and before the next step is sent. Blocks that the next step
+   reports as executed have therefore been written, and other sessions may hit them.
+2. Requests are passed in the order of their allocation. A request may hit blocks that an earlier request fills in the
+   same round.
 """
 
 import contextlib
@@ -17,11 +17,11 @@ from kvpool.client import Request, Session
 
 @dataclass(slots=True, eq=False)
 class Scheduled:
-    """A running request, of which tokens [num_executed_tokens, request.num_computed_tokens) are to be computed.
+    """A running request, whose tokens [num_executed_tokens, request.num_computed_tokens) are to be computed.
 
     Attributes:
-        request: Its tokens and block tables, null where nothing is looked at any more. To be read only.
-        num_executed_tokens: Tokens whose keys and values are in the blocks: hits, and what earlier rounds computed.
+        request: Its tokens and block tables; blocks that are no longer read are null. Read-only.
+        num_executed_tokens: Tokens whose keys and values are in the blocks: hits and tokens of earlier rounds.
     """
 
     request: Request
@@ -29,12 +29,12 @@ class Scheduled:
 
     @property
     def num_scheduled_tokens(self) -> int:
-        """Tokens of this round; 0 if its budget left none."""
+        """Tokens of this round; 0 if the round's budget is used up."""
         return self.request.num_computed_tokens - self.num_executed_tokens
 
     @property
     def yields_token(self) -> bool:
-        """Whether all tokens are computed after this round, so that the next is known."""
+        """Whether this round computes the last token, so that it yields the next one."""
         return self.request.num_computed_tokens == self.request.num_tokens
 
 
@@ -42,12 +42,12 @@ class Executor(Protocol):
     """Runs rounds."""
 
     def execute(self, scheduled: Sequence[Scheduled], released: Iterable[Request]) -> Sequence[int]:
-        """Runs a round; returns when it has run.
+        """Runs a round; returns when it is complete.
 
         Args:
             scheduled: All running requests.
-            released: Those whose blocks this round gave back, finished or preempted. A preempted one may come back in
-                a later round, with new tables.
+            released: Requests whose blocks were freed in this round, finished or preempted. A preempted request may
+                return in a later round, with new block tables.
 
         Returns:
             The next token of each request that yields one, in their order.
@@ -56,13 +56,13 @@ class Executor(Protocol):
 
 @contextlib.contextmanager
 def paced(step_seconds: float, session: Session) -> Iterator[Executor]:
-    """Yields one that computes nothing, and takes its time for it, as a GPU does."""
+    """Yields an executor that computes nothing and sleeps for `step_seconds` per round, as if a GPU computed."""
     del session
     yield _Paced(step_seconds)
 
 
 class NoModel:
-    """Computes nothing. Any tokens do, as long as they differ between requests."""
+    """Computes nothing. Returns arbitrary tokens that differ between requests."""
 
     def execute(self, scheduled: Sequence[Scheduled], released: Iterable[Request]) -> Sequence[int]:
         """See `Executor`."""
@@ -75,7 +75,7 @@ class NoModel:
 
 
 class _Paced(NoModel):
-    """Takes as long as it is told for each round that computes something."""
+    """Sleeps for a fixed time in each round that has requests."""
 
     def __init__(self, step_seconds: float) -> None:
         self._step_seconds = step_seconds

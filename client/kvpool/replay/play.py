@@ -1,65 +1,74 @@
-"""A replay from beginning to end: the pool, the schedulers, the result."""
+"""A whole replay: the pool, the schedulers, the result."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from kvpool.client import Client, FullAttentionSpec, KVCacheGroup, PoolConfig, PoolInfo, ReuseOrder
+from kvpool.client import (
+    Client,
+    FullAttentionSpec,
+    KVCacheGroup,
+    Outcome,
+    PoolConfig,
+    PoolInfo,
+    Request,
+    ReuseOrder,
+    Session,
+)
 from kvpool.client.connection import connect_as
 from kvpool.core.ids import PoolName
 from kvpool.replay.children import own_server
-from kvpool.replay.playing import SchedulerOptions
 from kvpool.replay.processes import play_concurrently
 from kvpool.replay.result import Counts, Result
-from kvpool.replay.serial import play_serially
+from kvpool.replay.scheduler import SchedulerOptions
 from kvpool.replay.trace import TraceRequest
 from kvpool.replay.workload import TraceShare, Workload
 
 
 class PoolSource(Protocol):
-    """The pool to play on, and where it comes from."""
+    """The pool to play on, and how it comes to exist."""
 
     @property
     def name(self) -> str:
         """The pool's name."""
 
     def prepare(self, client: Client) -> PoolInfo:
-        """Sees to it that the pool is there and ready; may be asked again at any time.
+        """Makes sure that the pool exists and is ready; may be called repeatedly.
 
         Raises:
-            KvpoolError: It cannot be had.
+            KvpoolError: The pool is not available.
         """
 
 
 @dataclass(frozen=True, slots=True)
 class ExistingPool:
-    """A pool that others declared, or that ranks form.
+    """A pool that another client created, or that ranks form.
 
     Attributes:
         name: Its name.
-        wait_seconds: How long it is waited for.
+        wait_seconds: How long to wait for it.
     """
 
     name: str
     wait_seconds: float
 
     def prepare(self, client: Client) -> PoolInfo:
-        """See `PoolSource`: waits until it is ready."""
+        """See `PoolSource`: waits until the pool is ready."""
         return client.wait_until_ready(self.name, timeout_seconds=self.wait_seconds)
 
 
 @dataclass(frozen=True, slots=True)
 class PoolOptions:
-    """A pool that the replay declares.
+    """A pool that the replay creates.
 
     Attributes:
         name: Its name.
         num_blocks: Blocks, the null block included.
-        block_size: Tokens a block.
-        max_model_len: Most tokens of a request.
+        block_size: Tokens per block.
+        max_model_len: Maximum tokens of a request.
         reuse_order: The order in which freed blocks are used again.
     """
 
@@ -75,17 +84,17 @@ class PoolOptions:
         return PoolConfig(PoolName(self.name), self.num_blocks, self.max_model_len, (group,), self.reuse_order)
 
     def prepare(self, client: Client) -> PoolInfo:
-        """See `PoolSource`: declares it, if it is not there."""
+        """See `PoolSource`: creates the pool if it does not exist."""
         return client.create_pool(self.config())
 
 
 @dataclass(frozen=True, slots=True)
 class Console:
-    """Whom to tell how it goes.
+    """Receives the progress of a replay.
 
     Attributes:
-        advance: Called with how many more requests are done with.
-        complain: Called with a sentence about what went wrong on the way.
+        advance: Called with the number of further requests that are done.
+        complain: Called with a sentence about each failure.
         started: Called with the ids of the scheduler processes.
     """
 
@@ -96,7 +105,7 @@ class Console:
 
 @contextmanager
 def service(address: str | None) -> Iterator[str]:
-    """Yields the address of a service: the one given, or of a server of our own while it is needed."""
+    """Yields the given address, or that of a server that runs for the time of the block."""
     if address is not None:
         yield address
         return
@@ -105,19 +114,19 @@ def service(address: str | None) -> Iterator[str]:
 
 
 def replay_serially(pool: PoolSource, trace: list[TraceRequest], options: SchedulerOptions, console: Console) -> Result:
-    """Plays a trace's prompts one after the other on one session."""
+    """Plays the prompts of a trace one after another on one session."""
     with connect_as(options.access, options.address) as client:
         before = pool.prepare(client).evicted_blocks
         start = time.perf_counter()
         with client.open_session(
             pool.name, client_name="kvpool-replay", lease_seconds=options.lease_seconds
         ) as session:
-            counts = play_serially(session, trace, lambda: console.advance(1))
+            counts = _play_serially(session, trace, lambda: console.advance(1))
         return _result(client, pool, [counts], before, start)
 
 
 def replay_shares(pool: PoolSource, shares: list[Workload], options: SchedulerOptions, console: Console) -> Result:
-    """Plays shares concurrently, each in a scheduler process of its own."""
+    """Plays shares concurrently, each in its own scheduler process."""
     with connect_as(options.access, options.address) as client:
         before = pool.prepare(client).evicted_blocks
         start = time.perf_counter()
@@ -127,8 +136,38 @@ def replay_shares(pool: PoolSource, shares: list[Workload], options: SchedulerOp
 
 
 def trace_shares(path: Path, limit: int | None, sessions: int, rounds: int | None = 1) -> list[Workload]:
-    """Deals a trace out to schedulers, one request to each in turn; see `TraceShare` for the rounds."""
+    """Splits a trace between schedulers, round robin; see `TraceShare` for `rounds`."""
     return [TraceShare(path, limit, index, sessions, rounds) for index in range(sessions)]
+
+
+def _play_serially(session: Session, trace: Iterable[TraceRequest], advance: Callable[[], object]) -> Counts:
+    """Plays prompts one after another. Each step frees the previous prompt and admits the next; outputs are skipped."""
+    counts = Counts()
+    before: Request | None = None
+    for number, entry in enumerate(trace):
+        counts.input_tokens += entry.input_length
+        if entry.input_length > session.config.max_model_len:
+            counts.rejected_requests += 1
+            advance()
+            continue
+        request = session.request(f"r{number}", entry.token_ids())
+        with session.step(executed_sequence=session.sequence) as step:
+            if before:
+                step.free(before)
+            admitted = step.admit(request)
+        before = request
+        counts.steps += 1
+        if admitted.outcome is Outcome.OK:
+            counts.requests += 1
+            counts.hit_tokens += admitted.num_hit_tokens
+            counts.shared_hit_tokens += admitted.num_shared_hit_tokens
+        else:
+            counts.rejected_requests += 1
+        advance()
+    if before:
+        session.mark_executed()
+        session.free(before)
+    return counts
 
 
 def _result(

@@ -1,6 +1,6 @@
-"""Schedulers that share a pool, each in a process of its own, which ends with its parent.
+"""Schedulers that share a pool, each in its own process, which ends with its parent.
 
-One that dies is told apart from one that finished, and the others go on.
+A scheduler that dies is reported. The others continue.
 """
 
 import signal
@@ -15,8 +15,8 @@ from typing import Final, cast
 from kvpool.client import KvpoolError
 from kvpool.client.connection import connect_as
 from kvpool.replay.children import CONTEXT, STOP_SECONDS, Pipe, end_with_parent
-from kvpool.replay.playing import SchedulerOptions, scheduler_on
 from kvpool.replay.result import Counts
+from kvpool.replay.scheduler import SchedulerOptions, open_scheduler
 from kvpool.replay.workload import Workload
 
 _REPORT_EVERY: Final = 16
@@ -24,11 +24,11 @@ _REPORT_EVERY: Final = 16
 
 @dataclass(frozen=True, slots=True)
 class Played:
-    """What one scheduler did.
+    """The result of one scheduler.
 
     Attributes:
-        counts: What it counted.
-        share: Its workload, as it is at the end.
+        counts: Its counts.
+        share: Its workload, in its final state.
     """
 
     counts: Counts
@@ -42,26 +42,26 @@ def play_concurrently(
     complain: Callable[[str], object],
     started: Callable[[list[int]], object] = lambda _: None,
 ) -> list[Played | None]:
-    """Plays each share in a scheduler process of its own, all on one pool.
+    """Plays each share in its own scheduler process, all on one pool.
 
     Args:
-        shares: What each plays.
-        options: How.
-        advance: Called with how many more requests are done with.
+        shares: The workload of each scheduler.
+        options: The options of all schedulers.
+        advance: Called with the number of further requests that are done.
         complain: Called with a sentence about each scheduler that died.
-        started: Called with the processes' ids.
+        started: Called with the process ids.
 
     Returns:
-        What each scheduler did; None for one that died.
+        The result of each scheduler; None for a scheduler that died.
     """
     children = [_start(share, options, f"kvpool-scheduler-{index}") for index, share in enumerate(shares)]
-    held = deque(child.go for child in children)
+    waiting = deque(child.go for child in children)
 
-    def let_go(count: int) -> None:
-        for _ in range(min(count, len(held))):
-            held.popleft().set()
+    def start_next(count: int) -> None:
+        for _ in range(min(count, len(waiting))):
+            waiting.popleft().set()
 
-    let_go(1 if options.start_after_requests else len(children))
+    start_next(1 if options.start_after_requests else len(children))
     started([child.process.pid or 0 for child in children])
     played: list[Played | None] = [None] * len(shares)
     open_pipes = {child.pipe: index for index, child in enumerate(children)}
@@ -81,7 +81,7 @@ def play_concurrently(
                     del open_pipes[pipe]
                     if played[index] is None:
                         complain(f"scheduler {index} ended with {_ending(children[index].process)}")
-                let_go(1)
+                start_next(1)
     finally:
         for child in children:
             child.pipe.close()
@@ -96,7 +96,7 @@ class _Child:
 
     Attributes:
         process: The process.
-        pipe: What it says.
+        pipe: Receives its messages.
         go: Set when it may begin.
     """
 
@@ -115,7 +115,7 @@ def _start(share: Workload, options: SchedulerOptions, name: str) -> _Child:
 
 
 def _receive(pipe: Pipe) -> Played | int | str | None:
-    """What a scheduler says next: its end, how many more requests are done, or what went wrong; None if it is gone."""
+    """Receives a message: the result, a number of further requests that are done, or an error; None if it ended."""
     try:
         message: Played | int | str = pipe.recv()
     except EOFError:
@@ -132,7 +132,7 @@ def _ending(process: SpawnProcess) -> str:
 
 
 def _schedule(share: Workload, options: SchedulerOptions, name: str, pipe: Pipe, go: Event) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     end_with_parent(pipe)
     go.wait()
@@ -141,14 +141,14 @@ def _schedule(share: Workload, options: SchedulerOptions, name: str, pipe: Pipe,
     def advance() -> None:
         nonlocal done
         done += 1
-        if done == (options.start_after_requests or _REPORT_EVERY):  # how far it is
+        if done == (options.start_after_requests or _REPORT_EVERY):
             pipe.send(done)
             done = 0
 
     try:
         with (
             connect_as(options.access, options.address) as client,
-            scheduler_on(client, share, options, name, advance) as scheduler,
+            open_scheduler(client, share, options, name, advance) as scheduler,
         ):
             counts = scheduler.run()
         pipe.send(done)

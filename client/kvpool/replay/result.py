@@ -1,21 +1,21 @@
-"""What a replay counted."""
+"""Counts of a replay."""
 
 from dataclasses import asdict, dataclass
 
 
 @dataclass(slots=True)
 class Counts:
-    """What one scheduler did.
+    """Counts of one scheduler.
 
     Attributes:
-        requests: Requests played to their end.
-        rejected_requests: Requests that do not fit into the pool at all.
+        requests: Completed requests.
+        rejected_requests: Requests that are too large for the pool.
         input_tokens: Tokens of all prompts.
         output_tokens: Tokens generated.
         hit_tokens: Prompt tokens found in the cache when a request was first admitted.
         readmitted_hit_tokens: Tokens found when a preempted request was admitted again.
-        shared_hit_tokens: Of hit_tokens, those of blocks that another session had filled.
-        preemptions: Times that a running request's blocks were taken back.
+        shared_hit_tokens: Those of hit_tokens that are in blocks which another session filled.
+        preemptions: Number of times that a running request was preempted.
         steps: Scheduling rounds.
     """
 
@@ -37,13 +37,13 @@ class Counts:
 
 @dataclass(slots=True)
 class Result:
-    """What a whole replay counted.
+    """Counts of a whole replay.
 
     Attributes:
-        counts: All schedulers' counts.
-        by_session: Each scheduler's; None for one that died.
-        evicted_blocks: Cached blocks that the pool gave up to make room meanwhile.
-        seconds: How long it took.
+        counts: The sum of all schedulers.
+        by_session: The counts of each scheduler; None for a scheduler that died.
+        evicted_blocks: Cached blocks that the pool evicted during the replay.
+        seconds: Its duration.
     """
 
     counts: Counts
@@ -53,16 +53,16 @@ class Result:
 
     @property
     def hit_rate(self) -> float:
-        """Prompt tokens found for each prompt token."""
+        """Share of the prompt tokens that were found in the cache."""
         return self.counts.hit_tokens / self.counts.input_tokens if self.counts.input_tokens else 0.0
 
     @property
     def failed_sessions(self) -> int:
-        """Schedulers that died."""
+        """Number of schedulers that died."""
         return self.by_session.count(None)
 
     def as_json(self) -> dict[str, object]:
-        """The result as `--json` prints it."""
+        """Returns the JSON object of `--json`."""
         return {
             **asdict(self.counts),
             "hit_rate": self.hit_rate,

@@ -1,31 +1,35 @@
-"""A small continuous-batching scheduler. What it schedules is run by an `Executor`.
+"""A small continuous-batching scheduler. An `Executor` runs the requests that it schedules.
 
-1. A round is one message: what has finished is freed, each running request gets room (one token when it decodes, a
-   chunk of its prompt before), then waiting ones are admitted within what is left of the token budget.
-2. When a running request finds too few blocks, the newest running one is preempted and goes to the head of the queue;
-   nothing is admitted in such a round.
-3. What holds nothing blocks nobody: a scheduler alone with too few blocks gives up its own and waits a little.
-4. Every block that got its hash in a round is computed in it. Room is made in order, and none after the first request
-   that finds too few blocks; so one that is preempted, from the end, got none in this round.
+1. A round is one step. It frees finished requests, allocates slots for running requests (one token per decode, or a
+   chunk of the prompt), then admits waiting requests within the rest of the token budget.
+2. If there are too few blocks for a running request, the newest running request is preempted and moves to the head of
+   the queue. Such a round admits no request.
+3. A waiting request holds no blocks. A scheduler that finds too few blocks for its only request preempts that too, and
+   pauses.
+4. Every block that is hashed in a round is computed in the same round. Slots are allocated in order, and no longer
+   after the first request that finds too few blocks. A preempted request, taken from the end, has thus got none.
 """
 
+import contextlib
 import random
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Final
 
-from kvpool.client import Answer, Request, Session, StepBuilder
+from kvpool.client import Answer, Client, KvpoolError, Request, Session, StepBuilder
 from kvpool.core.specs.base import RequestLimits
 from kvpool.core.specs.kinds import allocation_spec, num_draft_blocks
 from kvpool.replay.executor import Executor, NoModel, Scheduled
 from kvpool.replay.result import Counts
 from kvpool.replay.workload import Work, Workload
+from kvpool.wire.channels import Access
 
 _FIRST_PAUSE_SECONDS: Final = 0.001
 _LONGEST_PAUSE_SECONDS: Final = 0.05
-_MOST_ADMISSIONS: Final = 64
+_MAX_ADMISSIONS: Final = 64
 
 
 @dataclass(slots=True, eq=False)
@@ -33,6 +37,31 @@ class _Entry(Scheduled):
     work: Work = field(kw_only=True)
     output: list[int] = field(default_factory=list)
     admitted_before: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerOptions:
+    """Options of a scheduler process.
+
+    Attributes:
+        address: The service.
+        pool: Name of the pool, which exists.
+        lease_seconds: Lease of the session; 0 for the server's default.
+        max_num_seqs: Maximum number of running requests.
+        max_num_batched_tokens: Maximum tokens of a round.
+        open_executor: Opens the executor of a session; None to compute nothing.
+        start_after_requests: Number of requests after which the next scheduler starts; 0 starts all at once.
+        access: TLS and token for the connection.
+    """
+
+    address: str
+    pool: str
+    lease_seconds: float
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    open_executor: Callable[[Session], AbstractContextManager[Executor]] | None = None
+    start_after_requests: int = 0
+    access: Access = Access()  # noqa: RUF009 - frozen
 
 
 class Scheduler:
@@ -48,15 +77,15 @@ class Scheduler:
         advance: Callable[[], object] = lambda: None,
         executor: Executor | None = None,
     ) -> None:
-        """Takes the workload's first requests.
+        """Queues the first requests of the workload.
 
         Args:
             session: The session to play on.
-            workload: What to play.
-            max_num_seqs: Most requests running at once.
-            max_num_batched_tokens: Most tokens given room in a round.
-            advance: Called for each request that is done with.
-            executor: Runs the rounds; None for one that computes nothing.
+            workload: The workload.
+            max_num_seqs: Maximum number of running requests.
+            max_num_batched_tokens: Maximum tokens of a round.
+            advance: Called for each request that is done.
+            executor: Runs the rounds; None to compute nothing.
         """
         self.counts = Counts()
         self._session = session
@@ -68,7 +97,7 @@ class Scheduler:
         self._waiting: deque[_Entry] = deque()
         self._running: list[_Entry] = []
         self._finished: list[_Entry] = []
-        self._random = random.Random(session.session_id)  # noqa: S311 - spreads pauses
+        self._random = random.Random(session.session_id)  # noqa: S311 - randomizes pauses
         self._pause_seconds = _FIRST_PAUSE_SECONDS
         for work in workload.start():
             self._take(work)
@@ -79,7 +108,7 @@ class Scheduler:
         return self._session.epoch
 
     def run(self, stopped: Callable[[], bool] = lambda: False) -> Counts:
-        """Plays the workload to its end, or until `stopped`, which is asked before each round."""
+        """Plays the workload to its end, or until `stopped` returns true; it is called before each round."""
         while (self._waiting or self._running or self._finished) and not stopped():
             if self._round():
                 self._pause_seconds = _FIRST_PAUSE_SECONDS
@@ -110,7 +139,7 @@ class Scheduler:
         return blocks <= config.num_blocks - 1 - sum(config.num_sink_blocks)
 
     def _round(self) -> bool:
-        """Plays one round; returns whether anything moved."""
+        """Plays one round; returns whether any request made progress."""
         budget = self._max_num_batched_tokens
         finished, self._finished = self._finished, []
         allocations: list[tuple[_Entry, Answer]] = []
@@ -122,7 +151,7 @@ class Scheduler:
                 step.free(entry.request)
             allocations += ((entry, step.allocate_slots(entry.request, n)) for entry, n in asked)
             if left:
-                room = min(self._max_num_seqs - len(self._running), _MOST_ADMISSIONS, len(self._waiting))
+                room = min(self._max_num_seqs - len(self._running), _MAX_ADMISSIONS, len(self._waiting))
                 admissions += ((self._waiting[i], step.admit(self._waiting[i].request)) for i in range(room))
         self.counts.steps += 1
         failed = [(entry, n) for (entry, n), (_, answer) in zip(asked, allocations, strict=True) if not answer.ok]
@@ -198,3 +227,34 @@ class Scheduler:
         follow_up = self._workload.follow_up(entry.work, entry.output)
         if follow_up:
             self._take(follow_up)
+
+
+@contextlib.contextmanager
+def open_scheduler(
+    client: Client, share: Workload, options: SchedulerOptions, client_name: str, advance: Callable[[], object]
+) -> Iterator[Scheduler]:
+    """Opens a session and yields a scheduler on it; closes the session afterwards.
+
+    Args:
+        client: A connection to the service.
+        share: The workload.
+        options: The scheduler's options.
+        client_name: Name of the session for people.
+        advance: Called for each request that is done.
+    """
+    session = client.open_session(options.pool, client_name=client_name, lease_seconds=options.lease_seconds)
+    try:
+        with options.open_executor(session) if options.open_executor else contextlib.nullcontext() as executor:
+            yield Scheduler(
+                session,
+                share,
+                max_num_seqs=options.max_num_seqs,
+                max_num_batched_tokens=options.max_num_batched_tokens,
+                advance=advance,
+                executor=executor,
+            )
+    except BaseException:
+        with contextlib.suppress(KvpoolError):  # the session has usually ended already; raise the first error
+            session.close()
+        raise
+    session.close()

@@ -1,7 +1,7 @@
 """Reads request traces in the format of the Mooncake traces.
 
-A line is a JSON object: `input_length` and `output_length` in tokens, `hash_ids` with one id for each 512 tokens of
-the input, the last block usually partial; equal ids stand for equal prefixes. `timestamp` (ms) is checked, not used.
+A line is a JSON object: `input_length` and `output_length` in tokens, and `hash_ids` with one id per 512 tokens of the
+input (the last block is usually partial). Equal ids mean equal prefixes. `timestamp` (ms) is checked but not used.
 """
 
 import gzip
@@ -20,7 +20,7 @@ _MAX_TOKEN_ID: Final = 2**32 - 1
 
 
 class TraceError(ValueError):
-    """A trace cannot be read; names the file and the line."""
+    """A trace cannot be read; the message names the file and the line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class TraceRequest:
     Attributes:
         input_length: Tokens of the prompt.
         output_length: Tokens to generate.
-        hash_ids: One id for each 512 tokens of the prompt.
+        hash_ids: One id per 512 tokens of the prompt.
     """
 
     input_length: int
@@ -38,7 +38,7 @@ class TraceRequest:
     hash_ids: tuple[int, ...]
 
     def token_ids(self) -> list[int]:
-        """Makes a prompt: a block with id h is 512 times the token h, so that any block size finds equal prefixes."""
+        """Makes a prompt. A block with id h is the token h, 512 times, so that prefixes match with any block size."""
         tokens: list[int] = []
         for hash_id in self.hash_ids:
             tokens += [hash_id] * TRACE_BLOCK_TOKENS
@@ -47,14 +47,14 @@ class TraceRequest:
 
 
 def read_trace(path: Path, limit: int | None = None) -> list[TraceRequest]:
-    """Reads a trace whole, so that nothing is played of one that turns out to be broken.
+    """Reads a whole trace, so that a broken trace is refused before any request is played.
 
     Args:
-        path: A file of JSON lines, compressed if its name ends in .gz.
-        limit: Most requests to read; None for all.
+        path: A file of JSON lines, gzip-compressed if its name ends in .gz.
+        limit: Maximum number of requests to read; None for all.
 
     Raises:
-        TraceError: The file cannot be read, or a line is not a request; names the line.
+        TraceError: The file cannot be read, or a line is not a request.
     """
     requests: list[TraceRequest] = []
     try:

@@ -1,4 +1,4 @@
-"""What schedulers are given to do: a share of a trace, or generated chats."""
+"""Workloads of schedulers: a share of a trace, or generated chats."""
 
 import functools
 import random
@@ -10,7 +10,7 @@ from typing import Final, Protocol
 from kvpool.replay.trace import read_trace
 
 _CHAT_ID: Final = re.compile("[./]")
-"""Parts a chat's work id: its place, its number there, its turn."""
+"""Separators in the work id of a chat: place, number of the conversation in that place, turn."""
 
 
 @dataclass(slots=True)
@@ -32,22 +32,22 @@ class Workload(Protocol):
     """One scheduler's share of a workload."""
 
     def start(self) -> list[Work]:
-        """The requests that are there from the start, in order."""
+        """Returns the initial requests, in order."""
 
     def follow_up(self, done: Work, output: list[int]) -> Work | None:
-        """The request that comes when another is done, if one does."""
+        """Returns the request that follows a completed one, if any."""
 
 
 @dataclass(frozen=True, slots=True)
 class TraceShare:
-    """Each n-th request of a trace, all there from the start.
+    """Every n-th request of a trace. All requests are ready at the start.
 
     Attributes:
         path: The trace.
-        limit: Most requests of the trace; None for all.
-        index: Which share, [0, of).
+        limit: Maximum number of requests of the trace; None for all.
+        index: Number of this share, in [0, of).
         of: Number of shares.
-        num_rounds: How often each request is played, again when it is done; None for ever.
+        num_rounds: How often each request is played; None repeats it without end.
     """
 
     path: Path
@@ -76,14 +76,14 @@ class TraceShare:
 
 @dataclass(frozen=True, slots=True)
 class ChatShare:
-    """Generated conversations over shared system prompts and documents, each turn's prompt holding all before it.
+    """Generated conversations over shared system prompts and documents. A turn's prompt contains all earlier turns.
 
     Attributes:
-        seed: Equal seeds give equal chats; the system prompts depend on nothing else, so that all shares have them.
-        index: Which share.
-        num_conversations: Conversations in this share.
-        num_turns: Turns of each.
-        num_rounds: Conversations that follow each other in the place of each; None for ever.
+        seed: Equal seeds give equal chats. System prompts depend on the seed alone, so that all shares have them.
+        index: Number of this share.
+        num_conversations: Concurrent conversations in this share.
+        num_turns: Turns per conversation.
+        num_rounds: Successive conversations in each place; None continues without end.
     """
 
     seed: int
@@ -97,7 +97,7 @@ class ChatShare:
         return [self._first_turn(f"c{i}", 0) for i in range(self.num_conversations)]
 
     def follow_up(self, done: Work, output: list[int]) -> Work | None:
-        """See `Workload`: the next turn of the conversation, or the first of the one that comes after it."""
+        """See `Workload`: the next turn of the conversation, or the first turn of the next conversation."""
         place, number, turn = _CHAT_ID.split(done.work_id)
         if int(turn) + 1 == self.num_turns:
             return None if _is_last(int(number), self.num_rounds) else self._first_turn(place, int(number) + 1)

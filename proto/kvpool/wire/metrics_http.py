@@ -1,7 +1,7 @@
-"""Serves metrics by HTTP, in threads of its own, to a network on which anything may come.
+"""Serves metrics over HTTP, in its own threads, on a network with untrusted peers.
 
-1. A peer that says nothing, or takes nothing, is let go: each has a thread.
-2. Nothing that a peer does is worth a line above debug, or anything on stderr but a line of the log.
+1. A peer that neither sends nor reads is disconnected, because each connection occupies a thread.
+2. A peer's actions are logged at debug level only, and write nothing else to stderr.
 """
 
 import io
@@ -21,24 +21,24 @@ if TYPE_CHECKING:
     from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
 
 SILENCE_SECONDS: Final = 10.0
-"""How long a peer may say or take nothing."""
+"""Maximum time that a peer may neither send nor read."""
 
 _log = logging.getLogger("kvpool.metrics")
 
 
 class MetricsServer:
-    """Serves a collector's metrics, and the process's own, from its making until it is stopped.
+    """Serves the metrics of a collector and of the process, from construction until `stop`.
 
     Args:
-        collector: What there is to tell.
-        host: Where to listen: an address or a name.
-        port: Likewise; 0 for a free one.
+        collector: Source of the metrics.
+        host: Address or host name to listen on.
+        port: Port to listen on; 0 for a free one.
 
     Attributes:
-        port: The port.
+        port: The actual port.
 
     Raises:
-        OSError: The address cannot be had.
+        OSError: The address cannot be used.
     """
 
     def __init__(self, collector: Collector, host: str, port: int) -> None:
@@ -55,7 +55,7 @@ class MetricsServer:
         self._thread.start()
 
     def stop(self) -> None:
-        """Stops listening; answers that are being written are not waited for."""
+        """Stops listening, without waiting for responses in progress."""
         self._http.shutdown()
         self._http.server_close()
         self._thread.join()
@@ -65,7 +65,7 @@ class _HTTPServer(socketserver.ThreadingMixIn, WSGIServer):
     daemon_threads = True
 
     def handle_error(self, request: Any, client_address: Any) -> None:  # noqa: ANN401, ARG002 - socketserver's
-        """Takes note of a connection that broke, or was let go."""
+        """Logs a connection that broke or timed out."""
         _log.debug("connection ended", extra={"error": repr(sys.exception())})
 
 
@@ -73,15 +73,15 @@ class _Handler(WSGIRequestHandler):
     timeout = SILENCE_SECONDS
 
     def log_message(self, *_: object) -> None:
-        """Writes nothing of a request."""
+        """Does not log requests."""
 
     def get_stderr(self) -> Any:  # noqa: ANN401 - wsgiref's type is its own
-        """What else would hold a trace when a peer takes nothing."""
+        """Discards wsgiref's traceback when a peer does not read."""
         return io.StringIO()
 
 
 def _guarded(app: "WSGIApplication") -> "WSGIApplication":
-    """Answers for an app that fails, and logs why."""
+    """Responds with an error status when the app fails, and logs the reason."""
 
     def call(environ: "WSGIEnvironment", start_response: "StartResponse") -> Iterable[bytes]:
         start: Callable[..., object] = start_response
@@ -90,7 +90,7 @@ def _guarded(app: "WSGIApplication") -> "WSGIApplication":
         except TimeoutError as error:
             _log.warning("scrape failed", extra={"error": str(error)})
             start("503 Service Unavailable", [])
-        except Exception:  # noqa: BLE001 - the boundary: a bug must end this scrape alone, and is logged
+        except Exception:  # noqa: BLE001 - the boundary: a bug is logged and fails this scrape only
             _log.exception("bug", extra={"method": "scrape"})
             start("500 Internal Server Error", [])
         return []

@@ -6,14 +6,14 @@ from kvpool.core.errors import InvalidArgumentError, WrongStateError
 from kvpool.core.planning.plan import KVCacheConfig, KVCacheTensor
 from kvpool.core.ranks.messages import (
     Allocated,
-    FenceSent,
     HeldTensors,
-    PlanSent,
     Rank,
     RankGroupOptions,
-    ReadySent,
     Registration,
-    StatusSent,
+    SendFence,
+    SendPlan,
+    SendReady,
+    SendStatus,
 )
 from kvpool.core.specs.base import KVCacheSpec
 from kvpool.v1 import pool_pb2, spec_pb2, worker_pb2
@@ -136,7 +136,7 @@ def allocated_from_proto(message: worker_pb2.Initialized) -> Allocated:
     return Allocated(message.epoch, message.num_blocks, message.allocated_bytes)
 
 
-def plan_to_proto(plan: PlanSent) -> worker_pb2.Plan:
+def plan_to_proto(plan: SendPlan) -> worker_pb2.Plan:
     """Encodes what a rank is to allocate."""
     return worker_pb2.Plan(
         epoch=plan.epoch,
@@ -159,12 +159,12 @@ def plan_from_proto(message: worker_pb2.Plan) -> KVCacheConfig:
     )
 
 
-def ready_to_proto(ready: ReadySent) -> worker_pb2.Ready:
+def ready_to_proto(ready: SendReady) -> worker_pb2.Ready:
     """Encodes that the pool is open."""
     return worker_pb2.Ready(epoch=ready.epoch, num_blocks=ready.num_blocks, max_model_len=ready.max_model_len)
 
 
-def fence_to_proto(fence: FenceSent) -> worker_pb2.Fence:
+def fence_to_proto(fence: SendFence) -> worker_pb2.Fence:
     """Encodes whose steps may run."""
     return worker_pb2.Fence(
         fence_sequence=fence.fence_sequence,
@@ -174,7 +174,7 @@ def fence_to_proto(fence: FenceSent) -> worker_pb2.Fence:
     )
 
 
-def status_to_proto(status: StatusSent) -> worker_pb2.PoolStatus:
+def status_to_proto(status: SendStatus) -> worker_pb2.PoolStatus:
     """Encodes how the pool is."""
     return worker_pb2.PoolStatus(
         state=pool_state_to_proto(status.state),

@@ -1,5 +1,5 @@
-"""The allocator without I/O: no grpc, protobuf, asyncio, torch, clock or environment, and only one writer.
+"""The allocator core: no I/O, no clock, no protobuf, no torch, standard library only, and a single writer.
 
-Every method is synchronous and all or nothing: it checks, then changes. Time, ids and randomness come in as
-arguments; block events go out as return values.
+Every method is synchronous and all or nothing: it validates, then changes. Time, ids and randomness are arguments.
+Block events are return values.
 """

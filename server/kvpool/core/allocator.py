@@ -14,10 +14,10 @@ from kvpool.core.blocks.quota import NO_QUOTA, Quota
 from kvpool.core.errors import InvalidArgumentError, NotFoundError, check_range
 from kvpool.core.execution import apply
 from kvpool.core.ids import PoolName, SessionId, SessionNumber
-from kvpool.core.pools.memory_identity import check_memory_id, must_forget
+from kvpool.core.pools.memory_identity import check_memory_id, needs_new_epoch
 from kvpool.core.pools.registry import PoolRegistry
 from kvpool.core.sessions.quarantine import Quarantined
-from kvpool.core.sessions.session import Session, check_key, first_id
+from kvpool.core.sessions.session import Session, check_key, original_id
 from kvpool.core.sessions.session_ends import SessionEnds, ended_error
 from kvpool.core.steps.columns import Step, StepResult
 
@@ -112,9 +112,9 @@ class Allocator(PoolRegistry):
         check_memory_id(memory_id, has_ranks=pool.config.name in self.rank_groups)
         self.drain_state.check(pool.config.name)
         pool.check_serving()
-        must_begin_anew = must_forget(pool, memory_id)
+        starts_epoch = needs_new_epoch(pool, memory_id)
         pool.quotas.check(quota)  # nothing is refused after this
-        if must_begin_anew:
+        if starts_epoch:
             pool.begin_epoch(pool.config, pool.epoch + 1)
         pool.memory_id = memory_id
         holding = pool.quotas.open(quota)
@@ -156,7 +156,7 @@ class Allocator(PoolRegistry):
         pool, session = self._live_session(session_id, now_seconds)
         check_range("sequence", sequence, 0, session.sequence)
         check_key("resume_key", resume_key)
-        is_newest = session.resumed_by(resume_key)
+        is_newest = session.is_newest_resumption(resume_key)
         if is_newest is False:
             raise ended_error("SESSION_RESUMED")
         if is_newest:
@@ -164,7 +164,7 @@ class Allocator(PoolRegistry):
         else:
             self._last_number += 1
             session.resume(resume_key, SessionNumber(self._last_number))
-            pool.resume_session(session.previous_number, session.session_number)
+            pool.renumber_session(session.previous_number, session.session_number)
             key = session.session_id
             self._sessions[key] = self._sessions.pop(key)  # last, as both are in the order of their numbers
             pool.sessions[key] = pool.sessions.pop(key)
@@ -187,7 +187,7 @@ class Allocator(PoolRegistry):
 
     def is_overdue(self, session_id: str, now_seconds: float) -> bool:
         """Whether `expire` would end a session."""
-        found = self._sessions.get(first_id(session_id))
+        found = self._sessions.get(original_id(session_id))
         return found is not None and found[1].expires_seconds <= now_seconds
 
     def attach_stream(self, session: Session) -> None:
@@ -201,7 +201,7 @@ class Allocator(PoolRegistry):
 
     def owner(self, session_id: str) -> tuple[PoolName, str] | None:
         """The pool and the owner of an open session, which is not heard of by that; None if there is none."""
-        found = self._sessions.get(first_id(session_id))
+        found = self._sessions.get(original_id(session_id))
         return (found[0].config.name, found[1].owner) if found else None
 
     def apply(self, pool: KVCacheManager, session: Session, step: Step, source: object = None) -> StepResult:
@@ -238,7 +238,7 @@ class Allocator(PoolRegistry):
 
     def closed_count(self, session_id: str) -> int | None:
         """How many requests closing a session freed; None if it was not closed, or that is forgotten."""
-        return self._ends.closed_count(session_id)
+        return self._ends.num_freed_by_close(session_id)
 
     def evict_session(
         self, pool_name: str, number: int, now_seconds: float, *, quarantine_seconds: float = 0.0
@@ -328,7 +328,7 @@ class Allocator(PoolRegistry):
 
     def lose_sessions(self) -> None:
         """Notes that there were sessions of which nothing is known any more."""
-        self._ends.lose()
+        self._ends.mark_incomplete()
         self.lost_may_run = True
 
     def end_lost_steps(self) -> None:
@@ -344,7 +344,7 @@ class Allocator(PoolRegistry):
             session.open_streams = 0
             session.last_seen_seconds = now_seconds
         for pool in self._pools.values():
-            pool.quarantine.begin_anew(now_seconds)
+            pool.quarantine.restart_waits(now_seconds)
 
     def next_expiry_seconds(self) -> float:
         """When the next lease or quarantine runs out, as things stand; infinity if none does."""
@@ -380,7 +380,7 @@ class Allocator(PoolRegistry):
         return pool, session
 
     def _live_session(self, session_id: str, now_seconds: float) -> tuple[KVCacheManager, Session]:
-        found = self._sessions.get(first_id(session_id))
+        found = self._sessions.get(original_id(session_id))
         if found is None:
             raise self._ends.error(session_id)
         if found[1].expires_seconds <= now_seconds:  # `expire` will free its blocks, and tell

@@ -1,9 +1,10 @@
-"""How long blocks keep what they hold, by a sample of them.
+"""Lifetimes of block contents, measured on a sample of the blocks.
 
-1. One block in `sample_every` is followed, from when it is taken until its contents are evicted, or until it is taken
-   again without having been cached.
-2. An access is being taken or being hit while free or held, as vLLM counts its metrics of the same names.
-3. Costs a set operation a call where nothing is sampled, and nothing on blocks that are not.
+1. One block in `sample_every` is sampled, from when it is taken from the free list until its contents are evicted, or
+   until it is taken again without having been cached.
+2. An access is an allocation of the block or a hit on it, while the block is free or held. vLLM's metrics of the same
+   names count in the same way.
+3. A call costs one set operation if none of its blocks is sampled. Blocks that are not sampled cost nothing.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,75 +21,84 @@ BOUNDS_SECONDS: Final = (
 
 
 @dataclass(slots=True)
-class _Followed:
+class _SampledBlock:
     taken_seconds: float
     accessed_seconds: float
 
 
 class BlockLifetimes:
-    """The sampled blocks of a pool, and what was learned of them.
+    """The sampled blocks of a pool, and histograms of their lifetimes.
 
     Args:
-        sample_every: Of how many blocks one is followed, at least 1.
-        randrange: Draws an int in [0, n), as `random.randrange`.
+        sample_every: One of this many blocks is sampled, at least 1.
+        randrange: Returns a random int in [0, n), like `random.randrange`.
 
     Attributes:
-        now_seconds: Time of the change being made; set by whoever makes it.
-        lifetime: Seconds from being taken to eviction.
+        now_seconds: Time of the change in progress; set by the caller.
+        lifetime: Seconds from allocation to eviction.
         idle: Seconds from the last access to eviction.
         reuse_gap: Seconds between two accesses.
-        followed: The blocks being followed. Read it; change it through this class.
+        sampled: The sampled blocks. Read-only; change it through this class.
     """
 
-    __slots__ = ("_randrange", "_sample_every", "_until", "followed", "idle", "lifetime", "now_seconds", "reuse_gap")
+    __slots__ = (
+        "_num_to_next_sample",
+        "_randrange",
+        "_sample_every",
+        "idle",
+        "lifetime",
+        "now_seconds",
+        "reuse_gap",
+        "sampled",
+    )
 
     def __init__(self, sample_every: int, randrange: Callable[[int], int]) -> None:
         self.now_seconds = 0.0
         self.lifetime = Histogram(BOUNDS_SECONDS)
         self.idle = Histogram(BOUNDS_SECONDS)
         self.reuse_gap = Histogram(BOUNDS_SECONDS)
-        self.followed: dict[BlockId, _Followed] = {}
+        self.sampled: dict[BlockId, _SampledBlock] = {}
         self._sample_every = sample_every
         self._randrange = randrange
-        self._until = self._gap()
+        self._num_to_next_sample = self._draw_gap()
 
-    def taken(self, block_ids: Sequence[BlockId]) -> None:
-        """Chooses among blocks that were just taken; forgets those that were followed and never evicted."""
-        followed = self.followed
-        if followed and not followed.keys().isdisjoint(block_ids):
+    def record_taken(self, block_ids: Sequence[BlockId]) -> None:
+        """Samples among blocks that were just taken. Drops sampled blocks that are taken again without an eviction."""
+        sampled = self.sampled
+        if sampled and not sampled.keys().isdisjoint(block_ids):
             for block_id in block_ids:
-                followed.pop(block_id, None)
+                sampled.pop(block_id, None)
         count = len(block_ids)
-        while self._until < count:
-            followed[block_ids[self._until]] = _Followed(self.now_seconds, self.now_seconds)
-            self._until += 1 + self._gap()
-        self._until -= count
+        while self._num_to_next_sample < count:
+            sampled[block_ids[self._num_to_next_sample]] = _SampledBlock(self.now_seconds, self.now_seconds)
+            self._num_to_next_sample += 1 + self._draw_gap()
+        self._num_to_next_sample -= count
 
-    def accessed(self, block_ids: Sequence[BlockId]) -> None:
-        """Notes that blocks were hit."""
-        followed = self.followed
-        if not followed or followed.keys().isdisjoint(block_ids):
+    def record_accessed(self, block_ids: Sequence[BlockId]) -> None:
+        """Records hits on blocks."""
+        sampled = self.sampled
+        if not sampled or sampled.keys().isdisjoint(block_ids):
             return
         for block_id in block_ids:
-            block = followed.get(block_id)
+            block = sampled.get(block_id)
             if block:
                 self.reuse_gap.observe(self.now_seconds - block.accessed_seconds)
                 block.accessed_seconds = self.now_seconds
 
-    def evicted(self, block_ids: Sequence[BlockId]) -> None:
-        """Notes that blocks lost their contents."""
-        if not self.followed or self.followed.keys().isdisjoint(block_ids):
+    def record_evicted(self, block_ids: Sequence[BlockId]) -> None:
+        """Records that blocks lost their contents."""
+        if not self.sampled or self.sampled.keys().isdisjoint(block_ids):
             return
         for block_id in block_ids:
-            block = self.followed.pop(block_id, None)
+            block = self.sampled.pop(block_id, None)
             if block:
                 self.lifetime.observe(self.now_seconds - block.taken_seconds)
                 self.idle.observe(self.now_seconds - block.accessed_seconds)
 
-    def forget(self) -> None:
-        """Follows no block any more, as all lost their contents at once."""
-        self.followed.clear()
+    def clear(self) -> None:
+        """Drops all sampled blocks, because all blocks lost their contents at once."""
+        self.sampled.clear()
 
-    def _gap(self) -> int:
-        """Blocks to let pass before the next one to follow: sample_every - 1 on average."""
+    def _draw_gap(self) -> int:
+        """Returns the number of blocks to skip before the next sample: sample_every - 1 on average."""
         return self._randrange(2 * self._sample_every - 1)

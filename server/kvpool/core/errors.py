@@ -1,18 +1,18 @@
-"""What the core refuses with. Each error carries a hint for a transport, and the core knows of none.
+"""Errors of the core. Each error carries hints for a transport; the core knows no transport.
 
-Rule 1: an error is raised before anything was changed.
-Rule 2: the message is written for the caller and holds nothing of another session.
+Rule 1: an error is raised before anything is changed.
+Rule 2: the message is written for the caller and contains nothing about another session.
 """
 
 
 class KvpoolError(Exception):
-    """Base of everything that the core raises on purpose.
+    """Base class of all errors that the core raises deliberately.
 
     Attributes:
-        message: What is wrong, without the field's name.
-        reason: An UPPER_SNAKE_CASE constant that programs may match on.
-        field: The input at fault, as it is named on the wire; empty if none is.
-        retry_seconds: When to try again; None if trying again is of no use.
+        message: Description of the error, without the field's name.
+        reason: An UPPER_SNAKE_CASE constant that programs can match.
+        field: The invalid input, by its name on the wire; empty if no single input is at fault.
+        retry_seconds: Delay after which the caller can retry; None if a retry does not help.
     """
 
     def __init__(self, reason: str, message: str, *, field: str = "", retry_seconds: float | None = None) -> None:
@@ -23,55 +23,58 @@ class KvpoolError(Exception):
         self.retry_seconds = retry_seconds
 
     def rename_field(self, field: str) -> None:
-        """Names the field as the caller knows it."""
+        """Replaces the field's name with the name that the caller knows."""
         self.field = field
         self.args = (f"{field}: {self.message}" if field else self.message,)
 
 
 class InvalidArgumentError(KvpoolError):
-    """Malformed, out of range, or over a limit: the caller must fix `field`."""
+    """An input is malformed, out of range, or over a limit. The caller must fix `field`."""
 
     def __init__(self, field: str, message: str, *, reason: str = "INVALID_VALUE") -> None:
         super().__init__(reason, message, field=field)
 
 
 class NotFoundError(KvpoolError):
-    """An unknown pool, session or request: the caller must open it."""
+    """The pool, session or request does not exist. The caller must create it."""
 
 
 class WrongStateError(KvpoolError):
-    """Understood, but not in the state things are in: the caller waits, or fixes what `reason` tells."""
+    """The call is valid, but not in the current state. The caller waits, or fixes the condition that `reason` names."""
 
 
 class AbortedError(KvpoolError):
-    """The session was ended, by time, epoch or operator: the caller opens a new one and computes again."""
+    """The session was ended by lease expiry, a new epoch or an operator.
+
+    The caller opens a new session and recomputes.
+    """
 
 
 class UnavailableError(KvpoolError):
-    """Draining: the caller tries again after `retry_seconds`."""
+    """The server cannot serve the call now. The caller retries after `retry_seconds`."""
 
 
 class ExhaustedError(KvpoolError):
-    """Over a limit that protects others, such as a message's size: the caller sends less."""
+    """The call exceeds a limit that protects other clients, such as the message size. The caller sends less."""
 
 
 class UnauthenticatedError(KvpoolError):
-    """No token, or one that is unknown, has expired or was revoked: the caller needs another."""
+    """The token is missing, unknown, expired or revoked. The caller needs a valid token."""
 
 
 class DeniedError(KvpoolError):
-    """The caller is known, but this is not for it; says nothing of what there is."""
+    """The caller is authenticated, but not permitted. The message does not reveal whether the resource exists."""
 
 
 class IntegrityError(AssertionError):
-    """The books do not balance: a bug in this package. Raised by checks that only tests and idle servers run."""
+    """An internal invariant is violated: a bug in this package. Only checks in tests and idle servers raise it."""
 
 
 def check_range(field: str, value: int, low: int, high: int) -> int:
     """Returns `value` if it is in [low, high].
 
     Raises:
-        InvalidArgumentError: It is not.
+        InvalidArgumentError: The value is out of range.
     """
     if not low <= value <= high:
         raise InvalidArgumentError(field, f"{value} is not in [{low}, {high}]")

@@ -1,4 +1,7 @@
-"""What changes in the prefix cache, as values. Field by field what vLLM publishes; hashes are whole here."""
+"""Block events: changes of the prefix cache, as values.
+
+The fields are those that vLLM publishes; hashes are complete.
+"""
 
 from array import array
 from collections.abc import Iterable
@@ -11,11 +14,11 @@ TOKEN_ID_BYTES: Final = array("I").itemsize
 
 
 def packed_token_ids(token_ids: Iterable[int]) -> "array[int]":
-    """Packs token ids, 4 bytes each.
+    """Packs token ids into an array of 4 bytes each.
 
     Raises:
-        OverflowError: One is not in [0, 2^32).
-        TypeError: One is no integer.
+        OverflowError: A token id is not in [0, 2^32).
+        TypeError: A token id is not an integer.
     """
     return array("I", token_ids)
 
@@ -25,10 +28,10 @@ class BlockStored:
     """A run of consecutive full blocks of one request was cached.
 
     Attributes:
-        block_hashes: Their hashes.
-        parent_block_hash: Hash of the block before the first; None if there is none.
-        token_ids: Their tokens, block_size for each; 4 bytes each, as many of these are kept.
-        block_size: Tokens a block covers, over all ranks of context parallelism.
+        block_hashes: Hashes of the blocks.
+        parent_block_hash: Hash of the block before the first one; None if there is none.
+        token_ids: Token ids of the blocks, block_size per block. Stored as 4 bytes each, because many are kept.
+        block_size: Tokens per block, over all ranks of context parallelism.
         lora_name: LoRA of the request; None if there is none.
         group_id: Group of the blocks.
     """
@@ -43,12 +46,12 @@ class BlockStored:
 
 @dataclass(frozen=True, slots=True)
 class BlockRemoved:
-    """A cached block was given up. Another copy with the same hash may remain.
+    """A cached block was evicted. Another copy with the same hash can remain.
 
     Attributes:
-        block_hash: Its hash.
-        group_id: Its group.
-        copies_left: Blocks of the group that still carry this hash.
+        block_hash: Hash of the block.
+        group_id: Group of the block.
+        copies_left: Number of blocks in the group that still have this hash.
     """
 
     block_hash: BlockHash

@@ -1,40 +1,40 @@
-"""The kinds of integer, string and bytes that name things, kept apart by type."""
+"""Types of identifiers, one `NewType` for each kind of id."""
 
 from dataclasses import dataclass
-from typing import Final, NewType
+from typing import Final, NewType, TypeAlias
 
 BlockId = NewType("BlockId", int)
 """Index of a block in its pool, [0, num_blocks)."""
 
 BlockHash = NewType("BlockHash", bytes)
-"""What a full block's contents are found by. Covers the block's tokens, all before them, and the extra keys."""
+"""Hash under which a full block is cached. It covers the block's tokens, all tokens before them, and the extra keys."""
 
 GroupId = NewType("GroupId", int)
 """Index of a KV cache group in its pool."""
 
-PoolName = NewType("PoolName", str)
+PoolName: TypeAlias = str  # an alias, so that callers pass plain strings
 SessionId = NewType("SessionId", str)
 
 SessionNumber = NewType("SessionNumber", int)
-"""A session's number in its pool, never used again: says who filled a block."""
+"""Number of a session in its pool, never reused. Identifies the session that filled a block."""
 
 RequestId = NewType("RequestId", str)
-"""A request's name, unique in its session."""
+"""Name of a request, unique in its session."""
 
 RequestNumber = NewType("RequestNumber", int)
-"""A request's number in the columns of a step, unique in its session."""
+"""Number of a request in the columns of a step, unique in its session."""
 
 StepNumber = NewType("StepNumber", int)
-"""Number of a session's change, from 1, without gaps."""
+"""Number of a session's step: consecutive, starting at 1."""
 
 
 @dataclass(frozen=True, slots=True)
 class TableLease:
-    """What block tables are good for: goes with them from the scheduler to the ranks, which check it before a step.
+    """Validity of block tables. The scheduler sends it with the tables, and ranks check it before a step.
 
     Attributes:
-        epoch: The pool's epoch in which the session was opened.
-        session_number: The session's number.
+        epoch: Epoch of the pool in which the session was opened.
+        session_number: Number of the session.
     """
 
     epoch: int
@@ -42,7 +42,7 @@ class TableLease:
 
 
 NULL_BLOCK: Final = BlockId(0)
-"""Stands in a block table where no block is needed. Never free, never given."""
+"""Placeholder in a block table where no block is needed. It is never free and never allocated."""
 
 MAX_BLOCKS: Final = 2**31 - 1
 MAX_TOKENS: Final = 2**31 - 1

@@ -1,32 +1,33 @@
-"""A clock of the time that a server has paid attention: its own absence is nobody's fault.
+"""A monotonic clock that excludes time during which the server process was paused.
 
-1. It never goes back, and never faster than the clock that it is read from.
-2. A server that is well looks at it every LOOK_SECONDS at least. Where twice that passed between two looks, its process
-   was stopped or busy: of that time one LOOK_SECONDS is counted, at whichever call first looks again.
+1. The clock never goes back, and never runs faster than the clock that it reads.
+2. A healthy server reads it at least every READ_INTERVAL_SECONDS. If more than twice that time passes between two
+   reads, the process was stopped or busy. The clock then counts one READ_INTERVAL_SECONDS, at the next read.
 
-So what was due only because the server was away is not due when it is back, and nothing needs to be prolonged.
+A deadline that passes only because the server was paused has therefore not passed when the server resumes. No deadline
+needs to be extended.
 """
 
 from typing import Final
 
-LOOK_SECONDS: Final = 0.25
+READ_INTERVAL_SECONDS: Final = 0.25
 
 
 class PauseTolerantClock:
-    """The clock; it starts at what the other shows."""
+    """The clock. It starts at the time that the source clock shows."""
 
-    def __init__(self, shown_seconds: float) -> None:
-        self._last_seconds = shown_seconds
-        self._away_seconds = 0.0
+    def __init__(self, clock_seconds: float) -> None:
+        self._last_seconds = clock_seconds
+        self._paused_seconds = 0.0
 
-    def read(self, shown_seconds: float) -> float:
-        """Tells the time.
+    def read(self, clock_seconds: float) -> float:
+        """Returns the time.
 
         Args:
-            shown_seconds: What the other clock shows, which never goes back.
+            clock_seconds: Time on the source clock, which is monotonic.
         """
-        since_seconds = shown_seconds - self._last_seconds
-        if since_seconds > 2 * LOOK_SECONDS:
-            self._away_seconds += since_seconds - LOOK_SECONDS
-        self._last_seconds = shown_seconds
-        return shown_seconds - self._away_seconds
+        since_seconds = clock_seconds - self._last_seconds
+        if since_seconds > 2 * READ_INTERVAL_SECONDS:
+            self._paused_seconds += since_seconds - READ_INTERVAL_SECONDS
+        self._last_seconds = clock_seconds
+        return clock_seconds - self._paused_seconds

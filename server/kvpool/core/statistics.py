@@ -1,4 +1,4 @@
-"""What is counted as a pool works: plain ints on the way, read when somebody asks."""
+"""Counters of a pool: plain integers that are updated while the pool works, and read on request."""
 
 from bisect import bisect_left
 from collections import deque
@@ -11,18 +11,18 @@ RECENT_REQUESTS: Final = 1000
 
 @dataclass(slots=True)
 class PrefixCacheStats:
-    """Counters since the pool was created; look-ups of preempted requests are counted apart.
+    """Look-up counters since the pool was created. Look-ups of preempted requests are counted separately.
 
     Attributes:
         requests: Look-ups.
-        queries_tokens: Tokens they asked for.
-        hits_tokens: Tokens they found.
-        preempted_requests: The same of requests that had been preempted.
-        preempted_queries_tokens: Tokens they asked for.
-        preempted_hits_tokens: Tokens they found.
-        resets: Times the prefix cache was reset.
-        shared_hits_tokens: Of all tokens found, those of blocks that another session had filled, or the same before it
-            was resumed.
+        queries_tokens: Tokens queried.
+        hits_tokens: Tokens found.
+        preempted_requests: Look-ups of requests that had been preempted.
+        preempted_queries_tokens: Tokens that those look-ups queried.
+        preempted_hits_tokens: Tokens that those look-ups found.
+        resets: Resets of the prefix cache.
+        shared_hits_tokens: Tokens found, by all look-ups, in blocks that another session filled, or the same session
+            before it was resumed.
     """
 
     requests: int = 0
@@ -36,7 +36,7 @@ class PrefixCacheStats:
 
 
 class RecentHitRate:
-    """Hit rate over the last 1,000 look-ups since the last reset, preempted requests' left out."""
+    """Hit rate over the last 1,000 look-ups since the last reset. Look-ups of preempted requests are excluded."""
 
     __slots__ = ("_hits", "_queries", "_recent")
 
@@ -56,31 +56,31 @@ class RecentHitRate:
             self._hits -= hits
 
     def reset(self) -> None:
-        """Forgets all look-ups."""
+        """Removes all look-ups."""
         self._recent.clear()
         self._queries = self._hits = 0
 
     @property
     def rate(self) -> float:
-        """Tokens found for each token asked for, [0, 1]; 0 if none were asked for."""
+        """Tokens found per token queried, [0, 1]; 0 if no tokens were queried."""
         return self._hits / self._queries if self._queries else 0.0
 
 
 @dataclass(slots=True)
 class ActivityCounters:
-    """What a pool did since it was created.
+    """Counters of a pool's activity since it was created.
 
     Attributes:
-        allocations: Times that a request was given room.
-        refusals: Times that there were too few free blocks to.
-        steps: Changes applied, unary calls included.
-        operations: Operations in them.
-        retries: Changes that came again and were answered from memory.
+        allocations: Successful allocations.
+        refusals: Allocations that failed because too few blocks were free.
+        steps: Steps applied, unary calls included.
+        operations: Operations in those steps.
+        retries: Steps that were sent again and answered from memory.
         sessions_opened: Sessions opened.
-        sessions_closed: Sessions that their scheduler closed.
-        leases_expired: Sessions whose lease ran out.
+        sessions_closed: Sessions closed by their scheduler.
+        leases_expired: Sessions whose lease expired.
         epoch_ends: Sessions ended because a rank was lost.
-        evicted_sessions: Sessions that an operator ended.
+        evicted_sessions: Sessions ended by an operator.
         suspensions: Times that a missing rank stopped allocation.
     """
 
@@ -99,12 +99,12 @@ class ActivityCounters:
 
 @dataclass(slots=True)
 class GroupCounters:
-    """The blocks of one group.
+    """Counters of the blocks of one group.
 
     Attributes:
-        used_blocks: Held by requests or set aside for sinks now; each once, however many requests share it.
-        allocated_blocks: Taken from the free list, since the pool was created.
-        evicted_blocks: Of this group's cached blocks, given up to make room, since the pool was created.
+        used_blocks: Blocks that requests hold or that are reserved for sinks; a shared block counts once.
+        allocated_blocks: Blocks taken from the free list since the pool was created.
+        evicted_blocks: Cached blocks of this group that were evicted by allocations since the pool was created.
     """
 
     used_blocks: int = 0
@@ -113,11 +113,11 @@ class GroupCounters:
 
 
 class Histogram:
-    """How often values fell where.
+    """A histogram with fixed bucket bounds.
 
     Attributes:
-        bounds: Upper bounds of the buckets, ascending; what is greater than all goes to one more.
-        counts: Values in each bucket, not cumulative.
+        bounds: Upper bounds of the buckets, ascending. One more bucket holds values above the last bound.
+        counts: Number of values in each bucket, not cumulative.
         total: Sum of all values.
     """
 
@@ -129,12 +129,12 @@ class Histogram:
         self.total = 0.0
 
     def observe(self, value: float) -> None:
-        """Counts a value."""
+        """Adds a value."""
         self.counts[bisect_left(self.bounds, value)] += 1
         self.total += value
 
     def copy(self) -> "Histogram":
-        """Makes one that later values do not change."""
+        """Returns an independent copy."""
         made = Histogram(self.bounds)
         made.counts[:] = self.counts
         made.total = self.total

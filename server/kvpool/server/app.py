@@ -19,6 +19,7 @@ from kvpool.core.ids import PoolName
 from kvpool.server.auth.certificates import server_credentials
 from kvpool.server.auth.interceptor import AuthInterceptor
 from kvpool.server.config import MetricsConfig, ServerConfig
+from kvpool.server.fault_points import NO_FAULTS, FaultPoints
 from kvpool.server.journal.calls import JournaledAllocator
 from kvpool.server.journal.journal import Journal
 from kvpool.server.journal.messages import WireMessages
@@ -74,16 +75,22 @@ class Server:
         publishers: What publishes block events over ZeroMQ, if that is asked for.
     """
 
-    def __init__(self, config: ServerConfig) -> None:
+    def __init__(self, config: ServerConfig, faults: FaultPoints = NO_FAULTS) -> None:
         self._config = config
         self._observations = Observations() if config.metrics.address else None
         self._exporter: Exporter | None = None
         self.publishers: EventPublishers | None = None
         block_lifetimes = _block_lifetimes(config.metrics)
-        self._journal = _journal(config, block_lifetimes)
+        self._journal = _journal(config, block_lifetimes, faults)
         recovered = self._journal.allocator if self._journal else None
         self.hub = Hub(
-            config.max_pool_blocks, block_lifetimes, config.leases, config.quarantine_seconds, recovered, config.limits
+            config.max_pool_blocks,
+            block_lifetimes,
+            config.leases,
+            config.quarantine_seconds,
+            recovered,
+            config.limits,
+            faults,
         )
         self.hub.past_epoch = config.past_epoch
         self._ranks = Ranks(self.hub, config.rank_timing, config.max_pool_blocks, config.max_pools)
@@ -220,18 +227,23 @@ class Server:
         return address if is_unix else f"{address.rpartition(':')[0]}:{port}"
 
 
-async def serve(config: ServerConfig, ready: Callable[[list[str]], Awaitable[None] | None] | None = None) -> None:
+async def serve(
+    config: ServerConfig,
+    ready: Callable[[list[str]], Awaitable[None] | None] | None = None,
+    faults: FaultPoints = NO_FAULTS,
+) -> None:
     """Serves until SIGTERM or SIGINT, or until an operator's drain is over, then stops gracefully.
 
     Args:
         config: The settings.
         ready: Called with the addresses once the server listens.
+        faults: Armed by tests.
     """
     loop = asyncio.get_running_loop()
     numbers = (signal.SIGTERM, signal.SIGINT)
     for number in numbers:  # one that comes while a journal is read is heard afterwards, by what is set below
         loop.add_signal_handler(number, lambda: None)
-    server = Server(config)
+    server = Server(config, faults)
     for number in numbers:
         loop.add_signal_handler(number, server.hub.ending.signal, config.drain_seconds)
     addresses = await server.start()
@@ -246,11 +258,13 @@ async def serve(config: ServerConfig, ready: Callable[[list[str]], Awaitable[Non
         signal.signal(number, signal.SIG_IGN)
 
 
-def _journal(config: ServerConfig, block_lifetimes: Callable[[], BlockLifetimes | None]) -> Journal | None:
+def _journal(
+    config: ServerConfig, block_lifetimes: Callable[[], BlockLifetimes | None], faults: FaultPoints
+) -> Journal | None:
     if not config.journal.folder:
         return None
     messages = WireMessages()
-    return Journal(config.journal, messages, partial(JournaledAllocator, messages, block_lifetimes))
+    return Journal(config.journal, messages, partial(JournaledAllocator, messages, block_lifetimes), faults=faults)
 
 
 def _block_lifetimes(config: MetricsConfig) -> Callable[[], BlockLifetimes | None]:

@@ -1,4 +1,4 @@
-"""What a report says of the figures it got."""
+"""Reports: ratios, tables and comparisons of figures."""
 
 from pathlib import Path
 
@@ -21,7 +21,7 @@ def report() -> Report:
     return made
 
 
-def test_ratios_are_of_what_both_have_and_of_vllm_with_either_hash(report: Report) -> None:
+def test_ratios_cover_common_figures_with_either_hash_of_vllm(report: Report) -> None:
     report.work_out_ratios()
     assert report.ratios == {
         "core_to_vllm": {
@@ -35,7 +35,7 @@ def test_ratios_are_of_what_both_have_and_of_vllm_with_either_hash(report: Repor
     }
 
 
-def test_vllm_not_measured_has_no_ratios_and_no_columns(report: Report) -> None:
+def test_without_vllm_there_are_no_ratios_and_columns_of_it(report: Report) -> None:
     report.vllm = None
     report.work_out_ratios()
     assert report.as_json()["vllm"] is None
@@ -43,7 +43,7 @@ def test_vllm_not_measured_has_no_ratios_and_no_columns(report: Report) -> None:
     assert not any("vLLM" in column for grid in grids(report) for column in grid.columns)
 
 
-def test_tables_leave_out_what_was_not_measured(report: Report) -> None:
+def test_tables_leave_out_missing_figures(report: Report) -> None:
     report.work_out_ratios()
     page = markdown(report)
     assert "| free 256 blocks | 10.0 | 400 | - | 40.0 | 0.25 | 10.00 | - |" in page
@@ -51,18 +51,18 @@ def test_tables_leave_out_what_was_not_measured(report: Report) -> None:
     assert "hit" not in page
 
 
-def test_figures_are_compared_by_path_where_both_have_them(report: Report) -> None:
+def test_common_figures_are_compared_by_path(report: Report) -> None:
     compare(report, {"core": {"free_256": 20.0, "gone": 1.0}, "pool_sizes": {"1000": {"core_free_evict_32": 4.0}}})
     assert report.compare == {"core.free_256": 0.5, "pool_sizes.1000.core_free_evict_32": 0.5}
     titles = [grid.title for grid in grids(report)]
     assert titles[-2:] == [
-        "What calls cost: this run / the earlier one",
-        "All else: this run / the earlier one",
+        "Cost of calls: this run / the earlier run",
+        "Other figures: this run / the earlier run",
     ]
 
 
 @pytest.mark.parametrize("text", ["", "text", "[]", '{"version": "1"}', '{"machine": {}}\nmore'])
-def test_a_file_that_ends_with_no_report_is_refused(text: str, tmp_path: Path) -> None:
+def test_a_file_without_a_report_on_its_last_line_is_refused(text: str, tmp_path: Path) -> None:
     path = tmp_path / "run.json"
     path.write_text(text)
     with pytest.raises(ValueError, match="last line"):

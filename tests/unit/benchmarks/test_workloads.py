@@ -1,4 +1,4 @@
-"""The work is what its figures say, and work that is not is found out."""
+"""Workloads do the work that their figures name, and detect targets that do not."""
 
 from collections.abc import Sequence
 
@@ -6,10 +6,10 @@ import pytest
 
 from benchmarks.core_target import CoreRequest, CoreTarget
 from benchmarks.workloads import BLOCK_SIZE, NewBlocks, Task, WorkloadError, open_workload
-from kvpool.core.blocks.kv_cache_manager import ComputedBlocks
+from kvpool.core.blocks.prefix_search import ComputedBlocks
 
 
-def test_prompts_miss_then_hit_and_give_everything_back() -> None:
+def test_prompts_miss_then_hit_and_free_all_blocks() -> None:
     task = Task("prompts", num_blocks=200, prompt_blocks=8)
     target = CoreTarget(task)
     micros = open_workload(target, task).round(30)
@@ -21,7 +21,7 @@ def test_prompts_miss_then_hit_and_give_everything_back() -> None:
     assert target.pool.stats.hits_tokens == 30 * 8 * BLOCK_SIZE
 
 
-def test_evictions_evict_every_block_that_they_take() -> None:
+def test_evictions_evict_one_block_per_allocated_block() -> None:
     task = Task("evictions", num_blocks=100, prompt_blocks=8)
     target = CoreTarget(task)
     workload = open_workload(target, task)
@@ -31,7 +31,7 @@ def test_evictions_evict_every_block_that_they_take() -> None:
     assert target.pool.blocks.num_evicted - before == 5 * 8
 
 
-def test_windows_have_a_group_of_full_attention_and_others() -> None:
+def test_windows_have_one_group_of_full_attention_and_others() -> None:
     task = Task("windows", num_blocks=2000, num_windowed_groups=5, prompt_blocks=80)
     target = CoreTarget(task)
     micros = open_workload(target, task).round(2)
@@ -40,7 +40,7 @@ def test_windows_have_a_group_of_full_attention_and_others() -> None:
 
 
 @pytest.mark.parametrize("num_windowed_groups", [0, 2])
-def test_decodes_grow_every_request_by_one_token_a_step(num_windowed_groups: int) -> None:
+def test_decodes_grow_every_request_by_one_token_per_step(num_windowed_groups: int) -> None:
     task = Task("decodes", 3000, num_windowed_groups, num_requests=32, prompt_blocks=4)
     target = CoreTarget(task)
     open_workload(target, task).round(BLOCK_SIZE)
@@ -50,7 +50,7 @@ def test_decodes_grow_every_request_by_one_token_a_step(num_windowed_groups: int
 
 
 class Lying(CoreTarget):
-    """Finds what is not there, and crosses into no block."""
+    """Reports false hits, and allocates nothing for decodes."""
 
     def lookup(self, request: CoreRequest) -> ComputedBlocks:
         return ComputedBlocks(((),), BLOCK_SIZE if request else 0)
@@ -61,7 +61,7 @@ class Lying(CoreTarget):
 
 
 @pytest.mark.parametrize("kind", ["prompts", "evictions", "windows", "decodes"])
-def test_work_that_is_not_what_was_meant_is_found_out(kind: str) -> None:
+def test_unintended_work_raises(kind: str) -> None:
     task = Task(kind, num_blocks=2000, num_requests=16, prompt_blocks=4)
     workload = open_workload(Lying(task), task)
     with pytest.raises(WorkloadError):

@@ -47,7 +47,7 @@ def failure() -> Exception:
     return caught.value
 
 
-def test_the_console_shows_fields_in_one_order_and_sizes_for_people() -> None:
+def test_console_lines_have_fields_in_order_and_readable_sizes() -> None:
     made = record(zone="b", bytes=3 * 2**29, area=1.5, epoch=2, absent_ranks=[1, 3], pool="m")
     assert console(made) == (
         'INFO kvpool.server: pool ready pool=m epoch=2 absent_ranks=1,3 bytes="1.5 GiB" area=1.5 zone=b'
@@ -68,11 +68,11 @@ def test_the_console_shows_fields_in_one_order_and_sizes_for_people() -> None:
         ("\x1b[31mred", '"\\u001b[31mred"'),
     ],
 )
-def test_what_a_client_calls_itself_stays_in_its_line(value: str, written: str) -> None:
+def test_a_client_name_stays_on_its_line(value: str, written: str) -> None:
     assert console(record(client=value)) == f"INFO kvpool.server: pool ready client={written}"
 
 
-def test_a_line_of_json_has_the_time_first_and_the_fields_in_one_order() -> None:
+def test_a_json_line_has_the_time_first_and_the_fields_in_order() -> None:
     entry = as_json(record(zone="b", bytes=3 * 2**29, epoch=2, absent_ranks=[1, 3], pool="m"))
     assert list(entry.items()) == [
         ("time", "2026-11-21T14:13:25.789Z"),
@@ -87,7 +87,7 @@ def test_a_line_of_json_has_the_time_first_and_the_fields_in_one_order() -> None
     ]
 
 
-def test_lines_of_libraries_are_objects_too() -> None:
+def test_log_lines_of_libraries_are_json_objects_too() -> None:
     made = logging.makeLogRecord({"msg": "%s of %d", "args": ("one", 2)})
     assert as_json(made)["message"] == "one of 2"
     assert console(record("100% of it")) == "INFO kvpool.server: 100% of it"
@@ -127,7 +127,7 @@ def entries(buffer: io.StringIO) -> list[dict[str, Any]]:
     return [json.loads(line) for line in buffer.getvalue().splitlines()]
 
 
-def test_warnings_and_what_nobody_caught_are_logged(started: Callable[[str, str], io.StringIO]) -> None:
+def test_warnings_and_uncaught_exceptions_are_logged(started: Callable[[str, str], io.StringIO]) -> None:
     buffer = started("warning", "json")
     logging.getLogger("kvpool.server").info("session opened")
     with warnings.catch_warnings():
@@ -144,7 +144,7 @@ def test_warnings_and_what_nobody_caught_are_logged(started: Callable[[str, str]
     assert uncaught["exception"] == in_thread["exception"]
 
 
-def test_debug_is_ours_alone_and_not_that_of_grpc(started: Callable[[str, str], io.StringIO]) -> None:
+def test_debug_level_does_not_apply_to_grpc(started: Callable[[str, str], io.StringIO]) -> None:
     buffer = started("debug", "json")
     logging.getLogger("grpc._cython.cygrpc").debug("Loaded running loop")
     logging.getLogger("grpc").warning("of use")

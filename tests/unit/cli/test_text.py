@@ -46,6 +46,6 @@ def test_a_cut_is_marked() -> None:
     )  # fmt: skip
 
 
-def test_names_of_others_cannot_upset_a_terminal() -> None:
+def test_unprintable_characters_are_replaced() -> None:
     assert clean("\x1b[2Ja\tb\nc\u202ed\x9b") == "?[2Ja?b?c?d?"
     assert clean("Zoë 模", ascii_only=True) == "Zo? ?"

@@ -9,13 +9,13 @@ ASKED = ["new", "--name", "a", "--role", "scheduler", "--pool", "*"]
 
 
 @pytest.mark.parametrize("salt", ["", "short", "a quote ' within it"])
-def test_a_salt_that_sets_nobody_apart_makes_no_token(salt: str) -> None:
+def test_a_short_salt_is_refused(salt: str) -> None:
     """An empty one is what a shell makes of a variable that is not set."""
     result = CliRunner().invoke(token, [*ASKED, "--salt", salt])
     assert (result.exit_code, result.stdout) == (2, "")
     assert "salt: needs at least 16 bytes" in result.stderr
 
 
-def test_two_salts_are_one_too_many() -> None:
+def test_salt_and_new_salt_exclude_each_other() -> None:
     result = CliRunner().invoke(token, [*ASKED, "--salt", "s" * 16, "--new-salt"])
-    assert (result.exit_code, "give one of them" in result.stderr) == (2, True)
+    assert (result.exit_code, "exclude each other" in result.stderr) == (2, True)

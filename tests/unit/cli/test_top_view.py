@@ -54,12 +54,12 @@ def test_a_pool_and_its_session_on_eighty_columns() -> None:
         "m                      ready    e1    ███████▒▒▒▒▒▒····· 40.0% used 70.0% cached",
         "  hit 37.3% now 41.0%  1.2k steps/s   410 alloc/s     3 refused/s    12 evict/s",
         "  100 blocks, 1 session, 3 running, 2 waiting, 1.5 preempted/s",
-        "  NO. POOL CLIENT                         RUN  WAIT  BLOCKS STEP/S    AGE  HEARD",
+        "  NO. POOL CLIENT                         RUN  WAIT  BLOCKS STEP/S    AGE   IDLE",
         "    1 m    scheduler                        3     2      40     50  1m40s    now",
     ]
 
 
-def test_ascii_where_nothing_else_is_shown() -> None:
+def test_ascii_only_screens() -> None:
     now = sample(pool_info(), sessions=(session_info(client_name="Zoë 模"),))
     text = "\n".join(shown(Screen(80, ascii_only=True), now))
     assert text.isascii()
@@ -71,7 +71,7 @@ def test_ascii_where_nothing_else_is_shown() -> None:
     ("width", "height", "pools", "sessions"),
     [*product((20, 40, 79, 80, 132, 300), (1, 2, 5, 10, 24, 50), (0, 1, 3, 40), (0, 1, 100))],
 )
-def test_it_fits_every_terminal(width: int, height: int, pools: int, sessions: int) -> None:
+def test_the_screen_fits_every_terminal(width: int, height: int, pools: int, sessions: int) -> None:
     now = many(pools, sessions, name="a/very.long-name_" * 7)
     interval = top_sample.between(replace(now, taken_seconds=now.taken_seconds - 1e-3), now)
     lines = shown(Screen(width, height), now, interval, trouble="no answer " * 50)
@@ -79,7 +79,7 @@ def test_it_fits_every_terminal(width: int, height: int, pools: int, sessions: i
     assert max(map(cell_len, lines)) <= width
 
 
-def test_pools_take_fewer_lines_the_more_there_are_and_what_is_left_out_is_said() -> None:
+def test_many_pools_get_fewer_lines_each_and_left_out_rows_are_counted() -> None:
     one = shown(Screen(80, 24), many(5, 10))
     assert sum("hit" in line for line in one) == sum("blocks," in line for line in one) == 5
     two = shown(Screen(80, 24), many(8, 10))
@@ -92,7 +92,7 @@ def test_pools_take_fewer_lines_the_more_there_are_and_what_is_left_out_is_said(
     assert sum(line.startswith("  NO.") for line in four) == 1
 
 
-def test_trouble_comes_first_and_the_last_view_stays() -> None:
+def test_trouble_and_degraded_pools_come_first() -> None:
     pools = [pool_info(f"p{i:02}") for i in range(30)]
     pools[20] = pool_info("p20", state=PoolState.DEGRADED, ranks=ranks(RankState.READY, RankState.LOST))
     lines = shown(Screen(80, 24), sample(*pools), trouble="no answer since 12 s: UNAVAILABLE: refused")
@@ -101,7 +101,7 @@ def test_trouble_comes_first_and_the_last_view_stays() -> None:
     assert "degraded" in lines[3]
 
 
-def test_ranks_have_a_line_when_they_are_not_ready_or_when_asked_for() -> None:
+def test_ranks_are_shown_if_not_ready_or_on_request() -> None:
     info = pool_info(ranks=ranks(RankState.READY, RankState.LOST, RankState.READY, RankState.SILENT))
     lines = shown(Screen(80), sample(info))
     assert [line.split(",")[0].strip() for line in lines if line.startswith("    ")] == ["rank 1 lost", "rank 3 silent"]
@@ -111,7 +111,7 @@ def test_ranks_have_a_line_when_they_are_not_ready_or_when_asked_for() -> None:
     assert sum(line.startswith("    rank") for line in every) == 4
 
 
-def test_a_pool_that_forms_and_a_server_without_pools() -> None:
+def test_a_forming_pool_and_a_server_without_pools() -> None:
     forming = pool_info(
         num_blocks=0, free_blocks=0, state=PoolState.FORMING, ranks=(RankInfo(Rank(0), RankState.ABSENT),)
     )
@@ -148,7 +148,7 @@ def test_sessions_come_busiest_first() -> None:
     assert [info.session_number for info in top_sample.busiest(sessions)] == [2, 3, 1]
 
 
-def test_nothing_is_said_to_have_happened_where_it_is_not_known() -> None:
+def test_unknown_rates_are_left_out() -> None:
     now = sample(pool_info(activity=ActivityCounters(steps=10)), sessions=(session_info(),))
     assert top_sample.between(None, now) == Interval()
     assert top_sample.between(now, now) == Interval()

@@ -8,7 +8,7 @@ from kvpool.client import Answer, KVCacheGroup, Outcome, Request, Session, Slidi
 from kvpool.client.hashing import BlockHasher
 from kvpool.client.step_builder import StepBuilder
 from kvpool.client.transports.embedded import EmbeddedTransport
-from kvpool.core.blocks.kv_cache_manager import ComputedBlocks
+from kvpool.core.blocks.prefix_search import ComputedBlocks
 from kvpool.core.blocks.quota import NO_QUOTA
 from kvpool.core.ids import BlockHash, BlockId, RequestNumber
 from kvpool.core.specs.kinds import FullAttentionSpec

@@ -75,7 +75,7 @@ def test_books_that_do_not_balance_are_found() -> None:
     world.pool.blocks.touch([BlockId(1)])
     with pytest.raises(IntegrityError, match="block 1: ref_cnt 2, in 1 tables"):
         check_integrity(world.pool, world.sessions())
-    world.pool.blocks.release([BlockId(1)])
-    world.pool.blocks.take(1)
+    world.pool.blocks.free_blocks([BlockId(1)])
+    world.pool.blocks.get_new_blocks(1)
     with pytest.raises(IntegrityError, match="free"):
         check_integrity(world.pool, world.sessions())

@@ -15,7 +15,7 @@ def ids(*numbers: int) -> list[BlockId]:
     return [BlockId(number) for number in numbers]
 
 
-def all_followed() -> BlockLifetimes:
+def sample_all() -> BlockLifetimes:
     return BlockLifetimes(1, lambda _: 0)
 
 
@@ -23,59 +23,59 @@ def measured(histogram: Histogram) -> tuple[int, float]:
     return sum(histogram.counts), round(histogram.total, 6)
 
 
-def test_lifetime_runs_from_being_taken_and_idle_time_from_the_last_access() -> None:
-    kept = all_followed()
+def test_lifetime_starts_at_allocation_and_idle_time_at_the_last_access() -> None:
+    kept = sample_all()
     kept.now_seconds = 10.0
-    kept.taken(ids(1, 2))
+    kept.record_taken(ids(1, 2))
     kept.now_seconds = 13.0
-    kept.accessed(ids(2, 3))
+    kept.record_accessed(ids(2, 3))
     kept.now_seconds = 20.0
-    kept.accessed(ids(2))
+    kept.record_accessed(ids(2))
     kept.now_seconds = 21.5
-    kept.evicted(ids(2))
+    kept.record_evicted(ids(2))
     assert measured(kept.reuse_gap) == (2, 3.0 + 7.0)
     assert measured(kept.lifetime) == (1, 11.5)
     assert measured(kept.idle) == (1, 1.5)
-    assert list(kept.followed) == [1]
+    assert list(kept.sampled) == [1]
 
 
-def test_a_block_that_is_taken_again_starts_anew_and_was_not_evicted() -> None:
-    kept = all_followed()
-    kept.taken(ids(1))
+def test_a_block_that_is_taken_again_restarts_without_an_eviction() -> None:
+    kept = sample_all()
+    kept.record_taken(ids(1))
     kept.now_seconds = 5.0
-    kept.taken(ids(1))
+    kept.record_taken(ids(1))
     kept.now_seconds = 6.0
-    kept.evicted(ids(1))
+    kept.record_evicted(ids(1))
     assert measured(kept.lifetime) == (1, 1.0)
 
 
-def test_one_block_in_so_many_is_followed_however_they_are_taken() -> None:
+def test_the_sample_is_independent_of_the_size_of_allocations() -> None:
     for batch in (1, 7, 1000):
         kept = BlockLifetimes(100, random.Random(1).randrange)  # noqa: S311 - which blocks are followed
         for start in range(0, 100_000, batch):
-            kept.taken([BlockId(i) for i in range(start, min(start + batch, 100_000))])
-        assert 900 < len(kept.followed) < 1100
+            kept.record_taken([BlockId(i) for i in range(start, min(start + batch, 100_000))])
+        assert 900 < len(kept.sampled) < 1100
         if batch == 1:
-            first = sorted(kept.followed)
-        assert sorted(kept.followed) == first
+            first = sorted(kept.sampled)
+        assert sorted(kept.sampled) == first
 
 
-def test_a_pool_tells_evictions_of_followed_blocks_and_forgets_all_on_reset() -> None:
-    kept = all_followed()
+def test_a_pool_records_evictions_of_sampled_blocks_and_clears_them_on_reset() -> None:
+    kept = sample_all()
     pool = BlockPool(config(4), kept)
-    pool.take(2)
-    pool.cache(GroupId(0), ids(1, 2), [BlockHash(b"1"), BlockHash(b"2")], SessionNumber(1), StepNumber(1))
-    pool.release(ids(2, 1))
+    pool.get_new_blocks(2)
+    pool.cache_full_blocks(GroupId(0), ids(1, 2), [BlockHash(b"1"), BlockHash(b"2")], SessionNumber(1), StepNumber(1))
+    pool.free_blocks(ids(2, 1))
     kept.now_seconds = 4.0
-    assert pool.take(2) == [3, 2]
+    assert pool.get_new_blocks(2) == [3, 2]
     assert measured(kept.lifetime) == (1, 4.0)
-    pool.release(ids(3, 2))
-    assert pool.reset()
-    assert not kept.followed
+    pool.free_blocks(ids(3, 2))
+    assert pool.reset_prefix_cache()
+    assert not kept.sampled
 
 
-def test_the_time_of_a_change_is_when_its_session_was_heard() -> None:
-    kept = all_followed()
+def test_the_time_of_a_step_is_the_time_of_its_call() -> None:
+    kept = sample_all()
     allocator = Allocator(lambda: kept)
     pool, _ = allocator.create_pool(config(3), b"n")
     _, session = allocator.open_session("m", "", 60.0, session_id=SessionId("s"), now_seconds=0.0)
@@ -91,11 +91,11 @@ def test_the_time_of_a_change_is_when_its_session_was_heard() -> None:
     assert measured(kept.lifetime) == (2, 2 * 2.0)
 
 
-def test_an_epoch_that_begins_evicts_nothing() -> None:
-    kept = all_followed()
+def test_a_new_epoch_records_no_evictions() -> None:
+    kept = sample_all()
     allocator = Allocator(lambda: kept)
     pool, _ = allocator.create_pool(config(6), b"n")
-    pool.blocks.take(3)
+    pool.blocks.get_new_blocks(3)
     allocator.pass_epoch(pool, 2)
-    assert (measured(kept.lifetime), kept.followed) == ((0, 0.0), {})
+    assert (measured(kept.lifetime), kept.sampled) == ((0, 0.0), {})
     assert pool.blocks.block_lifetimes is kept

@@ -16,17 +16,17 @@ from support.integrity import check_integrity
 DRAWN = b"n" * 32
 
 
-def test_a_pool_that_leaves_its_none_hash_open_gets_the_drawn_one() -> None:
+def test_a_pool_without_a_none_hash_gets_the_drawn_one() -> None:
     pool, is_new = Allocator().create_pool(config(), DRAWN)
     assert (is_new, pool.config.hash_scheme.none_hash) == (True, DRAWN)
 
 
-def test_a_pool_may_choose_its_none_hash() -> None:
+def test_a_pool_can_set_its_none_hash() -> None:
     declared = replace(config(), hash_scheme=HashScheme(none_hash=b"mine"))
     assert Allocator().create_pool(declared, DRAWN)[0].config.hash_scheme.none_hash == b"mine"
 
 
-def test_declaring_a_pool_again_finds_it_whatever_is_drawn() -> None:
+def test_declaring_a_pool_again_finds_it_regardless_of_the_drawn_hash() -> None:
     allocator = Allocator()
     pool, _ = allocator.create_pool(config(), DRAWN)
     assert allocator.create_pool(config(), b"m" * 32) == (pool, False)
@@ -34,7 +34,7 @@ def test_declaring_a_pool_again_finds_it_whatever_is_drawn() -> None:
     assert list(allocator.pools()) == [pool]
 
 
-def test_a_pool_keeps_the_owner_it_began_with() -> None:
+def test_a_pool_keeps_its_first_owner() -> None:
     allocator = Allocator()
     declared, _ = allocator.create_pool(config(), DRAWN, owner="first")
     allocator.create_pool(config(), DRAWN, owner="second")
@@ -67,7 +67,7 @@ def test_a_malformed_pool_leaves_its_name_free() -> None:
         (lambda a: a.open_session("x", "", 10.0, session_id=SessionId("s"), now_seconds=0.0), "pool_name"),
     ],
 )
-def test_a_session_that_cannot_be_opened_is_not_there(call: Callable[[Allocator], object], field: str) -> None:
+def test_a_refused_open_leaves_no_session(call: Callable[[Allocator], object], field: str) -> None:
     world = World()
     with pytest.raises((InvalidArgumentError, NotFoundError)) as caught:
         call(world.allocator)
@@ -75,7 +75,7 @@ def test_a_session_that_cannot_be_opened_is_not_there(call: Callable[[Allocator]
     assert world.sessions() == []
 
 
-def test_a_closed_session_is_told_so_and_its_count_again() -> None:
+def test_closing_a_session_again_returns_the_same_count() -> None:
     world = World()
     session = world.open()
     world.admit(session, 1, "abc", 13)
@@ -92,7 +92,7 @@ def test_a_closed_session_is_told_so_and_its_count_again() -> None:
     assert world.snapshot() == before
 
 
-def test_closing_after_the_lease_is_told_that_it_ran_out() -> None:
+def test_closing_after_the_lease_reports_the_expiry() -> None:
     world = World()
     session = world.open()
     world.admit(session, 1, "abc", 13)
@@ -104,7 +104,7 @@ def test_closing_after_the_lease_is_told_that_it_ran_out() -> None:
     check_integrity(world.pool, [])
 
 
-def test_a_lease_starts_when_the_stream_was_last_heard_of() -> None:
+def test_a_lease_starts_at_the_last_message_of_the_stream() -> None:
     world = World()
     session = world.open(lease_seconds=5.0)
     session.open_streams = 2
@@ -113,7 +113,7 @@ def test_a_lease_starts_when_the_stream_was_last_heard_of() -> None:
     assert world.allocator.next_expiry_seconds() == 105.0
 
 
-def test_only_sessions_that_are_due_expire_and_the_others_keep_their_blocks() -> None:
+def test_only_due_sessions_expire_and_others_keep_their_blocks() -> None:
     world = World()
     due, other = world.open(lease_seconds=5.0), world.open(lease_seconds=6.0)
     for session in (due, other):
@@ -124,7 +124,7 @@ def test_only_sessions_that_are_due_expire_and_the_others_keep_their_blocks() ->
     check_integrity(world.pool, [other])
 
 
-def test_expiries_are_remembered_for_so_many_sessions() -> None:
+def test_expiries_are_remembered_for_a_bounded_number_of_sessions() -> None:
     world = World()
     sessions = [world.open() for _ in range(REMEMBERED_ENDS + 1)]
     world.allocator.expire(10.0)
@@ -144,7 +144,7 @@ def test_sessions_belong_to_one_pool() -> None:
     assert elsewhere.blocks.usage == 0.0
 
 
-def test_a_description_counts_what_is_there() -> None:
+def test_a_description_counts_blocks_and_sessions() -> None:
     world = World(num_blocks=5)
     one, other = world.open(), world.open()
     world.admit(one, 1, "abc", 13)
@@ -157,7 +157,7 @@ def test_a_description_counts_what_is_there() -> None:
     assert (info.epoch, info.event_sequence, info.config) == (1, 3, world.pool.config)
 
 
-def test_a_description_stays_as_it_was() -> None:
+def test_a_description_is_a_snapshot() -> None:
     world = World()
     session = world.open()
     info = world.allocator.describe(world.pool)
@@ -165,7 +165,7 @@ def test_a_description_stays_as_it_was() -> None:
     assert info.prefix_cache.requests == 0
 
 
-def test_salted_schemes_differ_by_salt_alone_and_keep_the_length() -> None:
+def test_salted_schemes_depend_only_on_the_salt_and_keep_the_length() -> None:
     scheme = HashScheme("xxhash_cbor", none_hash=b"n" * 16)
     seeds = {salt: scheme.salted(salt).none_hash for salt in (b"", b"a", b"b")}
     assert seeds[b""] == scheme.none_hash
@@ -174,7 +174,7 @@ def test_salted_schemes_differ_by_salt_alone_and_keep_the_length() -> None:
     assert scheme.salted(b"a") == scheme.salted(b"a")
 
 
-def test_an_owners_key_finds_no_session_of_another() -> None:
+def test_a_key_of_one_owner_does_not_find_another_owners_session() -> None:
     allocator = Allocator()
     allocator.create_pool(config(), DRAWN)
 
@@ -188,7 +188,7 @@ def test_an_owners_key_finds_no_session_of_another() -> None:
     assert [allocator.owner(session_id) for session_id in ("1", "2", "3")] == [("m", "a"), ("m", "b"), None]
 
 
-def test_asking_for_the_owner_is_no_sign_of_life_and_no_secret_is_shown() -> None:
+def test_asking_for_the_owner_does_not_extend_the_lease_or_show_secrets() -> None:
     allocator = Allocator()
     pool, _ = allocator.create_pool(config(), DRAWN)
     _, session = allocator.open_session(

@@ -168,7 +168,7 @@ def session(world: World) -> Session:
 
 
 @pytest.mark.parametrize("case", BAD_STEPS)
-def test_a_bad_step_is_refused_whole(case: str, world: World, session: Session) -> None:
+def test_an_invalid_step_is_refused_as_a_whole(case: str, world: World, session: Session) -> None:
     kind, field, operations, columns = BAD_STEPS[case]
     before = world.snapshot()
     with pytest.raises(KvpoolError) as caught:
@@ -201,7 +201,7 @@ def test_a_step_out_of_sequence_is_refused(
     assert world.snapshot() == before
 
 
-def test_the_same_step_again_gets_the_same_answer_and_changes_nothing(world: World, session: Session) -> None:
+def test_a_step_sent_again_gets_the_same_result_and_changes_nothing(world: World, session: Session) -> None:
     step = Step(2, operations=[ALLOCATE], request_numbers=[1], num_new_tokens=[5])
     first = world.apply(session, step)
     before = world.snapshot()
@@ -211,7 +211,7 @@ def test_the_same_step_again_gets_the_same_answer_and_changes_nothing(world: Wor
     assert world.snapshot() == before
 
 
-def test_requests_are_their_sessions_own(world: World, session: Session) -> None:
+def test_a_session_cannot_name_requests_of_another_session(world: World, session: Session) -> None:
     other = world.open()
     before = world.snapshot()
     for operation in (FREE, Operation.PREEMPT, ALLOCATE, Operation.COMMON_PREFIX):

@@ -50,7 +50,7 @@ def salted(salt: str, content: str) -> bytes:
 # Rule 1: look it up, then lose it.
 
 
-def test_a_promise_that_still_holds_is_kept(world: World, one: Session, other: Session) -> None:
+def test_a_hit_that_is_still_cached_is_allocated(world: World, one: Session, other: Session) -> None:
     world.admit(one, 1, "abc", 13)
     world.run(one, Operation.FREE, executed=1, request_numbers=[1])
     promised = lookup(world, other, 1, "abc").block_ids
@@ -59,7 +59,9 @@ def test_a_promise_that_still_holds_is_kept(world: World, one: Session, other: S
     assert [world.pool.blocks.ref_cnt(BlockId(b)) for b in promised] == [1, 1, 1]
 
 
-def test_a_promise_that_was_evicted_whole_is_answered_with_no_hit(world: World, one: Session, other: Session) -> None:
+def test_a_hit_that_was_evicted_completely_is_answered_with_an_empty_hit(
+    world: World, one: Session, other: Session
+) -> None:
     world.admit(one, 1, "abc", 13)
     world.run(one, executed=1)
     promised = lookup(world, other, 1, "abc").block_ids
@@ -71,7 +73,7 @@ def test_a_promise_that_was_evicted_whole_is_answered_with_no_hit(world: World, 
     assert allocate(world, other, 1, []).outcomes == []
 
 
-def test_blocks_that_were_never_promised_are_not_given(world: World, one: Session, other: Session) -> None:
+def test_blocks_that_were_never_a_hit_are_not_allocated_as_one(world: World, one: Session, other: Session) -> None:
     world.admit(one, 1, "xyz", 13)
     world.run(one, executed=1)
     lookup(world, other, 1, "abc")
@@ -80,9 +82,7 @@ def test_blocks_that_were_never_promised_are_not_given(world: World, one: Sessio
     assert [world.pool.blocks.ref_cnt(BlockId(b)) for b in (1, 2, 3, 4, 9)] == [1, 1, 1, 1, 0]
 
 
-def test_a_pending_block_of_another_session_cannot_be_named_into_a_hit(
-    world: World, one: Session, other: Session
-) -> None:
+def test_a_pending_block_of_another_session_cannot_be_part_of_a_hit(world: World, one: Session, other: Session) -> None:
     world.admit(one, 1, "abc", 13)
     lookup(world, other, 1, "abc")
     assert allocate(world, other, 1, [1, 2, 3]).outcomes == [Outcome.HIT_CHANGED]
@@ -90,7 +90,7 @@ def test_a_pending_block_of_another_session_cannot_be_named_into_a_hit(
     assert allocate(world, other, 1, [1, 2, 3]).outcomes == []
 
 
-def test_a_changed_hit_stops_nobody_behind_it(world: World, one: Session, other: Session) -> None:
+def test_a_changed_hit_does_not_stop_later_operations(world: World, one: Session, other: Session) -> None:
     world.admit(one, 1, "abc", 13)
     lookup(world, other, 1, "abc")
     result = world.run(
@@ -100,7 +100,7 @@ def test_a_changed_hit_stops_nobody_behind_it(world: World, one: Session, other:
     assert (result.outcomes, result.num_new_blocks) == ([Outcome.HIT_CHANGED, 0, 0], [0, 0, 1])
 
 
-def test_looking_up_and_allocating_in_one_admission_needs_no_promise(world: World, one: Session) -> None:
+def test_an_admission_needs_no_earlier_look_up(world: World, one: Session) -> None:
     world.admit(one, 1, "abc", 13)
     lookup(world, one, 2, "abc")
     world.run(one, Operation.EVICT, num_block_ids=[1], block_ids=[3])
@@ -127,28 +127,26 @@ def test_a_block_filled_by_two_steps_waits_for_the_second(world: World, one: Ses
     assert lookup(world, other, 2, "a").num_hit_tokens == [0, 4]
 
 
-def test_a_freed_block_is_still_its_writers_alone(world: World, one: Session, other: Session) -> None:
+def test_a_freed_pending_block_stays_hidden_from_other_sessions(world: World, one: Session, other: Session) -> None:
     world.admit(one, 1, "abc", 13)
     world.free(one, 1)
     assert lookup(world, other, 1, "abc").num_hit_tokens == []
     assert lookup(world, one, 2, "abc").num_hit_tokens == [0, 12]
 
 
-def test_another_session_may_take_a_pending_block_for_something_else(
-    world: World, one: Session, other: Session
-) -> None:
+def test_another_session_can_allocate_a_free_pending_block(world: World, one: Session, other: Session) -> None:
     world.admit(one, 1, "a", 4)
     world.run(one, Operation.FREE, request_numbers=[1])
     world.run(other, ADD, ADMIT, request_numbers=[1, 1], num_appended_tokens=[76, 0],
               block_hashes=block_hashes("x" * 19, 19), request_ids=["r1"])  # all blocks there are  # fmt: skip
     world.run(one, executed=2)
-    assert world.pool.blocks.prefix_map.unpublished_by(other.session_number) != []
+    assert world.pool.blocks.prefix_map.unpublished_blocks(other.session_number) != []
     assert lookup(world, one, 2, "xx").num_hit_tokens == []
     assert lookup(world, one, 3, "a").num_hit_tokens == []
     check_integrity(world.pool, world.sessions())
 
 
-def test_a_pending_block_may_be_evicted_by_anyone(world: World, one: Session, other: Session) -> None:
+def test_any_session_can_evict_a_pending_block(world: World, one: Session, other: Session) -> None:
     world.admit(one, 1, "abc", 13)
     world.run(other, Operation.EVICT, num_block_ids=[1], block_ids=[2])
     world.run(one, executed=1)
@@ -156,7 +154,7 @@ def test_a_pending_block_may_be_evicted_by_anyone(world: World, one: Session, ot
     check_integrity(world.pool, world.sessions())
 
 
-def test_a_session_that_dies_leaves_what_it_published(world: World, one: Session, other: Session) -> None:
+def test_published_blocks_outlive_their_session(world: World, one: Session, other: Session) -> None:
     world.admit(one, 1, "abc", 13)
     world.admit(one, 2, "abcxy", 21, executed=1)
     world.allocator.expire(10.0)
@@ -166,7 +164,7 @@ def test_a_session_that_dies_leaves_what_it_published(world: World, one: Session
     check_integrity(world.pool, world.sessions())
 
 
-def test_what_a_dead_session_shared_stays_with_those_who_hold_it(world: World, one: Session, other: Session) -> None:
+def test_shared_blocks_of_an_ended_session_stay_with_their_holders(world: World, one: Session, other: Session) -> None:
     world.admit(one, 1, "abc", 13)
     world.run(one, executed=1)
     world.admit(other, 1, "abc", 13)
@@ -178,7 +176,7 @@ def test_what_a_dead_session_shared_stays_with_those_who_hold_it(world: World, o
 # Rule 4: salted apart.
 
 
-def test_sessions_share_only_what_they_salt_alike(world: World, one: Session, other: Session) -> None:
+def test_sessions_share_only_blocks_with_the_same_salt(world: World, one: Session, other: Session) -> None:
     def admit(session: Session, number: int, salt: str) -> list[int]:
         return world.run(
             session, ADD, ADMIT, request_numbers=[number] * 2, num_appended_tokens=[13, 0],
@@ -194,7 +192,7 @@ def test_sessions_share_only_what_they_salt_alike(world: World, one: Session, ot
 # Rule 5: turns.
 
 
-def test_a_refusal_to_one_session_holds_nobody_else_up(one: Session, world: World) -> None:
+def test_a_refusal_to_one_session_does_not_block_others(one: Session, world: World) -> None:
     other = world.open()
     assert world.admit(one, 1, "a" * 20, 80).outcomes == [0, Outcome.NO_BLOCKS]
     assert world.admit(other, 1, "abc", 13).outcomes == []

@@ -20,7 +20,7 @@ def test_the_rate_covers_the_last_thousand_look_ups() -> None:
     assert recent.rate == 0.0
 
 
-def test_preempted_requests_are_counted_apart() -> None:
+def test_look_ups_of_preempted_requests_are_counted_separately() -> None:
     world = World()
     session = world.open()
     world.admit(session, 1, "abc", 13)
@@ -32,7 +32,7 @@ def test_preempted_requests_are_counted_apart() -> None:
     assert world.pool.recent_hit_rate.rate == 0.0
 
 
-def test_an_admission_counts_once_it_succeeds() -> None:
+def test_an_admission_counts_its_look_up_only_if_it_succeeds() -> None:
     world = World(num_blocks=4)
     session = world.open()
     world.admit(session, 1, "abc", 9)
@@ -40,7 +40,7 @@ def test_an_admission_counts_once_it_succeeds() -> None:
     assert world.pool.stats.requests == 1
 
 
-def test_a_peek_is_not_counted() -> None:
+def test_an_uncounted_look_up_changes_no_counter() -> None:
     world = World()
     session = world.open()
     result = world.run(
@@ -51,7 +51,7 @@ def test_a_peek_is_not_counted() -> None:
     assert world.pool.stats.requests == 0
 
 
-def test_hits_of_anothers_blocks_are_told_apart() -> None:
+def test_hits_on_blocks_of_another_session_are_counted_separately() -> None:
     world = World()
     one, other = world.open(), world.open()
     world.admit(one, 1, "abc", 13)

@@ -1,4 +1,4 @@
-"""From a plan to steps, as docs/reference/tensors.md has it: what is written by slots is read back through block tables."""
+"""From a plan to steps: what is written by slots is read back through block tables. See docs/reference/tensors.md."""
 
 from dataclasses import dataclass
 

@@ -110,7 +110,7 @@ def greedy(prompt: Sequence[int], count: int) -> list[int]:
 
 @pytest.mark.parametrize("mix", MIXES)
 @pytest.mark.parametrize("seed", range(8))
-def test_all_that_is_read_was_computed(mix: str, seed: int) -> None:
+def test_executors_read_only_computed_tokens(mix: str, seed: int) -> None:
     source = random.Random(seed)  # noqa: S311 - a workload
     prefix = [source.randrange(5) for _ in range(16)]
     works = Works(
@@ -127,7 +127,7 @@ def test_all_that_is_read_was_computed(mix: str, seed: int) -> None:
     assert sum(len(released) for _, released in executor.rounds) == counts.requests + counts.preemptions
 
 
-def test_a_preempted_request_got_no_room_in_the_same_round() -> None:
+def test_a_preempted_request_got_no_slots_in_the_same_round() -> None:
     """In one round `a` finds no block, and `b`, behind it, could fill its last block without one.
 
     If it did, and was preempted then, `c` would hit blocks that nothing computed.

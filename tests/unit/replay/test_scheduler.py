@@ -52,7 +52,7 @@ def make_pool(client: Client, num_blocks: int, specs: Sequence[KVCacheSpec] = (F
 
 @pytest.mark.parametrize("mix", MIXES)
 @pytest.mark.parametrize("preempts", [False, True])
-def test_plays_all_with_and_without_preemption(mix: str, preempts: bool) -> None:  # noqa: FBT001
+def test_plays_all_requests_with_and_without_preemption(mix: str, preempts: bool) -> None:  # noqa: FBT001
     num_blocks = {"full": 20, "windows": 54, "chunks": 34, "states": 34, "sinks": 30}[mix] if preempts else 1000
     works = [Work(f"r{i}", [i] * 20, 30) for i in range(6)]
     with connect("embedded:") as client:
@@ -66,7 +66,7 @@ def test_plays_all_with_and_without_preemption(mix: str, preempts: bool) -> None
     assert (info.free_blocks, info.requests) == (num_blocks - 1 - info.sink_blocks, 0)
 
 
-def test_rejects_what_can_never_fit() -> None:
+def test_rejects_requests_that_are_too_large_for_the_pool() -> None:
     with connect("embedded:") as client:
         make_pool(client, 10)
         with client.open_session("p") as session:
@@ -75,7 +75,7 @@ def test_rejects_what_can_never_fit() -> None:
     assert (counts.rejected_requests, counts.requests) == (1, 1)
 
 
-def test_what_fits_a_mix_is_counted_over_all_groups() -> None:
+def test_the_blocks_of_all_groups_count_for_the_size_of_a_request() -> None:
     with connect("embedded:") as client:
         make_pool(client, 12, MIXES["windows"])  # 11 to give; 12 tokens take 3 blocks in each of four groups
         with client.open_session("p") as session:
@@ -92,7 +92,7 @@ def test_what_fits_a_mix_is_counted_over_all_groups() -> None:
         ([MambaSpec(4, num_speculative_blocks=1)], 6),
     ],
 )
-def test_what_just_fits_is_played(specs: list[KVCacheSpec], num_blocks: int) -> None:
+def test_a_request_that_just_fits_is_played(specs: list[KVCacheSpec], num_blocks: int) -> None:
     with connect("embedded:") as client:
         make_pool(client, num_blocks, specs)
         with client.open_session("p") as session:
@@ -108,7 +108,7 @@ def test_requests_without_output_are_prefilled_only() -> None:
     assert (counts.requests, counts.output_tokens, counts.steps) == (1, 0, 7)  # six rounds of prefill, one to free
 
 
-def test_later_turns_hit_the_turns_before() -> None:
+def test_later_turns_hit_earlier_turns() -> None:
     with connect("embedded:") as client:
         make_pool(client, 5000)
         with client.open_session("p") as session:

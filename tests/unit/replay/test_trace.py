@@ -41,7 +41,7 @@ BAD_LINES = {
 
 
 @pytest.mark.parametrize("case", BAD_LINES)
-def test_names_the_line_that_is_bad(case: str, tmp_path: Path) -> None:
+def test_errors_name_the_bad_line(case: str, tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
     path.write_text("\n".join([line(), line(), BAD_LINES[case], line()]) + "\n")
     with pytest.raises(TraceError, match="line 3: ") as caught:
@@ -50,7 +50,7 @@ def test_names_the_line_that_is_bad(case: str, tmp_path: Path) -> None:
         assert case.split(maxsplit=1)[0] in str(caught.value)
 
 
-def test_names_the_line_where_a_compressed_file_ends_early(tmp_path: Path) -> None:
+def test_errors_name_the_line_where_a_compressed_file_is_truncated(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl.gz"
     whole = gzip.compress("\n".join(line(hash_ids=[i, 2**31 - i]) for i in range(2000)).encode())
     path.write_bytes(whole[: len(whole) // 2])
@@ -74,7 +74,7 @@ def test_an_empty_or_missing_file_is_refused(tmp_path: Path) -> None:
         read_trace(path)
 
 
-def test_reads_plain_and_compressed_alike_and_stops_at_the_limit(tmp_path: Path) -> None:
+def test_reads_plain_and_compressed_traces_up_to_the_limit(tmp_path: Path) -> None:
     text = "\n".join([line(), line(hash_ids=[1, 3])])
     plain, packed = tmp_path / "t.jsonl", tmp_path / "t.jsonl.gz"
     plain.write_text(text)

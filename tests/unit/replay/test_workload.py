@@ -29,7 +29,7 @@ def trace(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_turn_holds_all_that_was_said_before() -> None:
+def test_a_turn_contains_all_earlier_turns() -> None:
     turns = played(ChatShare(1, 0, num_conversations=1, num_turns=4))
     assert len(turns) == 4
     for earlier, later in pairwise(turns):
@@ -37,7 +37,7 @@ def test_a_turn_holds_all_that_was_said_before() -> None:
         assert later.token_ids[len(earlier.token_ids) :][: earlier.output_length] == [7] * earlier.output_length
 
 
-def test_seed_and_share_make_the_chats_and_the_seed_alone_what_they_begin_with() -> None:
+def test_chats_depend_on_seed_and_share_and_system_prompts_on_the_seed() -> None:
     def first_turns(seed: int, index: int) -> list[list[int]]:
         return [work.token_ids for work in ChatShare(seed, index, 40, 1).start()]
 
@@ -49,20 +49,20 @@ def test_seed_and_share_make_the_chats_and_the_seed_alone_what_they_begin_with()
 
 
 @pytest.mark.parametrize("num_rounds", [1, 3])
-def test_conversations_follow_each_other_and_none_is_played_twice(num_rounds: int) -> None:
+def test_conversations_follow_each_other_without_repetition(num_rounds: int) -> None:
     done = played(ChatShare(1, 0, num_conversations=2, num_turns=3, num_rounds=num_rounds))
     assert len({work.work_id for work in done}) == len(done) == 2 * 3 * num_rounds
     assert len({tuple(work.token_ids) for work in done}) == len(done)
 
 
-def test_a_trace_is_dealt_out_and_played_again_as_it_is(trace: Path) -> None:
+def test_a_trace_is_split_round_robin_and_repeated_unchanged(trace: Path) -> None:
     done = played(TraceShare(trace, None, index=1, of=2, num_rounds=3))
     assert [len(work.token_ids) for work in done] == [601, 603] * 3
     assert len({work.work_id for work in done}) == 6
 
 
 @pytest.mark.parametrize("is_chat", [True, False])
-def test_for_ever_has_no_end(is_chat: bool, trace: Path) -> None:  # noqa: FBT001
+def test_unlimited_rounds_do_not_end(is_chat: bool, trace: Path) -> None:  # noqa: FBT001
     workload: Workload = ChatShare(1, 0, 2, 3, None) if is_chat else TraceShare(trace, None, 0, 1, None)
     done = played(workload, most=200)
     assert len({work.work_id for work in done}) == len(done) == 200

@@ -24,7 +24,7 @@ def world() -> World:
 
 
 def cook_hash_of_nobody(pool: KVCacheManager, _: Session) -> None:
-    pool.blocks.cache(GroupId(0), [BlockId(4)], [BlockHash(b"h")], SessionNumber(99), StepNumber(1))
+    pool.blocks.cache_full_blocks(GroupId(0), [BlockId(4)], [BlockHash(b"h")], SessionNumber(99), StepNumber(1))
 
 
 def cook_computed_without_room(pool: KVCacheManager, session: Session) -> None:
@@ -56,8 +56,8 @@ def cook_cached_blocks(pool: KVCacheManager, _: Session) -> None:
 COOKED: dict[str, tuple[Cook, str]] = {
     "held by no table": (lambda pool, _: pool.blocks.touch([BlockId(7)]), "free"),
     "counted twice": (lambda pool, _: pool.blocks.touch([BlockId(1)]), "block 1: ref_cnt 2, in 1 tables"),
-    "leaked": (lambda pool, _: pool.blocks.take(1), "free"),
-    "freed under a table": (lambda pool, _: pool.blocks.release([BlockId(4)]), "free"),
+    "leaked": (lambda pool, _: pool.blocks.get_new_blocks(1), "free"),
+    "freed under a table": (lambda pool, _: pool.blocks.free_blocks([BlockId(4)]), "free"),
     "free though held": (lambda pool, _: pool.blocks.free_list.append([BlockId(2)]), "free"),
     "cached by nobody": (cook_hash_of_nobody, "pending"),
     "computed without room": (cook_computed_without_room, "computed what has no room"),

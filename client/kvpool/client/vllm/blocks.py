@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import NamedTuple, NoReturn
 
-from kvpool.core.blocks.kv_cache_manager import ComputedBlocks
+from kvpool.core.blocks.prefix_search import ComputedBlocks
 from kvpool.core.ids import NULL_BLOCK, BlockHash
 
 

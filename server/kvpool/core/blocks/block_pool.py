@@ -1,34 +1,68 @@
-"""The blocks of a pool: which are free, who counts on which, and what each holds.
+"""The blocks of a pool: which are free, how many tables contain each, and what each holds.
 
 1. free + held = num_blocks - 1; the null block is neither.
-2. ref_cnt of a block is the number of block tables that it stands in, 1 for a sink; it is free exactly when it is 0.
-   See `FreeList`.
-3. A free block keeps its hash, and so can be hit, until it is taken for something else.
+2. ref_cnt of a block is the number of block tables that contain it, 1 for a sink. A block is free exactly when its
+   ref_cnt is 0. See `FreeList`.
+3. A free block keeps its hash, and so can be hit, until the block is allocated again.
+4. A block has contents exactly when it has a hash, in a pool that makes events.
 """
 
 from collections.abc import Iterable, Sequence
 
 from kvpool.core import ids
 from kvpool.core.block_lifetimes import BlockLifetimes
-from kvpool.core.blocks.block_contents import BlockContents
 from kvpool.core.blocks.free_list import FreeList
 from kvpool.core.blocks.prefix_map import PrefixMap
-from kvpool.core.events import AllBlocksCleared, BlockEvent, BlockRemoved, BlockStored
+from kvpool.core.events import TOKEN_ID_BYTES, AllBlocksCleared, BlockEvent, BlockRemoved, BlockStored
 from kvpool.core.ids import BlockHash, BlockId, GroupId, SessionNumber
 from kvpool.core.specs.pool_config import PoolConfig, ReuseOrder
 from kvpool.core.statistics import GroupCounters
 
+# Parent's hash, token ids as bytes, LoRA name. The garbage collector does not track plain tuples of atoms.
+_Contents = tuple[BlockHash | None, bytes, str | None]
+
+
+class BlockContents:
+    """Parent hash, token ids and LoRA name that each cached block was stored with, in a column by block id."""
+
+    __slots__ = ("_contents",)
+
+    def __init__(self, num_blocks: int) -> None:
+        self._contents: list[_Contents | None] = [None] * num_blocks
+
+    def put(self, block_ids: Sequence[BlockId], stored: BlockStored) -> None:
+        """Stores the contents of a run of blocks that was cached. O(tokens)."""
+        packed, size_bytes = stored.token_ids.tobytes(), stored.block_size * TOKEN_ID_BYTES
+        parent, lora_name = stored.parent_block_hash, stored.lora_name
+        at = 0
+        for block_id, block_hash in zip(block_ids, stored.block_hashes, strict=True):
+            self._contents[block_id] = (parent, packed[at : at + size_bytes], lora_name)
+            at += size_bytes
+            parent = block_hash
+
+    def get(self, block_id: BlockId) -> _Contents | None:
+        """Contents that a block was stored with; None if it has no hash."""
+        return self._contents[block_id]
+
+    def drop(self, block_id: BlockId) -> None:
+        """Removes the contents of a block that lost its hash."""
+        self._contents[block_id] = None
+
+    def clear(self) -> None:
+        """Removes all contents. O(num_blocks)."""
+        self._contents = [None] * len(self._contents)
+
 
 class BlockPool:
-    """Columns over all blocks, and what is done with them.
+    """Columns over all blocks, and the operations on them.
 
     Attributes:
-        num_evicted: Cached blocks that were given up to make room, since the start.
-        group_counters: What is counted of each group; kept by its manager, but for evictions.
-        block_lifetimes: How long blocks keep what they hold; None if that is not sampled.
-        free_list: The free blocks. Read it; change it through this class.
-        prefix_map: The cached blocks. Read it; change it through this class.
-        contents: What the cached blocks were stored with; None if the pool makes no events. Read it likewise.
+        num_evicted: Cached blocks that were evicted by allocations, since the pool was created.
+        group_counters: Counters of each group; each group's manager maintains them, except evictions.
+        block_lifetimes: Sampled lifetimes of blocks; None if lifetimes are not sampled.
+        free_list: The free blocks. Read-only; change it through this class.
+        prefix_map: The cached blocks. Read-only; change it through this class.
+        contents: Contents of the cached blocks; None if the pool makes no events. Read-only.
     """
 
     __slots__ = (
@@ -49,46 +83,49 @@ class BlockPool:
         self.num_evicted = 0
         self.group_counters = [GroupCounters() for _ in config.groups]
         self.block_lifetimes = block_lifetimes
-        self._bare: set[BlockId] = set()  # blocks that lost their hash while they were held
+        self._bare: set[BlockId] = set()  # held blocks that lost their hash
         self._uncached_first = config.reuse_order is ReuseOrder.UNCACHED_FIRST
         self.contents = BlockContents(config.num_blocks) if config.makes_events else None
         self._events: list[BlockEvent] = []
 
-    def follow(self, before: "BlockPool") -> None:
-        """Goes on counting where a pool ended whose blocks are all gone, and tells that they are."""
+    def continue_from(self, before: "BlockPool") -> None:
+        """Continues the counters and events of a pool whose blocks are gone.
+
+        Records an event that clears all blocks.
+        """
         self.num_evicted = before.num_evicted
         if len(self.group_counters) == len(before.group_counters):
             for mine, theirs in zip(self.group_counters, before.group_counters, strict=True):
                 mine.allocated_blocks += theirs.allocated_blocks
                 mine.evicted_blocks = theirs.evicted_blocks
         if self.block_lifetimes:
-            self.block_lifetimes.forget()
+            self.block_lifetimes.clear()
         self._events = before.take_events()
         self._record(AllBlocksCleared())
 
     @property
     def num_blocks(self) -> int:
-        """Blocks, the null block included."""
+        """Number of blocks, the null block included."""
         return self.free_list.num_blocks
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks that can be taken, cached ones included."""
+        """Number of blocks that can be taken, cached ones included."""
         return self.free_list.num_free
 
     @property
     def usage(self) -> float:
-        """Fraction of the blocks, the null block apart, that are not free."""
+        """Fraction of the blocks that are not free, without the null block."""
         return 1.0 - len(self.free_list) / (self.num_blocks - 1)
 
     def ref_cnt(self, block_id: BlockId) -> int:
-        """Number of block tables that the block stands in."""
+        """Number of block tables that contain the block."""
         return self.free_list.ref_cnt(block_id)
 
-    def take(self, count: int) -> list[BlockId]:
-        """Takes the next `count` free blocks, evicting what they held. The caller has checked that they are there."""
+    def get_new_blocks(self, count: int) -> list[BlockId]:
+        """Takes the next `count` free blocks and evicts their contents. The caller has checked that enough are free."""
         taken = self.free_list.take(count)
-        is_bare = count == 1 and self.prefix_map.hash_of(taken[0]) is None  # as decodes take them
+        is_bare = count == 1 and self.prefix_map.block_hash(taken[0]) is None  # the usual case of a decode
         cached = () if is_bare else self.prefix_map.hashed_among(taken)
         if cached:
             self.num_evicted += len(cached)
@@ -96,25 +133,25 @@ class BlockPool:
                 counters.evicted_blocks += num_evicted
             self._forget(cached)
         if self.block_lifetimes:
-            self.block_lifetimes.taken(taken)
+            self.block_lifetimes.record_taken(taken)
         return taken
 
     def touch(self, block_ids: Sequence[BlockId]) -> int:
-        """Counts one more table for each block, free ones leaving the free list; returns how many did."""
+        """Adds one reference to each block, and removes free ones from the free list; returns how many were free."""
         num_freed = self.free_list.hold(block_ids)
         if self.block_lifetimes:
-            self.block_lifetimes.accessed(block_ids)
+            self.block_lifetimes.record_accessed(block_ids)
         return num_freed
 
-    def release(self, block_ids: Sequence[BlockId], num_uncached: int | None = None) -> int:
-        """Counts one table less for each block. Those that no table counts on become free, in this order.
+    def free_blocks(self, block_ids: Sequence[BlockId], num_uncached: int | None = None) -> int:
+        """Removes one reference from each block. Blocks without references become free, in this order.
 
         Args:
-            block_ids: The blocks of a table, from its end.
-            num_uncached: How many of the first were never cached, the others having been; None if that is not known.
+            block_ids: The blocks of a table, last block first.
+            num_uncached: Number of first blocks that were never cached, if all others were; None if unknown.
 
         Returns:
-            How many became free.
+            Number of blocks that became free.
         """
         free_list = self.free_list
         freed = free_list.drop(block_ids)
@@ -133,7 +170,7 @@ class BlockPool:
             self._bare.difference_update(freed)
         return len(freed)
 
-    def cache(
+    def cache_full_blocks(
         self,
         group_id: GroupId,
         block_ids: Sequence[BlockId],
@@ -141,26 +178,26 @@ class BlockPool:
         session_number: SessionNumber,
         sequence: ids.StepNumber,
     ) -> None:
-        """Gives held blocks without a hash their hashes."""
+        """Assigns hashes to held blocks that have none."""
         self.prefix_map.insert(group_id, block_ids, hashes, session_number, sequence)
 
-    def evict(self, block_ids: Iterable[BlockId]) -> None:
-        """Takes the hashes of these blocks away, of those that have one."""
+    def evict_blocks(self, block_ids: Iterable[BlockId]) -> None:
+        """Removes the hashes of those blocks that have one."""
         cached = self.prefix_map.hashed_among(dict.fromkeys(block_ids))
         self._bare.update(block_id for block_id in cached if self.free_list.ref_cnt(block_id))
         self._forget(cached)
 
     def _forget(self, cached: Sequence[BlockId]) -> None:
         if self.block_lifetimes:
-            self.block_lifetimes.evicted(cached)
+            self.block_lifetimes.record_evicted(cached)
         if self.contents:
             for block_id in cached:
                 self._drop_contents(block_id, self.contents)
         else:
             self.prefix_map.remove_all(cached)
 
-    def reset(self) -> bool:
-        """Takes all hashes away if every block is free; returns whether it did. O(num_blocks).
+    def reset_prefix_cache(self) -> bool:
+        """Removes all hashes if every block is free; returns whether it did. O(num_blocks).
 
         Sinks are never free, so a pool with sinks is never reset, as in the reference.
         """
@@ -168,14 +205,14 @@ class BlockPool:
             return False
         self.prefix_map.clear()
         if self.block_lifetimes:
-            self.block_lifetimes.forget()
+            self.block_lifetimes.clear()
         if self.contents:
             self.contents.clear()
         self._record(AllBlocksCleared())
         return True
 
     def record_stored(self, block_ids: Sequence[BlockId], event: BlockStored) -> None:
-        """Keeps what cached blocks hold, for those who ask for all of it, and the event for `take_events`."""
+        """Records the contents of cached blocks, and the event for `take_events`."""
         if self.contents:
             self.contents.put(block_ids, event)
             self._events.append(event)
@@ -186,7 +223,7 @@ class BlockPool:
         return events
 
     def _drop_contents(self, block_id: BlockId, contents: BlockContents) -> None:
-        group_id = self.prefix_map.group_of(block_id)
+        group_id = self.prefix_map.group_id(block_id)
         block_hash = self.prefix_map.remove(block_id)
         contents.drop(block_id)
         self._events.append(BlockRemoved(block_hash, group_id, self.prefix_map.num_copies(group_id, block_hash)))

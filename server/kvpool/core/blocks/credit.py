@@ -1,7 +1,8 @@
-"""Room that a request can take without any change of its pool: what most decodes do.
+"""Credit: the number of tokens that a request can compute without any change of its pool, as most decodes do.
 
-Between two blocks a decode takes a slot of a block that the request holds, fills no block and leaves none behind a
-window. Whoever knows the request's tables can answer it: the pool at once, or the session from its own copy.
+Most decodes take a slot in a block that the request already holds. They fill no block and leave none behind a window.
+Any process that knows the request's tables can answer such a decode: the pool without an allocation, or the session
+from its own copy of the tables.
 """
 
 from dataclasses import dataclass
@@ -17,16 +18,16 @@ _UNBOUND_TOKENS: Final = 2 * MAX_TOKENS
 
 @dataclass(frozen=True, slots=True)
 class Credit:
-    """The rule for one group.
+    """The credit rule of one group.
 
     Attributes:
         group_id: The group.
-        spec: How its blocks are given.
-        span_tokens: Tokens that a block covers.
-        num_extra_blocks: Blocks of a table beyond those of its tokens.
-        caches: Whether blocks that become full are cached.
+        spec: Spec that determines how blocks are allocated.
+        span_tokens: Tokens per block.
+        num_extra_blocks: Blocks of a table in addition to those of its tokens.
+        caches: Whether full blocks are cached.
         skips: Whether blocks fall behind a window.
-        has_slots: Whether a request's tokens take room in its blocks; those of an encoder do not.
+        has_slots: Whether a request's tokens occupy slots in its blocks. An encoder's tokens do not.
     """
 
     group_id: GroupId
@@ -38,8 +39,8 @@ class Credit:
     has_slots: bool
 
     @classmethod
-    def of(cls, config: PoolConfig, group_id: GroupId) -> "Credit":
-        """The rule for a group of a pool."""
+    def for_group(cls, config: PoolConfig, group_id: GroupId) -> "Credit":
+        """Returns the rule of a group."""
         spec = allocation_spec(config.groups[group_id].spec)
         return cls(
             group_id,
@@ -52,12 +53,12 @@ class Credit:
         )
 
     def num_tokens(self, num_blocks: int, num_cached_blocks: int, num_skipped_blocks: int) -> int:
-        """Up to how many computed tokens, look-ahead included, a request can go without a change of this group.
+        """Number of computed tokens, look-ahead included, that a request can reach without a change of this group.
 
         Args:
-            num_blocks: Blocks of its table, those skipped included.
-            num_cached_blocks: How many of the first are cached; if it is not known, fewer.
-            num_skipped_blocks: How many of the first stand null; if it is not known, fewer.
+            num_blocks: Blocks in the request's table, skipped ones included.
+            num_cached_blocks: Number of leading cached blocks, or a lower bound.
+            num_skipped_blocks: Number of leading null blocks, or a lower bound.
         """
         span = self.span_tokens
         bound = (num_blocks - self.num_extra_blocks) * span if self.has_slots else _UNBOUND_TOKENS
@@ -69,14 +70,16 @@ class Credit:
 
 
 def is_plain(config: PoolConfig) -> bool:
-    """Whether a pool has one group, whose blocks are kept and hold a slot a token, and no events."""
-    room = Credit.of(config, GroupId(0))
+    """Whether a pool has one group, which keeps its blocks and has a slot per token, and makes no events."""
+    room = Credit.for_group(config, GroupId(0))
     return len(config.groups) == 1 and room.has_slots and not room.skips and not config.makes_events
 
 
 def fills_on_credit(config: PoolConfig) -> bool:
-    """Whether a decode that fills a block need not ask: the next step caches the block, see `DeferredBlocks`.
+    """Whether a decode that fills a block needs no allocation call.
 
-    A block of one token is filled by the decode that needs it, which asks.
+    The next step caches the block, see `DeferredBlocks`.
+
+    With blocks of one token, each decode needs a new block and therefore an allocation call.
     """
     return config.enable_caching and config.hash_block_size > 1 and is_plain(config)

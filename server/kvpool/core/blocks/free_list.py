@@ -1,12 +1,13 @@
-"""How many tables each block stands in, and those in none, in the order in which they will be used again.
+"""Reference counts of all blocks, and the free blocks in the order of their next use.
 
-1. One column by block id: the number of tables that a block stands in, 1 for a sink; or, of a free block, 0 or less:
-   the number of its chunk, negated. The null block is in no table and no chunk.
-2. A chunk is a run of blocks that became free together, given back in one splice. Chunks are used in their order, and
-   blocks in their order in it. A block that is hit while it is free stays where it stands in its chunk, and is passed
-   over there: it is free in a chunk exactly when the column says so. A block stands once in a chunk.
-3. A chunk that few blocks are left in is made anew: it never keeps more ids than twice those that are free, and some.
-4. Every operation costs O(blocks named), spread over operations; none O(blocks in the pool).
+1. One column by block id. For a block in use it holds the number of tables that contain the block, 1 for a sink. For a
+   free block it holds the negated number of the block's chunk, 0 or less. The null block is in no table and no chunk.
+2. A chunk is a run of blocks that became free together and were returned in one splice. Chunks are used in their order,
+   and blocks in their order within a chunk. A free block that is hit stays in its chunk's list and is skipped there: a
+   block is free in a chunk exactly when the column says so. A block occurs once in a chunk.
+3. A chunk with few remaining blocks is rebuilt: a chunk never keeps more than twice as many ids as it has free blocks,
+   plus a small constant.
+4. Every operation costs amortized O(blocks named). No operation costs O(blocks in the pool).
 """
 
 from collections import OrderedDict
@@ -15,10 +16,10 @@ from typing import Final
 
 from kvpool.core.ids import BlockId
 
-MOST_EXTENDED_BLOCKS: Final = 2**15
-"""A chunk that has so many is extended no more: to make it anew would take milliseconds."""
+MAX_EXTENDED_BLOCKS: Final = 2**15
+"""A chunk of this many blocks is not extended further, because rebuilding it would take milliseconds."""
 _MANY_BLOCKS: Final = 64
-"""So many become a chunk of their own, uncopied: the 300 bytes of a chunk are little for each of them."""
+"""A run of this many blocks becomes a chunk of its own without a copy. The 300 bytes of a chunk are then negligible."""
 _SOME_BLOCKS: Final = 8
 
 
@@ -26,10 +27,10 @@ class Chunk:
     """A run of blocks that became free together.
 
     Attributes:
-        block_ids: Its blocks; from `at` on those that are free in it, in order, and those to be passed over. Only grows
-            at its end, or is replaced.
-        at: Blocks before were taken.
-        num_free: Blocks that are free in it.
+        block_ids: The blocks. From `at` on, blocks that are free in this chunk, in order, and blocks to be skipped. The
+            list only grows at its end, or is replaced.
+        at: Blocks before this index were taken.
+        num_free: Number of blocks that are free in this chunk.
     """
 
     __slots__ = ("at", "block_ids", "num_free")
@@ -41,11 +42,11 @@ class Chunk:
 
 
 class FreeList:
-    """Free blocks, from next used to last used, and the counts of the others. New: all but the null block, ascending.
+    """Free blocks, from next used to last used, and reference counts of the others. Initially all but the null block.
 
     Attributes:
-        num_free: Blocks in it.
-        num_shared: Blocks that stand in more than one table.
+        num_free: Number of free blocks.
+        num_shared: Number of blocks that are in more than one table.
     """
 
     __slots__ = ("_chunks", "_column", "_last_number", "_tail", "num_free", "num_shared")
@@ -55,7 +56,7 @@ class FreeList:
         self._chunks: OrderedDict[int, Chunk] = OrderedDict()
         self.num_free = num_blocks - 1
         if self.num_free:
-            self._chunks[0] = Chunk(range(1, num_blocks))  # type: ignore[arg-type]  # ids that nobody has asked for yet
+            self._chunks[0] = Chunk(range(1, num_blocks))  # type: ignore[arg-type]  # ids that were never allocated
         self._last_number = 0
         self._tail = -1  # the chunk at the end, if it may be extended
         self.num_shared = 0
@@ -70,20 +71,20 @@ class FreeList:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks, the null block included."""
+        """Number of blocks, the null block included."""
         return len(self._column)
 
     def ref_cnt(self, block_id: BlockId) -> int:
-        """Number of tables that the block stands in."""
+        """Number of tables that contain the block."""
         return max(self._column[block_id], 0)
 
     def num_free_among(self, block_ids: Iterable[BlockId]) -> int:
-        """How many of these blocks are free, each counted as often as it is named."""
+        """Number of free blocks among these; a block that occurs twice counts twice."""
         column = self._column
         return [column[block_id] <= 0 for block_id in block_ids].count(True)
 
     def take(self, count: int) -> list[BlockId]:
-        """Takes the next `count` blocks, each for one table; the caller has checked that there are so many."""
+        """Takes the next `count` blocks, each for one table. The caller has checked that enough are free."""
         column = self._column
         if count == 1:
             number, chunk = next(iter(self._chunks.items()))
@@ -114,7 +115,7 @@ class FreeList:
         return taken
 
     def hold(self, block_ids: Iterable[BlockId]) -> int:
-        """Counts one more table for each block, free ones leaving the list; returns how many did."""
+        """Adds one reference to each block, and removes free ones from the list; returns how many were free."""
         column = self._column
         gone: dict[int, int] = {}
         num_shared = 0
@@ -132,17 +133,17 @@ class FreeList:
             return 0
         for negated, num_gone in gone.items():
             self._leave(-negated, self._chunks[-negated], num_gone)
-            if -negated == self._tail:  # what comes back must not stand in it twice
+            if -negated == self._tail:  # a returned block must not occur in it twice
                 self._tail = -1
         num_held = sum(gone.values())
         self.num_free -= num_held
         return num_held
 
     def drop(self, block_ids: Sequence[BlockId]) -> Sequence[BlockId]:
-        """Counts one table less for each block.
+        """Removes one reference from each block.
 
         Returns:
-            Those that are in none any more, in their order; they must be given to `append` or `prepend` next.
+            The blocks without references, in order. The caller must pass them to `append` or `prepend` next.
         """
         if not self.num_shared:
             return block_ids
@@ -154,7 +155,7 @@ class FreeList:
         for block_id in block_ids:
             count = column[block_id] - 1
             column[block_id] = count
-            if count < 2:  # noqa: PLR2004 - shared no more
+            if count < 2:  # noqa: PLR2004 - no longer shared
                 if count:
                     num_shared += 1
                 else:
@@ -163,20 +164,20 @@ class FreeList:
         return dropped
 
     def append(self, block_ids: Sequence[BlockId]) -> None:
-        """Puts blocks that are in no table, nor in the list, last, in their order. Keeps a list that it is given."""
+        """Adds unreferenced blocks at the end, in order. Keeps a list that is passed, without copying it."""
         count = len(block_ids)
         if not count:
             return
         chunk = self._chunks.get(self._tail) if count < _MANY_BLOCKS else None
-        if chunk is not None and len(chunk.block_ids) < MOST_EXTENDED_BLOCKS:
-            chunk.block_ids += block_ids  # type: ignore[operator]  # a list, but for the first, which is no tail
+        if chunk is not None and len(chunk.block_ids) < MAX_EXTENDED_BLOCKS:
+            chunk.block_ids += block_ids  # type: ignore[operator]  # a list, except for the first chunk, which is never the tail
             chunk.num_free += count
         else:
             self._tail = self._add_chunk(block_ids)
         self._mark(self._tail, block_ids)
 
     def prepend(self, block_ids: Sequence[BlockId]) -> None:
-        """Puts blocks that are in no table, nor in the list, first, keeping their order."""
+        """Adds unreferenced blocks at the front, in order."""
         if not block_ids:
             return
         number = self._add_chunk(block_ids)
@@ -195,7 +196,7 @@ class FreeList:
         self.num_free += len(block_ids)
 
     def _leave(self, number: int, chunk: Chunk, num_gone: int) -> None:
-        """Counts blocks that are not free in a chunk any more."""
+        """Counts blocks that are no longer free in a chunk."""
         chunk.num_free -= num_gone
         if not chunk.num_free:
             del self._chunks[number]

@@ -1,12 +1,13 @@
-"""The manager of one group: gives, caches and frees the blocks of layers that share a block table.
+"""The manager of one group: allocates, caches and frees the blocks of layers that share a block table.
 
-1. Block i of a table holds tokens [i * span, (i + 1) * span), or stands null: no token that is still to come looks at
-   it. Nulls only lead: a table is `num_skipped` nulls, then blocks.
-2. How many lead when n tokens are computed is the spec's to say (`num_skipped_tokens`), rounded down to whole blocks.
-   It decides what a hit needs as well as what is freed behind a window, so a hit's nulls are those of its table.
-3. A table is freed from its last block to its first, so that what a prefix is reached through is evicted last.
-4. A group whose blocks cover several hash blocks finds a block by their hashes, joined.
-5. A full block has a hash, unless it was evicted, or `Retention` has no use for it.
+1. Block i of a table holds tokens [i * span, (i + 1) * span), or is null: no future token attends to it. Null blocks
+   only come first: a table is `num_skipped` null blocks, then blocks.
+2. The spec determines the number of leading null blocks when n tokens are computed (`num_skipped_tokens`, rounded down
+   to whole blocks). The same rule decides which blocks a hit needs and which blocks are freed behind a window. Hence
+   the null blocks of a hit are those of its table.
+3. A table is freed from its last block to its first, so that the blocks that lead to a prefix are evicted last.
+4. A group whose blocks cover several hash blocks finds a block by the concatenation of their hashes.
+5. A full block has a hash, unless it was evicted or `Retention` does not keep it.
 """
 
 from collections.abc import Iterable, Sequence
@@ -27,14 +28,15 @@ class GroupManager:
 
     Attributes:
         group_id: The group.
-        spec: How its blocks are given.
-        span_tokens: Tokens that a block covers, over all ranks of context parallelism.
-        num_eagle_blocks: Blocks beyond a hit that must be cached too, to be computed again: what EAGLE's draft wrote
-            into the last slot of a block depends on the token after it. Only kinds with a slot a token have any.
-        sink_blocks: Blocks set aside for sinks, held from the start to the end.
+        spec: Spec that determines how blocks are allocated.
+        span_tokens: Tokens per block, over all ranks of context parallelism.
+        num_eagle_blocks: Blocks after a hit that must be cached too, and are computed again. With EAGLE, the draft's
+            state in the last slot of a block depends on the token after it. Only kinds with a slot per token have such
+            blocks.
+        sink_blocks: Blocks reserved for sinks, held during the lifetime of the pool.
         joins_hashes: Whether a block covers several hash blocks.
-        counts_encoder_tokens: Whether its blocks hold what an encoder puts out, not the request's tokens.
-        credit: What a table has room for without a change of the pool.
+        counts_encoder_tokens: Whether the blocks hold the encoder's output instead of the request's tokens.
+        credit: Rule for the number of tokens that fit a table without a change of the pool.
     """
 
     def __init__(self, config: PoolConfig, group_id: GroupId, block_pool: BlockPool) -> None:
@@ -42,25 +44,25 @@ class GroupManager:
         self.spec = allocation_spec(config.groups[group_id].spec)
         self.span_tokens = config.span_tokens(group_id)
         self.num_eagle_blocks = int(config.use_eagle and self.spec.has_token_slots)
-        self.sink_blocks = block_pool.take(config.num_sink_blocks[group_id])
+        self.sink_blocks = block_pool.get_new_blocks(config.num_sink_blocks[group_id])
         self._counters = block_pool.group_counters[group_id]
         self._counters.used_blocks += len(self.sink_blocks)
         self._counters.allocated_blocks += len(self.sink_blocks)
-        self.credit = Credit.of(config, group_id)
+        self.credit = Credit.for_group(config, group_id)
         self._hashes_per_block = self.span_tokens // config.hash_block_size
         self.joins_hashes = self._hashes_per_block > 1
-        self._retention = Retention.of(config, group_id)
+        self._retention = Retention.for_group(config, group_id)
         self._num_extra_blocks = num_draft_blocks(self.spec)
         self.counts_encoder_tokens = isinstance(self.spec, CrossAttentionSpec)
         self._pool = block_pool
         self._makes_events = config.makes_events
 
     def num_skipped_blocks(self, num_computed_tokens: int) -> int:
-        """Leading blocks that nothing looks at once `num_computed_tokens` tokens are computed."""
+        """Number of leading blocks that no token attends to once `num_computed_tokens` tokens are computed."""
         return self.spec.num_skipped_tokens(num_computed_tokens) // self.span_tokens
 
     def hashes(self, request: Request) -> Sequence[BlockHash]:
-        """The request's hashes, one for each of this group's full blocks. O(new hashes)."""
+        """Returns the request's hashes, one per full block of this group. O(new hashes)."""
         per_block = self._hashes_per_block
         if per_block == 1:
             return request.hashes
@@ -71,28 +73,28 @@ class GroupManager:
         return joined
 
     def num_hashes_to_join(self, request: Request) -> int:
-        """Hashes of the request that `hashes` has yet to join."""
+        """Number of the request's hashes that `hashes` has yet to join."""
         joined = request.joined_hashes.get(self._hashes_per_block, ())
         return len(request.hashes) - len(joined) * self._hashes_per_block
 
-    def still_holds(self, promised: Sequence[BlockId], request: Request) -> bool:
-        """Whether every promised block still has the hash it was promised for, visible to the request's session.
+    def is_still_cached(self, block_ids: Sequence[BlockId], request: Request) -> bool:
+        """Whether every block of an earlier hit still has its hash and is visible to the request's session.
 
-        Nulls lead in what was promised.
+        The null blocks of the hit come first.
         """
-        hashes, first, end = self.hashes(request), promised.count(NULL_BLOCK), len(promised)
+        hashes, first, end = self.hashes(request), block_ids.count(NULL_BLOCK), len(block_ids)
         return end <= len(hashes) and self._pool.prefix_map.holds_all(
-            self.group_id, hashes[first:end], promised[first:], request.session_number
+            self.group_id, hashes[first:end], block_ids[first:], request.session_number
         )
 
-    def num_missing(self, table: BlockTable, num_tokens: int, num_encoder_tokens: int) -> int:
-        """Blocks that the table lacks for `num_tokens` tokens; not positive if it lacks none."""
+    def num_missing_blocks(self, table: BlockTable, num_tokens: int, num_encoder_tokens: int) -> int:
+        """Number of blocks that the table lacks for `num_tokens` tokens; zero or negative if it lacks none."""
         if self.counts_encoder_tokens:
             num_tokens = num_encoder_tokens
         return -(-num_tokens // self.span_tokens) + self._num_extra_blocks - len(table.block_ids)
 
-    def adopt(self, table: BlockTable, computed: Sequence[BlockId]) -> None:
-        """Puts a hit's blocks into an empty table."""
+    def add_hit_blocks(self, table: BlockTable, computed: Sequence[BlockId]) -> None:
+        """Adds the blocks of a hit to an empty table."""
         table.block_ids.extend(computed)
         table.num_cached = len(computed)
         if not self.spec.keeps_all:
@@ -100,42 +102,52 @@ class GroupManager:
             computed = computed[table.num_skipped :]
         self._counters.used_blocks += self._pool.touch(computed)
 
-    def allocate(self, table: BlockTable, count: int) -> list[BlockId]:
-        """Gives the table `count` new blocks, at least 1; returns them. The caller has checked for room."""
-        new = self.take(count)
+    def allocate_new_blocks(self, table: BlockTable, count: int) -> list[BlockId]:
+        """Adds `count` new blocks, at least 1, to the table, and returns them.
+
+        The caller has checked that enough are free.
+        """
+        new = self.get_new_blocks(count)
         table.block_ids.extend(new)
         return new
 
-    def take(self, count: int) -> list[BlockId]:
-        """Takes `count` blocks, at least 1, for the caller to put into tables. It has checked for room."""
-        new = self._pool.take(count)
+    def get_new_blocks(self, count: int) -> list[BlockId]:
+        """Takes `count` blocks, at least 1, for the caller to add to tables.
+
+        The caller has checked that enough are free.
+        """
+        new = self._pool.get_new_blocks(count)
         self._counters.used_blocks += count
         self._counters.allocated_blocks += count
         return new
 
-    def skip(self, table: BlockTable, num_computed_tokens: int) -> list[BlockId]:
-        """Frees the blocks that nothing looks at any more, the last first; null stands in their place. Returns them."""
+    def remove_skipped_blocks(self, table: BlockTable, num_computed_tokens: int) -> list[BlockId]:
+        """Frees the blocks that no token attends to any more, last block first, and returns them.
+
+        Null blocks replace them.
+        """
         start, end = table.num_skipped, min(self.num_skipped_blocks(num_computed_tokens), len(table.block_ids))
         if start >= end:
             return []
         if not table.num_skipped:
-            table.block_ids = table.block_ids.copy()  # see BlockTable: once in the life of a table
+            table.block_ids = table.block_ids.copy()  # see BlockTable: once per table
         skipped = table.block_ids[start:end]
         table.block_ids[start:end] = [NULL_BLOCK] * len(skipped)
         table.num_skipped = end
         num_uncached = None if self._retention else min(max(end - table.num_cached, 0), len(skipped))
-        self._counters.used_blocks -= self._pool.release(skipped[::-1], num_uncached)
+        self._counters.used_blocks -= self._pool.free_blocks(skipped[::-1], num_uncached)
         return skipped
 
-    def cache(self, request: Request, num_tokens: int, sequence: ids.StepNumber) -> None:
-        """Caches the full blocks among the first `num_tokens` tokens, which the change `sequence` fills.
+    def cache_blocks(self, request: Request, num_tokens: int, sequence: ids.StepNumber) -> None:
+        """Caches the full blocks of the first `num_tokens` tokens, which step `sequence` fills.
 
-        Those that are not kept (see `retention`) are passed over. The caller has found some that are not.
+        Blocks that are not kept (see `retention`) are not cached. The caller has checked that some blocks are not
+        cached yet.
         """
         table = request.tables[self.group_id]
         end = num_tokens // self.span_tokens
         start = table.num_cached
-        if start < table.num_skipped:  # noqa: PLR1730 - max() takes longer, and this is done for each block
+        if start < table.num_skipped:  # noqa: PLR1730 - max() is slower, and this runs for each block
             start = table.num_skipped
         table.num_cached = end
         if start >= end:
@@ -144,14 +156,14 @@ class GroupManager:
         runs = ((start, end),) if self._retention is None else self._retention.runs(request, start, end)
         for start, end in runs:
             hashes, block_ids = all_hashes[start:end], table.block_ids[start:end]
-            self._pool.cache(self.group_id, block_ids, hashes, request.session_number, sequence)
+            self._pool.cache_full_blocks(self.group_id, block_ids, hashes, request.session_number, sequence)
             if self._makes_events:
                 self._record_stored(request, block_ids, hashes, start)
 
     def _record_stored(
         self, request: Request, block_ids: list[BlockId], hashes: Sequence[BlockHash], start: int
     ) -> None:
-        """Tells of the request's blocks from number `start` on, which were cached: one run, named by its parent."""
+        """Records the event for a run of cached blocks of the request, which begins at index `start`."""
         span, end = self.span_tokens, start + len(block_ids)
         self._pool.record_stored(
             block_ids,
@@ -166,17 +178,20 @@ class GroupManager:
         )
 
     def free(self, table: BlockTable) -> list[BlockId]:
-        """Empties the table; returns what it held, the last first, to be read at once: the list is the free list's."""
+        """Empties the table; returns the blocks that it held, last first.
+
+        Read the list at once: the free list owns it.
+        """
         held = table.block_ids[: table.num_skipped - 1 : -1] if table.num_skipped else table.block_ids[::-1]
         num_uncached = None if self._retention else min(len(table.block_ids) - table.num_cached, len(held))
-        self._counters.used_blocks -= self._pool.release(held, num_uncached)
+        self._counters.used_blocks -= self._pool.free_blocks(held, num_uncached)
         table.clear()
         return held
 
-    def num_common_prefix_blocks(self, table: BlockTable, others: Iterable[BlockTable]) -> int:
-        """Leading blocks that the table has in common with all others; 0 for kinds that skip or hold no tokens.
+    def get_num_common_prefix_blocks(self, table: BlockTable, others: Iterable[BlockTable]) -> int:
+        """Number of leading blocks that the table shares with all others; 0 for kinds that skip tokens or hold none.
 
-        O(others x blocks in common).
+        O(others x common blocks).
         """
         if not isinstance(self.spec, FullAttentionSpec):
             return 0

@@ -1,14 +1,14 @@
-"""A pool: what vLLM's KV cache manager answers, block id for block id, for the requests of any number of sessions.
+"""The KV cache manager of a pool: answers as vLLM's, block id for block id, for the requests of any number of sessions.
 
-1. Every method is all or nothing; too few free blocks is an answer (None), not an error. Only blocks that nothing
-   looks at any more, behind a window, are freed even then.
-2. A request's blocks are changed only through its session; the blocks themselves may be shared, read only.
-3. What a request holds never loses its contents: only free blocks are taken.
-4. A hit never covers a request's last token, whose logits are to be computed.
+1. Every method is all or nothing. Too few free blocks is a result (None), not an error. Even then, blocks behind a
+   window are freed.
+2. A request's blocks are changed only through its session. The blocks themselves can be shared, read-only.
+3. A block that a request holds never loses its contents: only free blocks are taken.
+4. A hit never covers a request's last token, because its logits must be computed.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final
 
 from kvpool.core import ids
@@ -16,11 +16,11 @@ from kvpool.core.block_lifetimes import BlockLifetimes
 from kvpool.core.blocks.block_pool import BlockPool
 from kvpool.core.blocks.credit import fills_on_credit, is_plain
 from kvpool.core.blocks.group_manager import GroupManager
-from kvpool.core.blocks.prefix_search import PrefixSearch
+from kvpool.core.blocks.prefix_search import ComputedBlocks, PrefixSearch
 from kvpool.core.blocks.quota import Quotas
 from kvpool.core.blocks.slot_allocator import SlotAllocator
 from kvpool.core.errors import InvalidArgumentError, UnavailableError
-from kvpool.core.ids import NULL_BLOCK, BlockId, GroupId, SessionId, SessionNumber
+from kvpool.core.ids import BlockId, GroupId, SessionId, SessionNumber
 from kvpool.core.sessions.quarantine import Quarantine
 from kvpool.core.sessions.request import BlockTable, Request
 from kvpool.core.sessions.session import Session
@@ -32,34 +32,12 @@ SUSPENDED_RETRY_SECONDS: Final = 0.5
 
 
 @dataclass(frozen=True, slots=True)
-class ComputedBlocks:
-    """A prefix found in the cache.
-
-    Attributes:
-        block_ids: Its blocks, group by group; null where none is needed. Not held: they may be evicted until they are
-            allocated.
-        num_tokens: Its length.
-        num_shared_tokens: Of these, tokens of blocks that another session filled, or this one before it was resumed, in
-            the group that has most of them.
-        num_probes: What the search cost, in hashes found.
-        shared_prefix_boundary_tokens: See `Request`, which copies it when it gets these blocks or a step looked
-            them up. None for a result of an earlier step.
-    """
-
-    block_ids: tuple[Sequence[BlockId], ...]
-    num_tokens: int
-    num_shared_tokens: int = 0
-    num_probes: int = field(default=0, compare=False)
-    shared_prefix_boundary_tokens: int | None = field(default=None, compare=False)
-
-
-@dataclass(frozen=True, slots=True)
 class Admission:
-    """What an admitted request got.
+    """Result of an admission.
 
     Attributes:
         computed: The hit, whose blocks the request now holds.
-        num_new_tokens: Tokens beyond the hit that have room.
+        num_new_tokens: Tokens beyond the hit that have slots.
         new_blocks: The newly allocated blocks, group by group.
     """
 
@@ -69,26 +47,26 @@ class Admission:
 
 
 class KVCacheManager:
-    """The blocks of one model, and the managers of its groups.
+    """The blocks of one pool, and the managers of its groups.
 
     Attributes:
-        config: What the pool was declared with; its none_hash is drawn.
-        owner: Name of the token that declared it, or that its first rank showed; empty for none.
-        hash_block_size: The configuration's, worked out once.
-        epoch: Goes up whenever the contents of blocks can no longer be trusted.
+        config: Configuration that the pool was declared with; its none_hash is drawn.
+        owner: Name of the token that declared the pool, or that its first rank presented; empty for none.
+        hash_block_size: `config.hash_block_size`, computed once.
+        epoch: Increases whenever the contents of blocks can no longer be trusted.
         blocks: The blocks.
-        plain_manager: The manager of the only group, if that keeps its blocks, has a slot for each token and no events.
-        quotas: What its sessions can always have, and the most they may hold.
+        plain_manager: Manager of the only group, if it keeps its blocks, has a slot for each token and makes no events.
+        quotas: Minimum and maximum numbers of blocks of the sessions.
         stats: Counters of look-ups.
-        recent_hit_rate: Hit rate over the last look-ups.
-        num_preemptions: Times that a request's blocks were taken back.
-        activity: What it did so far.
-        sessions: Those that are open, in the order of their numbers; kept by whoever opens them.
-        quarantine: Those that were ended and still hold their blocks; kept by whoever ends them.
-        ranks_fence: Whether every rank of the pool says when no step of an ended session is in flight.
-        block_lifetimes: How long its blocks keep what they hold; None if that is not sampled.
-        memory_id: The memory that all it holds is in, see `memory`; empty if that is not known.
-        is_suspended: Whether nothing is allocated for now, as a rank is missing.
+        recent_hit_rate: Hit rate over the most recent look-ups.
+        num_preemptions: Number of preemptions.
+        activity: Counters of the pool's activity.
+        sessions: The open sessions, ordered by number; maintained by the code that opens them.
+        quarantine: Ended sessions that still hold their blocks; maintained by the code that ends them.
+        ranks_fence: Whether every rank of the pool reports when no step of an ended session is in flight.
+        block_lifetimes: Sampled lifetimes of blocks; None if lifetimes are not sampled.
+        memory_id: Identity of the memory that holds the pool's tensors, see `memory`; empty if unknown.
+        is_suspended: Whether allocation is stopped because a rank is missing.
     """
 
     def __init__(
@@ -105,18 +83,16 @@ class KVCacheManager:
         self.block_lifetimes = block_lifetimes
         self.memory_id = ""
         self.is_suspended = False
-        self._start_over(config, epoch)
+        self._create_blocks(config, epoch)
 
-    def _start_over(self, config: PoolConfig, epoch: int) -> None:
+    def _create_blocks(self, config: PoolConfig, epoch: int) -> None:
         config.check()
         self.config = config
         self.hash_block_size = config.hash_block_size
         self.epoch = epoch
         self.blocks = BlockPool(config, self.block_lifetimes)
         self._managers = [GroupManager(config, GroupId(i), self.blocks) for i in range(len(config.groups))]
-        self._no_hit: tuple[Sequence[BlockId], ...] = ((),) * len(self._managers)
         self._credits = [manager.credit for manager in self._managers]
-        self._windowed = [manager for manager in self._managers if not manager.spec.keeps_all]
         self.plain_manager = self._managers[0] if is_plain(config) else None
         self._fills_on_credit = fills_on_credit(config)
         self.quotas = Quotas(self.blocks, self.blocks.num_free_blocks)
@@ -134,17 +110,17 @@ class KVCacheManager:
         return f"<Pool {self.config.name!r}: {self.blocks.num_blocks} blocks, {used} used, {cached} cached>"
 
     def begin_epoch(self, config: PoolConfig, epoch: int) -> None:
-        """Starts over with empty blocks, none in quarantine; counters go on. The caller has ended the sessions.
+        """Starts an epoch with empty blocks and an empty quarantine. Counters continue. O(num_blocks).
 
-        O(num_blocks).
+        The caller has ended the sessions.
 
         Raises:
             InvalidArgumentError: The configuration is out of range; nothing was changed.
         """
         before = self.blocks
-        self._start_over(config, epoch)
+        self._create_blocks(config, epoch)
         self.quarantine.clear()
-        self.blocks.follow(before)
+        self.blocks.continue_from(before)
         self.recent_hit_rate.reset()
 
     def check_serving(self) -> None:
@@ -155,29 +131,23 @@ class KVCacheManager:
 
     @property
     def sink_blocks(self) -> tuple[BlockId, ...]:
-        """Blocks set aside for sinks, group by group."""
+        """Blocks reserved for attention sinks, group by group."""
         return tuple(block_id for manager in self._managers for block_id in manager.sink_blocks)
 
     def new_tables(self) -> tuple[BlockTable, ...]:
-        """Makes the empty tables of a request."""
+        """Returns the empty block tables of a new request."""
         return tuple(BlockTable() for _ in self._managers)
 
-    def lookup_uncounted(self, request: Request) -> ComputedBlocks:
-        """Finds the longest cached prefix of a request that holds no blocks; not counted."""
+    def find_longest_cache_hit(self, request: Request) -> ComputedBlocks:
+        """Finds the longest cached prefix of a request that holds no blocks, without counting the look-up."""
         if not self.config.enable_caching:
-            return ComputedBlocks(self._no_hit, 0)
-        length, found, num_probes, junction = self._search.find(request, max(request.num_tokens - 1, 0))
-        shared = max(self._num_shared_tokens(m, found[m.group_id], request.session_number) for m in self._managers)
-        return ComputedBlocks(tuple(found), length, shared, num_probes, junction)
+            return ComputedBlocks(self._slot_allocator.no_hit, 0)
+        return self._search.find(request, max(request.num_tokens - 1, 0))
 
-    def _num_shared_tokens(self, manager: GroupManager, found: Sequence[BlockId], reader: SessionNumber) -> int:
-        held = [block_id for block_id in found if block_id != NULL_BLOCK]
-        return (len(held) - self.blocks.prefix_map.num_written_by(held, reader)) * manager.span_tokens
-
-    def lookup(self, request: Request) -> ComputedBlocks:
+    def get_computed_blocks(self, request: Request) -> ComputedBlocks:
         """Finds the longest cached prefix of a request that holds no blocks, and counts the look-up."""
-        computed = self.lookup_uncounted(request)
-        self._count(request, computed)
+        computed = self.find_longest_cache_hit(request)
+        self._count_lookup(request, computed)
         return computed
 
     def admit(  # noqa: PLR0913 - the reference's own parameters
@@ -191,17 +161,17 @@ class KVCacheManager:
         options: AllocationOptions = DEFAULT_OPTIONS,
         sequence: ids.StepNumber,
     ) -> Admission | None:
-        """Looks up and allocates at once for a request that holds no blocks.
+        """Looks up and allocates in one call, for a request that holds no blocks.
 
-        Makes room for as many of the tokens left as `max_new_tokens` (at least 1) allows. The look-up is counted only
-        if the request is admitted.
+        Allocates slots for the tokens after the hit, for at most `max_new_tokens` (at least 1) of them. The look-up is
+        counted only if the request is admitted.
 
         Returns:
-            What it got; None if there are too few free blocks, and nothing was changed.
+            The admission; None if there are too few free blocks, and nothing was changed.
         """
-        computed = self.lookup_uncounted(request)
+        computed = self.find_longest_cache_hit(request)
         num_new_tokens = min(request.num_tokens - computed.num_tokens, max_new_tokens)
-        new = self.allocate(
+        new = self.allocate_slots(
             request,
             num_new_tokens,
             num_lookahead_tokens,
@@ -213,52 +183,52 @@ class KVCacheManager:
         )
         if new is None:
             return None
-        self._count(request, computed)
+        self._count_lookup(request, computed)
         return Admission(computed, num_new_tokens, new)
 
-    def still_holds(self, request: Request, computed: ComputedBlocks) -> bool:
-        """Whether what a look-up promised the request is still all there."""
+    def is_still_cached(self, request: Request, computed: ComputedBlocks) -> bool:
+        """Whether all blocks of an earlier hit are still cached and visible to the request."""
         return all(
-            manager.still_holds(promised, request)
-            for manager, promised in zip(self._managers, computed.block_ids, strict=True)
+            manager.is_still_cached(block_ids, request)
+            for manager, block_ids in zip(self._managers, computed.block_ids, strict=True)
         )
 
-    def check_promise(self, where: Callable[[int], str], block_ids: Sequence[Sequence[BlockId]]) -> int:
-        """Checks that blocks are of the form of a hit: equally long in all groups, null where none is needed.
+    def check_computed_blocks(self, where: Callable[[int], str], block_ids: Sequence[Sequence[BlockId]]) -> int:
+        """Checks that blocks have the form of a hit: the same length in all groups, null where none is needed.
 
         Args:
-            where: Names the input of a group, for the error.
+            where: Returns the name of a group's input, for the error.
             block_ids: The blocks, group by group.
 
         Returns:
-            Tokens that the hit covers.
+            Number of tokens that the hit covers.
 
         Raises:
-            InvalidArgumentError: They are not.
+            InvalidArgumentError: The blocks do not have that form.
         """
         length = len(block_ids[0]) * self._managers[0].span_tokens
-        for manager, promised in zip(self._managers, block_ids, strict=True):
+        for manager, group_block_ids in zip(self._managers, block_ids, strict=True):
             i = manager.group_id
-            if len(promised) * manager.span_tokens != length:
+            if len(group_block_ids) * manager.span_tokens != length:
                 raise InvalidArgumentError(
                     where(i),
-                    f"{len(promised)} blocks of {manager.span_tokens} tokens, group 0 covers {length} tokens",
+                    f"{len(group_block_ids)} blocks of {manager.span_tokens} tokens, group 0 covers {length} tokens",
                 )
             nulls = manager.num_skipped_blocks(length)
-            if any(promised[:nulls]) or not all(promised[nulls:]):
+            if any(group_block_ids[:nulls]) or not all(group_block_ids[nulls:]):
                 raise InvalidArgumentError(
                     where(i), f"a hit of {length} tokens has {nulls} null blocks in this group, all of them first"
                 )
         return length
 
     def can_reject(self, request: Request, num_computed_tokens: int) -> bool:
-        """Whether all blocks that are looked at after so many tokens are still held, behind no window."""
+        """Whether the request can go back to this number of computed tokens: no block needed then was freed."""
         return all(
             table.num_skipped <= manager.num_skipped_blocks(num_computed_tokens)
             for manager, table in zip(self._managers, request.tables, strict=True)
         )
 
-    def allocate(  # noqa: PLR0913 - the reference's own parameters
+    def allocate_slots(  # noqa: PLR0913 - the reference's own parameters
         self,
         request: Request,
         num_new_tokens: int,
@@ -270,21 +240,21 @@ class KVCacheManager:
         options: AllocationOptions = DEFAULT_OPTIONS,
         sequence: ids.StepNumber,
     ) -> tuple[list[BlockId], ...] | None:
-        """Gives a request room for more tokens, and caches the blocks that become full.
+        """Allocates slots for a request's next tokens, and caches the blocks that become full.
 
         Args:
-            request: The request; its num_computed_tokens move past the hit, external and the new tokens.
-            num_new_tokens: Tokens to make room for, at least 1; or 0, if there are external ones.
-            num_lookahead_tokens: Tokens beyond these to keep room for; never past max_model_len.
-            computed: A hit that is still all there, for a request that holds no blocks.
-            num_encoder_tokens: Tokens that the encoder puts out, in the call that makes room for them.
-            delay_cache_blocks: Leaves full blocks uncached until `cache`.
-            options: On what terms.
-            sequence: The session's change, whose execution fills the slots.
+            request: The request. Its num_computed_tokens grows by the hit, the external and the new tokens.
+            num_new_tokens: Tokens that need a slot, at least 1; 0 is allowed if there are external tokens.
+            num_lookahead_tokens: Further tokens that need a slot; never past max_model_len.
+            computed: A hit whose blocks are all still cached, for a request that holds no blocks.
+            num_encoder_tokens: Tokens that the encoder produces, in the call that allocates their slots.
+            delay_cache_blocks: Leaves full blocks uncached until `cache_blocks`.
+            options: Options of the allocation.
+            sequence: Number of the session's step whose execution fills the slots.
 
         Returns:
-            The new blocks, group by group; None if there are too few that the session may be given: then nothing was
-            changed, but that blocks which nothing looks at any more were freed.
+            The new blocks, group by group. None if there are too few that the session can be given; then nothing was
+            changed, except that blocks behind a window were freed.
         """
         if computed is None and options is DEFAULT_OPTIONS and not num_encoder_tokens:
             end_tokens = request.num_computed_tokens + num_new_tokens
@@ -296,148 +266,111 @@ class KVCacheManager:
         num_computed = request.num_computed_tokens + (computed.num_tokens if computed else 0)
         num_computed += options.num_external_tokens
         num_slots = num_computed + num_new_tokens + num_lookahead_tokens
-        if num_slots > self.config.max_model_len:  # noqa: PLR1730 - min() takes longer
+        if num_slots > self.config.max_model_len:  # noqa: PLR1730 - min() is slower
             num_slots = self.config.max_model_len
-        new = self._make_room(request, computed, num_computed, num_slots, num_encoder_tokens, options)
+        new = self._slot_allocator.allocate(request, computed, num_computed, num_slots, num_encoder_tokens, options)
         if new is None:
             self.activity.refusals += 1
             return None
         self.activity.allocations += 1
-        if request.is_uncounted:
-            self._count(request, computed or ComputedBlocks(self._no_hit, 0))
-            request.is_uncounted = False
+        if request.has_uncounted_lookup:
+            self._count_lookup(request, computed or ComputedBlocks(self._slot_allocator.no_hit, 0))
+            request.has_uncounted_lookup = False
         request.num_computed_tokens = num_computed + num_new_tokens
         request.filling_sequence = sequence
         if self.config.enable_caching and not delay_cache_blocks:
-            self.cache(request, request.num_computed_tokens, sequence=sequence)
+            self.cache_blocks(request, request.num_computed_tokens, sequence=sequence)
         request.credit_tokens = self.credit_tokens(request)
         return new
 
-    def _make_room(  # noqa: PLR0913, PLR0917 - what decides an allocation
-        self,
-        request: Request,
-        computed: ComputedBlocks | None,
-        num_computed: int,
-        num_slots: int,
-        num_encoder_tokens: int,
-        options: AllocationOptions,
-    ) -> tuple[list[BlockId], ...] | None:
-        """Gives a request a hit, and the blocks that it lacks for `num_slots` tokens, of which so many are computed."""
-        has_quota = self.quotas.applies_to(request.holding)
-        is_usual = not (computed or has_quota) and options is DEFAULT_OPTIONS
-        hit = self._no_hit if is_usual else self._hit(computed, options, num_computed)
-        if options.full_sequence_must_fit and not self._slot_allocator.fits_whole(
-            request, hit, num_encoder_tokens, options
-        ):
-            return None
-        for manager in self._windowed:
-            skipped = manager.skip(request.tables[manager.group_id], num_computed - options.num_in_flight_tokens)
-            if has_quota and skipped:
-                self.quotas.lost(request.holding, skipped)
-        if is_usual:
-            return self._slot_allocator.take(request, num_slots, num_encoder_tokens)
-        num_before = num_computed if options.num_external_tokens else 0
-        new = self._slot_allocator.take_with_options(request, hit, num_before, num_slots, num_encoder_tokens, options)
-        if new is not None and computed and computed.shared_prefix_boundary_tokens is not None:
-            request.shared_prefix_boundary_tokens = computed.shared_prefix_boundary_tokens
-        return new
-
-    def _hit(
-        self, computed: ComputedBlocks | None, options: AllocationOptions, num_computed_tokens: int
-    ) -> tuple[Sequence[BlockId], ...]:
-        """What a request gets of a hit: external tokens after it move windows on."""
-        hit = computed.block_ids if computed else self._no_hit
-        if not options.num_external_tokens:
-            return hit
-        skipped = [manager.num_skipped_blocks(num_computed_tokens) for manager in self._managers]
-        return tuple([NULL_BLOCK] * count + list(blocks[count:]) for blocks, count in zip(hit, skipped, strict=True))
-
     def credit_tokens(self, request: Request) -> int:
-        """Up to how many computed tokens a request can go without a change of the pool: see `credit`."""
+        """Number of computed tokens that a request can reach without a change of the pool, see `credit`."""
         credit_tokens, tables = self.config.max_model_len, request.tables
-        for room in self._credits:
-            table = tables[room.group_id]
-            bound_tokens = room.num_tokens(len(table.block_ids), table.num_cached, table.num_skipped)
-            if bound_tokens < credit_tokens:  # noqa: PLR1730 - min() takes longer than all else here
+        for credit in self._credits:
+            table = tables[credit.group_id]
+            bound_tokens = credit.num_tokens(len(table.block_ids), table.num_cached, table.num_skipped)
+            if bound_tokens < credit_tokens:  # noqa: PLR1730 - min() takes longer than the rest of the loop
                 credit_tokens = bound_tokens
         return credit_tokens
 
-    def most_taken_tokens(self, request: Request) -> int:
-        """Up to how many computed tokens a request may have gone without asking, when it tells so.
+    def max_tokens_on_credit(self, request: Request) -> int:
+        """Number of computed tokens that a session may report a request to have reached without asking.
 
-        Where it fills blocks so, that is all of its blocks: see `filled`.
+        In pools that fill blocks on credit, these are the tokens of all its blocks, see `deferred_caching`.
         """
         if not self._fills_on_credit:
             return request.credit_tokens
         return min(len(request.tables[0].block_ids) * self.hash_block_size, self.config.max_model_len)
 
-    def cache(self, request: Request, num_computed_tokens: int, *, sequence: ids.StepNumber) -> None:
-        """Caches the request's full blocks among its first `num_computed_tokens` tokens, never past those known."""
+    def cache_blocks(self, request: Request, num_computed_tokens: int, *, sequence: ids.StepNumber) -> None:
+        """Caches the full blocks of the request's first `num_computed_tokens` tokens, as far as tokens are known."""
         num_tokens = request.num_tokens
-        if num_computed_tokens < num_tokens:  # noqa: PLR1730 - as above
+        if num_computed_tokens < num_tokens:  # noqa: PLR1730 - min() is slower
             num_tokens = num_computed_tokens
         for manager in self._managers:
             if request.tables[manager.group_id].num_cached < num_tokens // manager.span_tokens:
-                manager.cache(request, num_tokens, sequence)
+                manager.cache_blocks(request, num_tokens, sequence)
 
     def free(self, request: Request) -> None:
-        """Frees the request's blocks, the last first; the caller forgets it or admits it again from the start."""
+        """Frees the request's blocks, last block first. The caller removes the request or admits it again."""
         has_quota = self.quotas.applies_to(request.holding)
         for manager, table in zip(self._managers, request.tables, strict=True):
             freed = manager.free(table)
             if has_quota:
-                self.quotas.lost(request.holding, freed[::-1])
+                self.quotas.record_lost(request.holding, freed[::-1])
         request.num_computed_tokens = request.credit_tokens = 0
 
     def preempt(self, request: Request) -> None:
-        """Frees the request's blocks, and counts that they were taken back, if it held any."""
+        """Frees the request's blocks, and counts a preemption if the request held any."""
         if request.holds_blocks:
             request.num_preemptions += 1
             self.num_preemptions += 1
         self.free(request)
 
     def reset_prefix_cache(self) -> bool:
-        """Forgets all hashes if no request holds a block and there are no sinks; returns whether it did."""
-        if not self.blocks.reset():
+        """Removes all hashes if no request holds a block and there are no sinks; returns whether it did."""
+        if not self.blocks.reset_prefix_cache():
             return False
         self.stats.resets += 1
         self.recent_hit_rate.reset()
         return True
 
-    def num_common_prefix_blocks(self, request: Request, running: Iterable[Request]) -> tuple[int, ...]:
-        """Leading blocks, group by group, that the request has in common with all `running` requests.
+    def get_num_common_prefix_blocks(self, request: Request, running: Iterable[Request]) -> tuple[int, ...]:
+        """Number of leading blocks, group by group, that the request shares with all `running` requests.
 
-        Without caching nothing is shared, and 0 is told even of a request that runs alone.
+        Without caching no blocks are shared, and the result is 0 even for a request that runs alone.
         """
         if not self.config.enable_caching:
             return (0,) * len(self._managers)
         others = [other for other in running if other is not request]
         return tuple(
-            manager.num_common_prefix_blocks(table, (other.tables[manager.group_id] for other in others))
+            manager.get_num_common_prefix_blocks(table, (other.tables[manager.group_id] for other in others))
             for manager, table in zip(self._managers, request.tables, strict=True)
         )
 
-    def end_session(self, session_number: SessionNumber) -> None:
-        """Forgets what a session that has ended had cached and never said to be computed."""
-        self.blocks.evict(self.blocks.prefix_map.unpublished_by(session_number))
+    def evict_unpublished(self, session_number: SessionNumber) -> None:
+        """Evicts the blocks that an ended session had cached and never reported as executed."""
+        self.blocks.evict_blocks(self.blocks.prefix_map.unpublished_blocks(session_number))
 
-    def resume_session(self, session_number: SessionNumber, new: SessionNumber) -> None:
-        """Gives what a session had cached and never said to be computed to the process that drives it now.
+    def renumber_session(self, session_number: SessionNumber, new: SessionNumber) -> None:
+        """Moves the unpublished blocks of a resumed session to its new number.
 
-        That can compute again what a request holds. The rest is forgotten: nobody would know whether it was computed.
+        The process that resumes the session can compute again the blocks that its requests hold. Free blocks are
+        evicted, because no process knows whether they were computed.
         """
         blocks = self.blocks
-        blocks.evict([b for b in blocks.prefix_map.unpublished_by(session_number) if not blocks.ref_cnt(b)])
+        blocks.evict_blocks([b for b in blocks.prefix_map.unpublished_blocks(session_number) if not blocks.ref_cnt(b)])
         blocks.prefix_map.renumber_session(session_number, new)
 
-    def withdraw(self, request: Request, launched: ids.StepNumber, *, reports_execution: bool) -> None:
-        """Keeps from all other sessions what a request had cached and was not said to be computed. O(its blocks).
+    def withdraw_unpublished(self, request: Request, launched: ids.StepNumber, *, reports_execution: bool) -> None:
+        """Hides a request's cached blocks that were not reported as executed from all other sessions. O(its blocks).
 
         Args:
-            request: About to be freed or preempted.
-            launched: What changes of its session up to this one fill will be computed: that stays as it is.
-            reports_execution: Its session says what was computed, so that it would not find this either. A session that
-                never did so goes on finding it, as a scheduler does that has its blocks to itself.
+            request: A request that is about to be freed or preempted.
+            launched: Blocks that steps up to this one fill are certain to be computed, and stay cached.
+            reports_execution: Whether the session reports execution. If it does, these blocks are evicted, so that
+                the session itself cannot hit them either. If it never did, it can still hit them, as a scheduler does
+                that has its blocks to itself.
         """
         prefix_map = self.blocks.prefix_map
         if not prefix_map.has_unpublished(request.session_number):
@@ -445,11 +378,11 @@ class KVCacheManager:
         pending = prefix_map.pending()
         found = [b for table in request.tables for b in table.held_block_ids if pending.get(b, launched) > launched]
         if reports_execution or launched:
-            self.blocks.evict(found)
+            self.blocks.evict_blocks(found)
         else:
             prefix_map.hide(request.session_number, found)
 
-    def _count(self, request: Request, computed: ComputedBlocks) -> None:
+    def _count_lookup(self, request: Request, computed: ComputedBlocks) -> None:
         if not self.config.enable_caching:
             return
         stats = self.stats

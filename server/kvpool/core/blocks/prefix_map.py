@@ -1,10 +1,11 @@
-"""Which block holds the contents with a given hash, and who may read it.
+"""Maps hashes to cached blocks, and decides which session can read which block.
 
-1. A block has a hash exactly when the map of its group leads from that hash to it. Several blocks may carry one hash;
-   the one cached first is found first.
-2. A block is cached when its slots are allocated, a moment before the GPU fills it. Until its writer has said that the
-   filling change was executed, the block is pending: its writer finds it (its own steps run in order), nobody else.
-3. A block that loses its hash is pending no more; what takes its place starts anew.
+1. A block has a hash exactly when its group's map leads from that hash to the block. Several blocks can have the same
+   hash; the block that was cached first is found first.
+2. A block is cached when its slots are allocated, shortly before the GPU fills it. The block is pending until the
+   session that fills it reports that step as executed. Until then only this session finds the block, because its own
+   steps run in order.
+3. A block that loses its hash is no longer pending.
 """
 
 from collections import OrderedDict
@@ -15,85 +16,88 @@ from kvpool.core import ids
 from kvpool.core.ids import BlockHash, BlockId, GroupId, SessionNumber
 
 _NEVER: Final = ids.StepNumber(2**62)
-"""After every change that a session can make."""
-_MORE_LOOKED_UP: Final = 8
-_MOST_LOOKED_UP: Final = 512
-"""Hashes are looked up together: one at first, as most of what misses does so there, then times as many."""
+"""A step number after every step that a session can make."""
+_BATCH_GROWTH: Final = 8
+_MAX_LOOKED_UP: Final = 512
+"""Hashes are looked up in batches: one hash first, because most misses occur there, then growing batches."""
 
 
 class PrefixMap:
-    """Maps (group, hash) to blocks, with the block's hash, group and writer in columns by block id."""
+    """Maps (group, hash) to blocks.
+
+    Columns by block id hold each block's hash, group and the session that filled it.
+    """
 
     __slots__ = (
+        "_block_hashes",
         "_by_hash",
         "_duplicates",
-        "_group_of",
-        "_hash_of",
+        "_group_ids",
         "_num_cached",
-        "_number_of_writer",
         "_pending",
+        "_session_numbers",
         "_unpublished",
     )
 
     def __init__(self, num_blocks: int, num_groups: int) -> None:
-        # The first copy; where several blocks carry one hash, `_duplicates` has them all, in order. An OrderedDict
-        # finds its first key at once, however many before were deleted.
+        # The first copy. If several blocks have the same hash, `_duplicates` holds all of them, in order. An
+        # OrderedDict finds its first key in O(1), even after many deletions.
         self._by_hash: list[dict[BlockHash, BlockId]] = [{} for _ in range(num_groups)]
         self._duplicates: list[dict[BlockHash, OrderedDict[BlockId, None]]] = [{} for _ in range(num_groups)]
-        self._hash_of: list[BlockHash | None] = [None] * num_blocks
-        self._group_of = bytearray(num_blocks)
-        self._number_of_writer: list[SessionNumber] = [SessionNumber(0)] * num_blocks
+        self._block_hashes: list[BlockHash | None] = [None] * num_blocks
+        self._group_ids = bytearray(num_blocks)
+        self._session_numbers: list[SessionNumber] = [SessionNumber(0)] * num_blocks
         self._pending: dict[BlockId, ids.StepNumber] = {}
         self._unpublished: dict[SessionNumber, dict[ids.StepNumber, set[BlockId]]] = {}
         self._num_cached = [0] * num_groups
 
     def __len__(self) -> int:
-        """Blocks that have a hash."""
+        """Number of blocks that have a hash."""
         return sum(self._num_cached)
 
     def num_cached(self, group_id: GroupId) -> int:
-        """Blocks of a group that have a hash."""
+        """Number of blocks of a group that have a hash."""
         return self._num_cached[group_id]
 
-    def hash_of(self, block_id: BlockId) -> BlockHash | None:
-        """The block's hash, if it has one."""
-        return self._hash_of[block_id]
+    def block_hash(self, block_id: BlockId) -> BlockHash | None:
+        """Hash of a block; None if it has none."""
+        return self._block_hashes[block_id]
 
     def hashed_among(self, block_ids: Iterable[BlockId]) -> list[BlockId]:
-        """Those of the blocks that have a hash, in their order."""
-        hash_of = self._hash_of
-        return [block_id for block_id in block_ids if hash_of[block_id] is not None]
+        """Returns those of the blocks that have a hash, in order."""
+        block_hashes = self._block_hashes
+        return [block_id for block_id in block_ids if block_hashes[block_id] is not None]
 
     def num_by_group(self, block_ids: Sequence[BlockId]) -> list[int]:
-        """Of these blocks, which have hashes, how many are cached under each group."""
-        num_groups, group_of = len(self._by_hash), self._group_of
+        """Number of these blocks that are cached under each group. All of them have hashes."""
+        num_groups, group_ids = len(self._by_hash), self._group_ids
         if num_groups == 1:
             return [len(block_ids)]
-        found = bytes([group_of[block_id] for block_id in block_ids])
+        found = bytes([group_ids[block_id] for block_id in block_ids])
         return [found.count(group_id) for group_id in range(num_groups)]
 
-    def group_of(self, block_id: BlockId) -> GroupId:
-        """Group under which a block that has a hash is cached."""
-        return GroupId(self._group_of[block_id])
+    def group_id(self, block_id: BlockId) -> GroupId:
+        """Group under which a block with a hash is cached."""
+        return GroupId(self._group_ids[block_id])
 
-    def number_of_writer(self, block_id: BlockId) -> SessionNumber:
-        """Session that filled a block that has a hash, by the number that it had when that was published."""
-        return self._number_of_writer[block_id]
+    def session_number(self, block_id: BlockId) -> SessionNumber:
+        """Session that filled a block with a hash, by the number that it had when the block was published."""
+        return self._session_numbers[block_id]
 
     def pending(self) -> dict[BlockId, ids.StepNumber]:
-        """The blocks that only their writer finds, and the change that fills each. Not to be changed."""
+        """Blocks that only the session that fills them can find, each with the step that fills it. Do not modify."""
         return self._pending
 
     def is_visible(self, block_id: BlockId, reader: SessionNumber) -> bool:
-        """Whether `reader` may use the contents of a block that has a hash."""
-        return block_id not in self._pending or self._number_of_writer[block_id] == reader
+        """Whether `reader` can use the contents of a block with a hash."""
+        return block_id not in self._pending or self._session_numbers[block_id] == reader
 
     def find(
         self, group_id: GroupId, hashes: Sequence[BlockHash], first: int, end: int, reader: SessionNumber
     ) -> list[BlockId]:
         """Finds the blocks of the longest prefix of `hashes[first:end]` that is cached and visible to `reader`.
 
-        O(hit): little beyond it is looked at.
+        O(hit): only a few hashes beyond the hit are looked up.
         """
         get = self._by_hash[group_id].get
         found: list[BlockId] = []
@@ -106,26 +110,29 @@ class PrefixMap:
                 break
             found += piece  # type: ignore[arg-type]
             first += size
-            size = min(_MORE_LOOKED_UP * size, _MOST_LOOKED_UP)
+            size = min(_BATCH_GROWTH * size, _MAX_LOOKED_UP)
         return found if self._are_visible(found, reader) else self._visible(group_id, found, reader)
 
     def holds_all(
         self, group_id: GroupId, hashes: Sequence[BlockHash], block_ids: Sequence[BlockId], reader: SessionNumber
     ) -> bool:
-        """Whether each block has its hash, in this group, and `reader` may use it; it need not be the first copy."""
-        hash_of, group_of = self._hash_of, self._group_of
+        """Whether each block has its hash, in this group, and is visible to `reader`.
+
+        Copies other than the first count too.
+        """
+        block_hashes, group_ids = self._block_hashes, self._group_ids
         return (
-            [hash_of[block_id] for block_id in block_ids] == list(hashes)
-            and [group_of[block_id] for block_id in block_ids].count(group_id) == len(block_ids)
+            [block_hashes[block_id] for block_id in block_ids] == list(hashes)
+            and [group_ids[block_id] for block_id in block_ids].count(group_id) == len(block_ids)
             and self._are_visible(block_ids, reader)
         )
 
     def _are_visible(self, block_ids: Sequence[BlockId], reader: SessionNumber) -> bool:
-        pending, number_of_writer = self._pending, self._number_of_writer
-        return not pending or not [True for b in block_ids if b in pending and number_of_writer[b] != reader]
+        pending, session_numbers = self._pending, self._session_numbers
+        return not pending or not [True for b in block_ids if b in pending and session_numbers[b] != reader]
 
     def _visible(self, group_id: GroupId, found: Sequence[BlockId], reader: SessionNumber) -> list[BlockId]:
-        """In place of each block its first copy that `reader` may read; ends where there is none."""
+        """Replaces each block by its first copy that `reader` can read; stops at a block that has none."""
         visible: list[BlockId] = []
         for block_id in found:
             readable = next((copy for copy in self._copies(group_id, block_id) if self.is_visible(copy, reader)), None)
@@ -135,28 +142,28 @@ class PrefixMap:
         return visible
 
     def _copies(self, group_id: GroupId, first_copy: BlockId) -> Iterable[BlockId]:
-        return self._duplicates[group_id].get(self._hash_of[first_copy], (first_copy,))  # type: ignore[arg-type]
+        return self._duplicates[group_id].get(self._block_hashes[first_copy], (first_copy,))  # type: ignore[arg-type]
 
     def entries(self) -> Iterator[tuple[GroupId, BlockHash, BlockId]]:
-        """All that the maps lead to. O(cached blocks)."""
+        """Yields all cached blocks with their groups and hashes. O(cached blocks)."""
         for group_id, by_hash in enumerate(self._by_hash):
             for block_hash, first_copy in by_hash.items():
                 for block_id in self._copies(GroupId(group_id), first_copy):
                     yield GroupId(group_id), block_hash, block_id
 
     def first_copy(self, group_id: GroupId, block_hash: BlockHash) -> BlockId | None:
-        """The block that was first cached with this hash, of those that have it; visible or not."""
+        """The block that was cached first among those that have this hash, visible or not."""
         return self._by_hash[group_id].get(block_hash)
 
     def num_copies(self, group_id: GroupId, block_hash: BlockHash) -> int:
-        """How many blocks carry this hash."""
+        """Number of blocks that have this hash."""
         copies = self._duplicates[group_id].get(block_hash)
         return len(copies) if copies else int(block_hash in self._by_hash[group_id])
 
     def num_written_by(self, block_ids: Iterable[BlockId], session_number: SessionNumber) -> int:
-        """How many of these blocks, which have hashes, `session_number` filled."""
-        number_of_writer = self._number_of_writer
-        return [number_of_writer[block_id] for block_id in block_ids].count(session_number)
+        """Number of these blocks that `session_number` filled. All of them have hashes."""
+        session_numbers = self._session_numbers
+        return [session_numbers[block_id] for block_id in block_ids].count(session_number)
 
     def insert(
         self,
@@ -166,12 +173,12 @@ class PrefixMap:
         session_number: SessionNumber,
         sequence: ids.StepNumber,
     ) -> None:
-        """Gives each block, which has no hash, its hash. `session_number` fills them with its change `sequence`."""
-        by_hash, hash_of, number_of_writer, group_of = (
+        """Assigns hashes to blocks that have none. Step `sequence` of session `session_number` fills the blocks."""
+        by_hash, block_hashes, session_numbers, group_ids = (
             self._by_hash[group_id],
-            self._hash_of,
-            self._number_of_writer,
-            self._group_of,
+            self._block_hashes,
+            self._session_numbers,
+            self._group_ids,
         )
         by_sequence = self._unpublished.get(session_number)
         if by_sequence is None:
@@ -181,11 +188,15 @@ class PrefixMap:
             unpublished = by_sequence[sequence] = set()
         num_before, count = len(by_hash), len(block_ids)
         self._num_cached[group_id] += count
-        if count == 1:  # a decode filled it
+        if count == 1:  # filled by a decode
             block_id, block_hash = block_ids[0], hashes[0]
             if by_hash.setdefault(block_hash, block_id) != block_id:
                 self._map_copies(group_id, block_ids, hashes)
-            hash_of[block_id], number_of_writer[block_id], group_of[block_id] = block_hash, session_number, group_id
+            block_hashes[block_id], session_numbers[block_id], group_ids[block_id] = (
+                block_hash,
+                session_number,
+                group_id,
+            )
             self._pending[block_id] = sequence
             unpublished.add(block_id)
             return
@@ -193,32 +204,32 @@ class PrefixMap:
             self._map_copies(group_id, block_ids, hashes)
         else:
             by_hash.update(zip(hashes, block_ids, strict=True))
-            if len(by_hash) - num_before != count:  # some stand twice in `hashes`
+            if len(by_hash) - num_before != count:  # `hashes` contains duplicates
                 for block_hash in hashes:
                     by_hash.pop(block_hash, None)
                 self._map_copies(group_id, block_ids, hashes)
         for block_id, block_hash in zip(block_ids, hashes, strict=True):
-            hash_of[block_id] = block_hash
-            number_of_writer[block_id] = session_number
-            group_of[block_id] = group_id
+            block_hashes[block_id] = block_hash
+            session_numbers[block_id] = session_number
+            group_ids[block_id] = group_id
         self._pending.update(dict.fromkeys(block_ids, sequence))
         unpublished.update(block_ids)
 
     def _map_copies(self, group_id: GroupId, block_ids: Sequence[BlockId], hashes: Sequence[BlockHash]) -> None:
-        by_hash, several = self._by_hash[group_id], self._duplicates[group_id]
+        by_hash, duplicates = self._by_hash[group_id], self._duplicates[group_id]
         for block_id, block_hash in zip(block_ids, hashes, strict=True):
             first_copy = by_hash.setdefault(block_hash, block_id)
             if first_copy != block_id:
-                if block_hash not in several:
-                    several[block_hash] = OrderedDict({first_copy: None})
-                several[block_hash][block_id] = None
+                if block_hash not in duplicates:
+                    duplicates[block_hash] = OrderedDict({first_copy: None})
+                duplicates[block_hash][block_id] = None
 
     def remove(self, block_id: BlockId) -> BlockHash:
-        """Takes the hash of a block that has one away, and returns it."""
-        block_hash = self._hash_of[block_id]
+        """Removes the hash of a block that has one, and returns it."""
+        block_hash = self._block_hashes[block_id]
         if block_hash is None:
             raise KeyError(block_id)
-        group_id = self._group_of[block_id]
+        group_id = self._group_ids[block_id]
         copies = self._duplicates[group_id].get(block_hash)
         if copies:
             del copies[block_id]
@@ -227,7 +238,7 @@ class PrefixMap:
                 del self._duplicates[group_id][block_hash]
         else:
             del self._by_hash[group_id][block_hash]
-        self._hash_of[block_id] = None
+        self._block_hashes[block_id] = None
         self._num_cached[group_id] -= 1
         sequence = self._pending.pop(block_id, None)
         if sequence is not None:
@@ -235,26 +246,31 @@ class PrefixMap:
         return block_hash
 
     def remove_all(self, block_ids: Sequence[BlockId]) -> None:
-        """Takes the hashes of these blocks away, which all have one."""
-        hash_of, group_of, pending, num_cached = self._hash_of, self._group_of, self._pending, self._num_cached
+        """Removes the hashes of blocks that all have one."""
+        block_hashes, group_ids, pending, num_cached = (
+            self._block_hashes,
+            self._group_ids,
+            self._pending,
+            self._num_cached,
+        )
         if len(self._by_hash) == 1 and not self._duplicates[0] and pending.keys().isdisjoint(block_ids):
             by_hash = self._by_hash[0]
             for block_id in block_ids:
-                del by_hash[hash_of[block_id]]  # type: ignore[arg-type]  # has one
-                hash_of[block_id] = None
+                del by_hash[block_hashes[block_id]]  # type: ignore[arg-type]  # has one
+                block_hashes[block_id] = None
             num_cached[0] -= len(block_ids)
             return
         for block_id in block_ids:
-            group_id = group_of[block_id]
+            group_id = group_ids[block_id]
             if block_id in pending or self._duplicates[group_id]:
                 self.remove(block_id)
                 continue
-            del self._by_hash[group_id][hash_of[block_id]]  # type: ignore[arg-type]  # has one
-            hash_of[block_id] = None
+            del self._by_hash[group_id][block_hashes[block_id]]  # type: ignore[arg-type]  # has one
+            block_hashes[block_id] = None
             num_cached[group_id] -= 1
 
     def publish(self, session_number: SessionNumber, executed: ids.StepNumber) -> None:
-        """Makes visible to all what `session_number` filled with its changes up to `executed`."""
+        """Makes the blocks that steps up to `executed` of a session fill visible to all sessions."""
         by_sequence = self._unpublished.get(session_number)
         if not by_sequence:
             return
@@ -265,41 +281,41 @@ class PrefixMap:
             del self._unpublished[session_number]
 
     def renumber_session(self, session_number: SessionNumber, new: SessionNumber) -> None:
-        """Gives what only `session_number` finds to `new`, who has filled nothing yet. O(those blocks)."""
+        """Moves a session's unpublished blocks to number `new`, which has filled none yet. O(those blocks)."""
         by_sequence = self._unpublished.pop(session_number, None)
         if by_sequence:
             self._unpublished[new] = by_sequence
             for blocks in by_sequence.values():
                 for block_id in blocks:
-                    self._number_of_writer[block_id] = new
+                    self._session_numbers[block_id] = new
 
     def hide(self, session_number: SessionNumber, block_ids: Iterable[BlockId]) -> None:
-        """Lets blocks that only `session_number` finds never be published."""
+        """Marks unpublished blocks of a session as never to be published."""
         for block_id in block_ids:
             self._forget_unpublished(block_id, self._pending[block_id])
             self._pending[block_id] = _NEVER
             self._unpublished.setdefault(session_number, {}).setdefault(_NEVER, set()).add(block_id)
 
     def has_unpublished(self, session_number: SessionNumber) -> bool:
-        """Whether there are blocks that only `session_number` finds."""
+        """Whether the session has unpublished blocks."""
         return session_number in self._unpublished
 
-    def unpublished_by(self, session_number: SessionNumber) -> list[BlockId]:
-        """The blocks that only `session_number` finds, in the order they were cached."""
+    def unpublished_blocks(self, session_number: SessionNumber) -> list[BlockId]:
+        """The blocks that only this session can find, in the order in which they were cached."""
         return [b for blocks in self._unpublished.get(session_number, {}).values() for b in sorted(blocks)]
 
     def clear(self) -> None:
-        """Takes every block's hash away. O(num_blocks)."""
-        for by_hash, several in zip(self._by_hash, self._duplicates, strict=True):
+        """Removes the hashes of all blocks. O(num_blocks)."""
+        for by_hash, duplicates in zip(self._by_hash, self._duplicates, strict=True):
             by_hash.clear()
-            several.clear()
-        self._hash_of = [None] * len(self._hash_of)
+            duplicates.clear()
+        self._block_hashes = [None] * len(self._block_hashes)
         self._pending.clear()
         self._unpublished.clear()
         self._num_cached = [0] * len(self._by_hash)
 
     def _forget_unpublished(self, block_id: BlockId, sequence: ids.StepNumber) -> None:
-        session_number = self._number_of_writer[block_id]
+        session_number = self._session_numbers[block_id]
         by_sequence = self._unpublished[session_number]
         by_sequence[sequence].discard(block_id)
         if not by_sequence[sequence]:

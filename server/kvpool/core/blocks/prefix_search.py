@@ -1,30 +1,35 @@
-"""The search for the longest prefix that every group can serve from the cache.
+"""Searches for the longest prefix that every group can serve from the cache.
 
-A group can serve a hit of n tokens exactly when
-1. n is a multiple of its blocks' span, and all its blocks of the first n tokens but those that it skips once n tokens
-   are computed are cached and visible: [num_skipped_blocks(n), n / span);
-2. with EAGLE, the block after them is cached too: it is computed again, for what a draft wrote into the last slot of
-   the hit may have been meant for another next token. Kinds without a slot a token (state space) need none.
+A group can serve a hit of n tokens exactly when both conditions hold:
 
-A hit is the longest n within the bound that all groups can serve. The block after it may hold the request's last token,
-which itself is never hit. A pool of one group does not look that far: the reference does not, and its answers stand.
-Each group in turn shortens n to the longest that it can serve; n only shrinks, so this ends, and when no group shortens
-it any more it is the longest: no group ever shortens it below a length that all can serve.
+1. n is a multiple of the group's block span. All blocks of the first n tokens are cached and visible, except those
+   that the group skips once n tokens are computed. The needed blocks are [num_skipped_blocks(n), n / span).
+2. With EAGLE, the block after them is cached too. That block is computed again, because the draft state in the last
+   slot of the hit can depend on a different next token. Kinds without a slot per token (state space) do not need it.
 
-One group's longest: if of the blocks it needs for n number m is missing, no shorter length does without m unless it
-ends at or before it, since the number of skipped blocks never rises as n falls. So n falls to where m (or, with EAGLE,
-the block before m) begins, and the search goes on from there. What was found stays found, so each block of a group is
-looked up once at most: O(blocks looked up) a group, whatever the others do, however long the request is.
+A hit is the longest n within the bound that all groups can serve. The block after the hit may hold the request's last
+token, which itself is never part of a hit. A pool with one group does not look that far: the reference does not, and
+kvpool returns the same hits.
 
-Where windows are cached sparsely, the leading groups, those of the first group's spec, tell the junction: the longest
-hit that they could serve alone, if that is longer; else 0. So the reference finds what a prefix has in common with
-others that was not kept of a window, and then is.
+Each group in turn shortens n to the longest length that the group can serve. The search ends because n only shrinks.
+When no group shortens n any more, n is the longest hit: no group shortens n below a length that all groups can serve.
 
-A window of few blocks makes many tries of a long request that misses. A look-up that has made MAX_TRIES without an end
-finds nothing: a hit that is shorter than what is cached is still one.
+The longest length of one group: suppose that block m is missing among the blocks that a hit of n tokens needs. Every
+shorter length needs m too, unless it ends at or before m, because the number of skipped blocks never rises as n falls.
+So n falls to the start of m (or, with EAGLE, of the block before m), and the search continues there. Blocks that were
+found stay found, so each block of a group is looked up at most once: O(blocks looked up) per group, independent of the
+other groups and of the length of the request.
+
+With sparse caching of windows, the leading groups (those with the spec of the first group) determine the shared prefix
+boundary: the longest hit that they could serve alone, if it is longer than the hit; else 0. With this boundary, a
+prefix that a request shares with others is kept for the windows, too, from then on.
+
+A window of few blocks makes many tries for a long request that misses. After MAX_TRIES tries a look-up stops and
+finds nothing, which is valid: a shorter hit than the cache could serve is still a hit.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Final
 
 from kvpool.core.blocks.group_manager import GroupManager
@@ -33,16 +38,35 @@ from kvpool.core.ids import NULL_BLOCK, BlockHash, BlockId, SessionNumber
 from kvpool.core.sessions.request import Request
 
 MAX_TRIES: Final = 2**17
-"""Tries, of all groups together, after which a look-up is given up."""
+"""Maximum number of tries of one look-up, over all groups."""
 TRY_PROBES: Final = 4
-"""What a try costs beside the hashes that it finds, in hashes found; a group costs as much before its first."""
-
-Hit = tuple[int, list[list[BlockId]], int, int]
-"""Tokens found; each group's blocks: nulls, then blocks; what the search cost, in hashes found; the junction."""
+"""Cost of a try, in hashes found, in addition to the hashes that it finds. Each group also costs this much once."""
 
 
-class _Run:
-    """What one group has found for a request: the pieces, the last one first, are its blocks from `low` on."""
+@dataclass(frozen=True, slots=True)
+class ComputedBlocks:
+    """A prefix that was found in the cache.
+
+    Attributes:
+        block_ids: The blocks, group by group; null where a group needs none. The blocks are not held: they can be
+            evicted until they are allocated.
+        num_tokens: Length of the prefix.
+        num_shared_tokens: Tokens of those blocks that another session filled, or this session before it was resumed, in
+            the group that has most of them.
+        num_probes: Cost of the search, in hashes found.
+        shared_prefix_boundary_tokens: See `Request`, which copies the value when the request gets these blocks or when
+            a step looked them up. None for the result of an earlier step.
+    """
+
+    block_ids: tuple[Sequence[BlockId], ...]
+    num_tokens: int
+    num_shared_tokens: int = 0
+    num_probes: int = field(default=0, compare=False)
+    shared_prefix_boundary_tokens: int | None = field(default=None, compare=False)
+
+
+class _GroupSearch:
+    """The search of one group for one request. The pieces, last piece first, are the found blocks from `_low` on."""
 
     __slots__ = (
         "_hashes",
@@ -72,9 +96,12 @@ class _Run:
         self._reader = reader
 
     def fit(self, length: int, alignment: int, max_tries: int) -> int:
-        """The longest hit up to `length`, both multiples of `alignment`, that the group can serve.
+        """Returns the longest hit of at most `length` tokens that the group can serve.
 
-        0 if that was not found in `max_tries`, those of earlier calls included.
+        Args:
+            length: Upper bound in tokens, a multiple of `alignment`.
+            alignment: The hit is a multiple of this number of tokens.
+            max_tries: Maximum number of tries, those of earlier calls included. The result is 0 when they are used up.
         """
         while length and self.num_tries < max_tries:
             first = self.manager.num_skipped_blocks(length)
@@ -85,7 +112,7 @@ class _Run:
             self.num_tries += 1
             self.num_found += len(found)
             is_whole = len(found) == unknown - first
-            if not is_whole or unknown < self._low:  # nothing that was found before follows on it
+            if not is_whole or unknown < self._low:  # earlier pieces do not continue this one
                 self._pieces.clear()
             self._pieces.append(found)
             self._low = first
@@ -95,7 +122,7 @@ class _Run:
         return 0
 
     def blocks(self, length: int) -> list[BlockId]:
-        """The blocks of a hit of `length` tokens, which the group can serve."""
+        """Returns the blocks of a hit of `length` tokens, which the group can serve."""
         count = length // self.span_tokens
         if not count:
             return []
@@ -105,9 +132,14 @@ class _Run:
         del blocks[count:]
         return blocks
 
+    def num_shared_tokens(self, blocks: Sequence[BlockId]) -> int:
+        """Number of tokens in those blocks that another session filled."""
+        held = [block_id for block_id in blocks if block_id != NULL_BLOCK]
+        return (len(held) - self._map.num_written_by(held, self._reader)) * self.span_tokens
+
 
 class PrefixSearch:
-    """Searches the caches of all groups of a pool. Changes nothing."""
+    """Searches the prefix caches of all groups of a pool. Read-only."""
 
     def __init__(
         self,
@@ -117,7 +149,7 @@ class PrefixSearch:
         *,
         finds_shared_prefix_boundary: bool = False,
     ) -> None:
-        # What keeps every block comes first: it tells soonest that there is no hit.
+        # Groups that keep every block come first: they detect a miss soonest.
         self._managers = sorted(managers, key=lambda manager: not manager.spec.keeps_all)
         self._num_leading = 0
         if finds_shared_prefix_boundary:
@@ -128,36 +160,41 @@ class PrefixSearch:
         self._map = prefix_map
         self._alignment = alignment_tokens
 
-    def find(self, request: Request, max_tokens: int) -> Hit:
+    def find(self, request: Request, max_tokens: int) -> ComputedBlocks:
         """Finds the longest hit of at most `max_tokens` tokens."""
         num_probes = TRY_PROBES * len(self._managers)
         for manager in self._joining:
             num_probes += manager.num_hashes_to_join(request)
-        runs = [_Run(manager, manager.hashes(request), self._map, request.session_number) for manager in self._managers]
-        last_tokens = max_tokens if len(runs) == 1 else request.num_tokens
-        bounds = [(last_tokens // run.span_tokens - run.extra) * run.span_tokens for run in runs]
-        length, junction, tries_left = max_tokens, 0, MAX_TRIES
+        searches = [
+            _GroupSearch(manager, manager.hashes(request), self._map, request.session_number)
+            for manager in self._managers
+        ]
+        last_tokens = max_tokens if len(searches) == 1 else request.num_tokens
+        bounds = [(last_tokens // each.span_tokens - each.extra) * each.span_tokens for each in searches]
+        length, boundary, tries_left = max_tokens, 0, MAX_TRIES
         if self._num_leading:
-            leading = runs[: self._num_leading]
-            length, tries_left = self._agreed(leading, min(length, *bounds[: len(leading)]), tries_left)
-            junction = length
-        length, _ = self._agreed(runs, min(length, *bounds), tries_left)
+            leading = searches[: self._num_leading]
+            length, tries_left = self._longest_common(leading, min(length, *bounds[: len(leading)]), tries_left)
+            boundary = length
+        length, _ = self._longest_common(searches, min(length, *bounds), tries_left)
 
-        found: list[list[BlockId]] = [[] for _ in runs]
-        for run in runs:
-            found[run.manager.group_id] = run.blocks(length)
-            num_probes += TRY_PROBES * run.num_tries + run.num_found
-        return length, found, num_probes, junction if junction > length else 0
+        found: list[list[BlockId]] = [[] for _ in searches]
+        num_shared = 0
+        for each in searches:
+            blocks = found[each.manager.group_id] = each.blocks(length)
+            num_shared = max(num_shared, each.num_shared_tokens(blocks))
+            num_probes += TRY_PROBES * each.num_tries + each.num_found
+        return ComputedBlocks(tuple(found), length, num_shared, num_probes, boundary if boundary > length else 0)
 
-    def _agreed(self, runs: Sequence[_Run], length: int, tries_left: int) -> tuple[int, int]:
-        """The longest hit up to `length` that all these groups can serve, and how many tries are left then."""
+    def _longest_common(self, searches: Sequence[_GroupSearch], length: int, tries_left: int) -> tuple[int, int]:
+        """Returns the longest hit up to `length` that all these groups can serve, and the tries that are left."""
         length = max(length, 0) // self._alignment * self._alignment
-        turn = agreed = 0
-        while length and agreed < len(runs):
-            run = runs[turn % len(runs)]
-            before = run.num_tries
-            shorter = run.fit(length, self._alignment, before + tries_left)
-            tries_left -= run.num_tries - before
-            agreed = agreed + 1 if shorter == length else 1
+        turn = num_agreed = 0
+        while length and num_agreed < len(searches):
+            search = searches[turn % len(searches)]
+            before = search.num_tries
+            shorter = search.fit(length, self._alignment, before + tries_left)
+            tries_left -= search.num_tries - before
+            num_agreed = num_agreed + 1 if shorter == length else 1
             length, turn = shorter, turn + 1
         return length, tries_left

@@ -1,13 +1,14 @@
-"""What sessions of a pool can always have, and the most that they may hold.
+"""Quotas: the minimum number of blocks that a session can always have, and the maximum that it can hold.
 
-Blocks count once a session, however many of its requests share them.
+A block counts once per session, however many of the session's requests share it.
 
 1. A session with a minimum *covers* blocks that it holds: all of them, up to its minimum. A used block is *common* if
-   any table of another session, or of one that does not cover it, has it. One in covering tables only is not.
-2. Common blocks are never more than the pool's, less all minima. So who holds fewer than its minimum is never refused
-   a block, whatever others do, and whichever of its blocks they share.
-3. To give blocks back never breaks 2: what is covered by nobody any more is common, or free.
-4. A session's requests never hold more blocks than its maximum.
+   it is in a table of a session that does not cover it. A block that is only in covering tables is not common.
+2. The number of common blocks never exceeds the pool's blocks minus the sum of all minima. So a session that holds
+   fewer blocks than its minimum is never refused a block, whatever other sessions do, and whichever of its blocks they
+   share.
+3. Freeing blocks never breaks rule 2: a block that no session covers any more is common or free.
+4. The requests of a session never hold more blocks than the session's maximum.
 """
 
 from collections import Counter
@@ -26,11 +27,11 @@ QUOTA_RETRY_SECONDS: Final = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Quota:
-    """What a session asks for when it is opened.
+    """The quota that a session requests when it is opened.
 
     Attributes:
-        min_blocks: Blocks that it can always have; 0 for none.
-        max_blocks: Most blocks that it may hold, at least min_blocks; 0 for no limit.
+        min_blocks: Number of blocks that the session can always have; 0 for none.
+        max_blocks: Maximum number of blocks that the session can hold, at least min_blocks; 0 for no limit.
     """
 
     min_blocks: int = 0
@@ -48,11 +49,12 @@ NO_QUOTA: Final = Quota()
 
 
 class Quotas:
-    """The quotas of a pool's sessions. Without any it costs the pool nothing.
+    """The quotas of a pool's sessions. Without any quota, the pool has no extra cost.
 
     Attributes:
         min_blocks: Sum of the sessions' minima.
-        num_covering: In how many tables of sessions that cover it each block is; only blocks that are covered. Read it.
+        num_covering: For each covered block, the number of tables that contain it and whose sessions cover it.
+            Read-only.
     """
 
     def __init__(self, blocks: BlockPool, num_usable_blocks: int) -> None:
@@ -60,16 +62,16 @@ class Quotas:
         self._blocks = blocks
         self._num_usable_blocks = num_usable_blocks
         self.num_covering: dict[BlockId, int] = {}
-        self._num_only_covered = 0  # used blocks in no other tables
+        self._num_only_covered = 0  # used blocks that are only in covering tables
 
     @property
     def num_left(self) -> int:
-        """Free blocks that a session without a minimum can be given."""
+        """Number of free blocks that a session without a minimum can be given."""
         return self._blocks.num_free_blocks + self._num_only_covered - self.min_blocks
 
     @property
     def num_reserved(self) -> int:
-        """Free blocks that only sessions with a minimum can be given."""
+        """Number of free blocks that only sessions with a minimum can be given."""
         return self.min_blocks - self._num_only_covered
 
     def check(self, quota: Quota) -> None:
@@ -90,14 +92,14 @@ class Quotas:
             )
 
     def open(self, quota: Quota) -> Holding | None:
-        """Takes a new session's quota in.
+        """Adds the quota of a new session.
 
         Returns:
-            What is to be kept of the blocks that its requests hold; None if it has no quota.
+            The session's record of held blocks; None if the session has no quota.
 
         Raises:
-            InvalidArgumentError: As `check`.
-            ExhaustedError: Likewise.
+            InvalidArgumentError: A number is out of range.
+            ExhaustedError: The minimum cannot be guaranteed now.
         """
         self.check(quota)
         if quota == NO_QUOTA:
@@ -106,7 +108,10 @@ class Quotas:
         return Holding(quota.min_blocks, quota.max_blocks)
 
     def end(self, holding: Holding, requests: Iterable[Request]) -> None:
-        """Lets a session's quota go; what its `requests` hold yet counts to none any more. O(blocks and requests)."""
+        """Removes a session's quota.
+
+        Blocks that its `requests` still hold count for no session. O(blocks and requests).
+        """
         for request in requests:
             request.holding = None
         for block_id, count in holding.counts.items():
@@ -117,23 +122,23 @@ class Quotas:
         self.min_blocks -= holding.min_blocks
 
     def num_free_for(self, holding: Holding | None) -> int:
-        """Free blocks that a session can be given."""
+        """Number of free blocks that a session can be given."""
         if holding is None:
             return self.num_left
-        most = self.num_left + holding.num_lacking
-        return min(most, holding.max_blocks - len(holding.counts)) if holding.max_blocks else most
+        num_free = self.num_left + holding.num_lacking
+        return min(num_free, holding.max_blocks - len(holding.counts)) if holding.max_blocks else num_free
 
     def applies_to(self, holding: Holding | None) -> bool:
-        """Whether what a session takes and gives back must be told to the other methods."""
+        """Whether the other methods must be called when a session gains or loses blocks."""
         return holding is not None or self.min_blocks > 0
 
     def allows(self, holding: Holding | None, hit: Sequence[BlockId], num_taken: int) -> bool:
-        """Whether a session may take blocks; notes in its holding if its maximum is what forbids it.
+        """Whether a session can take blocks. Records in `holding.is_over` whether the session's maximum forbids it.
 
         Args:
-            holding: The session's.
-            hit: Blocks that one more of its tables is to have.
-            num_taken: Blocks that leave the free list, those of `hit` included.
+            holding: The session's record of held blocks.
+            hit: Blocks that will be in one more table of the session.
+            num_taken: Number of blocks that leave the free list, including those of `hit`.
         """
         ref_cnt, covering = self._blocks.ref_cnt, self.num_covering
         if holding:
@@ -142,12 +147,12 @@ class Quotas:
             holding.is_over = bool(holding.max_blocks) and len(holding.counts) + num_gained > holding.max_blocks
             if holding.is_over:
                 return False
-        # What is used already is common already, or joins it if only covering tables have it.
+        # A used block is already common, or becomes common if it is only in covering tables.
         num_joining = num_taken + sum(1 for block_id in hit if covering.get(block_id) == ref_cnt(block_id))
         return num_joining - (holding.num_lacking if holding else 0) <= self.num_left
 
-    def gained(self, holding: Holding | None, hit: Sequence[BlockId], taken: Sequence[BlockId]) -> None:
-        """Takes note that one more table of a session has the blocks of a hit, and ones that were free; it has."""
+    def record_gained(self, holding: Holding | None, hit: Sequence[BlockId], taken: Sequence[BlockId]) -> None:
+        """Records that one more table of a session contains the blocks of a hit, and newly taken blocks."""
         alone, shared = list(taken), list[BlockId]()
         counts = dict.fromkeys(taken, 1)
         for block_id, num_later in _with_repeats(hit):
@@ -165,13 +170,13 @@ class Quotas:
             elif holding:
                 holding.counts[block_id] += 1
         if holding:
-            new = alone + shared  # those first that it is of use to cover
+            new = alone + shared  # first the blocks for which covering has an effect
             holding.counts.update((block_id, counts[block_id]) for block_id in new)
             holding.uncovered.update(dict.fromkeys(new))
             self._cover(holding)
 
-    def lost(self, holding: Holding | None, block_ids: Sequence[BlockId]) -> None:
-        """Takes note that one table less of a session has these blocks; it has."""
+    def record_lost(self, holding: Holding | None, block_ids: Sequence[BlockId]) -> None:
+        """Records that one table fewer of a session contains these blocks."""
         for block_id, num_later in _with_repeats(block_ids):
             ref_cnt = self._blocks.ref_cnt(block_id) + num_later
             if holding and block_id not in holding.uncovered:
@@ -186,7 +191,7 @@ class Quotas:
             self._cover(holding)
 
     def _cover(self, holding: Holding) -> None:
-        """Covers what the session's minimum has room for, the blocks first that it has held longest."""
+        """Covers as many blocks as the session's minimum allows, those held longest first."""
         for block_id in list(islice(holding.uncovered, holding.num_lacking)):
             del holding.uncovered[block_id]
             count = self.num_covering[block_id] = self.num_covering.get(block_id, 0) + holding.counts[block_id]
@@ -202,7 +207,10 @@ class Quotas:
 
 
 def _with_repeats(block_ids: Sequence[BlockId]) -> Iterator[tuple[BlockId, int]]:
-    """Each block, and how often it comes again later: where a request's hashes repeat, the blocks of its hit do."""
+    """Yields each block with its number of later occurrences.
+
+    If the hashes of a request repeat, the blocks of its hit repeat too.
+    """
     later = Counter(block_ids)
     for block_id in block_ids:
         later[block_id] -= 1

@@ -1,11 +1,13 @@
-"""Which full blocks of a sliding window are cached where a pool keeps them sparsely, as vLLM does since 0.32.
+"""Sparse caching of sliding windows: selects the full blocks to cache, as vLLM does since 0.32.
 
-1. Of a window a hit of n tokens needs a tail: the blocks that hold the last sliding_window - 1 of them, and with EAGLE
-   the one after. What lies in no tail that is hit takes a hash, and a place among what is evicted last, for nothing.
-2. Kept are the tails of the multiples of `PoolConfig.retention_tokens`, if that is not 0; of where the prompt can be
-   taken up again when it is sent again, or goes on; and of where a shared prefix ends that other groups had cached,
-   which the request's newest look-up told (`Request.shared_prefix_boundary_tokens`). All rounded down to whole hits.
-3. What was decided of a block when it became full is not looked at again.
+1. A hit of n tokens needs a tail of a window: the blocks that hold the last sliding_window - 1 of the n tokens and,
+   with EAGLE, the block after them. A block outside all tails would occupy a hash and a late place in the eviction
+   order without ever being hit.
+2. Three kinds of tails are kept: those at multiples of `PoolConfig.retention_tokens`, if that is not 0; those at which
+   the prompt can be resumed when it is sent again or continued; and those at the end of a shared prefix that other
+   groups had cached, which the request's most recent look-up found (`Request.shared_prefix_boundary_tokens`). All
+   positions are rounded down to whole hits.
+3. The decision about a block is made when the block becomes full, and is final.
 """
 
 from collections.abc import Iterable, Iterator
@@ -22,14 +24,14 @@ Run = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """The rule for one group.
+    """The retention rule of one group.
 
     Attributes:
-        span_tokens: Tokens that a block covers.
-        alignment_tokens: Every hit is a multiple of so many.
-        num_tail_blocks: Blocks of a tail, EAGLE's apart.
+        span_tokens: Tokens per block.
+        alignment_tokens: Every hit is a multiple of this number of tokens.
+        num_tail_blocks: Blocks per tail, without the block for EAGLE.
         num_eagle_blocks: Blocks after a hit that must be cached too.
-        num_segment_blocks: A tail ends at each multiple of so many blocks; 0 for none.
+        num_segment_blocks: A tail ends at each multiple of this number of blocks; 0 for none.
     """
 
     span_tokens: int
@@ -39,8 +41,8 @@ class Retention:
     num_segment_blocks: int
 
     @classmethod
-    def of(cls, config: PoolConfig, group_id: GroupId) -> "Retention | None":
-        """The rule for a group of a pool; None if all of its blocks are kept."""
+    def for_group(cls, config: PoolConfig, group_id: GroupId) -> "Retention | None":
+        """Returns the rule of a group; None if all blocks of the group are cached."""
         spec = allocation_spec(config.groups[group_id].spec)
         if config.retention_tokens is None or not config.enable_caching or not isinstance(spec, SlidingWindowSpec):
             return None
@@ -52,7 +54,7 @@ class Retention:
         return cls(span, config.hit_alignment, num_tail, num_eagle, num_segment)
 
     def runs(self, request: Request, first: int, end: int) -> list[Run]:
-        """Of the request's blocks [first, end), those to be kept; in order, with gaps between them."""
+        """Returns the blocks in [first, end) that are to be cached, as ascending runs with gaps between them."""
         runs: list[Run] = []
         for block in sorted(self._ends(request, first, end)):
             start = max(block - self.num_tail_blocks, first)
@@ -65,7 +67,10 @@ class Retention:
         return runs
 
     def _ends(self, request: Request, first: int, end: int) -> Iterator[int]:
-        """How many blocks the hits have whose tails are kept; of the multiples, those with a tail near [first, end)."""
+        """Yields the lengths, in blocks, of hits whose tails are kept.
+
+        Multiples are limited to tails near [first, end).
+        """
         if self.num_segment_blocks:
             per_segment = self.num_segment_blocks
             yield from range(max(first // per_segment, 1) * per_segment, end + per_segment, per_segment)
@@ -75,10 +80,11 @@ class Retention:
             yield self._aligned(request.shared_prefix_boundary_tokens) // self.span_tokens
 
     def _resumed_at(self, num_prompt_tokens: int) -> Iterable[int]:
-        """The hits of the same prompt sent again, whose last token is never hit, and with EAGLE of one that goes on.
+        """Returns the hits of the same prompt when it is sent again and, with EAGLE, when it is continued.
 
-        With EAGLE a whole hit less is found, as the block after it must be cached, too. Without, one that goes on from
-        whole blocks could hit all of them, and finds one hit less, as in the reference.
+        The last token of a prompt is never part of a hit. With EAGLE the hit is one alignment shorter, because the
+        block after the hit must be cached too. Without EAGLE, a prompt that is continued from whole blocks could hit
+        all of them, but finds one alignment less, as in the reference.
         """
         if not self.num_eagle_blocks:
             return (self._aligned(num_prompt_tokens - 1),)

@@ -1,12 +1,12 @@
-"""Plain allocations that stand together in a step, as of requests that decode: in columns, not by twenty calls each.
+"""Batched allocation: consecutive plain ALLOCATE operations of a step, such as decodes, are processed as columns.
 
-1. What is not plain is not taken here, and nothing is changed: `check` and `apply` do it operation by operation, and
-   say what is wrong. So they do with all, if there are too few blocks when the run's turn comes.
-2. State and answers are those of one by one. Blocks are taken in the order of the operations. A block that becomes full
-   is held, so nothing that is taken depends on whether it is cached before or after.
-3. Only for pools of one group whose blocks are kept and hold a slot a token, without events, where no quota applies.
-   There a block has one hash.
-4. The rest of the step names none of its requests.
+1. A batch contains only plain operations. `check` and `apply` process all others one by one, and report errors. They
+   also process the operations of a batch if there are too few free blocks when it is applied.
+2. State and results equal those of one operation at a time. Blocks are taken in the order of the operations. A block
+   that becomes full is in use, so the time of its caching does not change which blocks are taken.
+3. A pool must have one full-attention group, one slot per token, no events, and no quota that applies to the session.
+   Each block then has one hash.
+4. The rest of the step names no request of the batch.
 """
 
 from collections.abc import Iterator
@@ -29,20 +29,20 @@ _NOT_PLAIN: Final = (
     "num_block_ids",
     *OPTION_COLUMNS,
 )
-"""Columns that plain allocations have nothing in; in a pool of one group each has one entry an operation."""
+"""Columns that are zero for plain allocations; with one group, each has one entry per operation."""
 
 
 _Allocation = tuple[Request, int, int, int, int, list[BlockHash]]
-"""The request; the tokens it has then; those of them that have room before, and then; blocks that its table lacks for
-them, not positive if it lacks none; hashes that it gains."""
+"""Request, num_tokens after the step, computed tokens before and after the allocation, missing blocks of the table
+(zero or negative if none), and new block hashes."""
 
 
 class AllocationBatch:
-    """Allocations of a step that stand one after another.
+    """Consecutive plain allocations of a step.
 
     Attributes:
-        num_hash_bytes: How much of the step's hashes is theirs.
-        num_lacking_blocks: Blocks that they take.
+        num_hash_bytes: Bytes of the step's `block_hashes` that belong to the batch.
+        num_missing_blocks: Number of blocks that the batch takes.
     """
 
     def __init__(
@@ -54,31 +54,31 @@ class AllocationBatch:
         num_hash_bytes: int,
     ) -> None:
         self.num_hash_bytes = num_hash_bytes
-        self.num_lacking_blocks = sum([row[4] for row in rows if row[4] > 0])
+        self.num_missing_blocks = sum([row[4] for row in rows if row[4] > 0])
         self._pool = pool
         self._session = session
         self._manager = manager
         self._rows = rows
 
     def __len__(self) -> int:
-        """How many operations they are."""
+        """The number of operations."""
         return len(self._rows)
 
     @classmethod
-    def of(
+    def from_step(
         cls, pool: KVCacheManager, session: Session, step: Step, first: int, hash_at: int
     ) -> "AllocationBatch | None":
-        """Checks the allocations that begin with a step's operation `first`, whose hashes begin at a place.
+        """Checks the allocations from operation `first` on, whose hashes start at byte `hash_at`. Changes nothing.
 
-        The step's columns are of one length, or empty. Changes nothing.
+        The columns of the step must be empty or have equal lengths.
 
         Returns:
-            As many of them as are plain; None if not one is, or they are not for this file.
+            The plain operations up to the first other one; None if there is none, or batches do not apply.
         """
         manager = pool.plain_manager
         if manager is None or pool.quotas.applies_to(session.holding):
             return None
-        rows, end_hash_at = _find(pool, manager.span_tokens, session, step, first, hash_at)
+        rows, end_hash_at = _plain_rows(pool, manager.span_tokens, session, step, first, hash_at)
         last, numbers = first + len(rows), step.request_numbers
         named = set(numbers[first:last])
         if (
@@ -90,8 +90,8 @@ class AllocationBatch:
             return None
         return cls(pool, session, manager, rows, end_hash_at - hash_at)
 
-    def take_note(self, filled: DeferredBlocks, sequence: StepNumber) -> None:
-        """Notes what the requests grew by, and took room for without asking, and adds what that filled."""
+    def record_growth(self, filled: DeferredBlocks, sequence: StepNumber) -> None:
+        """Records the growth of the requests and the tokens taken on credit, and adds the blocks that these filled."""
         span = self._manager.span_tokens
         for request, num_tokens, start_tokens, _, _, hashes in self._rows:
             request.num_tokens = num_tokens
@@ -100,28 +100,28 @@ class AllocationBatch:
             if start_tokens > request.num_computed_tokens:
                 request.num_computed_tokens = start_tokens
                 request.filling_sequence = sequence
-                if start_tokens > request.credit_tokens:  # it took room that it filled
+                if start_tokens > request.credit_tokens:  # it filled a block on credit
                     filled.add(request, min(num_tokens, start_tokens) // span)
                     request.credit_tokens = self._pool.credit_tokens(request)
 
     def apply(self, sequence: StepNumber) -> tuple[list[int], list[BlockId]]:
-        """Does them. They have been taken note of, and there are blocks enough.
+        """Allocates the blocks. Call `record_growth` first, and check that there are enough free blocks.
 
         Returns:
-            How many blocks each got, or nothing if none got any; and the blocks.
+            The number of new blocks per operation, empty if there are none, and the block ids.
         """
         pool, manager, max_tokens = self._pool, self._manager, self._pool.config.max_model_len
         span, room, caches = manager.span_tokens, manager.credit, pool.config.enable_caching
-        new = manager.take(self.num_lacking_blocks) if self.num_lacking_blocks else []
+        new = manager.get_new_blocks(self.num_missing_blocks) if self.num_missing_blocks else []
         counts = [0] * len(self._rows) if new else []
         filled = DeferredBlocks(pool, self._session)
         at = 0
-        for i, (request, num_tokens, _, end_tokens, lacking, _) in enumerate(self._rows):
+        for i, (request, num_tokens, _, end_tokens, missing, _) in enumerate(self._rows):
             table = request.tables[0]
-            if lacking > 0:
-                table.block_ids += new[at : at + lacking]
-                counts[i] = lacking
-                at += lacking
+            if missing > 0:
+                table.block_ids += new[at : at + missing]
+                counts[i] = missing
+                at += missing
             if caches and end_tokens // span > table.num_cached < num_tokens // span:
                 filled.add(request, min(num_tokens, end_tokens) // span)
             request.num_computed_tokens = end_tokens
@@ -132,15 +132,15 @@ class AllocationBatch:
         pool.activity.allocations += len(self._rows)
         return counts, new
 
-    def one_by_one(self) -> Iterator[tuple[Request, int]]:
-        """Each request, and the tokens that it asks room for."""
+    def operations(self) -> Iterator[tuple[Request, int]]:
+        """Iterates over the requests and their numbers of new tokens."""
         return ((request, end_tokens - start_tokens) for request, _, start_tokens, end_tokens, _, _ in self._rows)
 
 
-def _find(  # noqa: PLR0913, PLR0917 - whose, of what, and from where
+def _plain_rows(  # noqa: PLR0913, PLR0917 - called once
     pool: KVCacheManager, span: int, session: Session, step: Step, first: int, hash_at: int
 ) -> tuple[list[_Allocation], int]:
-    """The plain allocations from a place on, but for what `_NOT_PLAIN` says of them, and where their hashes end."""
+    """Returns the plain allocations from `first` on, without a check of `_NOT_PLAIN`, and the end of their hashes."""
     max_tokens = pool.config.max_model_len
     by_number, joined = session.by_number, step.block_hashes
     size_bytes = pool.config.hash_scheme.hash_size_bytes if pool.config.enable_caching else 0
@@ -151,25 +151,25 @@ def _find(  # noqa: PLR0913, PLR0917 - whose, of what, and from where
         step.num_new_tokens[first:],
         step.num_appended_tokens[first:] or zeros,
         step.num_taken_tokens[first:] or zeros,
-        strict=False,  # without numbers or new tokens none is plain
+        strict=False,  # with an empty column no operation is plain
     )
     rows: list[_Allocation] = []
-    for operation, number, asked, grown, quietly in columns:
-        request = by_number.get(number)  # type: ignore[call-overload]  # NewType's call takes its time
+    for operation, number, new, appended, taken in columns:
+        request = by_number.get(number)  # type: ignore[call-overload]  # a call of NewType is slow
         if (
             operation != Operation.ALLOCATE
             or request is None
             or not request.num_computed_tokens
-            or grown < 0
-            or asked < 1
-            or quietly < 0
+            or appended < 0
+            or new < 1
+            or taken < 0
         ):
             break
-        before_tokens, start_tokens = request.num_tokens, request.num_computed_tokens + quietly
-        num_tokens, end_tokens = before_tokens + grown, start_tokens + asked
+        before_tokens, start_tokens = request.num_tokens, request.num_computed_tokens + taken
+        num_tokens, end_tokens = before_tokens + appended, start_tokens + new
         if num_tokens > max_tokens or end_tokens > max_tokens:
             break
-        if quietly and start_tokens > pool.most_taken_tokens(request):
+        if taken and start_tokens > pool.max_tokens_on_credit(request):
             break
         hashes: list[bytes] = []
         if size_bytes and num_tokens // span > before_tokens // span:
@@ -178,7 +178,7 @@ def _find(  # noqa: PLR0913, PLR0917 - whose, of what, and from where
                 break
             hashes = [joined[i : i + size_bytes] for i in range(hash_at, end, size_bytes)]
             hash_at = end
-        lacking = (end_tokens - 1) // span + 1 - len(request.tables[0].block_ids)
-        # BlockHash's call, too, takes its time.
-        rows.append((request, num_tokens, start_tokens, end_tokens, lacking, hashes))  # type: ignore[arg-type]
+        missing = (end_tokens - 1) // span + 1 - len(request.tables[0].block_ids)
+        # A call of BlockHash is slow, too.
+        rows.append((request, num_tokens, start_tokens, end_tokens, missing, hashes))  # type: ignore[arg-type]
     return rows, hash_at

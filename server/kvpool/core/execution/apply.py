@@ -12,7 +12,8 @@
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from kvpool.core.blocks.kv_cache_manager import ComputedBlocks, KVCacheManager
+from kvpool.core.blocks.kv_cache_manager import KVCacheManager
+from kvpool.core.blocks.prefix_search import ComputedBlocks
 from kvpool.core.execution.allocate_batch import AllocationBatch
 from kvpool.core.execution.check import CheckedOperation, StepChecker
 from kvpool.core.execution.deferred_caching import DeferredBlocks
@@ -22,7 +23,7 @@ from kvpool.core.sessions.request import Request
 from kvpool.core.sessions.session import Session
 from kvpool.core.steps.columns import MAX_STEP_WORK, Operation, Outcome, Step, StepResult
 
-COMPARED_PER_HASH: Final = 64
+BLOCKS_COMPARED_PER_HASH: Final = 64
 """Blocks of two tables that are compared in the time that a hash takes to be looked up, at least."""
 
 
@@ -43,7 +44,7 @@ def apply_step(pool: KVCacheManager, session: Session, step: Step, source: objec
         UnavailableError: The pool is suspended; nothing was changed.
     """
     source = step if source is None else source
-    before = session.answered(step.sequence, source)
+    before = session.remembered_result(step.sequence, source)
     if before is not None:
         pool.activity.retries += 1
         return before
@@ -76,7 +77,7 @@ def end_session(pool: KVCacheManager, session: Session) -> int:
     Returns:
         How many requests were freed.
     """
-    _withdraw(pool, session)
+    _hide_unexecuted(pool, session)
     return _free_requests(pool, session)
 
 
@@ -89,7 +90,7 @@ def quarantine_session(pool: KVCacheManager, session: Session, now_seconds: floa
     if due_seconds <= now_seconds or not any(request.holds_blocks for request in session.requests.values()):
         end_session(pool, session)
         return
-    _withdraw(pool, session)
+    _hide_unexecuted(pool, session)
     pool.quarantine.add(Quarantined(session, now_seconds, due_seconds))
 
 
@@ -99,9 +100,9 @@ def end_quarantine(pool: KVCacheManager, quarantined: Quarantined) -> None:
     _free_requests(pool, quarantined.session)
 
 
-def _withdraw(pool: KVCacheManager, session: Session) -> None:
+def _hide_unexecuted(pool: KVCacheManager, session: Session) -> None:
     """Withdraws what a session that has ended never said to be executed, and its quota."""
-    pool.end_session(session.session_number)
+    pool.evict_unpublished(session.session_number)
     if session.holding:
         pool.quotas.end(session.holding, session.requests.values())
         session.holding = None
@@ -158,11 +159,11 @@ class _Application:
         self._block_ids: list[BlockId] = []
 
     def run(self, checked: list[CheckedOperation | AllocationBatch]) -> StepResult:
-        self._take_note(checked)
+        self._record_growth(checked)
         i = 0
         for row in checked:
             if isinstance(row, AllocationBatch):
-                self._do_together(i, row)
+                self._allocate_batch(i, row)
                 i += len(row)
                 continue
             if row.request is None:
@@ -183,12 +184,12 @@ class _Application:
                 setattr(result, name, column)
         return result
 
-    def _take_note(self, checked: list[CheckedOperation | AllocationBatch]) -> None:
+    def _record_growth(self, checked: list[CheckedOperation | AllocationBatch]) -> None:
         """Notes what was allocated without asking since the step before, and caches what that filled."""
         filled, before = DeferredBlocks(self._pool, self._session), StepNumber(self._sequence - 1)
         for row in checked:
             if isinstance(row, AllocationBatch):
-                row.take_note(filled, before)
+                row.record_growth(filled, before)
                 continue
             request = row.request
             if request and row.num_taken_tokens:
@@ -201,23 +202,23 @@ class _Application:
                     request.credit_tokens = self._pool.credit_tokens(request)
         filled.cache(before)
 
-    def _do_together(self, first: int, run: AllocationBatch) -> None:
-        work = self._work + run.num_lacking_blocks
-        if self._out_of_blocks or work >= MAX_STEP_WORK or run.num_lacking_blocks > self._pool.blocks.num_free_blocks:
-            for i, (request, num_new_tokens) in enumerate(run.one_by_one(), first):
+    def _allocate_batch(self, first: int, batch: AllocationBatch) -> None:
+        work = self._work + batch.num_missing_blocks
+        if self._out_of_blocks or work >= MAX_STEP_WORK or batch.num_missing_blocks > self._pool.blocks.num_free_blocks:
+            for i, (request, num_new_tokens) in enumerate(batch.operations(), first):
                 row = CheckedOperation(Operation.ALLOCATE, request)
                 row.num_new_tokens = num_new_tokens
                 self.allocate(i, row, request)
             return
-        counts, block_ids = run.apply(self._sequence)
+        counts, block_ids = batch.apply(self._sequence)
         if counts:
-            self._num_new_blocks[first : first + len(run)] = counts
+            self._num_new_blocks[first : first + len(batch)] = counts
             self._block_ids += block_ids
             self._work = work
 
     def _on_pool(self, i: int, row: CheckedOperation) -> None:
         if row.operation is Operation.EVICT:
-            self._pool.blocks.evict(row.block_ids or ())
+            self._pool.blocks.evict_blocks(row.block_ids or ())
         else:
             self._outcomes[i] = Outcome.OK if self._pool.reset_prefix_cache() else Outcome.IN_USE
 
@@ -226,12 +227,14 @@ class _Application:
         self._session.add(request)
 
     def lookup(self, i: int, row: CheckedOperation, request: Request) -> None:
-        if self._is_enough:
+        if self._is_work_exhausted:
             self._outcomes[i] = Outcome.SKIPPED
             return
-        find = self._pool.lookup if row.operation is Operation.LOOKUP else self._pool.lookup_uncounted
+        find = (
+            self._pool.get_computed_blocks if row.operation is Operation.LOOKUP else self._pool.find_longest_cache_hit
+        )
         self._put_promise(i, request, find(request))
-        request.is_uncounted = row.operation is Operation.LOOKUP_COUNTED_ON_ADMIT
+        request.has_uncounted_lookup = row.operation is Operation.LOOKUP_COUNTED_ON_ADMIT
 
     def cache(self, _i: int, row: CheckedOperation, request: Request) -> None:
         if self._pool.config.enable_caching:
@@ -239,29 +242,33 @@ class _Application:
             session, sequence = self._session, self._sequence
             if session.launched_sequence:  # it says of each step when it is run: also of the one that filled these
                 sequence = request.filling_sequence
-            self._pool.cache(request, num_tokens, sequence=sequence)
+            self._pool.cache_blocks(request, num_tokens, sequence=sequence)
             if sequence <= session.executed_sequence:
                 self._pool.blocks.prefix_map.publish(session.session_number, session.executed_sequence)
             request.credit_tokens = self._pool.credit_tokens(request)
 
     def preempt(self, _i: int, _row: CheckedOperation, request: Request) -> None:
-        self._pool.withdraw(request, self._session.launched_sequence, reports_execution=self._session.reports_execution)
+        self._pool.withdraw_unpublished(
+            request, self._session.launched_sequence, reports_execution=self._session.reports_execution
+        )
         self._pool.preempt(request)
 
     def free(self, _i: int, _row: CheckedOperation, request: Request) -> None:
-        self._pool.withdraw(request, self._session.launched_sequence, reports_execution=self._session.reports_execution)
+        self._pool.withdraw_unpublished(
+            request, self._session.launched_sequence, reports_execution=self._session.reports_execution
+        )
         self._pool.free(request)
         self._session.forget(request)
 
     def common_prefix(self, i: int, _row: CheckedOperation, request: Request) -> None:
-        if self._is_enough:
+        if self._is_work_exhausted:
             self._outcomes[i] = Outcome.SKIPPED
             return
         requests = self._session.requests.values()
         num_blocks = sum(len(table.block_ids) for table in request.tables)
-        self._work += len(requests) * (1 + num_blocks // COMPARED_PER_HASH)
+        self._work += len(requests) * (1 + num_blocks // BLOCKS_COMPARED_PER_HASH)
         running = (other for other in requests if other.holds_blocks)
-        counts = self._pool.num_common_prefix_blocks(request, running)
+        counts = self._pool.get_num_common_prefix_blocks(request, running)
         self._num_prefix_blocks[i * self._groups : (i + 1) * self._groups] = counts
 
     def allocate(self, i: int, row: CheckedOperation, request: Request) -> None:
@@ -271,11 +278,11 @@ class _Application:
             return
         if promised:
             self._work += sum(map(len, promised.block_ids))
-            if not pool.still_holds(request, promised):
+            if not pool.is_still_cached(request, promised):
                 self._outcomes[i] = Outcome.HIT_CHANGED
-                self._put_promise(i, request, pool.lookup_uncounted(request))
+                self._put_promise(i, request, pool.find_longest_cache_hit(request))
                 return
-        new = pool.allocate(
+        new = pool.allocate_slots(
             request,
             row.num_new_tokens,
             row.num_lookahead_tokens,
@@ -291,10 +298,11 @@ class _Application:
             self._put(self._num_new_blocks, i, new)
 
     def admit(self, i: int, row: CheckedOperation, request: Request) -> None:
-        if self._out_of_blocks or self._is_enough or not self._budget_tokens:
+        if self._out_of_blocks or self._is_work_exhausted or not self._budget_tokens:
             self._outcomes[i] = Outcome.SKIPPED
             return
-        is_uncounted, request.is_uncounted = request.is_uncounted, False  # it counts its own look-up
+        had_uncounted_lookup = request.has_uncounted_lookup
+        request.has_uncounted_lookup = False  # `admit` counts its own look-up
         admission = self._pool.admit(
             request,
             min(row.num_new_tokens or self._budget_tokens, self._budget_tokens),
@@ -305,7 +313,7 @@ class _Application:
             sequence=self._sequence,
         )
         if admission is None:
-            request.is_uncounted = is_uncounted
+            request.has_uncounted_lookup = had_uncounted_lookup
             self._refuse(i)
             return
         self._budget_tokens -= admission.num_new_tokens
@@ -314,7 +322,7 @@ class _Application:
         self._put(self._num_new_blocks, i, admission.new_blocks)
 
     @property
-    def _is_enough(self) -> bool:
+    def _is_work_exhausted(self) -> bool:
         return self._work >= MAX_STEP_WORK
 
     def _refuse(self, i: int) -> None:

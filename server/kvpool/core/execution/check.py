@@ -8,7 +8,8 @@
 from dataclasses import dataclass
 from typing import Final
 
-from kvpool.core.blocks.kv_cache_manager import ComputedBlocks, KVCacheManager
+from kvpool.core.blocks.kv_cache_manager import KVCacheManager
+from kvpool.core.blocks.prefix_search import ComputedBlocks
 from kvpool.core.errors import InvalidArgumentError, NotFoundError, WrongStateError, check_range
 from kvpool.core.events import packed_token_ids
 from kvpool.core.execution.allocate_batch import AllocationBatch
@@ -85,8 +86,8 @@ class _Seen:
     num_computed_tokens: int
     holds_blocks: bool
     allocated: bool = False
-    gone: bool = False
-    is_again: bool = False
+    is_freed: bool = False
+    is_repeated: bool = False
 
     @property
     def is_admitted(self) -> bool:
@@ -141,11 +142,11 @@ class StepChecker:
 
         at = step.operations.index(Operation.ALLOCATE) if Operation.ALLOCATE in step.operations else count
         checked: list[CheckedOperation | AllocationBatch] = [*self._check_rows(0, at)]
-        run = AllocationBatch.of(self._pool, self._session, step, at, self._hash_at)
-        if run:
-            checked.append(run)
-            self._hash_at += run.num_hash_bytes
-            at += len(run)
+        batch = AllocationBatch.from_step(self._pool, self._session, step, at, self._hash_at)
+        if batch:
+            checked.append(batch)
+            self._hash_at += batch.num_hash_bytes
+            at += len(batch)
         checked += self._check_rows(at, count)
         self._check_all_used()
         return checked
@@ -227,16 +228,16 @@ class StepChecker:
         seen = self._add(i, number) if operation is Operation.ADD else self._resolve(i, number)
         row = CheckedOperation(operation, seen.request)
         if appended or taken or rejected:
-            self._check_told(i, row, seen, appended, taken, rejected)
+            self._check_growth_columns(i, row, seen, appended, taken, rejected)
         if operation in _ALLOCATING:
             if self._has_options:
                 row.options = self._options_of(i, operation, seen)
-            most = self._max_tokens
-            least = 1 if operation is Operation.ALLOCATE and not row.options.num_external_tokens else 0
-            if not least <= new <= most:  # the name is made only where it is needed
-                check_range(f"num_new_tokens[{i}]", new, least, most)
+            maximum = self._max_tokens
+            minimum = 1 if operation is Operation.ALLOCATE and not row.options.num_external_tokens else 0
+            if not minimum <= new <= maximum:  # the name is made only where it is needed
+                check_range(f"num_new_tokens[{i}]", new, minimum, maximum)
             if lookahead or encoder:
-                check_range(f"num_lookahead_tokens[{i}]", lookahead, 0, most)
+                check_range(f"num_lookahead_tokens[{i}]", lookahead, 0, maximum)
                 check_range(f"num_encoder_tokens[{i}]", encoder, 0, MAX_TOKENS)
                 row.num_lookahead_tokens, row.num_encoder_tokens = lookahead, encoder
             row.num_new_tokens, row.delay_cache_blocks = new, delay
@@ -245,7 +246,7 @@ class StepChecker:
             self._check_other(i, row, seen, new)
         return row
 
-    def _check_told(  # noqa: PLR0913, PLR0917 - one parameter a column
+    def _check_growth_columns(  # noqa: PLR0913, PLR0917 - one parameter a column
         self, i: int, row: CheckedOperation, seen: _Seen, appended: int, taken: int, rejected: int
     ) -> None:
         """Checks what is told of a request beside the operation."""
@@ -255,7 +256,7 @@ class StepChecker:
             self._check_growth(i, row, seen.num_tokens, appended)
             seen.num_tokens += appended
         if taken:
-            if seen.is_again:
+            if seen.is_repeated:
                 raise InvalidArgumentError(f"num_taken_tokens[{i}]", "the request was named before in this step")
             self._check_taken(i, row, seen.request, taken)
             seen.num_computed_tokens += taken
@@ -271,15 +272,15 @@ class StepChecker:
         elif operation in _FREEING:
             seen.holds_blocks = False
             seen.num_computed_tokens = 0
-            seen.gone = operation is Operation.FREE
-            if seen.gone:
+            seen.is_freed = operation is Operation.FREE
+            if seen.is_freed:
                 self._ids[seen.request.request_id] = False
 
     def _add(self, i: int, number: int) -> _Seen:
         if number >= 0:  # negative: chosen by the server, for a request that steps cannot name
             check_range(f"request_numbers[{i}]", number, 1, MAX_REQUEST_NUMBER)
         earlier = self._earlier(number)
-        if not earlier.gone if earlier else RequestNumber(number) in self._session.by_number:
+        if not earlier.is_freed if earlier else RequestNumber(number) in self._session.by_number:
             raise InvalidArgumentError(f"request_numbers[{i}]", f"{number} is in use", reason="REQUEST_NUMBER_IN_USE")
         at, step = self._id_at, self._step
         if at >= len(step.request_ids):
@@ -325,8 +326,8 @@ class StepChecker:
                 seen = _Seen(request, request.num_tokens, request.num_computed_tokens, request.holds_blocks)
                 self._seen[number] = seen
         else:
-            seen.is_again = True
-        if seen is None or seen.gone:
+            seen.is_repeated = True
+        if seen is None or seen.is_freed:
             raise NotFoundError(
                 "REQUEST_NOT_FOUND",
                 f"the session has no request {number}",
@@ -363,7 +364,7 @@ class StepChecker:
             self._token_at = end
 
     def _check_taken(self, i: int, row: CheckedOperation, request: Request, taken: int) -> None:
-        room = self._pool.most_taken_tokens(request) - request.num_computed_tokens
+        room = self._pool.max_tokens_on_credit(request) - request.num_computed_tokens
         if not 0 <= taken <= room:
             check_range(f"num_taken_tokens[{i}]", taken, 0, max(room, 0))
         row.num_taken_tokens = taken
@@ -393,7 +394,7 @@ class StepChecker:
             hit_tokens = 0
             if any(promised):
                 groups = len(promised)
-                hit_tokens = self._pool.check_promise(lambda j: f"num_block_ids[{i * groups + j}]", promised)
+                hit_tokens = self._pool.check_computed_blocks(lambda j: f"num_block_ids[{i * groups + j}]", promised)
                 check_range(f"num_block_ids[{i}]", hit_tokens, 0, seen.num_tokens - 1)
                 row.promised = ComputedBlocks(promised, hit_tokens)
             hit_tokens += row.options.num_external_tokens

@@ -1,8 +1,8 @@
-"""Blocks that became full, cached together: those that a step fills, and those that decodes before it had filled.
+"""Deferred caching: full blocks are collected and cached together.
 
-In a pool of one group whose blocks are kept and hold a slot a token, without events, a session need not ask for a
-decode that fills a block: nothing is allocated. It tells so with its next step (`Step.num_taken_tokens`), where the
-block is cached before all else, as filled by the step before.
+In a pool with one full-attention group, one slot per token and no events, a session does not send a decode that fills a
+block, as nothing is allocated. The next step reports the tokens (`Step.num_taken_tokens`). The block is then cached
+before all other operations, as filled by the previous step.
 """
 
 from kvpool.core import ids
@@ -15,7 +15,7 @@ _ONLY_GROUP = GroupId(0)
 
 
 class DeferredBlocks:
-    """What one change of a session filled, in the order in which it is added."""
+    """Full blocks of one session to cache, in the order in which they are added."""
 
     def __init__(self, pool: KVCacheManager, session: Session) -> None:
         self._pool = pool
@@ -24,7 +24,7 @@ class DeferredBlocks:
         self._hashes: list[BlockHash] = []
 
     def add(self, request: Request, num_full_blocks: int) -> None:
-        """Adds those of a request's first blocks that are not cached; they count as cached from now on."""
+        """Adds the uncached blocks among the first `num_full_blocks` of a request, and marks them as cached."""
         table = request.tables[_ONLY_GROUP]
         if num_full_blocks > table.num_cached:
             self._block_ids += table.block_ids[table.num_cached : num_full_blocks]
@@ -32,7 +32,7 @@ class DeferredBlocks:
             table.num_cached = num_full_blocks
 
     def cache(self, sequence: ids.StepNumber) -> None:
-        """Caches all, as filled by the change `sequence`; others find them at once if that is said to have run."""
+        """Caches the blocks as filled by step `sequence`; publishes them if that step was reported as executed."""
         if not self._block_ids:
             return
         blocks, session_number, executed = (
@@ -40,6 +40,6 @@ class DeferredBlocks:
             self._session.session_number,
             self._session.executed_sequence,
         )
-        blocks.cache(_ONLY_GROUP, self._block_ids, self._hashes, session_number, sequence)
+        blocks.cache_full_blocks(_ONLY_GROUP, self._block_ids, self._hashes, session_number, sequence)
         if sequence <= executed:
             blocks.prefix_map.publish(session_number, executed)

@@ -1,12 +1,13 @@
-"""Sorts layers into groups that share block tables, so that every block takes the same bytes whoever gets it.
+"""Grouping of layers: layers of a group share block tables, and blocks of all groups have the same size in bytes.
 
-1. The pool gives blocks of one size: a block of any group takes (layers of the largest group) x (page) bytes. So all
-   pages are made equally large, and groups are filled to equally many layers as far as that goes.
-2. What cannot be equal is padded: pages that do not divide each other, groups with fewer layers than the largest. The
-   padding is not hidden: see `KVCacheConfig.padding_bytes_per_block`.
-3. Layers of one kind that differ in hidden size alone need neither: they make one group, with tensors of their sizes.
+1. All blocks of a pool have one size: (layers of the largest group) x (page size) bytes. Therefore all pages are made
+   equally large, and groups get the same number of layers where possible.
+2. Padding fills the differences: pages whose sizes do not divide each other, and groups with fewer layers than the
+   largest. `KVCacheConfig.padding_bytes_per_block` reports the padding.
+3. Layers of one kind that differ only in hidden size need no padding. They form one group, with a tensor of its own
+   size for each layer.
 
-Source: the grouping is that of vLLM's kv_cache_utils, and pages that do not divide each other come on top.
+Source: the grouping follows vLLM's kv_cache_utils. The padding of pages whose sizes do not divide each other is ours.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,19 +27,20 @@ from kvpool.core.specs.pool_config import KVCacheGroup
 Layers = Mapping[str, KVCacheSpec]
 
 _IMBALANCE = 1.25
-"""Up to this ratio of the most to the fewest layers of a kind, the most decides: a few layers of padding cost less
-than many more groups."""
+"""Ratio of the largest to the smallest number of layers per kind up to which the largest sets the group size: a few
+layers of padding cost less than many more groups."""
 
 
 def group_layers(layers: Layers, *, hybrid: bool) -> tuple[KVCacheGroup, ...]:
-    """Sorts the layers of a whole model into groups.
+    """Groups the layers of a whole model.
 
     Args:
-        layers: Spec of each layer, in the model's order. Encoder-only layers keep nothing and are left out.
-        hybrid: Whether kinds may be managed apart; if not, windows become full attention that remembers its window.
+        layers: Spec of each layer, in the order of the model. Encoder-only layers store nothing and are left out.
+        hybrid: Whether kinds may be managed separately. If not, window layers are managed as full attention; their
+            specs keep the window size.
 
     Returns:
-        The groups; none for a model without a cache.
+        The groups; empty for a model without a KV cache.
 
     Raises:
         InvalidArgumentError: `hybrid` is false, and the layers cannot be managed as one kind.
@@ -91,9 +93,9 @@ def _with_one_page_size(layers: Layers) -> Layers:
 
 
 def _groups_of_one_size(layers: Layers) -> tuple[KVCacheGroup, ...]:
-    """Groups layers with equal specs, equally many in each group where that goes.
+    """Groups layers with equal specs, with the same number of layers per group where possible.
 
-    Each group takes every n-th layer rather than n in a row: then every pipeline stage has its part of each group.
+    Each group takes every n-th layer, not n consecutive ones, so that each pipeline stage has layers of every group.
     """
     by_spec: dict[KVCacheSpec, list[str]] = {}
     for name, spec in layers.items():
@@ -107,10 +109,10 @@ def _groups_of_one_size(layers: Layers) -> tuple[KVCacheGroup, ...]:
     return tuple(groups)
 
 
-def of_rank(groups: tuple[KVCacheGroup, ...], layers: Layers) -> tuple[KVCacheGroup, ...]:
-    """The groups with the layers that one rank has.
+def groups_on_rank(groups: tuple[KVCacheGroup, ...], layers: Layers) -> tuple[KVCacheGroup, ...]:
+    """Returns the groups with the layers of one rank only.
 
-    Groups without any stay as they are, but for the names: their blocks are taken all the same.
+    A group without layers on the rank keeps its spec and gets no names, as requests still take blocks of it.
     """
     return tuple(_group_of_rank(group, tuple(name for name in group.layer_names if name in layers)) for group in groups)
 
@@ -124,7 +126,7 @@ def _group_of_rank(group: KVCacheGroup, names: tuple[str, ...]) -> KVCacheGroup:
 
 
 def layer_specs(group: KVCacheGroup) -> tuple[tuple[str, KVCacheSpec], ...]:
-    """The group's layers, each with its own spec."""
+    """Returns the layers of a group, each with its own spec."""
     if isinstance(group.spec, UniformTypeKVCacheSpecs):
         own = dict(group.spec.layers)
         return tuple((name, own[name]) for name in group.layer_names)
@@ -132,7 +134,7 @@ def layer_specs(group: KVCacheGroup) -> tuple[tuple[str, KVCacheSpec], ...]:
 
 
 def undeclared_field(spec: KVCacheSpec) -> str:
-    """Names a size that planning needs and the spec leaves open; empty if it has all."""
+    """Returns the name of a size that planning needs and the spec does not declare; empty if none is missing."""
     if spec.content_size_bytes:
         return ""
     if not isinstance(spec, AttentionSpec):
@@ -140,13 +142,18 @@ def undeclared_field(spec: KVCacheSpec) -> str:
     return next((name for name in ("num_kv_heads", "head_size", "dtype") if not getattr(spec, name)), "head_size_v")
 
 
+def field_value(spec: KVCacheSpec, field: str) -> object:
+    """Returns a field of a spec for a message; field "type" is the class name, as in `differing_field`."""
+    return type(spec).__name__ if field == "type" else getattr(spec, field)
+
+
 def block_size_bytes(groups: tuple[KVCacheGroup, ...]) -> int:
-    """Bytes that a block takes on a rank; 0 if the rank has no layer."""
+    """Bytes per block on a rank; 0 if the rank has no layer."""
     if is_uniform_type(groups):
         return groups[0].spec.page_size_bytes if groups[0].layer_names else 0
     return max((len(group.layer_names) * group.spec.page_size_bytes for group in groups), default=0)
 
 
 def is_uniform_type(groups: Sequence[KVCacheGroup]) -> bool:
-    """Whether all layers are of one kind, with pages of different sizes: each has a tensor of its own."""
+    """Whether all layers are of one kind with different page sizes, so that each layer has its own tensor."""
     return len(groups) == 1 and isinstance(groups[0].spec, UniformTypeKVCacheSpecs)

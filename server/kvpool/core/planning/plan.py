@@ -1,4 +1,4 @@
-"""What a plan is asked, and what it says: options, refusals, and the memory of every rank. Frozen values."""
+"""Values of memory planning: options, errors, and the memory of every rank. All are frozen."""
 
 import math
 from dataclasses import dataclass
@@ -15,25 +15,25 @@ GIB: Final = 2**30
 
 
 class FitCheck(Enum):
-    """What counts when it is checked that one request of the longest length fits."""
+    """How the planner checks that one request of the maximum length fits."""
 
     WHOLE_REQUEST = "whole_request"
-    """The blocks that it takes in all groups, beside those that are set aside: the null block, and sinks."""
+    """Counts the request's blocks in all groups, and the reserved blocks: the null block and sinks."""
 
     FIRST_GROUP = "first_group"
-    """Only those of the first group, as vLLM 0.14.1. Of a model whose first group has a window, lengths pass that no
-    pool of this size can ever serve."""
+    """Counts the blocks of the first group only, as vLLM 0.14.1 does. If the first group has a window, this accepts
+    lengths that no pool of this size can ever serve."""
 
 
 class PlanError(InvalidArgumentError):
-    """The layers cannot be laid out.
+    """No plan can be made for the layers.
 
     Attributes:
-        needed_bytes: Memory that one request of the longest length takes on the rank at fault; 0 if not about that.
-        available_bytes: Memory that there is.
-        max_model_len: The longest length asked for, in tokens.
-        estimated_max_model_len: The longest that fits; 0 for none.
-        rank: The rank at fault; None if it is not one rank's.
+        needed_bytes: Memory of one request of the maximum length on the rank at fault; 0 if the error is another one.
+        available_bytes: Available memory.
+        max_model_len: The requested maximum length, in tokens.
+        estimated_max_model_len: The maximum length that fits, in tokens; 0 if none fits.
+        rank: The rank at fault; None if the error is not about one rank.
     """
 
     def __init__(  # noqa: PLR0913 - the facts of one refusal
@@ -58,11 +58,11 @@ class PlanError(InvalidArgumentError):
 
 @dataclass(frozen=True, slots=True)
 class RankMemory:
-    """What one rank brings.
+    """The layers and the memory of one rank.
 
     Attributes:
-        layers: Spec of each of its layers, in the model's order.
-        available_bytes: Memory that its tensors may take.
+        layers: Spec of each layer of the rank, in the order of the model.
+        available_bytes: Memory available for the tensors.
     """
 
     layers: Layers
@@ -71,18 +71,17 @@ class RankMemory:
 
 @dataclass(frozen=True, slots=True)
 class PlanOptions:
-    """What is asked of a plan.
+    """Options of a plan.
 
     Attributes:
-        max_model_len: Most tokens a request may have.
-        auto_fit_max_model_len: Take the longest that fits instead, at most max_model_len.
-        max_num_batched_tokens: Most tokens one step computes.
-        max_num_encoder_input_tokens: Most tokens an encoder puts out for one request.
-        num_blocks_override: Blocks to make, whatever there is room for; 0 for as many as there is.
+        max_model_len: Maximum number of tokens of a request.
+        auto_fit_max_model_len: Use the longest length that fits, at most max_model_len.
+        max_num_batched_tokens: Maximum number of tokens that one step computes.
+        max_num_encoder_input_tokens: Maximum number of tokens that an encoder outputs for one request.
+        num_blocks_override: Number of blocks, regardless of the memory; 0 for as many as fit.
         disable_hybrid_kv_cache_manager: Manage all layers as one kind.
-        decode_context_parallel_size: Ranks over which decoding spreads a request's tokens.
-        prefill_context_parallel_size: Ranks over which prefill spreads them.
-        fit_check: What counts when it is checked that one request fits.
+        decode_context_parallel_size: Ranks over which decode spreads a request's tokens.
+        fit_check: How the planner checks that one request fits.
     """
 
     max_model_len: int
@@ -95,14 +94,15 @@ class PlanOptions:
     prefill_context_parallel_size: int = 1
     fit_check: FitCheck = FitCheck.WHOLE_REQUEST
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
+        """Raises InvalidArgumentError if a number is out of range; names the field."""
         check_range("num_blocks_override", self.num_blocks_override, 0, MAX_BLOCKS)
         check_range("decode_context_parallel_size", self.decode_context_parallel_size, 1, 1024)
         check_range("prefill_context_parallel_size", self.prefill_context_parallel_size, 1, 1024)
         self.limits(self.max_model_len)
 
     def limits(self, max_model_len: int) -> RequestLimits:
-        """What bounds one request, with this longest length."""
+        """Returns the limits of one request with this maximum length, in tokens."""
         return RequestLimits(
             max_model_len,
             self.max_num_batched_tokens,
@@ -116,8 +116,8 @@ class KVCacheTensor:
     """One buffer of a rank.
 
     Attributes:
-        size_bytes: Its size: num_blocks pages.
-        shared_by: The layers whose pages lie in it, at most one of each group.
+        size_bytes: Size of the buffer: num_blocks pages.
+        shared_by: Layers that store their pages in the buffer, at most one per group.
     """
 
     size_bytes: int
@@ -126,12 +126,12 @@ class KVCacheTensor:
 
 @dataclass(frozen=True, slots=True)
 class KVCacheConfig:
-    """What one rank is to allocate.
+    """The memory that one rank must allocate.
 
     Attributes:
-        num_blocks: Blocks, the null block included; the same on all ranks.
+        num_blocks: Number of blocks, including the null block; equal on all ranks.
         tensors: The buffers.
-        groups: The groups, with the layers that the rank has.
+        groups: The groups, each with the layers of this rank.
     """
 
     num_blocks: int
@@ -140,12 +140,12 @@ class KVCacheConfig:
 
     @property
     def block_size_bytes(self) -> int:
-        """Bytes that a block takes in all tensors."""
+        """Bytes per block over all tensors."""
         return block_size_bytes(self.groups)
 
     @property
     def padding_bytes_per_block(self) -> tuple[int, ...]:
-        """Bytes of a block that hold nothing when it is a group's, group by group."""
+        """Unused bytes of a block, for each group that can hold the block."""
         return tuple(
             self.block_size_bytes - sum(spec.content_size_bytes for _, spec in layer_specs(group))
             for group in self.groups
@@ -157,11 +157,11 @@ class Plan:
     """The memory of all ranks.
 
     Attributes:
-        configs: What each rank is to allocate, in the order of the ranks.
-        groups: The groups, with the layers of all ranks.
-        max_model_len: The longest length in force, in tokens.
-        blocks_per_request: Blocks that a request of this length takes, in all groups together.
-        longest_request_tokens: The longest request that the pool can hold, the null block and sinks set aside; at most
+        configs: The memory that each rank must allocate, in rank order.
+        groups: The groups, each with the layers of all ranks.
+        max_model_len: The maximum length of a request that applies, in tokens.
+        blocks_per_request: Blocks that a request of this length takes in all groups together.
+        longest_request_tokens: The longest request that the pool can hold without the null block and sinks; at most
             max_model_len.
     """
 
@@ -173,10 +173,10 @@ class Plan:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks of the pool, the null block included."""
+        """Number of blocks of the pool, including the null block."""
         return self.configs[0].num_blocks
 
     @property
     def max_concurrency(self) -> float:
-        """Requests of the longest length that fit at a time; infinity for a model without a cache."""
+        """Number of requests of the maximum length that fit at once; infinity for a model without a KV cache."""
         return self.num_blocks / self.blocks_per_request if self.blocks_per_request else math.inf

@@ -1,13 +1,12 @@
-"""Lays out the memory of all ranks: from layer specs and free bytes to groups, tensors and num_blocks.
+"""Memory planning for all ranks: computes groups, tensors and num_blocks from layer specs and free bytes.
 
-1. All ranks get the same groups and the same num_blocks, for block ids are those of the whole pool: the rank with the
-   least room decides. A rank's tensors hold its own layers.
-2. Layers of different groups share tensors, since no block belongs to two groups at a time: tensor i is shared by layer
-   i of each group.
-3. A plan is refused unless one request of the longest length fits; the refusal says what would.
+1. All ranks get the same groups and the same num_blocks, as block ids are valid in the whole pool. The rank with the
+   least memory decides num_blocks. The tensors of a rank hold the layers of that rank.
+2. Layers of different groups share tensors, since a block belongs to one group at a time. Tensor i is shared by layer i
+   of each group.
+3. A plan is refused unless one request of the maximum length fits. The error gives the maximum length that fits.
 
-Source: the results are those of vLLM's get_kv_cache_configs, but for
-`FitCheck.WHOLE_REQUEST`, the default here.
+Source: the results equal those of vLLM's get_kv_cache_configs, except with `FitCheck.WHOLE_REQUEST`, the default here.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,10 +16,11 @@ from kvpool.core.ids import MAX_BLOCKS, MAX_TOKENS
 from kvpool.core.planning.grouping import (
     Layers,
     block_size_bytes,
+    field_value,
     group_layers,
+    groups_on_rank,
     is_uniform_type,
     layer_specs,
-    of_rank,
     undeclared_field,
 )
 from kvpool.core.planning.plan import (
@@ -47,34 +47,41 @@ def get_kv_cache_configs(ranks: Sequence[RankMemory], options: PlanOptions) -> P
     """Plans the memory of all ranks of a model.
 
     Args:
-        ranks: The ranks: pipeline stages with layers of their own, tensor ranks with the same.
-        options: What is asked.
+        ranks: The ranks. Pipeline stages have different layers, tensor-parallel ranks the same.
+        options: The options.
 
     Raises:
-        PlanError: Ranks disagree on a layer, memory is missing, or one request does not fit; says what is at fault,
-            and of the last how much is needed, what there is, and the longest that fits.
-        InvalidArgumentError: The layers cannot be put into groups as asked.
+        PlanError: Ranks disagree on a layer, a rank has no memory, or one request does not fit. In the last case the
+            error has the needed and available memory and the maximum length that fits.
+        InvalidArgumentError: An option is out of range, or the layers cannot be grouped with these options.
     """
+    options.check()
     check_range("ranks", len(ranks), 1, 65_536)
     groups = group_layers(_merge_ranks(ranks), hybrid=not options.disable_hybrid_kv_cache_manager)
     _check_alignment(groups, options)
-    by_rank = [of_rank(groups, rank.layers) for rank in ranks]
-    rooms = [_Room(i, own, ranks[i].available_bytes, options) for i, own in enumerate(by_rank) if block_size_bytes(own)]
-    max_model_len = _check_rooms(rooms, options)
-    num_blocks = min((room.available_bytes // room.block_size_bytes for room in rooms), default=1)
+    by_rank = [groups_on_rank(groups, rank.layers) for rank in ranks]
+    capacities = [
+        _RankCapacity(i, own, ranks[i].available_bytes, options)
+        for i, own in enumerate(by_rank)
+        if block_size_bytes(own)
+    ]
+    max_model_len = _check_capacities(capacities, options)
+    num_blocks = min((capacity.available_bytes // capacity.block_size_bytes for capacity in capacities), default=1)
     num_blocks = (options.num_blocks_override if groups else 0) or min(num_blocks, MAX_BLOCKS)
     check_range("num_blocks", num_blocks, 1, MAX_BLOCKS)
     return Plan(
         tuple(KVCacheConfig(num_blocks, _tensors(own, num_blocks), own) for own in by_rank),
         groups,
         max_model_len,
-        _blocks_of_request(groups, options.limits(max_model_len)),
-        _longest(max_model_len, lambda length: _takes(groups, options.limits(length)) <= num_blocks),
+        _blocks_per_request(groups, options.limits(max_model_len)),
+        _longest_fitting(
+            max_model_len, lambda length: _pool_blocks_for_request(groups, options.limits(length)) <= num_blocks
+        ),
     )
 
 
-class _Room:
-    """What one rank can hold."""
+class _RankCapacity:
+    """The memory of one rank, and the lengths of requests that fit it."""
 
     def __init__(self, rank: int, groups: tuple[KVCacheGroup, ...], available_bytes: int, options: PlanOptions) -> None:
         self.rank = rank
@@ -89,26 +96,26 @@ class _Room:
             self.usable_bytes = options.num_blocks_override * self.block_size_bytes
 
     def needed_bytes(self, length: int) -> int:
-        """Bytes that one request of this length takes, and what is set aside."""
+        """Bytes of one request of this length, including reserved blocks."""
         limits = self._options.limits(length)
         if self._options.fit_check is FitCheck.FIRST_GROUP:
-            return _blocks_of_request(self._groups[:1], limits) * self.block_size_bytes
-        return _takes(self._groups, limits) * self.block_size_bytes
+            return _blocks_per_request(self._groups[:1], limits) * self.block_size_bytes
+        return _pool_blocks_for_request(self._groups, limits) * self.block_size_bytes
 
     def longest(self, max_model_len: int) -> int:
-        """The longest request that fits, at most this long; 0 if none does."""
-        return _longest(max_model_len, lambda length: self.needed_bytes(length) <= self.usable_bytes)
+        """The maximum length that fits, in tokens, at most max_model_len; 0 if none fits."""
+        return _longest_fitting(max_model_len, lambda length: self.needed_bytes(length) <= self.usable_bytes)
 
     def refusal(self, length: int, estimate: int) -> PlanError:
-        """Says that a request of this length does not fit, and that one of the estimate does."""
+        """Returns the error for a request of this length, where `estimate` is the maximum length that fits."""
         needed_bytes = self.needed_bytes(length)
         needed_blocks, blocks = (size // self.block_size_bytes for size in (needed_bytes, self.usable_bytes))
         return PlanError(
             "ONE_REQUEST_DOES_NOT_FIT",
             self.field,
             f"one request of {length} tokens takes {needed_bytes / GIB:.2f} GiB ({needed_blocks} blocks), there are"
-            f" {self.usable_bytes / GIB:.2f} GiB ({blocks} blocks); the longest that fits has {estimate} tokens: give"
-            " more memory, or lower max_model_len",
+            f" {self.usable_bytes / GIB:.2f} GiB ({blocks} blocks); the longest request that fits has {estimate}"
+            " tokens: add memory, or lower max_model_len",
             needed_bytes=needed_bytes,
             available_bytes=self.usable_bytes,
             max_model_len=length,
@@ -117,28 +124,28 @@ class _Room:
         )
 
 
-def _check_rooms(rooms: Sequence[_Room], options: PlanOptions) -> int:
+def _check_capacities(capacities: Sequence[_RankCapacity], options: PlanOptions) -> int:
     """Checks that one request fits every rank.
 
     Returns:
-        The longest length in force.
+        The maximum length that applies.
 
     Raises:
-        PlanError: There is no memory, or too little; of several ranks it tells of the one that holds least.
+        PlanError: A rank has no memory or too little; names the rank with the smallest capacity.
     """
-    for room in rooms:
-        if room.available_bytes <= 0:
+    for capacity in capacities:
+        if capacity.available_bytes <= 0:
             raise PlanError(
                 "NO_MEMORY",
-                room.memory_field,
-                f"{room.available_bytes}: no memory is left for the KV cache",
-                available_bytes=room.available_bytes,
-                rank=room.rank,
+                capacity.memory_field,
+                f"{capacity.available_bytes}: no memory is left for the KV cache",
+                available_bytes=capacity.available_bytes,
+                rank=capacity.rank,
             )
     length = options.max_model_len
-    if not rooms:
+    if not capacities:
         return length
-    estimate, worst = min(((room.longest(length), room) for room in rooms), key=lambda entry: entry[0])
+    estimate, worst = min(((capacity.longest(length), capacity) for capacity in capacities), key=lambda entry: entry[0])
     if estimate == length:
         return length
     if not options.auto_fit_max_model_len:
@@ -166,17 +173,13 @@ def _merge_ranks(ranks: Sequence[RankMemory]) -> Layers:
                 raise PlanError(
                     "RANKS_DISAGREE_ON_A_LAYER",
                     f"{where}.{field}",
-                    f"layer {name!r} differs in {field} between rank {first} ({_value(known, field)}) and rank {i}"
-                    f" ({_value(spec, field)})",
+                    f"layer {name!r} differs in {field} between rank {first} ({field_value(known, field)}) and rank {i}"
+                    f" ({field_value(spec, field)})",
                 )
             missing = undeclared_field(spec)
             if missing:
-                raise PlanError("SIZE_NOT_DECLARED", f"{where}.{missing}", "is needed to plan, and not declared")
+                raise PlanError("SIZE_NOT_DECLARED", f"{where}.{missing}", "is required for planning, and not declared")
     return {name: spec for name, (_, spec) in merged.items()}
-
-
-def _value(spec: KVCacheSpec, field: str) -> object:
-    return type(spec).__name__ if field == "type" else getattr(spec, field)
 
 
 def _check_alignment(groups: tuple[KVCacheGroup, ...], options: PlanOptions) -> None:
@@ -197,20 +200,17 @@ def _check_alignment(groups: tuple[KVCacheGroup, ...], options: PlanOptions) -> 
             )
 
 
-def _takes(groups: tuple[KVCacheGroup, ...], limits: RequestLimits) -> int:
-    """Blocks that a pool needs for one request: its own, and those that none is given (the null block, sinks)."""
+def _pool_blocks_for_request(groups: tuple[KVCacheGroup, ...], limits: RequestLimits) -> int:
+    """Blocks that a pool needs to hold one request: its blocks, the null block and the sinks."""
     if not groups:
         return 0
     ranks = limits.context_parallel_size
     sinks = (num_sink_tokens(group.spec) // block_span_tokens(group.spec, ranks) for group in groups)
-    return _blocks_of_request(groups, limits) + 1 + sum(sinks)
+    return _blocks_per_request(groups, limits) + 1 + sum(sinks)
 
 
-def _longest(max_model_len: int, fits: Callable[[int], bool]) -> int:
-    """Finds the greatest length up to max_model_len that fits, 0 if none does. Costs logarithmically many tries.
-
-    What is longer than one that does not fit, does not fit either.
-    """
+def _longest_fitting(max_model_len: int, fits: Callable[[int], bool]) -> int:
+    """Finds the maximum length up to max_model_len that fits; 0 if none fits. Bisects, so `fits` must be monotonic."""
     low, high = 0, max_model_len
     while low < high:
         middle = (low + high + 1) // 2
@@ -218,7 +218,7 @@ def _longest(max_model_len: int, fits: Callable[[int], bool]) -> int:
     return low
 
 
-def _blocks_of_request(groups: tuple[KVCacheGroup, ...], limits: RequestLimits) -> int:
+def _blocks_per_request(groups: tuple[KVCacheGroup, ...], limits: RequestLimits) -> int:
     return sum(group.spec.max_blocks(limits) for group in groups)
 
 

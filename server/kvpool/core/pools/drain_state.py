@@ -16,35 +16,35 @@ class DrainState:
     """What is drained.
 
     Attributes:
-        is_closed: Whether the whole server is.
-        closed_pools: The pools that are drained by name. Read it; change it through this class.
+        is_server_drained: Whether the whole server is.
+        drained_pools: The pools that are drained by name. Read it; change it through this class.
     """
 
     def __init__(self) -> None:
-        self.is_closed = False
-        self.closed_pools: set[PoolName] = set()
+        self.is_server_drained = False
+        self.drained_pools: set[PoolName] = set()
 
-    def close(self, name: PoolName | None) -> None:
+    def drain(self, name: PoolName | None) -> None:
         """Takes no new sessions any more, in a pool or, without a name, in all."""
         if name is None:
-            self.is_closed = True
+            self.is_server_drained = True
         else:
-            self.closed_pools.add(name)
+            self.drained_pools.add(name)
 
-    def open(self, name: PoolName | None) -> None:
+    def undrain(self, name: PoolName | None) -> None:
         """Takes sessions again, in a pool or, without a name, in all that are not drained by name."""
         if name is None:
-            self.is_closed = False
+            self.is_server_drained = False
         else:
-            self.closed_pools.discard(name)
+            self.drained_pools.discard(name)
 
-    def takes(self, name: PoolName) -> bool:
+    def accepts_sessions(self, name: PoolName) -> bool:
         """Whether a pool takes new sessions."""
-        return not self.is_closed and name not in self.closed_pools
+        return not self.is_server_drained and name not in self.drained_pools
 
     def check(self, name: PoolName) -> None:
         """Raises UnavailableError if a pool takes no new sessions."""
-        if not self.takes(name):
-            who = "the server" if self.is_closed else f"pool {name!r}"
+        if not self.accepts_sessions(name):
+            who = "the server" if self.is_server_drained else f"pool {name!r}"
             message = f"{who} is drained and takes no new sessions"
             raise UnavailableError("DRAINED", message, field="pool_name", retry_seconds=DRAINED_RETRY_SECONDS)

@@ -25,7 +25,7 @@ def check_memory_id(memory_id: str, *, has_ranks: bool) -> None:
         raise InvalidArgumentError("memory_id", "the pool's ranks say themselves which memory is theirs")
 
 
-def must_forget(pool: KVCacheManager, memory_id: str) -> bool:
+def needs_new_epoch(pool: KVCacheManager, memory_id: str) -> bool:
     """Whether a pool must begin anew before a session in this memory is opened in it.
 
     Raises:

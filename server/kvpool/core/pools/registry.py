@@ -15,7 +15,7 @@ from kvpool.core.pools.drain_state import DrainState
 from kvpool.core.ranks.messages import PoolState, RankGroup
 from kvpool.core.sessions.session import Session
 from kvpool.core.specs.pool_config import PoolConfig
-from kvpool.core.views.inspection import named
+from kvpool.core.views.inspection import list_numbers
 from kvpool.core.views.pool_info import PoolInfo, describe_pool
 
 
@@ -109,15 +109,15 @@ class PoolRegistry:
         pool = self.pool(name)
         sessions = self.sessions_of(pool)
         if sessions:
-            message = f"sessions are open: {named([session.session_number for session in sessions])}"
+            message = f"sessions are open: {list_numbers([session.session_number for session in sessions])}"
             raise WrongStateError("POOL_IN_USE", message, field="pool_name")
         if pool.quarantine:
-            message = f"blocks of sessions that ended are in quarantine: {named(pool.quarantine.numbers)}"
+            message = f"blocks of sessions that ended are in quarantine: {list_numbers(pool.quarantine.numbers)}"
             raise WrongStateError("POOL_IN_USE", message, field="pool_name")
         del self._pools[pool.config.name]
         self.past_epoch = max(self.past_epoch, pool.epoch)
         self.rank_groups.pop(pool.config.name, None)
-        self.drain_state.open(pool.config.name)
+        self.drain_state.undrain(pool.config.name)
 
     def keep_rank_group(self, name: PoolName, rank_group: RankGroup) -> None:
         """Keeps what is to be known of a pool's ranks; said before what goes with it is done to the pool."""
@@ -138,11 +138,11 @@ class PoolRegistry:
 
     def drain(self, name: PoolName | None) -> None:
         """Takes no new sessions; see `DrainState.close`."""
-        self.drain_state.close(name)
+        self.drain_state.drain(name)
 
     def undrain(self, name: PoolName | None) -> None:
         """Takes sessions again; see `DrainState.open`."""
-        self.drain_state.open(name)
+        self.drain_state.undrain(name)
 
     def has_pool(self, name: PoolName) -> bool:
         """Whether there is a pool of this name."""
@@ -170,6 +170,6 @@ class PoolRegistry:
     def describe(self, pool: KVCacheManager, event_sequence: int = 0) -> PoolInfo:
         """Tells what a pool is like now. O(its sessions and requests)."""
         state = PoolState.DEGRADED if pool.is_suspended else PoolState.READY
-        if not self.drain_state.takes(pool.config.name):
+        if not self.drain_state.accepts_sessions(pool.config.name):
             state = PoolState.DRAINING
         return describe_pool(pool, state, event_sequence)

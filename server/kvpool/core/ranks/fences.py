@@ -1,36 +1,37 @@
-"""Which sessions of a pool its ranks were told to keep out, until all ranks have answered.
+"""Fences: messages that make the ranks reject the steps of ended sessions, and the ranks' answers.
 
-1. Fences count up from 1, over epochs too. An answer to one answers all before it.
-2. A session in quarantine waits for the first fence that named it as ended. So does who resumed one: its number
-   before has ended.
-3. It is let go when every rank has answered that fence or a newer one; a rank that is away holds it up.
+1. Fences are numbered from 1, also across epochs. An answer to a fence answers all earlier ones.
+2. A session in quarantine waits for the first fence that named it as ended. The same holds for the previous number of
+   a resumed session.
+3. The session is released when every rank has answered that fence or a newer one. A rank that is silent or lost delays
+   the release.
 """
 
 from collections.abc import Iterable, Sequence
 
 from kvpool.core.errors import InvalidArgumentError
 from kvpool.core.ids import SessionNumber
-from kvpool.core.ranks.messages import Effect, FenceSent, SessionsFenced
+from kvpool.core.ranks.messages import Effect, ReleaseSessions, SendFence
 from kvpool.core.ranks.registry import Member, RankRegistry
 
 
 class Fences:
     """The fences of one pool."""
 
-    def __init__(self, roster: RankRegistry) -> None:
-        self._registry = roster
+    def __init__(self, registry: RankRegistry) -> None:
+        self._registry = registry
         self._sequence = 0
         self._named_by: dict[SessionNumber, int] = {}
 
     @property
     def are_answered(self) -> bool:
-        """Whether every rank answers them."""
+        """Whether every rank answers fences."""
         return all(member.registration.fences for member in self._registry)
 
     def begin(
         self, epoch: int, last: SessionNumber, live: Sequence[SessionNumber], awaiting: Iterable[SessionNumber]
     ) -> list[Effect]:
-        """Begins the next; see `Membership.fence`."""
+        """Starts the next fence; see `Membership.fence`."""
         self._sequence += 1
         for number in awaiting:
             self._named_by.setdefault(number, self._sequence)
@@ -38,21 +39,21 @@ class Fences:
         for member in self._registry:
             if member.registration.fences and not member.is_away:
                 member.fence_sent = self._sequence
-                effects.append(FenceSent(member.link, self._sequence, epoch, last, tuple(live)))
+                effects.append(SendFence(member.link, self._sequence, epoch, last, tuple(live)))
         return effects
 
     def answered(self, member: Member, sequence: int) -> list[Effect]:
-        """Notes that a rank keeps a fence; see `Membership.fenced`."""
+        """Records the answer of a rank to a fence; see `Membership.fenced`."""
         if not 1 <= sequence <= member.fence_sent:
-            message = f"{sequence} was not sent; the newest is {member.fence_sent}"
+            message = f"{sequence} was not sent; the newest fence is {member.fence_sent}"
             raise InvalidArgumentError("fenced.fence_sequence", message)
         member.fence_answered = max(member.fence_answered, sequence)
         by_all = min(other.fence_answered for other in self._registry)
         done = tuple(number for number, named_by in self._named_by.items() if named_by <= by_all)
         for number in done:
             del self._named_by[number]
-        return [SessionsFenced(done)] if done else []
+        return [ReleaseSessions(done)] if done else []
 
     def clear(self) -> None:
-        """Waits for no answer any more, as the epoch has passed."""
+        """Forgets the pending sessions, as the epoch has ended."""
         self._named_by.clear()

@@ -1,4 +1,4 @@
-"""What ranks say of themselves, what they are told, and what is known of them. Frozen values that check themselves."""
+"""Values exchanged with the ranks of a pool: registrations, options, rank information, effects. All are frozen."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -6,17 +6,17 @@ from enum import Enum
 from typing import Final, NewType
 
 from kvpool.core.errors import InvalidArgumentError, KvpoolError, check_range
-from kvpool.core.ids import MAX_BLOCKS, MAX_TOKENS, PoolName, SessionNumber
-from kvpool.core.planning.plan import FitCheck, KVCacheConfig, Plan, PlanOptions
+from kvpool.core.ids import MAX_BLOCKS, PoolName, SessionNumber
+from kvpool.core.planning.plan import KVCacheConfig, Plan, PlanOptions
 from kvpool.core.specs.base import KVCacheSpec
 from kvpool.core.specs.kinds import MAX_LAYERS
 from kvpool.core.specs.pool_config import HashScheme, PoolConfig, ReuseOrder
 
 Rank = NewType("Rank", int)
-"""A rank's number, [0, world_size)."""
+"""Number of a rank, [0, world_size)."""
 
 LinkId = NewType("LinkId", int)
-"""A rank's stream to the server, never used again."""
+"""Number of a rank's stream to the server. Never reused."""
 
 MAX_WORLD_SIZE: Final = 4096
 MAX_EPOCH: Final = 2**53
@@ -26,7 +26,7 @@ _TEXT_BYTES: Final = 256
 
 
 class PoolState(Enum):
-    """Whether a pool serves."""
+    """State of a pool; only a pool that is READY allocates and accepts sessions."""
 
     FORMING = "forming"
     READY = "ready"
@@ -35,7 +35,7 @@ class PoolState(Enum):
 
 
 class RankState(Enum):
-    """How a rank is; see RankState in pool.proto."""
+    """State of a rank; see RankState in pool.proto."""
 
     ABSENT = "absent"
     REGISTERED = "registered"
@@ -47,12 +47,12 @@ class RankState(Enum):
 
 @dataclass(frozen=True, slots=True)
 class RankTiming:
-    """How long ranks are waited for.
+    """Heartbeat interval and timeouts of ranks.
 
     Attributes:
-        heartbeat_seconds: How often a rank is to be heard of.
-        heartbeat_timeout_seconds: After how long without it counts as silent.
-        grace_seconds: How long a rank that is silent or lost may come back with nothing lost.
+        heartbeat_seconds: Interval between the heartbeats of a rank.
+        heartbeat_timeout_seconds: Time without a heartbeat after which a rank is silent.
+        grace_seconds: Time in which a silent or lost rank can return without loss of its contents.
     """
 
     heartbeat_seconds: float = 1.0
@@ -62,41 +62,27 @@ class RankTiming:
     def __post_init__(self) -> None:
         if not 0.01 <= self.heartbeat_seconds <= 3600:  # noqa: PLR2004 - the message states it
             raise ValueError(f"heartbeat_seconds: {self.heartbeat_seconds} is not in [0.01, 3600]")
-        if not 2 * self.heartbeat_seconds <= self.heartbeat_timeout_seconds <= 3600:  # noqa: PLR2004 - likewise
+        if not 2 * self.heartbeat_seconds <= self.heartbeat_timeout_seconds <= 3600:  # noqa: PLR2004 - the message states it
             raise ValueError(
                 f"heartbeat_timeout_seconds: {self.heartbeat_timeout_seconds} is not in [2 x heartbeat_seconds, 3600]"
             )
-        if not 0 <= self.grace_seconds <= 86_400:  # noqa: PLR2004 - likewise
+        if not 0 <= self.grace_seconds <= 86_400:  # noqa: PLR2004 - the message states it
             raise ValueError(f"rank_grace_seconds: {self.grace_seconds} is not in [0, 86400]")
 
 
 @dataclass(frozen=True, slots=True)
-class RankGroupOptions:
-    """What all ranks of a pool say alike: how the model is planned, and how the pool answers.
+class RankGroupOptions(PlanOptions):
+    """The options that all ranks of a pool must agree on: how to plan the memory, and how the pool behaves.
 
     Attributes:
-        max_model_len: Most tokens a request may have.
-        auto_fit_max_model_len: Take the longest that fits instead, at most max_model_len.
-        max_num_batched_tokens: Most tokens one step computes.
-        max_num_encoder_input_tokens: Most tokens an encoder puts out for one request.
-        num_blocks_override: Blocks to make; 0 for as many as there is room for.
-        disable_hybrid_kv_cache_manager: Manage all layers as one kind.
-        decode_context_parallel_size: Ranks over which decoding spreads a request's tokens.
-        reuse_order: The order in which freed blocks are used again.
-        enable_caching: Whether full blocks can be found again by hash.
+        reuse_order: The order in which freed blocks are reused.
+        enable_caching: Whether full blocks can be found by hash.
         use_eagle: Whether the last block of a hit is computed again.
-        enable_events: Whether block events are made.
+        enable_events: Whether the pool makes block events.
         hash_scheme: How blocks are hashed.
-        retention_tokens: How sparsely sliding windows are cached; None for not at all.
+        retention_tokens: How sparsely sliding windows are cached; None to cache all of their blocks.
     """
 
-    max_model_len: int
-    auto_fit_max_model_len: bool = False
-    max_num_batched_tokens: int = 2048
-    max_num_encoder_input_tokens: int = 1500
-    num_blocks_override: int = 0
-    disable_hybrid_kv_cache_manager: bool = False
-    decode_context_parallel_size: int = 1
     reuse_order: ReuseOrder = ReuseOrder.UNCACHED_FIRST
     enable_caching: bool = True
     use_eagle: bool = False
@@ -106,31 +92,11 @@ class RankGroupOptions:
 
     def check(self) -> None:
         """Raises InvalidArgumentError if a number is out of range; names the field."""
-        check_range("max_model_len", self.max_model_len, 1, MAX_TOKENS)
-        check_range("max_num_batched_tokens", self.max_num_batched_tokens, 1, MAX_TOKENS)
-        check_range("max_num_encoder_input_tokens", self.max_num_encoder_input_tokens, 0, MAX_TOKENS)
+        PlanOptions.check(self)  # super() does not work in a dataclass with slots
         self.hash_scheme.check()
-        self.plan_options()
-
-    def plan_options(self, num_blocks: int = 0) -> PlanOptions:
-        """What is asked of the planner.
-
-        Args:
-            num_blocks: Blocks that all ranks turned out to have; 0 before that is known.
-        """
-        return PlanOptions(
-            max_model_len=self.max_model_len,
-            auto_fit_max_model_len=self.auto_fit_max_model_len,
-            max_num_batched_tokens=self.max_num_batched_tokens,
-            max_num_encoder_input_tokens=self.max_num_encoder_input_tokens,
-            num_blocks_override=num_blocks or self.num_blocks_override,
-            disable_hybrid_kv_cache_manager=self.disable_hybrid_kv_cache_manager,
-            decode_context_parallel_size=self.decode_context_parallel_size,
-            fit_check=FitCheck.WHOLE_REQUEST,
-        )
 
     def pool_config(self, name: PoolName, plan: Plan) -> PoolConfig:
-        """The pool that a plan makes."""
+        """Returns the configuration of the pool that a plan describes."""
         return PoolConfig(
             name=name,
             num_blocks=plan.num_blocks,
@@ -146,17 +112,17 @@ class RankGroupOptions:
         )
 
     def difference(self, other: "RankGroupOptions") -> str:
-        """Names the first field in which two ranks differ; empty if none does."""
+        """Returns the name of the first field that differs; empty if the options are equal."""
         return next((f.name for f in fields(self) if getattr(self, f.name) != getattr(other, f.name)), "")
 
 
 @dataclass(frozen=True, slots=True)
 class HeldTensors:
-    """Tensors that a rank holds from before, their contents untouched since.
+    """Tensors that a rank kept from an earlier stream, with unchanged contents.
 
     Attributes:
-        epoch: The epoch in which they were used.
-        num_blocks: Blocks they have room for.
+        epoch: The epoch in which the tensors were used.
+        num_blocks: Number of blocks that fit the tensors.
     """
 
     epoch: int
@@ -165,21 +131,21 @@ class HeldTensors:
 
 @dataclass(frozen=True, slots=True)
 class Registration:
-    """What a rank says of itself.
+    """The registration of one rank.
 
     Attributes:
-        rank: Which rank it is.
-        world_size: Ranks of the pool.
-        boot_id: Tells the process from a successor.
-        options: The same in all ranks.
-        layers: Spec of each of its layers, in the model's order.
-        available_bytes: Memory that its tensors may take.
-        held: What it holds from before; None for nothing.
-        device: For people.
-        host: For people.
-        pid: For people.
-        last_epoch: Newest epoch that it was told of, by this server or an earlier one; 0 for none.
-        fences: Whether it answers fences.
+        rank: Number of the rank.
+        world_size: Number of ranks of the pool.
+        boot_id: Identifies the process; a restarted process has another one.
+        options: Equal for all ranks.
+        layers: Spec of each layer of the rank, in the order of the model.
+        available_bytes: Memory available for the tensors.
+        held: Tensors kept from an earlier stream; None if there are none.
+        device: Shown to operators only.
+        host: Shown to operators only.
+        pid: Shown to operators only.
+        last_epoch: Newest epoch that the rank received from this server or an earlier one; 0 for none.
+        fences: Whether the rank answers fences.
     """
 
     rank: Rank
@@ -196,7 +162,7 @@ class Registration:
     fences: bool = False
 
     def check(self) -> None:
-        """Raises InvalidArgumentError if something is out of range; names the field."""
+        """Raises InvalidArgumentError if a value is out of range; names the field."""
         check_range("world_size", self.world_size, 1, MAX_WORLD_SIZE)
         check_range("rank", self.rank, 0, self.world_size - 1)
         low, high = _BOOT_ID_LENGTHS
@@ -222,12 +188,12 @@ class Registration:
 
 @dataclass(frozen=True, slots=True)
 class Allocated:
-    """What a rank got.
+    """The result of a rank's allocation.
 
     Attributes:
-        epoch: The plan's.
-        num_blocks: Blocks that its tensors have room for.
-        allocated_bytes: Memory that they take.
+        epoch: Epoch of the plan.
+        num_blocks: Number of blocks that fit the tensors.
+        allocated_bytes: Memory of the tensors.
     """
 
     epoch: int
@@ -237,13 +203,13 @@ class Allocated:
 
 @dataclass(frozen=True, slots=True)
 class RankGroup:
-    """The ranks of a pool as another process of the server must know them to take them back.
+    """The state of a pool's ranks that a restarted server needs to accept them again.
 
     Attributes:
-        epoch: The pool's.
-        options: What they all said.
-        plan: Of this epoch; None if the pool is not open in it.
-        members: What each rank said and got, in their order; none if the pool is not open.
+        epoch: Epoch of the pool.
+        options: The options of all ranks.
+        plan: The plan of this epoch; None if the pool is not open in it.
+        members: Registration and allocation of each rank, in rank order; empty if the pool is not open.
     """
 
     epoch: int
@@ -254,7 +220,7 @@ class RankGroup:
 
 @dataclass(frozen=True, slots=True)
 class RankInfo:
-    """How a rank is at one moment; see RankInfo in pool.proto."""
+    """The state of a rank at one moment; see RankInfo in pool.proto."""
 
     rank: Rank
     state: RankState
@@ -267,8 +233,8 @@ class RankInfo:
 
 
 @dataclass(frozen=True, slots=True)
-class PlanSent:
-    """Effect: a rank is told what to allocate."""
+class SendPlan:
+    """Effect: send a rank its plan, which says what to allocate."""
 
     link: LinkId
     epoch: int
@@ -277,8 +243,8 @@ class PlanSent:
 
 
 @dataclass(frozen=True, slots=True)
-class ReadySent:
-    """Effect: a rank is told that the pool is open."""
+class SendReady:
+    """Effect: send a rank the message that the pool is open."""
 
     link: LinkId
     epoch: int
@@ -287,8 +253,8 @@ class ReadySent:
 
 
 @dataclass(frozen=True, slots=True)
-class StatusSent:
-    """Effect: a rank is told how the pool is; `heartbeat_sequence` 0 if unasked."""
+class SendStatus:
+    """Effect: send a rank the state of the pool; `heartbeat_sequence` is 0 unless this answers a heartbeat."""
 
     link: LinkId
     state: PoolState
@@ -298,8 +264,8 @@ class StatusSent:
 
 
 @dataclass(frozen=True, slots=True)
-class FenceSent:
-    """Effect: a rank is told whose steps may run; see Fence in worker.proto."""
+class SendFence:
+    """Effect: send a rank the sessions whose steps may run; see Fence in worker.proto."""
 
     link: LinkId
     fence_sequence: int
@@ -309,16 +275,16 @@ class FenceSent:
 
 
 @dataclass(frozen=True, slots=True)
-class LinkEnded:
-    """Effect: a rank's stream ends with an error."""
+class EndLink:
+    """Effect: end a rank's stream with an error."""
 
     link: LinkId
     error: KvpoolError
 
 
 @dataclass(frozen=True, slots=True)
-class PoolOpened:
-    """Effect: the pool opens in a new epoch, with nothing in it; `ranks_fence` if every rank answers fences."""
+class OpenPool:
+    """Effect: open the pool, empty, in a new epoch; `ranks_fence` is true if every rank answers fences."""
 
     config: PoolConfig
     epoch: int
@@ -326,34 +292,34 @@ class PoolOpened:
 
 
 @dataclass(frozen=True, slots=True)
-class PoolSuspended:
-    """Effect: nothing is allocated for now; blocks and sessions stay as they are."""
+class SuspendPool:
+    """Effect: refuse allocations for now; keep blocks and sessions unchanged."""
 
 
 @dataclass(frozen=True, slots=True)
-class PoolResumed:
-    """Effect: the pool goes on as if nothing had been."""
+class ResumePool:
+    """Effect: continue a suspended pool; blocks and sessions are unchanged."""
 
 
 @dataclass(frozen=True, slots=True)
-class EpochPassed:
-    """Effect: what blocks held is gone; sessions end."""
+class EndEpoch:
+    """Effect: drop the contents of all blocks and end all sessions; `epoch` is the next epoch."""
 
     epoch: int
 
 
 @dataclass(frozen=True, slots=True)
-class SessionsFenced:
-    """Effect: no step under these numbers of sessions, which have ended, is in flight on any rank, or will be."""
+class ReleaseSessions:
+    """Effect: end the quarantine of these ended sessions; no step of theirs is in flight on any rank, or will be."""
 
     numbers: tuple[SessionNumber, ...]
 
 
-RankEffect = PlanSent | ReadySent | StatusSent | FenceSent | LinkEnded
-"""What is done to one rank's stream."""
+RankEffect = SendPlan | SendReady | SendStatus | SendFence | EndLink
+"""An effect on the stream of one rank."""
 
-PoolEffect = PoolOpened | PoolSuspended | PoolResumed | EpochPassed | SessionsFenced
-"""What is done to the pool."""
+PoolEffect = OpenPool | SuspendPool | ResumePool | EndEpoch | ReleaseSessions
+"""An effect on the pool."""
 
 Effect = RankEffect | PoolEffect
-"""What a change of membership asks its host to do, in order."""
+"""An action that a change of the membership requires from its caller. Effects are carried out in order."""

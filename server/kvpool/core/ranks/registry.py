@@ -1,7 +1,7 @@
-"""Who is a rank of a pool at the moment, by rank and by stream, and what they must say alike.
+"""The registered ranks of a pool, by rank and by stream, and the checks that they agree.
 
-1. One member a rank, one rank a stream.
-2. A rank is absent exactly if it has no member, or one that is silent or lost.
+1. Each rank has at most one member; each stream belongs to one rank.
+2. A rank is absent if and only if it has no member, or its member is silent or lost.
 """
 
 import heapq
@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from kvpool.core.errors import WrongStateError
+from kvpool.core.planning.grouping import field_value
 from kvpool.core.ranks.messages import Allocated, LinkId, Rank, RankGroupOptions, RankInfo, RankState, Registration
 from kvpool.core.specs.base import KVCacheSpec
 from kvpool.core.specs.kinds import differing_field
@@ -16,17 +17,17 @@ from kvpool.core.specs.kinds import differing_field
 
 @dataclass(slots=True, eq=False)
 class Member:
-    """A process that is, or was a moment ago, a rank.
+    """A process that is registered as a rank; it can be silent or lost.
 
     Attributes:
-        registration: What it said of itself.
-        link: Its stream; the last one if it is lost.
-        last_seen_seconds: When it was last heard of.
-        state: How it is.
-        away_seconds: Since when it is silent or lost.
-        allocated: What it got in this epoch.
-        fence_sent: Newest fence that it was sent; 0 for none.
-        fence_answered: Newest that it has answered.
+        registration: The registration of the process.
+        link: Its stream; the last stream if it is lost.
+        last_seen_seconds: Time of the last heartbeat or registration.
+        state: State of the rank.
+        away_seconds: Time at which it became silent or lost.
+        allocated: Its allocation in this epoch; None before it allocated.
+        fence_sent: Newest fence sent to it; 0 for none.
+        fence_answered: Newest fence that it answered; 0 for none.
     """
 
     registration: Registration
@@ -40,7 +41,7 @@ class Member:
 
     @property
     def is_away(self) -> bool:
-        """Whether it is silent or lost."""
+        """Whether the member is silent or lost."""
         return self.state in (RankState.SILENT, RankState.LOST)
 
 
@@ -48,8 +49,8 @@ class RankRegistry:
     """The members of one pool.
 
     Attributes:
-        world_size: Ranks that the pool takes.
-        options: What they all said.
+        world_size: Number of ranks of the pool.
+        options: The options of all ranks.
     """
 
     def __init__(self) -> None:
@@ -64,50 +65,50 @@ class RankRegistry:
         return len(self._members)
 
     def __iter__(self) -> Iterator[Member]:
-        """The members there are now, whatever becomes of them meanwhile."""
+        """Iterates over a copy of the members, so that members can be removed meanwhile."""
         return iter(list(self._members.values()))
 
     @property
     def is_complete(self) -> bool:
-        """Whether every rank is there."""
+        """Whether no rank is absent."""
         return not self._absent
 
     @property
     def num_absent(self) -> int:
-        """Ranks that are not there."""
+        """Number of absent ranks."""
         return len(self._absent)
 
     def is_absent(self, rank: Rank) -> bool:
-        """Whether a rank is not there."""
+        """Whether a rank is absent."""
         return rank in self._absent
 
     def first_absent(self, count: int) -> tuple[Rank, ...]:
-        """The first ranks that are not there, in order."""
+        """The lowest absent ranks, at most `count`, ascending."""
         return tuple(heapq.nsmallest(count, self._absent))
 
     def of_rank(self, rank: int) -> Member | None:
-        """The member that is a rank."""
+        """The member of a rank; None if there is none."""
         return self._members.get(Rank(rank))
 
     def of_link(self, link: LinkId) -> Member | None:
-        """The member that a stream is of."""
+        """The member of a stream; None if there is none."""
         return self._by_link.get(link)
 
     def registrations(self) -> list[Registration]:
-        """What each rank said, in order; all are there."""
+        """The registrations in rank order. No rank may be absent."""
         return [self._members[Rank(rank)].registration for rank in range(self.world_size)]
 
     def rank_infos(self) -> tuple[RankInfo, ...]:
-        """How each rank is."""
+        """Information about each rank, in rank order."""
         return tuple(self._rank_info(Rank(rank)) for rank in range(self.world_size))
 
-    def start_over(self, world_size: int, options: RankGroupOptions) -> None:
-        """Takes other ranks from now on; there is no member left."""
+    def reset(self, world_size: int, options: RankGroupOptions) -> None:
+        """Sets a new world size and new options. The registry must have no member."""
         self.world_size, self.options = world_size, options
         self._absent = set(map(Rank, range(world_size)))
 
     def add(self, member: Member) -> None:
-        """Takes a member in, whose rank is free."""
+        """Adds a member. Its rank must have no member."""
         rank = member.registration.rank
         self._members[rank] = member
         self._by_link[member.link] = member
@@ -116,7 +117,7 @@ class RankRegistry:
             self._layers.setdefault(name, {})[rank] = spec
 
     def remove(self, member: Member) -> None:
-        """Forgets a member."""
+        """Removes a member."""
         rank = member.registration.rank
         del self._members[rank]
         del self._by_link[member.link]
@@ -126,21 +127,21 @@ class RankRegistry:
             if not self._layers[name]:
                 del self._layers[name]
 
-    def goes_away(self, member: Member, state: RankState, now_seconds: float) -> None:
-        """Notes that a member is silent or lost."""
+    def mark_away(self, member: Member, state: RankState, now_seconds: float) -> None:
+        """Marks a member as silent or lost; its rank is absent."""
         member.state, member.away_seconds = state, now_seconds
         self._absent.add(member.registration.rank)
 
-    def is_back(self, member: Member, state: RankState) -> None:
-        """Notes that a silent member is heard of again."""
+    def mark_present(self, member: Member, state: RankState) -> None:
+        """Marks a silent member as present again."""
         member.state = state
         self._absent.discard(member.registration.rank)
 
-    def check_alike(self, registration: Registration) -> None:
-        """Checks that a rank says what the others say.
+    def check_agreement(self, registration: Registration) -> None:
+        """Checks that a registration agrees with those of the other ranks.
 
         Raises:
-            WrongStateError: It differs; names the field.
+            WrongStateError: The registration differs; names the field.
         """
         if registration.world_size != self.world_size:
             raise WrongStateError(
@@ -161,7 +162,7 @@ class RankRegistry:
             if different:
                 raise WrongStateError(
                     "RANKS_DISAGREE_ON_A_LAYER",
-                    f"{_value(spec, different)}, rank {rank} says {_value(known, different)}",
+                    f"{field_value(spec, different)}, rank {rank} says {field_value(known, different)}",
                     field=f'register.layers["{name}"].{different}',
                 )
 
@@ -169,18 +170,14 @@ class RankRegistry:
         member = self._members.get(rank)
         if member is None:
             return RankInfo(rank, RankState.ABSENT)
-        said, got = member.registration, member.allocated
+        registration, allocated = member.registration, member.allocated
         return RankInfo(
             rank,
             member.state,
-            said.device,
-            said.host,
-            said.pid,
-            said.available_bytes,
-            got.allocated_bytes if got else 0,
-            got.num_blocks if got else 0,
+            registration.device,
+            registration.host,
+            registration.pid,
+            registration.available_bytes,
+            allocated.allocated_bytes if allocated else 0,
+            allocated.num_blocks if allocated else 0,
         )
-
-
-def _value(spec: KVCacheSpec, field: str) -> object:
-    return type(spec).__name__ if field == "type" else getattr(spec, field)

@@ -1,7 +1,7 @@
-"""A request as the pool knows it, its block tables, and what its session holds.
+"""Requests, their block tables, and the blocks that a session with a quota holds.
 
-1. The lists of a request (hashes, joined hashes, token ids, tables that skipped nothing) only grow, at their end, or
-   are replaced: whoever has one and its length has what it held then.
+1. The lists of a request (hashes, joined hashes, token ids, tables without skipped blocks) only grow at their end, or
+   are replaced. A reference to a list together with its length is therefore a snapshot.
 2. Every request of a session has the session's holding.
 """
 
@@ -15,11 +15,11 @@ class BlockTable:
     """A request's blocks in one group.
 
     Attributes:
-        block_ids: The blocks in the order of the tokens they hold, after as many nulls as were skipped. Changed in
-            place, other than at its end, only once something was skipped.
-        num_cached: How many of the first blocks were hit, or cached by this request when they became full, or passed
-            over then (see `retention`); only grows while it holds blocks.
-        num_skipped: How many of the first stand null; only grows while it holds blocks.
+        block_ids: The blocks in the order of their tokens, after one null block per skipped block. Changed in place,
+            other than at its end, only after blocks were skipped.
+        num_cached: Number of leading blocks that were hit, cached by this request when they became full, or not kept
+            then (see `retention`). Only grows while the table holds blocks.
+        num_skipped: Number of leading null blocks. Only grows while the table holds blocks.
     """
 
     block_ids: list[BlockId] = field(default_factory=list)
@@ -28,25 +28,25 @@ class BlockTable:
 
     @property
     def held_block_ids(self) -> list[BlockId]:
-        """The blocks that it holds, those skipped left out. A copy."""
+        """The blocks that the table holds, without skipped ones. A copy."""
         return self.block_ids[self.num_skipped :]
 
     def clear(self) -> None:
-        """Empties the table, whose blocks are freed."""
+        """Empties the table. The caller frees the blocks."""
         self.block_ids = []
         self.num_cached = self.num_skipped = 0
 
 
 @dataclass(slots=True, eq=False)
 class Holding:
-    """The blocks that the requests of a session with a quota hold, each once. Kept by `Quotas`.
+    """The distinct blocks that the requests of a session with a quota hold. Maintained by `Quotas`.
 
     Attributes:
         min_blocks: See `Quota`.
         max_blocks: See `Quota`.
-        counts: In how many of its tables each block is.
-        uncovered: Of these blocks, those beyond its minimum, in the order in which they came.
-        is_over: Whether what it asked for last would have passed its maximum.
+        counts: For each block, the number of the session's tables that contain it.
+        uncovered: Held blocks beyond the session's minimum, in the order in which they were gained.
+        is_over: Whether the most recent allocation would have exceeded the maximum.
     """
 
     min_blocks: int
@@ -57,11 +57,11 @@ class Holding:
 
     @property
     def num_lacking(self) -> int:
-        """Blocks of its minimum that it does not hold."""
+        """Number of blocks of the minimum that the session does not hold."""
         return self.min_blocks - len(self.counts) + len(self.uncovered)
 
     def drop(self, block_id: BlockId) -> None:
-        """Counts one table less for a block."""
+        """Removes one table from a block's count."""
         count = self.counts[block_id] - 1
         if count:
             self.counts[block_id] = count
@@ -75,24 +75,25 @@ class Request:
     """A request of a session.
 
     Attributes:
-        request_id: Its name.
-        number: Its number in steps.
-        session_number: The session's number.
-        num_tokens: Tokens known, prompt and output; caching never passes them.
-        num_prompt_tokens: Those it was declared with.
-        shared_prefix_boundary_tokens: Up to where the leading groups had its tokens cached at its newest look-up, if
-            that is further than all had; else 0. See `prefix_search`; only known where windows are cached sparsely.
-        num_computed_tokens: Tokens that have room, hits included. The next allocation starts there.
-        credit_tokens: Up to how many computed tokens it can go without a change of the pool.
-        num_preemptions: Times its blocks were taken back.
-        filling_sequence: Newest change of its session that gave it room, whose execution fills that.
-        is_uncounted: Whether its newest look-up is to be counted once it is given room.
-        hashes: One for each full hash block of the known tokens, if caching is on.
-        joined_hashes: Hashes of larger blocks, by the hash blocks that each covers; made when they are needed.
+        request_id: Name of the request.
+        number: Number of the request in steps.
+        session_number: Number of the session.
+        num_tokens: Known tokens, prompt and output. Caching never goes past them.
+        num_prompt_tokens: Tokens that the request was declared with.
+        shared_prefix_boundary_tokens: Length of the prefix that the leading groups had cached at the most recent
+            look-up, if it was longer than the hit of all groups; else 0. Only set if windows are cached sparsely. See
+            `prefix_search`.
+        num_computed_tokens: Tokens that have slots, hits included. The next allocation starts there.
+        credit_tokens: Number of computed tokens that the request can reach without a change of the pool.
+        num_preemptions: Number of times that the request was preempted.
+        filling_sequence: Most recent step of the session that allocated slots to the request; its execution fills them.
+        has_uncounted_lookup: Whether the most recent look-up is to be counted when the request gets slots.
+        hashes: One hash per full hash block of the known tokens, if caching is enabled.
+        joined_hashes: Hashes of larger blocks, by the number of hash blocks that each covers; computed on demand.
         token_ids: The known tokens, if the pool makes events.
-        lora_name: Its LoRA, for events.
-        tables: Its blocks, group by group.
-        holding: What its session's requests hold, if that has a quota.
+        lora_name: LoRA of the request, for events.
+        tables: Block tables, group by group.
+        holding: The blocks that the session's requests hold, if the session has a quota.
     """
 
     request_id: RequestId
@@ -106,7 +107,7 @@ class Request:
     credit_tokens: int = 0
     num_preemptions: int = 0
     filling_sequence: StepNumber = StepNumber(0)  # noqa: RUF009 - a NewType of int is immutable
-    is_uncounted: bool = False
+    has_uncounted_lookup: bool = False
     hashes: list[BlockHash] = field(default_factory=list)
     joined_hashes: dict[int, list[BlockHash]] = field(default_factory=dict)
     token_ids: list[int] = field(default_factory=list)
@@ -116,7 +117,7 @@ class Request:
     @property
     def holds_blocks(self) -> bool:
         """Whether it has any block."""
-        for table in self.tables:  # noqa: SIM110 - a generator takes three times as long
+        for table in self.tables:  # noqa: SIM110 - a generator expression is three times slower
             if table.block_ids:
                 return True
         return False

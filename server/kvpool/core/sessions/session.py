@@ -1,11 +1,11 @@
-"""A scheduler process attached to a pool: its requests, its count of changes, its lease.
+"""Sessions: a scheduler process attached to a pool, with its requests, its step numbers and its lease.
 
-1. Request ids and numbers are unique in their session, and nothing reaches another session's requests.
-2. Changes are numbered from 1 without gaps. The same number again gets the same answer again and changes nothing; a
-   number that was used for something else, or that comes too early, is refused.
-3. A session lives while its stream is open and for its lease after it was last heard of.
-4. One process drives it: resuming it gives it another id and another number. The ids before are good for nothing but to
-   resume it; the numbers before are those of sessions that have ended, for ranks that hold block tables of theirs.
+1. Request ids and request numbers are unique in their session. A session cannot reach another session's requests.
+2. Steps are numbered from 1 without gaps. A step that is sent again gets the same result again and changes nothing. A
+   number that is too high, or that was used for a different step, is refused.
+3. A session lives while its stream is open, and for the duration of its lease after its last call.
+4. One process drives a session. Resuming the session gives it a new id and a new number. Earlier ids can only be used
+   to resume it. Earlier numbers count as ended sessions, for ranks that hold block tables with them.
 """
 
 from collections import OrderedDict, deque
@@ -19,21 +19,21 @@ from kvpool.core.steps.columns import StepResult
 
 REMEMBERED_RESULTS: Final = 16
 REMEMBERED_ENTRIES: Final = 2**20
-"""Entries of columns and queues in all remembered steps and results together; the newest is kept in any case."""
+"""Maximum number of column and queue entries in all remembered steps and results; the newest is always kept."""
 REMEMBERED_RESUME_KEYS: Final = 16
 MAX_KEY_BYTES: Final = 64
 _RESUMPTION_MARK: Final = "~"
-"""Between the id that a session was opened with and the number of its resumption; in no id that we draw."""
+"""Separates the original session id from the number of the resumption. Generated ids do not contain it."""
 
 
 @dataclass(frozen=True, slots=True)
 class LeaseBounds:
-    """How long leases may be.
+    """Bounds for the duration of leases.
 
     Attributes:
-        min_lease_seconds: The shortest, at least 0.1.
-        max_lease_seconds: The longest, at most a day.
-        default_lease_seconds: That of a session which asks for none.
+        min_lease_seconds: Shortest lease, at least 0.1.
+        max_lease_seconds: Longest lease, at most a day.
+        default_lease_seconds: Lease of a session that requests none.
     """
 
     min_lease_seconds: float = 1.0
@@ -43,7 +43,7 @@ class LeaseBounds:
     def __post_init__(self) -> None:
         if not 0.1 <= self.min_lease_seconds <= 86400:  # noqa: PLR2004 - the message states it
             raise ValueError(f"min_lease_seconds: {self.min_lease_seconds} is not in [0.1, 86400]")
-        if not self.min_lease_seconds <= self.max_lease_seconds <= 86400:  # noqa: PLR2004 - likewise
+        if not self.min_lease_seconds <= self.max_lease_seconds <= 86400:  # noqa: PLR2004 - the message states it
             raise ValueError(f"max_lease_seconds: {self.max_lease_seconds} is not in [min_lease_seconds, 86400]")
         if not self.min_lease_seconds <= self.default_lease_seconds <= self.max_lease_seconds:
             raise ValueError(
@@ -51,10 +51,10 @@ class LeaseBounds:
             )
 
     def choose(self, asked_seconds: float) -> float:
-        """The lease of a session that asks for so many seconds, or with 0 for the default.
+        """Returns the lease for the requested number of seconds, or the default if 0 is requested.
 
         Raises:
-            InvalidArgumentError: It is out of bounds.
+            InvalidArgumentError: The requested lease is out of bounds.
         """
         lease_seconds = asked_seconds or self.default_lease_seconds
         if not self.min_lease_seconds <= lease_seconds <= self.max_lease_seconds:
@@ -64,13 +64,13 @@ class LeaseBounds:
 
 
 def check_key(field_name: str, key: str) -> None:
-    """Raises InvalidArgumentError if a key that makes a call repeatable is too long."""
+    """Raises InvalidArgumentError if an idempotency key is too long."""
     if len(key.encode("utf-8", "surrogatepass")) > MAX_KEY_BYTES:
         raise InvalidArgumentError(field_name, f"longer than {MAX_KEY_BYTES} bytes")
 
 
-def first_id(session_id: str) -> SessionId:
-    """The id that a session was opened with, of any that it had."""
+def original_id(session_id: str) -> SessionId:
+    """Returns the id that a session was opened with, given any of its ids."""
     return SessionId(session_id.partition(_RESUMPTION_MARK)[0])
 
 
@@ -79,26 +79,26 @@ class Session:
     """One session of a pool.
 
     Attributes:
-        session_id: Its name, a secret between client and server, as it was opened.
-        session_number: Its number, which no other has or had; another each time that it is resumed.
-        client_name: What it says it is.
-        lease_seconds: How long it outlives its stream and its last call.
-        last_seen_seconds: When it was last heard of, on the server's monotonic clock.
-        open_key: What made opening it repeatable; empty for nothing.
-        asked_for: What it was opened with, compared when the key comes again.
-        holding: The blocks that its requests hold, if it has a quota.
-        opened_seconds: When it was opened, on the same clock.
-        current_id: The id that the process which drives it has.
-        previous_number: The number that it had before it was resumed last; 0 if it never was.
-        owner: Name of the token that opened it; empty where none was asked for.
-        salt: Sets its hashes apart from those of sessions with another; a secret.
-        open_streams: Streams that keep it alive.
-        sequence: Number of its last change.
-        executed_sequence: Newest change that it said to be executed.
-        launched_sequence: Newest change whose execution it said to be sure to come.
-        num_tokens: Tokens known of its requests, together.
-        requests: Its requests, in the order they were added.
-        by_number: The same by number.
+        session_id: Id that the session was opened with, a secret between client and server.
+        session_number: Unique number of the session; it changes each time the session is resumed.
+        client_name: Name that the client reports.
+        lease_seconds: How long the session outlives its stream and its last call.
+        last_seen_seconds: Time of the last call, on the server's monotonic clock.
+        open_key: Idempotency key of the open call; empty for none.
+        asked_for: Arguments of the open call, compared when the key is used again.
+        holding: The blocks that the session's requests hold, if it has a quota.
+        opened_seconds: When the session was opened, on the same clock.
+        current_id: Id of the process that drives the session now.
+        previous_number: Number of the session before its most recent resumption; 0 if it was never resumed.
+        owner: Name of the token that opened the session; empty if authentication is off.
+        salt: Separates the session's hashes from those of sessions with another salt; a secret.
+        open_streams: Number of open streams that keep the session alive.
+        sequence: Number of the last step.
+        executed_sequence: Most recent step that the session reported as executed.
+        launched_sequence: Most recent step that the session reported as certain to be executed.
+        num_tokens: Known tokens of all its requests together.
+        requests: The requests, in the order in which they were added.
+        by_number: The same requests by number.
     """
 
     session_id: SessionId = field(repr=False)
@@ -130,14 +130,14 @@ class Session:
         self.opened_seconds = self.last_seen_seconds
         self.current_id = self.session_id
 
-    def resumed_by(self, key: str) -> bool | None:
-        """Whether a key is that of the newest resumption (True), of an older one (False), or new (None)."""
+    def is_newest_resumption(self, key: str) -> bool | None:
+        """Whether a key is that of the most recent resumption (True), of an older one (False), or unknown (None)."""
         if key not in self._resume_keys:
             return None
         return key == self._resume_keys[-1]
 
     def resume(self, key: str, session_number: SessionNumber) -> None:
-        """Gives it its next id, and a number that is new; what was launched is not known any more. O(requests)."""
+        """Assigns the next id and a new number. Resets launched_sequence, which is unknown now. O(requests)."""
         self.previous_number, self.session_number = self.session_number, session_number
         self.launched_sequence = StepNumber(0)
         for request in self.requests.values():
@@ -149,24 +149,24 @@ class Session:
 
     @property
     def reports_execution(self) -> bool:
-        """Whether what it did not say to be executed may not have been: it does say so, or another drives it."""
+        """Whether a step not reported as executed may not have run: the session reports execution, or was resumed."""
         return self.executed_sequence > 0 or self.previous_number > 0
 
     @property
     def expires_seconds(self) -> float:
-        """When the lease runs out; infinity while a stream is open."""
+        """When the lease expires; infinity while a stream is open."""
         return float("inf") if self.open_streams else self.last_seen_seconds + self.lease_seconds
 
-    def answered(self, sequence: int, source: object) -> StepResult | None:
-        """Returns the result of a change that is sent again, None for the next new one.
+    def remembered_result(self, sequence: int, source: object) -> StepResult | None:
+        """Returns the result of a step that is sent again; None for the next new step.
 
         Args:
-            sequence: The change's number.
-            source: What was sent, or a digest of it, compared with what came under this number before.
+            sequence: Number of the step.
+            source: The step as sent, or a digest of it, compared with the earlier step of this number.
 
         Raises:
-            InvalidArgumentError: The number is 0, or was used for something else.
-            WrongStateError: The number comes too early, or is too old for its result to be remembered.
+            InvalidArgumentError: The number is 0, or was used for a different step.
+            WrongStateError: The number is too high, or too old for its result to be remembered.
         """
         expected = self.sequence + 1
         if sequence == expected:
@@ -187,12 +187,12 @@ class Session:
         return remembered[1]
 
     def remember(self, source: object, result: StepResult, num_entries: int = 0) -> None:
-        """Ends a change: counts it, and keeps its result in case it is sent again.
+        """Completes a step: advances the step number, and keeps the result in case the step is sent again.
 
         Args:
-            source: What was sent, or a digest of it.
-            result: What became of it.
-            num_entries: Entries of columns and queues that both keep.
+            source: The step as sent, or a digest of it.
+            result: Result of the step.
+            num_entries: Column and queue entries of both.
         """
         self.sequence = StepNumber(result.sequence)
         results = self._results
@@ -202,35 +202,35 @@ class Session:
             self._remembered_entries -= results.popitem(last=False)[1][2]
 
     def check_executed(self, executed_sequence: int, last: int) -> None:
-        """Checks a claim that the changes up to `executed_sequence` were executed, where `last` was sent before it.
+        """Checks that a session may report steps up to `executed_sequence` as executed, if `last` is its last step.
 
         Raises:
-            InvalidArgumentError: It claims changes that were not sent yet.
+            InvalidArgumentError: The report includes steps that were not sent yet.
         """
         if not 0 <= executed_sequence <= last:
             raise InvalidArgumentError("executed_sequence", f"{executed_sequence} is not in [0, {last}]")
 
     def check_launched(self, launched_sequence: int) -> None:
-        """Raises InvalidArgumentError if it is said that changes are launched which were not made yet."""
+        """Raises InvalidArgumentError if the session reports steps as launched that were not made yet."""
         if not 0 <= launched_sequence <= self.sequence:
             raise InvalidArgumentError("launched_sequence", f"{launched_sequence} is not in [0, {self.sequence}]")
 
-    def number_of(self, request_id: RequestId) -> RequestNumber | None:
-        """The number of a request, if the session has it."""
+    def request_number(self, request_id: RequestId) -> RequestNumber | None:
+        """Number of a request, if the session has it."""
         request = self.requests.get(request_id)
         return request.number if request else None
 
     def free_number(self) -> RequestNumber:
-        """A number that no client can choose, for a request that was given none."""
+        """Returns a number that no client can choose, for a request without a number."""
         return RequestNumber(min((0, *self.by_number)) - 1)
 
     def add(self, request: Request) -> None:
-        """Takes a request in, whose id and number are new; the caller counts its tokens, as those it grows by."""
+        """Adds a request with a new id and number. The caller counts the request's tokens."""
         self.requests[request.request_id] = request
         self.by_number[request.number] = request
 
     def forget(self, request: Request) -> None:
-        """Lets a request go, whose blocks are freed."""
+        """Removes a request whose blocks were freed."""
         del self.requests[request.request_id]
         del self.by_number[request.number]
         self.num_tokens -= request.num_tokens

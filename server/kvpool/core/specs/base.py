@@ -1,10 +1,10 @@
-"""What all kinds of attention have in common: pages, and the interface that allocation and planning use.
+"""Base of all kinds of attention: pages, and the interface that allocation and planning use.
 
-1. A spec checks its own numbers when it is made; the error's field is the attribute.
-2. A page is one layer's bytes of one block. Sizes of 0 stand for "not declared": such a spec can be allocated, not
-   planned, and its page_size_bytes is 0.
-3. All sizes are of one rank: heads are the rank's own, block_size the tokens (under context parallelism, the rank's
-   share of them) that a block holds.
+1. A spec validates its own numbers when it is created; the error's field is the attribute.
+2. A page is one layer's bytes of one block. A size of 0 means "not declared". A spec without sizes can be allocated but
+   not planned, and its page_size_bytes is 0.
+3. All sizes are per rank: heads are the rank's own heads, and block_size is the number of tokens per block on the rank
+   (under context parallelism, the rank's share of the tokens).
 """
 
 from collections.abc import Sequence
@@ -28,20 +28,20 @@ DTYPE_SIZES_BYTES: Final = {
     "int8": 1,
     "uint8": 1,
 }
-"""Size of one element, by the name that torch gives its type."""
+"""Size of one element, by torch's name of the type."""
 
 MAX_BLOCK_SIZE_TOKENS: Final = 2**20
 MAX_DIMENSION: Final = 2**24
 MAX_PAGE_BYTES: Final = 2**48
 QUOTED_CHARACTERS: Final = 64
-"""Characters of a caller's text that an error repeats."""
+"""Maximum number of characters of a caller's text that an error message repeats."""
 
 
 def dtype_size_bytes(field: str, dtype: str) -> int:
-    """Size of one element of a type.
+    """Returns the size of one element of a type.
 
     Raises:
-        InvalidArgumentError: The type is unknown; names `field` and the known ones.
+        InvalidArgumentError: The type is unknown. The error names `field` and the known types.
     """
     if dtype not in DTYPE_SIZES_BYTES:
         raise InvalidArgumentError(
@@ -51,10 +51,10 @@ def dtype_size_bytes(field: str, dtype: str) -> int:
 
 
 def check_page(content_size_bytes: int, padded_size_bytes: int) -> None:
-    """Checks a page, its padding (0: none) included.
+    """Checks the size of a page, including its padding (0: none).
 
     Raises:
-        InvalidArgumentError: It is too large, or padded to less than it holds.
+        InvalidArgumentError: The page is too large, or padded to less than its content.
     """
     if content_size_bytes > MAX_PAGE_BYTES:
         raise InvalidArgumentError(
@@ -66,13 +66,13 @@ def check_page(content_size_bytes: int, padded_size_bytes: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class RequestLimits:
-    """What bounds one request, and so the memory it may take.
+    """Limits of one request, which bound its memory.
 
     Attributes:
-        max_model_len: Most tokens a request may have.
-        max_num_batched_tokens: Most tokens one step computes, over all requests.
-        max_num_encoder_input_tokens: Most tokens an encoder puts out for one request.
-        context_parallel_size: Ranks over which a request's tokens are spread (decode times prefill).
+        max_model_len: Maximum number of tokens per request.
+        max_num_batched_tokens: Maximum number of tokens per step, over all requests.
+        max_num_encoder_input_tokens: Maximum number of tokens that an encoder produces for one request.
+        context_parallel_size: Number of ranks over which a request's tokens are sharded (decode times prefill).
     """
 
     max_model_len: int
@@ -89,86 +89,87 @@ class RequestLimits:
 
 @dataclass(frozen=True, slots=True)
 class KVCacheSpec:
-    """What all kinds have in common. Of none itself: the page and how it grows are each kind's own.
+    """Base class of the kinds of attention. Each kind defines its page and how the page grows.
 
     Attributes:
-        block_size: Tokens a block holds on one rank, [1, 2^20].
+        block_size: Tokens per block on one rank, [1, 2^20].
     """
 
     block_size: int
 
     is_sharded: ClassVar[bool] = True
-    """Whether context parallelism spreads the tokens, so that a block of `n` ranks covers n * block_size."""
+    """Whether context parallelism shards the tokens, so that a block on `n` ranks covers n * block_size tokens."""
     keeps_all: ClassVar[bool] = True
-    """Whether every token is looked at to the end: num_skipped_tokens is 0."""
+    """Whether every token is attended to until the end: num_skipped_tokens is 0."""
     keeps_tokens: ClassVar[bool] = True
-    """Whether anything is kept of the tokens of a request itself; not if only of an encoder's, or nothing at all."""
+    """Whether the cache holds the request's own tokens, instead of only an encoder's tokens or nothing."""
     has_token_slots: ClassVar[bool] = True
-    """Whether each token has its own slot. What a draft model writes into the last one depends on the next token."""
+    """Whether each token has its own slot. A draft model's state in the last slot depends on the next token."""
 
     def __post_init__(self) -> None:
         check_range("block_size", self.block_size, 1, MAX_BLOCK_SIZE_TOKENS)
 
     @property
     def page_size_bytes(self) -> int:
-        """Bytes of one layer's share of a block; 0 if sizes are not declared."""
+        """Bytes of one layer of a block; 0 if sizes are not declared."""
         raise NotImplementedError
 
     @property
     def content_size_bytes(self) -> int:
-        """Bytes of a page that are used, its padding apart."""
+        """Used bytes of a page, without padding."""
         return self.page_size_bytes
 
     def num_skipped_tokens(self, num_computed_tokens: int) -> int:
-        """How many of the first tokens are looked at by none but themselves from `num_computed_tokens` on.
+        """Number of leading tokens that no token from `num_computed_tokens` on attends to.
 
-        Never falls as `num_computed_tokens` rises.
+        Never decreases as `num_computed_tokens` increases.
         """
         del num_computed_tokens
         return 0
 
     def num_computed_to_skip(self, num_tokens: int) -> int:
-        """With how many computed tokens `num_tokens`, at least 1, are skipped first; more than there ever are if never.
+        """Smallest number of computed tokens at which `num_tokens`, at least 1, are skipped.
 
-        The inverse of `num_skipped_tokens`.
+        If they are never skipped, the result exceeds every possible number of tokens. The inverse of
+        `num_skipped_tokens`.
         """
         del num_tokens
         return 2 * MAX_TOKENS
 
     def max_blocks(self, limits: RequestLimits) -> int:
-        """Most blocks that one request takes at a time."""
+        """Maximum number of blocks that one request holds at a time."""
         span = self.block_size * (limits.context_parallel_size if self.is_sharded else 1)
         return -(-limits.max_model_len // span)
 
     def max_memory_bytes(self, limits: RequestLimits) -> int:
-        """Most bytes that one request takes at a time in one layer."""
+        """Maximum number of bytes that one request holds at a time in one layer."""
         return self.max_blocks(limits) * self.page_size_bytes
 
     def with_page_size(self, page_size_bytes: int) -> Self:
-        """Makes the spec whose page is this large: by more tokens a block as far as that goes, by padding for the rest.
+        """Returns the spec with a page of this size: more tokens per block as far as possible, padding for the rest.
 
         Args:
-            page_size_bytes: At least as large as the page is.
+            page_size_bytes: At least the current page size.
         """
         raise NotImplementedError
 
     def merged_with(self, others: Sequence["KVCacheSpec"]) -> "KVCacheSpec | None":
-        """Makes the one spec under which this layer and the others can share a group; None if there is none."""
+        """Returns the spec under which this layer and the others can share a group; None if there is none."""
         return self if all(other == self for other in others) else None
 
     def allocates_like(self, other: "KVCacheSpec") -> bool:
-        """Whether blocks are given and freed at the same tokens, so that one block table serves both."""
+        """Whether both specs allocate and free blocks at the same tokens, so that one block table serves both."""
         return type(self) is type(other) and self.block_size == other.block_size
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionSpec(KVCacheSpec):
-    """Keys and values of every token, (2, block_size, num_kv_heads, head_size) or as the backend lays them out.
+    """Keys and values of every token, (2, block_size, num_kv_heads, head_size) or in the backend's layout.
 
     Attributes:
         num_kv_heads: Key and value heads on one rank; 0 if not declared.
         head_size: Elements of a head's key; 0 if not declared.
-        dtype: Element type as torch spells it; empty if not declared.
+        dtype: Element type by torch's name; empty if not declared.
         head_size_v: Elements of a head's value; 0 for head_size.
         page_size_padded: Bytes to which the page is padded; 0 for none.
     """
@@ -183,7 +184,7 @@ class AttentionSpec(KVCacheSpec):
         KVCacheSpec.__post_init__(self)
         for name in ("num_kv_heads", "head_size", "head_size_v"):
             check_range(name, getattr(self, name), 0, MAX_DIMENSION)
-        if self.head_size_v == self.head_size:  # one way to say it, so that equal layers are equal
+        if self.head_size_v == self.head_size:  # one representation, so that equal layers compare equal
             object.__setattr__(self, "head_size_v", 0)
         if self.dtype:
             dtype_size_bytes("dtype", self.dtype)

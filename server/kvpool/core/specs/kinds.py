@@ -1,9 +1,9 @@
-"""What a layer keeps for its tokens: one frozen value a kind of attention.
+"""Kinds of attention: one frozen value per kind, which defines what a layer keeps for its tokens.
 
-`num_skipped_tokens` is all that allocation has to know of a kind: the tokens that no later token looks back at. The
-rest (look-up, freeing behind a window, caching) follows from it; see `group_manager` and `prefix_search`.
+`num_skipped_tokens` is all that allocation needs to know about a kind: the number of leading tokens that no later token
+attends to. Look-up, freeing behind a window and caching follow from it; see `group_manager` and `prefix_search`.
 
-Source: the kinds and their memory are those of vLLM's kv_cache_interface.
+Source: the kinds and their memory sizes are those of vLLM's kv_cache_interface.
 """
 
 import math
@@ -34,11 +34,11 @@ MAX_LAYERS: Final = 4096
 
 @dataclass(frozen=True, slots=True)
 class FullAttentionSpec(AttentionSpec):
-    """Every token attends to all before it.
+    """Every token attends to all tokens before it.
 
     Attributes:
-        sliding_window: Window in tokens that the layers have, though all tokens are kept (hybrid management is off).
-        attention_chunk_size: Likewise, the chunk in tokens.
+        sliding_window: The layers' window in tokens, if all tokens are kept nevertheless (hybrid management is off).
+        attention_chunk_size: The layers' chunk size in tokens, if all tokens are kept nevertheless.
     """
 
     sliding_window: int = 0
@@ -52,7 +52,7 @@ class FullAttentionSpec(AttentionSpec):
             raise InvalidArgumentError("attention_chunk_size", "a layer has a sliding window or a chunk, not both")
 
     def merged_with(self, others: Sequence[KVCacheSpec]) -> KVCacheSpec | None:
-        """Merges specs that differ in whether they remember a window; they must not remember two."""
+        """Merges specs that differ only in their windows or chunks; at most one distinct value is allowed."""
         windows, chunks = {self.sliding_window}, {self.attention_chunk_size}
         bare = replace(self, sliding_window=0, attention_chunk_size=0)
         for other in others:
@@ -67,7 +67,7 @@ class FullAttentionSpec(AttentionSpec):
         return replace(bare, sliding_window=max(windows), attention_chunk_size=max(chunks))
 
     def allocates_like(self, other: KVCacheSpec) -> bool:
-        """All kinds of full attention do, sinks apart."""
+        """True for all kinds of full attention with the same number of sink tokens."""
         return (
             isinstance(other, FullAttentionSpec)
             and self.block_size == other.block_size
@@ -77,10 +77,10 @@ class FullAttentionSpec(AttentionSpec):
 
 @dataclass(frozen=True, slots=True)
 class MLAAttentionSpec(FullAttentionSpec):
-    """Multi-head latent attention: one latent vector a token, (block_size, head_size), in place of keys and values.
+    """Multi-head latent attention: one latent vector per token, (block_size, head_size), instead of keys and values.
 
     Attributes:
-        cache_dtype_str: "fp8_ds_mla" for the layout of 656 bytes a token; else empty.
+        cache_dtype_str: "fp8_ds_mla" for the layout of 656 bytes per token; else empty.
     """
 
     num_kv_heads: int = 1
@@ -104,10 +104,10 @@ class MLAAttentionSpec(FullAttentionSpec):
 
 @dataclass(frozen=True, slots=True)
 class SinkFullAttentionSpec(FullAttentionSpec):
-    """Full attention, and attention sinks that all requests share.
+    """Full attention with attention sinks that all requests share.
 
     Attributes:
-        sink_len: Sink tokens; whole blocks of the pool are set aside for them.
+        sink_len: Number of sink tokens; whole blocks of the pool are reserved for them.
     """
 
     sink_len: int = 0
@@ -116,7 +116,7 @@ class SinkFullAttentionSpec(FullAttentionSpec):
         FullAttentionSpec.__post_init__(self)
         check_range("sink_len", self.sink_len, 1, MAX_TOKENS)
         if self.sink_len % self.block_size:
-            raise InvalidArgumentError("sink_len", f"{self.sink_len} is no multiple of block_size {self.block_size}")
+            raise InvalidArgumentError("sink_len", f"{self.sink_len} is not a multiple of block_size {self.block_size}")
 
     def _can_have_blocks_of(self, block_size: int) -> bool:
         return self.sink_len % block_size == 0
@@ -139,7 +139,7 @@ class SlidingWindowSpec(AttentionSpec):
         check_range("sliding_window", self.sliding_window, 1, MAX_TOKENS)
 
     def num_skipped_tokens(self, num_computed_tokens: int) -> int:
-        """The next token, at num_computed_tokens, sees sliding_window - 1 before itself."""
+        """The next token, at num_computed_tokens, attends to the sliding_window - 1 tokens before it."""
         return max(num_computed_tokens - self.sliding_window + 1, 0)
 
     def num_computed_to_skip(self, num_tokens: int) -> int:
@@ -147,13 +147,13 @@ class SlidingWindowSpec(AttentionSpec):
         return num_tokens + self.sliding_window - 1
 
     def max_blocks(self, limits: RequestLimits) -> int:
-        """The window and what one step computes; one more, as a window need not begin with a block."""
+        """The window and the tokens of one step, plus one block because a window can begin within a block."""
         span = self.block_size * limits.context_parallel_size
         tokens = min(self.sliding_window - 1 + limits.max_num_batched_tokens, limits.max_model_len)
         return -(-tokens // span) + 1
 
     def allocates_like(self, other: KVCacheSpec) -> bool:
-        """Windows of one size do."""
+        """True for windows of the same size."""
         return (
             isinstance(other, SlidingWindowSpec)
             and (self.block_size, self.sliding_window) == (other.block_size, other.sliding_window)
@@ -162,7 +162,7 @@ class SlidingWindowSpec(AttentionSpec):
 
 @dataclass(frozen=True, slots=True)
 class ChunkedLocalAttentionSpec(AttentionSpec):
-    """Every token attends to those before it in its own chunk: [n * size, (n + 1) * size).
+    """Every token attends to the tokens before it in its own chunk: [n * size, (n + 1) * size).
 
     Attributes:
         attention_chunk_size: Tokens, at least 1.
@@ -177,7 +177,7 @@ class ChunkedLocalAttentionSpec(AttentionSpec):
         check_range("attention_chunk_size", self.attention_chunk_size, 1, MAX_TOKENS)
 
     def num_skipped_tokens(self, num_computed_tokens: int) -> int:
-        """All chunks before that of the next token."""
+        """All chunks before the chunk of the next token."""
         return num_computed_tokens // self.attention_chunk_size * self.attention_chunk_size
 
     def num_computed_to_skip(self, num_tokens: int) -> int:
@@ -185,14 +185,14 @@ class ChunkedLocalAttentionSpec(AttentionSpec):
         return -(-num_tokens // self.attention_chunk_size) * self.attention_chunk_size
 
     def max_blocks(self, limits: RequestLimits) -> int:
-        """A chunk and what one step computes; one more where a chunk need not begin with a block."""
+        """A chunk and the tokens of one step, plus one block if a chunk can begin within a block."""
         span = self.block_size * limits.context_parallel_size
         tokens = min(self.attention_chunk_size + limits.max_num_batched_tokens, limits.max_model_len)
         blocks = -(-tokens // span) + (1 if self.attention_chunk_size % span else 0)
         return min(blocks, -(-limits.max_model_len // span))
 
     def allocates_like(self, other: KVCacheSpec) -> bool:
-        """Chunks of one size do."""
+        """True for chunks of the same size."""
         return (
             isinstance(other, ChunkedLocalAttentionSpec)
             and (self.block_size, self.attention_chunk_size) == (other.block_size, other.attention_chunk_size)
@@ -201,15 +201,16 @@ class ChunkedLocalAttentionSpec(AttentionSpec):
 
 @dataclass(frozen=True, slots=True)
 class MambaSpec(KVCacheSpec):
-    """A state that every token renews: a block holds it as it is after the block's last token computed so far.
+    """A state that every token updates. A block holds the state after the last computed token of the block.
 
     Attributes:
-        shapes: Shape of each part of the state (convolution, recurrence) on one rank; empty if not declared. At most
-            16 parts of 8 dimensions.
+        shapes: Shape of each part of the state (convolution, recurrence) on one rank; empty if not declared. At most 16
+            parts of 8 dimensions.
         dtypes: Element type of each part.
         page_size_padded: Bytes to which the page is padded; 0 for none.
-        mamba_type: Which kernel ("mamba1", "mamba2", "gdn_attention", ...), for the worker; empty if not declared.
-        num_speculative_blocks: Blocks kept beyond the last token, for the states after each draft.
+        mamba_type: Name of the kernel ("mamba1", "mamba2", "gdn_attention", ...), for the worker; empty if not
+            declared.
+        num_speculative_blocks: Blocks kept after the last token, for the states after each draft token.
     """
 
     shapes: tuple[tuple[int, ...], ...] = ()
@@ -256,15 +257,15 @@ class MambaSpec(KVCacheSpec):
         return num_tokens + 1
 
     def max_blocks(self, limits: RequestLimits) -> int:
-        """A state a block, and the speculative ones: as the reference counts, though most are freed as it goes on."""
+        """One state per block, plus the speculative ones. As in the reference, although most states are freed early."""
         return -(-limits.max_model_len // self.block_size) + self.num_speculative_blocks
 
     def with_page_size(self, page_size_bytes: int) -> Self:
-        """A state does not grow with the block: only padding helps."""
+        """Pads the page: a state does not grow with the block."""
         return replace(self, page_size_padded=page_size_bytes)
 
     def allocates_like(self, other: KVCacheSpec) -> bool:
-        """States with equally many speculative blocks do."""
+        """True for states with the same number of speculative blocks."""
         return (
             isinstance(other, MambaSpec)
             and (self.block_size, self.num_speculative_blocks) == (other.block_size, other.num_speculative_blocks)
@@ -273,31 +274,31 @@ class MambaSpec(KVCacheSpec):
 
 @dataclass(frozen=True, slots=True)
 class CrossAttentionSpec(AttentionSpec):
-    """Decoder layers that attend to what the encoder put out: keys and values of encoder tokens, written once."""
+    """Decoder layers that attend to the encoder's output: keys and values of encoder tokens, written once."""
 
     is_sharded: ClassVar[bool] = False
     keeps_tokens: ClassVar[bool] = False
 
     def max_blocks(self, limits: RequestLimits) -> int:
-        """Those of the encoder's tokens."""
+        """The blocks of the encoder's tokens."""
         return -(-limits.max_num_encoder_input_tokens // self.block_size)
 
 
 @dataclass(frozen=True, slots=True)
 class EncoderOnlyAttentionSpec(AttentionSpec):
-    """Encoder layers: they see all tokens at once and keep nothing."""
+    """Encoder layers, which process all tokens at once and cache nothing."""
 
     keeps_tokens: ClassVar[bool] = False
 
     def max_blocks(self, limits: RequestLimits) -> int:
-        """None: nothing is kept."""
+        """Zero: nothing is cached."""
         del limits
         return 0
 
 
 @dataclass(frozen=True, slots=True)
 class UniformTypeKVCacheSpecs(KVCacheSpec):
-    """Layers of one kind, with one block table, whose pages differ in size (hidden sizes differ).
+    """Layers of one kind with one block table, whose pages differ in size because their hidden sizes differ.
 
     Attributes:
         layers: Spec of each layer, by name; at least one.
@@ -311,7 +312,7 @@ class UniformTypeKVCacheSpecs(KVCacheSpec):
         names: set[str] = set()
         for i, (name, spec) in enumerate(self.layers):
             if name in names:
-                raise InvalidArgumentError(f"layers[{i}]", f"{name[:QUOTED_CHARACTERS]!r} stands twice")
+                raise InvalidArgumentError(f"layers[{i}]", f"{name[:QUOTED_CHARACTERS]!r} occurs twice")
             names.add(name)
             if spec.block_size != self.block_size:
                 raise InvalidArgumentError(f"layers[{i}].block_size", f"{spec.block_size} differs from the group's")
@@ -321,17 +322,17 @@ class UniformTypeKVCacheSpecs(KVCacheSpec):
 
     @property
     def first(self) -> KVCacheSpec:
-        """Spec of one layer: all allocate alike."""
+        """Spec of the first layer. All layers allocate alike."""
         return self.layers[0][1]
 
     @property
     def page_size_bytes(self) -> int:
-        """Bytes of all layers' share of a block."""
+        """Bytes of all layers of a block."""
         return sum(spec.page_size_bytes for _, spec in self.layers)
 
     @property
     def content_size_bytes(self) -> int:
-        """Bytes of these pages that are used."""
+        """Used bytes of these pages."""
         return sum(spec.content_size_bytes for _, spec in self.layers)
 
     def max_blocks(self, limits: RequestLimits) -> int:
@@ -352,7 +353,7 @@ SPEC_KINDS: Final[dict[str, type[KVCacheSpec]]] = {
         EncoderOnlyAttentionSpec,
     )
 }
-"""The kinds that a layer can be of, by name."""
+"""The kinds of layers, by name."""
 
 KIND_NAMES: Final[dict[type[KVCacheSpec], str]] = {
     FullAttentionSpec: "full_attention",
@@ -364,45 +365,45 @@ KIND_NAMES: Final[dict[type[KVCacheSpec], str]] = {
     CrossAttentionSpec: "cross_attention",
     EncoderOnlyAttentionSpec: "encoder_only_attention",
 }
-"""What vLLM's events call each kind."""
+"""Names of the kinds in vLLM's events."""
 
 
 def common_multiple_tokens(spans_tokens: Iterable[int], max_model_len: int) -> int:
-    """The least number of tokens that is whole blocks of every span below max_model_len.
+    """Returns the smallest number of tokens that is a multiple of every span below max_model_len.
 
-    Blocks that hold a whole request are left out: none of them is ever hit.
+    Blocks that can hold a whole request are excluded: they are never hit.
     """
     return math.lcm(*(span for span in spans_tokens if span < max_model_len))
 
 
 def block_span_tokens(spec: KVCacheSpec, context_parallel_size: int) -> int:
-    """Tokens of a request that one block covers over all ranks of context parallelism."""
+    """Tokens of a request that one block covers, over all ranks of context parallelism."""
     return spec.block_size * (context_parallel_size if allocation_spec(spec).is_sharded else 1)
 
 
 def allocation_spec(spec: KVCacheSpec) -> KVCacheSpec:
-    """The spec that says how a group's blocks are given: its own, or that of one of its layers."""
+    """Returns the spec that determines how a group's blocks are allocated: its own, or that of one of its layers."""
     return spec.first if isinstance(spec, UniformTypeKVCacheSpecs) else spec
 
 
 def state_size_bytes(shapes: Sequence[Sequence[int]], dtypes: Sequence[str]) -> int:
-    """Bytes of a state: of all its parts, whose types are known."""
+    """Bytes of all parts of a state. The element types must be known."""
     return sum(math.prod(shape) * DTYPE_SIZES_BYTES[dtype] for shape, dtype in zip(shapes, dtypes, strict=True))
 
 
 def num_draft_blocks(spec: KVCacheSpec) -> int:
-    """Blocks of a table beyond those of its tokens, for the states after drafts; 0 for all kinds but one."""
+    """Number of blocks of a table in addition to those of its tokens, for states after drafts; 0 except for Mamba."""
     return spec.num_speculative_blocks if isinstance(spec, MambaSpec) else 0
 
 
 def num_sink_tokens(spec: KVCacheSpec) -> int:
-    """Sink tokens of a layer or a group; 0 for all kinds but one."""
+    """Sink tokens of a layer or a group; 0 except for attention with sinks."""
     first = allocation_spec(spec)
     return first.sink_len if isinstance(first, SinkFullAttentionSpec) else 0
 
 
 def differing_field(left: KVCacheSpec, right: KVCacheSpec) -> str:
-    """Names the first field in which two specs differ ("type" if their kind does); empty if none does."""
+    """Returns the first field in which two specs differ ("type" if their kinds do); empty if they are equal."""
     if type(left) is not type(right):
         return "type"
     return next((f.name for f in fields(left) if getattr(left, f.name) != getattr(right, f.name)), "")

@@ -1,4 +1,4 @@
-"""What decides a pool's answers: groups, order of reuse, hash scheme. Frozen values that check their own numbers."""
+"""Configuration of a pool: groups, reuse order and hash scheme, as frozen values that validate their own numbers."""
 
 import hmac
 import math
@@ -27,25 +27,25 @@ from kvpool.core.specs.kinds import (
 _NAME: Final = re.compile(r"[A-Za-z0-9._/-]{1,128}")
 MAX_GROUPS: Final = 256
 MAX_BLOCK_SPANS: Final = 8
-"""A request keeps the joined hashes of each larger block size beside its own."""
+"""Maximum number of different block sizes. A request keeps the joined hashes of each larger block size."""
 _HASH_SIZES_BYTES: Final = {"sha256_cbor": 32, "xxhash_cbor": 16}
 
 
 class ReuseOrder(Enum):
-    """In which order freed blocks are used again."""
+    """Order in which freed blocks are reused."""
 
     UNCACHED_FIRST = "uncached_first"
-    """Of the blocks freed together, those without a hash go to the head of the free list, the others to the tail.
+    """Freed blocks without a hash go to the head of the free list, freed blocks with a hash to the tail.
 
-    With caching off all go to the head. As vLLM 0.32.
+    With caching off, all go to the head. As vLLM 0.32.
     """
 
     LRU = "lru"
-    """All go to the tail, in the order they are freed. As vLLM 0.14.1."""
+    """All freed blocks go to the tail, in the order in which they are freed. As vLLM 0.14.1."""
 
 
 class KeyForm(Enum):
-    """How a block's extra keys enter its hash."""
+    """Form in which a block's extra keys enter its hash."""
 
     TAGGED = "tagged"
     PLAIN = "plain"
@@ -61,13 +61,13 @@ class KVCacheGroup:
 
 @dataclass(frozen=True, slots=True)
 class HashScheme:
-    """How the sessions of a pool hash their blocks.
+    """Scheme by which the sessions of a pool hash their blocks.
 
     Attributes:
         algorithm: Name of the algorithm.
-        size_bytes: Length of a hash; 0 stands for the algorithm's own.
-        none_hash: Parent of a first block; empty until the pool draws one.
-        key_form: How extra keys enter the hash.
+        size_bytes: Length of a hash; 0 for the algorithm's own length.
+        none_hash: Parent hash of a first block; empty until the pool draws one.
+        key_form: Form in which extra keys enter the hash.
     """
 
     algorithm: str = "sha256_cbor"
@@ -90,10 +90,10 @@ class HashScheme:
         return self.size_bytes or _HASH_SIZES_BYTES.get(self.algorithm, 32)
 
     def salted(self, salt: bytes) -> "HashScheme":
-        """The scheme of those who share a salt: with a none_hash that others cannot work out.
+        """Returns the scheme for sessions that share a salt, with a none_hash that other sessions cannot compute.
 
-        It is HMAC-SHA256 of the salt under the pool's none_hash, cut to the length of a hash. An empty salt changes
-        nothing.
+        The none_hash is HMAC-SHA256 of the salt under the pool's none_hash, truncated to the length of a hash. An empty
+        salt changes nothing.
         """
         if not salt:
             return self
@@ -102,22 +102,24 @@ class HashScheme:
 
 @dataclass(frozen=True, slots=True)
 class PoolConfig:
-    """Everything that decides what a pool answers.
+    """Configuration that determines all answers of a pool.
 
     Attributes:
-        name: The pool's name.
-        num_blocks: Blocks, the null block included.
-        max_model_len: Most tokens a request may have.
+        name: Name of the pool.
+        num_blocks: Number of blocks, the null block included.
+        max_model_len: Maximum number of tokens per request.
         groups: The layers, by group.
-        reuse_order: The order in which freed blocks are used again.
-        enable_caching: Whether full blocks can be found again by hash.
+        reuse_order: Order in which freed blocks are reused.
+        enable_caching: Whether full blocks can be found by hash.
         use_eagle: Whether the last block of a hit is computed again, for EAGLE's drafts.
-        dcp_world_size: Ranks over which decode context parallelism spreads a request's tokens.
+        dcp_world_size: Number of ranks over which decode context parallelism shards a request's tokens.
         enable_events: Whether block events are made.
-        hash_scheme: How blocks are hashed.
-        max_in_flight_tokens: Most tokens of a request in steps that were not yet executed; 0 for max_model_len.
-        retention_tokens: Of sliding windows, only what a hit at a multiple of so many tokens needs is cached, and what
-            requests that share a prefix need; 0 for the latter alone, None to cache all. See `retention`.
+        hash_scheme: Scheme by which blocks are hashed.
+        max_in_flight_tokens: Maximum number of tokens of a request in steps that were not yet executed; 0 for
+            max_model_len.
+        retention_tokens: Sparse caching of sliding windows: only blocks that a hit at a multiple of this number of
+            tokens needs are cached, and those that requests with a shared prefix need. 0 for the latter alone; None to
+            cache all. See `retention`.
     """
 
     name: PoolName
@@ -137,7 +139,7 @@ class PoolConfig:
         """Checks every number.
 
         Raises:
-            InvalidArgumentError: One is out of range; names the field.
+            InvalidArgumentError: A number is out of range. The error names the field.
         """
         check_pool_name("config.name", self.name)
         check_range("config.num_blocks", self.num_blocks, 2, MAX_BLOCKS)
@@ -155,17 +157,21 @@ class PoolConfig:
         for i, group in enumerate(self.groups):
             spec = allocation_spec(group.spec)
             if type(spec) not in SPEC_KINDS.values():
-                raise InvalidArgumentError(f"config.groups[{i}].spec", f"{type(spec).__name__} is no kind of attention")
+                raise InvalidArgumentError(
+                    f"config.groups[{i}].spec", f"{type(spec).__name__} is not a kind of attention"
+                )
             if isinstance(spec, EncoderOnlyAttentionSpec):
-                raise InvalidArgumentError(f"config.groups[{i}].spec", "encoder-only layers keep nothing: no group")
+                raise InvalidArgumentError(
+                    f"config.groups[{i}].spec", "encoder-only layers cache nothing and need no group"
+                )
             if isinstance(spec, CrossAttentionSpec) and self.enable_caching:
                 raise InvalidArgumentError(
                     "config.disable_caching",
-                    f"must be set: group {i} is cross attention, and hashes do not cover what the encoder was given",
+                    f"must be set: group {i} is cross attention, and hashes do not cover the encoder's input",
                 )
             if num_sink_tokens(spec) % spans[i]:
                 raise InvalidArgumentError(
-                    f"config.groups[{i}].spec.sink_len", "no multiple of block_size x dcp_world_size"
+                    f"config.groups[{i}].spec.sink_len", "not a multiple of block_size x dcp_world_size"
                 )
         sinks = sum(self.num_sink_blocks)
         if sinks > self.num_blocks - 2:
@@ -173,7 +179,7 @@ class PoolConfig:
         num_sizes = len(set(spans))
         if self.enable_caching and num_sizes > MAX_BLOCK_SPANS:
             raise InvalidArgumentError(
-                "config.groups", f"blocks of {num_sizes} different sizes, at most {MAX_BLOCK_SPANS} are served"
+                "config.groups", f"blocks of {num_sizes} different sizes, at most {MAX_BLOCK_SPANS} are supported"
             )
         if self.enable_caching and common_multiple_tokens(spans, self.max_model_len) > MAX_TOKENS:
             raise InvalidArgumentError(
@@ -188,11 +194,11 @@ class PoolConfig:
         check_range(where, tokens, 0, MAX_TOKENS)
         specs = [allocation_spec(group.spec) for group in self.groups]
         if self.enable_caching and any(isinstance(spec, MambaSpec) for spec in specs):
-            raise InvalidArgumentError(where, "must be absent: states of Mamba groups are all cached")
+            raise InvalidArgumentError(where, "must be absent: all states of Mamba groups are cached")
         if tokens and not any(isinstance(spec, SlidingWindowSpec) for spec in specs):
             raise InvalidArgumentError(where, f"{tokens} without a sliding window, the only kind it applies to")
         if tokens % self.hit_alignment:
-            raise InvalidArgumentError(where, f"{tokens} is no multiple of {self.hit_alignment}, as hits are")
+            raise InvalidArgumentError(where, f"{tokens} is not a multiple of {self.hit_alignment}, as every hit is")
 
     def _check_layers(self) -> None:
         names: set[str] = set()
@@ -204,7 +210,7 @@ class PoolConfig:
             for j, name in enumerate(group.layer_names or [name for name, _ in layers]):
                 _check_text(f"{where}[{j}]", name, 1, 256)
                 if name in names:
-                    raise InvalidArgumentError(f"{where}[{j}]", f"{name!r} stands twice")
+                    raise InvalidArgumentError(f"{where}[{j}]", f"{name!r} occurs twice")
                 names.add(name)
             check_range(where, len(names), 0, MAX_LAYERS)
 
@@ -219,30 +225,30 @@ class PoolConfig:
 
     @property
     def num_sink_blocks(self) -> tuple[int, ...]:
-        """Blocks set aside for sinks, group by group."""
+        """Number of blocks reserved for sinks, group by group."""
         return tuple(
             num_sink_tokens(group.spec) // span for group, span in zip(self.groups, self.spans_tokens, strict=True)
         )
 
     @property
     def hash_block_size(self) -> int:
-        """Tokens that one block hash covers. A block that covers more is found by its hashes, joined."""
+        """Tokens that one block hash covers. Larger blocks are found by their concatenated hashes."""
         return math.gcd(*self.spans_tokens)
 
     @property
     def hit_alignment(self) -> int:
-        """Every hit is a multiple of so many tokens: whole blocks in every group."""
+        """Every hit is a multiple of this number of tokens: whole blocks in every group."""
         return math.lcm(*self.spans_tokens)
 
     @property
     def makes_events(self) -> bool:
-        """Whether block events are made: without caching there is nothing to tell."""
+        """Whether block events are made. Without caching there are no events."""
         return self.enable_events and self.enable_caching
 
     def difference(self, other: "PoolConfig") -> str:
-        """Names the first field in which a second declaration of this pool differs; empty if none does.
+        """Returns the first field in which a second declaration of this pool differs; empty if none does.
 
-        A second declaration that leaves none_hash open agrees with any.
+        A second declaration without a none_hash matches any none_hash.
         """
         for entry in fields(self):
             mine, theirs = getattr(self, entry.name), getattr(other, entry.name)
@@ -251,7 +257,7 @@ class PoolConfig:
                     left, right = getattr(mine, part.name), getattr(theirs, part.name)
                     if part.name == "size_bytes":
                         left, right = mine.hash_size_bytes, theirs.hash_size_bytes
-                    if part.name == "none_hash":  # a secret: how long this takes must not tell where a guess differs
+                    if part.name == "none_hash":  # a secret: constant-time comparison
                         left, right = hmac.compare_digest(left, right or left), True
                     if left != right:
                         return f"hash_scheme.{part.name}"
@@ -261,7 +267,7 @@ class PoolConfig:
 
 
 def check_pool_name(field: str, name: str) -> None:
-    """Raises InvalidArgumentError if a pool cannot have this name."""
+    """Raises InvalidArgumentError if the name is not a valid pool name."""
     if not _NAME.fullmatch(name):
         raise InvalidArgumentError(field, "needs 1 to 128 letters, digits, '.', '_', '-' or '/'")
 

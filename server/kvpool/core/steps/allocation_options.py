@@ -1,4 +1,4 @@
-"""On what terms an allocation is made, where they are not the usual ones."""
+"""Options of an allocation."""
 
 from dataclasses import dataclass, fields
 from typing import Final
@@ -6,17 +6,17 @@ from typing import Final
 
 @dataclass(frozen=True, slots=True)
 class AllocationOptions:
-    """The terms of one allocation.
+    """Options of one allocation.
 
     Attributes:
-        num_external_tokens: Tokens after the hit whose contents are brought from elsewhere, for a request that holds no
-            blocks: they get room, and count as computed.
-        num_in_flight_tokens: Of the computed tokens, those of steps that may be running yet: blocks that these look at
-            do not fall behind a window.
-        num_reserved_blocks: Blocks that must stay free beside what is given, of those that the session can be given.
-        num_watermark_blocks: The same, and beside what `full_sequence_must_fit` asks for.
-        full_sequence_must_fit: Whether nothing is given unless the blocks are free that all known tokens of the request
-            take, most at a time.
+        num_external_tokens: Tokens after the hit whose KV is loaded from elsewhere, for a request without blocks. They
+            get slots and count as computed.
+        num_in_flight_tokens: The last computed tokens, whose steps may still run. Blocks that these tokens attend to do
+            not fall behind a window.
+        num_reserved_blocks: Blocks that must stay free after the allocation, of those available to the session.
+        num_watermark_blocks: The same; these are also required in addition to the blocks of `full_sequence_must_fit`.
+        full_sequence_must_fit: Whether to allocate only if there are enough free blocks for all known tokens of the
+            request, at the moment when they take the most.
     """
 
     num_external_tokens: int = 0
@@ -28,4 +28,4 @@ class AllocationOptions:
 
 DEFAULT_OPTIONS: Final = AllocationOptions()
 OPTION_COLUMNS: Final = tuple(field.name for field in fields(AllocationOptions))
-"""The columns of a step that they stand in."""
+"""Names of the columns of a step that hold the options."""

@@ -1,7 +1,8 @@
-"""A step, all that a scheduling round asks, and its result: packed columns, field by field as on the wire.
+"""A step, with all operations of one scheduling round, and its result, as packed columns; fields as on the wire.
 
-A column is empty, which means zero for every operation, or has one entry an operation ("an operation and group":
-operation by operation, in each the groups in order). A queue has entries only for the operations that need some.
+A column is empty, which means zero for every operation, or it has one entry per operation. A column "per operation and
+group" has the entries of all groups, in order, for each operation. A queue has entries only for the operations that
+need them.
 """
 
 from dataclasses import dataclass, field
@@ -10,18 +11,18 @@ from typing import Final
 
 MAX_OPERATIONS: Final = 65_536
 MAX_OPERATION_GROUPS: Final = 2**18
-"""Most entries of a column that has one an operation and group."""
+"""Maximum number of entries of a column per operation and group."""
 MAX_CREDIT_ALLOCATIONS: Final = 2**24
-"""Most allocations without asking that a step tells of; a session that had more tells fewer."""
+"""Maximum number of allocations on credit that a step reports. A session that made more reports this number."""
 MAX_STEP_WORK: Final = 2**18
-"""Once a step has looked up hashes and answered block ids, so many together, operations that would are not tried.
+"""Limit on the hashes looked up plus the block ids returned by a step; further operations of this kind are skipped.
 
-Each is about a microsecond, for which all others wait.
+Each takes about a microsecond, during which all other sessions wait.
 """
 
 
 class Operation(IntEnum):
-    """What is asked for one request; numbers as on the wire."""
+    """Kind of an operation; numbers as on the wire."""
 
     ADD = 1
     LOOKUP = 2
@@ -39,7 +40,7 @@ class Operation(IntEnum):
 
 
 class Outcome(IntEnum):
-    """How an operation ended; numbers as on the wire."""
+    """Outcome of an operation; numbers as on the wire."""
 
     OK = 0
     NO_BLOCKS = 1
@@ -51,34 +52,34 @@ class Outcome(IntEnum):
 
 @dataclass(slots=True)
 class Step:
-    """Operations of one session, applied in order and as a whole.
+    """Operations of one session, applied in order and atomically.
 
     Attributes:
-        sequence: One more than the session's last change.
+        sequence: One more than the number of the session's last change.
         executed_sequence: Newest change whose execution has finished; 0 for no news.
-        launched_sequence: Newest change whose execution is sure to come, in order; 0 for no news.
-        admission_budget_tokens: Tokens that all admissions together may make room for; 0 for no limit.
-        num_credit_allocations: How often requests took room without asking since the step before.
+        launched_sequence: Newest change whose execution is certain, in order; 0 for no news.
+        admission_budget_tokens: Tokens that all admissions together may allocate; 0 for no limit.
+        num_credit_allocations: Number of allocations that requests made on credit since the previous step.
         operations: The operations, values of `Operation`.
-        request_numbers: Column: the request.
-        num_appended_tokens: Column: tokens the request has grown by.
-        num_new_tokens: Column: ALLOCATE: tokens to make room for; ADMIT: the most, 0 for all; CACHE: up to where.
-        num_taken_tokens: Column: tokens that the request has taken room for without asking, see `credit`.
-        num_rejected_tokens: Column: tokens given room earlier whose contents were thrown away.
-        num_lookahead_tokens: Column: tokens beyond the new ones to keep room for.
-        num_encoder_tokens: Column: tokens that the request's encoder puts out; needs room in groups of cross attention.
+        request_numbers: Column: number of the request.
+        num_appended_tokens: Column: tokens appended to the request.
+        num_new_tokens: Column: ALLOCATE: tokens to allocate; ADMIT: the maximum, 0 for all; CACHE: tokens to cache.
+        num_taken_tokens: Column: tokens for which the request took slots on credit, see `credit`.
+        num_rejected_tokens: Column: allocated tokens that were rejected; their slots are reused.
+        num_lookahead_tokens: Column: tokens after the new ones for which to allocate slots.
+        num_encoder_tokens: Column: output tokens of the request's encoder, which take slots in cross-attention groups.
         delay_cache_blocks: Column: leave full blocks uncached until CACHE.
-        num_external_tokens: Column: see `AllocationOptions`; so are the next four.
+        num_external_tokens: Column: see `AllocationOptions`, also for the next four.
         num_in_flight_tokens: Column.
         num_reserved_blocks: Column.
         num_watermark_blocks: Column.
         full_sequence_must_fit: Column.
-        num_block_ids: Column, an operation and group: how many of block_ids are its.
-        block_ids: Queue: promised blocks (ALLOCATE), blocks to evict (EVICT).
-        block_hashes: Queue: hashes of the blocks that the appended tokens filled, joined.
+        num_block_ids: Column, per operation and group: number of entries in block_ids.
+        block_ids: Queue: blocks of the hit (ALLOCATE), blocks to evict (EVICT).
+        block_hashes: Queue: joined hashes of the blocks that the appended tokens fill.
         token_ids: Queue: the appended tokens, if the pool makes events.
         request_ids: Queue: ids of the added requests.
-        lora_names: Queue: their LoRA names; or empty.
+        lora_names: Queue: LoRA names of the added requests; empty if no request has one.
     """
 
     sequence: int
@@ -109,7 +110,7 @@ class Step:
 
     @property
     def num_entries(self) -> int:
-        """About how much it holds, in entries of 8 bytes."""
+        """Approximate size, in entries of 8 bytes."""
         named = 64 * len(self.request_ids)  # at most: an id and a LoRA name of 256 bytes
         options = (
             len(self.num_external_tokens)
@@ -131,18 +132,18 @@ class Step:
 
 @dataclass(slots=True)
 class StepResult:
-    """What became of a step.
+    """The result of a step.
 
     Attributes:
-        sequence: The step's.
-        free_blocks: Blocks that the session can be given now.
-        outcomes: Column: how each operation ended, values of `Outcome`.
+        sequence: Sequence number of the step.
+        free_blocks: Blocks that are available to the session now.
+        outcomes: Column: the outcomes, values of `Outcome`.
         num_hit_tokens: Column: tokens found (LOOKUP, ADMIT, changed hit).
-        num_shared_hit_tokens: Column: of num_hit_tokens, those of blocks that another session filled.
-        num_new_tokens: Column: tokens that an admission made room for beyond the hit.
-        num_prefix_blocks: Column, an operation and group: blocks of the hit; COMMON_PREFIX: the count alone.
-        num_new_blocks: Column, an operation and group: newly allocated blocks.
-        block_ids: Queue: for each operation the hit's blocks group by group, then the new blocks group by group.
+        num_shared_hit_tokens: Column: tokens of num_hit_tokens in blocks that another session filled.
+        num_new_tokens: Column: tokens that an admission allocated after the hit.
+        num_prefix_blocks: Column, per operation and group: blocks of the hit; COMMON_PREFIX: only the number.
+        num_new_blocks: Column, per operation and group: new blocks.
+        block_ids: Queue: for each operation the blocks of the hit by group, then the new blocks by group.
     """
 
     sequence: int
@@ -157,6 +158,6 @@ class StepResult:
 
     @property
     def num_entries(self) -> int:
-        """About how much it holds, in entries of 8 bytes."""
+        """Approximate size, in entries of 8 bytes."""
         columns = 4 * len(self.outcomes or self.num_hit_tokens)
         return columns + len(self.num_prefix_blocks) + len(self.num_new_blocks) + len(self.block_ids)

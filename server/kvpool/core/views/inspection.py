@@ -20,9 +20,9 @@ from kvpool.core.sessions.session import Session
 
 DEFAULT_PAGE_SIZE: Final = 100
 MAX_PAGE_SIZE: Final = 500
-COUNTED_REQUESTS: Final = 4096
-LOOKED_AT_BLOCKS: Final = 4096
-NAMED_NUMBERS: Final = 16
+MAX_COUNTED_REQUESTS: Final = 4096
+MAX_SCANNED_BLOCKS: Final = 4096
+MAX_LISTED_NUMBERS: Final = 16
 _MAX_TOKEN_LENGTH: Final = 1024
 
 
@@ -147,14 +147,14 @@ def held_blocks(request: Request) -> tuple[int, ...]:
     return tuple(len(table.block_ids) - table.num_skipped for table in request.tables)
 
 
-def named(numbers: Sequence[int]) -> str:
+def list_numbers(numbers: Sequence[int]) -> str:
     """Lists numbers for a message; of many the first."""
-    if len(numbers) <= NAMED_NUMBERS:
+    if len(numbers) <= MAX_LISTED_NUMBERS:
         return ", ".join(map(str, numbers))
-    return ", ".join(map(str, numbers[:NAMED_NUMBERS])) + f", ... ({len(numbers)} in all)"
+    return ", ".join(map(str, numbers[:MAX_LISTED_NUMBERS])) + f", ... ({len(numbers)} in all)"
 
 
-def holders(sessions: Iterable[Session]) -> list[Session]:
+def block_holders(sessions: Iterable[Session]) -> list[Session]:
     """The sessions whose requests hold blocks. O(requests)."""
     return [session for session in sessions if any(request.holds_blocks for request in session.requests.values())]
 
@@ -176,7 +176,7 @@ def page_of_sessions(
     for pool, session in found:
         if session.session_number <= after:
             continue
-        if len(told) == page.size or counted >= COUNTED_REQUESTS:
+        if len(told) == page.size or counted >= MAX_COUNTED_REQUESTS:
             return told, str(told[-1].session_number)
         told.append(describe_session(pool, session, now_seconds))
         counted += len(session.requests)
@@ -221,7 +221,7 @@ def page_of_blocks(pool: KVCacheManager, state: BlockState | None, page: Page) -
     """
     num_blocks = pool.blocks.num_blocks
     start = page.after_number + 1
-    end = min(start + LOOKED_AT_BLOCKS, num_blocks)
+    end = min(start + MAX_SCANNED_BLOCKS, num_blocks)
     told: list[BlockInfo] = []
     for block_id in map(BlockId, range(start, end)):
         if len(told) == page.size:
@@ -245,7 +245,7 @@ def _describe_request(request: Request) -> RequestInfo:
 
 def _describe_block(pool: KVCacheManager, block_id: BlockId) -> BlockInfo:
     prefix_map = pool.blocks.prefix_map
-    block_hash = prefix_map.hash_of(block_id)
+    block_hash = prefix_map.block_hash(block_id)
     ref_cnt = pool.blocks.ref_cnt(block_id)
     state = _state_of(pool, block_id)
     if block_hash is None:
@@ -255,8 +255,8 @@ def _describe_block(pool: KVCacheManager, block_id: BlockId) -> BlockInfo:
         state,
         ref_cnt,
         block_hash,
-        prefix_map.group_of(block_id),
-        prefix_map.number_of_writer(block_id),
+        prefix_map.group_id(block_id),
+        prefix_map.session_number(block_id),
         pending=block_id in prefix_map.pending(),
     )
 
@@ -264,7 +264,7 @@ def _describe_block(pool: KVCacheManager, block_id: BlockId) -> BlockInfo:
 def _state_of(pool: KVCacheManager, block_id: BlockId) -> BlockState:
     if pool.blocks.ref_cnt(block_id):
         return BlockState.USED
-    return BlockState.FREE if pool.blocks.prefix_map.hash_of(block_id) is None else BlockState.CACHED
+    return BlockState.FREE if pool.blocks.prefix_map.block_hash(block_id) is None else BlockState.CACHED
 
 
 def _token_error() -> InvalidArgumentError:

@@ -14,7 +14,7 @@ from kvpool.core.blocks.kv_cache_manager import KVCacheManager
 from kvpool.core.events import BlockStored, packed_token_ids
 from kvpool.core.ids import BlockHash, BlockId, GroupId
 
-_LOOKED_AT_PER_TOLD: Final = 8
+_SCANNED_PER_REPORTED: Final = 8
 
 
 class SnapshotCursor:
@@ -29,7 +29,7 @@ class SnapshotCursor:
 
     @property
     def is_done(self) -> bool:
-        """Whether all blocks were looked at and told, or are all gone, as an event said."""
+        """Whether all blocks were looked at and reported, or are all gone, as an event said."""
         is_at_end = not self._chain and self._next >= len(self._seen)
         return is_at_end or self._pool.blocks is not self._blocks
 
@@ -42,15 +42,15 @@ class SnapshotCursor:
         Returns:
             Runs of what they hold, perhaps none.
         """
-        told: list[BlockId] = []
-        end = min(self._next + _LOOKED_AT_PER_TOLD * max_blocks, len(self._seen))
-        while len(told) < max_blocks and (self._chain or self._next < end):
+        reported: list[BlockId] = []
+        end = min(self._next + _SCANNED_PER_REPORTED * max_blocks, len(self._seen))
+        while len(reported) < max_blocks and (self._chain or self._next < end):
             if self._chain:
-                told.append(self._chain.pop())
+                reported.append(self._chain.pop())
             else:
                 self._climb(BlockId(self._next))
                 self._next += 1
-        return [run.stored() for run in self._runs(told)]
+        return [run.stored() for run in self._runs(reported)]
 
     def _climb(self, block_id: BlockId) -> None:
         """Puts on the chain the block and those that lead to it, up to one that was told already."""
@@ -59,17 +59,17 @@ class SnapshotCursor:
         while at is not None and not self._seen[at] and contents and (held := contents.get(at)):
             self._seen[at] = True
             self._chain.append(at)
-            at = None if held[0] is None else prefix_map.first_copy(prefix_map.group_of(at), held[0])
+            at = None if held[0] is None else prefix_map.first_copy(prefix_map.group_id(at), held[0])
 
     def _runs(self, block_ids: list[BlockId]) -> Iterator["_Run"]:
         contents, prefix_map = self._blocks.contents, self._blocks.prefix_map
         run: _Run | None = None
         for block_id in block_ids:
-            block_hash, held = prefix_map.hash_of(block_id), contents.get(block_id) if contents else None
+            block_hash, held = prefix_map.block_hash(block_id), contents.get(block_id) if contents else None
             if block_hash is None or held is None:  # lost since it was put on the chain
                 continue
             parent, packed, lora_name = held
-            group_id = prefix_map.group_of(block_id)
+            group_id = prefix_map.group_id(block_id)
             if run is None or (parent, group_id, lora_name) != (run.hashes[-1], run.group_id, run.lora_name):
                 if run:
                     yield run

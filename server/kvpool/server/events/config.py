@@ -1,4 +1,4 @@
-"""How block events are published over ZeroMQ: a frozen value, checked when it is made."""
+"""Settings of the ZeroMQ publisher of block events, checked when they are made."""
 
 import importlib.util
 import socket
@@ -14,29 +14,22 @@ _PLACEHOLDERS: Final = ("pool", "host")
 _PACKAGES: Final = {"zmq": "pyzmq", "msgspec": "msgspec"}
 
 
-class EventForm(StrEnum):
-    """How an event is written: as vLLM since 0.24, or as before."""
-
-    MAP = "map"
-    ARRAY = "array"
-
-
 class ReplayFraming(StrEnum):
-    """The frames of a replayed batch: with its topic, as vLLM since 0.26, or without, as before."""
+    """Frames of a replayed batch: with its topic, as in vLLM 0.26 and later, or without."""
 
     TOPIC = "topic"
     LEGACY = "legacy"
 
 
 class HashForm(StrEnum):
-    """How a block hash is written: its last 8 bytes as an unsigned integer, or all its bytes."""
+    """Encoding of a block hash: its last 8 bytes as an unsigned integer, or all its bytes."""
 
     INTEGER = "integer"
     BYTES = "bytes"
 
 
 class RemovedForm(StrEnum):
-    """When a hash is said to be removed: with the last block that carries it, or, as vLLM does, with each."""
+    """When BlockRemoved is published for a hash: for the last block that has it or, as in vLLM, for every block."""
 
     LAST_COPY = "last-copy"
     EVERY_COPY = "every-copy"
@@ -47,24 +40,22 @@ class EventsConfig:
     """Settings of the publisher.
 
     Attributes:
-        endpoint: Where to publish, for the first pool; `tcp://` or `ipc://`. Empty: nothing is published. With `*` or
-            `::`, and as ipc, it is bound; any other is connected to.
-        replay_endpoint: Where replay and snapshots are asked for; always bound. Empty: nowhere.
-        pools: The pools to publish, in the order of their endpoints. Empty: all that make events, as they come.
+        endpoint: Endpoint of the first pool, `tcp://` or `ipc://`. Empty: nothing is published. An endpoint with `*` or
+            `::`, or of ipc, is bound; any other is connected to.
+        replay_endpoint: Endpoint for replay and snapshot requests, always bound. Empty: none.
+        pools: The pools to publish, in the order of their endpoints. Empty: all with events, in order of creation.
         topic: Topic of a pool's messages; `{pool}` and `{host}` are replaced.
-        form: How an event is written.
-        replay_framing: How a replayed batch is framed.
-        hashes: How a hash is written.
-        removed: When a hash is said to be removed.
-        buffer_batches: Newest batches kept for replay, and at most queued for one slow subscriber.
-        heartbeat_seconds: After how long without events an empty batch is published; 0 for never.
+        replay_framing: Frames of a replayed batch.
+        hashes: Encoding of a block hash.
+        removed: When a hash is published as removed.
+        buffer_batches: Newest batches kept for replay, and the most queued for one slow subscriber.
+        heartbeat_seconds: Seconds without events after which an empty batch is published; 0 for never.
     """
 
     endpoint: str = ""
     replay_endpoint: str = ""
     pools: tuple[str, ...] = ()
     topic: str = DEFAULT_TOPIC
-    form: EventForm = EventForm.MAP
     replay_framing: ReplayFraming = ReplayFraming.TOPIC
     hashes: HashForm = HashForm.INTEGER
     removed: RemovedForm = RemovedForm.LAST_COPY
@@ -80,7 +71,7 @@ class EventsConfig:
             raise ValueError(f"events_topic: {self.topic!r}: only {{pool}} and {{host}} can be replaced")
         if not 1 <= self.buffer_batches <= 10_000_000:  # noqa: PLR2004 - the message states it
             raise ValueError(f"events_buffer_batches: {self.buffer_batches} is not in [1, 10000000]")
-        if self.heartbeat_seconds and not 0.1 <= self.heartbeat_seconds <= 3600:  # noqa: PLR2004 - likewise
+        if self.heartbeat_seconds and not 0.1 <= self.heartbeat_seconds <= 3600:  # noqa: PLR2004 - the message states it
             raise ValueError(f"events_heartbeat_seconds: {self.heartbeat_seconds} is neither 0 nor in [0.1, 3600]")
         if len(set(self.pools)) < len(self.pools):
             raise ValueError("events_pool: a pool is named twice")
@@ -92,18 +83,18 @@ class EventsConfig:
             if not self.endpoint:
                 raise ValueError("events_replay_endpoint: needs events_endpoint")
             if self.replay_endpoint == self.endpoint:
-                raise ValueError("events_replay_endpoint: is events_endpoint; the two need one each")
+                raise ValueError("events_replay_endpoint: must differ from events_endpoint")
 
     def topic_of(self, pool: PoolName) -> str:
         """The topic of a pool's messages."""
         return self.topic.format(pool=pool, host=socket.gethostname())
 
     def number_of(self, pool: PoolName, num_published: int) -> int | None:
-        """Which endpoint is the pool's, from 0; None if it is not to be published.
+        """Index of a pool's endpoint, from 0; None if the pool is not to be published.
 
         Args:
             pool: A pool that is not published yet.
-            num_published: How many are.
+            num_published: Number of pools published so far.
         """
         if not self.pools:
             return num_published
@@ -111,12 +102,12 @@ class EventsConfig:
 
 
 def is_bound(endpoint: str) -> bool:
-    """Whether a publisher's endpoint is bound rather than connected to. The rule is vLLM's."""
+    """Whether a publisher binds an endpoint rather than connecting to it. The rule is vLLM's."""
     return "*" in endpoint or "::" in endpoint or endpoint.startswith("ipc://")
 
 
 def numbered(endpoint: str, number: int) -> str:
-    """The endpoint of the pool of this number: of tcp the port goes up, as with the ranks of vLLM; of ipc the name."""
+    """Endpoint of the pool with this index: the next TCP port, as for ranks of vLLM, or a suffix for ipc."""
     if endpoint.startswith("ipc://"):
         return f"{endpoint}.{number}" if number else endpoint
     host, _, port = endpoint.rpartition(":")
@@ -132,8 +123,8 @@ def _check_endpoint(name: str, endpoint: str) -> None:
     is_port = port == "*" or (port.isdigit() and int(port) <= 65535)  # noqa: PLR2004 - the largest port
     if not endpoint.startswith("tcp://") or not colon or not host or not is_port:
         raise ValueError(f"{name}: {endpoint!r}: needs tcp://HOST:PORT, tcp://*:PORT or ipc://PATH")
-    if host == "0.0.0.0":  # noqa: S104 - refused, as it would be connected to
-        raise ValueError(f"{name}: {endpoint!r}: to listen on all addresses, say tcp://*:{port}")
+    if host == "0.0.0.0":  # noqa: S104 - refused because it would be connected to
+        raise ValueError(f"{name}: {endpoint!r}: to listen on all addresses, use tcp://*:{port}")
 
 
 def _check_installed() -> None:

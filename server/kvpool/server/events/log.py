@@ -1,6 +1,6 @@
 """Event logs that asyncio tasks wait for, and the logs of all pools of a server.
 
-1. A closed log is read to its end. Then its watchers get the error that it was closed with.
+1. Watchers read a closed log to its end, and then get the error that it was closed with.
 2. A log that follows a closed log of the same name has higher numbers, so that no watcher confuses the two.
 """
 
@@ -17,7 +17,7 @@ KEPT_NAMES: Final = 4096
 
 
 class LiveEventLog(EventLog):
-    """An event log that tasks of one event loop wait for."""
+    """An event log whose new batches tasks of one event loop can wait for."""
 
     def __init__(self, kept_batches: int = KEPT_BATCHES, kept_bytes: int = KEPT_BYTES, past_sequence: int = 0) -> None:
         super().__init__(kept_batches, kept_bytes, past_sequence)
@@ -30,12 +30,12 @@ class LiveEventLog(EventLog):
             self._wake()
 
     def close(self, error: KvpoolError) -> None:
-        """Ends the watches with `error` once they have read all batches; nothing is added after that."""
+        """Ends the watches with `error` after they have read all batches. Nothing is added after that."""
         self._closed_by = error
         self._wake()
 
     async def wait(self, sequence: int) -> None:
-        """Waits until there is a batch `sequence`.
+        """Waits until batch `sequence` exists.
 
         Raises:
             KvpoolError: The log was closed with this error before such a batch.
@@ -64,8 +64,8 @@ class EventLogs:
     """The event logs of a server's pools.
 
     Args:
-        kept_names: Of how many names, of the pools that were removed, the newest number is remembered; of the others it
-            is known what it was at most.
+        kept_names: Number of removed pools whose newest batch number is remembered by name. For all older ones only the
+            maximum is kept.
     """
 
     def __init__(self, kept_names: int = KEPT_NAMES) -> None:
@@ -78,7 +78,7 @@ class EventLogs:
         return self._logs[name]
 
     def open(self, name: PoolName) -> LiveEventLog:
-        """Finds the log of a pool, or begins it."""
+        """Returns the log of a pool, and creates it on first use."""
         if name not in self._logs:
             past_sequence = self._past_sequences.pop(name, self._forgotten_sequence)
             self._logs[name] = LiveEventLog(past_sequence=past_sequence)
@@ -87,7 +87,7 @@ class EventLogs:
     def close(self, name: PoolName, error: KvpoolError) -> None:
         """Closes the log of a pool that was removed; see `LiveEventLog.close`."""
         log = self._logs.pop(name)
-        self._past_sequences[name] = log.last_sequence + 1  # one that no watcher can go on from
+        self._past_sequences[name] = log.last_sequence + 1  # a number that no watcher can continue from
         if len(self._past_sequences) > self._max_names:
             sequence = self._past_sequences.pop(next(iter(self._past_sequences)))
             self._forgotten_sequence = max(self._forgotten_sequence, sequence)

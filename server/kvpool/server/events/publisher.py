@@ -1,12 +1,12 @@
-"""A pool's events over ZeroMQ, as one vLLM engine would publish them, and what vLLM has not: heartbeats and snapshots.
+"""Publisher of one pool's block events over ZeroMQ, as one vLLM engine publishes them, with heartbeats and snapshots.
 
-1. Messages are numbered from 0 without gaps, heartbeats included. The first says that nothing is cached.
-2. All runs in the server's event loop, after the step that made the events was answered. A thread of its own would take
-   the interpreter's lock from the steps for as long, and hand it back later (switch interval, 5 ms).
-3. Nothing waits for a subscriber: ZeroMQ drops what one does not take, beyond `buffer_batches`. It sees the gap in the
-   numbers and asks for a replay or, if that is too late, for a snapshot.
-4. A snapshot begins when all that happened is published, so that all its parts, then all messages from the number that
-   it names, are the map (rule 2 of `block_contents`).
+1. Messages are numbered from 0 without gaps, heartbeats included. The first message is AllBlocksCleared.
+2. The publisher runs in the server's event loop, after the step that made the events was answered. A thread would hold
+   the interpreter's lock for as long, and return it to the steps later (switch interval, 5 ms).
+3. The publisher never waits for a subscriber. ZeroMQ drops messages of a slow one beyond `buffer_batches`. That
+   subscriber sees the gap in the numbers and requests a replay or, if that is too late, a snapshot.
+4. A snapshot begins when all events so far are published. Its parts, followed by all messages from the number in its
+   header, give the exact content of the prefix cache (rule 2 of `block_contents`).
 """
 
 import asyncio
@@ -35,15 +35,15 @@ from kvpool.server.metrics.observations import PublisherCounts
 
 STATUS_REQUEST: Final = b"kvpool.status.v1"
 SNAPSHOT_REQUEST: Final = b"kvpool.snapshot.v1"
-"""What stands in the place of the start sequence; no vLLM client sends these, as they are not 8 bytes."""
+"""Sent in place of the start sequence. No vLLM client sends these, because they are not 8 bytes."""
 
 STATUS, SNAPSHOT_BEGIN, SNAPSHOT_BLOCKS, SNAPSHOT_END = b"status", b"begin", b"blocks", b"end"
 SEQUENCE_BYTES: Final = 8
 END_OF_REPLAY: Final = (-1).to_bytes(SEQUENCE_BYTES, "big", signed=True)
 CHUNK_BLOCKS: Final = 256
-_BATCHES_IN_A_GO: Final = 16
-_REPLIES_IN_A_GO: Final = 16
-_REQUESTS_AT_A_TIME: Final = 8
+_BATCHES_PER_TURN: Final = 16
+_REPLIES_PER_TURN: Final = 16
+_MAX_REQUESTS: Final = 8
 _REQUEST_FRAMES: Final = 3
 _PAUSE_SECONDS: Final = 0.01
 _STUCK_SECONDS: Final = 10.0
@@ -52,16 +52,16 @@ _log = logging.getLogger("kvpool.server")
 
 
 class PeerGoneError(Exception):
-    """Whoever asked went away, or takes no answer."""
+    """The requesting peer disconnected, or reads no replies."""
 
 
 @dataclass(frozen=True, slots=True)
 class PublisherSockets:
-    """A publisher's sockets, bound or connected.
+    """Sockets of a publisher.
 
     Attributes:
-        publish: PUB.
-        replay: ROUTER, if replay and snapshots are served.
+        publish: A PUB socket, bound or connected.
+        replay: A ROUTER socket, bound; None if replays and snapshots are not served.
     """
 
     publish: zmq.Socket[bytes]
@@ -69,18 +69,18 @@ class PublisherSockets:
 
 
 class EventPublisher:
-    """One pool's publisher. Belongs to one event loop.
+    """Publishes the events of one pool, in one event loop.
 
     Attributes:
-        num_published: Messages published, heartbeats included; the next one's number.
-        num_heartbeats: Heartbeats among them.
-        num_dropped: Batches of the pool that were never published, as the publisher fell behind the log: the map was
-            told anew instead. What ZeroMQ drops for a slow subscriber, only that one can count.
+        num_published: Messages published, heartbeats included; the number of the next message.
+        num_heartbeats: Heartbeats published.
+        num_dropped: Batches that were never published because the publisher fell behind the log. All cached blocks were
+            published again instead. Messages that ZeroMQ drops for a slow subscriber are not counted here.
         num_replays: Replays served.
         num_snapshots: Snapshots served.
     """
 
-    def __init__(  # noqa: PLR0913 - made in one place
+    def __init__(  # noqa: PLR0913 - constructed in one place
         self,
         pool: KVCacheManager,
         log: LiveEventLog,
@@ -104,18 +104,18 @@ class EventPublisher:
         self._kept_bytes = 0
         self._next = log.last_sequence + 1
         self._requests: set[asyncio.Task[None]] = set()
-        self._free_requests = asyncio.Semaphore(_REQUESTS_AT_A_TIME)
+        self._free_requests = asyncio.Semaphore(_MAX_REQUESTS)
 
     @property
     def counts(self) -> PublisherCounts:
-        """What it did so far, for metrics."""
+        """Counts for metrics."""
         return PublisherCounts(self.num_published, self.num_dropped, self.num_replays, self.num_snapshots)
 
     async def publish(self) -> None:
-        """Publishes what happens, for ever."""
+        """Publishes events indefinitely."""
         while True:
             try:
-                await self._tell_all()
+                await self._publish_all()
                 while True:
                     await self._publish_next()
             except WrongStateError:
@@ -124,7 +124,7 @@ class EventPublisher:
                 _log.warning("event batches skipped", extra={"pool": self._name, "batches": behind})
 
     async def serve_requests(self) -> None:
-        """Serves replays and snapshots, for ever."""
+        """Serves replays and snapshots indefinitely."""
         socket = self._replay_socket
         if socket is None:
             return
@@ -141,7 +141,7 @@ class EventPublisher:
                 task.cancel()
 
     async def _publish_next(self) -> None:
-        """Waits for events and publishes them, or a heartbeat if none come."""
+        """Waits for events and publishes them, or publishes a heartbeat if none arrive in time."""
         try:
             async with asyncio.timeout(self._settings.heartbeat_seconds or None):
                 await self._log.wait(self._next)
@@ -152,8 +152,8 @@ class EventPublisher:
             self._publish_some()
             await asyncio.sleep(0)
 
-    async def _tell_all(self) -> None:
-        """Says that nothing is cached, then all that is, in turns with what changes meanwhile."""
+    async def _publish_all(self) -> None:
+        """Publishes AllBlocksCleared, then all cached blocks, interleaved with the changes made meanwhile."""
         self._next = self._log.last_sequence + 1
         self._send(time.time(), (AllBlocksCleared(),), self._pool.config)
         if not len(self._pool.blocks.prefix_map):
@@ -173,9 +173,9 @@ class EventPublisher:
         """Publishes the next batches of the log.
 
         Raises:
-            WrongStateError: They are no longer kept.
+            WrongStateError: The log no longer keeps them.
         """
-        for _ in range(min(_BATCHES_IN_A_GO, self._log.last_sequence + 1 - self._next)):
+        for _ in range(min(_BATCHES_PER_TURN, self._log.last_sequence + 1 - self._next)):
             batch = self._log.kept(self._next)
             self._send(batch.time_seconds, batch.events, batch.config)
             self._next += 1
@@ -194,7 +194,7 @@ class EventPublisher:
         self._publish_socket.send_multipart((self._topic, number, payload), zmq.NOBLOCK)
 
     def _keep(self, payload: bytes) -> None:
-        """Keeps a message for replay, and lets go of the oldest that are too many, or too large together."""
+        """Keeps a message for replay, and drops the oldest ones beyond the limits of number and bytes."""
         self._kept.append(payload)
         self._kept_bytes += len(payload)
         while len(self._kept) > self._settings.buffer_batches or (
@@ -220,7 +220,7 @@ class EventPublisher:
             _log.debug("event request abandoned", extra={"pool": self._name})
 
     async def _serve_replay(self, peer: "_Peer", start: int) -> None:
-        """Sends the kept batches from `start` up to the newest there is now, then the end."""
+        """Sends the kept batches from `start` to the newest one at the time of the request, then the end marker."""
         has_topic = self._settings.replay_framing is ReplayFraming.TOPIC
         self.num_replays += 1
         end = self.num_published
@@ -233,8 +233,8 @@ class EventPublisher:
         await peer.send(*((b"",) if has_topic else ()), END_OF_REPLAY, b"")
 
     async def _serve_snapshot(self, peer: "_Peer") -> None:
-        """Sends what is cached, with the number of the first message that is to be applied after it."""
-        while self._is_behind:  # noqa: ASYNC110 - for turns of the loop that publishes, not for a time
+        """Sends all cached blocks, with the number of the first message to apply after the snapshot."""
+        while self._is_behind:  # noqa: ASYNC110 - waits for the publishing task's turns, not for a time
             await asyncio.sleep(0)
         self.num_snapshots += 1
         walk = SnapshotCursor(self._pool)
@@ -248,7 +248,7 @@ class EventPublisher:
         await peer.send(SNAPSHOT_END, b"")
 
     def _header(self) -> bytes:
-        """How things stand: `sequence` is the next message's number, `oldest_sequence` the first that is kept."""
+        """Encodes the status: `sequence` is the next message's number, `oldest_sequence` the oldest kept one's."""
         return msgspec.msgpack.encode(
             {
                 "pool": self._name,
@@ -261,7 +261,7 @@ class EventPublisher:
 
 
 class _Peer:
-    """One that asked, and takes its answers at its own pace."""
+    """A peer that sent a request and reads the replies at its own pace."""
 
     def __init__(self, socket: zmq.asyncio.Socket, identity: bytes) -> None:
         self._socket = socket
@@ -269,10 +269,10 @@ class _Peer:
         self._num_sent = 0
 
     async def send(self, *frames: bytes) -> None:
-        """Sends an answer when there is room for it.
+        """Sends a reply when the peer's queue has room.
 
         Raises:
-            PeerGoneError: The peer is not there any more, or takes nothing.
+            PeerGoneError: The peer disconnected, or reads nothing.
         """
         due_seconds = time.monotonic() + _STUCK_SECONDS
         while True:
@@ -289,5 +289,5 @@ class _Peer:
             else:
                 break
         self._num_sent += 1
-        if self._num_sent % _REPLIES_IN_A_GO == 0:
+        if self._num_sent % _REPLIES_PER_TURN == 0:
             await asyncio.sleep(0)

@@ -1,8 +1,8 @@
-"""The publishers of all pools of a server, a pair of endpoints a pool.
+"""The publishers of all pools of a server, with one pair of endpoints per pool.
 
-A pool looks like one vLLM engine: an endpoint, numbers from 0 and a replay socket of its own. With one socket for all,
-a subscriber of one pool would see gaps in the numbers, and could not say whose replay it wants. Where the endpoint is
-connected to, all pools connect to the same one: that is where their topics tell them apart.
+A pool looks like one vLLM engine: it has its own endpoint, its own numbers from 0, and its own replay socket. With one
+socket for all pools, a subscriber of one pool would see gaps in the numbers and could not request that pool's
+replay. An endpoint that is connected to is shared by all pools; there, subscribers distinguish pools by topic.
 """
 
 import asyncio
@@ -26,10 +26,10 @@ _log = logging.getLogger("kvpool.server")
 
 
 class EventPublishers:
-    """Publishers by pool. Belongs to one event loop.
+    """The publishers of a server, in one event loop.
 
     Attributes:
-        by_pool: The publishers, in the order their pools came.
+        by_pool: Publishers by pool, in the order in which the pools were added.
     """
 
     def __init__(self, settings: EventsConfig, boot_id: str) -> None:
@@ -41,14 +41,14 @@ class EventPublishers:
         self._turns = Turns()
         self._opened: dict[int, PublisherSockets] = {}
         self._numbers: dict[PoolName, int] = {}
-        self._left: dict[PoolName, int] = {}  # numbers of pools that were removed, the first removed first
+        self._released: dict[PoolName, int] = {}  # endpoint indices of removed pools, the first removed first
         self._tasks: dict[PoolName, list[asyncio.Task[None]]] = {}
 
     def start(self) -> None:
-        """Opens the endpoints of the first pool, or of those that the settings name.
+        """Opens the endpoints of the first pool, or of all pools named in the settings.
 
         Raises:
-            OSError: One cannot be had.
+            OSError: An endpoint cannot be opened.
         """
         try:
             for number in range(len(self._settings.pools) or 1):
@@ -58,7 +58,7 @@ class EventPublishers:
             raise
 
     def add(self, pool: KVCacheManager, log: LiveEventLog) -> None:
-        """Begins to publish a pool, if it makes events and is to be published. Does nothing if it is published."""
+        """Starts the publisher of a pool that makes events and is to be published, unless it is running."""
         name = pool.config.name
         if name in self.by_pool or not pool.config.makes_events:
             return
@@ -67,11 +67,11 @@ class EventPublishers:
             return
         try:
             sockets = self._opened.get(number) or self._open(number)
-        except OSError as error:  # the pool serves all the same, and its events can be watched
+        except OSError as error:  # the pool works without, and EventService still serves its events
             _log.error("events not published", extra={"pool": name, "error": str(error)})
             return
         self._numbers[name] = number
-        self._left = {other: left for other, left in self._left.items() if left != number}
+        self._released = {other: released for other, released in self._released.items() if released != number}
         publisher = self.by_pool[name] = EventPublisher(
             pool, log, self._settings, self._boot_id, sockets, turns=self._turns
         )
@@ -83,14 +83,14 @@ class EventPublishers:
         _log.info("events published", extra={"pool": name, "addresses": addresses})
 
     def remove(self, name: PoolName) -> None:
-        """Ends the publisher of a pool that is no more. Its endpoints are for the next: of its name, or a new one."""
+        """Stops the publisher of a removed pool. The next pool of this name, or a new one, takes its endpoints."""
         if self.by_pool.pop(name, None):
-            self._left[name] = self._numbers.pop(name)
+            self._released[name] = self._numbers.pop(name)
             for task in self._tasks.pop(name):
                 task.cancel()
 
     async def stop(self) -> None:
-        """Ends all publishers and closes their sockets; what a subscriber has not taken yet is dropped."""
+        """Stops all publishers and closes their sockets. Messages that are not sent yet are dropped."""
         tasks = [task for tasks in self._tasks.values() for task in tasks]
         for task in tasks:
             task.cancel()
@@ -98,10 +98,10 @@ class EventPublishers:
         self._close()
 
     def _number_for(self, name: PoolName) -> int | None:
-        """Which endpoints a pool gets: its own again, else those longest unused. So there are never more than pools."""
-        if self._settings.pools or not self._left:
+        """Index of a pool's endpoints: its former ones, else those unused for longest. None if it is not published."""
+        if self._settings.pools or not self._released:
             return self._settings.number_of(name, len(self._numbers))
-        return self._left.get(name, next(iter(self._left.values())))
+        return self._released.get(name, next(iter(self._released.values())))
 
     def _close(self) -> None:
         for sockets in self._opened.values():
@@ -125,7 +125,7 @@ class EventPublishers:
                 if settings.replay_endpoint:
                     replay = self._async_context.socket(zmq.ROUTER)
                     undo.callback(replay.close, linger=0)
-                    replay.router_mandatory = True  # so that a peer that went away, or is slow, is told
+                    replay.router_mandatory = True  # reports disconnected and slow peers as errors
                     replay.maxmsgsize = _MAX_REQUEST_BYTES
                     _bind(replay, numbered(settings.replay_endpoint, number))
             except zmq.ZMQError as error:
@@ -145,4 +145,4 @@ def _bind(socket: "zmq.Socket[bytes] | zmq.asyncio.Socket", endpoint: str) -> No
 
 def _log_end(task: asyncio.Task[None]) -> None:
     if not task.cancelled() and (error := task.exception()):
-        _log.critical("bug: its events are published no more", extra={"pool": task.get_name()}, exc_info=error)
+        _log.critical("bug: events no longer published", extra={"pool": task.get_name()}, exc_info=error)

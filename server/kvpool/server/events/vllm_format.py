@@ -1,11 +1,10 @@
-"""Block events as vLLM's publisher writes them: msgpack, in the form that a consumer was built for.
+"""Block events as the publisher of vLLM 0.24 and later writes them, in msgpack.
 
 1. A payload is an array of three: time in seconds (float), events, data-parallel rank (always an integer).
-2. An event is a map with its type under "type", without what is unset beyond `lora_name`; or an array that begins with
-   its type and holds every field, up to the sliding window, in order.
-3. In one event no hash stands twice, its parent included, and none is 0: consumers drop such events.
+2. An event is a map with its type under "type". Unset fields after `lora_name` are left out.
+3. In one event every hash is unique, the parent's included, and none is 0: consumers drop other events.
 
-Source: the fields, their order and which of them are always there are those of vLLM's KVEventBatch.
+Source: the fields, their order and which of them are always present are those of vLLM's KVEventBatch.
 """
 
 from collections.abc import Iterator, Sequence
@@ -24,19 +23,18 @@ from kvpool.core.specs.kinds import (
     allocation_spec,
 )
 from kvpool.core.specs.pool_config import PoolConfig
-from kvpool.server.events.config import EventForm, EventsConfig, HashForm, RemovedForm
+from kvpool.server.events.config import EventsConfig, HashForm, RemovedForm
 
 MEDIUM: Final = "GPU"
 DATA_PARALLEL_RANK: Final = 0
 
-_Event = dict[str, object] | list[object]
+_Event = dict[str, object]
 
 
 class EventEncoder:
-    """Writes the events of a pool as one consumer's configuration wants them."""
+    """Encodes the events of one pool."""
 
     def __init__(self, settings: EventsConfig) -> None:
-        self._is_map = settings.form is EventForm.MAP
         self._hash_as_integer = settings.hashes is HashForm.INTEGER
         self._every_copy = settings.removed is RemovedForm.EVERY_COPY
         self._encode = msgspec.msgpack.Encoder().encode
@@ -44,22 +42,22 @@ class EventEncoder:
         self._groups: list[tuple[str, int | None]] = []
 
     def encode(self, time_seconds: float, events: Sequence[BlockEvent], config: PoolConfig) -> bytes | None:
-        """Writes a batch.
+        """Encodes a batch.
 
         Args:
-            time_seconds: When it happened, in seconds since 1970.
-            events: What happened; nothing, for a heartbeat.
-            config: The pool's configuration then.
+            time_seconds: Time of the events, in seconds since 1970.
+            events: The events; none for a heartbeat.
+            config: The pool's configuration at that time.
 
         Returns:
-            The payload; None if there were events, but none that is to be told.
+            The payload; None if no event of the batch is to be published.
         """
         if config is not self._config:
             self._config, self._groups = config, [spec_kind(group.spec) for group in config.groups]
-        told = [told for event in events for told in self._events(event)]
-        if events and not told:
+        encoded = [each for event in events for each in self._events(event)]
+        if events and not encoded:
             return None
-        return self._encode([float(time_seconds), told, DATA_PARALLEL_RANK])
+        return self._encode([float(time_seconds), encoded, DATA_PARALLEL_RANK])
 
     def _events(self, event: BlockEvent) -> Iterator[_Event]:
         match event:
@@ -68,40 +66,40 @@ class EventEncoder:
                     yield self._stored(run)
             case BlockRemoved():
                 if self._every_copy or not event.copies_left:
-                    fields = ("block_hashes", [self._hash(event.block_hash)]), ("medium", MEDIUM)
-                    yield self._event("BlockRemoved", *fields, ("group_idx", event.group_id))
+                    yield {
+                        "type": "BlockRemoved",
+                        "block_hashes": [self._hash(event.block_hash)],
+                        "medium": MEDIUM,
+                        "group_idx": event.group_id,
+                    }
             case AllBlocksCleared():
-                yield self._event("AllBlocksCleared")
+                yield {"type": "AllBlocksCleared"}
 
     def _stored(self, event: BlockStored) -> _Event:
         kind, window = self._groups[event.group_id]
         parent = event.parent_block_hash
-        return self._event(
-            "BlockStored",
-            ("block_hashes", list(map(self._hash, event.block_hashes))),
-            ("parent_block_hash", None if parent is None else self._hash(parent)),
-            ("token_ids", event.token_ids.tolist()),
-            ("block_size", event.block_size),
-            ("lora_id", None),
-            ("medium", MEDIUM),
-            ("lora_name", event.lora_name),
-            *(() if self._is_map else (("extra_keys", None),)),  # sessions do not send them
-            ("group_idx", event.group_id),
-            ("kv_cache_spec_kind", kind),
-            *(() if self._is_map and window is None else (("kv_cache_spec_sliding_window", window),)),
-        )
-
-    def _event(self, kind: str, *fields: tuple[str, object]) -> _Event:
-        if self._is_map:
-            return {"type": kind, **dict(fields)}
-        return [kind, *(value for _, value in fields)]
+        stored: _Event = {
+            "type": "BlockStored",
+            "block_hashes": list(map(self._hash, event.block_hashes)),
+            "parent_block_hash": None if parent is None else self._hash(parent),
+            "token_ids": event.token_ids.tolist(),
+            "block_size": event.block_size,
+            "lora_id": None,
+            "medium": MEDIUM,
+            "lora_name": event.lora_name,
+            "group_idx": event.group_id,
+            "kv_cache_spec_kind": kind,
+        }
+        if window is not None:
+            stored["kv_cache_spec_sliding_window"] = window
+        return stored
 
     def _hash(self, block_hash: BlockHash) -> int | bytes:
         return (int.from_bytes(block_hash[-8:], "big") or 1) if self._hash_as_integer else block_hash
 
 
 def spec_kind(spec: KVCacheSpec) -> tuple[str, int | None]:
-    """Names a group's kind of attention, and its sliding window in tokens if it has one."""
+    """Returns a group's kind of attention, and its sliding window in tokens if it has one."""
     first = allocation_spec(spec)
     kind = KIND_NAMES[type(first)]
     if isinstance(spec, UniformTypeKVCacheSpecs) and any(type(layer) is not type(first) for _, layer in spec.layers):
@@ -110,7 +108,7 @@ def spec_kind(spec: KVCacheSpec) -> tuple[str, int | None]:
 
 
 def _without_repeats(event: BlockStored) -> Iterator[BlockStored]:
-    """The run, cut where a hash comes again: hashes of a client's own may."""
+    """Splits a run of blocks where a hash repeats, which hashes computed by clients can do."""
     hashes, parent = event.block_hashes, event.parent_block_hash
     start = 0
     while start < len(hashes):

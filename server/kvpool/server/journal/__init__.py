@@ -1,1 +1,1 @@
-"""What a server writes down as it changes, so that one that is killed comes back as it was. See docs/explanation/journal.md."""
+"""The journal: changes written to files, from which a killed server recovers. See docs/explanation/journal.md."""

@@ -1,9 +1,10 @@
-"""The changes of an allocator as records: written as they are made, made again as they are read.
+"""Changes of an allocator as records, which are written when a change is made and replayed at recovery.
 
-1. Every method that changes what an allocator holds is a record, unless it is named below with the reason why not.
-2. A record is handed on after the change, and before anyone can be answered: none stands for what did not happen.
-3. A record holds what the server's settings decided, not what they were asked: the next process may have others.
-4. A record holds a checksum of the answer: made again from the same state, the change gives the same, or it is found.
+1. Every method that changes an allocator's state is recorded, unless NOT_RECORDED names it with the reason.
+2. A record is passed to the sink after the change and before the response. No record exists for a refused change.
+3. A record holds values that the server's settings decided, since the next process may have other settings.
+4. A record holds a checksum of the result. A replay from the same state must give the same result; a difference is
+   detected.
 """
 
 import functools
@@ -21,7 +22,7 @@ from kvpool.core.sessions.session import Session
 from kvpool.core.specs.pool_config import PoolConfig
 from kvpool.core.steps.columns import Step, StepResult
 from kvpool.server.journal.codec import Decoder, Encoder, Messages, dumps, loads
-from kvpool.server.journal.frames import NONSENSE, DamageError, FrameKind
+from kvpool.server.journal.frames import MALFORMED, DamageError, FrameKind
 
 RECORDED: Final = (
     "close_session",
@@ -46,13 +47,13 @@ RECORDED: Final = (
     "undrain",
 )
 NOT_RECORDED: Final = {
-    "apply": "is a record of its own kind",
-    "expire": "decides by the clock, and calls expire_session",
+    "apply": "has its own kind of record",
+    "expire": "depends on the clock, and calls expire_session",
     "attach_stream": "streams end with the process",
-    "detach_stream": "likewise",
-    "lose_sessions": "is done before anything is recorded",
-    "end_due_quarantines": "decides by the clock, and calls end_quarantine",
-    "session": "hearing of a session moves its lease, and leases begin anew with each process",
+    "detach_stream": "streams end with the process",
+    "lose_sessions": "runs before recording starts",
+    "end_due_quarantines": "depends on the clock, and calls end_quarantine",
+    "session": "only renews the lease, and leases restart with each process",
     "closed_count": "changes nothing",
     "describe": "changes nothing",
     "find_session": "changes nothing",
@@ -67,35 +68,35 @@ NOT_RECORDED: Final = {
     "sessions": "changes nothing",
     "sessions_of": "changes nothing",
 }
-"""By method: why it is no record."""
+"""Methods that are not recorded, with the reason."""
 
 _DIGEST: Final = 255
-"""In place of a kind of message: what the session remembers is a digest of it."""
+"""Stands for a kind of message where the session remembers only a digest of the message."""
 _STEP: Final = struct.Struct("<QBHI")
 
 Sink = Callable[[FrameKind, bytes], None]
 
 
 class WireCodec(Messages, Protocol):
-    """What only `rpc` can encode; see `rpc.convert_journal`."""
+    """Encodes values that need protobuf; see `kvpool.server.journal.messages`."""
 
-    def encode_step(self, step: Step) -> bytes: ...  # noqa: D102 - see there
-    def decode_step(self, source: object) -> Step: ...  # noqa: D102 - see there
-    def encode_config(self, config: PoolConfig) -> bytes: ...  # noqa: D102 - see there
-    def decode_config(self, encoded: bytes) -> PoolConfig: ...  # noqa: D102 - see there
+    def encode_step(self, step: Step) -> bytes: ...  # noqa: D102 - documented there
+    def decode_step(self, source: object) -> Step: ...  # noqa: D102 - documented there
+    def encode_config(self, config: PoolConfig) -> bytes: ...  # noqa: D102 - documented there
+    def decode_config(self, encoded: bytes) -> PoolConfig: ...  # noqa: D102 - documented there
 
 
 class MismatchError(Exception):
-    """A change that was made again gave another answer than the first time."""
+    """A replayed change gave another result than the first time."""
 
 
 class JournaledAllocator(Allocator):
-    """An allocator whose changes are told as records.
+    """An allocator that passes its changes to a sink as records.
 
     Attributes:
-        sink: Takes each record; None while none is wanted.
-        on_bug: Called when a change ended half made, or cannot be told: what records tell is no longer what is.
-        is_inside: Whether a change is being made.
+        sink: Receives each record; None while nothing is recorded.
+        on_bug: Called when a change failed halfway or cannot be encoded: the records no longer match the state.
+        is_inside: Whether a change is in progress.
     """
 
     def __init__(
@@ -123,12 +124,12 @@ class JournaledAllocator(Allocator):
         return result
 
     def replay(self, kind: FrameKind, payload: bytes) -> None:
-        """Makes a change again that a record tells of; none is told of it.
+        """Replays the change of a record, without recording it again.
 
         Raises:
-            MismatchError: It gives another answer.
-            DamageError: It is no record of what can have been.
-            KvpoolError: The change is refused, so the state is not what it was.
+            MismatchError: The change gives another result.
+            DamageError: The record is malformed or impossible.
+            KvpoolError: The change is refused, so the state differs from the original one.
         """
         if kind is FrameKind.STEP:
             self._replay_step(payload)
@@ -138,11 +139,11 @@ class JournaledAllocator(Allocator):
             pool.blocks.take_events()
 
     def new_block_lifetimes(self) -> BlockLifetimes | None:
-        """Makes what samples a pool's blocks in this process."""
+        """Makes the sampler of a pool's block lifetimes in this process."""
         return self._new_block_lifetimes()
 
     def hold_leases(self) -> None:
-        """Keeps sessions from running out while changes are made again: those that did are records themselves."""
+        """Keeps leases from expiring during a replay. Leases that did expire have records of their own."""
         for _, session in self._sessions.values():
             _hold_lease(session)
 
@@ -162,7 +163,7 @@ class JournaledAllocator(Allocator):
             source = sent if kind == _DIGEST else self._messages.decode(kind, sent) if kind else None
             step = self._messages.decode_step(source if kind == 1 else payload[at + length :])
         except (struct.error, LookupError, ValueError) as error:
-            raise DamageError("a record of no step that can have been") from error
+            raise DamageError("a record of an impossible step") from error
         result = super().apply(pool, session, step, source)
         if _checksum(result) != answered:
             raise MismatchError(f"step {step.sequence}")
@@ -171,14 +172,14 @@ class JournaledAllocator(Allocator):
         try:
             name, classes, arguments, answered = loads(payload)
             positional, named = Decoder(self._messages, classes, self._refer).value(arguments)
-        except NONSENSE as error:
-            raise DamageError("a record of no call") from error
+        except MALFORMED as error:
+            raise DamageError("not a record of a call") from error
         if name not in RECORDED:
-            raise DamageError("a record of no call")
+            raise DamageError("not a record of a call")
         try:
             answer = getattr(Allocator, name)(self, *positional, **named)
         except (TypeError, AttributeError, LookupError) as error:
-            raise DamageError(f"a record of no {name} that can have been") from error
+            raise DamageError(f"a record of an impossible {name}") from error
         if _answer_checksum(self._messages, answer) != answered:
             raise MismatchError(name)
         if name == "open_session":
@@ -196,7 +197,7 @@ def _hold_lease(session: Session) -> None:
 
 
 def _checksum(result: StepResult) -> int:
-    """Tells answers apart. Hashes of ints are the same in every process of one Python."""
+    """Checksum of a step's result. Hashes of ints are the same in every process of one Python version."""
     return (
         hash(
             (
@@ -237,8 +238,8 @@ def _recorded(name: str) -> Callable[..., Any]:
     method = getattr(Allocator, name)
 
     @functools.wraps(method)
-    def call(self: JournaledAllocator, *positional: Any, **named: Any) -> Any:  # noqa: ANN401 - as the method's
-        if self.is_inside:  # of another change, whose record tells of this one too
+    def call(self: JournaledAllocator, *positional: Any, **named: Any) -> Any:  # noqa: ANN401 - same as the method's
+        if self.is_inside:  # part of another change, whose record includes this one
             return method(self, *positional, **named)
         self.is_inside = True
         try:

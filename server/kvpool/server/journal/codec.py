@@ -1,9 +1,9 @@
-"""Between the core's values and bytes, both ways: any graph of the core's own objects, and nothing else.
+"""Encodes graphs of the core's objects as bytes, and decodes them.
 
-1. Only classes of the core are made, by name, and only with the fields that they have here: what comes from other code
-   is refused whole (`DamageError`), never half made. No code of theirs runs.
-2. What is one object in the graph is one object again.
-3. The same graph gives the same bytes, whatever the hash order of its sets.
+1. Only classes of the core are instantiated, by name, and only with the fields that they have in this version. Anything
+   else is refused completely (`DamageError`). No code of the classes runs.
+2. Object identity is kept: an object that occurs twice in the graph is decoded once.
+3. The same graph gives the same bytes, independent of the order in its sets.
 """
 
 import importlib
@@ -19,7 +19,7 @@ from typing import Any, Final, Protocol, TypeVar
 import cbor2
 
 import kvpool.core
-from kvpool.server.journal.frames import NONSENSE, DamageError
+from kvpool.server.journal.frames import MALFORMED, DamageError
 
 _Made = TypeVar("_Made")
 _ATOMS: Final = frozenset((type(None), bool, int, float, str, bytes))
@@ -32,28 +32,28 @@ _EMPTY: Final[dict[str, Callable[[], Any]]] = {
     "o": OrderedDict,
     "s": set,
 }
-"""By the code that it is written with: an empty container."""
+"""Empty containers by their codes."""
 _PACKED_FROM: Final = 4
-"""Shorter lists of ints are written one by one."""
+"""Minimum length of a list that is packed; shorter ones are written element by element."""
 
 
 class Messages(Protocol):
-    """Messages of the wire, which only `rpc` knows: sessions remember them."""
+    """Encodes the protobuf messages that sessions remember."""
 
     def encode(self, message: object) -> tuple[int, bytes] | None:
-        """A message's kind and bytes; None for what is none."""
+        """Returns a message's kind and bytes; None for other objects."""
 
     def decode(self, kind: int, encoded: bytes) -> object:
-        """Makes the message again.
+        """Decodes a message.
 
         Raises:
-            ValueError: There is no such kind, or the bytes are no message of it.
+            ValueError: The kind is unknown, or the bytes are not a message of this kind.
         """
 
 
 @cache
 def core_classes() -> dict[str, type[Any]]:
-    """The classes of the core, by module and name."""
+    """Classes of the core by module and name."""
     found: dict[str, type[Any]] = {}
     prefix = "kvpool.core."
     for module in pkgutil.walk_packages(kvpool.core.__path__, prefix):
@@ -70,7 +70,7 @@ def _names() -> dict[type[Any], str]:
 
 @cache
 def _slots_of(name: str) -> tuple[str, ...] | None:
-    """The fields of a class whose objects have no others; None of one whose objects may have any."""
+    """Fields of a class with slots; None for a class whose objects have a `__dict__`."""
     kind = core_classes()[name]
     if any("__slots__" not in vars(each) for each in kind.__mro__[:-1]):
         return None
@@ -78,15 +78,15 @@ def _slots_of(name: str) -> tuple[str, ...] | None:
 
 
 class Encoder:
-    """Makes plain lists, numbers and bytes of a graph.
+    """Encodes a graph as plain lists, numbers and bytes.
 
     Args:
-        messages: Knows the messages in it.
-        reference: Gives what an object is known by elsewhere, if it is no part of the graph; else None.
-        field: Gives a field's value, or what to write in its place.
+        messages: Encodes the messages in the graph.
+        reference: Returns a reference to an object that is not part of the graph; None for an object that is.
+        field: Returns the value of a field, or a substitute to write in its place.
 
     Attributes:
-        classes: Names of the classes met, each with its fields.
+        classes: Names of the encoded classes, each with its fields.
     """
 
     def __init__(
@@ -101,13 +101,13 @@ class Encoder:
         self._field = field
         self._numbers: dict[type[Any], int] = {}
         self._memo: dict[int, int] = {}
-        self._kept: list[object] = []  # so that no other object gets the id of one that was met
+        self._kept: list[object] = []  # keeps ids of encoded objects from being reused
 
-    def node(self, value: object) -> object:  # noqa: PLR0911 - one for each kind
-        """What stands for a value.
+    def node(self, value: object) -> object:  # noqa: PLR0911 - one return per kind
+        """Encodes a value.
 
         Raises:
-            TypeError: It is of no kind that can be written.
+            TypeError: Values of this type cannot be encoded.
         """
         kind = type(value)
         if kind in _ATOMS:
@@ -129,7 +129,7 @@ class Encoder:
         self._kept.append(value)
         return self._mutable(kind, value)
 
-    def _mutable(self, kind: type[Any], value: Any) -> object:  # noqa: ANN401, PLR0911 - one for each kind
+    def _mutable(self, kind: type[Any], value: Any) -> object:  # noqa: ANN401, PLR0911 - one return per kind
         if kind is list:
             return _packed(value) or ["l", *map(self.node, value)]
         if kind is deque:
@@ -150,14 +150,14 @@ class Encoder:
         if number is None:
             name = _names().get(kind)
             if name is None:
-                raise TypeError(f"{kind.__name__} cannot be written down")
+                raise TypeError(f"{kind.__name__} cannot be encoded")
             number = self._numbers[kind] = len(self.classes)
             self.classes.append((name, _slots_of(name) or tuple(sorted(vars(value)))))
         return ["c", number, *(self.node(self._field(value, name)) for name in self.classes[number][1])]
 
 
 def _packed(values: list[Any]) -> list[object] | None:
-    """A list of ints, or of bytes, in one piece: many times faster than one by one."""
+    """Packs a list of ints or of bytes into one value, which is many times faster than element by element."""
     if len(values) < _PACKED_FROM:
         return None
     kinds = set(map(type, values))
@@ -172,16 +172,16 @@ def _packed(values: list[Any]) -> list[object] | None:
 
 
 def packed_bytes(values: Sequence[bytes]) -> tuple[bytes, bytes]:
-    """Bytes in one piece: their lengths, and all of them joined."""
+    """Packs byte strings: their lengths, and all of them joined."""
     return array("I", map(len, values)).tobytes(), b"".join(values)
 
 
 def unpacked_bytes(lengths: bytes, joined: bytes) -> list[bytes]:
-    """Takes apart what `packed_bytes` made.
+    """Reverses `packed_bytes`.
 
     Raises:
-        TypeError: It is no such thing.
-        ValueError: Likewise.
+        TypeError: An argument is not bytes.
+        ValueError: The lengths do not fit.
     """
     found, at = [], 0
     for length in array("I", lengths):
@@ -193,16 +193,16 @@ def unpacked_bytes(lengths: bytes, joined: bytes) -> list[bytes]:
 
 
 class Decoder:
-    """Makes a graph again of what an `Encoder` made.
+    """Decodes a graph that an `Encoder` encoded.
 
     Args:
-        messages: Knows the messages in it.
-        classes: The encoder's.
-        refer: Finds what a reference stands for.
-        fields: Gives the fields that objects of a class without slots have here; None if it is not known.
+        messages: Decodes the messages in the graph.
+        classes: The encoder's classes.
+        refer: Returns the object of a reference.
+        fields: Returns the fields of a class without slots in this version; None if the class is unknown.
 
     Raises:
-        DamageError: A class is not here, or has other fields here.
+        DamageError: A class does not exist in this version, or has other fields.
     """
 
     def __init__(
@@ -220,25 +220,25 @@ class Decoder:
             kind = core_classes().get(name)
             expected = None if kind is None else _slots_of(name) or fields(name)
             if kind is None or expected != tuple(found):
-                raise DamageError(f"{name} is not as it was")
+                raise DamageError(f"{name} differs in this version")
             self._classes.append((kind, list(found)))
 
     def value(self, node: Any) -> Any:  # noqa: ANN401 - any value
-        """Makes the value that a node stands for.
+        """Decodes a value.
 
         Raises:
-            DamageError: There is none.
+            DamageError: The node is malformed.
         """
         try:
             return self._value(node)
-        except NONSENSE as error:
-            raise DamageError("holds what no value is written as") from error
+        except MALFORMED as error:
+            raise DamageError("holds a malformed value") from error
 
     def made(self, kind: type[_Made]) -> list[_Made]:
-        """The objects of a class that were made so far, each once."""
+        """Returns the objects of a class decoded so far, each once."""
         return [each for each in self._memo if isinstance(each, kind)]
 
-    def _value(self, node: Any) -> Any:  # noqa: ANN401, PLR0911 - any value, one for each kind
+    def _value(self, node: Any) -> Any:  # noqa: ANN401, PLR0911 - any value, one return per kind
         if type(node) is not list:
             return node
         code, *rest = node
@@ -287,17 +287,17 @@ class Decoder:
 
 
 def dumps(node: object) -> bytes:
-    """Writes a node."""
+    """Encodes a node as CBOR."""
     return cbor2.dumps(node)
 
 
 def loads(encoded: bytes) -> Any:  # noqa: ANN401 - any node
-    """Reads a node.
+    """Decodes a node from CBOR.
 
     Raises:
-        DamageError: It is none.
+        DamageError: The bytes are not CBOR.
     """
     try:
         return cbor2.loads(encoded)
     except (cbor2.CBORDecodeError, ValueError, TypeError) as error:
-        raise DamageError("holds no CBOR") from error
+        raise DamageError("is not CBOR") from error

@@ -1,12 +1,12 @@
-"""What a snapshot has yet to write, kept as it was at the snapshot's moment while the core goes on changing it.
+"""Data that a snapshot still has to write, preserved as of the snapshot's moment while the core changes it.
 
-1. Nothing is copied at that moment that grows with the pool: a column is guarded, and what is changed ahead of the
-   writing is kept first, value by value. So a change costs more by what it changes, however large the pool.
-2. Chunks of the free list grow at their end or are replaced: where each begins and ends is enough. They are as many as
-   tables that were freed, or fewer.
-3. Of a request its numbers are copied; its lists only grow, so lengths are enough. Of a table that has skipped blocks,
-   which changes in place, the blocks are copied that it still holds: those of its window.
-4. The core is told nothing of it: a guarded column stands in the column's place, and the column comes back as it is.
+1. At that moment, nothing proportional to the pool is copied. A wrapper replaces each column and saves a value before
+   the first change that precedes its writing. The extra cost is per changed value, independent of the pool's size.
+2. Chunks of the free list grow at their end or are replaced, so their bounds suffice. There are at most as many chunks
+   as tables that were freed.
+3. The scalar fields of a request are copied. Its lists only grow, so their lengths suffice. A table with skipped blocks
+   changes in place; for it, the blocks that it still holds (those of its window) are copied.
+4. The core does not know of this. The wrapper takes the column's place, and the column is put back afterwards.
 """
 
 from collections import defaultdict, deque
@@ -24,11 +24,11 @@ _values_of: Final = attrgetter(*_REQUEST_FIELDS)
 
 
 class CopyOnWriteColumn:
-    """Stands in the place of a column by block id while it is written; reads and changes go on to the column.
+    """Replaces a column (indexed by block id) while it is written, and passes reads and changes to it.
 
     Args:
-        owner: Has the column as a field. Only its items may be changed, one by one, or the field be set anew.
-        name: The field.
+        owner: The object with the column. It may change single items of the column, or replace the column.
+        name: Name of the field.
     """
 
     __slots__ = ("_before", "_name", "_num_written", "_owner", "_values")
@@ -44,16 +44,16 @@ class CopyOnWriteColumn:
     def __len__(self) -> int:
         return len(self._values)
 
-    def __getitem__(self, at: int) -> Any:  # noqa: ANN401 - as the column's
+    def __getitem__(self, at: int) -> Any:  # noqa: ANN401 - same as the column's
         return self._values[at]
 
-    def __setitem__(self, at: int, value: Any) -> None:  # noqa: ANN401 - as the column's
+    def __setitem__(self, at: int, value: Any) -> None:  # noqa: ANN401 - same as the column's
         if at >= self._num_written:
             self._before[at // SLICE_BLOCKS].setdefault(at, self._values[at])
         self._values[at] = value
 
     def slices(self) -> Iterator[Any]:
-        """Copies the column as it was, piece by piece; changes may come between two. Gives it back at the end."""
+        """Yields copies of slices of the original column, and restores it at the end. Changes may come in between."""
         for start in range(0, len(self._values), SLICE_BLOCKS):
             piece = self._values[start : start + SLICE_BLOCKS]
             for at, value in self._before.pop(start // SLICE_BLOCKS, {}).items():
@@ -63,16 +63,16 @@ class CopyOnWriteColumn:
         self.give_back()
 
     def give_back(self) -> None:
-        """Puts the column in its place again, unless another has taken it. Repeatable."""
+        """Restores the column, unless the owner has replaced it. Repeatable."""
         if getattr(self._owner, self._name) is self:
             setattr(self._owner, self._name, self._values)
 
 
 class FrozenChunks:
-    """The chunks of a free list as they were, end to end; of each, also what is passed over.
+    """The original chunks of a free list, concatenated, including entries that the free list skips.
 
     Attributes:
-        heads: Number and length of each.
+        heads: Number and length of each chunk.
     """
 
     __slots__ = ("_pieces", "heads")
@@ -85,7 +85,7 @@ class FrozenChunks:
         return sum(length for _, length in self.heads)
 
     def slices(self) -> Iterator[list[BlockId]]:
-        """Copies the blocks, a few at a time."""
+        """Yields copies of the block ids, in slices."""
         piece: list[BlockId] = []
         for block_ids, start, end in self._pieces:
             for at in range(start, end, SLICE_BLOCKS):
@@ -97,11 +97,11 @@ class FrozenChunks:
             yield piece
 
     def give_back(self) -> None:
-        """As of columns; nothing was lent."""
+        """Does nothing: no column was replaced."""
 
 
 class FrozenRequests:
-    """Requests as they were when they were added here."""
+    """Requests as of the moment when they were added here."""
 
     __slots__ = ("_count", "_frozen")
 
@@ -110,14 +110,14 @@ class FrozenRequests:
         self._count = 0
 
     def add(self, requests: Iterable[Request]) -> tuple[int, int]:
-        """Freezes requests; returns the range of their places. O(requests + blocks in windows)."""
+        """Freezes requests and returns the range of their indices. O(requests + blocks in windows)."""
         first = self._count
         self._frozen.extend(map(_freeze, requests))
         self._count = len(self._frozen)
         return first, self._count
 
     def slices(self) -> Iterator[list[Request]]:
-        """Makes copies of them, without holdings, a few at a time, in the order of their places. Uses them up."""
+        """Yields copies of the requests, without holdings, in slices and in order of index. Consumes them."""
         piece: list[Request] = []
         size = 0
         while self._frozen:

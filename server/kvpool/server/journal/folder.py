@@ -1,11 +1,11 @@
-"""The files of a journal: `snapshot-N` is the state when `log-N` began, `log-N` the changes from then on.
+"""The files of a journal: `snapshot-N` is the state when `log-N` began, `log-N` the changes since then.
 
-1. One server has the folder at a time, by a lock on `lock` that ends with its process. Files are its user's alone.
-2. A snapshot has its name only when it is whole; until then it is `snapshot-N.part`, and worth nothing.
-3. Numbers only rise. A journal without a snapshot is none: its logs have nothing to begin from. Nor is a snapshot
-   without its log, which is made before it: somebody took that away.
-4. `pools` outlives the rest: which pools there were and in which epoch, for when nothing else can be trusted. It alone
-   is forced to the disk, as it changes with epochs only.
+1. One server uses the folder at a time. The lock on `lock` ends with its process. Only the user can read the files.
+2. A snapshot gets its name when it is complete. Until then it is `snapshot-N.part` and is not used.
+3. Numbers only increase. A journal without a snapshot is invalid because its logs have no base. A snapshot without its
+   log is invalid too: the log is created first, so somebody deleted it.
+4. `pools` outlives the other files. It lists the pools and their epochs for when nothing else is valid. Only this file
+   is written with fsync, as it changes with epochs only.
 """
 
 import contextlib
@@ -24,18 +24,18 @@ from kvpool.server.journal.codec import dumps, loads
 from kvpool.server.journal.frames import MAGIC, DamageError, FrameKind, FrameReader, encode_frame
 
 FORMAT: Final = 3
-"""Goes up when files of an older code would be understood wrongly."""
+"""Version of the format; increased when older files would be misread."""
 _BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
 _NAME: Final = re.compile(r"(log|snapshot)-(\d+)(\.part)?")
 
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Who writes.
+    """Identity of a writer.
 
     Attributes:
-        version: Of this code and its Python: the same changes give the same answers only there.
-        boot_id: Tells the time since the machine started from the one before.
+        version: Version of kvpool and of Python. Only the same version replays changes with the same results.
+        boot_id: Identifies the machine's uptime since its last boot.
     """
 
     version: str
@@ -43,32 +43,32 @@ class Identity:
 
     @classmethod
     def of_this_process(cls) -> "Identity":
-        """The one that runs here."""
-        boot_id = _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else secrets.token_hex(16)  # then none is trusted
+        """Identity of this process."""
+        boot_id = _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else secrets.token_hex(16)  # not valid later
         return cls(f"{version('kvpool')} {platform.python_implementation()} {platform.python_version()}", boot_id)
 
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """How a file begins: what it is, and who wrote it."""
+    """First frame of a file: the file's name, and the identity of its writer."""
 
     name: str
     identity: Identity
 
     def encode(self) -> bytes:
-        """Makes the file's first bytes."""
+        """Encodes the beginning of the file."""
         payload = dumps([self.name, FORMAT, self.identity.version, self.identity.boot_id])
         return MAGIC + encode_frame(FrameKind.HEADER, payload)
 
 
 @dataclass(frozen=True, slots=True)
 class PastPool:
-    """A pool as `pools` has it.
+    """An entry of the file `pools`.
 
     Attributes:
-        name: Its name; empty for those that were removed, together.
-        epoch: Its epoch; of those that were removed the highest.
-        config: Its configuration, encoded; empty if its ranks form it.
+        name: The pool's name; empty in the entry for all removed pools together.
+        epoch: The pool's epoch; the highest epoch of all removed pools.
+        config: The encoded configuration; empty if ranks form the pool.
     """
 
     name: str
@@ -77,14 +77,14 @@ class PastPool:
 
 
 class Folder:
-    """The folder of one journal, which this process has for itself while the object is open.
+    """The folder of a journal, locked by this process until `close`.
 
     Args:
-        path: The folder; made if it is not there.
-        identity: Who writes here now.
+        path: The folder; created if it does not exist.
+        identity: Identity of the writer.
 
     Raises:
-        OSError: It cannot be used, or another server does.
+        OSError: The folder cannot be used, or another server uses it.
     """
 
     def __init__(self, path: Path, identity: Identity) -> None:
@@ -96,36 +96,36 @@ class Folder:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             os.close(self._lock)
-            raise OSError(f"another server keeps its journal in {path}") from None
+            raise OSError(f"another server uses the journal in {path}") from None
         for leftover in path.glob("*.part"):
             leftover.unlink()
 
     def close(self) -> None:
-        """Lets others have it."""
+        """Unlocks the folder."""
         os.close(self._lock)
 
     def log(self, number: int) -> Path:
-        """Where a log is."""
+        """Path of a log."""
         return self.path / f"log-{number}"
 
     def snapshot(self, number: int) -> Path:
-        """Where a snapshot is, once it is whole."""
+        """Path of a complete snapshot."""
         return self.path / f"snapshot-{number}"
 
     def logs(self) -> list[int]:
-        """Numbers of the logs there are, ascending."""
+        """Numbers of the existing logs, ascending."""
         return self._numbers("log")
 
     def snapshots(self) -> list[int]:
-        """Numbers of the whole snapshots there are, ascending."""
+        """Numbers of the complete snapshots, ascending."""
         return self._numbers("snapshot")
 
     def size_bytes(self) -> int:
-        """What all files take."""
+        """Size of all files."""
         return sum(path.stat().st_size for path in self.path.iterdir())
 
     def create(self, path: Path) -> int:
-        """Makes a file with its header; returns its descriptor, which only appends."""
+        """Creates a file with its header; returns its descriptor, opened for appending."""
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC
         descriptor = os.open(path, flags, 0o600)
         try:
@@ -138,10 +138,10 @@ class Folder:
 
     @contextlib.contextmanager
     def reading(self, path: Path) -> Iterator[tuple[FrameReader, Identity | None]]:
-        """Opens a file behind its header; tells who wrote it, None if not even the header is whole.
+        """Opens a file after its header. Yields the writer's identity, None if the header is incomplete.
 
         Raises:
-            DamageError: It is not the file that its name says, or of another format.
+            DamageError: The header names another file, or another format.
         """
         with path.open("rb") as file:
             reader = FrameReader(file)
@@ -154,22 +154,23 @@ class Folder:
                 case [path.name, int(number), str(written_by), str(boot_id)] if (frame.kind, number) == begins:
                     yield reader, Identity(written_by, boot_id)
                 case _:
-                    raise DamageError("is another file, or of another format")
+                    raise DamageError("has another name or another format in its header")
 
     def delete_before(self, number: int) -> None:
-        """Deletes what a whole snapshot makes superfluous."""
+        """Deletes all files with a lower number, after a snapshot of this number is complete."""
         for path, name in self._files():
             if int(name[2]) < number:
                 path.unlink()
 
     def invalidate(self) -> None:
-        """Makes sure that nothing of the journal but `pools` is ever trusted again.
+        """Invalidates the whole journal except `pools`, by deleting or overwriting its files.
 
-        Snapshots go first, the newest of them last: killed halfway, the journal is worth what it was worth before, and
-        from then on nothing. The kernel shows the next process this order; a machine that restarts is told otherwise.
+        Snapshots are deleted first, in ascending order. If the process is killed halfway, the journal is either still
+        valid as before or invalid. The kernel guarantees this order to the next process. After a restart of the machine
+        the boot id differs.
 
         Raises:
-            OSError: That cannot be done.
+            OSError: A file can be neither deleted nor overwritten.
         """
         for path, _ in sorted(self._files(), key=lambda file: (file[1][1] != "snapshot", int(file[1][2]))):
             try:
@@ -179,10 +180,10 @@ class Folder:
                     file.write(b"\0" * len(MAGIC))
 
     def read_pools(self) -> list[PastPool] | None:
-        """Which pools there were; None if that is not known.
+        """Reads the file `pools`; None if it does not exist.
 
         Raises:
-            DamageError: The file is not as it was written.
+            DamageError: The file is damaged.
         """
         path = self.path / "pools"
         if not path.exists():
@@ -190,10 +191,10 @@ class Folder:
         with self.reading(path) as (reader, _):
             frame = reader.read()
         if frame is None or frame.kind is not FrameKind.POOLS:
-            raise DamageError("is not whole")
+            raise DamageError("is incomplete")
         entries = loads(frame.payload)
         if not isinstance(entries, list):
-            raise DamageError("holds no pools")
+            raise DamageError("is not a list of pools")
         return [_past_pool(entry) for entry in entries]
 
     def write_pools(self, pools: list[PastPool]) -> None:
@@ -224,14 +225,14 @@ def _past_pool(entry: object) -> PastPool:
     match entry:
         case [str(name), int(epoch), bytes(config)]:
             return PastPool(name, epoch, config)
-    raise DamageError("holds no pools")
+    raise DamageError("is not a list of pools")
 
 
 def write_whole(descriptor: int, content: bytes) -> None:
-    """Writes all of it.
+    """Writes all bytes.
 
     Raises:
-        OSError: Some or all of it could not be written.
+        OSError: Not all bytes could be written.
     """
     view = memoryview(content)
     while view:

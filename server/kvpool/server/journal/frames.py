@@ -1,8 +1,8 @@
-"""Frames in a file: what is written in one piece, and how far a file that was being written can be trusted.
+"""Frames of a journal's files.
 
-1. A frame is a head (length, kind, checksum of the payload, checksum of these) and a payload.
-2. Files only grow, frame by frame, until the process that writes them dies: then the last frame may be cut short. That
-   one is *torn*: nobody was answered yet. Whatever else is wrong, whole frames included whose checksum is, is damage.
+1. A frame is a head (length, kind, checksum of the payload, checksum of these three) and a payload.
+2. Files grow frame by frame until the writing process dies. Then the last frame may be incomplete (*torn*): its change
+   was not answered yet. Everything else is damage, including complete frames with a wrong checksum.
 """
 
 import struct
@@ -19,42 +19,42 @@ MAX_PAYLOAD_BYTES: Final = 2**31
 
 
 class FrameKind(IntEnum):
-    """What a payload is."""
+    """Kind of a payload."""
 
     HEADER = 1
-    """Of which file this is; the first frame of each."""
+    """First frame of every file: names the file and its writer."""
     STEP = 2
-    """A step of a session, or a unary call as one."""
+    """A step of a session, or a unary call as a step."""
     CALL = 3
     """Any other change."""
     GRAPH = 4
-    """A snapshot: all but requests and the columns by block."""
+    """Part of a snapshot: everything except requests and columns by block."""
     SLICE = 5
-    """A snapshot: a piece of a column."""
+    """Part of a snapshot: a slice of a column."""
     END = 6
-    """A snapshot: it is whole."""
+    """Last frame of a snapshot."""
     POOLS = 7
     """Names, configurations and epochs of the pools."""
     REQUESTS = 8
-    """A snapshot: some of the sessions' requests."""
+    """Part of a snapshot: some of the sessions' requests."""
 
 
 class DamageError(Exception):
-    """A file holds what was never written so."""
+    """A file has content that the server never writes."""
 
 
-NONSENSE: Final = (LookupError, TypeError, ValueError, AttributeError, RecursionError)
-"""What comes of taking apart a payload that is whole and was never written so."""
+MALFORMED: Final = (LookupError, TypeError, ValueError, AttributeError, RecursionError)
+"""Exceptions raised when a payload with a valid checksum has malformed content."""
 
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """A frame as it was read.
+    """A frame read from a file.
 
     Attributes:
-        kind: What the payload is.
-        payload: What was written.
-        end: Where in the file it ends.
+        kind: Kind of the payload.
+        payload: The content.
+        end: Offset in the file at which the frame ends.
     """
 
     kind: FrameKind
@@ -63,7 +63,7 @@ class Frame:
 
 
 def encode_frame(kind: FrameKind, payload: bytes) -> bytes:
-    """Makes the bytes of a frame. O(payload)."""
+    """Encodes a frame. O(payload)."""
     head = _HEAD.pack(len(payload), kind, crc32(payload))
     return b"".join((head, _CHECK.pack(crc32(head)), payload))
 
@@ -72,11 +72,11 @@ class FrameReader:
     """Reads a file's frames one by one.
 
     Args:
-        file: The file, at its beginning.
+        file: The file, positioned at its beginning.
 
     Attributes:
-        is_torn: Whether the file ends within a frame; known once `read` has returned None.
-        end: Where the last whole frame ends.
+        is_torn: Whether the file ends within a frame; valid after `read` has returned None.
+        end: Offset at which the last complete frame ends.
     """
 
     def __init__(self, file: BinaryIO) -> None:
@@ -85,31 +85,31 @@ class FrameReader:
         self.end = 0
 
     def read_magic(self) -> bool:
-        """Reads how each file begins; returns whether all of it is there.
+        """Reads the magic number at the beginning; returns whether it is complete.
 
         Raises:
-            DamageError: It begins otherwise.
+            DamageError: The file begins with other bytes.
         """
         found = self._file.read(len(MAGIC))
         if not MAGIC.startswith(found):
             raise DamageError("begins with other bytes")
         self.end = len(found)
-        return not self._tears(found, len(MAGIC))
+        return not self._check_torn(found, len(MAGIC))
 
     def read(self) -> Frame | None:
-        """Reads the next frame; None at the end.
+        """Reads the next frame; None at the end of the file or at a torn frame.
 
         Raises:
-            DamageError: It is not as it was written.
+            DamageError: The frame is damaged.
         """
         head = self._file.read(HEAD_BYTES)
-        if not head or self._tears(head, HEAD_BYTES):
+        if not head or self._check_torn(head, HEAD_BYTES):
             return None
         length, kind, checksum = _HEAD.unpack_from(head)
         if _CHECK.unpack_from(head, _HEAD.size)[0] != crc32(head[: _HEAD.size]) or length > MAX_PAYLOAD_BYTES:
             raise DamageError(f"the frame at {self.end} has a damaged head")
         payload = self._file.read(length)
-        if self._tears(payload, length):
+        if self._check_torn(payload, length):
             return None
         if crc32(payload) != checksum:
             raise DamageError(f"the frame at {self.end} has a damaged payload")
@@ -120,6 +120,6 @@ class FrameReader:
         self.end += HEAD_BYTES + length
         return Frame(known, payload, self.end)
 
-    def _tears(self, found: bytes, wanted: int) -> bool:
+    def _check_torn(self, found: bytes, wanted: int) -> bool:
         self.is_torn = len(found) < wanted
         return self.is_torn

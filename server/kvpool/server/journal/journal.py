@@ -1,11 +1,12 @@
-"""The journal of a running server: each change to the log, now and then a snapshot in place of the log.
+"""The journal of a running server: a log of changes, replaced from time to time by a snapshot.
 
-1. A change is in the log before its answer can be sent. It is written, not forced to the disk: that guards against the
-   end of the process, and a machine that restarts is noticed by its boot id.
-2. A journal that misses a change is worth less than none. When a write fails, all of it is deleted, at once; the server
-   goes on, and begins a new one with a snapshot. If it cannot even be deleted, the process ends before it answers.
-3. A snapshot is frozen at one moment, in which the next log begins, and written between other work. Until it is whole
-   the older one and both logs count.
+1. A change is in the log before its response can be sent. It is written without fsync. This protects against the death
+   of the process; a restart of the machine is detected by the boot id.
+2. A journal with a missing change is worse than none. When a write fails, the whole journal is deleted at once. The
+   server continues to serve and starts a new journal with a snapshot. If deletion fails too, the process exits before
+   it responds.
+3. A snapshot has the state of one moment, at which the next log begins. It is written between other work. Until it is
+   complete, the older snapshot and both logs are valid.
 """
 
 import asyncio
@@ -19,14 +20,14 @@ from pathlib import Path
 from typing import Final
 
 from kvpool.core.ids import PoolName
-from kvpool.server import faults
+from kvpool.server.config import JournalConfig
+from kvpool.server.fault_points import NO_FAULTS, FaultPoints
 from kvpool.server.journal.calls import JournaledAllocator, WireCodec
-from kvpool.server.journal.config import JournalConfig
-from kvpool.server.journal.counts import JournalCounts
 from kvpool.server.journal.folder import Folder, Identity, PastPool, write_whole
 from kvpool.server.journal.frames import FrameKind, encode_frame
 from kvpool.server.journal.recovery import Recovery, recover
 from kvpool.server.journal.snapshot import Frozen
+from kvpool.server.metrics.observations import JournalCounts
 
 _NOT_TRUSTED_STATUS: Final = 70
 
@@ -34,18 +35,19 @@ _log = logging.getLogger("kvpool.server")
 
 
 class Journal:
-    """Recovers what a folder holds, then keeps it up to date.
+    """Recovers the state from a folder, then records its changes there.
 
     Args:
         config: The settings, with a folder.
-        messages: Encodes what only `rpc` knows.
-        make: Makes an allocator with nothing in it.
-        identity: Who writes; None for this process.
+        messages: Encodes protobuf messages.
+        make: Makes an empty allocator.
+        identity: Identity of the writer; None for this process.
+        faults: Fault points, armed by tests only.
 
     Attributes:
-        allocator: The state. It is journaled from `begin` on.
-        recovery: What was found in the folder.
-        counts: What the journal did so far.
+        allocator: The state. Its changes are recorded after `begin`.
+        recovery: The state found in the folder.
+        counts: Counts for metrics.
 
     Raises:
         OSError: The folder cannot be used, or another server uses it.
@@ -57,9 +59,11 @@ class Journal:
         messages: WireCodec,
         make: Callable[[], JournaledAllocator],
         identity: Identity | None = None,
+        faults: FaultPoints = NO_FAULTS,
     ) -> None:
         self.counts = JournalCounts()
         self._config = config
+        self._faults = faults
         self._messages = messages
         self._folder = Folder(Path(config.folder), identity or Identity.of_this_process())
         self.recovery: Recovery = recover(self._folder, messages, make)
@@ -70,10 +74,10 @@ class Journal:
         self._log_bytes = 0
         self._known_pools: list[tuple[PoolName, int]] | None = None
         self._due = asyncio.Event()
-        self._tell()
+        self._log_recovery()
 
     def begin(self, now_seconds: float) -> None:
-        """Writes from now on. What was recovered gets whole leases; its snapshot is written by `run`.
+        """Starts recording. Recovered sessions get full leases. `run` writes the first snapshot.
 
         Raises:
             OSError: The folder cannot be written.
@@ -83,7 +87,7 @@ class Journal:
             self._folder.invalidate()
         self._rotate()
         if self.recovery.dropped or not self.recovery.last_number:
-            self._write_at_once()
+            self._write_snapshot()
         else:
             self._due.set()
         self.allocator.renew_leases(now_seconds)
@@ -91,7 +95,7 @@ class Journal:
         self.counts.is_up = True
 
     async def run(self) -> None:
-        """Writes snapshots when they are due, for ever."""
+        """Writes snapshots when they are due, indefinitely."""
         while True:
             if self.allocator.sink:
                 await self._due.wait()
@@ -104,26 +108,26 @@ class Journal:
                 await self._snapshot_failed(error)
 
     def close(self) -> None:
-        """Writes a last snapshot, which another version of this code can read too, and lets the folder go."""
+        """Writes a last snapshot, which another version of this code can read too, and unlocks the folder."""
         if self.allocator.sink:
             try:
                 self._rotate()
-                self._write_at_once()
-            except OSError as error:  # the logs tell it all
+                self._write_snapshot()
+            except OSError as error:  # the logs are complete
                 _log.warning("journal snapshot failed", extra={"error": error.strerror})
         self.allocator.sink = None
         self._close_log()
         self._folder.close()
 
     def append(self, kind: FrameKind, payload: bytes) -> None:
-        """Writes a change; gives the journal up if that fails."""
+        """Writes a change. Gives the journal up if that fails."""
         frame = encode_frame(kind, payload)
         try:
-            faults.reach("journal.before_write")
-            if faults.is_armed("journal.half_written"):
+            self._faults.reach("journal.before_write")
+            if self._faults.is_armed("journal.half_written"):
                 half = len(frame) // 2
                 self._write(self._descriptor, frame[:half])
-                faults.reach("journal.half_written")
+                self._faults.reach("journal.half_written")
                 self._write(self._descriptor, frame[half:])
             else:
                 self._write(self._descriptor, frame)
@@ -144,16 +148,16 @@ class Journal:
             self.counts.stopped_seconds = time.perf_counter() - start
             number = self._number
             with self._new_part() as descriptor:
-                faults.reach("snapshot.begun")
+                self._faults.reach("snapshot.begun")
                 for frame in frozen.frames():
                     self._write(descriptor, frame)
-                    faults.reach("snapshot.slice_written")
+                    self._faults.reach("snapshot.slice_written")
                     await asyncio.sleep(0)
                     if number != self._number:
-                        return  # the journal was given up meanwhile
+                        return  # the journal was given up in the meantime
                 self._finish(number, start)
 
-    def _write_at_once(self) -> None:
+    def _write_snapshot(self) -> None:
         start = time.perf_counter()
         with self._freeze() as frozen, self._new_part() as descriptor:
             for frame in frozen.frames():
@@ -162,7 +166,7 @@ class Journal:
 
     @contextlib.contextmanager
     def _new_part(self) -> Iterator[int]:
-        """The file of the next snapshot, opened, while it is written."""
+        """Opens a temporary file for the next snapshot, and deletes it at the end unless it was renamed."""
         part = self._part(self._number)
         descriptor = self._folder.create(part)
         try:
@@ -172,9 +176,9 @@ class Journal:
             part.unlink(missing_ok=True)
 
     def _finish(self, number: int, start: float) -> None:
-        faults.reach("snapshot.before_rename")
+        self._faults.reach("snapshot.before_rename")
         self._part(number).rename(self._folder.snapshot(number))
-        faults.reach("snapshot.before_delete")
+        self._faults.reach("snapshot.before_delete")
         self._folder.delete_before(number)
         self.counts.snapshots += 1
         self.counts.snapshot_seconds = time.perf_counter() - start
@@ -184,7 +188,7 @@ class Journal:
         self.counts.is_up = True
 
     async def _snapshot_failed(self, error: OSError) -> None:
-        """Without a journal, tries anew; with one, that still tells all: leaves it to its size to give it up."""
+        """Retries later. An intact log is kept until it exceeds the maximum size; a new journal is given up."""
         _log.warning("journal snapshot failed", extra={"error": error.strerror})
         if not self.counts.is_up:
             if self.allocator.sink:
@@ -205,7 +209,7 @@ class Journal:
         self.allocator.sink = self.append
 
     def _keep_pools(self) -> None:
-        """Writes down which pools there are, when that has changed; none at first: there is a journal."""
+        """Writes the list of pools when it has changed, and once at the start even if it is empty."""
         pools = [(pool.config.name, pool.epoch) for pool in self.allocator.pools()]
         if pools == self._known_pools:
             return
@@ -221,20 +225,20 @@ class Journal:
         self.counts.is_up = False
         self.counts.failures += 1
         self.allocator.sink = None
-        self._number += 1  # ends a snapshot that is being written
+        self._number += 1  # stops a snapshot in progress
         self._close_log()
         _log.error("journal given up", extra={"reason": reason, "error": detail})
         try:
             self._folder.invalidate()
             self.counts.size_bytes = self._folder.size_bytes()
         except OSError as error:
-            _log.critical("journal cannot be deleted, so the server ends", extra={"error": error.strerror})
+            _log.critical("journal cannot be deleted, server exits", extra={"error": error.strerror})
             os._exit(_NOT_TRUSTED_STATUS)
         self._due.set()
 
     def _give_up_after_bug(self) -> None:
         if self.allocator.sink:
-            self._give_up("BUG", "a change ended half made")
+            self._give_up("BUG", "a change failed halfway")
 
     def _write(self, descriptor: int, frame: bytes) -> None:
         if self.counts.size_bytes + len(frame) > self._config.max_bytes:
@@ -251,7 +255,7 @@ class Journal:
         path = self._folder.snapshot(number)
         return path.with_name(f"{path.name}.part")
 
-    def _tell(self) -> None:
+    def _log_recovery(self) -> None:
         found = self.recovery
         extra = {"seconds": round(found.seconds, 3), "records": found.num_records, "bytes": self._folder.size_bytes()}
         if found.dropped:
@@ -259,4 +263,4 @@ class Journal:
         elif found.last_number:
             _log.info("journal recovered", extra=extra)
         if found.cut_bytes:
-            _log.info("journal cut where nothing was answered", extra={"bytes": found.cut_bytes})
+            _log.info("unanswered journal record cut off", extra={"bytes": found.cut_bytes})

@@ -1,4 +1,4 @@
-"""The wire's messages as a journal keeps them: what sessions remember, steps, pools' configurations."""
+"""Encodes protobuf messages for the journal: messages that sessions remember, steps, pool configurations."""
 
 from dataclasses import replace
 from typing import Final
@@ -22,49 +22,49 @@ _KINDS: Final[dict[int, type[Message]]] = {
     7: allocator_pb2.ResetPrefixCacheRequest,
     8: allocator_pb2.GetCommonPrefixBlocksRequest,
 }
-"""By the number that files hold: never to be given to another."""
+"""Message types by their number in files. Never reuse a number."""
 _NUM_NUMBERS: Final = 2**32
 _NUMBERS: Final = {kind: number for number, kind in _KINDS.items()}
 
 
 class WireMessages:
-    """Encodes and decodes them."""
+    """See `kvpool.server.journal.calls.WireCodec`."""
 
     def encode(self, message: object) -> tuple[int, bytes] | None:
-        """A message's kind and bytes; None for what is none that a session remembers."""
+        """Returns a message's kind and bytes; None for objects that sessions do not remember as messages."""
         if not isinstance(message, Message):
             return None
         number = _NUMBERS.get(type(message))
         return None if number is None else (number, message.SerializeToString())
 
     def decode(self, kind: int, encoded: bytes) -> Message:
-        """Makes the message again.
+        """Decodes a message.
 
         Raises:
-            ValueError: There is no such kind, or the bytes are no message of it.
+            ValueError: The kind is unknown, or the bytes are not a message of this kind.
         """
         known = _KINDS.get(kind)
         if known is None:
-            raise ValueError(f"{kind} is no kind of message")
+            raise ValueError(f"{kind} is not a kind of message")
         try:
             return known.FromString(encoded)
         except DecodeError as error:
-            raise ValueError("no message of its kind") from error
+            raise ValueError("not a message of this kind") from error
 
     def encode_step(self, step: Step) -> bytes:
-        """A step, of whatever session. Numbers below 0, of requests that steps cannot name, wrap around."""
+        """Encodes a step. Request numbers below 0, which steps on the wire cannot contain, wrap around."""
         numbers = [number % _NUM_NUMBERS for number in step.request_numbers]
         return step_to_proto(replace(step, request_numbers=numbers), "").SerializeToString()
 
     def decode_step(self, source: object) -> Step:
-        """The step that a message is.
+        """Decodes a step.
 
         Raises:
-            ValueError: It is none.
+            ValueError: The source is not a step.
         """
         message = self.decode(1, source) if isinstance(source, bytes) else source
         if not isinstance(message, step_pb2.Step):
-            raise ValueError("no step")  # noqa: TRY004 - as all that is wrong with a file
+            raise ValueError("not a step")  # noqa: TRY004 - same type as all errors in a file
         step = step_from_proto(message)
         step.request_numbers = [
             number if number <= MAX_REQUEST_NUMBER else number - _NUM_NUMBERS for number in step.request_numbers
@@ -72,19 +72,19 @@ class WireMessages:
         return step
 
     def encode_config(self, config: PoolConfig) -> bytes:
-        """A pool's configuration, its none_hash included."""
+        """Encodes a pool's configuration, including its none_hash."""
         return config_to_proto(config, with_none_hash=True).SerializeToString()
 
     def decode_config(self, encoded: bytes) -> PoolConfig:
-        """Makes it again.
+        """Decodes a pool's configuration.
 
         Raises:
-            ValueError: The bytes are none.
-            InvalidArgumentError: It is out of range here.
+            ValueError: The bytes are not a configuration.
+            InvalidArgumentError: A value is out of range in this version.
         """
         try:
             config = config_from_proto(pool_pb2.PoolConfig.FromString(encoded))
         except DecodeError as error:
-            raise ValueError("no pool") from error
+            raise ValueError("not a pool configuration") from error
         config.check()
         return config

@@ -1,9 +1,10 @@
-"""Makes of a folder's files the state that was told last, or says why they cannot be trusted.
+"""Recovers the last state from a folder's files, or reports why the files are not valid.
 
-1. What comes back is exactly the state after the last change that was written whole, or nothing of it: never a part.
-2. A last frame that was cut short was never answered, and is cut off. Any other damage drops everything. So does a
-   snapshot without the log that began with it: what it tells may be long past.
-3. Dropped, pools come back empty by name, in an epoch above all that were told; sessions are told that it was so.
+1. The recovered state is exactly the state after the last change that was written completely, or an empty one.
+2. The change of an incomplete last frame was never answered; the frame is cut off. Any other damage drops the whole
+   journal. So does a snapshot without the log that began with it, as its state may be outdated.
+3. When the journal is dropped, its pools are recreated empty, in an epoch above all earlier ones. Sessions are refused
+   with this reason.
 """
 
 import gc
@@ -22,21 +23,21 @@ from kvpool.server.journal.frames import DamageError
 from kvpool.server.journal.snapshot import Loader
 
 EPOCH_LEAP: Final = 1000
-"""Epochs that may have begun unwritten, on a disk that was full."""
+"""Number of epochs that may have begun without a record, while the disk was full."""
 
 
 @dataclass(frozen=True, slots=True)
 class Recovery:
-    """What was found.
+    """Result of a recovery.
 
     Attributes:
-        allocator: The state.
-        last_number: Highest number of any file that is left; 0 if there was none.
-        dropped: Why nothing of what there was is trusted; empty if it is, or if there was nothing.
-        detail: The same in words.
-        num_records: Changes that were made again.
-        cut_bytes: What was cut off the last log, as it was never answered.
-        seconds: How long it took.
+        allocator: The recovered state.
+        last_number: Highest number of any remaining file; 0 if there is none.
+        dropped: Reason why the journal was dropped; empty if it was valid or did not exist.
+        detail: The reason in words.
+        num_records: Number of replayed changes.
+        cut_bytes: Bytes of an unanswered change that were cut off the last log.
+        seconds: Duration of the recovery.
     """
 
     allocator: JournaledAllocator
@@ -52,7 +53,7 @@ _log = logging.getLogger("kvpool.server")
 
 
 class _DroppedError(Exception):
-    """The files are whole, but not to be used here."""
+    """The files are undamaged, but not valid for this server."""
 
     def __init__(self, reason: str, detail: str) -> None:
         super().__init__(detail)
@@ -60,7 +61,7 @@ class _DroppedError(Exception):
 
 
 def recover(folder: Folder, messages: WireCodec, make: Callable[[], JournaledAllocator]) -> Recovery:
-    """Reads a folder. O(blocks + changes since the last snapshot); the garbage collector rests meanwhile.
+    """Recovers the state from a folder, with the garbage collector disabled. O(blocks + changes since the snapshot).
 
     Raises:
         OSError: A file cannot be read.
@@ -72,7 +73,7 @@ def recover(folder: Folder, messages: WireCodec, make: Callable[[], JournaledAll
         recovery = _Recoverer(folder, messages, make()).run()
     except (_DroppedError, DamageError, MismatchError, KvpoolError) as error:
         recovery = _dropped(folder, messages, make, error)
-    except Exception as error:  # noqa: BLE001 - whatever a bug left behind, the server must start
+    except Exception as error:  # noqa: BLE001 - the server must start in spite of a bug
         _log.exception("bug", extra={"method": "recover"})
         recovery = _dropped(folder, messages, make, error)
     finally:
@@ -94,7 +95,7 @@ class _Recoverer:
         snapshots, logs = self._folder.snapshots(), self._folder.logs()
         if not snapshots:
             if logs or self._folder.read_pools() is not None:
-                raise _DroppedError("NOT_WHOLE", "there is no whole snapshot")
+                raise _DroppedError("NOT_WHOLE", "there is no complete snapshot")
             return Recovery(self._allocator)
         base = snapshots[-1]
         later = [number for number in logs if number >= base]
@@ -112,11 +113,11 @@ class _Recoverer:
             while frame := reader.read():
                 loader.take(frame)
         if not loader.is_whole or reader.is_torn:
-            raise DamageError(f"{path.name} is not whole")
+            raise DamageError(f"{path.name} is incomplete")
 
-    def _replay(self, path: Path, is_first: bool, is_last: bool) -> None:  # noqa: FBT001 - attributes of the path
+    def _replay(self, path: Path, is_first: bool, is_last: bool) -> None:  # noqa: FBT001 - properties of the path
         with self._folder.reading(path) as (reader, writer):
-            if writer or is_first:  # else it was being made when the process died
+            if writer or is_first:  # else the process died while it created the log
                 self._check_boot(writer)
             while writer and (frame := reader.read()):
                 if writer.version != self._folder.identity.version:
@@ -124,7 +125,7 @@ class _Recoverer:
                 self._records += 1
                 self._allocator.replay(frame.kind, frame.payload)
         if reader.is_torn and not is_last:
-            raise DamageError(f"{path.name} is cut short, and was not the last")
+            raise DamageError(f"{path.name} is torn and is not the last log")
         if reader.is_torn:
             self._cut_bytes = path.stat().st_size - (reader.end if writer else 0)
             if writer:
@@ -136,7 +137,7 @@ class _Recoverer:
         if writer is None:
             raise DamageError("a snapshot, or the log that began with it, has no header")
         if writer.boot_id != self._folder.identity.boot_id:
-            raise _DroppedError("MACHINE_RESTARTED", "the machine was started anew since it was written")
+            raise _DroppedError("MACHINE_RESTARTED", "the machine was restarted since the journal was written")
 
 
 def _dropped(

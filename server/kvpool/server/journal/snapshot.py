@@ -1,9 +1,9 @@
-"""All that an allocator holds, as frames: frozen at one moment, encoded and written a slice at a time.
+"""The state of an allocator at one moment, as frames that are encoded and written one slice at a time.
 
-1. `Frozen` takes everything at one moment: what is small is encoded; columns by block and requests are kept as they
-   were until they are written (see `guarded`). What is changed later is not in it.
-2. What follows from the rest is left out, and made again: the maps by hash and by number.
-3. What stays with its process is left out, too: see `LEFT_OUT`.
+1. `Frozen` takes the whole state at one moment. Small parts are encoded at once. Columns by block and requests are
+   preserved until they are written (see `copy_on_write`). Later changes are not included.
+2. Derived data is omitted and rebuilt: the maps by hash and by number.
+3. Data that belongs to the process is omitted too: see `LEFT_OUT`.
 """
 
 import gc
@@ -17,8 +17,7 @@ from itertools import compress, islice
 from typing import Any, Final, cast
 
 from kvpool.core.allocator import Allocator
-from kvpool.core.blocks.block_contents import BlockContents
-from kvpool.core.blocks.block_pool import BlockPool
+from kvpool.core.blocks.block_pool import BlockContents, BlockPool
 from kvpool.core.blocks.free_list import Chunk, FreeList
 from kvpool.core.blocks.kv_cache_manager import KVCacheManager
 from kvpool.core.blocks.prefix_map import PrefixMap
@@ -30,23 +29,23 @@ from kvpool.core.specs.pool_config import HashScheme, KVCacheGroup, PoolConfig
 from kvpool.server.journal.calls import JournaledAllocator, WireCodec
 from kvpool.server.journal.codec import Decoder, Encoder, dumps, loads, packed_bytes, unpacked_bytes
 from kvpool.server.journal.copy_on_write import CopyOnWriteColumn, FrozenChunks, FrozenRequests
-from kvpool.server.journal.frames import NONSENSE, DamageError, Frame, FrameKind, encode_frame
+from kvpool.server.journal.frames import MALFORMED, DamageError, Frame, FrameKind, encode_frame
 
 LEFT_OUT: Final = {
-    (Allocator, "_new_block_lifetimes"): "is given to each process",
-    (KVCacheManager, "block_lifetimes"): "a sample is drawn anew by each process; no answer depends on it",
-    (BlockPool, "block_lifetimes"): "likewise",
-    (BlockPool, "_events"): "events that were not told yet: watchers of a new process begin with a snapshot",
-    (PrefixMap, "_by_hash"): "follows from _hash_of, _group_of and _duplicates",
+    (Allocator, "_new_block_lifetimes"): "each process has its own",
+    (KVCacheManager, "block_lifetimes"): "each process draws its own sample; no result depends on it",
+    (BlockPool, "block_lifetimes"): "each process draws its own sample; no result depends on it",
+    (BlockPool, "_events"): "unpublished events: watchers of a new process begin with a snapshot",
+    (PrefixMap, "_by_hash"): "follows from _block_hashes, _group_ids and _duplicates",
     (Session, "by_number"): "follows from requests",
 }
 _COLUMNS: Final = {
     (FreeList, "_chunks"),
     (FreeList, "_column"),
-    (PrefixMap, "_group_of"),
-    (PrefixMap, "_hash_of"),
-    (PrefixMap, "_number_of_writer"),
-    (BlockContents, "_contents_of"),
+    (PrefixMap, "_group_ids"),
+    (PrefixMap, "_block_hashes"),
+    (PrefixMap, "_session_numbers"),
+    (BlockContents, "_contents"),
 }
 _COLUMN: Final = "column"
 _CHUNKS: Final = "chunks"
@@ -60,7 +59,7 @@ def _allocator_fields() -> tuple[str, ...]:
 
 @cache
 def _fields_here() -> dict[str, tuple[str, ...]]:
-    """The fields of the classes without slots, as the objects of a new pool have them."""
+    """Fields of the classes without slots, taken from the objects of a new pool."""
     group = KVCacheGroup(FullAttentionSpec(1), ("layer",))
     allocator = Allocator()
     allocator.create_pool(PoolConfig(PoolName("m"), 2, 1, (group,), hash_scheme=HashScheme()), b"n" * 32)
@@ -83,9 +82,9 @@ def _small(owner: object, name: str) -> object:
 
 
 class Frozen(AbstractContextManager["Frozen"]):
-    """A state that changes no more, yet to be written. Until it is, or is left, changes of the allocator cost more.
+    """The state of an allocator at one moment. Changes of the allocator cost more until this context ends.
 
-    There may be one at a time of an allocator.
+    At most one may exist per allocator at a time.
     """
 
     def __init__(self, allocator: Allocator, messages: WireCodec) -> None:
@@ -119,7 +118,7 @@ class Frozen(AbstractContextManager["Frozen"]):
             return ((_CHUNKS, len(self._columns) - 1, len(chunks)), chunks.heads)
         if here in _COLUMNS:
             if isinstance(value, CopyOnWriteColumn):
-                raise RuntimeError("an allocator is frozen twice at a time")
+                raise RuntimeError("the allocator is already frozen")
             self._columns.append(CopyOnWriteColumn(owner, name))
             return (_COLUMN, len(self._columns) - 1, len(value))
         if here == (Session, "requests"):
@@ -127,7 +126,7 @@ class Frozen(AbstractContextManager["Frozen"]):
         return value
 
     def frames(self) -> Iterator[bytes]:
-        """Encodes it, a frame at a time, once. O(blocks of a slice) each but the first."""
+        """Yields the frames of the snapshot; call once. O(blocks of a slice) per frame after the first."""
         yield encode_frame(FrameKind.GRAPH, dumps(self._graph))
         for requests in self._requests.slices():
             encoder = Encoder(self._messages)
@@ -158,7 +157,7 @@ def _encode_slice(values: Sequence[Any]) -> list[object]:
     return ["t", *values]
 
 
-def _decode_slice(kind: str, *parts: Any) -> list[Any]:  # noqa: ANN401 - as it was encoded
+def _decode_slice(kind: str, *parts: Any) -> list[Any]:  # noqa: ANN401 - depends on the kind
     if kind == "y":
         return list(parts[0])
     if kind in {"I", "q"}:
@@ -174,11 +173,11 @@ def _decode_slice(kind: str, *parts: Any) -> list[Any]:  # noqa: ANN401 - as it 
 
 
 class Loader:
-    """Makes an allocator's state again of a snapshot's frames, which are to come in order.
+    """Restores an allocator's state from the frames of a snapshot, passed in order.
 
     Args:
-        allocator: A new one, which is filled once all frames are there.
-        messages: Knows the messages in it.
+        allocator: A new allocator, filled when the last frame is passed.
+        messages: Decodes the messages in the snapshot.
     """
 
     def __init__(self, allocator: JournaledAllocator, messages: WireCodec) -> None:
@@ -190,15 +189,15 @@ class Loader:
         self.is_whole = False
 
     def take(self, frame: Frame) -> None:
-        """Takes the next frame.
+        """Loads the next frame.
 
         Raises:
-            DamageError: It is none of a snapshot, or of one that another code wrote.
+            DamageError: The frame does not belong to a snapshot, or to one of another version.
         """
         try:
             self._take(frame)
-        except NONSENSE as error:
-            raise DamageError(f"a {frame.kind.name} of no snapshot") from error
+        except MALFORMED as error:
+            raise DamageError(f"a malformed {frame.kind.name} frame in a snapshot") from error
 
     def _take(self, frame: Frame) -> None:
         match frame.kind:
@@ -214,12 +213,12 @@ class Loader:
                 self._fill()
                 self.is_whole = True
             case _:
-                raise DamageError("no frame of a snapshot")
+                raise DamageError("not a frame of a snapshot")
 
     def _fill(self) -> None:
         names, classes, node = self._graph
         if tuple(names) != _allocator_fields():
-            raise DamageError("allocator.Allocator is not as it was")
+            raise DamageError("allocator.Allocator differs in this version")
         decoder = Decoder(self._messages, classes, fields=_fields_here().get)
         values = decoder.value(node)
         for name, value in zip(names, values, strict=True):
@@ -257,17 +256,17 @@ def _place(value: object) -> tuple[str, int, int]:
 
 
 def _complete(blocks: BlockPool, column_at: Callable[..., list[Any]]) -> None:
-    """Puts the columns where they were, and makes what follows from them. O(num_blocks)."""
+    """Restores the columns, and rebuilds the data derived from them. O(num_blocks)."""
     blocks._events = []
     blocks.free_list._column = column_at(blocks.free_list._column)
     ids = [BlockId(i) for i in range(blocks.num_blocks)]
-    _line_up(blocks.free_list, column_at, ids)
-    _map(blocks.prefix_map, column_at, ids)
+    _restore_free_list(blocks.free_list, column_at, ids)
+    _restore_prefixes(blocks.prefix_map, column_at, ids)
     if blocks.contents:
-        blocks.contents._contents_of = column_at(blocks.contents._contents_of)
+        blocks.contents._contents = column_at(blocks.contents._contents)
 
 
-def _line_up(free_list: FreeList, column_at: Callable[..., list[Any]], ids: Sequence[BlockId]) -> None:
+def _restore_free_list(free_list: FreeList, column_at: Callable[..., list[Any]], ids: Sequence[BlockId]) -> None:
     place, heads = cast("tuple[object, list[tuple[int, int]]]", free_list._chunks)
     entries = iter(column_at(place, _CHUNKS))
     column = free_list._column
@@ -280,14 +279,14 @@ def _line_up(free_list: FreeList, column_at: Callable[..., list[Any]], ids: Sequ
         raise DamageError("blocks of the free list are missing")
 
 
-def _map(prefix_map: PrefixMap, column_at: Callable[[object], list[Any]], ids: Sequence[BlockId]) -> None:
-    hashes: list[BlockHash | None] = column_at(prefix_map._hash_of)
-    prefix_map._hash_of = hashes
-    prefix_map._group_of = bytearray(column_at(prefix_map._group_of))
-    prefix_map._number_of_writer = column_at(prefix_map._number_of_writer)
+def _restore_prefixes(prefix_map: PrefixMap, column_at: Callable[[object], list[Any]], ids: Sequence[BlockId]) -> None:
+    hashes: list[BlockHash | None] = column_at(prefix_map._block_hashes)
+    prefix_map._block_hashes = hashes
+    prefix_map._group_ids = bytearray(column_at(prefix_map._group_ids))
+    prefix_map._session_numbers = column_at(prefix_map._session_numbers)
     several = prefix_map._duplicates
     by_hash: list[dict[BlockHash, BlockId]] = [{} for _ in several]
-    for block_id, block_hash, group_id in zip(ids, hashes, prefix_map._group_of, strict=True):
+    for block_id, block_hash, group_id in zip(ids, hashes, prefix_map._group_ids, strict=True):
         if block_hash is not None:
             by_hash[group_id][block_hash] = block_id
     for mapped, many in zip(by_hash, several, strict=True):

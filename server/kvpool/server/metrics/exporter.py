@@ -1,7 +1,7 @@
-"""Serves /metrics: copies figures on the server's event loop, a moment's work, and writes the text in a thread.
+"""Serves /metrics. Figures are copied on the server's event loop, and a thread renders the text.
 
-1. Nothing but the loop reads the core, so a scrape sees all pools as they were at one moment.
-2. Nothing is worked out until somebody asks.
+1. Only the event loop reads the core, so a scrape shows all pools at the same moment.
+2. Figures are computed per scrape only.
 """
 
 import asyncio
@@ -14,7 +14,7 @@ from prometheus_client.registry import Collector
 from kvpool.wire.metrics_http import MetricsServer
 
 SCRAPE_SECONDS: Final = 5.0
-"""How long a scrape waits for its turn on the event loop."""
+"""Maximum time that a scrape waits for the event loop."""
 
 
 class LoopCollector(Collector):
@@ -22,7 +22,7 @@ class LoopCollector(Collector):
 
     Args:
         loop: The loop.
-        sample: Copies the figures; called on the loop. What it returns makes the metrics, elsewhere.
+        sample: Copies the figures; called on the loop. It returns a function that makes the metrics in a thread.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, sample: Callable[[], Callable[[], Iterable[Metric]]]) -> None:
@@ -30,10 +30,10 @@ class LoopCollector(Collector):
         self._sample = sample
 
     def collect(self) -> Iterator[Metric]:
-        """Yields all metrics as of now.
+        """Yields all current metrics.
 
         Raises:
-            TimeoutError: The loop is busy for too long; the scrape fails, which is what it should say.
+            TimeoutError: The loop is busy for too long, and the scrape fails.
         """
 
         async def sample() -> Callable[[], Iterable[Metric]]:
@@ -47,27 +47,27 @@ class LoopCollector(Collector):
         yield from render()
 
     def describe(self) -> Iterable[Metric]:
-        """Names nothing in advance: registering must not wait for the loop that registers."""
+        """Returns nothing, because the loop itself registers this collector and cannot wait for itself."""
         return ()
 
 
 class Exporter:
-    """The HTTP server of a server's metrics, in threads of its own.
+    """The HTTP server of the metrics, with its own threads.
 
     Args:
         host: Address to listen on.
         port: Port to listen on; 0 for a free one.
-        sample: As of `LoopCollector`.
+        sample: See `LoopCollector`.
 
     Raises:
-        OSError: The address cannot be had.
+        OSError: The address cannot be used.
     """
 
     def __init__(self, host: str, port: int, sample: Callable[[], Callable[[], Iterable[Metric]]]) -> None:
         self._http = MetricsServer(LoopCollector(asyncio.get_running_loop(), sample), host, port)
         self.address = f"{host}:{self._http.port}"
-        """Where it listens, the port that was free included."""
+        """The listening address, with the actual port."""
 
     async def stop(self) -> None:
-        """Stops listening; the loop goes on meanwhile, as a scrape in flight waits for it."""
+        """Stops listening. The loop keeps running meanwhile, as a scrape in progress waits for it."""
         await asyncio.to_thread(self._http.stop)

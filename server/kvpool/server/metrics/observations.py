@@ -1,4 +1,4 @@
-"""What only the service sees of its calls and steps: how long they took, and how they ended."""
+"""Figures that the server counts outside the core: calls, steps, publishers and the journal."""
 
 from dataclasses import dataclass
 from typing import Final
@@ -9,11 +9,11 @@ from kvpool.core.statistics import Histogram
 
 @dataclass(frozen=True, slots=True)
 class PublisherCounts:
-    """What the ZeroMQ publisher of a pool's events did.
+    """Counts of the ZeroMQ publisher of one pool.
 
     Attributes:
         messages: Messages published, heartbeats included.
-        skipped_batches: Batches that were not published, as it fell behind; the map was told anew instead.
+        skipped_batches: Batches not published because the publisher fell behind. It published all cached blocks again.
         replays: Replays served.
         snapshots: Snapshots served.
     """
@@ -22,6 +22,31 @@ class PublisherCounts:
     skipped_batches: int
     replays: int
     snapshots: int
+
+
+@dataclass(slots=True)
+class JournalCounts:
+    """Counts and times of a server's journal.
+
+    Attributes:
+        is_up: Whether a server killed now would recover its state.
+        size_bytes: Size of the journal's files.
+        records: Changes written.
+        snapshots: Snapshots completed.
+        snapshot_seconds: Time from the newest snapshot's moment until it was complete.
+        stopped_seconds: Part of that time in which the server did nothing else.
+        failures: Number of times that the journal was given up.
+        recovery_seconds: Time to read the journal when the server started.
+    """
+
+    is_up: bool = False
+    size_bytes: int = 0
+    records: int = 0
+    snapshots: int = 0
+    snapshot_seconds: float = 0.0
+    stopped_seconds: float = 0.0
+    failures: int = 0
+    recovery_seconds: float = 0.0
 
 
 STEP_BOUNDS_SECONDS: Final = (
@@ -35,11 +60,11 @@ class Observations:
     """Counts and histograms of one server; its event loop writes and reads them.
 
     Attributes:
-        step_seconds: By pool, time from a step's arrival to its encoded result.
-        step_operations: By pool, operations of a step.
-        rpcs: By method and code, calls that ended.
-        rpc_seconds: By method, how long unary calls took.
-        refusals: By reason, calls that were not let in.
+        step_seconds: By pool: time from a step's arrival to its encoded result.
+        step_operations: By pool: operations per step.
+        rpcs: By method and code: completed calls.
+        rpc_seconds: By method: durations of unary calls.
+        refusals: By reason: calls that failed authentication or authorization.
     """
 
     def __init__(self) -> None:
@@ -59,16 +84,16 @@ class Observations:
         self.step_operations[pool].observe(num_operations)
 
     def rpc(self, method: str, code: str, seconds: float | None) -> None:
-        """Counts a call that ended; `seconds` None for a stream, which lasts as long as its client likes."""
+        """Counts a completed call; `seconds` is None for a stream, whose duration its client decides."""
         self.rpcs[method, code] = self.rpcs.get((method, code), 0) + 1
         if seconds is not None:
             self.rpc_seconds.setdefault(method, Histogram(STEP_BOUNDS_SECONDS)).observe(seconds)
 
     def refusal(self, reason: str) -> None:
-        """Counts a call that was not let in."""
+        """Counts a call that failed authentication or authorization."""
         self.refusals[reason] = self.refusals.get(reason, 0) + 1
 
     def forget_pools_but(self, names: set[PoolName]) -> None:
-        """Lets go of the pools that are no more."""
+        """Deletes the histograms of removed pools."""
         for name in self.step_seconds.keys() - names:
             del self.step_seconds[name], self.step_operations[name]

@@ -1,6 +1,6 @@
-"""What Prometheus is told of pools. Names, units and help texts stand here; docs/reference/metrics.md lists them.
+"""Prometheus metrics of pools, with their names, units and help texts; docs/reference/metrics.md lists them.
 
-Label values are bounded: pools by `--max-pools`, groups by their pool, all others are listed in the code.
+The number of label values is bounded: pools by `--max-pools`, groups by their pool, all others by lists in the code.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -19,14 +19,14 @@ from kvpool.server.metrics.observations import OPERATION_BOUNDS, STEP_BOUNDS_SEC
 
 @dataclass(frozen=True, slots=True)
 class Measures:
-    """A pool's histograms; None where nothing was measured yet.
+    """Histograms of a pool; None where nothing was measured yet.
 
     Attributes:
-        lifetime: Seconds from a block being taken to its eviction.
+        lifetime: Seconds from a block's allocation to its eviction.
         idle: Seconds from a block's last access to its eviction.
         reuse_gap: Seconds between two accesses of a block.
-        step_seconds: Server time of a step.
-        step_operations: Operations of a step.
+        step_seconds: Server time per step, in seconds.
+        step_operations: Operations per step.
     """
 
     lifetime: Histogram | None = None
@@ -41,9 +41,9 @@ class PoolSample:
     """A pool at the moment of a scrape.
 
     Attributes:
-        info: How it is.
+        info: The state of the pool.
         measures: Its histograms.
-        published: What its publisher did; None if its events are not published over ZeroMQ.
+        published: Counts of its publisher; None if its events are not published over ZeroMQ.
     """
 
     info: PoolInfo
@@ -53,7 +53,7 @@ class PoolSample:
 
 @dataclass(frozen=True, slots=True)
 class _Value:
-    """One sample a pool: a counter if its name ends in _total, else a gauge."""
+    """A metric with one sample per pool: a counter if its name ends in _total, else a gauge."""
 
     name: str
     help: str
@@ -65,96 +65,102 @@ def _usable(info: PoolInfo) -> int:
 
 
 _VALUES: Final = (
-    _Value("kvpool_pool_epoch", "Goes up whenever what blocks held is lost.", lambda info: info.epoch),
     _Value(
-        "kvpool_pool_blocks", "Blocks that can be used; free and used ones add up to them (null block apart).", _usable
+        "kvpool_pool_epoch",
+        "Epoch of the pool; it increases whenever the contents of all blocks are lost.",
+        lambda info: info.epoch,
     ),
-    _Value("kvpool_pool_free_blocks", "Blocks that can be given now, cached ones included.", lambda i: i.free_blocks),
+    _Value("kvpool_pool_blocks", "Usable blocks, without the null block: free + used.", _usable),
+    _Value(
+        "kvpool_pool_free_blocks", "Blocks that can be allocated now, including cached ones.", lambda i: i.free_blocks
+    ),
     _Value(
         "kvpool_pool_used_blocks",
-        "Blocks that requests hold or that are set aside for sinks.",
+        "Blocks held by requests or reserved for attention sinks.",
         lambda info: _usable(info) - info.free_blocks,
     ),
     _Value(
         "kvpool_pool_cached_blocks",
-        "Blocks, used or free, whose contents can be found again by their hash.",
+        "Blocks, used or free, that prefix look-ups can find.",
         lambda info: info.cached_blocks,
     ),
-    _Value("kvpool_pool_usage_ratio", "Used blocks for each that can be used, 0 to 1.", lambda info: info.usage),
+    _Value("kvpool_pool_usage_ratio", "Share of usable blocks that are used, 0 to 1.", lambda info: info.usage),
     _Value(
         "kvpool_prefix_cache_recent_hit_ratio",
-        "Tokens found for each asked for over the last 1,000 look-ups, 0 to 1.",
+        "Prefix cache hit rate in tokens over the last 1,000 look-ups, 0 to 1.",
         lambda info: info.recent_hit_rate,
     ),
     _Value(
         "kvpool_quarantined_blocks",
-        "Blocks that ended sessions held, not yet free since a step of theirs may still run. Counted as used.",
+        "Blocks of ended sessions that are not free yet because a step may still run; counted as used.",
         lambda info: info.quarantined_blocks,
     ),
     _Value(
         "kvpool_quarantined_sessions",
-        "Sessions that have ended, whose blocks are not yet free.",
+        "Ended sessions whose blocks are in quarantine.",
         lambda info: info.quarantined_sessions,
     ),
     _Value("kvpool_sessions", "Open sessions: scheduler processes attached to the pool.", lambda info: info.sessions),
     _Value(
         "kvpool_prefix_cache_lookups_total",
-        "Prefix look-ups, those of preempted requests apart.",
+        "Prefix look-ups, without those of preempted requests.",
         lambda info: info.prefix_cache.requests,
     ),
     _Value(
         "kvpool_prefix_cache_queried_tokens_total",
-        "Tokens that look-ups asked for, those of preempted requests apart.",
+        "Tokens queried by look-ups, without those of preempted requests.",
         lambda info: info.prefix_cache.queries_tokens,
     ),
     _Value(
         "kvpool_prefix_cache_hit_tokens_total",
-        "Tokens that look-ups found, those of preempted requests apart.",
+        "Tokens found by look-ups, without those of preempted requests.",
         lambda info: info.prefix_cache.hits_tokens,
     ),
     _Value(
         "kvpool_prefix_cache_preempted_lookups_total",
-        "Prefix look-ups of requests that had been preempted.",
+        "Prefix look-ups of preempted requests.",
         lambda info: info.prefix_cache.preempted_requests,
     ),
     _Value(
         "kvpool_prefix_cache_preempted_queried_tokens_total",
-        "Tokens that look-ups of preempted requests asked for.",
+        "Tokens queried by look-ups of preempted requests.",
         lambda info: info.prefix_cache.preempted_queries_tokens,
     ),
     _Value(
         "kvpool_prefix_cache_preempted_hit_tokens_total",
-        "Tokens that look-ups of preempted requests found.",
+        "Tokens found by look-ups of preempted requests.",
         lambda info: info.prefix_cache.preempted_hits_tokens,
     ),
     _Value(
         "kvpool_prefix_cache_shared_hit_tokens_total",
-        "Of all tokens found, those in blocks that another session had filled.",
+        "Tokens found in blocks that another session computed; part of all tokens found.",
         lambda info: info.prefix_cache.shared_hits_tokens,
     ),
     _Value(
         "kvpool_prefix_cache_resets_total",
-        "Times that the whole prefix cache was dropped.",
+        "Resets of the whole prefix cache.",
         lambda info: info.prefix_cache.resets,
     ),
-    _Value("kvpool_allocations_total", "Times that a request was given room.", lambda info: info.activity.allocations),
+    _Value(
+        "kvpool_allocations_total",
+        "Successful allocations for a request, including those that clients granted themselves and reported later.",
+        lambda info: info.activity.allocations,
+    ),
     _Value(
         "kvpool_allocation_refusals_total",
-        "Times that a request was given no room, as too few blocks were free.",
+        "Allocations refused because too few blocks were free.",
         lambda info: info.activity.refusals,
     ),
     _Value(
         "kvpool_evicted_blocks_total",
-        "Cached blocks whose contents were given up to make room.",
+        "Cached blocks evicted to make room.",
         lambda info: info.evicted_blocks,
     ),
-    _Value(
-        "kvpool_preemptions_total", "Times that a running request's blocks were taken back.", lambda i: i.preemptions
-    ),
+    _Value("kvpool_preemptions_total", "Preemptions of running requests.", lambda i: i.preemptions),
     _Value("kvpool_sessions_opened_total", "Sessions opened.", lambda info: info.activity.sessions_opened),
     _Value(
         "kvpool_pool_suspensions_total",
-        "Times that a missing rank stopped all allocation.",
+        "Suspensions of all allocation because a rank was missing.",
         lambda info: info.activity.suspensions,
     ),
     _Value(
@@ -162,12 +168,12 @@ _VALUES: Final = (
     ),
     _Value(
         "kvpool_step_retries_total",
-        "Changes that came again and were answered from memory, applied once.",
+        "Repeated changes that were answered from memory and not applied again.",
         lambda info: info.activity.retries,
     ),
     _Value(
         "kvpool_block_event_batches_total",
-        "Batches of block events made: one for each change that stored or removed cached blocks.",
+        "Batches of block events: one per change that stored or removed cached blocks.",
         lambda info: info.event_sequence,
     ),
 )
@@ -175,12 +181,12 @@ _VALUES: Final = (
 _GROUP_VALUES: Final[tuple[tuple[str, str, Callable[[GroupInfo], int]], ...]] = (
     (
         "kvpool_group_used_blocks",
-        "Blocks of the group that requests hold or that are set aside for sinks.",
+        "Blocks of the group held by requests, shared ones counted once, or reserved for attention sinks.",
         lambda group: group.used_blocks,
     ),
     (
         "kvpool_group_cached_blocks",
-        "Blocks of the group that can be found again by their hash.",
+        "Blocks of the group that prefix look-ups can find.",
         lambda group: group.cached_blocks,
     ),
     (
@@ -190,7 +196,7 @@ _GROUP_VALUES: Final[tuple[tuple[str, str, Callable[[GroupInfo], int]], ...]] = 
     ),
     (
         "kvpool_group_evicted_blocks_total",
-        "Cached blocks of the group whose contents were given up to make room.",
+        "Cached blocks of the group evicted to make room.",
         lambda group: group.evicted_blocks,
     ),
 )
@@ -198,22 +204,22 @@ _GROUP_VALUES: Final[tuple[tuple[str, str, Callable[[GroupInfo], int]], ...]] = 
 _PUBLISHER_VALUES: Final[tuple[tuple[str, str, Callable[[PublisherCounts], int]], ...]] = (
     (
         "kvpool_event_messages_total",
-        "Messages of block events published over ZeroMQ, heartbeats included.",
+        "Messages published over ZeroMQ, including heartbeats.",
         lambda counts: counts.messages,
     ),
     (
         "kvpool_event_batches_skipped_total",
-        "Batches of block events that were not published in time; subscribers were told all anew.",
+        "Batches of block events not published in time; all cached blocks were published again instead.",
         lambda counts: counts.skipped_batches,
     ),
     (
         "kvpool_event_replays_total",
-        "Replays that subscribers asked for.",
+        "Replays requested by subscribers.",
         lambda counts: counts.replays,
     ),
     (
         "kvpool_event_snapshots_total",
-        "Snapshots that subscribers asked for.",
+        "Snapshots requested by subscribers.",
         lambda counts: counts.snapshots,
     ),
 )
@@ -228,31 +234,31 @@ _SESSION_ENDS: Final[dict[str, Callable[[PoolInfo], int]]] = {
 HISTOGRAMS: Final[tuple[tuple[str, str, Sequence[float], Callable[[Measures], Histogram | None]], ...]] = (
     (
         "kvpool_block_lifetime_seconds",
-        "From a block being taken to the eviction of its contents; a sample of the blocks.",
+        "Time from a block's allocation to its eviction, for sampled blocks.",
         BOUNDS_SECONDS,
         lambda measures: measures.lifetime,
     ),
     (
         "kvpool_block_idle_before_evict_seconds",
-        "From the last access of a block to the eviction of its contents; a sample of the blocks.",
+        "Time from a block's last access (hit or allocation) to its eviction, for sampled blocks.",
         BOUNDS_SECONDS,
         lambda measures: measures.idle,
     ),
     (
         "kvpool_block_reuse_gap_seconds",
-        "Between two accesses of a cached block; a sample of the blocks.",
+        "Time between two accesses of a cached block, for sampled blocks.",
         BOUNDS_SECONDS,
         lambda measures: measures.reuse_gap,
     ),
     (
         "kvpool_step_seconds",
-        "Server time of a step of a stream: decode, decide, encode.",
+        "Server time per step of a stream: decode, apply, encode.",
         STEP_BOUNDS_SECONDS,
         lambda measures: measures.step_seconds,
     ),
     (
         "kvpool_step_operations",
-        "Operations of a step of a stream.",
+        "Operations per step of a stream.",
         OPERATION_BOUNDS,
         lambda measures: measures.step_operations,
     ),
@@ -260,7 +266,7 @@ HISTOGRAMS: Final[tuple[tuple[str, str, Sequence[float], Callable[[Measures], Hi
 
 
 def pool_metrics(pools: Sequence[PoolSample]) -> Iterator[Metric]:
-    """Makes the families of all pools, each with all pools' samples."""
+    """Makes the metric families, each with the samples of all pools."""
     for value in _VALUES:
         yield family(value.name, value.help, ("pool",), [((p.info.config.name,), value.read(p.info)) for p in pools])
     yield from _groups(pools)
@@ -270,7 +276,7 @@ def pool_metrics(pools: Sequence[PoolSample]) -> Iterator[Metric]:
         yield family(event_name, text, ("pool",), published)
     yield family(
         "kvpool_sessions_ended_total",
-        "Sessions that ended, by what ended them.",
+        "Ended sessions by reason.",
         ("pool", "reason"),
         [((p.info.config.name, reason), read(p.info)) for p in pools for reason, read in _SESSION_ENDS.items()],
     )
@@ -296,13 +302,13 @@ def _groups(pools: Sequence[PoolSample]) -> Iterator[Metric]:
 def _states(pools: Sequence[PoolSample]) -> Iterator[Metric]:
     yield family(
         "kvpool_pool_state",
-        "1 for the state that the pool is in, 0 for the others.",
+        "1 for the current state of the pool, 0 for the others.",
         ("pool", "state"),
         [((p.info.config.name, state.value), int(p.info.state is state)) for p in pools for state in PoolState],
     )
     yield family(
         "kvpool_ranks",
-        "Ranks of the pool, by how they are; none if a scheduler holds the tensors itself.",
+        "Ranks of the pool by state; none if the scheduler owns the tensors.",
         ("pool", "state"),
         [
             ((p.info.config.name, state.value), [rank.state for rank in p.info.ranks].count(state))
@@ -314,14 +320,14 @@ def _states(pools: Sequence[PoolSample]) -> Iterator[Metric]:
     for p in pools:
         requests.append(((p.info.config.name, "running"), p.info.running_requests))
         requests.append(((p.info.config.name, "waiting"), p.info.requests - p.info.running_requests))
-    text = "Requests of all sessions: running ones hold blocks, waiting ones do not."
+    text = "Requests of all sessions; running ones hold blocks, waiting ones do not."
     yield family("kvpool_requests", text, ("pool", "state"), requests)
 
 
 def family(
     name: str, text: str, labels: tuple[str, ...], samples: Sequence[tuple[tuple[str, ...], float]]
 ) -> GaugeMetricFamily | CounterMetricFamily:
-    """Makes a counter of a name that ends in _total, a gauge of any other."""
+    """Makes a counter if the name ends in _total, else a gauge."""
     made: GaugeMetricFamily | CounterMetricFamily
     if name.endswith("_total"):
         made = CounterMetricFamily(name.removesuffix("_total"), text, labels=labels)
@@ -335,7 +341,7 @@ def family(
 def histogram_family(
     name: str, text: str, labels: tuple[str, ...], samples: Sequence[tuple[tuple[str, ...], Histogram]]
 ) -> HistogramMetricFamily:
-    """Makes a histogram of cumulative buckets."""
+    """Makes a histogram with cumulative buckets."""
     made = HistogramMetricFamily(name, text, labels=labels)
     for values, histogram in samples:
         buckets, below = [], 0

@@ -1,4 +1,4 @@
-"""Counts and times the calls of a server, whatever service they are of."""
+"""Counts and times all calls of a server."""
 
 import asyncio
 import inspect
@@ -15,7 +15,7 @@ _CODES: Final = {code.value[0]: code.name for code in grpc.StatusCode}
 
 
 class RpcObserver(grpc.aio.ServerInterceptor):
-    """An interceptor; only methods that exist are counted, so that a client cannot make up label values."""
+    """An interceptor. It counts existing methods only, so that a client cannot invent label values."""
 
     def __init__(self, observations: Observations) -> None:
         self._observations = observations
@@ -25,13 +25,13 @@ class RpcObserver(grpc.aio.ServerInterceptor):
         continuation: Callable[[grpc.HandlerCallDetails], "Awaitable[Handler | None]"],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> "Handler | None":
-        """Puts a stopwatch around a call."""
+        """Wraps the handler of a call."""
         handler = await continuation(handler_call_details)
         if handler is None:  # no method of this name
             return None
         method = method_of(handler_call_details)
         behavior = behavior_of(handler)
-        if not inspect.iscoroutinefunction(behavior):  # its responses are yielded: only reflection's are
+        if not inspect.iscoroutinefunction(behavior):  # a generator of responses; only reflection has one
             return handler
         is_unary = not handler.request_streaming and not handler.response_streaming
         return rewrapped(handler, self._observed(behavior, method, is_unary=is_unary))
@@ -57,6 +57,6 @@ class RpcObserver(grpc.aio.ServerInterceptor):
 
 
 def _code(context: "grpc.aio.ServicerContext[Any, Any]") -> str:
-    """Name of the status that a call ends with: one never set is OK."""
+    """Name of a call's final status; a status that was never set is OK."""
     code: Any = context.code()
     return code.name if isinstance(code, grpc.StatusCode) else _CODES.get(code or 0, "UNKNOWN")

@@ -1,4 +1,4 @@
-"""What Prometheus is told of a server: its pools, its calls, its version."""
+"""Prometheus metrics of a server: its pools, calls, journal and version."""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -12,8 +12,7 @@ from kvpool.core.block_lifetimes import BlockLifetimes
 from kvpool.core.ids import PoolName
 from kvpool.core.statistics import Histogram
 from kvpool.core.views.pool_info import PoolInfo
-from kvpool.server.journal.counts import JournalCounts
-from kvpool.server.metrics.observations import Observations, PublisherCounts
+from kvpool.server.metrics.observations import JournalCounts, Observations, PublisherCounts
 from kvpool.server.metrics.pool_metrics import Measures, PoolSample, family, histogram_family, pool_metrics
 from kvpool.server.metrics.vllm_metrics import vllm_metrics
 
@@ -22,12 +21,12 @@ _METHOD: Final = ("method",)
 
 @dataclass(frozen=True, slots=True)
 class PoolSource:
-    """What there is to tell of a pool.
+    """Sources of a pool's metrics.
 
     Attributes:
-        info: How it is.
-        block_lifetimes: How long its blocks keep what they hold, if that is sampled.
-        published: What its publisher did, if its events are published.
+        info: The state of the pool.
+        block_lifetimes: Sampled lifetimes of its blocks, if enabled.
+        published: Counts of its publisher, if its events are published.
     """
 
     info: PoolInfo
@@ -37,7 +36,7 @@ class PoolSource:
 
 @dataclass(frozen=True, slots=True)
 class _Counts:
-    """Copies of counts of `Observations`, by its names."""
+    """Copies of counts of `Observations`, under the same names."""
 
     rpcs: dict[tuple[str, str], int]
     refusals: dict[str, int]
@@ -50,15 +49,17 @@ def sampler(
     with_vllm: bool,
     journal: JournalCounts | None = None,
 ) -> Callable[[], Callable[[], Iterable[Metric]]]:
-    """Makes what copies a server's figures on its event loop, and returns what makes metrics of the copy.
+    """Makes a function that copies a server's figures. That function returns one that makes metrics of the copy.
+
+    The first function runs on the server's event loop, the second one in any thread.
 
     Args:
-        describe: Tells of all pools.
-        observations: What the services saw.
-        with_vllm: Tell the same under vLLM's names, too.
-        journal: What the server's journal counts; None if it has none.
+        describe: Returns the sources of all pools.
+        observations: Figures counted by the services.
+        with_vllm: Whether to export the figures under vLLM's names, too.
+        journal: Counts of the journal; None without a journal.
     """
-    release = version("kvpool")  # reads the installation's files: once, not a scrape
+    release = version("kvpool")  # reads files, so call it once and not per scrape
 
     def sample() -> Callable[[], Iterable[Metric]]:
         pools = [
@@ -89,7 +90,7 @@ def _measures(name: PoolName, kept: BlockLifetimes | None, observations: Observa
     )
 
 
-def _render(  # noqa: PLR0913 - all that there is to tell
+def _render(  # noqa: PLR0913 - one argument per source
     release: str,
     pools: list[PoolSample],
     counts: _Counts,
@@ -101,13 +102,15 @@ def _render(  # noqa: PLR0913 - all that there is to tell
     yield family("kvpool_build_info", "Version of the server.", ("version",), [((release,), 1)])
     yield from pool_metrics(pools)
     yield family(
-        "kvpool_rpcs_total", "Calls that ended, by gRPC's code.", ("method", "code"), list(counts.rpcs.items())
+        "kvpool_rpcs_total", "Completed calls by gRPC status code.", ("method", "code"), list(counts.rpcs.items())
     )
     refused = [((reason,), count) for reason, count in counts.refusals.items()]
-    yield family("kvpool_door_refusals_total", "Calls that were not let in.", ("reason",), refused)
+    yield family(
+        "kvpool_door_refusals_total", "Calls that failed authentication or authorization.", ("reason",), refused
+    )
     yield histogram_family(
         "kvpool_rpc_seconds",
-        "Server time of unary calls.",
+        "Server time per authenticated unary call, from the arrival of its request.",
         _METHOD,
         [((method,), histogram) for method, histogram in timed.items()],
     )
@@ -119,13 +122,25 @@ def _render(  # noqa: PLR0913 - all that there is to tell
 
 def _journal_metrics(journal: JournalCounts) -> Iterator[Metric]:
     for name, help_text, value in (
-        ("kvpool_journal_up", "Whether a server killed now would come back as it is.", float(journal.is_up)),
-        ("kvpool_journal_bytes", "What the journal's files take.", journal.size_bytes),
+        ("kvpool_journal_up", "1 if a server killed now would recover its state.", float(journal.is_up)),
+        ("kvpool_journal_bytes", "Size of the journal's files.", journal.size_bytes),
         ("kvpool_journal_records_total", "Changes written to the journal.", journal.records),
-        ("kvpool_journal_snapshots_total", "Snapshots written whole.", journal.snapshots),
-        ("kvpool_journal_failures_total", "Times that the journal was given up.", journal.failures),
-        ("kvpool_journal_snapshot_seconds", "How long the newest snapshot took.", journal.snapshot_seconds),
-        ("kvpool_journal_stopped_seconds", "Of it, for how long all else waited.", journal.stopped_seconds),
-        ("kvpool_journal_recovery_seconds", "How long the server read its journal.", journal.recovery_seconds),
+        ("kvpool_journal_snapshots_total", "Snapshots completed.", journal.snapshots),
+        (
+            "kvpool_journal_failures_total",
+            "Number of times that the journal was given up, for example on a full disk.",
+            journal.failures,
+        ),
+        ("kvpool_journal_snapshot_seconds", "Duration of the newest snapshot.", journal.snapshot_seconds),
+        (
+            "kvpool_journal_stopped_seconds",
+            "Part of the newest snapshot's duration in which the server did nothing else.",
+            journal.stopped_seconds,
+        ),
+        (
+            "kvpool_journal_recovery_seconds",
+            "Time to read the journal when the server started.",
+            journal.recovery_seconds,
+        ),
     ):
         yield family(name, help_text, (), [((), value)])

@@ -1,7 +1,7 @@
-"""The same figures under the names that vLLM's dashboards ask for, a pool as a model.
+"""The same figures under the names that vLLM's dashboards use, with a pool as a model.
 
-vLLM counts one engine's; these are of all sessions of the pool. Names and meaning are as its metrics
-design page has them.
+vLLM's figures are of one engine; these are of all sessions of the pool. Names and meaning follow vLLM's page on the
+design of its metrics.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,7 +16,7 @@ _LABELS: Final = ("model_name",)
 
 
 def vllm_metrics(pools: Sequence[PoolSample]) -> Iterator[Metric]:
-    """Makes the families of all pools."""
+    """Makes the metric families, each with the samples of all pools."""
     infos = [sample.info for sample in pools]
     yield family(
         "vllm:kv_cache_usage_perc",

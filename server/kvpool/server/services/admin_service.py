@@ -48,7 +48,9 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
             server=admin_pb2.ServerInfo(
                 version=self._version,
                 uptime_seconds=time.monotonic() - self._started_seconds,
-                draining=self._allocator.drain_state.is_closed or self._hub.ending.is_asked or self._hub.is_draining,
+                draining=self._allocator.drain_state.is_server_drained
+                or self._hub.ending.is_asked
+                or self._hub.is_draining,
             ),
             pools=[
                 wire_pools.info_to_proto(self._ranks.describe(name)) for name in self._ranks.pool_names() if sees(name)
@@ -98,7 +100,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
             _log.warning("prefix cache reset by an operator", extra={"pool": pool.config.name})
             return admin_pb2.AdminServiceResetPrefixCacheResponse(reset=True)
         sessions = [*self._allocator.sessions_of(pool), *(each.session for each in pool.quarantine)]
-        holders = inspection.holders(sessions)[:_TOLD_HOLDERS]
+        holders = inspection.block_holders(sessions)[:_TOLD_HOLDERS]
         told = [inspection.describe_session(pool, session, self._hub.now_seconds()) for session in holders]
         return admin_pb2.AdminServiceResetPrefixCacheResponse(holders=map(wire_admin.session_to_proto, told))
 
@@ -139,7 +141,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
     def Undrain(self, request: admin_pb2.UndrainRequest) -> admin_pb2.UndrainResponse:
         name = PoolName(request.pool_name) if request.pool_name else None
         if (
-            name and name not in self._allocator.drain_state.closed_pools
+            name and name not in self._allocator.drain_state.drained_pools
         ):  # a journal's drain is back before the ranks are
             self._ranks.check_pool(name)
         self._hub.open_drain_state(name)

@@ -14,7 +14,6 @@ from kvpool.core.errors import ExhaustedError, InvalidArgumentError, KvpoolError
 from kvpool.core.ids import SessionId
 from kvpool.core.sessions.session import Session
 from kvpool.core.steps.columns import Operation, Outcome, Step
-from kvpool.server import faults
 from kvpool.server.auth.caller import CALLER, check_session, token_name
 from kvpool.server.limits.stalls import Writer, read_first
 from kvpool.server.metrics.observations import Observations
@@ -42,6 +41,7 @@ class AllocatorService(allocator_pb2_grpc.AllocatorServiceServicer):
         self._hub = hub
         self._ranks = ranks
         self._allocator = hub.allocator
+        self._faults = hub.faults
         self._observations = observations
 
     async def take_turn(self, request: Message) -> None:
@@ -110,7 +110,7 @@ class AllocatorService(allocator_pb2_grpc.AllocatorServiceServicer):
             self._hub.note_epoch(pool)
             extra = {**session_fields(pool, session), "memory": request.memory_id}
             _log.warning("epoch begun in another memory", extra=extra)
-        faults.reach("session.opened")
+        self._faults.reach("session.opened")
         if session.session_id == session_id:  # else its key had opened it before
             _log.info("session opened", extra={**session_fields(pool, session), "seconds": session.lease_seconds})
         return allocator_pb2.OpenSessionResponse(
@@ -148,7 +148,7 @@ class AllocatorService(allocator_pb2_grpc.AllocatorServiceServicer):
     @in_turn
     def CloseSession(self, request: allocator_pb2.CloseSessionRequest) -> allocator_pb2.CloseSessionResponse:
         count, closed = self._hub.close_session(request.session_id)
-        faults.reach("session.closed")
+        self._faults.reach("session.closed")
         if closed:
             _log.info("session closed", extra={**session_fields(*closed), "requests": count})
         return allocator_pb2.CloseSessionResponse(num_freed_requests=count)
@@ -239,17 +239,17 @@ class AllocatorService(allocator_pb2_grpc.AllocatorServiceServicer):
                 finally:
                     self._hub.turns.end()
                 await session_number.write(answer)
-                faults.reach("step.answered")
+                self._faults.reach("step.answered")
 
     def _apply(self, session_id: str, message: step_pb2.Step) -> step_pb2.StepResult:
         start = time.perf_counter()
         pool, session = self._hub.session(session_id)
         step = wire_steps.step_from_proto(message)
         message.ClearField("session_id")  # of the same step sent again it may stand there or not
-        faults.reach("step.decoded")
+        self._faults.reach("step.decoded")
         self._hub.limits.check_step(pool, session, step)
         result = self._allocator.apply(pool, session, step, remembered(message))
-        faults.reach("step.applied")
+        self._faults.reach("step.applied")
         self._hub.publish(pool)
         answer = wire_steps.result_to_proto(result)
         if self._observations:
@@ -258,9 +258,9 @@ class AllocatorService(allocator_pb2_grpc.AllocatorServiceServicer):
 
     def _run(self, message: unary.Change, build: unary.Build) -> unary.Answer:
         pool, session = self._hub.session(message.session_id)
-        faults.reach("step.decoded")
+        self._faults.reach("step.decoded")
         answer = unary.run(self._allocator, self._hub.limits, pool, session, message, build)
-        faults.reach("step.applied")
+        self._faults.reach("step.applied")
         self._hub.publish(pool)
         return answer
 

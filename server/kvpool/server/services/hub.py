@@ -15,15 +15,15 @@ from kvpool.core.block_lifetimes import BlockLifetimes
 from kvpool.core.blocks.kv_cache_manager import KVCacheManager
 from kvpool.core.errors import AbortedError, KvpoolError, UnavailableError, check_range
 from kvpool.core.ids import PoolName, SessionId, SessionNumber
-from kvpool.core.pause_tolerant_clock import LOOK_SECONDS, PauseTolerantClock
+from kvpool.core.pause_tolerant_clock import READ_INTERVAL_SECONDS, PauseTolerantClock
 from kvpool.core.sessions.quarantine import Quarantined
 from kvpool.core.sessions.session import LeaseBounds, Session
 from kvpool.core.sessions.session_ends import ended_error
 from kvpool.core.specs.pool_config import PoolConfig
 from kvpool.core.views.pool_info import PoolInfo
-from kvpool.server import faults
 from kvpool.server.auth.caller import CALLER
 from kvpool.server.events.log import EventLogs, LiveEventLog
+from kvpool.server.fault_points import NO_FAULTS, FaultPoints
 from kvpool.server.limits.config import DEFAULT_LIMITS, Limits
 from kvpool.server.limits.fair_turns import FairTurns
 from kvpool.server.shutdown import Ending
@@ -94,8 +94,10 @@ class Hub:
         quarantine_seconds: float = 0.0,
         allocator: Allocator | None = None,
         limits: Limits = DEFAULT_LIMITS,
+        faults: FaultPoints = NO_FAULTS,
     ) -> None:
         self.allocator = allocator or Allocator(new_block_lifetimes)
+        self.faults = faults
         self._clock = PauseTolerantClock(time.monotonic())
         self._max_pool_blocks = max_pool_blocks
         self._quarantine_seconds = quarantine_seconds
@@ -222,7 +224,7 @@ class Hub:
     def open_epoch(self, config: PoolConfig, epoch: int, *, ranks_fence: bool, owner: str = "") -> KVCacheManager:
         """See `Allocator.open_epoch`."""
         pool = self.allocator.open_epoch(config, _new_none_hash(config), epoch, ranks_fence=ranks_fence, owner=owner)
-        faults.reach("epoch.opened")
+        self.faults.reach("epoch.opened")
         self._keep_log(pool)
         self.publish(pool)
         self._tell_ready()
@@ -279,7 +281,7 @@ class Hub:
 
     def takes_sessions(self, name: PoolName) -> bool:
         """Whether a pool takes new sessions, as far as it is not for its ranks to say."""
-        return self.allocator.drain_state.takes(name) and not self.ending.is_asked and not self.is_draining
+        return self.allocator.drain_state.accepts_sessions(name) and not self.ending.is_asked and not self.is_draining
 
     def open_drain_state(self, name: PoolName | None) -> None:
         """See `Allocator.undrain`; without a name a stop is taken back, too. Those who wait for a pool are told."""
@@ -370,7 +372,7 @@ class Hub:
         """Ends sessions as their leases run out, and their quarantine, for ever."""
         while True:
             left = self.allocator.next_expiry_seconds() - self.now_seconds()
-            await asyncio.sleep(min(max(left, 0.001), LOOK_SECONDS))
+            await asyncio.sleep(min(max(left, 0.001), READ_INTERVAL_SECONDS))
             self.expire_now()
 
     def expire_now(self) -> None:
@@ -387,7 +389,7 @@ class Hub:
             self.publish(pool)
             _log.warning("lease expired", extra={**session_fields(pool, session), "requests": count})
             self._tell_ended(pool, session)
-            faults.reach("lease.expired")
+            self.faults.reach("lease.expired")
 
     def drain(self) -> None:
         """Refuses new work from now on, and ends open streams once they have answered what they are at.

@@ -11,29 +11,28 @@ from kvpool.core.ranks.membership import Membership
 from kvpool.core.ranks.messages import (
     Allocated,
     Effect,
-    EpochPassed,
-    FenceSent,
-    LinkEnded,
+    EndEpoch,
+    EndLink,
     LinkId,
-    PlanSent,
+    OpenPool,
     PoolEffect,
-    PoolOpened,
-    PoolResumed,
     PoolState,
-    PoolSuspended,
     Rank,
     RankState,
     RankTiming,
-    ReadySent,
     Registration,
-    SessionsFenced,
-    StatusSent,
+    ReleaseSessions,
+    ResumePool,
+    SendFence,
+    SendPlan,
+    SendReady,
+    SendStatus,
+    SuspendPool,
 )
 from kvpool.core.specs.pool_config import PoolConfig, check_pool_name
 from kvpool.core.statistics import PrefixCacheStats
-from kvpool.core.views.inspection import named
+from kvpool.core.views.inspection import list_numbers
 from kvpool.core.views.pool_info import PoolInfo
-from kvpool.server import faults
 from kvpool.server.auth.caller import token_name
 from kvpool.server.services.fencing import Fencing
 from kvpool.server.services.hub import Hub, Stream
@@ -146,7 +145,7 @@ class Ranks:
         membership = self.membership(name)
         if membership and not membership.is_empty:
             here = [rank.rank for rank in membership.rank_infos() if rank.state is not RankState.ABSENT]
-            message = f"ranks are there or waited for: {named(here)}"
+            message = f"ranks are there or waited for: {list_numbers(here)}"
             raise WrongStateError("POOL_IN_USE", message, field="pool_name")
         self._hub.remove_pool(name)
         self._memberships.pop(PoolName(name), None)
@@ -233,7 +232,7 @@ class Ranks:
             membership = Membership(name, self.timing, self._max_pool_blocks, past_epoch, owner=token_name())
         effects = membership.register(link.link_id, registration, self._hub.now_seconds())
         self._memberships[name] = membership
-        faults.reach("rank.registered")
+        self._hub.faults.reach("rank.registered")
         link.rank = registration.rank
         timing = self.timing
         link.send(
@@ -263,7 +262,7 @@ class Ranks:
     def initialized(self, membership: Membership, link: RankLink, allocated: Allocated) -> None:
         """See `Membership.initialized`."""
         effects = membership.initialized(link.link_id, allocated)
-        faults.reach("rank.initialized")
+        self._hub.faults.reach("rank.initialized")
         _log.info(
             "rank allocated",
             extra={
@@ -279,7 +278,7 @@ class Ranks:
     def heard(self, membership: Membership, link: RankLink, sequence: int) -> None:
         """See `Membership.heard`."""
         was_absent = link.rank is not None and membership.is_absent(link.rank)
-        effects = membership.heard(link.link_id, sequence, self._hub.now_seconds())
+        effects = membership.heartbeat(link.link_id, sequence, self._hub.now_seconds())
         if was_absent:
             _log.info("rank back", extra={"pool": membership.name, "rank": link.rank})
         self._carry_out(membership, effects)
@@ -317,7 +316,7 @@ class Ranks:
             late_seconds = max(now_seconds - looked_seconds - wait_seconds, 0.0)
             looked_seconds = now_seconds
             for membership in list(self._memberships.values()):
-                membership.forgive(late_seconds)
+                membership.extend_deadlines(late_seconds)
                 known = set(membership.absent_ranks)
                 effects = membership.tick(now_seconds)
                 for rank in membership.absent_ranks:
@@ -336,16 +335,16 @@ class Ranks:
     def _carry_out(self, membership: Membership, effects: list[Effect]) -> None:
         for effect in effects:
             match effect:
-                case PlanSent():
+                case SendPlan():
                     self._send(effect.link, worker_pb2.JoinResponse(plan=wire_ranks.plan_to_proto(effect)))
-                case ReadySent():
+                case SendReady():
                     self._send(effect.link, worker_pb2.JoinResponse(ready=wire_ranks.ready_to_proto(effect)))
                     self.fencing.begin_soon(membership.name)
-                case StatusSent():
+                case SendStatus():
                     self._send(effect.link, worker_pb2.JoinResponse(status=wire_ranks.status_to_proto(effect)))
-                case FenceSent():
+                case SendFence():
                     self._send(effect.link, worker_pb2.JoinResponse(fence=wire_ranks.fence_to_proto(effect)))
-                case LinkEnded():
+                case EndLink():
                     self._end_link(membership, effect)
                 case _:
                     self._change_pool(membership, effect)
@@ -356,32 +355,32 @@ class Ranks:
     def _change_pool(self, membership: Membership, effect: PoolEffect) -> None:
         name = membership.name
         match effect:
-            case PoolOpened():
+            case OpenPool():
                 self._hub.allocator.keep_rank_group(name, membership.rank_group())
                 self._hub.open_epoch(
                     effect.config, effect.epoch, ranks_fence=effect.ranks_fence, owner=membership.owner
                 )
                 extra = {"pool": name, "epoch": effect.epoch, "ranks": membership.world_size}
                 _log.info("pool ready", extra={**extra, "blocks": effect.config.num_blocks})
-            case PoolSuspended():
+            case SuspendPool():
                 self._hub.suspend(name)
                 absent = list(membership.absent_ranks[:_TOLD_RANKS])
                 _log.warning("pool degraded", extra={"pool": name, "epoch": membership.epoch, "absent_ranks": absent})
-            case PoolResumed():
+            case ResumePool():
                 self._hub.resume(name)
                 _log.info("pool resumed", extra={"pool": name, "epoch": membership.epoch})
-            case EpochPassed():
+            case EndEpoch():
                 passed = self._hub.allocator.pool(name).epoch
                 self._hub.allocator.keep_rank_group(name, membership.rank_group())
                 count = self._hub.pass_epoch(name, effect.epoch)
                 _log.warning("epoch passed", extra={"pool": name, "epoch": passed, "sessions": count})
-            case SessionsFenced():
+            case ReleaseSessions():
                 self._hub.end_quarantine(name, effect.numbers)
                 self.fencing.answered(name, effect.numbers)
             case _:
                 assert_never(effect)
 
-    def _end_link(self, membership: Membership, ended: LinkEnded) -> None:
+    def _end_link(self, membership: Membership, ended: EndLink) -> None:
         link = self._links.get(ended.link)
         if link is None:
             return

@@ -76,7 +76,7 @@ def run(  # noqa: PLR0913, PLR0917 - what a change is made of
         KvpoolError: As the step's; its field is named as in the message.
     """
     source = remembered(message)
-    result = session.answered(message.sequence, source)
+    result = session.remembered_result(message.sequence, source)
     if result is not None:
         allocator.count_retry(pool)
     else:
@@ -103,7 +103,7 @@ def step_for(
     Raises:
         NotFoundError: The request is new and may not.
     """
-    number = session.number_of(RequestId(update.request_id))
+    number = session.request_number(RequestId(update.request_id))
     step = Step(
         sequence=message.sequence,
         operations=[operation],
@@ -144,7 +144,7 @@ def allocation(pool: KVCacheManager, session: Session, message: allocator_pb2.Al
     num_groups = len(pool.config.groups)
     if len(promised) not in (0, num_groups):
         raise InvalidArgumentError("computed.groups", f"{len(promised)} groups, the pool has {num_groups}")
-    hit_tokens = pool.check_promise("computed.groups[{}].block_ids".format, promised) if promised else 0
+    hit_tokens = pool.check_computed_blocks("computed.groups[{}].block_ids".format, promised) if promised else 0
     if message.computed.num_tokens != hit_tokens:
         raise InvalidArgumentError(
             "computed.num_tokens", f"{message.computed.num_tokens}, the blocks hold {hit_tokens}"

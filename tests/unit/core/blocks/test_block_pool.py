@@ -22,97 +22,97 @@ def pool_of(num_blocks: int, **options: Any) -> BlockPool:
 def cache(pool: BlockPool, *numbers: int) -> None:
     """Gives each block a hash that spells its id."""
     hashes = [BlockHash(b"%d" % number) for number in numbers]
-    pool.cache(GroupId(0), ids(*numbers), hashes, SessionNumber(1), StepNumber(1))
+    pool.cache_full_blocks(GroupId(0), ids(*numbers), hashes, SessionNumber(1), StepNumber(1))
 
 
-def test_a_taken_block_counts_once_and_is_not_free() -> None:
+def test_a_new_block_has_one_reference_and_is_not_free() -> None:
     pool = pool_of(5)
-    assert pool.take(2) == [1, 2]
+    assert pool.get_new_blocks(2) == [1, 2]
     assert [pool.ref_cnt(block_id) for block_id in ids(1, 2, 3)] == [1, 1, 0]
     assert (list(pool.free_list), pool.num_free_blocks, pool.usage) == ([3, 4], 2, 0.5)
 
 
-def test_a_free_block_keeps_its_hash_until_it_is_taken() -> None:
+def test_a_free_block_keeps_its_hash_until_it_is_allocated() -> None:
     pool = pool_of(3)
-    pool.take(2)
+    pool.get_new_blocks(2)
     cache(pool, 1, 2)
-    pool.release(ids(2, 1))
-    assert (pool.prefix_map.hash_of(BlockId(2)), pool.num_evicted) == (b"2", 0)
-    assert pool.take(1) == [2]
-    assert (pool.prefix_map.hash_of(BlockId(2)), pool.num_evicted) == (None, 1)
-    assert pool.prefix_map.hash_of(BlockId(1)) == b"1"
+    pool.free_blocks(ids(2, 1))
+    assert (pool.prefix_map.block_hash(BlockId(2)), pool.num_evicted) == (b"2", 0)
+    assert pool.get_new_blocks(1) == [2]
+    assert (pool.prefix_map.block_hash(BlockId(2)), pool.num_evicted) == (None, 1)
+    assert pool.prefix_map.block_hash(BlockId(1)) == b"1"
 
 
-def test_touching_takes_a_free_block_out_and_counts_a_held_one() -> None:
+def test_touch_removes_a_free_block_from_the_list_and_counts_a_held_one() -> None:
     pool = pool_of(5)
-    pool.take(1)
+    pool.get_new_blocks(1)
     assert pool.free_list.num_free_among(ids(1, 3, 4)) == 2
     pool.touch(ids(1, 3))
     assert [pool.ref_cnt(block_id) for block_id in ids(1, 3)] == [2, 1]
     assert list(pool.free_list) == [2, 4]
 
 
-def test_a_shared_block_is_free_when_the_last_table_lets_go() -> None:
+def test_a_shared_block_is_free_after_its_last_reference() -> None:
     pool = pool_of(3)
-    pool.take(1)
+    pool.get_new_blocks(1)
     pool.touch(ids(1))
-    pool.release(ids(1))
+    pool.free_blocks(ids(1))
     assert list(pool.free_list) == [2]
-    pool.release(ids(1))
+    pool.free_blocks(ids(1))
     assert sorted(pool.free_list) == [1, 2]
 
 
 @pytest.mark.parametrize(
     ("order", "expected"), [(ReuseOrder.UNCACHED_FIRST, [4, 2, 5, 3, 1]), (ReuseOrder.LRU, [5, 4, 3, 2, 1])]
 )
-def test_blocks_freed_together_go_where_the_reuse_order_says(order: ReuseOrder, expected: list[int]) -> None:
+def test_freed_blocks_are_placed_by_the_reuse_order(order: ReuseOrder, expected: list[int]) -> None:
     pool = pool_of(6, reuse_order=order)
-    pool.take(4)
+    pool.get_new_blocks(4)
     cache(pool, 1, 3)
-    pool.release(ids(4, 3, 2, 1))
+    pool.free_blocks(ids(4, 3, 2, 1))
     assert list(pool.free_list) == expected
 
 
 def test_a_reset_needs_every_block_to_be_free() -> None:
     pool = pool_of(4)
-    pool.take(2)
+    pool.get_new_blocks(2)
     cache(pool, 1, 2)
-    pool.release(ids(2))
-    assert not pool.reset()
+    pool.free_blocks(ids(2))
+    assert not pool.reset_prefix_cache()
     assert len(pool.prefix_map) == 2
-    pool.release(ids(1))
+    pool.free_blocks(ids(1))
     before = list(pool.free_list)
-    assert pool.reset()
+    assert pool.reset_prefix_cache()
     assert (len(pool.prefix_map), list(pool.free_list)) == (0, before)
 
 
-def test_evicting_takes_hashes_and_nothing_else() -> None:
+def test_evict_blocks_removes_only_hashes() -> None:
     pool = pool_of(5)
-    pool.take(3)
+    pool.get_new_blocks(3)
     cache(pool, 1, 2)
-    pool.release(ids(2))
+    pool.free_blocks(ids(2))
     before = list(pool.free_list)
-    pool.evict(ids(1, 2, 3, 4, 1))
+    pool.evict_blocks(ids(1, 2, 3, 4, 1))
     assert (len(pool.prefix_map), pool.num_evicted) == (0, 0)
     assert (list(pool.free_list), pool.ref_cnt(BlockId(1))) == (before, 1)
 
 
-def test_each_lost_hash_is_one_event_in_order() -> None:
+def test_each_removed_hash_is_one_event_in_order() -> None:
     pool = pool_of(4, enable_events=True)
-    pool.take(3)
+    pool.get_new_blocks(3)
     cache(pool, 1, 2)
-    pool.evict(ids(3, 1))
-    pool.release(ids(3, 2, 1))
-    pool.take(3)
-    pool.release(ids(1, 2, 3))
-    pool.reset()
+    pool.evict_blocks(ids(3, 1))
+    pool.free_blocks(ids(3, 2, 1))
+    pool.get_new_blocks(3)
+    pool.free_blocks(ids(1, 2, 3))
+    pool.reset_prefix_cache()
     removed = [BlockRemoved(BlockHash(name), GroupId(0)) for name in (b"1", b"2")]
     assert pool.take_events() == [*removed, AllBlocksCleared()]
     assert pool.take_events() == []
 
 
 @pytest.mark.parametrize("options", [{"enable_events": False}, {"enable_events": True, "enable_caching": False}])
-def test_a_pool_that_makes_no_events_keeps_none(options: dict[str, bool]) -> None:
+def test_a_pool_without_events_records_none(options: dict[str, bool]) -> None:
     pool = pool_of(3, **options)
-    assert pool.reset()
+    assert pool.reset_prefix_cache()
     assert pool.take_events() == []

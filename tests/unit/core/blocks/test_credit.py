@@ -58,7 +58,7 @@ NUM_TOKENS: Final = 32  # whole blocks of all sizes
 
 
 @pytest.mark.parametrize("spec", SKIPPING, ids=repr)
-def test_what_it_takes_to_skip_tokens_is_the_inverse_of_what_is_skipped(spec: KVCacheSpec) -> None:
+def test_num_computed_to_skip_is_the_inverse_of_num_skipped_tokens(spec: KVCacheSpec) -> None:
     for num_tokens in range(1, 100):
         num_computed = spec.num_computed_to_skip(num_tokens)
         assert spec.num_skipped_tokens(num_computed - 1) < num_tokens <= spec.num_skipped_tokens(num_computed)
@@ -89,7 +89,7 @@ class Driven:
         return snapshot(self.pool, []), repr(self.request.tables), self.request.credit_tokens
 
     def allocate(self, num_new_tokens: int, num_lookahead_tokens: int = 0, num_encoder_tokens: int = 0) -> None:
-        new = self.pool.allocate(
+        new = self.pool.allocate_slots(
             self.request,
             num_new_tokens,
             num_lookahead_tokens,
@@ -144,7 +144,7 @@ class Driven:
 
 @pytest.mark.parametrize(("enable_caching", "use_eagle"), [(False, False), (True, False), (True, True)])
 @pytest.mark.parametrize("mix", MIXES)
-def test_the_room_is_all_that_changes_nothing(mix: str, *, enable_caching: bool, use_eagle: bool) -> None:
+def test_the_credit_is_exact(mix: str, *, enable_caching: bool, use_eagle: bool) -> None:
     """Exactly: one token more takes a block, caches one or leaves one behind a window."""
     for num_prompt_tokens in (3, 8):
         driven = Driven(MIXES[mix], enable_caching=enable_caching, use_eagle=use_eagle)
@@ -158,7 +158,7 @@ def test_the_room_is_all_that_changes_nothing(mix: str, *, enable_caching: bool,
 @pytest.mark.parametrize("enable_caching", [False, True])
 @pytest.mark.parametrize("mix", MIXES)
 @pytest.mark.parametrize("num_lookahead_tokens", [1, 3, 6])
-def test_with_look_ahead_the_room_is_a_lower_bound(
+def test_with_look_ahead_the_credit_is_a_lower_bound(
     mix: str, num_lookahead_tokens: int, *, enable_caching: bool
 ) -> None:
     """Of the tokens ahead none is cached and no window moves by them, yet they count as if."""
@@ -171,7 +171,7 @@ def test_with_look_ahead_the_room_is_a_lower_bound(
 
 
 @pytest.mark.parametrize("mix", MIXES)
-def test_with_tokens_that_are_not_known_yet_the_room_is_a_lower_bound(mix: str) -> None:
+def test_with_unknown_tokens_the_credit_is_a_lower_bound(mix: str) -> None:
     """A block that they would fill is not cached, yet ends the room."""
     driven = Driven(MIXES[mix], num_known=6)
     driven.allocate(5)
@@ -181,7 +181,7 @@ def test_with_tokens_that_are_not_known_yet_the_room_is_a_lower_bound(mix: str) 
 
 
 @pytest.mark.parametrize("mix", MIXES)
-def test_after_a_hit_the_room_is_all_that_changes_nothing(mix: str) -> None:
+def test_the_credit_is_exact_after_a_hit(mix: str) -> None:
     driven = Driven(MIXES[mix])
     driven.allocate(26)
     driven.pool.free(driven.request)
@@ -195,7 +195,7 @@ def test_after_a_hit_the_room_is_all_that_changes_nothing(mix: str) -> None:
 
 @pytest.mark.parametrize("mix", MIXES)
 @pytest.mark.parametrize("num_rejected_tokens", [1, 3])
-def test_after_a_rejection_the_room_is_all_that_changes_nothing(mix: str, num_rejected_tokens: int) -> None:
+def test_the_credit_is_exact_after_a_rejection(mix: str, num_rejected_tokens: int) -> None:
     driven = Driven(MIXES[mix])
     driven.allocate(21)
     driven.request.num_computed_tokens -= num_rejected_tokens
@@ -206,30 +206,30 @@ def test_after_a_rejection_the_room_is_all_that_changes_nothing(mix: str, num_re
 
 
 @pytest.mark.parametrize("mix", ENCODING)
-def test_what_an_encoder_put_out_bounds_no_room(mix: str) -> None:
+def test_encoder_tokens_do_not_bound_the_credit(mix: str) -> None:
     driven = Driven(ENCODING[mix], enable_caching=False)
     driven.allocate(5, num_encoder_tokens=7)
     driven.check_room()
     assert driven.request.credit_tokens == (8 if FULL in ENCODING[mix] else driven.pool.config.max_model_len)
 
 
-def test_blocks_left_uncached_leave_no_room_until_they_are_cached() -> None:
+def test_uncached_full_blocks_leave_no_credit_until_they_are_cached() -> None:
     driven = Driven([FULL])
-    driven.pool.allocate(driven.request, 9, delay_cache_blocks=True, sequence=STEP)
+    driven.pool.allocate_slots(driven.request, 9, delay_cache_blocks=True, sequence=STEP)
     assert driven.room < 0
     assert driven.changes(1, in_full=False)
     driven.allocate(1)
     assert driven.request.credit_tokens == 11
 
 
-def test_no_room_is_left_where_a_request_ends() -> None:
+def test_the_credit_ends_at_max_model_len() -> None:
     driven = Driven([FULL], num_known=256, num_blocks=80, enable_caching=False)
     driven.allocate(190, num_lookahead_tokens=100)
     assert driven.request.credit_tokens == 256
 
 
 @pytest.mark.parametrize("leave", [KVCacheManager.free, KVCacheManager.preempt])
-def test_a_request_without_blocks_has_no_room(leave: Callable[[KVCacheManager, Request], None]) -> None:
+def test_a_request_without_blocks_has_no_credit(leave: Callable[[KVCacheManager, Request], None]) -> None:
     driven = Driven([FULL])
     assert driven.request.credit_tokens == 0
     driven.allocate(5)

@@ -37,7 +37,7 @@ def test_prepends_keeping_the_order() -> None:
     assert free.take(3) == [3, 1, 4]
 
 
-def test_free_blocks_are_held_from_anywhere() -> None:
+def test_free_blocks_can_be_held_at_any_position() -> None:
     free = FreeList(6)
     assert free.hold(ids(3, 1, 5)) == 3
     assert (list(free), len(free)) == ([2, 4], 2)
@@ -74,7 +74,7 @@ def test_taking_or_adding_nothing_changes_nothing() -> None:
     assert list(free) == [1, 2]
 
 
-def test_rule_2_what_is_hit_and_comes_back_stands_last_and_once() -> None:
+def test_rule_2_a_block_that_is_hit_and_freed_again_is_last_and_occurs_once() -> None:
     free = FreeList(4)
     free.append(free.drop(free.take(3)))
     free.hold(ids(2))
@@ -84,7 +84,7 @@ def test_rule_2_what_is_hit_and_comes_back_stands_last_and_once() -> None:
     assert free.take(3) == [1, 3, 2]
 
 
-def test_rule_3_what_is_passed_over_does_not_pile_up() -> None:
+def test_rule_3_skipped_entries_do_not_accumulate() -> None:
     """A prefix that is hit and freed for ever, while nothing is taken."""
     free = FreeList(1001)
     free.append(free.drop(free.take(1000)))
@@ -96,15 +96,15 @@ def test_rule_3_what_is_passed_over_does_not_pile_up() -> None:
     assert sorted(free) == list(range(1, 1001))
 
 
-def test_a_chunk_that_is_large_is_extended_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(free_list, "MOST_EXTENDED_BLOCKS", 3)
+def test_a_large_chunk_is_not_extended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(free_list, "MAX_EXTENDED_BLOCKS", 3)
     free = FreeList(9)
     for block_id in free.take(8):
         free.append(free.drop([block_id]))
     assert (list(free), len(free._chunks)) == (list(range(1, 9)), 3)
 
 
-def test_rule_3_ids_that_were_taken_are_not_kept() -> None:
+def test_rule_3_ids_of_taken_blocks_are_not_kept() -> None:
     """Tables that are each a block shorter leave a chunk of one block behind, and take from it last."""
     free = FreeList(401)
     for count in range(400, 0, -1):
@@ -112,7 +112,7 @@ def test_rule_3_ids_that_were_taken_are_not_kept() -> None:
         assert num_kept(free) <= 2 * len(free) + 8 * len(free._chunks)
 
 
-def test_many_that_are_passed_over_are_so_at_once() -> None:
+def test_many_skipped_entries_are_skipped_at_once() -> None:
     free = FreeList(201)
     first, second = free.take(100), free.take(100)
     free.append(free.drop(first))

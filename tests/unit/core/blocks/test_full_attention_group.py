@@ -20,77 +20,77 @@ def pool_of(num_blocks: int = 20, **options: Any) -> KVCacheManager:
 def test_a_hit_leaves_a_token_to_compute(num_tokens: int, hit: list[int]) -> None:
     pool = pool_of()
     admit(pool, "abc", 13)
-    computed = pool.lookup_uncounted(request_of(pool, "abcdefghij", num_tokens))
+    computed = pool.find_longest_cache_hit(request_of(pool, "abcdefghij", num_tokens))
     assert (list(computed.block_ids[0]), computed.num_tokens) == (hit, len(hit) * BLOCK_SIZE)
 
 
 @pytest.mark.parametrize(("num_tokens", "hit"), [(5, []), (9, [1]), (40, [1, 2])])
-def test_eagle_gives_up_the_last_block_of_a_hit(num_tokens: int, hit: list[int]) -> None:
+def test_eagle_drops_the_last_block_of_a_hit(num_tokens: int, hit: list[int]) -> None:
     pool = pool_of(use_eagle=True)
     admit(pool, "abc", 13)
-    assert pool.lookup_uncounted(request_of(pool, "abcdefghij", num_tokens)).block_ids == (hit,)
+    assert pool.find_longest_cache_hit(request_of(pool, "abcdefghij", num_tokens)).block_ids == (hit,)
 
 
 def test_nothing_is_found_without_caching() -> None:
     pool = pool_of(enable_caching=False)
     admit(pool, "abc", 13)
-    computed = pool.lookup(request_of(pool, "abc", 13))
+    computed = pool.get_computed_blocks(request_of(pool, "abc", 13))
     assert (computed.block_ids, computed.num_tokens) == (((),), 0)
     assert (len(pool.blocks.prefix_map), pool.stats.requests) == (0, 0)
 
 
-def test_a_new_block_comes_when_the_last_one_is_full() -> None:
+def test_a_new_block_is_allocated_when_the_last_one_is_full() -> None:
     pool = pool_of()
     request = admit(pool, "a", 6)
-    answers = [pool.allocate(request, 1, sequence=STEP) for _ in range(4)]
+    answers = [pool.allocate_slots(request, 1, sequence=STEP) for _ in range(4)]
     assert answers == [([],), ([],), ([3],), ([],)]
 
 
-def test_lookahead_keeps_room_that_later_tokens_use() -> None:
+def test_lookahead_slots_are_used_by_later_tokens() -> None:
     pool = pool_of()
     request = request_of(pool, "a", 6)
-    assert pool.allocate(request, 6, 4, sequence=STEP) == ([1, 2, 3],)
+    assert pool.allocate_slots(request, 6, 4, sequence=STEP) == ([1, 2, 3],)
     assert request.num_computed_tokens == 6
-    assert pool.allocate(request, 6, sequence=STEP) == ([],)
+    assert pool.allocate_slots(request, 6, sequence=STEP) == ([],)
 
 
-def test_lookahead_ends_with_the_longest_request() -> None:
+def test_lookahead_ends_at_max_model_len() -> None:
     pool = KVCacheManager(PoolConfig(PoolName("p"), 20, 10, config().groups))
-    assert pool.allocate(request_of(pool, "ab", 9), 9, 10, sequence=STEP) == ([1, 2, 3],)
+    assert pool.allocate_slots(request_of(pool, "ab", 9), 9, 10, sequence=STEP) == ([1, 2, 3],)
 
 
-def test_too_few_blocks_is_an_answer_that_changes_nothing() -> None:
+def test_too_few_blocks_is_a_result_that_changes_nothing() -> None:
     pool = pool_of(4)
     admit(pool, "a", 5)
     request = request_of(pool, "xyz", 8)
     before = (list(pool.blocks.free_list), repr(pool))
-    assert pool.allocate(request, 8, sequence=STEP) is None
+    assert pool.allocate_slots(request, 8, sequence=STEP) is None
     assert pool.admit(request, 8, sequence=STEP) is None
     assert (list(pool.blocks.free_list), repr(pool)) == before
     assert (request.holds_blocks, request.num_computed_tokens, pool.stats.requests) == (False, 0, 1)
 
 
-def test_a_hit_that_is_free_uses_up_free_blocks() -> None:
+def test_free_blocks_of_a_hit_count_as_taken() -> None:
     pool = pool_of(4)  # three to give
     pool.free(admit(pool, "abc", 12))
     request = request_of(pool, "abx", 13)
-    assert pool.lookup_uncounted(request).num_tokens == 8
+    assert pool.find_longest_cache_hit(request).num_tokens == 8
     assert pool.admit(request, 13, sequence=STEP) is None  # two of the hit and two new
     assert pool.admit(request, 4, sequence=STEP)
     assert request.tables[0].block_ids == [1, 2, 3]
 
 
-def test_a_hit_is_shared_and_what_follows_is_not() -> None:
+def test_a_hit_is_shared_and_later_blocks_are_not() -> None:
     pool = pool_of()
     one, two = admit(pool, "abc", 13), admit(pool, "abX", 13)
     assert (one.tables[0].block_ids, two.tables[0].block_ids) == ([1, 2, 3, 4], [1, 2, 5, 6])
     assert [pool.blocks.ref_cnt(block_id) for block_id in two.tables[0].block_ids] == [2, 2, 1, 1]
 
 
-def test_drafts_are_given_room_but_never_cached() -> None:
+def test_drafts_get_slots_but_are_never_cached() -> None:
     pool = pool_of()
     request = request_of(pool, "a", 6)
-    pool.allocate(request, 10, sequence=STEP)
+    pool.allocate_slots(request, 10, sequence=STEP)
     assert (len(request.tables[0].block_ids), len(pool.blocks.prefix_map)) == (3, 1)
 
 
@@ -106,35 +106,35 @@ def test_a_preempted_request_starts_over_and_finds_its_own_blocks() -> None:
     pool.preempt(request)
     assert (request.holds_blocks, request.num_computed_tokens) == (False, 0)
     assert (request.num_preemptions, pool.num_preemptions) == (1, 1)
-    assert pool.lookup_uncounted(request).num_tokens == 12
+    assert pool.find_longest_cache_hit(request).num_tokens == 12
 
 
-def test_ranks_of_context_parallelism_make_a_block_hold_more_tokens() -> None:
+def test_context_parallelism_multiplies_the_tokens_per_block() -> None:
     pool = pool_of(dcp_world_size=2)
     request = admit(pool, "ab", 17)
     assert request.tables[0].block_ids == [1, 2, 3]
-    assert pool.lookup_uncounted(request_of(pool, "ab", 17)).num_tokens == 16
+    assert pool.find_longest_cache_hit(request_of(pool, "ab", 17)).num_tokens == 16
 
 
 def test_latent_attention_is_managed_as_full_attention() -> None:
     pool = KVCacheManager(PoolConfig(PoolName("p"), 9, 64, (KVCacheGroup(MLAAttentionSpec(4, head_size=576)),)))
     admit(pool, "ab", 9)
-    assert pool.lookup_uncounted(request_of(pool, "ab", 9)).block_ids == ([1, 2],)
+    assert pool.find_longest_cache_hit(request_of(pool, "ab", 9)).block_ids == ([1, 2],)
 
 
 @pytest.mark.parametrize(("others", "expected"), [([], 4), (["abc"], 3), (["abc", "aXc"], 1), (["Xbc"], 0)])
-def test_common_prefix_is_what_all_tables_begin_with(others: list[str], expected: int) -> None:
+def test_the_common_prefix_is_shared_by_all_tables(others: list[str], expected: int) -> None:
     pool = pool_of(40)
     request = admit(pool, "abc", 13)
     running = [admit(pool, content, 13) for content in others]
-    assert pool.num_common_prefix_blocks(request, [request, *running]) == (expected,)
+    assert pool.get_num_common_prefix_blocks(request, [request, *running]) == (expected,)
 
 
 def test_stored_events_chain_through_the_parents_hash() -> None:
     pool = pool_of(enable_events=True)
     request = request_of(pool, "abc", 13)
-    pool.allocate(request, 9, sequence=STEP)
-    pool.allocate(request, 4, sequence=STEP)
+    pool.allocate_slots(request, 9, sequence=STEP)
+    pool.allocate_slots(request, 4, sequence=STEP)
     first, second = pool.blocks.take_events()
     assert isinstance(first, BlockStored)
     assert isinstance(second, BlockStored)

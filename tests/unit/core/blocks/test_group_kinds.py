@@ -39,7 +39,7 @@ def pool_of(*specs: KVCacheSpec, num_blocks: int = 40, **options: Any) -> KVCach
 def fill(pool: KVCacheManager, content: str, num_tokens: int) -> Request:
     """As `admit`, but without a look-up."""
     request = request_of(pool, content, num_tokens)
-    assert pool.allocate(request, num_tokens, sequence=STEP)
+    assert pool.allocate_slots(request, num_tokens, sequence=STEP)
     return request
 
 
@@ -56,10 +56,10 @@ def tables(request: Request) -> list[list[int]]:
         (STATE, [0, 0, 0, 0, 5]),
     ],
 )
-def test_a_hit_names_only_the_blocks_that_are_looked_back_at(spec: KVCacheSpec, hit: list[int]) -> None:
+def test_a_hit_has_only_blocks_that_later_tokens_attend_to(spec: KVCacheSpec, hit: list[int]) -> None:
     pool = pool_of(spec)
     fill(pool, "abcdef", 24)
-    computed = pool.lookup_uncounted(request_of(pool, "abcdeXYZ", 21))
+    computed = pool.find_longest_cache_hit(request_of(pool, "abcdeXYZ", 21))
     assert (list(computed.block_ids[0]), computed.num_tokens) == (hit, 20)
 
 
@@ -72,32 +72,32 @@ def test_a_hit_names_only_the_blocks_that_are_looked_back_at(spec: KVCacheSpec, 
         (STATE, [0, 0, 0, 0, 5, 6]),
     ],
 )
-def test_what_slides_out_is_freed_and_stands_null(spec: KVCacheSpec, table: list[int]) -> None:
+def test_skipped_blocks_are_freed_and_replaced_by_null(spec: KVCacheSpec, table: list[int]) -> None:
     pool = pool_of(spec)
     request = request_of(pool, "abcdef", 24)
-    assert pool.allocate(request, 20, sequence=STEP)
-    assert pool.allocate(request, 4, sequence=STEP)
+    assert pool.allocate_slots(request, 20, sequence=STEP)
+    assert pool.allocate_slots(request, 4, sequence=STEP)
     assert tables(request) == [table]
     held = [block_id for block_id in table if block_id]
     assert pool.blocks.num_free_blocks == 39 - len(held)
     assert len(pool.blocks.prefix_map) == 6  # what was freed can still be hit
 
 
-def test_too_few_blocks_frees_what_slid_out_and_nothing_else() -> None:
+def test_a_refusal_frees_only_blocks_behind_the_window() -> None:
     pool = pool_of(WINDOW, num_blocks=7)
     request = request_of(pool, "abcdefghij", 40)
-    assert pool.allocate(request, 20, sequence=STEP)
+    assert pool.allocate_slots(request, 20, sequence=STEP)
     assert pool.blocks.num_free_blocks == 1
-    assert pool.allocate(request, 20, sequence=STEP) is None  # five more: one, and the three that slide out
+    assert pool.allocate_slots(request, 20, sequence=STEP) is None  # five more: one, and the three that slide out
     assert (tables(request), request.num_computed_tokens) == ([[0, 0, 0, 4, 5]], 20)
     assert list(pool.blocks.free_list) == [6, 3, 2, 1]
     assert len(pool.blocks.prefix_map) == 5
-    assert pool.allocate(request, 16, sequence=STEP) == ([6, 3, 2, 1],)
+    assert pool.allocate_slots(request, 16, sequence=STEP) == ([6, 3, 2, 1],)
 
 
-def test_a_chunk_that_is_over_needs_nothing_so_even_what_was_never_seen_hits() -> None:
+def test_a_finished_chunk_needs_no_blocks_so_unknown_tokens_hit() -> None:
     pool = pool_of(CHUNK)
-    computed = pool.lookup_uncounted(request_of(pool, "abcdefgh", 22))
+    computed = pool.find_longest_cache_hit(request_of(pool, "abcdefgh", 22))
     assert (list(computed.block_ids[0]), computed.num_tokens) == ([0, 0, 0, 0], 16)
 
 
@@ -105,46 +105,46 @@ def test_chunks_need_not_begin_with_a_block() -> None:
     pool = pool_of(ChunkedLocalAttentionSpec(4, attention_chunk_size=6))
     fill(pool, "ab", 8)
     # 8 tokens: the next one looks back to token 6, in block 1; 12: to none before it
-    assert pool.lookup_uncounted(request_of(pool, "abX", 12)).block_ids == ([0, 2],)
-    assert pool.lookup_uncounted(request_of(pool, "XYZ", 12)).num_tokens == 0
-    assert pool.lookup_uncounted(request_of(pool, "XYZU", 14)).num_tokens == 12
+    assert pool.find_longest_cache_hit(request_of(pool, "abX", 12)).block_ids == ([0, 2],)
+    assert pool.find_longest_cache_hit(request_of(pool, "XYZ", 12)).num_tokens == 0
+    assert pool.find_longest_cache_hit(request_of(pool, "XYZU", 14)).num_tokens == 12
 
 
 def test_a_state_alone_serves_a_hit() -> None:
     pool = pool_of(STATE)
     request = admit(pool, "abcd", 17)
-    pool.blocks.evict(request.tables[0].block_ids[:2])
-    assert pool.lookup_uncounted(request_of(pool, "abcd", 17)).block_ids == ([0, 0, 0, 4],)
-    pool.blocks.evict(request.tables[0].block_ids[3:])
-    assert pool.lookup_uncounted(request_of(pool, "abcd", 17)).block_ids == ([0, 0, 3],)
+    pool.blocks.evict_blocks(request.tables[0].block_ids[:2])
+    assert pool.find_longest_cache_hit(request_of(pool, "abcd", 17)).block_ids == ([0, 0, 0, 4],)
+    pool.blocks.evict_blocks(request.tables[0].block_ids[3:])
+    assert pool.find_longest_cache_hit(request_of(pool, "abcd", 17)).block_ids == ([0, 0, 3],)
 
 
 def test_speculative_blocks_follow_the_last_token() -> None:
     pool = pool_of(MambaSpec(4, num_speculative_blocks=2))
     request = admit(pool, "a", 5)
     assert tables(request) == [[1, 2, 3, 4]]
-    assert pool.allocate(request, 3, sequence=STEP) == ([],)
-    assert pool.allocate(request, 1, sequence=STEP) == ([5],)
+    assert pool.allocate_slots(request, 3, sequence=STEP) == ([],)
+    assert pool.allocate_slots(request, 1, sequence=STEP) == ([5],)
     assert tables(request) == [[0, 2, 3, 4, 5]]
 
 
-def test_cross_attention_has_room_for_the_encoders_tokens() -> None:
+def test_cross_attention_has_slots_for_the_encoders_tokens() -> None:
     pool = pool_of(FULL, CrossAttentionSpec(4), enable_caching=False)
     request = request_of(pool, "ab", 5)
-    assert pool.allocate(request, 5, num_encoder_tokens=9, sequence=STEP) == ([1, 2], [3, 4, 5])
-    assert pool.allocate(request, 4, sequence=STEP) == ([6], [])
+    assert pool.allocate_slots(request, 5, num_encoder_tokens=9, sequence=STEP) == ([1, 2], [3, 4, 5])
+    assert pool.allocate_slots(request, 4, sequence=STEP) == ([6], [])
     small = pool_of(CrossAttentionSpec(4), enable_caching=False, num_blocks=4)
-    assert small.allocate(request_of(small, "ab", 5), 5, num_encoder_tokens=13, sequence=STEP) is None
+    assert small.allocate_slots(request_of(small, "ab", 5), 5, num_encoder_tokens=13, sequence=STEP) is None
 
 
-def test_sinks_take_the_first_blocks_for_good() -> None:
+def test_sinks_hold_the_first_blocks_permanently() -> None:
     pool = pool_of(SinkFullAttentionSpec(4, sink_len=8), num_blocks=10)
     assert (pool.sink_blocks, pool.blocks.num_free_blocks) == ((1, 2), 7)
     request = admit(pool, "ab", 9)
     assert tables(request) == [[3, 4, 5]]
     pool.free(request)
     assert not pool.reset_prefix_cache()
-    pool.end_session(request.session_number)
+    pool.evict_unpublished(request.session_number)
     check_integrity(pool, [])
 
 
@@ -153,7 +153,7 @@ def test_layers_with_pages_of_different_sizes_share_a_table() -> None:
     spec = UniformTypeKVCacheSpecs(4, (("a", WINDOW), ("b", wide)))
     pool = KVCacheManager(PoolConfig(PoolName("m"), 40, 256, (KVCacheGroup(spec, ("a", "b")),)))
     admit(pool, "abcdef", 24)
-    assert pool.lookup_uncounted(request_of(pool, "abcdef", 24)).block_ids == ([0, 0, 0, 4, 5],)
+    assert pool.find_longest_cache_hit(request_of(pool, "abcdef", 24)).block_ids == ([0, 0, 0, 4, 5],)
 
 
 @pytest.mark.parametrize(
@@ -175,8 +175,8 @@ def test_a_hit_is_the_longest_that_all_groups_can_serve(
     pool = pool_of(FULL, WINDOW)
     request = admit(pool, "abcdefg", length)
     for group_id, indices in lost.items():
-        pool.blocks.evict([request.tables[group_id].block_ids[i] for i in indices])
-    computed = pool.lookup_uncounted(request_of(pool, "abcdefg", length))
+        pool.blocks.evict_blocks([request.tables[group_id].block_ids[i] for i in indices])
+    computed = pool.find_longest_cache_hit(request_of(pool, "abcdefg", length))
     assert [list(blocks) for blocks in computed.block_ids] == hit
     assert computed.num_tokens == 4 * len(hit[0])
 
@@ -186,57 +186,57 @@ def test_the_order_of_groups_does_not_matter(first: int) -> None:
     specs = [FULL, SlidingWindowSpec(8, sliding_window=9)]
     pool = pool_of(*(specs if first == 0 else reversed(specs)))
     admit(pool, "abcdef", 24)
-    assert pool.lookup_uncounted(request_of(pool, "abcdeX", 24)).num_tokens == 16
+    assert pool.find_longest_cache_hit(request_of(pool, "abcdeX", 24)).num_tokens == 16
 
 
-def test_a_larger_block_is_found_by_the_hashes_of_its_parts_joined() -> None:
+def test_a_larger_block_is_found_by_joined_hashes() -> None:
     pool = pool_of(FULL, MambaSpec(8), enable_events=True)
     request = admit(pool, "abcdef", 21)
     stored = [event for event in pool.blocks.take_events() if isinstance(event, BlockStored)]
     assert [(event.group_id, event.block_size, len(event.block_hashes)) for event in stored] == [(0, 4, 5), (1, 8, 2)]
     assert stored[1].block_hashes[1] == request.hashes[2] + request.hashes[3]
-    assert pool.lookup_uncounted(request_of(pool, "abcdeX", 24)).block_ids == ([1, 2, 3, 4], [0, 8])
+    assert pool.find_longest_cache_hit(request_of(pool, "abcdeX", 24)).block_ids == ([1, 2, 3, 4], [0, 8])
 
 
 def test_eagle_needs_the_block_after_the_hit_in_every_kind_with_token_slots() -> None:
     pool = pool_of(FULL, WINDOW, STATE, use_eagle=True)
     request = admit(pool, "abcde", 20)
     again = request_of(pool, "abcde", 20)
-    assert pool.lookup_uncounted(again).num_tokens == 16
-    pool.blocks.evict(request.tables[1].block_ids[4:])
-    assert pool.lookup_uncounted(again).num_tokens == 12
-    pool.blocks.evict(request.tables[2].block_ids[2:3])
-    assert pool.lookup_uncounted(again).num_tokens == 8
-    pool.blocks.evict(request.tables[1].block_ids[2:3])
-    assert pool.lookup_uncounted(again).num_tokens == 4
+    assert pool.find_longest_cache_hit(again).num_tokens == 16
+    pool.blocks.evict_blocks(request.tables[1].block_ids[4:])
+    assert pool.find_longest_cache_hit(again).num_tokens == 12
+    pool.blocks.evict_blocks(request.tables[2].block_ids[2:3])
+    assert pool.find_longest_cache_hit(again).num_tokens == 8
+    pool.blocks.evict_blocks(request.tables[1].block_ids[2:3])
+    assert pool.find_longest_cache_hit(again).num_tokens == 4
 
 
-def test_eagle_over_chunks_gives_up_what_follows_no_cached_block() -> None:
+def test_eagle_over_chunks_drops_a_hit_without_a_following_cached_block() -> None:
     pool = pool_of(CHUNK, use_eagle=True)
-    assert pool.lookup_uncounted(request_of(pool, "abcdef", 22)).num_tokens == 0
+    assert pool.find_longest_cache_hit(request_of(pool, "abcdef", 22)).num_tokens == 0
     fill(pool, "abcdef", 24)
-    assert pool.lookup_uncounted(request_of(pool, "abcdeX", 24)).num_tokens == 16
+    assert pool.find_longest_cache_hit(request_of(pool, "abcdeX", 24)).num_tokens == 16
 
 
 def test_context_parallelism_over_mixed_kinds() -> None:
     pool = pool_of(FULL, STATE, dcp_world_size=2)
     request = admit(pool, "abcdef", 21)
     assert tables(request) == [[1, 2, 3], [4, 5, 6, 7, 8, 9]]
-    assert pool.lookup_uncounted(request_of(pool, "abcdef", 21)).block_ids == ([1, 2], [0, 0, 0, 7])
+    assert pool.find_longest_cache_hit(request_of(pool, "abcdef", 21)).block_ids == ([1, 2], [0, 0, 0, 7])
 
 
 def test_only_kinds_that_keep_all_have_a_common_prefix() -> None:
     pool = pool_of(FULL, WINDOW, STATE)
     one, two = admit(pool, "abc", 12), admit(pool, "abX", 12)
-    assert pool.num_common_prefix_blocks(one, [one, two]) == (2, 0, 0)
+    assert pool.get_num_common_prefix_blocks(one, [one, two]) == (2, 0, 0)
 
 
-def test_events_of_a_window_tell_only_blocks_that_are_held() -> None:
+def test_events_of_a_window_contain_only_held_blocks() -> None:
     pool = pool_of(WINDOW, enable_events=True)
     request = request_of(pool, "abcdef", 24)
-    pool.allocate(request, 20, delay_cache_blocks=True, sequence=STEP)
-    pool.allocate(request, 4, delay_cache_blocks=True, sequence=STEP)
-    pool.cache(request, 24, sequence=STEP)
+    pool.allocate_slots(request, 20, delay_cache_blocks=True, sequence=STEP)
+    pool.allocate_slots(request, 4, delay_cache_blocks=True, sequence=STEP)
+    pool.cache_blocks(request, 24, sequence=STEP)
     (stored,) = pool.blocks.take_events()
     assert isinstance(stored, BlockStored)
     assert (stored.block_hashes, stored.parent_block_hash) == (tuple(request.hashes[3:]), request.hashes[2])
@@ -274,7 +274,7 @@ def lookup(world: World, session: Session, number: int, content: str, num_tokens
         ([[1, 2, 3, 4, 5], []], "group 0 covers 20 tokens"),
     ],
 )
-def test_a_promise_that_no_look_up_can_have_made_is_refused(promised: list[list[int]], words: str) -> None:
+def test_blocks_that_cannot_be_a_hit_are_refused(promised: list[list[int]], words: str) -> None:
     world, session = mixed_world()
     assert lookup(world, session, 2, "abcdeX", 24) == [[1, 2, 3, 4, 5], [0, 0, 0, 10, 11]]
     before = world.snapshot()
@@ -291,7 +291,7 @@ def test_a_promise_that_no_look_up_can_have_made_is_refused(promised: list[list[
 
 
 @pytest.mark.parametrize("group_id", [0, 1])
-def test_a_promise_that_was_lost_in_any_group_is_a_changed_hit(group_id: int) -> None:
+def test_a_hit_evicted_in_any_group_is_a_changed_hit(group_id: int) -> None:
     world, session = mixed_world()
     promised = lookup(world, session, 2, "abcdeX", 24)
     world.run(session, Operation.EVICT, num_block_ids=[1, 0], block_ids=[promised[group_id][4]])
@@ -307,7 +307,7 @@ def test_a_promise_that_was_lost_in_any_group_is_a_changed_hit(group_id: int) ->
     check_integrity(world.pool, world.sessions())
 
 
-def test_rejected_tokens_must_lie_within_what_is_held() -> None:
+def test_rejected_tokens_must_be_within_held_blocks() -> None:
     world, session = mixed_world()
     world.run(session, Operation.ALLOCATE, request_numbers=[1], num_new_tokens=[4])  # frees blocks 0 to 3 of the window
     before = world.snapshot()
@@ -327,7 +327,7 @@ def test_encoder_tokens_out_of_range_are_refused() -> None:
     assert world.snapshot() == before
 
 
-def test_another_session_hits_a_mix_only_when_it_was_executed() -> None:
+def test_another_session_hits_mixed_groups_only_after_execution() -> None:
     world, session = mixed_world()
     other = world.open()
     assert lookup(world, other, 1, "abcdeX", 24) == [[], []]
@@ -337,7 +337,7 @@ def test_another_session_hits_a_mix_only_when_it_was_executed() -> None:
     assert (result.num_hit_tokens, result.num_shared_hit_tokens) == ([20], [20])
 
 
-def test_a_session_that_ends_withdraws_what_it_never_executed_from_all_groups() -> None:
+def test_an_ended_session_withdraws_unexecuted_blocks_of_all_groups() -> None:
     world, session = mixed_world()
     other = world.open()
     world.run(session, Operation.ALLOCATE, request_numbers=[1], num_new_tokens=[1])
@@ -347,7 +347,7 @@ def test_a_session_that_ends_withdraws_what_it_never_executed_from_all_groups() 
     check_integrity(world.pool, world.sessions())
 
 
-def test_a_promise_of_another_groups_block_is_a_changed_hit() -> None:
+def test_a_hit_with_a_block_of_another_group_is_a_changed_hit() -> None:
     world = World(40, specs=[FULL, FULL])
     session = world.open()
     world.admit(session, 1, "abc", 12)
@@ -388,7 +388,7 @@ def test_operations_times_groups_are_bounded() -> None:
     world.run(session, *[Operation.EVICT] * 1024)
 
 
-def test_a_step_that_has_made_enough_work_looks_for_no_more_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_over_its_work_limit_allocates_no_more_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(apply, "MAX_STEP_WORK", 10)
     world, session = mixed_world()
     lookup(world, session, 2, "abcdeX", 24)
@@ -408,7 +408,7 @@ def test_a_step_that_has_made_enough_work_looks_for_no_more_blocks(monkeypatch: 
     assert result.outcomes == []
 
 
-def test_windows_that_shorten_a_hit_by_turns_do_not_make_another_look_again() -> None:
+def test_windows_that_shorten_a_hit_in_turn_do_not_repeat_look_ups() -> None:
     """The number of look-ups grows with the blocks, not with their square."""
     num_blocks = 400
     pool = pool_of(
@@ -419,7 +419,7 @@ def test_windows_that_shorten_a_hit_by_turns_do_not_make_another_look_again() ->
     )
     request = fill(pool, "", 250)
     for group_id, odd in ((1, 1), (2, 0)):
-        pool.blocks.evict(request.tables[group_id].block_ids[odd::2])
+        pool.blocks.evict_blocks(request.tables[group_id].block_ids[odd::2])
     looked_up = 0
 
     class Counted(list[BlockHash]):
@@ -431,5 +431,5 @@ def test_windows_that_shorten_a_hit_by_turns_do_not_make_another_look_again() ->
 
     request = request_of(pool, "", 250)
     request.hashes = Counted(request.hashes)
-    assert pool.lookup_uncounted(request).num_tokens == 0
+    assert pool.find_longest_cache_hit(request).num_tokens == 0
     assert 250 <= looked_up <= 3 * 250

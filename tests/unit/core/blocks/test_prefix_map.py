@@ -44,10 +44,10 @@ def test_groups_do_not_share_hashes(prefix_map: PrefixMap) -> None:
     insert(prefix_map, "a", 2, group=OTHER_GROUP)
     assert find(prefix_map, "a", SESSION_NUMBER, GROUP) == [1]
     assert find(prefix_map, "a", SESSION_NUMBER, OTHER_GROUP) == [2]
-    assert (prefix_map.group_of(BlockId(1)), prefix_map.group_of(BlockId(2))) == (GROUP, OTHER_GROUP)
+    assert (prefix_map.group_id(BlockId(1)), prefix_map.group_id(BlockId(2))) == (GROUP, OTHER_GROUP)
 
 
-def test_of_several_copies_the_one_cached_first_is_found_until_it_goes(prefix_map: PrefixMap) -> None:
+def test_the_first_cached_copy_is_found_until_it_is_removed(prefix_map: PrefixMap) -> None:
     for block_id in (5, 2, 7):
         insert(prefix_map, "a", block_id)
     assert len(prefix_map) == 3
@@ -59,12 +59,12 @@ def test_of_several_copies_the_one_cached_first_is_found_until_it_goes(prefix_ma
     assert len(prefix_map) == 0
 
 
-def test_one_batch_may_carry_one_hash_twice(prefix_map: PrefixMap) -> None:
+def test_one_batch_can_contain_a_hash_twice(prefix_map: PrefixMap) -> None:
     insert(prefix_map, "aa", 1, 2)
     assert [block_id for _, _, block_id in prefix_map.entries()] == [1, 2]
 
 
-def test_a_block_is_its_writers_until_published(prefix_map: PrefixMap) -> None:
+def test_a_block_is_visible_only_to_its_session_until_published(prefix_map: PrefixMap) -> None:
     insert(prefix_map, "ab", 1, 2)
     assert find(prefix_map, "ab", SESSION_NUMBER, GROUP) == [1, 2]
     assert find(prefix_map, "ab", READER, GROUP) == []
@@ -72,7 +72,7 @@ def test_a_block_is_its_writers_until_published(prefix_map: PrefixMap) -> None:
     assert find(prefix_map, "ab", READER, GROUP) == [1, 2]
 
 
-def test_publishing_reaches_only_the_changes_that_were_executed(prefix_map: PrefixMap) -> None:
+def test_publishing_covers_only_executed_steps(prefix_map: PrefixMap) -> None:
     insert(prefix_map, "a", 1, sequence=3)
     insert(prefix_map, "b", 2, sequence=4)
     insert(prefix_map, "c", 3, sequence=6)
@@ -80,10 +80,10 @@ def test_publishing_reaches_only_the_changes_that_were_executed(prefix_map: Pref
     prefix_map.publish(SESSION_NUMBER, StepNumber(4))
     assert find(prefix_map, "abc", READER, GROUP) == [1, 2]
     assert prefix_map.pending() == {3: 6}
-    assert prefix_map.unpublished_by(SESSION_NUMBER) == [3]
+    assert prefix_map.unpublished_blocks(SESSION_NUMBER) == [3]
 
 
-def test_publishing_reaches_only_the_writers_blocks(prefix_map: PrefixMap) -> None:
+def test_publishing_covers_only_the_sessions_own_blocks(prefix_map: PrefixMap) -> None:
     insert(prefix_map, "a", 1)
     insert(prefix_map, "b", 2, session_number=READER)
     prefix_map.publish(READER, StepNumber(9))
@@ -91,14 +91,14 @@ def test_publishing_reaches_only_the_writers_blocks(prefix_map: PrefixMap) -> No
     assert prefix_map.pending() == {1: 1}
 
 
-def test_a_copy_that_may_be_read_is_found_behind_one_that_may_not(prefix_map: PrefixMap) -> None:
+def test_a_visible_copy_is_found_behind_an_invisible_one(prefix_map: PrefixMap) -> None:
     insert(prefix_map, "ab", 1, 2)
     insert(prefix_map, "ab", 3, 4, session_number=READER)
     assert find(prefix_map, "ab", READER, GROUP) == [3, 4]
     assert find(prefix_map, "ab", SESSION_NUMBER, GROUP) == [1, 2]
 
 
-def test_a_prefix_ends_at_the_first_block_that_may_not_be_read(prefix_map: PrefixMap) -> None:
+def test_a_prefix_ends_at_the_first_invisible_block(prefix_map: PrefixMap) -> None:
     insert(prefix_map, "ac", 1, 3, sequence=1)
     insert(prefix_map, "b", 2, sequence=2)
     prefix_map.publish(SESSION_NUMBER, StepNumber(1))
@@ -108,28 +108,28 @@ def test_a_prefix_ends_at_the_first_block_that_may_not_be_read(prefix_map: Prefi
 def test_removing_returns_the_hash_once(prefix_map: PrefixMap) -> None:
     insert(prefix_map, "a", 1)
     assert prefix_map.remove(BlockId(1)) == b"a"
-    assert prefix_map.hash_of(BlockId(1)) is None
+    assert prefix_map.block_hash(BlockId(1)) is None
     with pytest.raises(KeyError):
         prefix_map.remove(BlockId(1))
 
 
-def test_what_takes_a_pending_blocks_place_starts_anew(prefix_map: PrefixMap) -> None:
+def test_a_block_cached_again_after_pending_has_a_new_state(prefix_map: PrefixMap) -> None:
     insert(prefix_map, "a", 1, sequence=1)
     prefix_map.remove(BlockId(1))
-    assert prefix_map.unpublished_by(SESSION_NUMBER) == []
+    assert prefix_map.unpublished_blocks(SESSION_NUMBER) == []
     insert(prefix_map, "b", 1, session_number=READER, sequence=7)
     prefix_map.publish(SESSION_NUMBER, StepNumber(9))
     assert prefix_map.pending() == {1: 7}
     assert find(prefix_map, "b", SESSION_NUMBER, GROUP) == []
 
 
-def test_counts_the_blocks_a_writer_filled(prefix_map: PrefixMap) -> None:
+def test_counts_the_blocks_that_a_session_filled(prefix_map: PrefixMap) -> None:
     insert(prefix_map, "ab", 1, 2)
     insert(prefix_map, "c", 3, session_number=READER)
     assert prefix_map.num_written_by([BlockId(1), BlockId(2), BlockId(3)], SESSION_NUMBER) == 2
 
 
-def test_what_a_writer_has_not_published_goes_on_under_another_number(prefix_map: PrefixMap) -> None:
+def test_unpublished_blocks_move_to_another_session_number(prefix_map: PrefixMap) -> None:
     new, next_after = SessionNumber(3), SessionNumber(4)
     insert(prefix_map, "a", 1, sequence=1)
     insert(prefix_map, "bc", 2, 3, sequence=2)
@@ -139,10 +139,10 @@ def test_what_a_writer_has_not_published_goes_on_under_another_number(prefix_map
         prefix_map.renumber_session(session_number, renamed)
     assert find(prefix_map, "abcd", new, GROUP) == [1, 2, 3, 4]
     assert find(prefix_map, "abcd", SESSION_NUMBER, GROUP) == [1]
-    assert [prefix_map.number_of_writer(BlockId(i)) for i in range(1, 5)] == [SESSION_NUMBER, new, new, new]
+    assert [prefix_map.session_number(BlockId(i)) for i in range(1, 5)] == [SESSION_NUMBER, new, new, new]
     prefix_map.remove(BlockId(3))
     prefix_map.publish(new, StepNumber(2))
-    assert (prefix_map.unpublished_by(new), prefix_map.unpublished_by(next_after)) == ([4], [])
+    assert (prefix_map.unpublished_blocks(new), prefix_map.unpublished_blocks(next_after)) == ([4], [])
     assert find(prefix_map, "ab", READER, GROUP) == [1, 2]
 
 
@@ -150,7 +150,7 @@ def test_a_cleared_map_holds_nothing_and_can_be_filled_again(prefix_map: PrefixM
     insert(prefix_map, "aab", 1, 2, 3)
     prefix_map.clear()
     assert (len(prefix_map), list(prefix_map.entries()), dict(prefix_map.pending())) == (0, [], {})
-    assert prefix_map.unpublished_by(SESSION_NUMBER) == []
+    assert prefix_map.unpublished_blocks(SESSION_NUMBER) == []
     insert(prefix_map, "a", 2, sequence=2)
     prefix_map.publish(SESSION_NUMBER, StepNumber(1))
     assert list(prefix_map.entries()) == [(GROUP, b"a", 2)]

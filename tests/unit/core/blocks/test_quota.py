@@ -44,14 +44,14 @@ def test_out_of_range(quota: Quota, field: str) -> None:
     assert (caught.value.field, world.snapshot()) == (field, before)
 
 
-def test_sinks_are_none_to_be_had() -> None:
+def test_sinks_do_not_count_as_available_for_quotas() -> None:
     world = World(num_blocks=20, specs=[SinkFullAttentionSpec(4, sink_len=8)])
     with pytest.raises(InvalidArgumentError, match="18 is not in"):
         world.open(quota=Quota(18))
     world.open(quota=Quota(17))
 
 
-def test_a_minimum_that_cannot_be_kept_now_is_refused() -> None:
+def test_a_minimum_that_cannot_be_guaranteed_now_is_refused() -> None:
     world = World(num_blocks=20)
     world.open(quota=Quota(10))
     other = world.open()
@@ -66,7 +66,7 @@ def test_a_minimum_that_cannot_be_kept_now_is_refused() -> None:
     world.open(quota=Quota(9))
 
 
-def test_what_is_kept_for_others_is_not_given() -> None:
+def test_blocks_reserved_for_other_sessions_are_not_allocated() -> None:
     world = World(num_blocks=20)
     kept, other = world.open(quota=Quota(10)), world.open()
     assert outcome(world, other, 1, "a" * 10, 40) is Outcome.NO_BLOCKS
@@ -76,7 +76,7 @@ def test_what_is_kept_for_others_is_not_given() -> None:
     assert world.pool.blocks.num_free_blocks == 0
 
 
-def test_free_blocks_are_those_that_the_session_can_be_given() -> None:
+def test_reported_free_blocks_are_those_available_to_the_session() -> None:
     world = World(num_blocks=20)
     kept, capped, other = world.open(quota=Quota(10)), world.open(quota=Quota(0, 3)), world.open()
     assert [world.run(session).free_blocks for session in (kept, capped, other)] == [19, 3, 9]
@@ -88,7 +88,7 @@ def test_free_blocks_are_those_that_the_session_can_be_given() -> None:
     assert world.allocator.describe(world.pool).reserved_blocks == 6
 
 
-def test_a_maximum_is_never_passed_and_later_operations_are_skipped() -> None:
+def test_a_maximum_is_never_exceeded_and_later_operations_are_skipped() -> None:
     world = World(num_blocks=20)
     session = world.open(quota=Quota(0, 5))
     assert outcome(world, session, 1, "a" * 4, 16) is Outcome.OK
@@ -109,7 +109,7 @@ def test_a_maximum_is_never_passed_and_later_operations_are_skipped() -> None:
     assert world.run(session, Operation.ADMIT, request_numbers=[2]).outcomes == []
 
 
-def test_over_the_maximum_is_told_even_if_no_block_is_free() -> None:
+def test_over_quota_is_reported_even_if_no_block_is_free() -> None:
     world = World(num_blocks=4)
     capped, other = world.open(quota=Quota(0, 1)), world.open()
     assert outcome(world, other, 1, "abc", 12) is Outcome.OK
@@ -117,7 +117,7 @@ def test_over_the_maximum_is_told_even_if_no_block_is_free() -> None:
     assert outcome(world, capped, 2, "f", 4) is Outcome.NO_BLOCKS
 
 
-def test_a_block_counts_once_however_many_requests_share_it() -> None:
+def test_a_block_shared_by_requests_counts_once() -> None:
     world = World(num_blocks=20)
     session = world.open(quota=Quota(0, 5))
     assert outcome(world, session, 1, "aaa", 13) is Outcome.OK
@@ -128,7 +128,7 @@ def test_a_block_counts_once_however_many_requests_share_it() -> None:
     check_integrity(world.pool, world.sessions())
 
 
-def test_blocks_shared_with_others_do_not_take_a_minimum_away() -> None:
+def test_shared_blocks_do_not_reduce_a_minimum() -> None:
     """Rule 2: the other keeps the shared blocks, and the session still gets its minimum."""
     world = World(num_blocks=20)
     kept, other = world.open(quota=Quota(10)), world.open()
@@ -141,7 +141,7 @@ def test_blocks_shared_with_others_do_not_take_a_minimum_away() -> None:
     assert outcome(world, kept, 2, "z" * 10, 40) is Outcome.OK
 
 
-def test_hits_on_what_others_hold_are_had_within_the_minimum() -> None:
+def test_hits_on_blocks_of_other_sessions_fit_the_minimum() -> None:
     """Rule 2, from the other side: to share another's blocks never fails within one's own minimum."""
     world = World(num_blocks=20)
     one, two = world.open(quota=Quota(10)), world.open(quota=Quota(9))
@@ -179,7 +179,7 @@ def test_lookahead_counts() -> None:
     assert within.outcomes == []
 
 
-def test_a_promised_hit_is_checked_when_it_is_taken() -> None:
+def test_quotas_check_a_hit_when_it_is_allocated() -> None:
     world = World(num_blocks=20)
     session_number, reader = world.open(), world.open(quota=Quota(0, 2))
     outcome(world, session_number, 1, "abc", 12)
@@ -190,7 +190,7 @@ def test_a_promised_hit_is_checked_when_it_is_taken() -> None:
         Operation.LOOKUP,
         request_numbers=[1, 1],
         num_appended_tokens=[13, 0],
-        block_hashes=b"".join(world.pool.blocks.prefix_map.hash_of(b) or b"" for b in table_of(session_number, 1)),
+        block_hashes=b"".join(world.pool.blocks.prefix_map.block_hash(b) or b"" for b in table_of(session_number, 1)),
         request_ids=["r"],
     )
     assert found.block_ids == table_of(session_number, 1)
@@ -210,7 +210,7 @@ def table_of(session: Session, number: int) -> list[BlockId]:
     return list(session.by_number[RequestNumber(number)].tables[0].block_ids)
 
 
-def test_a_session_that_ends_gives_its_minimum_back() -> None:
+def test_an_ended_session_releases_its_minimum() -> None:
     world = World(num_blocks=20)
     kept, other = world.open(quota=Quota(10)), world.open()
     outcome(world, kept, 1, "a" * 12, 48)
@@ -222,7 +222,7 @@ def test_a_session_that_ends_gives_its_minimum_back() -> None:
     assert not world.pool.quotas.num_covering
 
 
-def test_blocks_in_quarantine_count_to_no_quota() -> None:
+def test_blocks_in_quarantine_count_for_no_quota() -> None:
     world = World(num_blocks=20)
     kept, other = world.open(quota=Quota(10, 12)), world.open()
     outcome(world, kept, 1, "a" * 12, 48)
@@ -236,7 +236,7 @@ def test_blocks_in_quarantine_count_to_no_quota() -> None:
     assert world.run(other).free_blocks == 12
 
 
-def test_an_epoch_that_ends_takes_all_quotas_with_it() -> None:
+def test_a_new_epoch_removes_all_quotas() -> None:
     world = World(num_blocks=20)
     outcome(world, world.open(quota=Quota(10, 12)), 1, "a" * 3, 12)
     world.allocator.pass_epoch(world.pool, 2)
@@ -245,7 +245,7 @@ def test_an_epoch_that_ends_takes_all_quotas_with_it() -> None:
 
 
 @pytest.mark.parametrize("quota", [Quota(), Quota(1), Quota(5), Quota(2, 6), Quota(0, 3)])
-def test_a_block_that_one_table_has_twice_counts_once(quota: Quota) -> None:
+def test_a_block_twice_in_one_table_counts_once(quota: Quota) -> None:
     """No honest client's hashes repeat, but any client's may."""
     world = World(num_blocks=20)
     world.open(quota=Quota(3))

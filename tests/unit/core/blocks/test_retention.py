@@ -26,7 +26,7 @@ def kept(
 ) -> list[int]:
     """Of the window's blocks [first, end), those that are cached."""
     pool_config = config(specs=[FULL, options.pop("window", WINDOW)], **options)
-    rule = Retention.of(pool_config, WINDOW_GROUP)
+    rule = Retention.for_group(pool_config, WINDOW_GROUP)
     assert rule
     request = request_of(KVCacheManager(pool_config), "a", num_prompt_tokens)
     request.num_prompt_tokens, request.shared_prefix_boundary_tokens = num_prompt_tokens, shared_prefix_boundary_tokens
@@ -40,7 +40,7 @@ def kept(
     ("num_prompt_tokens", "blocks"),
     [(1, []), (4, []), (5, [0]), (8, [0]), (9, [0, 1]), (40, [7, 8]), (41, [8, 9]), (43, [8, 9])],
 )
-def test_a_prompt_is_taken_up_again_before_its_last_token(num_prompt_tokens: int, blocks: list[int]) -> None:
+def test_a_prompt_sent_again_resumes_before_its_last_token(num_prompt_tokens: int, blocks: list[int]) -> None:
     assert kept(num_prompt_tokens, 20, retention_tokens=0) == blocks
 
 
@@ -48,7 +48,7 @@ def test_a_prompt_is_taken_up_again_before_its_last_token(num_prompt_tokens: int
     ("num_prompt_tokens", "blocks"),
     [(3, [0]), (8, [0, 1]), (39, [6, 7, 8]), (40, [6, 7, 8, 9]), (41, [7, 8, 9])],
 )
-def test_with_eagle_whole_prompts_are_taken_up_at_two_places(num_prompt_tokens: int, blocks: list[int]) -> None:
+def test_with_eagle_aligned_prompts_resume_at_two_positions(num_prompt_tokens: int, blocks: list[int]) -> None:
     assert kept(num_prompt_tokens, 20, retention_tokens=0, use_eagle=True) == blocks
 
 
@@ -60,7 +60,7 @@ def test_a_tail_ends_at_each_segment() -> None:
     assert kept(1, 13, retention_tokens=16, use_eagle=True) == [0, 2, 3, 4, 6, 7, 8, 10, 11, 12]
 
 
-def test_a_tail_ends_where_a_shared_prefix_does() -> None:
+def test_a_tail_ends_at_the_end_of_a_shared_prefix() -> None:
     assert kept(60, 20, retention_tokens=0, shared_prefix_boundary_tokens=22) == [3, 4, 12, 13]
     assert kept(60, 20, retention_tokens=0, shared_prefix_boundary_tokens=57) == [12, 13]
     assert kept(60, 20, retention_tokens=0, shared_prefix_boundary_tokens=20, use_eagle=True) == [
@@ -76,7 +76,7 @@ def test_a_tail_ends_where_a_shared_prefix_does() -> None:
 
 def test_lengths_are_whole_hits() -> None:
     """Hits of blocks of 4 and 12 tokens are multiples of 12."""
-    rule = Retention.of(config(specs=[FullAttentionSpec(12), WINDOW], retention_tokens=0), WINDOW_GROUP)
+    rule = Retention.for_group(config(specs=[FullAttentionSpec(12), WINDOW], retention_tokens=0), WINDOW_GROUP)
     assert rule
     assert rule.alignment_tokens == 12
     request = request_of(KVCacheManager(config()), "a", 40)
@@ -95,12 +95,12 @@ def test_lengths_are_whole_hits() -> None:
         ([FULL, ChunkedLocalAttentionSpec(4, attention_chunk_size=8)], {"retention_tokens": 0}),
     ],
 )
-def test_there_is_no_rule_where_all_is_kept(specs: list[Any], options: dict[str, Any]) -> None:
-    assert Retention.of(config(specs=specs, **options), WINDOW_GROUP) is None
+def test_there_is_no_rule_if_all_blocks_are_cached(specs: list[Any], options: dict[str, Any]) -> None:
+    assert Retention.for_group(config(specs=specs, **options), WINDOW_GROUP) is None
 
 
 def hashed(pool: KVCacheManager, request: Request, group_id: int = 1) -> list[bool]:
-    return [pool.blocks.prefix_map.hash_of(block_id) is not None for block_id in request.tables[group_id].block_ids]
+    return [pool.blocks.prefix_map.block_hash(block_id) is not None for block_id in request.tables[group_id].block_ids]
 
 
 def prompt(pool: KVCacheManager, content: str, num_tokens: int) -> Request:
@@ -110,7 +110,7 @@ def prompt(pool: KVCacheManager, content: str, num_tokens: int) -> Request:
     return request
 
 
-def test_what_is_not_kept_is_used_again_first() -> None:
+def test_uncached_window_blocks_are_reused_first() -> None:
     pool = KVCacheManager(config(40, specs=[FULL, WINDOW], retention_tokens=0))
     request = prompt(pool, "abcdef", 24)
     table = list(request.tables[1].block_ids)
@@ -122,18 +122,18 @@ def test_what_is_not_kept_is_used_again_first() -> None:
     assert free[-2:] == [table[4], table[3]]
 
 
-def test_what_leaves_the_window_is_used_again_in_the_same_order() -> None:
+def test_blocks_behind_the_window_are_reused_in_the_same_order() -> None:
     pool = KVCacheManager(config(40, specs=[FULL, WINDOW], retention_tokens=0))
     request = prompt(pool, "abcdef", 24)
     table = list(request.tables[1].block_ids)
-    new = pool.allocate(request, 12, sequence=STEP)
+    new = pool.allocate_slots(request, 12, sequence=STEP)
     assert new
     assert request.tables[1].block_ids[:5] == [0, 0, 0, 0, table[4]]
     assert new[0] == table[2::-1]
     assert list(pool.blocks.free_list)[-1] == table[3]
 
 
-def test_in_the_lru_order_it_makes_no_difference() -> None:
+def test_sparse_caching_does_not_change_the_lru_order() -> None:
     pool = KVCacheManager(config(40, specs=[FULL, WINDOW], retention_tokens=0, reuse_order=ReuseOrder.LRU))
     request = prompt(pool, "abcdef", 24)
     table = list(request.tables[1].block_ids)
@@ -141,7 +141,7 @@ def test_in_the_lru_order_it_makes_no_difference() -> None:
     assert list(pool.blocks.free_list)[-6:] == table[::-1]
 
 
-def test_the_second_of_three_that_share_a_prefix_keeps_its_end() -> None:
+def test_the_second_of_three_requests_caches_the_end_of_a_shared_prefix() -> None:
     """The first did not know of it; the second finds that full attention has more of it, and the third hits it."""
     pool = KVCacheManager(config(80, specs=[FULL, WINDOW], retention_tokens=0))
     for content, num_hit_tokens, shared_prefix_boundary_tokens in (
@@ -151,16 +151,16 @@ def test_the_second_of_three_that_share_a_prefix_keeps_its_end() -> None:
     ):
         request = request_of(pool, f"{content}xyz", 40)
         request.num_prompt_tokens = 40
-        computed = pool.lookup(request)
+        computed = pool.get_computed_blocks(request)
         assert (computed.num_tokens, computed.shared_prefix_boundary_tokens) == (
             num_hit_tokens,
             shared_prefix_boundary_tokens,
         )
-        assert pool.allocate(request, 40 - num_hit_tokens, 0, computed, sequence=STEP)
+        assert pool.allocate_slots(request, 40 - num_hit_tokens, 0, computed, sequence=STEP)
         pool.free(request)
 
 
-def test_groups_that_are_the_same_tell_one_junction() -> None:
+def test_groups_with_the_same_spec_have_one_shared_prefix_boundary() -> None:
     """What one of them lost, none of them has."""
     pool = KVCacheManager(
         config(80, specs=[WINDOW, SlidingWindowSpec(4, sliding_window=17), WINDOW], retention_tokens=0)
@@ -168,28 +168,28 @@ def test_groups_that_are_the_same_tell_one_junction() -> None:
     request = prompt(pool, "abcdefgh", 30)
     pool.free(request)
     again = request_of(pool, "abcdefgh", 30)
-    found = pool.lookup(again)
+    found = pool.get_computed_blocks(again)
     assert (found.num_tokens, found.shared_prefix_boundary_tokens) == (28, 0)
-    pool.blocks.evict(found.block_ids[1][-1:])
-    lost = pool.lookup(again)
+    pool.blocks.evict_blocks(found.block_ids[1][-1:])
+    lost = pool.get_computed_blocks(again)
     assert (lost.num_tokens, lost.shared_prefix_boundary_tokens) == (0, 28)
-    pool.blocks.evict(found.block_ids[2][-1:])
-    lost = pool.lookup(again)
+    pool.blocks.evict_blocks(found.block_ids[2][-1:])
+    lost = pool.get_computed_blocks(again)
     assert (lost.num_tokens, lost.shared_prefix_boundary_tokens) == (0, 0)
 
 
-def test_a_refused_admission_takes_note_of_no_junction() -> None:
+def test_a_refused_admission_records_no_shared_prefix_boundary() -> None:
     pool = KVCacheManager(config(16, specs=[FULL, WINDOW], retention_tokens=0))
     pool.free(prompt(pool, "abcde", 20))
     request = request_of(pool, "abc-ef", 24)
     assert prompt(pool, "zz", 8)
     assert pool.admit(request, 24, sequence=STEP) is None
     assert request.shared_prefix_boundary_tokens == 0
-    found = pool.lookup_uncounted(request)
+    found = pool.find_longest_cache_hit(request)
     assert (found.num_tokens, found.shared_prefix_boundary_tokens) == (0, 12)
 
 
-def test_events_tell_of_runs_with_the_parent_of_each() -> None:
+def test_events_contain_runs_with_their_parents() -> None:
     pool = KVCacheManager(config(40, specs=[FULL, WINDOW], retention_tokens=16, enable_events=True))
     request = admit(pool, "abcdefghijk", 41)
     stored = [event for event in pool.blocks.take_events() if isinstance(event, BlockStored) and event.group_id == 1]
@@ -207,7 +207,7 @@ def test_events_tell_of_runs_with_the_parent_of_each() -> None:
             assert pool.blocks.contents.get(block_id)
 
 
-def test_a_promise_of_an_earlier_step_has_the_junction_of_its_look_up() -> None:
+def test_a_hit_of_an_earlier_step_keeps_the_boundary_of_its_look_up() -> None:
     world = World(80, specs=[FULL, WINDOW], retention_tokens=0)
     session = world.open()
     world.admit(session, 1, "abcdef1xyz", 40)
@@ -227,7 +227,7 @@ def test_a_promise_of_an_earlier_step_has_the_junction_of_its_look_up() -> None:
     assert hashed(world.pool, request) == [block in {4, 5, 7, 8} for block in range(10)]
 
 
-def test_what_was_generated_is_not_part_of_the_prompt() -> None:
+def test_generated_tokens_are_not_part_of_the_prompt() -> None:
     world = World(80, specs=[FULL, WINDOW], retention_tokens=0)
     session = world.open()
     world.admit(session, 1, "abcdefghij", 38)

@@ -136,7 +136,7 @@ def test_a_promised_block_that_holds_something_else_now_is_never_used() -> None:
     )  # fmt: skip
     world.admit(one, 2, "wxyz", 16)
     world.run(one, executed=4)
-    assert world.pool.blocks.prefix_map.hash_of(next(iter(one.by_number.values())).tables[0].block_ids[-1])
+    assert world.pool.blocks.prefix_map.block_hash(next(iter(one.by_number.values())).tables[0].block_ids[-1])
     changed = world.run(other, ALLOCATE, request_numbers=[1], num_new_tokens=[1], num_block_ids=[1], block_ids=[1])
     assert (changed.outcomes, changed.block_ids) == ([Outcome.HIT_CHANGED], [])
 

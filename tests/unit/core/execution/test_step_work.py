@@ -46,7 +46,7 @@ def test_a_look_up_that_misses_touches_no_more_hashes_than_it_looks_up(spec: KVC
     pool = KVCacheManager(config(specs=[spec]))
     request = Request(RequestId("r"), RequestNumber(1), SessionNumber(1), pool.new_tables(), 2**10)
     request.hashes = Hashes([BlockHash(b"x" * 32)] * 2**10)
-    computed = pool.lookup_uncounted(request)
+    computed = pool.find_longest_cache_hit(request)
     tries = (computed.num_probes - TRY_PROBES) // TRY_PROBES
     assert (computed.num_tokens, computed.block_ids) == (0, ([],))
     assert Hashes.touched <= tries
@@ -55,7 +55,7 @@ def test_a_look_up_that_misses_touches_no_more_hashes_than_it_looks_up(spec: KVC
 def test_look_ups_that_miss_everywhere_end_a_step_before_they_cost_others_much() -> None:
     world = World(specs=[MambaSpec(1)])
     session = declared(world, 250, 250)
-    cost = world.pool.lookup_uncounted(session.by_number[RequestNumber(1)]).num_probes
+    cost = world.pool.find_longest_cache_hit(session.by_number[RequestNumber(1)]).num_probes
     assert cost == TRY_PROBES * 250  # one try a block of the first 249, and one for the group
     tried = -(-MAX_STEP_WORK // cost)
     result = world.run(session, *[Operation.LOOKUP_UNCOUNTED] * (tried + 2), request_numbers=[1] * (tried + 2))
@@ -80,20 +80,20 @@ def test_a_step_of_many_short_look_ups_and_admissions_is_done_whole() -> None:
 def test_a_long_look_up_of_a_narrow_window_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     pool = KVCacheManager(config(300, specs=[MambaSpec(1)]))
     request = admit(pool, "", 250)
-    pool.blocks.evict(request.tables[0].block_ids[100:])
-    assert pool.lookup_uncounted(request_of(pool, "", 250)).num_tokens == 100
+    pool.blocks.evict_blocks(request.tables[0].block_ids[100:])
+    assert pool.find_longest_cache_hit(request_of(pool, "", 250)).num_tokens == 100
     monkeypatch.setattr(prefix_search, "MAX_TRIES", 149)
-    assert pool.lookup_uncounted(request_of(pool, "", 250)).num_tokens == 0
+    assert pool.find_longest_cache_hit(request_of(pool, "", 250)).num_tokens == 0
     monkeypatch.setattr(prefix_search, "MAX_TRIES", 150)
-    assert pool.lookup_uncounted(request_of(pool, "", 250)).num_tokens == 100
+    assert pool.find_longest_cache_hit(request_of(pool, "", 250)).num_tokens == 100
 
 
 def test_hashes_that_are_joined_for_a_look_up_count_once() -> None:
     world = World(specs=[FullAttentionSpec(4), FullAttentionSpec(8)])
     session = declared(world, 80, 20)
     request = session.by_number[RequestNumber(1)]
-    first = world.pool.lookup_uncounted(request).num_probes
-    assert first - world.pool.lookup_uncounted(request).num_probes == 20
+    first = world.pool.find_longest_cache_hit(request).num_probes
+    assert first - world.pool.find_longest_cache_hit(request).num_probes == 20
 
 
 def test_common_prefixes_count_as_work(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,23 +11,23 @@ A, B = PoolName("a"), PoolName("b")
 
 def test_a_pool_takes_sessions_when_neither_it_nor_the_server_is_drained() -> None:
     drain_state = DrainState()
-    drain_state.close(A)
-    assert (drain_state.takes(A), drain_state.takes(B)) == (False, True)
-    drain_state.close(None)
-    assert (drain_state.takes(A), drain_state.takes(B)) == (False, False)
-    drain_state.open(None)
-    assert (drain_state.takes(A), drain_state.takes(B)) == (False, True)
-    drain_state.open(A)
-    assert drain_state.takes(A)
+    drain_state.drain(A)
+    assert (drain_state.accepts_sessions(A), drain_state.accepts_sessions(B)) == (False, True)
+    drain_state.drain(None)
+    assert (drain_state.accepts_sessions(A), drain_state.accepts_sessions(B)) == (False, False)
+    drain_state.undrain(None)
+    assert (drain_state.accepts_sessions(A), drain_state.accepts_sessions(B)) == (False, True)
+    drain_state.undrain(A)
+    assert drain_state.accepts_sessions(A)
 
 
 def test_a_refusal_says_what_is_drained_and_when_to_try_again() -> None:
     drain_state = DrainState()
-    drain_state.close(A)
+    drain_state.drain(A)
     with pytest.raises(UnavailableError, match="pool 'a' is drained") as refused:
         drain_state.check(A)
     assert (refused.value.reason, refused.value.retry_seconds) == ("DRAINED", DRAINED_RETRY_SECONDS)
-    drain_state.close(None)
+    drain_state.drain(None)
     with pytest.raises(UnavailableError, match="the server is drained"):
         drain_state.check(B)
 
@@ -35,7 +35,7 @@ def test_a_refusal_says_what_is_drained_and_when_to_try_again() -> None:
 def test_a_drained_pool_lets_open_sessions_go_on_and_refuses_new_ones_changing_nothing() -> None:
     world = World()
     session = world.open()
-    world.allocator.drain_state.close(world.pool.config.name)
+    world.allocator.drain_state.drain(world.pool.config.name)
     before = (world.snapshot(), repr(world.pool.activity))
     with pytest.raises(UnavailableError, match="drained"):
         world.open()
@@ -44,6 +44,6 @@ def test_a_drained_pool_lets_open_sessions_go_on_and_refuses_new_ones_changing_n
     world.admit(session, 1, "abc", 12)
     world.allocator.session(session.session_id, 1.0)
     assert world.allocator.close_session(session.session_id, 1.0)[1] == 1
-    world.allocator.drain_state.open(world.pool.config.name)
+    world.allocator.drain_state.undrain(world.pool.config.name)
     assert world.allocator.describe(world.pool).state is PoolState.READY
     assert world.open().session_id == SessionId("s3")

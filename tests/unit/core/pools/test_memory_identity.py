@@ -47,7 +47,7 @@ def filled(world: World, memory_id: str) -> None:
 
 
 def hit_tokens(world: World) -> int:
-    return world.pool.lookup_uncounted(request_of(world.pool, "abc", 13)).num_tokens
+    return world.pool.find_longest_cache_hit(request_of(world.pool, "abc", 13)).num_tokens
 
 
 def refused(world: World, memory_id: str, quota: Quota = Quota()) -> KvpoolError:  # noqa: B008 - frozen

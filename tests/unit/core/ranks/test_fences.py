@@ -5,13 +5,13 @@ import pytest
 from kvpool.core.errors import AbortedError, InvalidArgumentError
 from kvpool.core.ids import SessionNumber
 from kvpool.core.ranks.messages import (
-    EpochPassed,
-    FenceSent,
+    EndEpoch,
     HeldTensors,
     LinkId,
-    PoolOpened,
+    OpenPool,
     RankState,
-    SessionsFenced,
+    ReleaseSessions,
+    SendFence,
 )
 from support.ranks import Gathering, registration
 
@@ -23,18 +23,18 @@ def world() -> Gathering:
     return Gathering()
 
 
-def fence(world: Gathering, *awaiting: SessionNumber, live: tuple[SessionNumber, ...] = (THREE,)) -> list[FenceSent]:
+def fence(world: Gathering, *awaiting: SessionNumber, live: tuple[SessionNumber, ...] = (THREE,)) -> list[SendFence]:
     """Fences, with session 3 opened last; returns what was sent."""
     effects = world.members.fence(THREE, live, awaiting)
     world.do(effects)
-    return [effect for effect in effects if isinstance(effect, FenceSent)]
+    return [effect for effect in effects if isinstance(effect, SendFence)]
 
 
 def answer(world: Gathering, link: LinkId, sequence: int) -> tuple[SessionNumber, ...]:
     """An answer; returns the sessions that it lets go."""
     effects = world.members.fenced(link, sequence)
     world.do(effects)
-    return tuple(n for effect in effects if isinstance(effect, SessionsFenced) for n in effect.numbers)
+    return tuple(n for effect in effects if isinstance(effect, ReleaseSessions) for n in effect.numbers)
 
 
 @pytest.mark.parametrize("fences", [True, False])
@@ -43,14 +43,14 @@ def test_a_pool_opens_with_ranks_that_fence_if_all_do(world: Gathering, *, fence
     for link in links:
         world.allocate(link)
     (opened,) = world.pool
-    assert isinstance(opened, PoolOpened)
+    assert isinstance(opened, OpenPool)
     assert opened.ranks_fence is fences
     assert [sent.link for sent in fence(world)] == (links if fences else links[:1])
 
 
 def test_a_fence_says_which_sessions_live(world: Gathering) -> None:
     links = world.form(fences=True)
-    assert fence(world, ONE, TWO) == [FenceSent(link, 1, 1, THREE, (THREE,)) for link in links]
+    assert fence(world, ONE, TWO) == [SendFence(link, 1, 1, THREE, (THREE,)) for link in links]
 
 
 def test_nothing_is_fenced_before_the_pool_is_open(world: Gathering) -> None:
@@ -136,7 +136,7 @@ def test_a_rank_that_comes_back_and_fences_no_more_is_another(world: Gathering) 
     _, second = world.form(fences=True)
     world.break_link(second)
     world.register(registration(1, fences=False, held=HeldTensors(1, 100)))
-    assert [type(effect) for effect in world.pool][-1] is EpochPassed
+    assert [type(effect) for effect in world.pool][-1] is EndEpoch
 
 
 def test_an_epoch_that_passes_waits_for_nobody(world: Gathering) -> None:

@@ -13,18 +13,18 @@ from kvpool.core.errors import (
 )
 from kvpool.core.ranks.messages import (
     Allocated,
-    EpochPassed,
+    EndEpoch,
     HeldTensors,
-    PlanSent,
-    PoolOpened,
-    PoolResumed,
+    OpenPool,
     PoolState,
-    PoolSuspended,
     Rank,
     RankState,
-    ReadySent,
     Registration,
-    StatusSent,
+    ResumePool,
+    SendPlan,
+    SendReady,
+    SendStatus,
+    SuspendPool,
 )
 from kvpool.core.specs.kinds import FullAttentionSpec
 from kvpool.core.specs.pool_config import HashScheme, ReuseOrder
@@ -38,17 +38,17 @@ def held(epoch: int = 1, num_blocks: int = 100) -> HeldTensors:
 def test_a_pool_opens_when_all_ranks_have_allocated() -> None:
     world = Gathering()
     first = world.register(registration(0))
-    assert isinstance(world.last(first), StatusSent)
+    assert isinstance(world.last(first), SendStatus)
     assert not world.members.was_open
     second = world.register(registration(1))
     plans = [world.last(first), world.last(second)]
-    assert all(isinstance(plan, PlanSent) and plan.config.num_blocks == 100 and plan.epoch == 1 for plan in plans)
+    assert all(isinstance(plan, SendPlan) and plan.config.num_blocks == 100 and plan.epoch == 1 for plan in plans)
     world.allocate(first)
     assert not world.pool, "rule 1"
     world.allocate(second)
     assert world.members.state is PoolState.READY
     assert (world.epoch, world.num_blocks) == (1, 100)
-    assert [world.last(first), world.last(second)] == [ReadySent(link, 1, 100, 1024) for link in (first, second)]
+    assert [world.last(first), world.last(second)] == [SendReady(link, 1, 100, 1024) for link in (first, second)]
 
 
 def test_the_rank_with_the_least_memory_decides_the_plan() -> None:
@@ -66,7 +66,7 @@ def test_the_pool_shrinks_to_what_the_poorest_rank_really_got() -> None:
     world.allocate(links[1], 77)
     assert world.num_blocks == 77
     ready = world.last(links[0])
-    assert isinstance(ready, ReadySent)
+    assert isinstance(ready, SendReady)
     assert ready.num_blocks == 77
 
 
@@ -77,7 +77,7 @@ def test_a_pool_that_shrank_below_one_request_fits_a_shorter_one_if_it_may() -> 
     world.allocate(links[0], 21)
     world.allocate(links[1])
     opened = world.pool[-1]
-    assert isinstance(opened, PoolOpened)
+    assert isinstance(opened, OpenPool)
     assert (opened.config.num_blocks, opened.config.max_model_len) == (21, 320)
 
 
@@ -117,12 +117,12 @@ def test_pipeline_stages_bring_layers_of_their_own() -> None:
     world = Gathering()
     links = [world.register(registration(rank, layers={f"layer.{rank}": LAYER})) for rank in range(2)]
     plan = world.last(links[1])
-    assert isinstance(plan, PlanSent)
+    assert isinstance(plan, SendPlan)
     assert [group.layer_names for group in plan.config.groups] == [("layer.1",)]
     for link in links:
         world.allocate(link)
     opened = world.pool[-1]
-    assert isinstance(opened, PoolOpened)
+    assert isinstance(opened, OpenPool)
     assert opened.config.groups[0].layer_names == ("layer.0", "layer.1")
 
 
@@ -144,10 +144,10 @@ def test_a_lost_rank_suspends_the_pool_and_keeps_the_epoch(by: str) -> None:
     links = world.form()
     lose(world, links[1], links[:1], by)
     assert world.members.state is PoolState.DEGRADED
-    assert isinstance(world.pool[-1], PoolSuspended)
+    assert isinstance(world.pool[-1], SuspendPool)
     assert world.members.epoch == 1
     told = world.last(links[0])
-    assert isinstance(told, StatusSent)
+    assert isinstance(told, SendStatus)
     assert (told.state, told.absent_ranks) == (PoolState.DEGRADED, (1,))
     state = RankState.LOST if by == "break" else RankState.SILENT
     assert [info.state for info in world.members.rank_infos()] == [RankState.READY, state]
@@ -164,10 +164,10 @@ def test_rule_4_the_same_process_back_in_time_loses_nothing(by: str) -> None:
         world.beat(links[1])
     else:
         world.register(registration(1, held=held()))
-    assert [type(effect) for effect in world.pool] == [PoolOpened, PoolSuspended, PoolResumed]
+    assert [type(effect) for effect in world.pool] == [OpenPool, SuspendPool, ResumePool]
     assert world.members.state is PoolState.READY
     ready = world.last(links[0])
-    assert isinstance(ready, ReadySent)
+    assert isinstance(ready, SendReady)
     assert ready.epoch == 1
 
 
@@ -186,7 +186,7 @@ def test_rule_3_the_same_process_without_its_contents_begins_a_new_epoch(said: R
     links = world.form()
     world.break_link(links[1])
     back = world.register(said)
-    assert world.pool[-1] == EpochPassed(2)
+    assert world.pool[-1] == EndEpoch(2)
     for link in (links[0], back):
         world.allocate(link)
     assert world.epoch == max(2, said.held.epoch + 1 if said.held else 0)
@@ -202,17 +202,17 @@ def test_rule_3_a_rank_that_does_not_come_back_is_given_up_after_the_grace_time(
         world.now_seconds += 4.0
         world.beat(links[0])
         world.wait(0.0)
-    assert EpochPassed(2) not in world.pool
+    assert EndEpoch(2) not in world.pool
     world.now_seconds += 4.0
     world.beat(links[0])
     world.wait(0.0)
-    assert world.pool[-1] == EpochPassed(2)
+    assert world.pool[-1] == EndEpoch(2)
     assert world.members.state is PoolState.DEGRADED
     assert [info.state for info in world.members.rank_infos()] == [RankState.REGISTERED, RankState.ABSENT]
     if by == "silence":
         assert isinstance(world.last(links[1]), AbortedError)
         with pytest.raises(AbortedError):
-            world.members.heard(links[1], 1, world.now_seconds)
+            world.members.heartbeat(links[1], 1, world.now_seconds)
 
 
 def test_a_successor_gets_a_new_plan_and_all_others_too() -> None:
@@ -220,9 +220,9 @@ def test_a_successor_gets_a_new_plan_and_all_others_too() -> None:
     links = world.form()
     world.break_link(links[1])
     successor = world.register(registration(1, boot_id="successor", blocks=80))
-    assert world.pool[-1] == EpochPassed(2)
+    assert world.pool[-1] == EndEpoch(2)
     plan = world.last(links[0])
-    assert isinstance(plan, PlanSent)
+    assert isinstance(plan, SendPlan)
     assert (plan.epoch, plan.config.num_blocks) == (2, 80)
     world.allocate(links[0], 100)  # it keeps the tensors that it had
     world.allocate(successor)
@@ -267,7 +267,7 @@ def test_a_rank_lost_while_others_allocate_is_waited_for_and_planned_anew() -> N
     assert [info.state for info in world.members.rank_infos()] == [RankState.REGISTERED, RankState.ABSENT]
     back = world.register(registration(1))
     plan = world.last(links[0])
-    assert isinstance(plan, PlanSent)
+    assert isinstance(plan, SendPlan)
     assert plan.epoch == 2
     for link in (links[0], back):
         world.allocate(link)
@@ -306,7 +306,7 @@ def test_a_silent_rank_that_is_heard_after_another_was_replaced_is_planned_with(
     lose(world, links[0], links[1:], "silence")
     world.break_link(links[1])
     successor = world.register(registration(1, boot_id="successor"))
-    assert isinstance(world.last(successor), StatusSent)
+    assert isinstance(world.last(successor), SendStatus)
     world.beat(links[0])
     for link in (links[0], successor):
         world.allocate(link)
@@ -322,14 +322,14 @@ def test_when_one_lost_rank_is_given_up_the_others_that_are_lost_are_too() -> No
     infos = world.members.rank_infos()
     assert [info.state for info in infos] == [RankState.REGISTERED, RankState.REGISTERED, RankState.ABSENT]
     assert [info.num_blocks for info in infos] == [0, 0, 0]
-    assert isinstance(world.last(successor), StatusSent), "nobody may be sent a plan while a rank is absent"
+    assert isinstance(world.last(successor), SendStatus), "nobody may be sent a plan while a rank is absent"
 
 
 def test_who_leaves_is_not_waited_for() -> None:
     world = Gathering()
     links = world.form()
     world.do(world.members.leave(links[0]))
-    assert world.pool[-1] == EpochPassed(2)
+    assert world.pool[-1] == EndEpoch(2)
     world.break_link(links[0])
     assert world.members.rank_infos()[0].state is RankState.ABSENT
 
@@ -350,7 +350,7 @@ def test_a_world_whose_ranks_are_all_lost_can_be_formed_otherwise_at_once() -> N
         world.break_link(link)
     options = replace(OPTIONS, max_model_len=512)
     first = world.register(registration(2, 3, boot_id="another-2", options=options))
-    assert world.pool[-1] == EpochPassed(2)
+    assert world.pool[-1] == EndEpoch(2)
     refuse(world, registration(0, held=held()), WrongStateError, "RANKS_DISAGREE", "register.world_size")
     others = [world.register(registration(rank, 3, boot_id=f"another-{rank}", options=options)) for rank in range(2)]
     for link in (first, *others):
@@ -376,11 +376,11 @@ def test_ranks_that_fall_silent_together_are_told_of_in_one_message_a_rank() -> 
     assert world.members.absent_ranks == tuple(range(10, 100))
     for link in links[:10]:
         answer, status = world.told[link][told[link] :]
-        assert isinstance(answer, StatusSent)
-        assert isinstance(status, StatusSent)
+        assert isinstance(answer, SendStatus)
+        assert isinstance(status, SendStatus)
         assert status.absent_ranks == tuple(range(10, 74)), "the first 64 of them"
     world.break_link(links[0])
-    assert isinstance(world.told[links[1]][-1], StatusSent)
+    assert isinstance(world.told[links[1]][-1], SendStatus)
     assert len(world.told[links[1]]) == told[links[1]] + 2, "the next heartbeat's answer tells of more"
 
 
@@ -389,7 +389,7 @@ def test_a_new_stream_of_the_same_process_takes_over() -> None:
     links = world.form()
     others = len(world.told[links[1]])
     newer = world.register(registration(0, held=held()))
-    assert world.last(newer) == ReadySent(newer, 1, 100, 1024)
+    assert world.last(newer) == SendReady(newer, 1, 100, 1024)
     assert len(world.told[links[1]]) == others, "nothing has changed for them"
     old = world.last(links[0])
     assert isinstance(old, AbortedError)
@@ -402,7 +402,7 @@ def test_a_new_stream_of_the_same_process_takes_over() -> None:
 def test_nobody_is_blamed_for_the_time_that_the_server_was_stopped() -> None:
     world = Gathering()
     world.form()
-    world.members.forgive(60.0)
+    world.members.extend_deadlines(60.0)
     world.wait(60.0)
     assert world.is_serving
     world.wait(6.0)
@@ -458,7 +458,7 @@ def refuse(world: Gathering, said: Registration, kind: type[KvpoolError], reason
         ({"options": replace(OPTIONS, hash_scheme=HashScheme(size_bytes=3))}, "options.hash_scheme.size_bytes"),
     ],
 )
-def test_what_is_out_of_range_is_refused(changes: dict[str, object], field: str) -> None:
+def test_values_out_of_range_are_refused(changes: dict[str, object], field: str) -> None:
     world = Gathering()
     world.register(registration(0))
     said = replace(registration(1), **changes)  # type: ignore[arg-type]

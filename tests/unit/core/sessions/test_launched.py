@@ -45,7 +45,7 @@ def num_found(world: World, session: Session, content: str, number: int = 99) ->
 
 
 @LEAVING
-def test_what_launched_steps_fill_is_found_again_by_its_session_and_by_others_once_it_has_run(
+def test_blocks_of_launched_steps_are_hit_by_their_session_and_after_execution_by_others(
     leaving: Operation,
 ) -> None:
     world = World()
@@ -58,7 +58,7 @@ def test_what_launched_steps_fill_is_found_again_by_its_session_and_by_others_on
 
 
 @LEAVING
-def test_what_is_not_launched_is_found_by_nobody(leaving: Operation) -> None:
+def test_blocks_of_steps_not_launched_are_hit_by_no_session(leaving: Operation) -> None:
     world = World()
     one, other = world.open(), world.open()
     world.admit(one, 1, "ab", 9)  # change 1
@@ -70,7 +70,7 @@ def test_what_is_not_launched_is_found_by_nobody(leaving: Operation) -> None:
     assert num_found(world, other, "abc") == 8
 
 
-def test_a_lower_number_is_no_news() -> None:
+def test_a_lower_launched_number_changes_nothing() -> None:
     world = World()
     session = world.open()
     world.admit(session, 1, "abc", 13)
@@ -79,7 +79,7 @@ def test_a_lower_number_is_no_news() -> None:
     assert num_found(world, session, "abc") == 12
 
 
-def test_a_session_that_says_only_what_has_run_does_not_find_what_had_not() -> None:
+def test_a_session_that_reports_only_execution_does_not_hit_unexecuted_blocks() -> None:
     world = World()
     session = world.open()
     world.admit(session, 1, "abc", 13)
@@ -91,7 +91,7 @@ def test_a_session_that_says_only_what_has_run_does_not_find_what_had_not() -> N
 
 @pytest.mark.parametrize("launched", [-1, 2, 2**40, 2**64])
 @pytest.mark.parametrize("operations", [[], [ALLOCATE], [FREE]])
-def test_what_was_not_sent_cannot_be_launched(launched: int, operations: list[Operation]) -> None:
+def test_steps_that_were_not_sent_cannot_be_launched(launched: int, operations: list[Operation]) -> None:
     world = World()
     session = world.open()
     world.admit(session, 1, "abc", 13)
@@ -104,7 +104,7 @@ def test_what_was_not_sent_cannot_be_launched(launched: int, operations: list[Op
     assert (world.snapshot(), session.launched_sequence) == (before, 0)
 
 
-def test_the_end_of_a_session_withdraws_what_was_launched_and_not_said_to_have_run() -> None:
+def test_the_end_of_a_session_withdraws_launched_but_unexecuted_blocks() -> None:
     world = World()
     one, other = world.open(), world.open()
     world.admit(one, 1, "abc", 13)
@@ -115,7 +115,7 @@ def test_the_end_of_a_session_withdraws_what_was_launched_and_not_said_to_have_r
     assert (num_found(world, other, "abc"), num_found(world, other, "xyz")) == (0, 0)
 
 
-def test_who_resumes_a_session_does_not_take_over_what_the_one_before_launched() -> None:
+def test_a_resumed_session_does_not_keep_launched_steps() -> None:
     """The process that launched it may have died before it was handed to the ranks."""
     world = World()
     session = world.open()
@@ -134,7 +134,7 @@ def delayed(world: World, session: Session) -> None:
     )  # fmt: skip
 
 
-def test_what_is_cached_late_counts_as_filled_when_it_got_room() -> None:
+def test_blocks_cached_late_count_as_filled_by_the_allocating_step() -> None:
     world = World()
     one, other = world.open(), world.open()
     delayed(world, one)
@@ -144,7 +144,7 @@ def test_what_is_cached_late_counts_as_filled_when_it_got_room() -> None:
     assert num_found(world, other, "abc") == 12
 
 
-def test_what_is_cached_after_it_has_run_is_found_by_others_at_once() -> None:
+def test_blocks_cached_after_execution_are_visible_at_once() -> None:
     world = World()
     one, other = world.open(), world.open()
     delayed(world, one)
@@ -153,7 +153,7 @@ def test_what_is_cached_after_it_has_run_is_found_by_others_at_once() -> None:
     assert not world.pool.blocks.prefix_map.pending()
 
 
-def test_without_news_of_launches_it_counts_as_filled_when_it_is_cached() -> None:
+def test_without_launch_reports_blocks_count_as_filled_by_the_caching_step() -> None:
     world = World()
     one, other = world.open(), world.open()
     delayed(world, one)
@@ -163,7 +163,7 @@ def test_without_news_of_launches_it_counts_as_filled_when_it_is_cached() -> Non
     assert num_found(world, other, "abc") == 12
 
 
-def test_what_got_room_in_the_step_that_caches_it_is_filled_by_that() -> None:
+def test_blocks_allocated_and_cached_in_one_step_are_filled_by_it() -> None:
     world = World()
     session = world.open()
     delayed(world, session)
@@ -177,7 +177,7 @@ def test_what_got_room_in_the_step_that_caches_it_is_filled_by_that() -> None:
 
 
 @pytest.mark.parametrize("is_plain", [True, False])
-def test_plain_allocations_note_which_change_fills(*, is_plain: bool) -> None:
+def test_plain_allocations_record_the_filling_step(*, is_plain: bool) -> None:
     world = World()
     session = world.open()
     world.admit(session, 1, "ab", 9)
@@ -186,13 +186,13 @@ def test_plain_allocations_note_which_change_fills(*, is_plain: bool) -> None:
     columns: dict[str, Any] = {"operations": [ALLOCATE], "request_numbers": [1], "num_new_tokens": [1]}
     for launched in (1, 2):
         step = Step(session.sequence + 1, launched_sequence=launched, num_appended_tokens=[1], **columns)
-        assert (AllocationBatch.of(world.pool, session, step, 0, 0) is not None) is is_plain
+        assert (AllocationBatch.from_step(world.pool, session, step, 0, 0) is not None) is is_plain
         world.apply(session, step)
         request = session.by_number[RequestNumber(1)]
         assert (request.filling_sequence, session.launched_sequence) == (launched + 1, launched)
 
 
-def test_room_taken_without_asking_is_filled_by_the_step_before() -> None:
+def test_slots_taken_on_credit_are_filled_by_the_previous_step() -> None:
     world = World()
     session = world.open()
     world.admit(session, 1, "ab", 9)

@@ -46,7 +46,7 @@ def released(world: World, now_seconds: float) -> list[Session]:
     return done
 
 
-def test_rule_1_nobody_is_given_what_a_session_held_whose_lease_ran_out(world: World) -> None:
+def test_rule_1_blocks_of_an_expired_session_are_not_allocated(world: World) -> None:
     world.admit(world.open(), 1, "abc", 13)
     expire(world)
     assert quarantined(world) == (1, 4)
@@ -55,7 +55,7 @@ def test_rule_1_nobody_is_given_what_a_session_held_whose_lease_ran_out(world: W
     assert set(world.admit(other, 2, "vwxy", 16).block_ids) == {5, 6, 7, 8}
 
 
-def test_rule_1_what_was_published_is_hit_and_what_was_not_is_withdrawn(world: World) -> None:
+def test_rule_1_published_blocks_can_be_hit_and_others_are_withdrawn(world: World) -> None:
     one = world.open()
     world.admit(one, 1, "abc", 13)
     world.run(one, executed=1)
@@ -68,7 +68,7 @@ def test_rule_1_what_was_published_is_hit_and_what_was_not_is_withdrawn(world: W
     assert [world.pool.blocks.ref_cnt(BlockId(b)) for b in (1, 2, 3, 4)] == [1, 1, 1, 0]
 
 
-def test_rule_2_without_ranks_blocks_are_free_when_their_time_is_up(world: World) -> None:
+def test_rule_2_without_ranks_blocks_are_freed_when_their_time_has_passed(world: World) -> None:
     session = world.open()
     world.admit(session, 1, "abc", 13)
     expire(world)
@@ -80,7 +80,7 @@ def test_rule_2_without_ranks_blocks_are_free_when_their_time_is_up(world: World
     assert world.allocator.next_expiry_seconds() == NEVER
 
 
-def test_rule_2_on_another_clock_they_wait_all_of_their_time(world: World) -> None:
+def test_rule_2_on_another_clock_the_full_wait_restarts(world: World) -> None:
     session = world.open()
     world.admit(session, 1, "abc", 13)
     expire(world)
@@ -89,7 +89,7 @@ def test_rule_2_on_another_clock_they_wait_all_of_their_time(world: World) -> No
     assert released(world, 8.0) == [session]
 
 
-def test_rule_2_with_ranks_that_fence_no_time_frees_them(world: World) -> None:
+def test_rule_2_with_fencing_ranks_no_time_frees_blocks(world: World) -> None:
     fence(world)
     one, two = world.open(), world.open()
     for session in (one, two):
@@ -105,7 +105,7 @@ def test_rule_2_with_ranks_that_fence_no_time_frees_them(world: World) -> None:
     check_integrity(world.pool, [])
 
 
-def test_rule_2_no_quarantine_seconds_means_free_at_once_but_not_where_ranks_fence(world: World) -> None:
+def test_rule_2_zero_quarantine_seconds_frees_at_once_unless_ranks_fence(world: World) -> None:
     for blocks in (0, 4):
         session = world.open()
         world.admit(session, 1, "abc", 13)
@@ -115,7 +115,7 @@ def test_rule_2_no_quarantine_seconds_means_free_at_once_but_not_where_ranks_fen
             fence(world)
 
 
-def test_rule_2_an_epoch_that_passes_drops_the_quarantine(world: World) -> None:
+def test_rule_2_a_new_epoch_drops_the_quarantine(world: World) -> None:
     world.admit(world.open(), 1, "abc", 13)
     expire(world)
     world.allocator.pass_epoch(world.pool, 2)
@@ -124,7 +124,7 @@ def test_rule_2_an_epoch_that_passes_drops_the_quarantine(world: World) -> None:
     check_integrity(world.pool, [])
 
 
-def test_rule_3_a_session_that_holds_nothing_is_not_kept(world: World) -> None:
+def test_rule_3_a_session_without_blocks_is_not_quarantined(world: World) -> None:
     session = world.open()
     world.admit(session, 1, "abc", 13)
     world.run(session, Operation.PREEMPT, request_numbers=[1])
@@ -132,7 +132,7 @@ def test_rule_3_a_session_that_holds_nothing_is_not_kept(world: World) -> None:
     assert quarantined(world) == (0, 0)
 
 
-def test_rule_4_blocks_are_freed_as_by_a_session_that_closes() -> None:
+def test_rule_4_blocks_are_freed_as_when_a_session_closes() -> None:
     orders = []
     for quarantine_seconds in (0.0, QUARANTINE_SECONDS):
         world = World(num_blocks=8, enable_caching=False, reuse_order=ReuseOrder.LRU)
@@ -152,7 +152,7 @@ def test_a_session_that_closes_is_not_quarantined(world: World) -> None:
     assert (quarantined(world), world.pool.blocks.usage) == ((0, 0), 0.0)
 
 
-def test_blocks_that_ended_sessions_share_count_once(world: World) -> None:
+def test_blocks_shared_by_ended_sessions_count_once(world: World) -> None:
     one, two = world.open(), world.open()
     world.admit(one, 1, "abc", 13)
     world.run(one, executed=1)
@@ -161,7 +161,7 @@ def test_blocks_that_ended_sessions_share_count_once(world: World) -> None:
     assert quarantined(world) == (2, 5)
 
 
-def test_the_prefix_cache_is_not_reset_under_a_quarantine(world: World) -> None:
+def test_the_prefix_cache_is_not_reset_during_a_quarantine(world: World) -> None:
     session = world.open()
     world.admit(session, 1, "abc", 13)
     world.run(session, executed=1)
@@ -173,7 +173,7 @@ def test_the_prefix_cache_is_not_reset_under_a_quarantine(world: World) -> None:
     assert world.pool.reset_prefix_cache()
 
 
-def test_a_pool_is_not_removed_under_a_quarantine(world: World) -> None:
+def test_a_pool_is_not_removed_during_a_quarantine(world: World) -> None:
     """Another of its name would give the same blocks of the same tensors to others."""
     world.admit(world.open(), 1, "abc", 13)
     expire(world)
@@ -187,7 +187,7 @@ def test_a_pool_is_not_removed_under_a_quarantine(world: World) -> None:
         world.allocator.end_quarantine("m", [])
 
 
-def test_cooked_books_of_a_quarantine_are_found(world: World) -> None:
+def test_the_integrity_check_finds_a_wrong_quarantine(world: World) -> None:
     world.admit(world.open(), 1, "abc", 13)
     expire(world)
     world.pool.quarantine.add(Quarantined(world.open(), 0.0, NEVER))

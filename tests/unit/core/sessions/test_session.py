@@ -21,7 +21,7 @@ def session(world: World) -> Session:
     return world.open()
 
 
-def test_the_last_results_are_remembered_and_no_more(world: World, session: Session) -> None:
+def test_only_the_last_results_are_remembered(world: World, session: Session) -> None:
     steps = [Step(sequence, operations=[Operation.RESET]) for sequence in range(1, REMEMBERED_RESULTS + 2)]
     results = [world.apply(session, step) for step in steps]
     resets = world.pool.stats.resets
@@ -32,13 +32,13 @@ def test_the_last_results_are_remembered_and_no_more(world: World, session: Sess
     assert caught.value.reason == "SEQUENCE_FORGOTTEN"
 
 
-def test_a_refused_step_leaves_its_number_to_a_good_one(world: World, session: Session) -> None:
+def test_the_number_of_a_refused_step_can_be_used_again(world: World, session: Session) -> None:
     with pytest.raises(InvalidArgumentError):
         world.apply(session, Step(1, operations=[99]))
     assert world.apply(session, Step(1, operations=[Operation.RESET])).sequence == 1
 
 
-def test_what_was_sent_decides_whether_it_is_the_same(world: World, session: Session) -> None:
+def test_a_repeated_step_is_recognized_by_its_source(world: World, session: Session) -> None:
     first = apply_step(world.pool, session, Step(1), source=b"sent")
     assert apply_step(world.pool, session, Step(1, operations=[Operation.RESET]), source=b"sent") is first
     with pytest.raises(InvalidArgumentError) as caught:
@@ -46,27 +46,27 @@ def test_what_was_sent_decides_whether_it_is_the_same(world: World, session: Ses
     assert (caught.value.field, caught.value.reason) == ("sequence", "SEQUENCE_REUSED")
 
 
-def test_each_session_counts_for_itself(world: World, session: Session) -> None:
+def test_step_numbers_are_per_session(world: World, session: Session) -> None:
     other = world.open()
     for _ in range(3):
         world.run(session, Operation.RESET)
     assert world.run(other, Operation.RESET).sequence == 1
 
 
-def test_older_news_of_execution_is_no_news(world: World, session: Session) -> None:
+def test_an_older_executed_number_changes_nothing(world: World, session: Session) -> None:
     for executed in (0, 1, 2, 1, 0):
         world.run(session, executed=executed)
     assert session.executed_sequence == 2
 
 
-def test_execution_may_be_told_of_the_last_change_outside_a_step(world: World, session: Session) -> None:
+def test_execution_of_the_last_step_can_be_reported_outside_a_step(world: World, session: Session) -> None:
     world.admit(session, 1, "abc", 13)
     world.allocator.mark_executed(world.pool, session, 1)
     assert (session.executed_sequence, dict(world.pool.blocks.prefix_map.pending())) == (1, {})
 
 
 @pytest.mark.parametrize("executed", [-1, 2])
-def test_execution_of_what_was_never_sent_is_refused(executed: int, world: World, session: Session) -> None:
+def test_execution_of_steps_never_sent_is_refused(executed: int, world: World, session: Session) -> None:
     world.admit(session, 1, "abc", 13)
     before = world.snapshot()
     with pytest.raises(InvalidArgumentError) as caught:
@@ -75,18 +75,18 @@ def test_execution_of_what_was_never_sent_is_refused(executed: int, world: World
     assert world.snapshot() == before
 
 
-def test_numbers_that_no_client_chose_are_negative_and_unused(world: World, session: Session) -> None:
+def test_generated_request_numbers_are_negative_and_unused(world: World, session: Session) -> None:
     world.admit(session, 7, "a", 5)
     for expected in (-1, -2):
         number = session.free_number()
         assert number == expected
         session.add(Request(RequestId(f"unnamed{number}"), number, session.session_number, world.pool.new_tables()))
-    assert session.number_of(RequestId("unnamed-2")) == -2
-    assert session.number_of(RequestId("r7")) == RequestNumber(7)
-    assert session.number_of(RequestId("r8")) is None
+    assert session.request_number(RequestId("unnamed-2")) == -2
+    assert session.request_number(RequestId("r7")) == RequestNumber(7)
+    assert session.request_number(RequestId("r8")) is None
 
 
-def test_a_number_and_an_id_are_free_again_after_their_request_even_in_one_step(world: World, session: Session) -> None:
+def test_a_number_and_an_id_can_be_reused_after_a_free_in_the_same_step(world: World, session: Session) -> None:
     world.admit(session, 1, "abc", 13)
     world.run(
         session, Operation.FREE, Operation.ADD, Operation.ADMIT, request_numbers=[1, 1, 1],
@@ -96,7 +96,7 @@ def test_a_number_and_an_id_are_free_again_after_their_request_even_in_one_step(
     assert (request.num_tokens, request.num_computed_tokens) == (3, 3)
 
 
-def test_two_sessions_may_use_one_id_and_number(world: World, session: Session) -> None:
+def test_two_sessions_can_use_the_same_request_id_and_number(world: World, session: Session) -> None:
     other = world.open()
     world.admit(session, 1, "abc", 13)
     world.admit(other, 1, "xyz", 9)

@@ -56,7 +56,7 @@ def test_the_same_key_finds_the_session_it_opened(world: Keyed) -> None:
 
 
 @pytest.mark.parametrize("change", [{"pool": "n"}, {"client": "d"}, {"lease_seconds": 11.0}])
-def test_a_key_used_for_something_else_is_refused(world: Keyed, change: dict[str, object]) -> None:
+def test_a_key_used_with_different_arguments_is_refused(world: Keyed, change: dict[str, object]) -> None:
     session = world.open_with("k")
     before = world.snapshot(), session.last_seen_seconds
     assert refusal(lambda: world.open_with("k", now_seconds=1.0, **change)) == (  # type: ignore[arg-type]
@@ -65,7 +65,7 @@ def test_a_key_used_for_something_else_is_refused(world: Keyed, change: dict[str
     assert (world.snapshot(), session.last_seen_seconds) == before
 
 
-def test_a_key_is_free_again_when_its_session_has_ended(world: Keyed) -> None:
+def test_a_key_can_be_reused_after_its_session_ended(world: Keyed) -> None:
     closed = world.open_with("k")
     world.allocator.close_session(closed.session_id, 0.0)
     overdue = world.open_with("k", client="d")
@@ -78,13 +78,13 @@ def test_a_key_is_free_again_when_its_session_has_ended(world: Keyed) -> None:
 
 def test_a_drained_pool_still_finds_a_session_that_is_open(world: Keyed) -> None:
     session = world.open_with("k")
-    world.allocator.drain_state.close(None)
+    world.allocator.drain_state.drain(None)
     assert world.open_with("k") is session
     assert refusal(lambda: world.open_with("l"))[2] == "DRAINED"
 
 
 @pytest.mark.parametrize("key", ["k" * 65, "ü" * 33, "\ud800" * 22])
-def test_keys_have_a_longest(world: Keyed, key: str) -> None:
+def test_keys_have_a_maximum_length(world: Keyed, key: str) -> None:
     session = world.open_with("k" * 64)
     assert refusal(lambda: world.open_with(key))[:2] == (InvalidArgumentError, "open_key")
     assert refusal(lambda: world.resume(session.session_id, key))[:2] == (InvalidArgumentError, "resume_key")
@@ -92,7 +92,7 @@ def test_keys_have_a_longest(world: Keyed, key: str) -> None:
     assert session.current_id == session.session_id
 
 
-def test_resuming_gives_another_id_and_fences_the_ones_before(world: Keyed) -> None:
+def test_resuming_assigns_a_new_id_and_fences_earlier_ids(world: Keyed) -> None:
     session = world.open_with("k")
     world.admit(session, 1, "abc", 13)
     assert world.resume("id1", "a", sequence=1, now_seconds=9.0) is session
@@ -111,7 +111,7 @@ def test_resuming_gives_another_id_and_fences_the_ones_before(world: Keyed) -> N
     assert refusal(lambda: world.open_with("k")) == (AbortedError, "session_id", "SESSION_RESUMED")
 
 
-def test_resuming_gives_the_next_number_and_keeps_all_else(world: Keyed) -> None:
+def test_resuming_assigns_the_next_number_and_keeps_the_rest(world: Keyed) -> None:
     session, other = world.open_with("k"), world.open_with("l")
     world.admit(session, 1, "abc", 13)
     world.resume("id1", "a")
@@ -134,7 +134,7 @@ def test_resuming_gives_the_next_number_and_keeps_all_else(world: Keyed) -> None
     assert (session.session_number, world.open_with("m").session_number, other.session_number) == (3, 4, 2)
 
 
-def test_what_was_not_computed_yet_stays_its_own_and_is_published_under_the_new_number(world: Keyed) -> None:
+def test_unexecuted_blocks_stay_private_and_are_published_under_the_new_number(world: Keyed) -> None:
     session, other = world.open_with("k"), world.open_with("l")
     world.admit(session, 1, "abc", 13)
     world.resume("id1")
@@ -170,7 +170,7 @@ def test_a_resumed_session_that_is_evicted_is_quarantined_under_its_new_number(w
     check_integrity(world.pool, world.sessions())
 
 
-def test_the_same_resume_key_takes_over_once_and_not_from_a_later_one(world: Keyed) -> None:
+def test_a_resume_key_takes_over_once_and_not_from_a_later_process(world: Keyed) -> None:
     session = world.open_with("k")
     world.resume("id1", "a")
     first = session.current_id
@@ -184,7 +184,7 @@ def test_the_same_resume_key_takes_over_once_and_not_from_a_later_one(world: Key
     assert world.resume("id1", "a").current_id not in (first, second)
 
 
-def test_a_sequence_that_was_never_reached_is_refused(world: Keyed) -> None:
+def test_resuming_with_a_future_step_number_is_refused(world: Keyed) -> None:
     session = world.open_with("k")
     world.admit(session, 1, "abc", 13)
     before = world.snapshot()
@@ -194,7 +194,7 @@ def test_a_sequence_that_was_never_reached_is_refused(world: Keyed) -> None:
     assert (world.snapshot(), session.current_id) == (before, "id1")
 
 
-def test_sessions_that_have_ended_are_not_resumed(world: Keyed) -> None:
+def test_ended_sessions_are_not_resumed(world: Keyed) -> None:
     closed, overdue = world.open_with("k"), world.open_with("l")
     world.resume(closed.session_id)
     world.allocator.close_session(closed.current_id, 0.0)
@@ -203,7 +203,7 @@ def test_sessions_that_have_ended_are_not_resumed(world: Keyed) -> None:
     assert refusal(lambda: world.resume("id9"))[0] is NotFoundError
 
 
-def test_only_the_process_that_closed_a_session_is_told_its_count_again(world: Keyed) -> None:
+def test_only_the_process_that_closed_a_session_gets_its_count_again(world: Keyed) -> None:
     session = world.open_with("k")
     world.admit(session, 1, "abc", 13)
     world.resume("id1")

@@ -66,7 +66,7 @@ def test_page(spec: KVCacheSpec, page_bytes: int) -> None:
         (EncoderOnlyAttentionSpec(16), 0),
     ],
 )
-def test_most_blocks_of_one_request(spec: KVCacheSpec, blocks: int) -> None:
+def test_max_blocks_of_one_request(spec: KVCacheSpec, blocks: int) -> None:
     assert spec.max_blocks(LIMITS) == blocks
     assert spec.max_memory_bytes(LIMITS) == blocks * spec.page_size_bytes
 
@@ -81,7 +81,7 @@ def test_most_blocks_of_one_request(spec: KVCacheSpec, blocks: int) -> None:
         (CrossAttentionSpec(16), 94),
     ],
 )
-def test_context_parallelism_spreads_tokens_not_states(spec: KVCacheSpec, blocks: int) -> None:
+def test_context_parallelism_shards_tokens_not_states(spec: KVCacheSpec, blocks: int) -> None:
     assert spec.max_blocks(RequestLimits(8192, context_parallel_size=2)) == blocks
 
 
@@ -97,7 +97,7 @@ def test_context_parallelism_spreads_tokens_not_states(spec: KVCacheSpec, blocks
         (CrossAttentionSpec(4), [0, 0, 0, 0, 0, 0]),
     ],
 )
-def test_tokens_that_nobody_looks_back_at(spec: KVCacheSpec, skipped: list[int]) -> None:
+def test_skipped_tokens(spec: KVCacheSpec, skipped: list[int]) -> None:
     assert [spec.num_skipped_tokens(n) for n in (0, 1, 3, 4, 5, 100)] == skipped
     assert spec.keeps_all == (not any(skipped))
 
@@ -138,7 +138,7 @@ def test_layers_that_can_share_a_block_table(left: KVCacheSpec, right: KVCacheSp
     assert (left.allocates_like(right), right.allocates_like(left)) == (alike, alike)
 
 
-def test_a_page_grows_by_whole_blocks_and_is_padded_for_the_rest() -> None:
+def test_a_page_grows_by_whole_blocks_and_is_padded() -> None:
     small = SlidingWindowSpec(16, num_kv_heads=4, head_size=128, dtype="bfloat16", sliding_window=9)  # 32 KiB
     twice = small.with_page_size(65_536)
     assert (twice.block_size, twice.page_size_padded) == (32, 0)
@@ -177,25 +177,25 @@ BAD: dict[str, Callable[[], KVCacheSpec]] = {
 
 
 @pytest.mark.parametrize("field", BAD)
-def test_a_constructor_names_what_it_refuses(field: str) -> None:
+def test_a_constructor_names_the_invalid_field(field: str) -> None:
     with pytest.raises(InvalidArgumentError) as caught:
         BAD[field]()
     assert caught.value.field == field
 
 
 @pytest.mark.parametrize("make", [lambda: SinkFullAttentionSpec(4, sink_len=6), lambda: ChunkedLocalAttentionSpec(4)])
-def test_windows_and_sinks_must_be_given(make: Callable[[], KVCacheSpec]) -> None:
+def test_windows_and_sinks_are_required(make: Callable[[], KVCacheSpec]) -> None:
     with pytest.raises(InvalidArgumentError):
         make()
 
 
-def test_layers_of_two_kinds_are_no_uniform_type() -> None:
+def test_layers_of_two_kinds_are_not_a_uniform_type() -> None:
     with pytest.raises(InvalidArgumentError, match="cannot share a block table") as caught:
         UniformTypeKVCacheSpecs(4, (("a", FullAttentionSpec(4)), ("b", SlidingWindowSpec(4, sliding_window=8))))
     assert caught.value.field == "layers[1]"
 
 
-def test_an_unknown_type_is_told_the_known_ones() -> None:
+def test_the_error_for_an_unknown_type_lists_known_types() -> None:
     with pytest.raises(InvalidArgumentError, match=r"'bf16' is not known; known: float64, .*bfloat16"):
         FullAttentionSpec(4, dtype="bf16")
 
@@ -209,7 +209,7 @@ def test_long_text_is_not_repeated() -> None:
     assert len(caught.value.message) < 300
 
 
-def test_sinks_keep_to_whole_blocks_when_a_page_grows() -> None:
+def test_sinks_stay_whole_blocks_when_a_page_grows() -> None:
     sinks = SinkFullAttentionSpec(16, **HEADS, sink_len=48)
     assert sinks.with_page_size(4 * 65_536) == SinkFullAttentionSpec(48, **HEADS, sink_len=48, page_size_padded=2**18)
 

@@ -58,7 +58,7 @@ def test_names_the_field_that_is_out_of_range(field: str) -> None:
     ("specs", "retention_tokens", "message"),
     [
         ([FullAttentionSpec(4)], 4, "without a sliding window"),
-        ([SlidingWindowSpec(4, sliding_window=8), FullAttentionSpec(6)], 18, "no multiple of 12"),
+        ([SlidingWindowSpec(4, sliding_window=8), FullAttentionSpec(6)], 18, "not a multiple of 12"),
         ([SlidingWindowSpec(4, sliding_window=8), MambaSpec(4)], 0, "states of Mamba groups"),
     ],
 )
@@ -81,7 +81,7 @@ def test_block_sizes_need_a_common_multiple() -> None:
     replace(odd, max_model_len=2**20).check()  # where a block holds a whole request
 
 
-def test_blocks_may_be_of_eight_sizes() -> None:
+def test_at_most_eight_block_sizes() -> None:
     sizes = [2**i for i in range(9)]
     replace(config(), groups=groups(*map(FullAttentionSpec, sizes[:8]))).check()
     with pytest.raises(InvalidArgumentError, match="blocks of 9 different sizes, at most 8") as caught:
@@ -109,20 +109,20 @@ def test_layers_of_all_groups_are_checked(layers: tuple[KVCacheGroup, ...], fiel
     replace(config(), groups=group(UNIFORM, "b", "a")).check()
 
 
-def test_a_spec_must_be_of_some_kind() -> None:
-    with pytest.raises(InvalidArgumentError, match="AttentionSpec is no kind of attention") as caught:
+def test_a_spec_must_be_a_known_kind() -> None:
+    with pytest.raises(InvalidArgumentError, match="AttentionSpec is not a kind of attention") as caught:
         replace(config(), groups=groups(AttentionSpec(4))).check()
     assert caught.value.field == "config.groups[0].spec"
 
 
-def test_sinks_must_leave_blocks_to_give() -> None:
+def test_sinks_must_leave_other_blocks() -> None:
     replace(config(4), groups=groups(SinkFullAttentionSpec(4, sink_len=8))).check()
     with pytest.raises(InvalidArgumentError) as caught:
         replace(config(3), groups=groups(SinkFullAttentionSpec(4, sink_len=8))).check()
     assert caught.value.field == "config.num_blocks"
 
 
-def test_context_parallelism_spreads_tokens_but_no_state() -> None:
+def test_context_parallelism_shards_tokens_but_not_states() -> None:
     mixed = replace(config(), groups=groups(SlidingWindowSpec(4, sliding_window=9), MambaSpec(4)), dcp_world_size=2)
     assert [mixed.span_tokens(group_id) for group_id in (GroupId(0), GroupId(1))] == [8, 4]
     assert (mixed.hash_block_size, mixed.hit_alignment) == (4, 8)

@@ -299,7 +299,7 @@ def test_delayed_external_blocks_are_cached_when_told_and_never_past_the_known()
     ask(world, session, ALLOCATE, 1, 0, num_external_tokens=12, delay_cache_blocks=True)
     assert len(world.pool.blocks.prefix_map) == 0
     ask(world, session, CACHE, 1, 8)
-    assert [world.pool.blocks.prefix_map.hash_of(BlockId(i)) is not None for i in (1, 2, 3)] == [
+    assert [world.pool.blocks.prefix_map.block_hash(BlockId(i)) is not None for i in (1, 2, 3)] == [
         True,
         True,
         False,

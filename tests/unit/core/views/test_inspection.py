@@ -82,7 +82,7 @@ def test_a_preempted_request_waits_and_says_how_often() -> None:
     (request,) = inspection.page_of_requests([session], Page.of(0, ""))[0]
     assert (request.num_preemptions, request.num_computed_tokens, request.held_blocks) == (1, 0, (0,))
     assert inspection.describe_session(world.pool, session, 0.0).running_requests == 0
-    assert inspection.holders(world.sessions()) == []
+    assert inspection.block_holders(world.sessions()) == []
 
 
 def test_sessions_page_by_page_each_once_however_others_come_and_go() -> None:
@@ -104,10 +104,10 @@ def test_sessions_page_by_page_each_once_however_others_come_and_go() -> None:
 def test_a_page_of_sessions_ends_once_enough_requests_are_counted() -> None:
     world = World()
     for _ in range(3):
-        declare(world, world.open(), inspection.COUNTED_REQUESTS)
+        declare(world, world.open(), inspection.MAX_COUNTED_REQUESTS)
     pages = all_pages(lambda page: inspection.page_of_sessions(world.allocator.sessions(), page, 0.0), 500)
     assert [[(s.session_number, s.requests) for s in page] for page in pages] == [
-        [(number, inspection.COUNTED_REQUESTS)] for number in (1, 2, 3)
+        [(number, inspection.MAX_COUNTED_REQUESTS)] for number in (1, 2, 3)
     ]
 
 
@@ -160,7 +160,7 @@ def test_blocks_are_told_with_what_becomes_of_them() -> None:
 
 
 def test_a_page_of_blocks_looks_at_so_many_and_no_more() -> None:
-    looked_at = inspection.LOOKED_AT_BLOCKS
+    looked_at = inspection.MAX_SCANNED_BLOCKS
     world = World(3 * looked_at)
     pages = all_pages(lambda page: inspection.page_of_blocks(world.pool, BlockState.USED, page), 500)
     assert pages == [[], [], []]
@@ -198,7 +198,7 @@ def test_an_evicted_session_gives_its_blocks_back_and_is_told() -> None:
     assert world.allocator.evict_session("m", session.session_number, 0.0)[1] is session
     check_integrity(world.pool, world.sessions())
     assert (world.sessions(), world.pool.blocks.num_free_blocks) == ([other], 17)
-    assert world.pool.blocks.prefix_map.hash_of(BlockId(1)) is None  # it never said that its step had run
+    assert world.pool.blocks.prefix_map.block_hash(BlockId(1)) is None  # it never said that its step had run
     assert world.pool.activity.evicted_sessions == 1
     with pytest.raises(AbortedError, match="operator") as ended:
         world.allocator.session(session.session_id, 0.0)
@@ -218,21 +218,25 @@ def test_what_is_not_there_is_not_evicted() -> None:
 def test_a_pool_is_removed_only_without_sessions_and_its_name_is_free() -> None:
     world = World()
     session = world.open()
-    world.allocator.drain_state.close(world.pool.config.name)
+    world.allocator.drain_state.drain(world.pool.config.name)
     before = (world.snapshot(), repr(world.allocator))
     with pytest.raises(WrongStateError, match="sessions are open: 1") as refused:
         world.allocator.remove_pool("m")
     assert refused.value.reason == "POOL_IN_USE"
     assert (world.snapshot(), repr(world.allocator)) == before
-    assert not world.allocator.drain_state.takes(world.pool.config.name)
+    assert not world.allocator.drain_state.accepts_sessions(world.pool.config.name)
     world.allocator.close_session(session.session_id, 0.0)
     world.allocator.remove_pool("m")
     with pytest.raises(NotFoundError):
         world.allocator.remove_pool("m")
     pool, created = world.allocator.create_pool(world.pool.config, b"n" * 32)
-    assert (created, pool is world.pool, world.allocator.drain_state.takes(pool.config.name)) == (True, False, True)
+    assert (created, pool is world.pool, world.allocator.drain_state.accepts_sessions(pool.config.name)) == (
+        True,
+        False,
+        True,
+    )
 
 
 def test_of_many_numbers_a_message_lists_the_first() -> None:
-    assert inspection.named([3, 4]) == "3, 4"
-    assert inspection.named(list(range(40))).endswith("14, 15, ... (40 in all)")
+    assert inspection.list_numbers([3, 4]) == "3, 4"
+    assert inspection.list_numbers(list(range(40))).endswith("14, 15, ... (40 in all)")

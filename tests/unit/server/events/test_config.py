@@ -1,4 +1,4 @@
-"""Settings of the publisher: what is refused, and which endpoint is whose."""
+"""Settings of the publisher: refused values, and the endpoint of each pool."""
 
 from typing import Any
 
@@ -15,11 +15,11 @@ from kvpool.server.events.config import EventsConfig, is_bound, numbered
         ({"endpoint": "udp://*:1"}, "events_endpoint: 'udp://.*needs tcp"),
         ({"endpoint": "tcp://*"}, "events_endpoint"),
         ({"endpoint": "tcp://*:99999"}, "events_endpoint"),
-        ({"endpoint": "tcp://0.0.0.0:5557"}, r"events_endpoint: .* say tcp://\*:5557"),
+        ({"endpoint": "tcp://0.0.0.0:5557"}, r"events_endpoint: .* use tcp://\*:5557"),
         ({"endpoint": "inproc://x"}, "events_endpoint"),
         ({"endpoint": "ipc://"}, "events_endpoint"),
         ({"replay_endpoint": "tcp://*:5558"}, "events_replay_endpoint: needs events_endpoint"),
-        ({"endpoint": "tcp://*:5557", "replay_endpoint": "tcp://*:5557"}, "one each"),
+        ({"endpoint": "tcp://*:5557", "replay_endpoint": "tcp://*:5557"}, "must differ"),
         ({"topic": "kv@{pod}"}, r"events_topic: .* only \{pool\} and \{host\}"),
         ({"topic": "kv@{"}, "events_topic"),
         ({"topic": "{}"}, "events_topic"),
@@ -29,12 +29,12 @@ from kvpool.server.events.config import EventsConfig, is_bound, numbered
         ({"pools": ("a", "a")}, "events_pool: a pool is named twice"),
     ],
 )
-def test_bad_settings_are_refused_by_name(settings: dict[str, Any], message: str) -> None:
+def test_invalid_settings_are_refused_by_name(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         EventsConfig(**settings)
 
 
-def test_what_publishing_needs_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(config, "_PACKAGES", {"zmq_of_tomorrow": "pyzmq"})
     EventsConfig()
     with pytest.raises(ValueError, match=r"needs pyzmq: pip install 'kvpool\[events\]'"):
@@ -58,12 +58,12 @@ def test_endpoints_of_further_pools(endpoint: str, bound: bool, third: str) -> N
     assert numbered(endpoint, 2) == third
 
 
-def test_named_pools_have_endpoints_of_their_own() -> None:
+def test_named_pools_have_fixed_endpoints() -> None:
     a, b, c = map(PoolName, "abc")
     named = EventsConfig(pools=("b", "a"))
     assert [named.number_of(pool, 0) for pool in (a, b, c)] == [1, 0, None]
     assert EventsConfig().number_of(c, 3) == 3
 
 
-def test_a_topic_names_the_pool_as_pod_and_model() -> None:
+def test_the_default_topic_has_the_pool_as_pod_and_model() -> None:
     assert EventsConfig().topic_of(PoolName("org/llama")) == "kv@org/llama@org/llama"

@@ -1,4 +1,4 @@
-"""What is published, byte for byte: msgpack written by hand after vLLM's field order, both forms."""
+"""Published payloads, compared byte for byte with msgpack that is written by hand in vLLM's field order."""
 
 import struct
 from typing import Any
@@ -19,7 +19,7 @@ from kvpool.core.specs.kinds import (
     UniformTypeKVCacheSpecs,
 )
 from kvpool.core.specs.pool_config import KVCacheGroup, PoolConfig
-from kvpool.server.events.config import EventForm, EventsConfig, HashForm, RemovedForm
+from kvpool.server.events.config import EventsConfig, HashForm, RemovedForm
 from kvpool.server.events.vllm_format import EventEncoder, spec_kind
 
 TIME = 1.5
@@ -93,21 +93,7 @@ def test_a_stored_run_of_a_window_as_a_map() -> None:
     }
 
 
-def test_a_stored_run_as_an_array() -> None:
-    expected = (
-        b"\x93" + TIME_BYTES + b"\x91"
-        b"\x9c" + text("BlockStored")
-        + b"\x91" + TWO_BYTES + b"\x07"  # hashes, parent
-        + b"\x92\x05\x06" + b"\x02"  # tokens, block size
-        + b"\xc0" + text("GPU") + text("adapter")  # lora_id, medium, lora_name
-        + b"\xc0" + b"\x01" + text("sliding_window") + b"\x05"  # extra_keys, group, kind, window
-        + b"\x00"
-    )  # fmt: skip
-    event = stored(TWO, parent=ONE, group=1, lora_name="adapter")
-    assert encode(event, form=EventForm.ARRAY) == expected
-
-
-def test_removals_clears_and_heartbeats_in_both_forms() -> None:
+def test_removals_clears_and_heartbeats() -> None:
     head = b"\x93" + TIME_BYTES
     removed = BlockRemoved(ONE, GroupId(1))
     as_map = (
@@ -115,29 +101,27 @@ def test_removals_clears_and_heartbeats_in_both_forms() -> None:
         + text("medium") + text("GPU") + text("group_idx") + b"\x01"
         + b"\x81" + text("type") + text("AllBlocksCleared")
     )  # fmt: skip
-    as_array = b"\x92\x94" + text("BlockRemoved") + b"\x91\x07" + text("GPU") + b"\x01\x91" + text("AllBlocksCleared")
     assert encode(removed, AllBlocksCleared()) == head + as_map + b"\x00"
-    assert encode(removed, AllBlocksCleared(), form=EventForm.ARRAY) == head + as_array + b"\x00"
-    assert encode() == encode(form=EventForm.ARRAY) == head + b"\x90\x00"
+    assert encode() == head + b"\x90\x00"
 
 
-def test_a_hash_is_removed_with_its_last_copy_or_with_every() -> None:
+def test_a_hash_is_removed_with_its_last_copy_or_with_every_copy() -> None:
     copy, last = BlockRemoved(ONE, GroupId(0), 1), BlockRemoved(ONE, GroupId(0), 0)
-    assert encode(copy) is None, "nothing to tell is no message: an empty one is a heartbeat"
+    assert encode(copy) is None, "no event must mean no message: an empty one is a heartbeat"
     assert len(decode(copy, last)) == 1
     assert len(decode(copy, last, removed=RemovedForm.EVERY_COPY)) == 2
 
 
-def test_hashes_are_integers_that_are_never_0_or_whole() -> None:
+def test_hashes_are_nonzero_integers_or_all_bytes() -> None:
     (event,) = decode(stored(ONE, parent=ZERO))
     assert (event["block_hashes"], event["parent_block_hash"]) == ([7], 1)
     (event,) = decode(stored(ONE, parent=ZERO), hashes=HashForm.BYTES)
     assert (event["block_hashes"], event["parent_block_hash"]) == ([ONE], ZERO)
 
 
-def test_a_hash_that_comes_again_begins_an_event_of_its_own() -> None:
-    told = decode(stored(ONE, TWO, ONE, ONE))
-    assert [(event["block_hashes"], event["parent_block_hash"], event["token_ids"]) for event in told] == [
+def test_a_repeated_hash_begins_another_event() -> None:
+    events = decode(stored(ONE, TWO, ONE, ONE))
+    assert [(event["block_hashes"], event["parent_block_hash"], event["token_ids"]) for event in events] == [
         ([7, 2**64 - 1], None, [5, 6, 7, 8]),
         ([7], 2**64 - 1, [9, 10]),
         ([7], 7, [11, 12]),
@@ -158,5 +142,5 @@ def test_a_hash_that_comes_again_begins_an_event_of_its_own() -> None:
         (UniformTypeKVCacheSpecs(2, (("a", MLAAttentionSpec(2)), ("b", FULL))), ("full_attention", None)),
     ],
 )
-def test_kinds_have_vllms_names(spec: KVCacheSpec, expected: tuple[str, int | None]) -> None:
+def test_attention_kinds_have_the_names_of_vllm(spec: KVCacheSpec, expected: tuple[str, int | None]) -> None:
     assert spec_kind(spec) == expected

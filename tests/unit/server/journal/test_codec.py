@@ -74,8 +74,8 @@ def test_the_same_graph_gives_the_same_bytes() -> None:
     assert encoded(["a", "b", "c"]) == encoded(["c", "b", "a"])
 
 
-def test_what_is_not_the_cores_is_not_written() -> None:
-    with pytest.raises(TypeError, match="cannot be written down"):
+def test_objects_outside_the_core_are_refused() -> None:
+    with pytest.raises(TypeError, match="cannot be encoded"):
         Encoder(WIRE).node([object()])
 
 

@@ -71,7 +71,7 @@ def test_what_changes_columns_changes_them_one_by_one_or_sets_them_anew() -> Non
         columns = [
             CopyOnWriteColumn(owner, name)
             for owner in owners
-            for name in ("_column", "_hash_of", "_number_of_writer", "_group_of", "_contents_of")
+            for name in ("_column", "_block_hashes", "_session_numbers", "_group_ids", "_contents")
             if hasattr(owner, name)
         ]
         assert len(columns) == 5

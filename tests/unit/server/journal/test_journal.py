@@ -3,25 +3,24 @@
 import asyncio
 import contextlib
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvpool.core.allocator import Allocator
-from kvpool.server import faults
 from kvpool.server.journal.journal import Journal
 from support.core import config
+from support.faults import ArmedFaults
 from support.journal import Traffic, assert_alike, journal_in, kill, recovered
 
 CONFIG = config(60)
 
 
-@pytest.fixture(autouse=True)
-def disarmed() -> Iterator[None]:
-    yield
-    faults.arm("")
+@pytest.fixture(name="faults")
+def fixture_faults() -> ArmedFaults:
+    """The fault points of the test's journal."""
+    return ArmedFaults()
 
 
 def begun(folder: Path, **settings: Any) -> tuple[Journal, Traffic]:
@@ -49,7 +48,7 @@ def test_files_are_their_users_alone(tmp_path: Path) -> None:
 
 def test_a_second_one_is_refused(tmp_path: Path) -> None:
     journal, _ = begun(tmp_path)
-    with pytest.raises(OSError, match="another server keeps its journal"):
+    with pytest.raises(OSError, match="another server uses the journal"):
         journal_in(tmp_path)
     kill(journal)
     journal_in(tmp_path).close()
@@ -58,8 +57,8 @@ def test_a_second_one_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "point", ["snapshot.begun", "snapshot.slice_written", "snapshot.before_rename", "snapshot.before_delete"]
 )
-async def test_an_end_at_any_point_of_a_snapshot_loses_nothing(tmp_path: Path, point: str) -> None:
-    journal, traffic = begun(tmp_path)
+async def test_an_end_at_any_point_of_a_snapshot_loses_nothing(tmp_path: Path, faults: ArmedFaults, point: str) -> None:
+    journal, traffic = begun(tmp_path, faults=faults)
     for _ in range(20):
         traffic.change()
     faults.arm(f"{point}:error:1")
@@ -98,8 +97,8 @@ async def test_a_log_that_has_grown_long_is_followed_by_a_snapshot(tmp_path: Pat
     assert_alike(journal.allocator, dies(journal, tmp_path))
 
 
-async def test_a_write_that_fails_deletes_all_and_a_new_journal_begins(tmp_path: Path) -> None:
-    journal, traffic = begun(tmp_path, retry_seconds=0.01)
+async def test_a_write_that_fails_deletes_all_and_a_new_journal_begins(tmp_path: Path, faults: ArmedFaults) -> None:
+    journal, traffic = begun(tmp_path, faults=faults, retry_seconds=0.01)
     for _ in range(20):
         traffic.change()
     faults.arm("journal.before_write:error:1,snapshot.slice_written:error:1")
@@ -125,10 +124,10 @@ class DeathError(BaseException):
 @pytest.mark.parametrize("num_deleted", range(5))
 @pytest.mark.parametrize("flipped_bits", [0, 1])
 async def test_a_death_at_any_point_of_the_deletion_leaves_nothing_that_is_out_of_date(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_deleted: int, flipped_bits: int
+    tmp_path: Path, faults: ArmedFaults, monkeypatch: pytest.MonkeyPatch, num_deleted: int, flipped_bits: int
 ) -> None:
     """What is found is the newest state, as if nothing had been deleted yet, or nothing; of a damaged one nothing."""
-    journal, traffic = begun(tmp_path)
+    journal, traffic = begun(tmp_path, faults=faults)
     for _ in range(20):
         traffic.change()
     faults.arm("snapshot.before_delete:error:1")
@@ -161,8 +160,10 @@ async def test_a_death_at_any_point_of_the_deletion_leaves_nothing_that_is_out_o
         assert_alike(journal.allocator, found.allocator)
 
 
-def test_while_there_is_no_journal_the_next_process_knows_that_there_was_one(tmp_path: Path) -> None:
-    journal, traffic = begun(tmp_path)
+def test_while_there_is_no_journal_the_next_process_knows_that_there_was_one(
+    tmp_path: Path, faults: ArmedFaults
+) -> None:
+    journal, traffic = begun(tmp_path, faults=faults)
     traffic.change()
     faults.arm("journal.before_write:error:1")
     while journal.counts.is_up:
@@ -171,8 +172,8 @@ def test_while_there_is_no_journal_the_next_process_knows_that_there_was_one(tmp
     assert recovered(tmp_path).dropped == "NOT_WHOLE"
 
 
-def test_one_that_is_given_up_before_its_first_pool_is_known_to_have_been(tmp_path: Path) -> None:
-    journal = journal_in(tmp_path)
+def test_one_that_is_given_up_before_its_first_pool_is_known_to_have_been(tmp_path: Path, faults: ArmedFaults) -> None:
+    journal = journal_in(tmp_path, faults=faults)
     journal.begin(0.0)
     faults.arm("journal.before_write:error:1")
     Traffic(journal.allocator, CONFIG, seed=1)
@@ -190,8 +191,10 @@ def test_a_journal_that_grows_past_its_bound_is_given_up(tmp_path: Path) -> None
     kill(journal)
 
 
-def test_one_that_cannot_be_deleted_is_spoilt_in_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    journal, traffic = begun(tmp_path)
+def test_one_that_cannot_be_deleted_is_spoilt_in_place(
+    tmp_path: Path, faults: ArmedFaults, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    journal, traffic = begun(tmp_path, faults=faults)
     traffic.change()
     faults.arm("journal.before_write:error:1")
 
@@ -207,9 +210,9 @@ def test_one_that_cannot_be_deleted_is_spoilt_in_place(tmp_path: Path, monkeypat
 
 
 def test_one_that_can_neither_be_deleted_nor_spoilt_ends_the_process_before_it_answers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, faults: ArmedFaults, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    journal, traffic = begun(tmp_path)
+    journal, traffic = begun(tmp_path, faults=faults)
     traffic.change()
 
     def refuse(*_: object, **__: object) -> None:

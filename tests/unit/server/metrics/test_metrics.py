@@ -11,8 +11,7 @@ from kvpool.core.ids import PoolName
 from kvpool.core.ranks.messages import PoolState, Rank, RankInfo, RankState
 from kvpool.core.statistics import Histogram
 from kvpool.core.views.pool_info import PoolInfo
-from kvpool.server.journal.counts import JournalCounts
-from kvpool.server.metrics.observations import Observations, PublisherCounts
+from kvpool.server.metrics.observations import JournalCounts, Observations, PublisherCounts
 from kvpool.server.metrics.server_metrics import PoolSource, sampler
 from support.core import World
 from support.paths import DOCS

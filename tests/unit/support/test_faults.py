@@ -1,41 +1,42 @@
-"""Fault points: off they do nothing; armed they strike at the passing that was named, and no other."""
+"""Fault points do nothing until they are armed, and then strike at the named visit only."""
 
 import os
 import re
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from kvpool.server import faults
+from kvpool.server import fault_points
+from support.faults import POINTS, ArmedFaults
 
-SERVER = Path(faults.__file__).parent
+SERVER = Path(fault_points.__file__).parent
 
 
-@pytest.fixture(autouse=True)
-def disarmed() -> Iterator[None]:
-    yield
-    faults.arm("")
+@pytest.fixture(name="faults")
+def fixture_faults() -> ArmedFaults:
+    return ArmedFaults()
 
 
 @pytest.fixture(name="signals")
 def fixture_signals(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
-    """What this process would have sent itself."""
+    """The signals that this process would have sent itself."""
     sent: list[tuple[int, int]] = []
     monkeypatch.setattr(os, "kill", lambda pid, number: sent.append((pid, number)))
     return sent
 
 
-def test_nothing_happens_where_nothing_is_armed(signals: list[tuple[int, int]]) -> None:
-    for point in faults.POINTS:
+def test_points_do_nothing_until_armed(signals: list[tuple[int, int]], faults: ArmedFaults) -> None:
+    for point in POINTS:
         faults.reach(point)
     assert not signals
 
 
 @pytest.mark.parametrize(("action", "number"), [("kill", signal.SIGKILL), ("stop", signal.SIGSTOP)])
-def test_a_signal_strikes_at_one_passing_only(action: str, number: int, signals: list[tuple[int, int]]) -> None:
+def test_a_signal_strikes_at_one_visit_only(
+    action: str, number: int, signals: list[tuple[int, int]], faults: ArmedFaults
+) -> None:
     faults.arm(f"step.applied:{action}:3")
     struck = []
     for _ in range(5):
@@ -46,14 +47,14 @@ def test_a_signal_strikes_at_one_passing_only(action: str, number: int, signals:
     assert signals == [(os.getpid(), number)]
 
 
-def test_an_error_is_raised() -> None:
+def test_an_error_is_raised(faults: ArmedFaults) -> None:
     faults.arm("step.decoded:error:1")
     with pytest.raises(OSError, match="armed to fail"):
         faults.reach("step.decoded")
     faults.reach("step.decoded")
 
 
-def test_a_pause_takes_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sleep_blocks_for_its_seconds(monkeypatch: pytest.MonkeyPatch, faults: ArmedFaults) -> None:
     slept: list[float] = []
     monkeypatch.setattr(time, "sleep", slept.append)
     faults.arm("step.decoded:sleep=1.5:2")
@@ -62,8 +63,8 @@ def test_a_pause_takes_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
     assert slept == [1.5]
 
 
-def test_a_chance_is_drawn_from_its_seed(signals: list[tuple[int, int]]) -> None:
-    def passings() -> list[int]:
+def test_a_probability_is_drawn_from_its_seed(signals: list[tuple[int, int]], faults: ArmedFaults) -> None:
+    def visits() -> list[int]:
         faults.arm("step.applied:kill:0.1@7")
         signals.clear()
         struck: list[int] = []
@@ -73,12 +74,12 @@ def test_a_chance_is_drawn_from_its_seed(signals: list[tuple[int, int]]) -> None
                 struck.append(i)
         return struck
 
-    first = passings()
+    first = visits()
     assert 5 < len(first) < 60
-    assert passings() == first
+    assert visits() == first
 
 
-def test_several_can_be_armed_and_arming_anew_replaces_them(signals: list[tuple[int, int]]) -> None:
+def test_arming_again_replaces_all_armed_points(signals: list[tuple[int, int]], faults: ArmedFaults) -> None:
     faults.arm("step.applied:kill:1,step.applied:stop:2,step.decoded:kill:1")
     faults.arm("step.applied:kill:1,step.applied:stop:2")
     faults.reach("step.decoded")
@@ -90,17 +91,17 @@ def test_several_can_be_armed_and_arming_anew_replaces_them(signals: list[tuple[
 @pytest.mark.parametrize(
     ("text", "wrong"),
     [
-        ("step.aplied:kill:1", "'step.aplied' is no fault point"),
-        ("step.applied:die:1", "'die' is no action"),
+        ("step.aplied:kill:1", "'step.aplied' is not a fault point"),
+        ("step.applied:die:1", "'die' is not an action"),
         ("step.applied:kill", "not POINT:ACTION:WHEN"),
-        ("step.applied:kill:often", "'often' is no number"),
-        ("step.applied:kill:seldom@7", "'seldom' is no number"),
-        ("step.applied:sleep=long:1", "'long' is no number"),
-        ("step.applied:kill:1,nowhere:kill:1", "'nowhere' is no fault point"),
+        ("step.applied:kill:often", "'often' is not a number"),
+        ("step.applied:kill:seldom@7", "'seldom' is not a number"),
+        ("step.applied:sleep=long:1", "'long' is not a number"),
+        ("step.applied:kill:1,nowhere:kill:1", "'nowhere' is not a fault point"),
     ],
 )
-def test_what_cannot_be_armed_is_refused_and_changes_nothing(
-    text: str, wrong: str, signals: list[tuple[int, int]]
+def test_a_malformed_entry_is_refused_and_changes_nothing(
+    text: str, wrong: str, signals: list[tuple[int, int]], faults: ArmedFaults
 ) -> None:
     faults.arm("step.decoded:kill:1")
     with pytest.raises(ValueError, match=re.escape(wrong)):
@@ -110,18 +111,18 @@ def test_what_cannot_be_armed_is_refused_and_changes_nothing(
     assert len(signals) == 1
 
 
-def test_what_is_armed_is_known() -> None:
+def test_is_armed_reports_armed_points(faults: ArmedFaults) -> None:
     faults.arm("journal.half_written:kill:9")
     assert faults.is_armed("journal.half_written")
     assert not faults.is_armed("step.applied")
 
 
-def test_a_name_that_is_no_point_is_found_where_it_is_passed() -> None:
+def test_reaching_an_unknown_point_is_refused(faults: ArmedFaults) -> None:
     faults.arm("step.decoded:kill:1")
-    with pytest.raises(ValueError, match="no fault point"):
+    with pytest.raises(ValueError, match="not a fault point"):
         faults.reach("step.forgotten")
 
 
-def test_every_point_stands_somewhere_and_none_stands_unnamed() -> None:
+def test_the_server_reaches_exactly_the_listed_points() -> None:
     text = "".join(path.read_text() for path in SERVER.rglob("*.py"))
-    assert set(re.findall(r'faults\.reach\("([^"]+)"\)', text)) == faults.POINTS
+    assert set(re.findall(r'faults\.reach\("([^"]+)"\)', text)) == POINTS

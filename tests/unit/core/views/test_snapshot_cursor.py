@@ -39,7 +39,7 @@ def told(stored: Sequence[BlockStored]) -> set[tuple[GroupId, BlockHash]]:
     return {(run.group_id, block_hash) for run in stored for block_hash in run.block_hashes}
 
 
-def test_a_pool_told_at_once_is_told_in_the_words_of_its_events() -> None:
+def test_a_snapshot_in_one_chunk_equals_the_events() -> None:
     pool = pool_of()
     request = request_of(pool, "abc", 14)
     request.lora_name = "adapter"
@@ -48,7 +48,7 @@ def test_a_pool_told_at_once_is_told_in_the_words_of_its_events() -> None:
 
 
 @pytest.mark.parametrize("specs", [(FULL,), (FULL, WINDOW)])
-def test_every_cached_block_is_told_in_chunks_of_bounded_size(specs: tuple[KVCacheSpec, ...]) -> None:
+def test_every_cached_block_is_in_a_chunk_of_bounded_size(specs: tuple[KVCacheSpec, ...]) -> None:
     pool = pool_of(*specs)
     for content in ("abcdef", "abxy", "q"):
         pool.free(admit(pool, content, 25))
@@ -59,7 +59,7 @@ def test_every_cached_block_is_told_in_chunks_of_bounded_size(specs: tuple[KVCac
         assert all(len(run.token_ids) == len(run.block_hashes) * run.block_size for run in chunk)
 
 
-def test_parents_come_first_though_their_blocks_come_last() -> None:
+def test_parents_precede_children_even_if_their_block_ids_are_higher() -> None:
     """Freed tables give their blocks back last first, so the next request's blocks run backwards."""
     pool = pool_of(num_blocks=12)
     pool.free(admit(pool, "zzzzzzzzzz", 40))
@@ -71,13 +71,13 @@ def test_parents_come_first_though_their_blocks_come_last() -> None:
     assert len(known) == len(truth(pool))
 
 
-def test_what_is_lost_or_cached_during_a_walk_is_for_the_events_to_tell() -> None:
+def test_blocks_evicted_or_cached_during_a_snapshot_appear_in_events() -> None:
     pool = pool_of(num_blocks=20)
     old = admit(pool, "abcdefghij", 40)
     walk = SnapshotCursor(pool)
     known = told(walk.next_chunk(3))
     pool.blocks.take_events()
-    pool.blocks.evict([BlockId(2), BlockId(7)])
+    pool.blocks.evict_blocks([BlockId(2), BlockId(7)])
     pool.free(old)
     admit(pool, "xy", 8)
     for event in pool.blocks.take_events():
@@ -91,7 +91,7 @@ def test_what_is_lost_or_cached_during_a_walk_is_for_the_events_to_tell() -> Non
     assert known == truth(pool)
 
 
-def test_a_walk_ends_with_its_epoch() -> None:
+def test_a_snapshot_ends_with_its_epoch() -> None:
     pool = pool_of()
     admit(pool, "abcdef", 24)
     walk = SnapshotCursor(pool)
@@ -100,11 +100,11 @@ def test_a_walk_ends_with_its_epoch() -> None:
     assert walk.is_done
 
 
-def test_a_removed_hash_says_how_many_copies_are_left() -> None:
+def test_a_removal_event_has_the_number_of_copies_left() -> None:
     pool = pool_of()
     first, second = admit(pool, "ab", 8), admit(pool, "ab", 8)  # a hit leaves out the last token's block
     pool.blocks.take_events()
-    pool.blocks.evict([first.tables[0].block_ids[1], second.tables[0].block_ids[1]])
+    pool.blocks.evict_blocks([first.tables[0].block_ids[1], second.tables[0].block_ids[1]])
     last = BlockHash(block_hashes("ab", 2)[32:])
     assert pool.blocks.take_events() == [BlockRemoved(last, GroupId(0), 1), BlockRemoved(last, GroupId(0), 0)]
 

@@ -1,0 +1,29 @@
+"""`kvpool evict-session`."""
+
+import click
+
+from kvpool.cli.connection import connected, server_options
+from kvpool.cli.sessions import session_json
+from kvpool.cli.tables import print_answer
+from kvpool.cli.text import counted
+from kvpool.client.admin import SessionInfo
+
+
+@click.command("evict-session")
+@click.argument("number", type=click.IntRange(1))
+@click.option("--pool", required=True, metavar="NAME", help="The pool of the session.")
+@server_options
+def evict_session(*, number: int, pool: str, address: str, as_json: bool) -> None:
+    """End the session NUMBER of a pool and take its blocks back.
+
+    For a scheduler that hangs but keeps its lease. A scheduler that works gets an error and opens a new session.
+    """
+    with connected(address) as client:
+        ended = client.evict_session(pool, number)
+    print_answer({"evicted": session_json(ended)}, _sentence(ended), as_json=as_json)
+
+
+def _sentence(ended: SessionInfo) -> str:
+    name = f" ({ended.client_name!r})" if ended.client_name else ""
+    held = f"{counted(ended.requests, 'request')}, {counted(sum(ended.held_blocks), 'block')}"
+    return f"session {ended.session_number}{name} of pool {ended.pool_name} ended: {held}"

@@ -1,0 +1,29 @@
+"""A progress bar on stderr."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from rich.console import Console as RichConsole
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from kvpool.replay.play import Console
+
+
+@contextmanager
+def progress(title: str, total: int) -> Iterator[Console]:
+    """Shows a bar on stderr if that is a terminal; failures are always printed to stderr."""
+    screen = RichConsole(stderr=True)
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=screen, disable=not screen.is_terminal) as bar:
+        task = bar.add_task(title, total=total)
+
+        def complain(sentence: str) -> None:
+            bar.console.print(f"kvpool: {sentence}", markup=False, highlight=False, soft_wrap=True)
+
+        yield Console(lambda count: bar.advance(task, count), complain)

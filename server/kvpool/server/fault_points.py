@@ -1,0 +1,28 @@
+"""Named points in the server's code at which a test can make the process fail.
+
+The product passes these points, and `FaultPoints` does nothing at them. Tests give the server a subclass
+(`tests/support/faults.py`) that kills, stops or delays the process, or raises OSError.
+"""
+
+from typing import Final
+
+
+class FaultPoints:
+    """Fault points of a server in production: reaching one has no effect."""
+
+    __slots__ = ()
+
+    def reach(self, point: str) -> None:
+        """Passes a point.
+
+        Raises:
+            OSError: A test armed the point to fail.
+        """
+
+    def is_armed(self, point: str) -> bool:  # noqa: ARG002 - a test's subclass uses both
+        """Whether a test armed a point, for code that must take another way to reach it."""
+        return False
+
+
+NO_FAULTS: Final = FaultPoints()
+"""The default of every argument that takes fault points."""

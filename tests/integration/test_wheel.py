@@ -1,0 +1,88 @@
+"""The wheel: its contents, and its commands in a fresh virtual environment with the locked dependencies.
+
+Slow: it installs packages, from the index or pip's cache.
+"""
+
+import os
+import re
+import subprocess
+import sys
+import zipfile
+from pathlib import Path, PurePosixPath
+
+import pytest
+
+from support.paths import MODEL_CONFIGS, ROOT
+
+pytestmark = pytest.mark.slow
+
+PACKAGES = {"cli", "client", "core", "gpu_worker", "models", "replay", "server", "v1", "wire"}
+NOT_SHIPPED = {"benchmarks", "examples", "tests", "conftest.py", "faults.py"}
+SOURCE_PATHS = {"PYTHONPATH", "MYPYPATH", "VIRTUAL_ENV"}
+"""Variables that would let the environment see this repository."""
+
+
+def run(*command: str | Path, folder: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    environment = {name: value for name, value in os.environ.items() if name not in SOURCE_PATHS}
+    done = subprocess.run(
+        [str(word) for word in command], cwd=folder, env=environment, capture_output=True, text=True, timeout=280,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, (command, done.stdout, done.stderr)
+    return done
+
+
+@pytest.fixture(name="wheel", scope="module")
+def fixture_wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("wheel")
+    pip_wheel = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
+    run(*pip_wheel, "--wheel-dir", folder, ROOT)
+    (wheel,) = folder.glob("kvpool-*.whl")
+    return wheel
+
+
+@pytest.fixture(name="environment", scope="module")
+def fixture_environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A virtual environment with the wheel and its locked dependencies alone."""
+    folder = tmp_path_factory.mktemp("environment")
+    run(sys.executable, "-m", "venv", folder)
+    install: list[str | Path] = [
+        folder / "bin" / "python",
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--disable-pip-version-check",
+    ]
+    run(*install, "--require-hashes", "-r", ROOT / "deploy" / "requirements" / "server.lock")
+    run(*install, "--no-deps", wheel)
+    return folder
+
+
+def test_the_wheel_holds_the_product_and_type_information_only(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        paths = [PurePosixPath(name) for name in archive.namelist() if ".dist-info/" not in name]
+    assert {path.parts[0] for path in paths} == {"kvpool"}
+    assert {path.parts[1] for path in paths} == PACKAGES
+    assert not [str(path) for path in paths if NOT_SHIPPED & set(path.parts)]
+    assert {path.parts[1] for path in paths if path.name == "py.typed"} == PACKAGES
+
+
+def test_commands_run_without_the_repository(environment: Path, tmp_path: Path) -> None:
+    kvpool = environment / "bin" / "kvpool"
+    assert "two schedulers, one pool" in run(kvpool, "demo", folder=tmp_path).stdout
+    pool = ("--num-blocks", "500", "--block-size", "16")
+    assert "hit rate" in run(kvpool, "replay", "--chats", "2", *pool, folder=tmp_path).stdout
+    config = MODEL_CONFIGS / "llama-3.1-8b.json"
+    assert "FullAttention" in run(kvpool, "plan", config, "--memory", "20GiB", folder=tmp_path).stdout
+
+
+def test_readme_examples_pass_strict_type_checks(environment: Path, tmp_path: Path) -> None:
+    examples = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert examples
+    paths = [tmp_path / f"example_{number}.py" for number in range(len(examples))]
+    for path, code in zip(paths, examples, strict=True):
+        path.write_text(code)
+    mypy = [sys.executable, "-m", "mypy", "--strict", "--config-file=", f"--cache-dir={tmp_path / 'cache'}"]
+    for path in paths:  # one by one: examples may use the same names
+        run(*mypy, "--python-executable", environment / "bin" / "python", path, folder=tmp_path)
