@@ -1,6 +1,6 @@
-"""Generates the Python of the protos beside them; with --check compares instead, and fails if they differ.
+"""Generates Python code next to the protos. With --check compares instead, and fails if the code is stale.
 
-Uses the oldest grpcio-tools that serves, so that the code runs with every later protobuf and grpcio.
+Uses the oldest supported grpcio-tools, so that the code runs with every later protobuf and grpcio.
 """
 
 import filecmp
@@ -14,7 +14,7 @@ PACKAGE = Path("kvpool/v1")
 
 
 def generate(out: Path) -> None:
-    """Writes messages, services and their type stubs under `out`."""
+    """Generates messages, services and their type stubs under `out`."""
     protos = sorted(str(path.relative_to(ROOT)) for path in (ROOT / PACKAGE).glob("*.proto"))
     kinds = [f"--{kind}_out={out}" for kind in ("python", "grpc_python", "mypy", "mypy_grpc")]
     command = [sys.executable, "-m", "grpc_tools.protoc", "-I.", *kinds, *protos]
@@ -26,7 +26,7 @@ def generate(out: Path) -> None:
 
 
 def main() -> int:
-    """Generates, or checks."""
+    """Generates or checks the code."""
     if sys.argv[1:] != ["--check"]:
         generate(ROOT)
         return 0

@@ -261,7 +261,7 @@ class Served:
             (
                 allocator.drain_state.is_server_drained,
                 sorted(allocator.drain_state.drained_pools),
-                self.hub.ending.is_asked,
+                self.hub.shutdown.is_requested,
             ),
             [(name, repr(membership)) for name, membership in self.ranks._memberships.items()],
         )

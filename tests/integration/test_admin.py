@@ -137,7 +137,7 @@ def test_a_cache_in_use_is_not_reset_and_it_is_said_by_whom(client: Client, admi
 def test_a_pool_with_sinks_is_never_reset(client: Client, admin: AdminClient) -> None:
     groups = (KVCacheGroup(SinkFullAttentionSpec(4, sink_len=4), ("layer.0",)),)
     client.create_pool(PoolConfig(PoolName("sinks"), 20, 1024, groups))
-    with pytest.raises(WrongStateError, match="sinks") as refused:
+    with pytest.raises(WrongStateError, match="sink blocks") as refused:
         admin.reset_prefix_cache("sinks")
     assert refused.value.reason == "POOL_HAS_SINKS"
 
@@ -285,7 +285,7 @@ def test_a_pool_of_ranks_is_seen_as_it_forms_and_removed_once_they_are_gone(
     with pytest.raises(UnavailableError, match="drained"):
         client.open_session("ranked")
     before = seen(client, admin, "ranked")
-    with pytest.raises(WrongStateError, match="ranks are there or waited for: 0, 1"):
+    with pytest.raises(WrongStateError, match="ranks are present or awaited: 0, 1"):
         admin.remove_pool("ranked")
     assert seen(client, admin, "ranked") == before
     for rank in ranks:

@@ -153,7 +153,7 @@ def test_a_worker_of_another_wire_is_refused(server: str, arguments: list[object
     )
     code, line = refused(*arguments, "--memory", "8MiB", "--server", server, program=program)
     assert code == 1
-    assert "PROTOCOL_VERSION: register.protocol_version: 2, this server speaks 1" in line
+    assert "PROTOCOL_VERSION: register.protocol_version: 2; this server uses 1" in line
 
 
 def test_without_torch_it_is_said_what_to_install(arguments: list[object]) -> None:

@@ -10,7 +10,7 @@ import pytest
 from kvpool.client import WatchKind, aio
 from kvpool.core.events import BlockStored
 from kvpool.core.views.snapshot_cursor import SnapshotCursor
-from kvpool.server.limits.turns import Turns
+from kvpool.server.limits.streams import ChunkTurns
 from support.publisher import Site
 
 
@@ -33,7 +33,7 @@ class LoopCounter:
 
 
 async def test_one_goes_on_in_each_turn_in_the_order_they_came() -> None:
-    turns, loop, went = Turns(), LoopCounter(), list[tuple[int, int]]()
+    turns, loop, went = ChunkTurns(), LoopCounter(), list[tuple[int, int]]()
 
     async def work(number: int) -> None:
         for _ in range(5):
@@ -47,7 +47,7 @@ async def test_one_goes_on_in_each_turn_in_the_order_they_came() -> None:
 
 
 async def test_who_gives_up_holds_up_nobody() -> None:
-    turns = Turns()
+    turns = ChunkTurns()
     waiting = [asyncio.create_task(turns.next()) for _ in range(3)]
     await asyncio.sleep(0)
     waiting[0].cancel()

@@ -87,7 +87,7 @@ def test_sessions_come_and_go_and_refusals_do_not_flood(server: LoggingProcess, 
     assert server.end() == 0
     assert [entry["message"] for entry in entries(server)] == [
         *("server listening", "pool created", "session opened", "session closed", "session opened", "lease expired"),
-        *("drain begun", "drain ended", "server stopped"),
+        *("drain started", "drain ended", "server stopped"),
     ]
     who = {"pool": "m", "session": 1, "client": 'a "b"\nc', "epoch": 1}
     assert named(server, "session opened")[0] == {**who, "seconds": 10.0}
@@ -161,7 +161,7 @@ def test_what_ends_a_command_is_an_object_too(server: LoggingProcess, address: s
     other = LoggingProcess(KVPOOL, "serve", "--listen", address, *JSON)
     assert other.end() == 1
     assert named(other, "command failed") == [{"error": f"another server listens on {address}"}]
-    assert not named(server, "rank turned away")
+    assert not named(server, "rank rejected")
     first.signal(signal.SIGTERM)
     assert first.end() == 0
 

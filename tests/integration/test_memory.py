@@ -169,4 +169,4 @@ def test_a_memory_outlives_the_server_with_a_journal(tmp_path: Path) -> None:
                 assert (session.epoch, num_hit_tokens(session)) == (3, 0)
     finally:
         errors = server.stop_cleanly()
-    assert errors.count("epoch begun in another memory") == 1
+    assert errors.count("epoch started in new memory") == 1

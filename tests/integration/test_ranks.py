@@ -149,7 +149,7 @@ def test_schedulers_cannot_use_or_declare_a_pool_that_forms(address: str, client
         client.open_session("m")
     assert (caught.value.reason, caught.value.message) == (
         "POOL_FORMING",
-        "1 of 2 ranks are there; wait until it is ready",
+        "1 of 2 ranks are present; wait until the pool is ready",
     )
     with pytest.raises(WrongStateError, match="1 of 2 ranks"):
         client.create_pool(pool_config("m"))

@@ -11,8 +11,8 @@ from grpc_reflection.v1alpha import reflection_pb2
 
 from kvpool.client import connect
 from kvpool.server.auth.permissions import RULES
+from kvpool.server.limits.request_reader import MAX_PENDING_OPEN_CALLS
 from kvpool.server.services.standard_service import MAX_HEALTH_WATCHES, MAX_REFLECTION_STREAMS
-from kvpool.server.services.tolerance import MAX_WAITING_STRANGERS
 from kvpool.v1 import allocator_pb2
 from kvpool.wire.errors import from_rpc_error
 from support.auth import Entry, Silent, channel, secret_of, write_tokens
@@ -68,13 +68,13 @@ def test_a_token_that_is_revoked_before_the_request_comes_is_good_for_nothing(tm
 
 def test_requests_without_a_token_that_do_not_come_make_room_for_one_that_does(tmp_path: Path) -> None:
     with (
-        guarded_server(tmp_path, max_calls=MAX_WAITING_STRANGERS + 8, **FOREVER) as address,
+        guarded_server(tmp_path, max_calls=MAX_PENDING_OPEN_CALLS + 8, **FOREVER) as address,
         channel(address) as opened,
         connect(address, token=secret_of("ops")) as client,
     ):
         assert is_serving(opened)  # connected: what is sent from here on comes in order
-        silent = [Silent(opened, CHECK) for _ in range(MAX_WAITING_STRANGERS)]
-        for _ in range(3 * MAX_WAITING_STRANGERS):
+        silent = [Silent(opened, CHECK) for _ in range(MAX_PENDING_OPEN_CALLS)]
+        for _ in range(3 * MAX_PENDING_OPEN_CALLS):
             silent.append(Silent(opened, CHECK))
             assert silent.pop(0).error().reason == "NOTHING_SENT"
         assert is_serving(opened)
@@ -95,8 +95,8 @@ def test_requests_that_do_not_come_push_out_none_of_another_host(tmp_path: Path)
         slow = Silent(near, CHECK)
         assert is_serving(near)  # on the same connection: the server has heard of the one before
         assert is_serving(far)  # connected: what is sent from here on comes in order
-        silent = [Silent(far, CHECK) for _ in range(2 * MAX_WAITING_STRANGERS)]
-        assert {call.error().reason for call in silent[:MAX_WAITING_STRANGERS]} == {"NOTHING_SENT"}
+        silent = [Silent(far, CHECK) for _ in range(2 * MAX_PENDING_OPEN_CALLS)]
+        assert {call.error().reason for call in silent[:MAX_PENDING_OPEN_CALLS]} == {"NOTHING_SENT"}
         slow.send(b"")
         slow.answer()
         for call in silent:
@@ -109,7 +109,7 @@ def test_watches_of_health_are_few_and_leave_room_for_checks(tmp_path: Path) -> 
         watches = [stub.Watch(health_pb2.HealthCheckRequest()) for _ in range(MAX_HEALTH_WATCHES)]
         for watch in watches:
             next(watch)
-        with pytest.raises(grpc.RpcError, match="64 watches of health") as caught:
+        with pytest.raises(grpc.RpcError, match="64 health watches") as caught:
             next(stub.Watch(health_pb2.HealthCheckRequest()))
         error = from_rpc_error(caught.value)
         assert (error.reason, error.retry_seconds) == ("TOO_MANY_STREAMS", 1.0)

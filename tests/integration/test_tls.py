@@ -154,7 +154,7 @@ def test_new_connections_get_new_certificates_and_old_ones_live_on(
 
 def test_a_server_does_not_start_with_a_key_that_is_not_its_certificates(authority: Authority) -> None:
     auth = {"tls_cert": str(authority.issue("a").cert), "tls_key": str(authority.issue("a").key)}
-    with pytest.raises(RuntimeError, match="tls_cert, tls_key: no pair, or not PEM"):
+    with pytest.raises(RuntimeError, match="tls_cert, tls_key: not a matching pair, or not PEM"):
         ServerProcess("127.0.0.1:0", auth=auth)
 
 

@@ -26,7 +26,7 @@ from kvpool.core.specs.kinds import FullAttentionSpec, MambaSpec, SlidingWindowS
 from kvpool.server.events import publisher
 from kvpool.server.events.config import EventsConfig
 from kvpool.server.events.publisher import EventPublisher
-from kvpool.server.limits.turns import Turns
+from kvpool.server.limits.streams import ChunkTurns
 from kvpool.server.services import event_service
 from kvpool.server.services.event_service import EventService
 from kvpool.server.services.hub import Hub
@@ -156,7 +156,9 @@ class LossyPublisher:
         self.is_lossy = True
         sockets: Any = publisher.PublisherSockets(self, self)  # type: ignore[arg-type]
         options = EventsConfig(buffer_batches=kept_batches, heartbeat_seconds=0.0)
-        self.publisher = EventPublisher(server.pool, server.log, options, server.hub.boot_id, sockets, turns=Turns())
+        self.publisher = EventPublisher(
+            server.pool, server.log, options, server.hub.boot_id, sockets, turns=ChunkTurns()
+        )
         works = (self.publisher.publish(), self.publisher.serve_requests())
         self.tasks = [asyncio.create_task(work) for work in works]
 

@@ -96,7 +96,7 @@ PLANTED: dict[str, tuple[Any, str, Any]] = {
     "what is released from quarantine stays held": (apply, "end_quarantine", _frees_nothing),
     "a rank lets the steps of all sessions through": (Fence, "_lives", _lives),
     "a rank answers while a step is in flight": (Fence, "is_within_credit", property(_lives)),
-    "a session is resumed while a step of the process before runs": (Fencing, "keep_out", _waits_for_nobody),
+    "a session is resumed while a step of the process before runs": (Fencing, "fence_out", _waits_for_nobody),
     "a change is in the journal after it was answered": (Journal, "append", _writes_later(Journal.append)),
     "what a session held is given to others at once": (apply, "quarantine_session", _frees_at_once),
 }

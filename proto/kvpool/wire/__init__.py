@@ -1,1 +1,1 @@
-"""Conversions between protobuf messages and the core's values; addresses, channels and errors."""
+"""Conversions between protobuf messages and core values; errors and statuses, addresses, channels."""

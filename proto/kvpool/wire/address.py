@@ -1,4 +1,4 @@
-"""Addresses as people write them: `host:port` or `unix:/path`. Cheap to import."""
+"""Addresses in the form `host:port` or `unix:/path`. Cheap to import."""
 
 import contextlib
 import ipaddress
@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Final
 
-_LAST_PORT: Final = 65535
+_MAX_PORT: Final = 65535
 DEFAULT_ADDRESS: Final = "127.0.0.1:50051"
 DEFAULT_SOCKET_MODE: Final = 0o600
 
@@ -24,14 +24,14 @@ def check_address(address: str) -> None:
 
 
 def host_and_port(name: str, address: str) -> tuple[str, int]:
-    """Reads a TCP address; an IPv6 address stands in brackets, which are taken off.
+    """Parses a TCP address. Removes the brackets of an IPv6 address.
 
     Args:
-        name: The flag or field that it came by, for the error.
-        address: `host:port`, `[::]:port`; port 0 for a free one.
+        name: Name of the flag or field, for the error.
+        address: `host:port` or `[::]:port`; port 0 for a free one.
 
     Raises:
-        ValueError: It is none.
+        ValueError: The address is invalid.
     """
     found = _split(address)
     if found is None:
@@ -40,44 +40,44 @@ def host_and_port(name: str, address: str) -> tuple[str, int]:
 
 
 def is_loopback(address: str) -> bool:
-    """Whether a TCP address is this machine's own, whatever a resolver may say: `localhost` or a loopback number."""
+    """Whether a TCP address is on this machine: `localhost` or a loopback IP address. Asks no resolver."""
     found = _split(address)
-    return found is not None and (found[0] == "localhost" or _is_loopback_number(found[0]))
+    return found is not None and (found[0] == "localhost" or _is_loopback_ip(found[0]))
 
 
 def resolves_beyond_loopback(host: str) -> bool:
-    """Whether others may reach what listens on `host`; asks the resolver. One that it does not know may be reached."""
+    """Whether other machines may reach a listener on `host`. Asks the resolver; an unknown host counts as reachable."""
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError:
         return True
-    return not all(_is_loopback_number(str(where[0])) for *_, where in found)
+    return not all(_is_loopback_ip(str(resolved[0])) for *_, resolved in found)
 
 
-def refuse_plaintext(name: str, what: str, address: str, allowed: Collection[str]) -> None:
-    """Raises ValueError if an address that is listened on without TLS can be reached by others.
+def refuse_plaintext(name: str, kind: str, address: str, allowed: Collection[str]) -> None:
+    """Raises ValueError if other machines can reach an address that is served without TLS.
 
     Args:
-        name: The flag or field that it came by, for the error.
-        what: What listens, as `allow_plaintext` names it.
-        address: `host:port`, as `tcp://host:port` too, or of another kind, which others cannot reach.
-        allowed: What may listen so.
+        name: Name of the flag or field, for the error.
+        kind: Kind of the endpoint, as in `allow_plaintext`.
+        address: `host:port` or `tcp://host:port`; addresses of other forms are not reachable from other machines.
+        allowed: Kinds of endpoints that may be served without TLS.
     """
-    if what in allowed or address.startswith(("unix:", "ipc:")):
+    if kind in allowed or address.startswith(("unix:", "ipc:")):
         return
     host = address.removeprefix("tcp://").rpartition(":")[0].removeprefix("[").removesuffix("]")
     if resolves_beyond_loopback(host):
         raise ValueError(
-            f"{name}: {address} can be reached from beyond this machine, and is not encrypted; "
-            f"if that network is to be trusted: allow_plaintext {what}"
+            f"{name}: {address} can be reached from other machines and is not encrypted; "
+            f"if you trust that network: allow_plaintext {kind}"
         )
 
 
 @contextlib.contextmanager
 def socket_mode(address: str, mode: int) -> Iterator[None]:
-    """Gives the unix socket that is bound within its mode, from the beginning; other addresses have none.
+    """Sets the file mode of a unix socket that is bound in the block, from its creation. No effect on other addresses.
 
-    A process has one umask: call it where no other thread makes files.
+    Changes the umask of the process, so no other thread may create files meanwhile.
     """
     if not address.startswith("unix:"):
         yield
@@ -91,7 +91,7 @@ def socket_mode(address: str, mode: int) -> Iterator[None]:
 
 
 def refuse_live_socket(path: Path) -> None:
-    """Raises OSError if another server listens on a unix socket: grpc would replace its file without asking."""
+    """Raises OSError if another server listens on a unix socket. gRPC would silently replace the socket file."""
     if not path.is_socket():
         return
     with socket.socket(socket.AF_UNIX) as probe, contextlib.suppress(ConnectionRefusedError, FileNotFoundError):
@@ -100,7 +100,7 @@ def refuse_live_socket(path: Path) -> None:
         raise OSError(f"another server listens on unix:{path}")
 
 
-def _is_loopback_number(host: str) -> bool:
+def _is_loopback_ip(host: str) -> bool:
     try:
         number = ipaddress.ip_address(host)
     except ValueError:
@@ -111,6 +111,6 @@ def _is_loopback_number(host: str) -> bool:
 
 def _split(address: str) -> tuple[str, int] | None:
     host, _, port = address.rpartition(":")
-    if not host or not (port.isascii() and port.isdigit()) or int(port) > _LAST_PORT:
+    if not host or not (port.isascii() and port.isdigit()) or int(port) > _MAX_PORT:
         return None
     return host.removeprefix("[").removesuffix("]"), int(port)

@@ -1,6 +1,6 @@
-"""Between the wire's messages for operators and the core's values, both ways. Shared by server and client."""
+"""Converts the messages of AdminService to and from core values."""
 
-from dataclasses import fields
+from dataclasses import asdict
 from typing import Final
 
 from kvpool.core.errors import InvalidArgumentError
@@ -9,15 +9,16 @@ from kvpool.core.views.inspection import BlockInfo, BlockState, RequestInfo, Ses
 from kvpool.v1 import admin_pb2
 
 _BLOCK_STATES: Final = {state: admin_pb2.BlockState.Value(f"BLOCK_STATE_{state.name}") for state in BlockState}
+_BLOCK_STATES_BY_NUMBER: Final = {int(number): state for state, number in _BLOCK_STATES.items()}
 
 
 def session_to_proto(info: SessionInfo) -> admin_pb2.SessionInfo:
-    """Encodes what a session is like."""
-    return admin_pb2.SessionInfo(**{field.name: getattr(info, field.name) for field in fields(info)})
+    """Encodes a session."""
+    return admin_pb2.SessionInfo(**asdict(info))
 
 
 def session_from_proto(message: admin_pb2.SessionInfo) -> SessionInfo:
-    """Decodes what a session is like."""
+    """Decodes a session."""
     return SessionInfo(
         session_number=SessionNumber(message.session_number),
         client_name=message.client_name,
@@ -37,12 +38,12 @@ def session_from_proto(message: admin_pb2.SessionInfo) -> SessionInfo:
 
 
 def request_to_proto(info: RequestInfo) -> admin_pb2.RequestInfo:
-    """Encodes what a request is like."""
-    return admin_pb2.RequestInfo(**{field.name: getattr(info, field.name) for field in fields(info)})
+    """Encodes a request."""
+    return admin_pb2.RequestInfo(**asdict(info))
 
 
 def request_from_proto(message: admin_pb2.RequestInfo) -> RequestInfo:
-    """Decodes what a request is like."""
+    """Decodes a request."""
     return RequestInfo(
         request_id=RequestId(message.request_id),
         session_number=SessionNumber(message.session_number),
@@ -55,7 +56,7 @@ def request_from_proto(message: admin_pb2.RequestInfo) -> RequestInfo:
 
 
 def block_to_proto(info: BlockInfo) -> admin_pb2.BlockInfo:
-    """Encodes what a block is like."""
+    """Encodes a block."""
     return admin_pb2.BlockInfo(
         block_id=info.block_id,
         state=_BLOCK_STATES[info.state],
@@ -68,10 +69,10 @@ def block_to_proto(info: BlockInfo) -> admin_pb2.BlockInfo:
 
 
 def block_from_proto(message: admin_pb2.BlockInfo) -> BlockInfo:
-    """Decodes what a block is like; a state that only a newer server knows is taken for used: not to be had."""
+    """Decodes a block. An unknown state of a newer server is decoded as USED, i.e. not available."""
     return BlockInfo(
         block_id=BlockId(message.block_id),
-        state=next((known for known, wire in _BLOCK_STATES.items() if wire == message.state), BlockState.USED),
+        state=_BLOCK_STATES_BY_NUMBER.get(message.state, BlockState.USED),
         ref_cnt=message.ref_cnt,
         block_hash=BlockHash(message.block_hash),
         group_id=GroupId(message.group_id),
@@ -81,19 +82,18 @@ def block_from_proto(message: admin_pb2.BlockInfo) -> BlockInfo:
 
 
 def block_state_from_proto(state: int) -> BlockState | None:
-    """Decodes the state that blocks are asked for in; None for any.
+    """Decodes the block state of a filter; None for any state.
 
     Raises:
-        InvalidArgumentError: It is unknown.
+        InvalidArgumentError: The state is unknown.
     """
     if state == admin_pb2.BLOCK_STATE_UNSPECIFIED:
         return None
-    for known, wire in _BLOCK_STATES.items():
-        if wire == state:
-            return known
-    raise InvalidArgumentError("state", f"{state} is unknown")
+    if state not in _BLOCK_STATES_BY_NUMBER:
+        raise InvalidArgumentError("state", f"{state} is unknown")
+    return _BLOCK_STATES_BY_NUMBER[state]
 
 
 def block_state_to_proto(state: BlockState | None) -> admin_pb2.BlockState.ValueType:
-    """Encodes the state that blocks are asked for in."""
+    """Encodes the block state of a filter."""
     return admin_pb2.BLOCK_STATE_UNSPECIFIED if state is None else _BLOCK_STATES[state]

@@ -1,9 +1,9 @@
-"""How a client gets in: certificates, a token, and the one place that makes channels.
+"""Channels and channel options: TLS, tokens, keepalive and message sizes.
 
-1. A token goes nowhere but over TLS, a unix socket or loopback, unless its owner says otherwise.
-2. A token's file is read anew for each call and stream that begins; while it cannot be read, as when it is being
-   replaced, the token is as it was.
-3. TLS is for TCP: on a unix socket the file's mode says who gets in.
+1. A token is sent only over TLS, a unix socket or loopback, unless the configuration explicitly allows plaintext.
+2. A token file is read again for each call and stream that starts. While it cannot be read, for example because it is
+   being replaced, the last token is used.
+3. TLS applies to TCP only. Access to a unix socket is controlled by its file mode.
 """
 
 import contextlib
@@ -21,38 +21,61 @@ Options = Sequence[tuple[str, int | str]]
 _ChannelT = TypeVar("_ChannelT", grpc.Channel, grpc.aio.Channel)
 _Metadata = Sequence[tuple[str, str | bytes]]
 
-_WITHOUT_PROXY: Final = ("grpc.enable_http_proxy", 0)
 MAX_MESSAGE_BYTES: Final = 64 * 1024 * 1024
+_WITHOUT_PROXY: Final = ("grpc.enable_http_proxy", 0)
+"""Ignores proxies of the environment: a proxy would receive a token that is meant for this machine."""
 
 CHANNEL_OPTIONS: Final[list[tuple[str, int | str]]] = [
     ("grpc.max_receive_message_length", -1),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.enable_retries", 0),  # `retries` does it: grpc's own know nothing of deadlines that outlast a restart
+    ("grpc.enable_retries", 0),  # the client retries itself: gRPC's deadlines do not outlast a server restart
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1000),
-    ("grpc.min_reconnect_backoff_ms", 5000),  # how long a connection that gets no answer is waited for
+    ("grpc.min_reconnect_backoff_ms", 5000),  # timeout of one connection attempt
 ]
+"""Options of every client channel."""
 
 SESSION_CHANNEL_OPTIONS: Final = [
     *CHANNEL_OPTIONS,
-    # While a call waits, an unanswered ping tells of a connection on which nobody is any more.
+    # While a call waits, an unanswered ping detects a connection whose peer is gone.
     ("grpc.keepalive_time_ms", 3000),
     ("grpc.keepalive_timeout_ms", 3000),
     ("grpc.http2.ping_timeout_ms", 3000),
     ("grpc.http2.max_pings_without_data", 0),
 ]
-"""A proxy of the environment would be told what is meant for this machine."""
+"""Options of a channel for sessions."""
+
+
+def server_channel_options(max_message_bytes: int, dead_peer_seconds: float) -> list[tuple[str, int]]:
+    """Options of a server.
+
+    Args:
+        max_message_bytes: Maximum size of a received message.
+        dead_peer_seconds: Time after which an unresponsive connection counts as broken.
+    """
+    keepalive_ms = int(dead_peer_seconds * 1000 / 2)
+    return [
+        ("grpc.max_receive_message_length", max_message_bytes),
+        # The result of an applied step must reach the client; MAX_STEP_WORK in the core bounds its size.
+        ("grpc.max_send_message_length", -1),
+        ("grpc.so_reuseport", 0),  # binding an address twice fails instead of sharing connections at random
+        ("grpc.keepalive_time_ms", keepalive_ms),
+        ("grpc.keepalive_timeout_ms", keepalive_ms),
+        ("grpc.http2.ping_timeout_ms", keepalive_ms),  # default: one minute
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.min_ping_interval_without_data_ms", 1000),  # clients send a ping every 3 s
+    ]
 
 
 @dataclass(frozen=True, slots=True)
 class TlsConfig:
-    """What a client speaks TLS with; files in PEM form, read when a connection is made.
+    """TLS settings of a client. The files are in PEM format and are read when a channel is made.
 
     Attributes:
-        ca: Authorities that the server's certificate is checked against; None for those that gRPC comes with.
-        cert: The client's own certificate and those up to its authority, for a server that asks for one.
-        key: Its key.
-        server_name: Name that the server's certificate must have; empty for the address's host.
+        ca: Certificate authorities for the server's certificate; None for gRPC's default roots.
+        cert: Certificate chain of the client, for servers that require one.
+        key: Private key of the client.
+        server_name: Name that the server's certificate must have; empty for the host of the address.
     """
 
     ca: Path | None = None
@@ -62,13 +85,13 @@ class TlsConfig:
 
     def __post_init__(self) -> None:
         if (self.cert is None) != (self.key is None):
-            raise ValueError("tls_cert, tls_key: one needs the other")
+            raise ValueError("tls_cert, tls_key: each requires the other")
 
     def credentials(self) -> grpc.ChannelCredentials:
         """Reads the files.
 
         Raises:
-            ValueError: One cannot be read; names it.
+            ValueError: A file cannot be read; the message names it.
         """
         files = {"tls_ca": self.ca, "tls_key": self.key, "tls_cert": self.cert}
         return grpc.ssl_channel_credentials(*(_read(name, path) if path else None for name, path in files.items()))
@@ -76,12 +99,12 @@ class TlsConfig:
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """What a client shows at a server's door.
+    """Credentials of a client.
 
     Attributes:
-        tls: For TCP; None for plaintext.
-        token: The token, or the file that holds it; None for none.
-        allow_plaintext: Send the token even where others on the network can read it.
+        tls: TLS settings for TCP; None for plaintext.
+        token: The token, or the path of a file that contains it; None for none.
+        allow_plaintext: Whether to send the token even where others on the network can read it.
     """
 
     tls: TlsConfig | None = None
@@ -97,7 +120,7 @@ class Access:
         allow_plaintext: bool,
         environment: Mapping[str, str] = os.environ,
     ) -> Self:
-        """Takes what is left open from the environment: KVPOOL_TLS_CA, KVPOOL_TOKEN_FILE and so on."""
+        """Makes credentials; arguments that are None come from KVPOOL_TLS_CA, KVPOOL_TOKEN_FILE and so on."""
         if tls is None and any(environment.get(name) for name in ("KVPOOL_TLS_CA", "KVPOOL_TLS_CERT")):
 
             def path(name: str) -> Path | None:
@@ -111,16 +134,16 @@ class Access:
         return cls(tls, token, allow_plaintext)
 
     def check(self, address: str) -> None:
-        """Raises ValueError if the token would go where others can read it, or a file cannot be read."""
+        """Raises ValueError if others could read the token, or a file cannot be read."""
         self._for(address, ())
         if self.token is not None:
             _read_token(self.token)
 
     def channel(self, address: str, options: Options) -> grpc.Channel:
-        """Makes a synchronous channel; connects when the first call is made.
+        """Makes a synchronous channel. It connects at the first call.
 
         Raises:
-            ValueError: The token would go where others can read it, or a file cannot be read.
+            ValueError: Others could read the token, or a file cannot be read.
         """
         credentials, options = self._for(address, options)
         if credentials:
@@ -128,7 +151,7 @@ class Access:
         return self._with_token(grpc.insecure_channel(address, options=options))
 
     def aio_channel(self, address: str, options: Options) -> grpc.aio.Channel:
-        """The same for asyncio."""
+        """Makes an asyncio channel; see `channel`."""
         credentials, options = self._for(address, options)
         if credentials:
             return self._with_token(grpc.aio.secure_channel(address, credentials, options=options))
@@ -144,7 +167,9 @@ class Access:
         if self.token is None or self.allow_plaintext:
             return None, options
         if not is_loopback(address):
-            raise ValueError(f"token: {address} is beyond this machine and not TLS, so others could read the token")
+            raise ValueError(
+                f"token: {address} is not on this machine and does not use TLS; others could read the token"
+            )
         return None, (*options, _WITHOUT_PROXY)
 
     def _with_token(self, channel: "_ChannelT") -> "_ChannelT":
@@ -152,7 +177,7 @@ class Access:
 
 
 class _TokenChannel:
-    """A channel whose calls all carry a token. Of calls only the plain form is there, which is all that stubs make."""
+    """A channel that adds a token to each call. Supports only the call form that generated stubs use."""
 
     def __init__(self, channel: Any, read: Callable[[], str]) -> None:  # noqa: ANN401 - of either kind
         self._channel = channel
@@ -174,22 +199,22 @@ class _TokenChannel:
         def with_token(*args: Any, **options: Any) -> Callable[..., Any]:  # noqa: ANN401 - as grpc has it
             call = make(*args, **options)
 
-            def begin(*request: Any, metadata: _Metadata | None = None, **how: Any) -> Any:  # noqa: ANN401 - likewise
-                shown = ("authorization", f"Bearer {self._read()}")
-                return call(*request, metadata=(*(metadata or ()), shown), **how)
+            def start(*request: Any, metadata: _Metadata | None = None, **how: Any) -> Any:  # noqa: ANN401 - as grpc has it
+                credential = ("authorization", f"Bearer {self._read()}")
+                return call(*request, metadata=(*(metadata or ()), credential), **how)
 
-            return begin
+            return start
 
         return with_token
 
 
 def _token_reader(token: str | Path) -> Callable[[], str]:
-    """What tells the token now; raises ValueError at once if there is none."""
+    """Returns a function that reads the current token. Raises ValueError if there is none now."""
     last = _read_token(token)
 
     def read() -> str:
         nonlocal last
-        with contextlib.suppress(ValueError):  # it is being replaced, or gone: the server judges the last one
+        with contextlib.suppress(ValueError):  # being replaced, or deleted: use the last token
             last = _read_token(token)
         return last
 
@@ -200,7 +225,7 @@ def _read_token(source: str | Path) -> str:
     text = source if isinstance(source, str) else _read("token_file", source).decode("utf-8", "replace")
     token = text.strip()
     if not token or not token.isascii() or not token.isprintable() or " " in token:
-        raise ValueError("token: needs one line of ASCII letters, digits and signs")
+        raise ValueError("token: needs one line of printable ASCII characters without spaces")
     return token
 
 

@@ -1,4 +1,4 @@
-"""The table between the core's errors and gRPC status codes, and the conversions in both directions."""
+"""The table of core errors and gRPC status codes, and the conversions in both directions."""
 
 from collections.abc import Sequence
 from typing import Final, cast
@@ -22,15 +22,15 @@ from kvpool.core.errors import (
 DOMAIN: Final = "kvpool"
 _DETAILS_KEY: Final = "grpc-status-details-bin"
 _BROKEN_WRITE: Final = "Internal error from Core"
-"""What grpc.aio calls a write on a stream whose connection has just broken; not what the server says."""
+"""Message of grpc.aio for a write on a stream whose connection has just broken. The server never sends it."""
 
 
 class DeadlineError(KvpoolError):
-    """No answer came in time. The change may have been made: `Session.settle` finds out, or close the session."""
+    """No response arrived in time. The change may have been made: call `Session.settle`, or close the session."""
 
 
 class ServerError(KvpoolError):
-    """The server met a bug of its own, or is not a kvpool server."""
+    """The server hit a bug, or is not a kvpool server."""
 
 
 CODES: Final[dict[type[KvpoolError], grpc.StatusCode]] = {
@@ -43,7 +43,7 @@ CODES: Final[dict[type[KvpoolError], grpc.StatusCode]] = {
     UnauthenticatedError: grpc.StatusCode.UNAUTHENTICATED,
     DeniedError: grpc.StatusCode.PERMISSION_DENIED,
 }
-"""The code of each error that a server sends. A client reads it the other way."""
+"""The status code of each error that a server sends. A client uses the reverse table."""
 
 _ERRORS: Final[dict[grpc.StatusCode, type[KvpoolError]]] = {
     **{code: error for error, code in CODES.items()},
@@ -52,7 +52,7 @@ _ERRORS: Final[dict[grpc.StatusCode, type[KvpoolError]]] = {
 
 
 def to_status(error: KvpoolError) -> status_pb2.Status:
-    """Writes an error as google.rpc.Status: ErrorInfo always; BadRequest and RetryInfo where they say something."""
+    """Encodes an error as google.rpc.Status with ErrorInfo and, where they apply, BadRequest and RetryInfo."""
     details: list[message.Message] = [
         error_details_pb2.ErrorInfo(
             reason=error.reason, domain=DOMAIN, metadata={"field": error.field} if error.field else {}
@@ -70,18 +70,18 @@ def to_status(error: KvpoolError) -> status_pb2.Status:
 
 
 def internal_status() -> status_pb2.Status:
-    """Makes the status of a call that met a bug of the server; it tells the caller nothing of the bug."""
+    """Makes the status of a call that hit a bug of the server. It contains no details of the bug."""
     info = error_details_pb2.ErrorInfo(reason="INTERNAL", domain=DOMAIN)
     return _status(grpc.StatusCode.INTERNAL, "internal error; see the server's log", [info])
 
 
 def malformed_error() -> InvalidArgumentError:
-    """What a message that cannot be parsed is answered with."""
+    """Makes the error for a message that cannot be parsed."""
     return InvalidArgumentError("message", "cannot be parsed", reason="MALFORMED")
 
 
 def from_rpc_error(error: grpc.RpcError) -> KvpoolError:
-    """Makes the core's error again of what came over the wire, with reason, field and retry time."""
+    """Decodes a gRPC error into the core error, with reason, field and retry time."""
     code: grpc.StatusCode = error.code()
     text: str = error.details() or code.name
     reason, field, retry_seconds = code.name, "", None

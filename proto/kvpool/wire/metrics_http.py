@@ -1,7 +1,7 @@
-"""Serves metrics over HTTP, in its own threads, on a network with untrusted peers.
+"""Serves metrics over HTTP in its own threads. Peers are untrusted.
 
-1. A peer that neither sends nor reads is disconnected, because each connection occupies a thread.
-2. A peer's actions are logged at debug level only, and write nothing else to stderr.
+1. A peer that neither sends nor receives is disconnected, because each connection occupies a thread.
+2. Requests are logged at debug level only, and write nothing to stderr except log records.
 """
 
 import io
@@ -20,25 +20,25 @@ from prometheus_client.registry import Collector
 if TYPE_CHECKING:
     from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
 
-SILENCE_SECONDS: Final = 10.0
-"""Maximum time that a peer may neither send nor read."""
+IDLE_TIMEOUT_SECONDS: Final = 10.0
+"""Maximum time for which a peer may neither send nor receive."""
 
 _log = logging.getLogger("kvpool.metrics")
 
 
 class MetricsServer:
-    """Serves the metrics of a collector and of the process, from construction until `stop`.
+    """Serves the metrics of a collector and of the process, from its creation until `stop`.
 
     Args:
-        collector: Source of the metrics.
-        host: Address or host name to listen on.
+        collector: The collector.
+        host: IP address or host name to listen on.
         port: Port to listen on; 0 for a free one.
 
     Attributes:
-        port: The actual port.
+        port: The port that the server listens on.
 
     Raises:
-        OSError: The address cannot be used.
+        OSError: The address cannot be bound.
     """
 
     def __init__(self, collector: Collector, host: str, port: int) -> None:
@@ -55,7 +55,7 @@ class MetricsServer:
         self._thread.start()
 
     def stop(self) -> None:
-        """Stops listening, without waiting for responses in progress."""
+        """Stops listening. Does not wait for responses that are being written."""
         self._http.shutdown()
         self._http.server_close()
         self._thread.join()
@@ -65,23 +65,23 @@ class _HTTPServer(socketserver.ThreadingMixIn, WSGIServer):
     daemon_threads = True
 
     def handle_error(self, request: Any, client_address: Any) -> None:  # noqa: ANN401, ARG002 - socketserver's
-        """Logs a connection that broke or timed out."""
+        """Logs a connection that broke or was disconnected."""
         _log.debug("connection ended", extra={"error": repr(sys.exception())})
 
 
 class _Handler(WSGIRequestHandler):
-    timeout = SILENCE_SECONDS
+    timeout = IDLE_TIMEOUT_SECONDS
 
     def log_message(self, *_: object) -> None:
         """Does not log requests."""
 
     def get_stderr(self) -> Any:  # noqa: ANN401 - wsgiref's type is its own
-        """Discards wsgiref's traceback when a peer does not read."""
+        """Discards tracebacks, for example of a peer that does not read."""
         return io.StringIO()
 
 
 def _guarded(app: "WSGIApplication") -> "WSGIApplication":
-    """Responds with an error status when the app fails, and logs the reason."""
+    """Wraps an app so that errors are logged and answered with a status."""
 
     def call(environ: "WSGIEnvironment", start_response: "StartResponse") -> Iterable[bytes]:
         start: Callable[..., object] = start_response
@@ -90,7 +90,7 @@ def _guarded(app: "WSGIApplication") -> "WSGIApplication":
         except TimeoutError as error:
             _log.warning("scrape failed", extra={"error": str(error)})
             start("503 Service Unavailable", [])
-        except Exception:  # noqa: BLE001 - the boundary: a bug is logged and fails this scrape only
+        except Exception:  # noqa: BLE001 - the boundary: a bug must end this scrape alone, and is logged
             _log.exception("bug", extra={"method": "scrape"})
             start("500 Internal Server Error", [])
         return []

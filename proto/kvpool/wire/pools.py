@@ -1,4 +1,4 @@
-"""Between the wire's pools and the core's, both ways. Shared by server, client and workers."""
+"""Converts pool configurations and pool descriptions between protobuf messages and core values."""
 
 from dataclasses import asdict, fields
 from typing import TYPE_CHECKING, Any, Final
@@ -21,20 +21,21 @@ _REUSE_ORDERS: Final = {
     pool_pb2.REUSE_ORDER_UNCACHED_FIRST: ReuseOrder.UNCACHED_FIRST,
     pool_pb2.REUSE_ORDER_LRU: ReuseOrder.LRU,
 }
+_REUSE_ORDER_NUMBERS: Final = {order: number for number, order in _REUSE_ORDERS.items()}
 _KEY_FORMS: Final = {
     pool_pb2.KEY_FORM_UNSPECIFIED: KeyForm.TAGGED,
     pool_pb2.KEY_FORM_TAGGED: KeyForm.TAGGED,
     pool_pb2.KEY_FORM_PLAIN: KeyForm.PLAIN,
 }
-
-
 _POOL_STATES: Final = {state: pool_pb2.PoolState.Value(f"POOL_STATE_{state.name}") for state in PoolState}
 _RANK_STATES: Final = {state: pool_pb2.RankState.Value(f"RANK_STATE_{state.name}") for state in RankState}
+_POOL_STATES_BY_NUMBER: Final = {int(number): state for state, number in _POOL_STATES.items()}
+_RANK_STATES_BY_NUMBER: Final = {int(number): state for state, number in _RANK_STATES.items()}
 _RANK_FIELDS: Final = tuple(field.name for field in fields(RankInfo) if field.name != "state")
 
 
 def config_from_proto(message: pool_pb2.PoolConfig) -> PoolConfig:
-    """Decodes a pool's configuration; its numbers are checked by the core.
+    """Decodes a pool configuration. The core validates its numbers.
 
     Raises:
         InvalidArgumentError: An enum is unspecified or unknown, or a group has no spec.
@@ -56,7 +57,7 @@ def config_from_proto(message: pool_pb2.PoolConfig) -> PoolConfig:
 
 
 def config_to_proto(config: PoolConfig, *, with_none_hash: bool) -> pool_pb2.PoolConfig:
-    """Encodes a pool's configuration; its none_hash only for its sessions."""
+    """Encodes a pool configuration. Only sessions receive its none_hash."""
     return pool_pb2.PoolConfig(
         name=config.name,
         num_blocks=config.num_blocks,
@@ -79,15 +80,15 @@ def group_to_proto(group: KVCacheGroup) -> pool_pb2.KvCacheGroup:
 
 
 def group_from_proto(where: str, group: pool_pb2.KvCacheGroup) -> KVCacheGroup:
-    """Decodes a group, found at the path `where`."""
+    """Decodes a group; `where` is its path, for errors."""
     return KVCacheGroup(spec_from_proto(f"{where}.spec", group.spec), tuple(group.layer_names))
 
 
 def reuse_order_from_proto(where: str, order: int) -> ReuseOrder:
-    """Decodes an order of reuse, found at the path `where`.
+    """Decodes a reuse order; `where` is its path, for errors.
 
     Raises:
-        InvalidArgumentError: It is unspecified or unknown.
+        InvalidArgumentError: The order is unspecified or unknown.
     """
     if order not in _REUSE_ORDERS:
         raise InvalidArgumentError(where, f"{order} is unspecified or unknown")
@@ -95,15 +96,15 @@ def reuse_order_from_proto(where: str, order: int) -> ReuseOrder:
 
 
 def reuse_order_to_proto(order: ReuseOrder) -> pool_pb2.ReuseOrder.ValueType:
-    """Encodes an order of reuse."""
-    return next(wire for wire, known in _REUSE_ORDERS.items() if known is order)
+    """Encodes a reuse order."""
+    return _REUSE_ORDER_NUMBERS[order]
 
 
 def hash_scheme_from_proto(where: str, scheme: pool_pb2.HashScheme) -> HashScheme:
-    """Decodes a hash scheme with its defaults, found at the path `where`.
+    """Decodes a hash scheme and fills in defaults; `where` is its path, for errors.
 
     Raises:
-        InvalidArgumentError: Its form of keys is unknown.
+        InvalidArgumentError: The key form is unknown.
     """
     if scheme.key_form not in _KEY_FORMS:
         raise InvalidArgumentError(f"{where}.key_form", f"{scheme.key_form} is unknown")
@@ -116,7 +117,7 @@ def hash_scheme_from_proto(where: str, scheme: pool_pb2.HashScheme) -> HashSchem
 
 
 def hash_scheme_to_proto(scheme: HashScheme, *, with_none_hash: bool) -> pool_pb2.HashScheme:
-    """Encodes a hash scheme; its none_hash only for those who may know it."""
+    """Encodes a hash scheme. Only sessions and ranks receive its none_hash."""
     return pool_pb2.HashScheme(
         algorithm=scheme.algorithm,
         size_bytes=scheme.hash_size_bytes,
@@ -126,7 +127,7 @@ def hash_scheme_to_proto(scheme: HashScheme, *, with_none_hash: bool) -> pool_pb
 
 
 def info_to_proto(info: PoolInfo) -> pool_pb2.PoolInfo:
-    """Encodes what a pool is like; without its none_hash."""
+    """Encodes the description of a pool, without its none_hash."""
     return pool_pb2.PoolInfo(
         config=config_to_proto(info.config, with_none_hash=False),
         epoch=info.epoch,
@@ -155,7 +156,7 @@ def info_to_proto(info: PoolInfo) -> pool_pb2.PoolInfo:
 
 
 def info_from_proto(message: pool_pb2.PoolInfo) -> PoolInfo:
-    """Decodes what a pool is like."""
+    """Decodes the description of a pool."""
     return PoolInfo(
         config=config_from_proto(message.config),
         epoch=message.epoch,
@@ -188,12 +189,12 @@ def pool_state_to_proto(state: PoolState) -> pool_pb2.PoolState.ValueType:
 
 
 def pool_state_from_proto(state: int) -> PoolState:
-    """Decodes a pool's state; one that only a newer server knows is taken for degraded: nothing is to be expected."""
-    return next((known for known, wire in _POOL_STATES.items() if wire == state), PoolState.DEGRADED)
+    """Decodes a pool state. An unknown state of a newer server is decoded as DEGRADED, i.e. not serving."""
+    return _POOL_STATES_BY_NUMBER.get(state, PoolState.DEGRADED)
 
 
 def _values(kind: "type[DataclassInstance]", message: Message) -> dict[str, Any]:
-    """The fields of a message that a dataclass has, too."""
+    """The values of a message's fields that the dataclass also has."""
     return {field.name: getattr(message, field.name) for field in fields(kind)}
 
 
@@ -203,5 +204,5 @@ def _rank_to_proto(info: RankInfo) -> pool_pb2.RankInfo:
 
 
 def _rank_from_proto(message: pool_pb2.RankInfo) -> RankInfo:
-    state = next((known for known, wire in _RANK_STATES.items() if wire == message.state), RankState.ABSENT)
+    state = _RANK_STATES_BY_NUMBER.get(message.state, RankState.ABSENT)
     return RankInfo(state=state, **{name: getattr(message, name) for name in _RANK_FIELDS})

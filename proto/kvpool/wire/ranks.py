@@ -1,4 +1,4 @@
-"""Between the wire's messages of ranks and the core's values, both ways. Shared by server and workers."""
+"""Converts the messages of WorkerService to and from core values."""
 
 from typing import Final
 
@@ -30,7 +30,7 @@ from kvpool.wire.specs import spec_from_proto, spec_to_proto
 
 PROTOCOL_VERSION: Final = 1
 
-_SAME_NAME: Final = (
+_OPTION_FIELDS: Final = (
     "max_model_len",
     "auto_fit_max_model_len",
     "max_num_batched_tokens",
@@ -49,25 +49,25 @@ _DEFAULTS: Final = {
 
 
 def registration_from_proto(message: worker_pb2.Register) -> Registration:
-    """Decodes what a rank says of itself; its numbers are checked by the core.
+    """Decodes the registration of a rank. The core validates its numbers.
 
     Raises:
-        WrongStateError: It speaks another version of the wire.
-        InvalidArgumentError: A spec is malformed, a layer stands twice, or an enum is unknown; names the field.
+        WrongStateError: The worker uses another protocol version.
+        InvalidArgumentError: A spec is malformed, a layer appears twice, or an enum is unknown; names the field.
     """
     if message.protocol_version != PROTOCOL_VERSION:
         raise WrongStateError(
             "PROTOCOL_VERSION",
-            f"{message.protocol_version}, this server speaks {PROTOCOL_VERSION}; take both from one release",
+            f"{message.protocol_version}; this server uses {PROTOCOL_VERSION}. Use the same release for both",
             field="register.protocol_version",
         )
     layers: dict[str, KVCacheSpec] = {}
     for i, layer in enumerate(message.layers):
         where = f"register.layers[{i}]"
         if not layer.layer_name or layer.layer_name in layers:
-            raise InvalidArgumentError(f"{where}.layer_name", f"{layer.layer_name!r} is empty or stands twice")
+            raise InvalidArgumentError(f"{where}.layer_name", f"{layer.layer_name!r} is empty or appears twice")
         if layer.spec.WhichOneof("kind") == "uniform_type":
-            raise InvalidArgumentError(f"{where}.spec", "uniform type is for groups, not for a layer")
+            raise InvalidArgumentError(f"{where}.spec", "uniform_type is valid for groups only, not for a layer")
         layers[layer.layer_name] = spec_from_proto(f"{where}.spec", layer.spec)
     held = HeldTensors(message.held.epoch, message.held.num_blocks) if message.HasField("held") else None
     return Registration(
@@ -87,7 +87,7 @@ def registration_from_proto(message: worker_pb2.Register) -> Registration:
 
 
 def registration_to_proto(pool_name: str, registration: Registration) -> worker_pb2.Register:
-    """Encodes what a rank says of itself."""
+    """Encodes the registration of a rank."""
     held = registration.held
     return worker_pb2.Register(
         protocol_version=PROTOCOL_VERSION,
@@ -113,7 +113,7 @@ def _options_from_proto(message: worker_pb2.RankGroupOptions) -> RankGroupOption
     where = "register.options"
     order = message.reuse_order or pool_pb2.REUSE_ORDER_UNCACHED_FIRST
     return RankGroupOptions(
-        **{name: getattr(message, name) or _DEFAULTS.get(name, getattr(message, name)) for name in _SAME_NAME},
+        **{name: getattr(message, name) or _DEFAULTS.get(name, getattr(message, name)) for name in _OPTION_FIELDS},
         reuse_order=reuse_order_from_proto(f"{where}.reuse_order", order),
         enable_caching=not message.disable_caching,
         hash_scheme=hash_scheme_from_proto(f"{where}.hash_scheme", message.hash_scheme),
@@ -123,7 +123,7 @@ def _options_from_proto(message: worker_pb2.RankGroupOptions) -> RankGroupOption
 
 def _options_to_proto(options: RankGroupOptions) -> worker_pb2.RankGroupOptions:
     return worker_pb2.RankGroupOptions(
-        **{name: getattr(options, name) for name in _SAME_NAME},
+        **{name: getattr(options, name) for name in _OPTION_FIELDS},
         reuse_order=reuse_order_to_proto(options.reuse_order),
         disable_caching=not options.enable_caching,
         hash_scheme=hash_scheme_to_proto(options.hash_scheme, with_none_hash=True),
@@ -132,12 +132,12 @@ def _options_to_proto(options: RankGroupOptions) -> worker_pb2.RankGroupOptions:
 
 
 def allocated_from_proto(message: worker_pb2.Initialized) -> Allocated:
-    """Decodes what a rank got."""
+    """Decodes what a rank has allocated."""
     return Allocated(message.epoch, message.num_blocks, message.allocated_bytes)
 
 
 def plan_to_proto(plan: SendPlan) -> worker_pb2.Plan:
-    """Encodes what a rank is to allocate."""
+    """Encodes the plan of a rank."""
     return worker_pb2.Plan(
         epoch=plan.epoch,
         num_blocks=plan.config.num_blocks,
@@ -151,7 +151,7 @@ def plan_to_proto(plan: SendPlan) -> worker_pb2.Plan:
 
 
 def plan_from_proto(message: worker_pb2.Plan) -> KVCacheConfig:
-    """Decodes what a rank is to allocate."""
+    """Decodes the plan of a rank."""
     return KVCacheConfig(
         message.num_blocks,
         tuple(KVCacheTensor(tensor.size_bytes, tuple(tensor.shared_by)) for tensor in message.tensors),
@@ -160,12 +160,12 @@ def plan_from_proto(message: worker_pb2.Plan) -> KVCacheConfig:
 
 
 def ready_to_proto(ready: SendReady) -> worker_pb2.Ready:
-    """Encodes that the pool is open."""
+    """Encodes the message that the pool is open."""
     return worker_pb2.Ready(epoch=ready.epoch, num_blocks=ready.num_blocks, max_model_len=ready.max_model_len)
 
 
 def fence_to_proto(fence: SendFence) -> worker_pb2.Fence:
-    """Encodes whose steps may run."""
+    """Encodes a fence."""
     return worker_pb2.Fence(
         fence_sequence=fence.fence_sequence,
         epoch=fence.epoch,
@@ -175,7 +175,7 @@ def fence_to_proto(fence: SendFence) -> worker_pb2.Fence:
 
 
 def status_to_proto(status: SendStatus) -> worker_pb2.PoolStatus:
-    """Encodes how the pool is."""
+    """Encodes the status of the pool."""
     return worker_pb2.PoolStatus(
         state=pool_state_to_proto(status.state),
         epoch=status.epoch,

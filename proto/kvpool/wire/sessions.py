@@ -1,4 +1,4 @@
-"""From the core's sessions to the wire's."""
+"""Encodes sessions."""
 
 from dataclasses import replace
 
@@ -10,7 +10,7 @@ from kvpool.wire import pools as wire_pools
 
 
 def session_to_proto(pool: KVCacheManager, session: Session) -> allocator_pb2.Session:
-    """Encodes a session for the process that drives it."""
+    """Encodes a session for the process that uses it, with its secret id."""
     return allocator_pb2.Session(
         session_id=session.current_id,
         pool_name=pool.config.name,
@@ -23,13 +23,13 @@ def session_to_proto(pool: KVCacheManager, session: Session) -> allocator_pb2.Se
 
 
 def config_to_proto(pool: KVCacheManager, session: Session) -> pool_pb2.PoolConfig:
-    """Encodes a pool's configuration as a session is told of it: with the none_hash of its salt."""
+    """Encodes a pool configuration for a session, with the none_hash for the session's salt."""
     scheme = pool.config.hash_scheme.salted(session.salt)
     return wire_pools.config_to_proto(replace(pool.config, hash_scheme=scheme), with_none_hash=True)
 
 
 def resumption_to_proto(pool: KVCacheManager, session: Session) -> allocator_pb2.ResumeSessionResponse:
-    """Encodes all that a session holds. O(its blocks)."""
+    """Encodes everything that a session holds. O(blocks of the session)."""
     return allocator_pb2.ResumeSessionResponse(
         session=session_to_proto(pool, session),
         config=config_to_proto(pool, session),

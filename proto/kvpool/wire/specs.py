@@ -1,4 +1,4 @@
-"""Between the wire's specs of layers and the core's, both ways. Shared by server, client and workers."""
+"""Converts layer specs between protobuf messages and core values."""
 
 import re
 from collections.abc import Iterable
@@ -26,7 +26,14 @@ _FULL_FIELDS: Final = ("sliding_window", "attention_chunk_size")
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """How a kind of attention stands on the wire: under which name, and with which fields of its own."""
+    """Encoding of a kind of attention.
+
+    Attributes:
+        name: Name of its field in `KvCacheSpec`.
+        message: Type of its message.
+        own_fields: Fields that only this kind has.
+        has_full_attention: Whether its message contains a FullAttentionSpec.
+    """
 
     name: str
     message: type[Any]
@@ -48,7 +55,6 @@ _KINDS: Final[dict[type[AttentionSpec], _Kind]] = {
     EncoderOnlyAttentionSpec: _Kind("encoder_only_attention", spec_pb2.EncoderOnlyAttentionSpec),
 }
 
-
 _STATE_FIELD: Final = re.compile(r"^(shapes|dtypes)(\[\d+\])?")
 _STATE_PARTS: Final = {"shapes": ".shape", "dtypes": ".dtype"}
 
@@ -65,7 +71,7 @@ def spec_from_proto(where: str, message: spec_pb2.KvCacheSpec) -> KVCacheSpec:
     """
     name = message.WhichOneof("kind")
     if name is None:
-        raise InvalidArgumentError(where, "not set, or of a kind that this server lacks")
+        raise InvalidArgumentError(where, "is not set, or of a kind that this server does not know")
     try:
         if name == "mamba":
             return _mamba_from_proto(message.mamba)
@@ -81,12 +87,12 @@ def spec_from_proto(where: str, message: spec_pb2.KvCacheSpec) -> KVCacheSpec:
 def _layer_from_proto(i: int, layer: spec_pb2.LayerSpec) -> tuple[str, KVCacheSpec]:
     where = f"layers[{i}].spec"
     if layer.spec.WhichOneof("kind") == "uniform_type":
-        raise InvalidArgumentError(where, "is of uniform type itself")
+        raise InvalidArgumentError(where, "must not be of uniform type")
     return layer.layer_name, spec_from_proto(where, layer.spec)
 
 
 def _wire_field(name: str, field: str) -> str:
-    """The path within a kind's message of what its spec calls `field`."""
+    """The path of a spec's field within the message of its kind."""
     if name == "mamba":
         found = _STATE_FIELD.match(field)
         if not found:
@@ -146,7 +152,7 @@ def spec_to_proto(spec: KVCacheSpec) -> spec_pb2.KvCacheSpec:
         case AttentionSpec() if type(spec) in _KINDS:
             return _attention_to_proto(spec)
         case _:
-            raise InvalidArgumentError("spec", f"{type(spec).__name__} is no kind of attention")
+            raise InvalidArgumentError("spec", f"{type(spec).__name__} is not a supported kind of attention")
 
 
 def _attention_to_proto(spec: AttentionSpec) -> spec_pb2.KvCacheSpec:

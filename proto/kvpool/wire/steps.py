@@ -1,5 +1,6 @@
-"""Between the wire's messages and the core's values, both ways. Shared by server and client."""
+"""Converts steps, results and block events between protobuf messages and core values."""
 
+import hashlib
 from dataclasses import fields
 from typing import Any, Final, assert_never
 
@@ -11,13 +12,16 @@ from kvpool.core.ids import BlockHash, GroupId
 from kvpool.core.steps.columns import Step, StepResult
 from kvpool.v1 import event_pb2, step_pb2
 
-# The core's values have the fields of the wire's, of the same names.
+MAX_KEPT_BYTES: Final = 2**16
+"""Maximum size of a message that a session keeps to recognize a retry. Parsed, it takes up to ten times its bytes."""
+
+# The fields of the core's values have the names of the messages' fields.
 _STEP_NAMES: Final = [field.name for field in fields(Step)]
 _RESULT_NAMES: Final = [field.name for field in fields(StepResult)]
 
 
 def _fields_read(message: type[Message], value: type[Step | StepResult]) -> dict[int, tuple[str, bool]]:
-    """By number on the wire, the fields of a value, and whether each is a list."""
+    """Maps field numbers to the fields of a value, and whether each is a list."""
     numbers = {field.name: field.number for field in message.DESCRIPTOR.fields}
     return {numbers[field.name]: (field.name, field.default_factory is list) for field in fields(value)}
 
@@ -27,7 +31,7 @@ _RESULT_FIELDS: Final = _fields_read(step_pb2.StepResult, StepResult)
 
 
 def step_from_proto(message: step_pb2.Step) -> Step:
-    """Decodes a step; the core checks it."""
+    """Decodes a step. The core validates it."""
     step = Step(0)
     _read(message, _STEP_FIELDS, step)
     return step
@@ -37,7 +41,7 @@ def step_to_proto(step: Step, session_id: str) -> step_pb2.Step:
     """Encodes a step.
 
     Raises:
-        InvalidArgumentError: A value is not of the kind that the wire has, or out of its range.
+        InvalidArgumentError: A value has the wrong type or is out of range for its field.
     """
     columns = {name: value for name in _STEP_NAMES if (value := getattr(step, name))}
     try:
@@ -47,33 +51,45 @@ def step_to_proto(step: Step, session_id: str) -> step_pb2.Step:
 
 
 def _wrong_column(columns: dict[str, Any], error: Exception) -> InvalidArgumentError:
-    """Names the column of a step that cannot be encoded."""
+    """Makes the error that names the column which cannot be encoded."""
     for name, value in columns.items():
         try:
             step_pb2.Step(**{name: value})
-        except (TypeError, ValueError) as its_error:
-            return InvalidArgumentError(name, str(its_error))
+        except (TypeError, ValueError) as column_error:
+            return InvalidArgumentError(name, str(column_error))
     return InvalidArgumentError("step", str(error))
 
 
 def result_to_proto(result: StepResult) -> step_pb2.StepResult:
-    """Encodes a step's result."""
+    """Encodes a step result."""
     return step_pb2.StepResult(**{name: value for name in _RESULT_NAMES if (value := getattr(result, name))})
 
 
 def result_from_proto(message: step_pb2.StepResult) -> StepResult:
-    """Decodes a step's result."""
+    """Decodes a step result."""
     result = StepResult(0)
     _read(message, _RESULT_FIELDS, result)
     return result
 
 
 def _read(message: Message, numbers: dict[int, tuple[str, bool]], value: Step | StepResult) -> None:
-    """Sets what a message says, which is little of what it could."""
+    """Copies the fields that are set in the message. Most are not."""
     for descriptor, column in message.ListFields():
         field = numbers.get(descriptor.number)
         if field:
             setattr(value, field[0], list(column) if field[1] else column)
+
+
+def retry_key(message: Message) -> Message | bytes:
+    """Returns a value to compare a change with a later one of the same sequence number.
+
+    It is the message itself, or for a long message a digest of its type and contents.
+    """
+    if message.ByteSize() <= MAX_KEPT_BYTES:
+        return message
+    digest = hashlib.sha256(f"{message.DESCRIPTOR.full_name}:".encode())
+    digest.update(message.SerializeToString(deterministic=True))
+    return digest.digest()
 
 
 def event_to_proto(event: BlockEvent) -> event_pb2.BlockEvent:
@@ -101,7 +117,7 @@ def event_to_proto(event: BlockEvent) -> event_pb2.BlockEvent:
 
 
 def event_from_proto(message: event_pb2.BlockEvent) -> BlockEvent | None:
-    """Decodes a block event; None for a kind that only a newer server knows."""
+    """Decodes a block event; None for a kind of a newer server."""
     match message.WhichOneof("event"):
         case "stored":
             stored = message.stored

@@ -1,4 +1,4 @@
-"""A server: starts the services on their addresses, stops them gracefully."""
+"""Starts and stops a server: its services, addresses and background tasks."""
 
 import asyncio
 import contextlib
@@ -23,7 +23,8 @@ from kvpool.server.fault_points import NO_FAULTS, FaultPoints
 from kvpool.server.journal.calls import JournaledAllocator
 from kvpool.server.journal.journal import Journal
 from kvpool.server.journal.messages import WireMessages
-from kvpool.server.limits.token_calls import TokenCalls
+from kvpool.server.limits.request_reader import RequestReader
+from kvpool.server.limits.token_calls import TokenCallLimiter
 from kvpool.server.metrics.exporter import Exporter
 from kvpool.server.metrics.observations import Observations
 from kvpool.server.metrics.rpc_observer import RpcObserver
@@ -34,7 +35,6 @@ from kvpool.server.services.event_service import EventService
 from kvpool.server.services.hub import Hub
 from kvpool.server.services.ranks import Ranks
 from kvpool.server.services.standard_service import Health, Reflection
-from kvpool.server.services.tolerance import OneRequest
 from kvpool.server.services.worker_service import WorkerService
 from kvpool.v1 import (
     admin_pb2,
@@ -47,6 +47,7 @@ from kvpool.v1 import (
     worker_pb2_grpc,
 )
 from kvpool.wire.address import host_and_port, refuse_live_socket, socket_mode
+from kvpool.wire.channels import server_channel_options
 
 if TYPE_CHECKING:
     from kvpool.server.events.publishers import EventPublishers
@@ -68,11 +69,11 @@ class Server:
     """A kvpool server in the current event loop.
 
     Raises:
-        OSError: A certificate or the file of tokens is no good.
+        OSError: A certificate or the token file is invalid.
 
     Attributes:
-        hub: What its services share.
-        publishers: What publishes block events over ZeroMQ, if that is asked for.
+        hub: State that the services share.
+        publishers: Publishers of block events over ZeroMQ; None unless configured.
     """
 
     def __init__(self, config: ServerConfig, faults: FaultPoints = NO_FAULTS) -> None:
@@ -102,18 +103,20 @@ class Server:
             )
         except ValueError as error:
             raise OSError(str(error)) from error
-        interceptors: list[grpc.aio.ServerInterceptor] = [OneRequest(config.limits.stall_seconds, self._observations)]
+        interceptors: list[grpc.aio.ServerInterceptor] = [
+            RequestReader(config.limits.stall_seconds, self._observations)
+        ]
         if self._observations:
             interceptors.append(RpcObserver(self._observations))
         if self._auth_interceptor:
             interceptors.append(self._auth_interceptor)
-            interceptors.insert(0, TokenCalls(config.limits.max_token_calls, self._observations))
+            interceptors.insert(0, TokenCallLimiter(config.limits.max_token_calls, self._observations))
         self._server = grpc.aio.server(
             interceptors=interceptors,
-            options=channel_options(config),
+            options=server_channel_options(config.max_message_bytes, config.dead_peer_seconds),
             maximum_concurrent_rpcs=config.limits.max_calls,
         )
-        self._watches: list[asyncio.Task[None]] = []
+        self._tasks: list[asyncio.Task[None]] = []
         allocator = AllocatorService(self.hub, self._ranks, self._observations)
         allocator_pb2_grpc.add_AllocatorServiceServicer_to_server(allocator, self._server)
         admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminService(self.hub, self._ranks), self._server)
@@ -127,48 +130,48 @@ class Server:
         """Starts serving.
 
         Returns:
-            The addresses it listens on, port 0 replaced by the port that was free.
+            The addresses that it listens on, with port 0 replaced by the chosen port.
 
         Raises:
-            OSError: An address cannot be had.
+            OSError: An address cannot be bound.
         """
         addresses = [self._bind(address) for address in self._config.addresses]
         if self._config.events.endpoint:
             self.publishers = self._publish_events()
-        self._take_over()
+        self._recover()
         if self._observations:
             self._exporter = self._export(self._observations)
             _log.info("metrics listening", extra={"address": self._exporter.address})
         await self._server.start()
         for name in ("", *_SERVICES):
             await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
-        self._watches = [
+        self._tasks = [
             asyncio.create_task(self.hub.expire_leases(), name="expire_leases"),
             asyncio.create_task(self._ranks.watch(), name="watch_ranks"),
         ]
         if self._journal:
-            self._watches.append(asyncio.create_task(self._journal.run(), name="write_journal"))
+            self._tasks.append(asyncio.create_task(self._journal.run(), name="write_journal"))
         if self._auth_interceptor:
-            self._watches.append(asyncio.create_task(self._auth_interceptor.watch(), name="watch_tokens"))
+            self._tasks.append(asyncio.create_task(self._auth_interceptor.watch(), name="watch_tokens"))
         elif not all(address.startswith("unix:") for address in addresses):
-            _log.warning("whoever connects may do everything", extra={"addresses": addresses})
-        for task in self._watches:
+            _log.warning("no authentication configured", extra={"addresses": addresses})
+        for task in self._tasks:
             task.add_done_callback(_log_end)
         _log.info("server listening", extra={"addresses": addresses})
         return addresses
 
     async def stop(self) -> None:
-        """Stops accepting, lets calls in flight finish within the grace time, ends open streams."""
+        """Stops accepting calls, ends open streams, and gives calls in flight the grace time to finish."""
         await self._health.enter_graceful_shutdown()
-        began_seconds = self.hub.now_seconds()
-        _log.info("drain begun", extra={"seconds": self._config.grace_seconds})
-        self.hub.drain()
+        start_seconds = self.hub.now_seconds()
+        _log.info("drain started", extra={"seconds": self._config.grace_seconds})
+        self.hub.stop()
         await self._server.stop(self._config.grace_seconds)
-        _log.info("drain ended", extra={"seconds": round(self.hub.now_seconds() - began_seconds, 3)})
-        for watch in self._watches:
-            watch.cancel()
+        _log.info("drain ended", extra={"seconds": round(self.hub.now_seconds() - start_seconds, 3)})
+        for task in self._tasks:
+            task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
-                await watch
+                await task
         if self._exporter:
             await self._exporter.stop()
         if self.publishers:
@@ -177,12 +180,12 @@ class Server:
             self._journal.close()
         _log.info("server stopped")
 
-    def _take_over(self) -> None:
-        """Goes on where the process before this one ended, if it left a journal."""
+    def _recover(self) -> None:
+        """Restores the state of the previous process from the journal, if there is one."""
         if self._journal:
             self._journal.begin(self.hub.now_seconds())
-            self.hub.adopt_pools()
-            self._ranks.adopt()
+            self.hub.restore_pools()
+            self._ranks.restore()
 
     def _export(self, observations: Observations) -> Exporter:
         def describe(name: PoolName) -> PoolSource:
@@ -205,7 +208,7 @@ class Server:
             raise OSError(f"cannot serve metrics on {self._config.metrics.address}: {error.strerror}") from error
 
     def _publish_events(self) -> "EventPublishers":
-        from kvpool.server.events.publishers import EventPublishers  # noqa: PLC0415 - needs packages of an extra
+        from kvpool.server.events.publishers import EventPublishers  # noqa: PLC0415 - needs the packages of an extra
 
         publishers = EventPublishers(self._config.events, self.hub.boot_id)
         publishers.start()
@@ -232,28 +235,28 @@ async def serve(
     ready: Callable[[list[str]], Awaitable[None] | None] | None = None,
     faults: FaultPoints = NO_FAULTS,
 ) -> None:
-    """Serves until SIGTERM or SIGINT, or until an operator's drain is over, then stops gracefully.
+    """Serves until SIGTERM, SIGINT or a stop requested by an operator, then stops gracefully.
 
     Args:
         config: The settings.
-        ready: Called with the addresses once the server listens.
-        faults: Armed by tests.
+        ready: Called with the addresses when the server listens.
+        faults: Fault points; tests arm them.
     """
     loop = asyncio.get_running_loop()
     numbers = (signal.SIGTERM, signal.SIGINT)
-    for number in numbers:  # one that comes while a journal is read is heard afterwards, by what is set below
+    for number in numbers:  # a signal during the recovery is ignored, not fatal
         loop.add_signal_handler(number, lambda: None)
     server = Server(config, faults)
     for number in numbers:
-        loop.add_signal_handler(number, server.hub.ending.signal, config.drain_seconds)
+        loop.add_signal_handler(number, server.hub.shutdown.on_signal, config.drain_seconds)
     addresses = await server.start()
     if ready:
         waiting = ready(addresses)
         if waiting is not None:
             await waiting
-    await server.hub.ending.wait()
+    await server.hub.shutdown.wait()
     await server.stop()
-    for number in numbers:  # one more, while Python ends, would make a failure of it
+    for number in numbers:  # another signal while Python exits would make the exit status a failure
         loop.remove_signal_handler(number)
         signal.signal(number, signal.SIG_IGN)
 
@@ -273,23 +276,7 @@ def _block_lifetimes(config: MetricsConfig) -> Callable[[], BlockLifetimes | Non
     return partial(BlockLifetimes, max(round(1 / config.block_sample_rate), 1), random.randrange)
 
 
-def _log_end(watch: asyncio.Task[None]) -> None:
-    """Says that a watch met a bug: without it leases do not run out, or ranks that fall silent are not missed."""
-    if not watch.cancelled() and (error := watch.exception()):
-        _log.critical("bug: restart the server", extra={"method": watch.get_name()}, exc_info=error)
-
-
-def channel_options(config: ServerConfig) -> list[tuple[str, int]]:
-    """What the server asks of gRPC's channels."""
-    keepalive_ms = int(config.dead_peer_seconds * 1000 / 2)
-    return [
-        ("grpc.max_receive_message_length", config.max_message_bytes),
-        # An answer to what was applied must reach its caller; the core ends it soon after MAX_STEP_WORK.
-        ("grpc.max_send_message_length", -1),
-        ("grpc.so_reuseport", 0),  # a second server on the address is refused, rather than sharing it at random
-        ("grpc.keepalive_time_ms", keepalive_ms),
-        ("grpc.keepalive_timeout_ms", keepalive_ms),
-        ("grpc.http2.ping_timeout_ms", keepalive_ms),  # what an unanswered ping waits for; a minute if unset
-        ("grpc.keepalive_permit_without_calls", 1),
-        ("grpc.http2.min_ping_interval_without_data_ms", 1000),  # clients ask whether we are there every 3 s
-    ]
+def _log_end(task: asyncio.Task[None]) -> None:
+    """Logs a bug that ended a background task, without which leases never expire and silent ranks go unnoticed."""
+    if not task.cancelled() and (error := task.exception()):
+        _log.critical("bug: restart the server", extra={"method": task.get_name()}, exc_info=error)

@@ -1,4 +1,4 @@
-"""What a server is started with. Parsed once at the entry point, then passed on."""
+"""Configuration of a server: parsed once at the entry point, then passed on."""
 
 from dataclasses import dataclass
 from typing import Final
@@ -23,13 +23,13 @@ _LOGS_PER_JOURNAL: Final = 256
 
 @dataclass(frozen=True, slots=True)
 class MetricsConfig:
-    """What a server tells Prometheus.
+    """Settings of the Prometheus metrics.
 
     Attributes:
-        address: Where to serve /metrics, `host:port` (port 0 for a free one); empty for nowhere.
-        vllm_names: Whether figures are told under vLLM's names, too.
-        block_sample_rate: Share of the blocks that is followed, to tell how long contents are kept; only with an
-            address.
+        address: Address of /metrics, `host:port` (port 0 for a free one); empty: metrics are not served.
+        vllm_names: Whether metrics are also exported under vLLM's names.
+        block_sample_rate: Fraction of blocks that is sampled for the metrics of block lifetimes, [0, 1]. Has no effect
+            without an address.
     """
 
     address: str = ""
@@ -86,25 +86,25 @@ class ServerConfig:
     """A server's settings.
 
     Attributes:
-        addresses: Where to listen: `host:port` (port 0 for a free one) or `unix:/path`.
-        max_message_bytes: Largest message that is taken.
-        max_pool_blocks: Most blocks of one pool; each takes about 65 bytes of the server's memory.
-        grace_seconds: How long a stopping server waits for calls in flight.
-        drain_seconds: How long a server that is signalled to stop lets open sessions go on first.
-        quarantine_seconds: How long the blocks of a session that was ended are kept back, in pools without ranks or
-            with one that does not fence. 0: free at once. For as long none is opened there after a start that found
-            sessions lost.
-        dead_peer_seconds: How long a peer may be silent on the network before its stream counts as broken.
-        rank_timing: How often ranks are to be heard of, and how long they are waited for.
-        max_pools: Most pools at a time.
-        metrics: What is told to Prometheus, and where.
-        limits: What clients can make it hold or do at most.
-        events: Where and how block events are published, besides `EventService.Watch`.
-        past_epoch: Newest epoch that a server before this one may have given, which nobody remembers: the first of
-            each pool is above it.
-        leases: How long sessions' leases may be.
-        journal: Where changes are written down, so that a server that is killed comes back as it was.
-        auth: Who gets in, and what may go without encryption.
+        addresses: Addresses to listen on: `host:port` (port 0 for a free one) or `unix:/path`.
+        max_message_bytes: Maximum size of a received message.
+        max_pool_blocks: Maximum number of blocks of one pool; each takes about 65 bytes of the server's memory.
+        grace_seconds: Time that a stopping server gives calls in flight.
+        drain_seconds: Time that a server gives open sessions after a signal to stop.
+        quarantine_seconds: Time until the blocks of a session that was ended are free, in pools without ranks or with
+            a rank that does not fence. 0: they are free at once. For the same time after a start with lost sessions,
+            no session is opened in these pools.
+        dead_peer_seconds: Time after which an unresponsive connection counts as broken.
+        rank_timing: Heartbeat interval and timeouts of ranks.
+        max_pools: Maximum number of pools.
+        metrics: Prometheus metrics.
+        limits: Limits on clients.
+        events: Publishing of block events over ZeroMQ, in addition to `EventService.Watch`.
+        past_epoch: Newest epoch that an earlier server may have used, if there is no journal. The first epoch of each
+            pool is higher.
+        leases: Bounds of the sessions' leases.
+        journal: Journal of changes, from which a killed server recovers.
+        auth: Certificates, tokens, and what may be served without encryption.
     """
 
     addresses: tuple[str, ...] = (DEFAULT_ADDRESS,)
@@ -135,15 +135,15 @@ class ServerConfig:
         self._refuse_plaintext()
 
     def _refuse_plaintext(self) -> None:
-        spoken = [
+        endpoints = [
             ("metrics_listen", "metrics", self.metrics.address),
             ("events_endpoint", "events", self.events.endpoint),
             ("events_replay_endpoint", "events", self.events.replay_endpoint),
             *(("listen", "grpc", address) for address in self.addresses if not self.auth.tls_cert),
         ]
-        for name, what, address in spoken:
+        for name, kind, address in endpoints:
             if address:
-                refuse_plaintext(name, what, address, self.auth.allow_plaintext)
+                refuse_plaintext(name, kind, address, self.auth.allow_plaintext)
 
 
 def _check_listen(address: str) -> None:

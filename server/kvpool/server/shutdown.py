@@ -1,7 +1,7 @@
-"""When a server stops: at once, or when its sessions are closed or their time is up.
+"""Decides when a server stops: at once, or when its sessions are closed or a timeout is over.
 
-1. A server that is to stop takes no new sessions.
-2. What a signal asked for is not taken back; what an operator asked for is, until it happens.
+1. A server that is about to stop takes no new sessions.
+2. A stop requested by a signal cannot be cancelled. A stop requested by an operator can, until it happens.
 """
 
 import asyncio
@@ -12,16 +12,17 @@ from typing import Final
 from kvpool.core.errors import UnavailableError
 
 STOPPING_RETRY_SECONDS: Final = 5.0
-"""Long enough for a successor to be there."""
-_LOOK_SECONDS: Final = 0.1
+"""Long enough for the next server to start."""
+_POLL_SECONDS: Final = 0.1
+"""Interval at which a requested stop checks the number of sessions."""
 
 
-class Ending:
-    """When one server stops.
+class Shutdown:
+    """The time at which one server stops.
 
     Args:
-        count_sessions: Tells how many sessions are open.
-        now_seconds: The monotonic clock.
+        count_sessions: Returns the number of open sessions.
+        now_seconds: Returns the monotonic time.
     """
 
     def __init__(self, count_sessions: Callable[[], int], now_seconds: Callable[[], float]) -> None:
@@ -29,43 +30,43 @@ class Ending:
         self._now_seconds = now_seconds
         self._due_seconds: float | None = None
         self._is_final = False
-        self._asked = asyncio.Event()
+        self._requested = asyncio.Event()
 
     @property
-    def is_asked(self) -> bool:
-        """Whether the server is to stop."""
+    def is_requested(self) -> bool:
+        """Whether a stop was requested."""
         return self._due_seconds is not None
 
-    def check_not_asked(self) -> None:
-        """Raises UnavailableError if the server is to stop, and so takes no new sessions."""
-        if self.is_asked:
+    def check_not_requested(self) -> None:
+        """Raises UnavailableError if a stop was requested, because the server then takes no new sessions."""
+        if self.is_requested:
             message = "the server is about to stop and takes no new sessions"
             raise UnavailableError("DRAINED", message, field="pool_name", retry_seconds=STOPPING_RETRY_SECONDS)
 
-    def ask(self, timeout_seconds: float) -> None:
-        """Stops the server once no session is open, in so many seconds at the latest; the last who asks decides."""
+    def request(self, timeout_seconds: float) -> None:
+        """Requests a stop once no session is open, or after the timeout. A later request replaces an earlier one."""
         if not self._is_final:
             self._due_seconds = self._now_seconds() + timeout_seconds
-            self._asked.set()
+            self._requested.set()
 
-    def signal(self, timeout_seconds: float) -> None:
-        """Asks for good; asked so a second time, the server stops at once."""
+    def on_signal(self, timeout_seconds: float) -> None:
+        """Requests a stop that cannot be cancelled. A second signal stops the server at once."""
         due_seconds = self._now_seconds() + (0.0 if self._is_final else timeout_seconds)
         self._due_seconds = due_seconds if self._due_seconds is None else min(due_seconds, self._due_seconds)
         self._is_final = True
-        self._asked.set()
+        self._requested.set()
 
-    def take_back(self) -> None:
-        """Goes on taking sessions, unless a signal asked for the end."""
+    def cancel(self) -> None:
+        """Cancels a requested stop, unless a signal requested it."""
         if not self._is_final:
             self._due_seconds = None
-            self._asked.clear()
+            self._requested.clear()
 
     async def wait(self) -> None:
-        """Waits until it is time to stop."""
+        """Waits until the server should stop."""
         while self._due_seconds is None or (self._count_sessions() and self._now_seconds() < self._due_seconds):
-            wait_seconds = _LOOK_SECONDS if self.is_asked else None
-            self._asked.clear()
+            wait_seconds = _POLL_SECONDS if self.is_requested else None
+            self._requested.clear()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(wait_seconds):
-                    await self._asked.wait()
+                    await self._requested.wait()

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from kvpool.core.errors import UnavailableError
-from kvpool.server.shutdown import Ending
+from kvpool.server.shutdown import Shutdown
 
 
 class Situation:
@@ -14,11 +14,11 @@ class Situation:
     def __init__(self) -> None:
         self.sessions = 1
         self.now_seconds = 100.0
-        self.ending = Ending(lambda: self.sessions, lambda: self.now_seconds)
+        self.shutdown = Shutdown(lambda: self.sessions, lambda: self.now_seconds)
 
     async def has_ended(self) -> bool:
         """Whether the wait is over, after the loop has gone round often enough for it to notice."""
-        waiting = asyncio.create_task(self.ending.wait())
+        waiting = asyncio.create_task(self.shutdown.wait())
         done, _ = await asyncio.wait([waiting], timeout=0.3)
         waiting.cancel()
         return bool(done)
@@ -27,15 +27,15 @@ class Situation:
 async def test_a_server_goes_on_until_somebody_asks() -> None:
     s = Situation()
     s.sessions = 0
-    s.ending.check_not_asked()
+    s.shutdown.check_not_requested()
     assert not await s.has_ended()
 
 
 async def test_it_stops_when_the_last_session_is_closed() -> None:
     s = Situation()
-    s.ending.ask(10)
+    s.shutdown.request(10)
     assert not await s.has_ended()
-    waiting = asyncio.create_task(s.ending.wait())
+    waiting = asyncio.create_task(s.shutdown.wait())
     await asyncio.sleep(0)
     s.sessions = 0
     await asyncio.wait_for(waiting, 5)
@@ -43,31 +43,31 @@ async def test_it_stops_when_the_last_session_is_closed() -> None:
 
 async def test_it_stops_when_the_time_is_up_whoever_is_left() -> None:
     s = Situation()
-    s.ending.ask(10)
+    s.shutdown.request(10)
     s.now_seconds = 110.0
     assert await s.has_ended()
 
 
 async def test_the_last_operator_decides_and_may_take_it_back() -> None:
     s = Situation()
-    s.ending.ask(0)
-    s.ending.ask(50)
+    s.shutdown.request(0)
+    s.shutdown.request(50)
     s.now_seconds = 120.0
     assert not await s.has_ended()
     with pytest.raises(UnavailableError, match="about to stop") as refused:
-        s.ending.check_not_asked()
+        s.shutdown.check_not_requested()
     assert (refused.value.reason, refused.value.retry_seconds) == ("DRAINED", 5.0)
-    s.ending.take_back()
+    s.shutdown.cancel()
     s.now_seconds = 1000.0
-    assert not s.ending.is_asked
+    assert not s.shutdown.is_requested
     assert not await s.has_ended()
 
 
 async def test_a_signal_is_not_taken_back_nor_put_off() -> None:
     s = Situation()
-    s.ending.signal(10)
-    s.ending.take_back()
-    s.ending.ask(1000)
+    s.shutdown.on_signal(10)
+    s.shutdown.cancel()
+    s.shutdown.request(1000)
     assert not await s.has_ended()
     s.now_seconds = 110.0
     assert await s.has_ended()
@@ -75,16 +75,16 @@ async def test_a_signal_is_not_taken_back_nor_put_off() -> None:
 
 async def test_a_signal_may_come_sooner_than_an_operators_stop_but_not_later() -> None:
     s = Situation()
-    s.ending.ask(5)
-    s.ending.signal(1000)
+    s.shutdown.request(5)
+    s.shutdown.on_signal(1000)
     s.now_seconds = 105.0
     assert await s.has_ended()
 
 
 async def test_a_second_signal_stops_at_once() -> None:
     s = Situation()
-    s.ending.signal(1000)
-    waiting = asyncio.create_task(s.ending.wait())
+    s.shutdown.on_signal(1000)
+    waiting = asyncio.create_task(s.shutdown.wait())
     await asyncio.sleep(0)
-    s.ending.signal(1000)
+    s.shutdown.on_signal(1000)
     await asyncio.wait_for(waiting, 5)

@@ -55,5 +55,5 @@ def test_files_that_are_not_there_are_named(tmp_path: Path) -> None:
         Access(token=tmp_path / "none").check("unix:/s")
     with pytest.raises(ValueError, match=r"^tls_ca: .*none: No such file"):
         Access(TlsConfig(tmp_path / "none")).check("server:1")
-    with pytest.raises(ValueError, match=r"^tls_cert, tls_key: one needs the other"):
+    with pytest.raises(ValueError, match=r"^tls_cert, tls_key: each requires the other"):
         TlsConfig(cert=tmp_path)

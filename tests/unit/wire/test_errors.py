@@ -7,7 +7,7 @@ import grpc
 import pytest
 
 from kvpool.core.errors import NotFoundError
-from kvpool.server.rpc.guards import abort, abort_internal
+from kvpool.server.rpc import abort, abort_internal
 
 
 class EndedCall:

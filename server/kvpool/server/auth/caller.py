@@ -1,7 +1,7 @@
-"""Who makes the call that is being served, and what that token may not do.
+"""The caller of the current call, and checks of its permissions.
 
-1. The caller is known to the task of its call alone; a server without tokens knows none, and lets all do everything.
-2. What is refused to a token does not depend on whether it is there.
+1. The caller is a context variable of the call's task. Without tokens there is no caller, and everything is allowed.
+2. Refusals do not reveal whether a pool exists.
 """
 
 from collections.abc import Callable
@@ -17,67 +17,67 @@ class Caller:
     """The holder of a token.
 
     Args:
-        grant: What the token allows.
-        refused: Told of each refusal.
+        grant: Permissions of the token.
+        on_refused: Called with each refusal.
     """
 
-    def __init__(self, grant: Grant, refused: Callable[[KvpoolError], None]) -> None:
+    def __init__(self, grant: Grant, on_refused: Callable[[KvpoolError], None]) -> None:
         self.grant = grant
-        self._refused = refused
+        self._on_refused = on_refused
 
     def check_pool(self, name: str, field: str = "pool_name") -> None:
-        """Raises DeniedError if the token is not for a pool of this name."""
+        """Raises DeniedError if the token does not cover a pool of this name."""
         if not self.grant.covers(name):
-            self._refuse(DeniedError("POOL", "the token is not for a pool of this name", field=field))
+            self._refuse(DeniedError("POOL", "the token does not cover a pool of this name", field=field))
 
     def check_server(self) -> None:
-        """Raises DeniedError if the token is not for all pools."""
+        """Raises DeniedError if the token does not cover all pools."""
         if not self.grant.covers_all:
-            self._refuse(DeniedError("POOL", "empty, and the token is not for all pools", field="pool_name"))
+            self._refuse(DeniedError("POOL", "is empty, and the token does not cover all pools", field="pool_name"))
 
     def check_session(self, allocator: Allocator, session_id: str) -> None:
-        """Raises DeniedError if a session is another's, or of a pool that the token is not for any more."""
+        """Raises DeniedError if another token opened the session, or the token no longer covers its pool."""
         found = allocator.owner(session_id)
         if found is None:
-            return  # what follows says what became of it
+            return  # the call itself reports why
         pool_name, owner = found
         if owner != self.grant.name:
             self._refuse(DeniedError("SESSION", "the session belongs to another token", field="session_id"))
         self.check_pool(pool_name, "session_id")
 
     def _refuse(self, error: KvpoolError) -> None:
-        self._refused(error)
+        self._on_refused(error)
         raise error
 
 
 CALLER: Final[ContextVar[Caller | None]] = ContextVar("kvpool_caller", default=None)
-"""The caller of the current task's call; None where no token is asked for."""
+"""The caller of the current task's call; None without tokens."""
 
 SHOWN_TOKEN: Final[ContextVar[str]] = ContextVar("kvpool_shown_token", default="")
-"""Name of the token that the current task's call has shown, before its request is there; empty for none."""
+"""Name of the token of the current task's call, set before its request arrives; empty without tokens."""
 
 
 def token_name() -> str:
-    """The name of the caller's token; empty where none is asked for."""
+    """The name of the caller's token; empty without tokens."""
     caller = CALLER.get()
     return caller.grant.name if caller else ""
 
 
-def sees(pool_name: str) -> bool:
-    """Whether the caller may be told of a pool."""
+def can_see(pool_name: str) -> bool:
+    """Whether responses to the caller may include a pool."""
     caller = CALLER.get()
     return caller is None or caller.grant.covers(pool_name)
 
 
 def check_pool(name: str, field: str) -> None:
-    """Raises DeniedError if a pool of this name is not for the caller."""
+    """Raises DeniedError if the caller's token does not cover a pool of this name."""
     caller = CALLER.get()
     if caller:
         caller.check_pool(name, field)
 
 
 def check_session(allocator: Allocator, session_id: str) -> None:
-    """Raises DeniedError if a session is not the caller's."""
+    """Raises DeniedError if the session does not belong to the caller."""
     caller = CALLER.get()
     if caller:
         caller.check_session(allocator, session_id)

@@ -1,7 +1,7 @@
-"""A server's certificates: read, checked, and exchanged while it runs.
+"""Server certificates: read, validated, and reloaded while the server runs.
 
-1. A pair of files that does not fit, or cannot be read, never takes the place of one that does.
-2. Connections that stand keep what they were made with; each new one gets what the files say then.
+1. An unreadable or mismatched pair of files never replaces a valid one.
+2. Open connections keep their certificate. Each new connection gets the current one.
 """
 
 import logging
@@ -12,32 +12,32 @@ from pathlib import Path
 import grpc
 
 from kvpool.server.auth.config import AuthConfig
-from kvpool.server.auth.files import Reloaded
+from kvpool.server.auth.files import ReloadedFiles
 
 _log = logging.getLogger("kvpool.server.auth")
 
 
 def server_credentials(auth: AuthConfig) -> grpc.ServerCredentials | None:
-    """Makes what a TCP port listens with; None for plaintext.
+    """Makes the credentials of TCP ports; None for plaintext.
 
     Raises:
-        ValueError: A file cannot be read, or they do not belong together; names them.
+        ValueError: A file cannot be read, or the files do not match; the message names them.
     """
     if auth.tls_cert is None or auth.tls_key is None:
         return None
-    files = Reloaded(_paths(auth), lambda: _read(auth))
+    files = ReloadedFiles(_paths(auth), lambda: _read(auth))
     lock = threading.Lock()
 
     def current() -> grpc.ServerCertificateConfiguration | None:
-        """Asked by gRPC at each handshake, in threads of its own; None keeps what there is."""
+        """Called by gRPC at each handshake, in its own threads. None keeps the current configuration."""
         with lock:
             try:
                 if not files.refresh():
                     return None
             except ValueError as error:
-                _log.error("certificates not taken", extra={"error": str(error)})
+                _log.error("certificates not reloaded", extra={"error": str(error)})
                 return None
-            _log.info("certificates exchanged", extra={"path": str(auth.tls_cert)})
+            _log.info("certificates reloaded", extra={"path": str(auth.tls_cert)})
             return _configuration(files.value)
 
     first = _configuration(files.value)
@@ -58,7 +58,7 @@ def _configuration(contents: tuple[bytes, ...]) -> grpc.ServerCertificateConfigu
 
 
 def _read(auth: AuthConfig) -> tuple[bytes, ...]:
-    """Returns key, certificates and, if asked for, the clients' authorities."""
+    """Returns the key, the certificate chain and, if configured, the authorities for client certificates."""
     paths = _paths(auth)
     try:
         before = tuple(path.read_bytes() for path in paths)
@@ -67,13 +67,13 @@ def _read(auth: AuthConfig) -> tuple[bytes, ...]:
         if auth.tls_client_ca:
             context.load_verify_locations(auth.tls_client_ca)
         if before != tuple(path.read_bytes() for path in paths):
-            raise ValueError("tls_cert, tls_key: they change while they are read")
+            raise ValueError("tls_cert, tls_key: changed while being read")
     except ssl.SSLError as error:
-        raise ValueError(f"tls_cert, tls_key: no pair, or not PEM: {error.reason or error}") from error
+        raise ValueError(f"tls_cert, tls_key: not a matching pair, or not PEM: {error.reason or error}") from error
     except OSError as error:
         raise ValueError(f"tls_cert, tls_key: {error.filename}: {error.strerror}") from error
     return before
 
 
 def _no_passphrase() -> str:
-    raise ValueError("tls_key: is locked by a passphrase; the server can ask nobody")
+    raise ValueError("tls_key: requires a passphrase, which the server cannot ask for")

@@ -1,4 +1,4 @@
-"""What a server's doors are: a frozen value, checked when it is made."""
+"""Configuration of TLS, tokens and plaintext, validated when it is made."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,15 +11,15 @@ PLAINTEXT_KINDS: Final = ("grpc", "metrics", "events")
 
 @dataclass(frozen=True, slots=True)
 class AuthConfig:
-    """Settings of a server's doors. Files are read when the server starts, and again when they change.
+    """Authentication and encryption of a server. Files are read when the server starts, and again when they change.
 
     Attributes:
-        tls_cert: PEM file of the server's certificate and those up to its authority; None: TCP is plaintext.
-        tls_key: PEM file of its key, without a passphrase.
-        tls_client_ca: PEM file of the authorities of clients; each client must then show a certificate of theirs.
-        tokens: TOML file of the tokens that are let in; None: whoever connects may do everything.
-        allow_plaintext: Which of `grpc`, `metrics` and `events` may be spoken without TLS over TCP beyond loopback.
-        socket_mode: File mode of unix sockets; who may write, may connect.
+        tls_cert: PEM file of the server's certificate chain; None: TCP is plaintext.
+        tls_key: PEM file of the private key, without a passphrase.
+        tls_client_ca: PEM file of the authorities for client certificates. If set, each client must present one.
+        tokens: TOML file of the accepted tokens; None: every client that can connect has all permissions.
+        allow_plaintext: Which of `grpc`, `metrics` and `events` may be served without TLS over TCP beyond loopback.
+        socket_mode: File mode of unix sockets. A process with write permission can connect.
     """
 
     tls_cert: Path | None = None
@@ -31,11 +31,11 @@ class AuthConfig:
 
     def __post_init__(self) -> None:
         if (self.tls_cert is None) != (self.tls_key is None):
-            raise ValueError("tls_cert, tls_key: one needs the other")
+            raise ValueError("tls_cert, tls_key: each requires the other")
         if self.tls_client_ca and not self.tls_cert:
-            raise ValueError("tls_client_ca: needs tls_cert and tls_key")
+            raise ValueError("tls_client_ca: requires tls_cert and tls_key")
         unknown = sorted(self.allow_plaintext - set(PLAINTEXT_KINDS))
         if unknown:
-            raise ValueError(f"allow_plaintext: {unknown[0]!r} is none of {', '.join(PLAINTEXT_KINDS)}")
+            raise ValueError(f"allow_plaintext: {unknown[0]!r} is not one of {', '.join(PLAINTEXT_KINDS)}")
         if not 0 <= self.socket_mode <= 0o777:  # noqa: PLR2004 - the message states it
             raise ValueError(f"socket_mode: {self.socket_mode:o} is not in [000, 777]")

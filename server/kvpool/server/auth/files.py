@@ -1,4 +1,4 @@
-"""A file that is read again when it has changed."""
+"""Files that are reloaded after changes."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -8,41 +8,41 @@ _ValueT = TypeVar("_ValueT")
 _Stamp = tuple[tuple[int, int, int, int], ...]
 
 
-class Reloaded(Generic[_ValueT]):
-    """What some files say, and after a change of any of them what they say now.
+class ReloadedFiles(Generic[_ValueT]):
+    """A value read from files, reloaded when one of them has changed.
 
     Args:
         paths: The files.
-        read: Reads them all; ValueError if they are not good, together.
+        read: Reads all files. Raises ValueError if they are invalid.
 
     Attributes:
-        value: What they say; what they said last, if they are no good now.
+        value: The value; if the files have become invalid, the last valid one.
 
     Raises:
-        ValueError: They are no good from the start.
+        ValueError: The files are invalid.
     """
 
     def __init__(self, paths: tuple[Path, ...], read: Callable[[], _ValueT]) -> None:
         self._paths = paths
         self._read = read
-        self._stamp = self._look()
+        self._stamp = self._stat()
         self.value = read()
 
     def refresh(self) -> bool:
-        """Reads them again if they have changed since; returns whether `value` is another.
+        """Reloads the files if they have changed. Returns whether `value` has changed.
 
         Raises:
-            ValueError: They have changed and are no good; said once for each change.
+            ValueError: The files have changed and are invalid. Raised once per change.
         """
-        stamp = self._look()
+        stamp = self._stat()
         if stamp == self._stamp:
             return False
-        self._stamp = stamp  # before they are read: what changes meanwhile is another change
+        self._stamp = stamp  # taken before reading: a change during the read counts as a new one
         value = self._read()
         changed, self.value = value != self.value, value
         return changed
 
-    def _look(self) -> _Stamp:
+    def _stat(self) -> _Stamp:
         def stamp(path: Path) -> tuple[int, int, int, int]:
             try:
                 found = path.stat()

@@ -1,4 +1,4 @@
-"""Asks every call for its token, and what the token allows, before the service hears of it."""
+"""Authenticates and authorizes each call before the service sees it."""
 
 import asyncio
 import inspect
@@ -17,18 +17,17 @@ from google.protobuf.message import Message
 from kvpool.core.allocator import Allocator
 from kvpool.core.errors import DeniedError, KvpoolError, UnauthenticatedError, UnavailableError
 from kvpool.server.auth.caller import CALLER, SHOWN_TOKEN, Caller
-from kvpool.server.auth.files import Reloaded
+from kvpool.server.auth.files import ReloadedFiles
 from kvpool.server.auth.permissions import Scope, pool_name_of, rule_of, session_id_of
 from kvpool.server.auth.tokens import Grant, find, read_tokens
 from kvpool.server.metrics.observations import Observations
-from kvpool.server.rpc.guards import abort
-from kvpool.server.rpc.handlers import Behavior, Handler, behavior_of, method_of, rewrapped
+from kvpool.server.rpc import Behavior, Handler, abort, behavior_of, method_of, rewrapped
 
-WATCH_SECONDS: Final = 1.0
-"""How often open streams are compared with the tokens."""
+RECHECK_SECONDS: Final = 1.0
+"""Interval at which the tokens of open calls are checked again."""
 
 _LOG_SECONDS: Final = 1.0
-"""At most one line of refusals is logged in so long: whoever knocks must not fill the log."""
+"""Minimum time between two log records of refusals, so that a client cannot fill the log."""
 
 _BEARER: Final = "bearer "
 
@@ -43,14 +42,14 @@ def utc_today() -> date:
 
 
 @dataclass(frozen=True, slots=True)
-class _Visit:
-    """A call whose token is good, and whose request is still to come.
+class _AuthenticatedCall:
+    """A call with a valid token, whose request has not been checked.
 
     Attributes:
-        method: What is called.
-        scope: Where the request says what it is about.
-        grant: What the token allows.
-        grants: All that were good then.
+        method: The called method.
+        scope: Field of the request that names its pool or session.
+        grant: Permissions of the token.
+        grants: All grants at the time of authentication.
     """
 
     method: str
@@ -59,55 +58,55 @@ class _Visit:
     grants: tuple[Grant, ...]
 
 
-class OpenStream(Protocol):
+class OpenCall(Protocol):
     """A long-lived call."""
 
     @property
     def caller(self) -> Caller | None:
-        """The holder of the token that the call came with."""
+        """The holder of the call's token."""
 
     def end(self, error: KvpoolError) -> None:
         """Ends the call with an error."""
 
 
-class OpenStreams(Protocol):
-    """The server, as the interceptor uses it: its sessions and its long-lived calls."""
+class OpenCalls(Protocol):
+    """The parts of the server that the interceptor uses."""
 
     allocator: Allocator
 
-    def streams(self) -> Sequence[OpenStream]:
+    def open_calls(self) -> Sequence[OpenCall]:
         """The long-lived calls that are open now."""
 
 
 class AuthInterceptor(grpc.aio.ServerInterceptor):
-    """An interceptor over a file of tokens.
+    """An interceptor that accepts the tokens of a file.
 
     Args:
-        tokens: The file.
-        hub: Whose streams are ended when their token is no longer good.
-        observations: Where refusals are counted, if metrics are asked for.
-        today: Tells the date.
+        tokens: Path of the token file.
+        hub: The server, whose open calls are ended when their token becomes invalid.
+        observations: Counts refusals; None without metrics.
+        today: Returns the date.
 
     Raises:
-        ValueError: The file is no good.
+        ValueError: The file is invalid.
     """
 
     def __init__(
-        self, tokens: Path, hub: OpenStreams, observations: Observations | None, today: Callable[[], date] = utc_today
+        self, tokens: Path, hub: OpenCalls, observations: Observations | None, today: Callable[[], date] = utc_today
     ) -> None:
-        self._grants = Reloaded((tokens,), partial(read_tokens, tokens))
+        self._grants = ReloadedFiles((tokens,), partial(read_tokens, tokens))
         self._hub = hub
         self._observations = observations
         self._today = today
         self._unlogged = 0
-        self._quiet_until_seconds = 0.0
+        self._log_after_seconds = 0.0
 
     async def intercept_service(
         self,
         continuation: Callable[[grpc.HandlerCallDetails], "Awaitable[Handler | None]"],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> "Handler | None":
-        """Puts the question before a call."""
+        """Authenticates a call, checks its role, and wraps it in the check of its request."""
         handler = await continuation(handler_call_details)
         method = method_of(handler_call_details)
         rule = rule_of(method)
@@ -115,31 +114,31 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
             return handler
         self._refresh()
         try:
-            grant = self._recognize(handler_call_details.invocation_metadata)
+            grant = self._authenticate(handler_call_details.invocation_metadata)
         except UnauthenticatedError as error:
             return self._refusing(method, "", error)
         if grant.role not in rule.roles:
             denied = DeniedError("ROLE", f"a token of the role {grant.role} may not call this")
             return self._refusing(method, grant.name, denied)
         SHOWN_TOKEN.set(grant.name)
-        visit = _Visit(method, rule.scope, grant, self._grants.value)
+        call = _AuthenticatedCall(method, rule.scope, grant, self._grants.value)
         behavior = behavior_of(handler)
-        if inspect.isasyncgenfunction(behavior):  # reflection's
-            return rewrapped(handler, partial(self._answer_all, behavior, visit))
-        return rewrapped(handler, partial(self._answer, behavior, visit))
+        if inspect.isasyncgenfunction(behavior):  # reflection
+            return rewrapped(handler, partial(self._answer_all, behavior, call))
+        return rewrapped(handler, partial(self._answer, behavior, call))
 
     async def watch(self) -> None:
-        """Ends the streams of tokens that are revoked, changed or expired, for ever."""
+        """Ends open calls whose token is revoked, changed or expired. Runs indefinitely."""
         while True:
-            await asyncio.sleep(WATCH_SECONDS)
+            await asyncio.sleep(RECHECK_SECONDS)
             self._refresh()
-            for stream in self._hub.streams():
-                error = self._objection(stream.caller.grant) if stream.caller else None
+            for call in self._hub.open_calls():
+                error = self._invalidity(call.caller.grant) if call.caller else None
                 if error:
-                    stream.end(error)
+                    call.end(error)
 
     def _refusing(self, method: str, token_name: str, error: KvpoolError) -> "Handler":
-        """What ends a call at once: one of a stream, whatever the method is, since that waits for no message."""
+        """Makes a handler that refuses the call at once. It is a stream handler, which waits for no message."""
 
         async def refuse(_: object, context: _Context) -> None:
             self._refused(method, str(context.peer()), token_name, error)
@@ -147,53 +146,55 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
 
         return grpc.stream_unary_rpc_method_handler(refuse)
 
-    async def _answer(self, behavior: Behavior, visit: "_Visit", request: Message, context: _Context) -> object:
+    async def _answer(
+        self, behavior: Behavior, call: _AuthenticatedCall, request: Message, context: _Context
+    ) -> object:
         try:
-            CALLER.set(self._admit(visit, request, context))
+            CALLER.set(self._authorize(call, request, context))
         except KvpoolError as error:
-            await abort(context, error, visit.method)
+            await abort(context, error, call.method)
         return await behavior(request, context)
 
     async def _answer_all(
         self,
         behavior: Callable[[Any, Any], AsyncIterator[object]],
-        visit: "_Visit",
+        call: _AuthenticatedCall,
         request: Message,
         context: _Context,
     ) -> AsyncIterator[object]:
         try:
-            self._admit(visit, request, context)
+            self._authorize(call, request, context)
             async for response in behavior(request, context):
                 self._refresh()
-                error = self._objection(visit.grant)
+                error = self._invalidity(call.grant)
                 if error:
                     raise error
                 yield response
         except KvpoolError as error:
-            await abort(context, error, visit.method)
+            await abort(context, error, call.method)
 
-    def _admit(self, visit: "_Visit", request: Message, context: _Context) -> Caller:
-        """Returns who calls, if that may be, now that the request is there.
+    def _authorize(self, call: _AuthenticatedCall, request: Message, context: _Context) -> Caller:
+        """Checks the request of an authenticated call. Returns the caller.
 
         Raises:
-            KvpoolError: The token is no longer good, or not for this.
+            KvpoolError: The token has become invalid, or does not cover the pool or session of the request.
         """
-        refused = partial(self._refused, visit.method, str(context.peer()), visit.grant.name)
-        if self._grants.value is not visit.grants and (error := self._objection(visit.grant)):
+        refused = partial(self._refused, call.method, str(context.peer()), call.grant.name)
+        if self._grants.value is not call.grants and (error := self._invalidity(call.grant)):
             refused(error)
             raise error
-        caller = Caller(visit.grant, refused)
-        self._check_scope(caller, visit.scope, request)
+        caller = Caller(call.grant, refused)
+        self._check_scope(caller, call.scope, request)
         return caller
 
-    def _recognize(self, metadata: Iterable[tuple[str, str | bytes]] | None) -> Grant:
-        shown = next((str(value) for key, value in metadata or () if key == "authorization"), "")
-        if not shown.lower().startswith(_BEARER):
-            raise UnauthenticatedError("NO_TOKEN", "this server wants a token: authorization: Bearer TOKEN")
-        grant = find(self._grants.value, shown[len(_BEARER) :].strip())
+    def _authenticate(self, metadata: Iterable[tuple[str, str | bytes]] | None) -> Grant:
+        header = next((str(value) for key, value in metadata or () if key == "authorization"), "")
+        if not header.lower().startswith(_BEARER):
+            raise UnauthenticatedError("NO_TOKEN", "this server requires a token: authorization: Bearer TOKEN")
+        grant = find(self._grants.value, header[len(_BEARER) :].strip())
         if grant is None:
             raise UnauthenticatedError("UNKNOWN_TOKEN", "the token is unknown, or was revoked")
-        if not grant.is_good_on(self._today()):
+        if not grant.is_valid_on(self._today()):
             raise UnauthenticatedError("TOKEN_EXPIRED", "the token has expired")
         return grant
 
@@ -206,29 +207,29 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
         elif pool_name is not None:
             caller.check_pool(pool_name, "config.name" if scope is Scope.CONFIG else "pool_name")
 
-    def _objection(self, grant: Grant) -> KvpoolError | None:
-        """Why a call that was let in must end; None if nothing has changed."""
+    def _invalidity(self, grant: Grant) -> KvpoolError | None:
+        """The reason to end an authorized call; None if its token is still valid and unchanged."""
         if grant in self._grants.value:
             expired = UnauthenticatedError("TOKEN_EXPIRED", "the token has expired")
-            return None if grant.is_good_on(self._today()) else expired
+            return None if grant.is_valid_on(self._today()) else expired
         if any(grant.name == other.name for other in self._grants.value):
-            return UnavailableError("TOKEN_CHANGED", "what the token allows has changed", retry_seconds=0.1)
+            return UnavailableError("TOKEN_CHANGED", "the permissions of the token have changed", retry_seconds=0.1)
         return UnauthenticatedError("TOKEN_REVOKED", "the token was revoked")
 
     def _refresh(self) -> None:
         try:
             if self._grants.refresh():
-                _log.info("tokens exchanged", extra={"tokens": len(self._grants.value)})
+                _log.info("tokens reloaded", extra={"tokens": len(self._grants.value)})
         except ValueError as error:
-            _log.error("tokens not taken", extra={"error": str(error)})
+            _log.error("tokens not reloaded", extra={"error": str(error)})
 
     def _refused(self, method: str, peer: str, token_name: str, error: KvpoolError) -> None:
         if self._observations:
             self._observations.refusal(error.reason)
         self._unlogged += 1
         now_seconds = time.monotonic()
-        if now_seconds < self._quiet_until_seconds:
+        if now_seconds < self._log_after_seconds:
             return
         extra = {"method": method, "peer": peer, "token_name": token_name, "reason": error.reason}
-        _log.warning("refused at the door", extra={**extra, "calls": self._unlogged})
-        self._unlogged, self._quiet_until_seconds = 0, now_seconds + _LOG_SECONDS
+        _log.warning("calls not authorized", extra={**extra, "calls": self._unlogged})
+        self._unlogged, self._log_after_seconds = 0, now_seconds + _LOG_SECONDS

@@ -1,4 +1,4 @@
-"""Who may call what: one rule for every method. A method without a rule is refused, and a test misses it."""
+"""Permissions of each RPC. An RPC without a rule is refused, and a test detects it."""
 
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -8,7 +8,7 @@ from kvpool.server.auth.tokens import Role
 
 
 class Scope(Enum):
-    """Where a request says what it is about."""
+    """The field of a request that names its pool or session."""
 
     POOL = auto()
     """`pool_name`."""
@@ -17,24 +17,24 @@ class Scope(Enum):
     SESSION = auto()
     """`session_id`."""
     POOL_OR_SERVER = auto()
-    """`pool_name`; empty is the whole server, which is for tokens of all pools."""
+    """`pool_name`. Empty: the whole server, which requires a token for all pools."""
     POOL_OR_VISIBLE = auto()
-    """`pool_name`; empty is all pools, of which the service tells the token's."""
+    """`pool_name`. Empty: all pools that the token covers; the service filters them."""
     VISIBLE = auto()
-    """All pools, of which the service tells the token's."""
+    """All pools that the token covers; the service filters them."""
     FIRST_MESSAGE = auto()
-    """The first message of the stream: the service asks `caller.check_session` or `check_pool` when it is there."""
+    """The first message of the stream: the service then calls `caller.check_session` or `check_pool`."""
     NOTHING = auto()
-    """Nothing of any pool."""
+    """The method concerns no pool."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """Who may call a method.
+    """Permissions of a method.
 
     Attributes:
-        roles: The roles that may; admins always may.
-        scope: What the token's pools are compared with.
+        roles: Roles that may call the method.
+        scope: Field that is compared with the pools or sessions of the token.
     """
 
     roles: frozenset[Role]
@@ -42,7 +42,7 @@ class Rule:
 
 
 def pool_name_of(scope: Scope, request: Any) -> str | None:  # noqa: ANN401 - a message of any kind
-    """The pool that a request names; None if its scope is another."""
+    """The pool that a request names; None for other scopes."""
     if scope is Scope.CONFIG:
         return str(request.config.name)
     if scope in (Scope.POOL, Scope.POOL_OR_SERVER) or (scope is Scope.POOL_OR_VISIBLE and request.pool_name):
@@ -50,21 +50,21 @@ def pool_name_of(scope: Scope, request: Any) -> str | None:  # noqa: ANN401 - a 
     return None
 
 
-def session_id_of(scope: Scope, request: Any) -> str | None:  # noqa: ANN401 - likewise
-    """The session that a request names; None if its scope is another."""
+def session_id_of(scope: Scope, request: Any) -> str | None:  # noqa: ANN401 - a message of any kind
+    """The session that a request names; None for other scopes."""
     return str(request.session_id) if scope is Scope.SESSION else None
 
 
 def rule_of(method: str) -> Rule | None:
-    """The rule of a method, named `package.Service/Method`; None for one that anybody may call."""
+    """The rule of a method, named `package.Service/Method`; None for a method that needs no token."""
     if method.startswith(_OPEN_SERVICE):
         return None
-    return RULES.get(method, _NOBODY)
+    return RULES.get(method, _NO_ROLE)
 
 
 _OPEN_SERVICE: Final = "grpc.health.v1.Health/"
-_ANYBODY: Final = Rule(frozenset(Role), Scope.NOTHING)
-_NOBODY: Final = Rule(frozenset(), Scope.POOL_OR_SERVER)
+_ALL_ROLES: Final = Rule(frozenset(Role), Scope.NOTHING)
+_NO_ROLE: Final = Rule(frozenset(), Scope.POOL_OR_SERVER)
 
 
 def _rules(service: str, role: Role, scopes: dict[Scope, str]) -> dict[str, Rule]:
@@ -99,6 +99,6 @@ RULES: Final = {
             Scope.POOL_OR_SERVER: "Drain Undrain",
         },
     ),
-    "grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": _ANYBODY,
+    "grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": _ALL_ROLES,
 }
-"""By method: its rule."""
+"""The rule of each method."""

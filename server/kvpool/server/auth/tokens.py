@@ -1,8 +1,8 @@
-"""The tokens that a server lets in: what each may do, as a TOML file says.
+"""The tokens that a server accepts and their permissions, read from a TOML file.
 
-1. The file holds no token, only what SHA-256 makes of each; a token is 256 random bits, so nothing is found by trying.
-2. A file that is no good never takes the place of one that was.
-3. How long a look-up takes tells nothing of any token: all are compared, each in constant time.
+1. The file contains the SHA-256 of each token, not the token. A token has 256 random bits, so it cannot be guessed.
+2. An invalid file never replaces a valid one.
+3. The duration of a look-up reveals nothing about the tokens: it compares all of them, each in constant time.
 """
 
 import hashlib
@@ -21,7 +21,7 @@ from typing import Any, Final
 MIN_SALT_BYTES: Final = 16
 MAX_TOKENS: Final = 10_000
 PREFIX: Final = "kvp_"
-"""So that a token is known as one where it should not be, as in a commit."""
+"""Makes a leaked token recognizable, for example in a commit."""
 
 _NAME: Final = re.compile(r"[A-Za-z0-9._/@-]{1,128}")
 _DIGEST: Final = re.compile(r"[0-9a-f]{64}")
@@ -29,7 +29,7 @@ _KEYS: Final = {"name", "sha256", "role", "pools", "salt", "expires"}
 
 
 class Role(StrEnum):
-    """What a token is for."""
+    """The role of a token."""
 
     SCHEDULER = "scheduler"
     WORKER = "worker"
@@ -39,15 +39,16 @@ class Role(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """What a token allows.
+    """Permissions of a token.
 
     Attributes:
-        name: Whose it is; owns the sessions that are opened with it.
-        role: What it is for.
-        pools: Patterns of pools' names, as of a shell: `*`, `?`, `[...]`; case counts.
-        digests: SHA-256 of each token that is good for it.
-        salt: Sets its holders' hashes apart; empty: they share with all others that have none.
-        expires: Last day it is good for, UTC; None: no end.
+        name: Name of the holder, which owns the sessions that are opened with the token.
+        role: Role of the token.
+        pools: Case-sensitive shell patterns of pool names: `*`, `?`, `[...]`.
+        digests: SHA-256 of each accepted token.
+        salt: Salt of the holder's block hashes. Holders with the same salt share cached blocks; empty: with all others
+            that have none.
+        expires: Last day of validity, UTC; None: no end.
     """
 
     name: str
@@ -58,21 +59,21 @@ class Grant:
     expires: date | None = None
 
     def covers(self, pool_name: str) -> bool:
-        """Whether it is for a pool of this name."""
+        """Whether the token covers a pool of this name."""
         return any(fnmatchcase(pool_name, pattern) for pattern in self.pools)
 
     @property
     def covers_all(self) -> bool:
-        """Whether it is for all pools there are and will be."""
+        """Whether the token covers all present and future pools."""
         return "*" in self.pools
 
-    def is_good_on(self, today: date) -> bool:
-        """Whether it has not expired."""
+    def is_valid_on(self, today: date) -> bool:
+        """Whether the token has not expired on a day."""
         return self.expires is None or today <= self.expires
 
 
 def find(grants: tuple[Grant, ...], token: str) -> Grant | None:
-    """Finds what a token allows, expired or not. O(tokens), about 0.2 µs each."""
+    """Finds the grant of a token, expired or not. O(tokens), about 0.2 µs each."""
     digest = hashlib.sha256(token.encode("utf-8", "surrogatepass")).digest()
     found = None
     for grant in grants:
@@ -83,14 +84,14 @@ def find(grants: tuple[Grant, ...], token: str) -> Grant | None:
 
 
 def read_tokens(path: Path) -> tuple[Grant, ...]:
-    """Reads a file of tokens.
+    """Reads a token file.
 
     Raises:
-        ValueError: It cannot be read, others may read it, or it is not as it should be; says where.
+        ValueError: The file cannot be read, is readable by other users, or is invalid; the message names the place.
     """
     try:
         if path.stat().st_mode & stat.S_IRWXO:
-            raise ValueError(f"tokens: {path}: is open to everybody on this machine; chmod o= {path}")
+            raise ValueError(f"tokens: {path}: is accessible to all users of this machine; run: chmod o= {path}")
         entries = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ValueError(f"tokens: {path}: {error.strerror}") from error
@@ -98,21 +99,21 @@ def read_tokens(path: Path) -> tuple[Grant, ...]:
         raise ValueError(f"tokens: {path}: not TOML: {error}") from error
     tokens = entries.pop("token", [])
     if entries or not isinstance(tokens, list) or len(tokens) > MAX_TOKENS:
-        raise ValueError(f"tokens: {path}: needs at most {MAX_TOKENS} [[token]] entries, and nothing else")
+        raise ValueError(f"tokens: {path}: needs at most {MAX_TOKENS} [[token]] entries and no other keys")
     grants = tuple(_grant(f"tokens: {path}: entry {number}", entry) for number, entry in enumerate(tokens, start=1))
-    _refuse_twice(f"tokens: {path}: name", [grant.name for grant in grants])
-    _refuse_twice(f"tokens: {path}: sha256", [digest.hex() for grant in grants for digest in grant.digests])
+    _refuse_duplicates(f"tokens: {path}: name", [grant.name for grant in grants])
+    _refuse_duplicates(f"tokens: {path}: sha256", [digest.hex() for grant in grants for digest in grant.digests])
     return grants
 
 
 def new_token() -> tuple[str, str]:
-    """Draws a token; returns it and its SHA-256 in hexadecimal digits."""
+    """Makes a random token. Returns it and its SHA-256 in hexadecimal digits."""
     token = PREFIX + secrets.token_urlsafe(32)
     return token, hashlib.sha256(token.encode()).hexdigest()
 
 
 def entry_text(grant: Grant) -> str:
-    """Writes the entry of a token as the file has it."""
+    """Formats the entry of a token for the file."""
     pools = ", ".join(f"'{pattern}'" for pattern in grant.pools)
     lines = ["[[token]]", f"name = '{grant.name}'", f"role = '{grant.role}'", f"pools = [{pools}]"]
     lines += [f"sha256 = '{digest.hex()}'" for digest in grant.digests]
@@ -124,10 +125,10 @@ def entry_text(grant: Grant) -> str:
 
 
 def checked_grant(where: str, entry: dict[str, Any]) -> Grant:
-    """Makes a grant of an entry's values.
+    """Makes a grant of the values of an entry.
 
     Raises:
-        ValueError: One is missing or not as it should be; says which, and `where`.
+        ValueError: A value is missing or invalid; the message names it, after `where`.
     """
     unknown = sorted(entry.keys() - _KEYS)
     if unknown:
@@ -139,21 +140,21 @@ def checked_grant(where: str, entry: dict[str, Any]) -> Grant:
         raise ValueError(f"{where}: role: needs one of {', '.join(Role)}")
     is_short = "salt" in entry and len(str(salt).encode()) < MIN_SALT_BYTES
     if not isinstance(salt, str) or is_short or "'" in salt or "\n" in salt:
-        raise ValueError(f"{where}: salt: needs at least {MIN_SALT_BYTES} bytes, best random ones; no quotes")
+        raise ValueError(f"{where}: salt: needs at least {MIN_SALT_BYTES} bytes, preferably random, without quotes")
     if expires is not None and type(expires) is not date:
         raise ValueError(f"{where}: expires: needs a date, such as 2027-12-31")
     digests = _strings(f"{where}: sha256", entry.get("sha256"))
     if not all(map(_DIGEST.fullmatch, digests)):
-        raise ValueError(f"{where}: sha256: needs 64 hexadecimal digits in lower case")
+        raise ValueError(f"{where}: sha256: needs 64 lower-case hexadecimal digits")
     pools = _strings(f"{where}: pools", entry.get("pools"))
     if any("'" in pattern or not pattern.isprintable() for pattern in pools):
-        raise ValueError(f"{where}: pools: a pool's name has no such characters")
+        raise ValueError(f"{where}: pools: contains characters that pool names cannot have")
     return Grant(name, Role(role), tuple(pools), tuple(map(bytes.fromhex, digests)), salt.encode(), expires)
 
 
 def _grant(where: str, entry: object) -> Grant:
     if not isinstance(entry, dict):
-        raise ValueError(f"{where}: needs [[token]]")  # noqa: TRY004 - the file's fault
+        raise ValueError(f"{where}: needs [[token]]")  # noqa: TRY004 - an error in the file
     return checked_grant(where, entry)
 
 
@@ -164,9 +165,9 @@ def _strings(where: str, value: object) -> list[str]:
     return values
 
 
-def _refuse_twice(where: str, values: list[str]) -> None:
+def _refuse_duplicates(where: str, values: list[str]) -> None:
     seen: set[str] = set()
     for value in values:
         if value in seen:
-            raise ValueError(f"{where}: {value!r} stands twice")
+            raise ValueError(f"{where}: {value!r} appears twice")
         seen.add(value)

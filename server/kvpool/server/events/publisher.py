@@ -30,7 +30,7 @@ from kvpool.core.views.snapshot_cursor import SnapshotCursor
 from kvpool.server.events.config import EventsConfig, ReplayFraming
 from kvpool.server.events.log import LiveEventLog
 from kvpool.server.events.vllm_format import EventEncoder
-from kvpool.server.limits.turns import Turns
+from kvpool.server.limits.streams import ChunkTurns
 from kvpool.server.metrics.observations import PublisherCounts
 
 STATUS_REQUEST: Final = b"kvpool.status.v1"
@@ -88,7 +88,7 @@ class EventPublisher:
         boot_id: str,
         sockets: PublisherSockets,
         *,
-        turns: Turns,
+        turns: ChunkTurns,
     ) -> None:
         self.num_published = self.num_heartbeats = self.num_dropped = self.num_replays = self.num_snapshots = 0
         self._pool = pool

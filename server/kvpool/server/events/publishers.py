@@ -18,7 +18,7 @@ from kvpool.core.ids import PoolName
 from kvpool.server.events.config import EventsConfig, is_bound, numbered
 from kvpool.server.events.log import LiveEventLog
 from kvpool.server.events.publisher import EventPublisher, PublisherSockets
-from kvpool.server.limits.turns import Turns
+from kvpool.server.limits.streams import ChunkTurns
 
 _MAX_REQUEST_BYTES: Final = 1024
 
@@ -38,7 +38,7 @@ class EventPublishers:
         self._boot_id = boot_id
         self._context = zmq.Context()
         self._async_context = zmq.asyncio.Context(shadow=self._context)
-        self._turns = Turns()
+        self._turns = ChunkTurns()
         self._opened: dict[int, PublisherSockets] = {}
         self._numbers: dict[PoolName, int] = {}
         self._released: dict[PoolName, int] = {}  # endpoint indices of removed pools, the first removed first

@@ -1,1 +1,1 @@
-"""Limits on what clients can make the server hold or do."""
+"""Limits on the memory and time that clients can make the server use."""

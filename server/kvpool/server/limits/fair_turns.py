@@ -1,16 +1,17 @@
-"""Whose turn it is to change a pool, among all that wait: nobody gets more of the server's time than its share.
+"""Decides which session changes a pool next, so that none gets more than its share of the server's time.
 
-Start-time fair queueing, on two levels. Pools share the loop's time alike, whatever their number of sessions; in each
-its sessions do. Every flow has a clock that moves on by the time that its turns took; of those that wait, the one goes
-on whose clock is furthest behind. Who comes back after a pause begins where the others are: nothing is saved up.
+The algorithm is start-time fair queueing on two levels. Pools share the time of the event loop equally, regardless of
+their number of sessions; within a pool its sessions do. Each flow (a pool or a session) has a clock that advances by
+the duration of its turns. Among the waiting flows, the one with the lowest clock is served next. A flow that returns
+after a pause starts at the clock of the others: unused time is not saved up.
 
-1. One turn at a time. When turns have taken a millisecond more than the time between them, the event loop comes round
-   before the next: what has arrived meanwhile is read, and takes part in who that is. Who comes while nobody waits or
-   rests does not wait at all.
-2. A flow's own waiters are served as they came.
-3. No more wait than the limit. Beyond it the newest waiter of the flow that has most is turned away: who sends little
-   is not made to suffer for who sends much.
-4. A turn is waited for before anything is checked, and nothing is awaited in it.
+1. One turn at a time. After turns have taken a millisecond more than the time between them, the event loop runs before
+   the next turn: it reads the messages that have arrived, which then compete for that turn. A caller that arrives
+   while no caller waits and the loop is not yielding does not wait at all.
+2. The waiters of one flow are served in order of arrival.
+3. The number of waiters is limited. Beyond the limit, the newest waiter of the flow with the most waiters is rejected,
+   so that a session that sends little is not affected by one that sends much.
+4. A caller takes its turn before anything is checked, and awaits nothing during the turn.
 """
 
 import asyncio
@@ -22,20 +23,21 @@ from typing import Final
 from kvpool.core.errors import ExhaustedError
 
 RETRY_SECONDS: Final = 0.1
-REST_LOOPS: Final = 2
-"""Rounds of the event loop after a turn: one in which gRPC says what has come, one in which that is read."""
-REST_AFTER_SECONDS: Final = 0.001
-KNOWN_FLOWS: Final = 1024
-"""Flows on each level whose clocks are remembered, those that were served last."""
+YIELD_ITERATIONS: Final = 2
+"""Event loop iterations between turns: gRPC reports arrived messages in one; they are read in the next."""
+YIELD_AFTER_SECONDS: Final = 0.001
+MAX_KNOWN_FLOWS: Final = 1024
+"""Maximum number of flows per level whose clock is kept: the most recently used ones."""
 
 
 class _Flow:
-    """A pool or one of its sessions: its clock, and who waits.
+    """A pool or one of its sessions.
 
     Attributes:
-        clock_seconds: When its next turn starts, in the time of its level.
-        waiters: Whose turn comes, of a session.
-        sessions: The level below, of a pool.
+        clock_seconds: Start of its next turn, in the virtual time of its level.
+        is_queued: Whether it is in the queue of its level.
+        waiters: Callers waiting for a turn; sessions only.
+        sessions: The level below; pools only.
     """
 
     __slots__ = ("clock_seconds", "is_queued", "sessions", "waiters")
@@ -43,32 +45,32 @@ class _Flow:
     def __init__(self) -> None:
         self.clock_seconds = 0.0
         self.is_queued = False
-        self.waiters: list[asyncio.Future[None]] = []  # nearly always empty, and a deque takes 600 bytes then
+        self.waiters: list[asyncio.Future[None]] = []  # nearly always empty; an empty deque takes 600 bytes
         self.sessions: _Level | None = None
 
 
 class _Level:
-    """Flows that share the time alike."""
+    """Flows that share time equally."""
 
     def __init__(self) -> None:
         self._flows: OrderedDict[object, _Flow] = OrderedDict()
         self._heap: list[tuple[float, int, _Flow]] = []
-        self._now_seconds = 0.0  # where the flow stood that was served last
+        self._now_seconds = 0.0  # clock of the flow served last
         self._count = 0
 
     def flow(self, key: object) -> _Flow:
-        """The flow of a key."""
+        """Returns the flow of a key, and creates it if needed."""
         flow = self._flows.get(key)
         if flow is None:
             flow = self._flows[key] = _Flow()
-            if len(self._flows) > KNOWN_FLOWS:
+            if len(self._flows) > MAX_KNOWN_FLOWS:
                 self._forget_one()
         else:
             self._flows.move_to_end(key)
         return flow
 
     def put(self, flow: _Flow) -> None:
-        """Puts a flow in line, if it is not."""
+        """Adds a flow to the queue unless it is queued."""
         if not flow.is_queued:
             flow.is_queued = True
             self._count += 1
@@ -76,7 +78,7 @@ class _Level:
             heapq.heappush(self._heap, (flow.clock_seconds, self._count, flow))
 
     def take(self) -> _Flow | None:
-        """Takes the flow out of the line whose clock is furthest behind."""
+        """Removes the flow with the lowest clock from the queue and returns it; None if the queue is empty."""
         if not self._heap:
             return None
         flow = heapq.heappop(self._heap)[2]
@@ -84,18 +86,18 @@ class _Level:
         return flow
 
     def served(self, flow: _Flow, seconds: float) -> None:
-        """Moves a flow's clock on."""
+        """Advances a flow's clock."""
         self._now_seconds = max(self._now_seconds, flow.clock_seconds)
         flow.clock_seconds = self._now_seconds + seconds
 
     @property
-    def has_waiting(self) -> bool:
-        """Whether any is in line."""
+    def has_queued(self) -> bool:
+        """Whether any flow is queued."""
         return bool(self._heap)
 
     @property
-    def waiting(self) -> "list[_Flow]":
-        """Those in line."""
+    def queued(self) -> "list[_Flow]":
+        """The queued flows."""
         return [flow for _, _, flow in self._heap]
 
     def _forget_one(self) -> None:
@@ -105,44 +107,44 @@ class _Level:
 
 
 class FairTurns:
-    """The turns of one server; belongs to one event loop.
+    """The turns of one server. Belongs to one event loop.
 
     Args:
-        max_waiting: Most that wait at a time.
+        max_waiting: Maximum number of waiting callers.
 
     Attributes:
-        num_waiting: How many do.
+        num_waiting: Number of waiting callers.
     """
 
     def __init__(self, max_waiting: int) -> None:
         self._max_waiting = max_waiting
         self._pools = _Level()
         self._current: tuple[_Flow, _Level, _Flow] | None = None
-        self._is_resting = False
+        self._is_yielding = False
         self._began_seconds = self._ended_seconds = 0.0
-        self._busy_seconds = 0.0  # that turns took, less the time between them
+        self._busy_seconds = 0.0  # duration of recent turns minus the time between them
         self.num_waiting = 0
 
     async def take(self, pool: str, session: object) -> None:
-        """Waits for a session's turn. `end` must follow, without an `await` between.
+        """Waits for a session's turn. The caller must call `end` afterwards, without an `await` in between.
 
         Args:
-            pool: The pool; empty for calls of none.
-            session: Tells the session from others of the pool.
+            pool: The pool; empty for calls that belong to none.
+            session: Key of the session within the pool.
 
         Raises:
-            ExhaustedError: Too many wait.
+            ExhaustedError: Too many callers wait.
         """
         pool_flow = self._pools.flow(pool)
         sessions = pool_flow.sessions = pool_flow.sessions or _Level()
         flow = sessions.flow(session)
-        if self._current or self._is_resting:
+        if self._current or self._is_yielding:
             await self._wait(pool_flow, sessions, flow)
         self._current = pool_flow, sessions, flow
         self._began_seconds = time.perf_counter()
 
     def end(self) -> None:
-        """Ends the turn that was taken, and lets the event loop come round before the next."""
+        """Ends the current turn, and yields to the event loop before the next one if needed; see rule 1."""
         if self._current is None:
             raise RuntimeError("no turn was taken")
         pool_flow, sessions, flow = self._current
@@ -154,24 +156,26 @@ class FairTurns:
         sessions.served(flow, seconds)
         self._pools.served(pool_flow, seconds)
         self._put(pool_flow, sessions, flow)
-        if self._busy_seconds >= REST_AFTER_SECONDS or self.num_waiting:
-            self._busy_seconds, self._is_resting = 0.0, True
-            asyncio.get_running_loop().call_soon(self._rest, REST_LOOPS)
+        if self._busy_seconds >= YIELD_AFTER_SECONDS or self.num_waiting:
+            self._busy_seconds, self._is_yielding = 0.0, True
+            asyncio.get_running_loop().call_soon(self._yield_loop, YIELD_ITERATIONS)
 
     async def _wait(self, pool_flow: _Flow, sessions: _Level, flow: _Flow) -> None:
         if self.num_waiting >= self._max_waiting:
-            self._turn_one_away(flow)
+            self._reject_one(flow)
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         flow.waiters.append(turn)
         self.num_waiting += 1
-        if not (self._current and self._current[2] is flow):  # whose clock is still to move
+        if not (self._current and self._current[2] is flow):  # its clock has not advanced yet
             self._put(pool_flow, sessions, flow)
         try:
             await turn
         except asyncio.CancelledError:
             if turn in flow.waiters:
                 flow.waiters.remove(turn)
-            elif turn.done() and not turn.cancelled() and not turn.exception():  # given, and not wanted
+            elif (
+                turn.done() and not turn.cancelled() and not turn.exception()
+            ):  # the turn was given to a cancelled caller
                 self.end()
             raise
         finally:
@@ -180,15 +184,15 @@ class FairTurns:
     def _put(self, pool_flow: _Flow, sessions: _Level, flow: _Flow) -> None:
         if flow.waiters:
             sessions.put(flow)
-        if sessions.has_waiting and not (self._current and self._current[0] is pool_flow):
+        if sessions.has_queued and not (self._current and self._current[0] is pool_flow):
             self._pools.put(pool_flow)
 
-    def _rest(self, loops: int) -> None:
-        """Lets the loop come round so many times, then gives the turn to who is next."""
-        if loops:
-            asyncio.get_running_loop().call_soon(self._rest, loops - 1)
+    def _yield_loop(self, iterations: int) -> None:
+        """Lets the event loop run for some iterations, then gives the turn to the next waiter."""
+        if iterations:
+            asyncio.get_running_loop().call_soon(self._yield_loop, iterations - 1)
             return
-        self._is_resting = False
+        self._is_yielding = False
         while self._current is None and (pool_flow := self._pools.take()):
             sessions = pool_flow.sessions
             while self._current is None and sessions and (flow := sessions.take()):
@@ -199,18 +203,18 @@ class FairTurns:
                         self._current = pool_flow, sessions, flow
                         self._began_seconds = time.perf_counter()
 
-    def _turn_one_away(self, newcomer: _Flow) -> None:
-        pools = self._pools.waiting
+    def _reject_one(self, newcomer: _Flow) -> None:
+        pools = self._pools.queued
         waiting = [newcomer]
-        if self._current:  # which is not in line
+        if self._current:  # it is not queued
             pools.append(self._current[0])
             waiting.append(self._current[2])
-        waiting += (flow for pool in pools if pool.sessions for flow in pool.sessions.waiting)
+        waiting += (flow for pool in pools if pool.sessions for flow in pool.sessions.queued)
         longest = max(waiting, key=lambda flow: len(flow.waiters))
-        message = f"{self._max_waiting} calls and steps wait for their turn, as many as may"
+        message = f"{self._max_waiting} calls and steps wait for their turn, the maximum"
         error = ExhaustedError("TOO_MANY_WAITING", message, retry_seconds=RETRY_SECONDS)
         if len(longest.waiters) <= len(newcomer.waiters) + 1:
             raise error
-        turned_away = longest.waiters.pop()
-        if not turned_away.done():
-            turned_away.set_exception(error)
+        rejected = longest.waiters.pop()
+        if not rejected.done():
+            rejected.set_exception(error)

@@ -1,4 +1,4 @@
-"""Keeps the calls in flight of one token so few that others get theirs."""
+"""Limits the calls in flight per token, so that one token cannot use up all calls that the server accepts."""
 
 import inspect
 from collections import Counter
@@ -11,18 +11,17 @@ from kvpool.core.errors import ExhaustedError
 from kvpool.server.auth.caller import SHOWN_TOKEN
 from kvpool.server.limits.config import RETRY_SECONDS
 from kvpool.server.metrics.observations import Observations
-from kvpool.server.rpc.guards import abort
-from kvpool.server.rpc.handlers import Behavior, Handler, behavior_of, method_of, rewrapped
+from kvpool.server.rpc import Behavior, Handler, abort, behavior_of, method_of, rewrapped
 
 
-class TokenCalls(grpc.aio.ServerInterceptor):
-    """An interceptor before all others, so that a call counts from its beginning, also while its request is waited for.
+class TokenCallLimiter(grpc.aio.ServerInterceptor):
+    """The outermost interceptor, so that a call counts from its start, also while the server waits for its request.
 
-    Streams of reflection do not count: these are few in any case.
+    Reflection streams do not count: their number is limited separately.
 
     Args:
-        max_calls: Most calls of the tokens of one name at a time, streams included.
-        observations: Where calls are counted that are refused, if metrics are asked for.
+        max_calls: Maximum number of calls in flight with the tokens of one name, streams included.
+        observations: Counts refused calls; None without metrics.
     """
 
     def __init__(self, max_calls: int, observations: Observations | None) -> None:
@@ -35,7 +34,7 @@ class TokenCalls(grpc.aio.ServerInterceptor):
         continuation: Callable[[grpc.HandlerCallDetails], "Awaitable[Handler | None]"],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> "Handler | None":
-        """Puts the count around a call."""
+        """Wraps a call in the count."""
         handler = await continuation(handler_call_details)
         name = SHOWN_TOKEN.get()
         if handler is None or not name or inspect.isasyncgenfunction(behavior_of(handler)):
@@ -48,7 +47,7 @@ class TokenCalls(grpc.aio.ServerInterceptor):
             if self._num_calls[name] >= self._max_calls:
                 if self._observations:
                     self._observations.rpc(method, grpc.StatusCode.RESOURCE_EXHAUSTED.name, None)
-                message = f"{self._max_calls} calls of the token {name!r} are in flight, as many as may be"
+                message = f"{self._max_calls} calls of the token {name!r} are in flight, the maximum"
                 error = ExhaustedError("TOO_MANY_TOKEN_CALLS", message, retry_seconds=RETRY_SECONDS)
                 await abort(context, error, method)
             self._num_calls[name] += 1

@@ -9,7 +9,7 @@ from typing import Any, Final
 import grpc
 
 from kvpool.server.metrics.observations import Observations
-from kvpool.server.rpc.handlers import Behavior, Handler, behavior_of, method_of, rewrapped
+from kvpool.server.rpc import Behavior, Handler, behavior_of, method_of, rewrapped
 
 _CODES: Final = {code.value[0]: code.name for code in grpc.StatusCode}
 

@@ -1,1 +1,1 @@
-"""gRPC services: decode, call the core, encode."""
+"""gRPC services: decode the request, call the core, encode the result."""

@@ -1,4 +1,4 @@
-"""AdminService: see proto/kvpool/v1/admin.proto for what each call promises."""
+"""Implements AdminService; proto/kvpool/v1/admin.proto documents each RPC."""
 
 import logging
 import time
@@ -10,8 +10,8 @@ from kvpool.core.errors import InvalidArgumentError, WrongStateError
 from kvpool.core.ids import PoolName
 from kvpool.core.views import inspection
 from kvpool.core.views.inspection import Page
-from kvpool.server.auth.caller import sees
-from kvpool.server.rpc.guards import in_turn
+from kvpool.server.auth.caller import can_see
+from kvpool.server.rpc import in_turn
 from kvpool.server.services.hub import Hub, session_fields
 from kvpool.server.services.ranks import Ranks
 from kvpool.v1 import admin_pb2, admin_pb2_grpc
@@ -19,27 +19,28 @@ from kvpool.wire import admin as wire_admin
 from kvpool.wire import pools as wire_pools
 
 MAX_DRAIN_SECONDS: Final = 86_400.0
-_TOLD_HOLDERS: Final = 16
+_MAX_HOLDERS: Final = 16
+"""Maximum number of sessions in the response of ResetPrefixCache."""
 
 _log = logging.getLogger("kvpool.server.admin")
 
 
 class AdminService(admin_pb2_grpc.AdminServiceServicer):
-    """The service, over a hub and the ranks of its pools."""
+    """The service of one server."""
 
     def __init__(self, hub: Hub, ranks: Ranks) -> None:
         self._hub = hub
         self._ranks = ranks
         self._allocator = hub.allocator
-        self._started_seconds = time.monotonic()  # its own absences are of its age, which leases do not count
+        self._started_seconds = time.monotonic()  # unlike lease times, the uptime includes pauses
         self._version = version("kvpool")
 
     async def take_turn(self, _: object) -> None:
-        """Waits for the turn of all calls that are of no session."""
+        """Waits for the turn of the calls that belong to no session."""
         await self._hub.turns.take("", 0)
 
     def end_turn(self) -> None:
-        """Ends it."""
+        """Ends the turn."""
         self._hub.turns.end()
 
     @in_turn
@@ -49,11 +50,13 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
                 version=self._version,
                 uptime_seconds=time.monotonic() - self._started_seconds,
                 draining=self._allocator.drain_state.is_server_drained
-                or self._hub.ending.is_asked
-                or self._hub.is_draining,
+                or self._hub.shutdown.is_requested
+                or self._hub.is_stopping,
             ),
             pools=[
-                wire_pools.info_to_proto(self._ranks.describe(name)) for name in self._ranks.pool_names() if sees(name)
+                wire_pools.info_to_proto(self._ranks.describe(name))
+                for name in self._ranks.pool_names()
+                if can_see(name)
             ],
         )
 
@@ -65,9 +68,9 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
             self._ranks.check_pool(request.pool_name)
             found = (pair for pair in found if pair[0].config.name == request.pool_name)
         else:
-            found = (pair for pair in found if sees(pair[0].config.name))
-        told, token = inspection.page_of_sessions(found, page, self._hub.now_seconds())
-        return admin_pb2.ListSessionsResponse(sessions=map(wire_admin.session_to_proto, told), next_page_token=token)
+            found = (pair for pair in found if can_see(pair[0].config.name))
+        infos, token = inspection.page_of_sessions(found, page, self._hub.now_seconds())
+        return admin_pb2.ListSessionsResponse(sessions=map(wire_admin.session_to_proto, infos), next_page_token=token)
 
     @in_turn
     def ListRequests(self, request: admin_pb2.ListRequestsRequest) -> admin_pb2.ListRequestsResponse:
@@ -77,15 +80,15 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         else:
             self._ranks.check_pool(request.pool_name)
             sessions = [s for pool, s in self._allocator.sessions() if pool.config.name == request.pool_name]
-        told, token = inspection.page_of_requests(sessions, page)
-        return admin_pb2.ListRequestsResponse(requests=map(wire_admin.request_to_proto, told), next_page_token=token)
+        infos, token = inspection.page_of_requests(sessions, page)
+        return admin_pb2.ListRequestsResponse(requests=map(wire_admin.request_to_proto, infos), next_page_token=token)
 
     @in_turn
     def ListBlocks(self, request: admin_pb2.ListBlocksRequest) -> admin_pb2.ListBlocksResponse:
         page = Page.of(request.page_size, request.page_token)
         state = wire_admin.block_state_from_proto(request.state)
-        told, token = inspection.page_of_blocks(self._open_pool(request.pool_name), state, page)
-        return admin_pb2.ListBlocksResponse(blocks=map(wire_admin.block_to_proto, told), next_page_token=token)
+        infos, token = inspection.page_of_blocks(self._open_pool(request.pool_name), state, page)
+        return admin_pb2.ListBlocksResponse(blocks=map(wire_admin.block_to_proto, infos), next_page_token=token)
 
     @in_turn
     def ResetPrefixCache(
@@ -93,62 +96,61 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
     ) -> admin_pb2.AdminServiceResetPrefixCacheResponse:
         pool = self._open_pool(request.pool_name)
         if pool.sink_blocks:
-            message = "a pool with sinks is never reset, as these are never free"
+            message = "the pool has sink blocks, which are never free"
             raise WrongStateError("POOL_HAS_SINKS", message, field="pool_name")
         if self._allocator.reset_prefix_cache(pool):
             self._hub.publish(pool)
             _log.warning("prefix cache reset by an operator", extra={"pool": pool.config.name})
             return admin_pb2.AdminServiceResetPrefixCacheResponse(reset=True)
         sessions = [*self._allocator.sessions_of(pool), *(each.session for each in pool.quarantine)]
-        holders = inspection.block_holders(sessions)[:_TOLD_HOLDERS]
-        told = [inspection.describe_session(pool, session, self._hub.now_seconds()) for session in holders]
-        return admin_pb2.AdminServiceResetPrefixCacheResponse(holders=map(wire_admin.session_to_proto, told))
+        holders = inspection.block_holders(sessions)[:_MAX_HOLDERS]
+        infos = [inspection.describe_session(pool, session, self._hub.now_seconds()) for session in holders]
+        return admin_pb2.AdminServiceResetPrefixCacheResponse(holders=map(wire_admin.session_to_proto, infos))
 
     @in_turn
     def EvictSession(self, request: admin_pb2.EvictSessionRequest) -> admin_pb2.EvictSessionResponse:
         pool, session = self._allocator.find_session(request.pool_name, request.session_number)
-        was = inspection.describe_session(pool, session, self._hub.now_seconds())
+        info = inspection.describe_session(pool, session, self._hub.now_seconds())
         self._hub.evict_session(request.pool_name, request.session_number)
-        extra = {**session_fields(pool, session), "requests": was.requests}
+        extra = {**session_fields(pool, session), "requests": info.requests}
         _log.warning("session evicted by an operator", extra=extra)
-        return admin_pb2.EvictSessionResponse(session=wire_admin.session_to_proto(was))
+        return admin_pb2.EvictSessionResponse(session=wire_admin.session_to_proto(info))
 
     @in_turn
     def Drain(self, request: admin_pb2.DrainRequest) -> admin_pb2.DrainResponse:
         if request.stop:
             return self._stop(request)
         if request.timeout_seconds:
-            raise InvalidArgumentError("timeout_seconds", "says how long until the stop, and none is asked for")
+            raise InvalidArgumentError("timeout_seconds", "requires stop")
         name = self._ranks.check_pool(request.pool_name) if request.pool_name else None
         self._allocator.drain(name)
-        left = sum(1 for pool, _ in self._allocator.sessions() if name in (None, pool.config.name))
-        _log.warning("drained by an operator", extra={"pool": name or "", "sessions": left})
-        return admin_pb2.DrainResponse(sessions=left)
+        num_sessions = sum(1 for pool, _ in self._allocator.sessions() if name in (None, pool.config.name))
+        _log.warning("drained by an operator", extra={"pool": name or "", "sessions": num_sessions})
+        return admin_pb2.DrainResponse(sessions=num_sessions)
 
     def _stop(self, request: admin_pb2.DrainRequest) -> admin_pb2.DrainResponse:
         if request.pool_name:
-            raise InvalidArgumentError("pool_name", "the whole server stops: name no pool")
+            raise InvalidArgumentError("pool_name", "must be empty: the whole server stops")
         if not 0 <= request.timeout_seconds <= MAX_DRAIN_SECONDS:
             message = f"{request.timeout_seconds} is not in [0, {MAX_DRAIN_SECONDS:g}]"
             raise InvalidArgumentError("timeout_seconds", message)
-        self._hub.ending.ask(request.timeout_seconds)
-        left = self._allocator.num_sessions
-        extra = {"sessions": left, "seconds": request.timeout_seconds}
-        _log.warning("stop asked for by an operator", extra=extra)
-        return admin_pb2.DrainResponse(sessions=left)
+        self._hub.shutdown.request(request.timeout_seconds)
+        num_sessions = self._allocator.num_sessions
+        extra = {"sessions": num_sessions, "seconds": request.timeout_seconds}
+        _log.warning("stop requested by an operator", extra=extra)
+        return admin_pb2.DrainResponse(sessions=num_sessions)
 
     @in_turn
     def Undrain(self, request: admin_pb2.UndrainRequest) -> admin_pb2.UndrainResponse:
         name = PoolName(request.pool_name) if request.pool_name else None
-        if (
-            name and name not in self._allocator.drain_state.drained_pools
-        ):  # a journal's drain is back before the ranks are
+        # A journal restores the drain of a pool before its ranks have come back.
+        if name and name not in self._allocator.drain_state.drained_pools:
             self._ranks.check_pool(name)
-        self._hub.open_drain_state(name)
-        _log.warning("no longer drained", extra={"pool": name or ""})
-        asked_for = self._ranks.pool_names() if name is None else [name]
-        still = [pool_name for pool_name in asked_for if not self._hub.takes_sessions(pool_name)]
-        return admin_pb2.UndrainResponse(still_drained=still)
+        self._hub.undrain(name)
+        _log.warning("drain cancelled by an operator", extra={"pool": name or ""})
+        names = self._ranks.pool_names() if name is None else [name]
+        still_drained = [pool_name for pool_name in names if not self._hub.takes_sessions(pool_name)]
+        return admin_pb2.UndrainResponse(still_drained=still_drained)
 
     @in_turn
     def RemovePool(self, request: admin_pb2.RemovePoolRequest) -> admin_pb2.RemovePoolResponse:

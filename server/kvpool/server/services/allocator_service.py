@@ -1,4 +1,4 @@
-"""AllocatorService: see proto/kvpool/v1/allocator.proto for what each call promises."""
+"""Implements AllocatorService; proto/kvpool/v1/allocator.proto documents each RPC."""
 
 import contextlib
 import logging
@@ -13,15 +13,14 @@ from kvpool.core.blocks.quota import NO_QUOTA
 from kvpool.core.errors import ExhaustedError, InvalidArgumentError, KvpoolError
 from kvpool.core.ids import SessionId
 from kvpool.core.sessions.session import Session
-from kvpool.core.steps.columns import Operation, Outcome, Step
+from kvpool.core.steps.columns import Outcome
 from kvpool.server.auth.caller import CALLER, check_session, token_name
-from kvpool.server.limits.stalls import Writer, read_first
+from kvpool.server.limits.streams import StreamWriter, read_first
 from kvpool.server.metrics.observations import Observations
-from kvpool.server.rpc.guards import errors_sent, guarded, in_turn
+from kvpool.server.rpc import errors_sent, guarded, in_turn
 from kvpool.server.services import unary
-from kvpool.server.services.hub import Hub, Stream, session_fields
+from kvpool.server.services.hub import Hub, OpenCall, session_fields
 from kvpool.server.services.ranks import Ranks
-from kvpool.server.services.remembered import remembered
 from kvpool.v1 import allocator_pb2, allocator_pb2_grpc, pool_pb2, step_pb2
 from kvpool.wire import pools as wire_pools
 from kvpool.wire import sessions as wire_sessions
@@ -35,7 +34,7 @@ _StepContext = grpc.aio.ServicerContext[step_pb2.Step, step_pb2.StepResult]
 
 
 class AllocatorService(allocator_pb2_grpc.AllocatorServiceServicer):
-    """The service, over a hub and the ranks of its pools."""
+    """The service of one server."""
 
     def __init__(self, hub: Hub, ranks: Ranks, observations: Observations | None = None) -> None:
         self._hub = hub
@@ -45,24 +44,24 @@ class AllocatorService(allocator_pb2_grpc.AllocatorServiceServicer):
         self._observations = observations
 
     async def take_turn(self, request: Message) -> None:
-        """Waits for the turn of a request's session; of one without, for that of all such calls."""
+        """Waits for the turn of the request's session. All calls without a session share one flow."""
         pool, session = "", 0
         session_id = getattr(request, "session_id", "")
         if session_id:
-            with contextlib.suppress(KvpoolError):  # the method itself says so
+            with contextlib.suppress(KvpoolError):  # the method reports it
                 found = self._hub.session(session_id)
                 pool, session = found[0].config.name, found[1].session_number
         await self._hub.turns.take(pool, session)
 
     def end_turn(self) -> None:
-        """Ends it."""
+        """Ends the turn."""
         self._hub.turns.end()
 
     @in_turn
     def CreatePool(self, request: allocator_pb2.CreatePoolRequest) -> allocator_pb2.CreatePoolResponse:
-        self._hub.refuse_while_draining()
+        self._hub.check_not_stopping()
         self._ranks.check_formed(request.config.name)
-        self._ranks.check_room(request.config.name, "config.name")
+        self._ranks.check_pool_limit(request.config.name, "config.name")
         pool, created = self._hub.create_pool(wire_pools.config_from_proto(request.config), token_name())
         return allocator_pb2.CreatePoolResponse(pool=self._info(pool.config.name), created=created)
 
@@ -75,7 +74,7 @@ class AllocatorService(allocator_pb2_grpc.AllocatorServiceServicer):
     ) -> allocator_pb2.WaitUntilReadyResponse:
         response = allocator_pb2.WaitUntilReadyResponse()
         async with errors_sent(context, "WaitUntilReady"):
-            with self._hub.streaming() as stream, stream.wait():
+            with self._hub.open_call() as call, call.wait():
                 info = await self._ranks.wait_until_ready(request.pool_name, request.timeout_seconds)
             response.pool.CopyFrom(wire_pools.info_to_proto(info))
         return response
@@ -86,7 +85,7 @@ class AllocatorService(allocator_pb2_grpc.AllocatorServiceServicer):
         owner = token_name()
         now_seconds = self._hub.now_seconds_to_open(request.open_key, owner)
         lease_seconds, quota = request.lease_seconds, NO_QUOTA
-        if self._allocator.opened_by(request.open_key, owner) is None:  # what comes again is answered in any case
+        if self._allocator.opened_by(request.open_key, owner) is None:  # a retry is always answered
             self._ranks.check_formed(request.pool_name)
             self._hub.check_takes_session(request.pool_name, owner)
             lease_seconds = self._hub.leases.choose(request.lease_seconds)
@@ -107,11 +106,11 @@ class AllocatorService(allocator_pb2_grpc.AllocatorServiceServicer):
             memory_id=request.memory_id,
         )
         if pool.epoch != epoch:
-            self._hub.note_epoch(pool)
+            self._hub.epoch_started(pool)
             extra = {**session_fields(pool, session), "memory": request.memory_id}
-            _log.warning("epoch begun in another memory", extra=extra)
+            _log.warning("epoch started in new memory", extra=extra)
         self._faults.reach("session.opened")
-        if session.session_id == session_id:  # else its key had opened it before
+        if session.session_id == session_id:  # otherwise an earlier call with this key opened it
             _log.info("session opened", extra={**session_fields(pool, session), "seconds": session.lease_seconds})
         return allocator_pb2.OpenSessionResponse(
             session=wire_sessions.session_to_proto(pool, session),
@@ -123,15 +122,15 @@ class AllocatorService(allocator_pb2_grpc.AllocatorServiceServicer):
     ) -> allocator_pb2.ResumeSessionResponse:
         response = allocator_pb2.ResumeSessionResponse()
         async with errors_sent(context, "ResumeSession"):
-            with self._hub.streaming() as stream:
+            with self._hub.open_call() as call:
                 await self.take_turn(request)
                 try:
                     pool, session = self._resume(request)
                     response = wire_sessions.resumption_to_proto(pool, session)
                 finally:
                     self.end_turn()
-                with self._hub.resuming(session, stream), stream.wait():
-                    await self._ranks.fencing.keep_out(pool, session.previous_number)
+                with self._hub.resuming(session, call), call.wait():
+                    await self._ranks.fencing.fence_out(pool, session.previous_number)
         return response
 
     def _resume(self, request: allocator_pb2.ResumeSessionRequest) -> tuple[KVCacheManager, Session]:
@@ -157,53 +156,43 @@ class AllocatorService(allocator_pb2_grpc.AllocatorServiceServicer):
     def GetComputedBlocks(
         self, request: allocator_pb2.GetComputedBlocksRequest
     ) -> allocator_pb2.GetComputedBlocksResponse:
-        operation = Operation.LOOKUP_UNCOUNTED if request.uncounted else Operation.LOOKUP
-        answer = self._run(
-            request, lambda _, session: unary.step_for(session, request, request.request, operation, may_declare=True)
-        )
-        return allocator_pb2.GetComputedBlocksResponse(computed=_computed(answer))
+        return allocator_pb2.GetComputedBlocksResponse(computed=_computed(self._run(request)))
 
     @in_turn
     def AllocateSlots(self, request: allocator_pb2.AllocateSlotsRequest) -> allocator_pb2.AllocateSlotsResponse:
-        answer = self._run(request, lambda pool, session: unary.allocation(pool, session, request))
+        result = self._run(request)
         return allocator_pb2.AllocateSlotsResponse(
-            outcome=int(answer.outcome),  # type: ignore[arg-type]
-            new_blocks=unary.groups(answer.new_blocks),
-            computed=_computed(answer) if answer.outcome is Outcome.HIT_CHANGED else None,
+            outcome=int(result.outcome),  # type: ignore[arg-type]
+            new_blocks=unary.groups(result.new_blocks),
+            computed=_computed(result) if result.outcome is Outcome.HIT_CHANGED else None,
         )
 
     @in_turn
     def CacheBlocks(self, request: allocator_pb2.CacheBlocksRequest) -> allocator_pb2.CacheBlocksResponse:
-        self._run(request, lambda _, session: unary.caching(session, request))
+        self._run(request)
         return allocator_pb2.CacheBlocksResponse()
 
     @in_turn
     def Free(self, request: allocator_pb2.FreeRequest) -> allocator_pb2.FreeResponse:
-        operation = Operation.PREEMPT if request.preempted else Operation.FREE
-        self._run(request, lambda _, session: unary.step_for(session, request, request.request, operation))
+        self._run(request)
         return allocator_pb2.FreeResponse()
 
     @in_turn
     def EvictBlocks(self, request: allocator_pb2.EvictBlocksRequest) -> allocator_pb2.EvictBlocksResponse:
-        self._run(request, lambda pool, _: unary.eviction(request, len(pool.config.groups)))
+        self._run(request)
         return allocator_pb2.EvictBlocksResponse()
 
     @in_turn
     def ResetPrefixCache(
         self, request: allocator_pb2.ResetPrefixCacheRequest
     ) -> allocator_pb2.ResetPrefixCacheResponse:
-        answer = self._run(request, lambda *_: Step(request.sequence, operations=[Operation.RESET]))
-        return allocator_pb2.ResetPrefixCacheResponse(reset=answer.outcome is Outcome.OK)
+        return allocator_pb2.ResetPrefixCacheResponse(reset=self._run(request).outcome is Outcome.OK)
 
     @in_turn
     def GetCommonPrefixBlocks(
         self, request: allocator_pb2.GetCommonPrefixBlocksRequest
     ) -> allocator_pb2.GetCommonPrefixBlocksResponse:
-        answer = self._run(
-            request,
-            lambda _, session: unary.step_for(session, request, request.request, Operation.COMMON_PREFIX),
-        )
-        return allocator_pb2.GetCommonPrefixBlocksResponse(num_blocks=answer.counts)
+        return allocator_pb2.GetCommonPrefixBlocksResponse(num_blocks=self._run(request).num_prefix_blocks)
 
     @in_turn
     def MarkExecuted(self, request: allocator_pb2.MarkExecutedRequest) -> allocator_pb2.MarkExecutedResponse:
@@ -213,60 +202,62 @@ class AllocatorService(allocator_pb2_grpc.AllocatorServiceServicer):
 
     async def Schedule(self, _: object, context: _StepContext) -> None:  # type: ignore[override]
         async with errors_sent(context, "Schedule"):
-            with self._hub.streaming() as stream:
-                await self._serve_steps(stream, context)
+            with self._hub.open_call() as call:
+                await self._serve_steps(call, context)
 
-    async def _serve_steps(self, stream: Stream, context: _StepContext) -> None:
+    async def _serve_steps(self, call: OpenCall, context: _StepContext) -> None:
         with contextlib.ExitStack() as stack:
             session_id, stall_seconds = "", self._hub.limits.stall_seconds
-            session_number = stack.enter_context(Writer(context, stall_seconds))
-            silence = ExhaustedError("NOTHING_SENT", f"the stream sent nothing for {stall_seconds:g} s")
+            writer = stack.enter_context(StreamWriter(context, stall_seconds))
+            timeout_error = ExhaustedError("NOTHING_SENT", f"the stream sent nothing for {stall_seconds:g} s")
             while True:
-                with stream.wait():
-                    message = await (context.read() if session_id else read_first(context, stall_seconds, silence))
-                if not isinstance(message, step_pb2.Step):  # EOF: the client is done sending
+                with call.wait():
+                    message = await (
+                        context.read() if session_id else read_first(context, stall_seconds, timeout_error)
+                    )
+                if not isinstance(message, step_pb2.Step):  # EOF: the client closed its side
                     return
                 if not session_id:
                     session_id = message.session_id
                     check_session(self._allocator, session_id)
                     pool, session = self._hub.session(session_id)
-                    stack.enter_context(self._hub.attached(session, stream))
+                    stack.enter_context(self._hub.attached(session, call))
                 elif message.session_id not in ("", session_id):
                     raise InvalidArgumentError("session_id", "differs from the stream's first step")
                 await self._hub.turns.take(pool.config.name, session.session_number)
                 try:
-                    answer = self._apply(session_id, message)
+                    result = self._apply(session_id, message)
                 finally:
                     self._hub.turns.end()
-                await session_number.write(answer)
+                await writer.write(result)
                 self._faults.reach("step.answered")
 
     def _apply(self, session_id: str, message: step_pb2.Step) -> step_pb2.StepResult:
         start = time.perf_counter()
         pool, session = self._hub.session(session_id)
         step = wire_steps.step_from_proto(message)
-        message.ClearField("session_id")  # of the same step sent again it may stand there or not
+        message.ClearField("session_id")  # a retry of the step may have it or not
         self._faults.reach("step.decoded")
         self._hub.limits.check_step(pool, session, step)
-        result = self._allocator.apply(pool, session, step, remembered(message))
+        result = self._allocator.apply(pool, session, step, wire_steps.retry_key(message))
         self._faults.reach("step.applied")
         self._hub.publish(pool)
-        answer = wire_steps.result_to_proto(result)
+        encoded = wire_steps.result_to_proto(result)
         if self._observations:
             self._observations.step(pool.config.name, len(message.operations), time.perf_counter() - start)
-        return answer
+        return encoded
 
-    def _run(self, message: unary.Change, build: unary.Build) -> unary.Answer:
+    def _run(self, message: unary.UnaryChange) -> unary.UnaryResult:
         pool, session = self._hub.session(message.session_id)
         self._faults.reach("step.decoded")
-        answer = unary.run(self._allocator, self._hub.limits, pool, session, message, build)
+        result = unary.run(self._allocator, self._hub.limits, pool, session, message)
         self._faults.reach("step.applied")
         self._hub.publish(pool)
-        return answer
+        return result
 
     def _info(self, pool_name: str) -> pool_pb2.PoolInfo:
         return wire_pools.info_to_proto(self._ranks.describe(pool_name))
 
 
-def _computed(answer: unary.Answer) -> allocator_pb2.ComputedBlocks:
-    return allocator_pb2.ComputedBlocks(groups=unary.groups(answer.hit_blocks), num_tokens=answer.num_hit_tokens)
+def _computed(result: unary.UnaryResult) -> allocator_pb2.ComputedBlocks:
+    return allocator_pb2.ComputedBlocks(groups=unary.groups(result.hit_blocks), num_tokens=result.num_hit_tokens)

@@ -1,4 +1,4 @@
-"""EventService: see proto/kvpool/v1/event.proto for what each call promises."""
+"""Implements EventService; proto/kvpool/v1/event.proto documents its protocol."""
 
 import asyncio
 import time
@@ -14,46 +14,44 @@ from kvpool.core.events import BlockEvent
 from kvpool.core.views.event_log import LoggedBatch
 from kvpool.core.views.snapshot_cursor import SnapshotCursor
 from kvpool.server.events.log import LiveEventLog
-from kvpool.server.limits.stalls import Writer
-from kvpool.server.limits.stream_slots import Room
-from kvpool.server.limits.turns import Turns
-from kvpool.server.rpc.guards import errors_sent
-from kvpool.server.services.hub import Hub, Stream
+from kvpool.server.limits.streams import ChunkTurns, StreamSlots, StreamWriter
+from kvpool.server.rpc import errors_sent
+from kvpool.server.services.hub import Hub, OpenCall
 from kvpool.v1 import event_pb2, event_pb2_grpc
 from kvpool.wire import steps as wire_steps
 
 CHUNK_BLOCKS: Final = 256
-"""Blocks of a snapshot told in one message; steps wait for no more than one, however many watches begin."""
+"""Blocks per snapshot message. A step waits for at most one such message, however many watches start."""
 
-RECENT_MESSAGES: Final = 64
-"""Batches whose messages are kept, for watches that keep up."""
+MAX_RECENT_MESSAGES: Final = 64
+"""Number of batches whose encoded messages are kept for watches that keep up."""
 
 _MIN_HEARTBEAT_SECONDS: Final = 0.1
 _MAX_HEARTBEAT_SECONDS: Final = 3600.0
 
 _WatchContext = grpc.aio.ServicerContext[event_pb2.WatchRequest, event_pb2.WatchResponse]
-_WatchWriter = Writer[event_pb2.WatchRequest, event_pb2.WatchResponse]
+_WatchWriter = StreamWriter[event_pb2.WatchRequest, event_pb2.WatchResponse]
 
 
 class EventService(event_pb2_grpc.EventServiceServicer):
-    """The service, over a hub."""
+    """The service of one server."""
 
     def __init__(self, hub: Hub) -> None:
         self._hub = hub
-        self._turns = Turns()
-        self._room = Room(hub.limits.max_watches, "TOO_MANY_WATCHES", "watches")
+        self._turns = ChunkTurns()
+        self._slots = StreamSlots(hub.limits.max_watches, "TOO_MANY_WATCHES", "watches")
         self._messages = _BatchMessages(hub.boot_id)
 
     async def Watch(self, request: event_pb2.WatchRequest, context: _WatchContext) -> None:  # type: ignore[override]
         async with errors_sent(context, "Watch"):
             with (
-                self._hub.streaming() as stream,
-                self._room.taken(),
-                Writer(context, self._hub.limits.stall_seconds) as session_number,
+                self._hub.open_call() as call,
+                self._slots.hold(),
+                StreamWriter(context, self._hub.limits.stall_seconds) as writer,
             ):
-                await self._watch(request, stream, session_number).run()
+                await self._watch(request, call, writer).run()
 
-    def _watch(self, request: event_pb2.WatchRequest, stream: Stream, session_number: _WatchWriter) -> "_Watch":
+    def _watch(self, request: event_pb2.WatchRequest, call: OpenCall, writer: _WatchWriter) -> "_Watch":
         pool = self._hub.allocator.pool(request.pool_name)
         if not pool.config.makes_events:
             raise WrongStateError("EVENTS_DISABLED", "the pool publishes no events", field="pool_name")
@@ -66,7 +64,7 @@ class EventService(event_pb2_grpc.EventServiceServicer):
         if request.snapshot:
             check_range("from_sequence", request.from_sequence, 0, 0)
         elif request.boot_id not in ("", self._hub.boot_id):
-            message = "the server was started anew; its batches are others"
+            message = "the server was restarted; its batches are different"
             raise WrongStateError("EVENTS_NOT_KEPT", message, field="boot_id")
         sequence = request.from_sequence or log.last_sequence + 1
         log.check_start(sequence)
@@ -78,21 +76,21 @@ class EventService(event_pb2_grpc.EventServiceServicer):
             request,
             sequence,
             shared=shared,
-            stream=stream,
-            session_number=session_number,
+            call=call,
+            writer=writer,
         )
 
 
 class _BatchMessages:
-    """The newest batches as messages: made once, however many watches send them."""
+    """Encoded messages of the newest batches, made once for all watches."""
 
     def __init__(self, boot_id: str) -> None:
         self._boot_id = boot_id
         self._recent: OrderedDict[int, tuple[LoggedBatch, event_pb2.WatchResponse]] = OrderedDict()
 
     def of(self, batch: LoggedBatch) -> event_pb2.WatchResponse:
-        """A batch's message; not to be changed."""
-        made = self._recent.get(id(batch))  # the batch is held beside it, so that its id is nobody else's
+        """Returns the message of a batch. The caller must not change it."""
+        made = self._recent.get(id(batch))  # the entry keeps the batch alive, so its id stays unique
         if made:
             return made[1]
         message = event_pb2.WatchResponse(
@@ -104,13 +102,13 @@ class _BatchMessages:
             time_seconds=batch.time_seconds,
         )
         self._recent[id(batch)] = batch, message
-        if len(self._recent) > RECENT_MESSAGES:
+        if len(self._recent) > MAX_RECENT_MESSAGES:
             self._recent.popitem(last=False)
         return message
 
 
 class _Watch:
-    """One watch."""
+    """One open watch."""
 
     def __init__(  # noqa: PLR0913 - made in one place
         self,
@@ -120,9 +118,9 @@ class _Watch:
         request: event_pb2.WatchRequest,
         sequence: int,
         *,
-        shared: tuple[_BatchMessages, Turns],
-        stream: Stream,
-        session_number: _WatchWriter,
+        shared: tuple[_BatchMessages, ChunkTurns],
+        call: OpenCall,
+        writer: _WatchWriter,
     ) -> None:
         self._pool = pool
         self._log = log
@@ -131,17 +129,17 @@ class _Watch:
         self._heartbeat_seconds = request.heartbeat_seconds or None
         self._next = sequence
         self._messages, self._turns = shared
-        self._stream = stream
-        self._writer = session_number
+        self._call = call
+        self._writer = writer
 
     async def run(self) -> None:
-        """Sends what there is and will be, for ever."""
+        """Sends the snapshot, if requested, and then the batches as they come. Runs indefinitely."""
         await self._send_now(event_pb2.WATCH_RESPONSE_KIND_START)
         if self._has_snapshot:
             await self._send_snapshot()
         while True:
             try:
-                with self._stream.wait():
+                with self._call.wait():
                     async with asyncio.timeout(self._heartbeat_seconds):
                         batch = await self._log.get(self._next)
             except TimeoutError:
@@ -150,19 +148,19 @@ class _Watch:
                 await self._send_batch(batch)
 
     async def _send_snapshot(self) -> None:
-        """Sends all that is cached, in turns with what changes meanwhile.
+        """Sends the cached blocks in chunks, interleaved with the batches that come meanwhile.
 
-        A chunk is read when all batches so far are sent, and nothing is awaited in between.
+        Each chunk is read when all batches so far have been sent, with no `await` in between.
         """
-        walk = SnapshotCursor(self._pool)
+        cursor = SnapshotCursor(self._pool)
         while True:
-            with self._stream.wait():
-                await self._turns.next()  # a write to a peer that keeps up does not wait
+            with self._call.wait():
+                await self._turns.next()  # writes to a client that keeps up never yield
             while self._next <= self._log.last_sequence:
                 await self._send_batch(self._log.kept(self._next))
-            if walk.is_done:
+            if cursor.is_done:
                 break
-            chunk = walk.next_chunk(CHUNK_BLOCKS)
+            chunk = cursor.next_chunk(CHUNK_BLOCKS)
             if chunk:
                 await self._send_now(event_pb2.WATCH_RESPONSE_KIND_SNAPSHOT, chunk)
         await self._send_now(event_pb2.WATCH_RESPONSE_KIND_SNAPSHOT_END)

@@ -1,7 +1,10 @@
-"""When the ranks of a pool are told whose steps may run, and who waits until all of them keep to it.
+"""Sends fences to the ranks of pools, and lets callers wait until all ranks keep one.
 
-1. They are told once a turn of the loop, however many sessions end or are resumed in it.
-2. Who resumed a session waits until every rank has answered a fence that was sent since, by this process of the server.
+A fence names the sessions whose steps may run.
+
+1. Ranks get at most one fence per iteration of the event loop, however many sessions end or are resumed in it.
+2. A caller that resumes a session waits until every rank has answered a fence that this server process sent after the
+   resumption.
 """
 
 import asyncio
@@ -18,9 +21,9 @@ class Fencing:
     """The fences of a server's pools.
 
     Args:
-        allocator: Its sessions.
-        memberships: The ranks of its pools, as they are at any time.
-        carry_out: Does what a change of a membership asks for.
+        allocator: The server's pools and sessions.
+        memberships: Live view of the ranks of its pools.
+        carry_out: Carries out the effects of a change of a membership.
     """
 
     def __init__(
@@ -35,19 +38,19 @@ class Fencing:
         self._due: set[PoolName] = set()
         self._waiters: dict[tuple[PoolName, SessionNumber], list[asyncio.Future[None]]] = {}
 
-    def begin_soon(self, name: PoolName) -> None:
-        """Tells a pool's ranks whose steps may run, at the end of this turn of the loop."""
+    def schedule(self, name: PoolName) -> None:
+        """Sends a fence to the ranks of a pool in the next iteration of the event loop."""
         if name in self._memberships and name not in self._due:
             self._due.add(name)
-            asyncio.get_running_loop().call_soon(self._begin, name)
+            asyncio.get_running_loop().call_soon(self._send, name)
 
-    async def keep_out(self, pool: KVCacheManager, number: SessionNumber) -> None:
-        """Has a pool's ranks keep out a number that a session had; waits until no step under it is in flight on any.
+    async def fence_out(self, pool: KVCacheManager, number: SessionNumber) -> None:
+        """Fences off a former number of a session, and waits until no step with it is in flight on any rank.
 
-        Waits for none if one does not answer fences, or there are none. Does not end while a rank is away: the caller
-        ends it when the session ends.
+        Returns at once if a rank of the pool does not answer fences, or if the pool has no ranks. Waits while a rank is
+        away; the caller cancels the wait when the session ends.
         """
-        self.begin_soon(pool.config.name)
+        self.schedule(pool.config.name)
         if not pool.ranks_fence:
             return
         key = pool.config.name, number
@@ -61,14 +64,14 @@ class Fencing:
             if not waiters:
                 del self._waiters[key]
 
-    def answered(self, name: PoolName, numbers: Sequence[SessionNumber]) -> None:
-        """Lets those go who wait for numbers that all ranks keep out now."""
+    def release(self, name: PoolName, numbers: Sequence[SessionNumber]) -> None:
+        """Ends the waits for session numbers that all ranks now fence off."""
         for number in numbers:
             for waiter in self._waiters.get((name, number), ()):
                 if not waiter.done():
                     waiter.set_result(None)
 
-    def _begin(self, name: PoolName) -> None:
+    def _send(self, name: PoolName) -> None:
         self._due.discard(name)
         membership = self._memberships.get(name)
         if membership is None or not self._allocator.has_pool(name):

@@ -1,4 +1,4 @@
-"""The ranks of all pools: their streams, and what a change of a membership does to its pool."""
+"""The ranks of all pools: their streams, and how changes of a membership affect its pool."""
 
 import asyncio
 import logging
@@ -35,59 +35,59 @@ from kvpool.core.views.inspection import list_numbers
 from kvpool.core.views.pool_info import PoolInfo
 from kvpool.server.auth.caller import token_name
 from kvpool.server.services.fencing import Fencing
-from kvpool.server.services.hub import Hub, Stream
+from kvpool.server.services.hub import Hub, OpenCall
 from kvpool.v1 import worker_pb2
 from kvpool.wire import ranks as wire_ranks
 
 MAX_WAIT_SECONDS: Final = 3600.0
-UNSENT_MESSAGES: Final = 256
-_TICK_SECONDS: Final = 0.25
-_TOLD_RANKS: Final = 16
-"""Most absent ranks that a line of the log names."""
+MAX_UNSENT_MESSAGES: Final = 256
+_POLL_SECONDS: Final = 0.25
+_MAX_LOGGED_RANKS: Final = 16
+"""Maximum number of absent ranks in a log record."""
 
 _log = logging.getLogger("kvpool.server.ranks")
 
 
 class RankLink:
-    """A rank's stream: what is to be sent on it, and how it is ended.
+    """The stream of a rank and its queue of messages.
 
     Attributes:
-        link_id: Its number.
-        rank: Whose it is; None until it has registered.
-        has_left: Whether the rank said goodbye.
-        outbox: What is still to be sent; None ends it.
+        link_id: Number of the stream.
+        rank: The rank; None until it has registered.
+        has_left: Whether the rank sent Leave.
+        outbox: Messages to send; None ends the sender.
     """
 
-    def __init__(self, link_id: LinkId, stream: Stream) -> None:
+    def __init__(self, link_id: LinkId, call: OpenCall) -> None:
         self.link_id = link_id
         self.rank: Rank | None = None
         self.has_left = False
         self.outbox: asyncio.Queue[worker_pb2.JoinResponse | None] = asyncio.Queue()
-        self._stream = stream
+        self._call = call
 
     def send(self, message: worker_pb2.JoinResponse) -> None:
-        """Puts a message in line; ends a stream that takes none off."""
-        if self.outbox.qsize() >= UNSENT_MESSAGES:
-            self._stream.end(ExhaustedError("NOT_READING", f"{UNSENT_MESSAGES} messages wait to be read"))
+        """Queues a message. Ends the stream if too many messages are queued."""
+        if self.outbox.qsize() >= MAX_UNSENT_MESSAGES:
+            self._call.end(ExhaustedError("NOT_READING", f"{MAX_UNSENT_MESSAGES} messages are unread"))
             return
         self.outbox.put_nowait(message)
 
     @property
     def was_ended(self) -> bool:
-        """Whether we ended it."""
-        return self._stream.ended_by is not None
+        """Whether the server ended the stream."""
+        return self._call.ended_by is not None
 
     def end(self, error: KvpoolError) -> None:
         """Ends the stream with an error."""
-        self._stream.end(error)
+        self._call.end(error)
 
 
 class Ranks:
     """The memberships of a server's pools, and the links of their ranks.
 
     Attributes:
-        timing: How long ranks are waited for.
-        fencing: When they are told whose steps may run.
+        timing: Heartbeat interval and timeouts of ranks.
+        fencing: Sends fences to the ranks.
     """
 
     def __init__(self, hub: Hub, timing: RankTiming, max_pool_blocks: int, max_pools: int) -> None:
@@ -99,17 +99,17 @@ class Ranks:
         self._links: dict[LinkId, RankLink] = {}
         self._last_link = 0
         self.fencing = Fencing(hub.allocator, self._memberships, self._carry_out)
-        hub.on_session_ended = self.fencing.begin_soon
+        hub.on_session_ended = self.fencing.schedule
 
     def membership(self, name: str) -> Membership | None:
-        """The ranks of a pool, if it has or awaits any."""
+        """The membership of a pool; None for a pool without ranks."""
         return self._memberships.get(PoolName(name))
 
     def describe(self, name: str) -> PoolInfo:
-        """Tells what a pool is like, one that forms included.
+        """Describes a pool, which may still be forming.
 
         Raises:
-            NotFoundError: There is none of this name.
+            NotFoundError: The pool does not exist.
         """
         membership = self.membership(name)
         if membership and not membership.was_open:
@@ -122,36 +122,36 @@ class Ranks:
         return info if self._hub.takes_sessions(info.config.name) else replace(info, state=PoolState.DRAINING)
 
     def pool_names(self) -> list[PoolName]:
-        """Names of all pools, of those that form too, in their order."""
+        """Names of all pools, forming ones included, sorted."""
         return sorted({*self._memberships, *(pool.config.name for pool in self._hub.allocator.pools())})
 
     def check_pool(self, name: str) -> PoolName:
-        """Returns the name of a pool that is there or forms.
+        """Returns the name of a pool that exists or is forming.
 
         Raises:
-            NotFoundError: There is none of this name.
+            NotFoundError: The pool does not exist.
         """
         if self.membership(name) is None:
             self._hub.allocator.pool(name)
         return PoolName(name)
 
     def remove_pool(self, name: str) -> None:
-        """Forgets a pool, and who its ranks were.
+        """Removes a pool and its membership.
 
         Raises:
-            NotFoundError: There is none of this name.
-            WrongStateError: Ranks of it are there or waited for, or it has sessions; names them.
+            NotFoundError: The pool does not exist.
+            WrongStateError: The pool has ranks, waits for ranks, or has sessions; the message names them.
         """
         membership = self.membership(name)
         if membership and not membership.is_empty:
-            here = [rank.rank for rank in membership.rank_infos() if rank.state is not RankState.ABSENT]
-            message = f"ranks are there or waited for: {list_numbers(here)}"
+            present = [rank.rank for rank in membership.rank_infos() if rank.state is not RankState.ABSENT]
+            message = f"ranks are present or awaited: {list_numbers(present)}"
             raise WrongStateError("POOL_IN_USE", message, field="pool_name")
         self._hub.remove_pool(name)
         self._memberships.pop(PoolName(name), None)
 
-    def check_room(self, name: str, field: str) -> None:
-        """Raises ExhaustedError if a pool of a new name, in `field`, is one too many of all, or of its token's."""
+    def check_pool_limit(self, name: str, field: str) -> None:
+        """Raises ExhaustedError if the server, or the caller's token, has the maximum of pools."""
         names = self.pool_names()
         if name in names:
             return
@@ -159,55 +159,55 @@ class Ranks:
         if owner:
             self._hub.limits.check_token_pools(owner, list(map(self._owner, names)).count(owner), field)
         if len(names) >= self._max_pools:
-            raise ExhaustedError("TOO_MANY_POOLS", f"the server holds {len(names)} pools, as many as it may")
+            raise ExhaustedError("TOO_MANY_POOLS", f"the server holds {len(names)} pools, the maximum")
 
     def _owner(self, name: PoolName) -> str:
         allocator = self._hub.allocator
         return allocator.pool(name).owner if allocator.has_pool(name) else self._memberships[name].owner
 
     async def wait_until_ready(self, name: str, timeout_seconds: float) -> PoolInfo:
-        """Waits until a pool is there and ready, and tells what it is like; also when the time is up.
+        """Waits until a pool is ready or the time is up, and describes it.
 
         Raises:
-            InvalidArgumentError: The time is out of range.
-            NotFoundError: It is not there even then.
+            InvalidArgumentError: The timeout is out of range.
+            NotFoundError: The pool does not exist when the time is up.
         """
         if not 0 <= timeout_seconds <= MAX_WAIT_SECONDS:
             raise InvalidArgumentError("timeout_seconds", f"{timeout_seconds} is not in [0, {MAX_WAIT_SECONDS:g}]")
         try:
             async with asyncio.timeout(timeout_seconds):
                 while not self._is_ready(name):
-                    await self._hub.news.wait()
+                    await self._hub.pool_ready.wait()
         except TimeoutError:
             pass
         return self.describe(name)
 
     def check_formed(self, name: str) -> None:
-        """Raises WrongStateError if the pool's ranks are gathering for the first time."""
+        """Raises WrongStateError while the pool forms for the first time."""
         membership = self.membership(name)
         if membership and not membership.was_open:
             raise _forming_error(membership)
 
-    def adopt(self) -> None:
-        """Waits for the ranks of the pools that a journal brought back, as for ranks that were lost just now."""
+    def restore(self) -> None:
+        """Awaits the ranks of the pools that a journal restored, as if they had been lost just now."""
         allocator = self._hub.allocator
         for name, rank_group in allocator.rank_groups.items():
-            if not allocator.has_pool(name):  # it ended in the moment in which the pool was to open
+            if not allocator.has_pool(name):  # the server stopped just before the pool opened
                 continue
             pool = allocator.pool(name)
-            if pool.epoch < rank_group.epoch:  # likewise
+            if pool.epoch < rank_group.epoch:  # the server stopped just before the epoch passed
                 allocator.pass_epoch(pool, rank_group.epoch)
-                rank_group = replace(rank_group, plan=None, members=())  # noqa: PLW2901 - what is left of it
+                rank_group = replace(rank_group, plan=None, members=())  # noqa: PLW2901 - the rest of it
             elif not pool.is_suspended:
                 allocator.suspend(pool)
             membership = self._memberships[name] = Membership(name, self.timing, self._max_pool_blocks)
             links = [self._next_link() for _ in rank_group.members]
             membership.restore(rank_group, links, self._hub.now_seconds())
 
-    def open_link(self, stream: Stream) -> RankLink:
-        """Gives a stream its number."""
+    def open_link(self, call: OpenCall) -> RankLink:
+        """Registers the stream of a rank."""
         link_id = self._next_link()
-        link = self._links[link_id] = RankLink(link_id, stream)
+        link = self._links[link_id] = RankLink(link_id, call)
         return link
 
     def _next_link(self) -> LinkId:
@@ -215,19 +215,19 @@ class Ranks:
         return LinkId(self._last_link)
 
     def register(self, link: RankLink, pool_name: str, registration: Registration) -> Membership:
-        """Takes a rank in; see `Membership.register`.
+        """Registers a rank; see `Membership.register`.
 
         Raises:
-            KvpoolError: It is refused; nothing was changed.
+            KvpoolError: The registration is refused; nothing was changed.
         """
         check_pool_name("register.pool_name", pool_name)
         name = PoolName(pool_name)
         membership = self._memberships.get(name)
         if membership is None:
             if self._hub.allocator.has_pool(name):
-                message = f"pool {name!r} was declared by a scheduler, and takes no ranks"
+                message = f"pool {name!r} was declared by a scheduler and takes no ranks"
                 raise WrongStateError("POOL_DIFFERS", message, field="register.pool_name")
-            self.check_room(name, "register.pool_name")
+            self.check_pool_limit(name, "register.pool_name")
             past_epoch = self._hub.newest_past_epoch()
             membership = Membership(name, self.timing, self._max_pool_blocks, past_epoch, owner=token_name())
         effects = membership.register(link.link_id, registration, self._hub.now_seconds())
@@ -275,7 +275,7 @@ class Ranks:
         )
         self._carry_out(membership, effects)
 
-    def heard(self, membership: Membership, link: RankLink, sequence: int) -> None:
+    def heartbeat(self, membership: Membership, link: RankLink, sequence: int) -> None:
         """See `Membership.heard`."""
         was_absent = link.rank is not None and membership.is_absent(link.rank)
         effects = membership.heartbeat(link.link_id, sequence, self._hub.now_seconds())
@@ -295,7 +295,7 @@ class Ranks:
         self._carry_out(membership, effects)
 
     def close_link(self, membership: Membership | None, link: RankLink) -> None:
-        """Notes that a stream has ended."""
+        """Removes a stream that has ended, and reports it to the membership."""
         del self._links[link.link_id]
         if membership:
             if not (link.has_left or link.was_ended):
@@ -303,18 +303,18 @@ class Ranks:
             self._carry_out(membership, membership.link_broke(link.link_id, self._hub.now_seconds()))
 
     async def watch(self) -> None:
-        """Finds ranks that fall silent, for ever.
+        """Detects ranks whose heartbeats stop. Runs indefinitely.
 
-        By as much as it is behind its time, the server's own process was busy or stopped: no rank is blamed for that.
+        If this loop is late, the server's process was busy or paused. That time is not counted against the ranks.
         """
-        looked_seconds = self._hub.now_seconds()
+        last_seconds = self._hub.now_seconds()
         while True:
             due = min((m.next_deadline_seconds for m in self._memberships.values()), default=float("inf"))
-            wait_seconds = min(max(due - looked_seconds, 0.005), _TICK_SECONDS)
+            wait_seconds = min(max(due - last_seconds, 0.005), _POLL_SECONDS)
             await asyncio.sleep(wait_seconds)
             now_seconds = self._hub.now_seconds()
-            late_seconds = max(now_seconds - looked_seconds - wait_seconds, 0.0)
-            looked_seconds = now_seconds
+            late_seconds = max(now_seconds - last_seconds - wait_seconds, 0.0)
+            last_seconds = now_seconds
             for membership in list(self._memberships.values()):
                 membership.extend_deadlines(late_seconds)
                 known = set(membership.absent_ranks)
@@ -339,7 +339,7 @@ class Ranks:
                     self._send(effect.link, worker_pb2.JoinResponse(plan=wire_ranks.plan_to_proto(effect)))
                 case SendReady():
                     self._send(effect.link, worker_pb2.JoinResponse(ready=wire_ranks.ready_to_proto(effect)))
-                    self.fencing.begin_soon(membership.name)
+                    self.fencing.schedule(membership.name)
                 case SendStatus():
                     self._send(effect.link, worker_pb2.JoinResponse(status=wire_ranks.status_to_proto(effect)))
                 case SendFence():
@@ -350,7 +350,7 @@ class Ranks:
                     self._change_pool(membership, effect)
         if membership.is_empty and not membership.was_open and self.membership(membership.name) is membership:
             del self._memberships[membership.name]
-            self._hub.allocator.undrain(membership.name)  # who forms it next knows nothing of this one's drain
+            self._hub.allocator.undrain(membership.name)  # the drain does not apply to a new pool of this name
 
     def _change_pool(self, membership: Membership, effect: PoolEffect) -> None:
         name = membership.name
@@ -364,7 +364,7 @@ class Ranks:
                 _log.info("pool ready", extra={**extra, "blocks": effect.config.num_blocks})
             case SuspendPool():
                 self._hub.suspend(name)
-                absent = list(membership.absent_ranks[:_TOLD_RANKS])
+                absent = list(membership.absent_ranks[:_MAX_LOGGED_RANKS])
                 _log.warning("pool degraded", extra={"pool": name, "epoch": membership.epoch, "absent_ranks": absent})
             case ResumePool():
                 self._hub.resume(name)
@@ -376,7 +376,7 @@ class Ranks:
                 _log.warning("epoch passed", extra={"pool": name, "epoch": passed, "sessions": count})
             case ReleaseSessions():
                 self._hub.end_quarantine(name, effect.numbers)
-                self.fencing.answered(name, effect.numbers)
+                self.fencing.release(name, effect.numbers)
             case _:
                 assert_never(effect)
 
@@ -385,7 +385,7 @@ class Ranks:
         if link is None:
             return
         extra = {"pool": membership.name, "rank": link.rank, "reason": ended.error.reason, "error": str(ended.error)}
-        _log.warning("rank turned away", extra=extra)
+        _log.warning("rank rejected", extra=extra)
         link.end(ended.error)
 
     def _send(self, link_id: LinkId, message: worker_pb2.JoinResponse) -> None:
@@ -395,6 +395,6 @@ class Ranks:
 
 
 def _forming_error(membership: Membership) -> WrongStateError:
-    here = membership.world_size - len(membership.absent_ranks)
-    message = f"{here} of {membership.world_size} ranks are there; wait until it is ready"
+    present = membership.world_size - len(membership.absent_ranks)
+    message = f"{present} of {membership.world_size} ranks are present; wait until the pool is ready"
     return WrongStateError("POOL_FORMING", message, field="pool_name")

@@ -1,9 +1,8 @@
-"""The unary calls as steps of one operation, so that there is one way into the core."""
+"""Unary changes of a session: each is a step with one operation, so that the core has a single way in."""
 
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final, TypeAlias, assert_never
 
 from kvpool.core.allocator import Allocator
 from kvpool.core.blocks.kv_cache_manager import KVCacheManager
@@ -12,8 +11,8 @@ from kvpool.core.ids import BlockId, RequestId, RequestNumber
 from kvpool.core.sessions.session import Session
 from kvpool.core.steps.columns import Operation, Outcome, Step, StepResult
 from kvpool.server.limits.config import Limits
-from kvpool.server.services.remembered import Sent, remembered
 from kvpool.v1 import allocator_pb2
+from kvpool.wire import steps as wire_steps
 
 _INDEX: Final = re.compile(r"\[\d+\]$")
 _FIELDS: Final = {
@@ -25,84 +24,105 @@ _FIELDS: Final = {
     "token_ids": "request.token_ids",
 }
 
+RequestChange: TypeAlias = (
+    allocator_pb2.GetComputedBlocksRequest
+    | allocator_pb2.AllocateSlotsRequest
+    | allocator_pb2.CacheBlocksRequest
+    | allocator_pb2.FreeRequest
+    | allocator_pb2.GetCommonPrefixBlocksRequest
+)
+"""A unary change of one request."""
 
-class Change(Sent, Protocol):
-    """What all messages that change a session have."""
-
-    session_id: str
-    sequence: int
-
-
-Build = Callable[[KVCacheManager, Session], Step]
-"""Makes the step of a unary change."""
+UnaryChange: TypeAlias = RequestChange | allocator_pb2.EvictBlocksRequest | allocator_pb2.ResetPrefixCacheRequest
+"""A unary change of a session."""
 
 
 @dataclass(slots=True)
-class Answer:
+class UnaryResult:
     """The result of a step's last operation.
 
     Attributes:
-        outcome: How it ended.
-        num_hit_tokens: Tokens found.
-        counts: Its entries of num_prefix_blocks, group by group.
-        hit_blocks: The hit's blocks, group by group.
-        new_blocks: The new blocks, group by group.
+        outcome: Outcome of the operation.
+        num_hit_tokens: Length of the hit in tokens.
+        num_prefix_blocks: Blocks of the hit or of the common prefix, per group.
+        hit_blocks: Block ids of the hit, per group.
+        new_blocks: Ids of newly allocated blocks, per group.
     """
 
     outcome: Outcome
     num_hit_tokens: int
-    counts: list[int]
+    num_prefix_blocks: list[int]
     hit_blocks: list[list[int]]
     new_blocks: list[list[int]]
 
 
-def run(  # noqa: PLR0913, PLR0917 - what a change is made of
-    allocator: Allocator, limits: Limits, pool: KVCacheManager, session: Session, message: Change, build: Build
-) -> Answer:
-    """Runs a unary change: once, however often it is sent.
+def run(
+    allocator: Allocator, limits: Limits, pool: KVCacheManager, session: Session, message: UnaryChange
+) -> UnaryResult:
+    """Applies a unary change once, however often it is sent.
 
     Args:
         allocator: All pools and sessions.
-        limits: What the step may be.
+        limits: Limits that the step is checked against.
         pool: The session's pool.
         session: The session.
-        message: What was sent.
-        build: Makes the step, if the change is new; called only then.
+        message: The change.
 
     Returns:
-        What the step's last operation got.
+        The result of the step's last operation.
 
     Raises:
-        KvpoolError: As the step's; its field is named as in the message.
+        KvpoolError: An error of the step; its field is named as in the message.
     """
-    source = remembered(message)
+    source = wire_steps.retry_key(message)
     result = session.remembered_result(message.sequence, source)
     if result is not None:
         allocator.count_retry(pool)
     else:
-        step = build(pool, session)
+        step = step_from_change(pool, session, message)
         try:
             limits.check_step(pool, session, step)
             result = allocator.apply(pool, session, step, source)
         except KvpoolError as error:
             error.rename_field(_field_name(error, step))
             raise
-    return _last(result, len(pool.config.groups))
+    return _last_result(result, len(pool.config.groups))
 
 
-def step_for(
-    session: Session,
-    message: Change,
-    update: allocator_pb2.RequestUpdate,
-    operation: Operation,
-    *,
-    may_declare: bool = False,
-) -> Step:
-    """Makes a step of one operation on a request, after an ADD if the request is new and may be declared.
+def step_from_change(pool: KVCacheManager, session: Session, message: UnaryChange) -> Step:
+    """Translates a new unary change into a step.
+
+    A look-up or an allocation for a new request becomes two operations, of which the first is ADD.
 
     Raises:
-        NotFoundError: The request is new and may not.
+        InvalidArgumentError: The promised hit cannot be the result of a look-up.
+        NotFoundError: The request is new, and the change does not declare requests.
     """
+    match message:
+        case allocator_pb2.GetComputedBlocksRequest():
+            operation = Operation.LOOKUP_UNCOUNTED if message.uncounted else Operation.LOOKUP
+            step = _request_step(session, message, operation, may_declare=True)
+        case allocator_pb2.AllocateSlotsRequest():
+            step = _allocation_step(pool, session, message)
+        case allocator_pb2.CacheBlocksRequest():
+            step = _request_step(session, message, Operation.CACHE)
+            step.num_new_tokens = [message.num_computed_tokens]
+        case allocator_pb2.FreeRequest():
+            step = _request_step(session, message, Operation.PREEMPT if message.preempted else Operation.FREE)
+        case allocator_pb2.GetCommonPrefixBlocksRequest():
+            step = _request_step(session, message, Operation.COMMON_PREFIX)
+        case allocator_pb2.EvictBlocksRequest():
+            step = Step(message.sequence, operations=[Operation.EVICT], block_ids=list(message.block_ids))
+            step.num_block_ids = [len(message.block_ids)] + [0] * (len(pool.config.groups) - 1)
+        case allocator_pb2.ResetPrefixCacheRequest():
+            step = Step(message.sequence, operations=[Operation.RESET])
+        case _:
+            assert_never(message)
+    return step
+
+
+def _request_step(session: Session, message: RequestChange, operation: Operation, *, may_declare: bool = False) -> Step:
+    update = message.request
     number = session.request_number(RequestId(update.request_id))
     step = Step(
         sequence=message.sequence,
@@ -127,19 +147,14 @@ def step_for(
     return step
 
 
-def allocation(pool: KVCacheManager, session: Session, message: allocator_pb2.AllocateSlotsRequest) -> Step:
-    """Makes the step of AllocateSlots.
-
-    Raises:
-        InvalidArgumentError: The promised hit is not what a look-up can have answered.
-        NotFoundError: As `step_for`.
-    """
-    step = step_for(session, message, message.request, Operation.ALLOCATE, may_declare=True)
-    step.num_new_tokens = _last_only(step, message.num_new_tokens)
-    step.num_rejected_tokens = _last_only(step, message.num_rejected_tokens)
-    step.num_lookahead_tokens = _last_only(step, message.num_lookahead_tokens)
-    step.num_encoder_tokens = _last_only(step, message.num_encoder_tokens)
-    step.delay_cache_blocks = [False] * (len(step.operations) - 1) + [message.delay_cache_blocks]
+def _allocation_step(pool: KVCacheManager, session: Session, message: allocator_pb2.AllocateSlotsRequest) -> Step:
+    step = _request_step(session, message, Operation.ALLOCATE, may_declare=True)
+    before = [0] * (len(step.operations) - 1)  # entries of the ADD, if there is one
+    step.num_new_tokens = [*before, message.num_new_tokens]
+    step.num_rejected_tokens = [*before, message.num_rejected_tokens]
+    step.num_lookahead_tokens = [*before, message.num_lookahead_tokens]
+    step.num_encoder_tokens = [*before, message.num_encoder_tokens]
+    step.delay_cache_blocks = [*map(bool, before), message.delay_cache_blocks]
     promised = [[BlockId(block_id) for block_id in group.block_ids] for group in message.computed.groups]
     num_groups = len(pool.config.groups)
     if len(promised) not in (0, num_groups):
@@ -150,58 +165,37 @@ def allocation(pool: KVCacheManager, session: Session, message: allocator_pb2.Al
             "computed.num_tokens", f"{message.computed.num_tokens}, the blocks hold {hit_tokens}"
         )
     if any(promised):
-        step.num_block_ids = [0] * (len(step.operations) - 1) * len(promised) + [len(ids) for ids in promised]
+        step.num_block_ids = before * num_groups + [len(ids) for ids in promised]
         step.block_ids = [block_id for ids in promised for block_id in ids]
     return step
 
 
-def caching(session: Session, message: allocator_pb2.CacheBlocksRequest) -> Step:
-    """Makes the step of CacheBlocks."""
-    step = step_for(session, message, message.request, Operation.CACHE)
-    step.num_new_tokens = [message.num_computed_tokens]
-    return step
-
-
-def eviction(message: allocator_pb2.EvictBlocksRequest, num_groups: int) -> Step:
-    """Makes the step of EvictBlocks."""
-    return Step(
-        message.sequence,
-        operations=[Operation.EVICT],
-        num_block_ids=[len(message.block_ids)] + [0] * (num_groups - 1),
-        block_ids=list(message.block_ids),
-    )
-
-
-def _last_only(step: Step, value: int) -> list[int]:
-    """A column with a value for the step's last operation."""
-    return [0] * (len(step.operations) - 1) + [value]
-
-
-def groups(blocks: list[list[int]]) -> list[allocator_pb2.GroupBlocks]:
-    """Encodes block ids, group by group."""
-    return [allocator_pb2.GroupBlocks(block_ids=block_ids) for block_ids in blocks]
-
-
-def _last(result: StepResult, num_groups: int) -> Answer:
-    # Only the last operation of these steps has blocks in its answer.
+def _last_result(result: StepResult, num_groups: int) -> UnaryResult:
+    # Only the last operation of these steps has blocks in its result.
     def of_last(column: list[int]) -> list[int]:
         return column[-num_groups:] if column else [0] * num_groups
 
     queue = iter(result.block_ids)
-    counts = of_last(result.num_prefix_blocks)
+    num_prefix_blocks = of_last(result.num_prefix_blocks)
     has_ids = bool(result.num_hit_tokens)
-    hit_blocks = [[next(queue) for _ in range(count if has_ids else 0)] for count in counts]
+    hit_blocks = [[next(queue) for _ in range(count if has_ids else 0)] for count in num_prefix_blocks]
     new_blocks = [[next(queue) for _ in range(count)] for count in of_last(result.num_new_blocks)]
-    return Answer(
+    return UnaryResult(
         Outcome(result.outcomes[-1] if result.outcomes else 0),
         result.num_hit_tokens[-1] if result.num_hit_tokens else 0,
-        counts,
+        num_prefix_blocks,
         hit_blocks,
         new_blocks,
     )
 
 
+def groups(blocks: list[list[int]]) -> list[allocator_pb2.GroupBlocks]:
+    """Encodes block ids per group."""
+    return [allocator_pb2.GroupBlocks(block_ids=block_ids) for block_ids in blocks]
+
+
 def _field_name(error: KvpoolError, step: Step) -> str:
+    """Name of the message's field that became the column that an error names."""
     column, operation = _INDEX.sub("", error.field), step.operations[-1]
     if column == "num_new_tokens" and operation == Operation.CACHE:
         return "num_computed_tokens"

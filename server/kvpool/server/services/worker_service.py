@@ -1,4 +1,4 @@
-"""WorkerService: see proto/kvpool/v1/worker.proto for what it promises."""
+"""Implements WorkerService; proto/kvpool/v1/worker.proto documents its protocol."""
 
 import asyncio
 import contextlib
@@ -9,9 +9,9 @@ import grpc
 from kvpool.core.errors import AbortedError, ExhaustedError, InvalidArgumentError
 from kvpool.core.ranks.membership import Membership
 from kvpool.server.auth.caller import check_pool
-from kvpool.server.limits.stalls import Writer, read_first
-from kvpool.server.rpc.guards import errors_sent
-from kvpool.server.services.hub import Hub, Stream
+from kvpool.server.limits.streams import StreamWriter, read_first
+from kvpool.server.rpc import errors_sent
+from kvpool.server.services.hub import Hub, OpenCall
 from kvpool.server.services.ranks import RankLink, Ranks
 from kvpool.v1 import worker_pb2, worker_pb2_grpc
 from kvpool.wire import ranks as wire_ranks
@@ -19,11 +19,11 @@ from kvpool.wire import ranks as wire_ranks
 _JoinContext = grpc.aio.ServicerContext[worker_pb2.JoinRequest, worker_pb2.JoinResponse]
 
 _FLUSH_SECONDS: Final = 1.0
-"""How long a stream that ends waits for the rank to take what was said before."""
+"""Maximum time to send the queued messages of a stream that ends."""
 
 
 class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
-    """The service, over a hub and the ranks of its pools."""
+    """The service of one server."""
 
     def __init__(self, hub: Hub, ranks: Ranks) -> None:
         self._hub = hub
@@ -31,22 +31,22 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
 
     async def Join(self, _: object, context: _JoinContext) -> None:  # type: ignore[override]
         async with errors_sent(context, "Join"):
-            with self._hub.streaming() as stream:
-                await self._serve(stream, context)
+            with self._hub.open_call() as call:
+                await self._serve(call, context)
 
-    async def _serve(self, stream: Stream, context: _JoinContext) -> None:
-        link = self._ranks.open_link(stream)
+    async def _serve(self, call: OpenCall, context: _JoinContext) -> None:
+        link = self._ranks.open_link(call)
         sender = asyncio.create_task(_send(link, context, self._hub.limits.stall_seconds))
         membership: Membership | None = None
         try:
             while True:
-                with stream.wait():
+                with call.wait():
                     message = await (self._read_first(context) if membership is None else context.read())
-                if not isinstance(message, worker_pb2.JoinRequest):  # EOF: the rank is done sending
+                if not isinstance(message, worker_pb2.JoinRequest):  # EOF: the rank closed its side
                     return
                 if membership is None:
                     membership = self._register(link, message)
-                elif self._said(membership, link, message):
+                elif self._handle(membership, link, message):
                     return
         finally:
             self._ranks.close_link(membership, link)
@@ -55,9 +55,9 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
                 await asyncio.wait_for(sender, _FLUSH_SECONDS)
 
     async def _read_first(self, context: _JoinContext) -> object:
-        patience_seconds = self._ranks.timing.heartbeat_timeout_seconds
-        silence = AbortedError("NOT_REGISTERED", f"nothing was said for {patience_seconds:g} s")
-        return await read_first(context, patience_seconds, silence)
+        timeout_seconds = self._ranks.timing.heartbeat_timeout_seconds
+        timeout_error = AbortedError("NOT_REGISTERED", f"no message arrived within {timeout_seconds:g} s")
+        return await read_first(context, timeout_seconds, timeout_error)
 
     def _register(self, link: RankLink, message: worker_pb2.JoinRequest) -> Membership:
         if message.WhichOneof("message") != "register":
@@ -71,27 +71,27 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
                 error.rename_field(f"register.{error.field}")
             raise
 
-    def _said(self, membership: Membership, link: RankLink, message: worker_pb2.JoinRequest) -> bool:
-        """Takes in what a rank says; returns whether it has left."""
+    def _handle(self, membership: Membership, link: RankLink, message: worker_pb2.JoinRequest) -> bool:
+        """Handles a message of a registered rank. Returns whether the rank has left."""
         match message.WhichOneof("message"):
             case "initialized":
                 self._ranks.initialized(membership, link, wire_ranks.allocated_from_proto(message.initialized))
             case "heartbeat":
-                self._ranks.heard(membership, link, message.heartbeat.sequence)
+                self._ranks.heartbeat(membership, link, message.heartbeat.sequence)
             case "fenced":
                 self._ranks.fenced(membership, link, message.fenced.fence_sequence)
             case "leave":
                 self._ranks.leave(membership, link)
                 return True
             case "register":
-                raise InvalidArgumentError("message", "a stream registers once")
+                raise InvalidArgumentError("message", "the stream is already registered")
             case _:
-                raise InvalidArgumentError("message", "not set, or of a kind that this server lacks")
+                raise InvalidArgumentError("message", "is not set, or of a kind that this server does not know")
         return False
 
 
 async def _send(link: RankLink, context: _JoinContext, stall_seconds: float) -> None:
-    with Writer(context, stall_seconds) as writer:
+    with StreamWriter(context, stall_seconds) as writer:
         while (message := await link.outbox.get()) is not None:
             try:
                 await writer.write(message)

@@ -18,9 +18,9 @@ TLS = AuthConfig(Path("cert"), Path("key"))
 @pytest.mark.parametrize(
     ("auth", "words"),
     [
-        ({"tls_cert": Path("c")}, "tls_cert, tls_key: one needs the other"),
-        ({"tls_client_ca": Path("c")}, "tls_client_ca: needs tls_cert"),
-        ({"allow_plaintext": frozenset(["http"])}, "allow_plaintext: 'http' is none of grpc, metrics, events"),
+        ({"tls_cert": Path("c")}, "tls_cert, tls_key: each requires the other"),
+        ({"tls_client_ca": Path("c")}, "tls_client_ca: requires tls_cert"),
+        ({"allow_plaintext": frozenset(["http"])}, "allow_plaintext: 'http' is not one of grpc, metrics, events"),
         ({"socket_mode": 0o1777}, r"socket_mode: 1777 is not in \[000, 777\]"),
     ],
 )

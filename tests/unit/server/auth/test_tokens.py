@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvpool.server.auth.files import Reloaded
+from kvpool.server.auth.files import ReloadedFiles
 from kvpool.server.auth.tokens import Grant, Role, checked_grant, entry_text, find, new_token, read_tokens
 
 DIGEST = hashlib.sha256(b"secret").hexdigest()
@@ -39,7 +39,7 @@ def test_pools_are_patterns_of_a_shell(patterns: list[str], name: str, *, covere
 
 def test_the_last_day_is_a_good_one() -> None:
     grant = Grant("a", Role.ADMIN, ("*",), (), expires=date(2027, 1, 31))
-    assert [grant.is_good_on(day) for day in (date(2027, 1, 31), date(2027, 2, 1))] == [True, False]
+    assert [grant.is_valid_on(day) for day in (date(2027, 1, 31), date(2027, 2, 1))] == [True, False]
 
 
 def test_a_new_token_is_found_by_the_entry_that_comes_with_it(tmp_path: Path) -> None:
@@ -64,8 +64,8 @@ def test_a_new_token_is_found_by_the_entry_that_comes_with_it(tmp_path: Path) ->
         (ENTRY + "salt = 'short'", "salt: needs at least 16 bytes"),
         (ENTRY + "salt = ''", "salt: needs at least 16 bytes"),
         (ENTRY + "expires = '2027-01-01'", "expires: needs a date"),
-        (ENTRY + ENTRY, "name: 'a' stands twice"),
-        (ENTRY + ENTRY.replace("'a'", "'b'"), f"sha256: '{DIGEST}' stands twice"),
+        (ENTRY + ENTRY, "name: 'a' appears twice"),
+        (ENTRY + ENTRY.replace("'a'", "'b'"), f"sha256: '{DIGEST}' appears twice"),
     ],
 )
 def test_what_is_wrong_in_the_file_is_said_in_a_line(tmp_path: Path, text: str, words: str) -> None:
@@ -75,7 +75,7 @@ def test_what_is_wrong_in_the_file_is_said_in_a_line(tmp_path: Path, text: str, 
 
 @pytest.mark.parametrize("mode", [0o604, 0o602])
 def test_a_file_that_is_open_to_everybody_is_refused(tmp_path: Path, mode: int) -> None:
-    with pytest.raises(ValueError, match="is open to everybody"):
+    with pytest.raises(ValueError, match="is accessible to all users"):
         read_tokens(written(tmp_path, ENTRY, mode))
 
 
@@ -86,7 +86,7 @@ def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
 
 def test_a_file_is_read_again_when_it_changed_and_a_broken_one_is_said_once(tmp_path: Path) -> None:
     path = written(tmp_path, ENTRY)
-    file = Reloaded((path,), lambda: read_tokens(path))
+    file = ReloadedFiles((path,), lambda: read_tokens(path))
     first = file.value
     assert not file.refresh()
     path.write_text("[[broken")

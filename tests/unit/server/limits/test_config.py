@@ -50,7 +50,7 @@ def test_every_limit_is_on_its_page() -> None:
 def test_one_session_too_many(num_sessions: int, num_pool_sessions: int, field: str) -> None:
     limits = Limits(max_sessions=4, max_pool_sessions=2)
     limits.check_sessions(3, 1)
-    with pytest.raises(ExhaustedError, match="as many as it may") as caught:
+    with pytest.raises(ExhaustedError, match="the maximum") as caught:
         limits.check_sessions(num_sessions, num_pool_sessions)
     assert (caught.value.reason, caught.value.field) == ("TOO_MANY_SESSIONS", field)
     assert caught.value.retry_seconds
@@ -61,7 +61,7 @@ def test_blocks_of_a_session() -> None:
     limits = Limits(max_session_blocks=10)
     assert [limits.quota(0, 0), limits.quota(2, 5), limits.quota(10, 10)] == [Quota(0, 10), Quota(2, 5), Quota(10, 10)]
     for asked, field in (((11, 0), "min_blocks"), ((0, 11), "max_blocks")):
-        with pytest.raises(ExhaustedError, match="the server lets a session hold 10") as caught:
+        with pytest.raises(ExhaustedError, match="the server's maximum per session is 10") as caught:
             limits.quota(*asked)
         assert (caught.value.reason, caught.value.field) == ("TOO_MANY_BLOCKS", field)
 
@@ -104,7 +104,7 @@ def test_common_prefixes_of_a_step() -> None:
     step = Step(1, operations=[Operation.COMMON_PREFIX] * MAX_COMMON_PREFIXES)
     Limits().check_step(world.pool, session, step)
     step.operations.append(Operation.COMMON_PREFIX)
-    with pytest.raises(ExhaustedError, match="64 times") as caught:
+    with pytest.raises(ExhaustedError, match="more than 64 operations") as caught:
         Limits().check_step(world.pool, session, step)
     assert caught.value.reason == "STEP_TOO_LARGE"
 
@@ -119,7 +119,7 @@ def test_block_ids_of_a_step(operation: Operation, most: int) -> None:
     Limits().check_step(world.pool, session, step)
     before = world.snapshot()
     step.block_ids.append(1)
-    with pytest.raises(ExhaustedError, match=f"{most + 1} block ids, this step may have {most}") as caught:
+    with pytest.raises(ExhaustedError, match=f"{most + 1} block ids; the maximum for this step is {most}") as caught:
         Limits().check_step(world.pool, session, step)
     assert (caught.value.reason, caught.value.field) == ("STEP_TOO_LARGE", "block_ids")
     assert world.snapshot() == before
@@ -132,6 +132,6 @@ def test_a_step_that_comes_again_is_answered_whatever_the_limits_are_now() -> No
     step = Step(1, operations=[Operation.APPEND] * 5)
     Limits(max_step_operations=4).check_step(world.pool, session, step)
     step.sequence = 2
-    with pytest.raises(ExhaustedError, match="5 operations, a step may have 4") as caught:
+    with pytest.raises(ExhaustedError, match="5 operations; the maximum is 4") as caught:
         Limits(max_step_operations=4).check_step(world.pool, session, step)
     assert (caught.value.reason, caught.value.field) == ("STEP_TOO_LARGE", "operations")

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from kvpool.core.errors import ExhaustedError
-from kvpool.server.limits.fair_turns import KNOWN_FLOWS, FairTurns
+from kvpool.server.limits.fair_turns import MAX_KNOWN_FLOWS, FairTurns
 
 
 @pytest.fixture
@@ -169,9 +169,9 @@ async def test_beyond_the_limit_who_has_most_waiting_is_turned_away() -> None:
 
 
 async def test_flows_that_come_and_go_are_forgotten(work: Work, turns: FairTurns) -> None:
-    for i in range(2 * KNOWN_FLOWS):
+    for i in range(2 * MAX_KNOWN_FLOWS):
         await work("m", f"s{i}", 0.1, 1)
         await work(f"p{i}", "s", 0.1, 1)
     known = turns._pools._flows
-    assert len(known) <= KNOWN_FLOWS
-    assert all(len(flow.sessions._flows) <= KNOWN_FLOWS for flow in known.values() if flow.sessions)
+    assert len(known) <= MAX_KNOWN_FLOWS
+    assert all(len(flow.sessions._flows) <= MAX_KNOWN_FLOWS for flow in known.values() if flow.sessions)

@@ -19,9 +19,9 @@ async def adopted(world: RankGroup) -> tuple[Hub, Ranks]:
     hub.allocator.open_epoch(config(), b"n" * 32, 1)
     hub.allocator.open_session("m", "", 10.0, session_id=SessionId("s"), now_seconds=hub.now_seconds())
     hub.allocator.keep_rank_group(NAME, world)
-    hub.adopt_pools()
+    hub.restore_pools()
     ranks = Ranks(hub, TIMING, 100, 10)
-    ranks.adopt()
+    ranks.restore()
     return hub, ranks
 
 
@@ -55,5 +55,5 @@ async def test_a_pool_that_never_opened_is_none() -> None:
     hub = Hub(100)
     hub.allocator.keep_rank_group(NAME, RankGroup(1, OPTIONS))
     ranks = Ranks(hub, TIMING, 100, 10)
-    ranks.adopt()
+    ranks.restore()
     assert ranks.pool_names() == []

@@ -8,7 +8,7 @@ from kvpool.core.ids import SessionId
 from kvpool.core.ranks.membership import Membership
 from kvpool.core.ranks.messages import Allocated, PoolState, RankTiming
 from kvpool.core.sessions.session_ends import REMEMBERED_ENDS
-from kvpool.server.services.hub import Hub, Stream
+from kvpool.server.services.hub import Hub, OpenCall
 from kvpool.server.services.ranks import RankLink, Ranks
 from support.ranks import BLOCK_BYTES, registration
 
@@ -26,7 +26,7 @@ class Place:
         """A stream that registers."""
         task = asyncio.current_task()
         assert task
-        link = self.ranks.open_link(Stream(task))
+        link = self.ranks.open_link(OpenCall(task))
         return self.ranks.register(link, "m", registration(rank, world_size)), link
 
     def open(self) -> tuple[Membership, RankLink]:

@@ -10,12 +10,12 @@ from kvpool.server.journal.frames import FrameKind
 from kvpool.server.journal.messages import WireMessages
 from kvpool.server.limits.config import Limits
 from kvpool.server.services import unary
-from kvpool.server.services.remembered import KEPT_BYTES, remembered
 from kvpool.v1 import allocator_pb2, step_pb2
 from kvpool.wire import steps as wire_steps
+from kvpool.wire.steps import MAX_KEPT_BYTES, retry_key
 from support.core import World
 
-LONG = KEPT_BYTES + 1
+LONG = MAX_KEPT_BYTES + 1
 """Block ids, a byte each, that make a message long."""
 
 
@@ -38,24 +38,24 @@ def evicting(count: int) -> step_pb2.Step:
 
 def applied(world: World, session: Session, message: step_pb2.Step) -> StepResult:
     step = wire_steps.step_from_proto(message)
-    return world.allocator.apply(world.pool, session, step, remembered(message))
+    return world.allocator.apply(world.pool, session, step, retry_key(message))
 
 
 def test_short_messages_are_kept_and_long_ones_are_not() -> None:
     short, long = declaring(2), declaring(3000)
-    assert remembered(short) is short
-    kept = remembered(long)
+    assert retry_key(short) is short
+    kept = retry_key(long)
     assert isinstance(kept, bytes)
     assert len(kept) == 32
-    assert kept == remembered(declaring(3000))
-    assert kept != remembered(declaring(3000, b"g"))
+    assert kept == retry_key(declaring(3000))
+    assert kept != retry_key(declaring(3000, b"g"))
 
 
 def test_messages_of_two_kinds_are_never_the_same_change() -> None:
-    free = allocator_pb2.FreeRequest(session_id="s" * KEPT_BYTES)
+    free = allocator_pb2.FreeRequest(session_id="s" * MAX_KEPT_BYTES)
     reset = allocator_pb2.ResetPrefixCacheRequest.FromString(free.SerializeToString())
     assert free.SerializeToString() == reset.SerializeToString()
-    assert remembered(free) != remembered(reset)
+    assert retry_key(free) != retry_key(reset)
 
 
 @pytest.mark.parametrize("count", [1, LONG])
@@ -76,9 +76,9 @@ def test_a_unary_change_that_comes_again_is_answered_again(count: int) -> None:
     world = World(num_blocks=LONG + 2)
     session = world.open()
 
-    def run(block_ids: list[int]) -> unary.Answer:
+    def run(block_ids: list[int]) -> unary.UnaryResult:
         message = allocator_pb2.EvictBlocksRequest(session_id="s1", sequence=1, block_ids=block_ids)
-        return unary.run(world.allocator, Limits(), world.pool, session, message, lambda *_: unary.eviction(message, 1))
+        return unary.run(world.allocator, Limits(), world.pool, session, message)
 
     first = run([1] * count)
     assert run([1] * count) == first
@@ -101,6 +101,6 @@ def test_a_server_that_came_back_knows_what_was_sent_before(count: int) -> None:
         again.replay(*record)
     session = again.sessions_of(again.pool("m"))[0]
     step = wire_steps.step_from_proto(evicting(count))
-    assert again.apply(again.pool("m"), session, step, remembered(evicting(count))) == result
+    assert again.apply(again.pool("m"), session, step, retry_key(evicting(count))) == result
     with pytest.raises(InvalidArgumentError):
-        again.apply(again.pool("m"), session, step, remembered(evicting(count + 1)))
+        again.apply(again.pool("m"), session, step, retry_key(evicting(count + 1)))

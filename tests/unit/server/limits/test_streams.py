@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from kvpool.core.errors import ExhaustedError
-from kvpool.server.limits.stalls import Writer
+from kvpool.server.limits.streams import StreamWriter
 
 STALL_SECONDS = 0.05
 
@@ -26,8 +26,8 @@ class Reader:
         self.taken.append(message)
 
 
-def writer_to(reader: Reader) -> Writer[Any, Any]:
-    return Writer(reader, STALL_SECONDS)  # type: ignore[arg-type]  # it only writes
+def writer_to(reader: Reader) -> StreamWriter[Any, Any]:
+    return StreamWriter(reader, STALL_SECONDS)  # type: ignore[arg-type]  # it only writes
 
 
 async def test_messages_that_are_taken_are_written() -> None:

@@ -1,0 +1,112 @@
+"""Reads the request of each call that has a single one, with a time limit.
+
+gRPC itself waits for that request indefinitely, before any code of the server sees the call. To a request that cannot
+be parsed it would answer UNKNOWN without details, and log a traceback.
+"""
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Awaitable, Callable
+from typing import Any, Final
+
+import grpc
+from google.protobuf.message import DecodeError
+
+from kvpool.core.errors import ExhaustedError, InvalidArgumentError, KvpoolError
+from kvpool.server.auth.permissions import rule_of
+from kvpool.server.metrics.observations import Observations
+from kvpool.server.rpc import Behavior, Handler, abort, behavior_of, method_of
+from kvpool.wire.errors import CODES, malformed_error
+
+MAX_PENDING_OPEN_CALLS: Final = 32
+"""Maximum number of calls that need no token and whose request has not arrived. Each can hold a partial message."""
+
+_Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class RequestReader(grpc.aio.ServerInterceptor):
+    """An interceptor that serves calls with one request as streams from which it reads one message.
+
+    Clients that need no token could occupy all calls that the server accepts, with a new call for each one that is
+    ended. Therefore only a few such calls may wait for their request. One more call ends the call that has waited
+    longest, among those of the host with the most waiting calls. A host that delays its requests loses calls of its
+    own, and the health probe of another host is not affected.
+
+    Args:
+        stall_seconds: Maximum time until a request arrives.
+        observations: Counts calls that end without a request; None without metrics.
+    """
+
+    def __init__(self, stall_seconds: float, observations: Observations | None) -> None:
+        self._stall_seconds = stall_seconds
+        self._observations = observations
+        self._pending_by_host: defaultdict[str, dict[asyncio.Timeout, None]] = defaultdict(dict)
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], "Awaitable[Handler | None]"],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> "Handler | None":
+        """Turns a call with one request into a stream."""
+        handler = await continuation(handler_call_details)
+        if handler is None or handler.request_streaming:
+            return handler
+        behavior: Behavior = behavior_of(handler)
+        method = method_of(handler_call_details)
+        read = self._read if rule_of(method) else self._read_without_token
+
+        async def call(_: object, context: _Context) -> object:
+            try:
+                request = await read(context)
+            except KvpoolError as error:
+                if self._observations:
+                    self._observations.rpc(method, CODES[type(error)].name, None)
+                await abort(context, error, method)
+            return await behavior(request, context)
+
+        make = (
+            grpc.stream_stream_rpc_method_handler
+            if handler.response_streaming
+            else grpc.stream_unary_rpc_method_handler
+        )
+        return make(call, handler.request_deserializer, handler.response_serializer)
+
+    async def _read(self, context: _Context, deadline: asyncio.Timeout | None = None) -> object:
+        """Reads the request.
+
+        Raises:
+            ExhaustedError: The request does not arrive in time.
+            InvalidArgumentError: The request cannot be parsed, or the client closed its side without sending one.
+        """
+        try:
+            async with deadline or asyncio.timeout(self._stall_seconds):
+                request = await context.read()
+        except TimeoutError:
+            message = f"no request arrived within {self._stall_seconds:g} s, the maximum"
+            raise ExhaustedError("NOTHING_SENT", message) from None
+        except DecodeError:
+            raise malformed_error() from None
+        if request is grpc.aio.EOF:
+            raise InvalidArgumentError("message", "was not sent", reason="MALFORMED")
+        return request
+
+    async def _read_without_token(self, context: _Context) -> object:
+        """Reads the request of a call that needs no token."""
+        host = str(context.peer()).rpartition(":")[0]
+        deadline = asyncio.timeout(self._stall_seconds)
+        self._pending_by_host[host][deadline] = None
+        if sum(map(len, self._pending_by_host.values())) > MAX_PENDING_OPEN_CALLS:
+            self._end_one()
+        try:
+            return await self._read(context, deadline)
+        finally:
+            self._pending_by_host[host].pop(deadline, None)
+            if not self._pending_by_host[host]:
+                del self._pending_by_host[host]
+
+    def _end_one(self) -> None:
+        pending = max(self._pending_by_host.values(), key=len)
+        oldest = next(iter(pending))
+        del pending[oldest]
+        if not oldest.expired():
+            oldest.reschedule(asyncio.get_running_loop().time())
