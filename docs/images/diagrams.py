@@ -134,8 +134,8 @@ def life_of_a_request() -> str:
                 "client/session.py, step_builder.py",
                 "rows: operation, request, number of tokens",
             )),
-            Box(left, 110, 360, 62, "client", "2  SessionProtocol.must_send() / build()", (
-                "client/steps.py: decodes with credit stop here;",
+            Box(left, 110, 360, 62, "client", "2  SessionProtocol.must_send() / encode()", (
+                "client/protocol.py: decodes with credit stop here;",
                 "all other rows become the columns of a Step",
             )),
             Box(left, 200, 360, 62, "client", "3  GrpcTransport.apply()", (
@@ -150,7 +150,7 @@ def life_of_a_request() -> str:
                 "core/execution/check.py: the whole step, no change",
                 "core/execution/apply.py, allocate_batch.py",
             )),
-            Box(right, 380, 380, 78, "core", "6  KVCacheManager.allocate()", (
+            Box(right, 380, 380, 78, "core", "6  KVCacheManager.allocate_slots()", (
                 "prefix_search: hit; group_manager: free behind windows",
                 "slot_allocator, block_pool: take, evict, cache",
                 "credit: tokens that need no further message",
@@ -159,9 +159,9 @@ def life_of_a_request() -> str:
                 "record the call, publish block events, encode",
                 "server/journal, server/events, wire/steps.py",
             )),
-            Box(left, 290, 360, 62, "client", "8  check_result(), then finish()", (
-                "client/check_result.py: believe nothing unchecked",
-                "client/steps.py: new block ids into the tables",
+            Box(left, 290, 360, 62, "client", "8  SessionProtocol.apply_result()", (
+                "client/protocol.py: check the shape of the result",
+                "client/result_reader.py: new block ids into the tables",
             )),
             Box(left, 380, 360, 78, "rank", "9  the engine runs the step", (
                 "Worker.step(lease) checks epoch and session;",

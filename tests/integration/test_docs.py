@@ -1,4 +1,4 @@
-"""The examples of docs/ run as shown, but for the names that they leave to the reader."""
+"""The Python examples of the documentation run as shown, with the names that they leave to the reader defined here."""
 
 import json
 import re
@@ -31,7 +31,7 @@ WAIT_SECONDS = 60.0
 
 
 def examples(name: str) -> list[str]:
-    """The Python examples of a page that say that they are tested here."""
+    """The Python examples of a page that are marked as tested here."""
     mark = f"<!-- tested: tests/integration/{Path(__file__).name} -->\n"
     return re.findall(mark + r"```python\n(.*?)```", (DOCS / name).read_text(), re.DOTALL)
 
@@ -40,7 +40,7 @@ def run(code: str, names: dict[str, Any]) -> None:
     exec(compile(code, "docs", "exec"), names)  # noqa: S102 - our own pages
 
 
-def test_tensors_page(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_examples_of_the_tensors_page(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layouts, "_LAYOUTS", dict(layouts._LAYOUTS))
     layouts._LAYOUTS.pop("tokens_last", None)
     own_layout, once, each_step = examples("reference/tensors.md")
@@ -68,13 +68,13 @@ def test_tensors_page(monkeypatch: pytest.MonkeyPatch) -> None:
     assert slots == {"l.0": [7 * 16 + 15, 8 * 16], "l.1": [9 * 16 + 15, 10 * 16]}
 
 
-def test_ranks_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_examples_of_the_ranks_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("config.json").write_text(json.dumps(json.loads(MODEL.read_text()) | {"num_hidden_layers": 2}))
     embedding, watching = examples("explanation/ranks.md")
     bound: list[ReadyPool] = []
     unbound: list[None] = []
-    all_are_through = threading.Barrier(2)  # a rank that leaves takes the epoch from the other
+    all_are_through = threading.Barrier(2)  # a rank that leaves ends the epoch of the other
     names = {
         "bind": bound.append,
         "unbind": lambda: unbound.append(None),
@@ -107,11 +107,11 @@ threading.Thread(target=exec, args=(sys.argv[1], names), daemon=True).start()
 while not ("index" in names and names["index"].is_whole and len(names["index"]) == int(sys.argv[2])):
     time.sleep(0.01)
 print(len(names["index"]), flush=True)
-os._exit(0)  # the watch goes on for ever
+os._exit(0)  # the watch is endless
 """
 
 
-def test_events_page() -> None:
+def test_example_of_the_block_events_page() -> None:
     (router,) = examples("how-to/block-events.md")
     with running_server() as address, connect(address) as client:
         client.create_pool(pool_config("llama", enable_events=True))

@@ -1,4 +1,4 @@
-"""The commands of docs/how-to/secure.md do what it says."""
+"""The commands of docs/how-to/secure.md create working certificates and tokens."""
 
 import os
 import re
@@ -16,7 +16,7 @@ from support.server import ServerProcess, pool_config
 PAGE = DOCS / "how-to/secure.md"
 
 
-def test_certificates_and_tokens_are_made_as_written_and_let_in(tmp_path: Path) -> None:
+def test_created_certificates_and_tokens_give_access(tmp_path: Path) -> None:
     folder = tmp_path / "bin"
     folder.mkdir()
     command = folder / "kvpool"

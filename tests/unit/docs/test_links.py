@@ -12,13 +12,13 @@ SOURCE_PATH = re.compile(r"`((?:proto|server|client|gpu_worker|tests|benchmarks|
 
 
 def anchors(page: Path) -> set[str]:
-    """The headings of a page, as they are linked to."""
+    """Anchors of a page's headings."""
     headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_lead_somewhere(page: Path) -> None:
+def test_links_have_targets(page: Path) -> None:
     for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
         if link.startswith("https://"):
             continue

@@ -1,4 +1,4 @@
-"""Every line that the code can log is in docs/reference/logs.md, and every event there is in the code."""
+"""Every event that the code can log is in docs/reference/logs.md, and every event there is in the code."""
 
 import ast
 from collections.abc import Iterator
@@ -18,15 +18,15 @@ WORKER = {"pool", "rank"}
 
 
 class Logged:
-    """A call that logs."""
+    """A logging call in the source."""
 
     def __init__(self, logger: str, call: ast.Call, scope: ast.AST, where: str) -> None:
         assert isinstance(call.func, ast.Attribute)
         self.logger, self.where = logger, f"{where}:{call.lineno}"
         has_level = call.func.attr == "log"
         message = call.args[1 if has_level else 0]
-        assert isinstance(message, ast.Constant), f"{self.where}: the message is no fixed phrase"
-        assert len(call.args) == (2 if has_level else 1), f"{self.where}: what varies belongs into extra"
+        assert isinstance(message, ast.Constant), f"{self.where}: the message is not a fixed phrase"
+        assert len(call.args) == (2 if has_level else 1), f"{self.where}: variable parts belong in extra"
         self.message = str(message.value)
         self.level = None if has_level else METHODS[call.func.attr]
         extra = next((keyword.value for keyword in call.keywords if keyword.arg == "extra"), None)
@@ -34,7 +34,7 @@ class Logged:
 
 
 def keys(node: ast.expr, scope: ast.AST) -> Iterator[str]:
-    """Names of the fields in what is given as `extra`."""
+    """Names of the fields in the `extra` argument."""
     if isinstance(node, ast.Dict):
         for key, value in zip(node.keys, node.values, strict=True):
             if key is None:
@@ -52,11 +52,11 @@ def keys(node: ast.expr, scope: ast.AST) -> Iterator[str]:
             for each in ast.walk(scope)
             if isinstance(each, ast.Assign) and isinstance(each.targets[0], ast.Name) and each.targets[0].id == node.id
         ]
-        assert values, f"{node.id} is not made in the same function"
+        assert values, f"{node.id} is not assigned in the same function"
         for value in values:
             yield from keys(value, scope)
     else:
-        raise AssertionError(f"cannot tell the fields of {ast.unparse(node)}")
+        raise AssertionError(f"cannot determine the fields of {ast.unparse(node)}")
 
 
 def calls_of(path: Path) -> Iterator[Logged]:
@@ -80,7 +80,7 @@ def logged() -> list[Logged]:
     return found
 
 
-def test_what_is_logged_is_documented(logged: list[Logged]) -> None:
+def test_logged_events_are_documented(logged: list[Logged]) -> None:
     events = documented_events()
     for call in logged:
         event = events.get((call.logger, call.message))
@@ -89,7 +89,7 @@ def test_what_is_logged_is_documented(logged: list[Logged]) -> None:
         assert call.fields <= event.fields, call.where
 
 
-def test_what_is_documented_is_logged(logged: list[Logged]) -> None:
+def test_documented_events_are_logged(logged: list[Logged]) -> None:
     for event in documented_events().values():
         calls = [call for call in logged if (call.logger, call.message) == (event.logger, event.message)]
         assert calls, f"{event.message!r} of {event.logger} is not in the code"
@@ -98,7 +98,7 @@ def test_what_is_documented_is_logged(logged: list[Logged]) -> None:
             assert {call.level for call in calls} == event.levels, event.message
 
 
-def test_fields_are_known_and_have_a_place() -> None:
+def test_documented_fields_are_those_of_the_formatter() -> None:
     used = set().union(*(event.fields for event in documented_events().values()))
     assert used == documented_fields() == set(FIELDS)
     assert len(FIELDS) == len(set(FIELDS))
