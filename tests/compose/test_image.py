@@ -44,7 +44,7 @@ def locked(*names: str) -> dict[str, list[tuple[str, str]]]:
     ("image", "locks", "ours"),
     [(SERVER, ["server"], {"kvpool"}), (WORKER, ["server", "beside-torch"], {"kvpool", "torch"})],
 )
-def test_what_is_installed_is_what_is_locked(image: str, locks: list[str], ours: set[str]) -> None:
+def test_installed_packages_match_the_lock_files(image: str, locks: list[str], ours: set[str]) -> None:
     packages, wanted = installed(image), locked(*locks)
     for name, versions in wanted.items():
         if name in packages:
@@ -57,7 +57,7 @@ def test_what_is_installed_is_what_is_locked(image: str, locks: list[str], ours:
 
 @pytest.mark.usefixtures("stack")
 @pytest.mark.parametrize("image", [SERVER, WORKER])
-def test_an_image_runs_as_a_user_without_rights_and_knows_how_to_stop_and_to_be_asked(image: str) -> None:
+def test_images_run_unprivileged_with_stop_signal_and_health_check(image: str) -> None:
     config = config_of(image)
     assert (config["User"], config["StopSignal"]) == ("10001:10001", "SIGTERM")
     assert config["Entrypoint"] == ["kvpool"]

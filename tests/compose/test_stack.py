@@ -19,7 +19,7 @@ def expressions() -> list[str]:
     return [text.replace("$pool", ".*").replace("$__rate_interval", "1m") for text in targets]
 
 
-def test_all_are_healthy_and_form_a_ready_pool(stack: Stack) -> None:
+def test_all_services_are_healthy_and_the_pool_is_ready(stack: Stack) -> None:
     stack.wait_healthy()
     pool = stack.wait_played_on()
     assert (pool.state, pool.config.num_blocks, pool.sessions) == (PoolState.READY, 1024, 2)
@@ -41,7 +41,7 @@ def test_schedulers_in_containers_share_the_cache(stack: Stack) -> None:
         assert f"a session on pool '{POOL}', epoch {pool.epoch}" in stack.logs(scheduler)
 
 
-def test_every_expression_of_the_dashboard_has_an_answer(stack: Stack) -> None:
+def test_every_expression_of_the_dashboard_returns_data(stack: Stack) -> None:
     stack.keep_journal()
     pending = expressions()
     assert len(pending) > 50
@@ -52,7 +52,7 @@ def test_every_expression_of_the_dashboard_has_an_answer(stack: Stack) -> None:
     assert not pending, "\n".join(pending)
 
 
-def test_prometheus_says_what_the_server_says(stack: Stack) -> None:
+def test_prometheus_has_the_figures_of_the_server(stack: Stack) -> None:
     pool = stack.stop_schedulers()
     stack.wait_scraped()
     cache = pool.prefix_cache

@@ -12,7 +12,9 @@ KILLS = 25
 
 
 @pytest.mark.parametrize("journaled", [False, True], ids=["forgetful", "journaled"])
-def test_kills(tmp_path: Path, capsys: pytest.CaptureFixture[str], *, journaled: bool) -> None:
+def test_killed_processes_cause_no_violations(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], *, journaled: bool
+) -> None:
     """Without a journal sessions that the server forgot end with a clear error; with one they go on."""
     plan = Plan(seed=secrets.randbelow(10**6), journaled=journaled)
     verdict = run(tmp_path, plan, KILLS)

@@ -81,7 +81,7 @@ def _view(session: Session, requests: list[Request]) -> object:
 
 
 @pytest.mark.parametrize("config", _CONFIGS, ids=lambda config: str(config.name))
-def test_a_session_believes_no_result_that_its_step_cannot_have(config: PoolConfig) -> None:
+def test_a_session_refuses_impossible_results(config: PoolConfig) -> None:
     rng = Random(3)
     transport = LyingTransport(rng)
     transport.create_pool(config)
@@ -108,7 +108,7 @@ def test_a_session_believes_no_result_that_its_step_cannot_have(config: PoolConf
     assert num_refused > _ROUNDS / 4
 
 
-def test_a_rank_takes_a_hostile_servers_messages_without_a_bug() -> None:
+def test_a_rank_handles_messages_of_a_hostile_server() -> None:
     rng = Random(4)
     written = [registered(), planned(1, 20), ready(1, 20), degraded(2, 0, 1), planned(2, 9), ready(2, 9)]
     written.append(worker_pb2.JoinResponse(fence=worker_pb2.Fence(fence_sequence=1, epoch=1, live_session_numbers=[1])))

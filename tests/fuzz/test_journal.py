@@ -50,9 +50,7 @@ def _copies(written: Path, folder: Path) -> Iterator[tuple[Path, Path]]:
         yield copy, rng.choice(files_of(copy))
 
 
-def test_damaged_files_bring_back_a_state_that_was_or_none(
-    written: Path, tmp_path: Path, states: list[Allocator]
-) -> None:
+def test_damaged_files_give_an_earlier_state_or_none(written: Path, tmp_path: Path, states: list[Allocator]) -> None:
     rng = Random(2)
     num_dropped = 0
     for folder, path in _copies(written, tmp_path):
@@ -77,7 +75,7 @@ def _frames(path: Path) -> list[Frame]:
         return list(iter(reader.read, None))
 
 
-def test_frames_that_are_whole_but_nonsense_never_keep_a_server_from_starting(written: Path, tmp_path: Path) -> None:
+def test_malformed_frames_never_prevent_the_start(written: Path, tmp_path: Path) -> None:
     """Worse than a disk does: each frame's checksum is right, and what it holds is not."""
     rng = Random(3)
     for folder, path in _copies(written, tmp_path):
@@ -106,7 +104,7 @@ def _forget_joined(allocator: Allocator) -> None:
                 request.joined_hashes.clear()
 
 
-async def test_what_hostile_messages_changed_is_made_again_exactly() -> None:
+async def test_changes_by_hostile_messages_are_replayed_exactly() -> None:
     records: list[tuple[FrameKind, bytes]] = []
     allocator = new_allocator()
     allocator.sink = lambda kind, payload: records.append((kind, payload))

@@ -13,7 +13,7 @@ MAX_GROWTH_BYTES = 32 * 2**20
 
 
 @pytest.mark.parametrize("seed", [1, 2])
-async def test_every_call_takes_hostile_messages_as_its_comment_promises(seed: int) -> None:
+async def test_every_call_answers_hostile_messages_as_documented(seed: int) -> None:
     campaign = Campaign(seed)
     await campaign.run(10_000)
     await campaign.close()
@@ -27,7 +27,7 @@ async def test_every_call_takes_hostile_messages_as_its_comment_promises(seed: i
         assert codes.get("OK"), f"{call} was never got right, so nothing behind its checks was tried"
 
 
-def test_every_rpc_names_its_codes() -> None:
+def test_every_rpc_documents_its_codes() -> None:
     protos = Path(__file__).parents[2] / "proto" / "kvpool" / "v1"
     declared = sum(len(re.findall(r"^  rpc ", path.read_text(), re.MULTILINE)) for path in protos.glob("*.proto"))
     assert declared == len(METHODS)

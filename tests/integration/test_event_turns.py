@@ -32,7 +32,7 @@ class LoopCounter:
             await self._task
 
 
-async def test_one_goes_on_in_each_turn_in_the_order_they_came() -> None:
+async def test_one_waiter_continues_per_turn_in_order_of_arrival() -> None:
     turns, loop, went = Turns(), LoopCounter(), list[tuple[int, int]]()
 
     async def work(number: int) -> None:
@@ -46,7 +46,7 @@ async def test_one_goes_on_in_each_turn_in_the_order_they_came() -> None:
     assert [number for _, number in went] == [0, 1, 2, 3] * 5
 
 
-async def test_who_gives_up_holds_up_nobody() -> None:
+async def test_a_cancelled_waiter_delays_no_other() -> None:
     turns = Turns()
     waiting = [asyncio.create_task(turns.next()) for _ in range(3)]
     await asyncio.sleep(0)

@@ -80,7 +80,7 @@ def address() -> Iterator[str]:
         yield address
 
 
-def test_a_snapshot_is_the_map_and_batches_go_on_from_it(client: Client) -> None:
+def test_a_snapshot_is_the_map_and_batches_continue_from_it(client: Client) -> None:
     client.create_pool(config("late"))
     with client.open_session("late") as session:
         work(session, 0, 60)
@@ -103,7 +103,7 @@ def test_a_snapshot_is_the_map_and_batches_go_on_from_it(client: Client) -> None
         assert not index.num_prefix_blocks([BlockHash(b"?" * 32)])
 
 
-def test_what_a_snapshot_tells_of_a_run_is_what_its_event_told(client: Client) -> None:
+def test_a_snapshot_describes_a_run_like_its_event(client: Client) -> None:
     client.create_pool(config("words"))
     with client.open_session("words") as session:
         session.admit(session.request("r", range(50), extra_keys=ExtraKeys(lora_name="adapter")))
@@ -114,7 +114,7 @@ def test_what_a_snapshot_tells_of_a_run_is_what_its_event_told(client: Client) -
         assert kinds[1].events == told
 
 
-def test_a_pool_made_anew_has_numbers_and_an_epoch_of_its_own(client: Client, address: str) -> None:
+def test_a_recreated_pool_has_its_own_numbers_and_epoch(client: Client, address: str) -> None:
     told = []
     for _ in range(2):
         client.create_pool(config("again"))
@@ -131,7 +131,7 @@ def test_a_pool_made_anew_has_numbers_and_an_epoch_of_its_own(client: Client, ad
         assert caught.value.reason == "EVENTS_NOT_KEPT"
 
 
-def test_heartbeats_come_while_nothing_happens(client: Client) -> None:
+def test_heartbeats_arrive_while_the_pool_is_idle(client: Client) -> None:
     client.create_pool(config("idle"))
     watch = client.watch("idle", heartbeat_seconds=0.1)
     beats = [next(watch) for _ in range(2)]
@@ -139,7 +139,7 @@ def test_heartbeats_come_while_nothing_happens(client: Client) -> None:
     assert 0.09 < beats[1].time_seconds - beats[0].time_seconds < 5
 
 
-def test_fields_that_do_not_fit_are_refused_by_name(client: Client, address: str) -> None:
+def test_invalid_fields_are_refused_by_name(client: Client, address: str) -> None:
     client.create_pool(config("refusing"))
     with pytest.raises(InvalidArgumentError, match="from_sequence"):
         client.watch("refusing", from_sequence=1, snapshot=True)
@@ -218,7 +218,7 @@ def test_an_index_survives_a_restart_of_the_server(tmp_path: Path) -> None:
     assert server.stop()[0] == 0
 
 
-def test_a_server_that_hangs_is_found_out_by_its_silence(tmp_path: Path) -> None:
+def test_a_hanging_server_is_detected_by_its_silence(tmp_path: Path) -> None:
     where = f"unix:{tmp_path / 's'}"
     server = ServerProcess(where)
     with connect(where) as client:
@@ -234,7 +234,7 @@ def test_a_server_that_hangs_is_found_out_by_its_silence(tmp_path: Path) -> None
     server.process.communicate()
 
 
-async def test_the_same_over_asyncio(address: str) -> None:
+async def test_an_index_works_over_asyncio(address: str) -> None:
     async with aio.connect(address) as client:
         await client.create_pool(config("async"))
         index = PrefixIndex()

@@ -102,7 +102,7 @@ def create(address: str, **options: Any) -> None:
         client.create_pool(pool_config(**options))
 
 
-def test_a_session_goes_on_and_a_lost_answer_is_given_again(journaled: Journaled) -> None:
+def test_a_session_continues_and_a_lost_answer_is_repeated(journaled: Journaled) -> None:
     create(journaled.address)
     scheduler = Scheduler(journaled.address)
     first, second = scheduler.step(1, "abc", 14), scheduler.step(2, "abd", 14)
@@ -117,7 +117,7 @@ def test_a_session_goes_on_and_a_lost_answer_is_given_again(journaled: Journaled
     assert scheduler.send(scheduler.step(4, "abcd", 18))[0].num_hit_tokens[1] == 16
 
 
-def test_it_is_killed_in_the_middle_of_steps_again_and_again(journaled: Journaled) -> None:
+def test_a_server_killed_repeatedly_during_steps_recovers(journaled: Journaled) -> None:
     """Every answer that came stands: sent again to the next process, the step gets it again."""
     create(journaled.address, num_blocks=2000)
     scheduler = Scheduler(journaled.address)
@@ -147,7 +147,7 @@ def test_it_is_killed_in_the_middle_of_steps_again_and_again(journaled: Journale
     assert len(held) == len(set(held)), "a block was given twice"
 
 
-def test_what_an_operator_did_stands(journaled: Journaled) -> None:
+def test_actions_of_an_operator_survive(journaled: Journaled) -> None:
     create(journaled.address)
     Scheduler(journaled.address)
     with grpc.insecure_channel(journaled.address) as channel:
@@ -160,7 +160,7 @@ def test_what_an_operator_did_stands(journaled: Journaled) -> None:
     assert from_rpc_error(caught.value).reason == "DRAINED"
 
 
-def test_a_drain_that_is_back_before_the_ranks_are_is_undone(journaled: Journaled) -> None:
+def test_a_recovered_drain_can_be_undone_before_the_ranks_join(journaled: Journaled) -> None:
     WireRank(journaled.address).register(registration(0)).wait_for("registered")
     with AdminClient(journaled.address) as admin:
         admin.drain("m")
@@ -187,7 +187,7 @@ def test_a_clean_stop_leaves_a_snapshot_and_no_changes(journaled: Journaled) -> 
     assert scheduler.send(scheduler.step(1, "abc", 14)) == answers
 
 
-def test_leases_begin_anew_with_the_process(journaled: Journaled) -> None:
+def test_leases_restart_with_the_process(journaled: Journaled) -> None:
     create(journaled.address)
     Scheduler(journaled.address)
     journaled.restart()
@@ -197,7 +197,7 @@ def test_leases_begin_anew_with_the_process(journaled: Journaled) -> None:
         assert client.get_pool("m").activity.leases_expired == 1
 
 
-def test_other_settings_change_nothing_of_what_there_was(journaled: Journaled) -> None:
+def test_other_settings_do_not_change_the_recovered_state(journaled: Journaled) -> None:
     """Changes are made again as they were, whatever the next server would make of the same calls."""
     create(journaled.address)
     requests = [
@@ -249,7 +249,7 @@ def test_two_servers_do_not_share_a_journal(journaled: Journaled, tmp_path: Path
 
 
 @pytest.mark.parametrize("damage", ["flip", "boot"])
-def test_what_cannot_be_trusted_is_dropped(journaled: Journaled, damage: str) -> None:
+def test_an_invalid_journal_is_dropped(journaled: Journaled, damage: str) -> None:
     create(journaled.address)
     scheduler = Scheduler(journaled.address)
     scheduler.send(scheduler.step(1, "abc", 14))
@@ -285,7 +285,7 @@ def test_what_cannot_be_trusted_is_dropped(journaled: Journaled, damage: str) ->
     assert ["journal dropped" in each for each in told] == [True, False]
 
 
-def test_ranks_come_back_with_their_tensors_in_the_same_epoch(journaled: Journaled) -> None:
+def test_ranks_rejoin_with_their_tensors_in_the_same_epoch(journaled: Journaled) -> None:
     ranks = [WireRank(journaled.address).register(registration(rank)) for rank in range(2)]
     for rank in ranks:
         rank.allocate()
@@ -311,7 +311,7 @@ def test_ranks_come_back_with_their_tensors_in_the_same_epoch(journaled: Journal
         rank.cut()
 
 
-def test_ranks_that_are_others_begin_an_epoch(journaled: Journaled) -> None:
+def test_other_ranks_begin_an_epoch(journaled: Journaled) -> None:
     ranks = [WireRank(journaled.address).register(registration(rank)) for rank in range(2)]
     for rank in ranks:
         rank.allocate()
@@ -359,7 +359,7 @@ def test_a_full_disk_costs_the_journal_and_no_answer(journaled: Journaled) -> No
         assert after == before
 
 
-def test_real_workers_keep_their_tensors_over_a_killed_server(tmp_path: Path) -> None:
+def test_real_workers_keep_their_tensors_while_a_server_restarts(tmp_path: Path) -> None:
     address = f"127.0.0.1:{free_port()}"
     journal = {"folder": str(tmp_path / "journal")}
     server = ServerProcess(address, journal=journal)

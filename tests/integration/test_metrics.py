@@ -56,7 +56,7 @@ def values(port: int, pool: str) -> dict[str, float]:
     return {name: value for (name, labels), value in scrape(port).items() if labels == only}
 
 
-def test_metrics_say_what_get_pool_says(client: Client, served: Served) -> None:
+def test_metrics_match_get_pool(client: Client, served: Served) -> None:
     client.create_pool(pool_config("told", num_blocks=20))
     with client.open_session("told") as session:
         for name, prompt in (("x", [9] * 20), ("a", PROMPT), ("b", PROMPT), ("c", PROMPT)):
@@ -136,7 +136,7 @@ def test_retries_and_lease_expiries_are_counted(client: Client, served: Served) 
     assert values(served[1], "leases")["kvpool_sessions"] == 0
 
 
-def test_one_pool_too_many_is_refused_and_nothing_is_changed() -> None:
+def test_a_pool_above_the_limit_is_refused_without_changes() -> None:
     port = free_port()
     with running_server(metrics={"address": f"127.0.0.1:{port}"}, max_pools=1) as address, connect(address) as client:
         client.create_pool(pool_config("one"))
@@ -148,7 +148,7 @@ def test_one_pool_too_many_is_refused_and_nothing_is_changed() -> None:
     assert pools == {"one"}
 
 
-def test_metrics_are_off_unless_asked_for() -> None:
+def test_metrics_are_off_by_default() -> None:
     server = ServerProcess("127.0.0.1:0")
     try:
         listening = subprocess.run(
@@ -186,7 +186,7 @@ print(json.dumps(sorted(ports)))
         (["--max-pools", "0"], "max_pools: 0 is not in [1, 1048576]"),
     ],
 )
-def test_bad_settings_are_refused_in_a_line(option: list[str], words: str) -> None:
+def test_invalid_settings_are_refused_in_one_line(option: list[str], words: str) -> None:
     command = [KVPOOL, "serve", "--listen", "127.0.0.1:0", *option]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 2
@@ -194,7 +194,7 @@ def test_bad_settings_are_refused_in_a_line(option: list[str], words: str) -> No
     assert "Traceback" not in done.stderr
 
 
-def test_a_port_in_use_stops_the_start_with_a_sentence() -> None:
+def test_a_port_in_use_ends_the_start_with_a_message() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()

@@ -36,7 +36,7 @@ def metrics_of(registry: CollectorRegistry) -> Iterator[int]:
         server.stop()
 
 
-def test_whoever_breaks_off_leaves_nothing_in_the_log_but_json(tmp_path: Path) -> None:
+def test_aborted_connections_are_logged_as_json_only(tmp_path: Path) -> None:
     port = free_port()
     command = [KVPOOL, "serve", "--listen", f"unix:{tmp_path / 's'}", "--metrics-listen", f"127.0.0.1:{port}"]
     process = subprocess.Popen([*command, "--log-format", "json"], stderr=subprocess.PIPE, text=True)
@@ -53,14 +53,14 @@ def test_whoever_breaks_off_leaves_nothing_in_the_log_but_json(tmp_path: Path) -
     assert [json.loads(line)["message"] for line in [*first, *rest]][-1] == "server stopped"
 
 
-def test_a_peer_that_says_nothing_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_silent_peer_is_disconnected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wire_metrics_http._Handler, "timeout", 0.05)
     with metrics_of(CollectorRegistry()) as port, socket.create_connection(("127.0.0.1", port)) as peer:
         peer.settimeout(10)
         assert peer.recv(1) == b"", "closed"
 
 
-async def test_a_busy_loop_fails_the_scrape_in_a_line(
+async def test_a_busy_loop_fails_the_scrape_with_one_line(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(exporter, "SCRAPE_SECONDS", 0.05)

@@ -71,7 +71,7 @@ def listened(rank: WireRank) -> None:
     rank.beat(77).wait_for("status", lambda m: m.status.heartbeat_sequence == 77)
 
 
-def test_it_is_answered_when_every_rank_keeps_the_process_before_out(
+def test_a_resumption_is_answered_after_every_rank_fenced(
     server: ServerProcess, client: Client, stub: allocator_pb2_grpc.AllocatorServiceStub
 ) -> None:
     ranks = form(server.addresses[0], 2, 2)
@@ -100,7 +100,7 @@ def test_it_is_answered_when_every_rank_keeps_the_process_before_out(
     assert client.get_pool("m").quarantined_blocks == 0
 
 
-def test_it_can_be_sent_again_and_waits_again(
+def test_a_resumption_can_be_repeated_and_waits_again(
     server: ServerProcess, client: Client, stub: allocator_pb2_grpc.AllocatorServiceStub
 ) -> None:
     (rank,) = form(server.addresses[0], 1, 1)
@@ -118,7 +118,7 @@ def test_it_can_be_sent_again_and_waits_again(
     assert late.result(timeout=20) == told
 
 
-def test_the_lease_does_not_run_out_meanwhile(
+def test_the_lease_does_not_expire_while_waiting(
     server: ServerProcess, client: Client, stub: allocator_pb2_grpc.AllocatorServiceStub
 ) -> None:
     (rank,) = form(server.addresses[0], 1, 1)
@@ -144,7 +144,7 @@ def evict(address: str) -> None:
     ],
     ids=["evicted", "epoch", "stopped"],
 )
-def test_what_ends_the_session_ends_the_wait(
+def test_the_end_of_the_session_ends_the_wait(
     end: Callable[[ServerProcess, WireRank], object],
     told: tuple[type[KvpoolError], str],
     server: ServerProcess,
@@ -159,7 +159,7 @@ def test_what_ends_the_session_ends_the_wait(
     assert (type(error), error.reason) == told
 
 
-def test_another_process_that_resumes_it_ends_the_wait_of_the_first(
+def test_a_second_resumption_ends_the_wait_of_the_first(
     server: ServerProcess, client: Client, stub: allocator_pb2_grpc.AllocatorServiceStub
 ) -> None:
     (rank,) = form(server.addresses[0], 1, 1)
@@ -174,7 +174,7 @@ def test_another_process_that_resumes_it_ends_the_wait_of_the_first(
     assert second.result(timeout=20).session.session_number == 3
 
 
-def test_ranks_of_which_one_does_not_fence_are_not_waited_for() -> None:
+def test_ranks_are_not_waited_for_if_one_does_not_fence() -> None:
     with running_server(rank_timing=TIMING) as address, connect(address) as client:
         fencing, _ = form(address, 2, 1)
         before = fill(client)
@@ -184,7 +184,7 @@ def test_ranks_of_which_one_does_not_fence_are_not_waited_for() -> None:
         after.close()
 
 
-def test_a_server_that_was_killed_meanwhile_waits_for_its_ranks_anew(tmp_path: Path) -> None:
+def test_a_server_killed_meanwhile_waits_for_its_ranks_again(tmp_path: Path) -> None:
     with TemporaryDirectory() as folder:
         settings: dict[str, Any] = {"journal": {"folder": str(tmp_path)}, "rank_timing": TIMING}
         address = f"unix:{folder}/s"

@@ -103,7 +103,7 @@ PLANTED: dict[str, tuple[Any, str, Any]] = {
 
 
 @pytest.mark.parametrize("bug", PLANTED)
-def test_a_planted_bug_is_found(monkeypatch: pytest.MonkeyPatch, bug: str) -> None:
+def test_an_injected_bug_is_found(monkeypatch: pytest.MonkeyPatch, bug: str) -> None:
     seed, what = first_found(monkeypatch, *PLANTED[bug])
 
     assert what, f"{TRIES} schedules did not find that {bug}"
