@@ -1,4 +1,4 @@
-"""The ZeroMQ transport on real sockets: subscribers that join late, drop, lag and see a restart; both framings."""
+"""The ZeroMQ transport on real sockets: late, dropping and lagging subscribers, restarts, and both framings."""
 
 import asyncio
 import contextlib
@@ -81,11 +81,11 @@ class Router:
                 await asyncio.sleep(0.01)
 
     async def settled(self, site: Site) -> None:
-        """Waits until the map is as new as the server's, and compares them."""
+        """Waits until the map has caught up with the server, and compares both."""
         while not (self.state.is_settled and self.state.next == site.publisher.num_published):
             assert not self._task.done(), self._task
             if self.state.is_settled and site.publisher._next > site.publisher._log.last_sequence:
-                await site.work(1)  # what was dropped last is found out with the next message
+                await site.work(1)  # the next message reveals the last dropped one
             await asyncio.sleep(0.02)
         assert self.state.known == truth(site.pool) != set()
         self._task.cancel()
@@ -147,7 +147,7 @@ async def test_a_router_follows_a_restarted_server(site: Callable[..., Site]) ->
 
 
 async def ask(site: Site, request: bytes, endpoint: str = "") -> list[list[bytes]]:
-    """Asks as vLLM's clients do; returns the answers up to the last."""
+    """Sends a request as vLLM's clients do; returns all replies."""
     with zmq.asyncio.Context() as context, context.socket(zmq.DEALER) as socket:
         socket.connect(endpoint or site.events.replay_endpoint)
         await socket.send_multipart([b"", request])
@@ -215,7 +215,7 @@ async def test_a_request_of_no_known_kind_is_logged(
         socket.connect(place.events.replay_endpoint)
         await socket.send_multipart([b"", b"short"])
         await socket.send_multipart([b"", publisher.STATUS_REQUEST])
-        await socket.recv_multipart()  # requests are begun in order
+        await socket.recv_multipart()  # requests are started in order
     assert [record.message for record in caplog.records].count("event request malformed") == 1
 
 
@@ -295,7 +295,7 @@ def test_serve_reports_invalid_endpoints() -> None:
 
 
 def test_serve_reads_event_settings_from_a_file(tmp_path: Path) -> None:
-    """Every one of them is known by its flag's name; the last one read is what is wrong here."""
+    """Every setting is known by the name of its flag; the last one is invalid here."""
     settings = {
         "events_endpoint": "tcp://*:5557",
         "events_replay_endpoint": "tcp://*:5657",
@@ -332,7 +332,7 @@ def test_a_server_that_publishes_starts_and_stops_from_the_command_line(tmp_path
 
 
 def test_recreated_pools_reuse_one_pair_of_endpoints(tmp_path: Path) -> None:
-    """Names come from clients: endpoints must not grow with them."""
+    """The number of endpoints must not grow with the names that clients choose."""
     endpoints = {"endpoint": f"ipc://{tmp_path / 'e'}", "replay_endpoint": f"ipc://{tmp_path / 'r'}"}
     with running_server(events=endpoints) as address, connect(address) as client, AdminClient(address) as admin:
         for number in range(20):

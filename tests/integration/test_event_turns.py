@@ -1,4 +1,4 @@
-"""Long work in bits: one bit in a turn of the loop, however many want one."""
+"""Long work in small parts: one part per turn of the loop, for all waiters together."""
 
 import asyncio
 import contextlib

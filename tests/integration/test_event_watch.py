@@ -41,14 +41,14 @@ GROUPS = (
 
 
 def config(name: str) -> PoolConfig:
-    """A pool whose hashes are the same on every server."""
+    """A pool with the same hashes on every server."""
     return PoolConfig(
         PoolName(name), 2000, 4096, GROUPS, hash_scheme=HashScheme(none_hash=b"n" * 32), enable_events=True
     )
 
 
 def work(session: Session, start: int, end: int) -> None:
-    """Admits and frees these requests: all share a prefix, every third loses a block."""
+    """Admits and frees these requests: all share a prefix, every third one has a block evicted."""
     for i in range(start, end):
         request = session.request(f"r{i}", [1] * 16 + [i] * 200)
         assert session.admit(request) is not None
@@ -59,7 +59,7 @@ def work(session: Session, start: int, end: int) -> None:
 
 
 def expected(name: str, end: int) -> PrefixIndex:
-    """What is cached after that, by a pool in this process."""
+    """The cached blocks after that, from a pool in this process."""
     with connect("embedded:") as twin:
         twin.create_pool(config(name))
         with twin.open_session(name) as session:
@@ -162,7 +162,7 @@ def test_invalid_fields_are_refused_by_name(client: Client, address: str) -> Non
 
 
 class ResumableWatch:
-    """A router: an index that a thread keeps."""
+    """A router: an index that a thread updates."""
 
     def __init__(self, client: Client, pool: str) -> None:
         self.index = PrefixIndex()
@@ -181,7 +181,7 @@ class ResumableWatch:
             assert self.is_over
 
     def wait(self, twin: PrefixIndex, boot_id_before: str = "") -> None:
-        """Waits for the map to be the twin's, on another boot than before."""
+        """Waits until the index equals the twin's, on another boot than before."""
         with self.news:
             assert self.news.wait_for(
                 lambda: (
@@ -194,7 +194,7 @@ class ResumableWatch:
 
 
 def serve_requests(address: str, count: int) -> None:
-    """A scheduler that makes the pool, serves so many requests, and is done."""
+    """A scheduler that creates the pool, serves `count` requests, and ends."""
     with connect(address, deadline_seconds=10.0) as client:
         client.create_pool(config("m"))
         with client.open_session("m") as session:

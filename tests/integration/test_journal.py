@@ -1,4 +1,4 @@
-"""A real server that is killed and started again: its schedulers, its ranks and its operators find what was there."""
+"""A real server that is killed and restarted: schedulers, ranks and operators find their state again."""
 
 import contextlib
 import signal
@@ -25,7 +25,7 @@ from support.workers import worker_processes
 
 
 class Journaled:
-    """A server with a journal, at one address over all its lives."""
+    """A server with a journal that keeps its address over restarts."""
 
     def __init__(self, folder: Path, **settings: object) -> None:
         self.folder = folder / "journal"
@@ -58,7 +58,7 @@ def journaled(tmp_path: Path) -> Iterator[Journaled]:
 
 
 class Scheduler:
-    """Unary calls and single steps of one session, as bytes on the wire, sent again as often as it takes."""
+    """Unary calls and single steps of one session on the wire, retried until they are answered."""
 
     def __init__(self, address: str, pool: str = "m") -> None:
         self.address = address
@@ -112,13 +112,13 @@ def test_a_session_continues_and_a_lost_answer_is_repeated(journaled: Journaled)
     assert info(journaled.address) == before
     assert scheduler.send(second, first) == answers[::-1]
     third = scheduler.send(scheduler.step(3, "abcd", 18))[0]
-    assert third.num_hit_tokens[1] == 12  # a prefix that was cached before
+    assert third.num_hit_tokens[1] == 12  # a prefix cached before the restart
     journaled.restart()
     assert scheduler.send(scheduler.step(4, "abcd", 18))[0].num_hit_tokens[1] == 16
 
 
 def test_a_server_killed_repeatedly_during_steps_recovers(journaled: Journaled) -> None:
-    """Every answer that came stands: sent again to the next process, the step gets it again."""
+    """Every answer is kept: the next process answers a repeated step with the same result."""
     create(journaled.address, num_blocks=2000)
     scheduler = Scheduler(journaled.address)
     answered: dict[int, step_pb2.StepResult] = {}
@@ -198,7 +198,7 @@ def test_leases_restart_with_the_process(journaled: Journaled) -> None:
 
 
 def test_other_settings_do_not_change_the_recovered_state(journaled: Journaled) -> None:
-    """Changes are made again as they were, whatever the next server would make of the same calls."""
+    """Changes are replayed with their original effect, even if the new settings would change it."""
     create(journaled.address)
     requests = [
         allocator_pb2.OpenSessionRequest(pool_name="m", open_key="asked", lease_seconds=5.0, max_blocks=40),
@@ -270,7 +270,7 @@ def test_an_invalid_journal_is_dropped(journaled: Journaled, damage: str) -> Non
         scheduler.send(scheduler.step(2, "abc", 14))
     assert from_rpc_error(caught.value).reason == "JOURNAL_DROPPED"
     told = []
-    for _ in range(2):  # the new journal knows of it, too
+    for _ in range(2):  # the new journal has it, too
         with pytest.raises(grpc.RpcError) as caught:
             Scheduler(journaled.address)
         error = from_rpc_error(caught.value)
@@ -296,7 +296,7 @@ def test_ranks_rejoin_with_their_tensors_in_the_same_epoch(journaled: Journaled)
     step.block_hashes = b""
     answers = scheduler.send(step)
     journaled.restart()
-    assert info(journaled.address).state == 3  # degraded, until they are back
+    assert info(journaled.address).state == 3  # degraded until the ranks rejoin
     for rank in ranks:
         rank.wait_ended()
     held = HeldTensors(ready.epoch, ready.num_blocks)
@@ -333,7 +333,7 @@ def test_other_ranks_begin_an_epoch(journaled: Journaled) -> None:
 
 
 def test_a_full_disk_costs_the_journal_and_no_answer(journaled: Journaled) -> None:
-    """The process may write files of 20,000 bytes: first the log is too long, then a new journal has room."""
+    """The process may write files of up to 20,000 bytes: the first log exceeds this, a new journal does not."""
     create(journaled.address)
     scheduler = Scheduler(journaled.address)
     limit = ["prlimit", f"--pid={journaled.server.process.pid}"]

@@ -1,4 +1,4 @@
-"""What servers and workers write to stderr over their life, in JSON, compared with docs/logs.md."""
+"""JSON logs of servers and workers, compared with docs/logs.md."""
 
 import json
 import os
@@ -48,7 +48,7 @@ def server(address: str) -> Iterator[LoggingProcess]:
 
 
 def entries(process: LoggingProcess) -> list[Entry]:
-    """All lines, each checked against the page."""
+    """All lines, checked against the page."""
     events = documented_events()
     found = []
     for line in process.lines:
@@ -63,7 +63,7 @@ def entries(process: LoggingProcess) -> list[Entry]:
 
 
 def named(process: LoggingProcess, message: str) -> list[Entry]:
-    """The fields of all entries of this name."""
+    """The fields of all entries with this message."""
     common = ("time", "level", "logger", "message")
     return [
         {name: value for name, value in entry.items() if name not in common}

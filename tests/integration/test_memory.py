@@ -1,4 +1,4 @@
-"""Engines that hold the tensors themselves, over real sockets: they share what is cached in one memory alone."""
+"""Engines that own the tensors, over real sockets: engines share the cache only if they use the same memory."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -45,7 +45,7 @@ def num_hit_tokens(session: Session) -> int:
 
 
 def open_and_die(address: str, pool: str, memory_id: str) -> None:
-    """Opens a session and caches ten blocks, as a process does that is killed then: nobody closes or renews it."""
+    """Opens a session, caches ten blocks, and abandons the session like a killed process."""
     with grpc.insecure_channel(address) as channel:
         stub = allocator_pb2_grpc.AllocatorServiceStub(channel)
         opened = stub.OpenSession(

@@ -1,4 +1,4 @@
-"""A real server's /metrics, scraped by HTTP while real sessions work."""
+"""/metrics of a real server, scraped over HTTP while real sessions work."""
 
 import json
 import signal
@@ -51,7 +51,7 @@ def scrape(port: int) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
 
 
 def values(port: int, pool: str) -> dict[str, float]:
-    """Samples that have no label but the pool's, by name."""
+    """Samples without labels except the pool, by name."""
     only = frozenset({("pool", pool)})
     return {name: value for (name, labels), value in scrape(port).items() if labels == only}
 
@@ -102,7 +102,7 @@ def test_calls_are_counted_by_code_and_unknown_methods_are_not(client: Client, s
         waiting = stub.WaitUntilReady.future(
             allocator_pb2.WaitUntilReadyRequest(pool_name="nowhere", timeout_seconds=60)
         )
-        time.sleep(0.2)  # it is on the server, or it is not: either way it ends below
+        time.sleep(0.2)  # whether or not it has reached the server, it ends below
         waiting.cancel()
     deadline = time.monotonic() + 10
     wanted = {("GetPool", "NOT_FOUND"), ("Schedule", "NOT_FOUND"), ("WaitUntilReady", "CANCELLED")}
@@ -220,5 +220,5 @@ def test_a_server_under_scrapes_stops_cleanly() -> None:
             scrape(port)
         except (urllib.error.URLError, ConnectionError):
             break
-    _, errors = server.process.communicate(timeout=30)  # not told a second time: that would end it at once
+    _, errors = server.process.communicate(timeout=30)  # no second signal: that would end it at once
     assert (server.process.returncode, errors.count("Traceback")) == (0, 0), errors

@@ -1,4 +1,4 @@
-"""What may come to a metrics port: peers that break off, say nothing or garbage; and a loop that is busy."""
+"""The metrics port with peers that abort, stay silent or send garbage, and with a busy event loop."""
 
 import asyncio
 import contextlib
@@ -44,7 +44,7 @@ def test_aborted_connections_are_logged_as_json_only(tmp_path: Path) -> None:
     first = [process.stderr.readline() for _ in range(2)]
     for said in (b"GET /metrics HT", b"garbage\r\n\r\n", b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n"):
         with socket.create_connection(("127.0.0.1", port)) as peer:
-            peer.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # reset, not closed
+            peer.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # close with a reset
             peer.sendall(said)
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
         assert b"kvpool_build_info" in answer.read()
@@ -77,7 +77,7 @@ async def test_a_busy_loop_fails_the_scrape_with_one_line(
     with metrics_of(registry) as port, caplog.at_level(logging.DEBUG, "kvpool.metrics"):
         scraper = threading.Thread(target=scrape, args=(port,))
         scraper.start()
-        scraper.join(30)  # blocks the loop, as a bug would
+        scraper.join(30)  # blocks the loop, like a bug
     assert failures == [503]
     assert [record.message for record in caplog.records] == ["scrape failed"]
     assert capfd.readouterr().err == ""

@@ -1,4 +1,4 @@
-"""A session that is resumed on ranks that fence: answered when no step of the process before can touch its blocks."""
+"""Resumption on ranks that fence: answered when no step of the previous process can touch the blocks."""
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -49,13 +49,13 @@ def fill(client: Client, lease_seconds: float = 60.0) -> Session:
 
 
 def resuming(stub: allocator_pb2_grpc.AllocatorServiceStub, session: Session, key: str = "k") -> Any:
-    """A call that may take long."""
+    """Starts a resumption, which may take long."""
     request = allocator_pb2.ResumeSessionRequest(session_id=session.session_id, resume_key=key)
     return stub.ResumeSession.future(request)
 
 
 def fence_of(rank: WireRank, last: int, after: int = 0) -> worker_pb2.Fence:
-    """The fence that was sent when a number had been given, and after another fence."""
+    """Waits for a fence with this last session number and a sequence above `after`."""
     found = rank.wait_for("fence", lambda m: m.fence.last_session_number == last and m.fence.fence_sequence > after)
     return found.fence
 
@@ -67,7 +67,7 @@ def refusal(call: Any) -> KvpoolError:
 
 
 def listened(rank: WireRank) -> None:
-    """Waits until the server has heard all that a rank said."""
+    """Waits until the server has handled all messages of a rank."""
     rank.beat(77).wait_for("status", lambda m: m.status.heartbeat_sequence == 77)
 
 
@@ -113,7 +113,7 @@ def test_a_resumption_can_be_repeated_and_waits_again(
     keep(rank, later)
     told = again.result(timeout=20)
     assert told.session.session_number == 2
-    late = resuming(stub, before)  # whoever asks when it is over is answered likewise, and disturbs nobody
+    late = resuming(stub, before)  # a request after completion gets the same answer and has no effect
     keep(rank, fence_of(rank, 2, after=later.fence_sequence))
     assert late.result(timeout=20) == told
 
@@ -205,7 +205,7 @@ def test_a_server_killed_meanwhile_waits_for_its_ranks_again(tmp_path: Path) -> 
                 listened(back)
                 assert not call.done()
 
-                def keeps_all() -> bool:  # the call comes again in its own time, and asks for another fence
+                def keeps_all() -> bool:  # the retried call requests another fence
                     keep(back, back.wait_for("fence").fence)
                     return call.done()
 

@@ -1,4 +1,4 @@
-"""The event log keeps the newest batches and says what it no longer has."""
+"""The event log keeps the newest batches and refuses older ones."""
 
 import asyncio
 
@@ -13,7 +13,7 @@ from support.core import admit, config
 
 
 def changed_pool() -> KVCacheManager:
-    """A pool that has one event to tell."""
+    """A pool with one unpublished event."""
     pool = KVCacheManager(config(enable_events=True), epoch=3)
     assert pool.reset_prefix_cache()
     return pool
@@ -115,7 +115,7 @@ def test_rule_4_a_recreated_pool_continues_above_its_predecessor() -> None:
         for _ in range(batches):
             log.publish(changed_pool())
         logs.close(PoolName(name), AbortedError("POOL_REMOVED", ""))
-    forgotten = 5 + 1  # of the first "a", and its end
+    forgotten = 5 + 1  # the batches of the first "a", and its end
     assert logs.open(PoolName("d")).last_sequence == forgotten + 2 + 1
     assert logs.open(PoolName("a")).last_sequence == forgotten + 1
     assert [logs.open(PoolName(name)).last_sequence for name in ("b", "c", "new")] == [forgotten] * 3

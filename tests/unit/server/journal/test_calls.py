@@ -1,4 +1,4 @@
-"""Rule 1 of journal/calls.py: no change of an allocator goes unrecorded."""
+"""Rule 1 of journal/calls.py: every change of an allocator is recorded."""
 
 import inspect
 
@@ -74,7 +74,7 @@ def test_a_different_result_at_replay_is_detected() -> None:
     session = recorder.world.open()
     recorder.world.admit(session, 1, "abc", 9)
     again = JournaledAllocator(WireMessages())
-    again.create_pool(config(num_blocks=21), b"n" * 32)  # a block more
+    again.create_pool(config(num_blocks=21), b"n" * 32)  # one block more
     opened, stepped = recorder.records[1:]
     again.replay(*opened)
     with pytest.raises(MismatchError):
@@ -108,7 +108,7 @@ def test_a_record_of_an_unknown_session_is_damage() -> None:
 
 
 def test_an_expired_lease_does_not_hinder_the_replay_of_a_close() -> None:
-    """The time at which sessions are heard of is no record: only what came of it is."""
+    """Lease renewals are not recorded; only their consequences are."""
     recorder = Recorder()
     session = recorder.world.open(lease_seconds=1.0)
     recorder.world.now_seconds = 5.0
@@ -121,7 +121,7 @@ def test_an_expired_lease_does_not_hinder_the_replay_of_a_close() -> None:
 
 
 def test_a_request_with_a_negative_number_is_recorded() -> None:
-    """A unary call that gives its request no number is given one below 0, which the wire's steps do not have."""
+    """A request of a unary call without a number gets one below 0, which steps on the wire do not have."""
     recorder = Recorder()
     session = recorder.world.open()
     number = session.free_number()

@@ -1,4 +1,4 @@
-"""Rules are those of journal/codec.py."""
+"""Tests of journal/codec.py; they cite its rules."""
 
 from array import array
 from collections import OrderedDict, deque

@@ -1,4 +1,4 @@
-"""Rules are those of journal/copy_on_write.py."""
+"""Tests of journal/copy_on_write.py; they cite its rules."""
 
 import random
 from itertools import chain

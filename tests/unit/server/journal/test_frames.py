@@ -1,4 +1,4 @@
-"""Rules are those of journal/frames.py."""
+"""Tests of journal/frames.py; they cite its rules."""
 
 import io
 

@@ -1,4 +1,4 @@
-"""Rules are those of journal/journal.py."""
+"""Tests of journal/journal.py; they cite its rules."""
 
 import asyncio
 import contextlib
@@ -34,7 +34,7 @@ def names(folder: Path) -> list[str]:
 
 
 def dies(journal: Journal, folder: Path) -> Allocator:
-    """The state that the next process finds."""
+    """The state that the next process recovers."""
     kill(journal)
     return recovered(folder).allocator
 
@@ -108,19 +108,19 @@ async def test_a_failed_write_deletes_the_journal_and_a_new_one_begins(tmp_path:
         traffic.change()
     assert names(tmp_path) == ["lock", "pools"]
     assert not journal.allocator.sink
-    traffic.change()  # goes on serving
+    traffic.change()  # the server continues to work
     running = asyncio.create_task(journal.run())
     while not journal.counts.is_up:
         traffic.change()
         await asyncio.sleep(0.005)
     running.cancel()
-    assert journal.counts.failures == 2  # the first snapshot of the new one failed, too
+    assert journal.counts.failures == 2  # the first snapshot of the new journal failed, too
     traffic.change()
     assert_alike(journal.allocator, dies(journal, tmp_path))
 
 
 class DeathError(BaseException):
-    """The end of the process."""
+    """The death of the process."""
 
 
 @pytest.mark.parametrize("num_deleted", range(5))
@@ -128,7 +128,7 @@ class DeathError(BaseException):
 async def test_a_death_during_the_deletion_leaves_no_outdated_state(
     tmp_path: Path, faults: ArmedFaults, monkeypatch: pytest.MonkeyPatch, num_deleted: int, flipped_bits: int
 ) -> None:
-    """What is found is the newest state, as if nothing had been deleted yet, or nothing; of a damaged one nothing."""
+    """The next process recovers the newest state or nothing, and nothing from a damaged journal."""
     journal, traffic = begun(tmp_path, faults=faults)
     for _ in range(20):
         traffic.change()
@@ -184,7 +184,7 @@ def test_a_journal_given_up_before_its_first_pool_is_reported(tmp_path: Path, fa
 
 def test_a_journal_above_its_maximum_size_is_given_up(tmp_path: Path) -> None:
     journal, traffic = begun(tmp_path, max_bytes=2**20)
-    while journal.counts.is_up:  # nobody writes snapshots
+    while journal.counts.is_up:  # no snapshot is written
         traffic.change()
         assert journal.counts.size_bytes <= 2**20
     assert journal.counts.failures == 1

@@ -1,4 +1,4 @@
-"""Rules are those of journal/recovery.py."""
+"""Tests of journal/recovery.py; they cite its rules."""
 
 import shutil
 from collections.abc import Callable
@@ -38,7 +38,7 @@ CONFIG = config(12)
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small journal of a few changes, as a killed process leaves it."""
+    """A journal with a few changes, as a killed process leaves it."""
     folder = tmp_path_factory.mktemp("journal")
     leave_journal(folder, CONFIG, SEED, COUNT)
     return folder
@@ -67,10 +67,10 @@ def test_a_snapshot_keeps_the_memory_of_a_pool(tmp_path: Path) -> None:
     for memory_id in ("a", "b"):
         session = world.open(memory_id=memory_id)
         world.allocator.close_session(session.session_id, 0.0)
-    journal.begin(0.0)  # with a snapshot of all that
+    journal.begin(0.0)  # writes a snapshot of the current state
     kill(journal)
     found = recovered(tmp_path)
-    assert (found.num_records, found.dropped) == (1, "")  # leases begin anew
+    assert (found.num_records, found.dropped) == (1, "")  # the renewal of the leases
     pool = found.allocator.pool("m")
     assert (pool.epoch, pool.memory_id) == (2, "b")
     assert_alike(world.allocator, found.allocator)
@@ -98,7 +98,7 @@ def test_a_changed_byte_drops_the_journal_or_changes_nothing(folder: Path, state
             changed[i] ^= 1 << i % 8
             path.write_bytes(changed)
             found = recovered(folder)
-            if path.name == "pools":  # is read only when the rest is dropped
+            if path.name == "pools":  # read only if the journal is dropped
                 assert_alike(states[-1], found.allocator)
             else:
                 assert found.dropped == "DAMAGED", (path.name, i)
@@ -236,7 +236,7 @@ def test_a_dropped_journal_restarts_above_its_epochs(folder: Path) -> None:
 
 
 def test_it_recovers_after_each_of_many_deaths(folder: Path, states: list[Allocator]) -> None:
-    """Also before the first snapshot of a process is whole: the older one and all logs count."""
+    """Before the first snapshot of a process is complete, the older snapshot and all logs are used."""
     for _ in range(3):
         journal: Journal = journal_in(folder)
         assert not journal.recovery.dropped
@@ -250,7 +250,7 @@ def test_a_death_while_a_log_is_created_leaves_no_gap(folder: Path, states: list
     (folder / "log-2").write_bytes(Header("log-2", IDENTITY).encode()[:size])
     journal = journal_in(folder)
     journal.begin(0.0)
-    kill(journal)  # before its first snapshot is whole
+    kill(journal)  # before its first snapshot is complete
     found = recovered(folder)
     assert not found.dropped, found.detail
     assert_alike(states[-1], found.allocator)

@@ -1,4 +1,4 @@
-"""What Prometheus is told, parsed back as Prometheus would."""
+"""The exported metrics, parsed as Prometheus parses them."""
 
 from dataclasses import replace
 
@@ -165,9 +165,9 @@ def test_the_page_lists_exactly_the_exported_metrics() -> None:
     seen = Observations()
     seen.rpc("m", "OK", 0.1)
     text = scrape([(info_of(busy_world()), None)], seen, with_vllm=True)
-    told = {line.split()[2] for line in text.splitlines() if line.startswith("# TYPE")}
+    exported = {line.split()[2] for line in text.splitlines() if line.startswith("# TYPE")}
     listed = {word for line in PAGE.read_text().splitlines() for word in _names(line)}
-    assert {name for name in listed if not name.startswith("kvpool_worker_")} == told
+    assert {name for name in listed if not name.startswith("kvpool_worker_")} == exported
 
 
 def test_help_texts_are_sentences_and_names_follow_the_conventions() -> None:
