@@ -1,4 +1,4 @@
-"""A run against a server with a bug built in must find it; against one without, nothing."""
+"""The checks find an injected bug, and nothing in a correct server."""
 
 import signal
 import sys
@@ -24,7 +24,7 @@ FINDS = {
 
 
 def found(folder: Path, *command: str, journaled: bool = False) -> set[str]:
-    """The kinds of violations in a run without kills; with a journal the server is killed once."""
+    """Kinds of violations in a run without kills; with a journal the server is killed once."""
     plan = Plan(
         seed=1, schedulers=SCHEDULERS, ranks=0, num_blocks=130, step_seconds=0.03, journaled=journaled, command=command
     )

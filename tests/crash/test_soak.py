@@ -1,4 +1,4 @@
-"""A minute of work leaves the server's memory flat, and what a step costs it; the judgement tells flat from not."""
+"""Memory and time per step stay flat for a minute of work; the judgement detects growth."""
 
 import json
 from dataclasses import astuple
@@ -13,7 +13,7 @@ SECONDS = 60.0
 
 
 def periods(**growth: float) -> list[Period]:
-    """Twelve, in which something grows by so much from the first to the last."""
+    """Twelve periods in which figures grow by the given amounts from the first to the last."""
     made = []
     for i in range(12):
         values = {name: 100.0 * (1 + growth.get(name, 0.0) * i / 11) for name in (*TOLERANCES, "yardstick_ms")}
