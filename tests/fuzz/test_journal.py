@@ -1,6 +1,6 @@
-"""A journal's folder that anybody wrote in: a server starts with what was told, or with nothing, and never with half.
+"""A damaged journal: a server starts with a recorded state or with an empty one, never with a partial one.
 
-What hostile messages changed is made again exactly, too.
+Changes by hostile messages are replayed exactly, too.
 """
 
 import shutil
@@ -26,7 +26,7 @@ _TRIES = 150
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What a killed process leaves."""
+    """The files that a killed process leaves."""
     folder = tmp_path_factory.mktemp("journal")
     leave_journal(folder, config(16), _SEED, _CHANGES)
     return folder
@@ -43,7 +43,7 @@ def _check(found: Recovery) -> None:
 
 
 def _copies(written: Path, folder: Path) -> Iterator[tuple[Path, Path]]:
-    """The folder again and again, and one of its files."""
+    """Yields a fresh copy of the folder, and one of its files, repeatedly."""
     rng = Random(1)
     for i in range(_TRIES):
         copy = Path(shutil.copytree(written, folder / str(i)))
@@ -76,7 +76,7 @@ def _frames(path: Path) -> list[Frame]:
 
 
 def test_malformed_frames_never_prevent_the_start(written: Path, tmp_path: Path) -> None:
-    """Worse than a disk does: each frame's checksum is right, and what it holds is not."""
+    """Frames with valid checksums and malformed content, which no disk error produces."""
     rng = Random(3)
     for folder, path in _copies(written, tmp_path):
         frames = _frames(path)
@@ -97,7 +97,7 @@ def test_malformed_frames_never_prevent_the_start(written: Path, tmp_path: Path)
 
 
 def _forget_joined(allocator: Allocator) -> None:
-    """Empties what is only kept to save work, which the campaign's own look-ups fill too."""
+    """Empties caches, which the campaign's own look-ups fill too."""
     for pool in allocator.pools():
         for session in [*allocator.sessions_of(pool), *(each.session for each in pool.quarantine)]:
             for request in session.requests.values():

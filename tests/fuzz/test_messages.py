@@ -1,4 +1,4 @@
-"""Hostile messages to a server's own objects; see campaign. `make test-fuzz` sends a million."""
+"""Hostile messages to a server's objects; see campaign. `make test-fuzz` sends a million."""
 
 import re
 from pathlib import Path
@@ -17,13 +17,13 @@ async def test_every_call_answers_hostile_messages_as_documented(seed: int) -> N
     campaign = Campaign(seed)
     await campaign.run(10_000)
     await campaign.close()
-    told = summary([campaign.report], 0)
-    assert told["inputs"] == 10_000
-    assert told["integrity_checks"] == 20
-    assert told["deep_comparisons"]
-    assert told["rss_growth_bytes_a_job"] < MAX_GROWTH_BYTES
-    assert "INTERNAL" not in told["codes"]
-    for call, codes in told["codes_by_call"].items():
+    figures = summary([campaign.report], 0)
+    assert figures["inputs"] == 10_000
+    assert figures["integrity_checks"] == 20
+    assert figures["deep_comparisons"]
+    assert figures["rss_growth_bytes_a_job"] < MAX_GROWTH_BYTES
+    assert "INTERNAL" not in figures["codes"]
+    for call, codes in figures["codes_by_call"].items():
         assert codes.get("OK"), f"{call} was never got right, so nothing behind its checks was tried"
 
 
