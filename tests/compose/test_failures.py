@@ -1,4 +1,4 @@
-"""What is killed, cut off or restarted comes back by itself or with its successor, and no block is lost."""
+"""Killed, disconnected or restarted services recover by themselves or by a successor, and no block is lost."""
 
 from kvpool.client import PoolInfo, PoolState, RankState
 from support.compose import POOL, PROJECT, SCHEDULERS, Failure, Stack, docker, eventually
@@ -13,7 +13,7 @@ def missing_ranks(stack: Stack) -> float:
 
 
 def kill_server(stack: Stack, failure: Failure) -> PoolInfo:
-    """Kills the server, and starts it again until the schedulers play on; returns the pool as it came back."""
+    """Kills and restarts the server until the schedulers continue; returns the recovered pool."""
     stack.compose("kill", "server")
     eventually("Prometheus to miss it", lambda: stack.prometheus.value('up{job="kvpool-server"}') == 0)
     failure.noticed()
@@ -51,7 +51,7 @@ def test_a_killed_worker_suspends_the_pool_and_its_successor_begins_a_new_epoch(
 
 
 def test_a_missing_worker_fires_the_alert(stack: Stack, failures: list[Failure]) -> None:
-    """By then schedulers may have waited as long as they do, and closed their sessions."""
+    """Schedulers may have reached their deadline by then, and closed their sessions."""
     stack.wait_ready()
     failure = Failure("worker-1 killed, started again after the alert")
     failures.append(failure)
@@ -108,7 +108,7 @@ def test_blocks_of_a_killed_scheduler_are_free_after_its_lease(stack: Stack, fai
     assert (pool.sessions, pool.requests) == (0, 0)
     assert pool.cached_blocks > 0
     assert failure.recovered_seconds is not None
-    assert failure.recovered_seconds < LEASE_SECONDS + 5  # it is looked for, and ranks are asked, now and then
+    assert failure.recovered_seconds < LEASE_SECONDS + 5  # polls at intervals
     eventually("the metrics", lambda: stack.prometheus.increase_since(ENDED % "lease_expired", expired) == 1)
     eventually("the alert", lambda: stack.prometheus.alert_states().get("KvpoolLeasesExpired") == "firing")
     stack.compose("start", *SCHEDULERS)

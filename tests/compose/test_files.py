@@ -1,4 +1,4 @@
-"""The files of deploy/ are well-formed, agree with each other, and every alert has a test and a section to read."""
+"""The files of deploy/ are valid and consistent, and every alert has a test and a section in the docs."""
 
 import copy
 import json
@@ -25,7 +25,7 @@ MANIFESTS: list[dict[str, Any]] = [
 
 
 def keys_that_stand_twice(node: Any) -> list[str]:
-    """Those of all mappings in a YAML node, with their lines: a loader takes the last, and says nothing."""
+    """Duplicate keys of all mappings in a YAML node, with their lines; a loader silently takes the last one."""
     if isinstance(node, yaml.ScalarNode):
         return []
     if isinstance(node, yaml.SequenceNode):
@@ -128,7 +128,7 @@ def test_manifests_match_their_schemas(checked: dict[str, Any]) -> None:
 
 
 def assert_service_monitor(checked: dict[str, Any]) -> None:
-    """Types and required fields are the custom resource definition's; a field that it has not would be lost."""
+    """Types and required fields follow the custom resource definition, which drops unknown fields."""
     read = ServiceMonitor.model_validate(checked)
     kept = read.model_dump(by_alias=True, exclude_none=True, mode="json")
     assert kept["spec"] == checked["spec"]

@@ -1,4 +1,4 @@
-"""The images hold what is locked and nothing else, run as nobody in particular, and stop when told to."""
+"""The images contain exactly the locked packages, run unprivileged, and stop on a signal."""
 
 import json
 import re
@@ -11,7 +11,7 @@ from support.compose import DEPLOY, Stack, docker
 
 SERVER, WORKER = "kvpool-server", "kvpool-worker"
 INSTALLED = "import importlib.metadata as m; print(*(f'{d.name}=={d.version}' for d in m.distributions()))"
-OF_TORCH = re.compile("nvidia-|cuda-|triton")  # its builds for GPUs pin these themselves
+OF_TORCH = re.compile("nvidia-|cuda-|triton")  # pinned by torch's GPU builds themselves
 OF_THE_BASE = {"pip", "setuptools", "wheel"}
 
 
@@ -30,7 +30,7 @@ def installed(image: str) -> dict[str, str]:
 
 
 def locked(*names: str) -> dict[str, list[tuple[str, str]]]:
-    """By package: versions, each with the marker of the environments that it is for."""
+    """Versions by package, each with the marker of its environments."""
     found: dict[str, list[tuple[str, str]]] = {}
     lines = (line for name in names for line in (DEPLOY / "requirements" / f"{name}.lock").read_text().splitlines())
     for line in lines:

@@ -1,4 +1,4 @@
-"""The stack as it comes up: all healthy, played on, and Prometheus says what the server says."""
+"""The started stack: services are healthy, schedulers work, and Prometheus has the server's figures."""
 
 import json
 import math
@@ -13,7 +13,7 @@ DASHBOARD = DEPLOY / "grafana" / "dashboards" / "kvpool.json"
 
 
 def expressions() -> list[str]:
-    """Every expression of the dashboard, as Grafana would send it for all pools and a short time range."""
+    """Every expression of the dashboard, as Grafana sends it for all pools and a short time range."""
     dashboard = json.loads(DASHBOARD.read_text())
     targets = [target["expr"] for panel in dashboard["panels"] for target in panel.get("targets", ())]
     return [text.replace("$pool", ".*").replace("$__rate_interval", "1m") for text in targets]
@@ -45,7 +45,7 @@ def test_every_expression_of_the_dashboard_returns_data(stack: Stack) -> None:
     stack.keep_journal()
     pending = expressions()
     assert len(pending) > 50
-    end = time.monotonic() + 150  # rates over a minute need a minute, and blocks that were sampled must be evicted
+    end = time.monotonic() + 150  # rates over a minute need a minute, and sampled blocks must be evicted
     while pending and time.monotonic() < end:
         pending = [text for text in pending if all(math.isnan(sample.value) for sample in stack.prometheus.query(text))]
         time.sleep(1)

@@ -1,8 +1,8 @@
 """Periods in which a session certainly held a block, derived from its scheduler's answers, and their conflicts.
 
 A block is certainly held from the arrival of the answer that allocated it until the message that frees it is sent, or
-the session ends. The hold ends at the latest at the first message that was never answered, and at the end of the lease that
-the last answered message renewed. A session may hold more than is known here, but never less.
+the session ends. The hold ends at the latest at the first message that was never answered, and at the end of the lease
+that the last answered message renewed. A session may hold more than is known here, but never less.
 """
 
 from collections import defaultdict

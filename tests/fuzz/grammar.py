@@ -1,7 +1,7 @@
 """Generates valid calls, from the pools, sessions, requests and numbers that exist on the server.
 
-The grammar reads them from the server's own objects. So most calls pass the first checks, and a mutated call is wrong in
-one place only.
+The grammar reads them from the server's own objects. So most calls pass the first checks, and a mutated call is wrong
+in one place only.
 """
 
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Many schedules of faults, none of which may do harm; and each is what its seed says, in whatever process it runs."""
+"""Many schedules of faults cause no violations, and a seed determines its schedule in every process."""
 
 import hashlib
 import json
@@ -31,8 +31,8 @@ def digest(seed: int) -> str:
 
 
 def test_a_seed_determines_a_schedule() -> None:
-    """Sets of strings and of objects are in another order in each process: nothing may follow it."""
-    told = [
+    """The order of sets differs between processes and must not influence a schedule."""
+    traces = [
         subprocess.run(
             [sys.executable, str(RUN), "--seed", "7", "--trace"],
             env={"PYTHONHASHSEED": str(salt), "PYTHONPATH": ":".join(sys.path)},
@@ -43,8 +43,8 @@ def test_a_seed_determines_a_schedule() -> None:
         for salt in (1, 2)
     ]
 
-    assert told[0] == told[1]
-    assert told[0].count("\n") > 100
+    assert traces[0] == traces[1]
+    assert traces[0].count("\n") > 100
 
 
 def test_a_seed_determines_a_schedule_after_another_one() -> None:
