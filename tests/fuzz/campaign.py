@@ -53,11 +53,11 @@ _WEIGHTS: Final = {
 class Kind(Enum):
     """How an input was made."""
 
-    WRITTEN = "written"
-    FIELDS = "fields spoilt"
-    BYTES = "bytes spoilt"
+    WRITTEN = "valid"
+    FIELDS = "mutated fields"
+    BYTES = "mutated bytes"
     RANDOM = "random bytes"
-    AGAIN = "sent again"
+    AGAIN = "repeated"
     FOREIGN = "another call's message"
 
 

@@ -193,9 +193,9 @@ _BYTE_WAYS: Final[tuple[Callable[[Random, bytearray, bytes], None], ...]] = (
 
 def mutate_bytes(rng: Random, data: bytes, other: bytes) -> bytes:
     """Mutates an encoded message; `other` is another message to join with it."""
-    spoilt = bytearray(data)
+    mutated = bytearray(data)
     for _ in range(rng.choice((1, 1, 2, 4))):
         way = rng.choice(_BYTE_WAYS)
-        if spoilt or way in (_join, _add_unknown, _insert):
-            way(rng, spoilt, other)
-    return bytes(spoilt)
+        if mutated or way in (_join, _add_unknown, _insert):
+            way(rng, mutated, other)
+    return bytes(mutated)

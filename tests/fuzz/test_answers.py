@@ -41,9 +41,9 @@ class LyingTransport(EmbeddedTransport):
 
     def apply(self, session_id: str, step: Step) -> StepResult:
         result = super().apply(session_id, step)
-        return self._spoil(result) if self.is_lying else result
+        return self._mutate(result) if self.is_lying else result
 
-    def _spoil(self, result: StepResult) -> StepResult:
+    def _mutate(self, result: StepResult) -> StepResult:
         while True:
             message = result_to_proto(result)
             if self._rng.random() < 0.7:

@@ -1,6 +1,6 @@
 """An event loop in virtual time, and the simulated processes whose callbacks it runs.
 
-1. The loop never waits: when no callback is ready, time moves to the next timer. It has no thread, socket or real clock.
+1. The loop never waits: when no callback is ready, time advances to the next timer. No thread, socket or real clock.
 2. Every callback belongs to the process in whose context it was created, or to none (the network, the faults).
 3. The callbacks of a stopped process (SIGSTOP), including timers, are kept until it continues. A killed process never
    runs again, not even its `finally` blocks.
