@@ -56,7 +56,7 @@ def test_prometheus_has_the_figures_of_the_server(stack: Stack) -> None:
     pool = stack.stop_schedulers()
     stack.wait_scraped()
     cache = pool.prefix_cache
-    told = {
+    figures = {
         "kvpool_pool_blocks": pool.config.num_blocks - 1,
         "kvpool_pool_free_blocks": pool.free_blocks,
         "kvpool_pool_used_blocks": 0,
@@ -71,7 +71,7 @@ def test_prometheus_has_the_figures_of_the_server(stack: Stack) -> None:
         "kvpool_preemptions_total": pool.preemptions,
         "kvpool_sessions": 0,
     }
-    assert {name: stack.prometheus.value(f'{name}{{pool="{POOL}"}}') for name in told} == told
+    assert {name: stack.prometheus.value(f'{name}{{pool="{POOL}"}}') for name in figures} == figures
     hit_rate = stack.prometheus.value("kvpool_prefix_cache_hit_tokens_total / kvpool_prefix_cache_queried_tokens_total")
     assert hit_rate == pytest.approx(cache.hits_tokens / cache.queries_tokens)
     assert pool.free_blocks == pool.config.num_blocks - 1

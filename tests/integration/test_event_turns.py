@@ -62,11 +62,11 @@ async def test_many_snapshots_take_no_more_of_a_turn_than_one(tmp_path: Path, mo
     await site.start()
     await site.work(20)
     loop = LoopCounter()
-    told = SnapshotCursor.next_chunk
+    original = SnapshotCursor.next_chunk
 
     def counted(walk: SnapshotCursor, max_blocks: int) -> list[BlockStored]:
         chunks[loop.now] += 1
-        return told(walk, min(max_blocks, 8))
+        return original(walk, min(max_blocks, 8))
 
     monkeypatch.setattr(SnapshotCursor, "next_chunk", counted)
 

@@ -107,25 +107,25 @@ def test_a_snapshot_describes_a_run_like_its_event(client: Client) -> None:
     client.create_pool(config("words"))
     with client.open_session("words") as session:
         session.admit(session.request("r", range(50), extra_keys=ExtraKeys(lora_name="adapter")))
-        (told,) = (batch.events for batch in [next(client.watch("words", from_sequence=1))])
+        (events,) = (batch.events for batch in [next(client.watch("words", from_sequence=1))])
         watch = client.watch("words", snapshot=True)
         kinds = [next(watch) for _ in range(3)]
         assert [batch.kind for batch in kinds] == [WatchKind.START, WatchKind.SNAPSHOT, WatchKind.SNAPSHOT_END]
-        assert kinds[1].events == told
+        assert kinds[1].events == events
 
 
 def test_a_recreated_pool_has_its_own_numbers_and_epoch(client: Client, address: str) -> None:
-    told = []
+    infos = []
     for _ in range(2):
         client.create_pool(config("again"))
         with client.open_session("again") as session:
             work(session, 0, 5)
-        told.append(client.get_pool("again"))
-        if len(told) == 1:
+        infos.append(client.get_pool("again"))
+        if len(infos) == 1:
             with AdminClient(address) as admin:
                 admin.remove_pool("again")
-    assert told[1].epoch == told[0].epoch + 1
-    for sequence in (told[0].event_sequence, told[0].event_sequence + 1):
+    assert infos[1].epoch == infos[0].epoch + 1
+    for sequence in (infos[0].event_sequence, infos[0].event_sequence + 1):
         with pytest.raises(WrongStateError) as caught:
             next(client.watch("again", from_sequence=sequence))
         assert caught.value.reason == "EVENTS_NOT_KEPT"

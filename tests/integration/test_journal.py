@@ -269,7 +269,7 @@ def test_an_invalid_journal_is_dropped(journaled: Journaled, damage: str) -> Non
     with pytest.raises(grpc.RpcError) as caught:
         scheduler.send(scheduler.step(2, "abc", 14))
     assert from_rpc_error(caught.value).reason == "JOURNAL_DROPPED"
-    told = []
+    outputs = []
     for _ in range(2):  # the new journal has it, too
         with pytest.raises(grpc.RpcError) as caught:
             Scheduler(journaled.address)
@@ -277,12 +277,12 @@ def test_an_invalid_journal_is_dropped(journaled: Journaled, damage: str) -> Non
         assert (error.reason, error.field) == ("SESSIONS_LOST", "pool_name")
         assert 0 < (error.retry_seconds or 0) <= 300
         assert info(journaled.address) == after
-        told.append(journaled.server.stop_cleanly())
+        outputs.append(journaled.server.stop_cleanly())
         journaled.start()
     journaled.restart(quarantine_seconds=0.0)
     fresh = Scheduler(journaled.address)
     assert fresh.send(fresh.step(1, "abc", 14))[0].num_hit_tokens == []
-    assert ["journal dropped" in each for each in told] == [True, False]
+    assert ["journal dropped" in each for each in outputs] == [True, False]
 
 
 def test_ranks_rejoin_with_their_tensors_in_the_same_epoch(journaled: Journaled) -> None:

@@ -80,7 +80,7 @@ def test_sessions_are_logged_and_refusals_do_not_flood(server: LoggingProcess, a
             session.admit(session.request("r", list(range(10))))
         for _ in range(200):
             with pytest.raises(NotFoundError):
-                client.open_session("nobody's")
+                client.open_session("unknown")
         client.open_session("m", client_name="forgetful", lease_seconds=1.0)
     server.wait_for('"lease expired"')
     server.signal(signal.SIGTERM)

@@ -57,8 +57,8 @@ def values(port: int, pool: str) -> dict[str, float]:
 
 
 def test_metrics_match_get_pool(client: Client, served: Served) -> None:
-    client.create_pool(pool_config("told", num_blocks=20))
-    with client.open_session("told") as session:
+    client.create_pool(pool_config("figures", num_blocks=20))
+    with client.open_session("figures") as session:
         for name, prompt in (("x", [9] * 20), ("a", PROMPT), ("b", PROMPT), ("c", PROMPT)):
             request = session.request(name, prompt)
             assert session.admit(request)
@@ -68,23 +68,29 @@ def test_metrics_match_get_pool(client: Client, served: Served) -> None:
         assert session.admit(session.request("big", [7] * 60)) is None
         other = session.request("d", [5] * 30)
         assert session.admit(other)
-        info, told = client.get_pool("told"), values(served[1], "told")
+        info, exported = client.get_pool("figures"), values(served[1], "figures")
         samples = scrape(served[1])
     assert info.evicted_blocks == 5
-    assert told["kvpool_pool_free_blocks"] == info.free_blocks
-    assert told["kvpool_pool_used_blocks"] == 19 - info.free_blocks
-    assert told["kvpool_pool_cached_blocks"] == info.cached_blocks
-    assert told["kvpool_pool_usage_ratio"] == pytest.approx(info.usage)
-    assert told["kvpool_prefix_cache_hit_tokens_total"] == info.prefix_cache.hits_tokens == 80
-    assert told["kvpool_prefix_cache_queried_tokens_total"] == info.prefix_cache.queries_tokens
-    assert told["kvpool_prefix_cache_recent_hit_ratio"] == pytest.approx(info.recent_hit_rate)
-    assert told["kvpool_evicted_blocks_total"] == told["kvpool_block_lifetime_seconds_count"] == info.evicted_blocks
-    assert told["kvpool_allocation_refusals_total"] == info.activity.refusals == 1
-    assert told["kvpool_steps_total"] == info.activity.steps
-    assert told["kvpool_block_reuse_gap_seconds_count"] == 2 * 10
-    assert told["kvpool_step_seconds_count"] == told["kvpool_step_operations_count"] > 0
-    assert samples["kvpool_requests", frozenset({("pool", "told"), ("state", "running")})] == info.running_requests == 2
-    assert samples["kvpool_requests", frozenset({("pool", "told"), ("state", "waiting")})] == 1
+    assert exported["kvpool_pool_free_blocks"] == info.free_blocks
+    assert exported["kvpool_pool_used_blocks"] == 19 - info.free_blocks
+    assert exported["kvpool_pool_cached_blocks"] == info.cached_blocks
+    assert exported["kvpool_pool_usage_ratio"] == pytest.approx(info.usage)
+    assert exported["kvpool_prefix_cache_hit_tokens_total"] == info.prefix_cache.hits_tokens == 80
+    assert exported["kvpool_prefix_cache_queried_tokens_total"] == info.prefix_cache.queries_tokens
+    assert exported["kvpool_prefix_cache_recent_hit_ratio"] == pytest.approx(info.recent_hit_rate)
+    assert (
+        exported["kvpool_evicted_blocks_total"]
+        == exported["kvpool_block_lifetime_seconds_count"]
+        == info.evicted_blocks
+    )
+    assert exported["kvpool_allocation_refusals_total"] == info.activity.refusals == 1
+    assert exported["kvpool_steps_total"] == info.activity.steps
+    assert exported["kvpool_block_reuse_gap_seconds_count"] == 2 * 10
+    assert exported["kvpool_step_seconds_count"] == exported["kvpool_step_operations_count"] > 0
+    assert (
+        samples["kvpool_requests", frozenset({("pool", "figures"), ("state", "running")})] == info.running_requests == 2
+    )
+    assert samples["kvpool_requests", frozenset({("pool", "figures"), ("state", "waiting")})] == 1
 
 
 def test_calls_are_counted_by_code_and_unknown_methods_are_not(client: Client, served: Served) -> None:
@@ -95,7 +101,7 @@ def test_calls_are_counted_by_code_and_unknown_methods_are_not(client: Client, s
             call: Any = channel.unary_unary(f"/kvpool.v1.AllocatorService/{name}")
             with pytest.raises(grpc.RpcError):
                 call(b"")
-        stream = allocator_pb2_grpc.AllocatorServiceStub(channel).Schedule(iter([step_pb2.Step(session_id="nobody")]))
+        stream = allocator_pb2_grpc.AllocatorServiceStub(channel).Schedule(iter([step_pb2.Step(session_id="unknown")]))
         with pytest.raises(grpc.RpcError):
             next(stream)
         stub = allocator_pb2_grpc.AllocatorServiceStub(channel)
@@ -127,8 +133,8 @@ def test_retries_and_lease_expiries_are_counted(client: Client, served: Served) 
             stub.ResetPrefixCache(
                 allocator_pb2.ResetPrefixCacheRequest(session_id=opened.session.session_id, sequence=1)
             )
-    told = values(served[1], "leases")
-    assert (told["kvpool_steps_total"], told["kvpool_step_retries_total"]) == (1, 2)
+    exported = values(served[1], "leases")
+    assert (exported["kvpool_steps_total"], exported["kvpool_step_retries_total"]) == (1, 2)
     ended = ("kvpool_sessions_ended_total", frozenset({("pool", "leases"), ("reason", "lease_expired")}))
     deadline = time.monotonic() + 20
     while scrape(served[1])[ended] != 1:

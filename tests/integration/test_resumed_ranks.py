@@ -91,12 +91,12 @@ def test_a_resumption_is_answered_after_every_rank_fenced(
     step.done()
     assert gpu.is_within_credit
     keep(ranks[1], fences[1])
-    told = call.result(timeout=20)
-    assert (told.session.session_number, told.session.epoch) == (2, before.epoch)
+    resumed = call.result(timeout=20)
+    assert (resumed.session.session_number, resumed.session.epoch) == (2, before.epoch)
     with pytest.raises(StaleTablesError) as caught:
         gpu.step(before.table_lease)
     assert caught.value.reason == "SESSION_ENDED"
-    gpu.step(TableLease(told.session.epoch, SessionNumber(told.session.session_number))).done()
+    gpu.step(TableLease(resumed.session.epoch, SessionNumber(resumed.session.session_number))).done()
     assert client.get_pool("m").quarantined_blocks == 0
 
 
@@ -111,11 +111,11 @@ def test_a_resumption_can_be_repeated_and_waits_again(
     again = resuming(stub, before)
     later = fence_of(rank, 2, after=fence.fence_sequence)
     keep(rank, later)
-    told = again.result(timeout=20)
-    assert told.session.session_number == 2
+    resumed = again.result(timeout=20)
+    assert resumed.session.session_number == 2
     late = resuming(stub, before)  # a request after completion gets the same answer and has no effect
     keep(rank, fence_of(rank, 2, after=later.fence_sequence))
-    assert late.result(timeout=20) == told
+    assert late.result(timeout=20) == resumed
 
 
 def test_the_lease_does_not_expire_while_waiting(
@@ -136,7 +136,7 @@ def evict(address: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("end", "told"),
+    ("end", "expected"),
     [
         (lambda server, _: evict(server.addresses[0]), (AbortedError, "SESSION_EVICTED")),
         (lambda _, rank: rank.say(leave=worker_pb2.Leave()), (AbortedError, "EPOCH_PASSED")),
@@ -146,7 +146,7 @@ def evict(address: str) -> None:
 )
 def test_the_end_of_the_session_ends_the_wait(
     end: Callable[[ServerProcess, WireRank], object],
-    told: tuple[type[KvpoolError], str],
+    expected: tuple[type[KvpoolError], str],
     server: ServerProcess,
     client: Client,
     stub: allocator_pb2_grpc.AllocatorServiceStub,
@@ -156,7 +156,7 @@ def test_the_end_of_the_session_ends_the_wait(
     fence_of(rank, 2)
     end(server, rank)
     error = refusal(call)
-    assert (type(error), error.reason) == told
+    assert (type(error), error.reason) == expected
 
 
 def test_a_second_resumption_ends_the_wait_of_the_first(

@@ -19,7 +19,7 @@ from support.server import pool_config
 async def until(condition: Callable[[], bool]) -> None:
     """Waits until a condition holds that another task or the other end of a socket fulfils."""
     async with asyncio.timeout(30):
-        while not condition():  # noqa: ASYNC110 - it tells nobody
+        while not condition():  # noqa: ASYNC110 - no event is set for it
             await asyncio.sleep(0.01)
 
 

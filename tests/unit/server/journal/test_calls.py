@@ -46,7 +46,7 @@ def test_a_bug_within_a_change_is_reported(monkeypatch: pytest.MonkeyPatch) -> N
     recorder = Recorder()
     session = recorder.world.open()
     bugs: list[str] = []
-    recorder.allocator.on_bug = lambda: bugs.append("told")
+    recorder.allocator.on_bug = lambda: bugs.append("called")
 
     def broken(*_: object, **__: object) -> None:
         raise ZeroDivisionError
@@ -57,16 +57,16 @@ def test_a_bug_within_a_change_is_reported(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(type(recorder.world.pool), "reset_prefix_cache", broken)
     with pytest.raises(ZeroDivisionError):
         recorder.allocator.reset_prefix_cache(recorder.world.pool)
-    assert bugs == ["told", "told"]
+    assert bugs == ["called", "called"]
 
 
 def test_a_change_that_cannot_be_encoded_is_reported_as_a_bug() -> None:
     recorder = Recorder()
     bugs: list[str] = []
-    recorder.allocator.on_bug = lambda: bugs.append("told")
+    recorder.allocator.on_bug = lambda: bugs.append("called")
     with pytest.raises(UnicodeEncodeError):
         recorder.allocator.open_session("m", "\ud800", 10.0, session_id=SessionId("s1"), now_seconds=0.0)
-    assert bugs == ["told"]
+    assert bugs == ["called"]
 
 
 def test_a_different_result_at_replay_is_detected() -> None:

@@ -28,15 +28,15 @@ def test_rule_1_slices_show_the_column_before_later_changes(seed: int) -> None:
     rng = random.Random(seed)  # noqa: S311 - a workload
     column = [rng.randrange(100) for _ in range(rng.randrange(60))]
     owner, before, expected = Owner(column), column.copy(), column.copy()
-    told: list[int] = []
+    written: list[int] = []
     for piece in chain([[]], CopyOnWriteColumn(owner, "column").slices()):
-        told += piece
+        written += piece
         for _ in range(rng.randrange(90) if column else 0):
             at, value = rng.randrange(len(column)), rng.randrange(100)
             owner.column[at] = expected[at] = value
         assert list(owner.column) == expected
         assert len(owner.column) == len(before)
-    assert told == before
+    assert written == before
     assert owner.column is column
 
 
@@ -55,9 +55,9 @@ def test_rule_4_a_column_is_restored_if_it_is_not_written_to_its_end() -> None:
 def test_a_replaced_column_stays_and_the_old_one_is_written() -> None:
     owner = Owner(list(range(20)))
     pieces = CopyOnWriteColumn(owner, "column").slices()
-    told = next(pieces)
+    written = next(pieces)
     owner.column = new = [0] * 20
-    assert told + [value for piece in pieces for value in piece] == list(range(20))
+    assert written + [value for piece in pieces for value in piece] == list(range(20))
     assert owner.column is new
 
 
