@@ -65,8 +65,8 @@ def summary(reports: list[Report], seconds: float) -> dict[str, Any]:
         "codes": _totals(codes),
         "integrity_checks": sum(report.integrity_checks for report in reports),
         "deep_comparisons": sum(report.deep_comparisons for report in reports),
-        "peak_rss_bytes_a_job": max(report.peak_rss_bytes for report in reports),
-        "rss_growth_bytes_a_job": max(report.grown_bytes for report in reports),
+        "peak_rss_bytes_per_job": max(report.peak_rss_bytes for report in reports),
+        "rss_growth_bytes_per_job": max(report.grown_bytes for report in reports),
         "inputs_by_call": _nested(inputs),
         "codes_by_call": _nested(codes),
     }

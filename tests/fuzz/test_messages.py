@@ -21,7 +21,7 @@ async def test_every_call_answers_hostile_messages_as_documented(seed: int) -> N
     assert figures["inputs"] == 10_000
     assert figures["integrity_checks"] == 20
     assert figures["deep_comparisons"]
-    assert figures["rss_growth_bytes_a_job"] < MAX_GROWTH_BYTES
+    assert figures["rss_growth_bytes_per_job"] < MAX_GROWTH_BYTES
     assert "INTERNAL" not in figures["codes"]
     for call, codes in figures["codes_by_call"].items():
         assert codes.get("OK"), f"{call} was never got right, so nothing behind its checks was tried"

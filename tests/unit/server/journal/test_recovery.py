@@ -148,10 +148,10 @@ def test_an_incomplete_journal_is_dropped(folder: Path, way: str) -> None:
     assert_dropped(found)
 
 
-NONSENSE = [None, 7, "abc", [], [1, 2, 3], [[], [], ["t"]], [["_pools"], [], ["t", 1]], [7, "b", b"\1", b"", b""]]
+MALFORMED = [None, 7, "abc", [], [1, 2, 3], [[], [], ["t"]], [["_pools"], [], ["t", 1]], [7, "b", b"\1", b"", b""]]
 
 
-@pytest.mark.parametrize("node", NONSENSE)
+@pytest.mark.parametrize("node", MALFORMED)
 @pytest.mark.parametrize("kind", [FrameKind.GRAPH, FrameKind.SLICE, FrameKind.REQUESTS, FrameKind.CALL])
 def test_a_snapshot_of_valid_frames_with_malformed_content_is_damage(kind: FrameKind, node: object) -> None:
     with pytest.raises(DamageError):
@@ -164,7 +164,7 @@ def _load(*frames: Frame) -> None:
         loader.take(frame)
 
 
-@pytest.mark.parametrize("node", [*NONSENSE, [["m", "1", b""]], [[["m"], 1, b""]], [["m", 1, 7]], {"m": 1}])
+@pytest.mark.parametrize("node", [*MALFORMED, [["m", "1", b""]], [[["m"], 1, b""]], [["m", 1, 7]], {"m": 1}])
 def test_a_malformed_list_of_pools_does_not_prevent_the_start(folder: Path, node: object) -> None:
     (folder / "snapshot-1").unlink()
     (folder / "pools").write_bytes(Header("pools", IDENTITY).encode() + encode_frame(FrameKind.POOLS, dumps(node)))
