@@ -1,4 +1,4 @@
-"""Brings the stack up once, and prints at the end what was done to it and how it recovered."""
+"""Starts the stack once, and prints the failures and recovery times at the end."""
 
 import time
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture
 def failures(request: pytest.FixtureRequest) -> list[Failure]:
-    """Where a test appends what it does, at the moment when it does it."""
+    """List to which a test appends each failure when it injects it."""
     return request.config.stash[_FAILURES]
 
 

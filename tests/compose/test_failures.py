@@ -1,4 +1,4 @@
-"""What is killed, cut off or restarted comes back by itself or with its successor, and no block is lost."""
+"""Killed, disconnected or restarted services recover by themselves or by a successor, and no block is lost."""
 
 from kvpool.client import PoolInfo, PoolState, RankState
 from support.compose import POOL, PROJECT, SCHEDULERS, Failure, Stack, docker, eventually
@@ -13,7 +13,7 @@ def missing_ranks(stack: Stack) -> float:
 
 
 def kill_server(stack: Stack, failure: Failure) -> PoolInfo:
-    """Kills the server, and starts it again until the schedulers play on; returns the pool as it came back."""
+    """Kills and restarts the server until the schedulers continue; returns the recovered pool."""
     stack.compose("kill", "server")
     eventually("Prometheus to miss it", lambda: stack.prometheus.value('up{job="kvpool-server"}') == 0)
     failure.noticed()
@@ -50,8 +50,8 @@ def test_a_killed_worker_suspends_the_pool_and_its_successor_begins_a_new_epoch(
     stack.assert_no_block_lost()
 
 
-def test_a_worker_that_stays_away_fires_the_alert(stack: Stack, failures: list[Failure]) -> None:
-    """By then schedulers may have waited as long as they do, and closed their sessions."""
+def test_a_missing_worker_fires_the_alert(stack: Stack, failures: list[Failure]) -> None:
+    """Schedulers may have reached their deadline by then, and closed their sessions."""
     stack.wait_ready()
     failure = Failure("worker-1 killed, started again after the alert")
     failures.append(failure)
@@ -67,7 +67,7 @@ def test_a_worker_that_stays_away_fires_the_alert(stack: Stack, failures: list[F
     stack.assert_no_block_lost()
 
 
-def test_a_worker_that_is_cut_off_and_back_in_time_costs_nothing(stack: Stack, failures: list[Failure]) -> None:
+def test_a_worker_disconnected_within_the_grace_time_costs_nothing(stack: Stack, failures: list[Failure]) -> None:
     before = stack.wait_ready()
     stack.wait_scraped()
     opened = stack.prometheus.value("kvpool_sessions_opened_total")
@@ -93,7 +93,7 @@ def test_a_worker_that_is_cut_off_and_back_in_time_costs_nothing(stack: Stack, f
     stack.assert_no_block_lost()
 
 
-def test_a_killed_scheduler_gives_its_blocks_back_within_its_lease(stack: Stack, failures: list[Failure]) -> None:
+def test_blocks_of_a_killed_scheduler_are_free_after_its_lease(stack: Stack, failures: list[Failure]) -> None:
     stack.compose("stop", "scheduler-1")
     eventually("blocks in use", lambda: (pool := stack.pool()).sessions == 1 and pool.usage > 0)
     stack.wait_scraped()
@@ -108,7 +108,7 @@ def test_a_killed_scheduler_gives_its_blocks_back_within_its_lease(stack: Stack,
     assert (pool.sessions, pool.requests) == (0, 0)
     assert pool.cached_blocks > 0
     assert failure.recovered_seconds is not None
-    assert failure.recovered_seconds < LEASE_SECONDS + 5  # it is looked for, and ranks are asked, now and then
+    assert failure.recovered_seconds < LEASE_SECONDS + 5  # polls at intervals
     eventually("the metrics", lambda: stack.prometheus.increase_since(ENDED % "lease_expired", expired) == 1)
     eventually("the alert", lambda: stack.prometheus.alert_states().get("KvpoolLeasesExpired") == "firing")
     stack.compose("start", *SCHEDULERS)
@@ -116,7 +116,7 @@ def test_a_killed_scheduler_gives_its_blocks_back_within_its_lease(stack: Stack,
     stack.assert_no_block_lost()
 
 
-def test_a_killed_server_finds_its_ranks_again_and_schedulers_go_on(stack: Stack, failures: list[Failure]) -> None:
+def test_ranks_and_schedulers_continue_after_a_killed_server(stack: Stack, failures: list[Failure]) -> None:
     before = stack.wait_ready()
     failure = Failure("server killed, started again")
     failures.append(failure)
@@ -151,7 +151,7 @@ def test_a_rolling_restart_of_all_ends_in_a_ready_pool(stack: Stack, failures: l
     stack.assert_no_block_lost()
 
 
-def test_a_killed_server_with_a_journal_comes_back_as_it_was(stack: Stack, failures: list[Failure]) -> None:
+def test_a_killed_server_with_a_journal_recovers_its_state(stack: Stack, failures: list[Failure]) -> None:
     stack.keep_journal()
     before = stack.wait_played_on()
     failure = Failure("server with a journal killed, started again")

@@ -1,4 +1,4 @@
-"""The files of deploy/ are well-formed, agree with each other, and every alert has a test and a section to read."""
+"""The files of deploy/ are valid and consistent, and every alert has a test and a section in the docs."""
 
 import copy
 import json
@@ -25,7 +25,7 @@ MANIFESTS: list[dict[str, Any]] = [
 
 
 def keys_that_stand_twice(node: Any) -> list[str]:
-    """Those of all mappings in a YAML node, with their lines: a loader takes the last, and says nothing."""
+    """Duplicate keys of all mappings in a YAML node, with their lines; a loader silently takes the last one."""
     if isinstance(node, yaml.ScalarNode):
         return []
     if isinstance(node, yaml.SequenceNode):
@@ -52,20 +52,20 @@ def manifest(kind: str, name: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("path", sorted(DEPLOY.rglob("*.y*ml")), ids=lambda path: str(path.relative_to(DEPLOY)))
-def test_no_key_stands_twice(path: Path) -> None:
+def test_yaml_keys_are_unique(path: Path) -> None:
     documents = list(yaml.compose_all(path.read_text()))
     assert documents
     assert [keys_that_stand_twice(document) for document in documents] == [[]] * len(documents)
 
 
-def test_promtool_finds_nothing_wrong_with_the_rules_and_they_do_what_their_tests_say() -> None:
+def test_promtool_accepts_the_rules_and_their_tests() -> None:
     assert "19 rules found" in promtool("check", "rules", "rules.yml")
     assert "SUCCESS" in promtool("check", "config", "prometheus.yml")
     assert "SUCCESS" in promtool("test", "rules", "rules_test.yml")
 
 
 @pytest.mark.parametrize("alert", alerts(), ids=lambda alert: alert["alert"])
-def test_every_alert_says_what_it_means_and_where_to_read_on(alert: dict[str, Any]) -> None:
+def test_every_alert_has_a_description_and_a_runbook(alert: dict[str, Any]) -> None:
     assert alert["labels"]["severity"] in ("critical", "warning")
     assert alert["annotations"].keys() == {"summary", "description", "runbook"}
     path, _, anchor = alert["annotations"]["runbook"].partition("#")
@@ -77,7 +77,7 @@ def test_every_alert_says_what_it_means_and_where_to_read_on(alert: dict[str, An
     assert any(case["exp_alerts"] for case in cases), "no test of when it fires"
 
 
-def test_the_dashboard_is_whole() -> None:
+def test_the_dashboard_is_valid() -> None:
     panels = DASHBOARD["panels"]
     ids = [panel["id"] for panel in panels]
     assert len(set(ids)) == len(ids)
@@ -94,13 +94,13 @@ def test_the_dashboard_is_whole() -> None:
             assert "pool=~" in target["expr"] or not re.search(r"kvpool_(?!rpc|journal)|kvpool:", target["expr"])
 
 
-def test_each_image_of_ours_is_built_by_one_service() -> None:
+def test_each_image_is_built_by_one_service() -> None:
     services = yaml.safe_load((DEPLOY / "docker-compose.yml").read_text())["services"].values()
     built = [service["image"] for service in services if "build" in service]
     assert sorted(built) == ["${KVPOOL_SERVER_IMAGE:-kvpool-server}", "${KVPOOL_WORKER_IMAGE:-kvpool-worker}"]
 
 
-def test_grafana_finds_its_files_where_they_are_mounted() -> None:
+def test_grafanas_files_are_mounted_where_it_looks() -> None:
     grafana = yaml.safe_load((DEPLOY / "docker-compose.yml").read_text())["services"]["grafana"]
     mounts = dict(volume.split(":")[:2] for volume in grafana["volumes"])
     provider = yaml.safe_load((DEPLOY / "grafana/provisioning/dashboards/kvpool.yml").read_text())["providers"][0]
@@ -113,7 +113,7 @@ def test_grafana_finds_its_files_where_they_are_mounted() -> None:
 
 
 @pytest.mark.parametrize("checked", MANIFESTS, ids=lambda m: f"{m['kind']}-{m['metadata']['name']}")
-def test_every_manifest_meets_its_schema_and_a_misspelt_one_does_not(checked: dict[str, Any]) -> None:
+def test_manifests_match_their_schemas(checked: dict[str, Any]) -> None:
     misspelt = copy.deepcopy(checked)
     part, key = (misspelt["spec"], next(iter(misspelt["spec"]))) if "spec" in misspelt else (misspelt, "data")
     part[f"{key}x"] = part.pop(key)
@@ -128,7 +128,7 @@ def test_every_manifest_meets_its_schema_and_a_misspelt_one_does_not(checked: di
 
 
 def assert_service_monitor(checked: dict[str, Any]) -> None:
-    """Types and required fields are the custom resource definition's; a field that it has not would be lost."""
+    """Types and required fields follow the custom resource definition, which drops unknown fields."""
     read = ServiceMonitor.model_validate(checked)
     kept = read.model_dump(by_alias=True, exclude_none=True, mode="json")
     assert kept["spec"] == checked["spec"]

@@ -1,4 +1,4 @@
-"""The images hold what is locked and nothing else, run as nobody in particular, and stop when told to."""
+"""The images contain exactly the locked packages, run unprivileged, and stop on a signal."""
 
 import json
 import re
@@ -11,7 +11,7 @@ from support.compose import DEPLOY, Stack, docker
 
 SERVER, WORKER = "kvpool-server", "kvpool-worker"
 INSTALLED = "import importlib.metadata as m; print(*(f'{d.name}=={d.version}' for d in m.distributions()))"
-OF_TORCH = re.compile("nvidia-|cuda-|triton")  # its builds for GPUs pin these themselves
+OF_TORCH = re.compile("nvidia-|cuda-|triton")  # pinned by torch's GPU builds themselves
 OF_THE_BASE = {"pip", "setuptools", "wheel"}
 
 
@@ -30,7 +30,7 @@ def installed(image: str) -> dict[str, str]:
 
 
 def locked(*names: str) -> dict[str, list[tuple[str, str]]]:
-    """By package: versions, each with the marker of the environments that it is for."""
+    """Versions by package, each with the marker of its environments."""
     found: dict[str, list[tuple[str, str]]] = {}
     lines = (line for name in names for line in (DEPLOY / "requirements" / f"{name}.lock").read_text().splitlines())
     for line in lines:
@@ -44,7 +44,7 @@ def locked(*names: str) -> dict[str, list[tuple[str, str]]]:
     ("image", "locks", "ours"),
     [(SERVER, ["server"], {"kvpool"}), (WORKER, ["server", "beside-torch"], {"kvpool", "torch"})],
 )
-def test_what_is_installed_is_what_is_locked(image: str, locks: list[str], ours: set[str]) -> None:
+def test_installed_packages_match_the_lock_files(image: str, locks: list[str], ours: set[str]) -> None:
     packages, wanted = installed(image), locked(*locks)
     for name, versions in wanted.items():
         if name in packages:
@@ -57,7 +57,7 @@ def test_what_is_installed_is_what_is_locked(image: str, locks: list[str], ours:
 
 @pytest.mark.usefixtures("stack")
 @pytest.mark.parametrize("image", [SERVER, WORKER])
-def test_an_image_runs_as_a_user_without_rights_and_knows_how_to_stop_and_to_be_asked(image: str) -> None:
+def test_images_run_unprivileged_with_stop_signal_and_health_check(image: str) -> None:
     config = config_of(image)
     assert (config["User"], config["StopSignal"]) == ("10001:10001", "SIGTERM")
     assert config["Entrypoint"] == ["kvpool"]

@@ -1,4 +1,4 @@
-"""The stack as it comes up: all healthy, played on, and Prometheus says what the server says."""
+"""The started stack: services are healthy, schedulers work, and Prometheus has the server's figures."""
 
 import json
 import math
@@ -13,13 +13,13 @@ DASHBOARD = DEPLOY / "grafana" / "dashboards" / "kvpool.json"
 
 
 def expressions() -> list[str]:
-    """Every expression of the dashboard, as Grafana would send it for all pools and a short time range."""
+    """Every expression of the dashboard, as Grafana sends it for all pools and a short time range."""
     dashboard = json.loads(DASHBOARD.read_text())
     targets = [target["expr"] for panel in dashboard["panels"] for target in panel.get("targets", ())]
     return [text.replace("$pool", ".*").replace("$__rate_interval", "1m") for text in targets]
 
 
-def test_all_are_healthy_and_form_a_ready_pool(stack: Stack) -> None:
+def test_all_services_are_healthy_and_the_pool_is_ready(stack: Stack) -> None:
     stack.wait_healthy()
     pool = stack.wait_played_on()
     assert (pool.state, pool.config.num_blocks, pool.sessions) == (PoolState.READY, 1024, 2)
@@ -41,22 +41,22 @@ def test_schedulers_in_containers_share_the_cache(stack: Stack) -> None:
         assert f"a session on pool '{POOL}', epoch {pool.epoch}" in stack.logs(scheduler)
 
 
-def test_every_expression_of_the_dashboard_has_an_answer(stack: Stack) -> None:
+def test_every_expression_of_the_dashboard_returns_data(stack: Stack) -> None:
     stack.keep_journal()
     pending = expressions()
     assert len(pending) > 50
-    end = time.monotonic() + 150  # rates over a minute need a minute, and blocks that were sampled must be evicted
+    end = time.monotonic() + 150  # rates over a minute need a minute, and sampled blocks must be evicted
     while pending and time.monotonic() < end:
         pending = [text for text in pending if all(math.isnan(sample.value) for sample in stack.prometheus.query(text))]
         time.sleep(1)
     assert not pending, "\n".join(pending)
 
 
-def test_prometheus_says_what_the_server_says(stack: Stack) -> None:
+def test_prometheus_has_the_figures_of_the_server(stack: Stack) -> None:
     pool = stack.stop_schedulers()
     stack.wait_scraped()
     cache = pool.prefix_cache
-    told = {
+    figures = {
         "kvpool_pool_blocks": pool.config.num_blocks - 1,
         "kvpool_pool_free_blocks": pool.free_blocks,
         "kvpool_pool_used_blocks": 0,
@@ -71,7 +71,7 @@ def test_prometheus_says_what_the_server_says(stack: Stack) -> None:
         "kvpool_preemptions_total": pool.preemptions,
         "kvpool_sessions": 0,
     }
-    assert {name: stack.prometheus.value(f'{name}{{pool="{POOL}"}}') for name in told} == told
+    assert {name: stack.prometheus.value(f'{name}{{pool="{POOL}"}}') for name in figures} == figures
     hit_rate = stack.prometheus.value("kvpool_prefix_cache_hit_tokens_total / kvpool_prefix_cache_queried_tokens_total")
     assert hit_rate == pytest.approx(cache.hits_tokens / cache.queries_tokens)
     assert pool.free_blocks == pool.config.num_blocks - 1

@@ -1,4 +1,4 @@
-"""Where a scheduler's steps are computed: in memory that only it watches over, or on the ranks of its pool."""
+"""Execution of a scheduler's steps: in its own process, or on the ranks of its pool."""
 
 import time
 from dataclasses import dataclass, field
@@ -13,16 +13,16 @@ from kvpool.core.ids import TableLease
 AUTHKEY: Final = b"crash"
 
 Cell = tuple[int, bytes]
-"""A block, and what stands in it."""
+"""A block id, and the content of its cell."""
 
 
 @dataclass(slots=True)
 class Task:
-    """A request's part of a step: what must stand where it looks, then what it computes.
+    """A request's part of a step: cells with their expected content, then cells with new content.
 
     Attributes:
-        reads: What it looks at.
-        writes: What it computes.
+        reads: Cells to read, with the expected content.
+        writes: Cells to write.
     """
 
     reads: list[Cell]
@@ -31,12 +31,12 @@ class Task:
 
 @dataclass(slots=True)
 class Outcome:
-    """How a step went.
+    """Result of a step.
 
     Attributes:
-        refused: Why it was not computed; empty if it was. LAPSED: the lease may be over. AWAY: a rank is not there.
-            Else what a rank said.
-        wrong: Cells that held something else, and what.
+        refused: Reason why the step did not run; empty if it ran. LAPSED: the lease may have expired. AWAY: a rank
+            cannot be reached. Otherwise the reason of a rank.
+        wrong: Cells with unexpected content: block id, actual and expected content.
     """
 
     refused: str = ""
@@ -44,17 +44,17 @@ class Outcome:
 
 
 class Executor(Protocol):
-    """Computes steps."""
+    """Runs steps."""
 
     def run(self, tasks: list[Task], seconds: float) -> Outcome:
-        """Computes a step that takes so long."""
+        """Runs a step of the given duration."""
 
 
 def compute(memory: Memory, tasks: list[Task]) -> Outcome:
-    """Reads and writes a step's cells, request by request."""
+    """Reads and writes the cells of a step, request by request."""
     outcome = Outcome()
     for task in tasks:
-        written = dict(task.writes)  # by a try that failed on another rank
+        written = dict(task.writes)  # possibly written by an attempt that failed on another rank
         for block, expected in task.reads:
             found = memory.read(block)
             if found not in (expected, written.get(block)):
@@ -66,12 +66,12 @@ def compute(memory: Memory, tasks: list[Task]) -> Outcome:
 
 @dataclass(slots=True)
 class OwnMemory:
-    """Computes in the scheduler's own process, while its lease is sure to last.
+    """Runs steps in the scheduler's own process, while its lease is certainly valid.
 
     Attributes:
-        memory: Where.
-        lock: Held meanwhile.
-        session: Whose lease it is.
+        memory: The memory of the blocks.
+        lock: Held during a step.
+        session: The session with the lease.
     """
 
     memory: Memory
@@ -86,7 +86,7 @@ class OwnMemory:
 
 
 class OnRanks:
-    """Computes on every rank, each of which decides by its fence whether the step may run. Looks at no lease."""
+    """Runs steps on every rank. Each rank decides by its fence whether the step may run; the lease is not checked."""
 
     def __init__(self, folder: Path, num_ranks: int, lease: TableLease) -> None:
         self._paths = [rank_path(folder, rank) for rank in range(num_ranks)]
@@ -113,10 +113,10 @@ class OnRanks:
 
 
 def rank_path(folder: Path, rank: int) -> Path:
-    """Where a rank takes steps."""
+    """Socket on which a rank receives steps."""
     return folder / f"rank-{rank}"
 
 
 def rank_memory(rank: int, epoch: int) -> str:
-    """Names what a rank holds in an epoch."""
+    """Name of a rank's memory in an epoch."""
     return f"rank-{rank}-{epoch}"

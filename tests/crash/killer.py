@@ -1,4 +1,4 @@
-"""Kills processes of a run at random instants, and starts them again. What it does when follows from its seed."""
+"""Kills and restarts processes of a run at random instants. The seed determines its actions."""
 
 import random
 import signal
@@ -11,11 +11,11 @@ from support.faults import POINTS
 
 _MARGIN_SECONDS: Final = 1.0
 _FAULT_SECONDS: Final = 4.0
-"""How long a server is given to come to the point at which it is to die."""
+"""Time that a server has to reach the fault point at which it dies."""
 
 
 class Killer:
-    """Kills and stops processes of a site, one after the other."""
+    """Kills and stops processes of a site, one at a time."""
 
     def __init__(self, site: Site) -> None:
         self._site = site
@@ -33,15 +33,15 @@ class Killer:
         if site.plan.ranks:
             self._acts += [(self._kill_rank, 2), (self._stop_rank, 1)]
 
-    def run(self, kills: int, told: Callable[[int], object] = lambda _: None) -> None:
-        """Kills so often, then lets everything go on."""
+    def run(self, kills: int, on_kill: Callable[[int], object] = lambda _: None) -> None:
+        """Kills `kills` times, then continues all stopped processes."""
         acts, weights = zip(*self._acts, strict=True)
         for i in range(kills):
             (act,) = self._chance.choices(acts, weights)
             time.sleep(self._chance.uniform(0.05, 0.5))
             act()
             self._continue_due(time.monotonic())
-            told(i + 1)
+            on_kill(i + 1)
         for due, _ in self._stopped:
             time.sleep(max(due - time.monotonic(), 0.0))
         self._continue_due(float("inf"))
@@ -57,7 +57,7 @@ class Killer:
         self._restart_server()
 
     def _kill_server_at_a_point(self) -> None:
-        """Replaces the server by one that dies at a fault point, waits for its death, and replaces that."""
+        """Replaces the server by one that dies at a fault point, waits for its death, and restarts it."""
         point = self._chance.choice(self._points)
         often = point.startswith(("step.", "journal."))
         count = int(self._chance.expovariate(1 / 60)) + 1 if often else 1
@@ -85,7 +85,7 @@ class Killer:
         self._site.wait_for_steps(self._slots, every=False)
 
     def _stop_server(self) -> None:
-        """Stops the server for longer than any lease: the leases are prolonged by that."""
+        """Stops the server for longer than any lease, which extends the leases."""
         self._site.log.write("stop", target="server", how="SIGSTOP")
         self._site.signal_server(signal.SIGSTOP)
         time.sleep(self._site.plan.lease_seconds + _MARGIN_SECONDS)
@@ -102,7 +102,7 @@ class Killer:
         self._site.start_scheduler(slot)
 
     def _stop_scheduler(self) -> None:
-        """Stops a scheduler until its stream counts as broken and its lease has run out since."""
+        """Stops a scheduler until its stream counts as broken and its lease has expired after that."""
         if len(self._slots) <= self._site.plan.schedulers // 2:
             return
         slot = self._chance.choice(self._slots)

@@ -1,4 +1,4 @@
-"""Files that processes share: one stands for the memory that a pool's blocks name, one tells of progress."""
+"""Files shared by processes: one represents the memory of a pool's blocks, one counts the progress."""
 
 import fcntl
 import hashlib
@@ -17,26 +17,25 @@ _SLOTS: Final = 64
 
 
 class Memory:
-    """What the blocks hold: a cell a block, in which stands what was computed there last.
+    """Contents of the blocks: one cell per block, with the content written last.
 
-    Each incarnation of a pool, by none_hash and epoch, has a file of its own, as ranks that are planned anew allocate
-    anew.
+    Each incarnation of a pool (none_hash and epoch) has its own file, since ranks allocate new tensors per epoch.
     """
 
     def __init__(self, folder: Path, incarnation: str, num_blocks: int) -> None:
         self._map = _shared(folder / f"memory-{incarnation}", num_blocks * CELL_BYTES)
 
     def read(self, block_id: int) -> bytes:
-        """What stands in a block."""
+        """Reads the content of a block."""
         return self._map[block_id * CELL_BYTES : (block_id + 1) * CELL_BYTES]
 
     def write(self, block_id: int, content: bytes) -> None:
-        """Computes a block."""
+        """Writes the content of a block."""
         self._map[block_id * CELL_BYTES : (block_id + 1) * CELL_BYTES] = content
 
 
 def content(request: Request, group: int, end_tokens: int, hash_block_size: int, *, full: bool) -> bytes:
-    """What a block of the group holds once its tokens up to `end_tokens` are computed: of a full one its hash."""
+    """Content of a group's block after the tokens up to `end_tokens` are computed. For a full block, its hash."""
     if full:
         return bytes([group]) + request.hashes[end_tokens // hash_block_size - 1][-32:]
     return bytes([group]) + _digest(request.token_ids[:end_tokens])
@@ -47,7 +46,7 @@ def _digest(token_ids: Sequence[int]) -> bytes:
 
 
 class Progress:
-    """How many steps each scheduler was answered."""
+    """Number of answered steps per scheduler."""
 
     def __init__(self, folder: Path) -> None:
         self._map = _shared(folder / "progress", _SLOTS * 8)
@@ -57,12 +56,12 @@ class Progress:
         struct.pack_into("<Q", self._map, slot * 8, self.of(slot) + 1)
 
     def of(self, slot: int) -> int:
-        """Steps of a scheduler."""
+        """Number of answered steps of a scheduler."""
         return int(struct.unpack_from("<Q", self._map, slot * 8)[0])
 
 
 class StepLock:
-    """Held by a scheduler while a step of it runs, and by who stops it: a GPU's step does not stop with its process."""
+    """Lock that a scheduler holds during a step, and the killer while it stops the scheduler: GPU steps run on."""
 
     def __init__(self, path: Path) -> None:
         self._file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)

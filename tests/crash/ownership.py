@@ -1,8 +1,8 @@
-"""Who surely held which block when, by what each scheduler was told; and which of that cannot be.
+"""Periods in which a session certainly held a block, derived from its scheduler's answers, and their conflicts.
 
-A block is surely held from when the answer that gave it was here until the message that gives it back was sent, or its
-session ended: at the latest at the first message that was never answered, and at the end of the lease that the last
-answered one had begun. In between more may be held than is known, never less.
+A block is certainly held from the arrival of the answer that allocated it until the message that frees it is sent, or
+the session ends. The hold ends at the latest at the first message that was never answered, and at the end of the lease
+that the last answered message renewed. A session may hold more than is known here, but never less.
 """
 
 from collections import defaultdict
@@ -14,15 +14,15 @@ from crash.records import Record
 
 @dataclass(slots=True, eq=False)
 class Hold:
-    """A block in the hands of one session.
+    """A period in which one session held a block.
 
     Attributes:
-        session: Whose: the scheduler's name and the number of its session, in the order they were opened.
+        session: The scheduler's name, and the number of its session in order of opening.
         block: The block.
-        start: When it was surely held, seconds.
-        end: When it was so no longer.
-        is_hit: Whether it was found in the cache.
-        content: What it holds, once it is full.
+        start: Beginning of the hold, in seconds.
+        end: End of the hold.
+        is_hit: Whether the block was a cache hit.
+        content: Content of the block when it is full.
     """
 
     session: tuple[str, int]
@@ -33,26 +33,26 @@ class Hold:
     content: str = ""
 
     def agrees_with(self, earlier: "Hold") -> bool:
-        """Whether both may be held at once, this one being the later."""
+        """Whether this hold may overlap with an earlier one."""
         return self.is_hit and self.content == earlier.content
 
 
 @dataclass(slots=True)
 class Session:
-    """One session of a scheduler, as its log tells it.
+    """One session of a scheduler, read from its log.
 
     Attributes:
         key: The scheduler's name, and the number of its session.
         pool: Its pool.
-        incarnation: Which pool of that name it was.
+        incarnation: Incarnation of the pool of that name.
         lease_seconds: Its lease.
-        opened: When the call that opened it was sent.
-        sent: When the last message was sent that was answered.
-        unanswered: When the first message was sent that was not; None if all were.
-        sequence: Of its last answered step.
-        holds: All that it was ever told to hold.
-        ended: The record that it ended with, or None if its process just died.
-        violations: What its scheduler noticed, or its log shows.
+        opened: Time at which the call that opened it was sent.
+        sent: Time at which the last answered message was sent.
+        unanswered: Time at which the first unanswered message was sent; None if all were answered.
+        sequence: Number of the last answered step.
+        holds: All its holds.
+        ended: The record that ended it; None if its process died.
+        violations: Violations noticed by the scheduler or found in its log.
     """
 
     key: tuple[str, int]
@@ -69,12 +69,12 @@ class Session:
     _open: dict[int, Hold] = field(default_factory=dict)
 
     def take(self, record: Record) -> None:
-        """Goes on by one record."""
+        """Applies one record."""
         match record["kind"]:
             case "ask":
                 self.unanswered = record["at"]
-            case "told":
-                self._take_told(record)
+            case "answered":
+                self._take_answer(record)
             case "full":
                 for block, content in record["blocks"]:
                     if block in self._open:
@@ -83,13 +83,13 @@ class Session:
                 self.violations.append(record)
 
     def end(self, at: float, record: Record | None) -> None:
-        """Ends it: at the latest when its last sign of life was written down."""
+        """Ends the session, at the latest at its last record."""
         self.ended = record
         last = at if self.unanswered is None else self.unanswered
         for block in list(self._open):
             self._release(block, min(last, self.sent + self.lease_seconds))
 
-    def _take_told(self, record: Record) -> None:
+    def _take_answer(self, record: Record) -> None:
         if record["seq"] != self.sequence + 1:
             self.violations.append({**record, "what": "SEQUENCE_GAP"})
         self.sequence, self.sent, self.unanswered = record["seq"], record["sent"], None
@@ -111,7 +111,7 @@ class Session:
 
 
 def sessions_of(name: str, records: Iterable[Record]) -> Iterator[Session]:
-    """Yields the sessions of one scheduler's log, over all the lives of its process."""
+    """Yields the sessions of one scheduler's log, over all its processes."""
     current: Session | None = None
     count, at = 0, 0.0
     for record in records:
@@ -134,11 +134,11 @@ def sessions_of(name: str, records: Iterable[Record]) -> Iterator[Session]:
 
 
 def conflicts(sessions: Iterable[Session]) -> Iterator[tuple[Hold, Hold]]:
-    """Yields pairs of holds of different sessions that cannot have been at once, the earlier first."""
+    """Yields conflicting pairs of holds of different sessions, the earlier one first."""
     by_block: defaultdict[tuple[str, int], list[Hold]] = defaultdict(list)
     for session in sessions:
         for hold in session.holds:
-            if hold.end > hold.start:  # else it was told when the lease was over: its scheduler was stopped
+            if hold.end > hold.start:  # else the answer was read after the lease ended: its scheduler was stopped
                 by_block[session.incarnation, hold.block].append(hold)
     for holds in by_block.values():
         active: list[Hold] = []

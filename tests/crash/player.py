@@ -1,8 +1,8 @@
-"""A scheduler's rounds on one session: asks, writes down what it was told, computes, and checks what it reads.
+"""A scheduler's rounds on one session: sends steps, logs the answers, executes, and checks the contents that it reads.
 
-1. What is asked is in the log before it is sent, what is told as soon as it is here.
-2. A scheduler that computes itself does so only while its lease is sure to last; on ranks their fences decide.
-3. Every block of a request is read before its next tokens are computed, and must hold what it stands for.
+1. A request is logged before it is sent, an answer as soon as it arrives.
+2. A scheduler without ranks executes only while its lease is certainly valid; ranks decide by their fences.
+3. Every block of a request is read before its next tokens are computed, and must have the expected content.
 """
 
 import contextlib
@@ -33,8 +33,8 @@ class Work:
     """A request being played.
 
     Attributes:
-        request: The session's.
-        output_left: Tokens that it still has to put out.
+        request: The session's request.
+        output_left: Tokens still to generate.
         num_executed_tokens: Tokens whose contents are in memory.
     """
 
@@ -44,14 +44,14 @@ class Work:
 
     @property
     def is_done(self) -> bool:
-        """Whether nothing is left to compute."""
+        """Whether all tokens are computed."""
         request = self.request
         return not self.output_left and self.num_executed_tokens == request.num_tokens
 
 
 @dataclass(slots=True)
 class Place:
-    """Where a scheduler writes things down; and the longest that a step of it runs."""
+    """A scheduler's log and memory, and the maximum duration of its steps."""
 
     log: Log
     progress: Progress
@@ -61,16 +61,16 @@ class Place:
 
 @dataclass(slots=True)
 class Player:
-    """Plays random work on a session, round by round.
+    """Runs random work on a session, round by round.
 
     Attributes:
         session: The session.
-        place: Where it writes.
-        seed: Of the prefixes, the same in all schedulers of a run.
-        chance: What decides all else.
-        running: What holds blocks.
-        waiting: What does not.
-        executor: What computes.
+        place: Its log and memory.
+        seed: Seed of the prefixes, the same in all schedulers of a run.
+        chance: Source of all other random decisions.
+        running: Requests that hold blocks.
+        waiting: Requests without blocks.
+        executor: Runs the steps.
     """
 
     session: Session
@@ -85,7 +85,7 @@ class Player:
     _held: set[int] = field(default_factory=set)
 
     def play_round(self) -> None:
-        """Plays one round."""
+        """Runs one round."""
         self._refill()
         draw = self.chance.random()
         if draw < 0.03 and self.running:
@@ -97,7 +97,7 @@ class Player:
         elif draw < 0.13 and self.running:
             self._preempt(self.chance.choice(self.running))
         elif draw < 0.15 and self.running:
-            work = self.chance.choice(self.running)  # its client went away
+            work = self.chance.choice(self.running)  # its client disconnected
             self.running.remove(work)
             self._send(lambda step: step.free(work.request))
         else:
@@ -117,7 +117,7 @@ class Player:
             )
 
     def _schedule(self) -> None:
-        """A round as engines play it: all in one step."""
+        """Runs a round in one step, as engines do."""
         finished = [work for work in self.running if work.is_done]
         self.running = [work for work in self.running if not work.is_done]
         asked = [(work, self._next_chunk(work)) for work in self.running]
@@ -141,7 +141,7 @@ class Player:
         if not all(answer.ok for answer in allocated) and self.running:
             self._preempt(self.running[-1])
         elif not served:
-            time.sleep(0.005 * self.chance.random())  # others hold the blocks
+            time.sleep(0.005 * self.chance.random())  # other sessions hold the blocks
 
     def _next_chunk(self, work: Work) -> int:
         request = work.request
@@ -186,7 +186,7 @@ class Player:
             self._send(lambda step: step.evict_blocks(blocks))
 
     def _compute(self, works: list[Work]) -> None:
-        """Computes what was given room; where that cannot be, asks the server what has become of the session."""
+        """Executes the allocated tokens. If that is refused, sends a step to learn the state of the session."""
         tasks, full = [], []
         for work in works:
             request, start, end = work.request, work.num_executed_tokens, work.request.num_computed_tokens
@@ -196,7 +196,9 @@ class Player:
             full += [(block, short(cell)) for block, is_full, cell in written if is_full]
             work.num_executed_tokens = end
         while (outcome := self.executor.run(tasks, self.place.step_seconds * self.chance.random())).refused:
-            self._send(lambda step: step.evict_blocks([]))  # asks for nothing: to be heard of
+            self._send(
+                lambda step: step.evict_blocks([])
+            )  # an empty step, which renews the lease or reports the session's end
             if outcome.refused in ("EPOCH_PASSED", "SESSION_ENDED"):
                 self.violated("FENCED_WHILE_ALIVE", reason=outcome.refused)
         for block, found, expected in outcome.wrong:
@@ -205,7 +207,7 @@ class Player:
             self.place.log.write("full", blocks=full)
 
     def _cells(self, request: Request, start: int, end: int) -> Iterator[tuple[int, bool, bytes]]:
-        """The blocks that hold tokens [start, end), whether they are full then, and what they hold then."""
+        """Blocks of tokens [start, end), whether each is full then, and its content then."""
         config = self.session.config
         for group, (table, span) in enumerate(zip(request.block_ids, config.spans_tokens, strict=True)):
             for i in range(start // span, -(-end // span)):
@@ -222,20 +224,20 @@ class Player:
                 answers = fill(step)
         except (UnavailableError, DeadlineError):
             self._settle()
-        if self.session.sequence == sequence:  # else the session answered it by itself
-            self._write_told(step, sequence, sent_seconds)
+        if self.session.sequence == sequence:  # else the session answered without the server
+            self._log_answer(step, sequence, sent_seconds)
         self.place.progress.count(self.place.slot)
         return answers
 
     def _settle(self) -> None:
-        for pause_seconds in (0.0, 0.1, 0.5, *[1.0] * 20):  # ranks may be killed as often as they come back
+        for pause_seconds in (0.0, 0.1, 0.5, *[1.0] * 20):  # ranks may be killed repeatedly
             time.sleep(pause_seconds)
             with contextlib.suppress(UnavailableError, DeadlineError):
                 self.session.settle()
                 return
         self.session.settle()
 
-    def _write_told(self, step: StepBuilder, sequence: int, sent_seconds: float) -> None:
+    def _log_answer(self, step: StepBuilder, sequence: int, sent_seconds: float) -> None:
         new: set[int] = set()
         hits: dict[int, str] = {}
         for row in step.rows:
@@ -259,7 +261,7 @@ class Player:
             if block
         }
         self.place.log.write(
-            "told",
+            "answered",
             seq=sequence,
             sent=sent_seconds,
             new=sorted(new),
@@ -277,10 +279,10 @@ class Player:
         return cells
 
     def violated(self, what: str, **fields: object) -> None:
-        """Writes down that something is as it must never be."""
+        """Logs a violation."""
         self.place.log.write("violation", what=what, **fields)
 
 
 def short(cell: bytes) -> str:
-    """A content as the log names it."""
+    """Content in the form of the log."""
     return cell[:9].hex()

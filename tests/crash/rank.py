@@ -1,6 +1,6 @@
-"""A rank of a run, `python -m crash.rank SERVER FOLDER RANK WORLD`: a real `Worker` that takes steps on a socket.
+"""A rank of a run, `python -m crash.rank SERVER FOLDER RANK WORLD`: a real `Worker` that receives steps on a socket.
 
-Its fence alone decides which steps run. What it computes stands in a file an epoch, as the tensors of an epoch do.
+Only its fence decides which steps run. It has one memory file per epoch, as a real rank has tensors per epoch.
 """
 
 import logging
@@ -44,13 +44,13 @@ def main() -> None:
         while True:
             try:
                 pipe = listener.accept()
-            except (AuthenticationError, EOFError, OSError):  # a scheduler that was killed as it came
+            except (AuthenticationError, EOFError, OSError):  # the scheduler was killed while connecting
                 continue
             threading.Thread(target=_serve, args=(pipe, worker, folder, rank), daemon=True).start()
 
 
 def _serve(pipe: "Connection[Any, Any]", worker: Worker, folder: Path, rank: int) -> None:
-    """Runs the steps of one scheduler, until it is gone."""
+    """Runs the steps of one scheduler until it disconnects."""
     try:
         while True:
             lease, tasks, seconds = pipe.recv()

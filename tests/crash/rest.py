@@ -1,4 +1,4 @@
-"""At rest, when all sessions have ended: every block is there, and every cached one holds what its hash stands for."""
+"""Checks after all sessions have ended: every block is free, and every cached block has the content of its hash."""
 
 import signal
 import time
@@ -17,7 +17,7 @@ _PAUSE_SECONDS: Final = 0.1
 
 
 def check_at_rest(site: Site) -> None:
-    """Writes down as violations what is not as it should be; with a journal, also after one more kill at rest."""
+    """Logs violations; with a journal, checks again after killing the server once more."""
     try:
         _check(site)
     except KvpoolError as error:
@@ -44,7 +44,7 @@ def _wait_until_empty(site: Site, admin: AdminClient) -> None:
     due = time.monotonic() + DEADLINE_SECONDS
     while list(admin.sessions()) or any(_quarantined(pool) for pool in admin.overview().pools):
         if time.monotonic() > due:
-            site.log.write("violation", what="AT_REST", says=f"sessions are left: {list(admin.sessions())}")
+            site.log.write("violation", what="AT_REST", says=f"sessions remain: {list(admin.sessions())}")
             return
         time.sleep(_PAUSE_SECONDS)
 
@@ -70,7 +70,7 @@ def _wrong(site: Site, admin: AdminClient, blocks: Mapping[PoolName, list[BlockI
 
 
 def _memories(site: Site, pool: PoolInfo) -> Iterator[tuple[str, Memory]]:
-    """What stands for the memory of a pool: of one that has ranks, that of each."""
+    """The memory of a pool; for a pool of ranks, the memory of each rank."""
     names = [rank_memory(rank.rank, pool.epoch) for rank in pool.ranks]
     if not names:
         with connect(site.address) as client, client.open_session(pool.config.name) as session:

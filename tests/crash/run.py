@@ -1,4 +1,4 @@
-"""Kills processes of a kvpool at random and judges what its schedulers were told: see --help."""
+"""Kills processes of a kvpool at random and judges the answers of its schedulers: see --help."""
 
 import argparse
 import json
@@ -16,20 +16,20 @@ from crash.site import Plan, Site
 from crash.verdict import Verdict, judge
 
 
-def run(folder: Path, plan: Plan, kills: int, told: Callable[[int], object] = lambda _: None) -> Verdict:
-    """Plays a run and judges it.
+def run(folder: Path, plan: Plan, kills: int, on_kill: Callable[[int], object] = lambda _: None) -> Verdict:
+    """Executes a run and judges it.
 
     Args:
-        folder: Where all is written; must be empty.
-        plan: What the run consists of.
-        kills: How many processes are killed or stopped.
-        told: Called with how many that were so far.
+        folder: Empty folder for all files.
+        plan: Processes and settings of the run.
+        kills: Number of processes to kill or stop.
+        on_kill: Called after each kill with the number of kills so far.
     """
     with closing(Site(folder, plan)) as site:
         site.start()
         everyone = list(range(plan.schedulers))
         site.wait_for_steps(everyone, every=True)
-        Killer(site).run(kills, told)
+        Killer(site).run(kills, on_kill)
         site.wait_for_steps(everyone, every=True)
         site.stop_schedulers()
         check_at_rest(site)
@@ -37,7 +37,7 @@ def run(folder: Path, plan: Plan, kills: int, told: Callable[[int], object] = la
 
 
 def table(verdict: Verdict) -> str:
-    """The figures as rows of Markdown."""
+    """The figures as a Markdown table."""
     rows = [f"| killed: {kind} | {count} |" for kind, count in sorted(verdict.kills.items())]
     rows += [f"| sessions lost for good reason: {reason} | {count} |" for reason, count in sorted(verdict.lost.items())]
     rows += [f"| sessions opened | {verdict.sessions} |", f"| steps answered | {verdict.steps} |"]
@@ -50,7 +50,7 @@ def table(verdict: Verdict) -> str:
 
 
 def main() -> int:
-    """Runs from the command line; exits with 1 if a promise was broken."""
+    """Runs from the command line; exits with 1 if there are violations."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=1)
@@ -61,13 +61,13 @@ def main() -> int:
     options = parser.parse_args()
     plan = Plan(options.seed, options.schedulers, options.ranks, journaled=options.journal)
 
-    def told(done: int) -> None:
+    def on_kill(done: int) -> None:
         print(f"\r{done} of {options.kills} kills, seed {plan.seed}", end="", file=sys.stderr, flush=True)  # noqa: T201
 
     with tempfile.TemporaryDirectory() as folder:
         kept = options.keep or Path(folder)
         kept.mkdir(parents=True, exist_ok=True)
-        verdict = run(kept, plan, options.kills, told)
+        verdict = run(kept, plan, options.kills, on_kill)
     print(file=sys.stderr)  # noqa: T201
     print(table(verdict))  # noqa: T201
     print(json.dumps({"seed": plan.seed, "journal": plan.journaled, **verdict.as_json()}))  # noqa: T201

@@ -1,4 +1,4 @@
-"""`kvpool` with one bug built in: `python -m crash.sabotage BUG serve ...`. What the checks of a run must find."""
+"""`kvpool` with one bug built in: `python -m crash.sabotage BUG serve ...`. The checks of a run must find it."""
 
 import itertools
 import sys
@@ -16,7 +16,7 @@ from kvpool.server.journal.journal import Journal
 
 
 def give_held_blocks() -> None:
-    """Gives a block a second time once in a while, which its first owner holds still."""
+    """Sometimes allocates a block again while its first owner still holds it."""
     take, passings = BlockPool.get_new_blocks, itertools.count(1)
     given: list[BlockId] = []
 
@@ -32,7 +32,7 @@ def give_held_blocks() -> None:
 
 
 def mix_up_hits() -> None:
-    """Finds another block than the one that was looked for, once in a while."""
+    """Sometimes returns another block as a hit."""
     find, passings = PrefixMap.find, itertools.count(1)
 
     def faulty(prefixes: PrefixMap, group_id: GroupId, *args: Any) -> list[BlockId]:
@@ -46,12 +46,12 @@ def mix_up_hits() -> None:
 
 
 def publish_at_once() -> None:
-    """Lets others hit a block before the step that fills it has run."""
+    """Makes a block visible before the step that fills it has run."""
     PrefixMap.is_visible = lambda _map, _block_id, _reader: True  # type: ignore[method-assign, assignment]
 
 
 def forget_answers() -> None:
-    """Answers a step that is sent again as if it had asked for nothing."""
+    """Answers a repeated step with an empty result."""
     answered = Session.remembered_result
 
     def faulty(session: Session, sequence: int, source: object) -> StepResult | None:
@@ -62,7 +62,7 @@ def forget_answers() -> None:
 
 
 def leak_blocks() -> None:
-    """Loses a freed block once in a while."""
+    """Sometimes loses a freed block."""
     release, passings = BlockPool.free_blocks, itertools.count(1)
 
     def faulty(pool: BlockPool, block_ids: Sequence[BlockId], _num_uncached: int | None = None) -> int:
@@ -72,7 +72,7 @@ def leak_blocks() -> None:
 
 
 def lose_records() -> None:
-    """Answers a change once in a while that is not in the journal."""
+    """Sometimes answers a change that is not in the journal."""
     append, passings = Journal.append, itertools.count(1)
 
     def faulty(journal: Journal, kind: FrameKind, payload: bytes) -> None:

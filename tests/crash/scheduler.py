@@ -1,4 +1,4 @@
-"""A scheduler process of a run: `python -m crash.scheduler SETTINGS`. Plays random work until SIGTERM."""
+"""A scheduler process of a run: `python -m crash.scheduler SETTINGS`. Runs random work until SIGTERM."""
 
 import json
 import os
@@ -35,25 +35,25 @@ LONGEST_TOKENS = 96
 DECLARED_POOL = "declared"
 RANKED_POOL = "ranked"
 _MOST_ROUNDS = 1000
-"""After which a scheduler closes its session, and opens another."""
+"""Number of rounds after which a scheduler closes its session and opens another."""
 _TRY_AGAIN = (UnavailableError, DeadlineError, NotFoundError, WrongStateError)
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What a scheduler process is started with.
+    """Settings of a scheduler process.
 
     Attributes:
-        address: The server's.
-        folder: Where logs and memory are.
-        slot: Which scheduler of the run it is, from 0.
-        life: How often it was started before.
-        seed: The run's.
-        ranks: How many form its pool; of none it declares it.
-        num_blocks: Of a pool that is declared.
-        lease_seconds: Its lease.
-        step_seconds: Longest that a step runs.
-        is_brief: Whether it writes no more down than how long its steps took.
+        address: Address of the server.
+        folder: Folder of logs and memory.
+        slot: Index of the scheduler, from 0.
+        life: Number of earlier processes of this scheduler.
+        seed: Seed of the run.
+        ranks: Number of ranks that form its pool; with 0 it creates the pool.
+        num_blocks: Blocks of a pool that it creates.
+        lease_seconds: Lease of its sessions.
+        step_seconds: Maximum duration of a step.
+        is_brief: Whether it logs the times of its steps only.
     """
 
     address: str
@@ -69,21 +69,21 @@ class Settings:
 
     @property
     def pool(self) -> str:
-        """Its pool's name."""
+        """Name of its pool."""
         return RANKED_POOL if self.ranks else DECLARED_POOL
 
     @property
     def name(self) -> str:
-        """What it calls itself, and its files."""
+        """Its name, also of its files."""
         return f"scheduler-{self.slot}"
 
     def command(self) -> list[str]:
-        """What starts it."""
+        """Command that starts the process."""
         return [sys.executable, "-m", "crash.scheduler", json.dumps(asdict(self))]
 
 
 class _TwiceTransport(GrpcTransport):
-    """Sends one step in so many again once it was answered: the answer must be the same."""
+    """Repeats some of the steps after their answers: the answers must be equal."""
 
     log: Log
     chance: random.Random
@@ -98,7 +98,7 @@ class _TwiceTransport(GrpcTransport):
 
 
 def main() -> None:
-    """Plays until SIGTERM, or until its parent is gone."""
+    """Runs until SIGTERM, or until its parent process ends."""
     settings = Settings(**json.loads(sys.argv[1]))
     folder = Path(settings.folder)
     chance = random.Random(f"{settings.seed} {settings.slot} {settings.life}")  # noqa: S311 - a workload
@@ -160,7 +160,7 @@ def _open(client: Client, settings: Settings, log: Log, chance: random.Random) -
 
 
 def declared_pool(num_blocks: int) -> PoolConfig:
-    """The pool that schedulers declare: full and sliding attention, small enough that blocks run out."""
+    """Configuration of the pool that schedulers create: full and sliding attention, with few blocks."""
     groups = (
         KVCacheGroup(FullAttentionSpec(4), ("full",)),
         KVCacheGroup(SlidingWindowSpec(4, sliding_window=12), ("sliding",)),
@@ -169,7 +169,7 @@ def declared_pool(num_blocks: int) -> PoolConfig:
 
 
 def incarnation(session: Session) -> str:
-    """Which pool of its name a session is on."""
+    """Incarnation of a session's pool."""
     return f"{session.config.hash_scheme.none_hash.hex()[:16]}-{session.epoch}"
 
 

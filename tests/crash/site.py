@@ -1,4 +1,4 @@
-"""The processes of a run: a server, schedulers, and the ranks of a pool; how they are started, killed and stopped."""
+"""Starts, kills and stops the processes of a run: a server, schedulers, and the ranks of a pool."""
 
 import os
 import signal
@@ -21,24 +21,24 @@ DEADLINE_SECONDS: Final = 90.0
 DEAD_PEER_SECONDS: Final = 2.0
 _TESTS: Final = str(Path(__file__).parents[1])
 _PATH: Final = {"PYTHONPATH": os.pathsep.join(filter(None, (_TESTS, os.environ.get("PYTHONPATH"))))}
-"""Lets children find these modules."""
+"""Environment in which child processes find these modules."""
 _RANK_TIMING: Final = ("--heartbeat-seconds", "0.3", "--heartbeat-timeout-seconds", "2", "--rank-grace-seconds", "4")
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a run consists of.
+    """Processes and settings of a run.
 
     Attributes:
-        seed: Of all that is drawn.
-        schedulers: How many; with ranks, every fourth is on their pool.
-        ranks: Workers that form a pool; 0 for none.
+        seed: Seed of all random decisions.
+        schedulers: Number of schedulers; with ranks, every fourth one uses their pool.
+        ranks: Number of workers that form a pool; 0 for none.
         journaled: Whether the server keeps a journal.
-        lease_seconds: Of the sessions.
-        num_blocks: Of the pool that schedulers declare.
-        step_seconds: Longest that a step runs.
-        is_brief: Whether schedulers write no more down than how long their steps took.
-        command: What `kvpool` is.
+        lease_seconds: Lease of the sessions.
+        num_blocks: Blocks of the pool that schedulers create.
+        step_seconds: Maximum duration of a step.
+        is_brief: Whether schedulers log the times of their steps only.
+        command: The command that runs `kvpool`.
     """
 
     seed: int
@@ -53,14 +53,14 @@ class Plan:
 
 
 class Site:
-    """The processes of a run, in a folder with all that they write.
+    """The processes of a run, and the folder of their files.
 
     Attributes:
-        plan: What it consists of.
-        address: The server's.
-        folder: Where logs and memory are.
-        log: What is done to the processes.
-        progress: How far the schedulers are.
+        plan: Settings of the run.
+        address: Address of the server.
+        folder: Folder of logs and memory.
+        log: Log of actions on the processes.
+        progress: Answered steps of the schedulers.
     """
 
     def __init__(self, folder: Path, plan: Plan) -> None:
@@ -76,7 +76,7 @@ class Site:
         self._ranks: dict[int, LoggingProcess] = {}
 
     def start(self) -> None:
-        """Starts everything."""
+        """Starts all processes."""
         self.start_server()
         for rank in range(self.plan.ranks):
             self.start_rank(rank)
@@ -84,7 +84,7 @@ class Site:
             self.start_scheduler(slot)
 
     def start_server(self, faults: str = "") -> bool:
-        """Starts the server; returns whether it listened, or died before by a fault point."""
+        """Starts the server; returns whether it listened before it died at a fault point."""
         self.log.write("starting", target="server", faults=faults)
         program = fault_points.COMMAND if faults else self.plan.command
         command = [*program, "serve", "--listen", self.address, "--grace-seconds", "2", *_RANK_TIMING]
@@ -103,7 +103,7 @@ class Site:
         return True
 
     def start_scheduler(self, slot: int) -> None:
-        """Starts a scheduler, or another in its place."""
+        """Starts a scheduler, or its successor."""
         life = self._lives[slot] = self._lives.get(slot, -1) + 1
         settings = Settings(
             address=self.address,
@@ -121,7 +121,7 @@ class Site:
             self._schedulers[slot] = subprocess.Popen(settings.command(), stderr=errors, env={**os.environ, **_PATH})
 
     def start_rank(self, rank: int) -> None:
-        """Starts a rank, or another in its place."""
+        """Starts a rank, or its successor."""
         arguments = [self.address, str(self.folder), str(rank), str(self.plan.ranks)]
         self._ranks[rank] = LoggingProcess(sys.executable, "-m", "crash.rank", *arguments, environment=_PATH)
 
@@ -133,7 +133,7 @@ class Site:
             self.server.end()
 
     def signal_scheduler(self, slot: int, number: signal.Signals) -> None:
-        """Kills, stops or continues a scheduler; it is never stopped within a step that runs."""
+        """Kills, stops or continues a scheduler, but never stops it during a step."""
         process = self._schedulers[slot]
         with StepLock(self.folder / f"scheduler-{slot}.lock").held():
             process.send_signal(number)
@@ -151,7 +151,7 @@ class Site:
     def wait_for_steps(
         self, slots: list[int], *, every: bool, count: int = 1, unless: Callable[[], bool] = lambda: False
     ) -> None:
-        """Waits until any of the schedulers, or every one, was answered so many more steps."""
+        """Waits until any of the schedulers, or every one, has `count` more answered steps."""
         before = {slot: self.progress.of(slot) for slot in slots}
         due = time.monotonic() + DEADLINE_SECONDS
         combine = all if every else any
@@ -164,7 +164,7 @@ class Site:
             time.sleep(0.01)
 
     def check_alive(self) -> None:
-        """Notes schedulers and ranks that ended by themselves, and starts others."""
+        """Logs schedulers and ranks that ended by themselves, and restarts them."""
         for slot, process in list(self._schedulers.items()):
             if process.poll() is not None:
                 error = (self.folder / f"scheduler-{slot}.err").read_text()[-2000:]
@@ -177,7 +177,7 @@ class Site:
                 self.start_rank(rank)
 
     def stop_schedulers(self) -> None:
-        """Lets the schedulers close their sessions and end."""
+        """Stops the schedulers, which close their sessions first."""
         for process in self._schedulers.values():
             process.send_signal(signal.SIGTERM)
         for slot, process in self._schedulers.items():
@@ -187,7 +187,7 @@ class Site:
         self._schedulers.clear()
 
     def close(self) -> None:
-        """Kills what still runs, and notes what the servers logged as bugs."""
+        """Kills all remaining processes, and reports bugs in the servers' logs."""
         for process in self._schedulers.values():
             process.kill()
             process.wait()

@@ -1,4 +1,4 @@
-"""Plays schedulers on a server for a long time, without kills: its memory and its answers' times must stay flat."""
+"""Runs schedulers on a server for a long time without kills: memory and response times must stay flat."""
 
 import argparse
 import json
@@ -20,13 +20,13 @@ from crash.rest import check_at_rest
 from crash.site import Plan, Site
 
 WARM_UP: Final = 0.25
-"""Share of the time that counts for nothing: caches fill, allocators take what they will need."""
+"""Share of the time that is not judged: caches fill and memory allocators warm up."""
 TOLERANCES: Final = {"rss_mib": 0.03, "cpu_ms": 0.20, "p50_ms": 0.30}
-"""How much higher a line may end than it began, as a share of its mean."""
+"""Maximum growth of each line, as a share of its mean."""
 _TIMES: Final = ("cpu_ms", "p50_ms")
-"""Judged in yardsticks: a machine that others use, too, is not as fast in one minute as in the next."""
+"""Measured relative to the yardstick, because the speed of a shared machine varies."""
 _YARDSTICK_SECONDS: Final = 1.0
-"""Between two measures of the machine's speed."""
+"""Time between two measurements of the machine's speed."""
 _LEAST_PERIODS: Final = 12
 
 
@@ -35,8 +35,8 @@ class Line:
     """A straight line through samples.
 
     Attributes:
-        mean: Of the samples.
-        growth: How much higher the line ends than it began, as a share of the mean.
+        mean: Mean of the samples.
+        growth: Rise of the line from its begin to its end, as a share of the mean.
     """
 
     mean: float
@@ -44,7 +44,7 @@ class Line:
 
     @classmethod
     def through(cls, samples: list[tuple[float, float]]) -> "Line":
-        """The line with the least squares, by time and value."""
+        """Fits a line to samples of time and value by least squares."""
         times, values = zip(*samples, strict=True)
         slope, _ = statistics.linear_regression(times, values)
         mean = statistics.fmean(values)
@@ -56,13 +56,13 @@ class Period:
     """A minute, or less in a short run.
 
     Attributes:
-        at: Its end, in seconds from the begin.
-        rss_mib: The server's memory then.
-        cpu_ms: Processor time of the server, a step.
-        p50_ms: Median of the steps' round trips, by the schedulers' clocks.
-        p99_ms: 99 of 100 were shorter.
-        steps: How many.
-        yardstick_ms: Processor time of work that is always the same, mean of a measure a second.
+        at: End of the period, in seconds from the begin.
+        rss_mib: Memory of the server at the end.
+        cpu_ms: CPU time of the server per step.
+        p50_ms: Median round trip of the steps, by the schedulers' clocks.
+        p99_ms: 99th percentile of the round trips.
+        steps: Number of steps.
+        yardstick_ms: CPU time of a constant piece of work, mean of one measurement per second.
     """
 
     at: float
@@ -75,7 +75,7 @@ class Period:
 
 
 def judged(periods: list[Period]) -> dict[str, dict[str, float | bool]]:
-    """Lines through what must stay flat, by its name; those of times are in yardsticks, not in milliseconds."""
+    """Fits lines to the figures that must stay flat, by name. Times are relative to the yardstick."""
     warm = periods[int(len(periods) * WARM_UP) :]
     found = {}
     for name, tolerance in TOLERANCES.items():
@@ -88,15 +88,15 @@ def judged(periods: list[Period]) -> dict[str, dict[str, float | bool]]:
 
 
 def soak(folder: Path, plan: Plan, seconds: float) -> tuple[list[Period], list[str]]:
-    """Plays for so long.
+    """Runs the schedulers for some time.
 
     Args:
-        folder: Where all is written; must be empty.
-        plan: What plays; without kills, and brief.
-        seconds: How long.
+        folder: Empty folder for all files.
+        plan: Settings of the run, with `is_brief`.
+        seconds: Duration.
 
     Returns:
-        The time in periods, and the promises that were broken.
+        The periods, and the violations.
     """
     count = max(_LEAST_PERIODS, math.ceil(seconds / 60))
     with closing(Site(folder, plan)) as site:
@@ -114,20 +114,20 @@ def soak(folder: Path, plan: Plan, seconds: float) -> tuple[list[Period], list[s
         check_at_rest(site)
     records = [record for path in folder.glob("*.jsonl") for record in read(path)]
     broken = [str(record) for record in records if record["kind"] in ("violation", "lost")]
-    trips = [(record["at"], record["at"] - record["sent"]) for record in records if record["kind"] == "told"]
+    trips = [(record["at"], record["at"] - record["sent"]) for record in records if record["kind"] == "answered"]
     spans = zip(pairwise(usage), yardsticks, strict=True)
     return [_period(began, start, end, trips, yardstick_ms) for (start, end), yardstick_ms in spans], broken
 
 
 def _usage(pid: int) -> tuple[float, float]:
-    """A process' memory in MiB, and its processor time in seconds."""
+    """Memory of a process in MiB, and its CPU time in seconds."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     rss_mib = int(fields[21]) * os.sysconf("SC_PAGE_SIZE") / 2**20
     return rss_mib, (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def _yardstick_ms(until: float) -> float:
-    """Waits until then; returns the mean processor time of the same small work, done once a second."""
+    """Waits until a time; returns the mean CPU time of a constant piece of work, done once per second."""
     measured = []
     while True:
         start = time.thread_time()
@@ -150,7 +150,7 @@ def _period(began: float, start: _Usage, end: _Usage, trips: list[tuple[float, f
 
 
 def main() -> int:
-    """Runs from the command line; exits with 1 if something is not flat or was broken."""
+    """Runs from the command line; exits with 1 if a figure grows or there are violations."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--schedulers", type=int, default=16)
@@ -172,7 +172,7 @@ def main() -> int:
     rounded = [[round(value, 2) for value in astuple(period)] for period in periods]
     run = {"minutes": options.minutes, "schedulers": plan.schedulers, "journal": plan.journaled, "flat": good}
     print(json.dumps({**run, **found, "violations": violations, "periods": rounded}))  # noqa: T201
-    print("flat" if good else f"not flat by {TOLERANCES}, or a promise was broken", file=sys.stderr)  # noqa: T201
+    print("flat" if good else f"not flat by {TOLERANCES}, or there are violations", file=sys.stderr)  # noqa: T201
     return 0 if good else 1
 
 

@@ -1,4 +1,4 @@
-"""Servers, schedulers and ranks are killed and stopped at random: nothing is lost, and nothing is given to two."""
+"""Servers, schedulers and ranks are killed and stopped at random: no change is lost, and no block has two owners."""
 
 import secrets
 from pathlib import Path
@@ -12,8 +12,10 @@ KILLS = 25
 
 
 @pytest.mark.parametrize("journaled", [False, True], ids=["forgetful", "journaled"])
-def test_kills(tmp_path: Path, capsys: pytest.CaptureFixture[str], *, journaled: bool) -> None:
-    """Without a journal sessions that the server forgot end with a clear error; with one they go on."""
+def test_killed_processes_cause_no_violations(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], *, journaled: bool
+) -> None:
+    """Without a journal, forgotten sessions end with a clear error; with a journal, they continue."""
     plan = Plan(seed=secrets.randbelow(10**6), journaled=journaled)
     verdict = run(tmp_path, plan, KILLS)
     with capsys.disabled():

@@ -1,4 +1,4 @@
-"""A run against a server with a bug built in must find it; against one without, nothing."""
+"""The checks find an injected bug, and nothing in a correct server."""
 
 import signal
 import sys
@@ -24,7 +24,7 @@ FINDS = {
 
 
 def found(folder: Path, *command: str, journaled: bool = False) -> set[str]:
-    """The kinds of violations in a run without kills; with a journal the server is killed once."""
+    """Kinds of violations in a run without kills; with a journal the server is killed once."""
     plan = Plan(
         seed=1, schedulers=SCHEDULERS, ranks=0, num_blocks=130, step_seconds=0.03, journaled=journaled, command=command
     )
@@ -43,11 +43,11 @@ def found(folder: Path, *command: str, journaled: bool = False) -> set[str]:
 
 
 @pytest.mark.parametrize("journaled", [False, True])
-def test_nothing_is_found_where_nothing_is_wrong(tmp_path: Path, *, journaled: bool) -> None:
+def test_a_correct_server_has_no_violations(tmp_path: Path, *, journaled: bool) -> None:
     assert not found(tmp_path, *KVPOOL, journaled=journaled)
 
 
 @pytest.mark.parametrize("bug", BUGS)
-def test_a_bug_is_found(tmp_path: Path, bug: str) -> None:
+def test_an_injected_bug_is_found(tmp_path: Path, bug: str) -> None:
     command = (sys.executable, "-m", "crash.sabotage", bug)
     assert FINDS[bug] <= found(tmp_path, *command, journaled=bug == "lose_records")

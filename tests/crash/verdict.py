@@ -1,7 +1,7 @@
-"""Judges a run by its logs: what broke a promise, and how long it took to go on after each kill.
+"""Judges a run by its logs: the violations, and the recovery time after each kill.
 
-A scheduler may lose its session only for a reason that the run gave: a lease that truly ran out, an epoch that passed
-with a rank, a server that came back with nothing.
+A scheduler may lose its session only for a reason that the run caused: a lease that really expired, an epoch that ended
+with a rank, or a server that restarted without its state.
 """
 
 import statistics
@@ -17,16 +17,16 @@ from crash.scheduler import RANKED_POOL
 
 @dataclass(slots=True)
 class Verdict:
-    """What came of a run.
+    """Result of a run.
 
     Attributes:
-        violations: Promises that were broken, one line each.
-        kills: How many, by what was killed and how.
-        sessions: How many were opened.
-        lost: How many were lost for a good reason, by reason.
-        steps: How many were answered.
-        blocks: How many were given, and how many of them were hits.
-        recovery_seconds: By what was killed: from the kill to the next answered step of whom it concerns.
+        violations: Violations, one line each.
+        kills: Number of kills, by target and method.
+        sessions: Number of opened sessions.
+        lost: Number of sessions lost for a valid reason, by reason.
+        steps: Number of answered steps.
+        blocks: Number of allocated blocks, and of hits among them.
+        recovery_seconds: By target: times from a kill to the next answered step of an affected scheduler.
     """
 
     violations: list[str] = field(default_factory=list)
@@ -38,7 +38,7 @@ class Verdict:
     recovery_seconds: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
 
     def as_json(self) -> dict[str, object]:
-        """For machines."""
+        """The figures as JSON values."""
         return {
             "violations": self.violations,
             "kills": dict(sorted(self.kills.items())),
@@ -58,7 +58,7 @@ class Verdict:
 
 
 class Story:
-    """What was done to the processes, by the log of who did it."""
+    """Actions on the processes, from the log of the run."""
 
     def __init__(self, records: Iterable[Record], *, journaled: bool) -> None:
         self.records = list(records)
@@ -77,11 +77,11 @@ class Story:
             self._presences.append((begin, float("inf")))
 
     def server_began_after(self, at: float) -> bool:
-        """Whether the server was started anew since."""
+        """Whether the server was restarted after a time."""
         return any(r["kind"] == "starting" and r["at"] > at for r in self.records if r.get("target") == "server")
 
     def longest_presence(self, start: float, end: float) -> float:
-        """For how long the server was there at a stretch, between two moments."""
+        """Longest uninterrupted time that the server was present between two times."""
         return max((min(end, gone) - max(start, came) for came, gone in self._presences), default=0.0)
 
 
@@ -90,27 +90,27 @@ def judge(folder: Path, *, journaled: bool) -> Verdict:
     verdict = Verdict()
     story = Story(read(folder / "run.jsonl"), journaled=journaled)
     sessions: list[Session] = []
-    told: dict[str, list[float]] = {}
+    answered: dict[str, list[float]] = {}
     opened: dict[str, list[float]] = {}
     for path in sorted(folder.glob("scheduler-*.jsonl")):
         records = list(read(path))
         sessions += sessions_of(path.stem, records)
-        told[path.stem] = [record["at"] for record in records if record["kind"] == "told"]
+        answered[path.stem] = [record["at"] for record in records if record["kind"] == "answered"]
         opened[path.stem] = [record["at"] for record in records if record["kind"] == "opened"]
         for record in records:
-            if record["kind"] == "told":
+            if record["kind"] == "answered":
                 verdict.steps += 1
                 verdict.blocks["new"] += len(record["new"])
                 verdict.blocks["hit"] += len(record["hit"])
     judge_sessions(verdict, sessions, story)
     verdict.violations += [f"{record['what']}: {record}" for record in story.records if record["kind"] == "violation"]
     ranked = {session.key[0] for session in sessions if session.pool == RANKED_POOL}
-    _measure(verdict, story, Schedulers(told, opened, ranked))
+    _measure(verdict, story, Schedulers(answered, opened, ranked))
     return verdict
 
 
 def judge_sessions(verdict: Verdict, sessions: list[Session], story: Story) -> None:
-    """Judges what schedulers were told."""
+    """Judges the answers to the schedulers."""
     verdict.sessions += len(sessions)
     for session in sessions:
         verdict.violations += [f"{record['what']}: {session.key} {record}" for record in session.violations]
@@ -139,31 +139,31 @@ def _may_be_lost(session: Session, ended: Record, story: Story) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Schedulers:
-    """By a scheduler's name: when it was answered a step, and opened a session; and whose pool has ranks."""
+    """Times of answered steps and of opened sessions by scheduler, and the schedulers whose pool has ranks."""
 
-    told: dict[str, list[float]]
+    answered: dict[str, list[float]]
     opened: dict[str, list[float]]
     ranked: set[str]
 
-    def concerned(self, record: Record) -> list[str]:
-        """Whom it concerns that a process is killed or stopped."""
+    def affected(self, record: Record) -> list[str]:
+        """Schedulers affected by killing or stopping a process."""
         match record["target"]:
             case "scheduler":
                 return [record["name"]]
             case "rank":
                 return sorted(self.ranked)
-        return list(self.told)
+        return list(self.answered)
 
-    def went_on(self, name: str, record: Record) -> float:
-        """When a scheduler went on after that: a rank's memory is gone, so a session of before is of no use."""
-        times = self.opened if record["target"] == "rank" else self.told
+    def continued_at(self, name: str, record: Record) -> float:
+        """Time at which a scheduler continued. After a rank was killed, it needs a new session."""
+        times = self.opened if record["target"] == "rank" else self.answered
         return next((at for at in times[name] if at > record["at"]), float("inf"))
 
 
 def _measure(verdict: Verdict, story: Story, schedulers: Schedulers) -> None:
-    """Counts the kills, and takes the time until those whom they concern went on.
+    """Counts the kills, and measures the time until the affected schedulers continue.
 
-    Who was killed or stopped again before it went on counts with the last of these.
+    A scheduler that is affected again before it continues counts for the last kill only.
     """
     struck = [record for record in story.records if record["kind"] in ("kill", "stop")]
     for i, record in enumerate(struck):
@@ -172,9 +172,9 @@ def _measure(verdict: Verdict, story: Story, schedulers: Schedulers) -> None:
         if record["kind"] == "stop":
             continue
         waits = []
-        for name in schedulers.concerned(record):
-            at = schedulers.went_on(name, record)
-            again = any(each["at"] < at and name in schedulers.concerned(each) for each in struck[i + 1 :])
+        for name in schedulers.affected(record):
+            at = schedulers.continued_at(name, record)
+            again = any(each["at"] < at and name in schedulers.affected(each) for each in struck[i + 1 :])
             if at != float("inf") and not again:
                 waits.append(at - record["at"])
         if waits:

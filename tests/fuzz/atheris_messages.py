@@ -1,4 +1,4 @@
-"""Hostile messages that a coverage-guided fuzzer makes: `python tests/fuzz/atheris_messages.py -max_total_time=60`.
+"""Hostile messages from a coverage-guided fuzzer: `python tests/fuzz/atheris_messages.py -max_total_time=60`.
 
 Needs the package `atheris`, which has wheels for few machines. libFuzzer's own options are taken.
 """
@@ -27,7 +27,7 @@ logging.getLogger("kvpool").setLevel(logging.ERROR)
 
 
 class _Fuzzer:
-    """One campaign, whose inputs are libFuzzer's: which call, and what to add to a good message or to send instead."""
+    """One campaign with libFuzzer's inputs: the call, and bytes to append to a valid message or to send instead."""
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
@@ -36,7 +36,7 @@ class _Fuzzer:
         self._num_inputs = 0
 
     def one(self, data: bytes) -> None:
-        """Takes an input."""
+        """Handles one input."""
         if len(data) < 2:
             return
         method = _METHODS[data[0] % len(_METHODS)]
@@ -53,7 +53,7 @@ class _Fuzzer:
 
 
 def main() -> None:
-    """Runs until libFuzzer is done."""
+    """Runs until libFuzzer ends."""
     atheris.Setup(sys.argv, _Fuzzer().one)
     atheris.Fuzz()
 

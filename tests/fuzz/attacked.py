@@ -1,4 +1,4 @@
-"""A real `kvpool serve` under attack: its process, its log, and a scheduler whose steps must stay right throughout."""
+"""A real `kvpool serve` under attack: its process, its log, and a scheduler whose steps must stay correct."""
 
 import json
 import os
@@ -21,7 +21,7 @@ _KVPOOL: Final = str(Path(sys.executable).parent / "kvpool")
 _NUM_BLOCKS: Final = 64
 _START_SECONDS: Final = 30.0
 _PAUSE_SECONDS: Final = 0.02
-"""Between two rounds of the canary."""
+"""Time between two rounds of the canary."""
 
 
 class Server:
@@ -46,37 +46,37 @@ class Server:
         raise AssertionError(self._log.read_text(errors="replace"))
 
     def log(self) -> list[dict[str, Any]]:
-        """Its log; raises if a line is not as it should be."""
+        """Reads the log; raises if a line is malformed."""
         lines = self._log.read_text(errors="replace").splitlines(keepends=True)
         return [json.loads(line) for line in lines if line.endswith("\n")]
 
     def rss_bytes(self) -> int:
-        """Its memory."""
+        """Resident memory of the process."""
         return int(Path(f"/proc/{self.process.pid}/statm").read_text().split()[1]) * resource.getpagesize()
 
     def num_files(self) -> int:
-        """Its open file descriptors."""
+        """Number of open file descriptors."""
         return len(os.listdir(f"/proc/{self.process.pid}/fd"))  # noqa: PTH208 - of /proc
 
     def connect(self) -> socket.socket:
-        """A TCP connection to it."""
+        """Opens a TCP connection to the server."""
         connection = socket.create_connection(("127.0.0.1", self.port), timeout=5)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         return connection
 
     def stop(self) -> int:
-        """Ends it; returns its exit status."""
+        """Terminates the process; returns its exit status."""
         self.process.terminate()
         return self.process.wait(30)
 
     def kill(self) -> None:
-        """Ends it however it is."""
+        """Kills the process in any state."""
         self.process.kill()
         self.process.wait()
 
 
 class Canary:
-    """A scheduler that goes on all the while, and knows what each answer must be.
+    """A scheduler that works during the attacks, and knows the correct answer of each step.
 
     Attributes:
         seconds: How long each of its rounds took.
@@ -111,7 +111,7 @@ class Canary:
                         started = time.monotonic()
                         self._round(session, number)
                         self.seconds.append(time.monotonic() - started)
-        except BaseException as error:  # noqa: BLE001 - told by the thread that asserts on it
+        except BaseException as error:  # noqa: BLE001 - raised by the thread that asserts on it
             self.error = error
 
     def _round(self, session: Any, number: int) -> None:
@@ -127,7 +127,7 @@ class Canary:
 
 
 def check_alive(server: Server) -> None:
-    """Raises unless the server answers an operator, holds what only the canary left, and has met no bug."""
+    """Raises unless the server answers an operator, holds the canary's requests only, and logged no bug."""
     assert server.process.poll() is None, "the server died"
     with AdminClient(server.address) as admin:
         pool = next(pool for pool in admin.overview().pools if pool.config.name == POOL)

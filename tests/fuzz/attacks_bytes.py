@@ -1,4 +1,4 @@
-"""What reaches a server's port and is no gRPC: other protocols, broken HTTP/2, floods of frames.
+"""Attacks below gRPC: other protocols, broken HTTP/2, floods of frames.
 
 Each attack sends as long as the server takes it; that the server hangs up is as good an answer as any.
 """
@@ -24,19 +24,19 @@ _SLOW_CONNECTIONS: Final = 200
 
 
 def headers(path: str, *extra: tuple[str, str]) -> bytes:
-    """A gRPC call's header block."""
+    """Header block of a gRPC call."""
     fields = [(":method", "POST"), (":scheme", "http"), (":path", path), (":authority", "x"), ("te", "trailers")]
     return Encoder().encode([*fields, ("content-type", "application/grpc"), *extra])
 
 
 def raw(kind: int, flags: int, stream: int, payload: bytes, length: int | None = None) -> bytes:
-    """A frame that need not be a good one; `length` is what it claims."""
+    """Builds an HTTP/2 frame, possibly an invalid one; `length` is the length that it declares."""
     size = len(payload) if length is None else length
     return struct.pack(">I", size)[1:] + bytes([kind, flags]) + struct.pack(">I", stream) + payload
 
 
 def send(server: Server, chunks: Iterable[bytes]) -> bytes:
-    """Sends on a new connection until all is sent or the server hangs up; returns the end of what it said."""
+    """Sends bytes on a new connection until all are sent or the server closes it; returns the end of the response."""
     said = b""
     with server.connect() as connection:
         connection.settimeout(0.5)
@@ -84,7 +84,7 @@ def _garbage_frames(server: Server) -> None:
 
 
 def _slowly(server: Server) -> None:
-    """Connections that send a byte now and then, and stay."""
+    """Connections that stay open and send a byte now and then."""
     open_calls = (
         PREFACE + SETTINGS + raw(1, 4, 1, headers("/kvpool.v1.AllocatorService/Schedule")) + raw(0, 0, 1, b"\0")
     )
@@ -103,7 +103,7 @@ def _rapid_reset(server: Server) -> None:
 
 
 def _rapid_reset_of_calls(server: Server) -> None:
-    """The same of calls that are complete, so that each is begun."""
+    """A flood of complete calls, so that the server starts each one."""
     block = headers("/kvpool.v1.AdminService/ListPools")
     calls = (
         raw(1, 4, i, block) + raw(0, 1, i, b"\0" * 5) + raw(3, 0, i, b"\0\0\0\x08") for i in range(1, 2 * _FLOOD, 2)

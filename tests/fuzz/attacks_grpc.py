@@ -1,4 +1,4 @@
-"""Calls that are HTTP/2 as it should be, and gRPC as it should not: framing, compression, metadata, streams."""
+"""Attacks with valid HTTP/2 and invalid gRPC: framing, compression, metadata, streams."""
 
 import gzip
 import struct
@@ -32,7 +32,7 @@ def _framed(payload: bytes, *, compressed: int = 0, length: int | None = None) -
 
 
 def _call(server: Server, path: str, body: bytes, *extra: tuple[str, str]) -> bytes:
-    """A call written by hand; returns what the server said."""
+    """Sends a hand-written call; returns the server's response."""
     data = b"".join(raw(0, 0, 1, body[at : at + 16_384]) for at in range(0, len(body), 16_384))
     opening = PREFACE + SETTINGS + raw(8, 0, 0, struct.pack(">I", 2**30)) + raw(1, 4, 1, headers(path, *extra))
     return send(server, [opening, data, raw(0, 1, 1, b"")])
@@ -62,7 +62,7 @@ def _framing(server: Server) -> None:
 
 
 def _garbage_messages(server: Server) -> None:
-    """Every call takes bytes that are no message: what it says must be what it may say."""
+    """Sends malformed messages to every method: the status must be one that the method documents."""
     rng = Random(5)
     with grpc.insecure_channel(server.address) as channel:
         for method in METHODS.values():
@@ -97,7 +97,7 @@ def _open(channel: grpc.Channel, path: str, messages: Iterator[bytes]) -> Any:
 
 
 def _bombs(server: Server) -> None:
-    """Messages that are small as sent, and too large as meant: refused before they are there."""
+    """Messages that declare or decompress to too large a size: refused before they are read completely."""
     request = allocator_pb2.OpenSessionRequest(pool_name=POOL, client_name="x" * (40 * 2**20)).SerializeToString()
     with grpc.insecure_channel(server.address, options=[("grpc.max_send_message_length", -1)]) as channel:
         for compression in (grpc.Compression.Gzip, grpc.Compression.Deflate, grpc.Compression.NoCompression) * 4:
@@ -123,7 +123,7 @@ def _large_metadata(server: Server) -> None:
 
 
 def _streams(server: Server) -> None:
-    """Streams by the thousand: without a first message, half closed, cancelled in the middle."""
+    """Thousands of streams: without a first message, half closed, or cancelled in the middle."""
     step = step_pb2.Step(session_id="none", sequence=1).SerializeToString()
     until = threading.Event()
 

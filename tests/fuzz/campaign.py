@@ -1,8 +1,8 @@
-"""Sends one server's objects inputs without end, and holds each answer to what the protos promise.
+"""Sends many inputs to one server's objects, and checks each answer against the comments in the .proto files.
 
-1. A call ends with a code that its comment names, with ErrorInfo; never with INTERNAL.
-2. After a refusal everything is as before: by a fingerprint each time, by all that can be seen every so often.
-3. The books balance, and the memory does not grow with the inputs.
+1. A call ends with a code that its comment names, with ErrorInfo, and never with INTERNAL.
+2. A refusal changes nothing. A fingerprint is compared each time, the whole visible state from time to time.
+3. The integrity checks hold, and the memory does not grow with the number of inputs.
 """
 
 import asyncio
@@ -26,12 +26,12 @@ from fuzz.served import Ended, OpenCall, Served
 from kvpool.core.allocator import Allocator
 
 CHECK_EVERY: Final = 500
-"""Inputs between two checks of all books, each after a comparison of all that can be seen."""
+"""Inputs between two integrity checks, each with a comparison of the whole visible state."""
 _OPEN_CALLS: Final = 8
 _KEPT_INPUTS: Final = 30
 _MAY_WAIT: Final = ("ResumeSession", "WaitUntilReady")
 _ROUNDS: Final = 8
-"""Of the event loop, after which a call that waits has done what it does before."""
+"""Turns of the event loop after which a waiting call has done its work."""
 
 _WEIGHTS: Final = {
     "AllocatorService.Schedule": 30,
@@ -51,34 +51,34 @@ _WEIGHTS: Final = {
 
 
 class Kind(Enum):
-    """How an input was made; the share of each."""
+    """How an input was made."""
 
-    WRITTEN = "written"
-    FIELDS = "fields spoilt"
-    BYTES = "bytes spoilt"
+    WRITTEN = "valid"
+    FIELDS = "mutated fields"
+    BYTES = "mutated bytes"
     RANDOM = "random bytes"
-    AGAIN = "sent again"
+    AGAIN = "repeated"
     FOREIGN = "another call's message"
 
 
 _KINDS: Final = {Kind.WRITTEN: 38, Kind.FIELDS: 34, Kind.BYTES: 14, Kind.RANDOM: 5, Kind.AGAIN: 6, Kind.FOREIGN: 3}
 
 
-class Finding(AssertionError):  # noqa: N818 - found, not wrong here
-    """An input that the server did not take as it promises."""
+class Finding(AssertionError):  # noqa: N818 - a finding about the server
+    """An input that the server did not handle as documented."""
 
 
 @dataclass(slots=True)
 class Report:
-    """What a campaign did.
+    """Figures of a campaign.
 
     Attributes:
-        inputs: By call and kind.
-        codes: By call and code; PARSE where the message cannot be parsed, which grpc answers.
-        integrity_checks: Checks of all books.
-        deep_comparisons: Refusals after which all that can be seen was compared.
-        peak_rss_bytes: Most memory of the process.
-        grown_bytes: Memory that it grew by after the first tenth.
+        inputs: Number of inputs by call and kind.
+        codes: Number of results by call and code; PARSE for messages that cannot be parsed, which grpc refuses.
+        integrity_checks: Number of integrity checks.
+        deep_comparisons: Number of refusals after which the whole visible state was compared.
+        peak_rss_bytes: Peak memory of the process.
+        grown_bytes: Growth of the memory after the first tenth.
     """
 
     inputs: Counter[tuple[str, str]] = field(default_factory=Counter)
@@ -90,12 +90,12 @@ class Report:
 
 
 def rss_bytes() -> int:
-    """Memory of this process."""
+    """Resident memory of this process."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
 class Campaign:
-    """One server and what is sent to it."""
+    """One server and the inputs sent to it."""
 
     def __init__(self, seed: int, allocator: Allocator | None = None) -> None:
         self.report = Report()
@@ -113,10 +113,10 @@ class Campaign:
         self._whole: object = None
 
     async def run(self, num_inputs: int, progress: Callable[[int], None] = lambda _: None) -> None:
-        """Sends so many inputs.
+        """Sends `num_inputs` inputs.
 
         Raises:
-            Finding: One was not taken as promised. The same seed finds it again.
+            Finding: An input was not handled as documented. The same seed finds it again.
         """
         settled_bytes = 0
         for i in range(num_inputs):
@@ -148,10 +148,10 @@ class Campaign:
         await self._take(method, kind, call, data)
 
     async def take(self, method: Method, data: bytes) -> None:
-        """Sends an input that somebody else made.
+        """Sends an input made by the caller.
 
         Raises:
-            Finding: It was not taken as promised.
+            Finding: The input was not handled as documented.
         """
         await self._settle()
         try:
@@ -160,11 +160,11 @@ class Campaign:
             raise self._finding(self.report.inputs.total(), error) from error
 
     def message(self, method: Method) -> bytes:
-        """A call as it should be just now; empty if what it is about is not there."""
+        """A valid message for the current state; empty if its subject does not exist."""
         return self._make(method, Kind.WRITTEN, self._stream(method) if method.is_stream else None) or b""
 
     def check(self) -> None:
-        """Checks all books."""
+        """Runs the integrity checks."""
         self._served.check()
         self.report.integrity_checks += 1
 
@@ -197,7 +197,7 @@ class Campaign:
         return data
 
     def _write(self, method: Method, call: OpenCall | None) -> Message | None:
-        """A message as it should be, on a stream one that goes on with what it is about."""
+        """A valid message; on a stream, one that continues with the stream's subject."""
         if call is None:
             return self._grammar.write(method.key)
         if method.name == "Join":
@@ -208,7 +208,7 @@ class Campaign:
         return step
 
     async def _settle(self) -> None:
-        """Lets streams that were ended by others, or by time, do what they do at their end."""
+        """Lets streams that ended for other reasons finish their work."""
         if not self._is_settled:
             for _ in range(_ROUNDS):
                 await asyncio.sleep(0)
@@ -223,7 +223,7 @@ class Campaign:
     def _stream(self, method: Method) -> OpenCall:
         """One of the open streams, or a new one."""
         streams = self._open[method.key]
-        for call in [call for call in streams if call.is_over]:  # by another stream, an operator, or time
+        for call in [call for call in streams if call.is_over]:  # ended by another stream, an operator, or time
             streams.remove(call)
             self._count(method, call.result())
         if not streams or (len(streams) < _OPEN_CALLS and self._rng.random() < 0.1):
@@ -237,15 +237,15 @@ class Campaign:
         try:
             ended = await call.say(None if self._rng.random() < 0.01 else data)
         except DecodeError as error:
-            raise AssertionError("a message that cannot be parsed was nobody's fault") from error
-        # What ends a rank's stream is news of its pool: the rank is lost. One that was told nothing leaves no trace.
+            raise AssertionError("a message that cannot be parsed ended without an error") from error
+        # The end of a rank's stream changes its pool: the rank is lost. A stream without messages leaves no trace.
         leaves_trace = method.name == "Join" and bool(call.written)
         self._judge(method, ended or Ended(grpc.StatusCode.OK), leaves_trace=leaves_trace)
         if call.is_over:
             self._open[method.key].remove(call)
 
     async def _watch(self, method: Method, data: bytes) -> None:
-        """Begins a call that may wait for long, and ends the oldest of those that do."""
+        """Starts a call that may wait for long, and ends the oldest waiting one."""
         waiting = self._open[method.key]
         try:
             method.request.FromString(data)
@@ -263,7 +263,7 @@ class Campaign:
             self._count(method, await waiting.pop(0).cancel())
 
     def _judge(self, method: Method, ended: Ended | None, *, leaves_trace: bool = False) -> None:
-        """Holds how a call ended to what was promised."""
+        """Checks the result of a call against its documentation."""
         after = self._served.fingerprint()
         self._count(method, ended)
         is_refused = ended is None or ended.code is not grpc.StatusCode.OK
@@ -281,7 +281,7 @@ class Campaign:
             assert ended.code in method.codes, f"{method.key} ended with {ended}\n{self._served.bug()}"
 
     async def close(self) -> None:
-        """Ends what is open, and checks all books for the last time."""
+        """Ends all open calls, and runs the integrity checks a last time."""
         for key, calls in self._open.items():
             for call in calls:
                 self._count(METHODS[key], await call.cancel())

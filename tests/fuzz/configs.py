@@ -1,4 +1,4 @@
-"""Pools and ranks that the grammars know: small, so that blocks run out and prefixes meet."""
+"""Pools and ranks of the grammars: small, so that blocks run out and prefixes are shared."""
 
 from functools import lru_cache
 from hashlib import sha256
@@ -53,12 +53,12 @@ RANK_POOLS: Final = ("r0", "r1", "r2")
 
 @lru_cache(maxsize=1)
 def messages() -> tuple[pool_pb2.PoolConfig, ...]:
-    """The same as messages."""
+    """The configurations as messages."""
     return tuple(config_to_proto(config, with_none_hash=True) for config in CONFIGS)
 
 
 @lru_cache(maxsize=4096)
 def block_hash(document: int, index: int, size_bytes: int) -> bytes:
-    """Hash of a document's block; the first two blocks of all documents hold the same."""
+    """Hash of a document's block; the first two blocks of all documents are equal."""
     content = f"{document if index > 1 else 0}:{index}"
     return (sha256(content.encode()).digest() * 2)[:size_bytes]

@@ -1,4 +1,4 @@
-"""What the protos promise: every RPC, and the status codes that its comment names."""
+"""The documented contract: every RPC, and the status codes that its comment names."""
 
 import re
 from dataclasses import dataclass
@@ -16,10 +16,14 @@ _FILES: Final = (admin_pb2, allocator_pb2, event_pb2, worker_pb2)
 _DECLARED: Final = re.compile(r"\s*(service|rpc) (\w+)")
 _CODES: Final = {code.name: code for code in grpc.StatusCode}
 _OF_ANY_CALL: Final = frozenset(
-    (grpc.StatusCode.OK, grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED)  # as AllocatorService says
+    (
+        grpc.StatusCode.OK,
+        grpc.StatusCode.UNAVAILABLE,
+        grpc.StatusCode.RESOURCE_EXHAUSTED,
+    )  # from the comment of AllocatorService
 )
 _OF_ITS_SERVICE: Final = frozenset(("Join",))
-"""RPCs that are alone in their service, whose comment names the codes."""
+"""Services with one RPC, whose comment names the codes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,12 +31,12 @@ class Method:
     """An RPC.
 
     Attributes:
-        service: Its service's name.
-        name: Its own.
-        request: The class of its request.
-        is_stream: Whether requests come in a stream.
-        answers_stream: Whether answers do.
-        codes: All that it may end with.
+        service: Name of the service.
+        name: Name of the method.
+        request: Class of the request.
+        is_stream: Whether requests are streamed.
+        answers_stream: Whether responses are streamed.
+        codes: All documented status codes.
     """
 
     service: str
@@ -44,12 +48,12 @@ class Method:
 
     @property
     def path(self) -> str:
-        """As HTTP/2 names it."""
+        """Path of the method in HTTP/2."""
         return f"/kvpool.v1.{self.service}/{self.name}"
 
     @property
     def key(self) -> str:
-        """Names it among all."""
+        """Unique name of the method."""
         return f"{self.service}.{self.name}"
 
 
@@ -58,7 +62,7 @@ def _codes(comment: str) -> frozenset[grpc.StatusCode]:
 
 
 def _comments() -> dict[tuple[str, str], str]:
-    """The comment of each RPC, by service and name; where that names no code, its service's."""
+    """Comment of each RPC by service and name; the comment of its service if it names no code."""
     found = {}
     for path in sorted(_PROTOS.glob("*.proto")):
         comment = about = service = ""

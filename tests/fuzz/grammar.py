@@ -1,7 +1,7 @@
-"""Writes calls that a server takes: it knows the pools, sessions, requests and numbers there are.
+"""Generates valid calls, from the pools, sessions, requests and numbers that exist on the server.
 
-It reads them from the server's own objects, so that most of what it writes gets deep, and what is spoilt of it is
-spoilt in one place.
+The grammar reads them from the server's own objects. So most calls pass the first checks, and a mutated call is wrong
+in one place only.
 """
 
 from collections.abc import Callable
@@ -22,10 +22,10 @@ _Paged = admin_pb2.ListSessionsRequest | admin_pb2.ListRequestsRequest | admin_p
 
 
 class Grammar(RequestGrammar):
-    """Writes messages for the unary calls and watches of schedulers, operators and routers.
+    """Generates messages for the unary calls and watches of schedulers, operators and routers.
 
     Attributes:
-        page_tokens: By call: the token that its last answer gave.
+        page_tokens: The last page token of each call.
     """
 
     def __init__(self, rng: Random, served: Served) -> None:
@@ -73,7 +73,7 @@ class Grammar(RequestGrammar):
         }
 
     def write(self, key: str) -> Message | None:
-        """A call as it should be; None while what it is about is not there."""
+        """A valid message; None if its subject does not exist."""
         return self._writers[key]()
 
     def _name(self) -> str:
@@ -141,7 +141,7 @@ class Grammar(RequestGrammar):
         return admin_pb2.UndrainRequest(pool_name=self.rng.choice(closed))
 
     def _remove_pool(self) -> Message:
-        """Mostly one that a spoilt name made, so that these do not take all the room."""
+        """A pool to remove, mostly one with a mutated name, so that these do not exhaust the limit."""
         strays = [pool.config.name for pool in self.served.pools() if pool.config.name not in POOL_NAMES]
         name = self.rng.choice(strays) if strays and self.rng.random() < 0.9 else self._name()
         return admin_pb2.RemovePoolRequest(pool_name=name)

@@ -1,4 +1,4 @@
-"""Writes what ranks say."""
+"""Generates the messages of ranks."""
 
 from random import Random
 from typing import Final
@@ -13,7 +13,7 @@ _WORLD_SIZES: Final = {"r0": 1, "r1": 2, "r2": 3}
 
 
 class RankGrammar:
-    """Writes a stream's messages: the first registers, later ones answer what the membership waits for."""
+    """Generates the messages of a stream: a registration, then the messages that the membership waits for."""
 
     def __init__(self, rng: Random, served: Served) -> None:
         self._rng = rng
@@ -24,7 +24,7 @@ class RankGrammar:
         return self._rng.choice(RANK_POOLS)
 
     def write(self, pool: str, *, is_first: bool) -> worker_pb2.JoinRequest:
-        """A stream's next message."""
+        """The next message of a stream."""
         rng = self._rng
         if is_first:
             size = _WORLD_SIZES[pool]

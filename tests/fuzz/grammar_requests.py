@@ -1,4 +1,4 @@
-"""Writes what changes a session: the unary calls on its requests, and steps of many operations."""
+"""Generates changes of sessions: unary calls on requests, and steps with many operations."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -38,7 +38,7 @@ _OF_RUNNING: Final = (
 
 
 def hashes_of(pool: KVCacheManager, request_id: str, before: int, after: int) -> bytes:
-    """Hashes of the blocks that a request fills as it grows from `before` to `after` tokens; its id tells its text."""
+    """Hashes of the blocks filled from `before` to `after` tokens; the request's id determines its tokens."""
     if not pool.config.enable_caching:
         return b""
     size, size_bytes = pool.hash_block_size, pool.config.hash_scheme.hash_size_bytes
@@ -48,7 +48,7 @@ def hashes_of(pool: KVCacheManager, request_id: str, before: int, after: int) ->
 
 @dataclass(slots=True)
 class _Row:
-    """An operation of a step; fields as the columns'."""
+    """An operation of a step, with the fields of the columns."""
 
     operation: Operation
     request: Request | None = None
@@ -65,7 +65,7 @@ class _Row:
 
 
 class RequestGrammar:
-    """Writes for any of the sessions that are open."""
+    """Generates messages for any open session."""
 
     def __init__(self, rng: Random, served: Served) -> None:
         self.rng = rng
@@ -93,7 +93,7 @@ class RequestGrammar:
         )
 
     def allocate_slots(self) -> allocator_pb2.AllocateSlotsRequest | None:
-        """Room for a new, a waiting or a running request."""
+        """An allocation for a new, a waiting or a running request."""
         found = self.session()
         if found is None:
             return None
@@ -164,7 +164,7 @@ class RequestGrammar:
         return allocator_pb2.ResetPrefixCacheRequest(session_id=found[1].current_id, sequence=found[1].sequence + 1)
 
     def get_common_prefix_blocks(self) -> allocator_pb2.GetCommonPrefixBlocksRequest | None:
-        """Counts what requests have in common."""
+        """Counts the common prefix blocks of requests."""
         found = self._running()
         if found is None:
             return None
@@ -176,7 +176,7 @@ class RequestGrammar:
         )
 
     def mark_executed(self) -> allocator_pb2.MarkExecutedRequest | None:
-        """Says that all but the newest changes were executed."""
+        """Reports all but the newest changes as executed."""
         found = self.session()
         if found is None:
             return None
@@ -184,7 +184,7 @@ class RequestGrammar:
         return allocator_pb2.MarkExecutedRequest(session_id=found[1].current_id, executed_sequence=executed)
 
     def step(self, session_id: str = "") -> step_pb2.Step | None:
-        """The next step of a session; of any, if that is not there."""
+        """The next step of a session, or of any session if it does not exist."""
         found = next((pair for pair in self.served.hub.allocator.sessions() if pair[1].current_id == session_id), None)
         found = found or self.session()
         return self._step(*found) if found else None
@@ -210,7 +210,7 @@ class RequestGrammar:
         return step
 
     def _add(self, step: step_pb2.Step, pool: KVCacheManager) -> None:
-        """A new request, and the operation that it came for."""
+        """A new request, and its first operation."""
         number, request_id = self._new()
         tokens = self.rng.randint(1, min(60, pool.config.max_model_len))
         step.request_ids.append(request_id)
@@ -228,7 +228,7 @@ class RequestGrammar:
         self._put(step, pool, row)
 
     def _options_of(self, operation: Operation, *, holds_blocks: bool) -> AllocationOptions:
-        """Usual ones, ones that can be asked, and once in a while ones that cannot."""
+        """Options of an allocation: default ones, other valid ones, and sometimes invalid ones."""
         rng = self.rng
         if rng.random() < 0.6:
             return DEFAULT_OPTIONS
@@ -274,7 +274,7 @@ class RequestGrammar:
         return row
 
     def _taken(self, pool: KVCacheManager, request: Request) -> int:
-        """Up to all of the room that the request has; once in a while more than that."""
+        """A number of tokens up to the allocated ones; sometimes more."""
         room = max(pool.max_tokens_on_credit(request) - request.num_computed_tokens, 0)
         if self.rng.random() < 0.02:
             return min(room + self.rng.choice(_NO_ROOM_TOKENS), _MAX_UINT32)
@@ -308,7 +308,7 @@ class RequestGrammar:
         step.token_ids.extend(token_ids)
 
     def _update(self, pool: KVCacheManager, session: Session, request: Request | None) -> allocator_pb2.RequestUpdate:
-        """What is new of a request; None for one that was not seen before."""
+        """The new part of a request; None for an unknown request."""
         if request is None:
             number, request_id = self._new()
             before, appended = 0, self.rng.randint(1, min(60, pool.config.max_model_len))

@@ -1,4 +1,4 @@
-"""Spoils messages: field by field, as their descriptors tell, or byte by byte."""
+"""Mutates messages: field by field, guided by the descriptors, or byte by byte."""
 
 import math
 import string
@@ -52,7 +52,7 @@ _LIMITS: Final = {
 
 
 def mutate_fields(rng: Random, message: Message) -> None:
-    """Spoils one to three fields of a message, or of one within it."""
+    """Mutates one to three fields of a message or of a nested message."""
     for _ in range(rng.choice((1, 1, 1, 2, 3))):
         _mutate_field(rng, message, 0)
 
@@ -72,7 +72,7 @@ def _mutate_field(rng: Random, message: Message, depth: int) -> None:
         elif rng.random() < 0.5:
             message.ClearField(field.name)
         else:
-            within.SetInParent()  # of a oneof: in the place of what was set
+            within.SetInParent()  # in a oneof, this replaces the field that was set
     elif rng.random() < 0.1:
         message.ClearField(field.name)
     else:
@@ -192,10 +192,10 @@ _BYTE_WAYS: Final[tuple[Callable[[Random, bytearray, bytes], None], ...]] = (
 
 
 def mutate_bytes(rng: Random, data: bytes, other: bytes) -> bytes:
-    """Spoils an encoded message; `other` is another one, to be joined with it."""
-    spoilt = bytearray(data)
+    """Mutates an encoded message; `other` is another message to join with it."""
+    mutated = bytearray(data)
     for _ in range(rng.choice((1, 1, 2, 4))):
         way = rng.choice(_BYTE_WAYS)
-        if spoilt or way in (_join, _add_unknown, _insert):
-            way(rng, spoilt, other)
-    return bytes(spoilt)
+        if mutated or way in (_join, _add_unknown, _insert):
+            way(rng, mutated, other)
+    return bytes(mutated)

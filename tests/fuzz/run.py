@@ -1,6 +1,6 @@
 """The long run: `python tests/fuzz/run.py --inputs 1000000 --seed 1 --jobs 2`, with a summary as JSON.
 
-A seed finds again what it found, as long as the code is the same.
+A seed repeats its findings until the code changes.
 """
 
 import argparse
@@ -55,7 +55,7 @@ def _totals(counts: Counter[tuple[str, str]]) -> dict[str, int]:
 
 
 def summary(reports: list[Report], seconds: float) -> dict[str, Any]:
-    """What campaigns did, to be printed."""
+    """Summary of campaigns, to be printed."""
     inputs = sum((report.inputs for report in reports), Counter[tuple[str, str]]())
     codes = sum((report.codes for report in reports), Counter[tuple[str, str]]())
     return {
@@ -65,15 +65,15 @@ def summary(reports: list[Report], seconds: float) -> dict[str, Any]:
         "codes": _totals(codes),
         "integrity_checks": sum(report.integrity_checks for report in reports),
         "deep_comparisons": sum(report.deep_comparisons for report in reports),
-        "peak_rss_bytes_a_job": max(report.peak_rss_bytes for report in reports),
-        "rss_growth_bytes_a_job": max(report.grown_bytes for report in reports),
+        "peak_rss_bytes_per_job": max(report.peak_rss_bytes for report in reports),
+        "rss_growth_bytes_per_job": max(report.grown_bytes for report in reports),
         "inputs_by_call": _nested(inputs),
         "codes_by_call": _nested(codes),
     }
 
 
 def main() -> None:
-    """Reads the arguments, runs the jobs, prints the summary."""
+    """Parses the arguments, runs the jobs, and prints the summary."""
     parser = argparse.ArgumentParser(description="Sends a kvpool server's objects hostile messages.")
     parser.add_argument("--inputs", type=int, default=1_000_000, help="messages, all jobs together")
     parser.add_argument("--seed", type=int, default=1, help="what all is drawn from")

@@ -1,6 +1,6 @@
-"""A server's real objects without sockets: its services over one hub, a clock that is told, calls as bytes.
+"""A server's real objects without sockets: services over one hub, a controlled clock, calls as bytes.
 
-What is left out is grpc itself: each call gets a context that stands for one, and its message as it came.
+Only grpc itself is missing: each call gets a fake context and the received message.
 """
 
 import asyncio
@@ -32,18 +32,18 @@ MAX_POOL_BLOCKS: Final = 4096
 MAX_POOLS: Final = 12
 
 
-class Refused(Exception):  # noqa: N818 - it is none of ours
-    """What a context's `abort` raises."""
+class Refused(Exception):  # noqa: N818 - the name follows its use
+    """Raised by `abort` of a context."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """How a call ended.
+    """Result of a call.
 
     Attributes:
-        code: With which code.
-        reason: The reason of its details; empty for OK.
-        answer: The answer of a unary call.
+        code: The status code.
+        reason: The reason in the error details; empty for OK.
+        answer: The response of a unary call.
     """
 
     code: grpc.StatusCode
@@ -52,7 +52,7 @@ class Ended:
 
 
 class Context:
-    """Stands for grpc's."""
+    """A fake of grpc's context."""
 
     def __init__(self) -> None:
         self.ended: Ended | None = None
@@ -87,12 +87,12 @@ def _reason(code: grpc.StatusCode, trailing_metadata: Any) -> str:
 
 
 class OpenCall(Context):
-    """A call that may last, and the task that serves it.
+    """A long-running call, and the task that serves it.
 
     Attributes:
-        method: Which.
-        about: What its messages are about: a session or a pool.
-        is_new: Whether nothing was sent on it.
+        method: The method.
+        about: The subject of its messages: a session or a pool.
+        is_new: Whether no message was sent yet.
     """
 
     def __init__(self, served: "Served", method: Method) -> None:
@@ -124,11 +124,11 @@ class OpenCall(Context):
         return grpc.aio.EOF if data is None else self.method.request.FromString(data)
 
     def begin(self, data: bytes) -> None:
-        """Sends the request of a call that takes one, and waits for nothing."""
+        """Sends the single request of a call without waiting."""
         self._incoming.put_nowait(data)
 
     async def say(self, data: bytes | None) -> Ended | None:
-        """Sends a message, None for no more; returns how the call ended, if it did by that."""
+        """Sends a message, or None to half-close; returns the result if the call ended."""
         self._turn = asyncio.get_running_loop().create_future()
         self._incoming.put_nowait(data)
         async with asyncio.timeout(10):
@@ -136,16 +136,16 @@ class OpenCall(Context):
         return self.result() if self._task.done() else None
 
     async def cancel(self) -> Ended:
-        """Ends it as a client that goes away does."""
+        """Cancels the call, as a disconnecting client does."""
         self._task.cancel()
         await asyncio.wait([self._task])
         return self.result()
 
     def result(self) -> Ended:
-        """How it ended.
+        """Result of the call.
 
         Raises:
-            BaseException: What it ended with was no answer to a client.
+            BaseException: The call ended with an exception that is no status.
         """
         if self._task.cancelled():
             return Ended(grpc.StatusCode.CANCELLED)
@@ -171,21 +171,21 @@ class _Hub(Hub):
 
 
 class _Bugs(logging.Handler):
-    """Keeps what the log tells of a bug."""
+    """Keeps log records of bugs."""
 
     def __init__(self) -> None:
         super().__init__(logging.ERROR)
-        self.told: list[str] = []
+        self.logged: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.told.append(logging.Formatter("%(message)s").format(record))
+        self.logged.append(logging.Formatter("%(message)s").format(record))
 
 
 class Served:
     """The services of one server."""
 
     def __init__(self, rng: Random, allocator: Allocator | None = None) -> None:
-        # Session ids and boot ids are the same in each run of a seed, so that a finding comes again.
+        # Session ids and boot ids depend on the seed only, so that a finding can be repeated.
         self._patched = ExitStack()
         self._patched.enter_context(mock.patch("secrets.token_urlsafe", lambda count: rng.randbytes(count).hex()))
         self._patched.enter_context(mock.patch("secrets.token_bytes", rng.randbytes))
@@ -201,12 +201,12 @@ class Served:
         logging.getLogger("kvpool").addHandler(self._bugs)
 
     def close(self) -> None:
-        """Takes back what was patched."""
+        """Undoes all patches."""
         logging.getLogger("kvpool").removeHandler(self._bugs)
         self._patched.close()
 
     def behaviour(self, method: Method) -> Any:
-        """What serves an RPC."""
+        """The method that serves an RPC."""
         return getattr(self._services[method.service], method.name)
 
     def pools(self) -> list[KVCacheManager]:
@@ -214,7 +214,7 @@ class Served:
         return list(self.hub.allocator.pools())
 
     async def call(self, method: Method, data: bytes) -> Ended | None:
-        """A unary call; None if the message cannot be parsed, which grpc itself answers."""
+        """Makes a unary call; None if the message cannot be parsed, which grpc refuses."""
         try:
             request = method.request.FromString(data)
         except DecodeError:
@@ -229,14 +229,14 @@ class Served:
         return Ended(grpc.StatusCode.OK, answer=answer)
 
     def pass_time(self, seconds: float) -> None:
-        """Lets time pass, and does what the server does as it passes."""
+        """Advances the time, and does the server's periodic work."""
         self.hub.clock_seconds += seconds
         self.hub.expire_now()
         for membership in list(self.ranks._memberships.values()):
             self.ranks._carry_out(membership, membership.tick(self.hub.now_seconds()))
 
     def fingerprint(self) -> object:
-        """What a refused call must leave as it is: a few numbers of everything, cheap enough for each call."""
+        """A cheap fingerprint of the state, which a refused call must not change."""
         allocator = self.hub.allocator
         return (
             [
@@ -267,18 +267,18 @@ class Served:
         )
 
     def whole(self) -> object:
-        """All that can be seen."""
+        """The whole visible state."""
         return self.fingerprint(), [snapshot(pool, self._sessions(pool)) for pool in self.pools()]
 
     def check(self) -> None:
-        """Raises unless all books balance, and no bug was logged."""
+        """Raises unless all integrity checks pass and no bug was logged."""
         for pool in self.pools():
             check_integrity(pool, self._sessions(pool))
-        assert not self._bugs.told, self._bugs.told[0]
+        assert not self._bugs.logged, self._bugs.logged[0]
 
     def bug(self) -> str:
-        """What was logged of a bug last."""
-        return self._bugs.told[-1] if self._bugs.told else ""
+        """The last logged bug."""
+        return self._bugs.logged[-1] if self._bugs.logged else ""
 
     def _sessions(self, pool: KVCacheManager) -> list[Any]:
         return self.hub.allocator.sessions_of(pool)

@@ -1,7 +1,7 @@
-"""A server's nonsense: a session believes none of it, and a rank neither.
+"""Malformed results of a hostile server: neither a session nor a rank accepts them.
 
-What a step's result may be is told by the real core; spoilt, it is either refused, with the step still unanswered and
-nothing changed, or is one that the step can have.
+The real core gives a step's result, which is then mutated. The session either refuses the mutated result, with the step
+unanswered and nothing changed, or the result is possible for the step.
 """
 
 from copy import deepcopy
@@ -32,7 +32,7 @@ _CONFIGS = [config for config in CONFIGS if config.enable_caching and config.has
 
 
 class LyingTransport(EmbeddedTransport):
-    """The core in this process, whose results are spoilt while it lies."""
+    """The core in this process, with results that are mutated while `is_lying`."""
 
     def __init__(self, rng: Random) -> None:
         super().__init__()
@@ -41,9 +41,9 @@ class LyingTransport(EmbeddedTransport):
 
     def apply(self, session_id: str, step: Step) -> StepResult:
         result = super().apply(session_id, step)
-        return self._spoil(result) if self.is_lying else result
+        return self._mutate(result) if self.is_lying else result
 
-    def _spoil(self, result: StepResult) -> StepResult:
+    def _mutate(self, result: StepResult) -> StepResult:
         while True:
             message = result_to_proto(result)
             if self._rng.random() < 0.7:
@@ -57,7 +57,7 @@ class LyingTransport(EmbeddedTransport):
 
 
 def _ask(rng: Random, step: StepBuilder, session: Session, requests: list[Request]) -> None:
-    """A round of a scheduler: one request comes, some go on, some go."""
+    """A round of a scheduler: one request is added, some continue, some are freed."""
     for request in list(requests):
         chance = rng.random()
         if chance < 0.15 or len(requests) > 6:
@@ -81,7 +81,7 @@ def _view(session: Session, requests: list[Request]) -> object:
 
 
 @pytest.mark.parametrize("config", _CONFIGS, ids=lambda config: str(config.name))
-def test_a_session_believes_no_result_that_its_step_cannot_have(config: PoolConfig) -> None:
+def test_a_session_refuses_impossible_results(config: PoolConfig) -> None:
     rng = Random(3)
     transport = LyingTransport(rng)
     transport.create_pool(config)
@@ -101,18 +101,18 @@ def test_a_session_believes_no_result_that_its_step_cannot_have(config: PoolConf
             num_refused += 1
             transport.is_lying = False
             session.settle()
-        if transport.is_lying:  # it was believed: it was one that the step can have
+        if transport.is_lying:  # the result was accepted, so it is possible for the step
             assert all(0 <= i < config.num_blocks for r in requests for table in r.block_ids for i in table)
             transport.close_session(session.session_id)
             session, requests = Session(transport, transport.open_session(config.name, "", 0.0, NO_QUOTA)), []
     assert num_refused > _ROUNDS / 4
 
 
-def test_a_rank_takes_a_hostile_servers_messages_without_a_bug() -> None:
+def test_a_rank_handles_messages_of_a_hostile_server() -> None:
     rng = Random(4)
     written = [registered(), planned(1, 20), ready(1, 20), degraded(2, 0, 1), planned(2, 9), ready(2, 9)]
     written.append(worker_pb2.JoinResponse(fence=worker_pb2.Fence(fence_sequence=1, epoch=1, live_session_numbers=[1])))
-    rank, now_seconds, heard = RankProtocol(registration(), rng.random, Fence()), 0.0, 0
+    rank, now_seconds, num_handled = RankProtocol(registration(), rng.random, Fence()), 0.0, 0
     for _ in range(20_000):
         now_seconds += rng.choice((0.0, 0.01, 1.0))
         message = worker_pb2.JoinResponse()
@@ -131,8 +131,8 @@ def test_a_rank_takes_a_hostile_servers_messages_without_a_bug() -> None:
         else:
             if word is not None:
                 rank.heard(word, now_seconds)
-                heard += 1
+                num_handled += 1
         rank.tick(now_seconds)
         if rank.is_over:
             rank = RankProtocol(registration(), rng.random, Fence())
-    assert heard > 1000
+    assert num_handled > 1000

@@ -1,6 +1,6 @@
-"""A journal's folder that anybody wrote in: a server starts with what was told, or with nothing, and never with half.
+"""A damaged journal: a server starts with a recorded state or with an empty one, never with a partial one.
 
-What hostile messages changed is made again exactly, too.
+Changes by hostile messages are replayed exactly, too.
 """
 
 import shutil
@@ -26,7 +26,7 @@ _TRIES = 150
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What a killed process leaves."""
+    """The files that a killed process leaves."""
     folder = tmp_path_factory.mktemp("journal")
     leave_journal(folder, config(16), _SEED, _CHANGES)
     return folder
@@ -43,16 +43,14 @@ def _check(found: Recovery) -> None:
 
 
 def _copies(written: Path, folder: Path) -> Iterator[tuple[Path, Path]]:
-    """The folder again and again, and one of its files."""
+    """Yields a fresh copy of the folder, and one of its files, repeatedly."""
     rng = Random(1)
     for i in range(_TRIES):
         copy = Path(shutil.copytree(written, folder / str(i)))
         yield copy, rng.choice(files_of(copy))
 
 
-def test_damaged_files_bring_back_a_state_that_was_or_none(
-    written: Path, tmp_path: Path, states: list[Allocator]
-) -> None:
+def test_damaged_files_give_an_earlier_state_or_none(written: Path, tmp_path: Path, states: list[Allocator]) -> None:
     rng = Random(2)
     num_dropped = 0
     for folder, path in _copies(written, tmp_path):
@@ -77,8 +75,8 @@ def _frames(path: Path) -> list[Frame]:
         return list(iter(reader.read, None))
 
 
-def test_frames_that_are_whole_but_nonsense_never_keep_a_server_from_starting(written: Path, tmp_path: Path) -> None:
-    """Worse than a disk does: each frame's checksum is right, and what it holds is not."""
+def test_malformed_frames_never_prevent_the_start(written: Path, tmp_path: Path) -> None:
+    """Frames with valid checksums and malformed content, which no disk error produces."""
     rng = Random(3)
     for folder, path in _copies(written, tmp_path):
         frames = _frames(path)
@@ -99,14 +97,14 @@ def test_frames_that_are_whole_but_nonsense_never_keep_a_server_from_starting(wr
 
 
 def _forget_joined(allocator: Allocator) -> None:
-    """Empties what is only kept to save work, which the campaign's own look-ups fill too."""
+    """Empties caches, which the campaign's own look-ups fill too."""
     for pool in allocator.pools():
         for session in [*allocator.sessions_of(pool), *(each.session for each in pool.quarantine)]:
             for request in session.requests.values():
                 request.joined_hashes.clear()
 
 
-async def test_what_hostile_messages_changed_is_made_again_exactly() -> None:
+async def test_changes_by_hostile_messages_are_replayed_exactly() -> None:
     records: list[tuple[FrameKind, bytes]] = []
     allocator = new_allocator()
     allocator.sink = lambda kind, payload: records.append((kind, payload))

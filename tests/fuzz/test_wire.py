@@ -1,4 +1,4 @@
-"""A real server's port under attack, while a scheduler goes on: each answer of its steps right, each in time."""
+"""A real server's port under attack while a scheduler works: all its answers are correct and in time."""
 
 import json
 import statistics
@@ -11,7 +11,7 @@ from fuzz.attacked import Canary, Server, check_alive
 from support.wire_ranks import wait_until
 
 MAX_GROWTH_BYTES = 192 * 2**20
-"""A message of the largest size, a few times over: as it came, as it was meant, and what the allocator keeps."""
+"""A few times the maximum message size: the encoded and decoded message, and memory kept by the allocator."""
 MAX_ROUND_SECONDS = 10.0
 MAX_FILES_LEFT = 4
 
@@ -19,7 +19,7 @@ ATTACKS = {**attacks_bytes.ATTACKS, **attacks_grpc.ATTACKS}
 
 
 class Siege:
-    """The server, its canary, and what it took before the attacks."""
+    """The server, its canary, and the server's resources before the attacks."""
 
     def __init__(self, server: Server, canary: Canary) -> None:
         self.server, self.canary = server, canary
@@ -29,7 +29,7 @@ class Siege:
         self.first_bytes, self.first_files = server.rss_bytes(), server.num_files()
 
     def figures(self) -> dict[str, float]:
-        """What the canary met, and what the server took."""
+        """Response times of the canary, and growth of the server's resources."""
         times = sorted(self.canary.seconds)
         return {
             "attacks": len(ATTACKS),
@@ -46,7 +46,7 @@ class Siege:
         rounds = len(self.canary.seconds)
         check_alive(self.server)
         wait_until(
-            lambda: len(self.canary.seconds) >= rounds + 3 or self.canary.error is not None, "the canary goes on"
+            lambda: len(self.canary.seconds) >= rounds + 3 or self.canary.error is not None, "the canary continues"
         )
         assert not self.canary.error, self.canary.error
         assert self.server.rss_bytes() - self.first_bytes < MAX_GROWTH_BYTES
@@ -61,10 +61,10 @@ def siege(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Siege]:
             yield under
             wait_until(lambda: server.num_files() <= under.first_files + MAX_FILES_LEFT, "files are closed", 60)
             under.check()
-        told = under.figures()
-        print(json.dumps(told))  # noqa: T201 - shown with -s
+        figures = under.figures()
+        print(json.dumps(figures))  # noqa: T201 - shown with -s
         assert not canary.error, canary.error
-        assert told["max_ms"] < MAX_ROUND_SECONDS * 1000
+        assert figures["max_ms"] < MAX_ROUND_SECONDS * 1000
         assert server.stop() == 0
     finally:
         server.kill()

@@ -1,4 +1,4 @@
-"""The ZeroMQ transport on real sockets: subscribers that join late, drop, lag and see a restart; both framings."""
+"""The ZeroMQ transport on real sockets: late, dropping and lagging subscribers, restarts, and both framings."""
 
 import asyncio
 import contextlib
@@ -81,11 +81,11 @@ class Router:
                 await asyncio.sleep(0.01)
 
     async def settled(self, site: Site) -> None:
-        """Waits until the map is as new as the server's, and compares them."""
+        """Waits until the map has caught up with the server, and compares both."""
         while not (self.state.is_settled and self.state.next == site.publisher.num_published):
             assert not self._task.done(), self._task
             if self.state.is_settled and site.publisher._next > site.publisher._log.last_sequence:
-                await site.work(1)  # what was dropped last is found out with the next message
+                await site.work(1)  # the next message reveals the last dropped one
             await asyncio.sleep(0.02)
         assert self.state.known == truth(site.pool) != set()
         self._task.cancel()
@@ -95,7 +95,7 @@ class Router:
 
 
 @pytest.mark.timeout(60)
-async def test_a_router_that_joins_late_has_the_servers_map(site: Callable[..., Site]) -> None:
+async def test_a_router_that_joins_late_gets_the_complete_map(site: Callable[..., Site]) -> None:
     place = site()
     await place.start()
     await place.work(30)
@@ -106,7 +106,7 @@ async def test_a_router_that_joins_late_has_the_servers_map(site: Callable[..., 
 
 
 @pytest.mark.timeout(60)
-async def test_a_router_that_drops_messages_asks_for_them(site: Callable[..., Site]) -> None:
+async def test_a_router_that_drops_messages_requests_them(site: Callable[..., Site]) -> None:
     place = site()
     await place.start()
     router = Router(place, lossy=True)
@@ -132,7 +132,7 @@ async def test_a_router_that_lags_behind_the_buffer_takes_another_snapshot(site:
 
 
 @pytest.mark.timeout(60)
-async def test_a_router_follows_a_server_that_starts_anew(site: Callable[..., Site]) -> None:
+async def test_a_router_follows_a_restarted_server(site: Callable[..., Site]) -> None:
     place = site()
     await place.start()
     router = Router(place)
@@ -147,7 +147,7 @@ async def test_a_router_follows_a_server_that_starts_anew(site: Callable[..., Si
 
 
 async def ask(site: Site, request: bytes, endpoint: str = "") -> list[list[bytes]]:
-    """Asks as vLLM's clients do; returns the answers up to the last."""
+    """Sends a request as vLLM's clients do; returns all replies."""
     with zmq.asyncio.Context() as context, context.socket(zmq.DEALER) as socket:
         socket.connect(endpoint or site.events.replay_endpoint)
         await socket.send_multipart([b"", request])
@@ -161,7 +161,9 @@ async def ask(site: Site, request: bytes, endpoint: str = "") -> list[list[bytes
 
 
 @pytest.mark.parametrize("framing", ReplayFraming)
-async def test_a_replay_has_the_frames_of_its_vllm(framing: ReplayFraming, site: Callable[..., Site]) -> None:
+async def test_a_replay_has_the_frames_of_the_configured_vllm(
+    framing: ReplayFraming, site: Callable[..., Site]
+) -> None:
     place = site(replay_framing=framing)
     await place.start()
     await place.work(3)
@@ -175,7 +177,7 @@ async def test_a_replay_has_the_frames_of_its_vllm(framing: ReplayFraming, site:
     assert await ask(place, (10**6).to_bytes(8, "big")) == [end]
 
 
-async def test_the_first_message_says_that_nothing_is_cached_and_status_tells_the_boot(
+async def test_the_first_message_clears_the_map_and_the_status_has_the_boot_id(
     site: Callable[..., Site],
 ) -> None:
     place = site()
@@ -189,7 +191,7 @@ async def test_the_first_message_says_that_nothing_is_cached_and_status_tells_th
     assert (kind, msgspec.msgpack.decode(header)) == (publisher.STATUS, expected)
 
 
-async def test_requests_that_are_none_are_left_alone(site: Callable[..., Site]) -> None:
+async def test_malformed_requests_are_ignored(site: Callable[..., Site]) -> None:
     place = site()
     await place.start()
     with zmq.asyncio.Context() as context, context.socket(zmq.DEALER) as socket:
@@ -213,11 +215,11 @@ async def test_a_request_of_no_known_kind_is_logged(
         socket.connect(place.events.replay_endpoint)
         await socket.send_multipart([b"", b"short"])
         await socket.send_multipart([b"", publisher.STATUS_REQUEST])
-        await socket.recv_multipart()  # requests are begun in order
+        await socket.recv_multipart()  # requests are started in order
     assert [record.message for record in caplog.records].count("event request malformed") == 1
 
 
-async def test_idle_heartbeats_are_empty_batches_with_numbers_of_their_own(site: Callable[..., Site]) -> None:
+async def test_heartbeats_are_numbered_empty_batches(site: Callable[..., Site]) -> None:
     place = site(heartbeat_seconds=0.1)
     await place.start()
     with zmq.asyncio.Context() as context, context.socket(zmq.SUB) as socket:
@@ -230,7 +232,7 @@ async def test_idle_heartbeats_are_empty_batches_with_numbers_of_their_own(site:
     assert place.publisher.num_heartbeats >= 3
 
 
-async def test_each_pool_has_a_port_and_numbers_of_its_own(tmp_path: Path) -> None:
+async def test_each_pool_has_its_own_port_and_numbers(tmp_path: Path) -> None:
     place = Site(tmp_path)
     place.events = replace(place.events, pools=("other", "m"))
     await place.start(("m", "other", "third"))
@@ -248,7 +250,7 @@ async def test_each_pool_has_a_port_and_numbers_of_its_own(tmp_path: Path) -> No
         await place.stop()
 
 
-async def test_a_pool_whose_endpoint_is_taken_serves_all_the_same(
+async def test_a_pool_works_even_if_its_endpoint_is_in_use(
     site: Callable[..., Site], caplog: pytest.LogCaptureFixture
 ) -> None:
     place = site()
@@ -280,7 +282,7 @@ def serve(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
 
 
-def test_serve_says_what_is_wrong_with_its_endpoints() -> None:
+def test_serve_reports_invalid_endpoints() -> None:
     with zmq.Context() as context, context.socket(zmq.PUB) as taken:
         taken.bind("tcp://*:*")
         port = taken.get_string(zmq.LAST_ENDPOINT).rpartition(":")[2]
@@ -292,8 +294,8 @@ def test_serve_says_what_is_wrong_with_its_endpoints() -> None:
     assert "events_endpoint: '5557': needs tcp://HOST:PORT" in odd.stderr
 
 
-def test_serve_takes_the_settings_of_events_from_a_file(tmp_path: Path) -> None:
-    """Every one of them is known by its flag's name; the last one read is what is wrong here."""
+def test_serve_reads_event_settings_from_a_file(tmp_path: Path) -> None:
+    """Every setting is known by the name of its flag; the last one is invalid here."""
     settings = {
         "events_endpoint": "tcp://*:5557",
         "events_replay_endpoint": "tcp://*:5657",
@@ -329,8 +331,8 @@ def test_a_server_that_publishes_starts_and_stops_from_the_command_line(tmp_path
         process.communicate()
 
 
-def test_pools_made_and_removed_for_ever_have_the_endpoints_of_one(tmp_path: Path) -> None:
-    """Names come from clients: endpoints must not grow with them."""
+def test_recreated_pools_reuse_one_pair_of_endpoints(tmp_path: Path) -> None:
+    """The number of endpoints must not grow with the names that clients choose."""
     endpoints = {"endpoint": f"ipc://{tmp_path / 'e'}", "replay_endpoint": f"ipc://{tmp_path / 'r'}"}
     with running_server(events=endpoints) as address, connect(address) as client, AdminClient(address) as admin:
         for number in range(20):
@@ -339,7 +341,7 @@ def test_pools_made_and_removed_for_ever_have_the_endpoints_of_one(tmp_path: Pat
         assert sorted(path.name for path in tmp_path.iterdir()) == ["e", "r"]
 
 
-def test_a_removed_pool_has_its_own_endpoints_again(tmp_path: Path) -> None:
+def test_a_recreated_pool_gets_its_former_endpoints(tmp_path: Path) -> None:
     endpoints = {"endpoint": f"ipc://{tmp_path / 'e'}"}
     with running_server(events=endpoints) as address, connect(address) as client, AdminClient(address) as admin:
         for name in ("a", "b"):
@@ -357,7 +359,7 @@ def test_a_removed_pool_has_its_own_endpoints_again(tmp_path: Path) -> None:
             assert subscriber.recv_multipart()[0] == b"kv@b@b"
 
 
-async def test_an_endpoint_that_cannot_be_connected_to_is_named(tmp_path: Path) -> None:
+async def test_an_endpoint_that_cannot_be_connected_to_is_reported(tmp_path: Path) -> None:
     events, auth = EventsConfig("tcp://no host:5557"), AuthConfig(allow_plaintext=frozenset(["events"]))
     server = Server(ServerConfig(addresses=(f"unix:{tmp_path / 's'}",), events=events, auth=auth))
     with pytest.raises(OSError, match="no host:5557"):

@@ -1,4 +1,4 @@
-"""Long work in bits: one bit in a turn of the loop, however many want one."""
+"""Long work in small parts: one part per turn of the loop, for all waiters together."""
 
 import asyncio
 import contextlib
@@ -32,7 +32,7 @@ class LoopCounter:
             await self._task
 
 
-async def test_one_goes_on_in_each_turn_in_the_order_they_came() -> None:
+async def test_one_waiter_continues_per_turn_in_order_of_arrival() -> None:
     turns, loop, went = ChunkTurns(), LoopCounter(), list[tuple[int, int]]()
 
     async def work(number: int) -> None:
@@ -46,7 +46,7 @@ async def test_one_goes_on_in_each_turn_in_the_order_they_came() -> None:
     assert [number for _, number in went] == [0, 1, 2, 3] * 5
 
 
-async def test_who_gives_up_holds_up_nobody() -> None:
+async def test_a_cancelled_waiter_delays_no_other() -> None:
     turns = ChunkTurns()
     waiting = [asyncio.create_task(turns.next()) for _ in range(3)]
     await asyncio.sleep(0)
@@ -62,11 +62,11 @@ async def test_many_snapshots_take_no_more_of_a_turn_than_one(tmp_path: Path, mo
     await site.start()
     await site.work(20)
     loop = LoopCounter()
-    told = SnapshotCursor.next_chunk
+    original = SnapshotCursor.next_chunk
 
     def counted(walk: SnapshotCursor, max_blocks: int) -> list[BlockStored]:
         chunks[loop.now] += 1
-        return told(walk, min(max_blocks, 8))
+        return original(walk, min(max_blocks, 8))
 
     monkeypatch.setattr(SnapshotCursor, "next_chunk", counted)
 

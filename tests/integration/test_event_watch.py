@@ -41,14 +41,14 @@ GROUPS = (
 
 
 def config(name: str) -> PoolConfig:
-    """A pool whose hashes are the same on every server."""
+    """A pool with the same hashes on every server."""
     return PoolConfig(
         PoolName(name), 2000, 4096, GROUPS, hash_scheme=HashScheme(none_hash=b"n" * 32), enable_events=True
     )
 
 
 def work(session: Session, start: int, end: int) -> None:
-    """Admits and frees these requests: all share a prefix, every third loses a block."""
+    """Admits and frees these requests: all share a prefix, every third one has a block evicted."""
     for i in range(start, end):
         request = session.request(f"r{i}", [1] * 16 + [i] * 200)
         assert session.admit(request) is not None
@@ -59,7 +59,7 @@ def work(session: Session, start: int, end: int) -> None:
 
 
 def expected(name: str, end: int) -> PrefixIndex:
-    """What is cached after that, by a pool in this process."""
+    """The cached blocks after that, from a pool in this process."""
     with connect("embedded:") as twin:
         twin.create_pool(config(name))
         with twin.open_session(name) as session:
@@ -80,7 +80,7 @@ def address() -> Iterator[str]:
         yield address
 
 
-def test_a_snapshot_is_the_map_and_batches_go_on_from_it(client: Client) -> None:
+def test_a_snapshot_is_the_map_and_batches_continue_from_it(client: Client) -> None:
     client.create_pool(config("late"))
     with client.open_session("late") as session:
         work(session, 0, 60)
@@ -103,35 +103,35 @@ def test_a_snapshot_is_the_map_and_batches_go_on_from_it(client: Client) -> None
         assert not index.num_prefix_blocks([BlockHash(b"?" * 32)])
 
 
-def test_what_a_snapshot_tells_of_a_run_is_what_its_event_told(client: Client) -> None:
+def test_a_snapshot_describes_a_run_like_its_event(client: Client) -> None:
     client.create_pool(config("words"))
     with client.open_session("words") as session:
         session.admit(session.request("r", range(50), extra_keys=ExtraKeys(lora_name="adapter")))
-        (told,) = (batch.events for batch in [next(client.watch("words", from_sequence=1))])
+        (events,) = (batch.events for batch in [next(client.watch("words", from_sequence=1))])
         watch = client.watch("words", snapshot=True)
         kinds = [next(watch) for _ in range(3)]
         assert [batch.kind for batch in kinds] == [WatchKind.START, WatchKind.SNAPSHOT, WatchKind.SNAPSHOT_END]
-        assert kinds[1].events == told
+        assert kinds[1].events == events
 
 
-def test_a_pool_made_anew_has_numbers_and_an_epoch_of_its_own(client: Client, address: str) -> None:
-    told = []
+def test_a_recreated_pool_has_its_own_numbers_and_epoch(client: Client, address: str) -> None:
+    infos = []
     for _ in range(2):
         client.create_pool(config("again"))
         with client.open_session("again") as session:
             work(session, 0, 5)
-        told.append(client.get_pool("again"))
-        if len(told) == 1:
+        infos.append(client.get_pool("again"))
+        if len(infos) == 1:
             with AdminClient(address) as admin:
                 admin.remove_pool("again")
-    assert told[1].epoch == told[0].epoch + 1
-    for sequence in (told[0].event_sequence, told[0].event_sequence + 1):
+    assert infos[1].epoch == infos[0].epoch + 1
+    for sequence in (infos[0].event_sequence, infos[0].event_sequence + 1):
         with pytest.raises(WrongStateError) as caught:
             next(client.watch("again", from_sequence=sequence))
         assert caught.value.reason == "EVENTS_NOT_KEPT"
 
 
-def test_heartbeats_come_while_nothing_happens(client: Client) -> None:
+def test_heartbeats_arrive_while_the_pool_is_idle(client: Client) -> None:
     client.create_pool(config("idle"))
     watch = client.watch("idle", heartbeat_seconds=0.1)
     beats = [next(watch) for _ in range(2)]
@@ -139,7 +139,7 @@ def test_heartbeats_come_while_nothing_happens(client: Client) -> None:
     assert 0.09 < beats[1].time_seconds - beats[0].time_seconds < 5
 
 
-def test_fields_that_do_not_fit_are_refused_by_name(client: Client, address: str) -> None:
+def test_invalid_fields_are_refused_by_name(client: Client, address: str) -> None:
     client.create_pool(config("refusing"))
     with pytest.raises(InvalidArgumentError, match="from_sequence"):
         client.watch("refusing", from_sequence=1, snapshot=True)
@@ -162,7 +162,7 @@ def test_fields_that_do_not_fit_are_refused_by_name(client: Client, address: str
 
 
 class ResumableWatch:
-    """A router: an index that a thread keeps."""
+    """A router: an index that a thread updates."""
 
     def __init__(self, client: Client, pool: str) -> None:
         self.index = PrefixIndex()
@@ -181,7 +181,7 @@ class ResumableWatch:
             assert self.is_over
 
     def wait(self, twin: PrefixIndex, boot_id_before: str = "") -> None:
-        """Waits for the map to be the twin's, on another boot than before."""
+        """Waits until the index equals the twin's, on another boot than before."""
         with self.news:
             assert self.news.wait_for(
                 lambda: (
@@ -194,7 +194,7 @@ class ResumableWatch:
 
 
 def serve_requests(address: str, count: int) -> None:
-    """A scheduler that makes the pool, serves so many requests, and is done."""
+    """A scheduler that creates the pool, serves `count` requests, and ends."""
     with connect(address, deadline_seconds=10.0) as client:
         client.create_pool(config("m"))
         with client.open_session("m") as session:
@@ -218,7 +218,7 @@ def test_an_index_survives_a_restart_of_the_server(tmp_path: Path) -> None:
     assert server.stop()[0] == 0
 
 
-def test_a_server_that_hangs_is_found_out_by_its_silence(tmp_path: Path) -> None:
+def test_a_hanging_server_is_detected_by_its_silence(tmp_path: Path) -> None:
     where = f"unix:{tmp_path / 's'}"
     server = ServerProcess(where)
     with connect(where) as client:
@@ -234,7 +234,7 @@ def test_a_server_that_hangs_is_found_out_by_its_silence(tmp_path: Path) -> None
     server.process.communicate()
 
 
-async def test_the_same_over_asyncio(address: str) -> None:
+async def test_an_index_works_over_asyncio(address: str) -> None:
     async with aio.connect(address) as client:
         await client.create_pool(config("async"))
         index = PrefixIndex()

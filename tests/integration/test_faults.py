@@ -21,7 +21,7 @@ def test_an_unknown_fault_point_is_refused_at_start() -> None:
     assert "'step.aplied' is not a fault point" in done.stderr
 
 
-def test_a_server_dies_after_a_change_and_before_its_answer(tmp_path: Path) -> None:
+def test_a_server_dies_between_a_change_and_its_answer(tmp_path: Path) -> None:
     address = f"unix:{tmp_path / 's'}"
     server = LoggingProcess(
         *faults.COMMAND, "serve", "--listen", address, environment=faults.environment("step.applied:kill:2")

@@ -1,4 +1,4 @@
-"""A real server that is killed and started again: its schedulers, its ranks and its operators find what was there."""
+"""A real server that is killed and restarted: schedulers, ranks and operators find their state again."""
 
 import contextlib
 import signal
@@ -25,7 +25,7 @@ from support.workers import worker_processes
 
 
 class Journaled:
-    """A server with a journal, at one address over all its lives."""
+    """A server with a journal that keeps its address over restarts."""
 
     def __init__(self, folder: Path, **settings: object) -> None:
         self.folder = folder / "journal"
@@ -58,7 +58,7 @@ def journaled(tmp_path: Path) -> Iterator[Journaled]:
 
 
 class Scheduler:
-    """Unary calls and single steps of one session, as bytes on the wire, sent again as often as it takes."""
+    """Unary calls and single steps of one session on the wire, retried until they are answered."""
 
     def __init__(self, address: str, pool: str = "m") -> None:
         self.address = address
@@ -102,7 +102,7 @@ def create(address: str, **options: Any) -> None:
         client.create_pool(pool_config(**options))
 
 
-def test_a_session_goes_on_and_a_lost_answer_is_given_again(journaled: Journaled) -> None:
+def test_a_session_continues_and_a_lost_answer_is_repeated(journaled: Journaled) -> None:
     create(journaled.address)
     scheduler = Scheduler(journaled.address)
     first, second = scheduler.step(1, "abc", 14), scheduler.step(2, "abd", 14)
@@ -112,13 +112,13 @@ def test_a_session_goes_on_and_a_lost_answer_is_given_again(journaled: Journaled
     assert info(journaled.address) == before
     assert scheduler.send(second, first) == answers[::-1]
     third = scheduler.send(scheduler.step(3, "abcd", 18))[0]
-    assert third.num_hit_tokens[1] == 12  # a prefix that was cached before
+    assert third.num_hit_tokens[1] == 12  # a prefix cached before the restart
     journaled.restart()
     assert scheduler.send(scheduler.step(4, "abcd", 18))[0].num_hit_tokens[1] == 16
 
 
-def test_it_is_killed_in_the_middle_of_steps_again_and_again(journaled: Journaled) -> None:
-    """Every answer that came stands: sent again to the next process, the step gets it again."""
+def test_a_server_killed_repeatedly_during_steps_recovers(journaled: Journaled) -> None:
+    """Every answer is kept: the next process answers a repeated step with the same result."""
     create(journaled.address, num_blocks=2000)
     scheduler = Scheduler(journaled.address)
     answered: dict[int, step_pb2.StepResult] = {}
@@ -147,7 +147,7 @@ def test_it_is_killed_in_the_middle_of_steps_again_and_again(journaled: Journale
     assert len(held) == len(set(held)), "a block was given twice"
 
 
-def test_what_an_operator_did_stands(journaled: Journaled) -> None:
+def test_actions_of_an_operator_survive(journaled: Journaled) -> None:
     create(journaled.address)
     Scheduler(journaled.address)
     with grpc.insecure_channel(journaled.address) as channel:
@@ -160,7 +160,7 @@ def test_what_an_operator_did_stands(journaled: Journaled) -> None:
     assert from_rpc_error(caught.value).reason == "DRAINED"
 
 
-def test_a_drain_that_is_back_before_the_ranks_are_is_undone(journaled: Journaled) -> None:
+def test_a_recovered_drain_can_be_undone_before_the_ranks_join(journaled: Journaled) -> None:
     WireRank(journaled.address).register(registration(0)).wait_for("registered")
     with AdminClient(journaled.address) as admin:
         admin.drain("m")
@@ -187,7 +187,7 @@ def test_a_clean_stop_leaves_a_snapshot_and_no_changes(journaled: Journaled) -> 
     assert scheduler.send(scheduler.step(1, "abc", 14)) == answers
 
 
-def test_leases_begin_anew_with_the_process(journaled: Journaled) -> None:
+def test_leases_restart_with_the_process(journaled: Journaled) -> None:
     create(journaled.address)
     Scheduler(journaled.address)
     journaled.restart()
@@ -197,8 +197,8 @@ def test_leases_begin_anew_with_the_process(journaled: Journaled) -> None:
         assert client.get_pool("m").activity.leases_expired == 1
 
 
-def test_other_settings_change_nothing_of_what_there_was(journaled: Journaled) -> None:
-    """Changes are made again as they were, whatever the next server would make of the same calls."""
+def test_other_settings_do_not_change_the_recovered_state(journaled: Journaled) -> None:
+    """Changes are replayed with their original effect, even if the new settings would change it."""
     create(journaled.address)
     requests = [
         allocator_pb2.OpenSessionRequest(pool_name="m", open_key="asked", lease_seconds=5.0, max_blocks=40),
@@ -249,7 +249,7 @@ def test_two_servers_do_not_share_a_journal(journaled: Journaled, tmp_path: Path
 
 
 @pytest.mark.parametrize("damage", ["flip", "boot"])
-def test_what_cannot_be_trusted_is_dropped(journaled: Journaled, damage: str) -> None:
+def test_an_invalid_journal_is_dropped(journaled: Journaled, damage: str) -> None:
     create(journaled.address)
     scheduler = Scheduler(journaled.address)
     scheduler.send(scheduler.step(1, "abc", 14))
@@ -269,23 +269,23 @@ def test_what_cannot_be_trusted_is_dropped(journaled: Journaled, damage: str) ->
     with pytest.raises(grpc.RpcError) as caught:
         scheduler.send(scheduler.step(2, "abc", 14))
     assert from_rpc_error(caught.value).reason == "JOURNAL_DROPPED"
-    told = []
-    for _ in range(2):  # the new journal knows of it, too
+    outputs = []
+    for _ in range(2):  # the new journal has it, too
         with pytest.raises(grpc.RpcError) as caught:
             Scheduler(journaled.address)
         error = from_rpc_error(caught.value)
         assert (error.reason, error.field) == ("SESSIONS_LOST", "pool_name")
         assert 0 < (error.retry_seconds or 0) <= 300
         assert info(journaled.address) == after
-        told.append(journaled.server.stop_cleanly())
+        outputs.append(journaled.server.stop_cleanly())
         journaled.start()
     journaled.restart(quarantine_seconds=0.0)
     fresh = Scheduler(journaled.address)
     assert fresh.send(fresh.step(1, "abc", 14))[0].num_hit_tokens == []
-    assert ["journal dropped" in each for each in told] == [True, False]
+    assert ["journal dropped" in each for each in outputs] == [True, False]
 
 
-def test_ranks_come_back_with_their_tensors_in_the_same_epoch(journaled: Journaled) -> None:
+def test_ranks_rejoin_with_their_tensors_in_the_same_epoch(journaled: Journaled) -> None:
     ranks = [WireRank(journaled.address).register(registration(rank)) for rank in range(2)]
     for rank in ranks:
         rank.allocate()
@@ -296,7 +296,7 @@ def test_ranks_come_back_with_their_tensors_in_the_same_epoch(journaled: Journal
     step.block_hashes = b""
     answers = scheduler.send(step)
     journaled.restart()
-    assert info(journaled.address).state == 3  # degraded, until they are back
+    assert info(journaled.address).state == 3  # degraded until the ranks rejoin
     for rank in ranks:
         rank.wait_ended()
     held = HeldTensors(ready.epoch, ready.num_blocks)
@@ -311,7 +311,7 @@ def test_ranks_come_back_with_their_tensors_in_the_same_epoch(journaled: Journal
         rank.cut()
 
 
-def test_ranks_that_are_others_begin_an_epoch(journaled: Journaled) -> None:
+def test_other_ranks_begin_an_epoch(journaled: Journaled) -> None:
     ranks = [WireRank(journaled.address).register(registration(rank)) for rank in range(2)]
     for rank in ranks:
         rank.allocate()
@@ -333,7 +333,7 @@ def test_ranks_that_are_others_begin_an_epoch(journaled: Journaled) -> None:
 
 
 def test_a_full_disk_costs_the_journal_and_no_answer(journaled: Journaled) -> None:
-    """The process may write files of 20,000 bytes: first the log is too long, then a new journal has room."""
+    """The process may write files of up to 20,000 bytes: the first log exceeds this, a new journal does not."""
     create(journaled.address)
     scheduler = Scheduler(journaled.address)
     limit = ["prlimit", f"--pid={journaled.server.process.pid}"]
@@ -359,7 +359,7 @@ def test_a_full_disk_costs_the_journal_and_no_answer(journaled: Journaled) -> No
         assert after == before
 
 
-def test_real_workers_keep_their_tensors_over_a_killed_server(tmp_path: Path) -> None:
+def test_real_workers_keep_their_tensors_while_a_server_restarts(tmp_path: Path) -> None:
     address = f"127.0.0.1:{free_port()}"
     journal = {"folder": str(tmp_path / "journal")}
     server = ServerProcess(address, journal=journal)

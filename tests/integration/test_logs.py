@@ -1,4 +1,4 @@
-"""What servers and workers write to stderr over their life, in JSON, compared with docs/reference/logs.md."""
+"""JSON logs of servers and workers, compared with docs/reference/logs.md."""
 
 import json
 import os
@@ -48,7 +48,7 @@ def server(address: str) -> Iterator[LoggingProcess]:
 
 
 def entries(process: LoggingProcess) -> list[Entry]:
-    """All lines, each checked against the page."""
+    """All lines, checked against the page."""
     events = documented_events()
     found = []
     for line in process.lines:
@@ -63,7 +63,7 @@ def entries(process: LoggingProcess) -> list[Entry]:
 
 
 def named(process: LoggingProcess, message: str) -> list[Entry]:
-    """The fields of all entries of this name."""
+    """The fields of all entries with this message."""
     common = ("time", "level", "logger", "message")
     return [
         {name: value for name, value in entry.items() if name not in common}
@@ -72,7 +72,7 @@ def named(process: LoggingProcess, message: str) -> list[Entry]:
     ]
 
 
-def test_sessions_come_and_go_and_refusals_do_not_flood(server: LoggingProcess, address: str) -> None:
+def test_sessions_are_logged_and_refusals_do_not_flood(server: LoggingProcess, address: str) -> None:
     with connect(address) as client:
         client.create_pool(pool_config())
         client.create_pool(pool_config())
@@ -80,7 +80,7 @@ def test_sessions_come_and_go_and_refusals_do_not_flood(server: LoggingProcess, 
             session.admit(session.request("r", list(range(10))))
         for _ in range(200):
             with pytest.raises(NotFoundError):
-                client.open_session("nobody's")
+                client.open_session("unknown")
         client.open_session("m", client_name="forgetful", lease_seconds=1.0)
     server.wait_for('"lease expired"')
     server.signal(signal.SIGTERM)
@@ -96,7 +96,7 @@ def test_sessions_come_and_go_and_refusals_do_not_flood(server: LoggingProcess, 
     assert expired == {"pool": "m", "session": 2, "client": "forgetful", "epoch": 1, "requests": 0}
 
 
-def test_a_rank_that_falls_silent_comes_back_and_is_lost(server: LoggingProcess, address: str) -> None:
+def test_a_silent_returned_and_lost_rank_is_logged(server: LoggingProcess, address: str) -> None:
     rank = WireRank(address).register(registration(world_size=1)).allocate()
     rank.wait_for("ready")
     server.wait_for('"pool degraded"')
@@ -114,7 +114,7 @@ def test_a_rank_that_falls_silent_comes_back_and_is_lost(server: LoggingProcess,
     assert named(server, "pool resumed") == [{"pool": "m", "epoch": 1}]
 
 
-def test_ranks_that_are_killed_and_told_to_end(server: LoggingProcess, address: str, workers: Workers) -> None:
+def test_killed_and_terminated_ranks_are_logged(server: LoggingProcess, address: str, workers: Workers) -> None:
     first, second = workers.form(address, 2, *JSON)
     first_who, second_who = {"pool": "m", "rank": 0}, {"pool": "m", "rank": 1}
 
@@ -152,7 +152,7 @@ def test_ranks_that_are_killed_and_told_to_end(server: LoggingProcess, address: 
     assert entries(second)[-1]["message"] == "rank left"
 
 
-def test_what_ends_a_command_is_an_object_too(server: LoggingProcess, address: str, workers: Workers) -> None:
+def test_the_error_that_ends_a_command_is_json_too(server: LoggingProcess, address: str, workers: Workers) -> None:
     (first,) = workers.form(address, 1, *JSON)
     second = workers.start(address, 0, 1, *JSON)
     assert second.end() == 1
@@ -197,7 +197,7 @@ def test_an_uncaught_exception_is_one_object() -> None:
     assert "TypeError: 'NoneType' object is not callable" in entry["exception"]
 
 
-def test_the_console_has_a_line_an_event(address: str) -> None:
+def test_the_console_has_one_line_per_event(address: str) -> None:
     server = LoggingProcess(KVPOOL, "serve", "--listen", address)
     server.wait_for("server listening")
     with connect(address) as client:

@@ -1,4 +1,4 @@
-"""Engines that hold the tensors themselves, over real sockets: they share what is cached in one memory alone."""
+"""Engines that own the tensors, over real sockets: engines share the cache only if they use the same memory."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -45,7 +45,7 @@ def num_hit_tokens(session: Session) -> int:
 
 
 def open_and_die(address: str, pool: str, memory_id: str) -> None:
-    """Opens a session and caches ten blocks, as a process does that is killed then: nobody closes or renews it."""
+    """Opens a session, caches ten blocks, and abandons the session like a killed process."""
     with grpc.insecure_channel(address) as channel:
         stub = allocator_pb2_grpc.AllocatorServiceStub(channel)
         opened = stub.OpenSession(
@@ -68,7 +68,7 @@ def refusal(client: Client, pool: str, memory_id: str) -> tuple[KvpoolError, Poo
     return caught.value, before, client.get_pool(pool)
 
 
-def test_engines_in_one_memory_share_what_is_cached(client: Client, pool: str) -> None:
+def test_engines_in_one_memory_share_the_cache(client: Client, pool: str) -> None:
     with client.open_session(pool, memory_id="a") as one, client.open_session(pool, memory_id="a") as other:
         fill(one)
         assert num_hit_tokens(other) == 40
@@ -86,7 +86,7 @@ def test_another_memory_is_refused_while_one_is_in_use(address: str, client: Cli
         assert num_hit_tokens(session) == 40
 
 
-def test_the_memory_of_a_killed_engine_gives_way_within_the_deadline(address: str, client: Client, pool: str) -> None:
+def test_the_memory_of_a_killed_engine_is_replaced_within_the_deadline(address: str, client: Client, pool: str) -> None:
     open_and_die(address, pool, "a")
     assert (client.get_pool(pool).sessions, client.get_pool(pool).cached_blocks) == (1, 10)
     with client.open_session(pool, memory_id="b") as session:
@@ -97,7 +97,7 @@ def test_the_memory_of_a_killed_engine_gives_way_within_the_deadline(address: st
         fill(session)
 
 
-async def test_the_same_for_asyncio(address: str, client: Client, pool: str) -> None:
+async def test_memory_works_over_asyncio(address: str, client: Client, pool: str) -> None:
     open_and_die(address, pool, "a")
     async with (
         aio.connect(address, deadline_seconds=10.0) as waiting,
@@ -123,7 +123,7 @@ def test_a_key_that_named_another_memory_is_refused(
     assert client.get_pool(pool) == before
 
 
-def test_ranks_say_themselves_which_memory_is_theirs(address: str, client: Client) -> None:
+def test_pools_of_ranks_refuse_a_memory_id(address: str, client: Client) -> None:
     WireRank(address).register(registration(world_size=1)).allocate().wait_for("ready")
     error, before, after = refusal(client, "m", "a")
     assert isinstance(error, InvalidArgumentError)
@@ -131,7 +131,7 @@ def test_ranks_say_themselves_which_memory_is_theirs(address: str, client: Clien
 
 
 @pytest.mark.parametrize("where", ["embedded", "served"])
-def test_who_follows_the_events_is_told_that_all_is_gone(where: str, address: str, pool_name: str) -> None:
+def test_watchers_see_the_cache_cleared_for_another_memory(where: str, address: str, pool_name: str) -> None:
     with connect("embedded:" if where == "embedded" else address, deadline_seconds=10.0) as client:
         client.create_pool(pool_config(pool_name, enable_events=True))
         index, seen = PrefixIndex(), set()
@@ -146,7 +146,7 @@ def test_who_follows_the_events_is_told_that_all_is_gone(where: str, address: st
         assert seen == {(1, 10), (2, 0)}
 
 
-def test_a_memory_outlives_the_server_with_a_journal(tmp_path: Path) -> None:
+def test_the_memory_id_survives_a_restart_with_a_journal(tmp_path: Path) -> None:
     address = f"unix:{tmp_path / 's'}"
     settings: dict[str, Any] = {"journal": {"folder": str(tmp_path / "journal")}, "quarantine_seconds": 0.5}
     server = ServerProcess(address, **settings)

@@ -1,4 +1,4 @@
-"""A real server's /metrics, scraped by HTTP while real sessions work."""
+"""/metrics of a real server, scraped over HTTP while real sessions work."""
 
 import json
 import signal
@@ -51,14 +51,14 @@ def scrape(port: int) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
 
 
 def values(port: int, pool: str) -> dict[str, float]:
-    """Samples that have no label but the pool's, by name."""
+    """Samples without labels except the pool, by name."""
     only = frozenset({("pool", pool)})
     return {name: value for (name, labels), value in scrape(port).items() if labels == only}
 
 
-def test_metrics_say_what_get_pool_says(client: Client, served: Served) -> None:
-    client.create_pool(pool_config("told", num_blocks=20))
-    with client.open_session("told") as session:
+def test_metrics_match_get_pool(client: Client, served: Served) -> None:
+    client.create_pool(pool_config("figures", num_blocks=20))
+    with client.open_session("figures") as session:
         for name, prompt in (("x", [9] * 20), ("a", PROMPT), ("b", PROMPT), ("c", PROMPT)):
             request = session.request(name, prompt)
             assert session.admit(request)
@@ -68,23 +68,29 @@ def test_metrics_say_what_get_pool_says(client: Client, served: Served) -> None:
         assert session.admit(session.request("big", [7] * 60)) is None
         other = session.request("d", [5] * 30)
         assert session.admit(other)
-        info, told = client.get_pool("told"), values(served[1], "told")
+        info, exported = client.get_pool("figures"), values(served[1], "figures")
         samples = scrape(served[1])
     assert info.evicted_blocks == 5
-    assert told["kvpool_pool_free_blocks"] == info.free_blocks
-    assert told["kvpool_pool_used_blocks"] == 19 - info.free_blocks
-    assert told["kvpool_pool_cached_blocks"] == info.cached_blocks
-    assert told["kvpool_pool_usage_ratio"] == pytest.approx(info.usage)
-    assert told["kvpool_prefix_cache_hit_tokens_total"] == info.prefix_cache.hits_tokens == 80
-    assert told["kvpool_prefix_cache_queried_tokens_total"] == info.prefix_cache.queries_tokens
-    assert told["kvpool_prefix_cache_recent_hit_ratio"] == pytest.approx(info.recent_hit_rate)
-    assert told["kvpool_evicted_blocks_total"] == told["kvpool_block_lifetime_seconds_count"] == info.evicted_blocks
-    assert told["kvpool_allocation_refusals_total"] == info.activity.refusals == 1
-    assert told["kvpool_steps_total"] == info.activity.steps
-    assert told["kvpool_block_reuse_gap_seconds_count"] == 2 * 10
-    assert told["kvpool_step_seconds_count"] == told["kvpool_step_operations_count"] > 0
-    assert samples["kvpool_requests", frozenset({("pool", "told"), ("state", "running")})] == info.running_requests == 2
-    assert samples["kvpool_requests", frozenset({("pool", "told"), ("state", "waiting")})] == 1
+    assert exported["kvpool_pool_free_blocks"] == info.free_blocks
+    assert exported["kvpool_pool_used_blocks"] == 19 - info.free_blocks
+    assert exported["kvpool_pool_cached_blocks"] == info.cached_blocks
+    assert exported["kvpool_pool_usage_ratio"] == pytest.approx(info.usage)
+    assert exported["kvpool_prefix_cache_hit_tokens_total"] == info.prefix_cache.hits_tokens == 80
+    assert exported["kvpool_prefix_cache_queried_tokens_total"] == info.prefix_cache.queries_tokens
+    assert exported["kvpool_prefix_cache_recent_hit_ratio"] == pytest.approx(info.recent_hit_rate)
+    assert (
+        exported["kvpool_evicted_blocks_total"]
+        == exported["kvpool_block_lifetime_seconds_count"]
+        == info.evicted_blocks
+    )
+    assert exported["kvpool_allocation_refusals_total"] == info.activity.refusals == 1
+    assert exported["kvpool_steps_total"] == info.activity.steps
+    assert exported["kvpool_block_reuse_gap_seconds_count"] == 2 * 10
+    assert exported["kvpool_step_seconds_count"] == exported["kvpool_step_operations_count"] > 0
+    assert (
+        samples["kvpool_requests", frozenset({("pool", "figures"), ("state", "running")})] == info.running_requests == 2
+    )
+    assert samples["kvpool_requests", frozenset({("pool", "figures"), ("state", "waiting")})] == 1
 
 
 def test_calls_are_counted_by_code_and_unknown_methods_are_not(client: Client, served: Served) -> None:
@@ -95,14 +101,14 @@ def test_calls_are_counted_by_code_and_unknown_methods_are_not(client: Client, s
             call: Any = channel.unary_unary(f"/kvpool.v1.AllocatorService/{name}")
             with pytest.raises(grpc.RpcError):
                 call(b"")
-        stream = allocator_pb2_grpc.AllocatorServiceStub(channel).Schedule(iter([step_pb2.Step(session_id="nobody")]))
+        stream = allocator_pb2_grpc.AllocatorServiceStub(channel).Schedule(iter([step_pb2.Step(session_id="unknown")]))
         with pytest.raises(grpc.RpcError):
             next(stream)
         stub = allocator_pb2_grpc.AllocatorServiceStub(channel)
         waiting = stub.WaitUntilReady.future(
             allocator_pb2.WaitUntilReadyRequest(pool_name="nowhere", timeout_seconds=60)
         )
-        time.sleep(0.2)  # it is on the server, or it is not: either way it ends below
+        time.sleep(0.2)  # whether or not it has reached the server, it ends below
         waiting.cancel()
     deadline = time.monotonic() + 10
     wanted = {("GetPool", "NOT_FOUND"), ("Schedule", "NOT_FOUND"), ("WaitUntilReady", "CANCELLED")}
@@ -127,8 +133,8 @@ def test_retries_and_lease_expiries_are_counted(client: Client, served: Served) 
             stub.ResetPrefixCache(
                 allocator_pb2.ResetPrefixCacheRequest(session_id=opened.session.session_id, sequence=1)
             )
-    told = values(served[1], "leases")
-    assert (told["kvpool_steps_total"], told["kvpool_step_retries_total"]) == (1, 2)
+    exported = values(served[1], "leases")
+    assert (exported["kvpool_steps_total"], exported["kvpool_step_retries_total"]) == (1, 2)
     ended = ("kvpool_sessions_ended_total", frozenset({("pool", "leases"), ("reason", "lease_expired")}))
     deadline = time.monotonic() + 20
     while scrape(served[1])[ended] != 1:
@@ -136,7 +142,7 @@ def test_retries_and_lease_expiries_are_counted(client: Client, served: Served) 
     assert values(served[1], "leases")["kvpool_sessions"] == 0
 
 
-def test_one_pool_too_many_is_refused_and_nothing_is_changed() -> None:
+def test_a_pool_above_the_limit_is_refused_without_changes() -> None:
     port = free_port()
     with running_server(metrics={"address": f"127.0.0.1:{port}"}, max_pools=1) as address, connect(address) as client:
         client.create_pool(pool_config("one"))
@@ -148,7 +154,7 @@ def test_one_pool_too_many_is_refused_and_nothing_is_changed() -> None:
     assert pools == {"one"}
 
 
-def test_metrics_are_off_unless_asked_for() -> None:
+def test_metrics_are_off_by_default() -> None:
     server = ServerProcess("127.0.0.1:0")
     try:
         listening = subprocess.run(
@@ -186,7 +192,7 @@ print(json.dumps(sorted(ports)))
         (["--max-pools", "0"], "max_pools: 0 is not in [1, 1048576]"),
     ],
 )
-def test_bad_settings_are_refused_in_a_line(option: list[str], words: str) -> None:
+def test_invalid_settings_are_refused_in_one_line(option: list[str], words: str) -> None:
     command = [KVPOOL, "serve", "--listen", "127.0.0.1:0", *option]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 2
@@ -194,7 +200,7 @@ def test_bad_settings_are_refused_in_a_line(option: list[str], words: str) -> No
     assert "Traceback" not in done.stderr
 
 
-def test_a_port_in_use_stops_the_start_with_a_sentence() -> None:
+def test_a_port_in_use_ends_the_start_with_a_message() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -220,5 +226,5 @@ def test_a_server_under_scrapes_stops_cleanly() -> None:
             scrape(port)
         except (urllib.error.URLError, ConnectionError):
             break
-    _, errors = server.process.communicate(timeout=30)  # not told a second time: that would end it at once
+    _, errors = server.process.communicate(timeout=30)  # no second signal: that would end it at once
     assert (server.process.returncode, errors.count("Traceback")) == (0, 0), errors

@@ -1,4 +1,4 @@
-"""What may come to a metrics port: peers that break off, say nothing or garbage; and a loop that is busy."""
+"""The metrics port with peers that abort, stay silent or send garbage, and with a busy event loop."""
 
 import asyncio
 import contextlib
@@ -36,7 +36,7 @@ def metrics_of(registry: CollectorRegistry) -> Iterator[int]:
         server.stop()
 
 
-def test_whoever_breaks_off_leaves_nothing_in_the_log_but_json(tmp_path: Path) -> None:
+def test_aborted_connections_are_logged_as_json_only(tmp_path: Path) -> None:
     port = free_port()
     command = [KVPOOL, "serve", "--listen", f"unix:{tmp_path / 's'}", "--metrics-listen", f"127.0.0.1:{port}"]
     process = subprocess.Popen([*command, "--log-format", "json"], stderr=subprocess.PIPE, text=True)
@@ -44,7 +44,7 @@ def test_whoever_breaks_off_leaves_nothing_in_the_log_but_json(tmp_path: Path) -
     first = [process.stderr.readline() for _ in range(2)]
     for said in (b"GET /metrics HT", b"garbage\r\n\r\n", b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n"):
         with socket.create_connection(("127.0.0.1", port)) as peer:
-            peer.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # reset, not closed
+            peer.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # close with a reset
             peer.sendall(said)
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
         assert b"kvpool_build_info" in answer.read()
@@ -53,14 +53,14 @@ def test_whoever_breaks_off_leaves_nothing_in_the_log_but_json(tmp_path: Path) -
     assert [json.loads(line)["message"] for line in [*first, *rest]][-1] == "server stopped"
 
 
-def test_a_peer_that_says_nothing_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_silent_peer_is_disconnected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wire_metrics_http._Handler, "timeout", 0.05)
     with metrics_of(CollectorRegistry()) as port, socket.create_connection(("127.0.0.1", port)) as peer:
         peer.settimeout(10)
         assert peer.recv(1) == b"", "closed"
 
 
-async def test_a_busy_loop_fails_the_scrape_in_a_line(
+async def test_a_busy_loop_fails_the_scrape_with_one_line(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(exporter, "SCRAPE_SECONDS", 0.05)
@@ -77,7 +77,7 @@ async def test_a_busy_loop_fails_the_scrape_in_a_line(
     with metrics_of(registry) as port, caplog.at_level(logging.DEBUG, "kvpool.metrics"):
         scraper = threading.Thread(target=scrape, args=(port,))
         scraper.start()
-        scraper.join(30)  # blocks the loop, as a bug would
+        scraper.join(30)  # blocks the loop, like a bug
     assert failures == [503]
     assert [record.message for record in caplog.records] == ["scrape failed"]
     assert capfd.readouterr().err == ""

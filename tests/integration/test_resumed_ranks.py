@@ -1,4 +1,4 @@
-"""A session that is resumed on ranks that fence: answered when no step of the process before can touch its blocks."""
+"""Resumption on ranks that fence: answered when no step of the previous process can touch the blocks."""
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -49,13 +49,13 @@ def fill(client: Client, lease_seconds: float = 60.0) -> Session:
 
 
 def resuming(stub: allocator_pb2_grpc.AllocatorServiceStub, session: Session, key: str = "k") -> Any:
-    """A call that may take long."""
+    """Starts a resumption, which may take long."""
     request = allocator_pb2.ResumeSessionRequest(session_id=session.session_id, resume_key=key)
     return stub.ResumeSession.future(request)
 
 
 def fence_of(rank: WireRank, last: int, after: int = 0) -> worker_pb2.Fence:
-    """The fence that was sent when a number had been given, and after another fence."""
+    """Waits for a fence with this last session number and a sequence above `after`."""
     found = rank.wait_for("fence", lambda m: m.fence.last_session_number == last and m.fence.fence_sequence > after)
     return found.fence
 
@@ -67,11 +67,11 @@ def refusal(call: Any) -> KvpoolError:
 
 
 def listened(rank: WireRank) -> None:
-    """Waits until the server has heard all that a rank said."""
+    """Waits until the server has handled all messages of a rank."""
     rank.beat(77).wait_for("status", lambda m: m.status.heartbeat_sequence == 77)
 
 
-def test_it_is_answered_when_every_rank_keeps_the_process_before_out(
+def test_a_resumption_is_answered_after_every_rank_fenced(
     server: ServerProcess, client: Client, stub: allocator_pb2_grpc.AllocatorServiceStub
 ) -> None:
     ranks = form(server.addresses[0], 2, 2)
@@ -91,16 +91,16 @@ def test_it_is_answered_when_every_rank_keeps_the_process_before_out(
     step.done()
     assert gpu.is_within_credit
     keep(ranks[1], fences[1])
-    told = call.result(timeout=20)
-    assert (told.session.session_number, told.session.epoch) == (2, before.epoch)
+    resumed = call.result(timeout=20)
+    assert (resumed.session.session_number, resumed.session.epoch) == (2, before.epoch)
     with pytest.raises(StaleTablesError) as caught:
         gpu.step(before.table_lease)
     assert caught.value.reason == "SESSION_ENDED"
-    gpu.step(TableLease(told.session.epoch, SessionNumber(told.session.session_number))).done()
+    gpu.step(TableLease(resumed.session.epoch, SessionNumber(resumed.session.session_number))).done()
     assert client.get_pool("m").quarantined_blocks == 0
 
 
-def test_it_can_be_sent_again_and_waits_again(
+def test_a_resumption_can_be_repeated_and_waits_again(
     server: ServerProcess, client: Client, stub: allocator_pb2_grpc.AllocatorServiceStub
 ) -> None:
     (rank,) = form(server.addresses[0], 1, 1)
@@ -111,14 +111,14 @@ def test_it_can_be_sent_again_and_waits_again(
     again = resuming(stub, before)
     later = fence_of(rank, 2, after=fence.fence_sequence)
     keep(rank, later)
-    told = again.result(timeout=20)
-    assert told.session.session_number == 2
-    late = resuming(stub, before)  # whoever asks when it is over is answered likewise, and disturbs nobody
+    resumed = again.result(timeout=20)
+    assert resumed.session.session_number == 2
+    late = resuming(stub, before)  # a request after completion gets the same answer and has no effect
     keep(rank, fence_of(rank, 2, after=later.fence_sequence))
-    assert late.result(timeout=20) == told
+    assert late.result(timeout=20) == resumed
 
 
-def test_the_lease_does_not_run_out_meanwhile(
+def test_the_lease_does_not_expire_while_waiting(
     server: ServerProcess, client: Client, stub: allocator_pb2_grpc.AllocatorServiceStub
 ) -> None:
     (rank,) = form(server.addresses[0], 1, 1)
@@ -136,7 +136,7 @@ def evict(address: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("end", "told"),
+    ("end", "expected"),
     [
         (lambda server, _: evict(server.addresses[0]), (AbortedError, "SESSION_EVICTED")),
         (lambda _, rank: rank.say(leave=worker_pb2.Leave()), (AbortedError, "EPOCH_PASSED")),
@@ -144,9 +144,9 @@ def evict(address: str) -> None:
     ],
     ids=["evicted", "epoch", "stopped"],
 )
-def test_what_ends_the_session_ends_the_wait(
+def test_the_end_of_the_session_ends_the_wait(
     end: Callable[[ServerProcess, WireRank], object],
-    told: tuple[type[KvpoolError], str],
+    expected: tuple[type[KvpoolError], str],
     server: ServerProcess,
     client: Client,
     stub: allocator_pb2_grpc.AllocatorServiceStub,
@@ -156,10 +156,10 @@ def test_what_ends_the_session_ends_the_wait(
     fence_of(rank, 2)
     end(server, rank)
     error = refusal(call)
-    assert (type(error), error.reason) == told
+    assert (type(error), error.reason) == expected
 
 
-def test_another_process_that_resumes_it_ends_the_wait_of_the_first(
+def test_a_second_resumption_ends_the_wait_of_the_first(
     server: ServerProcess, client: Client, stub: allocator_pb2_grpc.AllocatorServiceStub
 ) -> None:
     (rank,) = form(server.addresses[0], 1, 1)
@@ -174,7 +174,7 @@ def test_another_process_that_resumes_it_ends_the_wait_of_the_first(
     assert second.result(timeout=20).session.session_number == 3
 
 
-def test_ranks_of_which_one_does_not_fence_are_not_waited_for() -> None:
+def test_ranks_are_not_waited_for_if_one_does_not_fence() -> None:
     with running_server(rank_timing=TIMING) as address, connect(address) as client:
         fencing, _ = form(address, 2, 1)
         before = fill(client)
@@ -184,7 +184,7 @@ def test_ranks_of_which_one_does_not_fence_are_not_waited_for() -> None:
         after.close()
 
 
-def test_a_server_that_was_killed_meanwhile_waits_for_its_ranks_anew(tmp_path: Path) -> None:
+def test_a_server_killed_meanwhile_waits_for_its_ranks_again(tmp_path: Path) -> None:
     with TemporaryDirectory() as folder:
         settings: dict[str, Any] = {"journal": {"folder": str(tmp_path)}, "rank_timing": TIMING}
         address = f"unix:{folder}/s"
@@ -205,7 +205,7 @@ def test_a_server_that_was_killed_meanwhile_waits_for_its_ranks_anew(tmp_path: P
                 listened(back)
                 assert not call.done()
 
-                def keeps_all() -> bool:  # the call comes again in its own time, and asks for another fence
+                def keeps_all() -> bool:  # the retried call requests another fence
                     keep(back, back.wait_for("fence").fence)
                     return call.done()
 

@@ -1,4 +1,4 @@
-"""What must hold at every moment, whatever breaks: looked at from outside, at the server's door and in its memory."""
+"""Invariants that must hold at every moment, checked on the server's messages and in its memory."""
 
 from collections.abc import Callable
 from typing import Any
@@ -26,24 +26,24 @@ class Checks:
     """The checks of one schedule.
 
     Args:
-        fail: Told of what must never be.
-        allocator: The server's core, if one runs.
-        told_epoch: The newest epoch that a rank which lives was told of.
-        has_journal: Whether a server that is killed comes back as it was.
-        trace: Told what passes the server's door.
+        fail: Called with each violation.
+        allocator: Returns the core of the running server, if any.
+        reported_epoch: Returns the newest epoch that a living rank knows.
+        has_journal: Whether a killed server recovers its state.
+        trace: Called with each message of the server.
     """
 
     def __init__(
         self,
         fail: Callable[[str], None],
         allocator: Callable[[], Allocator | None],
-        told_epoch: Callable[[], int],
+        reported_epoch: Callable[[], int],
         has_journal: Callable[[], bool],
         trace: Callable[..., None],
     ) -> None:
         self._fail = fail
         self._allocator = allocator
-        self._told_epoch = told_epoch
+        self._reported_epoch = reported_epoch
         self._has_journal = has_journal
         self._trace = trace
         self._ended: dict[str, str] = {}
@@ -53,7 +53,7 @@ class Checks:
         self.num_answers = 0
         self.num_retries = 0
 
-    # At the door.
+    # On the server's messages.
 
     def received(self, call: Call, message: Any) -> None:
         """See `Tap`."""
@@ -79,8 +79,8 @@ class Checks:
         return self._ended.get(original_id(call.session_id), "")
 
     def _check_epoch(self, epoch: int) -> None:
-        if epoch < self._told_epoch():
-            self._fail(f"a session was opened in epoch {epoch}, a rank knows of {self._told_epoch()}")
+        if epoch < self._reported_epoch():
+            self._fail(f"a session was opened in epoch {epoch}, a rank knows of {self._reported_epoch()}")
 
     def _check_result(self, session_id: str, result: step_pb2.StepResult) -> None:
         encoded = result.SerializeToString()
@@ -112,7 +112,7 @@ class Checks:
     # At the scheduler.
 
     def settled(self, session: aio.AsyncSession, running: list[Request]) -> None:
-        """See `Watcher`: the server holds for the session what the scheduler believes."""
+        """See `Watcher`: checks that the server holds what the scheduler believes."""
         allocator = self._allocator()
         found = allocator._sessions.get(original_id(session.session_id)) if allocator else None
         if found is None:
@@ -142,7 +142,7 @@ class Checks:
     # In the server's memory.
 
     def integrity(self) -> None:
-        """The books balance."""
+        """Checks the integrity of the core."""
         allocator = self._allocator()
         for pool in allocator.pools() if allocator else ():
             try:
@@ -156,7 +156,7 @@ class Checks:
         return allocator is not None and not any(pool.sessions or held_blocks(pool) for pool in allocator.pools())
 
     def nothing_held(self) -> None:
-        """All sessions have ended and every block is free."""
+        """Checks that all sessions have ended and every block is free."""
         self.integrity()
         allocator = self._allocator()
         if allocator is None:
@@ -170,7 +170,7 @@ class Checks:
 
 
 class _Told:
-    """A message or a method as a trace tells it; made only if there is one."""
+    """Text of a message or a method in a trace, formatted only if a trace is written."""
 
     def __init__(self, what: str | Message) -> None:
         self._what = what
@@ -182,7 +182,7 @@ class _Told:
 
 
 def held_blocks(pool: KVCacheManager) -> int:
-    """Blocks that are neither free nor set aside."""
+    """Number of blocks that are neither free nor reserved."""
     return pool.blocks.num_blocks - 1 - len(pool.sink_blocks) - pool.blocks.num_free_blocks
 
 

@@ -1,4 +1,4 @@
-"""One call of the simulated gRPC, both ends of it. Its messages cross the network as bytes.
+"""One call of the simulated gRPC, with both ends. Its messages cross the network as bytes.
 
 A call is bound to the server process that listened when it began. It ends once, for each side on its own: with a
 status, a deadline, a cancellation, or because its connection broke, with any part of what was sent delivered before.
@@ -21,41 +21,41 @@ OK: Status = (grpc.StatusCode.OK, "", ())
 
 
 class Tap(Protocol):
-    """Who looks at what passes through a server's door."""
+    """Observes the messages of a server."""
 
     def received(self, call: "Call", message: Any) -> None:
-        """A message was taken by its service."""
+        """Called when the service receives a message."""
 
     def answered(self, call: "Call", message: Any) -> None:
-        """A message was sent by it."""
+        """Called when the service sends a message."""
 
     def ended(self, call: "Call", status: Status) -> None:
-        """The service ended the call."""
+        """Called when the service ends the call."""
 
 
 class Listener(Protocol):
-    """A server, as a call sees it.
+    """A server, from the view of a call.
 
     Attributes:
-        calls: Those that go on.
+        calls: The calls in progress.
     """
 
     calls: "dict[Call, None]"
 
     def take(self, call: "Call") -> None:
-        """Begins a call that has arrived."""
+        """Starts a call that has arrived."""
 
 
 class Wire:
     """All channels and servers of a simulation.
 
     Attributes:
-        network: What carries the messages.
-        random: Draws which calls are delivered twice.
-        tap: Looks at what passes.
-        repeats: Share of the calls that may be that are delivered twice.
-        losses: Share of the messages with which their connection breaks.
-        listeners: By address, the server that listens.
+        network: Carries the messages.
+        random: Decides which calls are delivered twice.
+        tap: Observes the messages.
+        repeats: Share of the repeatable calls that are delivered twice.
+        losses: Share of the messages at which their connection breaks.
+        listeners: Servers by address.
     """
 
     def __init__(self, network: Network, random: Random, tap: Tap) -> None:
@@ -81,14 +81,14 @@ class Wire:
 
 
 class Call:
-    """One call, both ends of it.
+    """One call, with both ends.
 
     Attributes:
-        method: Its path.
-        client: The process that made it.
-        status: How it ended for the client; None while it goes on.
-        session_id: The session that its first message named, if it named one.
-        was_ended: Free for the tap: why the session had ended when the newest message came; empty if not.
+        method: Path of the method.
+        client: The process that made the call.
+        status: Final status at the client; None while the call is in progress.
+        session_id: The session named by its first message, if any.
+        was_ended: For the tap: reason why the session had ended when the newest message arrived; empty if it had not.
     """
 
     def __init__(self, wire: Wire, method: str, client: Process, address: str) -> None:
@@ -120,7 +120,7 @@ class Call:
     # The client's end.
 
     def set_deadline(self, timeout_seconds: float | None) -> None:
-        """Ends the call after a time."""
+        """Sets the deadline of the call."""
         if timeout_seconds is not None:
             self._deadline = asyncio.get_running_loop().call_later(timeout_seconds, self._pass_deadline)
 
@@ -128,7 +128,7 @@ class Call:
         self._give_up((grpc.StatusCode.DEADLINE_EXCEEDED, "deadline exceeded", ()))
 
     def cancel(self) -> None:
-        """The client gives the call up."""
+        """Cancels the call from the client."""
         self._give_up((grpc.StatusCode.CANCELLED, "cancelled", ()))
 
     def _give_up(self, status: Status) -> None:
@@ -150,7 +150,7 @@ class Call:
     async def next_message(self) -> bytes | None:
         """Waits for a message from the server; None if the call has ended and there is none.
 
-        Who is cancelled meanwhile gives the call up, as with grpc.
+        Cancelling this wait cancels the call, as in grpc.
         """
         while not self.inbox:
             if self.status is not None:
@@ -174,7 +174,7 @@ class Call:
             _wake(self._waiter)
 
     def error(self) -> grpc.aio.AioRpcError:
-        """What the client is told of a call that ended badly."""
+        """The error that the client gets from a failed call."""
         code, details, trailers = self.status or OK
         return grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata(*trailers), details)
 
@@ -186,14 +186,14 @@ class Call:
         self._break_by_chance()
 
     def end(self, status: Status) -> None:
-        """Ends the call as the service wants."""
+        """Ends the call from the service."""
         if self.server:
             self.server.calls.pop(self, None)
         self.to_client.send(lambda: self.end_client(status))
         self.to_client.is_closed = True
 
     async def next_request(self) -> bytes | None:
-        """Waits for a message from the client; None if it has sent all."""
+        """Waits for a message from the client; None if it half-closed the call."""
         while not self.server_inbox:
             if self.client_is_done:
                 return None
@@ -209,7 +209,7 @@ class Call:
             self.sever(self._wire.random)
 
     def sever(self, random: Random) -> None:
-        """Breaks the call's connection: what is on its way may yet arrive, and each side is told in its own time."""
+        """Breaks the call's connection. Messages in transit may still arrive, and each side notices at its own time."""
         for pipe in (self.to_server, self.to_client):
             pipe.is_closed = True
             pipe.is_broken = random.random() < 0.5

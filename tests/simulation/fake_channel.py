@@ -1,4 +1,4 @@
-"""Takes the place of grpc.aio's channels: the generated stubs run on it unchanged."""
+"""Replaces grpc.aio's channels; the generated stubs run on it unchanged."""
 
 import asyncio
 from collections.abc import Callable, Generator
@@ -17,7 +17,7 @@ _REPEATABLE = ("KeepAlive", "MarkExecuted", "CloseSession")
 
 
 class FakeChannel:
-    """Takes the place of grpc.aio.Channel."""
+    """Replaces grpc.aio.Channel."""
 
     def __init__(self, wire: Wire, address: str) -> None:
         self._wire = wire
@@ -68,7 +68,7 @@ class FakeChannel:
 
 
 class UnaryCall:
-    """A call of one answer."""
+    """A call with one response."""
 
     def __init__(self, call: Call, deserialize: Deserializer) -> None:
         self._call = call
@@ -85,7 +85,7 @@ class UnaryCall:
 
 
 class StreamCall:
-    """A call of many messages both ways."""
+    """A call with many messages in both directions."""
 
     def __init__(self, call: Call, serialize: Serializer, deserialize: Deserializer) -> None:
         self._call = call

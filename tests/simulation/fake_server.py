@@ -1,4 +1,4 @@
-"""Takes the place of grpc.aio's server: the generated servicers run on it unchanged."""
+"""Replaces grpc.aio's server; the generated servicers run on it unchanged."""
 
 import asyncio
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ class Aborted(Exception):  # noqa: N818 - named as grpc's own
 
 
 class FakeServer:
-    """Takes the place of grpc.aio.Server."""
+    """Replaces grpc.aio.Server."""
 
     def __init__(self, wire: Wire) -> None:
         self.calls: dict[Call, None] = {}
@@ -29,7 +29,7 @@ class FakeServer:
         self._process: Process | None = None
 
     def add_generic_rpc_handlers(self, handlers: object) -> None:
-        """Not needed beside the registered ones."""
+        """Does nothing: the registered handlers suffice."""
 
     def add_registered_method_handlers(self, service: str, handlers: dict[str, Any]) -> None:
         """See grpc."""
@@ -51,7 +51,7 @@ class FakeServer:
             self._wire.listeners[address] = self
 
     async def stop(self, grace: float | None) -> None:
-        """Stops at once; what is at work goes on."""
+        """Stops at once; calls in progress continue."""
         del grace
         self._unlisten()
 
@@ -66,10 +66,10 @@ class FakeServer:
             call.sever(self._wire.random)
 
     def take(self, call: Call) -> None:
-        """Begins a call that has arrived."""
+        """Starts a call that has arrived."""
         process = self._process
         if process is None or process.is_dead:
-            return  # `_die` has told the client
+            return  # `_die` has informed the client
         handler = self._handlers.get(call.method)
         if handler is None:
             call.end((grpc.StatusCode.UNIMPLEMENTED, call.method, ()))
@@ -101,7 +101,7 @@ class FakeServer:
 
 
 class ServerContext:
-    """Takes the place of grpc.aio.ServicerContext."""
+    """Replaces grpc.aio.ServicerContext."""
 
     def __init__(self, call: Call, handler: Any, tap: Tap) -> None:
         self._call = call

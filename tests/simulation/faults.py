@@ -1,4 +1,4 @@
-"""What goes wrong in a schedule: which kinds, how often and when are drawn; all is mended before the end."""
+"""The faults of a schedule: kinds, frequency and times are drawn; all faults end before the schedule does."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -13,7 +13,7 @@ class Faults:
     """The faults of one schedule.
 
     Attributes:
-        num_faults: How many there were.
+        num_faults: Number of faults.
     """
 
     def __init__(self, schedule: "Schedule", until_seconds: float) -> None:
@@ -41,7 +41,7 @@ class Faults:
         self._mean_seconds = self._random.choice((0.2, 0.5, 1.0, 2.0))
 
     def start(self) -> None:
-        """Begins."""
+        """Starts injecting faults."""
         if self._kinds:
             self._later(self._strike)
 

@@ -1,7 +1,7 @@
-"""Memory of a GPU in which every slot remembers what it was filled with, and steps that read before they write.
+"""Memory of a GPU in which every slot keeps its content, and steps that read before they write.
 
-A token's content is a number that stands for it and all tokens before it, so a slot that holds the right content holds
-what a real model would have put there. A state (Mamba) holds the content of the last token that it was renewed with.
+A token's content is a number for the token and all tokens before it. So a slot with the right content holds the data
+that a real model would have written. A state (Mamba) holds the content of the last token that updated it.
 """
 
 from collections.abc import Sequence
@@ -15,20 +15,20 @@ _GROUP_SALT = 0x9E3779B97F4A7C15
 _MASK = 2**62 - 1
 
 
-class Violation(AssertionError):  # noqa: N818 - what is found, not what fails
-    """Something that must never be."""
+class Violation(AssertionError):  # noqa: N818 - a finding, not an error of this code
+    """A violation of an invariant."""
 
 
 @dataclass(frozen=True, slots=True)
 class GroupLayout:
-    """How a group's blocks are read and written."""
+    """How the blocks of a group are read and written."""
 
     span_tokens: int
     spec: object
     is_state: bool
 
     def first_read(self, num_computed: int) -> int:
-        """First token that a step looks at which comes after so many."""
+        """First token that a step reads after `num_tokens` tokens."""
         return self.spec.num_skipped_tokens(num_computed)  # type: ignore[attr-defined,no-any-return]
 
 
@@ -53,7 +53,7 @@ def extend_contents(contents: list[list[int]], token_ids: Sequence[int], salt: i
 
 @dataclass(frozen=True, slots=True)
 class Computation:
-    """What a step does for one request: computes tokens [start, end) with these tables, group by group."""
+    """A step's work for one request: tokens [start, end) with the block tables of all groups."""
 
     name: str
     start: int
@@ -71,10 +71,10 @@ class Memory:
         self._cells = [[0] * slots for _ in range(num_blocks)]
 
     def begin(self, work: Sequence[Computation]) -> None:
-        """Begins a step: each computation reads all that it looks at, but for what another of the step is to write.
+        """Starts a step: each computation reads its slots, except those that another computation of the step writes.
 
         Raises:
-            Violation: A slot holds something else.
+            Violation: A slot has unexpected content.
         """
         writers = {block: one for one in work for block in self._written(one)}
         for one in work:
@@ -82,10 +82,10 @@ class Memory:
             self._read(one, others, has_written=False)
 
     def finish(self, work: Sequence[Computation]) -> None:
-        """Ends a step: writes, then reads all again, as a layer writes the keys of all requests before it attends.
+        """Ends a step: writes, then reads all slots again, as a layer writes all keys before it attends.
 
         Raises:
-            Violation: A slot holds something else, or has no block.
+            Violation: A slot has unexpected content, or no block.
         """
         for one in work:
             self._write(one)
@@ -103,7 +103,7 @@ class Memory:
             at = group.first_read(work.start)
             if group.is_state:
                 if has_written and at // span == work.start // span:
-                    continue  # the state before was overwritten
+                    continue  # the earlier state was overwritten
                 wanted = contents[at : work.start]
                 if wanted and table[at // span] not in unwritten:
                     self._check(work, group_id, table[at // span], 0, wanted)

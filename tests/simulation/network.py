@@ -1,9 +1,9 @@
-"""A network between simulated processes: messages take time, wait while a way is cut, and die with a connection.
+"""A network between simulated processes: messages take time, wait while a path is cut, and are lost with a connection.
 
-1. Messages of one `Pipe` arrive in order, or not at all from some point on; those of two pipes in any order.
-2. A way that is cut (one direction between two hosts) keeps what is sent until it is mended, as TCP does. What waits
-   for too long dies with its connection: each end is told on its own, and at a time of its own.
-3. Nothing is delivered to a process that is dead; one that is stopped gets it when it goes on.
+1. Messages of one `Pipe` arrive in order, or not at all from some point on. Messages of two pipes arrive in any order.
+2. A cut path (one direction between two hosts) keeps messages until it is restored, as TCP does. A message that waits
+   too long is lost with its connection. Each end notices this at its own time.
+3. Nothing is delivered to a dead process. A stopped process gets its messages when it continues.
 """
 
 from collections.abc import Callable
@@ -18,10 +18,10 @@ class Pipe:
     """One direction of one connection.
 
     Attributes:
-        sender: The host that sends.
-        receiver: The host that gets it.
-        is_closed: Whether what is sent from now on is lost.
-        is_broken: Whether what is on its way is lost, too.
+        sender: The sending host.
+        receiver: The receiving host.
+        is_closed: Whether messages sent from now on are lost.
+        is_broken: Whether messages in transit are lost, too.
     """
 
     __slots__ = ("_arrival_seconds", "_network", "is_broken", "is_closed", "receiver", "sender")
@@ -35,13 +35,13 @@ class Pipe:
         self._arrival_seconds = 0.0
 
     def send(self, deliver: Deliver) -> None:
-        """Has something delivered after all that was sent before."""
+        """Delivers a message after all earlier ones."""
         if self.is_closed or self.is_broken:
             return
         self.pass_on(deliver)
 
     def pass_on(self, deliver: Deliver) -> None:
-        """Puts something on its way that was sent."""
+        """Starts the transit of a message."""
         waiting = self._network.cut_ways.get((self.sender, self.receiver))
         if waiting is not None:
             waiting.append((self, deliver))
@@ -57,12 +57,12 @@ class Pipe:
 
 
 class Network:
-    """All ways between hosts.
+    """All paths between hosts.
 
     Attributes:
-        loop: Whose time it is.
-        cut_ways: From and to whom nothing arrives at the moment, and what waits.
-        slowness: How much longer than usual messages take.
+        loop: The loop with the virtual time.
+        cut_ways: The cut paths (sender, receiver), and their waiting messages.
+        slowness: Factor by which messages take longer than usual.
     """
 
     def __init__(self, loop: VirtualLoop, random: Random) -> None:
@@ -72,28 +72,28 @@ class Network:
         self._random = random
 
     def delay_seconds(self) -> float:
-        """Draws how long a message is on its way: mostly short, now and then very long."""
+        """Draws the transit time of a message: mostly short, sometimes very long."""
         drawn = self._random.random()
         short_seconds = 0.0001 + 0.002 * drawn
         return short_seconds * self.slowness if drawn < 0.97 else 0.3 * self._random.random()
 
     def at(self, when_seconds: float, callback: Callable[..., None], *args: object) -> None:
-        """Calls back at a time, in no process; a process can be stopped or dead by then."""
+        """Calls back at a time, outside any process, which may be stopped or dead by then."""
         self.loop.call_outside(when_seconds, callback, *args)
 
     def soon(self, callback: Callable[..., None], *args: object) -> None:
-        """Calls back after a message's time."""
+        """Calls back after the transit time of a message."""
         self.at(self.loop.now_seconds + self.delay_seconds(), callback, *args)
 
     def cut(self, sender: str, receiver: str) -> None:
-        """Cuts a way."""
+        """Cuts a path."""
         self.cut_ways.setdefault((sender, receiver), [])
 
     def mend(self, sender: str, receiver: str) -> None:
-        """Lets what waits go on, and all that is sent from now on."""
+        """Restores a path, and delivers waiting messages."""
         for pipe, deliver in self.cut_ways.pop((sender, receiver), ()):
             pipe.pass_on(deliver)
 
     def is_cut(self, one: str, other: str) -> bool:
-        """Whether one of the ways between two hosts is cut."""
+        """Whether a path between two hosts is cut in either direction."""
         return (one, other) in self.cut_ways or (other, one) in self.cut_ways

@@ -1,4 +1,4 @@
-"""An operator who looks at sessions, ends them, drains and resets, while all goes on."""
+"""An operator that lists and evicts sessions, drains pools and resets caches during a schedule."""
 
 import asyncio
 from collections.abc import Callable
@@ -23,7 +23,7 @@ class Operator:
         )
 
     async def act(self) -> None:
-        """Does one thing; that it may be refused is no matter."""
+        """Does one action, which may be refused."""
         doing = self._random.choice((self._evict, self._evict, self._reset, self._drain))
         self._trace("operator: %s", doing.__name__)
         try:
@@ -47,7 +47,7 @@ class Operator:
         try:
             await self._stub.Drain(admin_pb2.DrainRequest(pool_name=self._pool), timeout=_DEADLINE_SECONDS)
             await asyncio.sleep(self._random.random())
-        finally:  # it may be drained although nobody said so
+        finally:  # the drain may have succeeded without a response
             await self._undrain()
 
     async def _undrain(self) -> None:
@@ -56,7 +56,7 @@ class Operator:
                 await self._stub.Undrain(admin_pb2.UndrainRequest(pool_name=self._pool), timeout=_DEADLINE_SECONDS)
             except grpc.aio.AioRpcError as error:
                 if error.code() is grpc.StatusCode.NOT_FOUND:
-                    return  # a server that was started anew knows of no drain, and of no pool yet
+                    return  # a restarted server has no drain, and no pool yet
                 await asyncio.sleep(0.1)
             else:
                 return

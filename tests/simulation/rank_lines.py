@@ -1,4 +1,4 @@
-"""How schedulers' steps get to ranks: a connection a process, which is lost with either end or when it is cut."""
+"""Connections over which schedulers send steps to ranks: one per process, lost with either end or when cut."""
 
 import asyncio
 from random import Random
@@ -20,17 +20,17 @@ class RankLines:
     """All connections between schedulers and ranks.
 
     Attributes:
-        nobody: Ranks of a scheduler that was not started yet.
+        unassigned: Connections of a scheduler that is not started yet.
     """
 
     def __init__(self, network: Network, random: Random) -> None:
         self.network = network
         self.random = random
         self.ranks: dict[int, tuple[Process, RankProcess]] = {}
-        self.nobody = Lines(self, None)
+        self.unassigned = Lines(self, None)
 
     def add(self, rank: int, process: Process, ranks: RankProcess) -> None:
-        """Notes which process a rank is now."""
+        """Registers the current process of a rank."""
         self.ranks[rank] = (process, ranks)
 
     def to_all(self, process: Process) -> "Lines":

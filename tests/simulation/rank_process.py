@@ -1,4 +1,4 @@
-"""A rank: the real conversation with the server, a fake GPU behind it."""
+"""A rank: the real protocol with the server, and a fake GPU."""
 
 import asyncio
 import time
@@ -41,17 +41,17 @@ _Event = Callable[[], list[Effect]]
 
 @dataclass(frozen=True, slots=True)
 class GpuStep:
-    """A step as it travels from a scheduler to the ranks."""
+    """A step sent from a scheduler to the ranks."""
 
     lease: TableLease
     work: tuple[Computation, ...]
     answer: Callable[[str], None]
-    """Sends back "" when the step is done, else why it was refused."""
+    """Sends the response: "" when the step is done, else the reason of the refusal."""
 
 
 @dataclass(slots=True)
 class RankSettings:
-    """What a rank process is started with."""
+    """Settings of a rank process."""
 
     pool: str
     address: str
@@ -80,11 +80,11 @@ class RankProcess:
 
     @property
     def last_epoch(self) -> int:
-        """The newest epoch that it was told of."""
+        """The newest epoch that the rank knows."""
         return self._protocol._last_epoch
 
     async def main(self) -> None:
-        """Talks to the server for ever, as `Worker` does."""
+        """Runs the protocol with the server indefinitely, as `Worker` does."""
         protocol = self._protocol
         while not protocol.is_over:
             self._carry_out(protocol.tick(time.monotonic()))
@@ -97,7 +97,7 @@ class RankProcess:
             self._carry_out(event())
 
     def submit(self, sender: Process, step: GpuStep) -> None:
-        """Takes a step of a scheduler's process, whose steps run one after the other."""
+        """Receives a step of a scheduler process, whose steps run one after the other."""
         if sender not in self._lines:
             self._lines[sender] = asyncio.Queue()
             asyncio.create_task(self._run_steps(self._lines[sender]))  # noqa: RUF006 - the loop keeps it
@@ -150,7 +150,7 @@ class RankProcess:
                 case EpochBegan(ready):
                     asyncio.create_task(self._open(ready))  # noqa: RUF006 - the loop keeps it
                 case EpochPassed():
-                    pass  # the fence was closed by who says so
+                    pass  # the server closed the fence
                 case Failed(error):
                     self._settings.trace("rank %d failed: %s", self._settings.registration.rank, error)
 
@@ -189,7 +189,7 @@ class RankProcess:
         self._events.put_nowait(partial(self._protocol.allocated, planned, allocation))
 
     async def _open(self, ready: Ready) -> None:
-        """Lets steps through once the views are made, if the epoch has not passed meanwhile."""
+        """Allows steps once the views are made, unless the epoch has passed meanwhile."""
         await asyncio.sleep(0.001 * self._random.random())
         if self._protocol.ready is ready:
             self._fence.open(ready.epoch)
@@ -199,4 +199,4 @@ async def _write(stream: StreamCall, message: worker_pb2.JoinRequest) -> None:
     try:
         await stream.write(message)
     except asyncio.InvalidStateError:
-        return  # its reader tells why
+        return  # its reader reports the reason

@@ -1,4 +1,4 @@
-"""Runs schedules of the simulation until one finds something or all are done; prints a JSON summary.
+"""Runs schedules of the simulation until one finds a violation or all are done; prints a JSON summary.
 
 `run.py --schedules 100000 --jobs 2` is the long run; `run.py --seed S --trace` replays one schedule, event by event.
 """
@@ -23,14 +23,14 @@ from simulation.gpu import Violation
 from simulation.schedule import Schedule
 
 _TOLD = 50
-"""Most violations that are told."""
+"""Maximum number of printed violations."""
 _BATCH = 50
-"""Schedules between two collections of garbage, which would otherwise cost a tenth of the time."""
+"""Schedules between two garbage collections, which would otherwise take a tenth of the time."""
 
 
 @dataclass(slots=True)
 class Summary:
-    """What many schedules came to."""
+    """Sums over many schedules."""
 
     schedules: int = 0
     events: int = 0
@@ -43,7 +43,7 @@ class Summary:
 
 @contextlib.contextmanager
 def _undisturbed() -> Iterator[None]:
-    """Keeps the log and the garbage collector out of it, and puts both back."""
+    """Disables the log and the garbage collector, and restores both."""
     logging.disable(logging.CRITICAL)
     gc.disable()
     try:
@@ -55,7 +55,7 @@ def _undisturbed() -> Iterator[None]:
 
 @_undisturbed()
 def run_batch(seeds: range) -> tuple[Summary, list[tuple[int, str]]]:
-    """Runs some schedules; returns what they came to, and what they found, by seed."""
+    """Runs some schedules; returns their sums, and the violations by seed."""
     summary, found = Summary(), []
     for seed in seeds:
         summary.schedules += 1

@@ -1,4 +1,4 @@
-"""One schedule: a server, its ranks and schedulers, and what goes wrong for them, all drawn from one seed."""
+"""One schedule: a server, its ranks and schedulers, and their faults, all drawn from one seed."""
 
 import tempfile
 from collections.abc import Callable
@@ -26,15 +26,15 @@ from simulation.world import ADDRESS, DEAD_PEER_SECONDS, POOL, draw_world
 TIMING = RankTiming(heartbeat_seconds=0.25, heartbeat_timeout_seconds=1.0, grace_seconds=2.0)
 FAULTS_UNTIL_SECONDS = 6.0
 LIMIT_SECONDS = 120.0
-"""Virtual time by which all work must be done; faults have been healed for long by then."""
+"""Virtual time by which all work must be done, long after the last fault has ended."""
 _MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None  # noqa: S108 - fsync costs nothing there
 QUIET_SECONDS = 12.0
-"""Virtual time after which nothing of a session that has ended is left."""
+"""Virtual time after which an ended session has no effect."""
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What came of a schedule that found nothing."""
+    """Figures of a schedule without violations."""
 
     num_events: int
     num_answers: int
@@ -48,7 +48,7 @@ class Schedule:
 
     Args:
         seed: Decides everything.
-        trace: Told what happens; None for nobody.
+        trace: Called with each line of the trace; None for no trace.
     """
 
     def __init__(self, seed: int, trace: Callable[[str], None] | None = None) -> None:
@@ -56,7 +56,7 @@ class Schedule:
         self.loop = VirtualLoop()
         self.network = Network(self.loop, self.random)
         self.draw = draw_world(self.random)
-        self.checks = Checks(self.fail, self.allocator, self._told_epoch, lambda: self.draw.has_journal, self.trace)
+        self.checks = Checks(self.fail, self.allocator, self._reported_epoch, lambda: self.draw.has_journal, self.trace)
         self.wire = Wire(self.network, self.random, self.checks)
         self.lines = RankLines(self.network, self.random)
         self.processes: dict[str, Process] = {}
@@ -104,7 +104,7 @@ class Schedule:
         return Report(loop.num_turns, checks.num_answers, checks.num_retries, faults.num_faults, loop.now_seconds)
 
     def _wait_until_quiet(self) -> None:
-        """Lets time pass until nothing is held any more; at most for as long as that may take."""
+        """Lets time pass until no block is held, up to the maximum time that this may take."""
         limit_seconds = max(self.loop.now_seconds, FAULTS_UNTIL_SECONDS) + QUIET_SECONDS
         while self.loop.now_seconds < limit_seconds and not self._violations and not self.checks.is_within_credit():
             look_seconds = self.loop.now_seconds + 0.25
@@ -112,24 +112,24 @@ class Schedule:
             self.loop.now_seconds = look_seconds
 
     def fail(self, what: str) -> None:
-        """Notes that something is wrong, which ends the schedule."""
+        """Records a violation, which ends the schedule."""
         if self.loop.is_closed():
-            return  # what is thrown away at the end
+            return  # part of the clean-up
         self.trace("VIOLATION: %s", what)
         self._violations.append(f"at {self.loop.now_seconds:.4f} s: {what}")
 
     def trace(self, what: str, *args: object) -> None:
-        """Tells what happens; the arguments are made text only if somebody listens."""
+        """Writes a line of the trace; arguments are formatted only if there is a trace."""
         if self._trace:
             self._trace(f"{self.loop.now_seconds:9.4f} {what % args if args else what}")
 
     def allocator(self) -> Allocator | None:
-        """The core of the server that runs, if one does."""
+        """The core of the running server, if any."""
         server = self._server.server if self._server else None
         return server.hub.allocator if server and not self.processes["server"].is_dead else None
 
-    def _told_epoch(self) -> int:
-        """The newest epoch that a rank which lives was told of."""
+    def _reported_epoch(self) -> int:
+        """The newest epoch that a living rank knows."""
         return max((rank.last_epoch for process, rank in self.lines.ranks.values() if not process.is_dead), default=0)
 
     def _is_over(self) -> bool:
@@ -145,20 +145,20 @@ class Schedule:
     async def _serve(self, server: ServerProcess) -> None:
         try:
             await server.main()
-        except Exception as error:  # noqa: BLE001 - whatever it cannot start with is found
+        except Exception as error:  # noqa: BLE001 - any failure to start is a finding
             self.fail(f"the server does not start: {error!r}")
         if server.dropped:
-            self.fail(f"the journal was not trusted: {server.dropped}")
+            self.fail(f"the journal was dropped: {server.dropped}")
 
     def kill_server_in_a_write(self) -> None:
-        """Kills the server in the middle of the next frame that it writes to its journal; or now, without one."""
+        """Kills the server in the middle of the next frame of its journal, or at once without a journal."""
         if self._folder is None:
             self.kill("server")
         else:
             tear_next_write(self.random.random(), lambda: self.kill("server"))
 
     def operate(self) -> None:
-        """Has an operator do something."""
+        """Starts an action of the operator."""
         operator = Operator(POOL, ADDRESS, self.random, self.trace)
         Process(self.loop, "operator").start(operator.act())
 
@@ -173,7 +173,7 @@ class Schedule:
         process.start(self._supervise_rank(process, ranks))
 
     def start_scheduler(self, number: int) -> None:
-        """Starts a process of a scheduler; another takes its place when its engine fails."""
+        """Starts a scheduler process; a successor replaces it when its engine fails."""
         process = self._new_process(f"scheduler{number}")
         settings = self._settings[number]
         settings.ranks = self.lines.to_all(process)
@@ -181,7 +181,7 @@ class Schedule:
 
     async def _supervise_rank(self, process: Process, rank: RankProcess) -> None:
         await rank.main()
-        self.network.soon(self.kill, process.name)  # it failed for good: another process is to take its place
+        self.network.soon(self.kill, process.name)  # it failed permanently: start a successor
 
     async def _supervise(self, process: Process, scheduler: SchedulerProcess) -> None:
         try:
@@ -190,20 +190,20 @@ class Schedule:
             self.trace("%s: engine failed: %s", process, error)
             self.network.soon(self.kill, process.name)
             return
-        except Exception as error:  # noqa: BLE001 - whatever a scheduler is not ready for is found
+        except Exception as error:  # noqa: BLE001 - any unexpected error of a scheduler is a finding
             self.fail(f"{process}: {error!r}")
             return
         self.trace("%s: done", process)
         self.schedulers_left -= 1
 
     def kill(self, name: str) -> None:
-        """Kills a process, and starts another in its place a little later."""
+        """Kills a process, and starts its successor a little later."""
         process = self.processes[name]
         if process.is_dead:
             return
         self.trace("%s: killed", name)
         process.kill()
-        # A host that loses its power resets no connection: its peers notice when it answers no ping.
+        # A host without power resets no connections: its peers notice missing ping replies.
         late_seconds = self.random.choice((0.0, 0.0, DEAD_PEER_SECONDS))
         self.network.at(self.loop.now_seconds + late_seconds, self.wire.sever_process, process)
         self.network.at(self.loop.now_seconds + 0.5 * self.random.random(), self._start_again, name)
@@ -229,7 +229,7 @@ class Schedule:
             self.draw.lease_seconds[number],
             list(self.draw.jobs[number]),
             self.random,
-            self.lines.nobody,
+            self.lines.unassigned,
             self.checks,
             self.trace,
             self.draw.quotas[number],

@@ -1,4 +1,4 @@
-"""What a simulated scheduler works on and with: users' jobs, the ranks, who looks, and what it has on disk."""
+"""Parts of a simulated scheduler: jobs, the ranks, its observer, and its data on disk."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -13,17 +13,17 @@ from simulation.gpu import Computation, extend_contents
 
 
 class EngineError(Exception):
-    """The engine cannot go on: the process ends, and another takes its place."""
+    """The engine cannot continue: the process ends, and a successor starts."""
 
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """What a user wants computed.
+    """A user's request.
 
     Attributes:
         name: Its name.
-        token_ids: Prompt, and what was generated so far.
-        num_tokens: Tokens when it is done.
+        token_ids: Prompt, and the tokens generated so far.
+        num_tokens: Number of tokens when it is done.
         salt: Its cache salt; empty for none.
     """
 
@@ -34,52 +34,52 @@ class Job:
 
     @property
     def is_done(self) -> bool:
-        """Whether all is generated."""
+        """Whether all tokens are generated."""
         return len(self.token_ids) >= self.num_tokens
 
 
 @dataclass(slots=True, eq=False)
 class Running:
-    """A job whose request the session knows."""
+    """A job with a request in the session."""
 
     job: Job
     request: Request
     contents: list[list[int]]
     is_delayed: bool = False
-    """Whether its newest full blocks are yet to be cached."""
+    """Whether its newest full blocks are not cached yet."""
     aborted: bool = False
 
 
 class Ranks(Protocol):
-    """How steps get to the ranks."""
+    """Sends steps to the ranks."""
 
     async def run(self, lease: TableLease, work: tuple[Computation, ...]) -> None:
         """Runs a step on all ranks.
 
         Raises:
-            EngineError: One was lost, or refuses it.
+            EngineError: A rank was lost, or refused the step.
         """
 
 
 class Watcher(Protocol):
-    """Who looks whether what a scheduler believes is so."""
+    """Compares a scheduler's view with the server's state."""
 
     def settled(self, session: aio.AsyncSession, running: list[Request]) -> None:
-        """All that the session asked for has been answered."""
+        """Called when all requests of the session have been answered."""
 
     def session_ended(self, session: aio.AsyncSession, error: KvpoolError) -> None:
-        """The scheduler was told that its session has ended."""
+        """Called when the scheduler learns that its session has ended."""
 
 
 @dataclass(slots=True)
 class Stored:
-    """What a scheduler has on disk, for the process after it.
+    """Data of a scheduler on disk, for its successor.
 
     Attributes:
         session_id: The session; empty for none.
-        sequence: Of the newest step that was answered.
-        computed: Tokens that all ranks have computed of each request that runs.
-        count: Requests that were made.
+        sequence: Number of the newest answered step.
+        computed: Number of tokens that all ranks have computed, per running request.
+        count: Number of requests created.
     """
 
     session_id: str = ""
@@ -90,7 +90,7 @@ class Stored:
 
 @dataclass(slots=True)
 class SchedulerSettings:
-    """What a scheduler process is started with."""
+    """Settings of a scheduler process."""
 
     pool: str
     address: str
@@ -101,7 +101,7 @@ class SchedulerSettings:
     watcher: Watcher
     trace: Callable[..., None]
     quota: tuple[int, int] = (0, 0)
-    """Blocks that it is always to have, and most that it may."""
+    """Minimum and maximum number of blocks of its session."""
     max_running: int = 3
     deadline_seconds: float = 4.0
     stored: Stored = field(default_factory=Stored)
@@ -121,5 +121,5 @@ def computation_of(running: Running, start: int) -> Computation:
 
 
 def _salt_number(salt: str) -> int:
-    """A number for a salt, the same in every run."""
+    """A number for a salt that is the same in every run."""
     return int.from_bytes(salt.encode(), "big")

@@ -1,10 +1,10 @@
-"""A scheduler: the real asyncio client, an engine loop above it, and steps that it hands to the ranks.
+"""A scheduler: the real asyncio client, an engine loop above it, and steps that it sends to the ranks.
 
-1. One step of its own runs on the ranks at a time; nothing that it works with is freed, preempted or slid out of a
-   window before every rank has said that it is done.
-2. What may have been changed is settled before anything else is asked.
-3. When a rank is lost with a step, or its session was ended, it starts anew with what it must compute; it closes a
-   session only if no step of it can be running.
+1. At most one of its steps runs on the ranks at a time. No block of that step is freed, preempted or slid out of a
+   window before every rank has reported the step as done.
+2. An uncertain change is settled before the next request.
+3. When a rank is lost during a step, or the session has ended, the scheduler restarts its jobs. It closes a session
+   only if no step of it can be running.
 """
 
 import asyncio
@@ -38,12 +38,12 @@ _PAUSE_SECONDS = 0.05
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """Room that a step asks for.
+    """An allocation that a step requests.
 
     Attributes:
-        running: For what.
-        answer: What became of it.
-        start: Tokens that had room before; None for an admission.
+        running: The job and its request.
+        answer: The result of the allocation.
+        start: Number of tokens allocated before; None for an admission.
     """
 
     running: Running
@@ -86,7 +86,7 @@ class SchedulerProcess:
             self._waiting.clear()
 
     async def _resume(self, client: aio.AsyncClient) -> aio.AsyncSession | None:
-        """Takes up the session of the process before, if there is one; now and then it does without."""
+        """Resumes the session of the previous process, if any; sometimes opens another one instead."""
         stored = self._stored
         session_id, stored.session_id = stored.session_id, ""
         if not session_id or self._random.random() < 0.3:
@@ -98,14 +98,14 @@ class SchedulerProcess:
             return None
 
     async def _take_over(self, session: aio.AsyncSession) -> None:
-        """Goes on with what the session holds: computes what may not have been, gives up what is not known."""
+        """Continues with the session's requests: recomputes uncertain tokens, and frees unknown requests."""
         stored = self._stored
         stored.session_id, stored.sequence = session.session_id, session.sequence
         if not session.held_requests:
             stored.computed.clear()
             return
         jobs = {job.name: job for job in self._settings.jobs}
-        has_state = any(group.is_state for group in layouts(session.config))  # a step of it cannot be run twice
+        has_state = any(group.is_state for group in layouts(session.config))  # its steps cannot run twice
         work = []
         for held in session.held_requests:
             job = jobs.get(held.request_id.rpartition(".")[0])
@@ -127,7 +127,7 @@ class SchedulerProcess:
             await self._compute(session, work)
 
     async def _give_up(self, session: aio.AsyncSession, held: HeldRequest) -> None:
-        """Frees a request of which it is not known what was computed."""
+        """Frees a request with an unknown number of computed tokens."""
         try:
             await session.free_held(held)
         except _UNSETTLED:
@@ -151,7 +151,7 @@ class SchedulerProcess:
         try:
             await session.close()
         except (*_UNSETTLED, ExhaustedError, AbortedError, NotFoundError):
-            return  # its lease ends it
+            return  # its lease will expire
 
     async def _pause(self) -> None:
         await asyncio.sleep(_PAUSE_SECONDS * (1 + self._random.random()))
@@ -276,10 +276,10 @@ class SchedulerProcess:
             try:
                 await session.mark_executed(sequence)
             except _UNSETTLED:
-                return  # the next step says it
+                return  # the next step reports it
 
     async def _make_room(self, session: aio.AsyncSession) -> None:
-        """Takes back the newest request's blocks, so that others can go on."""
+        """Preempts the newest request, so that others can continue."""
         if not self._running:
             return
         victim = self._running[-1]

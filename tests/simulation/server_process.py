@@ -1,4 +1,4 @@
-"""The server as it is started, on the simulated network; its journal, if it has one, is real files."""
+"""The real server on the simulated network; its journal, if enabled, is in real files."""
 
 import asyncio
 import os
@@ -14,17 +14,17 @@ from kvpool.server.journal.folder import write_whole
 
 
 class Killed(BaseException):
-    """Ends what a process was at when it was killed in the middle of it."""
+    """Raised where a process is killed in the middle of an action."""
 
 
 @dataclass(slots=True)
 class ServerSettings:
-    """What a server process is started with.
+    """Settings of a server process.
 
     Attributes:
-        address: Where it listens.
-        rank_timing: How long ranks are waited for.
-        folder: Where its journal is; None for no journal.
+        address: Listening address.
+        rank_timing: Time limits for ranks.
+        folder: Folder of the journal; None for no journal.
     """
 
     address: str
@@ -36,7 +36,7 @@ class ServerProcess:
     """One process of the server.
 
     Attributes:
-        server: The server; what the checks look at.
+        server: The server, for the checks.
     """
 
     def __init__(self, settings: ServerSettings) -> None:
@@ -50,19 +50,19 @@ class ServerProcess:
             addresses=(self._settings.address,),
             rank_timing=self._settings.rank_timing,
             journal=JournalConfig(folder),
-            past_epoch=int(asyncio.get_running_loop().time() * 1000),  # as `kvpool serve`, which counts seconds
+            past_epoch=int(asyncio.get_running_loop().time() * 1000),  # like `kvpool serve`, which uses seconds
         )
         self.server = Server(config)
         await self.server.start()
 
     @property
     def dropped(self) -> str:
-        """Why the journal that it found was not trusted; empty if it was."""
+        """Reason why the journal was dropped; empty if it was not."""
         journal = self.server._journal if self.server else None
         return journal.recovery.detail if journal and journal.recovery.dropped else ""
 
     def close_files(self) -> None:
-        """Does what a kernel does with the files of a process that was killed."""
+        """Closes files as the kernel does for a killed process."""
         journal = self.server._journal if self.server else None
         if journal:
             journal.allocator.sink = None
@@ -71,11 +71,11 @@ class ServerProcess:
 
 
 def tear_next_write(share: float, kill: Callable[[], None]) -> None:
-    """Has the server killed in the middle of the next frame that it writes to its journal.
+    """Kills the server in the middle of the next frame that it writes to its journal.
 
     Args:
-        share: How much of the frame is still written, [0, 1].
-        kill: Kills it.
+        share: Share of the frame that is written, in [0, 1].
+        kill: Kills the server.
     """
 
     def tear(descriptor: int, content: bytes) -> None:
@@ -88,5 +88,5 @@ def tear_next_write(share: float, kill: Callable[[], None]) -> None:
 
 
 def write_well() -> None:
-    """Takes `tear_next_write` back."""
+    """Undoes `tear_next_write`."""
     vars(journal_module)["write_whole"] = write_whole

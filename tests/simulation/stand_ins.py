@@ -1,4 +1,4 @@
-"""What a schedule puts in the place of the machine: time, randomness and grpc.aio. Undone when it ends."""
+"""Replacements for the machine during a schedule: time, randomness and grpc.aio."""
 
 import random
 import secrets
@@ -25,7 +25,7 @@ _EPOCH_SECONDS = 1_700_000_000.0
 
 @contextmanager
 def stand_ins(loop: VirtualLoop, drawn: random.Random, wire: Wire) -> Iterator[None]:
-    """Makes all that runs meanwhile see virtual time, drawn secrets and the simulated network."""
+    """Replaces time, secrets and grpc by virtual time, drawn secrets and the simulated network."""
     before = random.getstate()
     random.seed(drawn.getrandbits(64))
     replaced: list[tuple[Any, str, Any]] = [
@@ -40,8 +40,8 @@ def stand_ins(loop: VirtualLoop, drawn: random.Random, wire: Wire) -> Iterator[N
         (uuid, "uuid4", lambda: uuid.UUID(int=drawn.getrandbits(128))),
         (grpc.aio, "insecure_channel", lambda address, **_: FakeChannel(wire, address)),
         (grpc.aio, "server", lambda **_: FakeServer(wire)),
-        (journal, "write_whole", write_whole),  # so that what is put in its place meanwhile is undone
-        (admin_service, "version", lambda _: "0"),  # reads a file each time
+        (journal, "write_whole", write_whole),  # so that a replacement made during the schedule is undone
+        (admin_service, "version", lambda _: "0"),  # the original reads a file per call
         (reflection, "enable_server_reflection", lambda *_: None),
     ]
     patches = [mock.patch.object(target, name, value) for target, name, value in replaced]

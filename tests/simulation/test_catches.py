@@ -1,4 +1,4 @@
-"""The simulation finds what it is there for: each test plants one bug, and a schedule must come upon it."""
+"""The simulation finds bugs: each test injects one, and a schedule must find it."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -23,9 +23,9 @@ from simulation.run import run_batch
 TRIES = 300
 
 
-def first_found(monkeypatch: pytest.MonkeyPatch, target: Any, name: str, planted: Any) -> tuple[int, str]:
-    """Plants a bug; returns the seed of the first schedule that found it, and what it said."""
-    monkeypatch.setattr(target, name, planted)
+def first_found(monkeypatch: pytest.MonkeyPatch, target: Any, name: str, bug_code: Any) -> tuple[int, str]:
+    """Injects a bug; returns the seed of the first schedule that found it, and the violation."""
+    monkeypatch.setattr(target, name, bug_code)
     for first in range(0, TRIES, 10):
         _, found = run_batch(range(first, first + 10))
         if found:
@@ -78,33 +78,33 @@ def _lives(*_: object) -> bool:
     return True
 
 
-async def _waits_for_nobody(_self: Fencing, _pool: KVCacheManager, _number: SessionNumber) -> None:
+async def _does_not_wait(_self: Fencing, _pool: KVCacheManager, _number: SessionNumber) -> None:
     pass
 
 
-PLANTED: dict[str, tuple[Any, str, Any]] = {
-    "a change that is sent again is made again": (Session, "remembered_result", _no_answer),
-    "a block is hit by others before it was filled": (PrefixMap, "is_visible", lambda *_: True),
-    "a block that is given away keeps its hash": (PrefixMap, "remove", _keeps_hash),
-    "a server that starts anew counts epochs from 1": (Membership, "register", _knows_no_epoch(Membership.register)),
-    "a block that is hit stays free": (BlockPool, "touch", _touches_nothing),
-    "a window is freed a block too early": (
+BUGS: dict[str, tuple[Any, str, Any]] = {
+    "a repeated change is applied again": (Session, "remembered_result", _no_answer),
+    "a block is hit by others before it is filled": (PrefixMap, "is_visible", lambda *_: True),
+    "an allocated block keeps its hash": (PrefixMap, "remove", _keeps_hash),
+    "a restarted server counts epochs from 1": (Membership, "register", _knows_no_epoch(Membership.register)),
+    "a hit block stays free": (BlockPool, "touch", _touches_nothing),
+    "a window is freed one block too early": (
         GroupManager,
         "num_skipped_blocks",
         _skips_one_more(GroupManager.num_skipped_blocks),
     ),
-    "what is released from quarantine stays held": (apply, "end_quarantine", _frees_nothing),
-    "a rank lets the steps of all sessions through": (Fence, "_lives", _lives),
+    "blocks released from quarantine stay held": (apply, "end_quarantine", _frees_nothing),
+    "a rank admits the steps of all sessions": (Fence, "_lives", _lives),
     "a rank answers while a step is in flight": (Fence, "is_within_credit", property(_lives)),
-    "a session is resumed while a step of the process before runs": (Fencing, "fence_out", _waits_for_nobody),
-    "a change is in the journal after it was answered": (Journal, "append", _writes_later(Journal.append)),
-    "what a session held is given to others at once": (apply, "quarantine_session", _frees_at_once),
+    "a session is resumed while a step of the previous process runs": (Fencing, "fence_out", _does_not_wait),
+    "a change is journaled after its answer": (Journal, "append", _writes_later(Journal.append)),
+    "blocks of an ended session are reallocated at once": (apply, "quarantine_session", _frees_at_once),
 }
 
 
-@pytest.mark.parametrize("bug", PLANTED)
-def test_a_planted_bug_is_found(monkeypatch: pytest.MonkeyPatch, bug: str) -> None:
-    seed, what = first_found(monkeypatch, *PLANTED[bug])
+@pytest.mark.parametrize("bug", BUGS)
+def test_an_injected_bug_is_found(monkeypatch: pytest.MonkeyPatch, bug: str) -> None:
+    seed, what = first_found(monkeypatch, *BUGS[bug])
 
     assert what, f"{TRIES} schedules did not find that {bug}"
-    print(f"{bug}: seed {seed}: {what}")  # noqa: T201 - with -s it tells how soon
+    print(f"{bug}: seed {seed}: {what}")  # noqa: T201 - shown with -s

@@ -1,4 +1,4 @@
-"""Many schedules of faults, none of which may do harm; and each is what its seed says, in whatever process it runs."""
+"""Many schedules of faults cause no violations, and a seed determines its schedule in every process."""
 
 import hashlib
 import json
@@ -16,7 +16,7 @@ BATCH, BATCHES = 50, 6
 
 
 @pytest.mark.parametrize("first", range(0, BATCH * BATCHES, BATCH))
-def test_schedules_of_faults_do_no_harm(first: int) -> None:
+def test_schedules_of_faults_cause_no_violations(first: int) -> None:
     summary, found = run_batch(range(first, first + BATCH))
 
     assert found == []
@@ -30,9 +30,9 @@ def digest(seed: int) -> str:
     return hashlib.sha256("\n".join(traced).encode()).hexdigest()
 
 
-def test_a_seed_says_all_that_happens() -> None:
-    """Sets of strings and of objects are in another order in each process: nothing may follow it."""
-    told = [
+def test_a_seed_determines_a_schedule() -> None:
+    """The order of sets differs between processes and must not influence a schedule."""
+    traces = [
         subprocess.run(
             [sys.executable, str(RUN), "--seed", "7", "--trace"],
             env={"PYTHONHASHSEED": str(salt), "PYTHONPATH": ":".join(sys.path)},
@@ -43,18 +43,18 @@ def test_a_seed_says_all_that_happens() -> None:
         for salt in (1, 2)
     ]
 
-    assert told[0] == told[1]
-    assert told[0].count("\n") > 100
+    assert traces[0] == traces[1]
+    assert traces[0].count("\n") > 100
 
 
-def test_a_seed_says_all_that_happens_after_another_schedule() -> None:
+def test_a_seed_determines_a_schedule_after_another_one() -> None:
     before = digest(3)
     digest(4)
 
     assert digest(3) == before
 
 
-def test_the_long_run_sums_up_what_it_did() -> None:
+def test_the_long_run_prints_a_summary() -> None:
     done = subprocess.run(
         [sys.executable, str(RUN), "--schedules", "20", "--seed", "1000", "--jobs", "2"],
         env={"PYTHONPATH": ":".join(sys.path)},

@@ -1,9 +1,9 @@
 """An event loop in virtual time, and the simulated processes whose callbacks it runs.
 
-1. Nothing here waits: when nothing is ready, time moves to the next timer. No thread, no socket, no real clock.
-2. Every callback belongs to the process in whose context it was made, or to none (the network, the faults).
-3. A process that is stopped (SIGSTOP) has its callbacks kept, those of timers too, until it goes on; one that was
-   killed never runs again, not even its `finally`.
+1. The loop never waits: when no callback is ready, time advances to the next timer. No thread, socket or real clock.
+2. Every callback belongs to the process in whose context it was created, or to none (the network, the faults).
+3. The callbacks of a stopped process (SIGSTOP), including timers, are kept until it continues. A killed process never
+   runs again, not even its `finally` blocks.
 4. Each process has a clock of its own, that starts anywhere and runs a little fast or slow, but never back. The loop's
    `time` is that of the process that asks.
 """
@@ -24,12 +24,12 @@ class Process:
     """A simulated process.
 
     Attributes:
-        name: What traces call it.
-        start_seconds: What its clock showed at time 0.
-        rate: How fast its clock runs; 1 is true.
-        is_stopped: Whether it was stopped.
+        name: Name in traces.
+        start_seconds: Its clock at time 0.
+        rate: Speed of its clock; 1 is exact.
+        is_stopped: Whether it is stopped.
         is_dead: Whether it was killed.
-        on_death: Called when it is killed: what its kernel would do, such as to reset its connections.
+        on_death: Called when it is killed, for the kernel's actions such as resetting connections.
     """
 
     def __init__(self, loop: "VirtualLoop", name: str, start_seconds: float = 0.0, rate: float = 1.0) -> None:
@@ -52,13 +52,13 @@ class Process:
         return self._loop.create_task(main, context=context)
 
     def run(self, callback: Callable[..., object], *args: object) -> None:
-        """Has a callback run in this process, as when something comes in from its network."""
+        """Runs a callback in this process, for example when a message arrives."""
         context = Context()
         context.run(_PROCESS.set, self)
         self._loop.call_soon(callback, *args, context=context)
 
     def keep(self, handle: "VirtualHandle") -> None:
-        """Keeps a callback until the process goes on."""
+        """Keeps a callback until the process continues."""
         self._kept.append(handle)
 
     def stop(self) -> None:
@@ -84,12 +84,12 @@ _OUTSIDE = Context()
 
 
 def current_process() -> Process | None:
-    """The process that runs; None for the network and the faults."""
+    """The current process; None for the network and the faults."""
     return _PROCESS.get()
 
 
 class VirtualHandle:
-    """A callback that waits to be run."""
+    """A scheduled callback."""
 
     __slots__ = ("args", "callback", "context", "is_cancelled", "process", "when_seconds")
 
@@ -104,26 +104,26 @@ class VirtualHandle:
         self.is_cancelled = False
 
     def cancel(self) -> None:
-        """Takes it back."""
+        """Cancels the callback."""
         self.is_cancelled = True
 
     def cancelled(self) -> bool:
-        """Whether it was taken back."""
+        """Whether it was cancelled."""
         return self.is_cancelled
 
     def when(self) -> float:
-        """When it is due, in true time."""
+        """Due time, in true time."""
         return self.when_seconds
 
 
 class VirtualLoop:
-    """The loop: what asyncio asks of one that has no files, processes or signals.
+    """The event loop, without files, processes or signals.
 
     Attributes:
         now_seconds: True time.
-        num_turns: Callbacks that were run.
-        ready: Callbacks that are to be run now, in order.
-        errors: What went wrong in callbacks and tasks of processes that live.
+        num_turns: Number of callbacks run.
+        ready: Callbacks to run now, in order.
+        errors: Errors in callbacks and tasks of living processes.
     """
 
     def __init__(self) -> None:
@@ -143,7 +143,7 @@ class VirtualLoop:
 
     def __exit__(self, *_: object) -> None:
         self._is_over = True
-        for task in self._tasks:  # what they would do while they are thrown away is no part of the schedule
+        for task in self._tasks:  # their clean-up is not part of the schedule
             if task.done():
                 task._log_traceback = False
             else:
@@ -154,7 +154,7 @@ class VirtualLoop:
         events._set_running_loop(None)
 
     def run_until(self, is_done: Callable[[], bool], limit_seconds: float) -> bool:
-        """Runs until something is so; False if the time is up before, or nothing is left to do."""
+        """Runs until a condition holds; False at a timeout, or if nothing is left to do."""
         ready, timers = self.ready, self._timers
         while not is_done():
             if not ready:
@@ -167,7 +167,7 @@ class VirtualLoop:
         return True
 
     def task_errors(self) -> list[str]:
-        """What tasks failed with that nobody looked at."""
+        """Exceptions of failed tasks that no caller retrieved."""
         failed = [task for task in self._tasks if task.done() and task._log_traceback]
         errors = [task.exception() for task in failed]
         return [repr(error) for error in errors if isinstance(error, Exception)]
@@ -186,7 +186,7 @@ class VirtualLoop:
         handle.context.run(handle.callback, *handle.args)
 
     def time(self) -> float:
-        """Time by the clock of the process that asks."""
+        """Time by the clock of the calling process."""
         process = _PROCESS.get()
         return self.now_seconds if process is None else process.start_seconds + self.now_seconds * process.rate
 
@@ -204,7 +204,7 @@ class VirtualLoop:
     def call_at(
         self, when: float, callback: Callable[..., object], *args: object, context: Context | None = None
     ) -> asyncio.TimerHandle:
-        """See `asyncio`; `when` is by the clock of the process that asks."""
+        """See `asyncio`; `when` is by the clock of the calling process."""
         return self.call_later(when - self.time(), callback, *args, context=context)
 
     def call_later(
@@ -220,7 +220,7 @@ class VirtualLoop:
         return cast("asyncio.TimerHandle", handle)
 
     def call_outside(self, when_seconds: float, callback: Callable[..., object], *args: object) -> None:
-        """Calls back at a true time, in no process."""
+        """Calls back at a true time, outside any process."""
         self._num_timers += 1
         heapq.heappush(
             self._timers, (when_seconds, self._num_timers, VirtualHandle(callback, args, _OUTSIDE, when_seconds))
@@ -239,16 +239,16 @@ class VirtualLoop:
         return task
 
     def run_in_executor(self, _executor: object, func: Callable[..., _T], *args: object) -> "asyncio.Future[_T]":
-        """Runs it here and now."""
+        """Runs the function immediately."""
         future = self.create_future()
         try:
             future.set_result(func(*args))
-        except Exception as error:  # noqa: BLE001 - it is the caller's
+        except Exception as error:  # noqa: BLE001 - passed to the caller
             future.set_exception(error)
         return future
 
     def call_exception_handler(self, context: dict[str, Any]) -> None:
-        """Notes what asyncio has to complain of."""
+        """Collects errors reported by asyncio."""
         error = context.get("exception")
         is_meant = "destroyed" in context["message"] or (error and not isinstance(error, Exception))
         if not self._is_over and not is_meant:

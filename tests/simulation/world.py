@@ -1,4 +1,4 @@
-"""What is simulated in one schedule: the pool, the ranks, the schedulers and their work, drawn by its seed."""
+"""The world of one schedule: the pool, the ranks, the schedulers and their work, drawn from its seed."""
 
 from dataclasses import dataclass
 from random import Random
@@ -15,13 +15,13 @@ ADDRESS = "127.0.0.1:1"
 MAX_TOKENS = 48
 MAX_SCHEDULERS = 4
 DEAD_PEER_SECONDS = 2.0
-"""After how long a connection on which nothing comes is given up."""
+"""Time after which an idle connection is closed."""
 _PAGE_BYTES = 2**14
 
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """What a seed decides before the schedule begins."""
+    """Decisions that a seed makes before the schedule begins."""
 
     config: PoolConfig
     num_ranks: int
@@ -32,7 +32,7 @@ class Draw:
     jobs: tuple[tuple[Job, ...], ...]
 
     def registration(self, rank: int) -> Registration:
-        """What a rank says of itself."""
+        """Registration of a rank."""
         layers = {group.layer_names[0]: group.spec for group in self.config.groups}
         options = RankGroupOptions(
             MAX_TOKENS, num_blocks_override=self.config.num_blocks, reuse_order=self.config.reuse_order
@@ -41,7 +41,7 @@ class Draw:
 
 
 def draw_world(random: Random) -> Draw:
-    """Draws what is simulated: small, so that blocks run out all the time and prefixes meet."""
+    """Draws the world: small, so that blocks run out often and prefixes are shared."""
     specs = _draw_specs(random)
     need = 2 + sum(-(-MAX_TOKENS // spec.block_size) for spec in specs)
     config = PoolConfig(
@@ -74,7 +74,7 @@ def _draw_specs(random: Random) -> list[KVCacheSpec]:
 
 
 def _draw_quota(random: Random, need: int, num_blocks: int) -> tuple[int, int]:
-    """Draws guaranteed and most blocks: the longest request must have room in the one, and beside all the others."""
+    """Draws minimum and maximum blocks: the longest request must fit in both, beside the other sessions."""
     low = random.choice((0, 0, 0, (num_blocks - need) // MAX_SCHEDULERS))
     return low, random.choice((0, 0, need, num_blocks))
 

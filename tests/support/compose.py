@@ -1,4 +1,4 @@
-"""The Compose stack of deploy/, brought up with real containers, and what is asked of it."""
+"""The Compose stack of deploy/ in real containers, and helpers to control and query it."""
 
 import os
 import shutil
@@ -28,7 +28,7 @@ _T = TypeVar("_T")
 
 
 def eventually(what: str, look: Callable[[], _T | None], timeout_seconds: float = 60.0) -> _T:
-    """Looks until there is something to see; false and a server that cannot be reached count as nothing."""
+    """Polls until a function returns a true value; an unreachable server counts as false."""
     end = time.monotonic() + timeout_seconds
     while True:
         try:
@@ -53,7 +53,7 @@ def docker(*arguments: str, timeout_seconds: float = 120.0) -> str:
 
 @dataclass(slots=True)
 class Failure:
-    """Something that was done to the stack, and what came of it.
+    """A failure injected into the stack, and its timing.
 
     Attributes:
         what: What was done.
@@ -69,21 +69,21 @@ class Failure:
     _since: float = field(default_factory=time.monotonic)
 
     def noticed(self) -> None:
-        """The failure shows."""
+        """Records that the failure is visible."""
         self.noticed_seconds = time.monotonic() - self._since
 
     def repaired(self) -> None:
-        """What was missing is about to come back: recovery is timed from here."""
+        """Records that the missing part is about to return: the recovery time starts here."""
         self._since = time.monotonic()
 
     def recovered(self, cost: str) -> None:
-        """All is well again."""
+        """Records that the stack has recovered."""
         self.recovered_seconds = time.monotonic() - self._since
         self.cost = cost
 
 
 class Stack:
-    """The stack, under a project name and on ports of its own.
+    """The stack, with its own project name and ports.
 
     Attributes:
         client: Connected to the server's published port.
@@ -103,20 +103,20 @@ class Stack:
         return _run([*self._command, *arguments], self._environment, timeout_seconds)
 
     def up(self) -> None:
-        """Builds the images and starts all, and waits until all is healthy and played on."""
+        """Builds the images, starts all services, and waits until they are healthy and the schedulers work."""
         self.compose("build", timeout_seconds=840)
         self.compose("up", "-d", "--no-build")
         self.wait_at_work()
 
     def keep_journal(self) -> None:
-        """Gives the server a journal, from now on; it begins with nothing in it."""
+        """Enables the journal of the server, starting empty."""
         if "KVPOOL_JOURNAL" not in self._environment:
             self._environment["KVPOOL_JOURNAL"] = "/var/lib/kvpool"
             self.compose("up", "-d", "--no-build", "--no-deps", "server")
             self.wait_at_work()
 
     def down(self) -> None:
-        """Removes all."""
+        """Removes all containers and volumes."""
         self.client.close()
         self.compose("down", "-v", "--remove-orphans")
 
@@ -125,31 +125,31 @@ class Stack:
         return self.compose("ps", "-q", service).strip()
 
     def health(self, service: str) -> str:
-        """What the container's health check says."""
+        """Status of the container's health check."""
         return docker("inspect", "--format", "{{.State.Health.Status}}", self.container(service)).strip()
 
     def wait_healthy(self) -> None:
-        """Waits until all that serve say that they are healthy."""
+        """Waits until all services with a health check are healthy."""
         wanted = dict.fromkeys(SERVED, "healthy")
         eventually("all healthy", lambda: {service: self.health(service) for service in SERVED} == wanted, 120)
 
     def wait_at_work(self) -> None:
-        """Waits until all are healthy, the pool is ready, and both schedulers play."""
+        """Waits until all services are healthy, the pool is ready, and both schedulers work."""
         self.wait_healthy()
         self.wait_ready()
         self.wait_played_on()
 
     def wait_scraped(self) -> None:
-        """Waits until Prometheus knows how the server is now."""
+        """Waits until Prometheus has scraped the server's current state."""
         now = time.time()
         eventually("a scrape", lambda: self.prometheus.scraped_after(now, "kvpool_pool_epoch"))
 
     def logs(self, *services: str) -> str:
-        """What services wrote."""
+        """Output of services."""
         return self.compose("logs", "--no-color", *services)
 
     def pool(self) -> PoolInfo:
-        """The pool, as the server tells it now."""
+        """The current pool info of the server."""
         return self.client.get_pool(POOL)
 
     def wait_state(self, state: PoolState, timeout_seconds: float = 60.0) -> PoolInfo:
@@ -166,7 +166,7 @@ class Stack:
         return self.wait_state(PoolState.READY, 90)
 
     def wait_played_on(self) -> PoolInfo:
-        """Waits until both schedulers have a session and get blocks: more are looked up than were at first."""
+        """Waits until both schedulers have a session and allocate blocks: the number of look-ups increases."""
         begin = eventually("two sessions", lambda: pool if (pool := self.pool()).sessions == len(SCHEDULERS) else None)
 
         def look() -> PoolInfo | None:
@@ -176,12 +176,12 @@ class Stack:
         return eventually("the schedulers to play", look)
 
     def stop_schedulers(self) -> PoolInfo:
-        """Stops the schedulers, and waits until nobody holds anything."""
+        """Stops the schedulers, and waits until no session holds blocks."""
         self.compose("stop", *SCHEDULERS)
         return eventually("an idle pool", lambda: None if (pool := self.pool()).sessions or pool.requests else pool)
 
     def assert_no_block_lost(self) -> None:
-        """When nobody plays all blocks are free; then the schedulers play again."""
+        """Checks that all blocks are free while the schedulers are stopped; then starts the schedulers again."""
         pool = self.stop_schedulers()
         assert pool.state is PoolState.READY
         assert pool.free_blocks == pool.config.num_blocks - 1, "blocks were lost"
@@ -190,7 +190,7 @@ class Stack:
 
 
 def _compose() -> list[str]:
-    """Compose 2 is a plugin of docker's; 1.29 a program of its own."""
+    """The Compose command: a plugin of docker since version 2, a separate program in 1.29."""
     if (
         shutil.which("docker")
         and not subprocess.run(

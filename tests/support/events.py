@@ -1,4 +1,4 @@
-"""A router's side of the ZeroMQ transport, as docs/how-to/block-events.md says to write one; does no I/O."""
+"""A router's side of the ZeroMQ transport, as docs/how-to/block-events.md describes it, without I/O."""
 
 from collections import deque
 from typing import Any
@@ -18,12 +18,12 @@ def as_integer(block_hash: BlockHash) -> int:
 
 
 def truth(pool: KVCacheManager) -> set[Entry]:
-    """The pool's map, as a subscriber knows it."""
+    """The cached blocks of a pool, in the form that a subscriber keeps."""
     return {(group_id, as_integer(block_hash)) for group_id, block_hash, _ in pool.blocks.prefix_map.entries()}
 
 
 class Subscriber:
-    """Keeps a map from what one publisher sends, in the map form, and says what to ask for.
+    """Keeps the map of cached blocks from one publisher's messages, and decides which requests to send.
 
     Attributes:
         known: What is cached, by (group, hash).
@@ -40,20 +40,20 @@ class Subscriber:
         self.boot_id = ""
         self.asks: deque[bytes] = deque([publisher.SNAPSHOT_REQUEST])
         self.num_replays = self.num_snapshots = 0
-        self._waiting: deque[tuple[int, bytes]] = deque()  # live messages, while an answer is awaited
+        self._waiting: deque[tuple[int, bytes]] = deque()  # live messages that arrived while a reply is pending
         self._newest = -1
         self._asked = True
 
     @property
     def is_settled(self) -> bool:
-        """Whether nothing is asked for."""
+        """Whether no request is pending."""
         return not self._asked
 
     def live(self, frames: list[bytes]) -> None:
-        """Takes a message of the live socket."""
+        """Handles a message of the live socket."""
         _, number_bytes, payload = frames
         number = int.from_bytes(number_bytes, "big")
-        if number <= self._newest:  # a publisher that starts anew
+        if number <= self._newest:  # the publisher restarted
             self._waiting.clear()
             self._ask(publisher.SNAPSHOT_REQUEST)
         self._newest = number
@@ -62,11 +62,11 @@ class Subscriber:
             self._go_on()
 
     def ask_again(self) -> None:
-        """Asks for all anew, as an answer does not come."""
+        """Requests a snapshot again, because no reply arrived."""
         self._ask(publisher.SNAPSHOT_REQUEST)
 
     def answer(self, frames: list[bytes]) -> None:
-        """Takes a message of the replay socket, without its empty delimiter."""
+        """Handles a message of the replay socket, without its empty delimiter."""
         match frames:
             case [publisher.STATUS, header]:
                 status = msgspec.msgpack.decode(header)

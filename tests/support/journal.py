@@ -1,4 +1,4 @@
-"""Journals for tests: random changes to write down, and a comparison of all that two allocators hold."""
+"""Journals for tests: random changes to record, and a comparison of the complete state of two allocators."""
 
 import hashlib
 import random
@@ -31,29 +31,29 @@ from support.integrity import check_integrity
 
 IDENTITY = Identity("1 Python", "this-boot")
 NOT_RESTORED: dict[tuple[type, str], str] = {
-    (Session, "last_seen_seconds"): "leases begin anew with each process",
+    (Session, "last_seen_seconds"): "leases restart with each process",
     (Session, "open_streams"): "streams end with the process",
-    (Quarantine, "_num_blocks"): "is counted when somebody asks",
-    (FreeList, "_chunks"): "what is passed over in them is left out; the free blocks are compared in order",
+    (Quarantine, "_num_blocks"): "is counted on demand",
+    (FreeList, "_chunks"): "skipped entries are left out; the free blocks are compared in order",
     **{place: reason for place, reason in LEFT_OUT.items() if place[1] not in {"_by_hash", "by_number"}},
 }
-"""Fields that a recovered allocator may hold otherwise, and why."""
+"""Fields that may differ in a recovered allocator, with the reason."""
 
 
 def new_allocator() -> JournaledAllocator:
-    """One with nothing in it."""
+    """An empty allocator."""
     return JournaledAllocator(WireMessages())
 
 
 def journal_in(
     folder: Path, identity: Identity = IDENTITY, faults: FaultPoints = NO_FAULTS, **settings: Any
 ) -> Journal:
-    """A journal, not begun."""
+    """A journal, before `begin`."""
     return Journal(JournalConfig(str(folder), **settings), WireMessages(), new_allocator, identity, faults)
 
 
 def recovered(folder: Path, identity: Identity = IDENTITY) -> Recovery:
-    """What a new process finds."""
+    """The state that a new process recovers."""
     opened = Folder(folder, identity)
     try:
         return recover(opened, WireMessages(), new_allocator)
@@ -62,14 +62,14 @@ def recovered(folder: Path, identity: Identity = IDENTITY) -> Recovery:
 
 
 def kill(journal: Journal) -> None:
-    """Lets go of the folder as the end of the process does: nothing is written any more."""
+    """Unlocks the folder without writing anything, as the death of the process does."""
     journal.allocator.sink = None
     journal._close_log()
     journal._folder.close()
 
 
 def leave_journal(folder: Path, config: PoolConfig, seed: int, num_changes: int) -> None:
-    """Leaves a journal of so many changes of a `Traffic`, as a killed process does."""
+    """Leaves a journal with `num_changes` changes of a `Traffic`, as a killed process does."""
     journal = journal_in(folder)
     journal.begin(0.0)
     traffic = Traffic(journal.allocator, config, seed)
@@ -79,7 +79,7 @@ def leave_journal(folder: Path, config: PoolConfig, seed: int, num_changes: int)
 
 
 def states_of(config: PoolConfig, seed: int, num_changes: int) -> list[Allocator]:
-    """What such a journal may bring back: nothing, then the state before the first change, and after each."""
+    """States that such a journal may recover: nothing, the state before the first change, and after each change."""
     found = [Allocator()]
     for count in range(num_changes + 1):
         allocator = Allocator()
@@ -91,7 +91,7 @@ def states_of(config: PoolConfig, seed: int, num_changes: int) -> list[Allocator
 
 
 def files_of(folder: Path) -> list[Path]:
-    """The files of a journal that say something."""
+    """The files of a journal that have content."""
     return [path for path in sorted(folder.iterdir()) if path.name != "lock"]
 
 
@@ -105,7 +105,7 @@ def is_alike(mine: Any, theirs: Any) -> bool:
 
 
 def assert_alike(mine: Any, theirs: Any) -> None:
-    """Compares all that two allocators hold, field by field, whatever the fields are."""
+    """Compares the complete state of two allocators, field by field."""
     _compare(_fields(Allocator, mine), _fields(Allocator, theirs), "allocator", set())
     for pool, other in zip(mine.pools(), theirs.pools(), strict=True):
         assert list(pool.blocks.free_list) == list(other.blocks.free_list)
@@ -124,7 +124,7 @@ def _compare(mine: Any, theirs: Any, where: str, seen: set[int]) -> None:
         return
     if isinstance(mine, dict):
         assert len(mine) == len(theirs), where
-        if "_by_hash" not in where:  # found by key alone
+        if "_by_hash" not in where:  # compared by key only
             assert list(mine) == list(theirs), where
         for key in mine:
             _compare(mine[key], theirs[key], f"{where}[{key!r}]", seen)
@@ -145,7 +145,7 @@ def _compare(mine: Any, theirs: Any, where: str, seen: set[int]) -> None:
 
 
 class Traffic:
-    """Random changes of one pool by two sessions that come and go, and are resumed; the same seed makes the same.
+    """Random changes of one pool by two sessions that are opened, closed and resumed, determined by a seed.
 
     Attributes:
         allocator: What is changed; may be replaced by one that is alike.
@@ -163,7 +163,7 @@ class Traffic:
         allocator.create_pool(config, b"n" * 32)
 
     def change(self) -> object:
-        """Makes one change; returns its answer, or the reason it was refused for."""
+        """Makes one change; returns its result, or the reason of its refusal."""
         self.now_seconds += 0.25
         released = [each.session.session_number for _, each in self.allocator.end_due_quarantines(self.now_seconds)]
         if released:
@@ -178,7 +178,7 @@ class Traffic:
         session.last_seen_seconds = self.now_seconds
         step = self._step(session)
         if choice > 0.85:
-            step = replace(step, sequence=session.sequence)  # used already, for something else
+            step = replace(step, sequence=session.sequence)  # already used for another step
         source = WireMessages().decode(1, WireMessages().encode_step(step)) if self._random.random() < 0.7 else None
         answer = self._try(lambda: self.allocator.apply(self.allocator.pool("m"), session, step, source))
         if choice > 0.8 and not isinstance(answer, str):
@@ -206,7 +206,7 @@ class Traffic:
         ].session_id
 
     def _resume(self, session: Session) -> int:
-        key = f"key-{self._random.randint(1, 2)}"  # at times that of the resumption before, or of one before that
+        key = f"key-{self._random.randint(1, 2)}"  # sometimes the key of an earlier resumption
         found = self.allocator.resume_session(
             session.session_id, session.sequence, resume_key=key, now_seconds=self.now_seconds
         )
@@ -215,7 +215,7 @@ class Traffic:
     def _open(self) -> int:
         self._opened += 1
         name = SessionId(f"session-{self._opened}")
-        key = f"key-{self._random.randint(1, 4)}"  # at times one that opened a session before
+        key = f"key-{self._random.randint(1, 4)}"  # sometimes a key that opened a session before
         opened = self.allocator.open_session(
             "m",
             "client",
@@ -267,7 +267,7 @@ class Traffic:
         tokens = self._tokens.setdefault((session.session_id, number), [])
         request = session.by_number.get(number)  # type: ignore[call-overload]
         del tokens[request.num_tokens if request and operation is not Operation.ADD else 0 :]
-        if operation is not Operation.ADD and request is None:  # its ADD stands before it in the step
+        if operation is not Operation.ADD and request is None:  # an earlier ADD in the step creates it
             grown, tokens = 0, []
         grown = min(grown, self._config.max_model_len - len(tokens) - 2)
         before = len(tokens)

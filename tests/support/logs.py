@@ -1,4 +1,4 @@
-"""What docs/reference/logs.md says of the events of the log."""
+"""The tables of log events in docs/reference/logs.md."""
 
 from dataclasses import dataclass
 
@@ -9,7 +9,7 @@ _PAGE = DOCS / "reference/logs.md"
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """A row of the page; `levels` in lower case."""
+    """A row of a table; `levels` are in lower case."""
 
     message: str
     logger: str
@@ -18,21 +18,21 @@ class Event:
 
 
 def documented_events() -> dict[tuple[str, str], Event]:
-    """All rows, by logger and message."""
+    """All rows by logger and message."""
     events = {}
     for line in _PAGE.read_text().splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")]
         if len(cells) != 4 or not cells[0].startswith("`"):
             continue
         event = Event(cells[0].strip("`"), cells[1], _words(cells[2]), _words(cells[3]))
-        assert (event.logger, event.message) not in events, f"{event.message} stands twice"
+        assert (event.logger, event.message) not in events, f"{event.message} is listed twice"
         events[event.logger, event.message] = event
     assert events
     return events
 
 
 def documented_fields() -> set[str]:
-    """Names in the table of fields."""
+    """Field names in the table of fields."""
     table = _PAGE.read_text().split("## Fields")[1].split("##")[0]
     return {
         name.strip("` ")

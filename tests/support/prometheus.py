@@ -1,4 +1,4 @@
-"""Prometheus' HTTP API."""
+"""A client of Prometheus' HTTP API."""
 
 import json
 import time
@@ -13,7 +13,7 @@ _TIMEOUT_SECONDS: Final = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One sample of an answer.
+    """One sample of a response.
 
     Attributes:
         labels: Its labels.
@@ -31,24 +31,24 @@ class Prometheus:
         self._url = url
 
     def query(self, expression: str) -> list[Sample]:
-        """Evaluates an expression now; a scalar is a sample without labels."""
+        """Evaluates an expression now; a scalar becomes a sample without labels."""
         result = self._get("query", query=expression)
         if result["resultType"] == "scalar":
             return [Sample({}, float(result["result"][1]))]
         return [Sample(entry["metric"], float(entry["value"][1])) for entry in result["result"]]
 
     def value(self, expression: str) -> float | None:
-        """The value of an expression with one sample; None if there is none."""
+        """The value of an expression with one sample; None without a sample."""
         samples = self.query(expression)
         assert len(samples) <= 1, f"{expression}: {len(samples)} samples"
         return samples[0].value if samples else None
 
     def increase_since(self, counter: str, before: float) -> float:
-        """How much more a counter says than before."""
+        """Increase of a counter since an earlier value."""
         return (self.value(counter) or 0.0) - before
 
     def scraped_after(self, seconds: float, series: str) -> bool:
-        """Whether a series was scraped after a moment of this machine's clock, which is Prometheus' too."""
+        """Whether a series was scraped after a time of this machine's clock, which Prometheus shares."""
         value = self.value(f"timestamp({series})")
         return value is not None and value > seconds
 
@@ -57,11 +57,11 @@ class Prometheus:
         return [rule for group in self._get("rules")["groups"] for rule in group["rules"]]
 
     def alert_states(self) -> dict[str, str]:
-        """By name: the state of each alert that is pending or firing."""
+        """State of each pending or firing alert, by name."""
         return {alert["labels"]["alertname"]: alert["state"] for alert in self._get("alerts")["alerts"]}
 
     def target_health(self) -> dict[str, str]:
-        """By instance: whether it could be scraped."""
+        """Whether each instance could be scraped."""
         return {target["labels"]["instance"]: target["health"] for target in self._get("targets")["activeTargets"]}
 
     def _get(self, path: str, **parameters: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""A server in the test's own process that publishes events, with a pool that is kept busy."""
+"""A server in the test's process that publishes events, and a session that keeps its pool busy."""
 
 import asyncio
 import random
@@ -17,14 +17,14 @@ from support.server import pool_config
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    """Waits for something that the other end of a socket brings about."""
+    """Waits until a condition holds that another task or the other end of a socket fulfils."""
     async with asyncio.timeout(30):
-        while not condition():  # noqa: ASYNC110 - it tells nobody
+        while not condition():  # noqa: ASYNC110 - no event is set for it
             await asyncio.sleep(0.01)
 
 
 class Site:
-    """A server in this process, at fixed addresses, and a session that keeps its pool busy."""
+    """A server in this process at fixed addresses, and a session that keeps its pool busy."""
 
     def __init__(self, folder: Path, **options: object) -> None:
         self.address = f"unix:{folder / 's'}"
@@ -55,7 +55,7 @@ class Site:
         return publishers.by_pool[PoolName("m")]
 
     async def work(self, count: int) -> None:
-        """Admits and frees so many requests: prefixes meet, blocks run out, hashes are removed."""
+        """Admits and frees `count` requests: they share prefixes, use up all blocks, and evict hashes."""
         for _ in range(count):
             self._count += 1
             tokens = [self._chance.randrange(2)] * 20 + [self._count] * 100

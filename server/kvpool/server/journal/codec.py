@@ -234,7 +234,7 @@ class Decoder:
         except MALFORMED as error:
             raise DamageError("holds a malformed value") from error
 
-    def made(self, kind: type[_Made]) -> list[_Made]:
+    def decoded(self, kind: type[_Made]) -> list[_Made]:
         """Returns the objects of a class decoded so far, each once."""
         return [each for each in self._memo if isinstance(each, kind)]
 

@@ -198,7 +198,7 @@ class Folder:
         return [_past_pool(entry) for entry in entries]
 
     def write_pools(self, pools: list[PastPool]) -> None:
-        """Replaces what is known of the pools, durably."""
+        """Replaces the file `pools`, with fsync."""
         part = self.path / "pools.part"
         descriptor = self.create(part)
         try:

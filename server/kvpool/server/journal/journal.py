@@ -29,7 +29,7 @@ from kvpool.server.journal.recovery import Recovery, recover
 from kvpool.server.journal.snapshot import Frozen
 from kvpool.server.metrics.observations import JournalCounts
 
-_NOT_TRUSTED_STATUS: Final = 70
+_EXIT_STATUS: Final = 70
 
 _log = logging.getLogger("kvpool.server")
 
@@ -143,7 +143,7 @@ class Journal:
 
     async def _snapshot(self) -> None:
         start = time.perf_counter()
-        with self._freeze() as frozen:
+        with Frozen(self.allocator, self._messages) as frozen:
             self._rotate()
             self.counts.stopped_seconds = time.perf_counter() - start
             number = self._number
@@ -159,7 +159,7 @@ class Journal:
 
     def _write_snapshot(self) -> None:
         start = time.perf_counter()
-        with self._freeze() as frozen, self._new_part() as descriptor:
+        with Frozen(self.allocator, self._messages) as frozen, self._new_part() as descriptor:
             for frame in frozen.frames():
                 self._write(descriptor, frame)
             self._finish(self._number, start)
@@ -198,9 +198,6 @@ class Journal:
         await asyncio.sleep(self._config.retry_seconds)
         self._due.set()
 
-    def _freeze(self) -> Frozen:
-        return Frozen(self.allocator, self._messages)
-
     def _rotate(self) -> None:
         descriptor = self._folder.create(self._folder.log(self._number + 1))
         self._close_log()
@@ -233,7 +230,7 @@ class Journal:
             self.counts.size_bytes = self._folder.size_bytes()
         except OSError as error:
             _log.critical("journal cannot be deleted, server exits", extra={"error": error.strerror})
-            os._exit(_NOT_TRUSTED_STATUS)
+            os._exit(_EXIT_STATUS)
         self._due.set()
 
     def _give_up_after_bug(self) -> None:

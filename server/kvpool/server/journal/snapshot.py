@@ -223,7 +223,7 @@ class Loader:
         values = decoder.value(node)
         for name, value in zip(names, values, strict=True):
             setattr(self._allocator, name, value)
-        for session in decoder.made(Session):
+        for session in decoder.decoded(Session):
             self._complete_session(session)
         for pool in self._allocator.pools():
             pool.block_lifetimes = pool.blocks.block_lifetimes = self._allocator.new_block_lifetimes()
@@ -284,11 +284,11 @@ def _restore_prefixes(prefix_map: PrefixMap, column_at: Callable[[object], list[
     prefix_map._block_hashes = hashes
     prefix_map._group_ids = bytearray(column_at(prefix_map._group_ids))
     prefix_map._session_numbers = column_at(prefix_map._session_numbers)
-    several = prefix_map._duplicates
-    by_hash: list[dict[BlockHash, BlockId]] = [{} for _ in several]
+    duplicates = prefix_map._duplicates
+    by_hash: list[dict[BlockHash, BlockId]] = [{} for _ in duplicates]
     for block_id, block_hash, group_id in zip(ids, hashes, prefix_map._group_ids, strict=True):
         if block_hash is not None:
             by_hash[group_id][block_hash] = block_id
-    for mapped, many in zip(by_hash, several, strict=True):
-        mapped.update((block_hash, next(iter(copies))) for block_hash, copies in many.items())
+    for mapped, by_copies in zip(by_hash, duplicates, strict=True):
+        mapped.update((block_hash, next(iter(copies))) for block_hash, copies in by_copies.items())
     prefix_map._by_hash = by_hash

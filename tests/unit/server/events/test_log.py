@@ -1,4 +1,4 @@
-"""The event log keeps the newest batches and says what it no longer has."""
+"""The event log keeps the newest batches and refuses older ones."""
 
 import asyncio
 
@@ -13,13 +13,13 @@ from support.core import admit, config
 
 
 def changed_pool() -> KVCacheManager:
-    """A pool that has one event to tell."""
+    """A pool with one unpublished event."""
     pool = KVCacheManager(config(enable_events=True), epoch=3)
     assert pool.reset_prefix_cache()
     return pool
 
 
-def test_batches_are_numbered_without_gaps_and_the_oldest_go() -> None:
+def test_batches_are_numbered_without_gaps_and_the_oldest_are_dropped() -> None:
     log = LiveEventLog(kept_batches=2)
     log.publish(KVCacheManager(config(enable_events=True)))
     assert log.last_sequence == 0
@@ -35,7 +35,7 @@ def test_batches_are_numbered_without_gaps_and_the_oldest_go() -> None:
         log.check_start(5)
 
 
-def test_a_batch_tells_its_epoch_and_configuration() -> None:
+def test_a_batch_has_its_epoch_and_configuration() -> None:
     log, pool = LiveEventLog(), changed_pool()
     log.publish(pool)
     pool.begin_epoch(config(30, enable_events=True), 4)
@@ -55,7 +55,7 @@ async def test_a_watcher_waits_for_the_next_batch() -> None:
     assert (await waiting).events == [AllBlocksCleared()]
 
 
-async def test_a_watcher_that_fell_behind_is_told() -> None:
+async def test_a_watcher_that_fell_behind_gets_an_error() -> None:
     log = LiveEventLog(kept_batches=1)
     for _ in range(2):
         log.publish(changed_pool())
@@ -63,7 +63,7 @@ async def test_a_watcher_that_fell_behind_is_told() -> None:
         await log.get(1)
 
 
-async def test_a_closed_log_is_read_to_its_end_and_then_says_why() -> None:
+async def test_a_closed_log_is_read_to_its_end_and_then_raises_its_error() -> None:
     log = LiveEventLog()
     log.publish(changed_pool())
     waiting = asyncio.create_task(log.get(2))
@@ -76,7 +76,7 @@ async def test_a_closed_log_is_read_to_its_end_and_then_says_why() -> None:
         await log.get(2)
 
 
-def test_what_is_kept_is_bounded_by_its_size_too() -> None:
+def test_kept_batches_are_bounded_by_size_too() -> None:
     pool = KVCacheManager(config(100, enable_events=True))
     log = LiveEventLog(kept_bytes=2500)
     for number in range(6):
@@ -107,7 +107,7 @@ def _is_kept(log: LiveEventLog, sequence: int) -> bool:
     return True
 
 
-def test_rule_4_a_pool_made_anew_goes_on_above_the_one_before_however_many_were_removed() -> None:
+def test_rule_4_a_recreated_pool_continues_above_its_predecessor() -> None:
     logs = EventLogs(kept_names=2)
     for name, batches in ("a", 5), ("b", 1), ("c", 1), ("d", 2), ("a", 0):
         log = logs.open(PoolName(name))
@@ -115,7 +115,7 @@ def test_rule_4_a_pool_made_anew_goes_on_above_the_one_before_however_many_were_
         for _ in range(batches):
             log.publish(changed_pool())
         logs.close(PoolName(name), AbortedError("POOL_REMOVED", ""))
-    forgotten = 5 + 1  # of the first "a", and its end
+    forgotten = 5 + 1  # the batches of the first "a", and its end
     assert logs.open(PoolName("d")).last_sequence == forgotten + 2 + 1
     assert logs.open(PoolName("a")).last_sequence == forgotten + 1
     assert [logs.open(PoolName(name)).last_sequence for name in ("b", "c", "new")] == [forgotten] * 3

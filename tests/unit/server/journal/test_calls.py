@@ -1,4 +1,4 @@
-"""Rule 1 of journal/calls.py: no change of an allocator goes unrecorded."""
+"""Rule 1 of journal/calls.py: every change of an allocator is recorded."""
 
 import inspect
 
@@ -25,13 +25,13 @@ class Recorder:
         self.world = World(allocator=self.allocator)
 
 
-def test_every_method_is_a_record_or_has_a_reason_not_to_be() -> None:
+def test_every_method_is_recorded_or_has_a_reason_not_to_be() -> None:
     methods = {name for name, _ in inspect.getmembers(Allocator, inspect.isfunction) if not name.startswith("_")}
     assert methods == {*RECORDED, *NOT_RECORDED}
     assert not set(RECORDED) & set(NOT_RECORDED)
 
 
-def test_a_refusal_is_no_record() -> None:
+def test_a_refusal_is_not_recorded() -> None:
     recorder = Recorder()
     session = recorder.world.open()
     before = len(recorder.records)
@@ -42,11 +42,11 @@ def test_a_refusal_is_no_record() -> None:
     assert len(recorder.records) == before
 
 
-def test_a_bug_within_a_change_is_told_as_the_state_is_not_what_was_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bug_within_a_change_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     recorder = Recorder()
     session = recorder.world.open()
     bugs: list[str] = []
-    recorder.allocator.on_bug = lambda: bugs.append("told")
+    recorder.allocator.on_bug = lambda: bugs.append("called")
 
     def broken(*_: object, **__: object) -> None:
         raise ZeroDivisionError
@@ -57,24 +57,24 @@ def test_a_bug_within_a_change_is_told_as_the_state_is_not_what_was_told(monkeyp
     monkeypatch.setattr(type(recorder.world.pool), "reset_prefix_cache", broken)
     with pytest.raises(ZeroDivisionError):
         recorder.allocator.reset_prefix_cache(recorder.world.pool)
-    assert bugs == ["told", "told"]
+    assert bugs == ["called", "called"]
 
 
-def test_a_change_that_cannot_be_written_down_is_told_as_one() -> None:
+def test_a_change_that_cannot_be_encoded_is_reported_as_a_bug() -> None:
     recorder = Recorder()
     bugs: list[str] = []
-    recorder.allocator.on_bug = lambda: bugs.append("told")
+    recorder.allocator.on_bug = lambda: bugs.append("called")
     with pytest.raises(UnicodeEncodeError):
         recorder.allocator.open_session("m", "\ud800", 10.0, session_id=SessionId("s1"), now_seconds=0.0)
-    assert bugs == ["told"]
+    assert bugs == ["called"]
 
 
-def test_another_answer_than_the_first_time_is_found() -> None:
+def test_a_different_result_at_replay_is_detected() -> None:
     recorder = Recorder()
     session = recorder.world.open()
     recorder.world.admit(session, 1, "abc", 9)
     again = JournaledAllocator(WireMessages())
-    again.create_pool(config(num_blocks=21), b"n" * 32)  # a block more
+    again.create_pool(config(num_blocks=21), b"n" * 32)  # one block more
     opened, stepped = recorder.records[1:]
     again.replay(*opened)
     with pytest.raises(MismatchError):
@@ -93,12 +93,12 @@ def test_another_answer_than_the_first_time_is_found() -> None:
         b"\x84\x66resume\x80\x01\x00",
     ],
 )
-def test_what_is_no_record_is_damage(kind: FrameKind, payload: bytes) -> None:
+def test_a_malformed_record_is_damage(kind: FrameKind, payload: bytes) -> None:
     with pytest.raises(DamageError):
         JournaledAllocator(WireMessages()).replay(kind, payload)
 
 
-def test_a_record_of_a_session_that_is_not_there_is_damage() -> None:
+def test_a_record_of_an_unknown_session_is_damage() -> None:
     recorder = Recorder()
     session = recorder.world.open()
     recorder.allocator.apply(recorder.world.pool, session, Step(1))
@@ -107,8 +107,8 @@ def test_a_record_of_a_session_that_is_not_there_is_damage() -> None:
         again.replay(*recorder.records[-1])
 
 
-def test_a_lease_that_ran_out_before_its_session_was_closed_is_no_hindrance() -> None:
-    """The time at which sessions are heard of is no record: only what came of it is."""
+def test_an_expired_lease_does_not_hinder_the_replay_of_a_close() -> None:
+    """Lease renewals are not recorded; only their consequences are."""
     recorder = Recorder()
     session = recorder.world.open(lease_seconds=1.0)
     recorder.world.now_seconds = 5.0
@@ -120,8 +120,8 @@ def test_a_lease_that_ran_out_before_its_session_was_closed_is_no_hindrance() ->
     assert list(again.sessions()) == []
 
 
-def test_a_request_that_steps_cannot_name_is_a_record_like_any_other() -> None:
-    """A unary call that gives its request no number is given one below 0, which the wire's steps do not have."""
+def test_a_request_with_a_negative_number_is_recorded() -> None:
+    """A request of a unary call without a number gets one below 0, which steps on the wire do not have."""
     recorder = Recorder()
     session = recorder.world.open()
     number = session.free_number()
@@ -145,7 +145,7 @@ def _added(sequence: int, number: int) -> Step:
     )
 
 
-def test_an_epoch_that_began_in_another_memory_begins_again() -> None:
+def test_an_epoch_begun_in_another_memory_is_replayed() -> None:
     recorder = Recorder()
     for number, memory_id in enumerate(("", "a", "b"), start=1):
         session = recorder.world.open(memory_id=memory_id)

@@ -1,4 +1,4 @@
-"""Rules are those of journal/codec.py."""
+"""Tests of journal/codec.py; they cite its rules."""
 
 from array import array
 from collections import OrderedDict, deque
@@ -54,13 +54,13 @@ def round_trip(value: object) -> Any:
     ],
     ids=repr,
 )
-def test_values_come_back_with_their_types(value: object) -> None:
+def test_values_are_decoded_with_their_types(value: object) -> None:
     found = round_trip([value])[0]
     assert found == value
     assert type(found) is type(value)
 
 
-def test_what_is_one_object_is_one_again() -> None:
+def test_object_identity_is_kept() -> None:
     table = BlockTable([BlockId(1)])
     first, second, ids = round_trip([table, table, table.block_ids])
     assert first is second
@@ -88,7 +88,7 @@ def test_objects_outside_the_core_are_refused() -> None:
         [["allocator.Allocator", ["drain_state"]]],
     ],
 )
-def test_classes_that_are_otherwise_here_are_refused(classes: list[list[Any]]) -> None:
+def test_classes_that_differ_in_this_version_are_refused(classes: list[list[Any]]) -> None:
     with pytest.raises(DamageError):
         Decoder(WIRE, classes)
 
@@ -97,11 +97,11 @@ def test_classes_that_are_otherwise_here_are_refused(classes: list[list[Any]]) -
     "node",
     [["?"], ["m", 3], ["c", 0], ["e", "config.ReuseOrder", "NONE"], ["w", 99, b""], ["b", b"1234", b"x"], [["l"]]],
 )
-def test_what_no_value_is_written_as_is_damage(node: object) -> None:
+def test_a_malformed_value_is_damage(node: object) -> None:
     with pytest.raises(DamageError):
         Decoder(WIRE).value(node)
 
 
-def test_what_is_no_cbor_is_damage() -> None:
+def test_bytes_that_are_not_cbor_are_damage() -> None:
     with pytest.raises(DamageError):
         loads(b"\xff\xff")

@@ -1,4 +1,4 @@
-"""Rules are those of journal/copy_on_write.py."""
+"""Tests of journal/copy_on_write.py; they cite its rules."""
 
 import random
 from itertools import chain
@@ -24,23 +24,23 @@ def _small_slices(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_rule_1_a_column_is_told_as_it_was_whatever_is_changed_between_slices(seed: int) -> None:
+def test_rule_1_slices_show_the_column_before_later_changes(seed: int) -> None:
     rng = random.Random(seed)  # noqa: S311 - a workload
     column = [rng.randrange(100) for _ in range(rng.randrange(60))]
     owner, before, expected = Owner(column), column.copy(), column.copy()
-    told: list[int] = []
+    written: list[int] = []
     for piece in chain([[]], CopyOnWriteColumn(owner, "column").slices()):
-        told += piece
+        written += piece
         for _ in range(rng.randrange(90) if column else 0):
             at, value = rng.randrange(len(column)), rng.randrange(100)
             owner.column[at] = expected[at] = value
         assert list(owner.column) == expected
         assert len(owner.column) == len(before)
-    assert told == before
+    assert written == before
     assert owner.column is column
 
 
-def test_rule_4_a_column_comes_back_if_it_is_not_written_to_its_end() -> None:
+def test_rule_4_a_column_is_restored_if_it_is_not_written_to_its_end() -> None:
     column = list(range(20))
     owner = Owner(column)
     guard = CopyOnWriteColumn(owner, "column")
@@ -52,16 +52,16 @@ def test_rule_4_a_column_comes_back_if_it_is_not_written_to_its_end() -> None:
     assert column[9] == 0
 
 
-def test_a_column_that_was_set_anew_stays_so_and_the_old_one_is_told() -> None:
+def test_a_replaced_column_stays_and_the_old_one_is_written() -> None:
     owner = Owner(list(range(20)))
     pieces = CopyOnWriteColumn(owner, "column").slices()
-    told = next(pieces)
+    written = next(pieces)
     owner.column = new = [0] * 20
-    assert told + [value for piece in pieces for value in piece] == list(range(20))
+    assert written + [value for piece in pieces for value in piece] == list(range(20))
     assert owner.column is new
 
 
-def test_what_changes_columns_changes_them_one_by_one_or_sets_them_anew() -> None:
+def test_the_core_changes_single_items_or_replaces_columns() -> None:
     allocator = new_allocator()
     traffic = Traffic(allocator, config(30, enable_events=True), seed=4)
     for _ in range(50):
@@ -80,7 +80,7 @@ def test_what_changes_columns_changes_them_one_by_one_or_sets_them_anew() -> Non
             column.give_back()
 
 
-def test_rule_3_requests_are_told_as_they_were() -> None:
+def test_rule_3_requests_are_written_as_of_the_snapshot() -> None:
     table, skipping = (
         BlockTable([BlockId(1), BlockId(2)], 1, 0),
         BlockTable([NULL_BLOCK, BlockId(3), BlockId(4)], 2, 1),

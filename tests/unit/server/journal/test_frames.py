@@ -1,4 +1,4 @@
-"""Rules are those of journal/frames.py."""
+"""Tests of journal/frames.py; they cite its rules."""
 
 import io
 
@@ -19,14 +19,14 @@ def read(content: bytes) -> tuple[list[tuple[FrameKind, bytes]], FrameReader]:
     return found, reader
 
 
-def test_what_is_written_is_read() -> None:
+def test_frames_are_read_as_written() -> None:
     found, reader = read(FILE)
     assert found == FRAMES
     assert not reader.is_torn
     assert reader.end == len(FILE)
 
 
-def test_a_file_that_was_cut_anywhere_is_read_up_to_its_last_whole_frame() -> None:
+def test_a_truncated_file_is_read_up_to_its_last_complete_frame() -> None:
     ends = [len(MAGIC)]
     for kind, payload in FRAMES:
         ends.append(ends[-1] + len(encode_frame(kind, payload)))
@@ -38,7 +38,7 @@ def test_a_file_that_was_cut_anywhere_is_read_up_to_its_last_whole_frame() -> No
         assert not whole or reader.end == whole[-1]
 
 
-def test_a_byte_that_changed_anywhere_is_damage_and_no_torn_end() -> None:
+def test_a_changed_byte_is_damage_and_not_a_torn_end() -> None:
     for i in range(len(FILE)):
         for flip in (1, 0x80):
             changed = bytearray(FILE)
@@ -47,7 +47,7 @@ def test_a_byte_that_changed_anywhere_is_damage_and_no_torn_end() -> None:
                 read(bytes(changed))
 
 
-def test_a_kind_that_another_version_knows_is_damage() -> None:
+def test_an_unknown_kind_is_damage() -> None:
     frame = encode_frame(99, b"")  # type: ignore[arg-type]
     with pytest.raises(DamageError, match="unknown kind 99"):
         read(MAGIC + frame)

@@ -1,4 +1,4 @@
-"""Rules are those of journal/journal.py."""
+"""Tests of journal/journal.py; they cite its rules."""
 
 import asyncio
 import contextlib
@@ -34,19 +34,19 @@ def names(folder: Path) -> list[str]:
 
 
 def dies(journal: Journal, folder: Path) -> Allocator:
-    """The state that the next process finds."""
+    """The state that the next process recovers."""
     kill(journal)
     return recovered(folder).allocator
 
 
-def test_files_are_their_users_alone(tmp_path: Path) -> None:
+def test_files_are_readable_by_their_user_only(tmp_path: Path) -> None:
     journal, _ = begun(tmp_path / "new")
     assert (tmp_path / "new").stat().st_mode & 0o777 == 0o700
     assert {path.stat().st_mode & 0o777 for path in (tmp_path / "new").iterdir()} == {0o600}
     kill(journal)
 
 
-def test_a_second_one_is_refused(tmp_path: Path) -> None:
+def test_a_second_journal_in_a_folder_is_refused(tmp_path: Path) -> None:
     journal, _ = begun(tmp_path)
     with pytest.raises(OSError, match="another server uses the journal"):
         journal_in(tmp_path)
@@ -57,7 +57,9 @@ def test_a_second_one_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "point", ["snapshot.begun", "snapshot.slice_written", "snapshot.before_rename", "snapshot.before_delete"]
 )
-async def test_an_end_at_any_point_of_a_snapshot_loses_nothing(tmp_path: Path, faults: ArmedFaults, point: str) -> None:
+async def test_a_failure_at_any_point_of_a_snapshot_loses_nothing(
+    tmp_path: Path, faults: ArmedFaults, point: str
+) -> None:
     journal, traffic = begun(tmp_path, faults=faults)
     for _ in range(20):
         traffic.change()
@@ -85,7 +87,7 @@ async def test_changes_during_a_snapshot_are_in_the_next_log(tmp_path: Path, mon
     assert_alike(journal.allocator, dies(journal, tmp_path))
 
 
-async def test_a_log_that_has_grown_long_is_followed_by_a_snapshot(tmp_path: Path) -> None:
+async def test_a_long_log_is_followed_by_a_snapshot(tmp_path: Path) -> None:
     journal, traffic = begun(tmp_path, max_bytes=2**20)
     running = asyncio.create_task(journal.run())
     while journal.counts.snapshots < 3:
@@ -97,7 +99,7 @@ async def test_a_log_that_has_grown_long_is_followed_by_a_snapshot(tmp_path: Pat
     assert_alike(journal.allocator, dies(journal, tmp_path))
 
 
-async def test_a_write_that_fails_deletes_all_and_a_new_journal_begins(tmp_path: Path, faults: ArmedFaults) -> None:
+async def test_a_failed_write_deletes_the_journal_and_a_new_one_begins(tmp_path: Path, faults: ArmedFaults) -> None:
     journal, traffic = begun(tmp_path, faults=faults, retry_seconds=0.01)
     for _ in range(20):
         traffic.change()
@@ -106,27 +108,27 @@ async def test_a_write_that_fails_deletes_all_and_a_new_journal_begins(tmp_path:
         traffic.change()
     assert names(tmp_path) == ["lock", "pools"]
     assert not journal.allocator.sink
-    traffic.change()  # goes on serving
+    traffic.change()  # the server continues to work
     running = asyncio.create_task(journal.run())
     while not journal.counts.is_up:
         traffic.change()
         await asyncio.sleep(0.005)
     running.cancel()
-    assert journal.counts.failures == 2  # the first snapshot of the new one failed, too
+    assert journal.counts.failures == 2  # the first snapshot of the new journal failed, too
     traffic.change()
     assert_alike(journal.allocator, dies(journal, tmp_path))
 
 
 class DeathError(BaseException):
-    """The end of the process."""
+    """The death of the process."""
 
 
 @pytest.mark.parametrize("num_deleted", range(5))
 @pytest.mark.parametrize("flipped_bits", [0, 1])
-async def test_a_death_at_any_point_of_the_deletion_leaves_nothing_that_is_out_of_date(
+async def test_a_death_during_the_deletion_leaves_no_outdated_state(
     tmp_path: Path, faults: ArmedFaults, monkeypatch: pytest.MonkeyPatch, num_deleted: int, flipped_bits: int
 ) -> None:
-    """What is found is the newest state, as if nothing had been deleted yet, or nothing; of a damaged one nothing."""
+    """The next process recovers the newest state or nothing, and nothing from a damaged journal."""
     journal, traffic = begun(tmp_path, faults=faults)
     for _ in range(20):
         traffic.change()
@@ -160,9 +162,7 @@ async def test_a_death_at_any_point_of_the_deletion_leaves_nothing_that_is_out_o
         assert_alike(journal.allocator, found.allocator)
 
 
-def test_while_there_is_no_journal_the_next_process_knows_that_there_was_one(
-    tmp_path: Path, faults: ArmedFaults
-) -> None:
+def test_without_a_journal_the_next_process_knows_that_one_existed(tmp_path: Path, faults: ArmedFaults) -> None:
     journal, traffic = begun(tmp_path, faults=faults)
     traffic.change()
     faults.arm("journal.before_write:error:1")
@@ -172,7 +172,7 @@ def test_while_there_is_no_journal_the_next_process_knows_that_there_was_one(
     assert recovered(tmp_path).dropped == "NOT_WHOLE"
 
 
-def test_one_that_is_given_up_before_its_first_pool_is_known_to_have_been(tmp_path: Path, faults: ArmedFaults) -> None:
+def test_a_journal_given_up_before_its_first_pool_is_reported(tmp_path: Path, faults: ArmedFaults) -> None:
     journal = journal_in(tmp_path, faults=faults)
     journal.begin(0.0)
     faults.arm("journal.before_write:error:1")
@@ -182,16 +182,16 @@ def test_one_that_is_given_up_before_its_first_pool_is_known_to_have_been(tmp_pa
     assert recovered(tmp_path).dropped == "NOT_WHOLE"
 
 
-def test_a_journal_that_grows_past_its_bound_is_given_up(tmp_path: Path) -> None:
+def test_a_journal_above_its_maximum_size_is_given_up(tmp_path: Path) -> None:
     journal, traffic = begun(tmp_path, max_bytes=2**20)
-    while journal.counts.is_up:  # nobody writes snapshots
+    while journal.counts.is_up:  # no snapshot is written
         traffic.change()
         assert journal.counts.size_bytes <= 2**20
     assert journal.counts.failures == 1
     kill(journal)
 
 
-def test_one_that_cannot_be_deleted_is_spoilt_in_place(
+def test_a_journal_that_cannot_be_deleted_is_overwritten(
     tmp_path: Path, faults: ArmedFaults, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     journal, traffic = begun(tmp_path, faults=faults)
@@ -209,7 +209,7 @@ def test_one_that_cannot_be_deleted_is_spoilt_in_place(
     assert recovered(tmp_path).dropped == "DAMAGED"
 
 
-def test_one_that_can_neither_be_deleted_nor_spoilt_ends_the_process_before_it_answers(
+def test_a_journal_that_cannot_be_invalidated_ends_the_process(
     tmp_path: Path, faults: ArmedFaults, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     journal, traffic = begun(tmp_path, faults=faults)
@@ -232,7 +232,7 @@ def test_one_that_can_neither_be_deleted_nor_spoilt_ends_the_process_before_it_a
     kill(journal)
 
 
-def test_a_change_that_ended_half_made_ends_the_journal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_change_that_fails_halfway_ends_the_journal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     journal, _ = begun(tmp_path)
     pool = next(journal.allocator.pools())
 

@@ -1,4 +1,4 @@
-"""Rules are those of journal/recovery.py."""
+"""Tests of journal/recovery.py; they cite its rules."""
 
 import shutil
 from collections.abc import Callable
@@ -38,7 +38,7 @@ CONFIG = config(12)
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small journal of a few changes, as a killed process leaves it."""
+    """A journal with a few changes, as a killed process leaves it."""
     folder = tmp_path_factory.mktemp("journal")
     leave_journal(folder, CONFIG, SEED, COUNT)
     return folder
@@ -54,29 +54,29 @@ def folder(written: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(written, tmp_path / "copy"))
 
 
-def test_all_of_it_comes_back(folder: Path, states: list[Allocator]) -> None:
+def test_the_whole_state_is_recovered(folder: Path, states: list[Allocator]) -> None:
     found = recovered(folder)
     assert not found.dropped
     assert found.num_records
     assert_alike(states[-1], found.allocator)
 
 
-def test_a_snapshot_knows_in_which_memory_a_pool_is(tmp_path: Path) -> None:
+def test_a_snapshot_keeps_the_memory_of_a_pool(tmp_path: Path) -> None:
     journal = journal_in(tmp_path)
     world = World(allocator=journal.allocator)
     for memory_id in ("a", "b"):
         session = world.open(memory_id=memory_id)
         world.allocator.close_session(session.session_id, 0.0)
-    journal.begin(0.0)  # with a snapshot of all that
+    journal.begin(0.0)  # writes a snapshot of the current state
     kill(journal)
     found = recovered(tmp_path)
-    assert (found.num_records, found.dropped) == (1, "")  # leases begin anew
+    assert (found.num_records, found.dropped) == (1, "")  # the renewal of the leases
     pool = found.allocator.pool("m")
     assert (pool.epoch, pool.memory_id) == (2, "b")
     assert_alike(world.allocator, found.allocator)
 
 
-def test_a_log_that_ends_anywhere_is_a_state_that_was(folder: Path, states: list[Allocator]) -> None:
+def test_a_truncated_log_gives_an_earlier_state(folder: Path, states: list[Allocator]) -> None:
     log = folder / "log-1"
     content = log.read_bytes()
     seen = []
@@ -90,7 +90,7 @@ def test_a_log_that_ends_anywhere_is_a_state_that_was(folder: Path, states: list
     assert set(seen) <= set(range(len(states)))
 
 
-def test_a_byte_that_changed_anywhere_drops_all_or_changes_nothing(folder: Path, states: list[Allocator]) -> None:
+def test_a_changed_byte_drops_the_journal_or_changes_nothing(folder: Path, states: list[Allocator]) -> None:
     for path in files_of(folder):
         content = path.read_bytes()
         for i in range(len(content)):
@@ -98,7 +98,7 @@ def test_a_byte_that_changed_anywhere_drops_all_or_changes_nothing(folder: Path,
             changed[i] ^= 1 << i % 8
             path.write_bytes(changed)
             found = recovered(folder)
-            if path.name == "pools":  # is read only when the rest is dropped
+            if path.name == "pools":  # read only if the journal is dropped
                 assert_alike(states[-1], found.allocator)
             else:
                 assert found.dropped == "DAMAGED", (path.name, i)
@@ -140,7 +140,7 @@ WAYS: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_what_is_not_whole_is_dropped(folder: Path, way: str) -> None:
+def test_an_incomplete_journal_is_dropped(folder: Path, way: str) -> None:
     spoil, reason = WAYS[way]
     spoil(folder)
     found = recovered(folder)
@@ -148,12 +148,12 @@ def test_what_is_not_whole_is_dropped(folder: Path, way: str) -> None:
     assert_dropped(found)
 
 
-NONSENSE = [None, 7, "abc", [], [1, 2, 3], [[], [], ["t"]], [["_pools"], [], ["t", 1]], [7, "b", b"\1", b"", b""]]
+MALFORMED = [None, 7, "abc", [], [1, 2, 3], [[], [], ["t"]], [["_pools"], [], ["t", 1]], [7, "b", b"\1", b"", b""]]
 
 
-@pytest.mark.parametrize("node", NONSENSE)
+@pytest.mark.parametrize("node", MALFORMED)
 @pytest.mark.parametrize("kind", [FrameKind.GRAPH, FrameKind.SLICE, FrameKind.REQUESTS, FrameKind.CALL])
-def test_a_snapshot_of_whole_frames_that_hold_nonsense_is_damage(kind: FrameKind, node: object) -> None:
+def test_a_snapshot_of_valid_frames_with_malformed_content_is_damage(kind: FrameKind, node: object) -> None:
     with pytest.raises(DamageError):
         _load(Frame(kind, dumps(node), 0), Frame(FrameKind.END, b"", 0))
 
@@ -164,8 +164,8 @@ def _load(*frames: Frame) -> None:
         loader.take(frame)
 
 
-@pytest.mark.parametrize("node", [*NONSENSE, [["m", "1", b""]], [[["m"], 1, b""]], [["m", 1, 7]], {"m": 1}])
-def test_a_list_of_pools_that_is_nonsense_keeps_no_server_from_starting(folder: Path, node: object) -> None:
+@pytest.mark.parametrize("node", [*MALFORMED, [["m", "1", b""]], [[["m"], 1, b""]], [["m", 1, 7]], {"m": 1}])
+def test_a_malformed_list_of_pools_does_not_prevent_the_start(folder: Path, node: object) -> None:
     (folder / "snapshot-1").unlink()
     (folder / "pools").write_bytes(Header("pools", IDENTITY).encode() + encode_frame(FrameKind.POOLS, dumps(node)))
     found = recovered(folder)
@@ -175,20 +175,20 @@ def test_a_list_of_pools_that_is_nonsense_keeps_no_server_from_starting(folder: 
 
 
 @pytest.mark.parametrize("node", [None, [], ["snapshot-1", 1], ["snapshot-1", 1, "1 Python", 7]])
-def test_a_header_that_is_nonsense_is_damage(folder: Path, node: object) -> None:
+def test_a_malformed_header_is_damage(folder: Path, node: object) -> None:
     (folder / "snapshot-1").write_bytes(MAGIC + encode_frame(FrameKind.HEADER, dumps(node)))
     found = recovered(folder)
     assert found.dropped == "DAMAGED"
     assert_dropped(found)
 
 
-def test_another_boot_of_the_machine_drops_all(folder: Path) -> None:
+def test_another_boot_of_the_machine_drops_the_journal(folder: Path) -> None:
     found = recovered(folder, replace(IDENTITY, boot_id="another"))
     assert found.dropped == "MACHINE_RESTARTED"
     assert_dropped(found)
 
 
-def test_another_version_reads_a_snapshot_but_makes_no_changes_again(folder: Path, states: list[Allocator]) -> None:
+def test_another_version_reads_a_snapshot_but_replays_no_changes(folder: Path, states: list[Allocator]) -> None:
     newer = replace(IDENTITY, version="2")
     assert recovered(folder, newer).dropped == "OTHER_VERSION"
     journal = journal_in(folder)
@@ -199,7 +199,7 @@ def test_another_version_reads_a_snapshot_but_makes_no_changes_again(folder: Pat
     assert_alike(states[-1], found.allocator)
 
 
-def test_dropped_without_pools_there_is_nothing_but_the_knowledge_of_it(folder: Path) -> None:
+def test_a_dropped_journal_without_pools_is_reported(folder: Path) -> None:
     (folder / "snapshot-1").unlink()
     (folder / "pools").unlink()
     found = recovered(folder)
@@ -209,7 +209,7 @@ def test_dropped_without_pools_there_is_nothing_but_the_knowledge_of_it(folder: 
         found.allocator.session("session-1", 0.0)
 
 
-def test_dropped_with_pools_that_were_removed_new_ones_begin_above_them(tmp_path: Path) -> None:
+def test_pools_begin_above_the_epochs_of_removed_pools_of_a_dropped_journal(tmp_path: Path) -> None:
     journal = journal_in(tmp_path)
     journal.begin(0.0)
     for name, epoch in ("high", 7), ("low", 3):
@@ -223,7 +223,7 @@ def test_dropped_with_pools_that_were_removed_new_ones_begin_above_them(tmp_path
     assert found.allocator.past_epoch == 7 + EPOCH_LEAP
 
 
-def test_a_dropped_journal_begins_again_above_what_was(folder: Path) -> None:
+def test_a_dropped_journal_restarts_above_its_epochs(folder: Path) -> None:
     (folder / "snapshot-1").unlink()
     journal = journal_in(folder)
     journal.begin(0.0)
@@ -236,7 +236,7 @@ def test_a_dropped_journal_begins_again_above_what_was(folder: Path) -> None:
 
 
 def test_it_recovers_after_each_of_many_deaths(folder: Path, states: list[Allocator]) -> None:
-    """Also before the first snapshot of a process is whole: the older one and all logs count."""
+    """Before the first snapshot of a process is complete, the older snapshot and all logs are used."""
     for _ in range(3):
         journal: Journal = journal_in(folder)
         assert not journal.recovery.dropped
@@ -246,13 +246,11 @@ def test_it_recovers_after_each_of_many_deaths(folder: Path, states: list[Alloca
 
 
 @pytest.mark.parametrize("size", [0, 3, len(MAGIC) + 5])
-def test_a_death_while_a_log_is_made_leaves_no_gap_for_the_next(
-    folder: Path, states: list[Allocator], size: int
-) -> None:
+def test_a_death_while_a_log_is_created_leaves_no_gap(folder: Path, states: list[Allocator], size: int) -> None:
     (folder / "log-2").write_bytes(Header("log-2", IDENTITY).encode()[:size])
     journal = journal_in(folder)
     journal.begin(0.0)
-    kill(journal)  # before its first snapshot is whole
+    kill(journal)  # before its first snapshot is complete
     found = recovered(folder)
     assert not found.dropped, found.detail
     assert_alike(states[-1], found.allocator)

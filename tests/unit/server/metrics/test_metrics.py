@@ -1,4 +1,4 @@
-"""What Prometheus is told, parsed back as Prometheus would."""
+"""The exported metrics, parsed as Prometheus parses them."""
 
 from dataclasses import replace
 
@@ -57,7 +57,7 @@ def info_of(world: World) -> PoolInfo:
     return world.allocator.describe(world.pool, 3)
 
 
-def test_every_sample_of_a_pool_says_what_the_pool_says() -> None:
+def test_every_sample_of_a_pool_matches_the_pool() -> None:
     info = replace(info_of(busy_world()), ranks=(RankInfo(Rank(0), RankState.READY), RankInfo(Rank(1), RankState.LOST)))
     samples = samples_of(scrape([(info, None)], Observations()))
 
@@ -86,12 +86,12 @@ def test_every_sample_of_a_pool_says_what_the_pool_says() -> None:
     assert value("kvpool_event_snapshots_total") == 2
 
 
-def test_a_pool_whose_events_are_not_published_has_no_sample_of_a_publisher() -> None:
+def test_a_pool_without_a_publisher_has_no_publisher_samples() -> None:
     metrics = sampler(lambda: [PoolSource(info_of(World()))], Observations(), with_vllm=False)()()
     assert not [s for metric in metrics for s in metric.samples if s.name.startswith("kvpool_event_")]
 
 
-def test_a_pool_that_forms_is_told_of_with_nothing_in_it() -> None:
+def test_a_forming_pool_is_exported_as_empty() -> None:
     info = info_of(busy_world())
     forming = replace(
         info, config=replace(info.config, num_blocks=0, groups=()), free_blocks=0, groups=(), state=PoolState.FORMING
@@ -101,7 +101,7 @@ def test_a_pool_that_forms_is_told_of_with_nothing_in_it() -> None:
     assert samples["kvpool_pool_used_blocks", frozenset({("pool", "m")})] == 0
 
 
-def test_histograms_are_cumulative_and_there_from_the_start() -> None:
+def test_histograms_are_cumulative_and_exported_from_the_start() -> None:
     seen = Observations()
     for seconds in (0.00004, 0.0001, 0.3, 99.0):
         seen.step(PoolName("m"), 256, seconds)
@@ -116,7 +116,7 @@ def test_histograms_are_cumulative_and_there_from_the_start() -> None:
     assert samples["kvpool_block_lifetime_seconds_count", frozenset({("pool", "m")})] == 0
 
 
-def test_calls_are_told_by_method_and_code() -> None:
+def test_calls_are_counted_by_method_and_code() -> None:
     seen = Observations()
     seen.rpc("kvpool.v1.AllocatorService/GetPool", "NOT_FOUND", 0.001)
     seen.rpc("kvpool.v1.AllocatorService/Schedule", "ABORTED", None)
@@ -128,14 +128,14 @@ def test_calls_are_told_by_method_and_code() -> None:
     assert streams == ["kvpool_rpcs_total"]
 
 
-def test_what_was_measured_of_a_pool_that_is_gone_is_forgotten() -> None:
+def test_measurements_of_a_removed_pool_are_deleted() -> None:
     seen = Observations()
     seen.step(PoolName("gone"), 1, 0.1)
     assert "gone" not in scrape([(info_of(World()), None)], seen)
     assert not seen.step_seconds
 
 
-def test_a_sample_does_not_change_with_what_comes_after_it() -> None:
+def test_a_sample_does_not_change_later() -> None:
     seen = Observations()
     seen.step(PoolName("m"), 1, 0.1)
     render = sampler(lambda: [PoolSource(info_of(World()))], seen, with_vllm=False)()
@@ -144,7 +144,7 @@ def test_a_sample_does_not_change_with_what_comes_after_it() -> None:
     assert counts == [1]
 
 
-def test_vllms_names_say_the_same() -> None:
+def test_metrics_under_vllms_names_are_the_same() -> None:
     world = busy_world()
     kept = BlockLifetimes(1, lambda _: 0)
     kept.lifetime.observe(3.0)
@@ -161,16 +161,16 @@ def test_vllms_names_say_the_same() -> None:
     assert "vllm:" not in scrape([(info_of(world), kept)], Observations())
 
 
-def test_the_page_lists_what_is_told_and_nothing_else() -> None:
+def test_the_page_lists_exactly_the_exported_metrics() -> None:
     seen = Observations()
     seen.rpc("m", "OK", 0.1)
     text = scrape([(info_of(busy_world()), None)], seen, with_vllm=True)
-    told = {line.split()[2] for line in text.splitlines() if line.startswith("# TYPE")}
+    exported = {line.split()[2] for line in text.splitlines() if line.startswith("# TYPE")}
     listed = {word for line in PAGE.read_text().splitlines() for word in _names(line)}
-    assert {name for name in listed if not name.startswith("kvpool_worker_")} == told
+    assert {name for name in listed if not name.startswith("kvpool_worker_")} == exported
 
 
-def test_every_help_text_is_a_sentence_and_every_name_fits_the_conventions() -> None:
+def test_help_texts_are_sentences_and_names_follow_the_conventions() -> None:
     for line in scrape([(info_of(busy_world()), None)], Observations()).splitlines():
         if line.startswith("# HELP"):
             _, _, name, text = line.split(" ", 3)
