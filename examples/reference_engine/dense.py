@@ -13,7 +13,7 @@ from torch.nn import functional
 from examples.reference_engine.config import LayerKind, ReferenceConfig
 from examples.reference_engine.functional import heads, rms_norm, rotary
 from examples.reference_engine.weights import Weights, embedding_weights, layer_weights
-from kvpool.gpu_worker.dtypes import torch_dtype
+from kvpool.gpu_worker.layouts import torch_dtype
 
 
 class DenseModel:

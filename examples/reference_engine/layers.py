@@ -15,8 +15,7 @@ from examples.reference_engine.paged import RequestSpan, attend, gather_tokens, 
 from examples.reference_engine.weights import Weights
 from kvpool.core.errors import InvalidArgumentError
 from kvpool.gpu_worker.attention_metadata import CommonAttentionMetadata
-from kvpool.gpu_worker.dtypes import torch_dtype
-from kvpool.gpu_worker.layouts import KeyValueLayout, get_layout
+from kvpool.gpu_worker.layouts import KeyValueLayout, get_layout, torch_dtype
 
 
 class PagedLayer(Protocol):

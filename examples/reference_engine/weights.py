@@ -11,7 +11,7 @@ import torch
 
 from examples.reference_engine.config import LayerKind, ReferenceConfig
 from kvpool.core.errors import check_range
-from kvpool.gpu_worker.dtypes import torch_dtype
+from kvpool.gpu_worker.layouts import torch_dtype
 
 Weights = dict[str, torch.Tensor]
 """Matrices (outputs, inputs) and vectors, by the name within their layer."""

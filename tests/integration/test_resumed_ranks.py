@@ -84,12 +84,12 @@ def test_it_is_answered_when_every_rank_keeps_the_process_before_out(
     fences = [fence_of(rank, 2) for rank in ranks]
     assert [list(fence.live_session_numbers) for fence in fences] == [[2], [2]]
     gpu.narrow(fences[0].last_session_number, fences[0].live_session_numbers)
-    assert not gpu.is_within_credit
+    assert not gpu.is_drained
     keep(ranks[0], fences[0])
     listened(ranks[0])
     assert not call.done()
     step.done()
-    assert gpu.is_within_credit
+    assert gpu.is_drained
     keep(ranks[1], fences[1])
     told = call.result(timeout=20)
     assert (told.session.session_number, told.session.epoch) == (2, before.epoch)

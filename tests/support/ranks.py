@@ -11,21 +11,21 @@ from kvpool.core.ranks.messages import (
     Allocated,
     Effect,
     EpochPassed,
-    FenceSent,
     HeldTensors,
     LinkEnded,
     LinkId,
-    PlanSent,
+    MessageSent,
+    Planned,
     PoolOpened,
     PoolResumed,
+    PoolStatus,
     PoolSuspended,
     Rank,
     RankGroupOptions,
     RankTiming,
-    ReadySent,
     Registration,
+    ServerMessage,
     SessionsFenced,
-    StatusSent,
 )
 from kvpool.core.specs.base import KVCacheSpec
 from kvpool.core.specs.kinds import FullAttentionSpec
@@ -77,7 +77,7 @@ class Gathering:
     def __init__(self, timing: RankTiming = TIMING, max_blocks: int = 2**24) -> None:
         self.members = Membership(PoolName("m"), timing, max_blocks)
         self.now_seconds = 1000.0
-        self.told: dict[LinkId, list[Effect | KvpoolError]] = defaultdict(list)
+        self.told: dict[LinkId, list[ServerMessage | KvpoolError]] = defaultdict(list)
         self.pool: list[Effect] = []
         self.epoch = 0
         self.num_blocks = 0
@@ -93,7 +93,7 @@ class Gathering:
 
     def allocate(self, link: LinkId, num_blocks: int | None = None) -> None:
         """Answers the newest plan that a link was sent: with all blocks, or so many."""
-        plan = next(effect for effect in reversed(self.told[link]) if isinstance(effect, PlanSent))
+        plan = next(message for message in reversed(self.told[link]) if isinstance(message, Planned))
         got = plan.config.num_blocks if num_blocks is None else num_blocks
         self.do(self.members.initialized(link, Allocated(plan.epoch, got, got * BLOCK_BYTES)))
 
@@ -119,12 +119,12 @@ class Gathering:
         self.now_seconds += seconds
         self.do(self.members.tick(self.now_seconds))
 
-    def last(self, link: LinkId) -> Effect | KvpoolError:
+    def last(self, link: LinkId) -> ServerMessage | KvpoolError:
         """What a link was told last, answers to heartbeats apart."""
         return next(
-            effect
-            for effect in reversed(self.told[link])
-            if not (isinstance(effect, StatusSent) and effect.heartbeat_sequence)
+            message
+            for message in reversed(self.told[link])
+            if not (isinstance(message, PoolStatus) and message.heartbeat_sequence)
         )
 
     def snapshot(self) -> object:
@@ -138,8 +138,8 @@ class Gathering:
             match effect:
                 case LinkEnded():
                     self.told[effect.link].append(effect.error)
-                case PlanSent() | ReadySent() | StatusSent() | FenceSent():
-                    self.told[effect.link].append(effect)
+                case MessageSent():
+                    self.told[effect.link].append(effect.message)
                 case PoolOpened():
                     self.pool.append(effect)
                     assert effect.epoch > self.epoch, "an epoch opened twice"

@@ -14,7 +14,7 @@ from kvpool.core.specs.base import AttentionSpec
 from kvpool.core.specs.kinds import MambaSpec
 from kvpool.gpu_worker.attention_metadata import AttentionMetadataBuilder, BuilderContext, CommonAttentionMetadata
 from kvpool.gpu_worker.group_table import Integers, MambaStateIndices
-from kvpool.gpu_worker.staging import StagedArray
+from kvpool.gpu_worker.workspace import StagedArray
 
 FLASHINFER_WORKSPACE_BYTES: Final = 128 * 2**20
 """What FlashInfer's documentation recommends for split-k."""

@@ -22,8 +22,7 @@ from kvpool.core.specs.base import KVCacheSpec
 from kvpool.core.specs.pool_config import KVCacheGroup
 from kvpool.gpu_worker.block_table import BlockTables
 from kvpool.gpu_worker.group_table import BlockTableOptions, Integers, MambaStateIndices
-from kvpool.gpu_worker.staging import StagedArray
-from kvpool.gpu_worker.workspace import Workspace
+from kvpool.gpu_worker.workspace import StagedArray, Workspace
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,8 +9,7 @@ import torch
 
 from kvpool.core.errors import InvalidArgumentError
 from kvpool.core.specs.base import QUOTED_CHARACTERS
-from kvpool.gpu_worker.status import DeviceMemory
-from kvpool.gpu_worker.units import format_bytes
+from kvpool.gpu_worker.status import DeviceMemory, format_bytes
 
 _CGROUP_ROOT: Final = Path("/sys/fs/cgroup")
 

@@ -13,7 +13,7 @@ from kvpool.core.ids import MAX_BLOCKS, MAX_TOKENS, NULL_BLOCK
 from kvpool.core.specs.kinds import CrossAttentionSpec, MambaSpec, allocation_spec, num_draft_blocks
 from kvpool.core.specs.pool_config import KVCacheGroup
 from kvpool.gpu_worker.layouts import kernel_blocks_per_block
-from kvpool.gpu_worker.staging import StagedArray
+from kvpool.gpu_worker.workspace import StagedArray
 
 PAD_SLOT_ID: Final = -1
 """A token that is not written, a state that there is not (vLLM's kernels skip it)."""

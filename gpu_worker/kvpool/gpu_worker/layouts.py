@@ -18,9 +18,8 @@ from typing import Final, Literal, Protocol
 import torch
 
 from kvpool.core.errors import InvalidArgumentError
-from kvpool.core.specs.base import AttentionSpec, KVCacheSpec
+from kvpool.core.specs.base import DTYPE_SIZES_BYTES, AttentionSpec, KVCacheSpec, dtype_size_bytes
 from kvpool.core.specs.kinds import FP8_DS_MLA, EncoderOnlyAttentionSpec, MambaSpec, MLAAttentionSpec, allocation_spec
-from kvpool.gpu_worker.dtypes import torch_dtype
 
 LayerCache = torch.Tensor | tuple[torch.Tensor, ...]
 """What a layer reads and writes: one tensor, or one for each part of a state."""
@@ -99,6 +98,29 @@ def kernel_blocks_per_block(layer_name: str, spec: KVCacheSpec, kernel_block_siz
     else:
         return ratio
     raise InvalidArgumentError("kernel_block_size", f"layer {layer_name!r}: {message}")
+
+
+def torch_dtype(layer_name: str, dtype: str) -> torch.dtype:
+    """The torch type of a layer's elements.
+
+    Args:
+        layer_name: The layer, for the error.
+        dtype: One of `DTYPE_SIZES_BYTES`.
+
+    Raises:
+        InvalidArgumentError: The name is unknown, or this torch has no such type or one of another size.
+    """
+    try:
+        size_bytes = dtype_size_bytes("dtype", dtype)
+    except InvalidArgumentError as error:
+        raise InvalidArgumentError("dtype", f"layer {layer_name!r}: {error.message}") from None
+    found = getattr(torch, dtype, None)
+    if not isinstance(found, torch.dtype) or found.itemsize != size_bytes:
+        known = ", ".join(name for name in DTYPE_SIZES_BYTES if isinstance(getattr(torch, name, None), torch.dtype))
+        raise InvalidArgumentError(
+            "dtype", f"layer {layer_name!r}: torch {torch.__version__} has no {dtype!r}; it has {known}"
+        )
+    return found
 
 
 class KVCacheLayout(Protocol):

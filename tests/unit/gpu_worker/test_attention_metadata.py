@@ -256,7 +256,7 @@ def test_a_workspace_only_grows_and_not_once_locked() -> None:
     assert first.tolist() == [3] * 100
     workspace.lock()
     assert workspace.get(200).numel() == 200
-    with pytest.raises(WrongStateError, match="201 bytes of workspace asked for, locked at 200"):
+    with pytest.raises(WrongStateError, match="201 bytes of workspace requested, locked at 200"):
         workspace.get(201)
     with pytest.raises(InvalidArgumentError, match="size_bytes: -1"):
         workspace.get(-1)

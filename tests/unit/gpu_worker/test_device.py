@@ -15,7 +15,7 @@ from kvpool.gpu_worker.device import (
     machine_memory_bytes,
     open_device,
 )
-from kvpool.gpu_worker.units import format_bytes
+from kvpool.gpu_worker.status import format_bytes
 from support.torch import on_each_device
 
 GIB = 2**30

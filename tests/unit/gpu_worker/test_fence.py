@@ -78,14 +78,14 @@ def test_rule_4_the_last_step_that_is_kept_out_tells() -> None:
     told = Told()
     fence = opened(told)
     first, second, other = fence.step(lease(1)), fence.step(lease(1)), fence.step(lease(2))
-    assert fence.is_within_credit
+    assert fence.is_drained
     fence.narrow(2, [2])
-    assert not fence.is_within_credit
+    assert not fence.is_drained
     first.done()
     first.done()
-    assert (told.count, fence.is_within_credit) == (0, False)
+    assert (told.count, fence.is_drained) == (0, False)
     second.done()
-    assert (told.count, fence.is_within_credit) == (1, True)
+    assert (told.count, fence.is_drained) == (1, True)
     other.done()
     assert (told.count, fence.num_in_flight) == (1, 0), "who lives is waited for by nobody"
 
@@ -98,7 +98,7 @@ def test_rule_4_an_epoch_that_ends_waits_for_all_its_steps() -> None:
     steps[0].done()
     assert told.count == 0
     steps[1].done()
-    assert (told.count, fence.is_within_credit) == (1, True)
+    assert (told.count, fence.is_drained) == (1, True)
 
 
 def test_a_step_that_fails_is_done() -> None:
@@ -131,7 +131,7 @@ def test_rule_3_threads_never_find_a_quiet_fence_with_a_step_behind_it() -> None
         for thread in threads:
             thread.start()
         fence.narrow(number, [])
-        assert fence.is_within_credit or quiet.wait(10)
+        assert fence.is_drained or quiet.wait(10)
         assert not running
         for thread in threads:
             thread.join(10)

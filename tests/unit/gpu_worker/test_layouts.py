@@ -19,7 +19,6 @@ from kvpool.core.specs.kinds import (
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
 )
-from kvpool.gpu_worker.dtypes import torch_dtype
 from kvpool.gpu_worker.layouts import (
     KeyValueLayout,
     LayerCache,
@@ -27,6 +26,7 @@ from kvpool.gpu_worker.layouts import (
     default_layout,
     get_layout,
     register_layout,
+    torch_dtype,
 )
 from support.torch import on_each_device
 

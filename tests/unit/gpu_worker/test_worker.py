@@ -163,7 +163,7 @@ def test_a_rank_holds_what_is_planned_and_shows_what_all_have(
         assert {cache.device for cache in caches} == {device}
         assert sorted(worker.kv_caches) == list(LAYERS)
         worker.step(TableLease(1, SESSION)).done()
-        with pytest.raises(AbortedError, match="2 is not the epoch that goes on, 1"):
+        with pytest.raises(AbortedError, match="2 is not the current epoch, 1"):
             worker.step(TableLease(2, SESSION)).done()
         assert (worker.status.epoch, worker.status.num_blocks) == (1, 8)
         assert runner.told == ["epoch 1"]
@@ -215,7 +215,7 @@ def test_heartbeats_go_on_while_memory_is_allocated(server: FakeServer, path: Pa
         wait_until(lambda: worker.status.phase.value == "allocating")
         before = len(stream.heartbeats)
         wait_until(lambda: len(stream.heartbeats) >= before + 5)
-        assert stream.is_within_credit()
+        assert stream.is_silent()
         may_go_on.set()
         assert stream.initialized().num_blocks == 10
         assert stream.heartbeats == list(range(1, len(stream.heartbeats) + 1))
@@ -293,7 +293,7 @@ def test_a_fence_is_answered_by_the_end_of_the_last_step_that_it_keeps_out(serve
         wait_until(lambda: refuses(worker, TableLease(1, SESSION)))
         beats = len(stream.heartbeats)
         wait_until(lambda: len(stream.heartbeats) > beats + 1)
-        assert stream.is_within_credit()
+        assert stream.is_silent()
         assert worker.usage.steps_in_flight == 2
         threading.Thread(target=step.done).start()
         assert stream.next().fenced.fence_sequence == 2
@@ -311,7 +311,7 @@ def test_a_new_plan_is_answered_when_the_steps_of_the_old_epoch_are_done(server:
             wait_until(lambda: refuses(worker, TableLease(1, SESSION)))
             beats = len(stream.heartbeats)
             wait_until(lambda: len(stream.heartbeats) > beats + 1)
-            assert (stream.is_within_credit(), runner.told) == (True, ["epoch 1"])
+            assert (stream.is_silent(), runner.told) == (True, ["epoch 1"])
         assert stream.initialized().epoch == 2
         assert runner.told == ["epoch 1", "release"]
 
