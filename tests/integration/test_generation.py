@@ -87,7 +87,7 @@ def test_ranks_refuse_a_step_of_another_epoch() -> None:
     ):
         request = session.request("r", [1, 2, 3])
         session.admit(request)
-        with pytest.raises(StepRefusedError, match="2 is not the epoch that goes on, 1"):
+        with pytest.raises(StepRefusedError, match="2 is not the current epoch, 1"):
             stale.execute([Scheduled(request)], [])
         assert len(current.execute([Scheduled(request)], [])) == 1
 

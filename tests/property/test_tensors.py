@@ -123,5 +123,5 @@ def test_layers_that_share_a_buffer_keep_apart_by_their_blocks(data: st.DataObje
 def test_buffers_a_little_too_small_are_refused_by_layer(config: KVCacheConfig, missing_bytes: int) -> None:
     buffers = list(allocate_buffers(config, torch.device("cpu")))
     buffers[-1] = buffers[-1][:-missing_bytes]
-    with pytest.raises(InvalidArgumentError, match=f"layer '{config.tensors[-1].shared_by[0]}' takes"):
+    with pytest.raises(InvalidArgumentError, match=f"layer '{config.tensors[-1].shared_by[0]}' needs"):
         reshape_kv_cache(config, config.num_blocks, buffers)

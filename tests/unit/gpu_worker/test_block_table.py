@@ -137,11 +137,11 @@ def test_slots_of_tokens(device: torch.device) -> None:
 @pytest.mark.parametrize(
     ("row", "position", "why"),
     [
-        (0, 12, r"positions: group 0 \(layer 'layer.0', ...\): row 0 has 3 blocks, and nothing in column 3"),
+        (0, 12, r"positions: group 0 \(layer 'layer.0', ...\): row 0 has 3 blocks and no entry in column 3"),
         (0, 3, "row 0 has the null block in column 0"),
-        (1, 0, "row 1 has 0 blocks, and nothing in column 0"),
-        (1, 31, "row 1 has 0 blocks, and nothing in column 7"),
-        (1, 4000, "row 1 has 0 blocks, and nothing in column 1000"),
+        (1, 0, "row 1 has 0 blocks and no entry in column 0"),
+        (1, 31, "row 1 has 0 blocks and no entry in column 7"),
+        (1, 4000, "row 1 has 0 blocks and no entry in column 1000"),
         (1, -1, r"positions: -1 is not in \[0"),
         (4, 0, r"req_indices: 4 is not in \[0, 3\]"),
     ],
@@ -206,7 +206,7 @@ def test_refused_rows_change_nothing() -> None:
     for block_ids, why in (
         ([[1], [100]], r"group 1 \(layer 'layer.1', ...\): 100 is not in \[0, 100\)"),
         ([[1], [-1]], "-1 is not in"),
-        ([[1], [1] * 4], "5 blocks, a request of full length takes 4"),
+        ([[1], [1] * 4], "5 blocks; a request of maximum length takes 4"),
         ([[1]], "1 lists for 2 groups"),
     ):
         with pytest.raises(InvalidArgumentError, match=why):
@@ -257,7 +257,7 @@ def test_drafts_have_the_last_blocks_of_a_row() -> None:
     assert states is not None
     assert states.written_block_ids.tolist() == [5, 2]
     assert states.draft_block_ids.tolist() == [[6, 7], [8, 9]]
-    with pytest.raises(InvalidArgumentError, match="row 1 has 2 blocks, and nothing in column 2"):
+    with pytest.raises(InvalidArgumentError, match="row 1 has 2 blocks and no entry in column 2"):
         made.compute_state_indices(array(1, 8), array(3, 1))
 
 

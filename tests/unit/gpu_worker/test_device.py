@@ -53,17 +53,19 @@ def test_cuda_alone_is_the_current_device(gpus: dict[int, tuple[int, int]]) -> N
 
 
 @pytest.mark.parametrize("name", ["cuda:2", "cpu:1", "gpu", "", "meta", "cuda:-1", "x" * 5000])
-def test_a_device_that_is_not_there_is_refused_with_those_that_are(gpus: dict[int, tuple[int, int]], name: str) -> None:
+def test_a_missing_device_is_refused_and_the_available_ones_are_listed(
+    gpus: dict[int, tuple[int, int]], name: str
+) -> None:
     with pytest.raises(InvalidArgumentError) as raised:
         open_device(name)
-    there = "there are: cpu, cuda:0 (NVIDIA Fake0, 140.0 GiB), cuda:1 (NVIDIA Fake1, 80.0 GiB)"
-    assert raised.value.message == f"{name[:64]!r} is not there; {there}"
+    available = "available: cpu, cuda:0 (NVIDIA Fake0, 140.0 GiB), cuda:1 (NVIDIA Fake1, 80.0 GiB)"
+    assert raised.value.message == f"{name[:64]!r} does not exist; {available}"
     assert gpus
 
 
 def test_without_a_gpu_only_the_cpu_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(InvalidArgumentError, match=r"'cuda:0' is not there; there are: cpu$"):
+    with pytest.raises(InvalidArgumentError, match=r"'cuda:0' does not exist; available: cpu$"):
         open_device("cuda:0")
 
 
@@ -79,7 +81,7 @@ def test_a_share_counts_what_is_in_use_already(gpus: dict[int, tuple[int, int]])
 
 def test_a_share_of_which_nothing_is_left_is_refused(gpus: dict[int, tuple[int, int]]) -> None:
     gpus[0] = (10 * GIB, 140 * GIB)
-    expected = r"0\.9 of 140\.0 GiB on cuda:0 leaves nothing: 130\.0 GiB are in use, 256\.0 MiB stay in reserve"
+    expected = r"0\.9 of 140\.0 GiB on cuda:0 leaves nothing: 130\.0 GiB are in use, 256\.0 MiB are reserved"
     with pytest.raises(InvalidArgumentError, match=expected) as raised:
         measured()
     assert (raised.value.field, raised.value.reason) == ("gpu_memory_utilization", "NO_MEMORY")
@@ -87,9 +89,7 @@ def test_a_share_of_which_nothing_is_left_is_refused(gpus: dict[int, tuple[int, 
 
 def test_stated_memory_must_be_free(gpus: dict[int, tuple[int, int]]) -> None:
     assert measured(memory_bytes=99 * GIB) == 99 * GIB
-    expected = (
-        r"100\.0 GiB are more than cuda:0 has free: 100\.0 GiB of 140\.0 GiB, of which 256\.0 MiB stay in reserve"
-    )
+    expected = r"100\.0 GiB are more than cuda:0 has free: 100\.0 GiB of 140\.0 GiB, of which 256\.0 MiB are reserved"
     with pytest.raises(InvalidArgumentError, match=expected) as raised:
         measured(memory_bytes=100 * GIB)
     assert (raised.value.field, raised.value.reason) == ("memory_bytes", "LARGER_THAN_THE_DEVICE")

@@ -215,10 +215,10 @@ def tensors_of(*shared_by: tuple[str, ...]) -> KVCacheConfig:
 @pytest.mark.parametrize(
     ("config", "why"),
     [
-        (tensors_of(("full.0", "window.0")), "layer 'full.1' lies in no buffer"),
-        (tensors_of(("full.0", "window.0"), ("full.1", "window.0")), "'window.0' lies in two buffers"),
-        (tensors_of(("full.0", "full.0"), ("full.1", "window.0")), "'full.0' lies in two buffers, or twice in one"),
-        (tensors_of(("full.0", "full.1"), ("window.0",)), "'full.1' is of the same group as 'full.0'"),
+        (tensors_of(("full.0", "window.0")), "layer 'full.1' is in no buffer"),
+        (tensors_of(("full.0", "window.0"), ("full.1", "window.0")), "'window.0' is in two buffers"),
+        (tensors_of(("full.0", "full.0"), ("full.1", "window.0")), "'full.0' is in two buffers, or twice in one"),
+        (tensors_of(("full.0", "full.1"), ("window.0",)), "'full.1' is in the same group and buffer as 'full.0'"),
         (tensors_of(("full.0", "window.0"), ("full.1", "x")), "layer 'x' is in no group"),
         (
             replace(CONFIG, groups=(CONFIG.groups[0], KVCacheGroup(replace(WINDOW, num_kv_heads=1), ("window.0",)))),
@@ -237,7 +237,7 @@ def test_layers_that_do_not_fit_the_buffers_are_refused(config: KVCacheConfig, w
 
 def test_buffers_that_do_not_fit_are_refused() -> None:
     buffers = allocate_buffers(CONFIG, CPU)
-    with pytest.raises(InvalidArgumentError, match=r"buffers\[0\]: layer 'full.0' takes 11 pages of 1024 bytes"):
+    with pytest.raises(InvalidArgumentError, match=r"buffers\[0\]: layer 'full.0' needs 11 pages of 1024 bytes"):
         reshape_kv_cache(CONFIG, 11, buffers)
     with pytest.raises(InvalidArgumentError, match="num_blocks: 0"):
         reshape_kv_cache(CONFIG, 0, buffers)
@@ -248,14 +248,16 @@ def test_buffers_that_do_not_fit_are_refused() -> None:
         buffers[1].view(2, -1),
         torch.zeros(20 * PAGE, dtype=torch.int8)[::2],
     ):
-        with pytest.raises(InvalidArgumentError, match=r"buffers\[1\]: .* is no row of int8"):
+        with pytest.raises(InvalidArgumentError, match=r"buffers\[1\]: .* is not a one-dimensional int8 buffer"):
             reshape_kv_cache(CONFIG, 10, (buffers[0], wrong))
     with pytest.raises(InvalidArgumentError, match="kernel_block_sizes: 1 for 2 groups"):
         reshape_kv_cache(CONFIG, 10, buffers, kernel_block_sizes=[8])
     with pytest.raises(InvalidArgumentError, match="layouts: layer 'x' is in no group"):
         reshape_kv_cache(CONFIG, 10, buffers, {"x": "flex"})
     odd = replace(CONFIG, tensors=(CONFIG.tensors[0], KVCacheTensor(10 * PAGE + 1, ("full.1",))))
-    with pytest.raises(InvalidArgumentError, match=r"tensors\[1\].size_bytes: layer 'full.1': 10241 bytes are not 10"):
+    with pytest.raises(
+        InvalidArgumentError, match=r"tensors\[1\].size_bytes: layer 'full.1': 10241 bytes are not a multiple of 10"
+    ):
         allocate_buffers(odd, CPU)
 
 
@@ -277,12 +279,12 @@ def test_layers_are_bound_to_their_views_and_to_those_they_share() -> None:
 @pytest.mark.parametrize(
     ("names", "shared", "why"),
     [
-        ("a", {}, "layer 'b' has a cache, and is not among the runner's layers"),
-        ("abc", {}, "layer 'c' has no cache, and shares none"),
+        ("a", {}, "layer 'b' has a cache, but the runner has no such layer"),
+        ("abc", {}, "layer 'c' neither has nor shares a cache"),
         ("abc", {"c": "d"}, "layer 'c' shares with 'd', which has no cache"),
         ("abcd", {"c": "a", "d": "c"}, "layer 'd' shares with 'c', which has no cache"),
-        ("ab", {"b": "a"}, "layer 'b' has a cache of its own"),
-        ("ab", {"c": "a"}, "layer 'c' has a cache, and is not among"),
+        ("ab", {"b": "a"}, "layer 'b' has its own cache"),
+        ("ab", {"c": "a"}, "layer 'c' has a cache, but the runner"),
     ],
 )
 def test_missing_and_unknown_layers_are_refused(names: str, shared: dict[str, str], why: str) -> None:

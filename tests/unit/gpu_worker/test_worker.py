@@ -470,7 +470,7 @@ def test_a_plan_that_cannot_be_laid_out_ends_the_rank(server: FakeServer, path: 
         stream = server.next_stream()
         stream.register()
         stream.say(planned(1, 10, torn))
-        with pytest.raises(InvalidArgumentError, match=r"layer 'l\.\d' lies in no buffer"):
+        with pytest.raises(InvalidArgumentError, match=r"layer 'l\.\d' is in no buffer"):
             worker.wait_ready(WAIT_SECONDS)
 
 
@@ -510,7 +510,7 @@ def test_closing_in_mid_allocation_frees_what_comes_of_it(server: FakeServer, pa
 
 
 def test_layouts_are_checked_before_anything_is_joined(path: Path) -> None:
-    with pytest.raises(InvalidArgumentError, match="layer 'nobody' is not one of the rank's"):
+    with pytest.raises(InvalidArgumentError, match="layer 'nobody' is not a layer of the rank"):
         Worker(settings(path), LAYERS, layouts={"nobody": "triton"})
     with pytest.raises(InvalidArgumentError, match=r"'l\.0'"):
         Worker(settings(path), LAYERS, layouts={"l.0": "no such layout"})

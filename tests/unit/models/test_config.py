@@ -111,7 +111,7 @@ def test_the_models_dtype_may_be_spelled_in_two_ways(key: str, dtype: str) -> No
 
 
 def test_float32_and_no_dtype_are_noted() -> None:
-    assert derive("gemma-2-9b").notes == ("torch_dtype is float32; the model is taken to run in bfloat16",)
+    assert derive("gemma-2-9b").notes == ("torch_dtype is float32; bfloat16 is assumed",)
     (note,) = derive("gpt-oss-20b").notes
     assert "no torch_dtype" in note
 
@@ -239,14 +239,14 @@ def test_scaling_by_kind_of_layer_is_noted() -> None:
     scaling = {"full_attention": {"rope_type": "yarn", "factor": 8.0}}
     model = derive_model(changed("llama-3.1-8b", rope_scaling=None, rope_parameters=scaling), ModelOptions())
     assert model.max_model_len == 131_072
-    assert any("differs by kind of layer" in note for note in model.notes)
+    assert any("differs by layer kind" in note for note in model.notes)
 
 
 def test_a_quantization_that_is_not_known_is_noted() -> None:
     scheme = {"quant_method": "x", "kv_cache_scheme": {"num_bits": 4, "type": "int"}}
     model = derive_model(changed("llama-3.1-8b", quantization_config=scheme), ModelOptions())
     assert kinds(model) == {"FullAttentionSpec": 32}
-    assert any("not known" in note for note in model.notes)
+    assert any("unknown" in note for note in model.notes)
     assert (
         derive_model(changed("llama-3.1-8b", quantization_config={"quant_method": "awq"}), ModelOptions()).notes == ()
     )
@@ -263,7 +263,7 @@ def test_a_quantization_that_is_not_known_is_noted() -> None:
         ({}, 131_072),
     ],
 )
-def test_rotary_scaling_stretches_the_length(scaling: dict[str, object], length: int) -> None:
+def test_rotary_scaling_extends_the_length(scaling: dict[str, object], length: int) -> None:
     model = derive_model(changed("llama-3.1-8b", rope_scaling=scaling), ModelOptions())
     assert model.max_model_len == length
     assert bool(model.notes) == (length != 131_072)
@@ -289,15 +289,15 @@ def test_a_length_beyond_the_configs_is_noted() -> None:
 @pytest.mark.parametrize(
     ("name", "options", "words"),
     [
-        ("llama-3.1-8b", ModelOptions(mamba_caching=True), "mamba_caching makes no difference"),
-        ("llama-3.1-8b", ModelOptions(num_speculative_tokens=2), "num_speculative_tokens makes no difference"),
-        ("mamba-codestral-7b", ModelOptions(kv_dtype="fp8"), "kv_dtype makes no difference"),
-        ("mamba-codestral-7b", ModelOptions(block_size=32), "block_size makes no difference"),
+        ("llama-3.1-8b", ModelOptions(mamba_caching=True), "mamba_caching has no effect"),
+        ("llama-3.1-8b", ModelOptions(num_speculative_tokens=2), "num_speculative_tokens has no effect"),
+        ("mamba-codestral-7b", ModelOptions(kv_dtype="fp8"), "kv_dtype has no effect"),
+        ("mamba-codestral-7b", ModelOptions(block_size=32), "block_size has no effect"),
         ("jamba-v0.1", ModelOptions(mamba_caching=True), "a state is counted for every block"),
         (
             "gemma-3-27b-it",
             ModelOptions(tensor_parallel_size=32, decode_context_parallel_size=2),
-            "SlidingWindowSpec is beyond vLLM",
+            "SlidingWindowSpec is not supported by vLLM",
         ),
     ],
 )
