@@ -95,7 +95,7 @@ def test_groups_that_newer_versions_cache_by_rules_of_their_own_are_refused(tmp_
 def test_an_engine_that_is_refused_leaves_no_pool(
     address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvpool.client.vllm.attach.missing_methods", lambda: ["KVCacheManager.new_thing is not known"])
+    monkeypatch.setattr("kvpool.client.vllm.attach.missing_methods", lambda: ["KVCacheManager.new_thing is missing"])
     attached = Setup(additional_config={"kvpool": {"address": address, "pool": "refused"}})
     with pytest.raises(UnsupportedError, match="new_thing"):
         make_scheduler(Scheduler, attached, tmp_path)
@@ -105,7 +105,7 @@ def test_an_engine_that_is_refused_leaves_no_pool(
 
 def test_a_connector_is_refused_in_memory_that_others_see(address: str, tmp_path: Path) -> None:
     attached = {"kvpool": {"address": address, "pool": "refused", "memory_id": "m"}}
-    with pytest.raises(UnsupportedError, match="KV connectors in memory that others see"):
+    with pytest.raises(UnsupportedError, match="KV connectors in memory that other engines share"):
         make_scheduler(Scheduler, Setup(load_failures="fail", additional_config=attached), tmp_path)
     with connect(address) as client, pytest.raises(NotFoundError):
         client.get_pool("refused")

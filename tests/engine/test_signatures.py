@@ -48,7 +48,7 @@ def test_an_engine_that_asks_for_more_is_refused(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(kv_cache_manager.KVCacheManager, "allocate_slots", allocate_slots)
     setup = Setup(additional_config={"kvpool": {"address": address, "pool": "newer"}})
-    with pytest.raises(UnsupportedError, match=r"allocate_slots has a parameter 'a_new_thing', which is not known"):
+    with pytest.raises(UnsupportedError, match=r"allocate_slots has a parameter 'a_new_thing' that is missing"):
         make_scheduler(Scheduler, setup, tmp_path)
 
 
