@@ -28,7 +28,7 @@ class _Binding(_Plain):
 
 
 SET: dict[str, tuple[str, Any, str]] = {
-    "a connector of the pool's": ("connector", _Binding(), "_Binding, which works on vLLM's own block pool"),
+    "a connector of the pool's": ("connector", _Binding(), "_Binding, which uses vLLM's own block pool"),
     "such a one among others": ("connector", SimpleNamespace(_connectors=[_Plain(), _Binding()]), "_Binding, which"),
     "block metrics": ("observability_config.kv_cache_metrics", True, "kv_cache_metrics"),
     "multi-module MTP": ("num_prefill_lookahead", 3, "multi-module MTP"),
@@ -58,9 +58,9 @@ def test_what_the_service_lacks_is_refused_by_name(case: str, tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("windows", "path", "value", "message"),
     [
-        ((0, 40), "max_model_len", 1024, "beside other groups than one of full attention"),
-        ((40,), "max_model_len", 1024, "beside other groups than one of full attention"),
-        ((0,), "needs_kv_cache_zeroing", True, "where blocks are zeroed"),
+        ((0, 40), "max_model_len", 1024, "with groups other than one of full attention"),
+        ((40,), "max_model_len", 1024, "with groups other than one of full attention"),
+        ((0,), "needs_kv_cache_zeroing", True, "with zeroing of blocks"),
         ((0,), "defer_block_free", True, "with async scheduling"),
     ],
 )

@@ -158,7 +158,7 @@ def test_a_service_that_is_killed_costs_one_clear_error_or_nothing(tmp_path: Pat
         else:
             with pytest.raises((AbortedError, NotFoundError), match="session") as raised:
                 _steps_of_both(engine.driver, plain)
-            assert "start the engine anew" in raised.value.__notes__[0]
+            assert "restart the engine" in raised.value.__notes__[0]
         assert all(mine == theirs for mine, theirs in steps)
         engine.scheduler.shutdown()
 
@@ -171,7 +171,7 @@ def test_a_service_that_stays_away_is_told_by_its_address_and_what_to_do(tmp_pat
         server.kill()
         with pytest.raises(UnavailableError, match=server.address) as raised:
             engine.run_all()
-        assert "start the engine anew" in raised.value.__notes__[0]
+        assert "restart the engine" in raised.value.__notes__[0]
         engine.scheduler.shutdown()
 
 

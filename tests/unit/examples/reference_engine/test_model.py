@@ -91,12 +91,12 @@ def test_sizes_that_cannot_be_are_refused(options: dict[str, object], field: str
 
 
 def test_heads_that_cannot_be_shared_are_refused() -> None:
-    with pytest.raises(InvalidArgumentError, match="tp_size: 4 ranks cannot share num_kv_heads 2"):
+    with pytest.raises(InvalidArgumentError, match="tp_size: 4 ranks cannot divide num_kv_heads 2"):
         ReferenceConfig().kv_cache_specs(4)
 
 
 def test_a_layout_without_keys_and_values_is_refused() -> None:
-    with pytest.raises(InvalidArgumentError, match=r"layer 'model\.layers\.0\.self_attn': 'mla' keeps"):
+    with pytest.raises(InvalidArgumentError, match=r"layer 'model\.layers\.0\.self_attn': 'mla' is not a layout"):
         ReferenceModel(ReferenceConfig(), CPU, Alone(), layout="mla")
 
 
