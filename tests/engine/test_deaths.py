@@ -129,7 +129,7 @@ def test_a_killed_engine_leaves_its_blocks_and_nothing_cached_to_the_next(
     assert (left.sessions, left.requests, left.free_blocks) == (0, 0, ENGINE.num_blocks - 1)
 
 
-def test_an_engine_goes_on_with_a_service_that_comes_back(plain: Plain, scripts: Scripts, tmp_path: Path) -> None:
+def test_an_engine_continues_with_a_restarted_service(plain: Plain, scripts: Scripts, tmp_path: Path) -> None:
     """Killed between two steps; before a step that then has to wait; and while the engine steps."""
     with (
         service(tmp_path, "--journal", str(tmp_path / "journal")) as server,
@@ -192,7 +192,7 @@ def test_an_engine_stops_with_one_error_if_its_service_stays_away(
     _assert_stopped_in_time(engine, plain)
 
 
-def test_a_core_of_its_own_says_why_it_stops_and_its_engine_that_it_did(
+def test_a_separate_core_logs_why_it_stops_and_its_engine_reports_it(
     plain: Plain, scripts: Scripts, tmp_path: Path
 ) -> None:
     """As users run it: the core logs the reason, and again as its process ends, if that still comes to it.

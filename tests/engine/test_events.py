@@ -124,7 +124,7 @@ def test_the_events_are_those_of_vllm(name: str, address: str, tmp_path: Path, m
 
 
 @pytest.mark.skipif(not _REPORTS_FOUND, reason="only newer versions tell it")
-def test_a_request_may_ask_to_be_told_what_was_found(address: str, tmp_path: Path) -> None:
+def test_a_request_may_enable_the_report_of_its_hit(address: str, tmp_path: Path) -> None:
     setup = Setup(events_endpoint=f"ipc://{tmp_path}/plain")
     attached = {"kvpool": {"address": address, "pool": "events.found"}}
     on_service = replace(setup, events_endpoint=f"ipc://{tmp_path}/served", additional_config=attached)

@@ -192,7 +192,7 @@ def test_a_round_of_running_requests_is_a_message_at_most(drafts: dict[str, Any]
     driver.scheduler.shutdown()
 
 
-def test_the_scheduler_goes_on_while_the_service_answers(
+def test_the_scheduler_continues_while_the_service_answers(
     address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[str] = []
@@ -218,7 +218,7 @@ def test_the_scheduler_goes_on_while_the_service_answers(
     driver.scheduler.shutdown()
 
 
-def test_blocks_that_are_looked_at_too_early_end_the_engine(
+def test_blocks_that_are_read_too_early_end_the_engine(
     address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As a version of vLLM would that makes its output otherwise: an error, never wrong blocks."""
@@ -235,9 +235,7 @@ def test_blocks_that_are_looked_at_too_early_end_the_engine(
     driver.scheduler.shutdown()
 
 
-def test_a_round_that_was_given_too_much_begins_again(
-    address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_round_with_a_refused_grant_restarts(address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The scheduler has gone on with blocks that there are not, once they are refused."""
     setup = Setup(num_blocks=24)
     plain = Driver(make_scheduler(Plain, setup, tmp_path), setup)
@@ -264,7 +262,7 @@ def test_a_round_that_was_given_too_much_begins_again(
     served.scheduler.shutdown()
 
 
-def test_the_scheduler_is_of_the_kind_that_the_engine_asks_for(address: str, tmp_path: Path) -> None:
+def test_the_scheduler_class_follows_the_configuration(address: str, tmp_path: Path) -> None:
     setup = Setup(additional_config={"kvpool": {"address": address, "pool": "kinds"}})
     scheduler = make_scheduler(Scheduler, setup, tmp_path)
     assert type(scheduler) is Scheduler

@@ -92,7 +92,7 @@ def test_ranks_refuse_a_step_of_another_epoch() -> None:
         assert len(current.execute([Scheduled(request)], [])) == 1
 
 
-def test_ranks_that_cannot_form_a_pool_say_why() -> None:
+def test_ranks_that_cannot_form_a_pool_report_the_reason() -> None:
     deployment = Deployment(ReferenceConfig("full"), num_blocks=5)
     with running_server() as address, pytest.raises(ChildError, match="ONE_REQUEST_DOES_NOT_FIT"):
         generate(address, "reference", deployment, workloads())

@@ -73,9 +73,7 @@ def kernel_blocks_of(spec: KVCacheSpec, size: int) -> int:
 @on_each_device
 @settings(max_examples=200, deadline=None)
 @given(data=st.data(), config=small_configs())
-def test_a_layer_sees_its_pages_and_nothing_else(
-    device: torch.device, data: st.DataObject, config: KVCacheConfig
-) -> None:
+def test_a_layer_accesses_only_its_pages(device: torch.device, data: st.DataObject, config: KVCacheConfig) -> None:
     layouts, sizes = data.draw(layouts_of(config))
     buffers = allocate_buffers(config, device)
     views = reshape_kv_cache(config, config.num_blocks, buffers, layouts, sizes)
@@ -100,7 +98,7 @@ def test_a_layer_sees_its_pages_and_nothing_else(
 
 @settings(max_examples=100, deadline=None)
 @given(data=st.data(), config=small_configs())
-def test_layers_that_share_a_buffer_keep_apart_by_their_blocks(data: st.DataObject, config: KVCacheConfig) -> None:
+def test_layers_that_share_a_buffer_are_separated_by_blocks(data: st.DataObject, config: KVCacheConfig) -> None:
     """Blocks of several groups are written in turn; each still holds what its group wrote, though pages are shared."""
     layouts, sizes = data.draw(layouts_of(config))
     buffers = allocate_buffers(config, torch.device("cpu"))

@@ -173,7 +173,7 @@ def test_rule_2_and_3_a_broken_stream_costs_nothing(driver: Driver) -> None:
     assert driver.is_in(Phase.READY)
 
 
-def test_the_newest_epoch_is_told_also_while_nothing_is_held(driver: Driver) -> None:
+def test_the_newest_epoch_is_reported_without_held_tensors(driver: Driver) -> None:
     assert driver.join().registration.last_epoch == 0
     driver.hear(Planned(7, plan_config(100), 1024))
     driver.lose_stream()
@@ -181,7 +181,7 @@ def test_the_newest_epoch_is_told_also_while_nothing_is_held(driver: Driver) -> 
     assert (registration.held, registration.last_epoch) == (None, 7)
 
 
-def test_what_was_got_is_held_even_if_less_was_used(driver: Driver) -> None:
+def test_allocated_blocks_are_held_even_if_fewer_are_used(driver: Driver) -> None:
     driver.join()
     driver.plan(1, 100)
     driver.hear(Ready(1, 60, 1024))
@@ -229,7 +229,7 @@ def test_rule_2_a_plan_of_another_layout_is_another_plan(driver: Driver, part: s
     assert [type(e) for e in driver.hear(Planned(2, config, 1024))] == [EpochPassed, Allocate]
 
 
-def test_fewer_blocks_than_planned_are_answered_not_tried_again(driver: Driver) -> None:
+def test_a_smaller_allocation_is_reported_and_not_retried(driver: Driver) -> None:
     driver.join()
     message = said(driver.plan(1, 100, got=40))
     assert message.allocation.num_blocks == 40
@@ -264,7 +264,7 @@ def test_rule_4_a_plan_of_a_stream_that_broke_is_not_answered(driver: Driver) ->
     assert driver.join().registration.held == HeldTensors(1, 100)
 
 
-def test_a_status_of_a_higher_epoch_ends_the_one_that_goes_on(driver: Driver) -> None:
+def test_a_status_of_a_higher_epoch_ends_the_current_epoch(driver: Driver) -> None:
     driver.join()
     driver.open(1)
     assert driver.hear(PoolStatus(PoolState.DEGRADED, 1, (1,))) == []
@@ -275,7 +275,7 @@ def test_a_status_of_a_higher_epoch_ends_the_one_that_goes_on(driver: Driver) ->
 
 
 @pytest.mark.parametrize("wrong", [Ready(2, 100, 1024), Ready(1, 101, 1024)])
-def test_ready_for_what_is_not_held_is_refused(driver: Driver, wrong: Ready) -> None:
+def test_ready_for_more_blocks_than_held_is_refused(driver: Driver, wrong: Ready) -> None:
     driver.join()
     driver.plan(1)
     effects = driver.hear(wrong)
@@ -301,7 +301,7 @@ def test_ready_before_any_plan_is_refused(driver: Driver) -> None:
     ],
     ids=lambda error: error.reason,
 )
-def test_rule_5_these_are_tried_again_for_ever(driver: Driver, error: KvpoolError) -> None:
+def test_rule_5_these_errors_are_retried_indefinitely(driver: Driver, error: KvpoolError) -> None:
     pauses = []
     for _ in range(50):
         driver.now = driver.rank.next_due_seconds
@@ -330,7 +330,7 @@ def test_rule_5_these_are_tried_again_for_ever(driver: Driver, error: KvpoolErro
     ],
     ids=lambda error: error.reason,
 )
-def test_rule_5_these_end_the_rank(driver: Driver, error: KvpoolError) -> None:
+def test_rule_5_these_errors_end_the_rank(driver: Driver, error: KvpoolError) -> None:
     driver.rank.tick(driver.now)
     assert driver.lose_stream(error) == [Failed(error)]
     assert driver.rank.is_over
@@ -343,12 +343,12 @@ def test_a_slow_reader_joins_again(driver: Driver) -> None:
     assert isinstance(driver.lose_stream(ExhaustedError("NOT_READING", ""))[0], JoinLater)
 
 
-def test_a_rank_that_was_let_in_waits_for_another_token(driver: Driver) -> None:
+def test_a_registered_rank_waits_for_a_new_token(driver: Driver) -> None:
     driver.join()
     assert isinstance(driver.lose_stream(UnauthenticatedError("TOKEN_REVOKED", ""))[0], JoinLater)
 
 
-def test_pauses_are_spread_and_begin_anew_once_a_heartbeat_was_answered() -> None:
+def test_pauses_are_jittered_and_reset_after_an_answered_heartbeat() -> None:
     driver = Driver(jitter=0.5)
     for _ in range(5):
         driver.join()
@@ -360,14 +360,14 @@ def test_pauses_are_spread_and_begin_anew_once_a_heartbeat_was_answered() -> Non
     assert driver.rank.next_due_seconds - driver.now == pytest.approx(1.5 * FIRST_PAUSE_SECONDS)
 
 
-def test_rule_6_a_fence_is_answered_at_once_if_nothing_that_it_keeps_out_is_in_flight(driver: Driver) -> None:
+def test_rule_6_a_fence_is_answered_at_once_if_no_excluded_step_is_in_flight(driver: Driver) -> None:
     driver.join()
     driver.open(1)
     with driver.fence.step(ONE), driver.fence.step(TWO):
         assert driver.hear(FenceSet(4, 1, 2, (1, 2))) == [Send(Fenced(4))]
 
 
-def test_rule_6_a_fence_is_answered_when_the_last_step_that_it_keeps_out_is_done(driver: Driver) -> None:
+def test_rule_6_a_fence_is_answered_when_the_last_excluded_step_is_done(driver: Driver) -> None:
     driver.join()
     driver.open(1)
     first, second = driver.fence.step(ONE), driver.fence.step(ONE)
@@ -380,7 +380,7 @@ def test_rule_6_a_fence_is_answered_when_the_last_step_that_it_keeps_out_is_done
     assert driver.rank.steps_ended() == []
 
 
-def test_rule_6_a_fence_of_a_stream_that_broke_is_not_answered_and_still_kept(driver: Driver) -> None:
+def test_rule_6_a_fence_of_a_broken_stream_is_not_answered_but_applies(driver: Driver) -> None:
     driver.join()
     driver.open(1)
     step = driver.fence.step(ONE)
@@ -404,7 +404,7 @@ def test_a_fence_of_another_epoch_changes_nothing(driver: Driver, epoch: int) ->
 
 
 @pytest.mark.parametrize("num_blocks", [100, 200])
-def test_rule_6_a_plan_waits_for_the_steps_of_the_epoch_before(driver: Driver, num_blocks: int) -> None:
+def test_rule_6_a_plan_waits_for_steps_of_the_previous_epoch(driver: Driver, num_blocks: int) -> None:
     """Whether the tensors fit the plan, and are given to others, or do not, and are freed."""
     driver.join()
     driver.open(1)
@@ -422,7 +422,7 @@ def test_rule_6_a_plan_waits_for_the_steps_of_the_epoch_before(driver: Driver, n
     assert driver.rank.steps_ended() == [], "once is enough"
 
 
-def test_rule_6_of_two_plans_that_wait_the_newer_is_answered_once(driver: Driver) -> None:
+def test_rule_6_of_two_waiting_plans_the_newer_is_answered_once(driver: Driver) -> None:
     driver.join()
     driver.open(1)
     step = driver.fence.step(ONE)
@@ -433,7 +433,7 @@ def test_rule_6_of_two_plans_that_wait_the_newer_is_answered_once(driver: Driver
     assert driver.rank.steps_ended() == []
 
 
-def test_leaving_is_said_while_there_is_a_stream(driver: Driver) -> None:
+def test_leaving_is_reported_on_an_open_stream(driver: Driver) -> None:
     driver.join()
     driver.open(1)
     assert driver.rank.leave() == [EpochPassed(1), Send(Leave())]
@@ -441,14 +441,14 @@ def test_leaving_is_said_while_there_is_a_stream(driver: Driver) -> None:
     assert driver.is_in(Phase.LEFT)
 
 
-def test_leaving_without_a_stream_is_silent(driver: Driver) -> None:
+def test_leaving_without_a_stream_sends_nothing(driver: Driver) -> None:
     driver.join()
     driver.lose_stream()
     assert driver.rank.leave() == []
     assert driver.rank.is_over
 
 
-def test_a_failure_of_its_own_is_said_as_leaving(driver: Driver) -> None:
+def test_a_local_failure_is_reported_as_leaving(driver: Driver) -> None:
     driver.join()
     error = ExhaustedError("OUT_OF_MEMORY", "")
     assert driver.rank.fail(error) == [Send(Leave()), Failed(error)]

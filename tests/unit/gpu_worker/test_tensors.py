@@ -83,7 +83,7 @@ def test_a_failure_frees_what_was_allocated(error: Exception) -> None:
     memory.allocate(10 * PAGE, CPU)  # there is room for it again
 
 
-def test_other_errors_are_not_taken_for_want_of_memory() -> None:
+def test_other_errors_are_not_taken_for_exhausted_memory() -> None:
     error = RuntimeError("CUDA error: an illegal memory access was encountered")
     assert not is_out_of_memory(error)
     memory = Memory(10 * PAGE, error)
@@ -166,7 +166,7 @@ print(num_blocks, {len(buffer) for buffer in buffers}, len(buffers))
 """
 
 
-def test_a_process_that_may_not_have_more_gets_what_there_is() -> None:
+def test_a_process_with_a_memory_limit_gets_the_blocks_that_fit() -> None:
     """2 GiB are planned. The process may take 512 MiB more, 64 of them not for blocks: about 223 blocks of 2 MiB."""
     done = subprocess.run([sys.executable, "-c", REAL_FAILURE], capture_output=True, text=True, timeout=120, check=True)
     first, second, got = done.stdout.splitlines()
@@ -196,7 +196,7 @@ def test_a_pool_may_have_fewer_blocks_than_a_rank_allocated() -> None:
     assert torch.equal(whole[:, :4], part)
 
 
-def test_layers_of_a_uniform_group_have_pages_of_their_own_sizes() -> None:
+def test_layers_of_a_uniform_group_have_their_own_page_sizes() -> None:
     wide = replace(FULL, num_kv_heads=4)
     spec = UniformTypeKVCacheSpecs(16, (("a", FULL), ("b", wide)))
     tensors = (KVCacheTensor(3 * PAGE, ("a",)), KVCacheTensor(6 * PAGE, ("b",)))

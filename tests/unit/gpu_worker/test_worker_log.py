@@ -9,7 +9,7 @@ from kvpool.gpu_worker.settings import WorkerSettings
 from kvpool.gpu_worker.worker_log import WorkerLog
 
 
-def test_a_pool_is_degraded_for_people_while_a_rank_is_missing(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_log_reports_a_degraded_pool_while_a_rank_is_missing(caplog: pytest.LogCaptureFixture) -> None:
     log = WorkerLog(WorkerSettings("host:1", "m", rank=1, world_size=2, options=RankGroupOptions(64), device="cpu"))
     with caplog.at_level(logging.INFO, "kvpool.worker"):
         log.received(PoolStatus(PoolState.DEGRADED, 2, ()))  # all are back, and this one has yet to allocate

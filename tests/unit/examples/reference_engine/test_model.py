@@ -84,7 +84,7 @@ def test_stages_have_consecutive_layers() -> None:
         ({"dtype": "float1"}, "dtype"),
     ],
 )
-def test_sizes_that_cannot_be_are_refused(options: dict[str, object], field: str) -> None:
+def test_impossible_sizes_are_refused(options: dict[str, object], field: str) -> None:
     with pytest.raises(InvalidArgumentError) as caught:
         ReferenceConfig(**options)  # type: ignore[arg-type]
     assert caught.value.field == field
