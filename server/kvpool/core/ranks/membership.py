@@ -352,7 +352,7 @@ class Membership:
     def _make_plan(self, num_blocks: int = 0) -> Plan:
         said = self._registry.registrations()
         ranks = [RankMemory(registration.layers, registration.available_bytes) for registration in said]
-        plan = get_kv_cache_configs(ranks, self.options.plan_options(num_blocks))
+        plan = get_kv_cache_configs(ranks, self.options.with_num_blocks(num_blocks))
         if plan.num_blocks > self._max_blocks:
             message = f"{plan.num_blocks} have room, this server gives a pool at most {self._max_blocks}: ask for fewer"
             raise InvalidArgumentError("options.num_blocks_override", message, reason="TOO_MANY_BLOCKS")

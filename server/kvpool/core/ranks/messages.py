@@ -1,13 +1,13 @@
 """What ranks say of themselves, what they are told, and what is known of them. Frozen values that check themselves."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 from typing import Final, NewType
 
 from kvpool.core.errors import InvalidArgumentError, KvpoolError, check_range
 from kvpool.core.ids import MAX_BLOCKS, MAX_TOKENS, PoolName, SessionNumber
-from kvpool.core.planning.plan import FitCheck, KVCacheConfig, Plan, PlanOptions
+from kvpool.core.planning.plan import KVCacheConfig, Plan, PlanOptions
 from kvpool.core.specs.base import KVCacheSpec
 from kvpool.core.specs.kinds import MAX_LAYERS
 from kvpool.core.specs.pool_config import HashScheme, PoolConfig, ReuseOrder
@@ -71,32 +71,20 @@ class RankTiming:
 
 
 @dataclass(frozen=True, slots=True)
-class RankGroupOptions:
-    """What all ranks of a pool say alike: how the model is planned, and how the pool answers.
+class RankGroupOptions(PlanOptions):
+    """Options that are equal on all ranks of a pool: those of the plan, and those of the pool.
+
+    Construction checks nothing, so that the server can name the field of a registration; see `check`.
 
     Attributes:
-        max_model_len: Most tokens a request may have.
-        auto_fit_max_model_len: Take the longest that fits instead, at most max_model_len.
-        max_num_batched_tokens: Most tokens one step computes.
-        max_num_encoder_input_tokens: Most tokens an encoder puts out for one request.
-        num_blocks_override: Blocks to make; 0 for as many as there is room for.
-        disable_hybrid_kv_cache_manager: Manage all layers as one kind.
-        decode_context_parallel_size: Ranks over which decoding spreads a request's tokens.
         reuse_order: The order in which freed blocks are used again.
         enable_caching: Whether full blocks can be found again by hash.
         use_eagle: Whether the last block of a hit is computed again.
         enable_events: Whether block events are made.
         hash_scheme: How blocks are hashed.
-        retention_tokens: How sparsely sliding windows are cached; None for not at all.
+        retention_tokens: Interval at which sliding windows are cached, in tokens; None to cache all of them.
     """
 
-    max_model_len: int
-    auto_fit_max_model_len: bool = False
-    max_num_batched_tokens: int = 2048
-    max_num_encoder_input_tokens: int = 1500
-    num_blocks_override: int = 0
-    disable_hybrid_kv_cache_manager: bool = False
-    decode_context_parallel_size: int = 1
     reuse_order: ReuseOrder = ReuseOrder.UNCACHED_FIRST
     enable_caching: bool = True
     use_eagle: bool = False
@@ -104,30 +92,20 @@ class RankGroupOptions:
     hash_scheme: HashScheme = field(default_factory=HashScheme)
     retention_tokens: int | None = None
 
+    def __post_init__(self) -> None:
+        pass
+
     def check(self) -> None:
         """Raises InvalidArgumentError if a number is out of range; names the field."""
         check_range("max_model_len", self.max_model_len, 1, MAX_TOKENS)
         check_range("max_num_batched_tokens", self.max_num_batched_tokens, 1, MAX_TOKENS)
         check_range("max_num_encoder_input_tokens", self.max_num_encoder_input_tokens, 0, MAX_TOKENS)
         self.hash_scheme.check()
-        self.plan_options()
+        PlanOptions.__post_init__(self)
 
-    def plan_options(self, num_blocks: int = 0) -> PlanOptions:
-        """What is asked of the planner.
-
-        Args:
-            num_blocks: Blocks that all ranks turned out to have; 0 before that is known.
-        """
-        return PlanOptions(
-            max_model_len=self.max_model_len,
-            auto_fit_max_model_len=self.auto_fit_max_model_len,
-            max_num_batched_tokens=self.max_num_batched_tokens,
-            max_num_encoder_input_tokens=self.max_num_encoder_input_tokens,
-            num_blocks_override=num_blocks or self.num_blocks_override,
-            disable_hybrid_kv_cache_manager=self.disable_hybrid_kv_cache_manager,
-            decode_context_parallel_size=self.decode_context_parallel_size,
-            fit_check=FitCheck.WHOLE_REQUEST,
-        )
+    def with_num_blocks(self, num_blocks: int) -> "RankGroupOptions":
+        """The same options, with this number of blocks unless it is 0."""
+        return replace(self, num_blocks_override=num_blocks) if num_blocks else self
 
     def pool_config(self, name: PoolName, plan: Plan) -> PoolConfig:
         """The pool that a plan makes."""
