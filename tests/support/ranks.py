@@ -1,4 +1,4 @@
-"""Drives a membership without a wire: ranks, their streams, a clock, and what each was told."""
+"""Drives a membership without a wire: ranks, their streams, a clock, and the messages to each."""
 
 from collections import defaultdict
 from collections.abc import Mapping
@@ -48,7 +48,7 @@ def registration(  # noqa: PLR0913 - what a rank says
     held: HeldTensors | None = None,
     fences: bool = False,
 ) -> Registration:
-    """What a rank says of itself, with room for so many blocks."""
+    """Makes a registration with memory for `blocks` blocks."""
     return Registration(
         Rank(rank),
         world_size,
@@ -63,13 +63,13 @@ def registration(  # noqa: PLR0913 - what a rank says
 
 
 class Gathering:
-    """A membership, and what became of it.
+    """A membership and its effects.
 
     Attributes:
         members: The membership.
         now_seconds: The time.
-        told: What each link was told, in order; the error that it ended with comes last.
-        pool: What was done to the pool, in order.
+        told: Messages to each link, in order; the error that ended it comes last.
+        pool: Effects on the pool, in order.
         epoch: The epoch that the pool is open in; 0 while it is not.
         num_blocks: Blocks that it opened with.
     """
@@ -85,14 +85,14 @@ class Gathering:
         self._last_link = 0
 
     def register(self, said: Registration) -> LinkId:
-        """A new stream that registers; returns its link."""
+        """Registers on a new stream; returns its link."""
         self._last_link += 1
         link = LinkId(self._last_link)
         self.do(self.members.register(link, said, self.now_seconds))
         return link
 
     def allocate(self, link: LinkId, num_blocks: int | None = None) -> None:
-        """Answers the newest plan that a link was sent: with all blocks, or so many."""
+        """Answers the newest plan of a link, with all blocks or `num_blocks`."""
         plan = next(message for message in reversed(self.told[link]) if isinstance(message, Planned))
         got = plan.config.num_blocks if num_blocks is None else num_blocks
         self.do(self.members.initialized(link, Allocated(plan.epoch, got, got * BLOCK_BYTES)))
@@ -106,21 +106,21 @@ class Gathering:
         return links
 
     def beat(self, *links: LinkId) -> None:
-        """A heartbeat of each."""
+        """Sends a heartbeat on each link."""
         for link in links:
             self.do(self.members.heard(link, 7, self.now_seconds))
 
     def break_link(self, link: LinkId) -> None:
-        """The stream ends."""
+        """Breaks the stream."""
         self.do(self.members.link_broke(link, self.now_seconds))
 
     def wait(self, seconds: float) -> None:
-        """Lets time pass, then looks who is silent."""
+        """Advances the time, then detects silent ranks."""
         self.now_seconds += seconds
         self.do(self.members.tick(self.now_seconds))
 
     def last(self, link: LinkId) -> ServerMessage | KvpoolError:
-        """What a link was told last, answers to heartbeats apart."""
+        """The last message to a link, except answers to heartbeats."""
         return next(
             message
             for message in reversed(self.told[link])
@@ -128,12 +128,12 @@ class Gathering:
         )
 
     def snapshot(self) -> object:
-        """All that can be seen of the membership."""
+        """The visible state of the membership."""
         members = self.members
         return (members.epoch, members.state, members.world_size, members.options, members.rank_infos(), repr(members))
 
     def do(self, effects: list[Effect]) -> None:
-        """Does as a server does."""
+        """Carries out effects as a server does."""
         for effect in effects:
             match effect:
                 case LinkEnded():

@@ -4,7 +4,7 @@ import json
 import re
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import click
 
@@ -141,11 +141,23 @@ class ModelFlags:
             raise click.UsageError("--layers needs --max-model-len in tokens")
         return model_of_layers(read_layers(_read_object(self.layers)), length)
 
-    def encoder_tokens(self, model: Model) -> int:
+    def _encoder_tokens(self, model: Model) -> int:
         """Most tokens that an encoder puts out for a request."""
         if self.max_encoder_tokens is not None:
             return self.max_encoder_tokens
         return model.max_encoder_tokens or _ENCODER_TOKENS
+
+    def plan_fields(self, model: Model) -> dict[str, Any]:
+        """Values of the fields of `PlanOptions` that the options set."""
+        return {
+            "max_model_len": model.max_model_len,
+            "auto_fit_max_model_len": self.auto_fit_max_model_len,
+            "max_num_batched_tokens": self.max_num_batched_tokens,
+            "max_num_encoder_input_tokens": self._encoder_tokens(model),
+            "num_blocks_override": self.num_blocks or 0,
+            "disable_hybrid_kv_cache_manager": self.no_hybrid,
+            "decode_context_parallel_size": self.dcp,
+        }
 
     def _model_options(self, max_model_len: int) -> ModelOptions:
         return ModelOptions(

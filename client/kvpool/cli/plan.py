@@ -54,16 +54,7 @@ def plan(
     try:
         model = flags.read_model(config, "CONFIG.json")
         ranks = _ranks(model, memory, flags.tp, flags.pp)
-        asked = PlanOptions(
-            model.max_model_len,
-            auto_fit_max_model_len=flags.auto_fit_max_model_len,
-            max_num_batched_tokens=flags.max_num_batched_tokens,
-            max_num_encoder_input_tokens=flags.encoder_tokens(model),
-            num_blocks_override=flags.num_blocks or 0,
-            disable_hybrid_kv_cache_manager=flags.no_hybrid,
-            decode_context_parallel_size=flags.dcp,
-            fit_check=FitCheck(fit_check),
-        )
+        asked = PlanOptions(**flags.plan_fields(model), fit_check=FitCheck(fit_check))
         planned = PlannedModel(model, ranks, asked, get_kv_cache_configs(ranks, asked), flags.tp)
     except InvalidArgumentError as error:
         error.rename_field(FLAGS.get(error.field, error.field))
