@@ -1,5 +1,5 @@
-"""A small transformer whose keys and values live in a pool's blocks alone, to prove that what is handed out is usable.
+"""A small transformer that keeps its keys and values only in the blocks of a pool, to verify block contents end to end.
 
-It is no engine: attention gathers pages request by request, in plain torch. Read `model` for the model, `runner` for a
-rank's step, `step_link` for how schedulers reach the ranks, `generate` for all of it put together.
+It is not a fast engine: attention gathers pages request by request in plain torch. See `model` for the model, `runner`
+for a rank's step, `step_link` for the connection of schedulers to ranks, and `generate` for a complete run.
 """

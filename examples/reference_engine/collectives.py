@@ -1,4 +1,4 @@
-"""What ranks say to each other: sums over a layer's heads, hidden states from stage to stage."""
+"""Communication between ranks: sums over the heads of a layer, and hidden states from stage to stage."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,20 +11,20 @@ from examples.reference_engine.weights import Placement
 
 
 class Collectives(Protocol):
-    """What the model needs of the other ranks."""
+    """Communication that the model needs."""
 
     def all_reduce(self, share: torch.Tensor) -> torch.Tensor:
-        """The sum over the tensor ranks of this stage; all of them call it."""
+        """Sums over the tensor-parallel ranks of this stage; all of them must call it."""
 
     def send(self, hidden: torch.Tensor) -> None:
-        """Gives hidden states (num_tokens, hidden_size) to the next stage."""
+        """Sends hidden states (num_tokens, hidden_size) to the next stage."""
 
     def recv(self, shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
-        """Waits for what the stage before sends; of the type and on the device of `like`."""
+        """Receives hidden states of the previous stage, with the type and device of `like`."""
 
 
 class Alone:
-    """A single rank: sums are what it has, and there is no other stage."""
+    """A single rank: sums are its own values, and there is no other stage."""
 
     def all_reduce(self, share: torch.Tensor) -> torch.Tensor:
         """See `Collectives`."""
@@ -32,23 +32,23 @@ class Alone:
 
     def send(self, hidden: torch.Tensor) -> None:
         """See `Collectives`: never called."""
-        raise RuntimeError(f"{tuple(hidden.shape)} for a next stage, and there is one stage")
+        raise RuntimeError(f"{tuple(hidden.shape)} for the next stage, but there is one stage")
 
     def recv(self, shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
         """See `Collectives`: never called."""
-        raise RuntimeError(f"{tuple(shape)} on {like.device} from a stage before, and there is one stage")
+        raise RuntimeError(f"{tuple(shape)} on {like.device} from the previous stage, but there is one stage")
 
 
 class ProcessGroup:
-    """Ranks in processes of their own, by way of gloo: tensors on a GPU pass through the host."""
+    """Ranks in separate processes, connected by gloo. Tensors on a GPU are copied through the host."""
 
     def __init__(self, placement: Placement, meeting_point: Path, rank: int) -> None:
-        """Joins the others; returns when all are there. One in a process.
+        """Joins the other ranks and waits until all have joined. One instance per process.
 
         Args:
             placement: The part that this rank has.
-            meeting_point: A file that all can write and that is not there before, for them to find each other.
-            rank: This rank, [0, tp_size * pp_size).
+            meeting_point: A new file that all ranks can write, used for rendezvous.
+            rank: Number of this rank, [0, tp_size * pp_size).
         """
         size = placement.tp_size * placement.pp_size
         distributed.init_process_group("gloo", init_method=f"file://{meeting_point}", rank=rank, world_size=size)
@@ -77,5 +77,5 @@ class ProcessGroup:
 
     @staticmethod
     def close() -> None:
-        """Leaves the others."""
+        """Leaves the process group."""
         distributed.destroy_process_group()

@@ -1,4 +1,4 @@
-"""What the reference model is: its kinds of layers, its sizes, and the cache specs that follow from them."""
+"""Configuration of the reference model: layer kinds, sizes, and the resulting cache specs."""
 
 from dataclasses import dataclass
 from enum import Enum
@@ -16,7 +16,7 @@ from kvpool.core.specs.kinds import (
 
 
 class LayerKind(Enum):
-    """What a layer looks at."""
+    """The attention kind of a layer."""
 
     FULL = "full"
     SLIDING = "sliding"
@@ -37,30 +37,30 @@ VARIANTS: Final = tuple(_PATTERNS)
 
 @dataclass(frozen=True, slots=True)
 class ReferenceConfig:
-    """The model. All sizes are of the whole model, not of one rank.
+    """Configuration of the model. All sizes are of the whole model, not of one rank.
 
     Attributes:
-        variant: One of `VARIANTS`: which kinds of layers alternate.
-        num_layers: Layers.
-        hidden_size: Elements of a token's hidden state.
-        num_heads: Query heads.
-        num_kv_heads: Heads of keys and values; query heads share them evenly.
-        head_size: Elements of a head; even, as the rotary embedding turns pairs.
+        variant: One of `VARIANTS`: the layer kinds that alternate.
+        num_layers: Number of layers.
+        hidden_size: Elements of the hidden state of a token.
+        num_heads: Number of query heads.
+        num_kv_heads: Number of key and value heads; query heads share them evenly.
+        head_size: Elements per head; even, because rotary embedding rotates pairs.
         intermediate_size: Elements between the two halves of the MLP.
-        vocab_size: Tokens that there are.
-        sliding_window: Tokens that a sliding layer sees, itself included.
-        attention_chunk_size: Tokens of a chunk of the chunked layers.
+        vocab_size: Size of the vocabulary.
+        sliding_window: Tokens in the window of a sliding layer, including the token itself.
+        attention_chunk_size: Tokens per chunk of the chunked layers.
         kv_lora_rank: Elements of MLA's latent vector.
         qk_rope_head_dim: Elements of MLA's rotary key, even.
         mamba_inner_size: Channels of a state-space layer.
-        mamba_state_size: Elements of the recurrent state of each channel.
-        mamba_conv_kernel: Tokens that the convolution sees, at least 2.
-        mamba_conv_dtype: Type in which the convolution's inputs are kept.
-        mamba_ssm_dtype: Type in which the recurrence is kept and computed.
-        block_size: Tokens of a block. The planner may give a group larger ones.
-        dtype: Type of weights and activations. With float64, two ways to compute the same never differ enough to
-            flip a greedy choice.
-        seed: Decides the weights.
+        mamba_state_size: Elements of the recurrent state per channel.
+        mamba_conv_kernel: Tokens in the convolution window, at least 2.
+        mamba_conv_dtype: Element type of the stored inputs of the convolution.
+        mamba_ssm_dtype: Element type in which the recurrence is stored and computed.
+        block_size: Tokens per block. The planner may give a group larger blocks.
+        dtype: Element type of weights and activations. With float64, two ways to compute a logit never differ enough to
+            change a greedy token.
+        seed: Seed of the weights.
     """
 
     variant: str = "full"
@@ -104,15 +104,17 @@ class ReferenceConfig:
         check_range("mamba_conv_kernel", self.mamba_conv_kernel, 2, 64)
         for name in ("head_size", "qk_rope_head_dim"):
             if getattr(self, name) % 2:
-                raise InvalidArgumentError(name, f"{getattr(self, name)} is odd: rotary embedding turns pairs")
+                raise InvalidArgumentError(name, f"{getattr(self, name)} is odd: rotary embedding rotates pairs")
         if self.num_heads % self.num_kv_heads:
-            raise InvalidArgumentError("num_kv_heads", f"{self.num_kv_heads} do not share {self.num_heads} query heads")
+            raise InvalidArgumentError(
+                "num_kv_heads", f"{self.num_kv_heads} does not divide {self.num_heads} query heads"
+            )
         for name in ("dtype", "mamba_conv_dtype", "mamba_ssm_dtype"):
             dtype_size_bytes(name, getattr(self, name))
 
     @property
     def layer_kinds(self) -> tuple[LayerKind, ...]:
-        """What each layer looks at."""
+        """The kind of each layer."""
         pattern = _PATTERNS[self.variant]
         return tuple(pattern[i % len(pattern)] for i in range(self.num_layers))
 
@@ -122,21 +124,21 @@ class ReferenceConfig:
         return f"model.layers.{index}.{part}"
 
     def check_tp_size(self, tp_size: int) -> None:
-        """Checks that this many tensor ranks can share the heads.
+        """Checks that this number of tensor-parallel ranks divides the heads.
 
         Raises:
-            InvalidArgumentError: They cannot.
+            InvalidArgumentError: It does not.
         """
         check_range("tp_size", tp_size, 1, 1024)
         for name in ("num_kv_heads", "intermediate_size", "mamba_inner_size"):
             if getattr(self, name) % tp_size:
-                raise InvalidArgumentError("tp_size", f"{tp_size} ranks cannot share {name} {getattr(self, name)}")
+                raise InvalidArgumentError("tp_size", f"{tp_size} ranks cannot divide {name} {getattr(self, name)}")
 
     def kv_cache_specs(self, tp_size: int = 1) -> dict[str, KVCacheSpec]:
-        """Spec of each layer's cache on one of `tp_size` tensor ranks, in the model's order.
+        """Spec of each layer's cache on one of `tp_size` tensor-parallel ranks, in the model's order.
 
         Raises:
-            InvalidArgumentError: So many ranks cannot share the heads.
+            InvalidArgumentError: The ranks cannot divide the heads.
         """
         self.check_tp_size(tp_size)
         return {self.layer_name(i): self._spec(kind, tp_size) for i, kind in enumerate(self.layer_kinds)}

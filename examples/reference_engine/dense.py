@@ -1,8 +1,8 @@
-"""The reference model without a cache, a rank or a block: what the paged path is checked against.
+"""The reference model without cache, ranks or blocks, against which the paged model is checked.
 
-It shares the weights and the arithmetic of single tokens with `model`, and nothing of how tokens reach each other:
-attention is one masked matrix over all tokens, MLA expands its latent vectors to keys and values, states are scanned
-from the first token on.
+It shares the weights and the per-token arithmetic with `model`, but no code by which tokens affect each other:
+attention is one masked matrix over all tokens, MLA expands latent vectors to keys and values, and states are scanned
+from the first token.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from torch.nn import functional
 from examples.reference_engine.config import LayerKind, ReferenceConfig
 from examples.reference_engine.functional import heads, rms_norm, rotary
 from examples.reference_engine.weights import Weights, embedding_weights, layer_weights
-from kvpool.gpu_worker.dtypes import torch_dtype
+from kvpool.gpu_worker.layouts import torch_dtype
 
 
 class DenseModel:
@@ -41,9 +41,9 @@ class DenseModel:
         return functional.linear(rms_norm(hidden), self._ends["head"])
 
     def greedy_tokens(self, token_ids: Sequence[int], num_prompt_tokens: int) -> list[int]:
-        """The greedy choice after each token from the prompt's last on, all given tokens being taken as said.
+        """Returns the greedy next token after each token from the last prompt token on.
 
-        If these are the tokens that follow the prompt, each is what greedy decoding would have chosen.
+        If these equal the tokens that follow the prompt, greedy decoding would have generated them.
         """
         return [int(t) for t in self.forward_dense(token_ids)[num_prompt_tokens - 1 :].argmax(-1).tolist()]
 
@@ -55,7 +55,7 @@ class DenseModel:
         return self._attention(kind, weights, hidden)
 
     def _mask(self, kind: LayerKind, num_tokens: int) -> torch.Tensor:
-        """Whether row sees column: bool (num_tokens, num_tokens)."""
+        """Attention mask: bool (num_tokens, num_tokens), True where row attends to column."""
         position = torch.arange(num_tokens, device=self._device)
         row, column = position[:, None], position[None, :]
         seen = column <= row
@@ -100,13 +100,13 @@ class DenseModel:
     def _attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, weights: Weights, seen: torch.Tensor
     ) -> torch.Tensor:
-        """Takes (num_tokens, num_heads, size) each; returns (num_tokens, hidden_size)."""
+        """Computes attention of (num_tokens, num_heads, size) inputs; returns (num_tokens, hidden_size)."""
         scores = torch.einsum("qhd,khd->hqk", query, key) * query.shape[-1] ** -0.5
         attended = torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, -torch.inf).softmax(-1), value)
         return functional.linear(attended.flatten(1), weights["o"])
 
     def _scan(self, weights: Weights, hidden: torch.Tensor) -> torch.Tensor:
-        """Mamba's selective scan, token after token, with a state (mamba_inner_size, mamba_state_size)."""
+        """Mamba's selective scan, token by token, with a state (mamba_inner_size, mamba_state_size)."""
         config = self._config
         kept = torch_dtype("mixer", config.mamba_ssm_dtype)
         inputs = functional.linear(hidden, weights["in_x"]).to(torch_dtype("mixer", config.mamba_conv_dtype))

@@ -1,4 +1,4 @@
-"""The ranks of a reference model as processes that form a pool on a service."""
+"""Runs the ranks of a reference model as processes that form a pool on a service."""
 
 import multiprocessing
 import os
@@ -26,19 +26,19 @@ _EXTRA_BLOCKS: Final = 3
 
 @dataclass(frozen=True, slots=True)
 class Deployment:
-    """The ranks, and how schedulers play on them.
+    """The ranks of a model, and the limits of their schedulers.
 
     Attributes:
         config: The model.
-        tp_size: Ranks that share the heads of a layer.
-        pp_size: Stages.
-        num_blocks: Blocks that the poorest rank has memory for, the null block included; each next rank has some more.
-        max_model_len: Most tokens of a request.
-        num_schedulers: Schedulers that share the ranks.
-        max_num_seqs: Most requests that each runs at once.
-        max_num_batched_tokens: Most tokens of a step.
-        layout: How attention layers see their pages.
-        device: Where ranks compute.
+        tp_size: Number of ranks that share the heads of a layer.
+        pp_size: Number of pipeline stages.
+        num_blocks: Number of blocks on rank 0, including the null block; each further rank has memory for a few more.
+        max_model_len: Maximum number of tokens of a request.
+        num_schedulers: Number of schedulers that share the ranks.
+        max_num_seqs: Maximum number of running requests per scheduler.
+        max_num_batched_tokens: Maximum number of tokens per step.
+        layout: Name of the layout of attention layers.
+        device: Device of the ranks.
     """
 
     config: ReferenceConfig
@@ -54,11 +54,11 @@ class Deployment:
 
     @property
     def world_size(self) -> int:
-        """Ranks."""
+        """Number of ranks."""
         return self.tp_size * self.pp_size
 
     def memory_bytes(self) -> list[int]:
-        """What each rank has for its tensors, rank by rank."""
+        """Memory for tensors of each rank."""
         specs = self.config.kv_cache_specs(self.tp_size)
         ranks = []
         for rank in range(self.world_size):
@@ -73,11 +73,11 @@ class Deployment:
 
 @dataclass(frozen=True, slots=True)
 class RanksLink:
-    """Where the ranks take steps.
+    """Connection parameters for steps.
 
     Attributes:
-        socket: Where rank 0 listens.
-        authkey: What it asks for.
+        socket: Socket of rank 0.
+        authkey: Shared secret of the ranks.
     """
 
     socket: Path
@@ -86,15 +86,15 @@ class RanksLink:
 
 @contextmanager
 def running_ranks(address: str, pool: str, deployment: Deployment) -> Iterator[RanksLink]:
-    """Runs the ranks in processes of their own, which form the pool; yields once they take steps.
+    """Runs the ranks in processes that form the pool; yields when they accept steps.
 
     Args:
-        address: The service.
-        pool: Name of a pool that is not there yet.
+        address: Address of the service.
+        pool: Name of a new pool.
         deployment: The ranks.
 
     Raises:
-        ChildError: One did not start; says why.
+        ChildError: A rank did not start; states the reason.
     """
     link_key = os.urandom(32)
     with TemporaryDirectory(prefix="kvpool-ranks-") as folder:
@@ -147,6 +147,6 @@ def _await_ready(rank: int, pipe: Any) -> None:  # noqa: ANN401 - a pipe's type 
     try:
         failure = pipe.recv()
     except EOFError:
-        raise ChildError(f"rank {rank} ended before it took steps") from None
+        raise ChildError(f"rank {rank} ended before it accepted steps") from None
     if failure is not None:
         raise ChildError(f"rank {rank} could not start: {failure}")

@@ -1,4 +1,4 @@
-"""What all layers compute on the way, cached or not."""
+"""Functions that the paged and the dense model share."""
 
 import torch
 
@@ -9,7 +9,7 @@ def rms_norm(hidden: torch.Tensor) -> torch.Tensor:
 
 
 def rotary(vectors: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """Turns each pair of elements by an angle that grows with the position (RoFormer's embedding, halves paired).
+    """Applies rotary embedding (RoFormer, with paired halves): rotates each pair by an angle proportional to position.
 
     Args:
         vectors: (num_tokens, heads, size), size even.

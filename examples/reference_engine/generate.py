@@ -1,4 +1,4 @@
-"""A whole deployment of the reference model on a service: ranks, schedulers, and the check of what they generated."""
+"""Runs a complete deployment of the reference model on a service, and checks the generated tokens."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,13 +21,13 @@ from kvpool.replay.scheduler import SchedulerOptions
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """What was generated.
+    """The result of a run.
 
     Attributes:
-        counts: All schedulers' counts: requests, tokens, hits, preemptions.
-        equal_requests: Requests all of whose tokens are those of the model without a cache.
-        outputs: Prompt and output of each request, scheduler by scheduler.
-        pool: The pool when all was done.
+        counts: Counts over all schedulers: requests, tokens, hits, preemptions.
+        equal_requests: Number of requests whose tokens all equal those of the model without a cache.
+        outputs: Prompt and output of each request, by scheduler.
+        pool: The pool after all requests.
     """
 
     counts: Counts
@@ -37,7 +37,7 @@ class Generation:
 
     @property
     def equal(self) -> bool:
-        """Whether every request of every scheduler ended, and with the right tokens."""
+        """Whether every request of every scheduler finished with the right tokens."""
         return 0 < self.counts.requests == self.equal_requests
 
 
@@ -48,20 +48,20 @@ def generate(
     workloads: Sequence[Prompts],
     advance: Callable[[int], object] = lambda _: None,
 ) -> Generation:
-    """Has ranks form a pool, plays each workload in a scheduler process of its own, and checks all tokens.
+    """Forms a pool of ranks, runs each workload in its own scheduler process, and checks all tokens.
 
-    A scheduler starts when the one before has done two requests, so that it may hit what they left.
+    A scheduler starts after the previous one has finished two requests, so that it can hit their blocks.
 
     Args:
-        address: The service.
-        pool: Name of a pool that is not there yet.
+        address: Address of the service.
+        pool: Name of a new pool.
         deployment: The ranks.
-        workloads: One for each scheduler.
-        advance: Called with how many more requests are done.
+        workloads: One per scheduler.
+        advance: Called with the number of newly finished requests.
 
     Raises:
-        ChildError: A rank did not start, or a scheduler ended too early; says why.
-        KvpoolError: The service refused something.
+        ChildError: A rank did not start, or a scheduler ended too early; states the reason.
+        KvpoolError: The service refused a call.
     """
     complaints: list[str] = []
     with connect(address) as client, running_ranks(address, pool, deployment) as ranks:

@@ -1,7 +1,7 @@
-"""The layers whose past lies in the pool's blocks: attention, latent attention, state space.
+"""Layers with a cache in the pool's blocks: attention, latent attention, state space.
 
-Each takes normalised hidden states of a step's tokens (num_tokens, hidden_size), and gives its share of the same shape,
-to be summed over the tensor ranks. `kv_cache` is set by `kvpool.gpu_worker.tensors.bind_kv_cache`.
+Each takes the normalised hidden states of a step's tokens (num_tokens, hidden_size), and returns its share of the same
+shape, to be summed over the tensor-parallel ranks. `kvpool.gpu_worker.tensors.bind_kv_cache` sets `kv_cache`.
 """
 
 from typing import Protocol
@@ -15,19 +15,18 @@ from examples.reference_engine.paged import RequestSpan, attend, gather_tokens, 
 from examples.reference_engine.weights import Weights
 from kvpool.core.errors import InvalidArgumentError
 from kvpool.gpu_worker.attention_metadata import CommonAttentionMetadata
-from kvpool.gpu_worker.dtypes import torch_dtype
-from kvpool.gpu_worker.layouts import KeyValueLayout, get_layout
+from kvpool.gpu_worker.layouts import KeyValueLayout, get_layout, torch_dtype
 
 
 class PagedLayer(Protocol):
-    """A layer with a cache: `kv_cache` is its pages, as its layout shows them."""
+    """A layer with a cache: `kv_cache` is the view of its pages in its layout."""
 
     def forward(self, hidden: torch.Tensor, positions: torch.Tensor, metadata: CommonAttentionMetadata) -> torch.Tensor:
-        """Writes what the tokens leave behind, and computes what they see."""
+        """Writes the cache of the tokens, and computes their outputs."""
 
 
 class Attention:
-    """Keys and values of every token: full attention, a sliding window, or chunks."""
+    """Attention over keys and values: full, with a sliding window, or chunked."""
 
     kv_cache: torch.Tensor
 
@@ -36,19 +35,17 @@ class Attention:
 
         Args:
             config: The model.
-            index: Which layer.
-            weights: This tensor rank's share of its weights.
+            index: Index of the layer.
+            weights: Weights of this tensor-parallel rank.
             layout: Name of a layout of keys and values.
 
         Raises:
-            InvalidArgumentError: The layout is of another kind.
+            InvalidArgumentError: The layout is not for keys and values.
         """
         name = config.layer_name(index)
         found = get_layout(name, layout)
         if not isinstance(found, KeyValueLayout):
-            raise InvalidArgumentError(
-                "layout", f"layer {name!r}: {layout!r} keeps keys and values in no tensor of two"
-            )
+            raise InvalidArgumentError("layout", f"layer {name!r}: {layout!r} is not a layout of keys and values")
         self._kv_axis = found.shape.index("kv")
         self._kind = config.layer_kinds[index]
         self._config = config
@@ -70,21 +67,21 @@ class Attention:
                 query[request.rows],
                 gather_tokens(key_pages, request.blocks, first, request.end),
                 gather_tokens(value_pages, request.blocks, first, request.end),
-                self._seen(request, first, hidden.device),
+                self._mask(request, first, hidden.device),
                 size**-0.5,
             )
         return functional.linear(attended.flatten(1), weights["o"])
 
     def _first_seen(self, position: int) -> int:
-        """Position of the first token that the one at `position` sees."""
+        """Position of the first token that the token at `position` attends to."""
         if self._kind is LayerKind.SLIDING:
             return max(position - self._config.sliding_window + 1, 0)
         if self._kind is LayerKind.CHUNKED:
             return position - position % self._config.attention_chunk_size
         return 0
 
-    def _seen(self, request: RequestSpan, first: int, device: torch.device) -> torch.Tensor:
-        """Whether queries see keys: bool (num_queries, num_keys), the keys being those of tokens [first, end)."""
+    def _mask(self, request: RequestSpan, first: int, device: torch.device) -> torch.Tensor:
+        """Attention mask: bool (num_queries, num_keys), for the keys of tokens [first, end)."""
         bounds = [self._first_seen(position) for position in range(request.start, request.end)]
         key = torch.arange(first, request.end, device=device)
         query = torch.arange(request.start, request.end, device=device)[:, None]
@@ -92,7 +89,7 @@ class Attention:
 
 
 class LatentAttention:
-    """MLA on its latent vectors, which are all that is kept: queries are taken down to them, results up from them."""
+    """MLA with only latent vectors in the cache: queries are projected down to them, and results up from them."""
 
     kv_cache: torch.Tensor
 
@@ -121,10 +118,10 @@ class LatentAttention:
 
 
 class StateSpace:
-    """Mamba's selective scan, block by block; the state after a block's last computed token lies in that block.
+    """Mamba's selective scan, block by block. A block holds the state after its last computed token.
 
-    The block of the last token computed before is read, and each block that the step's tokens reach is written. A
-    request starts from what lies in the block, not from what the rank remembers: another may have computed it.
+    Reads the block of the last token computed before the step, and writes each block that the step's tokens reach. A
+    request starts from the state in the block, because another request may have computed it.
     """
 
     kv_cache: tuple[torch.Tensor, ...]
@@ -134,8 +131,8 @@ class StateSpace:
         self._kept = torch_dtype("mixer", config.mamba_ssm_dtype)
 
     def forward(self, hidden: torch.Tensor, positions: torch.Tensor, metadata: CommonAttentionMetadata) -> torch.Tensor:
-        """See `PagedLayer`. Requests in order: one may start from the state that another leaves in this step."""
-        del positions  # what a state has seen is in order anyway
+        """See `PagedLayer`. Handles requests in order: one may start from a state that another writes in this step."""
+        del positions  # states already follow token order
         weights = self._weights
         conv_pages, state_pages = self.kv_cache
         scanned = hidden.new_empty(len(hidden), weights["in_x"].shape[0])
@@ -160,15 +157,15 @@ class StateSpace:
     def _scan(
         self, hidden: torch.Tensor, conv: torch.Tensor, state: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Scans a few tokens at once: all pairs of them by the decay between them.
+        """Scans several tokens at once, over all pairs with the decay between them.
 
         Args:
             hidden: (num_tokens, hidden_size).
-            conv: The inputs before them (channels, kernel - 1).
-            state: The state before them (channels, state_size).
+            conv: Inputs before the tokens (channels, kernel - 1).
+            state: State before the tokens (channels, state_size).
 
         Returns:
-            Outputs (num_tokens, channels), and conv and state after them.
+            Outputs (num_tokens, channels), and conv and state after the tokens.
         """
         weights = self._weights
         inputs = torch.cat([conv, functional.linear(hidden, weights["in_x"]).T.to(conv.dtype)], 1)
@@ -177,7 +174,9 @@ class StateSpace:
         step = functional.softplus(functional.linear(hidden, weights["in_dt"]))
         into = functional.linear(hidden, weights["in_b"]).to(self._kept)
         out = functional.linear(hidden, weights["in_c"]).to(self._kept)
-        decay = (-step * weights["decay"]).to(self._kept).cumsum(0)  # logarithm of what is left after each token
+        decay = (
+            (-step * weights["decay"]).to(self._kept).cumsum(0)
+        )  # logarithm of the remaining factor after each token
         gain = (step * mixed).to(self._kept)
         since = torch.ones(len(hidden), len(hidden), dtype=self._kept, device=hidden.device).tril()
         between = (decay[:, None] - decay[None]).clamp(max=0).exp() * since[..., None]

@@ -1,4 +1,4 @@
-"""A rank's part of the reference model, on the pool's blocks."""
+"""A rank's part of the reference model, with its cache in the pool's blocks."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,13 +19,13 @@ from kvpool.gpu_worker.layouts import default_layout
 
 @dataclass(frozen=True, slots=True)
 class PagedBatch:
-    """The tokens of one step, request after request.
+    """The tokens of one step, request by request.
 
     Attributes:
         token_ids: int64 (num_tokens,).
-        positions: int64 (num_tokens,), of each in its request.
-        metadata: Of each layer, where its group keeps them.
-        logits_indices: int64 (num_logits,): the tokens after which one is to be chosen.
+        positions: int64 (num_tokens,), position of each token in its request.
+        metadata: Attention metadata of each layer.
+        logits_indices: int64 (num_logits,), indices of the tokens whose next token is sampled.
     """
 
     token_ids: torch.Tensor
@@ -35,7 +35,7 @@ class PagedBatch:
 
 
 class ReferenceModel:
-    """One stage's layers, and one tensor rank's heads of them.
+    """The layers of one stage, with the heads of one tensor-parallel rank.
 
     Attributes:
         layers: The layers with a cache, by name, in order.
@@ -49,17 +49,17 @@ class ReferenceModel:
         placement: Placement = Placement(),  # noqa: B008 - frozen
         layout: str = "flash_attn",
     ) -> None:
-        """Draws the weights.
+        """Generates the weights.
 
         Args:
             config: The model.
-            device: Where to compute.
-            collectives: The other ranks.
-            placement: The part that this rank has.
-            layout: How attention layers see their pages.
+            device: Device of the computation.
+            collectives: Communication with the other ranks.
+            placement: The part of the model on this rank.
+            layout: Name of the layout of attention layers.
 
         Raises:
-            InvalidArgumentError: So many ranks cannot share the heads, or the layout is none of keys and values.
+            InvalidArgumentError: The ranks cannot divide the heads, or the layout is not for keys and values.
         """
         config.check_tp_size(placement.tp_size)
         self._config = config
@@ -83,13 +83,13 @@ class ReferenceModel:
 
     @property
     def kv_cache_specs(self) -> dict[str, KVCacheSpec]:
-        """Spec of each of this rank's layers."""
+        """Spec of each layer of this rank."""
         specs = self._config.kv_cache_specs(self._placement.tp_size)
         return {name: specs[name] for name in self.layers}
 
     @property
     def backends(self) -> dict[str, ReferenceBackend]:
-        """The backend of each layer, which states its layout."""
+        """The backend of each layer, which specifies its layout."""
         return {
             name: ReferenceBackend(self._layout if isinstance(self.layers[name], Attention) else default_layout(spec))
             for name, spec in self.kv_cache_specs.items()
@@ -97,12 +97,12 @@ class ReferenceModel:
 
     @property
     def layouts(self) -> dict[str, str]:
-        """The layout of each layer."""
+        """Layout name of each layer."""
         return {name: backend.layout for name, backend in self.backends.items()}
 
     @torch.inference_mode()
     def forward_paged(self, batch: PagedBatch) -> torch.Tensor | None:
-        """Computes a step's tokens. The past of their requests is read from the blocks, and theirs is written there.
+        """Computes the tokens of a step. Reads earlier tokens of the requests from blocks and writes new ones there.
 
         Returns:
             Logits (num_logits, vocab_size) on the last stage; None on others.

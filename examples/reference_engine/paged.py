@@ -1,10 +1,10 @@
-"""Reads and writes pages: what an attention kernel does with a block table, request by request in plain torch.
+"""Reads and writes pages through block tables, as an attention kernel does, request by request in plain torch.
 
-1. A token's key and value lie at its slot: block_id * block_size + offset.
-2. Of a request's table only the blocks that hold a token which is looked at are read. Those behind a window or a chunk
-   may be null, or belong to another request by now.
-3. The keys and values of a step are written before any is read: a request may hit a block that another request of the
-   same step fills.
+1. The key and value of a token are at its slot: block_id * block_size + offset.
+2. Only blocks with tokens that are attended to are read. Blocks behind a window or a chunk may be null or belong to
+   another request.
+3. All keys and values of a step are written before any are read, because a request may hit a block that another request
+   of the same step fills.
 """
 
 from collections.abc import Iterator
@@ -17,11 +17,11 @@ from kvpool.gpu_worker.attention_metadata import AttentionMetadataBuilder, Build
 
 @dataclass(frozen=True, slots=True)
 class ReferenceBackend:
-    """The backend of all layers here: its kernels take a step as it is.
+    """The backend of all reference layers; uses `CommonAttentionMetadata` directly.
 
     Attributes:
-        layout: Name of the layout in which it sees pages.
-        name: Its name.
+        layout: Name of the layout of the pages.
+        name: Name of the backend.
     """
 
     layout: str
@@ -40,13 +40,13 @@ class _CommonBuilder:
 
 @dataclass(frozen=True, slots=True)
 class RequestSpan:
-    """One request of a step: its tokens [start, end) are computed.
+    """One request of a step, which computes its tokens [start, end).
 
     Attributes:
-        rows: Where its tokens are among the flattened ones.
-        start: Position of the first.
-        end: Position after the last.
-        blocks: Its row of the block table (max_blocks,).
+        rows: Rows of its tokens in the flattened step.
+        start: Position of the first token.
+        end: Position after the last token.
+        blocks: Row of the block table (max_blocks,).
     """
 
     rows: slice
@@ -56,7 +56,7 @@ class RequestSpan:
 
 
 def request_spans(metadata: CommonAttentionMetadata) -> Iterator[RequestSpan]:
-    """The requests of a step, in order."""
+    """Yields the requests of a step, in order."""
     starts = metadata.num_computed_tokens_cpu.tolist()
     ends = metadata.seq_lens_cpu.tolist()
     loc = metadata.query_start_loc_cpu.tolist()
@@ -68,7 +68,7 @@ def write_slots(pages: torch.Tensor, slot_mapping: torch.Tensor, values: torch.T
     """Writes each token's values (num_tokens, ...) to its slot.
 
     Args:
-        pages: (num_blocks, block_size, ...), of any strides.
+        pages: (num_blocks, block_size, ...), with any strides.
         slot_mapping: int64 (num_tokens,).
         values: (num_tokens, ...).
     """
@@ -77,13 +77,13 @@ def write_slots(pages: torch.Tensor, slot_mapping: torch.Tensor, values: torch.T
 
 
 def gather_tokens(pages: torch.Tensor, blocks: torch.Tensor, first: int, end: int) -> torch.Tensor:
-    """Reads tokens [first, end) of a request; touches no block that holds none of them.
+    """Reads tokens [first, end) of a request, and only the blocks that hold them.
 
     Args:
-        pages: (num_blocks, block_size, ...), of any strides.
-        blocks: The request's row of the block table (max_blocks,).
+        pages: (num_blocks, block_size, ...), with any strides.
+        blocks: Row of the block table (max_blocks,).
         first: Position of the first token.
-        end: Position after the last.
+        end: Position after the last token.
 
     Returns:
         (end - first, ...).
@@ -95,21 +95,21 @@ def gather_tokens(pages: torch.Tensor, blocks: torch.Tensor, first: int, end: in
 
 
 def attend(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, seen: torch.Tensor, scale: float
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, scale: float
 ) -> torch.Tensor:
-    """Attention of one request, query heads sharing the heads of keys and values evenly.
+    """Computes attention of one request; query heads share key and value heads evenly.
 
     Args:
         query: (num_queries, num_heads, head_size).
         key: (num_keys, num_kv_heads, head_size).
         value: (num_keys, num_kv_heads, head_size_v).
-        seen: bool (num_queries, num_keys).
-        scale: What scores are multiplied with.
+        mask: bool (num_queries, num_keys), True where a query attends to a key.
+        scale: Factor of the scores.
 
     Returns:
         (num_queries, num_heads, head_size_v).
     """
     grouped = query.view(len(query), key.shape[1], -1, query.shape[2])
     scores = torch.einsum("qgsd,kgd->gsqk", grouped, key) * scale
-    weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+    weights = scores.masked_fill(~mask, -torch.inf).softmax(-1)
     return torch.einsum("gsqk,kgd->qgsd", weights, value).flatten(1, 2)

@@ -1,4 +1,4 @@
-"""What schedulers are given to generate. Needs no torch, for a scheduler has none."""
+"""Workload of a scheduler. Does not import torch, which schedulers do not need."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -8,12 +8,12 @@ from kvpool.replay.workload import Work
 
 @dataclass(slots=True)
 class Prompts:
-    """A scheduler's workload: prompts that are all there from the start.
+    """A workload of prompts that are all available from the start.
 
     Attributes:
-        prompts: Tokens of each.
-        output_length: Tokens to generate for each.
-        outputs: What was generated so far: prompt and output, in the order in which requests finished.
+        prompts: Tokens of each prompt.
+        output_length: Number of tokens to generate per prompt.
+        outputs: Prompt and output of each finished request, in order of completion.
     """
 
     prompts: Sequence[list[int]]
@@ -25,6 +25,6 @@ class Prompts:
         return [Work(f"r{i}", prompt, self.output_length) for i, prompt in enumerate(self.prompts)]
 
     def follow_up(self, done: Work, output: list[int]) -> Work | None:
-        """See `kvpool.replay.workload.Workload`: nothing follows."""
+        """See `kvpool.replay.workload.Workload`: there is no follow-up."""
         self.outputs.append((done.token_ids, list(output)))
         return None

@@ -1,8 +1,8 @@
-"""A rank's process: its part of the model, its share of the pool's memory, and the loop that runs steps.
+"""The process of a rank: its part of the model, its share of the pool's memory, and the loop that runs steps.
 
-1. Rank 0 checks a step and refuses it, or hands it to all ranks; what fails after that ends them all. Ranks that no
-   longer agree must not go on.
-2. All ranks end with the parent, however that ends: rank 0 watches its end of a pipe, and the others rank 0.
+1. Rank 0 checks a step, then refuses it or sends it to all ranks. A later failure ends all ranks, because ranks with
+   different state must not continue.
+2. All ranks end when the parent ends for any reason: rank 0 watches a pipe to the parent, the others watch rank 0.
 """
 
 import contextlib
@@ -29,22 +29,22 @@ from kvpool.gpu_worker.settings import WorkerSettings
 from kvpool.gpu_worker.worker import Worker
 
 START_SECONDS: Final = 120.0
-"""How long the other ranks are waited for."""
+"""Time to wait for the other ranks."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankOptions:
-    """What a rank is started with.
+    """Start options of a rank.
 
     Attributes:
-        settings: Who and where it is.
+        settings: Settings of the worker.
         config: The model.
-        tp_size: Ranks that share the heads of a layer; what is left of the world is stages.
-        folder: Where ranks meet and rank 0 listens; empty, and its owner's alone.
-        authkey: What schedulers must know.
-        max_num_reqs: Requests running at once, of all schedulers.
-        layout: How attention layers see their pages.
-        num_threads: Threads that torch may use on CPU.
+        tp_size: Number of ranks that share the heads of a layer; the remaining factor of the world size is stages.
+        folder: Folder for rendezvous and the socket of rank 0; empty, and private to its owner.
+        authkey: Shared secret of the schedulers.
+        max_num_reqs: Maximum number of running requests over all schedulers.
+        layout: Name of the layout of attention layers.
+        num_threads: Number of threads of torch on CPU.
     """
 
     settings: WorkerSettings
@@ -58,11 +58,11 @@ class RankOptions:
 
 
 def run_rank(options: RankOptions, parent: "Connection[Any, Any]") -> None:
-    """Runs a rank until the parent sends anything or is gone.
+    """Runs a rank until the parent sends a message or ends.
 
-    Says None to the parent when it takes steps, or why it cannot.
+    Sends None to the parent when the rank accepts steps, or an error message.
     """
-    logging.basicConfig(level=logging.ERROR)  # that another rank ends a moment before this one is no trouble
+    logging.basicConfig(level=logging.ERROR)  # another rank may end slightly earlier, which is not worth a warning
     torch.set_num_threads(options.num_threads)
     settings = options.settings
     world_size = settings.world_size
@@ -74,9 +74,9 @@ def run_rank(options: RankOptions, parent: "Connection[Any, Any]") -> None:
     try:
         with Worker(settings, model.kv_cache_specs, layouts=model.layouts) as worker:
             runner = _make_runner(model, worker, options)
-            _take_steps(runner, worker, options, parent)
+            _run_steps(runner, worker, options, parent)
     except KvpoolError as error:
-        with contextlib.suppress(OSError):  # the parent has heard of another rank, and goes
+        with contextlib.suppress(OSError):  # the parent may have ended after the error of another rank
             parent.send(f"{error.reason}: {error}")
     finally:
         if group:
@@ -85,14 +85,14 @@ def run_rank(options: RankOptions, parent: "Connection[Any, Any]") -> None:
 
 def _make_runner(model: ReferenceModel, worker: Worker, options: RankOptions) -> ModelRunner:
     pool = worker.wait_ready(START_SECONDS)
-    for cache in pool.kv_caches.values():  # whatever is read before it is written shows in the logits
+    for cache in pool.kv_caches.values():  # reads before writes then show in the logits
         for tensor in (cache,) if isinstance(cache, torch.Tensor) else cache:
             tensor.fill_(torch.nan)
     limits = RunnerLimits(options.max_num_reqs, pool.max_model_len, options.settings.options.max_num_batched_tokens)
     return ModelRunner(model, pool, limits, worker.device)
 
 
-def _take_steps(runner: ModelRunner, worker: Worker, options: RankOptions, parent: "Connection[Any, Any]") -> None:
+def _run_steps(runner: ModelRunner, worker: Worker, options: RankOptions, parent: "Connection[Any, Any]") -> None:
     rank, world_size = options.settings.rank, options.settings.world_size
     last_stage = world_size - options.tp_size
     if rank:
@@ -112,10 +112,10 @@ def _stop_with_parent(parent: "Connection[Any, Any]", server: StepServer) -> Non
 
 
 def _lead(runner: ModelRunner, worker: Worker, server: StepServer, world_size: int, last_stage: int) -> None:
-    """Rank 0: hands steps and endings to all ranks, and gets the tokens of the last stage.
+    """Rank 0: sends steps and session ends to all ranks, and receives the tokens of the last stage.
 
-    It holds a step's ticket for all: when it has the tokens, all ranks have written their blocks, since each layer ends
-    in a sum over its ranks, each stage waits for the one before, and the tokens were copied to the host.
+    It holds a step's ticket for all ranks: when it has the tokens, all ranks have written their blocks, because each
+    layer ends with a sum over its ranks, each stage waits for the previous one, and the tokens were copied to the host.
     """
 
     def execute(step: StepInput) -> list[int]:
@@ -137,23 +137,23 @@ def _lead(runner: ModelRunner, worker: Worker, server: StepServer, world_size: i
 
 
 def _follow(runner: ModelRunner, rank: int, last_stage: int) -> None:
-    """Any other rank: does what rank 0 says until it says None."""
+    """Other ranks: runs the steps of rank 0 until it sends None."""
     while True:
-        said: list[StepInput | str | None] = [None]
-        distributed.broadcast_object_list(said)
-        order = said[0]
-        if order is None:
+        received: list[StepInput | str | None] = [None]
+        distributed.broadcast_object_list(received)
+        command = received[0]
+        if command is None:
             return
-        if isinstance(order, str):
-            runner.end_session(order)
+        if isinstance(command, str):
+            runner.end_session(command)
             continue
-        tokens = runner.execute(order)
+        tokens = runner.execute(command)
         if last_stage and rank == last_stage:
             distributed.send_object_list([tokens or []], 0)
 
 
 def _from_last_stage(tokens: list[int] | None, last_stage: int) -> list[int]:
-    """Waits for the tokens of the last stage's first rank."""
+    """Receives the tokens of the first rank of the last stage."""
     received: list[list[int]] = [tokens or []]
     distributed.recv_object_list(received, last_stage)
     return received[0]

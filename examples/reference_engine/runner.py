@@ -1,8 +1,8 @@
 """A rank's model runner: rows of running requests, and the steps that compute them.
 
-1. A step is checked before anything is changed; one that was planned in another epoch touches no tensor.
-2. All ranks hold the same rows, since all get the same steps: what one refuses, all refuse.
-3. Requests of several sessions share the rows; a step names those of one session, and they become its first rows.
+1. A step is checked before anything changes. A step of another epoch touches no tensor.
+2. All ranks hold the same rows, because they get the same steps: a step that one rank refuses, all refuse.
+3. Requests of several sessions share the rows. A step has requests of one session, which become its first rows.
 """
 
 from collections.abc import Mapping
@@ -31,12 +31,12 @@ from kvpool.gpu_worker.workspace import Workspace
 
 @dataclass(frozen=True, slots=True)
 class RunnerLimits:
-    """What bounds the requests on a rank, of all sessions together.
+    """Limits of the requests on a rank, over all sessions.
 
     Attributes:
-        max_num_reqs: Requests running at once.
-        max_model_len: Tokens of a request.
-        max_num_batched_tokens: Tokens of one step.
+        max_num_reqs: Maximum number of running requests.
+        max_model_len: Maximum number of tokens of a request.
+        max_num_batched_tokens: Maximum number of tokens per step.
     """
 
     max_num_reqs: int
@@ -54,16 +54,16 @@ class ModelRunner:
     """Runs the steps of all sessions on one rank, one at a time."""
 
     def __init__(self, model: ReferenceModel, cache: ReadyPool, limits: RunnerLimits, device: torch.device) -> None:
-        """Gives the model its cache.
+        """Binds the model to its cache.
 
         Args:
-            model: This rank's part.
-            cache: What the rank holds of the pool.
-            limits: What bounds the requests.
-            device: Where the model computes.
+            model: The part of the model on this rank.
+            cache: The tensors of the rank.
+            limits: Limits of the requests.
+            device: Device of the model.
 
         Raises:
-            InvalidArgumentError: The cache is not that of the model's layers; names one at fault.
+            InvalidArgumentError: The cache does not match the model's layers; names a layer.
         """
         bind_kv_cache(cache.kv_caches, model.layers)  # type: ignore[arg-type]
         self._model = model
@@ -83,12 +83,12 @@ class ModelRunner:
         return f"<ModelRunner: {len(self._rows)} requests, epoch {self._cache.epoch}>"
 
     def check(self, step: StepInput) -> None:
-        """Checks a step, changing nothing.
+        """Checks a step without changing anything.
 
         Raises:
-            AbortedError: It belongs to another epoch.
-            NotFoundError: It names a request that is not running here.
-            InvalidArgumentError: It does not follow on what was computed before, or is over a limit.
+            AbortedError: The step belongs to another epoch.
+            NotFoundError: A request of the step is not running on this rank.
+            InvalidArgumentError: The step does not continue the computed tokens, or exceeds a limit.
         """
         epoch = step.lease.epoch
         if epoch != self._cache.epoch:
@@ -96,7 +96,7 @@ class ModelRunner:
             raise AbortedError("EPOCH_PASSED", message, field="epoch")
         keys = {(step.session, entry.request_id) for entry in step.requests}
         if len(keys) != len(step.requests):
-            raise InvalidArgumentError("requests", "one is named twice")
+            raise InvalidArgumentError("requests", "a request is listed twice")
         released = {(step.session, request_id) for request_id in step.released}
         running = len((self._rows.keys() - released) | keys)
         check_range("requests", running, 0, self._limits.max_num_reqs)
@@ -112,12 +112,12 @@ class ModelRunner:
         """Runs a step.
 
         Returns:
-            The greedy choice for each request whose tokens are all computed, in their order; None on a stage that is
-            not the last.
+            The greedy next token of each request whose tokens are all computed, in order; None on stages before the
+            last.
 
         Raises:
-            KvpoolError: See `check`; nothing was changed.
-            FloatingPointError: A logit is not finite: what was read had never been written.
+            KvpoolError: As for `check`; nothing is changed.
+            FloatingPointError: A logit is not finite, so memory was read that was never written.
         """
         self.check(step)
         for request_id in step.released:
@@ -129,11 +129,11 @@ class ModelRunner:
         if logits is None:
             return None
         if not bool(logits.isfinite().all()):
-            raise FloatingPointError("a logit is not finite: a block was read that nothing was written to")
+            raise FloatingPointError("a logit is not finite: a block was read before it was written")
         return [int(token) for token in logits.argmax(-1).tolist()]
 
     def end_session(self, session: str) -> None:
-        """Forgets a session's requests, when its scheduler is gone."""
+        """Drops the requests of a session whose scheduler has ended."""
         for key in [key for key in self._rows if key[0] == session]:
             self._drop(key)
 
@@ -175,7 +175,7 @@ class ModelRunner:
         return row
 
     def _place(self, rows: list[_Row]) -> None:
-        """Makes these the first rows of the tables, in this order."""
+        """Moves rows to the front of the tables, in this order."""
         for index, row in enumerate(rows):
             if row.index != index:
                 self._tables.swap_rows(row.index, index)
@@ -186,7 +186,7 @@ class ModelRunner:
                 row.index = index
 
     def _batch(self, requests: list[RequestStep], rows: list[_Row]) -> PagedBatch:
-        """Flattens the step's tokens, request after request."""
+        """Flattens the tokens of a step, request by request."""
         self._place(rows)
         starts = np.array([entry.num_computed_tokens for entry in requests])
         step = ScheduledStep(starts, np.array([entry.num_scheduled_tokens for entry in requests]))

@@ -1,4 +1,4 @@
-"""What a scheduler tells the ranks of a step, and what they answer. Plain values, which need no torch."""
+"""Messages between a scheduler and the ranks for one step. Plain values without torch."""
 
 from dataclasses import dataclass, field
 
@@ -10,14 +10,14 @@ class RequestStep:
     """One request's part of a step: tokens [num_computed_tokens, num_computed_tokens + num_scheduled_tokens).
 
     Attributes:
-        request_id: Its id, unique in its session.
-        is_new: Whether it starts here, or again after a preemption: all its tokens and blocks follow, and whatever the
-            ranks knew of it is replaced.
-        num_computed_tokens: Tokens whose keys, values and states are in its blocks.
-        num_scheduled_tokens: Tokens to compute, at least 1.
-        new_token_ids: Its tokens that the ranks do not know yet.
-        new_block_ids: Of each group, the blocks added to its table. What lies behind a window may be null here, or stay
-            listed: it is not read.
+        request_id: Id of the request, unique in its session.
+        is_new: Whether the request starts, or restarts after a preemption: all its tokens and blocks follow, and
+            replace earlier state on the ranks.
+        num_computed_tokens: Number of tokens whose keys, values and states are in its blocks.
+        num_scheduled_tokens: Number of tokens to compute, at least 1.
+        new_token_ids: Tokens that the ranks have not received yet.
+        new_block_ids: Per group, the blocks appended to its table. Blocks behind a window may be null or stay listed;
+            they are not read.
     """
 
     request_id: str
@@ -30,14 +30,14 @@ class RequestStep:
 
 @dataclass(slots=True)
 class StepInput:
-    """One round of one scheduler.
+    """One step of one scheduler.
 
     Attributes:
-        lease: What the blocks were handed out under.
+        lease: The lease under which the blocks were handed out.
         session: Name of the scheduler's session on the ranks.
-        requests: What to compute, in the order in which the requests were given room: one may start from what another
-            before it leaves in this step.
-        released: Requests that are running no more, finished or preempted. Goes first.
+        requests: Requests to compute, in allocation order: a request may read blocks that an earlier one fills in this
+            step.
+        released: Requests that finished or were preempted. Handled first.
     """
 
     lease: TableLease
@@ -48,11 +48,11 @@ class StepInput:
 
 @dataclass(slots=True)
 class StepOutput:
-    """What became of a step.
+    """The result of a step.
 
     Attributes:
-        next_token_ids: The greedy choice for each request whose tokens are all computed, in the order of the requests.
-        refusal: Why nothing was done, and nothing changed: the reason's constant and a sentence; None if it was done.
+        next_token_ids: The greedy next token of each request whose tokens are all computed, in request order.
+        refusal: Reason and message if the step was refused, which changes nothing; None if the step ran.
     """
 
     next_token_ids: list[int] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""A scheduler's end of the link to the ranks: it tells them what they do not know yet. See `step_server` for theirs."""
+"""A scheduler's side of the link to the ranks, which sends only new tokens and blocks. See also `step_server`."""
 
 import uuid
 from collections.abc import Iterable, Sequence
@@ -16,24 +16,24 @@ _Pipe: TypeAlias = "Connection[Any, Any]"
 
 
 class StepRefusedError(KvpoolError):
-    """The ranks did not run a step, and changed nothing: EPOCH_PASSED or SESSION_ENDED if its blocks may be others'."""
+    """The ranks refused a step and changed nothing: EPOCH_PASSED or SESSION_ENDED if its blocks may have new owners."""
 
 
 class StepLink:
-    """A scheduler's end: runs its rounds on the ranks. A context manager."""
+    """Runs a scheduler's steps on the ranks. A context manager."""
 
     def __init__(self, path: Path, authkey: bytes, lease: TableLease) -> None:
         """Connects.
 
         Args:
-            path: Where rank 0 listens.
-            authkey: What it asks for.
-            lease: What the scheduler's session hands its blocks out under.
+            path: Socket of rank 0.
+            authkey: Shared secret of the ranks.
+            lease: Lease of the scheduler's session.
         """
         self._pipe: _Pipe = Client(str(path), "AF_UNIX", authkey)
         self._lease = lease
         self._session = uuid.uuid4().hex
-        self._known: dict[str, _Known] = {}
+        self._sent: dict[str, _Sent] = {}
 
     @classmethod
     def of_session(cls, path: Path, authkey: bytes, session: Session) -> "StepLink":
@@ -52,12 +52,12 @@ class StepLink:
         """See `kvpool.replay.executor.Executor`.
 
         Raises:
-            StepRefusedError: The ranks did not run it.
-            UnavailableError: The ranks are gone.
+            StepRefusedError: The ranks refused the step.
+            UnavailableError: The ranks have ended.
         """
         step = StepInput(self._lease, self._session)
         for request in released:
-            if self._known.pop(request.request_id, None):
+            if self._sent.pop(request.request_id, None):
                 step.released.append(request.request_id)
         step.requests += (self._describe(entry) for entry in scheduled if entry.num_scheduled_tokens)
         if not step.requests and not step.released:
@@ -76,27 +76,27 @@ class StepLink:
         self._pipe.close()
 
     def _describe(self, entry: Scheduled) -> RequestStep:
-        """What the ranks do not know yet of a request."""
+        """Describes the tokens and blocks of a request that the ranks have not received."""
         request = entry.request
-        known = self._known.get(request.request_id)
-        is_new = known is None
-        if known is None:
-            known = self._known[request.request_id] = _Known([0] * len(request.block_ids))
+        sent = self._sent.get(request.request_id)
+        is_new = sent is None
+        if sent is None:
+            sent = self._sent[request.request_id] = _Sent([0] * len(request.block_ids))
         described = RequestStep(
             request.request_id,
             is_new,
             entry.num_executed_tokens,
             entry.num_scheduled_tokens,
-            request.token_ids[known.num_tokens :],
-            [table[count:] for table, count in zip(request.block_ids, known.num_blocks, strict=True)],
+            request.token_ids[sent.num_tokens :],
+            [table[count:] for table, count in zip(request.block_ids, sent.num_blocks, strict=True)],
         )
-        known.num_tokens = request.num_tokens
-        known.num_blocks = [len(table) for table in request.block_ids]
+        sent.num_tokens = request.num_tokens
+        sent.num_blocks = [len(table) for table in request.block_ids]
         return described
 
 
-class _Known:
-    """What the ranks know of a request: so many tokens, and so many blocks of each group."""
+class _Sent:
+    """Number of tokens, and of blocks per group, that the ranks have received for a request."""
 
     __slots__ = ("num_blocks", "num_tokens")
 

@@ -1,8 +1,8 @@
-"""The ranks' end of the link to schedulers: a unix socket that rank 0 listens on, and steps in the order of arrival.
+"""The ranks' side of the link to schedulers: rank 0 listens on a unix socket and runs steps in order of arrival.
 
 1. One connection is one session. When it ends, the ranks forget the session's requests.
-2. Steps run one at a time, whoever sent them. A scheduler waits for the answer before it sends the next.
-3. Messages are pickled values, so only who knows the authkey is listened to, and the socket is its owner's alone.
+2. Steps of all sessions run one at a time. A scheduler waits for the answer before it sends the next step.
+3. Messages are pickled values, so clients must know the authkey, and only the owner may access the socket.
 """
 
 import contextlib
@@ -22,14 +22,14 @@ _Pipe: TypeAlias = "Connection[Any, Any]"
 
 
 class StepServer:
-    """Rank 0's end."""
+    """Rank 0's side of the link."""
 
     def __init__(self, path: Path, authkey: bytes) -> None:
-        """Listens.
+        """Starts to listen.
 
         Args:
-            path: Where; nothing must be there yet.
-            authkey: What schedulers must know.
+            path: Path of the socket; must not exist.
+            authkey: Shared secret of the schedulers.
         """
         umask = os.umask(0o177)
         try:
@@ -41,18 +41,18 @@ class StepServer:
         threading.Thread(target=self._accept, daemon=True).start()
 
     def serve(self, execute: Callable[[StepInput], list[int]], end_session: Callable[[str], object]) -> None:
-        """Runs steps until `stop`, then listens no more.
+        """Runs steps until `stop`, then closes the socket.
 
         Args:
-            execute: Runs one; raises KvpoolError if it must not be run.
-            end_session: Called with the name of each session that ended.
+            execute: Runs a step; raises KvpoolError if the step must not run.
+            end_session: Called with the name of each session that ends.
         """
         sessions: dict[_Pipe, str] = {}
         with self._listener:
             self._serve(sessions, execute, end_session)
 
     def stop(self) -> None:
-        """Makes `serve` return after the steps that have arrived. May be called from any thread."""
+        """Makes `serve` return after the steps that have arrived. Thread-safe."""
         self._stopping = True
         self._steps.put(None)
 
@@ -73,14 +73,14 @@ class StepServer:
                 output = StepOutput(execute(step))
             except KvpoolError as error:
                 output = StepOutput(refusal=(error.reason, str(error)))
-            with contextlib.suppress(OSError):  # it went while its step ran; `_receive` sees that too
+            with contextlib.suppress(OSError):  # the client left while its step ran; `_receive` notices too
                 pipe.send(output)
 
     def _accept(self) -> None:
         while not self._stopping:
             try:
                 pipe = self._listener.accept()
-            except (AuthenticationError, EOFError, OSError):  # it did not know the authkey, or left at once
+            except (AuthenticationError, EOFError, OSError):  # wrong authkey, or the client left at once
                 continue
             threading.Thread(target=self._receive, args=(pipe,), daemon=True).start()
 

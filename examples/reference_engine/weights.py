@@ -1,6 +1,7 @@
-"""Weights of the reference model, drawn from a seed: the same on every rank and machine, each rank cuts out its part.
+"""Weights of the reference model, generated from a seed. They are equal on all ranks and machines.
 
-Uniform numbers, since those are whole numbers scaled by a power of two, which every CPU draws alike.
+Each rank cuts out its part. The numbers are uniform, because those are integers scaled by a power of two, which every
+CPU generates equally.
 """
 
 import math
@@ -11,24 +12,24 @@ import torch
 
 from examples.reference_engine.config import LayerKind, ReferenceConfig
 from kvpool.core.errors import check_range
-from kvpool.gpu_worker.dtypes import torch_dtype
+from kvpool.gpu_worker.layouts import torch_dtype
 
 Weights = dict[str, torch.Tensor]
-"""Matrices (outputs, inputs) and vectors, by the name within their layer."""
+"""Matrices (outputs, inputs) and vectors, by name in their layer."""
 
 _GAIN: Final = 2.0
-"""Above 1, so that attention is sharp enough for far tokens to change the greedy choice."""
+"""Above 1, so that attention is sharp enough for distant tokens to change the greedy token."""
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Which part of the model a rank has: rank = pp_rank * tp_size + tp_rank.
+    """The part of the model on a rank: rank = pp_rank * tp_size + tp_rank.
 
     Attributes:
-        tp_rank: Which share of the heads, [0, tp_size).
-        tp_size: Ranks that share the heads of a layer.
-        pp_rank: Which stage, [0, pp_size).
-        pp_size: Stages, each of consecutive layers.
+        tp_rank: Index of the share of the heads, [0, tp_size).
+        tp_size: Number of ranks that share the heads of a layer.
+        pp_rank: Index of the stage, [0, pp_size).
+        pp_size: Number of stages of consecutive layers.
     """
 
     tp_rank: int = 0
@@ -42,75 +43,77 @@ class Placement:
 
     @classmethod
     def of_rank(cls, rank: int, tp_size: int, pp_size: int) -> "Placement":
-        """The part of one of tp_size * pp_size ranks."""
+        """The placement of one of tp_size * pp_size ranks."""
         return cls(rank % tp_size, tp_size, rank // tp_size, pp_size)
 
     @property
     def is_first_stage(self) -> bool:
-        """Whether it embeds the tokens."""
+        """Whether the rank embeds the tokens."""
         return self.pp_rank == 0
 
     @property
     def is_last_stage(self) -> bool:
-        """Whether it makes the logits."""
+        """Whether the rank computes the logits."""
         return self.pp_rank == self.pp_size - 1
 
     def layers(self, num_layers: int) -> range:
-        """The layers of this stage."""
+        """Indices of the layers of this stage."""
         return range(num_layers * self.pp_rank // self.pp_size, num_layers * (self.pp_rank + 1) // self.pp_size)
 
 
 def embedding_weights(config: ReferenceConfig, device: torch.device) -> Weights:
-    """The embedding and the head, (vocab_size, hidden_size) each; the same on all ranks."""
-    draw = _Drawer(config, config.num_layers, device)
+    """Embedding and head, each (vocab_size, hidden_size); equal on all ranks."""
+    generator = _WeightGenerator(config, config.num_layers, device)
     return {
-        "embed": draw.matrix(config.vocab_size, config.hidden_size, gain=math.sqrt(config.hidden_size)),
-        "head": draw.matrix(config.vocab_size, config.hidden_size),
+        "embed": generator.matrix(config.vocab_size, config.hidden_size, gain=math.sqrt(config.hidden_size)),
+        "head": generator.matrix(config.vocab_size, config.hidden_size),
     }
 
 
 def layer_weights(config: ReferenceConfig, index: int, device: torch.device) -> Weights:
-    """All weights of one layer, of the whole model."""
-    draw = _Drawer(config, index, device)
+    """Weights of one layer of the whole model."""
+    generator = _WeightGenerator(config, index, device)
     hidden, heads = config.hidden_size, config.num_heads
     kind = config.layer_kinds[index]
     weights: Weights = {}
     if kind is LayerKind.MAMBA:
         inner, state = config.mamba_inner_size, config.mamba_state_size
-        weights["in_x"], weights["in_z"] = draw.matrix(inner, hidden), draw.matrix(inner, hidden)
-        weights["in_dt"] = draw.matrix(inner, hidden)
-        weights["in_b"], weights["in_c"] = draw.matrix(state, hidden), draw.matrix(state, hidden)
-        weights["conv"] = draw.matrix(inner, config.mamba_conv_kernel)
-        weights["decay"] = draw.vector(inner).abs() / 4  # so slow that states remember what blocks ago was read
-        weights["skip"] = draw.vector(inner)
-        weights["o"] = draw.matrix(hidden, inner)
+        weights["in_x"], weights["in_z"] = generator.matrix(inner, hidden), generator.matrix(inner, hidden)
+        weights["in_dt"] = generator.matrix(inner, hidden)
+        weights["in_b"], weights["in_c"] = generator.matrix(state, hidden), generator.matrix(state, hidden)
+        weights["conv"] = generator.matrix(inner, config.mamba_conv_kernel)
+        weights["decay"] = (
+            generator.vector(inner).abs() / 4
+        )  # slow enough for states to keep information over several blocks
+        weights["skip"] = generator.vector(inner)
+        weights["o"] = generator.matrix(hidden, inner)
     elif kind is LayerKind.MLA:
         rank, rope = config.kv_lora_rank, config.qk_rope_head_dim
-        weights["q"] = draw.matrix(heads * (config.head_size + rope), hidden)
-        weights["kv_down"], weights["k_rope"] = draw.matrix(rank, hidden), draw.matrix(rope, hidden)
-        weights["k_up"] = draw.matrix(heads * config.head_size, rank)
-        weights["v_up"] = draw.matrix(heads * config.head_size, rank)
-        weights["o"] = draw.matrix(hidden, heads * config.head_size)
+        weights["q"] = generator.matrix(heads * (config.head_size + rope), hidden)
+        weights["kv_down"], weights["k_rope"] = generator.matrix(rank, hidden), generator.matrix(rope, hidden)
+        weights["k_up"] = generator.matrix(heads * config.head_size, rank)
+        weights["v_up"] = generator.matrix(heads * config.head_size, rank)
+        weights["o"] = generator.matrix(hidden, heads * config.head_size)
     else:
-        weights["q"] = draw.matrix(heads * config.head_size, hidden)
-        weights["k"] = draw.matrix(config.num_kv_heads * config.head_size, hidden)
-        weights["v"] = draw.matrix(config.num_kv_heads * config.head_size, hidden)
-        weights["o"] = draw.matrix(hidden, heads * config.head_size)
+        weights["q"] = generator.matrix(heads * config.head_size, hidden)
+        weights["k"] = generator.matrix(config.num_kv_heads * config.head_size, hidden)
+        weights["v"] = generator.matrix(config.num_kv_heads * config.head_size, hidden)
+        weights["o"] = generator.matrix(hidden, heads * config.head_size)
     weights["up"], weights["down"] = (
-        draw.matrix(config.intermediate_size, hidden),
-        draw.matrix(hidden, config.intermediate_size),
+        generator.matrix(config.intermediate_size, hidden),
+        generator.matrix(hidden, config.intermediate_size),
     )
     return weights
 
 
 _WHOLE: Final = frozenset(("kv_down", "k_rope", "in_b", "in_c"))
-"""What every tensor rank has whole: latent vectors have one head, and all channels share B and C."""
+"""Weights that every tensor-parallel rank has completely: latent vectors have one head; all channels share B and C."""
 _BY_INPUTS: Final = frozenset(("o", "down"))
-"""Cut by inputs, so that outputs are sums over the ranks; all others are cut by outputs."""
+"""Weights cut by inputs, so that outputs are summed over the ranks; all others are cut by outputs."""
 
 
 def tensor_share(weights: Weights, placement: Placement) -> Weights:
-    """Cuts out a tensor rank's part of one layer: whole heads and channels, in their order."""
+    """Cuts out a tensor-parallel rank's part of one layer: whole heads and channels, in order."""
     share = {}
     for name, weight in weights.items():
         dim = 1 if name in _BY_INPUTS else 0
@@ -119,8 +122,8 @@ def tensor_share(weights: Weights, placement: Placement) -> Weights:
     return share
 
 
-class _Drawer:
-    """Draws the weights of one layer, always in the same order, on CPU."""
+class _WeightGenerator:
+    """Generates the weights of one layer on CPU, always in the same order."""
 
     def __init__(self, config: ReferenceConfig, index: int, device: torch.device) -> None:
         self._generator = torch.Generator().manual_seed(config.seed * 1_000_003 + index)
@@ -135,5 +138,5 @@ class _Drawer:
         return self._uniform(size)
 
     def _uniform(self, *shape: int) -> torch.Tensor:
-        drawn = torch.rand(shape, generator=self._generator, dtype=torch.float64) * 2 - 1
-        return drawn.to(self._device, self._dtype)
+        uniform = torch.rand(shape, generator=self._generator, dtype=torch.float64) * 2 - 1
+        return uniform.to(self._device, self._dtype)

@@ -75,7 +75,7 @@ _ERROR = re.compile(r"^(?:\[rank0\]: |\(EngineCore pid=\d+\) ERROR [^]]*\] )?((?
 """What a traceback ends with, of a process or of its engine's core."""
 NO_SESSION = "kvpool.core.errors.NotFoundError: session_id: no such session"
 NO_SERVICE = "kvpool.core.errors.UnavailableError: failed to connect to all addresses; "
-START_ANEW = "start the engine anew"
+RESTART = "restart the engine"
 CORE_DIED = (
     "vllm.v1.engine.exceptions.EngineDeadError: "
     "EngineCore encountered an issue. See stack trace (above) for the root cause."
@@ -101,7 +101,7 @@ def _assert_begins_as(expected: Answers, answers: Answers) -> None:
 
 def _assert_stopped_in_time(engine: FollowedEngine, plain: Plain) -> None:
     """Its log says what to do; it put out nothing wrong, and nothing more once it had to ask."""
-    assert START_ANEW in engine.log
+    assert RESTART in engine.log
     _assert_begins_as(plain.answers, engine.answers)
     assert EARLY <= engine.num_steps < EARLY + BLOCK_TOKENS
 
@@ -129,7 +129,7 @@ def test_a_killed_engine_leaves_its_blocks_and_nothing_cached_to_the_next(
     assert (left.sessions, left.requests, left.free_blocks) == (0, 0, ENGINE.num_blocks - 1)
 
 
-def test_an_engine_goes_on_with_a_service_that_comes_back(plain: Plain, scripts: Scripts, tmp_path: Path) -> None:
+def test_an_engine_continues_with_a_restarted_service(plain: Plain, scripts: Scripts, tmp_path: Path) -> None:
     """Killed between two steps; before a step that then has to wait; and while the engine steps."""
     with (
         service(tmp_path, "--journal", str(tmp_path / "journal")) as server,
@@ -192,7 +192,7 @@ def test_an_engine_stops_with_one_error_if_its_service_stays_away(
     _assert_stopped_in_time(engine, plain)
 
 
-def test_a_core_of_its_own_says_why_it_stops_and_its_engine_that_it_did(
+def test_a_separate_core_logs_why_it_stops_and_its_engine_reports_it(
     plain: Plain, scripts: Scripts, tmp_path: Path
 ) -> None:
     """As users run it: the core logs the reason, and again as its process ends, if that still comes to it.
@@ -212,7 +212,7 @@ def test_a_core_of_its_own_says_why_it_stops_and_its_engine_that_it_did(
     assert errors[0] == NO_SESSION
     assert {*errors} == {NO_SESSION, CORE_DIED}
     assert errors.count(CORE_DIED) == 1
-    assert START_ANEW in engine.log
+    assert RESTART in engine.log
     assert engine.num_steps >= SOME_STEPS
     for request, answer in engine.answers.items():
         tokens = _tokens(answer)

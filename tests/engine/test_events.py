@@ -15,7 +15,7 @@ from vllm.v1.request import Request
 
 from engine.driving import Driver, Setup, make_scheduler
 from kvpool.client.vllm import Scheduler
-from kvpool.client.vllm.events import TELLS_GROUPS
+from kvpool.client.vllm.events import EVENTS_HAVE_GROUPS
 
 WAIT_SECONDS = 20.0
 _REPORTS_FOUND = "kv_cache_report_mode" in Request.__init__.__code__.co_names
@@ -81,7 +81,7 @@ def both(setup: Setup, on_service: Setup) -> tuple[list[Any], list[Any]]:
     while True:
         plain, served = published(setup.events_endpoint), published(on_service.events_endpoint)
         is_same = len(stored(plain)) == len(stored(served))
-        is_same = is_same and held(plain, by_copy=True) == held(served, by_copy=not TELLS_GROUPS)
+        is_same = is_same and held(plain, by_copy=True) == held(served, by_copy=not EVENTS_HAVE_GROUPS)
         if is_same or time.monotonic() > due:
             return plain, served
         time.sleep(0.05)  # the last of them may be under way
@@ -109,7 +109,7 @@ def test_the_events_are_those_of_vllm(name: str, address: str, tmp_path: Path, m
     drivers = [play(Plain, setup, tmp_path), play(Scheduler, on_service, tmp_path)]
     plain, served = both(setup, on_service)
     assert stored(served) == stored(plain)
-    assert held(served, by_copy=not TELLS_GROUPS) == held(plain, by_copy=True)
+    assert held(served, by_copy=not EVENTS_HAVE_GROUPS) == held(plain, by_copy=True)
     assert any(isinstance(event, BlockRemoved) for event in plain)
 
     for driver in drivers:
@@ -117,14 +117,14 @@ def test_the_events_are_those_of_vllm(name: str, address: str, tmp_path: Path, m
         driver.add("again", [5] * 40, 4)
         driver.finish()
     plain, served = both(setup, on_service)
-    assert held(served, by_copy=not TELLS_GROUPS) == held(plain, by_copy=True)
+    assert held(served, by_copy=not EVENTS_HAVE_GROUPS) == held(plain, by_copy=True)
     assert len(held(plain, by_copy=True)) <= 2 * len(setup.windows)
     for driver in drivers:
         driver.scheduler.shutdown()
 
 
 @pytest.mark.skipif(not _REPORTS_FOUND, reason="only newer versions tell it")
-def test_a_request_may_ask_to_be_told_what_was_found(address: str, tmp_path: Path) -> None:
+def test_a_request_may_enable_the_report_of_its_hit(address: str, tmp_path: Path) -> None:
     setup = Setup(events_endpoint=f"ipc://{tmp_path}/plain")
     attached = {"kvpool": {"address": address, "pool": "events.found"}}
     on_service = replace(setup, events_endpoint=f"ipc://{tmp_path}/served", additional_config=attached)

@@ -215,7 +215,7 @@ def play(program: Program, record_property: Callable[[str, object], None]) -> No
 
 @pytest.mark.parametrize("mix", MIXES)
 @pytest.mark.parametrize("seed", range(SEEDS))
-def test_terms_are_answered_as_vllm_answers_them(
+def test_allocation_options_are_answered_as_in_vllm(
     mix: str, seed: int, record_property: Callable[[str, object], None]
 ) -> None:
     play(Program(Random(f"{mix} {seed}"), MIXES[mix]), record_property)

@@ -28,7 +28,7 @@ class _Binding(_Plain):
 
 
 SET: dict[str, tuple[str, Any, str]] = {
-    "a connector of the pool's": ("connector", _Binding(), "_Binding, which works on vLLM's own block pool"),
+    "a connector of the pool's": ("connector", _Binding(), "_Binding, which uses vLLM's own block pool"),
     "such a one among others": ("connector", SimpleNamespace(_connectors=[_Plain(), _Binding()]), "_Binding, which"),
     "block metrics": ("observability_config.kv_cache_metrics", True, "kv_cache_metrics"),
     "multi-module MTP": ("num_prefill_lookahead", 3, "multi-module MTP"),
@@ -46,7 +46,7 @@ def _set(target: Any, path: str, value: Any) -> None:
 
 
 @pytest.mark.parametrize("case", SET)
-def test_what_the_service_lacks_is_refused_by_name(case: str, tmp_path: Path) -> None:
+def test_unsupported_features_are_refused_by_name(case: str, tmp_path: Path) -> None:
     path, value, message = SET[case]
     scheduler = make_scheduler(Plain, Setup(), tmp_path)
     assert pool_config(scheduler, "p").num_blocks == 64
@@ -58,13 +58,13 @@ def test_what_the_service_lacks_is_refused_by_name(case: str, tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("windows", "path", "value", "message"),
     [
-        ((0, 40), "max_model_len", 1024, "beside other groups than one of full attention"),
-        ((40,), "max_model_len", 1024, "beside other groups than one of full attention"),
-        ((0,), "needs_kv_cache_zeroing", True, "where blocks are zeroed"),
+        ((0, 40), "max_model_len", 1024, "with groups other than one of full attention"),
+        ((40,), "max_model_len", 1024, "with groups other than one of full attention"),
+        ((0,), "needs_kv_cache_zeroing", True, "with zeroing of blocks"),
         ((0,), "defer_block_free", True, "with async scheduling"),
     ],
 )
-def test_connectors_are_refused_where_blocks_are_not_only_held(
+def test_unsupported_connectors_are_refused(
     windows: tuple[int, ...], path: str, value: Any, message: str, tmp_path: Path
 ) -> None:
     scheduler = make_scheduler(Plain, Setup(windows=windows), tmp_path)
@@ -79,7 +79,7 @@ def _groups(*specs: Any) -> list[Any]:
 
 
 @pytest.mark.skipif(not COUNTS_ADMISSIONS, reason="older versions cache these as all others")
-def test_groups_that_newer_versions_cache_by_rules_of_their_own_are_refused(tmp_path: Path) -> None:
+def test_groups_with_different_caching_rules_in_newer_versions_are_refused(tmp_path: Path) -> None:
     scheduler = make_scheduler(Plain, Setup(), tmp_path)
     full = scheduler.kv_cache_config.kv_cache_groups[0].kv_cache_spec
     state = kv_cache_interface.MambaSpec(block_size=16, shapes=((4,),), dtypes=(full.dtype,))
@@ -95,7 +95,7 @@ def test_groups_that_newer_versions_cache_by_rules_of_their_own_are_refused(tmp_
 def test_an_engine_that_is_refused_leaves_no_pool(
     address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvpool.client.vllm.attach.missing_methods", lambda: ["KVCacheManager.new_thing is not known"])
+    monkeypatch.setattr("kvpool.client.vllm.attach.missing_methods", lambda: ["KVCacheManager.new_thing is missing"])
     attached = Setup(additional_config={"kvpool": {"address": address, "pool": "refused"}})
     with pytest.raises(UnsupportedError, match="new_thing"):
         make_scheduler(Scheduler, attached, tmp_path)
@@ -103,15 +103,15 @@ def test_an_engine_that_is_refused_leaves_no_pool(
         client.get_pool("refused")
 
 
-def test_a_connector_is_refused_in_memory_that_others_see(address: str, tmp_path: Path) -> None:
+def test_a_connector_is_refused_in_shared_memory(address: str, tmp_path: Path) -> None:
     attached = {"kvpool": {"address": address, "pool": "refused", "memory_id": "m"}}
-    with pytest.raises(UnsupportedError, match="KV connectors in memory that others see"):
+    with pytest.raises(UnsupportedError, match="KV connectors in memory that other engines share"):
         make_scheduler(Scheduler, Setup(load_failures="fail", additional_config=attached), tmp_path)
     with connect(address) as client, pytest.raises(NotFoundError):
         client.get_pool("refused")
 
 
-def test_settings_come_from_the_environment_and_before_it_from_the_configuration(
+def test_settings_in_the_configuration_override_the_environment(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("KVPOOL_ADDRESS", "unix:/env")
@@ -140,7 +140,7 @@ def test_wrong_settings_are_refused_by_name(given: Any, message: str, monkeypatc
         Settings.of(given)
 
 
-def test_usage_is_told_before_the_first_step(address: str, tmp_path: Path) -> None:
+def test_usage_is_reported_before_the_first_step(address: str, tmp_path: Path) -> None:
     attached = Setup(additional_config={"kvpool": {"address": address, "pool": "usage"}})
     scheduler = make_scheduler(Scheduler, attached, tmp_path)
     assert scheduler.kv_cache_manager.usage == 0

@@ -136,13 +136,13 @@ def test_steps_are_those_of_vllm(kind: str, address: str, tmp_path: Path, caplog
         preemptions += plain.num_preemptions
         cached += sum(plain.cached.values())
         ends.update(kind for kind, *_ in plain.told or ())
-    assert not [record for record in caplog.records if record.name.startswith("kvpool")]  # nothing was foreseen wrongly
+    assert not [record for record in caplog.records if record.name.startswith("kvpool")]  # no wrong predictions
     assert preemptions > 20
     assert cached > 5000 or not setup.enable_caching
     assert not setup.load_failures or min(ends[end] for end in ENDS) > 10, ends
 
 
-def test_what_is_foreseen_wrongly_costs_messages_and_nothing_else(
+def test_a_wrong_prediction_costs_messages_and_nothing_else(
     address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Half of each chunk is foreseen, a token too much of each decode, and of admissions seven tokens."""
@@ -164,7 +164,7 @@ def test_what_is_foreseen_wrongly_costs_messages_and_nothing_else(
         while not driver.is_idle:
             driver.step()
             if driver is served:
-                requests = served.scheduler.kv_cache_manager.rounds.requests
+                requests = served.scheduler.kv_cache_manager.batcher.requests
                 for request in served.scheduler.running:
                     room = len(requests[request.request_id].block_ids[0]) * setup.block_size
                     assert room >= request.num_computed_tokens
@@ -192,7 +192,7 @@ def test_a_round_of_running_requests_is_a_message_at_most(drafts: dict[str, Any]
     driver.scheduler.shutdown()
 
 
-def test_the_scheduler_goes_on_while_the_service_answers(
+def test_the_scheduler_continues_while_the_service_answers(
     address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[str] = []
@@ -218,7 +218,7 @@ def test_the_scheduler_goes_on_while_the_service_answers(
     driver.scheduler.shutdown()
 
 
-def test_blocks_that_are_looked_at_too_early_end_the_engine(
+def test_blocks_that_are_read_too_early_end_the_engine(
     address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As a version of vLLM would that makes its output otherwise: an error, never wrong blocks."""
@@ -230,14 +230,12 @@ def test_blocks_that_are_looked_at_too_early_end_the_engine(
     driver.add("r", [1] * 10, 100)
     driver.step()
     steps = (driver.step() for _ in range(16))
-    with pytest.raises(RuntimeError, match="before the round's answer"):
+    with pytest.raises(RuntimeError, match="before the answer of the round"):
         list(steps)
     driver.scheduler.shutdown()
 
 
-def test_a_round_that_was_given_too_much_begins_again(
-    address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_round_with_a_refused_grant_restarts(address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The scheduler has gone on with blocks that there are not, once they are refused."""
     setup = Setup(num_blocks=24)
     plain = Driver(make_scheduler(Plain, setup, tmp_path), setup)
@@ -264,7 +262,7 @@ def test_a_round_that_was_given_too_much_begins_again(
     served.scheduler.shutdown()
 
 
-def test_the_scheduler_is_of_the_kind_that_the_engine_asks_for(address: str, tmp_path: Path) -> None:
+def test_the_scheduler_class_follows_the_configuration(address: str, tmp_path: Path) -> None:
     setup = Setup(additional_config={"kvpool": {"address": address, "pool": "kinds"}})
     scheduler = make_scheduler(Scheduler, setup, tmp_path)
     assert type(scheduler) is Scheduler

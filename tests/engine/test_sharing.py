@@ -43,7 +43,7 @@ class Engine:
         self.driver.step()  # tells what ended
 
 
-def test_engines_that_see_the_same_memory_share_what_is_cached(address: str, tmp_path: Path) -> None:
+def test_engines_with_the_same_memory_share_cached_blocks(address: str, tmp_path: Path) -> None:
     first = Engine(address, "shared", tmp_path, memory_id="gpu0")
     second = Engine(address, "shared", tmp_path, memory_id="gpu0")
     assert first.run("a", PROMPT) == 0
@@ -60,7 +60,7 @@ def test_engines_that_see_the_same_memory_share_what_is_cached(address: str, tmp
         engine.scheduler.shutdown()
 
 
-def test_what_an_engine_has_scheduled_and_not_run_is_found_by_itself_alone(address: str, tmp_path: Path) -> None:
+def test_scheduled_blocks_are_hit_only_by_their_own_engine_until_they_ran(address: str, tmp_path: Path) -> None:
     first = Engine(address, "unexecuted", tmp_path, memory_id="gpu0")
     second = Engine(address, "unexecuted", tmp_path, memory_id="gpu0")
     first.driver.add("a", PROMPT, 9)
@@ -70,7 +70,7 @@ def test_what_an_engine_has_scheduled_and_not_run_is_found_by_itself_alone(addre
         engine.scheduler.shutdown()
 
 
-def test_pools_of_their_own_on_one_server_know_nothing_of_each_other(address: str, tmp_path: Path) -> None:
+def test_separate_pools_on_one_server_are_independent(address: str, tmp_path: Path) -> None:
     engines = [Engine(address, f"own.{i}", tmp_path) for i in range(2)]
     assert [engine.run("a", PROMPT) for engine in engines] == [0, 0]
     with connect(address) as client:
@@ -79,7 +79,7 @@ def test_pools_of_their_own_on_one_server_know_nothing_of_each_other(address: st
         engine.scheduler.shutdown()
 
 
-def test_another_layout_is_refused_by_the_name_of_what_differs(address: str, tmp_path: Path) -> None:
+def test_another_layout_is_refused_with_the_differing_field(address: str, tmp_path: Path) -> None:
     first = Engine(address, "layout", tmp_path, memory_id="gpu0")
     with pytest.raises(WrongStateError, match="num_blocks"):
         Engine(address, "layout", tmp_path, replace(SETUP, num_blocks=65), memory_id="gpu0")
@@ -95,12 +95,12 @@ def test_memory_that_differs_is_refused_while_an_engine_lives(address: str, tmp_
     first.scheduler.shutdown()
 
 
-def test_a_step_ahead_in_memory_that_others_see_is_refused(address: str, tmp_path: Path) -> None:
+def test_async_scheduling_is_refused_in_shared_memory(address: str, tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError, match="async scheduling"):
         Engine(address, "ahead", tmp_path, replace(SETUP, is_async=True), memory_id="gpu0")
 
 
-def test_the_next_engine_finds_nothing_of_one_whose_memory_is_gone(address: str, tmp_path: Path) -> None:
+def test_the_next_engine_hits_no_blocks_of_lost_memory(address: str, tmp_path: Path) -> None:
     first = Engine(address, "next", tmp_path)
     first.run("a", PROMPT)
     first.scheduler.shutdown()
@@ -114,7 +114,7 @@ def test_the_next_engine_finds_nothing_of_one_whose_memory_is_gone(address: str,
     second.scheduler.shutdown()
 
 
-def test_a_killed_engine_gives_its_blocks_back_to_the_next(address: str, tmp_path: Path) -> None:
+def test_a_killed_engine_frees_its_blocks_for_the_next(address: str, tmp_path: Path) -> None:
     command = [sys.executable, __file__, address, "killed", str(tmp_path)]
     env = child_environment(VLLM_LOGGING_LEVEL="ERROR")  # older versions log where this listens
     with (
@@ -141,7 +141,7 @@ def _steps_of_both(served: Driver, plain: Driver) -> list[Any]:
 
 
 @pytest.mark.parametrize("keeps_journal", [False, True], ids=["no_journal", "journal"])
-def test_a_service_that_is_killed_costs_one_clear_error_or_nothing(tmp_path: Path, *, keeps_journal: bool) -> None:
+def test_a_killed_service_causes_at_most_one_clear_error(tmp_path: Path, *, keeps_journal: bool) -> None:
     options = ["--journal", str(tmp_path / "journal")] if keeps_journal else []
     (tmp_path / "plain").mkdir()
     plain = Driver(make_scheduler(Plain, SETUP, tmp_path / "plain"), SETUP)
@@ -158,12 +158,12 @@ def test_a_service_that_is_killed_costs_one_clear_error_or_nothing(tmp_path: Pat
         else:
             with pytest.raises((AbortedError, NotFoundError), match="session") as raised:
                 _steps_of_both(engine.driver, plain)
-            assert "start the engine anew" in raised.value.__notes__[0]
+            assert "restart the engine" in raised.value.__notes__[0]
         assert all(mine == theirs for mine, theirs in steps)
         engine.scheduler.shutdown()
 
 
-def test_a_service_that_stays_away_is_told_by_its_address_and_what_to_do(tmp_path: Path) -> None:
+def test_an_unavailable_service_is_reported_with_address_and_advice(tmp_path: Path) -> None:
     with service(tmp_path) as server:
         engine = Engine(server.address, "away", tmp_path, deadline_seconds=1.0)
         engine.driver.add("a", PROMPT, 60)
@@ -171,7 +171,7 @@ def test_a_service_that_stays_away_is_told_by_its_address_and_what_to_do(tmp_pat
         server.kill()
         with pytest.raises(UnavailableError, match=server.address) as raised:
             engine.run_all()
-        assert "start the engine anew" in raised.value.__notes__[0]
+        assert "restart the engine" in raised.value.__notes__[0]
         engine.scheduler.shutdown()
 
 

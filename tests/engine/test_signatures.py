@@ -15,7 +15,7 @@ from kvpool.client.vllm.pool_config import UnsupportedError
 CALLERS = ("vllm.v1.core.sched.scheduler", "vllm.v1.core.sched.async_scheduler", "vllm.v1.engine.core")
 
 
-def test_nothing_has_drifted() -> None:
+def test_no_method_is_missing() -> None:
     assert missing_methods.missing_methods() == []
 
 
@@ -31,7 +31,7 @@ def _asked(path: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("module", CALLERS)
-def test_all_that_the_engine_reads_of_its_manager_is_there(module: str, address: str, tmp_path: Path) -> None:
+def test_all_attributes_that_the_engine_reads_exist(module: str, address: str, tmp_path: Path) -> None:
     spec = find_spec(module)
     assert spec
     assert spec.origin
@@ -42,17 +42,19 @@ def test_all_that_the_engine_reads_of_its_manager_is_there(module: str, address:
     assert lacking <= {*missing_methods.NOT_CALLED, "block_pool"}  # which only frees what waits for a KV connector
 
 
-def test_an_engine_that_asks_for_more_is_refused(monkeypatch: pytest.MonkeyPatch, address: str, tmp_path: Path) -> None:
+def test_an_engine_with_a_new_parameter_is_refused(
+    monkeypatch: pytest.MonkeyPatch, address: str, tmp_path: Path
+) -> None:
     def allocate_slots(self: object, request: object, num_new_tokens: int, a_new_thing: int = 0) -> None:
         """A newer one."""
 
     monkeypatch.setattr(kv_cache_manager.KVCacheManager, "allocate_slots", allocate_slots)
     setup = Setup(additional_config={"kvpool": {"address": address, "pool": "newer"}})
-    with pytest.raises(UnsupportedError, match=r"allocate_slots has a parameter 'a_new_thing', which is not known"):
+    with pytest.raises(UnsupportedError, match=r"allocate_slots has a parameter 'a_new_thing' that is missing"):
         make_scheduler(Scheduler, setup, tmp_path)
 
 
-def test_what_is_here_and_not_there_belongs_to_an_older_version() -> None:
+def test_extra_methods_belong_to_an_older_version() -> None:
     own = {name for name in vars(KVCacheManager) if not name.startswith("_")}
     theirs = {name for name in dir(kv_cache_manager.KVCacheManager) if not name.startswith("_")}
     assert own - theirs <= set(_LATER)

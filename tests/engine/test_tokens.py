@@ -176,7 +176,7 @@ def test_batches_are_full(pair: Pair, workload: str) -> None:
 
 
 @cases("repeats")
-def test_a_repeat_finds_all_but_its_last_token(pair: Pair, workload: str) -> None:
+def test_a_repeat_hits_all_but_its_last_token(pair: Pair, workload: str) -> None:
     plain, _ = pair.outcomes(workload)
     lengths = [len(request.prompt) for request in make_workload(workload).requests]
     first = len(lengths) // 3
@@ -185,7 +185,7 @@ def test_a_repeat_finds_all_but_its_last_token(pair: Pair, workload: str) -> Non
 
 
 @cases("salts")
-def test_tenants_do_not_find_each_others_prefixes(pair: Pair, workload: str) -> None:
+def test_tenants_do_not_hit_each_others_prefixes(pair: Pair, workload: str) -> None:
     plain, _ = pair.outcomes(workload)
     found = [answer["num_cached_tokens"] for answer in _answers(plain)]
     first = len(found) // 3
@@ -201,7 +201,7 @@ def test_copies_have_tokens_of_their_own(pair: Pair, workload: str) -> None:
 
 
 @cases("prompt logprobs")
-def test_prompts_whose_logprobs_are_asked_for_are_read_in_full(pair: Pair, workload: str) -> None:
+def test_prompts_with_requested_logprobs_are_computed_in_full(pair: Pair, workload: str) -> None:
     plain, _ = pair.outcomes(workload)
     found = [answer["num_cached_tokens"] for answer in _answers(plain)]
     turns = [found[start : start + 3] for start in range(0, 12, 3)]
@@ -219,7 +219,7 @@ def test_some_are_aborted_and_others_are_not(pair: Pair, workload: str) -> None:
 
 
 @cases("reset")
-def test_a_reset_waits_for_nobody_or_preempts_all(pair: Pair, workload: str) -> None:
+def test_a_reset_is_refused_or_preempts_all(pair: Pair, workload: str) -> None:
     plain, _ = pair.outcomes(workload)
     assert plain["resets"] == [True, False, True, True]
     assert plain["counters"]["num_preemptions"] > 10

@@ -21,8 +21,8 @@ from kvpool.core.blocks.quota import NO_QUOTA
 from kvpool.core.steps.columns import Step, StepResult
 from kvpool.gpu_worker.fence import Fence
 from kvpool.gpu_worker.join import RankProtocol
-from kvpool.gpu_worker.messages import decode
 from kvpool.v1 import step_pb2, worker_pb2
+from kvpool.wire.ranks import server_message_from_proto
 from kvpool.wire.steps import result_from_proto, result_to_proto
 from support.fake_server import degraded, planned, ready, registered
 from support.ranks import registration
@@ -123,14 +123,14 @@ def test_a_rank_handles_messages_of_a_hostile_server() -> None:
         if rng.random() < 0.3:
             data = mutate_bytes(rng, data, rng.choice(written).SerializeToString())
         try:
-            word = decode(worker_pb2.JoinResponse.FromString(data))
+            received = server_message_from_proto(worker_pb2.JoinResponse.FromString(data))
         except DecodeError:  # grpc's client refuses it
             continue
         except KvpoolError as error:
             rank.stream_ended(error, now_seconds)
         else:
-            if word is not None:
-                rank.heard(word, now_seconds)
+            if received is not None:
+                rank.received(received, now_seconds)
                 num_handled += 1
         rank.tick(now_seconds)
         if rank.is_over:

@@ -188,7 +188,7 @@ def test_errors_name_the_key_of_the_config(change: dict[str, Any], field: str, t
         (["--memory", "9" * 400 + "9.5"], "is not a size such as 80GiB"),
         (["--memory", "80GiB", "--kv-dtype", "int3"], "--kv-dtype: 'int3' is not known; known: auto, fp8"),
         (["--memory", "80GiB", "--max-model-len", "1" * 5000], "neither a number of tokens"),
-        (["--memory", "80GiB", "--tp", "3"], "3 ranks (--tp) cannot share"),
+        (["--memory", "80GiB", "--tp", "3"], "3 ranks (--tp) cannot divide"),
         (["--memory", "80GiB", "--pp", "33"], "number of decoder layers"),
         (["--memory", "80GiB", "--dcp", "2"], "does not divide --tp"),
         (["--memory", "80GiB", "--max-model-len", "0"], "neither a number of tokens"),

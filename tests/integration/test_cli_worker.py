@@ -119,8 +119,8 @@ def refused(*arguments: object, program: str = "") -> tuple[int, str]:
         (["--memory", 0], 1, "--memory: 0 is not in [1,"),
         (["--memory", "900TiB"], 1, "LARGER_THAN_THE_DEVICE: --memory: 921,600.0 GiB are more than this machine's"),
         ([], 1, "--memory: must be given on cpu"),
-        (["--memory", "1GiB", "--device", "cuda:99"], 1, "--device: 'cuda:99' is not there; there are: cpu"),
-        (["--memory", "1GiB", "--device", "toaster"], 1, "--device: 'toaster' is not there; there are: cpu"),
+        (["--memory", "1GiB", "--device", "cuda:99"], 1, "--device: 'cuda:99' does not exist; available: cpu"),
+        (["--memory", "1GiB", "--device", "toaster"], 1, "--device: 'toaster' does not exist; available: cpu"),
         (["--memory", "1GiB", "--layout", "none"], 1, "--layout: layer 'l.0': 'none' is not known; known: flash_attn,"),
         (["--memory", "1GiB", "--layout", "mla"], 1, "--layout: 'mla' for layer 'l.0': a FullAttentionSpec keeps no"),
         (["--gpu-memory-utilization", "1.5"], 1, "--gpu-memory-utilization: 1.5 is not in (0, 1]"),
@@ -136,7 +136,9 @@ def refused(*arguments: object, program: str = "") -> tuple[int, str]:
         (["--max-model-len", "auto"], 2, "--layers needs --max-model-len with a number"),
     ],
 )
-def test_bad_input_is_refused_in_a_line(arguments: list[object], flags: list[object], status: int, words: str) -> None:
+def test_bad_input_is_refused_with_one_line(
+    arguments: list[object], flags: list[object], status: int, words: str
+) -> None:
     code, line = refused(*arguments, *flags)
     assert (code, words in line) == (status, True), line
 
@@ -146,7 +148,7 @@ def test_a_model_is_needed() -> None:
     assert (code, line) == (2, "Error: give --model CONFIG.json, or --layers FILE")
 
 
-def test_a_worker_of_another_wire_is_refused(server: str, arguments: list[object]) -> None:
+def test_a_worker_with_another_protocol_version_is_refused(server: str, arguments: list[object]) -> None:
     program = (
         "from kvpool.wire import ranks; ranks.PROTOCOL_VERSION = 2;"
         " from kvpool.cli import main; main(prog_name='kvpool')"
@@ -156,7 +158,7 @@ def test_a_worker_of_another_wire_is_refused(server: str, arguments: list[object
     assert "PROTOCOL_VERSION: register.protocol_version: 2; this server uses 1" in line
 
 
-def test_without_torch_it_is_said_what_to_install(arguments: list[object]) -> None:
+def test_without_torch_the_error_names_the_package_to_install(arguments: list[object]) -> None:
     program = "import sys; sys.modules['torch'] = None; from kvpool.cli import main; main(prog_name='kvpool')"
     code, line = refused(*arguments, "--memory", "8MiB", program=program)
     assert (code, line) == (1, 'Error: kvpool worker needs torch: pip install "kvpool[worker]"')

@@ -87,12 +87,12 @@ def test_ranks_refuse_a_step_of_another_epoch() -> None:
     ):
         request = session.request("r", [1, 2, 3])
         session.admit(request)
-        with pytest.raises(StepRefusedError, match="2 is not the epoch that goes on, 1"):
+        with pytest.raises(StepRefusedError, match="2 is not the current epoch, 1"):
             stale.execute([Scheduled(request)], [])
         assert len(current.execute([Scheduled(request)], [])) == 1
 
 
-def test_ranks_that_cannot_form_a_pool_say_why() -> None:
+def test_ranks_that_cannot_form_a_pool_report_the_reason() -> None:
     deployment = Deployment(ReferenceConfig("full"), num_blocks=5)
     with running_server() as address, pytest.raises(ChildError, match="ONE_REQUEST_DOES_NOT_FIT"):
         generate(address, "reference", deployment, workloads())

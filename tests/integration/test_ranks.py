@@ -92,7 +92,7 @@ def test_a_pool_forms_and_is_ready(address: str, client: Client) -> None:
         assert session.epoch == 1
 
 
-def test_who_waits_for_a_pool_is_told_when_it_is_ready_or_how_it_is(address: str, client: Client) -> None:
+def test_waiting_for_a_pool_returns_when_ready_or_reports_its_state(address: str, client: Client) -> None:
     with pytest.raises(NotFoundError):
         client.wait_until_ready("m", timeout_seconds=0.05)
     WireRank(address).register(registration(0)).wait_for("registered")
@@ -143,7 +143,7 @@ async def test_asyncio_waits_for_the_server_too(tmp_path: Path) -> None:
         await asyncio.to_thread(server.stop)
 
 
-def test_schedulers_cannot_use_or_declare_a_pool_that_forms(address: str, client: Client) -> None:
+def test_schedulers_cannot_use_or_create_a_forming_pool(address: str, client: Client) -> None:
     WireRank(address).register(registration(0)).wait_for("registered")
     with pytest.raises(WrongStateError) as caught:
         client.open_session("m")
@@ -156,7 +156,7 @@ def test_schedulers_cannot_use_or_declare_a_pool_that_forms(address: str, client
     assert client.get_pool("m").state is PoolState.FORMING
 
 
-def test_ranks_cannot_join_a_pool_that_a_scheduler_declared(address: str, client: Client) -> None:
+def test_ranks_cannot_join_a_pool_that_a_scheduler_created(address: str, client: Client) -> None:
     client.create_pool(pool_config("m"))
     error = WireRank(address).register(registration(0)).wait_ended()
     assert (type(error), error.reason, error.field) == (WrongStateError, "POOL_DIFFERS", "register.pool_name")
@@ -199,7 +199,7 @@ def test_a_step_waits_for_a_rank_that_comes_back_within_its_deadline(address: st
         assert session.admit(request)
 
 
-def test_an_answer_that_was_lost_is_given_again_even_while_a_rank_is_lost(address: str, client: Client) -> None:
+def test_a_lost_answer_is_repeated_even_while_a_rank_is_lost(address: str, client: Client) -> None:
     ranks = form(address)
     session = client.open_session("m")
     with grpc.insecure_channel(address) as channel:
@@ -226,7 +226,7 @@ def test_an_answer_that_was_lost_is_given_again_even_while_a_rank_is_lost(addres
         stub.AllocateSlots(asked)
 
 
-def test_nothing_handed_out_in_one_epoch_is_accepted_in_the_next(address: str, client: Client) -> None:
+def test_blocks_of_one_epoch_are_refused_in_the_next(address: str, client: Client) -> None:
     ranks = form(address, options=replace(OPTIONS, enable_events=True))
     watch = client.watch("m", from_sequence=1)
     session = client.open_session("m")
@@ -264,7 +264,7 @@ def test_nothing_handed_out_in_one_epoch_is_accepted_in_the_next(address: str, c
     assert kinds[-1] == "AllBlocksCleared"
 
 
-def test_a_silent_rank_is_given_up_and_told() -> None:
+def test_a_silent_rank_is_given_up_and_its_stream_ends() -> None:
     with running_server(rank_timing=IMPATIENT) as address, connect(address, deadline_seconds=5.0) as client:
         ranks = form(address, 1)
         session = client.open_session("m")
@@ -276,7 +276,7 @@ def test_a_silent_rank_is_given_up_and_told() -> None:
             session.admit(session.request("r", [1, 2, 3]))
 
 
-def test_a_stream_on_which_nothing_is_said_ends() -> None:
+def test_a_stream_without_messages_ends() -> None:
     with running_server(rank_timing=IMPATIENT) as address:
         error = WireRank(address).wait_ended()
     assert (type(error), error.reason) == (AbortedError, "NOT_REGISTERED")
@@ -369,7 +369,7 @@ def test_a_stream_begins_with_register(address: str, client: Client, message: di
 
 
 @pytest.mark.parametrize("method", ["WorkerService/Join", "AllocatorService/Schedule"])
-def test_what_is_no_message_ends_the_stream_and_is_no_bug(address: str, method: str) -> None:
+def test_a_malformed_message_ends_the_stream_without_a_bug_report(address: str, method: str) -> None:
     with grpc.insecure_channel(address) as channel:
         call: Any = channel.stream_stream(f"/kvpool.v1.{method}")
         with pytest.raises(grpc.RpcError) as caught:
@@ -378,7 +378,7 @@ def test_what_is_no_message_ends_the_stream_and_is_no_bug(address: str, method: 
     assert (type(error), error.reason) == (InvalidArgumentError, "MALFORMED")
 
 
-def test_a_stream_registers_once_and_says_nothing_unknown(address: str) -> None:
+def test_a_second_registration_or_unknown_message_is_refused(address: str) -> None:
     first = WireRank(address).register(registration(0))
     first.register(registration(0))
     assert first.wait_ended().field == "message"
@@ -394,7 +394,7 @@ def test_a_report_that_is_refused_ends_the_stream_alone(address: str, client: Cl
     assert client.get_pool("m").ranks[1].state is RankState.REGISTERED
 
 
-def test_ranks_that_cannot_be_planned_with_are_all_told_why(address: str, client: Client) -> None:
+def test_all_ranks_get_the_error_of_a_failed_plan(address: str, client: Client) -> None:
     ranks = [WireRank(address).register(registration(rank, blocks=50)) for rank in range(2)]
     for error in [rank.wait_ended() for rank in ranks]:
         assert (type(error), error.reason) == (InvalidArgumentError, "ONE_REQUEST_DOES_NOT_FIT")
@@ -418,7 +418,7 @@ def test_a_forming_pool_that_all_ranks_left_is_forgotten(address: str, client: C
     wait_until(gone, "the pool is forgotten")
 
 
-def test_a_stopping_server_tells_its_ranks(address: str) -> None:
+def test_a_stopping_server_notifies_its_ranks(address: str) -> None:
     del address
     with running_server(rank_timing=TIMING) as other:
         rank = form(other, 1)[0]

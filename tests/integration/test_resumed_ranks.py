@@ -84,12 +84,12 @@ def test_a_resumption_is_answered_after_every_rank_fenced(
     fences = [fence_of(rank, 2) for rank in ranks]
     assert [list(fence.live_session_numbers) for fence in fences] == [[2], [2]]
     gpu.narrow(fences[0].last_session_number, fences[0].live_session_numbers)
-    assert not gpu.is_within_credit
+    assert not gpu.is_drained
     keep(ranks[0], fences[0])
     listened(ranks[0])
     assert not call.done()
     step.done()
-    assert gpu.is_within_credit
+    assert gpu.is_drained
     keep(ranks[1], fences[1])
     resumed = call.result(timeout=20)
     assert (resumed.session.session_number, resumed.session.epoch) == (2, before.epoch)

@@ -71,7 +71,7 @@ class Endpoints:
         return (phase in phases, state, is_healthy) == (True, pool, healthy)
 
 
-def test_a_rank_is_watched_from_before_its_server_is_there_to_its_end(workers: Workers, tmp_path: Path) -> None:
+def test_endpoints_answer_from_before_the_server_starts_until_the_rank_ends(workers: Workers, tmp_path: Path) -> None:
     address = f"unix:{tmp_path}/s"
     first = workers.start(address, 0, 2, *FLAGS)
     endpoints = Endpoints(first)
@@ -119,7 +119,7 @@ def test_a_rank_is_watched_from_before_its_server_is_there_to_its_end(workers: W
     assert server.stop()[0] == 0
 
 
-def test_an_address_in_use_ends_the_worker_in_a_line(workers: Workers, tmp_path: Path) -> None:
+def test_an_address_in_use_ends_the_worker_with_one_line(workers: Workers, tmp_path: Path) -> None:
     address = f"unix:{tmp_path}/nobody"
     first = workers.start(address, 0, 1, *FLAGS)
     for what in ("metrics", "health"):

@@ -110,7 +110,7 @@ def test_a_killed_rank_degrades_the_pool_at_once_and_its_successor_begins_a_new_
         assert_starts_anew(client, session, epoch=2)
 
 
-def test_a_killed_rank_that_nobody_replaces_ends_the_epoch_after_the_grace_time(workers: Workers) -> None:
+def test_a_killed_rank_without_a_successor_ends_the_epoch_after_the_grace_time(workers: Workers) -> None:
     with server_on(timing=IMPATIENT) as server, client_of(server) as client:
         ranks = workers.form(server.addresses[0], 2)
         session = fill(client)
@@ -123,7 +123,7 @@ def test_a_killed_rank_that_nobody_replaces_ends_the_epoch_after_the_grace_time(
         assert_starts_anew(client, session, epoch=2)
 
 
-def test_a_stopped_rank_that_goes_on_within_the_grace_time_loses_nothing(workers: Workers) -> None:
+def test_a_stopped_rank_that_resumes_within_the_grace_time_loses_nothing(workers: Workers) -> None:
     with server_on() as server, client_of(server) as client:
         ranks = workers.form(server.addresses[0], 2)
         session = fill(client)
@@ -136,7 +136,7 @@ def test_a_stopped_rank_that_goes_on_within_the_grace_time_loses_nothing(workers
         assert has_cached(session)
 
 
-def test_a_stopped_rank_that_goes_on_too_late_is_part_of_the_next_epoch(workers: Workers) -> None:
+def test_a_stopped_rank_that_resumes_too_late_joins_the_next_epoch(workers: Workers) -> None:
     with server_on(timing=IMPATIENT) as server, client_of(server) as client:
         ranks = workers.form(server.addresses[0], 2)
         session = fill(client)
@@ -209,7 +209,7 @@ def test_ranks_rejoin_a_restarted_server_by_themselves(workers: Workers, how: si
             assert not has_cached(session)
 
 
-def test_a_server_that_was_stopped_for_a_while_blames_nobody(workers: Workers) -> None:
+def test_a_paused_server_gives_up_no_rank(workers: Workers) -> None:
     with server_on(timing=IMPATIENT) as server, client_of(server) as client:
         workers.form(server.addresses[0], 2)
         session = fill(client)
@@ -220,7 +220,7 @@ def test_a_server_that_was_stopped_for_a_while_blames_nobody(workers: Workers) -
         assert has_cached(session)
 
 
-def test_a_rank_that_is_told_to_end_leaves(workers: Workers) -> None:
+def test_a_rank_leaves_on_sigterm(workers: Workers) -> None:
     with server_on() as server, client_of(server) as client:
         ranks = workers.form(server.addresses[0], 2)
         session = fill(client)

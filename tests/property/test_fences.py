@@ -20,7 +20,7 @@ from kvpool.core.ranks import messages
 from kvpool.core.ranks.membership import Membership
 from kvpool.core.ranks.messages import Allocated, LinkId, PoolState, RankGroupOptions
 from kvpool.core.sessions.session import Session
-from kvpool.gpu_worker import words
+from kvpool.gpu_worker import messages as worker_messages
 from kvpool.gpu_worker.fence import Fence, StaleTablesError, StepTicket
 from kvpool.gpu_worker.join import RankProtocol
 from support.core import World
@@ -64,10 +64,10 @@ class RankProcess:
         )
         self.protocol = RankProtocol(registered, lambda: 0.0, self.fence)
         self.link: LinkId | None = None
-        self.said: deque[words.Word] = deque()
-        self.heard: deque[words.Heard | KvpoolError] = deque()
+        self.said: deque[worker_messages.WorkerMessage] = deque()
+        self.heard: deque[messages.ServerMessage | KvpoolError] = deque()
         self.steps: list[tuple[StepTicket, Scheduler]] = []
-        self.effects: list[words.Effect] = []
+        self.effects: list[worker_messages.Effect] = []
 
     def _steps_ended(self) -> None:
         self.effects += self.protocol.steps_ended()
@@ -275,13 +275,13 @@ class Fencing(RuleBasedStateMachine):
         link, members = process.link, self.members
         try:
             match process.said.popleft():
-                case words.Initialized(epoch, got):
+                case worker_messages.Initialized(epoch, got):
                     self._do(members.initialized(link, Allocated(epoch, got.num_blocks, got.allocated_bytes)))
-                case words.Heartbeat(sequence):
+                case worker_messages.Heartbeat(sequence):
                     self._do(members.heartbeat(link, sequence, self.now_seconds))
-                case words.Fenced(sequence):
+                case worker_messages.Fenced(sequence):
                     self._do(members.fenced(link, sequence))
-                case words.Leave():
+                case worker_messages.Leave():
                     self._do(members.leave(link))
         except KvpoolError as error:
             process.heard.append(error)
@@ -292,7 +292,7 @@ class Fencing(RuleBasedStateMachine):
             if isinstance(message, KvpoolError):
                 self._break(process, message)
             else:
-                self._carry_out(process, process.protocol.heard(message, self.now_seconds))
+                self._carry_out(process, process.protocol.received(message, self.now_seconds))
 
     def _break(self, process: RankProcess, error: KvpoolError) -> None:
         """Ends the stream at both ends."""
@@ -310,24 +310,26 @@ class Fencing(RuleBasedStateMachine):
         self._do(self.members.link_broke(link, self.now_seconds))
         return True
 
-    def _carry_out(self, process: RankProcess, effects: list[words.Effect] | None = None) -> None:
-        """Carries out the effects of the protocol as a worker does; allocations succeed at once."""
+    def _carry_out(self, process: RankProcess, effects: list[worker_messages.Effect] | None = None) -> None:
+        """Does as a worker does; what it allocates is there at once."""
         process.effects += effects or []
         while process.effects:
             match process.effects.pop(0):
-                case words.OpenStream(said):
+                case worker_messages.OpenStream(said):
                     self._register(process, said)
-                case words.CloseStream():
+                case worker_messages.CloseStream():
                     self._hang_up(process)
-                case words.Say(word):
-                    process.said.append(word)
-                case words.Allocate(planned):
-                    got = words.Allocation(planned.config, planned.config.num_blocks, NUM_BLOCKS * BLOCK_BYTES)
+                case worker_messages.Send(message):
+                    process.said.append(message)
+                case worker_messages.Allocate(planned):
+                    got = worker_messages.Allocation(
+                        planned.config, planned.config.num_blocks, NUM_BLOCKS * BLOCK_BYTES
+                    )
                     process.effects += process.protocol.allocated(planned, got)
-                case words.EpochBegan(ready):
+                case worker_messages.EpochBegan(ready):
                     process.fence.open(ready.epoch)
-                case words.Failed(error):
-                    raise AssertionError("a valid rank is refused permanently") from error
+                case worker_messages.Failed(error):
+                    raise AssertionError("a rank of ours is refused for good") from error
                 case _:
                     pass
 
@@ -342,7 +344,7 @@ class Fencing(RuleBasedStateMachine):
             return
         timing = TIMING
         process.heard.append(
-            words.Registered(timing.heartbeat_seconds, timing.heartbeat_timeout_seconds, timing.grace_seconds)
+            messages.Registered(timing.heartbeat_seconds, timing.heartbeat_timeout_seconds, timing.grace_seconds)
         )
         self._do(effects)
 
@@ -351,21 +353,10 @@ class Fencing(RuleBasedStateMachine):
         for effect in effects:
             self._change_pool(effect)
             match effect:
-                case messages.PlanSent():
-                    planned = words.Planned(effect.epoch, effect.config, effect.max_model_len)
-                    self._tell(effect.link, planned)
-                case messages.ReadySent():
-                    self._tell(effect.link, words.Ready(effect.epoch, effect.num_blocks, effect.max_model_len))
-                    self.must_fence = True
-                case messages.StatusSent():
-                    absent = tuple(map(int, effect.absent_ranks))
-                    status = words.Status(effect.state, effect.epoch, absent, effect.heartbeat_sequence)
-                    self._tell(effect.link, status)
-                case messages.FenceSent():
-                    fence = words.FenceSet(
-                        effect.fence_sequence, effect.epoch, effect.last_session_number, effect.live_session_numbers
-                    )
-                    self._tell(effect.link, fence)
+                case messages.MessageSent(link, message):
+                    self._tell(link, message)
+                    if isinstance(message, messages.Ready):
+                        self.must_fence = True
                 case messages.LinkEnded():
                     self._tell(effect.link, effect.error)
 
@@ -388,7 +379,7 @@ class Fencing(RuleBasedStateMachine):
                 for number in effect.numbers:
                     self._resumed(number)
 
-    def _tell(self, link: LinkId, message: words.Heard | KvpoolError) -> None:
+    def _tell(self, link: LinkId, message: messages.ServerMessage | KvpoolError) -> None:
         process = self.by_link.get(link)
         if process:
             process.heard.append(message)

@@ -13,12 +13,12 @@ from kvpool.core.ranks.messages import (
     EpochPassed,
     HeldTensors,
     LinkId,
-    PlanSent,
+    Planned,
     PoolOpened,
     PoolResumed,
     PoolState,
     RankState,
-    ReadySent,
+    Ready,
 )
 from support.ranks import BLOCK_BYTES, Gathering, registration
 
@@ -164,7 +164,7 @@ class Ranks(RuleBasedStateMachine):
                 continue
             sent = self.world.sent[process.link]
             for effect in sent[self.seen.get(process.link, 0) :]:
-                if isinstance(effect, ReadySent):
+                if isinstance(effect, Ready):
                     assert effect.num_blocks <= process.got, "more blocks than the rank has"
                     process.held = HeldTensors(effect.epoch, process.got)
                 elif isinstance(effect, KvpoolError):
@@ -214,9 +214,9 @@ class Ranks(RuleBasedStateMachine):
             assert self.world.snapshot() == before, "rule 5"
             return None
 
-    def _newest_plan(self, process: Process) -> PlanSent | None:
-        sent = self.world.sent[process.link] if process.link is not None else []
-        return next((effect for effect in reversed(sent) if isinstance(effect, PlanSent)), None)
+    def _newest_plan(self, process: Process) -> Planned | None:
+        told = self.world.sent[process.link] if process.link is not None else []
+        return next((effect for effect in reversed(told) if isinstance(effect, Planned)), None)
 
 
 TestRanks = Ranks.TestCase

@@ -73,9 +73,7 @@ def kernel_blocks_of(spec: KVCacheSpec, size: int) -> int:
 @on_each_device
 @settings(max_examples=settings().max_examples * 2)
 @given(data=st.data(), config=small_configs())
-def test_a_layer_sees_its_pages_and_nothing_else(
-    device: torch.device, data: st.DataObject, config: KVCacheConfig
-) -> None:
+def test_a_layer_accesses_only_its_pages(device: torch.device, data: st.DataObject, config: KVCacheConfig) -> None:
     layouts, sizes = data.draw(layouts_of(config))
     buffers = allocate_buffers(config, device)
     views = reshape_kv_cache(config, config.num_blocks, buffers, layouts, sizes)
@@ -99,7 +97,7 @@ def test_a_layer_sees_its_pages_and_nothing_else(
 
 
 @given(data=st.data(), config=small_configs())
-def test_layers_that_share_a_buffer_keep_apart_by_their_blocks(data: st.DataObject, config: KVCacheConfig) -> None:
+def test_layers_that_share_a_buffer_are_separated_by_blocks(data: st.DataObject, config: KVCacheConfig) -> None:
     """Blocks of several groups are written in turn; each still holds what its group wrote, though pages are shared."""
     layouts, sizes = data.draw(layouts_of(config))
     buffers = allocate_buffers(config, torch.device("cpu"))
@@ -121,5 +119,5 @@ def test_layers_that_share_a_buffer_keep_apart_by_their_blocks(data: st.DataObje
 def test_buffers_a_little_too_small_are_refused_by_layer(config: KVCacheConfig, missing_bytes: int) -> None:
     buffers = list(allocate_buffers(config, torch.device("cpu")))
     buffers[-1] = buffers[-1][:-missing_bytes]
-    with pytest.raises(InvalidArgumentError, match=f"layer '{config.tensors[-1].shared_by[0]}' takes"):
+    with pytest.raises(InvalidArgumentError, match=f"layer '{config.tensors[-1].shared_by[0]}' needs"):
         reshape_kv_cache(config, config.num_blocks, buffers)

@@ -12,11 +12,10 @@ import grpc
 
 from kvpool.core.errors import KvpoolError, UnavailableError
 from kvpool.core.ids import TableLease
-from kvpool.core.ranks.messages import Registration
-from kvpool.gpu_worker import messages
+from kvpool.core.ranks.messages import Planned, Ready, Registration
 from kvpool.gpu_worker.fence import Fence, StaleTablesError
 from kvpool.gpu_worker.join import RankProtocol
-from kvpool.gpu_worker.words import (
+from kvpool.gpu_worker.messages import (
     Allocate,
     Allocation,
     CloseStream,
@@ -26,12 +25,12 @@ from kvpool.gpu_worker.words import (
     Failed,
     JoinLater,
     OpenStream,
-    Planned,
-    Ready,
-    Say,
+    Send,
 )
+from kvpool.gpu_worker.stream import message_request, registration_request
 from kvpool.v1 import worker_pb2, worker_pb2_grpc
 from kvpool.wire.errors import from_rpc_error
+from kvpool.wire.ranks import server_message_from_proto
 from simulation.fake_channel import StreamCall
 from simulation.gpu import Computation, GroupLayout, Memory, Violation
 from simulation.virtual_loop import Process
@@ -139,11 +138,11 @@ class RankProcess:
                 case OpenStream(registration):
                     self._stream = stream = cast("StreamCall", self._stub.Join())
                     asyncio.create_task(self._read(stream))  # noqa: RUF006 - the loop keeps it
-                    self._send(messages.register(self._settings.pool, registration))
+                    self._send(registration_request(self._settings.pool, registration))
                 case CloseStream() | JoinLater():
                     self._drop_stream()
-                case Say(word):
-                    self._send(messages.encode(word))
+                case Send(message):
+                    self._send(message_request(message))
                 case Allocate(planned):
                     self._memory = None
                     asyncio.create_task(self._allocate(planned))  # noqa: RUF006 - the loop keeps it
@@ -173,8 +172,8 @@ class RankProcess:
         self._events.put_nowait(partial(self._ended, stream, error))
 
     def _take_in(self, stream: StreamCall, message: worker_pb2.JoinResponse) -> list[Effect]:
-        heard = messages.decode(message) if stream is self._stream else None
-        return self._protocol.heard(heard, time.monotonic()) if heard else []
+        received = server_message_from_proto(message) if stream is self._stream else None
+        return self._protocol.received(received, time.monotonic()) if received else []
 
     def _ended(self, stream: StreamCall, error: KvpoolError) -> list[Effect]:
         if stream is not self._stream:

@@ -30,32 +30,32 @@ class Engine(LoggingProcess):
         super().__init__(*_PROGRAM, "engine", server, str(world_size), str(self._path), environment=_PATH)
 
     def wait_ready(self) -> None:
-        """Waits until it takes steps."""
+        """Waits until the rank accepts steps."""
         self.wait_for("takes steps")
         self._pipe: _Pipe = Client(str(self._path), "AF_UNIX")
 
     def step(self, lease: object, block_ids: list[int], mark: int) -> str:
-        """Has a step run to its end; returns "ran", or why it was refused."""
+        """Runs a step; returns "ran" or the reason of the refusal."""
         return cast("str", self._ask("step", lease, block_ids, mark))
 
     def hold(self) -> None:
-        """Makes every step from now on last until `let_go`."""
+        """Holds every later step until `let_go`."""
         self._ask("hold")
 
     def wait_until_held(self) -> None:
-        """Waits until a step is at it."""
+        """Waits until a step is running."""
         self._ask("wait_until_held")
 
     def let_go(self) -> None:
-        """Lets the step that is held end."""
+        """Releases the held step."""
         self._ask("let_go")
 
     def heartbeats(self) -> int:
-        """How many the server answered."""
+        """Number of answered heartbeats."""
         return cast("int", self._ask("heartbeats"))
 
     def marks(self, block_ids: list[int]) -> set[int]:
-        """What is written in these blocks."""
+        """Contents of blocks."""
         return cast("set[int]", self._ask("marks", block_ids))
 
     def _ask(self, *order: object) -> object:

@@ -14,7 +14,7 @@ from grpc_status import rpc_status
 from kvpool.core.errors import KvpoolError
 from kvpool.core.planning.plan import KVCacheConfig, PlanOptions, RankMemory
 from kvpool.core.planning.planner import get_kv_cache_configs
-from kvpool.core.ranks.messages import LinkId, PlanSent
+from kvpool.core.ranks.messages import Planned
 from kvpool.core.specs.kinds import FullAttentionSpec, SlidingWindowSpec
 from kvpool.v1 import pool_pb2, worker_pb2, worker_pb2_grpc
 from kvpool.wire import ranks as wire_ranks
@@ -42,8 +42,7 @@ def registered(heartbeat: float = 0.05, timeout: float = 5.0) -> worker_pb2.Join
 
 
 def planned(epoch: int, num_blocks: int, config: KVCacheConfig | None = None) -> worker_pb2.JoinResponse:
-    plan = wire_ranks.plan_to_proto(PlanSent(LinkId(1), epoch, config or plan_config(num_blocks), 1024))
-    return worker_pb2.JoinResponse(plan=plan)
+    return wire_ranks.server_message_to_proto(Planned(epoch, config or plan_config(num_blocks), 1024))
 
 
 def ready(epoch: int, num_blocks: int) -> worker_pb2.JoinResponse:
@@ -104,7 +103,7 @@ class FakeStream:
         self.say(ready(epoch, min(initialized.num_blocks, num_blocks)))
         return initialized
 
-    def is_within_credit(self) -> bool:
+    def is_silent(self) -> bool:
         """Whether the rank has said nothing but heartbeats since."""
         return self._said.empty()
 

@@ -1,4 +1,4 @@
-"""Configs of public models, and the figures that papers state of them."""
+"""Configs of public models, and sizes that papers state for them."""
 
 import json
 from collections import Counter
@@ -18,7 +18,7 @@ def config(name: str) -> dict[str, object]:
 
 
 def changed(name: str, **changes: object) -> dict[str, object]:
-    """A config with some keys changed; those changed to ... are left out."""
+    """A config with some keys changed; keys changed to ... are removed."""
     data = config(name) | changes
     return {key: value for key, value in data.items() if value is not ...}
 

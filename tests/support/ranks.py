@@ -1,4 +1,4 @@
-"""Drives a membership without a wire: ranks, their streams, a clock, and what each was told."""
+"""Drives a membership without a wire: ranks, their streams, a clock, and the messages to each."""
 
 from collections import defaultdict
 from collections.abc import Mapping
@@ -11,21 +11,21 @@ from kvpool.core.ranks.messages import (
     Allocated,
     Effect,
     EpochPassed,
-    FenceSent,
     HeldTensors,
     LinkEnded,
     LinkId,
-    PlanSent,
+    MessageSent,
+    Planned,
     PoolOpened,
     PoolResumed,
+    PoolStatus,
     PoolSuspended,
     Rank,
     RankGroupOptions,
     RankTiming,
-    ReadySent,
     Registration,
+    ServerMessage,
     SessionsFenced,
-    StatusSent,
 )
 from kvpool.core.specs.base import KVCacheSpec
 from kvpool.core.specs.kinds import FullAttentionSpec
@@ -48,7 +48,7 @@ def registration(  # noqa: PLR0913 - what a rank says
     held: HeldTensors | None = None,
     fences: bool = False,
 ) -> Registration:
-    """What a rank says of itself, with room for so many blocks."""
+    """Makes a registration with memory for `blocks` blocks."""
     return Registration(
         Rank(rank),
         world_size,
@@ -63,13 +63,13 @@ def registration(  # noqa: PLR0913 - what a rank says
 
 
 class Gathering:
-    """A membership, and what became of it.
+    """A membership and its effects.
 
     Attributes:
         members: The membership.
         now_seconds: The time.
-        sent: Effects sent to each link, in order; the error that ended it comes last.
-        pool: What was done to the pool, in order.
+        told: Messages to each link, in order; the error that ended it comes last.
+        pool: Effects on the pool, in order.
         epoch: The epoch that the pool is open in; 0 while it is not.
         num_blocks: Blocks that it opened with.
     """
@@ -77,7 +77,7 @@ class Gathering:
     def __init__(self, timing: RankTiming = TIMING, max_blocks: int = 2**24) -> None:
         self.members = Membership(PoolName("m"), timing, max_blocks)
         self.now_seconds = 1000.0
-        self.sent: dict[LinkId, list[Effect | KvpoolError]] = defaultdict(list)
+        self.sent: dict[LinkId, list[ServerMessage | KvpoolError]] = defaultdict(list)
         self.pool: list[Effect] = []
         self.epoch = 0
         self.num_blocks = 0
@@ -85,15 +85,15 @@ class Gathering:
         self._last_link = 0
 
     def register(self, said: Registration) -> LinkId:
-        """A new stream that registers; returns its link."""
+        """Registers on a new stream; returns its link."""
         self._last_link += 1
         link = LinkId(self._last_link)
         self.do(self.members.register(link, said, self.now_seconds))
         return link
 
     def allocate(self, link: LinkId, num_blocks: int | None = None) -> None:
-        """Answers the newest plan that a link was sent: with all blocks, or so many."""
-        plan = next(effect for effect in reversed(self.sent[link]) if isinstance(effect, PlanSent))
+        """Answers the newest plan of a link, with all blocks or `num_blocks`."""
+        plan = next(message for message in reversed(self.sent[link]) if isinstance(message, Planned))
         got = plan.config.num_blocks if num_blocks is None else num_blocks
         self.do(self.members.initialized(link, Allocated(plan.epoch, got, got * BLOCK_BYTES)))
 
@@ -106,40 +106,40 @@ class Gathering:
         return links
 
     def beat(self, *links: LinkId) -> None:
-        """A heartbeat of each."""
+        """Sends a heartbeat on each link."""
         for link in links:
             self.do(self.members.heartbeat(link, 7, self.now_seconds))
 
     def break_link(self, link: LinkId) -> None:
-        """The stream ends."""
+        """Breaks the stream."""
         self.do(self.members.link_broke(link, self.now_seconds))
 
     def wait(self, seconds: float) -> None:
-        """Lets time pass, then looks who is silent."""
+        """Advances the time, then detects silent ranks."""
         self.now_seconds += seconds
         self.do(self.members.tick(self.now_seconds))
 
-    def last(self, link: LinkId) -> Effect | KvpoolError:
-        """What a link was told last, answers to heartbeats apart."""
+    def last(self, link: LinkId) -> ServerMessage | KvpoolError:
+        """The last message to a link, except answers to heartbeats."""
         return next(
-            effect
-            for effect in reversed(self.sent[link])
-            if not (isinstance(effect, StatusSent) and effect.heartbeat_sequence)
+            message
+            for message in reversed(self.sent[link])
+            if not (isinstance(message, PoolStatus) and message.heartbeat_sequence)
         )
 
     def snapshot(self) -> object:
-        """All that can be seen of the membership."""
+        """The visible state of the membership."""
         members = self.members
         return (members.epoch, members.state, members.world_size, members.options, members.rank_infos(), repr(members))
 
     def do(self, effects: list[Effect]) -> None:
-        """Does as a server does."""
+        """Carries out effects as a server does."""
         for effect in effects:
             match effect:
                 case LinkEnded():
                     self.sent[effect.link].append(effect.error)
-                case PlanSent() | ReadySent() | StatusSent() | FenceSent():
-                    self.sent[effect.link].append(effect)
+                case MessageSent():
+                    self.sent[effect.link].append(effect.message)
                 case PoolOpened():
                     self.pool.append(effect)
                     assert effect.epoch > self.epoch, "an epoch opened twice"

@@ -1,4 +1,4 @@
-"""A pool of the reference model kept by hand: random blocks, tables, and NaN in all that nobody may read."""
+"""A pool of the reference model kept by hand: random blocks, tables, and NaN in all blocks that must not be read."""
 
 import random
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ LIMITS = RunnerLimits(max_num_reqs=6, max_model_len=64, max_num_batched_tokens=4
 
 
 class RecordingModel(ReferenceModel):
-    """Keeps the logits of the last step."""
+    """Records the logits of the last step."""
 
     logits: torch.Tensor | None = None
 
@@ -63,7 +63,7 @@ class Rank:
         self.poison_all_but([])
 
     def poison_all_but(self, block_ids: Sequence[int]) -> None:
-        """Makes all blocks but these NaN, the null block first of all."""
+        """Fills all other blocks with NaN, including the null block."""
         poisoned = torch.ones(NUM_BLOCKS, dtype=torch.bool)
         poisoned[list(block_ids)] = False
         for buffer in self.buffers:
@@ -94,14 +94,14 @@ class RunningRequest:
         self.tables: list[list[int]] = [[] for _ in rank.specs]
 
     def take_prefix(self, other: "RunningRequest", num_tokens: int) -> None:
-        """Begins with what another has computed, as after a hit."""
+        """Starts with blocks that another request computed, as after a hit."""
         self.num_computed_tokens = num_tokens
         for table, theirs, spec in zip(self.tables, other.tables, self._rank.specs, strict=True):
             table.extend(theirs[: num_tokens // spec.block_size])
         self._skip()
 
     def schedule(self, num_tokens: int) -> RequestStep:
-        """Gives room to the next tokens, and says so."""
+        """Allocates blocks for the next tokens, and describes the step."""
         start, end = self.num_computed_tokens, self.num_computed_tokens + num_tokens
         self._skip()
         new_block_ids = []
@@ -117,11 +117,11 @@ class RunningRequest:
 
     @property
     def blocks(self) -> list[int]:
-        """The blocks that it holds."""
+        """The blocks that the request holds."""
         return [block for table in self.tables for block in table if block != NULL_BLOCK]
 
     def _skip(self) -> None:
-        """Blocks that nothing looks at any more stand null: they are poisoned with all others that nobody holds."""
+        """Replaces skipped blocks with null; they are then filled with NaN like all free blocks."""
         for table, spec in zip(self.tables, self._rank.specs, strict=True):
             skipped = min(spec.num_skipped_tokens(self.num_computed_tokens) // spec.block_size, len(table))
             table[:skipped] = [NULL_BLOCK] * skipped

@@ -1,4 +1,4 @@
-"""A stand-in for vLLM where there is none: what `beside_vllm.py` imports of it, over our own core."""
+"""A stand-in for vLLM if it is not installed: the parts that `beside_vllm.py` imports, based on our core."""
 
 import hashlib
 import sys

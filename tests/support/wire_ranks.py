@@ -1,4 +1,4 @@
-"""A rank as the wire sees it: one Join stream, said and read message by message."""
+"""A rank at the wire level: one Join stream, written and read message by message."""
 
 import queue
 import threading
@@ -22,8 +22,8 @@ class WireRank:
     """One stream of one rank.
 
     Attributes:
-        messages: All that the server said.
-        error: What the stream ended with, if it did.
+        messages: All messages of the server.
+        error: The error that ended the stream, if it ended.
     """
 
     def __init__(self, address: str) -> None:
@@ -36,7 +36,7 @@ class WireRank:
         threading.Thread(target=self._read, daemon=True).start()
 
     def register(self, registration: Registration, pool: str = "m") -> "WireRank":
-        """Introduces itself."""
+        """Sends a registration."""
         return self.say(register=registration_to_proto(pool, registration))
 
     def allocate(self, num_blocks: int | None = None) -> "WireRank":
@@ -47,7 +47,7 @@ class WireRank:
         return self.say(initialized=initialized)
 
     def beat(self, sequence: int = 1) -> "WireRank":
-        """A heartbeat."""
+        """Sends a heartbeat."""
         return self.say(heartbeat=worker_pb2.Heartbeat(sequence=sequence))
 
     def say(self, **message: Any) -> "WireRank":
@@ -58,7 +58,7 @@ class WireRank:
     def wait_for(
         self, kind: str, matching: Callable[[worker_pb2.JoinResponse], bool] = lambda _: True
     ) -> worker_pb2.JoinResponse:
-        """Waits for a message of this kind, among all that came and come."""
+        """Waits for a message of this kind, including earlier messages."""
 
         def find() -> worker_pb2.JoinResponse | None:
             return next((m for m in reversed(self.messages) if m.WhichOneof("message") == kind and matching(m)), None)
@@ -72,14 +72,14 @@ class WireRank:
             return found
 
     def wait_ended(self) -> KvpoolError:
-        """Waits until the stream ends, and returns with what."""
+        """Waits until the stream ends, and returns the error."""
         with self._news:
             assert self._news.wait_for(lambda: self.error, DEADLINE_SECONDS), self.messages
             assert self.error
             return self.error
 
     def cut(self) -> None:
-        """Ends the stream without a word."""
+        """Breaks the stream."""
         self._call.cancel()
         self._channel.close()
 
@@ -98,7 +98,7 @@ class WireRank:
 
 
 def form(address: str, world_size: int, num_fencing: int) -> list[WireRank]:
-    """Forms a pool of ranks, of which the first so many answer fences."""
+    """Forms a pool of ranks, of which the first `num_fencing` answer fences."""
     ranks = [WireRank(address) for _ in range(world_size)]
     for rank, stream in enumerate(ranks):
         stream.register(registration(rank, world_size, fences=rank < num_fencing))
@@ -115,7 +115,7 @@ def keep(rank: WireRank, fence: worker_pb2.Fence) -> None:
 
 
 def wait_until(condition: Callable[[], bool], what: str, seconds: float = DEADLINE_SECONDS) -> None:
-    """Asks again and again until something holds that nothing tells of."""
+    """Polls until a condition holds."""
     due = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < due, what

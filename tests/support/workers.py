@@ -20,7 +20,7 @@ BLOCK_BYTES = 2 * 2 * 16 * 2 * 16 * 4
 
 
 def ready(epoch: int | str) -> str:
-    """Matches the line of a rank's log, in either format, that says that it is ready."""
+    """Matches the log line of a ready rank, in either format."""
     return f'rank ready.*epoch(=|": ){epoch}\\b'
 
 
@@ -43,7 +43,7 @@ class LoggingProcess:
         threading.Thread(target=self._read, daemon=True).start()
 
     def wait_for(self, pattern: str, count: int = 1) -> str:
-        """Waits until so many lines matched, and returns the last of them."""
+        """Waits until `count` lines matched, and returns the last one."""
 
         def found() -> list[str]:
             return [line for line in self.lines if re.search(pattern, line)]
@@ -127,7 +127,7 @@ class Workers:
 
 
 class Network:
-    """A TCP proxy between ranks and their server. Cut, it swallows nothing and delivers nothing: as a pulled cable.
+    """A TCP proxy between ranks and their server. While cut, it neither drops nor delivers bytes, like a pulled cable.
 
     Attributes:
         address: Where it listens.
@@ -144,11 +144,11 @@ class Network:
         threading.Thread(target=self._accept, daemon=True).start()
 
     def cut(self) -> None:
-        """Nothing gets through any more, and nobody is told."""
+        """Cuts the connections silently: nothing gets through."""
         self._flows.clear()
 
     def heal(self) -> None:
-        """What was sent meanwhile arrives, and all goes on."""
+        """Restores the connections: delayed bytes arrive."""
         self._flows.set()
 
     def close(self) -> None:
@@ -166,7 +166,7 @@ class Network:
                 self._flows.wait()
                 try:
                     far = socket.create_connection(self._server)
-                except ConnectionRefusedError:  # the server is down: so is who connects to it
+                except ConnectionRefusedError:  # the server is down, so the client's connection ends too
                     near.close()
                     continue
                 self._sockets += [near, far]

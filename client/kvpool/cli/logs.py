@@ -17,7 +17,7 @@ from pythonjsonlogger.core import LogData
 from pythonjsonlogger.json import JsonFormatter
 
 from kvpool.cli.options import together
-from kvpool.gpu_worker.units import format_bytes
+from kvpool.gpu_worker.status import format_bytes
 
 FIELDS: Final = (
     *("pool", "session", "session_before", "client", "rank", "epoch", "memory", "reason", "error", "method"),

@@ -23,7 +23,7 @@ from kvpool.core.specs.kinds import (
     block_span_tokens,
 )
 from kvpool.core.specs.pool_config import KVCacheGroup
-from kvpool.gpu_worker.units import format_bytes
+from kvpool.gpu_worker.status import format_bytes
 from kvpool.models.config import Model
 
 

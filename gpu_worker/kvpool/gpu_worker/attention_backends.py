@@ -1,6 +1,6 @@
-"""Builders for backends whose kernels others bring: what each needs beyond `CommonAttentionMetadata`.
+"""Metadata builders of common attention backends. The kernels are not part of this package.
 
-A backend that is not here is a name, a layout and a builder: see docs/reference/tensors.md.
+To add a backend, provide a name, a layout and a builder: see docs/reference/tensors.md.
 """
 
 from dataclasses import dataclass
@@ -14,15 +14,15 @@ from kvpool.core.specs.base import AttentionSpec
 from kvpool.core.specs.kinds import MambaSpec
 from kvpool.gpu_worker.attention_metadata import AttentionMetadataBuilder, BuilderContext, CommonAttentionMetadata
 from kvpool.gpu_worker.group_table import Integers, MambaStateIndices
-from kvpool.gpu_worker.staging import StagedArray
+from kvpool.gpu_worker.workspace import StagedArray
 
 FLASHINFER_WORKSPACE_BYTES: Final = 128 * 2**20
-"""What FlashInfer's documentation recommends for split-k."""
+"""Size that the documentation of FlashInfer recommends for split-k."""
 
 
 @dataclass(frozen=True, slots=True)
 class PagedAttentionBackend:
-    """Kernels that read block tables and lengths as they are: FlashAttention, Triton, FlexAttention, MLA.
+    """Kernels that read block tables and lengths directly: FlashAttention, Triton, FlexAttention, MLA.
 
     Their metadata is `CommonAttentionMetadata`.
     """
@@ -44,17 +44,17 @@ class _CommonBuilder:
 
 @dataclass(frozen=True, slots=True)
 class FlashInferMetadata:
-    """What FlashInfer's paged wrappers plan with. Request i has the pages indices[indptr[i] : indptr[i + 1]].
+    """Inputs of FlashInfer's paged wrappers. Request i has the pages indices[indptr[i] : indptr[i + 1]].
 
     Attributes:
-        common: The step.
-        qo_indptr_cpu: (num_reqs + 1,) int32 on the host, where each request's tokens begin.
-        paged_kv_indptr_cpu: (num_reqs + 1,) int32 on the host, where each request's pages begin.
-        paged_kv_indptr: The same on the device.
-        paged_kv_indices: (num_pages,) int32, the pages.
+        common: Metadata of the step.
+        qo_indptr_cpu: (num_reqs + 1,) int32 on the host, offset of each request's tokens.
+        paged_kv_indptr_cpu: (num_reqs + 1,) int32 on the host, offset of each request's pages.
+        paged_kv_indptr: Copy on the device.
+        paged_kv_indices: (num_pages,) int32, page indices.
         paged_kv_last_page_len_cpu: (num_reqs,) int32 on the host, tokens in each request's last page, [1, block_size].
-        paged_kv_last_page_len: The same on the device.
-        workspace: uint8 (128 MiB,), the device's own.
+        paged_kv_last_page_len: Copy on the device.
+        workspace: uint8 (128 MiB,), scratch memory of the device.
     """
 
     common: CommonAttentionMetadata
@@ -82,7 +82,7 @@ class FlashInferBackend:
 
 
 class FlashInferBuilder:
-    """Makes ragged page tables of block tables."""
+    """Converts block tables to ragged page tables."""
 
     def __init__(self, context: BuilderContext) -> None:
         rows, device = context.max_num_reqs, context.workspace.device
@@ -97,7 +97,7 @@ class FlashInferBuilder:
         num_pages = -(-seq_lens // common.block_size)
         indptr = np.zeros(common.num_reqs + 1, np.int32)
         np.cumsum(num_pages, out=indptr[1:])
-        # A request without tokens on this rank has no page and block_size tokens in its last one: in sum none.
+        # A request without tokens on this rank has 0 pages and last_page_len block_size: 0 tokens in total.
         last_page_len = (seq_lens - 1) % common.block_size + 1
         table = common.block_table_cpu
         used = np.arange(table.shape[1]) < num_pages[:, None]
@@ -122,12 +122,12 @@ class FlashInferBuilder:
 
 @dataclass(frozen=True, slots=True)
 class MambaMetadata:
-    """What the kernels of state spaces take.
+    """Metadata of state space kernels.
 
     Attributes:
-        query_start_loc: (num_reqs + 1,) int32, where each request's tokens begin.
-        max_query_len: Most tokens of one request.
-        states: The states that are read and written.
+        query_start_loc: (num_reqs + 1,) int32, offset of each request's tokens.
+        max_query_len: Maximum number of tokens of one request.
+        states: States that are read and written.
     """
 
     query_start_loc: torch.Tensor
@@ -137,7 +137,7 @@ class MambaMetadata:
 
 @dataclass(frozen=True, slots=True)
 class MambaBackend:
-    """Kernels of state spaces: convolution and scan, by any name."""
+    """State space kernels: convolution and scan. The name can be chosen."""
 
     name: str = "mamba"
     layout: str = "mamba"
@@ -152,10 +152,10 @@ class MambaBackend:
 class _MambaBuilder:
     def build(self, common: CommonAttentionMetadata) -> MambaMetadata:
         if common.state_indices is None:
-            raise InvalidArgumentError("state_indices", "missing from a group of states")
+            raise InvalidArgumentError("state_indices", "missing for a group of states")
         return MambaMetadata(common.query_start_loc, common.max_query_len, common.state_indices)
 
 
 def _refusal(backend: str, context: BuilderContext) -> InvalidArgumentError:
     kind = type(context.spec).__name__
-    return InvalidArgumentError("backends", f"layer {context.layer_names[0]!r}: {backend!r} does not serve a {kind}")
+    return InvalidArgumentError("backends", f"layer {context.layer_names[0]!r}: {backend!r} does not support a {kind}")

@@ -1,10 +1,9 @@
-"""What attention needs to know of a step, for all layers: one build a group, shared by the group's layers.
+"""Attention metadata of a step for all layers, built once per group and shared by the group's layers.
 
-1. What all groups have in common is computed once on the host and copied at once; block tables and slots are the
-   groups' own.
-2. A builder serves the layers of a group that have one backend and one spec: most groups have one builder, layers of a
-   `UniformTypeKVCacheSpecs` may have several, since kernels are planned for a number of heads and a head size.
-3. What is built is valid until the next build: it reads tensors that the next step overwrites.
+1. Values that all groups share are computed once on the host and copied together. Block tables and slots are per group.
+2. A builder serves the layers of a group that have the same backend and spec. Most groups have one builder; a
+   `UniformTypeKVCacheSpecs` may have several, because kernels are planned for a number of heads and a head size.
+3. Metadata is valid until the next build, because it reads tensors that the next step overwrites.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,36 +21,35 @@ from kvpool.core.specs.base import KVCacheSpec
 from kvpool.core.specs.pool_config import KVCacheGroup
 from kvpool.gpu_worker.block_table import BlockTables
 from kvpool.gpu_worker.group_table import BlockTableOptions, Integers, MambaStateIndices
-from kvpool.gpu_worker.staging import StagedArray
-from kvpool.gpu_worker.workspace import Workspace
+from kvpool.gpu_worker.workspace import StagedArray, Workspace
 
 
 @dataclass(frozen=True, slots=True)
 class CommonAttentionMetadata:
-    """A step as one group's layers see it. Request i is row i of the block tables.
+    """Metadata of a step for the layers of one group. Request i is row i of the block tables.
 
     Attributes:
-        query_start_loc: (num_reqs + 1,) int32, where each request's tokens begin in the step's; the last is their sum.
-        query_start_loc_cpu: The same on the host.
-        seq_lens: (num_reqs,) int32, tokens that each request's last token attends to, itself included; those of the
-            encoder for cross attention. Of all ranks of context parallelism.
-        seq_lens_cpu: The same on the host.
+        query_start_loc: (num_reqs + 1,) int32, offset of each request's tokens in the step; the last is their number.
+        query_start_loc_cpu: Copy on the host.
+        seq_lens: (num_reqs,) int32, number of tokens that each request's last token attends to, including itself; of
+            encoder tokens for cross attention. Counts the tokens of all ranks of context parallelism.
+        seq_lens_cpu: Copy on the host.
         num_computed_tokens: (num_reqs,) int32, tokens computed before the step.
-        num_computed_tokens_cpu: The same on the host.
-        num_reqs: Requests in the step.
-        num_actual_tokens: Tokens in the step, padding apart.
-        max_query_len: Most tokens of one request in the step.
-        max_seq_len: The greatest of seq_lens.
-        block_table: (num_reqs, max blocks of a row) int32, kernel blocks of this rank.
-        block_table_cpu: The same on the host; read only.
-        block_size: Tokens of a kernel block on this rank.
-        slot_mapping: (num_tokens,) int64, where each token is written, -1 for nowhere; padded as the step asks. Of
-            cross attention (num_encoder_tokens,), those of the encoder tokens that the step writes.
-        causal: Whether a token attends to none after it.
-        dcp_local_seq_lens: (num_reqs,) int32, of seq_lens those that this rank holds; None without context parallelism,
-            and of kinds that it does not spread.
-        dcp_local_seq_lens_cpu: The same on the host.
-        state_indices: Which states are read and written; None for attention.
+        num_computed_tokens_cpu: Copy on the host.
+        num_reqs: Number of requests in the step.
+        num_actual_tokens: Number of tokens in the step, without padding.
+        max_query_len: Maximum number of tokens of one request in the step.
+        max_seq_len: Maximum of seq_lens.
+        block_table: (num_reqs, max blocks per row) int32, kernel blocks of this rank.
+        block_table_cpu: Copy on the host; read only.
+        block_size: Tokens per kernel block on this rank.
+        slot_mapping: (num_tokens,) int64, slot of each token, -1 if it is not written; padded as the step requests. For
+            cross attention (num_encoder_tokens,), slots of the encoder tokens that the step writes.
+        causal: Whether a token attends only to itself and earlier tokens.
+        dcp_local_seq_lens: (num_reqs,) int32, the part of seq_lens that this rank holds; None without context
+            parallelism, and for kinds that it does not spread.
+        dcp_local_seq_lens_cpu: Copy on the host.
+        state_indices: States that are read and written; None for attention.
     """
 
     query_start_loc: torch.Tensor
@@ -75,23 +73,23 @@ class CommonAttentionMetadata:
 
 
 class AttentionMetadataBuilder(Protocol):
-    """Makes of a step what one backend's kernels take."""
+    """Builds the metadata of one backend's kernels."""
 
     def build(self, common: CommonAttentionMetadata) -> object:
-        """The metadata of its layers for this step."""
+        """Builds the metadata of the builder's layers for a step."""
 
 
 @dataclass(frozen=True, slots=True)
 class BuilderContext:
-    """What a builder is made for.
+    """Parameters of a new builder.
 
     Attributes:
-        layer_names: The layers that it serves.
-        spec: The spec of each of them.
-        block_size: Tokens of a kernel block on this rank.
-        max_num_reqs: Most requests of a step.
-        max_blocks_per_req: Most kernel blocks of a request.
-        workspace: Scratch memory that it may ask for, now or in a build; its tensors go to the same device.
+        layer_names: The layers that the builder serves.
+        spec: The spec of each of these layers.
+        block_size: Tokens per kernel block on this rank.
+        max_num_reqs: Maximum number of requests per step.
+        max_blocks_per_req: Maximum number of kernel blocks per request.
+        workspace: Scratch memory for the builder, now or in a build. The metadata goes to the same device.
     """
 
     layer_names: tuple[str, ...]
@@ -103,18 +101,18 @@ class BuilderContext:
 
 
 class AttentionBackend(Protocol):
-    """A family of kernels. Backends are told apart by their names."""
+    """A family of kernels, identified by its name."""
 
     @property
     def name(self) -> str:
-        """Its name."""
+        """Name of the backend."""
 
     @property
     def layout(self) -> str:
-        """The registered layout in which it sees pages."""
+        """Name of the registered layout of its pages."""
 
     def make_builder(self, context: BuilderContext) -> AttentionMetadataBuilder:
-        """Makes the builder for some layers of a group."""
+        """Makes a builder for layers of a group."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,9 +121,9 @@ class AttentionGroup:
 
     Attributes:
         group_id: Index of the group.
-        layer_names: The layers, those included that read the cache of one of them.
-        backend: Their kernels.
-        builder: Makes their metadata.
+        layer_names: The layers, including those that read the cache of one of them.
+        backend: The backend of the layers.
+        builder: Builds the metadata of the layers.
     """
 
     group_id: int
@@ -141,20 +139,20 @@ def init_attn_backend(
     workspace: Workspace,
     shared_layers: Mapping[str, str] | None = None,
 ) -> tuple[AttentionGroup, ...]:
-    """Makes the builders of a rank.
+    """Makes the metadata builders of a rank.
 
     Args:
-        groups: The groups of this rank's config.
+        groups: The groups of the rank's config.
         backends: Backend of each layer that has a cache.
-        block_tables: The tables of these groups.
-        workspace: Scratch memory of the device that the metadata goes to.
-        shared_layers: As for `bind_kv_cache`: such a layer gets the metadata of the layer whose cache it reads.
+        block_tables: The block tables of these groups.
+        workspace: Scratch memory of the device on which the metadata is stored.
+        shared_layers: As for `bind_kv_cache`. Such a layer gets the metadata of the layer whose cache it reads.
 
     Returns:
         The layers by builder, group by group.
 
     Raises:
-        InvalidArgumentError: A layer has no backend, a backend no layer, or a shared layer no target.
+        InvalidArgumentError: A layer has no backend, a backend has no layer, or a shared layer has no target.
     """
     names = {name for group in groups for name in group.layer_names}
     shared: dict[str, list[str]] = {}
@@ -182,21 +180,21 @@ def _by_backend(
     found: dict[tuple[str, KVCacheSpec], list[str]] = {}
     for name, spec in layer_specs(group):
         if name not in backends:
-            raise InvalidArgumentError("backends", f"layer {name!r} has none")
+            raise InvalidArgumentError("backends", f"layer {name!r} has no backend")
         found.setdefault((backends[name].name, spec), []).append(name)
     return [(backends[names[0]], spec, tuple(names)) for (_, spec), names in found.items()]
 
 
 @dataclass(frozen=True, slots=True)
 class ScheduledStep:
-    """What one step computes. Request i is row i of the block tables.
+    """The tokens that one step computes. Request i is row i of the block tables.
 
     Attributes:
-        num_computed_tokens: (num_reqs,), tokens of each request that were computed before.
-        num_scheduled_tokens: (num_reqs,), tokens that the step computes, at least 1.
-        num_padded_tokens: Tokens that the model is run with, if more than scheduled; the rest are written nowhere.
-        encoder_seq_lens: (num_reqs,), encoder tokens of each request; needed where there is cross attention.
-        encoder_rows: Requests whose encoder tokens the step writes, all of them.
+        num_computed_tokens: (num_reqs,), tokens of each request computed before the step.
+        num_scheduled_tokens: (num_reqs,), tokens of each request in the step, at least 1.
+        num_padded_tokens: Tokens that the model runs with, if more than scheduled; padding is not written.
+        encoder_seq_lens: (num_reqs,), encoder tokens of each request; required for cross attention.
+        encoder_rows: Requests whose encoder tokens, all of them, the step writes.
     """
 
     num_computed_tokens: Integers
@@ -208,50 +206,50 @@ class ScheduledStep:
     def __post_init__(self) -> None:
         shape = self.num_computed_tokens.shape
         if len(shape) != 1 or not shape[0]:
-            raise InvalidArgumentError("num_computed_tokens", f"of shape {shape}, not one for each request")
+            raise InvalidArgumentError("num_computed_tokens", f"shape {shape} is not (num_reqs,)")
         for name in ("num_scheduled_tokens", "encoder_seq_lens"):
             lengths = getattr(self, name)
             if lengths is not None and lengths.shape != shape:
-                raise InvalidArgumentError(name, f"of shape {lengths.shape} for {shape[0]} requests")
+                raise InvalidArgumentError(name, f"shape {lengths.shape} for {shape[0]} requests")
         for name, least in (("num_computed_tokens", 0), ("num_scheduled_tokens", 1), ("encoder_seq_lens", 0)):
             lengths = getattr(self, name)
             if lengths is not None:
                 check_range(name, int(lengths.min()), least, MAX_TOKENS)
         if self.encoder_rows and self.encoder_seq_lens is None:
-            raise InvalidArgumentError("encoder_seq_lens", "missing, and there are encoder tokens to write")
+            raise InvalidArgumentError("encoder_seq_lens", "missing, but there are encoder tokens to write")
         for row in self.encoder_rows:
             check_range("encoder_rows", row, 0, shape[0] - 1)
 
     def token_indices(self) -> tuple[Integers, Integers]:
-        """Row and position of each token, (num_tokens,) both, request by request."""
+        """Row and position of each token, each (num_tokens,), request by request."""
         return _spread(np.arange(self.num_computed_tokens.size), self.num_computed_tokens, self.num_scheduled_tokens)
 
     def encoder_token_indices(self) -> tuple[Integers, Integers]:
-        """Row and position of each encoder token that is written, (num_encoder_tokens,) both."""
+        """Row and position of each encoder token that is written, each (num_encoder_tokens,)."""
         rows = np.asarray(self.encoder_rows, np.int64)
         lengths = self.encoder_seq_lens[rows] if self.encoder_seq_lens is not None else rows
         return _spread(rows, np.zeros_like(rows), lengths)
 
 
 def _spread(rows: Integers, starts: Integers, lengths: Integers) -> tuple[Integers, Integers]:
-    """Row and position of each token, where row i of `rows` has positions [starts[i], starts[i] + lengths[i])."""
+    """Row and position of each token, if row rows[i] has positions [starts[i], starts[i] + lengths[i])."""
     begins = np.cumsum(lengths) - lengths
     positions = np.arange(int(lengths.sum())) + np.repeat(starts - begins, lengths)
     return np.repeat(rows, lengths), positions
 
 
 class StepBuffers:
-    """What all groups share in a step, on the device: one copy a step."""
+    """Device buffers for the values that all groups share: one copy per step."""
 
     def __init__(self, options: BlockTableOptions, device: torch.device) -> None:
         self._options = options
         self._staged = StagedArray((5, options.max_num_reqs + 1), torch.int32, device)
 
     def stage(self, step: ScheduledStep) -> "StagedStep":
-        """Issues the copy of a step's lengths.
+        """Starts the copy of a step's lengths.
 
         Raises:
-            InvalidArgumentError: There are more requests than rows; nothing is changed.
+            InvalidArgumentError: The step has more requests than the tables have rows; nothing is changed.
         """
         num_reqs = step.num_computed_tokens.size
         check_range("num_computed_tokens", num_reqs, 1, self._options.max_num_reqs)
@@ -271,7 +269,7 @@ class StepBuffers:
 
 @dataclass(frozen=True, slots=True)
 class StagedStep:
-    """A step's lengths on host and device: (seq_lens, num_computed_tokens, dcp_local_seq_lens, encoder_seq_lens)."""
+    """Lengths of a step on host and device: (seq_lens, num_computed_tokens, dcp_local_seq_lens, encoder_seq_lens)."""
 
     query_start_loc_cpu: Integers
     host: tuple[Integers, Integers, Integers, Integers]
@@ -282,19 +280,18 @@ class StagedStep:
 def build_attn_metadata(
     attn_groups: Sequence[AttentionGroup], block_tables: BlockTables, buffers: StepBuffers, step: ScheduledStep
 ) -> dict[str, object]:
-    """Brings a step to the device and builds the metadata of all layers.
+    """Copies a step to the device and builds the metadata of all layers.
 
-    The block tables are committed. Copies are issued on the current stream, and kernels must run on it after them.
+    Commits the block tables. Copies run on the current stream, and kernels must run on the same stream after them.
 
     Returns:
-        By layer, what its group's builder made: the same object for each layer that the builder serves. Valid until the
-        next call.
+        The metadata by layer name: one object for all layers that a builder serves. Valid until the next call.
 
     Raises:
         InvalidArgumentError: The step does not fit the tables: see `BlockTables.compute_slot_mapping`.
     """
     if step.encoder_seq_lens is None and any(table.has_encoder_slots for table in block_tables.groups):
-        raise InvalidArgumentError("encoder_seq_lens", "missing, and there are layers of cross attention")
+        raise InvalidArgumentError("encoder_seq_lens", "missing, but there are layers of cross attention")
     slots = block_tables.compute_slot_mapping(*step.token_indices(), step.num_padded_tokens)
     encoder_slots = block_tables.compute_encoder_slot_mapping(*step.encoder_token_indices())
     states = block_tables.compute_state_indices(step.num_computed_tokens, step.num_scheduled_tokens)

@@ -1,11 +1,11 @@
-"""Block tables of the running requests: what kernels find keys, values and states by.
+"""Block tables of the running requests, with which kernels find keys, values and states.
 
-1. A row is one running request, the same in all groups. Row r of a group lists the request's blocks in the order of
-   its tokens; null (0) stands where nothing is looked at any more.
-2. A change is checked in all groups before it is made in one. A slot is computed from blocks that the row has, never
-   from what an earlier request left behind.
-3. Tables hold kernel blocks: block b of the pool is [b * n, (b + 1) * n) where its pages are seen as n kernel blocks.
-4. The host's tables are ahead of the device's until `commit`.
+1. A row is one running request, the same in all groups. Row r of a group lists the request's blocks in token order,
+   with the null block (0) in place of skipped blocks.
+2. A change is checked in all groups before it is made in any. A slot is computed from the current blocks of the row,
+   never from entries of an earlier request.
+3. Tables hold kernel blocks: block b of the pool is [b * n, (b + 1) * n) if its pages are split into n kernel blocks.
+4. The tables on the host are ahead of the tables on the device until `commit`.
 """
 
 from collections.abc import Sequence
@@ -21,17 +21,15 @@ from kvpool.gpu_worker.group_table import BlockTableOptions, GroupTable, Integer
 from kvpool.gpu_worker.tensors import group_kernel_block_sizes
 
 BlockIds = Sequence[int] | npt.NDArray[np.integer]
-"""Ids of the pool's blocks, as they come from the service."""
+"""Block ids of the pool, as the service returns them."""
 
 
 class BlockTables:
-    """The tables of all groups.
-
-    A row begins empty. Not safe to share between threads.
+    """The block tables of all groups. Rows start empty. Not thread-safe.
 
     Attributes:
-        options: Their bounds.
-        groups: Table of each group.
+        options: Limits of the tables.
+        groups: The table of each group.
     """
 
     def __init__(
@@ -41,31 +39,31 @@ class BlockTables:
         device: torch.device,
         kernel_block_sizes: Sequence[int] = (),
     ) -> None:
-        """Allocates tables of max_num_reqs rows on host and device.
+        """Allocates tables with max_num_reqs rows on host and device.
 
         Args:
-            groups: The groups of this rank's config.
-            options: Their bounds.
-            device: Where kernels read them.
+            groups: The groups of the rank's config.
+            options: Limits of the tables.
+            device: Device of the kernels.
             kernel_block_sizes: As for `reshape_kv_cache`.
 
         Raises:
-            InvalidArgumentError: A group's pages cannot be seen as such blocks; names a layer of it.
+            InvalidArgumentError: A group's pages cannot be split into such blocks; names one of its layers.
         """
         self.options = options
         sizes = group_kernel_block_sizes(len(groups), kernel_block_sizes)
         self.groups = tuple(GroupTable(i, group, options, device, sizes[i]) for i, group in enumerate(groups))
 
     def add_row(self, row: int, block_ids: Sequence[BlockIds]) -> None:
-        """Makes a row list these blocks, whatever it listed before.
+        """Replaces the blocks of a row.
 
         Args:
             row: [0, max_num_reqs).
-            block_ids: Of each group, its blocks.
+            block_ids: Blocks of each group.
 
         Raises:
-            InvalidArgumentError: A row, group or block is out of range, or there are more blocks than a row takes;
-                nothing is changed.
+            InvalidArgumentError: A row, group or block is out of range, or the row has too little room; nothing is
+                changed.
         """
         self._extend(row, block_ids, starts=[0] * len(self.groups))
 
@@ -75,7 +73,7 @@ class BlockTables:
         self._extend(row, block_ids, starts=[int(table.num_entries[row]) for table in self.groups])
 
     def clear_row(self, row: int) -> None:
-        """Empties a row: it lists null blocks only."""
+        """Fills a row with the null block."""
         self._check_rows(row)
         for table in self.groups:
             table.truncate(row, 0)
@@ -87,7 +85,7 @@ class BlockTables:
             table.swap(first, second)
 
     def move_row(self, source: int, target: int) -> None:
-        """Makes `target` list what `source` does, and empties `source`."""
+        """Moves the blocks of `source` to `target`, and clears `source`."""
         self._check_rows(source, target)
         if source == target:
             return
@@ -96,7 +94,7 @@ class BlockTables:
             table.truncate(source, 0)
 
     def commit(self, num_reqs: int) -> None:
-        """Issues the copy of rows [0, num_reqs) to the device: those between the first and the last changed one."""
+        """Starts the copy of rows [0, num_reqs) to the device, from the first to the last changed row."""
         check_range("num_reqs", num_reqs, 0, self.options.max_num_reqs)
         for table in self.groups:
             table.commit(num_reqs)
@@ -104,33 +102,33 @@ class BlockTables:
     def compute_slot_mapping(
         self, req_indices: Integers, positions: Integers, num_padded_tokens: int = 0
     ) -> tuple[torch.Tensor, ...]:
-        """Where the keys and values of the step's tokens are written.
+        """Computes the slots for the keys and values of the step's tokens.
 
         Args:
             req_indices: (num_tokens,), row of each token.
-            positions: (num_tokens,), its position in the request.
-            num_padded_tokens: Slots to return, if more than tokens; the rest are `PAD_SLOT_ID`.
+            positions: (num_tokens,), position of each token in its request.
+            num_padded_tokens: Minimum number of slots to return; padding is `PAD_SLOT_ID`.
 
         Returns:
-            Of each group (num_tokens or num_padded_tokens,) int64: block * block_size + offset, in the tokens of kernel
-            blocks; `PAD_SLOT_ID` for tokens that another rank of context parallelism holds. Empty for groups of states
-            or of an encoder's tokens. Valid until the next call.
+            Per group (num_tokens or num_padded_tokens,) int64: block * block_size + offset, in tokens of kernel blocks;
+            `PAD_SLOT_ID` for tokens that another rank of context parallelism holds. Empty for groups of states or of
+            encoder tokens. Valid until the next call.
 
         Raises:
-            InvalidArgumentError: A token has no block, or the null block: not written, it would be missing from every
-                answer to come. Nothing is changed.
+            InvalidArgumentError: A token has no block or the null block, so its keys and values would be lost;
+                nothing is changed.
         """
         return self._map([table.has_token_slots for table in self.groups], req_indices, positions, num_padded_tokens)
 
     def compute_encoder_slot_mapping(self, req_indices: Integers, positions: Integers) -> tuple[torch.Tensor, ...]:
-        """Where the keys and values of encoder tokens are written: as `compute_slot_mapping`, for cross attention.
+        """Computes the slots of encoder tokens: `compute_slot_mapping` for cross attention.
 
         Args:
             req_indices: (num_encoder_tokens,), row of each token.
-            positions: (num_encoder_tokens,), its position in what the encoder put out for the request.
+            positions: (num_encoder_tokens,), position of each token in the encoder output of its request.
 
         Returns:
-            Of each group of cross attention (num_encoder_tokens,) int64; empty for others.
+            Per group of cross attention (num_encoder_tokens,) int64; empty for other groups.
 
         Raises:
             InvalidArgumentError: A token has no block; nothing is changed.
@@ -140,17 +138,17 @@ class BlockTables:
     def compute_state_indices(
         self, num_computed_tokens: Integers, num_scheduled_tokens: Integers
     ) -> tuple[MambaStateIndices | None, ...]:
-        """Which states the step reads and writes.
+        """Finds the states that the step reads and writes.
 
         Args:
-            num_computed_tokens: (num_reqs,), of rows [0, num_reqs).
-            num_scheduled_tokens: (num_reqs,), tokens that the step computes, at least 1.
+            num_computed_tokens: (num_reqs,), computed tokens of rows [0, num_reqs).
+            num_scheduled_tokens: (num_reqs,), tokens of the step per request, at least 1.
 
         Returns:
-            Of each group of states where they are; None for others. Valid until the next call.
+            The indices per group of states; None for other groups. Valid until the next call.
 
         Raises:
-            InvalidArgumentError: A state has no block, or the null block; nothing is changed.
+            InvalidArgumentError: A state has no block or the null block; nothing is changed.
         """
         lengths = self._lengths(num_computed_tokens, num_scheduled_tokens)
         columns = [table.state_columns(*lengths) if table.has_states else None for table in self.groups]

@@ -1,4 +1,4 @@
-"""Checks what a plan says of a rank's buffers, against itself and against the buffers that there are."""
+"""Checks of a rank's plan: its consistency, and whether the allocated buffers match it."""
 
 from collections.abc import Iterable, Sequence
 
@@ -10,17 +10,17 @@ from kvpool.core.planning.plan import KVCacheConfig
 
 
 def page_sizes_bytes(config: KVCacheConfig) -> tuple[int, ...]:
-    """Bytes of a block in each tensor.
+    """Page size of each tensor, in bytes.
 
     Raises:
-        InvalidArgumentError: A tensor is no whole number of pages, or empty.
+        InvalidArgumentError: A tensor is empty or its size is not a multiple of num_blocks.
     """
     for i, tensor in enumerate(config.tensors):
         if tensor.size_bytes <= 0 or tensor.size_bytes % config.num_blocks:
             layers = ", ".join(map(repr, tensor.shared_by))
             raise InvalidArgumentError(
                 f"tensors[{i}].size_bytes",
-                f"layer {layers}: {tensor.size_bytes} bytes are not {config.num_blocks} pages",
+                f"layer {layers}: {tensor.size_bytes} bytes are not a multiple of {config.num_blocks} pages",
             )
     return tuple(tensor.size_bytes // config.num_blocks for tensor in config.tensors)
 
@@ -28,16 +28,16 @@ def page_sizes_bytes(config: KVCacheConfig) -> tuple[int, ...]:
 def buffers_by_layer(
     config: KVCacheConfig, num_blocks: int, buffers: Sequence[torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """The buffer that each layer lies in.
+    """Finds the buffer of each layer.
 
     Args:
-        config: What was planned.
-        num_blocks: Blocks that each buffer must hold.
-        buffers: int8 (bytes,), one for each of the config's tensors.
+        config: The plan of the rank.
+        num_blocks: Number of blocks that each buffer must hold.
+        buffers: int8 (bytes,), one per tensor of the config.
 
     Raises:
-        InvalidArgumentError: They are of another shape or too small; or a layer lies in none or in two, in one with
-            a layer of its own group, or in one with pages of another size.
+        InvalidArgumentError: A buffer has another shape or is too small; or a layer is in no buffer, in two buffers,
+            in a buffer with a layer of its own group, or in a buffer with another page size.
     """
     if num_blocks < 1:
         raise InvalidArgumentError("num_blocks", f"{num_blocks} is not at least 1")
@@ -51,18 +51,18 @@ def buffers_by_layer(
             if name not in pages:
                 raise InvalidArgumentError(f"tensors[{i}]", f"layer {name!r} is in no group of this rank")
             if name in found:
-                raise InvalidArgumentError(f"tensors[{i}]", f"layer {name!r} lies in two buffers, or twice in one")
+                raise InvalidArgumentError(f"tensors[{i}]", f"layer {name!r} is in two buffers, or twice in one")
             found[name] = buffer
         _check_neighbours(f"tensors[{i}]", [(name, group_of[name], pages[name]) for name in tensor.shared_by])
         _check_size(f"buffers[{i}]", buffer, num_blocks, [(name, pages[name]) for name in tensor.shared_by])
     for name in pages:
         if name not in found:
-            raise InvalidArgumentError("tensors", f"layer {name!r} lies in no buffer")
+            raise InvalidArgumentError("tensors", f"layer {name!r} is in no buffer")
     return found
 
 
 def _check_neighbours(field: str, layers: Sequence[tuple[str, int, int]]) -> None:
-    """Checks (name, group, page size) of the layers in one buffer: groups must differ, and pages must not."""
+    """Checks (name, group, page size) of the layers in one buffer: different groups and equal page sizes."""
     by_group: dict[int, str] = {}
     for name, group, page in layers:
         first, _, first_page = layers[0]
@@ -71,17 +71,17 @@ def _check_neighbours(field: str, layers: Sequence[tuple[str, int, int]]) -> Non
                 field, f"layer {name!r} has pages of {page} bytes, {first!r} in the same buffer has {first_page}"
             )
         if by_group.setdefault(group, name) != name:
-            raise InvalidArgumentError(
-                field, f"layer {name!r} is of the same group as {by_group[group]!r}, which lies in the same buffer"
-            )
+            raise InvalidArgumentError(field, f"layer {name!r} is in the same group and buffer as {by_group[group]!r}")
 
 
 def _check_size(field: str, buffer: torch.Tensor, num_blocks: int, pages: Iterable[tuple[str, int]]) -> None:
     if buffer.dtype != torch.int8 or buffer.dim() != 1 or not buffer.is_contiguous():
-        raise InvalidArgumentError(field, f"{buffer.dtype} of shape {tuple(buffer.shape)} is no row of int8")
+        raise InvalidArgumentError(
+            field, f"{buffer.dtype} of shape {tuple(buffer.shape)} is not a one-dimensional int8 buffer"
+        )
     for name, page in pages:
         if page * num_blocks > buffer.numel():
             raise InvalidArgumentError(
                 field,
-                f"layer {name!r} takes {num_blocks} pages of {page} bytes, the buffer has {buffer.numel()} bytes",
+                f"layer {name!r} needs {num_blocks} pages of {page} bytes; the buffer has {buffer.numel()} bytes",
             )

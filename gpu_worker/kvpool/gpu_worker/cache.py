@@ -1,4 +1,4 @@
-"""The tensors that a rank holds for its pool: allocated by plan, seen by layer, freed to make room."""
+"""The tensors that a rank holds for its pool."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -8,12 +8,12 @@ import torch
 from kvpool.core.errors import ExhaustedError
 from kvpool.core.planning.plan import KVCacheConfig
 from kvpool.gpu_worker.layouts import LayerCache
+from kvpool.gpu_worker.messages import Allocation
 from kvpool.gpu_worker.tensors import BufferAllocator, allocate_as_many, empty_buffer, reshape_kv_cache
-from kvpool.gpu_worker.words import Allocation
 
 
 class HeldCache:
-    """A rank's buffers. For one thread at a time."""
+    """The buffers of a rank. Not safe for concurrent use, except as noted."""
 
     def __init__(
         self,
@@ -22,13 +22,13 @@ class HeldCache:
         reserve_bytes: int,
         allocate: BufferAllocator = empty_buffer,
     ) -> None:
-        """Holds nothing yet.
+        """Starts without buffers.
 
         Args:
-            device: Where the buffers lie.
-            layouts: Name of the layout of each layer whose backend states one.
-            reserve_bytes: Must stay free on the device beside them.
-            allocate: Makes one buffer.
+            device: Device of the buffers.
+            layouts: Layout name of each layer whose backend specifies one.
+            reserve_bytes: Memory that must stay free on the device.
+            allocate: Allocates one buffer.
         """
         self._device = device
         self._layouts = layouts
@@ -39,25 +39,25 @@ class HeldCache:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing is held."""
+        """Whether no buffers are held."""
         return self._config is None
 
     @property
     def buffers(self) -> tuple[torch.Tensor, ...]:
-        """int8 (bytes,), one for each of the plan's tensors."""
+        """int8 (bytes,), one per tensor of the plan."""
         return self._buffers
 
     @property
     def allocated_bytes(self) -> int:
-        """Memory of the buffers. Any thread may ask."""
+        """Size of the buffers. Any thread may read it."""
         return sum(map(len, self._buffers))
 
     def allocate(self, config: KVCacheConfig) -> Allocation:
-        """Allocates what is planned, or as many blocks of it as fit; what was held is freed first.
+        """Frees the current buffers, then allocates those of a plan, with as many of its blocks as fit.
 
         Raises:
-            ExhaustedError: Not even two blocks fit; nothing is held.
-            InvalidArgumentError: A layout cannot see its layer's pages, or the plan is at odds with itself.
+            ExhaustedError: Fewer than two blocks fit; no buffers are held.
+            InvalidArgumentError: A layout cannot represent its layer's pages, or the plan is inconsistent.
         """
         self.release()
         try:
@@ -66,18 +66,18 @@ class HeldCache:
             raise ExhaustedError("OUT_OF_MEMORY", str(error)) from error
         views = reshape_kv_cache(config, num_blocks, buffers, self._layouts)
         if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)  # zeroed on this thread's stream; steps run on others
+            torch.cuda.synchronize(self._device)  # zeroed on this thread's stream; steps use other streams
         self._config, self._buffers = config, buffers
         return Allocation(config, num_blocks, sum(map(len, buffers)), _shapes(views))
 
     def view(self, num_blocks: int) -> tuple[KVCacheConfig, dict[str, LayerCache]]:
-        """The layers' views of the first blocks, and the configuration that says so.
+        """Makes the layers' views of the first blocks, and the matching configuration.
 
         Args:
-            num_blocks: At most as many as were allocated.
+            num_blocks: Number of blocks, at most the allocated number.
 
         Raises:
-            InvalidArgumentError: There are fewer.
+            InvalidArgumentError: Fewer blocks are allocated.
         """
         config = self._config or KVCacheConfig(num_blocks, (), ())
         views = reshape_kv_cache(config, num_blocks, self._buffers, self._layouts)
@@ -87,7 +87,7 @@ class HeldCache:
         return KVCacheConfig(num_blocks, tensors, config.groups), views
 
     def release(self) -> None:
-        """Frees what is held, as far as nobody else refers to it."""
+        """Drops the buffers; their memory is freed unless other references exist."""
         self._config, self._buffers = None, ()
         if self._device.type == "cuda":
             torch.cuda.empty_cache()

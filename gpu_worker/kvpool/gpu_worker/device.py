@@ -1,4 +1,4 @@
-"""Which device a rank has, and how much of its memory the KV cache may take."""
+"""The device of a rank, and the memory of it that the KV cache may take."""
 
 import os
 from collections.abc import Iterator
@@ -9,8 +9,7 @@ import torch
 
 from kvpool.core.errors import InvalidArgumentError
 from kvpool.core.specs.base import QUOTED_CHARACTERS
-from kvpool.gpu_worker.status import DeviceMemory
-from kvpool.gpu_worker.units import format_bytes
+from kvpool.gpu_worker.status import DeviceMemory, format_bytes
 
 _CGROUP_ROOT: Final = Path("/sys/fs/cgroup")
 
@@ -22,7 +21,7 @@ def open_device(name: str) -> torch.device:
         name: "cpu", "cuda" for the current CUDA device, or "cuda:N".
 
     Raises:
-        InvalidArgumentError: It is not there; lists those that are.
+        InvalidArgumentError: The device does not exist; lists the devices that do.
     """
     try:
         device = torch.device(name)
@@ -35,12 +34,12 @@ def open_device(name: str) -> torch.device:
         if index < torch.cuda.device_count():
             return torch.device("cuda", index)
     raise InvalidArgumentError(
-        "device", f"{name[:QUOTED_CHARACTERS]!r} is not there; there are: {', '.join(_devices())}"
+        "device", f"{name[:QUOTED_CHARACTERS]!r} does not exist; available: {', '.join(_devices())}"
     )
 
 
 def describe_device(device: torch.device) -> str:
-    """Names a device for people: "cuda:0 NVIDIA H200"."""
+    """Describes a device for display: "cuda:0 NVIDIA H200"."""
     if device.type != "cuda":
         return str(device)
     return f"{device} {torch.cuda.get_device_properties(device).name}"
@@ -51,17 +50,17 @@ def available_bytes(
 ) -> int:
     """Memory that the KV cache may take.
 
-    Of a CUDA device what is in use now, by this process (its weights) and by neighbours, is measured; a worker is
-    therefore started when its model is loaded.
+    On a CUDA device the memory in use, by this process (its weights) and by other processes, is measured now. Create a
+    worker only after its model is loaded.
 
     Args:
         device: From `open_device`.
-        memory_bytes: Asked for; None for a share of a CUDA device.
-        gpu_memory_utilization: The share, what is in use already included.
-        reserve_bytes: Left free on a CUDA device beside the cache.
+        memory_bytes: Requested memory; None for a share of a CUDA device.
+        gpu_memory_utilization: The share, including memory that is already in use.
+        reserve_bytes: Memory left free on a CUDA device.
 
     Raises:
-        InvalidArgumentError: What is asked for is not there, or nothing is left of the share; says the figures.
+        InvalidArgumentError: The requested memory is not available, or nothing is left of the share; states the sizes.
     """
     if device.type == "cuda":
         return _available_on_cuda(device, memory_bytes, gpu_memory_utilization, reserve_bytes)
@@ -75,9 +74,9 @@ def available_bytes(
 
 
 def _available_on_cuda(device: torch.device, memory_bytes: int | None, share: float, reserve_bytes: int) -> int:
-    torch.cuda.empty_cache()  # what torch keeps of freed tensors would count as in use
+    torch.cuda.empty_cache()  # memory in torch's cache would count as in use
     free_bytes, total_bytes = torch.cuda.mem_get_info(device)
-    reserve = f"{format_bytes(reserve_bytes)} stay in reserve"
+    reserve = f"{format_bytes(reserve_bytes)} are reserved"
     if memory_bytes is not None:
         if memory_bytes > free_bytes - reserve_bytes:
             free = f"{format_bytes(free_bytes)} of {format_bytes(total_bytes)}"
@@ -96,7 +95,7 @@ def _available_on_cuda(device: torch.device, memory_bytes: int | None, share: fl
 
 
 def device_memory(device: torch.device) -> DeviceMemory:
-    """How much memory a device has and has free, whoever uses it; of a CPU the machine's, within its limit."""
+    """Total and free memory of a device, over all processes; for a CPU that of the machine, within its limit."""
     if device.type == "cuda":
         free_bytes, total_bytes = torch.cuda.mem_get_info(device)
         return DeviceMemory(total_bytes, free_bytes)
@@ -105,19 +104,19 @@ def device_memory(device: torch.device) -> DeviceMemory:
 
 
 def machine_memory_bytes() -> int:
-    """Memory that this process may use: the machine's, or less if a control group says so."""
+    """Memory that this process may use: that of the machine, or the limit of a control group."""
     physical_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return min((physical_bytes, *_cgroup_limits_bytes()))
 
 
 def _unused_bytes(meminfo: Path = Path("/proc/meminfo")) -> int:
-    """Memory that new processes may have without swapping, as the kernel estimates it."""
+    """Memory that new processes can use without swapping, as the kernel estimates it."""
     entries = dict(line.split(":", 1) for line in meminfo.read_text(encoding="ascii").splitlines())
     return int(entries["MemAvailable"].removesuffix("kB")) * 1024
 
 
 def _cgroup_limits_bytes(root: Path = _CGROUP_ROOT, membership: Path = Path("/proc/self/cgroup")) -> Iterator[int]:
-    """Limits of the control groups that the process is in, of version 2 and 1, from its own up to the root."""
+    """Memory limits of the process's control groups, of version 2 and 1, from its own group up to the root."""
     try:
         lines = membership.read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -131,7 +130,7 @@ def _cgroup_limits_bytes(root: Path = _CGROUP_ROOT, membership: Path = Path("/pr
         else:
             continue
         own = PurePosixPath(path.lstrip("/"))
-        for group in (own, *own.parents):  # in a container the path may be the host's: then only the root is there
+        for group in (own, *own.parents):  # in a container the path may be that of the host; then only the root exists
             try:
                 limit = (top / group / file).read_text(encoding="ascii").strip()
             except OSError:

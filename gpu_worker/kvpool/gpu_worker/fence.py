@@ -1,12 +1,12 @@
-"""Which steps a rank may run: the last check before the device, and the count of what the rank is at. Thread-safe.
+"""Admission of a rank's steps: the last check before the device, and the steps in flight. Thread-safe.
 
-1. A step is admitted if its tables were handed out in the epoch that goes on, to a session that has not ended: one that
-   the newest fence names as living, or one that was opened after it.
-2. A session that has ended stays so for the rest of its epoch, whatever a later fence says.
-3. A step is in flight from its check until its ticket is done. Both are one with the check of what is kept out, so that
-   none slips in between.
-4. When the last step in flight that would no longer be admitted is done, whoever waits is told, by the thread that was
-   at it: nobody polls.
+1. A step is admitted if its block tables were handed out in the current epoch to a live session: one that the newest
+   fence lists as live, or one that was opened after that fence.
+2. A session that has ended stays ended for the rest of its epoch, even if a later fence lists it.
+3. A step is in flight from its admission until its ticket is done. One lock covers admission, completion and the
+   change of the fence, so no step is admitted in between.
+4. When the last stale step in flight is done, `on_drained` is called by the thread that finished the step. A stale step
+   is one that would no longer be admitted.
 """
 
 import threading
@@ -20,14 +20,15 @@ from kvpool.core.ids import TableLease
 
 
 class StaleTablesError(AbortedError):
-    """A step must not run, as its block tables are no longer good; its requests are computed anew.
+    """A step must not run because its block tables are no longer valid; its requests must be computed again.
 
-    NOT_READY: no epoch goes on. EPOCH_PASSED: another does. SESSION_ENDED: its session has; others may have its blocks.
+    NOT_READY: no epoch is open. EPOCH_PASSED: another epoch is open. SESSION_ENDED: the session has ended, and other
+    sessions may own its blocks.
     """
 
 
 class StepTicket:
-    """A step that was admitted, and is in flight until this is done. As a context manager it is done at the end."""
+    """An admitted step, in flight until `done` is called. As a context manager it calls `done` at the end."""
 
     __slots__ = ("_done", "_lock")
 
@@ -44,10 +45,10 @@ class StepTicket:
         self.done()
 
     def done(self) -> None:
-        """Says that the device is through with the step, or that it failed; from any thread. Again it does nothing.
+        """Reports that the step has finished on the device, or has failed. Any thread may call it; repeats do nothing.
 
-        From then on its blocks may be given to others. A step that was launched is not done: synchronize first, or call
-        this when an event that was recorded after it has passed.
+        Afterwards its blocks may be given to other sessions. A launched step is not done: synchronize first, or call
+        this after an event recorded behind the step has completed.
         """
         with self._lock:
             done, self._done = self._done, None
@@ -58,13 +59,13 @@ class StepTicket:
 class Fence:
     """Admits the steps of one rank."""
 
-    def __init__(self, on_idle: Callable[[], object] = lambda: None) -> None:
-        """Begins with no epoch.
+    def __init__(self, on_drained: Callable[[], object] = lambda: None) -> None:
+        """Starts without an epoch.
 
         Args:
-            on_idle: Called when the last step in flight that would no longer be admitted is done; must return at once.
+            on_drained: Called when the last stale step in flight is done; must not block.
         """
-        self._on_idle = on_idle
+        self._on_drained = on_drained
         self._lock = threading.Lock()
         self._epoch = 0
         self._is_open = False
@@ -74,54 +75,54 @@ class Fence:
 
     @property
     def num_in_flight(self) -> int:
-        """Steps that were admitted and are not done."""
+        """Number of admitted steps that are not done."""
         return self._in_flight.total()
 
     @property
-    def is_within_credit(self) -> bool:
-        """Whether no step is in flight that would not be admitted now."""
+    def is_drained(self) -> bool:
+        """Whether no stale step is in flight."""
         with self._lock:
-            return self._quiet()
+            return self._is_drained()
 
     def begin(self, epoch: int) -> None:
-        """Begins an epoch, none of whose sessions has ended; its steps are admitted from `open` on."""
+        """Begins an epoch in which no session has ended. Its steps are admitted after `open`."""
         with self._lock:
             self._epoch, self._is_open = epoch, False
             self._last_session_number, self._live = 0, frozenset()
 
     def open(self, epoch: int) -> None:
-        """Lets the steps of the epoch that has begun through, unless it has ended meanwhile."""
+        """Admits steps of an epoch from now on, unless the epoch has ended."""
         with self._lock:
             self._is_open = epoch == self._epoch
 
     def end(self) -> None:
-        """Ends the epoch: no step is admitted until the next."""
+        """Ends the epoch: no step is admitted until the next epoch is open."""
         self.begin(0)
 
     def narrow(self, last_session_number: int, live: Collection[int]) -> None:
-        """Keeps out all sessions up to a number but those that live."""
+        """Excludes all sessions up to a number, except those that are live."""
         with self._lock:
-            self._live = frozenset(filter(self._lives, live))
+            self._live = frozenset(filter(self._is_live, live))
             self._last_session_number = max(last_session_number, self._last_session_number)
 
     def step(self, lease: TableLease) -> StepTicket:
-        """Admits a step, which is in flight until its ticket is done. Costs a lock, and no message.
+        """Admits a step, which is in flight until its ticket is done. Costs a lock and no message.
 
         Args:
-            lease: The scheduler's `Session.table_lease`, sent along with its block tables.
+            lease: The scheduler's `Session.table_lease`, sent with the block tables.
 
         Raises:
-            StaleTablesError: It must not run.
+            StaleTablesError: The step must not run.
         """
         with self._lock:
             if not self._is_open:
-                message = f"a step of epoch {lease.epoch}, while none goes on"
+                message = f"a step of epoch {lease.epoch}, and no epoch is open"
                 raise StaleTablesError("NOT_READY", message, field="epoch")
             if lease.epoch != self._epoch:
-                message = f"{lease.epoch} is not the epoch that goes on, {self._epoch}"
+                message = f"{lease.epoch} is not the current epoch, {self._epoch}"
                 raise StaleTablesError("EPOCH_PASSED", message, field="epoch")
-            if not self._lives(lease.session_number):
-                message = f"session {lease.session_number} has ended, and others may have its blocks"
+            if not self._is_live(lease.session_number):
+                message = f"session {lease.session_number} has ended, and other sessions may own its blocks"
                 raise StaleTablesError("SESSION_ENDED", message, field="session_number")
             self._in_flight[lease] += 1
         return StepTicket(lambda: self._finish(lease))
@@ -131,15 +132,15 @@ class Fence:
             self._in_flight[lease] -= 1
             if not self._in_flight[lease]:
                 del self._in_flight[lease]
-            tells = not self._admits(lease) and self._quiet()
-        if tells:
-            self._on_idle()
+            is_drained = not self._admits(lease) and self._is_drained()
+        if is_drained:
+            self._on_drained()
 
-    def _quiet(self) -> bool:
+    def _is_drained(self) -> bool:
         return all(map(self._admits, self._in_flight))
 
     def _admits(self, lease: TableLease) -> bool:
-        return lease.epoch == self._epoch and self._lives(lease.session_number)
+        return lease.epoch == self._epoch and self._is_live(lease.session_number)
 
-    def _lives(self, session_number: int) -> bool:
+    def _is_live(self, session_number: int) -> bool:
         return session_number > self._last_session_number or session_number in self._live

@@ -1,4 +1,4 @@
-"""The block table of one group, on host and device: its entries, and the slots and states found through them."""
+"""The block table of one group on host and device, with slot and state look-up."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,26 +13,26 @@ from kvpool.core.ids import MAX_BLOCKS, MAX_TOKENS, NULL_BLOCK
 from kvpool.core.specs.kinds import CrossAttentionSpec, MambaSpec, allocation_spec, num_draft_blocks
 from kvpool.core.specs.pool_config import KVCacheGroup
 from kvpool.gpu_worker.layouts import kernel_blocks_per_block
-from kvpool.gpu_worker.staging import StagedArray
+from kvpool.gpu_worker.workspace import StagedArray
 
 PAD_SLOT_ID: Final = -1
-"""A token that is not written, a state that there is not (vLLM's kernels skip it)."""
+"""Slot of a token that is not written, and index of a missing state. The kernels of vLLM skip it."""
 
 Integers = npt.NDArray[np.integer]
 
 
 @dataclass(frozen=True, slots=True)
 class BlockTableOptions:
-    """What bounds the tables of a rank.
+    """Limits of the block tables of a rank.
 
     Attributes:
-        num_blocks: Blocks of the pool.
-        max_num_reqs: Requests that run at a time.
-        max_model_len: Most tokens of a request.
-        max_num_batched_tokens: Most tokens that one step computes.
-        max_num_encoder_input_tokens: Most tokens that encoders put out in one step, and for one request.
-        dcp_world_size: Ranks over which a request's tokens are spread, token by token.
-        dcp_rank: Which of them this one is: it holds the tokens at dcp_rank, dcp_rank + dcp_world_size, ...
+        num_blocks: Number of blocks of the pool.
+        max_num_reqs: Maximum number of running requests.
+        max_model_len: Maximum number of tokens of a request.
+        max_num_batched_tokens: Maximum number of tokens per step.
+        max_num_encoder_input_tokens: Maximum number of encoder output tokens, both per step and per request.
+        dcp_world_size: Number of ranks over which decode context parallelism spreads a request, token by token.
+        dcp_rank: Index of this rank among them. It holds the tokens at dcp_rank, dcp_rank + dcp_world_size, ...
     """
 
     num_blocks: int
@@ -54,20 +54,20 @@ class BlockTableOptions:
 
 @dataclass(frozen=True, slots=True)
 class MambaStateIndices:
-    """Which states a step reads and writes. The state after token t is in column t // block_size of a request's row.
+    """The states that a step reads and writes. The state after token t is in column t // block_size of a request's row.
 
-    A step that computes tokens [n, n + k) reads the state after token n - 1 and writes the one after n + k - 1, and,
-    where states are kept for their prefix, the one at the end of each block on the way. The columns have vLLM's names.
+    A step that computes tokens [n, n + k) reads the state after token n - 1 and writes the state after token n + k - 1.
+    With prefix caching of states it also writes the state at the end of each block in between. Names follow vLLM.
 
     Attributes:
-        read_block_ids: (num_reqs,) int32, block of the state that is read; `PAD_SLOT_ID` for a request without one.
+        read_block_ids: (num_reqs,) int32, block of the state to read; `PAD_SLOT_ID` for a request without a state.
         written_block_ids: (num_reqs,) int32, block of the state after the last token of the step.
         has_initial_state: (num_reqs,) bool, whether a state is read.
-        block_idx_last_computed_token: (num_reqs,) int32, column of what is read; 0 for a request without.
+        block_idx_last_computed_token: (num_reqs,) int32, column of the state to read; 0 for a request without a state.
         block_idx_first_scheduled_token: (num_reqs,) int32, column of the state after the step's first token.
-        block_idx_last_scheduled_token: (num_reqs,) int32, column of what is written.
-        draft_block_ids: (num_reqs, num_speculative_blocks) int32, the row's last blocks: for the state after each draft
-            token. The runner copies that of the last draft accepted to where the next step reads.
+        block_idx_last_scheduled_token: (num_reqs,) int32, column of the state to write.
+        draft_block_ids: (num_reqs, num_speculative_blocks) int32, the last blocks of the row, for the state after each
+            draft token. The runner copies the state of the last accepted draft to where the next step reads.
     """
 
     read_block_ids: torch.Tensor
@@ -80,17 +80,17 @@ class MambaStateIndices:
 
 
 class GroupTable:
-    """One group's table. Callers keep to the rules of `BlockTables`: they check rows.
+    """The block table of one group. Callers follow the rules of `BlockTables` and check rows.
 
     Attributes:
-        num_entries: (max_num_reqs,) int32 on the host, entries that each row has.
-        block_size: Tokens of a kernel block on this rank.
+        num_entries: (max_num_reqs,) int32 on the host, number of entries of each row.
+        block_size: Tokens per kernel block on this rank.
         has_token_slots: Whether each token of a request has a slot.
-        has_encoder_slots: Whether each token of an encoder has one.
+        has_encoder_slots: Whether each encoder token has a slot.
         has_states: Whether blocks hold states.
-        is_spread: Whether context parallelism spreads the tokens over several ranks.
-        max_num_slots: Most slots of one mapping.
-        no_slots: (0,) int64, for groups that a mapping leaves out.
+        is_spread: Whether context parallelism spreads the tokens over ranks.
+        max_num_slots: Maximum number of slots per mapping.
+        no_slots: (0,) int64, for groups without slots in a mapping.
     """
 
     def __init__(
@@ -136,21 +136,21 @@ class GroupTable:
 
     @property
     def device_table(self) -> torch.Tensor:
-        """(max_num_reqs, max blocks of a row) int32, as last committed. Always the same tensor."""
+        """(max_num_reqs, max blocks per row) int32, as last committed. Always the same tensor."""
         return self._table.device
 
     @property
     def host_table(self) -> npt.NDArray[np.int32]:
-        """(max_num_reqs, max blocks of a row) int32, as it is now; to be read only."""
+        """(max_num_reqs, max blocks per row) int32, current contents; read only."""
         view: npt.NDArray[np.int32] = self._table.host.view()
         view.flags.writeable = False
         return view
 
     def entries_of(self, block_ids: Sequence[int] | Integers, start: int) -> Integers:
-        """The entries that stand for these blocks of the pool, checked to fit a row from `start` on.
+        """Converts blocks of the pool to entries, and checks that they fit a row from `start` on.
 
         Raises:
-            InvalidArgumentError: A block is not of the pool, or the row has no room.
+            InvalidArgumentError: A block is not in the pool, or the row has no room.
         """
         ids = np.asarray(block_ids, dtype=np.int64)
         if ids.size and (ids.min() < 0 or ids.max() >= self._num_blocks):
@@ -160,14 +160,14 @@ class GroupTable:
         if start + ids.size * self._per_block > width:
             have, room = start // self._per_block + ids.size, width // self._per_block
             raise InvalidArgumentError(
-                "block_ids", f"{self._name}: {have} blocks, a request of full length takes {room}"
+                "block_ids", f"{self._name}: {have} blocks; a request of maximum length takes {room}"
             )
         if self._per_block == 1:
             return ids
         return (ids[:, None] * self._per_block + np.arange(self._per_block)).ravel()
 
     def write(self, row: int, start: int, entries: Integers) -> None:
-        """Puts entries into a row from `start` on, where it then ends."""
+        """Writes entries into a row from `start` on, and ends the row after them."""
         end = start + entries.size
         self._table.wait()
         self._table.host[row, start:end] = entries
@@ -177,7 +177,7 @@ class GroupTable:
         self.truncate(row, end)
 
     def truncate(self, row: int, end: int) -> None:
-        """Makes a row end here; null stands in what follows."""
+        """Ends a row at `end` and fills the rest with the null block."""
         old_end = int(self.num_entries[row])
         if end < old_end:
             self._table.wait()
@@ -196,14 +196,14 @@ class GroupTable:
         self._touch(second)
 
     def commit(self, num_reqs: int) -> None:
-        """Issues the copy of changed rows among the first num_reqs."""
+        """Starts the copy of the changed rows among the first num_reqs."""
         start, stop = self._changed
         if start < min(stop, num_reqs):
             self._table.copy(start, min(stop, num_reqs))
         self._changed = (max(start, num_reqs), stop) if stop > num_reqs else (0, 0)
 
     def slots(self, req_indices: Integers, positions: Integers) -> Integers:
-        """(num_tokens,) int64, see `BlockTables.compute_slot_mapping`."""
+        """Computes slots (num_tokens,) int64; see `BlockTables.compute_slot_mapping`."""
         local = positions // self._ranks if self._ranks > 1 else positions
         columns, offsets = np.divmod(local, self.block_size)
         entries = self._entries_at(req_indices, columns, "positions", 0)
@@ -213,7 +213,7 @@ class GroupTable:
         return slots
 
     def stage_slots(self, slots: Integers, count: int) -> torch.Tensor:
-        """Issues the copy of slots, padded to `count`."""
+        """Starts the copy of slots, padded to `count`."""
         self._slots.wait()
         host = self._slots.host
         host[: slots.size] = slots
@@ -221,7 +221,7 @@ class GroupTable:
         return self._slots.copy(0, count)
 
     def state_columns(self, num_computed_tokens: Integers, num_scheduled_tokens: Integers) -> Integers:
-        """(5 + num_speculative_blocks, num_reqs): blocks read and written, their columns, and the drafts' blocks."""
+        """Computes (5 + num_speculative_blocks, num_reqs): blocks read and written, their columns, and draft blocks."""
         rows = np.arange(num_computed_tokens.size)
         read = np.maximum(num_computed_tokens - 1, 0) // self.block_size
         first = num_computed_tokens // self.block_size
@@ -234,7 +234,7 @@ class GroupTable:
         return np.vstack([read_ids, written_ids, read, first, last, self._table.host[rows, drafts]])
 
     def stage_states(self, columns: Integers) -> MambaStateIndices:
-        """Issues the copy of what `state_columns` found."""
+        """Starts the copy of the result of `state_columns`."""
         num_reqs = columns.shape[1]
         self._states.wait()
         self._states.host[:, :num_reqs] = columns
@@ -243,16 +243,16 @@ class GroupTable:
         return MambaStateIndices(read_ids, written_ids, read_ids >= 0, read, first, last, device[5:].t())
 
     def _entries_at(self, rows: Integers, columns: Integers, field: str, num_spare: int) -> Integers:
-        """The entries in these places, (n,).
+        """Reads the entries (n,) at rows and columns.
 
         Args:
-            rows: (n,), row of each.
-            columns: (n,), column of each.
-            field: What is at fault if there is none.
-            num_spare: Entries at the end of a row that are not for tokens.
+            rows: (n,), row of each entry.
+            columns: (n,), column of each entry.
+            field: Argument that an error names.
+            num_spare: Number of entries at the end of a row that are not for tokens.
 
         Raises:
-            InvalidArgumentError: A row ends before its column, or null stands there.
+            InvalidArgumentError: A row ends before its column, or has the null block there.
         """
         if not rows.size:
             return np.zeros(0, np.int32)
@@ -263,7 +263,7 @@ class GroupTable:
             at = int(missing.argmax())
             row, column = int(rows[at]), int(columns[at]) // self._per_block
             have = int(ends[at]) // self._per_block
-            found = "has the null block" if column < have else f"has {have} blocks, and nothing"
+            found = "has the null block" if column < have else f"has {have} blocks and no entry"
             raise InvalidArgumentError(field, f"{self._name}: row {row} {found} in column {column}")
         return entries
 

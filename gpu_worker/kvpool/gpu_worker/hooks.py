@@ -1,4 +1,4 @@
-"""What a runner is given and told of its rank."""
+"""Hooks of a runner, and the pool that they receive."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -12,17 +12,17 @@ from kvpool.gpu_worker.status import WorkerStatus
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReadyPool:
-    """What a rank holds in one epoch.
+    """The tensors of a rank in one epoch.
 
     Attributes:
-        epoch: Which. Steps of another are not to be run.
-        num_blocks: Blocks of the pool, the null block included: the smallest number over all ranks.
-        config: The rank's buffers and the pool's groups, for that many blocks.
-        max_model_len: Most tokens a request may have.
-        kv_caches: View of each layer's pages, as its backend sees them; block 0 is the null block. They are the
-            worker's memory: whoever keeps them beyond the epoch drops them in `WorkerHooks.on_release`.
-        buffers: int8 (bytes,), one for each of the config's tensors, with room for `num_blocks` or more: for runners
-            that see pages otherwise, as kernel blocks. Memory of the worker too.
+        epoch: The epoch. Steps of another epoch must not run.
+        num_blocks: Number of blocks of the pool, including the null block: the smallest number over all ranks.
+        config: The rank's buffers and the pool's groups, for `num_blocks` blocks.
+        max_model_len: Maximum number of tokens of a request.
+        kv_caches: View of each layer's pages, as its backend sees them; block 0 is the null block. The worker owns the
+            memory: a runner that keeps views beyond the epoch drops them in `WorkerHooks.on_release`.
+        buffers: int8 (bytes,), one per tensor of the config, with room for at least `num_blocks` blocks: for runners
+            that see pages differently, as kernel blocks. The worker owns this memory too.
     """
 
     epoch: int
@@ -34,29 +34,29 @@ class ReadyPool:
 
     @property
     def allocated_bytes(self) -> int:
-        """Memory of the buffers."""
+        """Size of the buffers."""
         return sum(map(len, self.buffers))
 
 
-def _nothing(*_: object) -> None:
-    """Stands for a hook that nobody asked for."""
+def _no_hook(*_: object) -> None:
+    """The default hook, which does nothing."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerHooks:
-    """What a runner wants to be told, from threads of the worker. An error ends the rank.
+    """Callbacks of a runner, called from threads of the worker. An error ends the rank.
 
-    `on_epoch` and `on_release` are called one at a time, and may wait for the device.
+    `on_epoch` and `on_release` are called one at a time and may wait for the device.
 
     Attributes:
-        on_epoch: An epoch begins: wait for the step of the last one that may still run, then bind the tensors. Steps
-            are let through when this returns. The buffers may be those of the epoch before, as nothing in them moved,
-            but what they hold is worth nothing.
-        on_release: The tensors are about to be freed: wait for the step that may still run, then drop every view.
-        on_status: The rank's status changed. Called from the thread that talks to the server, beside the others: return
-            at once.
+        on_epoch: An epoch begins: wait for a step of the previous epoch that may still run, then bind the tensors.
+            Steps are admitted when this returns. The buffers may be those of the previous epoch at the same addresses,
+            but their contents are invalid.
+        on_release: The tensors are about to be freed: wait for a step that may still run, then drop every view.
+        on_status: The rank's status changed. Called from the thread that handles the stream, concurrently with the
+            other hooks; must not block.
     """
 
-    on_epoch: Callable[[ReadyPool], None] = _nothing
-    on_release: Callable[[], None] = _nothing
-    on_status: Callable[[WorkerStatus], None] = _nothing
+    on_epoch: Callable[[ReadyPool], None] = _no_hook
+    on_release: Callable[[], None] = _no_hook
+    on_status: Callable[[WorkerStatus], None] = _no_hook

@@ -1,16 +1,16 @@
-"""What a rank does on each word of the server: no thread, no socket, no clock, no tensor.
+"""The protocol of a rank: its reaction to each message of the server. No thread, socket, clock or tensor.
 
-1. Every method returns its effects, in order; the caller carries them out.
-2. Tensors outlive streams. A plan that asks for the same layout and no more blocks keeps them; what they hold is then
-   worth nothing, as the new epoch says. For any other plan they are freed before new ones are allocated.
-3. An epoch that began goes on until the server says otherwise. A broken stream alone ends none: no step but its own
-   rank's writes its blocks.
-4. Only the newest plan of the present stream is answered, and only once its tensors are there.
-5. What can be mended by joining again is tried for ever; what the caller must mend ends the rank.
-6. A plan is answered, and tensors are freed for it, when no step of an earlier epoch is in flight; a fence, when none
-   that it keeps out is. Of two fences the newer is answered, and only on the stream that it came on.
+1. Every method returns its effects in order. The caller carries them out.
+2. Tensors outlive streams. A plan with the same layout and no more blocks keeps the tensors; the new epoch invalidates
+   their contents. For any other plan they are freed before new ones are allocated.
+3. An epoch continues until the server ends it. A broken stream does not end it, because only steps of this rank write
+   its blocks.
+4. Only the newest plan of the current stream is answered, and only after its tensors are allocated.
+5. Errors that joining again can resolve are retried indefinitely. Errors that the caller must resolve end the rank.
+6. A plan is answered, and tensors are freed for it, when no step of an earlier epoch is in flight. A fence is answered
+   when no step that it excludes is in flight. Of two fences only the newer is answered, on the stream it came on.
 
-Source: the conversation is that of proto/kvpool/v1/worker.proto.
+Source: proto/kvpool/v1/worker.proto defines the messages.
 """
 
 from collections.abc import Callable
@@ -27,9 +27,19 @@ from kvpool.core.errors import (
     UnauthenticatedError,
     WrongStateError,
 )
-from kvpool.core.ranks.messages import HeldTensors, PoolState, Registration
+from kvpool.core.ranks.messages import (
+    FenceSet,
+    HeldTensors,
+    Planned,
+    PoolState,
+    PoolStatus,
+    Ready,
+    Registered,
+    Registration,
+    ServerMessage,
+)
 from kvpool.gpu_worker.fence import Fence
-from kvpool.gpu_worker.words import (
+from kvpool.gpu_worker.messages import (
     Allocate,
     Allocation,
     CloseStream,
@@ -38,71 +48,65 @@ from kvpool.gpu_worker.words import (
     EpochPassed,
     Failed,
     Fenced,
-    FenceSet,
-    Heard,
     Heartbeat,
     Initialized,
     JoinLater,
     Leave,
     OpenStream,
-    Planned,
-    Ready,
-    Registered,
-    Say,
-    Status,
+    Send,
 )
 from kvpool.wire.errors import DeadlineError, ServerError
 
 REGISTER_TIMEOUT_SECONDS: Final = 10.0
-"""How long the first word of the server is waited for, the connection included."""
+"""Time to connect and to receive the first message of the server."""
 FIRST_PAUSE_SECONDS: Final = 0.1
-LONGEST_PAUSE_SECONDS: Final = 3.0
-_NO_USE_CODES: Final = ("UNIMPLEMENTED",)
-"""Codes without an error of their own: the server is another, or of another release."""
+MAX_PAUSE_SECONDS: Final = 3.0
+_FATAL_CODES: Final = ("UNIMPLEMENTED",)
+"""Codes without an error class: the address is another service, or another release of the server."""
 
 
 class Phase(Enum):
-    """Where a rank stands."""
+    """The phase of a rank."""
 
     JOINING = "joining"
-    """Its stream is being opened; the server has not answered."""
+    """The stream is being opened; the server has not answered."""
     REGISTERED = "registered"
-    """It waits for the other ranks, and then its plan."""
+    """The rank waits for the other ranks, then for its plan."""
     ALLOCATING = "allocating"
     ALLOCATED = "allocated"
-    """It waits for the other ranks to allocate."""
+    """The rank waits for the other ranks to allocate."""
     READY = "ready"
     REJOINING = "rejoining"
-    """It has no stream, and will try again."""
+    """The rank has no stream and will join again."""
     FAILED = "failed"
     LEFT = "left"
 
 
 class RankProtocol:
-    """One rank's side of the conversation.
+    """The rank's side of a Join stream.
 
     Attributes:
-        phase: Where the rank stands.
-        ready: The epoch that goes on; None if there is none.
-        status: What the server said last of the pool.
-        held: The tensors that there are; None while there are none, or while others are being allocated.
-        num_joins: Times that the server took the rank in.
-        num_answers: Heartbeats that it answered.
-        answered_seconds: When it answered the last; None before the first.
+        phase: The phase of the rank.
+        ready: The current epoch; None if there is none.
+        status: The newest state of the pool that the server reported.
+        held: The tensors that the rank holds; None before the first allocation and while others are being allocated.
+        num_joins: Number of streams on which the server accepted the rank.
+        num_answers: Number of heartbeats that the server answered.
+        answered_seconds: Time of the last answered heartbeat; None before the first.
     """
 
     def __init__(self, registration: Registration, jitter: Callable[[], float], fence: Fence) -> None:
         """Starts without a stream.
 
         Args:
-            registration: What the rank says of itself; what it holds is put in here.
-            jitter: Draws from [0, 1), so that ranks do not all come back at once.
-            fence: Admits the rank's steps; it is set here, and opened by who makes the views. When it falls quiet,
-                `steps_ended` is to be called.
+            registration: The rank's registration; the protocol adds the tensors that are held.
+            jitter: Draws from [0, 1), so that the ranks do not all come back at the same time.
+            fence: Admits the rank's steps. The protocol sets it; the caller opens it after it has made the views, and
+                calls `steps_ended` when the fence reports that it is drained.
         """
         self.phase = Phase.REJOINING
         self.ready: Ready | None = None
-        self.status: Status | None = None
+        self.status: PoolStatus | None = None
         self.held: Allocation | None = None
         self.num_joins = 0
         self.num_answers = 0
@@ -130,7 +134,7 @@ class RankProtocol:
 
     @property
     def next_due_seconds(self) -> float:
-        """When `tick` is due next, as things stand."""
+        """Time of the next `tick` in the current state."""
         if self.is_over:
             return float("inf")
         if self.phase is Phase.REJOINING:
@@ -141,23 +145,23 @@ class RankProtocol:
 
     @property
     def _silent_at_seconds(self) -> float:
-        patience = self._timing.heartbeat_timeout_seconds if self._timing else REGISTER_TIMEOUT_SECONDS
-        return self._last_seen_seconds + patience
+        timeout_seconds = self._timing.heartbeat_timeout_seconds if self._timing else REGISTER_TIMEOUT_SECONDS
+        return self._last_seen_seconds + timeout_seconds
 
     def tick(self, now_seconds: float) -> list[Effect]:
-        """Does what is due: joins, sends a heartbeat, or gives up a stream on which nothing comes."""
+        """Joins, sends a heartbeat, or gives up a silent stream, if that is due."""
         if self.is_over or now_seconds < self.next_due_seconds:
             return []
         if self.phase is Phase.REJOINING:
             return self._join(now_seconds)
         if now_seconds >= self._silent_at_seconds:
             silent_seconds = now_seconds - self._last_seen_seconds
-            error = DeadlineError("SERVER_SILENT", f"nothing came from the server for {silent_seconds:.1f} s")
+            error = DeadlineError("SERVER_SILENT", f"no message from the server for {silent_seconds:.1f} s")
             return [CloseStream(), *self.stream_ended(error, now_seconds)]
-        return self._beat(now_seconds)
+        return self._heartbeat(now_seconds)
 
-    def heard(self, message: Heard, now_seconds: float) -> list[Effect]:
-        """Takes in what the server says."""
+    def received(self, message: ServerMessage, now_seconds: float) -> list[Effect]:
+        """Handles a message of the server."""
         self._last_seen_seconds = now_seconds
         match message:
             case Registered():
@@ -165,22 +169,22 @@ class RankProtocol:
                 self.num_joins += 1
                 if self.phase is Phase.JOINING:
                     self.phase = Phase.REGISTERED
-                return self._beat(now_seconds)
+                return self._heartbeat(now_seconds)
             case Planned():
                 self._planned = message
                 self._last_epoch = max(self._last_epoch, message.epoch)
                 return [*self._pass_epoch(), *self._answer_plan()]
             case Ready():
                 return self._begin_epoch(message, now_seconds)
-            case Status():
-                return self._note_status(message, now_seconds)
+            case PoolStatus():
+                return self._update_status(message, now_seconds)
             case FenceSet():
                 return self._narrow(message)
             case _:
                 assert_never(message)
 
     def allocated(self, planned: Planned, allocation: Allocation) -> list[Effect]:
-        """Notes what came of an `Allocate`."""
+        """Handles the result of an `Allocate` effect."""
         self._is_allocating = False
         self.held, self._held_epoch = allocation, planned.epoch
         if self._planned is planned:
@@ -188,17 +192,17 @@ class RankProtocol:
         return self._answer_plan()
 
     def steps_ended(self) -> list[Effect]:
-        """Notes that no step is in flight any more which must not run: answers what waited for that."""
+        """Answers the plan or fence that waited for steps in flight, now that the fence is drained."""
         waits = self.phase is Phase.ALLOCATING and not self._is_allocating
         return [*(self._answer_plan() if waits else ()), *self._answer_fence()]
 
     def stream_ended(self, error: KvpoolError, now_seconds: float) -> list[Effect]:
-        """Notes that the stream ended, and why."""
+        """Handles the end of the stream with an error."""
         if self._is_fatal(error):
-            return self._over(Phase.FAILED, Failed(error))
+            return self._end(Phase.FAILED, Failed(error))
         pause_seconds = error.retry_seconds
         if pause_seconds is None:
-            pause_seconds = min(FIRST_PAUSE_SECONDS * 2 ** min(self._num_failures, 16), LONGEST_PAUSE_SECONDS)
+            pause_seconds = min(FIRST_PAUSE_SECONDS * 2 ** min(self._num_failures, 16), MAX_PAUSE_SECONDS)
         pause_seconds *= 1 + self._jitter()
         self._num_failures += 1
         self._planned = None
@@ -208,21 +212,21 @@ class RankProtocol:
         return [JoinLater(error, pause_seconds)]
 
     def fail(self, error: Exception) -> list[Effect]:
-        """Ends the rank for a reason of its own, such as memory that does not even hold two blocks."""
+        """Ends the rank with a local error, such as memory that cannot hold two blocks."""
         if self.is_over:
             return []
-        return self._over(Phase.FAILED, *self._goodbye(), Failed(error))
+        return self._end(Phase.FAILED, *self._leave_message(), Failed(error))
 
     def leave(self) -> list[Effect]:
-        """Ends the rank as its process wants."""
+        """Ends the rank at the request of its process."""
         if self.is_over:
             return []
-        return self._over(Phase.LEFT, *self._goodbye())
+        return self._end(Phase.LEFT, *self._leave_message())
 
-    def _goodbye(self) -> list[Effect]:
-        return [] if self.phase is Phase.REJOINING else [Say(Leave())]
+    def _leave_message(self) -> list[Effect]:
+        return [] if self.phase is Phase.REJOINING else [Send(Leave())]
 
-    def _over(self, phase: Phase, *effects: Effect) -> list[Effect]:
+    def _end(self, phase: Phase, *effects: Effect) -> list[Effect]:
         self.phase = phase
         self._planned = None
         return [*self._pass_epoch(), *effects]
@@ -235,19 +239,19 @@ class RankProtocol:
         held = HeldTensors(self._held_epoch, self.held.num_blocks) if self.held else None
         return [OpenStream(replace(self._registration, held=held, last_epoch=self._last_epoch))]
 
-    def _beat(self, now_seconds: float) -> list[Effect]:
+    def _heartbeat(self, now_seconds: float) -> list[Effect]:
         if self._timing is None:
             return []
         self._sequence += 1
         self._heartbeat_due_seconds = now_seconds + self._timing.heartbeat_seconds
-        return [Say(Heartbeat(self._sequence))]
+        return [Send(Heartbeat(self._sequence))]
 
     def _answer_plan(self) -> list[Effect]:
         planned = self._planned
         if planned is None:
             return []
         self.phase = Phase.ALLOCATING
-        if self._is_allocating or not self._fence.is_within_credit:
+        if self._is_allocating or not self._fence.is_drained:
             return []
         if self.held and self.held.fits(planned.config):
             self._held_epoch = planned.epoch
@@ -260,15 +264,15 @@ class RankProtocol:
         if self.held is None:
             return []
         self.phase = Phase.ALLOCATED
-        return [Say(Initialized(planned.epoch, self.held))]
+        return [Send(Initialized(planned.epoch, self.held))]
 
     def _begin_epoch(self, ready: Ready, now_seconds: float) -> list[Effect]:
         held_blocks = self.held.num_blocks if self.held and self._held_epoch == ready.epoch else 0
         if ready.num_blocks > held_blocks:
-            message = f"ready with {ready.num_blocks} blocks in epoch {ready.epoch}, for which {held_blocks} are held"
+            message = f"ready with {ready.num_blocks} blocks in epoch {ready.epoch}; the rank holds {held_blocks}"
             return [CloseStream(), *self.stream_ended(ServerError("NOT_AS_PLANNED", message), now_seconds)]
         self.phase = Phase.READY
-        self.status = Status(PoolState.READY, ready.epoch, ())
+        self.status = PoolStatus(PoolState.READY, ready.epoch, ())
         self._planned = None
         if ready == self.ready:
             return []
@@ -277,12 +281,12 @@ class RankProtocol:
         self._fence.begin(ready.epoch)
         return [*passed, EpochBegan(ready)]
 
-    def _note_status(self, status: Status, now_seconds: float) -> list[Effect]:
+    def _update_status(self, status: PoolStatus, now_seconds: float) -> list[Effect]:
         self.status = status
         if status.heartbeat_sequence:
             self.num_answers += 1
             self.answered_seconds = now_seconds
-            self._num_failures = 0  # registering alone is no sign that it goes well
+            self._num_failures = 0  # a registration alone does not show that the server works
         if self.ready is None or status.epoch <= self.ready.epoch:
             return []
         if self.phase is Phase.READY:
@@ -298,10 +302,10 @@ class RankProtocol:
 
     def _answer_fence(self) -> list[Effect]:
         sequence = self._unanswered_fence
-        if not sequence or not self._fence.is_within_credit:
+        if not sequence or not self._fence.is_drained:
             return []
         self._unanswered_fence = 0
-        return [Say(Fenced(sequence))]
+        return [Send(Fenced(sequence))]
 
     def _pass_epoch(self) -> list[Effect]:
         passed, self.ready = self.ready, None
@@ -310,10 +314,10 @@ class RankProtocol:
         return [EpochPassed(passed.epoch)] if passed else []
 
     def _is_fatal(self, error: KvpoolError) -> bool:
-        if isinstance(error, ExhaustedError):  # a registration too large is so the next time; a slow reader is not
+        if isinstance(error, ExhaustedError):  # fatal if the registration is too large; a slow reader can join again
             return error.retry_seconds is None and self._timing is None
-        if isinstance(error, UnauthenticatedError | DeniedError):  # of a rank that was let in, the token may be renewed
+        if isinstance(error, UnauthenticatedError | DeniedError):  # the token of a registered rank may be renewed
             return self._timing is None
         if isinstance(error, InvalidArgumentError | WrongStateError | NotFoundError):
             return True
-        return isinstance(error, ServerError) and error.reason in _NO_USE_CODES
+        return isinstance(error, ServerError) and error.reason in _FATAL_CODES

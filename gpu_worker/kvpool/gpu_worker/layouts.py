@@ -1,13 +1,13 @@
-"""How attention backends see a layer's pages.
+"""Layouts: the views of a layer's pages that attention backends use.
 
-1. Block i of every layer is bytes [i * page_size_bytes, (i + 1) * page_size_bytes) of its buffer, whatever the backend:
-   see docs/adr/0011. Layers of different groups, kinds and backends may so share a buffer.
-2. A layout is a view: shape and order of strides follow the backend, nothing is moved or copied.
-3. A page begins with what it holds, kernel block after kernel block, keys before values; its padding is at its end.
+1. Block i of every layer is bytes [i * page_size_bytes, (i + 1) * page_size_bytes) of its buffer, for every backend:
+   see docs/adr/0011. This lets layers of different groups, kinds and backends share a buffer.
+2. A layout is a view: the shape and the order of strides follow the backend, and nothing is moved or copied.
+3. A page starts with its contents, kernel block after kernel block, keys before values. Padding is at its end.
 
-Source: the shapes are those that vLLM's backends ask for (`get_kv_cache_shape`, `get_kv_cache_stride_order`). Where
-vLLM keeps all keys before all values, it restrides to rule 1 itself in models with Mamba layers: the kernels of
-FlashAttention take any stride between blocks.
+Source: the shapes are those of vLLM's backends (`get_kv_cache_shape`, `get_kv_cache_stride_order`). Where vLLM keeps
+all keys before all values, it restrides to rule 1 itself in models with Mamba layers, because the kernels of
+FlashAttention accept any stride between blocks.
 """
 
 import math
@@ -18,12 +18,11 @@ from typing import Final, Literal, Protocol
 import torch
 
 from kvpool.core.errors import InvalidArgumentError
-from kvpool.core.specs.base import AttentionSpec, KVCacheSpec
+from kvpool.core.specs.base import DTYPE_SIZES_BYTES, AttentionSpec, KVCacheSpec, dtype_size_bytes
 from kvpool.core.specs.kinds import FP8_DS_MLA, EncoderOnlyAttentionSpec, MambaSpec, MLAAttentionSpec, allocation_spec
-from kvpool.gpu_worker.dtypes import torch_dtype
 
 LayerCache = torch.Tensor | tuple[torch.Tensor, ...]
-"""What a layer reads and writes: one tensor, or one for each part of a state."""
+"""The cache of a layer: one tensor, or one tensor per part of a state."""
 
 Axis = Literal["block", "kv", "token", "head", "element"]
 
@@ -33,11 +32,11 @@ class LayerPages:
     """The pages of one layer.
 
     Attributes:
-        layer_name: The layer, for errors.
-        spec: Its own spec.
+        layer_name: Name of the layer, for errors.
+        spec: Spec of the layer.
         buffer: int8 (at least num_blocks * page_size_bytes,), contiguous. Other layers may share it.
-        num_blocks: Blocks to be seen, the null block included.
-        kernel_block_size: Tokens of a block as the backend's kernels see it; 0 for the spec's block_size.
+        num_blocks: Number of blocks in the view, including the null block.
+        kernel_block_size: Tokens per kernel block; 0 for the spec's block_size.
     """
 
     layer_name: str
@@ -48,67 +47,92 @@ class LayerPages:
 
     @property
     def blocks_per_page(self) -> int:
-        """Kernel blocks in a page.
+        """Number of kernel blocks per page.
 
         Raises:
-            InvalidArgumentError: They do not fill it, or it is padded.
+            InvalidArgumentError: Kernel blocks do not fill the page, or the page is padded.
         """
         return kernel_blocks_per_block(self.layer_name, self.spec, self.kernel_block_size)
 
     def elements(self, dtype: torch.dtype) -> tuple[torch.Tensor, int]:
-        """The pages as elements of a type.
+        """Views the pages as elements of a type.
 
         Returns:
-            The pages (num_blocks * elements of a page,), and the elements of a page.
+            The pages (num_blocks * elements per page,), and the number of elements per page.
 
         Raises:
-            InvalidArgumentError: A page is not a whole number of them.
+            InvalidArgumentError: The page size is not a multiple of the element size.
         """
         page_size_bytes = self.spec.page_size_bytes
         if not page_size_bytes:
-            raise self.refusal("page_size_bytes", "its sizes are not declared")
+            raise self.refusal("page_size_bytes", "the spec does not declare its sizes")
         if page_size_bytes % dtype.itemsize:
             raise self.refusal(
-                "page_size_bytes", f"a page of {page_size_bytes} bytes is no whole number of {dtype} elements"
+                "page_size_bytes", f"a page of {page_size_bytes} bytes is not a whole number of {dtype} elements"
             )
         if self.buffer.storage_offset() % dtype.itemsize:
-            raise self.refusal("buffer", f"its buffer begins between two {dtype} elements of a larger one")
+            raise self.refusal("buffer", f"the buffer is not aligned to {dtype} elements of its storage")
         pages = self.buffer[: self.num_blocks * page_size_bytes].view(dtype)
         return pages, page_size_bytes // dtype.itemsize
 
     def refusal(self, field: str, message: str) -> InvalidArgumentError:
-        """The error that names this layer."""
+        """Makes an error that names this layer."""
         return InvalidArgumentError(field, f"layer {self.layer_name!r}: {message}")
 
 
 def kernel_blocks_per_block(layer_name: str, spec: KVCacheSpec, kernel_block_size: int) -> int:
-    """Kernel blocks in each of the pool's blocks; 1 if kernels see the pool's own (`kernel_block_size` 0).
+    """Number of kernel blocks per block of the pool; 1 if `kernel_block_size` is 0.
 
     Raises:
-        InvalidArgumentError: A kernel block does not divide the block, pages are padded, or blocks hold states.
+        InvalidArgumentError: The kernel block size does not divide the block size, or pages are padded or hold states.
     """
     if kernel_block_size in (0, spec.block_size):
         return 1
     ratio, rest = divmod(spec.block_size, max(kernel_block_size, 1))
     if kernel_block_size < 0 or rest:
-        message = f"blocks of {spec.block_size} tokens are no whole number of {kernel_block_size}"
+        message = f"{kernel_block_size} does not divide blocks of {spec.block_size} tokens"
     elif not isinstance(allocation_spec(spec), AttentionSpec):
-        message = f"a {type(spec).__name__} keeps states, which have no smaller blocks"
+        message = f"a {type(spec).__name__} keeps states, which cannot be split into kernel blocks"
     elif spec.page_size_bytes != spec.content_size_bytes:
-        message = f"pages padded to {spec.page_size_bytes} bytes cannot be seen as blocks of {kernel_block_size} tokens"
+        message = (
+            f"pages padded to {spec.page_size_bytes} bytes cannot be split into blocks of {kernel_block_size} tokens"
+        )
     else:
         return ratio
     raise InvalidArgumentError("kernel_block_size", f"layer {layer_name!r}: {message}")
 
 
+def torch_dtype(layer_name: str, dtype: str) -> torch.dtype:
+    """The torch type of a layer's elements.
+
+    Args:
+        layer_name: Name of the layer, for the error.
+        dtype: One of `DTYPE_SIZES_BYTES`.
+
+    Raises:
+        InvalidArgumentError: The name is unknown, or this torch has no such type or one of another size.
+    """
+    try:
+        size_bytes = dtype_size_bytes("dtype", dtype)
+    except InvalidArgumentError as error:
+        raise InvalidArgumentError("dtype", f"layer {layer_name!r}: {error.message}") from None
+    found = getattr(torch, dtype, None)
+    if not isinstance(found, torch.dtype) or found.itemsize != size_bytes:
+        known = ", ".join(name for name in DTYPE_SIZES_BYTES if isinstance(getattr(torch, name, None), torch.dtype))
+        raise InvalidArgumentError(
+            "dtype", f"layer {layer_name!r}: torch {torch.__version__} has no {dtype!r}; it has {known}"
+        )
+    return found
+
+
 class KVCacheLayout(Protocol):
-    """How one backend sees pages."""
+    """The layout of one backend."""
 
     def view(self, pages: LayerPages) -> LayerCache:
-        """Makes the view of a layer's pages; writes nothing.
+        """Makes the view of a layer's pages without writing.
 
         Raises:
-            InvalidArgumentError: The backend cannot see such pages; names the layer.
+            InvalidArgumentError: The layout cannot represent such pages; names the layer.
         """
 
 
@@ -117,8 +141,8 @@ class KeyValueLayout:
     """Keys and values of one head size.
 
     Attributes:
-        shape: The axes as the backend indexes them.
-        order: The axes as they lie in memory, blocks first.
+        shape: The axes in the order of the backend's indices.
+        order: The axes in memory order, blocks first.
     """
 
     shape: tuple[Axis, ...]
@@ -137,7 +161,7 @@ class KeyValueLayout:
 
 @dataclass(frozen=True, slots=True)
 class JoinedKeyValueLayout:
-    """Keys and values joined into one vector, so that their sizes may differ."""
+    """Keys and values concatenated into one vector, so their sizes may differ."""
 
     shape: tuple[Axis, ...] = ("block", "token", "head", "element")
     order: tuple[Axis, ...] = ("block", "token", "head", "element")
@@ -151,7 +175,7 @@ class JoinedKeyValueLayout:
 
 @dataclass(frozen=True, slots=True)
 class LatentLayout:
-    """One latent vector a token; 656 bytes a token in fp8_ds_mla."""
+    """One latent vector per token; 656 bytes per token in fp8_ds_mla."""
 
     shape: tuple[Axis, ...] = ("block", "token", "element")
     order: tuple[Axis, ...] = ("block", "token", "element")
@@ -170,7 +194,7 @@ class LatentLayout:
 
 @dataclass(frozen=True, slots=True)
 class StateLayout:
-    """The parts of a state, one after the other in a page: a tensor (num_blocks, *shape) each."""
+    """The parts of a state, contiguous in a page; one tensor (num_blocks, *shape) per part."""
 
     def view(self, pages: LayerPages) -> tuple[torch.Tensor, ...]:
         """See `KVCacheLayout`."""
@@ -186,18 +210,18 @@ class StateLayout:
             offset, rest = divmod(offset_bytes, dtype.itemsize)
             if rest:
                 raise pages.refusal(
-                    f"dtypes[{i}]", f"part {i} begins at byte {offset_bytes}, which is between two {dtype} elements"
+                    f"dtypes[{i}]", f"part {i} begins at byte {offset_bytes}, which is not aligned to {dtype} elements"
                 )
             strides = (page, *(math.prod(shape[j + 1 :]) for j in range(len(shape))))
             parts.append(elements.as_strided((pages.num_blocks, *shape), strides, elements.storage_offset() + offset))
             offset_bytes += math.prod(shape) * dtype.itemsize
         if not parts:
-            raise pages.refusal("shapes", "its sizes are not declared")
+            raise pages.refusal("shapes", "the spec does not declare its sizes")
         return tuple(parts)
 
 
 class _Axes(Protocol):
-    """The two orders of axes that a layout has."""
+    """The two axis orders of a layout."""
 
     @property
     def shape(self) -> tuple[Axis, ...]: ...
@@ -206,7 +230,7 @@ class _Axes(Protocol):
 
 
 def _paged(pages: LayerPages, dtype: str, sizes: Mapping[Axis, int], axes: _Axes) -> torch.Tensor:
-    """Strides a layer's pages: axes within a block are dense in their order, blocks are a page (or its part) apart."""
+    """Strides a layer's pages: axes in a block are dense; blocks are a page apart, kernel blocks a part of one."""
     elements, page = pages.elements(torch_dtype(pages.layer_name, dtype))
     per_page = pages.blocks_per_page
     sizes = {"block": pages.num_blocks * per_page, "token": pages.spec.block_size // per_page, **sizes}
@@ -245,20 +269,20 @@ _LAYOUTS: Final[dict[str, KVCacheLayout]] = {
 
 
 def register_layout(name: str, layout: KVCacheLayout) -> None:
-    """Adds a backend's layout, for the life of the process.
+    """Registers a backend's layout for the lifetime of the process.
 
     Raises:
-        InvalidArgumentError: Another layout has the name.
+        InvalidArgumentError: Another layout has this name.
     """
     if _LAYOUTS.setdefault(name, layout) is not layout:
         raise InvalidArgumentError("layout", f"{name!r} is registered already")
 
 
 def get_layout(layer_name: str, name: str) -> KVCacheLayout:
-    """The layout of this name, for a layer.
+    """Finds the layout of a layer by name.
 
     Raises:
-        InvalidArgumentError: None has it.
+        InvalidArgumentError: No layout has this name.
     """
     if name not in _LAYOUTS:
         raise InvalidArgumentError(
@@ -268,20 +292,20 @@ def get_layout(layer_name: str, name: str) -> KVCacheLayout:
 
 
 def check_layouts(layouts: Mapping[str, str], layers: Mapping[str, KVCacheSpec]) -> None:
-    """Checks that each layout can see its layer's pages, before there is any memory.
+    """Checks that each layout can represent its layer's pages, before any memory is allocated.
 
-    Pages of states are taken as they are: only the plan says how they are padded.
+    Pages of states are not checked, because only the plan determines their padding.
 
     Args:
-        layouts: Name of the layout of each layer whose backend states one.
-        layers: The rank's layers.
+        layouts: Layout name of each layer whose backend specifies one.
+        layers: The layers of the rank.
 
     Raises:
-        InvalidArgumentError: A layer or layout is not known, or the layout is for another kind of layer.
+        InvalidArgumentError: A layer or layout is unknown, or the layout is for another kind of layer.
     """
     for layer_name, name in layouts.items():
         if layer_name not in layers:
-            raise InvalidArgumentError("layouts", f"layer {layer_name!r} is not one of the rank's")
+            raise InvalidArgumentError("layouts", f"layer {layer_name!r} is not a layer of the rank")
         layout, spec = get_layout(layer_name, name), layers[layer_name]
         if isinstance(spec, MambaSpec):
             continue
@@ -298,10 +322,10 @@ def layout_names() -> tuple[str, ...]:
 
 
 def default_layout(spec: KVCacheSpec) -> str:
-    """The layout of a kind of layer whose backend states none.
+    """The default layout of a kind of layer.
 
     Raises:
-        InvalidArgumentError: The kind keeps nothing, or has no layout of its own (layers that share a table have).
+        InvalidArgumentError: The kind has no cache, or no layout of its own; layers that share a block table have one.
     """
     if isinstance(spec, MambaSpec):
         return "mamba"

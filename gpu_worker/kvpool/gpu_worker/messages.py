@@ -1,83 +1,126 @@
-"""Between the wire's messages of a rank and the worker's values: the only place of the worker that sees protobuf."""
+"""Messages that a rank sends and effects that its protocol asks for. Frozen values.
 
-from typing import assert_never
+Messages that a rank receives are those of `kvpool.core.ranks.messages.ServerMessage`.
+"""
 
-from kvpool.core.errors import InvalidArgumentError, check_range
-from kvpool.core.ids import MAX_BLOCKS
-from kvpool.core.ranks.messages import Registration
-from kvpool.gpu_worker.words import (
-    Fenced,
-    FenceSet,
-    Heard,
-    Heartbeat,
-    Initialized,
-    Leave,
-    Planned,
-    Ready,
-    Registered,
-    Status,
-    Word,
-)
-from kvpool.v1 import worker_pb2
-from kvpool.wire.pools import pool_state_from_proto
-from kvpool.wire.ranks import plan_from_proto, registration_to_proto
+from dataclasses import dataclass
+
+from kvpool.core.errors import KvpoolError
+from kvpool.core.planning.plan import KVCacheConfig
+from kvpool.core.ranks.messages import Planned, Ready, Registration
 
 
-def register(pool: str, registration: Registration) -> worker_pb2.JoinRequest:
-    """Makes a stream's first message."""
-    return worker_pb2.JoinRequest(register=registration_to_proto(pool, registration))
+@dataclass(frozen=True, slots=True)
+class Allocation:
+    """The tensors that a rank has allocated.
 
-
-def encode(word: Word) -> worker_pb2.JoinRequest:
-    """Makes any other."""
-    match word:
-        case Initialized(epoch, allocation):
-            shapes = [
-                worker_pb2.TensorShape(layer_name=name, shape=shape, dtype=dtype)
-                for name, shape, dtype in allocation.shapes
-            ]
-            initialized = worker_pb2.Initialized(
-                epoch=epoch,
-                num_blocks=allocation.num_blocks,
-                allocated_bytes=allocation.allocated_bytes,
-                shapes=shapes,
-            )
-            return worker_pb2.JoinRequest(initialized=initialized)
-        case Heartbeat(sequence):
-            return worker_pb2.JoinRequest(heartbeat=worker_pb2.Heartbeat(sequence=sequence))
-        case Fenced(sequence):
-            return worker_pb2.JoinRequest(fenced=worker_pb2.Fenced(fence_sequence=sequence))
-        case Leave():
-            return worker_pb2.JoinRequest(leave=worker_pb2.Leave())
-        case _:
-            assert_never(word)
-
-
-def decode(response: worker_pb2.JoinResponse) -> Heard | None:
-    """Reads what the server says; None for a kind that only a newer server knows.
-
-    Raises:
-        InvalidArgumentError: A plan is of a kind of attention that this worker lacks, or of no blocks; or heartbeats
-            have no interval.
+    Attributes:
+        config: The plan that they were allocated for.
+        num_blocks: Number of blocks that they hold: as planned, or fewer.
+        allocated_bytes: Memory that they take.
+        shapes: Layer name, shape and element type of each tensor as its backend sees it; for display.
     """
-    match response.WhichOneof("message"):
-        case "registered":
-            said = response.registered
-            if not (said.heartbeat_seconds > 0 and said.heartbeat_timeout_seconds > 0):
-                raise InvalidArgumentError("registered.heartbeat_seconds", "heartbeats need an interval and a timeout")
-            return Registered(said.heartbeat_seconds, said.heartbeat_timeout_seconds, said.grace_seconds)
-        case "plan":
-            check_range("plan.num_blocks", response.plan.num_blocks, 1, MAX_BLOCKS)
-            return Planned(response.plan.epoch, plan_from_proto(response.plan), response.plan.max_model_len)
-        case "ready":
-            return Ready(response.ready.epoch, response.ready.num_blocks, response.ready.max_model_len)
-        case "status":
-            status = response.status
-            state = pool_state_from_proto(status.state)
-            return Status(state, status.epoch, tuple(status.absent_ranks), status.heartbeat_sequence)
-        case "fence":
-            fence = response.fence
-            live = tuple(fence.live_session_numbers)
-            return FenceSet(fence.fence_sequence, fence.epoch, fence.last_session_number, live)
-        case _:
-            return None
+
+    config: KVCacheConfig
+    num_blocks: int
+    allocated_bytes: int
+    shapes: tuple[tuple[str, tuple[int, ...], str], ...] = ()
+
+    def fits(self, config: KVCacheConfig) -> bool:
+        """Whether a plan can use these tensors: it has the same buffers and groups, and no more blocks."""
+        return config.num_blocks <= self.num_blocks and _layout(config) == _layout(self.config)
+
+
+def _layout(config: KVCacheConfig) -> object:
+    """The part of a plan that must be equal for it to use the tensors of another plan."""
+    pages = tuple((tensor.shared_by, tensor.size_bytes // config.num_blocks) for tensor in config.tensors)
+    return pages, config.groups
+
+
+@dataclass(frozen=True, slots=True)
+class Initialized:
+    """The rank has allocated the tensors of a plan."""
+
+    epoch: int
+    allocation: Allocation
+
+
+@dataclass(frozen=True, slots=True)
+class Heartbeat:
+    """The rank is alive."""
+
+    sequence: int
+
+
+@dataclass(frozen=True, slots=True)
+class Fenced:
+    """No step that the fence excludes is in flight."""
+
+    fence_sequence: int
+
+
+@dataclass(frozen=True, slots=True)
+class Leave:
+    """The rank leaves the pool and does not come back."""
+
+
+WorkerMessage = Initialized | Heartbeat | Fenced | Leave
+"""A message of a rank to the server, after the registration."""
+
+
+@dataclass(frozen=True, slots=True)
+class OpenStream:
+    """Effect: open a new stream with this registration."""
+
+    registration: Registration
+
+
+@dataclass(frozen=True, slots=True)
+class CloseStream:
+    """Effect: give up the stream and ignore its later messages."""
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Effect: send a message to the server."""
+
+    message: WorkerMessage
+
+
+@dataclass(frozen=True, slots=True)
+class Allocate:
+    """Effect: free the tensors that are held, allocate those of the plan, then call `RankProtocol.allocated`."""
+
+    planned: Planned
+
+
+@dataclass(frozen=True, slots=True)
+class EpochBegan:
+    """Effect: make the views, then admit steps of this epoch."""
+
+    ready: Ready
+
+
+@dataclass(frozen=True, slots=True)
+class EpochPassed:
+    """Effect: steps of this epoch must not run any more."""
+
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class JoinLater:
+    """Effect: the stream has ended; `tick` opens the next one after the pause."""
+
+    error: KvpoolError
+    pause_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """Effect: the rank has ended with an error that the caller must resolve."""
+
+    error: Exception
+
+
+Effect = OpenStream | CloseStream | Send | Allocate | EpochBegan | EpochPassed | JoinLater | Failed

@@ -1,4 +1,4 @@
-"""What a worker is started with. Parsed once at the entry point, then passed on. Needs no torch."""
+"""Settings of a worker, parsed once at the entry point. Does not import torch."""
 
 from dataclasses import dataclass
 from typing import Final
@@ -19,16 +19,16 @@ class WorkerSettings:
     """A worker's settings.
 
     Attributes:
-        server: Where the server listens: `host:port` or `unix:/path`.
-        pool: The pool that the rank is of.
-        rank: Which rank this is, [0, world_size).
-        world_size: Ranks of the pool, [1, 4096].
-        options: What all ranks of the pool must say alike.
+        server: Address of the server: `host:port` or `unix:/path`.
+        pool: Name of the pool.
+        rank: Number of this rank, [0, world_size).
+        world_size: Number of ranks of the pool, [1, 4096].
+        options: Options that must be equal on all ranks of the pool.
         device: "cpu", or a CUDA device such as "cuda:0".
-        memory_bytes: Memory for the KV cache; None for a share of the device's, which only CUDA devices have.
-        gpu_memory_utilization: The share, (0, 1], of which goes off what is in use already.
-        reserve_bytes: Left free on a CUDA device beside the KV cache, for what comes later: activations, graphs.
-        access: What is shown at the server's door.
+        memory_bytes: Memory for the KV cache; None for a share of the device memory, on CUDA devices only.
+        gpu_memory_utilization: The share, (0, 1]. Memory that is already in use counts towards it.
+        reserve_bytes: Memory left free on a CUDA device for later allocations, such as activations and graphs.
+        access: Credentials for the server.
     """
 
     server: str

@@ -1,4 +1,4 @@
-"""How a rank is at one moment, for runners, metrics and health. Needs no torch."""
+"""State of a rank at one moment, for runners, metrics and health checks. Does not import torch."""
 
 from dataclasses import dataclass
 from typing import Final
@@ -6,19 +6,28 @@ from typing import Final
 from kvpool.core.ranks.messages import PoolState
 from kvpool.gpu_worker.join import Phase
 
-_TOLD_RANKS: Final = 8
+_MAX_LISTED_RANKS: Final = 8
+_UNITS: Final = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
+
+
+def format_bytes(size_bytes: int) -> str:
+    """Formats a size in the largest unit that it reaches: "139.8 GiB", "8.0 MiB", "512 bytes"."""
+    for name, unit_bytes in _UNITS:
+        if abs(size_bytes) >= unit_bytes:
+            return f"{size_bytes / unit_bytes:,.1f} {name}"
+    return f"{size_bytes} bytes"
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerStatus:
-    """A rank at one moment.
+    """State of a rank at one moment.
 
     Attributes:
-        phase: Where the rank stands.
-        epoch: Whose steps may run; 0 if none may.
-        num_blocks: Blocks of the pool in that epoch; 0 if there is none.
-        pool_state: How the pool was when the server last said so; None before that.
-        absent_ranks: Ranks that were not there then, the first 64.
+        phase: The phase of the rank.
+        epoch: The epoch whose steps may run; 0 for none.
+        num_blocks: Number of blocks of the pool in that epoch; 0 for none.
+        pool_state: State of the pool as the server last reported it; None before that.
+        absent_ranks: Ranks that were absent then, at most the first 64.
     """
 
     phase: Phase
@@ -29,24 +38,24 @@ class WorkerStatus:
 
     @property
     def is_serving(self) -> bool:
-        """Whether the rank takes part in a pool that serves, as far as it knows: its server may be gone since."""
+        """Whether the rank is part of a ready pool, as last reported. The server may have stopped since."""
         return self.phase is Phase.READY and bool(self.epoch) and self.pool_state is PoolState.READY
 
     def describe(self) -> str:
-        """Says for people where the rank stands, and who is waited for."""
-        told = [str(rank) for rank in self.absent_ranks[:_TOLD_RANKS]]
-        if len(self.absent_ranks) > _TOLD_RANKS:
-            told.append("...")
-        return f"the rank is {self.phase.value}" + (f", absent ranks: {', '.join(told)}" if told else "")
+        """Describes the phase of the rank and the absent ranks in words."""
+        listed = [str(rank) for rank in self.absent_ranks[:_MAX_LISTED_RANKS]]
+        if len(self.absent_ranks) > _MAX_LISTED_RANKS:
+            listed.append("...")
+        return f"the rank is {self.phase.value}" + (f", absent ranks: {', '.join(listed)}" if listed else "")
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceMemory:
-    """A device's memory.
+    """Memory of a device.
 
     Attributes:
-        total_bytes: What there is.
-        free_bytes: What nobody uses now.
+        total_bytes: Size of the memory.
+        free_bytes: Memory that no process uses now.
     """
 
     total_bytes: int
@@ -55,15 +64,15 @@ class DeviceMemory:
 
 @dataclass(frozen=True, slots=True)
 class WorkerUsage:
-    """What a rank holds, and how its conversation with the server goes.
+    """Memory, stream and step counts of a rank.
 
     Attributes:
-        available_bytes: Memory that its tensors may take, as it told the server.
-        allocated_bytes: Memory that they take now.
-        joins: Streams that the server took it in on.
-        heartbeats: Heartbeats that the server answered, on all of them.
-        last_heartbeat_seconds: When it answered the last, in seconds since 1970; None before the first.
-        steps_in_flight: Steps that were let through and are not done.
+        available_bytes: Memory that its tensors may take, as reported to the server.
+        allocated_bytes: Memory that its tensors take now.
+        joins: Number of streams on which the server accepted the rank.
+        heartbeats: Number of heartbeats that the server answered, on all streams.
+        last_heartbeat_seconds: Time of the last answered heartbeat, in seconds since 1970; None before the first.
+        steps_in_flight: Number of admitted steps that are not done.
     """
 
     available_bytes: int

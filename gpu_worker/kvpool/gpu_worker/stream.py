@@ -1,26 +1,59 @@
-"""A rank's stream to the server: a connection of its own, a queue of what to send, a thread that reads."""
+"""A rank's stream to the server: its own connection, a queue of outgoing messages, and a thread that reads."""
 
 import queue
 import threading
 from collections.abc import Callable
-from typing import Final
+from typing import Final, assert_never
 
 import grpc
 
 from kvpool.core.errors import KvpoolError, UnavailableError
+from kvpool.core.ranks.messages import Registration
+from kvpool.gpu_worker.messages import Fenced, Heartbeat, Initialized, Leave, WorkerMessage
 from kvpool.v1 import worker_pb2, worker_pb2_grpc
 from kvpool.wire.channels import CHANNEL_OPTIONS, Access
 from kvpool.wire.errors import from_rpc_error
+from kvpool.wire.ranks import registration_to_proto
 
 Incoming = worker_pb2.JoinResponse | KvpoolError
-"""A message, or why none comes any more."""
+"""A message, or the error that ended the stream."""
 
 _OPTIONS: Final = (
     *CHANNEL_OPTIONS,
-    # A stream that is given up takes its connection with it: the next one must not wait on a network that is cut off.
-    # Heartbeats, which both sides send and await, are what tells that it is.
+    # Each stream has its own connection, so that the next stream does not wait on a network that is cut off.
+    # Missing heartbeats show either side that the network is cut off.
     ("grpc.use_local_subchannel_pool", 1),
 )
+
+
+def registration_request(pool: str, registration: Registration) -> worker_pb2.JoinRequest:
+    """Encodes the first message of a stream."""
+    return worker_pb2.JoinRequest(register=registration_to_proto(pool, registration))
+
+
+def message_request(message: WorkerMessage) -> worker_pb2.JoinRequest:
+    """Encodes a later message of a stream."""
+    match message:
+        case Initialized(epoch, allocation):
+            shapes = [
+                worker_pb2.TensorShape(layer_name=name, shape=shape, dtype=dtype)
+                for name, shape, dtype in allocation.shapes
+            ]
+            initialized = worker_pb2.Initialized(
+                epoch=epoch,
+                num_blocks=allocation.num_blocks,
+                allocated_bytes=allocation.allocated_bytes,
+                shapes=shapes,
+            )
+            return worker_pb2.JoinRequest(initialized=initialized)
+        case Heartbeat(sequence):
+            return worker_pb2.JoinRequest(heartbeat=worker_pb2.Heartbeat(sequence=sequence))
+        case Fenced(sequence):
+            return worker_pb2.JoinRequest(fenced=worker_pb2.Fenced(fence_sequence=sequence))
+        case Leave():
+            return worker_pb2.JoinRequest(leave=worker_pb2.Leave())
+        case _:
+            assert_never(message)
 
 
 class JoinStream:
@@ -33,13 +66,14 @@ class JoinStream:
         first: worker_pb2.JoinRequest,
         deliver: Callable[["JoinStream", Incoming], None],
     ) -> None:
-        """Begins the call.
+        """Starts the call.
 
         Args:
-            address: Where the server listens.
-            access: What is shown at its door; its files are read now.
+            address: Address of the server.
+            access: Credentials of the rank; their files are read now.
             first: The first message.
-            deliver: Called from another thread with each message, and once, at last, with the error that ended it all.
+            deliver: Called from another thread with each message and, as the last call, with the error that ended the
+                stream.
 
         Raises:
             ValueError: A file of `access` cannot be read.
@@ -53,17 +87,17 @@ class JoinStream:
         self._reader.start()
 
     def send(self, request: worker_pb2.JoinRequest) -> None:
-        """Puts a message in line."""
+        """Queues a message."""
         self._outgoing.put(request)
 
     def finish(self, timeout_seconds: float) -> None:
-        """Lets what is in line go out, and the server end the call; then gives it up."""
+        """Sends the queued messages and waits for the server to end the call, then cancels the call."""
         self._outgoing.put(None)
         self._reader.join(timeout_seconds)
         self.cancel()
 
     def cancel(self) -> None:
-        """Gives the call up, and its connection."""
+        """Cancels the call and closes its connection."""
         self._outgoing.put(None)
         self._call.cancel()
         self._channel.close()

@@ -1,10 +1,10 @@
-"""A rank's buffers, and each layer's view of its pages in them, bound to the layers that read and write it.
+"""The buffers of a rank, the layers' views of their pages, and the binding of views to layers.
 
-1. All or nothing: an allocation that fails gives back what it took, and everything is checked before the first view is
-   made or the first layer bound. Errors name the layer.
-2. Buffers are zeroed. The null block (block 0) may be read by kernels that mask it afterwards, and NaN times 0 is NaN.
-3. Views share the buffers' memory, with each other too: layers of different groups lie in one buffer, since no block
-   belongs to two groups at a time.
+1. Operations are atomic: a failed allocation frees its buffers, and all checks come before the first view is made or
+   the first layer is bound. Errors name the layer.
+2. Buffers are zeroed. Kernels may read the null block (block 0) and mask it afterwards, and NaN times 0 is NaN.
+3. Views share the memory of the buffers. Layers of different groups share a buffer, because no block belongs to two
+   groups at a time.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -18,23 +18,23 @@ from kvpool.core.planning.plan import KVCacheConfig
 from kvpool.core.specs.base import KVCacheSpec
 from kvpool.gpu_worker.buffers import buffers_by_layer, page_sizes_bytes
 from kvpool.gpu_worker.layouts import LayerCache, LayerPages, default_layout, get_layout
-from kvpool.gpu_worker.units import format_bytes
+from kvpool.gpu_worker.status import format_bytes
 
 BufferAllocator = Callable[[int, torch.device], torch.Tensor]
-"""Makes an int8 buffer (size_bytes,) of any content, or raises an error that `is_out_of_memory` knows."""
+"""Allocates an uninitialized int8 buffer (size_bytes,), or raises an error that `is_out_of_memory` recognizes."""
 
 MIN_BLOCKS: Final = 2
-"""The null block, and one to give."""
+"""The null block and one usable block."""
 
-_MESSAGES: Final = ("can't allocate memory", "not enough memory", "CUDA error: out of memory")
-"""What a RuntimeError of torch says that has no type of its own: on Linux, on Windows, and from CUDA's driver."""
+_OUT_OF_MEMORY_MESSAGES: Final = ("can't allocate memory", "not enough memory", "CUDA error: out of memory")
+"""Messages of torch's plain RuntimeError: on Linux, on Windows, and from the CUDA driver."""
 
 
 class CachedLayer(Protocol):
-    """A runner's attention or state layer.
+    """An attention or state layer of a runner.
 
     Attributes:
-        kv_cache: What it reads and writes, as its backend sees it.
+        kv_cache: The layer's cache, as its backend sees it.
     """
 
     kv_cache: LayerCache
@@ -43,34 +43,34 @@ class CachedLayer(Protocol):
 def empty_buffer(size_bytes: int, device: torch.device) -> torch.Tensor:
     """Allocates without writing.
 
-    On CPU, where the kernel overcommits, memory is taken only when it is written: a limit on the process makes the
-    failure come here.
+    On CPU the kernel overcommits, and memory is taken only when it is written. With a memory limit on the process the
+    allocation fails here instead.
     """
     return torch.empty(size_bytes, dtype=torch.int8, device=device)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an allocation failed for want of memory, on a GPU or on CPU."""
+    """Whether an allocation failed because memory is exhausted, on a GPU or on CPU."""
     if isinstance(error, MemoryError | torch.cuda.OutOfMemoryError):
         return True
-    return isinstance(error, RuntimeError) and any(text in str(error) for text in _MESSAGES)
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in _OUT_OF_MEMORY_MESSAGES)
 
 
 def allocate_buffers(
     config: KVCacheConfig, device: torch.device, allocate: BufferAllocator = empty_buffer
 ) -> tuple[torch.Tensor, ...]:
-    """Allocates what was planned.
+    """Allocates the buffers of a plan.
 
     Returns:
-        A zeroed int8 buffer (size_bytes,) for each of the config's tensors.
+        A zeroed int8 buffer (size_bytes,) per tensor of the config.
 
     Raises:
-        MemoryError: It does not fit; nothing stays allocated.
-        InvalidArgumentError: A tensor is no whole number of pages.
+        MemoryError: The buffers do not fit; nothing stays allocated.
+        InvalidArgumentError: The size of a tensor is not a multiple of its page size.
     """
     buffers = _allocate(config, config.num_blocks, device, allocate, reserve_bytes=0)
     if buffers is None:
-        raise _too_little(config, config.num_blocks, device)
+        raise _out_of_memory(config, config.num_blocks, device)
     return _zeroed(buffers)
 
 
@@ -80,23 +80,23 @@ def allocate_as_many(
     reserve_bytes: int = 0,
     allocate: BufferAllocator = empty_buffer,
 ) -> tuple[tuple[torch.Tensor, ...], int]:
-    """Allocates what was planned, or the most blocks that fit.
+    """Allocates the buffers of a plan, with as many of its blocks as fit.
 
-    What fits is found by allocating, for the free memory that a device reports may lie in pieces: by bisection, in at
-    most 3 + log2(num_blocks) tries, none of which writes.
+    The number of blocks is found by bisection with real allocations, because the free memory that a device reports may
+    be fragmented. It takes at most 3 + log2(num_blocks) tries, none of which writes.
 
     Args:
-        config: What was planned.
-        device: Where.
-        reserve_bytes: Must be free on the device beside the buffers, for activations and graphs.
-        allocate: Makes one buffer.
+        config: The plan of the rank.
+        device: Device of the buffers.
+        reserve_bytes: Memory that must stay free on the device, for activations and graphs.
+        allocate: Allocates one buffer.
 
     Returns:
-        The zeroed int8 buffers, and the blocks that they hold, [2, config.num_blocks].
+        The zeroed int8 buffers, and the number of blocks that they hold, [2, config.num_blocks].
 
     Raises:
-        MemoryError: Not even two blocks fit, or memory shrank meanwhile; nothing stays allocated.
-        InvalidArgumentError: A tensor is no whole number of pages.
+        MemoryError: Fewer than two blocks fit, or memory shrank meanwhile; nothing stays allocated.
+        InvalidArgumentError: The size of a tensor is not a multiple of its page size.
     """
     fits, fails = 0, config.num_blocks + 1
     num_blocks = config.num_blocks
@@ -105,13 +105,13 @@ def allocate_as_many(
         if buffers is None:
             fails = min(fails, num_blocks)
             if num_blocks <= max(fits, MIN_BLOCKS):
-                raise _too_little(config, num_blocks, device)
+                raise _out_of_memory(config, num_blocks, device)
         else:
             fits = num_blocks
             if fails - fits == 1:
                 return _zeroed(buffers), num_blocks
             del buffers
-            _give_back(device)
+            _empty_device_cache(device)
         num_blocks = max((fits + fails) // 2, MIN_BLOCKS) if fails - fits > 1 else fits
 
 
@@ -125,18 +125,18 @@ def reshape_kv_cache(
     """Makes each layer's view of its pages.
 
     Args:
-        config: What was planned.
-        num_blocks: Blocks of the pool: the least of all ranks, so the buffers may hold more.
-        buffers: int8 (bytes,), one for each of the config's tensors.
-        layouts: Name of the layout of each layer whose backend states one; others get the default of their kind.
-        kernel_block_sizes: Of each group, the tokens of a block as its kernels see it, 0 for the group's own; empty for
-            all groups' own.
+        config: The plan of the rank.
+        num_blocks: Number of blocks of the pool: the minimum over all ranks, so the buffers may hold more.
+        buffers: int8 (bytes,), one per tensor of the config.
+        layouts: Layout name of each layer whose backend specifies one; other layers get the default of their kind.
+        kernel_block_sizes: Kernel block size in tokens per group, 0 for the group's block size; empty for the block
+            size of every group.
 
     Returns:
-        The views, by layer, group by group.
+        The views by layer name, group by group.
 
     Raises:
-        InvalidArgumentError: Buffers, layers and groups do not fit each other, or a layout cannot see a layer's pages.
+        InvalidArgumentError: Buffers, layers and groups are inconsistent, or a layout cannot represent a layer's pages.
     """
     layouts = layouts or {}
     sizes = group_kernel_block_sizes(len(config.groups), kernel_block_sizes)
@@ -159,38 +159,38 @@ def bind_kv_cache(
     layers: Mapping[str, CachedLayer],
     shared_layers: Mapping[str, str] | None = None,
 ) -> None:
-    """Gives each layer its view.
+    """Binds each layer to its view.
 
     Args:
-        kv_caches: The views, by layer.
-        layers: The layers of the rank that read or write a cache, by name; their `kv_cache` is set.
-        shared_layers: Of layers without a cache of their own, the layer whose cache they read.
+        kv_caches: The views by layer name.
+        layers: The layers of the rank that read or write a cache, by name; sets their `kv_cache`.
+        shared_layers: For each layer without its own cache, the layer whose cache it reads.
 
     Raises:
-        InvalidArgumentError: A layer has no view, or a view no layer; nothing is changed.
+        InvalidArgumentError: A layer has no view, or a view has no layer; nothing is changed.
     """
     views = dict(kv_caches)
     for name, target in (shared_layers or {}).items():
         if name in kv_caches:
-            raise InvalidArgumentError("shared_layers", f"layer {name!r} has a cache of its own")
+            raise InvalidArgumentError("shared_layers", f"layer {name!r} has its own cache")
         if target not in kv_caches:
             raise InvalidArgumentError("shared_layers", f"layer {name!r} shares with {target!r}, which has no cache")
         views[name] = kv_caches[target]
     for name in layers:
         if name not in views:
-            raise InvalidArgumentError("layers", f"layer {name!r} has no cache, and shares none")
+            raise InvalidArgumentError("layers", f"layer {name!r} neither has nor shares a cache")
     for name in views:
         if name not in layers:
-            raise InvalidArgumentError("layers", f"layer {name!r} has a cache, and is not among the runner's layers")
+            raise InvalidArgumentError("layers", f"layer {name!r} has a cache, but the runner has no such layer")
     for name, layer in layers.items():
         layer.kv_cache = views[name]
 
 
 def group_kernel_block_sizes(num_groups: int, kernel_block_sizes: Sequence[int]) -> Sequence[int]:
-    """A kernel block size for each group, 0 for its own; none at all stands for all groups' own.
+    """Returns a kernel block size per group, 0 for the group's block size; empty input means 0 for all groups.
 
     Raises:
-        InvalidArgumentError: There are more or fewer than groups.
+        InvalidArgumentError: Their number is not the number of groups.
     """
     if kernel_block_sizes and len(kernel_block_sizes) != num_groups:
         raise InvalidArgumentError("kernel_block_sizes", f"{len(kernel_block_sizes)} for {num_groups} groups")
@@ -207,20 +207,20 @@ def _default(layer_name: str, spec: KVCacheSpec) -> str:
 def _allocate(
     config: KVCacheConfig, num_blocks: int, device: torch.device, allocate: BufferAllocator, reserve_bytes: int
 ) -> list[torch.Tensor] | None:
-    """Allocates buffers of this many blocks; None, and all given back, if they do not fit."""
+    """Allocates buffers of `num_blocks` blocks; returns None and frees all of them if they do not fit."""
     sizes = [page * num_blocks for page in page_sizes_bytes(config)]
     buffers: list[torch.Tensor] = []
     try:
         for size_bytes in [*sizes, reserve_bytes] if reserve_bytes else sizes:
-            buffers.append(allocate(size_bytes, device))  # noqa: PERF401 - what was allocated must be at hand to clear
+            buffers.append(allocate(size_bytes, device))  # noqa: PERF401 - the buffers must be reachable to be freed
     except Exception as error:
-        buffers.clear()  # the traceback holds this frame, and so would hold the buffers
+        buffers.clear()  # the traceback references this frame and would keep the buffers alive
         if not is_out_of_memory(error):
             raise
     else:
         del buffers[len(sizes) :]
         return buffers
-    _give_back(device)
+    _empty_device_cache(device)
     return None
 
 
@@ -228,13 +228,13 @@ def _zeroed(buffers: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
     return tuple(buffer.zero_() for buffer in buffers)
 
 
-def _give_back(device: torch.device) -> None:
-    """Returns what torch keeps of freed buffers to the device: in pieces of other sizes it would be of no use."""
+def _empty_device_cache(device: torch.device) -> None:
+    """Returns freed buffers from torch's cache to the device, because the next try needs other sizes."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
 
-def _too_little(config: KVCacheConfig, num_blocks: int, device: torch.device) -> MemoryError:
+def _out_of_memory(config: KVCacheConfig, num_blocks: int, device: torch.device) -> MemoryError:
     pages = page_sizes_bytes(config)
     return MemoryError(
         f"{num_blocks} blocks of {sum(pages)} bytes ({format_bytes(num_blocks * sum(pages))} in {len(pages)} buffers)"

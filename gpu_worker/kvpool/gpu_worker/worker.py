@@ -1,7 +1,7 @@
-"""A rank of a pool: joins it, holds its tensors as planned, and tells a runner which steps it may run.
+"""A rank of a pool: joins the pool, holds the planned tensors, and admits the steps of a runner.
 
-Two threads: one talks to the server and never waits for a device, so that heartbeats go on; the other allocates, frees
-and calls the hooks, one after the other.
+A worker has two threads. The protocol thread handles the stream and never waits for a device, so that heartbeats
+continue. The cache thread allocates, frees and calls the hooks, one job at a time.
 """
 
 import os
@@ -12,29 +12,24 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Final, Self, TypeVar, assert_never
 
 from kvpool.core.errors import AbortedError, InvalidArgumentError, KvpoolError, UnavailableError
 from kvpool.core.ids import TableLease
-from kvpool.core.ranks.messages import Rank, Registration
+from kvpool.core.ranks.messages import Planned, Rank, Ready, Registration
 from kvpool.core.specs.base import KVCacheSpec
-from kvpool.gpu_worker import messages
 from kvpool.gpu_worker.cache import HeldCache
 from kvpool.gpu_worker.device import available_bytes, describe_device, device_memory, open_device
 from kvpool.gpu_worker.fence import Fence, StaleTablesError, StepTicket
 from kvpool.gpu_worker.hooks import ReadyPool, WorkerHooks
 from kvpool.gpu_worker.join import Phase, RankProtocol
 from kvpool.gpu_worker.layouts import LayerCache, check_layouts
-from kvpool.gpu_worker.settings import WorkerSettings
-from kvpool.gpu_worker.signals import on_signals
-from kvpool.gpu_worker.status import DeviceMemory, WorkerStatus, WorkerUsage
-from kvpool.gpu_worker.stream import Incoming, JoinStream
-from kvpool.gpu_worker.tensors import BufferAllocator, empty_buffer
-from kvpool.gpu_worker.words import (
+from kvpool.gpu_worker.messages import (
     Allocate,
     Allocation,
     CloseStream,
@@ -45,26 +40,44 @@ from kvpool.gpu_worker.words import (
     Initialized,
     JoinLater,
     OpenStream,
-    Planned,
-    Ready,
-    Say,
-    Word,
+    Send,
+    WorkerMessage,
 )
+from kvpool.gpu_worker.settings import WorkerSettings
+from kvpool.gpu_worker.status import DeviceMemory, WorkerStatus, WorkerUsage
+from kvpool.gpu_worker.stream import Incoming, JoinStream, message_request, registration_request
+from kvpool.gpu_worker.tensors import BufferAllocator, empty_buffer
 from kvpool.gpu_worker.worker_log import WorkerLog
 from kvpool.wire.errors import DeadlineError
+from kvpool.wire.ranks import server_message_from_proto
 
 __all__ = ["ReadyPool", "Worker", "WorkerHooks", "WorkerSettings", "WorkerStatus"]
 
-GOODBYE_SECONDS: Final = 2.0
-"""How long the server may take to end the stream of a rank that leaves."""
-_LONGEST_WAIT_SECONDS: Final = 3600.0
+LEAVE_TIMEOUT_SECONDS: Final = 2.0
+"""Time that the server may take to end the stream of a rank that leaves."""
+_MAX_WAIT_SECONDS: Final = 3600.0
 
 _ResultT = TypeVar("_ResultT")
 _Event = Callable[[], list[Effect]]
 
 
+@contextmanager
+def _on_signals(numbers: tuple[signal.Signals, ...], call: Callable[[], None]) -> Iterator[None]:
+    """Calls `call` on each of the signals. The call must be reentrant, as `SimpleQueue.put` is."""
+
+    def handle(_: int, __: FrameType | None) -> None:
+        call()
+
+    before = {number: signal.signal(number, handle) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 class Worker:
-    """One rank. Threads may share it."""
+    """One rank. Thread-safe."""
 
     def __init__(
         self,
@@ -75,18 +88,18 @@ class Worker:
         hooks: WorkerHooks | None = None,
         allocate: BufferAllocator = empty_buffer,
     ) -> None:
-        """Opens the device and measures its memory; joins nothing yet.
+        """Opens the device and measures its memory. Does not join the pool.
 
         Args:
-            settings: Who and where the rank is.
-            layers: Spec of each layer that the rank computes, in the model's order.
-            layouts: Name of the layout of each layer whose backend states one; others get the default of their kind.
-            hooks: What the runner wants to be told.
-            allocate: Makes one buffer; for runners with an allocator of their own.
+            settings: The rank, its pool and its device.
+            layers: Spec of each layer of the rank, in the model's order.
+            layouts: Layout name of each layer whose backend specifies one; other layers get the default of their kind.
+            hooks: Callbacks of the runner.
+            allocate: Allocates one buffer; for runners with their own allocator.
 
         Raises:
-            InvalidArgumentError: The device is not there, its memory is not enough, a layer or layout is unknown, or a
-                layout cannot see its layer's pages.
+            InvalidArgumentError: The device does not exist or lacks memory, a layer or layout is unknown, or a layout
+                cannot represent its layer's pages.
         """
         self._settings = settings
         self._hooks = hooks or WorkerHooks()
@@ -123,7 +136,7 @@ class Worker:
         self._ready: ReadyPool | None = None
         self._failure: Exception | None = None
         self._is_over = False
-        self._told: WorkerStatus | None = None
+        self._reported_status: WorkerStatus | None = None
         self._log = WorkerLog(settings)
 
     def __enter__(self) -> Self:
@@ -140,7 +153,7 @@ class Worker:
 
     @property
     def status(self) -> WorkerStatus:
-        """Where the rank stands now."""
+        """The current status of the rank."""
         ready, status = self._ready, self._protocol.status
         return WorkerStatus(
             self._protocol.phase,
@@ -152,7 +165,7 @@ class Worker:
 
     @property
     def usage(self) -> WorkerUsage:
-        """What the rank holds, and how its conversation with the server goes."""
+        """Memory, stream and step counts of the rank."""
         protocol, answered = self._protocol, self._protocol.answered_seconds
         return WorkerUsage(
             self._available_bytes,
@@ -164,31 +177,31 @@ class Worker:
         )
 
     def device_memory(self) -> DeviceMemory:
-        """Asks the device how it is; costs a call of its driver."""
+        """Reads the memory of the device; costs a driver call."""
         return device_memory(self.device)
 
     @property
     def kv_caches(self) -> Mapping[str, LayerCache]:
-        """View of each layer's pages in the epoch that goes on; empty if there is none."""
+        """View of each layer's pages in the current epoch; empty if there is none."""
         ready = self._ready
         return ready.kv_caches if ready else {}
 
     def start(self) -> None:
-        """Joins the pool, in threads of its own, and comes back to it until `close`."""
+        """Joins the pool in threads of the worker, and joins again after errors, until `close`."""
         if self._thread:
             raise RuntimeError("the worker was started before")
-        self._thread = threading.Thread(target=self._talk_in_thread, name=f"kvpool-{self._name}", daemon=True)
+        self._thread = threading.Thread(target=self._run_in_thread, name=f"kvpool-{self._name}", daemon=True)
         self._thread.start()
 
     def run(self) -> None:
-        """Joins the pool, and comes back to it, until SIGTERM or SIGINT; then leaves. For a process's main thread.
+        """Joins the pool, and joins again after errors, until SIGTERM or SIGINT; then leaves. For the main thread.
 
         Raises:
-            KvpoolError: What the server refused for good, or not even two blocks fit the device.
+            KvpoolError: The server refused the rank permanently, or fewer than two blocks fit the device.
         """
-        with on_signals((signal.SIGTERM, signal.SIGINT), lambda: self._events.put(self._protocol.leave)):
+        with _on_signals((signal.SIGTERM, signal.SIGINT), lambda: self._events.put(self._protocol.leave)):
             try:
-                self._talk()
+                self._run_protocol()
             finally:
                 self._end()
         if self._failure:
@@ -198,12 +211,12 @@ class Worker:
         """Waits until the pool is open.
 
         Args:
-            timeout_seconds: How long; None for as long as it takes.
+            timeout_seconds: Maximum time to wait; None to wait indefinitely.
 
         Raises:
-            DeadlineError: It is not open by then; says what is waited for.
+            DeadlineError: The pool is not open by then; names the absent ranks.
             AbortedError: The worker was closed.
-            KvpoolError: What the server refused for good, or not even two blocks fit the device.
+            KvpoolError: The server refused the rank permanently, or fewer than two blocks fit the device.
         """
         with self._changed:
             self._changed.wait_for(lambda: self._ready or self._is_over, timeout_seconds)
@@ -216,13 +229,14 @@ class Worker:
             return self._ready
 
     def step(self, lease: TableLease) -> StepTicket:
-        """Lets a step through whose block tables were handed out under this lease: `Session.table_lease`.
+        """Admits a step whose block tables were handed out under a lease: `Session.table_lease`.
 
-        Until its ticket is done nobody is given its blocks: `with worker.step(lease):` around the step and what waits
-        for the device, or `ticket.done()` later, from any thread. Where one rank hands steps to the others it alone
-        asks, and holds the ticket until all have run the step: so they are never divided on one. Costs a lock.
+        No other session is given the step's blocks until its ticket is done. Use `with worker.step(lease):` around the
+        step and the wait for the device, or call `ticket.done()` later, from any thread. Where one rank sends steps to
+        the others, only that rank calls this, and holds the ticket until all ranks have run the step, so that a step
+        runs on all ranks or on none. Costs a lock.
 
-        Leases outlive a broken stream: until the server says otherwise, the rank holds what it held.
+        Leases outlive a broken stream: the rank keeps its tensors until the server ends the epoch.
 
         Raises:
             StaleTablesError: The epoch has passed or the session has ended: the step must not run.
@@ -236,7 +250,7 @@ class Worker:
             raise
 
     def close(self) -> None:
-        """Leaves the pool and frees the tensors; waits until that is done. Not for hooks."""
+        """Leaves the pool, frees the tensors, and waits for both. Hooks must not call this."""
         if self._thread:
             self._events.put(self._protocol.leave)
             self._thread.join()
@@ -245,27 +259,27 @@ class Worker:
     def _name(self) -> str:
         return f"rank {self._settings.rank} of {self._settings.world_size}"
 
-    # What follows runs in the thread that talks, but for what is said to be a job.
+    # The methods below run in the protocol thread, except those that are marked as jobs.
 
-    def _talk_in_thread(self) -> None:
+    def _run_in_thread(self) -> None:
         try:
-            self._talk()
+            self._run_protocol()
             if isinstance(self._failure, KvpoolError):
                 self._log.failed(self._failure)
-        except Exception as error:  # noqa: BLE001 - the boundary: who waits is told, and it is logged
+        except Exception as error:  # noqa: BLE001 - thread boundary: logged, and raised in `wait_ready`
             self._log.failed(error)
             self._failure = error
         finally:
             self._end()
 
-    def _talk(self) -> None:
+    def _run_protocol(self) -> None:
         protocol = self._protocol
         with ThreadPoolExecutor(1, thread_name_prefix=f"kvpool-cache-{self._settings.rank}") as self._jobs:
             try:
                 while not protocol.is_over:
                     self._carry_out(protocol.tick(time.monotonic()))
-                    self._tell_status()
-                    wait_seconds = min(max(protocol.next_due_seconds - time.monotonic(), 0.0), _LONGEST_WAIT_SECONDS)
+                    self._report_status()
+                    wait_seconds = min(max(protocol.next_due_seconds - time.monotonic(), 0.0), _MAX_WAIT_SECONDS)
                     try:
                         event = self._events.get(timeout=wait_seconds)
                     except queue.Empty:
@@ -274,7 +288,7 @@ class Worker:
             finally:
                 self._unpublish()
                 if self._stream:
-                    self._stream.finish(GOODBYE_SECONDS)
+                    self._stream.finish(LEAVE_TIMEOUT_SECONDS)
                 self._jobs.submit(self._release).result()
         if protocol.phase is Phase.LEFT:
             self._log.left()
@@ -283,12 +297,12 @@ class Worker:
         with self._changed:
             self._is_over = True
             self._changed.notify_all()
-        self._tell_status()
+        self._report_status()
 
-    def _tell_status(self) -> None:
+    def _report_status(self) -> None:
         status = self.status
-        if status != self._told:
-            self._told = status
+        if status != self._reported_status:
+            self._reported_status = status
             self._hooks.on_status(status)
 
     def _unpublish(self) -> None:
@@ -298,7 +312,7 @@ class Worker:
     def _carry_out(self, effects: list[Effect]) -> None:
         for effect in effects:
             match effect:
-                case OpenStream() | CloseStream() | JoinLater() | Say():
+                case OpenStream() | CloseStream() | JoinLater() | Send():
                     self._change_stream(effect)
                 case Allocate(planned):
                     self._log.allocating(planned)
@@ -314,7 +328,7 @@ class Worker:
                 case _:
                     assert_never(effect)
 
-    def _change_stream(self, effect: OpenStream | CloseStream | JoinLater | Say) -> None:
+    def _change_stream(self, effect: OpenStream | CloseStream | JoinLater | Send) -> None:
         match effect:
             case OpenStream(registration):
                 self._open_stream(registration)
@@ -323,24 +337,24 @@ class Worker:
             case JoinLater(error, pause_seconds):
                 self._drop_stream()
                 self._log.joins_later(error, pause_seconds)
-            case Say(word):
-                self._say(word)
+            case Send(message):
+                self._send(message)
             case _:
                 assert_never(effect)
 
     def _open_stream(self, registration: Registration) -> None:
-        first = messages.register(self._settings.pool, registration)
+        first = registration_request(self._settings.pool, registration)
         try:
             self._stream = JoinStream(self._settings.server, self._settings.access, first, self._deliver)
-        except ValueError as error:  # a certificate or a token is gone, or being replaced
+        except ValueError as error:  # a certificate or token is missing or being replaced
             reason = UnavailableError("NO_ACCESS", str(error))
             self._events.put(lambda: self._protocol.stream_ended(reason, time.monotonic()))
 
-    def _say(self, word: Word) -> None:
-        if isinstance(word, Initialized):
-            self._log.allocated(word.epoch, word.allocation)
+    def _send(self, message: WorkerMessage) -> None:
+        if isinstance(message, Initialized):
+            self._log.allocated(message.epoch, message.allocation)
         if self._stream:
-            self._stream.send(messages.encode(word))
+            self._stream.send(message_request(message))
 
     def _drop_stream(self) -> None:
         stream, self._stream = self._stream, None
@@ -348,10 +362,10 @@ class Worker:
             stream.cancel()
 
     def _deliver(self, stream: JoinStream, incoming: Incoming) -> None:
-        """Job of the stream's reader: brings what came to the thread that talks."""
-        self._events.put(partial(self._take_in, stream, incoming))
+        """Hands an incoming message to the protocol thread; called by the stream's reader."""
+        self._events.put(partial(self._received, stream, incoming))
 
-    def _take_in(self, stream: JoinStream, incoming: Incoming) -> list[Effect]:
+    def _received(self, stream: JoinStream, incoming: Incoming) -> list[Effect]:
         if stream is not self._stream:
             return []
         now_seconds = time.monotonic()
@@ -359,25 +373,25 @@ class Worker:
             self._drop_stream()
             return self._protocol.stream_ended(incoming, now_seconds)
         try:
-            message = messages.decode(incoming)
+            message = server_message_from_proto(incoming)
         except InvalidArgumentError as error:
             return self._protocol.fail(error)
         if message is None:
             return []
-        self._log.heard(message)
-        return self._protocol.heard(message, now_seconds)
+        self._log.received(message)
+        return self._protocol.received(message, now_seconds)
 
     def _submit(self, job: Callable[[], _ResultT], then: Callable[[_ResultT], list[Effect]]) -> None:
-        """Has a job done, and what follows it in the thread that talks."""
+        """Runs a job in the cache thread, then `then` with its result in the protocol thread."""
         if self._jobs is None:
             return
 
         def done(future: Future[_ResultT]) -> None:
-            self._events.put(partial(self._follow, future, then))
+            self._events.put(partial(self._job_done, future, then))
 
         self._jobs.submit(job).add_done_callback(done)
 
-    def _follow(self, future: Future[_ResultT], then: Callable[[_ResultT], list[Effect]]) -> list[Effect]:
+    def _job_done(self, future: Future[_ResultT], then: Callable[[_ResultT], list[Effect]]) -> list[Effect]:
         error = future.exception()
         if isinstance(error, Exception):
             if not isinstance(error, KvpoolError):
@@ -386,12 +400,12 @@ class Worker:
         return then(future.result())
 
     def _allocate(self, planned: Planned) -> Allocation:
-        """Job: frees what is held, allocates what is planned."""
+        """Job: frees the current tensors and allocates those of a plan."""
         self._release()
         return self._cache.allocate(planned.config)
 
     def _release(self) -> None:
-        """Job: frees what is held, the runner's views first; also if the runner fails to drop them."""
+        """Job: has the runner drop its views, then frees the tensors, even if the hook fails."""
         if not self._cache.is_empty:
             try:
                 self._hooks.on_release()
@@ -399,13 +413,13 @@ class Worker:
                 self._cache.release()
 
     def _begin_epoch(self, ready: Ready) -> None:
-        """Job: makes the views, has the runner bind them, then lets steps through."""
+        """Job: makes the views, has the runner bind them, then admits steps."""
         config, kv_caches = self._cache.view(ready.num_blocks)
         pool = ReadyPool(ready.epoch, ready.num_blocks, config, ready.max_model_len, kv_caches, self._cache.buffers)
         self._hooks.on_epoch(pool)
         with self._changed:
             if self._protocol.ready is not ready:
-                return  # it has passed meanwhile
+                return  # the epoch has passed meanwhile
             self._ready = pool
             self._fence.open(pool.epoch)
             self._changed.notify_all()

@@ -1,4 +1,4 @@
-"""A rank's health by the standard protocol (grpc.health.v1): SERVING while its pool serves. Needs no torch."""
+"""Health of a rank by the standard protocol (grpc.health.v1): SERVING while its pool is ready. Needs no torch."""
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -22,17 +22,16 @@ _STATUSES: Final = {
 
 @contextmanager
 def health_served(address: str) -> Iterator[tuple[str, Callable[[WorkerStatus], None]]]:
-    """Answers health checks; NOT_SERVING at first.
+    """Serves health checks, with NOT_SERVING as the first status.
 
     Args:
-        address: Where to listen: `host:port` (port 0 for a free one) or `unix:/path`.
+        address: Address to listen on: `host:port` (port 0 for a free one) or `unix:/path`.
 
     Yields:
-        The address, port 0 replaced by the port that was free; and what is to be told of every change of the rank's
-        status, as `WorkerHooks.on_status`.
+        The address, with port 0 replaced by the assigned port, and a callback for `WorkerHooks.on_status`.
 
     Raises:
-        OSError: The address cannot be had.
+        OSError: The address cannot be bound.
     """
     servicer = health.HealthServicer()
     servicer.set(health.OVERALL_HEALTH, health_pb2.HealthCheckResponse.NOT_SERVING)

@@ -1,4 +1,4 @@
-"""A rank's metrics for Prometheus, read when they are asked for. Needs no torch, and no thread of the worker's.
+"""Prometheus metrics of a rank, read at each scrape. Does not import torch or use threads of the worker.
 
 An engine that embeds a `Worker` and serves metrics itself registers the collector in its own registry:
 `REGISTRY.register(WorkerCollector(worker, settings))`.
@@ -22,47 +22,49 @@ _LABELS = ("pool", "rank")
 
 
 class Observed(Protocol):
-    """What is asked of a `Worker`. No answer may wait for another thread."""
+    """The part of a `Worker` that is observed. No method may wait for another thread."""
 
     @property
     def status(self) -> WorkerStatus:
-        """Where it stands."""
+        """The status of the rank."""
 
     @property
     def usage(self) -> WorkerUsage:
-        """What it holds."""
+        """Memory, stream and step counts of the rank."""
 
     def device_memory(self) -> DeviceMemory:
-        """How its device is."""
+        """Memory of the device."""
 
 
 class WorkerCollector(Collector):
-    """The metrics of one rank. Any thread may collect."""
+    """The metrics of one rank. Thread-safe."""
 
     def __init__(self, worker: Observed, settings: WorkerSettings) -> None:
         self._worker = worker
         self._labels = (settings.pool, str(settings.rank))
 
     def collect(self) -> Iterator[Metric]:
-        """Reads all."""
+        """Reads all metrics."""
         status, usage = self._worker.status, self._worker.usage
-        yield self._one_of("kvpool_worker_state", "1 for where the rank stands, else 0.", Phase, status.phase)
+        yield self._one_of("kvpool_worker_state", "1 for the current phase of the rank, else 0.", Phase, status.phase)
         yield self._one_of(
             "kvpool_worker_pool_state",
-            "1 for how the pool was when the server last said so, else 0.",
+            "1 for the state of the pool as the server last reported it, else 0.",
             PoolState,
             status.pool_state,
         )
-        yield self._gauge("kvpool_worker_epoch", "Whose steps may run; 0 if none may.", status.epoch)
-        yield self._gauge("kvpool_worker_blocks", "Blocks of the pool in that epoch.", status.num_blocks)
+        yield self._gauge("kvpool_worker_epoch", "The epoch whose steps may run; 0 for none.", status.epoch)
+        yield self._gauge("kvpool_worker_blocks", "Number of blocks of the pool in that epoch.", status.num_blocks)
         yield self._gauge("kvpool_worker_allocated_bytes", "Memory of the rank's tensors.", usage.allocated_bytes)
         yield self._gauge(
-            "kvpool_worker_available_bytes", "Memory that they may take, as the server was told.", usage.available_bytes
+            "kvpool_worker_available_bytes",
+            "Memory that the tensors may take, as reported to the server.",
+            usage.available_bytes,
         )
         yield self._device_memory()
         yield self._gauge(
             "kvpool_worker_steps_in_flight",
-            "Steps that were let through and are not done; blocks of sessions that end wait for them.",
+            "Admitted steps that are not done; blocks of an ended session wait for its steps.",
             usage.steps_in_flight,
         )
         yield self._counter(
@@ -70,15 +72,15 @@ class WorkerCollector(Collector):
         )
         yield self._gauge(
             "kvpool_worker_last_heartbeat_timestamp_seconds",
-            "When it answered the last, since 1970; absent before the first.",
+            "Time of the last answered heartbeat, since 1970; absent before the first.",
             usage.last_heartbeat_seconds,
         )
-        yield self._counter("kvpool_worker_joins", "Times that the server took the rank in.", usage.joins)
+        yield self._counter("kvpool_worker_joins", "Streams on which the server accepted the rank.", usage.joins)
 
     def _device_memory(self) -> Metric:
         family = GaugeMetricFamily(
             "kvpool_worker_device_memory_bytes",
-            "Memory of the rank's device, of all its users; on CPU the machine's, within the control group's limit.",
+            "Memory of the rank's device, for all processes; on CPU of the machine, within the control group's limit.",
             labels=(*_LABELS, "kind"),
         )
         memory = self._worker.device_memory()
@@ -106,15 +108,15 @@ class WorkerCollector(Collector):
 
 @contextmanager
 def metrics_served(collector: Collector, host: str, port: int) -> Iterator[int]:
-    """Serves a collector's metrics, and the process's own, by HTTP; yields the port.
+    """Serves the metrics of a collector and of the process by HTTP; yields the port.
 
     Args:
-        collector: What there is to tell.
-        host: Where to listen: an address or a name.
-        port: Likewise; 0 for a free one.
+        collector: The metrics to serve.
+        host: Address or host name to listen on.
+        port: Port to listen on; 0 for a free one.
 
     Raises:
-        OSError: The address cannot be had.
+        OSError: The address cannot be bound.
     """
     server = MetricsServer(collector, host, port)
     try:

@@ -1,1 +1,1 @@
-"""What the layers of a model keep: derived from its config.json, or read from a file that states it."""
+"""Specs of a model's layers, derived from its config.json or read from a file."""

@@ -1,10 +1,10 @@
-"""Models whose layers all attend: which of them look at everything, at a window, or at a chunk.
+"""Models with attention in all layers: full, in a sliding window, or in a chunk.
 
-Windows and chunks follow `layer_types` where a config has it, and otherwise the rule of the family's config class in
+Windows and chunks follow `layer_types` if the config has it, otherwise the rule of the family's config class in
 transformers.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -19,16 +19,28 @@ CHUNKED: Final = "chunked_attention"
 
 _GEMMA_HEAD_SIZE: Final = 256
 _LLAMA4_FULL_EVERY: Final = 4
+GEMMA3_DEFAULTS: Final[Mapping[str, object]] = {
+    "head_dim": 256,
+    "hidden_size": 2304,
+    "max_position_embeddings": 131_072,
+    "num_attention_heads": 8,
+    "num_hidden_layers": 26,
+    "num_key_value_heads": 4,
+    "sliding_window": 4096,
+    "vocab_size": 262_208,
+}
+"""Defaults of Gemma3TextConfig in transformers, which configs of Gemma 3 omit."""
+_GEMMA3_FULL_EVERY: Final = 6
 
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """What all attention layers of a model have in common, on one rank.
+    """Properties that all attention layers of a model share, on one rank.
 
     Attributes:
-        block_size: Tokens a block holds.
-        num_kv_heads: Key and value heads on the rank.
-        head_size: Elements of a head.
+        block_size: Tokens per block.
+        num_kv_heads: Number of key and value heads on the rank.
+        head_size: Elements per head.
         dtype: Element type.
     """
 
@@ -38,17 +50,17 @@ class Heads:
     dtype: str
 
     def full(self) -> FullAttentionSpec:
-        """A layer that looks at everything."""
+        """Spec of a layer with full attention."""
         return FullAttentionSpec(self.block_size, self.num_kv_heads, self.head_size, self.dtype)
 
     def sliding(self, window_tokens: int) -> SlidingWindowSpec:
-        """A layer that looks at a window."""
+        """Spec of a layer with a sliding window."""
         return SlidingWindowSpec(
             self.block_size, self.num_kv_heads, self.head_size, self.dtype, sliding_window=window_tokens
         )
 
     def chunked(self, chunk_tokens: int) -> ChunkedLocalAttentionSpec:
-        """A layer that looks at its own chunk."""
+        """Spec of a layer with chunked attention."""
         return ChunkedLocalAttentionSpec(
             self.block_size, self.num_kv_heads, self.head_size, self.dtype, attention_chunk_size=chunk_tokens
         )
@@ -58,10 +70,10 @@ def heads_dtype(ctx: Context) -> str:
     """Element type of keys and values.
 
     Raises:
-        InvalidArgumentError: It is that of latent vectors.
+        InvalidArgumentError: The type is for latent vectors only.
     """
     if ctx.kv_dtype == FP8_DS_MLA:
-        raise InvalidArgumentError("kv_dtype", f"{FP8_DS_MLA!r} is of multi-head latent attention only")
+        raise InvalidArgumentError("kv_dtype", f"{FP8_DS_MLA!r} is for multi-head latent attention only")
     return ctx.kv_dtype
 
 
@@ -72,13 +84,13 @@ def read_heads(
     head_size: int = 0,
     head_dim_key: str = "head_dim",
 ) -> Heads:
-    """Reads what all attention layers have in common.
+    """Reads the properties that all attention layers share.
 
     Args:
         ctx: The config.
-        num_kv_heads: Key and value heads where the config leaves them out; 0 if it must not.
-        head_size: Elements of a head where it does; 0 for hidden_size / num_attention_heads.
-        head_dim_key: The key that states it.
+        num_kv_heads: Number of key and value heads if the config omits it; 0 if it is required.
+        head_size: Elements per head if the config omits it; 0 for hidden_size / num_attention_heads.
+        head_dim_key: Key of the head size.
     """
     keys = ctx.keys
     heads = keys.dimension("num_attention_heads")
@@ -93,10 +105,10 @@ def read_heads(
 
 
 def layer_types(ctx: Context, count: int, known: Sequence[str]) -> list[str] | None:
-    """The kind of every layer, as `layer_types` states it; None where the config does not have it.
+    """Reads the kind of every layer from `layer_types`; None if the config does not have it.
 
     Raises:
-        InvalidArgumentError: It names other kinds, or is not one for each layer.
+        InvalidArgumentError: It has an unknown kind, or not one kind per layer.
     """
     if not ctx.keys.has("layer_types"):
         return None
@@ -111,12 +123,12 @@ def layer_types(ctx: Context, count: int, known: Sequence[str]) -> list[str] | N
 
 
 def attention_layers(ctx: Context, heads: Heads, kinds: Sequence[str]) -> list[Layer]:
-    """Makes the layers of a decoder whose every layer attends.
+    """Makes the layers of a decoder with attention in every layer.
 
     Args:
-        ctx: The config; the window and the chunk are read where a layer has one.
-        heads: What they have in common.
-        kinds: FULL, SLIDING or CHUNKED for each.
+        ctx: The config; the window and chunk size are read if a layer needs them.
+        heads: Properties that the layers share.
+        kinds: FULL, SLIDING or CHUNKED per layer.
     """
     window = ctx.keys.tokens("sliding_window") if SLIDING in kinds else 0
     chunk = ctx.keys.tokens("attention_chunk_size") if CHUNKED in kinds else 0
@@ -140,13 +152,13 @@ def _count(ctx: Context) -> int:
 
 
 def llama(ctx: Context) -> list[Layer]:
-    """Llama 1 to 3: full attention; without num_key_value_heads, each head has its own."""
+    """Llama 1 to 3: full attention; without num_key_value_heads, every query head has its own key and value head."""
     heads = read_heads(ctx, num_kv_heads=ctx.keys.dimension("num_attention_heads"))
     return attention_layers(ctx, heads, [FULL] * _count(ctx))
 
 
 def mistral(ctx: Context) -> list[Layer]:
-    """Mistral and Mixtral: a window on all layers, or on none."""
+    """Mistral and Mixtral: a window on all layers or on none."""
     count = _count(ctx)
     kind = SLIDING if ctx.keys.has("sliding_window") else FULL
     kinds = layer_types(ctx, count, (FULL, SLIDING)) or [kind] * count
@@ -154,7 +166,7 @@ def mistral(ctx: Context) -> list[Layer]:
 
 
 def qwen(ctx: Context) -> list[Layer]:
-    """Qwen 2 to 3, dense or of experts: a window, if it is used at all, from layer max_window_layers on."""
+    """Qwen 2 to 3, dense or mixture of experts: an optional window from layer max_window_layers on."""
     count = _count(ctx)
     heads = read_heads(ctx)
     if not (ctx.keys.flag("use_sliding_window", default=False) and ctx.keys.has("sliding_window")):
@@ -179,8 +191,17 @@ def gemma2(ctx: Context) -> list[Layer]:
     return attention_layers(ctx, heads, layer_types(ctx, count, (FULL, SLIDING)) or kinds)
 
 
+def gemma3(ctx: Context) -> list[Layer]:
+    """Gemma 3: a window on all layers except every 6th, or as sliding_window_pattern states."""
+    count = ctx.keys.layers("num_hidden_layers")
+    pattern_key = "sliding_window_pattern" if ctx.keys.has("sliding_window_pattern") else "_sliding_window_pattern"
+    every = ctx.keys.layers(pattern_key, _GEMMA3_FULL_EVERY)
+    kinds = [SLIDING if (i + 1) % every else FULL for i in range(count)]
+    return attention_layers(ctx, read_heads(ctx), layer_types(ctx, count, (FULL, SLIDING)) or kinds)
+
+
 def gpt_oss(ctx: Context) -> list[Layer]:
-    """gpt-oss: a window on every even layer. Its sinks are learned weights, and take no blocks."""
+    """gpt-oss: a window on every even layer. Its sinks are learned weights and take no blocks."""
     count = _count(ctx)
     kinds = [FULL if i % 2 else SLIDING for i in range(count)]
     return attention_layers(ctx, read_heads(ctx), layer_types(ctx, count, (FULL, SLIDING)) or kinds)

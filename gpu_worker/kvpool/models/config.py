@@ -1,8 +1,8 @@
-"""From a model's config.json to what each of its layers keeps.
+"""Derives the specs of a model's layers from its config.json.
 
-Rule 1: an architecture is one function, which reads the config, and one row of FAMILIES.
-Rule 2: nothing is guessed in silence: what a config leaves out is an error or a note, unless the model's own config
-class says what it stands for.
+Rule 1: an architecture is one function that reads the config, and one row of FAMILIES.
+Rule 2: no value is guessed silently. A missing key is an error or a note, unless the model's own config class defines a
+default.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -12,7 +12,7 @@ from typing import Final, NamedTuple
 from kvpool.core.errors import InvalidArgumentError
 from kvpool.core.specs.base import KVCacheSpec
 from kvpool.core.specs.kinds import MambaSpec
-from kvpool.models import attention, gemma3, latent, mamba, whisper
+from kvpool.models import attention, latent, mamba, whisper
 from kvpool.models.context import DEFAULT_BLOCK_SIZE, Context, Layer, Model, ModelOptions
 from kvpool.models.dtypes import kv_dtype, model_dtype
 from kvpool.models.length import stated_length
@@ -21,7 +21,7 @@ from kvpool.models.reader import Reader
 __all__ = ["FAMILIES", "Model", "ModelOptions", "derive_model", "split_stages"]
 
 _SECTIONS: Final = ("text_config", "language_config", "llm_config")
-"""Where configs of models of more than text keep the language model's part."""
+"""Sections that hold the language model in configs of multimodal models."""
 _EXAMPLE: Final = (
     '{"layers": {"model.layers.0.self_attn.attn": {"type": "FullAttentionSpec", "block_size": 16, "num_kv_heads": 8,'
     ' "head_size": 128, "dtype": "bfloat16"}}}'
@@ -29,16 +29,16 @@ _EXAMPLE: Final = (
 
 
 class Family(NamedTuple):
-    """How the configs of one architecture are read.
+    """Rules to read the configs of one architecture.
 
     Attributes:
         derive: Makes the layers.
-        length_key: States the most tokens of a request.
-        assumed_length: What to take where it does not; 0 for an error.
-        count_key: States the number of decoder layers.
-        defaults: What the config may leave out.
-        encoder_length_key: States the most tokens that an encoder puts out; empty for models without one.
-        length_counts_scaling: Whether what length_key states counts the rotary scaling already.
+        length_key: Key of the maximum number of tokens of a request.
+        assumed_length: Length if the key is absent; 0 for an error.
+        count_key: Key of the number of decoder layers.
+        defaults: Values of keys that the config may omit.
+        encoder_length_key: Key of the maximum number of encoder output tokens; empty for models without an encoder.
+        length_counts_scaling: Whether the length at length_key already includes the rotary scaling.
     """
 
     derive: Callable[[Context], list[Layer]]
@@ -53,7 +53,7 @@ class Family(NamedTuple):
 _LLAMA: Final = Family(attention.llama)
 _MISTRAL: Final = Family(attention.mistral)
 _QWEN: Final = Family(attention.qwen)
-_GEMMA3: Final = Family(gemma3.gemma3, defaults=gemma3.DEFAULTS, length_counts_scaling=True)
+_GEMMA3: Final = Family(attention.gemma3, defaults=attention.GEMMA3_DEFAULTS, length_counts_scaling=True)
 _LLAMA4: Final = Family(attention.llama4)
 _DEEPSEEK: Final = Family(latent.deepseek)
 
@@ -93,20 +93,20 @@ FAMILIES: Final[Mapping[str, tuple[str, Family]]] = {
         ),
     ),
 }
-"""By architecture: the model_type that stands for it where a config names no architecture, and how it is read."""
+"""By architecture: the model_type that identifies it if a config names no architecture, and its family."""
 
 _BY_MODEL_TYPE: Final = dict(FAMILIES.values())
 
 
 def derive_model(config: Mapping[str, object], options: ModelOptions) -> Model:
-    """Derives what each layer keeps.
+    """Derives the specs of a model's layers.
 
     Args:
-        config: A config.json, parsed.
-        options: How the model is to be run.
+        config: A parsed config.json.
+        options: How the model is run.
 
     Raises:
-        InvalidArgumentError: The architecture is unknown, or a key is missing, malformed or at odds with an option;
+        InvalidArgumentError: The architecture is unknown, or a key is missing, malformed or in conflict with an option;
             its field is the key's dotted path or the option.
     """
     top = Reader(config)
@@ -142,11 +142,11 @@ def derive_model(config: Mapping[str, object], options: ModelOptions) -> Model:
 def split_stages(model: Model, pipeline_parallel_size: int) -> list[dict[str, KVCacheSpec]]:
     """Splits the layers over the stages of a pipeline, as vLLM's get_pp_indices does.
 
-    Each stage has num_hidden_layers // pipeline_parallel_size; what is left over goes one each to the last stages but
-    the very last, which also has the output layer.
+    Each stage has num_hidden_layers // pipeline_parallel_size layers. The remaining layers go, one each, to the last
+    stages before the final one, which also has the output layer.
 
     Raises:
-        InvalidArgumentError: A stage would have no layer.
+        InvalidArgumentError: A stage would have no layers.
     """
     count = model.num_hidden_layers
     if not 1 <= pipeline_parallel_size <= count:
@@ -175,7 +175,7 @@ def _named_architecture(keys: Reader) -> str:
 
 
 def _family(top: Reader, section: Reader) -> tuple[str, Family]:
-    """Finds the family by the whole model's names, then by those of its language model."""
+    """Finds the family by the names of the whole model, then by those of its language model."""
     for keys in (top, section):
         if name := _named_architecture(keys):
             if name in FAMILIES:
@@ -184,10 +184,10 @@ def _family(top: Reader, section: Reader) -> tuple[str, Family]:
             family = _BY_MODEL_TYPE[model_type]
             return _named_architecture(top) or _architecture_of(model_type), family
     name = _named_architecture(top) or (top.text("model_type") if top.has("model_type") else "")
-    problem = f"{name!r} is not known" if name else "neither architectures nor model_type is stated"
+    problem = f"{name!r} is not known" if name else "it states neither architectures nor model_type"
     raise InvalidArgumentError(
         "architectures",
-        f"{problem}. Give its layers in a file instead: --layers FILE, with {_EXAMPLE}. Known are:"
+        f"{problem}. Describe its layers in a file instead: --layers FILE, with {_EXAMPLE}. Known architectures:"
         f" {', '.join(FAMILIES)}",
         reason="UNKNOWN_ARCHITECTURE",
     )
@@ -202,27 +202,29 @@ def _max_model_len(keys: Reader, family: Family, options: ModelOptions, notes: l
         stated = stated_length(keys, family.length_key, notes, counts_scaling=family.length_counts_scaling)
     else:
         stated = family.assumed_length
-        notes.append(f"the config states no {family.length_key}; it is taken to be {stated}")
+        notes.append(f"the config states no {family.length_key}; {stated} is assumed")
     if options.max_model_len > stated:
         notes.append(f"max_model_len {options.max_model_len} is more than the {stated} tokens that the config states")
     return options.max_model_len or stated
 
 
 def _note_unused(options: ModelOptions, keys: Reader, layers: Sequence[Layer], notes: list[str]) -> None:
-    """Says which options made no difference, and what is not counted."""
+    """Notes the options without effect, and the memory that is not counted."""
     kinds = {type(layer.spec) for layer in layers}
     if MambaSpec not in kinds:
         unused = [name for name in ("mamba_caching", "num_speculative_tokens") if getattr(options, name)]
-        notes += [f"{name} makes no difference: no layer has a state" for name in unused]
+        notes += [f"{name} has no effect: no layer has a state" for name in unused]
     elif options.mamba_caching:
-        notes.append("a state is counted for every block of a request, as vLLM does; most are freed as it goes on")
+        notes.append(
+            "a state is counted for every block of a request, as in vLLM; most are freed while the request runs"
+        )
     if kinds == {MambaSpec}:
         if options.kv_dtype:
-            notes.append("kv_dtype makes no difference: no layer attends")
+            notes.append("kv_dtype has no effect: no layer has attention")
         if options.block_size != DEFAULT_BLOCK_SIZE and not options.mamba_caching:
-            notes.append("block_size makes no difference: no layer attends, and states are not cached")
+            notes.append("block_size has no effect: no layer has attention, and states are not cached")
     if options.num_speculative_tokens and keys.has("num_nextn_predict_layers"):
         notes.append("num_nextn_predict_layers: the cache of draft layers is not counted")
     windows = sorted(kind.__name__ for kind in kinds if not kind.keeps_all)
     if options.decode_context_parallel_size > 1 and windows:
-        notes.append(f"context parallelism over {', '.join(windows)} is beyond vLLM")
+        notes.append(f"context parallelism over {', '.join(windows)} is not supported by vLLM")

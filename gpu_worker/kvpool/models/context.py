@@ -1,4 +1,4 @@
-"""What goes into the derivation of a model's specs, and what comes out."""
+"""Inputs and results of the derivation of a model's specs."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,18 +15,18 @@ DEFAULT_BLOCK_SIZE: Final = 16
 
 @dataclass(frozen=True, slots=True)
 class ModelOptions:
-    """How a model is to be run.
+    """Options with which a model is run.
 
     Attributes:
-        block_size: Tokens a block of attention holds; hybrids may need more.
-        kv_dtype: Element type of keys and values as torch spells it; "" or "auto" for what the checkpoint was quantized
-            to, else the model's own; "fp8" for float8_e4m3fn, "fp8_ds_mla" for the layout of 656 bytes a token that
-            multi-head latent attention has.
-        tensor_parallel_size: Ranks over which the heads of a layer are spread.
-        max_model_len: Most tokens of a request; 0 for what the config states.
-        mamba_caching: Whether Mamba states are kept at block boundaries, to be found again by a prefix.
-        num_speculative_tokens: Draft tokens of a step; each keeps a state of its own in Mamba layers.
-        decode_context_parallel_size: Of the tensor-parallel ranks, how many spread a request's tokens.
+        block_size: Tokens per block of attention; hybrid models may need more.
+        kv_dtype: Element type of keys and values as torch spells it; "" or "auto" for the type that the checkpoint was
+            quantized to, else the model's type; "fp8" for float8_e4m3fn, "fp8_ds_mla" for the layout of multi-head
+            latent attention with 656 bytes per token.
+        tensor_parallel_size: Number of ranks that share the heads of a layer.
+        max_model_len: Maximum number of tokens of a request; 0 for the length in the config.
+        mamba_caching: Whether Mamba states are kept at block boundaries, for prefix caching.
+        num_speculative_tokens: Draft tokens per step; each has its own state in Mamba layers.
+        decode_context_parallel_size: Number of tensor-parallel ranks over which a request's tokens are spread.
     """
 
     block_size: int = DEFAULT_BLOCK_SIZE
@@ -47,12 +47,12 @@ class ModelOptions:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """One layer that keeps something.
+    """One layer with a cache.
 
     Attributes:
-        index: Number of the decoder layer that it is part of.
-        name: Its name in the engine.
-        spec: What it keeps on one tensor-parallel rank.
+        index: Number of the decoder layer that contains it.
+        name: Name of the layer in the engine.
+        spec: Spec of the layer on one tensor-parallel rank.
     """
 
     index: int
@@ -62,18 +62,18 @@ class Layer:
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """What a model keeps.
+    """The layers of a model and their specs.
 
     Attributes:
-        architecture: The class that the config names.
-        model_type: The config's own name for the family; empty if it has none.
-        max_model_len: Most tokens of a request.
-        layers: Name and spec of each layer that keeps something, in the order in which they run. The specs are those
-            of one tensor-parallel rank.
-        layer_indices: Number of the decoder layer that each belongs to. What runs ahead of the decoder has 0.
-        num_hidden_layers: Decoder layers, those that keep nothing included.
-        notes: Remarks for the reader, such as how a block size came about.
-        max_encoder_tokens: Most tokens that an encoder puts out for a request; 0 without one.
+        architecture: Class name in the config.
+        model_type: Name of the family in the config; empty if absent.
+        max_model_len: Maximum number of tokens of a request.
+        layers: Name and spec of each layer with a cache, in execution order. The specs are those of one
+            tensor-parallel rank.
+        layer_indices: Number of the decoder layer that contains each layer; 0 for layers before the decoder.
+        num_hidden_layers: Number of decoder layers, including those without a cache.
+        notes: Notes for the user, such as the reason for a block size.
+        max_encoder_tokens: Maximum number of encoder output tokens of a request; 0 without an encoder.
     """
 
     architecture: str
@@ -88,15 +88,15 @@ class Model:
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """What a family's function reads.
+    """Inputs of a family's function.
 
     Attributes:
-        keys: The config's part on the language model.
-        options: How the model is to be run.
+        keys: The language model's section of the config.
+        options: Options with which the model is run.
         model_dtype: Element type of the model's activations.
         kv_dtype: Element type of keys and values, or "fp8_ds_mla".
-        max_model_len: Most tokens of a request.
-        notes: Remarks; the function adds its own.
+        max_model_len: Maximum number of tokens of a request.
+        notes: Notes; the function appends its own.
     """
 
     keys: Reader
@@ -107,24 +107,24 @@ class Context:
     notes: list[str] = field(default_factory=list)
 
     def shard(self, name: str, count: int) -> int:
-        """One rank's part of what all ranks share evenly.
+        """Divides a count evenly over the tensor-parallel ranks.
 
         Args:
-            name: The key that states the count, or what the count is of.
-            count: Of the whole model.
+            name: Key of the count, or a description of it.
+            count: Count of the whole model.
 
         Raises:
-            InvalidArgumentError: It does not come out even.
+            InvalidArgumentError: The number of ranks does not divide the count.
         """
         ranks = self.options.tensor_parallel_size
         if count % ranks:
             raise InvalidArgumentError(
-                "tensor_parallel_size", f"{self.keys.field(name)} is {count}, which {ranks} ranks (--tp) cannot share"
+                "tensor_parallel_size", f"{self.keys.field(name)} is {count}, which {ranks} ranks (--tp) cannot divide"
             )
         return count // ranks
 
     def shard_or_replicate(self, name: str, count: int) -> int:
-        """One rank's part of heads or groups; where there are fewer than ranks, several ranks hold the same one.
+        """Divides heads or groups over the ranks; if there are fewer than ranks, several ranks hold the same one.
 
         Raises:
             InvalidArgumentError: Neither number is a multiple of the other.
@@ -135,11 +135,11 @@ class Context:
         return self.shard(name, count)
 
     def shard_kv_heads(self, name: str, count: int) -> int:
-        """One rank's key and value heads.
+        """Number of key and value heads of one rank.
 
         Raises:
-            InvalidArgumentError: As `shard_or_replicate`; or context parallelism is asked of ranks whose heads differ,
-                each of which needs every token.
+            InvalidArgumentError: As `shard_or_replicate`; or context parallelism includes ranks with different heads,
+                and every head needs every token.
         """
         heads = self.shard_or_replicate(name, count)
         ranks, spread = self.options.tensor_parallel_size, self.options.decode_context_parallel_size
@@ -154,7 +154,7 @@ class Context:
 
 @contextmanager
 def naming_layer(name: str) -> Iterator[None]:
-    """Puts the layer's name before the field of what its spec refuses."""
+    """Prefixes the field of an error of the layer's spec with the layer's name."""
     try:
         yield
     except InvalidArgumentError as error:

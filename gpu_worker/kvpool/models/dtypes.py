@@ -1,4 +1,4 @@
-"""Element types: what a config states, and what is asked of keys and values."""
+"""Element types of a model, and of its keys and values."""
 
 from collections.abc import Mapping, Sequence
 from typing import Final
@@ -16,7 +16,7 @@ _QUANTIZATION_KEYS: Final = ("quantization_config", "compression_config")
 
 
 def model_dtype(keys: Reader, top: Reader, notes: list[str]) -> str:
-    """The activations' type; as vLLM does, bfloat16 where weights are float32 or none is stated."""
+    """Element type of activations; as in vLLM, bfloat16 if weights are float32 or no type is stated."""
     for reader in (keys, top):
         for key in _DTYPE_KEYS:
             if not reader.has(key) or reader.values[key] in _AUTO:
@@ -26,36 +26,36 @@ def model_dtype(keys: Reader, top: Reader, notes: list[str]) -> str:
             dtype_size_bytes(reader.field(key), dtype)
             if dtype != "float32":
                 return dtype
-            notes.append(f"{reader.field(key)} is float32; the model is taken to run in bfloat16")
+            notes.append(f"{reader.field(key)} is float32; bfloat16 is assumed")
             return "bfloat16"
-    notes.append("the config states no torch_dtype; the model is taken to run in bfloat16")
+    notes.append("the config states no torch_dtype; bfloat16 is assumed")
     return "bfloat16"
 
 
-def kv_dtype(asked: str, model: str, readers: Sequence[Reader], notes: list[str]) -> str:
-    """The type of keys and values, or "fp8_ds_mla".
+def kv_dtype(requested: str, model: str, readers: Sequence[Reader], notes: list[str]) -> str:
+    """Element type of keys and values, or "fp8_ds_mla".
 
     Args:
-        asked: What was asked for; empty or "auto" for what the checkpoint was quantized to, else the model's.
-        model: The model's type.
-        readers: The whole config, and its part on the language model.
-        notes: Remarks; a quantized checkpoint is told.
+        requested: Requested type; empty or "auto" for the type that the checkpoint was quantized to, else the model's.
+        model: Element type of the model.
+        readers: The whole config, and its section for the language model.
+        notes: Notes; a quantized checkpoint adds one.
 
     Raises:
-        InvalidArgumentError: What is asked is unknown.
+        InvalidArgumentError: The requested type is unknown.
     """
-    name = asked.lower().removeprefix("torch.")
+    name = requested.lower().removeprefix("torch.")
     if name in _AUTO:
         return _quantized(readers, notes) or model
     dtype = _KV_DTYPES.get(name, _SPELLINGS.get(name, name))
     if dtype != FP8_DS_MLA and dtype not in DTYPE_SIZES_BYTES:
         known = ["auto", *_KV_DTYPES, FP8_DS_MLA, "bfloat16", "float16", "float32"]
-        raise InvalidArgumentError("kv_dtype", f"{asked!r} is not known; known: {', '.join(known)}")
+        raise InvalidArgumentError("kv_dtype", f"{requested!r} is not known; known: {', '.join(known)}")
     return dtype
 
 
 def _quantized(readers: Sequence[Reader], notes: list[str]) -> str:
-    """What the first quantization_config says of the cache; empty if none says anything that is known."""
+    """Cache type in the first quantization_config that states a known one; empty if there is none."""
     sections = (reader.section(key) for reader in readers for key in _QUANTIZATION_KEYS if reader.has(key))
     for section in sections:
         scheme = section.values.get("kv_cache_scheme")
@@ -64,8 +64,8 @@ def _quantized(readers: Sequence[Reader], notes: list[str]) -> str:
         algorithm = str(next((name for name in algorithms if name), "")).upper()
         eight_bits = isinstance(scheme, Mapping) and (scheme.get("num_bits"), scheme.get("type")) == (8, "float")
         if eight_bits or algorithm == "FP8":
-            notes.append(f"{section.path} keeps keys and values in fp8: so they are taken; kv_dtype would override it")
+            notes.append(f"{section.path} keeps keys and values in fp8, which is assumed; set kv_dtype to override it")
             return _KV_DTYPES["fp8"]
         if scheme or algorithm:
-            notes.append(f"{section.path} quantizes keys and values in a way that is not known: say kv_dtype")
+            notes.append(f"{section.path} quantizes keys and values in an unknown format: set kv_dtype")
     return ""

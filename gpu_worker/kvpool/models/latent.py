@@ -1,4 +1,4 @@
-"""DeepSeek: multi-head latent attention, one vector a token that every rank holds whole."""
+"""DeepSeek: multi-head latent attention, with one vector per token that every rank holds completely."""
 
 from typing import Final
 
@@ -7,10 +7,10 @@ from kvpool.core.specs.kinds import FP8_DS_MLA, MLAAttentionSpec
 from kvpool.models.context import Context, Layer, naming_layer
 
 _INDEXER_GROUP: Final = 128
-"""Elements of an indexer's key that share one float32 scale."""
+"""Elements of an indexer key that share one float32 scale."""
 _SCALE_BYTES: Final = 4
 _PACKED_SIZES: Final = (512, 64)
-"""Latent and rotary elements of the layout of 656 bytes."""
+"""Latent and rotary elements of the 656-byte layout."""
 
 
 def deepseek(ctx: Context) -> list[Layer]:
@@ -20,12 +20,12 @@ def deepseek(ctx: Context) -> list[Layer]:
 
 
 def deepseek_v32(ctx: Context) -> list[Layer]:
-    """DeepSeek V3.2: beside each latent vector, the fp8 key of an indexer that chooses what to attend to."""
+    """DeepSeek V3.2: a latent vector, and the fp8 key of an indexer that selects the tokens to attend to."""
     count = ctx.keys.layers("num_hidden_layers")
     size = ctx.keys.dimension("index_head_dim")
     dtype = ctx.kv_dtype
     if dtype.startswith("float8"):
-        ctx.notes.append(f"kv_dtype {dtype}: sparse attention has its own layout of it, {FP8_DS_MLA}")
+        ctx.notes.append(f"kv_dtype {dtype}: sparse attention uses the layout {FP8_DS_MLA}")
         dtype = FP8_DS_MLA
     layers = []
     for i in range(count):

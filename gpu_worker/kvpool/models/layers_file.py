@@ -1,9 +1,9 @@
-"""Specs that a file states layer by layer, for models whose config.json cannot be read.
+"""Reads specs from a file that lists them by layer, for models whose config.json is not supported.
 
 {"layers": {"model.layers.0.self_attn.attn": {"type": "FullAttentionSpec", "block_size": 16, "num_kv_heads": 8, ...}}}
 
-Keys other than `type` are the attributes of the spec; null stands for the default. `page_size_bytes` may be stated, and
-is then checked.
+Keys other than `type` are the attributes of the spec; null stands for the default. `page_size_bytes` is
+optional and checked.
 """
 
 import re
@@ -23,13 +23,13 @@ _NUMBER: Final = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 
 def read_layers(data: object) -> dict[str, KVCacheSpec]:
-    """Reads the specs of all layers, in the file's order.
+    """Reads the specs of all layers, in file order.
 
     Args:
-        data: The file, parsed as JSON.
+        data: The parsed JSON file.
 
     Raises:
-        InvalidArgumentError: It is not of this form; names the path of what is at fault.
+        InvalidArgumentError: The file has another form; names the path of the error.
     """
     top = typed("$", data, dict)
     for key in top:
@@ -44,7 +44,7 @@ def read_layers(data: object) -> dict[str, KVCacheSpec]:
 
 
 def model_of_layers(layers: Mapping[str, KVCacheSpec], max_model_len: int) -> Model:
-    """The model that a file's layers make up; a layer's number is the first in its name, 0 if there is none.
+    """Makes a model of a file's layers. A layer's number is the first number in its name, or 0.
 
     Raises:
         InvalidArgumentError: A number is too large.
@@ -75,10 +75,10 @@ def spec_from_json(where: str, value: object) -> KVCacheSpec:
 
     Args:
         where: Path of the spec, for errors.
-        value: The spec, parsed as JSON.
+        value: The parsed JSON of the spec.
 
     Raises:
-        InvalidArgumentError: It is not of this form, or the spec refuses its numbers.
+        InvalidArgumentError: The value has another form, or the spec rejects its numbers.
     """
     stated = {key: item for key, item in typed(where, value, dict).items() if item is not None}
     if _TYPE not in stated:

@@ -1,4 +1,4 @@
-"""How long a request may be: what a config states, stretched by its rotary scaling."""
+"""Maximum request length: the length in a config, extended by rotary scaling."""
 
 import math
 from typing import Final
@@ -8,18 +8,18 @@ from kvpool.core.ids import MAX_TOKENS
 from kvpool.models.reader import Reader, typed
 
 _SCALING_KEYS: Final = ("rope_scaling", "rope_parameters")
-_STRETCHING: Final = ("linear", "dynamic", "yarn")
-"""Kinds of scaling that lengthen; others (llama3, longrope, mrope) are counted in the stated length already."""
+_EXTENDING: Final = ("linear", "dynamic", "yarn")
+"""Scaling kinds that extend the length; the stated length already includes others (llama3, longrope, mrope)."""
 
 
 def stated_length(keys: Reader, key: str, notes: list[str], *, counts_scaling: bool) -> int:
-    """Most tokens that the model is made for, as vLLM works it out.
+    """Maximum number of tokens that the model supports, computed as in vLLM.
 
     Args:
-        keys: The config's part on the language model.
-        key: States the length.
-        notes: Remarks; a stretched length is told.
-        counts_scaling: The stated length counts the scaling already.
+        keys: The language model's section of the config.
+        key: Key of the length.
+        notes: Notes; an extended length adds one.
+        counts_scaling: Whether the stated length already includes the scaling.
     """
     length = keys.tokens(key)
     if counts_scaling:
@@ -30,15 +30,15 @@ def stated_length(keys: Reader, key: str, notes: list[str], *, counts_scaling: b
         scaling = keys.section(name)
         kind = next((scaling.text(k) for k in ("rope_type", "type") if scaling.has(k)), "")
         if not kind and any(isinstance(value, dict) for value in scaling.values.values()):
-            notes.append(f"{scaling.path} differs by kind of layer and is not counted: say max_model_len")
-        if kind not in _STRETCHING or not scaling.has("factor"):
+            notes.append(f"{scaling.path} differs by layer kind and is not counted: set max_model_len")
+        if kind not in _EXTENDING or not scaling.has("factor"):
             continue
         base_key = "original_max_position_embeddings"
         base = scaling.tokens(base_key) if kind == "yarn" and scaling.has(base_key) else length
-        stretched = check_range(scaling.field("factor"), int(base * _factor(scaling)), 1, MAX_TOKENS)
-        if stretched != length:
-            notes.append(f"{scaling.field('factor')} stretches {base} tokens to {stretched}")
-        return stretched
+        extended = check_range(scaling.field("factor"), int(base * _factor(scaling)), 1, MAX_TOKENS)
+        if extended != length:
+            notes.append(f"{scaling.field('factor')} extends {base} tokens to {extended}")
+        return extended
     return length
 
 

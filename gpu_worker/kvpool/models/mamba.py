@@ -1,4 +1,4 @@
-"""Models with recurrent states, alone or between layers that attend."""
+"""Models with recurrent states, alone or combined with attention layers."""
 
 from collections.abc import Sequence
 from typing import Final
@@ -19,7 +19,7 @@ from kvpool.models.state import (
 LINEAR: Final = "linear_attention"
 _EXPAND: Final = 2
 _NEMOTRON_KINDS: Final = "M*-E"
-"""Mamba-2, attention, and two kinds of layers that keep nothing: dense and of experts."""
+"""Mamba-2, attention, and two kinds of layers without a cache: dense and mixture of experts."""
 
 
 def mamba1(ctx: Context) -> list[Layer]:
@@ -89,7 +89,7 @@ def granite_hybrid(ctx: Context) -> list[Layer]:
 
 
 def nemotron_h(ctx: Context) -> list[Layer]:
-    """Nemotron-H: one letter a layer."""
+    """Nemotron-H: one letter per layer."""
     keys = ctx.keys
     count, pattern = keys.layers("num_hidden_layers"), keys.text("hybrid_override_pattern")
     where = keys.field("hybrid_override_pattern")
@@ -143,14 +143,14 @@ def _width(ctx: Context) -> tuple[int, str]:
 
 
 def _prefixed_sizes(ctx: Context) -> Mamba2Sizes:
-    """Sizes as Bamba and Granite spell them; mamba_d_head may be "auto"."""
+    """Sizes under the keys of Bamba and Granite; mamba_d_head may be "auto"."""
     keys = ctx.keys
     heads = keys.dimension("mamba_n_heads")
     if keys.values.get("mamba_d_head", "auto") == "auto":
         width = keys.dimension("mamba_expand", _EXPAND) * keys.dimension("hidden_size")
         if width % heads:
             raise InvalidArgumentError(
-                keys.field("mamba_n_heads"), f"{width} elements cannot be shared by {heads} heads"
+                keys.field("mamba_n_heads"), f"{width} elements cannot be divided by {heads} heads"
             )
         head_size = width // heads
     else:

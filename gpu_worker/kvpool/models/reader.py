@@ -1,7 +1,7 @@
 """Typed access to the keys of a parsed JSON object.
 
-Rule 1: every error names the key at fault by its dotted path.
-Rule 2: null counts as absent, as it does in the config.json of models.
+Rule 1: every error names its key by the dotted path.
+Rule 2: null counts as absent, as in the config.json of models.
 """
 
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ from kvpool.core.ids import MAX_TOKENS
 from kvpool.core.specs.base import MAX_DIMENSION
 
 MAX_LAYERS: Final = 10_000
-"""Most layers that a config may state."""
+"""Maximum number of layers in a config."""
 
 _T = TypeVar("_T")
 _NAMES: Final[dict[type, str]] = {
@@ -28,10 +28,10 @@ _NAMES: Final[dict[type, str]] = {
 
 @dataclass(frozen=True, slots=True)
 class Reader:
-    """One object of a config, and where it stands in it.
+    """An object of a config, and its path.
 
     Attributes:
-        values: Its keys.
+        values: The keys and values of the object.
         path: Dotted path of the object; empty for the whole file.
     """
 
@@ -39,27 +39,27 @@ class Reader:
     path: str = ""
 
     def field(self, key: str) -> str:
-        """Path of one key, as errors name it."""
+        """Path of a key, for errors."""
         return f"{self.path}.{key}" if self.path else key
 
     def has(self, key: str) -> bool:
-        """Whether the key is there and not null."""
+        """Whether the key is present and not null."""
         return self.values.get(key) is not None
 
     def dimension(self, key: str, default: int = 0) -> int:
-        """A number of elements, heads, groups or the like, [1, 2^24]; `default`, unless 0, where it is absent."""
+        """A number of elements, heads or groups, [1, 2^24]; `default` if absent and `default` is not 0."""
         return self._integer(key, default, MAX_DIMENSION)
 
     def tokens(self, key: str, default: int = 0) -> int:
-        """A number of tokens, at least 1; `default`, unless 0, where it is absent."""
+        """A number of tokens, at least 1; `default` if absent and `default` is not 0."""
         return self._integer(key, default, MAX_TOKENS)
 
     def layers(self, key: str, default: int = 0) -> int:
-        """A number of layers, at least 1; `default`, unless 0, where it is absent."""
+        """A number of layers, at least 1; `default` if absent and `default` is not 0."""
         return self._integer(key, default, MAX_LAYERS)
 
     def index(self, key: str) -> int:
-        """A number of a layer, at least 0."""
+        """The number of a layer, at least 0."""
         return _checked(self.field(key), self._required(key), 0, MAX_LAYERS)
 
     def flag(self, key: str, *, default: bool) -> bool:
@@ -97,10 +97,10 @@ class Reader:
 
 
 def typed(field: str, value: object, kind: type[_T]) -> _T:
-    """Returns `value` if it is of the kind that JSON states; true and false are no integers.
+    """Returns `value` if it has this type; true and false are not integers.
 
     Raises:
-        InvalidArgumentError: It is not.
+        InvalidArgumentError: It has another type.
     """
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
         raise InvalidArgumentError(field, f"is {type(value).__name__}, not {_NAMES[kind]}")

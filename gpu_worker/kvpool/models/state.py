@@ -1,6 +1,6 @@
-"""What layers with a recurrent state keep, and how that shares pages with attention.
+"""Specs of layers with a recurrent state, and page sizes shared with attention layers.
 
-Shapes are those of vLLM's MambaStateShapeCalculator, types those of its MambaStateDtypeCalculator.
+Source: shapes follow vLLM's MambaStateShapeCalculator, types its MambaStateDtypeCalculator.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from kvpool.models.attention import Heads
 from kvpool.models.context import Context, Layer, naming_layer
 
 _BLOCK_STEP: Final = 16
-"""Attention kernels take blocks of a multiple of so many tokens."""
+"""Attention kernels require a block size that is a multiple of this number of tokens."""
 _DTYPE_KEYS: Final = ("mamba_ssm_cache_dtype", "mamba_ssm_dtype")
 
 
@@ -23,9 +23,9 @@ class State:
     """The state of one layer on one rank.
 
     Attributes:
-        kind: Which kernel renews it.
-        shapes: Shape of the convolution's part and of the recurrence's.
-        dtypes: Element type of each.
+        kind: Kernel that updates the state.
+        shapes: Shapes of the convolution part and the recurrence part.
+        dtypes: Element type of each part.
     """
 
     kind: str
@@ -34,22 +34,22 @@ class State:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of all parts."""
+        """Size of all parts."""
         return state_size_bytes(self.shapes, self.dtypes)
 
 
 @dataclass(frozen=True, slots=True)
 class Mamba2Sizes:
-    """Sizes of a Mamba-2 layer, of all ranks together.
+    """Sizes of a Mamba-2 layer over all ranks.
 
     Attributes:
-        conv_kernel: Tokens that the convolution sees.
-        num_heads: Heads of the recurrence.
-        head_size: Elements of a head.
-        num_groups: Groups of heads that share their input and output projections.
-        state_size: Elements of the state for each of a head.
-        heads_key: The key that states num_heads, for errors.
-        groups_key: The key that states num_groups, for errors.
+        conv_kernel: Tokens in the convolution window.
+        num_heads: Number of heads of the recurrence.
+        head_size: Elements per head.
+        num_groups: Number of groups of heads that share input and output projections.
+        state_size: Elements of the state per element of a head.
+        heads_key: Key of num_heads, for errors.
+        groups_key: Key of num_groups, for errors.
     """
 
     conv_kernel: int
@@ -62,21 +62,21 @@ class Mamba2Sizes:
 
 
 def mamba1_state(ctx: Context, width: int, width_key: str, *, state_size: int, conv_kernel: int) -> State:
-    """Convolution (conv_kernel - 1, width) and recurrence (width, state_size).
+    """State of Mamba: convolution (conv_kernel - 1, width) and recurrence (width, state_size).
 
     Args:
         ctx: The config.
-        width: Channels of a layer, of all ranks together.
-        width_key: What states them, for errors.
-        state_size: Elements of the state for each channel.
-        conv_kernel: Tokens that the convolution sees.
+        width: Channels of a layer over all ranks.
+        width_key: Key or expression of the width, for errors.
+        state_size: Elements of the state per channel.
+        conv_kernel: Tokens in the convolution window.
     """
     width = ctx.shard(width_key, width)
     return State("mamba1", ((conv_kernel - 1, width), (width, state_size)), _dtypes(ctx))
 
 
 def mamba2_state(ctx: Context, sizes: Mamba2Sizes) -> State:
-    """Convolution over the heads' inputs and the groups' projections; recurrence (num_heads, head_size, state_size)."""
+    """State of Mamba-2: convolution over heads and group projections; recurrence (num_heads, head_size, state_size)."""
     heads = ctx.shard(sizes.heads_key, sizes.num_heads)
     groups = ctx.shard_or_replicate(sizes.groups_key, sizes.num_groups)
     width = heads * sizes.head_size + 2 * groups * sizes.state_size
@@ -106,22 +106,22 @@ def state_layers(ctx: Context, state: State, names: Sequence[str]) -> list[Layer
 def hybrid_layers(
     ctx: Context, heads: Heads, state: State, attention: Sequence[tuple[int, str]], mamba: Sequence[tuple[int, str]]
 ) -> list[Layer]:
-    """Makes the layers of a model of both kinds, whose pages must be of one size.
+    """Makes the layers of a model with attention and states, whose pages must have one size.
 
-    As vLLM does, blocks of attention grow to the fewest tokens, in steps of 16, whose page holds a state, and
-    the page of a state is padded to that.
+    As in vLLM, the attention block size grows in steps of 16 tokens until a page holds a state, and the page of a state
+    is padded to that size.
 
     Args:
         ctx: The config.
-        heads: What the attention layers have in common; its block_size may grow.
-        state: What the Mamba layers have in common.
+        heads: Properties that the attention layers share; its block_size may grow.
+        state: The state of each Mamba layer.
         attention: Number and name of each attention layer.
         mamba: Number and name of each Mamba layer.
     """
     if not attention:
         return state_layers(ctx, state, [name for _, name in mamba])
     if mamba:
-        heads = _grown(ctx, heads, state)
+        heads = _grow_blocks(ctx, heads, state)
     page_bytes = heads.full().page_size_bytes
     layers = []
     for index, name in attention:
@@ -135,10 +135,10 @@ def hybrid_layers(
     return sorted(layers, key=lambda layer: layer.index)
 
 
-def _grown(ctx: Context, heads: Heads, state: State) -> Heads:
+def _grow_blocks(ctx: Context, heads: Heads, state: State) -> Heads:
     token_bytes = heads.full().token_size_bytes
-    least = -(-state.size_bytes // (_BLOCK_STEP * token_bytes)) * _BLOCK_STEP
-    grown = replace(heads, block_size=max(heads.block_size, least))
+    min_tokens = -(-state.size_bytes // (_BLOCK_STEP * token_bytes)) * _BLOCK_STEP
+    grown = replace(heads, block_size=max(heads.block_size, min_tokens))
     if grown.block_size > MAX_BLOCK_SIZE_TOKENS:
         raise InvalidArgumentError(
             "block_size",
@@ -148,7 +148,8 @@ def _grown(ctx: Context, heads: Heads, state: State) -> Heads:
     page_bytes = grown.block_size * token_bytes
     ctx.notes.append(
         f"attention block size: {grown.block_size} tokens; a page ({page_bytes} bytes) must hold a Mamba state"
-        f" ({state.size_bytes} bytes, padded by {page_bytes - state.size_bytes}), which takes at least {least} tokens"
+        f" ({state.size_bytes} bytes, padded by {page_bytes - state.size_bytes}), which takes at least"
+        f" {min_tokens} tokens"
     )
     return grown
 
@@ -182,7 +183,7 @@ def _spec(ctx: Context, state: State, name: str, block_size: int, padded: int) -
 
 
 def _dtypes(ctx: Context) -> tuple[str, str]:
-    """The convolution's part in the model's type, the recurrence's too unless the config says otherwise."""
+    """Element types of convolution and recurrence: the model's type, unless the config states one for recurrence."""
     for key in _DTYPE_KEYS:
         if ctx.keys.has(key) and (dtype := ctx.keys.text(key)) != "auto":
             dtype_size_bytes(ctx.keys.field(key), dtype)

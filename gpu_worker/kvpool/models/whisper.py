@@ -1,4 +1,4 @@
-"""Whisper: an encoder that keeps nothing, and a decoder that attends to itself and to what the encoder put out."""
+"""Whisper: an encoder without a cache, and a decoder with self attention and cross attention."""
 
 from kvpool.core.errors import InvalidArgumentError
 from kvpool.core.specs.kinds import CrossAttentionSpec, EncoderOnlyAttentionSpec
@@ -7,7 +7,7 @@ from kvpool.models.context import Context, Layer, naming_layer
 
 
 def whisper(ctx: Context) -> list[Layer]:
-    """All layers of the encoder, which belong to the first decoder layer's stage, then two for each of the decoder."""
+    """All encoder layers, which belong to the stage of the first decoder layer, then two layers per decoder layer."""
     encoder = _heads(ctx, "encoder_attention_heads")
     decoder = _heads(ctx, "decoder_attention_heads")
     layers = []

@@ -1,19 +1,22 @@
 """Converts the messages of WorkerService to and from core values."""
 
-from typing import Final
+from typing import Final, assert_never
 
-from kvpool.core.errors import InvalidArgumentError, WrongStateError
+from kvpool.core.errors import InvalidArgumentError, WrongStateError, check_range
+from kvpool.core.ids import MAX_BLOCKS
 from kvpool.core.planning.plan import KVCacheConfig, KVCacheTensor
 from kvpool.core.ranks.messages import (
     Allocated,
-    FenceSent,
+    FenceSet,
     HeldTensors,
-    PlanSent,
+    Planned,
+    PoolStatus,
     Rank,
     RankGroupOptions,
-    ReadySent,
+    Ready,
+    Registered,
     Registration,
-    StatusSent,
+    ServerMessage,
 )
 from kvpool.core.specs.base import KVCacheSpec
 from kvpool.v1 import pool_pb2, spec_pb2, worker_pb2
@@ -22,6 +25,7 @@ from kvpool.wire.pools import (
     group_to_proto,
     hash_scheme_from_proto,
     hash_scheme_to_proto,
+    pool_state_from_proto,
     pool_state_to_proto,
     reuse_order_from_proto,
     reuse_order_to_proto,
@@ -136,8 +140,72 @@ def allocated_from_proto(message: worker_pb2.Initialized) -> Allocated:
     return Allocated(message.epoch, message.num_blocks, message.allocated_bytes)
 
 
-def plan_to_proto(plan: PlanSent) -> worker_pb2.Plan:
-    """Encodes what a rank is to allocate."""
+def server_message_to_proto(message: ServerMessage) -> worker_pb2.JoinResponse:
+    """Encodes a message of the server to a rank."""
+    match message:
+        case Registered():
+            registered = worker_pb2.Registered(
+                heartbeat_seconds=message.heartbeat_seconds,
+                heartbeat_timeout_seconds=message.heartbeat_timeout_seconds,
+                grace_seconds=message.grace_seconds,
+            )
+            return worker_pb2.JoinResponse(registered=registered)
+        case Planned():
+            return worker_pb2.JoinResponse(plan=_plan_to_proto(message))
+        case Ready(epoch, num_blocks, max_model_len):
+            ready = worker_pb2.Ready(epoch=epoch, num_blocks=num_blocks, max_model_len=max_model_len)
+            return worker_pb2.JoinResponse(ready=ready)
+        case PoolStatus():
+            status = worker_pb2.PoolStatus(
+                state=pool_state_to_proto(message.state),
+                epoch=message.epoch,
+                absent_ranks=message.absent_ranks,
+                heartbeat_sequence=message.heartbeat_sequence,
+            )
+            return worker_pb2.JoinResponse(status=status)
+        case FenceSet():
+            fence = worker_pb2.Fence(
+                fence_sequence=message.fence_sequence,
+                epoch=message.epoch,
+                last_session_number=message.last_session_number,
+                live_session_numbers=message.live_session_numbers,
+            )
+            return worker_pb2.JoinResponse(fence=fence)
+        case _:
+            assert_never(message)
+
+
+def server_message_from_proto(response: worker_pb2.JoinResponse) -> ServerMessage | None:
+    """Decodes a message of the server; None for a kind that only a newer server knows.
+
+    Raises:
+        InvalidArgumentError: A plan has no blocks or an attention kind that this process lacks, or heartbeats have no
+            interval.
+    """
+    match response.WhichOneof("message"):
+        case "registered":
+            timing = response.registered
+            if not (timing.heartbeat_seconds > 0 and timing.heartbeat_timeout_seconds > 0):
+                raise InvalidArgumentError("registered.heartbeat_seconds", "heartbeats need an interval and a timeout")
+            return Registered(timing.heartbeat_seconds, timing.heartbeat_timeout_seconds, timing.grace_seconds)
+        case "plan":
+            check_range("plan.num_blocks", response.plan.num_blocks, 1, MAX_BLOCKS)
+            return Planned(response.plan.epoch, _config_from_proto(response.plan), response.plan.max_model_len)
+        case "ready":
+            return Ready(response.ready.epoch, response.ready.num_blocks, response.ready.max_model_len)
+        case "status":
+            status = response.status
+            state = pool_state_from_proto(status.state)
+            return PoolStatus(state, status.epoch, tuple(status.absent_ranks), status.heartbeat_sequence)
+        case "fence":
+            fence = response.fence
+            live = tuple(fence.live_session_numbers)
+            return FenceSet(fence.fence_sequence, fence.epoch, fence.last_session_number, live)
+        case _:
+            return None
+
+
+def _plan_to_proto(plan: Planned) -> worker_pb2.Plan:
     return worker_pb2.Plan(
         epoch=plan.epoch,
         num_blocks=plan.config.num_blocks,
@@ -150,35 +218,9 @@ def plan_to_proto(plan: PlanSent) -> worker_pb2.Plan:
     )
 
 
-def plan_from_proto(message: worker_pb2.Plan) -> KVCacheConfig:
-    """Decodes the plan of a rank."""
+def _config_from_proto(message: worker_pb2.Plan) -> KVCacheConfig:
     return KVCacheConfig(
         message.num_blocks,
         tuple(KVCacheTensor(tensor.size_bytes, tuple(tensor.shared_by)) for tensor in message.tensors),
         tuple(group_from_proto(f"plan.groups[{i}]", group) for i, group in enumerate(message.groups)),
-    )
-
-
-def ready_to_proto(ready: ReadySent) -> worker_pb2.Ready:
-    """Encodes that the pool is open."""
-    return worker_pb2.Ready(epoch=ready.epoch, num_blocks=ready.num_blocks, max_model_len=ready.max_model_len)
-
-
-def fence_to_proto(fence: FenceSent) -> worker_pb2.Fence:
-    """Encodes whose steps may run."""
-    return worker_pb2.Fence(
-        fence_sequence=fence.fence_sequence,
-        epoch=fence.epoch,
-        last_session_number=fence.last_session_number,
-        live_session_numbers=fence.live_session_numbers,
-    )
-
-
-def status_to_proto(status: StatusSent) -> worker_pb2.PoolStatus:
-    """Encodes how the pool is."""
-    return worker_pb2.PoolStatus(
-        state=pool_state_to_proto(status.state),
-        epoch=status.epoch,
-        absent_ranks=status.absent_ranks,
-        heartbeat_sequence=status.heartbeat_sequence,
     )

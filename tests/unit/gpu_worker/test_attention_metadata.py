@@ -173,7 +173,7 @@ def test_cross_attention_sees_the_encoders_tokens(device: torch.device) -> None:
     assert (own.seq_lens.tolist(), own.causal, own.slot_mapping.tolist()) == ([3, 1], True, [46, 48])
     decode = replace(step, num_computed_tokens=np.array([3, 1]), encoder_rows=())
     assert common(rank.build(decode)["c"]).slot_mapping.tolist() == []
-    with pytest.raises(InvalidArgumentError, match="encoder_seq_lens: missing, and there are layers of cross"):
+    with pytest.raises(InvalidArgumentError, match="encoder_seq_lens: missing, but there are layers of cross"):
         rank.build(STEP)
 
 
@@ -256,7 +256,7 @@ def test_a_workspace_only_grows_and_not_once_locked() -> None:
     assert first.tolist() == [3] * 100
     workspace.lock()
     assert workspace.get(200).numel() == 200
-    with pytest.raises(WrongStateError, match="201 bytes of workspace asked for, locked at 200"):
+    with pytest.raises(WrongStateError, match="201 bytes of workspace requested, locked at 200"):
         workspace.get(201)
     with pytest.raises(InvalidArgumentError, match="size_bytes: -1"):
         workspace.get(-1)
@@ -265,11 +265,11 @@ def test_a_workspace_only_grows_and_not_once_locked() -> None:
 @pytest.mark.parametrize(
     ("backends", "shared", "why"),
     [
-        ({"f0": FLASH}, {}, "backends: layer 'f1' has none"),
+        ({"f0": FLASH}, {}, "backends: layer 'f1' has no backend"),
         (BACKENDS | {"x": FLASH}, {}, "backends: layer 'x' is in no group"),
-        (BACKENDS | {"m": FLASH}, {}, "backends: layer 'm': 'flash_attn' does not serve a MambaSpec"),
-        (BACKENDS | {"m": FLASHINFER}, {}, "backends: layer 'm': 'flashinfer' does not serve a MambaSpec"),
-        (BACKENDS | {"w": MAMBA}, {}, "backends: layer 'w': 'mamba' does not serve a SlidingWindowSpec"),
+        (BACKENDS | {"m": FLASH}, {}, "backends: layer 'm': 'flash_attn' does not support a MambaSpec"),
+        (BACKENDS | {"m": FLASHINFER}, {}, "backends: layer 'm': 'flashinfer' does not support a MambaSpec"),
+        (BACKENDS | {"w": MAMBA}, {}, "backends: layer 'w': 'mamba' does not support a SlidingWindowSpec"),
         (BACKENDS, {"s": "x"}, "shared_layers: layer 's' cannot share the cache of 'x'"),
         (BACKENDS, {"f0": "f1"}, "shared_layers: layer 'f0' cannot share"),
     ],
@@ -284,11 +284,11 @@ def test_layers_without_a_backend_and_backends_without_a_layer_are_refused(
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        ({"num_computed_tokens": np.zeros(0, int)}, r"num_computed_tokens: of shape \(0,\)"),
-        ({"num_scheduled_tokens": np.array([1])}, r"num_scheduled_tokens: of shape \(1,\) for 2 requests"),
+        ({"num_computed_tokens": np.zeros(0, int)}, r"num_computed_tokens: shape \(0,\)"),
+        ({"num_scheduled_tokens": np.array([1])}, r"num_scheduled_tokens: shape \(1,\) for 2 requests"),
         ({"num_scheduled_tokens": np.array([1, 0])}, "num_scheduled_tokens: 0 is not in"),
         ({"num_computed_tokens": np.array([-1, 0])}, "num_computed_tokens: -1 is not in"),
-        ({"encoder_seq_lens": np.array([1])}, r"encoder_seq_lens: of shape \(1,\)"),
+        ({"encoder_seq_lens": np.array([1])}, r"encoder_seq_lens: shape \(1,\)"),
         ({"encoder_rows": [0]}, "encoder_seq_lens: missing"),
         ({"encoder_rows": [2], "encoder_seq_lens": np.array([1, 1])}, "encoder_rows: 2 is not in"),
     ],

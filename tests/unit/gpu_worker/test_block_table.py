@@ -60,7 +60,7 @@ def test_the_device_sees_rows_once_they_are_committed(device: torch.device) -> N
 
 
 @on_each_device
-def test_only_rows_in_use_are_copied_and_the_others_later(device: torch.device) -> None:
+def test_only_rows_in_use_are_copied(device: torch.device) -> None:
     made = tables(FULL, device=device)
     for row in range(4):
         made.add_row(row, [[row + 1]])
@@ -137,11 +137,11 @@ def test_slots_of_tokens(device: torch.device) -> None:
 @pytest.mark.parametrize(
     ("row", "position", "why"),
     [
-        (0, 12, r"positions: group 0 \(layer 'layer.0', ...\): row 0 has 3 blocks, and nothing in column 3"),
+        (0, 12, r"positions: group 0 \(layer 'layer.0', ...\): row 0 has 3 blocks and no entry in column 3"),
         (0, 3, "row 0 has the null block in column 0"),
-        (1, 0, "row 1 has 0 blocks, and nothing in column 0"),
-        (1, 31, "row 1 has 0 blocks, and nothing in column 7"),
-        (1, 4000, "row 1 has 0 blocks, and nothing in column 1000"),
+        (1, 0, "row 1 has 0 blocks and no entry in column 0"),
+        (1, 31, "row 1 has 0 blocks and no entry in column 7"),
+        (1, 4000, "row 1 has 0 blocks and no entry in column 1000"),
         (1, -1, r"positions: -1 is not in \[0"),
         (4, 0, r"req_indices: 4 is not in \[0, 3\]"),
     ],
@@ -184,7 +184,7 @@ def test_context_parallel_ranks_hold_each_token_once(world_size: int, kernel_blo
     assert sorted(position for owned in owners for position in owned) == list(range(num_tokens))
 
 
-def test_a_block_is_so_many_kernel_blocks() -> None:
+def test_a_block_is_split_into_kernel_blocks() -> None:
     made = tables(FULL, WINDOW, kernel_block_sizes=(2, 0))
     made.add_row(0, [[5], [5]])
     made.append_row(0, [[0, 6], []])
@@ -206,7 +206,7 @@ def test_refused_rows_change_nothing() -> None:
     for block_ids, why in (
         ([[1], [100]], r"group 1 \(layer 'layer.1', ...\): 100 is not in \[0, 100\)"),
         ([[1], [-1]], "-1 is not in"),
-        ([[1], [1] * 4], "5 blocks, a request of full length takes 4"),
+        ([[1], [1] * 4], "5 blocks; a request of maximum length takes 4"),
         ([[1]], "1 lists for 2 groups"),
     ):
         with pytest.raises(InvalidArgumentError, match=why):
@@ -220,7 +220,7 @@ def test_refused_rows_change_nothing() -> None:
 
 
 @on_each_device
-def test_encoder_tokens_have_slots_of_their_own(device: torch.device) -> None:
+def test_encoder_tokens_have_their_own_slots(device: torch.device) -> None:
     made = tables(FULL, CROSS, STATE, device=device)
     made.add_row(1, [[5], [8, 9, 2], [7]])
     mapping = made.compute_encoder_slot_mapping(np.full(10, 1), np.arange(10))
@@ -231,7 +231,7 @@ def test_encoder_tokens_have_slots_of_their_own(device: torch.device) -> None:
 
 
 @on_each_device
-def test_states_are_read_where_the_last_token_left_them(device: torch.device) -> None:
+def test_states_are_read_after_the_last_computed_token(device: torch.device) -> None:
     """Row 0 begins; row 1 goes on within a block; row 2 begins a block after a hit of two; row 3 spans three."""
     made = tables(FULL, STATE, device=device)
     for row, ids in enumerate([[11], [21, 22], [0, 32, 33], [41, 42, 43, 44]]):
@@ -257,7 +257,7 @@ def test_drafts_have_the_last_blocks_of_a_row() -> None:
     assert states is not None
     assert states.written_block_ids.tolist() == [5, 2]
     assert states.draft_block_ids.tolist() == [[6, 7], [8, 9]]
-    with pytest.raises(InvalidArgumentError, match="row 1 has 2 blocks, and nothing in column 2"):
+    with pytest.raises(InvalidArgumentError, match="row 1 has 2 blocks and no entry in column 2"):
         made.compute_state_indices(array(1, 8), array(3, 1))
 
 

@@ -15,7 +15,7 @@ from kvpool.gpu_worker.device import (
     machine_memory_bytes,
     open_device,
 )
-from kvpool.gpu_worker.units import format_bytes
+from kvpool.gpu_worker.status import format_bytes
 from support.torch import on_each_device
 
 GIB = 2**30
@@ -53,17 +53,19 @@ def test_cuda_alone_is_the_current_device(gpus: dict[int, tuple[int, int]]) -> N
 
 
 @pytest.mark.parametrize("name", ["cuda:2", "cpu:1", "gpu", "", "meta", "cuda:-1", "x" * 5000])
-def test_a_device_that_is_not_there_is_refused_with_those_that_are(gpus: dict[int, tuple[int, int]], name: str) -> None:
+def test_a_missing_device_is_refused_and_the_available_ones_are_listed(
+    gpus: dict[int, tuple[int, int]], name: str
+) -> None:
     with pytest.raises(InvalidArgumentError) as raised:
         open_device(name)
-    there = "there are: cpu, cuda:0 (NVIDIA Fake0, 140.0 GiB), cuda:1 (NVIDIA Fake1, 80.0 GiB)"
-    assert raised.value.message == f"{name[:64]!r} is not there; {there}"
+    available = "available: cpu, cuda:0 (NVIDIA Fake0, 140.0 GiB), cuda:1 (NVIDIA Fake1, 80.0 GiB)"
+    assert raised.value.message == f"{name[:64]!r} does not exist; {available}"
     assert gpus
 
 
-def test_without_a_gpu_only_the_cpu_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_gpu_only_the_cpu_is_available(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(InvalidArgumentError, match=r"'cuda:0' is not there; there are: cpu$"):
+    with pytest.raises(InvalidArgumentError, match=r"'cuda:0' does not exist; available: cpu$"):
         open_device("cuda:0")
 
 
@@ -71,15 +73,15 @@ def measured(memory_bytes: int | None = None, share: float = 0.9, reserve_bytes:
     return available_bytes(CUDA, memory_bytes=memory_bytes, gpu_memory_utilization=share, reserve_bytes=reserve_bytes)
 
 
-def test_a_share_counts_what_is_in_use_already(gpus: dict[int, tuple[int, int]]) -> None:
+def test_a_share_includes_memory_in_use(gpus: dict[int, tuple[int, int]]) -> None:
     assert measured() == int(0.9 * 140 * GIB) - 40 * GIB - GIB // 4
     gpus[0] = (140 * GIB, 140 * GIB)
     assert measured(share=1.0, reserve_bytes=0) == 140 * GIB
 
 
-def test_a_share_of_which_nothing_is_left_is_refused(gpus: dict[int, tuple[int, int]]) -> None:
+def test_an_exhausted_share_is_refused(gpus: dict[int, tuple[int, int]]) -> None:
     gpus[0] = (10 * GIB, 140 * GIB)
-    expected = r"0\.9 of 140\.0 GiB on cuda:0 leaves nothing: 130\.0 GiB are in use, 256\.0 MiB stay in reserve"
+    expected = r"0\.9 of 140\.0 GiB on cuda:0 leaves nothing: 130\.0 GiB are in use, 256\.0 MiB are reserved"
     with pytest.raises(InvalidArgumentError, match=expected) as raised:
         measured()
     assert (raised.value.field, raised.value.reason) == ("gpu_memory_utilization", "NO_MEMORY")
@@ -87,9 +89,7 @@ def test_a_share_of_which_nothing_is_left_is_refused(gpus: dict[int, tuple[int, 
 
 def test_stated_memory_must_be_free(gpus: dict[int, tuple[int, int]]) -> None:
     assert measured(memory_bytes=99 * GIB) == 99 * GIB
-    expected = (
-        r"100\.0 GiB are more than cuda:0 has free: 100\.0 GiB of 140\.0 GiB, of which 256\.0 MiB stay in reserve"
-    )
+    expected = r"100\.0 GiB are more than cuda:0 has free: 100\.0 GiB of 140\.0 GiB, of which 256\.0 MiB are reserved"
     with pytest.raises(InvalidArgumentError, match=expected) as raised:
         measured(memory_bytes=100 * GIB)
     assert (raised.value.field, raised.value.reason) == ("memory_bytes", "LARGER_THAN_THE_DEVICE")
@@ -109,7 +109,7 @@ def test_a_real_gpu_is_measured() -> None:
 
 
 @on_each_device
-def test_what_is_free_of_a_device_is_part_of_it(device: torch.device) -> None:
+def test_free_memory_is_part_of_the_device_memory(device: torch.device) -> None:
     memory = device_memory(device)
     assert 0 < memory.free_bytes <= memory.total_bytes
     if device.type == "cuda":
@@ -125,7 +125,7 @@ def on_cpu(memory_bytes: int | None) -> int:
     )
 
 
-def test_on_cpu_memory_is_stated_and_at_most_the_machine_s() -> None:
+def test_on_cpu_memory_is_required_and_limited_by_the_machine() -> None:
     limit_bytes = machine_memory_bytes()
     assert on_cpu(limit_bytes) == limit_bytes
     with pytest.raises(InvalidArgumentError, match="are more than this machine's"):
@@ -159,5 +159,5 @@ def test_control_groups_limit_the_machine(
     ("size_bytes", "text"),
     [(0, "0 bytes"), (1023, "1023 bytes"), (8 * 2**20, "8.0 MiB"), (1536, "1.5 KiB"), (2000 * GIB, "2,000.0 GiB")],
 )
-def test_sizes_are_written_for_people(size_bytes: int, text: str) -> None:
+def test_sizes_are_formatted_in_the_largest_unit(size_bytes: int, text: str) -> None:
     assert format_bytes(size_bytes) == text

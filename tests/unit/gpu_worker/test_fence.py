@@ -38,7 +38,7 @@ def refused(fence: Fence, stale: TableLease) -> str:
     return caught.value.reason
 
 
-def test_rule_1_a_session_that_ended_is_kept_out_one_that_lives_or_was_opened_later_is_not() -> None:
+def test_rule_1_only_ended_sessions_are_excluded() -> None:
     fence = opened()
     fence.narrow(4, [2, 4])
     assert [refused(fence, lease(number)) for number in (0, 1, 3)] == ["SESSION_ENDED"] * 3
@@ -47,7 +47,7 @@ def test_rule_1_a_session_that_ended_is_kept_out_one_that_lives_or_was_opened_la
             assert fence.num_in_flight == 1
 
 
-def test_rule_1_only_steps_of_the_epoch_that_goes_on_are_admitted() -> None:
+def test_rule_1_only_steps_of_the_current_epoch_are_admitted() -> None:
     fence = Fence()
     assert refused(fence, lease(1)) == "NOT_READY"
     fence.begin(1)
@@ -74,18 +74,18 @@ def test_rule_2_no_later_fence_brings_a_session_back() -> None:
     fence.step(lease(2, epoch=2))
 
 
-def test_rule_4_the_last_step_that_is_kept_out_tells() -> None:
+def test_rule_4_the_last_excluded_step_calls_back() -> None:
     told = Told()
     fence = opened(told)
     first, second, other = fence.step(lease(1)), fence.step(lease(1)), fence.step(lease(2))
-    assert fence.is_within_credit
+    assert fence.is_drained
     fence.narrow(2, [2])
-    assert not fence.is_within_credit
+    assert not fence.is_drained
     first.done()
     first.done()
-    assert (told.count, fence.is_within_credit) == (0, False)
+    assert (told.count, fence.is_drained) == (0, False)
     second.done()
-    assert (told.count, fence.is_within_credit) == (1, True)
+    assert (told.count, fence.is_drained) == (1, True)
     other.done()
     assert (told.count, fence.num_in_flight) == (1, 0), "who lives is waited for by nobody"
 
@@ -98,7 +98,7 @@ def test_rule_4_an_epoch_that_ends_waits_for_all_its_steps() -> None:
     steps[0].done()
     assert told.count == 0
     steps[1].done()
-    assert (told.count, fence.is_within_credit) == (1, True)
+    assert (told.count, fence.is_drained) == (1, True)
 
 
 def test_a_step_that_fails_is_done() -> None:
@@ -108,7 +108,7 @@ def test_a_step_that_fails_is_done() -> None:
     assert fence.num_in_flight == 0
 
 
-def test_rule_3_threads_never_find_a_quiet_fence_with_a_step_behind_it() -> None:
+def test_rule_3_threads_never_find_a_drained_fence_with_a_stale_step() -> None:
     """Each session is stepped by threads until it is kept out; after that, and quiet, none of its steps is running."""
     running: set[tuple[int, int]] = set()
     quiet = threading.Event()
@@ -131,7 +131,7 @@ def test_rule_3_threads_never_find_a_quiet_fence_with_a_step_behind_it() -> None
         for thread in threads:
             thread.start()
         fence.narrow(number, [])
-        assert fence.is_within_credit or quiet.wait(10)
+        assert fence.is_drained or quiet.wait(10)
         assert not running
         for thread in threads:
             thread.join(10)

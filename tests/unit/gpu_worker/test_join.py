@@ -16,17 +16,26 @@ from kvpool.core.errors import (
     WrongStateError,
 )
 from kvpool.core.ids import SessionNumber, TableLease
-from kvpool.core.ranks.messages import HeldTensors, PoolState
+from kvpool.core.ranks.messages import (
+    FenceSet,
+    HeldTensors,
+    Planned,
+    PoolState,
+    PoolStatus,
+    Ready,
+    Registered,
+    ServerMessage,
+)
 from kvpool.core.specs.kinds import SlidingWindowSpec
 from kvpool.gpu_worker.fence import Fence, StaleTablesError
 from kvpool.gpu_worker.join import (
     FIRST_PAUSE_SECONDS,
-    LONGEST_PAUSE_SECONDS,
+    MAX_PAUSE_SECONDS,
     REGISTER_TIMEOUT_SECONDS,
     Phase,
     RankProtocol,
 )
-from kvpool.gpu_worker.words import (
+from kvpool.gpu_worker.messages import (
     Allocate,
     Allocation,
     CloseStream,
@@ -35,18 +44,12 @@ from kvpool.gpu_worker.words import (
     EpochPassed,
     Failed,
     Fenced,
-    FenceSet,
-    Heard,
     Heartbeat,
     Initialized,
     JoinLater,
     Leave,
     OpenStream,
-    Planned,
-    Ready,
-    Registered,
-    Say,
-    Status,
+    Send,
 )
 from kvpool.wire.errors import DeadlineError, ServerError
 from support.fake_server import plan_config
@@ -70,11 +73,11 @@ class Driver:
         self.now = max(self.now, self.rank.next_due_seconds)
         (opened,) = self.rank.tick(self.now)
         assert isinstance(opened, OpenStream)
-        assert self.hear(TIMING) == [Say(Heartbeat(1))]
+        assert self.hear(TIMING) == [Send(Heartbeat(1))]
         return opened
 
-    def hear(self, message: Heard) -> list[Effect]:
-        return self.rank.heard(message, self.now)
+    def hear(self, message: ServerMessage) -> list[Effect]:
+        return self.rank.received(message, self.now)
 
     def plan(self, epoch: int, num_blocks: int = 100, got: int = 0) -> list[Effect]:
         """Hears a plan and, if it must, allocates for it."""
@@ -106,8 +109,10 @@ def driver() -> Driver:
 
 
 def said(effects: list[Effect]) -> Initialized:
-    (word,) = [effect.word for effect in effects if isinstance(effect, Say) and isinstance(effect.word, Initialized)]
-    return word
+    (message,) = [
+        effect.message for effect in effects if isinstance(effect, Send) and isinstance(effect.message, Initialized)
+    ]
+    return message
 
 
 def test_a_rank_registers_allocates_and_is_ready(driver: Driver) -> None:
@@ -119,12 +124,12 @@ def test_a_rank_registers_allocates_and_is_ready(driver: Driver) -> None:
     planned = asked[0].planned if isinstance(asked[0], Allocate) else None
     assert planned
     got = Allocation(planned.config, 90, 7)
-    assert driver.rank.allocated(planned, got) == [Say(Initialized(1, got))]
+    assert driver.rank.allocated(planned, got) == [Send(Initialized(1, got))]
     assert driver.is_in(Phase.ALLOCATED)
     assert driver.epoch() == 0
     assert driver.hear(Ready(1, 80, 512)) == [EpochBegan(Ready(1, 80, 512))]
     assert driver.is_in(Phase.READY)
-    assert driver.rank.status == Status(PoolState.READY, 1, ()), "that is what it says, before any status does"
+    assert driver.rank.status == PoolStatus(PoolState.READY, 1, ()), "that is what it says, before any status does"
     assert driver.hear(Ready(1, 80, 512)) == [], "said again, it changes nothing"
 
 
@@ -134,15 +139,15 @@ def test_heartbeats_begin_with_registered_and_go_on_while_allocating(driver: Dri
     for sequence in range(2, 6):
         assert driver.rank.next_due_seconds == driver.now + 1.0
         driver.now += 1.0
-        assert driver.rank.tick(driver.now) == [Say(Heartbeat(sequence))]
+        assert driver.rank.tick(driver.now) == [Send(Heartbeat(sequence))]
         assert driver.rank.tick(driver.now) == []
-        driver.hear(Status(PoolState.FORMING, 1, (), sequence))
+        driver.hear(PoolStatus(PoolState.FORMING, 1, (), sequence))
 
 
 def test_a_silent_server_is_given_up_after_its_own_timeout(driver: Driver) -> None:
     driver.join()
     driver.now += 4.9
-    assert driver.rank.tick(driver.now) == [Say(Heartbeat(2))]
+    assert driver.rank.tick(driver.now) == [Send(Heartbeat(2))]
     driver.now += 0.1
     closed, later = driver.rank.tick(driver.now)
     assert isinstance(closed, CloseStream)
@@ -168,7 +173,7 @@ def test_rule_2_and_3_a_broken_stream_costs_nothing(driver: Driver) -> None:
     assert driver.is_in(Phase.READY)
 
 
-def test_the_newest_epoch_is_told_also_while_nothing_is_held(driver: Driver) -> None:
+def test_the_newest_epoch_is_reported_without_held_tensors(driver: Driver) -> None:
     assert driver.join().registration.last_epoch == 0
     driver.hear(Planned(7, plan_config(100), 1024))
     driver.lose_stream()
@@ -176,7 +181,7 @@ def test_the_newest_epoch_is_told_also_while_nothing_is_held(driver: Driver) -> 
     assert (registration.held, registration.last_epoch) == (None, 7)
 
 
-def test_what_was_got_is_held_even_if_less_was_used(driver: Driver) -> None:
+def test_allocated_blocks_are_held_even_if_fewer_are_used(driver: Driver) -> None:
     driver.join()
     driver.plan(1, 100)
     driver.hear(Ready(1, 60, 1024))
@@ -224,10 +229,10 @@ def test_rule_2_a_plan_of_another_layout_is_another_plan(driver: Driver, part: s
     assert [type(e) for e in driver.hear(Planned(2, config, 1024))] == [EpochPassed, Allocate]
 
 
-def test_fewer_blocks_than_planned_are_answered_not_tried_again(driver: Driver) -> None:
+def test_a_smaller_allocation_is_reported_and_not_retried(driver: Driver) -> None:
     driver.join()
-    word = said(driver.plan(1, 100, got=40))
-    assert word.allocation.num_blocks == 40
+    message = said(driver.plan(1, 100, got=40))
+    assert message.allocation.num_blocks == 40
     assert driver.is_in(Phase.ALLOCATED)
 
 
@@ -259,18 +264,18 @@ def test_rule_4_a_plan_of_a_stream_that_broke_is_not_answered(driver: Driver) ->
     assert driver.join().registration.held == HeldTensors(1, 100)
 
 
-def test_a_status_of_a_higher_epoch_ends_the_one_that_goes_on(driver: Driver) -> None:
+def test_a_status_of_a_higher_epoch_ends_the_current_epoch(driver: Driver) -> None:
     driver.join()
     driver.open(1)
-    assert driver.hear(Status(PoolState.DEGRADED, 1, (1,))) == []
+    assert driver.hear(PoolStatus(PoolState.DEGRADED, 1, (1,))) == []
     assert driver.epoch() == 1
-    assert driver.hear(Status(PoolState.DEGRADED, 2, (1,))) == [EpochPassed(1)]
+    assert driver.hear(PoolStatus(PoolState.DEGRADED, 2, (1,))) == [EpochPassed(1)]
     assert driver.is_in(Phase.REGISTERED)
     assert driver.epoch() == 0
 
 
 @pytest.mark.parametrize("wrong", [Ready(2, 100, 1024), Ready(1, 101, 1024)])
-def test_ready_for_what_is_not_held_is_refused(driver: Driver, wrong: Ready) -> None:
+def test_ready_for_more_blocks_than_held_is_refused(driver: Driver, wrong: Ready) -> None:
     driver.join()
     driver.plan(1)
     effects = driver.hear(wrong)
@@ -296,7 +301,7 @@ def test_ready_before_any_plan_is_refused(driver: Driver) -> None:
     ],
     ids=lambda error: error.reason,
 )
-def test_rule_5_these_are_tried_again_for_ever(driver: Driver, error: KvpoolError) -> None:
+def test_rule_5_these_errors_are_retried_indefinitely(driver: Driver, error: KvpoolError) -> None:
     pauses = []
     for _ in range(50):
         driver.now = driver.rank.next_due_seconds
@@ -307,7 +312,7 @@ def test_rule_5_these_are_tried_again_for_ever(driver: Driver, error: KvpoolErro
     if error.retry_seconds is None:
         assert pauses[0] == FIRST_PAUSE_SECONDS
         assert pauses == sorted(pauses)
-        assert pauses[-1] == LONGEST_PAUSE_SECONDS
+        assert pauses[-1] == MAX_PAUSE_SECONDS
     else:
         assert set(pauses) == {error.retry_seconds}
 
@@ -325,7 +330,7 @@ def test_rule_5_these_are_tried_again_for_ever(driver: Driver, error: KvpoolErro
     ],
     ids=lambda error: error.reason,
 )
-def test_rule_5_these_end_the_rank(driver: Driver, error: KvpoolError) -> None:
+def test_rule_5_these_errors_end_the_rank(driver: Driver, error: KvpoolError) -> None:
     driver.rank.tick(driver.now)
     assert driver.lose_stream(error) == [Failed(error)]
     assert driver.rank.is_over
@@ -338,31 +343,31 @@ def test_a_slow_reader_joins_again(driver: Driver) -> None:
     assert isinstance(driver.lose_stream(ExhaustedError("NOT_READING", ""))[0], JoinLater)
 
 
-def test_a_rank_that_was_let_in_waits_for_another_token(driver: Driver) -> None:
+def test_a_registered_rank_waits_for_a_new_token(driver: Driver) -> None:
     driver.join()
     assert isinstance(driver.lose_stream(UnauthenticatedError("TOKEN_REVOKED", ""))[0], JoinLater)
 
 
-def test_pauses_are_spread_and_begin_anew_once_a_heartbeat_was_answered() -> None:
+def test_pauses_are_jittered_and_reset_after_an_answered_heartbeat() -> None:
     driver = Driver(jitter=0.5)
     for _ in range(5):
         driver.join()
         driver.lose_stream()
     assert driver.rank.next_due_seconds - driver.now == pytest.approx(1.5 * FIRST_PAUSE_SECONDS * 2**4)
     driver.join()
-    driver.hear(Status(PoolState.FORMING, 1, (), 1))
+    driver.hear(PoolStatus(PoolState.FORMING, 1, (), 1))
     driver.lose_stream()
     assert driver.rank.next_due_seconds - driver.now == pytest.approx(1.5 * FIRST_PAUSE_SECONDS)
 
 
-def test_rule_6_a_fence_is_answered_at_once_if_nothing_that_it_keeps_out_is_in_flight(driver: Driver) -> None:
+def test_rule_6_a_fence_is_answered_at_once_if_no_excluded_step_is_in_flight(driver: Driver) -> None:
     driver.join()
     driver.open(1)
     with driver.fence.step(ONE), driver.fence.step(TWO):
-        assert driver.hear(FenceSet(4, 1, 2, (1, 2))) == [Say(Fenced(4))]
+        assert driver.hear(FenceSet(4, 1, 2, (1, 2))) == [Send(Fenced(4))]
 
 
-def test_rule_6_a_fence_is_answered_when_the_last_step_that_it_keeps_out_is_done(driver: Driver) -> None:
+def test_rule_6_a_fence_is_answered_when_the_last_excluded_step_is_done(driver: Driver) -> None:
     driver.join()
     driver.open(1)
     first, second = driver.fence.step(ONE), driver.fence.step(ONE)
@@ -371,11 +376,11 @@ def test_rule_6_a_fence_is_answered_when_the_last_step_that_it_keeps_out_is_done
     first.done()
     assert driver.rank.steps_ended() == []
     second.done()
-    assert driver.rank.steps_ended() == [Say(Fenced(2))], "which answers the one before, too"
+    assert driver.rank.steps_ended() == [Send(Fenced(2))], "which answers the one before, too"
     assert driver.rank.steps_ended() == []
 
 
-def test_rule_6_a_fence_of_a_stream_that_broke_is_not_answered_and_still_kept(driver: Driver) -> None:
+def test_rule_6_a_fence_of_a_broken_stream_is_not_answered_but_applies(driver: Driver) -> None:
     driver.join()
     driver.open(1)
     step = driver.fence.step(ONE)
@@ -387,7 +392,7 @@ def test_rule_6_a_fence_of_a_stream_that_broke_is_not_answered_and_still_kept(dr
         driver.fence.step(ONE)
     driver.join()
     driver.hear(Ready(1, 100, 1024))
-    assert driver.hear(FenceSet(8, 1, 1, ())) == [Say(Fenced(8))]
+    assert driver.hear(FenceSet(8, 1, 1, ())) == [Send(Fenced(8))]
 
 
 @pytest.mark.parametrize("epoch", [1, 3])
@@ -399,7 +404,7 @@ def test_a_fence_of_another_epoch_changes_nothing(driver: Driver, epoch: int) ->
 
 
 @pytest.mark.parametrize("num_blocks", [100, 200])
-def test_rule_6_a_plan_waits_for_the_steps_of_the_epoch_before(driver: Driver, num_blocks: int) -> None:
+def test_rule_6_a_plan_waits_for_steps_of_the_previous_epoch(driver: Driver, num_blocks: int) -> None:
     """Whether the tensors fit the plan, and are given to others, or do not, and are freed."""
     driver.join()
     driver.open(1)
@@ -417,7 +422,7 @@ def test_rule_6_a_plan_waits_for_the_steps_of_the_epoch_before(driver: Driver, n
     assert driver.rank.steps_ended() == [], "once is enough"
 
 
-def test_rule_6_of_two_plans_that_wait_the_newer_is_answered_once(driver: Driver) -> None:
+def test_rule_6_of_two_waiting_plans_the_newer_is_answered_once(driver: Driver) -> None:
     driver.join()
     driver.open(1)
     step = driver.fence.step(ONE)
@@ -428,23 +433,23 @@ def test_rule_6_of_two_plans_that_wait_the_newer_is_answered_once(driver: Driver
     assert driver.rank.steps_ended() == []
 
 
-def test_leaving_is_said_while_there_is_a_stream(driver: Driver) -> None:
+def test_leaving_is_reported_on_an_open_stream(driver: Driver) -> None:
     driver.join()
     driver.open(1)
-    assert driver.rank.leave() == [EpochPassed(1), Say(Leave())]
+    assert driver.rank.leave() == [EpochPassed(1), Send(Leave())]
     assert driver.rank.leave() == []
     assert driver.is_in(Phase.LEFT)
 
 
-def test_leaving_without_a_stream_is_silent(driver: Driver) -> None:
+def test_leaving_without_a_stream_sends_nothing(driver: Driver) -> None:
     driver.join()
     driver.lose_stream()
     assert driver.rank.leave() == []
     assert driver.rank.is_over
 
 
-def test_a_failure_of_its_own_is_said_as_leaving(driver: Driver) -> None:
+def test_a_local_failure_is_reported_as_leaving(driver: Driver) -> None:
     driver.join()
     error = ExhaustedError("OUT_OF_MEMORY", "")
-    assert driver.rank.fail(error) == [Say(Leave()), Failed(error)]
+    assert driver.rank.fail(error) == [Send(Leave()), Failed(error)]
     assert driver.rank.fail(error) == []

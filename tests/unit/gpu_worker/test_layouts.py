@@ -19,7 +19,6 @@ from kvpool.core.specs.kinds import (
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
 )
-from kvpool.gpu_worker.dtypes import torch_dtype
 from kvpool.gpu_worker.layouts import (
     KeyValueLayout,
     LayerCache,
@@ -27,6 +26,7 @@ from kvpool.gpu_worker.layouts import (
     default_layout,
     get_layout,
     register_layout,
+    torch_dtype,
 )
 from support.torch import on_each_device
 
@@ -121,9 +121,9 @@ def test_a_state_whose_parts_do_not_lie_on_elements_is_refused() -> None:
 @pytest.mark.parametrize(
     ("spec", "kernel_block_size", "why"),
     [
-        (FULL, 5, "16 tokens are no whole number of 5"),
-        (FULL, 32, "no whole number of 32"),
-        (FULL, -16, "no whole number of -16"),
+        (FULL, 5, "5 does not divide blocks of 16 tokens"),
+        (FULL, 32, "32 does not divide"),
+        (FULL, -16, "-16 does not divide"),
         (replace(FULL, page_size_padded=2048), 8, "padded to 2048 bytes"),
         (replace(STATE, shapes=((2, 8), (2, 7))), 16, "keeps states"),
     ],
@@ -190,15 +190,15 @@ def test_a_layout_refuses_other_kinds(spec: KVCacheSpec, layout: str) -> None:
 
 def test_sizes_must_be_declared_and_whole() -> None:
     assert refusal(FullAttentionSpec(16, 2, 8), "flash_attn").startswith("dtype: ")
-    assert "not declared" in refusal(FullAttentionSpec(16, 2, 0, "float16"), "flash_attn")
-    assert "1025 bytes is no whole number" in refusal(replace(FULL, page_size_padded=1025))
+    assert "does not declare" in refusal(FullAttentionSpec(16, 2, 0, "float16"), "flash_attn")
+    assert "1025 bytes is not a whole number" in refusal(replace(FULL, page_size_padded=1025))
 
 
 def test_a_buffer_cut_from_a_larger_one_must_begin_on_an_element() -> None:
     larger = torch.zeros(NUM_BLOCKS * 1024 + 3, dtype=torch.int8)
     pages = LayerPages("a", FULL, larger[2:-1], NUM_BLOCKS)
     assert get_layout("a", "flex").view(pages)[0].storage_offset() == 1
-    with pytest.raises(InvalidArgumentError, match="layer 'a': its buffer begins between two"):
+    with pytest.raises(InvalidArgumentError, match="layer 'a': the buffer is not aligned"):
         get_layout("a", "flex").view(replace(pages, buffer=larger[3:]))
 
 

@@ -83,7 +83,7 @@ def test_a_failure_frees_what_was_allocated(error: Exception) -> None:
     memory.allocate(10 * PAGE, CPU)  # there is room for it again
 
 
-def test_other_errors_are_not_taken_for_want_of_memory() -> None:
+def test_other_errors_are_not_taken_for_exhausted_memory() -> None:
     error = RuntimeError("CUDA error: an illegal memory access was encountered")
     assert not is_out_of_memory(error)
     memory = Memory(10 * PAGE, error)
@@ -166,7 +166,7 @@ print(num_blocks, {len(buffer) for buffer in buffers}, len(buffers))
 """
 
 
-def test_a_process_that_may_not_have_more_gets_what_there_is() -> None:
+def test_a_process_with_a_memory_limit_gets_the_blocks_that_fit() -> None:
     """2 GiB are planned. The process may take 512 MiB more, 64 of them not for blocks: about 223 blocks of 2 MiB."""
     done = subprocess.run([sys.executable, "-c", REAL_FAILURE], capture_output=True, text=True, timeout=120, check=True)
     first, second, got = done.stdout.splitlines()
@@ -196,7 +196,7 @@ def test_a_pool_may_have_fewer_blocks_than_a_rank_allocated() -> None:
     assert torch.equal(whole[:, :4], part)
 
 
-def test_layers_of_a_uniform_group_have_pages_of_their_own_sizes() -> None:
+def test_layers_of_a_uniform_group_have_their_own_page_sizes() -> None:
     wide = replace(FULL, num_kv_heads=4)
     spec = UniformTypeKVCacheSpecs(16, (("a", FULL), ("b", wide)))
     tensors = (KVCacheTensor(3 * PAGE, ("a",)), KVCacheTensor(6 * PAGE, ("b",)))
@@ -215,10 +215,10 @@ def tensors_of(*shared_by: tuple[str, ...]) -> KVCacheConfig:
 @pytest.mark.parametrize(
     ("config", "why"),
     [
-        (tensors_of(("full.0", "window.0")), "layer 'full.1' lies in no buffer"),
-        (tensors_of(("full.0", "window.0"), ("full.1", "window.0")), "'window.0' lies in two buffers"),
-        (tensors_of(("full.0", "full.0"), ("full.1", "window.0")), "'full.0' lies in two buffers, or twice in one"),
-        (tensors_of(("full.0", "full.1"), ("window.0",)), "'full.1' is of the same group as 'full.0'"),
+        (tensors_of(("full.0", "window.0")), "layer 'full.1' is in no buffer"),
+        (tensors_of(("full.0", "window.0"), ("full.1", "window.0")), "'window.0' is in two buffers"),
+        (tensors_of(("full.0", "full.0"), ("full.1", "window.0")), "'full.0' is in two buffers, or twice in one"),
+        (tensors_of(("full.0", "full.1"), ("window.0",)), "'full.1' is in the same group and buffer as 'full.0'"),
         (tensors_of(("full.0", "window.0"), ("full.1", "x")), "layer 'x' is in no group"),
         (
             replace(CONFIG, groups=(CONFIG.groups[0], KVCacheGroup(replace(WINDOW, num_kv_heads=1), ("window.0",)))),
@@ -237,7 +237,7 @@ def test_layers_that_do_not_fit_the_buffers_are_refused(config: KVCacheConfig, w
 
 def test_buffers_that_do_not_fit_are_refused() -> None:
     buffers = allocate_buffers(CONFIG, CPU)
-    with pytest.raises(InvalidArgumentError, match=r"buffers\[0\]: layer 'full.0' takes 11 pages of 1024 bytes"):
+    with pytest.raises(InvalidArgumentError, match=r"buffers\[0\]: layer 'full.0' needs 11 pages of 1024 bytes"):
         reshape_kv_cache(CONFIG, 11, buffers)
     with pytest.raises(InvalidArgumentError, match="num_blocks: 0"):
         reshape_kv_cache(CONFIG, 0, buffers)
@@ -248,14 +248,16 @@ def test_buffers_that_do_not_fit_are_refused() -> None:
         buffers[1].view(2, -1),
         torch.zeros(20 * PAGE, dtype=torch.int8)[::2],
     ):
-        with pytest.raises(InvalidArgumentError, match=r"buffers\[1\]: .* is no row of int8"):
+        with pytest.raises(InvalidArgumentError, match=r"buffers\[1\]: .* is not a one-dimensional int8 buffer"):
             reshape_kv_cache(CONFIG, 10, (buffers[0], wrong))
     with pytest.raises(InvalidArgumentError, match="kernel_block_sizes: 1 for 2 groups"):
         reshape_kv_cache(CONFIG, 10, buffers, kernel_block_sizes=[8])
     with pytest.raises(InvalidArgumentError, match="layouts: layer 'x' is in no group"):
         reshape_kv_cache(CONFIG, 10, buffers, {"x": "flex"})
     odd = replace(CONFIG, tensors=(CONFIG.tensors[0], KVCacheTensor(10 * PAGE + 1, ("full.1",))))
-    with pytest.raises(InvalidArgumentError, match=r"tensors\[1\].size_bytes: layer 'full.1': 10241 bytes are not 10"):
+    with pytest.raises(
+        InvalidArgumentError, match=r"tensors\[1\].size_bytes: layer 'full.1': 10241 bytes are not a multiple of 10"
+    ):
         allocate_buffers(odd, CPU)
 
 
@@ -277,12 +279,12 @@ def test_layers_are_bound_to_their_views_and_to_those_they_share() -> None:
 @pytest.mark.parametrize(
     ("names", "shared", "why"),
     [
-        ("a", {}, "layer 'b' has a cache, and is not among the runner's layers"),
-        ("abc", {}, "layer 'c' has no cache, and shares none"),
+        ("a", {}, "layer 'b' has a cache, but the runner has no such layer"),
+        ("abc", {}, "layer 'c' neither has nor shares a cache"),
         ("abc", {"c": "d"}, "layer 'c' shares with 'd', which has no cache"),
         ("abcd", {"c": "a", "d": "c"}, "layer 'd' shares with 'c', which has no cache"),
-        ("ab", {"b": "a"}, "layer 'b' has a cache of its own"),
-        ("ab", {"c": "a"}, "layer 'c' has a cache, and is not among"),
+        ("ab", {"b": "a"}, "layer 'b' has its own cache"),
+        ("ab", {"c": "a"}, "layer 'c' has a cache, but the runner"),
     ],
 )
 def test_missing_and_unknown_layers_are_refused(names: str, shared: dict[str, str], why: str) -> None:

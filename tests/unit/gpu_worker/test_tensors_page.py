@@ -36,7 +36,7 @@ def test_shapes_and_strides_are_those_of_the_table(name: str) -> None:
     assert view.stride() == eval(STRIDES[name], symbols)  # noqa: S307 - our own page
 
 
-def test_states_lie_a_page_apart() -> None:
+def test_states_are_a_page_apart() -> None:
     spec = MambaSpec(16, ((2, 3), (5,)), ("float16", "float16"))
     parts = get_layout("a", "mamba").view(LayerPages("a", spec, torch.zeros(88, dtype=torch.int8), 4))
     assert ROWS["mamba"] == "(B, ...) of each part"

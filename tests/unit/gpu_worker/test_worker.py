@@ -135,7 +135,7 @@ def wait_until(holds: Callable[[], bool]) -> None:
 
 
 @on_each_device
-def test_a_rank_holds_what_is_planned_and_shows_what_all_have(
+def test_a_rank_holds_the_planned_blocks_and_shows_the_common_number(
     server: FakeServer, path: Path, device: torch.device
 ) -> None:
     runner = Runner()
@@ -163,7 +163,7 @@ def test_a_rank_holds_what_is_planned_and_shows_what_all_have(
         assert {cache.device for cache in caches} == {device}
         assert sorted(worker.kv_caches) == list(LAYERS)
         worker.step(TableLease(1, SESSION)).done()
-        with pytest.raises(AbortedError, match="2 is not the epoch that goes on, 1"):
+        with pytest.raises(AbortedError, match="2 is not the current epoch, 1"):
             worker.step(TableLease(2, SESSION)).done()
         assert (worker.status.epoch, worker.status.num_blocks) == (1, 8)
         assert runner.told == ["epoch 1"]
@@ -176,7 +176,7 @@ def test_a_rank_holds_what_is_planned_and_shows_what_all_have(
         worker.wait_ready()
 
 
-def test_a_status_that_changes_is_told_and_what_is_held_can_be_asked(server: FakeServer, path: Path) -> None:
+def test_status_changes_are_reported_and_usage_can_be_read(server: FakeServer, path: Path) -> None:
     told: list[WorkerStatus] = []
     with Worker(settings(path), LAYERS, hooks=WorkerHooks(on_status=told.append)) as worker:
         before = time.time()
@@ -201,7 +201,7 @@ def test_a_status_that_changes_is_told_and_what_is_held_can_be_asked(server: Fak
     assert worker.usage.allocated_bytes == 0
 
 
-def test_heartbeats_go_on_while_memory_is_allocated(server: FakeServer, path: Path) -> None:
+def test_heartbeats_continue_during_allocation(server: FakeServer, path: Path) -> None:
     may_go_on = threading.Event()
 
     def slow(size_bytes: int, device: torch.device) -> torch.Tensor:
@@ -215,13 +215,13 @@ def test_heartbeats_go_on_while_memory_is_allocated(server: FakeServer, path: Pa
         wait_until(lambda: worker.status.phase.value == "allocating")
         before = len(stream.heartbeats)
         wait_until(lambda: len(stream.heartbeats) >= before + 5)
-        assert stream.is_within_credit()
+        assert stream.is_silent()
         may_go_on.set()
         assert stream.initialized().num_blocks == 10
         assert stream.heartbeats == list(range(1, len(stream.heartbeats) + 1))
 
 
-def test_heartbeats_go_on_while_a_hook_runs(server: FakeServer, path: Path) -> None:
+def test_heartbeats_continue_while_a_hook_runs(server: FakeServer, path: Path) -> None:
     may_go_on = threading.Event()
 
     def slow(_: ReadyPool) -> None:
@@ -260,7 +260,7 @@ def test_a_broken_stream_loses_nothing(server: FakeServer, path: Path) -> None:
 
 
 @pytest.mark.parametrize("num_blocks", [10, 6])
-def test_an_unasked_plan_of_the_same_layout_keeps_the_tensors(server: FakeServer, path: Path, num_blocks: int) -> None:
+def test_a_new_plan_of_the_same_layout_keeps_the_tensors(server: FakeServer, path: Path, num_blocks: int) -> None:
     runner, buffers = Runner(), Buffers()
     with Worker(settings(path), LAYERS, hooks=runner.hooks, allocate=buffers) as worker:
         stream = opened(server, worker)
@@ -284,7 +284,7 @@ def test_an_unasked_plan_of_the_same_layout_keeps_the_tensors(server: FakeServer
         assert buffers.most_bytes == 10 * BLOCK_BYTES
 
 
-def test_a_fence_is_answered_by_the_end_of_the_last_step_that_it_keeps_out(server: FakeServer, path: Path) -> None:
+def test_a_fence_is_answered_when_the_last_excluded_step_ends(server: FakeServer, path: Path) -> None:
     with Worker(settings(path), LAYERS) as worker:
         stream = opened(server, worker)
         step, other = worker.step(TableLease(1, SESSION)), worker.step(TableLease(1, SessionNumber(2)))
@@ -293,7 +293,7 @@ def test_a_fence_is_answered_by_the_end_of_the_last_step_that_it_keeps_out(serve
         wait_until(lambda: refuses(worker, TableLease(1, SESSION)))
         beats = len(stream.heartbeats)
         wait_until(lambda: len(stream.heartbeats) > beats + 1)
-        assert stream.is_within_credit()
+        assert stream.is_silent()
         assert worker.usage.steps_in_flight == 2
         threading.Thread(target=step.done).start()
         assert stream.next().fenced.fence_sequence == 2
@@ -311,7 +311,7 @@ def test_a_new_plan_is_answered_when_the_steps_of_the_old_epoch_are_done(server:
             wait_until(lambda: refuses(worker, TableLease(1, SESSION)))
             beats = len(stream.heartbeats)
             wait_until(lambda: len(stream.heartbeats) > beats + 1)
-            assert (stream.is_within_credit(), runner.told) == (True, ["epoch 1"])
+            assert (stream.is_silent(), runner.told) == (True, ["epoch 1"])
         assert stream.initialized().epoch == 2
         assert runner.told == ["epoch 1", "release"]
 
@@ -329,7 +329,7 @@ def test_another_plan_frees_the_tensors_before_it_allocates(server: FakeServer, 
     assert buffers.live_bytes == 0
 
 
-def test_a_restarted_server_plans_with_what_is_held(path: Path) -> None:
+def test_a_restarted_server_plans_with_the_held_tensors(path: Path) -> None:
     server = FakeServer(path)
     with Worker(settings(path), LAYERS) as worker:
         opened(server, worker)
@@ -344,7 +344,7 @@ def test_a_restarted_server_plans_with_what_is_held(path: Path) -> None:
     server.stop()
 
 
-def test_a_server_from_which_nothing_comes_is_joined_anew(server: FakeServer, path: Path) -> None:
+def test_a_silent_server_is_joined_again(server: FakeServer, path: Path) -> None:
     with Worker(settings(path), LAYERS):
         stream = server.next_stream()
         stream.is_answering = False
@@ -374,7 +374,7 @@ def test_a_worker_may_start_before_its_server(path: Path, caplog: pytest.LogCapt
     ],
     ids=lambda error: error.reason,
 )
-def test_what_the_caller_must_mend_is_raised(server: FakeServer, path: Path, error: KvpoolError) -> None:
+def test_errors_that_the_caller_must_resolve_are_raised(server: FakeServer, path: Path, error: KvpoolError) -> None:
     with Worker(settings(path), LAYERS) as worker:
         server.next_stream().end(error)
         with pytest.raises(type(error), match=error.message) as raised:
@@ -384,7 +384,7 @@ def test_what_the_caller_must_mend_is_raised(server: FakeServer, path: Path, err
             worker.step(TableLease(1, SESSION)).done()
 
 
-def test_a_server_of_an_older_release_is_said_to_be_one(path: Path) -> None:
+def test_a_server_of_an_older_release_is_reported(path: Path) -> None:
     server = grpc.server(ThreadPoolExecutor(1))
     server.add_insecure_port(f"unix:{path}")
     server.start()
@@ -435,7 +435,7 @@ def broken_hook(_: ReadyPool) -> None:
         (WorkerHooks(), broken_allocator, "illegal memory access"),
     ],
 )
-def test_what_breaks_in_the_process_ends_the_rank(
+def test_an_unexpected_error_in_the_process_ends_the_rank(
     server: FakeServer, path: Path, hooks: WorkerHooks, allocate: BufferAllocator, message: str
 ) -> None:
     with Worker(settings(path), LAYERS, hooks=hooks, allocate=allocate) as worker:
@@ -450,7 +450,7 @@ def test_what_breaks_in_the_process_ends_the_rank(
         assert stream.next().WhichOneof("message") == "leave"
 
 
-def test_a_runner_that_fails_to_let_go_keeps_no_memory_of_the_worker(server: FakeServer, path: Path) -> None:
+def test_a_failing_release_hook_does_not_keep_the_tensors(server: FakeServer, path: Path) -> None:
     def broken() -> None:
         raise RuntimeError("as the test wants")
 
@@ -470,7 +470,7 @@ def test_a_plan_that_cannot_be_laid_out_ends_the_rank(server: FakeServer, path: 
         stream = server.next_stream()
         stream.register()
         stream.say(planned(1, 10, torn))
-        with pytest.raises(InvalidArgumentError, match=r"layer 'l\.\d' lies in no buffer"):
+        with pytest.raises(InvalidArgumentError, match=r"layer 'l\.\d' is in no buffer"):
             worker.wait_ready(WAIT_SECONDS)
 
 
@@ -485,7 +485,7 @@ def test_a_plan_without_blocks_ends_the_rank(server: FakeServer, path: Path) -> 
             worker.wait_ready(WAIT_SECONDS)
 
 
-def test_closing_in_mid_allocation_frees_what_comes_of_it(server: FakeServer, path: Path) -> None:
+def test_closing_during_an_allocation_frees_its_result(server: FakeServer, path: Path) -> None:
     asked, may_go_on = threading.Event(), threading.Event()
     buffers = Buffers()
 
@@ -509,8 +509,8 @@ def test_closing_in_mid_allocation_frees_what_comes_of_it(server: FakeServer, pa
     assert (buffers.most_bytes, buffers.live_bytes) == (10 * BLOCK_BYTES, 0)
 
 
-def test_layouts_are_checked_before_anything_is_joined(path: Path) -> None:
-    with pytest.raises(InvalidArgumentError, match="layer 'nobody' is not one of the rank's"):
+def test_layouts_are_checked_before_joining(path: Path) -> None:
+    with pytest.raises(InvalidArgumentError, match="layer 'nobody' is not a layer of the rank"):
         Worker(settings(path), LAYERS, layouts={"nobody": "triton"})
     with pytest.raises(InvalidArgumentError, match=r"'l\.0'"):
         Worker(settings(path), LAYERS, layouts={"l.0": "no such layout"})
@@ -565,7 +565,7 @@ def test_settings_refuse_what_is_out_of_range(path: Path, change: dict[str, obje
     assert raised.value.field == field
 
 
-def test_a_token_that_others_could_read_is_refused_before_anything_is_tried() -> None:
+def test_a_token_readable_by_others_is_refused_before_joining() -> None:
     with pytest.raises(InvalidArgumentError, match="others could read the token") as raised:
         WorkerSettings("host:1", "m", 0, 2, RankGroupOptions(1024), access=Access(token=Path("token")))
     assert raised.value.field == "access"

@@ -67,14 +67,14 @@ def test_a_rank_that_is_ready() -> None:
     }
 
 
-def test_a_rank_that_has_heard_nothing_yet() -> None:
+def test_a_rank_before_any_message() -> None:
     found = scraped(WorkerStatus(Phase.JOINING), WorkerUsage(900))
     assert found["kvpool_worker_state", "joining"] == 1
     assert not [key for key in found if key[0] in ("kvpool_worker_pool_state", "kvpool_worker_epoch")]
     assert ("kvpool_worker_last_heartbeat_timestamp_seconds",) not in found, "no beat is not a beat in 1970"
 
 
-def test_metrics_are_served_until_the_end_beside_those_of_the_process() -> None:
+def test_metrics_are_served_with_those_of_the_process() -> None:
     collector = WorkerCollector(Standing(READY, WorkerUsage(900)), SETTINGS)
     with metrics_served(collector, "127.0.0.1", 0) as port:
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
@@ -98,7 +98,7 @@ def test_metrics_are_served_until_the_end_beside_those_of_the_process() -> None:
     ],
     ids=["joining", "tensors not bound", "degraded", "server gone"],
 )
-def test_only_a_rank_of_a_pool_that_serves_is_healthy(status: WorkerStatus, tmp_path: Path) -> None:
+def test_only_a_rank_of_a_ready_pool_is_healthy(status: WorkerStatus, tmp_path: Path) -> None:
     with health_served(f"unix:{tmp_path}/h") as (address, on_status), grpc.insecure_channel(address) as channel:
         watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(), timeout=20)
         assert next(watch).status == health_pb2.HealthCheckResponse.NOT_SERVING, "at first"

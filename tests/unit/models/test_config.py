@@ -20,7 +20,7 @@ NAMES = sorted(path.stem for path in MODEL_CONFIGS.glob("*.json"))
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_layers_have_names_of_their_own_and_indices_in_order(name: str) -> None:
+def test_layers_have_unique_names_and_ascending_indices(name: str) -> None:
     model = derive(name)
     names = [layer for layer, _ in model.layers]
     assert len(set(names)) == len(names) == len(model.layer_indices)
@@ -98,7 +98,7 @@ def test_kv_dtype(asked: str, dtype: str) -> None:
     assert spec.dtype == dtype
 
 
-def test_block_size_and_max_model_len_are_as_asked() -> None:
+def test_block_size_and_max_model_len_are_as_requested() -> None:
     model = derive("llama-3.1-8b", ModelOptions(block_size=64, max_model_len=1000))
     assert model.max_model_len == 1000
     assert {spec.block_size for _, spec in model.layers} == {64}
@@ -111,12 +111,12 @@ def test_the_models_dtype_may_be_spelled_in_two_ways(key: str, dtype: str) -> No
 
 
 def test_float32_and_no_dtype_are_noted() -> None:
-    assert derive("gemma-2-9b").notes == ("torch_dtype is float32; the model is taken to run in bfloat16",)
+    assert derive("gemma-2-9b").notes == ("torch_dtype is float32; bfloat16 is assumed",)
     (note,) = derive("gpt-oss-20b").notes
     assert "no torch_dtype" in note
 
 
-def test_qwen_uses_its_window_only_if_told_to() -> None:
+def test_qwen_uses_its_window_only_if_enabled() -> None:
     used = {"use_sliding_window": True, "sliding_window": 4096}
     model = derive_model(changed("qwen2.5-7b", max_window_layers=20, **used), ModelOptions())
     assert [isinstance(spec, SlidingWindowSpec) for _, spec in model.layers] == [False] * 20 + [True] * 8
@@ -127,7 +127,7 @@ def test_qwen_uses_its_window_only_if_told_to() -> None:
     assert kinds(model) == {"FullAttentionSpec": 28}
 
 
-def test_gemma_3_fills_in_what_its_config_leaves_out() -> None:
+def test_gemma_3_has_defaults_for_omitted_keys() -> None:
     model = derive("gemma-3-4b-it")
     assert model.max_model_len == 131_072
     assert specs_of(model, FullAttentionSpec)[0] == FullAttentionSpec(16, 4, 256, "bfloat16")
@@ -216,7 +216,7 @@ def test_a_checkpoint_may_quantize_its_cache(quantization: dict[str, object]) ->
 
 
 @pytest.mark.parametrize("path", [("compression_config",), ("text_config", "quantization_config")])
-def test_a_quantized_cache_is_found_wherever_it_is_told(path: tuple[str, ...]) -> None:
+def test_a_quantized_cache_is_found_in_every_known_key(path: tuple[str, ...]) -> None:
     data: dict[str, object] = config("gemma-3-27b-it")
     section = data
     for key in path[:-1]:
@@ -239,14 +239,14 @@ def test_scaling_by_kind_of_layer_is_noted() -> None:
     scaling = {"full_attention": {"rope_type": "yarn", "factor": 8.0}}
     model = derive_model(changed("llama-3.1-8b", rope_scaling=None, rope_parameters=scaling), ModelOptions())
     assert model.max_model_len == 131_072
-    assert any("differs by kind of layer" in note for note in model.notes)
+    assert any("differs by layer kind" in note for note in model.notes)
 
 
-def test_a_quantization_that_is_not_known_is_noted() -> None:
+def test_an_unknown_quantization_is_noted() -> None:
     scheme = {"quant_method": "x", "kv_cache_scheme": {"num_bits": 4, "type": "int"}}
     model = derive_model(changed("llama-3.1-8b", quantization_config=scheme), ModelOptions())
     assert kinds(model) == {"FullAttentionSpec": 32}
-    assert any("not known" in note for note in model.notes)
+    assert any("unknown" in note for note in model.notes)
     assert (
         derive_model(changed("llama-3.1-8b", quantization_config={"quant_method": "awq"}), ModelOptions()).notes == ()
     )
@@ -263,7 +263,7 @@ def test_a_quantization_that_is_not_known_is_noted() -> None:
         ({}, 131_072),
     ],
 )
-def test_rotary_scaling_stretches_the_length(scaling: dict[str, object], length: int) -> None:
+def test_rotary_scaling_extends_the_length(scaling: dict[str, object], length: int) -> None:
     model = derive_model(changed("llama-3.1-8b", rope_scaling=scaling), ModelOptions())
     assert model.max_model_len == length
     assert bool(model.notes) == (length != 131_072)
@@ -289,19 +289,19 @@ def test_a_length_beyond_the_configs_is_noted() -> None:
 @pytest.mark.parametrize(
     ("name", "options", "words"),
     [
-        ("llama-3.1-8b", ModelOptions(mamba_caching=True), "mamba_caching makes no difference"),
-        ("llama-3.1-8b", ModelOptions(num_speculative_tokens=2), "num_speculative_tokens makes no difference"),
-        ("mamba-codestral-7b", ModelOptions(kv_dtype="fp8"), "kv_dtype makes no difference"),
-        ("mamba-codestral-7b", ModelOptions(block_size=32), "block_size makes no difference"),
+        ("llama-3.1-8b", ModelOptions(mamba_caching=True), "mamba_caching has no effect"),
+        ("llama-3.1-8b", ModelOptions(num_speculative_tokens=2), "num_speculative_tokens has no effect"),
+        ("mamba-codestral-7b", ModelOptions(kv_dtype="fp8"), "kv_dtype has no effect"),
+        ("mamba-codestral-7b", ModelOptions(block_size=32), "block_size has no effect"),
         ("jamba-v0.1", ModelOptions(mamba_caching=True), "a state is counted for every block"),
         (
             "gemma-3-27b-it",
             ModelOptions(tensor_parallel_size=32, decode_context_parallel_size=2),
-            "SlidingWindowSpec is beyond vLLM",
+            "SlidingWindowSpec is not supported by vLLM",
         ),
     ],
 )
-def test_what_an_option_does_not_do_is_noted(name: str, options: ModelOptions, words: str) -> None:
+def test_options_without_effect_are_noted(name: str, options: ModelOptions, words: str) -> None:
     assert any(words in note for note in derive(name, options).notes)
 
 

@@ -115,7 +115,7 @@ def test_a_llama_4_that_names_too_few_layers_is_refused() -> None:
         {},
     ],
 )
-def test_an_unknown_architecture_is_told_the_known_ones_and_the_way_out(data: dict[str, object]) -> None:
+def test_an_unknown_architecture_error_lists_the_known_ones_and_the_alternative(data: dict[str, object]) -> None:
     error = refusal(data)
     assert (error.field, error.reason) == ("architectures", "UNKNOWN_ARCHITECTURE")
     assert all(name in error.message for name in FAMILIES)

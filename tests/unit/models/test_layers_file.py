@@ -45,7 +45,7 @@ def test_every_kind_can_be_read(kind: str) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in MODEL_CONFIGS.glob("*.json")))
-def test_what_is_derived_can_be_written_and_read_back(name: str) -> None:
+def test_derived_specs_can_be_written_and_read_back(name: str) -> None:
     def written(spec: KVCacheSpec) -> dict[str, object]:
         return {"type": type(spec).__name__, "page_size_bytes": spec.page_size_bytes, **asdict(spec)}
 

@@ -50,7 +50,7 @@ def test_the_recurrence_is_in_the_type_that_the_config_states(key: str) -> None:
     assert state(model).dtypes == ("bfloat16", "bfloat16")
 
 
-def test_a_cache_of_fp8_leaves_states_as_they_are() -> None:
+def test_an_fp8_cache_does_not_change_states() -> None:
     model = derive("jamba-v0.1", ModelOptions(kv_dtype="fp8"))
     assert state(model).dtypes == ("bfloat16", "bfloat16")
     attention = specs_of(model, FullAttentionSpec)[0]
@@ -61,7 +61,7 @@ def test_a_cache_of_fp8_leaves_states_as_they_are() -> None:
 @pytest.mark.parametrize("name", HYBRIDS)
 @pytest.mark.parametrize("block_size", [1, 16, 48, 1024])
 @pytest.mark.parametrize("ranks", [1, 4])
-def test_pages_of_a_hybrid_are_of_one_size_and_no_larger_than_needed(name: str, block_size: int, ranks: int) -> None:
+def test_pages_of_a_hybrid_have_one_minimal_size(name: str, block_size: int, ranks: int) -> None:
     model = derive(name, ModelOptions(block_size=block_size, tensor_parallel_size=ranks))
     attention, mamba = specs_of(model, FullAttentionSpec)[0], state(model)
     assert isinstance(attention, FullAttentionSpec)
@@ -127,7 +127,7 @@ def test_hybrids_of_one_kind_only() -> None:
     assert state(model).page_size_padded == 0
 
 
-def test_bamba_may_leave_the_head_size_to_be_computed() -> None:
+def test_bamba_may_omit_the_head_size() -> None:
     for head_size in ("auto", ...):
         model = derive_model(changed("bamba-9b", mamba_d_head=head_size), ModelOptions())
         assert model.layers == derive("bamba-9b").layers

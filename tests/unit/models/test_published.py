@@ -27,7 +27,7 @@ def documented_rows() -> list[list[str]]:
 
 
 @pytest.mark.parametrize("row", documented_rows(), ids=lambda row: row[0])
-def test_the_table_of_the_documentation_is_what_is_derived(row: list[str]) -> None:
+def test_the_table_of_the_documentation_matches_the_derived_specs(row: list[str]) -> None:
     model = derive(row[0])
     assert row[1:] == [
         ", ".join(f"{count} {kind}" for kind, count in sorted(kinds(model).items())),

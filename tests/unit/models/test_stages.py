@@ -21,7 +21,7 @@ from support.paths import MODEL_CONFIGS
         ("deepseek-v3.2", 4, [30, 30, 32, 30]),
     ],
 )
-def test_what_is_left_over_goes_to_the_last_stages_but_the_very_last(name: str, stages: int, counts: list[int]) -> None:
+def test_remaining_layers_go_to_the_stages_before_the_last(name: str, stages: int, counts: list[int]) -> None:
     assert [len(stage) for stage in split_stages(derive(name), stages)] == counts
 
 
@@ -33,7 +33,7 @@ def test_stages_hold_all_layers_once_and_in_order(name: str, stages: int) -> Non
     assert held == list(model.layers)
 
 
-def test_layers_that_keep_nothing_count_for_the_split() -> None:
+def test_layers_without_a_cache_count_for_the_split() -> None:
     first, second = split_stages(derive("nemotron-h-8b"), 2)
     assert list(first)[-1] == "model.layers.24.mixer"
     assert next(iter(second)) == "model.layers.26.mixer"

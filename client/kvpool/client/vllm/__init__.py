@@ -1,8 +1,9 @@
-"""A vLLM engine on kvpool: its own scheduler, with the service in place of the KV cache manager in its process.
+"""vLLM on kvpool: vLLM's own scheduler, with the service in place of the KV cache manager in its process.
 
     vllm serve MODEL --scheduler-cls kvpool.client.vllm.Scheduler
 
-with `KVPOOL_ADDRESS` and `KVPOOL_POOL` in the environment, or in `additional_config` under "kvpool": see `Settings`.
+Set `KVPOOL_ADDRESS` and `KVPOOL_POOL` in the environment, or the settings in `additional_config` under "kvpool": see
+`Settings`.
 """
 
 from kvpool.client.vllm.scheduler import AsyncScheduler, Scheduler

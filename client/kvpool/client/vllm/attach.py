@@ -1,4 +1,4 @@
-"""An engine's way to its pool: connect, declare, open a session."""
+"""Attaches an engine to its pool: connects, creates the pool, opens a session."""
 
 import os
 import socket
@@ -14,20 +14,20 @@ from kvpool.core.specs.pool_config import PoolConfig
 
 
 def attach(scheduler: Any, settings: Settings) -> tuple[Client, Session]:
-    """Declares the pool of an engine, from what its scheduler was made with, and opens the engine's session in it.
+    """Creates the pool of an engine from the scheduler's configuration, and opens the engine's session in it.
 
     Raises:
-        UnsupportedError: The engine is configured to do what the service cannot.
-        KvpoolError: The service refuses the pool or the session, or is not there.
+        UnsupportedError: The engine uses a feature that the service does not support.
+        KvpoolError: The service refuses the pool or the session, or is unavailable.
     """
-    for sentence in missing_methods():
-        raise UnsupportedError("this version", sentence)
+    for problem in missing_methods():
+        raise UnsupportedError("this version", problem)
     if settings.memory_id and scheduler.scheduler_config.async_scheduling:
-        # A step may be writing blocks yet when they are freed: no other engine must be given them before it ends.
-        raise UnsupportedError("async scheduling in memory that others see", "set async_scheduling=False")
+        # A running step may still write freed blocks, so no other engine may own them before the step ends.
+        raise UnsupportedError("async scheduling in memory that other engines share", "set async_scheduling=False")
     if settings.memory_id and scheduler.connector is not None:
-        # What it fails to load is found out after the step, when other engines may have found it already.
-        raise UnsupportedError("KV connectors in memory that others see", "set no memory_id")
+        # Load failures are detected after the step, when other engines may already have hit the blocks.
+        raise UnsupportedError("KV connectors in memory that other engines share", "set no memory_id")
     parallel = scheduler.vllm_config.parallel_config
     pool = settings.pool if parallel.data_parallel_size == 1 else f"{settings.pool}.dp{parallel.data_parallel_index}"
     config = pool_config(scheduler, pool)
@@ -52,4 +52,4 @@ def attach(scheduler: Any, settings: Settings) -> tuple[Client, Session]:
 def _check_unsalted(session: Session, config: PoolConfig) -> None:
     if config.enable_caching and session.config.hash_scheme.none_hash != config.hash_scheme.none_hash:
         session.close()
-        raise UnsupportedError("tokens with a salt", "vLLM hashes by itself: give requests a cache_salt")
+        raise UnsupportedError("tokens with a salt", "vLLM computes the hashes: give requests a cache_salt instead")

@@ -1,4 +1,4 @@
-"""The calls of a round that are foreseen, asked in one message: tokens for running requests, then admissions."""
+"""The predicted calls of a round in one message: tokens for running requests, then admissions."""
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -12,15 +12,15 @@ from kvpool.client.vllm.blocks import KVCacheBlocks
 from kvpool.core.steps.allocation_options import DEFAULT_OPTIONS, AllocationOptions
 from kvpool.core.steps.columns import Outcome
 
-Asked = Sequence[tuple[EngineRequest, Request]]
-"""Requests of the engine, and what the session knows them as."""
+RequestPairs = Sequence[tuple[EngineRequest, Request]]
+"""Requests of the engine with the requests of the session."""
 
-Given = tuple[KVCacheBlocks | None, int]
-"""What a running request got, None if it was refused; and for how many tokens."""
+Grant = tuple[KVCacheBlocks | None, int]
+"""New blocks of a running request, None if it was refused, and the number of tokens."""
 
 
-class _One(NamedTuple):
-    """One running request, for how many tokens it asks, and what it is given."""
+class _SingleRequest(NamedTuple):
+    """An allocation of one running request, and its new blocks."""
 
     request_id: str
     answer: Answer
@@ -28,8 +28,8 @@ class _One(NamedTuple):
     blocks: KVCacheBlocks
 
 
-class _Together(NamedTuple):
-    """Many that ask for a token each; and, by their places, what those are given that may need a block."""
+class _DecodeBatch(NamedTuple):
+    """Running requests that allocate one token each, and the new blocks of those that may need one, by index."""
 
     request_ids: list[str]
     decodes: Decodes
@@ -37,85 +37,86 @@ class _Together(NamedTuple):
 
 
 class BatchedRequests:
-    """What one message asks ahead of the scheduler.
+    """The predicted calls of one message.
 
-    What a request is given is there before the answer, so that the scheduler can go on with it; its blocks come later.
+    Grants exist before the answer, so that the scheduler can continue with them; their block ids are set later.
 
     Attributes:
-        num_lookahead_tokens: Tokens beyond those of each running request to keep room for.
-        num_tokens: Tokens that it asks for running requests.
-        admissions: Requests that it admits, in order; their answers are filled once it is sent.
+        num_lookahead_tokens: Extra tokens per running request to allocate slots for.
+        num_tokens: Tokens of all running requests in the message.
+        admissions: Admitted requests, in order; their answers are set when the message is answered.
     """
 
-    def __init__(self, num_lookahead_tokens: int, nothing: KVCacheBlocks) -> None:
-        """Starts one; `nothing` stands for no new blocks."""
+    def __init__(self, num_lookahead_tokens: int, no_blocks: KVCacheBlocks) -> None:
+        """Starts an empty batch; `no_blocks` represents no new blocks."""
         self.num_lookahead_tokens = num_lookahead_tokens
-        self._nothing = nothing
-        self._asked: list[_One | _Together] = []
+        self._no_blocks = no_blocks
+        self._parts: list[_SingleRequest | _DecodeBatch] = []
         self.num_tokens = 0
         self.admissions: list[tuple[str, Request, Answer]] = []
 
     @property
     def is_empty(self) -> bool:
-        """Whether it asks nothing."""
-        return not (self._asked or self.admissions)
+        """Whether the batch has no calls."""
+        return not (self._parts or self.admissions)
 
-    def decode(self, builder: StepBuilder, asked: Mapping[str, Request]) -> None:
-        """Asks for one token of each, by ids, together."""
-        if asked:
-            decodes = builder.decode(list(asked.values()), num_lookahead_tokens=self.num_lookahead_tokens)
-            blocks = {place: KVCacheBlocks.promised() for place in decodes.asking}
-            self._asked.append(_Together(list(asked), decodes, blocks))
-            self.num_tokens += len(asked)
+    def decode(self, builder: StepBuilder, requests: Mapping[str, Request]) -> None:
+        """Adds one token for each request, by id, in one row group."""
+        if requests:
+            decodes = builder.decode(list(requests.values()), num_lookahead_tokens=self.num_lookahead_tokens)
+            blocks = {place: KVCacheBlocks.pending() for place in decodes.asking}
+            self._parts.append(_DecodeBatch(list(requests), decodes, blocks))
+            self.num_tokens += len(requests)
 
-    def allocate(self, builder: StepBuilder, request: EngineRequest, known: Request, num_tokens: int) -> None:
-        """Asks for tokens of one: several, or after drafts thrown away, or where it matters which are in flight."""
+    def allocate(self, builder: StepBuilder, request: EngineRequest, session_request: Request, num_tokens: int) -> None:
+        """Adds tokens of one request: several tokens, rejected drafts, or a model where tokens in flight matter."""
         in_flight = getattr(request, "num_in_flight_tokens", 0)
         options = AllocationOptions(num_in_flight_tokens=in_flight) if in_flight else DEFAULT_OPTIONS
         answer = builder.allocate_slots(
-            known,
+            session_request,
             num_tokens,
             num_computed_tokens=request.num_computed_tokens,
             num_lookahead_tokens=self.num_lookahead_tokens,
             options=options,
         )
-        self._asked.append(_One(request.request_id, answer, num_tokens, KVCacheBlocks.promised()))
+        self._parts.append(_SingleRequest(request.request_id, answer, num_tokens, KVCacheBlocks.pending()))
         self.num_tokens += num_tokens
 
     def admit(
         self,
         builder: StepBuilder,
-        asked: Asked,
+        pairs: RequestPairs,
         budget_tokens: int,
-        most_tokens: int,
+        max_tokens: int,
         options: Sequence[AllocationOptions],
     ) -> None:
-        """Admits requests as long as tokens are left, each with `most_tokens` at most (0: all), and on its terms."""
-        for (request, known), of_it in zip(asked, options, strict=True):
-            self.admissions.append((request.request_id, known, builder.admit(known, most_tokens, options=of_it)))
+        """Adds admissions while tokens are left, each with at most `max_tokens` tokens (0: all) and its own options."""
+        for (request, session_request), request_options in zip(pairs, options, strict=True):
+            answer = builder.admit(session_request, max_tokens, options=request_options)
+            self.admissions.append((request.request_id, session_request, answer))
         builder.admission_budget_tokens = budget_tokens
 
-    def promised(self) -> dict[str, Given]:
-        """What each running request gets if none is refused; `fill` sets the ids of new blocks."""
-        promised: dict[str, Given] = {}
-        for part in self._asked:
-            if isinstance(part, _One):
-                promised[part.request_id] = (part.blocks, part.num_tokens)
+    def grants(self) -> dict[str, Grant]:
+        """The grant of each running request if none is refused; `resolve` sets the ids of new blocks."""
+        grants: dict[str, Grant] = {}
+        for part in self._parts:
+            if isinstance(part, _SingleRequest):
+                grants[part.request_id] = (part.blocks, part.num_tokens)
                 continue
-            promised.update(dict.fromkeys(part.request_ids, (self._nothing, 1)))
+            grants.update(dict.fromkeys(part.request_ids, (self._no_blocks, 1)))
             for place, blocks in part.blocks.items():
-                promised[part.request_ids[place]] = (blocks, 1)
-        return promised
+                grants[part.request_ids[place]] = (blocks, 1)
+        return grants
 
-    def fill(self) -> dict[str, Outcome]:
-        """Sets the ids, once it is answered or need not be sent; returns whom it refused, and why."""
+    def resolve(self) -> dict[str, Outcome]:
+        """Sets the block ids after the answer, or if no message is needed; returns refusals by request id."""
         refused: dict[str, Outcome] = {}
-        for part in self._asked:
-            if isinstance(part, _One):
+        for part in self._parts:
+            if isinstance(part, _SingleRequest):
                 outcome = part.answer.outcome
                 if outcome:  # neither OK, nor not sent
                     refused[part.request_id] = outcome
-                part.blocks.block_ids = part.answer.new_blocks or self._nothing.block_ids
+                part.blocks.block_ids = part.answer.new_blocks or self._no_blocks.block_ids
                 continue
             for place, blocks in part.blocks.items():
                 blocks.block_ids = part.decodes.new_blocks[place]

@@ -1,4 +1,4 @@
-"""What vLLM's scheduler is given for blocks: ids, group by group, in the place of its own objects."""
+"""Blocks as vLLM's scheduler receives them: ids per group instead of vLLM's own objects."""
 
 from collections.abc import Sequence
 from typing import NamedTuple, NoReturn
@@ -8,24 +8,24 @@ from kvpool.core.ids import NULL_BLOCK, BlockHash
 
 
 class KVCacheBlock(NamedTuple):
-    """A block, as KV connectors look at it."""
+    """A block as KV connectors read it."""
 
     block_id: int
     block_hash: BlockHash | None
 
     @property
     def is_null(self) -> bool:
-        """Whether it stands for none."""
+        """Whether this is the null block."""
         return self.block_id == NULL_BLOCK
 
 
 class KVCacheBlocks:
-    """Blocks of a request, as the scheduler hands them on. Never changed, but see `promised`.
+    """Blocks of a request. Immutable, except for `pending`.
 
     Attributes:
-        block_ids: Their ids, group by group.
-        computed: The hit that they are, if a look-up found them.
-        hashes: Of those of the first group that are cached, where KV connectors ask for them.
+        block_ids: Block ids per group.
+        computed: The hit, if a look-up found the blocks.
+        hashes: Hashes of the cached blocks of the first group, if KV connectors need them.
     """
 
     __slots__ = ("block_ids", "computed", "hashes")
@@ -41,16 +41,16 @@ class KVCacheBlocks:
         self.hashes = hashes
 
     @classmethod
-    def promised(cls) -> "KVCacheBlocks":
-        """Blocks whose ids are set when the round has its answer."""
+    def pending(cls) -> "KVCacheBlocks":
+        """Makes blocks whose ids are set when the round is answered."""
         blocks = cls.__new__(cls)
         blocks.computed, blocks.hashes = None, ()
         return blocks
 
     def __getattr__(self, name: str) -> NoReturn:
-        """Is asked for what is not set."""
+        """Handles access to an attribute that is not set."""
         if name == "block_ids":
-            raise RuntimeError("blocks were looked at before the round's answer was waited for")
+            raise RuntimeError("blocks were read before the answer of the round arrived")
         raise AttributeError(name)
 
     def __repr__(self) -> str:
@@ -65,7 +65,7 @@ class KVCacheBlocks:
         *,
         group_ids: Sequence[int] | None = None,
     ) -> tuple[list[int], ...] | None:
-        """Copies the ids, of all groups or some; None if there are none and that is allowed."""
+        """Copies the ids of all or some groups; None if there are none and `allow_none` is set."""
         groups = self.block_ids if group_ids is None else [self.block_ids[i] for i in group_ids]
         if allow_none and not any(groups):
             return None
@@ -73,7 +73,7 @@ class KVCacheBlocks:
 
     @property
     def blocks(self) -> tuple[list[KVCacheBlock], ...]:
-        """The blocks one by one."""
+        """The blocks as objects, per group."""
         cached = self.hashes
         return tuple(
             [KVCacheBlock(block_id, cached[i] if i < len(cached) else None) for i, block_id in enumerate(ids)]
@@ -81,16 +81,16 @@ class KVCacheBlocks:
         )
 
     def get_unhashed_block_ids(self) -> list[int]:
-        """The ids of those that are not cached."""
+        """Ids of the blocks of the first group that are not cached."""
         return self.get_unhashed_block_ids_all_groups()[0]
 
     def get_unhashed_block_ids_all_groups(self) -> list[list[int]]:
-        """The same, of each group; blocks that stand for none are left out."""
+        """Ids of the blocks that are not cached, per group, without null blocks."""
         return [
             [block.block_id for block in group if block.block_hash is None and not block.is_null]
             for group in self.blocks
         ]
 
     def new_empty(self) -> "KVCacheBlocks":
-        """No blocks, in as many groups."""
+        """No blocks, with the same number of groups."""
         return KVCacheBlocks([()] * len(self.block_ids))

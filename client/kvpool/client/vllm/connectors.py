@@ -1,7 +1,7 @@
-"""KV connectors, which bring blocks of requests from elsewhere: which are served, and what the scheduler asks for them.
+"""Support of KV connectors, which load blocks of requests from other places.
 
-They are told ids, and which blocks of a request are cached. What they bring counts as filled by the step that admits
-the request or, where that is not waited for, by the step that caches it.
+Connectors receive block ids, and which blocks of a request are cached. Loaded blocks count as filled by the step that
+admits the request or, for asynchronous loads, by the step that caches them.
 """
 
 from collections.abc import Mapping
@@ -17,27 +17,27 @@ from kvpool.core.specs.pool_config import KVCacheGroup
 _BINDS: Final = ("bind_kv_cache_manager", "bind_gpu_block_pool")
 
 
-def lacking(scheduler: Any, groups: tuple[KVCacheGroup, ...]) -> str | None:
-    """What the service lacks that the scheduler's KV connectors need; None if it serves them."""
+def unsupported_connector(scheduler: Any, groups: tuple[KVCacheGroup, ...]) -> str | None:
+    """Describes why the scheduler's KV connectors are not supported; None if they are."""
     if len(groups) > 1 or not isinstance(groups[0].spec, FullAttentionSpec):
-        return "KV connectors beside other groups than one of full attention"
+        return "KV connectors with groups other than one of full attention"
     if getattr(scheduler, "needs_kv_cache_zeroing", False):
-        return "KV connectors where blocks are zeroed"
+        return "KV connectors with zeroing of blocks"
     if getattr(scheduler, "defer_block_free", False):
-        return "KV connectors that load, with async scheduling"
+        return "KV connectors that load with async scheduling"
     connector = scheduler.connector
     for each in getattr(connector, "_connectors", (connector,)):  # those of a MultiConnector
         kind = type(each)
         if any(getattr(kind, name, None) is not getattr(KVConnectorBase_V1, name, None) for name in _BINDS):
-            return f"{kind.__name__}, which works on vLLM's own block pool"
+            return f"{kind.__name__}, which uses vLLM's own block pool"
     return None
 
 
 class Coordinator:
-    """What the scheduler asks of each group.
+    """The part of vLLM's coordinator that the scheduler uses.
 
     Attributes:
-        single_type_managers: Each group's block size and spec.
+        single_type_managers: Block size and spec of each group.
     """
 
     enable_partial_hash_hits = False
@@ -47,8 +47,8 @@ class Coordinator:
         self._requests = requests
 
     def get_num_blocks_to_allocate(self, request_id: str, num_tokens: int, **_: object) -> int:
-        """Blocks that a request beside a connector has yet to be given to hold so many tokens."""
+        """Number of blocks that a request with a connector still needs to hold `num_tokens`."""
         (manager,) = self.single_type_managers
-        known = self._requests.get(request_id)  # none where nothing that was loaded was valid
+        session_request = self._requests.get(request_id)  # None if no loaded block was valid
         num_blocks: int = cdiv(num_tokens, manager.block_size)
-        return max(num_blocks - (len(known.block_ids[0]) if known else 0), 0)
+        return max(num_blocks - (len(session_request.block_ids[0]) if session_request else 0), 0)

@@ -1,9 +1,9 @@
-"""The block events of an engine's pool, published where vLLM publishes those of its own.
+"""Publishes the block events of an engine's pool through vLLM's event publisher.
 
-1. They are published as they happen, by a thread that follows the pool, whether the engine has steps to run or not.
-2. At first, and where the pool cannot be followed without a gap, all is told cleared, then what is cached.
-3. A prefix is told removed when its last copy is gone; each copy of it, as vLLM does, where a version cannot tell of
-   which group it was.
+1. A thread that watches the pool publishes events as they occur, even while the engine is idle.
+2. At the start, and after a gap in the events, an AllBlocksCleared event is published, then all cached blocks.
+3. The removal of a prefix is published when its last copy is gone. If the events of the vLLM version have no group,
+   the removal of each copy is published, as in vLLM.
 """
 
 import logging
@@ -20,8 +20,8 @@ from kvpool.client.transports.embedded import EventBatch, WatchKind
 from kvpool.core.events import AllBlocksCleared, BlockEvent, BlockRemoved, BlockStored
 from kvpool.core.specs.pool_config import PoolConfig
 
-TELLS_GROUPS: Final = "group_idx" in kv_events.BlockRemoved.__struct_fields__
-"""Whether vLLM's events say which group a block is of."""
+EVENTS_HAVE_GROUPS: Final = "group_idx" in kv_events.BlockRemoved.__struct_fields__
+"""Whether vLLM's events contain the group of a block."""
 
 _MEDIUM: Final = "GPU"
 
@@ -29,7 +29,7 @@ _log = logging.getLogger("kvpool.client.vllm")
 
 
 class EventForwarder:
-    """Publishes a pool's events through an engine's publisher, until it is closed."""
+    """Publishes a pool's events through an engine's publisher until it is closed."""
 
     def __init__(self, client: Client, config: PoolConfig, publisher: Any) -> None:
         self._pool = config.name
@@ -40,14 +40,14 @@ class EventForwarder:
         threading.Thread(target=self._forward, args=(batches,), name="kvpool-events", daemon=True).start()
 
     def close(self) -> None:
-        """Publishes nothing more; the thread ends with the connection."""
+        """Stops publishing; the thread ends with the connection."""
         self._is_closed = True
 
-    def tell_found(self, request: Any, block_ids: Sequence[Sequence[int]]) -> None:
-        """Tells what a look-up found, for a request that asks for it (`kv_cache_report_mode`)."""
+    def publish_hit(self, request: Any, block_ids: Sequence[Sequence[int]]) -> None:
+        """Publishes the hit of a request that enables it with `kv_cache_report_mode`."""
         size = self._hash_block_size
         found = [
-            _known(
+            _make_event(
                 kv_events.BlockStored,
                 block_hashes=list(map(maybe_convert_block_hash, request.block_hashes[: len(ids)])),
                 parent_block_hash=None,
@@ -65,11 +65,11 @@ class EventForwarder:
     def _forward(self, batches: Iterator[EventBatch]) -> None:
         try:
             for batch in batches:
-                events = [told for event in batch.events if (told := _event(event)) is not None]
+                events = [made for event in batch.events if (made := _event(event)) is not None]
                 if batch.kind is WatchKind.START:
                     events.insert(0, kv_events.AllBlocksCleared())
                 self._publish(batch.time_seconds, events)
-        except Exception as error:  # noqa: BLE001 - whatever ends them: the engine can do without, and must be told
+        except Exception as error:  # noqa: BLE001 - the engine can run without events, so any error is only logged
             if not self._is_closed:
                 _log.error("events no longer published", extra={"pool": self._pool, "error": str(error)})
 
@@ -79,18 +79,18 @@ class EventForwarder:
 
 
 def _event(event: BlockEvent) -> Any:
-    """An event as vLLM's own; None for a copy that was removed, where others are left."""
+    """Converts an event to vLLM's class; None for a removed copy while other copies are left."""
     match event:
         case AllBlocksCleared():
             return kv_events.AllBlocksCleared()
         case BlockRemoved():
-            if event.copies_left and TELLS_GROUPS:
+            if event.copies_left and EVENTS_HAVE_GROUPS:
                 return None
             block_hash = maybe_convert_block_hash(event.block_hash)
-            return _known(kv_events.BlockRemoved, block_hashes=[block_hash], group_idx=event.group_id)
+            return _make_event(kv_events.BlockRemoved, block_hashes=[block_hash], group_idx=event.group_id)
         case BlockStored():
             parent = event.parent_block_hash
-            return _known(
+            return _make_event(
                 kv_events.BlockStored,
                 block_hashes=list(map(maybe_convert_block_hash, event.block_hashes)),
                 parent_block_hash=None if parent is None else maybe_convert_block_hash(parent),
@@ -101,7 +101,7 @@ def _event(event: BlockEvent) -> Any:
             )
 
 
-def _known(kind: Any, **fields: object) -> Any:
-    """Makes an event with those of the fields that this version has."""
+def _make_event(kind: Any, **fields: object) -> Any:
+    """Makes an event with the fields that this version of vLLM has."""
     given = {"lora_id": None, "medium": _MEDIUM, **fields}
     return kind(**{name: value for name, value in given.items() if name in kind.__struct_fields__})

@@ -1,7 +1,7 @@
-"""What vLLM's scheduler calls in the place of its KV cache manager: the same calls, answered by the service.
+"""The replacement of vLLM's KV cache manager: the same methods, backed by the service.
 
-Every answer is what vLLM's own manager would have given, block for block, as long as no other session takes part. What
-is asked of the service, and when, is the business of `rounds`.
+Every result equals that of vLLM's own manager, block for block, unless other sessions use the pool. `StepBatcher`
+decides which messages are sent, and when.
 """
 
 from collections.abc import Iterable
@@ -30,13 +30,13 @@ _NOT_RUNNING: Final = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
 
 
 class KVCacheManager:
-    """The KV cache manager of an engine that has its blocks from a pool.
+    """The KV cache manager of an engine whose blocks come from a pool.
 
     Attributes:
         session: The engine's session.
-        rounds: What is asked of it.
-        events: What publishes the pool's events, if the engine does.
-        empty_kv_cache_blocks: No blocks.
+        batcher: Batches the calls to the session.
+        events: Publishes the pool's events, if the engine publishes events.
+        empty_kv_cache_blocks: Represents no blocks.
     """
 
     mamba_shared_prefix_checkpoint = False
@@ -58,10 +58,10 @@ class KVCacheManager:
                 zip(config.spans_tokens, self.kv_cache_config.kv_cache_groups, strict=True)
             )
         ]
-        self.rounds = StepBatcher(session, scheduler)
-        self.coordinator = Coordinator(managers, self.rounds.requests)
+        self.batcher = StepBatcher(session, scheduler)
+        self.coordinator = Coordinator(managers, self.batcher.requests)
         self._has_connector = scheduler.connector is not None
-        self._cached_tokens: dict[str, int] = {}  # of requests whose contents a connector is bringing
+        self._cached_tokens: dict[str, int] = {}  # of requests whose contents a connector loads
         self._span_tokens = config.hash_block_size
         zeroes = getattr(scheduler, "needs_kv_cache_zeroing", False)
         self._zeroed_groups = [
@@ -74,17 +74,17 @@ class KVCacheManager:
     # ---- look-ups
 
     def get_computed_blocks(self, request: EngineRequest) -> tuple[Any, ...]:
-        """Looks up the longest cached prefix, or admits the request at once, if what it will ask is foreseen.
+        """Looks up the longest cached prefix, or admits the request at once if its calls can be predicted.
 
         Returns:
-            Blocks and tokens; where vLLM asks for it, 0 for the boundary that Mamba states are shared up to.
+            Blocks and tokens; and 0 for the shared prefix boundary of Mamba states, in versions of vLLM that expect it.
         """
-        self.rounds.settle()
+        self.batcher.settle()
         if not self.enable_caching or request.skip_reading_prefix_cache:
             return self._looked_up(self.empty_kv_cache_blocks, 0)
-        admitted = self.rounds.admitted
+        admitted = self.batcher.admitted
         if request.request_id not in admitted:
-            self.rounds.ask_waiting(request)
+            self.batcher.admit_waiting(request)
         if request.request_id in admitted:
             answer = admitted[request.request_id][1]
             blocks, num_tokens = self.empty_kv_cache_blocks, 0
@@ -93,13 +93,14 @@ class KVCacheManager:
         else:
             blocks, num_tokens = self._lookup(request)
         if self.events and num_tokens and getattr(request, "kv_cache_report_mode", "") == "full":
-            self.events.tell_found(request, blocks.block_ids)
+            self.events.publish_hit(request, blocks.block_ids)
         return self._looked_up(blocks, num_tokens)
 
     def _lookup(self, request: EngineRequest) -> tuple[KVCacheBlocks, int]:
-        known, builder = self.rounds.known(request), self.rounds.builder
-        answer = builder.find_computed_blocks(known) if COUNTS_ADMISSIONS else builder.get_computed_blocks(known)
-        self.rounds.send()
+        session_request, builder = self.batcher.session_request(request), self.batcher.builder
+        lookup = builder.find_computed_blocks if COUNTS_ADMISSIONS else builder.get_computed_blocks
+        answer = lookup(session_request)
+        self.batcher.send()
         if not COUNTS_ADMISSIONS:
             self._count(request, answer.num_hit_tokens)
         if not answer.num_hit_tokens:
@@ -110,7 +111,7 @@ class KVCacheManager:
     def _looked_up(blocks: KVCacheBlocks, num_tokens: int) -> tuple[Any, ...]:
         return (blocks, num_tokens, 0) if COUNTS_ADMISSIONS else (blocks, num_tokens)
 
-    # ---- room
+    # ---- allocation
 
     def allocate_slots(  # noqa: PLR0913, PLR0917 - vLLM's own parameters
         self,
@@ -127,32 +128,32 @@ class KVCacheManager:
         has_scheduled_reqs: bool = True,
         skip_zeroing_group_ids: tuple[int, ...] = (),
     ) -> KVCacheBlocks | None:
-        """Makes room for more tokens; None if there is too little: see vLLM's manager."""
+        """Allocates slots for new tokens; None if blocks are missing. Parameters are those of vLLM's manager."""
         del skip_zeroing_group_ids
         if request.status is _RUNNING:
-            given = self.rounds.answer(request, num_new_tokens)
-            if given:
-                return self._given(given[0]) if self._zeroed_groups else given[0]
+            grant = self.batcher.take_grant(request, num_new_tokens)
+            if grant:
+                return self._noted(grant[0]) if self._zeroed_groups else grant[0]
         computed = new_computed_blocks.computed if new_computed_blocks else None
-        if request.request_id in self.rounds.admitted:
-            answer = self.rounds.admitted[request.request_id][1]
-            got = (answer.num_hit_tokens, answer.num_new_tokens)
-            if not answer.ok or got == (num_new_computed_tokens, num_new_tokens):
-                del self.rounds.admitted[request.request_id]
+        if request.request_id in self.batcher.admitted:
+            answer = self.batcher.admitted[request.request_id][1]
+            granted = (answer.num_hit_tokens, answer.num_new_tokens)
+            if not answer.ok or granted == (num_new_computed_tokens, num_new_tokens):
+                del self.batcher.admitted[request.request_id]
                 return self._new_blocks(answer) if answer.ok else None
-            self.rounds.give_back(request.request_id)
+            self.batcher.cancel_admission(request.request_id)
             computed = answer.computed
-        known = self.rounds.known(request)
-        watermark = self.rounds.watermark_blocks if has_scheduled_reqs and request.status in _NOT_RUNNING else 0
+        session_request = self.batcher.session_request(request)
+        watermark = self.batcher.watermark_blocks if has_scheduled_reqs and request.status in _NOT_RUNNING else 0
         options = AllocationOptions(
             num_external_computed_tokens,
-            getattr(request, "num_in_flight_tokens", 0) if self.rounds.windowed else 0,
+            getattr(request, "num_in_flight_tokens", 0) if self.batcher.windowed else 0,
             reserved_blocks,
             watermark,
             full_sequence_must_fit,
         )
-        answer = self.rounds.builder_for(known).allocate_slots(
-            known,
+        answer = self.batcher.builder_for(session_request).allocate_slots(
+            session_request,
             num_new_tokens,
             computed=computed,
             num_computed_tokens=request.num_computed_tokens,
@@ -161,10 +162,10 @@ class KVCacheManager:
             delay_cache_blocks=delay_cache_blocks,
             options=DEFAULT_OPTIONS if options == DEFAULT_OPTIONS else options,
         )
-        self.rounds.send()
+        self.batcher.send()
         if not answer.ok:
             return None
-        self.rounds.tokens_left -= num_new_tokens
+        self.batcher.tokens_left -= num_new_tokens
         if delay_cache_blocks:
             self._cached_tokens[request.request_id] = num_new_computed_tokens
         else:
@@ -172,99 +173,101 @@ class KVCacheManager:
         return self._new_blocks(answer)
 
     def _new_blocks(self, answer: Answer) -> KVCacheBlocks | None:
-        return self._given(KVCacheBlocks(answer.new_blocks)) if any(answer.new_blocks) else self.empty_kv_cache_blocks
+        return self._noted(KVCacheBlocks(answer.new_blocks)) if any(answer.new_blocks) else self.empty_kv_cache_blocks
 
-    def _given(self, blocks: KVCacheBlocks | None) -> KVCacheBlocks | None:
-        """Takes note of new blocks that the engine wants to be zeroed."""
+    def _noted(self, blocks: KVCacheBlocks | None) -> KVCacheBlocks | None:
+        """Records new blocks that the engine must zero."""
         if blocks is not None:
             for group_id in self._zeroed_groups:
                 self._new_ids_to_zero += blocks.block_ids[group_id]
         return blocks
 
-    # ---- what needs no answer
+    # ---- calls without an answer
 
     def free(self, request: EngineRequest) -> None:
-        """Frees a request's blocks, the last first; it is preempted, or has ended."""
-        known = self.rounds.forget_answers(request.request_id)
+        """Frees the blocks of a preempted or finished request, the last block first."""
+        session_request = self.batcher.forget(request.request_id)
         self._cached_tokens.pop(request.request_id, None)
-        if known is None:
+        if session_request is None:
             return
         if request.status is _RUNNING:
-            if known.declared:
-                self.rounds.builder.preempt(known)
+            if session_request.declared:
+                self.batcher.builder.preempt(session_request)
         else:
-            self.rounds.free(known)
+            self.batcher.free(session_request)
 
     def cache_blocks(self, request: EngineRequest, num_computed_tokens: int) -> None:
-        """Caches the full blocks among the first tokens, those that are not yet."""
+        """Caches the full blocks of the first tokens that are not cached yet."""
         if not self.enable_caching:
             return
-        known = self.rounds.requests[request.request_id]
-        if num_computed_tokens // self._span_tokens > self._num_cached_blocks(known):
-            self.rounds.builder.cache_blocks(known, num_computed_tokens)
-            if known.request_id in self._cached_tokens:
-                self._cached_tokens[known.request_id] = num_computed_tokens
+        session_request = self.batcher.requests[request.request_id]
+        if num_computed_tokens // self._span_tokens > self._num_cached_blocks(session_request):
+            self.batcher.builder.cache_blocks(session_request, num_computed_tokens)
+            if session_request.request_id in self._cached_tokens:
+                self._cached_tokens[session_request.request_id] = num_computed_tokens
 
-    def _num_cached_blocks(self, known: Request) -> int:
-        """Counts the hash blocks of a request that are cached, or were."""
-        num_tokens = min(known.num_sent_tokens, known.num_computed_tokens)
-        return self._cached_tokens.get(known.request_id, num_tokens) // self._span_tokens
+    def _num_cached_blocks(self, session_request: Request) -> int:
+        """Counts the hash blocks of a request that are or were cached."""
+        num_tokens = min(session_request.num_sent_tokens, session_request.num_computed_tokens)
+        return self._cached_tokens.get(session_request.request_id, num_tokens) // self._span_tokens
 
     def evict_blocks(self, block_ids: Iterable[int]) -> None:
-        """Drops the hashes of blocks."""
-        self.rounds.builder.evict_blocks(sorted(block_ids))
+        """Removes blocks from the prefix cache."""
+        self.batcher.builder.evict_blocks(sorted(block_ids))
 
     def remove_skipped_blocks(self, *_: object, **__: object) -> None:
-        """Nothing: the next call that makes room does it."""
+        """Does nothing: the next allocation removes skipped blocks."""
 
     def new_step_starts(self) -> None:
-        """Nothing: `StepBatcher.begin` does."""
+        """Does nothing: `StepBatcher.begin` starts the round."""
 
-    # ---- what the scheduler asks beside it
+    # ---- other calls of the scheduler
 
     def reset_prefix_cache(self) -> bool:
-        """Drops all hashes; False if a request of any session holds a block."""
-        answer = self.rounds.builder.reset_prefix_cache()
-        self.rounds.send()
+        """Clears the prefix cache; False if a request of any session holds a block."""
+        answer = self.batcher.builder.reset_prefix_cache()
+        self.batcher.send()
         if answer.ok and self.prefix_cache_stats is not None:
             self.prefix_cache_stats.reset = True
         return answer.ok
 
     @property
     def usage(self) -> float:
-        """Fraction of the pool's blocks that this engine cannot be given, as its last step left it."""
-        if not self.session.sequence:  # nothing was answered yet
+        """Fraction of the pool's blocks that are not available to this engine, as of its last step."""
+        if not self.session.sequence:  # no step was answered yet
             return self.session.pool().usage
         return 1.0 - self.session.free_blocks / (self.session.config.num_blocks - 1)
 
     def get_blocks(self, request_id: str) -> KVCacheBlocks:
-        """All blocks of a request."""
-        self.rounds.settle()
-        known = self.rounds.requests.get(request_id)
-        if known is None:
+        """Returns all blocks of a request."""
+        self.batcher.settle()
+        session_request = self.batcher.requests.get(request_id)
+        if session_request is None:
             return self.empty_kv_cache_blocks
         if not self._has_connector:
-            return KVCacheBlocks(known.block_ids)
-        return KVCacheBlocks(known.block_ids, hashes=known.hashes[: self._num_cached_blocks(known)])
+            return KVCacheBlocks(session_request.block_ids)
+        return KVCacheBlocks(
+            session_request.block_ids, hashes=session_request.hashes[: self._num_cached_blocks(session_request)]
+        )
 
     def get_block_ids(self, request_id: str) -> tuple[list[int], ...] | None:
-        """Copies of their ids."""
+        """Copies the block ids of a request."""
         return self.get_blocks(request_id).get_block_ids()
 
     def get_block_ids_for_computed_tokens(self, request_id: str, num_computed_tokens: int) -> tuple[list[int], ...]:
-        """Copies of the ids of those that computed tokens stand in."""
+        """Copies the ids of the blocks that hold computed tokens."""
         tables = self.get_blocks(request_id).block_ids
         spans = self.session.config.spans_tokens
         return tuple(list(ids[: cdiv(num_computed_tokens, span)]) for ids, span in zip(tables, spans, strict=True))
 
     def get_num_common_prefix_blocks(self, running_request_id: str) -> list[int]:
-        """Counts the leading blocks of each group of full attention that all requests share that hold blocks."""
-        self.rounds.settle()
+        """Counts, per group of full attention, the leading blocks that all requests with blocks share."""
+        self.batcher.settle()
         counts = [0] * self.num_kv_cache_groups
         if not self.enable_caching:
             return counts
-        tables = [known.block_ids for known in self.rounds.requests.values() if any(known.block_ids)]
-        mine = self.rounds.requests[running_request_id].block_ids
+        tables = [each.block_ids for each in self.batcher.requests.values() if any(each.block_ids)]
+        mine = self.batcher.requests[running_request_id].block_ids
         for i, group in enumerate(self.session.config.groups):
             if isinstance(group.spec, FullAttentionSpec):
                 shared = zip(mine[i], *[table[i] for table in tables], strict=False)
@@ -272,14 +275,14 @@ class KVCacheManager:
         return counts
 
     def estimate_cached_tokens(self, request: EngineRequest) -> int:
-        """Tokens of the request that stand in cached blocks."""
-        known = self.rounds.requests.get(request.request_id)
-        if known is None or not self.enable_caching:
+        """Number of tokens of the request in cached blocks."""
+        session_request = self.batcher.requests.get(request.request_id)
+        if session_request is None or not self.enable_caching:
             return 0
-        return self._num_cached_blocks(known) * self._span_tokens
+        return self._num_cached_blocks(session_request) * self._span_tokens
 
     def record_prefix_cache_stats(self, request: EngineRequest, num_hits: int) -> None:
-        """Counts the look-up of a request that was admitted."""
+        """Counts the look-up of an admitted request."""
         if self.enable_caching and not request.skip_reading_prefix_cache:
             self._count(request, num_hits)
 
@@ -290,28 +293,28 @@ class KVCacheManager:
             )
 
     def make_prefix_cache_stats(self) -> Any:
-        """What was counted since the last call."""
+        """Returns the statistics since the last call."""
         stats, self.prefix_cache_stats = self.prefix_cache_stats, PrefixCacheStats() if self.log_stats else None
         return stats
 
     def take_events(self) -> list[Any]:
-        """None here: they are published as the service tells them."""
+        """Returns no events: `EventForwarder` publishes them as the service reports them."""
         return []
 
     def take_new_block_ids(self) -> list[int]:
-        """The new blocks since the last call that are to be zeroed."""
+        """Returns the new blocks since the last call that the engine must zero."""
         ids, self._new_ids_to_zero = self._new_ids_to_zero, []
         return ids
 
     def take_kv_cache_block_copies(self) -> tuple[list[Any], list[Any]]:
-        """No copies: hits are of whole blocks."""
+        """Returns no copies: hits consist of whole blocks."""
         return [], []
 
     def take_boundary_state_offloads(self) -> dict[str, Any]:
-        """None: connectors are served beside no Mamba states."""
+        """Returns nothing: KV connectors are not supported with Mamba states."""
         return {}
 
     def finalize_partial_tail_offloads(self, request: EngineRequest) -> list[tuple[int, int, int]]:
-        """None: likewise."""
+        """Returns nothing: KV connectors are not supported with Mamba states."""
         del request
         return []

@@ -1,4 +1,4 @@
-"""What the installed vLLM asks of its KV cache manager that the one here does not know: newer versions ask for more."""
+"""Detects methods and parameters of the installed vLLM's KV cache manager that `KVCacheManager` lacks."""
 
 import inspect
 from typing import Final
@@ -8,34 +8,35 @@ from vllm.v1.core import kv_cache_manager
 from kvpool.client.vllm.manager import KVCacheManager
 
 NOT_CALLED: Final = {
-    "create_kv_cache_blocks": "by the manager itself only",
-    "prefix_cache_lookup_enabled": "by the manager itself only",
-    "pop_blocks_for_free": "where KV connectors load and steps are scheduled ahead",
-    "get_computed_blocks_for_connector": "where KV connectors complete hits of groups that end apart",
-    "truncate_computed_blocks": "where hits end within a block",
-    "record_blocks_for_zeroing": "where blocks are zeroed that KV connectors load",
+    "create_kv_cache_blocks": "called only by the manager itself",
+    "prefix_cache_lookup_enabled": "called only by the manager itself",
+    "pop_blocks_for_free": "called if KV connectors load with async scheduling",
+    "get_computed_blocks_for_connector": "called if KV connectors complete hits whose groups end at different tokens",
+    "truncate_computed_blocks": "called if hits end within a block",
+    "record_blocks_for_zeroing": "called if blocks that KV connectors load are zeroed",
 }
-"""Methods that the scheduler does not call here, and who would."""
+"""Methods that the scheduler does not call in supported configurations, with their callers."""
 
 
 def missing_methods() -> list[str]:
-    """Sentences, one for each method and parameter of vLLM's manager that is not known here."""
+    """Describes each method and parameter of vLLM's manager that is missing here."""
     found = []
     for name, theirs in inspect.getmembers(kv_cache_manager.KVCacheManager):
         if name.startswith("_") or name in NOT_CALLED:
             continue
         mine = inspect.getattr_static(KVCacheManager, name, None)
         if mine is None:
-            found.append(f"KVCacheManager.{name} is not known")
+            found.append(f"KVCacheManager.{name} is missing")
         elif inspect.isfunction(theirs) and inspect.isfunction(mine):
             found += [
-                f"KVCacheManager.{name} has a parameter {each!r}, which is not known" for each in _lacking(mine, theirs)
+                f"KVCacheManager.{name} has a parameter {each!r} that is missing"
+                for each in _missing_parameters(mine, theirs)
             ]
     return found
 
 
-def _lacking(mine: object, theirs: object) -> list[str]:
-    """Parameters of theirs that mine cannot be given, by name and by place."""
+def _missing_parameters(mine: object, theirs: object) -> list[str]:
+    """Parameters of `theirs` that `mine` does not accept at the same position and name."""
     own = inspect.signature(mine).parameters  # type: ignore[arg-type]
     if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in own.values()):
         return []

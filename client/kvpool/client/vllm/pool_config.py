@@ -1,8 +1,8 @@
-"""From an engine's KV cache configuration to a pool's; what the service lacks is refused here, at the start."""
+"""Converts an engine's KV cache configuration to that of a pool. Refuses unsupported features at the start."""
 
 from typing import Any, Final
 
-from kvpool.client.vllm.connectors import lacking
+from kvpool.client.vllm.connectors import unsupported_connector
 from kvpool.client.vllm.versions import COUNTS_ADMISSIONS, REUSE_ORDER, SPECS, TAGS_KEYS, VERSION, block_hash_root
 from kvpool.core.ids import PoolName
 from kvpool.core.specs.base import DTYPE_SIZES_BYTES, AttentionSpec, KVCacheSpec
@@ -19,26 +19,26 @@ from kvpool.core.specs.kinds import (
 from kvpool.core.specs.pool_config import HashScheme, KeyForm, KVCacheGroup, PoolConfig
 
 _HASHES: Final = {
-    "sha256": ("vllm_sha256", 32),  # over what pickle makes of a block
+    "sha256": ("vllm_sha256", 32),  # over the pickled block
     "sha256_cbor": ("sha256_cbor", 32),
-    "xxhash": ("vllm_xxhash", 16),  # likewise
+    "xxhash": ("vllm_xxhash", 16),  # over the pickled block
     "xxhash_cbor": ("xxhash_cbor", 16),
 }
-"""By what vLLM calls it: name in a pool's hash scheme, and length in bytes."""
+"""By name in vLLM: name in a pool's hash scheme, and length in bytes."""
 
 
 class UnsupportedError(ValueError):
-    """The engine is configured to do what the service cannot."""
+    """The engine uses a feature that the service does not support."""
 
-    def __init__(self, what: str, hint: str = "") -> None:
-        super().__init__(f"kvpool does not serve {what} of vLLM, {VERSION}" + (f": {hint}" if hint else ""))
+    def __init__(self, feature: str, hint: str = "") -> None:
+        super().__init__(f"kvpool does not support {feature} of vLLM {VERSION}" + (f": {hint}" if hint else ""))
 
 
 def pool_config(scheduler: Any, pool: str) -> PoolConfig:
-    """The pool of an engine, from what its scheduler was made with.
+    """Makes the pool configuration of an engine from its scheduler.
 
     Raises:
-        UnsupportedError: The service lacks something that the engine is configured to use; says what.
+        UnsupportedError: The engine uses a feature that the service does not support; names it.
     """
     vllm_config, kv_cache_config = scheduler.vllm_config, scheduler.kv_cache_config
     check_supported(scheduler)
@@ -47,8 +47,8 @@ def pool_config(scheduler: Any, pool: str) -> PoolConfig:
         KVCacheGroup(spec_of(group.kv_cache_spec), tuple(group.layer_names))
         for group in kv_cache_config.kv_cache_groups
     )
-    if scheduler.connector is not None and (what := lacking(scheduler, groups)):
-        raise UnsupportedError(what)
+    if scheduler.connector is not None and (feature := unsupported_connector(scheduler, groups)):
+        raise UnsupportedError(feature)
     return PoolConfig(
         name=PoolName(pool),
         num_blocks=kv_cache_config.num_blocks,
@@ -66,9 +66,9 @@ def pool_config(scheduler: Any, pool: str) -> PoolConfig:
 
 
 def check_supported(scheduler: Any) -> None:
-    """Raises UnsupportedError if the engine is configured to use what the service lacks."""
+    """Raises UnsupportedError if the engine uses a feature that the service does not support."""
     if scheduler.observability_config.kv_cache_metrics:
-        raise UnsupportedError("kv_cache_metrics", "the service samples how long blocks live")
+        raise UnsupportedError("kv_cache_metrics", "the service samples block lifetimes")
     if getattr(scheduler, "num_prefill_lookahead", 0) > 1:
         raise UnsupportedError("multi-module MTP (num_prefill_lookahead > 1)")
     if getattr(scheduler, "prefix_replay_tokens", 0):
@@ -90,7 +90,7 @@ def _check_groups(scheduler: Any, groups: list[Any]) -> None:
 
 
 def _check_cached(specs: list[Any]) -> None:
-    """Refuses what newer versions cache by rules of their own."""
+    """Refuses configurations that newer versions cache by different rules."""
     hint = "set enable_prefix_caching=False"
     if any(isinstance(spec, SPECS.MambaSpec) for spec in specs):
         raise UnsupportedError("prefix caching of Mamba states", hint)
@@ -103,7 +103,7 @@ def _drops_eagle_block(scheduler: Any) -> bool:
 
 
 def _retention_tokens(kv_cache_config: Any) -> int | None:
-    """What of sliding windows is cached: all, in versions that know no better and where there are none."""
+    """Interval at which sliding windows are cached; None if all of a window is cached, or there is no window."""
     tokens: int | None = getattr(kv_cache_config, "prefix_cache_retention_interval", None)
     kinds = [type(group.kv_cache_spec) for group in kv_cache_config.kv_cache_groups]
     return tokens if SPECS.SlidingWindowSpec in kinds else None
@@ -118,10 +118,10 @@ def _hash_scheme(algorithm: str) -> HashScheme:
 
 
 def spec_of(spec: Any) -> KVCacheSpec:
-    """A layer's spec; of a kind that allocates as the service does, or not at all.
+    """Converts a layer's spec. Only kinds that allocate exactly as in the service are supported.
 
     Raises:
-        UnsupportedError: The service lacks its kind.
+        UnsupportedError: The service does not support its kind.
     """
     kind = type(spec)
     if kind is SPECS.UniformTypeKVCacheSpecs:

@@ -1,8 +1,10 @@
-"""What a scheduling round will ask, told from the scheduler's state before it does: so that one message asks all.
+"""Predicts the allocations of a scheduling round from the scheduler's state, so that one message can carry them all.
 
-1. Only what is sure is foreseen: calls that vLLM's scheduler will make, in its order, with the arguments that it will
-   give, as long as each before them is granted. Where one is refused, the service tries none after it.
-2. What is foreseen wrongly is undone, so that it costs a message, and never a result: see `StepBatcher`.
+A round is one call of the scheduler's `schedule`.
+
+1. Only certain calls are predicted: calls that vLLM's scheduler will make, in its order and with its arguments, if each
+   call before them is granted. After a refused call the service skips the rest.
+2. A wrong prediction is undone. It costs a message but never changes a result: see `StepBatcher`.
 """
 
 from collections.abc import Collection, Iterator
@@ -14,18 +16,18 @@ _ADMISSIBLE: Final = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
 
 
 class SchedulePredictor:
-    """Reads a scheduler's queues. Changes nothing.
+    """Reads the queues of a scheduler without changing them.
 
     Attributes:
-        most_tokens: Most tokens of a round.
-        num_lookahead_tokens: Tokens beyond those of a running request that room is kept for, for drafts.
+        max_tokens: Maximum number of tokens of a round.
+        num_lookahead_tokens: Extra tokens per running request to allocate slots for, for drafts.
     """
 
     def __init__(self, scheduler: Any) -> None:
         self._scheduler = scheduler
         config = scheduler.scheduler_config
         vllm_config = scheduler.vllm_config
-        self.most_tokens = min(scheduler.max_num_scheduled_tokens, config.max_num_batched_tokens)
+        self.max_tokens = min(scheduler.max_num_scheduled_tokens, config.max_num_batched_tokens)
         self._long_prefill_tokens = config.long_prefill_token_threshold
         self._max_running = getattr(scheduler, "max_num_active_reqs", scheduler.max_num_running_reqs)
         self._sampled = getattr(scheduler, "num_sampled_tokens_per_step", 1)
@@ -39,35 +41,37 @@ class SchedulePredictor:
             and not scheduler.use_pp
             and not getattr(config, "long_prefill_token_threshold_adaptive", False)
         )
-        self._foresees_waiting = (
+        self._predicts_admissions = (
             self._is_plain
-            and drafter is None  # whose slots admissions are counted with in ways of their own
+            and drafter is None  # admissions count the slots of a drafter differently
             and bool(config.enable_chunked_prefill)
-            and scheduler.connector is None  # which is asked between the look-up and the allocation
+            and scheduler.connector is None  # it is called between look-up and allocation
         )
-        self._begins_again = (
+        self._can_restart = (
             drafter is None and scheduler.connector is None and not getattr(scheduler, "needs_kv_cache_zeroing", False)
         )
-        self._is_for_several = hasattr(scheduler, "kv_holding_waiting")  # a lone request is not held back
+        self._exempts_lone_request = hasattr(
+            scheduler, "kv_holding_waiting"
+        )  # the threshold does not apply to a single request
 
     def running(
         self, first: int, tokens_left: int, answered: Collection[str]
     ) -> tuple[list[tuple[Request, int]], bool]:
-        """The requests from a place on that run and will ask for tokens, and for how many each.
+        """Predicts which running requests will allocate tokens, and how many.
 
         Args:
-            first: Place in the scheduler's list of those that run.
-            tokens_left: Tokens that the round has left for them and others.
-            answered: Ids of those that were foreseen before, whose tokens are no longer among these.
+            first: Index of the first request in the scheduler's list of running requests.
+            tokens_left: Tokens left in the round.
+            answered: Ids of requests predicted earlier, whose tokens are already subtracted from `tokens_left`.
 
         Returns:
-            They; and whether these are all that will ask.
+            The requests with their numbers of tokens; and whether these are all that will allocate.
         """
         if not self._is_plain:
             return [], False
-        asking: list[tuple[Request, int]] = []
-        scheduler, most = self._scheduler, self.long_prefill_tokens()
-        most_tokens = scheduler.max_model_len - self._sampled
+        allocating: list[tuple[Request, int]] = []
+        scheduler, limit = self._scheduler, self.long_prefill_tokens()
+        max_tokens = scheduler.max_model_len - self._sampled
         for request in scheduler.running[first:] if first else scheduler.running:
             if tokens_left <= 0:
                 break
@@ -77,50 +81,50 @@ class SchedulePredictor:
             if placeholders and computed + 2 - placeholders >= request.num_prompt_tokens + request.max_tokens:
                 continue  # the step in flight is its last
             if request.mm_features:
-                return asking, False
-            new = len(request._all_token_ids) + placeholders - computed  # noqa: SLF001 - its property takes long
+                return allocating, False
+            new = len(request._all_token_ids) + placeholders - computed  # noqa: SLF001 - the property is slow
             new += len(request.spec_token_ids)
             if new > 1:
-                new = min(new, tokens_left, most_tokens - computed, most or new)
-            elif computed >= most_tokens:
+                new = min(new, tokens_left, max_tokens - computed, limit or new)
+            elif computed >= max_tokens:
                 continue
             if new > 0:
-                asking.append((request, new))
+                allocating.append((request, new))
                 tokens_left -= new
-        return asking, True
+        return allocating, True
 
-    def can_begin_again(self, *, is_admitting: bool) -> bool:
-        """Whether a round in which running requests are foreseen changes nothing before it asks for the first waiting.
+    def can_restart(self, *, is_admitting: bool) -> bool:
+        """Whether a round with predicted running requests changes nothing before its first waiting request.
 
         Args:
-            is_admitting: Whether the first that waits is foreseen, too.
+            is_admitting: Whether the first waiting request is predicted too.
         """
         scheduler = self._scheduler
         waiting = (
             scheduler.waiting,
             *(getattr(scheduler, name, ()) for name in ("kv_holding_waiting", "skipped_waiting")),
         )
-        return self._begins_again and (is_admitting or not any(waiting))
+        return self._can_restart and (is_admitting or not any(waiting))
 
     def long_prefill_tokens(self) -> int:
-        """Most tokens of one request in this round; 0 for no limit but the round's."""
-        most: int = self._long_prefill_tokens
-        if most and self._is_for_several:
+        """Maximum number of tokens of one request in this round; 0 for only the limit of the round."""
+        limit: int = self._long_prefill_tokens
+        if limit and self._exempts_lone_request:
             scheduler = self._scheduler
             if len(scheduler.running) + len(scheduler.waiting) + len(scheduler.kv_holding_waiting) <= 1:
                 return 0
-        return most
+        return limit
 
     def admissions(self, num_more: int) -> Iterator[Request]:
-        """The requests that will be admitted next, at most `num_more`, if tokens and blocks are left for them."""
+        """Predicts the next admissions, at most `num_more`, if tokens and blocks are left for them."""
         scheduler = self._scheduler
-        if not self._foresees_waiting or getattr(scheduler, "kv_holding_waiting", None):
+        if not self._predicts_admissions or getattr(scheduler, "kv_holding_waiting", None):
             return
         if getattr(getattr(scheduler, "_pause_state", None), "name", "UNPAUSED") != "UNPAUSED":
             return
         room = self._max_running - len(scheduler.running) - getattr(scheduler, "num_waiting_for_streaming_input", 0)
         for request in scheduler.waiting:
-            is_usual = (
+            is_plain = (
                 request.status in _ADMISSIBLE
                 and request.num_computed_tokens == 0
                 and not request.lora_request
@@ -128,7 +132,7 @@ class SchedulePredictor:
                 and not request.skip_reading_prefix_cache
                 and not getattr(request, "num_stale_output_tokens", 0)
             )
-            if not is_usual or num_more <= 0 or room <= 0:
+            if not is_plain or num_more <= 0 or room <= 0:
                 return
             num_more -= 1
             room -= 1

@@ -1,4 +1,4 @@
-"""vLLM's schedulers, unchanged but for where their blocks come from."""
+"""vLLM's schedulers with their blocks from the service, otherwise unchanged."""
 
 import logging
 from collections import deque
@@ -19,21 +19,21 @@ _log = logging.getLogger("kvpool.client.vllm")
 
 
 class Scheduler(EngineScheduler):  # type: ignore[misc]  # vLLM has no types here
-    """vLLM's scheduler on a pool of the service; `AsyncScheduler` where the engine schedules a step ahead."""
+    """vLLM's scheduler on a pool of the service; `AsyncScheduler` if the engine schedules a step ahead."""
 
     kv_cache_manager: KVCacheManager
 
     def __new__(cls, vllm_config: Any, *_: object, **__: object) -> Self:
-        """Makes the kind that the engine is configured for."""
+        """Makes the scheduler class that the engine is configured for."""
         is_async = cls is Scheduler and vllm_config.scheduler_config.async_scheduling
         return super().__new__(AsyncScheduler if is_async else cls)  # type: ignore[no-any-return]
 
     def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
-        """Makes vLLM's scheduler, declares the pool, and opens a session in it.
+        """Makes vLLM's scheduler, creates the pool, and opens a session in it.
 
         Raises:
-            ValueError: The settings are wrong, or the engine is configured to do what the service cannot.
-            KvpoolError: The service refuses the pool or the session, or is not there.
+            ValueError: The settings are invalid, or the engine uses a feature that the service does not support.
+            KvpoolError: The service refuses the pool or the session, or is unavailable.
         """
         super().__init__(vllm_config, *args, **kwargs)
         self._kvpool_client: Client
@@ -45,58 +45,58 @@ class Scheduler(EngineScheduler):  # type: ignore[misc]  # vLLM has no types her
         self._rounds: deque[tuple[Any, int]] = deque()
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
-        """Schedules a round, as vLLM does."""
-        self.kv_cache_manager.rounds.begin()
+        """Runs a scheduling round, with one restart if a grant was refused."""
+        self.kv_cache_manager.batcher.begin()
         try:
             output = super().schedule(*args, **kwargs)
-        except RefusedError:  # before it had changed anything
+        except RefusedError:  # raised before the round changed any state
             output = super().schedule(*args, **kwargs)
-        self._rounds.append((output, self.kv_cache_manager.rounds.end()))
+        self._rounds.append((output, self.kv_cache_manager.batcher.end()))
         if output.total_num_scheduled_tokens:
-            self.kv_cache_manager.rounds.check_lease()
+            self.kv_cache_manager.batcher.check_lease()
         return output
 
     def _make_cached_request_data(self, *args: Any, **kwargs: Any) -> Any:
-        """Looks at the blocks of the round, as vLLM does; the first that does, if none is admitted."""
-        self.kv_cache_manager.rounds.settle()
+        """Waits for the first answer, then reads the blocks of the round as vLLM does."""
+        self.kv_cache_manager.batcher.settle()
         return super()._make_cached_request_data(*args, **kwargs)
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
-        """Takes the outputs of a round, as vLLM does; other sessions may find what it filled from now on."""
+        """Handles the outputs of a round as vLLM does; other sessions may hit its blocks from now on."""
         while self._rounds:
             output, sequence = self._rounds.popleft()
             if output is scheduler_output:
-                self.kv_cache_manager.rounds.note_executed(sequence)
+                self.kv_cache_manager.batcher.mark_executed(sequence)
                 break
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         self._flush_if_idle()
         return outputs
 
     def finish_requests(self, *args: Any, **kwargs: Any) -> Any:
-        """Ends requests from outside, as vLLM does."""
+        """Ends requests on external request, as vLLM does."""
         ended = super().finish_requests(*args, **kwargs)
         self._flush_if_idle()
         return ended
 
     def _flush_if_idle(self) -> None:
-        """Gives back what ended requests held; if there are others, the next round does."""
+        """Frees the blocks of ended requests now if no other requests exist; otherwise the next round frees them."""
         if not self.has_unfinished_requests():
-            self.kv_cache_manager.rounds.flush()
+            self.kv_cache_manager.batcher.flush()
 
     def shutdown(self) -> None:
-        """Ends the session, so that its blocks are free at once; if the service is gone, its lease does."""
+        """Ends the session, which frees its blocks; if the service is unavailable, the lease ends it."""
         if self.kv_cache_manager.events:
             self.kv_cache_manager.events.close()
         super().shutdown()
         session = self.kv_cache_manager.session
         try:
-            if not self.kv_cache_manager.rounds.has_failed:  # else it would be waited for once more
+            if not self.kv_cache_manager.batcher.has_failed:  # otherwise closing would wait for the service again
                 session.close()
         except KvpoolError as error:
-            said = {"pool": session.config.name, "reason": error.reason, "error": str(error)}
-            _log.warning("session not closed", extra=said)
+            fields = {"pool": session.config.name, "reason": error.reason, "error": str(error)}
+            _log.warning("session not closed", extra=fields)
         self._kvpool_client.close()
 
 
-class AsyncScheduler(Scheduler, EngineAsyncScheduler):  # type: ignore[misc]  # likewise
-    """The same for an engine that schedules a step ahead of its outputs."""
+class AsyncScheduler(Scheduler, EngineAsyncScheduler):  # type: ignore[misc]  # vLLM has no types here
+    """The scheduler for an engine that schedules a step ahead of its outputs."""

@@ -1,4 +1,4 @@
-"""Where an engine finds its pool: what `additional_config` and the environment say."""
+"""Settings of an engine, from `additional_config` and the environment."""
 
 import os
 from collections.abc import Mapping
@@ -6,27 +6,27 @@ from dataclasses import dataclass, fields
 from typing import Any, Final
 
 KEY: Final = "kvpool"
-"""What `additional_config` has it under."""
+"""Key of the settings in `additional_config`."""
 _ACCEPTED: Final[dict[type, tuple[type, ...]]] = {str: (str,), int: (int,), float: (int, float)}
 _FROM_ENVIRONMENT: Final = {"address": "KVPOOL_ADDRESS", "pool": "KVPOOL_POOL"}
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """How an engine is attached to the service. How it shows who it is, comes from the environment: see `connect`.
+    """Settings of an engine's session. Credentials come from the environment: see `connect`.
 
     Attributes:
-        address: `host:port` or `unix:/path`; KVPOOL_ADDRESS if it is not given.
-        pool: The pool's name; KVPOOL_POOL if it is not given. With data parallelism each engine has its own memory, and
-            its own pool: ".dp" and its index are added.
-        client_name: Tells people which engine this is.
-        lease_seconds: How long the blocks of an engine that dies are kept; 0 for the server's default.
-        memory_id: Which memory the engine keeps its blocks in. Engines that see the same memory share a pool under the
-            same name of it; if none is given, this engine's memory is its own, and gone with it.
-        min_blocks: Blocks that it can always have.
-        max_blocks: Most blocks that it may hold; 0 for no limit but the server's.
-        deadline_seconds: How long a call may take, retries included: how long an engine waits for a service that
-            restarts; and, at its start, for the lease of the engine before it.
+        address: `host:port` or `unix:/path`; default: KVPOOL_ADDRESS.
+        pool: Name of the pool; default: KVPOOL_POOL. With data parallelism each engine has its own memory and its own
+            pool: ".dp" and its index are appended.
+        client_name: Name of the engine, for display.
+        lease_seconds: Time for which the blocks of a dead engine are kept; 0 for the server's default.
+        memory_id: Identifies the memory that holds the engine's blocks. Engines with the same memory share a pool by
+            giving the same id. By default the memory is private to the engine and ends with it.
+        min_blocks: Number of blocks guaranteed to the engine.
+        max_blocks: Maximum number of blocks that the engine may hold; 0 for the server's limit.
+        deadline_seconds: Maximum duration of a call, including retries. The engine waits this long for a service that
+            restarts and, at its start, for the lease of the previous engine.
     """
 
     address: str
@@ -43,7 +43,7 @@ class Settings:
         """Reads the settings.
 
         Raises:
-            ValueError: One is missing, unknown, or of another kind; names it.
+            ValueError: A setting is missing, unknown or of another type; names it.
         """
         given = additional_config.get(KEY, {}) if isinstance(additional_config, Mapping) else {}
         if not isinstance(given, Mapping):
@@ -57,7 +57,7 @@ class Settings:
             if name not in kinds:
                 raise ValueError(_where(name) + f" is not known; known: {', '.join(kinds)}")
             if isinstance(value, bool) or not isinstance(value, _ACCEPTED[kinds[name]]):
-                raise ValueError(_where(name) + f" must be {kinds[name].__name__}, not {value!r}")  # noqa: TRY004 - likewise
+                raise ValueError(_where(name) + f" must be {kinds[name].__name__}, not {value!r}")  # noqa: TRY004 - a setting is wrong
         for name, variable in _FROM_ENVIRONMENT.items():
             if not values.get(name):
                 raise ValueError(f"kvpool needs {_where(name)}, or {variable} in the environment")

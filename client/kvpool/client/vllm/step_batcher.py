@@ -1,13 +1,15 @@
-"""What an engine asks of its session, round by round.
+"""Batches an engine's calls into few messages to its session, round by round.
 
-1. A round asks with few messages: what it is sure to ask is foreseen and asked together, and what needs no answer
-   (frees, blocks to cache) goes with the next message that does, before it, in the order in which it came.
-2. The scheduler goes on while the service is at the first message, as if all was granted: `settle` waits for the
-   answer, before anybody looks at blocks or anything is changed. Where some is refused that was given out, the
-   scheduler begins the round again, and is told what is known then.
-3. What was foreseen and is not asked for, or otherwise, is given back. It should not happen.
-4. Steps run in the order in which they are scheduled. What the steps of earlier rounds fill may be found by this engine
-   at once, by other sessions when the step's output is there.
+A round is one call of the scheduler's `schedule`.
+
+1. A round needs few messages. Predicted calls go together in one message. Calls that need no answer (frees, blocks to
+   cache) go, in order, at the front of the next message.
+2. The scheduler continues while the service handles the first message, as if all of it was granted. `settle` waits for
+   the answer before blocks are read or state changes. If a grant that the scheduler already used was refused, the
+   scheduler restarts the round with the answer.
+3. Predicted calls that the scheduler does not make, or makes differently, are undone. This should not happen.
+4. Steps run in scheduling order. This engine may hit the blocks of earlier rounds at once, other sessions only after
+   the output of the step arrives.
 """
 
 import logging
@@ -22,7 +24,7 @@ from kvpool.client.request import Request
 from kvpool.client.results import Answer
 from kvpool.client.session import Session
 from kvpool.client.step_builder import StepBuilder
-from kvpool.client.vllm.batched_requests import BatchedRequests, Given
+from kvpool.client.vllm.batched_requests import BatchedRequests, Grant
 from kvpool.client.vllm.blocks import KVCacheBlocks
 from kvpool.client.vllm.schedule_predictor import SchedulePredictor
 from kvpool.client.vllm.versions import COUNTS_ADMISSIONS
@@ -32,32 +34,32 @@ from kvpool.core.steps.columns import Outcome
 
 _log = logging.getLogger("kvpool.client.vllm")
 _SESSION_GONE: Final = (
-    "kvpool's service knows this engine's session no more, so its blocks may be others': start the engine anew. "
-    "A service that is to be restarted under its engines needs --journal."
+    "The kvpool service has ended this engine's session, so other sessions may own its blocks: restart the engine. "
+    "To restart the service under running engines, start it with --journal."
 )
 _SERVICE_GONE: Final = (
-    "kvpool's service did not answer within deadline_seconds, so nobody knows which blocks this engine may use: "
-    "see that it runs, and start the engine anew."
+    "The kvpool service did not answer within deadline_seconds, so the blocks of this engine are unknown: "
+    "make sure that the service runs, and restart the engine."
 )
 _FIRST_LOOK_AHEAD: Final = 4
-_MOST_LOOK_AHEAD: Final = 64
+_MAX_LOOK_AHEAD: Final = 64
 
 
 class RefusedError(Exception):
-    """What a running request was given was refused: the scheduler must begin the round again."""
+    """A grant that the scheduler already used was refused: the scheduler must restart the round."""
 
 
 class StepBatcher:
-    """The rounds of one scheduler.
+    """Batches the calls of one scheduler.
 
     Attributes:
-        requests: What the session knows the engine's requests as, by id.
-        builder: What goes with the next message.
-        admitted: Waiting requests that were admitted ahead, or refused, and not asked for yet.
-        tokens_left: Tokens that the round has left.
-        watermark_blocks: Blocks that admissions leave free.
-        has_failed: Whether the service could not be asked, so that nothing more can be.
-        windowed: Whether it matters which tokens are in flight.
+        requests: Requests of the session, by id of the engine's request.
+        builder: Collects the next message.
+        admitted: Waiting requests with a predicted admission, granted or refused, that the scheduler has not used yet.
+        tokens_left: Tokens left in the round.
+        watermark_blocks: Number of blocks that admissions leave free.
+        has_failed: Whether a call to the service failed, so that the session is unusable.
+        windowed: Whether allocations depend on the tokens in flight.
     """
 
     def __init__(self, session: Session, scheduler: Any) -> None:
@@ -74,210 +76,210 @@ class StepBatcher:
         self._reserves_sequence = bool(getattr(scheduler, "scheduler_reserve_full_isl", False))
         watermark = getattr(scheduler.scheduler_config, "watermark", 0.0)
         self.watermark_blocks = int(watermark * session.config.num_blocks)
-        self._nothing = KVCacheBlocks([()] * len(session.config.groups))
-        self._answers: dict[str, Given] = {}  # of running requests
-        self._begun: tuple[BatchedRequests, StepBuilder, int] | None = (
-            None  # whose answer is not there; the sequence before it
+        self._no_blocks = KVCacheBlocks([()] * len(session.config.groups))
+        self._grants: dict[str, Grant] = {}  # of running requests
+        self._in_flight: tuple[BatchedRequests, StepBuilder, int] | None = (
+            None  # the message in flight, and the step number before it
         )
-        self._executed = self._told = self._launched = 0  # numbers of steps
+        self._executed = self._reported = self._launched = 0  # numbers of steps
         self._look_ahead = _FIRST_LOOK_AHEAD
 
     def begin(self) -> None:
-        """Asks for what the round that begins is sure to ask."""
-        self.tokens_left = self._predictor.most_tokens
-        ahead = self._new_ahead()
-        is_all = self._run_ahead(ahead, 0)
-        if is_all and ahead.num_tokens < self.tokens_left:
-            self._admit_ahead(ahead)
-        is_asking = is_all and ahead.num_tokens and self.builder.rows
-        if is_asking and self._predictor.can_begin_again(is_admitting=bool(ahead.admissions)):
-            self._begin_ahead(ahead)
+        """Starts a round: sends its predicted calls."""
+        self.tokens_left = self._predictor.max_tokens
+        batch = self._new_batch()
+        is_all = self._add_running(batch, 0)
+        if is_all and batch.num_tokens < self.tokens_left:
+            self._add_admissions(batch)
+        needs_answer = is_all and batch.num_tokens and self.builder.rows
+        if needs_answer and self._predictor.can_restart(is_admitting=bool(batch.admissions)):
+            self._begin_batch(batch)
         else:
-            self._send_ahead(ahead)
+            self._send_batch(batch)
 
     def settle(self) -> None:
-        """Waits for the answer of the message that the round began with; does nothing if that is there.
+        """Waits for the answer to the first message of the round, if it has not arrived.
 
         Raises:
-            RefusedError: A running request was given blocks that were refused.
-            KvpoolError: As `send`.
+            RefusedError: A grant that the scheduler already used was refused.
+            KvpoolError: As for `send`.
         """
-        if self._begun is None:
+        if self._in_flight is None:
             return
-        (ahead, builder, before), self._begun = self._begun, None
+        (batch, builder, before), self._in_flight = self._in_flight, None
         with self._explained():
             self._session.settle()
-        self._note_told(builder, before)
-        left, self._answers = self._answers, {}  # what was not given out yet
-        refused = self._take(ahead)
-        if not refused.keys() <= left.keys():
+        self._note_sent(builder, before)
+        unused, self._grants = self._grants, {}
+        refused = self._take(batch)
+        if not refused.keys() <= unused.keys():
             raise RefusedError
-        self._answers = {each: given for each, given in self._answers.items() if each in left} if left else {}
+        self._grants = {each: grant for each, grant in self._grants.items() if each in unused} if unused else {}
 
     def end(self) -> int:
-        """Gives back what was foreseen and not asked for, and sends what others wait for.
+        """Ends a round: undoes unused predictions, and sends changes that other sessions wait for.
 
         Returns:
-            Number of the step that the round ends with: what it scheduled has run when that has.
+            Number of the last step of the round. When that step has run, everything that the round scheduled has.
         """
         self.settle()
         if self.admitted:
-            _log.warning("admissions foreseen wrongly", extra={"requests": len(self.admitted)})
+            _log.warning("admissions predicted wrongly", extra={"requests": len(self.admitted)})
             for request_id in list(self.admitted):
-                self.give_back(request_id)
-        self._answers.clear()
+                self.cancel_admission(request_id)
+        self._grants.clear()
         self.flush()
         self._launched = self._session.sequence
         return self._launched
 
-    def note_executed(self, sequence: int) -> None:
-        """Takes note that the outputs of a round are there, which ended with a step of this number."""
+    def mark_executed(self, sequence: int) -> None:
+        """Records that the outputs of the round that ended with this step have arrived."""
         self._executed = max(self._executed, sequence)
 
     def check_lease(self) -> None:
-        """Raises AbortedError if the blocks may have been given to others: what was scheduled must not run."""
+        """Raises AbortedError if other sessions may own the blocks, so that the scheduled step must not run."""
         if self._session.lease_left_seconds <= 0:
-            message = "the service was not heard of for as long as the lease; the blocks may be others': start anew"
+            message = "no answer of the service within the lease; other sessions may own the blocks: restart the engine"
             raise AbortedError("LEASE_EXPIRED", message)
 
     def flush(self) -> None:
-        """Sends what others wait for: what was freed, and what has run."""
-        if self.builder.rows or self.builder.quiet or self._executed > self._told:
+        """Sends changes that other sessions wait for: freed requests and executed steps."""
+        if self.builder.rows or self.builder.quiet or self._executed > self._reported:
             self.send()
 
     def send(self) -> None:
-        """Sends what was collected, or answers it here, if that can be.
+        """Sends the collected calls, or answers them locally if possible.
 
         Raises:
-            KvpoolError: The engine cannot go on; a note says what to do.
+            KvpoolError: The engine cannot continue; a note explains what to do.
         """
         self.settle()
         builder, before = self._next_builder()
         with self._explained():
             self._session.send(builder)
-        self._note_told(builder, before)
+        self._note_sent(builder, before)
 
-    def known(self, request: EngineRequest) -> Request:
-        """What the session knows a request as; made when it is asked for first."""
-        known = self.requests.get(request.request_id)
-        if known is None:
+    def session_request(self, request: EngineRequest) -> Request:
+        """Returns the session's request for an engine's request; creates it on first use."""
+        session_request = self.requests.get(request.request_id)
+        if session_request is None:
             lora_name = request.lora_request.lora_name if request.lora_request else None
-            known = self._session.request_hashed_elsewhere(
+            session_request = self._session.request_hashed_elsewhere(
                 request.request_id,
-                request._all_token_ids,  # noqa: SLF001 - the list itself: its constant view takes long to measure
+                request._all_token_ids,  # noqa: SLF001 - the list itself, because its read-only view has a slow `len`
                 request.block_hashes,
                 lora_name=lora_name,
             )
-            self.requests[request.request_id] = known
-        return known
+            self.requests[request.request_id] = session_request
+        return session_request
 
-    def builder_for(self, known: Request) -> StepBuilder:
-        """What goes with the next message, a request's answers so far settled, so that it may be given room again."""
-        if known in self.builder.quiet:
+    def builder_for(self, session_request: Request) -> StepBuilder:
+        """Returns the builder of the next message, after earlier calls of the request have been answered."""
+        if session_request in self.builder.quiet:
             self.send()
         return self.builder
 
-    def answer(self, request: EngineRequest, num_tokens: int) -> Given | None:
-        """What a running request gets that asks for so many tokens; None if that was not foreseen."""
-        given = self._answers.pop(request.request_id, None)
-        if given is None:
+    def take_grant(self, request: EngineRequest, num_tokens: int) -> Grant | None:
+        """Returns the grant of a running request for `num_tokens`; None if that call was not predicted."""
+        grant = self._grants.pop(request.request_id, None)
+        if grant is None:
             self.settle()
-            ahead = self._new_ahead()
-            self._run_ahead(ahead, self._scheduler.running.index(request))
-            self._send_ahead(ahead)
-            given = self._answers.pop(request.request_id, None)
-        if given and given[1] == num_tokens:
-            return given
+            batch = self._new_batch()
+            self._add_running(batch, self._scheduler.running.index(request))
+            self._send_batch(batch)
+            grant = self._grants.pop(request.request_id, None)
+        if grant and grant[1] == num_tokens:
+            return grant
         self.settle()
         return None
 
-    def ask_waiting(self, request: EngineRequest) -> None:
-        """Admits a request and those behind it, in one message, if what they will ask is foreseen."""
-        ahead = self._new_ahead()
+    def admit_waiting(self, request: EngineRequest) -> None:
+        """Admits a request and the requests behind it in one message, if their calls can be predicted."""
+        batch = self._new_batch()
         if self.tokens_left > 0:
-            self._admit_ahead(ahead, request)
-        self._send_ahead(ahead)
+            self._add_admissions(batch, request)
+        self._send_batch(batch)
 
-    def forget_answers(self, request_id: str) -> Request | None:
-        """Drops what was foreseen of a request that will not ask for it; returns what the session knows it as."""
+    def forget(self, request_id: str) -> Request | None:
+        """Drops the predictions of a request; returns the session's request."""
         self.admitted.pop(request_id, None)
-        self._answers.pop(request_id, None)
+        self._grants.pop(request_id, None)
         return self.requests.get(request_id)
 
-    def give_back(self, request_id: str) -> None:
-        """Takes an admission back; one that was refused stays known."""
-        known, answer = self.admitted.pop(request_id)
+    def cancel_admission(self, request_id: str) -> None:
+        """Undoes a predicted admission; the session keeps a request whose admission was refused."""
+        session_request, answer = self.admitted.pop(request_id)
         if answer.ok:
-            self.free(known)
+            self.free(session_request)
 
-    def free(self, known: Request) -> None:
-        """Frees what a request holds, and forgets it."""
-        self.builder.free(known)
-        del self.requests[known.request_id]
+    def free(self, session_request: Request) -> None:
+        """Frees the blocks of a request and forgets the request."""
+        self.builder.free(session_request)
+        del self.requests[session_request.request_id]
 
-    def _run_ahead(self, ahead: BatchedRequests, first: int) -> bool:
-        """Adds the running requests from a place on, as far as that is foreseen; whether they are all that will ask."""
-        foreseen, is_all = self._predictor.running(first, self.tokens_left, self._answers)
+    def _add_running(self, batch: BatchedRequests, first: int) -> bool:
+        """Adds the predicted running requests from index `first`; returns whether they are all that will allocate."""
+        predicted, is_all = self._predictor.running(first, self.tokens_left, self._grants)
         found: list[Request] = []
         requests = self.requests
-        for request, _ in foreseen:
-            known = requests.get(request.request_id)
-            if known is None or known.num_computed_tokens < request.num_computed_tokens:
+        for request, _ in predicted:
+            session_request = requests.get(request.request_id)
+            if session_request is None or session_request.num_computed_tokens < request.num_computed_tokens:
                 is_all = False
                 break
-            found.append(known)
+            found.append(session_request)
         if not self.builder.can_decode(found):
             self.send()
-        together: dict[str, Request] = {}
-        for (request, num_tokens), known in zip(foreseen, found, strict=False):
-            is_usual = num_tokens == 1 and known.num_computed_tokens == request.num_computed_tokens
-            if is_usual and not self.windowed:
-                together[request.request_id] = known
+        decodes: dict[str, Request] = {}
+        for (request, num_tokens), session_request in zip(predicted, found, strict=False):
+            is_decode = num_tokens == 1 and session_request.num_computed_tokens == request.num_computed_tokens
+            if is_decode and not self.windowed:
+                decodes[request.request_id] = session_request
             else:
-                ahead.decode(self.builder, together)
-                together = {}
-                ahead.allocate(self.builder, request, known, num_tokens)
-        ahead.decode(self.builder, together)
+                batch.decode(self.builder, decodes)
+                decodes = {}
+                batch.allocate(self.builder, request, session_request, num_tokens)
+        batch.decode(self.builder, decodes)
         return is_all
 
-    def _admit_ahead(self, ahead: BatchedRequests, first: EngineRequest | None = None) -> None:
-        """Adds the admissions that are foreseen; only those from `first` on, if that is given."""
-        foreseen = list(self._predictor.admissions(self._look_ahead)) if self._admits_ahead else []
-        if not foreseen or first not in (None, foreseen[0]):
+    def _add_admissions(self, batch: BatchedRequests, first: EngineRequest | None = None) -> None:
+        """Adds the predicted admissions; only if they start with `first`, if given."""
+        predicted = list(self._predictor.admissions(self._look_ahead)) if self._admits_ahead else []
+        if not predicted or first not in (None, predicted[0]):
             return
         reserves, watermark = self._reserves_sequence, self.watermark_blocks
-        options = [AllocationOptions(num_watermark_blocks=watermark, full_sequence_must_fit=reserves)] * len(foreseen)
-        if not self._scheduler.running:  # the first of all may go below the watermark
+        options = [AllocationOptions(num_watermark_blocks=watermark, full_sequence_must_fit=reserves)] * len(predicted)
+        if not self._scheduler.running:  # the first running request may go below the watermark
             options[0] = AllocationOptions(full_sequence_must_fit=reserves)
-        known = [(request, self.known(request)) for request in foreseen]
-        most_tokens = self._predictor.long_prefill_tokens()
-        ahead.admit(self.builder, known, self.tokens_left - ahead.num_tokens, most_tokens, options)
+        pairs = [(request, self.session_request(request)) for request in predicted]
+        max_tokens = self._predictor.long_prefill_tokens()
+        batch.admit(self.builder, pairs, self.tokens_left - batch.num_tokens, max_tokens, options)
 
-    def _new_ahead(self) -> BatchedRequests:
-        return BatchedRequests(self._predictor.num_lookahead_tokens, self._nothing)
+    def _new_batch(self) -> BatchedRequests:
+        return BatchedRequests(self._predictor.num_lookahead_tokens, self._no_blocks)
 
-    def _begin_ahead(self, ahead: BatchedRequests) -> None:
-        """Sends what is asked ahead; until that is answered, the scheduler is given what it will get if all is well."""
+    def _begin_batch(self, batch: BatchedRequests) -> None:
+        """Sends the batch without waiting; until the answer arrives, the scheduler uses the expected grants."""
         builder, before = self._next_builder()
         with self._explained():
             self._session.begin(builder)
-        self._begun = ahead, builder, before
-        self._answers = ahead.promised()
+        self._in_flight = batch, builder, before
+        self._grants = batch.grants()
 
     def _next_builder(self) -> tuple[StepBuilder, int]:
-        """What was collected, and which step the session was at before it."""
+        """Returns the collected calls and the current step number, and starts a new message."""
         builder, self.builder = self.builder, StepBuilder()
         builder.executed_sequence, builder.launched_sequence = self._executed, self._launched
         return builder, self._session.sequence
 
-    def _note_told(self, builder: StepBuilder, before: int) -> None:
-        """Takes note of what the service was told, if it was sent a step."""
+    def _note_sent(self, builder: StepBuilder, before: int) -> None:
+        """Records the executed step that was reported, if a step was sent."""
         if self._session.sequence > before:
-            self._told = builder.executed_sequence
+            self._reported = builder.executed_sequence
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
-        """Adds to what ends the engine what to do about it."""
+        """Adds a note with instructions to errors that end the engine."""
         try:
             yield
         except (NotFoundError, AbortedError, UnavailableError, DeadlineError) as error:
@@ -286,32 +288,32 @@ class StepBatcher:
             error.add_note(_SESSION_GONE if is_session_gone else _SERVICE_GONE)
             raise
 
-    def _send_ahead(self, ahead: BatchedRequests) -> None:
-        """Sends what is asked ahead, if it needs an answer, and takes note of the answers."""
-        if self.builder.rows and not ahead.is_empty:
+    def _send_batch(self, batch: BatchedRequests) -> None:
+        """Sends the batch if it has calls, and records the answers."""
+        if self.builder.rows and not batch.is_empty:
             self.send()
-        self._take(ahead)
+        self._take(batch)
 
-    def _take(self, ahead: BatchedRequests) -> dict[str, Outcome]:
-        """Takes note of what was asked ahead, and answered; returns whom of those running it refused."""
-        refused = ahead.fill()
-        given = ahead.promised()
+    def _take(self, batch: BatchedRequests) -> dict[str, Outcome]:
+        """Records the answers of a batch; returns the refused running requests."""
+        refused = batch.resolve()
+        grants = batch.grants()
         for request_id, outcome in refused.items():
-            if outcome is Outcome.SKIPPED:  # it was not tried
-                del given[request_id]
+            if outcome is Outcome.SKIPPED:  # the service did not try it
+                del grants[request_id]
             else:
-                given[request_id] = (None, given[request_id][1])
-        self._answers.update(given)
-        self.tokens_left -= sum([num_tokens for blocks, num_tokens in given.values() if blocks is not None])
+                grants[request_id] = (None, grants[request_id][1])
+        self._grants.update(grants)
+        self.tokens_left -= sum([num_tokens for blocks, num_tokens in grants.values() if blocks is not None])
         num_admitted = 0
-        for request_id, known, answer in ahead.admissions:
+        for request_id, session_request, answer in batch.admissions:
             if answer.outcome is Outcome.SKIPPED:
                 break
-            self.admitted[request_id] = (known, answer)
+            self.admitted[request_id] = (session_request, answer)
             if answer.ok:
                 num_admitted += 1
                 self.tokens_left -= answer.num_new_tokens
-        if ahead.admissions:
-            more = 2 * self._look_ahead if num_admitted == len(ahead.admissions) else num_admitted + 1
-            self._look_ahead = min(more, _MOST_LOOK_AHEAD)
+        if batch.admissions:
+            more = 2 * self._look_ahead if num_admitted == len(batch.admissions) else num_admitted + 1
+            self._look_ahead = min(more, _MAX_LOOK_AHEAD)
         return refused

@@ -1,4 +1,4 @@
-"""What differs between the versions of vLLM that are served, told by what the installed one has."""
+"""Differences between the supported versions of vLLM, detected from the installed version."""
 
 import os
 from types import ModuleType
@@ -19,27 +19,27 @@ _MANAGER: Final = kv_cache_manager.KVCacheManager
 REUSE_ORDER: Final = (
     ReuseOrder.UNCACHED_FIRST if hasattr(kv_cache_utils.FreeKVCacheBlockQueue, "prepend_n") else ReuseOrder.LRU
 )
-"""In which order vLLM's own pool gives freed blocks again."""
+"""Order in which vLLM's own pool reuses freed blocks."""
 
 TAGS_KEYS: Final = hasattr(kv_cache_utils, "to_event_extra_keys")
-"""Whether vLLM's block hashes say where each extra key comes from."""
+"""Whether vLLM's block hashes contain the source of each extra key."""
 
 COUNTS_ADMISSIONS: Final = hasattr(_MANAGER, "record_prefix_cache_stats")
-"""Whether vLLM counts a look-up when the request is admitted, in a call of its own; or at once, whatever comes of it.
+"""Whether vLLM counts a look-up in a separate call when the request is admitted; otherwise it counts every look-up.
 
-In the first case a look-up also tells a boundary in prompts that Mamba states are shared up to.
+If so, a look-up also returns the shared prefix boundary of Mamba states.
 """
 
 
 def block_hash_root(algorithm: str) -> bytes:
-    """The parent of every first block in this process; the same in all that may share blocks.
+    """Returns the parent hash of every first block; it is the same in all processes that may share blocks.
 
-    Where vLLM would draw it at random, PYTHONHASHSEED is set for it, which it derives the root from.
+    If vLLM would draw it at random, this sets PYTHONHASHSEED, from which vLLM derives it.
     """
     function: Any = get_hash_fn_by_name(algorithm)
     kv_cache_utils.init_none_hash(function)
     root: bytes = kv_cache_utils.NONE_HASH
-    kv_cache_utils.init_none_hash(function)  # as the engine does when its scheduler is there
+    kv_cache_utils.init_none_hash(function)  # as the engine does after it made its scheduler
     if root != kv_cache_utils.NONE_HASH:
         os.environ["PYTHONHASHSEED"] = "0"
         kv_cache_utils.init_none_hash(function)

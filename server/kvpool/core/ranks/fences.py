@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 
 from kvpool.core.errors import InvalidArgumentError
 from kvpool.core.ids import SessionNumber
-from kvpool.core.ranks.messages import Effect, FenceSent, SessionsFenced
+from kvpool.core.ranks.messages import Effect, FenceSet, MessageSent, SessionsFenced
 from kvpool.core.ranks.registry import Member, RankRegistry
 
 
@@ -35,11 +35,12 @@ class Fences:
         self._sequence += 1
         for number in awaiting:
             self._named_by.setdefault(number, self._sequence)
+        message = FenceSet(self._sequence, epoch, last, tuple(live))
         effects: list[Effect] = []
         for member in self._registry:
             if member.registration.fences and not member.is_away:
                 member.fence_sent = self._sequence
-                effects.append(FenceSent(member.link, self._sequence, epoch, last, tuple(live)))
+                effects.append(MessageSent(member.link, message))
         return effects
 
     def answered(self, member: Member, sequence: int) -> list[Effect]:

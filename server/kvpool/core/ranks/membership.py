@@ -32,10 +32,12 @@ from kvpool.core.ranks.messages import (
     EpochPassed,
     LinkEnded,
     LinkId,
-    PlanSent,
+    MessageSent,
+    Planned,
     PoolOpened,
     PoolResumed,
     PoolState,
+    PoolStatus,
     PoolSuspended,
     Rank,
     RankGroup,
@@ -43,9 +45,8 @@ from kvpool.core.ranks.messages import (
     RankInfo,
     RankState,
     RankTiming,
-    ReadySent,
+    Ready,
     Registration,
-    StatusSent,
 )
 from kvpool.core.ranks.registry import Member, RankRegistry
 
@@ -355,7 +356,7 @@ class Membership:
         members = sorted(self._registry, key=lambda member: member.registration.rank)
         for member, config in zip(members, plan.configs, strict=True):
             member.state = RankState.ALLOCATING
-            effects.append(PlanSent(member.link, self.epoch, config, plan.max_model_len))
+            effects.append(MessageSent(member.link, Planned(self.epoch, config, plan.max_model_len)))
         return effects
 
     def _make_plan(self, num_blocks: int = 0) -> Plan:
@@ -438,11 +439,11 @@ class Membership:
         return [EpochPassed(self.epoch), *self._statuses()]
 
     def _ready(self, member: Member, plan: Plan) -> Effect:
-        return ReadySent(member.link, self.epoch, plan.num_blocks, plan.max_model_len)
+        return MessageSent(member.link, Ready(self.epoch, plan.num_blocks, plan.max_model_len))
 
     def _status(self, member: Member, sequence: int = 0) -> Effect:
         absent = self._registry.first_absent(MAX_REPORTED_ABSENT_RANKS)
-        return StatusSent(member.link, self.state, self.epoch, absent, sequence)
+        return MessageSent(member.link, PoolStatus(self.state, self.epoch, absent, sequence))
 
     def _statuses(self) -> list[Effect]:
         return [self._status(member) for member in self._registry if member.state is not RankState.LOST]

@@ -233,45 +233,68 @@ class RankInfo:
 
 
 @dataclass(frozen=True, slots=True)
-class PlanSent:
-    """Effect: send a rank its plan, which says what to allocate."""
+class Registered:
+    """The server has accepted a rank; see Registered in worker.proto.
 
-    link: LinkId
+    Attributes:
+        heartbeat_seconds: Interval at which the rank sends heartbeats.
+        heartbeat_timeout_seconds: Time without a message after which either side gives up the stream.
+        grace_seconds: Time in which an absent rank can come back with nothing lost.
+    """
+
+    heartbeat_seconds: float
+    heartbeat_timeout_seconds: float
+    grace_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """The tensors that a rank allocates for an epoch."""
+
     epoch: int
     config: KVCacheConfig
     max_model_len: int
 
 
 @dataclass(frozen=True, slots=True)
-class ReadySent:
-    """Effect: send a rank the message that the pool is open."""
+class Ready:
+    """The pool is open; `num_blocks` is the smallest number over all ranks."""
 
-    link: LinkId
     epoch: int
     num_blocks: int
     max_model_len: int
 
 
 @dataclass(frozen=True, slots=True)
-class StatusSent:
-    """Effect: send a rank the state of the pool; `heartbeat_sequence` is 0 unless this answers a heartbeat."""
+class PoolStatus:
+    """The state of the pool; `heartbeat_sequence` is 0 unless it answers a heartbeat."""
 
-    link: LinkId
     state: PoolState
     epoch: int
-    absent_ranks: tuple[Rank, ...]
+    absent_ranks: tuple[int, ...]
     heartbeat_sequence: int = 0
 
 
 @dataclass(frozen=True, slots=True)
-class FenceSent:
-    """Effect: send a rank the sessions whose steps may run; see Fence in worker.proto."""
+class FenceSet:
+    """The sessions whose steps may run; see Fence in worker.proto."""
 
-    link: LinkId
     fence_sequence: int
     epoch: int
-    last_session_number: SessionNumber
-    live_session_numbers: tuple[SessionNumber, ...]
+    last_session_number: int
+    live_session_numbers: tuple[int, ...]
+
+
+ServerMessage = Registered | Planned | Ready | PoolStatus | FenceSet
+"""A message of the server to a rank."""
+
+
+@dataclass(frozen=True, slots=True)
+class MessageSent:
+    """Effect: a message is sent to a rank."""
+
+    link: LinkId
+    message: ServerMessage
 
 
 @dataclass(frozen=True, slots=True)
@@ -315,8 +338,8 @@ class SessionsFenced:
     numbers: tuple[SessionNumber, ...]
 
 
-RankEffect = PlanSent | ReadySent | StatusSent | FenceSent | LinkEnded
-"""An effect on the stream of one rank."""
+RankEffect = MessageSent | LinkEnded
+"""What is done to one rank's stream."""
 
 PoolEffect = PoolOpened | PoolSuspended | PoolResumed | EpochPassed | SessionsFenced
 """An effect on the pool."""

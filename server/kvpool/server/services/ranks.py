@@ -12,10 +12,9 @@ from kvpool.core.ranks.messages import (
     Allocated,
     Effect,
     EpochPassed,
-    FenceSent,
     LinkEnded,
     LinkId,
-    PlanSent,
+    MessageSent,
     PoolEffect,
     PoolOpened,
     PoolResumed,
@@ -24,10 +23,10 @@ from kvpool.core.ranks.messages import (
     Rank,
     RankState,
     RankTiming,
-    ReadySent,
+    Ready,
+    Registered,
     Registration,
     SessionsFenced,
-    StatusSent,
 )
 from kvpool.core.specs.pool_config import PoolConfig, check_pool_name
 from kvpool.core.statistics import PrefixCacheStats
@@ -235,15 +234,8 @@ class Ranks:
         self._hub.faults.reach("rank.registered")
         link.rank = registration.rank
         timing = self.timing
-        link.send(
-            worker_pb2.JoinResponse(
-                registered=worker_pb2.Registered(
-                    heartbeat_seconds=timing.heartbeat_seconds,
-                    heartbeat_timeout_seconds=timing.heartbeat_timeout_seconds,
-                    grace_seconds=timing.grace_seconds,
-                )
-            )
-        )
+        registered = Registered(timing.heartbeat_seconds, timing.heartbeat_timeout_seconds, timing.grace_seconds)
+        link.send(wire_ranks.server_message_to_proto(registered))
         _log.info(
             "rank registered",
             extra={
@@ -335,15 +327,10 @@ class Ranks:
     def _carry_out(self, membership: Membership, effects: list[Effect]) -> None:
         for effect in effects:
             match effect:
-                case PlanSent():
-                    self._send(effect.link, worker_pb2.JoinResponse(plan=wire_ranks.plan_to_proto(effect)))
-                case ReadySent():
-                    self._send(effect.link, worker_pb2.JoinResponse(ready=wire_ranks.ready_to_proto(effect)))
-                    self.fencing.schedule(membership.name)
-                case StatusSent():
-                    self._send(effect.link, worker_pb2.JoinResponse(status=wire_ranks.status_to_proto(effect)))
-                case FenceSent():
-                    self._send(effect.link, worker_pb2.JoinResponse(fence=wire_ranks.fence_to_proto(effect)))
+                case MessageSent(link, message):
+                    self._send(link, wire_ranks.server_message_to_proto(message))
+                    if isinstance(message, Ready):
+                        self.fencing.schedule(membership.name)
                 case LinkEnded():
                     self._end_link(membership, effect)
                 case _:

@@ -6,9 +6,10 @@ from kvpool.core.errors import AbortedError, InvalidArgumentError
 from kvpool.core.ids import SessionNumber
 from kvpool.core.ranks.messages import (
     EpochPassed,
-    FenceSent,
+    FenceSet,
     HeldTensors,
     LinkId,
+    MessageSent,
     PoolOpened,
     RankState,
     SessionsFenced,
@@ -23,11 +24,11 @@ def world() -> Gathering:
     return Gathering()
 
 
-def fence(world: Gathering, *awaiting: SessionNumber, live: tuple[SessionNumber, ...] = (THREE,)) -> list[FenceSent]:
-    """Sends a fence, with 3 as the newest session; returns the messages."""
+def fence(world: Gathering, *awaiting: SessionNumber, live: tuple[SessionNumber, ...] = (THREE,)) -> list[MessageSent]:
+    """Fences, with session 3 opened last; returns what was sent."""
     effects = world.members.fence(THREE, live, awaiting)
     world.do(effects)
-    return [effect for effect in effects if isinstance(effect, FenceSent)]
+    return [effect for effect in effects if isinstance(effect, MessageSent)]
 
 
 def answer(world: Gathering, link: LinkId, sequence: int) -> tuple[SessionNumber, ...]:
@@ -50,7 +51,7 @@ def test_a_pool_opens_with_ranks_that_fence_if_all_do(world: Gathering, *, fence
 
 def test_a_fence_lists_the_open_sessions(world: Gathering) -> None:
     links = world.form(fences=True)
-    assert fence(world, ONE, TWO) == [FenceSent(link, 1, 1, THREE, (THREE,)) for link in links]
+    assert fence(world, ONE, TWO) == [MessageSent(link, FenceSet(1, 1, THREE, (THREE,))) for link in links]
 
 
 def test_no_fence_is_sent_before_the_pool_is_open(world: Gathering) -> None:

@@ -15,16 +15,16 @@ from kvpool.core.ranks.messages import (
     Allocated,
     EpochPassed,
     HeldTensors,
-    PlanSent,
+    Planned,
     PoolOpened,
     PoolResumed,
     PoolState,
+    PoolStatus,
     PoolSuspended,
     Rank,
     RankState,
-    ReadySent,
+    Ready,
     Registration,
-    StatusSent,
 )
 from kvpool.core.specs.kinds import FullAttentionSpec
 from kvpool.core.specs.pool_config import HashScheme, ReuseOrder
@@ -38,17 +38,17 @@ def held(epoch: int = 1, num_blocks: int = 100) -> HeldTensors:
 def test_a_pool_opens_when_all_ranks_have_allocated() -> None:
     world = Gathering()
     first = world.register(registration(0))
-    assert isinstance(world.last(first), StatusSent)
+    assert isinstance(world.last(first), PoolStatus)
     assert not world.members.was_open
     second = world.register(registration(1))
     plans = [world.last(first), world.last(second)]
-    assert all(isinstance(plan, PlanSent) and plan.config.num_blocks == 100 and plan.epoch == 1 for plan in plans)
+    assert all(isinstance(plan, Planned) and plan.config.num_blocks == 100 and plan.epoch == 1 for plan in plans)
     world.allocate(first)
     assert not world.pool, "rule 1"
     world.allocate(second)
     assert world.members.state is PoolState.READY
     assert (world.epoch, world.num_blocks) == (1, 100)
-    assert [world.last(first), world.last(second)] == [ReadySent(link, 1, 100, 1024) for link in (first, second)]
+    assert [world.last(first), world.last(second)] == [Ready(1, 100, 1024) for link in (first, second)]
 
 
 def test_the_rank_with_the_least_memory_decides_the_plan() -> None:
@@ -66,7 +66,7 @@ def test_the_pool_shrinks_to_the_smallest_allocation_of_a_rank() -> None:
     world.allocate(links[1], 77)
     assert world.num_blocks == 77
     ready = world.last(links[0])
-    assert isinstance(ready, ReadySent)
+    assert isinstance(ready, Ready)
     assert ready.num_blocks == 77
 
 
@@ -117,7 +117,7 @@ def test_pipeline_stages_register_different_layers() -> None:
     world = Gathering()
     links = [world.register(registration(rank, layers={f"layer.{rank}": LAYER})) for rank in range(2)]
     plan = world.last(links[1])
-    assert isinstance(plan, PlanSent)
+    assert isinstance(plan, Planned)
     assert [group.layer_names for group in plan.config.groups] == [("layer.1",)]
     for link in links:
         world.allocate(link)
@@ -146,9 +146,9 @@ def test_a_lost_rank_suspends_the_pool_and_keeps_the_epoch(by: str) -> None:
     assert world.members.state is PoolState.DEGRADED
     assert isinstance(world.pool[-1], PoolSuspended)
     assert world.members.epoch == 1
-    status = world.last(links[0])
-    assert isinstance(status, StatusSent)
-    assert (status.state, status.absent_ranks) == (PoolState.DEGRADED, (1,))
+    sent = world.last(links[0])
+    assert isinstance(sent, PoolStatus)
+    assert (sent.state, sent.absent_ranks) == (PoolState.DEGRADED, (1,))
     state = RankState.LOST if by == "break" else RankState.SILENT
     assert [info.state for info in world.members.rank_infos()] == [RankState.READY, state]
 
@@ -167,7 +167,7 @@ def test_rule_4_a_process_that_returns_in_time_loses_nothing(by: str) -> None:
     assert [type(effect) for effect in world.pool] == [PoolOpened, PoolSuspended, PoolResumed]
     assert world.members.state is PoolState.READY
     ready = world.last(links[0])
-    assert isinstance(ready, ReadySent)
+    assert isinstance(ready, Ready)
     assert ready.epoch == 1
 
 
@@ -222,7 +222,7 @@ def test_a_successor_gets_a_new_plan_and_all_others_too() -> None:
     successor = world.register(registration(1, boot_id="successor", blocks=80))
     assert world.pool[-1] == EpochPassed(2)
     plan = world.last(links[0])
-    assert isinstance(plan, PlanSent)
+    assert isinstance(plan, Planned)
     assert (plan.epoch, plan.config.num_blocks) == (2, 80)
     world.allocate(links[0], 100)  # it keeps its tensors
     world.allocate(successor)
@@ -267,7 +267,7 @@ def test_a_rank_lost_while_others_allocate_can_return_and_gets_a_new_plan() -> N
     assert [info.state for info in world.members.rank_infos()] == [RankState.REGISTERED, RankState.ABSENT]
     back = world.register(registration(1))
     plan = world.last(links[0])
-    assert isinstance(plan, PlanSent)
+    assert isinstance(plan, Planned)
     assert plan.epoch == 2
     for link in (links[0], back):
         world.allocate(link)
@@ -306,7 +306,7 @@ def test_a_silent_rank_that_returns_after_another_was_replaced_gets_a_plan() -> 
     lose(world, links[0], links[1:], "silence")
     world.break_link(links[1])
     successor = world.register(registration(1, boot_id="successor"))
-    assert isinstance(world.last(successor), StatusSent)
+    assert isinstance(world.last(successor), PoolStatus)
     world.beat(links[0])
     for link in (links[0], successor):
         world.allocate(link)
@@ -322,7 +322,7 @@ def test_giving_up_one_lost_rank_gives_up_all_lost_ranks() -> None:
     infos = world.members.rank_infos()
     assert [info.state for info in infos] == [RankState.REGISTERED, RankState.REGISTERED, RankState.ABSENT]
     assert [info.num_blocks for info in infos] == [0, 0, 0]
-    assert isinstance(world.last(successor), StatusSent), "no plan may be sent while a rank is absent"
+    assert isinstance(world.last(successor), PoolStatus), "nobody may be sent a plan while a rank is absent"
 
 
 def test_a_rank_that_leaves_is_given_up_at_once() -> None:
@@ -376,12 +376,12 @@ def test_ranks_that_fall_silent_together_are_reported_in_one_message_per_rank() 
     assert world.members.absent_ranks == tuple(range(10, 100))
     for link in links[:10]:
         answer, status = world.sent[link][sent[link] :]
-        assert isinstance(answer, StatusSent)
-        assert isinstance(status, StatusSent)
-        assert status.absent_ranks == tuple(range(10, 74)), "the first 64 absent ranks"
+        assert isinstance(answer, PoolStatus)
+        assert isinstance(status, PoolStatus)
+        assert status.absent_ranks == tuple(range(10, 74)), "the first 64 of them"
     world.break_link(links[0])
-    assert isinstance(world.sent[links[1]][-1], StatusSent)
-    assert len(world.sent[links[1]]) == sent[links[1]] + 2, "the answer to the next heartbeat reports the others"
+    assert isinstance(world.sent[links[1]][-1], PoolStatus)
+    assert len(world.sent[links[1]]) == sent[links[1]] + 2, "the next heartbeat's answer tells of more"
 
 
 def test_a_new_stream_of_the_same_process_takes_over() -> None:
@@ -389,8 +389,8 @@ def test_a_new_stream_of_the_same_process_takes_over() -> None:
     links = world.form()
     others = len(world.sent[links[1]])
     newer = world.register(registration(0, held=held()))
-    assert world.last(newer) == ReadySent(newer, 1, 100, 1024)
-    assert len(world.sent[links[1]]) == others, "nothing changed for the others"
+    assert world.last(newer) == Ready(1, 100, 1024)
+    assert len(world.sent[links[1]]) == others, "nothing has changed for them"
     old = world.last(links[0])
     assert isinstance(old, AbortedError)
     assert old.reason == "STREAM_SUPERSEDED"

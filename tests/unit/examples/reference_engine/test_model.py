@@ -84,19 +84,19 @@ def test_stages_have_consecutive_layers() -> None:
         ({"dtype": "float1"}, "dtype"),
     ],
 )
-def test_sizes_that_cannot_be_are_refused(options: dict[str, object], field: str) -> None:
+def test_impossible_sizes_are_refused(options: dict[str, object], field: str) -> None:
     with pytest.raises(InvalidArgumentError) as caught:
         ReferenceConfig(**options)  # type: ignore[arg-type]
     assert caught.value.field == field
 
 
 def test_heads_that_cannot_be_shared_are_refused() -> None:
-    with pytest.raises(InvalidArgumentError, match="tp_size: 4 ranks cannot share num_kv_heads 2"):
+    with pytest.raises(InvalidArgumentError, match="tp_size: 4 ranks cannot divide num_kv_heads 2"):
         ReferenceConfig().kv_cache_specs(4)
 
 
 def test_a_layout_without_keys_and_values_is_refused() -> None:
-    with pytest.raises(InvalidArgumentError, match=r"layer 'model\.layers\.0\.self_attn': 'mla' keeps"):
+    with pytest.raises(InvalidArgumentError, match=r"layer 'model\.layers\.0\.self_attn': 'mla' is not a layout"):
         ReferenceModel(ReferenceConfig(), CPU, Alone(), layout="mla")
 
 

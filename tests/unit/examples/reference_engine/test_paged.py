@@ -73,7 +73,7 @@ def test_requests_side_by_side(variant: str, layout: str, device: torch.device) 
 
 @on_each_device
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_a_hit_continues_what_another_computed(variant: str, device: torch.device) -> None:
+def test_a_hit_continues_the_blocks_of_another_request(variant: str, device: torch.device) -> None:
     """The second request starts from the first one's blocks, of this step or of one before; those behind are NaN."""
     source = random.Random(variant)  # noqa: S311 - prompts
     config = ReferenceConfig(variant)
@@ -93,7 +93,7 @@ def test_a_hit_continues_what_another_computed(variant: str, device: torch.devic
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_what_is_held_is_read(variant: str) -> None:
+def test_held_blocks_are_read(variant: str) -> None:
     """The poison works: of each group, a block that is lost shows."""
     for group in range(len(Rank(ReferenceConfig(variant), torch.device("cpu")).specs)):
         rank = Rank(ReferenceConfig(variant), torch.device("cpu"))
@@ -122,7 +122,7 @@ def test_the_state_lies_at_the_end_of_each_block() -> None:
         rank.step(released=[other.request_id])
 
 
-def test_blocks_of_other_tokens_are_not_looked_up() -> None:
+def test_blocks_of_other_tokens_are_not_read() -> None:
     """Entries of the table that hold none of the tokens may be anything."""
     pages = torch.arange(12.0).view(3, 4, 1)
     blocks = torch.tensor([10**6, 2, 1, 10**6])

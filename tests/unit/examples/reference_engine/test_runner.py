@@ -80,7 +80,7 @@ def test_requests_that_are_not_running_are_refused(rank: Rank) -> None:
     assert len(rank.step(following)) == 1
 
 
-def test_there_are_so_many_rows(rank: Rank) -> None:
+def test_the_number_of_rows_is_limited(rank: Rank) -> None:
     requests = [RunningRequest(rank, f"r{i}", PROMPT) for i in range(LIMITS.max_num_reqs + 1)]
     steps = [request.schedule(6) for request in requests]
     rank.step(*steps[:-1])
@@ -99,7 +99,7 @@ def test_sessions_have_their_own_requests_of_one_name(rank: Rank) -> None:
     assert rank.step(theirs.schedule(1), session="theirs") == dense.greedy_tokens([8] * 6, 6)
 
 
-def test_a_request_that_begins_again_replaces_its_row(rank: Rank) -> None:
+def test_a_restarted_request_replaces_its_row(rank: Rank) -> None:
     dense = DenseModel(ReferenceConfig("sliding"), CPU)
     rank.step(RunningRequest(rank, "r", [2] * 30).schedule(30))
     assert rank.step(RunningRequest(rank, "r", PROMPT).schedule(6)) == dense.greedy_tokens(PROMPT, 6)

@@ -65,7 +65,7 @@ def session() -> Iterator[Session]:
             yield session
 
 
-def test_ranks_are_told_what_they_do_not_know(folder: Path, session: Session) -> None:
+def test_only_new_tokens_and_blocks_are_sent(folder: Path, session: Session) -> None:
     request = session.request("r", [1, 2, 3, 4, 5])
     with listening(folder / "s") as ranks:
         link = StepLink(folder / "s", KEY, LEASE)
@@ -105,7 +105,7 @@ def test_a_refusal_names_its_reason(folder: Path, session: Session) -> None:
     assert not ranks.steps
 
 
-def test_strangers_are_not_listened_to(folder: Path, session: Session) -> None:
+def test_clients_without_the_authkey_are_refused(folder: Path, session: Session) -> None:
     request = session.request("r", [1, 2, 3])
     session.admit(request)
     with listening(folder / "s"):
