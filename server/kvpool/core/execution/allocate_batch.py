@@ -111,7 +111,7 @@ class AllocationBatch:
             The number of new blocks per operation, empty if there are none, and the block ids.
         """
         pool, manager, max_tokens = self._pool, self._manager, self._pool.config.max_model_len
-        span, room, caches = manager.span_tokens, manager.credit, pool.config.enable_caching
+        span, credit, caches = manager.span_tokens, manager.credit, pool.config.enable_caching
         new = manager.get_new_blocks(self.num_missing_blocks) if self.num_missing_blocks else []
         counts = [0] * len(self._rows) if new else []
         filled = DeferredBlocks(pool, self._session)
@@ -126,7 +126,7 @@ class AllocationBatch:
                 filled.add(request, min(num_tokens, end_tokens) // span)
             request.num_computed_tokens = end_tokens
             request.filling_sequence = sequence
-            bound_tokens = room.num_tokens(len(table.block_ids), table.num_cached, 0)
+            bound_tokens = credit.num_tokens(len(table.block_ids), table.num_cached, 0)
             request.credit_tokens = bound_tokens if bound_tokens < max_tokens else max_tokens  # noqa: FURB136 - min() is slower
         filled.cache(sequence)
         pool.activity.allocations += len(self._rows)

@@ -371,9 +371,9 @@ class StepChecker:
             self._token_at = end
 
     def _check_taken(self, i: int, row: CheckedOperation, request: Request, taken: int) -> None:
-        room = self._pool.max_tokens_on_credit(request) - request.num_computed_tokens
-        if not 0 <= taken <= room:
-            check_range(f"num_taken_tokens[{i}]", taken, 0, max(room, 0))
+        limit = self._pool.max_tokens_on_credit(request) - request.num_computed_tokens
+        if not 0 <= taken <= limit:
+            check_range(f"num_taken_tokens[{i}]", taken, 0, max(limit, 0))
         row.num_taken_tokens = taken
 
     def _check_rejected(self, i: int, row: CheckedOperation, seen: _Seen, rejected: int) -> None:
