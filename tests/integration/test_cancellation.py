@@ -1,4 +1,4 @@
-"""asyncio: a call that is cancelled at any await leaves a session that goes on, or says that it is unsettled."""
+"""asyncio: a call cancelled at any await leaves a usable session, or one that reports that it is unsettled."""
 
 import asyncio
 import types
@@ -172,7 +172,7 @@ async def test_cancelled_at_any_await(
     assert cancelled > 0
 
 
-async def test_cancelled_while_it_tries_again(address: str, direct: Client, tmp_path: Path) -> None:
+async def test_cancelled_during_a_retry(address: str, direct: Client, tmp_path: Path) -> None:
     """The connection breaks under the step; it is cancelled in the pauses, and while it connects anew."""
     ended = 0
     for count in range(MOST_AWAITS):

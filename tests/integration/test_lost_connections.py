@@ -1,4 +1,4 @@
-"""A whole conversation over a network that breaks off at any byte of it: everything is done exactly once."""
+"""A conversation over a network that fails at any byte: every change is made exactly once."""
 
 import asyncio
 from collections.abc import Iterator
@@ -130,7 +130,7 @@ def network(address: str, direct: Client, tmp_path: Path) -> Network:
         (Fault.BLACK_HOLE, 60 * STRIDE_BYTES, True),
     ],
 )
-async def test_wherever_the_connection_fails_all_is_done_exactly_once(
+async def test_every_change_is_made_exactly_once_wherever_the_connection_fails(
     fault: Fault,
     stride: int,
     sync: bool,  # noqa: FBT001 - a parameter of the test

@@ -1,4 +1,4 @@
-"""What the tokens of one name can take of a server, and what that leaves to others."""
+"""The share of a server that the tokens of one name can use, and the rest for others."""
 
 import queue
 from collections.abc import Iterator
@@ -98,7 +98,7 @@ def test_one_token_cannot_take_all_pools_also_after_a_restart(house: House) -> N
         b.create_pool(pool_config("b3"))
 
 
-def test_pools_that_form_count_to_the_token_of_their_first_rank(house: House) -> None:
+def test_forming_pools_count_for_the_token_of_their_first_rank(house: House) -> None:
     with channel(house.address, secret_of("ranks")) as opened:
         stub = worker_pb2_grpc.WorkerServiceStub(opened)
         joined: list[tuple[Any, queue.SimpleQueue[worker_pb2.JoinRequest | None]]] = []

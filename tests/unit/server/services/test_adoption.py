@@ -1,4 +1,4 @@
-"""Pools of ranks that a journal brought back, also one that ended between two records of one change."""
+"""Recovery of pools with ranks from a journal, also one that ends between two records of one change."""
 
 import pytest
 
@@ -35,14 +35,14 @@ async def test_ranks_are_lost_until_they_are_back() -> None:
     hub.allocator.session("s", hub.now_seconds())
 
 
-async def test_an_epoch_that_had_passed_is_passed() -> None:
+async def test_an_epoch_that_had_passed_before_the_end_is_passed() -> None:
     hub, ranks = await adopted(RankGroup(2, OPTIONS))
     assert hub.allocator.pool("m").epoch == ranks.describe("m").epoch == 2
     with pytest.raises(AbortedError, match="rank"):
         hub.allocator.session("s", hub.now_seconds())
 
 
-async def test_an_epoch_that_was_about_to_open_begins_with_nobody() -> None:
+async def test_an_epoch_that_was_about_to_open_starts_without_ranks() -> None:
     gathering = Gathering()
     gathering.form()
     world = gathering.members.rank_group()
@@ -51,7 +51,7 @@ async def test_an_epoch_that_was_about_to_open_begins_with_nobody() -> None:
     assert ranks.describe("m").ranks == ()
 
 
-async def test_a_pool_that_never_opened_is_none() -> None:
+async def test_a_pool_that_never_opened_does_not_exist() -> None:
     hub = Hub(100)
     hub.allocator.keep_rank_group(NAME, RankGroup(1, OPTIONS))
     ranks = Ranks(hub, TIMING, 100, 10)

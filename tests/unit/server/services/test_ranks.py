@@ -1,4 +1,4 @@
-"""The streams of ranks and what becomes of their pools, without a wire."""
+"""Streams of ranks and their effect on pools, without gRPC."""
 
 import asyncio
 
@@ -37,7 +37,7 @@ class Place:
         return membership, link
 
 
-async def test_the_end_of_an_old_stream_takes_nothing_from_a_pool_that_forms_anew() -> None:
+async def test_the_end_of_an_old_stream_does_not_affect_a_pool_that_forms_again() -> None:
     place = Place()
     before, old = place.join(0)
     place.ranks.leave(before, old)
@@ -47,7 +47,7 @@ async def test_the_end_of_an_old_stream_takes_nothing_from_a_pool_that_forms_ane
     assert place.ranks.membership("m") is now
 
 
-async def test_an_epoch_passes_for_more_sessions_than_are_remembered() -> None:
+async def test_an_epoch_passes_with_more_sessions_than_are_remembered() -> None:
     place = Place()
     membership, link = place.open()
     for i in range(REMEMBERED_ENDS + 1):
@@ -81,7 +81,7 @@ class Clock:
 
 
 @pytest.mark.parametrize("busy_seconds", [1.0, 3.0])
-async def test_no_rank_is_blamed_for_the_time_that_the_server_was_busy(
+async def test_time_in_which_the_server_was_busy_is_not_counted_against_ranks(
     busy_seconds: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     place = Place()
