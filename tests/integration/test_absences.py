@@ -56,7 +56,7 @@ def test_a_stopped_server_expires_no_lease(server: ServerProcess, client: Client
         assert session.allocate_slots(request, 1) is not None
         assert session.lease_left_seconds > 0.0
         assert client.get_pool("m").activity.leases_expired == 0
-        wait_until_sessions_are(client, 1)  # the one that says nothing any more
+        wait_until_sessions_are(client, 1)  # the stopped one
         with pytest.raises(grpc.RpcError) as caught:
             stub.KeepAlive(keep_alive)
     assert from_rpc_error(caught.value).reason == "LEASE_EXPIRED"
@@ -102,7 +102,7 @@ def test_a_stopped_scheduler_learns_that_its_lease_expired(server: ServerProcess
 
 
 def test_sessions_after_a_killed_server_without_a_journal(tmp_path: Path) -> None:
-    """Without a journal it knows nothing: a clear error, and a new session on the same connection."""
+    """Without a journal the next server knows no session: a clear error, then a new session on the same connection."""
     address = f"unix:{tmp_path / 's'}"
     first = ServerProcess(address)
     with connect(address, deadline_seconds=20.0) as client:
@@ -130,7 +130,7 @@ def test_sessions_after_a_killed_server_without_a_journal(tmp_path: Path) -> Non
 
 
 def serve(address: str, journal: Path, faults: str = "") -> subprocess.Popen[bytes]:
-    """Starts `kvpool serve` with a journal, to die at a fault point."""
+    """Starts `kvpool serve` with a journal; it exits at a fault point."""
     command = [str(Path(sys.executable).parent / "kvpool"), "serve", "--listen", address, "--journal", str(journal)]
     return subprocess.Popen(command, env={**os.environ, "KVPOOL_FAULTS": faults}, stderr=subprocess.DEVNULL)
 
@@ -140,7 +140,7 @@ def serve(address: str, journal: Path, faults: str = "") -> subprocess.Popen[byt
                 "session.closed:kill:1"],
 )  # fmt: skip
 def test_a_killed_server_with_a_journal_is_transparent(instant: str, tmp_path: Path) -> None:
-    """One client, one session, no call that fails; and nothing is done twice."""
+    """One client and one session: no call fails, and no change is made twice."""
     address, journal = f"unix:{tmp_path / 's'}", tmp_path / "journal"
     first = serve(address, journal, instant)
     restarted: list[subprocess.Popen[bytes]] = []

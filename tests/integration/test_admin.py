@@ -59,7 +59,7 @@ def fixture_pool(client: Client, request: pytest.FixtureRequest) -> str:
 
 
 def run(session: Session, name: str = "r", prompt: list[int] = PROMPT) -> Request:
-    """Has a request run whose step was executed."""
+    """Runs a request and reports its step as executed."""
     request = session.request(name, prompt)
     assert session.admit(request)
     session.mark_executed()
@@ -67,7 +67,7 @@ def run(session: Session, name: str = "r", prompt: list[int] = PROMPT) -> Reques
 
 
 def seen(client: Client, admin: AdminClient, pool: str) -> object:
-    """All that can be told of a pool, but for times."""
+    """Everything that AdminService returns about a pool, except times."""
     sessions = [
         (s.session_number, s.client_name, s.sequence, s.executed_sequence, s.requests, s.held_blocks)
         for s in admin.sessions(pool)

@@ -38,7 +38,7 @@ TOKENS: list[Entry] = [
 
 
 class House:
-    """A server with tokens, a pool and a session in it."""
+    """A server with tokens, a pool and a session."""
 
     def __init__(self, folder: Path) -> None:
         self.tokens = folder / "tokens.toml"
@@ -50,7 +50,7 @@ class House:
         self.session: Session = self.client.open_session("a-pool", lease_seconds=600)
 
     def state(self) -> list[object]:
-        """All that an operator can be told, but what time changes."""
+        """Everything that AdminService returns, except times."""
         with AdminClient(self.address, token=secret_of("admin-all")) as admin:
             pools = admin.overview().pools
             return [*pools, *((info.session_number, info.sequence, info.requests) for info in admin.sessions())]
@@ -75,7 +75,7 @@ def nothing_changed(house: House) -> Iterator[None]:
 
 
 def call(address: str, method: str, request: Message, token: str | None) -> Any:
-    """Makes a call, and returns the first answer."""
+    """Makes a call and returns the first response."""
     described = METHODS[method]
     kinds = {True: "stream", False: "unary"}
     kind = f"{kinds[described.client_streaming]}_{kinds[described.server_streaming]}"
@@ -90,7 +90,7 @@ def call(address: str, method: str, request: Message, token: str | None) -> Any:
 
 
 def request_of(method: str, pool: str, session_id: str) -> Message:
-    """A request of a method that names a pool, or a session, where its rule looks."""
+    """A request of a method, with the pool or session in the field of the method's scope."""
     message = GetMessageClass(METHODS[method].input_type)()
     request: Any = message
     match RULES[method].scope:
@@ -214,7 +214,7 @@ def test_a_revoked_token_loses_its_streams_and_calls_and_a_broken_file_changes_n
     house.tokens.write_text("[[token]")
     watcher = connect(house.address, token=secret_of("watcher-all"))
     watch = watcher.watch("a-pool", heartbeat_seconds=0.2)
-    assert next(watch).sequence == 0  # a heartbeat: let in by what the file said before
+    assert next(watch).sequence == 0  # a heartbeat: authorized by the earlier file
     with house.session.step():
         pass
     left = [entry for entry in TOKENS if entry["name"] not in ("watcher-all", "scheduler-a")]

@@ -45,19 +45,19 @@ def client(server: ServerProcess, address: str) -> Iterator[Client]:
 
 
 def works(session: Session, request_id: str) -> bool:
-    """Whether a session still gets blocks."""
+    """Whether a session can still allocate blocks."""
     return session.admit(session.request(request_id, list(range(20)))) is not None
 
 
 def wait_until_draining(client: Client) -> None:
-    """Waits until the server has taken in that it is to stop, and sees that it takes no sessions."""
+    """Waits until the server has accepted the stop and refuses sessions."""
     wait_until(lambda: client.get_pool("m").state is PoolState.DRAINING, "the server drains")
     with pytest.raises(UnavailableError, match="about to stop"):
         client.open_session("m")
 
 
 def exit_status(server: ServerProcess) -> int:
-    """Waits until a server has ended by itself."""
+    """Waits until a server has exited by itself."""
     return server.process.wait(timeout=30)
 
 
@@ -149,5 +149,5 @@ def test_an_open_key_is_answered_while_the_server_drains(server: ServerProcess, 
 def test_signals_during_exit_are_not_a_failure(server: ServerProcess) -> None:
     while server.process.poll() is None:
         server.process.send_signal(signal.SIGTERM)
-        time.sleep(0.001)  # often, and yet it gets to its end
+        time.sleep(0.001)  # many signals; the server exits nevertheless
     assert server.process.returncode == 0

@@ -23,7 +23,7 @@ def keepers() -> set[threading.Thread]:
 
 
 def evicted(address: str, client: Client, pool: str) -> tuple[Session, threading.Thread]:
-    """A session that an operator has ended, and the thread that kept it alive."""
+    """A session that an operator has evicted, and the thread that renewed its lease."""
     before = keepers()
     session = client.open_session(pool, lease_seconds=3.0)
     (keeper,) = keepers() - before
@@ -41,7 +41,7 @@ def mark(session: Session) -> None:
 
 
 def wait(session: Session) -> None:
-    """Lets the session hear of its end by keeping it alive."""
+    """Waits until the renewal of the lease has detected the end."""
     heard = threading.Event()
     timer: Any = session._lease_timer
     while timer.left_seconds > 0:

@@ -144,16 +144,16 @@ def test_too_many_watches(address: str, session: Session) -> None:
 
 
 class Deaf:
-    """A client that sends steps, and reads nothing."""
+    """A client that sends steps and reads nothing."""
 
     def __init__(self, address: str, pool: str, hashes: bytes, num_tokens: int) -> None:
-        options = [("grpc.use_local_subchannel_pool", 1)]  # a connection of its own
+        options = [("grpc.use_local_subchannel_pool", 1)]  # its own connection
         self.channel = grpc.insecure_channel(address, options=options)
         self._stub = allocator_pb2_grpc.AllocatorServiceStub(self.channel)
         opened = self._stub.OpenSession(allocator_pb2.OpenSessionRequest(pool_name=pool, lease_seconds=1.0))
         self._outgoing: queue.SimpleQueue[step_pb2.Step | None] = queue.SimpleQueue()
         self.call: Any = self._stub.Schedule(iter(self._outgoing.get, None))
-        count = 128  # as much as a step looks up
+        count = 128  # the maximum that a step looks up
         added = {"num_appended_tokens": [num_tokens] + [0] * count, "block_hashes": hashes, "request_ids": ["x"]}
         for sequence in range(1, 200):
             first = [step_pb2.OPERATION_ADD] if sequence == 1 else []
@@ -182,7 +182,7 @@ def test_a_client_that_does_not_read_is_disconnected_and_its_lease_runs() -> Non
             session.mark_executed()
             deaf = Deaf(address, "m", b"".join(request.hashes), 1020)
             while client.get_pool("m").sessions == 2:
-                session.get_common_prefix_blocks(request)  # others are served meanwhile
+                session.get_common_prefix_blocks(request)  # other sessions are served meanwhile
             with pytest.raises(grpc.RpcError) as caught:
                 for _ in deaf.call:
                     pass

@@ -363,7 +363,7 @@ def test_a_session_cannot_use_requests_of_another(client: Client, pool: str) -> 
     with client.open_session(pool) as one, client.open_session(pool) as other:
         mine = one.request("a", PROMPT)
         one.admit(mine)
-        theirs = other.request("a", PROMPT)  # the same id and number, in another session
+        theirs = other.request("a", PROMPT)  # the same id and number in another session
         other.admit(theirs)
         other.free(theirs)
         assert client.get_pool(pool).free_blocks == 99 - 11
@@ -398,7 +398,7 @@ def test_a_silent_session_ends_with_its_lease(
 
 
 def test_a_stream_or_keep_alive_renews_the_lease(client: Client, pool: str) -> None:
-    """Three leases pass without a step: the client's own keep-alive is what keeps it."""
+    """Three lease times pass without a step: the client's keep-alive renews the lease."""
     with client.open_session(pool, lease_seconds=1.0) as session:
         request = session.request("r", PROMPT)
         session.admit(request)
@@ -502,7 +502,7 @@ def test_events_replay_and_refusals(client: Client, address: str) -> None:
     with grpc.insecure_channel(address) as channel:
         request = event_pb2.WatchRequest(pool_name="events")
         call = event_pb2_grpc.EventServiceStub(channel).Watch(request)
-        # Where the watch stands: closing the session withdrew what it had never said to be executed.
+        # Closing the session removed the blocks that it had never reported as executed.
         assert next(call).sequence == 2
         call.cancel()
 
@@ -555,7 +555,7 @@ signal.pause()
 
 @pytest.mark.parametrize("kind", ["unix", "tcp"])
 def test_an_open_stream_of_a_stopped_process_does_not_hold_its_blocks(kind: str, tmp_path: Path) -> None:
-    """Its connections stay open, but nobody answers on them."""
+    """The connections of the process stay open, but it does not respond."""
     server = ServerProcess(f"unix:{tmp_path / 's'}" if kind == "unix" else "127.0.0.1:0", dead_peer_seconds=2.0)
     with connect(server.addresses[0]) as client:
         client.create_pool(pool_config())

@@ -15,7 +15,7 @@ from support.wire_ranks import wait_until
 
 PROMPT = list(range(41))
 STARTERS = {"CreatePool", "GetPool", "WaitUntilReady", "OpenSession"}
-"""Calls that name no session."""
+"""Calls without a session."""
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +31,7 @@ def refusal(call: Callable[[], object]) -> KvpoolError:
 
 
 def calls_of_sessions(stub: allocator_pb2_grpc.AllocatorServiceStub) -> dict[str, Callable[[str], object]]:
-    """Every call that names a session, from the proto itself, with nothing else filled in but a number."""
+    """Every call that names a session, found in the proto, with only the session and a number set."""
     service = allocator_pb2.DESCRIPTOR.services_by_name["AllocatorService"]
     calls: dict[str, Callable[[str], object]] = {}
     for method in service.methods:
@@ -108,7 +108,7 @@ def test_resuming_ends_the_former_stream_and_refuses_its_calls(
     assert next(stream).sequence == 1
     request = allocator_pb2.ResumeSessionRequest(session_id=before_id, sequence=1, resume_key="k")
     resumed = stub.ResumeSession(request)
-    outgoing.put(step_pb2.Step(sequence=2))  # may reach the server before the stream's end reaches us
+    outgoing.put(step_pb2.Step(sequence=2))  # may reach the server before the client sees the end of the stream
     assert refusal(lambda: next(stream)).reason == "STREAM_SUPERSEDED"
     outgoing.put(None)
     info = client.get_pool(pool)
@@ -159,7 +159,7 @@ def test_a_restarted_scheduler_continues(address: str, client: Client, pool: str
 
 
 def test_the_end_of_a_session_is_detected_between_steps(client: Client, pool: str) -> None:
-    """By the thread that renews its lease, which goes on for the deadlines of steps: it must not die of that."""
+    """The thread that renews the lease, which also checks the deadlines of steps, must survive it."""
     session = client.open_session(pool, lease_seconds=0.6)
     request = session.request("r", PROMPT)
     session.admit(request)

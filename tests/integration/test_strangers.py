@@ -56,11 +56,11 @@ def test_a_token_revoked_before_the_request_arrives_is_refused(tmp_path: Path) -
     with guarded_server(tmp_path, **FOREVER) as address, connect(address, token=secret_of("other")) as other:
         other.create_pool(pool_config())
         with channel(address, secret_of("ops")) as opened:
-            assert is_serving(opened)  # connected: what is sent from here on comes in order
+            assert is_serving(opened)  # connected: later messages arrive in order
             call = Silent(opened, "kvpool.v1.AdminService/RemovePool")
-            assert is_serving(opened)  # the call before has been heard
+            assert is_serving(opened)  # the server has seen the call before
             write_tokens(tmp_path / "tokens.toml", TOKENS[1:])
-            other.get_pool("m")  # the server looks at the file
+            other.get_pool("m")  # the server checks the file
             call.send(b"\n\x01m")
             assert call.error().reason == "TOKEN_REVOKED"
         assert other.get_pool("m").config.name == "m"
@@ -72,7 +72,7 @@ def test_pending_calls_without_a_token_yield_to_a_complete_one(tmp_path: Path) -
         channel(address) as opened,
         connect(address, token=secret_of("ops")) as client,
     ):
-        assert is_serving(opened)  # connected: what is sent from here on comes in order
+        assert is_serving(opened)  # connected: later messages arrive in order
         silent = [Silent(opened, CHECK) for _ in range(MAX_PENDING_OPEN_CALLS)]
         for _ in range(3 * MAX_PENDING_OPEN_CALLS):
             silent.append(Silent(opened, CHECK))
@@ -93,8 +93,8 @@ def test_pending_calls_of_one_host_do_not_displace_those_of_another(tmp_path: Pa
         channel(server.addresses[1]) as far,
     ):
         slow = Silent(near, CHECK)
-        assert is_serving(near)  # on the same connection: the server has heard of the one before
-        assert is_serving(far)  # connected: what is sent from here on comes in order
+        assert is_serving(near)  # on the same connection: the server has seen the call before
+        assert is_serving(far)  # connected: later messages arrive in order
         silent = [Silent(far, CHECK) for _ in range(2 * MAX_PENDING_OPEN_CALLS)]
         assert {call.error().reason for call in silent[:MAX_PENDING_OPEN_CALLS]} == {"NOTHING_SENT"}
         slow.send(b"")
@@ -116,7 +116,7 @@ def test_health_watches_are_limited_and_checks_still_answered(tmp_path: Path) ->
         assert is_serving(opened)
         for watch in watches:
             watch.cancel()
-        assert is_serving(opened)  # on the same connection: the server has heard of that, too
+        assert is_serving(opened)  # on the same connection: the server has seen that, too
         again = stub.Watch(health_pb2.HealthCheckRequest())
         assert next(again).status == health_pb2.HealthCheckResponse.SERVING
         again.cancel()

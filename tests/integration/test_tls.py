@@ -52,7 +52,7 @@ def mutual(authority: Authority) -> Iterator[str]:
 
 
 def is_let_in(address: str, tls: TlsConfig | None) -> bool:
-    """Whether the server answers a client with these certificates; else the connection must have failed."""
+    """Whether the server answers a client with these certificates. Otherwise the connection must have failed."""
     with channel(address, tls=tls) as opened:
         try:
             health_pb2_grpc.HealthStub(opened).Check(health_pb2.HealthCheckRequest(), timeout=20)
@@ -144,7 +144,7 @@ def test_new_connections_get_new_certificates_and_old_ones_live_on(
             exchange(stranger.issue("127.0.0.1"))
             assert is_let_in(address, theirs)
             assert not is_let_in(address, ours)
-            session.admit(session.request("r2", token_ids=range(8)))  # on the stream that stood before
+            session.admit(session.request("r2", token_ids=range(8)))  # on the stream opened before
             assert client.get_pool("m").sessions == 1
 
 

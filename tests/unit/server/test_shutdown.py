@@ -9,7 +9,7 @@ from kvpool.server.shutdown import Shutdown
 
 
 class Situation:
-    """An ending, with sessions and a clock that the test moves."""
+    """A shutdown with sessions and a clock that the test controls."""
 
     def __init__(self) -> None:
         self.sessions = 1
@@ -17,7 +17,7 @@ class Situation:
         self.shutdown = Shutdown(lambda: self.sessions, lambda: self.now_seconds)
 
     async def has_ended(self) -> bool:
-        """Whether the wait is over, after the loop has gone round often enough for it to notice."""
+        """Whether the wait is over, after enough event loop iterations to detect it."""
         waiting = asyncio.create_task(self.shutdown.wait())
         done, _ = await asyncio.wait([waiting], timeout=0.3)
         waiting.cancel()

@@ -11,7 +11,7 @@ from kvpool.server.rpc import abort, abort_internal
 
 
 class EndedCall:
-    """The context of a call whose connection is gone."""
+    """The context of a call whose connection is closed."""
 
     async def abort(self, *_: object) -> NoReturn:
         raise grpc.aio.InternalError("Failed execute_batch")

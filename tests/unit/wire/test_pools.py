@@ -34,7 +34,7 @@ def test_operations_and_outcomes_have_the_numbers_of_the_protos() -> None:
     assert {f"OPERATION_{each.name}": int(each) for each in Operation} == {
         name: number for name, number in step_pb2.Operation.items() if number
     }
-    # 0 of the wire, UNSPECIFIED, is OK.
+    # 0 in the proto, UNSPECIFIED, means OK.
     assert {f"OUTCOME_{each.name}": int(each) for each in Outcome if each} == {
         name: number for name, number in step_pb2.Outcome.items() if number
     }

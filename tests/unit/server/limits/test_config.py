@@ -92,7 +92,7 @@ def test_tokens_of_a_session() -> None:
     with pytest.raises(ExhaustedError, match="more than 20 tokens") as caught:
         limits.check_step(world.pool, session, grow)
     assert (caught.value.reason, caught.value.field) == ("TOO_MANY_TOKENS", "num_appended_tokens")
-    grow.num_appended_tokens = [world.pool.config.max_model_len + 1]  # malformed, which the core says
+    grow.num_appended_tokens = [world.pool.config.max_model_len + 1]  # malformed, which the core refuses
     limits.check_step(world.pool, session, grow)
     world.free(session, 1)
     assert session.num_tokens == 0

@@ -12,7 +12,7 @@ from kvpool.server.limits.fair_turns import MAX_KNOWN_FLOWS, FairTurns
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """What `perf_counter` says, the last being now."""
+    """Values of `perf_counter`; the last one is the current time."""
     now = [0.0]
     monkeypatch.setattr("kvpool.server.limits.fair_turns.time.perf_counter", lambda: now[-1])
     return now
@@ -33,7 +33,7 @@ def turns() -> FairTurns:
 
 @pytest.fixture
 def work(turns: FairTurns, clock: list[float], served: list[str]) -> Work:
-    """One session that takes turns of so many seconds, back to back."""
+    """A session that takes turns of a fixed duration, back to back."""
 
     async def run(pool: str, session: str, seconds: float, count: int) -> None:
         for _ in range(count):

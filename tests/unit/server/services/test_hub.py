@@ -20,7 +20,7 @@ LEASE_SECONDS = 10.0
 
 @dataclass
 class Clocks:
-    """What the machine's clocks show."""
+    """Values of the machine's clocks."""
 
     monotonic_seconds: float = 1000.0
     wall_seconds: float = 1e9
@@ -36,7 +36,7 @@ def clocks(monkeypatch: pytest.MonkeyPatch) -> Clocks:
 
 @pytest.fixture
 def hub(clocks: Clocks) -> Hub:
-    del clocks  # it starts with them
+    del clocks  # requested so that the hub starts with them
     hub = Hub(1000)
     hub.create_pool(pool_config())
     hub.allocator.open_session("m", "", LEASE_SECONDS, session_id=SessionId("s"), now_seconds=hub.now_seconds())
@@ -44,7 +44,7 @@ def hub(clocks: Clocks) -> Hub:
 
 
 def pass_time(hub: Hub, clocks: Clocks, seconds: float) -> None:
-    """Lets a server that is well look at its clock all the time."""
+    """Advances time while the server reads its clock regularly."""
     for _ in range(round(seconds * 4)):
         clocks.monotonic_seconds += 0.25
         hub.now_seconds()

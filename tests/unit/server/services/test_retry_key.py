@@ -16,11 +16,11 @@ from kvpool.wire.steps import MAX_KEPT_BYTES, retry_key
 from support.core import World
 
 LONG = MAX_KEPT_BYTES + 1
-"""Block ids, a byte each, that make a message long."""
+"""Number of block ids, of one byte each, that make a message long."""
 
 
 def declaring(num_blocks: int, byte: bytes = b"h") -> step_pb2.Step:
-    """Declares a request of so many blocks of 4 tokens."""
+    """A step that declares a request of `num_blocks` blocks of 4 tokens."""
     return step_pb2.Step(
         sequence=1,
         operations=[step_pb2.OPERATION_ADD],
