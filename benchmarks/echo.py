@@ -8,9 +8,8 @@ from typing import Final
 import grpc
 
 from benchmarks.workloads import Micros, Stopwatch
-from kvpool.server.app import channel_options
 from kvpool.server.config import ServerConfig
-from kvpool.wire.channels import SESSION_CHANNEL_OPTIONS
+from kvpool.wire.channels import SESSION_CHANNEL_OPTIONS, server_channel_options
 
 _SERVICE: Final = "benchmarks.Echo"
 _METHOD: Final = "Echo"
@@ -18,7 +17,8 @@ _METHOD: Final = "Echo"
 
 async def serve_echo(addresses: tuple[str, ...], ready: Callable[[list[str]], None]) -> None:
     """Serves a stream that sends back what it gets, and nothing else, with the channel options of our server."""
-    server = grpc.aio.server(options=channel_options(ServerConfig(addresses=addresses)))
+    config = ServerConfig(addresses=addresses)
+    server = grpc.aio.server(options=server_channel_options(config.max_message_bytes, config.dead_peer_seconds))
     handlers: dict[str, grpc.RpcMethodHandler[bytes, bytes]] = {_METHOD: grpc.stream_stream_rpc_method_handler(_echo)}
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(_SERVICE, handlers),))
     bound = []
