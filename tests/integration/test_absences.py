@@ -1,4 +1,4 @@
-"""Processes that are stopped, killed and started again: whose lease runs out, and what the other side is told."""
+"""Processes that are stopped, killed and restarted: expiry of leases, and errors on the other side."""
 
 import os
 import signal
@@ -40,7 +40,7 @@ def wait_until_sessions_are(client: Client, count: int) -> None:
     wait_until(lambda: client.get_pool("m").sessions == count, f"{count} sessions are open")
 
 
-def test_a_server_that_was_stopped_blames_no_scheduler(server: ServerProcess, client: Client) -> None:
+def test_a_stopped_server_expires_no_lease(server: ServerProcess, client: Client) -> None:
     session = client.open_session("m", lease_seconds=LEASE_SECONDS)
     request = session.request("r", PROMPT)
     session.admit(request)
@@ -57,7 +57,7 @@ def test_a_server_that_was_stopped_blames_no_scheduler(server: ServerProcess, cl
         assert session.allocate_slots(request, 1) is not None
         assert session.lease_left_seconds > 0.0
         assert client.get_pool("m").activity.leases_expired == 0
-        wait_until_sessions_are(client, 1)  # the one that says nothing any more
+        wait_until_sessions_are(client, 1)  # the stopped one
         with pytest.raises(grpc.RpcError) as caught:
             stub.KeepAlive(keep_alive)
     assert from_rpc_error(caught.value).reason == "LEASE_EXPIRED"
@@ -85,7 +85,7 @@ print("went on", flush=True)
 """
 
 
-def test_a_scheduler_that_was_stopped_is_told_that_its_lease_ran_out(server: ServerProcess, client: Client) -> None:
+def test_a_stopped_scheduler_learns_that_its_lease_expired(server: ServerProcess, client: Client) -> None:
     command = [sys.executable, "-c", SCHEDULER, server.addresses[0]]
     scheduler = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert scheduler.stdout
@@ -102,8 +102,8 @@ def test_a_scheduler_that_was_stopped_is_told_that_its_lease_ran_out(server: Ser
     assert client.get_pool("m").activity.sessions_opened == 2
 
 
-def test_a_killed_server_is_survived_as_far_as_the_next_one_knows(tmp_path: Path) -> None:
-    """Without a journal it knows nothing: a clear error, and a new session on the same connection."""
+def test_sessions_after_a_killed_server_without_a_journal(tmp_path: Path) -> None:
+    """Without a journal the next server knows no session: a clear error, then a new session on the same connection."""
     address = f"unix:{tmp_path / 's'}"
     first = ServerProcess(address)
     with connect(address, deadline_seconds=20.0) as client:
@@ -140,8 +140,8 @@ def serve(address: str, journal: Path, armed: str = "") -> subprocess.Popen[byte
     "instant", ["session.opened:kill:1", "step.decoded:kill:2", "step.applied:kill:2", "step.answered:kill:2",
                 "session.closed:kill:1"],
 )  # fmt: skip
-def test_a_killed_server_with_a_journal_is_not_noticed(instant: str, tmp_path: Path) -> None:
-    """One client, one session, no call that fails; and nothing is done twice."""
+def test_a_killed_server_with_a_journal_is_transparent(instant: str, tmp_path: Path) -> None:
+    """One client and one session: no call fails, and no change is made twice."""
     address, journal = f"unix:{tmp_path / 's'}", tmp_path / "journal"
     first = serve(address, journal, instant)
     restarted: list[subprocess.Popen[bytes]] = []

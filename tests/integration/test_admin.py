@@ -1,4 +1,4 @@
-"""What operators see and do, over real sockets, while schedulers are at work."""
+"""AdminService over real sockets, while schedulers are running."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -59,7 +59,7 @@ def fixture_pool(client: Client, request: pytest.FixtureRequest) -> str:
 
 
 def run(session: Session, name: str = "r", prompt: list[int] = PROMPT) -> Request:
-    """Has a request run whose step was executed."""
+    """Runs a request and reports its step as executed."""
     request = session.request(name, prompt)
     assert session.admit(request)
     session.mark_executed()
@@ -67,7 +67,7 @@ def run(session: Session, name: str = "r", prompt: list[int] = PROMPT) -> Reques
 
 
 def seen(client: Client, admin: AdminClient, pool: str) -> object:
-    """All that can be told of a pool, but for times."""
+    """Everything that AdminService returns about a pool, except times."""
     sessions = [
         (s.session_number, s.client_name, s.sequence, s.executed_sequence, s.requests, s.held_blocks)
         for s in admin.sessions(pool)
@@ -102,7 +102,7 @@ def test_sessions_requests_and_blocks_of_schedulers_at_work(client: Client, admi
     assert [s for s in admin.sessions() if s.pool_name == pool] == []
 
 
-def test_ten_thousand_requests_come_in_pages_each_once(client: Client, admin: AdminClient, pool: str) -> None:
+def test_paging_returns_ten_thousand_requests_once_each(client: Client, admin: AdminClient, pool: str) -> None:
     with client.open_session(pool) as session:
         for start in range(0, 10_000, 2000):
             with session.step() as step:
@@ -115,7 +115,7 @@ def test_ten_thousand_requests_come_in_pages_each_once(client: Client, admin: Ad
         assert sum(1 for r in admin.requests(pool) if r.num_computed_tokens) == info.running_requests == 99
 
 
-def test_a_cache_in_use_is_not_reset_and_it_is_said_by_whom(client: Client, admin: AdminClient, pool: str) -> None:
+def test_a_cache_in_use_is_not_reset_and_its_holders_are_named(client: Client, admin: AdminClient, pool: str) -> None:
     with client.open_session(pool, client_name="busy") as busy, client.open_session(pool, client_name="idle"):
         request = run(busy)
         before = seen(client, admin, pool)
@@ -142,7 +142,7 @@ def test_a_pool_with_sinks_is_never_reset(client: Client, admin: AdminClient) ->
     assert refused.value.reason == "POOL_HAS_SINKS"
 
 
-def test_an_evicted_session_ends_and_its_blocks_come_back(client: Client, admin: AdminClient, pool: str) -> None:
+def test_an_evicted_session_ends_and_its_blocks_are_free(client: Client, admin: AdminClient, pool: str) -> None:
     with client.open_session(pool, client_name="other") as other:
         run(other, "o", [7] * 10)
         evicted = client.open_session(pool, client_name="hangs", lease_seconds=3600)
@@ -165,7 +165,7 @@ def test_an_evicted_session_ends_and_its_blocks_come_back(client: Client, admin:
             assert hit.num_hit_tokens == 40
 
 
-def test_what_is_not_there_is_refused_and_nothing_changes(client: Client, admin: AdminClient, pool: str) -> None:
+def test_unknown_names_are_refused_and_nothing_changes(client: Client, admin: AdminClient, pool: str) -> None:
     with client.open_session(pool) as session:
         run(session)
         (info,) = admin.sessions(pool)
@@ -199,7 +199,7 @@ def test_what_is_not_there_is_refused_and_nothing_changes(client: Client, admin:
         ("state", {"state": 9}),
     ],
 )
-def test_a_bad_page_is_refused_by_name(address: str, pool: str, field: str, request_: dict[str, object]) -> None:
+def test_an_invalid_page_is_refused_by_name(address: str, pool: str, field: str, request_: dict[str, object]) -> None:
     with grpc.insecure_channel(address) as channel:
         stub = admin_pb2_grpc.AdminServiceStub(channel)
         with pytest.raises(grpc.RpcError) as raised:
@@ -264,7 +264,7 @@ def test_a_removed_pool_frees_its_name_and_ends_its_watches(client: Client, admi
     assert client.create_pool(pool_config(pool, num_blocks=50)).free_blocks == 49
 
 
-def test_a_pool_of_ranks_is_seen_as_it_forms_and_removed_once_they_are_gone(
+def test_a_pool_is_listed_while_it_forms_and_removed_once_its_ranks_are_gone(
     address: str, client: Client, admin: AdminClient
 ) -> None:
     ranks = [WireRank(address).register(registration(0), "ranked")]

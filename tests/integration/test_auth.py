@@ -1,4 +1,4 @@
-"""Wrong doors: whoever may not do a thing is refused with its code, and nothing is changed by that."""
+"""Unauthorized calls are refused with the right code and change nothing."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -38,7 +38,7 @@ TOKENS: list[Entry] = [
 
 
 class House:
-    """A server with tokens, a pool and a session in it."""
+    """A server with tokens, a pool and a session."""
 
     def __init__(self, folder: Path) -> None:
         self.tokens = folder / "tokens.toml"
@@ -50,7 +50,7 @@ class House:
         self.session: Session = self.client.open_session("a-pool", lease_seconds=600)
 
     def state(self) -> list[object]:
-        """All that an operator can be told, but what time changes."""
+        """Everything that AdminService returns, except times."""
         with AdminClient(self.address, token=secret_of("admin-all")) as admin:
             pools = admin.overview().pools
             return [*pools, *((info.session_number, info.sequence, info.requests) for info in admin.sessions())]
@@ -75,7 +75,7 @@ def nothing_changed(house: House) -> Iterator[None]:
 
 
 def call(address: str, method: str, request: Message, token: str | None) -> Any:
-    """Makes a call, and returns the first answer."""
+    """Makes a call and returns the first response."""
     described = METHODS[method]
     kinds = {True: "stream", False: "unary"}
     kind = f"{kinds[described.client_streaming]}_{kinds[described.server_streaming]}"
@@ -90,7 +90,7 @@ def call(address: str, method: str, request: Message, token: str | None) -> Any:
 
 
 def request_of(method: str, pool: str, session_id: str) -> Message:
-    """A request of a method that names a pool, or a session, where its rule looks."""
+    """A request of a method, with the pool or session in the field of the method's scope."""
     message = GetMessageClass(METHODS[method].input_type)()
     request: Any = message
     match RULES[method].scope:
@@ -119,7 +119,7 @@ def test_every_method_has_a_rule_and_every_rule_a_method() -> None:
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_every_call_wants_a_token(house: House, method: str) -> None:
+def test_every_call_requires_a_token(house: House, method: str) -> None:
     request = request_of(method, "a-pool", house.session.session_id)
     with nothing_changed(house):
         for token, reason in {
@@ -132,7 +132,7 @@ def test_every_call_wants_a_token(house: House, method: str) -> None:
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_every_call_wants_its_role(house: House, method: str) -> None:
+def test_every_call_requires_its_role(house: House, method: str) -> None:
     request = request_of(method, "a-pool", house.session.session_id)
     others = set(Role) - RULES[method].roles
     assert others
@@ -143,7 +143,7 @@ def test_every_call_wants_its_role(house: House, method: str) -> None:
 
 
 @pytest.mark.parametrize("method", [name for name in METHODS if RULES[name].scope is not Scope.VISIBLE])
-def test_every_call_wants_its_pool_and_tells_nothing_of_others(house: House, method: str) -> None:
+def test_every_call_requires_its_pool_and_reveals_no_others(house: House, method: str) -> None:
     session_id = house.session.session_id
     with nothing_changed(house):
         for role in RULES[method].roles:
@@ -158,7 +158,7 @@ def test_every_call_wants_its_pool_and_tells_nothing_of_others(house: House, met
 
 
 @pytest.mark.parametrize("method", [name for name, rule in RULES.items() if rule.scope is Scope.POOL_OR_SERVER])
-def test_the_whole_server_is_for_tokens_of_all_pools(house: House, method: str) -> None:
+def test_the_whole_server_requires_a_token_for_all_pools(house: House, method: str) -> None:
     with nothing_changed(house):
         error = refusal(house.address, method, request_of(method, "", ""), secret_of("admin-b"))
         assert (type(error), error.reason, error.field) == (DeniedError, "POOL", "pool_name")
@@ -172,7 +172,7 @@ def test_lists_show_the_pools_of_the_token(house: House) -> None:
         assert len(list(admin.sessions())) == 1
 
 
-def test_a_session_is_its_tokens_alone(house: House) -> None:
+def test_a_session_belongs_to_its_token(house: House) -> None:
     keep = "kvpool.v1.AllocatorService/KeepAlive"
     request = request_of(keep, "", house.session.session_id)
     for name in ("other-a", "scheduler-all", "admin-all"):
@@ -192,7 +192,7 @@ def test_the_id_of_a_closed_session_opens_nothing(house: House) -> None:
                 assert (type(error), error.reason) == (AbortedError, "SESSION_CLOSED")
 
 
-def test_health_is_told_to_anybody_and_reflection_to_any_token(house: House) -> None:
+def test_health_needs_no_token_and_reflection_any_token(house: House) -> None:
     with channel(house.address) as opened:
         checked = health_pb2_grpc.HealthStub(opened).Check(health_pb2.HealthCheckRequest(), timeout=20)
         assert checked.status == health_pb2.HealthCheckResponse.SERVING
@@ -214,7 +214,7 @@ def test_a_revoked_token_loses_its_streams_and_calls_and_a_broken_file_changes_n
     house.tokens.write_text("[[token]")
     watcher = connect(house.address, token=secret_of("watcher-all"))
     watch = watcher.watch("a-pool", heartbeat_seconds=0.2)
-    assert next(watch).sequence == 0  # a heartbeat: let in by what the file said before
+    assert next(watch).sequence == 0  # a heartbeat: authorized by the earlier file
     with house.session.step():
         pass
     left = [entry for entry in TOKENS if entry["name"] not in ("watcher-all", "scheduler-a")]
@@ -234,7 +234,7 @@ def test_a_revoked_token_loses_its_streams_and_calls_and_a_broken_file_changes_n
     house.server.stop_cleanly()
 
 
-def test_sessions_of_another_salt_find_nothing_and_those_of_the_same_do(tmp_path: Path) -> None:
+def test_only_sessions_with_the_same_salt_share_hits(tmp_path: Path) -> None:
     tokens = tmp_path / "tokens.toml"
     salts = {"one": "s" * 16, "same": "s" * 16, "two": "t" * 16, "none": ""}
     entries: list[Entry] = [
@@ -263,7 +263,7 @@ def test_sessions_of_another_salt_find_nothing_and_those_of_the_same_do(tmp_path
     assert server.stop()[0] == 0
 
 
-def test_a_session_keeps_its_owner_and_its_salt_over_a_killed_server(tmp_path: Path) -> None:
+def test_a_session_keeps_its_owner_and_salt_after_the_server_is_killed(tmp_path: Path) -> None:
     tokens, folder = tmp_path / "tokens.toml", tmp_path / "journal"
     entries: list[Entry] = [{"name": name, "role": "scheduler", "pools": ["*"]} for name in ("mine", "other")]
     entries[0]["salt"] = "s" * 16

@@ -1,4 +1,4 @@
-"""asyncio: a call that is cancelled at any await leaves a session that goes on, or says that it is unsettled."""
+"""asyncio: a call cancelled at any await leaves a usable session, or one that reports that it is unsettled."""
 
 import asyncio
 import types
@@ -37,7 +37,7 @@ async def client(address: str) -> AsyncIterator[AsyncClient]:
 
 @types.coroutine
 def cancelled_at(call: Coroutine[Any, Any, object], count: int) -> Generator[Any, Any, object]:
-    """Runs a coroutine whose task is cancelled as it waits for the `count`th time, from 0."""
+    """Runs a coroutine and cancels its task at its `count`th wait, from 0."""
     resume: Callable[[Any], Any] = call.send
     value: Any = None
     for waits in range(10_000):
@@ -71,7 +71,7 @@ async def was_cancelled(call: Coroutine[Any, Any, object], count: int) -> bool:
 
 
 class Scene:
-    """A session on a pool of its own."""
+    """A session in its own pool."""
 
     def __init__(self, client: AsyncClient, direct: Client, name: str) -> None:
         self.client = client
@@ -84,7 +84,7 @@ class Scene:
         return session, session.request("r", PROMPT)
 
     async def end(self, session: AsyncSession, request: Request, *, steps: int) -> None:
-        """Frees the request and closes; everything was done once."""
+        """Frees the request and closes the session. Every change was made once."""
         try:
             await session.free(request)
         except WrongStateError as error:
@@ -151,7 +151,7 @@ async def cancel_resume(scene: Scene, count: int) -> bool:
 
 async def cancel_open(scene: Scene, count: int) -> bool:
     cancelled = await was_cancelled(scene.client.open_session(scene.name, lease_seconds=0.5), count)
-    async with asyncio.timeout(10):  # what it may have left ends with its lease
+    async with asyncio.timeout(10):  # a session that it may have left ends with its lease
         while scene.direct.get_pool(scene.name).sessions and cancelled:  # noqa: ASYNC110 - of another process
             await asyncio.sleep(0.05)
     return cancelled
@@ -172,8 +172,8 @@ async def test_cancelled_at_any_await(
     assert cancelled > 0
 
 
-async def test_cancelled_while_it_tries_again(address: str, direct: Client, tmp_path: Path) -> None:
-    """The connection breaks under the step; it is cancelled in the pauses, and while it connects anew."""
+async def test_cancelled_during_a_retry(address: str, direct: Client, tmp_path: Path) -> None:
+    """The connection breaks during the step; the call is cancelled in the pauses and while it reconnects."""
     ended = 0
     for count in range(MOST_AWAITS):
         proxy = Proxy(tmp_path / str(count), address, Fault.CUT)
@@ -188,7 +188,7 @@ async def test_cancelled_while_it_tries_again(address: str, direct: Client, tmp_
         if not cancelled:
             ended += 1
             assert num_links > num_before, "it was sent again, on another connection"
-        if ended == 3:  # it does not wait equally often each time
+        if ended == 3:  # the number of waits varies
             break
     assert not cancelled
     assert count > 2

@@ -1,4 +1,4 @@
-"""A server that is drained and then stops, as rolling upgrades need it: real processes, signals and commands."""
+"""Draining and stopping a server during a rolling upgrade: real processes, signals and commands."""
 
 import json
 import signal
@@ -45,19 +45,19 @@ def client(server: ServerProcess, address: str) -> Iterator[Client]:
 
 
 def works(session: Session, request_id: str) -> bool:
-    """Whether a session still gets blocks."""
+    """Whether a session can still allocate blocks."""
     return session.admit(session.request(request_id, list(range(20)))) is not None
 
 
 def wait_until_draining(client: Client) -> None:
-    """Waits until the server has taken in that it is to stop, and sees that it takes no sessions."""
+    """Waits until the server has accepted the stop and refuses sessions."""
     wait_until(lambda: client.get_pool("m").state is PoolState.DRAINING, "the server drains")
     with pytest.raises(UnavailableError, match="about to stop"):
         client.open_session("m")
 
 
 def exit_status(server: ServerProcess) -> int:
-    """Waits until a server has ended by itself."""
+    """Waits until a server has exited by itself."""
     return server.process.wait(timeout=30)
 
 
@@ -74,14 +74,14 @@ def test_an_operators_stop_waits_for_the_sessions(server: ServerProcess, client:
     assert exit_status(server) == 0
 
 
-def test_an_operators_stop_does_not_wait_for_ever(server: ServerProcess, client: Client, address: str) -> None:
+def test_an_operators_stop_has_a_timeout(server: ServerProcess, client: Client, address: str) -> None:
     client.open_session("m")
     with AdminClient(address) as admin:
         assert admin.stop(0.2) == 1
     assert exit_status(server) == 0
 
 
-def test_a_stop_is_taken_back(server: ServerProcess, client: Client, address: str) -> None:
+def test_a_stop_is_cancelled(server: ServerProcess, client: Client, address: str) -> None:
     with client.open_session("m") as session, AdminClient(address) as admin:
         admin.stop(60.0)
         wait_until_draining(client)
@@ -103,9 +103,7 @@ def test_a_stop_is_taken_back(server: ServerProcess, client: Client, address: st
         ({"timeout_seconds": 1.0}, "timeout_seconds"),
     ],
 )
-def test_a_stop_that_makes_no_sense_changes_nothing(
-    client: Client, address: str, fields: dict[str, object], field: str
-) -> None:
+def test_an_invalid_stop_changes_nothing(client: Client, address: str, fields: dict[str, object], field: str) -> None:
     with grpc.insecure_channel(address) as channel:
         stub = admin_pb2_grpc.AdminServiceStub(channel)
         with pytest.raises(grpc.RpcError) as raised:
@@ -136,7 +134,7 @@ def test_a_second_signal_stops_at_once(server: ServerProcess, client: Client) ->
     assert exit_status(server) == 0
 
 
-def test_a_session_that_was_opened_before_is_told_again(server: ServerProcess, client: Client, address: str) -> None:
+def test_an_open_key_is_answered_while_the_server_drains(server: ServerProcess, client: Client, address: str) -> None:
     with grpc.insecure_channel(address) as channel:
         stub = allocator_pb2_grpc.AllocatorServiceStub(channel)
         request = allocator_pb2.OpenSessionRequest(pool_name="m", open_key="k")
@@ -148,8 +146,8 @@ def test_a_session_that_was_opened_before_is_told_again(server: ServerProcess, c
     assert exit_status(server) == 0
 
 
-def test_signals_until_the_very_end_are_no_failure(server: ServerProcess) -> None:
+def test_signals_during_exit_are_not_a_failure(server: ServerProcess) -> None:
     while server.process.poll() is None:
         server.process.send_signal(signal.SIGTERM)
-        time.sleep(0.001)  # often, and yet it gets to its end
+        time.sleep(0.001)  # many signals; the server exits nevertheless
     assert server.process.returncode == 0

@@ -1,4 +1,4 @@
-"""What a client keeps of a session that has ended: nothing."""
+"""A client keeps nothing of an ended session."""
 
 import asyncio
 import threading
@@ -23,7 +23,7 @@ def keepers() -> set[threading.Thread]:
 
 
 def evicted(address: str, client: Client, pool: str) -> tuple[Session, threading.Thread]:
-    """A session that an operator has ended, and the thread that kept it alive."""
+    """A session that an operator has evicted, and the thread that renewed its lease."""
     before = keepers()
     session = client.open_session(pool, lease_seconds=3.0)
     (keeper,) = keepers() - before
@@ -41,7 +41,7 @@ def mark(session: Session) -> None:
 
 
 def wait(session: Session) -> None:
-    """Lets the session hear of its end by keeping it alive."""
+    """Waits until the renewal of the lease has detected the end."""
     heard = threading.Event()
     timer: Any = session._lease_timer
     while timer.left_seconds > 0:
@@ -50,7 +50,7 @@ def wait(session: Session) -> None:
 
 
 @pytest.mark.parametrize("ask", [step, mark, wait, Session.close])
-def test_nothing_is_kept_of_a_session_that_was_ended(
+def test_nothing_of_an_ended_session_is_kept(
     address: str, client: Client, pool: str, ask: Callable[[Session], None]
 ) -> None:
     session, keeper = evicted(address, client, pool)
@@ -66,9 +66,7 @@ def test_nothing_is_kept_of_a_session_that_was_ended(
         session.close()
 
 
-def test_a_session_that_is_neither_used_nor_closed_has_no_thread_once_it_has_ended(
-    address: str, client: Client, pool: str
-) -> None:
+def test_an_ended_session_has_no_thread(address: str, client: Client, pool: str) -> None:
     session, keeper = evicted(address, client, pool)
     keeper.join(timeout=20.0)
     assert not keeper.is_alive()

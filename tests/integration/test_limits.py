@@ -1,4 +1,4 @@
-"""Limits of a real server: what is over one is refused, changes nothing, and leaves others as they were."""
+"""Limits of a real server: a refused call changes nothing and does not affect other clients."""
 
 import queue
 from collections.abc import Callable, Iterator
@@ -80,7 +80,7 @@ def test_a_step_over_a_limit_changes_nothing(session: Session, ask: Callable[[Se
     assert session.admit(session.request("r", [1, 2, 3]))
 
 
-def test_more_sessions_than_a_pool_and_the_server_may_have(client: Client, session: Session) -> None:
+def test_too_many_sessions_of_a_pool_and_of_the_server(client: Client, session: Session) -> None:
     name = session.config.name
     others = [client.open_session(name) for _ in range(2)]
     with pytest.raises(KvpoolError, match="the pool has 3 sessions") as caught:
@@ -95,7 +95,7 @@ def test_more_sessions_than_a_pool_and_the_server_may_have(client: Client, sessi
     client.open_session(name).close()
 
 
-def test_a_key_finds_its_session_though_there_may_be_no_more(address: str, session: Session) -> None:
+def test_an_open_key_finds_its_session_at_the_limit(address: str, session: Session) -> None:
     with grpc.insecure_channel(address) as channel:
         stub = allocator_pb2_grpc.AllocatorServiceStub(channel)
         asked = allocator_pb2.OpenSessionRequest(pool_name=session.config.name, open_key="k", max_blocks=7)
@@ -129,7 +129,7 @@ def test_quotas_over_the_wire(client: Client, session: Session) -> None:
     assert session.pool().reserved_blocks == 0
 
 
-def test_more_watches_than_may_be(address: str, session: Session) -> None:
+def test_too_many_watches(address: str, session: Session) -> None:
     with grpc.insecure_channel(address) as channel:
         stub = event_pb2_grpc.EventServiceStub(channel)
         request = event_pb2.WatchRequest(pool_name=session.config.name)
@@ -144,16 +144,16 @@ def test_more_watches_than_may_be(address: str, session: Session) -> None:
 
 
 class Deaf:
-    """A client that sends steps, and reads nothing."""
+    """A client that sends steps and reads nothing."""
 
     def __init__(self, address: str, pool: str, hashes: bytes, num_tokens: int) -> None:
-        options = [("grpc.use_local_subchannel_pool", 1)]  # a connection of its own
+        options = [("grpc.use_local_subchannel_pool", 1)]  # its own connection
         self.channel = grpc.insecure_channel(address, options=options)
         self._stub = allocator_pb2_grpc.AllocatorServiceStub(self.channel)
         opened = self._stub.OpenSession(allocator_pb2.OpenSessionRequest(pool_name=pool, lease_seconds=1.0))
         self._outgoing: queue.SimpleQueue[step_pb2.Step | None] = queue.SimpleQueue()
         self.call: Any = self._stub.Schedule(iter(self._outgoing.get, None))
-        count = 128  # as much as a step looks up
+        count = 128  # the maximum that a step looks up
         added = {"num_appended_tokens": [num_tokens] + [0] * count, "block_hashes": hashes, "request_ids": ["x"]}
         for sequence in range(1, 200):
             first = [step_pb2.OPERATION_ADD] if sequence == 1 else []
@@ -173,7 +173,7 @@ class Deaf:
         self.channel.close()
 
 
-def test_who_does_not_read_is_cut_off_and_its_lease_runs() -> None:
+def test_a_client_that_does_not_read_is_disconnected_and_its_lease_runs() -> None:
     with running_server(limits={"stall_seconds": 2.0}) as address, connect(address) as client:
         client.create_pool(pool_config("m", num_blocks=2000))
         with client.open_session("m") as session:
@@ -182,7 +182,7 @@ def test_who_does_not_read_is_cut_off_and_its_lease_runs() -> None:
             session.mark_executed()
             deaf = Deaf(address, "m", b"".join(request.hashes), 1020)
             while client.get_pool("m").sessions == 2:
-                session.get_common_prefix_blocks(request)  # others are served meanwhile
+                session.get_common_prefix_blocks(request)  # other sessions are served meanwhile
             with pytest.raises(grpc.RpcError) as caught:
                 for _ in deaf.call:
                     pass
@@ -200,7 +200,7 @@ def test_a_stream_that_sends_nothing_is_ended() -> None:
         outgoing.put(None)
 
 
-def test_more_calls_than_may_be() -> None:
+def test_too_many_calls() -> None:
     with running_server(limits={"max_calls": 3}) as address, connect(address) as client:
         client.create_pool(pool_config(PoolName("m"), enable_events=True))
         with grpc.insecure_channel(address) as channel:

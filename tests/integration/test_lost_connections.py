@@ -1,4 +1,4 @@
-"""A whole conversation over a network that breaks off at any byte of it: everything is done exactly once."""
+"""A conversation over a network that fails at any byte: every change is made exactly once."""
 
 import asyncio
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ from support.server import pool_config, running_server
 
 PROMPT: Final = list(range(41))
 STRIDE_BYTES: Final = 7
-"""Every so many bytes one conversation; 1 tries each byte, which takes minutes."""
+"""Number of bytes between two faults; 1 tests each byte, which takes minutes."""
 AT_ONCE: Final = 24
 DEADLINE_SECONDS: Final = 30.0
 _numbers = count()
@@ -23,7 +23,7 @@ _numbers = count()
 
 @dataclass(frozen=True)
 class Told:
-    """What a scheduler was told, and what the pool is like in the end."""
+    """The results of a scheduler, and the final state of the pool."""
 
     answers: tuple[object, ...]
     pool: PoolInfo
@@ -42,7 +42,7 @@ def direct(address: str) -> Iterator[Client]:
 
 
 async def converse(address: str, pool: str) -> tuple[object, ...]:
-    """Open, three steps, free, close."""
+    """Opens a session, runs three steps, frees and closes."""
     async with aio.connect(address, deadline_seconds=DEADLINE_SECONDS) as client:
         session = await client.open_session(pool, client_name="c")
         first, second = session.request("a", PROMPT), session.request("b", PROMPT)
@@ -59,7 +59,7 @@ async def converse(address: str, pool: str) -> tuple[object, ...]:
 
 
 def converse_synchronously(address: str, pool: str) -> tuple[object, ...]:
-    """The same; the first step is sent ahead of its answer."""
+    """Like `converse`, with the synchronous client, whose first step is sent before its result is awaited."""
     with connect(address, deadline_seconds=DEADLINE_SECONDS) as client:
         session = client.open_session(pool, client_name="c")
         first, second = session.request("a", PROMPT), session.request("b", PROMPT)
@@ -77,7 +77,7 @@ def converse_synchronously(address: str, pool: str) -> tuple[object, ...]:
 
 
 class Network:
-    """Runs conversations through proxies, each on a pool of its own."""
+    """Runs conversations through proxies, each in its own pool."""
 
     def __init__(self, address: str, direct: Client, folder: Path) -> None:
         self._address = address
@@ -98,7 +98,7 @@ class Network:
         return Told(answers, replace(info, config=pool_config(), activity=replace(info.activity, retries=0))), proxy
 
     async def run_all(self, fault: Fault, expected: Told, link: Link, *, stride: int, sync: bool = False) -> int:
-        """Breaks off at every `stride`th byte each way; returns how many conversations there were."""
+        """Applies the fault at every `stride`th byte in each direction. Returns the number of conversations."""
         gate = asyncio.Semaphore(AT_ONCE)
 
         async def run_one(**at: int) -> None:
@@ -130,7 +130,7 @@ def network(address: str, direct: Client, tmp_path: Path) -> Network:
         (Fault.BLACK_HOLE, 60 * STRIDE_BYTES, True),
     ],
 )
-async def test_wherever_the_connection_fails_all_is_done_exactly_once(
+async def test_every_change_is_made_exactly_once_wherever_the_connection_fails(
     fault: Fault,
     stride: int,
     sync: bool,  # noqa: FBT001 - a parameter of the test
@@ -142,7 +142,7 @@ async def test_wherever_the_connection_fails_all_is_done_exactly_once(
         assert told == expected
         assert (len(proxy.links), network.retries, proxy.struck) == (1, 0, False)
     assert (expected.pool.free_blocks, expected.pool.activity.steps) == (99, 4)
-    links = [proxy.links[0] for _, proxy in runs]  # gRPC's own frames make one longer at times
+    links = [proxy.links[0] for _, proxy in runs]  # gRPC's own frames sometimes make one longer
     shortest = Link(min(link.to_server for link in links), min(link.to_client for link in links))
     tried = await network.run_all(fault, expected, shortest, stride=stride, sync=sync)
     print(f"{tried} conversations, {network.retries} changes sent again")  # noqa: T201 - shown with -s

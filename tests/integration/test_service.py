@@ -1,4 +1,4 @@
-"""One server, real sockets: errors over the wire, leases, streams, two sessions on one pool, stopping."""
+"""One server with real sockets: errors, leases, streams, two sessions in one pool, stopping."""
 
 import queue
 import signal
@@ -103,7 +103,7 @@ BAD_POOLS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("case", BAD_POOLS)
-def test_bad_pools_are_refused_and_not_made(case: str, stub: allocator_pb2_grpc.AllocatorServiceStub) -> None:
+def test_invalid_pools_are_refused_and_not_created(case: str, stub: allocator_pb2_grpc.AllocatorServiceStub) -> None:
     field, change = BAD_POOLS[case]
     with pytest.raises(grpc.RpcError) as caught:
         stub.CreatePool(allocator_pb2.CreatePoolRequest(config=wire_config(**change)))
@@ -127,7 +127,7 @@ def test_errors_carry_status_details(stub: allocator_pb2_grpc.AllocatorServiceSt
     assert bad.field_violations[0].field == "config.num_blocks"
 
 
-def test_a_pool_declared_again_is_found_if_alike_and_refused_if_not(client: Client) -> None:
+def test_a_second_declaration_of_a_pool_must_be_equal(client: Client) -> None:
     first = client.create_pool(pool_config("again"))
     assert client.create_pool(pool_config("again")).config == first.config
     with pytest.raises(WrongStateError, match="num_blocks") as caught:
@@ -135,7 +135,7 @@ def test_a_pool_declared_again_is_found_if_alike_and_refused_if_not(client: Clie
     assert caught.value.reason == "POOL_DIFFERS"
 
 
-def test_none_hash_is_told_to_sessions_only(client: Client, pool: str) -> None:
+def test_only_sessions_receive_the_none_hash(client: Client, pool: str) -> None:
     assert client.get_pool(pool).config.hash_scheme.none_hash == b""
     with client.open_session(pool) as one, client.open_session(pool) as other:
         assert len(one.config.hash_scheme.none_hash) == 32
@@ -292,14 +292,14 @@ def test_a_request_id_is_declared_once(client: Client, pool: str) -> None:
         assert session.admit(session.request("other", PROMPT)) is not None
 
 
-def test_a_message_over_the_limit_is_refused_and_the_session_goes_on(client: Client, pool: str) -> None:
+def test_a_message_over_the_limit_is_refused_and_the_session_continues(client: Client, pool: str) -> None:
     with client.open_session(pool) as session:
         with pytest.raises(ExhaustedError):
             session.evict_blocks([1] * 200_000)
         assert session.admit(session.request("r", PROMPT)) is not None
 
 
-def test_garbage_on_the_socket_does_no_harm(address: str, client: Client, pool: str) -> None:
+def test_garbage_on_the_socket_has_no_effect(address: str, client: Client, pool: str) -> None:
     with socket.socket(socket.AF_UNIX) as raw:
         raw.connect(address.removeprefix("unix:"))
         raw.sendall(b"\x00\xff not http/2 \r\n\r\n" * 100)
@@ -310,7 +310,7 @@ def test_garbage_on_the_socket_does_no_harm(address: str, client: Client, pool: 
     assert client.get_pool(pool).free_blocks == 99
 
 
-def test_a_hit_that_was_evicted_is_answered_as_changed(client: Client, pool: str) -> None:
+def test_an_evicted_hit_has_the_outcome_changed(client: Client, pool: str) -> None:
     with client.open_session(pool) as one, client.open_session(pool) as other:
         first = one.request("a", PROMPT)
         one.admit(first)
@@ -342,7 +342,7 @@ def test_a_block_is_hidden_from_others_until_its_step_has_run(client: Client, po
         assert other.get_computed_blocks(other.request("c", PROMPT)).num_tokens == 40
 
 
-def test_news_of_execution_ride_on_the_next_step(client: Client, pool: str) -> None:
+def test_execution_is_reported_with_the_next_step(client: Client, pool: str) -> None:
     with client.open_session(pool) as one, client.open_session(pool) as other:
         one.admit(one.request("a", PROMPT))
         with one.step(executed_sequence=one.sequence):
@@ -350,7 +350,7 @@ def test_news_of_execution_ride_on_the_next_step(client: Client, pool: str) -> N
         assert other.get_computed_blocks(other.request("b", PROMPT)).num_tokens == 40
 
 
-def test_sessions_share_only_what_they_salt_alike(client: Client, pool: str) -> None:
+def test_sessions_share_only_blocks_with_equal_salt(client: Client, pool: str) -> None:
     with client.open_session(pool) as one, client.open_session(pool) as other:
         one.admit(one.request("a", PROMPT, extra_keys=ExtraKeys(cache_salt="x")))
         one.mark_executed()
@@ -359,11 +359,11 @@ def test_sessions_share_only_what_they_salt_alike(client: Client, pool: str) -> 
             assert other.get_computed_blocks(request).num_tokens == hit
 
 
-def test_nobody_reaches_anothers_requests(client: Client, pool: str) -> None:
+def test_a_session_cannot_use_requests_of_another(client: Client, pool: str) -> None:
     with client.open_session(pool) as one, client.open_session(pool) as other:
         mine = one.request("a", PROMPT)
         one.admit(mine)
-        theirs = other.request("a", PROMPT)  # the same id and number, in another session
+        theirs = other.request("a", PROMPT)  # the same id and number in another session
         other.admit(theirs)
         other.free(theirs)
         assert client.get_pool(pool).free_blocks == 99 - 11
@@ -397,8 +397,8 @@ def test_a_silent_session_ends_with_its_lease(
     assert error.reason == "LEASE_EXPIRED"
 
 
-def test_a_session_lives_by_its_stream_or_by_keep_alive(client: Client, pool: str) -> None:
-    """Three leases pass without a step: the client's own keep-alive is what keeps it."""
+def test_a_stream_or_keep_alive_renews_the_lease(client: Client, pool: str) -> None:
+    """Three lease times pass without a step: the client's keep-alive renews the lease."""
     with client.open_session(pool, lease_seconds=1.0) as session:
         request = session.request("r", PROMPT)
         session.admit(request)
@@ -429,7 +429,7 @@ def test_an_open_stream_alone_keeps_a_session(
         time.sleep(0.05)
 
 
-def test_a_new_stream_takes_over_and_the_same_number_gets_the_same_answer(
+def test_a_new_stream_replaces_the_old_one_and_retries_get_the_same_answer(
     client: Client, pool: str, session_id: str, stub: allocator_pb2_grpc.AllocatorServiceStub
 ) -> None:
     step = step_pb2.Step(
@@ -453,7 +453,7 @@ def test_a_new_stream_takes_over_and_the_same_number_gets_the_same_answer(
     assert client.get_pool(pool).free_blocks == 98
 
 
-def test_a_number_used_again_for_something_else_is_refused(client: Client, pool: str) -> None:
+def test_a_sequence_number_reused_for_another_change_is_refused(client: Client, pool: str) -> None:
     with client.open_session(pool) as session:
         session.get_computed_blocks(session.request("r", PROMPT))
         session._protocol.sequence = 0
@@ -470,7 +470,7 @@ def test_closing_a_session_frees_its_requests(client: Client, pool: str) -> None
     assert client.get_pool(pool).free_blocks == 99
 
 
-async def test_asyncio_sessions_run_side_by_side(address: str, pool: str) -> None:
+async def test_asyncio_sessions_run_concurrently(address: str, pool: str) -> None:
     async with aio.connect(address) as client:
         async with await client.open_session(pool) as one, await client.open_session(pool) as other:
             request = one.request("a", PROMPT)
@@ -502,7 +502,7 @@ def test_events_replay_and_refusals(client: Client, address: str) -> None:
     with grpc.insecure_channel(address) as channel:
         request = event_pb2.WatchRequest(pool_name="events")
         call = event_pb2_grpc.EventServiceStub(channel).Watch(request)
-        # Where the watch stands: closing the session withdrew what it had never said to be executed.
+        # Closing the session removed the blocks that it had never reported as executed.
         assert next(call).sequence == 2
         call.cancel()
 
@@ -554,8 +554,8 @@ signal.pause()
 
 
 @pytest.mark.parametrize("kind", ["unix", "tcp"])
-def test_a_stopped_process_does_not_hold_its_blocks_by_an_open_stream(kind: str, tmp_path: Path) -> None:
-    """Its connections stay open, but nobody answers on them."""
+def test_an_open_stream_of_a_stopped_process_does_not_hold_its_blocks(kind: str, tmp_path: Path) -> None:
+    """The connections of the process stay open, but it does not respond."""
     server = ServerProcess(f"unix:{tmp_path / 's'}" if kind == "unix" else "127.0.0.1:0", dead_peer_seconds=2.0)
     with connect(server.addresses[0]) as client:
         client.create_pool(pool_config())

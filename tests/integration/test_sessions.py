@@ -1,4 +1,4 @@
-"""Opening, closing and resuming a session over the wire: exactly once, and one process at a time."""
+"""Opening, closing and resuming sessions: exactly once, and one process at a time."""
 
 import queue
 from collections.abc import Callable, Iterator
@@ -15,7 +15,7 @@ from support.wire_ranks import wait_until
 
 PROMPT = list(range(41))
 STARTERS = {"CreatePool", "GetPool", "WaitUntilReady", "OpenSession"}
-"""Calls that name no session."""
+"""Calls without a session."""
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +31,7 @@ def refusal(call: Callable[[], object]) -> KvpoolError:
 
 
 def calls_of_sessions(stub: allocator_pb2_grpc.AllocatorServiceStub) -> dict[str, Callable[[str], object]]:
-    """Every call that names a session, from the proto itself, with nothing else filled in but a number."""
+    """Every call that names a session, found in the proto, with only the session and a number set."""
     service = allocator_pb2.DESCRIPTOR.services_by_name["AllocatorService"]
     calls: dict[str, Callable[[str], object]] = {}
     for method in service.methods:
@@ -74,7 +74,7 @@ def test_a_key_opens_one_session(stub: allocator_pb2_grpc.AllocatorServiceStub, 
 
 
 @pytest.mark.parametrize("lease_seconds", [0.4, 61.0])
-def test_the_servers_bounds_of_leases_are_kept(
+def test_leases_are_within_the_servers_bounds(
     lease_seconds: float, stub: allocator_pb2_grpc.AllocatorServiceStub, pool: str
 ) -> None:
     error = refusal(lambda: opened(stub, pool, lease_seconds=lease_seconds))
@@ -82,7 +82,7 @@ def test_the_servers_bounds_of_leases_are_kept(
     assert opened(stub, pool).lease_seconds == 10.0
 
 
-def test_closing_again_answers_the_same_and_all_else_that_it_is_closed(
+def test_a_second_close_gets_the_same_answer_and_other_calls_fail(
     stub: allocator_pb2_grpc.AllocatorServiceStub, client: Client, pool: str
 ) -> None:
     session_id = opened(stub, pool).session_id
@@ -98,7 +98,7 @@ def test_closing_again_answers_the_same_and_all_else_that_it_is_closed(
     assert client.get_pool(pool) == before
 
 
-def test_resuming_ends_the_stream_of_the_process_before_and_refuses_whatever_it_sends(
+def test_resuming_ends_the_former_stream_and_refuses_its_calls(
     stub: allocator_pb2_grpc.AllocatorServiceStub, client: Client, pool: str
 ) -> None:
     before_id = opened(stub, pool).session_id
@@ -108,7 +108,7 @@ def test_resuming_ends_the_stream_of_the_process_before_and_refuses_whatever_it_
     assert next(stream).sequence == 1
     request = allocator_pb2.ResumeSessionRequest(session_id=before_id, sequence=1, resume_key="k")
     resumed = stub.ResumeSession(request)
-    outgoing.put(step_pb2.Step(sequence=2))  # may reach the server before the stream's end reaches us
+    outgoing.put(step_pb2.Step(sequence=2))  # may reach the server before the client sees the end of the stream
     assert refusal(lambda: next(stream)).reason == "STREAM_SUPERSEDED"
     outgoing.put(None)
     info = client.get_pool(pool)
@@ -122,7 +122,7 @@ def test_resuming_ends_the_stream_of_the_process_before_and_refuses_whatever_it_
     assert allocate(stub, resumed.session.session_id, 2) == [1]
 
 
-def test_what_is_held_is_told_whole(stub: allocator_pb2_grpc.AllocatorServiceStub, pool: str) -> None:
+def test_a_resumption_returns_everything_held(stub: allocator_pb2_grpc.AllocatorServiceStub, pool: str) -> None:
     session_id = opened(stub, pool).session_id
     allocate(stub, session_id, 1)
     update = allocator_pb2.RequestUpdate(
@@ -139,7 +139,7 @@ def test_what_is_held_is_told_whole(stub: allocator_pb2_grpc.AllocatorServiceStu
     assert (second.lora_name, second.last_block_hash) == ("l", b"h" * 32)
 
 
-def test_a_scheduler_that_was_started_anew_goes_on(address: str, client: Client, pool: str) -> None:
+def test_a_restarted_scheduler_continues(address: str, client: Client, pool: str) -> None:
     session = client.open_session(pool)
     keys = ExtraKeys(cache_salt="s")
     request = session.request("r", PROMPT, extra_keys=keys)
@@ -158,8 +158,8 @@ def test_a_scheduler_that_was_started_anew_goes_on(address: str, client: Client,
     assert client.get_pool(pool).free_blocks == 99
 
 
-def test_a_session_that_is_over_is_noticed_between_steps(client: Client, pool: str) -> None:
-    """By the thread that renews its lease, which goes on for the deadlines of steps: it must not die of that."""
+def test_the_end_of_a_session_is_detected_between_steps(client: Client, pool: str) -> None:
+    """The thread that renews the lease, which also checks the deadlines of steps, must survive it."""
     session = client.open_session(pool, lease_seconds=0.6)
     request = session.request("r", PROMPT)
     session.admit(request)
@@ -169,7 +169,7 @@ def test_a_session_that_is_over_is_noticed_between_steps(client: Client, pool: s
         session.free(request)
 
 
-async def test_the_same_for_asyncio(address: str, pool: str) -> None:
+async def test_the_end_of_a_session_is_detected_between_steps_with_asyncio(address: str, pool: str) -> None:
     async with aio.connect(address) as one, aio.connect(address) as other:
         session = await one.open_session(pool)
         await session.admit(session.request("r", PROMPT))

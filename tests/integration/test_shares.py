@@ -1,4 +1,4 @@
-"""What the tokens of one name can take of a server, and what that leaves to others."""
+"""The share of a server that the tokens of one name can use, and the rest for others."""
 
 import queue
 from collections.abc import Iterator
@@ -25,7 +25,7 @@ TOKENS: list[Entry] = [
 
 
 class House:
-    """A server with tokens and a journal: three sessions, two pools and five calls are for one of them."""
+    """A server with tokens and a journal. One token has limits of three sessions, two pools and five calls."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -49,7 +49,7 @@ class House:
         return connect(self.address, token=secret_of(name), deadline_seconds=2.0)
 
     def state(self) -> list[object]:
-        """All that an operator is told, but what time changes."""
+        """Everything that AdminService returns, except times."""
         with AdminClient(self.address, token=secret_of("ops")) as admin:
             return [*admin.overview().pools, *(info.session_number for info in admin.sessions())]
 
@@ -91,14 +91,14 @@ def test_one_token_cannot_take_all_pools_also_after_a_restart(house: House) -> N
             assert house.state() == before
             house.kill()
             house.server = house.start()
-        b.create_pool(pool_config("b1"))  # it is there
+        b.create_pool(pool_config("b1"))  # it exists
         a.create_pool(pool_config("a1"))
         with AdminClient(house.address, token=secret_of("ops")) as admin:
             admin.remove_pool("b1")
         b.create_pool(pool_config("b3"))
 
 
-def test_pools_that_form_count_to_the_token_of_their_first_rank(house: House) -> None:
+def test_forming_pools_count_for_the_token_of_their_first_rank(house: House) -> None:
     with channel(house.address, secret_of("ranks")) as opened:
         stub = worker_pb2_grpc.WorkerServiceStub(opened)
         joined: list[tuple[Any, queue.SimpleQueue[worker_pb2.JoinRequest | None]]] = []
@@ -107,7 +107,7 @@ def test_pools_that_form_count_to_the_token_of_their_first_rank(house: House) ->
             said: queue.SimpleQueue[worker_pb2.JoinRequest | None] = queue.SimpleQueue()
             said.put(worker_pb2.JoinRequest(register=registration_to_proto(pool, registration(rank, world_size=3))))
             call: Any = stub.Join(iter(said.get, None), timeout=20)
-            joined.append((call, said))  # a call that nobody holds is cancelled
+            joined.append((call, said))  # an unreferenced call would be cancelled
             answer: worker_pb2.JoinResponse = next(call)
             return answer
 
@@ -132,7 +132,7 @@ def test_one_token_cannot_take_all_calls_with_or_without_their_requests(house: H
     with channel(house.address, secret_of("a")) as opened, house.client("b") as b:
         b.create_pool(pool_config("b1"))
         stub, request = allocator_pb2_grpc.AllocatorServiceStub(opened), allocator_pb2.GetPoolRequest(pool_name="b1")
-        stub.GetPool(request)  # connected: from here on calls come in order
+        stub.GetPool(request)  # connected: later calls arrive in order
         held = [Silent(opened, f"{service}/{name}") for name in ["WaitUntilReady"] * 3 + ["GetPool", "Schedule"]]
         for call in held[:2]:
             call.send(wanted.SerializeToString())

@@ -1,4 +1,4 @@
-"""Who may not, or does not say what he wants, cannot keep others out."""
+"""Clients without permission, or that send no request, cannot block other clients."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -38,13 +38,13 @@ def is_serving(opened: grpc.Channel) -> bool:
     return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
 
-def test_who_may_not_is_told_before_a_request_comes(tmp_path: Path) -> None:
+def test_unauthorized_calls_are_refused_before_their_request_arrives(tmp_path: Path) -> None:
     with guarded_server(tmp_path, **FOREVER) as address, channel(address) as opened:
         assert {Silent(opened, method).error().reason for method in RULES} == {"NO_TOKEN"}
 
 
 @pytest.mark.parametrize("method", [CHECK, GET_POOL, "kvpool.v1.EventService/Watch"])
-def test_a_request_that_does_not_come_is_not_waited_for(tmp_path: Path, method: str) -> None:
+def test_a_missing_request_times_out(tmp_path: Path, method: str) -> None:
     with (
         guarded_server(tmp_path, stall_seconds=0.2) as address,
         channel(address, secret_of("ops")) as opened,
@@ -52,27 +52,27 @@ def test_a_request_that_does_not_come_is_not_waited_for(tmp_path: Path, method: 
         assert Silent(opened, method).error().reason == "NOTHING_SENT"
 
 
-def test_a_token_that_is_revoked_before_the_request_comes_is_good_for_nothing(tmp_path: Path) -> None:
+def test_a_token_revoked_before_the_request_arrives_is_refused(tmp_path: Path) -> None:
     with guarded_server(tmp_path, **FOREVER) as address, connect(address, token=secret_of("other")) as other:
         other.create_pool(pool_config())
         with channel(address, secret_of("ops")) as opened:
-            assert is_serving(opened)  # connected: what is sent from here on comes in order
+            assert is_serving(opened)  # connected: later messages arrive in order
             call = Silent(opened, "kvpool.v1.AdminService/RemovePool")
-            assert is_serving(opened)  # the call before has been heard
+            assert is_serving(opened)  # the server has seen the call before
             write_tokens(tmp_path / "tokens.toml", TOKENS[1:])
-            other.get_pool("m")  # the server looks at the file
+            other.get_pool("m")  # the server checks the file
             call.send(b"\n\x01m")
             assert call.error().reason == "TOKEN_REVOKED"
         assert other.get_pool("m").config.name == "m"
 
 
-def test_requests_without_a_token_that_do_not_come_make_room_for_one_that_does(tmp_path: Path) -> None:
+def test_pending_calls_without_a_token_yield_to_a_complete_one(tmp_path: Path) -> None:
     with (
         guarded_server(tmp_path, max_calls=MAX_PENDING_OPEN_CALLS + 8, **FOREVER) as address,
         channel(address) as opened,
         connect(address, token=secret_of("ops")) as client,
     ):
-        assert is_serving(opened)  # connected: what is sent from here on comes in order
+        assert is_serving(opened)  # connected: later messages arrive in order
         silent = [Silent(opened, CHECK) for _ in range(MAX_PENDING_OPEN_CALLS)]
         for _ in range(3 * MAX_PENDING_OPEN_CALLS):
             silent.append(Silent(opened, CHECK))
@@ -83,7 +83,7 @@ def test_requests_without_a_token_that_do_not_come_make_room_for_one_that_does(t
             call.close()
 
 
-def test_requests_that_do_not_come_push_out_none_of_another_host(tmp_path: Path) -> None:
+def test_pending_calls_of_one_host_do_not_displace_those_of_another(tmp_path: Path) -> None:
     write_tokens(tmp_path / "tokens.toml", TOKENS)
     addresses = (f"unix:{tmp_path / 's'}", "127.0.0.1:0")
     auth = {"tokens": str(tmp_path / "tokens.toml")}
@@ -93,8 +93,8 @@ def test_requests_that_do_not_come_push_out_none_of_another_host(tmp_path: Path)
         channel(server.addresses[1]) as far,
     ):
         slow = Silent(near, CHECK)
-        assert is_serving(near)  # on the same connection: the server has heard of the one before
-        assert is_serving(far)  # connected: what is sent from here on comes in order
+        assert is_serving(near)  # on the same connection: the server has seen the call before
+        assert is_serving(far)  # connected: later messages arrive in order
         silent = [Silent(far, CHECK) for _ in range(2 * MAX_PENDING_OPEN_CALLS)]
         assert {call.error().reason for call in silent[:MAX_PENDING_OPEN_CALLS]} == {"NOTHING_SENT"}
         slow.send(b"")
@@ -103,7 +103,7 @@ def test_requests_that_do_not_come_push_out_none_of_another_host(tmp_path: Path)
             call.close()
 
 
-def test_watches_of_health_are_few_and_leave_room_for_checks(tmp_path: Path) -> None:
+def test_health_watches_are_limited_and_checks_still_answered(tmp_path: Path) -> None:
     with guarded_server(tmp_path) as address, channel(address) as opened:
         stub = health_pb2_grpc.HealthStub(opened)
         watches = [stub.Watch(health_pb2.HealthCheckRequest()) for _ in range(MAX_HEALTH_WATCHES)]
@@ -116,13 +116,13 @@ def test_watches_of_health_are_few_and_leave_room_for_checks(tmp_path: Path) -> 
         assert is_serving(opened)
         for watch in watches:
             watch.cancel()
-        assert is_serving(opened)  # on the same connection: the server has heard of that, too
+        assert is_serving(opened)  # on the same connection: the server has seen that, too
         again = stub.Watch(health_pb2.HealthCheckRequest())
         assert next(again).status == health_pb2.HealthCheckResponse.SERVING
         again.cancel()
 
 
-def test_streams_of_reflection_are_few(tmp_path: Path) -> None:
+def test_reflection_streams_are_limited(tmp_path: Path) -> None:
     with guarded_server(tmp_path) as address, channel(address, secret_of("ops")) as opened:
         asked = reflection_pb2.ServerReflectionRequest(list_services="").SerializeToString()
         streams = [Silent(opened, REFLECTION) for _ in range(MAX_REFLECTION_STREAMS)]
@@ -134,7 +134,7 @@ def test_streams_of_reflection_are_few(tmp_path: Path) -> None:
             stream.close()
 
 
-def test_what_cannot_be_parsed_is_the_callers_fault_also_with_a_token(tmp_path: Path) -> None:
+def test_malformed_requests_are_the_clients_fault_also_with_a_token(tmp_path: Path) -> None:
     with guarded_server(tmp_path) as address, channel(address, secret_of("ops")) as opened:
         call = Silent(opened, GET_POOL)
         call.send(b"\xff")

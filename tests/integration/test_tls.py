@@ -1,4 +1,4 @@
-"""TLS at a server's door, with real handshakes: who is let in, who is not, and certificates exchanged on the way."""
+"""TLS with real handshakes: accepted and refused clients, and certificates that are reloaded."""
 
 import asyncio
 import os
@@ -52,7 +52,7 @@ def mutual(authority: Authority) -> Iterator[str]:
 
 
 def is_let_in(address: str, tls: TlsConfig | None) -> bool:
-    """Whether the server answers a client with these certificates; else the connection must have failed."""
+    """Whether the server answers a client with these certificates. Otherwise the connection must have failed."""
     with channel(address, tls=tls) as opened:
         try:
             health_pb2_grpc.HealthStub(opened).Check(health_pb2.HealthCheckRequest(), timeout=20)
@@ -63,7 +63,7 @@ def is_let_in(address: str, tls: TlsConfig | None) -> bool:
         return True
 
 
-def test_every_client_of_ours_speaks_tls(plain_tls: str, authority: Authority) -> None:
+def test_every_client_supports_tls(plain_tls: str, authority: Authority) -> None:
     tls = authority.trusted_by()
     with connect(plain_tls, tls=tls) as client:
         client.create_pool(pool_config())
@@ -81,9 +81,7 @@ def test_every_client_of_ours_speaks_tls(plain_tls: str, authority: Authority) -
     asyncio.run(asynchronous())
 
 
-def test_a_client_refuses_a_server_that_it_has_no_reason_to_trust(
-    plain_tls: str, authority: Authority, stranger: Authority
-) -> None:
+def test_a_client_refuses_an_untrusted_server(plain_tls: str, authority: Authority, stranger: Authority) -> None:
     assert is_let_in(plain_tls, authority.trusted_by())
     assert not is_let_in(plain_tls, stranger.trusted_by())
     assert not is_let_in(plain_tls, authority.trusted_by(server_name="elsewhere.example"))
@@ -96,9 +94,7 @@ def test_an_expired_server_is_refused(authority: Authority) -> None:
         assert not is_let_in(address, authority.trusted_by())
 
 
-def test_mutual_tls_wants_a_good_certificate_of_each_client(
-    mutual: str, authority: Authority, stranger: Authority
-) -> None:
+def test_mutual_tls_requires_a_valid_client_certificate(mutual: str, authority: Authority, stranger: Authority) -> None:
     assert is_let_in(mutual, authority.trusted_by(authority.issue("client")))
     assert not is_let_in(mutual, authority.trusted_by()), "none"
     assert not is_let_in(mutual, authority.trusted_by(stranger.issue("client"))), "of another authority"
@@ -106,7 +102,7 @@ def test_mutual_tls_wants_a_good_certificate_of_each_client(
 
 
 @pytest.mark.filterwarnings("ignore:ssl.TLSVersion.TLSv1_1 is deprecated")
-def test_nothing_older_than_tls_1_2_is_spoken(plain_tls: str, authority: Authority) -> None:
+def test_versions_below_tls_1_2_are_refused(plain_tls: str, authority: Authority) -> None:
     def handshake(version: ssl.TLSVersion) -> str | None:
         context = ssl.create_default_context(cafile=authority.path)
         context.set_ciphers("ALL:@SECLEVEL=0")
@@ -148,11 +144,11 @@ def test_new_connections_get_new_certificates_and_old_ones_live_on(
             exchange(stranger.issue("127.0.0.1"))
             assert is_let_in(address, theirs)
             assert not is_let_in(address, ours)
-            session.admit(session.request("r2", token_ids=range(8)))  # on the stream that stood before
+            session.admit(session.request("r2", token_ids=range(8)))  # on the stream opened before
             assert client.get_pool("m").sessions == 1
 
 
-def test_a_server_does_not_start_with_a_key_that_is_not_its_certificates(authority: Authority) -> None:
+def test_a_server_does_not_start_with_a_key_of_another_certificate(authority: Authority) -> None:
     auth = {"tls_cert": str(authority.issue("a").cert), "tls_key": str(authority.issue("a").key)}
     with pytest.raises(RuntimeError, match="tls_cert, tls_key: not a matching pair, or not PEM"):
         ServerProcess("127.0.0.1:0", auth=auth)
@@ -182,9 +178,7 @@ def test_tls_and_tokens_over_the_command_line(tmp_path: Path, authority: Authori
         assert kvpool("replay", "--address", address, *replayed, **environment)[0] == 0
 
 
-def test_a_worker_joins_with_its_token_and_takes_up_another_when_that_is_revoked(
-    tmp_path: Path, authority: Authority
-) -> None:
+def test_a_worker_joins_with_its_token_and_switches_when_it_is_revoked(tmp_path: Path, authority: Authority) -> None:
     tokens, secret = tmp_path / "tokens.toml", tmp_path / "token"
     entries = [{"name": name, "role": "worker", "pools": ["m"]} for name in ("first", "second")]
     write_tokens(tokens, entries)
@@ -210,7 +204,7 @@ def kvpool(*arguments: object, **environment: str) -> tuple[int, str, str]:
     return done.returncode, done.stdout, done.stderr
 
 
-def test_a_unix_socket_is_its_owners_from_the_moment_it_is_there(tmp_path: Path) -> None:
+def test_a_unix_socket_is_private_from_its_creation(tmp_path: Path) -> None:
     path = tmp_path / "s"
     server = ServerProcess(f"unix:{path}")
     assert stat.S_IMODE(path.stat().st_mode) == 0o600

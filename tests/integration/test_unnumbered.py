@@ -1,4 +1,4 @@
-"""A request that a unary call declared without a number: steps cannot name it, unary calls can."""
+"""A request declared by a unary call without a number: steps cannot name it, unary calls can."""
 
 from collections.abc import Iterator
 
@@ -15,7 +15,9 @@ def address() -> Iterator[str]:
         yield address
 
 
-def test_it_is_freed_by_its_id(client: Client, pool: str, stub: allocator_pb2_grpc.AllocatorServiceStub) -> None:
+def test_an_unnumbered_request_is_freed_by_its_id(
+    client: Client, pool: str, stub: allocator_pb2_grpc.AllocatorServiceStub
+) -> None:
     opened = stub.OpenSession(allocator_pb2.OpenSessionRequest(pool_name=pool, lease_seconds=60)).session
     update = allocator_pb2.RequestUpdate(request_id="r", num_appended_tokens=8, block_hashes=b"x" * 64)
     stub.AllocateSlots(

@@ -1,4 +1,4 @@
-"""Certificates and tokens for tests of a server's doors."""
+"""Certificates and tokens for tests of authentication."""
 
 import hashlib
 import queue
@@ -20,14 +20,14 @@ Entry = dict[str, Any]
 
 @dataclass(frozen=True)
 class Pair:
-    """A certificate and its key, as files."""
+    """Files of a certificate and its key."""
 
     cert: Path
     key: Path
 
 
 class Authority:
-    """An authority of certificates, with its own as a file."""
+    """A certificate authority, with its certificate in a file."""
 
     def __init__(self, folder: Path, name: str) -> None:
         self._ca = trustme.CA()
@@ -36,7 +36,7 @@ class Authority:
         self._ca.cert_pem.write_to_path(str(self.path))
 
     def issue(self, *names: str, days: float = 1.0) -> Pair:
-        """Makes a certificate for names; good for some days, or with less than none expired."""
+        """Issues a certificate for names, valid for `days`; a negative number makes an expired one."""
         self._count += 1
         issued = self._ca.issue_cert(*names, not_after=datetime.now(UTC) + timedelta(days=days))
         stem = f"{self._name}-{self._count}"
@@ -46,7 +46,7 @@ class Authority:
         return pair
 
     def trusted_by(self, pair: Pair | None = None, server_name: str = "") -> TlsConfig:
-        """What a client speaks TLS with that trusts this authority."""
+        """TLS settings of a client that trusts this authority."""
         return TlsConfig(self.path, pair.cert if pair else None, pair.key if pair else None, server_name)
 
 
@@ -56,7 +56,7 @@ def secret_of(name: str) -> str:
 
 
 def write_tokens(path: Path, entries: list[Entry]) -> None:
-    """Writes a file of tokens; each entry leaves its sha256 to this."""
+    """Writes a token file. Adds the sha256 to each entry."""
     lines = []
     for entry in entries:
         digest = hashlib.sha256(secret_of(entry["name"]).encode()).hexdigest()
@@ -71,27 +71,27 @@ def write_tokens(path: Path, entries: list[Entry]) -> None:
 
 
 def channel(address: str, token: str | None = None, tls: TlsConfig | None = None) -> grpc.Channel:
-    """A channel of a client that shows a token."""
+    """A channel whose calls carry a token."""
     return Access(tls, token).channel(address, (("grpc.max_reconnect_backoff_ms", 200),))
 
 
 class Silent:
-    """A call whose request never comes, unless it is sent."""
+    """A call without a request, until `send`."""
 
     def __init__(self, opened: grpc.Channel, method: str) -> None:
         self._outgoing: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-        begin: Any = opened.stream_stream(f"/{method}")
-        self._call = begin(iter(self._outgoing.get, None), timeout=20)
+        start: Any = opened.stream_stream(f"/{method}")
+        self._call = start(iter(self._outgoing.get, None), timeout=20)
 
     def send(self, message: bytes) -> None:
         self._outgoing.put(message)
 
     def answer(self) -> object:
-        """Waits for the next answer."""
+        """Waits for the next response."""
         return next(self._call)
 
     def error(self) -> KvpoolError:
-        """Waits for what the call ends with."""
+        """Waits for the error that ends the call."""
         with pytest.raises(grpc.RpcError) as caught:
             next(self._call)
         self.close()

@@ -1,4 +1,4 @@
-"""A WorkerService that does what a test tells it, on a real socket; and small plans for it to send."""
+"""A WorkerService on a real socket that a test controls, and small plans for it to send."""
 
 import contextlib
 import queue
@@ -23,13 +23,13 @@ from kvpool.wire.errors import to_status
 FULL: Final = FullAttentionSpec(16, 2, 8, "float32")
 WINDOW: Final = SlidingWindowSpec(16, 2, 8, "float32", sliding_window=64)
 LAYERS: Final = {"l.0": FULL, "l.1": WINDOW, "l.2": FULL, "l.3": WINDOW}
-"""Two groups of two layers, so two buffers with two layers in each."""
+"""Two groups of two layers, i.e. two buffers with two layers each."""
 BLOCK_BYTES: Final = 2 * FULL.page_size_bytes
 WAIT_SECONDS: Final = 20.0
 
 
 def plan_config(num_blocks: int) -> KVCacheConfig:
-    """What a rank with these layers is to allocate."""
+    """The plan of a rank with these layers."""
     ranks = [RankMemory(LAYERS, num_blocks * BLOCK_BYTES)]
     config = get_kv_cache_configs(ranks, PlanOptions(16)).configs[0]
     assert config.num_blocks == num_blocks
@@ -50,8 +50,10 @@ def ready(epoch: int, num_blocks: int) -> worker_pb2.JoinResponse:
 
 
 def fence(sequence: int, epoch: int, last: int, *live: int) -> worker_pb2.JoinResponse:
-    told = worker_pb2.Fence(fence_sequence=sequence, epoch=epoch, last_session_number=last, live_session_numbers=live)
-    return worker_pb2.JoinResponse(fence=told)
+    message = worker_pb2.Fence(
+        fence_sequence=sequence, epoch=epoch, last_session_number=last, live_session_numbers=live
+    )
+    return worker_pb2.JoinResponse(fence=message)
 
 
 def degraded(epoch: int, *absent_ranks: int) -> worker_pb2.JoinResponse:
@@ -60,13 +62,13 @@ def degraded(epoch: int, *absent_ranks: int) -> worker_pb2.JoinResponse:
 
 
 class FakeStream:
-    """A rank's stream, seen from the server. While `is_answering`, heartbeats are answered with what was said last."""
+    """The server's end of a rank's stream. While `is_answering`, heartbeats are answered with the last status."""
 
     def __init__(self) -> None:
         self.is_answering = True
         self.heartbeats: list[int] = []
         self._status = worker_pb2.PoolStatus(state=pool_pb2.POOL_STATE_FORMING)
-        self._said: queue.SimpleQueue[worker_pb2.JoinRequest | None] = queue.SimpleQueue()
+        self._received: queue.SimpleQueue[worker_pb2.JoinRequest | None] = queue.SimpleQueue()
         self._outgoing: queue.SimpleQueue[worker_pb2.JoinResponse | KvpoolError | None] = queue.SimpleQueue()
 
     def say(self, *responses: worker_pb2.JoinResponse) -> None:
@@ -79,25 +81,25 @@ class FakeStream:
         self._outgoing.put(error)
 
     def next(self) -> worker_pb2.JoinRequest:
-        """What the rank says next, heartbeats apart."""
-        said = self._said.get(timeout=WAIT_SECONDS)
-        assert said is not None, "the rank is done sending"
-        return said
+        """Waits for the rank's next message other than a heartbeat."""
+        message = self._received.get(timeout=WAIT_SECONDS)
+        assert message is not None, "the rank closed its side"
+        return message
 
     def register(self) -> worker_pb2.Register:
-        """Takes the registration, and answers it."""
-        said = self.next()
-        assert said.WhichOneof("message") == "register"
+        """Receives the registration and answers it."""
+        message = self.next()
+        assert message.WhichOneof("message") == "register"
         self.say(registered())
-        return said.register
+        return message.register
 
     def initialized(self) -> worker_pb2.Initialized:
-        said = self.next()
-        assert said.WhichOneof("message") == "initialized"
-        return said.initialized
+        message = self.next()
+        assert message.WhichOneof("message") == "initialized"
+        return message.initialized
 
     def open(self, epoch: int, num_blocks: int) -> worker_pb2.Initialized:
-        """Plans, and says ready to what the rank then got."""
+        """Sends a plan, and Ready when the rank has allocated."""
         self.say(planned(epoch, num_blocks))
         initialized = self.initialized()
         self.say(ready(epoch, min(initialized.num_blocks, num_blocks)))
@@ -105,7 +107,7 @@ class FakeStream:
 
     def is_silent(self) -> bool:
         """Whether the rank has said nothing but heartbeats since."""
-        return self._said.empty()
+        return self._received.empty()
 
     def serve(
         self, requests: Iterator[worker_pb2.JoinRequest], context: grpc.ServicerContext
@@ -129,8 +131,8 @@ class FakeStream:
                         status.heartbeat_sequence = request.heartbeat.sequence
                         self._outgoing.put(worker_pb2.JoinResponse(status=status))
                 else:
-                    self._said.put(request)
-        self._said.put(None)
+                    self._received.put(request)
+        self._received.put(None)
         self._outgoing.put(None)
 
 
@@ -138,7 +140,7 @@ class FakeServer(worker_pb2_grpc.WorkerServiceServicer):
     """The service.
 
     Attributes:
-        address: Where it listens.
+        address: Its address.
     """
 
     def __init__(self, path: Path) -> None:

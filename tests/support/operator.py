@@ -1,4 +1,4 @@
-"""Pools, ranks and sessions as an operator is told of them."""
+"""Descriptions of pools, ranks and sessions, as AdminService returns them."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from kvpool.core.statistics import ActivityCounters, PrefixCacheStats
 
 
 def pool_info(name: str = "m", num_blocks: int = 101, free_blocks: int = 60, **fields: Any) -> PoolInfo:
-    """A pool, two fifths of it used unless said."""
+    """A pool; by default two fifths of its blocks are used."""
     group = KVCacheGroup(FullAttentionSpec(16), ("layer.0",))
     usable = max(num_blocks - 1, 0)
     defaults: dict[str, Any] = {
@@ -33,7 +33,7 @@ def pool_info(name: str = "m", num_blocks: int = 101, free_blocks: int = 60, **f
 
 
 def session_info(**fields: Any) -> SessionInfo:
-    """A session at work."""
+    """An active session."""
     defaults: dict[str, Any] = {
         "session_number": SessionNumber(1),
         "client_name": "scheduler",

@@ -1,4 +1,4 @@
-"""A network that misbehaves: between a client and a server on unix sockets, breaking off at an exact byte."""
+"""A faulty network between a client and a server on unix sockets: it fails at an exact byte."""
 
 import asyncio
 import contextlib
@@ -11,31 +11,31 @@ DELAY_SECONDS = 0.05
 
 
 class Fault(Enum):
-    """What happens at the byte."""
+    """The fault."""
 
     CUT = "cut"
-    """Both sides see the connection end; nothing after that byte arrives."""
+    """The connection is closed on both sides; later bytes are lost."""
     DELAY = "delay"
-    """The rest comes later."""
+    """Later bytes are delayed."""
     BLACK_HOLE = "black hole"
-    """Nothing arrives any more, either way, and nobody is told."""
+    """Later bytes are lost in both directions, and the connection stays open."""
 
 
 @dataclass
 class Link:
-    """One connection through the proxy, and the bytes that went each way."""
+    """One connection through the proxy, with the number of bytes in each direction."""
 
     to_server: int = 0
     to_client: int = 0
 
 
 class Proxy:
-    """Passes bytes on, and misbehaves once, on its first connection.
+    """Forwards bytes, and applies one fault to its first connection.
 
     Attributes:
-        address: Where clients connect.
-        links: The connections, in the order they were made.
-        struck: Whether the fault has come.
+        address: Address for clients.
+        links: The connections, in order.
+        struck: Whether the fault has happened.
     """
 
     def __init__(
@@ -44,11 +44,11 @@ class Proxy:
         """Makes a proxy.
 
         Args:
-            path: Of its socket.
-            server_address: Where it connects.
-            fault: What it does.
-            to_server: After how many bytes from client to server; -1 for never.
-            to_client: The same the other way.
+            path: Path of its socket.
+            server_address: Address of the server.
+            fault: The fault.
+            to_server: Number of bytes from client to server before the fault; -1 for never.
+            to_client: Number of bytes from server to client before the fault; -1 for never.
         """
         self.address = f"unix:{path}"
         self.links: list[Link] = []
@@ -73,7 +73,7 @@ class Proxy:
             await asyncio.gather(*self._tasks)
 
     def strike_next(self) -> None:
-        """Lets the fault come with the next byte to the server."""
+        """Applies the fault at the next byte to the server."""
         self._at["to_server"] = self.links[0].to_server
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -86,17 +86,17 @@ class Proxy:
         self._writers |= {writer, server_writer}
         try:
             async with asyncio.TaskGroup() as group:
-                group.create_task(self._pass_on(link, "to_server", reader, server_writer))
-                group.create_task(self._pass_on(link, "to_client", server_reader, writer))
+                group.create_task(self._forward(link, "to_server", reader, server_writer))
+                group.create_task(self._forward(link, "to_client", server_reader, writer))
         except* ConnectionError:
-            pass  # broken off: by an end, or by us
+            pass  # closed by one side, or by the proxy
         finally:
             for end in (writer, server_writer):
                 end.transport.abort()
             self._writers -= {writer, server_writer}
             self._tasks.discard(task)
 
-    async def _pass_on(self, link: Link, way: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _forward(self, link: Link, way: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while data := await reader.read(65536):
             if self.struck and self._fault is Fault.BLACK_HOLE and link is self.links[0]:
                 continue

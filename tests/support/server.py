@@ -1,4 +1,4 @@
-"""Real servers for tests, each in a process of its own, on a unix socket."""
+"""Real servers for tests, each in its own process, on a unix socket."""
 
 import contextlib
 import json
@@ -39,7 +39,7 @@ asyncio.run(serve(ServerConfig(**settings), lambda addresses: print(json.dumps(a
 
 
 def free_port() -> int:
-    """A TCP port of this machine that nobody listens on just now."""
+    """A TCP port of this machine that is free now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
@@ -50,7 +50,7 @@ class ServerProcess:
     """A server in its own process.
 
     Attributes:
-        addresses: Where it listens.
+        addresses: The addresses that it listens on.
         process: The process.
     """
 
@@ -66,13 +66,13 @@ class ServerProcess:
         self.addresses: list[str] = json.loads(line)
 
     def stop(self) -> tuple[int, str]:
-        """Sends SIGTERM; returns the exit status and what it wrote to stderr."""
+        """Sends SIGTERM. Returns the exit status and the output on stderr."""
         self.process.terminate()
         _, errors = self.process.communicate(timeout=30)
         return self.process.returncode, errors
 
     def stop_cleanly(self) -> str:
-        """Stops it, also if it is paused; fails if it logged a bug or ends badly; returns what it wrote to stderr."""
+        """Stops the server, even if paused. Fails on a logged bug or an error status. Returns the output on stderr."""
         self.process.send_signal(signal.SIGCONT)
         status, errors = self.stop()
         assert status == 0, errors
@@ -82,7 +82,7 @@ class ServerProcess:
 
 @contextlib.contextmanager
 def server_process(*addresses: str, **settings: object) -> Iterator[ServerProcess]:
-    """Runs a server, on a unix socket unless it is told where; fails if it logged a bug or did not stop cleanly."""
+    """Runs a server, by default on a unix socket. Fails if it logged a bug or did not stop cleanly."""
     with TemporaryDirectory() as folder:
         server = ServerProcess(*(addresses or [f"unix:{Path(folder) / 's'}"]), **settings)
         try:
@@ -93,12 +93,12 @@ def server_process(*addresses: str, **settings: object) -> Iterator[ServerProces
 
 @contextlib.contextmanager
 def running_server(**settings: object) -> Iterator[str]:
-    """The address of a `server_process`."""
+    """Runs a `server_process` and yields its address."""
     with server_process(**settings) as server:
         yield server.addresses[0]
 
 
 def pool_config(name: str = "m", num_blocks: int = 100, **options: object) -> PoolConfig:
-    """A small pool of full attention, 4 tokens a block."""
+    """A small pool of full attention, with 4 tokens per block."""
     groups = (KVCacheGroup(FullAttentionSpec(4), ("layer.0",)),)
     return PoolConfig(PoolName(name), num_blocks, 1024, groups, **options)  # type: ignore[arg-type]

@@ -27,30 +27,30 @@ class _BlockState:
 class _BlockStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_BlockState.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     BLOCK_STATE_UNSPECIFIED: _BlockState.ValueType  # 0
-    """In a request: of any state. Never told."""
+    """In a request: any state. Never returned."""
     BLOCK_STATE_USED: _BlockState.ValueType  # 1
-    """Requests hold it, or it is set aside for a sink."""
+    """Requests hold the block, or it is a sink block."""
     BLOCK_STATE_CACHED: _BlockState.ValueType  # 2
-    """Nobody holds it; what it holds can be found until it is taken for something else."""
+    """No request holds the block. Its contents can be hit until it is allocated again."""
     BLOCK_STATE_FREE: _BlockState.ValueType  # 3
-    """Nobody holds it, and nothing can be found in it."""
+    """No request holds the block, and its contents cannot be hit."""
 
 class BlockState(_BlockState, metaclass=_BlockStateEnumTypeWrapper):
-    """What becomes of a block next."""
+    """Use of a block."""
 
 BLOCK_STATE_UNSPECIFIED: BlockState.ValueType  # 0
-"""In a request: of any state. Never told."""
+"""In a request: any state. Never returned."""
 BLOCK_STATE_USED: BlockState.ValueType  # 1
-"""Requests hold it, or it is set aside for a sink."""
+"""Requests hold the block, or it is a sink block."""
 BLOCK_STATE_CACHED: BlockState.ValueType  # 2
-"""Nobody holds it; what it holds can be found until it is taken for something else."""
+"""No request holds the block. Its contents can be hit until it is allocated again."""
 BLOCK_STATE_FREE: BlockState.ValueType  # 3
-"""Nobody holds it, and nothing can be found in it."""
+"""No request holds the block, and its contents cannot be hit."""
 Global___BlockState: _TypeAlias = BlockState  # noqa: Y015
 
 @_typing.final
 class ServerInfo(_message.Message):
-    """A server as it is now."""
+    """The current state of a server."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -58,11 +58,11 @@ class ServerInfo(_message.Message):
     UPTIME_SECONDS_FIELD_NUMBER: _builtins.int
     DRAINING_FIELD_NUMBER: _builtins.int
     version: _builtins.str
-    """Release of kvpool, as "0.4.0"."""
+    """Release of kvpool, for example "0.4.0"."""
     uptime_seconds: _builtins.float
-    """Seconds since it started."""
+    """Time since it started, in seconds."""
     draining: _builtins.bool
-    """No pool takes new sessions: it is drained as a whole, or stops."""
+    """Whether no pool takes new sessions, because the whole server is drained or stops."""
     def __init__(
         self,
         *,
@@ -80,7 +80,7 @@ Global___ServerInfo: _TypeAlias = ServerInfo  # noqa: Y015
 
 @_typing.final
 class SessionInfo(_message.Message):
-    """A session as it is now."""
+    """The current state of a session."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -99,35 +99,35 @@ class SessionInfo(_message.Message):
     MIN_BLOCKS_FIELD_NUMBER: _builtins.int
     MAX_BLOCKS_FIELD_NUMBER: _builtins.int
     session_number: _builtins.int
-    """Its number, never used again by this server; what logs call it by. From 1; another each time that it is resumed."""
+    """Number of the session, from 1; also used in logs. Never reused; changes each time the session is resumed."""
     client_name: _builtins.str
-    """What its scheduler calls itself. May be empty."""
+    """Name that the scheduler chose. May be empty."""
     pool_name: _builtins.str
-    """Its pool."""
+    """Name of its pool."""
     lease_seconds: _builtins.float
-    """Seconds that it outlives its stream and its last call."""
+    """Time in seconds for which it outlives its stream and its last call."""
     age_seconds: _builtins.float
-    """Seconds since it was opened."""
+    """Time since it was opened, in seconds."""
     idle_seconds: _builtins.float
-    """Seconds since it was heard of."""
+    """Time since its last call or step, in seconds."""
     streaming: _builtins.bool
     """Whether a Schedule stream keeps it alive."""
     sequence: _builtins.int
-    """Number of its last change. 0: none yet."""
+    """Sequence number of its last change. 0: none yet."""
     executed_sequence: _builtins.int
-    """Newest change that it said to be executed. 0: none yet."""
+    """Newest sequence number that it has reported as executed. 0: none yet."""
     requests: _builtins.int
-    """Its requests, waiting ones included."""
+    """Number of its requests, waiting ones included."""
     running_requests: _builtins.int
-    """Of these, those that hold blocks."""
+    """Number of its requests that hold blocks."""
     min_blocks: _builtins.int
-    """Blocks that it can always have. 0: none are kept for it."""
+    """Guaranteed number of blocks. 0: none are reserved."""
     max_blocks: _builtins.int
-    """Most blocks that its requests may hold. 0: no limit."""
+    """Maximum number of blocks that its requests may hold. 0: no limit."""
     @_builtins.property
     def held_blocks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Blocks in its requests' tables, group by group, the null block left out. One that several requests share counts
-        for each.
+        """Number of entries in its requests' block tables per group, without the null block. A block shared by several
+        requests counts once for each.
         """
 
     def __init__(
@@ -158,7 +158,7 @@ Global___SessionInfo: _TypeAlias = SessionInfo  # noqa: Y015
 
 @_typing.final
 class RequestInfo(_message.Message):
-    """A request as it is now."""
+    """The current state of a request."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -170,20 +170,20 @@ class RequestInfo(_message.Message):
     NUM_PREEMPTIONS_FIELD_NUMBER: _builtins.int
     LORA_NAME_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
-    """Its id, unique in its session."""
+    """Id of the request, unique in its session."""
     session_number: _builtins.int
-    """Its session's number."""
+    """Number of its session."""
     num_tokens: _builtins.int
-    """Tokens known of it, prompt and output."""
+    """Number of its known tokens, prompt and output."""
     num_computed_tokens: _builtins.int
-    """Tokens that have room, hits included. 0: it waits."""
+    """Number of its tokens with slots, hits included. 0: it waits."""
     num_preemptions: _builtins.int
-    """Times that its blocks were taken back."""
+    """Number of times that it was preempted."""
     lora_name: _builtins.str
     """Its LoRA. Empty: none."""
     @_builtins.property
     def held_blocks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Blocks in its tables, group by group, the null block left out."""
+        """Number of blocks in its block tables per group, without the null block."""
 
     def __init__(
         self,
@@ -206,7 +206,7 @@ Global___RequestInfo: _TypeAlias = RequestInfo  # noqa: Y015
 
 @_typing.final
 class BlockInfo(_message.Message):
-    """A block as it is now."""
+    """The current state of a block."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -218,19 +218,19 @@ class BlockInfo(_message.Message):
     SESSION_NUMBER_FIELD_NUMBER: _builtins.int
     PENDING_FIELD_NUMBER: _builtins.int
     block_id: _builtins.int
-    """Its id."""
+    """Id of the block."""
     state: Global___BlockState.ValueType
-    """What becomes of it next."""
+    """Use of the block."""
     ref_cnt: _builtins.int
-    """Block tables that it stands in, 1 for a sink."""
+    """Number of block tables that contain it; 1 for a sink block."""
     block_hash: _builtins.bytes
-    """What its contents are found by. Empty: they cannot be found, and group_id, session_number and pending say nothing."""
+    """Hash of its contents. Empty: they cannot be hit, and group_id, session_number and pending have no meaning."""
     group_id: _builtins.int
-    """Group whose layers its contents are of."""
+    """Group of its contents."""
     session_number: _builtins.int
-    """Number of the session that filled it, which may have ended, or have got another, since."""
+    """Number, at that time, of the session that filled it. The session may have ended since."""
     pending: _builtins.bool
-    """Its writer has not yet said that the step which fills it has run: others do not find it."""
+    """Whether the session that filled it has not yet reported the execution of the step. Other sessions cannot hit it."""
     def __init__(
         self,
         *,
@@ -281,7 +281,7 @@ class ListPoolsResponse(_message.Message):
 
     @_builtins.property
     def pools(self) -> _containers.RepeatedCompositeFieldContainer[_pool_pb2.PoolInfo]:
-        """Its pools, by name."""
+        """Its pools, sorted by name."""
 
     def __init__(
         self,
@@ -307,11 +307,11 @@ class ListSessionsRequest(_message.Message):
     PAGE_SIZE_FIELD_NUMBER: _builtins.int
     PAGE_TOKEN_FIELD_NUMBER: _builtins.int
     pool_name: _builtins.str
-    """Only of this pool. Empty: of all."""
+    """Name of the pool. Empty: all pools."""
     page_size: _builtins.int
-    """Most sessions wanted, at most 500. 0: 100."""
+    """Maximum number of sessions, at most 500. 0: 100."""
     page_token: _builtins.str
-    """The last page's next_page_token. Empty: from the first."""
+    """next_page_token of the previous page. Empty: the first page."""
     def __init__(
         self,
         *,
@@ -336,7 +336,7 @@ class ListSessionsResponse(_message.Message):
     SESSIONS_FIELD_NUMBER: _builtins.int
     NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
     next_page_token: _builtins.str
-    """Asks for the next page. Empty: there is none."""
+    """Token for the next page. Empty: this was the last page."""
     @_builtins.property
     def sessions(self) -> _containers.RepeatedCompositeFieldContainer[Global___SessionInfo]:
         """The sessions."""
@@ -368,11 +368,11 @@ class ListRequestsRequest(_message.Message):
     pool_name: _builtins.str
     """The pool."""
     session_number: _builtins.int
-    """Only of this session of the pool. 0: of all."""
+    """Number of a session of the pool. 0: all sessions."""
     page_size: _builtins.int
-    """Most requests wanted, at most 500. 0: 100."""
+    """Maximum number of requests, at most 500. 0: 100."""
     page_token: _builtins.str
-    """The last page's next_page_token. Empty: from the first."""
+    """next_page_token of the previous page. Empty: the first page."""
     def __init__(
         self,
         *,
@@ -398,7 +398,7 @@ class ListRequestsResponse(_message.Message):
     REQUESTS_FIELD_NUMBER: _builtins.int
     NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
     next_page_token: _builtins.str
-    """Asks for the next page. Empty: there is none."""
+    """Token for the next page. Empty: this was the last page."""
     @_builtins.property
     def requests(self) -> _containers.RepeatedCompositeFieldContainer[Global___RequestInfo]:
         """The requests."""
@@ -430,11 +430,11 @@ class ListBlocksRequest(_message.Message):
     pool_name: _builtins.str
     """The pool."""
     state: Global___BlockState.ValueType
-    """Only blocks in this state. Unspecified: all."""
+    """State of the blocks. Unspecified: any."""
     page_size: _builtins.int
-    """Most blocks wanted, at most 500. 0: 100."""
+    """Maximum number of blocks, at most 500. 0: 100."""
     page_token: _builtins.str
-    """The last page's next_page_token. Empty: from the first."""
+    """next_page_token of the previous page. Empty: the first page."""
     def __init__(
         self,
         *,
@@ -460,7 +460,7 @@ class ListBlocksResponse(_message.Message):
     BLOCKS_FIELD_NUMBER: _builtins.int
     NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
     next_page_token: _builtins.str
-    """Asks for the next page. Empty: there is none."""
+    """Token for the next page. Empty: this was the last page."""
     @_builtins.property
     def blocks(self) -> _containers.RepeatedCompositeFieldContainer[Global___BlockInfo]:
         """The blocks."""
@@ -510,11 +510,11 @@ class AdminServiceResetPrefixCacheResponse(_message.Message):
     RESET_FIELD_NUMBER: _builtins.int
     HOLDERS_FIELD_NUMBER: _builtins.int
     reset: _builtins.bool
-    """False: requests hold blocks, and nothing was dropped."""
+    """False: requests hold blocks, and no hash was dropped."""
     @_builtins.property
     def holders(self) -> _containers.RepeatedCompositeFieldContainer[Global___SessionInfo]:
-        """If it was not reset: sessions whose requests hold blocks, in the order they were opened, then those that have ended
-        and hold blocks in quarantine; at most 16.
+        """If the cache was not reset: sessions whose requests hold blocks, in the order in which they were opened, then ended
+        sessions with blocks in quarantine; at most 16.
         """
 
     def __init__(
@@ -540,9 +540,9 @@ class EvictSessionRequest(_message.Message):
     POOL_NAME_FIELD_NUMBER: _builtins.int
     SESSION_NUMBER_FIELD_NUMBER: _builtins.int
     pool_name: _builtins.str
-    """The pool that the session is attached to; so a number of another pool, mistyped, does no harm."""
+    """Name of the session's pool, as a safeguard against a mistyped number."""
     session_number: _builtins.int
-    """The session's number."""
+    """Number of the session."""
     def __init__(
         self,
         *,
@@ -566,7 +566,7 @@ class EvictSessionResponse(_message.Message):
     SESSION_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def session(self) -> Global___SessionInfo:
-        """The session as it was."""
+        """The session before its end."""
 
     def __init__(
         self,
@@ -591,11 +591,11 @@ class DrainRequest(_message.Message):
     STOP_FIELD_NUMBER: _builtins.int
     TIMEOUT_SECONDS_FIELD_NUMBER: _builtins.int
     pool_name: _builtins.str
-    """The pool; it may still form. Empty: the server, all its pools of now and later."""
+    """Name of the pool, which may still be forming. Empty: the server, with all present and future pools."""
     stop: _builtins.bool
-    """Stop the server once no session is open, or when timeout_seconds have passed; only without a pool_name."""
+    """Whether to stop the server once no session is open, or after timeout_seconds. Requires an empty pool_name."""
     timeout_seconds: _builtins.float
-    """With stop: how long the sessions that are open may go on, [0, 86400] seconds."""
+    """With stop: maximum time for open sessions, in seconds, [0, 86400]. Without: must be 0."""
     def __init__(
         self,
         *,
@@ -619,7 +619,7 @@ class DrainResponse(_message.Message):
 
     SESSIONS_FIELD_NUMBER: _builtins.int
     sessions: _builtins.int
-    """Sessions that are still open in what is drained. ListPools tells it again."""
+    """Number of sessions that are still open in the pool or server. ListPools returns it too."""
     def __init__(
         self,
         *,
@@ -641,7 +641,7 @@ class UndrainRequest(_message.Message):
 
     POOL_NAME_FIELD_NUMBER: _builtins.int
     pool_name: _builtins.str
-    """The pool. Empty: the server; pools that were drained by name stay so."""
+    """Name of the pool. Empty: the server; pools that were drained by name remain drained."""
     def __init__(
         self,
         *,
@@ -664,7 +664,7 @@ class UndrainResponse(_message.Message):
     STILL_DRAINED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def still_drained(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Pools that still take no new sessions among what was asked for: drained by name, or with the whole server."""
+        """Pools of the request that still take no new sessions, because they, or the whole server, are drained."""
 
     def __init__(
         self,

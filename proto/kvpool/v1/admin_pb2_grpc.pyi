@@ -27,20 +27,21 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class AdminServiceStub:
-    """For operators: what a server holds and who uses it; and to drain, reset, evict and remove.
+    """API for operators: inspects a server, and drains, resets, evicts and removes.
 
-    Whoever reaches the server's address may call it, as there is no authentication yet: listen where only those can who
-    may do all this. Nothing told here lets its reader act as a session: a session's secret id is never told.
+    If the server has tokens, every call requires the role admin. Without tokens every client that can connect has all
+    permissions, so restrict access to the address. No response allows its reader to act as a session: responses never
+    contain the secret id of a session.
 
-    Errors are as in AllocatorService. Every call is all or nothing: after an error nothing has changed. Any may end in
-    INTERNAL (our bug: report it) or, where nobody answers, in UNAVAILABLE (try again). Beyond that:
-      INVALID_ARGUMENT     malformed or out of range: fix the field named
-      NOT_FOUND            no such pool or session, by now: list them again
-      FAILED_PRECONDITION  wrong state: the reason and the message tell what is in the way
+    Errors are as in AllocatorService. Every call is all or nothing: after an error nothing has changed. Any call may
+    fail with INTERNAL (a bug: report it) or, if no server answers, with UNAVAILABLE (retry). Other codes:
+      INVALID_ARGUMENT     malformed or out of range: fix the named field
+      NOT_FOUND            the pool or session does not exist (any more): list them again
+      FAILED_PRECONDITION  wrong state: the reason and the message name the obstacle
 
-    Lists that can grow come in pages. A page may hold fewer than asked for, even none, while more follow: an empty
-    next_page_token alone says that it was the last. What is there all the time while somebody pages is told exactly
-    once; what comes or goes meanwhile may be told or not.
+    Lists that can grow are paged. A page may contain fewer items than requested, even none, while more follow: only an
+    empty next_page_token marks the last page. Items that exist during the whole listing are returned exactly once; items
+    that appear or disappear meanwhile may be returned or not.
     """
 
     @_typing.overload
@@ -48,113 +49,117 @@ class AdminServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> AdminServiceAsyncStub: ...
     ListPools: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ListPoolsRequest, _admin_pb2.ListPoolsResponse]
-    """Tells of the server and of all its pools, those that still form included. O(sessions + requests)."""
+    """Returns the server and all its pools, forming ones included. O(sessions + requests). No errors of its own."""
     ListSessions: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ListSessionsRequest, _admin_pb2.ListSessionsResponse]
-    """Tells of the sessions, of one pool or of all, in the order they were opened. A page ends early once it has counted
-    4,096 requests. INVALID_ARGUMENT, NOT_FOUND.
+    """Returns the sessions of one pool or of all pools, in the order in which they were opened. A page ends early after
+    4,096 requests. Errors: INVALID_ARGUMENT, NOT_FOUND.
     """
     ListRequests: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ListRequestsRequest, _admin_pb2.ListRequestsResponse]
-    """Tells of a pool's requests, session by session in the order they were opened, those of a session in the order of
-    their ids. A page costs O(requests of the sessions it touches). INVALID_ARGUMENT, NOT_FOUND.
+    """Returns the requests of a pool, by session in the order in which the sessions were opened, then by request id. A
+    page costs O(requests of its sessions). Errors: INVALID_ARGUMENT, NOT_FOUND.
     """
     ListBlocks: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ListBlocksRequest, _admin_pb2.ListBlocksResponse]
-    """Tells of a pool's blocks in the order of their ids, the null block left out. A page looks at 4,096 blocks at most,
-    a few milliseconds' work, and so may tell of none in a large pool when a state is asked for. INVALID_ARGUMENT,
-    NOT_FOUND; FAILED_PRECONDITION while the pool forms for the first time.
+    """Returns the blocks of a pool by id, without the null block. A page examines at most 4,096 blocks, which takes a few
+    milliseconds, so a page of a large pool may be empty if a state is requested. Errors: INVALID_ARGUMENT; NOT_FOUND;
+    FAILED_PRECONDITION while the pool forms for the first time.
     """
     ResetPrefixCache: _grpc.UnaryUnaryMultiCallable[_admin_pb2.AdminServiceResetPrefixCacheRequest, _admin_pb2.AdminServiceResetPrefixCacheResponse]
-    """Drops all hashes of a pool, if no request holds a block. If some do, that is an answer, which says who: try again
-    when they are done. NOT_FOUND; FAILED_PRECONDITION while the pool forms for the first time, and in a pool with
-    sinks, which are never free.
+    """Drops all hashes of a pool if no request holds a block. Otherwise the response names the sessions that hold blocks:
+    retry when they are done. Errors: NOT_FOUND; FAILED_PRECONDITION while the pool forms for the first time, and in a
+    pool with sinks, which are never free.
     """
     EvictSession: _grpc.UnaryUnaryMultiCallable[_admin_pb2.EvictSessionRequest, _admin_pb2.EvictSessionResponse]
-    """Ends a session: its blocks come back, its stream and every further call of it end in ABORTED with the reason
-    SESSION_EVICTED. For a scheduler that hangs but keeps its lease; one that is well opens a new session. NOT_FOUND.
+    """Ends a session and frees its blocks. Its stream and every later call fail with ABORTED (reason SESSION_EVICTED).
+    Intended for a scheduler that hangs but keeps its lease; a healthy scheduler opens a new session. Errors:
+    NOT_FOUND.
     """
     Drain: _grpc.UnaryUnaryMultiCallable[_admin_pb2.DrainRequest, _admin_pb2.DrainResponse]
-    """Takes no new sessions, in one pool or in all: OpenSession ends in UNAVAILABLE with the reason DRAINED and a retry
-    time. Sessions that are open go on until they are closed. Done again it changes nothing, but that a newer stop
-    takes the place of an older one. Undone by Undrain. INVALID_ARGUMENT, NOT_FOUND.
+    """Refuses new sessions in one pool or in all pools: OpenSession fails with UNAVAILABLE (reason DRAINED) and a retry
+    time. Open sessions continue until they are closed. Idempotent, except that a newer stop replaces an older one.
+    Undrain reverses it. Errors: INVALID_ARGUMENT, NOT_FOUND.
     """
     Undrain: _grpc.UnaryUnaryMultiCallable[_admin_pb2.UndrainRequest, _admin_pb2.UndrainResponse]
-    """Takes new sessions again. A pool takes them when neither it nor the server is drained. NOT_FOUND."""
+    """Accepts new sessions again. A pool accepts them if neither it nor the server is drained. Errors: NOT_FOUND."""
     RemovePool: _grpc.UnaryUnaryMultiCallable[_admin_pb2.RemovePoolRequest, _admin_pb2.RemovePoolResponse]
-    """Forgets a pool and frees its name. Watchers of its events end in ABORTED with the reason POOL_REMOVED. NOT_FOUND;
-    FAILED_PRECONDITION while sessions are open in it, or blocks of ones that ended are in quarantine, or ranks are
-    there or waited for: POOL_IN_USE, naming them.
+    """Removes a pool and frees its name. Watches of its events fail with ABORTED (reason POOL_REMOVED). Errors:
+    NOT_FOUND; FAILED_PRECONDITION (reason POOL_IN_USE) while it has open sessions, blocks in quarantine, or ranks that
+    are present or awaited; the message names them.
     """
 
 @_typing.type_check_only
 class AdminServiceAsyncStub(AdminServiceStub):
-    """For operators: what a server holds and who uses it; and to drain, reset, evict and remove.
+    """API for operators: inspects a server, and drains, resets, evicts and removes.
 
-    Whoever reaches the server's address may call it, as there is no authentication yet: listen where only those can who
-    may do all this. Nothing told here lets its reader act as a session: a session's secret id is never told.
+    If the server has tokens, every call requires the role admin. Without tokens every client that can connect has all
+    permissions, so restrict access to the address. No response allows its reader to act as a session: responses never
+    contain the secret id of a session.
 
-    Errors are as in AllocatorService. Every call is all or nothing: after an error nothing has changed. Any may end in
-    INTERNAL (our bug: report it) or, where nobody answers, in UNAVAILABLE (try again). Beyond that:
-      INVALID_ARGUMENT     malformed or out of range: fix the field named
-      NOT_FOUND            no such pool or session, by now: list them again
-      FAILED_PRECONDITION  wrong state: the reason and the message tell what is in the way
+    Errors are as in AllocatorService. Every call is all or nothing: after an error nothing has changed. Any call may
+    fail with INTERNAL (a bug: report it) or, if no server answers, with UNAVAILABLE (retry). Other codes:
+      INVALID_ARGUMENT     malformed or out of range: fix the named field
+      NOT_FOUND            the pool or session does not exist (any more): list them again
+      FAILED_PRECONDITION  wrong state: the reason and the message name the obstacle
 
-    Lists that can grow come in pages. A page may hold fewer than asked for, even none, while more follow: an empty
-    next_page_token alone says that it was the last. What is there all the time while somebody pages is told exactly
-    once; what comes or goes meanwhile may be told or not.
+    Lists that can grow are paged. A page may contain fewer items than requested, even none, while more follow: only an
+    empty next_page_token marks the last page. Items that exist during the whole listing are returned exactly once; items
+    that appear or disappear meanwhile may be returned or not.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     ListPools: _aio.UnaryUnaryMultiCallable[_admin_pb2.ListPoolsRequest, _admin_pb2.ListPoolsResponse]  # type: ignore[assignment]
-    """Tells of the server and of all its pools, those that still form included. O(sessions + requests)."""
+    """Returns the server and all its pools, forming ones included. O(sessions + requests). No errors of its own."""
     ListSessions: _aio.UnaryUnaryMultiCallable[_admin_pb2.ListSessionsRequest, _admin_pb2.ListSessionsResponse]  # type: ignore[assignment]
-    """Tells of the sessions, of one pool or of all, in the order they were opened. A page ends early once it has counted
-    4,096 requests. INVALID_ARGUMENT, NOT_FOUND.
+    """Returns the sessions of one pool or of all pools, in the order in which they were opened. A page ends early after
+    4,096 requests. Errors: INVALID_ARGUMENT, NOT_FOUND.
     """
     ListRequests: _aio.UnaryUnaryMultiCallable[_admin_pb2.ListRequestsRequest, _admin_pb2.ListRequestsResponse]  # type: ignore[assignment]
-    """Tells of a pool's requests, session by session in the order they were opened, those of a session in the order of
-    their ids. A page costs O(requests of the sessions it touches). INVALID_ARGUMENT, NOT_FOUND.
+    """Returns the requests of a pool, by session in the order in which the sessions were opened, then by request id. A
+    page costs O(requests of its sessions). Errors: INVALID_ARGUMENT, NOT_FOUND.
     """
     ListBlocks: _aio.UnaryUnaryMultiCallable[_admin_pb2.ListBlocksRequest, _admin_pb2.ListBlocksResponse]  # type: ignore[assignment]
-    """Tells of a pool's blocks in the order of their ids, the null block left out. A page looks at 4,096 blocks at most,
-    a few milliseconds' work, and so may tell of none in a large pool when a state is asked for. INVALID_ARGUMENT,
-    NOT_FOUND; FAILED_PRECONDITION while the pool forms for the first time.
+    """Returns the blocks of a pool by id, without the null block. A page examines at most 4,096 blocks, which takes a few
+    milliseconds, so a page of a large pool may be empty if a state is requested. Errors: INVALID_ARGUMENT; NOT_FOUND;
+    FAILED_PRECONDITION while the pool forms for the first time.
     """
     ResetPrefixCache: _aio.UnaryUnaryMultiCallable[_admin_pb2.AdminServiceResetPrefixCacheRequest, _admin_pb2.AdminServiceResetPrefixCacheResponse]  # type: ignore[assignment]
-    """Drops all hashes of a pool, if no request holds a block. If some do, that is an answer, which says who: try again
-    when they are done. NOT_FOUND; FAILED_PRECONDITION while the pool forms for the first time, and in a pool with
-    sinks, which are never free.
+    """Drops all hashes of a pool if no request holds a block. Otherwise the response names the sessions that hold blocks:
+    retry when they are done. Errors: NOT_FOUND; FAILED_PRECONDITION while the pool forms for the first time, and in a
+    pool with sinks, which are never free.
     """
     EvictSession: _aio.UnaryUnaryMultiCallable[_admin_pb2.EvictSessionRequest, _admin_pb2.EvictSessionResponse]  # type: ignore[assignment]
-    """Ends a session: its blocks come back, its stream and every further call of it end in ABORTED with the reason
-    SESSION_EVICTED. For a scheduler that hangs but keeps its lease; one that is well opens a new session. NOT_FOUND.
+    """Ends a session and frees its blocks. Its stream and every later call fail with ABORTED (reason SESSION_EVICTED).
+    Intended for a scheduler that hangs but keeps its lease; a healthy scheduler opens a new session. Errors:
+    NOT_FOUND.
     """
     Drain: _aio.UnaryUnaryMultiCallable[_admin_pb2.DrainRequest, _admin_pb2.DrainResponse]  # type: ignore[assignment]
-    """Takes no new sessions, in one pool or in all: OpenSession ends in UNAVAILABLE with the reason DRAINED and a retry
-    time. Sessions that are open go on until they are closed. Done again it changes nothing, but that a newer stop
-    takes the place of an older one. Undone by Undrain. INVALID_ARGUMENT, NOT_FOUND.
+    """Refuses new sessions in one pool or in all pools: OpenSession fails with UNAVAILABLE (reason DRAINED) and a retry
+    time. Open sessions continue until they are closed. Idempotent, except that a newer stop replaces an older one.
+    Undrain reverses it. Errors: INVALID_ARGUMENT, NOT_FOUND.
     """
     Undrain: _aio.UnaryUnaryMultiCallable[_admin_pb2.UndrainRequest, _admin_pb2.UndrainResponse]  # type: ignore[assignment]
-    """Takes new sessions again. A pool takes them when neither it nor the server is drained. NOT_FOUND."""
+    """Accepts new sessions again. A pool accepts them if neither it nor the server is drained. Errors: NOT_FOUND."""
     RemovePool: _aio.UnaryUnaryMultiCallable[_admin_pb2.RemovePoolRequest, _admin_pb2.RemovePoolResponse]  # type: ignore[assignment]
-    """Forgets a pool and frees its name. Watchers of its events end in ABORTED with the reason POOL_REMOVED. NOT_FOUND;
-    FAILED_PRECONDITION while sessions are open in it, or blocks of ones that ended are in quarantine, or ranks are
-    there or waited for: POOL_IN_USE, naming them.
+    """Removes a pool and frees its name. Watches of its events fail with ABORTED (reason POOL_REMOVED). Errors:
+    NOT_FOUND; FAILED_PRECONDITION (reason POOL_IN_USE) while it has open sessions, blocks in quarantine, or ranks that
+    are present or awaited; the message names them.
     """
 
 class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
-    """For operators: what a server holds and who uses it; and to drain, reset, evict and remove.
+    """API for operators: inspects a server, and drains, resets, evicts and removes.
 
-    Whoever reaches the server's address may call it, as there is no authentication yet: listen where only those can who
-    may do all this. Nothing told here lets its reader act as a session: a session's secret id is never told.
+    If the server has tokens, every call requires the role admin. Without tokens every client that can connect has all
+    permissions, so restrict access to the address. No response allows its reader to act as a session: responses never
+    contain the secret id of a session.
 
-    Errors are as in AllocatorService. Every call is all or nothing: after an error nothing has changed. Any may end in
-    INTERNAL (our bug: report it) or, where nobody answers, in UNAVAILABLE (try again). Beyond that:
-      INVALID_ARGUMENT     malformed or out of range: fix the field named
-      NOT_FOUND            no such pool or session, by now: list them again
-      FAILED_PRECONDITION  wrong state: the reason and the message tell what is in the way
+    Errors are as in AllocatorService. Every call is all or nothing: after an error nothing has changed. Any call may
+    fail with INTERNAL (a bug: report it) or, if no server answers, with UNAVAILABLE (retry). Other codes:
+      INVALID_ARGUMENT     malformed or out of range: fix the named field
+      NOT_FOUND            the pool or session does not exist (any more): list them again
+      FAILED_PRECONDITION  wrong state: the reason and the message name the obstacle
 
-    Lists that can grow come in pages. A page may hold fewer than asked for, even none, while more follow: an empty
-    next_page_token alone says that it was the last. What is there all the time while somebody pages is told exactly
-    once; what comes or goes meanwhile may be told or not.
+    Lists that can grow are paged. A page may contain fewer items than requested, even none, while more follow: only an
+    empty next_page_token marks the last page. Items that exist during the whole listing are returned exactly once; items
+    that appear or disappear meanwhile may be returned or not.
     """
 
     @_abc_1.abstractmethod
@@ -163,7 +168,7 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.ListPoolsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.ListPoolsResponse, _abc.Awaitable[_admin_pb2.ListPoolsResponse]]:
-        """Tells of the server and of all its pools, those that still form included. O(sessions + requests)."""
+        """Returns the server and all its pools, forming ones included. O(sessions + requests). No errors of its own."""
 
     @_abc_1.abstractmethod
     def ListSessions(
@@ -171,8 +176,8 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.ListSessionsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.ListSessionsResponse, _abc.Awaitable[_admin_pb2.ListSessionsResponse]]:
-        """Tells of the sessions, of one pool or of all, in the order they were opened. A page ends early once it has counted
-        4,096 requests. INVALID_ARGUMENT, NOT_FOUND.
+        """Returns the sessions of one pool or of all pools, in the order in which they were opened. A page ends early after
+        4,096 requests. Errors: INVALID_ARGUMENT, NOT_FOUND.
         """
 
     @_abc_1.abstractmethod
@@ -181,8 +186,8 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.ListRequestsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.ListRequestsResponse, _abc.Awaitable[_admin_pb2.ListRequestsResponse]]:
-        """Tells of a pool's requests, session by session in the order they were opened, those of a session in the order of
-        their ids. A page costs O(requests of the sessions it touches). INVALID_ARGUMENT, NOT_FOUND.
+        """Returns the requests of a pool, by session in the order in which the sessions were opened, then by request id. A
+        page costs O(requests of its sessions). Errors: INVALID_ARGUMENT, NOT_FOUND.
         """
 
     @_abc_1.abstractmethod
@@ -191,9 +196,9 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.ListBlocksRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.ListBlocksResponse, _abc.Awaitable[_admin_pb2.ListBlocksResponse]]:
-        """Tells of a pool's blocks in the order of their ids, the null block left out. A page looks at 4,096 blocks at most,
-        a few milliseconds' work, and so may tell of none in a large pool when a state is asked for. INVALID_ARGUMENT,
-        NOT_FOUND; FAILED_PRECONDITION while the pool forms for the first time.
+        """Returns the blocks of a pool by id, without the null block. A page examines at most 4,096 blocks, which takes a few
+        milliseconds, so a page of a large pool may be empty if a state is requested. Errors: INVALID_ARGUMENT; NOT_FOUND;
+        FAILED_PRECONDITION while the pool forms for the first time.
         """
 
     @_abc_1.abstractmethod
@@ -202,9 +207,9 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.AdminServiceResetPrefixCacheRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.AdminServiceResetPrefixCacheResponse, _abc.Awaitable[_admin_pb2.AdminServiceResetPrefixCacheResponse]]:
-        """Drops all hashes of a pool, if no request holds a block. If some do, that is an answer, which says who: try again
-        when they are done. NOT_FOUND; FAILED_PRECONDITION while the pool forms for the first time, and in a pool with
-        sinks, which are never free.
+        """Drops all hashes of a pool if no request holds a block. Otherwise the response names the sessions that hold blocks:
+        retry when they are done. Errors: NOT_FOUND; FAILED_PRECONDITION while the pool forms for the first time, and in a
+        pool with sinks, which are never free.
         """
 
     @_abc_1.abstractmethod
@@ -213,8 +218,9 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.EvictSessionRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.EvictSessionResponse, _abc.Awaitable[_admin_pb2.EvictSessionResponse]]:
-        """Ends a session: its blocks come back, its stream and every further call of it end in ABORTED with the reason
-        SESSION_EVICTED. For a scheduler that hangs but keeps its lease; one that is well opens a new session. NOT_FOUND.
+        """Ends a session and frees its blocks. Its stream and every later call fail with ABORTED (reason SESSION_EVICTED).
+        Intended for a scheduler that hangs but keeps its lease; a healthy scheduler opens a new session. Errors:
+        NOT_FOUND.
         """
 
     @_abc_1.abstractmethod
@@ -223,9 +229,9 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.DrainRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.DrainResponse, _abc.Awaitable[_admin_pb2.DrainResponse]]:
-        """Takes no new sessions, in one pool or in all: OpenSession ends in UNAVAILABLE with the reason DRAINED and a retry
-        time. Sessions that are open go on until they are closed. Done again it changes nothing, but that a newer stop
-        takes the place of an older one. Undone by Undrain. INVALID_ARGUMENT, NOT_FOUND.
+        """Refuses new sessions in one pool or in all pools: OpenSession fails with UNAVAILABLE (reason DRAINED) and a retry
+        time. Open sessions continue until they are closed. Idempotent, except that a newer stop replaces an older one.
+        Undrain reverses it. Errors: INVALID_ARGUMENT, NOT_FOUND.
         """
 
     @_abc_1.abstractmethod
@@ -234,7 +240,7 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.UndrainRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.UndrainResponse, _abc.Awaitable[_admin_pb2.UndrainResponse]]:
-        """Takes new sessions again. A pool takes them when neither it nor the server is drained. NOT_FOUND."""
+        """Accepts new sessions again. A pool accepts them if neither it nor the server is drained. Errors: NOT_FOUND."""
 
     @_abc_1.abstractmethod
     def RemovePool(
@@ -242,9 +248,9 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.RemovePoolRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.RemovePoolResponse, _abc.Awaitable[_admin_pb2.RemovePoolResponse]]:
-        """Forgets a pool and frees its name. Watchers of its events end in ABORTED with the reason POOL_REMOVED. NOT_FOUND;
-        FAILED_PRECONDITION while sessions are open in it, or blocks of ones that ended are in quarantine, or ranks are
-        there or waited for: POOL_IN_USE, naming them.
+        """Removes a pool and frees its name. Watches of its events fail with ABORTED (reason POOL_REMOVED). Errors:
+        NOT_FOUND; FAILED_PRECONDITION (reason POOL_IN_USE) while it has open sessions, blocks in quarantine, or ranks that
+        are present or awaited; the message names them.
         """
 
 def add_AdminServiceServicer_to_server(servicer: AdminServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

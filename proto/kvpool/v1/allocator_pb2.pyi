@@ -53,7 +53,7 @@ class CreatePoolResponse(_message.Message):
     POOL_FIELD_NUMBER: _builtins.int
     CREATED_FIELD_NUMBER: _builtins.int
     created: _builtins.bool
-    """False if the pool was there already."""
+    """False if the pool existed already."""
     @_builtins.property
     def pool(self) -> _pool_pb2.PoolInfo:
         """The pool as it is now."""
@@ -129,7 +129,7 @@ class WaitUntilReadyRequest(_message.Message):
     pool_name: _builtins.str
     """Name of the pool."""
     timeout_seconds: _builtins.float
-    """How long to wait, [0, 3600] seconds."""
+    """Maximum time to wait, in seconds, [0, 3600]."""
     def __init__(
         self,
         *,
@@ -182,23 +182,23 @@ class Session(_message.Message):
     MIN_BLOCKS_FIELD_NUMBER: _builtins.int
     MAX_BLOCKS_FIELD_NUMBER: _builtins.int
     session_id: _builtins.str
-    """Names the session in every further call, until another process resumes it. A secret: who knows it can free the
-    session's requests.
+    """Id of the session in every later call, until another process resumes it. A secret: a client that knows it can free
+    the session's requests.
     """
     pool_name: _builtins.str
     """The pool."""
     lease_seconds: _builtins.float
-    """Seconds that the session outlives its stream and its last call."""
+    """Time in seconds for which the session outlives its stream and its last call."""
     epoch: _builtins.int
     """The pool's epoch when the session was opened."""
     session_number: _builtins.int
-    """Its number, never used again, and another each time that it is resumed: the generation of its lease. Goes with its
-    block tables to the ranks, which run no step under a number that has ended.
+    """Number of the session: the generation of its lease. Never reused; changes each time the session is resumed. The
+    scheduler sends it to the ranks with the block tables, and the ranks refuse steps with a number that has ended.
     """
     min_blocks: _builtins.int
-    """Blocks that it can always have. 0: none are kept for it."""
+    """Guaranteed number of blocks. 0: none are reserved."""
     max_blocks: _builtins.int
-    """Most blocks that its requests may hold, each counted once. 0: no limit."""
+    """Maximum number of blocks that its requests may hold, each counted once. 0: no limit."""
     def __init__(
         self,
         *,
@@ -234,29 +234,28 @@ class OpenSessionRequest(_message.Message):
     pool_name: _builtins.str
     """The pool."""
     client_name: _builtins.str
-    """Tells people which scheduler this is; at most 256 bytes. May be empty."""
+    """Name of the scheduler, for operators; at most 256 bytes. May be empty."""
     lease_seconds: _builtins.float
-    """Wanted lease, within the server's bounds, [1, 3600] seconds unless it was started with others. 0: its default, 10."""
+    """Requested lease in seconds, within the server's bounds ([1, 3600] by default). 0: the server's default (10)."""
     open_key: _builtins.str
-    """Drawn at random by the client, at most 64 bytes: the same again finds the session that it opened, if that lives,
-    rather than opening another, so that the call can be retried. Used with other arguments: INVALID_ARGUMENT, reason
-    OPEN_KEY_REUSED. Empty: each call opens one.
+    """Random key chosen by the client, at most 64 bytes, so that the call can be retried: a call with the same key
+    returns the session that the key opened, if it is still open. With other arguments the call fails with
+    INVALID_ARGUMENT (reason OPEN_KEY_REUSED). Empty: each call opens a session.
     """
     min_blocks: _builtins.int
-    """Blocks that the session is always to have, at most those of the pool. Kept free for it while it holds fewer. 0:
-    none.
-    """
+    """Guaranteed number of blocks, at most those of the pool. They are kept free while the session holds fewer. 0: none."""
     max_blocks: _builtins.int
-    """Most blocks that its requests may hold, each counted once however many share it; at least min_blocks. 0: no limit
-    but the server's.
+    """Maximum number of blocks that the session's requests may hold, each counted once however many requests share it; at
+    least min_blocks. 0: only the server's limit applies.
     """
     memory_id: _builtins.str
-    """Names the memory that the caller's engine holds the tensors in, at most 128 bytes: another for each allocation of the
-    tensors, the same of processes that see the same memory. No secret: whoever names another is told it. Sessions in one
-    memory share what the pool has cached. A session in another waits until all that are open have ended and their
-    blocks are free (UNAVAILABLE, reason OTHER_MEMORY, with a RetryInfo); then the pool begins a new epoch, in which nothing
-    is cached, before the session is opened. Empty: the caller does not say, and is trusted to see the same memory as all
-    before it; whoever names one after that names another. Of a pool that ranks form: INVALID_ARGUMENT, as they say it.
+    """Id of the memory that contains the engine's tensors, at most 128 bytes: different for each allocation of the
+    tensors, equal in processes that use the same memory. Not a secret: a client that names another memory receives it
+    in an error. Sessions in one memory share the pool's cached blocks. A session in another memory must wait until all
+    open sessions have ended and their blocks are free (UNAVAILABLE, reason OTHER_MEMORY, with a RetryInfo). Then the
+    pool starts a new epoch, in which nothing is cached, and the session is opened. Empty: unknown; the caller is
+    trusted to use the same memory as earlier sessions, and a later session with an id counts as another memory. In a
+    pool that is formed by ranks it must be empty (INVALID_ARGUMENT), because the ranks report their memory.
     """
     def __init__(
         self,
@@ -291,7 +290,9 @@ class OpenSessionResponse(_message.Message):
 
     @_builtins.property
     def config(self) -> _pool_pb2.PoolConfig:
-        """The pool's configuration, the hash scheme's none_hash included: that of the salt, if the token of the session has one."""
+        """Configuration of the pool, including the hash scheme's none_hash; if the session's token has a salt, the none_hash
+        for that salt.
+        """
 
     def __init__(
         self,
@@ -317,13 +318,13 @@ class ResumeSessionRequest(_message.Message):
     SEQUENCE_FIELD_NUMBER: _builtins.int
     RESUME_KEY_FIELD_NUMBER: _builtins.int
     session_id: _builtins.str
-    """The session: any id that it ever had."""
+    """Any id that the session ever had."""
     sequence: _builtins.int
-    """Number of the last change that the caller knows to have been answered; at most the session's last. 0: of none."""
+    """Number of the last change whose answer the caller knows; at most that of the session's last change. 0: none."""
     resume_key: _builtins.str
-    """Drawn at random by the client, at most 64 bytes: the same again finds the session as it was resumed with it, rather
-    than taking it over once more, so that the call can be retried; ABORTED once it was resumed with another key.
-    Empty: each call takes it over.
+    """Random key chosen by the client, at most 64 bytes, so that the call can be retried: a call with the same key
+    returns the session as resumed by the first call. The call fails with ABORTED once the session was resumed with
+    another key. Empty: each call resumes the session.
     """
     def __init__(
         self,
@@ -342,7 +343,7 @@ Global___ResumeSessionRequest: _TypeAlias = ResumeSessionRequest  # noqa: Y015
 
 @_typing.final
 class HeldRequest(_message.Message):
-    """A request as the server knows it."""
+    """A request in the state of the server."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -356,20 +357,18 @@ class HeldRequest(_message.Message):
     request_id: _builtins.str
     """Its id."""
     request_number: _builtins.int
-    """The number that steps name it by. 0: steps cannot name it."""
+    """Number of the request in steps. 0: steps cannot name it."""
     num_tokens: _builtins.int
-    """Tokens known of it, prompt and output."""
+    """Number of its known tokens, prompt and output."""
     num_computed_tokens: _builtins.int
-    """Tokens that have room, hits included."""
+    """Number of its tokens with slots, hits included."""
     lora_name: _builtins.str
     """Its LoRA, for events. May be empty."""
     last_block_hash: _builtins.bytes
-    """Hash of its last full hash block, which tells whether its tokens are those that the caller knows. Empty if it has
-    none.
-    """
+    """Hash of its last full hash block, to compare its tokens with those that the caller knows. Empty: there is none."""
     @_builtins.property
     def tables(self) -> _containers.RepeatedCompositeFieldContainer[Global___GroupBlocks]:
-        """Its block tables, group by group; block 0 where nothing is looked at any more."""
+        """Its block tables, one per group. Block 0 stands for blocks that no layer reads any more."""
 
     def __init__(
         self,
@@ -402,20 +401,22 @@ class ResumeSessionResponse(_message.Message):
     EXECUTED_SEQUENCE_FIELD_NUMBER: _builtins.int
     REQUESTS_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
-    """Number of the session's last change: what is told here is how things are after it. The next is one more."""
+    """Number of the session's last change. This message describes the state after it; the next change has one more."""
     executed_sequence: _builtins.int
-    """Newest change that it said to be executed."""
+    """Newest sequence number that the session has reported as executed."""
     @_builtins.property
     def session(self) -> Global___Session:
         """The session."""
 
     @_builtins.property
     def config(self) -> _pool_pb2.PoolConfig:
-        """The pool's configuration, the hash scheme's none_hash included: that of the salt, if the token of the session has one."""
+        """Configuration of the pool, including the hash scheme's none_hash; if the session's token has a salt, the none_hash
+        for that salt.
+        """
 
     @_builtins.property
     def requests(self) -> _containers.RepeatedCompositeFieldContainer[Global___HeldRequest]:
-        """Its requests, in the order they were added."""
+        """Its requests, in the order in which they were added."""
 
     def __init__(
         self,
@@ -464,7 +465,7 @@ class KeepAliveResponse(_message.Message):
 
     LEASE_SECONDS_FIELD_NUMBER: _builtins.int
     lease_seconds: _builtins.float
-    """Seconds from now after which the session ends unless it is heard of again."""
+    """Time in seconds after which the session ends unless the server receives another call."""
     def __init__(
         self,
         *,
@@ -508,7 +509,7 @@ class CloseSessionResponse(_message.Message):
 
     NUM_FREED_REQUESTS_FIELD_NUMBER: _builtins.int
     num_freed_requests: _builtins.int
-    """Requests that were still there and were freed."""
+    """Number of requests that were freed."""
     def __init__(
         self,
         *,
@@ -524,7 +525,7 @@ Global___CloseSessionResponse: _TypeAlias = CloseSessionResponse  # noqa: Y015
 
 @_typing.final
 class RequestUpdate(_message.Message):
-    """A request, and what is new of it since it was last named."""
+    """A request, and its changes since the last message that named it."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -535,18 +536,18 @@ class RequestUpdate(_message.Message):
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     LORA_NAME_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
-    """The request's id, unique in the session, 1 to 256 bytes. An id not seen before declares a request."""
+    """Id of the request, unique in the session, 1 to 256 bytes. An unknown id declares a request."""
     request_number: _builtins.int
-    """For a request not seen before: the number that steps name it by, in [1, 2^31). 0: steps cannot name it."""
+    """For a new request: its number in steps, [1, 2^31). 0: steps cannot name it."""
     num_appended_tokens: _builtins.int
-    """Tokens that it has grown by; for a request not seen before, the prompt's tokens."""
+    """Number of tokens appended since then; for a new request, the tokens of the prompt."""
     block_hashes: _builtins.bytes
-    """Hashes of the blocks that these tokens filled, one after the other."""
+    """Hashes of the hash blocks that these tokens filled, concatenated."""
     lora_name: _builtins.str
-    """For a request not seen before: its LoRA, for events. May be empty."""
+    """For a new request: its LoRA, for events. May be empty."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """The appended tokens, if the pool publishes events and caches; else empty."""
+        """The appended tokens, if the pool publishes events and caches; otherwise empty."""
 
     def __init__(
         self,
@@ -568,7 +569,7 @@ Global___RequestUpdate: _TypeAlias = RequestUpdate  # noqa: Y015
 
 @_typing.final
 class GroupBlocks(_message.Message):
-    """The blocks of one group, in the order of the tokens."""
+    """Blocks of one group, in token order."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -602,7 +603,7 @@ class ComputedBlocks(_message.Message):
     """Its length in tokens."""
     @_builtins.property
     def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___GroupBlocks]:
-        """Its blocks, group by group; block 0 where none is needed."""
+        """Its blocks, one list per group. Block 0 stands where no block is needed."""
 
     def __init__(
         self,
@@ -631,12 +632,12 @@ class GetComputedBlocksRequest(_message.Message):
     session_id: _builtins.str
     """The session."""
     sequence: _builtins.int
-    """One more than the session's last change."""
+    """Sequence number: one more than that of the session's last change."""
     uncounted: _builtins.bool
-    """Leave the look-up out of the statistics."""
+    """Whether to exclude the look-up from the statistics."""
     @_builtins.property
     def request(self) -> Global___RequestUpdate:
-        """The request; declared by this call if it is new."""
+        """The request; this call declares it if it is new."""
 
     def __init__(
         self,
@@ -663,7 +664,7 @@ class GetComputedBlocksResponse(_message.Message):
     COMPUTED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def computed(self) -> Global___ComputedBlocks:
-        """The hit. Its blocks are not held: AllocateSlots is to name them and may find some gone."""
+        """The hit. Its blocks are not held: pass them to AllocateSlots, which may find that some were evicted."""
 
     def __init__(
         self,
@@ -696,26 +697,26 @@ class AllocateSlotsRequest(_message.Message):
     session_id: _builtins.str
     """The session."""
     sequence: _builtins.int
-    """One more than the session's last change."""
+    """Sequence number: one more than that of the session's last change."""
     num_new_tokens: _builtins.int
-    """Tokens to make room for, beyond the computed ones, [1, max_model_len]."""
+    """Number of tokens to allocate slots for, beyond the computed ones, [1, max_model_len]."""
     num_rejected_tokens: _builtins.int
-    """Tokens given room earlier whose contents were thrown away (rejected drafts)."""
+    """Number of allocated tokens whose contents were discarded (rejected drafts)."""
     num_lookahead_tokens: _builtins.int
-    """Tokens beyond the new ones to keep room for, at most max_model_len."""
+    """Number of slots to allocate beyond the new tokens (drafts), at most max_model_len."""
     delay_cache_blocks: _builtins.bool
-    """Leave the new full blocks uncached until CacheBlocks."""
+    """Whether to leave the new full blocks uncached until CacheBlocks."""
     num_encoder_tokens: _builtins.int
-    """Tokens that the request's encoder puts out, in the call that finds it without blocks: the first, and again after
-    it was preempted. 0 in others.
+    """Number of encoder output tokens of the request, in a call for a request without blocks: the first call, and the
+    first after a preemption. 0 in other calls.
     """
     @_builtins.property
     def request(self) -> Global___RequestUpdate:
-        """The request; declared by this call if it is new."""
+        """The request; this call declares it if it is new."""
 
     @_builtins.property
     def computed(self) -> Global___ComputedBlocks:
-        """What the look-up promised; only for a request that holds no blocks. Absent: nothing."""
+        """The hit of the look-up; only for a request that holds no blocks. Absent: no hit."""
 
     def __init__(
         self,
@@ -751,11 +752,11 @@ class AllocateSlotsResponse(_message.Message):
     """OUTCOME_UNSPECIFIED (allocated), OUTCOME_NO_BLOCKS, OUTCOME_OVER_QUOTA or OUTCOME_HIT_CHANGED."""
     @_builtins.property
     def new_blocks(self) -> _containers.RepeatedCompositeFieldContainer[Global___GroupBlocks]:
-        """Newly allocated blocks, group by group."""
+        """Newly allocated blocks, one list per group."""
 
     @_builtins.property
     def computed(self) -> Global___ComputedBlocks:
-        """With OUTCOME_HIT_CHANGED: what is cached now."""
+        """With OUTCOME_HIT_CHANGED: the current hit."""
 
     def __init__(
         self,
@@ -785,9 +786,9 @@ class CacheBlocksRequest(_message.Message):
     session_id: _builtins.str
     """The session."""
     sequence: _builtins.int
-    """One more than the session's last change."""
+    """Sequence number: one more than that of the session's last change."""
     num_computed_tokens: _builtins.int
-    """Computed tokens up to which to cache, at most those that have room."""
+    """Number of leading tokens whose full blocks to cache, at most the allocated tokens."""
     @_builtins.property
     def request(self) -> Global___RequestUpdate:
         """The request."""
@@ -838,9 +839,9 @@ class FreeRequest(_message.Message):
     session_id: _builtins.str
     """The session."""
     sequence: _builtins.int
-    """One more than the session's last change."""
+    """Sequence number: one more than that of the session's last change."""
     preempted: _builtins.bool
-    """The scheduler took the blocks back: the request keeps its tokens and will be admitted again."""
+    """Whether the scheduler preempted the request: it keeps its tokens and will be admitted again."""
     @_builtins.property
     def request(self) -> Global___RequestUpdate:
         """The request. Its update is applied first."""
@@ -890,10 +891,10 @@ class EvictBlocksRequest(_message.Message):
     session_id: _builtins.str
     """The session."""
     sequence: _builtins.int
-    """One more than the session's last change."""
+    """Sequence number: one more than that of the session's last change."""
     @_builtins.property
     def block_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """The blocks, in [1, num_blocks), at most num_blocks of them and at most 2^18. One without a hash is passed over."""
+        """Ids of the blocks, [1, num_blocks); at most num_blocks and at most 2^18 ids. Blocks without a hash are ignored."""
 
     def __init__(
         self,
@@ -938,7 +939,7 @@ class ResetPrefixCacheRequest(_message.Message):
     session_id: _builtins.str
     """The session."""
     sequence: _builtins.int
-    """One more than the session's last change."""
+    """Sequence number: one more than that of the session's last change."""
     def __init__(
         self,
         *,
@@ -961,7 +962,7 @@ class ResetPrefixCacheResponse(_message.Message):
 
     RESET_FIELD_NUMBER: _builtins.int
     reset: _builtins.bool
-    """False: a request holds blocks, and nothing was dropped."""
+    """False: a request holds blocks, and no hash was dropped."""
     def __init__(
         self,
         *,
@@ -987,7 +988,7 @@ class GetCommonPrefixBlocksRequest(_message.Message):
     session_id: _builtins.str
     """The session."""
     sequence: _builtins.int
-    """One more than the session's last change."""
+    """Sequence number: one more than that of the session's last change."""
     @_builtins.property
     def request(self) -> Global___RequestUpdate:
         """The request."""
@@ -1016,7 +1017,7 @@ class GetCommonPrefixBlocksResponse(_message.Message):
     NUM_BLOCKS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def num_blocks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Blocks in common, group by group."""
+        """Number of common blocks per group."""
 
     def __init__(
         self,
@@ -1042,7 +1043,7 @@ class MarkExecutedRequest(_message.Message):
     session_id: _builtins.str
     """The session."""
     executed_sequence: _builtins.int
-    """Newest sequence number whose execution has finished; at most the session's last."""
+    """Newest sequence number whose execution has finished; at most that of the session's last change."""
     def __init__(
         self,
         *,

@@ -27,24 +27,24 @@ if _version_not_supported:
 
 
 class AllocatorServiceStub(object):
-    """For schedulers.
+    """API for schedulers.
 
-    Every error carries google.rpc.Status details: an ErrorInfo of domain "kvpool" with a reason, and where a field is
-    at fault a BadRequest that names it. Any call may end in INTERNAL (our bug; pool state is unchanged) and, while the
-    server stops or a rank of the pool is lost, in UNAVAILABLE with a RetryInfo. Beyond that:
-    INVALID_ARGUMENT     malformed, out of range or over a limit: fix the field named
+    Every error carries google.rpc.Status details: an ErrorInfo of domain "kvpool" with a reason, and a BadRequest that
+    names the field if a field is wrong. Any call may fail with INTERNAL (a bug; the state of the pool is unchanged) or,
+    while the server stops or a rank of the pool is lost, with UNAVAILABLE and a RetryInfo. Other codes:
+    INVALID_ARGUMENT     malformed, out of range or over a limit: fix the named field
     NOT_FOUND            unknown pool, session or request: open it
     FAILED_PRECONDITION  wrong state: see the reason
-    ABORTED              the session is over for the caller: its lease ran out, the epoch passed, an operator ended it
-    or it was closed, or the server was started anew without what it knew (open a new one,
-    compute again), or another process resumed it
-    RESOURCE_EXHAUSTED   any call: over a limit that protects others; slow down, try again after the RetryInfo's time
-    if there is one, else ask for less
-    UNAUTHENTICATED      no token, or one that the server does not know
-    PERMISSION_DENIED    the token's role does not allow the call, or the token is not for this pool or session
+    ABORTED              the session has ended for the caller: its lease expired, the epoch passed, an operator evicted
+    it, it was closed, or the server restarted without its state: open a new session and compute
+    again. Or another process resumed it
+    RESOURCE_EXHAUSTED   any call: a limit that protects other clients. Retry after the time in RetryInfo; without one,
+    ask for less
+    UNAUTHENTICATED      no token, or a token that the server does not know
+    PERMISSION_DENIED    the token's role does not allow the call, or the token does not cover this pool or session
 
-    Calls with a sequence change the session. They share one count with Schedule's steps: the same number again with
-    the same content gets the same answer again, a gap is refused.
+    Calls with a sequence number change the session. They share one count with the steps of Schedule. A change that is
+    sent again with the same number and content gets the same answer. A gap in the numbers is refused.
     """
 
     def __init__(self, channel):
@@ -136,71 +136,76 @@ class AllocatorServiceStub(object):
 
 
 class AllocatorServiceServicer(object):
-    """For schedulers.
+    """API for schedulers.
 
-    Every error carries google.rpc.Status details: an ErrorInfo of domain "kvpool" with a reason, and where a field is
-    at fault a BadRequest that names it. Any call may end in INTERNAL (our bug; pool state is unchanged) and, while the
-    server stops or a rank of the pool is lost, in UNAVAILABLE with a RetryInfo. Beyond that:
-    INVALID_ARGUMENT     malformed, out of range or over a limit: fix the field named
+    Every error carries google.rpc.Status details: an ErrorInfo of domain "kvpool" with a reason, and a BadRequest that
+    names the field if a field is wrong. Any call may fail with INTERNAL (a bug; the state of the pool is unchanged) or,
+    while the server stops or a rank of the pool is lost, with UNAVAILABLE and a RetryInfo. Other codes:
+    INVALID_ARGUMENT     malformed, out of range or over a limit: fix the named field
     NOT_FOUND            unknown pool, session or request: open it
     FAILED_PRECONDITION  wrong state: see the reason
-    ABORTED              the session is over for the caller: its lease ran out, the epoch passed, an operator ended it
-    or it was closed, or the server was started anew without what it knew (open a new one,
-    compute again), or another process resumed it
-    RESOURCE_EXHAUSTED   any call: over a limit that protects others; slow down, try again after the RetryInfo's time
-    if there is one, else ask for less
-    UNAUTHENTICATED      no token, or one that the server does not know
-    PERMISSION_DENIED    the token's role does not allow the call, or the token is not for this pool or session
+    ABORTED              the session has ended for the caller: its lease expired, the epoch passed, an operator evicted
+    it, it was closed, or the server restarted without its state: open a new session and compute
+    again. Or another process resumed it
+    RESOURCE_EXHAUSTED   any call: a limit that protects other clients. Retry after the time in RetryInfo; without one,
+    ask for less
+    UNAUTHENTICATED      no token, or a token that the server does not know
+    PERMISSION_DENIED    the token's role does not allow the call, or the token does not cover this pool or session
 
-    Calls with a sequence change the session. They share one count with Schedule's steps: the same number again with
-    the same content gets the same answer again, a gap is refused.
+    Calls with a sequence number change the session. They share one count with the steps of Schedule. A change that is
+    sent again with the same number and content gets the same answer. A gap in the numbers is refused.
     """
 
     def CreatePool(self, request, context):
-        """Declares a pool, for a scheduler whose engine holds the tensors itself. Declaring it again with an equal
-        configuration finds it. INVALID_ARGUMENT; FAILED_PRECONDITION if it differs, naming the field; RESOURCE_EXHAUSTED
-        if the server, or the caller's token, has as many pools as it may.
+        """Declares a pool, for a scheduler whose engine holds the tensors itself. A second declaration with an equal
+        configuration returns the existing pool. Errors: INVALID_ARGUMENT; FAILED_PRECONDITION if the configuration
+        differs, naming the field; RESOURCE_EXHAUSTED if the server, or the caller's token, has the maximum number of
+        pools.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetPool(self, request, context):
-        """Tells a pool's configuration, occupancy and counters. NOT_FOUND.
+        """Returns the configuration, occupancy and counters of a pool. Errors: NOT_FOUND.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def WaitUntilReady(self, request, context):
-        """Waits until a pool is there and ready. When the time is up it answers how the pool is then. INVALID_ARGUMENT;
-        NOT_FOUND if it is not there even then.
+        """Waits until a pool exists and is ready. When the time is up, returns the pool as it is then. Errors:
+        INVALID_ARGUMENT; NOT_FOUND if the pool does not exist when the time is up.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def OpenSession(self, request, context):
-        """Attaches a scheduler process to a pool, with a lease. INVALID_ARGUMENT, NOT_FOUND; FAILED_PRECONDITION while the
-        pool's ranks are gathering; UNAVAILABLE while an operator has it drained (reason DRAINED), or while sessions that
-        the server lost with its journal may run a last step (SESSIONS_LOST), or while sessions in another memory are open or
-        in quarantine (OTHER_MEMORY, see memory_id); RESOURCE_EXHAUSTED if the pool, or the caller's token, has as many
-        sessions as it may, or the pool cannot guarantee min_blocks now; ABORTED if another process resumed the session that
-        the same open_key opened (SESSION_RESUMED).
+        """Attaches a scheduler process to a pool, with a lease. Errors: INVALID_ARGUMENT; NOT_FOUND; FAILED_PRECONDITION
+        while the pool forms for the first time; UNAVAILABLE while the pool is drained (reason DRAINED), while sessions
+        that the server lost with its journal may still run a last step (SESSIONS_LOST), or while sessions in another
+        memory are open or in quarantine (OTHER_MEMORY, see memory_id); RESOURCE_EXHAUSTED if the pool, or the caller's
+        token, has the maximum number of sessions, or the pool cannot guarantee min_blocks now; ABORTED if another process
+        resumed the session that the same open_key opened (SESSION_RESUMED).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ResumeSession(self, request, context):
-        """Takes a session up again, within its lease: for a scheduler process that was started anew, or has lost its tables.
-        Tells all that the session holds, and gives the session another id; every call with an id from before ends in ABORTED
-        with the reason SESSION_RESUMED, and an open stream with STREAM_SUPERSEDED, but for another ResumeSession. So one
-        process drives the session at a time. The session also gets another number, and ranks keep the one before out: where
-        all ranks of the pool answer fences it is answered when no step of the process before is in flight, which takes as
-        long as that step, or as a rank is away. The lease does not run out meanwhile; when the call's time is up it can be
-        sent again. In other pools it is answered at once, and the caller makes sure that no such step runs before it frees
-        or writes blocks. INVALID_ARGUMENT if the sequence is of changes that were never made, NOT_FOUND, ABORTED;
+        """Resumes a session within its lease, for a scheduler process that was restarted or has lost its block tables.
+        Returns everything that the session holds, and gives the session a new id. Every later call with an earlier id
+        fails with ABORTED (reason SESSION_RESUMED), except another ResumeSession; an open stream fails with
+        STREAM_SUPERSEDED. So only one process uses the session at a time.
+
+        The session also gets a new number, and the ranks refuse steps with the former number. If all ranks of the pool
+        answer fences, the call returns once no step of the former process is in flight, which takes as long as that step
+        runs, or as a rank is away. The lease does not expire meanwhile, and the call can be retried after its deadline. In
+        other pools the call returns at once, and the caller must ensure that no such step runs before it frees or writes
+        blocks.
+
+        Errors: INVALID_ARGUMENT if the sequence number is above that of the session's last change; NOT_FOUND; ABORTED;
         UNAVAILABLE while the server stops.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -208,39 +213,39 @@ class AllocatorServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def KeepAlive(self, request, context):
-        """Renews the lease. A session with an open Schedule stream needs no renewal. NOT_FOUND, ABORTED.
+        """Renews the lease. A session with an open Schedule stream needs no renewal. Errors: NOT_FOUND, ABORTED.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def CloseSession(self, request, context):
-        """Frees the session's requests, the oldest first, and ends it. Sent again it answers the same; any other call of a
-        closed session ends in ABORTED with the reason SESSION_CLOSED. NOT_FOUND, ABORTED.
+        """Frees the session's requests, the oldest first, and ends the session. A retry gets the same answer; any other call
+        of a closed session fails with ABORTED (reason SESSION_CLOSED). Errors: NOT_FOUND, ABORTED.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetComputedBlocks(self, request, context):
-        """Looks up the longest cached prefix of a request that holds no blocks.
-        INVALID_ARGUMENT, NOT_FOUND, FAILED_PRECONDITION, ABORTED.
+        """Looks up the longest cached prefix of a request that holds no blocks. Errors: INVALID_ARGUMENT, NOT_FOUND,
+        FAILED_PRECONDITION, ABORTED.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def AllocateSlots(self, request, context):
-        """Makes room for more tokens of a request; full blocks are cached. Blocks that nothing looks at any more are freed
-        first, and block 0 takes their place in the request's table: see OPERATION_ALLOCATE for when. INVALID_ARGUMENT,
-        NOT_FOUND, FAILED_PRECONDITION, ABORTED. Too few blocks is an answer.
+        """Allocates slots for more tokens of a request and caches full blocks. First frees blocks that no layer reads any
+        more; block 0 replaces them in the request's block table (see OPERATION_ALLOCATE). Too few free blocks is an
+        outcome, not an error. Errors: INVALID_ARGUMENT, NOT_FOUND, FAILED_PRECONDITION, ABORTED.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def CacheBlocks(self, request, context):
-        """Caches full blocks that AllocateSlots was told to leave uncached. INVALID_ARGUMENT, NOT_FOUND,
+        """Caches full blocks of allocations with delay_cache_blocks. Errors: INVALID_ARGUMENT, NOT_FOUND,
         FAILED_PRECONDITION, ABORTED.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -248,47 +253,48 @@ class AllocatorServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Free(self, request, context):
-        """Frees a request's blocks. INVALID_ARGUMENT, NOT_FOUND, FAILED_PRECONDITION, ABORTED.
+        """Frees the blocks of a request. Errors: INVALID_ARGUMENT, NOT_FOUND, FAILED_PRECONDITION, ABORTED.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def EvictBlocks(self, request, context):
-        """Drops the hashes of blocks. INVALID_ARGUMENT, NOT_FOUND, FAILED_PRECONDITION, ABORTED.
+        """Drops the hashes of blocks. Errors: INVALID_ARGUMENT, NOT_FOUND, FAILED_PRECONDITION, ABORTED.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ResetPrefixCache(self, request, context):
-        """Drops all hashes, if no request holds a block; in a pool with sinks never. INVALID_ARGUMENT, NOT_FOUND,
-        FAILED_PRECONDITION, ABORTED.
+        """Drops all hashes of the pool if no request holds a block. A pool with sinks is never reset. Errors:
+        INVALID_ARGUMENT, NOT_FOUND, FAILED_PRECONDITION, ABORTED.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetCommonPrefixBlocks(self, request, context):
-        """Counts the leading blocks that all of the session's requests that hold blocks have in common. INVALID_ARGUMENT,
-        NOT_FOUND, FAILED_PRECONDITION, ABORTED.
+        """Counts the leading blocks that all running requests of the session (those that hold blocks) have in common. Errors:
+        INVALID_ARGUMENT, NOT_FOUND, FAILED_PRECONDITION, ABORTED.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def MarkExecuted(self, request, context):
-        """Says that the step which carried a sequence number, and all before it, have run on the GPU: the blocks that they
-        filled may be hit by other sessions. INVALID_ARGUMENT, NOT_FOUND, ABORTED.
+        """Reports that the step with a sequence number, and all steps before it, have been executed on the GPU. Other
+        sessions may then hit the blocks that these steps filled. Errors: INVALID_ARGUMENT, NOT_FOUND, ABORTED.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Schedule(self, request_iterator, context):
-        """The fast path: a session's steps and their results, in order. While the stream is open the session lives. A new
-        stream of the same session takes over from the old one, which ends in ABORTED. A refused step ends the stream
-        and leaves the session as it was. INVALID_ARGUMENT, NOT_FOUND, FAILED_PRECONDITION, ABORTED.
+        """Exchanges the steps of a session and their results, in order; the fast path. The lease does not expire while the
+        stream is open. A new stream of the same session replaces the old one, which fails with ABORTED. A refused step
+        ends the stream and leaves the session unchanged. Errors: INVALID_ARGUMENT, NOT_FOUND, FAILED_PRECONDITION,
+        ABORTED.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -386,24 +392,24 @@ def add_AllocatorServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class AllocatorService(object):
-    """For schedulers.
+    """API for schedulers.
 
-    Every error carries google.rpc.Status details: an ErrorInfo of domain "kvpool" with a reason, and where a field is
-    at fault a BadRequest that names it. Any call may end in INTERNAL (our bug; pool state is unchanged) and, while the
-    server stops or a rank of the pool is lost, in UNAVAILABLE with a RetryInfo. Beyond that:
-    INVALID_ARGUMENT     malformed, out of range or over a limit: fix the field named
+    Every error carries google.rpc.Status details: an ErrorInfo of domain "kvpool" with a reason, and a BadRequest that
+    names the field if a field is wrong. Any call may fail with INTERNAL (a bug; the state of the pool is unchanged) or,
+    while the server stops or a rank of the pool is lost, with UNAVAILABLE and a RetryInfo. Other codes:
+    INVALID_ARGUMENT     malformed, out of range or over a limit: fix the named field
     NOT_FOUND            unknown pool, session or request: open it
     FAILED_PRECONDITION  wrong state: see the reason
-    ABORTED              the session is over for the caller: its lease ran out, the epoch passed, an operator ended it
-    or it was closed, or the server was started anew without what it knew (open a new one,
-    compute again), or another process resumed it
-    RESOURCE_EXHAUSTED   any call: over a limit that protects others; slow down, try again after the RetryInfo's time
-    if there is one, else ask for less
-    UNAUTHENTICATED      no token, or one that the server does not know
-    PERMISSION_DENIED    the token's role does not allow the call, or the token is not for this pool or session
+    ABORTED              the session has ended for the caller: its lease expired, the epoch passed, an operator evicted
+    it, it was closed, or the server restarted without its state: open a new session and compute
+    again. Or another process resumed it
+    RESOURCE_EXHAUSTED   any call: a limit that protects other clients. Retry after the time in RetryInfo; without one,
+    ask for less
+    UNAUTHENTICATED      no token, or a token that the server does not know
+    PERMISSION_DENIED    the token's role does not allow the call, or the token does not cover this pool or session
 
-    Calls with a sequence change the session. They share one count with Schedule's steps: the same number again with
-    the same content gets the same answer again, a gap is refused.
+    Calls with a sequence number change the session. They share one count with the steps of Schedule. A change that is
+    sent again with the same number and content gets the same answer. A gap in the numbers is refused.
     """
 
     @staticmethod

@@ -28,24 +28,24 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class AllocatorServiceStub:
-    """For schedulers.
+    """API for schedulers.
 
-    Every error carries google.rpc.Status details: an ErrorInfo of domain "kvpool" with a reason, and where a field is
-    at fault a BadRequest that names it. Any call may end in INTERNAL (our bug; pool state is unchanged) and, while the
-    server stops or a rank of the pool is lost, in UNAVAILABLE with a RetryInfo. Beyond that:
-      INVALID_ARGUMENT     malformed, out of range or over a limit: fix the field named
+    Every error carries google.rpc.Status details: an ErrorInfo of domain "kvpool" with a reason, and a BadRequest that
+    names the field if a field is wrong. Any call may fail with INTERNAL (a bug; the state of the pool is unchanged) or,
+    while the server stops or a rank of the pool is lost, with UNAVAILABLE and a RetryInfo. Other codes:
+      INVALID_ARGUMENT     malformed, out of range or over a limit: fix the named field
       NOT_FOUND            unknown pool, session or request: open it
       FAILED_PRECONDITION  wrong state: see the reason
-      ABORTED              the session is over for the caller: its lease ran out, the epoch passed, an operator ended it
-                           or it was closed, or the server was started anew without what it knew (open a new one,
-                           compute again), or another process resumed it
-      RESOURCE_EXHAUSTED   any call: over a limit that protects others; slow down, try again after the RetryInfo's time
-                           if there is one, else ask for less
-      UNAUTHENTICATED      no token, or one that the server does not know
-      PERMISSION_DENIED    the token's role does not allow the call, or the token is not for this pool or session
+      ABORTED              the session has ended for the caller: its lease expired, the epoch passed, an operator evicted
+                           it, it was closed, or the server restarted without its state: open a new session and compute
+                           again. Or another process resumed it
+      RESOURCE_EXHAUSTED   any call: a limit that protects other clients. Retry after the time in RetryInfo; without one,
+                           ask for less
+      UNAUTHENTICATED      no token, or a token that the server does not know
+      PERMISSION_DENIED    the token's role does not allow the call, or the token does not cover this pool or session
 
-    Calls with a sequence change the session. They share one count with Schedule's steps: the same number again with
-    the same content gets the same answer again, a gap is refused.
+    Calls with a sequence number change the session. They share one count with the steps of Schedule. A change that is
+    sent again with the same number and content gets the same answer. A gap in the numbers is refused.
     """
 
     @_typing.overload
@@ -53,189 +53,201 @@ class AllocatorServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> AllocatorServiceAsyncStub: ...
     CreatePool: _grpc.UnaryUnaryMultiCallable[_allocator_pb2.CreatePoolRequest, _allocator_pb2.CreatePoolResponse]
-    """Declares a pool, for a scheduler whose engine holds the tensors itself. Declaring it again with an equal
-    configuration finds it. INVALID_ARGUMENT; FAILED_PRECONDITION if it differs, naming the field; RESOURCE_EXHAUSTED
-    if the server, or the caller's token, has as many pools as it may.
+    """Declares a pool, for a scheduler whose engine holds the tensors itself. A second declaration with an equal
+    configuration returns the existing pool. Errors: INVALID_ARGUMENT; FAILED_PRECONDITION if the configuration
+    differs, naming the field; RESOURCE_EXHAUSTED if the server, or the caller's token, has the maximum number of
+    pools.
     """
     GetPool: _grpc.UnaryUnaryMultiCallable[_allocator_pb2.GetPoolRequest, _allocator_pb2.GetPoolResponse]
-    """Tells a pool's configuration, occupancy and counters. NOT_FOUND."""
+    """Returns the configuration, occupancy and counters of a pool. Errors: NOT_FOUND."""
     WaitUntilReady: _grpc.UnaryUnaryMultiCallable[_allocator_pb2.WaitUntilReadyRequest, _allocator_pb2.WaitUntilReadyResponse]
-    """Waits until a pool is there and ready. When the time is up it answers how the pool is then. INVALID_ARGUMENT;
-    NOT_FOUND if it is not there even then.
+    """Waits until a pool exists and is ready. When the time is up, returns the pool as it is then. Errors:
+    INVALID_ARGUMENT; NOT_FOUND if the pool does not exist when the time is up.
     """
     OpenSession: _grpc.UnaryUnaryMultiCallable[_allocator_pb2.OpenSessionRequest, _allocator_pb2.OpenSessionResponse]
-    """Attaches a scheduler process to a pool, with a lease. INVALID_ARGUMENT, NOT_FOUND; FAILED_PRECONDITION while the
-    pool's ranks are gathering; UNAVAILABLE while an operator has it drained (reason DRAINED), or while sessions that
-    the server lost with its journal may run a last step (SESSIONS_LOST), or while sessions in another memory are open or
-    in quarantine (OTHER_MEMORY, see memory_id); RESOURCE_EXHAUSTED if the pool, or the caller's token, has as many
-    sessions as it may, or the pool cannot guarantee min_blocks now; ABORTED if another process resumed the session that
-    the same open_key opened (SESSION_RESUMED).
+    """Attaches a scheduler process to a pool, with a lease. Errors: INVALID_ARGUMENT; NOT_FOUND; FAILED_PRECONDITION
+    while the pool forms for the first time; UNAVAILABLE while the pool is drained (reason DRAINED), while sessions
+    that the server lost with its journal may still run a last step (SESSIONS_LOST), or while sessions in another
+    memory are open or in quarantine (OTHER_MEMORY, see memory_id); RESOURCE_EXHAUSTED if the pool, or the caller's
+    token, has the maximum number of sessions, or the pool cannot guarantee min_blocks now; ABORTED if another process
+    resumed the session that the same open_key opened (SESSION_RESUMED).
     """
     ResumeSession: _grpc.UnaryUnaryMultiCallable[_allocator_pb2.ResumeSessionRequest, _allocator_pb2.ResumeSessionResponse]
-    """Takes a session up again, within its lease: for a scheduler process that was started anew, or has lost its tables.
-    Tells all that the session holds, and gives the session another id; every call with an id from before ends in ABORTED
-    with the reason SESSION_RESUMED, and an open stream with STREAM_SUPERSEDED, but for another ResumeSession. So one
-    process drives the session at a time. The session also gets another number, and ranks keep the one before out: where
-    all ranks of the pool answer fences it is answered when no step of the process before is in flight, which takes as
-    long as that step, or as a rank is away. The lease does not run out meanwhile; when the call's time is up it can be
-    sent again. In other pools it is answered at once, and the caller makes sure that no such step runs before it frees
-    or writes blocks. INVALID_ARGUMENT if the sequence is of changes that were never made, NOT_FOUND, ABORTED;
+    """Resumes a session within its lease, for a scheduler process that was restarted or has lost its block tables.
+    Returns everything that the session holds, and gives the session a new id. Every later call with an earlier id
+    fails with ABORTED (reason SESSION_RESUMED), except another ResumeSession; an open stream fails with
+    STREAM_SUPERSEDED. So only one process uses the session at a time.
+
+    The session also gets a new number, and the ranks refuse steps with the former number. If all ranks of the pool
+    answer fences, the call returns once no step of the former process is in flight, which takes as long as that step
+    runs, or as a rank is away. The lease does not expire meanwhile, and the call can be retried after its deadline. In
+    other pools the call returns at once, and the caller must ensure that no such step runs before it frees or writes
+    blocks.
+
+    Errors: INVALID_ARGUMENT if the sequence number is above that of the session's last change; NOT_FOUND; ABORTED;
     UNAVAILABLE while the server stops.
     """
     KeepAlive: _grpc.UnaryUnaryMultiCallable[_allocator_pb2.KeepAliveRequest, _allocator_pb2.KeepAliveResponse]
-    """Renews the lease. A session with an open Schedule stream needs no renewal. NOT_FOUND, ABORTED."""
+    """Renews the lease. A session with an open Schedule stream needs no renewal. Errors: NOT_FOUND, ABORTED."""
     CloseSession: _grpc.UnaryUnaryMultiCallable[_allocator_pb2.CloseSessionRequest, _allocator_pb2.CloseSessionResponse]
-    """Frees the session's requests, the oldest first, and ends it. Sent again it answers the same; any other call of a
-    closed session ends in ABORTED with the reason SESSION_CLOSED. NOT_FOUND, ABORTED.
+    """Frees the session's requests, the oldest first, and ends the session. A retry gets the same answer; any other call
+    of a closed session fails with ABORTED (reason SESSION_CLOSED). Errors: NOT_FOUND, ABORTED.
     """
     GetComputedBlocks: _grpc.UnaryUnaryMultiCallable[_allocator_pb2.GetComputedBlocksRequest, _allocator_pb2.GetComputedBlocksResponse]
-    """Looks up the longest cached prefix of a request that holds no blocks.
-    INVALID_ARGUMENT, NOT_FOUND, FAILED_PRECONDITION, ABORTED.
+    """Looks up the longest cached prefix of a request that holds no blocks. Errors: INVALID_ARGUMENT, NOT_FOUND,
+    FAILED_PRECONDITION, ABORTED.
     """
     AllocateSlots: _grpc.UnaryUnaryMultiCallable[_allocator_pb2.AllocateSlotsRequest, _allocator_pb2.AllocateSlotsResponse]
-    """Makes room for more tokens of a request; full blocks are cached. Blocks that nothing looks at any more are freed
-    first, and block 0 takes their place in the request's table: see OPERATION_ALLOCATE for when. INVALID_ARGUMENT,
-    NOT_FOUND, FAILED_PRECONDITION, ABORTED. Too few blocks is an answer.
+    """Allocates slots for more tokens of a request and caches full blocks. First frees blocks that no layer reads any
+    more; block 0 replaces them in the request's block table (see OPERATION_ALLOCATE). Too few free blocks is an
+    outcome, not an error. Errors: INVALID_ARGUMENT, NOT_FOUND, FAILED_PRECONDITION, ABORTED.
     """
     CacheBlocks: _grpc.UnaryUnaryMultiCallable[_allocator_pb2.CacheBlocksRequest, _allocator_pb2.CacheBlocksResponse]
-    """Caches full blocks that AllocateSlots was told to leave uncached. INVALID_ARGUMENT, NOT_FOUND,
+    """Caches full blocks of allocations with delay_cache_blocks. Errors: INVALID_ARGUMENT, NOT_FOUND,
     FAILED_PRECONDITION, ABORTED.
     """
     Free: _grpc.UnaryUnaryMultiCallable[_allocator_pb2.FreeRequest, _allocator_pb2.FreeResponse]
-    """Frees a request's blocks. INVALID_ARGUMENT, NOT_FOUND, FAILED_PRECONDITION, ABORTED."""
+    """Frees the blocks of a request. Errors: INVALID_ARGUMENT, NOT_FOUND, FAILED_PRECONDITION, ABORTED."""
     EvictBlocks: _grpc.UnaryUnaryMultiCallable[_allocator_pb2.EvictBlocksRequest, _allocator_pb2.EvictBlocksResponse]
-    """Drops the hashes of blocks. INVALID_ARGUMENT, NOT_FOUND, FAILED_PRECONDITION, ABORTED."""
+    """Drops the hashes of blocks. Errors: INVALID_ARGUMENT, NOT_FOUND, FAILED_PRECONDITION, ABORTED."""
     ResetPrefixCache: _grpc.UnaryUnaryMultiCallable[_allocator_pb2.ResetPrefixCacheRequest, _allocator_pb2.ResetPrefixCacheResponse]
-    """Drops all hashes, if no request holds a block; in a pool with sinks never. INVALID_ARGUMENT, NOT_FOUND,
-    FAILED_PRECONDITION, ABORTED.
+    """Drops all hashes of the pool if no request holds a block. A pool with sinks is never reset. Errors:
+    INVALID_ARGUMENT, NOT_FOUND, FAILED_PRECONDITION, ABORTED.
     """
     GetCommonPrefixBlocks: _grpc.UnaryUnaryMultiCallable[_allocator_pb2.GetCommonPrefixBlocksRequest, _allocator_pb2.GetCommonPrefixBlocksResponse]
-    """Counts the leading blocks that all of the session's requests that hold blocks have in common. INVALID_ARGUMENT,
-    NOT_FOUND, FAILED_PRECONDITION, ABORTED.
+    """Counts the leading blocks that all running requests of the session (those that hold blocks) have in common. Errors:
+    INVALID_ARGUMENT, NOT_FOUND, FAILED_PRECONDITION, ABORTED.
     """
     MarkExecuted: _grpc.UnaryUnaryMultiCallable[_allocator_pb2.MarkExecutedRequest, _allocator_pb2.MarkExecutedResponse]
-    """Says that the step which carried a sequence number, and all before it, have run on the GPU: the blocks that they
-    filled may be hit by other sessions. INVALID_ARGUMENT, NOT_FOUND, ABORTED.
+    """Reports that the step with a sequence number, and all steps before it, have been executed on the GPU. Other
+    sessions may then hit the blocks that these steps filled. Errors: INVALID_ARGUMENT, NOT_FOUND, ABORTED.
     """
     Schedule: _grpc.StreamStreamMultiCallable[_step_pb2.Step, _step_pb2.StepResult]
-    """The fast path: a session's steps and their results, in order. While the stream is open the session lives. A new
-    stream of the same session takes over from the old one, which ends in ABORTED. A refused step ends the stream
-    and leaves the session as it was. INVALID_ARGUMENT, NOT_FOUND, FAILED_PRECONDITION, ABORTED.
+    """Exchanges the steps of a session and their results, in order; the fast path. The lease does not expire while the
+    stream is open. A new stream of the same session replaces the old one, which fails with ABORTED. A refused step
+    ends the stream and leaves the session unchanged. Errors: INVALID_ARGUMENT, NOT_FOUND, FAILED_PRECONDITION,
+    ABORTED.
     """
 
 @_typing.type_check_only
 class AllocatorServiceAsyncStub(AllocatorServiceStub):
-    """For schedulers.
+    """API for schedulers.
 
-    Every error carries google.rpc.Status details: an ErrorInfo of domain "kvpool" with a reason, and where a field is
-    at fault a BadRequest that names it. Any call may end in INTERNAL (our bug; pool state is unchanged) and, while the
-    server stops or a rank of the pool is lost, in UNAVAILABLE with a RetryInfo. Beyond that:
-      INVALID_ARGUMENT     malformed, out of range or over a limit: fix the field named
+    Every error carries google.rpc.Status details: an ErrorInfo of domain "kvpool" with a reason, and a BadRequest that
+    names the field if a field is wrong. Any call may fail with INTERNAL (a bug; the state of the pool is unchanged) or,
+    while the server stops or a rank of the pool is lost, with UNAVAILABLE and a RetryInfo. Other codes:
+      INVALID_ARGUMENT     malformed, out of range or over a limit: fix the named field
       NOT_FOUND            unknown pool, session or request: open it
       FAILED_PRECONDITION  wrong state: see the reason
-      ABORTED              the session is over for the caller: its lease ran out, the epoch passed, an operator ended it
-                           or it was closed, or the server was started anew without what it knew (open a new one,
-                           compute again), or another process resumed it
-      RESOURCE_EXHAUSTED   any call: over a limit that protects others; slow down, try again after the RetryInfo's time
-                           if there is one, else ask for less
-      UNAUTHENTICATED      no token, or one that the server does not know
-      PERMISSION_DENIED    the token's role does not allow the call, or the token is not for this pool or session
+      ABORTED              the session has ended for the caller: its lease expired, the epoch passed, an operator evicted
+                           it, it was closed, or the server restarted without its state: open a new session and compute
+                           again. Or another process resumed it
+      RESOURCE_EXHAUSTED   any call: a limit that protects other clients. Retry after the time in RetryInfo; without one,
+                           ask for less
+      UNAUTHENTICATED      no token, or a token that the server does not know
+      PERMISSION_DENIED    the token's role does not allow the call, or the token does not cover this pool or session
 
-    Calls with a sequence change the session. They share one count with Schedule's steps: the same number again with
-    the same content gets the same answer again, a gap is refused.
+    Calls with a sequence number change the session. They share one count with the steps of Schedule. A change that is
+    sent again with the same number and content gets the same answer. A gap in the numbers is refused.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     CreatePool: _aio.UnaryUnaryMultiCallable[_allocator_pb2.CreatePoolRequest, _allocator_pb2.CreatePoolResponse]  # type: ignore[assignment]
-    """Declares a pool, for a scheduler whose engine holds the tensors itself. Declaring it again with an equal
-    configuration finds it. INVALID_ARGUMENT; FAILED_PRECONDITION if it differs, naming the field; RESOURCE_EXHAUSTED
-    if the server, or the caller's token, has as many pools as it may.
+    """Declares a pool, for a scheduler whose engine holds the tensors itself. A second declaration with an equal
+    configuration returns the existing pool. Errors: INVALID_ARGUMENT; FAILED_PRECONDITION if the configuration
+    differs, naming the field; RESOURCE_EXHAUSTED if the server, or the caller's token, has the maximum number of
+    pools.
     """
     GetPool: _aio.UnaryUnaryMultiCallable[_allocator_pb2.GetPoolRequest, _allocator_pb2.GetPoolResponse]  # type: ignore[assignment]
-    """Tells a pool's configuration, occupancy and counters. NOT_FOUND."""
+    """Returns the configuration, occupancy and counters of a pool. Errors: NOT_FOUND."""
     WaitUntilReady: _aio.UnaryUnaryMultiCallable[_allocator_pb2.WaitUntilReadyRequest, _allocator_pb2.WaitUntilReadyResponse]  # type: ignore[assignment]
-    """Waits until a pool is there and ready. When the time is up it answers how the pool is then. INVALID_ARGUMENT;
-    NOT_FOUND if it is not there even then.
+    """Waits until a pool exists and is ready. When the time is up, returns the pool as it is then. Errors:
+    INVALID_ARGUMENT; NOT_FOUND if the pool does not exist when the time is up.
     """
     OpenSession: _aio.UnaryUnaryMultiCallable[_allocator_pb2.OpenSessionRequest, _allocator_pb2.OpenSessionResponse]  # type: ignore[assignment]
-    """Attaches a scheduler process to a pool, with a lease. INVALID_ARGUMENT, NOT_FOUND; FAILED_PRECONDITION while the
-    pool's ranks are gathering; UNAVAILABLE while an operator has it drained (reason DRAINED), or while sessions that
-    the server lost with its journal may run a last step (SESSIONS_LOST), or while sessions in another memory are open or
-    in quarantine (OTHER_MEMORY, see memory_id); RESOURCE_EXHAUSTED if the pool, or the caller's token, has as many
-    sessions as it may, or the pool cannot guarantee min_blocks now; ABORTED if another process resumed the session that
-    the same open_key opened (SESSION_RESUMED).
+    """Attaches a scheduler process to a pool, with a lease. Errors: INVALID_ARGUMENT; NOT_FOUND; FAILED_PRECONDITION
+    while the pool forms for the first time; UNAVAILABLE while the pool is drained (reason DRAINED), while sessions
+    that the server lost with its journal may still run a last step (SESSIONS_LOST), or while sessions in another
+    memory are open or in quarantine (OTHER_MEMORY, see memory_id); RESOURCE_EXHAUSTED if the pool, or the caller's
+    token, has the maximum number of sessions, or the pool cannot guarantee min_blocks now; ABORTED if another process
+    resumed the session that the same open_key opened (SESSION_RESUMED).
     """
     ResumeSession: _aio.UnaryUnaryMultiCallable[_allocator_pb2.ResumeSessionRequest, _allocator_pb2.ResumeSessionResponse]  # type: ignore[assignment]
-    """Takes a session up again, within its lease: for a scheduler process that was started anew, or has lost its tables.
-    Tells all that the session holds, and gives the session another id; every call with an id from before ends in ABORTED
-    with the reason SESSION_RESUMED, and an open stream with STREAM_SUPERSEDED, but for another ResumeSession. So one
-    process drives the session at a time. The session also gets another number, and ranks keep the one before out: where
-    all ranks of the pool answer fences it is answered when no step of the process before is in flight, which takes as
-    long as that step, or as a rank is away. The lease does not run out meanwhile; when the call's time is up it can be
-    sent again. In other pools it is answered at once, and the caller makes sure that no such step runs before it frees
-    or writes blocks. INVALID_ARGUMENT if the sequence is of changes that were never made, NOT_FOUND, ABORTED;
+    """Resumes a session within its lease, for a scheduler process that was restarted or has lost its block tables.
+    Returns everything that the session holds, and gives the session a new id. Every later call with an earlier id
+    fails with ABORTED (reason SESSION_RESUMED), except another ResumeSession; an open stream fails with
+    STREAM_SUPERSEDED. So only one process uses the session at a time.
+
+    The session also gets a new number, and the ranks refuse steps with the former number. If all ranks of the pool
+    answer fences, the call returns once no step of the former process is in flight, which takes as long as that step
+    runs, or as a rank is away. The lease does not expire meanwhile, and the call can be retried after its deadline. In
+    other pools the call returns at once, and the caller must ensure that no such step runs before it frees or writes
+    blocks.
+
+    Errors: INVALID_ARGUMENT if the sequence number is above that of the session's last change; NOT_FOUND; ABORTED;
     UNAVAILABLE while the server stops.
     """
     KeepAlive: _aio.UnaryUnaryMultiCallable[_allocator_pb2.KeepAliveRequest, _allocator_pb2.KeepAliveResponse]  # type: ignore[assignment]
-    """Renews the lease. A session with an open Schedule stream needs no renewal. NOT_FOUND, ABORTED."""
+    """Renews the lease. A session with an open Schedule stream needs no renewal. Errors: NOT_FOUND, ABORTED."""
     CloseSession: _aio.UnaryUnaryMultiCallable[_allocator_pb2.CloseSessionRequest, _allocator_pb2.CloseSessionResponse]  # type: ignore[assignment]
-    """Frees the session's requests, the oldest first, and ends it. Sent again it answers the same; any other call of a
-    closed session ends in ABORTED with the reason SESSION_CLOSED. NOT_FOUND, ABORTED.
+    """Frees the session's requests, the oldest first, and ends the session. A retry gets the same answer; any other call
+    of a closed session fails with ABORTED (reason SESSION_CLOSED). Errors: NOT_FOUND, ABORTED.
     """
     GetComputedBlocks: _aio.UnaryUnaryMultiCallable[_allocator_pb2.GetComputedBlocksRequest, _allocator_pb2.GetComputedBlocksResponse]  # type: ignore[assignment]
-    """Looks up the longest cached prefix of a request that holds no blocks.
-    INVALID_ARGUMENT, NOT_FOUND, FAILED_PRECONDITION, ABORTED.
+    """Looks up the longest cached prefix of a request that holds no blocks. Errors: INVALID_ARGUMENT, NOT_FOUND,
+    FAILED_PRECONDITION, ABORTED.
     """
     AllocateSlots: _aio.UnaryUnaryMultiCallable[_allocator_pb2.AllocateSlotsRequest, _allocator_pb2.AllocateSlotsResponse]  # type: ignore[assignment]
-    """Makes room for more tokens of a request; full blocks are cached. Blocks that nothing looks at any more are freed
-    first, and block 0 takes their place in the request's table: see OPERATION_ALLOCATE for when. INVALID_ARGUMENT,
-    NOT_FOUND, FAILED_PRECONDITION, ABORTED. Too few blocks is an answer.
+    """Allocates slots for more tokens of a request and caches full blocks. First frees blocks that no layer reads any
+    more; block 0 replaces them in the request's block table (see OPERATION_ALLOCATE). Too few free blocks is an
+    outcome, not an error. Errors: INVALID_ARGUMENT, NOT_FOUND, FAILED_PRECONDITION, ABORTED.
     """
     CacheBlocks: _aio.UnaryUnaryMultiCallable[_allocator_pb2.CacheBlocksRequest, _allocator_pb2.CacheBlocksResponse]  # type: ignore[assignment]
-    """Caches full blocks that AllocateSlots was told to leave uncached. INVALID_ARGUMENT, NOT_FOUND,
+    """Caches full blocks of allocations with delay_cache_blocks. Errors: INVALID_ARGUMENT, NOT_FOUND,
     FAILED_PRECONDITION, ABORTED.
     """
     Free: _aio.UnaryUnaryMultiCallable[_allocator_pb2.FreeRequest, _allocator_pb2.FreeResponse]  # type: ignore[assignment]
-    """Frees a request's blocks. INVALID_ARGUMENT, NOT_FOUND, FAILED_PRECONDITION, ABORTED."""
+    """Frees the blocks of a request. Errors: INVALID_ARGUMENT, NOT_FOUND, FAILED_PRECONDITION, ABORTED."""
     EvictBlocks: _aio.UnaryUnaryMultiCallable[_allocator_pb2.EvictBlocksRequest, _allocator_pb2.EvictBlocksResponse]  # type: ignore[assignment]
-    """Drops the hashes of blocks. INVALID_ARGUMENT, NOT_FOUND, FAILED_PRECONDITION, ABORTED."""
+    """Drops the hashes of blocks. Errors: INVALID_ARGUMENT, NOT_FOUND, FAILED_PRECONDITION, ABORTED."""
     ResetPrefixCache: _aio.UnaryUnaryMultiCallable[_allocator_pb2.ResetPrefixCacheRequest, _allocator_pb2.ResetPrefixCacheResponse]  # type: ignore[assignment]
-    """Drops all hashes, if no request holds a block; in a pool with sinks never. INVALID_ARGUMENT, NOT_FOUND,
-    FAILED_PRECONDITION, ABORTED.
+    """Drops all hashes of the pool if no request holds a block. A pool with sinks is never reset. Errors:
+    INVALID_ARGUMENT, NOT_FOUND, FAILED_PRECONDITION, ABORTED.
     """
     GetCommonPrefixBlocks: _aio.UnaryUnaryMultiCallable[_allocator_pb2.GetCommonPrefixBlocksRequest, _allocator_pb2.GetCommonPrefixBlocksResponse]  # type: ignore[assignment]
-    """Counts the leading blocks that all of the session's requests that hold blocks have in common. INVALID_ARGUMENT,
-    NOT_FOUND, FAILED_PRECONDITION, ABORTED.
+    """Counts the leading blocks that all running requests of the session (those that hold blocks) have in common. Errors:
+    INVALID_ARGUMENT, NOT_FOUND, FAILED_PRECONDITION, ABORTED.
     """
     MarkExecuted: _aio.UnaryUnaryMultiCallable[_allocator_pb2.MarkExecutedRequest, _allocator_pb2.MarkExecutedResponse]  # type: ignore[assignment]
-    """Says that the step which carried a sequence number, and all before it, have run on the GPU: the blocks that they
-    filled may be hit by other sessions. INVALID_ARGUMENT, NOT_FOUND, ABORTED.
+    """Reports that the step with a sequence number, and all steps before it, have been executed on the GPU. Other
+    sessions may then hit the blocks that these steps filled. Errors: INVALID_ARGUMENT, NOT_FOUND, ABORTED.
     """
     Schedule: _aio.StreamStreamMultiCallable[_step_pb2.Step, _step_pb2.StepResult]  # type: ignore[assignment]
-    """The fast path: a session's steps and their results, in order. While the stream is open the session lives. A new
-    stream of the same session takes over from the old one, which ends in ABORTED. A refused step ends the stream
-    and leaves the session as it was. INVALID_ARGUMENT, NOT_FOUND, FAILED_PRECONDITION, ABORTED.
+    """Exchanges the steps of a session and their results, in order; the fast path. The lease does not expire while the
+    stream is open. A new stream of the same session replaces the old one, which fails with ABORTED. A refused step
+    ends the stream and leaves the session unchanged. Errors: INVALID_ARGUMENT, NOT_FOUND, FAILED_PRECONDITION,
+    ABORTED.
     """
 
 class AllocatorServiceServicer(metaclass=_abc_1.ABCMeta):
-    """For schedulers.
+    """API for schedulers.
 
-    Every error carries google.rpc.Status details: an ErrorInfo of domain "kvpool" with a reason, and where a field is
-    at fault a BadRequest that names it. Any call may end in INTERNAL (our bug; pool state is unchanged) and, while the
-    server stops or a rank of the pool is lost, in UNAVAILABLE with a RetryInfo. Beyond that:
-      INVALID_ARGUMENT     malformed, out of range or over a limit: fix the field named
+    Every error carries google.rpc.Status details: an ErrorInfo of domain "kvpool" with a reason, and a BadRequest that
+    names the field if a field is wrong. Any call may fail with INTERNAL (a bug; the state of the pool is unchanged) or,
+    while the server stops or a rank of the pool is lost, with UNAVAILABLE and a RetryInfo. Other codes:
+      INVALID_ARGUMENT     malformed, out of range or over a limit: fix the named field
       NOT_FOUND            unknown pool, session or request: open it
       FAILED_PRECONDITION  wrong state: see the reason
-      ABORTED              the session is over for the caller: its lease ran out, the epoch passed, an operator ended it
-                           or it was closed, or the server was started anew without what it knew (open a new one,
-                           compute again), or another process resumed it
-      RESOURCE_EXHAUSTED   any call: over a limit that protects others; slow down, try again after the RetryInfo's time
-                           if there is one, else ask for less
-      UNAUTHENTICATED      no token, or one that the server does not know
-      PERMISSION_DENIED    the token's role does not allow the call, or the token is not for this pool or session
+      ABORTED              the session has ended for the caller: its lease expired, the epoch passed, an operator evicted
+                           it, it was closed, or the server restarted without its state: open a new session and compute
+                           again. Or another process resumed it
+      RESOURCE_EXHAUSTED   any call: a limit that protects other clients. Retry after the time in RetryInfo; without one,
+                           ask for less
+      UNAUTHENTICATED      no token, or a token that the server does not know
+      PERMISSION_DENIED    the token's role does not allow the call, or the token does not cover this pool or session
 
-    Calls with a sequence change the session. They share one count with Schedule's steps: the same number again with
-    the same content gets the same answer again, a gap is refused.
+    Calls with a sequence number change the session. They share one count with the steps of Schedule. A change that is
+    sent again with the same number and content gets the same answer. A gap in the numbers is refused.
     """
 
     @_abc_1.abstractmethod
@@ -244,9 +256,10 @@ class AllocatorServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _allocator_pb2.CreatePoolRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_allocator_pb2.CreatePoolResponse, _abc.Awaitable[_allocator_pb2.CreatePoolResponse]]:
-        """Declares a pool, for a scheduler whose engine holds the tensors itself. Declaring it again with an equal
-        configuration finds it. INVALID_ARGUMENT; FAILED_PRECONDITION if it differs, naming the field; RESOURCE_EXHAUSTED
-        if the server, or the caller's token, has as many pools as it may.
+        """Declares a pool, for a scheduler whose engine holds the tensors itself. A second declaration with an equal
+        configuration returns the existing pool. Errors: INVALID_ARGUMENT; FAILED_PRECONDITION if the configuration
+        differs, naming the field; RESOURCE_EXHAUSTED if the server, or the caller's token, has the maximum number of
+        pools.
         """
 
     @_abc_1.abstractmethod
@@ -255,7 +268,7 @@ class AllocatorServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _allocator_pb2.GetPoolRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_allocator_pb2.GetPoolResponse, _abc.Awaitable[_allocator_pb2.GetPoolResponse]]:
-        """Tells a pool's configuration, occupancy and counters. NOT_FOUND."""
+        """Returns the configuration, occupancy and counters of a pool. Errors: NOT_FOUND."""
 
     @_abc_1.abstractmethod
     def WaitUntilReady(
@@ -263,8 +276,8 @@ class AllocatorServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _allocator_pb2.WaitUntilReadyRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_allocator_pb2.WaitUntilReadyResponse, _abc.Awaitable[_allocator_pb2.WaitUntilReadyResponse]]:
-        """Waits until a pool is there and ready. When the time is up it answers how the pool is then. INVALID_ARGUMENT;
-        NOT_FOUND if it is not there even then.
+        """Waits until a pool exists and is ready. When the time is up, returns the pool as it is then. Errors:
+        INVALID_ARGUMENT; NOT_FOUND if the pool does not exist when the time is up.
         """
 
     @_abc_1.abstractmethod
@@ -273,12 +286,12 @@ class AllocatorServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _allocator_pb2.OpenSessionRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_allocator_pb2.OpenSessionResponse, _abc.Awaitable[_allocator_pb2.OpenSessionResponse]]:
-        """Attaches a scheduler process to a pool, with a lease. INVALID_ARGUMENT, NOT_FOUND; FAILED_PRECONDITION while the
-        pool's ranks are gathering; UNAVAILABLE while an operator has it drained (reason DRAINED), or while sessions that
-        the server lost with its journal may run a last step (SESSIONS_LOST), or while sessions in another memory are open or
-        in quarantine (OTHER_MEMORY, see memory_id); RESOURCE_EXHAUSTED if the pool, or the caller's token, has as many
-        sessions as it may, or the pool cannot guarantee min_blocks now; ABORTED if another process resumed the session that
-        the same open_key opened (SESSION_RESUMED).
+        """Attaches a scheduler process to a pool, with a lease. Errors: INVALID_ARGUMENT; NOT_FOUND; FAILED_PRECONDITION
+        while the pool forms for the first time; UNAVAILABLE while the pool is drained (reason DRAINED), while sessions
+        that the server lost with its journal may still run a last step (SESSIONS_LOST), or while sessions in another
+        memory are open or in quarantine (OTHER_MEMORY, see memory_id); RESOURCE_EXHAUSTED if the pool, or the caller's
+        token, has the maximum number of sessions, or the pool cannot guarantee min_blocks now; ABORTED if another process
+        resumed the session that the same open_key opened (SESSION_RESUMED).
         """
 
     @_abc_1.abstractmethod
@@ -287,14 +300,18 @@ class AllocatorServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _allocator_pb2.ResumeSessionRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_allocator_pb2.ResumeSessionResponse, _abc.Awaitable[_allocator_pb2.ResumeSessionResponse]]:
-        """Takes a session up again, within its lease: for a scheduler process that was started anew, or has lost its tables.
-        Tells all that the session holds, and gives the session another id; every call with an id from before ends in ABORTED
-        with the reason SESSION_RESUMED, and an open stream with STREAM_SUPERSEDED, but for another ResumeSession. So one
-        process drives the session at a time. The session also gets another number, and ranks keep the one before out: where
-        all ranks of the pool answer fences it is answered when no step of the process before is in flight, which takes as
-        long as that step, or as a rank is away. The lease does not run out meanwhile; when the call's time is up it can be
-        sent again. In other pools it is answered at once, and the caller makes sure that no such step runs before it frees
-        or writes blocks. INVALID_ARGUMENT if the sequence is of changes that were never made, NOT_FOUND, ABORTED;
+        """Resumes a session within its lease, for a scheduler process that was restarted or has lost its block tables.
+        Returns everything that the session holds, and gives the session a new id. Every later call with an earlier id
+        fails with ABORTED (reason SESSION_RESUMED), except another ResumeSession; an open stream fails with
+        STREAM_SUPERSEDED. So only one process uses the session at a time.
+
+        The session also gets a new number, and the ranks refuse steps with the former number. If all ranks of the pool
+        answer fences, the call returns once no step of the former process is in flight, which takes as long as that step
+        runs, or as a rank is away. The lease does not expire meanwhile, and the call can be retried after its deadline. In
+        other pools the call returns at once, and the caller must ensure that no such step runs before it frees or writes
+        blocks.
+
+        Errors: INVALID_ARGUMENT if the sequence number is above that of the session's last change; NOT_FOUND; ABORTED;
         UNAVAILABLE while the server stops.
         """
 
@@ -304,7 +321,7 @@ class AllocatorServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _allocator_pb2.KeepAliveRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_allocator_pb2.KeepAliveResponse, _abc.Awaitable[_allocator_pb2.KeepAliveResponse]]:
-        """Renews the lease. A session with an open Schedule stream needs no renewal. NOT_FOUND, ABORTED."""
+        """Renews the lease. A session with an open Schedule stream needs no renewal. Errors: NOT_FOUND, ABORTED."""
 
     @_abc_1.abstractmethod
     def CloseSession(
@@ -312,8 +329,8 @@ class AllocatorServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _allocator_pb2.CloseSessionRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_allocator_pb2.CloseSessionResponse, _abc.Awaitable[_allocator_pb2.CloseSessionResponse]]:
-        """Frees the session's requests, the oldest first, and ends it. Sent again it answers the same; any other call of a
-        closed session ends in ABORTED with the reason SESSION_CLOSED. NOT_FOUND, ABORTED.
+        """Frees the session's requests, the oldest first, and ends the session. A retry gets the same answer; any other call
+        of a closed session fails with ABORTED (reason SESSION_CLOSED). Errors: NOT_FOUND, ABORTED.
         """
 
     @_abc_1.abstractmethod
@@ -322,8 +339,8 @@ class AllocatorServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _allocator_pb2.GetComputedBlocksRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_allocator_pb2.GetComputedBlocksResponse, _abc.Awaitable[_allocator_pb2.GetComputedBlocksResponse]]:
-        """Looks up the longest cached prefix of a request that holds no blocks.
-        INVALID_ARGUMENT, NOT_FOUND, FAILED_PRECONDITION, ABORTED.
+        """Looks up the longest cached prefix of a request that holds no blocks. Errors: INVALID_ARGUMENT, NOT_FOUND,
+        FAILED_PRECONDITION, ABORTED.
         """
 
     @_abc_1.abstractmethod
@@ -332,9 +349,9 @@ class AllocatorServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _allocator_pb2.AllocateSlotsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_allocator_pb2.AllocateSlotsResponse, _abc.Awaitable[_allocator_pb2.AllocateSlotsResponse]]:
-        """Makes room for more tokens of a request; full blocks are cached. Blocks that nothing looks at any more are freed
-        first, and block 0 takes their place in the request's table: see OPERATION_ALLOCATE for when. INVALID_ARGUMENT,
-        NOT_FOUND, FAILED_PRECONDITION, ABORTED. Too few blocks is an answer.
+        """Allocates slots for more tokens of a request and caches full blocks. First frees blocks that no layer reads any
+        more; block 0 replaces them in the request's block table (see OPERATION_ALLOCATE). Too few free blocks is an
+        outcome, not an error. Errors: INVALID_ARGUMENT, NOT_FOUND, FAILED_PRECONDITION, ABORTED.
         """
 
     @_abc_1.abstractmethod
@@ -343,7 +360,7 @@ class AllocatorServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _allocator_pb2.CacheBlocksRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_allocator_pb2.CacheBlocksResponse, _abc.Awaitable[_allocator_pb2.CacheBlocksResponse]]:
-        """Caches full blocks that AllocateSlots was told to leave uncached. INVALID_ARGUMENT, NOT_FOUND,
+        """Caches full blocks of allocations with delay_cache_blocks. Errors: INVALID_ARGUMENT, NOT_FOUND,
         FAILED_PRECONDITION, ABORTED.
         """
 
@@ -353,7 +370,7 @@ class AllocatorServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _allocator_pb2.FreeRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_allocator_pb2.FreeResponse, _abc.Awaitable[_allocator_pb2.FreeResponse]]:
-        """Frees a request's blocks. INVALID_ARGUMENT, NOT_FOUND, FAILED_PRECONDITION, ABORTED."""
+        """Frees the blocks of a request. Errors: INVALID_ARGUMENT, NOT_FOUND, FAILED_PRECONDITION, ABORTED."""
 
     @_abc_1.abstractmethod
     def EvictBlocks(
@@ -361,7 +378,7 @@ class AllocatorServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _allocator_pb2.EvictBlocksRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_allocator_pb2.EvictBlocksResponse, _abc.Awaitable[_allocator_pb2.EvictBlocksResponse]]:
-        """Drops the hashes of blocks. INVALID_ARGUMENT, NOT_FOUND, FAILED_PRECONDITION, ABORTED."""
+        """Drops the hashes of blocks. Errors: INVALID_ARGUMENT, NOT_FOUND, FAILED_PRECONDITION, ABORTED."""
 
     @_abc_1.abstractmethod
     def ResetPrefixCache(
@@ -369,8 +386,8 @@ class AllocatorServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _allocator_pb2.ResetPrefixCacheRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_allocator_pb2.ResetPrefixCacheResponse, _abc.Awaitable[_allocator_pb2.ResetPrefixCacheResponse]]:
-        """Drops all hashes, if no request holds a block; in a pool with sinks never. INVALID_ARGUMENT, NOT_FOUND,
-        FAILED_PRECONDITION, ABORTED.
+        """Drops all hashes of the pool if no request holds a block. A pool with sinks is never reset. Errors:
+        INVALID_ARGUMENT, NOT_FOUND, FAILED_PRECONDITION, ABORTED.
         """
 
     @_abc_1.abstractmethod
@@ -379,8 +396,8 @@ class AllocatorServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _allocator_pb2.GetCommonPrefixBlocksRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_allocator_pb2.GetCommonPrefixBlocksResponse, _abc.Awaitable[_allocator_pb2.GetCommonPrefixBlocksResponse]]:
-        """Counts the leading blocks that all of the session's requests that hold blocks have in common. INVALID_ARGUMENT,
-        NOT_FOUND, FAILED_PRECONDITION, ABORTED.
+        """Counts the leading blocks that all running requests of the session (those that hold blocks) have in common. Errors:
+        INVALID_ARGUMENT, NOT_FOUND, FAILED_PRECONDITION, ABORTED.
         """
 
     @_abc_1.abstractmethod
@@ -389,8 +406,8 @@ class AllocatorServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _allocator_pb2.MarkExecutedRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_allocator_pb2.MarkExecutedResponse, _abc.Awaitable[_allocator_pb2.MarkExecutedResponse]]:
-        """Says that the step which carried a sequence number, and all before it, have run on the GPU: the blocks that they
-        filled may be hit by other sessions. INVALID_ARGUMENT, NOT_FOUND, ABORTED.
+        """Reports that the step with a sequence number, and all steps before it, have been executed on the GPU. Other
+        sessions may then hit the blocks that these steps filled. Errors: INVALID_ARGUMENT, NOT_FOUND, ABORTED.
         """
 
     @_abc_1.abstractmethod
@@ -399,9 +416,10 @@ class AllocatorServiceServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_step_pb2.Step],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_step_pb2.StepResult], _abc.AsyncIterator[_step_pb2.StepResult]]:
-        """The fast path: a session's steps and their results, in order. While the stream is open the session lives. A new
-        stream of the same session takes over from the old one, which ends in ABORTED. A refused step ends the stream
-        and leaves the session as it was. INVALID_ARGUMENT, NOT_FOUND, FAILED_PRECONDITION, ABORTED.
+        """Exchanges the steps of a session and their results, in order; the fast path. The lease does not expire while the
+        stream is open. A new stream of the same session replaces the old one, which fails with ABORTED. A refused step
+        ends the stream and leaves the session unchanged. Errors: INVALID_ARGUMENT, NOT_FOUND, FAILED_PRECONDITION,
+        ABORTED.
         """
 
 def add_AllocatorServiceServicer_to_server(servicer: AllocatorServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -32,17 +32,17 @@ class _WatchResponseKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Wat
     WATCH_RESPONSE_KIND_BATCH: _WatchResponseKind.ValueType  # 2
     """The events of one change of the pool, in order."""
     WATCH_RESPONSE_KIND_SNAPSHOT: _WatchResponseKind.ValueType  # 3
-    """Part of what is cached, as BlockStored, as it is after batch `sequence`. Between these messages batches may come:
-    whoever takes all messages in their order has the pool's map, exactly, when the end comes. Nothing that is told
-    twice, or removed though never told, is an error.
+    """Part of the cached blocks after batch `sequence`, as BlockStored. Batches may come between these messages. A client
+    that applies all messages in order has exactly the pool's cached blocks at the end of the snapshot. It is not an
+    error if a block is stored twice, or removed without having been stored.
     """
     WATCH_RESPONSE_KIND_SNAPSHOT_END: _WatchResponseKind.ValueType  # 4
-    """All that is cached was told; what is known now is the pool's map after batch `sequence`."""
+    """End of the snapshot: the client now has the pool's cached blocks after batch `sequence`."""
     WATCH_RESPONSE_KIND_HEARTBEAT: _WatchResponseKind.ValueType  # 5
-    """Nothing has happened since batch `sequence`."""
+    """No batch has been made since batch `sequence`."""
 
 class WatchResponseKind(_WatchResponseKind, metaclass=_WatchResponseKindEnumTypeWrapper):
-    """What a message of a watch is."""
+    """Kind of a message of a watch."""
 
 WATCH_RESPONSE_KIND_UNSPECIFIED: WatchResponseKind.ValueType  # 0
 """Never sent."""
@@ -51,14 +51,14 @@ WATCH_RESPONSE_KIND_START: WatchResponseKind.ValueType  # 1
 WATCH_RESPONSE_KIND_BATCH: WatchResponseKind.ValueType  # 2
 """The events of one change of the pool, in order."""
 WATCH_RESPONSE_KIND_SNAPSHOT: WatchResponseKind.ValueType  # 3
-"""Part of what is cached, as BlockStored, as it is after batch `sequence`. Between these messages batches may come:
-whoever takes all messages in their order has the pool's map, exactly, when the end comes. Nothing that is told
-twice, or removed though never told, is an error.
+"""Part of the cached blocks after batch `sequence`, as BlockStored. Batches may come between these messages. A client
+that applies all messages in order has exactly the pool's cached blocks at the end of the snapshot. It is not an
+error if a block is stored twice, or removed without having been stored.
 """
 WATCH_RESPONSE_KIND_SNAPSHOT_END: WatchResponseKind.ValueType  # 4
-"""All that is cached was told; what is known now is the pool's map after batch `sequence`."""
+"""End of the snapshot: the client now has the pool's cached blocks after batch `sequence`."""
 WATCH_RESPONSE_KIND_HEARTBEAT: WatchResponseKind.ValueType  # 5
-"""Nothing has happened since batch `sequence`."""
+"""No batch has been made since batch `sequence`."""
 Global___WatchResponseKind: _TypeAlias = WatchResponseKind  # noqa: Y015
 
 @_typing.final
@@ -75,13 +75,15 @@ class WatchRequest(_message.Message):
     pool_name: _builtins.str
     """The pool."""
     from_sequence: _builtins.int
-    """First batch wanted. 0: the next one to come."""
+    """Sequence number of the first batch. 0: the next one."""
     heartbeat_seconds: _builtins.float
-    """After how long without another message to send a heartbeat, [0.1, 3600]. 0: never."""
+    """Time in seconds without a message after which the server sends a heartbeat, [0.1, 3600]. 0: never."""
     snapshot: _builtins.bool
-    """Begin with all that is cached; from_sequence is 0 then."""
+    """Whether to start with a snapshot of all cached blocks. Requires from_sequence 0."""
     boot_id: _builtins.str
-    """The server's boot that from_sequence is of. Another one, and EVENTS_NOT_KEPT is the answer. Empty: not checked."""
+    """boot_id of the server process that from_sequence refers to. Another process answers EVENTS_NOT_KEPT. Empty: not
+    checked.
+    """
     def __init__(
         self,
         *,
@@ -112,20 +114,23 @@ class WatchResponse(_message.Message):
     BOOT_ID_FIELD_NUMBER: _builtins.int
     TIME_SECONDS_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
-    """Number of a batch, without gaps: from 1, or of a pool that was removed and made anew from above those before, and
-    when thousands were removed of any pool. Of this one, or of the newest one that was sent, or would have been.
+    """Sequence number of this batch, or of the newest batch before this message. Batch numbers have no gaps and start at
+    1; in a pool that was removed and created again they start above the earlier ones, and, after thousands of pools
+    were removed, above those of all removed pools.
     """
     kind: Global___WatchResponseKind.ValueType
-    """What this is."""
+    """Kind of this message."""
     epoch: _builtins.int
-    """The pool's epoch. It goes up whenever contents can no longer be trusted; the batch in which it does clears all."""
+    """Epoch of the pool. It increases whenever block contents can no longer be trusted; that batch clears all blocks."""
     boot_id: _builtins.str
-    """Drawn when the server started: another one means that it was restarted, and its numbers began anew."""
+    """Random id of the server process. A different id means that the server restarted and its batch numbers restarted
+    too.
+    """
     time_seconds: _builtins.float
-    """When it happened, in seconds since 1970 by the server's clock."""
+    """Time of the change, in seconds since 1970 by the server's clock."""
     @_builtins.property
     def events(self) -> _containers.RepeatedCompositeFieldContainer[Global___BlockEvent]:
-        """The events; none in the kinds that have none."""
+        """The events; empty in kinds without events."""
 
     def __init__(
         self,
@@ -160,7 +165,7 @@ class BlockEvent(_message.Message):
 
     @_builtins.property
     def removed(self) -> Global___BlockRemoved:
-        """A block's contents can no longer be found."""
+        """A block can no longer be hit."""
 
     @_builtins.property
     def cleared(self) -> Global___AllBlocksCleared:
@@ -196,20 +201,20 @@ class BlockStored(_message.Message):
     LORA_NAME_FIELD_NUMBER: _builtins.int
     GROUP_ID_FIELD_NUMBER: _builtins.int
     parent_block_hash: _builtins.bytes
-    """Hash of the block before the first; empty: there is none."""
+    """Hash of the block before the first. Empty: there is none."""
     block_size: _builtins.int
-    """Tokens a block covers."""
+    """Number of tokens that a block covers."""
     lora_name: _builtins.str
     """LoRA of the request; empty: none."""
     group_id: _builtins.int
     """Group of the blocks."""
     @_builtins.property
     def block_hashes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
-        """Their hashes. Where a block covers several times the pool's hash_block_size, its hashes joined."""
+        """Hashes of the blocks. A block that covers a multiple of the pool's hash_block_size has its hashes concatenated."""
 
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Their tokens: block_size for each."""
+        """Tokens of the blocks: block_size per block."""
 
     def __init__(
         self,
@@ -231,7 +236,7 @@ Global___BlockStored: _TypeAlias = BlockStored  # noqa: Y015
 
 @_typing.final
 class BlockRemoved(_message.Message):
-    """A cached block was given up."""
+    """A cached block was evicted."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -243,7 +248,7 @@ class BlockRemoved(_message.Message):
     group_id: _builtins.int
     """Its group."""
     copies_left: _builtins.int
-    """Blocks of the group that still carry this hash: only at 0 is the prefix gone."""
+    """Number of blocks of the group that still have this hash. The prefix is gone only at 0."""
     def __init__(
         self,
         *,
@@ -261,7 +266,7 @@ Global___BlockRemoved: _TypeAlias = BlockRemoved  # noqa: Y015
 
 @_typing.final
 class AllBlocksCleared(_message.Message):
-    """Everything that was cached is gone: the prefix cache was reset, or an epoch passed."""
+    """All cached blocks were dropped: the prefix cache was reset, or the epoch passed."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

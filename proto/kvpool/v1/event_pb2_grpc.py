@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class EventServiceStub(object):
-    """Block events: which prefixes a pool holds, for routers and indexers.
+    """API for routers and indexers: block events, which describe the prefixes that a pool has cached.
     """
 
     def __init__(self, channel):
@@ -43,15 +43,15 @@ class EventServiceStub(object):
 
 
 class EventServiceServicer(object):
-    """Block events: which prefixes a pool holds, for routers and indexers.
+    """API for routers and indexers: block events, which describe the prefixes that a pool has cached.
     """
 
     def Watch(self, request, context):
-        """Sends a pool's events, batch by batch, from the one asked for on; or first all that is cached, then the events.
-        NOT_FOUND (unknown pool), FAILED_PRECONDITION (EVENTS_DISABLED: the pool publishes none; EVENTS_NOT_KEPT: the
-        batches asked for are no longer kept, or are another server's: ask again with `snapshot`), INVALID_ARGUMENT (a
-        sequence number that does not exist yet, a field out of range), ABORTED (POOL_REMOVED: an operator removed the
-        pool).
+        """Sends the events of a pool, batch by batch, from the requested one on; or first a snapshot of all cached blocks,
+        then the events. Errors: NOT_FOUND; FAILED_PRECONDITION (EVENTS_DISABLED: the pool publishes no events;
+        EVENTS_NOT_KEPT: the requested batches are no longer kept, or are those of another server process: watch again with
+        `snapshot`); INVALID_ARGUMENT (a sequence number that does not exist yet, or a field out of range); ABORTED
+        (POOL_REMOVED: an operator removed the pool); RESOURCE_EXHAUSTED (too many watches, or the client does not read).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -74,7 +74,7 @@ def add_EventServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class EventService(object):
-    """Block events: which prefixes a pool holds, for routers and indexers.
+    """API for routers and indexers: block events, which describe the prefixes that a pool has cached.
     """
 
     @staticmethod

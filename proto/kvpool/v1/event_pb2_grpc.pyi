@@ -27,35 +27,35 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class EventServiceStub:
-    """Block events: which prefixes a pool holds, for routers and indexers."""
+    """API for routers and indexers: block events, which describe the prefixes that a pool has cached."""
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> EventServiceAsyncStub: ...
     Watch: _grpc.UnaryStreamMultiCallable[_event_pb2.WatchRequest, _event_pb2.WatchResponse]
-    """Sends a pool's events, batch by batch, from the one asked for on; or first all that is cached, then the events.
-    NOT_FOUND (unknown pool), FAILED_PRECONDITION (EVENTS_DISABLED: the pool publishes none; EVENTS_NOT_KEPT: the
-    batches asked for are no longer kept, or are another server's: ask again with `snapshot`), INVALID_ARGUMENT (a
-    sequence number that does not exist yet, a field out of range), ABORTED (POOL_REMOVED: an operator removed the
-    pool).
+    """Sends the events of a pool, batch by batch, from the requested one on; or first a snapshot of all cached blocks,
+    then the events. Errors: NOT_FOUND; FAILED_PRECONDITION (EVENTS_DISABLED: the pool publishes no events;
+    EVENTS_NOT_KEPT: the requested batches are no longer kept, or are those of another server process: watch again with
+    `snapshot`); INVALID_ARGUMENT (a sequence number that does not exist yet, or a field out of range); ABORTED
+    (POOL_REMOVED: an operator removed the pool); RESOURCE_EXHAUSTED (too many watches, or the client does not read).
     """
 
 @_typing.type_check_only
 class EventServiceAsyncStub(EventServiceStub):
-    """Block events: which prefixes a pool holds, for routers and indexers."""
+    """API for routers and indexers: block events, which describe the prefixes that a pool has cached."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Watch: _aio.UnaryStreamMultiCallable[_event_pb2.WatchRequest, _event_pb2.WatchResponse]  # type: ignore[assignment]
-    """Sends a pool's events, batch by batch, from the one asked for on; or first all that is cached, then the events.
-    NOT_FOUND (unknown pool), FAILED_PRECONDITION (EVENTS_DISABLED: the pool publishes none; EVENTS_NOT_KEPT: the
-    batches asked for are no longer kept, or are another server's: ask again with `snapshot`), INVALID_ARGUMENT (a
-    sequence number that does not exist yet, a field out of range), ABORTED (POOL_REMOVED: an operator removed the
-    pool).
+    """Sends the events of a pool, batch by batch, from the requested one on; or first a snapshot of all cached blocks,
+    then the events. Errors: NOT_FOUND; FAILED_PRECONDITION (EVENTS_DISABLED: the pool publishes no events;
+    EVENTS_NOT_KEPT: the requested batches are no longer kept, or are those of another server process: watch again with
+    `snapshot`); INVALID_ARGUMENT (a sequence number that does not exist yet, or a field out of range); ABORTED
+    (POOL_REMOVED: an operator removed the pool); RESOURCE_EXHAUSTED (too many watches, or the client does not read).
     """
 
 class EventServiceServicer(metaclass=_abc_1.ABCMeta):
-    """Block events: which prefixes a pool holds, for routers and indexers."""
+    """API for routers and indexers: block events, which describe the prefixes that a pool has cached."""
 
     @_abc_1.abstractmethod
     def Watch(
@@ -63,11 +63,11 @@ class EventServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _event_pb2.WatchRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_event_pb2.WatchResponse], _abc.AsyncIterator[_event_pb2.WatchResponse]]:
-        """Sends a pool's events, batch by batch, from the one asked for on; or first all that is cached, then the events.
-        NOT_FOUND (unknown pool), FAILED_PRECONDITION (EVENTS_DISABLED: the pool publishes none; EVENTS_NOT_KEPT: the
-        batches asked for are no longer kept, or are another server's: ask again with `snapshot`), INVALID_ARGUMENT (a
-        sequence number that does not exist yet, a field out of range), ABORTED (POOL_REMOVED: an operator removed the
-        pool).
+        """Sends the events of a pool, batch by batch, from the requested one on; or first a snapshot of all cached blocks,
+        then the events. Errors: NOT_FOUND; FAILED_PRECONDITION (EVENTS_DISABLED: the pool publishes no events;
+        EVENTS_NOT_KEPT: the requested batches are no longer kept, or are those of another server process: watch again with
+        `snapshot`); INVALID_ARGUMENT (a sequence number that does not exist yet, or a field out of range); ABORTED
+        (POOL_REMOVED: an operator removed the pool); RESOURCE_EXHAUSTED (too many watches, or the client does not read).
         """
 
 def add_EventServiceServicer_to_server(servicer: EventServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -29,22 +29,23 @@ class _ReuseOrderEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ReuseOrder
     REUSE_ORDER_UNSPECIFIED: _ReuseOrder.ValueType  # 0
     """Refused."""
     REUSE_ORDER_UNCACHED_FIRST: _ReuseOrder.ValueType  # 1
-    """Of the blocks freed together, those without a hash are used again first, the others last (vLLM 0.32)."""
+    """Among blocks freed together, those without a hash are reused first, the others last (vLLM 0.32)."""
     REUSE_ORDER_LRU: _ReuseOrder.ValueType  # 2
     """Least recently freed first, cached or not (vLLM 0.14.1)."""
 
 class ReuseOrder(_ReuseOrder, metaclass=_ReuseOrderEnumTypeWrapper):
     """A pool: the blocks of one model on one set of ranks.
 
-    Block ids are in [0, num_blocks). Block 0 is the null block: it stands where no block is needed and is never given.
+    Block ids are in [0, num_blocks). Block 0 is the null block: it stands where no block is needed and is never
+    allocated.
 
-    In which order freed blocks are used again. Everything else is the same in both.
+    Order in which freed blocks are reused. Everything else is equal in both orders.
     """
 
 REUSE_ORDER_UNSPECIFIED: ReuseOrder.ValueType  # 0
 """Refused."""
 REUSE_ORDER_UNCACHED_FIRST: ReuseOrder.ValueType  # 1
-"""Of the blocks freed together, those without a hash are used again first, the others last (vLLM 0.32)."""
+"""Among blocks freed together, those without a hash are reused first, the others last (vLLM 0.32)."""
 REUSE_ORDER_LRU: ReuseOrder.ValueType  # 2
 """Least recently freed first, cached or not (vLLM 0.14.1)."""
 Global___ReuseOrder: _TypeAlias = ReuseOrder  # noqa: Y015
@@ -58,19 +59,19 @@ class _KeyFormEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_KeyForm.Value
     KEY_FORM_UNSPECIFIED: _KeyForm.ValueType  # 0
     """The server's default, KEY_FORM_TAGGED."""
     KEY_FORM_TAGGED: _KeyForm.ValueType  # 1
-    """Each key says where it comes from: ["lora", name, path], ["mm", identifier, offset], ["cache_salt", salt]."""
+    """Each key is tagged with its origin: ["lora", name, path], ["mm", identifier, offset], ["cache_salt", salt]."""
     KEY_FORM_PLAIN: _KeyForm.ValueType  # 2
-    """The bare strings (vLLM 0.14.1). A salt that spells a LoRA's name is then taken for it."""
+    """The bare strings (vLLM 0.14.1). A salt that equals a LoRA name is then indistinguishable from it."""
 
 class KeyForm(_KeyForm, metaclass=_KeyFormEnumTypeWrapper):
-    """How a block's extra keys (LoRA, images, salt) enter its hash. Sessions of one pool must agree."""
+    """Encoding of a block's extra keys (LoRA, images, salt) in its hash. Sessions of one pool must use the same."""
 
 KEY_FORM_UNSPECIFIED: KeyForm.ValueType  # 0
 """The server's default, KEY_FORM_TAGGED."""
 KEY_FORM_TAGGED: KeyForm.ValueType  # 1
-"""Each key says where it comes from: ["lora", name, path], ["mm", identifier, offset], ["cache_salt", salt]."""
+"""Each key is tagged with its origin: ["lora", name, path], ["mm", identifier, offset], ["cache_salt", salt]."""
 KEY_FORM_PLAIN: KeyForm.ValueType  # 2
-"""The bare strings (vLLM 0.14.1). A salt that spells a LoRA's name is then taken for it."""
+"""The bare strings (vLLM 0.14.1). A salt that equals a LoRA name is then indistinguishable from it."""
 Global___KeyForm: _TypeAlias = KeyForm  # noqa: Y015
 
 class _PoolState:
@@ -82,27 +83,27 @@ class _PoolStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_PoolState.V
     POOL_STATE_UNSPECIFIED: _PoolState.ValueType  # 0
     """Refused."""
     POOL_STATE_FORMING: _PoolState.ValueType  # 1
-    """Its ranks are gathering: they register, get their plan, allocate."""
+    """The ranks register, receive their plan and allocate."""
     POOL_STATE_READY: _PoolState.ValueType  # 2
-    """All is there. A pool without ranks, whose scheduler holds the tensors itself, always is."""
+    """The pool serves. A pool without ranks, whose scheduler holds the tensors itself, is always ready."""
     POOL_STATE_DEGRADED: _PoolState.ValueType  # 3
-    """A rank is lost or silent: nothing is allocated until it is back."""
+    """A rank is lost or silent: allocation is suspended until it is back."""
     POOL_STATE_DRAINING: _PoolState.ValueType  # 4
-    """It takes no new sessions: an operator drained it, or the server stops."""
+    """The pool takes no new sessions: an operator drained it, or the server stops."""
 
 class PoolState(_PoolState, metaclass=_PoolStateEnumTypeWrapper):
-    """Whether a pool serves."""
+    """State of a pool."""
 
 POOL_STATE_UNSPECIFIED: PoolState.ValueType  # 0
 """Refused."""
 POOL_STATE_FORMING: PoolState.ValueType  # 1
-"""Its ranks are gathering: they register, get their plan, allocate."""
+"""The ranks register, receive their plan and allocate."""
 POOL_STATE_READY: PoolState.ValueType  # 2
-"""All is there. A pool without ranks, whose scheduler holds the tensors itself, always is."""
+"""The pool serves. A pool without ranks, whose scheduler holds the tensors itself, is always ready."""
 POOL_STATE_DEGRADED: PoolState.ValueType  # 3
-"""A rank is lost or silent: nothing is allocated until it is back."""
+"""A rank is lost or silent: allocation is suspended until it is back."""
 POOL_STATE_DRAINING: PoolState.ValueType  # 4
-"""It takes no new sessions: an operator drained it, or the server stops."""
+"""The pool takes no new sessions: an operator drained it, or the server stops."""
 Global___PoolState: _TypeAlias = PoolState  # noqa: Y015
 
 class _RankState:
@@ -114,40 +115,40 @@ class _RankStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_RankState.V
     RANK_STATE_UNSPECIFIED: _RankState.ValueType  # 0
     """Refused."""
     RANK_STATE_ABSENT: _RankState.ValueType  # 1
-    """It has not come yet, or was given up."""
+    """Not registered yet, or given up."""
     RANK_STATE_REGISTERED: _RankState.ValueType  # 2
-    """It waits for the other ranks."""
+    """Registered; waits for the other ranks."""
     RANK_STATE_ALLOCATING: _RankState.ValueType  # 3
-    """It was sent its plan and allocates."""
+    """Has received its plan and allocates."""
     RANK_STATE_READY: _RankState.ValueType  # 4
-    """It holds its tensors."""
+    """Holds its tensors."""
     RANK_STATE_SILENT: _RankState.ValueType  # 5
-    """Its stream is open, its heartbeats have stopped. It may come back within the grace time."""
+    """Its stream is open, but its heartbeats have stopped. It may come back within the grace time."""
     RANK_STATE_LOST: _RankState.ValueType  # 6
     """Its stream broke. It may come back within the grace time."""
 
 class RankState(_RankState, metaclass=_RankStateEnumTypeWrapper):
-    """How a rank is."""
+    """State of a rank."""
 
 RANK_STATE_UNSPECIFIED: RankState.ValueType  # 0
 """Refused."""
 RANK_STATE_ABSENT: RankState.ValueType  # 1
-"""It has not come yet, or was given up."""
+"""Not registered yet, or given up."""
 RANK_STATE_REGISTERED: RankState.ValueType  # 2
-"""It waits for the other ranks."""
+"""Registered; waits for the other ranks."""
 RANK_STATE_ALLOCATING: RankState.ValueType  # 3
-"""It was sent its plan and allocates."""
+"""Has received its plan and allocates."""
 RANK_STATE_READY: RankState.ValueType  # 4
-"""It holds its tensors."""
+"""Holds its tensors."""
 RANK_STATE_SILENT: RankState.ValueType  # 5
-"""Its stream is open, its heartbeats have stopped. It may come back within the grace time."""
+"""Its stream is open, but its heartbeats have stopped. It may come back within the grace time."""
 RANK_STATE_LOST: RankState.ValueType  # 6
 """Its stream broke. It may come back within the grace time."""
 Global___RankState: _TypeAlias = RankState  # noqa: Y015
 
 @_typing.final
 class HashScheme(_message.Message):
-    """How the sessions of a pool hash their blocks. The server never hashes; it only compares."""
+    """Hash scheme of the blocks of a pool. The sessions hash blocks; the server only compares hashes."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -156,15 +157,15 @@ class HashScheme(_message.Message):
     NONE_HASH_FIELD_NUMBER: _builtins.int
     KEY_FORM_FIELD_NUMBER: _builtins.int
     algorithm: _builtins.str
-    """Name of the algorithm: "sha256_cbor", "xxhash_cbor" or one of the clients' own. Empty: "sha256_cbor"."""
+    """Name of the algorithm: "sha256_cbor", "xxhash_cbor" or one defined by the clients. Empty: "sha256_cbor"."""
     size_bytes: _builtins.int
-    """Length of one hash in bytes, [8, 64]. 0: 32, or 16 for "xxhash_cbor"."""
+    """Length of a hash in bytes, [8, 64]. 0: 32, or 16 for "xxhash_cbor"."""
     none_hash: _builtins.bytes
-    """Parent of a request's first block, at most 64 bytes. Empty: drawn at random when the pool is created, so that
-    hashes cannot be computed outside its sessions.
+    """Parent hash of the first block of a request, at most 64 bytes. Empty: random, chosen when the pool is created, so
+    that hashes cannot be computed outside its sessions.
     """
     key_form: Global___KeyForm.ValueType
-    """How extra keys enter the hash."""
+    """Encoding of extra keys."""
     def __init__(
         self,
         *,
@@ -191,11 +192,11 @@ class KvCacheGroup(_message.Message):
     SPEC_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def layer_names(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Names of the layers, as the engine names them. They must differ."""
+        """Names of the layers in the engine. They must be unique."""
 
     @_builtins.property
     def spec(self) -> _spec_pb2.KvCacheSpec:
-        """What the layers keep for each token."""
+        """Spec of the layers."""
 
     def __init__(
         self,
@@ -213,7 +214,7 @@ Global___KvCacheGroup: _TypeAlias = KvCacheGroup  # noqa: Y015
 
 @_typing.final
 class PoolConfig(_message.Message):
-    """Everything that decides what a pool answers. Two declarations of one name must be equal."""
+    """Configuration of a pool. Two declarations of one name must be equal."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -230,45 +231,45 @@ class PoolConfig(_message.Message):
     MAX_IN_FLIGHT_TOKENS_FIELD_NUMBER: _builtins.int
     RETENTION_TOKENS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
-    """The pool's name: 1 to 128 letters, digits, '.', '_', '-' or '/'."""
+    """Name of the pool: 1 to 128 letters, digits, '.', '_', '-' or '/'."""
     num_blocks: _builtins.int
-    """Blocks, the null block included, [2, 2^31)."""
+    """Number of blocks, the null block included, [2, 2^31)."""
     max_model_len: _builtins.int
-    """Most tokens a request may have, prompt and output, [1, 2^31)."""
+    """Maximum number of tokens per request, prompt and output, [1, 2^31)."""
     reuse_order: Global___ReuseOrder.ValueType
-    """The order in which freed blocks are used again."""
+    """Order in which freed blocks are reused."""
     disable_caching: _builtins.bool
-    """Turns prefix caching off."""
+    """Whether prefix caching is disabled."""
     use_eagle: _builtins.bool
-    """EAGLE drafts from the last hidden states, so the last block of a hit is computed again."""
+    """Whether the engine uses EAGLE, which drafts from the last hidden states: the last block of a hit is computed again."""
     dcp_world_size: _builtins.int
-    """Ranks of decode context parallelism over which a request's tokens are spread: a block then covers
-    block_size x dcp_world_size tokens; those of state space and cross attention stay as they are. 0: 1. At most 1024.
+    """Number of decode context parallel ranks over which the tokens of a request are spread, at most 1024. A block then
+    covers block_size x dcp_world_size tokens, except blocks of state space and cross attention. 0: 1.
     """
     enable_events: _builtins.bool
-    """Publishes block events, if caching is on; sessions then send token ids too."""
+    """Whether to publish block events, if caching is enabled. Sessions must then send token ids."""
     max_in_flight_tokens: _builtins.int
-    """Most tokens of a request that its scheduler has in steps which were not yet executed, at most 2^31 - 1: a group with a
-    window then never needs more than the blocks of these and of the window, which is what full_sequence_must_fit of
-    a step reckons with. 0: max_model_len.
+    """Maximum number of tokens per request in steps that were not yet executed, at most 2^31 - 1. A group with a window
+    then never needs more than the blocks of these tokens and of the window; full_sequence_must_fit of a step uses this
+    bound. 0: max_model_len.
     """
     retention_tokens: _builtins.int
-    """Caches sliding windows sparsely: of their full blocks only those that a hit needs at a multiple of so many tokens, at
-    the end of the prompt, and at the end of a prefix that others share. A multiple of every group's block, below 2^31. 0:
-    at the latter two alone, as vLLM's engine does since 0.32 unless told otherwise. Absent: all full blocks are cached.
-    Other kinds of attention cache all; a pool with Mamba groups that caches must leave it absent, and without a sliding
-    window it must be absent or 0.
+    """Sparse caching of sliding windows: of their full blocks only those are cached that a hit needs at a multiple of
+    this number of tokens, at the end of the prompt, and at the end of a prefix that other requests share. A multiple
+    of every group's block, below 2^31. 0: only at the latter two, the default of vLLM's engine since 0.32. Absent: all
+    full blocks are cached. Other kinds of attention always cache all full blocks. It must be absent in a pool with
+    Mamba groups that caches, and absent or 0 in a pool without sliding windows.
     """
     @_builtins.property
     def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___KvCacheGroup]:
-        """The layers, by group: 1 to 256 groups of any kinds, 4096 layers at most. Their blocks may cover up to 8 different
-        numbers of tokens. A hit is a multiple of all; one hash covers their greatest common divisor, the pool's
-        hash_block_size, and a block that covers more is found by its hashes joined.
+        """The layers by group: 1 to 256 groups of any kinds, at most 4096 layers. The blocks of the groups may cover up to 8
+        different numbers of tokens. The length of a hit is a multiple of all of them. One hash covers their greatest
+        common divisor, the pool's hash_block_size; a block that covers more is identified by its hashes concatenated.
         """
 
     @_builtins.property
     def hash_scheme(self) -> Global___HashScheme:
-        """How blocks are hashed."""
+        """Hash scheme of the blocks."""
 
     def __init__(
         self,
@@ -298,7 +299,7 @@ Global___PoolConfig: _TypeAlias = PoolConfig  # noqa: Y015
 
 @_typing.final
 class PrefixCacheCounters(_message.Message):
-    """Prefix-cache look-ups since the pool was created. Look-ups of preempted requests are counted apart."""
+    """Counters of prefix cache look-ups since the pool was created. Look-ups of preempted requests are counted separately."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -311,22 +312,22 @@ class PrefixCacheCounters(_message.Message):
     RESETS_FIELD_NUMBER: _builtins.int
     SHARED_HITS_TOKENS_FIELD_NUMBER: _builtins.int
     requests: _builtins.int
-    """Look-ups."""
+    """Number of look-ups."""
     queries_tokens: _builtins.int
-    """Tokens that the look-ups asked for."""
+    """Number of tokens looked up."""
     hits_tokens: _builtins.int
-    """Tokens found."""
+    """Number of tokens hit."""
     preempted_requests: _builtins.int
-    """Look-ups of requests that had been preempted."""
+    """Number of look-ups of preempted requests."""
     preempted_queries_tokens: _builtins.int
-    """Tokens that these asked for."""
+    """Number of tokens looked up for preempted requests."""
     preempted_hits_tokens: _builtins.int
-    """Tokens that these found."""
+    """Number of tokens hit for preempted requests."""
     resets: _builtins.int
-    """Times the prefix cache was reset."""
+    """Number of resets of the prefix cache."""
     shared_hits_tokens: _builtins.int
-    """Of hits_tokens and preempted_hits_tokens: tokens of blocks that another session had filled, or the same
-    before it was resumed.
+    """Number of tokens, of hits_tokens and preempted_hits_tokens, in blocks filled by another session, or by the same
+    session before it was resumed.
     """
     def __init__(
         self,
@@ -350,7 +351,7 @@ Global___PrefixCacheCounters: _TypeAlias = PrefixCacheCounters  # noqa: Y015
 
 @_typing.final
 class ActivityCounters(_message.Message):
-    """What a pool did since it was created."""
+    """Counters of a pool since it was created."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -366,27 +367,27 @@ class ActivityCounters(_message.Message):
     EVICTED_SESSIONS_FIELD_NUMBER: _builtins.int
     SUSPENSIONS_FIELD_NUMBER: _builtins.int
     allocations: _builtins.int
-    """Times that a request was given room."""
+    """Allocations."""
     refusals: _builtins.int
-    """Times that there were too few free blocks to."""
+    """Allocations that failed because too few blocks were free."""
     steps: _builtins.int
-    """Changes applied, unary calls included."""
+    """Applied steps, unary changes included."""
     operations: _builtins.int
-    """Operations in them."""
+    """Operations of these steps."""
     retries: _builtins.int
-    """Changes that came again and were answered from memory."""
+    """Retried steps that were answered with the stored result."""
     sessions_opened: _builtins.int
     """Sessions opened."""
     sessions_closed: _builtins.int
-    """Sessions that their scheduler closed."""
+    """Sessions closed by their scheduler."""
     leases_expired: _builtins.int
-    """Sessions whose lease ran out."""
+    """Sessions whose lease expired."""
     epoch_ends: _builtins.int
-    """Sessions ended because a rank was lost, and what its blocks held."""
+    """Sessions ended because the epoch passed: a rank was lost, with the contents of its blocks."""
     evicted_sessions: _builtins.int
-    """Sessions that an operator ended."""
+    """Sessions evicted by an operator."""
     suspensions: _builtins.int
-    """Times that a missing rank stopped allocation."""
+    """Number of times that a missing rank suspended allocation."""
     def __init__(
         self,
         *,
@@ -412,7 +413,7 @@ Global___ActivityCounters: _TypeAlias = ActivityCounters  # noqa: Y015
 
 @_typing.final
 class GroupInfo(_message.Message):
-    """A group of a pool as it is now."""
+    """The current state of a group of a pool."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -422,17 +423,17 @@ class GroupInfo(_message.Message):
     ALLOCATED_BLOCKS_FIELD_NUMBER: _builtins.int
     EVICTED_BLOCKS_FIELD_NUMBER: _builtins.int
     kind: _builtins.str
-    """Its kind of attention, as vLLM's block events call it: "full_attention", "mla_attention", "sink_full_attention",
+    """Kind of attention, named as in vLLM's block events: "full_attention", "mla_attention", "sink_full_attention",
     "sliding_window", "mamba", "chunked_local_attention", "cross_attention".
     """
     used_blocks: _builtins.int
-    """Blocks that requests hold or that are set aside for sinks; each once, however many requests share it."""
+    """Number of blocks held by requests or reserved for sinks; each counted once, however many requests share it."""
     cached_blocks: _builtins.int
-    """Blocks whose contents can be found by hash."""
+    """Number of blocks that can be hit."""
     allocated_blocks: _builtins.int
-    """Blocks taken from the free list, since the pool was created."""
+    """Blocks allocated since the pool was created."""
     evicted_blocks: _builtins.int
-    """Cached blocks given up to make room, since the pool was created."""
+    """Cached blocks evicted since the pool was created."""
     def __init__(
         self,
         *,
@@ -452,7 +453,7 @@ Global___GroupInfo: _TypeAlias = GroupInfo  # noqa: Y015
 
 @_typing.final
 class RankInfo(_message.Message):
-    """A rank of a pool. All but its number and state are 0 or empty while it is absent."""
+    """A rank of a pool. All fields except the number and state are 0 or empty while it is absent."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -465,21 +466,21 @@ class RankInfo(_message.Message):
     ALLOCATED_BYTES_FIELD_NUMBER: _builtins.int
     NUM_BLOCKS_FIELD_NUMBER: _builtins.int
     rank: _builtins.int
-    """Which."""
+    """Number of the rank."""
     state: Global___RankState.ValueType
-    """How it is."""
+    """State of the rank."""
     device: _builtins.str
-    """Its device, as it says."""
+    """Device reported by the rank."""
     host: _builtins.str
-    """Its host, as it says."""
+    """Host reported by the rank."""
     pid: _builtins.int
-    """Its process, as it says."""
+    """Process id reported by the rank."""
     available_bytes: _builtins.int
-    """Memory that its tensors may take."""
+    """Memory in bytes available for its tensors."""
     allocated_bytes: _builtins.int
-    """Memory that they take. 0: not allocated yet."""
+    """Memory in bytes that its tensors occupy. 0: not allocated yet."""
     num_blocks: _builtins.int
-    """Blocks that it has room for. 0: not allocated yet."""
+    """Number of blocks that it has allocated. 0: not allocated yet."""
     def __init__(
         self,
         *,
@@ -502,7 +503,7 @@ Global___RankInfo: _TypeAlias = RankInfo  # noqa: Y015
 
 @_typing.final
 class PoolInfo(_message.Message):
-    """A pool as it is now."""
+    """The current state of a pool."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -530,51 +531,54 @@ class PoolInfo(_message.Message):
     RESERVED_BLOCKS_FIELD_NUMBER: _builtins.int
     MEMORY_ID_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
-    """Goes up whenever the contents of blocks can no longer be trusted. The first of a pool is above all that servers
-    before may have given, which nobody remembers: `kvpool serve` begins at the seconds since 2025 began.
+    """Epoch of the pool. Increases whenever block contents can no longer be trusted. The first epoch of a pool is above
+    all epochs that earlier servers may have used: `kvpool serve` starts at the number of seconds since the start of
+    2025.
     """
     free_blocks: _builtins.int
-    """Blocks that can be given now, cached ones included. The null block is never one."""
+    """Number of free blocks, cached ones included, the null block excluded."""
     cached_blocks: _builtins.int
-    """Blocks whose contents can be found by hash."""
+    """Number of blocks that can be hit."""
     usage: _builtins.float
-    """Fraction of the blocks, the null block apart, that requests hold or that are set aside for sinks, [0, 1]."""
+    """Fraction of the blocks, the null block excluded, held by requests or reserved for sinks, [0, 1]."""
     recent_hit_rate: _builtins.float
-    """Tokens hit for each token asked for, over the last 1,000 look-ups since the last reset, [0, 1]."""
+    """Tokens hit per token looked up, over the last 1,000 look-ups since the last reset, [0, 1]."""
     evicted_blocks: _builtins.int
-    """Cached blocks whose contents were given up to make room, since the pool was created."""
+    """Cached blocks evicted since the pool was created."""
     preemptions: _builtins.int
-    """Times that a running request's blocks were taken back, since the pool was created."""
+    """Preemptions since the pool was created."""
     sessions: _builtins.int
-    """Open sessions."""
+    """Number of open sessions."""
     requests: _builtins.int
-    """Requests of all sessions, waiting ones included."""
+    """Number of requests of all sessions, waiting ones included."""
     event_sequence: _builtins.int
-    """Number of the newest block event. 0: none yet."""
+    """Sequence number of the newest batch of block events. 0: none yet."""
     sink_blocks: _builtins.int
-    """Blocks set aside for sinks: 1, 2, ..., group by group. Neither free nor ever given."""
+    """Number of blocks reserved for sinks: blocks 1, 2, ..., group by group. Never free and never allocated."""
     state: Global___PoolState.ValueType
-    """Whether it serves."""
+    """State of the pool."""
     world_size: _builtins.int
-    """Ranks that it takes. 0: it was declared by a scheduler."""
+    """Number of ranks. 0: a scheduler declared the pool."""
     running_requests: _builtins.int
-    """Of the requests, those that hold blocks."""
+    """Number of requests that hold blocks."""
     quarantined_blocks: _builtins.int
-    """Blocks that sessions held which were ended, not yet free since a step of theirs may still run. Counted in usage."""
+    """Number of blocks of ended sessions that are not yet free, because a step of the session may still run. Counted in
+    usage.
+    """
     quarantined_sessions: _builtins.int
-    """Sessions that have ended, whose blocks are not yet free."""
+    """Number of ended sessions whose blocks are not yet free."""
     reserved_blocks: _builtins.int
-    """Of free_blocks, those that only sessions with min_blocks can be given: what these hold fewer than that, and one for
-    each block within it that others hold as well, who may keep it.
+    """Number of blocks, of free_blocks, that only sessions with min_blocks can allocate: the blocks that they hold fewer
+    than min_blocks, plus one for each block within min_blocks that other sessions hold too, because those may keep it.
     """
     memory_id: _builtins.str
-    """The memory that all it holds is in, as its sessions named it when they were opened. Empty: that is not known, or its
-    ranks know.
+    """Id of the memory that contains the blocks, as named by the sessions when they were opened. Empty: unknown, or
+    reported by the ranks.
     """
     @_builtins.property
     def config(self) -> Global___PoolConfig:
-        """What it was declared with, defaults filled in. The hash scheme's none_hash is left out: only sessions learn it. Of
-        a pool that forms for the first time there are the name and max_model_len only.
+        """Configuration of the pool, with defaults filled in, but without the hash scheme's none_hash, which only sessions
+        receive. While the pool forms for the first time, only the name and max_model_len are set.
         """
 
     @_builtins.property
@@ -583,15 +587,15 @@ class PoolInfo(_message.Message):
 
     @_builtins.property
     def ranks(self) -> _containers.RepeatedCompositeFieldContainer[Global___RankInfo]:
-        """The ranks, in their order."""
+        """The ranks, in order."""
 
     @_builtins.property
     def activity(self) -> Global___ActivityCounters:
-        """What the pool did."""
+        """Activity of the pool."""
 
     @_builtins.property
     def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___GroupInfo]:
-        """Its groups, in their order."""
+        """The groups, in order."""
 
     def __init__(
         self,

@@ -20,13 +20,13 @@ DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
 class AttentionSpec(_message.Message):
-    """What a layer keeps for its tokens.
+    """Specs: the cache that a layer keeps for its tokens.
 
-    Sizes are those of one rank: heads are the rank's own, block_size the tokens that a block holds there. Sizes of 0 and
-    empty types stand for "not declared": such a layer can be allocated, not planned. Types are spelled as torch does
-    ("bfloat16"); unknown ones are refused.
+    Sizes are per rank: heads are those of the rank, block_size is the number of tokens per block on the rank. A size of
+    0 or an empty type means "not declared": such a layer can be allocated, but not planned. Types are named as in torch
+    ("bfloat16"); unknown types are refused.
 
-    Keys and values of tokens: what all kinds of attention have in common.
+    Keys and values of tokens: the fields that all kinds of attention share.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -38,17 +38,17 @@ class AttentionSpec(_message.Message):
     HEAD_SIZE_V_FIELD_NUMBER: _builtins.int
     PAGE_SIZE_PADDED_FIELD_NUMBER: _builtins.int
     block_size: _builtins.int
-    """Tokens a block holds on one rank, [1, 2^20]."""
+    """Number of tokens per block on one rank, [1, 2^20]."""
     num_kv_heads: _builtins.int
-    """Key and value heads on one rank, at most 2^24. 0: not declared (latent attention: 1)."""
+    """Number of key and value heads on one rank, at most 2^24. 0: not declared (latent attention: 1)."""
     head_size: _builtins.int
-    """Elements of a head's key, at most 2^24. 0: not declared."""
+    """Number of elements of a head's key, at most 2^24. 0: not declared."""
     dtype: _builtins.str
     """Element type. Empty: not declared."""
     head_size_v: _builtins.int
-    """Elements of a head's value, at most 2^24. 0: as head_size."""
+    """Number of elements of a head's value, at most 2^24. 0: equal to head_size."""
     page_size_padded: _builtins.int
-    """Bytes to which a page is padded, at most 2^48. 0: not padded."""
+    """Size in bytes to which a page is padded, at most 2^48. 0: not padded."""
     def __init__(
         self,
         *,
@@ -69,7 +69,7 @@ Global___AttentionSpec: _TypeAlias = AttentionSpec  # noqa: Y015
 
 @_typing.final
 class FullAttentionSpec(_message.Message):
-    """Full attention: every token attends to all before it."""
+    """Full attention: every token attends to all earlier tokens."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -77,9 +77,9 @@ class FullAttentionSpec(_message.Message):
     SLIDING_WINDOW_FIELD_NUMBER: _builtins.int
     ATTENTION_CHUNK_SIZE_FIELD_NUMBER: _builtins.int
     sliding_window: _builtins.int
-    """Window in tokens that the layers have though all tokens are kept (hybrid management is off). 0: none."""
+    """Window in tokens of layers whose tokens are all kept nevertheless (hybrid management is disabled). 0: none."""
     attention_chunk_size: _builtins.int
-    """Likewise, chunk in tokens. 0: none."""
+    """Chunk size in tokens of such layers. 0: none."""
     @_builtins.property
     def attention(self) -> Global___AttentionSpec:
         """Keys and values."""
@@ -101,17 +101,17 @@ Global___FullAttentionSpec: _TypeAlias = FullAttentionSpec  # noqa: Y015
 
 @_typing.final
 class MlaAttentionSpec(_message.Message):
-    """Multi-head latent attention (DeepSeek): one latent vector a token, of head_size elements, no keys and values."""
+    """Multi-head latent attention (DeepSeek): one latent vector of head_size elements per token instead of keys and values."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     FULL_ATTENTION_FIELD_NUMBER: _builtins.int
     CACHE_DTYPE_STR_FIELD_NUMBER: _builtins.int
     cache_dtype_str: _builtins.str
-    """"fp8_ds_mla": 656 bytes a token (fp8 latent, its scales, bfloat16 rotary part). Empty: as dtype says."""
+    """"fp8_ds_mla": 656 bytes per token (fp8 latent vector, its scales, bfloat16 rotary part). Empty: dtype applies."""
     @_builtins.property
     def full_attention(self) -> Global___FullAttentionSpec:
-        """As of full attention."""
+        """Fields of full attention."""
 
     def __init__(
         self,
@@ -129,8 +129,8 @@ Global___MlaAttentionSpec: _TypeAlias = MlaAttentionSpec  # noqa: Y015
 
 @_typing.final
 class SinkFullAttentionSpec(_message.Message):
-    """Full attention with sinks: tokens that all requests attend to. The pool sets its first blocks aside for them, and as
-    these are always in use its prefix cache cannot be reset.
+    """Full attention with sinks: tokens that all requests attend to. The pool reserves its first blocks for them. As these
+    blocks are always in use, its prefix cache cannot be reset.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -138,10 +138,10 @@ class SinkFullAttentionSpec(_message.Message):
     FULL_ATTENTION_FIELD_NUMBER: _builtins.int
     SINK_LEN_FIELD_NUMBER: _builtins.int
     sink_len: _builtins.int
-    """Sink tokens, a multiple of the tokens that a block covers, at least one block."""
+    """Number of sink tokens: a multiple of the tokens that a block covers, at least one block."""
     @_builtins.property
     def full_attention(self) -> Global___FullAttentionSpec:
-        """As of full attention."""
+        """Fields of full attention."""
 
     def __init__(
         self,
@@ -159,7 +159,7 @@ Global___SinkFullAttentionSpec: _TypeAlias = SinkFullAttentionSpec  # noqa: Y015
 
 @_typing.final
 class SlidingWindowSpec(_message.Message):
-    """Sliding window: every token attends to itself and the sliding_window - 1 before it."""
+    """Sliding window: every token attends to itself and the sliding_window - 1 tokens before it."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -187,14 +187,14 @@ Global___SlidingWindowSpec: _TypeAlias = SlidingWindowSpec  # noqa: Y015
 
 @_typing.final
 class ChunkedLocalAttentionSpec(_message.Message):
-    """Chunked local attention (Llama 4): every token attends to those before it in its own chunk."""
+    """Chunked local attention (Llama 4): every token attends to the earlier tokens of its own chunk."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     ATTENTION_FIELD_NUMBER: _builtins.int
     ATTENTION_CHUNK_SIZE_FIELD_NUMBER: _builtins.int
     attention_chunk_size: _builtins.int
-    """Chunk in tokens, at least 1."""
+    """Chunk size in tokens, at least 1."""
     @_builtins.property
     def attention(self) -> Global___AttentionSpec:
         """Keys and values."""
@@ -215,7 +215,7 @@ Global___ChunkedLocalAttentionSpec: _TypeAlias = ChunkedLocalAttentionSpec  # no
 
 @_typing.final
 class CrossAttentionSpec(_message.Message):
-    """Cross attention: keys and values of the encoder's tokens. Pools with such a group cannot cache prefixes."""
+    """Cross attention: keys and values of encoder tokens. Pools with such a group cannot cache prefixes."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -239,7 +239,7 @@ Global___CrossAttentionSpec: _TypeAlias = CrossAttentionSpec  # noqa: Y015
 
 @_typing.final
 class EncoderOnlyAttentionSpec(_message.Message):
-    """Encoder-only attention: nothing is kept. Such layers may be planned with; they are in no group."""
+    """Encoder-only attention: no cache is kept. Such layers can be part of a plan, but belong to no group."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -263,7 +263,7 @@ Global___EncoderOnlyAttentionSpec: _TypeAlias = EncoderOnlyAttentionSpec  # noqa
 
 @_typing.final
 class StateTensor(_message.Message):
-    """A tensor of a state: its shape on one rank and its type."""
+    """A tensor of a state."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -273,7 +273,7 @@ class StateTensor(_message.Message):
     """Element type."""
     @_builtins.property
     def shape(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Elements along each dimension, [1, 2^24]; at most 8 dimensions."""
+        """Shape on one rank: elements along each dimension, [1, 2^24]; at most 8 dimensions."""
 
     def __init__(
         self,
@@ -291,7 +291,9 @@ Global___StateTensor: _TypeAlias = StateTensor  # noqa: Y015
 
 @_typing.final
 class MambaSpec(_message.Message):
-    """State space (Mamba, gated delta net): a state that every token renews, whole on every rank of context parallelism."""
+    """State space (Mamba, gated delta net): a state that every token updates. Each context parallel rank keeps the whole
+    state.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -301,16 +303,16 @@ class MambaSpec(_message.Message):
     MAMBA_TYPE_FIELD_NUMBER: _builtins.int
     NUM_SPECULATIVE_BLOCKS_FIELD_NUMBER: _builtins.int
     block_size: _builtins.int
-    """Tokens after which the state is kept in the next block, [1, 2^20]."""
+    """Number of tokens after which the state moves to the next block, [1, 2^20]."""
     page_size_padded: _builtins.int
-    """Bytes to which a page is padded, at most 2^48. 0: not padded."""
+    """Size in bytes to which a page is padded, at most 2^48. 0: not padded."""
     mamba_type: _builtins.str
-    """Which kernel ("mamba1", "mamba2", ...), at most 64 characters, for workers. Empty: not declared."""
+    """Kernel, for workers ("mamba1", "mamba2", ...), at most 64 characters. Empty: not declared."""
     num_speculative_blocks: _builtins.int
-    """Blocks kept beyond the last token, for the states after drafts, at most 1024."""
+    """Number of blocks beyond the last token, for the states after drafts, at most 1024."""
     @_builtins.property
     def states(self) -> _containers.RepeatedCompositeFieldContainer[Global___StateTensor]:
-        """Parts of the state (convolution, recurrence), at most 16. Empty: not declared."""
+        """Tensors of the state (convolution, recurrence), at most 16. Empty: not declared."""
 
     def __init__(
         self,
@@ -338,10 +340,10 @@ class LayerSpec(_message.Message):
     LAYER_NAME_FIELD_NUMBER: _builtins.int
     SPEC_FIELD_NUMBER: _builtins.int
     layer_name: _builtins.str
-    """Name of the layer, as the engine names it."""
+    """Name of the layer in the engine."""
     @_builtins.property
     def spec(self) -> Global___KvCacheSpec:
-        """What it keeps."""
+        """Spec of the layer."""
 
     def __init__(
         self,
@@ -359,17 +361,17 @@ Global___LayerSpec: _TypeAlias = LayerSpec  # noqa: Y015
 
 @_typing.final
 class UniformTypeSpec(_message.Message):
-    """Layers of one kind that share a block table though their pages differ in size (hidden sizes differ)."""
+    """Layers of one kind that share a block table although their page sizes differ (because their hidden sizes differ)."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     BLOCK_SIZE_FIELD_NUMBER: _builtins.int
     LAYERS_FIELD_NUMBER: _builtins.int
     block_size: _builtins.int
-    """Tokens a block holds on one rank; the same in all layers."""
+    """Number of tokens per block on one rank; equal in all layers."""
     @_builtins.property
     def layers(self) -> _containers.RepeatedCompositeFieldContainer[Global___LayerSpec]:
-        """The layers, 1 to 4096. None may be of uniform type itself."""
+        """The layers, 1 to 4096. None may be of uniform type."""
 
     def __init__(
         self,
@@ -387,7 +389,7 @@ Global___UniformTypeSpec: _TypeAlias = UniformTypeSpec  # noqa: Y015
 
 @_typing.final
 class KvCacheSpec(_message.Message):
-    """What a layer, or all layers of a group, keep. Exactly one kind must be set."""
+    """Spec of a layer, or of all layers of a group. Exactly one kind must be set."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

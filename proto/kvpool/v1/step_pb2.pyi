@@ -28,92 +28,98 @@ class _OperationEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Operation.V
     OPERATION_UNSPECIFIED: _Operation.ValueType  # 0
     """Refused."""
     OPERATION_ADD: _Operation.ValueType  # 1
-    """Declares a request: takes its id from request_ids, its tokens and hashes as every operation does."""
+    """Declares a request. Takes its id from request_ids; takes its tokens and hashes like every operation."""
     OPERATION_LOOKUP: _Operation.ValueType  # 2
     """Looks up the longest cached prefix of a request that holds no blocks. The last token is never hit."""
     OPERATION_ADMIT: _Operation.ValueType  # 3
-    """Looks up, then makes room for as many of the tokens left as the budgets allow, atomically."""
+    """Looks up the longest cached prefix, then allocates slots for as many of the remaining tokens as the budgets allow,
+    atomically.
+    """
     OPERATION_ALLOCATE: _Operation.ValueType  # 4
-    """Makes room for num_new_tokens more tokens, and caches the blocks that become full. First, blocks that nothing looks
-    at any more are freed, from the request's first tokens on: with n computed tokens (before the new ones, hit
-    included) a sliding window skips n - sliding_window + 1 tokens, a chunk those before its start, a state n - 1.
-    Where these are whole blocks, block 0 takes their place in the request's table.
+    """Allocates slots for num_new_tokens more tokens and caches the blocks that become full. First frees the leading
+    blocks that no layer reads any more: with n computed tokens (hit included, new tokens excluded) a sliding window
+    skips n - sliding_window + 1 tokens, chunked attention the tokens before the current chunk, a state n - 1. Block 0
+    replaces each fully skipped block in the request's block table.
     """
     OPERATION_CACHE: _Operation.ValueType  # 5
     """Caches the full blocks among the first num_new_tokens tokens (after delay_cache_blocks)."""
     OPERATION_FREE: _Operation.ValueType  # 6
-    """Frees the request's blocks, the last first, and forgets it. What it had cached and was not said to be executed by then
-    (executed_sequence) is found by nobody; or, in a session that never says so, by no other session. In a session that
-    says what is launched (launched_sequence), it finds what is, and others do once that is said to be executed.
+    """Frees the request's blocks, the last first, and removes the request. Cached blocks that are not yet reported as
+    executed (executed_sequence) are then hidden from all sessions; if the session never reports execution, from all
+    other sessions. If the session reports launched steps (launched_sequence), it can hit launched blocks itself, and
+    other sessions can once they are reported as executed.
     """
     OPERATION_PREEMPT: _Operation.ValueType  # 7
-    """As OPERATION_FREE, but it keeps its tokens and will be admitted again."""
+    """Like OPERATION_FREE, but the request keeps its tokens and will be admitted again."""
     OPERATION_EVICT: _Operation.ValueType  # 8
-    """Drops the hashes of the blocks named in block_ids, at most as many as the pool has. Names no request."""
+    """Drops the hashes of the blocks in block_ids, at most num_blocks of the pool. Names no request."""
     OPERATION_RESET: _Operation.ValueType  # 9
-    """Drops all hashes, if no request holds a block; in a pool with sinks never. Names no request."""
+    """Drops all hashes if no request holds a block. A pool with sinks is never reset. Names no request."""
     OPERATION_COMMON_PREFIX: _Operation.ValueType  # 10
-    """Counts the leading blocks that all of the session's requests that hold blocks have in common. A server takes it 64
-    times a step at most.
+    """Counts the leading blocks that all running requests of the session have in common. A server accepts at most 64 per
+    step.
     """
     OPERATION_APPEND: _Operation.ValueType  # 11
-    """Only brings the request's new tokens and hashes."""
+    """Only appends tokens and hashes to the request."""
     OPERATION_LOOKUP_UNCOUNTED: _Operation.ValueType  # 12
-    """As OPERATION_LOOKUP, but left out of the statistics."""
+    """Like OPERATION_LOOKUP, but excluded from the statistics."""
     OPERATION_LOOKUP_COUNTED_ON_ADMIT: _Operation.ValueType  # 13
-    """As OPERATION_LOOKUP_UNCOUNTED, and counted once the request is given room, with the hit that it then gets."""
+    """Like OPERATION_LOOKUP_UNCOUNTED, but counted when slots are allocated for the request, with the hit at that time."""
 
 class Operation(_Operation, metaclass=_OperationEnumTypeWrapper):
-    """A step: all that one scheduling round asks, in packed columns, and its result.
+    """A step contains all operations of one scheduling round, in packed columns; see also its result.
 
-    Columns of a step and of a result are empty, which means zero for every operation, or hold one entry an operation
-    ("an operation and group": operation by operation, in each the groups in order). Queues hold entries only for the
-    operations that need some, in the order of these.
+    A column is empty, which means zero for every operation, or has one entry per operation. "Per operation and group"
+    means one entry per group for each operation, in order. A queue has entries only for the operations that need them,
+    in the order of these operations.
 
-    A step is checked whole before it changes anything: it is applied, or refused with an error that names the field.
-    Not enough blocks is no error: the operation is answered OUTCOME_NO_BLOCKS (or OUTCOME_OVER_QUOTA), and every later
-    operation of the step that would take blocks OUTCOME_SKIPPED, untried, as in a scheduler's loop that stops there.
+    A step is validated as a whole before it changes anything. It is applied, or refused with an error that names the
+    field. Too few free blocks is not an error: the operation has the outcome OUTCOME_NO_BLOCKS (or OUTCOME_OVER_QUOTA),
+    and every later operation of the step that would allocate blocks has OUTCOME_SKIPPED. A scheduler's loop stops there.
 
-    What is asked for one request.
+    An operation on a request or on the pool.
     """
 
 OPERATION_UNSPECIFIED: Operation.ValueType  # 0
 """Refused."""
 OPERATION_ADD: Operation.ValueType  # 1
-"""Declares a request: takes its id from request_ids, its tokens and hashes as every operation does."""
+"""Declares a request. Takes its id from request_ids; takes its tokens and hashes like every operation."""
 OPERATION_LOOKUP: Operation.ValueType  # 2
 """Looks up the longest cached prefix of a request that holds no blocks. The last token is never hit."""
 OPERATION_ADMIT: Operation.ValueType  # 3
-"""Looks up, then makes room for as many of the tokens left as the budgets allow, atomically."""
+"""Looks up the longest cached prefix, then allocates slots for as many of the remaining tokens as the budgets allow,
+atomically.
+"""
 OPERATION_ALLOCATE: Operation.ValueType  # 4
-"""Makes room for num_new_tokens more tokens, and caches the blocks that become full. First, blocks that nothing looks
-at any more are freed, from the request's first tokens on: with n computed tokens (before the new ones, hit
-included) a sliding window skips n - sliding_window + 1 tokens, a chunk those before its start, a state n - 1.
-Where these are whole blocks, block 0 takes their place in the request's table.
+"""Allocates slots for num_new_tokens more tokens and caches the blocks that become full. First frees the leading
+blocks that no layer reads any more: with n computed tokens (hit included, new tokens excluded) a sliding window
+skips n - sliding_window + 1 tokens, chunked attention the tokens before the current chunk, a state n - 1. Block 0
+replaces each fully skipped block in the request's block table.
 """
 OPERATION_CACHE: Operation.ValueType  # 5
 """Caches the full blocks among the first num_new_tokens tokens (after delay_cache_blocks)."""
 OPERATION_FREE: Operation.ValueType  # 6
-"""Frees the request's blocks, the last first, and forgets it. What it had cached and was not said to be executed by then
-(executed_sequence) is found by nobody; or, in a session that never says so, by no other session. In a session that
-says what is launched (launched_sequence), it finds what is, and others do once that is said to be executed.
+"""Frees the request's blocks, the last first, and removes the request. Cached blocks that are not yet reported as
+executed (executed_sequence) are then hidden from all sessions; if the session never reports execution, from all
+other sessions. If the session reports launched steps (launched_sequence), it can hit launched blocks itself, and
+other sessions can once they are reported as executed.
 """
 OPERATION_PREEMPT: Operation.ValueType  # 7
-"""As OPERATION_FREE, but it keeps its tokens and will be admitted again."""
+"""Like OPERATION_FREE, but the request keeps its tokens and will be admitted again."""
 OPERATION_EVICT: Operation.ValueType  # 8
-"""Drops the hashes of the blocks named in block_ids, at most as many as the pool has. Names no request."""
+"""Drops the hashes of the blocks in block_ids, at most num_blocks of the pool. Names no request."""
 OPERATION_RESET: Operation.ValueType  # 9
-"""Drops all hashes, if no request holds a block; in a pool with sinks never. Names no request."""
+"""Drops all hashes if no request holds a block. A pool with sinks is never reset. Names no request."""
 OPERATION_COMMON_PREFIX: Operation.ValueType  # 10
-"""Counts the leading blocks that all of the session's requests that hold blocks have in common. A server takes it 64
-times a step at most.
+"""Counts the leading blocks that all running requests of the session have in common. A server accepts at most 64 per
+step.
 """
 OPERATION_APPEND: Operation.ValueType  # 11
-"""Only brings the request's new tokens and hashes."""
+"""Only appends tokens and hashes to the request."""
 OPERATION_LOOKUP_UNCOUNTED: Operation.ValueType  # 12
-"""As OPERATION_LOOKUP, but left out of the statistics."""
+"""Like OPERATION_LOOKUP, but excluded from the statistics."""
 OPERATION_LOOKUP_COUNTED_ON_ADMIT: Operation.ValueType  # 13
-"""As OPERATION_LOOKUP_UNCOUNTED, and counted once the request is given room, with the hit that it then gets."""
+"""Like OPERATION_LOOKUP_UNCOUNTED, but counted when slots are allocated for the request, with the hit at that time."""
 Global___Operation: _TypeAlias = Operation  # noqa: Y015
 
 class _Outcome:
@@ -123,46 +129,50 @@ class _Outcome:
 class _OutcomeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Outcome.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     OUTCOME_UNSPECIFIED: _Outcome.ValueType  # 0
-    """As asked. (Zero, so that a column of successes is empty.)"""
+    """Success. (Zero, so that a column of successes is empty.)"""
     OUTCOME_NO_BLOCKS: _Outcome.ValueType  # 1
-    """Not enough free blocks, those apart that are kept for others: nothing was allocated. Blocks that slid out of a window were freed nevertheless."""
+    """Too few free blocks, blocks reserved for other sessions excluded. Nothing was allocated. Blocks that slid out of a
+    window were freed nevertheless.
+    """
     OUTCOME_SKIPPED: _Outcome.ValueType  # 2
-    """Not tried, since an earlier operation of the step found too few blocks, or the token budget was used up, or the step
-    made enough work already: about 2^18 hashes looked up and block ids answered, together. Ask again.
+    """Not tried: an earlier operation of the step found too few blocks, the token budget was used up, or the step reached
+    its limit of work (about 2^18 hashes looked up and block ids returned, together). Try again.
     """
     OUTCOME_HIT_CHANGED: _Outcome.ValueType  # 3
-    """What the look-up had promised is no longer all cached. Nothing was allocated; the result holds the new hit."""
+    """Part of the hit was evicted after the look-up. Nothing was allocated; the result contains the new hit."""
     OUTCOME_IN_USE: _Outcome.ValueType  # 4
     """A request holds blocks, so the prefix cache was not reset."""
     OUTCOME_OVER_QUOTA: _Outcome.ValueType  # 5
-    """The session would hold more blocks than its max_blocks: nothing was allocated, and as after OUTCOME_NO_BLOCKS no
-    later operation of the step takes blocks. Only the session's own requests can make room.
+    """The session would hold more blocks than its max_blocks. Nothing was allocated, and as after OUTCOME_NO_BLOCKS no
+    later operation of the step allocates blocks. Only the session's own requests can free blocks for it.
     """
 
 class Outcome(_Outcome, metaclass=_OutcomeEnumTypeWrapper):
     """How an operation ended."""
 
 OUTCOME_UNSPECIFIED: Outcome.ValueType  # 0
-"""As asked. (Zero, so that a column of successes is empty.)"""
+"""Success. (Zero, so that a column of successes is empty.)"""
 OUTCOME_NO_BLOCKS: Outcome.ValueType  # 1
-"""Not enough free blocks, those apart that are kept for others: nothing was allocated. Blocks that slid out of a window were freed nevertheless."""
+"""Too few free blocks, blocks reserved for other sessions excluded. Nothing was allocated. Blocks that slid out of a
+window were freed nevertheless.
+"""
 OUTCOME_SKIPPED: Outcome.ValueType  # 2
-"""Not tried, since an earlier operation of the step found too few blocks, or the token budget was used up, or the step
-made enough work already: about 2^18 hashes looked up and block ids answered, together. Ask again.
+"""Not tried: an earlier operation of the step found too few blocks, the token budget was used up, or the step reached
+its limit of work (about 2^18 hashes looked up and block ids returned, together). Try again.
 """
 OUTCOME_HIT_CHANGED: Outcome.ValueType  # 3
-"""What the look-up had promised is no longer all cached. Nothing was allocated; the result holds the new hit."""
+"""Part of the hit was evicted after the look-up. Nothing was allocated; the result contains the new hit."""
 OUTCOME_IN_USE: Outcome.ValueType  # 4
 """A request holds blocks, so the prefix cache was not reset."""
 OUTCOME_OVER_QUOTA: Outcome.ValueType  # 5
-"""The session would hold more blocks than its max_blocks: nothing was allocated, and as after OUTCOME_NO_BLOCKS no
-later operation of the step takes blocks. Only the session's own requests can make room.
+"""The session would hold more blocks than its max_blocks. Nothing was allocated, and as after OUTCOME_NO_BLOCKS no
+later operation of the step allocates blocks. Only the session's own requests can free blocks for it.
 """
 Global___Outcome: _TypeAlias = Outcome  # noqa: Y015
 
 @_typing.final
 class Step(_message.Message):
-    """Operations of one session, applied in order and as a whole."""
+    """Operations of one session, applied in order and all or nothing."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -193,103 +203,108 @@ class Step(_message.Message):
     REQUEST_IDS_FIELD_NUMBER: _builtins.int
     LORA_NAMES_FIELD_NUMBER: _builtins.int
     session_id: _builtins.str
-    """The session. Required in the first step of a stream; in later ones empty or the same."""
+    """The session. Required in the first step of a stream; empty or equal in later ones."""
     sequence: _builtins.int
-    """One more than the session's last change, from 1. The same number again gets the same answer again."""
+    """Sequence number: one more than that of the session's last change, from 1. A retry with the same number and content
+    gets the same answer.
+    """
     executed_sequence: _builtins.int
-    """Newest sequence number whose execution on the GPU has finished; below sequence. Blocks that were filled up to
-    there may be hit by other sessions. 0, or lower than before: no news.
+    """Newest sequence number whose execution on the GPU has finished; below sequence. Other sessions may hit the blocks
+    that were filled by then. 0, or lower than before: unchanged.
     """
     launched_sequence: _builtins.int
-    """Newest sequence number whose execution on the GPU is sure to come, in order, before that of any later one; below
-    sequence. What was filled up to there stays in the cache when its request is freed. 0, or lower than before: no news.
+    """Newest sequence number whose execution on the GPU is certain, in order, before that of any later one; below
+    sequence. Blocks that were filled by then stay in the cache when their request is freed. 0, or lower than before:
+    unchanged.
     """
     admission_budget_tokens: _builtins.int
-    """Tokens that all admissions of this step together may make room for. 0: no limit."""
+    """Maximum number of tokens that all admissions of this step together may allocate slots for. 0: no limit."""
     num_credit_allocations: _builtins.int
-    """How often requests took room without asking since the last step, at most 2^24, for statistics."""
+    """Number of allocations that the client made from credit since the last step, at most 2^24, for statistics."""
     block_hashes: _builtins.bytes
-    """Queue: hashes of the blocks that the appended tokens filled, one after the other. Each request has one for every
-    hash_block_size tokens when caching is on, none when it is off.
+    """Queue: hashes of the hash blocks that the appended tokens filled, concatenated. With caching, a request has one
+    hash per hash_block_size tokens; without, none.
     """
     @_builtins.property
     def operations(self) -> _containers.RepeatedScalarFieldContainer[Global___Operation.ValueType]:
-        """The operations, at most 16,384 unless the server was told another limit (65,536 at most), and at most 2^18 of
-        operations times groups.
+        """The operations: at most 16,384 unless the server is configured otherwise (65,536 at most); operations times groups
+        is at most 2^18.
         """
 
     @_builtins.property
     def request_numbers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Column: the request, by the number that the client chose for it, in [1, 2^31)."""
+        """Column: number of the request, chosen by the client, [1, 2^31)."""
 
     @_builtins.property
     def num_appended_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Column: tokens that the request has grown by since it was last named. For OPERATION_ADD: the prompt's tokens."""
+        """Column: number of tokens appended since the request was last named. OPERATION_ADD: tokens of the prompt."""
 
     @_builtins.property
     def num_new_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Column: tokens to make room for. OPERATION_ADMIT: the most; 0: all that are left. OPERATION_ALLOCATE: at least 1; 0 if
-        only room for external tokens is asked for.
-        OPERATION_CACHE: computed tokens up to which to cache.
+        """Column: number of tokens to allocate slots for. OPERATION_ADMIT: the maximum; 0: all remaining tokens.
+        OPERATION_ALLOCATE: at least 1; 0 to allocate slots for external tokens only. OPERATION_CACHE: number of leading
+        tokens whose full blocks to cache.
         """
 
     @_builtins.property
     def num_taken_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Column: tokens that the request has taken room for since it was last named, without asking: its blocks had the room,
-        none became full (where caching is on) and none fell behind a window. Most decodes are of this kind; a client that
-        has the block tables answers them by itself. At the first naming of the request in the step, before all else. More
-        than that room is refused.
-        In a pool of one group that keeps its blocks (no window, chunk or state) of several tokens, without events, blocks
-        may become full, too: what was filled, or left uncached before, counts as filled by the step before this one, and is
-        cached before any operation of this one. So it must be told with the step after the one that fills it.
+        """Column: number of tokens that the request has allocated from credit since it was last named: its blocks had free
+        slots, no block became full (with caching) and no block fell behind a window. Most decodes are of this kind; a
+        client that has the block tables allocates them itself. Sent with the first operation of the step that names the
+        request, and applied before it. More than the credit is refused. In a pool with one group that keeps all its blocks
+        (no window, chunk or state) of several tokens each, without events, blocks may become full too. Blocks that were
+        filled this way, or left uncached before, count as filled by the previous step, and are cached before any operation
+        of this step. So these tokens must be reported with the step after the one that fills them.
         """
 
     @_builtins.property
     def num_rejected_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Column: tokens given room earlier whose contents were thrown away (rejected drafts)."""
+        """Column: number of allocated tokens whose contents were discarded (rejected drafts)."""
 
     @_builtins.property
     def num_lookahead_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Column: tokens beyond the new ones to keep room for (drafts)."""
+        """Column: number of slots to allocate beyond the new tokens (drafts)."""
 
     @_builtins.property
     def num_encoder_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Column: tokens that the request's encoder puts out, in the operation that finds it without blocks and is to make
-        room for them in groups of cross attention: the first, and again after OPERATION_PREEMPT. 0 in others.
+        """Column: number of encoder output tokens of the request, in the operation that allocates slots for them in cross
+        attention groups: the first allocation, and the first after OPERATION_PREEMPT. 0 in other operations.
         """
 
     @_builtins.property
     def delay_cache_blocks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bool]:
-        """Column: leave the new full blocks uncached until OPERATION_CACHE."""
+        """Column: whether to leave the new full blocks uncached until OPERATION_CACHE."""
 
     @_builtins.property
     def num_external_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Column: OPERATION_ALLOCATE of a request that holds no blocks: tokens after the hit whose contents are brought from
-        elsewhere, not computed. They get room, beside the new ones, and count as computed.
+        """Column: OPERATION_ALLOCATE of a request without blocks: number of tokens after the hit whose contents are loaded
+        from elsewhere instead of computed. They get slots in addition to the new tokens, and count as computed.
         """
 
     @_builtins.property
     def num_in_flight_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Column: of the computed tokens, those of steps that may be running yet: blocks that these look at do not fall behind a
-        window. 0: all have run.
+        """Column: number of computed tokens whose steps may still be running. Blocks that these steps read do not fall behind
+        a window. 0: all have run.
         """
 
     @_builtins.property
     def num_reserved_blocks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Column: blocks that must stay free beside what is given, of those that the session can be given."""
+        """Column: number of blocks, of those that the session can allocate, that must remain free after the allocation."""
 
     @_builtins.property
     def num_watermark_blocks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Column: the same, and beside what full_sequence_must_fit asks for."""
+        """Column: like num_reserved_blocks, in addition to the blocks required by full_sequence_must_fit."""
 
     @_builtins.property
     def full_sequence_must_fit(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bool]:
-        """Column: give nothing unless the blocks are free that all known tokens of the request take, most at a time."""
+        """Column: whether to allocate only if enough blocks are free for all known tokens of the request, counting the
+        maximum that it holds at any one time.
+        """
 
     @_builtins.property
     def num_block_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Column, an operation and group: how many of block_ids belong to it. OPERATION_ALLOCATE: the blocks that its
-        look-up promised. OPERATION_EVICT: the blocks to evict, in group 0's place.
+        """Column per operation and group: number of its entries in block_ids. OPERATION_ALLOCATE: blocks of the hit.
+        OPERATION_EVICT: blocks to evict, counted in group 0.
         """
 
     @_builtins.property
@@ -298,7 +313,7 @@ class Step(_message.Message):
 
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Queue: the appended tokens, if the pool publishes events and caches; else empty."""
+        """Queue: the appended tokens, if the pool publishes events and caches; otherwise empty."""
 
     @_builtins.property
     def request_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
@@ -306,7 +321,7 @@ class Step(_message.Message):
 
     @_builtins.property
     def lora_names(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Queue: LoRA name of each added request, for events; or empty."""
+        """Queue: LoRA name of each added request, for events. May be empty."""
 
     def __init__(
         self,
@@ -348,7 +363,7 @@ Global___Step: _TypeAlias = Step  # noqa: Y015
 
 @_typing.final
 class StepResult(_message.Message):
-    """What became of a step."""
+    """The result of a step."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -364,40 +379,40 @@ class StepResult(_message.Message):
     sequence: _builtins.int
     """The step's sequence number."""
     free_blocks: _builtins.int
-    """Blocks that the session can be given now: of the free ones those that are not kept for others, up to its
+    """Number of blocks that the session can allocate now: free blocks that are not reserved for other sessions, up to its
     max_blocks.
     """
     @_builtins.property
     def outcomes(self) -> _containers.RepeatedScalarFieldContainer[Global___Outcome.ValueType]:
-        """Column: how each operation ended."""
+        """Column: outcome of each operation."""
 
     @_builtins.property
     def num_hit_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Column: tokens found in the cache (look up, admit, changed hit)."""
+        """Column: length of the hit in tokens (look-up, admission, changed hit)."""
 
     @_builtins.property
     def num_new_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Column: tokens that an admission made room for, beyond the hit."""
+        """Column: number of tokens that an admission allocated slots for, beyond the hit."""
 
     @_builtins.property
     def num_prefix_blocks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Column, an operation and group: blocks of the hit, whose ids follow in block_ids (look up, admit, changed hit);
-        OPERATION_COMMON_PREFIX: the count alone, no ids.
+        """Column per operation and group: number of blocks of the hit, whose ids are in block_ids (look-up, admission,
+        changed hit). OPERATION_COMMON_PREFIX: number of common blocks, without ids.
         """
 
     @_builtins.property
     def num_new_blocks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Column, an operation and group: newly allocated blocks, whose ids follow in block_ids."""
+        """Column per operation and group: number of newly allocated blocks, whose ids are in block_ids."""
 
     @_builtins.property
     def block_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Queue: for each operation and group the blocks of the hit, then for each group the new blocks. In a hit, block 0
-        stands where none is needed: behind a window, or before a state.
+        """Queue: for each operation, the blocks of the hit group by group, then the new blocks group by group. In a hit,
+        block 0 stands where no block is needed: behind a window, or before a state.
         """
 
     @_builtins.property
     def num_shared_hit_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Column: of num_hit_tokens, those of blocks that another session filled."""
+        """Column: number of tokens, of num_hit_tokens, in blocks that another session filled."""
 
     def __init__(
         self,

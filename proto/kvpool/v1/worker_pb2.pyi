@@ -22,7 +22,7 @@ DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
 class JoinRequest(_message.Message):
-    """What a rank says."""
+    """A message from a rank."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -33,7 +33,7 @@ class JoinRequest(_message.Message):
     FENCED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def register(self) -> Global___Register:
-        """The first message, and only that."""
+        """Registers the rank. Must be the first message, and only that."""
 
     @_builtins.property
     def initialized(self) -> Global___Initialized:
@@ -41,15 +41,15 @@ class JoinRequest(_message.Message):
 
     @_builtins.property
     def heartbeat(self) -> Global___Heartbeat:
-        """Sign of life, in the interval that Registered tells."""
+        """Keeps the rank alive; sent at the interval in Registered."""
 
     @_builtins.property
     def leave(self) -> Global___Leave:
-        """The rank is going for good: it need not be waited for."""
+        """The rank leaves for good. The server does not wait for it to come back."""
 
     @_builtins.property
     def fenced(self) -> Global___Fenced:
-        """The answer to a Fence, as soon as it is kept."""
+        """The answer to a Fence, as soon as the rank enforces it."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ Global___JoinRequest: _TypeAlias = JoinRequest  # noqa: Y015
 
 @_typing.final
 class JoinResponse(_message.Message):
-    """What the server says."""
+    """A message from the server."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -87,7 +87,7 @@ class JoinResponse(_message.Message):
 
     @_builtins.property
     def plan(self) -> Global___Plan:
-        """What to allocate."""
+        """The tensors to allocate."""
 
     @_builtins.property
     def ready(self) -> Global___Ready:
@@ -95,11 +95,11 @@ class JoinResponse(_message.Message):
 
     @_builtins.property
     def status(self) -> Global___PoolStatus:
-        """How the pool is; sent when its state or epoch changes, and in answer to each heartbeat."""
+        """Status of the pool; sent when its state or epoch changes, and in answer to each heartbeat."""
 
     @_builtins.property
     def fence(self) -> Global___Fence:
-        """Whose steps may run."""
+        """The sessions whose steps may run."""
 
     def __init__(
         self,
@@ -122,7 +122,7 @@ Global___JoinResponse: _TypeAlias = JoinResponse  # noqa: Y015
 
 @_typing.final
 class RankGroupOptions(_message.Message):
-    """What all ranks of a pool must say alike: how the model is planned, and how the pool answers."""
+    """Options that must be equal in all ranks of a pool: planning of the model, and behaviour of the pool."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -140,23 +140,23 @@ class RankGroupOptions(_message.Message):
     HASH_SCHEME_FIELD_NUMBER: _builtins.int
     RETENTION_TOKENS_FIELD_NUMBER: _builtins.int
     max_model_len: _builtins.int
-    """Most tokens a request may have, prompt and output, [1, 2^31)."""
+    """Maximum number of tokens per request, prompt and output, [1, 2^31)."""
     auto_fit_max_model_len: _builtins.bool
-    """Take the longest that fits instead, at most max_model_len."""
+    """Whether to use the largest value that fits instead, at most max_model_len."""
     max_num_batched_tokens: _builtins.int
-    """Most tokens one step computes, [1, 2^31). 0: 2048."""
+    """Maximum number of tokens computed per step, [1, 2^31). 0: 2048."""
     max_num_encoder_input_tokens: _builtins.int
-    """Most tokens an encoder puts out for one request, below 2^31. 0: 1500."""
+    """Maximum number of encoder output tokens per request, below 2^31. 0: 1500."""
     num_blocks_override: _builtins.int
-    """Blocks to make, whatever there is room for. 0: as many as there is room for."""
+    """Number of blocks, regardless of the memory. 0: as many as fit into the memory."""
     disable_hybrid_kv_cache_manager: _builtins.bool
-    """Manage all layers as one kind."""
+    """Whether to manage all layers as one kind of attention."""
     decode_context_parallel_size: _builtins.int
-    """Ranks over which decoding spreads a request's tokens, at most 1024. 0: 1."""
+    """Number of decode context parallel ranks, at most 1024. 0: 1."""
     reuse_order: _pool_pb2.ReuseOrder.ValueType
-    """The order in which freed blocks are used again. REUSE_ORDER_UNSPECIFIED: REUSE_ORDER_UNCACHED_FIRST."""
+    """Order in which freed blocks are reused. REUSE_ORDER_UNSPECIFIED: REUSE_ORDER_UNCACHED_FIRST."""
     disable_caching: _builtins.bool
-    """Turns prefix caching off."""
+    """Whether prefix caching is disabled."""
     use_eagle: _builtins.bool
     """See PoolConfig."""
     enable_events: _builtins.bool
@@ -196,7 +196,7 @@ Global___RankGroupOptions: _TypeAlias = RankGroupOptions  # noqa: Y015
 
 @_typing.final
 class HeldTensors(_message.Message):
-    """Tensors that a rank holds from before, their contents untouched since."""
+    """Tensors that a rank kept from an earlier epoch, with unchanged contents."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -205,7 +205,7 @@ class HeldTensors(_message.Message):
     epoch: _builtins.int
     """The epoch in which they were used."""
     num_blocks: _builtins.int
-    """Blocks they have room for."""
+    """Number of blocks that they hold."""
     def __init__(
         self,
         *,
@@ -222,7 +222,7 @@ Global___HeldTensors: _TypeAlias = HeldTensors  # noqa: Y015
 
 @_typing.final
 class Register(_message.Message):
-    """A rank introduces itself."""
+    """Registers a rank."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -241,36 +241,38 @@ class Register(_message.Message):
     LAST_EPOCH_FIELD_NUMBER: _builtins.int
     FENCES_FIELD_NUMBER: _builtins.int
     protocol_version: _builtins.int
-    """Version of this wire that the worker speaks: 1."""
+    """Protocol version of the worker: 1."""
     pool_name: _builtins.str
-    """The pool. It comes into being with its first rank."""
+    """Name of the pool. The first rank to register creates it."""
     rank: _builtins.int
-    """Which rank this is, [0, world_size)."""
+    """Number of the rank, [0, world_size)."""
     world_size: _builtins.int
-    """Ranks of the pool, [1, 4096]; the same in all."""
+    """Number of ranks of the pool, [1, 4096]; equal in all ranks."""
     boot_id: _builtins.str
-    """Drawn at random when the process started to hold memory, 8 to 64 characters: tells the process from a successor."""
+    """Random id of the process, chosen before it allocates memory, 8 to 64 characters."""
     available_bytes: _builtins.int
-    """Memory that its tensors may take, those that it holds included; at least 1 byte."""
+    """Memory in bytes available for its tensors, including those that it already holds; at least 1."""
     device: _builtins.str
-    """For people: the device ("cuda:0 NVIDIA H200"); at most 256 bytes."""
+    """Device, for operators ("cuda:0 NVIDIA H200"); at most 256 bytes."""
     host: _builtins.str
-    """For people: the host; at most 256 bytes."""
+    """Host, for operators; at most 256 bytes."""
     pid: _builtins.int
-    """For people: the process id."""
+    """Process id, for operators."""
     last_epoch: _builtins.int
-    """Newest epoch that the rank was told of, held tensors or not, at most 2^53. The next one will be higher. 0: none."""
+    """Newest epoch that the rank knows, with or without tensors, at most 2^53. The next epoch will be higher. 0: none."""
     fences: _builtins.bool
-    """The rank answers Fences: blocks of a session that was ended are given to others as soon as all ranks have. Of a
-    pool with a rank that does not, they are kept back for a set time.
+    """Whether the rank answers fences. The blocks of a session that was ended are free as soon as all ranks have
+    answered. In a pool with a rank that does not answer fences, they are free after the quarantine time.
     """
     @_builtins.property
     def options(self) -> Global___RankGroupOptions:
-        """The same in all ranks."""
+        """Options, equal in all ranks."""
 
     @_builtins.property
     def layers(self) -> _containers.RepeatedCompositeFieldContainer[_spec_pb2.LayerSpec]:
-        """The layers that the rank computes, at most 4096. Tensor ranks have the same, pipeline stages their own."""
+        """Layers that the rank computes, at most 4096. Tensor parallel ranks have the same layers, pipeline stages different
+        ones.
+        """
 
     @_builtins.property
     def held(self) -> Global___HeldTensors:
@@ -304,7 +306,7 @@ Global___Register: _TypeAlias = Register  # noqa: Y015
 
 @_typing.final
 class Registered(_message.Message):
-    """The rank is known."""
+    """Confirms a registration."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -312,11 +314,11 @@ class Registered(_message.Message):
     HEARTBEAT_TIMEOUT_SECONDS_FIELD_NUMBER: _builtins.int
     GRACE_SECONDS_FIELD_NUMBER: _builtins.int
     heartbeat_seconds: _builtins.float
-    """How often to send a heartbeat."""
+    """Interval of heartbeats, in seconds."""
     heartbeat_timeout_seconds: _builtins.float
-    """After how long without one the rank counts as silent."""
+    """Time in seconds without a heartbeat after which the rank counts as silent."""
     grace_seconds: _builtins.float
-    """How long a rank that was lost or fell silent may come back with nothing lost."""
+    """Time in seconds within which a lost or silent rank may come back without a new epoch."""
     def __init__(
         self,
         *,
@@ -341,10 +343,10 @@ class KvCacheTensor(_message.Message):
     SIZE_BYTES_FIELD_NUMBER: _builtins.int
     SHARED_BY_FIELD_NUMBER: _builtins.int
     size_bytes: _builtins.int
-    """Its size."""
+    """Size of the buffer in bytes."""
     @_builtins.property
     def shared_by(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """The layers whose pages lie in it, at most one of each group."""
+        """Layers whose pages are in the buffer, at most one per group."""
 
     def __init__(
         self,
@@ -362,7 +364,7 @@ Global___KvCacheTensor: _TypeAlias = KvCacheTensor  # noqa: Y015
 
 @_typing.final
 class Plan(_message.Message):
-    """What a rank is to allocate (its KVCacheConfig), for an epoch."""
+    """The tensors that a rank must allocate for an epoch (its KVCacheConfig)."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -372,18 +374,18 @@ class Plan(_message.Message):
     GROUPS_FIELD_NUMBER: _builtins.int
     MAX_MODEL_LEN_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
-    """The epoch that will begin when all ranks are initialized."""
+    """Epoch that starts when all ranks are initialized."""
     num_blocks: _builtins.int
-    """Blocks, the null block included; the same for all ranks."""
+    """Number of blocks, the null block included; equal for all ranks."""
     max_model_len: _builtins.int
-    """Most tokens a request may have."""
+    """Maximum number of tokens per request."""
     @_builtins.property
     def tensors(self) -> _containers.RepeatedCompositeFieldContainer[Global___KvCacheTensor]:
-        """The buffers."""
+        """Buffers to allocate."""
 
     @_builtins.property
     def groups(self) -> _containers.RepeatedCompositeFieldContainer[_pool_pb2.KvCacheGroup]:
-        """All groups of the pool, with the rank's own layers; a group may be without any."""
+        """All groups of the pool, each with the layers of this rank, possibly none."""
 
     def __init__(
         self,
@@ -404,7 +406,7 @@ Global___Plan: _TypeAlias = Plan  # noqa: Y015
 
 @_typing.final
 class TensorShape(_message.Message):
-    """Shape of a layer's cache as its attention backend sees it."""
+    """Shape of a layer's cache in the layout of its attention backend."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -436,7 +438,7 @@ Global___TensorShape: _TypeAlias = TensorShape  # noqa: Y015
 
 @_typing.final
 class Initialized(_message.Message):
-    """The rank has allocated."""
+    """Reports that a rank has allocated its tensors."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -445,14 +447,14 @@ class Initialized(_message.Message):
     ALLOCATED_BYTES_FIELD_NUMBER: _builtins.int
     SHAPES_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
-    """The plan's."""
+    """Epoch of the plan."""
     num_blocks: _builtins.int
-    """Blocks that it got, the null block included, [2, 2^31): as planned, or fewer if its memory held no more."""
+    """Number of allocated blocks, the null block included, [2, 2^31): as planned, or fewer if the memory was too small."""
     allocated_bytes: _builtins.int
-    """Memory that its tensors take."""
+    """Memory in bytes that its tensors occupy."""
     @_builtins.property
     def shapes(self) -> _containers.RepeatedCompositeFieldContainer[Global___TensorShape]:
-        """For people: what it made, one entry a tensor."""
+        """Shapes of the tensors, for operators; one entry per tensor."""
 
     def __init__(
         self,
@@ -472,7 +474,7 @@ Global___Initialized: _TypeAlias = Initialized  # noqa: Y015
 
 @_typing.final
 class Ready(_message.Message):
-    """The pool is open."""
+    """Reports that the pool is open."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -480,11 +482,11 @@ class Ready(_message.Message):
     NUM_BLOCKS_FIELD_NUMBER: _builtins.int
     MAX_MODEL_LEN_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
-    """The epoch that has begun or goes on. Steps of another are not to be run."""
+    """Current epoch. The rank must not run steps of another epoch."""
     num_blocks: _builtins.int
-    """Blocks of the pool: the smallest number over all ranks."""
+    """Number of blocks of the pool: the minimum over all ranks."""
     max_model_len: _builtins.int
-    """Most tokens a request may have."""
+    """Maximum number of tokens per request."""
     def __init__(
         self,
         *,
@@ -502,13 +504,13 @@ Global___Ready: _TypeAlias = Ready  # noqa: Y015
 
 @_typing.final
 class Heartbeat(_message.Message):
-    """Sign of life."""
+    """Keeps a rank alive."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     SEQUENCE_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
-    """Counts up from 1; comes back in the answer."""
+    """Counts up from 1; returned in PoolStatus."""
     def __init__(
         self,
         *,
@@ -524,7 +526,7 @@ Global___Heartbeat: _TypeAlias = Heartbeat  # noqa: Y015
 
 @_typing.final
 class Leave(_message.Message):
-    """See JoinRequest."""
+    """Leaves the pool; see JoinRequest."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -541,8 +543,8 @@ Global___Leave: _TypeAlias = Leave  # noqa: Y015
 
 @_typing.final
 class Fence(_message.Message):
-    """Whose steps may run: those of sessions that live, and of ones opened later. Sent after Ready, and when a session ends
-    or is resumed, which ends the number that it had.
+    """Names the sessions whose steps may run: those with a live number, and those opened later. Sent after Ready, and when
+    a session ends or is resumed, because a resumption ends the session's former number.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -554,12 +556,12 @@ class Fence(_message.Message):
     fence_sequence: _builtins.int
     """Counts up from 1."""
     epoch: _builtins.int
-    """The epoch that it holds for."""
+    """Epoch that the fence applies to."""
     last_session_number: _builtins.int
-    """The number that was given last to a session. Those up to it which are not in live_session_numbers have ended."""
+    """Newest session number. Numbers up to it that are not in live_session_numbers have ended."""
     @_builtins.property
     def live_session_numbers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Numbers of the pool's sessions that live, ascending."""
+        """Numbers of the pool's open sessions, ascending."""
 
     def __init__(
         self,
@@ -579,13 +581,13 @@ Global___Fence: _TypeAlias = Fence  # noqa: Y015
 
 @_typing.final
 class Fenced(_message.Message):
-    """No step of a session that has ended runs on the rank, or will."""
+    """Confirms that no step of an ended session runs on the rank, or will run."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     FENCE_SEQUENCE_FIELD_NUMBER: _builtins.int
     fence_sequence: _builtins.int
-    """Of the newest Fence that is kept; it answers all before it too."""
+    """fence_sequence of the newest enforced Fence; confirms all earlier ones too."""
     def __init__(
         self,
         *,
@@ -601,7 +603,7 @@ Global___Fenced: _TypeAlias = Fenced  # noqa: Y015
 
 @_typing.final
 class PoolStatus(_message.Message):
-    """How a pool is."""
+    """Status of a pool."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -610,14 +612,14 @@ class PoolStatus(_message.Message):
     ABSENT_RANKS_FIELD_NUMBER: _builtins.int
     HEARTBEAT_SEQUENCE_FIELD_NUMBER: _builtins.int
     state: _pool_pb2.PoolState.ValueType
-    """Its state."""
+    """State of the pool."""
     epoch: _builtins.int
-    """The epoch that is or will be."""
+    """Current epoch, or the next one if the pool is not open."""
     heartbeat_sequence: _builtins.int
-    """Of the heartbeat that this answers. 0: none."""
+    """Sequence number of the heartbeat that this message answers. 0: none."""
     @_builtins.property
     def absent_ranks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Ranks that are not there, the first 64."""
+        """Absent ranks, the first 64."""
 
     def __init__(
         self,

@@ -26,16 +26,17 @@ if _version_not_supported:
 
 
 class WorkerServiceStub(object):
-    """For ranks: the processes that hold a pool's memory.
+    """API for ranks: the processes that hold the memory of a pool.
 
-    Errors carry details as AllocatorService's do. All end the stream:
-    INVALID_ARGUMENT     malformed, out of range, no memory, or no plan for what all ranks brought: fix the field named
-    FAILED_PRECONDITION  PROTOCOL_VERSION: the worker speaks another version of this wire; RANK_TAKEN: another process
-    is this rank; RANKS_DISAGREE, RANKS_DISAGREE_ON_A_LAYER: ranks differ in the field named;
-    POOL_DIFFERS: a scheduler declared a pool of this name
-    ABORTED              the rank was given up, its stream was replaced by a newer one, or it said nothing: join again
-    RESOURCE_EXHAUSTED   the server or the token has as many pools as it may, or the rank does not read what it is sent
-    UNAVAILABLE          the server stops, or the rank is silent and may yet come back: join again after the retry time
+    Errors carry the same details as those of AllocatorService. Every error ends the stream:
+    INVALID_ARGUMENT     malformed, out of range, no memory, or no plan fits all ranks: fix the named field
+    FAILED_PRECONDITION  PROTOCOL_VERSION: the worker uses another protocol version; RANK_TAKEN: another process is
+    registered as this rank; RANKS_DISAGREE, RANKS_DISAGREE_ON_A_LAYER: ranks differ in the named
+    field; POOL_DIFFERS: a scheduler declared a pool of this name
+    ABORTED              the rank was given up, a newer stream replaced this one, or no first message came: join again
+    RESOURCE_EXHAUSTED   the server or the token has the maximum number of pools, or the rank does not read its messages
+    UNAVAILABLE          the server stops, or the rank's former process is silent and may come back: join again after
+    the retry time
     """
 
     def __init__(self, channel):
@@ -52,26 +53,27 @@ class WorkerServiceStub(object):
 
 
 class WorkerServiceServicer(object):
-    """For ranks: the processes that hold a pool's memory.
+    """API for ranks: the processes that hold the memory of a pool.
 
-    Errors carry details as AllocatorService's do. All end the stream:
-    INVALID_ARGUMENT     malformed, out of range, no memory, or no plan for what all ranks brought: fix the field named
-    FAILED_PRECONDITION  PROTOCOL_VERSION: the worker speaks another version of this wire; RANK_TAKEN: another process
-    is this rank; RANKS_DISAGREE, RANKS_DISAGREE_ON_A_LAYER: ranks differ in the field named;
-    POOL_DIFFERS: a scheduler declared a pool of this name
-    ABORTED              the rank was given up, its stream was replaced by a newer one, or it said nothing: join again
-    RESOURCE_EXHAUSTED   the server or the token has as many pools as it may, or the rank does not read what it is sent
-    UNAVAILABLE          the server stops, or the rank is silent and may yet come back: join again after the retry time
+    Errors carry the same details as those of AllocatorService. Every error ends the stream:
+    INVALID_ARGUMENT     malformed, out of range, no memory, or no plan fits all ranks: fix the named field
+    FAILED_PRECONDITION  PROTOCOL_VERSION: the worker uses another protocol version; RANK_TAKEN: another process is
+    registered as this rank; RANKS_DISAGREE, RANKS_DISAGREE_ON_A_LAYER: ranks differ in the named
+    field; POOL_DIFFERS: a scheduler declared a pool of this name
+    ABORTED              the rank was given up, a newer stream replaced this one, or no first message came: join again
+    RESOURCE_EXHAUSTED   the server or the token has the maximum number of pools, or the rank does not read its messages
+    UNAVAILABLE          the server stops, or the rank's former process is silent and may come back: join again after
+    the retry time
     """
 
     def Join(self, request_iterator, context):
-        """A rank's membership of a pool, for as long as the stream is open.
+        """Makes a rank a member of a pool while the stream is open.
 
-        The rank says Register, and from then on sends heartbeats. When all ranks of the world are there, each gets its
-        Plan, allocates, and says Initialized with the blocks it got; when all have, each gets Ready with the smallest
-        number, and the pool opens. A rank that comes back in time, with the boot id and the tensors that it had, gets
-        Ready at once. When a rank is lost for good the epoch goes up, and once it is replaced each gets a new Plan; a rank
-        keeps its tensors if they are as planned.
+        The rank sends Register, and then heartbeats. When all ranks of the pool are registered, each receives its Plan,
+        allocates its tensors, and sends Initialized with the number of blocks. When all ranks have done so, each receives
+        Ready with the smallest number of blocks, and the pool opens. A rank that comes back in time, with the same boot id
+        and tensors, receives Ready at once. When a rank is lost for good, the epoch increases, and once the rank is
+        replaced each rank receives a new Plan. A rank keeps its tensors if they match the plan.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -94,16 +96,17 @@ def add_WorkerServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class WorkerService(object):
-    """For ranks: the processes that hold a pool's memory.
+    """API for ranks: the processes that hold the memory of a pool.
 
-    Errors carry details as AllocatorService's do. All end the stream:
-    INVALID_ARGUMENT     malformed, out of range, no memory, or no plan for what all ranks brought: fix the field named
-    FAILED_PRECONDITION  PROTOCOL_VERSION: the worker speaks another version of this wire; RANK_TAKEN: another process
-    is this rank; RANKS_DISAGREE, RANKS_DISAGREE_ON_A_LAYER: ranks differ in the field named;
-    POOL_DIFFERS: a scheduler declared a pool of this name
-    ABORTED              the rank was given up, its stream was replaced by a newer one, or it said nothing: join again
-    RESOURCE_EXHAUSTED   the server or the token has as many pools as it may, or the rank does not read what it is sent
-    UNAVAILABLE          the server stops, or the rank is silent and may yet come back: join again after the retry time
+    Errors carry the same details as those of AllocatorService. Every error ends the stream:
+    INVALID_ARGUMENT     malformed, out of range, no memory, or no plan fits all ranks: fix the named field
+    FAILED_PRECONDITION  PROTOCOL_VERSION: the worker uses another protocol version; RANK_TAKEN: another process is
+    registered as this rank; RANKS_DISAGREE, RANKS_DISAGREE_ON_A_LAYER: ranks differ in the named
+    field; POOL_DIFFERS: a scheduler declared a pool of this name
+    ABORTED              the rank was given up, a newer stream replaced this one, or no first message came: join again
+    RESOURCE_EXHAUSTED   the server or the token has the maximum number of pools, or the rank does not read its messages
+    UNAVAILABLE          the server stops, or the rank's former process is silent and may come back: join again after
+    the retry time
     """
 
     @staticmethod

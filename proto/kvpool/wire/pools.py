@@ -12,7 +12,7 @@ from kvpool.core.specs.pool_config import HashScheme, KeyForm, KVCacheGroup, Poo
 from kvpool.core.statistics import ActivityCounters, PrefixCacheStats
 from kvpool.core.views.pool_info import GroupInfo, PoolInfo
 from kvpool.v1 import pool_pb2
-from kvpool.wire.specs import spec_from_proto, spec_to_proto
+from kvpool.wire import specs as wire_specs
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -76,12 +76,12 @@ def config_to_proto(config: PoolConfig, *, with_none_hash: bool) -> pool_pb2.Poo
 
 def group_to_proto(group: KVCacheGroup) -> pool_pb2.KvCacheGroup:
     """Encodes a group."""
-    return pool_pb2.KvCacheGroup(layer_names=group.layer_names, spec=spec_to_proto(group.spec))
+    return pool_pb2.KvCacheGroup(layer_names=group.layer_names, spec=wire_specs.spec_to_proto(group.spec))
 
 
 def group_from_proto(where: str, group: pool_pb2.KvCacheGroup) -> KVCacheGroup:
     """Decodes a group; `where` is its path, for errors."""
-    return KVCacheGroup(spec_from_proto(f"{where}.spec", group.spec), tuple(group.layer_names))
+    return KVCacheGroup(wire_specs.spec_from_proto(f"{where}.spec", group.spec), tuple(group.layer_names))
 
 
 def reuse_order_from_proto(where: str, order: int) -> ReuseOrder:

@@ -20,17 +20,8 @@ from kvpool.core.ranks.messages import (
 )
 from kvpool.core.specs.base import KVCacheSpec
 from kvpool.v1 import pool_pb2, spec_pb2, worker_pb2
-from kvpool.wire.pools import (
-    group_from_proto,
-    group_to_proto,
-    hash_scheme_from_proto,
-    hash_scheme_to_proto,
-    pool_state_from_proto,
-    pool_state_to_proto,
-    reuse_order_from_proto,
-    reuse_order_to_proto,
-)
-from kvpool.wire.specs import spec_from_proto, spec_to_proto
+from kvpool.wire import pools as wire_pools
+from kvpool.wire import specs as wire_specs
 
 PROTOCOL_VERSION: Final = 1
 
@@ -72,7 +63,7 @@ def registration_from_proto(message: worker_pb2.Register) -> Registration:
             raise InvalidArgumentError(f"{where}.layer_name", f"{layer.layer_name!r} is empty or appears twice")
         if layer.spec.WhichOneof("kind") == "uniform_type":
             raise InvalidArgumentError(f"{where}.spec", "uniform_type is valid for groups only, not for a layer")
-        layers[layer.layer_name] = spec_from_proto(f"{where}.spec", layer.spec)
+        layers[layer.layer_name] = wire_specs.spec_from_proto(f"{where}.spec", layer.spec)
     held = HeldTensors(message.held.epoch, message.held.num_blocks) if message.HasField("held") else None
     return Registration(
         rank=Rank(message.rank),
@@ -101,7 +92,8 @@ def registration_to_proto(pool_name: str, registration: Registration) -> worker_
         boot_id=registration.boot_id,
         options=_options_to_proto(registration.options),
         layers=[
-            spec_pb2.LayerSpec(layer_name=name, spec=spec_to_proto(spec)) for name, spec in registration.layers.items()
+            spec_pb2.LayerSpec(layer_name=name, spec=wire_specs.spec_to_proto(spec))
+            for name, spec in registration.layers.items()
         ],
         available_bytes=registration.available_bytes,
         held=worker_pb2.HeldTensors(epoch=held.epoch, num_blocks=held.num_blocks) if held else None,
@@ -118,9 +110,9 @@ def _options_from_proto(message: worker_pb2.RankGroupOptions) -> RankGroupOption
     order = message.reuse_order or pool_pb2.REUSE_ORDER_UNCACHED_FIRST
     return RankGroupOptions(
         **{name: getattr(message, name) or _DEFAULTS.get(name, getattr(message, name)) for name in _OPTION_FIELDS},
-        reuse_order=reuse_order_from_proto(f"{where}.reuse_order", order),
+        reuse_order=wire_pools.reuse_order_from_proto(f"{where}.reuse_order", order),
         enable_caching=not message.disable_caching,
-        hash_scheme=hash_scheme_from_proto(f"{where}.hash_scheme", message.hash_scheme),
+        hash_scheme=wire_pools.hash_scheme_from_proto(f"{where}.hash_scheme", message.hash_scheme),
         retention_tokens=message.retention_tokens if message.HasField("retention_tokens") else None,
     )
 
@@ -128,9 +120,9 @@ def _options_from_proto(message: worker_pb2.RankGroupOptions) -> RankGroupOption
 def _options_to_proto(options: RankGroupOptions) -> worker_pb2.RankGroupOptions:
     return worker_pb2.RankGroupOptions(
         **{name: getattr(options, name) for name in _OPTION_FIELDS},
-        reuse_order=reuse_order_to_proto(options.reuse_order),
+        reuse_order=wire_pools.reuse_order_to_proto(options.reuse_order),
         disable_caching=not options.enable_caching,
-        hash_scheme=hash_scheme_to_proto(options.hash_scheme, with_none_hash=True),
+        hash_scheme=wire_pools.hash_scheme_to_proto(options.hash_scheme, with_none_hash=True),
         retention_tokens=options.retention_tokens,
     )
 
@@ -157,7 +149,7 @@ def server_message_to_proto(message: ServerMessage) -> worker_pb2.JoinResponse:
             return worker_pb2.JoinResponse(ready=ready)
         case PoolStatus():
             status = worker_pb2.PoolStatus(
-                state=pool_state_to_proto(message.state),
+                state=wire_pools.pool_state_to_proto(message.state),
                 epoch=message.epoch,
                 absent_ranks=message.absent_ranks,
                 heartbeat_sequence=message.heartbeat_sequence,
@@ -195,7 +187,7 @@ def server_message_from_proto(response: worker_pb2.JoinResponse) -> ServerMessag
             return Ready(response.ready.epoch, response.ready.num_blocks, response.ready.max_model_len)
         case "status":
             status = response.status
-            state = pool_state_from_proto(status.state)
+            state = wire_pools.pool_state_from_proto(status.state)
             return PoolStatus(state, status.epoch, tuple(status.absent_ranks), status.heartbeat_sequence)
         case "fence":
             fence = response.fence
@@ -213,7 +205,7 @@ def _plan_to_proto(plan: Planned) -> worker_pb2.Plan:
             worker_pb2.KvCacheTensor(size_bytes=tensor.size_bytes, shared_by=tensor.shared_by)
             for tensor in plan.config.tensors
         ],
-        groups=[group_to_proto(group) for group in plan.config.groups],
+        groups=[wire_pools.group_to_proto(group) for group in plan.config.groups],
         max_model_len=plan.max_model_len,
     )
 
@@ -222,5 +214,5 @@ def _config_from_proto(message: worker_pb2.Plan) -> KVCacheConfig:
     return KVCacheConfig(
         message.num_blocks,
         tuple(KVCacheTensor(tensor.size_bytes, tuple(tensor.shared_by)) for tensor in message.tensors),
-        tuple(group_from_proto(f"plan.groups[{i}]", group) for i, group in enumerate(message.groups)),
+        tuple(wire_pools.group_from_proto(f"plan.groups[{i}]", group) for i, group in enumerate(message.groups)),
     )

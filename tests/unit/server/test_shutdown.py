@@ -1,4 +1,4 @@
-"""When a server stops: see kvpool.server.shutdown."""
+"""The time at which a server stops; see kvpool.server.shutdown."""
 
 import asyncio
 
@@ -9,7 +9,7 @@ from kvpool.server.shutdown import Shutdown
 
 
 class Situation:
-    """An ending, with sessions and a clock that the test moves."""
+    """A shutdown with sessions and a clock that the test controls."""
 
     def __init__(self) -> None:
         self.sessions = 1
@@ -17,14 +17,14 @@ class Situation:
         self.shutdown = Shutdown(lambda: self.sessions, lambda: self.now_seconds)
 
     async def has_ended(self) -> bool:
-        """Whether the wait is over, after the loop has gone round often enough for it to notice."""
+        """Whether the wait is over, after enough event loop iterations to detect it."""
         waiting = asyncio.create_task(self.shutdown.wait())
         done, _ = await asyncio.wait([waiting], timeout=0.3)
         waiting.cancel()
         return bool(done)
 
 
-async def test_a_server_goes_on_until_somebody_asks() -> None:
+async def test_a_server_runs_until_a_stop_is_requested() -> None:
     s = Situation()
     s.sessions = 0
     s.shutdown.check_not_requested()
@@ -41,14 +41,14 @@ async def test_it_stops_when_the_last_session_is_closed() -> None:
     await asyncio.wait_for(waiting, 5)
 
 
-async def test_it_stops_when_the_time_is_up_whoever_is_left() -> None:
+async def test_it_stops_when_the_time_is_up_with_open_sessions() -> None:
     s = Situation()
     s.shutdown.request(10)
     s.now_seconds = 110.0
     assert await s.has_ended()
 
 
-async def test_the_last_operator_decides_and_may_take_it_back() -> None:
+async def test_the_last_request_of_an_operator_counts_and_can_be_cancelled() -> None:
     s = Situation()
     s.shutdown.request(0)
     s.shutdown.request(50)
@@ -63,7 +63,7 @@ async def test_the_last_operator_decides_and_may_take_it_back() -> None:
     assert not await s.has_ended()
 
 
-async def test_a_signal_is_not_taken_back_nor_put_off() -> None:
+async def test_a_signal_cannot_be_cancelled_or_postponed() -> None:
     s = Situation()
     s.shutdown.on_signal(10)
     s.shutdown.cancel()
@@ -73,7 +73,7 @@ async def test_a_signal_is_not_taken_back_nor_put_off() -> None:
     assert await s.has_ended()
 
 
-async def test_a_signal_may_come_sooner_than_an_operators_stop_but_not_later() -> None:
+async def test_a_signal_can_only_advance_an_operators_stop() -> None:
     s = Situation()
     s.shutdown.request(5)
     s.shutdown.on_signal(1000)

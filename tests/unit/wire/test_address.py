@@ -7,12 +7,12 @@ from kvpool.wire.address import check_address, host_and_port, refuse_live_socket
 
 
 @pytest.mark.parametrize("address", ["localhost:0", "0.0.0.0:65535", "[::1]:50051", "unix:/run/kvpool.sock"])
-def test_addresses_that_are_taken(address: str) -> None:
+def test_valid_addresses(address: str) -> None:
     check_address(address)
 
 
 @pytest.mark.parametrize("address", ["", "localhost", ":50051", "host:", "host:65536", "host:-1", "host:٣", "unix:s"])
-def test_addresses_that_are_refused(address: str) -> None:
+def test_invalid_addresses_are_refused(address: str) -> None:
     with pytest.raises(ValueError, match="needs"):
         check_address(address)
 
@@ -20,17 +20,17 @@ def test_addresses_that_are_refused(address: str) -> None:
 @pytest.mark.parametrize(
     ("address", "expected"), [("10.0.0.7:9465", ("10.0.0.7", 9465)), ("[::]:0", ("::", 0)), ("h:1", ("h", 1))]
 )
-def test_host_and_port_are_taken_apart(address: str, expected: tuple[str, int]) -> None:
+def test_host_and_port_are_split(address: str, expected: tuple[str, int]) -> None:
     assert host_and_port("--metrics-listen", address) == expected
 
 
 @pytest.mark.parametrize("address", ["unix:/s", "9465", "h:x"])
-def test_what_has_no_port_is_refused_by_the_name_of_its_flag(address: str) -> None:
+def test_an_address_without_port_is_refused_with_the_name_of_its_flag(address: str) -> None:
     with pytest.raises(ValueError, match=f"^--metrics-listen: address '{address}': needs host:port$"):
         host_and_port("--metrics-listen", address)
 
 
-def test_only_a_socket_that_is_listened_on_is_refused(tmp_path: Path) -> None:
+def test_only_a_live_socket_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "s"
     refuse_live_socket(path)
     with socket.socket(socket.AF_UNIX) as listener:

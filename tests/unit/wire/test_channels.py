@@ -1,4 +1,4 @@
-"""What a client shows at a server's door, and to whom not."""
+"""Credentials of a client, and to which servers it sends them."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ REMOTE = ["10.0.0.7:1", "server:1", "localhost.example:1", "ipv4:127.0.0.1:1,10.
 
 
 @pytest.mark.parametrize("address", REMOTE)
-def test_a_token_is_not_sent_in_plaintext_beyond_this_machine(address: str) -> None:
+def test_a_token_is_not_sent_in_plaintext_beyond_loopback(address: str) -> None:
     with pytest.raises(ValueError, match=r"^token: .* others could read the token"):
         connect(address, token="secret")  # noqa: S106 - a test's
     connect(address, token="secret", allow_plaintext=True).close()  # noqa: S106 - likewise
@@ -20,11 +20,11 @@ def test_a_token_is_not_sent_in_plaintext_beyond_this_machine(address: str) -> N
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:1", "[::1]:1", "localhost:1", "unix:/s"])
-def test_a_token_is_sent_to_this_machine(address: str) -> None:
+def test_a_token_is_sent_over_loopback(address: str) -> None:
     Access(token="secret").check(address)  # noqa: S106 - a test's
 
 
-def test_what_is_left_open_comes_from_the_environment(tmp_path: Path) -> None:
+def test_defaults_come_from_the_environment(tmp_path: Path) -> None:
     environment = {
         "KVPOOL_TLS_CA": "ca",
         "KVPOOL_TLS_CERT": "cert",
@@ -43,14 +43,14 @@ def test_what_is_left_open_comes_from_the_environment(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "two words", "line\nline", "dör"])
-def test_what_is_no_token_is_refused(tmp_path: Path, text: str) -> None:
+def test_invalid_tokens_are_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "token"
     path.write_text(text)
     with pytest.raises(ValueError, match=r"^token: needs one line"):
         Access(token=path).check("unix:/s")
 
 
-def test_files_that_are_not_there_are_named(tmp_path: Path) -> None:
+def test_missing_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"^token_file: .*none: No such file"):
         Access(token=tmp_path / "none").check("unix:/s")
     with pytest.raises(ValueError, match=r"^tls_ca: .*none: No such file"):

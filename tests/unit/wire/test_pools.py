@@ -1,4 +1,4 @@
-"""What pools and steps are made of has the same names and numbers on the wire as in core, and survives it."""
+"""Pools and steps have the same names and numbers in the protos and in the core, and round-trip."""
 
 from dataclasses import replace
 
@@ -19,7 +19,7 @@ def over_the_wire(declared: PoolConfig) -> PoolConfig:
 
 
 @pytest.mark.parametrize("num_tokens", [0, 1, MAX_TOKENS])
-def test_the_most_tokens_in_flight_survive(num_tokens: int) -> None:
+def test_the_maximum_of_in_flight_tokens_round_trips(num_tokens: int) -> None:
     assert over_the_wire(config(max_in_flight_tokens=num_tokens)).max_in_flight_tokens == num_tokens
 
 
@@ -30,11 +30,11 @@ def test_too_many_tokens_in_flight_are_refused_by_name() -> None:
         assert raised.value.field == "config.max_in_flight_tokens"
 
 
-def test_operations_and_outcomes_have_the_wires_numbers() -> None:
+def test_operations_and_outcomes_have_the_numbers_of_the_protos() -> None:
     assert {f"OPERATION_{each.name}": int(each) for each in Operation} == {
         name: number for name, number in step_pb2.Operation.items() if number
     }
-    # 0 of the wire, UNSPECIFIED, is OK.
+    # 0 in the proto, UNSPECIFIED, means OK.
     assert {f"OUTCOME_{each.name}": int(each) for each in Outcome if each} == {
         name: number for name, number in step_pb2.Outcome.items() if number
     }

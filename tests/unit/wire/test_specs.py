@@ -1,4 +1,4 @@
-"""Specs survive the wire, and what is refused there is named by its path."""
+"""Specs round-trip through protobuf, and refused fields are named by their path."""
 
 from typing import Any
 
@@ -48,7 +48,7 @@ SPECS: list[KVCacheSpec] = [
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=[f"{type(spec).__name__}-{i}" for i, spec in enumerate(SPECS)])
-def test_every_kind_comes_back_as_it_was_sent(spec: KVCacheSpec) -> None:
+def test_every_kind_round_trips(spec: KVCacheSpec) -> None:
     sent = spec_to_proto(spec).SerializeToString()
     assert spec_from_proto("spec", spec_pb2.KvCacheSpec.FromString(sent)) == spec
 
@@ -129,7 +129,7 @@ BAD: dict[str, spec_pb2.KvCacheSpec] = {
 
 
 @pytest.mark.parametrize("field", BAD)
-def test_what_is_refused_is_named_by_its_path(field: str) -> None:
+def test_refused_fields_are_named_by_their_path(field: str) -> None:
     with pytest.raises(InvalidArgumentError) as caught:
         spec_from_proto("spec", BAD[field])
     assert caught.value.field == field
@@ -145,6 +145,6 @@ def test_a_uniform_type_within_another_is_refused() -> None:
 
 
 @pytest.mark.parametrize("spec", [KVCacheSpec(4), AttentionSpec(4)])
-def test_what_is_of_no_kind_cannot_be_sent(spec: KVCacheSpec) -> None:
+def test_unsupported_specs_cannot_be_encoded(spec: KVCacheSpec) -> None:
     with pytest.raises(InvalidArgumentError, match="not a supported kind of attention"):
         spec_to_proto(spec)

@@ -1,4 +1,4 @@
-"""What may be spoken without TLS, and which settings belong together."""
+"""Validation of the settings of TLS, tokens and plaintext."""
 
 import os
 import stat
@@ -24,13 +24,13 @@ TLS = AuthConfig(Path("cert"), Path("key"))
         ({"socket_mode": 0o1777}, r"socket_mode: 1777 is not in \[000, 777\]"),
     ],
 )
-def test_doors_that_make_no_sense_are_refused(auth: dict[str, Any], words: str) -> None:
+def test_invalid_combinations_are_refused(auth: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         AuthConfig(**auth)
 
 
 @pytest.mark.parametrize("address", ["0.0.0.0:1", "[::]:1", "192.0.2.1:1", "no-such-host.invalid:1"])
-def test_plaintext_beyond_this_machine_is_refused_unless_it_is_asked_for(address: str) -> None:
+def test_plaintext_beyond_loopback_requires_permission(address: str) -> None:
     with pytest.raises(ValueError, match=r"^listen: .* allow_plaintext grpc$"):
         ServerConfig(addresses=(address,))
     ServerConfig(addresses=(address,), auth=TLS)
@@ -42,7 +42,7 @@ def test_plaintext_beyond_this_machine_is_refused_unless_it_is_asked_for(address
 
 
 @pytest.mark.parametrize("endpoint", ["tcp://*:5557", "tcp://192.0.2.1:5557"])
-def test_events_beyond_this_machine_are_asked_for(endpoint: str) -> None:
+def test_plaintext_events_beyond_loopback_require_permission(endpoint: str) -> None:
     for events in (EventsConfig(endpoint), EventsConfig("ipc:///tmp/x", endpoint)):
         with pytest.raises(ValueError, match=r"^events_(replay_)?endpoint: .* allow_plaintext events$"):
             ServerConfig(events=events)
@@ -52,11 +52,11 @@ def test_events_beyond_this_machine_are_asked_for(endpoint: str) -> None:
 @pytest.mark.parametrize(
     "address", ["127.0.0.1:1", "127.8.9.1:1", "[::1]:1", "[::ffff:127.0.0.1]:1", "localhost:1", "unix:/s"]
 )
-def test_what_stays_on_this_machine_may_be_plaintext(address: str) -> None:
+def test_loopback_and_unix_sockets_may_be_plaintext(address: str) -> None:
     ServerConfig(addresses=(address,))
 
 
-def test_a_socket_has_its_mode_whatever_the_umask(tmp_path: Path) -> None:
+def test_a_socket_has_its_mode_regardless_of_the_umask(tmp_path: Path) -> None:
     before = os.umask(0)
     try:
         with socket_mode(f"unix:{tmp_path / 's'}", 0o640):

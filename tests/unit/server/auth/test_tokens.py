@@ -1,4 +1,4 @@
-"""The file of tokens, and what a token allows."""
+"""The token file, and the permissions of a token."""
 
 import hashlib
 from datetime import date
@@ -32,17 +32,17 @@ def test_a_token_is_found_by_its_digest_alone(tmp_path: Path) -> None:
     ("patterns", "name", "covered"),
     [(["llama*"], "llama-8b", True), (["llama*"], "Llama-8b", False), (["a", "b?"], "b1", True), (["a"], "a1", False)],
 )
-def test_pools_are_patterns_of_a_shell(patterns: list[str], name: str, *, covered: bool) -> None:
+def test_pools_are_shell_patterns(patterns: list[str], name: str, *, covered: bool) -> None:
     grant = checked_grant("x", {"name": "a", "role": "admin", "pools": patterns, "sha256": DIGEST})
     assert (grant.covers(name), grant.covers_all) == (covered, False)
 
 
-def test_the_last_day_is_a_good_one() -> None:
+def test_a_token_is_valid_on_its_last_day() -> None:
     grant = Grant("a", Role.ADMIN, ("*",), (), expires=date(2027, 1, 31))
     assert [grant.is_valid_on(day) for day in (date(2027, 1, 31), date(2027, 2, 1))] == [True, False]
 
 
-def test_a_new_token_is_found_by_the_entry_that_comes_with_it(tmp_path: Path) -> None:
+def test_a_new_token_matches_its_entry(tmp_path: Path) -> None:
     token, digest = new_token()
     entry = {"name": "a", "role": "worker", "pools": ["*"], "sha256": digest, "salt": "s" * 16}
     grant = checked_grant("x", {**entry, "expires": date(2027, 1, 1)})
@@ -68,23 +68,23 @@ def test_a_new_token_is_found_by_the_entry_that_comes_with_it(tmp_path: Path) ->
         (ENTRY + ENTRY.replace("'a'", "'b'"), f"sha256: '{DIGEST}' appears twice"),
     ],
 )
-def test_what_is_wrong_in_the_file_is_said_in_a_line(tmp_path: Path, text: str, words: str) -> None:
+def test_errors_of_the_file_are_one_line(tmp_path: Path, text: str, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         read_tokens(written(tmp_path, text))
 
 
 @pytest.mark.parametrize("mode", [0o604, 0o602])
-def test_a_file_that_is_open_to_everybody_is_refused(tmp_path: Path, mode: int) -> None:
+def test_a_file_that_all_users_can_access_is_refused(tmp_path: Path, mode: int) -> None:
     with pytest.raises(ValueError, match="is accessible to all users"):
         read_tokens(written(tmp_path, ENTRY, mode))
 
 
-def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
+def test_a_missing_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="No such file"):
         read_tokens(tmp_path / "none")
 
 
-def test_a_file_is_read_again_when_it_changed_and_a_broken_one_is_said_once(tmp_path: Path) -> None:
+def test_a_changed_file_is_reloaded_and_an_invalid_one_reported_once(tmp_path: Path) -> None:
     path = written(tmp_path, ENTRY)
     file = ReloadedFiles((path,), lambda: read_tokens(path))
     first = file.value

@@ -1,4 +1,4 @@
-"""What limits refuse, and what they leave as it was."""
+"""Limits: refused steps and sessions leave the state unchanged."""
 
 import pytest
 
@@ -66,7 +66,7 @@ def test_blocks_of_a_session() -> None:
         assert (caught.value.reason, caught.value.field) == ("TOO_MANY_BLOCKS", field)
 
 
-def test_requests_of_a_session_less_those_that_the_step_frees() -> None:
+def test_requests_of_a_session_without_those_that_the_step_frees() -> None:
     world = World(num_blocks=20)
     session = world.open()
     world.admit(session, 1, "a", 4)
@@ -92,7 +92,7 @@ def test_tokens_of_a_session() -> None:
     with pytest.raises(ExhaustedError, match="more than 20 tokens") as caught:
         limits.check_step(world.pool, session, grow)
     assert (caught.value.reason, caught.value.field) == ("TOO_MANY_TOKENS", "num_appended_tokens")
-    grow.num_appended_tokens = [world.pool.config.max_model_len + 1]  # malformed, which the core says
+    grow.num_appended_tokens = [world.pool.config.max_model_len + 1]  # malformed, which the core refuses
     limits.check_step(world.pool, session, grow)
     world.free(session, 1)
     assert session.num_tokens == 0
@@ -125,7 +125,7 @@ def test_block_ids_of_a_step(operation: Operation, most: int) -> None:
     assert world.snapshot() == before
 
 
-def test_a_step_that_comes_again_is_answered_whatever_the_limits_are_now() -> None:
+def test_a_retried_step_is_answered_regardless_of_the_current_limits() -> None:
     world = World(num_blocks=20)
     session = world.open()
     world.admit(session, 1, "abc", 12)

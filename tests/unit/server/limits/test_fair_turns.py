@@ -1,4 +1,4 @@
-"""Turns of many sessions: shares, order, who is turned away, and that the loop goes on in between."""
+"""Fair turns: shares of time, order, rejection, and iterations of the event loop in between."""
 
 import asyncio
 import contextlib
@@ -12,7 +12,7 @@ from kvpool.server.limits.fair_turns import MAX_KNOWN_FLOWS, FairTurns
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """What `perf_counter` says, the last being now."""
+    """Values of `perf_counter`; the last one is the current time."""
     now = [0.0]
     monkeypatch.setattr("kvpool.server.limits.fair_turns.time.perf_counter", lambda: now[-1])
     return now
@@ -33,7 +33,7 @@ def turns() -> FairTurns:
 
 @pytest.fixture
 def work(turns: FairTurns, clock: list[float], served: list[str]) -> Work:
-    """One session that takes turns of so many seconds, back to back."""
+    """A session that takes turns of a fixed duration, back to back."""
 
     async def run(pool: str, session: str, seconds: float, count: int) -> None:
         for _ in range(count):
@@ -45,14 +45,14 @@ def work(turns: FairTurns, clock: list[float], served: list[str]) -> Work:
     return run
 
 
-async def test_alone_nobody_waits(turns: FairTurns) -> None:
+async def test_a_single_caller_does_not_wait(turns: FairTurns) -> None:
     taking = turns.take("m", 1)
     with pytest.raises(StopIteration):
         taking.send(None)
     turns.end()
 
 
-async def test_a_turn_that_was_not_taken_is_not_ended(turns: FairTurns) -> None:
+async def test_ending_a_turn_that_was_not_taken_fails(turns: FairTurns) -> None:
     with pytest.raises(RuntimeError):
         turns.end()
 
@@ -64,13 +64,13 @@ async def test_time_is_shared_not_turns(work: Work, served: list[str]) -> None:
     assert served[:second].count("modest") >= 10, "as much time as two long turns"
 
 
-async def test_pools_share_alike_however_many_sessions_they_have(work: Work, served: list[str]) -> None:
+async def test_pools_share_time_equally_regardless_of_their_sessions(work: Work, served: list[str]) -> None:
     many = [work("big", f"big{i}", 1.0, 10) for i in range(10)]
     await asyncio.gather(*many, work("small", "small", 1.0, 10))
     assert 9 <= served[:20].count("small") <= 10
 
 
-async def test_nothing_is_saved_up_in_a_pause(work: Work, served: list[str]) -> None:
+async def test_a_pause_saves_up_no_time(work: Work, served: list[str]) -> None:
     await work("m", "idle", 0.1, 1)
     await work("m", "busy", 1.0, 10)
     served.clear()
@@ -78,7 +78,7 @@ async def test_nothing_is_saved_up_in_a_pause(work: Work, served: list[str]) -> 
     assert 2 <= served[:5].count("idle") <= 3
 
 
-async def test_waiters_of_one_session_are_served_as_they_came(turns: FairTurns) -> None:
+async def test_waiters_of_one_session_are_served_in_order(turns: FairTurns) -> None:
     order: list[int] = []
 
     async def one(number: int) -> None:
@@ -91,7 +91,7 @@ async def test_waiters_of_one_session_are_served_as_they_came(turns: FairTurns) 
     assert turns.num_waiting == 0
 
 
-async def test_the_loop_comes_round_between_turns(work: Work) -> None:
+async def test_the_event_loop_runs_between_turns(work: Work) -> None:
     rounds = 0
     done = asyncio.Event()
 
@@ -108,7 +108,7 @@ async def test_the_loop_comes_round_between_turns(work: Work) -> None:
     assert rounds >= 2 * 20
 
 
-async def test_who_gives_up_holds_up_nobody(turns: FairTurns) -> None:
+async def test_a_cancelled_waiter_does_not_delay_others(turns: FairTurns) -> None:
     await turns.take("m", 0)
     waiting = [asyncio.create_task(turns.take("m", number)) for number in range(1, 5)]
     await asyncio.sleep(0)
@@ -124,7 +124,7 @@ async def test_who_gives_up_holds_up_nobody(turns: FairTurns) -> None:
     assert turns.num_waiting == 0
 
 
-async def test_a_turn_that_is_given_and_not_wanted_goes_to_the_next(turns: FairTurns) -> None:
+async def test_a_turn_given_to_a_cancelled_waiter_passes_on(turns: FairTurns) -> None:
     await turns.take("m", 0)
     unwilling, willing = (asyncio.create_task(turns.take("m", number)) for number in (1, 2))
     await asyncio.sleep(0)
@@ -148,7 +148,7 @@ async def test_a_turn_that_is_given_and_not_wanted_goes_to_the_next(turns: FairT
     assert unwilling.cancelled()
 
 
-async def test_beyond_the_limit_who_has_most_waiting_is_turned_away() -> None:
+async def test_beyond_the_limit_the_flow_with_most_waiters_is_rejected() -> None:
     turns = FairTurns(max_waiting=5)
     await turns.take("m", "running")
     greedy = [asyncio.create_task(turns.take("m", "greedy")) for _ in range(5)]
@@ -168,7 +168,7 @@ async def test_beyond_the_limit_who_has_most_waiting_is_turned_away() -> None:
     turns.end()
 
 
-async def test_flows_that_come_and_go_are_forgotten(work: Work, turns: FairTurns) -> None:
+async def test_old_flows_are_removed(work: Work, turns: FairTurns) -> None:
     for i in range(2 * MAX_KNOWN_FLOWS):
         await work("m", f"s{i}", 0.1, 1)
         await work(f"p{i}", "s", 0.1, 1)

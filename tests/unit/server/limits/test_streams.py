@@ -1,4 +1,4 @@
-"""Writes of a stream that nobody reads end; others are left alone."""
+"""Stream writers: a write that the client does not read ends the stream."""
 
 import asyncio
 import time
@@ -13,7 +13,7 @@ STALL_SECONDS = 0.05
 
 
 class Reader:
-    """A stream's context: takes a message at once, or when it is let."""
+    """The context of a stream. Accepts a message at once, or when the test allows it."""
 
     def __init__(self) -> None:
         self.taken: list[object] = []
@@ -22,7 +22,7 @@ class Reader:
 
     async def write(self, message: object) -> None:
         await self.reads.wait()
-        await asyncio.sleep(0)  # never at once, as in gRPC
+        await asyncio.sleep(0)  # never synchronous, as in gRPC
         self.taken.append(message)
 
 
@@ -30,7 +30,7 @@ def writer_to(reader: Reader) -> StreamWriter[Any, Any]:
     return StreamWriter(reader, STALL_SECONDS)  # type: ignore[arg-type]  # it only writes
 
 
-async def test_messages_that_are_taken_are_written() -> None:
+async def test_messages_that_are_read_are_written() -> None:
     reader = Reader()
     with writer_to(reader) as writer:
         for i in range(20):
@@ -38,8 +38,8 @@ async def test_messages_that_are_taken_are_written() -> None:
     assert reader.taken == list(range(20))
 
 
-async def test_a_message_that_is_not_taken_in_time_ends_the_stream() -> None:
-    """Though the timer was set for one before; and the task that writes goes on uncancelled."""
+async def test_an_unread_message_ends_the_stream() -> None:
+    """Even if an earlier write set the timer. The writing task continues uncancelled."""
     reader = Reader()
     with writer_to(reader) as writer:
         await writer.write("first")
@@ -56,7 +56,7 @@ async def test_a_message_that_is_not_taken_in_time_ends_the_stream() -> None:
     assert reader.taken == ["first"]
 
 
-async def test_a_wait_between_messages_is_no_stall() -> None:
+async def test_time_between_messages_is_not_a_stall() -> None:
     reader = Reader()
     with writer_to(reader) as writer:
         for i in range(3):
@@ -66,10 +66,10 @@ async def test_a_wait_between_messages_is_no_stall() -> None:
 
 
 @pytest.mark.parametrize("is_late", [False, True])
-async def test_who_is_cancelled_meanwhile_ends_so(
+async def test_a_cancelled_write_stays_cancelled(
     is_late: bool,  # noqa: FBT001 - a parameter of the test
 ) -> None:
-    """Even in the round of the loop in which the time is up."""
+    """Even in the event loop iteration in which the time is up."""
     reader = Reader()
     reader.reads.clear()
 
@@ -78,10 +78,10 @@ async def test_who_is_cancelled_meanwhile_ends_so(
             await writer.write("never")
 
     task = asyncio.create_task(write())
-    await asyncio.sleep(0)  # until it writes
+    await asyncio.sleep(0)  # until the task writes
     if is_late:
         loop = asyncio.get_running_loop()
-        loop.call_later(STALL_SECONDS / 2, time.sleep, STALL_SECONDS)  # so that both are due when it comes round
+        loop.call_later(STALL_SECONDS / 2, time.sleep, STALL_SECONDS)  # so that both are due in the next iteration
         loop.call_later(STALL_SECONDS, task.cancel)
     else:
         task.cancel()
@@ -89,7 +89,7 @@ async def test_who_is_cancelled_meanwhile_ends_so(
         await task
 
 
-async def test_nothing_is_left_behind() -> None:
+async def test_no_timer_is_left_behind() -> None:
     reader = Reader()
     with writer_to(reader) as writer:
         await writer.write(1)

@@ -1,4 +1,4 @@
-"""A hub's time: its own absence and wall-clock steps end no lease, and what is told to be over is over."""
+"""Time and leases of a hub: pauses and jumps of the wall clock end no lease."""
 
 import logging
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ LEASE_SECONDS = 10.0
 
 @dataclass
 class Clocks:
-    """What the machine's clocks show."""
+    """Values of the machine's clocks."""
 
     monotonic_seconds: float = 1000.0
     wall_seconds: float = 1e9
@@ -36,7 +36,7 @@ def clocks(monkeypatch: pytest.MonkeyPatch) -> Clocks:
 
 @pytest.fixture
 def hub(clocks: Clocks) -> Hub:
-    del clocks  # it starts with them
+    del clocks  # requested so that the hub starts with them
     hub = Hub(1000)
     hub.create_pool(pool_config())
     hub.allocator.open_session("m", "", LEASE_SECONDS, session_id=SessionId("s"), now_seconds=hub.now_seconds())
@@ -44,13 +44,13 @@ def hub(clocks: Clocks) -> Hub:
 
 
 def pass_time(hub: Hub, clocks: Clocks, seconds: float) -> None:
-    """Lets a server that is well look at its clock all the time."""
+    """Advances time while the server reads its clock regularly."""
     for _ in range(round(seconds * 4)):
         clocks.monotonic_seconds += 0.25
         hub.now_seconds()
 
 
-def test_a_call_that_comes_first_after_an_absence_finds_its_session(hub: Hub, clocks: Clocks) -> None:
+def test_the_first_call_after_a_pause_finds_its_session(hub: Hub, clocks: Clocks) -> None:
     pass_time(hub, clocks, 9.0)
     clocks.monotonic_seconds += 3600.0
     assert hub.session("s")[1].session_id == "s"
@@ -58,7 +58,7 @@ def test_a_call_that_comes_first_after_an_absence_finds_its_session(hub: Hub, cl
     assert hub.resume_session("s", 0, "")[1].session_id == "s"
 
 
-def test_an_absence_is_not_made_up_for_either(hub: Hub, clocks: Clocks) -> None:
+def test_a_pause_extends_no_lease(hub: Hub, clocks: Clocks) -> None:
     pass_time(hub, clocks, 5.0)
     clocks.monotonic_seconds += 3600.0
     pass_time(hub, clocks, 5.0)
@@ -67,7 +67,7 @@ def test_an_absence_is_not_made_up_for_either(hub: Hub, clocks: Clocks) -> None:
 
 
 @pytest.mark.parametrize("step_seconds", [-1e8, 1e8])
-def test_steps_of_the_wall_clock_do_no_harm(hub: Hub, clocks: Clocks, step_seconds: float) -> None:
+def test_jumps_of_the_wall_clock_have_no_effect(hub: Hub, clocks: Clocks, step_seconds: float) -> None:
     clocks.wall_seconds += step_seconds
     pass_time(hub, clocks, 9.5)
     assert hub.session("s")
@@ -77,7 +77,7 @@ def test_steps_of_the_wall_clock_do_no_harm(hub: Hub, clocks: Clocks, step_secon
         hub.session("s")
 
 
-def test_who_is_told_that_a_lease_ran_out_is_told_of_a_session_that_has_ended(
+def test_an_expired_lease_is_reported_only_after_its_session_ended(
     hub: Hub, clocks: Clocks, caplog: pytest.LogCaptureFixture
 ) -> None:
     pass_time(hub, clocks, LEASE_SECONDS)
@@ -100,7 +100,7 @@ def open_with_key(hub: Hub, session_id: str) -> str:
     return session.session_id
 
 
-def test_a_key_that_comes_again_as_the_lease_has_run_out_opens_the_same_session_when_made_again(clocks: Clocks) -> None:
+def test_an_open_key_reused_after_expiry_replays_alike(clocks: Clocks) -> None:
     records: list[tuple[FrameKind, bytes]] = []
     allocator: JournaledAllocator = new_allocator()
     allocator.sink = lambda kind, payload: records.append((kind, payload))
@@ -116,7 +116,7 @@ def test_a_key_that_comes_again_as_the_lease_has_run_out_opens_the_same_session_
     assert [session.session_id for _, session in again.sessions()] == ["second"]
 
 
-def test_while_steps_of_lost_sessions_may_run_only_ranks_that_fence_let_sessions_open(clocks: Clocks) -> None:
+def test_lost_sessions_block_new_ones_unless_the_ranks_fence(clocks: Clocks) -> None:
     allocator = new_allocator()
     allocator.lose_sessions()
     hub = Hub(1000, quarantine_seconds=5.0, allocator=allocator)
@@ -136,14 +136,14 @@ def test_while_steps_of_lost_sessions_may_run_only_ranks_that_fence_let_sessions
     assert not allocator.lost_may_run
 
 
-def test_a_server_that_lost_no_session_waits_for_nothing(clocks: Clocks) -> None:
+def test_a_server_without_lost_sessions_does_not_wait(clocks: Clocks) -> None:
     del clocks
     hub = Hub(1000, quarantine_seconds=5.0, allocator=new_allocator())
     hub.create_pool(pool_config())
     hub.check_takes_session("m", "")
 
 
-def test_a_pool_of_whatever_name_begins_above_all_that_were_removed() -> None:
+def test_a_pool_starts_above_the_epochs_of_all_removed_pools() -> None:
     hub = Hub(1000)
     hub.past_epoch = 10
     kept, _ = hub.create_pool(pool_config("kept"))

@@ -1,4 +1,4 @@
-"""The streams of ranks and what becomes of their pools, without a wire."""
+"""Streams of ranks and their effect on pools, without gRPC."""
 
 import asyncio
 
@@ -16,28 +16,28 @@ TIMING = RankTiming(heartbeat_seconds=0.1, heartbeat_timeout_seconds=0.4, grace_
 
 
 class Place:
-    """A hub and its ranks, whose streams are those of the current task."""
+    """A hub and its ranks, whose streams belong to the current task."""
 
     def __init__(self) -> None:
         self.hub = Hub(2**24)
         self.ranks = Ranks(self.hub, TIMING, 2**24, 256)
 
     def join(self, rank: int, world_size: int = 2) -> tuple[Membership, RankLink]:
-        """A stream that registers."""
+        """Opens a stream and registers a rank."""
         task = asyncio.current_task()
         assert task
         link = self.ranks.open_link(OpenCall(task))
         return self.ranks.register(link, "m", registration(rank, world_size)), link
 
     def open(self) -> tuple[Membership, RankLink]:
-        """A pool of one rank."""
+        """Opens a pool of one rank."""
         membership, link = self.join(0, 1)
         self.ranks.initialized(membership, link, Allocated(1, 100, 100 * BLOCK_BYTES))
         assert membership.state is PoolState.READY
         return membership, link
 
 
-async def test_the_end_of_an_old_stream_takes_nothing_from_a_pool_that_forms_anew() -> None:
+async def test_the_end_of_an_old_stream_does_not_affect_a_pool_that_forms_again() -> None:
     place = Place()
     before, old = place.join(0)
     place.ranks.leave(before, old)
@@ -47,7 +47,7 @@ async def test_the_end_of_an_old_stream_takes_nothing_from_a_pool_that_forms_ane
     assert place.ranks.membership("m") is now
 
 
-async def test_an_epoch_passes_for_more_sessions_than_are_remembered() -> None:
+async def test_an_epoch_passes_with_more_sessions_than_are_remembered() -> None:
     place = Place()
     membership, link = place.open()
     for i in range(REMEMBERED_ENDS + 1):
@@ -58,7 +58,7 @@ async def test_an_epoch_passes_for_more_sessions_than_are_remembered() -> None:
 
 
 class Clock:
-    """A time that passes only in the sleeps of who watches the ranks, each as long as asked for and `late` more."""
+    """A clock that advances only in the sleeps of the rank watch, by the requested time plus a delay."""
 
     def __init__(self, place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
         self._now_seconds = 0.0
@@ -73,15 +73,15 @@ class Clock:
         self._late.task_done()
 
     async def wake(self, late_seconds: float = 0.0) -> float:
-        """Ends one sleep, `late_seconds` after its time, and says what the time is then."""
+        """Ends one sleep `late_seconds` late, and returns the new time."""
         self._late.put_nowait(late_seconds)
         await self._late.join()
-        await self._sleep(0)  # the watch has its turn, and sleeps again
+        await self._sleep(0)  # the watch runs and sleeps again
         return self._now_seconds
 
 
 @pytest.mark.parametrize("busy_seconds", [1.0, 3.0])
-async def test_no_rank_is_blamed_for_the_time_that_the_server_was_busy(
+async def test_time_in_which_the_server_was_busy_is_not_counted_against_ranks(
     busy_seconds: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     place = Place()

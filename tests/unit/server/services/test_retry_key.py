@@ -1,4 +1,4 @@
-"""Changes that are sent again are told from others without keeping all that was sent."""
+"""Retries are recognized without keeping long messages."""
 
 import pytest
 
@@ -16,11 +16,11 @@ from kvpool.wire.steps import MAX_KEPT_BYTES, retry_key
 from support.core import World
 
 LONG = MAX_KEPT_BYTES + 1
-"""Block ids, a byte each, that make a message long."""
+"""Number of block ids, of one byte each, that make a message long."""
 
 
 def declaring(num_blocks: int, byte: bytes = b"h") -> step_pb2.Step:
-    """Declares a request of so many blocks of 4 tokens."""
+    """A step that declares a request of `num_blocks` blocks of 4 tokens."""
     return step_pb2.Step(
         sequence=1,
         operations=[step_pb2.OPERATION_ADD],
@@ -51,7 +51,7 @@ def test_short_messages_are_kept_and_long_ones_are_not() -> None:
     assert kept != retry_key(declaring(3000, b"g"))
 
 
-def test_messages_of_two_kinds_are_never_the_same_change() -> None:
+def test_messages_of_two_types_are_never_equal() -> None:
     free = allocator_pb2.FreeRequest(session_id="s" * MAX_KEPT_BYTES)
     reset = allocator_pb2.ResetPrefixCacheRequest.FromString(free.SerializeToString())
     assert free.SerializeToString() == reset.SerializeToString()
@@ -59,7 +59,7 @@ def test_messages_of_two_kinds_are_never_the_same_change() -> None:
 
 
 @pytest.mark.parametrize("count", [1, LONG])
-def test_a_step_that_comes_again_is_answered_again_and_another_is_refused(count: int) -> None:
+def test_a_retried_step_is_answered_and_a_different_one_refused(count: int) -> None:
     world = World(num_blocks=LONG + 2)
     session = world.open()
     result = applied(world, session, evicting(count))
@@ -72,7 +72,7 @@ def test_a_step_that_comes_again_is_answered_again_and_another_is_refused(count:
 
 
 @pytest.mark.parametrize("count", [1, LONG])
-def test_a_unary_change_that_comes_again_is_answered_again(count: int) -> None:
+def test_a_retried_unary_change_is_answered(count: int) -> None:
     world = World(num_blocks=LONG + 2)
     session = world.open()
 
@@ -89,7 +89,7 @@ def test_a_unary_change_that_comes_again_is_answered_again(count: int) -> None:
 
 
 @pytest.mark.parametrize("count", [1, LONG])
-def test_a_server_that_came_back_knows_what_was_sent_before(count: int) -> None:
+def test_a_recovered_server_recognizes_retries(count: int) -> None:
     records: list[tuple[FrameKind, bytes]] = []
     allocator = JournaledAllocator(WireMessages())
     allocator.sink = lambda kind, payload: records.append((kind, payload))

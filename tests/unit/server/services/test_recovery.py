@@ -1,4 +1,4 @@
-"""Pools of ranks that a journal brought back, also one that ended between two records of one change."""
+"""Recovery of pools with ranks from a journal, also one that ends between two records of one change."""
 
 import pytest
 
@@ -13,8 +13,8 @@ from support.ranks import OPTIONS, TIMING, Gathering
 NAME = PoolName("m")
 
 
-async def adopted(world: RankGroup) -> tuple[Hub, Ranks]:
-    """What is there when a pool in epoch 1, with a session, was left with a world."""
+async def recovered(world: RankGroup) -> tuple[Hub, Ranks]:
+    """Recovers a pool in epoch 1 with a session and a rank group."""
     hub = Hub(100)
     hub.allocator.open_epoch(config(), b"n" * 32, 1)
     hub.allocator.open_session("m", "", 10.0, session_id=SessionId("s"), now_seconds=hub.now_seconds())
@@ -28,30 +28,30 @@ async def adopted(world: RankGroup) -> tuple[Hub, Ranks]:
 async def test_ranks_are_lost_until_they_are_back() -> None:
     gathering = Gathering()
     gathering.form()
-    hub, ranks = await adopted(gathering.members.rank_group())
+    hub, ranks = await recovered(gathering.members.rank_group())
     assert [rank.state for rank in ranks.describe("m").ranks] == [RankState.LOST] * 2
     assert ranks.describe("m").state is PoolState.DEGRADED
     assert hub.allocator.pool("m").is_suspended
     hub.allocator.session("s", hub.now_seconds())
 
 
-async def test_an_epoch_that_had_passed_is_passed() -> None:
-    hub, ranks = await adopted(RankGroup(2, OPTIONS))
+async def test_an_epoch_that_had_passed_before_the_end_is_passed() -> None:
+    hub, ranks = await recovered(RankGroup(2, OPTIONS))
     assert hub.allocator.pool("m").epoch == ranks.describe("m").epoch == 2
     with pytest.raises(AbortedError, match="rank"):
         hub.allocator.session("s", hub.now_seconds())
 
 
-async def test_an_epoch_that_was_about_to_open_begins_with_nobody() -> None:
+async def test_an_epoch_that_was_about_to_open_starts_without_ranks() -> None:
     gathering = Gathering()
     gathering.form()
     world = gathering.members.rank_group()
-    hub, ranks = await adopted(RankGroup(2, world.options, world.plan, world.members))
+    hub, ranks = await recovered(RankGroup(2, world.options, world.plan, world.members))
     assert hub.allocator.pool("m").epoch == 2
     assert ranks.describe("m").ranks == ()
 
 
-async def test_a_pool_that_never_opened_is_none() -> None:
+async def test_a_pool_that_never_opened_does_not_exist() -> None:
     hub = Hub(100)
     hub.allocator.keep_rank_group(NAME, RankGroup(1, OPTIONS))
     ranks = Ranks(hub, TIMING, 100, 10)
