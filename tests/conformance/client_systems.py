@@ -25,7 +25,7 @@ from kvpool.client import (
     aio,
 )
 from kvpool.client.transports import messages
-from kvpool.core.blocks.quota import NO_QUOTA
+from kvpool.client.transports.transport import SessionOptions
 from kvpool.core.ids import NULL_BLOCK, BlockHash, GroupId
 from kvpool.v1 import allocator_pb2, allocator_pb2_grpc, event_pb2, event_pb2_grpc, step_pb2
 
@@ -160,7 +160,7 @@ class UnarySystem(WatchedSystem):
         self._computed: dict[str, allocator_pb2.ComputedBlocks] = {}
         self._sequence = 0
         self._stub.CreatePool(messages.create_pool_request(config))
-        opened = self._stub.OpenSession(messages.open_session_request(config.name, "", 0.0, NO_QUOTA))
+        opened = self._stub.OpenSession(messages.open_session_request(SessionOptions(config.name)))
         self._session_id = opened.session.session_id
 
     def info(self) -> PoolInfo:
@@ -221,7 +221,7 @@ class UnarySystem(WatchedSystem):
             num_encoder_tokens=line["num_encoder_tokens"],
             delay_cache_blocks=line["delay_cache_blocks"],
         )
-        request.have_room(line["num_computed_tokens"], 0)
+        request.set_computed(line["num_computed_tokens"], 0)
         for i, group in enumerate(self._config.groups):  # as the proto says of OPERATION_ALLOCATE
             skipped = group.spec.num_skipped_tokens(request.num_computed_tokens) // self._config.span_tokens(GroupId(i))
             table = request.block_ids[i]
@@ -230,7 +230,7 @@ class UnarySystem(WatchedSystem):
             return None
         assert answer.outcome == step_pb2.OUTCOME_UNSPECIFIED
         num_new_tokens = line["num_new_computed_tokens"] + line["num_new_tokens"]
-        request.have_room(request.num_computed_tokens + num_new_tokens, 0)
+        request.set_computed(request.num_computed_tokens + num_new_tokens, 0)
         hit = [list(group.block_ids) for group in computed.groups] if computed else [[] for _ in request.block_ids]
         new = [list(group.block_ids) for group in answer.new_blocks]
         for table, hit_ids, new_ids in zip(request.block_ids, hit, new, strict=True):

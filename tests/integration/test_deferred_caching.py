@@ -1,12 +1,11 @@
-"""Blocks that decodes filled without asking, found by others of a real server once their step is said to have run."""
+"""Blocks that decodes fill on credit: other sessions of a real server find them once their step is executed."""
 
 import asyncio
 
 import pytest
 
 from kvpool.client import DeadlineError, aio, connect
-from kvpool.client.aio import AsyncSession
-from kvpool.core.steps.columns import StepResult
+from kvpool.client.transports.grpc import StepStream
 from kvpool.v1 import step_pb2
 from support.server import pool_config, running_server
 
@@ -32,12 +31,12 @@ def test_of_a_synchronous_session() -> None:
 
 @pytest.mark.parametrize("goes_on", ["the news again", "the next step"])
 def test_of_an_asynchronous_session_whose_news_got_no_answer(goes_on: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    exchange = AsyncSession._exchange_once
-    lost: list[StepResult] = []
+    exchange = StepStream._exchange_once
+    lost: list[step_pb2.StepResult] = []
 
-    async def lose(self: AsyncSession, message: step_pb2.Step) -> StepResult:
+    async def lose(self: StepStream, message: step_pb2.Step) -> step_pb2.StepResult:
         lost.append(await exchange(self, message))
-        monkeypatch.setattr(AsyncSession, "_exchange_once", exchange)
+        monkeypatch.setattr(StepStream, "_exchange_once", exchange)
         raise DeadlineError("DEADLINE", "lost")
 
     async def play(address: str) -> None:
@@ -48,7 +47,7 @@ def test_of_an_asynchronous_session_whose_news_got_no_answer(goes_on: str, monke
                 await session.admit(request)
             async with session.step() as step:
                 step.decode(requests, [3, 3])
-            monkeypatch.setattr(AsyncSession, "_exchange_once", lose)
+            monkeypatch.setattr(StepStream, "_exchange_once", lose)
             with pytest.raises(DeadlineError):
                 await session.mark_executed()
             if goes_on == "the next step":

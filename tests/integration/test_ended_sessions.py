@@ -78,7 +78,8 @@ def test_a_session_that_is_neither_used_nor_closed_has_no_thread_once_it_has_end
 async def test_an_asyncio_session_whose_client_was_closed_keeps_no_task(address: str, pool: str) -> None:
     async with aio.connect(address) as other:
         session = await other.open_session(pool, lease_seconds=3.0)
-    keeper = session._keepalive
+        transport: Any = other._transport
+        keeper = transport._streams[session.session_id]._keepalive
     await asyncio.wait([keeper], timeout=20.0)
     assert keeper.done()
     assert keeper.cancelled() or keeper.exception() is None

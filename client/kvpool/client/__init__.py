@@ -25,7 +25,7 @@ from kvpool.client.request import Request
 from kvpool.client.results import Admission, Allocation, Answer, Decodes, HitChanged
 from kvpool.client.session import Session
 from kvpool.client.step_builder import StepBuilder
-from kvpool.client.transports.embedded import EventBatch, HeldRequest, WatchKind
+from kvpool.client.transports.transport import EventBatch, HeldRequest, WatchKind
 from kvpool.core.blocks.kv_cache_manager import ComputedBlocks
 from kvpool.core.events import AllBlocksCleared, BlockRemoved, BlockStored
 from kvpool.core.ranks.messages import PoolState, RankInfo, RankState

@@ -11,7 +11,7 @@
 
 from collections.abc import Sequence
 
-from kvpool.client.transports.embedded import EventBatch, WatchKind
+from kvpool.client.transports.transport import EventBatch, WatchKind
 from kvpool.core.events import AllBlocksCleared, BlockEvent, BlockStored
 from kvpool.core.ids import BlockHash, GroupId
 

@@ -62,7 +62,7 @@ class Request:
         if hasher:
             hasher.extend(self._hashes, self.token_ids, extra_keys)
 
-    def follow(self, token_ids: list[int], hashes: list[BlockHash]) -> None:
+    def share(self, token_ids: list[int], hashes: list[BlockHash]) -> None:
         """Reads tokens and hashes where another keeps them: lists that grow, and are never changed from here."""
         self.token_ids, self._hashes, self._hasher = token_ids, hashes, None
 
@@ -79,7 +79,7 @@ class Request:
         """Tokens that have room, hits included; the next allocation starts there. Kept by the session."""
         return self.credit_tokens - self.num_credit_tokens
 
-    def have_room(self, num_computed_tokens: int, credit_tokens: int) -> None:
+    def set_computed(self, num_computed_tokens: int, credit_tokens: int) -> None:
         """Takes note of how many tokens have room, and up to how many it can go so without asking."""
         self.credit_tokens = credit_tokens
         self.num_credit_tokens = credit_tokens - num_computed_tokens
@@ -102,7 +102,7 @@ class Request:
         self.credit_tokens = self.num_credit_tokens = 0
 
 
-def hash_filled(requests: Sequence[Request]) -> None:
+def hash_filled_blocks(requests: Sequence[Request]) -> None:
     """Hashes together what many decodes of a session have filled: what `Request.hashes` would do one by one."""
     hasher = requests[0]._hasher if requests else None  # noqa: SLF001 - of this file
     if not hasher:

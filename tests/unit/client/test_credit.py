@@ -25,9 +25,10 @@ from kvpool.client import (
     SlidingWindowSpec,
     StepBuilder,
 )
+from kvpool.client.blocking import run
 from kvpool.client.lease import LeaseTimer
 from kvpool.client.transports.embedded import EmbeddedTransport
-from kvpool.core.blocks.quota import NO_QUOTA
+from kvpool.client.transports.transport import SessionOptions
 from kvpool.core.ids import PoolName
 from kvpool.core.steps.columns import Operation, Step, StepResult
 from support.server import pool_config
@@ -45,9 +46,9 @@ class CountingTransport(EmbeddedTransport):
         self.sent: list[Step] = []
         self.lose = False
 
-    def apply(self, session_id: str, step: Step) -> StepResult:
+    async def apply(self, session_id: str, step: Step) -> StepResult:
         self.sent.append(step)
-        result = super().apply(session_id, step)
+        result = await super().apply(session_id, step)
         if self.lose:
             self.lose = False
             raise DeadlineError("DEADLINE", "lost")
@@ -59,11 +60,11 @@ class CountingTransport(EmbeddedTransport):
         return sent
 
     def info(self) -> PoolInfo:
-        return self.get_pool("m")
+        return run(self.get_pool("m"))
 
 
 def open_session(transport: CountingTransport, lease_timer: LeaseTimer | None = None) -> Session:
-    opened = transport.open_session("m", "", 0.0, NO_QUOTA)
+    opened = run(transport.open_session(SessionOptions("m")))
     return Session(transport, replace(opened, lease_timer=lease_timer or opened.lease_timer))
 
 
@@ -77,7 +78,7 @@ def running(session: Session, request_id: str = "r", num_tokens: int = 5) -> Req
 @pytest.fixture
 def transport() -> CountingTransport:
     transport = CountingTransport()
-    transport.create_pool(pool_config())
+    run(transport.create_pool(pool_config()))
     return transport
 
 
@@ -152,7 +153,7 @@ def test_look_ahead_that_needs_a_block_is_sent(
 
 def test_without_caching_filling_a_block_is_quiet() -> None:
     transport = CountingTransport()
-    transport.create_pool(pool_config(enable_caching=False))
+    run(transport.create_pool(pool_config(enable_caching=False)))
     session = open_session(transport)
     request_ = running(session)
     transport.take_sent()
@@ -165,7 +166,7 @@ def test_without_caching_filling_a_block_is_quiet() -> None:
 def test_a_block_that_falls_behind_a_window_is_sent_for() -> None:
     transport = CountingTransport()
     groups = tuple(map(KVCacheGroup, (FullAttentionSpec(8), SlidingWindowSpec(8, sliding_window=5))))
-    transport.create_pool(PoolConfig(PoolName("m"), 16, 64, groups, enable_caching=False))
+    run(transport.create_pool(PoolConfig(PoolName("m"), 16, 64, groups, enable_caching=False)))
     session = open_session(transport)
     request_ = running(session, num_tokens=11)
     transport.take_sent()
@@ -379,7 +380,7 @@ def check_refused(session: Session, requests: list[Request], token_ids: list[int
     with session.step() as step:
         with pytest.raises(InvalidArgumentError) as caught:
             step.decode(requests, token_ids)
-        assert (step.rows, step.quiet) == ([], {})
+        assert (step.rows, step.on_credit) == ([], {})
     assert caught.value.field == field
     assert [(r.num_tokens, r.num_computed_tokens) for r in requests] == before
 
@@ -393,7 +394,7 @@ def test_a_batch_names_no_request_that_the_step_named_before(
         name(step, request_)
         with pytest.raises(InvalidArgumentError, match="named twice"):
             step.decode([other, request_], [7, 7])
-        assert (len(step.rows), step.quiet) == (1, {})
+        assert (len(step.rows), step.on_credit) == (1, {})
     assert (other.num_tokens, request_.num_tokens, other.num_computed_tokens) == (5, 5, 5)
 
 
@@ -408,7 +409,7 @@ def test_a_batch_names_no_request_whose_decode_is_to_be_sent(session: Session) -
 
 def test_a_batch_tells_new_blocks_and_refused_requests_by_place() -> None:
     transport = CountingTransport()
-    transport.create_pool(pool_config(num_blocks=7, enable_caching=False))
+    run(transport.create_pool(pool_config(num_blocks=7, enable_caching=False)))
     session = open_session(transport)
     sizes = (5, 4, 3, 4, 4)  # 6 blocks
     requests = [running(session, f"r{i}", size) for i, size in enumerate(sizes)]
@@ -430,7 +431,7 @@ def test_a_batch_tells_new_blocks_and_refused_requests_by_place() -> None:
 
 def test_after_the_first_refusal_those_that_need_no_block_still_go_on() -> None:
     transport = CountingTransport()
-    transport.create_pool(pool_config(num_blocks=5, enable_caching=False))
+    run(transport.create_pool(pool_config(num_blocks=5, enable_caching=False)))
     session = open_session(transport)
     requests = [running(session, f"r{i}", size) for i, size in enumerate((4, 4, 7))]
     with session.step() as step:
@@ -500,7 +501,7 @@ def test_a_pool_with_a_state_that_is_overwritten_asks_for_each_decode() -> None:
     """Else who resumes the session could not tell that a step may have run."""
     transport = CountingTransport()
     groups = (KVCacheGroup(FullAttentionSpec(4), ("a",)), KVCacheGroup(MambaSpec(4), ("b",)))
-    transport.create_pool(PoolConfig(PoolName("m"), 20, 100, groups, enable_caching=False))
+    run(transport.create_pool(PoolConfig(PoolName("m"), 20, 100, groups, enable_caching=False)))
     session = open_session(transport)
     request = running(session)
     transport.take_sent()
@@ -514,7 +515,7 @@ def test_who_resumes_a_session_goes_on_from_the_tokens_that_had_room(
     transport: CountingTransport, session: Session, request_: Request
 ) -> None:
     session.allocate_slots(request_, 1)
-    opened = transport.resume_session(session.session_id, session.sequence)
+    opened = run(transport.resume_session(session.session_id, session.sequence))
     (held,) = opened.held
     assert (held.num_computed_tokens, request_.num_computed_tokens) == (5, 6)
     resumed = Session(transport, opened)
@@ -548,7 +549,7 @@ def test_a_look_ahead_below_zero_is_refused(session: Session, request_: Request)
 
 def test_a_resumed_session_tells_at_once_what_has_run(transport: CountingTransport, session: Session) -> None:
     running(session)
-    opened = transport.resume_session(session.session_id, session.sequence)
+    opened = run(transport.resume_session(session.session_id, session.sequence))
     resumed = Session(transport, opened)
     request = resumed.adopt(opened.held[0], range(5))
     resumed.allocate_slots(request, 1)

@@ -16,6 +16,7 @@ from kvpool.client import (
     StepBuilder,
     WrongStateError,
 )
+from kvpool.client.blocking import run
 from kvpool.core.ids import PoolName
 from kvpool.core.steps.columns import Operation
 from support.server import pool_config
@@ -27,7 +28,7 @@ ALLOCATE, APPEND, FREE, PREEMPT = Operation.ALLOCATE, Operation.APPEND, Operatio
 @pytest.fixture
 def transport() -> CountingTransport:
     transport = CountingTransport()
-    transport.create_pool(pool_config(num_blocks=40))
+    run(transport.create_pool(pool_config(num_blocks=40)))
     return transport
 
 
@@ -276,7 +277,7 @@ def test_every_decode_is_counted(transport: CountingTransport, session: Session,
 
 def test_it_goes_on_though_no_block_is_found_for_another() -> None:
     transport = CountingTransport()
-    transport.create_pool(pool_config(num_blocks=5))
+    run(transport.create_pool(pool_config(num_blocks=5)))
     session = open_session(transport)
     requests = admitted(session, 8, 7)
     with session.step() as step:
@@ -340,7 +341,7 @@ def test_drafts_that_are_thrown_away_leave_what_was_filled(
 def test_pools_where_more_hangs_on_a_full_block_are_asked(options: dict[str, Any]) -> None:
     transport = CountingTransport()
     groups = (KVCacheGroup(FullAttentionSpec(4), ("a",)),)
-    transport.create_pool(PoolConfig(PoolName("m"), 60, 100, **{"groups": groups, **options}))
+    run(transport.create_pool(PoolConfig(PoolName("m"), 60, 100, **{"groups": groups, **options})))
     session = open_session(transport)
     requests = admitted(session, 8, 7)
     transport.take_sent()
@@ -353,7 +354,7 @@ def test_who_resumes_the_session_tells_of_what_was_filled(
 ) -> None:
     decode(session, filling)
     cached = transport.info().cached_blocks
-    opened = transport.resume_session(session.session_id, session.sequence)
+    opened = run(transport.resume_session(session.session_id, session.sequence))
     resumed = Session(transport, opened)
     held = next(each for each in opened.held if each.request_id == "r1")
     assert held.num_computed_tokens == 7

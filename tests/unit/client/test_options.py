@@ -4,12 +4,12 @@ from dataclasses import replace
 
 import pytest
 
-from kvpool.client import Answer, KVCacheGroup, Outcome, Request, Session, SlidingWindowSpec
+from kvpool.client import Answer, Client, KVCacheGroup, Outcome, Request, Session, SlidingWindowSpec
+from kvpool.client.blocking import run
 from kvpool.client.hashing import BlockHasher
 from kvpool.client.step_builder import StepBuilder
 from kvpool.client.transports.embedded import EmbeddedTransport
 from kvpool.core.blocks.kv_cache_manager import ComputedBlocks
-from kvpool.core.blocks.quota import NO_QUOTA
 from kvpool.core.ids import BlockHash, BlockId, RequestNumber
 from kvpool.core.specs.kinds import FullAttentionSpec
 from kvpool.core.steps.allocation_options import DEFAULT_OPTIONS, AllocationOptions
@@ -35,14 +35,14 @@ class OpenTransport(EmbeddedTransport):
         super().__init__()
         self.sent: list[Step] = []
         config = pool_config()
-        self.create_pool(replace(config, groups=groups or config.groups))
+        run(self.create_pool(replace(config, groups=groups or config.groups)))
 
-    def apply(self, session_id: str, step: Step) -> StepResult:
+    async def apply(self, session_id: str, step: Step) -> StepResult:
         self.sent.append(step)
-        return super().apply(session_id, step)
+        return await super().apply(session_id, step)
 
     def open(self) -> Session:
-        return Session(self, self.open_session("m", "", 0.0, NO_QUOTA))
+        return Client(self).open_session("m")
 
     def tables(self, session: Session, request: Request) -> list[list[int]]:
         behind = self._allocator.session(session.session_id, 0.0)[1].by_number[RequestNumber(request.number)]

@@ -7,6 +7,7 @@ import pytest
 from kvpool.client import (
     AbortedError,
     Allocation,
+    Client,
     DeadlineError,
     FullAttentionSpec,
     InvalidArgumentError,
@@ -21,8 +22,8 @@ from kvpool.client import (
     WrongStateError,
     connect,
 )
+from kvpool.client.blocking import run
 from kvpool.client.transports.embedded import EmbeddedTransport
-from kvpool.core.blocks.quota import NO_QUOTA
 from kvpool.core.ids import PoolName
 from kvpool.core.steps.columns import Step, StepResult
 from support.server import pool_config
@@ -35,8 +36,8 @@ class LossyTransport(EmbeddedTransport):
 
     lose = False
 
-    def apply(self, session_id: str, step: Step) -> StepResult:
-        result = super().apply(session_id, step)
+    async def apply(self, session_id: str, step: Step) -> StepResult:
+        result = await super().apply(session_id, step)
         if self.lose:
             self.lose = False
             raise DeadlineError("DEADLINE", "lost")
@@ -46,17 +47,17 @@ class LossyTransport(EmbeddedTransport):
 @pytest.fixture
 def transport() -> LossyTransport:
     transport = LossyTransport()
-    transport.create_pool(pool_config())
+    run(transport.create_pool(pool_config()))
     return transport
 
 
 @pytest.fixture
 def session(transport: LossyTransport) -> Session:
-    return Session(transport, transport.open_session("m", "", 0.0, NO_QUOTA))
+    return Client(transport).open_session("m")
 
 
 def info(transport: LossyTransport) -> PoolInfo:
-    return transport.get_pool("m")
+    return run(transport.get_pool("m"))
 
 
 def test_a_lost_answer_is_settled_without_doing_it_twice(transport: LossyTransport, session: Session) -> None:
@@ -168,7 +169,7 @@ def test_what_slides_out_of_a_window_stands_null_in_the_sessions_table_too() -> 
 
 
 def hit_tokens(transport: LossyTransport, session: Session) -> int:
-    with Session(transport, transport.open_session("m", "", 0.0, NO_QUOTA)) as other:
+    with Client(transport).open_session("m") as other:
         told = [each.get_computed_blocks(each.request("q", PROMPT)).num_tokens for each in (session, other)]
     assert told[1] <= told[0]
     return told[0] * 100 + told[1]

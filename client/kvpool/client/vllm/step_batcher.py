@@ -142,7 +142,7 @@ class StepBatcher:
 
     def flush(self) -> None:
         """Sends what others wait for: what was freed, and what has run."""
-        if self.builder.rows or self.builder.quiet or self._executed > self._told:
+        if self.builder.rows or self.builder.on_credit or self._executed > self._told:
             self.send()
 
     def send(self) -> None:
@@ -173,7 +173,7 @@ class StepBatcher:
 
     def builder_for(self, known: Request) -> StepBuilder:
         """What goes with the next message, a request's answers so far settled, so that it may be given room again."""
-        if known in self.builder.quiet:
+        if known in self.builder.on_credit:
             self.send()
         return self.builder
 
