@@ -231,6 +231,7 @@ class OpenSessionRequest(_message.Message):
     MIN_BLOCKS_FIELD_NUMBER: _builtins.int
     MAX_BLOCKS_FIELD_NUMBER: _builtins.int
     MEMORY_ID_FIELD_NUMBER: _builtins.int
+    PROTOCOL_VERSION_FIELD_NUMBER: _builtins.int
     pool_name: _builtins.str
     """The pool."""
     client_name: _builtins.str
@@ -258,6 +259,10 @@ class OpenSessionRequest(_message.Message):
     is cached, before the session is opened. Empty: the caller does not say, and is trusted to see the same memory as all
     before it; whoever names one after that names another. Of a pool that ranks form: INVALID_ARGUMENT, as they say it.
     """
+    protocol_version: _builtins.int
+    """Version of the protocol that the caller speaks, 1 in this release. A server that speaks another refuses the call:
+    FAILED_PRECONDITION, reason PROTOCOL_VERSION. 0: not stated, means 1.
+    """
     def __init__(
         self,
         *,
@@ -268,10 +273,11 @@ class OpenSessionRequest(_message.Message):
         min_blocks: _builtins.int = ...,
         max_blocks: _builtins.int = ...,
         memory_id: _builtins.str = ...,
+        protocol_version: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["client_name", b"client_name", "lease_seconds", b"lease_seconds", "max_blocks", b"max_blocks", "memory_id", b"memory_id", "min_blocks", b"min_blocks", "open_key", b"open_key", "pool_name", b"pool_name"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["client_name", b"client_name", "lease_seconds", b"lease_seconds", "max_blocks", b"max_blocks", "memory_id", b"memory_id", "min_blocks", b"min_blocks", "open_key", b"open_key", "pool_name", b"pool_name", "protocol_version", b"protocol_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -285,6 +291,9 @@ class OpenSessionResponse(_message.Message):
 
     SESSION_FIELD_NUMBER: _builtins.int
     CONFIG_FIELD_NUMBER: _builtins.int
+    PROTOCOL_VERSION_FIELD_NUMBER: _builtins.int
+    protocol_version: _builtins.int
+    """Version of the protocol that the server speaks, 1 in this release. 0: a server older than versions."""
     @_builtins.property
     def session(self) -> Global___Session:
         """The session."""
@@ -298,10 +307,11 @@ class OpenSessionResponse(_message.Message):
         *,
         session: Global___Session | None = ...,
         config: _pool_pb2.PoolConfig | None = ...,
+        protocol_version: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["config", b"config", "session", b"session"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["config", b"config", "session", b"session"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["config", b"config", "protocol_version", b"protocol_version", "session", b"session"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -316,6 +326,7 @@ class ResumeSessionRequest(_message.Message):
     SESSION_ID_FIELD_NUMBER: _builtins.int
     SEQUENCE_FIELD_NUMBER: _builtins.int
     RESUME_KEY_FIELD_NUMBER: _builtins.int
+    PROTOCOL_VERSION_FIELD_NUMBER: _builtins.int
     session_id: _builtins.str
     """The session: any id that it ever had."""
     sequence: _builtins.int
@@ -325,16 +336,21 @@ class ResumeSessionRequest(_message.Message):
     than taking it over once more, so that the call can be retried; ABORTED once it was resumed with another key.
     Empty: each call takes it over.
     """
+    protocol_version: _builtins.int
+    """Version of the protocol that the caller speaks, 1 in this release. A server that speaks another refuses the call:
+    FAILED_PRECONDITION, reason PROTOCOL_VERSION. 0: not stated, means 1.
+    """
     def __init__(
         self,
         *,
         session_id: _builtins.str = ...,
         sequence: _builtins.int = ...,
         resume_key: _builtins.str = ...,
+        protocol_version: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["resume_key", b"resume_key", "sequence", b"sequence", "session_id", b"session_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["protocol_version", b"protocol_version", "resume_key", b"resume_key", "sequence", b"sequence", "session_id", b"session_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -401,10 +417,13 @@ class ResumeSessionResponse(_message.Message):
     SEQUENCE_FIELD_NUMBER: _builtins.int
     EXECUTED_SEQUENCE_FIELD_NUMBER: _builtins.int
     REQUESTS_FIELD_NUMBER: _builtins.int
+    PROTOCOL_VERSION_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
     """Number of the session's last change: what is told here is how things are after it. The next is one more."""
     executed_sequence: _builtins.int
     """Newest change that it said to be executed."""
+    protocol_version: _builtins.int
+    """Version of the protocol that the server speaks, 1 in this release. 0: a server older than versions."""
     @_builtins.property
     def session(self) -> Global___Session:
         """The session."""
@@ -425,10 +444,11 @@ class ResumeSessionResponse(_message.Message):
         sequence: _builtins.int = ...,
         executed_sequence: _builtins.int = ...,
         requests: _abc.Iterable[Global___HeldRequest] | None = ...,
+        protocol_version: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["config", b"config", "session", b"session"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["config", b"config", "executed_sequence", b"executed_sequence", "requests", b"requests", "sequence", b"sequence", "session", b"session"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["config", b"config", "executed_sequence", b"executed_sequence", "protocol_version", b"protocol_version", "requests", b"requests", "sequence", b"sequence", "session", b"session"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -26,9 +26,8 @@ from kvpool.wire.pools import (
     reuse_order_from_proto,
     reuse_order_to_proto,
 )
+from kvpool.wire.protocol_version import PROTOCOL_VERSION
 from kvpool.wire.specs import spec_from_proto, spec_to_proto
-
-PROTOCOL_VERSION: Final = 1
 
 _SAME_NAME: Final = (
     "max_model_len",

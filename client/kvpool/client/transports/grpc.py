@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, Awaitable
 from typing import Any, Final, Protocol
 
 from kvpool.client import retries
-from kvpool.client.errors import InvalidArgumentError, KvpoolError, UnavailableError, WrongStateError
+from kvpool.client.errors import InvalidArgumentError, KvpoolError, ServerError, UnavailableError, WrongStateError
 from kvpool.client.lease import now_seconds
 from kvpool.client.protocol import ends_session
 from kvpool.client.transports import messages
@@ -17,6 +17,7 @@ from kvpool.core.steps.columns import Step, StepResult
 from kvpool.core.views.pool_info import PoolInfo
 from kvpool.v1 import allocator_pb2, event_pb2, step_pb2
 from kvpool.wire import steps as wire_steps
+from kvpool.wire.protocol_version import PROTOCOL_VERSION, check_server
 
 _WAIT_PAUSE_SECONDS: Final = 0.2
 """Pause before an unreachable server is asked again whether a pool is ready."""
@@ -72,12 +73,19 @@ class GrpcTransport(ABC):
         """See `Transport`. From here on the transport keeps the session alive."""
         request = messages.open_session_request(options)
         sent_seconds, response = await self._call_timed(self._stub.OpenSession, request)
+        try:
+            check_server(response.protocol_version)
+        except ServerError:
+            session_id = response.session.session_id
+            await self._call(self._stub.CloseSession, allocator_pb2.CloseSessionRequest(session_id=session_id))
+            raise
         return self._drive(messages.read_session(response, sent_seconds))
 
     async def resume_session(self, session_id: str, sequence: int) -> OpenedSession:
         """See `Transport`. From here on the transport keeps the session alive."""
         request = messages.resume_session_request(session_id, sequence)
         sent_seconds, response = await self._call_timed(self._stub.ResumeSession, request)
+        check_server(response.protocol_version)
         return self._drive(messages.read_session(response, sent_seconds))
 
     async def apply(self, session_id: str, step: Step) -> StepResult:
@@ -210,7 +218,7 @@ class StepStream(ABC):
         if self._is_closed or self._ended_by:
             return
         try:
-            message = wire_steps.step_to_proto(step, self._session_id)
+            message = self._encode(step)
         except InvalidArgumentError:
             return
         try:
@@ -224,16 +232,18 @@ class StepStream(ABC):
     async def exchange(self, step: Step) -> StepResult:
         """Sends a step and waits for its result, over as many streams as this takes within the deadline."""
         ahead = self._ahead
-        if ahead and ahead[0].sequence == step.sequence:
-            message = ahead[0]
-        else:
-            message = wire_steps.step_to_proto(step, self._session_id)
+        message = ahead[0] if ahead and ahead[0].sequence == step.sequence else self._encode(step)
         return wire_steps.result_from_proto(await self._exchange(message))
 
     def close(self) -> None:
         """Ends the stream, and stops keeping the session alive."""
         self._is_closed = True
         self.end_call()
+
+    def _encode(self, step: Step) -> step_pb2.Step:
+        message = wire_steps.step_to_proto(step, self._session_id)
+        message.protocol_version = PROTOCOL_VERSION
+        return message
 
     @abstractmethod
     def end_call(self) -> None:
@@ -276,6 +286,7 @@ class StepStream(ABC):
             else:
                 await self._write(message)
             answer = await self._read(message)
+            check_server(answer.protocol_version)
         except BaseException:
             self.end_call()
             raise

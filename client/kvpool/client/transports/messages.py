@@ -21,6 +21,7 @@ from kvpool.core.views.pool_info import PoolInfo
 from kvpool.v1 import allocator_pb2, event_pb2
 from kvpool.wire import pools as wire_pools
 from kvpool.wire import steps as wire_steps
+from kvpool.wire.protocol_version import PROTOCOL_VERSION, check_server
 
 _AWAY_STATES: Final = (RankState.ABSENT, RankState.SILENT, RankState.LOST)
 _MAX_SHOWN_RANKS: Final = 16
@@ -72,13 +73,17 @@ def open_session_request(options: SessionOptions) -> allocator_pb2.OpenSessionRe
         min_blocks=options.quota.min_blocks,
         max_blocks=options.quota.max_blocks,
         memory_id=options.memory_id,
+        protocol_version=PROTOCOL_VERSION,
     )
 
 
 def resume_session_request(session_id: str, sequence: int) -> allocator_pb2.ResumeSessionRequest:
     """Makes a ResumeSessionRequest. Its key allows the call to be repeated."""
     return allocator_pb2.ResumeSessionRequest(
-        session_id=session_id, sequence=sequence, resume_key=secrets.token_urlsafe(24)
+        session_id=session_id,
+        sequence=sequence,
+        resume_key=secrets.token_urlsafe(24),
+        protocol_version=PROTOCOL_VERSION,
     )
 
 
@@ -119,11 +124,18 @@ def watch_request(options: WatchOptions) -> event_pb2.WatchRequest:
         from_sequence=options.from_sequence,
         snapshot=options.snapshot,
         heartbeat_seconds=options.heartbeat_seconds,
+        protocol_version=PROTOCOL_VERSION,
     )
 
 
 def read_batch(response: event_pb2.WatchResponse) -> EventBatch:
-    """Reads a message of a watch. Events of kinds that only a newer server knows are left out."""
+    """Reads a message of a watch. Events of unknown kinds are left out.
+
+    Raises:
+        ServerError: The server speaks another protocol version.
+    """
+    if response.kind == event_pb2.WATCH_RESPONSE_KIND_START:
+        check_server(response.protocol_version)
     events = (wire_steps.event_from_proto(event) for event in response.events)
     return EventBatch(
         response.sequence,
