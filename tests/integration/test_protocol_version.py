@@ -133,7 +133,7 @@ class OtherServer(allocator_pb2_grpc.AllocatorServiceServicer, event_pb2_grpc.Ev
 
 @pytest.fixture
 def other() -> Iterator[tuple[OtherServer, str]]:
-    servicer = OtherServer()  # type: ignore[abstract] - has the calls that a client makes
+    servicer = OtherServer()  # type: ignore[abstract]  # only the calls that a client makes
     server = grpc.server(futures.ThreadPoolExecutor(8))
     allocator_pb2_grpc.add_AllocatorServiceServicer_to_server(servicer, server)
     event_pb2_grpc.add_EventServiceServicer_to_server(servicer, server)

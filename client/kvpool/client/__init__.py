@@ -1,4 +1,4 @@
-"""What a scheduler imports: sessions, requests, block hashes.
+"""The client of a scheduler: sessions, requests and block hashes.
 
 `connect` for synchronous schedulers, `kvpool.client.aio.connect` for asyncio. The same API drives a server over gRPC
 and, with the address "embedded:", the core in the caller's own process.
