@@ -13,7 +13,7 @@ PROMPTS = ([1] * 8, [2] * 7)
 """In blocks of 4 tokens: the first needs a block with its next token, the second fills one."""
 
 
-def test_of_a_synchronous_session() -> None:
+def test_blocks_filled_by_a_synchronous_session_are_hit_after_execution() -> None:
     with running_server() as address, connect(address) as client:
         client.create_pool(pool_config())
         session, other = client.open_session("m"), client.open_session("m")
@@ -29,8 +29,10 @@ def test_of_a_synchronous_session() -> None:
         assert client.get_pool("m").cached_blocks == 4
 
 
-@pytest.mark.parametrize("goes_on", ["the news again", "the next step"])
-def test_of_an_asynchronous_session_whose_news_got_no_answer(goes_on: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("continues_with", ["the report again", "the next step"])
+def test_blocks_filled_by_an_asyncio_session_are_hit_after_a_lost_report(
+    continues_with: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     exchange = StepStream._exchange_once
     lost: list[step_pb2.StepResult] = []
 
@@ -50,7 +52,7 @@ def test_of_an_asynchronous_session_whose_news_got_no_answer(goes_on: str, monke
             monkeypatch.setattr(StepStream, "_exchange_once", lose)
             with pytest.raises(DeadlineError):
                 await session.mark_executed()
-            if goes_on == "the next step":
+            if continues_with == "the next step":
                 await session.free(requests[0])
             else:
                 await session.mark_executed()

@@ -38,7 +38,7 @@ def quarantined(client: Client) -> int:
     return client.get_pool("m").quarantined_blocks
 
 
-def test_no_step_of_a_stopped_scheduler_meets_the_blocks_of_another(folder: Path, workers: Workers) -> None:
+def test_a_stopped_schedulers_step_never_uses_blocks_of_another_session(folder: Path, workers: Workers) -> None:
     with (
         running_server(dead_peer_seconds=1.0, quarantine_seconds=NEVER_SECONDS) as address,
         connect(address) as client,

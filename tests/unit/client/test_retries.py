@@ -56,7 +56,7 @@ def kind(request: pytest.FixtureRequest) -> int:
     return int(request.param)
 
 
-def test_it_tries_until_there_is_an_answer(kind: int) -> None:
+def test_a_call_is_repeated_until_it_is_answered(kind: int) -> None:
     attempts = Attempts(*[GONE] * 6)
     assert both(attempts, 30.0)[kind]() == "answer"
     assert len(attempts.pauses) == 6
@@ -65,7 +65,7 @@ def test_it_tries_until_there_is_an_answer(kind: int) -> None:
 
 
 @pytest.mark.parametrize("error", [GONE, ExhaustedError("BUSY", "")], ids=["unavailable", "exhausted"])
-def test_the_servers_retry_time_is_the_least(error: KvpoolError, kind: int) -> None:
+def test_the_servers_retry_time_is_the_minimum_pause(error: KvpoolError, kind: int) -> None:
     attempts = Attempts(type(error)("BUSY", "", retry_seconds=5.0))
     assert both(attempts, 30.0)[kind]() == "answer"
     (pause,) = attempts.pauses
@@ -91,7 +91,7 @@ def test_a_retry_time_past_the_deadline_is_not_waited_for(kind: int) -> None:
     ],
     ids=lambda error: type(error).__name__,
 )
-def test_other_errors_are_told_at_once_also_after_a_retry(error: KvpoolError, kind: int) -> None:
+def test_other_errors_are_raised_at_once_also_after_a_retry(error: KvpoolError, kind: int) -> None:
     for before in ([], [GONE]):
         attempts = Attempts(*before, error)
         with pytest.raises(type(error)) as caught:

@@ -1,4 +1,4 @@
-"""A session's own books: nothing counts as sent until it was answered."""
+"""The state that a session keeps: nothing counts as sent until it is answered."""
 
 from collections.abc import Callable
 
@@ -32,7 +32,7 @@ PROMPT = list(range(13))
 
 
 class LossyTransport(EmbeddedTransport):
-    """Loses the answer to the next step, if told to: the step is applied all the same."""
+    """Loses the answer to the next step if `lose` is set. The step is applied."""
 
     lose = False
 
@@ -101,8 +101,8 @@ def test_a_refused_step_leaves_the_sessions_view_as_it_was(transport: LossyTrans
     assert session.admit(request) is not None
 
 
-def test_what_raises_inside_a_step_is_not_sent(transport: LossyTransport, session: Session) -> None:
-    with pytest.raises(ZeroDivisionError), session.step() as step:  # noqa: PT012 - likewise
+def test_a_step_that_raises_is_not_sent(transport: LossyTransport, session: Session) -> None:
+    with pytest.raises(ZeroDivisionError), session.step() as step:  # noqa: PT012 - the step is what raises
         step.admit(session.request("r", PROMPT))
         raise ZeroDivisionError
     assert (session.sequence, info(transport).requests) == (0, 0)
@@ -114,9 +114,9 @@ def test_an_empty_step_is_not_sent(session: Session) -> None:
     assert session.sequence == 0
 
 
-def test_a_request_the_service_never_heard_of_cannot_be_named(session: Session) -> None:
+def test_an_undeclared_request_cannot_be_named(session: Session) -> None:
     request = session.request("r", PROMPT)
-    session.free(request)  # nothing to free: nothing to say
+    session.free(request)  # nothing to free, nothing to send
     with pytest.raises(NotFoundError):
         session.preempt(request)
     with pytest.raises(NotFoundError):
@@ -148,7 +148,7 @@ def test_addresses_are_checked(address: str) -> None:
         connect(address)
 
 
-def test_what_slides_out_of_a_window_stands_null_in_the_sessions_table_too() -> None:
+def test_blocks_outside_a_window_are_null_in_the_sessions_table() -> None:
     groups = tuple(map(KVCacheGroup, (FullAttentionSpec(4), SlidingWindowSpec(4, sliding_window=6))))
     with connect("embedded:") as client:
         client.create_pool(PoolConfig(PoolName("w"), 16, 64, groups))
@@ -177,10 +177,10 @@ def hit_tokens(transport: LossyTransport, session: Session) -> int:
 
 @pytest.mark.parametrize("leave", [Session.preempt, Session.free])
 @pytest.mark.parametrize("tells", [True, False])
-def test_what_a_request_left_before_its_step_ran_is_found_by_no_other_session(
+def test_blocks_freed_before_their_step_ran_stay_hidden_from_other_sessions(
     transport: LossyTransport, session: Session, leave: Callable[[Session, Request], None], *, tells: bool
 ) -> None:
-    """As one is that was admitted, and preempted for another before the step that both were for was run."""
+    """As after an admission and a preemption before the step was executed."""
     if tells:
         session.admit(session.request("before", [7]))
         session.mark_executed()
@@ -193,7 +193,7 @@ def test_what_a_request_left_before_its_step_ran_is_found_by_no_other_session(
 
 
 @pytest.mark.parametrize("leave", [Session.preempt, Session.free])
-def test_what_was_computed_before_a_request_left_is_found_by_all(
+def test_blocks_executed_before_a_free_are_hit_by_all_sessions(
     transport: LossyTransport, session: Session, leave: Callable[[Session, Request], None]
 ) -> None:
     request = session.request("r", PROMPT)
