@@ -1,4 +1,4 @@
-"""The service as its clients see it: through the client's sessions, and through the unary calls."""
+"""The service under test, through sessions of the client and through unary calls."""
 
 import asyncio
 import inspect
@@ -31,7 +31,7 @@ from kvpool.v1 import allocator_pb2, allocator_pb2_grpc, event_pb2, event_pb2_gr
 
 
 class WatchedSystem(ABC):
-    """What is told of a pool as a whole is read with GetPool and Watch; one GetPool a line of a schedule."""
+    """Reads the state of a pool with GetPool, once per line of a schedule, and its events with Watch."""
 
     def __init__(self) -> None:
         self._info: PoolInfo | None = None
@@ -65,13 +65,13 @@ class WatchedSystem(ABC):
         return self._info.usage
 
     def events(self, count: int) -> list[Line]:
-        """The batches up to the pool's newest: its number says how far to read, so that none is left unread."""
+        """Reads all batches up to the pool's newest, whose number GetPool returns."""
         del count
         assert self._info is not None
         lines = []
         while self._seen_batches < self._info.event_sequence:
             batch = next(self._batches, None)
-            if batch is None:  # not begun yet, or embedded, where a watch ends when there is no more
+            if batch is None:  # not started yet, or embedded: there a watch ends after the newest batch
                 self._batches = self.watch(self._seen_batches + 1)
                 continue
             self._seen_batches += 1
@@ -81,7 +81,7 @@ class WatchedSystem(ABC):
 
 
 class ClientSystem(WatchedSystem):
-    """A session of the client's, over whatever the client is connected to."""
+    """A session of a client, with any transport."""
 
     def __init__(self, client: Client, config: PoolConfig) -> None:
         super().__init__()
@@ -149,7 +149,7 @@ class ClientSystem(WatchedSystem):
 
 
 class UnarySystem(WatchedSystem):
-    """The unary calls, as a client in another language makes them. Changes are sent twice: one counts."""
+    """The unary calls, as a client in another language makes them. Each change is sent twice and applied once."""
 
     def __init__(self, channel: grpc.Channel, config: PoolConfig) -> None:
         super().__init__()
@@ -222,7 +222,7 @@ class UnarySystem(WatchedSystem):
             delay_cache_blocks=line["delay_cache_blocks"],
         )
         request.set_computed(line["num_computed_tokens"], 0)
-        for i, group in enumerate(self._config.groups):  # as the proto says of OPERATION_ALLOCATE
+        for i, group in enumerate(self._config.groups):  # as the proto documents for OPERATION_ALLOCATE
             skipped = group.spec.num_skipped_tokens(request.num_computed_tokens) // self._config.span_tokens(GroupId(i))
             table = request.block_ids[i]
             table[:skipped] = [NULL_BLOCK] * len(table[:skipped])
@@ -274,7 +274,7 @@ class UnarySystem(WatchedSystem):
 
 
 class BlockingAio:
-    """An asyncio client whose methods are called from outside its loop; stands in for `Client` and `Session`."""
+    """Calls an asyncio client from outside its loop, in place of `Client` and `Session`."""
 
     def __init__(self, target: Any, loop: asyncio.AbstractEventLoop) -> None:
         self._target = target

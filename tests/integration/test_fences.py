@@ -1,4 +1,4 @@
-"""Fences as ranks see them on the wire, and what becomes of the blocks of a session that was ended."""
+"""Fences as ranks see them on the wire, and the blocks of an ended session."""
 
 from collections.abc import Iterator
 

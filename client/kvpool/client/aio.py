@@ -28,14 +28,14 @@ def connect(
     """Connects to a service. Call it inside a running event loop.
 
     Args:
-        address: See `kvpool.client.connect`, as for all arguments.
-        deadline_seconds: See there.
-        tls: See there.
-        token: See there.
-        allow_plaintext: See there.
+        address: See `kvpool.client.connect`.
+        deadline_seconds: See `kvpool.client.connect`.
+        tls: See `kvpool.client.connect`.
+        token: See `kvpool.client.connect`.
+        allow_plaintext: See `kvpool.client.connect`.
 
     Raises:
-        ValueError: See there.
+        ValueError: See `kvpool.client.connect`.
     """
     access = Access.of(tls, token, allow_plaintext=allow_plaintext)
     if address == EMBEDDED:

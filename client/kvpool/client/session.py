@@ -126,7 +126,7 @@ class SessionBase:
                 be up to a block's tokens smaller; compute those tokens again.
 
         Raises:
-            InvalidArgumentError: These are not the request's tokens or keys (where the pool caches, hashes tell); or
+            InvalidArgumentError: These are not the request's tokens or keys (checked by hash where the pool caches); or
                 it was adopted already; or it was declared by a unary call without a number, and can neither be adopted
                 nor freed by this client. Free other requests that cannot be adopted with `free_held`.
         """

@@ -55,11 +55,11 @@ def test_adopted_requests_continue_with_the_same_tables(client: Client) -> None:
             adopted = after.adopt(held["r"], request.token_ids, extra_keys=keys)
             assert (adopted.block_ids, adopted.hashes) == (request.block_ids, request.hashes)
             session, request, waiting = after, adopted, after.adopt(held["w"], PROMPT)
-        told: list[object] = [session.allocate_slots(request, 14), session.admit(waiting), session.sequence]
+        results: list[object] = [session.allocate_slots(request, 14), session.admit(waiting), session.sequence]
         new = session.request("n", [*PROMPT, 1])
-        told += [session.admit(new), new.number, request.block_ids, waiting.block_ids]
+        results += [session.admit(new), new.number, request.block_ids, waiting.block_ids]
         session.free(request)
-        answers.append([*told, session.pool().free_blocks, session.pool().prefix_cache])
+        answers.append([*results, session.pool().free_blocks, session.pool().prefix_cache])
     assert answers[0] == answers[1]
 
 

@@ -212,8 +212,8 @@ def test_reports_of_execution_are_sent_at_once_if_other_sessions_may_wait(transp
         step.decode([request_], [5])
     with session.step(executed_sequence=1) as step:
         step.decode([request_], [6])
-    (told,) = transport.take_sent()
-    assert (told.executed_sequence, told.operations, told.num_credit_allocations) == (1, [], 2)
+    (report,) = transport.take_sent()
+    assert (report.executed_sequence, report.operations, report.num_credit_allocations) == (1, [], 2)
     assert other.get_computed_blocks(other.request("o", range(5))).num_tokens == 4
     session.allocate_slots(request_, 1, num_computed_tokens=5)
     transport.take_sent()

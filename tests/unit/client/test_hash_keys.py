@@ -1,4 +1,4 @@
-"""Rules 2 and 3 of hashing, block by block: which keys stand where, in which form and order."""
+"""Rules 2 and 3 of hashing, block by block: the keys, their form and their order."""
 
 from collections.abc import Sequence
 
@@ -23,7 +23,7 @@ def hashes(
     tokens: Sequence[int] = PROMPT,
     steps: Sequence[int] = (),
 ) -> list[BlockHash]:
-    """Hashes `tokens`, first as many as each of `steps` says, at last all."""
+    """Hashes `tokens` in several steps: first up to each of `steps`, then all."""
     answer: list[BlockHash] = []
     for end in (*steps, len(tokens)):
         hasher(form).extend(answer, tokens[:end], keys)
@@ -112,7 +112,7 @@ def test_tagged_hashes_do_not_depend_on_how_a_request_grew(steps: tuple[int, ...
 
 
 def test_plain_keys_of_later_blocks_contain_only_the_last_item() -> None:
-    """Rule 3, so that a client of vLLM 0.14.1 finds its blocks."""
+    """Rule 3, with which a client of vLLM 0.14.1 finds its blocks."""
     cat, dog = MultiModalItem("cat", 4, 4), MultiModalItem("dog", 12, 2)
     both, last = ExtraKeys(mm_items=[cat, dog]), ExtraKeys(mm_items=[dog])
     assert both.of_block(4, 8, KeyForm.PLAIN) == ["cat"]

@@ -1,4 +1,4 @@
-"""Hashes are the same in every process that agrees on the scheme, and differ where contents do."""
+"""Hashes are equal in all processes that use the same scheme, and differ where contents differ."""
 
 import hashlib
 
@@ -64,7 +64,7 @@ def test_tagged_hashes_do_not_depend_on_how_tokens_arrived() -> None:
 
 
 def test_plain_keys_count_an_item_that_ends_where_hashing_resumes() -> None:
-    """Rule 3: the way of the reference, which plain keys follow."""
+    """Rule 3: plain keys follow vLLM 0.14.1."""
     keys = ExtraKeys(mm_items=[MultiModalItem("a", 5, 3)])
     assert hashes(keys, KeyForm.PLAIN, (8, 12))[2] != hashes(keys, KeyForm.PLAIN)[2]
 

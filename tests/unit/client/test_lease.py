@@ -1,4 +1,4 @@
-"""How long a lease is sure to last: never longer than the server can count."""
+"""The time for which a lease is certain to last, which never exceeds the server's count."""
 
 import pytest
 

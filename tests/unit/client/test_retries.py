@@ -1,4 +1,4 @@
-"""Rules of retries, with waits that are noted and not waited."""
+"""Rules of retries, with pauses that are recorded instead of waited for."""
 
 import asyncio
 from collections.abc import Callable
@@ -18,11 +18,11 @@ from kvpool.client import (
 from kvpool.client.blocking import run
 from kvpool.client.retries import call
 
-GONE = UnavailableError("UNAVAILABLE", "nobody there")
+GONE = UnavailableError("UNAVAILABLE", "no server")
 
 
 class Attempts:
-    """A call that fails so often before it is answered."""
+    """A call that fails with each of the given errors before it is answered."""
 
     def __init__(self, *errors: KvpoolError) -> None:
         self._errors = list(errors)

@@ -170,18 +170,18 @@ def test_blocks_outside_a_window_are_null_in_the_sessions_table() -> None:
 
 def hit_tokens(transport: LossyTransport, session: Session) -> int:
     with Client(transport).open_session("m") as other:
-        told = [each.get_computed_blocks(each.request("q", PROMPT)).num_tokens for each in (session, other)]
-    assert told[1] <= told[0]
-    return told[0] * 100 + told[1]
+        hits = [each.get_computed_blocks(each.request("q", PROMPT)).num_tokens for each in (session, other)]
+    assert hits[1] <= hits[0]
+    return hits[0] * 100 + hits[1]
 
 
 @pytest.mark.parametrize("leave", [Session.preempt, Session.free])
-@pytest.mark.parametrize("tells", [True, False])
+@pytest.mark.parametrize("reports", [True, False])
 def test_blocks_freed_before_their_step_ran_stay_hidden_from_other_sessions(
-    transport: LossyTransport, session: Session, leave: Callable[[Session, Request], None], *, tells: bool
+    transport: LossyTransport, session: Session, leave: Callable[[Session, Request], None], *, reports: bool
 ) -> None:
     """As after an admission and a preemption before the step was executed."""
-    if tells:
+    if reports:
         session.admit(session.request("before", [7]))
         session.mark_executed()
     request = session.request("r", PROMPT)
@@ -189,7 +189,9 @@ def test_blocks_freed_before_their_step_ran_stay_hidden_from_other_sessions(
     leave(session, request)
     session.admit(session.request("another", [8, 9]))
     session.mark_executed()
-    assert hit_tokens(transport, session) == (0 if tells else 1200), "a session that never tells finds its own"
+    assert hit_tokens(transport, session) == (0 if reports else 1200), (
+        "a session that never reports hits its own blocks"
+    )
 
 
 @pytest.mark.parametrize("leave", [Session.preempt, Session.free])

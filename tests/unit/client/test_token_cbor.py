@@ -1,4 +1,4 @@
-"""Token ids in whole buffers are encoded as one by one."""
+"""Token ids encoded in whole buffers equal those encoded one by one."""
 
 from typing import Any
 
