@@ -11,6 +11,7 @@ from benchmarks.report import Run
 from benchmarks.session_target import SessionTarget
 from benchmarks.workloads import Micros, Stopwatch, Task, Workload, open_workload
 from kvpool.client import Client
+from kvpool.client.blocking import run
 from kvpool.client.connection import connect_as
 from kvpool.client.transports.embedded import EmbeddedTransport
 from kvpool.core.steps.columns import Step, StepResult
@@ -45,12 +46,12 @@ class _StagedTransport(EmbeddedTransport):
         super().__init__()
         self.stopwatch = Stopwatch()
 
-    def apply(self, session_id: str, step: Step) -> StepResult:
+    async def apply(self, session_id: str, step: Step) -> StepResult:
         """See `Transport`."""
         time = self.stopwatch.time
         sent = time("encode_step", lambda: wire_steps.step_to_proto(step, session_id).SerializeToString())
         received = time("decode_step", lambda: wire_steps.step_from_proto(step_pb2.Step.FromString(sent)))
-        result = time("core", super().apply, session_id, received)
+        result = time("core", run, super().apply(session_id, received))
         answer = time("encode_result", lambda: wire_steps.result_to_proto(result).SerializeToString())
         return time("decode_result", lambda: wire_steps.result_from_proto(step_pb2.StepResult.FromString(answer)))
 

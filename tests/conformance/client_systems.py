@@ -1,4 +1,4 @@
-"""Systems under test that reach the service through client sessions and through unary calls."""
+"""The service under test, through sessions of the client and through unary calls."""
 
 import asyncio
 import inspect
@@ -25,13 +25,13 @@ from kvpool.client import (
     aio,
 )
 from kvpool.client.transports import messages
-from kvpool.core.blocks.quota import NO_QUOTA
+from kvpool.client.transports.transport import SessionOptions
 from kvpool.core.ids import NULL_BLOCK, BlockHash, GroupId
 from kvpool.v1 import allocator_pb2, allocator_pb2_grpc, event_pb2, event_pb2_grpc, step_pb2
 
 
 class WatchedSystem(ABC):
-    """Reads the state of a pool with GetPool and Watch, with one GetPool call per line of a schedule."""
+    """Reads the state of a pool with GetPool, once per line of a schedule, and its events with Watch."""
 
     def __init__(self) -> None:
         self._info: PoolInfo | None = None
@@ -65,13 +65,13 @@ class WatchedSystem(ABC):
         return self._info.usage
 
     def events(self, count: int) -> list[Line]:
-        """Reads the batches up to the newest one, whose number the pool reports."""
+        """Reads all batches up to the pool's newest, whose number GetPool returns."""
         del count
         assert self._info is not None
         lines = []
         while self._seen_batches < self._info.event_sequence:
             batch = next(self._batches, None)
-            if batch is None:  # not started yet, or embedded, where a watch ends after the newest batch
+            if batch is None:  # not started yet, or embedded: there a watch ends after the newest batch
                 self._batches = self.watch(self._seen_batches + 1)
                 continue
             self._seen_batches += 1
@@ -81,7 +81,7 @@ class WatchedSystem(ABC):
 
 
 class ClientSystem(WatchedSystem):
-    """A client session, over any transport."""
+    """A session of a client, with any transport."""
 
     def __init__(self, client: Client, config: PoolConfig) -> None:
         super().__init__()
@@ -160,7 +160,7 @@ class UnarySystem(WatchedSystem):
         self._computed: dict[str, allocator_pb2.ComputedBlocks] = {}
         self._sequence = 0
         self._stub.CreatePool(messages.create_pool_request(config))
-        opened = self._stub.OpenSession(messages.open_session_request(config.name, "", 0.0, NO_QUOTA))
+        opened = self._stub.OpenSession(messages.open_session_request(SessionOptions(config.name)))
         self._session_id = opened.session.session_id
 
     def info(self) -> PoolInfo:
@@ -221,8 +221,8 @@ class UnarySystem(WatchedSystem):
             num_encoder_tokens=line["num_encoder_tokens"],
             delay_cache_blocks=line["delay_cache_blocks"],
         )
-        request.have_room(line["num_computed_tokens"], 0)
-        for i, group in enumerate(self._config.groups):  # see OPERATION_ALLOCATE in the proto
+        request.set_computed(line["num_computed_tokens"], 0)
+        for i, group in enumerate(self._config.groups):  # as the proto documents for OPERATION_ALLOCATE
             skipped = group.spec.num_skipped_tokens(request.num_computed_tokens) // self._config.span_tokens(GroupId(i))
             table = request.block_ids[i]
             table[:skipped] = [NULL_BLOCK] * len(table[:skipped])
@@ -230,7 +230,7 @@ class UnarySystem(WatchedSystem):
             return None
         assert answer.outcome == step_pb2.OUTCOME_UNSPECIFIED
         num_new_tokens = line["num_new_computed_tokens"] + line["num_new_tokens"]
-        request.have_room(request.num_computed_tokens + num_new_tokens, 0)
+        request.set_computed(request.num_computed_tokens + num_new_tokens, 0)
         hit = [list(group.block_ids) for group in computed.groups] if computed else [[] for _ in request.block_ids]
         new = [list(group.block_ids) for group in answer.new_blocks]
         for table, hit_ids, new_ids in zip(request.block_ids, hit, new, strict=True):
@@ -274,7 +274,7 @@ class UnarySystem(WatchedSystem):
 
 
 class BlockingAio:
-    """An asyncio client with blocking methods, used in place of `Client` and `Session`."""
+    """Calls an asyncio client from outside its loop, in place of `Client` and `Session`."""
 
     def __init__(self, target: Any, loop: asyncio.AbstractEventLoop) -> None:
         self._target = target

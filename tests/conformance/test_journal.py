@@ -23,11 +23,11 @@ class MortalTransport(EmbeddedTransport):
         self.lives = 0
         self._live()
 
-    def apply(self, session_id: str, step: Step) -> StepResult:
+    async def apply(self, session_id: str, step: Step) -> StepResult:
         self._changes += 1
         if self._changes % CHANGES_A_LIFE == 0:
             self.die()
-        return super().apply(session_id, step)
+        return await super().apply(session_id, step)
 
     def die(self) -> None:
         if self.lives % 2:

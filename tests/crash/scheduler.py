@@ -27,7 +27,7 @@ from kvpool.client import (
     UnavailableError,
     WrongStateError,
 )
-from kvpool.client.transports.grpc import GrpcTransport
+from kvpool.client.transports.blocking_grpc import BlockingGrpcTransport
 from kvpool.core.ids import PoolName
 from kvpool.core.steps.columns import Step, StepResult
 
@@ -82,16 +82,16 @@ class Settings:
         return [sys.executable, "-m", "crash.scheduler", json.dumps(asdict(self))]
 
 
-class _TwiceTransport(GrpcTransport):
-    """Repeats some of the steps after their answers: the answers must be equal."""
+class _TwiceTransport(BlockingGrpcTransport):
+    """Sends one step in so many again once it was answered: the answer must be the same."""
 
     log: Log
     chance: random.Random
 
-    def apply(self, session_id: str, step: Step) -> StepResult:
-        result = super().apply(session_id, step)
+    async def apply(self, session_id: str, step: Step) -> StepResult:
+        result = await super().apply(session_id, step)
         if self.chance.random() < 0.05:
-            again = super().apply(session_id, step)
+            again = await super().apply(session_id, step)
             if again != result:
                 self.log.write("violation", what="ANSWERED_DIFFERENTLY", seq=step.sequence)
         return result

@@ -1,7 +1,7 @@
-"""Malformed results of a hostile server: neither a session nor a rank accepts them.
+"""Malformed answers of a server, to a session and to a rank.
 
-The real core gives a step's result, which is then mutated. The session either refuses the mutated result, with the step
-unanswered and nothing changed, or the result is possible for the step.
+A corrupted result of a step either raises ServerError, with nothing changed and the step still without an answer; or it
+is well formed, and gives only blocks that exist.
 """
 
 from copy import deepcopy
@@ -12,12 +12,12 @@ from google.protobuf.message import DecodeError
 
 from fuzz.configs import CONFIGS
 from fuzz.mutations import mutate_bytes, mutate_fields
-from kvpool.client import PoolConfig, Session, WrongStateError
+from kvpool.client import Client, PoolConfig, Session, WrongStateError
+from kvpool.client.blocking import run
 from kvpool.client.errors import KvpoolError, ServerError
 from kvpool.client.request import Request
 from kvpool.client.step_builder import StepBuilder
 from kvpool.client.transports.embedded import EmbeddedTransport
-from kvpool.core.blocks.quota import NO_QUOTA
 from kvpool.core.steps.columns import Step, StepResult
 from kvpool.gpu_worker.fence import Fence
 from kvpool.gpu_worker.join import RankProtocol
@@ -31,19 +31,19 @@ _ROUNDS = 300
 _CONFIGS = [config for config in CONFIGS if config.enable_caching and config.hash_scheme.algorithm != "fuzz"]
 
 
-class LyingTransport(EmbeddedTransport):
-    """The core in this process, with results that are mutated while `is_lying`."""
+class CorruptingTransport(EmbeddedTransport):
+    """The core in this process, whose results can be corrupted."""
 
     def __init__(self, rng: Random) -> None:
         super().__init__()
-        self.is_lying = False
+        self.is_corrupting = False
         self._rng = rng
 
-    def apply(self, session_id: str, step: Step) -> StepResult:
-        result = super().apply(session_id, step)
-        return self._mutate(result) if self.is_lying else result
+    async def apply(self, session_id: str, step: Step) -> StepResult:
+        result = await super().apply(session_id, step)
+        return self._corrupt(result) if self.is_corrupting else result
 
-    def _mutate(self, result: StepResult) -> StepResult:
+    def _corrupt(self, result: StepResult) -> StepResult:
         while True:
             message = result_to_proto(result)
             if self._rng.random() < 0.7:
@@ -57,7 +57,7 @@ class LyingTransport(EmbeddedTransport):
 
 
 def _ask(rng: Random, step: StepBuilder, session: Session, requests: list[Request]) -> None:
-    """A round of a scheduler: one request is added, some continue, some are freed."""
+    """A step of a scheduler: one request is added, some continue, some are freed."""
     for request in list(requests):
         chance = rng.random()
         if chance < 0.15 or len(requests) > 6:
@@ -81,34 +81,34 @@ def _view(session: Session, requests: list[Request]) -> object:
 
 
 @pytest.mark.parametrize("config", _CONFIGS, ids=lambda config: str(config.name))
-def test_a_session_refuses_impossible_results(config: PoolConfig) -> None:
+def test_a_malformed_result_raises_server_error_and_changes_nothing(config: PoolConfig) -> None:
     rng = Random(3)
-    transport = LyingTransport(rng)
-    transport.create_pool(config)
-    session, requests = Session(transport, transport.open_session(config.name, "", 0.0, NO_QUOTA)), list[Request]()
+    transport = CorruptingTransport(rng)
+    run(transport.create_pool(config))
+    session, requests = Client(transport).open_session(config.name), list[Request]()
     num_refused = 0
     for _ in range(_ROUNDS):
         step = StepBuilder()
         _ask(rng, step, session, requests)
         before = _view(session, requests)
-        transport.is_lying = rng.random() < 0.8
+        transport.is_corrupting = rng.random() < 0.8
         try:
-            session._send(step)
+            session.send(step)
         except ServerError:
             assert _view(session, requests) == before
             with pytest.raises(WrongStateError, match="settle"):
                 session.free(requests[0])
             num_refused += 1
-            transport.is_lying = False
+            transport.is_corrupting = False
             session.settle()
-        if transport.is_lying:  # the result was accepted, so it is possible for the step
+        if transport.is_corrupting:  # the result was well formed
             assert all(0 <= i < config.num_blocks for r in requests for table in r.block_ids for i in table)
-            transport.close_session(session.session_id)
-            session, requests = Session(transport, transport.open_session(config.name, "", 0.0, NO_QUOTA)), []
+            run(transport.close_session(session.session_id))
+            session, requests = Client(transport).open_session(config.name), []
     assert num_refused > _ROUNDS / 4
 
 
-def test_a_rank_handles_messages_of_a_hostile_server() -> None:
+def test_a_rank_handles_the_messages_of_a_hostile_server() -> None:
     rng = Random(4)
     written = [registered(), planned(1, 20), ready(1, 20), degraded(2, 0, 1), planned(2, 9), ready(2, 9)]
     written.append(worker_pb2.JoinResponse(fence=worker_pb2.Fence(fence_sequence=1, epoch=1, live_session_numbers=[1])))

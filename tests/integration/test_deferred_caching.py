@@ -1,12 +1,11 @@
-"""Blocks that decodes filled without asking, found by others of a real server once their step is said to have run."""
+"""Blocks that decodes fill on credit: other sessions of a real server find them once their step is executed."""
 
 import asyncio
 
 import pytest
 
 from kvpool.client import DeadlineError, aio, connect
-from kvpool.client.aio import AsyncSession
-from kvpool.core.steps.columns import StepResult
+from kvpool.client.transports.grpc import StepStream
 from kvpool.v1 import step_pb2
 from support.server import pool_config, running_server
 
@@ -14,7 +13,7 @@ PROMPTS = ([1] * 8, [2] * 7)
 """In blocks of 4 tokens: the first needs a block with its next token, the second fills one."""
 
 
-def test_of_a_synchronous_session() -> None:
+def test_blocks_filled_by_a_synchronous_session_are_hit_after_execution() -> None:
     with running_server() as address, connect(address) as client:
         client.create_pool(pool_config())
         session, other = client.open_session("m"), client.open_session("m")
@@ -30,14 +29,16 @@ def test_of_a_synchronous_session() -> None:
         assert client.get_pool("m").cached_blocks == 4
 
 
-@pytest.mark.parametrize("goes_on", ["the news again", "the next step"])
-def test_of_an_asynchronous_session_whose_news_got_no_answer(goes_on: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    exchange = AsyncSession._exchange_once
-    lost: list[StepResult] = []
+@pytest.mark.parametrize("continues_with", ["the report again", "the next step"])
+def test_blocks_filled_by_an_asyncio_session_are_hit_after_a_lost_report(
+    continues_with: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exchange = StepStream._exchange_once
+    lost: list[step_pb2.StepResult] = []
 
-    async def lose(self: AsyncSession, message: step_pb2.Step) -> StepResult:
+    async def lose(self: StepStream, message: step_pb2.Step) -> step_pb2.StepResult:
         lost.append(await exchange(self, message))
-        monkeypatch.setattr(AsyncSession, "_exchange_once", exchange)
+        monkeypatch.setattr(StepStream, "_exchange_once", exchange)
         raise DeadlineError("DEADLINE", "lost")
 
     async def play(address: str) -> None:
@@ -48,10 +49,10 @@ def test_of_an_asynchronous_session_whose_news_got_no_answer(goes_on: str, monke
                 await session.admit(request)
             async with session.step() as step:
                 step.decode(requests, [3, 3])
-            monkeypatch.setattr(AsyncSession, "_exchange_once", lose)
+            monkeypatch.setattr(StepStream, "_exchange_once", lose)
             with pytest.raises(DeadlineError):
                 await session.mark_executed()
-            if goes_on == "the next step":
+            if continues_with == "the next step":
                 await session.free(requests[0])
             else:
                 await session.mark_executed()

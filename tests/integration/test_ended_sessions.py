@@ -76,7 +76,8 @@ def test_an_ended_session_has_no_thread(address: str, client: Client, pool: str)
 async def test_an_asyncio_session_whose_client_was_closed_keeps_no_task(address: str, pool: str) -> None:
     async with aio.connect(address) as other:
         session = await other.open_session(pool, lease_seconds=3.0)
-    keeper = session._keepalive
+        transport: Any = other._transport
+        keeper = transport._streams[session.session_id]._keepalive
     await asyncio.wait([keeper], timeout=20.0)
     assert keeper.done()
     assert keeper.cancelled() or keeper.exception() is None

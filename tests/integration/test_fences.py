@@ -1,4 +1,4 @@
-"""Fences as ranks see them on the wire, and what becomes of the blocks of a session that was ended."""
+"""Fences as ranks see them on the wire, and the blocks of an ended session."""
 
 from collections.abc import Iterator
 
@@ -48,7 +48,7 @@ def next_fence(rank: WireRank, after: worker_pb2.Fence) -> worker_pb2.Fence:
     return rank.wait_for("fence", lambda m: m.fence.fence_sequence > after.fence_sequence).fence
 
 
-def test_blocks_are_given_to_others_when_every_rank_has_answered(address: str, client: Client) -> None:
+def test_blocks_are_reused_when_every_rank_has_answered_the_fence(address: str, client: Client) -> None:
     ranks = form(address, 2, 2)
     first = [rank.wait_for("fence").fence for rank in ranks]
     assert [(f.fence_sequence, f.epoch, f.last_session_number, [*f.live_session_numbers]) for f in first] == [
@@ -71,7 +71,7 @@ def test_blocks_are_given_to_others_when_every_rank_has_answered(address: str, c
     assert list(fence.live_session_numbers) == [second.session_number], "closed sessions are fenced, too"
 
 
-def test_a_rank_that_does_not_fence_makes_blocks_wait_for_their_time(address: str, client: Client) -> None:
+def test_without_fencing_blocks_wait_for_the_quarantine(address: str, client: Client) -> None:
     fencing, other = form(address, 2, 1)
     first = fencing.wait_for("fence").fence
     evict(address, fill(client))
@@ -82,7 +82,7 @@ def test_a_rank_that_does_not_fence_makes_blocks_wait_for_their_time(address: st
     assert not any(message.WhichOneof("message") == "fence" for message in other.messages)
 
 
-def test_an_answer_to_what_was_never_sent_ends_the_stream(address: str, client: Client) -> None:
+def test_an_answer_to_a_fence_that_was_never_sent_ends_the_stream(address: str, client: Client) -> None:
     (rank,) = form(address, 1, 1)
     fence = rank.wait_for("fence").fence
     evict(address, fill(client))

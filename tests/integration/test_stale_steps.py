@@ -1,6 +1,6 @@
-"""A scheduler that is stopped, loses its lease and goes on with the tables it had: no block is used by two.
+"""A scheduler that is stopped, loses its lease and continues with its old tables: no block is used by two sessions.
 
-Real processes: the server, a rank that runs steps in an engine, a `kvpool worker`, the scheduler that is stopped.
+Real processes: the server, a rank that runs steps in an engine, a `kvpool worker`, and the stopped scheduler.
 """
 
 import signal
@@ -19,7 +19,7 @@ from support.workers import Workers, worker_processes
 NEVER_SECONDS = 3600.0
 BLOCK_SIZE = 16
 REST_BLOCKS = (31, 31, 30)
-"""With the seven of the stopped scheduler all that there are."""
+"""With the seven blocks of the stopped scheduler, all blocks of the pool."""
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ def quarantined(client: Client) -> int:
     return client.get_pool("m").quarantined_blocks
 
 
-def test_no_step_of_a_stopped_scheduler_meets_the_blocks_of_another(folder: Path, workers: Workers) -> None:
+def test_a_stopped_schedulers_step_never_uses_blocks_of_another_session(folder: Path, workers: Workers) -> None:
     with (
         running_server(dead_peer_seconds=1.0, quarantine_seconds=NEVER_SECONDS) as address,
         connect(address) as client,
@@ -54,14 +54,14 @@ def test_no_step_of_a_stopped_scheduler_meets_the_blocks_of_another(folder: Path
             engine.wait_until_held()
 
             scheduler.signal(signal.SIGSTOP)
-            wait_until(lambda: quarantined(client) == len(old) == 7, "its lease runs out, its step goes on")
+            wait_until(lambda: quarantined(client) == len(old) == 7, "its lease expires while its step runs")
             with client.open_session("m", client_name="another") as session:
                 rest = [session.request(f"rest {i}", [i] * BLOCK_SIZE * blocks) for i, blocks in enumerate(REST_BLOCKS)]
                 assert all(session.admit(request) for request in rest)
                 last = session.request("last", [7] * len(PROMPT))
                 assert session.admit(last) is None, "none is left beside those of the stopped one"
                 beats = engine.heartbeats()
-                wait_until(lambda: engine.heartbeats() > beats + 1, "it is heard of all the time")
+                wait_until(lambda: engine.heartbeats() > beats + 1, "it sends heartbeats all the time")
                 assert quarantined(client) == len(old), "the step runs still, on one of the ranks"
 
                 engine.let_go()
@@ -69,7 +69,7 @@ def test_no_step_of_a_stopped_scheduler_meets_the_blocks_of_another(folder: Path
                 assert session.admit(last)
                 new = last.block_ids[0]
                 assert set(new) == set(old)
-                assert engine.step(session.table_lease, new, 2) == "ran", "the scheduler lives: nobody keeps it out"
+                assert engine.step(session.table_lease, new, 2) == "ran", "the scheduler is alive, and not fenced"
                 scheduler.signal(signal.SIGCONT)
                 scheduler.wait_for("step ran")
                 scheduler.wait_for("step SESSION_ENDED")

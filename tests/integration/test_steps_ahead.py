@@ -1,4 +1,4 @@
-"""Steps that a scheduler sends ahead, to take their answers later."""
+"""Steps that a scheduler begins, and settles later."""
 
 import threading
 from collections.abc import Iterator
@@ -45,8 +45,8 @@ def test_answers_come_when_the_step_is_settled(client: Client, session: Session)
     assert client.get_pool("m").activity.steps == 2
 
 
-def test_requests_grow_while_a_step_is_on_its_way(client: Client, session: Session) -> None:
-    """As in a scheduler that works ahead: the token of this step is known when the next one is on its way."""
+def test_requests_grow_while_a_step_is_in_flight(client: Client, session: Session) -> None:
+    """As in a scheduler that works ahead: the token of a step is known while the next step is in flight."""
     request = session.request("a", PROMPT)
     session.admit(request)
     plain = client.open_session("m")
@@ -69,7 +69,7 @@ def test_requests_grow_while_a_step_is_on_its_way(client: Client, session: Sessi
     assert [len(request.hashes), len(request.block_ids[0])] == [len(twin.hashes), len(twin.block_ids[0])]
 
 
-def test_nothing_else_is_asked_before_it_is_settled(client: Client, session: Session) -> None:
+def test_an_unsettled_step_blocks_other_calls(client: Client, session: Session) -> None:
     request = session.request("a", PROMPT)
     with session.begin_step() as step:
         step.admit(request)
@@ -84,7 +84,7 @@ def test_nothing_else_is_asked_before_it_is_settled(client: Client, session: Ses
     assert client.get_pool("m").free_blocks == 99
 
 
-def test_a_refusal_is_told_when_it_is_settled(client: Client, session: Session) -> None:
+def test_a_refusal_is_raised_when_the_step_is_settled(client: Client, session: Session) -> None:
     with session.begin_step() as step:
         step.evict_blocks([100])
     with pytest.raises(InvalidArgumentError, match="block_ids"):
@@ -94,7 +94,7 @@ def test_a_refusal_is_told_when_it_is_settled(client: Client, session: Session) 
 
 
 @pytest.mark.parametrize("block_id", [-1, 2**40])
-def test_what_cannot_be_sent_is_refused_and_the_session_goes_on(
+def test_a_step_that_cannot_be_encoded_is_refused_and_the_session_continues(
     client: Client, session: Session, block_id: int
 ) -> None:
     for _ in range(2):
@@ -126,7 +126,7 @@ def test_a_step_that_needs_no_message_is_answered_at_once(client: Client, sessio
     assert client.get_pool("m").activity.steps == 1
 
 
-def test_a_step_that_was_begun_may_be_given_up_with_its_session(client: Client, session: Session) -> None:
+def test_a_begun_step_may_be_abandoned_with_its_session(client: Client, session: Session) -> None:
     with session.begin_step() as step:
         step.admit(session.request("a", PROMPT))
     session.close()
@@ -134,8 +134,8 @@ def test_a_step_that_was_begun_may_be_given_up_with_its_session(client: Client, 
 
 
 @pytest.mark.parametrize("during", ["begin", "settle"])
-def test_who_is_interrupted_takes_no_answer_for_another(during: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C between any two lines: the answer that is on its way is not the next step's."""
+def test_an_interrupted_step_leaves_no_answer_for_the_next(during: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After Ctrl-C between any two lines, the answer in flight is not taken for the next step's."""
     with running_server() as address, connect(address) as client:
         client.create_pool(pool_config())
         session = client.open_session("m")

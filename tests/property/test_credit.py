@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 
 from kvpool.client import Answer, Decodes, FullAttentionSpec, KVCacheGroup, Outcome, PoolConfig, Request, StepBuilder
 from kvpool.client import Session as ClientSession
+from kvpool.client.blocking import run
 from kvpool.client.transports.embedded import EmbeddedTransport
+from kvpool.client.transports.transport import SessionOptions
 from kvpool.core.allocator import Allocator
 from kvpool.core.blocks.block_pool import BlockPool
 from kvpool.core.blocks.kv_cache_manager import KVCacheManager
@@ -175,8 +177,8 @@ class Both:
 
     def __init__(self, config: PoolConfig) -> None:
         self.transport = OpenTransport()
-        self.transport.create_pool(config)
-        opened = self.transport.open_session(config.name, "", 0.0, NO_QUOTA)
+        run(self.transport.create_pool(config))
+        opened = run(self.transport.open_session(SessionOptions(config.name)))
         self.session = ClientSession(self.transport, opened)
         self.asked = Asked(opened.config)
         self.num_encoder_tokens = 5 if any(isinstance(g.spec, CrossAttentionSpec) for g in config.groups) else 0
@@ -357,7 +359,7 @@ class Both:
 
         Excludes blocks that were cached earlier and whose last tokens were rejected since.
         """
-        requests = self.session._protocol._deferred.untold
+        requests = self.session._protocol._deferred.unreported
         span_tokens = self.session.config.hash_block_size
         return {r.block_ids[0][r.num_computed_tokens // span_tokens - 1] for r in requests} - self.cached
 

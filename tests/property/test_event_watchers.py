@@ -16,8 +16,8 @@ from zmq import Again
 
 from kvpool.client.errors import KvpoolError, UnavailableError, WrongStateError
 from kvpool.client.prefix_index import PrefixIndex
-from kvpool.client.transports.embedded import WatchOptions
 from kvpool.client.transports.resumable_watch import ResumableWatch
+from kvpool.client.transports.transport import WatchOptions
 from kvpool.core.blocks.kv_cache_manager import KVCacheManager
 from kvpool.core.ids import BlockId
 from kvpool.core.sessions.request import Request

@@ -15,7 +15,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvpool.client.option_columns import complete_options, put_options
+from kvpool.client.step_encoder import complete_options, put_options
 from kvpool.core.errors import AbortedError, KvpoolError
 from kvpool.core.ids import BlockId, RequestNumber
 from kvpool.core.sessions.session import Session

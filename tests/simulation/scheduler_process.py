@@ -23,7 +23,7 @@ from kvpool.client.errors import (
 from kvpool.client.hashing import ExtraKeys
 from kvpool.client.results import Answer, HitChanged
 from kvpool.client.step_builder import StepBuilder
-from kvpool.client.transports.embedded import HeldRequest
+from kvpool.client.transports.transport import HeldRequest
 from simulation.gpu import Computation, layouts
 from simulation.scheduler_parts import (
     Running,
@@ -78,8 +78,7 @@ class SchedulerProcess:
             except _OVER as error:
                 settings.watcher.session_ended(session, error)
                 settings.trace("%s: session ended: %s", settings.pool, error.reason)
-                session._keepalive.cancel()
-                session._end_stream()
+                client._transport.forget(session.session_id)
                 self._stored.session_id = ""
                 await self._pause()
             self._running.clear()

@@ -1,4 +1,4 @@
-"""What a scheduler imports: sessions, requests, block hashes.
+"""The client of a scheduler: sessions, requests and block hashes.
 
 `connect` for synchronous schedulers, `kvpool.client.aio.connect` for asyncio. The same API drives a server over gRPC
 and, with the address "embedded:", the core in the caller's own process.
@@ -25,7 +25,7 @@ from kvpool.client.request import Request
 from kvpool.client.results import Admission, Allocation, Answer, Decodes, HitChanged
 from kvpool.client.session import Session
 from kvpool.client.step_builder import StepBuilder
-from kvpool.client.transports.embedded import EventBatch, HeldRequest, WatchKind
+from kvpool.client.transports.transport import EventBatch, HeldRequest, WatchKind
 from kvpool.core.blocks.prefix_search import ComputedBlocks
 from kvpool.core.events import AllBlocksCleared, BlockRemoved, BlockStored
 from kvpool.core.ranks.messages import PoolState, RankInfo, RankState

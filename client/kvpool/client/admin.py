@@ -1,7 +1,7 @@
-"""For operators: what a server holds and who uses it; and to drain, reset, evict and remove.
+"""The client of operators: inspects a server, drains it, resets caches, evicts sessions and removes pools.
 
-The calls are those of AdminService; proto/kvpool/v1/admin.proto says what each promises. Those that list sessions,
-requests or blocks ask page by page, as the caller reads on.
+The methods are the RPCs of AdminService, documented in proto/kvpool/v1/admin.proto. Lists of sessions, requests and
+blocks are requested page by page, as the caller iterates.
 """
 
 import contextlib
@@ -30,12 +30,12 @@ DEFAULT_DEADLINE_SECONDS: Final = 10.0
 
 @dataclass(frozen=True, slots=True)
 class ServerInfo:
-    """A server as it is at one moment.
+    """The state of a server.
 
     Attributes:
         version: Release of kvpool.
         uptime_seconds: Seconds since it started.
-        draining: Whether no pool takes new sessions: it is drained as a whole, or stops.
+        draining: Whether no pool takes new sessions: the whole server is drained, or stops.
     """
 
     version: str
@@ -45,14 +45,14 @@ class ServerInfo:
 
 @dataclass(frozen=True, slots=True)
 class Overview:
-    """A server and its pools, those that form included, by name."""
+    """A server and its pools by name, including pools that are being formed."""
 
     server: ServerInfo
     pools: tuple[PoolInfo, ...]
 
 
 class _Page(Protocol):
-    """What all answers have that come in pages."""
+    """The common part of responses that come in pages."""
 
     @property
     def next_page_token(self) -> str: ...
@@ -64,9 +64,9 @@ _PageT = TypeVar("_PageT", bound=_Page)
 class AdminClient:
     """A connection of an operator to a server. Threads may share it.
 
-    Every call raises NotFoundError, WrongStateError or InvalidArgumentError for what the server refuses, having changed
-    nothing; UnavailableError where nobody answers, and DeadlineError where no answer comes in time. Nothing is tried
-    again by itself.
+    Every call raises NotFoundError, WrongStateError or InvalidArgumentError if the server refuses it and has changed
+    nothing; UnavailableError if the server cannot be reached; and DeadlineError if no answer comes in time. No call is
+    retried automatically.
     """
 
     def __init__(
@@ -78,17 +78,17 @@ class AdminClient:
         token: str | Path | None = None,
         allow_plaintext: bool = False,
     ) -> None:
-        """Makes the connection; that nobody answers is found out by the first call.
+        """Makes the connection. A server that cannot be reached is reported by the first call.
 
         Args:
             address: `host:port` or `unix:/path`.
-            deadline_seconds: How long each call may take.
-            tls: As of `kvpool.client.connect`; likewise the others.
-            token: See there.
-            allow_plaintext: See there.
+            deadline_seconds: Time limit of each call.
+            tls: See `kvpool.client.connect`.
+            token: See `kvpool.client.connect`.
+            allow_plaintext: See `kvpool.client.connect`.
 
         Raises:
-            ValueError: As there.
+            ValueError: See `kvpool.client.connect`.
         """
         check_address(address)
         self._deadline_seconds = deadline_seconds
@@ -105,14 +105,14 @@ class AdminClient:
         self.close()
 
     def overview(self) -> Overview:
-        """Tells of the server and of all its pools."""
+        """Returns the state of the server and of all its pools."""
         with _converted():
             answer = self._stub.ListPools(admin_pb2.ListPoolsRequest(), timeout=self._deadline_seconds)
         server = ServerInfo(answer.server.version, answer.server.uptime_seconds, answer.server.draining)
         return Overview(server, tuple(map(wire_pools.info_from_proto, answer.pools)))
 
     def sessions(self, pool: str = "") -> Iterator[SessionInfo]:
-        """Yields the sessions of a pool, or of all, in the order they were opened."""
+        """Yields the sessions of a pool, or of all pools, in the order in which they were opened."""
         request = admin_pb2.ListSessionsRequest(pool_name=pool, page_size=MAX_PAGE_SIZE)
 
         def ask(token: str) -> admin_pb2.ListSessionsResponse:
@@ -123,7 +123,7 @@ class AdminClient:
             yield from map(wire_admin.session_from_proto, page.sessions)
 
     def requests(self, pool: str, session_number: int = 0) -> Iterator[RequestInfo]:
-        """Yields the requests of a pool, or of one of its sessions, session by session, by id."""
+        """Yields the requests of a pool, or of one of its sessions, by session and id."""
         request = admin_pb2.ListRequestsRequest(pool_name=pool, session_number=session_number, page_size=MAX_PAGE_SIZE)
 
         def ask(token: str) -> admin_pb2.ListRequestsResponse:
@@ -134,7 +134,7 @@ class AdminClient:
             yield from map(wire_admin.request_from_proto, page.requests)
 
     def blocks(self, pool: str, state: BlockState | None = None) -> Iterator[BlockInfo]:
-        """Yields the blocks of a pool by id, the null block left out; only those in `state` if one is given."""
+        """Yields the blocks of a pool by id, without the null block; only those in `state` if it is given."""
         request = admin_pb2.ListBlocksRequest(
             pool_name=pool, state=wire_admin.block_state_to_proto(state), page_size=MAX_PAGE_SIZE
         )
@@ -147,10 +147,10 @@ class AdminClient:
             yield from map(wire_admin.block_from_proto, page.blocks)
 
     def reset_prefix_cache(self, pool: str) -> tuple[SessionInfo, ...]:
-        """Drops all hashes of a pool if no request holds a block.
+        """Removes all hashes of a pool, unless a request holds a block.
 
         Returns:
-            The sessions that are in the way, at most 16; none if the cache was reset.
+            The sessions whose requests hold blocks, at most 16; none if the cache was reset.
         """
         request = admin_pb2.AdminServiceResetPrefixCacheRequest(pool_name=pool)
         with _converted():
@@ -158,47 +158,47 @@ class AdminClient:
         return tuple(map(wire_admin.session_from_proto, answer.holders))
 
     def evict_session(self, pool: str, session_number: int) -> SessionInfo:
-        """Ends a session of a pool and takes its blocks back; returns how it was."""
+        """Ends a session of a pool and frees its blocks; returns its last state."""
         request = admin_pb2.EvictSessionRequest(pool_name=pool, session_number=session_number)
         with _converted():
             answer = self._stub.EvictSession(request, timeout=self._deadline_seconds)
         return wire_admin.session_from_proto(answer.session)
 
     def drain(self, pool: str = "") -> int:
-        """Takes no new sessions in a pool, or in all; returns how many are open there."""
+        """Makes a pool, or all pools, refuse new sessions; returns the number of open sessions."""
         with _converted():
             return self._stub.Drain(admin_pb2.DrainRequest(pool_name=pool), timeout=self._deadline_seconds).sessions
 
     def stop(self, timeout_seconds: float) -> int:
-        """Stops the server once no session is open, and takes no new ones until then; `undrain` takes it back.
+        """Stops the server once no session is open. It refuses new sessions until then; `undrain` cancels this.
 
         Args:
-            timeout_seconds: How long the sessions that are open may go on, [0, 86400].
+            timeout_seconds: Time limit for the open sessions, [0, 86400].
 
         Returns:
-            How many there are.
+            The number of open sessions.
         """
         request = admin_pb2.DrainRequest(stop=True, timeout_seconds=timeout_seconds)
         with _converted():
             return self._stub.Drain(request, timeout=self._deadline_seconds).sessions
 
     def undrain(self, pool: str = "") -> tuple[str, ...]:
-        """Takes new sessions again in a pool, or in all that were not drained by name.
+        """Makes a pool accept new sessions again, or all pools that were not drained by name.
 
         Returns:
-            Pools that still take none among what was asked for.
+            The pools of these that still refuse new sessions.
         """
         request = admin_pb2.UndrainRequest(pool_name=pool)
         with _converted():
             return tuple(self._stub.Undrain(request, timeout=self._deadline_seconds).still_drained)
 
     def remove_pool(self, pool: str) -> None:
-        """Forgets a pool that has no sessions, and no ranks that are there or waited for."""
+        """Removes a pool that has no sessions, and no ranks that are connected or expected."""
         with _converted():
             self._stub.RemovePool(admin_pb2.RemovePoolRequest(pool_name=pool), timeout=self._deadline_seconds)
 
     def close(self) -> None:
-        """Ends the connection, and the calls that wait for an answer."""
+        """Ends the connection, and all calls in progress."""
         self._channel.close()
 
 

@@ -1,4 +1,4 @@
-"""The errors that a session's calls raise: the core's errors, wherever the core runs, and those of the network."""
+"""The errors of a client: those of the core, wherever it runs, and those of the network."""
 
 from kvpool.core.errors import (
     AbortedError,

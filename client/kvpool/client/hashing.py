@@ -1,12 +1,12 @@
-"""Block hashes: what a full block is found by, the same in every process that agrees on the scheme.
+"""Hashes of full blocks, by which they are found; equal in all processes that use the same scheme.
 
 1. The hash of a block is the algorithm over the canonical CBOR of the array [parent, token ids, extra keys]: parent is
    the hash of the block before, none_hash for the first; extra keys are an array, null if there are none.
 2. Extra keys, in this order: the LoRA; each multimodal item whose tokens overlap the block; in the first block only,
-   the cache salt. Chaining through the parent carries them on to all later blocks.
-3. Tagged keys say where they come from, so that a salt that spells a LoRA's name stays a salt. Plain keys are the bare
-   strings, with the way of vLLM 0.14.1 to find them: for blocks that become full after the prompt was hashed only the
-   last multimodal item is looked at, and the first of them counts it even if the item ends just before the block.
+   the cache salt. They affect all later blocks through the parent's hash.
+3. Tagged keys include their kind, so that a salt that equals a LoRA's name stays distinct. Plain keys are the bare
+   strings, chosen as in vLLM 0.14.1: for blocks that become full after the prompt was hashed, only the last multimodal
+   item counts, and it counts for the first of these blocks even if it ends just before that block.
 """
 
 import hashlib
@@ -22,7 +22,7 @@ from kvpool.core.ids import BlockHash
 from kvpool.core.specs.pool_config import HashScheme, KeyForm
 
 HashFunction = Callable[[bytes], bytes]
-"""From the CBOR of a block to its hash."""
+"""Computes the hash of a block from its CBOR."""
 
 
 def _sha256(data: bytes) -> bytes:
@@ -37,11 +37,11 @@ _FUNCTIONS: Final[dict[str, HashFunction]] = {"sha256_cbor": _sha256, "xxhash_cb
 
 
 def register_hash(algorithm: str, function: HashFunction) -> None:
-    """Makes an algorithm of one's own known by name; every session of a pool that uses it must do so.
+    """Registers a hash algorithm by name. Every process with a session on a pool that uses it must register it.
 
     Args:
         algorithm: The name, as in the pool's hash scheme.
-        function: Gets the canonical CBOR of a block; returns as many bytes as the scheme says.
+        function: Hashes the canonical CBOR of a block, to the number of bytes that the scheme states.
 
     Raises:
         ValueError: The name is taken by another function.
@@ -52,7 +52,7 @@ def register_hash(algorithm: str, function: HashFunction) -> None:
 
 @dataclass(frozen=True, slots=True)
 class MultiModalItem:
-    """An image, audio or video whose embeddings stand for a range of a prompt's tokens.
+    """An image, audio or video whose embeddings replace a range of a prompt's tokens.
 
     Attributes:
         identifier: Hash of its contents; equal for equal items.
@@ -67,11 +67,11 @@ class MultiModalItem:
 
 @dataclass(frozen=True, slots=True)
 class ExtraKeys:
-    """What, besides the tokens, decides a request's keys and values.
+    """The inputs, besides the tokens, that determine a request's keys and values.
 
     Attributes:
         lora_name: Its LoRA; None if there is none.
-        lora_path: Where the LoRA was loaded from; part of tagged keys.
+        lora_path: Path of the LoRA; part of tagged keys.
         cache_salt: Requests share blocks only with requests of the same salt.
         mm_items: Its multimodal items, by ascending offset.
     """
@@ -87,8 +87,8 @@ class ExtraKeys:
         Args:
             start: First token.
             end: Token after the last.
-            form: How keys are written.
-            resumed_at: First token that is hashed now, if blocks before it were hashed earlier; matters to rule 3.
+            form: Form of the keys.
+            resumed_at: First token that is hashed now, if earlier blocks were hashed before: see rule 3.
 
         Returns:
             The keys in order; None if there are none.
@@ -133,7 +133,7 @@ class BlockHasher:
         self._function = _FUNCTIONS[scheme.algorithm]
         self._form = scheme.key_form
         self._none_hash = scheme.none_hash
-        self._array = cbor2.dumps([0] * block_size)[:-block_size]  # what comes before so many items
+        self._array = cbor2.dumps([0] * block_size)[:-block_size]  # the head of an array of this size
         self._heads: dict[int, bytes] = {}
 
     def hash_block(
@@ -144,7 +144,7 @@ class BlockHasher:
         return BlockHash(self._function(data))
 
     def extend(self, hashes: list[BlockHash], token_ids: Sequence[int], keys: ExtraKeys = NO_EXTRA_KEYS) -> None:
-        """Appends to `hashes` those of the full blocks of `token_ids` that it lacks. O(new tokens)."""
+        """Appends to `hashes` the missing hashes of the full blocks of `token_ids`. O(new tokens)."""
         size, function = self.block_size, self._function
         first = len(hashes) * size
         new = token_ids[first : len(token_ids) // size * size]
@@ -163,7 +163,7 @@ class BlockHasher:
             hashes.append(BlockHash(parent))
 
     def extend_each(self, rows: Sequence[tuple[list[BlockHash], Sequence[int]]]) -> None:
-        """As `extend` for the hashes and token ids of many requests without extra keys, of one new block each."""
+        """As `extend`, for many requests without extra keys that each have one new block."""
         size, function = self.block_size, self._function
         new: list[int] = []
         for hashes, token_ids in rows:
@@ -174,12 +174,12 @@ class BlockHasher:
             hashes.append(BlockHash(function(self._joined(parent, block, _NULL))))
 
     def _joined(self, parent: bytes, block: bytes, extra: bytes) -> bytes:
-        """A block as it is hashed: an array of the parent, the array of the ids, the extra keys."""
+        """Encodes a block for hashing: an array of the parent, the array of the ids, and the extra keys."""
         head = self._heads.get(len(parent)) or self._head(len(parent))
         return b"".join((head, parent, self._array, block, extra))
 
     def _head(self, parent_bytes: int) -> bytes:
-        """What comes before a parent of so many bytes: an array of three, a string of bytes."""
+        """Encodes the bytes before a parent of this length: the heads of an array of three and of a byte string."""
         head = cbor2.dumps([b"0" * parent_bytes, 0, 0])[: -parent_bytes - 2]
         self._heads[parent_bytes] = head
         return head

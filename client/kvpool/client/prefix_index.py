@@ -1,17 +1,17 @@
-"""What a router keeps of a pool: which prefixes are cached there.
+"""The prefixes that a pool caches, as a router tracks them.
 
     index = PrefixIndex()
     for batch in client.watch("llama", snapshot=True):
         index.apply(batch)
 
 1. While `is_whole`, the index is the pool's map after batch `sequence`, exactly.
-2. A watch that must begin anew leaves the map as it was until the new one is whole; what is known to be lost (the epoch
-   passed, or the server is another one) goes at once.
+2. When a watch restarts, the map stays as it was until the new snapshot is complete. Entries that are known to be lost
+   (another epoch, or another server process) are removed at once.
 """
 
 from collections.abc import Sequence
 
-from kvpool.client.transports.embedded import EventBatch, WatchKind
+from kvpool.client.transports.transport import EventBatch, WatchKind
 from kvpool.core.events import AllBlocksCleared, BlockEvent, BlockStored
 from kvpool.core.ids import BlockHash, GroupId
 
@@ -19,14 +19,14 @@ _Map = dict[GroupId, set[BlockHash]]
 
 
 class PrefixIndex:
-    """The map of one pool, kept by one thread; others may look up meanwhile.
+    """The map of one pool. One thread updates it; other threads may look up at the same time.
 
     Attributes:
-        is_whole: Whether all that is cached was told.
+        is_whole: Whether a complete snapshot was applied.
         sequence: The newest batch that was applied.
-        epoch: The pool's epoch; 0 before anything was told.
-        boot_id: The server's boot.
-        time_seconds: When the newest of what was told happened, heartbeats included, in seconds since 1970.
+        epoch: The pool's epoch; 0 before the first message.
+        boot_id: Identifies the run of the server process.
+        time_seconds: Time of the newest message, heartbeats included, in seconds since 1970.
     """
 
     def __init__(self) -> None:
@@ -35,40 +35,40 @@ class PrefixIndex:
         self.boot_id = ""
         self.time_seconds = 0.0
         self._cached: _Map = {}
-        self._coming: _Map | None = None  # the next map, while a snapshot is told
+        self._coming: _Map | None = None  # the next map, while a snapshot arrives
 
     def __len__(self) -> int:
-        """Prefixes that are cached, over all groups."""
+        """Number of cached blocks, over all groups."""
         return sum(map(len, self._cached.values()))
 
     def __repr__(self) -> str:
         return f"<PrefixIndex: {len(self)} blocks after batch {self.sequence}, whole: {self.is_whole}>"
 
     def num_prefix_blocks(self, block_hashes: Sequence[BlockHash], group_id: int = 0) -> int:
-        """Says how many of the first blocks of a request are cached in a group. O(hit).
+        """Counts the first blocks of a request that are cached in a group. O(hit).
 
         Args:
-            block_hashes: The hashes of the group's blocks, as `Request.hashes`; where a block covers several hash
-                blocks, theirs joined.
-            group_id: The group. Of a group with a window only the last blocks are cached: see `cached`.
+            block_hashes: The hashes of the group's blocks, as `Request.hashes`. If a block covers several hash blocks,
+                their hashes joined.
+            group_id: The group. A group with a window caches only the last blocks: see `cached`.
         """
         known = self._known(group_id)
         return next((i for i, block_hash in enumerate(block_hashes) if block_hash not in known), len(block_hashes))
 
     def cached(self, block_hashes: Sequence[BlockHash], group_id: int = 0) -> list[bool]:
-        """Says of each block whether it is cached in a group."""
+        """Returns, for each block, whether it is cached in a group."""
         known = self._known(group_id)
         return [block_hash in known for block_hash in block_hashes]
 
     def entries(self) -> set[tuple[GroupId, BlockHash]]:
-        """All that is cached. O(blocks)."""
+        """Returns all cached blocks. O(blocks)."""
         return {(group_id, block_hash) for group_id, known in self._cached.items() for block_hash in known}
 
     def apply(self, batch: EventBatch) -> None:
-        """Takes in what a watch with a snapshot tells, message by message."""
+        """Applies the next message of a watch with a snapshot."""
         if (batch.boot_id, batch.epoch) != (self.boot_id, self.epoch):
             if batch.boot_id != self.boot_id or batch.kind is WatchKind.START:
-                self._cached = {}  # within a boot, the batch in which the epoch passes says so itself
+                self._cached = {}  # within one boot, the batch that changes the epoch clears the map
             self.boot_id, self.epoch = batch.boot_id, batch.epoch
         if batch.kind is WatchKind.START:
             self._coming, self.is_whole = {}, False

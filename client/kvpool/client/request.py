@@ -1,4 +1,4 @@
-"""A request as its scheduler knows it: tokens, hashes, and its own copy of the block tables."""
+"""A request of a scheduler: its tokens, hashes, and a copy of its block tables."""
 
 from collections.abc import Sequence
 
@@ -12,12 +12,13 @@ class Request:
     Attributes:
         request_id: Its id, unique in the session.
         number: Its number in steps, chosen by the session.
-        token_ids: Prompt and output. Read it; grow it with `append`.
-        block_ids: Its blocks, group by group, in the order of the tokens. Kept up to date by the session.
-        credit_tokens: Up to how many computed tokens it can go without asking the service. Kept by the session.
-        num_credit_tokens: How many that is from here; none if negative. Counted down: most decodes touch this and the
-            tokens, and nothing else.
-        extra_keys: What besides the tokens decides its contents.
+        token_ids: Prompt and output. Only `append` may change it.
+        block_ids: Its block table of each group, in the order of the tokens. Kept up to date by the session.
+        credit_tokens: Number of computed tokens up to which it can allocate on credit, without a message to the
+            service. Kept by the session.
+        num_credit_tokens: Credit that is left; none if negative. Counted down: most decodes change only this and the
+            tokens.
+        extra_keys: LoRA, cache salt and multimodal items, which determine its contents together with the tokens.
     """
 
     __slots__ = (
@@ -62,8 +63,8 @@ class Request:
         if hasher:
             hasher.extend(self._hashes, self.token_ids, extra_keys)
 
-    def follow(self, token_ids: list[int], hashes: list[BlockHash]) -> None:
-        """Reads tokens and hashes where another keeps them: lists that grow, and are never changed from here."""
+    def share(self, token_ids: list[int], hashes: list[BlockHash]) -> None:
+        """Uses the token and hash lists of another owner. They may grow, and are never changed here."""
         self.token_ids, self._hashes, self._hasher = token_ids, hashes, None
 
     def __repr__(self) -> str:
@@ -76,41 +77,41 @@ class Request:
 
     @property
     def num_computed_tokens(self) -> int:
-        """Tokens that have room, hits included; the next allocation starts there. Kept by the session."""
+        """Tokens that have slots, hits included; the next allocation starts there. Kept by the session."""
         return self.credit_tokens - self.num_credit_tokens
 
-    def have_room(self, num_computed_tokens: int, credit_tokens: int) -> None:
-        """Takes note of how many tokens have room, and up to how many it can go so without asking."""
+    def set_computed(self, num_computed_tokens: int, credit_tokens: int) -> None:
+        """Sets the number of tokens that have slots, and the number up to which it can allocate on credit."""
         self.credit_tokens = credit_tokens
         self.num_credit_tokens = credit_tokens - num_computed_tokens
 
     @property
     def hashes(self) -> list[BlockHash]:
-        """One for each full block of the tokens, if the pool caches. Computed once, the prompt's when it is made."""
+        """The hash of each full block of the tokens, if the pool caches. Each is computed once."""
         hashes, hasher = self._hashes, self._hasher
         if hasher and (len(hashes) + 1) * hasher.block_size <= len(self.token_ids):
             hasher.extend(hashes, self.token_ids, self.extra_keys)
         return hashes
 
     def append(self, token_ids: Sequence[int]) -> None:
-        """Adds generated tokens. The server learns of them with the next call."""
+        """Adds generated tokens. They are sent to the server with the next call."""
         self.token_ids += token_ids
 
     def forget_blocks(self) -> None:
-        """Empties the block tables, when they were freed."""
+        """Empties the block tables, after the blocks were freed."""
         self.block_ids = [[] for _ in self.block_ids]
         self.credit_tokens = self.num_credit_tokens = 0
 
 
-def hash_filled(requests: Sequence[Request]) -> None:
-    """Hashes together what many decodes of a session have filled: what `Request.hashes` would do one by one."""
-    hasher = requests[0]._hasher if requests else None  # noqa: SLF001 - of this file
+def hash_filled_blocks(requests: Sequence[Request]) -> None:
+    """Hashes the blocks that decodes of a session filled, together. Otherwise `Request.hashes` hashes one at a time."""
+    hasher = requests[0]._hasher if requests else None  # noqa: SLF001 - this module's class
     if not hasher:
         return
     size = hasher.block_size
     filled = []
     for request in requests:
-        hashes, token_ids = request._hashes, request.token_ids  # noqa: SLF001 - of this file
+        hashes, token_ids = request._hashes, request.token_ids  # noqa: SLF001 - this module's class
         if len(token_ids) // size == len(hashes) + 1 and request.extra_keys is NO_EXTRA_KEYS:
             filled.append((hashes, token_ids))
     hasher.extend_each(filled)

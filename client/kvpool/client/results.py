@@ -1,4 +1,4 @@
-"""What a session's calls answer."""
+"""Answers of operations, and results of a session's methods."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -10,16 +10,16 @@ from kvpool.core.steps.columns import Outcome
 
 @dataclass(slots=True)
 class Answer:
-    """What became of one operation of a step. Filled when the step has been answered.
+    """The answer of one operation of a step. Filled when the step has been answered.
 
     Attributes:
-        outcome: How it ended; None until that is known.
+        outcome: Its outcome; None until the step has been answered.
         num_hit_tokens: Tokens found in the cache.
-        num_shared_hit_tokens: Of these, tokens of blocks that another session filled.
-        num_new_tokens: Admissions: tokens beyond the hit that have room now.
-        hit_blocks: The hit's blocks, group by group.
-        new_blocks: Newly allocated blocks, group by group.
-        num_common_blocks: Common prefix: its blocks, group by group.
+        num_shared_hit_tokens: Hit tokens of blocks that another session filled.
+        num_new_tokens: Of an admission: tokens beyond the hit for which slots were allocated.
+        hit_blocks: Blocks of the hit, per group.
+        new_blocks: Newly allocated blocks, per group.
+        num_common_blocks: Of a common prefix: its number of blocks, per group.
     """
 
     outcome: Outcome | None = None
@@ -32,21 +32,21 @@ class Answer:
 
     @property
     def ok(self) -> bool:
-        """Whether the operation did as asked."""
+        """Whether the operation succeeded."""
         return self.outcome is Outcome.OK
 
     @property
     def computed(self) -> ComputedBlocks:
-        """The hit, as an allocation is told of it."""
+        """The hit, as an argument of `allocate_slots`."""
         return ComputedBlocks(tuple([BlockId(b) for b in blocks] for blocks in self.hit_blocks), self.num_hit_tokens)
 
 
 @dataclass(frozen=True, slots=True)
 class Allocation:
-    """Room that was made.
+    """Result of `Session.allocate_slots`.
 
     Attributes:
-        new_blocks: The newly allocated blocks, group by group; may be empty where the last block had room.
+        new_blocks: Newly allocated blocks, per group; empty where the last block had free slots.
     """
 
     new_blocks: list[list[int]]
@@ -54,13 +54,13 @@ class Allocation:
 
 @dataclass(slots=True)
 class Decodes:
-    """What became of a batch of decodes. Filled when the step has been answered.
+    """The answer of a batch of decodes. Filled when the step has been answered.
 
     Attributes:
-        new_blocks: For each request its newly allocated blocks, group by group; none for most. Not to be changed.
-        refused: By place in the batch, why a request got no room: preempt, and ask again.
-        is_answered: Whether the others mean something yet.
-        asking: Places in the batch of those without room in the blocks that they hold: the others get none, for sure.
+        new_blocks: The newly allocated blocks of each request, per group; empty for most. Do not change it.
+        refused: By place in the batch, the outcome of each request that got no slot: preempt a request and try again.
+        is_answered: Whether the other attributes are final.
+        asking: Places in the batch of the requests that may need new blocks. All others certainly get none.
     """
 
     new_blocks: list[list[list[int]]]
@@ -71,13 +71,13 @@ class Decodes:
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """A request that was looked up and allocated at once.
+    """Result of `Session.admit`.
 
     Attributes:
         num_hit_tokens: Tokens found in the cache.
-        num_new_tokens: Tokens beyond these that have room now.
-        hit_blocks: The hit's blocks, group by group.
-        new_blocks: The newly allocated blocks, group by group.
+        num_new_tokens: Tokens beyond the hit for which slots were allocated.
+        hit_blocks: Blocks of the hit, per group.
+        new_blocks: Newly allocated blocks, per group.
     """
 
     num_hit_tokens: int
@@ -88,10 +88,10 @@ class Admission:
 
 @dataclass(frozen=True, slots=True)
 class HitChanged:
-    """What a look-up had promised was evicted before it was allocated. Nothing was allocated.
+    """Result of `Session.allocate_slots` if a block of the look-up has been evicted. Nothing was allocated.
 
     Attributes:
-        computed: What is cached now; allocate again with it.
+        computed: The hit as it is now; allocate again with it.
     """
 
     computed: ComputedBlocks

@@ -1,19 +1,18 @@
-"""A scheduler's session, synchronous."""
+"""A scheduler's session, synchronous; and what it shares with the asyncio session."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import cached_property
 from types import TracebackType
 from typing import Self
 
-from kvpool.client import calls, steps
+from kvpool.client import operations
+from kvpool.client.blocking import blocking, run
 from kvpool.client.hashing import NO_EXTRA_KEYS, BlockHasher, ExtraKeys
+from kvpool.client.protocol import SessionProtocol, ends_session
 from kvpool.client.request import Request
-from kvpool.client.results import Admission, Allocation, HitChanged
 from kvpool.client.step_builder import StepBuilder
-from kvpool.client.steps import SessionProtocol
-from kvpool.client.transports.embedded import HeldRequest, OpenedSession, Transport
-from kvpool.core.blocks.prefix_search import ComputedBlocks
+from kvpool.client.transports.transport import HeldRequest, OpenedSession, Transport
 from kvpool.core.errors import InvalidArgumentError, KvpoolError, check_range
 from kvpool.core.ids import BlockHash, TableLease
 from kvpool.core.sessions.session_ends import ended_error
@@ -22,20 +21,23 @@ from kvpool.core.views.pool_info import PoolInfo
 
 
 class SessionBase:
-    """What sync and asyncio sessions share: requests and step numbers, no I/O.
+    """The requests and the coroutines of a session.
+
+    The asyncio session awaits the coroutines. The synchronous session runs them with a transport that blocks: see
+    `kvpool.client.blocking`.
 
     Attributes:
         config: The pool's configuration.
         epoch: The pool's epoch when the session was opened.
-        session_id: The session's secret name. A process that stores it, and `sequence`, can be started anew and resume
-            the session: see `Client.resume_session`.
-        session_number: Its number on the server, never used again, another once it is resumed; no secret.
-        table_lease: What its block tables are good for; goes with them to the ranks.
-        lease_seconds: How long it outlives its last sign of life.
-        held_requests: What the session held when it was resumed; empty if it was opened. See `adopt`.
+        session_id: The session's secret name. A process that has stored it, and `sequence`, can resume the session
+            after a restart: see `Client.resume_session`.
+        session_number: Its number on the server, never used again; a resumed session gets another. Not secret.
+        table_lease: Epoch and session number that its block tables carry to the ranks.
+        lease_seconds: The lease: how long the session outlives its last call.
+        held_requests: The requests that the session held when it was resumed; empty if it was opened. See `adopt`.
     """
 
-    def __init__(self, opened: OpenedSession) -> None:
+    def __init__(self, transport: Transport, opened: OpenedSession) -> None:
         self.config = opened.config
         self.epoch = opened.epoch
         self.session_id = opened.session_id
@@ -43,13 +45,37 @@ class SessionBase:
         self.table_lease = TableLease(opened.epoch, opened.session_number)
         self.lease_seconds = opened.lease_seconds
         self.held_requests = opened.held
+        self._transport = transport
         self._lease_timer = opened.lease_timer
         self._protocol = SessionProtocol(opened.config, opened.sequence)
-        self._adopted: set[int] = set()  # numbers
+        self._adopted: set[int] = set()
+        """Numbers of the held requests that were adopted."""
         self._last_number = max((held.number for held in opened.held), default=0)
+        self._closed = False
+
+    @property
+    def sequence(self) -> int:
+        """Number of the last step that was answered."""
+        return self._protocol.sequence
+
+    @property
+    def free_blocks(self) -> int:
+        """Blocks that the session could be given when its last step was answered; 0 before the first."""
+        return self._protocol.free_blocks
+
+    @property
+    def lease_left_seconds(self) -> float:
+        """Time for which the lease is certain to last, counted from when the last call that was answered was sent.
+
+        An engine whose memory is not fenced by ranks checks it before it executes a step: at 0 the server may have
+        given the session's blocks to other sessions. Infinity where the core is in this process. An operator or a lost
+        rank can end a session earlier. So does a server that restarts without a journal, as it has lost all leases:
+        start it after the leases and its `--quarantine-seconds` are over, or use a journal.
+        """
+        return self._lease_timer.left_seconds
 
     def request(self, request_id: str, token_ids: Sequence[int], *, extra_keys: ExtraKeys = NO_EXTRA_KEYS) -> Request:
-        """Makes a request and hashes its blocks here. The server learns of it with the first call that names it.
+        """Makes a request, and hashes its blocks. It is declared to the server by the first call that names it.
 
         Args:
             request_id: Its id, unique in the session.
@@ -62,12 +88,12 @@ class SessionBase:
     def request_hashed_elsewhere(
         self, request_id: str, token_ids: list[int], hashes: list[BlockHash], *, lora_name: str | None = None
     ) -> Request:
-        """Makes a request of an engine that hashes by itself: its lists are read as they grow, and not changed.
+        """Makes a request of an engine that hashes its blocks itself. Its lists are read as they grow, never changed.
 
         Args:
             request_id: Its id, unique in the session.
-            token_ids: Prompt and output, which may only grow; then `hashes` must have grown already.
-            hashes: One for each full hash block of the tokens, as the pool's hash scheme says; none without caching.
+            token_ids: Prompt and output, which may only grow; `hashes` must grow first.
+            hashes: The hash of each full hash block of the tokens, by the pool's hash scheme; empty without caching.
             lora_name: Its LoRA, for events.
         """
         self._last_number += 1
@@ -75,7 +101,7 @@ class SessionBase:
         request = Request(
             request_id, self._last_number, (), num_groups=len(self.config.groups), hasher=None, extra_keys=keys
         )
-        request.follow(token_ids, hashes)
+        request.share(token_ids, hashes)
         return request
 
     def adopt(
@@ -86,27 +112,26 @@ class SessionBase:
         extra_keys: ExtraKeys = NO_EXTRA_KEYS,
         num_computed_tokens: int = 0,
     ) -> Request:
-        """Makes a request of what a resumed session holds: it goes on as if this process had made it.
+        """Makes a request from one that a resumed session holds; it continues as if this process had made it.
 
-        If it is not known whether its last step has run, run that again before any other. Where a layer's state is
-        overwritten in place (Mamba), that cannot be: free the request, and begin it anew.
+        If it is unknown whether its last step has been executed, execute that step again before any other. Where a
+        layer's state is overwritten in place (Mamba), this is impossible: free the request, and start it again.
 
         Args:
             held: One of `held_requests`.
-            token_ids: Prompt and output, as far as the service was told of them or farther.
+            token_ids: Prompt and output, at least as many tokens as the service knows.
             extra_keys: Its LoRA, cache salt and multimodal items, as before.
-            num_computed_tokens: How many had room when the process before knew last, which may be more than the service
-                does: those that took room without a message. If it is 0, what the service knows, up to a block's tokens
-                fewer; they are to be computed again.
+            num_computed_tokens: Number of tokens that had slots, as last known to the previous process. It may exceed
+                the number that the service knows, by the allocations on credit. 0 for the service's number, which may
+                be up to a block's tokens smaller; compute those tokens again.
 
         Raises:
-            InvalidArgumentError: These are not the request's tokens or keys, as hashes tell where the pool caches; or
-                it was adopted already; or
-                it was declared by a unary call that gave it no number, and can neither be adopted nor freed by
-                this client. Free other requests that cannot be adopted: `free_held`.
+            InvalidArgumentError: These are not the request's tokens or keys (checked by hash where the pool caches); or
+                it was adopted already; or it was declared by a unary call without a number, and can neither be adopted
+                nor freed by this client. Free other requests that cannot be adopted with `free_held`.
         """
         if len(token_ids) < held.num_tokens:
-            known = f"{len(token_ids)} tokens, the service knows {held.num_tokens} of {held.request_id!r}"
+            known = f"{len(token_ids)} tokens; the service knows {held.num_tokens} of {held.request_id!r}"
             raise InvalidArgumentError("token_ids", known)
         if (extra_keys.lora_name or "") != held.lora_name:
             raise InvalidArgumentError("extra_keys", f"the LoRA of {held.request_id!r} is {held.lora_name!r}")
@@ -117,7 +142,7 @@ class SessionBase:
             raise InvalidArgumentError("token_ids", f"not those of {held.request_id!r}, by the hash of its last block")
         if num_computed_tokens:
             check_range("num_computed_tokens", num_computed_tokens, held.num_computed_tokens, self.config.max_model_len)
-            request.have_room(num_computed_tokens, 0)
+            request.set_computed(num_computed_tokens, 0)
         self._adopted.add(held.number)
         return request
 
@@ -133,8 +158,10 @@ class SessionBase:
         request.declared = True
         request.block_ids = [list(table) for table in held.block_ids]
         request.num_sent_computed_tokens = held.num_computed_tokens
-        request.have_room(held.num_computed_tokens, 0)
-        request.num_sent_tokens = min(held.num_tokens, request.num_tokens)  # fewer are known only of one to be freed
+        request.set_computed(held.num_computed_tokens, 0)
+        request.num_sent_tokens = min(
+            held.num_tokens, request.num_tokens
+        )  # fewer are known only of a request to be freed
         request.num_sent_hashes = held.num_tokens // self.config.hash_block_size if self._hasher else 0
         return request
 
@@ -148,60 +175,110 @@ class SessionBase:
             extra_keys=extra_keys,
         )
 
-    def _next_step(self, builder: StepBuilder) -> Step | None:
-        """The step to send; None if this process can answer it, as the session was there a moment ago."""
+    async def _send(self, builder: StepBuilder) -> None:
+        """Sends a step and applies its result."""
+        if self._protocol.unanswered_reports_only:
+            await self._settle()
         if self._protocol.must_send(builder, is_fresh=self._lease_timer.is_fresh):
-            return self._protocol.build(builder)
-        return None
+            await self._exchange(self._protocol.encode(builder))
 
-    @contextmanager
-    def _noted(self) -> Iterator[None]:
-        """Takes note of what a call ends with that is no step."""
+    async def _begin(self, builder: StepBuilder) -> None:
+        """Sends a step without waiting for its result."""
+        if self._protocol.unanswered_reports_only:
+            await self._settle()
+        if self._protocol.must_send(builder, is_fresh=self._lease_timer.is_fresh):
+            await self._transport.send(self.session_id, self._protocol.encode(builder))
+
+    async def _exchange(self, step: Step) -> None:
         try:
-            yield
+            result = await self._transport.apply(self.session_id, step)
+        except KvpoolError as error:
+            self._protocol.fail(error)
+            self._note(error)
+            raise
+        self._protocol.apply_result(result)
+
+    async def _settle(self) -> None:
+        """Waits for the answer of a step that was begun, or sends a step again that got no answer in time.
+
+        Fills its answers. Does nothing if all steps are answered.
+        """
+        step = self._protocol.unanswered()
+        if step is not None:
+            await self._exchange(step)
+
+    async def _mark_executed(self, sequence: int | None = None) -> None:
+        """Reports that all steps up to `sequence` (None: the last) have been executed on the GPU.
+
+        Until then only this session's requests hit the blocks that these steps filled. The number can also be sent with
+        the next step, without a message of its own: see `step`. If decodes of the last step filled blocks on credit,
+        this is a step itself, which reports them and increments `sequence`. If it gets no answer, call it again.
+        """
+        executed_sequence = self.sequence if sequence is None else sequence
+        if self._protocol.unanswered_reports_only:
+            await self._settle()
+        if self._protocol.must_report_filled(executed_sequence):
+            await self._send(StepBuilder(executed_sequence=executed_sequence))
+            return
+        try:
+            await self._transport.mark_executed(self.session_id, executed_sequence)
         except KvpoolError as error:
             self._note(error)
             raise
+        self._protocol.note_executed(executed_sequence)
 
-    def _fail(self, error: KvpoolError) -> None:
-        """Takes note of what a step ends with."""
-        self._protocol.fail(error)
-        self._note(error)
+    async def _free_held(self, held: HeldRequest) -> None:
+        """Frees a request of a resumed session that is not adopted; its tokens need not be known.
+
+        Raises:
+            InvalidArgumentError: It was declared by a unary call without a number, so that no step can name it. Its
+                blocks are freed by AllocatorService's Free, which takes its id, or when the session is closed.
+        """
+        builder = StepBuilder()
+        builder.free(self._held(held, ()))
+        await self._send(builder)
+
+    async def _pool(self) -> PoolInfo:
+        """Returns the current state of the pool."""
+        return await self._transport.get_pool(self.config.name)
+
+    async def _close(self) -> None:
+        """Frees the blocks that the session still holds, and ends it. Call it again if it got no answer."""
+        if self._closed:
+            return
+        try:
+            await self._transport.close_session(self.session_id)
+        except KvpoolError as error:
+            self._note(error)
+            raise
+        self._closed = True
+        self._note(ended_error("SESSION_CLOSED"))
 
     def _note(self, error: KvpoolError) -> None:
-        self._protocol.note(error)
-        if steps.ends_session(error):
+        """Notes the error of a call: the session may be over."""
+        if ends_session(error):
+            self._protocol.end(error)
             self._lease_timer.end()
-
-    @property
-    def sequence(self) -> int:
-        """Number of the last step that was answered."""
-        return self._protocol.sequence
-
-    @property
-    def free_blocks(self) -> int:
-        """Blocks that it could be given when its last step was answered; 0 before the first."""
-        return self._protocol.free_blocks
-
-    @property
-    def lease_left_seconds(self) -> float:
-        """How long the lease is sure to last, counted from when the last call that was answered had been sent.
-
-        An engine whose memory nobody else fences looks at it before it runs a step: at 0 the server may have given the
-        session's blocks to others. Infinity where the core is in this process. An operator, or a lost rank, can end a
-        session before. So does a server that comes back without a journal, as it knows nothing of leases: start it when
-        they and its `--quarantine-seconds` are over, or use a journal.
-        """
-        return self._lease_timer.left_seconds
+            self._transport.forget(self.session_id)
 
 
 class Session(SessionBase):
     """A scheduler's session. Belongs to one thread at a time; every call has a deadline and raises `KvpoolError`."""
 
-    def __init__(self, transport: Transport, opened: OpenedSession) -> None:
-        super().__init__(opened)
-        self._transport = transport
-        self._closed = False
+    get_computed_blocks = blocking(operations.get_computed_blocks)
+    admit = blocking(operations.admit)
+    allocate_slots = blocking(operations.allocate_slots)
+    cache_blocks = blocking(operations.cache_blocks)
+    free = blocking(operations.free)
+    preempt = blocking(operations.preempt)
+    evict_blocks = blocking(operations.evict_blocks)
+    reset_prefix_cache = blocking(operations.reset_prefix_cache)
+    get_common_prefix_blocks = blocking(operations.get_common_prefix_blocks)
+    free_held = blocking(SessionBase._free_held)
+    settle = blocking(SessionBase._settle)
+    mark_executed = blocking(SessionBase._mark_executed)
+    pool = blocking(SessionBase._pool)
+    close = blocking(SessionBase._close)
 
     def __enter__(self) -> Self:
         return self
@@ -211,215 +288,45 @@ class Session(SessionBase):
     ) -> None:
         self.close()
 
-    def get_computed_blocks(self, request: Request, *, counted: bool = True) -> ComputedBlocks:
-        """Looks up the longest cached prefix of a request that holds no blocks; its last token is never hit.
-
-        The blocks are not held: `allocate_slots` may find some of them gone.
-        """
-        return self._call(calls.call_get_computed_blocks(request, counted=counted))
-
-    def admit(
-        self,
-        request: Request,
-        max_new_tokens: int = 0,
-        *,
-        num_lookahead_tokens: int = 0,
-        num_encoder_tokens: int = 0,
-    ) -> Admission | None:
-        """Looks up and allocates at once, for a request that holds no blocks.
-
-        Args:
-            request: The request.
-            max_new_tokens: Most tokens to make room for beyond the hit; 0 for all that are left.
-            num_lookahead_tokens: Tokens beyond these to keep room for.
-            num_encoder_tokens: Tokens that the encoder puts out, for models with cross attention.
-
-        Returns:
-            What it got; None if there are not enough blocks, or its session would hold more than it may.
-        """
-        return self._call(calls.call_admit(request, max_new_tokens, num_lookahead_tokens, num_encoder_tokens))
-
-    def allocate_slots(  # noqa: PLR0913 - the reference's own parameters
-        self,
-        request: Request,
-        num_new_tokens: int,
-        *,
-        computed: ComputedBlocks | None = None,
-        num_computed_tokens: int | None = None,
-        num_lookahead_tokens: int = 0,
-        num_encoder_tokens: int = 0,
-        delay_cache_blocks: bool = False,
-    ) -> Allocation | HitChanged | None:
-        """Makes room for more tokens of a request, and caches the blocks that become full.
-
-        Args:
-            request: The request.
-            num_new_tokens: Tokens to make room for, beyond the computed ones and the hit.
-            computed: What `get_computed_blocks` promised, for a request that holds no blocks.
-            num_computed_tokens: Computed tokens, if fewer than have room (drafts were rejected).
-            num_lookahead_tokens: Tokens beyond the new ones to keep room for (drafts).
-            num_encoder_tokens: Tokens that the encoder puts out, for models with cross attention; in the call that
-                finds the request without blocks.
-            delay_cache_blocks: Leave full blocks uncached until `cache_blocks`.
-
-        Returns:
-            The new blocks; None if there are not enough, or the session would hold more than it may (preempt and try
-            again; the outcome in a `step` tells which); `HitChanged` if some of what was promised has been evicted
-            meanwhile (allocate again with what it holds). In the last two cases nothing was allocated.
-        """
-        return self._call(
-            calls.call_allocate_slots(
-                request,
-                num_new_tokens,
-                computed,
-                num_computed_tokens,
-                num_lookahead_tokens,
-                num_encoder_tokens=num_encoder_tokens,
-                delay_cache_blocks=delay_cache_blocks,
-            )
-        )
-
-    def cache_blocks(self, request: Request, num_computed_tokens: int) -> None:
-        """Caches the full blocks among the first `num_computed_tokens` tokens (after delay_cache_blocks)."""
-        self._call(calls.call_simply(lambda step: step.cache_blocks(request, num_computed_tokens)))
-
-    def free(self, request: Request) -> None:
-        """Frees the request's blocks, the last first, and forgets it.
-
-        What was not said to be computed of it by then (`mark_executed`) is found by nobody: its step may never run.
-        """
-        self._call(calls.call_simply(lambda step: step.free(request)))
-
-    def preempt(self, request: Request) -> None:
-        """Frees the request's blocks, as `free`; it keeps its tokens and will be admitted again."""
-        self._call(calls.call_simply(lambda step: step.preempt(request)))
-
-    def free_held(self, held: HeldRequest) -> None:
-        """Frees a request of a resumed session that is not adopted; its tokens need not be known.
-
-        Raises:
-            InvalidArgumentError: It was declared by a unary call that gave it no number, so that no step can name it.
-                Its blocks come back with AllocatorService's Free, which takes its id, or when the session is closed.
-        """
-        self._call(calls.call_simply(lambda step: step.free(self._held(held, ()))))
-
-    def evict_blocks(self, block_ids: Sequence[int]) -> None:
-        """Drops the hashes of blocks."""
-        self._call(calls.call_simply(lambda step: step.evict_blocks(block_ids)))
-
-    def reset_prefix_cache(self) -> bool:
-        """Drops all hashes; False if a request of any session holds a block, and nothing was dropped."""
-        return self._call(calls.call_simply(lambda step: step.reset_prefix_cache())).ok
-
-    def get_common_prefix_blocks(self, request: Request) -> list[int]:
-        """Counts the leading blocks, group by group, that all requests of this session that hold blocks share."""
-        return self._call(calls.call_simply(lambda step: step.get_common_prefix_blocks(request))).num_common_blocks
-
     def step(
         self, *, admission_budget_tokens: int = 0, executed_sequence: int = 0, launched_sequence: int = 0
     ) -> AbstractContextManager[StepBuilder]:
-        """Collects operations and sends them as one message when the block ends; then their answers are filled.
+        """Collects operations. Sends them as one message and fills their answers when the `with` block ends.
 
         Args:
-            admission_budget_tokens: Tokens that all admissions together may make room for; 0 for no limit.
+            admission_budget_tokens: Maximum number of tokens that all admissions together allocate; 0 for no limit.
             executed_sequence: Newest step whose execution has finished: see `mark_executed`.
-            launched_sequence: Newest step whose execution is sure to come, before that of any later one: what was
-                filled up to there stays in the cache when its request is freed, though it was not yet executed.
+            launched_sequence: Newest step that is certain to be executed, before any later step. Blocks that steps up
+                to it filled stay in the cache when their request is freed, although they are not executed yet.
         """
-        return _Collected(StepBuilder(admission_budget_tokens, executed_sequence, launched_sequence), self._send)
+        return _Collected(StepBuilder(admission_budget_tokens, executed_sequence, launched_sequence), self.send)
 
     def begin_step(
         self, *, admission_budget_tokens: int = 0, executed_sequence: int = 0, launched_sequence: int = 0
     ) -> AbstractContextManager[StepBuilder]:
-        """As `step`, but the block ends without waiting for the service: `settle` does, and fills the answers.
+        """As `step`, but does not wait for the service: `settle` waits, and fills the answers.
 
-        For a scheduler that works a step ahead: the service allocates while it does something else. Until it settles,
-        this session answers no other call that makes a step; its requests may grow, which the next step tells.
+        For a scheduler that works one step ahead: the service allocates meanwhile. Until it settles, the session
+        refuses every other call that makes a step. Its requests may grow; the next step reports their tokens.
 
         Args:
             admission_budget_tokens: See `step`.
             executed_sequence: See `step`.
             launched_sequence: See `step`.
         """
-        return _Collected(StepBuilder(admission_budget_tokens, executed_sequence, launched_sequence), self._begin)
+        return _Collected(StepBuilder(admission_budget_tokens, executed_sequence, launched_sequence), self.begin)
 
     def send(self, builder: StepBuilder) -> None:
-        """Sends a step that was collected on its own, and fills its answers: what `step` does as its block ends."""
-        self._send(builder)
+        """Sends a step and fills its answers, as the end of a `step` block does."""
+        run(self._send(builder))
 
     def begin(self, builder: StepBuilder) -> None:
-        """Sends a step that was collected on its own, without waiting: what `begin_step` does as its block ends."""
-        self._begin(builder)
-
-    def settle(self) -> None:
-        """Waits for the answer of a step that was begun, or sends one again that had no answer in time; fills it in.
-
-        Does nothing if all steps are answered.
-        """
-        step = self._protocol.unanswered()
-        if step is not None:
-            self._exchange(step)
-
-    def mark_executed(self, sequence: int | None = None) -> None:
-        """Says that all steps up to `sequence` (None: the last) have run on the GPU.
-
-        Until then the blocks that they filled are hit by this session's requests only. The number can also ride on
-        the next step, without a message of its own: see `step`. If decodes of the last step filled blocks without
-        asking, this is a step, which tells of them and moves `sequence`; if it gets no answer, it can be called again.
-        """
-        executed_sequence = self.sequence if sequence is None else sequence
-        self._settle_telling()
-        if self._protocol.must_tell(executed_sequence):
-            self._send(StepBuilder(executed_sequence=executed_sequence))
-            return
-        with self._noted():
-            self._transport.mark_executed(self.session_id, executed_sequence)
-        self._protocol.note_executed(executed_sequence)
-
-    def pool(self) -> PoolInfo:
-        """Tells what the pool is like now."""
-        return self._transport.get_pool(self.config.name)
-
-    def close(self) -> None:
-        """Frees what the session still holds and forgets it; may be called again if it was not answered."""
-        if not self._closed:
-            with self._noted():
-                self._transport.close_session(self.session_id)
-            self._closed = True
-            self._note(ended_error("SESSION_CLOSED"))
-
-    def _call(self, call: calls.Call[calls.ResultT]) -> calls.ResultT:
-        builder, read = call
-        self._send(builder)
-        return read()
-
-    def _settle_telling(self) -> None:
-        if self._protocol.is_telling:
-            self.settle()
-
-    def _send(self, builder: StepBuilder) -> None:
-        self._settle_telling()
-        step = self._next_step(builder)
-        if step:
-            self._exchange(step)
-
-    def _begin(self, builder: StepBuilder) -> None:
-        self._settle_telling()
-        step = self._next_step(builder)
-        if step:
-            self._transport.send(self.session_id, step)
-
-    def _exchange(self, step: Step) -> None:
-        try:
-            result = self._transport.apply(self.session_id, step)
-        except KvpoolError as error:
-            self._fail(error)
-            raise
-        self._protocol.finish(result)
+        """Sends a step without waiting, as the end of a `begin_step` block does."""
+        run(self._begin(builder))
 
 
 class _Collected(AbstractContextManager[StepBuilder]):
-    """A step that is sent when the block ends which collects it; every step goes through it, so it is no generator."""
+    """A step that is sent when the `with` block ends. Not a generator, as every step passes through it."""
 
     __slots__ = ("_builder", "_is_begun", "_send")
 

@@ -1,7 +1,8 @@
-"""Canonical CBOR of token ids, block by block, made of whole buffers: a sixth of the time of encoding id by id.
+"""Canonical CBOR of token ids, block by block, on whole buffers: six times faster than encoding each id by itself.
 
-An id takes 1 byte below 24; else a head that says how many follow (0x18: 1, 0x19: 2, 0x1a: 4), and these, big-endian.
-So each is written as a head and four bytes, and what it does not need is left out of all of them at once.
+An id below 24 takes 1 byte. Any other takes a head that states the number of bytes (0x18: 1, 0x19: 2, 0x1a: 4), and
+these bytes, big-endian. Each id is therefore written as a head and four bytes; then all superfluous bytes are removed
+at once.
 """
 
 import sys
@@ -13,7 +14,7 @@ from typing import Final
 import cbor2
 
 _FEW_TOKENS: Final = 48
-"""Where it does not pay."""
+"""Up to this many tokens, encoding block by block is faster."""
 _IS_SET: Final = bytes([0] + [1] * 255)
 _IS_NOT_SET: Final = bytes([1] + [0] * 255)
 _NEEDS_HEAD: Final = bytes([0] * 24 + [1] * 232)
@@ -22,17 +23,17 @@ _SIZES_BYTES: Final = bytes([1, 2, 3, 5]).ljust(256, b"\0")
 
 
 def encoded_blocks(token_ids: Sequence[int], block_size: int) -> list[bytes]:
-    """Encodes whole blocks; each is the ids of one, end to end, without what makes an array of them.
+    """Encodes whole blocks: the ids of each block, end to end, without the array head.
 
     Args:
         token_ids: The ids of all blocks.
-        block_size: Ids a block, of which `token_ids` is a multiple.
+        block_size: Ids per block; divides the number of `token_ids`.
     """
     starts = range(0, len(token_ids), block_size)
     if len(token_ids) > _FEW_TOKENS:
         try:
             words = array("I", token_ids)
-        except OverflowError:  # of 2^32 or more
+        except OverflowError:  # an id of 2^32 or more
             pass
         else:
             return _cut(words, [start + block_size - 1 for start in starts])
@@ -41,7 +42,7 @@ def encoded_blocks(token_ids: Sequence[int], block_size: int) -> list[bytes]:
 
 
 def _cut(words: "array[int]", lasts: Sequence[int]) -> list[bytes]:
-    """Encodes ids of 32 bits; a piece ends with the id at each place of `lasts`."""
+    """Encodes ids of 32 bits, in pieces; `lasts` are the indices of the last id of each piece."""
     count = len(words)
     if sys.byteorder == "little":
         words.byteswap()
@@ -52,7 +53,7 @@ def _cut(words: "array[int]", lasts: Sequence[int]) -> list[bytes]:
     has_head = _either(over_one_byte, least.translate(_NEEDS_HEAD))
     num_steps = (_number(over_two_bytes) + _number(over_one_byte) + _number(has_head)).to_bytes(count)
 
-    # As text, of two bytes a character: the second one marks those that are left out, whose first is 0.
+    # As text of two bytes per character: the second byte marks characters to remove, whose first byte is 0.
     text = bytearray(10 * count)
     columns = (num_steps.translate(_HEADS), most, more, less, least)
     needs = (has_head, over_two_bytes, over_two_bytes, over_one_byte, b"\1" * count)

@@ -231,6 +231,7 @@ class OpenSessionRequest(_message.Message):
     MIN_BLOCKS_FIELD_NUMBER: _builtins.int
     MAX_BLOCKS_FIELD_NUMBER: _builtins.int
     MEMORY_ID_FIELD_NUMBER: _builtins.int
+    PROTOCOL_VERSION_FIELD_NUMBER: _builtins.int
     pool_name: _builtins.str
     """The pool."""
     client_name: _builtins.str
@@ -257,6 +258,10 @@ class OpenSessionRequest(_message.Message):
     trusted to use the same memory as earlier sessions, and a later session with an id counts as another memory. In a
     pool that is formed by ranks it must be empty (INVALID_ARGUMENT), because the ranks report their memory.
     """
+    protocol_version: _builtins.int
+    """Version of the protocol that the caller speaks, 1 in this release. A server that speaks another refuses the call:
+    FAILED_PRECONDITION, reason PROTOCOL_VERSION. 0: not stated, means 1.
+    """
     def __init__(
         self,
         *,
@@ -267,10 +272,11 @@ class OpenSessionRequest(_message.Message):
         min_blocks: _builtins.int = ...,
         max_blocks: _builtins.int = ...,
         memory_id: _builtins.str = ...,
+        protocol_version: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["client_name", b"client_name", "lease_seconds", b"lease_seconds", "max_blocks", b"max_blocks", "memory_id", b"memory_id", "min_blocks", b"min_blocks", "open_key", b"open_key", "pool_name", b"pool_name"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["client_name", b"client_name", "lease_seconds", b"lease_seconds", "max_blocks", b"max_blocks", "memory_id", b"memory_id", "min_blocks", b"min_blocks", "open_key", b"open_key", "pool_name", b"pool_name", "protocol_version", b"protocol_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -284,6 +290,9 @@ class OpenSessionResponse(_message.Message):
 
     SESSION_FIELD_NUMBER: _builtins.int
     CONFIG_FIELD_NUMBER: _builtins.int
+    PROTOCOL_VERSION_FIELD_NUMBER: _builtins.int
+    protocol_version: _builtins.int
+    """Version of the protocol that the server speaks, 1 in this release. 0: a server older than versions."""
     @_builtins.property
     def session(self) -> Global___Session:
         """The session."""
@@ -299,10 +308,11 @@ class OpenSessionResponse(_message.Message):
         *,
         session: Global___Session | None = ...,
         config: _pool_pb2.PoolConfig | None = ...,
+        protocol_version: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["config", b"config", "session", b"session"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["config", b"config", "session", b"session"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["config", b"config", "protocol_version", b"protocol_version", "session", b"session"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -317,6 +327,7 @@ class ResumeSessionRequest(_message.Message):
     SESSION_ID_FIELD_NUMBER: _builtins.int
     SEQUENCE_FIELD_NUMBER: _builtins.int
     RESUME_KEY_FIELD_NUMBER: _builtins.int
+    PROTOCOL_VERSION_FIELD_NUMBER: _builtins.int
     session_id: _builtins.str
     """Any id that the session ever had."""
     sequence: _builtins.int
@@ -326,16 +337,21 @@ class ResumeSessionRequest(_message.Message):
     returns the session as resumed by the first call. The call fails with ABORTED once the session was resumed with
     another key. Empty: each call resumes the session.
     """
+    protocol_version: _builtins.int
+    """Version of the protocol that the caller speaks, 1 in this release. A server that speaks another refuses the call:
+    FAILED_PRECONDITION, reason PROTOCOL_VERSION. 0: not stated, means 1.
+    """
     def __init__(
         self,
         *,
         session_id: _builtins.str = ...,
         sequence: _builtins.int = ...,
         resume_key: _builtins.str = ...,
+        protocol_version: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["resume_key", b"resume_key", "sequence", b"sequence", "session_id", b"session_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["protocol_version", b"protocol_version", "resume_key", b"resume_key", "sequence", b"sequence", "session_id", b"session_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -400,10 +416,13 @@ class ResumeSessionResponse(_message.Message):
     SEQUENCE_FIELD_NUMBER: _builtins.int
     EXECUTED_SEQUENCE_FIELD_NUMBER: _builtins.int
     REQUESTS_FIELD_NUMBER: _builtins.int
+    PROTOCOL_VERSION_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
     """Number of the session's last change. This message describes the state after it; the next change has one more."""
     executed_sequence: _builtins.int
     """Newest sequence number that the session has reported as executed."""
+    protocol_version: _builtins.int
+    """Version of the protocol that the server speaks, 1 in this release. 0: a server older than versions."""
     @_builtins.property
     def session(self) -> Global___Session:
         """The session."""
@@ -426,10 +445,11 @@ class ResumeSessionResponse(_message.Message):
         sequence: _builtins.int = ...,
         executed_sequence: _builtins.int = ...,
         requests: _abc.Iterable[Global___HeldRequest] | None = ...,
+        protocol_version: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["config", b"config", "session", b"session"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["config", b"config", "executed_sequence", b"executed_sequence", "requests", b"requests", "sequence", b"sequence", "session", b"session"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["config", b"config", "executed_sequence", b"executed_sequence", "protocol_version", b"protocol_version", "requests", b"requests", "sequence", b"sequence", "session", b"session"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

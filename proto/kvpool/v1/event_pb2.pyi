@@ -72,6 +72,7 @@ class WatchRequest(_message.Message):
     HEARTBEAT_SECONDS_FIELD_NUMBER: _builtins.int
     SNAPSHOT_FIELD_NUMBER: _builtins.int
     BOOT_ID_FIELD_NUMBER: _builtins.int
+    PROTOCOL_VERSION_FIELD_NUMBER: _builtins.int
     pool_name: _builtins.str
     """The pool."""
     from_sequence: _builtins.int
@@ -84,6 +85,10 @@ class WatchRequest(_message.Message):
     """boot_id of the server process that from_sequence refers to. Another process answers EVENTS_NOT_KEPT. Empty: not
     checked.
     """
+    protocol_version: _builtins.int
+    """Version of the protocol that the caller speaks, 1 in this release. A server that speaks another refuses the call:
+    FAILED_PRECONDITION, reason PROTOCOL_VERSION. 0: not stated, means 1.
+    """
     def __init__(
         self,
         *,
@@ -92,10 +97,11 @@ class WatchRequest(_message.Message):
         heartbeat_seconds: _builtins.float = ...,
         snapshot: _builtins.bool = ...,
         boot_id: _builtins.str = ...,
+        protocol_version: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["boot_id", b"boot_id", "from_sequence", b"from_sequence", "heartbeat_seconds", b"heartbeat_seconds", "pool_name", b"pool_name", "snapshot", b"snapshot"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["boot_id", b"boot_id", "from_sequence", b"from_sequence", "heartbeat_seconds", b"heartbeat_seconds", "pool_name", b"pool_name", "protocol_version", b"protocol_version", "snapshot", b"snapshot"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -113,6 +119,7 @@ class WatchResponse(_message.Message):
     EPOCH_FIELD_NUMBER: _builtins.int
     BOOT_ID_FIELD_NUMBER: _builtins.int
     TIME_SECONDS_FIELD_NUMBER: _builtins.int
+    PROTOCOL_VERSION_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
     """Sequence number of this batch, or of the newest batch before this message. Batch numbers have no gaps and start at
     1; in a pool that was removed and created again they start above the earlier ones, and, after thousands of pools
@@ -128,6 +135,10 @@ class WatchResponse(_message.Message):
     """
     time_seconds: _builtins.float
     """Time of the change, in seconds since 1970 by the server's clock."""
+    protocol_version: _builtins.int
+    """Version of the protocol that the server speaks, 1 in this release. Sent with
+    WATCH_RESPONSE_KIND_START; 0 there: a server older than versions.
+    """
     @_builtins.property
     def events(self) -> _containers.RepeatedCompositeFieldContainer[Global___BlockEvent]:
         """The events; empty in kinds without events."""
@@ -141,10 +152,11 @@ class WatchResponse(_message.Message):
         epoch: _builtins.int = ...,
         boot_id: _builtins.str = ...,
         time_seconds: _builtins.float = ...,
+        protocol_version: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["boot_id", b"boot_id", "epoch", b"epoch", "events", b"events", "kind", b"kind", "sequence", b"sequence", "time_seconds", b"time_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["boot_id", b"boot_id", "epoch", b"epoch", "events", b"events", "kind", b"kind", "protocol_version", b"protocol_version", "sequence", b"sequence", "time_seconds", b"time_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -202,6 +202,7 @@ class Step(_message.Message):
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     REQUEST_IDS_FIELD_NUMBER: _builtins.int
     LORA_NAMES_FIELD_NUMBER: _builtins.int
+    PROTOCOL_VERSION_FIELD_NUMBER: _builtins.int
     session_id: _builtins.str
     """The session. Required in the first step of a stream; empty or equal in later ones."""
     sequence: _builtins.int
@@ -224,6 +225,10 @@ class Step(_message.Message):
     block_hashes: _builtins.bytes
     """Queue: hashes of the hash blocks that the appended tokens filled, concatenated. With caching, a request has one
     hash per hash_block_size tokens; without, none.
+    """
+    protocol_version: _builtins.int
+    """Version of the protocol that the caller speaks, 1 in this release; read in the first step of a stream. A server that
+    speaks another refuses the step: FAILED_PRECONDITION, reason PROTOCOL_VERSION. 0: not stated, means 1.
     """
     @_builtins.property
     def operations(self) -> _containers.RepeatedScalarFieldContainer[Global___Operation.ValueType]:
@@ -352,10 +357,11 @@ class Step(_message.Message):
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
         request_ids: _abc.Iterable[_builtins.str] | None = ...,
         lora_names: _abc.Iterable[_builtins.str] | None = ...,
+        protocol_version: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["admission_budget_tokens", b"admission_budget_tokens", "block_hashes", b"block_hashes", "block_ids", b"block_ids", "delay_cache_blocks", b"delay_cache_blocks", "executed_sequence", b"executed_sequence", "full_sequence_must_fit", b"full_sequence_must_fit", "launched_sequence", b"launched_sequence", "lora_names", b"lora_names", "num_appended_tokens", b"num_appended_tokens", "num_block_ids", b"num_block_ids", "num_credit_allocations", b"num_credit_allocations", "num_encoder_tokens", b"num_encoder_tokens", "num_external_tokens", b"num_external_tokens", "num_in_flight_tokens", b"num_in_flight_tokens", "num_lookahead_tokens", b"num_lookahead_tokens", "num_new_tokens", b"num_new_tokens", "num_rejected_tokens", b"num_rejected_tokens", "num_reserved_blocks", b"num_reserved_blocks", "num_taken_tokens", b"num_taken_tokens", "num_watermark_blocks", b"num_watermark_blocks", "operations", b"operations", "request_ids", b"request_ids", "request_numbers", b"request_numbers", "sequence", b"sequence", "session_id", b"session_id", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["admission_budget_tokens", b"admission_budget_tokens", "block_hashes", b"block_hashes", "block_ids", b"block_ids", "delay_cache_blocks", b"delay_cache_blocks", "executed_sequence", b"executed_sequence", "full_sequence_must_fit", b"full_sequence_must_fit", "launched_sequence", b"launched_sequence", "lora_names", b"lora_names", "num_appended_tokens", b"num_appended_tokens", "num_block_ids", b"num_block_ids", "num_credit_allocations", b"num_credit_allocations", "num_encoder_tokens", b"num_encoder_tokens", "num_external_tokens", b"num_external_tokens", "num_in_flight_tokens", b"num_in_flight_tokens", "num_lookahead_tokens", b"num_lookahead_tokens", "num_new_tokens", b"num_new_tokens", "num_rejected_tokens", b"num_rejected_tokens", "num_reserved_blocks", b"num_reserved_blocks", "num_taken_tokens", b"num_taken_tokens", "num_watermark_blocks", b"num_watermark_blocks", "operations", b"operations", "protocol_version", b"protocol_version", "request_ids", b"request_ids", "request_numbers", b"request_numbers", "sequence", b"sequence", "session_id", b"session_id", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -376,12 +382,15 @@ class StepResult(_message.Message):
     NUM_NEW_BLOCKS_FIELD_NUMBER: _builtins.int
     BLOCK_IDS_FIELD_NUMBER: _builtins.int
     NUM_SHARED_HIT_TOKENS_FIELD_NUMBER: _builtins.int
+    PROTOCOL_VERSION_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
     """The step's sequence number."""
     free_blocks: _builtins.int
     """Number of blocks that the session can allocate now: free blocks that are not reserved for other sessions, up to its
     max_blocks.
     """
+    protocol_version: _builtins.int
+    """Version of the protocol that the server speaks, 1 in this release. 0: a server older than versions."""
     @_builtins.property
     def outcomes(self) -> _containers.RepeatedScalarFieldContainer[Global___Outcome.ValueType]:
         """Column: outcome of each operation."""
@@ -426,10 +435,11 @@ class StepResult(_message.Message):
         num_new_blocks: _abc.Iterable[_builtins.int] | None = ...,
         block_ids: _abc.Iterable[_builtins.int] | None = ...,
         num_shared_hit_tokens: _abc.Iterable[_builtins.int] | None = ...,
+        protocol_version: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_ids", b"block_ids", "free_blocks", b"free_blocks", "num_hit_tokens", b"num_hit_tokens", "num_new_blocks", b"num_new_blocks", "num_new_tokens", b"num_new_tokens", "num_prefix_blocks", b"num_prefix_blocks", "num_shared_hit_tokens", b"num_shared_hit_tokens", "outcomes", b"outcomes", "sequence", b"sequence"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_ids", b"block_ids", "free_blocks", b"free_blocks", "num_hit_tokens", b"num_hit_tokens", "num_new_blocks", b"num_new_blocks", "num_new_tokens", b"num_new_tokens", "num_prefix_blocks", b"num_prefix_blocks", "num_shared_hit_tokens", b"num_shared_hit_tokens", "outcomes", b"outcomes", "protocol_version", b"protocol_version", "sequence", b"sequence"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -22,8 +22,7 @@ from kvpool.core.specs.base import KVCacheSpec
 from kvpool.v1 import pool_pb2, spec_pb2, worker_pb2
 from kvpool.wire import pools as wire_pools
 from kvpool.wire import specs as wire_specs
-
-PROTOCOL_VERSION: Final = 1
+from kvpool.wire.protocol_version import PROTOCOL_VERSION
 
 _OPTION_FIELDS: Final = (
     "max_model_len",

@@ -7,6 +7,7 @@ from kvpool.core.sessions.request import Request
 from kvpool.core.sessions.session import Session
 from kvpool.v1 import allocator_pb2, pool_pb2
 from kvpool.wire import pools as wire_pools
+from kvpool.wire.protocol_version import PROTOCOL_VERSION
 
 
 def session_to_proto(pool: KVCacheManager, session: Session) -> allocator_pb2.Session:
@@ -36,6 +37,7 @@ def resumption_to_proto(pool: KVCacheManager, session: Session) -> allocator_pb2
         sequence=session.sequence,
         executed_sequence=session.executed_sequence,
         requests=[_held_request(request) for request in session.requests.values()],
+        protocol_version=PROTOCOL_VERSION,
     )
 
 

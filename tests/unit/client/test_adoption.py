@@ -1,4 +1,4 @@
-"""A session that another part of the process takes over: its requests go on as if nothing had happened."""
+"""A session that another part of the process resumes: its requests continue unchanged."""
 
 from collections.abc import Callable
 from functools import partial
@@ -36,8 +36,8 @@ def resumed(client: Client, before: Session) -> tuple[Session, dict[str, HeldReq
     return session, {held.request_id: held for held in session.held_requests}
 
 
-def test_requests_go_on_exactly(client: Client) -> None:
-    """Windows, tokens that were not sent yet, numbers: what comes after is what an uninterrupted session gets."""
+def test_adopted_requests_continue_with_the_same_tables(client: Client) -> None:
+    """With windows and unsent tokens, later answers equal those of an uninterrupted session."""
     groups = tuple(map(KVCacheGroup, (FullAttentionSpec(4), SlidingWindowSpec(4, sliding_window=6))))
     answers = []
     for interrupt in (False, True):
@@ -47,7 +47,7 @@ def test_requests_go_on_exactly(client: Client) -> None:
         request, waiting = session.request("r", PROMPT, extra_keys=keys), session.request("w", PROMPT)
         session.admit(request, 30)
         session.get_computed_blocks(waiting)
-        request.append([1, 2, 3])  # the server has not heard of these
+        request.append([1, 2, 3])  # not sent to the server yet
         if interrupt:
             after, held = resumed(client, session)
             assert (after.session_number, after.sequence) == (session.session_number + 1, session.sequence)
@@ -55,15 +55,15 @@ def test_requests_go_on_exactly(client: Client) -> None:
             adopted = after.adopt(held["r"], request.token_ids, extra_keys=keys)
             assert (adopted.block_ids, adopted.hashes) == (request.block_ids, request.hashes)
             session, request, waiting = after, adopted, after.adopt(held["w"], PROMPT)
-        told: list[object] = [session.allocate_slots(request, 14), session.admit(waiting), session.sequence]
+        results: list[object] = [session.allocate_slots(request, 14), session.admit(waiting), session.sequence]
         new = session.request("n", [*PROMPT, 1])
-        told += [session.admit(new), new.number, request.block_ids, waiting.block_ids]
+        results += [session.admit(new), new.number, request.block_ids, waiting.block_ids]
         session.free(request)
-        answers.append([*told, session.pool().free_blocks, session.pool().prefix_cache])
+        answers.append([*results, session.pool().free_blocks, session.pool().prefix_cache])
     assert answers[0] == answers[1]
 
 
-def test_the_session_before_is_fenced_for_good(client: Client) -> None:
+def test_the_previous_session_stays_fenced(client: Client) -> None:
     session = client.open_session("m")
     request = session.request("r", PROMPT)
     session.admit(request)
@@ -87,7 +87,7 @@ def test_the_session_before_is_fenced_for_good(client: Client) -> None:
         (PROMPT, "m", "extra_keys"),
     ],
 )
-def test_what_is_not_the_request_is_not_adopted(
+def test_other_tokens_or_keys_are_not_adopted(
     client: Client, token_ids: list[int], lora_name: str | None, field: str
 ) -> None:
     session = client.open_session("m")
@@ -106,7 +106,7 @@ def hit_of_another(client: Client) -> int:
 
 
 def test_a_request_is_adopted_once(client: Client) -> None:
-    """Two of one number would take the same slots."""
+    """Two requests with one number would use the same slots."""
     before = client.open_session("m")
     before.admit(before.request("r", PROMPT))
     after, held = resumed(client, before)
@@ -118,7 +118,7 @@ def test_a_request_is_adopted_once(client: Client) -> None:
     after.free(adopted)
 
 
-def test_what_was_never_said_to_be_computed_goes_with_a_request_that_is_not_adopted(client: Client) -> None:
+def test_blocks_not_reported_as_executed_are_lost_when_a_held_request_is_freed(client: Client) -> None:
     session = client.open_session("m")
     request = session.request("r", PROMPT)
     session.admit(request, 20)
@@ -131,7 +131,7 @@ def test_what_was_never_said_to_be_computed_goes_with_a_request_that_is_not_adop
     assert client.get_pool("m").free_blocks == 99
 
 
-def test_not_even_its_own_session_finds_what_the_process_before_may_not_have_computed(client: Client) -> None:
+def test_a_resumed_session_does_not_hit_blocks_that_may_not_have_been_executed(client: Client) -> None:
     session = client.open_session("m")
     session.admit(session.request("r", PROMPT))
     after, held = resumed(client, session)
@@ -139,7 +139,7 @@ def test_not_even_its_own_session_finds_what_the_process_before_may_not_have_com
     assert after.get_computed_blocks(after.request("again", PROMPT)).num_tokens == 0
 
 
-def test_what_is_adopted_is_found_when_it_was_computed_again(client: Client) -> None:
+def test_adopted_blocks_are_hit_after_they_are_computed_again(client: Client) -> None:
     session = client.open_session("m")
     session.admit(session.request("r", PROMPT))
     after, held = resumed(client, session)
@@ -150,7 +150,9 @@ def test_what_is_adopted_is_found_when_it_was_computed_again(client: Client) -> 
 
 
 @pytest.mark.parametrize("executed", [False, True])
-def test_what_the_process_before_freed_stays_if_it_said_that_it_was_computed(client: Client, *, executed: bool) -> None:
+def test_blocks_freed_by_the_previous_process_stay_cached_if_reported_as_executed(
+    client: Client, *, executed: bool
+) -> None:
     session = client.open_session("m")
     request = session.request("r", PROMPT)
     session.admit(request)
@@ -163,14 +165,14 @@ def test_what_the_process_before_freed_stays_if_it_said_that_it_was_computed(cli
     assert hit_of_another(client) == (40 if executed else 0)
 
 
-def test_a_sequence_that_was_never_reached_takes_nothing_over(client: Client) -> None:
+def test_resuming_with_a_sequence_that_was_never_reached_is_refused(client: Client) -> None:
     session = client.open_session("m")
     with pytest.raises(InvalidArgumentError, match="sequence"):
         client.resume_session(session.session_id, sequence=1)
     assert session.admit(session.request("r", PROMPT)) is not None
 
 
-def test_a_session_that_closed_says_so_for_ever(client: Client) -> None:
+def test_a_closed_session_raises_the_same_error_every_time(client: Client) -> None:
     session = client.open_session("m")
     session.close()
     for _ in range(2):

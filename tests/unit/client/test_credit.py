@@ -1,4 +1,4 @@
-"""What a session answers by itself: nothing is sent, nothing is lost, and what is refused is taken back."""
+"""Allocations on credit: they send no message, are counted, and are reverted with a refused step."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -25,9 +25,10 @@ from kvpool.client import (
     SlidingWindowSpec,
     StepBuilder,
 )
+from kvpool.client.blocking import run
 from kvpool.client.lease import LeaseTimer
 from kvpool.client.transports.embedded import EmbeddedTransport
-from kvpool.core.blocks.quota import NO_QUOTA
+from kvpool.client.transports.transport import SessionOptions
 from kvpool.core.ids import PoolName
 from kvpool.core.steps.columns import Operation, Step, StepResult
 from support.server import pool_config
@@ -38,37 +39,37 @@ Ask = Callable[[StepBuilder, Request, int], object]
 
 
 class CountingTransport(EmbeddedTransport):
-    """Keeps every step that is sent. Loses the answer to the next one, if told to."""
+    """Records every step that is sent. Loses the answer to the next one if `lose` is set."""
 
     def __init__(self) -> None:
         super().__init__()
         self.sent: list[Step] = []
         self.lose = False
 
-    def apply(self, session_id: str, step: Step) -> StepResult:
+    async def apply(self, session_id: str, step: Step) -> StepResult:
         self.sent.append(step)
-        result = super().apply(session_id, step)
+        result = await super().apply(session_id, step)
         if self.lose:
             self.lose = False
             raise DeadlineError("DEADLINE", "lost")
         return result
 
     def take_sent(self) -> list[Step]:
-        """The steps since the last time."""
+        """Returns the steps sent since the last call."""
         sent, self.sent = self.sent, []
         return sent
 
     def info(self) -> PoolInfo:
-        return self.get_pool("m")
+        return run(self.get_pool("m"))
 
 
 def open_session(transport: CountingTransport, lease_timer: LeaseTimer | None = None) -> Session:
-    opened = transport.open_session("m", "", 0.0, NO_QUOTA)
+    opened = run(transport.open_session(SessionOptions("m")))
     return Session(transport, replace(opened, lease_timer=lease_timer or opened.lease_timer))
 
 
 def running(session: Session, request_id: str = "r", num_tokens: int = 5) -> Request:
-    """A request of which all tokens have room."""
+    """Makes a request whose tokens all have slots."""
     request = session.request(request_id, range(num_tokens))
     assert session.admit(request)
     return request
@@ -77,7 +78,7 @@ def running(session: Session, request_id: str = "r", num_tokens: int = 5) -> Req
 @pytest.fixture
 def transport() -> CountingTransport:
     transport = CountingTransport()
-    transport.create_pool(pool_config())
+    run(transport.create_pool(pool_config()))
     return transport
 
 
@@ -114,7 +115,7 @@ def test_a_batch_between_two_blocks_sends_nothing(transport: CountingTransport, 
     assert [(r.num_tokens, r.num_computed_tokens) for r in requests] == [(7, 7)] * 3
 
 
-def test_what_fills_a_block_is_sent_with_all_that_was_taken(
+def test_a_decode_that_fills_a_block_is_sent_with_all_tokens_taken_on_credit(
     transport: CountingTransport, session: Session, request_: Request
 ) -> None:
     for token_id in (5, 6):
@@ -128,7 +129,7 @@ def test_what_fills_a_block_is_sent_with_all_that_was_taken(
     assert (step.num_credit_allocations, transport.info().cached_blocks) == (2, 2)
 
 
-def test_what_crosses_into_a_new_block_is_sent(transport: CountingTransport, session: Session) -> None:
+def test_an_allocation_that_needs_a_new_block_is_sent(transport: CountingTransport, session: Session) -> None:
     request_ = running(session, num_tokens=4)
     transport.take_sent()
     with session.step() as step:
@@ -150,9 +151,9 @@ def test_look_ahead_that_needs_a_block_is_sent(
     assert request_.block_ids == [[1, 2, 3, 4]]
 
 
-def test_without_caching_filling_a_block_is_quiet() -> None:
+def test_without_caching_a_decode_that_fills_a_block_is_on_credit() -> None:
     transport = CountingTransport()
-    transport.create_pool(pool_config(enable_caching=False))
+    run(transport.create_pool(pool_config(enable_caching=False)))
     session = open_session(transport)
     request_ = running(session)
     transport.take_sent()
@@ -162,20 +163,20 @@ def test_without_caching_filling_a_block_is_quiet() -> None:
     assert [step.num_taken_tokens for step in transport.take_sent()] == [[3]]
 
 
-def test_a_block_that_falls_behind_a_window_is_sent_for() -> None:
+def test_an_allocation_that_moves_a_window_past_a_block_is_sent() -> None:
     transport = CountingTransport()
     groups = tuple(map(KVCacheGroup, (FullAttentionSpec(8), SlidingWindowSpec(8, sliding_window=5))))
-    transport.create_pool(PoolConfig(PoolName("m"), 16, 64, groups, enable_caching=False))
+    run(transport.create_pool(PoolConfig(PoolName("m"), 16, 64, groups, enable_caching=False)))
     session = open_session(transport)
     request_ = running(session, num_tokens=11)
     transport.take_sent()
-    session.allocate_slots(request_, 1)  # 12 computed: the next sees from token 8 on
+    session.allocate_slots(request_, 1)  # 12 computed: the next token reads from token 8 on
     assert (transport.take_sent(), request_.block_ids) == ([], [[1, 2], [3, 4]])
     session.allocate_slots(request_, 1)
     assert (len(transport.take_sent()), request_.block_ids) == (1, [[1, 2], [0, 4]])
 
 
-def test_rejected_drafts_are_sent_net_of_what_was_taken(
+def test_rejected_drafts_are_sent_minus_the_tokens_taken_on_credit(
     transport: CountingTransport, session: Session, request_: Request
 ) -> None:
     session.allocate_slots(request_, 2)
@@ -188,7 +189,9 @@ def test_rejected_drafts_are_sent_net_of_what_was_taken(
     assert request_.num_computed_tokens == 6
 
 
-def test_quiet_allocations_are_counted_once(transport: CountingTransport, session: Session, request_: Request) -> None:
+def test_allocations_on_credit_are_counted_once(
+    transport: CountingTransport, session: Session, request_: Request
+) -> None:
     before = transport.info().activity.allocations
     with session.step() as step:
         step.decode([request_])
@@ -200,8 +203,8 @@ def test_quiet_allocations_are_counted_once(transport: CountingTransport, sessio
     assert transport.info().activity.allocations == before + 3
 
 
-def test_news_of_execution_wait_for_nothing_that_others_wait_for(transport: CountingTransport) -> None:
-    """The first step cached a block, so that it has run is told at once; that later ones ran tells nothing new."""
+def test_reports_of_execution_are_sent_at_once_if_other_sessions_may_wait(transport: CountingTransport) -> None:
+    """The first step cached a block, so its execution is reported at once; that of later steps changes nothing."""
     session, other = open_session(transport), open_session(transport)
     request_ = running(session)
     transport.take_sent()
@@ -209,8 +212,8 @@ def test_news_of_execution_wait_for_nothing_that_others_wait_for(transport: Coun
         step.decode([request_], [5])
     with session.step(executed_sequence=1) as step:
         step.decode([request_], [6])
-    (told,) = transport.take_sent()
-    assert (told.executed_sequence, told.operations, told.num_credit_allocations) == (1, [], 2)
+    (report,) = transport.take_sent()
+    assert (report.executed_sequence, report.operations, report.num_credit_allocations) == (1, [], 2)
     assert other.get_computed_blocks(other.request("o", range(5))).num_tokens == 4
     session.allocate_slots(request_, 1, num_computed_tokens=5)
     transport.take_sent()
@@ -219,21 +222,23 @@ def test_news_of_execution_wait_for_nothing_that_others_wait_for(transport: Coun
     assert transport.take_sent() == []
 
 
-def test_news_of_execution_ride_along(transport: CountingTransport, session: Session, request_: Request) -> None:
+def test_reports_of_execution_are_sent_with_the_next_step(
+    transport: CountingTransport, session: Session, request_: Request
+) -> None:
     session.allocate_slots(request_, 2)
     with session.step(executed_sequence=1) as step:
         step.decode([request_], [5])
     assert [(step.executed_sequence, step.operations) for step in transport.take_sent()] == [(1, [ALLOCATE])]
 
 
-def test_news_of_execution_alone_are_sent(transport: CountingTransport, session: Session, request_: Request) -> None:
+def test_a_report_of_execution_alone_is_sent(transport: CountingTransport, session: Session, request_: Request) -> None:
     assert request_.num_computed_tokens
     with session.step(executed_sequence=1):
         pass
     assert [step.executed_sequence for step in transport.take_sent()] == [1]
 
 
-def test_a_session_whose_lease_may_have_run_out_asks(transport: CountingTransport) -> None:
+def test_a_session_whose_lease_may_have_expired_sends_its_decodes(transport: CountingTransport) -> None:
     over = LeaseTimer(0.0, 0.0)
     session = open_session(transport, over)
     request_ = running(session)
@@ -245,7 +250,7 @@ def test_a_session_whose_lease_may_have_run_out_asks(transport: CountingTranspor
     assert (request_.num_computed_tokens, session.sequence) == (7, 3)
 
 
-def test_a_session_that_is_over_answers_nothing(transport: CountingTransport) -> None:
+def test_a_session_that_is_over_answers_no_decode(transport: CountingTransport) -> None:
     lease = LeaseTimer(inf, 0.0)
     session = open_session(transport, lease)
     request_ = running(session)
@@ -258,7 +263,7 @@ def test_a_session_that_is_over_answers_nothing(transport: CountingTransport) ->
     assert (answer.outcome, request_.num_computed_tokens, transport.take_sent()) == (None, 5, [])
 
 
-def test_a_refused_step_takes_back_what_was_answered(
+def test_a_refused_step_reverts_allocations_on_credit(
     transport: CountingTransport, session: Session, request_: Request
 ) -> None:
     other = running(session, "other")
@@ -275,17 +280,17 @@ def test_a_refused_step_takes_back_what_was_answered(
     assert (sent.num_taken_tokens, sent.num_credit_allocations) == ([1], 1)
 
 
-def test_a_step_that_cannot_be_sent_takes_back_what_was_answered(session: Session, request_: Request) -> None:
-    with pytest.raises(NotFoundError), session.step() as step:  # noqa: PT012 - likewise
+def test_a_step_that_cannot_be_sent_reverts_allocations_on_credit(session: Session, request_: Request) -> None:
+    with pytest.raises(NotFoundError), session.step() as step:  # noqa: PT012 - the step is what raises
         answer = step.allocate_slots(request_, 1)
         step.preempt(session.request("unknown", PROMPT))
     assert (answer.outcome, request_.num_computed_tokens) == (None, 5)
 
 
-def test_what_raises_inside_a_step_takes_back_what_was_answered(
+def test_an_exception_inside_a_step_reverts_allocations_on_credit(
     transport: CountingTransport, session: Session, request_: Request
 ) -> None:
-    with pytest.raises(ZeroDivisionError), session.step() as step:  # noqa: PT012 - likewise
+    with pytest.raises(ZeroDivisionError), session.step() as step:  # noqa: PT012 - the step is what raises
         answer = step.allocate_slots(request_, 1)
         raise ZeroDivisionError
     assert (answer.outcome, request_.num_computed_tokens) == (None, 5)
@@ -293,12 +298,12 @@ def test_what_raises_inside_a_step_takes_back_what_was_answered(
     assert [step.num_credit_allocations for step in transport.take_sent()] == [0]
 
 
-def test_while_a_step_has_no_answer_nothing_is_answered(
+def test_while_a_step_has_no_answer_no_decode_is_answered(
     transport: CountingTransport, session: Session, request_: Request
 ) -> None:
     other = session.request("other", PROMPT)
     transport.lose = True
-    with pytest.raises(DeadlineError), session.step() as step:  # noqa: PT012 - likewise
+    with pytest.raises(DeadlineError), session.step() as step:  # noqa: PT012 - the step is what raises
         answer = step.allocate_slots(request_, 1)
         step.admit(other)
     assert (answer.outcome, request_.num_computed_tokens) == (None, 5), "nothing is known of the step"
@@ -314,7 +319,7 @@ def test_while_a_step_has_no_answer_nothing_is_answered(
     assert (first.num_credit_allocations, freed.num_credit_allocations, freed.num_taken_tokens) == (1, 1, [2])
 
 
-def test_tokens_that_came_while_a_step_had_no_answer_are_sent_with_the_next(
+def test_tokens_appended_while_a_step_has_no_answer_are_sent_with_the_next(
     transport: CountingTransport, session: Session, request_: Request
 ) -> None:
     transport.lose = True
@@ -328,7 +333,7 @@ def test_tokens_that_came_while_a_step_had_no_answer_are_sent_with_the_next(
     assert (sent.num_appended_tokens, sent.block_hashes) == ([4], request_.hashes[1])
 
 
-def test_tokens_of_a_batch_that_came_while_it_had_no_answer_are_sent_with_the_next(
+def test_batch_tokens_appended_while_a_step_has_no_answer_are_sent_with_the_next(
     transport: CountingTransport, session: Session, request_: Request
 ) -> None:
     session.allocate_slots(request_, 2)
@@ -345,10 +350,10 @@ def test_tokens_of_a_batch_that_came_while_it_had_no_answer_are_sent_with_the_ne
 
 
 @pytest.mark.parametrize("ask", [StepBuilder.allocate_slots, lambda step, request, _: step.decode([request])])
-def test_room_counts_only_the_tokens_that_the_service_knew(
+def test_credit_counts_only_tokens_that_the_service_knows(
     transport: CountingTransport, session: Session, request_: Request, ask: Ask
 ) -> None:
-    """With those that came before its answer a block is full, which it has not cached yet."""
+    """Tokens appended before the answer fill a block, which the service has not cached yet."""
     session.allocate_slots(request_, 2, num_lookahead_tokens=5)
     transport.lose = True
     with pytest.raises(DeadlineError), session.step() as step:
@@ -362,12 +367,12 @@ def test_room_counts_only_the_tokens_that_the_service_knew(
 
 
 @pytest.mark.parametrize("token_ids", [[], [1], [1, 2, 3]])
-def test_a_batch_needs_a_token_a_request(session: Session, token_ids: list[int]) -> None:
+def test_a_batch_needs_one_token_per_request(session: Session, token_ids: list[int]) -> None:
     requests = [running(session, "a"), running(session, "b", 8)]
     check_refused(session, requests, token_ids, "token_ids")
 
 
-def test_a_batch_is_of_requests_that_run(session: Session) -> None:
+def test_a_batch_takes_only_running_requests(session: Session) -> None:
     preempted = running(session, "p")
     session.preempt(preempted)
     for idle in (preempted, session.request("new", PROMPT)):
@@ -379,7 +384,7 @@ def check_refused(session: Session, requests: list[Request], token_ids: list[int
     with session.step() as step:
         with pytest.raises(InvalidArgumentError) as caught:
             step.decode(requests, token_ids)
-        assert (step.rows, step.quiet) == ([], {})
+        assert (step.rows, step.on_credit) == ([], {})
     assert caught.value.field == field
     assert [(r.num_tokens, r.num_computed_tokens) for r in requests] == before
 
@@ -393,7 +398,7 @@ def test_a_batch_names_no_request_that_the_step_named_before(
         name(step, request_)
         with pytest.raises(InvalidArgumentError, match="named twice"):
             step.decode([other, request_], [7, 7])
-        assert (len(step.rows), step.quiet) == (1, {})
+        assert (len(step.rows), step.on_credit) == (1, {})
     assert (other.num_tokens, request_.num_tokens, other.num_computed_tokens) == (5, 5, 5)
 
 
@@ -406,9 +411,9 @@ def test_a_batch_names_no_request_whose_decode_is_to_be_sent(session: Session) -
     assert request_.num_computed_tokens == 5
 
 
-def test_a_batch_tells_new_blocks_and_refused_requests_by_place() -> None:
+def test_a_batch_reports_new_blocks_and_refused_requests_by_place() -> None:
     transport = CountingTransport()
-    transport.create_pool(pool_config(num_blocks=7, enable_caching=False))
+    run(transport.create_pool(pool_config(num_blocks=7, enable_caching=False)))
     session = open_session(transport)
     sizes = (5, 4, 3, 4, 4)  # 6 blocks
     requests = [running(session, f"r{i}", size) for i, size in enumerate(sizes)]
@@ -428,9 +433,9 @@ def test_a_batch_tells_new_blocks_and_refused_requests_by_place() -> None:
     assert (again.refused, batch[3].num_computed_tokens, batch[3].num_tokens) == ({}, 5, 5)
 
 
-def test_after_the_first_refusal_those_that_need_no_block_still_go_on() -> None:
+def test_after_the_first_refusal_requests_that_need_no_block_still_continue() -> None:
     transport = CountingTransport()
-    transport.create_pool(pool_config(num_blocks=5, enable_caching=False))
+    run(transport.create_pool(pool_config(num_blocks=5, enable_caching=False)))
     session = open_session(transport)
     requests = [running(session, f"r{i}", size) for i, size in enumerate((4, 4, 7))]
     with session.step() as step:
@@ -439,7 +444,7 @@ def test_after_the_first_refusal_those_that_need_no_block_still_go_on() -> None:
     assert [r.num_computed_tokens for r in requests] == [4, 4, 8]
 
 
-def test_an_empty_batch_is_nothing(transport: CountingTransport, session: Session) -> None:
+def test_an_empty_batch_does_nothing(transport: CountingTransport, session: Session) -> None:
     with session.step() as step:
         decodes = step.decode([], [])
     assert (decodes.new_blocks, decodes.refused, transport.sent) == ([], {}, [])
@@ -457,7 +462,7 @@ def test_after_a_preemption_in_the_same_step_an_allocation_is_sent(
     assert (answer.ok, request_.num_computed_tokens, len(request_.block_ids[0])) == (True, 2, 1)
 
 
-def test_after_it_was_freed_in_the_same_step_an_allocation_is_refused(session: Session, request_: Request) -> None:
+def test_after_a_free_in_the_same_step_an_allocation_is_refused(session: Session, request_: Request) -> None:
     with pytest.raises(NotFoundError), session.step() as step:  # noqa: PT012 - the step is what raises
         step.free(request_)
         answer = step.allocate_slots(request_, 1)
@@ -466,13 +471,13 @@ def test_after_it_was_freed_in_the_same_step_an_allocation_is_refused(session: S
 
 def test_after_an_admission_in_the_same_step_an_allocation_is_refused(session: Session, request_: Request) -> None:
     session.preempt(request_)
-    with pytest.raises(InvalidArgumentError), session.step() as step:  # noqa: PT012 - likewise
+    with pytest.raises(InvalidArgumentError), session.step() as step:  # noqa: PT012 - the step is what raises
         step.admit(request_)
         answer = step.allocate_slots(request_, 1)
     assert (answer.outcome, request_.num_computed_tokens) == (None, 0)
 
 
-def test_blocks_left_uncached_leave_no_room(transport: CountingTransport, session: Session) -> None:
+def test_delayed_caching_leaves_no_credit(transport: CountingTransport, session: Session) -> None:
     request_ = session.request("r", PROMPT)
     session.allocate_slots(request_, 5, delay_cache_blocks=True)
     transport.take_sent()
@@ -490,17 +495,17 @@ def test_a_request_allocates_once_in_a_step(session: Session, request_: Request)
     assert request_.num_computed_tokens == 6
 
 
-def test_computed_tokens_that_have_no_room_are_refused(session: Session, request_: Request) -> None:
+def test_computed_tokens_without_slots_are_refused(session: Session, request_: Request) -> None:
     with session.step() as step, pytest.raises(InvalidArgumentError, match="num_computed_tokens: 6"):
         step.allocate_slots(request_, 1, num_computed_tokens=6)
     assert request_.num_computed_tokens == 5
 
 
-def test_a_pool_with_a_state_that_is_overwritten_asks_for_each_decode() -> None:
-    """Else who resumes the session could not tell that a step may have run."""
+def test_in_a_pool_with_mamba_state_every_decode_is_sent() -> None:
+    """Otherwise a process that resumes the session would not know that a step may have been executed."""
     transport = CountingTransport()
     groups = (KVCacheGroup(FullAttentionSpec(4), ("a",)), KVCacheGroup(MambaSpec(4), ("b",)))
-    transport.create_pool(PoolConfig(PoolName("m"), 20, 100, groups, enable_caching=False))
+    run(transport.create_pool(PoolConfig(PoolName("m"), 20, 100, groups, enable_caching=False)))
     session = open_session(transport)
     request = running(session)
     transport.take_sent()
@@ -510,11 +515,11 @@ def test_a_pool_with_a_state_that_is_overwritten_asks_for_each_decode() -> None:
     assert [list(sent.operations) for sent in transport.take_sent()] == [[ALLOCATE], [ALLOCATE]]
 
 
-def test_who_resumes_a_session_goes_on_from_the_tokens_that_had_room(
+def test_a_resumed_session_continues_from_the_tokens_that_had_slots(
     transport: CountingTransport, session: Session, request_: Request
 ) -> None:
     session.allocate_slots(request_, 1)
-    opened = transport.resume_session(session.session_id, session.sequence)
+    opened = run(transport.resume_session(session.session_id, session.sequence))
     (held,) = opened.held
     assert (held.num_computed_tokens, request_.num_computed_tokens) == (5, 6)
     resumed = Session(transport, opened)
@@ -528,7 +533,7 @@ def test_who_resumes_a_session_goes_on_from_the_tokens_that_had_room(
     assert (sent.num_taken_tokens, request.num_computed_tokens) == ([1], 7)
 
 
-def test_a_request_that_another_call_changes_meanwhile_is_refused(session: Session, request_: Request) -> None:
+def test_a_request_changed_by_another_call_during_a_step_is_refused(session: Session, request_: Request) -> None:
     with pytest.raises(InvalidArgumentError, match="changed by another call"), session.step() as step:  # noqa: PT012
         answer = step.allocate_slots(request_, 1)
         session.preempt(request_)
@@ -537,7 +542,7 @@ def test_a_request_that_another_call_changes_meanwhile_is_refused(session: Sessi
     session.free(request_)
 
 
-def test_a_look_ahead_below_zero_is_refused(session: Session, request_: Request) -> None:
+def test_a_negative_look_ahead_is_refused(session: Session, request_: Request) -> None:
     with session.step() as step:
         with pytest.raises(InvalidArgumentError, match="num_lookahead_tokens"):
             step.decode([request_], [5], num_lookahead_tokens=-1)
@@ -546,9 +551,9 @@ def test_a_look_ahead_below_zero_is_refused(session: Session, request_: Request)
     assert (request_.num_tokens, request_.num_computed_tokens) == (5, 5)
 
 
-def test_a_resumed_session_tells_at_once_what_has_run(transport: CountingTransport, session: Session) -> None:
+def test_a_resumed_session_reports_executed_steps_at_once(transport: CountingTransport, session: Session) -> None:
     running(session)
-    opened = transport.resume_session(session.session_id, session.sequence)
+    opened = run(transport.resume_session(session.session_id, session.sequence))
     resumed = Session(transport, opened)
     request = resumed.adopt(opened.held[0], range(5))
     resumed.allocate_slots(request, 1)

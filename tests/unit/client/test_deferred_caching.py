@@ -1,4 +1,4 @@
-"""Decodes that fill a block without asking: the step after tells of them, and every answer stays what it was."""
+"""Decodes that fill a block on credit: the next step reports them, and every answer stays the same."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,6 +16,7 @@ from kvpool.client import (
     StepBuilder,
     WrongStateError,
 )
+from kvpool.client.blocking import run
 from kvpool.core.ids import PoolName
 from kvpool.core.steps.columns import Operation
 from support.server import pool_config
@@ -27,7 +28,7 @@ ALLOCATE, APPEND, FREE, PREEMPT = Operation.ALLOCATE, Operation.APPEND, Operatio
 @pytest.fixture
 def transport() -> CountingTransport:
     transport = CountingTransport()
-    transport.create_pool(pool_config(num_blocks=40))
+    run(transport.create_pool(pool_config(num_blocks=40)))
     return transport
 
 
@@ -37,7 +38,7 @@ def session(transport: CountingTransport) -> Session:
 
 
 def admitted(session: Session, *sizes: int) -> list[Request]:
-    """Requests with prompts of so many tokens, no two alike."""
+    """Admits requests with different prompts of these sizes."""
     requests = [session.request(f"r{i}", [100 + i] * size) for i, size in enumerate(sizes)]
     for request in requests:
         assert session.admit(request)
@@ -54,20 +55,20 @@ def sent_numbers(transport: CountingTransport) -> list[tuple[list[Operation], li
 
 
 def hit_of_another(transport: CountingTransport, request: Request) -> int:
-    """Tokens that another session finds of it."""
+    """Counts the tokens of a request that another session hits."""
     other = open_session(transport)
     return other.get_computed_blocks(other.request("other", [*request.token_ids, 1])).num_tokens
 
 
 @pytest.fixture
 def filling(transport: CountingTransport, session: Session) -> list[Request]:
-    """Request 1 needs a block with the next decode, 2 and 3 fill one, 4 does neither."""
+    """The next decode of request 1 needs a block, those of 2 and 3 fill one, that of 4 does neither."""
     requests = admitted(session, 8, 7, 11, 5)
     transport.take_sent()
     return requests
 
 
-def test_who_needs_a_block_is_sent_who_fills_one_is_told_of_later(
+def test_decodes_that_need_a_block_are_sent_and_those_that_fill_one_are_reported_later(
     transport: CountingTransport, session: Session, filling: list[Request]
 ) -> None:
     cached = transport.info().cached_blocks
@@ -83,8 +84,8 @@ def test_who_needs_a_block_is_sent_who_fills_one_is_told_of_later(
     assert [len(r.block_ids[0]) for r in filling] == [3, 3, 4, 2]
 
 
-def test_one_that_only_fills_a_block_asks(transport: CountingTransport, session: Session) -> None:
-    """No step of another reason would say by its number when the block is filled."""
+def test_a_single_decode_that_fills_a_block_is_sent(transport: CountingTransport, session: Session) -> None:
+    """Without another step, no step number states when the block is filled."""
     requests = admitted(session, 7, 5)
     transport.take_sent()
     decode(session, requests)
@@ -101,14 +102,16 @@ def test_one_that_only_fills_a_block_asks(transport: CountingTransport, session:
     ],
 )
 @pytest.mark.parametrize("shared", [1, 2])
-def test_before_what_could_find_or_drop_the_block_it_is_asked_for(
+def test_before_an_operation_that_could_find_or_evict_the_block_the_decode_is_sent(
     transport: CountingTransport,
     session: Session,
     filling: list[Request],
     shared: int,
     ask: Callable[[StepBuilder, Request], object],
 ) -> None:
-    other = session.request("other", [*filling[shared].token_ids, 1, 2])  # it begins as one does that fills a block
+    other = session.request(
+        "other", [*filling[shared].token_ids, 1, 2]
+    )  # its prefix is that of a request that fills a block
     with session.step() as step:
         step.decode(filling, [7] * 4)
         ask(step, other)
@@ -126,7 +129,7 @@ def test_before_what_could_find_or_drop_the_block_it_is_asked_for(
         ([102] * 7 + [0] * 5, False),
     ],
 )
-def test_before_a_request_that_begins_otherwise_it_is_not(
+def test_before_a_look_up_with_another_prefix_the_decode_is_deferred(
     transport: CountingTransport, session: Session, filling: list[Request], token_ids: list[int], *, is_asked_for: bool
 ) -> None:
     with session.step() as step:
@@ -136,8 +139,10 @@ def test_before_a_request_that_begins_otherwise_it_is_not(
     assert numbers == ([1, 2, 3, 5, 5] if is_asked_for else [1, 5, 5])
 
 
-def test_before_a_request_that_has_a_block_none_fills_its_first(transport: CountingTransport, session: Session) -> None:
-    """Nothing before the first block says that it is another."""
+def test_before_a_request_with_a_full_block_no_first_block_is_deferred(
+    transport: CountingTransport, session: Session
+) -> None:
+    """No earlier hash distinguishes two first blocks."""
     requests = admitted(session, 8, 3)
     transport.take_sent()
     with session.step() as step:
@@ -147,7 +152,9 @@ def test_before_a_request_that_has_a_block_none_fills_its_first(transport: Count
     assert numbers == [1, 2, 3, 3]
 
 
-def test_after_an_admission_it_is_not(transport: CountingTransport, session: Session, filling: list[Request]) -> None:
+def test_after_an_admission_the_decode_is_deferred(
+    transport: CountingTransport, session: Session, filling: list[Request]
+) -> None:
     with session.step() as step:
         step.admit(session.request("other", [1, 2]))
         step.decode(filling, [7] * 4)
@@ -155,7 +162,7 @@ def test_after_an_admission_it_is_not(transport: CountingTransport, session: Ses
 
 
 @pytest.mark.parametrize("operation", [FREE, PREEMPT])
-def test_who_leaves_in_the_step_that_fills_its_block_asks(
+def test_a_request_freed_in_the_step_that_fills_its_block_is_sent(
     operation: Operation, transport: CountingTransport, session: Session, filling: list[Request]
 ) -> None:
     with session.step() as step:
@@ -164,7 +171,7 @@ def test_who_leaves_in_the_step_that_fills_its_block_asks(
     assert sent_numbers(transport) == [([ALLOCATE] * 3 + [operation], [1, 2, 3, 2])]
 
 
-def test_blocks_that_may_be_equal_are_asked_for_in_their_order(transport: CountingTransport, session: Session) -> None:
+def test_blocks_that_may_have_equal_hashes_are_cached_in_order(transport: CountingTransport, session: Session) -> None:
     requests = admitted(session, 8)
     for i in range(2):
         requests.append(session.request(f"twin{i}", range(7)))
@@ -174,7 +181,7 @@ def test_blocks_that_may_be_equal_are_asked_for_in_their_order(transport: Counti
     assert sent_numbers(transport) == [([ALLOCATE] * 3, [1, 2, 3])]
 
 
-def test_who_is_told_of_by_no_operation_of_its_own_gets_one(
+def test_a_filled_block_without_an_operation_of_its_request_is_reported_by_one(
     transport: CountingTransport, session: Session, filling: list[Request]
 ) -> None:
     decode(session, filling)
@@ -191,7 +198,7 @@ def test_who_is_told_of_by_no_operation_of_its_own_gets_one(
 
 
 @pytest.mark.parametrize("leave", [Session.free, Session.preempt])
-def test_a_request_that_ends_on_a_full_block_leaves_it_to_others(
+def test_a_request_freed_on_a_full_block_leaves_it_cached(
     leave: Callable[[Session, Request], object], transport: CountingTransport, session: Session, filling: list[Request]
 ) -> None:
     decode(session, filling)
@@ -201,7 +208,7 @@ def test_a_request_that_ends_on_a_full_block_leaves_it_to_others(
     assert hit_of_another(transport, filling[1]) == 8
 
 
-def test_what_has_run_is_told_with_what_it_filled(
+def test_executed_steps_are_reported_with_the_blocks_that_they_filled(
     transport: CountingTransport, session: Session, filling: list[Request]
 ) -> None:
     decode(session, filling)
@@ -215,7 +222,7 @@ def test_what_has_run_is_told_with_what_it_filled(
     assert transport.take_sent() == []
 
 
-def test_news_whose_answer_was_lost_can_be_told_again(
+def test_a_report_whose_answer_was_lost_can_be_repeated(
     transport: CountingTransport, session: Session, filling: list[Request]
 ) -> None:
     decode(session, filling)
@@ -227,7 +234,7 @@ def test_news_whose_answer_was_lost_can_be_told_again(
     assert hit_of_another(transport, filling[1]) == 8
 
 
-def test_after_news_whose_answer_was_lost_the_session_goes_on(
+def test_after_a_report_whose_answer_was_lost_the_session_continues(
     transport: CountingTransport, session: Session, filling: list[Request]
 ) -> None:
     decode(session, filling)
@@ -239,7 +246,7 @@ def test_after_news_whose_answer_was_lost_the_session_goes_on(
     assert sent_numbers(transport) == [([APPEND] * 2, [2, 3]), ([ALLOCATE] * 2, [2, 3])]
 
 
-def test_news_of_a_step_while_the_next_is_on_its_way(
+def test_a_step_is_reported_while_the_next_is_in_flight(
     transport: CountingTransport, session: Session, filling: list[Request]
 ) -> None:
     decode(session, filling)
@@ -251,7 +258,7 @@ def test_news_of_a_step_while_the_next_is_on_its_way(
     assert hit_of_another(transport, filling[1]) == 8
 
 
-def test_news_of_a_step_whose_successor_is_refused(
+def test_a_step_is_reported_whose_successor_is_refused(
     transport: CountingTransport, session: Session, filling: list[Request]
 ) -> None:
     decode(session, filling)
@@ -274,9 +281,9 @@ def test_every_decode_is_counted(transport: CountingTransport, session: Session,
     assert transport.info().activity.allocations == before + 12
 
 
-def test_it_goes_on_though_no_block_is_found_for_another() -> None:
+def test_a_deferred_decode_succeeds_though_another_finds_no_block() -> None:
     transport = CountingTransport()
-    transport.create_pool(pool_config(num_blocks=5))
+    run(transport.create_pool(pool_config(num_blocks=5)))
     session = open_session(transport)
     requests = admitted(session, 8, 7)
     with session.step() as step:
@@ -285,16 +292,16 @@ def test_it_goes_on_though_no_block_is_found_for_another() -> None:
     assert [r.num_computed_tokens for r in requests] == [8, 8]
 
 
-def test_older_news_needs_no_step(transport: CountingTransport, session: Session, filling: list[Request]) -> None:
+def test_a_report_of_older_steps_needs_no_step(
+    transport: CountingTransport, session: Session, filling: list[Request]
+) -> None:
     decode(session, filling)
     transport.take_sent()
     session.mark_executed(session.sequence - 1)
     assert transport.take_sent() == []
 
 
-def test_a_step_that_is_refused_fills_nothing(
-    transport: CountingTransport, session: Session, filling: list[Request]
-) -> None:
+def test_a_refused_step_fills_no_block(transport: CountingTransport, session: Session, filling: list[Request]) -> None:
     session.preempt(filling[3])
     with pytest.raises(WrongStateError), session.step() as step:  # noqa: PT012 - the step is what raises
         step.admit(filling[2])
@@ -305,7 +312,7 @@ def test_a_step_that_is_refused_fills_nothing(
     assert sent_numbers(transport) == [([ALLOCATE], [1])]
 
 
-def test_what_a_lost_answer_filled_is_told_after_it_was_settled(
+def test_blocks_filled_by_a_lost_step_are_reported_after_it_is_settled(
     transport: CountingTransport, session: Session, filling: list[Request]
 ) -> None:
     transport.lose = True
@@ -317,7 +324,7 @@ def test_what_a_lost_answer_filled_is_told_after_it_was_settled(
     assert sent_numbers(transport) == [([ALLOCATE] * 2, [2, 3])]
 
 
-def test_drafts_that_are_thrown_away_leave_what_was_filled(
+def test_rejected_drafts_do_not_change_filled_blocks(
     transport: CountingTransport, session: Session, filling: list[Request]
 ) -> None:
     decode(session, filling)
@@ -337,10 +344,10 @@ def test_drafts_that_are_thrown_away_leave_what_was_filled(
         {"groups": (KVCacheGroup(FullAttentionSpec(1), ("a",)),)},
     ],
 )
-def test_pools_where_more_hangs_on_a_full_block_are_asked(options: dict[str, Any]) -> None:
+def test_pools_in_which_more_depends_on_a_full_block_defer_no_decode(options: dict[str, Any]) -> None:
     transport = CountingTransport()
     groups = (KVCacheGroup(FullAttentionSpec(4), ("a",)),)
-    transport.create_pool(PoolConfig(PoolName("m"), 60, 100, **{"groups": groups, **options}))
+    run(transport.create_pool(PoolConfig(PoolName("m"), 60, 100, **{"groups": groups, **options})))
     session = open_session(transport)
     requests = admitted(session, 8, 7)
     transport.take_sent()
@@ -348,12 +355,12 @@ def test_pools_where_more_hangs_on_a_full_block_are_asked(options: dict[str, Any
     assert sent_numbers(transport) == [([ALLOCATE] * 2, [1, 2])]
 
 
-def test_who_resumes_the_session_tells_of_what_was_filled(
+def test_a_resumed_session_reports_filled_blocks(
     transport: CountingTransport, session: Session, filling: list[Request]
 ) -> None:
     decode(session, filling)
     cached = transport.info().cached_blocks
-    opened = transport.resume_session(session.session_id, session.sequence)
+    opened = run(transport.resume_session(session.session_id, session.sequence))
     resumed = Session(transport, opened)
     held = next(each for each in opened.held if each.request_id == "r1")
     assert held.num_computed_tokens == 7

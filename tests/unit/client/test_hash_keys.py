@@ -1,4 +1,4 @@
-"""Rules 2 and 3 of hashing, block by block: which keys stand where, in which form and order."""
+"""Rules 2 and 3 of hashing, block by block: the keys, their form and their order."""
 
 from collections.abc import Sequence
 
@@ -23,7 +23,7 @@ def hashes(
     tokens: Sequence[int] = PROMPT,
     steps: Sequence[int] = (),
 ) -> list[BlockHash]:
-    """Hashes `tokens`, first as many as each of `steps` says, at last all."""
+    """Hashes `tokens` in several steps: first up to each of `steps`, then all."""
     answer: list[BlockHash] = []
     for end in (*steps, len(tokens)):
         hasher(form).extend(answer, tokens[:end], keys)
@@ -34,7 +34,7 @@ def item(offset: int, length: int = 2, identifier: str = "cat") -> ExtraKeys:
     return ExtraKeys(mm_items=[MultiModalItem(identifier, offset, length)])
 
 
-def test_blocks_hash_one_by_one_as_in_a_run() -> None:
+def test_blocks_hashed_one_by_one_equal_those_hashed_together() -> None:
     parent = None
     for i, expected in enumerate(hashes()):
         parent = hasher().hash_block(parent, PROMPT[i * SIZE : (i + 1) * SIZE], None)
@@ -58,24 +58,24 @@ def test_pools_with_another_none_hash_share_nothing() -> None:
         (item(0), item(0, identifier="dog")),
     ],
 )
-def test_keys_of_the_first_block_part_all_blocks(left: ExtraKeys, right: ExtraKeys, form: KeyForm) -> None:
+def test_keys_of_the_first_block_separate_all_blocks(left: ExtraKeys, right: ExtraKeys, form: KeyForm) -> None:
     assert set(hashes(left, form)).isdisjoint(hashes(right, form))
     assert hashes(left, form) == hashes(left, form)
 
 
 @pytest.mark.parametrize(("form", "apart"), [(KeyForm.TAGGED, True), (KeyForm.PLAIN, False)])
-def test_only_tags_part_loras_of_one_name_by_their_path(form: KeyForm, *, apart: bool) -> None:
+def test_only_tagged_keys_separate_loras_of_one_name_by_path(form: KeyForm, *, apart: bool) -> None:
     one, other = ExtraKeys(lora_name="a", lora_path="/1"), ExtraKeys(lora_name="a", lora_path="/2")
     assert (hashes(one, form) != hashes(other, form)) is apart
 
 
 @pytest.mark.parametrize(("form", "apart"), [(KeyForm.TAGGED, True), (KeyForm.PLAIN, False)])
-def test_only_tags_part_equal_images_by_their_place_in_a_block(form: KeyForm, *, apart: bool) -> None:
+def test_only_tagged_keys_separate_equal_images_by_place_in_a_block(form: KeyForm, *, apart: bool) -> None:
     assert (hashes(item(0), form) != hashes(item(1), form)) is apart
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_an_image_leaves_the_blocks_before_it_alone(form: KeyForm) -> None:
+def test_an_image_does_not_affect_earlier_blocks(form: KeyForm) -> None:
     without, with_image = hashes(form=form), hashes(item(4), form)
     assert without[0] == with_image[0]
     assert without[1] != with_image[1]
@@ -97,7 +97,7 @@ def test_tagged_keys_name_each_item_that_overlaps_and_where_it_begins(
     assert keys.of_block(*block, KeyForm.TAGGED) == expected
 
 
-def test_keys_stand_in_the_order_of_rule_2_and_the_salt_in_the_first_block_alone() -> None:
+def test_keys_are_in_the_order_of_rule_2_with_the_salt_only_in_the_first_block() -> None:
     keys = ExtraKeys("lora", "/path", "salt", [MultiModalItem("cat", 0, 8)])
     assert keys.of_block(0, 4, KeyForm.PLAIN) == ["lora", "cat", "salt"]
     assert keys.of_block(4, 8, KeyForm.PLAIN) == ["lora", "cat"]
@@ -111,8 +111,8 @@ def test_tagged_hashes_do_not_depend_on_how_a_request_grew(steps: tuple[int, ...
     assert hashes(keys, steps=steps) == hashes(keys)
 
 
-def test_plain_hashes_of_a_prompts_later_blocks_look_at_the_last_item_alone() -> None:
-    """Rule 3, so that a client of vLLM 0.14.1 finds its blocks."""
+def test_plain_keys_of_later_blocks_contain_only_the_last_item() -> None:
+    """Rule 3, with which a client of vLLM 0.14.1 finds its blocks."""
     cat, dog = MultiModalItem("cat", 4, 4), MultiModalItem("dog", 12, 2)
     both, last = ExtraKeys(mm_items=[cat, dog]), ExtraKeys(mm_items=[dog])
     assert both.of_block(4, 8, KeyForm.PLAIN) == ["cat"]
@@ -120,6 +120,6 @@ def test_plain_hashes_of_a_prompts_later_blocks_look_at_the_last_item_alone() ->
     assert hashes(both, KeyForm.PLAIN, steps=[4]) == hashes(last, KeyForm.PLAIN)
 
 
-def test_an_algorithm_that_nobody_registered_is_refused() -> None:
+def test_an_unregistered_algorithm_is_refused() -> None:
     with pytest.raises(ValueError, match="'md5' is unknown"):
         hasher(algorithm="md5")

@@ -1,4 +1,4 @@
-"""Hashes are the same in every process that agrees on the scheme, and differ where contents do."""
+"""Hashes are equal in all processes that use the same scheme, and differ where contents differ."""
 
 import hashlib
 
@@ -32,7 +32,7 @@ def test_a_hash_covers_all_tokens_before_it() -> None:
 
 
 @pytest.mark.parametrize("form", KeyForm)
-def test_salt_lora_and_images_set_requests_apart(form: KeyForm) -> None:
+def test_salt_lora_and_images_separate_requests(form: KeyForm) -> None:
     image = MultiModalItem("img", 5, 3)
     kinds = [
         ExtraKeys(),
@@ -52,7 +52,7 @@ def test_a_salt_that_spells_a_loras_name_stays_a_salt_where_keys_are_tagged() ->
     assert hashes(salted, KeyForm.PLAIN)[0] == hashes(adapted, KeyForm.PLAIN)[0]
 
 
-def test_tagged_keys_hold_where_an_image_lies() -> None:
+def test_tagged_keys_contain_the_place_of_an_image() -> None:
     one, other = (ExtraKeys(mm_items=[MultiModalItem("img", offset, 2)]) for offset in (4, 5))
     assert hashes(one)[1] != hashes(other)[1]
     assert hashes(one, KeyForm.PLAIN)[1] == hashes(other, KeyForm.PLAIN)[1]
@@ -64,12 +64,12 @@ def test_tagged_hashes_do_not_depend_on_how_tokens_arrived() -> None:
 
 
 def test_plain_keys_count_an_item_that_ends_where_hashing_resumes() -> None:
-    """Rule 3: the way of the reference, which plain keys follow."""
+    """Rule 3: plain keys follow vLLM 0.14.1."""
     keys = ExtraKeys(mm_items=[MultiModalItem("a", 5, 3)])
     assert hashes(keys, KeyForm.PLAIN, (8, 12))[2] != hashes(keys, KeyForm.PLAIN)[2]
 
 
-def test_algorithms_of_ones_own() -> None:
+def test_custom_algorithms() -> None:
     def shortened(data: bytes) -> bytes:
         return hashlib.sha256(data).digest()[:8]
 

@@ -1,4 +1,4 @@
-"""How long a lease is sure to last: never longer than the server can count."""
+"""The time for which a lease is certain to last, which never exceeds the server's count."""
 
 import pytest
 
@@ -13,7 +13,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return now
 
 
-def test_it_counts_from_when_the_answered_call_was_sent(clock: list[float]) -> None:
+def test_the_lease_counts_from_when_the_answered_call_was_sent(clock: list[float]) -> None:
     lease = LeaseTimer(10.0, 98.0)
     assert lease.left_seconds == 8.0
     lease.renew(100.0)
@@ -24,7 +24,7 @@ def test_it_counts_from_when_the_answered_call_was_sent(clock: list[float]) -> N
     assert lease.left_seconds == 0.0
 
 
-def test_nothing_renews_a_session_that_is_over(clock: list[float]) -> None:
+def test_an_ended_lease_is_not_renewed(clock: list[float]) -> None:
     lease = LeaseTimer(10.0, clock[0])
     lease.end()
     lease.renew(clock[0])

@@ -1,15 +1,15 @@
-"""Allocations on terms, as a session builds and reads them; and requests whose engine hashes by itself."""
+"""Allocation options, as a session encodes and applies them; and requests whose engine hashes its blocks itself."""
 
 from dataclasses import replace
 
 import pytest
 
-from kvpool.client import Answer, KVCacheGroup, Outcome, Request, Session, SlidingWindowSpec
+from kvpool.client import Answer, Client, KVCacheGroup, Outcome, Request, Session, SlidingWindowSpec
+from kvpool.client.blocking import run
 from kvpool.client.hashing import BlockHasher
 from kvpool.client.step_builder import StepBuilder
 from kvpool.client.transports.embedded import EmbeddedTransport
 from kvpool.core.blocks.prefix_search import ComputedBlocks
-from kvpool.core.blocks.quota import NO_QUOTA
 from kvpool.core.ids import BlockHash, BlockId, RequestNumber
 from kvpool.core.specs.kinds import FullAttentionSpec
 from kvpool.core.steps.allocation_options import DEFAULT_OPTIONS, AllocationOptions
@@ -29,20 +29,20 @@ FULL = KVCacheGroup(FullAttentionSpec(4), ("f",))
 
 
 class OpenTransport(EmbeddedTransport):
-    """Keeps every step that is sent, and lets a test look at what the pool has of a request."""
+    """Records every step that is sent, and returns the pool's block tables of a request."""
 
     def __init__(self, *groups: KVCacheGroup) -> None:
         super().__init__()
         self.sent: list[Step] = []
         config = pool_config()
-        self.create_pool(replace(config, groups=groups or config.groups))
+        run(self.create_pool(replace(config, groups=groups or config.groups)))
 
-    def apply(self, session_id: str, step: Step) -> StepResult:
+    async def apply(self, session_id: str, step: Step) -> StepResult:
         self.sent.append(step)
-        return super().apply(session_id, step)
+        return await super().apply(session_id, step)
 
     def open(self) -> Session:
-        return Session(self, self.open_session("m", "", 0.0, NO_QUOTA))
+        return Client(self).open_session("m")
 
     def tables(self, session: Session, request: Request) -> list[list[int]]:
         behind = self._allocator.session(session.session_id, 0.0)[1].by_number[RequestNumber(request.number)]
@@ -75,14 +75,14 @@ def allocate(
         return step.allocate_slots(request, new, computed=computed, options=options)  # answered as the block ends
 
 
-def test_usual_terms_have_no_columns(transport: OpenTransport, session: Session) -> None:
+def test_default_options_have_no_columns(transport: OpenTransport, session: Session) -> None:
     for options in (DEFAULT_OPTIONS, AllocationOptions()):
         with session.step() as step:
             step.admit(session.request(f"r{len(transport.sent)}", range(5)), options=options)
         assert columns(transport.sent[-1]) == {}
 
 
-def test_a_column_is_there_for_all_operations_if_one_has_the_term(transport: OpenTransport, session: Session) -> None:
+def test_an_option_column_has_an_entry_for_every_operation(transport: OpenTransport, session: Session) -> None:
     requests = [session.request(f"r{i}", range(i, i + 5)) for i in range(3)]
     with session.step() as step:
         step.admit(requests[0])
@@ -93,7 +93,7 @@ def test_a_column_is_there_for_all_operations_if_one_has_the_term(transport: Ope
     assert columns(sent) == {"num_reserved_blocks": [0, 0, 0, 1, 0, 0], "full_sequence_must_fit": [0, 0, 0, 1, 0, 0]}
 
 
-def test_batches_have_entries_too(transport: OpenTransport, session: Session) -> None:
+def test_option_columns_have_entries_for_batches(transport: OpenTransport, session: Session) -> None:
     requests = [session.request(f"r{i}", range(4)) for i in range(3)]
     for request in requests:
         session.admit(request)
@@ -104,14 +104,14 @@ def test_batches_have_entries_too(transport: OpenTransport, session: Session) ->
     assert columns(transport.sent[-1]) == {"num_watermark_blocks": [0, 0, 2]}
 
 
-def test_terms_come_over_the_wire() -> None:
+def test_options_survive_the_wire() -> None:
     step = Step(3, launched_sequence=2, operations=[3, 4], num_external_tokens=[0, 5], num_in_flight_tokens=[1, 0])
     step.num_reserved_blocks, step.num_watermark_blocks = [7, 0], [0, 8]
     step.full_sequence_must_fit = [0, True]  # type: ignore[list-item]  # as the client pads it
     assert step_from_proto(step_to_proto(step, "s")) == step
 
 
-def test_what_is_launched_is_sent_with_what_executed(transport: OpenTransport, session: Session) -> None:
+def test_launched_steps_are_sent_with_executed_steps(transport: OpenTransport, session: Session) -> None:
     request = session.request("r", range(5))
     session.admit(request)
     with session.step(launched_sequence=1, executed_sequence=1) as step:
@@ -119,7 +119,7 @@ def test_what_is_launched_is_sent_with_what_executed(transport: OpenTransport, s
     assert (transport.sent[-1].launched_sequence, transport.sent[-1].executed_sequence) == (1, 1)
 
 
-def test_tokens_in_flight_do_not_make_a_quiet_decode_loud(transport: OpenTransport, session: Session) -> None:
+def test_tokens_in_flight_do_not_prevent_a_decode_on_credit(transport: OpenTransport, session: Session) -> None:
     request = session.request("r", range(5))
     session.admit(request)
     num_sent = len(transport.sent)
@@ -136,7 +136,7 @@ def test_tokens_in_flight_do_not_make_a_quiet_decode_loud(transport: OpenTranspo
         AllocationOptions(full_sequence_must_fit=True),
     ],
 )
-def test_other_terms_are_asked_also_where_there_is_room(
+def test_other_options_are_sent_even_within_credit(
     transport: OpenTransport, session: Session, options: AllocationOptions
 ) -> None:
     request = session.request("r", range(5))
@@ -150,7 +150,7 @@ def test_other_terms_are_asked_also_where_there_is_room(
 @pytest.mark.parametrize("num_hit_tokens", [0, 8, 16])
 @pytest.mark.parametrize("num_external_tokens", [1, 4, 9, 12])
 @pytest.mark.parametrize("num_new_tokens", [0, 1, 6])
-def test_tables_with_external_tokens_are_the_pools(
+def test_tables_with_external_tokens_equal_the_pools(
     groups: tuple[KVCacheGroup, ...], num_hit_tokens: int, num_external_tokens: int, num_new_tokens: int
 ) -> None:
     transport = OpenTransport(*groups)
@@ -170,7 +170,7 @@ def test_tables_with_external_tokens_are_the_pools(
         assert request.block_ids == transport.tables(session, request)
 
 
-def test_tables_with_tokens_in_flight_are_the_pools() -> None:
+def test_tables_with_tokens_in_flight_equal_the_pools() -> None:
     transport = OpenTransport(FULL, WINDOW)
     session = transport.open()
     request = session.request("r", range(40))
@@ -180,7 +180,7 @@ def test_tables_with_tokens_in_flight_are_the_pools() -> None:
         assert request.block_ids == transport.tables(session, request)
 
 
-def test_after_a_refusal_tables_are_the_pools_again_with_the_next_answer() -> None:
+def test_after_a_refusal_tables_equal_the_pools_again_with_the_next_answer() -> None:
     transport = OpenTransport(WINDOW)
     session = transport.open()
     request = session.request("r", range(40))
@@ -195,7 +195,7 @@ def test_after_a_refusal_tables_are_the_pools_again_with_the_next_answer() -> No
     assert request.block_ids == transport.tables(session, request) == [[0, 2, 3, 4]]
     whole = AllocationOptions(
         num_reserved_blocks=10**4, full_sequence_must_fit=True
-    )  # refused after: the session cannot tell
+    )  # refused after: the session does not know
     assert allocate(session, request, 4, whole).outcome is Outcome.NO_BLOCKS
     assert transport.tables(session, request) == [[0, 0, 0, 4]]
     assert allocate(session, request, 4, DEFAULT_OPTIONS).ok
@@ -212,7 +212,7 @@ def test_free_blocks_are_those_of_the_last_answer(session: Session) -> None:
     assert session.free_blocks == num_free + 3
 
 
-def test_a_builder_of_ones_own_is_sent(session: Session) -> None:
+def test_a_builder_made_by_the_caller_is_sent(session: Session) -> None:
     builder = StepBuilder()
     answer = builder.admit(session.request("r", range(5)))
     session.send(builder)
@@ -239,7 +239,7 @@ def test_a_request_hashed_elsewhere_is_read_as_it_grows(transport: OpenTransport
         step.decode([request])
     grow([16])
     session.free(request)
-    assert (token_ids, len(hashes)) == (list(range(17)), 4)  # it changed neither
+    assert (token_ids, len(hashes)) == (list(range(17)), 4)  # neither was changed
     alike = session.request("s", range(18))
     assert session.get_computed_blocks(alike).num_tokens == 16
 

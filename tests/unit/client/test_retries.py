@@ -1,7 +1,7 @@
-"""Rules of retries, with waits that are noted and not waited."""
+"""Rules of retries, with pauses that are recorded instead of waited for."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 
 import pytest
 
@@ -15,13 +15,14 @@ from kvpool.client import (
     UnavailableError,
     WrongStateError,
 )
-from kvpool.client.retries import call, call_async
+from kvpool.client.blocking import run
+from kvpool.client.retries import call
 
-GONE = UnavailableError("UNAVAILABLE", "nobody there")
+GONE = UnavailableError("UNAVAILABLE", "no server")
 
 
 class Attempts:
-    """A call that fails so often before it is answered."""
+    """A call that fails with each of the given errors before it is answered."""
 
     def __init__(self, *errors: KvpoolError) -> None:
         self._errors = list(errors)
@@ -38,19 +39,16 @@ class Attempts:
         return self(left_seconds)
 
 
-def both(attempts: Attempts, deadline_seconds: float, monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], str]]:
-    """The same through the synchronous and the asyncio function."""
+def both(attempts: Attempts, deadline_seconds: float) -> list[Callable[[], str]]:
+    """The same without an event loop, as in the synchronous client, and in one."""
 
-    async def no_wait(seconds: float) -> None:
+    async def pause(seconds: float) -> None:
         attempts.pauses.append(seconds)
 
-    def run() -> str:
-        with monkeypatch.context() as patch:
-            patch.setattr(asyncio, "sleep", no_wait)
-            waiting: Awaitable[str] = call_async(attempts.later, deadline_seconds)
-            return asyncio.run(waiting)  # type: ignore[arg-type]
-
-    return [lambda: call(attempts, deadline_seconds, attempts.pauses.append), run]
+    return [
+        lambda: run(call(attempts.later, deadline_seconds, pause)),
+        lambda: asyncio.run(call(attempts.later, deadline_seconds, pause)),
+    ]
 
 
 @pytest.fixture(params=[0, 1], ids=["sync", "asyncio"])
@@ -58,26 +56,26 @@ def kind(request: pytest.FixtureRequest) -> int:
     return int(request.param)
 
 
-def test_it_tries_until_there_is_an_answer(kind: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_is_repeated_until_it_is_answered(kind: int) -> None:
     attempts = Attempts(*[GONE] * 6)
-    assert both(attempts, 30.0, monkeypatch)[kind]() == "answer"
+    assert both(attempts, 30.0)[kind]() == "answer"
     assert len(attempts.pauses) == 6
     assert all(0.02 <= pause <= 1.02 for pause in attempts.pauses)
     assert attempts.left_seconds == sorted(attempts.left_seconds, reverse=True)
 
 
 @pytest.mark.parametrize("error", [GONE, ExhaustedError("BUSY", "")], ids=["unavailable", "exhausted"])
-def test_the_servers_retry_time_is_the_least(error: KvpoolError, kind: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_servers_retry_time_is_the_minimum_pause(error: KvpoolError, kind: int) -> None:
     attempts = Attempts(type(error)("BUSY", "", retry_seconds=5.0))
-    assert both(attempts, 30.0, monkeypatch)[kind]() == "answer"
+    assert both(attempts, 30.0)[kind]() == "answer"
     (pause,) = attempts.pauses
     assert 5.0 <= pause <= 5.5
 
 
-def test_a_retry_time_past_the_deadline_is_not_waited_for(kind: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_retry_time_past_the_deadline_is_not_waited_for(kind: int) -> None:
     attempts = Attempts(UnavailableError("DRAINED", "", retry_seconds=5.0))
     with pytest.raises(UnavailableError):
-        both(attempts, 4.0, monkeypatch)[kind]()
+        both(attempts, 4.0)[kind]()
     assert attempts.pauses == []
 
 
@@ -93,12 +91,10 @@ def test_a_retry_time_past_the_deadline_is_not_waited_for(kind: int, monkeypatch
     ],
     ids=lambda error: type(error).__name__,
 )
-def test_other_errors_are_told_at_once_also_after_a_retry(
-    error: KvpoolError, kind: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_errors_are_raised_at_once_also_after_a_retry(error: KvpoolError, kind: int) -> None:
     for before in ([], [GONE]):
         attempts = Attempts(*before, error)
         with pytest.raises(type(error)) as caught:
-            both(attempts, 30.0, monkeypatch)[kind]()
+            both(attempts, 30.0)[kind]()
         assert caught.value is error
         assert len(attempts.pauses) == len(before)

@@ -1,4 +1,4 @@
-"""A session's own books: nothing counts as sent until it was answered."""
+"""The state that a session keeps: nothing counts as sent until it is answered."""
 
 from collections.abc import Callable
 
@@ -7,6 +7,7 @@ import pytest
 from kvpool.client import (
     AbortedError,
     Allocation,
+    Client,
     DeadlineError,
     FullAttentionSpec,
     InvalidArgumentError,
@@ -21,8 +22,8 @@ from kvpool.client import (
     WrongStateError,
     connect,
 )
+from kvpool.client.blocking import run
 from kvpool.client.transports.embedded import EmbeddedTransport
-from kvpool.core.blocks.quota import NO_QUOTA
 from kvpool.core.ids import PoolName
 from kvpool.core.steps.columns import Step, StepResult
 from support.server import pool_config
@@ -31,12 +32,12 @@ PROMPT = list(range(13))
 
 
 class LossyTransport(EmbeddedTransport):
-    """Loses the answer to the next step, if told to: the step is applied all the same."""
+    """Loses the answer to the next step if `lose` is set. The step is applied."""
 
     lose = False
 
-    def apply(self, session_id: str, step: Step) -> StepResult:
-        result = super().apply(session_id, step)
+    async def apply(self, session_id: str, step: Step) -> StepResult:
+        result = await super().apply(session_id, step)
         if self.lose:
             self.lose = False
             raise DeadlineError("DEADLINE", "lost")
@@ -46,17 +47,17 @@ class LossyTransport(EmbeddedTransport):
 @pytest.fixture
 def transport() -> LossyTransport:
     transport = LossyTransport()
-    transport.create_pool(pool_config())
+    run(transport.create_pool(pool_config()))
     return transport
 
 
 @pytest.fixture
 def session(transport: LossyTransport) -> Session:
-    return Session(transport, transport.open_session("m", "", 0.0, NO_QUOTA))
+    return Client(transport).open_session("m")
 
 
 def info(transport: LossyTransport) -> PoolInfo:
-    return transport.get_pool("m")
+    return run(transport.get_pool("m"))
 
 
 def test_a_lost_answer_is_settled_without_doing_it_twice(transport: LossyTransport, session: Session) -> None:
@@ -100,8 +101,8 @@ def test_a_refused_step_leaves_the_sessions_view_as_it_was(transport: LossyTrans
     assert session.admit(request) is not None
 
 
-def test_what_raises_inside_a_step_is_not_sent(transport: LossyTransport, session: Session) -> None:
-    with pytest.raises(ZeroDivisionError), session.step() as step:  # noqa: PT012 - likewise
+def test_a_step_that_raises_is_not_sent(transport: LossyTransport, session: Session) -> None:
+    with pytest.raises(ZeroDivisionError), session.step() as step:  # noqa: PT012 - the step is what raises
         step.admit(session.request("r", PROMPT))
         raise ZeroDivisionError
     assert (session.sequence, info(transport).requests) == (0, 0)
@@ -113,9 +114,9 @@ def test_an_empty_step_is_not_sent(session: Session) -> None:
     assert session.sequence == 0
 
 
-def test_a_request_the_service_never_heard_of_cannot_be_named(session: Session) -> None:
+def test_an_undeclared_request_cannot_be_named(session: Session) -> None:
     request = session.request("r", PROMPT)
-    session.free(request)  # nothing to free: nothing to say
+    session.free(request)  # nothing to free, nothing to send
     with pytest.raises(NotFoundError):
         session.preempt(request)
     with pytest.raises(NotFoundError):
@@ -147,7 +148,7 @@ def test_addresses_are_checked(address: str) -> None:
         connect(address)
 
 
-def test_what_slides_out_of_a_window_stands_null_in_the_sessions_table_too() -> None:
+def test_blocks_outside_a_window_are_null_in_the_sessions_table() -> None:
     groups = tuple(map(KVCacheGroup, (FullAttentionSpec(4), SlidingWindowSpec(4, sliding_window=6))))
     with connect("embedded:") as client:
         client.create_pool(PoolConfig(PoolName("w"), 16, 64, groups))
@@ -168,19 +169,19 @@ def test_what_slides_out_of_a_window_stands_null_in_the_sessions_table_too() -> 
 
 
 def hit_tokens(transport: LossyTransport, session: Session) -> int:
-    with Session(transport, transport.open_session("m", "", 0.0, NO_QUOTA)) as other:
-        told = [each.get_computed_blocks(each.request("q", PROMPT)).num_tokens for each in (session, other)]
-    assert told[1] <= told[0]
-    return told[0] * 100 + told[1]
+    with Client(transport).open_session("m") as other:
+        hits = [each.get_computed_blocks(each.request("q", PROMPT)).num_tokens for each in (session, other)]
+    assert hits[1] <= hits[0]
+    return hits[0] * 100 + hits[1]
 
 
 @pytest.mark.parametrize("leave", [Session.preempt, Session.free])
-@pytest.mark.parametrize("tells", [True, False])
-def test_what_a_request_left_before_its_step_ran_is_found_by_no_other_session(
-    transport: LossyTransport, session: Session, leave: Callable[[Session, Request], None], *, tells: bool
+@pytest.mark.parametrize("reports", [True, False])
+def test_blocks_freed_before_their_step_ran_stay_hidden_from_other_sessions(
+    transport: LossyTransport, session: Session, leave: Callable[[Session, Request], None], *, reports: bool
 ) -> None:
-    """As one is that was admitted, and preempted for another before the step that both were for was run."""
-    if tells:
+    """As after an admission and a preemption before the step was executed."""
+    if reports:
         session.admit(session.request("before", [7]))
         session.mark_executed()
     request = session.request("r", PROMPT)
@@ -188,11 +189,13 @@ def test_what_a_request_left_before_its_step_ran_is_found_by_no_other_session(
     leave(session, request)
     session.admit(session.request("another", [8, 9]))
     session.mark_executed()
-    assert hit_tokens(transport, session) == (0 if tells else 1200), "a session that never tells finds its own"
+    assert hit_tokens(transport, session) == (0 if reports else 1200), (
+        "a session that never reports hits its own blocks"
+    )
 
 
 @pytest.mark.parametrize("leave", [Session.preempt, Session.free])
-def test_what_was_computed_before_a_request_left_is_found_by_all(
+def test_blocks_executed_before_a_free_are_hit_by_all_sessions(
     transport: LossyTransport, session: Session, leave: Callable[[Session, Request], None]
 ) -> None:
     request = session.request("r", PROMPT)

@@ -1,4 +1,4 @@
-"""Token ids in whole buffers are encoded as one by one."""
+"""Token ids encoded in whole buffers equal those encoded one by one."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ def one_by_one(token_ids: list[int], block_size: int) -> list[bytes]:
 
 
 @given(st.integers(1, 40), st.data())
-def test_blocks_are_those_of_their_ids(block_size: int, data: Any) -> None:
+def test_each_block_encodes_its_own_ids(block_size: int, data: Any) -> None:
     num_blocks = data.draw(st.integers(0, 200 // block_size))
     token_ids = data.draw(st.lists(TOKENS, min_size=num_blocks * block_size, max_size=num_blocks * block_size))
     assert encoded_blocks(token_ids, block_size) == one_by_one(token_ids, block_size)

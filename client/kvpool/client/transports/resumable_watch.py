@@ -1,7 +1,8 @@
-"""A watch that begins with a snapshot and never ends: how it goes on after each kind of failure. Does no I/O.
+"""The state of a watch over several calls: how it continues after each kind of failure. Does no I/O.
 
-1. What was whole stays whole over a lost connection: the watch goes on with the next batch, of the same boot only.
-2. Where it cannot go on, another snapshot is asked for: batches are no longer kept, or the server is another one.
+1. Without a snapshot, a watch ends with the first failure.
+2. With a snapshot, it continues with the next batch after a lost connection, if the server process is the same.
+3. Where it cannot continue, it asks for another snapshot: the batches are no longer kept, or the server restarted.
 """
 
 from collections.abc import Iterator
@@ -10,15 +11,18 @@ from typing import Final
 
 from kvpool.client.errors import KvpoolError, NotFoundError, UnavailableError, WrongStateError
 from kvpool.client.transports import messages
-from kvpool.client.transports.embedded import EventBatch, WatchKind, WatchOptions
+from kvpool.client.transports.transport import EventBatch, WatchKind, WatchOptions
 from kvpool.v1 import event_pb2
 
-SILENT_HEARTBEATS: Final = 3
-"""After so many heartbeats that did not come the connection counts as broken."""
+MAX_MISSED_HEARTBEATS: Final = 3
+"""The connection counts as broken after this many heartbeats are missed in a row."""
+
+_PAUSES_SECONDS: Final = (0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2)
+"""Pauses before each further call, unless the server sends a retry time."""
 
 
 class ResumableWatch:
-    """State of one such watch, over as many calls as it takes."""
+    """State of one watch, over all its calls."""
 
     def __init__(self, options: WatchOptions) -> None:
         self._options = options
@@ -29,12 +33,14 @@ class ResumableWatch:
 
     @property
     def silence_seconds(self) -> float | None:
-        """After how long without a message the call is to be given up; None for never."""
-        return self._options.heartbeat_seconds * SILENT_HEARTBEATS or None
+        """Time without a message after which the call is cancelled; None for never."""
+        if not self._options.snapshot:
+            return None
+        return self._options.heartbeat_seconds * MAX_MISSED_HEARTBEATS or None
 
-    def silent(self) -> UnavailableError:
-        """What a call failed with that was given up."""
-        return UnavailableError("SILENT", f"nothing was heard for {self.silence_seconds} s")
+    def silence_error(self) -> UnavailableError:
+        """The error of a call that was cancelled after `silence_seconds`."""
+        return UnavailableError("SILENT", f"no message came for {self.silence_seconds} s")
 
     def request(self) -> event_pb2.WatchRequest:
         """Makes the next call's message."""
@@ -45,21 +51,24 @@ class ResumableWatch:
         return request
 
     def read(self, response: event_pb2.WatchResponse) -> EventBatch | None:
-        """Reads a message; None if it tells nothing, as where a watch goes on."""
+        """Reads a message; None for the first message of a call that does not begin with a snapshot."""
         batch = self._last = messages.read_batch(response)
         self._has_begun = True
         if batch.kind is not WatchKind.START:
-            self._pauses = _pauses()  # it got somewhere
+            self._pauses = _pauses()  # the call has made progress
         if batch.kind is WatchKind.SNAPSHOT_END:
             self._is_whole = True
-        return None if batch.kind is WatchKind.START and self._is_whole else batch
+        is_hidden = batch.kind is WatchKind.START and (self._is_whole or not self._options.snapshot)
+        return None if is_hidden else batch
 
     def pause_seconds(self, error: KvpoolError) -> float:
-        """Says how long to wait before the next call, after one that failed.
+        """Returns the pause before the next call, after one that failed.
 
         Raises:
-            KvpoolError: The error, if another call would not help.
+            KvpoolError: The error, if another call cannot succeed.
         """
+        if not self._options.snapshot:
+            raise error
         if isinstance(error, WrongStateError) and error.reason == "EVENTS_NOT_KEPT":
             self._is_whole = False
         elif not self._has_begun or not isinstance(error, UnavailableError | NotFoundError):
@@ -68,4 +77,4 @@ class ResumableWatch:
 
 
 def _pauses() -> Iterator[float]:
-    return chain(messages.REOPEN_PAUSES_SECONDS, repeat(messages.REOPEN_PAUSES_SECONDS[-1]))
+    return chain(_PAUSES_SECONDS, repeat(_PAUSES_SECONDS[-1]))

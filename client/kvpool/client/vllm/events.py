@@ -16,7 +16,7 @@ from vllm.distributed import kv_events
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
 from kvpool.client.connection import Client
-from kvpool.client.transports.embedded import EventBatch, WatchKind
+from kvpool.client.transports.transport import EventBatch, WatchKind
 from kvpool.core.events import AllBlocksCleared, BlockEvent, BlockRemoved, BlockStored
 from kvpool.core.specs.pool_config import PoolConfig
 

@@ -144,7 +144,7 @@ class StepBatcher:
 
     def flush(self) -> None:
         """Sends changes that other sessions wait for: freed requests and executed steps."""
-        if self.builder.rows or self.builder.quiet or self._executed > self._reported:
+        if self.builder.rows or self.builder.on_credit or self._executed > self._reported:
             self.send()
 
     def send(self) -> None:
@@ -175,7 +175,7 @@ class StepBatcher:
 
     def builder_for(self, session_request: Request) -> StepBuilder:
         """Returns the builder of the next message, after earlier calls of the request have been answered."""
-        if session_request in self.builder.quiet:
+        if session_request in self.builder.on_credit:
             self.send()
         return self.builder
 

@@ -25,6 +25,7 @@ from kvpool.v1 import allocator_pb2, allocator_pb2_grpc, pool_pb2, step_pb2
 from kvpool.wire import pools as wire_pools
 from kvpool.wire import sessions as wire_sessions
 from kvpool.wire import steps as wire_steps
+from kvpool.wire.protocol_version import PROTOCOL_VERSION, check_client
 
 _log = logging.getLogger("kvpool.server")
 
@@ -81,6 +82,7 @@ class AllocatorService(allocator_pb2_grpc.AllocatorServiceServicer):
 
     @in_turn
     def OpenSession(self, request: allocator_pb2.OpenSessionRequest) -> allocator_pb2.OpenSessionResponse:
+        check_client(request.protocol_version)
         caller = CALLER.get()
         owner = token_name()
         now_seconds = self._hub.now_seconds_to_open(request.open_key, owner)
@@ -115,6 +117,7 @@ class AllocatorService(allocator_pb2_grpc.AllocatorServiceServicer):
         return allocator_pb2.OpenSessionResponse(
             session=wire_sessions.session_to_proto(pool, session),
             config=wire_sessions.config_to_proto(pool, session),
+            protocol_version=PROTOCOL_VERSION,
         )
 
     async def ResumeSession(
@@ -134,6 +137,7 @@ class AllocatorService(allocator_pb2_grpc.AllocatorServiceServicer):
         return response
 
     def _resume(self, request: allocator_pb2.ResumeSessionRequest) -> tuple[KVCacheManager, Session]:
+        check_client(request.protocol_version)
         pool, session = self._hub.resume_session(request.session_id, request.sequence, request.resume_key)
         extra = {"session_before": session.previous_number, "requests": len(session.requests)}
         _log.info("session resumed", extra={**session_fields(pool, session), **extra})
@@ -218,6 +222,7 @@ class AllocatorService(allocator_pb2_grpc.AllocatorServiceServicer):
                 if not isinstance(message, step_pb2.Step):  # EOF: the client closed its side
                     return
                 if not session_id:
+                    check_client(message.protocol_version)
                     session_id = message.session_id
                     check_session(self._allocator, session_id)
                     pool, session = self._hub.session(session_id)
@@ -229,6 +234,7 @@ class AllocatorService(allocator_pb2_grpc.AllocatorServiceServicer):
                     result = self._apply(session_id, message)
                 finally:
                     self._hub.turns.end()
+                result.protocol_version = PROTOCOL_VERSION
                 await writer.write(result)
                 self._faults.reach("step.answered")
 
@@ -236,7 +242,8 @@ class AllocatorService(allocator_pb2_grpc.AllocatorServiceServicer):
         start = time.perf_counter()
         pool, session = self._hub.session(session_id)
         step = wire_steps.step_from_proto(message)
-        message.ClearField("session_id")  # a retry of the step may have it or not
+        for name in ("session_id", "protocol_version"):  # a retry of the step may have them or not
+            message.ClearField(name)
         self._faults.reach("step.decoded")
         self._hub.limits.check_step(pool, session, step)
         result = self._allocator.apply(pool, session, step, wire_steps.retry_key(message))

@@ -19,6 +19,7 @@ from kvpool.server.rpc import errors_sent
 from kvpool.server.services.hub import Hub, OpenCall
 from kvpool.v1 import event_pb2, event_pb2_grpc
 from kvpool.wire import steps as wire_steps
+from kvpool.wire.protocol_version import PROTOCOL_VERSION, check_client
 
 CHUNK_BLOCKS: Final = 256
 """Blocks per snapshot message. A step waits for at most one such message, however many watches start."""
@@ -52,6 +53,7 @@ class EventService(event_pb2_grpc.EventServiceServicer):
                 await self._watch(request, call, writer).run()
 
     def _watch(self, request: event_pb2.WatchRequest, call: OpenCall, writer: _WatchWriter) -> "_Watch":
+        check_client(request.protocol_version)
         pool = self._hub.allocator.pool(request.pool_name)
         if not pool.config.makes_events:
             raise WrongStateError("EVENTS_DISABLED", "the pool publishes no events", field="pool_name")
@@ -170,6 +172,7 @@ class _Watch:
             sequence=self._next - 1,
             events=map(wire_steps.event_to_proto, events),
             kind=kind,
+            protocol_version=PROTOCOL_VERSION if kind == event_pb2.WATCH_RESPONSE_KIND_START else 0,
             epoch=self._pool.epoch,
             boot_id=self._boot_id,
             time_seconds=time.time(),

@@ -1,0 +1,158 @@
+"""The protocol of a session, without I/O: numbers its steps, encodes them and applies their results.
+
+1. A step is encoded from the requests as they are when it is sent. A request counts as sent only when the result is
+   applied. A refused step leaves the session's copy unchanged, as it leaves the server's state.
+2. A step without an answer stays the next step to send: the same number gets the same answer again.
+3. Allocations within a request's credit are answered here. Their sum is sent with the next operation on the request.
+4. Once the server has reported the end of the session, every later step raises the same error and is not sent.
+"""
+
+from typing import Final
+
+from kvpool.client.deferred_caching import DeferredCaching
+from kvpool.client.result_reader import ResultReader
+from kvpool.client.step_builder import StepBuilder
+from kvpool.client.step_encoder import StepEncoder
+from kvpool.core.errors import (
+    AbortedError,
+    ExhaustedError,
+    InvalidArgumentError,
+    KvpoolError,
+    NotFoundError,
+    WrongStateError,
+)
+from kvpool.core.specs.pool_config import PoolConfig
+from kvpool.core.steps.columns import Operation, Step, StepResult
+
+_REFUSALS: Final = (InvalidArgumentError, NotFoundError, WrongStateError, ExhaustedError)
+_CACHING: Final = frozenset((Operation.ADMIT, Operation.ALLOCATE, Operation.CACHE))
+
+
+def is_refusal(error: KvpoolError) -> bool:
+    """Whether a step that failed with this error has certainly changed nothing.
+
+    A server that sends a retry time may not have looked whether an earlier attempt was applied.
+    """
+    return isinstance(error, _REFUSALS) and error.retry_seconds is None
+
+
+def ends_session(error: KvpoolError) -> bool:
+    """Whether the session is over: every later call on it would fail too."""
+    return isinstance(error, AbortedError) or error.reason == "SESSION_NOT_FOUND"
+
+
+class SessionProtocol:
+    """State of a session's protocol.
+
+    Attributes:
+        sequence: Number of the last step that was answered.
+        free_blocks: Blocks that the session could be given when that step was answered; 0 before the first.
+    """
+
+    def __init__(self, config: PoolConfig, sequence: int = 0) -> None:
+        self._deferred = DeferredCaching(config)
+        self._encoder = StepEncoder(config, self._deferred)
+        self._reader = ResultReader(config)
+        self._num_on_credit = 0
+        """Allocations on credit since the last step that was sent."""
+        self._caching_sequence = sequence
+        """The last step that may have cached or filled blocks."""
+        self._reported_sequence = 0
+        """The last step that was reported as executed."""
+        self._unanswered: tuple[Step, StepBuilder] | None = None
+        self._reports_only = False
+        self._over: KvpoolError | None = None
+        self.sequence = sequence
+        self.free_blocks = 0
+
+    def must_send(self, builder: StepBuilder, *, is_fresh: bool) -> bool:
+        """Whether a step has to be sent. If not, it is answered here, on credit.
+
+        Args:
+            builder: The step.
+            is_fresh: Whether the session was certainly open a moment ago. If not, only the service can answer.
+
+        Raises:
+            KvpoolError: As `check_settled`.
+        """
+        self.check_settled()
+        builder.check_credit()
+        executed = builder.executed_sequence
+        if builder.rows or executed > self.sequence or (executed and not builder.on_credit):
+            return True
+        if builder.on_credit and not is_fresh:
+            return True
+        # Other sessions may wait for blocks that were cached, or were filled and executed before that was reported.
+        if self._reported_sequence < min(executed, self._caching_sequence) or self.must_report_filled(executed):
+            return True
+        builder.take_credit()
+        self._num_on_credit += len(builder.on_credit)
+        return False
+
+    def encode(self, builder: StepBuilder) -> Step:
+        """Makes the next step. `apply_result` or `fail` must follow before the step after it.
+
+        Raises:
+            KvpoolError: As `check_settled`.
+        """
+        self.check_settled()
+        self._reports_only = not builder.rows and not builder.on_credit and bool(self._deferred.unreported)
+        self._deferred.defer(builder)
+        builder.rows[:0] = self._deferred.rows(builder)
+        step = self._encoder.encode(builder, self.sequence + 1, self._num_on_credit + len(builder.on_credit))
+        self._unanswered = (step, builder)
+        return step
+
+    def apply_result(self, result: StepResult) -> None:
+        """Applies the result of the step without an answer: fills its answers and the requests' tables.
+
+        Raises:
+            ServerError: The result is malformed. Nothing of it is applied, and the step stays without an answer.
+        """
+        if self._unanswered is None:
+            raise WrongStateError("NO_STEP", "no step waits for a result")
+        step, builder = self._unanswered
+        self._reader.check_shape(step, result)
+        self._unanswered = None
+        self.sequence, self.free_blocks = step.sequence, result.free_blocks
+        self._num_on_credit = 0
+        builder.take_credit()
+        self.note_executed(step.executed_sequence)
+        self._deferred.unreported = builder.filled
+        if builder.filled or not _CACHING.isdisjoint(step.operations):
+            self._caching_sequence = step.sequence
+        self._reader.apply(step, builder, result)
+
+    def check_settled(self) -> None:
+        """Raises the error that ended the session, or WrongStateError if a step that was sent has no answer yet."""
+        if self._over:
+            raise self._over.with_traceback(None)
+        if self._unanswered:
+            raise WrongStateError("UNSETTLED", "the step before has no answer yet: settle it, or close the session")
+
+    def unanswered(self) -> Step | None:
+        """The step that was sent and has no answer."""
+        return self._unanswered[0] if self._unanswered else None
+
+    def fail(self, error: KvpoolError) -> None:
+        """Notes the error of a step. A refusal changed nothing; after any other error it stays without an answer."""
+        if is_refusal(error):
+            self._unanswered = None
+
+    def end(self, error: KvpoolError) -> None:
+        """Notes that the session is over, by the error that every later step raises."""
+        self._over = error
+        self._unanswered = None
+
+    @property
+    def unanswered_reports_only(self) -> bool:
+        """Whether the step without an answer only reports filled blocks: the caller does not know of it."""
+        return self._reports_only and self._unanswered is not None
+
+    def must_report_filled(self, executed_sequence: int) -> bool:
+        """Whether a report that steps up to this one ran needs a step, as that also has to report filled blocks."""
+        return bool(self._deferred.unreported) and not self._unanswered and executed_sequence >= self.sequence
+
+    def note_executed(self, executed_sequence: int) -> None:
+        """Notes which steps were reported as executed."""
+        self._reported_sequence = max(self._reported_sequence, executed_sequence)

@@ -1,0 +1,192 @@
+"""The interface between a client and the service, and the values that pass through it."""
+
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass
+from enum import Enum
+from typing import Final, Protocol
+
+from kvpool.client.lease import LeaseTimer
+from kvpool.core.blocks.quota import NO_QUOTA, Quota
+from kvpool.core.errors import InvalidArgumentError
+from kvpool.core.events import BlockEvent
+from kvpool.core.ids import SessionNumber
+from kvpool.core.specs.pool_config import PoolConfig
+from kvpool.core.steps.columns import Step, StepResult
+from kvpool.core.views.pool_info import PoolInfo
+
+DEFAULT_HEARTBEAT_SECONDS: Final = 5.0
+"""Interval of heartbeats of a watch with a snapshot."""
+
+
+@dataclass(frozen=True, slots=True)
+class HeldRequest:
+    """A request of a resumed session, as the service knows it.
+
+    Attributes:
+        request_id: Its id.
+        number: Its number in steps; 0 if steps cannot name it.
+        num_tokens: Tokens that the service knows, prompt and output.
+        num_computed_tokens: Tokens that have slots, hits included.
+        block_ids: Its block table of each group; block 0 where the attention no longer reads.
+        lora_name: Its LoRA, if the service knows it.
+        last_block_hash: Hash of its last full hash block; empty if it has none.
+    """
+
+    request_id: str
+    number: int
+    num_tokens: int
+    num_computed_tokens: int
+    block_ids: tuple[tuple[int, ...], ...]
+    lora_name: str
+    last_block_hash: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class SessionOptions:
+    """The arguments of `Client.open_session`.
+
+    Attributes:
+        pool: The pool's name.
+        client_name: Name of the scheduler, for people.
+        lease_seconds: Wanted lease; 0 for the server's default.
+        quota: Minimum and maximum number of blocks.
+        memory_id: Name of the memory that holds the tensors; may be empty.
+    """
+
+    pool: str
+    client_name: str = ""
+    lease_seconds: float = 0.0
+    quota: Quota = NO_QUOTA
+    memory_id: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedSession:
+    """A session that the service opened or resumed.
+
+    Attributes:
+        session_id: Its secret name.
+        config: The pool's configuration, none_hash included.
+        lease_seconds: The lease: how long the session outlives its last call.
+        epoch: The pool's epoch.
+        session_number: Its number on the server, never used again; not secret.
+        lease_timer: The time for which the lease is certain to last; renewed by the transport.
+        sequence: Number of its last change.
+        held: Its requests, if it was resumed.
+    """
+
+    session_id: str
+    config: PoolConfig
+    lease_seconds: float
+    epoch: int
+    session_number: SessionNumber
+    lease_timer: LeaseTimer
+    sequence: int = 0
+    held: tuple[HeldRequest, ...] = ()
+
+
+class WatchKind(Enum):
+    """Kind of a message of a watch."""
+
+    START = "start"
+    """A snapshot of everything that is cached follows. It replaces all earlier messages."""
+    BATCH = "batch"
+    """The events of one change of the pool."""
+    SNAPSHOT = "snapshot"
+    """Part of the snapshot."""
+    SNAPSHOT_END = "snapshot_end"
+    """The snapshot is complete: the messages since the start are the pool's map after batch `sequence`."""
+    HEARTBEAT = "heartbeat"
+    """No event since batch `sequence`."""
+
+
+@dataclass(frozen=True, slots=True)
+class EventBatch:
+    """A message of a watch: the block events of one change of a pool, unless `kind` is another.
+
+    Attributes:
+        sequence: The batch's number, from 1, without gaps; in other kinds, that of the newest batch before.
+        events: The events, in order.
+        kind: Kind of the message.
+        epoch: The pool's epoch.
+        boot_id: Identifies one run of the server process. Batch numbers of different runs are unrelated.
+        time_seconds: Time of the change, in seconds since 1970 by the server's clock.
+    """
+
+    sequence: int
+    events: tuple[BlockEvent, ...] = ()
+    kind: WatchKind = WatchKind.BATCH
+    epoch: int = 0
+    boot_id: str = ""
+    time_seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class WatchOptions:
+    """The arguments of `Client.watch`.
+
+    Attributes:
+        pool: The pool's name.
+        from_sequence: First batch wanted; 0 for the next one, or with a snapshot.
+        snapshot: Whether to begin with a snapshot, and to continue over lost connections and server restarts.
+        heartbeat_seconds: Interval of heartbeats while there are no other messages; 0 for none.
+    """
+
+    pool: str
+    from_sequence: int = 0
+    snapshot: bool = False
+    heartbeat_seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.snapshot and self.from_sequence:
+            raise InvalidArgumentError("from_sequence", "cannot be combined with a snapshot")
+
+
+def watch_options(pool: str, from_sequence: int, heartbeat_seconds: float | None, *, snapshot: bool) -> WatchOptions:
+    """Makes options. By default, heartbeats come with a snapshot only."""
+    if heartbeat_seconds is None:
+        heartbeat_seconds = DEFAULT_HEARTBEAT_SECONDS if snapshot else 0.0
+    return WatchOptions(pool, from_sequence, snapshot, heartbeat_seconds)
+
+
+class Transport(Protocol):
+    """The service, as a client sees it. Every method raises `KvpoolError`.
+
+    The methods of a transport for asyncio suspend while they wait; those of a blocking transport never suspend.
+    """
+
+    async def create_pool(self, config: PoolConfig) -> PoolInfo:
+        """Declares a pool, or finds the one that was declared with the same configuration."""
+
+    async def get_pool(self, name: str) -> PoolInfo:
+        """Returns the current state of a pool."""
+
+    async def wait_until_ready(self, name: str, timeout_seconds: float) -> PoolInfo:
+        """Waits until a pool exists and is ready."""
+
+    async def open_session(self, options: SessionOptions) -> OpenedSession:
+        """Opens a session on a pool."""
+
+    async def resume_session(self, session_id: str, sequence: int) -> OpenedSession:
+        """Takes a session over from the process that drove it."""
+
+    async def apply(self, session_id: str, step: Step) -> StepResult:
+        """Sends a step and waits for its result."""
+
+    async def send(self, session_id: str, step: Step) -> None:
+        """Sends a step without waiting. Call `apply` with it next: it waits for the result, and raises errors."""
+
+    async def mark_executed(self, session_id: str, executed_sequence: int) -> None:
+        """Reports which steps have been executed."""
+
+    async def close_session(self, session_id: str) -> None:
+        """Frees the session's requests and ends it."""
+
+    def forget(self, session_id: str) -> None:
+        """Releases everything that the transport keeps for a session that has ended."""
+
+    async def watch(self, options: WatchOptions) -> AsyncGenerator[EventBatch]:
+        """Begins a watch, which is established when this returns."""
+
+    async def close(self) -> None:
+        """Ends all connections."""

@@ -1,0 +1,185 @@
+"""Clients and servers of different protocol versions refuse each other, and nothing changes."""
+
+# ruff: noqa: ARG002, N802 - services name the methods and their arguments
+
+from collections.abc import Iterator
+from concurrent import futures
+from typing import Any
+
+import grpc
+import pytest
+
+from kvpool.client import Client, ServerError, aio, connect
+from kvpool.v1 import allocator_pb2, allocator_pb2_grpc, event_pb2, event_pb2_grpc, step_pb2
+from kvpool.wire import pools as wire_pools
+from kvpool.wire.protocol_version import PROTOCOL_VERSION
+from support.server import pool_config, running_server
+
+OTHER = PROTOCOL_VERSION + 1
+PROMPT = list(range(9))
+
+
+@pytest.fixture(scope="module")
+def address() -> Iterator[str]:
+    with running_server() as address, connect(address) as client:
+        client.create_pool(pool_config())
+        yield address
+
+
+@pytest.fixture
+def client(address: str) -> Iterator[Client]:
+    with connect(address) as client:
+        yield client
+
+
+@pytest.fixture
+def stub(address: str) -> Iterator[Any]:
+    with grpc.insecure_channel(address) as channel:
+        yield allocator_pb2_grpc.AllocatorServiceStub(channel)
+
+
+def check_refused(error: grpc.RpcError) -> None:
+    assert isinstance(error, grpc.Call)
+    assert error.code() is grpc.StatusCode.FAILED_PRECONDITION
+    assert f"version {OTHER}" in str(error.details())
+    assert f"version {PROTOCOL_VERSION}" in str(error.details())
+
+
+def test_a_server_opens_no_session_for_another_version(client: Client, stub: Any) -> None:
+    before = client.get_pool("m").sessions
+    with pytest.raises(grpc.RpcError) as caught:
+        stub.OpenSession(allocator_pb2.OpenSessionRequest(pool_name="m", protocol_version=OTHER))
+    check_refused(caught.value)
+    assert client.get_pool("m").sessions == before
+
+
+def test_a_server_resumes_no_session_for_another_version(client: Client, stub: Any) -> None:
+    with client.open_session("m") as session:
+        with pytest.raises(grpc.RpcError) as caught:
+            stub.ResumeSession(
+                allocator_pb2.ResumeSessionRequest(session_id=session.session_id, protocol_version=OTHER)
+            )
+        check_refused(caught.value)
+        assert session.admit(session.request("r", PROMPT))  # still driven by this client
+
+
+def test_a_server_applies_no_step_of_another_version(client: Client, stub: Any) -> None:
+    with client.open_session("m") as session:
+        before = client.get_pool("m")
+        step = step_pb2.Step(session_id=session.session_id, sequence=1, protocol_version=OTHER)
+        with pytest.raises(grpc.RpcError) as caught:
+            next(stub.Schedule(iter([step])))
+        check_refused(caught.value)
+        after = client.get_pool("m")
+        assert (after.activity.steps, after.free_blocks) == (before.activity.steps, before.free_blocks)
+
+
+def test_a_server_starts_no_watch_for_another_version(address: str) -> None:
+    with grpc.insecure_channel(address) as channel:
+        watch = event_pb2_grpc.EventServiceStub(channel).Watch
+        with pytest.raises(grpc.RpcError) as caught:
+            next(watch(event_pb2.WatchRequest(pool_name="m", protocol_version=OTHER)))
+    check_refused(caught.value)
+
+
+def test_a_server_serves_callers_that_state_no_version(stub: Any) -> None:
+    opened = stub.OpenSession(allocator_pb2.OpenSessionRequest(pool_name="m"))
+    assert opened.protocol_version == PROTOCOL_VERSION
+    session_id = opened.session.session_id
+    result = next(stub.Schedule(iter([step_pb2.Step(session_id=session_id, sequence=1)])))
+    assert (result.sequence, result.protocol_version) == (1, PROTOCOL_VERSION)
+    stub.CloseSession(allocator_pb2.CloseSessionRequest(session_id=session_id))
+
+
+class OtherServer(allocator_pb2_grpc.AllocatorServiceServicer, event_pb2_grpc.EventServiceServicer):
+    """A server of another release: how many sessions are open, and the versions that it states."""
+
+    def __init__(self) -> None:
+        self.opening_version = 0
+        self.streaming_version = 0
+        self.num_open = 0
+
+    def OpenSession(self, request: Any, context: Any) -> allocator_pb2.OpenSessionResponse:
+        assert request.protocol_version == PROTOCOL_VERSION
+        self.num_open += 1
+        return allocator_pb2.OpenSessionResponse(
+            session=allocator_pb2.Session(session_id="s", lease_seconds=60.0),
+            config=wire_pools.config_to_proto(pool_config(), with_none_hash=True),
+            protocol_version=self.opening_version,
+        )
+
+    def ResumeSession(self, request: Any, context: Any) -> allocator_pb2.ResumeSessionResponse:
+        assert request.protocol_version == PROTOCOL_VERSION
+        return allocator_pb2.ResumeSessionResponse(protocol_version=self.opening_version)
+
+    def KeepAlive(self, request: Any, context: Any) -> allocator_pb2.KeepAliveResponse:
+        return allocator_pb2.KeepAliveResponse(lease_seconds=60.0)
+
+    def CloseSession(self, request: Any, context: Any) -> allocator_pb2.CloseSessionResponse:
+        self.num_open -= 1
+        return allocator_pb2.CloseSessionResponse()
+
+    def Schedule(self, request_iterator: Any, context: Any) -> Iterator[step_pb2.StepResult]:
+        for step in request_iterator:
+            assert step.protocol_version == PROTOCOL_VERSION
+            yield step_pb2.StepResult(
+                sequence=step.sequence, num_new_blocks=[0, 1], block_ids=[1], protocol_version=self.streaming_version
+            )
+
+    def Watch(self, request: Any, context: Any) -> Iterator[event_pb2.WatchResponse]:
+        assert request.protocol_version == PROTOCOL_VERSION
+        yield event_pb2.WatchResponse(kind=event_pb2.WATCH_RESPONSE_KIND_START, protocol_version=self.streaming_version)
+
+
+@pytest.fixture
+def other() -> Iterator[tuple[OtherServer, str]]:
+    servicer = OtherServer()  # type: ignore[abstract]  # only the calls that a client makes
+    server = grpc.server(futures.ThreadPoolExecutor(8))
+    allocator_pb2_grpc.add_AllocatorServiceServicer_to_server(servicer, server)
+    event_pb2_grpc.add_EventServiceServicer_to_server(servicer, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    yield servicer, f"127.0.0.1:{port}"
+    server.stop(None).wait()
+
+
+@pytest.mark.parametrize("version", [0, OTHER])
+def test_a_client_refuses_a_server_of_another_version(other: tuple[OtherServer, str], version: int) -> None:
+    servicer, address = other
+    servicer.opening_version = servicer.streaming_version = version
+    with connect(address) as client:
+        with pytest.raises(ServerError, match=f"the client version {PROTOCOL_VERSION}"):
+            client.open_session("m")
+        assert servicer.num_open == 0
+        with pytest.raises(ServerError, match=f"the client version {PROTOCOL_VERSION}"):
+            client.resume_session("s")
+        for snapshot in (False, True):
+            with pytest.raises(ServerError, match=f"the client version {PROTOCOL_VERSION}"):
+                next(client.watch("m", snapshot=snapshot))
+
+
+@pytest.mark.parametrize("version", [0, OTHER])
+async def test_an_asyncio_client_refuses_a_server_of_another_version(
+    other: tuple[OtherServer, str], version: int
+) -> None:
+    servicer, address = other
+    servicer.opening_version = servicer.streaming_version = version
+    async with aio.connect(address) as client:
+        with pytest.raises(ServerError, match=f"the client version {PROTOCOL_VERSION}"):
+            await client.open_session("m")
+        assert servicer.num_open == 0
+        with pytest.raises(ServerError, match=f"the client version {PROTOCOL_VERSION}"):
+            await anext(client.watch("m"))
+
+
+def test_a_client_applies_no_result_of_a_server_that_was_replaced(other: tuple[OtherServer, str]) -> None:
+    """The server is replaced by one of another release while the session is open."""
+    servicer, address = other
+    servicer.opening_version = PROTOCOL_VERSION
+    with connect(address) as client:
+        session = client.open_session("m")
+        request = session.request("r", PROMPT)
+        with pytest.raises(ServerError, match="speaks no protocol version"):
+            session.admit(request)
+        assert (session.sequence, request.block_ids, request.num_computed_tokens) == (0, [[]], 0)
+        session.close()

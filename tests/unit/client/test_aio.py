@@ -1,0 +1,71 @@
+"""The asyncio client has the features of the synchronous one, the core in this process included."""
+
+import inspect
+from collections.abc import AsyncIterator
+
+import pytest
+
+from kvpool.client import BlockStored, Client, Outcome, Session, WrongStateError, aio
+from kvpool.client.aio import AsyncClient, AsyncSession
+from support.server import pool_config, running_server
+
+PROMPT = list(range(41))
+
+
+@pytest.fixture(params=["embedded", "served"])
+async def client(request: pytest.FixtureRequest) -> AsyncIterator[AsyncClient]:
+    if request.param == "embedded":
+        async with aio.connect("embedded:") as client:
+            yield client
+    else:
+        with running_server() as address:
+            async with aio.connect(address) as client:
+                yield client
+
+
+@pytest.mark.parametrize(("blocking", "asyncio"), [(Client, AsyncClient), (Session, AsyncSession)])
+def test_both_clients_have_the_same_methods_and_parameters(blocking: type, asyncio: type) -> None:
+    names = {name for name in dir(blocking) if not name.startswith("_")}
+    assert names == {name for name in dir(asyncio) if not name.startswith("_")}
+    for name in names:
+        if inspect.isfunction(getattr(blocking, name)):
+            parameters = [inspect.signature(getattr(kind, name)).parameters for kind in (blocking, asyncio)]
+            assert parameters[0] == parameters[1], name
+
+
+async def test_a_begun_step_is_answered_when_it_is_settled(client: AsyncClient) -> None:
+    await client.create_pool(pool_config())
+    async with await client.open_session("m") as session:
+        request = session.request("a", PROMPT)
+        async with session.begin_step() as step:
+            admitted = step.admit(request)
+        assert (admitted.outcome, session.sequence) == (None, 0)
+        with pytest.raises(WrongStateError, match="settle"):
+            await session.free(request)
+        await session.settle()
+        await session.settle()  # does nothing
+        assert (admitted.outcome, session.sequence, request.num_computed_tokens) == (Outcome.OK, 1, 41)
+        assert (await client.get_pool("m")).activity.retries == 0
+        for token_id in range(60):
+            async with session.begin_step(executed_sequence=session.sequence) as step:
+                decoded = step.decode([request])
+            request.append([token_id])
+            await session.settle()
+            assert decoded.is_answered
+        assert request.num_computed_tokens == 101
+
+
+async def test_sessions_are_resumed_watched_and_waited_for(client: AsyncClient) -> None:
+    await client.create_pool(pool_config(enable_events=True))
+    assert (await client.wait_until_ready("m", timeout_seconds=5.0)).config.name == "m"
+    session = await client.open_session("m")
+    await session.admit(session.request("a", PROMPT))
+    resumed = await client.resume_session(session.session_id, sequence=session.sequence)
+    (held,) = resumed.held_requests
+    await resumed.free(resumed.adopt(held, PROMPT))
+    watch = client.watch("m", from_sequence=1)
+    batch = await anext(watch)
+    await watch.aclose()
+    assert isinstance(batch.events[0], BlockStored)
+    assert (await resumed.pool()).free_blocks == 99
+    await resumed.close()
