@@ -42,7 +42,7 @@ def keys(node: ast.expr, scope: ast.AST) -> Iterator[str]:
             else:
                 assert isinstance(key, ast.Constant)
                 yield str(key.value)
-    elif isinstance(node, ast.Attribute) and node.attr == "_who":
+    elif isinstance(node, ast.Attribute) and node.attr == "_rank_fields":
         yield from WORKER
     elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "session_fields":
         yield from ("pool", "session", "client", "epoch")
