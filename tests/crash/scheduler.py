@@ -83,7 +83,7 @@ class Settings:
 
 
 class _TwiceTransport(BlockingGrpcTransport):
-    """Sends one step in so many again once it was answered: the answer must be the same."""
+    """Repeats some steps after they were answered: the answer must be the same."""
 
     log: Log
     chance: random.Random

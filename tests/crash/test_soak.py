@@ -50,4 +50,4 @@ def test_the_memory_stays_flat_for_a_minute_of_work(tmp_path: Path, capsys: pyte
     with capsys.disabled():
         print(f"\n{json.dumps({**found, 'periods': list(map(astuple, measured))})}")  # noqa: T201
     assert not violations
-    assert found["rss_mib"]["flat"], "of the times a minute on a shared machine tells nothing"
+    assert found["rss_mib"]["flat"], "times of one minute on a shared machine mean nothing"

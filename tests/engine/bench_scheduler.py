@@ -1,6 +1,6 @@
 """Time in the scheduler a step, with vLLM's own manager and with the service, in turns: prints JSON.
 
-    bench_scheduler.py ADDRESS [RUNNING...]     at 8, 64 and 256 running requests unless told
+    bench_scheduler.py ADDRESS [RUNNING...]     at 8, 64 and 256 running requests by default
 
 A step is `schedule` and `update_from_output`; requests decode, and each that ends is followed by another of the same
 kind, whose prompt is half shared. No model runs.
@@ -27,7 +27,7 @@ ROUNDS = 7
 
 
 class Load:
-    """A scheduler with so many requests running."""
+    """A scheduler with `num_running` running requests."""
 
     def __init__(self, scheduler_class: Any, num_running: int, additional_config: dict[str, Any]) -> None:
         self._folder = tempfile.TemporaryDirectory()

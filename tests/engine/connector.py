@@ -1,6 +1,6 @@
 """A KV connector that moves nothing: what it finds, when loads end and how, follows from each request's id.
 
-What it is told is kept, to be compared.
+It records the calls that it gets, for comparison.
 """
 
 import zlib
@@ -17,7 +17,7 @@ class ScriptedConnector(KVConnectorBase_V1):  # type: ignore[misc] # untyped whe
     """The scheduler's half of a connector.
 
     Attributes:
-        told: What became of each request, one of `ENDS` first, and what was told of its blocks.
+        told: The end of each request, one of `ENDS` first, and the calls about its blocks.
     """
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any = None) -> None:

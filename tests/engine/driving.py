@@ -1,4 +1,4 @@
-"""Drives vLLM's scheduler without a model: tokens are made up, the same whoever schedules them.
+"""Drives vLLM's scheduler without a model: tokens are generated, equal for both schedulers.
 
 Schedulers of one process can be compared so step by step, in milliseconds each, and over kinds of groups that no small
 model has. Works with any version of vLLM that can be imported, whether its engine runs here or not.

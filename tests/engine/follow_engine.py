@@ -1,4 +1,4 @@
-"""Runs a workload on one vLLM engine and tells of each step when it has run, so that something can die in between.
+"""Runs a workload on one vLLM engine and reports each step after it ran, so that a process can be killed in between.
 
     python -m engine.follow_engine SCRIPT     a JSON file; see results.py
 

@@ -48,7 +48,7 @@ class FollowedEngine:
         self.num_steps = 0
 
     def read_steps(self, count: int) -> None:
-        """Reads so many steps more; it goes on meanwhile."""
+        """Reads this number of further steps, while the engine continues."""
         for _ in range(count):
             assert self._read(), self.log
 
@@ -92,7 +92,7 @@ class FollowedEngine:
         line = self._line()
         if line is None:
             return False
-        assert line != "paused", "nobody waited for this pause"
+        assert line != "paused", "no test waited for this pause"
         self._take(line)
         return True
 

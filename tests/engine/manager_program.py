@@ -23,7 +23,7 @@ _MAX_RUNNING: Final = 8
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A pool. A group is what its window is: 0 for full attention, negative for chunks of so many tokens."""
+    """A pool. A group is given by its window: 0 for full attention, negative for chunks of that number of tokens."""
 
     windows: tuple[int, ...]
     retention_tokens: int | None

@@ -1,4 +1,4 @@
-"""What run_engine.py and follow_engine.py are told, and what they answer, as JSON."""
+"""Inputs and outputs of run_engine.py and follow_engine.py, as JSON."""
 
 from typing import TypeAlias, TypedDict
 
@@ -52,12 +52,12 @@ class Results(TypedDict):
 
 
 class Script(TypedDict):
-    """What follow_engine.py is told.
+    """Input of follow_engine.py.
 
     Attributes:
         llm: Arguments of `vllm.LLM`.
         workload: Its name; see workloads.py.
-        pauses: Steps before which the engine waits to be told to go on.
+        pauses: Steps before which the engine waits for a command to continue.
     """
 
     llm: dict[str, object]

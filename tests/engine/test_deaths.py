@@ -197,7 +197,7 @@ def test_a_separate_core_logs_why_it_stops_and_its_engine_reports_it(
 ) -> None:
     """As users run it: the core logs the reason, and again as its process ends, if that still comes to it.
 
-    What a core batches depends on when it is told of requests, so that only tokens can be compared.
+    What a core batches depends on when it receives requests, so that only tokens can be compared.
     """
     with (
         service(tmp_path) as server,

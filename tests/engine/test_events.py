@@ -41,7 +41,7 @@ def published(endpoint: str) -> list[Any]:
 
 
 def stored(events: list[Any]) -> list[tuple[Any, ...]]:
-    """Each block that was told, in order; of windows not its tokens, which vLLM tells of more blocks than these."""
+    """Each published block, in order; without the tokens of windows, which vLLM publishes for more blocks."""
     told: list[tuple[Any, ...]] = []
     for event in events:
         if isinstance(event, BlockStored):

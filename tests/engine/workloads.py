@@ -162,7 +162,7 @@ def _reset(draw: _Draw) -> Workload:
 
 
 def _long_prompts(draw: _Draw) -> Workload:
-    """Prompts of many chunks, beside short ones, where an engine computes few tokens a step."""
+    """Prompts of many chunks, beside short ones, where an engine computes few tokens per step."""
     prompts = _families(draw, (33, 160, 224), 24, 200)
     short = [_tokens(draw, draw.randint(1, 30)) for _ in range(24)]
     both = [each for pair in zip(prompts, short, strict=True) for each in pair]

@@ -59,6 +59,7 @@ def whole(files: Path) -> subprocess.CompletedProcess[str]:
     return run("--quick", "--json", "--save", files / "saved" / "run.json", "--markdown", files / "run.md")
 
 
+@pytest.mark.slow
 def test_the_last_line_is_one_object_with_every_figure(whole: subprocess.CompletedProcess[str]) -> None:
     answer = last_line(whole)
     assert set(answer) == {
@@ -86,6 +87,7 @@ def test_the_last_line_is_one_object_with_every_figure(whole: subprocess.Complet
     assert answer["ratios"].keys() == {"empty_step_to_echo", "pool_size_largest_to_smallest"}
 
 
+@pytest.mark.slow
 def test_sessions_pools_and_growth_are_reported_by_size(whole: subprocess.CompletedProcess[str]) -> None:
     answer = last_line(whole)
     assert list(answer["sessions"]) == ["1", "2", "8", "32"]
@@ -114,6 +116,7 @@ def test_sessions_pools_and_growth_are_reported_by_size(whole: subprocess.Comple
     assert all(figures.keys() == {"grpc"} for by_size in answer["growth"].values() for figures in by_size.values())
 
 
+@pytest.mark.slow
 def test_without_vllm_a_line_on_stderr_reports_the_skipped_columns(whole: subprocess.CompletedProcess[str]) -> None:
     assert last_line(whole)["vllm"] is None
     (line,) = whole.stderr.splitlines()
@@ -121,6 +124,8 @@ def test_without_vllm_a_line_on_stderr_reports_the_skipped_columns(whole: subpro
     assert "skipped" in line
 
 
+@pytest.mark.slow
+@pytest.mark.slow
 def test_the_saved_json_equals_the_output_and_the_tables_are_markdown(
     whole: subprocess.CompletedProcess[str], files: Path
 ) -> None:
@@ -131,6 +136,7 @@ def test_the_saved_json_equals_the_output_and_the_tables_are_markdown(
     assert "| 2 | one process per pool |" in page
 
 
+@pytest.mark.slow
 def test_a_later_run_is_compared_figure_by_figure(whole: subprocess.CompletedProcess[str], files: Path) -> None:
     earlier = files / "earlier.txt"
     earlier.write_text(f"something printed before\n{whole.stdout}")
@@ -144,6 +150,7 @@ def test_a_later_run_is_compared_figure_by_figure(whole: subprocess.CompletedPro
     assert last_line(printed)["compare"].keys() == answer["compare"].keys()
 
 
+@pytest.mark.slow
 def test_vllm_does_the_same_work_beside_ours(tmp_path: Path) -> None:
     path = os.pathsep.join(write_vllm(tmp_path))
     sections = [option for name in ("prompts", "decodes", "memory", "growth") for option in ("--only", name)]
@@ -190,6 +197,7 @@ def test_pictures_need_matplotlib(tmp_path: Path) -> None:
     assert "make bench" in done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not importlib.util.find_spec("matplotlib"), reason="needs matplotlib")
 def test_pictures_are_drawn(tmp_path: Path) -> None:
     done = run("--quick", "--only", "sessions", "--only", "evictions", "--plots", tmp_path / "plots")

@@ -194,15 +194,24 @@ def test_a_bad_trace_plays_nothing(trace: Path, server: tuple[subprocess.Popen[s
 
 def test_an_unreachable_server_is_reported_on_one_line(trace: Path, tmp_path: Path) -> None:
     done = run(
-        "replay", str(trace), "--num-blocks", "60", "--block-size", "512", "--address", f"unix:{tmp_path}/nobody"
+        "replay",
+        str(trace),
+        "--num-blocks",
+        "60",
+        "--block-size",
+        "512",
+        "--address",
+        f"unix:{tmp_path}/nobody",
+        "--deadline-seconds",
+        "1",
     )
     assert (done.returncode, "UNAVAILABLE" in done.stderr, "Traceback" in done.stderr) == (1, True, False)
 
 
 def test_a_killed_scheduler_is_freed_after_its_lease_and_the_other_continues(tmp_path: Path) -> None:
     path = tmp_path / "long.jsonl"
-    entry = {"timestamp": 0, "input_length": 1000, "output_length": 400, "hash_ids": [1, 2]}
-    path.write_text("\n".join(json.dumps({**entry, "hash_ids": [i, 9000 + i]}) for i in range(400)))
+    entry = {"timestamp": 0, "input_length": 1000, "output_length": 200, "hash_ids": [1, 2]}
+    path.write_text("\n".join(json.dumps({**entry, "hash_ids": [i, 9000 + i]}) for i in range(200)))
     pool = PoolOptions("replay", 700, 16, 2000, ReuseOrder.UNCACHED_FIRST)
     killed: list[int] = []
     complaints: list[str] = []
@@ -224,7 +233,7 @@ def test_a_killed_scheduler_is_freed_after_its_lease_and_the_other_continues(tmp
         assert result.failed_sessions == 1
         survivor = result.by_session[1]
         assert survivor is not None
-        assert (survivor.requests, survivor.output_tokens) == (200, 200 * 400)
+        assert (survivor.requests, survivor.output_tokens) == (100, 100 * 200)
         end = time.monotonic() + 10
         while client.get_pool("replay").sessions:
             assert time.monotonic() < end

@@ -33,7 +33,7 @@ def test_a_server_serves_until_it_stops(server: ServerProcess) -> None:
     (address,) = server.addresses
     assert health(address) == (0, f"{address}: SERVING")
     assert health(address, "--service", "kvpool.v1.WorkerService") == (0, f"{address}: SERVING")
-    assert health(address, "--service", "nobody") == (1, f"Error: {address}: no service 'nobody'")
+    assert health(address, "--service", "missing") == (1, f"Error: {address}: no service 'missing'")
     server.process.send_signal(signal.SIGSTOP)
     assert health(address, "--timeout-seconds", "0.3") == (1, f"Error: {address}: no answer within 0.3 s")
     server.process.send_signal(signal.SIGCONT)

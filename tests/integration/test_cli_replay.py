@@ -43,7 +43,9 @@ def endless() -> Iterator[list[LoggingProcess]]:
 
 
 def play_forever(*arguments: object) -> LoggingProcess:
-    return LoggingProcess(KVPOOL, "replay", "--forever", "--chats", "3", *map(str, arguments))
+    return LoggingProcess(
+        KVPOOL, "replay", "--forever", "--chats", "3", "--deadline-seconds", "3", *map(str, arguments)
+    )
 
 
 def assert_idle(client: Client, pool: str) -> None:

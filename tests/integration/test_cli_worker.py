@@ -128,7 +128,7 @@ def refused(*arguments: object, program: str = "") -> tuple[int, str]:
         (["--memory", "much"], 2, "is not a size such as 80GiB"),
         (["--pool", "a b"], 1, "--pool: needs 1 to 128 letters"),
         (["--server", "nowhere"], 1, "--server: address 'nowhere': needs host:port or unix:/path"),
-        (["--layers", "/nobody/has/this"], 2, "/nobody/has/this: No such file or directory"),
+        (["--layers", "/missing/layers.json"], 2, "/missing/layers.json: No such file or directory"),
         (["--model", MODEL_CONFIGS / "llama-3.1-8b.json"], 2, "--layers cannot be combined"),
         (["--pp", 5], 1, "--pp: 5 is not in [1, 4]"),
         (["--metrics-listen", "9465"], 2, "--metrics-listen: address '9465': needs host:port"),

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from _pytest.mark import ParameterSet
 
 from examples.reference_engine.config import VARIANTS, ReferenceConfig
 from examples.reference_engine.deployment import Deployment, running_ranks
@@ -24,7 +25,12 @@ OUTPUT_TOKENS = 16
 SCARCE = {"full": 28, "sliding": 58, "chunked": 50, "mla": 28, "mamba": 46}
 """Blocks: so few that the schedulers take them from each other, and must preempt."""
 PLENTY = 250
-"""Blocks: so many that what one scheduler left is there when the other asks for it."""
+"""Blocks: enough that the prefixes of one scheduler are still cached when the other looks them up."""
+
+
+def variants(*quick: str) -> list[ParameterSet]:
+    """All variants as parameters, slow except these."""
+    return [pytest.param(name, marks=() if name in quick else pytest.mark.slow) for name in VARIANTS]
 
 
 def workloads() -> list[Prompts]:
@@ -54,23 +60,23 @@ def run(deployment: Deployment) -> Counts:
     return done.counts
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", variants("full", "sliding", "mamba"))
 def test_schedulers_that_must_preempt(variant: str) -> None:
     assert run(Deployment(ReferenceConfig(variant), num_blocks=SCARCE[variant])).preemptions > 0
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", variants("chunked", "mla"))
 def test_schedulers_that_hit_each_others_prefixes(variant: str) -> None:
     counts = run(Deployment(ReferenceConfig(variant), num_blocks=PLENTY))
     assert 0 < counts.shared_hit_tokens < counts.hit_tokens
 
 
-@pytest.mark.parametrize("num_blocks", [SCARCE["mamba"], PLENTY])
+@pytest.mark.parametrize("num_blocks", [SCARCE["mamba"], pytest.param(PLENTY, marks=pytest.mark.slow)])
 def test_two_tensor_ranks(num_blocks: int) -> None:
     run(Deployment(ReferenceConfig("mamba"), tp_size=2, num_blocks=num_blocks, layout="flashinfer_hnd"))
 
 
-@pytest.mark.parametrize("num_blocks", [SCARCE["sliding"], PLENTY])
+@pytest.mark.parametrize("num_blocks", [SCARCE["sliding"], pytest.param(PLENTY, marks=pytest.mark.slow)])
 def test_two_pipeline_ranks(num_blocks: int) -> None:
     run(Deployment(ReferenceConfig("sliding"), pp_size=2, num_blocks=num_blocks))
 

@@ -1,4 +1,4 @@
-"""Ranks on the wire against a real server, message by message: what they and the schedulers are told."""
+"""Ranks on the wire against a real server, message by message, as the ranks and the schedulers receive them."""
 
 import asyncio
 import time

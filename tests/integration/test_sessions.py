@@ -164,7 +164,7 @@ def test_the_end_of_a_session_is_detected_between_steps(client: Client, pool: st
     request = session.request("r", PROMPT)
     session.admit(request)
     client.resume_session(session.session_id)
-    wait_until(lambda: not session.lease_left_seconds, "what renews it is told", 10)
+    wait_until(lambda: not session.lease_left_seconds, "the renewal is reported", 10)
     with pytest.raises(AbortedError):
         session.free(request)
 

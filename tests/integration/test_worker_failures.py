@@ -78,7 +78,7 @@ def assert_starts_anew(client: Client, old: Session, epoch: int) -> None:
         assert session.admit(session.request("new", PROMPT))
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 8])
+@pytest.mark.parametrize("world_size", [2, pytest.param(8, marks=pytest.mark.slow)])
 def test_ranks_with_unequal_memory_form_a_pool(workers: Workers, world_size: int) -> None:
     with server_on() as server, client_of(server) as client:
         started = [
@@ -188,7 +188,7 @@ def test_a_second_process_that_claims_a_rank_is_refused(workers: Workers) -> Non
         assert has_cached(session)
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_ranks_rejoin_a_restarted_server_by_themselves(workers: Workers, how: signal.Signals) -> None:
     with server_on() as server, client_of(server) as client:
         address = server.addresses[0]

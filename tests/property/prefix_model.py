@@ -30,7 +30,7 @@ from kvpool.core.specs.pool_config import PoolConfig
 
 Tokens = tuple[int, ...]
 Content = tuple[int, Tokens]
-"""A group, and the prefix whose last tokens a block of the group holds."""
+"""A group, and the prefix that ends in a block of the group."""
 
 
 @cache

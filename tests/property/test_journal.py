@@ -132,7 +132,7 @@ async def _write(folder: Path, config: PoolConfig, seed: int, count: int, snapsh
 
 
 def _changed(config: PoolConfig, seed: int, count: int) -> Traffic:
-    """Traffic after so many changes that no journal ever saw."""
+    """Traffic after `count` changes, without a journal."""
     traffic = Traffic(Allocator(), config, seed)
     for _ in range(count):
         traffic.change()

@@ -102,7 +102,14 @@ BUGS: dict[str, tuple[Any, str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("bug", BUGS)
+FOUND_LATE = {"a session is resumed while a step of the previous process runs"}
+"""Bugs that take many schedules to find."""
+
+
+@pytest.mark.parametrize(
+    "bug",
+    [pytest.param(bug, marks=pytest.mark.slow if bug in FOUND_LATE else ()) for bug in BUGS],
+)
 def test_an_injected_bug_is_found(monkeypatch: pytest.MonkeyPatch, bug: str) -> None:
     seed, what = first_found(monkeypatch, *BUGS[bug])
 

@@ -68,7 +68,7 @@ class Gathering:
     Attributes:
         members: The membership.
         now_seconds: The time.
-        told: Messages to each link, in order; the error that ended it comes last.
+        sent: Messages to each link, in order; the error that ended it comes last.
         pool: Effects on the pool, in order.
         epoch: The epoch that the pool is open in; 0 while it is not.
         num_blocks: Blocks that it opened with.

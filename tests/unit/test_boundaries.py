@@ -1,4 +1,4 @@
-"""The core rests on the standard library alone, and so does nothing but decide; tensors are one package's affair."""
+"""The core imports the standard library only, and one package imports torch. import-linter checks the other rules."""
 
 import ast
 import subprocess
@@ -12,7 +12,7 @@ from support.paths import ROOT
 
 ALLOWED = sys.stdlib_module_names - {"asyncio", "time", "os", "socket", "threading", "random", "secrets"}
 WORKER_ONLY = {"torch", "numpy"}
-"""What `pip install kvpool` does not bring: only the worker extra does."""
+"""Packages that only the worker extra installs."""
 
 
 def imports(path: Path) -> Iterator[str]:
@@ -34,7 +34,7 @@ def test_core_imports_the_standard_library_only() -> None:
             assert name.startswith("kvpool.core") or name.partition(".")[0] in ALLOWED, (path.name, name)
 
 
-def test_tensors_are_the_workers_alone() -> None:
+def test_only_the_worker_imports_torch() -> None:
     worker = ROOT / "gpu_worker" / "kvpool" / "gpu_worker"
     users = set()
     paths = [path for part in ("proto", "server", "client", "gpu_worker") for path in (ROOT / part).rglob("*.py")]
@@ -46,13 +46,13 @@ def test_tensors_are_the_workers_alone() -> None:
     assert "tensors.py" in users
 
 
-def test_the_wire_of_the_worker_is_in_two_files() -> None:
-    """Health apart: a service of its own, by a protocol that is not ours."""
+def test_one_file_of_the_worker_speaks_the_worker_protocol() -> None:
+    """Health checks are another service, with gRPC's standard protocol."""
     users = {path.name for path in Path(*kvpool.gpu_worker.__path__).rglob("*.py") if uses_the_wire(path)}
-    assert users == {"messages.py", "stream.py", "worker_health.py"}
+    assert users == {"stream.py", "worker_health.py"}
 
 
-def test_what_watches_a_rank_needs_no_torch() -> None:
+def test_metrics_and_health_of_a_rank_need_no_torch() -> None:
     modules = "status", "worker_health", "worker_metrics"
     program = f"import sys; [__import__('kvpool.gpu_worker.' + name) for name in {modules}]; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)

@@ -15,6 +15,7 @@ from kvpool.cli.progress import progress
 from kvpool.cli.tables import print_json, two_columns
 from kvpool.cli.terminal import Wakeup
 from kvpool.client import KvpoolError, ReuseOrder
+from kvpool.client.connection import DEFAULT_DEADLINE_SECONDS
 from kvpool.replay.children import own_server
 from kvpool.replay.endless import play_until
 from kvpool.replay.executor import paced
@@ -105,6 +106,13 @@ _STOP_SECONDS: Final = 5.0
     show_default=True,
     help="Time to sleep per scheduling round, in place of a GPU's computation.",
 )
+@click.option(
+    "--deadline-seconds",
+    type=click.FloatRange(0, 3600, min_open=True),
+    default=DEFAULT_DEADLINE_SECONDS,
+    show_default=True,
+    help="Time limit of each call, retries included.",
+)
 @click.option("--lease-seconds", type=float, default=0.0, help="Lease of the sessions; default: the server's default.")
 @click.option(
     "--wait-seconds",
@@ -135,6 +143,7 @@ def replay(  # noqa: PLR0913 - one parameter per option
     max_num_seqs: int,
     max_num_batched_tokens: int,
     step_seconds: float,
+    deadline_seconds: float,
     lease_seconds: float,
     wait_seconds: float,
 ) -> None:
@@ -157,7 +166,9 @@ def replay(  # noqa: PLR0913 - one parameter per option
     executor = functools.partial(paced, step_seconds) if step_seconds else None
     try:
         limits = (lease_seconds, max_num_seqs, max_num_batched_tokens)
-        options = SchedulerOptions(address or "", pool, *limits, executor, access=current_access())
+        options = SchedulerOptions(
+            address or "", pool, *limits, executor, access=current_access(), deadline_seconds=deadline_seconds
+        )
         if forever:
             _play_until_signal(source, work.shares(1)[0], options)
             return

@@ -46,7 +46,7 @@ def play_until(
         InvalidArgumentError: The service refuses a request that can never succeed, or no request fits the pool.
     """
     pauses = _Pauses()
-    with connect_as(options.access, options.address) as client:
+    with connect_as(options.access, options.address, options.deadline_seconds) as client:
         while not stopping.is_set():
             try:
                 pool.prepare(client)

@@ -103,7 +103,7 @@ class Console:
 
 def replay_serially(pool: PoolSource, trace: list[TraceRequest], options: SchedulerOptions, console: Console) -> Result:
     """Plays the prompts of a trace one after another on one session."""
-    with connect_as(options.access, options.address) as client:
+    with connect_as(options.access, options.address, options.deadline_seconds) as client:
         before = pool.prepare(client).evicted_blocks
         start = time.perf_counter()
         with client.open_session(
@@ -115,7 +115,7 @@ def replay_serially(pool: PoolSource, trace: list[TraceRequest], options: Schedu
 
 def replay_shares(pool: PoolSource, shares: list[Workload], options: SchedulerOptions, console: Console) -> Result:
     """Plays shares concurrently, each in its own scheduler process."""
-    with connect_as(options.access, options.address) as client:
+    with connect_as(options.access, options.address, options.deadline_seconds) as client:
         before = pool.prepare(client).evicted_blocks
         start = time.perf_counter()
         played = play_concurrently(shares, options, console.advance, console.complain, console.started)

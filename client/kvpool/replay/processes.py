@@ -147,7 +147,7 @@ def _schedule(share: Workload, options: SchedulerOptions, name: str, pipe: Pipe,
 
     try:
         with (
-            connect_as(options.access, options.address) as client,
+            connect_as(options.access, options.address, options.deadline_seconds) as client,
             open_scheduler(client, share, options, name, advance) as scheduler,
         ):
             counts = scheduler.run()

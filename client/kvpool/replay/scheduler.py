@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from kvpool.client import Answer, Client, KvpoolError, Request, Session, StepBuilder
+from kvpool.client.connection import DEFAULT_DEADLINE_SECONDS
 from kvpool.core.specs.base import RequestLimits
 from kvpool.core.specs.kinds import allocation_spec, num_draft_blocks
 from kvpool.replay.executor import Executor, NoModel, Scheduled
@@ -52,6 +53,7 @@ class SchedulerOptions:
         open_executor: Opens the executor of a session; None to compute nothing.
         start_after_requests: Number of requests after which the next scheduler starts; 0 starts all at once.
         access: TLS and token for the connection.
+        deadline_seconds: Time limit of each call, retries included.
     """
 
     address: str
@@ -62,6 +64,7 @@ class SchedulerOptions:
     open_executor: Callable[[Session], AbstractContextManager[Executor]] | None = None
     start_after_requests: int = 0
     access: Access = Access()  # noqa: RUF009 - frozen
+    deadline_seconds: float = DEFAULT_DEADLINE_SECONDS
 
 
 class Scheduler:

@@ -183,7 +183,8 @@ class AllocatorServiceServicer(object):
 
     def OpenSession(self, request, context):
         """Attaches a scheduler process to a pool, with a lease. Errors: INVALID_ARGUMENT; NOT_FOUND; FAILED_PRECONDITION
-        while the pool forms for the first time; UNAVAILABLE while the pool is drained (reason DRAINED), while sessions
+        while the pool forms for the first time, or if the caller speaks another protocol version (PROTOCOL_VERSION);
+        UNAVAILABLE while the pool is drained (reason DRAINED), while sessions
         that the server lost with its journal may still run a last step (SESSIONS_LOST), or while sessions in another
         memory are open or in quarantine (OTHER_MEMORY, see memory_id); RESOURCE_EXHAUSTED if the pool, or the caller's
         token, has the maximum number of sessions, or the pool cannot guarantee min_blocks now; ABORTED if another process
@@ -205,8 +206,9 @@ class AllocatorServiceServicer(object):
         other pools the call returns at once, and the caller must ensure that no such step runs before it frees or writes
         blocks.
 
-        Errors: INVALID_ARGUMENT if the sequence number is above that of the session's last change; NOT_FOUND; ABORTED;
-        UNAVAILABLE while the server stops.
+        Errors: INVALID_ARGUMENT if the sequence number is above that of the session's last change; NOT_FOUND;
+        FAILED_PRECONDITION if the caller speaks another protocol version (PROTOCOL_VERSION); ABORTED; UNAVAILABLE while the
+        server stops.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

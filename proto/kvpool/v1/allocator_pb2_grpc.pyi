@@ -66,7 +66,8 @@ class AllocatorServiceStub:
     """
     OpenSession: _grpc.UnaryUnaryMultiCallable[_allocator_pb2.OpenSessionRequest, _allocator_pb2.OpenSessionResponse]
     """Attaches a scheduler process to a pool, with a lease. Errors: INVALID_ARGUMENT; NOT_FOUND; FAILED_PRECONDITION
-    while the pool forms for the first time; UNAVAILABLE while the pool is drained (reason DRAINED), while sessions
+    while the pool forms for the first time, or if the caller speaks another protocol version (PROTOCOL_VERSION);
+    UNAVAILABLE while the pool is drained (reason DRAINED), while sessions
     that the server lost with its journal may still run a last step (SESSIONS_LOST), or while sessions in another
     memory are open or in quarantine (OTHER_MEMORY, see memory_id); RESOURCE_EXHAUSTED if the pool, or the caller's
     token, has the maximum number of sessions, or the pool cannot guarantee min_blocks now; ABORTED if another process
@@ -84,8 +85,9 @@ class AllocatorServiceStub:
     other pools the call returns at once, and the caller must ensure that no such step runs before it frees or writes
     blocks.
 
-    Errors: INVALID_ARGUMENT if the sequence number is above that of the session's last change; NOT_FOUND; ABORTED;
-    UNAVAILABLE while the server stops.
+    Errors: INVALID_ARGUMENT if the sequence number is above that of the session's last change; NOT_FOUND;
+    FAILED_PRECONDITION if the caller speaks another protocol version (PROTOCOL_VERSION); ABORTED; UNAVAILABLE while the
+    server stops.
     """
     KeepAlive: _grpc.UnaryUnaryMultiCallable[_allocator_pb2.KeepAliveRequest, _allocator_pb2.KeepAliveResponse]
     """Renews the lease. A session with an open Schedule stream needs no renewal. Errors: NOT_FOUND, ABORTED."""
@@ -166,7 +168,8 @@ class AllocatorServiceAsyncStub(AllocatorServiceStub):
     """
     OpenSession: _aio.UnaryUnaryMultiCallable[_allocator_pb2.OpenSessionRequest, _allocator_pb2.OpenSessionResponse]  # type: ignore[assignment]
     """Attaches a scheduler process to a pool, with a lease. Errors: INVALID_ARGUMENT; NOT_FOUND; FAILED_PRECONDITION
-    while the pool forms for the first time; UNAVAILABLE while the pool is drained (reason DRAINED), while sessions
+    while the pool forms for the first time, or if the caller speaks another protocol version (PROTOCOL_VERSION);
+    UNAVAILABLE while the pool is drained (reason DRAINED), while sessions
     that the server lost with its journal may still run a last step (SESSIONS_LOST), or while sessions in another
     memory are open or in quarantine (OTHER_MEMORY, see memory_id); RESOURCE_EXHAUSTED if the pool, or the caller's
     token, has the maximum number of sessions, or the pool cannot guarantee min_blocks now; ABORTED if another process
@@ -184,8 +187,9 @@ class AllocatorServiceAsyncStub(AllocatorServiceStub):
     other pools the call returns at once, and the caller must ensure that no such step runs before it frees or writes
     blocks.
 
-    Errors: INVALID_ARGUMENT if the sequence number is above that of the session's last change; NOT_FOUND; ABORTED;
-    UNAVAILABLE while the server stops.
+    Errors: INVALID_ARGUMENT if the sequence number is above that of the session's last change; NOT_FOUND;
+    FAILED_PRECONDITION if the caller speaks another protocol version (PROTOCOL_VERSION); ABORTED; UNAVAILABLE while the
+    server stops.
     """
     KeepAlive: _aio.UnaryUnaryMultiCallable[_allocator_pb2.KeepAliveRequest, _allocator_pb2.KeepAliveResponse]  # type: ignore[assignment]
     """Renews the lease. A session with an open Schedule stream needs no renewal. Errors: NOT_FOUND, ABORTED."""
@@ -287,7 +291,8 @@ class AllocatorServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_allocator_pb2.OpenSessionResponse, _abc.Awaitable[_allocator_pb2.OpenSessionResponse]]:
         """Attaches a scheduler process to a pool, with a lease. Errors: INVALID_ARGUMENT; NOT_FOUND; FAILED_PRECONDITION
-        while the pool forms for the first time; UNAVAILABLE while the pool is drained (reason DRAINED), while sessions
+        while the pool forms for the first time, or if the caller speaks another protocol version (PROTOCOL_VERSION);
+        UNAVAILABLE while the pool is drained (reason DRAINED), while sessions
         that the server lost with its journal may still run a last step (SESSIONS_LOST), or while sessions in another
         memory are open or in quarantine (OTHER_MEMORY, see memory_id); RESOURCE_EXHAUSTED if the pool, or the caller's
         token, has the maximum number of sessions, or the pool cannot guarantee min_blocks now; ABORTED if another process
@@ -311,8 +316,9 @@ class AllocatorServiceServicer(metaclass=_abc_1.ABCMeta):
         other pools the call returns at once, and the caller must ensure that no such step runs before it frees or writes
         blocks.
 
-        Errors: INVALID_ARGUMENT if the sequence number is above that of the session's last change; NOT_FOUND; ABORTED;
-        UNAVAILABLE while the server stops.
+        Errors: INVALID_ARGUMENT if the sequence number is above that of the session's last change; NOT_FOUND;
+        FAILED_PRECONDITION if the caller speaks another protocol version (PROTOCOL_VERSION); ABORTED; UNAVAILABLE while the
+        server stops.
         """
 
     @_abc_1.abstractmethod

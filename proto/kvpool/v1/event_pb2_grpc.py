@@ -50,7 +50,7 @@ class EventServiceServicer(object):
         """Sends the events of a pool, batch by batch, from the requested one on; or first a snapshot of all cached blocks,
         then the events. Errors: NOT_FOUND; FAILED_PRECONDITION (EVENTS_DISABLED: the pool publishes no events;
         EVENTS_NOT_KEPT: the requested batches are no longer kept, or are those of another server process: watch again with
-        `snapshot`); INVALID_ARGUMENT (a sequence number that does not exist yet, or a field out of range); ABORTED
+        `snapshot`; PROTOCOL_VERSION: the caller speaks another protocol version); INVALID_ARGUMENT (a sequence number that does not exist yet, or a field out of range); ABORTED
         (POOL_REMOVED: an operator removed the pool); RESOURCE_EXHAUSTED (too many watches, or the client does not read).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

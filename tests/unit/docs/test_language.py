@@ -42,7 +42,7 @@ def prose_of(path: Path) -> Iterator[tuple[int, str]]:
         yield from enumerate(text.splitlines(), 1)
         return
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
-        if token.type in (tokenize.COMMENT, tokenize.STRING):
+        if token.type in (tokenize.COMMENT, tokenize.STRING) and " " in token.string:  # else a name or a path
             for offset, line in enumerate(token.string.splitlines()):
                 yield token.start[0] + offset, line
 

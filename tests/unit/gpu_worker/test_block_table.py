@@ -149,7 +149,7 @@ def test_slots_of_tokens(device: torch.device) -> None:
 def test_a_token_without_a_block_is_refused(row: int, position: int, why: str) -> None:
     made = tables(FULL)
     made.add_row(1, [[1, 2, 3, 4]])
-    made.clear_row(1)  # what it listed is nobody's
+    made.clear_row(1)  # no row lists its blocks now
     made.add_row(0, [[0, 6, 7]])
     before = made.compute_slot_mapping(array(0), array(4))[0]
     with pytest.raises(InvalidArgumentError, match=why):

@@ -13,7 +13,7 @@ def lease(number: int, epoch: int = 1) -> TableLease:
 
 
 class Told:
-    """Counts how often it is told."""
+    """Counts its calls."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -87,7 +87,7 @@ def test_rule_4_the_last_excluded_step_calls_back() -> None:
     second.done()
     assert (told.count, fence.is_drained) == (1, True)
     other.done()
-    assert (told.count, fence.num_in_flight) == (1, 0), "who lives is waited for by nobody"
+    assert (told.count, fence.num_in_flight) == (1, 0), "open sessions are not waited for"
 
 
 def test_rule_4_an_epoch_that_ends_waits_for_all_its_steps() -> None:
@@ -109,7 +109,7 @@ def test_a_step_that_fails_is_done() -> None:
 
 
 def test_rule_3_threads_never_find_a_drained_fence_with_a_stale_step() -> None:
-    """Each session is stepped by threads until it is kept out; after that, and quiet, none of its steps is running."""
+    """Threads run steps of each session until it is fenced. When the fence is drained, none of its steps is running."""
     running: set[tuple[int, int]] = set()
     quiet = threading.Event()
     fence = Fence(quiet.set)

@@ -69,7 +69,7 @@ def settings(path: Path, device: str = "cpu") -> WorkerSettings:
 
 
 class Runner:
-    """What a model runner does: binds what it is given, drops it when told to."""
+    """A model runner: it binds the tensors that it gets, and drops them on release."""
 
     def __init__(self) -> None:
         self.told: list[str] = []
@@ -90,7 +90,7 @@ class Runner:
 
 
 class Buffers:
-    """Allocates, and knows which buffers live; takes at most so many bytes in all."""
+    """Allocates buffers, up to a limit in bytes, and knows which of them are alive."""
 
     def __init__(self, limit_bytes: int = 2**40) -> None:
         self.limit_bytes = limit_bytes
@@ -196,7 +196,7 @@ def test_status_changes_are_reported_and_usage_can_be_read(server: FakeServer, p
         wait_until(lambda: worker.usage.joins == 2)
     assert told[0].phase.value == "joining"
     assert (told[-1].phase.value, told[-1].epoch, told[-1].is_serving) == ("left", 0, False)
-    assert all(one != other for one, other in pairwise(told)), "told of changes only"
+    assert all(one != other for one, other in pairwise(told)), "only changes are reported"
     assert {status.phase.value for status in told} >= {"registered", "ready"}
     assert worker.usage.allocated_bytes == 0
 

@@ -59,7 +59,7 @@ COOKED: dict[str, tuple[Cook, str]] = {
     "leaked": (lambda pool, _: pool.blocks.get_new_blocks(1), "free"),
     "freed under a table": (lambda pool, _: pool.blocks.free_blocks([BlockId(4)]), "free"),
     "free though held": (lambda pool, _: pool.blocks.free_list.append([BlockId(2)]), "free"),
-    "cached by nobody": (cook_hash_of_nobody, "pending"),
+    "cached by no session": (cook_hash_of_nobody, "pending"),
     "computed without room": (cook_computed_without_room, "computed tokens without slots"),
     "null block in a table": (cook_null_block_in_a_table, "block 0: ref_cnt 0, in 1 tables"),
     "more cached than held": (cook_more_cached_than_held, "more cached than held"),

@@ -322,7 +322,7 @@ def test_giving_up_one_lost_rank_gives_up_all_lost_ranks() -> None:
     infos = world.members.rank_infos()
     assert [info.state for info in infos] == [RankState.REGISTERED, RankState.REGISTERED, RankState.ABSENT]
     assert [info.num_blocks for info in infos] == [0, 0, 0]
-    assert isinstance(world.last(successor), PoolStatus), "nobody may be sent a plan while a rank is absent"
+    assert isinstance(world.last(successor), PoolStatus), "no plan may be sent while a rank is absent"
 
 
 def test_a_rank_that_leaves_is_given_up_at_once() -> None:
@@ -381,7 +381,7 @@ def test_ranks_that_fall_silent_together_are_reported_in_one_message_per_rank() 
         assert status.absent_ranks == tuple(range(10, 74)), "the first 64 of them"
     world.break_link(links[0])
     assert isinstance(world.sent[links[1]][-1], PoolStatus)
-    assert len(world.sent[links[1]]) == sent[links[1]] + 2, "the next heartbeat's answer tells of more"
+    assert len(world.sent[links[1]]) == sent[links[1]] + 2, "the answer to the next heartbeat reports the others"
 
 
 def test_a_new_stream_of_the_same_process_takes_over() -> None:

@@ -29,7 +29,7 @@ def check(rank: Rank, dense: DenseModel, *requests: RunningRequest) -> None:
 @pytest.mark.parametrize("chunk", [1, 3, 4, 7, 16, 50])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_chunks_of_a_prompt(variant: str, chunk: int, device: torch.device) -> None:
-    """Every chunk's last token is compared: the request is told no more tokens than are computed."""
+    """Every chunk's last token is compared: the request knows no more tokens than are computed."""
     config = ReferenceConfig(variant)
     rank, dense = Rank(config, device, seed=chunk), DenseModel(config, device)
     prompt = tokens(random.Random(chunk), 50)  # noqa: S311 - a prompt
