@@ -17,7 +17,7 @@ class ScriptedConnector(KVConnectorBase_V1):  # type: ignore[misc] # untyped whe
     """The scheduler's half of a connector.
 
     Attributes:
-        told: The end of each request, one of `ENDS` first, and the calls about its blocks.
+        calls: The end of each request, one of `ENDS` first, and the calls about its blocks.
     """
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any = None) -> None:

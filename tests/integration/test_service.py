@@ -538,7 +538,7 @@ def test_a_second_server_on_a_live_socket_is_refused(address: str) -> None:
 
 
 def test_every_error_the_client_raises_is_a_kvpool_error(tmp_path: Path) -> None:
-    with connect(f"unix:{tmp_path / 'nobody'}", deadline_seconds=1.0) as client, pytest.raises(KvpoolError):
+    with connect(f"unix:{tmp_path / 'missing'}", deadline_seconds=1.0) as client, pytest.raises(KvpoolError):
         client.get_pool("m")
 
 

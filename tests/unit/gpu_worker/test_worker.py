@@ -510,8 +510,8 @@ def test_closing_during_an_allocation_frees_its_result(server: FakeServer, path:
 
 
 def test_layouts_are_checked_before_joining(path: Path) -> None:
-    with pytest.raises(InvalidArgumentError, match="layer 'nobody' is not a layer of the rank"):
-        Worker(settings(path), LAYERS, layouts={"nobody": "triton"})
+    with pytest.raises(InvalidArgumentError, match="layer 'missing' is not a layer of the rank"):
+        Worker(settings(path), LAYERS, layouts={"missing": "triton"})
     with pytest.raises(InvalidArgumentError, match=r"'l\.0'"):
         Worker(settings(path), LAYERS, layouts={"l.0": "no such layout"})
     with pytest.raises(
