@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, settings
 os.environ.setdefault("KVPOOL_SERVE_PAST_EPOCH", "0")  # small numbers to compare with; without it they follow the time
 # A slow machine fails no test: no deadline per example, no health check on speed.
 settings.register_profile("thorough", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-for name, max_examples in (("quick", 30), ("smoke", 10)):  # of 100; a test that asks for a multiple follows
+for name, max_examples in (("quick", 20), ("smoke", 10)):  # of 100; a test that asks for a multiple follows
     settings.register_profile(name, settings.get_profile("thorough"), max_examples=max_examples)
 settings.load_profile("thorough")
 

@@ -13,13 +13,10 @@ QUICK = {
     "vllm-0.14.1/encdec",
     "vllm-0.14.1/full_keys",
     "vllm-0.14.1/full_mamba",
-    "vllm-0.14.1/mamba_spec",
     "vllm-0.32.0/full",
-    "vllm-0.32.0/full_spec_lookahead",
-    "vllm-0.32.0/llama4",
     "vllm-0.32.0/sliding_eagle",
 }
-"""Full attention with LoRA, salt and image keys; windows with EAGLE; chunks; states; cross attention; look-ahead."""
+"""Full attention with LoRA, salt and image keys, windows with EAGLE, states, cross attention; both reuse orders."""
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

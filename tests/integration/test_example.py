@@ -15,6 +15,7 @@ from support.paths import ROOT
 from support.server import running_server
 
 
+@pytest.mark.slow
 def test_two_ranks_generate_the_tokens_of_a_model_without_a_cache() -> None:
     with running_server() as address:
         done = subprocess.run(
