@@ -32,7 +32,7 @@ from kvpool.client.admin import AdminClient
 from kvpool.core.ids import BlockHash, PoolName
 from kvpool.v1 import event_pb2, event_pb2_grpc
 from kvpool.wire.errors import from_rpc_error
-from support.server import ServerProcess, running_server
+from support.server import ServerProcess, pool_config, running_server
 
 GROUPS = (
     KVCacheGroup(FullAttentionSpec(4), ("layer.0",)),
@@ -250,3 +250,10 @@ async def test_an_index_works_over_asyncio(address: str) -> None:
         assert index.num_prefix_blocks(request.hashes) == 24
         with pytest.raises(NotFoundError):
             await anext(client.watch("nowhere", snapshot=True))
+
+
+def test_a_watch_that_is_never_iterated_leaves_no_thread() -> None:
+    with running_server() as address, connect(address) as client:
+        client.create_pool(pool_config(enable_events=True))
+        client.watch("m", snapshot=True)
+        assert not [thread for thread in threading.enumerate() if thread.name == "kvpool-watch"]

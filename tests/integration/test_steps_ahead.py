@@ -3,14 +3,15 @@
 import threading
 from collections.abc import Iterator
 from contextlib import nullcontext
+from pathlib import Path
 
 import pytest
 
-from kvpool.client import Client, Session, connect, lease
+from kvpool.client import Client, Session, aio, connect, lease
 from kvpool.client.errors import InvalidArgumentError, WrongStateError
 from kvpool.client.transports import grpc as grpc_transport
 from kvpool.core.steps.columns import Outcome
-from support.server import pool_config, running_server
+from support.server import ServerProcess, pool_config, running_server
 
 PROMPT = list(range(41))
 
@@ -176,3 +177,23 @@ def test_the_service_works_while_the_scheduler_does() -> None:
         session.settle()
         assert answer.ok
         assert other.get_pool("m").activity.retries == 0
+
+
+async def test_an_asyncio_session_begins_a_step_over_a_restart_of_the_server(tmp_path: Path) -> None:
+    """`begin` reports no broken connection: `settle` sends the step again."""
+    address, journal = f"unix:{tmp_path / 's'}", {"folder": str(tmp_path / "journal")}
+    server = ServerProcess(address, journal=journal)
+    try:
+        async with aio.connect(address) as client:
+            await client.create_pool(pool_config())
+            session = await client.open_session("m")
+            request = session.request("a", PROMPT)
+            server.process.kill()
+            server.process.communicate()
+            async with session.begin_step() as step:
+                admitted = step.admit(request)
+            server = ServerProcess(address, journal=journal)
+            await session.settle()
+            assert (admitted.outcome, request.num_computed_tokens) == (Outcome.OK, len(PROMPT))
+    finally:
+        server.stop()

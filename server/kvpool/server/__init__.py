@@ -1,1 +1,1 @@
-"""The service: `core` decides, `rpc` speaks, `obs` shows."""
+"""The gRPC server of kvpool."""

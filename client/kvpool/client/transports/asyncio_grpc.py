@@ -86,6 +86,14 @@ class _StepStream(StepStream):
             with contextlib.suppress(asyncio.InvalidStateError):  # the call has ended: _read() raises how
                 await self._call.write(message)
 
+    async def _write_ahead(self, message: step_pb2.Step) -> None:
+        try:
+            async with asyncio.timeout(self._period_seconds):
+                await super()._write_ahead(message)
+        except TimeoutError:
+            text = f"step {message.sequence} could not be sent in {self._period_seconds} s"
+            raise UnavailableError("BROKEN", text) from None
+
     async def _read(self, message: step_pb2.Step) -> step_pb2.StepResult:
         del message
         if self._call is None:  # closed meanwhile

@@ -179,14 +179,19 @@ class _WatchCall:
         self._waits_since_seconds = inf
         self._ended = threading.Event()
         self._was_silent = False
-        if state.silence_seconds:
-            threading.Thread(
-                target=self._limit_silence, args=(state.silence_seconds,), name="kvpool-watch", daemon=True
-            ).start()
+        self._num_read = 0
 
     async def read(self) -> event_pb2.WatchResponse:
-        """See `WatchCall`. The time that the caller takes between two messages does not count as silence."""
+        """See `WatchCall`. The time that the caller takes between two messages does not count as silence.
+
+        The thread starts with the second message, so that a watch that is never iterated leaves no thread.
+        """
         self._waits_since_seconds = time.monotonic()
+        if self._num_read == 1 and self._state.silence_seconds:
+            threading.Thread(
+                target=self._limit_silence, args=(self._state.silence_seconds,), name="kvpool-watch", daemon=True
+            ).start()
+        self._num_read += 1
         try:
             return next(self._call)
         except StopIteration:

@@ -1,5 +1,6 @@
 """The service over gRPC: everything but the I/O, which `blocking_grpc` and `asyncio_grpc` add."""
 
+import contextlib
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Awaitable
@@ -77,7 +78,8 @@ class GrpcTransport(ABC):
             check_server(response.protocol_version)
         except ServerError:
             session_id = response.session.session_id
-            await self._call(self._stub.CloseSession, allocator_pb2.CloseSessionRequest(session_id=session_id))
+            with contextlib.suppress(KvpoolError):  # the session ends with its lease
+                await self._call(self._stub.CloseSession, allocator_pb2.CloseSessionRequest(session_id=session_id))
             raise
         return self._drive(messages.read_session(response, sent_seconds))
 
@@ -214,7 +216,7 @@ class StepStream(ABC):
         self._ended_by: KvpoolError | None = None
 
     async def send_ahead(self, step: Step) -> None:
-        """Sends a step without waiting. `exchange` must follow with the same step, and raises what failed here."""
+        """Sends a step without waiting. `exchange` must follow, and repeats the step if it was not sent."""
         if self._is_closed or self._ended_by:
             return
         try:
@@ -225,6 +227,8 @@ class StepStream(ABC):
             sent_seconds = now_seconds()
             await self._write_ahead(message)
             self._ahead = message, sent_seconds
+        except KvpoolError:
+            self.end_call()  # `exchange` sends the step on another stream
         except BaseException:
             self.end_call()  # whether an answer will come is unknown
             raise

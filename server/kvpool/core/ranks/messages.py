@@ -7,7 +7,7 @@ from typing import Final, NewType
 
 from kvpool.core.errors import InvalidArgumentError, KvpoolError, check_range
 from kvpool.core.ids import MAX_BLOCKS, PoolName, SessionNumber
-from kvpool.core.planning.plan import KVCacheConfig, Plan, PlanOptions
+from kvpool.core.planning.plan import FitCheck, KVCacheConfig, Plan, PlanOptions
 from kvpool.core.specs.base import KVCacheSpec
 from kvpool.core.specs.kinds import MAX_LAYERS
 from kvpool.core.specs.pool_config import HashScheme, PoolConfig, ReuseOrder
@@ -93,6 +93,9 @@ class RankGroupOptions(PlanOptions):
     def check(self) -> None:
         """Raises InvalidArgumentError if a number is out of range; names the field."""
         PlanOptions.check(self)  # super() does not work in a dataclass with slots
+        check_range("prefill_context_parallel_size", self.prefill_context_parallel_size, 1, 1)
+        if self.fit_check is not FitCheck.WHOLE_REQUEST:
+            raise InvalidArgumentError("fit_check", "pools of ranks check that a whole request fits")
         self.hash_scheme.check()
 
     def pool_config(self, name: PoolName, plan: Plan) -> PoolConfig:

@@ -6,7 +6,7 @@
 3. The publisher never waits for a subscriber. ZeroMQ drops messages of a slow one beyond `buffer_batches`. That
    subscriber sees the gap in the numbers and requests a replay or, if that is too late, a snapshot.
 4. A snapshot begins when all events so far are published. Its parts, followed by all messages from the number in its
-   header, give the exact content of the prefix cache (rule 2 of `block_contents`).
+   header, give the exact content of the prefix cache (see `kvpool.core.views.snapshot_cursor`).
 """
 
 import asyncio

@@ -24,7 +24,11 @@ from kvpool.server.journal.codec import dumps, loads
 from kvpool.server.journal.frames import MAGIC, DamageError, FrameKind, FrameReader, encode_frame
 
 FORMAT: Final = 3
-"""Version of the format; increased when older files would be misread."""
+"""Format of snapshots and logs, which name classes of the core; increased when older files cannot be read."""
+
+POOLS_FORMAT: Final = 2
+"""Format of `pools`, which outlives the other files."""
+
 _BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
 _NAME: Final = re.compile(r"(log|snapshot)-(\d+)(\.part)?")
 
@@ -48,6 +52,11 @@ class Identity:
         return cls(f"{version('kvpool')} {platform.python_implementation()} {platform.python_version()}", boot_id)
 
 
+def format_of(name: str) -> int:
+    """The format number in the header of a file with this name."""
+    return POOLS_FORMAT if name == "pools" else FORMAT
+
+
 @dataclass(frozen=True, slots=True)
 class Header:
     """First frame of a file: the file's name, and the identity of its writer."""
@@ -57,7 +66,7 @@ class Header:
 
     def encode(self) -> bytes:
         """Encodes the beginning of the file."""
-        payload = dumps([self.name, FORMAT, self.identity.version, self.identity.boot_id])
+        payload = dumps([self.name, format_of(self.name), self.identity.version, self.identity.boot_id])
         return MAGIC + encode_frame(FrameKind.HEADER, payload)
 
 
@@ -149,7 +158,7 @@ class Folder:
             if frame is None:
                 yield reader, None
                 return
-            begins = (FrameKind.HEADER, FORMAT)
+            begins = (FrameKind.HEADER, format_of(path.name))
             match loads(frame.payload):
                 case [path.name, int(number), str(written_by), str(boot_id)] if (frame.kind, number) == begins:
                     yield reader, Identity(written_by, boot_id)

@@ -268,7 +268,7 @@ class Ranks:
         self._carry_out(membership, effects)
 
     def heartbeat(self, membership: Membership, link: RankLink, sequence: int) -> None:
-        """See `Membership.heard`."""
+        """See `Membership.heartbeat`."""
         was_absent = link.rank is not None and membership.is_absent(link.rank)
         effects = membership.heartbeat(link.link_id, sequence, self._hub.now_seconds())
         if was_absent:

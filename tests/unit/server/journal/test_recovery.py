@@ -11,7 +11,7 @@ from kvpool.core.allocator import Allocator
 from kvpool.core.errors import AbortedError
 from kvpool.core.ids import PoolName
 from kvpool.server.journal.codec import dumps
-from kvpool.server.journal.folder import Header
+from kvpool.server.journal.folder import FORMAT, Header
 from kvpool.server.journal.frames import MAGIC, DamageError, Frame, FrameKind, encode_frame
 from kvpool.server.journal.journal import Journal
 from kvpool.server.journal.messages import WireMessages
@@ -254,3 +254,12 @@ def test_a_death_while_a_log_is_created_leaves_no_gap(folder: Path, states: list
     found = recovered(folder)
     assert not found.dropped, found.detail
     assert_alike(states[-1], found.allocator)
+
+
+def test_the_list_of_pools_is_read_by_releases_with_another_log_format(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvpool.server.journal.folder.FORMAT", FORMAT + 1)
+    found = recovered(folder)
+    assert found.dropped
+    assert [(pool.config.name, pool.epoch) for pool in found.allocator.pools()] == [(CONFIG.name, 1 + EPOCH_LEAP)]
