@@ -10,7 +10,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.v1.outputs import KVConnectorOutput
 
 ENDS: Final = ("loaded", "loading", "sent", "kept", "failed", "unknown")
-Told = list[tuple[Any, ...]]
+Calls = list[tuple[Any, ...]]
 
 
 class ScriptedConnector(KVConnectorBase_V1):  # type: ignore[misc] # untyped where vLLM is not installed
@@ -25,7 +25,7 @@ class ScriptedConnector(KVConnectorBase_V1):  # type: ignore[misc] # untyped whe
             super().__init__(vllm_config, role, kv_cache_config)
         except TypeError:  # older versions know no third
             super().__init__(vllm_config, role)
-        self.told: Told = []
+        self.calls: Calls = []
         self._block_size = vllm_config.cache_config.block_size
         self._asked: dict[str, int] = {}
         self._loading: dict[str, tuple[int, set[int]]] = {}  # steps left, and blocks that will turn out invalid
@@ -41,7 +41,7 @@ class ScriptedConnector(KVConnectorBase_V1):  # type: ignore[misc] # untyped whe
         left = request.num_tokens - num_computed_tokens
         aligned = min(draw // 7 % 5, (left - 1) // self._block_size) * self._block_size
         if draw % 6 == 0 and times == 1:
-            self.told.append(("unknown", request.request_id, num_computed_tokens))
+            self.calls.append(("unknown", request.request_id, num_computed_tokens))
             return None, False
         if draw % 6 in (0, 1):
             return aligned, False
@@ -56,7 +56,7 @@ class ScriptedConnector(KVConnectorBase_V1):  # type: ignore[misc] # untyped whe
         (ids,) = blocks.get_block_ids()
         unhashed = blocks.get_unhashed_block_ids()
         assert unhashed == [block.block_id for block in blocks.blocks[0] if block.block_hash is None]
-        self.told.append(
+        self.calls.append(
             ("loading" if is_late else "loaded", request.request_id, num_external_tokens, list(ids), unhashed)
         )
         if not num_external_tokens:
@@ -68,7 +68,7 @@ class ScriptedConnector(KVConnectorBase_V1):  # type: ignore[misc] # untyped whe
             invalid = set(unhashed[:1])
         if invalid:
             self._failed.add(request.request_id)
-            self.told.append(("failed", request.request_id, sorted(invalid)))
+            self.calls.append(("failed", request.request_id, sorted(invalid)))
         if is_late:
             self._loading[request.request_id] = (draw % 4 + 1, invalid)
         elif invalid:
@@ -82,7 +82,7 @@ class ScriptedConnector(KVConnectorBase_V1):  # type: ignore[misc] # untyped whe
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         is_whole = request.request_id not in self._failed and request.request_id not in self._loading
         is_kept = _draw(request.request_id) % 3 == 0 and bool(block_ids) and is_whole
-        self.told.append(("kept" if is_kept else "sent", request.request_id, list(block_ids)))
+        self.calls.append(("kept" if is_kept else "sent", request.request_id, list(block_ids)))
         if is_kept:
             self._sending[request.request_id] = _draw(request.request_id) % 5 + 1
         return is_kept, None

@@ -42,21 +42,21 @@ def published(endpoint: str) -> list[Any]:
 
 def stored(events: list[Any]) -> list[tuple[Any, ...]]:
     """Each published block, in order; without the tokens of windows, which vLLM publishes for more blocks."""
-    told: list[tuple[Any, ...]] = []
+    found: list[tuple[Any, ...]] = []
     for event in events:
         if isinstance(event, BlockStored):
             parents = [event.parent_block_hash, *event.block_hashes]
             group = getattr(event, "group_idx", None)
-            told += [(each, group, event.block_size, event.lora_name) for each in event.block_hashes]
+            found += [(each, group, event.block_size, event.lora_name) for each in event.block_hashes]
             if not group:
                 tokens = event.token_ids
                 assert len(tokens) == len(event.block_hashes) * event.block_size
                 size = event.block_size
-                told += [
+                found += [
                     (each, parents[i], tuple(tokens[i * size : (i + 1) * size]))
                     for i, each in enumerate(event.block_hashes)
                 ]
-    return told
+    return found
 
 
 def held(events: list[Any], *, by_copy: bool) -> set[Any]:
@@ -128,7 +128,7 @@ def test_a_request_may_enable_the_report_of_its_hit(address: str, tmp_path: Path
     setup = Setup(events_endpoint=f"ipc://{tmp_path}/plain")
     attached = {"kvpool": {"address": address, "pool": "events.found"}}
     on_service = replace(setup, events_endpoint=f"ipc://{tmp_path}/served", additional_config=attached)
-    told = []
+    found = []
     for kind, each in ((Plain, setup), (Scheduler, on_service)):
         driver = Driver(make_scheduler(kind, each, tmp_path), each)
         for i in range(2):
@@ -137,7 +137,7 @@ def test_a_request_may_enable_the_report_of_its_hit(address: str, tmp_path: Path
         due = time.monotonic() + WAIT_SECONDS
         while len(stored(published(each.events_endpoint))) < 12 and time.monotonic() < due:
             time.sleep(0.05)  # the publisher has a thread of its own
-        told.append(stored(published(each.events_endpoint)))
+        found.append(stored(published(each.events_endpoint)))
         driver.scheduler.shutdown()
-    assert sorted(told[0], key=repr) == sorted(told[1], key=repr)
-    assert len(told[0]) == 12  # three blocks stored, and found, each with its tokens
+    assert sorted(found[0], key=repr) == sorted(found[1], key=repr)
+    assert len(found[0]) == 12  # three blocks stored, and found, each with its tokens

@@ -17,7 +17,7 @@ import pytest
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler as PlainAsync
 from vllm.v1.core.sched.scheduler import Scheduler as Plain
 
-from engine.connector import ENDS, Told
+from engine.connector import ENDS, Calls
 from engine.driving import Driver, Setup, make_scheduler
 from kvpool.client import Session, connect
 from kvpool.client.vllm import AsyncScheduler, Scheduler
@@ -60,7 +60,7 @@ class Outcome:
     cached: dict[str, int]
     lookups: dict[str, int]
     num_preemptions: int
-    told: Told | None
+    calls: Calls | None
 
 
 def setup_of(kind: str, seed: int) -> Setup:
@@ -104,8 +104,8 @@ def run(scheduler_class: Any, setup: Setup, seed: int, folder: Path, num_request
     driver.drain()
     preemptions = sum(request.num_preemptions for request in driver.requests.values())
     scheduler.shutdown()
-    told = scheduler.connector and scheduler.connector.told
-    return Outcome(steps, driver.generated, driver.cached, driver.lookups, preemptions, told)
+    calls = scheduler.connector and scheduler.connector.calls
+    return Outcome(steps, driver.generated, driver.cached, driver.lookups, preemptions, calls)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -135,7 +135,7 @@ def test_steps_are_those_of_vllm(kind: str, address: str, tmp_path: Path, caplog
         assert (info.sessions, info.free_blocks) == (0, setup.num_blocks - 1)
         preemptions += plain.num_preemptions
         cached += sum(plain.cached.values())
-        ends.update(kind for kind, *_ in plain.told or ())
+        ends.update(kind for kind, *_ in plain.calls or ())
     assert not [record for record in caplog.records if record.name.startswith("kvpool")]  # no wrong predictions
     assert preemptions > 20
     assert cached > 5000 or not setup.enable_caching
