@@ -76,7 +76,7 @@ def test_ranks_that_differ_are_refused(server: str, workers: Workers) -> None:
     workers.start(server, 0, 2).wait_for("rank registered pool=m")
     differing = workers.start(server, 1, 2, "--no-caching")
     assert differing.end() == 1
-    differing.wait_for("^Error: RANKS_DISAGREE: register.options.enable_caching: False, the other ranks say True$")
+    differing.wait_for("^Error: RANKS_DISAGREE: register.options.enable_caching: False, the other ranks have True$")
 
 
 def test_a_model_that_does_not_fit_ends_all_ranks(server: str, workers: Workers) -> None:

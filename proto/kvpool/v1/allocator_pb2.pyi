@@ -292,7 +292,7 @@ class OpenSessionResponse(_message.Message):
     CONFIG_FIELD_NUMBER: _builtins.int
     PROTOCOL_VERSION_FIELD_NUMBER: _builtins.int
     protocol_version: _builtins.int
-    """Version of the protocol that the server speaks, 1 in this release. 0: a server older than versions."""
+    """Version of the protocol that the server speaks, 1 in this release. 0: a server from before protocol versions."""
     @_builtins.property
     def session(self) -> Global___Session:
         """The session."""
@@ -422,7 +422,7 @@ class ResumeSessionResponse(_message.Message):
     executed_sequence: _builtins.int
     """Newest sequence number that the session has reported as executed."""
     protocol_version: _builtins.int
-    """Version of the protocol that the server speaks, 1 in this release. 0: a server older than versions."""
+    """Version of the protocol that the server speaks, 1 in this release. 0: a server from before protocol versions."""
     @_builtins.property
     def session(self) -> Global___Session:
         """The session."""

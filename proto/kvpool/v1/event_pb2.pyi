@@ -137,7 +137,7 @@ class WatchResponse(_message.Message):
     """Time of the change, in seconds since 1970 by the server's clock."""
     protocol_version: _builtins.int
     """Version of the protocol that the server speaks, 1 in this release. Sent with
-    WATCH_RESPONSE_KIND_START; 0 there: a server older than versions.
+    WATCH_RESPONSE_KIND_START; 0 there: a server from before protocol versions.
     """
     @_builtins.property
     def events(self) -> _containers.RepeatedCompositeFieldContainer[Global___BlockEvent]:

@@ -390,7 +390,7 @@ class StepResult(_message.Message):
     max_blocks.
     """
     protocol_version: _builtins.int
-    """Version of the protocol that the server speaks, 1 in this release. 0: a server older than versions."""
+    """Version of the protocol that the server speaks, 1 in this release. 0: a server from before protocol versions."""
     @_builtins.property
     def outcomes(self) -> _containers.RepeatedScalarFieldContainer[Global___Outcome.ValueType]:
         """Column: outcome of each operation."""

@@ -9,7 +9,7 @@ PROTOCOL_VERSION: Final = 1
 """Increment it when the meaning of a field changes, or a peer must understand a new one."""
 
 UNSTATED: Final = 0
-"""What a caller sends that was written from the .proto files, or is older than versions. Means version 1."""
+"""The version of a caller that states none: written from the .proto files, or from before versions. Means 1."""
 
 
 def check_client(version: int) -> None:
@@ -31,7 +31,7 @@ def check_server(version: int) -> None:
     """Checks, in a client, the version that a server sent. The client relies on the server's answers.
 
     Raises:
-        ServerError: The server speaks another version, or is older than versions.
+        ServerError: The server speaks another version, or is from before protocol versions.
     """
     if version != PROTOCOL_VERSION:
         spoken = f"protocol version {version}" if version else "no protocol version"

@@ -146,14 +146,14 @@ class RankRegistry:
         if registration.world_size != self.world_size:
             raise WrongStateError(
                 "RANKS_DISAGREE",
-                f"{registration.world_size}, the other ranks say {self.world_size}",
+                f"{registration.world_size}, the other ranks have {self.world_size}",
                 field="register.world_size",
             )
         field = self.options.difference(registration.options)
         if field:
             mine, theirs = getattr(registration.options, field), getattr(self.options, field)
             raise WrongStateError(
-                "RANKS_DISAGREE", f"{mine}, the other ranks say {theirs}", field=f"register.options.{field}"
+                "RANKS_DISAGREE", f"{mine}, the other ranks have {theirs}", field=f"register.options.{field}"
             )
         for name, spec in registration.layers.items():
             others = ((rank, known) for rank, known in self._layers.get(name, {}).items() if rank != registration.rank)
@@ -162,7 +162,7 @@ class RankRegistry:
             if different:
                 raise WrongStateError(
                     "RANKS_DISAGREE_ON_A_LAYER",
-                    f"{field_value(spec, different)}, rank {rank} says {field_value(known, different)}",
+                    f"{field_value(spec, different)}, rank {rank} has {field_value(known, different)}",
                     field=f'register.layers["{name}"].{different}',
                 )
 
