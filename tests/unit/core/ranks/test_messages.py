@@ -1,0 +1,23 @@
+"""Options that all ranks of a pool share."""
+
+import pytest
+
+from kvpool.core.errors import InvalidArgumentError
+from kvpool.core.planning.plan import FitCheck
+from kvpool.core.ranks.messages import RankGroupOptions
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [
+        (RankGroupOptions(1024, prefill_context_parallel_size=2), "prefill_context_parallel_size"),
+        (
+            RankGroupOptions(1024, fit_check=next(each for each in FitCheck if each is not FitCheck.WHOLE_REQUEST)),
+            "fit_check",
+        ),
+    ],
+)
+def test_plan_options_that_the_wire_does_not_carry_are_refused(options: RankGroupOptions, field: str) -> None:
+    with pytest.raises(InvalidArgumentError) as caught:
+        options.check()
+    assert caught.value.field == field
