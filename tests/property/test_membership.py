@@ -215,8 +215,8 @@ class Ranks(RuleBasedStateMachine):
             return None
 
     def _newest_plan(self, process: Process) -> Planned | None:
-        told = self.world.sent[process.link] if process.link is not None else []
-        return next((effect for effect in reversed(told) if isinstance(effect, Planned)), None)
+        sent = self.world.sent[process.link] if process.link is not None else []
+        return next((effect for effect in reversed(sent) if isinstance(effect, Planned)), None)
 
 
 TestRanks = Ranks.TestCase

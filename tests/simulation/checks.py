@@ -150,7 +150,7 @@ class Checks:
             except IntegrityError as error:
                 self._fail(str(error))
 
-    def is_within_credit(self) -> bool:
+    def has_settled(self) -> bool:
         """Whether no session is open and no block is held."""
         allocator = self._allocator()
         return allocator is not None and not any(pool.sessions or held_blocks(pool) for pool in allocator.pools())

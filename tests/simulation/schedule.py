@@ -106,7 +106,7 @@ class Schedule:
     def _wait_until_quiet(self) -> None:
         """Lets time pass until no block is held, up to the maximum time that this may take."""
         limit_seconds = max(self.loop.now_seconds, FAULTS_UNTIL_SECONDS) + QUIET_SECONDS
-        while self.loop.now_seconds < limit_seconds and not self._violations and not self.checks.is_within_credit():
+        while self.loop.now_seconds < limit_seconds and not self._violations and not self.checks.has_settled():
             look_seconds = self.loop.now_seconds + 0.25
             self.loop.run_until(lambda: bool(self._violations), look_seconds)
             self.loop.now_seconds = look_seconds
