@@ -91,6 +91,23 @@ def test_a_server_serves_callers_that_state_no_version(stub: Any) -> None:
     stub.CloseSession(allocator_pb2.CloseSessionRequest(session_id=session_id))
 
 
+@pytest.mark.parametrize("versions", [(0, 1), (1, 0), (1, 1)])
+def test_a_step_that_is_repeated_on_another_stream_may_state_the_version_or_not(
+    stub: Any, versions: tuple[int, int]
+) -> None:
+    opened = stub.OpenSession(allocator_pb2.OpenSessionRequest(pool_name="m"))
+    session_id = opened.session.session_id
+
+    def step(sequence: int, version: int) -> step_pb2.Step:
+        return step_pb2.Step(session_id=session_id, sequence=sequence, protocol_version=version)
+
+    _, first = stub.Schedule(iter([step(1, 1), step(2, versions[0])]))
+    again = next(stub.Schedule(iter([step(2, versions[1])])))
+    assert (first.sequence, first.protocol_version) == (2, 0)  # the version is in the first result only
+    assert (again.sequence, again.protocol_version) == (2, PROTOCOL_VERSION)
+    stub.CloseSession(allocator_pb2.CloseSessionRequest(session_id=session_id))
+
+
 class OtherServer(allocator_pb2_grpc.AllocatorServiceServicer, event_pb2_grpc.EventServiceServicer):
     """A server of another release: how many sessions are open, and the versions that it states."""
 
@@ -98,6 +115,8 @@ class OtherServer(allocator_pb2_grpc.AllocatorServiceServicer, event_pb2_grpc.Ev
         self.opening_version = 0
         self.streaming_version = 0
         self.num_open = 0
+        self.step_versions: list[tuple[int, int]] = []
+        self.refused_sequence = 0
 
     def OpenSession(self, request: Any, context: Any) -> allocator_pb2.OpenSessionResponse:
         assert request.protocol_version == PROTOCOL_VERSION
@@ -120,11 +139,18 @@ class OtherServer(allocator_pb2_grpc.AllocatorServiceServicer, event_pb2_grpc.Ev
         return allocator_pb2.CloseSessionResponse()
 
     def Schedule(self, request_iterator: Any, context: Any) -> Iterator[step_pb2.StepResult]:
+        version = self.streaming_version
         for step in request_iterator:
-            assert step.protocol_version == PROTOCOL_VERSION
-            yield step_pb2.StepResult(
-                sequence=step.sequence, num_new_blocks=[0, 1], block_ids=[1], protocol_version=self.streaming_version
-            )
+            self.step_versions.append((step.sequence, step.protocol_version))
+            if step.sequence == self.refused_sequence:
+                self.refused_sequence = 0
+                context.abort(grpc.StatusCode.UNAVAILABLE, "")
+            result = step_pb2.StepResult(sequence=step.sequence, protocol_version=version)
+            if step.operations[0] == step_pb2.OPERATION_ADMIT:
+                result.num_new_blocks.extend([0, 1])
+                result.block_ids.append(1)
+            yield result
+            version = 0
 
     def Watch(self, request: Any, context: Any) -> Iterator[event_pb2.WatchResponse]:
         assert request.protocol_version == PROTOCOL_VERSION
@@ -183,3 +209,13 @@ def test_a_client_applies_no_result_of_a_server_that_was_replaced(other: tuple[O
             session.admit(request)
         assert (session.sequence, request.block_ids, request.num_computed_tokens) == (0, [[]], 0)
         session.close()
+
+
+def test_a_client_states_its_version_once_per_stream(other: tuple[OtherServer, str]) -> None:
+    servicer, address = other
+    servicer.opening_version = servicer.streaming_version = PROTOCOL_VERSION
+    servicer.refused_sequence = 3  # its first attempt: the client opens another stream
+    with connect(address) as client, client.open_session("m") as session:
+        for _ in range(4):
+            session.reset_prefix_cache()
+    assert servicer.step_versions == [(1, PROTOCOL_VERSION), (2, 0), (3, 0), (3, PROTOCOL_VERSION), (4, 0)]

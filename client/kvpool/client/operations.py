@@ -4,6 +4,7 @@ Their parameters are those of `StepBuilder`'s methods. Every coroutine here is a
 `Session` in its blocking form.
 """
 
+import inspect
 from collections.abc import Callable, Coroutine
 from functools import wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -34,6 +35,8 @@ def _one_row(
         await session._send(builder)  # noqa: SLF001 - a method of SessionBase
         return read(answer)
 
+    result = inspect.signature(read).return_annotation
+    call.__signature__ = inspect.signature(add).replace(return_annotation=result)  # type: ignore[attr-defined]
     return call
 
 

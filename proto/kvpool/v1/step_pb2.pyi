@@ -390,7 +390,9 @@ class StepResult(_message.Message):
     max_blocks.
     """
     protocol_version: _builtins.int
-    """Version of the protocol that the server speaks, 1 in this release. 0: a server from before protocol versions."""
+    """Version of the protocol that the server speaks, 1 in this release; in the first result of a stream, 0 in the others.
+    0 in the first: a server from before protocol versions.
+    """
     @_builtins.property
     def outcomes(self) -> _containers.RepeatedScalarFieldContainer[Global___Outcome.ValueType]:
         """Column: outcome of each operation."""

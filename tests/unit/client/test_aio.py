@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from kvpool.client import BlockStored, Client, Outcome, Session, WrongStateError, aio
+from kvpool.client import Admission, BlockStored, Client, Outcome, Session, WrongStateError, aio
 from kvpool.client.aio import AsyncClient, AsyncSession
 from support.server import pool_config, running_server
 
@@ -69,3 +69,9 @@ async def test_sessions_are_resumed_watched_and_waited_for(client: AsyncClient) 
     assert isinstance(batch.events[0], BlockStored)
     assert (await resumed.pool()).free_blocks == 99
     await resumed.close()
+
+
+def test_the_signature_of_an_operation_names_its_own_result() -> None:
+    for kind in (Session, AsyncSession):
+        assert inspect.signature(kind.admit).return_annotation == Admission | None
+        assert inspect.signature(kind.free).return_annotation is None

@@ -3,7 +3,7 @@
 import contextlib
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Awaitable
+from collections.abc import AsyncGenerator, Awaitable, Coroutine
 from typing import Any, Final, Protocol
 
 from kvpool.client import retries
@@ -90,9 +90,9 @@ class GrpcTransport(ABC):
         check_server(response.protocol_version)
         return self._drive(messages.read_session(response, sent_seconds))
 
-    async def apply(self, session_id: str, step: Step) -> StepResult:
+    def apply(self, session_id: str, step: Step) -> Coroutine[Any, Any, StepResult]:
         """See `Transport`."""
-        return await self._stream(session_id).exchange(step)
+        return self._stream(session_id).exchange(step)
 
     async def send(self, session_id: str, step: Step) -> None:
         """See `Transport`."""
@@ -213,6 +213,8 @@ class StepStream(ABC):
         self._ahead: tuple[step_pb2.Step, float] | None = None
         """The step that was sent ahead and when, until `exchange` waits for its result."""
         self._is_closed = False
+        self._is_version_checked = False
+        """Whether the server stated its version on the open call."""
         self._ended_by: KvpoolError | None = None
 
     async def send_ahead(self, step: Step) -> None:
@@ -220,11 +222,12 @@ class StepStream(ABC):
         if self._is_closed or self._ended_by:
             return
         try:
-            message = self._encode(step)
+            message = wire_steps.step_to_proto(step, self._session_id)
         except InvalidArgumentError:
             return
         try:
             sent_seconds = now_seconds()
+            self._state_version(message)
             await self._write_ahead(message)
             self._ahead = message, sent_seconds
         except KvpoolError:
@@ -236,7 +239,10 @@ class StepStream(ABC):
     async def exchange(self, step: Step) -> StepResult:
         """Sends a step and waits for its result, over as many streams as this takes within the deadline."""
         ahead = self._ahead
-        message = ahead[0] if ahead and ahead[0].sequence == step.sequence else self._encode(step)
+        if ahead and ahead[0].sequence == step.sequence:
+            message = ahead[0]
+        else:
+            message = wire_steps.step_to_proto(step, self._session_id)
         return wire_steps.result_from_proto(await self._exchange(message))
 
     def close(self) -> None:
@@ -244,10 +250,11 @@ class StepStream(ABC):
         self._is_closed = True
         self.end_call()
 
-    def _encode(self, step: Step) -> step_pb2.Step:
-        message = wire_steps.step_to_proto(step, self._session_id)
-        message.protocol_version = PROTOCOL_VERSION
-        return message
+    def _state_version(self, message: step_pb2.Step) -> None:
+        """Adds the version to the first step of a call. The first result carries the server's."""
+        if not self._has_call:
+            message.protocol_version = PROTOCOL_VERSION
+            self._is_version_checked = False
 
     @abstractmethod
     def end_call(self) -> None:
@@ -288,9 +295,12 @@ class StepStream(ABC):
             if ahead and ahead[0] is message and self._has_call:
                 sent_seconds = ahead[1]
             else:
+                self._state_version(message)
                 await self._write(message)
             answer = await self._read(message)
-            check_server(answer.protocol_version)
+            if not self._is_version_checked:
+                check_server(answer.protocol_version)
+                self._is_version_checked = True
         except BaseException:
             self.end_call()
             raise

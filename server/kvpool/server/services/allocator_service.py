@@ -211,7 +211,7 @@ class AllocatorService(allocator_pb2_grpc.AllocatorServiceServicer):
 
     async def _serve_steps(self, call: OpenCall, context: _StepContext) -> None:
         with contextlib.ExitStack() as stack:
-            session_id, stall_seconds = "", self._hub.limits.stall_seconds
+            session_id, stall_seconds, states_version = "", self._hub.limits.stall_seconds, True
             writer = stack.enter_context(StreamWriter(context, stall_seconds))
             timeout_error = ExhaustedError("NOTHING_SENT", f"the stream sent nothing for {stall_seconds:g} s")
             while True:
@@ -234,7 +234,8 @@ class AllocatorService(allocator_pb2_grpc.AllocatorServiceServicer):
                     result = self._apply(session_id, message)
                 finally:
                     self._hub.turns.end()
-                result.protocol_version = PROTOCOL_VERSION
+                if states_version:  # in the first result of the stream
+                    result.protocol_version, states_version = PROTOCOL_VERSION, False
                 await writer.write(result)
                 self._faults.reach("step.answered")
 
@@ -242,8 +243,8 @@ class AllocatorService(allocator_pb2_grpc.AllocatorServiceServicer):
         start = time.perf_counter()
         pool, session = self._hub.session(session_id)
         step = wire_steps.step_from_proto(message)
-        for name in ("session_id", "protocol_version"):  # a retry of the step may have them or not
-            message.ClearField(name)
+        message.ClearField("session_id")  # a retry of the step may have these or not
+        message.ClearField("protocol_version")
         self._faults.reach("step.decoded")
         self._hub.limits.check_step(pool, session, step)
         result = self._allocator.apply(pool, session, step, wire_steps.retry_key(message))
