@@ -1,0 +1,374 @@
+"""Executes the commands of a transcript on the core. No other module of the transcripts knows the core's interface.
+
+A command is a JSON object. `do` names a method of `Player`, `at` is the time in quarters of a second, and the other
+entries are the method's arguments. A result is a JSON value. It is the value that the method returns, or
+`{"error": [class, reason, field]}`.
+
+A step is a list of rows. A row names its request at most once per step, and declares it where it is new:
+
+| entry | meaning |
+|---|---|
+| op | name of the operation |
+| request | number of the request |
+| declare | [request id, LoRA name, content] of a new request |
+| append | [number of tokens before, number of appended tokens] |
+| new, taken, rejected, lookahead, encoder, delay, options | as in `kvpool.core.steps.columns` |
+| blocks | per group, the ids of a hit to allocate or of blocks to evict |
+
+A content is [story, end, branch]: tokens before `end` are those of the story, later ones those of its branch. Requests
+with equal stories share a prefix.
+"""
+
+import hashlib
+import json
+import re
+from collections.abc import Callable
+from typing import Any, Final
+
+from google.protobuf import json_format
+
+from kvpool.core.allocator import Allocator
+from kvpool.core.blocks.kv_cache_manager import KVCacheManager
+from kvpool.core.blocks.quota import NO_QUOTA, Quota
+from kvpool.core.errors import KvpoolError
+from kvpool.core.ids import BlockId, PoolName, RequestNumber, SessionId, SessionNumber
+from kvpool.core.sessions.session import Session, original_id
+from kvpool.core.steps.allocation_options import OPTION_COLUMNS
+from kvpool.core.steps.columns import Operation, Step, StepResult
+from kvpool.core.views.snapshot_cursor import SnapshotCursor
+from kvpool.v1 import pool_pb2
+from kvpool.wire import pools as wire_pools
+from kvpool.wire import sessions as wire_sessions
+from kvpool.wire import steps as wire_steps
+from transcripts.traffic import MUTATIONS, Json, Row
+
+NONE_HASH: Final = b"n" * 32
+_INDEX: Final = re.compile(r"\[(\d+)\]$")
+_PER_GROUP: Final = ("num_block_ids",)
+_QUEUES: Final = ("request_ids", "lora_names", "block_ids")
+_COLUMNS: Final = {
+    "new": "num_new_tokens",
+    "taken": "num_taken_tokens",
+    "rejected": "num_rejected_tokens",
+    "lookahead": "num_lookahead_tokens",
+    "encoder": "num_encoder_tokens",
+    "delay": "delay_cache_blocks",
+}
+_MUTATIONS: Final[dict[str, Callable[[Step], object]]] = dict(
+    zip(
+        MUTATIONS,
+        (
+            lambda step: setattr(step, "block_hashes", step.block_hashes + b"x"),
+            lambda step: step.block_ids.append(BlockId(1)),
+            lambda step: step.request_ids.append("unused"),
+            lambda step: step.token_ids.append(1),
+            lambda step: step.operations.__setitem__(-1, 99),
+            lambda step: setattr(step, "num_lookahead_tokens", [0] * (len(step.operations) + 1)),
+            lambda step: setattr(step, "sequence", step.sequence + 1),
+            lambda step: setattr(step, "sequence", 0),
+        ),
+        strict=True,
+    )
+)
+
+
+class Player:
+    """An allocator that executes commands.
+
+    Attributes:
+        allocator: The allocator.
+    """
+
+    def __init__(self) -> None:
+        self.allocator = Allocator()
+        self._now_seconds = 0.0
+        self._contents: dict[tuple[str, int], list[Json]] = {}  # by the original id of the session
+        self._last_steps: dict[str, list[Json]] = {}
+
+    def execute(self, command: dict[str, Json]) -> Json:
+        """Executes a command. A refused command must leave the state as it was, which the digests show."""
+        arguments = dict(command)
+        self._now_seconds = arguments.pop("at") / 4
+        method = getattr(self, arguments.pop("do"))
+        try:
+            result = method(**arguments)
+        except KvpoolError as error:
+            result = {"error": [type(error).__name__, error.reason, error.field]}
+        events = self._events()
+        return {"result": result, "events": events} if events else result
+
+    # Pools
+
+    def create_pool(self, config: Json, epoch: int = 1) -> Json:
+        pool, created = self.allocator.create_pool(_config(config), NONE_HASH, epoch)
+        return [pool.epoch, created]
+
+    def open_epoch(self, config: Json, epoch: int, *, ranks_fence: bool) -> Json:
+        pool = self.allocator.open_epoch(_config(config), NONE_HASH, epoch, ranks_fence=ranks_fence)
+        return pool.epoch
+
+    def pass_epoch(self, pool: str, epoch: int) -> Json:
+        ended = self.allocator.pass_epoch(self.allocator.pool(pool), epoch)
+        return [session.session_number for session in ended]
+
+    def suspend(self, pool: str) -> None:
+        self.allocator.suspend(self.allocator.pool(pool))
+
+    def resume(self, pool: str) -> None:
+        self.allocator.resume(self.allocator.pool(pool))
+
+    def remove_pool(self, pool: str) -> None:
+        self.allocator.remove_pool(pool)
+
+    def drain(self, pool: str | None) -> None:
+        self.allocator.drain(PoolName(pool) if pool else None)
+
+    def undrain(self, pool: str | None) -> None:
+        self.allocator.undrain(PoolName(pool) if pool else None)
+
+    def reset_prefix_cache(self, pool: str) -> Json:
+        return self.allocator.reset_prefix_cache(self.allocator.pool(pool))
+
+    # Sessions
+
+    def open_session(self, pool: str, session: str, **options: Json) -> Json:
+        quota = options.pop("quota", None)
+        salt = options.pop("salt", "")
+        _, opened = self.allocator.open_session(
+            pool,
+            options.pop("client", ""),
+            options.pop("lease") / 4,
+            session_id=SessionId(session),
+            now_seconds=self._now_seconds,
+            quota=Quota(*quota) if quota else NO_QUOTA,
+            asked_for=tuple(quota or ()),
+            salt=salt.encode(),
+            **options,
+        )
+        return [opened.session_id, opened.session_number]
+
+    def resume_session(self, session: str, sequence: int, key: str) -> Json:
+        pool, resumed = self.allocator.resume_session(session, sequence, resume_key=key, now_seconds=self._now_seconds)
+        return [resumed.session_number, resumed.current_id, _crc(wire_sessions.resumption_to_proto(pool, resumed))]
+
+    def touch_session(self, session: str) -> Json:
+        return self._session(session)[1].session_number
+
+    def attach_stream(self, session: str) -> None:
+        self.allocator.attach_stream(self._session(session)[1])
+
+    def detach_stream(self, session: str) -> None:
+        found = self._session(session)[1]
+        if found.open_streams:
+            self.allocator.detach_stream(found, self._now_seconds)
+
+    def mark_executed(self, session: str, sequence: int) -> None:
+        self.allocator.mark_executed(*self._session(session), sequence)
+
+    def close_session(self, session: str) -> Json:
+        count = self.allocator.closed_count(session)
+        return self.allocator.close_session(session, self._now_seconds)[1] if count is None else [count]
+
+    def evict_session(self, pool: str, number: int, quarantine: int) -> None:
+        self.allocator.evict_session(pool, number, self._now_seconds, quarantine_seconds=quarantine / 4)
+
+    def expire(self, quarantine: int) -> Json:
+        """Ends what is due: leases, then quarantines. Returns both, as pairs and as numbers."""
+        expired = self.allocator.expire(self._now_seconds, quarantine_seconds=quarantine / 4)
+        ended = self.allocator.end_due_quarantines(self._now_seconds)
+        return [
+            [[session.session_number, count] for _, session, count in expired],
+            [each.session.session_number for _, each in ended],
+        ]
+
+    def end_quarantine(self, pool: str, numbers: list[int]) -> Json:
+        ended = self.allocator.end_quarantine(pool, [SessionNumber(number) for number in numbers])
+        return [each.session.session_number for each in ended]
+
+    # Steps
+
+    def step(self, session: str, rows: list[Row], mutate: str = "", **header: Json) -> Json:
+        pool, found = self._session(session)
+        step, places = self._columns(pool, session, rows, header)
+        if mutate:
+            _MUTATIONS[mutate](step)
+        source = json.dumps([rows, header, mutate]).encode()
+        try:
+            result = self.allocator.apply(pool, found, step, source)
+        except KvpoolError as error:
+            error.rename_field(_row_field(error.field, places, len(pool.config.groups)))
+            raise
+        kept = self._last_steps.setdefault(original_id(session), [])
+        kept.append((rows, header, mutate))
+        del kept[:-20]
+        for row in rows:
+            if "declare" in row:
+                self._contents[original_id(session), row["request"]] = row["declare"][2]
+        return _rows(pool, found, rows, places, result)
+
+    def repeat(self, session: str, back: int) -> Json:
+        """Sends an earlier step again, without a change."""
+        kept = self._last_steps.get(original_id(session), [])
+        if back > len(kept):
+            return None
+        rows, header, mutate = kept[-back]
+        return self.step(session, rows, mutate, **header)
+
+    def state(self) -> Json:
+        """Digests of what the service tells about each pool, its sessions and its cached blocks."""
+        found = {}
+        for pool in self.allocator.pools():
+            info = wire_pools.info_to_proto(self.allocator.describe(pool))
+            sessions = self.allocator.sessions_of(pool)
+            held = [_crc(wire_sessions.resumption_to_proto(pool, each)) for each in sessions]
+            found[pool.config.name] = [_crc(info), held, _cached(pool)]
+        return found
+
+    def _session(self, session: str) -> tuple[KVCacheManager, Session]:
+        return self.allocator.session(session, self._now_seconds)
+
+    def _columns(
+        self, pool: KVCacheManager, session: str, rows: list[Row], header: dict[str, Json]
+    ) -> tuple[Step, list[int]]:
+        """Makes a step of rows. Also returns the row of each operation: a declaration is an operation of its own."""
+        step, places = Step(**header), []
+        operations: list[tuple[Row, dict[str, Json]]] = []
+        for i, row in enumerate(rows):
+            own = dict(row)
+            if "declare" in row:
+                request_id, lora_name, _ = row["declare"]
+                step.request_ids.append(request_id)
+                step.lora_names.append(lora_name)
+                operations.append(({"op": "ADD", "request": row["request"]}, {"append": own.pop("append", None)}))
+                places.append(i)
+            operations.append((row, own))
+            places.append(i)
+        for row, own in operations:
+            step.operations.append(int(Operation[row["op"]]))
+            step.request_numbers.append(row.get("request", 0))
+            before, appended = own.get("append") or (0, 0)
+            step.num_appended_tokens.append(appended)
+            if appended > 0:
+                self._append(step, pool, self._content(session, row, rows), before, appended)
+        _put_columns(step, [own for _, own in operations], len(pool.config.groups))
+        return step, places
+
+    def _content(self, session: str, row: Row, rows: list[Row]) -> list[Json]:
+        number = row["request"]
+        declared = (each["declare"][2] for each in rows if each.get("request") == number and "declare" in each)
+        return next(declared, None) or self._contents[original_id(session), number]
+
+    def _append(self, step: Step, pool: KVCacheManager, content: list[Json], before: int, appended: int) -> None:
+        config, size = pool.config, pool.config.hash_block_size
+        if config.enable_caching:
+            for end in range((before // size + 1) * size, before + appended + 1, size):
+                step.block_hashes += _block_hash(content, end)[: config.hash_scheme.hash_size_bytes]
+        if config.makes_events:
+            step.token_ids += [_token(content, at) for at in range(before, before + appended)]
+
+    def _events(self) -> Json:
+        found = {}
+        for pool in self.allocator.pools():
+            events = pool.blocks.take_events()
+            if events:
+                digest = hashlib.sha256(b"".join(map(_serialized, map(wire_steps.event_to_proto, events))))
+                found[pool.config.name] = [len(events), digest.hexdigest()[:8]]
+        return found
+
+
+def _config(config: Json) -> Any:
+    return wire_pools.config_from_proto(json_format.ParseDict(config, pool_pb2.PoolConfig()))
+
+
+def _put_columns(step: Step, rows: list[Row], num_groups: int) -> None:
+    for name, column in _COLUMNS.items():
+        values = [row.get(name, 0) for row in rows]
+        setattr(step, column, [bool(value) for value in values] if name == "delay" else values)
+    if any("options" in row for row in rows):
+        for column in OPTION_COLUMNS:
+            values = [row.get("options", {}).get(column, 0) for row in rows]
+            setattr(step, column, [bool(value) for value in values] if "must" in column else values)
+    if any("blocks" in row for row in rows):
+        blocks = [ids for row in rows for ids in row.get("blocks") or [[]] * num_groups]
+        step.num_block_ids = [len(ids) for ids in blocks]
+        step.block_ids = [block_id for ids in blocks for block_id in ids]
+    if not any(step.lora_names):
+        step.lora_names = []
+
+
+def _token(content: list[Json], at: int) -> int:
+    story, end, branch = content
+    token: int = (story * 1000 + at) % 30000 if at < end else (30000 + branch * 1000 + at) % 60000
+    return token
+
+
+def _block_hash(content: list[Json], end: int) -> bytes:
+    story, until, branch = content
+    name = f"{story}:{end}" if end <= until else f"{story}:{until}:{branch}:{end}"
+    return hashlib.sha256(name.encode()).digest()
+
+
+def _serialized(message: Any) -> bytes:
+    serialized: bytes = message.SerializeToString(deterministic=True)
+    return serialized
+
+
+def _crc(message: Any) -> str:
+    return hashlib.sha256(_serialized(message)).hexdigest()[:8]
+
+
+def _cached(pool: KVCacheManager) -> str:
+    """Digest of all cached blocks of a pool that makes events; of another, their number."""
+    cursor = SnapshotCursor(pool)
+    if cursor.is_done or not pool.config.makes_events:
+        return ""
+    stored = cursor.next_chunk(pool.blocks.num_blocks)
+    return hashlib.sha256(b"".join(map(_serialized, map(wire_steps.event_to_proto, stored)))).hexdigest()[:8]
+
+
+def _row_field(field: str, places: list[int], num_groups: int) -> str:
+    """Names the row of an error in place of the operation."""
+    found = _INDEX.search(field)
+    name = field[: found.start()] if found else field
+    if found is None or name in _QUEUES or field.startswith("config"):
+        return field
+    at = int(found[1]) // (num_groups if name in _PER_GROUP else 1)
+    return f"{name}[row {places[at]}]"
+
+
+def _rows(pool: KVCacheManager, session: Session, rows: list[Row], places: list[int], result: StepResult) -> Json:
+    """The free blocks, then one answer per row, without the zeros and empty lists at its end.
+
+    An answer is the outcome, the tokens of the hit, those of other sessions, the new tokens, the blocks of the hit and
+    the new blocks per group, and the tokens that an allocated request can still take on credit.
+    """
+    num_groups, ids = len(pool.config.groups), iter(result.block_ids)
+    columns = (result.outcomes, result.num_hit_tokens, result.num_shared_hit_tokens, result.num_new_tokens)
+    answers: list[Json] = []
+    for i, place in enumerate(places):
+        row = rows[place]
+        if place in places[i + 1 :]:  # its declaration
+            continue
+        prefix = result.num_prefix_blocks[i * num_groups : (i + 1) * num_groups]
+        new = result.num_new_blocks[i * num_groups : (i + 1) * num_groups]
+        hit = prefix if row["op"] == "COMMON_PREFIX" else [[next(ids) for _ in range(n)] for n in prefix]
+        answer: list[Json] = [column[i] if column else 0 for column in columns]
+        answer += [hit, [[next(ids) for _ in range(n)] for n in new], _credit(session, row)]
+        while answer and _is_zero(answer[-1]):
+            answer.pop()
+        answers.append(answer)
+    if next(ids, None) is not None:
+        raise AssertionError("block ids are left over")
+    return [result.free_blocks, *answers]
+
+
+def _is_zero(value: Json) -> bool:
+    return not any(value) if isinstance(value, list) else not value
+
+
+def _credit(session: Session, row: Row) -> int:
+    """How many tokens an allocated request can take on credit now."""
+    request = session.by_number.get(RequestNumber(row.get("request", 0)))
+    if request is None or row["op"] not in ("ADMIT", "ALLOCATE"):
+        return 0
+    return max(0, request.credit_tokens - request.num_computed_tokens)
