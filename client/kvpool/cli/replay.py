@@ -48,14 +48,12 @@ _STOP_SECONDS: Final = 5.0
     "--seed",
     type=int,
     default=2026,
-    show_default=True,
     help="With --chats: seed of the generator. Equal seeds give equal chats.",
 )
 @click.option(
     "--share",
     type=click.IntRange(0),
     default=0,
-    show_default=True,
     help="With --chats: number of the first scheduler. With the same seed, schedulers with different numbers have "
     "different conversations over the same system prompts and documents.",
 )
@@ -72,7 +70,7 @@ _STOP_SECONDS: Final = 5.0
     help="Number of concurrent schedulers, which also generate outputs. Default: 1 with --chats; with TRACE, play the "
     "prompts one after another.",
 )
-@click.option("--repeat", type=click.IntRange(1), default=1, show_default=True, help="How often to play the workload.")
+@click.option("--repeat", type=click.IntRange(1), default=1, help="How often to play the workload.")
 @click.option(
     "--forever",
     is_flag=True,
@@ -84,41 +82,36 @@ _STOP_SECONDS: Final = 5.0
     "--reuse-order",
     type=click.Choice([order.value for order in ReuseOrder]),
     default=ReuseOrder.LRU.value,
-    show_default=True,
     help="Order in which freed blocks are reused.",
 )
-@click.option("--pool", default="replay", show_default=True, help="Name of the pool.")
+@click.option("--pool", default="replay", help="Name of the pool.")
 @click.option("--limit", type=click.IntRange(1), help="Number of requests of the trace to play; default: all.")
-@click.option(
-    "--max-num-seqs", type=click.IntRange(1), default=256, show_default=True, help="Maximum number of running requests."
-)
+@click.option("--max-num-seqs", type=click.IntRange(1), default=256, help="Maximum number of running requests.")
 @click.option(
     "--max-num-batched-tokens",
     type=click.IntRange(1),
     default=8192,
-    show_default=True,
     help="Maximum tokens of a scheduling round.",
 )
 @click.option(
     "--step-seconds",
     type=click.FloatRange(0, 60),
     default=0.0,
-    show_default=True,
     help="Time to sleep per scheduling round, in place of a GPU's computation.",
 )
 @click.option(
     "--deadline-seconds",
     type=click.FloatRange(0, 3600, min_open=True),
     default=DEFAULT_DEADLINE_SECONDS,
-    show_default=True,
     help="Time limit of each call, retries included.",
 )
-@click.option("--lease-seconds", type=float, default=0.0, help="Lease of the sessions; default: the server's default.")
+@click.option(
+    "--lease-seconds", default=0.0, show_default=False, help="Lease of the sessions; default: the server's default."
+)
 @click.option(
     "--wait-seconds",
     type=click.FloatRange(0, 3600),
     default=60.0,
-    show_default=True,
     help="Without --num-blocks: how long to wait for the pool.",
 )
 @access_options()

@@ -21,7 +21,7 @@ _MAX_GROUPS: Final = 4
 
 
 @click.command()
-@click.option("--pool", default="", metavar="NAME", help="Only sessions of this pool.")
+@click.option("--pool", default="", show_default=False, metavar="NAME", help="Only sessions of this pool.")
 @limit_option
 @server_options
 def sessions(*, pool: str, limit: int | None, address: str, as_json: bool) -> None:
