@@ -21,6 +21,7 @@ from kvpool.client import PoolState, ReuseOrder, connect
 from kvpool.client.admin import AdminClient
 from kvpool.replay import play
 from kvpool.replay.play import PoolOptions
+from kvpool.replay.processes import Reporter
 from kvpool.replay.scheduler import SchedulerOptions
 from kvpool.replay.workload import ChatShare, Workload
 from support.ranks import registration
@@ -72,9 +73,9 @@ def lose_a_rank() -> None:
 def sampled_at_work() -> tuple[Sample, Sample]:
     """Takes two samples, one second apart, while three schedulers play chats."""
     shares: list[Workload] = [ChatShare(2026, index, 150, 5) for index in range(3)]
-    options = SchedulerOptions(ADDRESS, POOL.name, 0.0, max_num_seqs=48, max_num_batched_tokens=2048)
-    console = play.Console(lambda _: None, print)
-    chat = threading.Thread(target=play.replay_shares, args=(POOL, shares, options, console))
+    options = SchedulerOptions(ADDRESS, POOL.name, max_num_seqs=48, max_num_batched_tokens=2048)
+    reporter = Reporter(lambda _: None, print)
+    chat = threading.Thread(target=play.replay_shares, args=(POOL, shares, options, reporter))
     chat.start()
     with AdminClient(ADDRESS) as admin:
         wait_until(lambda: lookups(admin) >= LOOKUPS, "prompts have been looked up", seconds=60)

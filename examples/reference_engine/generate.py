@@ -14,7 +14,7 @@ from examples.reference_engine.rank import START_SECONDS
 from examples.reference_engine.step_link import StepLink
 from kvpool.client import PoolInfo, connect
 from kvpool.replay import ChildError
-from kvpool.replay.processes import play_concurrently
+from kvpool.replay.processes import Reporter, play_concurrently
 from kvpool.replay.result import Counts
 from kvpool.replay.scheduler import SchedulerOptions
 
@@ -75,7 +75,7 @@ def generate(
             partial(StepLink.of_session, ranks.socket, ranks.authkey),
             start_after_requests=2,
         )
-        played = play_concurrently(workloads, options, advance, complaints.append)
+        played = play_concurrently(workloads, options, Reporter(advance, complaints.append))
         info = client.get_pool(pool)
     if complaints:
         raise ChildError("; ".join(complaints))

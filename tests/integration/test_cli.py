@@ -1,12 +1,14 @@
 """The commands serve, replay and demo, with real processes, sockets and signals."""
 
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +16,10 @@ import pytest
 
 from kvpool.client import connect
 from kvpool.core.specs.pool_config import ReuseOrder
-from kvpool.replay.play import Console, PoolOptions, replay_shares, trace_shares
+from kvpool.replay.play import PoolOptions, replay_shares
+from kvpool.replay.processes import Reporter
 from kvpool.replay.scheduler import SchedulerOptions
+from kvpool.replay.workload import TraceShare, Workload
 from support.paths import ROOT
 from support.server import pool_config, running_server
 
@@ -213,21 +217,24 @@ def test_a_killed_scheduler_is_freed_after_its_lease_and_the_other_continues(tmp
     entry = {"timestamp": 0, "input_length": 1000, "output_length": 200, "hash_ids": [1, 2]}
     path.write_text("\n".join(json.dumps({**entry, "hash_ids": [i, 9000 + i]}) for i in range(200)))
     pool = PoolOptions("replay", 700, 16, 2000, ReuseOrder.UNCACHED_FIRST)
-    killed: list[int] = []
+    killed: list[BaseProcess] = []
     complaints: list[str] = []
     with running_server() as address, connect(address) as client:
 
-        def kill_the_first(pids: list[int]) -> None:
+        def kill_the_first(_: int) -> None:
+            if killed:
+                return
+            (first,) = (child for child in multiprocessing.active_children() if child.name == "kvpool-scheduler-0")
             end = time.monotonic() + 60
             while client.get_pool("replay").sessions < 2 or client.get_pool("replay").usage < 0.5:
                 assert time.monotonic() < end
                 time.sleep(0.01)
-            os.kill(pids[0], signal.SIGKILL)
-            killed.append(pids[0])
+            first.kill()
+            killed.append(first)
 
-        options = SchedulerOptions(address, "replay", 1.0, 256, 8192)
-        console = Console(lambda _: None, complaints.append, kill_the_first)
-        result = replay_shares(pool, trace_shares(path, None, 2), options, console)
+        options = SchedulerOptions(address, "replay", lease_seconds=1.0)
+        shares: list[Workload] = [TraceShare(path, None, index, 2) for index in range(2)]
+        result = replay_shares(pool, shares, options, Reporter(kill_the_first, complaints.append))
         assert killed
         assert complaints == ["scheduler 0 ended with signal SIGKILL"]
         assert result.failed_sessions == 1

@@ -49,7 +49,14 @@ class _Group(click.Group):
             ctx.exit(error.exit_code)
 
 
-@click.group(cls=_Group, context_settings={"auto_envvar_prefix": "KVPOOL", "help_option_names": ["-h", "--help"]})
+@click.group(
+    cls=_Group,
+    context_settings={
+        "auto_envvar_prefix": "KVPOOL",
+        "help_option_names": ["-h", "--help"],
+        "show_default": True,
+    },
+)
 @click.version_option(package_name="kvpool", prog_name="kvpool")
 def main() -> None:
     """A shared KV-cache block allocator for LLM inference."""

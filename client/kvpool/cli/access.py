@@ -1,11 +1,10 @@
 """Options of TLS and authentication for commands that connect to a server. Cheap to import, for `kvpool health`."""
 
-from pathlib import Path
 from typing import Any, Final
 
 import click
 
-from kvpool.cli.options import Option, together
+from kvpool.cli.options import Option, file_option, together, usage_errors
 from kvpool.wire.channels import Access, TlsConfig
 
 _KEY: Final = "kvpool.access"
@@ -21,7 +20,6 @@ def access_options(*listens: str) -> Option:
     Args:
         listens: The command's own listeners that --allow-plaintext accepts besides "token".
     """
-    allowed = click.Choice(["token", *listens])
     return together(
         _file_option("--tls-ca", "Use TLS, and verify the server's certificate with these authorities."),
         _file_option("--tls-cert", "Client certificate, for a server that requires one."),
@@ -31,6 +29,7 @@ def access_options(*listens: str) -> Option:
             envvar="KVPOOL_TLS_SERVER_NAME",
             show_envvar=True,
             default="",
+            show_default=False,
             metavar="NAME",
             expose_value=False,
             callback=_keep,
@@ -39,7 +38,7 @@ def access_options(*listens: str) -> Option:
         _file_option("--token-file", "File that holds the token. KVPOOL_TOKEN can hold the token itself."),
         click.option(
             "--allow-plaintext",
-            type=allowed,
+            type=click.Choice(["token", *listens]),
             multiple=True,
             expose_value=False,
             callback=_keep,
@@ -49,16 +48,8 @@ def access_options(*listens: str) -> Option:
 
 
 def _file_option(flag: str, text: str) -> Option:
-    return click.option(
-        flag,
-        type=click.Path(path_type=Path),
-        envvar=f"KVPOOL_{flag.removeprefix('--').replace('-', '_').upper()}",
-        show_envvar=True,
-        metavar="FILE",
-        expose_value=False,
-        callback=_keep,
-        help=text,
-    )
+    name = flag.removeprefix("--").replace("-", "_").upper()
+    return file_option(flag, text, envvar=f"KVPOOL_{name}", show_envvar=True, expose_value=False, callback=_keep)
 
 
 def current_access() -> Access:
@@ -69,11 +60,9 @@ def current_access() -> Access:
     """
     kept: dict[str, Any] = click.get_current_context().meta[_KEY]
     ca, cert, key, name = (kept[f"tls_{part}"] for part in ("ca", "cert", "key", "server_name"))
-    try:
+    with usage_errors():
         tls = TlsConfig(ca, cert, key, name) if ca or cert or key else None
         return Access.of(tls, kept["token_file"], allow_plaintext="token" in kept["allow_plaintext"])
-    except ValueError as error:
-        raise click.UsageError(str(error)) from error
 
 
 def allowed_plaintext() -> tuple[str, ...]:

@@ -18,7 +18,6 @@ address_option: Final = together(
     click.option(
         "--address",
         default=DEFAULT_ADDRESS,
-        show_default=True,
         envvar="KVPOOL_ADDRESS",
         show_envvar=True,
         metavar="ADDRESS",

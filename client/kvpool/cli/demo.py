@@ -3,7 +3,7 @@
 from typing import Final
 
 import click
-from rich.console import Console as RichConsole
+from rich.console import Console
 
 from kvpool.cli.progress import progress
 from kvpool.cli.tables import two_columns
@@ -31,9 +31,9 @@ def demo(ctx: click.Context) -> None:
         f"Two scheduler processes share it. Each plays {_CONVERSATIONS} conversations of {_TURNS} turns over the same "
         "system prompts and documents."
     )
-    with own_server() as address, progress("chatting", 2 * _CONVERSATIONS * _TURNS) as console:
-        options = SchedulerOptions(address, _POOL.name, 0.0, max_num_seqs=48, max_num_batched_tokens=2048)
-        result = replay_shares(_POOL, shares, options, console)
+    with own_server() as address, progress("chatting", 2 * _CONVERSATIONS * _TURNS) as reporter:
+        options = SchedulerOptions(address, _POOL.name, max_num_seqs=48, max_num_batched_tokens=2048)
+        result = replay_shares(_POOL, shares, options, reporter)
     _print(result)
     ctx.exit(1 if result.failed_sessions else 0)
 
@@ -52,4 +52,4 @@ def _print(result: Result) -> None:
             f"{second.shared_hit_tokens:,} tokens ({share:.1%} of its prompts)",
         ),
     ]
-    RichConsole().print(two_columns("two schedulers, one pool", rows))
+    Console().print(two_columns("two schedulers, one pool", rows))

@@ -17,7 +17,13 @@ _POLL_SECONDS: Final = 0.25
 
 
 @click.command()
-@click.option("--pool", default="", metavar="NAME", help="Only this pool; default: the server with all its pools.")
+@click.option(
+    "--pool",
+    default="",
+    show_default=False,
+    metavar="NAME",
+    help="Only this pool; default: the server with all its pools.",
+)
 @click.option("--undo", is_flag=True, help="Accept new sessions again.")
 @click.option("--stop", is_flag=True, help="Stop the server when no session is open or the timeout ends.")
 @click.option("--wait", is_flag=True, help="Wait until no session is open; with --stop, until the server has stopped.")
@@ -25,7 +31,6 @@ _POLL_SECONDS: Final = 0.25
     "--timeout-seconds",
     type=click.FloatRange(0, 86_400),
     default=300.0,
-    show_default=True,
     help="Maximum time to wait; with --stop, how long open sessions may continue.",
 )
 @server_options

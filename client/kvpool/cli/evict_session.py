@@ -3,7 +3,6 @@
 import click
 
 from kvpool.cli.connection import connected, server_options
-from kvpool.cli.sessions import session_json
 from kvpool.cli.tables import print_answer
 from kvpool.cli.text import counted
 from kvpool.client.admin import SessionInfo
@@ -20,7 +19,7 @@ def evict_session(*, number: int, pool: str, address: str, as_json: bool) -> Non
     """
     with connected(address) as client:
         ended = client.evict_session(pool, number)
-    print_answer({"evicted": session_json(ended)}, _sentence(ended), as_json=as_json)
+    print_answer({"evicted": ended}, _sentence(ended), as_json=as_json)
 
 
 def _sentence(ended: SessionInfo) -> str:

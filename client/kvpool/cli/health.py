@@ -12,12 +12,17 @@ from kvpool.wire.address import check_address
 
 @click.command()
 @click.argument("address")
-@click.option("--service", default="", metavar="NAME", help="Check one service, such as kvpool.v1.AllocatorService.")
+@click.option(
+    "--service",
+    default="",
+    show_default=False,
+    metavar="NAME",
+    help="Check one service, such as kvpool.v1.AllocatorService.",
+)
 @click.option(
     "--timeout-seconds",
     type=click.FloatRange(0, 3600, min_open=True),
     default=3.0,
-    show_default=True,
     help="How long to wait for an answer.",
 )
 @access_options()

@@ -1,12 +1,9 @@
 """Options of `kvpool serve` that limit the resources of clients."""
 
-from dataclasses import fields
-from typing import Any, Final
+from typing import Final
 
-import click
-
-from kvpool.cli.options import Option, together
-from kvpool.server.limits.config import DEFAULT_LIMITS, Limits
+from kvpool.cli.settings import config_options
+from kvpool.server.limits.config import DEFAULT_LIMITS
 
 _HELP: Final = {
     "max_step_operations": "Maximum operations of a step.",
@@ -24,21 +21,5 @@ _HELP: Final = {
     "stall_seconds": "How long a client may leave messages unread, or delay the first message of a call.",
 }
 
-
-def _option(name: str) -> Option:
-    default = getattr(DEFAULT_LIMITS, name)
-    flag = f"--{name.replace('_', '-')}"
-    return click.option(flag, type=type(default), default=default, show_default=True, help=_HELP[name])
-
-
-limits_options: Final = together(*(_option(field.name) for field in fields(Limits)))
-"""Adds the options; `take_limits` reads them. See docs/reference/limits.md."""
-
-
-def take_limits(settings: dict[str, Any]) -> Limits:
-    """Removes these options from a command's settings and returns them as limits.
-
-    Raises:
-        ValueError: A limit is out of range; the message names it.
-    """
-    return Limits(**{field.name: settings.pop(field.name) for field in fields(Limits)})
+limits_options: Final = config_options(DEFAULT_LIMITS, **_HELP)
+"""Adds the options of `Limits`. See docs/reference/limits.md."""

@@ -49,14 +49,12 @@ log_options: Final = together(
         "--log-level",
         type=click.Choice(["debug", "info", "warning", "error"]),
         default="info",
-        show_default=True,
         help="Minimum severity of logged messages.",
     ),
     click.option(
         "--log-format",
         type=click.Choice(["console", "json"]),
         default="console",
-        show_default=True,
         help="Lines for people, or one JSON object per line.",
     ),
 )

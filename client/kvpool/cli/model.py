@@ -56,11 +56,9 @@ model_options: Final = together(
     click.option(
         "--layers", type=click.Path(path_type=Path), help="JSON file of layer specs, instead of a config.json."
     ),
-    click.option("--tp", type=click.IntRange(1), default=1, show_default=True, help="Tensor-parallel ranks per stage."),
-    click.option("--pp", type=click.IntRange(1), default=1, show_default=True, help="Pipeline stages."),
-    click.option(
-        "--dcp", type=click.IntRange(1, 1024), default=1, show_default=True, help="Ranks of decode context parallelism."
-    ),
+    click.option("--tp", type=click.IntRange(1), default=1, help="Tensor-parallel ranks per stage."),
+    click.option("--pp", type=click.IntRange(1), default=1, help="Pipeline stages."),
+    click.option("--dcp", type=click.IntRange(1, 1024), default=1, help="Ranks of decode context parallelism."),
     click.option("--block-size", type=click.IntRange(1), default=None, help="Tokens per attention block; default: 16."),
     click.option("--kv-dtype", metavar="DTYPE", help="fp8, fp8_ds_mla, or a torch dtype; default: the model's dtype."),
     click.option(
@@ -73,7 +71,6 @@ model_options: Final = together(
         "--max-num-batched-tokens",
         type=click.IntRange(1),
         default=2048,
-        show_default=True,
         help="Maximum tokens of a step.",
     ),
     click.option(

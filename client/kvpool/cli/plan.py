@@ -30,7 +30,6 @@ from kvpool.models.config import Model, split_stages
     "--fit-check",
     type=click.Choice([check.value for check in FitCheck]),
     default=FitCheck.WHOLE_REQUEST.value,
-    show_default=True,
     help="Blocks that count when the longest request must fit; first_group is the rule of vLLM 0.14.1.",
 )
 @click.option("--json", "json_wanted", is_flag=True, help="Print one JSON object.")

@@ -3,14 +3,14 @@
 import math
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass
 from itertools import groupby
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from kvpool.cli.tables import two_columns
+from kvpool.cli.tables import Column, print_table, two_columns
 from kvpool.core.errors import InvalidArgumentError
 from kvpool.core.planning.grouping import layer_specs
 from kvpool.core.planning.plan import KVCacheConfig, Plan, PlanError, PlanOptions, RankMemory
@@ -51,8 +51,11 @@ class PlannedModel:
         groups = self.plan.groups
         if not groups:
             return 0
-        spans = (block_span_tokens(group.spec, self.options.decode_context_parallel_size) for group in groups)
-        return self.plan.num_blocks // len(groups) * min(spans)
+        return self.plan.num_blocks // len(groups) * min(map(self.span_tokens, groups))
+
+    def span_tokens(self, group: KVCacheGroup) -> int:
+        """Returns the tokens that a block of a group spans."""
+        return block_span_tokens(group.spec, self.options.decode_context_parallel_size)
 
     def blocks_per_request(self, group: KVCacheGroup) -> int:
         """Returns the blocks of a group that a request of maximum length needs."""
@@ -156,7 +159,7 @@ def as_json(planned: PlannedModel) -> dict[str, Any]:
         "padding_fraction": planned.padding_fraction,
         "groups": [_group_as_json(planned, group_id) for group_id in range(len(plan.groups))],
         "ranks": [_rank_as_json(planned, rank) for rank in range(len(plan.configs))],
-        "notes": list(model.notes),
+        "notes": model.notes,
         "warnings": planned.warnings(),
     }
 
@@ -165,9 +168,9 @@ def _group_as_json(planned: PlannedModel, group_id: int) -> dict[str, Any]:
     group = planned.plan.groups[group_id]
     return {
         "group_id": group_id,
-        "layer_names": list(group.layer_names),
+        "layer_names": group.layer_names,
         "blocks_per_request": planned.blocks_per_request(group),
-        "block_span_tokens": block_span_tokens(group.spec, planned.options.decode_context_parallel_size),
+        "block_span_tokens": planned.span_tokens(group),
         "spec": _spec_as_json(group.spec),
     }
 
@@ -184,11 +187,9 @@ def _rank_as_json(planned: PlannedModel, rank: int) -> dict[str, Any]:
         "request_bytes": planned.request_bytes(config),
         "num_blocks": config.num_blocks,
         "block_size_bytes": config.block_size_bytes,
-        "padding_bytes_per_block": list(config.padding_bytes_per_block),
-        "groups": [list(group.layer_names) for group in config.groups],
-        "tensors": [
-            {"size_bytes": tensor.size_bytes, "shared_by": list(tensor.shared_by)} for tensor in config.tensors
-        ],
+        "padding_bytes_per_block": config.padding_bytes_per_block,
+        "groups": [group.layer_names for group in config.groups],
+        "tensors": config.tensors,
     }
 
 
@@ -205,7 +206,7 @@ def _spec_as_json(spec: KVCacheSpec) -> dict[str, Any]:
     entries: dict[str, Any] = {"type": type(spec).__name__, "page_size_bytes": spec.page_size_bytes}
     if isinstance(spec, UniformTypeKVCacheSpecs):
         return {**entries, "block_size": spec.block_size, "layers": {n: _spec_as_json(s) for n, s in spec.layers}}
-    return {**entries, **{field.name: getattr(spec, field.name) for field in fields(spec)}}
+    return {**entries, **asdict(spec)}
 
 
 def print_tables(planned: PlannedModel) -> None:
@@ -213,8 +214,10 @@ def print_tables(planned: PlannedModel) -> None:
     console = Console(highlight=False)
     console.print(_summary(planned))
     if planned.plan.groups:
-        console.print(_group_table(planned))
-        console.print(_rank_table(planned))
+        console.print("\ngroups: tokens and page size per block, blocks per request")
+        _print_groups(planned)
+        console.print("\nranks")
+        _print_ranks(planned)
     for sentence in planned.model.notes:
         console.print(f"note: {sentence}", markup=False)
     for sentence in planned.warnings():
@@ -243,50 +246,40 @@ def _summary(planned: PlannedModel) -> Table:
     return two_columns(model.architecture.encode("utf-8", "backslashreplace").decode(), rows)
 
 
-def _group_table(planned: PlannedModel) -> Table:
-    """Makes a table with one row per run of groups that have equal specs."""
-    table = Table(title="groups: tokens and page size per block, blocks per request")
-    table.add_column("group", no_wrap=True)
-    table.add_column("kind")
-    table.add_column("layers", justify="right")
-    for name in ("tokens", "page", "blocks"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for spec, run in groupby(enumerate(planned.plan.groups), key=lambda entry: entry[1].spec):
-        numbered = list(run)
-        table.add_row(
-            _span([group_id for group_id, _ in numbered]),
-            _kind(spec),
-            " ".join(str(len(group.layer_names)) for _, group in numbered),
-            f"{block_span_tokens(spec, planned.options.decode_context_parallel_size):,}",
-            format_bytes(spec.page_size_bytes),
-            f"{planned.blocks_per_request(numbered[0][1]):,}",
-        )
-    return table
+def _print_groups(planned: PlannedModel) -> None:
+    """Prints one row per run of groups that have equal specs."""
+    groups = planned.plan.groups
+    columns: tuple[Column[list[int]], ...] = (
+        Column("GROUP", _span),
+        Column("KIND", lambda run: _kind(groups[run[0]].spec), is_text=True),
+        Column("LAYERS", lambda run: " ".join(str(len(groups[i].layer_names)) for i in run), is_text=True),
+        Column("TOKENS", lambda run: f"{planned.span_tokens(groups[run[0]]):,}"),
+        Column("PAGE", lambda run: format_bytes(groups[run[0]].spec.page_size_bytes)),
+        Column("BLOCKS", lambda run: f"{planned.blocks_per_request(groups[run[0]]):,}"),
+    )
+    print_table(columns, [list(run) for _, run in groupby(range(len(groups)), lambda i: groups[i].spec)])
 
 
-def _rank_table(planned: PlannedModel) -> Table:
-    """Makes a table with one row per run of equal ranks."""
-    table = Table(title="ranks")
-    for name in ("ranks", "stage", "layers", "tensors", "memory", "per request"):
-        table.add_column(name, justify="right", no_wrap=True)
-    rows = [
-        (
-            str(rank // planned.tensor_parallel_size),
-            str(sum(len(layer_specs(group)) for group in config.groups)),
-            _tensors(config),
-            format_bytes(planned.ranks[rank].available_bytes),
-            format_bytes(planned.request_bytes(config)),
-        )
-        for rank, config in enumerate(planned.plan.configs)
-    ]
-    for row, run in groupby(enumerate(rows), key=lambda entry: entry[1]):
-        table.add_row(_span([rank for rank, _ in run]), *row)
-    return table
+def _print_ranks(planned: PlannedModel) -> None:
+    """Prints one row per run of ranks that have the same stage and memory."""
+    configs = planned.plan.configs
+
+    def stage_and_memory(rank: int) -> tuple[int, int]:
+        return rank // planned.tensor_parallel_size, planned.ranks[rank].available_bytes
+
+    columns: tuple[Column[list[int]], ...] = (
+        Column("RANKS", _span),
+        Column("STAGE", lambda run: str(stage_and_memory(run[0])[0])),
+        Column("LAYERS", lambda run: str(sum(len(layer_specs(group)) for group in configs[run[0]].groups))),
+        Column("TENSORS", lambda run: _tensors(configs[run[0]])),
+        Column("MEMORY", lambda run: format_bytes(stage_and_memory(run[0])[1])),
+        Column("PER REQUEST", lambda run: format_bytes(planned.request_bytes(configs[run[0]]))),
+    )
+    print_table(columns, [list(run) for _, run in groupby(range(len(configs)), stage_and_memory)])
 
 
-def _span(numbers: list[int]) -> str:
-    first, last = numbers[0], numbers[-1]
-    return str(first) if first == last else f"{first}-{last}"
+def _span(run: list[int]) -> str:
+    return str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}"
 
 
 def _tensors(config: KVCacheConfig) -> str:

@@ -1,7 +1,6 @@
-"""`kvpool pools`, and pools as table rows and JSON."""
+"""`kvpool pools`, and pools as columns of a table and as JSON."""
 
 from collections.abc import Sequence
-from dataclasses import asdict
 from typing import Any, Final
 
 import click
@@ -9,13 +8,22 @@ import click
 from kvpool.cli.connection import connected, server_options
 from kvpool.cli.tables import Column, print_json, print_table
 from kvpool.cli.text import percent
-from kvpool.client import PoolInfo, RankInfo
-from kvpool.client.admin import ServerInfo
+from kvpool.client import PoolInfo, RankInfo, RankState
 
-COLUMNS: Final = (
-    Column("POOL", is_text=True), Column("STATE", is_text=True), Column("EPOCH"), Column("BLOCKS"), Column("USED"),
-    Column("CACHED"), Column("HIT"), Column("SESSIONS"), Column("RUN"), Column("WAIT"), Column("RANKS"),
-)  # fmt: skip
+COLUMNS: Final[tuple[Column[PoolInfo], ...]] = (
+    Column("POOL", lambda info: info.config.name, is_text=True),
+    Column("STATE", lambda info: info.state.value, is_text=True),
+    Column("EPOCH", lambda info: str(info.epoch)),
+    Column("BLOCKS", lambda info: f"{usable_blocks(info):,}"),
+    Column("USED", lambda info: percent(info.usage)),
+    Column("CACHED", lambda info: percent(cached_share(info))),
+    Column("HIT", lambda info: percent(info.recent_hit_rate)),
+    Column("SESSIONS", lambda info: f"{info.sessions:,}"),
+    Column("RUN", lambda info: f"{info.running_requests:,}"),
+    Column("WAIT", lambda info: f"{info.requests - info.running_requests:,}"),
+    Column("RANKS", lambda info: _ready_ranks(info.ranks)),
+)
+QUARANTINED: Final[Column[PoolInfo]] = Column("QUARANTINED", lambda info: f"{info.quarantined_blocks:,}")
 
 
 @click.command()
@@ -25,39 +33,16 @@ def pools(*, address: str, as_json: bool) -> None:
     with connected(address) as client:
         overview = client.overview()
     if as_json:
-        print_json({"server": server_json(overview.server), "pools": [pool_json(info) for info in overview.pools]})
+        print_json({"server": overview.server, "pools": [pool_json(info) for info in overview.pools]})
         return
-    print_table(*pool_table(overview.pools))
+    print_table(pool_columns(overview.pools), overview.pools)
     if overview.server.draining:
         click.echo("the server takes no new sessions: it is drained, or stops", err=True)
 
 
-def pool_row(info: PoolInfo) -> tuple[str, ...]:
-    """Returns the table row of a pool."""
-    usable = usable_blocks(info)
-    ready = sum(rank.state.value == "ready" for rank in info.ranks)
-    return (
-        info.config.name,
-        info.state.value,
-        str(info.epoch),
-        f"{usable:,}",
-        percent(info.usage),
-        percent(info.cached_blocks / usable if usable else 0.0),
-        percent(info.recent_hit_rate),
-        f"{info.sessions:,}",
-        f"{info.running_requests:,}",
-        f"{info.requests - info.running_requests:,}",
-        f"{ready}/{len(info.ranks)}" if info.ranks else "-",
-    )
-
-
-def pool_table(infos: Sequence[PoolInfo]) -> tuple[Sequence[Column], list[Sequence[str]]]:
-    """Returns columns and rows. A column of quarantined blocks is added if there are any."""
-    rows = [pool_row(info) for info in infos]
-    if not any(info.quarantined_blocks for info in infos):
-        return COLUMNS, [*rows]
-    quarantined = (f"{info.quarantined_blocks:,}" for info in infos)
-    return (*COLUMNS, Column("QUARANTINED")), [(*row, cell) for row, cell in zip(rows, quarantined, strict=True)]
+def pool_columns(infos: Sequence[PoolInfo]) -> tuple[Column[PoolInfo], ...]:
+    """Returns the columns of a table of pools. If blocks are quarantined, a column shows their number."""
+    return (*COLUMNS, QUARANTINED) if any(info.quarantined_blocks for info in infos) else COLUMNS
 
 
 def usable_blocks(info: PoolInfo) -> int:
@@ -65,9 +50,9 @@ def usable_blocks(info: PoolInfo) -> int:
     return max(info.config.num_blocks - 1, 0)
 
 
-def server_json(info: ServerInfo) -> dict[str, Any]:
-    """Returns a server as JSON."""
-    return asdict(info)
+def cached_share(info: PoolInfo) -> float:
+    """Returns the share of a pool's blocks that can be found by hash."""
+    return info.cached_blocks / (usable_blocks(info) or 1)
 
 
 def pool_json(info: PoolInfo) -> dict[str, Any]:
@@ -75,7 +60,7 @@ def pool_json(info: PoolInfo) -> dict[str, Any]:
     usable = usable_blocks(info)
     return {
         "name": info.config.name,
-        "state": info.state.value,
+        "state": info.state,
         "epoch": info.epoch,
         "memory_id": info.memory_id,
         "blocks": usable,
@@ -92,12 +77,13 @@ def pool_json(info: PoolInfo) -> dict[str, Any]:
         "recent_hit_ratio": info.recent_hit_rate,
         "evicted_blocks": info.evicted_blocks,
         "preemptions": info.preemptions,
-        "prefix_cache": asdict(info.prefix_cache),
-        "activity": asdict(info.activity),
-        "groups": [asdict(group) for group in info.groups],
-        "ranks": [_rank_json(rank) for rank in info.ranks],
+        "prefix_cache": info.prefix_cache,
+        "activity": info.activity,
+        "groups": info.groups,
+        "ranks": info.ranks,
     }
 
 
-def _rank_json(info: RankInfo) -> dict[str, Any]:
-    return {**asdict(info), "state": info.state.value}
+def _ready_ranks(ranks: Sequence[RankInfo]) -> str:
+    ready = sum(rank.state is RankState.READY for rank in ranks)
+    return f"{ready}/{len(ranks)}" if ranks else "-"

@@ -3,16 +3,16 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from rich.console import Console as RichConsole
+from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from kvpool.replay.play import Console
+from kvpool.replay.processes import Reporter
 
 
 @contextmanager
-def progress(title: str, total: int) -> Iterator[Console]:
+def progress(title: str, total: int) -> Iterator[Reporter]:
     """Shows a bar on stderr if that is a terminal; failures are always printed to stderr."""
-    screen = RichConsole(stderr=True)
+    screen = Console(stderr=True)
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -26,4 +26,4 @@ def progress(title: str, total: int) -> Iterator[Console]:
         def complain(sentence: str) -> None:
             bar.console.print(f"kvpool: {sentence}", markup=False, highlight=False, soft_wrap=True)
 
-        yield Console(lambda count: bar.advance(task, count), complain)
+        yield Reporter(lambda count: bar.advance(task, count), complain)

@@ -1,36 +1,29 @@
 """`kvpool replay`."""
 
-import functools
 import threading
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import click
-from rich.console import Console as RichConsole
+from rich.console import Console
 
 from kvpool.cli.access import access_options, current_access
+from kvpool.cli.options import enum_option, usage_errors
 from kvpool.cli.progress import progress
+from kvpool.cli.settings import take_config
 from kvpool.cli.tables import print_json, two_columns
 from kvpool.cli.terminal import Wakeup
 from kvpool.client import KvpoolError, ReuseOrder
 from kvpool.client.connection import DEFAULT_DEADLINE_SECONDS
 from kvpool.replay.children import own_server
 from kvpool.replay.endless import play_until
-from kvpool.replay.executor import paced
-from kvpool.replay.play import (
-    ExistingPool,
-    PoolOptions,
-    PoolSource,
-    replay_serially,
-    replay_shares,
-    trace_shares,
-)
+from kvpool.replay.play import ExistingPool, PoolOptions, PoolSource, replay_serially, replay_shares
 from kvpool.replay.result import Result
 from kvpool.replay.scheduler import SchedulerOptions
-from kvpool.replay.trace import TraceError, TraceRequest, read_trace
-from kvpool.replay.workload import ChatShare, Workload
+from kvpool.replay.trace import TraceRequest, read_trace
+from kvpool.replay.workload import ChatShare, TraceShare, Workload
 
 _TURNS: Final = 5
 _MAX_CHAT_TOKENS: Final = 8192
@@ -44,18 +37,11 @@ _STOP_SECONDS: Final = 5.0
     type=click.IntRange(1),
     help=f"Instead of TRACE: number of concurrent generated conversations per scheduler, of {_TURNS} turns.",
 )
-@click.option(
-    "--seed",
-    type=int,
-    default=2026,
-    show_default=True,
-    help="With --chats: seed of the generator. Equal seeds give equal chats.",
-)
+@click.option("--seed", default=2026, help="With --chats: seed of the generator. Equal seeds give equal chats.")
 @click.option(
     "--share",
     type=click.IntRange(0),
     default=0,
-    show_default=True,
     help="With --chats: number of the first scheduler. With the same seed, schedulers with different numbers have "
     "different conversations over the same system prompts and documents.",
 )
@@ -72,7 +58,7 @@ _STOP_SECONDS: Final = 5.0
     help="Number of concurrent schedulers, which also generate outputs. Default: 1 with --chats; with TRACE, play the "
     "prompts one after another.",
 )
-@click.option("--repeat", type=click.IntRange(1), default=1, show_default=True, help="How often to play the workload.")
+@click.option("--repeat", type=click.IntRange(1), default=1, help="How often to play the workload.")
 @click.option(
     "--forever",
     is_flag=True,
@@ -80,126 +66,95 @@ _STOP_SECONDS: Final = 5.0
     "it waits for the pool and opens another.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the result as one JSON object.")
-@click.option(
-    "--reuse-order",
-    type=click.Choice([order.value for order in ReuseOrder]),
-    default=ReuseOrder.LRU.value,
-    show_default=True,
-    help="Order in which freed blocks are reused.",
-)
-@click.option("--pool", default="replay", show_default=True, help="Name of the pool.")
+@enum_option("--reuse-order", ReuseOrder, ReuseOrder.LRU, "Order in which freed blocks are reused.")
+@click.option("--pool", default="replay", help="Name of the pool.")
 @click.option("--limit", type=click.IntRange(1), help="Number of requests of the trace to play; default: all.")
+@click.option("--max-num-seqs", type=click.IntRange(1), default=256, help="Maximum number of running requests.")
 @click.option(
-    "--max-num-seqs", type=click.IntRange(1), default=256, show_default=True, help="Maximum number of running requests."
-)
-@click.option(
-    "--max-num-batched-tokens",
-    type=click.IntRange(1),
-    default=8192,
-    show_default=True,
-    help="Maximum tokens of a scheduling round.",
+    "--max-num-batched-tokens", type=click.IntRange(1), default=8192, help="Maximum tokens of a scheduling round."
 )
 @click.option(
     "--step-seconds",
     type=click.FloatRange(0, 60),
     default=0.0,
-    show_default=True,
     help="Time to sleep per scheduling round, in place of a GPU's computation.",
 )
 @click.option(
     "--deadline-seconds",
     type=click.FloatRange(0, 3600, min_open=True),
     default=DEFAULT_DEADLINE_SECONDS,
-    show_default=True,
     help="Time limit of each call, retries included.",
 )
-@click.option("--lease-seconds", type=float, default=0.0, help="Lease of the sessions; default: the server's default.")
+@click.option(
+    "--lease-seconds", default=0.0, show_default=False, help="Lease of the sessions; default: the server's default."
+)
 @click.option(
     "--wait-seconds",
     type=click.FloatRange(0, 3600),
     default=60.0,
-    show_default=True,
     help="Without --num-blocks: how long to wait for the pool.",
 )
 @access_options()
 @click.pass_context
 def replay(  # noqa: PLR0913 - one parameter per option
     ctx: click.Context,
+    /,
     *,
-    trace: Path | None,
-    chats: int | None,
-    seed: int,
-    share: int,
+    address: str | None,
+    pool: str,
     num_blocks: int | None,
     block_size: int | None,
-    address: str | None,
-    sessions: int | None,
-    repeat: int,
-    forever: bool,
-    as_json: bool,
-    reuse_order: str,
-    pool: str,
-    limit: int | None,
-    max_num_seqs: int,
-    max_num_batched_tokens: int,
-    step_seconds: float,
-    deadline_seconds: float,
-    lease_seconds: float,
+    reuse_order: ReuseOrder,
     wait_seconds: float,
+    sessions: int | None,
+    as_json: bool,
+    **settings: Any,  # noqa: ANN401 - named and checked by dataclasses
 ) -> None:
     """Replay a request trace (.jsonl or .jsonl.gz, in the format of the Mooncake traces) or generated chats.
 
     Every option can also be set in the environment (KVPOOL_REPLAY_ADDRESS and so on).
     """
-    work = _Work(trace, limit, chats, seed, share, None if forever else repeat)
-    if (num_blocks is None) != (block_size is None):
-        raise click.UsageError("give both --num-blocks and --block-size, or neither")
-    if address is None and (forever or num_blocks is None):
-        raise click.UsageError("without --address, give --num-blocks and --block-size, and not --forever")
-    if forever and sessions is not None:
-        raise click.UsageError("--forever runs one scheduler: leave out --sessions, or start it several times")
-    source: PoolSource = ExistingPool(pool, wait_seconds)
-    if num_blocks is not None and block_size is not None:
-        source = PoolOptions(pool, num_blocks, block_size, work.max_model_len, ReuseOrder(reuse_order))
-    else:
-        click.echo(f"kvpool: waiting for pool {pool!r}, at most {wait_seconds:g} s", err=True)
-    executor = functools.partial(paced, step_seconds) if step_seconds else None
-    try:
-        limits = (lease_seconds, max_num_seqs, max_num_batched_tokens)
-        options = SchedulerOptions(
-            address or "", pool, *limits, executor, access=current_access(), deadline_seconds=deadline_seconds
-        )
-        if forever:
+    with usage_errors():
+        work = take_config(settings, _Work)
+        if (num_blocks is None) != (block_size is None):
+            raise click.UsageError("give both --num-blocks and --block-size, or neither")
+        if address is None and (work.forever or num_blocks is None):
+            raise click.UsageError("without --address, give --num-blocks and --block-size, and not --forever")
+        if work.forever and sessions is not None:
+            raise click.UsageError("--forever runs one scheduler: leave out --sessions, or start it several times")
+        source: PoolSource = ExistingPool(pool, wait_seconds)
+        if num_blocks is not None and block_size is not None:
+            source = PoolOptions(pool, num_blocks, block_size, work.max_model_len, reuse_order)
+        else:
+            _report(f"waiting for pool {pool!r}, at most {wait_seconds:g} s")
+        options = SchedulerOptions(address or "", pool, access=current_access(), **settings)
+        if work.forever:
             _play_until_signal(source, work.shares(1)[0], options)
             return
         result = _play(source, work, options, sessions)
-    except ValueError as error:
-        raise click.UsageError(str(error)) from error
     if as_json:
         print_json(result.as_json())
     else:
-        RichConsole().print(two_columns("replay", _rows(result)))
+        Console().print(two_columns("replay", _rows(result)))
     ctx.exit(1 if result.failed_sessions else 0)
 
 
 @dataclass
 class _Work:
-    """The workload. Attributes have the names of options; `num_rounds` is None with --forever."""
+    """The workload. Attributes have the names of options."""
 
     trace: Path | None
     limit: int | None
     chats: int | None
     seed: int
     share: int
-    num_rounds: int | None
+    repeat: int
+    forever: bool
 
     def __post_init__(self) -> None:
         if (self.trace is None) == (self.chats is None):
             raise click.UsageError("give either TRACE or --chats")
-        try:
-            self.requests: list[TraceRequest] = read_trace(self.trace, self.limit) if self.trace else []
-        except TraceError as error:
-            raise click.UsageError(str(error)) from error
+        self.requests: list[TraceRequest] = read_trace(self.trace, self.limit) if self.trace else []
 
     @property
     def max_model_len(self) -> int:
@@ -208,29 +163,25 @@ class _Work:
 
     def shares(self, count: int) -> list[Workload]:
         """Splits the workload between schedulers."""
+        num_rounds = None if self.forever else self.repeat
         if self.trace:
-            return trace_shares(self.trace, self.limit, count, self.num_rounds)
-        return [
-            ChatShare(self.seed, self.share + index, self.chats or 0, _TURNS, self.num_rounds) for index in range(count)
-        ]
+            return [TraceShare(self.trace, self.limit, index, count, num_rounds) for index in range(count)]
+        first, chats = self.share, self.chats or 0
+        return [ChatShare(self.seed, first + index, chats, _TURNS, num_rounds) for index in range(count)]
 
     def num_requests(self, sessions: int) -> int:
         """Returns the number of requests that this many schedulers play."""
-        return (len(self.requests) or sessions * (self.chats or 0) * _TURNS) * (self.num_rounds or 1)
+        return (len(self.requests) or sessions * (self.chats or 0) * _TURNS) * self.repeat
 
 
 def _play(source: PoolSource, work: _Work, options: SchedulerOptions, sessions: int | None) -> Result:
     count = sessions or 1
-    with _server(options.address) as address, progress("replaying", work.num_requests(count)) as console:
-        if sessions is None and work.trace:
-            requests = work.requests * (work.num_rounds or 1)
-            return replay_serially(source, requests, replace(options, address=address), console)
-        return replay_shares(source, work.shares(count), replace(options, address=address), console)
-
-
-def _server(address: str) -> AbstractContextManager[str]:
-    """Returns the address, or starts a server if it is empty."""
-    return nullcontext(address) if address else own_server()
+    server = nullcontext(options.address) if options.address else own_server()
+    with server as address, progress("replaying", work.num_requests(count)) as reporter:
+        options = replace(options, address=address)
+        if work.trace and sessions is None:
+            return replay_serially(source, work.requests * work.repeat, options, reporter)
+        return replay_shares(source, work.shares(count), options, reporter)
 
 
 def _play_until_signal(source: PoolSource, share: Workload, options: SchedulerOptions) -> None:

@@ -2,7 +2,7 @@
 
 from dataclasses import asdict
 from itertools import islice
-from typing import Any, Final
+from typing import Final
 
 import click
 
@@ -11,10 +11,17 @@ from kvpool.cli.sessions import blocks_by_group
 from kvpool.cli.tables import Column, print_json, print_table
 from kvpool.client.admin import RequestInfo
 
-COLUMNS: Final = (
-    Column("SESSION"), Column("POOL", is_text=True), Column("REQUEST", is_text=True), Column("TOKENS"),
-    Column("COMPUTED"), Column("BLOCKS"), Column("PREEMPTED"), Column("LORA", is_text=True),
-)  # fmt: skip
+COLUMNS: Final[tuple[Column[tuple[str, RequestInfo]], ...]] = (
+    Column("SESSION", lambda row: str(row[1].session_number)),
+    Column("POOL", lambda row: row[0], is_text=True),
+    Column("REQUEST", lambda row: row[1].request_id, is_text=True),
+    Column("TOKENS", lambda row: f"{row[1].num_tokens:,}"),
+    Column("COMPUTED", lambda row: f"{row[1].num_computed_tokens:,}"),
+    Column("BLOCKS", lambda row: blocks_by_group(row[1].held_blocks)),
+    Column("PREEMPTED", lambda row: f"{row[1].num_preemptions:,}"),
+    Column("LORA", lambda row: row[1].lora_name, is_text=True),
+)
+"""Columns of pairs: the name of a pool and a request."""
 
 
 @click.command()
@@ -31,23 +38,6 @@ def requests(*, pool: str | None, session_number: int | None, limit: int | None,
         every = ((name, info) for name in names for info in client.requests(name, session_number or 0))
         found = list(islice(every, limit))
     if as_json:
-        print_json({"requests": [_json(name, info) for name, info in found]})
+        print_json({"requests": [{"pool_name": name, **asdict(info)} for name, info in found]})
     else:
-        print_table(COLUMNS, (_row(name, info) for name, info in found))
-
-
-def _row(pool: str, info: RequestInfo) -> tuple[str, ...]:
-    return (
-        str(info.session_number),
-        pool,
-        info.request_id,
-        f"{info.num_tokens:,}",
-        f"{info.num_computed_tokens:,}",
-        blocks_by_group(info.held_blocks),
-        f"{info.num_preemptions:,}",
-        info.lora_name,
-    )
-
-
-def _json(pool: str, info: RequestInfo) -> dict[str, Any]:
-    return {"pool_name": pool, **asdict(info), "held_blocks": list(info.held_blocks)}
+        print_table(COLUMNS, found)

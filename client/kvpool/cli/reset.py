@@ -3,7 +3,7 @@
 import click
 
 from kvpool.cli.connection import connected, server_options
-from kvpool.cli.sessions import COLUMNS, session_json, session_row
+from kvpool.cli.sessions import COLUMNS
 from kvpool.cli.tables import print_json, print_table
 
 
@@ -19,10 +19,10 @@ def reset(ctx: click.Context, *, pool: str, address: str, as_json: bool) -> None
     with connected(address) as client:
         holders = client.reset_prefix_cache(pool)
     if as_json:
-        print_json({"reset": not holders, "holders": [session_json(info) for info in holders]})
+        print_json({"reset": not holders, "holders": holders})
     elif holders:
         click.echo(f"pool {pool} is in use, nothing was dropped; these hold blocks:", err=True)
-        print_table(COLUMNS, map(session_row, holders))
+        print_table(COLUMNS, holders)
     else:
         click.echo(f"pool {pool}: prefix cache reset")
     ctx.exit(1 if holders else 0)

@@ -1,9 +1,8 @@
-"""`kvpool sessions`, and sessions as table rows and JSON."""
+"""`kvpool sessions`, and the columns of tables of sessions."""
 
 from collections.abc import Sequence
-from dataclasses import asdict
 from itertools import islice
-from typing import Any, Final
+from typing import Final
 
 import click
 
@@ -12,16 +11,24 @@ from kvpool.cli.tables import Column, print_json, print_table
 from kvpool.cli.text import duration
 from kvpool.client.admin import SessionInfo
 
-COLUMNS: Final = (
-    Column("SESSION"), Column("POOL", is_text=True), Column("CLIENT", is_text=True), Column("RUN"), Column("WAIT"),
-    Column("BLOCKS"), Column("STEPS"), Column("AGE"), Column("IDLE"), Column("LEASE"),
-)  # fmt: skip
+COLUMNS: Final[tuple[Column[SessionInfo], ...]] = (
+    Column("SESSION", lambda info: str(info.session_number)),
+    Column("POOL", lambda info: info.pool_name, is_text=True),
+    Column("CLIENT", lambda info: info.client_name, is_text=True),
+    Column("RUN", lambda info: f"{info.running_requests:,}"),
+    Column("WAIT", lambda info: f"{info.requests - info.running_requests:,}"),
+    Column("BLOCKS", lambda info: blocks_by_group(info.held_blocks)),
+    Column("STEPS", lambda info: f"{info.sequence:,}"),
+    Column("AGE", lambda info: duration(info.age_seconds)),
+    Column("IDLE", lambda info: "stream" if info.streaming else duration(info.idle_seconds)),
+    Column("LEASE", lambda info: duration(info.lease_seconds)),
+)
 _MAX_GROUPS: Final = 4
 """The number of groups up to which blocks are listed per group."""
 
 
 @click.command()
-@click.option("--pool", default="", metavar="NAME", help="Only sessions of this pool.")
+@click.option("--pool", default="", show_default=False, metavar="NAME", help="Only sessions of this pool.")
 @limit_option
 @server_options
 def sessions(*, pool: str, limit: int | None, address: str, as_json: bool) -> None:
@@ -29,30 +36,9 @@ def sessions(*, pool: str, limit: int | None, address: str, as_json: bool) -> No
     with connected(address) as client:
         found = list(islice(client.sessions(pool), limit))
     if as_json:
-        print_json({"sessions": [session_json(info) for info in found]})
+        print_json({"sessions": found})
     else:
-        print_table(COLUMNS, map(session_row, found))
-
-
-def session_row(info: SessionInfo) -> tuple[str, ...]:
-    """Returns the table row of a session."""
-    return (
-        str(info.session_number),
-        info.pool_name,
-        info.client_name,
-        f"{info.running_requests:,}",
-        f"{info.requests - info.running_requests:,}",
-        blocks_by_group(info.held_blocks),
-        f"{info.sequence:,}",
-        duration(info.age_seconds),
-        "stream" if info.streaming else duration(info.idle_seconds),
-        duration(info.lease_seconds),
-    )
-
-
-def session_json(info: SessionInfo) -> dict[str, Any]:
-    """Returns a session as JSON."""
-    return {**asdict(info), "held_blocks": list(info.held_blocks)}
+        print_table(COLUMNS, found)
 
 
 def blocks_by_group(held_blocks: Sequence[int]) -> str:

@@ -7,10 +7,19 @@ import difflib
 import os
 import tomllib
 from collections.abc import Callable, Iterable
+from dataclasses import fields
+from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
+
+from kvpool.cli.options import Option, enum_option, together
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+_ConfigT = TypeVar("_ConfigT", bound="DataclassInstance")
 
 
 def load_config(ctx: click.Context, _: click.Parameter, path: Path | None) -> Path | None:
@@ -54,6 +63,40 @@ config_option = click.option(
     help="TOML file. Its keys are the names of the other options, with underscores.",
 )
 """Adds --config, a file of settings."""
+
+
+def config_options(config: object, prefix: str = "", **texts: str) -> Option:
+    """Adds an option for each named field of a config; `take_config` reads them.
+
+    Args:
+        config: A dataclass with the defaults.
+        prefix: Beginning of the options' names, before the field's name.
+        texts: The help of each option, by field.
+    """
+    return together(*(_option(prefix + name, getattr(config, name), text) for name, text in texts.items()))
+
+
+def take_config(settings: dict[str, Any], kind: type[_ConfigT], prefix: str = "", **options: str) -> _ConfigT:
+    """Removes the values of a config from a command's settings and makes the config.
+
+    Args:
+        settings: The values by option. A field without an option keeps its default.
+        kind: A dataclass. The option of a field is `prefix` and the field's name.
+        prefix: Beginning of the options' names.
+        options: The options of fields with other names.
+
+    Raises:
+        ValueError: The config is invalid.
+    """
+    names = {field.name: options.get(field.name, prefix + field.name) for field in fields(kind)}
+    return kind(**{name: settings.pop(option) for name, option in names.items() if option in settings})
+
+
+def _option(name: str, default: object, text: str) -> Option:
+    flag = f"--{name.replace('_', '-')}"
+    if isinstance(default, Enum):
+        return enum_option(flag, type(default), default, text)
+    return click.option(flag, default=default, help=text)
 
 
 def _refuse_unknown(

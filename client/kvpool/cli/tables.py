@@ -1,9 +1,10 @@
 """Tables for people, and answers as JSON for scripts."""
 
 import json
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any, Final
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from enum import Enum
+from typing import Any, Final, Generic, TypeVar
 
 import click
 from rich.cells import cell_len
@@ -13,25 +14,29 @@ from rich.text import Text
 
 from kvpool.cli.text import clean, fit
 
+_RowT = TypeVar("_RowT")
+
 _GAP: Final = 1
 _UNLIMITED: Final = 10_000
 """A width in cells that no row exceeds: the longest names have 256."""
 
 
 @dataclass(frozen=True, slots=True)
-class Column:
+class Column(Generic[_RowT]):
     """A column of a table.
 
     Attributes:
         title: Its heading.
+        cell: Returns the cell of a row.
         is_text: Whether it holds left-aligned names, which are cut if the table is too wide.
     """
 
     title: str
+    cell: Callable[[_RowT], str]
     is_text: bool = False
 
 
-def print_table(columns: Sequence[Column], rows: Iterable[Sequence[str]]) -> None:
+def print_table(columns: Sequence[Column[_RowT]], rows: Iterable[_RowT]) -> None:
     """Prints a table no wider than the terminal; in a pipe or a file no cell is cut."""
     console = Console()
     table = make_table(columns, rows, console.width if console.is_terminal else None, ascii_only=is_ascii(console))
@@ -41,29 +46,24 @@ def print_table(columns: Sequence[Column], rows: Iterable[Sequence[str]]) -> Non
 
 
 def make_table(
-    columns: Sequence[Column], rows: Iterable[Sequence[str]], width: int | None, *, ascii_only: bool = False
+    columns: Sequence[Column[_RowT]], rows: Iterable[_RowT], width: int | None, *, ascii_only: bool = False
 ) -> Table:
     """Makes a table. Names are cut if it would be wider than `width` cells; None for no limit."""
-    cells = [[clean(cell, ascii_only=ascii_only) for cell in row] for row in rows]
-    widths = [max(map(cell_len, (column.title, *(row[i] for row in cells)))) for i, column in enumerate(columns)]
+    lines = [[column.title for column in columns]]
+    lines += [[clean(column.cell(row), ascii_only=ascii_only) for column in columns] for row in rows]
+    widths = [max(map(cell_len, cells)) for cells in zip(*lines, strict=True)]
     texts = [i for i, column in enumerate(columns) if column.is_text]
     if width is not None:
         figures = sum(widths) - sum(widths[i] for i in texts) + _GAP * (len(columns) - 1)
         _shrink(widths, texts, max(width - figures, 3 * len(texts)))
+    for line in lines:
+        for i in texts:
+            line[i] = fit(line[i], widths[i], ascii_only=ascii_only)
     table = Table(box=None, pad_edge=False, padding=(0, _GAP, 0, 0))
-    for i, column in enumerate(columns):
-        table.add_column(
-            Text(fit(column.title, widths[i], ascii_only=ascii_only) if column.is_text else column.title),
-            justify="left" if column.is_text else "right",
-            no_wrap=True,
-        )
-    for row in cells:
-        table.add_row(
-            *(
-                Text(fit(cell, widths[i], ascii_only=ascii_only) if columns[i].is_text else cell)
-                for i, cell in enumerate(row)
-            )
-        )
+    for column, title in zip(columns, lines[0], strict=True):
+        table.add_column(Text(title), justify="left" if column.is_text else "right", no_wrap=True)
+    for line in lines[1:]:
+        table.add_row(*map(Text, line))
     return table
 
 
@@ -83,8 +83,8 @@ def is_ascii(console: Console) -> bool:
 
 
 def print_json(answer: dict[str, Any]) -> None:
-    """Prints one JSON object on one line."""
-    click.echo(json.dumps(answer))
+    """Prints one JSON object on one line. Dataclasses become objects, and enums their values."""
+    click.echo(json.dumps(answer, default=_plain))
 
 
 def print_answer(answer: dict[str, Any], sentence: str, *, as_json: bool) -> None:
@@ -95,8 +95,12 @@ def print_answer(answer: dict[str, Any], sentence: str, *, as_json: bool) -> Non
         click.echo(sentence)
 
 
-def _shrink(widths: list[int], texts: Sequence[int], room: int) -> None:
-    """Narrows the widest text columns until all of them fit into `room` cells."""
-    while sum(widths[i] for i in texts) > room:
+def _plain(value: Any) -> object:  # noqa: ANN401 - as json has it
+    return value.value if isinstance(value, Enum) else asdict(value)
+
+
+def _shrink(widths: list[int], texts: Sequence[int], available: int) -> None:
+    """Narrows the widest text columns until all of them fit into `available` cells."""
+    while sum(widths[i] for i in texts) > available:
         widest = max(texts, key=lambda i: widths[i])
         widths[widest] -= 1

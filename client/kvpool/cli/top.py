@@ -31,7 +31,6 @@ _MIN_DEADLINE_SECONDS: Final = 5.0
     "interval_seconds",
     type=click.FloatRange(0.1, 3600),
     default=1.0,
-    show_default=True,
     metavar="SECONDS",
     help="Interval between samples.",
 )

@@ -7,8 +7,7 @@ from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
 from typing import Any, Final
 
-from kvpool.cli.pools import pool_json, server_json
-from kvpool.cli.sessions import session_json
+from kvpool.cli.pools import pool_json
 from kvpool.client import KvpoolError, PoolInfo
 from kvpool.client.admin import AdminClient, Overview, SessionInfo
 from kvpool.core.ids import PoolName, SessionNumber
@@ -92,17 +91,14 @@ def between(before: Sample | None, now: Sample) -> Interval:
 
 def as_json(address: str, sample: Sample, interval: Interval) -> dict[str, Any]:
     """Returns a sample as JSON; unknown rates are null."""
-    pools = []
-    for info in sample.overview.pools:
-        rates = interval.pools.get(info.config.name)
-        pools.append({**pool_json(info), "per_second": asdict(rates) if rates else None})
+    pools = [{**pool_json(info), "per_second": interval.pools.get(info.config.name)} for info in sample.overview.pools]
     sessions = [
-        {**session_json(info), "steps_per_second": interval.session_steps.get(info.session_number)}
+        {**asdict(info), "steps_per_second": interval.session_steps.get(info.session_number)}
         for info in busiest(sample.sessions)
     ]
     return {
         "address": address,
-        "server": server_json(sample.overview.server),
+        "server": sample.overview.server,
         "interval_seconds": interval.seconds or None,
         "pools": pools,
         "sessions": sessions,

@@ -10,7 +10,7 @@ from typing import Final
 
 from rich.text import Text
 
-from kvpool.cli.pools import usable_blocks
+from kvpool.cli.pools import cached_share, usable_blocks
 from kvpool.cli.text import clean, counted, duration, fit, percent, short
 from kvpool.cli.top_sample import MAX_SESSIONS, Interval, PoolRates, Sample, busiest
 from kvpool.client import PoolInfo, PoolState, RankInfo, RankState
@@ -119,8 +119,7 @@ def _pools(screen: Screen, pools: Sequence[PoolInfo], interval: Interval, room: 
 
 
 def _pool(screen: Screen, info: PoolInfo, rates: PoolRates | None) -> list[Text]:
-    usable = usable_blocks(info)
-    cached = info.cached_blocks / usable if usable else 0.0
+    cached = cached_share(info)
     figures = f" {percent(info.usage):>5} used {percent(cached):>5} cached"
     middle = f" {info.state.value:<8} e{short(info.epoch):<4} "
     flexible = screen.width - len(figures) - len(middle)
@@ -138,7 +137,7 @@ def _pool(screen: Screen, info: PoolInfo, rates: PoolRates | None) -> list[Text]
         f" {_rate(rates.refusals if rates else None)} refused/s {_rate(rates.evictions if rates else None)} evict/s"
     )
     third = (
-        f"  {usable:,} blocks, {counted(info.sessions, 'session')}, {info.running_requests:,} running, "
+        f"  {usable_blocks(info):,} blocks, {counted(info.sessions, 'session')}, {info.running_requests:,} running, "
         f"{info.requests - info.running_requests:,} waiting"
     )
     if rates and rates.preemptions:

@@ -41,15 +41,13 @@ _FLAGS: Final = {
 
 @click.command()
 @config_option
-@click.option(
-    "--server", default=DEFAULT_ADDRESS, show_default=True, metavar="ADDRESS", help="host:port or unix:/path."
-)
+@click.option("--server", default=DEFAULT_ADDRESS, metavar="ADDRESS", help="host:port or unix:/path.")
 @click.option("--pool", required=True, metavar="NAME", help="Pool of the rank. The first rank to register creates it.")
 @click.option("--rank", type=int, required=True, help="Number of this rank, from 0, in order of stages.")
 @click.option("--world-size", type=int, help="Number of ranks of the pool: --tp times --pp.")
 @click.option("--model", type=click.Path(path_type=Path), metavar="CONFIG.json", help="config.json of the model.")
 @model_options
-@click.option("--device", default=DEFAULT_DEVICE, show_default=True, help='A CUDA device, or "cpu".')
+@click.option("--device", default=DEFAULT_DEVICE, help='A CUDA device, or "cpu".')
 @click.option(
     "--gpu-memory-utilization",
     type=float,
@@ -66,7 +64,6 @@ _FLAGS: Final = {
     "--reserve",
     type=byte_size,
     default=f"{DEFAULT_RESERVE_BYTES // 2**20}MiB",
-    show_default=True,
     metavar="SIZE",
     help="Memory to leave free on a CUDA device besides the KV cache.",
 )
@@ -74,7 +71,6 @@ _FLAGS: Final = {
     "--reuse-order",
     type=click.Choice([order.value for order in ReuseOrder]),
     default=ReuseOrder.UNCACHED_FIRST.value,
-    show_default=True,
     help="Order in which freed blocks are reused.",
 )
 @click.option("--no-caching", is_flag=True, help="Turn prefix caching off.")

@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Final, TypeAlias
@@ -69,19 +70,35 @@ def server_child(serve_there: Serve, *more_addresses: str) -> Iterator[ServerChi
     """
     with TemporaryDirectory(prefix="kvpool-") as folder:
         addresses = (f"unix:{Path(folder) / 'socket'}", *more_addresses)
-        here, there = CONTEXT.Pipe()
-        child = CONTEXT.Process(target=_run, args=(serve_there, addresses, there), name="kvpool-server", daemon=True)
-        child.start()
-        there.close()
-        try:
-            yield ServerChild(_await_ready(here), child.pid or 0)
-        finally:
-            child.terminate()
-            child.join(STOP_SECONDS)
-            if child.is_alive():
-                child.kill()
-                child.join()
-            here.close()
+        with child_process("kvpool-server", _run, serve_there, addresses) as (child, pipe):
+            yield ServerChild(_await_ready(pipe), child.pid or 0)
+
+
+@contextlib.contextmanager
+def child_process(name: str, target: Callable[..., None], *arguments: object) -> Iterator[tuple[SpawnProcess, Pipe]]:
+    """Runs a function in a child process, which is terminated at the end of the block.
+
+    Args:
+        name: Name of the process.
+        target: The function, at the top level of a module. Its last argument is the child's end of a pipe.
+        arguments: The other arguments.
+
+    Yields:
+        The process, and this process's end of the pipe.
+    """
+    here, there = CONTEXT.Pipe()
+    child = CONTEXT.Process(target=target, args=(*arguments, there), name=name, daemon=True)
+    child.start()
+    there.close()
+    try:
+        yield child, here
+    finally:
+        child.terminate()
+        child.join(STOP_SECONDS)
+        if child.is_alive():
+            child.kill()
+            child.join()
+        here.close()
 
 
 async def serve_pools(addresses: tuple[str, ...], ready: Callable[[list[str]], None]) -> None:

@@ -6,13 +6,12 @@
    same round.
 """
 
-import contextlib
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from kvpool.client import Request, Session
+from kvpool.client import Request
 
 
 @dataclass(slots=True, eq=False)
@@ -54,34 +53,23 @@ class Executor(Protocol):
         """
 
 
-@contextlib.contextmanager
-def paced(step_seconds: float, session: Session) -> Iterator[Executor]:
-    """Yields an executor that computes nothing and sleeps for `step_seconds` per round, as if a GPU computed."""
-    del session
-    yield _Paced(step_seconds)
-
-
 class NoModel:
-    """Computes nothing. Returns arbitrary tokens that differ between requests."""
+    """Computes nothing. Returns arbitrary tokens that differ between requests.
+
+    Args:
+        step_seconds: Time to sleep in each round that has requests, as if a GPU computed.
+    """
+
+    def __init__(self, step_seconds: float = 0.0) -> None:
+        self._step_seconds = step_seconds
 
     def execute(self, scheduled: Sequence[Scheduled], released: Iterable[Request]) -> Sequence[int]:
         """See `Executor`."""
         del released
+        if scheduled and self._step_seconds:
+            time.sleep(self._step_seconds)
         return [
             1_000_000 + (entry.request.number * 65_537 + entry.request.num_tokens) % 1_000_000_007
             for entry in scheduled
             if entry.yields_token
         ]
-
-
-class _Paced(NoModel):
-    """Sleeps for a fixed time in each round that has requests."""
-
-    def __init__(self, step_seconds: float) -> None:
-        self._step_seconds = step_seconds
-
-    def execute(self, scheduled: Sequence[Scheduled], released: Iterable[Request]) -> Sequence[int]:
-        """See `Executor`."""
-        if scheduled:
-            time.sleep(self._step_seconds)
-        return super().execute(scheduled, released)

@@ -3,7 +3,6 @@
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Protocol
 
 from kvpool.client import (
@@ -19,11 +18,11 @@ from kvpool.client import (
 )
 from kvpool.client.connection import connect_as
 from kvpool.core.ids import PoolName
-from kvpool.replay.processes import play_concurrently
+from kvpool.replay.processes import Reporter, play_concurrently
 from kvpool.replay.result import Counts, Result
 from kvpool.replay.scheduler import SchedulerOptions
 from kvpool.replay.trace import TraceRequest
-from kvpool.replay.workload import TraceShare, Workload
+from kvpool.replay.workload import Workload
 
 
 class PoolSource(Protocol):
@@ -86,46 +85,26 @@ class PoolOptions:
         return client.create_pool(self.config())
 
 
-@dataclass(frozen=True, slots=True)
-class Console:
-    """Receives the progress of a replay.
+def replay_serially(
+    pool: PoolSource, trace: list[TraceRequest], options: SchedulerOptions, reporter: Reporter
+) -> Result:
+    """Plays prompts one after another, without their outputs."""
 
-    Attributes:
-        advance: Called with the number of further requests that are done.
-        complain: Called with a sentence about each failure.
-        started: Called with the ids of the scheduler processes.
-    """
+    def play(client: Client) -> list[Counts | None]:
+        name = "kvpool-replay"
+        with client.open_session(pool.name, client_name=name, lease_seconds=options.lease_seconds) as session:
+            return [_play_serially(session, trace, lambda: reporter.advance(1))]
 
-    advance: Callable[[int], object]
-    complain: Callable[[str], object]
-    started: Callable[[list[int]], object] = lambda _: None
+    return _replay(pool, options, play)
 
 
-def replay_serially(pool: PoolSource, trace: list[TraceRequest], options: SchedulerOptions, console: Console) -> Result:
-    """Plays the prompts of a trace one after another on one session."""
-    with connect_as(options.access, options.address, options.deadline_seconds) as client:
-        before = pool.prepare(client).evicted_blocks
-        start = time.perf_counter()
-        with client.open_session(
-            pool.name, client_name="kvpool-replay", lease_seconds=options.lease_seconds
-        ) as session:
-            counts = _play_serially(session, trace, lambda: console.advance(1))
-        return _result(client, pool, [counts], before, start)
-
-
-def replay_shares(pool: PoolSource, shares: list[Workload], options: SchedulerOptions, console: Console) -> Result:
+def replay_shares(pool: PoolSource, shares: list[Workload], options: SchedulerOptions, reporter: Reporter) -> Result:
     """Plays shares concurrently, each in its own scheduler process."""
-    with connect_as(options.access, options.address, options.deadline_seconds) as client:
-        before = pool.prepare(client).evicted_blocks
-        start = time.perf_counter()
-        played = play_concurrently(shares, options, console.advance, console.complain, console.started)
-        by_session = [scheduler.counts if scheduler else None for scheduler in played]
-        return _result(client, pool, by_session, before, start)
 
+    def play(_: Client) -> list[Counts | None]:
+        return [played.counts if played else None for played in play_concurrently(shares, options, reporter)]
 
-def trace_shares(path: Path, limit: int | None, sessions: int, rounds: int | None = 1) -> list[Workload]:
-    """Splits a trace between schedulers, round robin; see `TraceShare` for `rounds`."""
-    return [TraceShare(path, limit, index, sessions, rounds) for index in range(sessions)]
+    return _replay(pool, options, play)
 
 
 def _play_serially(session: Session, trace: Iterable[TraceRequest], advance: Callable[[], object]) -> Counts:
@@ -158,11 +137,13 @@ def _play_serially(session: Session, trace: Iterable[TraceRequest], advance: Cal
     return counts
 
 
-def _result(
-    client: Client, pool: PoolSource, by_session: list[Counts | None], evicted_before: int, start: float
-) -> Result:
-    total = Counts()
-    for counts in by_session:
-        total.add(counts or Counts())
-    evicted = client.get_pool(pool.name).evicted_blocks - evicted_before
-    return Result(total, by_session, evicted, time.perf_counter() - start)
+def _replay(pool: PoolSource, options: SchedulerOptions, play: Callable[[Client], list[Counts | None]]) -> Result:
+    with connect_as(options.access, options.address, options.deadline_seconds) as client:
+        evicted_before = pool.prepare(client).evicted_blocks
+        start = time.perf_counter()
+        by_session = play(client)
+        total = Counts()
+        for counts in by_session:
+            total.add(counts or Counts())
+        evicted = client.get_pool(pool.name).evicted_blocks - evicted_before
+        return Result(total, by_session, evicted, time.perf_counter() - start)

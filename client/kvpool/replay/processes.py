@@ -4,9 +4,10 @@ A scheduler that dies is reported. The others continue.
 """
 
 import signal
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import islice
 from multiprocessing.connection import wait
 from multiprocessing.context import SpawnProcess
 from multiprocessing.synchronize import Event
@@ -14,12 +15,25 @@ from typing import Final, cast
 
 from kvpool.client import KvpoolError
 from kvpool.client.connection import connect_as
-from kvpool.replay.children import CONTEXT, STOP_SECONDS, Pipe, end_with_parent
+from kvpool.replay.children import CONTEXT, STOP_SECONDS, Pipe, child_process, end_with_parent
 from kvpool.replay.result import Counts
 from kvpool.replay.scheduler import SchedulerOptions, open_scheduler
 from kvpool.replay.workload import Workload
 
 _REPORT_EVERY: Final = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Reporter:
+    """Receives the progress of a replay.
+
+    Attributes:
+        advance: Called with the number of further requests that are done.
+        complain: Called with a sentence about each failure.
+    """
+
+    advance: Callable[[int], object]
+    complain: Callable[[str], object]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,83 +49,51 @@ class Played:
     share: Workload
 
 
-def play_concurrently(
-    shares: Sequence[Workload],
-    options: SchedulerOptions,
-    advance: Callable[[int], object],
-    complain: Callable[[str], object],
-    started: Callable[[list[int]], object] = lambda _: None,
-) -> list[Played | None]:
+def play_concurrently(shares: Sequence[Workload], options: SchedulerOptions, reporter: Reporter) -> list[Played | None]:
     """Plays each share in its own scheduler process, all on one pool.
 
     Args:
         shares: The workload of each scheduler.
         options: The options of all schedulers.
-        advance: Called with the number of further requests that are done.
-        complain: Called with a sentence about each scheduler that died.
-        started: Called with the process ids.
+        reporter: Receives the progress, and a sentence about each scheduler that died.
 
     Returns:
         The result of each scheduler; None for a scheduler that died.
     """
-    children = [_start(share, options, f"kvpool-scheduler-{index}") for index, share in enumerate(shares)]
-    waiting = deque(child.go for child in children)
-
-    def start_next(count: int) -> None:
-        for _ in range(min(count, len(waiting))):
-            waiting.popleft().set()
-
-    start_next(1 if options.start_after_requests else len(children))
-    started([child.process.pid or 0 for child in children])
+    events = [CONTEXT.Event() for _ in shares]
+    not_started = iter(events)
     played: list[Played | None] = [None] * len(shares)
-    open_pipes = {child.pipe: index for index, child in enumerate(children)}
-    try:
+    with ExitStack() as stack:
+        processes = []
+        open_pipes = {}
+        for index, (share, event) in enumerate(zip(shares, events, strict=True)):
+            name = f"kvpool-scheduler-{index}"
+            process, pipe = stack.enter_context(child_process(name, _schedule, share, options, name, event))
+            processes.append(process)
+            open_pipes[pipe] = index
+        _set_next(not_started, 1 if options.start_after_requests else len(events))
         while open_pipes:
             for ready in wait(list(open_pipes)):
                 pipe = cast("Pipe", ready)
                 index = open_pipes[pipe]
-                message = _receive(pipe)
-                if isinstance(message, Played):
-                    played[index] = message
-                elif isinstance(message, int):
-                    advance(message)
-                elif message is not None:
-                    complain(f"scheduler {index}: {message}")
-                else:
-                    del open_pipes[pipe]
-                    if played[index] is None:
-                        complain(f"scheduler {index} ended with {_ending(children[index].process)}")
-                start_next(1)
-    finally:
-        for child in children:
-            child.pipe.close()
-            child.process.terminate()
-            child.process.join(STOP_SECONDS)
+                match _receive(pipe):
+                    case Played() as result:
+                        played[index] = result
+                    case int(count):
+                        reporter.advance(count)
+                    case str(reason):
+                        reporter.complain(f"scheduler {index}: {reason}")
+                    case None:
+                        del open_pipes[pipe]
+                        if played[index] is None:
+                            reporter.complain(f"scheduler {index} ended with {_ending(processes[index])}")
+                _set_next(not_started, 1)
     return played
 
 
-@dataclass(frozen=True, slots=True)
-class _Child:
-    """A scheduler process.
-
-    Attributes:
-        process: The process.
-        pipe: Receives its messages.
-        go: Set when it may begin.
-    """
-
-    process: SpawnProcess
-    pipe: Pipe
-    go: Event
-
-
-def _start(share: Workload, options: SchedulerOptions, name: str) -> _Child:
-    here, there = CONTEXT.Pipe()
-    go = CONTEXT.Event()
-    process = CONTEXT.Process(target=_schedule, args=(share, options, name, there, go), name=name, daemon=True)
-    process.start()
-    there.close()
-    return _Child(process, here, go)
+def _set_next(events: Iterator[Event], count: int) -> None:
+    for event in islice(events, count):
+        event.set()
 
 
 def _receive(pipe: Pipe) -> Played | int | str | None:
@@ -131,7 +113,7 @@ def _ending(process: SpawnProcess) -> str:
     return f"exit code {code}"
 
 
-def _schedule(share: Workload, options: SchedulerOptions, name: str, pipe: Pipe, go: Event) -> None:
+def _schedule(share: Workload, options: SchedulerOptions, name: str, go: Event, pipe: Pipe) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     end_with_parent(pipe)

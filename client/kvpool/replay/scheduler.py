@@ -17,9 +17,10 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Final
+from itertools import islice
+from typing import Final, TypeAlias
 
-from kvpool.client import Answer, Client, KvpoolError, Request, Session, StepBuilder
+from kvpool.client import Answer, Client, KvpoolError, Request, Session
 from kvpool.client.connection import DEFAULT_DEADLINE_SECONDS
 from kvpool.core.specs.base import RequestLimits
 from kvpool.core.specs.kinds import allocation_spec, num_draft_blocks
@@ -40,6 +41,10 @@ class _Entry(Scheduled):
     admitted_before: bool = False
 
 
+_Chunk: TypeAlias = tuple[_Entry, int]
+"""A running request, and the number of its tokens to compute in a round."""
+
+
 @dataclass(frozen=True, slots=True)
 class SchedulerOptions:
     """Options of a scheduler process.
@@ -51,6 +56,7 @@ class SchedulerOptions:
         max_num_seqs: Maximum number of running requests.
         max_num_batched_tokens: Maximum tokens of a round.
         open_executor: Opens the executor of a session; None to compute nothing.
+        step_seconds: Time to sleep per round, if nothing is computed.
         start_after_requests: Number of requests after which the next scheduler starts; 0 starts all at once.
         access: TLS and token for the connection.
         deadline_seconds: Time limit of each call, retries included.
@@ -58,10 +64,11 @@ class SchedulerOptions:
 
     address: str
     pool: str
-    lease_seconds: float
-    max_num_seqs: int
-    max_num_batched_tokens: int
+    lease_seconds: float = 0.0
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 8192
     open_executor: Callable[[Session], AbstractContextManager[Executor]] | None = None
+    step_seconds: float = 0.0
     start_after_requests: int = 0
     access: Access = Access()  # noqa: RUF009 - frozen
     deadline_seconds: float = DEFAULT_DEADLINE_SECONDS
@@ -143,55 +150,50 @@ class Scheduler:
 
     def _round(self) -> bool:
         """Plays one round; returns whether any request made progress."""
-        budget = self._max_num_batched_tokens
         finished, self._finished = self._finished, []
-        allocations: list[tuple[_Entry, Answer]] = []
-        admissions: list[tuple[_Entry, Answer]] = []
-        asked = [(entry, n) for entry, n in self._chunks(budget) if n]
-        left = budget - sum(n for _, n in asked)
+        chunks = self._chunks()
+        left = self._max_num_batched_tokens - sum(n for _, n in chunks)
+        num_admissions = min(self._max_num_seqs - len(self._running), _MAX_ADMISSIONS) if left else 0
         with self._session.step(admission_budget_tokens=left, executed_sequence=self._session.sequence) as step:
             for entry in finished:
                 step.free(entry.request)
-            allocations += ((entry, step.allocate_slots(entry.request, n)) for entry, n in asked)
-            if left:
-                room = min(self._max_num_seqs - len(self._running), _MAX_ADMISSIONS, len(self._waiting))
-                admissions += ((self._waiting[i], step.admit(self._waiting[i].request)) for i in range(room))
+            answers = [step.allocate_slots(entry.request, n) for entry, n in chunks]
+            admissions = [(entry, step.admit(entry.request)) for entry in islice(self._waiting, num_admissions)]
         self.counts.steps += 1
-        failed = [(entry, n) for (entry, n), (_, answer) in zip(asked, allocations, strict=True) if not answer.ok]
-        preempted = self._preempt_until_served(failed) if failed else []
+        preempted = self._preempt_until_served(_refused(chunks, answers))
         admitted = [(entry, answer) for entry, answer in admissions if answer.ok]
         for entry, answer in admitted:
             self._admit(entry, answer)
         self._execute([entry.request for entry in finished + preempted])
         return bool(finished or admitted or self._running or self._finished)
 
-    def _chunks(self, budget: int) -> "list[tuple[_Entry, int]]":
+    def _chunks(self) -> list[_Chunk]:
+        """Returns the tokens to compute of each running request, within the round's budget."""
+        budget = self._max_num_batched_tokens
         chunks = []
         for entry in self._running:
             n = min(entry.request.num_tokens - entry.request.num_computed_tokens, budget)
             budget -= n
-            chunks.append((entry, n))
+            if n:
+                chunks.append((entry, n))
         return chunks
 
-    def _preempt_until_served(self, failed: list[tuple[_Entry, int]]) -> list[_Entry]:
+    def _preempt_until_served(self, failed: list[_Chunk]) -> list[_Entry]:
+        """Preempts the newest requests until there are blocks for all of `failed`; returns the preempted ones."""
         preempted = []
         while failed:
             victim = self._running.pop()
             failed = [(entry, n) for entry, n in failed if entry is not victim]
             with self._session.step() as step:
                 step.preempt(victim.request)
-                answers = [self._retry(step, entry, n) for entry, n in failed]
+                answers = [step.allocate_slots(entry.request, n) for entry, n in failed]
             victim.num_executed_tokens = 0
             self._waiting.appendleft(victim)
             preempted.append(victim)
             self.counts.preemptions += 1
             self.counts.steps += 1
-            failed = [pair for pair, answer in zip(failed, answers, strict=True) if not answer.ok]
+            failed = _refused(failed, answers)
         return preempted
-
-    @staticmethod
-    def _retry(step: StepBuilder, entry: _Entry, num_new_tokens: int) -> Answer:
-        return step.allocate_slots(entry.request, num_new_tokens)
 
     def _admit(self, entry: _Entry, answer: Answer) -> None:
         self._waiting.remove(entry)
@@ -232,6 +234,10 @@ class Scheduler:
             self._take(follow_up)
 
 
+def _refused(chunks: list[_Chunk], answers: list[Answer]) -> list[_Chunk]:
+    return [chunk for chunk, answer in zip(chunks, answers, strict=True) if not answer.ok]
+
+
 @contextlib.contextmanager
 def open_scheduler(
     client: Client, share: Workload, options: SchedulerOptions, client_name: str, advance: Callable[[], object]
@@ -247,7 +253,8 @@ def open_scheduler(
     """
     session = client.open_session(options.pool, client_name=client_name, lease_seconds=options.lease_seconds)
     try:
-        with options.open_executor(session) if options.open_executor else contextlib.nullcontext() as executor:
+        idle = contextlib.nullcontext(NoModel(options.step_seconds))
+        with options.open_executor(session) if options.open_executor else idle as executor:
             yield Scheduler(
                 session,
                 share,

@@ -1,22 +1,31 @@
 import io
 import json
+from typing import TypeVar
 
 import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
 from kvpool.cli import blocks, pools, sessions
-from kvpool.cli.tables import Column, make_table
+from kvpool.cli.tables import Column, make_table, print_json
+from kvpool.client import RankInfo, RankState
 from kvpool.client.admin import BlockInfo, BlockState
 from kvpool.core.ids import BlockHash, BlockId, GroupId, SessionNumber
+from kvpool.core.ranks.messages import Rank
 from support.operator import pool_info, session_info
 
+RowT = TypeVar("RowT")
 
-def printed(columns: tuple[Column, ...], rows: list[tuple[str, ...]], width: int) -> list[str]:
+
+def printed(columns: tuple[Column[RowT], ...], row: RowT, width: int) -> list[str]:
     console = Console(file=io.StringIO(), width=width)
-    console.print(make_table(columns, rows, width), highlight=False)
+    console.print(make_table(columns, [row], width), highlight=False)
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue().splitlines()
+
+
+def cells(columns: tuple[Column[RowT], ...], row: RowT) -> list[str]:
+    return [column.cell(row) for column in columns]
 
 
 @pytest.mark.parametrize("width", [80, 120])
@@ -25,37 +34,41 @@ def test_tables_fit_the_terminal_and_cut_names_but_not_figures(width: int) -> No
         session_number=12_345, client_name="scheduler-模型-" * 20, pool_name="p" * 128, sequence=987_654_321,
         held_blocks=(123_456, 7), requests=9999, running_requests=8888,
     )  # fmt: skip
-    lines = printed(sessions.COLUMNS, [sessions.session_row(session)], width)
+    lines = printed(sessions.COLUMNS, session, width)
     assert len(lines) == 2
     assert all(cell_len(line) <= width for line in lines)
     for figure in ("12345", "8,888", "1,111", "123,456+7", "987,654,321", "…"):
         assert figure in lines[1]
-    lines = printed(pools.COLUMNS, [pools.pool_row(pool_info(name="x" * 128, num_blocks=2**31 - 1))], width)
+    lines = printed(pools.COLUMNS, pool_info(name="x" * 128, num_blocks=2**31 - 1), width)
     assert all(cell_len(line) <= width for line in lines)
     assert "2,147,483,646" in lines[1]
 
 
 def test_the_pool_table_has_a_column_for_quarantined_blocks_if_there_are_any() -> None:
-    columns, _ = pools.pool_table([pool_info()])
-    assert columns is pools.COLUMNS
-    columns, rows = pools.pool_table([pool_info(), pool_info(quarantined_blocks=1234, quarantined_sessions=2)])
-    assert (columns[-1].title, [row[-1] for row in rows]) == ("QUARANTINED", ["0", "1,234"])
+    assert pools.pool_columns([pool_info()]) is pools.COLUMNS
+    infos = [pool_info(), pool_info(quarantined_blocks=1234, quarantined_sessions=2)]
+    added = pools.pool_columns(infos)[-1]
+    assert (added.title, [added.cell(info) for info in infos]) == ("QUARANTINED", ["0", "1,234"])
     assert pools.pool_json(pool_info(quarantined_sessions=2))["quarantined_sessions"] == 2
 
 
 def test_a_forming_pool_has_no_blocks_and_zero_ratios() -> None:
-    row = pools.pool_row(pool_info(num_blocks=0, free_blocks=0, cached_blocks=0))
-    assert row[3:6] == ("0", "0.0%", "0.0%")
+    row = cells(pools.COLUMNS, pool_info(num_blocks=0, free_blocks=0, cached_blocks=0))
+    assert row[3:6] == ["0", "0.0%", "0.0%"]
     assert pools.pool_json(pool_info(num_blocks=0, free_blocks=0))["used_blocks"] == 0
 
 
-def test_pool_json_adds_up_and_omits_the_none_hash() -> None:
-    answer = pools.pool_json(pool_info(num_blocks=101, free_blocks=60))
+def test_pool_json_adds_up_and_omits_the_none_hash(capsys: pytest.CaptureFixture[str]) -> None:
+    ranks = (RankInfo(Rank(0), RankState.READY),)
+    print_json(pools.pool_json(pool_info(num_blocks=101, free_blocks=60, ranks=ranks)))
+    text = capsys.readouterr().out
+    answer = json.loads(text)
     assert (answer["blocks"], answer["free_blocks"] + answer["used_blocks"]) == (100, 100)
-    assert "none_hash" not in json.dumps(answer)
+    assert (answer["state"], answer["ranks"][0]["state"]) == ("ready", "ready")
+    assert "none_hash" not in text
 
 
 def test_a_block_without_contents_has_neither_hash_nor_session() -> None:
     block = BlockInfo(BlockId(3), BlockState.FREE, 0, BlockHash(b""), GroupId(0), SessionNumber(0), pending=False)
-    assert blocks.block_json(block) == {"block_id": 3, "state": "free", "ref_cnt": 0}
-    assert blocks.block_row(block)[3:] == ("-", "-", "-", "")
+    assert blocks.block_json(block) == {"block_id": 3, "state": BlockState.FREE, "ref_cnt": 0}
+    assert cells(blocks.COLUMNS, block)[3:] == ["-", "-", "-", ""]
