@@ -6,6 +6,7 @@ import logging
 import random
 import signal
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,10 +26,11 @@ from kvpool.server.journal.journal import Journal
 from kvpool.server.journal.messages import WireMessages
 from kvpool.server.limits.request_reader import RequestReader
 from kvpool.server.limits.token_calls import TokenCallLimiter
-from kvpool.server.metrics.exporter import Exporter
+from kvpool.server.metrics.loop_collector import LoopCollector
 from kvpool.server.metrics.observations import Observations
+from kvpool.server.metrics.pool_metrics import PoolSample, copy_histograms
 from kvpool.server.metrics.rpc_observer import RpcObserver
-from kvpool.server.metrics.server_metrics import PoolSource, sampler
+from kvpool.server.metrics.server_metrics import sampler
 from kvpool.server.services.admin_service import AdminService
 from kvpool.server.services.allocator_service import AllocatorService
 from kvpool.server.services.event_service import EventService
@@ -48,6 +50,7 @@ from kvpool.v1 import (
 )
 from kvpool.wire.address import host_and_port, refuse_live_socket, socket_mode
 from kvpool.wire.channels import server_channel_options
+from kvpool.wire.metrics_http import MetricsServer
 
 if TYPE_CHECKING:
     from kvpool.server.events.publishers import EventPublishers
@@ -79,7 +82,7 @@ class Server:
     def __init__(self, config: ServerConfig, faults: FaultPoints = NO_FAULTS) -> None:
         self._config = config
         self._observations = Observations() if config.metrics.address else None
-        self._exporter: Exporter | None = None
+        self._metrics: MetricsServer | None = None
         self.publishers: EventPublishers | None = None
         block_lifetimes = _block_lifetimes(config.metrics)
         self._journal = _journal(config, block_lifetimes, faults)
@@ -140,8 +143,7 @@ class Server:
             self.publishers = self._publish_events()
         self._recover()
         if self._observations:
-            self._exporter = self._export(self._observations)
-            _log.info("metrics listening", extra={"address": self._exporter.address})
+            self._metrics = self._serve_metrics(self._observations)
         await self._server.start()
         for name in ("", *_SERVICES):
             await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
@@ -172,8 +174,8 @@ class Server:
             task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await task
-        if self._exporter:
-            await self._exporter.stop()
+        if self._metrics:  # a scrape in progress waits for the loop, so the loop must keep running
+            await asyncio.to_thread(self._metrics.stop)
         if self.publishers:
             await self.publishers.stop()
         if self._journal:
@@ -187,25 +189,30 @@ class Server:
             self.hub.restore_pools()
             self._ranks.restore()
 
-    def _export(self, observations: Observations) -> Exporter:
-        def describe(name: PoolName) -> PoolSource:
+    def _serve_metrics(self, observations: Observations) -> MetricsServer:
+        def sample_pool(name: PoolName) -> PoolSample:
             allocator = self.hub.allocator
+            lifetimes = allocator.pool(name).block_lifetimes if allocator.has_pool(name) else None
             publisher = self.publishers.by_pool.get(name) if self.publishers else None
-            return PoolSource(
+            return PoolSample(
                 self._ranks.describe(name),
-                allocator.pool(name).block_lifetimes if allocator.has_pool(name) else None,
-                publisher.counts if publisher else None,
+                copy_histograms(lifetimes, observations.steps.get(name)),
+                replace(publisher.counts) if publisher else None,
             )
 
-        def describe_all() -> list[PoolSource]:
-            return [describe(name) for name in self._ranks.pool_names()]
+        def sample_pools() -> list[PoolSample]:
+            return [sample_pool(name) for name in self._ranks.pool_names()]
 
+        config = self._config.metrics
         journal = self._journal.counts if self._journal else None
-        sample = sampler(describe_all, observations, with_vllm=self._config.metrics.vllm_names, journal=journal)
+        sample = sampler(sample_pools, observations, with_vllm=config.vllm_names, journal=journal)
+        host, port = host_and_port("metrics_listen", config.address)
         try:
-            return Exporter(*host_and_port("metrics_listen", self._config.metrics.address), sample)
+            server = MetricsServer(LoopCollector(asyncio.get_running_loop(), sample), host, port)
         except OSError as error:
-            raise OSError(f"cannot serve metrics on {self._config.metrics.address}: {error.strerror}") from error
+            raise OSError(f"cannot serve metrics on {config.address}: {error.strerror}") from error
+        _log.info("metrics listening", extra={"address": f"{host}:{server.port}"})
+        return server
 
     def _publish_events(self) -> "EventPublishers":
         from kvpool.server.events.publishers import EventPublishers  # noqa: PLC0415 - needs the packages of an extra
