@@ -81,7 +81,7 @@ class Server:
 
     def __init__(self, config: ServerConfig, faults: FaultPoints = NO_FAULTS) -> None:
         self._config = config
-        self._observations = Observations() if config.metrics.address else None
+        self._observations = Observations()
         self._metrics: MetricsServer | None = None
         self.publishers: EventPublishers | None = None
         block_lifetimes = _block_lifetimes(config.metrics)
@@ -102,14 +102,16 @@ class Server:
         try:
             self._credentials = server_credentials(config.auth)
             self._auth_interceptor = (
-                AuthInterceptor(config.auth.tokens, self.hub, self._observations) if config.auth.tokens else None
+                AuthInterceptor(config.auth.tokens, self.hub.allocator, self.hub.open_calls, self._observations)
+                if config.auth.tokens
+                else None
             )
         except ValueError as error:
             raise OSError(str(error)) from error
         interceptors: list[grpc.aio.ServerInterceptor] = [
             RequestReader(config.limits.stall_seconds, self._observations)
         ]
-        if self._observations:
+        if config.metrics.address:
             interceptors.append(RpcObserver(self._observations))
         if self._auth_interceptor:
             interceptors.append(self._auth_interceptor)
@@ -120,7 +122,7 @@ class Server:
             maximum_concurrent_rpcs=config.limits.max_calls,
         )
         self._tasks: list[asyncio.Task[None]] = []
-        allocator = AllocatorService(self.hub, self._ranks, self._observations)
+        allocator = AllocatorService(self.hub, self._ranks, self._observations if config.metrics.address else None)
         allocator_pb2_grpc.add_AllocatorServiceServicer_to_server(allocator, self._server)
         admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminService(self.hub, self._ranks), self._server)
         event_pb2_grpc.add_EventServiceServicer_to_server(EventService(self.hub), self._server)
@@ -142,8 +144,8 @@ class Server:
         if self._config.events.endpoint:
             self.publishers = self._publish_events()
         self._recover()
-        if self._observations:
-            self._metrics = self._serve_metrics(self._observations)
+        if self._config.metrics.address:
+            self._metrics = self._serve_metrics()
         await self._server.start()
         for name in ("", *_SERVICES):
             await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
@@ -189,14 +191,14 @@ class Server:
             self.hub.restore_pools()
             self._ranks.restore()
 
-    def _serve_metrics(self, observations: Observations) -> MetricsServer:
+    def _serve_metrics(self) -> MetricsServer:
         def sample_pool(name: PoolName) -> PoolSample:
             allocator = self.hub.allocator
             lifetimes = allocator.pool(name).block_lifetimes if allocator.has_pool(name) else None
             publisher = self.publishers.by_pool.get(name) if self.publishers else None
             return PoolSample(
                 self._ranks.describe(name),
-                copy_histograms(lifetimes, observations.steps.get(name)),
+                copy_histograms(lifetimes, self._observations.steps.get(name)),
                 replace(publisher.counts) if publisher else None,
             )
 
@@ -205,7 +207,7 @@ class Server:
 
         config = self._config.metrics
         journal = self._journal.counts if self._journal else None
-        sample = sampler(sample_pools, observations, with_vllm=config.vllm_names, journal=journal)
+        sample = sampler(sample_pools, self._observations, with_vllm=config.vllm_names, journal=journal)
         host, port = host_and_port("metrics_listen", config.address)
         try:
             server = MetricsServer(LoopCollector(asyncio.get_running_loop(), sample), host, port)

@@ -6,7 +6,6 @@ be parsed it would answer UNKNOWN without details, and log a traceback.
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Awaitable, Callable
 from typing import Any, Final
 
 import grpc
@@ -15,7 +14,7 @@ from google.protobuf.message import DecodeError
 from kvpool.core.errors import ExhaustedError, InvalidArgumentError, KvpoolError
 from kvpool.server.auth.permissions import rule_of
 from kvpool.server.metrics.observations import Observations
-from kvpool.server.rpc import Behavior, Handler, abort, behavior_of, method_of
+from kvpool.server.rpc import Behavior, Handler, Interceptor, abort, behavior_of, method_of
 from kvpool.wire.errors import CODES, malformed_error
 
 MAX_PENDING_OPEN_CALLS: Final = 32
@@ -24,7 +23,7 @@ MAX_PENDING_OPEN_CALLS: Final = 32
 _Context = grpc.aio.ServicerContext[Any, Any]
 
 
-class RequestReader(grpc.aio.ServerInterceptor):
+class RequestReader(Interceptor):
     """An interceptor that serves calls with one request as streams from which it reads one message.
 
     Clients that need no token could occupy all calls that the server accepts, with a new call for each one that is
@@ -34,33 +33,27 @@ class RequestReader(grpc.aio.ServerInterceptor):
 
     Args:
         stall_seconds: Maximum time until a request arrives.
-        observations: Counts calls that end without a request; None without metrics.
+        observations: Counts calls that end without a request.
     """
 
-    def __init__(self, stall_seconds: float, observations: Observations | None) -> None:
+    def __init__(self, stall_seconds: float, observations: Observations) -> None:
         self._stall_seconds = stall_seconds
         self._observations = observations
         self._pending_by_host: defaultdict[str, dict[asyncio.Timeout, None]] = defaultdict(dict)
 
-    async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], "Awaitable[Handler | None]"],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> "Handler | None":
+    def wrap(self, handler: Handler, details: grpc.HandlerCallDetails) -> Handler:
         """Turns a call with one request into a stream."""
-        handler = await continuation(handler_call_details)
-        if handler is None or handler.request_streaming:
+        if handler.request_streaming:
             return handler
         behavior: Behavior = behavior_of(handler)
-        method = method_of(handler_call_details)
+        method = method_of(details)
         read = self._read if rule_of(method) else self._read_without_token
 
         async def call(_: object, context: _Context) -> object:
             try:
                 request = await read(context)
             except KvpoolError as error:
-                if self._observations:
-                    self._observations.rpc(method, CODES[type(error)].name, None)
+                self._observations.rpc(method, CODES[type(error)].name, None)
                 await abort(context, error, method)
             return await behavior(request, context)
 
