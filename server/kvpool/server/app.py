@@ -56,13 +56,9 @@ if TYPE_CHECKING:
     from kvpool.server.events.publishers import EventPublishers
 
 _SERVICES = tuple(
-    descriptor.services_by_name[name].full_name
-    for descriptor, name in (
-        (admin_pb2.DESCRIPTOR, "AdminService"),
-        (allocator_pb2.DESCRIPTOR, "AllocatorService"),
-        (event_pb2.DESCRIPTOR, "EventService"),
-        (worker_pb2.DESCRIPTOR, "WorkerService"),
-    )
+    service.full_name
+    for file in (admin_pb2, allocator_pb2, event_pb2, worker_pb2)
+    for service in file.DESCRIPTOR.services_by_name.values()
 )
 
 _log = logging.getLogger("kvpool.server")

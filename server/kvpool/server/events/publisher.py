@@ -149,7 +149,9 @@ class EventPublisher:
             return
         walk = SnapshotCursor(self._pool)
         while not walk.is_done:
-            self._send_chunk(walk.next_chunk(CHUNK_BLOCKS))
+            chunk = walk.next_chunk(CHUNK_BLOCKS)
+            if chunk:
+                self._send(time.time(), chunk, self._pool.config)
             await self._turns.next()
             while self._is_behind:
                 self._publish_some()
@@ -168,10 +170,6 @@ class EventPublisher:
             batch = self._log.kept(self._next)
             self._send(batch.time_seconds, batch.events, batch.config)
             self._next += 1
-
-    def _send_chunk(self, chunk: Sequence[BlockEvent]) -> None:
-        if chunk:
-            self._send(time.time(), chunk, self._pool.config)
 
     def _send(self, time_seconds: float, events: Sequence[BlockEvent], config: PoolConfig) -> None:
         payload = self._encoder.encode(time_seconds, events, config)
