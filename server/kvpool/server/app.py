@@ -5,7 +5,7 @@ import contextlib
 import logging
 import random
 import signal
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -95,30 +95,27 @@ class Server:
         self.hub.past_epoch = config.past_epoch
         self._ranks = Ranks(self.hub, config.rank_timing, config.max_pool_blocks, config.max_pools)
         self._health = Health()
+        tokens, seen = config.auth.tokens, self._observations
         try:
             self._credentials = server_credentials(config.auth)
             self._auth_interceptor = (
-                AuthInterceptor(config.auth.tokens, self.hub.allocator, self.hub.open_calls, self._observations)
-                if config.auth.tokens
-                else None
+                AuthInterceptor(tokens, self.hub.allocator, self.hub.open_calls, seen) if tokens else None
             )
         except ValueError as error:
             raise OSError(str(error)) from error
-        interceptors: list[grpc.aio.ServerInterceptor] = [
-            RequestReader(config.limits.stall_seconds, self._observations)
-        ]
-        if config.metrics.address:
-            interceptors.append(RpcObserver(self._observations))
-        if self._auth_interceptor:
-            interceptors.append(self._auth_interceptor)
-            interceptors.insert(0, TokenCallLimiter(config.limits.max_token_calls, self._observations))
+        interceptors = (  # the outermost first
+            TokenCallLimiter(config.limits.max_token_calls, seen) if tokens else None,
+            RequestReader(config.limits.stall_seconds, seen),
+            RpcObserver(seen) if config.metrics.address else None,
+            self._auth_interceptor,
+        )
         self._server = grpc.aio.server(
-            interceptors=interceptors,
+            interceptors=[interceptor for interceptor in interceptors if interceptor],
             options=server_channel_options(config.max_message_bytes, config.dead_peer_seconds),
             maximum_concurrent_rpcs=config.limits.max_calls,
         )
         self._tasks: list[asyncio.Task[None]] = []
-        allocator = AllocatorService(self.hub, self._ranks, self._observations if config.metrics.address else None)
+        allocator = AllocatorService(self.hub, self._ranks, seen if config.metrics.address else None)
         allocator_pb2_grpc.add_AllocatorServiceServicer_to_server(allocator, self._server)
         admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminService(self.hub, self._ranks), self._server)
         event_pb2_grpc.add_EventServiceServicer_to_server(EventService(self.hub), self._server)
@@ -237,7 +234,7 @@ class Server:
 
 async def serve(
     config: ServerConfig,
-    ready: Callable[[list[str]], Awaitable[None] | None] | None = None,
+    ready: Callable[[list[str]], None] | None = None,
     faults: FaultPoints = NO_FAULTS,
 ) -> None:
     """Serves until SIGTERM, SIGINT or a stop requested by an operator, then stops gracefully.
@@ -256,9 +253,7 @@ async def serve(
         loop.add_signal_handler(number, server.hub.shutdown.on_signal, config.drain_seconds)
     addresses = await server.start()
     if ready:
-        waiting = ready(addresses)
-        if waiting is not None:
-            await waiting
+        ready(addresses)
     await server.hub.shutdown.wait()
     await server.stop()
     for number in numbers:  # another signal while Python exits would make the exit status a failure

@@ -20,7 +20,7 @@ class RpcObserver(Interceptor):
         self._observations = observations
 
     def wrap(self, handler: Handler, details: grpc.HandlerCallDetails) -> Handler:
-        """Counts and times a call."""
+        """Counts a call and measures its duration."""
         behavior = behavior_of(handler)
         if not inspect.iscoroutinefunction(behavior):  # a generator of responses; only reflection has one
             return handler
