@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass
-from datetime import UTC, date, datetime
+from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, Protocol, TypeAlias
@@ -35,9 +35,9 @@ _Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 _log = logging.getLogger("kvpool.server.auth")
 
 
-def utc_today() -> date:
-    """The date by which tokens expire."""
-    return datetime.now(UTC).date()
+def _is_valid(grant: Grant) -> bool:
+    """Whether a token has not expired."""
+    return grant.is_valid_on(datetime.now(UTC).date())
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,6 @@ class AuthInterceptor(Interceptor):
         allocator: The server's sessions, which belong to tokens.
         open_calls: Returns the long-lived calls that are open now. A call is ended when its token becomes invalid.
         observations: Counts refusals.
-        today: Returns the date.
 
     Raises:
         ValueError: The file is invalid.
@@ -88,13 +87,11 @@ class AuthInterceptor(Interceptor):
         allocator: Allocator,
         open_calls: Callable[[], Sequence[OpenCall]],
         observations: Observations,
-        today: Callable[[], date] = utc_today,
     ) -> None:
         self._grants = ReloadedFiles((tokens,), partial(read_tokens, tokens))
         self._allocator = allocator
         self._open_calls = open_calls
         self._observations = observations
-        self._today = today
         self._unlogged = 0
         self._log_after_seconds = 0.0
 
@@ -194,7 +191,7 @@ class AuthInterceptor(Interceptor):
         grant = find(self._grants.value, header[len(_BEARER) :].strip())
         if grant is None:
             raise UnauthenticatedError("UNKNOWN_TOKEN", "the token is unknown, or was revoked")
-        if not grant.is_valid_on(self._today()):
+        if not _is_valid(grant):
             raise UnauthenticatedError("TOKEN_EXPIRED", "the token has expired")
         return grant
 
@@ -202,7 +199,7 @@ class AuthInterceptor(Interceptor):
         """The reason to end an authorized call; None if its token is still valid and unchanged."""
         if grant in self._grants.value:
             expired = UnauthenticatedError("TOKEN_EXPIRED", "the token has expired")
-            return None if grant.is_valid_on(self._today()) else expired
+            return None if _is_valid(grant) else expired
         if any(grant.name == other.name for other in self._grants.value):
             return UnavailableError("TOKEN_CHANGED", "the permissions of the token have changed", retry_seconds=0.1)
         return UnauthenticatedError("TOKEN_REVOKED", "the token was revoked")
