@@ -5,7 +5,7 @@ import contextlib
 import logging
 from abc import abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any, Final, NoReturn, TypeAlias, TypeVar
+from typing import Any, Final, NoReturn, TypeAlias
 
 import grpc
 from google.protobuf.message import DecodeError
@@ -16,6 +16,7 @@ from kvpool.wire.errors import internal_status, malformed_error, to_status
 
 Behavior = Callable[[Any, Any], Awaitable[Any]]
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
+Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
 _HANDLER_FACTORIES: Final[dict[str, "Callable[..., Handler]"]] = {
     "unary_unary": grpc.unary_unary_rpc_method_handler,
@@ -27,10 +28,6 @@ _ABORT_TIMEOUT_SECONDS: Final = 1.0
 """Maximum time to wait until gRPC has accepted a status."""
 
 _log = logging.getLogger("kvpool.server")
-
-_RequestT = TypeVar("_RequestT")
-_ResponseT = TypeVar("_ResponseT")
-_Context = grpc.aio.ServicerContext[_RequestT, _ResponseT]
 
 
 def method_of(details: grpc.HandlerCallDetails) -> str:
@@ -52,19 +49,19 @@ def _kind(handler: "Handler") -> str:
     return next(kind for kind in _HANDLER_FACTORIES if getattr(handler, kind, None) is not None)
 
 
-async def abort(context: _Context[_RequestT, _ResponseT], error: KvpoolError, method: str) -> NoReturn:
+async def abort(context: Context, error: KvpoolError, method: str) -> NoReturn:
     """Ends a call with the status of a core error. A client can cause many, so the log level is debug."""
     _log.debug("call refused", extra={"method": method, "reason": error.reason, "error": str(error)})
     await _end(context, rpc_status.to_status(to_status(error)))
 
 
-async def abort_internal(context: _Context[_RequestT, _ResponseT], method: str) -> NoReturn:
+async def abort_internal(context: Context, method: str) -> NoReturn:
     """Ends a call that hit a bug. Logs the exception being handled; the client receives no details of it."""
     _log.exception("bug", extra={"method": method})
     await _end(context, rpc_status.to_status(internal_status()))
 
 
-async def abort_with(context: _Context[_RequestT, _ResponseT], error: Exception, method: str) -> NoReturn:
+async def abort_with(context: Context, error: Exception, method: str) -> NoReturn:
     """Ends a call with the status of an exception that is being handled.
 
     A stream message that cannot be parsed is the client's fault. For calls with a single request, `RequestReader`
@@ -79,7 +76,7 @@ async def abort_with(context: _Context[_RequestT, _ResponseT], error: Exception,
             await abort_internal(context, method)
 
 
-async def _end(context: _Context[_RequestT, _ResponseT], status: grpc.Status) -> NoReturn:
+async def _end(context: Context, status: grpc.Status) -> NoReturn:
     """Ends a call with a status.
 
     gRPC queues the status behind the messages that the client has not read. It keeps both until the client reads them
@@ -95,7 +92,7 @@ async def _end(context: _Context[_RequestT, _ResponseT], status: grpc.Status) ->
 
 
 @contextlib.asynccontextmanager
-async def errors_sent(context: _Context[_RequestT, _ResponseT], method: str) -> AsyncIterator[None]:
+async def errors_sent(context: Context, method: str) -> AsyncIterator[None]:
     """Ends a call with the status of an exception raised in the block. For methods that wait."""
     try:
         yield

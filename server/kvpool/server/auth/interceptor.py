@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, Protocol, TypeAlias
+from typing import Any, Final, Protocol
 
 import grpc
 
@@ -20,7 +20,7 @@ from kvpool.server.auth.files import ReloadedFiles
 from kvpool.server.auth.permissions import Scope, rule_of
 from kvpool.server.auth.tokens import Grant, find, read_tokens
 from kvpool.server.metrics.observations import Observations
-from kvpool.server.rpc import Behavior, Handler, Interceptor, abort, behavior_of, method_of, rewrapped
+from kvpool.server.rpc import Behavior, Context, Handler, Interceptor, abort, behavior_of, method_of, rewrapped
 
 RECHECK_SECONDS: Final = 1.0
 """Interval at which the tokens of open calls are checked again."""
@@ -29,8 +29,6 @@ _LOG_SECONDS: Final = 1.0
 """Minimum time between two log records of refusals, so that a client cannot fill the log."""
 
 _BEARER: Final = "bearer "
-
-_Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
 _log = logging.getLogger("kvpool.server.auth")
 
@@ -129,13 +127,13 @@ class AuthInterceptor(Interceptor):
     def _refusing(self, method: str, token_name: str, error: KvpoolError) -> "Handler":
         """Makes a handler that refuses the call at once. It is a stream handler, which waits for no message."""
 
-        async def refuse(_: object, context: _Context) -> None:
+        async def refuse(_: object, context: Context) -> None:
             self._refused(method, str(context.peer()), token_name, error)
             await abort(context, error, method)
 
         return grpc.stream_unary_rpc_method_handler(refuse)
 
-    async def _answer(self, behavior: Behavior, call: _AuthenticatedCall, request: object, context: _Context) -> object:
+    async def _answer(self, behavior: Behavior, call: _AuthenticatedCall, request: object, context: Context) -> object:
         try:
             CALLER.set(self._authorize(call, request, context))
         except KvpoolError as error:
@@ -147,7 +145,7 @@ class AuthInterceptor(Interceptor):
         behavior: Callable[[Any, Any], AsyncIterator[object]],
         call: _AuthenticatedCall,
         request: object,
-        context: _Context,
+        context: Context,
     ) -> AsyncIterator[object]:
         try:
             self._authorize(call, request, context)
@@ -160,7 +158,7 @@ class AuthInterceptor(Interceptor):
         except KvpoolError as error:
             await abort(context, error, call.method)
 
-    def _authorize(self, call: _AuthenticatedCall, request: Any, context: _Context) -> Caller:  # noqa: ANN401 - a message
+    def _authorize(self, call: _AuthenticatedCall, request: Any, context: Context) -> Caller:  # noqa: ANN401 - a message
         """Checks the request of an authenticated call. Returns the caller.
 
         Raises:

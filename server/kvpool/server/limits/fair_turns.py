@@ -22,10 +22,8 @@ from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 from typing import Final, Protocol, TypeVar
 
-import grpc
-
 from kvpool.core.errors import ExhaustedError
-from kvpool.server.rpc import abort_with
+from kvpool.server.rpc import Context, abort_with
 
 RETRY_SECONDS: Final = 0.1
 YIELD_ITERATIONS: Final = 2
@@ -37,8 +35,7 @@ MAX_KNOWN_FLOWS: Final = 1024
 _FairServicerT = TypeVar("_FairServicerT", bound="FairServicer")
 _RequestT = TypeVar("_RequestT")
 _ResponseT = TypeVar("_ResponseT")
-_Context = grpc.aio.ServicerContext[_RequestT, _ResponseT]
-_Method = Callable[[_FairServicerT, _RequestT, _Context[_RequestT, _ResponseT]], Awaitable[_ResponseT]]
+_Method = Callable[[_FairServicerT, _RequestT, Context], Awaitable[_ResponseT]]
 
 
 class _Flow:
@@ -248,7 +245,7 @@ def in_turn(
     """
 
     @functools.wraps(method)
-    async def call(self: _FairServicerT, request: _RequestT, context: _Context[_RequestT, _ResponseT]) -> _ResponseT:
+    async def call(self: _FairServicerT, request: _RequestT, context: Context) -> _ResponseT:
         try:
             await self.turns.take(*self.flow_of(request))
             try:

@@ -6,7 +6,7 @@ be parsed it would answer UNKNOWN without details, and log a traceback.
 
 import asyncio
 from collections import defaultdict
-from typing import Any, Final
+from typing import Final
 
 import grpc
 from google.protobuf.message import DecodeError
@@ -14,13 +14,11 @@ from google.protobuf.message import DecodeError
 from kvpool.core.errors import ExhaustedError, InvalidArgumentError, KvpoolError
 from kvpool.server.auth.permissions import rule_of
 from kvpool.server.metrics.observations import Observations
-from kvpool.server.rpc import Behavior, Handler, Interceptor, abort, behavior_of, method_of
+from kvpool.server.rpc import Behavior, Context, Handler, Interceptor, abort, behavior_of, method_of
 from kvpool.wire.errors import CODES, malformed_error
 
 MAX_PENDING_OPEN_CALLS: Final = 32
 """Maximum number of calls that need no token and whose request has not arrived. Each can hold a partial message."""
-
-_Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class RequestReader(Interceptor):
@@ -49,7 +47,7 @@ class RequestReader(Interceptor):
         method = method_of(details)
         read = self._read if rule_of(method) else self._read_without_token
 
-        async def call(_: object, context: _Context) -> object:
+        async def call(_: object, context: Context) -> object:
             try:
                 request = await read(context)
             except KvpoolError as error:
@@ -64,7 +62,7 @@ class RequestReader(Interceptor):
         )
         return make(call, handler.request_deserializer, handler.response_serializer)
 
-    async def _read(self, context: _Context, deadline: asyncio.Timeout | None = None) -> object:
+    async def _read(self, context: Context, deadline: asyncio.Timeout | None = None) -> object:
         """Reads the request.
 
         Raises:
@@ -83,7 +81,7 @@ class RequestReader(Interceptor):
             raise InvalidArgumentError("message", "was not sent", reason="MALFORMED")
         return request
 
-    async def _read_without_token(self, context: _Context) -> object:
+    async def _read_without_token(self, context: Context) -> object:
         """Reads the request of a call that needs no token."""
         host = str(context.peer()).rpartition(":")[0]
         deadline = asyncio.timeout(self._stall_seconds)

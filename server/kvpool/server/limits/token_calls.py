@@ -2,7 +2,7 @@
 
 import inspect
 from collections import Counter
-from typing import Any
+from functools import partial
 
 import grpc
 
@@ -10,7 +10,7 @@ from kvpool.core.errors import ExhaustedError
 from kvpool.server.auth.caller import SHOWN_TOKEN
 from kvpool.server.limits.config import RETRY_SECONDS
 from kvpool.server.metrics.observations import Observations
-from kvpool.server.rpc import Behavior, Handler, Interceptor, abort, behavior_of, method_of, rewrapped
+from kvpool.server.rpc import Behavior, Context, Handler, Interceptor, abort, behavior_of, method_of, rewrapped
 
 
 class TokenCallLimiter(Interceptor):
@@ -33,21 +33,18 @@ class TokenCallLimiter(Interceptor):
         behavior, name = behavior_of(handler), SHOWN_TOKEN.get()
         if not name or inspect.isasyncgenfunction(behavior):
             return handler
-        return rewrapped(handler, self._counted(behavior, method_of(details), name))
+        return rewrapped(handler, partial(self._answer, behavior, method_of(details), name))
 
-    def _counted(self, behavior: Behavior, method: str, name: str) -> Behavior:
-        async def call(request: object, context: "grpc.aio.ServicerContext[Any, Any]") -> object:
-            if self._num_calls[name] >= self._max_calls:
-                self._observations.rpc(method, grpc.StatusCode.RESOURCE_EXHAUSTED.name, None)
-                message = f"{self._max_calls} calls of the token {name!r} are in flight, the maximum"
-                error = ExhaustedError("TOO_MANY_TOKEN_CALLS", message, retry_seconds=RETRY_SECONDS)
-                await abort(context, error, method)
-            self._num_calls[name] += 1
-            try:
-                return await behavior(request, context)
-            finally:
-                self._num_calls[name] -= 1
-                if not self._num_calls[name]:
-                    del self._num_calls[name]
-
-        return call
+    async def _answer(self, behavior: Behavior, method: str, name: str, request: object, context: Context) -> object:
+        if self._num_calls[name] >= self._max_calls:
+            self._observations.rpc(method, grpc.StatusCode.RESOURCE_EXHAUSTED.name, None)
+            message = f"{self._max_calls} calls of the token {name!r} are in flight, the maximum"
+            error = ExhaustedError("TOO_MANY_TOKEN_CALLS", message, retry_seconds=RETRY_SECONDS)
+            await abort(context, error, method)
+        self._num_calls[name] += 1
+        try:
+            return await behavior(request, context)
+        finally:
+            self._num_calls[name] -= 1
+            if not self._num_calls[name]:
+                del self._num_calls[name]
