@@ -117,7 +117,7 @@ async def test_vllm_decodes_every_message(tmp_path: Path) -> None:
         await place.session.reset_prefix_cache()
         await place.work(5)
         await until(lambda: place.publisher._next > place.publisher._log.last_sequence)
-        process.stdin.write(f"{place.publisher.num_published}\n".encode())
+        process.stdin.write(f"{place.publisher.counts.messages}\n".encode())
         result = json.loads(await printed(process.stdout, "result"))
         assert {tuple(entry) for entry in result["known"]} == truth(place.pool)
         assert set(result["kinds"]) == {"BlockStored", "BlockRemoved", "AllBlocksCleared"}

@@ -269,10 +269,10 @@ async def subscribe(seed: int, specs: tuple[KVCacheSpec, ...], kept_batches: int
         server.change()
         wire.carry()
         await turns(20)
-        published = wire.publisher.num_published
+        published = wire.publisher.counts.messages
         await turns(100)  # a publisher that repeats its snapshot would send more in these turns
-        following = server.log.last_sequence + 1 == wire.publisher._next and published == wire.publisher.num_published
-        if following and all(s.is_settled and s.next == wire.publisher.num_published for s in subscribers):
+        following = server.log.last_sequence + 1 == wire.publisher._next and published == wire.publisher.counts.messages
+        if following and all(s.is_settled and s.next == wire.publisher.counts.messages for s in subscribers):
             break
     for subscriber in subscribers:
         assert subscriber.known == truth(server.pool)

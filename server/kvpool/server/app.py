@@ -5,7 +5,8 @@ import contextlib
 import logging
 import random
 import signal
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,10 +26,11 @@ from kvpool.server.journal.journal import Journal
 from kvpool.server.journal.messages import WireMessages
 from kvpool.server.limits.request_reader import RequestReader
 from kvpool.server.limits.token_calls import TokenCallLimiter
-from kvpool.server.metrics.exporter import Exporter
+from kvpool.server.metrics.loop_collector import LoopCollector
 from kvpool.server.metrics.observations import Observations
+from kvpool.server.metrics.pool_metrics import PoolSample, copy_histograms
 from kvpool.server.metrics.rpc_observer import RpcObserver
-from kvpool.server.metrics.server_metrics import PoolSource, sampler
+from kvpool.server.metrics.server_metrics import sampler
 from kvpool.server.services.admin_service import AdminService
 from kvpool.server.services.allocator_service import AllocatorService
 from kvpool.server.services.event_service import EventService
@@ -48,18 +50,15 @@ from kvpool.v1 import (
 )
 from kvpool.wire.address import host_and_port, refuse_live_socket, socket_mode
 from kvpool.wire.channels import server_channel_options
+from kvpool.wire.metrics_http import MetricsServer
 
 if TYPE_CHECKING:
     from kvpool.server.events.publishers import EventPublishers
 
 _SERVICES = tuple(
-    descriptor.services_by_name[name].full_name
-    for descriptor, name in (
-        (admin_pb2.DESCRIPTOR, "AdminService"),
-        (allocator_pb2.DESCRIPTOR, "AllocatorService"),
-        (event_pb2.DESCRIPTOR, "EventService"),
-        (worker_pb2.DESCRIPTOR, "WorkerService"),
-    )
+    service.full_name
+    for file in (admin_pb2, allocator_pb2, event_pb2, worker_pb2)
+    for service in file.DESCRIPTOR.services_by_name.values()
 )
 
 _log = logging.getLogger("kvpool.server")
@@ -78,8 +77,8 @@ class Server:
 
     def __init__(self, config: ServerConfig, faults: FaultPoints = NO_FAULTS) -> None:
         self._config = config
-        self._observations = Observations() if config.metrics.address else None
-        self._exporter: Exporter | None = None
+        self._observations = Observations()
+        self._metrics: MetricsServer | None = None
         self.publishers: EventPublishers | None = None
         block_lifetimes = _block_lifetimes(config.metrics)
         self._journal = _journal(config, block_lifetimes, faults)
@@ -96,28 +95,27 @@ class Server:
         self.hub.past_epoch = config.past_epoch
         self._ranks = Ranks(self.hub, config.rank_timing, config.max_pool_blocks, config.max_pools)
         self._health = Health()
+        tokens, seen = config.auth.tokens, self._observations
         try:
             self._credentials = server_credentials(config.auth)
             self._auth_interceptor = (
-                AuthInterceptor(config.auth.tokens, self.hub, self._observations) if config.auth.tokens else None
+                AuthInterceptor(tokens, self.hub.allocator, self.hub.open_calls, seen) if tokens else None
             )
         except ValueError as error:
             raise OSError(str(error)) from error
-        interceptors: list[grpc.aio.ServerInterceptor] = [
-            RequestReader(config.limits.stall_seconds, self._observations)
-        ]
-        if self._observations:
-            interceptors.append(RpcObserver(self._observations))
-        if self._auth_interceptor:
-            interceptors.append(self._auth_interceptor)
-            interceptors.insert(0, TokenCallLimiter(config.limits.max_token_calls, self._observations))
+        interceptors = (  # the outermost first
+            TokenCallLimiter(config.limits.max_token_calls, seen) if tokens else None,
+            RequestReader(config.limits.stall_seconds, seen),
+            RpcObserver(seen) if config.metrics.address else None,
+            self._auth_interceptor,
+        )
         self._server = grpc.aio.server(
-            interceptors=interceptors,
+            interceptors=[interceptor for interceptor in interceptors if interceptor],
             options=server_channel_options(config.max_message_bytes, config.dead_peer_seconds),
             maximum_concurrent_rpcs=config.limits.max_calls,
         )
         self._tasks: list[asyncio.Task[None]] = []
-        allocator = AllocatorService(self.hub, self._ranks, self._observations)
+        allocator = AllocatorService(self.hub, self._ranks, seen if config.metrics.address else None)
         allocator_pb2_grpc.add_AllocatorServiceServicer_to_server(allocator, self._server)
         admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminService(self.hub, self._ranks), self._server)
         event_pb2_grpc.add_EventServiceServicer_to_server(EventService(self.hub), self._server)
@@ -139,9 +137,8 @@ class Server:
         if self._config.events.endpoint:
             self.publishers = self._publish_events()
         self._recover()
-        if self._observations:
-            self._exporter = self._export(self._observations)
-            _log.info("metrics listening", extra={"address": self._exporter.address})
+        if self._config.metrics.address:
+            self._metrics = self._serve_metrics()
         await self._server.start()
         for name in ("", *_SERVICES):
             await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
@@ -172,8 +169,8 @@ class Server:
             task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await task
-        if self._exporter:
-            await self._exporter.stop()
+        if self._metrics:  # a scrape in progress waits for the loop, so the loop must keep running
+            await asyncio.to_thread(self._metrics.stop)
         if self.publishers:
             await self.publishers.stop()
         if self._journal:
@@ -187,25 +184,30 @@ class Server:
             self.hub.restore_pools()
             self._ranks.restore()
 
-    def _export(self, observations: Observations) -> Exporter:
-        def describe(name: PoolName) -> PoolSource:
+    def _serve_metrics(self) -> MetricsServer:
+        def sample_pool(name: PoolName) -> PoolSample:
             allocator = self.hub.allocator
+            lifetimes = allocator.pool(name).block_lifetimes if allocator.has_pool(name) else None
             publisher = self.publishers.by_pool.get(name) if self.publishers else None
-            return PoolSource(
+            return PoolSample(
                 self._ranks.describe(name),
-                allocator.pool(name).block_lifetimes if allocator.has_pool(name) else None,
-                publisher.counts if publisher else None,
+                copy_histograms(lifetimes, self._observations.steps.get(name)),
+                replace(publisher.counts) if publisher else None,
             )
 
-        def describe_all() -> list[PoolSource]:
-            return [describe(name) for name in self._ranks.pool_names()]
+        def sample_pools() -> list[PoolSample]:
+            return [sample_pool(name) for name in self._ranks.pool_names()]
 
+        config = self._config.metrics
         journal = self._journal.counts if self._journal else None
-        sample = sampler(describe_all, observations, with_vllm=self._config.metrics.vllm_names, journal=journal)
+        sample = sampler(sample_pools, self._observations, with_vllm=config.vllm_names, journal=journal)
+        host, port = host_and_port("metrics_listen", config.address)
         try:
-            return Exporter(*host_and_port("metrics_listen", self._config.metrics.address), sample)
+            server = MetricsServer(LoopCollector(asyncio.get_running_loop(), sample), host, port)
         except OSError as error:
-            raise OSError(f"cannot serve metrics on {self._config.metrics.address}: {error.strerror}") from error
+            raise OSError(f"cannot serve metrics on {config.address}: {error.strerror}") from error
+        _log.info("metrics listening", extra={"address": f"{host}:{server.port}"})
+        return server
 
     def _publish_events(self) -> "EventPublishers":
         from kvpool.server.events.publishers import EventPublishers  # noqa: PLC0415 - needs the packages of an extra
@@ -232,7 +234,7 @@ class Server:
 
 async def serve(
     config: ServerConfig,
-    ready: Callable[[list[str]], Awaitable[None] | None] | None = None,
+    ready: Callable[[list[str]], None] | None = None,
     faults: FaultPoints = NO_FAULTS,
 ) -> None:
     """Serves until SIGTERM, SIGINT or a stop requested by an operator, then stops gracefully.
@@ -251,9 +253,7 @@ async def serve(
         loop.add_signal_handler(number, server.hub.shutdown.on_signal, config.drain_seconds)
     addresses = await server.start()
     if ready:
-        waiting = ready(addresses)
-        if waiting is not None:
-            await waiting
+        ready(addresses)
     await server.hub.shutdown.wait()
     await server.stop()
     for number in numbers:  # another signal while Python exits would make the exit status a failure

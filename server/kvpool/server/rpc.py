@@ -1,11 +1,11 @@
-"""Shared code of gRPC methods: handlers taken apart and rebuilt, and wrappers that turn errors into statuses."""
+"""Shared code of gRPC methods: errors as statuses, interceptors, and handlers taken apart and rebuilt."""
 
 import asyncio
 import contextlib
-import functools
 import logging
+from abc import abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any, Final, NoReturn, Protocol, TypeAlias, TypeVar
+from typing import Any, Final, NoReturn, TypeAlias
 
 import grpc
 from google.protobuf.message import DecodeError
@@ -16,6 +16,7 @@ from kvpool.wire.errors import internal_status, malformed_error, to_status
 
 Behavior = Callable[[Any, Any], Awaitable[Any]]
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
+Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
 _HANDLER_FACTORIES: Final[dict[str, "Callable[..., Handler]"]] = {
     "unary_unary": grpc.unary_unary_rpc_method_handler,
@@ -27,14 +28,6 @@ _ABORT_TIMEOUT_SECONDS: Final = 1.0
 """Maximum time to wait until gRPC has accepted a status."""
 
 _log = logging.getLogger("kvpool.server")
-
-_ServicerT = TypeVar("_ServicerT")
-_FairServicerT = TypeVar("_FairServicerT", bound="FairServicer[Any]")
-_RequestT = TypeVar("_RequestT")
-_RequestT_contra = TypeVar("_RequestT_contra", contravariant=True)
-_ResponseT = TypeVar("_ResponseT")
-_Context = grpc.aio.ServicerContext[_RequestT, _ResponseT]
-_Method = Callable[[_ServicerT, _RequestT, _Context[_RequestT, _ResponseT]], Awaitable[_ResponseT]]
 
 
 def method_of(details: grpc.HandlerCallDetails) -> str:
@@ -56,19 +49,34 @@ def _kind(handler: "Handler") -> str:
     return next(kind for kind in _HANDLER_FACTORIES if getattr(handler, kind, None) is not None)
 
 
-async def abort(context: _Context[_RequestT, _ResponseT], error: KvpoolError, method: str) -> NoReturn:
+async def abort(context: Context, error: KvpoolError, method: str) -> NoReturn:
     """Ends a call with the status of a core error. A client can cause many, so the log level is debug."""
     _log.debug("call refused", extra={"method": method, "reason": error.reason, "error": str(error)})
     await _end(context, rpc_status.to_status(to_status(error)))
 
 
-async def abort_internal(context: _Context[_RequestT, _ResponseT], method: str) -> NoReturn:
+async def abort_internal(context: Context, method: str) -> NoReturn:
     """Ends a call that hit a bug. Logs the exception being handled; the client receives no details of it."""
     _log.exception("bug", extra={"method": method})
     await _end(context, rpc_status.to_status(internal_status()))
 
 
-async def _end(context: _Context[_RequestT, _ResponseT], status: grpc.Status) -> NoReturn:
+async def abort_with(context: Context, error: Exception, method: str) -> NoReturn:
+    """Ends a call with the status of an exception that is being handled.
+
+    A stream message that cannot be parsed is the client's fault. For calls with a single request, `RequestReader`
+    handles that case.
+    """
+    match error:
+        case KvpoolError():
+            await abort(context, error, method)
+        case DecodeError():
+            await abort(context, malformed_error(), method)
+        case _:
+            await abort_internal(context, method)
+
+
+async def _end(context: Context, status: grpc.Status) -> NoReturn:
     """Ends a call with a status.
 
     gRPC queues the status behind the messages that the client has not read. It keeps both until the client reads them
@@ -84,66 +92,26 @@ async def _end(context: _Context[_RequestT, _ResponseT], status: grpc.Status) ->
 
 
 @contextlib.asynccontextmanager
-async def errors_sent(context: _Context[_RequestT, _ResponseT], method: str) -> AsyncIterator[None]:
-    """Ends a call with the status of an exception raised in the block. For methods that wait.
-
-    A stream message that cannot be parsed is the client's fault. For calls with a single request, `RequestReader`
-    handles that case.
-    """
+async def errors_sent(context: Context, method: str) -> AsyncIterator[None]:
+    """Ends a call with the status of an exception raised in the block. For methods that wait."""
     try:
         yield
-    except KvpoolError as error:
-        await abort(context, error, method)
-    except DecodeError:
-        await abort(context, malformed_error(), method)
-    except Exception:  # noqa: BLE001 - the boundary: a bug must end this call alone, and is logged
-        await abort_internal(context, method)
+    except Exception as error:  # noqa: BLE001 - the boundary: a bug must end this call alone, and is logged
+        await abort_with(context, error, method)
 
 
-class FairServicer(Protocol[_RequestT_contra]):
-    """A service whose methods take fair turns; see `FairTurns`."""
+class Interceptor(grpc.aio.ServerInterceptor):
+    """An interceptor that wraps the handlers of existing methods."""
 
-    async def take_turn(self, request: _RequestT_contra, /) -> None:
-        """Waits for the turn of the session that a request belongs to."""
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable["Handler | None"]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> "Handler | None":
+        """Returns the handler of a call; None if there is no such method."""
+        handler = await continuation(handler_call_details)
+        return self.wrap(handler, handler_call_details) if handler else None
 
-    def end_turn(self) -> None:
-        """Ends the turn."""
-
-
-def in_turn(
-    method: Callable[[_FairServicerT, _RequestT], _ResponseT],
-) -> _Method[_FairServicerT, _RequestT, _ResponseT]:
-    """Like `guarded`, for a method that changes state or reads much of it: it waits for its turn first."""
-
-    @functools.wraps(method)
-    async def call(self: _FairServicerT, request: _RequestT, context: _Context[_RequestT, _ResponseT]) -> _ResponseT:
-        try:
-            await self.take_turn(request)
-            try:
-                return method(self, request)
-            finally:
-                self.end_turn()
-        except KvpoolError as error:
-            await abort(context, error, method.__name__)
-        except Exception:  # noqa: BLE001 - the boundary: a bug must end this call alone, and is logged
-            await abort_internal(context, method.__name__)
-
-    return call
-
-
-def guarded(method: Callable[[_ServicerT, _RequestT], _ResponseT]) -> _Method[_ServicerT, _RequestT, _ResponseT]:
-    """Makes an RPC of a plain method that takes the request and returns the response. Errors become statuses.
-
-    The method has no `await`, so nothing runs between its check and its change.
-    """
-
-    @functools.wraps(method)
-    async def call(self: _ServicerT, request: _RequestT, context: _Context[_RequestT, _ResponseT]) -> _ResponseT:
-        try:
-            return method(self, request)
-        except KvpoolError as error:
-            await abort(context, error, method.__name__)
-        except Exception:  # noqa: BLE001 - the boundary: a bug must end this call alone, and is logged
-            await abort_internal(context, method.__name__)
-
-    return call
+    @abstractmethod
+    def wrap(self, handler: "Handler", details: grpc.HandlerCallDetails) -> "Handler":
+        """Returns the handler that serves a call instead of the method's own."""

@@ -76,4 +76,4 @@ def _read(auth: AuthConfig) -> tuple[bytes, ...]:
 
 
 def _no_passphrase() -> str:
-    raise ValueError("tls_key: requires a passphrase, which the server cannot ask for")
+    raise ValueError("tls_key: requires a passphrase, but the server cannot prompt for one")

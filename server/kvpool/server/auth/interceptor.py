@@ -4,24 +4,23 @@ import asyncio
 import inspect
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass
-from datetime import UTC, date, datetime
+from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, Protocol, TypeAlias
+from typing import Any, Final, Protocol
 
 import grpc
-from google.protobuf.message import Message
 
 from kvpool.core.allocator import Allocator
 from kvpool.core.errors import DeniedError, KvpoolError, UnauthenticatedError, UnavailableError
 from kvpool.server.auth.caller import CALLER, SHOWN_TOKEN, Caller
 from kvpool.server.auth.files import ReloadedFiles
-from kvpool.server.auth.permissions import Scope, pool_name_of, rule_of, session_id_of
+from kvpool.server.auth.permissions import Scope, rule_of
 from kvpool.server.auth.tokens import Grant, find, read_tokens
 from kvpool.server.metrics.observations import Observations
-from kvpool.server.rpc import Behavior, Handler, abort, behavior_of, method_of, rewrapped
+from kvpool.server.rpc import Behavior, Context, Handler, Interceptor, abort, behavior_of, method_of, rewrapped
 
 RECHECK_SECONDS: Final = 1.0
 """Interval at which the tokens of open calls are checked again."""
@@ -31,14 +30,12 @@ _LOG_SECONDS: Final = 1.0
 
 _BEARER: Final = "bearer "
 
-_Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
-
 _log = logging.getLogger("kvpool.server.auth")
 
 
-def utc_today() -> date:
-    """The date by which tokens expire."""
-    return datetime.now(UTC).date()
+def _is_valid(grant: Grant) -> bool:
+    """Whether a token has not expired."""
+    return grant.is_valid_on(datetime.now(UTC).date())
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,52 +66,42 @@ class OpenCall(Protocol):
         """Ends the call with an error."""
 
 
-class OpenCalls(Protocol):
-    """The parts of the server that the interceptor uses."""
-
-    allocator: Allocator
-
-    def open_calls(self) -> Sequence[OpenCall]:
-        """The long-lived calls that are open now."""
-
-
-class AuthInterceptor(grpc.aio.ServerInterceptor):
+class AuthInterceptor(Interceptor):
     """An interceptor that accepts the tokens of a file.
 
     Args:
         tokens: Path of the token file.
-        hub: The server, whose open calls are ended when their token becomes invalid.
-        observations: Counts refusals; None without metrics.
-        today: Returns the date.
+        allocator: The server's sessions, which belong to tokens.
+        open_calls: Returns the long-lived calls that are open now. A call is ended when its token becomes invalid.
+        observations: Counts refusals.
 
     Raises:
         ValueError: The file is invalid.
     """
 
     def __init__(
-        self, tokens: Path, hub: OpenCalls, observations: Observations | None, today: Callable[[], date] = utc_today
+        self,
+        tokens: Path,
+        allocator: Allocator,
+        open_calls: Callable[[], Sequence[OpenCall]],
+        observations: Observations,
     ) -> None:
         self._grants = ReloadedFiles((tokens,), partial(read_tokens, tokens))
-        self._hub = hub
+        self._allocator = allocator
+        self._open_calls = open_calls
         self._observations = observations
-        self._today = today
         self._unlogged = 0
         self._log_after_seconds = 0.0
 
-    async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], "Awaitable[Handler | None]"],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> "Handler | None":
+    def wrap(self, handler: Handler, details: grpc.HandlerCallDetails) -> Handler:
         """Authenticates a call, checks its role, and wraps it in the check of its request."""
-        handler = await continuation(handler_call_details)
-        method = method_of(handler_call_details)
+        method = method_of(details)
         rule = rule_of(method)
-        if handler is None or rule is None:
+        if rule is None:
             return handler
         self._refresh()
         try:
-            grant = self._authenticate(handler_call_details.invocation_metadata)
+            grant = self._authenticate(details.invocation_metadata)
         except UnauthenticatedError as error:
             return self._refusing(method, "", error)
         if grant.role not in rule.roles:
@@ -132,7 +119,7 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
         while True:
             await asyncio.sleep(RECHECK_SECONDS)
             self._refresh()
-            for call in self._hub.open_calls():
+            for call in self._open_calls():
                 error = self._invalidity(call.caller.grant) if call.caller else None
                 if error:
                     call.end(error)
@@ -140,15 +127,13 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
     def _refusing(self, method: str, token_name: str, error: KvpoolError) -> "Handler":
         """Makes a handler that refuses the call at once. It is a stream handler, which waits for no message."""
 
-        async def refuse(_: object, context: _Context) -> None:
+        async def refuse(_: object, context: Context) -> None:
             self._refused(method, str(context.peer()), token_name, error)
             await abort(context, error, method)
 
         return grpc.stream_unary_rpc_method_handler(refuse)
 
-    async def _answer(
-        self, behavior: Behavior, call: _AuthenticatedCall, request: Message, context: _Context
-    ) -> object:
+    async def _answer(self, behavior: Behavior, call: _AuthenticatedCall, request: object, context: Context) -> object:
         try:
             CALLER.set(self._authorize(call, request, context))
         except KvpoolError as error:
@@ -159,8 +144,8 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
         self,
         behavior: Callable[[Any, Any], AsyncIterator[object]],
         call: _AuthenticatedCall,
-        request: Message,
-        context: _Context,
+        request: object,
+        context: Context,
     ) -> AsyncIterator[object]:
         try:
             self._authorize(call, request, context)
@@ -173,7 +158,7 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
         except KvpoolError as error:
             await abort(context, error, call.method)
 
-    def _authorize(self, call: _AuthenticatedCall, request: Message, context: _Context) -> Caller:
+    def _authorize(self, call: _AuthenticatedCall, request: Any, context: Context) -> Caller:  # noqa: ANN401 - a message
         """Checks the request of an authenticated call. Returns the caller.
 
         Raises:
@@ -184,7 +169,17 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
             refused(error)
             raise error
         caller = Caller(call.grant, refused)
-        self._check_scope(caller, call.scope, request)
+        match call.scope:
+            case Scope.SESSION:
+                caller.check_session(self._allocator, request.session_id)
+            case Scope.CONFIG:
+                caller.check_pool(request.config.name, "config.name")
+            case Scope.POOL:
+                caller.check_pool(request.pool_name)
+            case Scope.POOL_OR_SERVER | Scope.POOL_OR_VISIBLE if request.pool_name:
+                caller.check_pool(request.pool_name)
+            case Scope.POOL_OR_SERVER:
+                caller.check_server()
         return caller
 
     def _authenticate(self, metadata: Iterable[tuple[str, str | bytes]] | None) -> Grant:
@@ -194,24 +189,15 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
         grant = find(self._grants.value, header[len(_BEARER) :].strip())
         if grant is None:
             raise UnauthenticatedError("UNKNOWN_TOKEN", "the token is unknown, or was revoked")
-        if not grant.is_valid_on(self._today()):
+        if not _is_valid(grant):
             raise UnauthenticatedError("TOKEN_EXPIRED", "the token has expired")
         return grant
-
-    def _check_scope(self, caller: Caller, scope: Scope, request: Message) -> None:
-        pool_name, session_id = pool_name_of(scope, request), session_id_of(scope, request)
-        if session_id is not None:
-            caller.check_session(self._hub.allocator, session_id)
-        elif scope is Scope.POOL_OR_SERVER and not pool_name:
-            caller.check_server()
-        elif pool_name is not None:
-            caller.check_pool(pool_name, "config.name" if scope is Scope.CONFIG else "pool_name")
 
     def _invalidity(self, grant: Grant) -> KvpoolError | None:
         """The reason to end an authorized call; None if its token is still valid and unchanged."""
         if grant in self._grants.value:
             expired = UnauthenticatedError("TOKEN_EXPIRED", "the token has expired")
-            return None if grant.is_valid_on(self._today()) else expired
+            return None if _is_valid(grant) else expired
         if any(grant.name == other.name for other in self._grants.value):
             return UnavailableError("TOKEN_CHANGED", "the permissions of the token have changed", retry_seconds=0.1)
         return UnauthenticatedError("TOKEN_REVOKED", "the token was revoked")
@@ -224,8 +210,7 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
             _log.error("tokens not reloaded", extra={"error": str(error)})
 
     def _refused(self, method: str, peer: str, token_name: str, error: KvpoolError) -> None:
-        if self._observations:
-            self._observations.refusal(error.reason)
+        self._observations.refusal(error.reason)
         self._unlogged += 1
         now_seconds = time.monotonic()
         if now_seconds < self._log_after_seconds:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import Any, Final
+from typing import Final
 
 from kvpool.server.auth.tokens import Role
 
@@ -39,20 +39,6 @@ class Rule:
 
     roles: frozenset[Role]
     scope: Scope
-
-
-def pool_name_of(scope: Scope, request: Any) -> str | None:  # noqa: ANN401 - a message of any kind
-    """The pool that a request names; None for other scopes."""
-    if scope is Scope.CONFIG:
-        return str(request.config.name)
-    if scope in (Scope.POOL, Scope.POOL_OR_SERVER) or (scope is Scope.POOL_OR_VISIBLE and request.pool_name):
-        return str(request.pool_name)
-    return None
-
-
-def session_id_of(scope: Scope, request: Any) -> str | None:  # noqa: ANN401 - a message of any kind
-    """The session that a request names; None for other scopes."""
-    return str(request.session_id) if scope is Scope.SESSION else None
 
 
 def rule_of(method: str) -> Rule | None:

@@ -11,6 +11,7 @@ import re
 import secrets
 import stat
 import tomllib
+from collections import Counter
 from dataclasses import dataclass, field
 from datetime import date
 from enum import StrEnum
@@ -166,8 +167,6 @@ def _strings(where: str, value: object) -> list[str]:
 
 
 def _refuse_duplicates(where: str, values: list[str]) -> None:
-    seen: set[str] = set()
-    for value in values:
-        if value in seen:
+    for value, count in Counter(values).items():
+        if count > 1:
             raise ValueError(f"{where}: {value!r} appears twice")
-        seen.add(value)

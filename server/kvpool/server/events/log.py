@@ -21,7 +21,7 @@ class LiveEventLog(EventLog):
 
     def __init__(self, kept_batches: int = KEPT_BATCHES, kept_bytes: int = KEPT_BYTES, past_sequence: int = 0) -> None:
         super().__init__(kept_batches, kept_bytes, past_sequence)
-        self._news = asyncio.Event()
+        self._changed = asyncio.Event()
         self._closed_by: KvpoolError | None = None
 
     def publish(self, pool: KVCacheManager) -> None:
@@ -43,7 +43,7 @@ class LiveEventLog(EventLog):
         while sequence > self.last_sequence:
             if self._closed_by:
                 raise self._closed_by
-            await self._news.wait()
+            await self._changed.wait()
 
     async def get(self, sequence: int) -> LoggedBatch:
         """Waits for batch `sequence` and returns it.
@@ -56,8 +56,8 @@ class LiveEventLog(EventLog):
         return self.kept(sequence)
 
     def _wake(self) -> None:
-        self._news.set()
-        self._news = asyncio.Event()
+        self._changed.set()
+        self._changed = asyncio.Event()
 
 
 class EventLogs:

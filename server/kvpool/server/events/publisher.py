@@ -51,7 +51,7 @@ _STUCK_SECONDS: Final = 10.0
 _log = logging.getLogger("kvpool.server")
 
 
-class PeerGoneError(Exception):
+class PeerClosedError(Exception):
     """The requesting peer disconnected, or reads no replies."""
 
 
@@ -72,12 +72,7 @@ class EventPublisher:
     """Publishes the events of one pool, in one event loop.
 
     Attributes:
-        num_published: Messages published, heartbeats included; the number of the next message.
-        num_heartbeats: Heartbeats published.
-        num_dropped: Batches that were never published because the publisher fell behind the log. All cached blocks were
-            published again instead. Messages that ZeroMQ drops for a slow subscriber are not counted here.
-        num_replays: Replays served.
-        num_snapshots: Snapshots served.
+        counts: Counts for metrics; `counts.messages` is also the number of the next message.
     """
 
     def __init__(  # noqa: PLR0913 - constructed in one place
@@ -90,7 +85,7 @@ class EventPublisher:
         *,
         turns: ChunkTurns,
     ) -> None:
-        self.num_published = self.num_heartbeats = self.num_dropped = self.num_replays = self.num_snapshots = 0
+        self.counts = PublisherCounts()
         self._pool = pool
         self._log = log
         self._settings = settings
@@ -106,11 +101,6 @@ class EventPublisher:
         self._requests: set[asyncio.Task[None]] = set()
         self._free_requests = asyncio.Semaphore(_MAX_REQUESTS)
 
-    @property
-    def counts(self) -> PublisherCounts:
-        """Counts for metrics."""
-        return PublisherCounts(self.num_published, self.num_dropped, self.num_replays, self.num_snapshots)
-
     async def publish(self) -> None:
         """Publishes events indefinitely."""
         while True:
@@ -120,7 +110,7 @@ class EventPublisher:
                     await self._publish_next()
             except WrongStateError:
                 behind = self._log.last_sequence + 1 - self._next
-                self.num_dropped += behind
+                self.counts.skipped_batches += behind
                 _log.warning("event batches skipped", extra={"pool": self._name, "batches": behind})
 
     async def serve_requests(self) -> None:
@@ -147,7 +137,6 @@ class EventPublisher:
                 await self._log.wait(self._next)
         except TimeoutError:
             self._send(time.time(), (), self._pool.config)
-            self.num_heartbeats += 1
         while self._is_behind:
             self._publish_some()
             await asyncio.sleep(0)
@@ -160,7 +149,9 @@ class EventPublisher:
             return
         walk = SnapshotCursor(self._pool)
         while not walk.is_done:
-            self._send_chunk(walk.next_chunk(CHUNK_BLOCKS))
+            chunk = walk.next_chunk(CHUNK_BLOCKS)
+            if chunk:
+                self._send(time.time(), chunk, self._pool.config)
             await self._turns.next()
             while self._is_behind:
                 self._publish_some()
@@ -180,17 +171,13 @@ class EventPublisher:
             self._send(batch.time_seconds, batch.events, batch.config)
             self._next += 1
 
-    def _send_chunk(self, chunk: Sequence[BlockEvent]) -> None:
-        if chunk:
-            self._send(time.time(), chunk, self._pool.config)
-
     def _send(self, time_seconds: float, events: Sequence[BlockEvent], config: PoolConfig) -> None:
         payload = self._encoder.encode(time_seconds, events, config)
         if payload is None:
             return
         self._keep(payload)
-        number = self.num_published.to_bytes(SEQUENCE_BYTES, "big")
-        self.num_published += 1
+        number = self.counts.messages.to_bytes(SEQUENCE_BYTES, "big")
+        self.counts.messages += 1
         self._publish_socket.send_multipart((self._topic, number, payload), zmq.NOBLOCK)
 
     def _keep(self, payload: bytes) -> None:
@@ -206,28 +193,29 @@ class EventPublisher:
         if len(frames) != _REQUEST_FRAMES or frames[1]:
             _log.debug("event request malformed", extra={"pool": self._name})
             return
-        peer, _, asked = frames
+        identity, _, request = frames
+        peer = _Peer(socket, identity)
         try:
-            if asked == STATUS_REQUEST:
-                await _Peer(socket, peer).send(STATUS, self._header())
-            elif asked == SNAPSHOT_REQUEST:
-                await self._serve_snapshot(_Peer(socket, peer))
-            elif len(asked) == SEQUENCE_BYTES:
-                await self._serve_replay(_Peer(socket, peer), int.from_bytes(asked, "big"))
+            if request == STATUS_REQUEST:
+                await peer.send(STATUS, self._header())
+            elif request == SNAPSHOT_REQUEST:
+                await self._serve_snapshot(peer)
+            elif len(request) == SEQUENCE_BYTES:
+                await self._serve_replay(peer, int.from_bytes(request, "big"))
             else:
                 _log.debug("event request malformed", extra={"pool": self._name})
-        except PeerGoneError:
+        except PeerClosedError:
             _log.debug("event request abandoned", extra={"pool": self._name})
 
     async def _serve_replay(self, peer: "_Peer", start: int) -> None:
         """Sends the kept batches from `start` to the newest one at the time of the request, then the end marker."""
         has_topic = self._settings.replay_framing is ReplayFraming.TOPIC
-        self.num_replays += 1
-        end = self.num_published
+        self.counts.replays += 1
+        end = self.counts.messages
         at = start
         while at < end:
-            at = max(at, self.num_published - len(self._kept))
-            number, payload = at.to_bytes(SEQUENCE_BYTES, "big"), self._kept[at - self.num_published]
+            at = max(at, self.counts.messages - len(self._kept))
+            number, payload = at.to_bytes(SEQUENCE_BYTES, "big"), self._kept[at - self.counts.messages]
             await peer.send(*((self._topic,) if has_topic else ()), number, payload)
             at += 1
         await peer.send(*((b"",) if has_topic else ()), END_OF_REPLAY, b"")
@@ -236,7 +224,7 @@ class EventPublisher:
         """Sends all cached blocks, with the number of the first message to apply after the snapshot."""
         while self._is_behind:  # noqa: ASYNC110 - waits for the publishing task's turns, not for a time
             await asyncio.sleep(0)
-        self.num_snapshots += 1
+        self.counts.snapshots += 1
         walk = SnapshotCursor(self._pool)
         await peer.send(SNAPSHOT_BEGIN, self._header())
         while not walk.is_done:
@@ -254,8 +242,8 @@ class EventPublisher:
                 "pool": self._name,
                 "boot_id": self._boot_id,
                 "epoch": self._pool.epoch,
-                "sequence": self.num_published,
-                "oldest_sequence": self.num_published - len(self._kept),
+                "sequence": self.counts.messages,
+                "oldest_sequence": self.counts.messages - len(self._kept),
             }
         )
 
@@ -269,10 +257,10 @@ class _Peer:
         self._num_sent = 0
 
     async def send(self, *frames: bytes) -> None:
-        """Sends a reply when the peer's queue has room.
+        """Sends a reply when the peer's queue accepts it.
 
         Raises:
-            PeerGoneError: The peer disconnected, or reads nothing.
+            PeerClosedError: The peer disconnected, or reads nothing.
         """
         due_seconds = time.monotonic() + _STUCK_SECONDS
         while True:
@@ -280,12 +268,12 @@ class _Peer:
                 await self._socket.send_multipart((self._identity, b"", *frames), zmq.NOBLOCK)
             except zmq.Again:
                 if time.monotonic() > due_seconds:
-                    raise PeerGoneError from None
+                    raise PeerClosedError from None
                 await asyncio.sleep(_PAUSE_SECONDS)
             except zmq.ZMQError as error:
                 if error.errno != zmq.EHOSTUNREACH:
                     raise
-                raise PeerGoneError from None
+                raise PeerClosedError from None
             else:
                 break
         self._num_sent += 1

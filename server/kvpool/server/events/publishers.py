@@ -111,25 +111,30 @@ class EventPublishers:
         self._context.term()
 
     def _open(self, number: int) -> PublisherSockets:
-        settings = self._settings
-        replay: zmq.asyncio.Socket | None = None
+        """Opens the endpoints with this index.
+
+        Raises:
+            OSError: An endpoint cannot be opened.
+        """
+        settings, replay = self._settings, None
+        endpoint = settings.endpoint
         with contextlib.ExitStack() as undo:
             try:
-                publish = self._context.socket(zmq.PUB)
-                undo.callback(publish.close, linger=0)
+                publish = undo.enter_context(self._context.socket(zmq.PUB))
                 publish.sndhwm = settings.buffer_batches
-                if is_bound(settings.endpoint):
-                    _bind(publish, numbered(settings.endpoint, number))
+                if is_bound(endpoint):
+                    endpoint = numbered(endpoint, number)
+                    _bind(publish, endpoint)
                 else:
-                    publish.connect(settings.endpoint)
+                    publish.connect(endpoint)
                 if settings.replay_endpoint:
-                    replay = self._async_context.socket(zmq.ROUTER)
-                    undo.callback(replay.close, linger=0)
+                    endpoint = numbered(settings.replay_endpoint, number)
+                    replay = undo.enter_context(self._async_context.socket(zmq.ROUTER))
                     replay.router_mandatory = True  # reports disconnected and slow peers as errors
                     replay.maxmsgsize = _MAX_REQUEST_BYTES
-                    _bind(replay, numbered(settings.replay_endpoint, number))
+                    _bind(replay, endpoint)
             except zmq.ZMQError as error:
-                raise OSError(f"cannot publish on {settings.endpoint}: {zmq.strerror(error.errno or 0)}") from error
+                raise OSError(f"cannot publish on {endpoint}: {zmq.strerror(error.errno or 0)}") from error
             undo.pop_all()
         sockets = self._opened[number] = PublisherSockets(publish, replay)
         return sockets
@@ -137,10 +142,7 @@ class EventPublishers:
 
 def _bind(socket: "zmq.Socket[bytes] | zmq.asyncio.Socket", endpoint: str) -> None:
     socket.ipv6 = "[" in endpoint
-    try:
-        socket.bind(endpoint)
-    except zmq.ZMQError as error:
-        raise OSError(f"cannot publish on {endpoint}: {zmq.strerror(error.errno or 0)}") from error
+    socket.bind(endpoint)
 
 
 def _log_end(task: asyncio.Task[None]) -> None:

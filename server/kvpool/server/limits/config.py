@@ -13,12 +13,16 @@ from kvpool.core.steps.columns import MAX_OPERATIONS, Operation, Step
 RETRY_SECONDS: Final = 1.0
 MAX_COMMON_PREFIXES: Final = 64
 """Maximum of OPERATION_COMMON_PREFIX per step: each reads all blocks that the session's requests have in common."""
-MAX_PROMISED_BLOCKS: Final = 2**22
-"""Maximum number of block ids per step, i.e. of the hits that it allocates, null blocks included."""
+MAX_HIT_BLOCKS: Final = 2**22
+"""Maximum number of block ids of the hits that a step allocates, null blocks included."""
 MAX_EVICTED_BLOCKS: Final = 2**18
 """Maximum number of block ids of a step that evicts blocks."""
-_MAXIMA: Final = {"max_step_operations": MAX_OPERATIONS, "max_session_blocks": MAX_BLOCKS}
-_DEFAULT_MAXIMUM: Final = 2**40
+_RANGES: Final = {
+    "max_step_operations": (1, MAX_OPERATIONS),
+    "max_session_blocks": (0, MAX_BLOCKS),
+    "stall_seconds": (0.1, 3600),
+}
+_DEFAULT_RANGE: Final = (1, 2**40)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +39,8 @@ class Limits:
         max_session_requests: Maximum number of requests per session.
         max_session_tokens: Maximum number of tokens of all requests of a session together. The server keeps a hash for
             each block of them, and in pools with events each token.
-        max_session_blocks: Maximum number of blocks that the requests of a session may hold. A session can ask for a
-            lower maximum. 0: no limit.
+        max_session_blocks: Maximum number of blocks that the requests of a session may hold. A session can
+            request a lower maximum. 0: no limit.
         max_watches: Maximum number of open watches of block events.
         max_waiting_steps: Maximum number of steps and unary calls that wait for their turn.
         max_calls: Maximum number of calls in flight, streams included.
@@ -59,36 +63,26 @@ class Limits:
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            if field.name == "stall_seconds":
-                continue
-            value, minimum, maximum = getattr(self, field.name), 1, _MAXIMA.get(field.name, _DEFAULT_MAXIMUM)
-            if field.name == "max_session_blocks":
-                minimum = 0
-            if not minimum <= value <= maximum:
-                raise ValueError(f"{field.name}: {value} is not in [{minimum}, {maximum}]")
-        if not 0.1 <= self.stall_seconds <= 3600:  # noqa: PLR2004 - the message states it
-            raise ValueError(f"stall_seconds: {self.stall_seconds} is not in [0.1, 3600]")
+            value, (low, high) = getattr(self, field.name), _RANGES.get(field.name, _DEFAULT_RANGE)
+            if not low <= value <= high:
+                raise ValueError(f"{field.name}: {value} is not in [{low}, {high}]")
 
     def check_sessions(self, num_sessions: int, num_pool_sessions: int) -> None:
         """Raises ExhaustedError if no further session may be opened."""
         if num_sessions >= self.max_sessions:
-            message = f"the server has {num_sessions} sessions, the maximum"
-            raise ExhaustedError("TOO_MANY_SESSIONS", message, retry_seconds=RETRY_SECONDS)
+            raise _too_many("TOO_MANY_SESSIONS", f"the server has {num_sessions} sessions")
         if num_pool_sessions >= self.max_pool_sessions:
-            message = f"the pool has {num_pool_sessions} sessions, the maximum"
-            raise ExhaustedError("TOO_MANY_SESSIONS", message, field="pool_name", retry_seconds=RETRY_SECONDS)
+            raise _too_many("TOO_MANY_SESSIONS", f"the pool has {num_pool_sessions} sessions", "pool_name")
 
     def check_token_sessions(self, owner: str, num_sessions: int) -> None:
         """Raises ExhaustedError if no further session may be opened with the tokens of this name."""
         if num_sessions >= self.max_token_sessions:
-            message = f"the token {owner!r} has {num_sessions} sessions, the maximum"
-            raise ExhaustedError("TOO_MANY_TOKEN_SESSIONS", message, retry_seconds=RETRY_SECONDS)
+            raise _too_many("TOO_MANY_TOKEN_SESSIONS", f"the token {owner!r} has {num_sessions} sessions")
 
     def check_token_pools(self, owner: str, num_pools: int, field: str) -> None:
         """Raises ExhaustedError if no further pool may be created with the tokens of this name."""
         if num_pools >= self.max_token_pools:
-            message = f"the token {owner!r} has {num_pools} pools, the maximum"
-            raise ExhaustedError("TOO_MANY_TOKEN_POOLS", message, field=field, retry_seconds=RETRY_SECONDS)
+            raise _too_many("TOO_MANY_TOKEN_POOLS", f"the token {owner!r} has {num_pools} pools", field)
 
     def check_step(self, pool: KVCacheManager, session: Session, step: Step) -> None:
         """Raises ExhaustedError if a new step exceeds a limit, or would make its session exceed one.
@@ -102,10 +96,10 @@ class Limits:
             message = f"{count} operations; the maximum is {self.max_step_operations}"
             raise ExhaustedError("STEP_TOO_LARGE", message, field="operations")
         if count > MAX_COMMON_PREFIXES and step.operations.count(Operation.COMMON_PREFIX) > MAX_COMMON_PREFIXES:
-            message = f"more than {MAX_COMMON_PREFIXES} operations ask for a common prefix"
+            message = f"more than {MAX_COMMON_PREFIXES} operations request a common prefix"
             raise ExhaustedError("STEP_TOO_LARGE", message, field="operations")
         if len(step.block_ids) > MAX_EVICTED_BLOCKS:
-            maximum = MAX_EVICTED_BLOCKS if Operation.EVICT in step.operations else MAX_PROMISED_BLOCKS
+            maximum = MAX_EVICTED_BLOCKS if Operation.EVICT in step.operations else MAX_HIT_BLOCKS
             if len(step.block_ids) > maximum:
                 message = f"{len(step.block_ids)} block ids; the maximum for this step is {maximum}"
                 raise ExhaustedError("STEP_TOO_LARGE", message, field="block_ids")
@@ -123,10 +117,10 @@ class Limits:
             raise ExhaustedError("TOO_MANY_TOKENS", message, field="num_appended_tokens")
 
     def quota(self, min_blocks: int, max_blocks: int) -> Quota:
-        """Returns the quota of a session that asks for these blocks. 0: no minimum, or no maximum of its own.
+        """Returns the quota of a session that requests these blocks. 0: no minimum, or no maximum of its own.
 
         Raises:
-            ExhaustedError: The session asks for more than `max_session_blocks`.
+            ExhaustedError: The session requests more than `max_session_blocks`.
         """
         maximum = self.max_session_blocks
         if maximum:
@@ -135,6 +129,10 @@ class Limits:
                     message = f"{requested}; the server's maximum per session is {maximum}"
                     raise ExhaustedError("TOO_MANY_BLOCKS", message, field=field)
         return Quota(min_blocks, max_blocks or maximum)
+
+
+def _too_many(reason: str, count: str, field: str = "") -> ExhaustedError:
+    return ExhaustedError(reason, f"{count}, the maximum", field=field, retry_seconds=RETRY_SECONDS)
 
 
 DEFAULT_LIMITS: Final = Limits()

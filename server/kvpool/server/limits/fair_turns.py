@@ -15,12 +15,15 @@ after a pause starts at the clock of the others: unused time is not saved up.
 """
 
 import asyncio
+import functools
 import heapq
 import time
 from collections import OrderedDict
-from typing import Final
+from collections.abc import Awaitable, Callable
+from typing import Final, Protocol, TypeVar
 
 from kvpool.core.errors import ExhaustedError
+from kvpool.server.rpc import Context, abort_with
 
 RETRY_SECONDS: Final = 0.1
 YIELD_ITERATIONS: Final = 2
@@ -28,6 +31,11 @@ YIELD_ITERATIONS: Final = 2
 YIELD_AFTER_SECONDS: Final = 0.001
 MAX_KNOWN_FLOWS: Final = 1024
 """Maximum number of flows per level whose clock is kept: the most recently used ones."""
+
+_FairServicerT = TypeVar("_FairServicerT", bound="FairServicer")
+_RequestT = TypeVar("_RequestT")
+_ResponseT = TypeVar("_ResponseT")
+_Method = Callable[[_FairServicerT, _RequestT, Context], Awaitable[_ResponseT]]
 
 
 class _Flow:
@@ -173,9 +181,7 @@ class FairTurns:
         except asyncio.CancelledError:
             if turn in flow.waiters:
                 flow.waiters.remove(turn)
-            elif (
-                turn.done() and not turn.cancelled() and not turn.exception()
-            ):  # the turn was given to a cancelled caller
+            elif turn.done() and not turn.cancelled() and not turn.exception():  # given to a cancelled caller
                 self.end()
             raise
         finally:
@@ -218,3 +224,35 @@ class FairTurns:
         rejected = longest.waiters.pop()
         if not rejected.done():
             rejected.set_exception(error)
+
+
+class FairServicer(Protocol):
+    """A service whose methods take turns."""
+
+    turns: FairTurns
+
+    def flow_of(self, request: object, /) -> tuple[str, object]:
+        """Returns the pool and the session that a request belongs to; see `FairTurns.take`."""
+
+
+def in_turn(
+    method: Callable[[_FairServicerT, _RequestT], _ResponseT],
+) -> _Method[_FairServicerT, _RequestT, _ResponseT]:
+    """Makes an RPC of a plain method that changes state or reads much of it. The RPC waits for its turn first.
+
+    The method takes the request and returns the response; errors become statuses. It has no `await`, so nothing runs
+    between its check and its change.
+    """
+
+    @functools.wraps(method)
+    async def call(self: _FairServicerT, request: _RequestT, context: Context) -> _ResponseT:
+        try:
+            await self.turns.take(*self.flow_of(request))
+            try:
+                return method(self, request)
+            finally:
+                self.turns.end()
+        except Exception as error:  # noqa: BLE001 - the boundary: a bug must end this call alone, and is logged
+            await abort_with(context, error, method.__name__)
+
+    return call

@@ -6,8 +6,7 @@ be parsed it would answer UNKNOWN without details, and log a traceback.
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Awaitable, Callable
-from typing import Any, Final
+from typing import Final
 
 import grpc
 from google.protobuf.message import DecodeError
@@ -15,16 +14,14 @@ from google.protobuf.message import DecodeError
 from kvpool.core.errors import ExhaustedError, InvalidArgumentError, KvpoolError
 from kvpool.server.auth.permissions import rule_of
 from kvpool.server.metrics.observations import Observations
-from kvpool.server.rpc import Behavior, Handler, abort, behavior_of, method_of
+from kvpool.server.rpc import Behavior, Context, Handler, Interceptor, abort, behavior_of, method_of
 from kvpool.wire.errors import CODES, malformed_error
 
 MAX_PENDING_OPEN_CALLS: Final = 32
 """Maximum number of calls that need no token and whose request has not arrived. Each can hold a partial message."""
 
-_Context = grpc.aio.ServicerContext[Any, Any]
 
-
-class RequestReader(grpc.aio.ServerInterceptor):
+class RequestReader(Interceptor):
     """An interceptor that serves calls with one request as streams from which it reads one message.
 
     Clients that need no token could occupy all calls that the server accepts, with a new call for each one that is
@@ -34,33 +31,27 @@ class RequestReader(grpc.aio.ServerInterceptor):
 
     Args:
         stall_seconds: Maximum time until a request arrives.
-        observations: Counts calls that end without a request; None without metrics.
+        observations: Counts calls that end without a request.
     """
 
-    def __init__(self, stall_seconds: float, observations: Observations | None) -> None:
+    def __init__(self, stall_seconds: float, observations: Observations) -> None:
         self._stall_seconds = stall_seconds
         self._observations = observations
         self._pending_by_host: defaultdict[str, dict[asyncio.Timeout, None]] = defaultdict(dict)
 
-    async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], "Awaitable[Handler | None]"],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> "Handler | None":
+    def wrap(self, handler: Handler, details: grpc.HandlerCallDetails) -> Handler:
         """Turns a call with one request into a stream."""
-        handler = await continuation(handler_call_details)
-        if handler is None or handler.request_streaming:
+        if handler.request_streaming:
             return handler
         behavior: Behavior = behavior_of(handler)
-        method = method_of(handler_call_details)
+        method = method_of(details)
         read = self._read if rule_of(method) else self._read_without_token
 
-        async def call(_: object, context: _Context) -> object:
+        async def call(_: object, context: Context) -> object:
             try:
                 request = await read(context)
             except KvpoolError as error:
-                if self._observations:
-                    self._observations.rpc(method, CODES[type(error)].name, None)
+                self._observations.rpc(method, CODES[type(error)].name, None)
                 await abort(context, error, method)
             return await behavior(request, context)
 
@@ -71,7 +62,7 @@ class RequestReader(grpc.aio.ServerInterceptor):
         )
         return make(call, handler.request_deserializer, handler.response_serializer)
 
-    async def _read(self, context: _Context, deadline: asyncio.Timeout | None = None) -> object:
+    async def _read(self, context: Context, deadline: asyncio.Timeout | None = None) -> object:
         """Reads the request.
 
         Raises:
@@ -90,7 +81,7 @@ class RequestReader(grpc.aio.ServerInterceptor):
             raise InvalidArgumentError("message", "was not sent", reason="MALFORMED")
         return request
 
-    async def _read_without_token(self, context: _Context) -> object:
+    async def _read_without_token(self, context: Context) -> object:
         """Reads the request of a call that needs no token."""
         host = str(context.peer()).rpartition(":")[0]
         deadline = asyncio.timeout(self._stall_seconds)

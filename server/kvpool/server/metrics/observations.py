@@ -1,27 +1,30 @@
 """Figures that the server counts outside the core: calls, steps, publishers and the journal."""
 
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Final
 
 from kvpool.core.ids import PoolName
 from kvpool.core.statistics import Histogram
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class PublisherCounts:
     """Counts of the ZeroMQ publisher of one pool.
 
     Attributes:
-        messages: Messages published, heartbeats included.
-        skipped_batches: Batches not published because the publisher fell behind. It published all cached blocks again.
+        messages: Messages published, heartbeats included; the number of the next message.
+        skipped_batches: Batches that were never published because the publisher fell behind the log. All cached blocks
+            were published again instead. Messages that ZeroMQ drops for a slow subscriber are not counted here.
         replays: Replays served.
         snapshots: Snapshots served.
     """
 
-    messages: int
-    skipped_batches: int
-    replays: int
-    snapshots: int
+    messages: int = 0
+    skipped_batches: int = 0
+    replays: int = 0
+    snapshots: int = 0
 
 
 @dataclass(slots=True)
@@ -56,44 +59,61 @@ STEP_BOUNDS_SECONDS: Final = (
 OPERATION_BOUNDS: Final = tuple(2**i for i in range(14))
 
 
+@dataclass(slots=True)
+class StepHistograms:
+    """Steps of the streams of one pool.
+
+    Attributes:
+        seconds: Time from a step's arrival to its encoded result.
+        operations: Operations per step.
+    """
+
+    seconds: Histogram = field(default_factory=partial(Histogram, STEP_BOUNDS_SECONDS))
+    operations: Histogram = field(default_factory=partial(Histogram, OPERATION_BOUNDS))
+
+
 class Observations:
     """Counts and histograms of one server; its event loop writes and reads them.
 
     Attributes:
-        step_seconds: By pool: time from a step's arrival to its encoded result.
-        step_operations: By pool: operations per step.
+        steps: By pool: its steps.
         rpcs: By method and code: completed calls.
         rpc_seconds: By method: durations of unary calls.
         refusals: By reason: calls that failed authentication or authorization.
     """
 
     def __init__(self) -> None:
-        self.step_seconds: dict[PoolName, Histogram] = {}
-        self.step_operations: dict[PoolName, Histogram] = {}
-        self.rpcs: dict[tuple[str, str], int] = {}
+        self.steps: dict[PoolName, StepHistograms] = {}
+        self.rpcs: Counter[tuple[str, str]] = Counter()
         self.rpc_seconds: dict[str, Histogram] = {}
-        self.refusals: dict[str, int] = {}
+        self.refusals: Counter[str] = Counter()
 
     def step(self, pool: PoolName, num_operations: int, seconds: float) -> None:
         """Counts a step of a stream."""
-        timed = self.step_seconds.get(pool)
-        if timed is None:
-            timed = self.step_seconds[pool] = Histogram(STEP_BOUNDS_SECONDS)
-            self.step_operations[pool] = Histogram(OPERATION_BOUNDS)
-        timed.observe(seconds)
-        self.step_operations[pool].observe(num_operations)
+        steps = self.steps.get(pool)
+        if steps is None:
+            steps = self.steps[pool] = StepHistograms()
+        steps.seconds.observe(seconds)
+        steps.operations.observe(num_operations)
 
     def rpc(self, method: str, code: str, seconds: float | None) -> None:
         """Counts a completed call; `seconds` is None for a stream, whose duration its client decides."""
-        self.rpcs[method, code] = self.rpcs.get((method, code), 0) + 1
+        self.rpcs[method, code] += 1
         if seconds is not None:
             self.rpc_seconds.setdefault(method, Histogram(STEP_BOUNDS_SECONDS)).observe(seconds)
 
     def refusal(self, reason: str) -> None:
         """Counts a call that failed authentication or authorization."""
-        self.refusals[reason] = self.refusals.get(reason, 0) + 1
+        self.refusals[reason] += 1
 
     def forget_pools_but(self, names: set[PoolName]) -> None:
         """Deletes the histograms of removed pools."""
-        for name in self.step_seconds.keys() - names:
-            del self.step_seconds[name], self.step_operations[name]
+        for name in self.steps.keys() - names:
+            del self.steps[name]
+
+    def copy(self) -> "Observations":
+        """Returns an independent copy, without the histograms of pools."""
+        made = Observations()
+        made.rpcs, made.refusals = self.rpcs.copy(), self.refusals.copy()
+        made.rpc_seconds = {method: histogram.copy() for method, histogram in self.rpc_seconds.items()}
+        return made

@@ -1,62 +1,53 @@
-"""Counts and times all calls of a server."""
+"""Counts all calls of a server and measures their duration."""
 
 import asyncio
 import inspect
 import time
-from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any, Final
 
 import grpc
 
 from kvpool.server.metrics.observations import Observations
-from kvpool.server.rpc import Behavior, Handler, behavior_of, method_of, rewrapped
+from kvpool.server.rpc import Behavior, Context, Handler, Interceptor, behavior_of, method_of, rewrapped
 
 _CODES: Final = {code.value[0]: code.name for code in grpc.StatusCode}
 
 
-class RpcObserver(grpc.aio.ServerInterceptor):
+class RpcObserver(Interceptor):
     """An interceptor. It counts existing methods only, so that a client cannot invent label values."""
 
     def __init__(self, observations: Observations) -> None:
         self._observations = observations
 
-    async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], "Awaitable[Handler | None]"],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> "Handler | None":
-        """Wraps the handler of a call."""
-        handler = await continuation(handler_call_details)
-        if handler is None:  # no method of this name
-            return None
-        method = method_of(handler_call_details)
+    def wrap(self, handler: Handler, details: grpc.HandlerCallDetails) -> Handler:
+        """Counts a call and measures its duration."""
         behavior = behavior_of(handler)
         if not inspect.iscoroutinefunction(behavior):  # a generator of responses; only reflection has one
             return handler
         is_unary = not handler.request_streaming and not handler.response_streaming
-        return rewrapped(handler, self._observed(behavior, method, is_unary=is_unary))
+        return rewrapped(handler, partial(self._answer, behavior, method_of(details), is_unary=is_unary))
 
-    def _observed(self, behavior: Behavior, method: str, *, is_unary: bool) -> Behavior:
-        async def call(request: object, context: "grpc.aio.ServicerContext[Any, Any]") -> object:
-            start = time.perf_counter()
-            code = grpc.StatusCode.UNKNOWN.name
-            try:
-                answer = await behavior(request, context)
-                code = _code(context)
-            except asyncio.CancelledError:
-                code = grpc.StatusCode.CANCELLED.name
-                raise
-            except grpc.aio.AbortError:
-                code = _code(context)
-                raise
-            finally:
-                self._observations.rpc(method, code, time.perf_counter() - start if is_unary else None)
-            return answer
+    async def _answer(
+        self, behavior: Behavior, method: str, request: object, context: Context, *, is_unary: bool
+    ) -> object:
+        start = time.perf_counter()
+        code = grpc.StatusCode.UNKNOWN.name
+        try:
+            answer = await behavior(request, context)
+            code = _code(context)
+        except asyncio.CancelledError:
+            code = grpc.StatusCode.CANCELLED.name
+            raise
+        except grpc.aio.AbortError:
+            code = _code(context)
+            raise
+        finally:
+            self._observations.rpc(method, code, time.perf_counter() - start if is_unary else None)
+        return answer
 
-        return call
 
-
-def _code(context: "grpc.aio.ServicerContext[Any, Any]") -> str:
+def _code(context: Context) -> str:
     """Name of a call's final status; a status that was never set is OK."""
     code: Any = context.code()
     return code.name if isinstance(code, grpc.StatusCode) else _CODES.get(code or 0, "UNKNOWN")

@@ -9,40 +9,28 @@ from typing import Final
 
 from prometheus_client import Metric
 
-from kvpool.core.statistics import Histogram
-from kvpool.server.metrics.pool_metrics import HISTOGRAMS, PoolSample, family, histogram_family
+from kvpool.core.views.pool_info import PoolInfo
+from kvpool.server.metrics.families import Row, families, histogram_family
+from kvpool.server.metrics.pool_metrics import HISTOGRAMS, PoolSample
 
 _LABELS: Final = ("model_name",)
+
+_POOL: Final[dict[str, Row[PoolInfo]]] = {
+    "vllm:kv_cache_usage_perc": Row("KV-cache usage. 1 means 100 percent usage.", lambda pool: pool.usage),
+    "vllm:prefix_cache_queries_total": Row(
+        "Prefix cache queries, in terms of number of queried tokens.", lambda pool: pool.prefix_cache.queries_tokens
+    ),
+    "vllm:prefix_cache_hits_total": Row(
+        "Prefix cache hits, in terms of number of cached tokens.", lambda pool: pool.prefix_cache.hits_tokens
+    ),
+    "vllm:num_preemptions_total": Row("Cumulative number of preemptions.", lambda pool: pool.preemptions),
+}
 
 
 def vllm_metrics(pools: Sequence[PoolSample]) -> Iterator[Metric]:
     """Makes the metric families, each with the samples of all pools."""
-    infos = [sample.info for sample in pools]
-    yield family(
-        "vllm:kv_cache_usage_perc",
-        "KV-cache usage. 1 means 100 percent usage.",
-        _LABELS,
-        [((info.config.name,), info.usage) for info in infos],
-    )
-    yield family(
-        "vllm:prefix_cache_queries_total",
-        "Prefix cache queries, in terms of number of queried tokens.",
-        _LABELS,
-        [((info.config.name,), info.prefix_cache.queries_tokens) for info in infos],
-    )
-    yield family(
-        "vllm:prefix_cache_hits_total",
-        "Prefix cache hits, in terms of number of cached tokens.",
-        _LABELS,
-        [((info.config.name,), info.prefix_cache.hits_tokens) for info in infos],
-    )
-    yield family(
-        "vllm:num_preemptions_total",
-        "Cumulative number of preemptions.",
-        _LABELS,
-        [((info.config.name,), info.preemptions) for info in infos],
-    )
-    for name, text, bounds, read in HISTOGRAMS:
+    yield from families(_POOL, _LABELS, [((pool.info.config.name,), pool.info) for pool in pools])
+    for name, text in HISTOGRAMS.items():
         if name.startswith("kvpool_block_"):
-            samples = [((p.info.config.name,), read(p.measures) or Histogram(bounds)) for p in pools]
+            samples = [((pool.info.config.name,), pool.histograms[name]) for pool in pools]
             yield histogram_family(f"vllm:kv_{name.removeprefix('kvpool_')}", text, _LABELS, samples)

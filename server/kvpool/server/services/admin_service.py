@@ -11,7 +11,7 @@ from kvpool.core.ids import PoolName
 from kvpool.core.views import inspection
 from kvpool.core.views.inspection import Page
 from kvpool.server.auth.caller import can_see
-from kvpool.server.rpc import in_turn
+from kvpool.server.limits.fair_turns import in_turn
 from kvpool.server.services.hub import Hub, session_fields
 from kvpool.server.services.ranks import Ranks
 from kvpool.v1 import admin_pb2, admin_pb2_grpc
@@ -30,18 +30,15 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
 
     def __init__(self, hub: Hub, ranks: Ranks) -> None:
         self._hub = hub
+        self.turns = hub.turns
         self._ranks = ranks
         self._allocator = hub.allocator
         self._started_seconds = time.monotonic()  # unlike lease times, the uptime includes pauses
         self._version = version("kvpool")
 
-    async def take_turn(self, _: object) -> None:
-        """Waits for the turn of the calls that belong to no session."""
-        await self._hub.turns.take("", 0)
-
-    def end_turn(self) -> None:
-        """Ends the turn."""
-        self._hub.turns.end()
+    def flow_of(self, _: object) -> tuple[str, object]:
+        """Returns the flow of the calls that belong to no session."""
+        return "", 0
 
     @in_turn
     def ListPools(self, _: admin_pb2.ListPoolsRequest) -> admin_pb2.ListPoolsResponse:

@@ -6,7 +6,6 @@ import secrets
 import time
 
 import grpc
-from google.protobuf.message import Message
 
 from kvpool.core.blocks.kv_cache_manager import KVCacheManager
 from kvpool.core.blocks.quota import NO_QUOTA
@@ -15,9 +14,10 @@ from kvpool.core.ids import SessionId
 from kvpool.core.sessions.session import Session
 from kvpool.core.steps.columns import Outcome
 from kvpool.server.auth.caller import CALLER, check_session, token_name
+from kvpool.server.limits.fair_turns import in_turn
 from kvpool.server.limits.streams import StreamWriter, read_first
 from kvpool.server.metrics.observations import Observations
-from kvpool.server.rpc import errors_sent, guarded, in_turn
+from kvpool.server.rpc import errors_sent
 from kvpool.server.services import unary
 from kvpool.server.services.hub import Hub, OpenCall, session_fields
 from kvpool.server.services.ranks import Ranks
@@ -30,6 +30,7 @@ from kvpool.wire.protocol_version import PROTOCOL_VERSION, check_client
 _log = logging.getLogger("kvpool.server")
 
 _WaitContext = grpc.aio.ServicerContext[allocator_pb2.WaitUntilReadyRequest, allocator_pb2.WaitUntilReadyResponse]
+_KeepAliveContext = grpc.aio.ServicerContext[allocator_pb2.KeepAliveRequest, allocator_pb2.KeepAliveResponse]
 _ResumeContext = grpc.aio.ServicerContext[allocator_pb2.ResumeSessionRequest, allocator_pb2.ResumeSessionResponse]
 _StepContext = grpc.aio.ServicerContext[step_pb2.Step, step_pb2.StepResult]
 
@@ -39,24 +40,21 @@ class AllocatorService(allocator_pb2_grpc.AllocatorServiceServicer):
 
     def __init__(self, hub: Hub, ranks: Ranks, observations: Observations | None = None) -> None:
         self._hub = hub
+        self.turns = hub.turns
         self._ranks = ranks
         self._allocator = hub.allocator
         self._faults = hub.faults
         self._observations = observations
 
-    async def take_turn(self, request: Message) -> None:
-        """Waits for the turn of the request's session. All calls without a session share one flow."""
+    def flow_of(self, request: object) -> tuple[str, object]:
+        """Returns the flow of the request's session. All calls without a session share one flow."""
         pool, session = "", 0
         session_id = getattr(request, "session_id", "")
         if session_id:
             with contextlib.suppress(KvpoolError):  # the method reports it
                 found = self._hub.session(session_id)
                 pool, session = found[0].config.name, found[1].session_number
-        await self._hub.turns.take(pool, session)
-
-    def end_turn(self) -> None:
-        """Ends the turn."""
-        self._hub.turns.end()
+        return pool, session
 
     @in_turn
     def CreatePool(self, request: allocator_pb2.CreatePoolRequest) -> allocator_pb2.CreatePoolResponse:
@@ -126,12 +124,12 @@ class AllocatorService(allocator_pb2_grpc.AllocatorServiceServicer):
         response = allocator_pb2.ResumeSessionResponse()
         async with errors_sent(context, "ResumeSession"):
             with self._hub.open_call() as call:
-                await self.take_turn(request)
+                await self.turns.take(*self.flow_of(request))
                 try:
                     pool, session = self._resume(request)
                     response = wire_sessions.resumption_to_proto(pool, session)
                 finally:
-                    self.end_turn()
+                    self.turns.end()
                 with self._hub.resuming(session, call), call.wait():
                     await self._ranks.fencing.fence_out(pool, session.previous_number)
         return response
@@ -143,10 +141,14 @@ class AllocatorService(allocator_pb2_grpc.AllocatorServiceServicer):
         _log.info("session resumed", extra={**session_fields(pool, session), **extra})
         return pool, session
 
-    @guarded
-    def KeepAlive(self, request: allocator_pb2.KeepAliveRequest) -> allocator_pb2.KeepAliveResponse:
-        _, session = self._hub.session(request.session_id)
-        return allocator_pb2.KeepAliveResponse(lease_seconds=session.lease_seconds)
+    async def KeepAlive(
+        self, request: allocator_pb2.KeepAliveRequest, context: _KeepAliveContext
+    ) -> allocator_pb2.KeepAliveResponse:
+        response = allocator_pb2.KeepAliveResponse()
+        async with errors_sent(context, "KeepAlive"):
+            _, session = self._hub.session(request.session_id)
+            response.lease_seconds = session.lease_seconds
+        return response
 
     @in_turn
     def CloseSession(self, request: allocator_pb2.CloseSessionRequest) -> allocator_pb2.CloseSessionResponse:
@@ -229,11 +231,11 @@ class AllocatorService(allocator_pb2_grpc.AllocatorServiceServicer):
                     stack.enter_context(self._hub.attached(session, call))
                 elif message.session_id not in ("", session_id):
                     raise InvalidArgumentError("session_id", "differs from the stream's first step")
-                await self._hub.turns.take(pool.config.name, session.session_number)
+                await self.turns.take(pool.config.name, session.session_number)
                 try:
                     result = self._apply(session_id, message)
                 finally:
-                    self._hub.turns.end()
+                    self.turns.end()
                 if states_version:  # in the first result of the stream
                     result.protocol_version, states_version = PROTOCOL_VERSION, False
                 await writer.write(result)

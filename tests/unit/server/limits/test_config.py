@@ -6,7 +6,7 @@ from kvpool.cli.limits import _HELP
 from kvpool.core.blocks.quota import Quota
 from kvpool.core.errors import ExhaustedError
 from kvpool.core.steps.columns import Operation, Step
-from kvpool.server.limits.config import MAX_COMMON_PREFIXES, MAX_EVICTED_BLOCKS, MAX_PROMISED_BLOCKS, Limits
+from kvpool.server.limits.config import MAX_COMMON_PREFIXES, MAX_EVICTED_BLOCKS, MAX_HIT_BLOCKS, Limits
 from support.core import World
 from support.paths import DOCS
 
@@ -110,7 +110,7 @@ def test_common_prefixes_of_a_step() -> None:
 
 
 @pytest.mark.parametrize(
-    ("operation", "most"), [(Operation.EVICT, MAX_EVICTED_BLOCKS), (Operation.ALLOCATE, MAX_PROMISED_BLOCKS)]
+    ("operation", "most"), [(Operation.EVICT, MAX_EVICTED_BLOCKS), (Operation.ALLOCATE, MAX_HIT_BLOCKS)]
 )
 def test_block_ids_of_a_step(operation: Operation, most: int) -> None:
     world = World(num_blocks=20)

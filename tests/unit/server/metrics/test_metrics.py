@@ -12,7 +12,8 @@ from kvpool.core.ranks.messages import PoolState, Rank, RankInfo, RankState
 from kvpool.core.statistics import Histogram
 from kvpool.core.views.pool_info import PoolInfo
 from kvpool.server.metrics.observations import JournalCounts, Observations, PublisherCounts
-from kvpool.server.metrics.server_metrics import PoolSource, sampler
+from kvpool.server.metrics.pool_metrics import PoolSample, copy_histograms
+from kvpool.server.metrics.server_metrics import sampler
 from support.core import World
 from support.paths import DOCS
 
@@ -28,11 +29,20 @@ class _Fixed(Collector):
         return self._metrics
 
 
+def sample_of(
+    info: PoolInfo, seen: Observations, kept: BlockLifetimes | None = None, published: PublisherCounts | None = None
+) -> PoolSample:
+    return PoolSample(info, copy_histograms(kept, seen.steps.get(PoolName(info.config.name))), published)
+
+
 def scrape(pools: list[tuple[PoolInfo, BlockLifetimes | None]], seen: Observations, *, with_vllm: bool = False) -> str:
     journal = JournalCounts(is_up=True, size_bytes=7, records=3)
-    found = [PoolSource(info, kept, PublisherCounts(5, 4, 3, 2)) for info, kept in pools]
+
+    def sample_pools() -> list[PoolSample]:
+        return [sample_of(info, seen, kept, PublisherCounts(5, 4, 3, 2)) for info, kept in pools]
+
     registry = CollectorRegistry()
-    registry.register(_Fixed(list(sampler(lambda: found, seen, with_vllm=with_vllm, journal=journal)()())))
+    registry.register(_Fixed(list(sampler(sample_pools, seen, with_vllm=with_vllm, journal=journal)()())))
     return generate_latest(registry).decode()
 
 
@@ -87,7 +97,8 @@ def test_every_sample_of_a_pool_matches_the_pool() -> None:
 
 
 def test_a_pool_without_a_publisher_has_no_publisher_samples() -> None:
-    metrics = sampler(lambda: [PoolSource(info_of(World()))], Observations(), with_vllm=False)()()
+    seen = Observations()
+    metrics = sampler(lambda: [sample_of(info_of(World()), seen)], seen, with_vllm=False)()()
     assert not [s for metric in metrics for s in metric.samples if s.name.startswith("kvpool_event_")]
 
 
@@ -130,15 +141,15 @@ def test_calls_are_counted_by_method_and_code() -> None:
 
 def test_measurements_of_a_removed_pool_are_deleted() -> None:
     seen = Observations()
-    seen.step(PoolName("gone"), 1, 0.1)
-    assert "gone" not in scrape([(info_of(World()), None)], seen)
-    assert not seen.step_seconds
+    seen.step(PoolName("former"), 1, 0.1)
+    assert "former" not in scrape([(info_of(World()), None)], seen)
+    assert not seen.steps
 
 
 def test_a_sample_does_not_change_later() -> None:
     seen = Observations()
     seen.step(PoolName("m"), 1, 0.1)
-    render = sampler(lambda: [PoolSource(info_of(World()))], seen, with_vllm=False)()
+    render = sampler(lambda: [sample_of(info_of(World()), seen)], seen, with_vllm=False)()
     seen.step(PoolName("m"), 1, 0.1)
     counts = [s.value for m in render() for s in m.samples if s.name == "kvpool_step_seconds_count"]
     assert counts == [1]

@@ -1,4 +1,4 @@
-"""Serves /metrics. Figures are copied on the server's event loop, and a thread renders the text.
+"""Collects metrics of state that belongs to an event loop: the loop copies the figures, a thread makes the metrics.
 
 1. Only the event loop reads the core, so a scrape shows all pools at the same moment.
 2. Figures are computed per scrape only.
@@ -10,8 +10,6 @@ from typing import Final
 
 from prometheus_client import Metric
 from prometheus_client.registry import Collector
-
-from kvpool.wire.metrics_http import MetricsServer
 
 SCRAPE_SECONDS: Final = 5.0
 """Maximum time that a scrape waits for the event loop."""
@@ -49,25 +47,3 @@ class LoopCollector(Collector):
     def describe(self) -> Iterable[Metric]:
         """Returns nothing, because the loop itself registers this collector and cannot wait for itself."""
         return ()
-
-
-class Exporter:
-    """The HTTP server of the metrics, with its own threads.
-
-    Args:
-        host: Address to listen on.
-        port: Port to listen on; 0 for a free one.
-        sample: See `LoopCollector`.
-
-    Raises:
-        OSError: The address cannot be used.
-    """
-
-    def __init__(self, host: str, port: int, sample: Callable[[], Callable[[], Iterable[Metric]]]) -> None:
-        self._http = MetricsServer(LoopCollector(asyncio.get_running_loop(), sample), host, port)
-        self.address = f"{host}:{self._http.port}"
-        """The listening address, with the actual port."""
-
-    async def stop(self) -> None:
-        """Stops listening. The loop keeps running meanwhile, as a scrape in progress waits for it."""
-        await asyncio.to_thread(self._http.stop)
