@@ -275,12 +275,6 @@ class Membership:
             self._registry.add(member)
             self._registry.mark_away(member, RankState.LOST, now_seconds)
 
-    def extend_deadlines(self, seconds: float) -> None:
-        """Extends all deadlines by the time in which the server process was busy or stopped and read no messages."""
-        for member in self._registry:
-            member.last_seen_seconds += seconds
-            member.away_seconds += seconds
-
     def _due_seconds(self, member: Member) -> float:
         if member.is_away:
             return member.away_seconds + self._timing.grace_seconds

@@ -15,7 +15,7 @@ from kvpool.core.block_lifetimes import BlockLifetimes
 from kvpool.core.blocks.kv_cache_manager import KVCacheManager
 from kvpool.core.errors import AbortedError, KvpoolError, UnavailableError, check_range
 from kvpool.core.ids import PoolName, SessionId, SessionNumber
-from kvpool.core.pause_tolerant_clock import READ_INTERVAL_SECONDS, PauseTolerantClock
+from kvpool.core.pause_tolerant_clock import MAX_RUN_SECONDS, PauseTolerantClock
 from kvpool.core.sessions.quarantine import Quarantined
 from kvpool.core.sessions.session import LeaseBounds, Session
 from kvpool.core.sessions.session_ends import ended_error
@@ -29,6 +29,8 @@ from kvpool.server.limits.fair_turns import FairTurns
 from kvpool.server.shutdown import Shutdown
 
 DRAIN_RETRY_SECONDS: Final = 1.0
+_MIN_RUN_SECONDS: Final = 0.001
+"""Minimum time for which the clock runs at once."""
 _MANY_BLOCKS: Final = 50_000
 """Size from which the columns of a pool are excluded from garbage collection."""
 
@@ -145,6 +147,20 @@ class Hub:
     def now_seconds(self) -> float:
         """Monotonic time in seconds, without the time during which this process was paused."""
         return self._clock.read(time.monotonic())
+
+    async def sleep_until(self, due_seconds: float) -> None:
+        """Lets the clock run until a time, for at most MAX_RUN_SECONDS, and waits meanwhile.
+
+        Only one task calls this, and calls it again at once. After a pause of the process, the wait continues while the
+        clock stands still: messages that arrived during the pause are handled before their senders can be late.
+        """
+        left_seconds = due_seconds - self.now_seconds()
+        wait_seconds = min(max(left_seconds, _MIN_RUN_SECONDS), MAX_RUN_SECONDS)
+        start_seconds = time.monotonic()
+        self._clock.run(start_seconds, wait_seconds)
+        await asyncio.sleep(wait_seconds)
+        if time.monotonic() - start_seconds > wait_seconds + MAX_RUN_SECONDS:
+            await asyncio.sleep(MAX_RUN_SECONDS)
 
     def session(self, session_id: str) -> tuple[KVCacheManager, Session]:
         """See `Allocator.session`. Expires leases first if that of this session has run out."""
@@ -393,13 +409,6 @@ class Hub:
         stream = self._stream_by_session.get(session_id)
         for call in (*((stream,) if stream else ()), *self._resuming.get(session_id, ())):
             call.end(error)
-
-    async def expire_leases(self) -> None:
-        """Ends sessions whose lease runs out, and quarantines that are over. Runs indefinitely."""
-        while True:
-            left = self.allocator.next_expiry_seconds() - self.now_seconds()
-            await asyncio.sleep(min(max(left, 0.001), READ_INTERVAL_SECONDS))
-            self.expire_now()
 
     def expire_now(self) -> None:
         """Ends the sessions whose lease has run out, and the quarantines that are over."""

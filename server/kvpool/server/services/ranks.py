@@ -40,7 +40,6 @@ from kvpool.wire import ranks as wire_ranks
 
 MAX_WAIT_SECONDS: Final = 3600.0
 MAX_UNSENT_MESSAGES: Final = 256
-_POLL_SECONDS: Final = 0.25
 _MAX_LOGGED_RANKS: Final = 16
 """Maximum number of absent ranks in a log record."""
 
@@ -294,27 +293,23 @@ class Ranks:
                 _log.warning("rank lost", extra={"pool": membership.name, "rank": link.rank})
             self._carry_out(membership, membership.link_broke(link.link_id, self._hub.now_seconds()))
 
-    async def watch(self) -> None:
-        """Detects ranks whose heartbeats stop. Runs indefinitely.
-
-        If this loop is late, the server's process was busy or paused. That time is not counted against the ranks.
-        """
-        last_seconds = self._hub.now_seconds()
+    async def watch_deadlines(self) -> None:
+        """Ends leases, quarantines and grace times that are over, and detects silent ranks. Runs indefinitely."""
         while True:
-            due = min((m.next_deadline_seconds for m in self._memberships.values()), default=float("inf"))
-            wait_seconds = min(max(due - last_seconds, 0.005), _POLL_SECONDS)
-            await asyncio.sleep(wait_seconds)
-            now_seconds = self._hub.now_seconds()
-            late_seconds = max(now_seconds - last_seconds - wait_seconds, 0.0)
-            last_seconds = now_seconds
-            for membership in list(self._memberships.values()):
-                membership.extend_deadlines(late_seconds)
-                known = set(membership.absent_ranks)
-                effects = membership.tick(now_seconds)
-                for rank in membership.absent_ranks:
-                    if rank not in known:
-                        _log.warning("rank silent", extra={"pool": membership.name, "rank": rank})
-                self._carry_out(membership, effects)
+            rank_deadlines = (membership.next_deadline_seconds for membership in self._memberships.values())
+            await self._hub.sleep_until(min(self._hub.allocator.next_expiry_seconds(), *rank_deadlines, float("inf")))
+            self._hub.expire_now()
+            self.tick()
+
+    def tick(self) -> None:
+        """Detects ranks whose heartbeats have stopped, and gives up ranks whose grace time is over."""
+        for membership in list(self._memberships.values()):
+            known = set(membership.absent_ranks)
+            effects = membership.tick(self._hub.now_seconds())
+            for rank in membership.absent_ranks:
+                if rank not in known:
+                    _log.warning("rank silent", extra={"pool": membership.name, "rank": rank})
+            self._carry_out(membership, effects)
 
     def _is_ready(self, name: str) -> bool:
         if not self._hub.takes_sessions(PoolName(name)):

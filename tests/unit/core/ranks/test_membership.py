@@ -399,16 +399,6 @@ def test_a_new_stream_of_the_same_process_takes_over() -> None:
     world.beat(newer)
 
 
-def test_no_rank_is_silent_because_the_server_was_stopped() -> None:
-    world = Gathering()
-    world.form()
-    world.members.extend_deadlines(60.0)
-    world.wait(60.0)
-    assert world.is_serving
-    world.wait(6.0)
-    assert not world.is_serving
-
-
 def test_a_forming_rank_that_falls_silent_is_given_up() -> None:
     world = Gathering()
     link = world.register(registration(0))
