@@ -7,7 +7,6 @@ import pytest
 
 from kvpool.core.ids import SessionId
 from kvpool.core.pause_tolerant_clock import MAX_RUN_SECONDS
-from kvpool.core.ranks.membership import Membership
 from kvpool.core.ranks.messages import Allocated, PoolState, RankTiming
 from kvpool.core.sessions.session_ends import REMEMBERED_ENDS
 from kvpool.server.services import hub as hub_module
@@ -25,37 +24,36 @@ class Place:
         self.hub = Hub(2**24)
         self.ranks = Ranks(self.hub, TIMING, 2**24, 256)
 
-    def join(self, rank: int, world_size: int = 2) -> tuple[Membership, RankLink]:
+    def join(self, rank: int, world_size: int = 2) -> RankLink:
         """Opens a stream and registers a rank."""
         task = asyncio.current_task()
         assert task
-        link = self.ranks.open_link(OpenCall(task))
-        return self.ranks.register(link, "m", registration(rank, world_size)), link
+        return self.ranks.register(OpenCall(task), "m", registration(rank, world_size))
 
-    def open(self) -> tuple[Membership, RankLink]:
+    def open(self) -> RankLink:
         """Opens a pool of one rank."""
-        membership, link = self.join(0, 1)
-        self.ranks.initialized(membership, link, Allocated(1, 100, 100 * BLOCK_BYTES))
-        assert membership.state is PoolState.READY
-        return membership, link
+        link = self.join(0, 1)
+        self.ranks.initialized(link, Allocated(1, 100, 100 * BLOCK_BYTES))
+        assert link.membership.state is PoolState.READY
+        return link
 
 
 async def test_the_end_of_an_old_stream_does_not_affect_a_pool_that_forms_again() -> None:
     place = Place()
-    before, old = place.join(0)
-    place.ranks.leave(before, old)
+    old = place.join(0)
+    place.ranks.leave(old)
     assert place.ranks.membership("m") is None
-    now, _ = place.join(1)
-    place.ranks.close_link(before, old)
-    assert place.ranks.membership("m") is now
+    newer = place.join(1)
+    place.ranks.close_link(old)
+    assert place.ranks.membership("m") is newer.membership
 
 
 async def test_an_epoch_passes_with_more_sessions_than_are_remembered() -> None:
     place = Place()
-    membership, link = place.open()
+    link = place.open()
     for i in range(REMEMBERED_ENDS + 1):
         place.hub.allocator.open_session("m", "", 60.0, session_id=SessionId(str(i)), now_seconds=0.0)
-    place.ranks.leave(membership, link)
+    place.ranks.leave(link)
     info = place.ranks.describe("m")
     assert (info.sessions, info.epoch, info.state) == (0, 2, PoolState.DEGRADED)
 
