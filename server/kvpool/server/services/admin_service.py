@@ -6,7 +6,7 @@ from importlib.metadata import version
 from typing import Final
 
 from kvpool.core.blocks.kv_cache_manager import KVCacheManager
-from kvpool.core.errors import InvalidArgumentError, WrongStateError
+from kvpool.core.errors import InvalidArgumentError, WrongStateError, check_range
 from kvpool.core.ids import PoolName
 from kvpool.core.views import inspection
 from kvpool.core.views.inspection import Page
@@ -18,7 +18,7 @@ from kvpool.v1 import admin_pb2, admin_pb2_grpc
 from kvpool.wire import admin as wire_admin
 from kvpool.wire import pools as wire_pools
 
-MAX_DRAIN_SECONDS: Final = 86_400.0
+MAX_DRAIN_SECONDS: Final = 86_400
 _MAX_HOLDERS: Final = 16
 """Maximum number of sessions in the response of ResetPrefixCache."""
 
@@ -131,9 +131,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
     def _stop(self, request: admin_pb2.DrainRequest) -> admin_pb2.DrainResponse:
         if request.pool_name:
             raise InvalidArgumentError("pool_name", "must be empty: the whole server stops")
-        if not 0 <= request.timeout_seconds <= MAX_DRAIN_SECONDS:
-            message = f"{request.timeout_seconds} is not in [0, {MAX_DRAIN_SECONDS:g}]"
-            raise InvalidArgumentError("timeout_seconds", message)
+        check_range("timeout_seconds", request.timeout_seconds, 0, MAX_DRAIN_SECONDS)
         self._hub.shutdown.request(request.timeout_seconds)
         num_sessions = self._allocator.num_sessions
         extra = {"sessions": num_sessions, "seconds": request.timeout_seconds}

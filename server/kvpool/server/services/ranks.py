@@ -7,7 +7,7 @@ import logging
 from dataclasses import dataclass, field, replace
 from typing import Final, assert_never
 
-from kvpool.core.errors import ExhaustedError, InvalidArgumentError, WrongStateError
+from kvpool.core.errors import ExhaustedError, WrongStateError, check_range
 from kvpool.core.ids import PoolName
 from kvpool.core.ranks.membership import Membership
 from kvpool.core.ranks.messages import (
@@ -43,7 +43,7 @@ from kvpool.v1 import worker_pb2
 from kvpool.wire import ranks as wire_ranks
 from kvpool.wire.pools import values_of
 
-MAX_WAIT_SECONDS: Final = 3600.0
+MAX_WAIT_SECONDS: Final = 3600
 MAX_UNSENT_MESSAGES: Final = 256
 _MAX_LOGGED_RANKS: Final = 16
 """Maximum number of absent ranks in a log record."""
@@ -115,12 +115,12 @@ class Ranks:
         """
         membership = self.membership(name)
         if membership and not membership.was_open:
-            config = PoolConfig(membership.name, 0, membership.options.max_model_len, ())
+            config = PoolConfig(membership.name, 0, membership.registry.options.max_model_len, ())
             info = PoolInfo(config, membership.epoch, 0, 0, 0.0, PrefixCacheStats(), 0.0, 0, 0, 0, 0)
         else:
             info = self._hub.describe(name)
         if membership:
-            info = replace(info, epoch=membership.epoch, state=membership.state, ranks=membership.rank_infos())
+            info = replace(info, epoch=membership.epoch, state=membership.state, ranks=membership.registry.rank_infos())
         return info if self._hub.takes_sessions(info.config.name) else replace(info, state=PoolState.DRAINING)
 
     def pool_names(self) -> list[PoolName]:
@@ -145,8 +145,8 @@ class Ranks:
             WrongStateError: The pool has ranks, waits for ranks, or has sessions; the message names them.
         """
         membership = self.membership(name)
-        if membership and not membership.is_empty:
-            present = [rank.rank for rank in membership.rank_infos() if rank.state is not RankState.ABSENT]
+        if membership and membership.registry:
+            present = [rank.rank for rank in membership.registry.rank_infos() if rank.state is not RankState.ABSENT]
             message = f"ranks are present or awaited: {list_numbers(present)}"
             raise WrongStateError("POOL_IN_USE", message, field="pool_name")
         self._hub.remove_pool(name)
@@ -174,8 +174,7 @@ class Ranks:
             InvalidArgumentError: The timeout is out of range.
             NotFoundError: The pool does not exist when the time is up.
         """
-        if not 0 <= timeout_seconds <= MAX_WAIT_SECONDS:
-            raise InvalidArgumentError("timeout_seconds", f"{timeout_seconds} is not in [0, {MAX_WAIT_SECONDS:g}]")
+        check_range("timeout_seconds", timeout_seconds, 0, MAX_WAIT_SECONDS)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_seconds):
                 while not self._is_ready(name):
@@ -186,8 +185,8 @@ class Ranks:
         """Raises WrongStateError while the pool forms for the first time."""
         membership = self.membership(name)
         if membership and not membership.was_open:
-            present = membership.world_size - len(membership.absent_ranks)
-            message = f"{present} of {membership.world_size} ranks are present; wait until the pool is ready"
+            ranks = f"{membership.registry.num_present} of {membership.registry.world_size} ranks"
+            message = f"{ranks} are present; wait until the pool is ready"
             raise WrongStateError("POOL_FORMING", message, field="pool_name")
 
     def restore(self) -> None:
@@ -243,7 +242,7 @@ class Ranks:
 
     def heartbeat(self, link: RankLink, sequence: int) -> None:
         """See `Membership.heartbeat`."""
-        was_absent = link.membership.is_absent(link.rank)
+        was_absent = link.membership.registry.is_absent(link.rank)
         effects = link.membership.heartbeat(link.link_id, sequence, self._hub.now_seconds())
         if was_absent:
             _log.info("rank back", extra=link.log_fields)
@@ -278,9 +277,9 @@ class Ranks:
     def tick(self) -> None:
         """Detects ranks whose heartbeats have stopped, and gives up ranks whose grace time is over."""
         for membership in list(self._memberships.values()):
-            known = set(membership.absent_ranks)
+            known = set(membership.registry.absent)
             effects = membership.tick(self._hub.now_seconds())
-            for rank in membership.absent_ranks:
+            for rank in membership.registry.absent:
                 if rank not in known:
                     _log.warning("rank silent", extra={"pool": membership.name, "rank": rank})
             self._carry_out(membership, effects)
@@ -299,7 +298,7 @@ class Ranks:
                 self._change_link(effect)
             else:
                 self._change_pool(membership, effect)
-        if membership.is_empty and not membership.was_open and self.membership(membership.name) is membership:
+        if not membership.registry and not membership.was_open and self.membership(membership.name) is membership:
             del self._memberships[membership.name]
             self._hub.allocator.undrain(membership.name)  # the drain does not apply to a new pool of this name
 
@@ -311,11 +310,11 @@ class Ranks:
                 self._hub.open_epoch(
                     effect.config, effect.epoch, ranks_fence=effect.ranks_fence, owner=membership.owner
                 )
-                extra = {"pool": name, "epoch": effect.epoch, "ranks": membership.world_size}
+                extra = {"pool": name, "epoch": effect.epoch, "ranks": membership.registry.world_size}
                 _log.info("pool ready", extra={**extra, "blocks": effect.config.num_blocks})
             case PoolSuspended():
                 self._hub.suspend(name)
-                absent = list(membership.absent_ranks[:_MAX_LOGGED_RANKS])
+                absent = list(membership.registry.first_absent(_MAX_LOGGED_RANKS))
                 _log.warning("pool degraded", extra={"pool": name, "epoch": membership.epoch, "absent_ranks": absent})
             case PoolResumed():
                 self._hub.resume(name)
