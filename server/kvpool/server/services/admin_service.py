@@ -49,9 +49,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
             server=admin_pb2.ServerInfo(
                 version=self._version,
                 uptime_seconds=time.monotonic() - self._started_seconds,
-                draining=self._allocator.drain_state.is_server_drained
-                or self._hub.shutdown.is_requested
-                or self._hub.is_stopping,
+                draining=self._allocator.drain_state.is_server_drained or self._hub.is_about_to_stop,
             ),
             pools=[
                 wire_pools.info_to_proto(self._ranks.describe(name))

@@ -313,7 +313,7 @@ class Ranks:
                 extra = {"pool": name, "epoch": effect.epoch, "ranks": membership.registry.world_size}
                 _log.info("pool ready", extra={**extra, "blocks": effect.config.num_blocks})
             case PoolSuspended():
-                self._hub.suspend(name)
+                self._hub.allocator.suspend(self._hub.allocator.pool(name))
                 absent = list(membership.registry.first_absent(_MAX_LOGGED_RANKS))
                 _log.warning("pool degraded", extra={"pool": name, "epoch": membership.epoch, "absent_ranks": absent})
             case PoolResumed():

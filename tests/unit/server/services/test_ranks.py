@@ -26,9 +26,7 @@ class Place:
 
     def join(self, rank: int, world_size: int = 2) -> RankLink:
         """Opens a stream and registers a rank."""
-        task = asyncio.current_task()
-        assert task
-        return self.ranks.register(OpenCall(task), "m", registration(rank, world_size))
+        return self.ranks.register(OpenCall(), "m", registration(rank, world_size))
 
     def open(self) -> RankLink:
         """Opens a pool of one rank."""
