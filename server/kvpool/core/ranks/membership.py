@@ -30,6 +30,7 @@ from kvpool.core.ranks.messages import (
     Allocated,
     Effect,
     EpochPassed,
+    HeldTensors,
     LinkEnded,
     LinkId,
     MessageSent,
@@ -275,12 +276,7 @@ class Membership:
             effects.append(LinkEnded(before.link, error))
         registration, earlier = member.registration, before.registration
         allocated, held = before.allocated, registration.held
-        is_intact = (
-            self._has_contents
-            and allocated
-            and held
-            and (held.epoch, held.num_blocks) == (self.epoch, allocated.num_blocks)
-        )
+        is_intact = self._has_contents and allocated and held == HeldTensors(self.epoch, allocated.num_blocks)
         is_unchanged = (registration.layers, registration.fences) == (earlier.layers, earlier.fences)
         if not is_intact or not is_unchanged:
             return effects + self._give_up(before) + self._add_member(member)

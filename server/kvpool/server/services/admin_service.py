@@ -61,12 +61,13 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
     @in_turn
     def ListSessions(self, request: admin_pb2.ListSessionsRequest) -> admin_pb2.ListSessionsResponse:
         page = Page.of(request.page_size, request.page_token)
-        found = self._allocator.sessions()
         if request.pool_name:
             self._ranks.check_pool(request.pool_name)
-            found = (pair for pair in found if pair[0].config.name == request.pool_name)
-        else:
-            found = (pair for pair in found if can_see(pair[0].config.name))
+        found = (
+            (pool, session)
+            for pool, session in self._allocator.sessions()
+            if request.pool_name in ("", pool.config.name) and can_see(pool.config.name)
+        )
         infos, token = inspection.page_of_sessions(found, page, self._hub.now_seconds())
         return admin_pb2.ListSessionsResponse(sessions=map(wire_admin.session_to_proto, infos), next_page_token=token)
 
