@@ -33,7 +33,6 @@ from kvpool.core.ranks.messages import (
     SessionsFenced,
 )
 from kvpool.core.specs.pool_config import PoolConfig, check_pool_name
-from kvpool.core.statistics import PrefixCacheStats
 from kvpool.core.views.inspection import list_numbers
 from kvpool.core.views.pool_info import PoolInfo
 from kvpool.server.auth.caller import token_name
@@ -116,7 +115,7 @@ class Ranks:
         membership = self.membership(name)
         if membership and not membership.was_open:
             config = PoolConfig(membership.name, 0, membership.registry.options.max_model_len, ())
-            info = PoolInfo(config, membership.epoch, 0, 0, 0.0, PrefixCacheStats(), 0.0, 0, 0, 0, 0)
+            info = PoolInfo(config, membership.epoch)
         else:
             info = self._hub.describe(name)
         if membership:
