@@ -232,8 +232,7 @@ class Served:
         """Advances the time, and does the server's periodic work."""
         self.hub.clock_seconds += seconds
         self.hub.expire_now()
-        for membership in list(self.ranks._memberships.values()):
-            self.ranks._carry_out(membership, membership.tick(self.hub.now_seconds()))
+        self.ranks.tick()
 
     def fingerprint(self) -> object:
         """A cheap fingerprint of the state, which a refused call must not change."""

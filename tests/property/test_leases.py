@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvpool.core.errors import AbortedError
-from kvpool.core.pause_tolerant_clock import READ_INTERVAL_SECONDS, PauseTolerantClock
+from kvpool.core.pause_tolerant_clock import MAX_RUN_SECONDS, PauseTolerantClock
 from support.core import World
 from support.integrity import check_integrity
 
@@ -89,26 +89,28 @@ TestLeases = Leases.TestCase
 
 
 class Absences(RuleBasedStateMachine):
-    """A server that reads its clock and is stopped at times."""
+    """A server that lets its clock run and is stopped at times."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.shown_seconds = 0.0
+        self.source_seconds = 0.0
         self.clock = PauseTolerantClock(0.0)
+        self.left_seconds = 0.0
         self.read_seconds = 0.0
 
-    @rule(seconds=st.floats(0, 2 * READ_INTERVAL_SECONDS - 1e-6))
-    def look(self, seconds: float) -> None:
-        self.shown_seconds += seconds
-        read_seconds = self.clock.read(self.shown_seconds)
-        assert read_seconds - self.read_seconds == pytest.approx(seconds, abs=1e-6)
-        self.read_seconds = read_seconds
+    @rule(seconds=st.floats(0, MAX_RUN_SECONDS))
+    def run_clock(self, seconds: float) -> None:
+        self.clock.run(self.source_seconds, seconds)
+        self.left_seconds = seconds
+        assert self.clock.read(self.source_seconds) == pytest.approx(self.read_seconds, abs=1e-6)
 
-    @rule(seconds=st.floats(2 * READ_INTERVAL_SECONDS + 1e-6, 1e5))
-    def pause(self, seconds: float) -> None:
-        self.shown_seconds += seconds
-        read_seconds = self.clock.read(self.shown_seconds)
-        assert read_seconds - self.read_seconds == pytest.approx(READ_INTERVAL_SECONDS, abs=1e-6)
+    @rule(seconds=st.one_of(st.floats(0, MAX_RUN_SECONDS), st.floats(0, 1e5)))
+    def pass_time(self, seconds: float) -> None:
+        self.source_seconds += seconds
+        counted_seconds = min(seconds, self.left_seconds)
+        self.left_seconds -= counted_seconds
+        read_seconds = self.clock.read(self.source_seconds)
+        assert read_seconds - self.read_seconds == pytest.approx(counted_seconds, abs=1e-6)
         self.read_seconds = read_seconds
 
 

@@ -80,7 +80,7 @@ class Ranks(RuleBasedStateMachine):
 
     @rule(rank=RANKS)
     def a_second_process_claims_a_rank(self, rank: int) -> None:
-        alive = self.world.members.rank_infos()[rank].state not in (RankState.LOST, RankState.ABSENT)
+        alive = self.world.members.registry.rank_infos()[rank].state not in (RankState.LOST, RankState.ABSENT)
         rival = self._new(rank)
         rival.link = self._register(rival)
         assert (rival.link is None) == alive, "rule 2"
@@ -181,7 +181,7 @@ class Ranks(RuleBasedStateMachine):
 
     @invariant()
     def the_pool_serves_only_when_all_ranks_are_present(self) -> None:
-        states = {info.state for info in self.world.members.rank_infos()}
+        states = {info.state for info in self.world.members.registry.rank_infos()}
         assert self.world.is_serving == (self.world.members.state is PoolState.READY)
         if self.world.is_serving:
             assert states == {RankState.READY}, "rule 1"
@@ -190,8 +190,8 @@ class Ranks(RuleBasedStateMachine):
     @invariant()
     def absent_ranks_match_the_rank_states(self) -> None:
         away = (RankState.ABSENT, RankState.SILENT, RankState.LOST)
-        infos = self.world.members.rank_infos()
-        assert self.world.members.absent_ranks == tuple(info.rank for info in infos if info.state in away)
+        infos = self.world.members.registry.rank_infos()
+        assert self.world.members.registry.absent == tuple(info.rank for info in infos if info.state in away)
 
     @invariant()
     def contents_belong_to_the_processes_that_opened_the_epoch(self) -> None:

@@ -130,7 +130,14 @@ class Gathering:
     def snapshot(self) -> object:
         """The visible state of the membership."""
         members = self.members
-        return (members.epoch, members.state, members.world_size, members.options, members.rank_infos(), repr(members))
+        return (
+            members.epoch,
+            members.state,
+            members.registry.world_size,
+            members.registry.options,
+            members.registry.rank_infos(),
+            repr(members),
+        )
 
     def do(self, effects: list[Effect]) -> None:
         """Carries out effects as a server does."""

@@ -3,8 +3,6 @@
 from dataclasses import asdict, fields
 from typing import TYPE_CHECKING, Any, Final
 
-from google.protobuf.message import Message
-
 from kvpool.core.errors import InvalidArgumentError
 from kvpool.core.ids import PoolName
 from kvpool.core.ranks.messages import PoolState, RankInfo, RankState
@@ -163,7 +161,7 @@ def info_from_proto(message: pool_pb2.PoolInfo) -> PoolInfo:
         free_blocks=message.free_blocks,
         cached_blocks=message.cached_blocks,
         usage=message.usage,
-        prefix_cache=PrefixCacheStats(**_values(PrefixCacheStats, message.prefix_cache)),
+        prefix_cache=PrefixCacheStats(**values_of(PrefixCacheStats, message.prefix_cache)),
         recent_hit_rate=message.recent_hit_rate,
         evicted_blocks=message.evicted_blocks,
         preemptions=message.preemptions,
@@ -174,8 +172,8 @@ def info_from_proto(message: pool_pb2.PoolInfo) -> PoolInfo:
         state=pool_state_from_proto(message.state),
         ranks=tuple(_rank_from_proto(rank) for rank in message.ranks),
         running_requests=message.running_requests,
-        activity=ActivityCounters(**_values(ActivityCounters, message.activity)),
-        groups=tuple(GroupInfo(**_values(GroupInfo, group)) for group in message.groups),
+        activity=ActivityCounters(**values_of(ActivityCounters, message.activity)),
+        groups=tuple(GroupInfo(**values_of(GroupInfo, group)) for group in message.groups),
         quarantined_blocks=message.quarantined_blocks,
         quarantined_sessions=message.quarantined_sessions,
         reserved_blocks=message.reserved_blocks,
@@ -193,9 +191,9 @@ def pool_state_from_proto(state: int) -> PoolState:
     return _POOL_STATES_BY_NUMBER.get(state, PoolState.DEGRADED)
 
 
-def _values(kind: "type[DataclassInstance]", message: Message) -> dict[str, Any]:
-    """The values of a message's fields that the dataclass also has."""
-    return {field.name: getattr(message, field.name) for field in fields(kind)}
+def values_of(kind: "type[DataclassInstance]", source: object) -> dict[str, Any]:
+    """The values of the dataclass's fields, from a message or a dataclass whose fields have the same names."""
+    return {field.name: getattr(source, field.name) for field in fields(kind)}
 
 
 def _rank_to_proto(info: RankInfo) -> pool_pb2.RankInfo:

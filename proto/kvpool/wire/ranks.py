@@ -5,27 +5,26 @@ from typing import Final, assert_never
 from kvpool.core.errors import InvalidArgumentError, WrongStateError, check_range
 from kvpool.core.ids import MAX_BLOCKS
 from kvpool.core.planning.plan import KVCacheConfig, KVCacheTensor
-from kvpool.core.ranks.messages import (
-    Allocated,
-    FenceSet,
-    HeldTensors,
-    Planned,
-    PoolStatus,
-    Rank,
-    RankGroupOptions,
-    Ready,
-    Registered,
-    Registration,
-    ServerMessage,
-)
+from kvpool.core.ranks import messages
 from kvpool.core.specs.base import KVCacheSpec
 from kvpool.v1 import pool_pb2, spec_pb2, worker_pb2
 from kvpool.wire import pools as wire_pools
 from kvpool.wire import specs as wire_specs
+from kvpool.wire.pools import values_of
 from kvpool.wire.protocol_version import PROTOCOL_VERSION
 
+_REGISTRATION_FIELDS: Final = (
+    "rank",
+    "world_size",
+    "boot_id",
+    "available_bytes",
+    "device",
+    "host",
+    "pid",
+    "last_epoch",
+    "fences",
+)
 _OPTION_FIELDS: Final = (
-    "max_model_len",
     "auto_fit_max_model_len",
     "max_num_batched_tokens",
     "max_num_encoder_input_tokens",
@@ -35,14 +34,10 @@ _OPTION_FIELDS: Final = (
     "use_eagle",
     "enable_events",
 )
-_DEFAULTS: Final = {
-    "max_num_batched_tokens": 2048,
-    "max_num_encoder_input_tokens": 1500,
-    "decode_context_parallel_size": 1,
-}
+"""Options for which 0 means the default."""
 
 
-def registration_from_proto(message: worker_pb2.Register) -> Registration:
+def registration_from_proto(message: worker_pb2.Register) -> messages.Registration:
     """Decodes the registration of a rank. The core validates its numbers.
 
     Raises:
@@ -63,52 +58,37 @@ def registration_from_proto(message: worker_pb2.Register) -> Registration:
         if layer.spec.WhichOneof("kind") == "uniform_type":
             raise InvalidArgumentError(f"{where}.spec", "uniform_type is valid for groups only, not for a layer")
         layers[layer.layer_name] = wire_specs.spec_from_proto(f"{where}.spec", layer.spec)
-    held = HeldTensors(message.held.epoch, message.held.num_blocks) if message.HasField("held") else None
-    return Registration(
-        rank=Rank(message.rank),
-        world_size=message.world_size,
-        boot_id=message.boot_id,
+    held = messages.HeldTensors(message.held.epoch, message.held.num_blocks) if message.HasField("held") else None
+    return messages.Registration(
+        **{name: getattr(message, name) for name in _REGISTRATION_FIELDS},
         options=_options_from_proto(message.options),
         layers=layers,
-        available_bytes=message.available_bytes,
         held=held,
-        device=message.device,
-        host=message.host,
-        pid=message.pid,
-        last_epoch=message.last_epoch,
-        fences=message.fences,
     )
 
 
-def registration_to_proto(pool_name: str, registration: Registration) -> worker_pb2.Register:
+def registration_to_proto(pool_name: str, registration: messages.Registration) -> worker_pb2.Register:
     """Encodes the registration of a rank."""
     held = registration.held
     return worker_pb2.Register(
+        **{name: getattr(registration, name) for name in _REGISTRATION_FIELDS},
         protocol_version=PROTOCOL_VERSION,
         pool_name=pool_name,
-        rank=registration.rank,
-        world_size=registration.world_size,
-        boot_id=registration.boot_id,
         options=_options_to_proto(registration.options),
         layers=[
             spec_pb2.LayerSpec(layer_name=name, spec=wire_specs.spec_to_proto(spec))
             for name, spec in registration.layers.items()
         ],
-        available_bytes=registration.available_bytes,
-        held=worker_pb2.HeldTensors(epoch=held.epoch, num_blocks=held.num_blocks) if held else None,
-        device=registration.device,
-        host=registration.host,
-        pid=registration.pid,
-        last_epoch=registration.last_epoch,
-        fences=registration.fences,
+        held=worker_pb2.HeldTensors(**values_of(messages.HeldTensors, held)) if held else None,
     )
 
 
-def _options_from_proto(message: worker_pb2.RankGroupOptions) -> RankGroupOptions:
+def _options_from_proto(message: worker_pb2.RankGroupOptions) -> messages.RankGroupOptions:
     where = "register.options"
     order = message.reuse_order or pool_pb2.REUSE_ORDER_UNCACHED_FIRST
-    return RankGroupOptions(
-        **{name: getattr(message, name) or _DEFAULTS.get(name, getattr(message, name)) for name in _OPTION_FIELDS},
+    return messages.RankGroupOptions(
+        **{name: getattr(message, name) for name in _OPTION_FIELDS if getattr(message, name)},
+        max_model_len=message.max_model_len,
         reuse_order=wire_pools.reuse_order_from_proto(f"{where}.reuse_order", order),
         enable_caching=not message.disable_caching,
         hash_scheme=wire_pools.hash_scheme_from_proto(f"{where}.hash_scheme", message.hash_scheme),
@@ -116,9 +96,10 @@ def _options_from_proto(message: worker_pb2.RankGroupOptions) -> RankGroupOption
     )
 
 
-def _options_to_proto(options: RankGroupOptions) -> worker_pb2.RankGroupOptions:
+def _options_to_proto(options: messages.RankGroupOptions) -> worker_pb2.RankGroupOptions:
     return worker_pb2.RankGroupOptions(
         **{name: getattr(options, name) for name in _OPTION_FIELDS},
+        max_model_len=options.max_model_len,
         reuse_order=wire_pools.reuse_order_to_proto(options.reuse_order),
         disable_caching=not options.enable_caching,
         hash_scheme=wire_pools.hash_scheme_to_proto(options.hash_scheme, with_none_hash=True),
@@ -126,47 +107,31 @@ def _options_to_proto(options: RankGroupOptions) -> worker_pb2.RankGroupOptions:
     )
 
 
-def allocated_from_proto(message: worker_pb2.Initialized) -> Allocated:
+def allocated_from_proto(message: worker_pb2.Initialized) -> messages.Allocated:
     """Decodes what a rank has allocated."""
-    return Allocated(message.epoch, message.num_blocks, message.allocated_bytes)
+    return messages.Allocated(**values_of(messages.Allocated, message))
 
 
-def server_message_to_proto(message: ServerMessage) -> worker_pb2.JoinResponse:
+def server_message_to_proto(message: messages.ServerMessage) -> worker_pb2.JoinResponse:
     """Encodes a message of the server to a rank."""
     match message:
-        case Registered():
-            registered = worker_pb2.Registered(
-                heartbeat_seconds=message.heartbeat_seconds,
-                heartbeat_timeout_seconds=message.heartbeat_timeout_seconds,
-                grace_seconds=message.grace_seconds,
-            )
-            return worker_pb2.JoinResponse(registered=registered)
-        case Planned():
+        case messages.Registered():
+            return worker_pb2.JoinResponse(registered=worker_pb2.Registered(**values_of(messages.Registered, message)))
+        case messages.Planned():
             return worker_pb2.JoinResponse(plan=_plan_to_proto(message))
-        case Ready(epoch, num_blocks, max_model_len):
-            ready = worker_pb2.Ready(epoch=epoch, num_blocks=num_blocks, max_model_len=max_model_len)
-            return worker_pb2.JoinResponse(ready=ready)
-        case PoolStatus():
-            status = worker_pb2.PoolStatus(
-                state=wire_pools.pool_state_to_proto(message.state),
-                epoch=message.epoch,
-                absent_ranks=message.absent_ranks,
-                heartbeat_sequence=message.heartbeat_sequence,
-            )
-            return worker_pb2.JoinResponse(status=status)
-        case FenceSet():
-            fence = worker_pb2.Fence(
-                fence_sequence=message.fence_sequence,
-                epoch=message.epoch,
-                last_session_number=message.last_session_number,
-                live_session_numbers=message.live_session_numbers,
-            )
-            return worker_pb2.JoinResponse(fence=fence)
+        case messages.Ready():
+            return worker_pb2.JoinResponse(ready=worker_pb2.Ready(**values_of(messages.Ready, message)))
+        case messages.PoolStatus():
+            values = values_of(messages.PoolStatus, message)
+            values["state"] = wire_pools.pool_state_to_proto(message.state)
+            return worker_pb2.JoinResponse(status=worker_pb2.PoolStatus(**values))
+        case messages.FenceSet():
+            return worker_pb2.JoinResponse(fence=worker_pb2.Fence(**values_of(messages.FenceSet, message)))
         case _:
             assert_never(message)
 
 
-def server_message_from_proto(response: worker_pb2.JoinResponse) -> ServerMessage | None:
+def server_message_from_proto(response: worker_pb2.JoinResponse) -> messages.ServerMessage | None:
     """Decodes a message of the server; None for a kind that only a newer server knows.
 
     Raises:
@@ -178,25 +143,25 @@ def server_message_from_proto(response: worker_pb2.JoinResponse) -> ServerMessag
             timing = response.registered
             if not (timing.heartbeat_seconds > 0 and timing.heartbeat_timeout_seconds > 0):
                 raise InvalidArgumentError("registered.heartbeat_seconds", "heartbeats need an interval and a timeout")
-            return Registered(timing.heartbeat_seconds, timing.heartbeat_timeout_seconds, timing.grace_seconds)
+            return messages.Registered(**values_of(messages.Registered, timing))
         case "plan":
             check_range("plan.num_blocks", response.plan.num_blocks, 1, MAX_BLOCKS)
-            return Planned(response.plan.epoch, _config_from_proto(response.plan), response.plan.max_model_len)
+            return messages.Planned(response.plan.epoch, _config_from_proto(response.plan), response.plan.max_model_len)
         case "ready":
-            return Ready(response.ready.epoch, response.ready.num_blocks, response.ready.max_model_len)
+            return messages.Ready(**values_of(messages.Ready, response.ready))
         case "status":
             status = response.status
             state = wire_pools.pool_state_from_proto(status.state)
-            return PoolStatus(state, status.epoch, tuple(status.absent_ranks), status.heartbeat_sequence)
+            return messages.PoolStatus(state, status.epoch, tuple(status.absent_ranks), status.heartbeat_sequence)
         case "fence":
             fence = response.fence
             live = tuple(fence.live_session_numbers)
-            return FenceSet(fence.fence_sequence, fence.epoch, fence.last_session_number, live)
+            return messages.FenceSet(fence.fence_sequence, fence.epoch, fence.last_session_number, live)
         case _:
             return None
 
 
-def _plan_to_proto(plan: Planned) -> worker_pb2.Plan:
+def _plan_to_proto(plan: messages.Planned) -> worker_pb2.Plan:
     return worker_pb2.Plan(
         epoch=plan.epoch,
         num_blocks=plan.config.num_blocks,

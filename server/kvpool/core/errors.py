@@ -4,6 +4,10 @@ Rule 1: an error is raised before anything is changed.
 Rule 2: the message is written for the caller and contains nothing about another session.
 """
 
+from typing import TypeVar
+
+_Number = TypeVar("_Number", int, float)
+
 
 class KvpoolError(Exception):
     """Base class of all errors that the core raises deliberately.
@@ -66,7 +70,7 @@ class DeniedError(KvpoolError):
     """The caller is authenticated, but not permitted. The message does not reveal whether the resource exists."""
 
 
-def check_range(field: str, value: int, low: int, high: int) -> int:
+def check_range(field: str, value: _Number, low: _Number, high: _Number) -> _Number:
     """Returns `value` if it is in [low, high].
 
     Raises:

@@ -1,8 +1,9 @@
-"""A monotonic clock that excludes time during which the server process was paused.
+"""A monotonic clock that excludes time during which the server process was paused or busy.
 
 1. The clock never goes back, and never runs faster than the clock that it reads.
-2. A healthy server reads it at least every READ_INTERVAL_SECONDS. If more than twice that time passes between two
-   reads, the process was stopped or busy. The clock then counts one READ_INTERVAL_SECONDS, at the next read.
+2. The server lets the clock run for a time in which the server waits, at most MAX_RUN_SECONDS. When the time is over,
+   the clock stands still until the server lets it run again. A pause of any length thus counts at most
+   MAX_RUN_SECONDS.
 
 A deadline that passes only because the server was paused has therefore not passed when the server resumes. No deadline
 needs to be extended.
@@ -10,24 +11,27 @@ needs to be extended.
 
 from typing import Final
 
-READ_INTERVAL_SECONDS: Final = 0.25
+MAX_RUN_SECONDS: Final = 0.25
 
 
 class PauseTolerantClock:
-    """The clock. It starts at the time that the source clock shows."""
+    """The clock. It starts at the time that the source clock shows, and stands still.
 
-    def __init__(self, clock_seconds: float) -> None:
-        self._last_seconds = clock_seconds
+    Args:
+        source_seconds: Time on the source clock, which is monotonic.
+    """
+
+    def __init__(self, source_seconds: float) -> None:
+        self._stop_seconds = source_seconds
         self._paused_seconds = 0.0
 
-    def read(self, clock_seconds: float) -> float:
-        """Returns the time.
+    def read(self, source_seconds: float) -> float:
+        """Returns the time."""
+        if source_seconds > self._stop_seconds:  # noqa: PLR1730 - min() is slower, and every step reads the clock
+            source_seconds = self._stop_seconds
+        return source_seconds - self._paused_seconds
 
-        Args:
-            clock_seconds: Time on the source clock, which is monotonic.
-        """
-        since_seconds = clock_seconds - self._last_seconds
-        if since_seconds > 2 * READ_INTERVAL_SECONDS:
-            self._paused_seconds += since_seconds - READ_INTERVAL_SECONDS
-        self._last_seconds = clock_seconds
-        return clock_seconds - self._paused_seconds
+    def run(self, source_seconds: float, seconds: float) -> None:
+        """Lets the clock run from now on for `seconds`, at most MAX_RUN_SECONDS."""
+        self._paused_seconds = source_seconds - self.read(source_seconds)
+        self._stop_seconds = source_seconds + min(seconds, MAX_RUN_SECONDS)

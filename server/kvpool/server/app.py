@@ -142,10 +142,7 @@ class Server:
         await self._server.start()
         for name in ("", *_SERVICES):
             await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
-        self._tasks = [
-            asyncio.create_task(self.hub.expire_leases(), name="expire_leases"),
-            asyncio.create_task(self._ranks.watch(), name="watch_ranks"),
-        ]
+        self._tasks = [asyncio.create_task(self._ranks.watch_deadlines(), name="watch_deadlines")]
         if self._journal:
             self._tasks.append(asyncio.create_task(self._journal.run(), name="write_journal"))
         if self._auth_interceptor:

@@ -1,23 +1,30 @@
 """Rules of pause_tolerant_clock."""
 
-from kvpool.core.pause_tolerant_clock import READ_INTERVAL_SECONDS, PauseTolerantClock
+from kvpool.core.pause_tolerant_clock import MAX_RUN_SECONDS, PauseTolerantClock
 
 
-def test_a_clock_that_is_read_often_shows_the_source_time() -> None:
+def test_a_clock_that_runs_without_pauses_shows_the_source_time() -> None:
     clock = PauseTolerantClock(100.0)
-    shown = [100.0 + READ_INTERVAL_SECONDS * n for n in range(40)]
-    assert [clock.read(seconds) for seconds in shown] == shown
-    assert clock.read(shown[-1] + 2 * READ_INTERVAL_SECONDS) == shown[-1] + 2 * READ_INTERVAL_SECONDS
+    shown = [100.0 + MAX_RUN_SECONDS * n for n in range(40)]
+    for seconds in shown:
+        assert clock.read(seconds) == seconds
+        clock.run(seconds, MAX_RUN_SECONDS)
+        assert clock.read(seconds + MAX_RUN_SECONDS / 2) == seconds + MAX_RUN_SECONDS / 2
 
 
-def test_a_pause_of_any_length_counts_as_one_read_interval() -> None:
+def test_a_pause_of_any_length_counts_only_until_the_clock_stops() -> None:
     clock = PauseTolerantClock(0.0)
-    assert clock.read(3600.0) == READ_INTERVAL_SECONDS
-    assert clock.read(3600.1) - READ_INTERVAL_SECONDS < 0.2
-    before = clock.read(3600.2)
-    assert clock.read(7200.0) == before + READ_INTERVAL_SECONDS
+    assert clock.read(3600.0) == 0.0, "the clock does not run yet"
+    clock.run(3600.0, 0.125)
+    assert clock.read(3600.0625) == 0.0625
+    assert clock.read(7200.0) == clock.read(7300.0) == 0.125
+    clock.run(7300.0, 3600.0)
+    assert clock.read(7300.0) == 0.125
+    assert clock.read(7400.0) == 0.125 + MAX_RUN_SECONDS
 
 
-def test_leases_still_expire_on_a_server_that_always_reads_late() -> None:
+def test_leases_still_expire_on_a_server_that_is_always_late() -> None:
     clock = PauseTolerantClock(0.0)
-    assert clock.read(1.0) < clock.read(2.0) < clock.read(3.0)
+    for late in range(1, 4):
+        clock.run(10.0 * late, MAX_RUN_SECONDS)
+        assert clock.read(10.0 * late + 9.0) == late * MAX_RUN_SECONDS

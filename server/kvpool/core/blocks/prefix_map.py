@@ -174,12 +174,8 @@ class PrefixMap:
         sequence: ids.StepNumber,
     ) -> None:
         """Assigns hashes to blocks that have none. Step `sequence` of session `session_number` fills the blocks."""
-        by_hash, block_hashes, session_numbers, group_ids = (
-            self._by_hash[group_id],
-            self._block_hashes,
-            self._session_numbers,
-            self._group_ids,
-        )
+        by_hash, block_hashes = self._by_hash[group_id], self._block_hashes
+        session_numbers, group_ids = self._session_numbers, self._group_ids
         by_sequence = self._unpublished.get(session_number)
         if by_sequence is None:
             by_sequence = self._unpublished[session_number] = {}
@@ -192,11 +188,9 @@ class PrefixMap:
             block_id, block_hash = block_ids[0], hashes[0]
             if by_hash.setdefault(block_hash, block_id) != block_id:
                 self._map_copies(group_id, block_ids, hashes)
-            block_hashes[block_id], session_numbers[block_id], group_ids[block_id] = (
-                block_hash,
-                session_number,
-                group_id,
-            )
+            block_hashes[block_id] = block_hash
+            session_numbers[block_id] = session_number
+            group_ids[block_id] = group_id
             self._pending[block_id] = sequence
             unpublished.add(block_id)
             return
@@ -247,12 +241,8 @@ class PrefixMap:
 
     def remove_all(self, block_ids: Sequence[BlockId]) -> None:
         """Removes the hashes of blocks that all have one."""
-        block_hashes, group_ids, pending, num_cached = (
-            self._block_hashes,
-            self._group_ids,
-            self._pending,
-            self._num_cached,
-        )
+        block_hashes, group_ids = self._block_hashes, self._group_ids
+        pending, num_cached = self._pending, self._num_cached
         if len(self._by_hash) == 1 and not self._duplicates[0] and pending.keys().isdisjoint(block_ids):
             by_hash = self._by_hash[0]
             for block_id in block_ids:

@@ -65,35 +65,29 @@ class ComputedBlocks:
     shared_prefix_boundary_tokens: int | None = field(default=None, compare=False)
 
 
+@dataclass(slots=True, eq=False)
 class _GroupSearch:
-    """The search of one group for one request. The pieces, last piece first, are the found blocks from `_low` on."""
+    """The search of one group for one request.
 
-    __slots__ = (
-        "_hashes",
-        "_low",
-        "_map",
-        "_pieces",
-        "_reader",
-        "extra",
-        "manager",
-        "num_found",
-        "num_tries",
-        "span_tokens",
-    )
+    Attributes:
+        manager: The group's manager.
+        prefix_map: The cached blocks.
+        hashes: The request's hashes, one per full block of the group.
+        reader: The request's session.
+        low: Index of the first found block.
+        pieces: The found blocks from `low` on, last piece first.
+        num_tries: Number of look-ups of consecutive blocks.
+        num_found: Number of blocks that they found.
+    """
 
-    def __init__(
-        self, manager: GroupManager, hashes: Sequence[BlockHash], prefix_map: PrefixMap, reader: SessionNumber
-    ) -> None:
-        self.manager = manager
-        self.span_tokens = manager.span_tokens
-        self.extra = manager.num_eagle_blocks
-        self.num_tries = 0
-        self.num_found = 0
-        self._hashes = hashes
-        self._low = len(hashes)
-        self._pieces: list[list[BlockId]] = []
-        self._map = prefix_map
-        self._reader = reader
+    manager: GroupManager
+    prefix_map: PrefixMap
+    hashes: Sequence[BlockHash]
+    reader: SessionNumber
+    low: int
+    pieces: list[list[BlockId]] = field(default_factory=list)
+    num_tries: int = 0
+    num_found: int = 0
 
     def fit(self, length: int, alignment: int, max_tries: int) -> int:
         """Returns the longest hit of at most `length` tokens that the group can serve.
@@ -103,31 +97,32 @@ class _GroupSearch:
             alignment: The hit is a multiple of this number of tokens.
             max_tries: Maximum number of tries, those of earlier calls included. The result is 0 when they are used up.
         """
+        span_tokens, num_extra = self.manager.span_tokens, self.manager.num_eagle_blocks
         while length and self.num_tries < max_tries:
             first = self.manager.num_skipped_blocks(length)
-            unknown = min(self._low, length // self.span_tokens + self.extra)
+            unknown = min(self.low, length // span_tokens + num_extra)
             if first >= unknown:
                 return length
-            found = self._map.find(self.manager.group_id, self._hashes, first, unknown, self._reader)
+            found = self.prefix_map.find(self.manager.group_id, self.hashes, first, unknown, self.reader)
             self.num_tries += 1
             self.num_found += len(found)
             is_whole = len(found) == unknown - first
-            if not is_whole or unknown < self._low:  # earlier pieces do not continue this one
-                self._pieces.clear()
-            self._pieces.append(found)
-            self._low = first
+            if not is_whole or unknown < self.low:  # earlier pieces do not continue this one
+                self.pieces.clear()
+            self.pieces.append(found)
+            self.low = first
             if is_whole:
                 return length
-            length = max(first + len(found) - self.extra, 0) * self.span_tokens // alignment * alignment
+            length = max(first + len(found) - num_extra, 0) * span_tokens // alignment * alignment
         return 0
 
     def blocks(self, length: int) -> list[BlockId]:
         """Returns the blocks of a hit of `length` tokens, which the group can serve."""
-        count = length // self.span_tokens
+        count = length // self.manager.span_tokens
         if not count:
             return []
-        blocks = [NULL_BLOCK] * min(self._low, count)
-        for piece in reversed(self._pieces):
+        blocks = [NULL_BLOCK] * min(self.low, count)
+        for piece in reversed(self.pieces):
             blocks += piece
         del blocks[count:]
         return blocks
@@ -135,7 +130,7 @@ class _GroupSearch:
     def num_shared_tokens(self, blocks: Sequence[BlockId]) -> int:
         """Number of tokens in those blocks that another session filled."""
         held = [block_id for block_id in blocks if block_id != NULL_BLOCK]
-        return (len(held) - self._map.num_written_by(held, self._reader)) * self.span_tokens
+        return (len(held) - self.prefix_map.num_written_by(held, self.reader)) * self.manager.span_tokens
 
 
 class PrefixSearch:
@@ -165,12 +160,12 @@ class PrefixSearch:
         num_probes = TRY_PROBES * len(self._managers)
         for manager in self._joining:
             num_probes += manager.num_hashes_to_join(request)
-        searches = [
-            _GroupSearch(manager, manager.hashes(request), self._map, request.session_number)
-            for manager in self._managers
-        ]
+        searches = []
+        for manager in self._managers:
+            hashes = manager.hashes(request)
+            searches.append(_GroupSearch(manager, self._map, hashes, request.session_number, len(hashes)))
         last_tokens = max_tokens if len(searches) == 1 else request.num_tokens
-        bounds = [(last_tokens // each.span_tokens - each.extra) * each.span_tokens for each in searches]
+        bounds = [(last_tokens // m.span_tokens - m.num_eagle_blocks) * m.span_tokens for m in self._managers]
         length, boundary, tries_left = max_tokens, 0, MAX_TRIES
         if self._num_leading:
             leading = searches[: self._num_leading]

@@ -59,10 +59,7 @@ class PoolRegistry:
         config.check()
         pool = self._pools.get(config.name)
         if pool is None:
-            if not config.hash_scheme.none_hash:
-                config = replace(config, hash_scheme=replace(config.hash_scheme, none_hash=none_hash))
-            pool = self._pools[config.name] = KVCacheManager(config, epoch, self._new_block_lifetimes(), owner)
-            return pool, True
+            return self._add_pool(_with_none_hash(config, none_hash), epoch, owner), True
         difference = pool.config.difference(config)
         if difference:
             raise WrongStateError(
@@ -87,11 +84,10 @@ class PoolRegistry:
         Raises:
             InvalidArgumentError: The configuration is out of range.
         """
-        if not config.hash_scheme.none_hash:
-            config = replace(config, hash_scheme=replace(config.hash_scheme, none_hash=none_hash))
+        config = _with_none_hash(config, none_hash)
         pool = self._pools.get(config.name)
         if pool is None:
-            pool = self._pools[config.name] = KVCacheManager(config, epoch, self._new_block_lifetimes(), owner)
+            pool = self._add_pool(config, epoch, owner)
         else:
             pool.begin_epoch(config, epoch)
         pool.is_suspended = False
@@ -173,3 +169,14 @@ class PoolRegistry:
         if not self.drain_state.accepts_sessions(pool.config.name):
             state = PoolState.DRAINING
         return describe_pool(pool, state, event_sequence)
+
+    def _add_pool(self, config: PoolConfig, epoch: int, owner: str) -> KVCacheManager:
+        pool = self._pools[config.name] = KVCacheManager(config, epoch, self._new_block_lifetimes(), owner)
+        return pool
+
+
+def _with_none_hash(config: PoolConfig, none_hash: bytes) -> PoolConfig:
+    """Returns the configuration with this none_hash, unless it has one."""
+    if config.hash_scheme.none_hash:
+        return config
+    return replace(config, hash_scheme=replace(config.hash_scheme, none_hash=none_hash))

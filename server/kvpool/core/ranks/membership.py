@@ -30,6 +30,7 @@ from kvpool.core.ranks.messages import (
     Allocated,
     Effect,
     EpochPassed,
+    HeldTensors,
     LinkEnded,
     LinkId,
     MessageSent,
@@ -39,10 +40,7 @@ from kvpool.core.ranks.messages import (
     PoolState,
     PoolStatus,
     PoolSuspended,
-    Rank,
     RankGroup,
-    RankGroupOptions,
-    RankInfo,
     RankState,
     RankTiming,
     Ready,
@@ -61,6 +59,7 @@ class Membership:
         epoch: The current epoch, or the epoch that starts when the pool opens.
         state: State of the pool.
         owner: Name of the token of the first rank; empty for none.
+        registry: The registered ranks. Read-only; change it through this class.
     """
 
     def __init__(
@@ -81,33 +80,16 @@ class Membership:
         self.owner = owner
         self._timing = timing
         self._max_blocks = max_blocks
-        self._registry = RankRegistry()
-        self._fences = Fences(self._registry)
+        self.registry = RankRegistry()
+        self._fences = Fences(self.registry)
         self._plan: Plan | None = None
         """The plan of this epoch; None before it is made."""
         self._has_contents = False
         """Whether the pool opened in this epoch."""
 
     def __repr__(self) -> str:
-        present = self.world_size - self._registry.num_absent
-        return (
-            f"<Membership {self.name!r}: {present} of {self.world_size} ranks, {self.state.value}, epoch {self.epoch}>"
-        )
-
-    @property
-    def world_size(self) -> int:
-        """Number of ranks of the pool."""
-        return self._registry.world_size
-
-    @property
-    def options(self) -> RankGroupOptions:
-        """The options of all ranks."""
-        return self._registry.options
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether no rank is registered, not even a silent or lost one."""
-        return not self._registry
+        ranks = f"{self.registry.num_present} of {self.registry.world_size} ranks"
+        return f"<Membership {self.name!r}: {ranks}, {self.state.value}, epoch {self.epoch}>"
 
     @property
     def was_open(self) -> bool:
@@ -115,22 +97,9 @@ class Membership:
         return self.state is not PoolState.FORMING
 
     @property
-    def absent_ranks(self) -> tuple[Rank, ...]:
-        """The absent ranks, ascending."""
-        return self._registry.first_absent(self.world_size)
-
-    def is_absent(self, rank: Rank) -> bool:
-        """Whether a rank is absent."""
-        return self._registry.is_absent(rank)
-
-    @property
     def next_deadline_seconds(self) -> float:
         """When `tick` is due next, in seconds; infinity without ranks."""
-        return min((self._due_seconds(member) for member in self._registry), default=float("inf"))
-
-    def rank_infos(self) -> tuple[RankInfo, ...]:
-        """Information about each rank, in rank order."""
-        return self._registry.rank_infos()
+        return min((self._due_seconds(member) for member in self.registry), default=float("inf"))
 
     def register(self, link: LinkId, registration: Registration, now_seconds: float) -> list[Effect]:
         """Registers a rank: a new one, a returning one, or the successor of a lost one.
@@ -145,12 +114,12 @@ class Membership:
             UnavailableError: The rank is silent and may return.
         """
         registration.check()
-        before = self._registry.of_rank(registration.rank)
+        before = self.registry.of_rank(registration.rank)
         member = Member(registration, link, now_seconds)
         returns = before is not None and before.registration.boot_id == registration.boot_id
-        if not returns and all(other.state is RankState.LOST for other in self._registry):
+        if not returns and all(other.state is RankState.LOST for other in self.registry):
             return self._start_over(member)
-        self._registry.check_agreement(registration)
+        self.registry.check_agreement(registration)
         if before is None:
             return self._add_member(member)
         if not returns:
@@ -173,7 +142,7 @@ class Membership:
             return []  # the answer to an earlier plan
         member.allocated = allocated
         member.state = RankState.READY
-        if all(other.state is RankState.READY for other in self._registry):
+        if all(other.state is RankState.READY for other in self.registry):
             return self._open(self._plan)
         return []
 
@@ -187,7 +156,7 @@ class Membership:
         member.last_seen_seconds = now_seconds
         effects: list[Effect] = []
         if member.state is RankState.SILENT:
-            self._registry.mark_present(member, RankState.READY if self._has_contents else RankState.REGISTERED)
+            self.registry.mark_present(member, RankState.READY if self._has_contents else RankState.REGISTERED)
             effects = self._resume_if_complete() if self._has_contents else self._plan_if_complete(member)
         return [*effects, self._status(member, sequence)]
 
@@ -224,7 +193,7 @@ class Membership:
 
     def link_broke(self, link: LinkId, now_seconds: float) -> list[Effect]:
         """Handles the end of a stream. The rank may return if it held contents; otherwise it is removed."""
-        member = self._registry.of_link(link)
+        member = self.registry.of_link(link)
         if member is None or member.state is RankState.LOST:
             return []
         if not self._has_contents:
@@ -236,12 +205,12 @@ class Membership:
 
     def tick(self, now_seconds: float) -> list[Effect]:
         """Marks ranks without heartbeats as silent, and gives up ranks whose grace time has passed."""
-        due = [member for member in self._registry if self._due_seconds(member) <= now_seconds]
+        due = [member for member in self.registry if self._due_seconds(member) <= now_seconds]
         overdue = [member for member in due if not self._has_contents or member.is_away]
         newly_silent = [member for member in due if self._has_contents and not member.is_away]
         effects = self._mark_away(newly_silent, RankState.SILENT, now_seconds) if newly_silent else []
         for member in overdue:
-            if self._registry.of_link(member.link) is not member:
+            if self.registry.of_link(member.link) is not member:
                 continue  # removed together with an earlier one
             if member.state is not RankState.LOST:
                 message = f"no heartbeat from rank {member.registration.rank}"
@@ -252,10 +221,10 @@ class Membership:
     def rank_group(self) -> RankGroup:
         """The state that a restarted server needs to accept the ranks again."""
         if not self._has_contents:
-            return RankGroup(self.epoch, self._registry.options)
-        members = sorted(self._registry, key=lambda member: member.registration.rank)
+            return RankGroup(self.epoch, self.registry.options)
+        members = self.registry.in_order()
         entries = tuple((member.registration, member.allocated) for member in members if member.allocated)
-        return RankGroup(self.epoch, self._registry.options, self._plan, entries)
+        return RankGroup(self.epoch, self.registry.options, self._plan, entries)
 
     def restore(self, rank_group: RankGroup, links: Iterable[LinkId], now_seconds: float) -> None:
         """Restores the state of an earlier server process: all ranks are lost and may return.
@@ -269,17 +238,11 @@ class Membership:
         if rank_group.plan is None:
             return
         self._plan, self._has_contents = rank_group.plan, True
-        self._registry.reset(len(rank_group.members), rank_group.options)
+        self.registry.reset(len(rank_group.members), rank_group.options)
         for (registration, allocated), link in zip(rank_group.members, links, strict=False):
             member = Member(registration, link, now_seconds, allocated=allocated)
-            self._registry.add(member)
-            self._registry.mark_away(member, RankState.LOST, now_seconds)
-
-    def extend_deadlines(self, seconds: float) -> None:
-        """Extends all deadlines by the time in which the server process was busy or stopped and read no messages."""
-        for member in self._registry:
-            member.last_seen_seconds += seconds
-            member.away_seconds += seconds
+            self.registry.add(member)
+            self.registry.mark_away(member, RankState.LOST, now_seconds)
 
     def _due_seconds(self, member: Member) -> float:
         if member.is_away:
@@ -287,7 +250,7 @@ class Membership:
         return member.last_seen_seconds + self._timing.heartbeat_timeout_seconds
 
     def _member_of(self, link: LinkId) -> Member:
-        member = self._registry.of_link(link)
+        member = self.registry.of_link(link)
         if member is None:
             raise AbortedError("RANK_GIVEN_UP", "this stream's rank was given up; join again")
         return member
@@ -313,66 +276,60 @@ class Membership:
             effects.append(LinkEnded(before.link, error))
         registration, earlier = member.registration, before.registration
         allocated, held = before.allocated, registration.held
-        is_intact = (
-            self._has_contents
-            and allocated
-            and held
-            and (held.epoch, held.num_blocks) == (self.epoch, allocated.num_blocks)
-        )
+        is_intact = self._has_contents and allocated and held == HeldTensors(self.epoch, allocated.num_blocks)
         is_unchanged = (registration.layers, registration.fences) == (earlier.layers, earlier.fences)
         if not is_intact or not is_unchanged:
             return effects + self._give_up(before) + self._add_member(member)
         member.allocated, member.state = allocated, RankState.READY
         member.fence_sent, member.fence_answered = before.fence_sent, before.fence_answered
-        self._registry.remove(before)
-        self._registry.add(member)
+        self.registry.remove(before)
+        self.registry.add(member)
         if self._plan and self.state is PoolState.READY:  # a second stream, opened before the first was missed
             return [*effects, self._ready(member, self._plan)]
         return effects + (self._resume_if_complete() or [self._status(member)])
 
     def _start_over(self, first: Member) -> list[Effect]:
         """Registers the first rank of a new group, as all others are lost; later ranks must agree with it."""
-        lost = next(iter(self._registry), None)
+        lost = next(iter(self.registry), None)
         effects = self._give_up(lost) if lost else []
-        self._registry.reset(first.registration.world_size, first.registration.options)
+        self.registry.reset(first.registration.world_size, first.registration.options)
         return effects + self._add_member(first)
 
     def _add_member(self, member: Member) -> list[Effect]:
-        self._registry.add(member)
+        self.registry.add(member)
         return self._plan_if_complete(member) or [self._status(member)]
 
     def _plan_if_complete(self, newest: Member) -> list[Effect]:
-        if not self._registry.is_complete:
+        if not self.registry.is_complete:
             return []
         try:
             plan = self._make_plan()
         except KvpoolError as error:
             return self._end_streams(error, self._at_fault(error, newest))
-        last_epoch = max(member.registration.last_epoch for member in self._registry)
+        last_epoch = max(member.registration.last_epoch for member in self.registry)
         next_epoch = self.epoch + 1 if self._plan else self.epoch
         self.epoch = max(next_epoch, last_epoch + 1)
         self._plan = plan
         effects: list[Effect] = []
-        members = sorted(self._registry, key=lambda member: member.registration.rank)
-        for member, config in zip(members, plan.configs, strict=True):
+        for member, config in zip(self.registry.in_order(), plan.configs, strict=True):
             member.state = RankState.ALLOCATING
             effects.append(MessageSent(member.link, Planned(self.epoch, config, plan.max_model_len)))
         return effects
 
     def _make_plan(self, num_blocks: int = 0) -> Plan:
-        registrations = self._registry.registrations()
+        registrations = [member.registration for member in self.registry.in_order()]
         ranks = [RankMemory(registration.layers, registration.available_bytes) for registration in registrations]
-        options = replace(self.options, num_blocks_override=num_blocks) if num_blocks else self.options
-        plan = get_kv_cache_configs(ranks, options)
+        options = self.registry.options
+        plan = get_kv_cache_configs(ranks, replace(options, num_blocks_override=num_blocks) if num_blocks else options)
         if plan.num_blocks > self._max_blocks:
             message = f"{plan.num_blocks} blocks fit, the limit per pool is {self._max_blocks}: set fewer blocks"
             raise InvalidArgumentError("options.num_blocks_override", message, reason="TOO_MANY_BLOCKS")
-        self.options.pool_config(self.name, plan).check()
+        options.pool_config(self.name, plan).check()
         return plan
 
     def _open(self, plan: Plan) -> list[Effect]:
         """Opens the pool with the smallest number of blocks that a rank allocated."""
-        allocations = [(member, member.allocated.num_blocks) for member in self._registry if member.allocated]
+        allocations = [(member, member.allocated.num_blocks) for member in self.registry if member.allocated]
         fewest = min(num_blocks for _, num_blocks in allocations)
         if fewest < plan.num_blocks:
             try:
@@ -383,15 +340,15 @@ class Membership:
         self._plan = plan
         self._has_contents = True
         self.state = PoolState.READY
-        opened = PoolOpened(self.options.pool_config(self.name, plan), self.epoch, self._fences.are_answered)
-        return [opened, *(self._ready(member, plan) for member in self._registry)]
+        opened = PoolOpened(self.registry.options.pool_config(self.name, plan), self.epoch, self._fences.are_answered)
+        return [opened, *(self._ready(member, plan) for member in self.registry)]
 
     def _at_fault(self, error: KvpoolError, newest: Member) -> list[Member]:
         """Returns the ranks to remove when planning fails; if the pool was open, the other ranks keep their tensors."""
         if not self.was_open:
-            return list(self._registry)
+            return list(self.registry)
         rank = error.rank if isinstance(error, PlanError) else None
-        member = None if rank is None else self._registry.of_rank(rank)
+        member = None if rank is None else self.registry.of_rank(rank)
         return [member or newest]
 
     def _end_streams(self, error: KvpoolError, at_fault: Iterable[Member]) -> list[Effect]:
@@ -404,28 +361,28 @@ class Membership:
     def _mark_away(self, members: Iterable[Member], state: RankState, now_seconds: float) -> list[Effect]:
         """Marks ranks as silent or lost. The first change is sent to the others; later ones only answer heartbeats."""
         for member in members:
-            self._registry.mark_away(member, state, now_seconds)
+            self.registry.mark_away(member, state, now_seconds)
         if self.state is not PoolState.READY:
             return []
         self.state = PoolState.DEGRADED
         return [PoolSuspended(), *self._statuses()]
 
     def _resume_if_complete(self) -> list[Effect]:
-        if self._plan is None or not self._registry.is_complete:
+        if self._plan is None or not self.registry.is_complete:
             return []
         plan = self._plan
         self.state = PoolState.READY
-        return [PoolResumed(), *(self._ready(member, plan) for member in self._registry)]
+        return [PoolResumed(), *(self._ready(member, plan) for member in self.registry)]
 
     def _give_up(self, member: Member) -> list[Effect]:
         """Removes a rank. The contents of all ranks in this epoch become invalid.
 
         Other lost ranks are removed too. A silent rank stays, as it may still answer the next plan.
         """
-        self._registry.remove(member)
-        for other in self._registry:
+        self.registry.remove(member)
+        for other in self.registry:
             if other.state is RankState.LOST:
-                self._registry.remove(other)
+                self.registry.remove(other)
             elif other.state is not RankState.SILENT:
                 other.state = RankState.REGISTERED
             other.allocated = None
@@ -442,8 +399,8 @@ class Membership:
         return MessageSent(member.link, Ready(self.epoch, plan.num_blocks, plan.max_model_len))
 
     def _status(self, member: Member, sequence: int = 0) -> Effect:
-        absent = self._registry.first_absent(MAX_REPORTED_ABSENT_RANKS)
+        absent = self.registry.first_absent(MAX_REPORTED_ABSENT_RANKS)
         return MessageSent(member.link, PoolStatus(self.state, self.epoch, absent, sequence))
 
     def _statuses(self) -> list[Effect]:
-        return [self._status(member) for member in self._registry if member.state is not RankState.LOST]
+        return [self._status(member) for member in self.registry if member.state is not RankState.LOST]

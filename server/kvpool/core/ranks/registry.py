@@ -74,9 +74,14 @@ class RankRegistry:
         return not self._absent
 
     @property
-    def num_absent(self) -> int:
-        """Number of absent ranks."""
-        return len(self._absent)
+    def absent(self) -> tuple[Rank, ...]:
+        """The absent ranks, ascending."""
+        return tuple(sorted(self._absent))
+
+    @property
+    def num_present(self) -> int:
+        """Number of ranks that are not absent."""
+        return self.world_size - len(self._absent)
 
     def is_absent(self, rank: Rank) -> bool:
         """Whether a rank is absent."""
@@ -94,9 +99,9 @@ class RankRegistry:
         """The member of a stream; None if there is none."""
         return self._by_link.get(link)
 
-    def registrations(self) -> list[Registration]:
-        """The registrations in rank order. No rank may be absent."""
-        return [self._members[Rank(rank)].registration for rank in range(self.world_size)]
+    def in_order(self) -> list[Member]:
+        """The members in rank order."""
+        return sorted(self._members.values(), key=lambda member: member.registration.rank)
 
     def rank_infos(self) -> tuple[RankInfo, ...]:
         """Information about each rank, in rank order."""

@@ -12,7 +12,7 @@ from collections import OrderedDict, deque
 from dataclasses import dataclass, field
 from typing import Final
 
-from kvpool.core.errors import InvalidArgumentError, WrongStateError
+from kvpool.core.errors import InvalidArgumentError, WrongStateError, check_range
 from kvpool.core.ids import RequestId, RequestNumber, SessionId, SessionNumber, StepNumber
 from kvpool.core.sessions.request import Holding, Request
 from kvpool.core.steps.columns import StepResult
@@ -207,13 +207,11 @@ class Session:
         Raises:
             InvalidArgumentError: The report includes steps that were not sent yet.
         """
-        if not 0 <= executed_sequence <= last:
-            raise InvalidArgumentError("executed_sequence", f"{executed_sequence} is not in [0, {last}]")
+        check_range("executed_sequence", executed_sequence, 0, last)
 
     def check_launched(self, launched_sequence: int) -> None:
         """Raises InvalidArgumentError if the session reports steps as launched that were not made yet."""
-        if not 0 <= launched_sequence <= self.sequence:
-            raise InvalidArgumentError("launched_sequence", f"{launched_sequence} is not in [0, {self.sequence}]")
+        check_range("launched_sequence", launched_sequence, 0, self.sequence)
 
     def request_number(self, request_id: RequestId) -> RequestNumber | None:
         """Number of a request, if the session has it."""

@@ -13,7 +13,7 @@ from heapq import nsmallest
 from typing import Final
 
 from kvpool.core.blocks.kv_cache_manager import KVCacheManager
-from kvpool.core.errors import InvalidArgumentError
+from kvpool.core.errors import InvalidArgumentError, check_range
 from kvpool.core.ids import BlockHash, BlockId, GroupId, PoolName, RequestId, SessionNumber
 from kvpool.core.sessions.request import Request
 from kvpool.core.sessions.session import Session
@@ -99,8 +99,7 @@ class Page:
         Raises:
             InvalidArgumentError: The size is too large, or the token is malformed.
         """
-        if size > MAX_PAGE_SIZE:
-            raise InvalidArgumentError("page_size", f"{size} is not in [0, {MAX_PAGE_SIZE}]")
+        check_range("page_size", size, 0, MAX_PAGE_SIZE)
         if len(token) > _MAX_TOKEN_LENGTH:
             raise _token_error()
         return cls(size or DEFAULT_PAGE_SIZE, token)

@@ -60,15 +60,15 @@ class PoolInfo:
 
     config: PoolConfig
     epoch: int
-    free_blocks: int
-    cached_blocks: int
-    usage: float
-    prefix_cache: PrefixCacheStats
-    recent_hit_rate: float
-    evicted_blocks: int
-    preemptions: int
-    sessions: int
-    requests: int
+    free_blocks: int = 0
+    cached_blocks: int = 0
+    usage: float = 0.0
+    prefix_cache: PrefixCacheStats = field(default_factory=PrefixCacheStats)
+    recent_hit_rate: float = 0.0
+    evicted_blocks: int = 0
+    preemptions: int = 0
+    sessions: int = 0
+    requests: int = 0
     event_sequence: int = 0
     sink_blocks: int = 0
     state: PoolState = PoolState.READY

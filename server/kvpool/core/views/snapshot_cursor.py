@@ -6,7 +6,6 @@
 """
 
 from array import array
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -61,23 +60,22 @@ class SnapshotCursor:
             self._chain.append(at)
             at = None if held[0] is None else prefix_map.first_copy(prefix_map.group_id(at), held[0])
 
-    def _runs(self, block_ids: list[BlockId]) -> Iterator["_Run"]:
+    def _runs(self, block_ids: list[BlockId]) -> "list[_Run]":
         contents, prefix_map = self._blocks.contents, self._blocks.prefix_map
-        run: _Run | None = None
+        runs: list[_Run] = []
         for block_id in block_ids:
             block_hash, held = prefix_map.block_hash(block_id), contents.get(block_id) if contents else None
             if block_hash is None or held is None:  # evicted since it was added to the chain
                 continue
             parent, packed, lora_name = held
             group_id = prefix_map.group_id(block_id)
-            if run is None or (parent, group_id, lora_name) != (run.hashes[-1], run.group_id, run.lora_name):
-                if run:
-                    yield run
-                run = _Run(group_id, parent, lora_name)
-            run.hashes.append(block_hash)
-            run.token_ids.frombytes(packed)
-        if run:
-            yield run
+            last = runs[-1] if runs else None
+            if last is None or (parent, group_id, lora_name) != (last.hashes[-1], last.group_id, last.lora_name):
+                last = _Run(group_id, parent, lora_name)
+                runs.append(last)
+            last.hashes.append(block_hash)
+            last.token_ids.frombytes(packed)
+        return runs
 
 
 @dataclass(slots=True)

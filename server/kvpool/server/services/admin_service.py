@@ -6,7 +6,7 @@ from importlib.metadata import version
 from typing import Final
 
 from kvpool.core.blocks.kv_cache_manager import KVCacheManager
-from kvpool.core.errors import InvalidArgumentError, WrongStateError
+from kvpool.core.errors import InvalidArgumentError, WrongStateError, check_range
 from kvpool.core.ids import PoolName
 from kvpool.core.views import inspection
 from kvpool.core.views.inspection import Page
@@ -18,7 +18,7 @@ from kvpool.v1 import admin_pb2, admin_pb2_grpc
 from kvpool.wire import admin as wire_admin
 from kvpool.wire import pools as wire_pools
 
-MAX_DRAIN_SECONDS: Final = 86_400.0
+MAX_DRAIN_SECONDS: Final = 86_400
 _MAX_HOLDERS: Final = 16
 """Maximum number of sessions in the response of ResetPrefixCache."""
 
@@ -46,9 +46,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
             server=admin_pb2.ServerInfo(
                 version=self._version,
                 uptime_seconds=time.monotonic() - self._started_seconds,
-                draining=self._allocator.drain_state.is_server_drained
-                or self._hub.shutdown.is_requested
-                or self._hub.is_stopping,
+                draining=self._allocator.drain_state.is_server_drained or self._hub.is_about_to_stop,
             ),
             pools=[
                 wire_pools.info_to_proto(self._ranks.describe(name))
@@ -60,12 +58,13 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
     @in_turn
     def ListSessions(self, request: admin_pb2.ListSessionsRequest) -> admin_pb2.ListSessionsResponse:
         page = Page.of(request.page_size, request.page_token)
-        found = self._allocator.sessions()
         if request.pool_name:
             self._ranks.check_pool(request.pool_name)
-            found = (pair for pair in found if pair[0].config.name == request.pool_name)
-        else:
-            found = (pair for pair in found if can_see(pair[0].config.name))
+        found = (
+            (pool, session)
+            for pool, session in self._allocator.sessions()
+            if request.pool_name in ("", pool.config.name) and can_see(pool.config.name)
+        )
         infos, token = inspection.page_of_sessions(found, page, self._hub.now_seconds())
         return admin_pb2.ListSessionsResponse(sessions=map(wire_admin.session_to_proto, infos), next_page_token=token)
 
@@ -128,9 +127,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
     def _stop(self, request: admin_pb2.DrainRequest) -> admin_pb2.DrainResponse:
         if request.pool_name:
             raise InvalidArgumentError("pool_name", "must be empty: the whole server stops")
-        if not 0 <= request.timeout_seconds <= MAX_DRAIN_SECONDS:
-            message = f"{request.timeout_seconds} is not in [0, {MAX_DRAIN_SECONDS:g}]"
-            raise InvalidArgumentError("timeout_seconds", message)
+        check_range("timeout_seconds", request.timeout_seconds, 0, MAX_DRAIN_SECONDS)
         self._hub.shutdown.request(request.timeout_seconds)
         num_sessions = self._allocator.num_sessions
         extra = {"sessions": num_sessions, "seconds": request.timeout_seconds}

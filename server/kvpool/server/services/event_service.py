@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Final
 
 import grpc
@@ -70,24 +71,18 @@ class EventService(event_pb2_grpc.EventServiceServicer):
             raise WrongStateError("EVENTS_NOT_KEPT", message, field="boot_id")
         sequence = request.from_sequence or log.last_sequence + 1
         log.check_start(sequence)
-        shared = (self._messages, self._turns)
-        return _Watch(
-            pool,
-            log,
-            self._hub.boot_id,
-            request,
-            sequence,
-            shared=shared,
-            call=call,
-            writer=writer,
-        )
+        return _Watch(self._messages, self._turns, pool, log, request, call, writer, sequence)
 
 
 class _BatchMessages:
-    """Encoded messages of the newest batches, made once for all watches."""
+    """Encoded messages of the newest batches, made once for all watches.
+
+    Attributes:
+        boot_id: Id of the server process, sent with each message.
+    """
 
     def __init__(self, boot_id: str) -> None:
-        self._boot_id = boot_id
+        self.boot_id = boot_id
         self._recent: OrderedDict[int, tuple[LoggedBatch, event_pb2.WatchResponse]] = OrderedDict()
 
     def of(self, batch: LoggedBatch) -> event_pb2.WatchResponse:
@@ -100,7 +95,7 @@ class _BatchMessages:
             events=map(wire_steps.event_to_proto, batch.events),
             kind=event_pb2.WATCH_RESPONSE_KIND_BATCH,
             epoch=batch.epoch,
-            boot_id=self._boot_id,
+            boot_id=self.boot_id,
             time_seconds=batch.time_seconds,
         )
         self._recent[id(batch)] = batch, message
@@ -109,41 +104,29 @@ class _BatchMessages:
         return message
 
 
+@dataclass(slots=True)
 class _Watch:
-    """One open watch."""
+    """One open watch; `next_sequence` is the number of the batch that is sent next."""
 
-    def __init__(  # noqa: PLR0913 - made in one place
-        self,
-        pool: KVCacheManager,
-        log: LiveEventLog,
-        boot_id: str,
-        request: event_pb2.WatchRequest,
-        sequence: int,
-        *,
-        shared: tuple[_BatchMessages, ChunkTurns],
-        call: OpenCall,
-        writer: _WatchWriter,
-    ) -> None:
-        self._pool = pool
-        self._log = log
-        self._boot_id = boot_id
-        self._has_snapshot = request.snapshot
-        self._heartbeat_seconds = request.heartbeat_seconds or None
-        self._next = sequence
-        self._messages, self._turns = shared
-        self._call = call
-        self._writer = writer
+    messages: _BatchMessages
+    turns: ChunkTurns
+    pool: KVCacheManager
+    log: LiveEventLog
+    request: event_pb2.WatchRequest
+    call: OpenCall
+    writer: _WatchWriter
+    next_sequence: int
 
     async def run(self) -> None:
         """Sends the snapshot, if requested, and then the batches as they come. Runs indefinitely."""
         await self._send_now(event_pb2.WATCH_RESPONSE_KIND_START)
-        if self._has_snapshot:
+        if self.request.snapshot:
             await self._send_snapshot()
         while True:
             try:
-                with self._call.wait():
-                    async with asyncio.timeout(self._heartbeat_seconds):
-                        batch = await self._log.get(self._next)
+                with self.call.wait():
+                    async with asyncio.timeout(self.request.heartbeat_seconds or None):
+                        batch = await self.log.get(self.next_sequence)
             except TimeoutError:
                 await self._send_now(event_pb2.WATCH_RESPONSE_KIND_HEARTBEAT)
             else:
@@ -154,12 +137,12 @@ class _Watch:
 
         Each chunk is read when all batches so far have been sent, with no `await` in between.
         """
-        cursor = SnapshotCursor(self._pool)
+        cursor = SnapshotCursor(self.pool)
         while True:
-            with self._call.wait():
-                await self._turns.next()  # writes to a client that keeps up never yield
-            while self._next <= self._log.last_sequence:
-                await self._send_batch(self._log.kept(self._next))
+            with self.call.wait():
+                await self.turns.next()  # writes to a client that keeps up never yield
+            while self.next_sequence <= self.log.last_sequence:
+                await self._send_batch(self.log.kept(self.next_sequence))
             if cursor.is_done:
                 break
             chunk = cursor.next_chunk(CHUNK_BLOCKS)
@@ -169,16 +152,16 @@ class _Watch:
 
     async def _send_now(self, kind: event_pb2.WatchResponseKind.ValueType, events: Sequence[BlockEvent] = ()) -> None:
         message = event_pb2.WatchResponse(
-            sequence=self._next - 1,
+            sequence=self.next_sequence - 1,
             events=map(wire_steps.event_to_proto, events),
             kind=kind,
             protocol_version=PROTOCOL_VERSION if kind == event_pb2.WATCH_RESPONSE_KIND_START else 0,
-            epoch=self._pool.epoch,
-            boot_id=self._boot_id,
+            epoch=self.pool.epoch,
+            boot_id=self.messages.boot_id,
             time_seconds=time.time(),
         )
-        await self._writer.write(message)
+        await self.writer.write(message)
 
     async def _send_batch(self, batch: LoggedBatch) -> None:
-        await self._writer.write(self._messages.of(batch))
-        self._next = batch.sequence + 1
+        await self.writer.write(self.messages.of(batch))
+        self.next_sequence = batch.sequence + 1

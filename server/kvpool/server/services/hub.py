@@ -15,7 +15,7 @@ from kvpool.core.block_lifetimes import BlockLifetimes
 from kvpool.core.blocks.kv_cache_manager import KVCacheManager
 from kvpool.core.errors import AbortedError, KvpoolError, UnavailableError, check_range
 from kvpool.core.ids import PoolName, SessionId, SessionNumber
-from kvpool.core.pause_tolerant_clock import READ_INTERVAL_SECONDS, PauseTolerantClock
+from kvpool.core.pause_tolerant_clock import MAX_RUN_SECONDS, PauseTolerantClock
 from kvpool.core.sessions.quarantine import Quarantined
 from kvpool.core.sessions.session import LeaseBounds, Session
 from kvpool.core.sessions.session_ends import ended_error
@@ -29,6 +29,8 @@ from kvpool.server.limits.fair_turns import FairTurns
 from kvpool.server.shutdown import Shutdown
 
 DRAIN_RETRY_SECONDS: Final = 1.0
+_MIN_RUN_SECONDS: Final = 0.001
+"""Minimum time for which the clock runs at once."""
 _MANY_BLOCKS: Final = 50_000
 """Size from which the columns of a pool are excluded from garbage collection."""
 
@@ -36,26 +38,28 @@ _log = logging.getLogger("kvpool.server")
 
 
 class OpenCall:
-    """A long-lived call that the server can end while the call waits, for its next message or for the pool.
+    """A long-lived call, in the current task, that the server can end while it waits for its next message or the pool.
 
     Attributes:
         caller: The holder of the call's token; None without tokens.
         waiting: Whether the call waits.
         ended_by: The error that it was ended with; None if it was not.
         session_id: The session id with which it was attached to its session, or which its resumption returned.
+        is_stream: Whether the call is the stream of its session. Other calls of a session wait for its resumption.
     """
 
-    def __init__(self, task: "asyncio.Task[object]") -> None:
-        self._task = task
+    def __init__(self) -> None:
+        self._task = asyncio.current_task()
         self.caller = CALLER.get()
         self.waiting = False
         self.ended_by: KvpoolError | None = None
         self.session_id: SessionId | None = None
+        self.is_stream = False
 
     def end(self, error: KvpoolError) -> None:
         """Ends the call with `error`: now if it waits, otherwise once it has answered its current message."""
         self.ended_by = self.ended_by or error
-        if self.waiting:
+        if self.waiting and self._task:
             self._task.cancel()
 
     def wait(self) -> "_Wait":
@@ -128,8 +132,7 @@ class Hub:
         self._lost_steps_end_seconds = self.now_seconds() + quarantine_seconds
         self._logs = EventLogs()
         self._calls: set[OpenCall] = set()
-        self._stream_by_session: dict[SessionId, OpenCall] = {}
-        self._resuming: dict[SessionId, list[OpenCall]] = {}
+        self._calls_by_session: dict[SessionId, list[OpenCall]] = {}
         self.leases = leases
         self.limits = limits
         self.turns = FairTurns(limits.max_waiting_steps)
@@ -146,6 +149,20 @@ class Hub:
         """Monotonic time in seconds, without the time during which this process was paused."""
         return self._clock.read(time.monotonic())
 
+    async def sleep_until(self, due_seconds: float) -> None:
+        """Lets the clock run until a time, for at most MAX_RUN_SECONDS, and waits meanwhile.
+
+        Only one task calls this, and calls it again at once. After a pause of the process, the wait continues while the
+        clock stands still: messages that arrived during the pause are handled before their senders can be late.
+        """
+        left_seconds = due_seconds - self.now_seconds()
+        wait_seconds = min(max(left_seconds, _MIN_RUN_SECONDS), MAX_RUN_SECONDS)
+        start_seconds = time.monotonic()
+        self._clock.run(start_seconds, wait_seconds)
+        await asyncio.sleep(wait_seconds)
+        if time.monotonic() - start_seconds > wait_seconds + MAX_RUN_SECONDS:
+            await asyncio.sleep(MAX_RUN_SECONDS)
+
     def session(self, session_id: str) -> tuple[KVCacheManager, Session]:
         """See `Allocator.session`. Expires leases first if that of this session has run out."""
         return self.allocator.session(session_id, self._now_seconds_for(session_id))
@@ -156,18 +173,15 @@ class Hub:
         pool, session = self.allocator.resume_session(
             session_id, sequence, resume_key=resume_key, now_seconds=now_seconds
         )
-        stream = self._stream_by_session.get(session.session_id)
-        if stream and stream.session_id != session.current_id:
-            stream.end(_superseded_error())
-        for resuming in self._resuming.get(session.session_id, ()):
-            if resuming.session_id != session.current_id:
-                resuming.end(ended_error("SESSION_RESUMED"))
+        for call in self._calls_by_session.get(session.session_id, ()):
+            if call.session_id != session.current_id:
+                call.end(_superseded_error() if call.is_stream else ended_error("SESSION_RESUMED"))
         return pool, session
 
     @contextlib.contextmanager
     def resuming(self, session: Session, call: OpenCall) -> Iterator[None]:
         """Keeps a session alive while a call that resumed it waits. The end of the session ends the call."""
-        calls = self._resuming.setdefault(session.session_id, [])
+        calls = self._calls_by_session.setdefault(session.session_id, [])
         calls.append(call)
         call.session_id = session.current_id
         self.allocator.attach_stream(session)
@@ -177,7 +191,17 @@ class Hub:
             self.allocator.detach_stream(session, self.now_seconds())
             calls.remove(call)
             if not calls:
-                del self._resuming[session.session_id]
+                del self._calls_by_session[session.session_id]
+
+    @contextlib.contextmanager
+    def attached(self, session: Session, stream: OpenCall) -> Iterator[None]:
+        """Keeps a session alive while its stream is open. Ends an older stream of the session."""
+        for call in self._calls_by_session.get(session.session_id, ()):
+            if call.is_stream:
+                call.end(_superseded_error())
+        stream.is_stream = True
+        with self.resuming(session, stream):
+            yield
 
     def _now_seconds_for(self, session_id: str) -> float:
         """Returns the time, after ending sessions whose lease has run out if this one is among them."""
@@ -261,10 +285,6 @@ class Hub:
         _freeze_columns(pool)
         self.publish(pool)
 
-    def suspend(self, name: PoolName) -> None:
-        """Stops allocation from a pool."""
-        self.allocator.suspend(self.allocator.pool(name))
-
     def resume(self, name: PoolName) -> None:
         """Resumes allocation from a suspended pool."""
         self.allocator.resume(self.allocator.pool(name))
@@ -303,11 +323,12 @@ class Hub:
 
     def takes_sessions(self, name: PoolName) -> bool:
         """Whether a pool takes new sessions, regardless of the state of its ranks."""
-        return (
-            self.allocator.drain_state.accepts_sessions(name)
-            and not self.shutdown.is_requested
-            and not self.is_stopping
-        )
+        return self.allocator.drain_state.accepts_sessions(name) and not self.is_about_to_stop
+
+    @property
+    def is_about_to_stop(self) -> bool:
+        """Whether the server is stopping, or a stop was requested."""
+        return self.is_stopping or self.shutdown.is_requested
 
     def undrain(self, name: PoolName | None) -> None:
         """See `Allocator.undrain`. Without a name also cancels a requested stop. Wakes calls that wait for a pool."""
@@ -342,10 +363,7 @@ class Hub:
     def open_call(self) -> Iterator[OpenCall]:
         """Registers the current task's call, so that a stop of the server ends it."""
         self.check_not_stopping()
-        task = asyncio.current_task()
-        if task is None:
-            raise RuntimeError("outside a task")
-        call = OpenCall(task)
+        call = OpenCall()
         self._calls.add(call)
         try:
             yield call
@@ -355,22 +373,6 @@ class Hub:
     def open_calls(self) -> tuple[OpenCall, ...]:
         """The long-lived calls that are open now."""
         return tuple(self._calls)
-
-    @contextlib.contextmanager
-    def attached(self, session: Session, stream: OpenCall) -> Iterator[None]:
-        """Keeps a session alive while its stream is open. Ends an older stream of the session."""
-        older = self._stream_by_session.get(session.session_id)
-        if older:
-            older.end(_superseded_error())
-        self._stream_by_session[session.session_id] = stream
-        stream.session_id = session.current_id
-        self.allocator.attach_stream(session)
-        try:
-            yield
-        finally:
-            self.allocator.detach_stream(session, self.now_seconds())
-            if self._stream_by_session.get(session.session_id) is stream:
-                del self._stream_by_session[session.session_id]
 
     def close_session(self, session_id: str) -> tuple[int, tuple[KVCacheManager, Session] | None]:
         """See `Allocator.close_session`. Ends the session's open calls.
@@ -390,16 +392,8 @@ class Hub:
         return count, (pool, session)
 
     def _end_calls(self, session_id: SessionId, error: KvpoolError) -> None:
-        stream = self._stream_by_session.get(session_id)
-        for call in (*((stream,) if stream else ()), *self._resuming.get(session_id, ())):
+        for call in self._calls_by_session.get(session_id, ()):
             call.end(error)
-
-    async def expire_leases(self) -> None:
-        """Ends sessions whose lease runs out, and quarantines that are over. Runs indefinitely."""
-        while True:
-            left = self.allocator.next_expiry_seconds() - self.now_seconds()
-            await asyncio.sleep(min(max(left, 0.001), READ_INTERVAL_SECONDS))
-            self.expire_now()
 
     def expire_now(self) -> None:
         """Ends the sessions whose lease has run out, and the quarantines that are over."""

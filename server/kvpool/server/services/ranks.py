@@ -1,11 +1,13 @@
 """The ranks of all pools: their streams, and how changes of a membership affect its pool."""
 
 import asyncio
+import contextlib
+import itertools
 import logging
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Final, assert_never
 
-from kvpool.core.errors import ExhaustedError, InvalidArgumentError, KvpoolError, WrongStateError
+from kvpool.core.errors import ExhaustedError, WrongStateError, check_range
 from kvpool.core.ids import PoolName
 from kvpool.core.ranks.membership import Membership
 from kvpool.core.ranks.messages import (
@@ -21,15 +23,16 @@ from kvpool.core.ranks.messages import (
     PoolState,
     PoolSuspended,
     Rank,
+    RankEffect,
     RankState,
     RankTiming,
     Ready,
     Registered,
     Registration,
+    ServerMessage,
     SessionsFenced,
 )
 from kvpool.core.specs.pool_config import PoolConfig, check_pool_name
-from kvpool.core.statistics import PrefixCacheStats
 from kvpool.core.views.inspection import list_numbers
 from kvpool.core.views.pool_info import PoolInfo
 from kvpool.server.auth.caller import token_name
@@ -37,48 +40,47 @@ from kvpool.server.services.fencing import Fencing
 from kvpool.server.services.hub import Hub, OpenCall
 from kvpool.v1 import worker_pb2
 from kvpool.wire import ranks as wire_ranks
+from kvpool.wire.pools import values_of
 
-MAX_WAIT_SECONDS: Final = 3600.0
+MAX_WAIT_SECONDS: Final = 3600
 MAX_UNSENT_MESSAGES: Final = 256
-_POLL_SECONDS: Final = 0.25
 _MAX_LOGGED_RANKS: Final = 16
 """Maximum number of absent ranks in a log record."""
 
 _log = logging.getLogger("kvpool.server.ranks")
 
 
+@dataclass(slots=True, eq=False)
 class RankLink:
-    """The stream of a rank and its queue of messages.
+    """The stream of a registered rank and its queue of messages.
 
     Attributes:
         link_id: Number of the stream.
-        rank: The rank; None until it has registered.
+        call: The call of the stream.
+        membership: The membership that the rank belongs to.
+        rank: The rank.
         has_left: Whether the rank sent Leave.
         outbox: Messages to send; None ends the sender.
     """
 
-    def __init__(self, link_id: LinkId, call: OpenCall) -> None:
-        self.link_id = link_id
-        self.rank: Rank | None = None
-        self.has_left = False
-        self.outbox: asyncio.Queue[worker_pb2.JoinResponse | None] = asyncio.Queue()
-        self._call = call
-
-    def send(self, message: worker_pb2.JoinResponse) -> None:
-        """Queues a message. Ends the stream if too many messages are queued."""
-        if self.outbox.qsize() >= MAX_UNSENT_MESSAGES:
-            self._call.end(ExhaustedError("NOT_READING", f"{MAX_UNSENT_MESSAGES} messages are unread"))
-            return
-        self.outbox.put_nowait(message)
+    link_id: LinkId
+    call: OpenCall
+    membership: Membership
+    rank: Rank
+    has_left: bool = False
+    outbox: "asyncio.Queue[worker_pb2.JoinResponse | None]" = field(default_factory=asyncio.Queue)
 
     @property
-    def was_ended(self) -> bool:
-        """Whether the server ended the stream."""
-        return self._call.ended_by is not None
+    def log_fields(self) -> dict[str, object]:
+        """Log fields of the rank."""
+        return {"pool": self.membership.name, "rank": self.rank}
 
-    def end(self, error: KvpoolError) -> None:
-        """Ends the stream with an error."""
-        self._call.end(error)
+    def send(self, message: ServerMessage) -> None:
+        """Queues a message. Ends the stream if too many messages are queued."""
+        if self.outbox.qsize() >= MAX_UNSENT_MESSAGES:
+            self.call.end(ExhaustedError("NOT_READING", f"{MAX_UNSENT_MESSAGES} messages are unread"))
+        else:
+            self.outbox.put_nowait(wire_ranks.server_message_to_proto(message))
 
 
 class Ranks:
@@ -96,7 +98,7 @@ class Ranks:
         self._max_pools = max_pools
         self._memberships: dict[PoolName, Membership] = {}
         self._links: dict[LinkId, RankLink] = {}
-        self._last_link = 0
+        self._link_ids = map(LinkId, itertools.count(1))
         self.fencing = Fencing(hub.allocator, self._memberships, self._carry_out)
         hub.on_session_ended = self.fencing.schedule
 
@@ -112,12 +114,12 @@ class Ranks:
         """
         membership = self.membership(name)
         if membership and not membership.was_open:
-            config = PoolConfig(membership.name, 0, membership.options.max_model_len, ())
-            info = PoolInfo(config, membership.epoch, 0, 0, 0.0, PrefixCacheStats(), 0.0, 0, 0, 0, 0)
+            config = PoolConfig(membership.name, 0, membership.registry.options.max_model_len, ())
+            info = PoolInfo(config, membership.epoch)
         else:
             info = self._hub.describe(name)
         if membership:
-            info = replace(info, epoch=membership.epoch, state=membership.state, ranks=membership.rank_infos())
+            info = replace(info, epoch=membership.epoch, state=membership.state, ranks=membership.registry.rank_infos())
         return info if self._hub.takes_sessions(info.config.name) else replace(info, state=PoolState.DRAINING)
 
     def pool_names(self) -> list[PoolName]:
@@ -142,8 +144,8 @@ class Ranks:
             WrongStateError: The pool has ranks, waits for ranks, or has sessions; the message names them.
         """
         membership = self.membership(name)
-        if membership and not membership.is_empty:
-            present = [rank.rank for rank in membership.rank_infos() if rank.state is not RankState.ABSENT]
+        if membership and membership.registry:
+            present = [rank.rank for rank in membership.registry.rank_infos() if rank.state is not RankState.ABSENT]
             message = f"ranks are present or awaited: {list_numbers(present)}"
             raise WrongStateError("POOL_IN_USE", message, field="pool_name")
         self._hub.remove_pool(name)
@@ -171,21 +173,20 @@ class Ranks:
             InvalidArgumentError: The timeout is out of range.
             NotFoundError: The pool does not exist when the time is up.
         """
-        if not 0 <= timeout_seconds <= MAX_WAIT_SECONDS:
-            raise InvalidArgumentError("timeout_seconds", f"{timeout_seconds} is not in [0, {MAX_WAIT_SECONDS:g}]")
-        try:
+        check_range("timeout_seconds", timeout_seconds, 0, MAX_WAIT_SECONDS)
+        with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_seconds):
                 while not self._is_ready(name):
                     await self._hub.pool_ready.wait()
-        except TimeoutError:
-            pass
         return self.describe(name)
 
     def check_formed(self, name: str) -> None:
         """Raises WrongStateError while the pool forms for the first time."""
         membership = self.membership(name)
         if membership and not membership.was_open:
-            raise _forming_error(membership)
+            ranks = f"{membership.registry.num_present} of {membership.registry.world_size} ranks"
+            message = f"{ranks} are present; wait until the pool is ready"
+            raise WrongStateError("POOL_FORMING", message, field="pool_name")
 
     def restore(self) -> None:
         """Awaits the ranks of the pools that a journal restored, as if they had been lost just now."""
@@ -200,21 +201,10 @@ class Ranks:
             elif not pool.is_suspended:
                 allocator.suspend(pool)
             membership = self._memberships[name] = Membership(name, self.timing, self._max_pool_blocks)
-            links = [self._next_link() for _ in rank_group.members]
-            membership.restore(rank_group, links, self._hub.now_seconds())
+            membership.restore(rank_group, self._link_ids, self._hub.now_seconds())
 
-    def open_link(self, call: OpenCall) -> RankLink:
-        """Registers the stream of a rank."""
-        link_id = self._next_link()
-        link = self._links[link_id] = RankLink(link_id, call)
-        return link
-
-    def _next_link(self) -> LinkId:
-        self._last_link += 1
-        return LinkId(self._last_link)
-
-    def register(self, link: RankLink, pool_name: str, registration: Registration) -> Membership:
-        """Registers a rank; see `Membership.register`.
+    def register(self, call: OpenCall, pool_name: str, registration: Registration) -> RankLink:
+        """Registers a rank and its stream; see `Membership.register`.
 
         Raises:
             KvpoolError: The registration is refused; nothing was changed.
@@ -229,92 +219,69 @@ class Ranks:
             self.check_pool_limit(name, "register.pool_name")
             past_epoch = self._hub.newest_past_epoch()
             membership = Membership(name, self.timing, self._max_pool_blocks, past_epoch, owner=token_name())
+        link = RankLink(next(self._link_ids), call, membership, registration.rank)
         effects = membership.register(link.link_id, registration, self._hub.now_seconds())
         self._memberships[name] = membership
+        self._links[link.link_id] = link
         self._hub.faults.reach("rank.registered")
-        link.rank = registration.rank
-        timing = self.timing
-        registered = Registered(timing.heartbeat_seconds, timing.heartbeat_timeout_seconds, timing.grace_seconds)
-        link.send(wire_ranks.server_message_to_proto(registered))
-        _log.info(
-            "rank registered",
-            extra={
-                "pool": name,
-                "rank": registration.rank,
-                "ranks": registration.world_size,
-                "bytes": registration.available_bytes,
-                "device": registration.device,
-                "host": registration.host,
-                "pid": registration.pid,
-            },
-        )
+        link.send(Registered(**values_of(Registered, self.timing)))
+        extra = {**link.log_fields, "ranks": registration.world_size, "bytes": registration.available_bytes}
+        extra |= {"device": registration.device, "host": registration.host, "pid": registration.pid}
+        _log.info("rank registered", extra=extra)
         self._carry_out(membership, effects)
-        return membership
+        return link
 
-    def initialized(self, membership: Membership, link: RankLink, allocated: Allocated) -> None:
+    def initialized(self, link: RankLink, allocated: Allocated) -> None:
         """See `Membership.initialized`."""
-        effects = membership.initialized(link.link_id, allocated)
+        effects = link.membership.initialized(link.link_id, allocated)
         self._hub.faults.reach("rank.initialized")
-        _log.info(
-            "rank allocated",
-            extra={
-                "pool": membership.name,
-                "rank": link.rank,
-                "epoch": allocated.epoch,
-                "blocks": allocated.num_blocks,
-                "bytes": allocated.allocated_bytes,
-            },
-        )
-        self._carry_out(membership, effects)
+        extra = {**link.log_fields, "epoch": allocated.epoch, "blocks": allocated.num_blocks}
+        _log.info("rank allocated", extra={**extra, "bytes": allocated.allocated_bytes})
+        self._carry_out(link.membership, effects)
 
-    def heartbeat(self, membership: Membership, link: RankLink, sequence: int) -> None:
+    def heartbeat(self, link: RankLink, sequence: int) -> None:
         """See `Membership.heartbeat`."""
-        was_absent = link.rank is not None and membership.is_absent(link.rank)
-        effects = membership.heartbeat(link.link_id, sequence, self._hub.now_seconds())
+        was_absent = link.membership.registry.is_absent(link.rank)
+        effects = link.membership.heartbeat(link.link_id, sequence, self._hub.now_seconds())
         if was_absent:
-            _log.info("rank back", extra={"pool": membership.name, "rank": link.rank})
-        self._carry_out(membership, effects)
+            _log.info("rank back", extra=link.log_fields)
+        self._carry_out(link.membership, effects)
 
-    def fenced(self, membership: Membership, link: RankLink, sequence: int) -> None:
+    def fenced(self, link: RankLink, sequence: int) -> None:
         """See `Membership.fenced`."""
-        self._carry_out(membership, membership.fenced(link.link_id, sequence))
+        self._carry_out(link.membership, link.membership.fenced(link.link_id, sequence))
 
-    def leave(self, membership: Membership, link: RankLink) -> None:
+    def leave(self, link: RankLink) -> None:
         """See `Membership.leave`."""
-        effects = membership.leave(link.link_id)
+        effects = link.membership.leave(link.link_id)
         link.has_left = True
-        _log.info("rank left", extra={"pool": membership.name, "rank": link.rank})
-        self._carry_out(membership, effects)
+        _log.info("rank left", extra=link.log_fields)
+        self._carry_out(link.membership, effects)
 
-    def close_link(self, membership: Membership | None, link: RankLink) -> None:
+    def close_link(self, link: RankLink) -> None:
         """Removes a stream that has ended, and reports it to the membership."""
         del self._links[link.link_id]
-        if membership:
-            if not (link.has_left or link.was_ended):
-                _log.warning("rank lost", extra={"pool": membership.name, "rank": link.rank})
-            self._carry_out(membership, membership.link_broke(link.link_id, self._hub.now_seconds()))
+        if not (link.has_left or link.call.ended_by):
+            _log.warning("rank lost", extra=link.log_fields)
+        self._carry_out(link.membership, link.membership.link_broke(link.link_id, self._hub.now_seconds()))
 
-    async def watch(self) -> None:
-        """Detects ranks whose heartbeats stop. Runs indefinitely.
-
-        If this loop is late, the server's process was busy or paused. That time is not counted against the ranks.
-        """
-        last_seconds = self._hub.now_seconds()
+    async def watch_deadlines(self) -> None:
+        """Ends leases, quarantines and grace times that are over, and detects silent ranks. Runs indefinitely."""
         while True:
-            due = min((m.next_deadline_seconds for m in self._memberships.values()), default=float("inf"))
-            wait_seconds = min(max(due - last_seconds, 0.005), _POLL_SECONDS)
-            await asyncio.sleep(wait_seconds)
-            now_seconds = self._hub.now_seconds()
-            late_seconds = max(now_seconds - last_seconds - wait_seconds, 0.0)
-            last_seconds = now_seconds
-            for membership in list(self._memberships.values()):
-                membership.extend_deadlines(late_seconds)
-                known = set(membership.absent_ranks)
-                effects = membership.tick(now_seconds)
-                for rank in membership.absent_ranks:
-                    if rank not in known:
-                        _log.warning("rank silent", extra={"pool": membership.name, "rank": rank})
-                self._carry_out(membership, effects)
+            rank_deadlines = (membership.next_deadline_seconds for membership in self._memberships.values())
+            await self._hub.sleep_until(min(self._hub.allocator.next_expiry_seconds(), *rank_deadlines, float("inf")))
+            self._hub.expire_now()
+            self.tick()
+
+    def tick(self) -> None:
+        """Detects ranks whose heartbeats have stopped, and gives up ranks whose grace time is over."""
+        for membership in list(self._memberships.values()):
+            known = set(membership.registry.absent)
+            effects = membership.tick(self._hub.now_seconds())
+            for rank in membership.registry.absent:
+                if rank not in known:
+                    _log.warning("rank silent", extra={"pool": membership.name, "rank": rank})
+            self._carry_out(membership, effects)
 
     def _is_ready(self, name: str) -> bool:
         if not self._hub.takes_sessions(PoolName(name)):
@@ -326,16 +293,11 @@ class Ranks:
 
     def _carry_out(self, membership: Membership, effects: list[Effect]) -> None:
         for effect in effects:
-            match effect:
-                case MessageSent(link, message):
-                    self._send(link, wire_ranks.server_message_to_proto(message))
-                    if isinstance(message, Ready):
-                        self.fencing.schedule(membership.name)
-                case LinkEnded():
-                    self._end_link(membership, effect)
-                case _:
-                    self._change_pool(membership, effect)
-        if membership.is_empty and not membership.was_open and self.membership(membership.name) is membership:
+            if isinstance(effect, RankEffect):
+                self._change_link(effect)
+            else:
+                self._change_pool(membership, effect)
+        if not membership.registry and not membership.was_open and self.membership(membership.name) is membership:
             del self._memberships[membership.name]
             self._hub.allocator.undrain(membership.name)  # the drain does not apply to a new pool of this name
 
@@ -347,11 +309,11 @@ class Ranks:
                 self._hub.open_epoch(
                     effect.config, effect.epoch, ranks_fence=effect.ranks_fence, owner=membership.owner
                 )
-                extra = {"pool": name, "epoch": effect.epoch, "ranks": membership.world_size}
+                extra = {"pool": name, "epoch": effect.epoch, "ranks": membership.registry.world_size}
                 _log.info("pool ready", extra={**extra, "blocks": effect.config.num_blocks})
             case PoolSuspended():
-                self._hub.suspend(name)
-                absent = list(membership.absent_ranks[:_MAX_LOGGED_RANKS])
+                self._hub.allocator.suspend(self._hub.allocator.pool(name))
+                absent = list(membership.registry.first_absent(_MAX_LOGGED_RANKS))
                 _log.warning("pool degraded", extra={"pool": name, "epoch": membership.epoch, "absent_ranks": absent})
             case PoolResumed():
                 self._hub.resume(name)
@@ -367,21 +329,18 @@ class Ranks:
             case _:
                 assert_never(effect)
 
-    def _end_link(self, membership: Membership, ended: LinkEnded) -> None:
-        link = self._links.get(ended.link)
+    def _change_link(self, effect: RankEffect) -> None:
+        link = self._links.get(effect.link)
         if link is None:
             return
-        extra = {"pool": membership.name, "rank": link.rank, "reason": ended.error.reason, "error": str(ended.error)}
-        _log.warning("rank rejected", extra=extra)
-        link.end(ended.error)
-
-    def _send(self, link_id: LinkId, message: worker_pb2.JoinResponse) -> None:
-        link = self._links.get(link_id)
-        if link:
-            link.send(message)
-
-
-def _forming_error(membership: Membership) -> WrongStateError:
-    present = membership.world_size - len(membership.absent_ranks)
-    message = f"{present} of {membership.world_size} ranks are present; wait until the pool is ready"
-    return WrongStateError("POOL_FORMING", message, field="pool_name")
+        match effect:
+            case MessageSent(_, message):
+                link.send(message)
+                if isinstance(message, Ready):
+                    self.fencing.schedule(link.membership.name)
+            case LinkEnded(_, error):
+                extra = {**link.log_fields, "reason": error.reason, "error": str(error)}
+                _log.warning("rank rejected", extra=extra)
+                link.call.end(error)
+            case _:
+                assert_never(effect)

@@ -7,7 +7,6 @@ from typing import Final
 import grpc
 
 from kvpool.core.errors import AbortedError, ExhaustedError, InvalidArgumentError
-from kvpool.core.ranks.membership import Membership
 from kvpool.server.auth.caller import check_pool
 from kvpool.server.limits.streams import StreamWriter, read_first
 from kvpool.server.rpc import errors_sent
@@ -35,21 +34,20 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
                 await self._serve(call, context)
 
     async def _serve(self, call: OpenCall, context: _JoinContext) -> None:
-        link = self._ranks.open_link(call)
+        with call.wait():
+            message = await self._read_first(context)
+        if not isinstance(message, worker_pb2.JoinRequest):  # EOF: the rank closed its side
+            return
+        link = self._register(call, message)
         sender = asyncio.create_task(_send(link, context, self._hub.limits.stall_seconds))
-        membership: Membership | None = None
         try:
             while True:
                 with call.wait():
-                    message = await (self._read_first(context) if membership is None else context.read())
-                if not isinstance(message, worker_pb2.JoinRequest):  # EOF: the rank closed its side
-                    return
-                if membership is None:
-                    membership = self._register(link, message)
-                elif self._handle(membership, link, message):
+                    message = await context.read()
+                if not isinstance(message, worker_pb2.JoinRequest) or self._handle(link, message):
                     return
         finally:
-            self._ranks.close_link(membership, link)
+            self._ranks.close_link(link)
             link.outbox.put_nowait(None)
             with contextlib.suppress(TimeoutError, grpc.aio.BaseError):
                 await asyncio.wait_for(sender, _FLUSH_SECONDS)
@@ -59,29 +57,29 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         timeout_error = AbortedError("NOT_REGISTERED", f"no message arrived within {timeout_seconds:g} s")
         return await read_first(context, timeout_seconds, timeout_error)
 
-    def _register(self, link: RankLink, message: worker_pb2.JoinRequest) -> Membership:
+    def _register(self, call: OpenCall, message: worker_pb2.JoinRequest) -> RankLink:
         if message.WhichOneof("message") != "register":
             raise InvalidArgumentError("message", "the first message must be register")
         check_pool(message.register.pool_name, "register.pool_name")
         registration = wire_ranks.registration_from_proto(message.register)
         try:
-            return self._ranks.register(link, message.register.pool_name, registration)
+            return self._ranks.register(call, message.register.pool_name, registration)
         except InvalidArgumentError as error:
             if not error.field.startswith(("register.", "ranks[")):
                 error.rename_field(f"register.{error.field}")
             raise
 
-    def _handle(self, membership: Membership, link: RankLink, message: worker_pb2.JoinRequest) -> bool:
+    def _handle(self, link: RankLink, message: worker_pb2.JoinRequest) -> bool:
         """Handles a message of a registered rank. Returns whether the rank has left."""
         match message.WhichOneof("message"):
             case "initialized":
-                self._ranks.initialized(membership, link, wire_ranks.allocated_from_proto(message.initialized))
+                self._ranks.initialized(link, wire_ranks.allocated_from_proto(message.initialized))
             case "heartbeat":
-                self._ranks.heartbeat(membership, link, message.heartbeat.sequence)
+                self._ranks.heartbeat(link, message.heartbeat.sequence)
             case "fenced":
-                self._ranks.fenced(membership, link, message.fenced.fence_sequence)
+                self._ranks.fenced(link, message.fenced.fence_sequence)
             case "leave":
-                self._ranks.leave(membership, link)
+                self._ranks.leave(link)
                 return True
             case "register":
                 raise InvalidArgumentError("message", "the stream is already registered")
@@ -96,5 +94,5 @@ async def _send(link: RankLink, context: _JoinContext, stall_seconds: float) -> 
             try:
                 await writer.write(message)
             except ExhaustedError as error:
-                link.end(error)
+                link.call.end(error)
                 return

@@ -112,7 +112,7 @@ def test_rule_3_an_absent_rank_delays_the_release_until_it_returns(world: Gather
         world.wait(4.0)
         world.beat(first)
         world.wait(2.0)
-    assert world.members.rank_infos()[1].state is RankState[how.upper()]
+    assert world.members.registry.rank_infos()[1].state is RankState[how.upper()]
     assert [sent.link for sent in fence(world, ONE)] == [first]
     assert answer(world, first, 1) == ()
     if how == "lost":

@@ -90,7 +90,7 @@ def test_a_pool_too_small_for_one_request_is_refused_to_all_ranks() -> None:
         error = world.last(link)
         assert isinstance(error, InvalidArgumentError)
         assert error.reason == "ONE_REQUEST_DOES_NOT_FIT"
-    assert world.members.is_empty
+    assert not world.members.registry
     assert not world.pool
 
 
@@ -99,7 +99,7 @@ def test_a_plan_that_cannot_be_made_ends_all_ranks_with_the_planners_error() -> 
     links = [world.register(registration(rank, blocks=3 if rank else 100)) for rank in range(2)]
     errors = [world.last(link) for link in links]
     assert all(isinstance(e, InvalidArgumentError) and e.field == "ranks[1].available_bytes" for e in errors)
-    assert world.members.is_empty
+    assert not world.members.registry
 
 
 def test_more_blocks_than_the_servers_limit_are_refused() -> None:
@@ -150,7 +150,7 @@ def test_a_lost_rank_suspends_the_pool_and_keeps_the_epoch(by: str) -> None:
     assert isinstance(sent, PoolStatus)
     assert (sent.state, sent.absent_ranks) == (PoolState.DEGRADED, (1,))
     state = RankState.LOST if by == "break" else RankState.SILENT
-    assert [info.state for info in world.members.rank_infos()] == [RankState.READY, state]
+    assert [info.state for info in world.members.registry.rank_infos()] == [RankState.READY, state]
 
 
 @LOSSES
@@ -208,7 +208,7 @@ def test_rule_3_a_rank_that_does_not_return_is_given_up_after_the_grace_time(by:
     world.wait(0.0)
     assert world.pool[-1] == EpochPassed(2)
     assert world.members.state is PoolState.DEGRADED
-    assert [info.state for info in world.members.rank_infos()] == [RankState.REGISTERED, RankState.ABSENT]
+    assert [info.state for info in world.members.registry.rank_infos()] == [RankState.REGISTERED, RankState.ABSENT]
     if by == "silence":
         assert isinstance(world.last(links[1]), AbortedError)
         with pytest.raises(AbortedError):
@@ -264,7 +264,7 @@ def test_a_rank_lost_while_others_allocate_can_return_and_gets_a_new_plan() -> N
     links = [world.register(registration(rank)) for rank in range(2)]
     world.allocate(links[0])
     world.break_link(links[1])
-    assert [info.state for info in world.members.rank_infos()] == [RankState.REGISTERED, RankState.ABSENT]
+    assert [info.state for info in world.members.registry.rank_infos()] == [RankState.REGISTERED, RankState.ABSENT]
     back = world.register(registration(1))
     plan = world.last(links[0])
     assert isinstance(plan, Planned)
@@ -319,7 +319,7 @@ def test_giving_up_one_lost_rank_gives_up_all_lost_ranks() -> None:
     world.break_link(links[1])
     world.break_link(links[2])
     successor = world.register(registration(1, 3, boot_id="successor"))
-    infos = world.members.rank_infos()
+    infos = world.members.registry.rank_infos()
     assert [info.state for info in infos] == [RankState.REGISTERED, RankState.REGISTERED, RankState.ABSENT]
     assert [info.num_blocks for info in infos] == [0, 0, 0]
     assert isinstance(world.last(successor), PoolStatus), "no plan may be sent while a rank is absent"
@@ -331,7 +331,7 @@ def test_a_rank_that_leaves_is_given_up_at_once() -> None:
     world.do(world.members.leave(links[0]))
     assert world.pool[-1] == EpochPassed(2)
     world.break_link(links[0])
-    assert world.members.rank_infos()[0].state is RankState.ABSENT
+    assert world.members.registry.rank_infos()[0].state is RankState.ABSENT
 
 
 def test_a_group_that_all_ranks_left_can_be_formed_with_other_options() -> None:
@@ -341,7 +341,7 @@ def test_a_group_that_all_ranks_left_can_be_formed_with_other_options() -> None:
     options = replace(OPTIONS, max_model_len=512)
     link = world.register(registration(0, 1, options=options))
     world.allocate(link)
-    assert (world.epoch, world.members.world_size, world.members.options) == (2, 1, options)
+    assert (world.epoch, world.members.registry.world_size, world.members.registry.options) == (2, 1, options)
 
 
 def test_a_group_whose_ranks_are_all_lost_can_be_formed_with_other_options() -> None:
@@ -355,7 +355,7 @@ def test_a_group_whose_ranks_are_all_lost_can_be_formed_with_other_options() -> 
     others = [world.register(registration(rank, 3, boot_id=f"another-{rank}", options=options)) for rank in range(2)]
     for link in (first, *others):
         world.allocate(link)
-    assert (world.epoch, world.is_serving, world.members.options) == (2, True, options)
+    assert (world.epoch, world.is_serving, world.members.registry.options) == (2, True, options)
 
 
 def test_while_a_rank_lives_the_successor_of_a_lost_one_must_agree_with_it() -> None:
@@ -373,7 +373,7 @@ def test_ranks_that_fall_silent_together_are_reported_in_one_message_per_rank() 
     world.now_seconds += 4.0
     world.beat(*links[:10])
     world.wait(2.0)
-    assert world.members.absent_ranks == tuple(range(10, 100))
+    assert world.members.registry.absent == tuple(range(10, 100))
     for link in links[:10]:
         answer, status = world.sent[link][sent[link] :]
         assert isinstance(answer, PoolStatus)
@@ -399,22 +399,12 @@ def test_a_new_stream_of_the_same_process_takes_over() -> None:
     world.beat(newer)
 
 
-def test_no_rank_is_silent_because_the_server_was_stopped() -> None:
-    world = Gathering()
-    world.form()
-    world.members.extend_deadlines(60.0)
-    world.wait(60.0)
-    assert world.is_serving
-    world.wait(6.0)
-    assert not world.is_serving
-
-
 def test_a_forming_rank_that_falls_silent_is_given_up() -> None:
     world = Gathering()
     link = world.register(registration(0))
     world.wait(6.0)
     assert isinstance(world.last(link), AbortedError)
-    assert world.members.is_empty
+    assert not world.members.registry
 
 
 def test_the_next_deadline_is_the_nearest() -> None:
@@ -545,7 +535,7 @@ def test_rank_infos_describe_the_ranks() -> None:
     world = Gathering()
     links = [world.register(registration(rank)) for rank in range(2)]
     world.allocate(links[0], 90)
-    first, second = world.members.rank_infos()
+    first, second = world.members.registry.rank_infos()
     assert (first.state, first.num_blocks, first.allocated_bytes) == (RankState.READY, 90, 90 * BLOCK_BYTES)
     assert (second.state, second.num_blocks) == (RankState.ALLOCATING, 0)
     assert repr(world.members) == "<Membership 'm': 2 of 2 ranks, forming, epoch 1>"

@@ -1,5 +1,6 @@
 """Time and leases of a hub: pauses and jumps of the wall clock end no lease."""
 
+import asyncio
 import logging
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -8,6 +9,7 @@ import pytest
 
 from kvpool.core.errors import AbortedError, UnavailableError
 from kvpool.core.ids import SessionId
+from kvpool.core.pause_tolerant_clock import MAX_RUN_SECONDS
 from kvpool.server.journal.calls import JournaledAllocator
 from kvpool.server.journal.frames import FrameKind
 from kvpool.server.services import hub as hub_module
@@ -20,10 +22,13 @@ LEASE_SECONDS = 10.0
 
 @dataclass
 class Clocks:
-    """Values of the machine's clocks."""
+    """Values of the machine's clocks. Sleeps advance the monotonic clock."""
 
     monotonic_seconds: float = 1000.0
     wall_seconds: float = 1e9
+
+    async def sleep(self, seconds: float) -> None:
+        self.monotonic_seconds += seconds
 
 
 @pytest.fixture
@@ -31,6 +36,7 @@ def clocks(monkeypatch: pytest.MonkeyPatch) -> Clocks:
     clocks = Clocks()
     shown = SimpleNamespace(monotonic=lambda: clocks.monotonic_seconds, time=lambda: clocks.wall_seconds)
     monkeypatch.setattr(hub_module, "time", shown)
+    monkeypatch.setattr(asyncio, "sleep", clocks.sleep)
     return clocks
 
 
@@ -43,44 +49,60 @@ def hub(clocks: Clocks) -> Hub:
     return hub
 
 
-def pass_time(hub: Hub, clocks: Clocks, seconds: float) -> None:
-    """Advances time while the server reads its clock regularly."""
-    for _ in range(round(seconds * 4)):
-        clocks.monotonic_seconds += 0.25
-        hub.now_seconds()
+async def pass_time(hub: Hub, seconds: float) -> None:
+    """Advances time on a server that is not paused."""
+    end_seconds = hub.now_seconds() + seconds
+    while hub.now_seconds() < end_seconds - 1e-9:
+        await hub.sleep_until(end_seconds)
 
 
-def test_the_first_call_after_a_pause_finds_its_session(hub: Hub, clocks: Clocks) -> None:
-    pass_time(hub, clocks, 9.0)
+async def test_the_first_call_after_a_pause_finds_its_session(hub: Hub, clocks: Clocks) -> None:
+    await pass_time(hub, 9.0)
     clocks.monotonic_seconds += 3600.0
     assert hub.session("s")[1].session_id == "s"
+    await pass_time(hub, 0.5)
     clocks.monotonic_seconds += 3600.0
     assert hub.resume_session("s", 0, "")[1].session_id == "s"
 
 
-def test_a_pause_extends_no_lease(hub: Hub, clocks: Clocks) -> None:
-    pass_time(hub, clocks, 5.0)
+async def test_a_pause_extends_no_lease(hub: Hub, clocks: Clocks) -> None:
+    await pass_time(hub, 5.0)
     clocks.monotonic_seconds += 3600.0
-    pass_time(hub, clocks, 5.0)
+    await pass_time(hub, 5.0)
     with pytest.raises(AbortedError):
         hub.session("s")
+
+
+async def test_what_arrived_during_a_pause_is_handled_before_a_deadline(hub: Hub, clocks: Clocks) -> None:
+    await pass_time(hub, LEASE_SECONDS - 0.125)
+    sleep_seconds: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        sleep_seconds.append(seconds)
+        await clocks.sleep(3600.0)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(asyncio, "sleep", sleep)
+        await hub.sleep_until(hub.allocator.next_expiry_seconds())
+    assert sleep_seconds == [0.125, MAX_RUN_SECONDS]
+    assert hub.now_seconds() == hub.allocator.next_expiry_seconds(), "the clock stood still"
 
 
 @pytest.mark.parametrize("step_seconds", [-1e8, 1e8])
-def test_jumps_of_the_wall_clock_have_no_effect(hub: Hub, clocks: Clocks, step_seconds: float) -> None:
+async def test_jumps_of_the_wall_clock_have_no_effect(hub: Hub, clocks: Clocks, step_seconds: float) -> None:
     clocks.wall_seconds += step_seconds
-    pass_time(hub, clocks, 9.5)
+    await pass_time(hub, 9.5)
     assert hub.session("s")
     clocks.wall_seconds -= 2 * step_seconds
-    pass_time(hub, clocks, 10.0)
+    await pass_time(hub, 10.0)
     with pytest.raises(AbortedError):
         hub.session("s")
 
 
-def test_an_expired_lease_is_reported_only_after_its_session_ended(
-    hub: Hub, clocks: Clocks, caplog: pytest.LogCaptureFixture
+async def test_an_expired_lease_is_reported_only_after_its_session_ended(
+    hub: Hub, caplog: pytest.LogCaptureFixture
 ) -> None:
-    pass_time(hub, clocks, LEASE_SECONDS)
+    await pass_time(hub, LEASE_SECONDS)
     with caplog.at_level(logging.WARNING, "kvpool.server"), pytest.raises(AbortedError) as caught:
         hub.session("s")
     assert caught.value.reason == "LEASE_EXPIRED"
@@ -100,14 +122,15 @@ def open_with_key(hub: Hub, session_id: str) -> str:
     return session.session_id
 
 
-def test_an_open_key_reused_after_expiry_replays_alike(clocks: Clocks) -> None:
+@pytest.mark.usefixtures("clocks")
+async def test_an_open_key_reused_after_expiry_replays_alike() -> None:
     records: list[tuple[FrameKind, bytes]] = []
     allocator: JournaledAllocator = new_allocator()
     allocator.sink = lambda kind, payload: records.append((kind, payload))
     hub = Hub(1000, allocator=allocator)
     hub.create_pool(pool_config())
     assert [open_with_key(hub, "first"), open_with_key(hub, "not drawn")] == ["first", "first"]
-    pass_time(hub, clocks, LEASE_SECONDS)
+    await pass_time(hub, LEASE_SECONDS)
     assert open_with_key(hub, "second") == "second"
     again = new_allocator()
     for record in records:
@@ -116,20 +139,21 @@ def test_an_open_key_reused_after_expiry_replays_alike(clocks: Clocks) -> None:
     assert [session.session_id for _, session in again.sessions()] == ["second"]
 
 
-def test_lost_sessions_block_new_ones_unless_the_ranks_fence(clocks: Clocks) -> None:
+@pytest.mark.usefixtures("clocks")
+async def test_lost_sessions_block_new_ones_unless_the_ranks_fence() -> None:
     allocator = new_allocator()
     allocator.lose_sessions()
     hub = Hub(1000, quarantine_seconds=5.0, allocator=allocator)
     hub.create_pool(pool_config())
     hub.open_epoch(pool_config("fenced"), 2, ranks_fence=True)
     hub.check_takes_session("fenced", "")
-    pass_time(hub, clocks, 3.0)
+    await pass_time(hub, 3.0)
     hub.expire_now()
     with pytest.raises(UnavailableError) as caught:
         hub.check_takes_session("m", "")
     refused = caught.value
     assert (refused.reason, refused.field, refused.retry_seconds) == ("SESSIONS_LOST", "pool_name", 2.0)
-    pass_time(hub, clocks, 2.0)
+    await pass_time(hub, 2.0)
     hub.check_takes_session("m", "")
     assert allocator.lost_may_run
     hub.expire_now()

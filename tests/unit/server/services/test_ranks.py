@@ -1,13 +1,15 @@
 """Streams of ranks and their effect on pools, without gRPC."""
 
 import asyncio
+from types import SimpleNamespace
 
 import pytest
 
 from kvpool.core.ids import SessionId
-from kvpool.core.ranks.membership import Membership
+from kvpool.core.pause_tolerant_clock import MAX_RUN_SECONDS
 from kvpool.core.ranks.messages import Allocated, PoolState, RankTiming
 from kvpool.core.sessions.session_ends import REMEMBERED_ENDS
+from kvpool.server.services import hub as hub_module
 from kvpool.server.services.hub import Hub, OpenCall
 from kvpool.server.services.ranks import RankLink, Ranks
 from support.ranks import BLOCK_BYTES, registration
@@ -22,73 +24,73 @@ class Place:
         self.hub = Hub(2**24)
         self.ranks = Ranks(self.hub, TIMING, 2**24, 256)
 
-    def join(self, rank: int, world_size: int = 2) -> tuple[Membership, RankLink]:
+    def join(self, rank: int, world_size: int = 2) -> RankLink:
         """Opens a stream and registers a rank."""
-        task = asyncio.current_task()
-        assert task
-        link = self.ranks.open_link(OpenCall(task))
-        return self.ranks.register(link, "m", registration(rank, world_size)), link
+        return self.ranks.register(OpenCall(), "m", registration(rank, world_size))
 
-    def open(self) -> tuple[Membership, RankLink]:
+    def open(self) -> RankLink:
         """Opens a pool of one rank."""
-        membership, link = self.join(0, 1)
-        self.ranks.initialized(membership, link, Allocated(1, 100, 100 * BLOCK_BYTES))
-        assert membership.state is PoolState.READY
-        return membership, link
+        link = self.join(0, 1)
+        self.ranks.initialized(link, Allocated(1, 100, 100 * BLOCK_BYTES))
+        assert link.membership.state is PoolState.READY
+        return link
 
 
 async def test_the_end_of_an_old_stream_does_not_affect_a_pool_that_forms_again() -> None:
     place = Place()
-    before, old = place.join(0)
-    place.ranks.leave(before, old)
+    old = place.join(0)
+    place.ranks.leave(old)
     assert place.ranks.membership("m") is None
-    now, _ = place.join(1)
-    place.ranks.close_link(before, old)
-    assert place.ranks.membership("m") is now
+    newer = place.join(1)
+    place.ranks.close_link(old)
+    assert place.ranks.membership("m") is newer.membership
 
 
 async def test_an_epoch_passes_with_more_sessions_than_are_remembered() -> None:
     place = Place()
-    membership, link = place.open()
+    link = place.open()
     for i in range(REMEMBERED_ENDS + 1):
         place.hub.allocator.open_session("m", "", 60.0, session_id=SessionId(str(i)), now_seconds=0.0)
-    place.ranks.leave(membership, link)
+    place.ranks.leave(link)
     info = place.ranks.describe("m")
     assert (info.sessions, info.epoch, info.state) == (0, 2, PoolState.DEGRADED)
 
 
 class Clock:
-    """A clock that advances only in the sleeps of the rank watch, by the requested time plus a delay."""
+    """A source clock that advances only in the waits of the server, by the requested time plus a delay."""
 
-    def __init__(self, place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._now_seconds = 0.0
         self._late: asyncio.Queue[float] = asyncio.Queue()
         self._sleep = asyncio.sleep
-        monkeypatch.setattr(place.hub, "now_seconds", lambda: self._now_seconds)
-        monkeypatch.setattr("kvpool.server.services.ranks.asyncio.sleep", self._sleep_of_watch)
+        monkeypatch.setattr(hub_module, "time", SimpleNamespace(monotonic=lambda: self._now_seconds, time=lambda: 0.0))
+        monkeypatch.setattr(asyncio, "sleep", self._sleep_of_server)
 
-    async def _sleep_of_watch(self, seconds: float) -> None:
+    async def _sleep_of_server(self, seconds: float) -> None:
         late_seconds = await self._late.get()
         self._now_seconds += seconds + late_seconds
         self._late.task_done()
 
     async def wake(self, late_seconds: float = 0.0) -> float:
-        """Ends one sleep `late_seconds` late, and returns the new time."""
+        """Ends one wait `late_seconds` late, and returns the new time."""
         self._late.put_nowait(late_seconds)
         await self._late.join()
-        await self._sleep(0)  # the watch runs and sleeps again
+        await self._sleep(0)  # the server handles deadlines and waits again
         return self._now_seconds
 
 
-@pytest.mark.parametrize("busy_seconds", [1.0, 3.0])
+@pytest.mark.parametrize("busy_seconds", [0.2, 1.0, 3.0])
 async def test_time_in_which_the_server_was_busy_is_not_counted_against_ranks(
     busy_seconds: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    clock = Clock(monkeypatch)
     place = Place()
-    clock = Clock(place, monkeypatch)
     place.open()
-    watch = asyncio.create_task(place.ranks.watch())
+    watch = asyncio.create_task(place.ranks.watch_deadlines())
     await clock.wake(busy_seconds)
+    if busy_seconds > MAX_RUN_SECONDS:  # the server first handles messages that have arrived
+        await clock.wake()
+        busy_seconds += MAX_RUN_SECONDS
     assert place.ranks.describe("m").state is PoolState.READY
     heard_out_seconds = busy_seconds + TIMING.heartbeat_timeout_seconds
     while (now_seconds := await clock.wake()) < heard_out_seconds - 1e-9:
