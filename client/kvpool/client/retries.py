@@ -22,7 +22,7 @@ from tenacity import (
     wait_random_exponential,
 )
 
-from kvpool.client.errors import ExhaustedError, KvpoolError, UnavailableError
+from kvpool.core.errors import ExhaustedError, KvpoolError, UnavailableError
 
 _BACKOFF: Final = wait_fixed(0.02) + wait_random_exponential(multiplier=0.1, max=1.0)
 _JITTER: Final = 0.1

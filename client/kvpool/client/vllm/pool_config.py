@@ -1,5 +1,6 @@
 """Converts an engine's KV cache configuration to that of a pool. Refuses unsupported features at the start."""
 
+from dataclasses import fields, replace
 from typing import Any, Final
 
 from kvpool.client.vllm.connectors import unsupported_connector
@@ -25,6 +26,20 @@ _HASHES: Final = {
     "xxhash_cbor": ("xxhash_cbor", 16),
 }
 """By name in vLLM: name in a pool's hash scheme, and length in bytes."""
+
+
+_ATTENTION: Final[dict[type, type[AttentionSpec]]] = {
+    getattr(SPECS, kind.__name__): kind
+    for kind in (
+        FullAttentionSpec,
+        MLAAttentionSpec,
+        SinkFullAttentionSpec,
+        SlidingWindowSpec,
+        ChunkedLocalAttentionSpec,
+        CrossAttentionSpec,
+    )
+}
+"""By vLLM's kind of attention: that of the service, which has the same name."""
 
 
 class UnsupportedError(ValueError):
@@ -142,23 +157,19 @@ def spec_of(spec: Any) -> KVCacheSpec:
         raise UnsupportedError(f"{kind.__name__} groups with tokens_per_state={spec.tokens_per_state}")
     if getattr(spec, "extra_retained_tokens", 0):
         raise UnsupportedError("sliding windows with extra_retained_tokens")
-    return _attention(kind, spec)
+    return _attention(spec)
 
 
-def _attention(kind: type, spec: Any) -> AttentionSpec:
-    own_kind, extra = _ATTENTION[kind]
-    values: dict[str, Any] = {name: getattr(spec, name) or 0 for name in extra}
-    known: dict[str, Any] = {
-        "block_size": spec.block_size,
-        "num_kv_heads": spec.num_kv_heads,
-        "head_size": spec.head_size,
-        "dtype": _dtype(spec.dtype),
-        "head_size_v": getattr(spec, "head_size_v", 0) or 0,
-    }
-    made = own_kind(**known, **values)
+def _attention(spec: Any) -> AttentionSpec:
+    """Converts a spec field by field, as the names are vLLM's. The padding follows from the size of a page."""
+    own_kind = _ATTENTION[type(spec)]
+    values: dict[str, Any] = {field.name: getattr(spec, field.name, 0) or 0 for field in fields(own_kind)}
+    values.update(dtype=_dtype(spec.dtype), page_size_padded=0)
+    values.pop("cache_dtype_str", "")  # a page of another layout differs in its size alone
+    made = own_kind(**values)
     if spec.page_size_bytes == made.page_size_bytes:
         return made
-    return own_kind(**known, **values, page_size_padded=spec.page_size_bytes)
+    return replace(made, page_size_padded=spec.page_size_bytes)
 
 
 def _dtype(dtype: object) -> str:
@@ -166,13 +177,3 @@ def _dtype(dtype: object) -> str:
     if name not in DTYPE_SIZES_BYTES:
         raise UnsupportedError(f"KV caches of {name}")
     return name
-
-
-_ATTENTION: Final[dict[type, tuple[type[AttentionSpec], tuple[str, ...]]]] = {
-    SPECS.FullAttentionSpec: (FullAttentionSpec, ("sliding_window", "attention_chunk_size")),
-    SPECS.MLAAttentionSpec: (MLAAttentionSpec, ()),
-    SPECS.SinkFullAttentionSpec: (SinkFullAttentionSpec, ("sink_len",)),
-    SPECS.SlidingWindowSpec: (SlidingWindowSpec, ("sliding_window",)),
-    SPECS.ChunkedLocalAttentionSpec: (ChunkedLocalAttentionSpec, ("attention_chunk_size",)),
-    SPECS.CrossAttentionSpec: (CrossAttentionSpec, ()),
-}

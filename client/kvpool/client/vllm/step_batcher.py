@@ -19,7 +19,6 @@ from typing import Any, Final
 
 from vllm.v1.request import Request as EngineRequest
 
-from kvpool.client.errors import DeadlineError
 from kvpool.client.request import Request
 from kvpool.client.results import Answer
 from kvpool.client.session import Session
@@ -31,13 +30,14 @@ from kvpool.client.vllm.versions import COUNTS_ADMISSIONS
 from kvpool.core.errors import AbortedError, NotFoundError, UnavailableError
 from kvpool.core.steps.allocation_options import AllocationOptions
 from kvpool.core.steps.columns import Outcome
+from kvpool.wire.errors import DeadlineError
 
 _log = logging.getLogger("kvpool.client.vllm")
-_SESSION_GONE: Final = (
+_SESSION_ENDED: Final = (
     "The kvpool service has ended this engine's session, so other sessions may own its blocks: restart the engine. "
     "To restart the service under running engines, start it with --journal."
 )
-_SERVICE_GONE: Final = (
+_NO_ANSWER: Final = (
     "The kvpool service did not answer within deadline_seconds, so the blocks of this engine are unknown: "
     "make sure that the service runs, and restart the engine."
 )
@@ -78,9 +78,7 @@ class StepBatcher:
         self.watermark_blocks = int(watermark * session.config.num_blocks)
         self._no_blocks = KVCacheBlocks([()] * len(session.config.groups))
         self._grants: dict[str, Grant] = {}  # of running requests
-        self._in_flight: tuple[BatchedRequests, StepBuilder, int] | None = (
-            None  # the message in flight, and the step number before it
-        )
+        self._in_flight: BatchedRequests | None = None
         self._executed = self._reported = self._launched = 0  # numbers of steps
         self._look_ahead = _FIRST_LOOK_AHEAD
 
@@ -92,10 +90,13 @@ class StepBatcher:
         if is_all and batch.num_tokens < self.tokens_left:
             self._add_admissions(batch)
         needs_answer = is_all and batch.num_tokens and self.builder.rows
-        if needs_answer and self._predictor.can_restart(is_admitting=bool(batch.admissions)):
-            self._begin_batch(batch)
-        else:
+        if not needs_answer or not self._predictor.can_restart(is_admitting=bool(batch.admissions)):
             self._send_batch(batch)
+            return
+        with self._explained():
+            self._session.begin(self._next_builder())
+        self._in_flight = batch
+        self._grants = dict(batch.grants)  # as expected, until the answer arrives
 
     def settle(self) -> None:
         """Waits for the answer to the first message of the round, if it has not arrived.
@@ -106,10 +107,9 @@ class StepBatcher:
         """
         if self._in_flight is None:
             return
-        (batch, builder, before), self._in_flight = self._in_flight, None
+        batch, self._in_flight = self._in_flight, None
         with self._explained():
             self._session.settle()
-        self._note_sent(builder, before)
         unused, self._grants = self._grants, {}
         refused = self._take(batch)
         if not refused.keys() <= unused.keys():
@@ -154,10 +154,8 @@ class StepBatcher:
             KvpoolError: The engine cannot continue; a note explains what to do.
         """
         self.settle()
-        builder, before = self._next_builder()
         with self._explained():
-            self._session.send(builder)
-        self._note_sent(builder, before)
+            self._session.send(self._next_builder())
 
     def session_request(self, request: EngineRequest) -> Request:
         """Returns the session's request for an engine's request; creates it on first use."""
@@ -258,24 +256,15 @@ class StepBatcher:
     def _new_batch(self) -> BatchedRequests:
         return BatchedRequests(self._predictor.num_lookahead_tokens, self._no_blocks)
 
-    def _begin_batch(self, batch: BatchedRequests) -> None:
-        """Sends the batch without waiting; until the answer arrives, the scheduler uses the expected grants."""
-        builder, before = self._next_builder()
-        with self._explained():
-            self._session.begin(builder)
-        self._in_flight = batch, builder, before
-        self._grants = batch.grants()
+    def _next_builder(self) -> StepBuilder:
+        """Returns the collected calls, and starts a new message.
 
-    def _next_builder(self) -> tuple[StepBuilder, int]:
-        """Returns the collected calls and the current step number, and starts a new message."""
+        They report the executed step. The session answers them without a message only if nobody waits for that report.
+        """
         builder, self.builder = self.builder, StepBuilder()
         builder.executed_sequence, builder.launched_sequence = self._executed, self._launched
-        return builder, self._session.sequence
-
-    def _note_sent(self, builder: StepBuilder, before: int) -> None:
-        """Records the executed step that was reported, if a step was sent."""
-        if self._session.sequence > before:
-            self._reported = builder.executed_sequence
+        self._reported = self._executed
+        return builder
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
@@ -284,8 +273,8 @@ class StepBatcher:
             yield
         except (NotFoundError, AbortedError, UnavailableError, DeadlineError) as error:
             self.has_failed = True
-            is_session_gone = isinstance(error, NotFoundError | AbortedError)
-            error.add_note(_SESSION_GONE if is_session_gone else _SERVICE_GONE)
+            has_ended = isinstance(error, NotFoundError | AbortedError)
+            error.add_note(_SESSION_ENDED if has_ended else _NO_ANSWER)
             raise
 
     def _send_batch(self, batch: BatchedRequests) -> None:
@@ -297,7 +286,7 @@ class StepBatcher:
     def _take(self, batch: BatchedRequests) -> dict[str, Outcome]:
         """Records the answers of a batch; returns the refused running requests."""
         refused = batch.resolve()
-        grants = batch.grants()
+        grants = batch.grants
         for request_id, outcome in refused.items():
             if outcome is Outcome.SKIPPED:  # the service did not try it
                 del grants[request_id]
