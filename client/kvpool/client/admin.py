@@ -7,7 +7,6 @@ blocks are requested page by page, as the caller iterates.
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Final, Protocol, Self, TypeVar
 
 import grpc
@@ -107,9 +106,7 @@ class AdminClient:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def overview(self) -> Overview:

@@ -267,7 +267,7 @@ class StepStream(ABC):
         """Waits for the answer of a step."""
 
     @abstractmethod
-    async def _sleep(self, seconds: float) -> object:
+    async def _sleep(self, seconds: float) -> None:
         """Waits between two attempts."""
 
     @property

@@ -1,6 +1,6 @@
 """The predicted calls of a round in one message: tokens for running requests, then admissions."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from vllm.v1.request import Request as EngineRequest
@@ -11,9 +11,6 @@ from kvpool.client.step_builder import StepBuilder
 from kvpool.client.vllm.blocks import KVCacheBlocks
 from kvpool.core.steps.allocation_options import DEFAULT_OPTIONS, AllocationOptions
 from kvpool.core.steps.columns import Outcome
-
-RequestPairs = Sequence[tuple[EngineRequest, Request]]
-"""Requests of the engine with the requests of the session."""
 
 Grant = tuple[KVCacheBlocks | None, int]
 """New blocks of a running request, None if it was refused, and the number of tokens."""
@@ -41,7 +38,7 @@ class BatchedRequests:
         num_lookahead_tokens: Extra tokens per running request to allocate slots for.
         num_tokens: Tokens of all running requests in the message.
         grants: The grant of each running request if none is refused; `resolve` sets the ids of new blocks.
-        admissions: Admitted requests, in order; their answers are set when the message is answered.
+        admissions: Ids of admitted requests, in order, with their answers, which are set when the message is answered.
     """
 
     def __init__(self, num_lookahead_tokens: int, no_blocks: KVCacheBlocks) -> None:
@@ -51,22 +48,21 @@ class BatchedRequests:
         self._new_blocks: list[_NewBlocks] = []
         self.num_tokens = 0
         self.grants: dict[str, Grant] = {}
-        self.admissions: list[tuple[str, Request, Answer]] = []
+        self.admissions: list[tuple[str, Answer]] = []
 
     @property
     def is_empty(self) -> bool:
         """Whether the batch has no calls."""
         return not (self.grants or self.admissions)
 
-    def decode(self, builder: StepBuilder, requests: Mapping[str, Request]) -> None:
-        """Adds one token for each request, by id, in one row group."""
+    def decode(self, builder: StepBuilder, requests: Sequence[Request]) -> None:
+        """Adds one token for each request, in one row group."""
         if not requests:
             return
-        decodes = builder.decode(list(requests.values()), num_lookahead_tokens=self.num_lookahead_tokens)
-        request_ids = list(requests)
-        self.grants.update(dict.fromkeys(request_ids, (self._no_blocks, 1)))
+        decodes = builder.decode(requests, num_lookahead_tokens=self.num_lookahead_tokens)
+        self.grants.update(dict.fromkeys([request.request_id for request in requests], (self._no_blocks, 1)))
         for place in decodes.asking:
-            self._add(request_ids[place], 1, decodes, place)
+            self._add(requests[place].request_id, 1, decodes, place)
         self.num_tokens += len(requests)
 
     def allocate(self, builder: StepBuilder, request: EngineRequest, session_request: Request, num_tokens: int) -> None:
@@ -87,20 +83,6 @@ class BatchedRequests:
         blocks = KVCacheBlocks.pending()
         self.grants[request_id] = (blocks, num_tokens)
         self._new_blocks.append(_NewBlocks(request_id, blocks, answer, place))
-
-    def admit(
-        self,
-        builder: StepBuilder,
-        pairs: RequestPairs,
-        budget_tokens: int,
-        max_tokens: int,
-        options: Sequence[AllocationOptions],
-    ) -> None:
-        """Adds admissions while tokens are left, each with at most `max_tokens` tokens (0: all) and its own options."""
-        for (request, session_request), request_options in zip(pairs, options, strict=True):
-            answer = builder.admit(session_request, max_tokens, options=request_options)
-            self.admissions.append((request.request_id, session_request, answer))
-        builder.admission_budget_tokens = budget_tokens
 
     def resolve(self) -> dict[str, Outcome]:
         """Sets the block ids after the answer, or if no message is needed; returns refusals by request id."""

@@ -74,8 +74,8 @@ class KVCacheManager:
             admitted = self.batcher.admitted.get(request.request_id)
             if admitted is None:
                 blocks, num_tokens = self._lookup(request)
-            elif admitted[1].ok:
-                blocks, num_tokens = KVCacheBlocks(admitted[1].hit_blocks), admitted[1].num_hit_tokens
+            elif admitted.ok:
+                blocks, num_tokens = KVCacheBlocks(admitted.hit_blocks), admitted.num_hit_tokens
         if self.events and num_tokens and getattr(request, "kv_cache_report_mode", "") == "full":
             self.events.publish_hit(request, blocks.block_ids)
         return (blocks, num_tokens, 0) if COUNTS_ADMISSIONS else (blocks, num_tokens)
@@ -119,14 +119,14 @@ class KVCacheManager:
             if grant:
                 return self._noted(grant[0]) if self._zeroed_groups else grant[0]
         computed = new_computed_blocks.computed if new_computed_blocks else None
-        if request.request_id in self.batcher.admitted:
-            answer = self.batcher.admitted[request.request_id][1]
-            granted = (answer.num_hit_tokens, answer.num_new_tokens)
-            if not answer.ok or granted == (num_new_computed_tokens, num_new_tokens):
+        admitted = self.batcher.admitted.get(request.request_id)
+        if admitted is not None:
+            granted = (admitted.num_hit_tokens, admitted.num_new_tokens)
+            if not admitted.ok or granted == (num_new_computed_tokens, num_new_tokens):
                 del self.batcher.admitted[request.request_id]
-                return self._new_blocks(answer) if answer.ok else None
+                return self._new_blocks(admitted) if admitted.ok else None
             self.batcher.cancel_admission(request.request_id)
-            computed = answer.computed
+            computed = admitted.computed
         session_request = self.batcher.session_request(request)
         watermark = self.batcher.watermark_blocks if has_scheduled_reqs and request.status in _NOT_RUNNING else 0
         options = AllocationOptions(

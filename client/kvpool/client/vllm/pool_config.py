@@ -6,17 +6,8 @@ from typing import Any, Final
 from kvpool.client.vllm.connectors import unsupported_connector
 from kvpool.client.vllm.versions import COUNTS_ADMISSIONS, REUSE_ORDER, SPECS, TAGS_KEYS, VERSION, block_hash_root
 from kvpool.core.ids import PoolName
+from kvpool.core.specs import kinds
 from kvpool.core.specs.base import DTYPE_SIZES_BYTES, AttentionSpec, KVCacheSpec
-from kvpool.core.specs.kinds import (
-    ChunkedLocalAttentionSpec,
-    CrossAttentionSpec,
-    FullAttentionSpec,
-    MambaSpec,
-    MLAAttentionSpec,
-    SinkFullAttentionSpec,
-    SlidingWindowSpec,
-    UniformTypeKVCacheSpecs,
-)
 from kvpool.core.specs.pool_config import HashScheme, KeyForm, KVCacheGroup, PoolConfig
 
 _HASHES: Final = {
@@ -27,19 +18,18 @@ _HASHES: Final = {
 }
 """By name in vLLM: name in a pool's hash scheme, and length in bytes."""
 
-
 _ATTENTION: Final[dict[type, type[AttentionSpec]]] = {
     getattr(SPECS, kind.__name__): kind
     for kind in (
-        FullAttentionSpec,
-        MLAAttentionSpec,
-        SinkFullAttentionSpec,
-        SlidingWindowSpec,
-        ChunkedLocalAttentionSpec,
-        CrossAttentionSpec,
+        kinds.FullAttentionSpec,
+        kinds.MLAAttentionSpec,
+        kinds.SinkFullAttentionSpec,
+        kinds.SlidingWindowSpec,
+        kinds.ChunkedLocalAttentionSpec,
+        kinds.CrossAttentionSpec,
     )
 }
-"""By vLLM's kind of attention: that of the service, which has the same name."""
+"""By kind of attention in vLLM: the kind in the service, which has the same name."""
 
 
 class UnsupportedError(ValueError):
@@ -82,16 +72,13 @@ def pool_config(scheduler: Any, pool: str) -> PoolConfig:
 
 def check_supported(scheduler: Any) -> None:
     """Raises UnsupportedError if the engine uses a feature that the service does not support."""
+    groups = scheduler.kv_cache_config.kv_cache_groups
     if scheduler.observability_config.kv_cache_metrics:
         raise UnsupportedError("kv_cache_metrics", "the service samples block lifetimes")
     if getattr(scheduler, "num_prefill_lookahead", 0) > 1:
         raise UnsupportedError("multi-module MTP (num_prefill_lookahead > 1)")
     if getattr(scheduler, "prefix_replay_tokens", 0):
         raise UnsupportedError("bounded replay of sliding windows")
-    _check_groups(scheduler, scheduler.kv_cache_config.kv_cache_groups)
-
-
-def _check_groups(scheduler: Any, groups: list[Any]) -> None:
     if not groups:
         raise UnsupportedError("models without a KV cache")
     for group in groups:
@@ -120,8 +107,8 @@ def _drops_eagle_block(scheduler: Any) -> bool:
 def _retention_tokens(kv_cache_config: Any) -> int | None:
     """Interval at which sliding windows are cached; None if all of a window is cached, or there is no window."""
     tokens: int | None = getattr(kv_cache_config, "prefix_cache_retention_interval", None)
-    kinds = [type(group.kv_cache_spec) for group in kv_cache_config.kv_cache_groups]
-    return tokens if SPECS.SlidingWindowSpec in kinds else None
+    theirs = [type(group.kv_cache_spec) for group in kv_cache_config.kv_cache_groups]
+    return tokens if SPECS.SlidingWindowSpec in theirs else None
 
 
 def _hash_scheme(algorithm: str) -> HashScheme:
@@ -141,9 +128,9 @@ def spec_of(spec: Any) -> KVCacheSpec:
     kind = type(spec)
     if kind is SPECS.UniformTypeKVCacheSpecs:
         layers = tuple((name, spec_of(layer)) for name, layer in spec.kv_cache_specs.items())
-        return UniformTypeKVCacheSpecs(spec.block_size, layers)
+        return kinds.UniformTypeKVCacheSpecs(spec.block_size, layers)
     if kind is SPECS.MambaSpec:
-        return MambaSpec(
+        return kinds.MambaSpec(
             spec.block_size,
             tuple(tuple(shape) for shape in spec.shapes),
             tuple(_dtype(dtype) for dtype in spec.dtypes),
@@ -161,11 +148,11 @@ def spec_of(spec: Any) -> KVCacheSpec:
 
 
 def _attention(spec: Any) -> AttentionSpec:
-    """Converts a spec field by field, as the names are vLLM's. The padding follows from the size of a page."""
+    """Converts a spec by the names of its fields, which are vLLM's. The padding follows from the size of a page."""
     own_kind = _ATTENTION[type(spec)]
     values: dict[str, Any] = {field.name: getattr(spec, field.name, 0) or 0 for field in fields(own_kind)}
     values.update(dtype=_dtype(spec.dtype), page_size_padded=0)
-    values.pop("cache_dtype_str", "")  # a page of another layout differs in its size alone
+    values.pop("cache_dtype_str", "")  # the size of a page says enough
     made = own_kind(**values)
     if spec.page_size_bytes == made.page_size_bytes:
         return made

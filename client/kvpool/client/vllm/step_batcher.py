@@ -55,7 +55,7 @@ class StepBatcher:
     Attributes:
         requests: Requests of the session, by id of the engine's request.
         builder: Collects the next message.
-        admitted: Waiting requests with a predicted admission, granted or refused, that the scheduler has not used yet.
+        admitted: Predicted admissions of waiting requests, granted or refused, that the scheduler has not used yet.
         tokens_left: Tokens left in the round.
         watermark_blocks: Number of blocks that admissions leave free.
         has_failed: Whether a call to the service failed, so that the session is unusable.
@@ -65,7 +65,7 @@ class StepBatcher:
     def __init__(self, session: Session, scheduler: Any) -> None:
         self.requests: dict[str, Request] = {}
         self.builder = StepBuilder()
-        self.admitted: dict[str, tuple[Request, Answer]] = {}
+        self.admitted: dict[str, Answer] = {}
         self.tokens_left = 0
         self.has_failed = False
         self.windowed = any(not group.spec.keeps_all for group in session.config.groups)
@@ -206,9 +206,8 @@ class StepBatcher:
 
     def cancel_admission(self, request_id: str) -> None:
         """Undoes a predicted admission; the session keeps a request whose admission was refused."""
-        session_request, answer = self.admitted.pop(request_id)
-        if answer.ok:
-            self.free(session_request)
+        if self.admitted.pop(request_id).ok:
+            self.free(self.requests[request_id])
 
     def free(self, session_request: Request) -> None:
         """Frees the blocks of a request and forgets the request."""
@@ -228,30 +227,34 @@ class StepBatcher:
             found.append(session_request)
         if not self.builder.can_decode(found):
             self.send()
-        decodes: dict[str, Request] = {}
+        decodes: list[Request] = []
         for (request, num_tokens), session_request in zip(predicted, found, strict=False):
             is_decode = num_tokens == 1 and session_request.num_computed_tokens == request.num_computed_tokens
             if is_decode and not self.windowed:
-                decodes[request.request_id] = session_request
+                decodes.append(session_request)
             else:
                 batch.decode(self.builder, decodes)
-                decodes = {}
+                decodes = []
                 batch.allocate(self.builder, request, session_request, num_tokens)
         batch.decode(self.builder, decodes)
         return is_all
 
     def _add_admissions(self, batch: BatchedRequests, first: EngineRequest | None = None) -> None:
         """Adds the predicted admissions; only if they start with `first`, if given."""
-        predicted = list(self._predictor.admissions(self._look_ahead)) if self._admits_ahead else []
+        predicted = self._predictor.admissions(self._look_ahead) if self._admits_ahead else []
         if not predicted or first not in (None, predicted[0]):
             return
-        reserves, watermark = self._reserves_sequence, self.watermark_blocks
-        options = [AllocationOptions(num_watermark_blocks=watermark, full_sequence_must_fit=reserves)] * len(predicted)
-        if not self._scheduler.running:  # the first running request may go below the watermark
-            options[0] = AllocationOptions(full_sequence_must_fit=reserves)
-        pairs = [(request, self.session_request(request)) for request in predicted]
         max_tokens = self._predictor.long_prefill_tokens()
-        batch.admit(self.builder, pairs, self.tokens_left - batch.num_tokens, max_tokens, options)
+        is_first = not self._scheduler.running  # which may go below the watermark
+        for request in predicted:
+            options = AllocationOptions(
+                num_watermark_blocks=0 if is_first else self.watermark_blocks,
+                full_sequence_must_fit=self._reserves_sequence,
+            )
+            answer = self.builder.admit(self.session_request(request), max_tokens, options=options)
+            batch.admissions.append((request.request_id, answer))
+            is_first = False
+        self.builder.admission_budget_tokens = self.tokens_left - batch.num_tokens
 
     def _new_batch(self) -> BatchedRequests:
         return BatchedRequests(self._predictor.num_lookahead_tokens, self._no_blocks)
@@ -295,10 +298,10 @@ class StepBatcher:
         self._grants.update(grants)
         self.tokens_left -= sum([num_tokens for blocks, num_tokens in grants.values() if blocks is not None])
         num_admitted = 0
-        for request_id, session_request, answer in batch.admissions:
+        for request_id, answer in batch.admissions:
             if answer.outcome is Outcome.SKIPPED:
                 break
-            self.admitted[request_id] = (session_request, answer)
+            self.admitted[request_id] = answer
             if answer.ok:
                 num_admitted += 1
                 self.tokens_left -= answer.num_new_tokens
