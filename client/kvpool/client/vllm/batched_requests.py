@@ -36,8 +36,8 @@ class BatchedRequests:
 
     Attributes:
         num_lookahead_tokens: Extra tokens per running request to allocate slots for.
-        num_tokens: Tokens of all running requests in the message.
-        grants: The grant of each running request if none is refused; `resolve` sets the ids of new blocks.
+        num_tokens: Tokens of the running requests in the message; after `resolve`, only of those that were not refused.
+        grants: The grants of running requests, as if none is refused until `resolve` corrects them.
         admissions: Ids of admitted requests, in order, with their answers, which are set when the message is answered.
     """
 
@@ -84,14 +84,18 @@ class BatchedRequests:
         self.grants[request_id] = (blocks, num_tokens)
         self._new_blocks.append(_NewBlocks(request_id, blocks, answer, place))
 
-    def resolve(self) -> dict[str, Outcome]:
-        """Sets the block ids after the answer, or if no message is needed; returns refusals by request id."""
-        refused: dict[str, Outcome] = {}
+    def resolve(self) -> set[str]:
+        """Completes the grants after the answer, or if no message is needed; returns the ids of refused requests."""
+        refused: set[str] = set()
         for request_id, blocks, answer, place in self._new_blocks:
             if isinstance(answer, Decodes):
                 blocks.block_ids, outcome = answer.new_blocks[place], answer.refused.get(place)
             else:
                 blocks.block_ids, outcome = answer.new_blocks or self._no_blocks.block_ids, answer.outcome
             if outcome:  # neither OK, nor not sent
-                refused[request_id] = outcome
+                refused.add(request_id)
+                _, num_tokens = self.grants.pop(request_id)
+                self.num_tokens -= num_tokens
+                if outcome is not Outcome.SKIPPED:  # else the service did not try it
+                    self.grants[request_id] = (None, num_tokens)
         return refused

@@ -27,13 +27,12 @@ class SchedulePredictor:
     def __init__(self, scheduler: Any) -> None:
         self._scheduler = scheduler
         config = scheduler.scheduler_config
-        vllm_config = scheduler.vllm_config
         self.max_tokens = min(scheduler.max_num_scheduled_tokens, config.max_num_batched_tokens)
         self._long_prefill_tokens = config.long_prefill_token_threshold
         self._max_running = getattr(scheduler, "max_num_active_reqs", scheduler.max_num_running_reqs)
         self._sampled = getattr(scheduler, "num_sampled_tokens_per_step", 1)
         self.num_lookahead_tokens = scheduler.num_lookahead_tokens
-        drafter = vllm_config.speculative_config
+        drafter = scheduler.vllm_config.speculative_config
         self._is_plain = (
             not getattr(drafter, "max_num_new_slots_for_drafting", 0)
             and getattr(scheduler, "ec_connector", None) is None

@@ -112,7 +112,7 @@ class StepBatcher:
             self._session.settle()
         unused, self._grants = self._grants, {}
         refused = self._take(batch)
-        if not refused.keys() <= unused.keys():
+        if not refused <= unused.keys():
             raise RefusedError
         self._grants = {each: grant for each, grant in self._grants.items() if each in unused} if unused else {}
 
@@ -262,7 +262,7 @@ class StepBatcher:
     def _next_builder(self) -> StepBuilder:
         """Returns the collected calls, and starts a new message.
 
-        They report the executed step. The session answers them without a message only if nobody waits for that report.
+        They report the executed step. The session sends no message only if no other session waits for that report.
         """
         builder, self.builder = self.builder, StepBuilder()
         builder.executed_sequence, builder.launched_sequence = self._executed, self._launched
@@ -286,17 +286,11 @@ class StepBatcher:
             self.send()
         self._take(batch)
 
-    def _take(self, batch: BatchedRequests) -> dict[str, Outcome]:
-        """Records the answers of a batch; returns the refused running requests."""
+    def _take(self, batch: BatchedRequests) -> set[str]:
+        """Records the answers of a batch; returns the ids of refused running requests."""
         refused = batch.resolve()
-        grants = batch.grants
-        for request_id, outcome in refused.items():
-            if outcome is Outcome.SKIPPED:  # the service did not try it
-                del grants[request_id]
-            else:
-                grants[request_id] = (None, grants[request_id][1])
-        self._grants.update(grants)
-        self.tokens_left -= sum([num_tokens for blocks, num_tokens in grants.values() if blocks is not None])
+        self._grants.update(batch.grants)
+        self.tokens_left -= batch.num_tokens
         num_admitted = 0
         for request_id, answer in batch.admissions:
             if answer.outcome is Outcome.SKIPPED:
